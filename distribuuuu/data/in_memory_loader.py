@@ -51,7 +51,7 @@ class DeviceDataset(ImageDataset):
     ):
         self._images, self._options = images, options
         self.classes, self.mean, self.std, self.crop = images.classes, images.mean, images.std, images.crop
-        self.targets = images.targets
+        self.targets, self.digest = images.targets, images.digest
         self._errors: dict[int, Exception] = {}
         decoded = self._decode_all(decoder, num_threads)
         self._shapes = np.array([pixels.shape for pixels in decoded], dtype=np.int64).reshape(-1, 3)

@@ -18,6 +18,7 @@ import torch
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.derived import height_and_width, last_epoch_steps
+from distribuuuu.config.errors import counted
 from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.reader import override
 from distribuuuu.config.registry import dataset_class, dataset_name, task_class
@@ -34,6 +35,7 @@ from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler, 
 from distribuuuu.data.samples import HostBatch, Samples, as_targets
 from distribuuuu.data.transforms import EpochTransforms, list_views
 from distribuuuu.data.workers import Pass, WorkerBatches, count_workers, start_workers
+from distribuuuu.distributed import comm as dist
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import copy_to_device
 
@@ -252,6 +254,27 @@ def build_loaders(cfg, launch: Launch, device: torch.device, splits: Sequence[bo
         normalize = Normalizer(device, *statistics, cfg.MODEL.CHANNELS_LAST, compiled, one_of)
         loaders.append((TrainLoader if train else Loader)(one.samples, one.sampler, made, normalize, notes))
     return loaders
+
+
+def check_same_data(*loaders: Loader) -> None:
+    """Compare the images of the loaders over the processes; raise ConfigError on all of them if they differ."""
+    sets: dict[str, ImageDataset] = {}
+    for loader in loaders:
+        key = "TRAIN.DATASET" if isinstance(loader, TrainLoader) else "TEST.DATASET"
+        sets[key] = loader.images
+        sets |= {f"TRAIN.DATASET of loader {name}": one.images for name, one in loader.samples.extra.items()}
+    found = dist.gather_objects({key: (len(images), images.digest) for key, images in sets.items()})
+    problems = []
+    for key, (num, digest) in found[0].items():
+        for rank, (other, other_digest) in enumerate(one[key] for one in found):
+            if other_digest != digest:
+                counts = f"process {rank} found {counted(other, 'image')}, process 0 {counted(num, 'image')}"
+                differ = "" if other != num else ", but their names, sizes or labels differ"
+                fix = "fix: let all nodes have the same files, and start again when nothing changes them"
+                problems.append(f"{key}: the processes do not see the same images: {counts}{differ}; {fix}")
+                break
+    if problems:
+        raise ConfigError(problems)
 
 
 def count_bytes(samples: Samples, sampler: Any) -> int:

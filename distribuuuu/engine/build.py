@@ -25,7 +25,7 @@ from distribuuuu.config.plugins import hash_plugins
 from distribuuuu.config.registry import TRACKERS
 from distribuuuu.config.run_files import METRICS, PREDICTIONS, TRACKERS_FOLDER, url_of
 from distribuuuu.data.datasets.imagenet_labels import read_classes
-from distribuuuu.data.loader import Loader, TrainLoader
+from distribuuuu.data.loader import Loader, TrainLoader, check_same_data
 from distribuuuu.data.normalize import statistics_of
 from distribuuuu.data.seeding import derive_seed, draw_seed, seed_cpu
 from distribuuuu.distributed import comm as dist
@@ -200,6 +200,7 @@ def build_training(cfg, loader: TrainLoader, val_images: torch.Tensor, latest: P
 
 def build_run(cfg, train_loader: TrainLoader, val_loader: Loader, find_loss: FindLoss = lambda: None) -> Run:
     """Return the run of a config, resumed from the newest checkpoint of OUT_DIR or new; errors as `build_training`."""
+    check_same_data(train_loader, val_loader)
     checkpoints = build_checkpoints(cfg, find_loss)
     latest = find_latest(cfg, checkpoints)
     training = build_training(cfg, train_loader, val_loader.zero_images(1), latest)

@@ -13,7 +13,7 @@ from distribuuuu.config import Config
 from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import TEST_LOG
 from distribuuuu.data.batch import Batch
-from distribuuuu.data.loader import Loader, build_loader
+from distribuuuu.data.loader import Loader, build_loader, check_same_data
 from distribuuuu.data.normalize import pad_batch
 from distribuuuu.distributed.ddp import broadcast_buffers
 from distribuuuu.distributed.fsdp import inference, is_sharded
@@ -143,6 +143,7 @@ def open_evaluation(cfg, weights: str = "") -> Iterator[Evaluation]:
     device = pick_device(launch.local_rank)
     loader = build_loader(cfg, launch, device, train=False)
     with open_run(cfg, launch, device, TEST_LOG):
+        check_same_data(loader)
         task = build_task(cfg, loader.images.classes, device, build_precision(cfg, device))
         model = build_test_model(cfg, task, weights, loader.zero_images(1))
         describe_model(cfg, model, loader)

@@ -1,6 +1,8 @@
 """The interface of a data set: images by index, their labels and the class names."""
 
 import contextlib
+import functools
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +23,8 @@ JUNK_FOLDERS = (
 )  # fmt: skip
 # Levels of folders that are searched for images.
 MAX_DEPTH = 1000
+# Images whose names and labels enter the digest of a data set without an index.
+DIGEST_SAMPLES = 10_000
 # Kinds of targets, see `ImageDataset.targets`.
 TARGETS = ("label", "labels", "structured")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -123,6 +127,20 @@ class ImageDataset:
     def notes(self) -> list[str]:
         """Return warnings to log at the start of a run."""
         return []
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """128 bits of a SHA-256 of the classes and of the names and labels of the images, in hexadecimal digits.
+
+        The processes of a run compare it, and a resumed run compares it with that of its checkpoint. A name does not
+        depend on where the data is. Of a large set, evenly spaced images are taken.
+        """
+        found = hashlib.sha256(repr((len(self), tuple(self.classes))).encode("utf-8", "surrogateescape"))
+        for index in range(0, len(self), max(1, len(self) // DIGEST_SAMPLES)):
+            name = self.describe(index)
+            name = "/".join(name.split(os.sep)[-2:]) if self.has_files else name
+            found.update(f"{name}\0{self.label(index)}\0".encode("utf-8", "surrogateescape"))
+        return found.hexdigest()[:32]
 
     def describe(self, index: int) -> str:
         """Return the name of image `index` for messages: its file or its index."""
