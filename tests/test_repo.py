@@ -72,6 +72,8 @@ def test_imports_go_down_only():
     for path in MODULES:
         own = module_of(path)
         for name in imports_of(path) if own != "distribuuuu" else ():
+            if package_of(name) == "hints" and name not in imports_of(path, in_functions=False):
+                continue  # the branch that raises an error imports its text
             if package_of(name) != package_of(own):
                 is_below = layer_of(package_of(name)) < layer_of(package_of(own))
                 assert is_below, f"{own} imports {name}, which is not below it"
@@ -93,7 +95,7 @@ def test_only_one_package_knows_torch_distributed():
     assert {package_of(module_of(path)) for path in users} <= {"distributed", "launch"}
 
 
-@pytest.mark.parametrize("package", ["files", "config", "launch"])
+@pytest.mark.parametrize("package", ["files", "config", "hints", "launch"])
 def test_these_packages_import_without_torch(package):
     modules = [module_of(path) for path in MODULES if path.is_relative_to(PACKAGE / package)]
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.errors import without_unsafe_advice
 from distribuuuu.files.atomic_file import replacing, sync_folder
 
 # Values, with containers, that a file may hold. Containers that refer to each other can multiply them without bound.
@@ -118,6 +117,8 @@ def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
     except Exception as error:  # torch's reader raises nearly any type for damaged bytes
+        from distribuuuu.hints.weights import without_unsafe_advice
+
         # torch puts advice to allow unpickling anything around the reason. The cause, which has it too, is not shown.
         reason = (without_unsafe_advice(str(error)).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path}: invalid checkpoint: {reason[:200]}") from None

@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 from distribuuuu.config import ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import did_you_mean, near_matches
-from distribuuuu.config.foreign_names import BY_NAME, describe_missing, normalized
 from distribuuuu.config.locate import find_config
 from distribuuuu.config.reader import COMMAND_LINE
+from distribuuuu.hints.options import BY_NAME, describe_missing, normalized
 
 _FLAG = re.compile(r"--?[a-zA-Z]")
 _KEY = re.compile(r"[A-Z][A-Z_]+(\.|=|$)")

@@ -6,7 +6,7 @@
   limits. values.py: texts to values. locate.py: files by name. run_files.py: the names of a run's files.
 - conflicts.py: options that contradict each other. errors.py: problems and their wording. explain.py: --help-config.
 - registry.py: tables of entries by name. settings.py: their KWARGS. plugins.py: code that PLUGINS names.
-- model_names.py: names of models and optimizers without torch. foreign_names.py: those of other frameworks' options.
+- model_names.py: names of models and optimizers without torch.
 """
 
 from distribuuuu.config.config_node import Config, get_cfg

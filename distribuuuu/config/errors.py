@@ -1,19 +1,8 @@
 """Configuration errors as values, and the wording that error messages share."""
 
 import difflib
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-
-# The readers of torch, timm and numpy advise to unpickle a file that they refuse. Parts of their texts are that advice,
-# or have no meaning without it.
-_UNSAFE_ADVICE = re.compile(
-    r"weights_only`?\s*(=|set to|argument)|allow_pickle|pickle_module|safe_globals|pickle\.load|Weights only load"
-)
-_ADVICE_ONLY = re.compile(
-    r"can still be loaded|trust|WeightsUnpickler|Unsupported global|GLOBAL [\w.]+ |unsafe pickle|torch\.load to learn"
-)
-_NOT_PLAIN = re.compile(r"(?:GLOBAL|Unsupported globals:|but got <class ')\s*([\w.]*\w)")
 
 
 @dataclass(frozen=True)
@@ -54,6 +43,8 @@ class ConfigError(ValueError):
     status = 2
 
     def __init__(self, problems: str | Problem | Iterable[str | Problem], origins: Mapping[str, str] | None = None):
+        from distribuuuu.hints.weights import without_unsafe_advice
+
         given = [problems] if isinstance(problems, (str, Problem)) else problems
         found = [Problem("", problem) if isinstance(problem, str) else problem for problem in given]
         found = [replace(problem, message=without_unsafe_advice(problem.message)) for problem in found]
@@ -70,19 +61,6 @@ class DataError(ConfigError):
     def __init__(self, problems: object, origins: Mapping[str, str] | None = None):
         # An error of a loader process is made again from the text of its traceback.
         super().__init__(str(problems).rpartition(f"{type(self).__name__}: ")[2].strip(), origins)
-
-
-def without_unsafe_advice(text: str) -> str:
-    """Return the text of an error without advice to load a file unsafely; it names what is not plain data instead."""
-    if not _UNSAFE_ADVICE.search(text):
-        return text
-    clauses = re.split(r"(?<=[.;:!?])(?<!globals:)\s+|\s*\n\s*", text)
-    kept = [clause for clause in clauses if not (_UNSAFE_ADVICE.search(clause) or _ADVICE_ONLY.search(clause))]
-    shortened = " ".join(filter(None, kept))
-    if named := _NOT_PLAIN.search(text):
-        return f"{shortened} contains {named[1]}, which is not plain data".lstrip()
-    has_reason = shortened and not shortened.endswith(":")
-    return shortened if has_reason else f"{shortened} contains Python objects, which are not plain data".lstrip()
 
 
 def counted(number: int, noun: str) -> str:

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.config.errors import did_you_mean, near_matches
+from distribuuuu.config.errors import did_you_mean
 from distribuuuu.files.atomic_file import replacing
 
 # Packages with models, in the order in which a name is looked up.
@@ -132,7 +132,9 @@ def find_model_problems(arch_key: str, arch: str, kwargs_key: str, kwargs: Mappi
                 if message := find_objection(keyword, name, parameters, allowed):
                     yield f"{kwargs_key}.{keyword}", message
             return
-    yield arch_key, describe_unknown_model(arch, {source: table.names for source, table in tables.items()})
+    from distribuuuu.hints.models import describe_unknown_model
+
+    yield arch_key, describe_unknown_model(arch, {source: table.names for source, table in tables.items()}, SOURCES)
 
 
 def find_reading_keywords(kwargs_key: str, kwargs: Mapping) -> Iterator[tuple[str, str]]:
@@ -189,22 +191,3 @@ def find_objection(name: str, model: str, known: Collection[str], allowed: Colle
         return None
     allowed = sorted(set(allowed) - OWN_KEYS.keys())
     return f"{model} has no such parameter{did_you_mean(name, allowed)}; it has {', '.join(allowed) or 'none'}"
-
-
-def describe_unknown_model(arch: str, names: Mapping[str, Collection[Any]]) -> str:
-    """Return the message for an unknown model: the nearest names, or the sources that were searched.
-
-    Args:
-        arch: the unknown name.
-        names: the names of each source that was searched; of all sources if the prefix is unknown.
-    """
-    prefix, _, name = arch.rpartition("/")
-    near = near_matches(name, {known for source in names.values() for known in source})
-    message = f"unknown model {arch!r}"
-    if prefix and prefix not in SOURCES:
-        message += f"; expected a prefix of {', '.join(f'{source}/NAME' for source in SOURCES)}, or none"
-    elif prefix:
-        near = [f"{prefix}/{known}" for known in near]
-    if near:
-        return f"{message}; did you mean {', '.join(near)}?"
-    return message if prefix not in ("", *SOURCES) else f"{message}; no similar name in {', '.join(names)}"

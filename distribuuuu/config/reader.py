@@ -19,8 +19,7 @@ from distribuuuu.config.config_node import Config, get_cfg, get_value, iter_opti
 from distribuuuu.config.conflicts import find_problems
 from distribuuuu.config.declaration import Option
 from distribuuuu.config.errors import ConfigError, Problem
-from distribuuuu.config.foreign_names import describe_missing, suggest_keys
-from distribuuuu.config.locate import find_base, find_config, suggest_configs
+from distribuuuu.config.locate import find_base, find_config
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.plugins import FoundConfig, ListedConfig, import_plugins, resolve_plugins
 from distribuuuu.config.run_files import local_folder
@@ -210,6 +209,8 @@ def _find_base_problem(name: Any, base: str | None, path: str, chain: tuple[str,
     if base is None and os.path.exists(place := os.path.join(os.path.dirname(path), name)) and not os.path.isdir(place):
         return f"not a regular file: {shown}"
     if base is None:
+        from distribuuuu.hints.configs import suggest_configs
+
         return f"no such file: {shown}{suggest_configs(place)}"
     if os.path.realpath(base) in map(os.path.realpath, files):
         return f"got a file that is its own base: {shown}; fix: remove one of these lines"
@@ -228,6 +229,8 @@ def _read_yaml(path: str, problems: list[Problem]) -> list[Setting]:
         message = "expected `SECTION:` lines with `KEY: value` lines beneath" if root else ""
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         message = "cannot be read: it is a folder" if isinstance(error, IsADirectoryError) else "no such file"
+        from distribuuuu.hints.configs import suggest_configs
+
         message += suggest_configs(path)
     except (OSError, UnicodeDecodeError) as error:
         message = f"cannot be read: {error}"
@@ -364,23 +367,12 @@ def _merge(cfg: Config, settings: list[Setting], problems: list[Problem]) -> Non
             elif key in OPTIONS and not OPTIONS[key].is_open:
                 value = coerce(OPTIONS[key], value)
             else:
-                raise ValueError(_describe_unknown_key(key))
+                from distribuuuu.hints.options import describe_unknown_key
+
+                raise ValueError(describe_unknown_key(key))
         except (ValueError, OverflowError) as error:
             problems.append(Problem(key, str(error), {key: origin}))
             continue
         (get_value(cfg, section) if section else cfg)[name] = value
         cfg.origins.pop(key, None)  # moves it to the end: the origins are in the order of the files
         cfg.origins[key] = origin
-
-
-def _describe_unknown_key(key: str) -> str:
-    known = [other for other in OPTIONS if other not in OPEN_SECTIONS]
-    if key in OPEN_SECTIONS:
-        return f"is a section, not an option; set {key}.NAME, or {{NAME: VALUE}}"
-    if key in _sections():
-        names = [other.removeprefix(f"{key}.") for other in known if other.startswith(f"{key}.")]
-        return f"is a section, not an option; it contains {', '.join(names)}"
-    if missing := describe_missing(key):
-        return f"no such key; {missing}"
-    near = suggest_keys(key, known)
-    return "no such key" + (f"; did you mean {', '.join(near)}?" if near else "; --help-config lists all")

@@ -18,7 +18,6 @@ from distribuuuu.config.model_names import (
     OWN_KEYS,
     SOURCES,
     NameTable,
-    describe_unknown_model,
     find_objection,
     find_reading_keywords,
     keep_table,
@@ -202,8 +201,10 @@ def find_architecture(arch: str) -> Architecture:
         keep_table(source, list_names)
         if constructor is not None:
             return Architecture(name, source, constructor)
+    from distribuuuu.hints.models import describe_unknown_model
+
     names = {source: _SOURCES[source][1]().names for source in sources or SOURCES}
-    raise ConfigError(Problem("MODEL.ARCH", describe_unknown_model(arch, names)))
+    raise ConfigError(Problem("MODEL.ARCH", describe_unknown_model(arch, names, SOURCES)))
 
 
 def _defaults(constructor: Constructor) -> dict[str, bool] | None:

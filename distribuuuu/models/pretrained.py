@@ -10,7 +10,6 @@ import torchvision
 from torch import nn
 
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.config.errors import without_unsafe_advice
 from distribuuuu.models.constructor import Architecture, ModelSpec
 from distribuuuu.models.head import find_resized_layers, replace_layers
 
@@ -100,6 +99,8 @@ def _load(spec: ModelSpec, published: PublishedWeights, num_classes: int) -> nn.
 
 
 def _one_line(error: BaseException | None) -> str:
+    from distribuuuu.hints.weights import without_unsafe_advice
+
     text = " ".join(without_unsafe_advice(str(error)).split())
     return text if len(text) <= 300 else f"{text[:300]} ..."
 

@@ -18,7 +18,7 @@ from distribuuuu.commands.arguments import parse_args
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.config_node import get_value, iter_options
-from distribuuuu.config.foreign_names import EQUIVALENTS
+from distribuuuu.hints.options import EQUIVALENTS
 
 WRONG = {
     "an unknown key": (["TRAIN.BATCHSIZE", 3], "did you mean TRAIN.BATCH_SIZE"),

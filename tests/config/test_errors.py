@@ -11,7 +11,7 @@ import torch
 
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.config.errors import without_unsafe_advice
+from distribuuuu.hints.weights import without_unsafe_advice
 
 SYSTEM = f"{os.name}.system"
 

@@ -7,7 +7,8 @@ import pytest
 from support.runs import ROOT
 
 from distribuuuu.config import ConfigError, load_cfg, locate
-from distribuuuu.config.locate import find_config, shipped_file, suggest_configs
+from distribuuuu.config.locate import find_config, shipped_file
+from distribuuuu.hints.configs import suggest_configs
 from distribuuuu.records.results import config_name
 
 SHIPPED = str(ROOT / "configs" / "shapes" / "resnet14.yaml")

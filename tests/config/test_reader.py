@@ -12,8 +12,8 @@ from distribuuuu.commands.arguments import dump_with_origins
 from distribuuuu.config import ConfigError, check_cfg, get_cfg, load_cfg
 from distribuuuu.config.config_node import changed, get_value, iter_options
 from distribuuuu.config.explain import read_comments
-from distribuuuu.config.foreign_names import BY_NAME, MISSING, suggest_keys
 from distribuuuu.config.options import OPEN_SECTIONS
+from distribuuuu.hints.options import BY_NAME, MISSING, suggest_keys
 
 
 @pytest.fixture

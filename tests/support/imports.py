@@ -21,10 +21,10 @@ def list_modules() -> dict[str, Path]:
 
 
 @functools.cache
-def imports_of(path: Path) -> set[str]:
-    """Return the modules of this package that a file imports anywhere in it, as dotted names."""
-    names, found = list_modules().keys(), set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def imports_of(path: Path, in_functions: bool = True) -> set[str]:
+    """Return the modules of this package that a file imports, as dotted names."""
+    names, found, tree = list_modules().keys(), set(), ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree) if in_functions else tree.body:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("distribuuuu"):
             parts = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= parts & names | ({node.module} if parts - names else set())

@@ -1,6 +1,7 @@
-"""Names of other frameworks: the equivalent option of each, or a line about what is missing."""
+"""Unknown options: the equivalent of another framework's name, similar names, or a line about what is missing."""
 
 from distribuuuu.config.errors import near_matches
+from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 
 # Flags and keys of timm, torchvision, pycls, detectron2, Lightning and torchrun -> equivalent arguments. {}: the value
 # of the flag; the others have none.
@@ -111,3 +112,16 @@ def suggest_keys(key: str, known: list[str]) -> list[str]:
     similar = [other for match in near for other in known if other.rpartition(".")[2] == match]
     similar.sort(key=lambda other: other.lower().rpartition(".")[0] != section)
     return similar[:3] or near_matches(key, known, cutoff=0.85)
+
+
+def describe_unknown_key(key: str) -> str:
+    """Return the message for a key that is no option."""
+    known = [other for other in OPTIONS if other not in OPEN_SECTIONS]
+    if key in OPEN_SECTIONS:
+        return f"is a section, not an option; set {key}.NAME, or {{NAME: VALUE}}"
+    if names := [other.removeprefix(f"{key}.") for other in known if other.startswith(f"{key}.")]:
+        return f"is a section, not an option; it contains {', '.join(names)}"
+    if missing := describe_missing(key):
+        return f"no such key; {missing}"
+    near = suggest_keys(key, known)
+    return "no such key" + (f"; did you mean {', '.join(near)}?" if near else "; --help-config lists all")
