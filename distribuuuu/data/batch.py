@@ -15,12 +15,14 @@ class Batch(NamedTuple):
             a tuple of tensors (N, ...), see `ImageDataset.targets`.
         index: the index of each image in the data set, int64 (N,); None if it is unknown, e.g. in a measurement.
         extra: the batches of the further loaders of the task, by name, see `Task.extra_loaders`.
+        broken: which images of an evaluation could not be read and are black, bool (N,); None if all were read.
     """
 
     images: Any
     targets: Any
     index: torch.Tensor | None = None  # type: ignore[assignment]  # in place of the method of tuples
     extra: Mapping[str, "Batch"] = {}
+    broken: torch.Tensor | None = None
 
     @property
     def first_images(self) -> torch.Tensor:

@@ -122,7 +122,8 @@ class Loader:
                 raise BadImageError(f"broken image: {broken[-1]}; fix: {fix}")
             for message in broken:
                 self.num_broken += 1
-                logger.warning("broken image (%d so far), substituted: %s", self.num_broken, message)
+                answer = "substituted" if self.samples.substitutes else "not evaluated"
+                logger.warning("broken image (%d so far), %s: %s", self.num_broken, answer, message)
             yield batch
 
     def to_device(self, batch: Batch) -> Batch:
@@ -149,10 +150,10 @@ class Loader:
     def _normalized(self, batch: Batch, normalize: Normalizer) -> Batch:
         """Return a batch on the device, on the current stream."""
         images = map_leaves(torch.Tensor, normalize, batch.images)
-        labels = batch.targets, batch.index
-        targets, index = map_leaves(torch.Tensor, lambda tensor: copy_to_device(tensor, self.device), labels)
+        labels = batch.targets, batch.index, batch.broken
+        targets, index, broken = map_leaves(torch.Tensor, lambda tensor: copy_to_device(tensor, self.device), labels)
         extra = {name: self._normalized(one, self._normalize_extra[name]) for name, one in batch.extra.items()}
-        return Batch(images, targets, index, extra)
+        return Batch(images, targets, index, extra, broken)
 
     def zero_images(self, num: int) -> torch.Tensor:
         """Return zeros in the shape of `num` images, of the first view: float32 (num, 3, H, W) on the device."""
@@ -307,7 +308,8 @@ def build_samples(
             images, cfg.DATA.DECODER, pixel_device, count_workers(cfg.TRAIN.WORKERS, launch), options
         )
         samples_class = DeviceSamples
-    samples = samples_class(images, transform, cfg.DATA.DECODER, cfg.DATA.ON_BAD_IMAGE == "skip", options)
+    skips = cfg.DATA.ON_BAD_IMAGE == "skip"
+    samples = samples_class(images, transform, cfg.DATA.DECODER, skips, options, substitutes=train)
     extra = build_extra(cfg, launch, device, sampler.plan) if train and name == MAIN else {}
     for other, (one, found) in extra.items():
         samples.extra[other], sampler.extra[other] = one.samples, one.sampler

@@ -1,4 +1,4 @@
-"""Samples: images read, decoded and transformed, with substitutes for broken ones."""
+"""Samples: images read, decoded and transformed, with a substitute or a mark for broken ones."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,11 +9,12 @@ import torch
 from torch.utils.data import Dataset
 
 from distribuuuu.config import ConfigError
+from distribuuuu.config.derived import height_and_width
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, open_lazy_image
 from distribuuuu.data.seeding import SampleKey, SampleRNG, derive_seed
-from distribuuuu.data.transforms import EpochTransforms, Transform, Views, transform_at
+from distribuuuu.data.transforms import EpochTransforms, Transform, Views, list_views, transform_at
 
 # How many substitutes are tried for a broken image before the data set counts as broken.
 MAX_SUBSTITUTES = 20
@@ -28,7 +29,7 @@ class Sample(NamedTuple):
     """One sample of a batch.
 
     Attributes:
-        pixels: uint8 (3, H, W), with several views a tuple of them; None: no image could be read.
+        pixels: uint8 (3, H, W), with several views a tuple of them; None: no image could be read, see `Samples`.
         label: see `ImageDataset.label`.
         index: the image in the data set, that of the substitute for a broken one.
         broken: a message for each image that could not be read.
@@ -48,9 +49,11 @@ class Samples(Dataset):
         images: the data set.
         transform: from an image and its random numbers to uint8 (3, H, W), or to several views; or that of each epoch.
         decoder: see `decode`.
-        skip_broken: substitute another image for one that cannot be read, always the same one.
+        skip_broken: go on if an image cannot be read. In training, another one takes its place, always the same one. In
+            an evaluation nothing does: its pixels are zeros, and `Batch.broken` marks it.
         options: see `decode`.
         extra: by name, the samples of other data sets that come along with each batch, see `JointKeys`.
+        substitutes: whether the samples are for training.
     """
 
     images: ImageDataset
@@ -59,6 +62,7 @@ class Samples(Dataset):
     skip_broken: bool
     options: DecodeOptions = DEFAULTS
     extra: dict[str, "Samples"] = field(default_factory=dict)
+    substitutes: bool = True
 
     def __len__(self) -> int:
         return len(self.images)
@@ -86,16 +90,15 @@ class Samples(Dataset):
         if self.images.remote:
             self.images.remote.read_ahead(keys)
         views: list[torch.Tensor] = []
-        labels, index, num_read, has_views = [], [], 0, False
+        labels, index, unread = [], [], []
         broken: tuple[str, ...] = ()
         for row, sample in enumerate(map(self.__getitem__, keys)):
             labels.append(sample.label)
             index.append(sample.index)
             broken += sample.broken
             if sample.pixels is None:
+                unread.append(row)
                 continue
-            num_read += 1
-            has_views = isinstance(sample.pixels, tuple)
             for number, pixels in enumerate(sample.pixels if isinstance(sample.pixels, tuple) else (sample.pixels,)):
                 image = pixels.permute(1, 2, 0)
                 if number == len(views):
@@ -104,17 +107,27 @@ class Samples(Dataset):
                 if (found := (image.shape, image.dtype)) != (expected := (batch.shape[1:], batch.dtype)):
                     raise ValueError(f"{self.transform} returned different images: {expected}, {found}")
                 batch[row].copy_(image)
-        if num_read < len(keys):
+        if unread and (not self.skip_broken or self.substitutes):
             return None, broken
+        sizes = [height_and_width(view.size) for view in list_views(transform_at(self.transform, keys[0]))]
+        if not views:
+            example = torch.empty(0, dtype=self.options.dtype)
+            views = [allocate(example, (len(keys), *size, self.options.channels)) for size in sizes]
+        marks = torch.zeros(len(keys), dtype=torch.bool)
+        for row in unread:
+            marks[row] = True
+            for view in views:
+                view[row] = 0
         images = tuple(view.permute(0, 3, 1, 2) for view in views)
         targets = as_targets(labels, self.images.targets)
-        return Batch(images if has_views else images[0], targets, torch.tensor(index)), broken
+        batch = Batch(images if len(sizes) > 1 else images[0], targets, torch.tensor(index))
+        return batch._replace(broken=marks) if unread else batch, broken
 
     def __getitem__(self, key: SampleKey) -> Sample:
         seed, index, *_ = key
         transform = transform_at(self.transform, key)
         broken: list[str] = []
-        for attempt in range(1 + MAX_SUBSTITUTES * self.skip_broken):
+        for attempt in range(1 + MAX_SUBSTITUTES * (self.skip_broken and self.substitutes)):
             chosen = index if attempt == 0 else derive_seed(seed, index, attempt) % len(self.images)
             try:
                 image = open_lazy_image(self.images.read(chosen), self.decoder, self.options)
@@ -126,7 +139,7 @@ class Samples(Dataset):
                 raise
             except Exception as error:  # decoders raise nearly anything; the loader reports the file and the cause
                 broken.append(f"{self.images.describe(chosen)}: {type(error).__name__}: {reason_of(error)}")
-        return Sample(None, -1, index, tuple(broken))
+        return Sample(None, self.images.label(index), index, tuple(broken))
 
 
 def reason_of(error: Exception) -> str:

@@ -12,14 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from distribuuuu.config.derived import height_and_width
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.datasets.base import ImageDataset, read_file
 from distribuuuu.data.loader import Loader, count_bytes
 from distribuuuu.data.samplers import BatchKeys, EvalSampler
-from distribuuuu.data.samples import Sample, Samples
-from distribuuuu.data.seeding import SampleKey
-from distribuuuu.data.transforms import Transform
+from distribuuuu.data.samples import Samples
 from distribuuuu.data.workers import Pass, start_workers
 
 T = TypeVar("T")
@@ -57,20 +54,6 @@ class UnlabeledImages(ImageDataset):
         """Return the path of an image; of one in memory its position."""
         item = self.items[index]
         return os.fspath(item) if isinstance(item, (str, os.PathLike)) else f"image {index}"
-
-
-class TolerantSamples(Samples):
-    """Samples in which a broken image is zeros, with the label -1 - position and a message."""
-
-    def __getitem__(self, key: SampleKey) -> Sample:
-        sample = super().__getitem__(key)
-        if sample.pixels is not None:
-            return sample
-        assert isinstance(self.transform, Transform)
-        size, index = height_and_width(self.transform.size), key[1]
-        message = sample.broken[-1].removeprefix(f"{self.images.describe(index)}: ")
-        pixels = torch.zeros(self.options.channels, *size, dtype=self.options.dtype)
-        return Sample(pixels, -1 - index, index, (message,))
 
 
 class SpanSampler(EvalSampler):
@@ -119,7 +102,7 @@ class ChunkLoader(Loader):
         workers: int,
         kind: str,
     ):
-        samples = TolerantSamples(images, transform.crop, transform.decoder, False, transform.options)
+        samples = Samples(images, transform.crop, transform.decoder, True, transform.options, substitutes=False)
         sampler = SpanSampler(spans, batch_size)
         pin_memory, batch_bytes = device.type == "cuda", count_bytes(samples, sampler)
         (batches,) = start_workers([Pass(samples, sampler)], kind, workers, pin_memory, batch_bytes)
@@ -130,9 +113,10 @@ class ChunkLoader(Loader):
     def host_batches(self) -> Iterator[Batch]:
         """Yield batches of uint8 images (N, 3, H, W) as they come from the workers."""
         for batch, messages in self._batches:
-            assert batch is not None  # broken images are zeros
-            broken = [-1 - label for label in batch.targets.tolist() if label < 0]
-            self._causes.update(zip(broken, messages, strict=True))
+            assert batch is not None and batch.index is not None  # broken images are zeros
+            broken = batch.index[batch.broken].tolist() if batch.broken is not None else []
+            for index, message in zip(broken, messages, strict=True):
+                self._causes[index] = message.removeprefix(f"{self.images.describe(index)}: ")
             yield batch
 
     def chunks(self) -> Iterator[tuple[range, torch.Tensor, dict[int, str]]]:
