@@ -196,7 +196,7 @@ _C.DATA.PIXELS = Option("uint8", choices=tuple(PIXEL_RANGES))
 _C.DATA.MEAN = Option((), recipe=False)
 # Standard deviation of each channel for normalization, in the units of DATA.MEAN; empty: the data set's own.
 _C.DATA.STD = Option((), recipe=False)
-# When an image is corrupt: raise (stop and report it) or skip (log it and use another image instead).
+# When an image is corrupt: raise (stop and report it) or skip (log it; in training, use another image instead).
 _C.DATA.ON_BAD_IMAGE = Option("raise", choices=("raise", "skip"))
 # Download a missing cifar10, cifar100, mnist or fashion_mnist to TRAIN.DATASET.
 _C.DATA.DOWNLOAD = Option(True, neutral=True)
