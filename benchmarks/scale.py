@@ -109,7 +109,7 @@ def run_rank(folder: str) -> None:
         return function(*args)
 
     counted: dict[str, int] = {}
-    replace(trainer, "train_step", in_phase("step"))
+    replace(trainer, "take_step", in_phase("step"))
     replace(trainer, "evaluate_epoch", evaluate_and_count)
     replace(trainer, "evaluate_epoch", in_phase("evaluation"))
     replace(CheckpointManager, "save_in_background", in_phase("checkpoint"))

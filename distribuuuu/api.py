@@ -78,10 +78,10 @@ def train(config: CfgFiles | os.PathLike = None, overrides: Overrides = ()) -> T
 
         from distribuuuu.engine.auto_batch_size import resolve_batch_size
         from distribuuuu.models import check_model
-        from distribuuuu.trainer import train_model, train_step
+        from distribuuuu.trainer import take_step, train_model
 
         check_model(cfg)
-        cfg = resolve_batch_size(cfg, train_step)
+        cfg = resolve_batch_size(cfg, take_step)
         best = train_model(cfg)
         results = _read_results(Path(cfg.OUT_DIR))
     accuracy = results.get("accuracy", {})

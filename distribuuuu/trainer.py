@@ -1,7 +1,6 @@
 """Training and evaluation of a model: read `train_model` from top to bottom for a whole run."""
 
 import contextlib
-import functools
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -99,7 +98,7 @@ def train_epoch(run: Run) -> None:
         lr = run.lr_at(epoch + step / num_steps)
         set_lr(state.optimizer, lr)
         set_weight_decay(state.optimizer, run.decay_at(epoch + step / num_steps))
-        train_step(run, batches, step)
+        take_step(run, batches, step)
         state.finish_step(num_steps)
         is_last = state.step == end
         if state.step % print_freq == 0 or is_last:
@@ -111,55 +110,64 @@ def train_epoch(run: Run) -> None:
         run.stop.check(f"epoch {epoch + 1}, step {state.step}")
 
 
-def train_step(training: Training, batches: Iterator[Batch], step: int) -> None:
-    """Update the weights with one global batch, by default with its gradients; see `Task.update`."""
-    task, state = training.task, training.state
-    micro_batches: Iterable[tuple[StepKey, Batch]] = read_micro_batches(training, batches, step)
-    if task.gradient_passes > 1:
-        micro_batches = list(micro_batches)
-    is_skipped = True
+class Step:
+    """One step of the training, as `Task.update` gets it.
 
-    def apply_gradients() -> None:
-        nonlocal is_skipped
-        is_skipped = False
-        state.precision.step(state.optimizer, training.clip)
-
-    task.update(functools.partial(compute_gradients, training, micro_batches), apply_gradients)
-    state.num_skipped += is_skipped
-    for _ in micro_batches:  # if the task has not computed gradients, the next step still gets its own images
-        pass
-
-
-def read_micro_batches(training: Training, batches: Iterator[Batch], step: int) -> Iterator[tuple[StepKey, Batch]]:
-    """Yield the key and the images of each micro-batch of a global batch, mixed."""
-    state = training.state
-    for micro in range(training.train_loader.plan.accum_steps):
-        key = StepKey(state.stream_seed, state.epoch, step, micro)
-        yield key, training.task.prepare_batch(next(batches), key)
-
-
-def compute_gradients(
-    training: Training, micro_batches: Iterable[tuple[StepKey, Batch]], all_reduce: bool = True, in_metrics: bool = True
-) -> None:
-    """Compute the gradients of a global batch, micro-batch by micro-batch.
-
-    They are averaged over the processes with the last micro-batch; without `all_reduce`, each process keeps its own.
+    Attributes:
+        number: the step in the epoch, from 0.
+        micro_batches: the key and the images of each micro-batch of the global batch, mixed: an iterator, or a list if
+            the task computes gradients more than once.
+        is_applied: whether the weights have been updated.
     """
-    task, state, accum_steps = training.task, training.state, training.train_loader.plan.accum_steps
-    state.optimizer.zero_grad()
-    key = None
-    for key, batch in micro_batches:
-        seed_step(derive_seed(*key, dist.rank()), task.device)
-        is_last = key.micro + 1 == accum_steps
-        with without_gradient_sync(training.model, not (is_last and all_reduce)):
-            output = task.train_step(training.model, batch, key)
-            state.precision.backward(output.loss if accum_steps == 1 else output.loss / accum_steps)
-        if in_metrics:
-            state.meter.update(output)
-    if key is None:
-        raise TypeError(
-            f"{type(task).__name__}: the images of this step are gone; fix: set gradient_passes to 2 or more"
-        )
+
+    def __init__(self, training: Training, batches: Iterator[Batch], number: int):
+        self.training, self.number, self.is_applied = training, number, False
+        self.micro_batches: Iterable[tuple[StepKey, Batch]] = self._prepare(batches)
+        if training.task.gradient_passes > 1:
+            self.micro_batches = list(self.micro_batches)
+
+    def _prepare(self, batches: Iterator[Batch]) -> Iterator[tuple[StepKey, Batch]]:
+        task, state = self.training.task, self.training.state
+        for micro in range(self.training.train_loader.plan.accum_steps):
+            key = StepKey(state.stream_seed, state.epoch, self.number, micro)
+            yield key, task.prepare_batch(next(batches), key)
+
+    def gradients(self, all_reduce: bool = True, in_metrics: bool = True) -> None:
+        """Replace the gradients of the weights by those of the global batch, micro-batch by micro-batch.
+
+        Args:
+            all_reduce: average them over the processes, with the last micro-batch; else each process keeps its own.
+            in_metrics: show the loss and the metrics of this pass in the log.
+        """
+        task, state, model = self.training.task, self.training.state, self.training.model
+        accum_steps = self.training.train_loader.plan.accum_steps
+        state.optimizer.zero_grad()
+        key = None
+        for key, batch in self.micro_batches:
+            seed_step(derive_seed(*key, dist.rank()), task.device)
+            is_last = key.micro + 1 == accum_steps
+            with without_gradient_sync(model, not (is_last and all_reduce)):
+                output = task.train_step(model, batch, key)
+                state.precision.backward(output.loss if accum_steps == 1 else output.loss / accum_steps)
+            if in_metrics:
+                state.meter.update(output)
+        if key is None:
+            fix = "set gradient_passes to 2 or more"
+            raise TypeError(f"{type(task).__name__}: the images of this step are gone; fix: {fix}")
+
+    def apply(self) -> None:
+        """Unscale and clip the gradients, and update the weights."""
+        self.is_applied = True
+        self.training.state.precision.step(self.training.state.optimizer, self.training.clip)
+
+
+def take_step(training: Training, batches: Iterator[Batch], number: int) -> None:
+    """Let the task update the weights with one global batch, by default with its gradients; see `Task.update`."""
+    step = Step(training, batches, number)
+    training.task.update(step)
+    training.state.num_skipped += not step.is_applied
+    for _ in step.micro_batches:  # if the task has not computed gradients, the next step still gets its own images
+        pass
 
 
 @explain_out_of_memory("the evaluation", batch="test")

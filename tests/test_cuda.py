@@ -38,7 +38,7 @@ from distribuuuu.optim.optimizer import build_clipper, build_lr, build_optimizer
 from distribuuuu.optim.precision import Precision, build_precision
 from distribuuuu.tasks.base import build_task
 from distribuuuu.tasks.meter import Meter
-from distribuuuu.trainer import train_epoch, train_model, train_step
+from distribuuuu.trainer import take_step, train_epoch, train_model
 
 ALONE, CPU = Launch("alone"), torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -407,10 +407,10 @@ def step_on_eight_processes(cfg, reads: bool = False) -> dict[str, int]:
     training = build_training(cfg, loader, loader.dummy_batch()[:1], latest=None)
     batches = loader.batches_from(0, 0, 0)
     training.model.train()
-    train_step(training, batches, 0)
+    take_step(training, batches, 0)
     calls.counts.clear()
     with calls:
-        train_step(training, batches, 1)
+        take_step(training, batches, 1)
         if reads:
             torch.zeros(()).item()
     return dict(calls.counts)

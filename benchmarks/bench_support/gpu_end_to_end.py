@@ -28,7 +28,7 @@ from distribuuuu.data.workers import PREFETCH, Pass
 from distribuuuu.engine.build import open_log
 from distribuuuu.engine.run import Run
 from distribuuuu.launch.host import count_cores
-from distribuuuu.trainer import train_epoch, train_step
+from distribuuuu.trainer import take_step, train_epoch
 
 # Minimum ratio of ours with the loader to the slower of the two others, on a GPU.
 BAR = 0.95
@@ -155,7 +155,7 @@ def measure_end_to_end(
         loader.begin_block()
         run.model.train()
         for step in range(loader.num_ahead):
-            train_step(with_loader, loader.batches_from(0, 0, 0), step)
+            take_step(with_loader, loader.batches_from(0, 0, 0), step)
         state.reset_row()
         loader.pop_data_time()
 

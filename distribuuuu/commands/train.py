@@ -22,7 +22,7 @@ def train(prog: str, args: list[str]) -> int:
 def _start(cfg: Config, stop_epoch: int | None = None) -> None:
     from distribuuuu.engine.auto_batch_size import resolve_batch_size
     from distribuuuu.models import check_model
-    from distribuuuu.trainer import train_model, train_step
+    from distribuuuu.trainer import take_step, train_model
 
     check_model(cfg)
-    train_model(resolve_batch_size(cfg, train_step), stop_epoch)
+    train_model(resolve_batch_size(cfg, take_step), stop_epoch)

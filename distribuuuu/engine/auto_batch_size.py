@@ -40,7 +40,7 @@ from distribuuuu.records.run_log import logging_to
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-TrainStep = Callable[..., object]
+TakeStep = Callable[..., object]
 
 # Share of the available memory that a run may take, and the factor by which a trial may exceed the largest so far.
 HEADROOM, GROWTH = 0.9, 8
@@ -77,14 +77,14 @@ class Peak:
         return Peak(*(value + factor * (end - value) for value, end in values))
 
 
-def resolve_batch_size(cfg: Config, train_step: TrainStep) -> Config:
+def resolve_batch_size(cfg: Config, take_step: TakeStep) -> Config:
     """Return the config with a number for TRAIN.BATCH_SIZE auto; the same on all processes, which must all call this.
 
     A run that is resumed keeps its number. On the CPU, the first process of each machine searches for all of them.
 
     Args:
         cfg: the config.
-        train_step: the function of trainer.py, (run, batches, step).
+        take_step: the function of trainer.py, (run, batches, step).
 
     Raises:
         ConfigError: no micro-batch fits (`OutOfMemory`), or the config contradicts the data or the model.
@@ -100,7 +100,7 @@ def resolve_batch_size(cfg: Config, train_step: TrainStep) -> Config:
     hosts, number, failure = exchange(launch, zlib.crc32(socket.gethostname().encode()), *limits), sizes[-1], None
     try:
         if is_cuda or launch.local_rank == 0:
-            number = search_here(cfg, train_step, launch, sizes, hosts.count(hosts[launch.rank]))
+            number = search_here(cfg, take_step, launch, sizes, hosts.count(hosts[launch.rank]))
     except ConfigError as error:
         number, failure = 0, error
         failure.one_process = launch.local_rank == 0
@@ -125,7 +125,7 @@ def _find_kept(cfg: Config, sizes: Sequence[int]) -> int:
     return number if number in sizes else 0
 
 
-def search_here(cfg: Config, train_step: TrainStep, launch: Launch, sizes: Sequence[int], num_local: int = 1) -> int:
+def search_here(cfg: Config, take_step: TakeStep, launch: Launch, sizes: Sequence[int], num_local: int = 1) -> int:
     """Return the largest micro-batch that fits on this machine for `num_local` processes, or on the process's GPU."""
     memory, space = available_memory() / num_local, address_space_limit()
     local = Launch("trial", local_rank=launch.local_rank, local_world_size=launch.local_world_size)
@@ -136,7 +136,7 @@ def search_here(cfg: Config, train_step: TrainStep, launch: Launch, sizes: Seque
 
     def measure(size: int) -> Peak | str:
         plan = plan_batches(size, size * min(2, share // size), 1)
-        peak = in_fresh_process(measure_steps, cfg, train_step, local, plan)
+        peak = in_fresh_process(measure_steps, cfg, take_step, local, plan)
         if launch.rank == 0:
             shown = peak if isinstance(peak, str) else f"{peak.used / 2**20:,.0f} MiB"
             logger.info("TRAIN.BATCH_SIZE auto: micro-batch of %d: %s", size, shown)
@@ -212,14 +212,14 @@ def trial_run(cfg: Config, launch: Launch, plan: BatchPlan, folder: str) -> Iter
         yield run
 
 
-def measure_steps(folder: str, cfg: Config, train_step: TrainStep, launch: Launch, plan: BatchPlan) -> Peak:
+def measure_steps(folder: str, cfg: Config, take_step: TakeStep, launch: Launch, plan: BatchPlan) -> Peak:
     """Return the peak memory of training steps, a checkpoint and an evaluation, in a fresh process."""
     with trial_run(cfg, launch, plan, folder) as run:
         loader, state = run.train_loader, run.state
         batches = loader.batches_from(state.stream_seed, 0, 0)
         run.model.train()
         for step in range(min(_STEPS, loader.steps_of(0))):
-            train_step(run, batches, step)
+            take_step(run, batches, step)
             state.finish_step(loader.num_steps)
         run.checkpoints.save(state)
         evaluate_batch(run)

@@ -1,6 +1,5 @@
 """Tasks of short trainings: lookahead, and airbench94 (Jordan, arXiv 2404.00498)."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,9 +62,13 @@ class Lookahead(Classification):
         """Return the decay after a number of steps of the run."""
         return self.settings.decay * (num_steps / self._total) ** self.settings.power
 
-    def update(self, compute_gradients: Callable[..., None], apply_gradients: Callable[[], None]) -> None:
+    def update(self, step: Any) -> None:
         """Take the step of the optimizer, then average the weights if it is due."""
-        super().update(compute_gradients, apply_gradients)
+        super().update(step)
+        self.finish_step()
+
+    def finish_step(self) -> None:
+        """Average the weights if it is due."""
         num_steps = self.state.epoch * self._num_steps + self.state.step + 1
         if num_steps % self.settings.steps == 0:
             self.average(1 - self.decay_after(num_steps))
@@ -145,12 +148,10 @@ class AirbenchTraining(Lookahead):
             self.state.model.get_parameter(self.settings.frozen).requires_grad_(not self.is_frozen)
         return super().begin_epoch(epoch)
 
-    def update(self, compute_gradients: Callable[..., None], apply_gradients: Callable[[], None]) -> None:
+    def update(self, step: Any) -> None:
         """Take a step without the gradient of the frozen parameter."""
-
-        def compute() -> None:
-            compute_gradients()
-            if self.is_frozen:
-                self.state.model.get_parameter(self.settings.frozen).grad = None
-
-        super().update(compute, apply_gradients)
+        step.gradients()
+        if self.is_frozen:
+            self.state.model.get_parameter(self.settings.frozen).grad = None
+        step.apply()
+        self.finish_step()

@@ -4,7 +4,7 @@ A task computes one micro-batch; the loop in trainer.py does everything else. A 
 `@TASKS.register("name")`, in a file of this package or in a separate script. TASK.NAME selects it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ class Task:
     # Names of metrics if TRAIN.METRICS or TEST.METRICS is empty.
     default_metrics: Sequence[str] = ("top1", "topk")
     multilabel = False
-    # How often `update` computes the gradients of a global batch, at most. With more than 1, its images are kept.
+    # How often `update` calls `step.gradients`, at most. With more than 1, the images of the step are kept.
     gradient_passes = 1
     # Whether `eval_step` computes gradients, e.g. to adapt the model to the batch.
     eval_gradients = False
@@ -157,17 +157,15 @@ class Task:
         """
         return batch
 
-    def update(self, compute_gradients: Callable[..., None], apply_gradients: Callable[[], None]) -> None:
-        """Update the weights with a global batch; without `apply_gradients`, the step is counted as skipped.
+    def update(self, step: Any) -> None:
+        """Update the weights with a global batch; a step that is not applied is counted as skipped.
 
         Args:
-            compute_gradients: replaces the gradients of the weights by those of the global batch; with float16, they
-                are scaled. `in_metrics=False` keeps this pass out of the logged metrics. `all_reduce=False` leaves each
-                process its own gradients.
-            apply_gradients: unscales and clips the gradients, and takes the step of the optimizer.
+            step: the `trainer.Step`: `step.gradients()` replaces the gradients of the weights by those of the global
+                batch, scaled with float16; `step.apply()` unscales and clips them, and takes the optimizer's step.
         """
-        compute_gradients()
-        apply_gradients()
+        step.gradients()
+        step.apply()
 
     def train_step(self, model: nn.Module, batch: Batch, key: StepKey) -> StepOutput:
         """Return the loss of a micro-batch and the inputs of the metrics, without synchronizing with the device.

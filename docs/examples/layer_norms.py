@@ -61,13 +61,13 @@ class LayerNorms(Classification):
         self.norms.clear()
         return output
 
-    def update(self, compute_gradients, apply_gradients) -> None:
+    def update(self, step) -> None:
         """Take the step; in the last one of an epoch, keep the trust ratios on the device."""
-        compute_gradients()
+        step.gradients()
         if self.state.step + 1 == self.num_steps:
             with torch.no_grad():
                 self.ratios = torch.stack([weight.norm() / weight.grad.norm() for weight in self.weights.values()])
-        apply_gradients()
+        step.apply()
 
     def log_epoch(self, log, model, batch) -> None:
         """Log the trust ratios."""

@@ -21,7 +21,7 @@ from distribuuuu.engine.out_of_memory import OutOfMemory
 from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.records import environment
 from distribuuuu.records.results import hash_config, list_overrides
-from distribuuuu.trainer import train_model, train_step
+from distribuuuu.trainer import take_step, train_model
 
 AUTO = ("TRAIN.BATCH_SIZE", "auto", "TRAIN.GLOBAL_BATCH_SIZE")
 SIZES = [2**power for power in range(9)]
@@ -71,7 +71,7 @@ def test_the_parent_of_the_trials_creates_no_cuda_context(small_cfg, monkeypatch
     monkeypatch.setattr(measure_run, "in_fresh_process", in_fresh_process)
     cfg = small_cfg(*AUTO, 8)
     with api._preserved_random_state():
-        assert auto_batch_size.resolve_batch_size(cfg, train_step).TRAIN.BATCH_SIZE == 8
+        assert auto_batch_size.resolve_batch_size(cfg, take_step).TRAIN.BATCH_SIZE == 8
         assert measure_run.measure_and_plan(cfg, 2)["memory"]["of"] == "cuda"
     assert tried.count(auto_batch_size.measure_steps) >= 3 and tried[-1] is measure_run.measure_run
     with pytest.raises(AssertionError, match="CUDA is used"):
@@ -145,7 +145,7 @@ def test_a_run_with_a_limit_on_its_memory_takes_fewer_images_at_once(image_folde
     cfg = load_cfg(None, small_options(image_folder, tmp_path / "trial", *large))
     plan = auto_batch_size.plan_batches(4, 8, 1)
     peak = auto_batch_size.in_fresh_process(
-        auto_batch_size.measure_steps, cfg, train_step, auto_batch_size.Launch("trial"), plan
+        auto_batch_size.measure_steps, cfg, take_step, auto_batch_size.Launch("trial"), plan
     )
     # The address space of equal runs differs by up to 7 %, because their heaps are fragmented differently.
     limit_kib = int(peak.address_space / auto_batch_size.HEADROOM / 1024) + 250_000

@@ -148,12 +148,12 @@ def run_killed(function: Callable, *args: Any, step: int) -> None:
 
 
 def _train_to_death(function: Callable, args: tuple, last_step: int) -> None:
-    train_step, steps = trainer.train_step, itertools.count()
+    take_step, steps = trainer.take_step, itertools.count()
 
-    def train_step_or_die(*step_args):
+    def take_step_or_die(*step_args):
         if next(steps) == last_step:
             os.kill(os.getpid(), signal.SIGKILL)
-        train_step(*step_args)
+        take_step(*step_args)
 
-    trainer.train_step = train_step_or_die
+    trainer.take_step = take_step_or_die
     function(*args)

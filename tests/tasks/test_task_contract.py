@@ -369,9 +369,9 @@ def test_the_example_of_sharpness_aware_minimization_follows_the_authors(
             seen.setdefault(key.step, []).append((batch.images.clone(), batch.targets.clone()))
             return batch
 
-        def update(self, compute_gradients, apply_gradients):
+        def update(self, step):
             seen.setdefault("initial", copy.deepcopy(self.state.model))
-            super().update(compute_gradients, apply_gradients)
+            super().update(step)
 
     register(Recorded)
     words = ("TASK.NAME", "Recorded", *GROUP_NORM, "OPTIM.MOMENTUM", 0, "OPTIM.WEIGHT_DECAY", 0, "OPTIM.MAX_EPOCH", 1,
@@ -409,12 +409,12 @@ def test_a_second_pass_needs_its_images(register, sam, small_cfg, monkeypatch):
 
 def test_skipped_steps_are_counted_and_keep_their_images(register, small_cfg, tmp_path):
     class Skipping(Classification):
-        def update(self, compute_gradients, apply_gradients):
+        def update(self, step):
             if self.state.step % 2:
                 return
-            compute_gradients()
+            step.gradients()
             if self.state.step:
-                apply_gradients()
+                step.apply()
 
         def train_step(self, model, batch, key):
             seen.append((key.epoch, key.step, batch.targets.tolist()))
@@ -431,7 +431,7 @@ def test_skipped_steps_are_counted_and_keep_their_images(register, small_cfg, tm
     seen.clear()
     train_model(small_cfg("TASK.NAME", "Skipping"))
     assert all_seen == [entry for entry in seen if entry[1] % 2 == 0]
-    Skipping.update = lambda self, compute_gradients, apply_gradients: compute_gradients()
+    Skipping.update = lambda self, step: step.gradients()
     train_model(small_cfg("TASK.NAME", "Skipping", "OPTIM.LAST_EPOCH", 0.5, "OUT_DIR", tmp_path / "short"))
     assert "the task applied no gradients in 6 of 6 steps" in log_of(tmp_path / "short")
 

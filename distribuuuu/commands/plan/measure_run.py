@@ -35,7 +35,7 @@ from distribuuuu.engine.run_description import list_unused_speed
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import check_model, count_parameters
 from distribuuuu.optim.optimizer import set_lr
-from distribuuuu.trainer import train_step
+from distribuuuu.trainer import take_step
 
 # Seconds of the training steps, over all image sides, and of an evaluation.
 STEPS_S, EVALUATION_S = 12.0, 4.0
@@ -50,7 +50,7 @@ def measure_and_plan(cfg: Config, num_processes: int) -> dict[str, Any]:
     """
     check_model(cfg)
     if cfg.TRAIN.BATCH_SIZE == AUTO:
-        cfg = with_number(cfg, search_here(cfg, train_step, _HERE, list_micro_batches(cfg, num_processes)))
+        cfg = with_number(cfg, search_here(cfg, take_step, _HERE, list_micro_batches(cfg, num_processes)))
     plan, free = plan_of(cfg, num_processes), available_memory()
     predicted, found = None, {}
     if find_device(0).type != "cuda":
@@ -162,7 +162,7 @@ def _train(run: Run, epoch: int, limit_s: float, waits: list[float]) -> list[flo
     run.model.train()
     for step in _timed(range(loader.steps_of(epoch)), ends, limit_s, loader.device):
         set_lr(state.optimizer, run.lr_at(epoch + step / loader.num_steps))
-        train_step(run, batches, step)
+        take_step(run, batches, step)
         state.finish_step(loader.num_steps)
     state.step = 0
     waits.append(loader.pop_data_time())
@@ -204,7 +204,7 @@ def _measure_speeds(run: Run, combined: float, waited: float) -> dict[str, Any]:
     on_gpu = loader.device.type == "cuda"
     batches = itertools.repeat(loader.sample_batch())
     run.model.train()
-    model = plan.per_process / time_calls(lambda: train_step(run, batches, 0), loader.device).seconds
+    model = plan.per_process / time_calls(lambda: take_step(run, batches, 0), loader.device).seconds
     speeds = {"model": model, "loader": None, "together": combined}
     if cfg.DATA.LOADER == "device":
         return {"images_per_s": speeds, "bottleneck": f"model-bound: the model processes {model:,.0f} images/s"}

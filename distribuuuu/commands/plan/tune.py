@@ -30,7 +30,7 @@ from distribuuuu.engine.auto_batch_size import in_fresh_process, trial_run
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import count_cores
 from distribuuuu.optim.optimizer import set_lr
-from distribuuuu.trainer import train_step
+from distribuuuu.trainer import take_step
 
 # Pairs of blocks per comparison, and the length of a block in those of measure/timing.py.
 PAIRS, BLOCKS = 7, 2
@@ -149,7 +149,7 @@ def serve_blocks(folder: str, cfg: Config, plan: BatchPlan, threads: int, pipe: 
         ahead = count_ahead(run)
 
         def step() -> None:
-            train_step(run, batches, 0)
+            take_step(run, batches, 0)
 
         num = BLOCKS * count_calls(step, loader.device, ahead)[0]
         pipe.send(None)

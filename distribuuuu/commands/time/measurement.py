@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from distribuuuu import trainer
 from distribuuuu.commands.measure import timing
 from distribuuuu.commands.measure.bottleneck import Speeds, diagnose_bottleneck, find_remedies
 from distribuuuu.commands.measure.timing import endless_batches, time_calls
@@ -31,7 +32,6 @@ from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.optim.optimizer import set_lr
 from distribuuuu.records.environment import local_peak_bytes
-from distribuuuu.trainer import compute_gradients, read_micro_batches, train_step
 
 logger = logging.getLogger(__name__)
 
@@ -107,12 +107,11 @@ class Step:
 
     def backward(self, batches: Iterator, all_reduce: bool = True) -> None:
         """Compute the gradients of a step, with or without their all-reduce."""
-        parts = read_micro_batches(self.training, self._mark_steps(batches), 0)
-        compute_gradients(self.training, parts, all_reduce=all_reduce)
+        trainer.Step(self.training, self._mark_steps(batches), 0).gradients(all_reduce)
 
     def update(self, batches: Iterator) -> None:
         """Run a complete training step."""
-        train_step(self.training, self._mark_steps(batches), 0)
+        trainer.take_step(self.training, self._mark_steps(batches), 0)
         for average in self.state.averages.values():
             average.update(self.state.global_batch, images_seen=self.state.global_batch)
 

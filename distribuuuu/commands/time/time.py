@@ -22,7 +22,7 @@ def _start(cfg: Config) -> None:
     from distribuuuu.commands.time.measurement import time_model
     from distribuuuu.engine.auto_batch_size import resolve_batch_size
     from distribuuuu.models import check_model
-    from distribuuuu.trainer import train_step
+    from distribuuuu.trainer import take_step
 
     check_model(cfg)
-    time_model(resolve_batch_size(cfg, train_step))
+    time_model(resolve_batch_size(cfg, take_step))

@@ -255,8 +255,8 @@ def test_blocks_are_timed_on_demand_and_the_weights_stay(small_cfg, tmp_path, mo
     for name in ("MEASURE_S", "BLOCK_S", "WARM_UP_S"):
         monkeypatch.setattr(timing, name, 0.01)
     cfg, runs, steps = small_cfg(*words), [], []
-    real = tune.train_step
-    monkeypatch.setattr(tune, "train_step", lambda run, *rest: (runs.append(run), steps.append(1), real(run, *rest)))
+    real = tune.take_step
+    monkeypatch.setattr(tune, "take_step", lambda run, *rest: (runs.append(run), steps.append(1), real(run, *rest)))
     mine, theirs = multiprocessing.Pipe()
     (tmp_path / "trial").mkdir()
     args = (str(tmp_path / "trial"), cfg, BatchPlan(12, 1, 1), 0, theirs)
