@@ -23,7 +23,7 @@ from distribuuuu.config.errors import counted
 from distribuuuu.config.options import option_of
 from distribuuuu.config.plugins import hash_plugins
 from distribuuuu.config.registry import TRACKERS
-from distribuuuu.config.run_files import METRICS, PREDICTIONS, TRACKERS_FOLDER, url_of
+from distribuuuu.config.run_files import METRICS, PREDICTIONS, RUN_FILES, TRACKERS_FOLDER, url_of
 from distribuuuu.data.datasets.imagenet_labels import read_classes
 from distribuuuu.data.loader import Loader, TrainLoader, check_same_data
 from distribuuuu.data.normalize import statistics_of
@@ -151,10 +151,13 @@ def make_out_dir(out_dir: str) -> None:
     if dist.is_main():
         try:
             Path(out_dir).mkdir(parents=True, exist_ok=True)
+            if links := [name for name in RUN_FILES if Path(out_dir, name).is_symlink()]:
+                fix = "remove it, or set OUT_DIR to the folder that it refers to"
+                problem = f"OUT_DIR: {Path(out_dir, links[0])} is a link, and a run writes through no link; fix: {fix}"
         except OSError as error:
             problem = f"OUT_DIR: cannot create {out_dir}: {error.strerror}"
     if problem := dist.broadcast_object(problem):
-        raise ConfigError(problem)
+        raise OutDirLocked(problem)
 
 
 def write_config(cfg) -> None:

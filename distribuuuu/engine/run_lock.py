@@ -17,6 +17,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import LOCK
 from distribuuuu.distributed import comm as dist
 from distribuuuu.files import locks
+from distribuuuu.files.atomic_file import open_for_writing
 from distribuuuu.launch.detect import describe_job
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ def _acquire(path: Path, patience_s: float | None = None) -> tuple[IO | None, st
     deadline, has_warned = time.monotonic() + patience_s, False
     while True:
         try:
-            file = open(path, "a+", encoding="utf-8")
+            file = open_for_writing(path, "a+", encoding="utf-8")
             is_locked = locks.try_lock(file, is_inherited=False)  # loader workers may live longer
         except OSError as error:
             return None, f"OUT_DIR: {path} cannot be written: {error.strerror or error}"

@@ -1,7 +1,9 @@
-"""Atomic file replacement: a path always has either the complete new content or the previous one."""
+"""Writing of files: replaced atomically, and never through a link of an untrusted folder."""
 
 import contextlib
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -33,6 +35,34 @@ def replacing(path: Path, mode: str = "wb", survives_power_failure: bool = True,
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def open_for_writing(path: str | os.PathLike, mode: str, **options: Any) -> IO:
+    """Open a regular file for writing, as `open`; never through a link, e.g. of a run folder that was downloaded.
+
+    Raises:
+        OSError: it cannot be written, or is a link, a named pipe or a device.
+    """
+    flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # Windows has neither
+    file = open(path, mode, opener=lambda name, others: os.open(name, others | flags, 0o666), **options)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    return file
+
+
+def make_folder(root: Path, *names: str) -> Path:
+    """Create a folder below another one and return it; neither it nor a folder between them may be a link.
+
+    Raises:
+        OSError: it cannot be created, or is a link.
+    """
+    for name in names:
+        root = root / name
+        if root.is_symlink():
+            raise OSError(errno.ELOOP, "is a link, and files are not written through links", str(root))
+        root.mkdir(exist_ok=True)
+    return root
 
 
 def sync_folder(folder: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from distribuuuu.files.atomic_file import open_for_writing
 from distribuuuu.files.untrusted import parse_json
 
 try:
@@ -87,7 +88,7 @@ def take_turn(file: Path, timeout_s: float = LONGEST_WAIT_S) -> Iterator[int]:
         OSError: the folder cannot be written to.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file.with_suffix(".lock"), "ab") as lock:
+    with open_for_writing(file.with_suffix(".lock"), "ab") as lock:
         lock_file(lock.fileno(), timeout_s)
         # The disk may belong to another machine, whose clock sets the modification times of folders.
         os.utime(lock.name)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
+from distribuuuu.files.atomic_file import make_folder, open_for_writing
 from distribuuuu.files.locks import read_stat
 
 # EX_TEMPFAIL of sysexits.h: a temporary failure, to be retried.
@@ -151,8 +152,8 @@ def write_stacks(path: Path | None, title: str) -> None:
     """Write the stacks of all threads of this process to a file, if there is one."""
     with contextlib.suppress(OSError):
         if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "w", encoding="utf-8") as file:
+            make_folder(path.parents[1], path.parent.name)
+            with open_for_writing(path, "w", encoding="utf-8") as file:
                 file.write(f"{socket.gethostname()}, pid {os.getpid()}, {title}\n\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)

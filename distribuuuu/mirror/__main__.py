@@ -16,6 +16,7 @@ from typing import Any
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import TRAIN_LOG, url_of
 from distribuuuu.data.packed.transport import RemoteError
+from distribuuuu.files.atomic_file import open_for_writing
 from distribuuuu.files.locks import lock_file
 from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.detect import has_lost_launcher
@@ -58,7 +59,7 @@ class _Child:
         text = f"WARNING: OUT_DIR: mirror {self.mirror.store.url}: {printable(problem)}"
         print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
         try:
-            with open(self.folder / TRAIN_LOG, "a", encoding="utf-8") as file:
+            with open_for_writing(self.folder / TRAIN_LOG, "a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%m-%d %H:%M:%S')} {text}\n")
         except OSError:  # a full disk
             pass
@@ -157,7 +158,7 @@ def main(folder: Path, mode: str, name: str = "") -> None:
     if has_lost_launcher():
         return None
     child = _Child(folder)
-    with open(folder / PRIVATE / "lock", "ab") as lock:
+    with open_for_writing(folder / PRIVATE / "lock", "ab") as lock:
         if not lock_file(lock.fileno(), LOCK_S if mode == "train" else 0.0):
             if mode == "fetch":  # a training here has the newest files
                 return child.say(ready=True)

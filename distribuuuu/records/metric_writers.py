@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from distribuuuu.config.errors import counted
 from distribuuuu.config.registry import TRACKERS
 from distribuuuu.config.run_files import TENSORBOARD
-from distribuuuu.files.atomic_file import replacing
+from distribuuuu.files.atomic_file import make_folder, open_for_writing, replacing
 from distribuuuu.files.untrusted import parse_json
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class RecordFile:
 
     def _write(self, data: bytes) -> None:
         """Append all of the data or, on a full disk, nothing."""
-        with open(self.path, "ab", buffering=0) as file:
+        with open_for_writing(self.path, "ab", buffering=0) as file:
             before = file.tell()
             try:
                 while data:
@@ -145,7 +145,7 @@ class EventFile:
 
                 if loss := self._find_loss():
                     raise OSError(loss)
-                self._writer = SummaryWriter(self.folder, purge_step=purge_step)
+                self._writer = SummaryWriter(make_folder(self.folder.parent, TENSORBOARD), purge_step=purge_step)
             if method:
                 getattr(self._writer, method)(*arguments)
         except OSError as error:

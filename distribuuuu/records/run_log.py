@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 from distribuuuu.config import ConfigError, run_files
 from distribuuuu.distributed import comm as dist
+from distribuuuu.files.atomic_file import open_for_writing
 from distribuuuu.files.untrusted import printable
 from distribuuuu.records.log_table import (
     build_tables,
@@ -54,9 +55,16 @@ class _LineFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s {'' if dist.is_main() else f'[rank {dist.rank()}] '}%(message)s", time_format)
         self._colored = colored
 
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record, whose arguments may name files and classes: they start no line of their own."""
+        if isinstance(record.args, tuple):
+            args = tuple(arg if isinstance(arg, (int, float)) else printable(arg, keep="\t") for arg in record.args)
+            record = logging.makeLogRecord({**record.__dict__, "args": args})
+        return super().format(record)
+
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """Return the line of a record; its time and message are already formatted."""
-        record.message = printable(record.message, keep="\n\t")  # it may name files and classes
+        record.message = printable(record.message, keep="\n\t").replace("\n", "\n    ")
         if record.levelno < logging.WARNING:
             return super().formatMessage(record)
         color = _COLORS.get(record.levelno) if self._colored else None
@@ -81,6 +89,9 @@ class _FileHandler(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Ignore a line that cannot be written; the terminal shows it."""
+
+    def _open(self) -> Any:
+        return open_for_writing(self.baseFilename, self.mode, encoding=self.encoding)
 
     def close(self) -> None:
         """Close the file; ignore that buffered lines cannot be written."""
@@ -116,13 +127,17 @@ def logging_to(out_dir: str | os.PathLike, log_name: str) -> Iterator[None]:
 
 def append_to_log(out_dir: str | os.PathLike, log_name: str, *lines: str) -> None:
     """Append lines to out_dir/log_name but not to the terminal; ignore write errors."""
-    with contextlib.suppress(OSError), contextlib.closing(_file_handler(out_dir, log_name)) as handler:
+    with contextlib.suppress(OSError, ConfigError), contextlib.closing(_file_handler(out_dir, log_name)) as handler:
         for line in lines:
             handler.emit(logging.LogRecord(logger.name, logging.ERROR, __file__, 0, line, None, None))
 
 
 def _file_handler(out_dir: str | os.PathLike, log_name: str) -> _FileHandler:
-    handler = _FileHandler(Path(out_dir) / log_name, encoding="utf-8")
+    path = Path(out_dir) / log_name
+    try:
+        handler = _FileHandler(path, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"OUT_DIR: {path} cannot be written: {error.strerror}") from error
     handler.setFormatter(_LineFormatter(_FILE_TIME))
     handler.addFilter(lambda record: record.name != _epochs_log.name)
     return handler

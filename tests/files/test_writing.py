@@ -1,0 +1,109 @@
+"""Files are written through no link, and what they are given as text starts no line of its own in a log."""
+
+import os
+
+import pytest
+from support.processes import on_processes
+from support.runs import run_tool, small_options
+
+from distribuuuu.config import ConfigError
+from distribuuuu.config.run_files import RUN_FILES
+from distribuuuu.files.atomic_file import make_folder, open_for_writing, replacing
+from distribuuuu.launch.signals import write_stacks
+from distribuuuu.records.run_log import append_to_log, logger, logging_to
+from distribuuuu.trainer import train_model
+
+
+@pytest.mark.parametrize("name", RUN_FILES)
+def test_a_run_refuses_a_folder_with_a_link_in_the_place_of_its_own_files(small_cfg, tmp_path, name):
+    victim, out = tmp_path / "victim", tmp_path / "out"
+    victim.mkdir() if "." not in name else victim.write_text("mine")
+    out.mkdir()
+    (out / name).symlink_to(victim)
+    with pytest.raises(ConfigError, match=f"OUT_DIR: .*{name} is a link"):
+        train_model(small_cfg())
+    assert not any(victim.iterdir()) if victim.is_dir() else victim.read_text() == "mine"
+    assert [path.name for path in out.iterdir()] == [name]
+
+
+def open_and_close(path) -> None:
+    open_for_writing(path, "a").close()
+
+
+WRITERS = {
+    "append": open_and_close,
+    "truncate": lambda path: open_for_writing(path, "w").close(),
+    "log": lambda path: logging_to(path.parent, path.name).__enter__(),
+    "stacks": lambda path: write_stacks(path, "a title"),
+    "append to a log": lambda path: append_to_log(path.parent, path.name, "a line"),
+}
+
+
+@pytest.mark.parametrize("target", ["file", "pipe", "missing"])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_no_writer_follows_a_link_or_waits_for_a_pipe(tmp_path, writer, target):
+    victim, path = tmp_path / "victim", tmp_path / "folder" / "name"
+    path.parent.mkdir()
+    if target == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(victim)
+    if target == "file":
+        victim.write_text("mine")
+    try:
+        WRITERS[writer](path)
+    except (OSError, ConfigError) as error:
+        assert str(path) in str(error)
+    else:
+        assert writer in ("stacks", "append to a log"), "the run goes on without them"
+    assert victim.read_text() == "mine" if target == "file" else not victim.exists()
+
+
+def test_a_link_is_replaced_and_a_linked_folder_refused(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / "name").symlink_to(victim)
+    with replacing(tmp_path / "name", "w") as file:
+        file.write("new")
+    assert victim.read_text() == "mine" and (tmp_path / "name").read_text() == "new"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "images").symlink_to("elsewhere")
+    for names in (("images",), ("images", "inner")):
+        with pytest.raises(OSError, match="images"):
+            make_folder(tmp_path, *names)
+    assert not any((tmp_path / "elsewhere").iterdir())
+
+
+def test_all_processes_report_a_link(small_cfg, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "train.log").symlink_to(tmp_path / "victim")
+
+    def refuse(cfg) -> str:
+        with pytest.raises(ConfigError) as caught:
+            train_model(cfg)
+        return str(caught.value)
+
+    assert all("train.log is a link" in text for text in on_processes(2, refuse, small_cfg("TRAIN.BATCH_SIZE", 6)))
+
+
+def test_an_evaluation_of_a_downloaded_run_follows_no_link(finished_run, image_folder, tmp_path):
+    victim = tmp_path / "authorized_keys"
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "test.log").symlink_to(victim)
+    best = next(finished_run.glob("best*.pth.tar"))
+    done = run_tool("test_net.py", *small_options(image_folder, out, "MODEL.WEIGHTS", best))
+    assert done.returncode == 2 and "test.log is a link" in done.stderr and "Traceback" not in done.stderr
+    assert not victim.exists()
+
+
+def test_the_names_in_a_log_line_start_no_line_of_their_own(tmp_path):
+    name = "cat\nssh-ed25519 AAAA\r\x1b[2Jforged\u2028"
+    with logging_to(tmp_path, "train.log"):
+        logger.warning("class %s of %d", name, 3)
+        logger.warning("%s", ValueError(name))
+        logger.warning(f"class {name}")  # noqa: G004
+    append_to_log(tmp_path, "train.log", name)
+    lines = (tmp_path / "train.log").read_text().split("\n")
+    assert not any(line.startswith(("ssh", "forged")) for line in lines) and "\x1b" not in "".join(lines)
+    assert lines[0].endswith("WARNING: class cat\\nssh-ed25519 AAAA\\r\\x1b[2Jforged\\u2028 of 3")
