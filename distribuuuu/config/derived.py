@@ -33,7 +33,12 @@ def eval_resize(cfg) -> Size:
 
 def last_epoch_steps(cfg, num_steps: int) -> int:
     """Return the steps of the last epoch, OPTIM.LAST_EPOCH of the `num_steps` of a whole one, rounded up."""
-    return min(num_steps, math.ceil(num_steps * cfg.OPTIM.LAST_EPOCH - 1e-9))  # 0.28 x 25 is 7.000000000000001
+    return part_of_epoch(num_steps, cfg.OPTIM.LAST_EPOCH)
+
+
+def part_of_epoch(num_steps: int, fraction: float) -> int:
+    """Return the steps of a fraction of an epoch, rounded up."""
+    return min(num_steps, math.ceil(num_steps * fraction - 1e-9))  # 0.28 x 25 is 7.000000000000001
 
 
 def total_steps(cfg, num_steps: int) -> int:

@@ -17,7 +17,7 @@ import torch
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.declaration import AUTO
-from distribuuuu.config.derived import height_and_width, last_epoch_steps
+from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.reader import override
@@ -183,12 +183,26 @@ class TrainLoader(Loader):
 
     @property
     def num_steps(self) -> int:
-        """Steps per whole epoch."""
+        """Steps per whole epoch, of the images that are chosen."""
         return self.sampler.num_steps
 
     def steps_of(self, epoch: int) -> int:
         """Return the steps of an epoch, from 0; the last one may be shorter."""
         return self.sampler.steps_of(epoch)
+
+    def choose(self, indices: Sequence[int] | torch.Tensor | None) -> None:
+        """Let the following epochs take these images only, each once and in random order; None: all of them.
+
+        Call it before `batches_from`, on every process with the same images; after a resume within an epoch, with those
+        that the epoch began with. `num_steps` and `steps_of` follow.
+
+        Raises:
+            ConfigError: the images are fewer than one step takes, or no distinct indices of the data set, or the
+                processes chose different ones.
+        """
+        self.sampler.choose(indices)
+        if len(set(dist.gather_objects(self.sampler.choice))) > 1:
+            raise ConfigError("TASK.NAME: the task chose different images for an epoch on different processes")
 
     def batches_from(self, seed: int, epoch: int, first_step: int) -> Iterator[Batch]:
         """Return an iterator over this process's micro-batches, starting at a step of an epoch."""
@@ -405,5 +419,5 @@ def build_sampler(
         num_images, plan, launch.rank, cfg.DATA.REPEATS, depends, balance, blocks, alternating
     )
     if cfg.OPTIM.LAST_EPOCH < 1:
-        sampler.last = cfg.OPTIM.MAX_EPOCH - 1, last_epoch_steps(cfg, sampler.num_steps)
+        sampler.last = cfg.OPTIM.MAX_EPOCH - 1, cfg.OPTIM.LAST_EPOCH
     return sampler

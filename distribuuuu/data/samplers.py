@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
+from distribuuuu.config import ConfigError
+from distribuuuu.config.derived import part_of_epoch
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.seeding import BatchRNG, SampleKey, derive_seed
@@ -53,10 +55,12 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
         blocks: permutes neighboring images within a window, see `BlockShuffle`; None: all images.
         alternating: the share of the images that are flipped in the first epoch; each later one flips exactly those
             that the epoch before did not; None: the transform draws.
-        last: an epoch and its number of steps, if it ends early, see OPTIM.LAST_EPOCH.
+        last: an epoch and the fraction of it that is trained, if it ends early, see OPTIM.LAST_EPOCH.
         extra: by name, the samplers of other data sets, whose micro-batches come along with those of this one. Each
             continues from epoch to epoch, and restarts in a new order after its last image.
         seed, epoch, first_step: where the next iteration starts.
+        chosen: which images an epoch takes, bool (num_images,), see `choose`; None: all. Samplers with other choices
+            differ by `choice`, so no batch that was made ahead under one is used under another.
     """
 
     num_images: int
@@ -67,11 +71,13 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
     balance: "ClassBalance | None" = None
     blocks: Any = None
     alternating: float | None = None
-    last: tuple[int, int] | None = None
+    last: tuple[int, float] | None = None
     extra: "dict[str, ResumableDistributedSampler]" = field(default_factory=dict)
     seed: int = 0
     epoch: int = 0
     first_step: int = 0
+    chosen: torch.Tensor | None = field(default=None, compare=False)
+    choice: int = 0
 
     @property
     def batch_size(self) -> int:
@@ -80,12 +86,14 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
 
     @property
     def num_steps(self) -> int:
-        """Steps per whole epoch."""
-        return self.num_images // self.plan.global_batch
+        """Steps per whole epoch; fewer if some images are chosen."""
+        num_images = self.num_images if self.chosen is None else int(self.chosen.sum())
+        return num_images // self.plan.global_batch
 
     def steps_of(self, epoch: int) -> int:
         """Return the steps of an epoch, from 0."""
-        return self.last[1] if self.last and self.last[0] == epoch else self.num_steps
+        is_last = self.last is not None and self.last[0] == epoch
+        return part_of_epoch(self.num_steps, self.last[1]) if is_last else self.num_steps
 
     @property
     def max_num_batches(self) -> int:
@@ -96,20 +104,43 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
         """Set where the next iteration starts."""
         self.seed, self.epoch, self.first_step = seed, epoch, first_step
 
+    def choose(self, indices: Any) -> None:
+        """Let the epochs from the next iteration on take these images only, each once; None: all.
+
+        Raises:
+            ConfigError: they are not distinct images of the data set or fewer than one step takes, or DATA.SAMPLING
+                draws the images.
+        """
+        self.chosen, self.choice = None, 0
+        if indices is None:
+            return
+        wanted = torch.as_tensor(indices, dtype=torch.int64, device="cpu")
+        problem = ""
+        if self.balance:
+            problem = "DATA.SAMPLING draws the images; expected uniform"
+        elif len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < self.num_images:
+            problem = f"expected indices from 0 to {self.num_images - 1}"
+        elif len(wanted.unique()) < max(len(wanted), self.plan.global_batch):
+            problem = f"expected at least {self.plan.global_batch} distinct ones, which a step takes"
+        if problem:
+            raise ConfigError(f"TASK.NAME: the task chose {len(wanted)} images for an epoch; {problem}")
+        self.chosen = torch.zeros(self.num_images, dtype=torch.bool).index_fill_(0, wanted, True)
+        self.choice = 1 + zlib.crc32(self.chosen.numpy().tobytes())
+
     def epoch_order(self) -> torch.Tensor:
-        """Return the image indices of the epoch in order: int64 (num_images,), a function of (seed, epoch)."""
+        """Return the image indices of the epoch in order: int64 (N,), a function of (seed, epoch) and the choice."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
         if self.balance:
             return self.balance.draw(self.num_images, generator)
-        if self.blocks:
-            return self.blocks.draw(self.num_images, generator)
-        return torch.randperm(self.num_images, generator=generator)
+        draw = self.blocks.draw if self.blocks else torch.randperm
+        order = draw(self.num_images, generator=generator)
+        return order if self.chosen is None else order[self.chosen[order]]
 
     def __len__(self) -> int:
         return max(0, self.steps_of(self.epoch) - self.first_step) * self.plan.accum_steps
 
     def __iter__(self) -> Iterator[BatchKeys]:
-        position = self.epoch * self.num_steps + self.first_step
+        position = self.epoch * (self.num_images // self.plan.global_batch) + self.first_step
         others = {name: sampler._follow(self, name, position) for name, sampler in self.extra.items()}
         for keys in self._own_batches(self.epoch):
             if others:

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from distribuuuu.data import samplers
 from distribuuuu.data.batch_plan import plan_batches
 from distribuuuu.data.loader import build_loader
 from distribuuuu.data.samplers import ClassBalance, ResumableDistributedSampler, build_class_balance
+from distribuuuu.data.workers import Pass
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model, check_model
 
@@ -198,10 +200,54 @@ def test_an_alternating_flip_is_undone_in_the_next_epoch(small_cfg, way):
         for epoch in range(3):
             flipped[mode, epoch] = found = set()
             batches = zip(loader.batches_from(3, epoch, 0), plain.batches_from(3, epoch, 0), strict=True)
-            for (images, _, index, _), (upright, *_) in batches:
+            for (images, _, index, *_), (upright, *_) in batches:
                 for image, original, number in zip(images, upright, index.tolist(), strict=True):
                     assert torch.equal(image, original) or torch.equal(image.flip(-1), original)
                     found |= set() if torch.equal(image, original) else {number}
     first, second, third = (flipped["alternating", epoch] for epoch in range(3))
     assert first == third and first.isdisjoint(second) and len(first | second) == 48 and 12 < len(first) < 36
     assert len({frozenset(flipped["random", epoch]) for epoch in range(3)} | {frozenset(first)}) == 4
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_epoch_takes_the_chosen_images_whatever_was_made_ahead(small_cfg, chosen_data, way):
+    loader, alone = (build_loader(small_cfg(*chosen_data, *more), ALONE, CPU, train=True) for more in (way, ()))
+    assert loader.num_steps == 6
+    choices = [None, range(0, 24, 2), range(17), None]
+    for epoch, chosen in enumerate(choices):
+        for one in (loader, alone):
+            one.choose(chosen)
+        assert loader.num_steps == loader.steps_of(epoch) == (24 if chosen is None else len(chosen)) // 4
+        batches = loader.batches_from(3, epoch, 0)
+        samples, sampler = loader.samples, loader.sampler
+        loader.expect([Pass(samples, replace(sampler, seed=3, epoch=epoch + 1, first_step=0))])  # of an older choice
+        found = list(batches)
+        taken = torch.cat([batch.index for batch in found]).tolist()
+        assert set(taken) <= set(range(24) if chosen is None else chosen) and len(set(taken)) == len(taken)
+        assert_same_batches(found, list(alone.batches_from(3, epoch, 0)))
+        assert_same_batches(found[1:], list(alone.batches_from(3, epoch, 1)))
+
+
+@pytest.fixture
+def chosen_data(tmp_path):
+    draw_folder(tmp_path, "train", {"ant": 12, "bee": 12})
+    draw_folder(tmp_path, "val", {"ant": 1, "bee": 1})
+    return ("TRAIN.DATASET", tmp_path, "MODEL.NUM_CLASSES", 2, "TRAIN.BATCH_SIZE", 4)
+
+
+def test_processes_share_the_chosen_images_of_a_step():
+    alone, *shared = (
+        ResumableDistributedSampler(500, plan_batches(4, 24, world_size), rank)
+        for world_size, rank in ((1, 0), (3, 0), (3, 1), (3, 2))
+    )
+    for one in (alone, *shared):
+        one.choose(torch.arange(100, 350))
+    assert epoch_of([alone]) == epoch_of(shared) and len(epoch_of([alone])) == 10
+
+
+@pytest.mark.parametrize("chosen", [[*range(12), 0], range(11), [-1, *range(20)], range(12, 25)])
+def test_images_that_cannot_be_chosen_are_an_error(chosen):
+    with pytest.raises(ConfigError, match="TASK.NAME: the task chose"):
+        ResumableDistributedSampler(24, plan_batches(12, 12, 1), 0).choose(chosen)
+    with pytest.raises(ConfigError, match="DATA.SAMPLING"):
+        sampler(24, 1, 0).choose(range(100))
