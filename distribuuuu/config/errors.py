@@ -1,7 +1,7 @@
 """Configuration errors as values, and the wording that error messages share."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 
@@ -67,6 +67,12 @@ def counted(number: int, noun: str) -> str:
     """Return a number with its noun in singular or plural, e.g. '1 image', '2,000 images', '3 classes'."""
     ending = "" if number == 1 else "es" if noun.endswith(("s", "sh", "tch", "x")) else "s"
     return f"{number:,} {noun}{ending}"
+
+
+def first_few(names: Sequence[str], separator: str = ", ", num: int = 5) -> str:
+    """Return the first `num` names and how many more there are."""
+    more = f" and {len(names) - num} more" if len(names) > num else ""
+    return separator.join(names[:num]) + more
 
 
 def near_matches(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:

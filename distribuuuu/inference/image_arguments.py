@@ -9,9 +9,9 @@ from typing import Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import did_you_mean
-from distribuuuu.data.datasets.base import ALL_EXTENSIONS, EXTENSIONS, is_class, is_folder, is_image
-from distribuuuu.data.datasets.layouts import ARCHIVES, TABLES, describe_archives
+from distribuuuu.files.image_files import ALL_EXTENSIONS, EXTENSIONS, is_class, is_folder, is_image
 from distribuuuu.files.untrusted import open_regular
+from distribuuuu.hints.sources import ARCHIVES, TABLES, describe_archives
 
 
 def list_images(paths: Sequence[str]) -> list[str]:

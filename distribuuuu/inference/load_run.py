@@ -21,14 +21,14 @@ from distribuuuu.checkpoint.weights_files import KINDS, RAW, best_paths, build_k
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg, load_cfg
 from distribuuuu.config.config_node import changed, get_value, iter_options
 from distribuuuu.config.derived import Size
-from distribuuuu.config.errors import counted, did_you_mean
+from distribuuuu.config.errors import counted, did_you_mean, first_few
 from distribuuuu.config.json_file import load_json
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.plugins import FoundConfig
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.config.run_files import CHECKPOINTS, local_run
-from distribuuuu.data.datasets.base import ImageDataset, first_few
+from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import build_images
 from distribuuuu.data.normalize import statistics_of
 from distribuuuu.inference.loaded_run import LoadedRun

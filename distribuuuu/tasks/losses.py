@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from distribuuuu.config.derived import class_weight_beta
+from distribuuuu.config.errors import first_few
 from distribuuuu.config.registry import LOSSES, dataset_class
 from distribuuuu.config.settings import build_settings
-from distribuuuu.data.datasets.base import ImageDataset, first_few
+from distribuuuu.data.datasets.base import ImageDataset
 
 logger = logging.getLogger(__name__)
 

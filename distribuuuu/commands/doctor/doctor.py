@@ -51,8 +51,8 @@ def _run(prog: str, args: list[str]) -> int:
     from distribuuuu.commands.doctor.layout import open_cfg, open_folder
     from distribuuuu.commands.scan.duplicates import find_groups, key_bytes
     from distribuuuu.commands.scan.scan import scan_images
-    from distribuuuu.data.datasets.layouts import describe_arrays, describe_table
     from distribuuuu.data.decode import build_decode_options
+    from distribuuuu.hints.sources import describe_arrays, describe_table
     from distribuuuu.records.run_log import progress
 
     options, started = build_decode_options(cfg), time.perf_counter()

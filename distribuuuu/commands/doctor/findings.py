@@ -28,11 +28,12 @@ from distribuuuu.commands.scan.scan import (
     percentiles,
     suggest_sizes,
 )
-from distribuuuu.config.errors import counted
-from distribuuuu.data.datasets.base import ImageDataset, first_few, list_classes
+from distribuuuu.config.errors import counted, first_few
+from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.file_check import KEEP_16_BITS
-from distribuuuu.data.datasets.layouts import find_inner_root, holds_images, split_command
 from distribuuuu.data.decode import DecodeOptions
+from distribuuuu.files.image_files import list_classes
+from distribuuuu.hints.sources import find_inner_root, holds_images, split_command
 
 PROBLEM, NOTE = "problem", "note"
 # Ratio of the largest to the smallest class, and images of a training class, that are reported.

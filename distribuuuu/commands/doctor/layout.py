@@ -9,19 +9,14 @@ from distribuuuu.commands.scan.data_config import find_splits
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.data.datasets.archive import Archive
 from distribuuuu.data.datasets.array_file import packed_name
-from distribuuuu.data.datasets.base import ImageDataset, SplitDataset, get_dataset, is_image, list_classes
+from distribuuuu.data.datasets.base import ImageDataset, SplitDataset, get_dataset
 from distribuuuu.data.datasets.folder_index import FolderIndex, scan_folder
 from distribuuuu.data.datasets.image_list import ImageList, Multilabel
 from distribuuuu.data.datasets.imagefolder import ImageFolder, access_problem
-from distribuuuu.data.datasets.layouts import (
-    describe_archives,
-    describe_imagenet,
-    missing_root,
-    missing_split,
-    sort_splits,
-)
 from distribuuuu.data.packed.dataset import Packed
+from distribuuuu.files.image_files import is_image, list_classes, sort_splits
 from distribuuuu.files.untrusted import open_regular
+from distribuuuu.hints.sources import describe_archives, describe_imagenet, missing_root, missing_split
 
 Splits = dict[str, ImageDataset]
 

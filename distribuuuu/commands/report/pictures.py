@@ -18,7 +18,7 @@ from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted
 from distribuuuu.config.plugins import FoundConfig
-from distribuuuu.data.datasets.base import read_file
+from distribuuuu.files.image_files import read_file
 from distribuuuu.inference.load_run import load_run, open_data
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.records.predictions import name_of

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from distribuuuu.config import Config, Problem
 from distribuuuu.config.options import OPTIONS
 from distribuuuu.config.reader import CfgFiles, read_cfg
-from distribuuuu.data.datasets.layouts import TRAIN_NAMES, sort_splits
+from distribuuuu.files.image_files import TRAIN_NAMES, sort_splits
 
 
 def read_data_cfg(cfg_file: CfgFiles, overrides: Sequence[str]) -> tuple[Config, list[Problem]]:

@@ -37,7 +37,7 @@ def split(prog: str, args: list[str]) -> int:
 
 def _run(prog: str, args: list[str]) -> int:
     flags, words, problems = parse_flags(build_parser(prog), args)
-    from distribuuuu.data.datasets.layouts import TABLE_ENDINGS
+    from distribuuuu.files.image_files import TABLE_ENDINGS
 
     source = Path(flags.folder)
     is_table = source.is_file() and source.suffix.lower() in TABLE_ENDINGS

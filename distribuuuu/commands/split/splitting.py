@@ -19,22 +19,21 @@ from pathlib import Path
 from distribuuuu.commands.scan.data_config import find_splits, read_data_cfg
 from distribuuuu.commands.scan.disjoint_sets import DisjointSets
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.config.errors import counted
-from distribuuuu.data.datasets.base import first_few, list_classes, walk_images
+from distribuuuu.config.errors import counted, first_few
 from distribuuuu.data.datasets.image_list import ImageList
-from distribuuuu.data.datasets.layouts import (
+from distribuuuu.data.datasets.table_file import csv_line
+from distribuuuu.files.atomic_file import replacing
+from distribuuuu.files.image_files import find_tables, list_classes, walk_images
+from distribuuuu.files.new_folder import new_folder
+from distribuuuu.files.untrusted import open_regular
+from distribuuuu.hints.sources import (
     describe_archives,
     describe_arrays,
     describe_file,
     describe_table,
     find_inner_root,
-    find_tables,
     missing_root,
 )
-from distribuuuu.data.datasets.table_file import csv_line
-from distribuuuu.files.atomic_file import replacing
-from distribuuuu.files.new_folder import new_folder
-from distribuuuu.files.untrusted import open_regular
 
 TRAIN, _FOLD = "train", "fold_"
 _CHUNK = 2**20

@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from distribuuuu.config.errors import DataError, counted
+from distribuuuu.config.errors import DataError, counted, first_few
 from distribuuuu.data.datasets.archive_members import (
     ArchiveError,
     Member,
@@ -26,7 +26,6 @@ from distribuuuu.data.datasets.archive_members import (
     walk_tar,
 )
 from distribuuuu.data.datasets.array_file import pack_names, packed_name
-from distribuuuu.data.datasets.base import EXTENSIONS, JUNK_FOLDERS, file_stamp, first_few, is_class, is_image
 from distribuuuu.data.datasets.folder_index import (
     JUNK_FILES,
     YOUNG_NS,
@@ -36,7 +35,15 @@ from distribuuuu.data.datasets.folder_index import (
     index_files,
     open_stored,
 )
-from distribuuuu.data.datasets.layouts import TRAIN_NAMES, sort_splits
+from distribuuuu.files.image_files import (
+    EXTENSIONS,
+    JUNK_FOLDERS,
+    TRAIN_NAMES,
+    file_stamp,
+    is_class,
+    is_image,
+    sort_splits,
+)
 from distribuuuu.files.untrusted import open_regular, parse_json, printable
 
 # Bytes of the largest image, of the largest file with a label, and the most classes that labels may be numbers of.

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.datasets.layouts import repack
 from distribuuuu.files.untrusted import printable
+from distribuuuu.hints.sources import repack
 
 # Bytes that the headers of one member may have, and those of the padding after the end of a tar.
 MAX_HEADERS, MAX_PADDING = 1 << 20, 1 << 20

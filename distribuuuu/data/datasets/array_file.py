@@ -22,8 +22,8 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from distribuuuu.config.errors import counted
-from distribuuuu.data.datasets import base
 from distribuuuu.files.atomic_file import replacing
+from distribuuuu.files.image_files import name_at
 from distribuuuu.files.untrusted import open_regular, parse_json
 
 MAGIC = b"DUARRAYS"
@@ -172,4 +172,4 @@ def pack_names(prefix: str, names: Sequence[bytes]) -> dict[str, np.ndarray]:
 
 def packed_name(arrays: Arrays, prefix: str, index: int) -> str:
     """Return name `index` of `pack_names` as text."""
-    return base.name_at(arrays[f"{prefix}_bytes"], arrays[f"{prefix}_offsets"], index)
+    return name_at(arrays[f"{prefix}_bytes"], arrays[f"{prefix}_offsets"], index)

@@ -1,6 +1,5 @@
 """The interface of a data set: images by index, their labels and the class names."""
 
-import contextlib
 import functools
 import hashlib
 import os
@@ -8,27 +7,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
-from distribuuuu.config.errors import counted
+from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.settings import build_settings
+from distribuuuu.files.image_files import ALL_EXTENSIONS, EXTENSIONS, file_stamp, read_file
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from PIL.Image import Image
 
-# Folders that operating systems and tools create, in lower case; they hold no images of the data at any depth.
-JUNK_FOLDERS = (
-    "__macosx", "@eadir", "$recycle.bin", "lost+found", "system volume information", ".ipynb_checkpoints",
-)  # fmt: skip
-# Levels of folders that are searched for images.
-MAX_DEPTH = 1000
 # Images whose names and labels enter the digest of a data set without an index.
 DIGEST_SAMPLES = 10_000
 # Kinds of targets, see `ImageDataset.targets`.
 TARGETS = ("label", "labels", "structured")
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-ALL_EXTENSIONS = (*EXTENSIONS, ".npy")
 
 
 class ImageDataset:
@@ -222,90 +214,13 @@ def unknown_classes(path: Path | str, names: Sequence[str]) -> str:
     return f"{path} has classes that the training data lacks: {first_few(names)}"
 
 
-def first_few(names: Sequence[str], separator: str = ", ", num: int = 5) -> str:
-    """Return the first `num` names and how many more there are."""
-    more = f" and {len(names) - num} more" if len(names) > num else ""
-    return separator.join(names[:num]) + more
-
-
 # ---------------------------------------------------------------------------------------- files
-
-
-def is_class(name: str) -> bool:
-    """Return whether a folder name is a class name: not hidden and not a system folder."""
-    return not name.startswith(".") and name.lower() not in JUNK_FOLDERS
 
 
 def image_extensions(cfg) -> tuple[str, ...]:
     """Return the extensions of image files; with other channels or pixels than 8-bit RGB, .npy is one of them."""
     is_rgb = (cfg.DATA.CHANNELS, cfg.DATA.PIXELS) == (3, "uint8")
     return EXTENSIONS if is_rgb else ALL_EXTENSIONS
-
-
-def is_image(name: str, extensions: tuple[str, ...] = EXTENSIONS) -> bool:
-    """Return whether a file name has an image extension and is not hidden."""
-    return name.lower().endswith(extensions) and not name.startswith(".")
-
-
-def is_folder(entry: "os.DirEntry[str]") -> bool:
-    """Return whether a directory entry is a folder; False for a circular link."""
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False
-
-
-def list_classes(folder: str | os.PathLike) -> tuple[str, ...]:
-    """Return the sorted names of the class folders in a folder; empty if it cannot be listed."""
-    with contextlib.suppress(OSError), os.scandir(os.fspath(folder)) as entries:
-        return tuple(sorted(entry.name for entry in entries if is_folder(entry) and is_class(entry.name)))
-    return ()
-
-
-def walk_images(
-    folder: str | os.PathLike, depth: int = MAX_DEPTH, extensions: tuple[str, ...] = EXTENSIONS
-) -> Iterator[str]:
-    """Yield the images in a folder and in its sub-folders, `depth` levels in all, each folder once."""
-    waiting, seen = [(os.fspath(folder), 1)], set()
-    while waiting:
-        path, level = waiting.pop()
-        real = os.path.realpath(path)
-        if real in seen:  # a circular link
-            continue
-        seen.add(real)
-        with contextlib.suppress(OSError), os.scandir(real) as entries:
-            for entry in entries:
-                if is_image(entry.name, extensions) and not is_folder(entry):
-                    yield entry.path
-                elif level < depth and entry.name.lower() not in JUNK_FOLDERS and is_folder(entry):
-                    waiting.append((entry.path, level + 1))
-
-
-def name_at(text: Any, offsets: Any, index: int) -> str:
-    """Return name `index` of names whose bytes are concatenated, from `offsets[index]` to `offsets[index + 1]`."""
-    return os.fsdecode(bytes(text[offsets[index] : offsets[index + 1]]))
-
-
-def file_stamp(path: str | os.PathLike) -> tuple[int, ...]:
-    """Return the size of a file in bytes and its modification time in ns; empty if the file is missing."""
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError):  # ValueError: a path with a NUL
-        return ()
-    return status.st_size, status.st_mtime_ns
-
-
-def open_nonblocking(path: str, flags: int) -> int:
-    """Open a file without waiting: a named pipe with the name of an image then reads as empty."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
-def read_file(path: str) -> bytearray:
-    """Return the bytes of an image file in writable memory."""
-    with open(path, "rb", opener=open_nonblocking) as file:
-        data = bytearray(os.fstat(file.fileno()).st_size)
-        del data[file.readinto(data) :]
-    return data
 
 
 def is_file(image: object) -> TypeGuard[bytes | bytearray | memoryview]:

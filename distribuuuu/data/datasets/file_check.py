@@ -13,13 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import first_few
 from distribuuuu.data.datasets.array_file import ArrayFileError, read_arrays, write_arrays
-from distribuuuu.data.datasets.base import ImageDataset, file_stamp, first_few, is_file, open_nonblocking, read_file
+from distribuuuu.data.datasets.base import ImageDataset, is_file
 from distribuuuu.data.datasets.folder_index import NUM_THREADS
 from distribuuuu.data.decode import build_decode_options, decode
 from distribuuuu.data.image_file import DecodeOptions, check_size, has_16_bits, open_image
 from distribuuuu.data.jpeg_header import read_jpeg_header
 from distribuuuu.data.samples import reason_of
+from distribuuuu.files.image_files import file_stamp, open_nonblocking, read_file
 from distribuuuu.files.locks import take_turn
 
 KIND, VERSION = "checked files", 1

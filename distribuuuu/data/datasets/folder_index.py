@@ -30,7 +30,7 @@ from distribuuuu.data.datasets.array_file import (
     read_arrays,
     write_arrays,
 )
-from distribuuuu.data.datasets.base import EXTENSIONS, JUNK_FOLDERS, file_stamp, is_class, is_folder, is_image
+from distribuuuu.files.image_files import EXTENSIONS, JUNK_FOLDERS, file_stamp, is_class, is_folder, is_image
 from distribuuuu.files.locks import take_turn
 
 # More than the cores: on a network disk the threads wait for replies.

@@ -18,11 +18,10 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.errors import did_you_mean
+from distribuuuu.config.errors import did_you_mean, first_few
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.settings import read_settings, setting
-from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, file_stamp, first_few
-from distribuuuu.data.datasets.layouts import TABLE_ENDINGS, TRAIN_NAMES, find_tables, missing_root, sort_splits
+from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch
 from distribuuuu.data.datasets.table_file import (
     Layout,
     Names,
@@ -34,6 +33,8 @@ from distribuuuu.data.datasets.table_file import (
     read_table,
     sentences,
 )
+from distribuuuu.files.image_files import TABLE_ENDINGS, TRAIN_NAMES, file_stamp, find_tables, sort_splits
+from distribuuuu.hints.sources import missing_root
 
 if TYPE_CHECKING:
     import numpy as np

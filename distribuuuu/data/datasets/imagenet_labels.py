@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.data.datasets.base import ImageDataset, first_few
+from distribuuuu.config.errors import first_few
+from distribuuuu.data.datasets.base import ImageDataset
 
 if TYPE_CHECKING:
     import numpy as np

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.errors import did_you_mean
+from distribuuuu.config.errors import did_you_mean, first_few
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.settings import setting
-from distribuuuu.data.datasets.base import file_stamp, first_few
 from distribuuuu.data.datasets.image_list import AnyLabels, SeveralTargets, TableColumns, TableSet
-from distribuuuu.data.datasets.layouts import TRAIN_NAMES, sort_splits
 from distribuuuu.data.datasets.parquet_file import ColumnFiles, holds_files
 from distribuuuu.data.datasets.table_file import Layout, Names, parse_labels, sentences
+from distribuuuu.files.image_files import TRAIN_NAMES, file_stamp, sort_splits
 from distribuuuu.files.untrusted import parse_json, read_regular
 
 # Where the files of a split are, in the order in which they are looked for; {} stands for the split.

@@ -16,9 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.errors import near_matches
-from distribuuuu.data.datasets.base import EXTENSIONS, file_stamp, first_few, is_class, is_image, list_classes, name_at
-from distribuuuu.data.datasets.layouts import TABLE_ENDINGS
+from distribuuuu.config.errors import first_few, near_matches
+from distribuuuu.files.image_files import (
+    EXTENSIONS,
+    TABLE_ENDINGS,
+    file_stamp,
+    is_class,
+    is_image,
+    list_classes,
+    name_at,
+)
 from distribuuuu.files.untrusted import open_regular
 
 # A field that needs no quotes.

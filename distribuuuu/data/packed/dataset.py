@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import SplitDataset, unknown_classes
-from distribuuuu.data.datasets.layouts import missing_root, missing_split
+from distribuuuu.hints.sources import missing_root, missing_split
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,8 +8,9 @@ import pytest
 import torch
 from support.batches import ALONE, CPU, batches_of
 
+from distribuuuu.config.errors import first_few
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.base import ImageDataset, first_few
+from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import build_loader
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 

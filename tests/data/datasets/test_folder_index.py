@@ -16,9 +16,9 @@ from torchvision import datasets as torchvision_datasets
 
 from distribuuuu.data.datasets import folder_index
 from distribuuuu.data.datasets.array_file import checksum_of, pack_names, packed_name, read_arrays, write_arrays
-from distribuuuu.data.datasets.base import EXTENSIONS, walk_images
 from distribuuuu.data.datasets.folder_index import FolderIndex, open_index
 from distribuuuu.data.datasets.imagefolder import ImageFolder
+from distribuuuu.files.image_files import EXTENSIONS, walk_images
 
 FILES = [
     "b/2.jpg", "b/10.jpg", "b/1.JPEG", "b/sub/deep/er/x.png", "b/sub space/y.webp", "b/sub!/z.bmp", "b/sub.jpg/w.tif",

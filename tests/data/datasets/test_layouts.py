@@ -12,8 +12,8 @@ from support.commands import run_command
 from support.images import draw_folder
 from support.runs import errors_of
 
-from distribuuuu.data.datasets.base import list_classes
-from distribuuuu.data.datasets.layouts import TABLE_ENDINGS, find_inner_root, missing_root, missing_split
+from distribuuuu.files.image_files import TABLE_ENDINGS, list_classes
+from distribuuuu.hints.sources import find_inner_root, missing_root, missing_split
 
 FILES = {
     "images.zip": "is a ZIP archive; fix: set DATA.NAME archive TRAIN.DATASET {path}, which reads its folders",

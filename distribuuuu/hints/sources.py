@@ -7,21 +7,21 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
-from distribuuuu.config.errors import did_you_mean
-from distribuuuu.data.datasets.base import (
+from distribuuuu.config.errors import did_you_mean, first_few
+from distribuuuu.files.image_files import (
     ALL_EXTENSIONS,
     EXTENSIONS,
     MAX_DEPTH,
-    first_few,
+    SPLIT_NAMES,
+    TRAIN_NAMES,
+    find_tables,
     is_folder,
     is_image,
     list_classes,
+    sort_splits,
     walk_images,
 )
 
-# Names of folders and CSVs that are splits, in lower case and in the usual order.
-TRAIN_NAMES = ("train", "training")
-SPLIT_NAMES = (*TRAIN_NAMES, "val", "valid", "validation", "dev", "eval", "test", "testing")
 # ImageNet as it is distributed: the archives, the folder of Kaggle's archive, and the names of validation images.
 IMAGENET_TARS = ("ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar")
 IMAGENET_FOLDERS = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC")
@@ -32,8 +32,6 @@ _UNPACK = "or unpack it: mkdir {folder} && tar -xf {path} -C {folder}, then use 
 _TOOLS = {
     "gzip": (".tar.gz", ".tgz"), "bzip2": (".tar.bz2", ".tbz2"), "xz": (".tar.xz", ".txz"), "zstd": (".tar.zst",),
 }  # fmt: skip
-# Endings of tables in the order in which they are looked for, and the delimiters of those that are text.
-TABLE_ENDINGS = {".csv": ",", ".tsv": "\t", ".parquet": "", ".txt": ","}
 # Endings of tables, and of archives.
 TABLES = (".csv", ".tsv", ".parquet", ".arrow")
 ARCHIVES = (".zip", ".tar", *(ending for endings in _TOOLS.values() for ending in endings))
@@ -110,12 +108,6 @@ def describe_archives(folder: Path, split: str = "") -> str:
             if is_meant and "archive" in (text := describe_file(folder / name)):
                 return f"; it holds {name}, {text}"
     return ""
-
-
-def find_tables(folder: Path) -> list[str]:
-    """Return the names of the tables in a folder, sorted; of the .txt files those that have the name of a split."""
-    tables = [path for path in folder.glob("*") if path.suffix.lower() in TABLE_ENDINGS]
-    return sorted(path.name for path in tables if path.suffix.lower() != ".txt" or path.stem.lower() in SPLIT_NAMES)
 
 
 def describe_table(root: Path) -> str:
@@ -216,9 +208,3 @@ def find_inner_root(root: Path) -> Path | None:
             return folder if holding and folder != root else None
         folder = folder / holding[0]
     return None
-
-
-def sort_splits(names: Iterable[str]) -> list[str]:
-    """Return the names of splits among `names`, in the usual order."""
-    known = (name for name in names if name.lower() in SPLIT_NAMES)
-    return sorted(known, key=lambda name: (SPLIT_NAMES.index(name.lower()), name))
