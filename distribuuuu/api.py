@@ -150,7 +150,7 @@ class WeightsEvaluation:
         if recalibrate:
             images = self._open_training_images().iter_images(self.cfg.RNG_SEED or 0, 0, recalibrate)
             compute_precise_statistics(self.model, images, self._run.task.autocast)
-        result = _with_labels(self._run.evaluate(self._run.task), self.cfg)
+        result = _with_labels(self._run.evaluate(), self.cfg)
         shown = {name: name for name in result if name not in ("count", "loss")}
         logging.getLogger(__name__).info("validation of %s weights: %s", kind, format_result(result, shown, 3))
         return result

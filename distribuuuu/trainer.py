@@ -29,15 +29,15 @@ from distribuuuu.engine.run import (
     is_finished,
     log_epoch,
     may_be_last,
-    stoppable_bar,
 )
 from distribuuuu.engine.run_description import describe_end
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.signals import RunStopped
 from distribuuuu.optim.optimizer import set_lr, set_weight_decay
-from distribuuuu.records.predictions import recording
+from distribuuuu.records.predictions import Recorder, build_recorder
 from distribuuuu.tasks.base import StepKey
 from distribuuuu.tasks.meter import NonFiniteLoss, check_finite
+from distribuuuu.tasks.metrics import StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -176,16 +176,28 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
 
     With MODEL.PRECISE_BN, the statistics of the batch norm layers are computed first.
     """
-    cfg, state, results = run.cfg, run.state, {}
+    cfg, task, state, results = run.cfg, run.task, run.state, {}
+    first_batch: list[Batch] = []
     for kind, model in state.models.items():
         run.stop.begin_phase(f"evaluation of {kind}")
         if cfg.MODEL.PRECISE_BN:
             images = run.train_loader.iter_images(state.stream_seed, state.epoch, cfg.MODEL.PRECISE_BN)
             compute_precise_statistics(model, images, state.precision.autocast)
-        is_last = may_be_last(cfg, state, kind)
-        with recording(cfg, run.task, model, run.val_loader, kind, state.epoch + 1, is_last) as task:
-            results[kind] = evaluate(task, model, run.val_loader, stoppable_bar(run))
-    log_epoch(run)
+        recorder = build_recorder(cfg, task, run.val_loader.images) if may_be_last(cfg, state, kind) else None
+
+        def on_output(batch: Batch, output: StepOutput, recorder: Recorder | None = recorder) -> None:
+            first_batch[:] = first_batch or [batch]
+            if recorder:
+                recorder.add(batch, output)
+
+        def check(position: str) -> None:
+            run.stop.check(f"epoch {state.epoch + 1}, {position}")
+
+        run.stop.begin_phase()
+        results[kind] = evaluate(task, model, run.val_loader, on_output, check, cfg.TEST.PRINT_FREQ)
+        if recorder:
+            recorder.write(task.device, kind, state.epoch + 1)
+    log_epoch(run, *first_batch)
     return results
 
 
@@ -248,7 +260,9 @@ def test_model(cfg) -> dict:
     weights = find_weights(cfg)
     kind = kind_of(weights) if Path(weights).parent == Path(cfg.OUT_DIR) else RAW
     with open_evaluation(cfg, weights) as run:
-        with recording(run.cfg, run.task, run.model, run.loader, kind) as task:
-            result = run.evaluate(task)
+        recorder = build_recorder(run.cfg, run.task, run.loader.images)
+        result = run.evaluate(*([recorder.add] if recorder else []))
+        if recorder:
+            recorder.write(run.task.device, kind)
         write_test_results(run.cfg, run.task, run.model, weights, {kind: result})
     return result

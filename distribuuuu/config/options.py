@@ -134,6 +134,9 @@ _C.TEST.METRICS = Option((), names=METRICS, not_swept=_SAME_METRIC)
 # imagenet_r (both restrict the logits to 200 classes), imagenet_v2, imagenet_sketch, or imagenet_real (the validation
 # images, with several right labels each). Labels come from timm. Empty: the labels of the data set.
 _C.TEST.LABELS = Option("", choices=("", *TEST_SETS), hashed=False, not_swept=_SAME_METRIC)
+# Evaluation images that cannot be read, with DATA.ON_BAD_IMAGE skip: wrong (they count as wrong answers) or left_out.
+# results.json has their number, `broken`. A task that does not classify leaves them out.
+_C.TEST.BROKEN = Option("wrong", choices=("wrong", "left_out"))
 # Write predictions.npz to OUT_DIR in test_net.py and after the last epoch; never for more than a million images.
 _C.TEST.SAVE_PREDICTIONS = Option(True, hashed=False)
 # Steps between two updates of the progress bar of an evaluation.

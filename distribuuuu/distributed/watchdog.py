@@ -13,7 +13,7 @@ import os
 import selectors
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -254,10 +254,3 @@ def begin_start_up() -> None:
     """Apply DIST.STARTUP_TIMEOUT_S until the next position."""
     if Watchdog.current:
         Watchdog.current.begin_start_up()
-
-
-def marked(items: Iterable[T], position: str) -> Iterator[T]:
-    """Yield the items and report progress after each."""
-    for number, item in enumerate(items, 1):
-        yield item
-        mark_position(f"{position}, batch {number}")

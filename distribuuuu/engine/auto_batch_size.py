@@ -34,7 +34,6 @@ from distribuuuu.launch.detect import Launch, detect_launch, is_restart
 from distribuuuu.launch.host import tune_malloc
 from distribuuuu.launch.processes import die_with_parent
 from distribuuuu.records.environment import address_space_limit, list_memory_limits, local_peak_bytes, read_sizes
-from distribuuuu.records.predictions import build_recorder
 from distribuuuu.records.run_log import logging_to
 
 logger = logging.getLogger(__name__)
@@ -227,14 +226,11 @@ def measure_steps(folder: str, cfg: Config, take_step: TakeStep, launch: Launch,
 
 
 def evaluate_batch(run: Run) -> None:
-    """Evaluate a batch as after the last epoch, with the pass that makes the predictions."""
-    recorder = build_recorder(run.cfg, run.task, run.state.model, run.val_loader)
+    """Evaluate a batch."""
     run.state.model.eval()
     with inference(run.state.model):
         for batch in itertools.islice(run.val_loader, 1):
-            (recorder or run.task).eval_step(run.state.model, batch)
-        if recorder:
-            recorder.finish(run.state.model)
+            run.task.eval_step(run.state.model, batch)
 
 
 def read_peak(device: torch.device) -> Peak:

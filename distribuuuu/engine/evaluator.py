@@ -1,24 +1,23 @@
 """Evaluation of every image exactly once, on any number of processes and with any batch size."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from distribuuuu.config import Config
 from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import TEST_LOG
-from distribuuuu.data.batch import Batch
+from distribuuuu.data.batch import Batch, map_leaves
 from distribuuuu.data.loader import Loader, build_loader, check_same_data
-from distribuuuu.data.normalize import pad_batch
+from distribuuuu.distributed.comm import gather_objects
 from distribuuuu.distributed.ddp import broadcast_buffers
 from distribuuuu.distributed.fsdp import inference, is_sharded
 from distribuuuu.distributed.process_group import pick_device
-from distribuuuu.distributed.watchdog import marked
+from distribuuuu.distributed.watchdog import mark_position
 from distribuuuu.engine.build import build_test_model, open_run
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.preflight import resolve_num_classes
@@ -28,65 +27,30 @@ from distribuuuu.optim.precision import build_precision
 from distribuuuu.records.run_log import evaluation_bar
 from distribuuuu.tasks.base import Task, build_task
 from distribuuuu.tasks.meter import Meter
+from distribuuuu.tasks.metrics import StepOutput
+
+logger = logging.getLogger(__name__)
 
 
-class PaddedBatches:
-    """An evaluation loader padded to the same number of batches on every process.
-
-    The padding is a batch of one zero image. A sharded model needs it, because all processes take
-    part in each forward pass.
-    """
-
-    def __init__(self, loader: Loader):
-        self.max_num_batches = loader.max_num_batches
-        self._loader = loader
-
-    def __len__(self) -> int:
-        return self.max_num_batches
-
-    def __iter__(self) -> Iterator[Batch]:
-        yield from self._loader
-        for _ in range(len(self._loader), self.max_num_batches):
-            yield Batch(self._loader.zero_images(1), self._loader.zero_targets(1))
-
-
-class PaddedModel(nn.Module):
-    """A model that gets each batch with zero images up to `num` images, whose outputs are cut off.
-
-    The last batch of an evaluation then compiles nothing and measures no algorithms. It does not change the outputs of
-    the other images: in evaluation mode, a model treats each image by itself.
-    """
-
-    def __init__(self, model: nn.Module, num: int):
-        super().__init__()
-        self.unpadded, self._num = model, num
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:  # a task may use other attributes of the model
-            return getattr(super().__getattr__("unpadded"), name)
-
-    def forward(self, images: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the output for the images (N, C, H, W); with further arguments, nothing is padded."""
-        num = len(images)
-        if num >= self._num or args or kwargs:
-            return self.unpadded(images, *args, **kwargs)
-
-        def cut(output: torch.Tensor) -> torch.Tensor:
-            return output[:num] if output.shape[:1] == (self._num,) else output
-
-        return tree_map_only(torch.Tensor, cut, self.unpadded(pad_batch(images, self._num)))
-
-
-def evaluate(task: Task, model: nn.Module, loader: Loader, progress: Callable = iter) -> dict[str, float]:
+def evaluate(
+    task: Task,
+    model: nn.Module,
+    loader: Loader,
+    on_output: Callable[[Batch, StepOutput], None] = lambda batch, output: None,
+    check: Callable[[str], None] = mark_position,
+    print_freq: int = 10,
+) -> dict[str, float]:
     """Return count, loss and the evaluation metrics of a model over a data set. Every process must call it.
+
+    An image that cannot be read counts as wrong or is left out, see `Task.wrong_output`; `broken` is their number.
 
     Args:
         task: the task that evaluates a batch.
         model: the model, possibly sharded, without the DDP wrapper: processes may have different numbers of batches.
         loader: the evaluation loader; each process reads its share, which may be empty.
-        progress: a function that wraps the loader, e.g. to show a progress bar.
+        on_output: called with each batch and the output of the task.
+        check: called with the position after each batch, equally often on every process, e.g. to stop the run.
+        print_freq: batches between two updates of the progress bar.
 
     Raises:
         RuntimeError: the number of evaluated images is not the size of the data set.
@@ -94,20 +58,43 @@ def evaluate(task: Task, model: nn.Module, loader: Loader, progress: Callable = 
     broadcast_buffers(model)
     model = task.begin_evaluation(model)
     model.eval()
-    meter = Meter(task.eval_metrics, len(task.classes), loader.device)
-    # Other CPU kernels round differently for each number of images, and gain nothing from padding.
-    pads, most = loader.device.type == "cuda" or model._compiled_call_impl is not None, 0
+    meter, batches = Meter(task.eval_metrics, len(task.classes), loader.device), iter(loader)
+    num_broken = num_left_out = 0
     with contextlib.nullcontext() if task.eval_gradients else inference(model):
-        for number, batch in enumerate(progress(PaddedBatches(loader) if is_sharded(model) else loader)):
-            most = max(most, len(batch.images))
-            called = PaddedModel(model, most) if pads and len(batch.images) < most else model
-            output = task.eval_step(called, batch)
-            if number < len(loader):
-                meter.update(output)
+        for number in evaluation_bar(print_freq)(range(loader.max_num_batches)):
+            if batch := next(batches, None):  # else other processes have more images
+                readable, broken = split_broken(batch)
+                output = task.eval_step(model, readable or batch)
+                parts = [(readable, output)]
+                if broken:
+                    wrong = task.wrong_output(broken, output)
+                    parts, num = [*parts, (broken, wrong)], len(broken.images)
+                    num_broken, num_left_out = num_broken + num, num_left_out + (0 if wrong else num)
+                for part, answer in parts:
+                    if part and answer:
+                        meter.update(answer)
+                        on_output(part, answer)
+            elif is_sharded(model):  # all processes take part in each forward pass
+                task.eval_step(model, Batch(loader.zero_images(1), loader.zero_targets(1)))
+            check(f"evaluation, batch {number + 1}")
     result = meter.read()
-    if result["count"] != len(loader.images):
+    num_broken, num_left_out = (sum(counts) for counts in zip(*gather_objects((num_broken, num_left_out)), strict=True))
+    if result["count"] + num_left_out != len(loader.images):
         raise RuntimeError(f"evaluation saw {counted(int(result['count']), 'image')} of {len(loader.images):,}")
-    return result
+    if num_broken:
+        answer = "are left out" if num_left_out else "count as wrong"
+        logger.warning("%s of the evaluation cannot be read and %s", counted(num_broken, "image"), answer)
+    return result | ({"broken": num_broken} if num_broken else {})
+
+
+def split_broken(batch: Batch) -> tuple[Batch | None, Batch | None]:
+    """Return the images of a batch that could be read, and those that could not; None for none."""
+    if batch.broken is None:
+        return batch, None
+    rows = (~batch.broken).nonzero()[:, 0], batch.broken.nonzero()[:, 0]
+    parts = (map_leaves(torch.Tensor, lambda part, own=own: part[own], batch._replace(broken=None)) for own in rows)
+    readable, broken = (part if len(own) else None for part, own in zip(parts, rows, strict=True))
+    return readable, broken
 
 
 @dataclass
@@ -121,10 +108,9 @@ class Evaluation:
     model: nn.Module
 
     @explain_out_of_memory("the evaluation", batch="test")
-    def evaluate(self, task: Task) -> dict[str, float]:
-        """Return count, loss and metrics of the model as it is."""
-        bar = evaluation_bar(self.cfg.TEST.PRINT_FREQ)
-        return evaluate(task, self.model, self.loader, lambda batches: marked(bar(batches), "evaluation"))
+    def evaluate(self, *on_output: Callable[[Batch, StepOutput], None]) -> dict[str, float]:
+        """Return count, loss and metrics of the model as it is; `on_output` as for `evaluate`."""
+        return evaluate(self.task, self.model, self.loader, *on_output, print_freq=self.cfg.TEST.PRINT_FREQ)
 
 
 @contextlib.contextmanager

@@ -6,14 +6,11 @@ the status of the signal. A second signal ends the process at once.
 """
 
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.watchdog import begin_start_up, mark_position
 from distribuuuu.launch.signals import OUT_OF_TIME, RunStopped, SignalState, handled_by
-
-T = TypeVar("T")
 
 # The processes exchange their stop requests about this often, and at least every so many calls: steps may turn slower.
 AGREE_EVERY_S = 1.0
@@ -71,16 +68,6 @@ class StopRequest:
             raise RunStopped(int(reason))
         self._agreed_at, self._calls = now, 0
         self._calls_to_wait = min(max(int(AGREE_EVERY_S / max(call_s, 1e-6)), 1), MAX_CALLS)
-
-    def checked(self, items: Iterable[T], max_num_batches: int, position: str) -> Iterator[T]:
-        """Yield the items with a `check` after each; every process makes at least `max_num_batches` checks."""
-        self.begin_phase()
-        done = 0
-        for done, item in enumerate(items, 1):  # noqa: B007
-            yield item
-            self.check(f"{position}, batch {done}")
-        for _ in range(done, max_num_batches):
-            self.check(f"{position}, batch {done}")
 
     def _reason(self, now: float) -> int:
         if self._signals.first is not None:

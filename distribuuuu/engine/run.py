@@ -19,7 +19,7 @@ from distribuuuu.distributed.fsdp import inference
 from distribuuuu.engine.graceful_stop import StopRequest
 from distribuuuu.engine.state import TrainState
 from distribuuuu.engine.task_state import ChangeFinder, is_built_in
-from distribuuuu.records.run_log import RunLog, evaluation_bar
+from distribuuuu.records.run_log import RunLog
 from distribuuuu.tasks.base import Task
 
 
@@ -52,7 +52,6 @@ class Run(Training):
     checkpoints: CheckpointManager
     log: RunLog
     stop: StopRequest
-    first_batch: Batch | None = None  # of the evaluation, if the task logs it
 
 
 def begin_epoch(run: Run) -> None:
@@ -74,29 +73,14 @@ def describe_augmentation(cfg: Config, task: Task, epoch: int) -> str:
     return ", ".join(f"{key} {value}" for key, value in options.items() if value != get_value(cfg, key))
 
 
-def stoppable_bar(run: Run) -> Callable[[Loader], Iterator[Batch]]:
-    """Return a function that iterates over an evaluation loader, shows a bar, and stops when a stop is requested."""
-    bar, position = evaluation_bar(run.cfg.TEST.PRINT_FREQ), f"epoch {run.state.epoch + 1}, evaluation"
-    keeps_first = type(run.task).log_epoch is not Task.log_epoch and len(run.val_loader) > 0
-
-    def iterate(loader: Loader) -> Iterator[Batch]:
-        for number, batch in enumerate(run.stop.checked(bar(loader), loader.max_num_batches, position)):
-            if keeps_first and number == 0:
-                run.first_batch = batch
-            yield batch
-
-    return iterate
-
-
-def log_epoch(run: Run) -> None:
-    """Let the task log what it wants after an evaluation; every process must call it."""
+def log_epoch(run: Run, batch: Batch | None = None) -> None:
+    """Let the task log what it wants after an evaluation, with its first batch; every process must call it."""
     task, state = run.task, run.state
     if type(task).log_epoch is not Task.log_epoch:
         run.stop.begin_phase("log_epoch")
         seed_step(derive_seed(state.stream_seed, state.epoch, dist.rank()), task.device)
         with contextlib.nullcontext() if task.eval_gradients else inference(state.model):
-            task.log_epoch(run.log, state.model, run.first_batch)
-        run.first_batch = None
+            task.log_epoch(run.log, state.model, batch)
 
 
 def expected_passes(run: Run) -> Iterator[Pass]:

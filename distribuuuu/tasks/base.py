@@ -183,6 +183,15 @@ class Task:
         """Return the loss of a batch and the inputs of the metrics, without gradients unless `eval_gradients`."""
         raise TypeError(f"{type(self).__name__} defines no eval_step")
 
+    def wrong_output(self, batch: Batch, output: StepOutput) -> StepOutput | None:
+        """Return an answer that counts as wrong for images that cannot be read; None: they are left out.
+
+        Args:
+            batch: the images, which are black, and their targets.
+            output: that of other images.
+        """
+        return None
+
     def begin_evaluation(self, model: nn.Module) -> nn.Module:
         """Return the model to evaluate, e.g. a copy that `eval_step` may change."""
         return model

@@ -1,27 +1,30 @@
 """Evaluation: the last, short batch is padded where another number of images would be compiled."""
 
+import json
+import shutil
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
+from support.commands import command_module
 from support.fake_cuda import CUDA, fake_cuda
+from support.processes import on_processes
 from support.tiers import slow
 from torch import nn
 
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import Loader, build_loader
 from distribuuuu.data.normalize import Normalizer, pad_batch
+from distribuuuu.data.samplers import EvalSampler
 from distribuuuu.distributed.ddp import compile_model
-from distribuuuu.engine.evaluator import PaddedModel, evaluate
+from distribuuuu.engine.evaluator import evaluate
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import build_model
-from distribuuuu.models.cifar_resnet import CifarResNet
 from distribuuuu.optim.precision import Precision
-from distribuuuu.records import predictions
-from distribuuuu.records.predictions import Recorder, build_recorder
 from distribuuuu.tasks.base import build_task
 from distribuuuu.tasks.meter import Meter
+from distribuuuu.trainer import test_model as evaluate_run
 
 CPU = torch.device("cpu")
 # MODEL.ARCH and the side of its images.
@@ -37,37 +40,9 @@ def test_a_padded_batch_gives_each_image_the_bits_of_a_full_one(small_cfg, arch,
     with torch.inference_mode():
         full = model(images)
         for num in (1, 5, 8):
-            padded = PaddedModel(model, 8)(images[:num])
+            padded = model(pad_batch(images[:num], 8))[:num]
             assert torch.equal(padded, full[:num])
     assert pad_batch(images[:5], 8).is_contiguous(memory_format=layout) and pad_batch(images, 8) is images
-
-
-class TwoHeads(nn.Module):
-    """A model with outputs of several shapes, and a method besides `forward`."""
-
-    def __init__(self):
-        super().__init__()
-        self.shapes, self.scale = [], 2.0
-
-    def forward(self, images: torch.Tensor, factor: float = 1.0) -> dict:
-        self.shapes.append(tuple(images.shape))
-        return {"logits": [images.mean((2, 3)) * factor], "classes": torch.ones(3), "loss": images.sum()}
-
-    def features(self, images: torch.Tensor) -> torch.Tensor:
-        return images * self.scale
-
-
-def test_a_padded_model_is_used_like_the_model():
-    model, images = TwoHeads(), torch.ones(2, 3, 4, 4)
-    padded = PaddedModel(model, 5)
-    outputs = padded(images)
-    assert outputs["logits"][0].shape == (2, 3) and outputs["classes"].shape == (3,) and outputs["loss"].shape == ()
-    assert torch.equal(padded.features(images), 2 * images) and padded.scale == 2.0
-    padded(images, factor=2.0)
-    padded(torch.ones(10, 3, 4, 4))
-    assert [shape[0] for shape in model.shapes] == [5, 2, 10]
-    with pytest.raises(AttributeError, match="no attribute 'other'"):
-        padded.other  # noqa: B018
 
 
 @pytest.fixture
@@ -88,56 +63,39 @@ def compiled(monkeypatch) -> Iterator[list[str]]:
     torch._dynamo.reset()
 
 
-def evaluate_once(cfg, recorded: bool = False) -> tuple[dict, Recorder | None]:
+def evaluate_once(cfg) -> dict:
     torch.manual_seed(1)
     loader = build_loader(cfg, Launch("alone"), CPU, train=False)
     task, model = build_task(cfg, loader.images.classes, CPU, Precision()), build_model(cfg, False)
     compile_model(model, cfg.MODEL.COMPILE)
-    recorder = build_recorder(cfg, task, model, loader) if recorded else None
-    return evaluate(recorder or task, model, loader), recorder
+    return evaluate(task, model, loader)
 
 
 @pytest.mark.parametrize("flip", [False, True])
 def test_an_evaluation_compiles_for_one_number_of_images(small_cfg, compiled, flip):
     words = ("TEST.BATCH_SIZE", 16, "TEST.FLIP", flip)  # of 37 images: the last batch has five
-    expected, _ = evaluate_once(small_cfg(*words))
+    expected = evaluate_once(small_cfg(*words))
     assert compiled == []
-    result, _ = evaluate_once(small_cfg(*words, "MODEL.COMPILE", "default"))
+    result = evaluate_once(small_cfg(*words, "MODEL.COMPILE", "default"))
     assert compiled == ["normalizer", "model"]
     assert result == {**expected, "loss": pytest.approx(expected["loss"], rel=1e-6)} and result["count"] == 37
 
 
-def test_chunks_of_recorded_predictions_are_not_padded(small_cfg, compiled, monkeypatch):
-    seen, starts = [], []
-    monkeypatch.setattr(predictions, "begin_start_up", lambda: starts.append(len(seen)))
-    evaluate_chunk = Recorder._evaluate
-
-    def record(self: Recorder, model: nn.Module, batch: Batch, *rest: object) -> None:
-        seen.append((type(model), len(batch.images)))
-        evaluate_chunk(self, model, batch, *rest)
-
-    monkeypatch.setattr(Recorder, "_evaluate", record)
-    words = ("TEST.BATCH_SIZE", 17, "TEST.SAVE_PREDICTIONS", True, "MODEL.COMPILE", "default")
-    evaluate_once(small_cfg(*words), recorded=True)  # 17, 17 and 3 images: a chunk is complete at the second batch
-    evaluate_once(small_cfg(*words[:1], 31, *words[2:]), recorded=True)  # 31 and 6 images: at the last one
-    assert seen == [(CifarResNet, 32), (CifarResNet, 32)] and starts == [1, 2], "compiling it may take long"
-
-
 @pytest.mark.parametrize("num", [1, 3])
 def test_on_cuda_a_short_batch_has_the_shape_of_the_others(small_cfg, monkeypatch, num):
-    parts = build_loader(cfg := small_cfg(), Launch("alone"), CPU, train=False)
+    parts = build_loader(cfg := small_cfg("TEST.BATCH_SIZE", 12), Launch("alone"), CPU, train=False)
     model = build_model(cfg, False)
     monkeypatch.setattr(Meter, "read", lambda self: {"count": 37})  # fake tensors have no values
     with fake_cuda(monkeypatch) as timeline:
         pixels, labels = torch.zeros(12, 3, 16, 16, dtype=torch.uint8).pin_memory(), torch.zeros(12).long().pin_memory()
         batches = [*[(Batch(pixels, labels), ())] * num, (Batch(pixels[:5], labels[:5]), ())]
         normalize = Normalizer(CUDA, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), channels_last=True)
-        loader = Loader(parts.samples, parts.sampler, batches, normalize)
+        loader = Loader(parts.samples, EvalSampler(12 * num + 5, 12, 0, 1), batches, normalize)
         task, shapes = build_task(cfg, parts.images.classes, CUDA, Precision()), []
         model.to(CUDA).register_forward_pre_hook(lambda module, inputs: shapes.append(len(inputs[0])))
         timeline.waits.clear()
         evaluate(task, model, loader)
-    assert shapes == [*[12] * num, 12] and timeline.faults == {}
+    assert shapes == [12] * (num + 1) and timeline.faults == {}
 
 
 def test_the_logits_of_shifted_images_count_half(small_cfg):
@@ -150,3 +108,37 @@ def test_the_logits_of_shifted_images_count_half(small_cfg):
         plain = [(model(view) + model(view.flip(-1))) / 2 if flip else model(view) for view in views]
         expected = plain[0] / 2 + (plain[1] + plain[2]) / 4
         torch.testing.assert_close(task.predict_step(model, images), expected)
+
+
+def write_broken(image_folder, folder, *names: str) -> list[str]:
+    """Copy the images to a folder, some of them damaged; return the options that evaluate them."""
+    shutil.copytree(image_folder, folder)
+    for name in names:
+        (folder / "val" / name).write_bytes(b"damaged")
+    return ["TEST.DATASET", str(folder), "DATA.ON_BAD_IMAGE", "skip"]
+
+
+@pytest.mark.parametrize("num", [1, slow(2)])
+@pytest.mark.parametrize("answer", ["wrong", "left_out"])
+def test_a_broken_image_counts_as_wrong_or_is_left_out(finished_run, image_folder, small_cfg, tmp_path, answer, num):
+    weights = ("MODEL.WEIGHTS", finished_run / "best.pth.tar", "TEST.METRICS", "[top1, macro_recall, map]")
+    evaluate_run(small_cfg(*weights, "OUT_DIR", tmp_path / "whole"))
+    broken = ["ant/000.jpg", "bee/003.jpg"]  # the first one is alone in its batch
+    words = write_broken(image_folder, tmp_path / "data", *broken)
+    cfg = small_cfg(*weights, *words, "TEST.BROKEN", answer, "TEST.BATCH_SIZE", 1)
+    result = on_processes(num, evaluate_run, cfg)[0]
+    read = command_module("stats.stored_predictions").read_predictions
+    whole, content = (read(tmp_path / name / "predictions.npz", "") for name in ("whole", "out"))
+    rows = {path: row for row, path in enumerate(content.path)}
+    for row, path in enumerate(whole.path):
+        name = path.removeprefix("val/")
+        assert (path in rows) == (name not in broken or answer == "wrong")
+        if path in rows:
+            assert content.label[rows[path]] == whole.label[row]
+            assert name in broken or np.allclose(content.scores[rows[path]], whole.scores[row], atol=1e-5)
+            assert name not in broken or not content.correct[rows[path]]
+    assert result["count"] == len(content) and result["broken"] == 2
+    assert result["top1"] == pytest.approx(100 * content.correct.mean())
+    stored = json.loads((tmp_path / "out" / "test_results.json").read_text())
+    assert stored["accuracy"]["raw"]["broken"] == 2
+    assert "2 images of the evaluation cannot be read and" in (tmp_path / "out" / "test.log").read_text()

@@ -22,6 +22,7 @@ from distribuuuu.data.batch import Batch
 from distribuuuu.records import predictions
 from distribuuuu.records.predictions import Recorder, write_npz
 from distribuuuu.records.results import hash_config, read_results
+from distribuuuu.tasks.metrics import StepOutput
 from distribuuuu.trainer import test_model as evaluate_run
 from distribuuuu.trainer import train_model
 
@@ -72,7 +73,7 @@ def test_the_averaged_weights_are_recorded_if_there_are_some(small_cfg, tmp_path
     ("num", "batch_size", "options"),
     [(1, 1, ()), (1, 37, ("MODEL.CHANNELS_LAST", True)), (1, 64, ("DATA.LOADER", "device")), (2, 7, ()), (3, 16, ())],
 )
-def test_the_bytes_depend_on_neither_batch_size_nor_processes(
+def test_the_values_depend_on_neither_batch_size_nor_processes(
     finished_run, small_cfg, tmp_path, num, batch_size, options
 ):
     metrics = ("TEST.METRICS", "[top1, macro_recall, macro_f1, ece, map]")
@@ -80,8 +81,9 @@ def test_the_bytes_depend_on_neither_batch_size_nor_processes(
     evaluate_run(small_cfg(*weights, "OUT_DIR", tmp_path / "reference"))
     results = on_processes(num, evaluate_run, small_cfg(*weights, "TEST.BATCH_SIZE", batch_size))
     files = [tmp_path / name / "predictions.npz" for name in ("out", "reference")]
-    assert files[0].read_bytes() == files[1].read_bytes()
-    content = read(tmp_path / "out")
+    content, other = (read(file.parent) for file in files)
+    assert content.path.tolist() == other.path.tolist() and content.label.tolist() == other.label.tolist()
+    assert np.allclose(content.scores, other.scores, atol=1e-4) and np.allclose(content.loss, other.loss, atol=1e-4)
     assert content.meta["epoch"] is None
     expected, figures = reference_figures(content), command_module("report.prediction_figures").list_figures(content)
     for result in results:
@@ -150,20 +152,17 @@ def test_a_run_ends_without_predictions(small_cfg, tmp_path, monkeypatch, name, 
     assert f"predictions.npz {message}" in (tmp_path / "out" / "train.log").read_text()
 
 
-def identity_task(num_classes: int) -> SimpleNamespace:
-    step = lambda _, batch: SimpleNamespace(logits=batch.images, targets=batch.targets)  # noqa: E731
-    return SimpleNamespace(classes=[f"c{number}" for number in range(num_classes)], multilabel=False, eval_step=step)
-
-
-def record(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, np.ndarray]:
-    """Return the arrays of one process without a second evaluation, in two batches."""
-    recorder = Recorder(identity_task(logits.shape[1]), len(logits), range(len(logits)))
-    for part in (slice(0, 5), slice(5, None)):
-        recorder.eval_step(None, Batch(logits[part], targets[part]))
+def record(logits: torch.Tensor, targets: torch.Tensor, *sizes: int, classes: int = 0) -> dict[str, np.ndarray] | None:
+    """Return the arrays of one process, of batches of some sizes, in reverse order."""
+    task = SimpleNamespace(classes=range(classes or logits.shape[1]), multilabel=False)
+    recorder, index = Recorder(None, task, range(len(logits))), torch.arange(len(logits)).flip(0)
+    for part in index.split(sizes or [5, len(logits) - 5]):
+        recorder.add(Batch(None, None, part), StepOutput(torch.tensor(0.0), logits[part], targets[part]))
     return recorder.gather(CPU)
 
 
 def as_file(tmp_path, arrays, num_classes):
+    assert arrays.pop("index").tolist() == list(range(len(arrays["loss"])))
     content = prediction_arrays(len(arrays["loss"]), classes=np.array([f"c{n}" for n in range(num_classes)]))
     del content["logits"]
     write_npz(tmp_path / "predictions.npz", {**content, **arrays})
@@ -194,11 +193,8 @@ def test_still_larger_sets_keep_the_largest_logits(tmp_path, monkeypatch):
 
 
 def test_fifty_thousand_images_of_a_thousand_classes_take_at_most_110_mb(tmp_path):
-    recorder, generator = Recorder(identity_task(1000), 50_000, range(50_000)), torch.Generator().manual_seed(0)
-    for _ in range(50):
-        logits, targets = torch.randn(1000, 1000, generator=generator), torch.randint(1000, (1000,))
-        recorder.eval_step(None, Batch(logits, targets))
-    arrays = recorder.gather(CPU)
+    arrays = record(torch.randn(50_000, 1000), torch.randint(1000, (50_000,)), *[1000] * 50)
+    del arrays["index"]
     path = np.array([f"val/n{number % 1000:08d}/ILSVRC2012_val_{number:08d}.JPEG" for number in range(50_000)])
     write_npz(tmp_path / "predictions.npz", {"path": path, **arrays})
     assert (tmp_path / "predictions.npz").stat().st_size <= 110e6
@@ -209,6 +205,4 @@ def test_logits_that_are_not_finite_are_recorded_and_outputs_without_a_column_fo
     logits[2], logits[3, 1] = torch.nan, torch.inf
     content = as_file(tmp_path, record(logits, torch.zeros(8).long()), 3)
     assert np.isnan(content.scores[2]).all() and np.isinf(content.scores[3, 1])
-    recorder = Recorder(identity_task(3), 4, range(4))
-    recorder.eval_step(None, Batch(torch.zeros(4, 5), torch.zeros(4).long()))
-    assert recorder.gather(CPU) is None
+    assert record(torch.zeros(4, 5), torch.zeros(4).long(), 4, classes=3) is None
