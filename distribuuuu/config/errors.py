@@ -58,10 +58,6 @@ class DataError(ConfigError):
     one_process = True
     status = 1
 
-    def __init__(self, problems: object, origins: Mapping[str, str] | None = None):
-        # An error of a loader process is made again from the text of its traceback.
-        super().__init__(str(problems).rpartition(f"{type(self).__name__}: ")[2].strip(), origins)
-
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun in singular or plural, e.g. '1 image', '2,000 images', '3 classes'."""

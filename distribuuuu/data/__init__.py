@@ -7,7 +7,7 @@
 - image_file.py, jpeg_header.py: files and headers before they are decoded. optional_decoders.py: JPEG decoders of
   optional packages. raster.py: images of other channels or depths than 8-bit RGB.
 - randaugment.py: RandAugment as in big_vision.
-- workers.py: processes or threads that make batches ahead, in memory of shared_batches.py; batch.py: the batches.
+- workers.py: processes or threads that make batches ahead; batch.py: the batches.
 - in_memory_loader.py: a data set on the device instead.
 - normalize.py: mean and std, on the device. mixup.py: mixup and cutmix.
 

@@ -3,29 +3,32 @@
 import atexit
 import contextlib
 import copy
-import functools
 import gc
 import itertools
-import multiprocessing.connection
-import signal
+import math
+import mmap
+import multiprocessing
+import os
+import pickle
+import queue
 import sys
 import threading
-import warnings
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.plugins import ImportedPlugins
 from distribuuuu.data.batch import map_leaves
 from distribuuuu.data.samplers import BatchKeys, EvalSampler, ResumableDistributedSampler
 from distribuuuu.data.samples import HostBatch, Samples
-from distribuuuu.data.shared_batches import BatchMemory
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import count_cores
 from distribuuuu.launch.processes import set_up_worker
@@ -33,17 +36,9 @@ from distribuuuu.launch.processes import set_up_worker
 # Batches that each worker prepares ahead; more than two cost memory and gain nothing.
 PREFETCH = 2
 # Seconds within which the system reports the death of a process whose connection is closed.
-_DEATH_S = 1.0
-
-_LESS_MEMORY = "set fewer TRAIN.WORKERS, DATA.WORKER_KIND thread or a smaller TRAIN.BATCH_SIZE"
-# Likely cause of each signal that ends a worker, and the fix; any other signal is a crash in native code.
-_MEANINGS = {
-    "SIGKILL": f"the system may have run out of memory; fix: {_LESS_MEMORY}",
-    "SIGBUS": "the shared memory in /dev/shm may be too small; fix: enlarge it (docker run --shm-size 8g), or set"
-    " DATA.WORKER_KIND thread",
-    "SIGTERM": "another program terminated it",
-}
-_CRASH = "native code crashed, e.g. an image decoder; fix: set DATA.DECODER pil, or TRAIN.WORKERS 0 to find the image"
+_DEATH_S = 5.0
+# Seconds that a worker has to exit.
+_END_S = 1.0
 
 
 class LoaderWorkerError(ConfigError):
@@ -141,19 +136,23 @@ class Workers:
     def read(self, current: Pass) -> Iterator[HostBatch]:
         """Yield the batches of a pass. If passes are read in turn, some batches are made again."""
         expected, self.expected, sources = self.expected, (), self._sources
-        with _failures_explained(self.pool.processes):
-            for position in range(len(current.sampler)):
-                stream, self.stream = self.stream, None  # after an error, no pass continues with this stream
-                if not stream or (stream.pending[0] if stream.pending else stream.following) != (current, position):
-                    self.pool.clear()
-                    passes = (one for one in itertools.chain([current], expected) if one.samples in sources)
-                    stream = Stream(passes, position)
-                for request in stream.start(1 + self.pool.num_ahead):
-                    self.pool.submit(request)
+        for position in range(len(current.sampler)):
+            stream, self.stream = self.stream, None  # after an error, no pass continues with this stream
+            if not stream or (stream.pending[0] if stream.pending else stream.following) != (current, position):
+                self.pool.clear()
+                passes = (one for one in itertools.chain([current], expected) if one.samples in sources)
+                stream = Stream(passes, position)
+            for request in stream.start(1 + self.pool.num_ahead):
+                self.pool.submit(request)
+            try:
                 batch = self.pool.take()
-                stream.pending.popleft()
-                stream.following, self.stream = (current, position + 1), stream
-                yield batch
+            except MemoryError as error:
+                from distribuuuu.hints.loader_workers import LESS_MEMORY
+
+                raise LoaderWorkerError(f"loading {error} ran out of memory; fix: {LESS_MEMORY}") from error
+            stream.pending.popleft()
+            stream.following, self.stream = (current, position + 1), stream
+            yield batch
 
 
 class WorkerBatches:
@@ -171,11 +170,9 @@ class Pool:
 
     Attributes:
         num_ahead: how many batches besides the next one may be submitted before one is taken.
-        processes: the workers that are processes.
     """
 
     num_ahead = 0
-    processes: Sequence[multiprocessing.Process] = ()
 
     def __init__(self, pin_memory: bool):
         self._pin_memory = pin_memory
@@ -187,17 +184,19 @@ class Pool:
 
     def take(self) -> HostBatch:
         """Wait for the oldest batch and return it."""
-        return _make_batch(self._submitted.popleft(), self._pin_memory)
+        return self._make(self._submitted.popleft())
 
     def clear(self) -> None:
         """Discard all batches that were submitted."""
         self._submitted.clear()
 
+    def _make(self, request: BatchRequest) -> HostBatch:
+        samples, keys = request
+        return self._pinned(samples.batch(keys))
 
-def _make_batch(request: BatchRequest, pin_memory: bool) -> HostBatch:
-    samples, keys = request
-    batch, broken = samples.batch(keys)
-    return map_leaves(torch.Tensor, torch.Tensor.pin_memory, batch) if pin_memory else batch, broken
+    def _pinned(self, made: HostBatch) -> HostBatch:
+        batch, broken = made
+        return map_leaves(torch.Tensor, torch.Tensor.pin_memory, batch) if self._pin_memory else batch, broken
 
 
 class ThreadPool(Pool):
@@ -229,7 +228,7 @@ class ThreadPool(Pool):
 
     def submit(self, request: BatchRequest) -> None:
         """Let a thread make a batch."""
-        self._submitted.append(self._threads.submit(_make_batch, request, self._pin_memory))
+        self._submitted.append(self._threads.submit(Pool._make, Pool(self._pin_memory), request))
 
     def take(self) -> HostBatch:
         """Wait for the oldest batch and return it."""
@@ -241,157 +240,202 @@ class ThreadPool(Pool):
         super().clear()
 
 
-# -------------------------------------------------------- processes: the only place that knows the DataLoader of torch
+# ------------------------------------------------------------------------------------------------------- processes
 
 
 class ProcessPool(Pool):
-    """Processes of a DataLoader, forked on construction, that live as long as this object."""
+    """Processes, started on construction, that live as long as this object; each makes every n-th batch.
+
+    Each has a pipe, in which it gets the keys of a batch and returns its labels. The pixels are in slots of memory that
+    all processes share, see `BatchMemory`. A process has ended if its end of the pipe is closed.
+    """
 
     def __init__(self, sources: Sequence[Samples], num_workers: int, pin_memory: bool, batch_bytes: int):
         super().__init__(pin_memory)
-        self.num_ahead = PREFETCH * num_workers
-        memory = None
+        self.num_ahead, self._sources = PREFETCH * num_workers, list(sources)
+        self._memory = None
         if batch_bytes and sys.platform == "linux":
-            with contextlib.suppress(OSError):  # without enough memory, batches are returned as torch does
+            with contextlib.suppress(OSError):  # without enough memory, the pipes carry the pixels
                 # Besides the batches made ahead, the last one and the next.
-                memory = BatchMemory(self.num_ahead + 2, batch_bytes)
-        # More workers than cores are the user's choice; the log reports the time spent waiting for batches.
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
-        self._batches = DataLoader(
-            _Maker(sources, memory),
-            batch_sampler=_Sender(self._submitted, sources, memory),
-            num_workers=num_workers,
-            collate_fn=_unchanged,
-            pin_memory=pin_memory,
-            persistent_workers=True,
-            prefetch_factor=PREFETCH,
-            worker_init_fn=_set_up_worker,
-            # From Python 3.14, fork is not the default.
-            multiprocessing_context="fork" if sys.platform == "linux" else None,
-        )
-        with _without_sigchld_handler():
-            running: Any = iter(self._batches)
-        self._running: Iterator[HostBatch] | None = None
-        self.processes = list(running._workers)
-        if thread := getattr(running, "_pin_memory_thread", None):
-            threading.excepthook = functools.partial(_hide_consequence, threading.excepthook, thread, self.processes)
-        # The workers ignore the SIGTERM that multiprocessing's exit handler, or a garbage-collected DataLoader, would
-        # send them, so they are shut down before either.
-        atexit.register(weakref.finalize(self, running._shutdown_workers))
+                self._memory = BatchMemory(self.num_ahead + 2, batch_bytes)
+        # From Python 3.14, fork is not the default.
+        context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
+        pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        # They ignore the SIGTERM that multiprocessing sends at exit, so they end before.
+        atexit.register(weakref.finalize(self, _end_workers, os.getpid(), pipes, self.processes))
+        for _ in range(num_workers):
+            own, other = context.Pipe()
+            pipes.append(own)
+            inherited = pipes if context.get_start_method() == "fork" else ()
+            # A process that is not forked must import the plug-ins before it reads objects of their classes.
+            arguments = ImportedPlugins(), self._sources, self._memory, other, inherited
+            self.processes.append(context.Process(target=_work, args=arguments, daemon=True))
+            self.processes[-1].start()
+            other.close()
+        self._turns = itertools.cycle(zip(pipes, self.processes, strict=True))
+        self._pinning = ThreadPoolExecutor(1, "pin memory") if pin_memory else None
+        if self._pinning:
+            weakref.finalize(self, self._pinning.shutdown, wait=False, cancel_futures=True)
+
+    def submit(self, request: BatchRequest) -> None:
+        """Let the process whose turn it is make a batch."""
+        pipe, process = next(self._turns)
+        slot = self._memory.reserve() if self._memory else None
+        with contextlib.suppress(ConnectionError):  # it has ended, as `take` will report
+            pipe.send((self._sources.index(request[0]), request[1], slot))
+        sent = pipe, process, slot, self._memory
+        self._submitted.append(self._pinning.submit(_receive, *sent) if self._pinning else sent)
 
     def take(self) -> HostBatch:
-        """Wait for the oldest batch and return it; the batches submitted before are sent to the workers here."""
-        if self._running is None:
-            self._running = iter(self._batches)  # always the same object
-        # The batch, or another one that arrives before it, may be for training; an evaluation may be running.
-        with torch.inference_mode(False):
-            return next(self._running)
+        """Wait for the oldest batch and return it."""
+        sent = self._submitted.popleft()
+        if isinstance(sent, Future):
+            return self._pinned(sent.result())
+        with torch.inference_mode(False):  # an evaluation may be running, and the batch be for training
+            return _receive(*sent)
 
     def clear(self) -> None:
-        """Discard all batches; the DataLoader does so when it is iterated anew."""
-        super().clear()
-        self._running = None
+        """Discard all batches, after they are made."""
+        while self._submitted:
+            with contextlib.suppress(Exception):
+                self.take()
 
 
-class _Sender:
-    """The batch sampler: of each batch submitted the number of its samples, its keys, and a slot of the memory."""
+class BatchMemory:
+    """Slots for the images of a batch, shared with processes that are forked later.
 
-    def __init__(self, submitted: deque[BatchRequest], sources: Sequence[Samples], memory: BatchMemory | None):
-        self._submitted, self._sources, self._memory = submitted, sources, memory
+    It is mapped once. A slot is used again when no tensor refers to its images any more. It is anonymous, so the size
+    of /dev/shm does not limit it.
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> tuple[int, BatchKeys, int | None]:
-        if not self._submitted:
-            raise StopIteration
-        samples, keys = self._submitted.popleft()
-        return self._sources.index(samples), keys, self._memory.reserve() if self._memory else None
-
-
-class _Maker(Dataset):
-    """The data set, from which a worker selects a whole batch."""
-
-    def __init__(self, sources: Sequence[Samples], memory: BatchMemory | None):
-        self._sources, self._memory = sources, memory
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A worker that is not forked must import the plug-ins before it reads objects of their classes.
-        return {"_plugins": ImportedPlugins(), **vars(self)}
-
-    def __getitems__(self, sent: tuple[int, BatchKeys, int | None]) -> Any:
-        number, keys, slot = sent
-        samples = self._sources[number]
-        return samples.batch(keys) if slot is None or not self._memory else self._memory.fill(samples, keys, slot)
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
-
-
-def _set_up_worker(worker_id: int) -> None:
-    """Let a worker exit with its parent, and leave all objects as they were at the fork.
-
-    Otherwise, the garbage collector could shut down workers of the parent here, with tracebacks of multiprocessing; it
-    would also write to the memory of all objects, which would no longer be shared.
+    Args:
+        num_slots: number of batches.
+        slot_bytes: largest size of the images of a batch; larger ones are sent in the pipe.
     """
-    gc.freeze()
-    set_up_worker()
+
+    def __init__(self, num_slots: int, slot_bytes: int):
+        self._memory, self._slot_bytes = mmap.mmap(-1, num_slots * slot_bytes), slot_bytes
+        self._free = deque(range(num_slots))
+
+    def reserve(self) -> int | None:
+        """Return a free slot; None: all are in use."""
+        return self._free.popleft() if self._free else None
+
+    def view(self, slot: int) -> np.ndarray:
+        """Return a slot as a uint8 array."""
+        return np.frombuffer(self._memory, np.uint8, self._slot_bytes, slot * self._slot_bytes)
+
+    def open(self, slot: int) -> np.ndarray:
+        """Return a slot that becomes free with the array and its views."""
+        pixels = self.view(slot)
+        weakref.finalize(pixels, self._free.append, slot).atexit = False
+        return pixels
 
 
-@contextlib.contextmanager
-def _without_sigchld_handler() -> Iterator[None]:
-    """Restore the SIGCHLD handler after the block, in which DataLoader replaces it by one that raises.
+class _Pixels(NamedTuple):
+    """The images (N, H, W, C) of a batch: an array, or the bytes of a slot from `start` on."""
 
-    It would raise anywhere in the main thread when a worker dies, e.g. in a library that catches the error. Without it,
-    waiting for the next batch of that worker fails.
-    """
-    is_main = threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD")
-    before = signal.getsignal(signal.SIGCHLD) if is_main else None
-    yield
-    if before is not None:
-        signal.signal(signal.SIGCHLD, before)
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    array: np.ndarray | None = None
 
 
-@contextlib.contextmanager
-def _failures_explained(processes: Sequence[multiprocessing.Process] = ()) -> Iterator[None]:
-    """Raise LoaderWorkerError for an error in the block that a dead worker or a lack of memory has caused.
-
-    The other workers are killed: if the dead one holds a lock of their queue, they cannot exit.
-    """
+def _receive(pipe: Connection, process: Any, slot: int | None, memory: BatchMemory | None) -> HostBatch:
+    """Wait for the batch that a process makes and return it; raise its error, or LoaderWorkerError if it has ended."""
+    pixels = memory.open(slot) if memory and slot is not None else np.empty(0, np.uint8)
     try:
-        yield
-    except Exception as error:
-        may_be_death = isinstance(error, (RuntimeError, OSError, EOFError))
-        if dead := _find_dead(processes, _DEATH_S if may_be_death else 0):
-            for process in processes:
-                if process is not dead:
-                    process.kill()
-            dead.join()
-            raise LoaderWorkerError(_describe_death(dead.pid, dead.exitcode or 0)) from error
-        if isinstance(error, MemoryError):
-            what = str(error).strip().rpartition("\n")[2].removeprefix("MemoryError: ")
-            raise LoaderWorkerError(f"loading {what} ran out of memory; fix: {_LESS_MEMORY}") from error
-        raise
+        batch, broken, error, trace = pipe.recv()
+    except (EOFError, OSError) as closed:
+        from distribuuuu.hints.loader_workers import describe_death
+
+        process.join(_DEATH_S)
+        raise LoaderWorkerError(describe_death(process.pid, process.exitcode)) from closed
+    if error:
+        raise error from (RuntimeError(f"in a loader worker:\n{trace}") if trace else None)
+
+    def unpack(leaf: "_Pixels | np.ndarray") -> torch.Tensor:
+        if isinstance(leaf, np.ndarray):
+            return torch.from_numpy(leaf)
+        if leaf.array is not None:
+            return torch.from_numpy(leaf.array).permute(0, 3, 1, 2)
+        part = pixels[leaf.start : leaf.start + math.prod(leaf.shape) * leaf.dtype.itemsize]  # keeps `pixels`
+        return torch.from_numpy(part).view(leaf.dtype).view(leaf.shape).permute(0, 3, 1, 2)
+
+    return map_leaves((_Pixels, np.ndarray), unpack, batch), broken
 
 
-def _find_dead(processes: Sequence[multiprocessing.Process], wait_s: float) -> multiprocessing.Process | None:
-    """Return a process that has ended, or ends within `wait_s`.
-
-    The exit code is read by one thread only: of two that read it at once, one gets None.
-    """
-    ended = multiprocessing.connection.wait([process.sentinel for process in processes], wait_s) if processes else ()
-    return next((process for process in processes if process.sentinel in ended), None)
-
-
-def _describe_death(pid: int | None, exitcode: int) -> str:
-    if exitcode >= 0:
-        return f"loader worker (pid {pid}) ended with status {exitcode}; fix: set TRAIN.WORKERS 0 to find the cause"
-    name = signal.Signals(-exitcode).name
-    return f"loader worker (pid {pid}) was killed by {name}: {_MEANINGS.get(name, _CRASH)}"
+def _end_workers(parent: int, pipes: Sequence[Connection], processes: Sequence[Any]) -> None:
+    """End the workers, in the process that has started them; kill those that do not end at once."""
+    if os.getpid() != parent:
+        return
+    for pipe in pipes:
+        with contextlib.suppress(OSError):
+            pipe.send(None)
+    for process in processes:
+        process.join(_END_S)
+        process.kill()
+        process.join()
 
 
-def _hide_consequence(hook, thread: threading.Thread, processes: Sequence, failure: threading.ExceptHookArgs) -> None:
-    """Call the previous excepthook, unless the thread that pins memory failed because a worker died."""
-    if failure.thread is not thread or not _find_dead(processes, _DEATH_S):
-        hook(failure)
+def _work(
+    plugins: Any, sources: Sequence[Samples], memory: BatchMemory | None, pipe: Connection, inherited: Sequence
+) -> None:
+    """Make the batches that are requested, until the parent has ended; runs in a process of its own."""
+    gc.freeze()  # the objects of the parent stay as they are, and their memory shared
+    set_up_worker()
+    torch.set_num_threads(1)
+    for end in inherited:
+        end.close()
+    requests: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=_read_requests, args=(pipe, requests), daemon=True).start()
+    while True:
+        number, keys, slot = requests.get()
+        try:
+            pixels = memory.view(slot) if memory and slot is not None else np.empty(0, np.uint8)
+            answer = (*_pack_batch(sources[number], keys, pixels), None, "")
+        except Exception as error:
+            is_message = isinstance(error, (ConfigError, MemoryError))
+            answer = None, (), _picklable(error), "" if is_message else traceback.format_exc()
+        try:
+            pipe.send(answer)
+        except ConnectionError:
+            os._exit(0)
+
+
+def _read_requests(pipe: Connection, requests: queue.SimpleQueue) -> None:
+    """Pass requests on, so that the parent never waits to send one; exit with the parent, or when it says so."""
+    with contextlib.suppress(EOFError, OSError):
+        while (request := pipe.recv()) is not None:
+            requests.put(request)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _pack_batch(samples: Samples, keys: BatchKeys, memory: np.ndarray) -> tuple[Any, tuple[str, ...]]:
+    """Return a batch as it is sent: its images are in the memory if they fit, other tensors are arrays."""
+    used, places = 0, {}
+
+    def allocate(image: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        nonlocal used
+        start, end = used, used + math.prod(shape) * image.element_size()
+        if end <= len(memory):
+            used, array = end, None
+            images = torch.from_numpy(memory[start:end]).view(image.dtype).view(shape)
+        else:
+            images = image.new_empty(shape)
+            array = images.numpy()
+        places[images.data_ptr()] = _Pixels(start, image.dtype, shape, array)
+        return images
+
+    batch, broken = samples.batch(keys, allocate)
+    return map_leaves(torch.Tensor, lambda part: places.get(part.data_ptr()) or part.numpy(), batch), broken
+
+
+def _picklable(error: Exception) -> Exception:
+    """Return an error, or its text if another process cannot read it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,11 +1,9 @@
 """Workers: processes, threads or none make the same batches, say what went wrong, and leave nothing behind."""
 
-import contextlib
 import gc
 import io
 import multiprocessing
 import os
-import queue
 import re
 import signal
 import sys
@@ -195,6 +193,17 @@ def test_an_error_of_a_worker_reaches_who_waits_for_its_batch_and_the_workers_go
             next(running)
 
 
+@pytest.mark.parametrize("kind, num", SOME_WAYS)
+def test_an_error_arrives_as_it_was_raised(kind, num):
+    class Refuses(Squares):
+        def read(self, index: int) -> np.ndarray:
+            raise ConfigError("TRAIN.DATASET: the share is gone; fix: mount it")
+
+    with pytest.raises(ConfigError) as caught:
+        list(start(kind, num, Refuses()))
+    assert str(caught.value) == "TRAIN.DATASET: the share is gone; fix: mount it" and not caught.value.__cause__
+
+
 @pytest.fixture
 def slots(monkeypatch) -> list[int | None]:
     """The slots of the shared memory that batches got, in order; None: no slot was free."""
@@ -247,7 +256,6 @@ def test_a_batch_without_images_leaves_its_memory_free(slots):
 
 ADVICE = {
     "SIGKILL": "killed by SIGKILL: the system may have run out of memory; fix: set fewer TRAIN.WORKERS, DATA.WORKER",
-    "SIGBUS": "killed by SIGBUS: the shared memory in /dev/shm may be too small; fix: .*--shm-size",
     "SIGSEGV": "killed by SIGSEGV: native code crashed, .*DATA.DECODER pil",
 }
 
@@ -287,48 +295,18 @@ def test_lack_of_memory_is_no_broken_image(kind, num):
         list(start(kind, num, Large()))
 
 
-@pytest.mark.slow
-def test_the_death_of_a_worker_interrupts_nothing_but_the_wait_for_its_batch(own_children):
-    """DataLoader's own handler of SIGCHLD would raise within whatever the main thread does."""
-    batches = start("process", 1, Squares(4000))
-    running = iter(batches)
-    next(running)
-    (worker,) = (child for child in multiprocessing.active_children() if child.pid in own_children())
-    os.kill(worker.pid, signal.SIGKILL)
-    worker.join()
-    for _ in range(1000):  # where a handler would run
-        pass
-    with pytest.raises(LoaderWorkerError, match="SIGKILL"):
-        list(running)
-
-
-@pytest.mark.slow
-def test_the_thread_that_pins_memory_says_nothing_of_a_worker_that_died(monkeypatch, capsys, own_children):
-    """It takes batches from the worker, so it may fail first, with a traceback."""
-    from torch.utils.data._utils import pin_memory
-
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda *_, **__: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: CPU)
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
-    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
-    samples, dies = Samples(Squares(400), CenterCrop(8, 8), "auto", skip_broken=False), threading.Event()
-
-    def pin_one(source, target, *_):
-        while not dies.is_set():
-            with contextlib.suppress(queue.Empty):
-                target.put(source.get(timeout=0.05))
-        os.kill(*own_children(), signal.SIGKILL)
-        raise ConnectionResetError("the worker has left the connection")
-
-    monkeypatch.setattr(pin_memory, "_pin_memory_loop", pin_one)
-    (batches,) = start_workers([Pass(samples, EvalSampler(400, 4, 0, 1))], "process", 1, pin_memory=True)
-    running = iter(batches)
-    next(running)
-    dies.set()
-    with pytest.raises(LoaderWorkerError, match="SIGKILL"):
-        list(running)
-    assert "Traceback" not in capsys.readouterr().err
+@pytest.mark.parametrize("kind, num", [("process", 2), ("thread", 2)])
+def test_pinned_batches_are_the_same_and_a_dead_worker_is_an_error(monkeypatch, own_children, kind, num):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
+    samples = Samples(Squares(), CenterCrop(8, 8), "auto", skip_broken=False)
+    (batches,) = start_workers([Pass(samples, EvalSampler(40, 4, 0, 1))], kind, num, pin_memory=True, batch_bytes=768)
+    assert numbers_of(batches) == EXPECTED
+    next(iter(batches))
+    assert numbers_of(batches) == EXPECTED
+    for pid in own_children():
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(LoaderWorkerError, match="SIGKILL"):
+            list(batches)
 
 
 DYING = """
