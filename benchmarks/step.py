@@ -57,7 +57,7 @@ from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.dummy import Dummy
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.process_group import pick_device, process_group
-from distribuuuu.engine.build import build_checkpoints, build_training, open_log
+from distribuuuu.engine.build import build_checkpoints, build_training, open_log, write_config
 from distribuuuu.engine.graceful_stop import StopRequest
 from distribuuuu.engine.run import Run
 from distribuuuu.launch.detect import Launch
@@ -159,6 +159,7 @@ class Recorded:
             self.pid = client._process.pid
             stack.callback(self.signal, signal.SIGCONT)
         changes = {"OUT_DIR": str(self.folder), "LOG.TRACKERS": trackers}
+        write_config(changed(cfg, changes))  # the processes of the trackers read it
         self.run = build_memory_run(changed(cfg, changes), loader)
         stack.enter_context(self.run.log)
 

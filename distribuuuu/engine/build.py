@@ -22,7 +22,6 @@ from distribuuuu.config.derived import total_steps
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import option_of
 from distribuuuu.config.plugins import hash_plugins
-from distribuuuu.config.registry import TRACKERS
 from distribuuuu.config.run_files import METRICS, PREDICTIONS, RUN_FILES, TRACKERS_FOLDER, url_of
 from distribuuuu.data.datasets.imagenet_labels import read_classes
 from distribuuuu.data.loader import Loader, TrainLoader, check_same_data
@@ -52,8 +51,8 @@ from distribuuuu.optim.optimizer import LayerNorms, build_clipper, build_lr, bui
 from distribuuuu.optim.precision import Precision, build_precision
 from distribuuuu.optim.schedules import build_weight_decay
 from distribuuuu.records.log_table import format_duration
-from distribuuuu.records.metric_writers import RunTracker, TrackedRun
-from distribuuuu.records.run_log import RunLog, append_to_log, logging_to
+from distribuuuu.records.metric_writers import EventFile
+from distribuuuu.records.run_log import Log, append_to_log, logging_to
 from distribuuuu.tasks.base import Task, build_task
 from distribuuuu.tasks.meter import Meter
 from distribuuuu.tasks.metrics import display_names
@@ -209,7 +208,7 @@ def build_run(cfg, train_loader: TrainLoader, val_loader: Loader, find_loss: Fin
     training = build_training(cfg, train_loader, val_loader.zero_images(1), latest)
     describe_training(cfg, training.state, train_loader, val_loader)
     prepare_out_dir(cfg, checkpoints, latest)
-    log = open_log(cfg, training.task, training.state, train_loader, find_loss)
+    log = open_log(cfg, training.task, training.state, train_loader)
     stop = StopRequest(cfg.CHECKPOINT.MAX_HOURS)
     return Run(**vars(training), val_loader=val_loader, checkpoints=checkpoints, log=log, stop=stop)
 
@@ -377,22 +376,28 @@ def load_weights(cfg, state: TrainState) -> None:
         logger.info("initial weights: %s", path)
 
 
-def build_trackers(cfg, options: dict[str, Any], num_steps: int, find_loss: FindLoss) -> list[RunTracker]:
-    """Return the trackers of LOG.TENSORBOARD and LOG.TRACKERS; none on processes other than the main one."""
-    names = dict.fromkeys((*(["tensorboard"] if cfg.LOG.TENSORBOARD else []), *cfg.LOG.TRACKERS))
-    run = TrackedRun(Path(cfg.OUT_DIR), options, num_steps, find_loss)
-    return [TRACKERS.get(name)(run) for name in names] if dist.is_main() else []
+def build_log_writers(cfg, num_steps: int) -> list[Any]:
+    """Return the writers of LOG.TENSORBOARD and LOG.TRACKERS; none on processes other than the main one."""
+    writers: list[Any] = []
+    if not dist.is_main():
+        return writers
+    if cfg.LOG.TENSORBOARD or "tensorboard" in cfg.LOG.TRACKERS:
+        writers.append(EventFile(cfg.OUT_DIR))
+    if names := [name for name in cfg.LOG.TRACKERS if name != "tensorboard"]:
+        processes = importlib.import_module("distribuuuu.records.trackers.processes")
+        writers.append(processes.TrackerProcesses(cfg.OUT_DIR, names, cfg.PLUGINS, num_steps))
+    return writers
 
 
-def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader, find_loss: FindLoss = lambda: None) -> RunLog:
+def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader) -> Log:
     """Return the log of the run from the position of the state; a new run logs a grid of augmented images."""
     more_entries: Callable[[], dict[str, Any]] = dict
     if cfg.LOG.LAYER_NORMS:
         every, end_of = cfg.TRAIN.PRINT_FREQ, loader.steps_of
         is_read = lambda: (state.step + 1) % every == 0 or state.step + 1 == end_of(state.epoch)  # noqa: E731
         more_entries = LayerNorms(state.model, state.optimizer, is_read).pop
-    trackers = build_trackers(cfg, state.config, loader.num_steps, find_loss)
-    log = RunLog(
+    writers = build_log_writers(cfg, loader.num_steps)
+    log = Log(
         cfg.OUT_DIR,
         train_metrics=display_names(task.train_metrics),
         eval_metrics=display_names(task.eval_metrics),
@@ -403,10 +408,9 @@ def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader, find_loss:
         epoch=state.epoch,
         step=state.step,
         timing=state.timing,
-        find_loss=find_loss,
         more_entries=more_entries,
-        trackers=trackers,
+        writers=writers,
     )
-    if trackers and (state.epoch, state.step) == (0, 0):
+    if writers and (state.epoch, state.step) == (0, 0):
         log.images("train/augmented", loader.preview(state.seed, cfg.LOG.NUM_IMAGES))
     return log

@@ -19,7 +19,7 @@ from distribuuuu.distributed.fsdp import inference
 from distribuuuu.engine.graceful_stop import StopRequest
 from distribuuuu.engine.state import TrainState
 from distribuuuu.engine.task_state import ChangeFinder, is_built_in
-from distribuuuu.records.run_log import RunLog
+from distribuuuu.records.run_log import Log
 from distribuuuu.tasks.base import Task
 
 
@@ -50,7 +50,7 @@ class Run(Training):
 
     val_loader: Loader
     checkpoints: CheckpointManager
-    log: RunLog
+    log: Log
     stop: StopRequest
 
 

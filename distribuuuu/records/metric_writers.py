@@ -4,11 +4,12 @@ import functools
 import json
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from distribuuuu.config.errors import counted
 from distribuuuu.config.registry import TRACKERS
@@ -27,33 +28,21 @@ _NO_CURVES = ("kind", "epoch", "step", "stage", "time", "count", "eta_s", "layer
 _NORMS = ("weight", "gradient", "update")
 
 
-# Creates a folder of this run that was deleted; returns why the run must not write to it, None if it may.
-FindLoss = Callable[[], str | None]
-
-
 class RecordFile:
-    """A JSON Lines file. Lines that cannot be written are kept in memory and written with the next one.
+    """A JSON Lines file. Lines that cannot be written are kept in memory and written with the next one."""
 
-    Args:
-        path: the file; created again if it is deleted.
-        find_loss: called before each write.
-    """
-
-    def __init__(self, path: Path, find_loss: FindLoss = lambda: None):
+    def __init__(self, path: Path):
         self.path = path
-        self._find_loss = find_loss
         self._unwritten: list[str] = []
 
     def append(self, record: dict[str, Any]) -> None:
         """Append a record as a line."""
         self._unwritten.append(json.dumps(record) + "\n")
         try:
-            if loss := self._find_loss():
-                raise OSError(loss)
             self._write("".join(self._unwritten).encode())
         except OSError as error:
             if len(self._unwritten) == 1:
-                logger.warning("%s CANNOT BE WRITTEN, its lines are kept in memory: %s", self.path, error)
+                logger.warning("cannot write %s; its lines are kept and written later: %s", self.path, error)
             return
         self._unwritten.clear()
 
@@ -69,48 +58,15 @@ class RecordFile:
                 raise
 
 
-class TrackedRun(NamedTuple):
-    """Description of a run for trackers: its folder, its options by name, the steps of an epoch, and `FindLoss`."""
-
-    out_dir: Path
-    options: dict[str, Any]
-    num_steps: int
-    find_loss: FindLoss = lambda: None
-
-
-class RunTracker(Protocol):
-    """A receiver of the rows and images of a run; the entries of TRACKERS make one of a `TrackedRun`."""
-
-    # The Python package that it needs, which is also the name of its extra; empty: none.
-    package: str
-
-    def rewind(self, step: int) -> None:
-        """Begin, or begin again, after so many steps of the run."""
-
-    def row(self, record: dict[str, Any], step: int) -> None:
-        """Take a record of metrics.jsonl that belongs to a step of the run."""
-
-    def image(self, tag: str, pixels: Any, step: int) -> None:
-        """Take an image, a tensor (3, H, W), uint8 or float from 0 to 1."""
-
-    def end(self) -> None:
-        """Expect no more rows."""
-
-    def wait(self) -> None:
-        """Wait for a bounded time until everything is sent."""
-
-
 @TRACKERS.register("tensorboard")
 class EventFile:
     """TensorBoard events. Those that cannot be written are lost with a warning; later ones go to a new file."""
 
     package = ""
 
-    def __init__(self, run: TrackedRun):
-        self.folder = run.out_dir / TENSORBOARD
-        self._find_loss = run.find_loss
+    def __init__(self, out_dir: str | os.PathLike):
+        self._out_dir, self._retry_at = Path(out_dir), 0.0
         self._writer: Any = None
-        self._retry_at = 0.0
 
     def rewind(self, step: int) -> None:
         """Begin a new file; TensorBoard hides events of earlier files after the step."""
@@ -125,16 +81,13 @@ class EventFile:
             self._call("add_scalar", tag, value, step)
 
     def image(self, tag: str, pixels: Any, step: int) -> None:
-        """Add an image, uint8 (3, H, W)."""
+        """Add an image, a tensor (3, H, W), uint8 or float from 0 to 1."""
         self._call("add_image", tag, pixels, step)
 
     def end(self) -> None:
         """Flush and close the file."""
         if self._writer:
             self._call("close")
-
-    def wait(self) -> None:
-        """Return at once: `end` has written all."""
 
     def _call(self, method: str | None, *arguments: Any, purge_step: int | None = None) -> None:
         if self._writer is None and time.monotonic() < self._retry_at:
@@ -143,13 +96,11 @@ class EventFile:
             if self._writer is None:
                 from torch.utils.tensorboard import SummaryWriter
 
-                if loss := self._find_loss():
-                    raise OSError(loss)
-                self._writer = SummaryWriter(make_folder(self.folder.parent, TENSORBOARD), purge_step=purge_step)
+                self._writer = SummaryWriter(make_folder(self._out_dir, TENSORBOARD), purge_step=purge_step)
             if method:
                 getattr(self._writer, method)(*arguments)
         except OSError as error:
-            logger.warning("TensorBoard events CANNOT BE WRITTEN, those of %.0f s are lost: %s", RETRY_S, error)
+            logger.warning("cannot write TensorBoard events; those of %.0f s are lost: %s", RETRY_S, error)
             self._writer, self._retry_at = None, time.monotonic() + RETRY_S
 
 
@@ -180,7 +131,7 @@ def drop_records_after(path: Path, epoch: int, step: int) -> None:
             with replacing(path) as file:
                 file.writelines(kept)
     except OSError as error:
-        logger.warning("%s CANNOT BE WRITTEN, it keeps the records of steps that are repeated: %s", path, error)
+        logger.warning("cannot write %s; it keeps the records of steps that are repeated: %s", path, error)
 
 
 def parse_record(line: str | bytes) -> dict[str, Any] | None:

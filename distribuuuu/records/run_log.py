@@ -1,4 +1,4 @@
-"""Logging of a run: terminal, train.log, metrics.jsonl, trackers such as TensorBoard, progress bar.
+"""Logging of a run: terminal, train.log, metrics.jsonl, TensorBoard, progress bar.
 
 Only the main process writes files; the other processes print warnings.
 """
@@ -28,7 +28,7 @@ from distribuuuu.records.log_table import (
     format_result,
     format_speed,
 )
-from distribuuuu.records.metric_writers import FindLoss, RecordFile, RunTracker, drop_records_after
+from distribuuuu.records.metric_writers import RecordFile, drop_records_after
 from distribuuuu.records.step_timing import MAX_DATA_FRACTION, StepTiming
 
 logger = logging.getLogger("distribuuuu")
@@ -37,7 +37,7 @@ _table_log, _epochs_log = logging.getLogger("distribuuuu.steps"), logging.getLog
 
 # Seconds between two logged steps, or evaluation batches, while no metrics are read.
 LOG_INTERVAL_S = 15.0
-# Progress bars: the position, the time left of the epoch or the evaluation, then what `RunLog` appends.
+# Progress bars: the position, the time left of the epoch or the evaluation, then what `Log` appends.
 _BAR_FORMAT = "{desc} |{bar}| {n_fmt}/{total_fmt} [{remaining}{postfix}]"
 _TERMINAL_TIME, _FILE_TIME = "%H:%M:%S", "%m-%d %H:%M:%S"
 # ANSI colors of the level names.
@@ -194,8 +194,8 @@ def evaluation_bar(every: int) -> Callable[[Any], Iterator]:
     return iterate
 
 
-class RunLog:
-    """metrics.jsonl, the trackers and the table of steps of a run.
+class Log:
+    """metrics.jsonl, the TensorBoard events and the table of steps of a run.
 
     Args:
         out_dir: output folder of the run.
@@ -207,9 +207,8 @@ class RunLog:
         images_per_step: images per step of all processes.
         epoch, step: position of this start; later records, from an interrupted run, are removed.
         timing: timing of the steps; None: a new one.
-        find_loss: called before files are written or created; see `FindLoss`.
         more_entries: returns further entries of a row, e.g. `LayerNorms.pop`.
-        trackers: TensorBoard and others that receive the rows and the images; none on the other processes.
+        writers: TensorBoard events and others that take the rows and the images; none on the other processes.
     """
 
     def __init__(
@@ -224,10 +223,9 @@ class RunLog:
         epoch: int = 0,
         step: int = 0,
         timing: StepTiming | None = None,
-        find_loss: FindLoss = lambda: None,
         more_entries: Callable[[], dict[str, Any]] = dict,
         total_steps: int = 0,
-        trackers: Sequence[RunTracker] = (),
+        writers: Sequence[Any] = (),
     ):
         self.train_metrics, self.eval_metrics = train_metrics, eval_metrics
         self._means: tuple[str, ...] = ()  # of `StepOutput.sums`, in the rows so far
@@ -240,11 +238,11 @@ class RunLog:
         self._scalars: dict[int, dict[str, float]] = {}  # by epoch
         self._out_dir = Path(out_dir)
         self._records: RecordFile | None = None
-        self._trackers = trackers
+        self._writers = writers
         self._has_warned = False
         self._stage: str | None = None
         self._timing = timing or StepTiming()
-        self._find_loss, self._more_entries = find_loss, more_entries
+        self._more_entries = more_entries
         self.rewind(epoch, step)
 
     def _build_tables(self) -> None:
@@ -264,18 +262,16 @@ class RunLog:
             return
         path = self._out_dir / run_files.METRICS
         drop_records_after(path, epoch, step)
-        self._records = RecordFile(path, self._find_loss)
-        for tracker in self._trackers:
-            tracker.rewind(self._first_position)
+        self._records = RecordFile(path)
+        for writer in self._writers:
+            writer.rewind(self._first_position)
 
-    def __enter__(self) -> "RunLog":
+    def __enter__(self) -> "Log":
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for tracker in self._trackers:
-            tracker.end()
-        for tracker in self._trackers:
-            tracker.wait()
+        for writer in self._writers:
+            writer.end()
 
     def steps(self, epoch: int, first: int, end: int | None = None) -> Iterator[int]:
         """Yield the steps of an epoch from `first` to before `end`, with a progress bar; start the timing of `train`.
@@ -413,16 +409,16 @@ class RunLog:
         self._shown_at = time.perf_counter()
 
     def images(self, tag: str, pixels: torch.Tensor, epoch: int = -1) -> None:
-        """Pass (N, 3, H, W), uint8 or float from 0 to 1, as a grid to the trackers after an epoch; -1: before all."""
-        if self._trackers and len(pixels):
+        """Pass (N, 3, H, W), uint8 or float from 0 to 1, as a grid to the writers after an epoch; -1: before all."""
+        if self._writers and len(pixels):
             from torchvision.utils import make_grid
 
             grid = make_grid(pixels, nrow=8)
-            for tracker in self._trackers:
-                tracker.image(tag, grid, (epoch + 1) * self.num_steps)
+            for writer in self._writers:
+                writer.image(tag, grid, (epoch + 1) * self.num_steps)
 
     def scalars(self, values: Mapping[str, float | torch.Tensor], epoch: int) -> None:
-        """Add numbers by name to the record of the evaluation after an epoch, from 0, and to the trackers.
+        """Add numbers by name to the record of the evaluation after an epoch, from 0, and to the writers.
 
         Raises:
             ConfigError: a name is one that each record has.
@@ -439,5 +435,5 @@ class RunLog:
             stage = {} if self._stage is None else {"stage": self._stage}
             record = {"kind": kind, "epoch": epoch + 1, "step": step, **values, **stage, "time": time_s}
             self._records.append(record)
-            for tracker in self._trackers:
-                tracker.row(record, epoch * self.num_steps + step)
+            for writer in self._writers:
+                writer.row(record, epoch * self.num_steps + step)

@@ -225,7 +225,7 @@ class Task:
         """Log images and values after an evaluation, on every process; only the main process writes.
 
         Args:
-            log: the `RunLog`: `log.scalars({"name": value}, epoch)` and `log.images("name", pixels, epoch)`, with
+            log: the `Log`: `log.scalars({"name": value}, epoch)` and `log.images("name", pixels, epoch)`, with
                 `self.state.epoch`.
             model: the model, evaluated, with the raw weights.
             batch: the first evaluation batch of this process; None: it has none.

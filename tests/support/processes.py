@@ -97,6 +97,15 @@ def list_children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def list_trackers(out: Path) -> list[int]:
+    """Return the processes that follow a run, started by this process."""
+    found = []
+    for pid in list_children(os.getpid()):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        found += [pid] if b"--follow" in words and str(out).encode() in words else []
+    return found
+
+
 def have_ended(pids: Iterable[int]) -> bool:
     """Tell whether none of these processes exists any more."""
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)

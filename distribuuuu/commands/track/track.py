@@ -1,6 +1,15 @@
 """The command track: send the rows, images and results of a run that its trackers have not received."""
 
+import argparse
+import contextlib
+import os
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
@@ -10,19 +19,26 @@ from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import counted
 from distribuuuu.config.plugins import FoundConfig
 from distribuuuu.config.registry import TRACKERS
-from distribuuuu.config.run_files import METRICS
+from distribuuuu.config.run_files import METRICS, TRACKERS_FOLDER
 from distribuuuu.engine.preflight import find_missing_trackers
-from distribuuuu.files.untrusted import open_regular, printable
-from distribuuuu.records.metric_writers import TrackedRun, parse_record
+from distribuuuu.files.atomic_file import make_folder, open_for_writing
+from distribuuuu.files.locks import is_at, lock_file
+from distribuuuu.files.untrusted import MAX_JSON, open_regular, printable
+from distribuuuu.launch.signals import ignore_signals
+from distribuuuu.records.metric_writers import parse_record
+from distribuuuu.records.trackers.base import RunInfo, Tracker, describe_error
 
 SUMMARY = "send a run to experiment trackers: MLflow, W&B, Trackio"
 SYNONYMS = ("sync", "log", "upload")
 _DESCRIPTION = """Send the rows of metrics.jsonl, the images and the results of a run that its
-trackers have not received, e.g. because a server was down. LOG.TRACKERS adds trackers that the training did not have.
+trackers have not received, e.g. because a server was down. LOG.TRACKERS adds
+trackers that the training did not have. A training starts it with --follow.
 
   %(prog)s exp/r50
   %(prog)s exp/r50 LOG.TRACKERS mlflow
 """
+# With --follow: seconds between two requests with rows, after a failure, and for what is left after the end.
+SEND_EVERY_S, RETRY_S, END_S = 5.0, 30.0, 60.0
 # The options that may be set; the others are those of the run, which the trackers receive.
 _OWN_OPTIONS = ("LOG.TRACKERS", "PLUGINS")
 
@@ -54,21 +70,34 @@ def _run(prog: str, args: list[str]) -> int:
         raise ConfigError(f"LOG.TRACKERS: got {list(cfg.LOG.TRACKERS)}; expected some of {known}; {fix}")
     if missing := [": ".join(problem) for problem in find_missing_trackers(cfg)]:
         raise ConfigError(missing)
-    from distribuuuu.engine.run_lock import lock_out_dir
+    run = RunInfo(folder, dict(iter_options(cfg)), flags.num_steps)
+    if flags.follow:
+        return follow(TRACKERS.get(names[0])(run))
+    return send_all(run, names)
 
-    failures, metrics = [], folder / METRICS
+
+def send_all(run: RunInfo, names: Sequence[str]) -> int:
+    """Send to each tracker what it lacks, and print how much it was; return the exit status.
+
+    Raises:
+        ConfigError: some of the trackers failed.
+    """
+    failures, metrics = [], run.out_dir / METRICS
     has_rows = metrics.is_file()
-    with lock_out_dir(folder) as find_loss:
-        for name in names:
-            tracker = TRACKERS.get(name)(TrackedRun(folder, dict(iter_options(cfg)), 0, find_loss))
+    for name in names:
+        tracker = TRACKERS.get(name)(run)
+        with sending(tracker) as is_alone:
+            if not is_alone:
+                failures.append(f"LOG.TRACKERS: {name}: another process sends this run; fix: wait until it has ended")
+                continue
             print(f"{name}: connecting", flush=True)  # which may take a while, if its address is dead
             try:
                 tracker.send_missing()
             except Exception as error:  # of any service: the others are still sent
-                problem = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                failures.append(f"LOG.TRACKERS: {name}: {problem}; fix: see docs/trackers.md, and run this again")
-            kinds = {noun: number for noun, number in tracker.sent.items() if has_rows or noun != "row"}
-            print(f"{name}: sent {', '.join(counted(number, noun) for noun, number in kinds.items())}")
+                fix = "see docs/trackers.md, and run this again"
+                failures.append(f"LOG.TRACKERS: {name}: {describe_error(error)}; fix: {fix}")
+        kinds = {noun: number for noun, number in tracker.sent.items() if has_rows or noun != "row"}
+        print(f"{name}: sent {', '.join(counted(number, noun) for noun, number in kinds.items())}")
     if note := _describe_rows(metrics):
         print(printable(note))
     if failures:
@@ -76,12 +105,60 @@ def _run(prog: str, args: list[str]) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def sending(tracker: Tracker, timeout_s: float = 0.0) -> Iterator[IO | None]:
+    """Hold the lock of the processes that send a run to a tracker; yield its file, None: another one has it."""
+    path = make_folder(tracker.run.out_dir, TRACKERS_FOLDER) / f".{tracker.name}.lock"
+    with open_for_writing(path, "ab") as lock:
+        yield lock if lock_file(lock.fileno(), timeout_s) else None
+
+
+def follow(tracker: Tracker) -> int:
+    """Send the rows of a training as it writes them, until a byte or the end of standard input; then what is left.
+
+    The first failure is one line on standard error; the next attempt follows after `RETRY_S` seconds.
+    """
+    ignore_signals()  # they are meant for the training, whose end is read from standard input
+    ended, has_warned = threading.Event(), False
+
+    def warn(problem: str) -> None:
+        fix = f"after the run, distribuuuu track {shlex.quote(str(tracker.run.out_dir))}"
+        text = f"LOG.TRACKERS: {tracker.name}: {problem}; the run is not affected, and OUT_DIR keeps what is missing"
+        print(f"{time.strftime('%H:%M:%S')} WARNING: {text}; fix: {fix}", file=sys.stderr, flush=True)
+
+    def wait_for_end() -> None:
+        sys.stdin.buffer.read(1)
+        ended.set()
+        time.sleep(END_S)
+        if not has_warned:
+            warn(f"not everything was sent within {END_S:.0f} s after the end")
+        os._exit(1)
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
+    with sending(tracker, timeout_s=2 * END_S) as lock:
+        while lock and is_at(lock, Path(lock.name)):  # else the run was archived, and another one begins
+            is_last, pause_s = ended.is_set(), SEND_EVERY_S
+            try:
+                tracker.send_missing(is_last)
+            except Exception as error:  # of any service
+                if not has_warned:
+                    warn(describe_error(error))
+                has_warned, pause_s = True, RETRY_S
+                if is_last:
+                    return 1
+            if is_last:
+                return 0
+            ended.wait(pause_s)
+    return 1
+
+
 def _describe_rows(path: Path) -> str:
     """Return a line about a metrics.jsonl that is missing, or has damaged lines, which are not sent; else nothing."""
     if not path.is_file():
         return f"{path}: no such file; there are no rows to send"
     with open_regular(path) as file:
-        num_damaged = sum(not line.endswith(b"\n") or parse_record(line) is None for line in file)
+        lines = iter(lambda: file.readline(MAX_JSON), b"")
+        num_damaged = sum(not line.endswith(b"\n") or parse_record(line) is None for line in lines)
     return f"{path}: {counted(num_damaged, 'damaged line')} skipped" if num_damaged else ""
 
 
@@ -89,6 +166,8 @@ def build_parser(prog: str | None = None) -> CommandParser:
     """Return the parser of the arguments."""
     parser = CommandParser(prog, description=_DESCRIPTION)
     parser.add_argument("run", metavar="RUN", help="the OUT_DIR of a run")
+    parser.add_argument("--follow", action="store_true", help="send what a training writes until standard input ends")
+    parser.add_argument("--num-steps", type=int, default=0, help=argparse.SUPPRESS)
     text = "LOG.TRACKERS NAMES: the trackers; PLUGINS FILE: code that they need; no other options"
     parser.add_argument("overrides", metavar="KEY VALUE", nargs="*", default=[], help=text)
     return parser

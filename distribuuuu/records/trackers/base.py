@@ -1,53 +1,72 @@
-"""The base class of trackers: a thread that sends what the run records, and cannot end the run."""
+"""The base class of trackers, which reads what a run writes and remembers what it has sent.
 
-import importlib
-import logging
-import shlex
-import threading
-import time
+The rows are those of metrics.jsonl; the images are PNG files in OUT_DIR/trackers/images. OUT_DIR/trackers/NAME.json
+holds the identifier of the run in the tracker, and the last row of each kind that was sent.
+"""
+
+import hashlib
+import json
+import os
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import unquote
 
-from distribuuuu.files.untrusted import printable
-from distribuuuu.records.metric_writers import TrackedRun
-from distribuuuu.records.trackers.spool import MetricRow, Spool
+from distribuuuu.config.run_files import METRICS, RESULTS, TEST_RESULTS, TRACKERS_FOLDER
+from distribuuuu.files.atomic_file import make_folder, replacing
+from distribuuuu.files.untrusted import MAX_JSON, open_regular, parse_json, printable, read_regular
+from distribuuuu.records.metric_writers import curves_of, parse_record
 
-logger = logging.getLogger(__name__)
-
-# Seconds that the end of a run waits for its trackers, all together; seconds after a failure until the next attempt.
-FLUSH_S, RETRY_S = 10.0, 30.0
-# Seconds between two requests with rows: one costs about as much time of the interpreter with 50 rows as with one.
-SEND_EVERY_S = 5.0
 # Project of the runs if the environment names none.
 PROJECT = "distribuuuu"
-_MAX_ERROR = 200
+IMAGES = "images"
+# Rows that are sent at once, bytes of a file that is sent, characters of an error.
+MAX_ROWS, _MAX_FILE, _MAX_ERROR = 200, 1 << 26, 200
+_SECRET = re.compile("KEY|TOKEN|PASS|SECRET|CREDENTIAL")
+
+
+class RunInfo(NamedTuple):
+    """A run: its folder, its options by name, and the steps of an epoch; 0: those of its longest epoch so far."""
+
+    out_dir: Path
+    options: dict[str, Any]
+    num_steps: int = 0
+
+
+class MetricRow(NamedTuple):
+    """A row of metrics.jsonl: the step of the run from its start, the time in seconds since 1970, and the numbers."""
+
+    step: int
+    time_s: float
+    values: dict[str, float]
 
 
 class Tracker(ABC):
     """A tracker: a subclass sends to one service; each of its methods may block or raise any exception.
 
-    The thread of the run only wakes the thread of the tracker, which reads the rows from metrics.jsonl and sends them
-    at most once in `SEND_EVERY_S` seconds. The first failure is a warning; the next attempt follows after `RETRY_S`
-    seconds. What is missing at the end stays in the spool.
-
-    Args:
-        run: the run.
+    It runs in a process of its own, `distribuuuu track RUN --follow`, and so never disturbs the training.
     """
 
     # The name in TRACKERS, and the Python package that it needs.
     name, package = "", ""
 
-    def __init__(self, run: TrackedRun):
+    def __init__(self, run: RunInfo):
         self.run = run
-        self.spool = Spool(run, self.name)
         self.sent = {"row": 0, "image": 0, "file": 0}  # numbers of this process
-        self._wake, self._ending = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
-        self._is_connected = self._has_warned = self._is_late = False
-        self._deadline = 0.0
-
-    # ------------------------------------------------------------------------------- what a subclass defines
+        self._is_connected = False
+        self._offset, self._file_id = 0, (0, 0)
+        self._state: dict[str, Any] = {"run": "", "num_steps": 0, "rows": {}, "files": {}}
+        try:
+            stored = parse_json(read_regular(run.out_dir / TRACKERS_FOLDER / f"{self.name}.json", MAX_JSON))
+            rows = {kind: [int(epoch), int(step)] for kind, (epoch, step) in stored["rows"].items()}
+            files = {str(name): str(digest) for name, digest in stored["files"].items()}
+            run_id, num_steps = str(stored["run"]), int(stored["num_steps"])
+            self._state = {"run": run_id, "num_steps": num_steps, "rows": rows, "files": files}
+        except (OSError, ValueError, TypeError, LookupError, AttributeError):  # there is none, or it is damaged
+            pass
+        self._state["num_steps"] = run.num_steps or self._state["num_steps"]
 
     @abstractmethod
     def connect(self, run_id: str) -> str:
@@ -69,101 +88,102 @@ class Tracker(ABC):
     def finish(self) -> None:
         """Flush and close the connection; `connect` may continue the run later."""
 
-    def abandon(self) -> None:  # noqa: B027  # most packages need nothing
-        """Keep the package from delaying the end of the process, since `finish` has not returned in time."""
-
-    # ------------------------------------------------------------------------------- the thread of the run
-
-    def rewind(self, step: int) -> None:
-        """Start the thread, unless it runs."""
-        if self._thread is None:
-            try:  # not in the thread: a loader worker that is forked during an import could wait for it forever
-                importlib.import_module(self.package or __name__)
-            except Exception as error:
-                self._warn(f"{type(error).__name__}: {error}")
-            self._thread = threading.Thread(target=self._work, name=f"tracker {self.name}", daemon=True)
-            self._thread.start()
-        self._wake.set()
-
-    def row(self, record: dict[str, Any], step: int) -> None:
-        """Wake the thread, which reads the record from metrics.jsonl."""
-        self._wake.set()
-
-    def image(self, tag: str, pixels: Any, step: int) -> None:
-        """Write an image to the spool and wake the thread; one that cannot be written is lost."""
-        try:
-            array = (pixels * 255).clamp(0, 255).byte() if pixels.is_floating_point() else pixels
-            self.spool.save_image(tag, array.cpu().numpy(), step)
-        except Exception as error:  # of the disk or of Pillow: a tracker never ends a run
-            self._warn(f"an image is lost: {error}")
-        self._wake.set()
-
-    def end(self) -> None:
-        """Let the thread send what is missing, and the files of the run."""
-        self._deadline = time.monotonic() + FLUSH_S
-        self._ending.set()
-        self._wake.set()
-
-    def wait(self) -> None:
-        """Wait for the thread until `FLUSH_S` seconds after `end`."""
-        if self._thread:
-            self._thread.join(max(0.0, self._deadline - time.monotonic()))
-            self._is_late = self._thread.is_alive()
-            self._thread = None
-        if self._is_late:
-            self.abandon()
-            self._warn(f"not everything was sent within {FLUSH_S:.0f} s after the end")
-
-    # ------------------------------------------------------------------------------- the thread of the tracker
-
-    def _work(self) -> None:
-        next_send = 0.0
-        while True:
-            self._wake.wait()
-            self._ending.wait(max(0.0, next_send - time.monotonic()))
-            self._wake.clear()
-            next_send = time.monotonic() + SEND_EVERY_S
-            is_last = self._ending.is_set()
-            try:
-                self.send_missing(with_files=is_last)
-            except Exception as error:  # of any service: the run continues without it
-                self._warn(f"{type(error).__name__}: {error}")
-                if not is_last:
-                    self._ending.wait(RETRY_S)
-                    self._wake.set()
-            if is_last:
-                return
-
     def send_missing(self, with_files: bool = True) -> None:
         """Send the rows, the images and, at the end, the files that the tracker lacks; may raise any exception."""
         if not self._is_connected:
-            self.spool.begin(self.connect(self.spool.run_id))
+            self.note_run(self.connect(self._state["run"]))
             self._is_connected = True
-        try:
-            while not self._is_late and (rows := self.spool.next_rows()):
-                self.send_rows(rows)
-                self.sent["row"] += len(rows)
-                self.spool.note_rows()
-        except BaseException:
-            self.spool.forget_read()
-            raise
-        for path, tag, step in self.spool.next_images() if not self._is_late else ():
+        for rows in self._new_rows():
+            self.send_rows(rows)
+            self.sent["row"] += len(rows)
+        for path, tag, step in self._new_images():
             self.send_image(path, tag, step)
-            self.sent["image"] += 1
-            self.spool.note_file(path)
-        if with_files and not self._is_late:
-            for path, digest in self.spool.next_files():
+            self._note_file("image", path)
+        if with_files:
+            for path, digest in self._new_files():
                 self.send_file(path)
-                self.sent["file"] += 1
-                self.spool.note_file(path, digest)
+                self._note_file("file", path, digest)
             self.finish()
             self._is_connected = False
 
-    def _warn(self, problem: str) -> None:
-        """Log the first problem; the run has one warning of each tracker."""
-        if not self._has_warned:
-            self._has_warned = True
-            text = printable(" ".join(problem.split()))[:_MAX_ERROR]
-            fix = f"after the run, distribuuuu track {shlex.quote(str(self.run.out_dir))}"
-            logger.warning("LOG.TRACKERS: %s: %s; the run is not affected, and OUT_DIR keeps what is missing; fix: %s",
-                           self.name, text, fix)  # fmt: skip
+    def note_run(self, run_id: str) -> None:
+        """Store the identifier of the run in the tracker."""
+        if run_id != self._state["run"]:
+            self._state["run"] = run_id
+            self._save()
+
+    def _note_file(self, kind: str, path: Path, digest: str = "") -> None:
+        self.sent[kind] += 1
+        self._state["files"][path.name] = digest
+        self._save()
+
+    def _save(self) -> None:
+        with replacing(make_folder(self.run.out_dir, TRACKERS_FOLDER) / f"{self.name}.json", "w") as file:
+            json.dump(self._state, file)
+
+    def _new_rows(self) -> Iterator[list[MetricRow]]:
+        """Yield the rows that were not sent, up to `MAX_ROWS` at once; those of an item count as sent after it.
+
+        Rows up to the last one of their kind are not repeated, even if a rollback or a resume has replaced them.
+        """
+        if not os.path.lexists(path := self.run.out_dir / METRICS):  # before the first row
+            return
+        with open_regular(path) as file:
+            status = os.fstat(file.fileno())
+            if self._file_id != (status.st_dev, status.st_ino) or status.st_size < self._offset:
+                self._file_id, self._offset = (status.st_dev, status.st_ino), 0  # a rollback replaces the file
+            file.seek(offset := self._offset)
+            rows, last = [], dict(self._state["rows"])
+            for line in iter(lambda: file.readline(MAX_JSON), b""):
+                if not line.endswith(b"\n"):  # it is being written
+                    break
+                offset += len(line)
+                record = parse_record(line)
+                if record and [record["epoch"], record["step"]] > last.get(record["kind"], [0, 0]):
+                    last[record["kind"]] = [record["epoch"], record["step"]]
+                    rows.append(self._make_row(record))
+                if len(rows) == MAX_ROWS:
+                    yield rows
+                    self._note_rows(last, offset)
+                    rows, last = [], dict(last)
+            if rows:
+                yield rows
+                self._note_rows(last, offset)
+
+    def _make_row(self, record: dict[str, Any]) -> MetricRow:
+        if self.run.num_steps == 0:
+            self._state["num_steps"] = max(self._state["num_steps"], record["step"])
+        values = {tag: value for tag, value in curves_of(record).items() if type(value) in (int, float)}
+        time_s = record["time"] if type(record.get("time")) in (int, float) else 0.0
+        return MetricRow((record["epoch"] - 1) * self._state["num_steps"] + record["step"], time_s, values)
+
+    def _note_rows(self, last: dict[str, list[int]], offset: int) -> None:
+        self._state["rows"], self._offset = last, offset
+        self._save()
+
+    def _new_images(self) -> list[tuple[Path, str, int]]:
+        """Return (path, tag, step) of each image that was not sent."""
+        paths = sorted((self.run.out_dir / TRACKERS_FOLDER / IMAGES).glob("*_*.png"))
+        new = [path for path in paths if path.name not in self._state["files"] and _is_own_file(path)]
+        return [(path, unquote(path.stem[10:]), int(path.name[:9])) for path in new if path.name[:9].isdecimal()]
+
+    def _new_files(self) -> list[tuple[Path, str]]:
+        """Return (path, hash) of the config and the results that were not sent, or in another version."""
+        names = (str(self.run.options["CFG_DEST"]), RESULTS, TEST_RESULTS)
+        paths = [path for name in names if _is_own_file(path := self.run.out_dir / name)]
+        hashes = [(path, hashlib.sha256(read_regular(path, _MAX_FILE)).hexdigest()) for path in paths]
+        return [(path, digest) for path, digest in hashes if self._state["files"].get(path.name) != digest]
+
+
+def _is_own_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def describe_error(error: Exception) -> str:
+    """Return an error in one line, without passwords in URLs and secrets of the environment."""
+    text = printable(" ".join(f"{type(error).__name__}: {error}".split()))
+    text = re.sub(r"://[^/\s]*@", "://***@", text)
+    for name, value in os.environ.items():
+        if _SECRET.search(name.upper()) and len(value) > 3:
+            text = text.replace(value, "***")
+    return text[:_MAX_ERROR]

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distribuuuu.config.registry import TRACKERS
-from distribuuuu.records.trackers.base import PROJECT, Tracker
-from distribuuuu.records.trackers.spool import MetricRow
+from distribuuuu.records.trackers.base import PROJECT, MetricRow, Tracker
 
 # Limits of MLflow's REST API: metrics and parameters of a request, characters of a parameter and of a metric's name.
 _MAX_METRICS, _MAX_PARAMS, _MAX_VALUE, _MAX_KEY = 1000, 100, 500, 250
@@ -24,7 +23,7 @@ class MLflow(Tracker):
         """Open the run; the options become its parameters."""
         from mlflow import MlflowClient
 
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # its 7 take minutes, and the thread repeats
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # its 7 take minutes, and the process repeats
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         logging.getLogger("mlflow").setLevel(logging.ERROR)
         logging.getLogger("urllib3").addHandler(logging.NullHandler())  # otherwise its retries are printed
@@ -36,7 +35,7 @@ class MLflow(Tracker):
             found = self._client.get_experiment_by_name(name)
             experiment = found.experiment_id if found else self._client.create_experiment(name)
             run_id = self._client.create_run(experiment, run_name=self.run.out_dir.name).info.run_id
-            self.spool.begin(run_id)  # at once: a failure of the next request must not begin another run
+            self.note_run(run_id)  # at once: a failure of the next request must not begin another run
         self._run_id = run_id
         self._send_options()
         return run_id

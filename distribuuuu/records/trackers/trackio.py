@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distribuuuu.config.registry import TRACKERS
-from distribuuuu.records.trackers.base import PROJECT, Tracker
-from distribuuuu.records.trackers.spool import MetricRow
+from distribuuuu.records.trackers.base import PROJECT, MetricRow, Tracker
 
 
 @TRACKERS.register("trackio")

@@ -1,15 +1,14 @@
 """Weights & Biases, online or offline; see the environment variables in docs/trackers.md."""
 
 import os
-import threading
 import uuid
 from pathlib import Path
 from typing import Any
 
 from distribuuuu.config.registry import TRACKERS
 from distribuuuu.config.run_files import TRACKERS_FOLDER
-from distribuuuu.records.trackers.base import PROJECT, Tracker
-from distribuuuu.records.trackers.spool import MetricRow
+from distribuuuu.files.atomic_file import make_folder
+from distribuuuu.records.trackers.base import PROJECT, MetricRow, Tracker
 
 
 @TRACKERS.register("wandb")
@@ -23,8 +22,7 @@ class Wandb(Tracker):
         import wandb
 
         run_id = run_id or uuid.uuid4().hex[:8]
-        folder = self.run.out_dir / TRACKERS_FOLDER
-        folder.mkdir(exist_ok=True)
+        folder = make_folder(self.run.out_dir, TRACKERS_FOLDER)
         quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_meta=True, disable_git=True)
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT), name=os.environ.get("WANDB_NAME", self.run.out_dir.name),
@@ -51,12 +49,6 @@ class Wandb(Tracker):
         artifact = wandb.Artifact(f"{self._run.id}-{path.stem}", type="result")
         artifact.add_file(str(path))
         self._run.log_artifact(artifact)
-
-    def abandon(self) -> None:
-        """Stop the process of W&B in a thread; otherwise the end of this process waits for it without a limit."""
-        import wandb
-
-        threading.Thread(target=wandb.teardown, name="wandb teardown", daemon=True).start()
 
     def finish(self) -> None:
         """Wait until W&B has written or uploaded everything."""

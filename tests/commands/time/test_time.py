@@ -259,7 +259,7 @@ class Clock:
         self.num_steps = num_steps
         metrics = dict.fromkeys(("train_metrics", "eval_metrics"), {"top1": "top1", "topk": "top5"})
         sizes = {"num_epochs": 100, "num_steps": num_steps, "images_per_step": 10}
-        self.log = log.RunLog(out_dir, **metrics, **sizes)
+        self.log = log.Log(out_dir, **metrics, **sizes)
 
     def run_epoch(self, epoch: int, wait: float, every: int, step_s: float = 0.1) -> None:
         """Read the metrics every so many steps, with this share of the time spent waiting."""
