@@ -20,12 +20,12 @@ from distribuuuu.commands.terminal import open_standard_streams
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import did_you_mean
-from distribuuuu.config.model_names import cache_folder
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.run_files import find_path_problem
 from distribuuuu.data.datasets.base import get_dataset
 from distribuuuu.data.packed.dataset import is_url
 from distribuuuu.data.packed.format import FORMATS
+from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.launch.host import count_cores
 from distribuuuu.launch.signals import STATUS_OF, handled_by, print_stacks_on_quit
 
