@@ -66,8 +66,6 @@ def test_commands_take_several_files():
     write(a="RNG_SEED: 1\n", b="RNG_SEED: 2\n")
     parse_doctor = command_module("doctor.doctor").parse_args
     assert parse_doctor("", ["--cfg", "a.yaml", "b.yaml", "TRAIN.TOPK", "2"])[0].cfg == ("a.yaml", "b.yaml")
-    format_command = command_module("plan.tune").format_command
-    assert format_command(("a", "b"), 1, [], []) == "distribuuuu train --cfg a b"
 
 
 @pytest.mark.parametrize("text, kwargs", [
