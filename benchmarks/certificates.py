@@ -456,8 +456,8 @@ def certify(name: str, num_steps: int = 50, planted: str = "") -> Differences:
         launch, device = detect_launch(), torch.device("cpu")
         loaders = build_loaders(cfg, launch, device)
         loaders[0].sampler.num_images = STEPS_PER_EPOCH * BATCH
-        _, find_loss = stack.enter_context(open_run(cfg, launch, device, TRAIN_LOG, locks=True))
-        run = build_run(cfg, *loaders, find_loss)
+        stack.enter_context(open_run(cfg, launch, device, TRAIN_LOG, locks=True))
+        run = build_run(cfg, *loaders)
         if cfg.TRAIN.AMP == "none":
             use_double(run)
         reference = certificate.reference(copy.deepcopy(run.state.model), planted, num_epochs)

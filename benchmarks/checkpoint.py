@@ -19,6 +19,7 @@ from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import load_cfg
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan
+from distribuuuu.engine.resume import capture
 from distribuuuu.trainer import train_epoch
 
 # Limit of the ratio of step times, with a checkpoint to without.
@@ -47,13 +48,14 @@ class Training:
         start, self.state.step = time.perf_counter(), 0
         self.run.checkpoints = checkpoints
         train_epoch(self.run)
-        checkpoints.wait()
+        checkpoints.finish()
         return (time.perf_counter() - start) / self.loader.num_steps
 
     def time_save(self) -> float:
         """Return the seconds of one synchronous save."""
         start = time.perf_counter()
-        self.saving.save(self.state)
+        self.saving.save(capture(self.run))
+        self.saving.finish()
         return time.perf_counter() - start
 
 

@@ -22,7 +22,7 @@ from bench_support.machine import describe_run
 from distribuuuu.config import load_cfg
 from distribuuuu.data.loader import build_loaders
 from distribuuuu.engine.build import build_run
-from distribuuuu.engine.results_content import RunResults
+from distribuuuu.engine.resume import capture
 from distribuuuu.launch.detect import Launch
 from distribuuuu.trainer import evaluate_epoch, finish_epoch, train_epoch
 
@@ -63,7 +63,7 @@ def measure(cfg, num_epochs: int) -> dict[str, dict[bool, list[float]]]:
     Path(cfg.OUT_DIR).mkdir()
     train_loader, val_loader = build_loaders(cfg, Launch("benchmark"), torch.device("cpu"))
     run = build_run(cfg, train_loader, val_loader)
-    results, expect = RunResults(run), train_loader.expect
+    expect = train_loader.expect
     for _ in range(2):  # the first time, the files are read from the disk
         start = time.perf_counter()
         num = sum(1 for _ in itertools.chain(train_loader.host_batches(), val_loader.host_batches()))
@@ -83,12 +83,12 @@ def measure(cfg, num_epochs: int) -> dict[str, dict[bool, list[float]]]:
         train_epoch(run)
         if epoch:
             waits["next epoch"][not ahead].append(trained[-1] - end)
-        run.checkpoints.save_in_background(run.state)
+        run.checkpoints.save(capture(run))
         evaluations = evaluate_epoch(run)
         end = time.perf_counter()
         waits["evaluation"][ahead].append(evaluated[-1] - steps[-1])
-        new_bests = finish_epoch(run, evaluations)
-        run.checkpoints.save_in_background(run.state, new_bests, results.prepare(run.state, evaluations))
+        finish_epoch(run, evaluations)
+        run.checkpoints.save(capture(run))
     run.checkpoints.finish()
     return waits
 

@@ -54,7 +54,7 @@ TCP_INFO_BYTES = 120
 OVERRIDES = [
     "MODEL.ARCH", "resnet14", "MODEL.NUM_CLASSES", "10", "MODEL.DUMMY_INPUT", "True", "TRAIN.WORKERS", "0",
     "TRAIN.BATCH_SIZE", "8", "TRAIN.IM_SIZE", "32", "TEST.IM_SIZE", "32", "OPTIM.MAX_EPOCH", "1",
-    "OPTIM.WARMUP_EPOCHS", "0", "TEST.BATCH_SIZE", "50", "LOG.TENSORBOARD", "False",
+    "TEST.BATCH_SIZE", "50", "LOG.TENSORBOARD", "False",
 ]  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def run_rank(folder: str) -> None:
     replace(trainer, "take_step", in_phase("step"))
     replace(trainer, "evaluate_epoch", evaluate_and_count)
     replace(trainer, "evaluate_epoch", in_phase("evaluation"))
-    replace(CheckpointManager, "save_in_background", in_phase("checkpoint"))
+    replace(CheckpointManager, "save", in_phase("checkpoint"))
     recording = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
     is_main, cfg = os.environ["RANK"] == "0", load_cfg(None, [*OVERRIDES, "OUT_DIR", f"{folder}/run"])
     with recording if is_main else contextlib.nullcontext():

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from distribuuuu.checkpoint.io import read_checkpoint
+from distribuuuu.checkpoint.snapshot import NonFiniteError
 from distribuuuu.checkpoint.weights_files import RAW, kind_of
-from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import TRAIN_LOG
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import build_loaders
@@ -20,7 +20,7 @@ from distribuuuu.engine.evaluator import evaluate, open_evaluation
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.engine.preflight import resolve_num_classes
-from distribuuuu.engine.results_content import RunResults, write_test_results
+from distribuuuu.engine.resume import capture, restore
 from distribuuuu.engine.run import (
     Run,
     begin_epoch,
@@ -35,8 +35,9 @@ from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.signals import RunStopped
 from distribuuuu.optim.optimizer import set_lr, set_weight_decay
 from distribuuuu.records.predictions import Recorder, build_recorder
+from distribuuuu.records.results import write_test_results
 from distribuuuu.tasks.base import StepKey
-from distribuuuu.tasks.meter import NonFiniteLoss, check_finite
+from distribuuuu.tasks.meter import check_finite
 from distribuuuu.tasks.metrics import StepOutput
 
 logger = logging.getLogger(__name__)
@@ -55,26 +56,21 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
     launch = detect_launch()
     device = pick_device(launch.local_rank)
     train_loader, val_loader = build_loaders(cfg, launch, device)
-    with open_run(cfg, launch, device, TRAIN_LOG, locks=True) as (started, find_loss):
-        run = build_run(cfg, train_loader, val_loader, find_loss)
-        results = RunResults(run)
+    with open_run(cfg, launch, device, TRAIN_LOG, locks=True) as started:
+        run = build_run(cfg, train_loader, val_loader)
         with run.stop, run.log, save_on_stop(run):
             while not is_finished(cfg, run.state) and run.state.epoch < (stop_epoch or cfg.OPTIM.MAX_EPOCH):
                 try:
                     train_epoch(run)
-                except NonFiniteLoss as error:
+                    if is_evaluated(cfg, run.state.epoch):
+                        run.checkpoints.save(capture(run))  # if the evaluation fails, no training step is lost
+                        finish_epoch(run, evaluate_epoch(run))
+                    else:
+                        run.state.finish_epoch()
+                    run.checkpoints.save(capture(run))
+                except NonFiniteError as error:
                     roll_back(run, error)
-                    continue
-                if not is_evaluated(cfg, run.state.epoch):
-                    run.state.finish_epoch()
-                    run.checkpoints.save_in_background(run.state)
-                    continue
-                run.checkpoints.save_in_background(run.state)  # if the evaluation fails, no training step is lost
-                evaluations = evaluate_epoch(run)
-                new_bests = finish_epoch(run, evaluations)
-                run.checkpoints.save_in_background(run.state, new_bests, results.prepare(run.state, evaluations))
             run.checkpoints.finish()
-            results.finish()
         describe_end(run, started)
     return run.state.best_value
 
@@ -85,7 +81,7 @@ def train_epoch(run: Run) -> None:
 
     Raises:
         RunStopped: a stop was requested; raised on all processes after the same step.
-        NonFiniteLoss: the mean loss is infinite or NaN.
+        NonFiniteError: the mean loss or, where a checkpoint is due, the weights are infinite or NaN.
     """
     cfg, state, loader, epoch = run.cfg, run.state, run.train_loader, run.state.epoch
     num_steps, end, print_freq = loader.num_steps, loader.steps_of(epoch), cfg.TRAIN.PRINT_FREQ
@@ -106,7 +102,7 @@ def train_epoch(run: Run) -> None:
         else:
             run.log.show_step(epoch, state.step, lr)
         if run.checkpoints.is_due(state.step) and not is_last:
-            run.checkpoints.save_in_background(state)
+            run.checkpoints.save(capture(run))
         run.stop.check(f"epoch {epoch + 1}, step {state.step}")
 
 
@@ -201,40 +197,39 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
     return results
 
 
-def finish_epoch(run: Run, evaluations: dict[str, dict]) -> list[str]:
-    """Record the evaluations of an epoch; return the kinds of weights that are the best so far."""
-    metric, _ = run.task.primary_metric
-    new_bests = run.state.finish_epoch({kind: result[metric] for kind, result in evaluations.items()})
+def finish_epoch(run: Run, evaluations: dict[str, dict]) -> None:
+    """Record the evaluations of an epoch, and which kinds of weights are the best so far."""
+    run.state.finish_epoch(evaluations)
     run.log.evaluation(run.state.epoch - 1, evaluations, run.state.bests)
-    return new_bests
 
 
 @contextlib.contextmanager
 def save_on_stop(run: Run) -> Iterator[None]:
-    """Save a checkpoint if a stop is requested within the block.
-
-    A ConfigError within the block first waits for a save in progress, whose steps would otherwise be lost.
-    """
+    """Save a checkpoint if a stop is requested within the block; an error first waits for a save in progress."""
     try:
         yield
-    except ConfigError:
-        run.checkpoints.join_or_abandon()
-        raise
     except RunStopped as stopped:
-        path = run.checkpoints.save(run.state)
+        try:
+            path = run.checkpoints.save(capture(run))
+        except NonFiniteError as error:
+            path = run.checkpoints.find_latest()
+            logger.error("%s; the checkpoint is an older one", error)
+        run.checkpoints.finish()
         logger.info("%s: stopped in epoch %d after step %d; checkpoint: %s; run the same command again to resume",
                     stopped, run.state.epoch + 1, run.state.step, path)  # fmt: skip
         raise
+    finally:
+        run.checkpoints.close()
 
 
-def roll_back(run: Run, error: NonFiniteLoss) -> None:
+def roll_back(run: Run, error: NonFiniteError) -> None:
     """Restore the newest checkpoint, whose values are all finite, and continue with other random numbers.
 
     Raises:
-        NonFiniteLoss: TRAIN.ON_NAN or TRAIN.MAX_ROLLBACKS does not allow a rollback, or there is no checkpoint.
+        NonFiniteError: TRAIN.ON_NAN or TRAIN.MAX_ROLLBACKS does not allow a rollback, or there is no checkpoint.
     """
     cfg, state = run.cfg, run.state
-    run.checkpoints.wait()
+    run.checkpoints.finish()
     latest, num = run.checkpoints.find_latest(), state.num_rollbacks + 1
     position = f"in epoch {state.epoch + 1}, by step {state.step}"
     if latest is None:
@@ -243,9 +238,9 @@ def roll_back(run: Run, error: NonFiniteLoss) -> None:
     if cfg.TRAIN.ON_NAN == "stop" or num > cfg.TRAIN.MAX_ROLLBACKS:
         remedy = "set TRAIN.ON_NAN rollback" if cfg.TRAIN.ON_NAN == "stop" else "raise TRAIN.MAX_ROLLBACKS"
         raise error.located(f"{position}; the newest checkpoint, {latest}, is finite", remedy) from None
-    logger.warning("the loss is not finite in epoch %d, by step %d: rollback %d of %d, to %s", state.epoch + 1,
-                   state.step, num, cfg.TRAIN.MAX_ROLLBACKS, latest)  # fmt: skip
-    state.load_dict(read_checkpoint(latest), latest)
+    logger.warning("%s in epoch %d, by step %d: rollback %d of %d, to %s", error, state.epoch + 1, state.step, num,
+                   cfg.TRAIN.MAX_ROLLBACKS, latest)  # fmt: skip
+    restore(state, run.task, read_checkpoint(latest), latest)
     state.reset_row()
     state.num_rollbacks = num
     run.log.rewind(state.epoch, state.step)

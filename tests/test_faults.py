@@ -11,7 +11,6 @@ import pytest
 import torch
 from support.runs import FAILING_MODELS, TRAIN_NET, run_tool, small_options
 
-from distribuuuu.checkpoint.background_writer import BackgroundWriter
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.checkpoint.snapshot import find_nonfinite, snapshot
@@ -42,8 +41,10 @@ def test_a_nan_stops_the_run_and_names_the_last_finite_checkpoint(image_folder, 
     assert done.returncode == 2 and "Traceback" not in done.stderr
     newest = CheckpointManager(tmp_path / "out").list()[-1]
     assert is_finite(newest) and newest.name == "ckpt_ep_001_step_000001.pth.tar"
-    assert f"the training loss is nan in epoch 2, by step 4; the newest checkpoint, {newest}, is finite" in done.stderr
-    assert "ckpt_ep_001_step_000002.pth.tar was not written" in done.stderr
+    said = (
+        "the weights are not finite (first .*): ckpt_ep_001_step_000002.pth.tar was not written in epoch 2, by step 2"
+    )
+    assert re.search(said.replace("(", r"\(").replace(")", r"\)"), done.stderr) and str(newest) in done.stderr
 
 
 @pytest.mark.slow
@@ -127,14 +128,6 @@ def test_a_run_that_cannot_write_its_last_checkpoint_names_the_newest_one(long_r
     assert "Traceback" not in text
 
 
-@pytest.mark.slow
-def test_a_deleted_out_dir_is_created_again(long_run):
-    long_run.out_dir.rename(f"{long_run.out_dir}.elsewhere")
-    long_run.wait_for(lambda: len(CheckpointManager(long_run.out_dir).list()) > 1 and long_run.records())
-    long_run.signal_launcher(15)
-    assert long_run.wait(60) == 143 and "Traceback" not in Path(f"{long_run.out_dir}.console").read_text()
-
-
 def test_a_snapshot_shares_no_memory_and_its_nonfinite_values_are_found():
     content = {"a": [torch.ones(2)], "b": (1, torch.zeros(1)), "c": "text"}
     copy = snapshot(content)
@@ -143,54 +136,6 @@ def test_a_snapshot_shares_no_memory_and_its_nonfinite_values_are_found():
     for bad in [float("nan"), float("inf"), -float("inf")]:
         assert find_nonfinite({"state_dict": {"w": torch.tensor([1.0, 1e38])}, "n": torch.tensor(3)}) is None
         assert find_nonfinite({"optimizer": [{"m": torch.tensor([1.0, bad])}]}) == "optimizer/0/m"
-
-
-def test_the_writer_retries_until_it_gets_a_newer_job(monkeypatch):
-    monkeypatch.setattr("distribuuuu.checkpoint.background_writer.RETRY_S", 0.01)
-    tries, writer = [], BackgroundWriter()
-
-    def refused():
-        tries.append(1)
-        raise OSError(28, "No space left on device")
-
-    def refused_twice():
-        tries.append(1)
-        if len(tries) < 3:
-            raise OSError(28, "No space left on device")
-
-    writer.start(refused_twice, "one")
-    assert writer.join(60) is None and len(tries) == 3
-    writer.start(refused, "two")
-    time.sleep(0.05)
-    writer.start(lambda: tries.clear(), "three")
-    assert writer.join(60) is None and tries == []
-    writer.start(refused, "four")
-    assert "No space left" in writer.join(0.05)
-    writer.start(lambda: 1 / 0, "a bug")
-    with pytest.raises(ZeroDivisionError):
-        writer.join(60)
-
-
-def test_best_weights_that_could_not_be_written_are_written_with_the_next_checkpoint(tmp_path, monkeypatch):
-    from support.states import make_state
-
-    from distribuuuu.checkpoint import manager as checkpoint
-
-    write, is_full = checkpoint.write_atomically, [True]
-
-    def write_unless_full(path, content, *more):
-        if is_full[0]:
-            raise OSError(28, "No space left on device")
-        return write(path, content, *more)
-
-    monkeypatch.setattr(checkpoint, "write_atomically", write_unless_full)
-    folder = CheckpointManager(tmp_path)
-    folder.save_in_background(make_state(epoch=1), new_bests=["raw"])
-    time.sleep(0.1)
-    is_full[0] = False
-    folder.save(make_state(epoch=1, step=2))
-    assert [path.name for path in folder.list()] == ["ckpt_ep_001_step_000002.pth.tar"]
-    assert read_checkpoint(folder.bests["raw"])["epoch"] == 0
 
 
 def test_training_continues_while_a_checkpoint_is_written(small_cfg, monkeypatch):

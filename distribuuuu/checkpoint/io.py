@@ -6,10 +6,12 @@ unpickled. A tensor or an entry that claims more bytes than its file has is refu
 """
 
 import errno
+import logging
 import os
 import pickle
 import re
 import stat
+import time
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,13 +23,25 @@ import torch
 from distribuuuu.config import ConfigError
 from distribuuuu.files.atomic_file import replacing, sync_folder
 
+logger = logging.getLogger(__name__)
+
 # Values, with containers, that a file may hold. Containers that refer to each other can multiply them without bound.
 _MAX_VALUES = 1_000_000
 _FOLDER_ATTRIBUTE = 0x10  # of MS-DOS, in a zip entry
+# Seconds before each further attempt to read a file after an error of the system.
+RETRIES_S = (0.5, 1.5, 4.0)
+# Errors of the system that tell that a file is damaged, e.g. a seek to a negative position; and those that last.
+_OF_DAMAGE, _LASTING = (errno.EINVAL, errno.EOVERFLOW), (errno.EACCES, errno.EPERM)
+# What torch reports as a RuntimeError if memory does not suffice, with the number of bytes if it is known.
+_NO_MEMORY = re.compile(r"(?:allocate memory|not enough memory|bad_alloc)(?:.*?(\d+) bytes)?", re.DOTALL)
 
 
 class CheckpointError(ConfigError):
     """Unusable checkpoint; the message names the file and the reason."""
+
+
+class UnreadableError(CheckpointError):
+    """The system cannot read a file now, or has no memory for it, which says nothing about its content."""
 
 
 def find_class_mismatch(content: dict[str, Any], classes: Sequence[str]) -> str | None:
@@ -42,25 +56,15 @@ def find_class_mismatch(content: dict[str, Any], classes: Sequence[str]) -> str 
     return next((f"{other!r} where the data has {own!r}" for other, own in pairs if other != own), None)
 
 
-def write_atomically(path: Path, content: dict[str, Any], is_abandoned: Callable[[], bool] = lambda: False) -> bool:
+def write_atomically(path: Path, content: dict[str, Any]) -> None:
     """Write a file completely or not at all, with `torch.save`: temporary file, fsync, rename, fsync of the folder.
-
-    `is_abandoned` is called during the write; once it returns True nothing is written, and False is returned.
 
     Raises:
         OSError: the file cannot be written.
     """
-    try:
-        with replacing(path, "wb", buffering=0) as file:
-            _write(_Sink(file, is_abandoned), content)
-    except _AbandonedError:
-        return False
+    with replacing(path, "wb", buffering=0) as file:
+        _write(_Sink(file), content)
     sync_folder(path.parent)
-    return True
-
-
-class _AbandonedError(Exception):
-    """The write was abandoned."""
 
 
 class _Sink:
@@ -70,9 +74,8 @@ class _Sink:
     C++ holds the sink, and no collector would find the cycle, nor free the content of the checkpoint.
     """
 
-    def __init__(self, file: IO[bytes], is_abandoned: Callable[[], bool]):
+    def __init__(self, file: IO[bytes]):
         self._file = file
-        self._is_abandoned = is_abandoned
         self.failure: tuple[int, str] | None = None
 
     def write(self, data: bytes) -> int:
@@ -80,8 +83,6 @@ class _Sink:
         left = memoryview(data)
         try:
             while left:
-                if self._is_abandoned():
-                    raise OSError(errno.ECANCELED, "abandoned")
                 left = left[self._file.write(left) :]
         except OSError as error:
             self.failure = (error.errno or errno.EIO, error.strerror or str(error))
@@ -100,32 +101,68 @@ def _write(sink: _Sink, content: dict[str, Any]) -> None:
     except (RuntimeError, OSError):
         if sink.failure is None:
             raise
-    raise _AbandonedError if sink.failure[0] == errno.ECANCELED else OSError(*sink.failure)
+    raise OSError(*sink.failure)
 
 
 def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     """Return the content of a checkpoint or of a weights file on the CPU.
 
-    A bare state dict, or one under `model`, `model_state` or `model_state_dict`, is returned under `state_dict`.
+    A bare state dict, or one under `model`, `model_state` or `model_state_dict`, is returned under `state_dict`. An
+    object of an unknown class beside the tensors is left out, and nothing of it is executed.
 
     Raises:
-        CheckpointError: it cannot be read, its checksums do not match, or it holds no state dict.
+        UnreadableError: the system cannot read it, after some attempts.
+        CheckpointError: it does not exist, its checksums do not match, or it holds no state dict.
     """
     try:
-        content = _read_verified(Path(path))
+        content = _read_with_retries(Path(path))
         state_dict = _find_state_dict(content)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
+    except CheckpointError:
+        raise
     except Exception as error:  # torch's reader raises nearly any type for damaged bytes
         from distribuuuu.hints.weights import without_unsafe_advice
 
         # torch puts advice to allow unpickling anything around the reason. The cause, which has it too, is not shown.
         reason = (without_unsafe_advice(str(error)).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{path}: invalid checkpoint: {reason[:200]}") from None
+        fix = ""
+        if isinstance(error, pickle.UnpicklingError):
+            tensors = "torch.load(FILE, weights_only=False)['state_dict']"
+            fix = f"; fix: if you trust the file, save its tensors alone: torch.save({tensors}, NEW_FILE)"
+        raise CheckpointError(f"{path}: invalid checkpoint: {reason[:200]}{fix}") from None
     if state_dict is None:
         raise CheckpointError(f"{path}: holds no state dict of a model, but {_describe(content)}")
     entries = content if "state_dict" in content else {}
     return {**entries, "state_dict": {key.removeprefix("module."): value for key, value in state_dict.items()}}
+
+
+def _read_with_retries(path: Path) -> Any:
+    for pause_s in (*RETRIES_S, None):
+        try:
+            return _read_verified(path)
+        except (OSError, MemoryError, RuntimeError) as error:
+            reason = _find_system_error(error, path)
+            if reason is None:
+                raise
+            is_lasting = isinstance(error, OSError) and error.errno in _LASTING
+        if pause_s is None or is_lasting:
+            break
+        logger.warning("%s: cannot be read: %s; trying again in %.1f s", path, reason, pause_s)
+        time.sleep(pause_s)
+    raise UnreadableError(f"{path}: cannot be read: {reason}; the file was not changed; fix: repeat the command once it"
+                          " can be read")  # fmt: skip
+
+
+def _find_system_error(error: Exception, path: Path) -> str | None:
+    """Return what the system lacks if that is why a file was not read; None: the file is missing or damaged."""
+    if isinstance(error, OSError):
+        is_of_file = isinstance(error, FileNotFoundError) or error.errno in (None, *_OF_DAMAGE)
+        return None if is_of_file else error.strerror or str(error)
+    found = _NO_MEMORY.search(str(error))
+    if isinstance(error, RuntimeError) and (not found or (found[1] and int(found[1]) > path.stat().st_size)):
+        return None  # a damaged file may claim any number of bytes
+    return "out of memory"
 
 
 def is_state_dict(value: Any) -> bool:
@@ -152,7 +189,7 @@ def _read_verified(path: Path) -> Any:
         is_zip = file.read(4) == b"PK\3\4"  # as torch decides
     if is_zip:
         _verify_zip(path, status.st_size)
-    with torch.serialization.safe_globals(_NUMPY_GLOBALS):
+    with torch.serialization.safe_globals([*_NUMPY_GLOBALS, *(_stub_unknown_classes(path) if is_zip else ())]):
         content = torch.load(path, map_location="cpu", weights_only=True)
     _verify_content(content, status.st_size)
     return content
@@ -225,6 +262,34 @@ _NUMPY_GLOBALS: list[Callable | tuple[Callable, str]] = [
     (_read_numpy_scalar, "numpy.core.multiarray.scalar"),
     (_read_numpy_scalar, "numpy._core.multiarray.scalar"),
 ]
+
+
+class _Left:
+    """Stands for an object of an unknown class, of which nothing is kept."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "_Left":
+        """Ignore the arguments of the constructor."""
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        """Ignore the state."""
+
+
+def _stub_unknown_classes(path: Path) -> list[tuple[Callable, str]]:
+    """Return a harmless replacement of each class in a file that torch does not unpickle, with the class's name."""
+    known = {name for _, name in _NUMPY_GLOBALS}  # type: ignore[misc]
+    names = [name for name in torch.serialization.get_unsafe_globals_in_checkpoint(path) if name not in known]
+    if names:
+        logger.warning("%s: objects other than tensors are left out: %s", path, ", ".join(sorted(names)[:5]))
+    # torch fills plain containers only.
+    containers: dict[str, Callable] = {
+        "collections.deque": lambda *arguments: [],
+        "collections.defaultdict": lambda *arguments: {},
+    }
+    return [(containers.get(name, _Left), name) for name in names]
 
 
 def _find_state_dict(content: Any) -> dict[str, torch.Tensor] | None:

@@ -1,18 +1,12 @@
-"""Content of a checkpoint: its entries and their valid values; loading its weights and its optimizer state.
+"""Loading the weights and the optimizer state of a checkpoint."""
 
-A new entry is a row of _FIELDS, beside its writing and reading in engine/state.py.
-"""
-
-import math
 import os
-import reprlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint.io import CheckpointError, is_list_of, is_state_dict
+from distribuuuu.checkpoint.io import CheckpointError
 from distribuuuu.checkpoint.weights_files import KINDS
 from distribuuuu.config.errors import counted
 from distribuuuu.distributed.fsdp import load_full_state_dict, to_local
@@ -21,76 +15,18 @@ from distribuuuu.distributed.fsdp import load_full_state_dict, to_local
 WEIGHTS_ONLY = "to take only its weights name it as MODEL.WEIGHTS, with TRAIN.LOAD_OPT False and another OUT_DIR"
 
 
-def _is_integer(value: Any, minimum: float = -math.inf) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value < 2**63
-
-
-def _is_number(value: Any) -> bool:
-    is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
-    return is_scalar or isinstance(value, float) or _is_integer(value)
-
-
-def _is_duration(value: Any) -> bool:
-    return _is_number(value) and 0 <= value < math.inf
-
-
-def _is_timing(value: Any) -> bool:
-    names = ("images", "seconds", "row_seconds")
-    return isinstance(value, dict) and all(_is_duration(value.get(name, 0)) for name in names)
-
-
-def _is_scaler(value: Any) -> bool:
-    names = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-    return isinstance(value, dict) and (not value or all(_is_number(value.get(name)) for name in names))
-
-
-def _is_optimizer(value: Any) -> bool:
-    state, groups = (value.get("state"), value.get("param_groups")) if isinstance(value, dict) else (None, None)
-    if not isinstance(state, dict) or not is_list_of(list(state.values()), dict) or not is_list_of(groups, dict):
-        return False
-    has_text = any(isinstance(item, (str, bytes)) for entry in state.values() for item in entry.values())
-    is_valid = not has_text and all(_is_integer(index, 0) for index in state)
-    return is_valid and all(is_list_of(group.get("params"), int) and _is_number(group.get("lr")) for group in groups)
-
-
-# The values that a checkpoint must hold under its keys to be resumed: a test, and its description.
-_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(
-        ("epoch", *(kind.epoch for kind in KINDS.values())),
-        (lambda value: _is_integer(value, -1), "an integer from -1"),
-    ),
-    "optimizer": (_is_optimizer, "the state dict of an optimizer"),
-    **dict.fromkeys(("step", "num_rollbacks"), (lambda value: _is_integer(value, 0), "an integer from 0")),
-    **{kind.value: (_is_number, "a number") for kind in KINDS.values()},
-    "seconds": (_is_duration, "a number from 0"),
-    "seed": (_is_integer, "an integer"),
-    "global_batch": (lambda value: _is_integer(value, 1), "an integer from 1"),
-    **dict.fromkeys(("arch", "best_metric"), (lambda value: isinstance(value, str), "a string")),
-    **dict.fromkeys(("classes", "checkpoints"), (lambda value: is_list_of(value, str), "a list of strings")),
-    "optimizer_names": (
-        lambda value: is_list_of(value, (list, tuple)) and all(is_list_of(names, str) for names in value),
-        "lists of strings",
-    ),
-    **{kind.tensors: (is_state_dict, "a dict of tensors") for kind in KINDS.values()},
-    "timing": (_is_timing, "images, seconds and row_seconds, each a number from 0"),
-    "peak_memory_mib": (lambda value: value is None or _is_duration(value), "a number from 0"),
-    "meter": (lambda value: is_list_of(value, dict), "a list of counters"),
-    "config": (lambda value: isinstance(value, dict) and is_list_of(list(value), str), "a dict of options"),
-    "scaler": (_is_scaler, "the state dict of a gradient scaler"),
-}
 # Entries that files of best weights, which cannot be resumed, do not have.
-_ONLY_TO_RESUME = {"optimizer", "step", "seconds", "timing", "peak_memory_mib", "meter", "scaler",
+_ONLY_TO_RESUME = {"optimizer", "step", "seconds", "timing", "peak_memory_mib", "meter", "scaler", "evaluations",
                    *(kind.tensors for kind in KINDS.values())}  # fmt: skip
 
 
 def check_resumable(content: dict[str, Any], path: str | os.PathLike) -> None:
-    """Raise CheckpointError if a checkpoint holds weights only, or values of a wrong type or range."""
+    """Raise CheckpointError if a checkpoint holds weights only, or an invalid position."""
     if "optimizer" not in content or "epoch" not in content:
         raise CheckpointError(f"{path}: holds weights only, so it cannot be resumed; give it as MODEL.WEIGHTS")
-    for key, (is_valid, expected) in _FIELDS.items():
-        if key in content and not is_valid(content[key]):
-            got = reprlib.repr(content[key])[:80]
-            raise CheckpointError(f"{path}: invalid checkpoint: `{key}` is {got}; expected {expected}")
+    for key, minimum in (("epoch", -1), ("step", 0)):
+        if type(value := content.get(key, 0)) is not int or not minimum <= value < 2**63:
+            raise CheckpointError(f"{path}: invalid checkpoint: `{key}` is {value!r:.40}; expected an integer")
 
 
 def weights_of(content: dict[str, Any], kind: str) -> dict[str, Any]:

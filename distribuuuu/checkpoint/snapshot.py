@@ -6,8 +6,19 @@ from typing import Any
 
 import torch
 
-from distribuuuu.distributed.fsdp import FullStateDict
+from distribuuuu.config import ConfigError
+from distribuuuu.distributed.fsdp import FullStateDict, to_local
 from distribuuuu.launch.host import copy_to_host
+
+
+class NonFiniteError(ConfigError):
+    """The training loss or the weights are infinite or NaN; raised by every process at the same place."""
+
+    on_all_processes = True
+
+    def located(self, position: str, remedy: str) -> "NonFiniteError":
+        """Return the error with the position in the run and a remedy besides a lower learning rate."""
+        return NonFiniteError(f"{self} {position}; fix: lower OPTIM.BASE_LR, lengthen OPTIM.WARMUP_EPOCHS, or {remedy}")
 
 
 def snapshot(value: Any) -> Any:
@@ -41,7 +52,7 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 def find_nonfinite(value: Any) -> str | None:
     """Return the path, e.g. 'state_dict/fc.weight', of the first tensor with an infinity or a NaN, or None."""
     for path, tensor in _iter_tensors(value, ""):
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        if tensor.is_floating_point() and not torch.isfinite(to_local(tensor)).all():
             return path
     return None
 

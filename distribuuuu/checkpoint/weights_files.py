@@ -7,7 +7,7 @@ of checkpoints, records and reports follow.
 import math
 import os
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,25 +54,27 @@ KINDS = {
 
 @dataclass
 class Best:
-    """The best evaluation so far: the value of the first metric, and the epoch, from 0.
+    """The best evaluation so far: the value of the first metric, the epoch, from 0, and loss and metrics by name.
 
     The epoch is -1 before the first evaluation, and in checkpoints of the 2021 distribuuuu, which did not record it.
     """
 
     value: float = 0.0
     epoch: int = -1
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def describe(self, metric: str) -> str:
         """Return the value, a loss with four decimals, and the epoch, from 1: '98.40 (epoch 3)'."""
         epoch = self.epoch + 1 if self.epoch >= 0 else "unknown"
         return f"{self.value:.{4 if metric == 'loss' else 2}f} (epoch {epoch})"
 
-    def update(self, value: float, epoch: int, higher_is_better: bool = True) -> bool:
-        """Record an evaluation if it is the best; return whether it is."""
-        is_unset = math.isnan(self.value) or (self.value == 0 and (higher_is_better or self.epoch < 0))
+    def update(self, metrics: dict[str, float], metric: str, epoch: int, higher_is_better: bool = True) -> bool:
+        """Record an evaluation if its metric of a name is the best; return whether it is."""
+        value, is_unset = metrics[metric], math.isnan(self.value) or (self.value == 0 and self.epoch < 0)
         is_best = is_unset or (value > self.value if higher_is_better else value < self.value)
         if is_best:
             self.value, self.epoch = value, epoch
+            self.metrics = {name: number for name, number in metrics.items() if name != "count"}
         return is_best
 
 

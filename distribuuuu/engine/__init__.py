@@ -6,7 +6,7 @@
 - dry_run.py: one training step and one evaluation batch before training, to fail early.
 - auto_batch_size.py: TRAIN.BATCH_SIZE auto, the largest micro-batch that fits into memory.
 - out_of_memory.py: out-of-memory errors that name the options to change.
-- state.py: what a checkpoint stores, and how training resumes from it; task_state.py: the part of the task.
+- state.py: what a checkpoint stores, and how training resumes from it; resume.py: how a run goes on from one.
 - evaluator.py: evaluation of every image exactly once; precise_bn.py: exact batch-norm statistics before it.
 - run_description.py: log lines at the start and the end of a run; results_content.py: the content of results.json and
   test_results.json.

@@ -30,7 +30,7 @@ from distribuuuu.distributed.process_group import exchange, find_device, pick_de
 from distribuuuu.engine.build import build_run, set_backends
 from distribuuuu.engine.out_of_memory import OutOfMemory, is_out_of_memory
 from distribuuuu.engine.run import Run
-from distribuuuu.launch.detect import Launch, detect_launch, is_restart
+from distribuuuu.launch.detect import Launch, detect_launch, list_jobs
 from distribuuuu.launch.host import tune_malloc
 from distribuuuu.launch.processes import die_with_parent
 from distribuuuu.records.environment import address_space_limit, list_memory_limits, local_peak_bytes, read_sizes
@@ -118,7 +118,7 @@ def with_number(cfg: Config, number: int, reason: str = "") -> Config:
 
 def _find_kept(cfg: Config, sizes: Sequence[int]) -> int:
     """Return the micro-batch of the run in OUT_DIR that is resumed; 0: there is none, or it does not divide a step."""
-    if not ((cfg.TRAIN.AUTO_RESUME or is_restart()) and CheckpointManager(cfg.OUT_DIR).list()):
+    if not ((cfg.TRAIN.AUTO_RESUME or list_jobs(only_restarted=True)) and CheckpointManager(cfg.OUT_DIR).list()):
         return 0
     number = read_cfg(FoundConfig(Path(cfg.OUT_DIR) / cfg.CFG_DEST))[0].TRAIN.BATCH_SIZE
     return number if number in sizes else 0

@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint
-from distribuuuu.checkpoint.manager import CheckpointManager, FindLoss, OutDirLost
+from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.checkpoint.restore import load_state_dict
-from distribuuuu.checkpoint.weights_files import RAW, best_paths, build_kinds, find_best
-from distribuuuu.config import ConfigError
+from distribuuuu.checkpoint.snapshot import find_nonfinite, hash_tensors
+from distribuuuu.checkpoint.weights_files import KINDS, RAW, best_paths, build_kinds, find_best
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed, iter_options
 from distribuuuu.config.derived import total_steps
-from distribuuuu.config.errors import counted
-from distribuuuu.config.options import option_of
 from distribuuuu.config.plugins import hash_plugins
 from distribuuuu.config.run_files import METRICS, PREDICTIONS, RUN_FILES, TRACKERS_FOLDER, url_of
 from distribuuuu.data.datasets.imagenet_labels import read_classes
@@ -36,13 +35,13 @@ from distribuuuu.distributed.sync_batchnorm import convert_sync_batchnorm
 from distribuuuu.engine.dry_run import dry_run, dry_run_evaluation
 from distribuuuu.engine.graceful_stop import StopRequest
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
+from distribuuuu.engine.resume import begin, capture_task, restore_task
 from distribuuuu.engine.run import Run, Training
 from distribuuuu.engine.run_description import describe_machine, describe_training
 from distribuuuu.engine.run_lock import OutDirLocked, is_shared, lock_out_dir
-from distribuuuu.engine.state import TrainState, list_changes
-from distribuuuu.engine.task_state import gather_state, restore_state
+from distribuuuu.engine.state import TrainState
 from distribuuuu.files.atomic_file import replacing
-from distribuuuu.launch.detect import Launch, is_restart
+from distribuuuu.launch.detect import Launch, list_jobs
 from distribuuuu.models.build import build_model, select_outputs
 from distribuuuu.models.finetune import build_initial_model, freeze_parts
 from distribuuuu.models.head import head_parameters
@@ -52,6 +51,7 @@ from distribuuuu.optim.precision import Precision, build_precision
 from distribuuuu.optim.schedules import build_weight_decay
 from distribuuuu.records.log_table import format_duration
 from distribuuuu.records.metric_writers import EventFile
+from distribuuuu.records.results import RunResults
 from distribuuuu.records.run_log import Log, append_to_log, logging_to
 from distribuuuu.tasks.base import Task, build_task
 from distribuuuu.tasks.meter import Meter
@@ -59,16 +59,10 @@ from distribuuuu.tasks.metrics import display_names
 
 logger = logging.getLogger(__name__)
 
-_NEW_RUN = "set another OUT_DIR, or TRAIN.AUTO_RESUME False to start a new run in this one"
-
 
 @contextlib.contextmanager
-def open_run(
-    cfg, launch: Launch, device: torch.device, log_name: str, locks: bool = False
-) -> Iterator[tuple[float, FindLoss]]:
-    """Open the process group, OUT_DIR and the log for the duration of the block.
-
-    Yields its start, time.perf_counter(), and `RunLock.find_loss` of the lock on OUT_DIR.
+def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bool = False) -> Iterator[float]:
+    """Open the process group, OUT_DIR and the log for the duration of the block; yield its time.perf_counter().
 
     Args:
         cfg: the config.
@@ -93,17 +87,15 @@ def open_run(
         with open_mirror(cfg.OUT_DIR) if url and launch.rank == 0 else contextlib.nullcontext() as mirror, group:
             start = time.perf_counter()
             make_out_dir(cfg.OUT_DIR)
-            with lock_out_dir(cfg.OUT_DIR) if locks else contextlib.nullcontext(lambda: None) as find_loss:
+            with lock_out_dir(cfg.OUT_DIR) if locks else contextlib.nullcontext():
                 if url:
                     start_mirror(mirror, url, cfg.OUT_DIR)
                 has_log = bool(log_name)
                 with logging_to(cfg.OUT_DIR, log_name):
                     describe_machine(launch, device)
-                    yield start, find_loss
+                    yield start
                     logger.info("finished in %s; files: %s", format_duration(time.perf_counter() - start), cfg.OUT_DIR)
     except ConfigError as error:
-        if isinstance(error, OutDirLost):  # the log is another run's
-            raise
         if has_log and (launch.rank == 0 or error.one_process):  # the command prints it to the terminal
             append_to_log(cfg.OUT_DIR, log_name, *map(str, error.problems))
         raise
@@ -171,7 +163,9 @@ def write_config(cfg) -> None:
             raise ConfigError(f"OUT_DIR: {path} cannot be written: {error.strerror}") from error
 
 
-def build_training(cfg, loader: TrainLoader, val_images: torch.Tensor, latest: Path | None) -> Training:
+def build_training(
+    cfg, loader: TrainLoader, val_images: torch.Tensor, latest: Path | None, data: dict[str, Any] | None = None
+) -> Training:
     """Return the objects of a training step, restored from a checkpoint or initialized.
 
     Args:
@@ -179,19 +173,17 @@ def build_training(cfg, loader: TrainLoader, val_images: torch.Tensor, latest: P
         loader: the training loader.
         val_images: an evaluation batch for the dry run, with the shape of later ones.
         latest: the newest checkpoint; None: start from MODEL.WEIGHTS, MODEL.PRETRAINED, FINETUNE.WEIGHTS or at random.
+        data: the number of images and the digest of each split, which a checkpoint holds.
 
     Raises:
         ConfigError: the model, its weights, the batch size or the task contradicts the config.
     """
     precision = build_precision(cfg, loader.device)
     task = build_task(cfg, loader.images.classes, loader.device, precision)
-    state = build_state(cfg, task, loader, precision, pretrained=latest is None)
-    restore(cfg, state, latest)
-    task.state = state
-    task.prepare_training(loader.plan, loader.images, loader.num_steps)
-    state.task = task
-    gather_state(task)  # a state that a checkpoint cannot hold is reported before the first step
-    state.load_task()
+    state = task.state = build_state(cfg, task, loader, precision, pretrained=latest is None)
+    state.data = data or {}
+    begin(cfg, state, task, latest, lambda: task.prepare_training(loader.plan, loader.images, loader.num_steps))
+    capture_task(task)  # a state that a checkpoint cannot hold is reported before the first step
     model = prepare_model(cfg, task, state.model, loader, val_images)
     for evaluated in set(state.models.values()) - {model}:  # evaluations use neither the wrapper nor its compiled code
         compile_model(evaluated, cfg.MODEL.COMPILE)
@@ -200,17 +192,33 @@ def build_training(cfg, loader: TrainLoader, val_images: torch.Tensor, latest: P
     return Training(cfg, task, state, model, loader, lr_at, decay_at, clip)
 
 
-def build_run(cfg, train_loader: TrainLoader, val_loader: Loader, find_loss: FindLoss = lambda: None) -> Run:
+def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
     """Return the run of a config, resumed from the newest checkpoint of OUT_DIR or new; errors as `build_training`."""
     check_same_data(train_loader, val_loader)
-    checkpoints = build_checkpoints(cfg, find_loss)
+    checkpoints = build_checkpoints(cfg)
     latest = find_latest(cfg, checkpoints)
-    training = build_training(cfg, train_loader, val_loader.zero_images(1), latest)
+    sets = {"train": train_loader.images, "val": val_loader.images}
+    data = {name: {"images": len(images), "digest": images.digest} for name, images in sets.items()}
+    training = build_training(cfg, train_loader, val_loader.zero_images(1), latest, data)
+    check_finite_weights(training.state)
     describe_training(cfg, training.state, train_loader, val_loader)
     prepare_out_dir(cfg, checkpoints, latest)
     log = open_log(cfg, training.task, training.state, train_loader)
     stop = StopRequest(cfg.CHECKPOINT.MAX_HOURS)
-    return Run(**vars(training), val_loader=val_loader, checkpoints=checkpoints, log=log, stop=stop)
+    run = Run(**vars(training), val_loader=val_loader, checkpoints=checkpoints, log=log, stop=stop)
+    results = RunResults(run, lambda content, kind: hash_tensors(content[KINDS[kind].tensors]))
+    checkpoints.write_results = results.write
+    return run
+
+
+def check_finite_weights(state: TrainState) -> None:
+    """Raise ConfigError, on every process, for weights that no checkpoint could hold, before the first step."""
+    name = find_nonfinite({kind: model.state_dict() for kind, model in state.models.items()})
+    if name := next(filter(None, dist.gather_objects(name)), None):
+        message = f"got {state.arch}, whose tensor {name} is not finite; fix: other weights, or persistent=False for it"
+        raise ConfigError(
+            Problem("MODEL.ARCH", f"{message}; fix: other weights, or persistent=False for such a buffer")
+        )
 
 
 @explain_out_of_memory("building the model", batch=None)
@@ -258,15 +266,15 @@ def prepare_model(cfg, task: Task, model: nn.Module, loader: TrainLoader, val_im
     return model
 
 
-def build_checkpoints(cfg, find_loss: FindLoss = lambda: None) -> CheckpointManager:
+def build_checkpoints(cfg) -> CheckpointManager:
     """Return the checkpoint manager of OUT_DIR."""
     keep = cfg.CHECKPOINT
-    return CheckpointManager(cfg.OUT_DIR, keep.KEEP_LAST, keep.KEEP_EVERY, keep.EVERY_STEPS, find_loss)
+    return CheckpointManager(cfg.OUT_DIR, keep.KEEP_LAST, keep.KEEP_EVERY, keep.EVERY_STEPS)
 
 
 def find_latest(cfg, checkpoints: CheckpointManager) -> Path | None:
-    """Return the newest valid checkpoint; None with TRAIN.AUTO_RESUME False, unless the launcher restarts the run."""
-    return checkpoints.find_latest() if cfg.TRAIN.AUTO_RESUME or is_restart() else None
+    """Return the newest valid checkpoint; with TRAIN.AUTO_RESUME False, of a job that was restarted its own one."""
+    return checkpoints.find_latest(None if cfg.TRAIN.AUTO_RESUME else list_jobs(only_restarted=True))
 
 
 def find_weights(cfg) -> str:
@@ -303,7 +311,7 @@ def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.
         load_state_dict(model, content["state_dict"], weights)
         if mismatch := find_class_mismatch(content, tuple(read_classes()) if cfg.TEST.LABELS else task.classes):
             raise CheckpointError(f"{weights}: was trained on other classes: {mismatch}")
-        restore_state(task, content.get("task"), weights, in_training=False)
+        restore_task(task, content.get("task"), weights, in_training=False)
     if cfg.TEST.LABELS:
         columns = torch.tensor(list(read_classes(cfg.TEST.LABELS).values()), device=task.device)
         select_outputs(model, columns, cfg.MODEL.NUM_CLASSES)
@@ -322,58 +330,6 @@ def prepare_out_dir(cfg, checkpoints: CheckpointManager, latest: Path | None) ->
     if is_new and (archive := checkpoints.archive((cfg.CFG_DEST, METRICS, PREDICTIONS, TRACKERS_FOLDER))):
         logger.info("TRAIN.AUTO_RESUME is False: checkpoints and config of the previous run were moved to %s", archive)
     write_config(cfg)
-
-
-@explain_out_of_memory("restoring a checkpoint", batch=None)
-def restore(cfg, state: TrainState, latest: Path | None) -> None:
-    """Load the newest checkpoint into the state, else MODEL.WEIGHTS, else nothing."""
-    if latest:
-        resume(state, latest)
-    elif cfg.MODEL.WEIGHTS:
-        load_weights(cfg, state)
-    if cfg.RNG_SEED not in (None, state.seed):
-        logger.warning("RNG_SEED: the checkpoint has seed %d; the run continues with %d", state.seed, cfg.RNG_SEED)
-        state.seed = cfg.RNG_SEED
-
-
-def resume(state: TrainState, latest: Path) -> None:
-    """Resume from the newest checkpoint of OUT_DIR, and log the options that were changed since.
-
-    Raises:
-        CheckpointError: the checkpoint does not match the config; the message lists the options that differ.
-    """
-    content = read_checkpoint(latest)
-    before = content.get("config", {"MODEL.ARCH": content.get("arch", state.arch)})
-    try:
-        state.load_dict(content, latest)
-    except CheckpointError as error:
-        changed = ", ".join(list_changes(before, state.config, ("MODEL.", "FINETUNE.", "OPTIM.", "EMA.", "DATA.")))
-        cause = f"; changed since the checkpoint: {changed}; fix: set them back, or" if changed else "; fix:"
-        raise CheckpointError(f"{error}{cause} {_NEW_RUN}") from error
-    logger.info("resumed from %s: epoch %d, step %d", latest, state.epoch + 1, state.step)
-    if changes := list_changes(before, state.config):
-        logger.info("options changed since the checkpoint: %s", ", ".join(changes))
-    hashes = content.get("plugins", {})
-    if edited := [name for name, value in state.plugins.items() if hashes.get(name, value) != value]:
-        logger.warning("PLUGINS: edited since the checkpoint: %s", ", ".join(edited))
-    # A program that reads the results would take them for those of the options that it has passed.
-    others = [change for change in changes if not option_of(change.split()[0]).neutral]
-    if others and state.epoch >= state.config["OPTIM.MAX_EPOCH"] and dist.is_main():
-        logger.warning("OUT_DIR: %s holds a run with other options, finished after %s; nothing is trained, and its "
-                       "results remain; changed: %s; fix: %s",
-                       latest.parent.parent, counted(state.epoch, "epoch"), ", ".join(others), _NEW_RUN)  # fmt: skip
-
-
-def load_weights(cfg, state: TrainState) -> None:
-    """Load MODEL.WEIGHTS; with TRAIN.LOAD_OPT and a full checkpoint, resume its optimizer and position too."""
-    path = cfg.MODEL.WEIGHTS
-    content = read_checkpoint(path)
-    if cfg.TRAIN.LOAD_OPT and "optimizer" in content:
-        state.load_dict(content, path)
-        logger.info("resumed from %s: epoch %d; TRAIN.LOAD_OPT False loads its weights only", path, state.epoch + 1)
-    else:
-        state.load_weights(content, path)
-        logger.info("initial weights: %s", path)
 
 
 def build_log_writers(cfg, num_steps: int) -> list[Any]:

@@ -18,7 +18,6 @@ from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.fsdp import inference
 from distribuuuu.engine.graceful_stop import StopRequest
 from distribuuuu.engine.state import TrainState
-from distribuuuu.engine.task_state import ChangeFinder, is_built_in
 from distribuuuu.records.run_log import Log
 from distribuuuu.tasks.base import Task
 
@@ -57,11 +56,7 @@ class Run(Training):
 def begin_epoch(run: Run) -> None:
     """Prepare the task and the model for the steps of an epoch, also for those that are left after a resume."""
     task, state = run.task, run.state
-    is_checked = not state.changes and not is_built_in(task)
-    if is_checked:
-        state.changes = ChangeFinder(task)
-    stage = state.changes.begin_epoch(state.epoch) if is_checked and state.changes else task.begin_epoch(state.epoch)
-    stages = [stage, describe_augmentation(run.cfg, task, state.epoch)]
+    stages = [task.begin_epoch(state.epoch), describe_augmentation(run.cfg, task, state.epoch)]
     run.log.set_stage(state.epoch, "; ".join(filter(None, stages)) or None)
     task.train_mode(run.model)
 

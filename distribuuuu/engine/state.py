@@ -1,4 +1,4 @@
-"""Training state: what a checkpoint stores, and how training resumes from it.
+"""Training state: the content of a checkpoint. `resume.py` beside it says how a run goes on from one.
 
 A checkpoint is a dict:
 
@@ -11,7 +11,11 @@ A checkpoint is a dict:
 - `config`: every option, DATA.MEAN and DATA.STD as used; `plugins`: the SHA-256 of each; also `seed`,
   `num_rollbacks`, `classes`, `arch`, `global_batch`. Files of best weights also have `weights`: "raw" or "ema".
 - `meter`: for each process, its sums since the last row of metrics. `num_skipped`: steps that the task has skipped.
+- `bests`: loss, metrics and epoch, from 1, of the best evaluation of each kind of weights.
+- `evaluations`, `evaluated_at`: the results of an evaluation that precedes the next step; the epoch and the step of the
+  checkpoint before it. `finished`: whether no epoch is left.
 - `task`: the state of the task: `shared` by the processes, and `by_rank` where they differ.
+- `data`: number of images and digest of the training and the evaluation data; `jobs`: the launcher's job.
 - `seconds`, `timing`, `peak_memory_mib`: time and memory over all starts of the run.
 - `checkpoints`: names of the checkpoints that the run wrote and keeps.
 
@@ -28,20 +32,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch
-from distribuuuu.checkpoint.restore import WEIGHTS_ONLY, check_resumable, load_optimizer, load_state_dict
+from distribuuuu.checkpoint.io import CheckpointError
+from distribuuuu.checkpoint.restore import WEIGHTS_ONLY, load_optimizer, load_state_dict
 from distribuuuu.checkpoint.weights_files import KINDS, RAW, Best
 from distribuuuu.config.errors import counted
-from distribuuuu.config.options import OPEN_SECTIONS
 from distribuuuu.data.seeding import derive_seed
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.fsdp import full_state_dict
-from distribuuuu.engine.task_state import ChangeFinder, gather_state, restore_state
 from distribuuuu.optim.ema import Ema
 from distribuuuu.optim.precision import Precision
 from distribuuuu.records.environment import peak_memory_mib
 from distribuuuu.records.step_timing import StepTiming
-from distribuuuu.tasks.base import Task
 from distribuuuu.tasks.meter import Meter
 
 logger = logging.getLogger(__name__)
@@ -57,8 +58,9 @@ class TrainState:
         step: number of steps since.
         config: every option by its key, e.g. "MODEL.ARCH". plugins: the SHA-256 of each plug-in, see `hash_plugins`.
         averages: averages of the weights by kind, e.g. "ema".
-        task: the task, whose state is saved; None: none.
-        evaluated_at: the epoch and the step of the last evaluation; None before the first one.
+        data: the number of images and the digest of the data, by "train" and "val".
+        evaluations: the results of the evaluation that precedes the next step, by kind of weights.
+        evaluated_at: the epoch and the step of that evaluation.
     """
 
     model: nn.Module
@@ -72,12 +74,13 @@ class TrainState:
     step: int = 0
     num_rollbacks: int = 0
     num_skipped: int = 0
-    task: Task | None = None
     precision: Precision = field(default_factory=Precision)
     averages: dict[str, Ema] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     plugins: dict[str, str | None] = field(default_factory=dict)
     timing: StepTiming = field(default_factory=StepTiming)
+    data: dict[str, dict[str, Any]] = field(default_factory=dict)
+    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     evaluated_at: tuple[int, int] | None = None
     best_metric: str = "top1"
     higher_is_better: bool = True
@@ -86,9 +89,6 @@ class TrainState:
     def __post_init__(self):
         self._seconds_before, self._started = 0.0, time.perf_counter()
         self._peak_before = 0.0
-        self._task_content: tuple[Any, Any] | None = None
-        # For a task of the user.
-        self.changes: ChangeFinder | None = None
 
     @property
     def seconds(self) -> float:
@@ -117,8 +117,6 @@ class TrainState:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of a checkpoint; complete on the main process only. Every process must call it."""
-        if self.changes:
-            self.changes.look(is_evaluated=self.evaluated_at is not None)
         return {
             "epoch": self.epoch - 1,
             "best_metric": self.best_metric,
@@ -132,6 +130,10 @@ class TrainState:
             **{KINDS[kind].tensors: full_state_dict(model) for kind, model in self.models.items()},
             **{KINDS[kind].value: self.bests[kind].value for kind in self.models},
             **{KINDS[kind].epoch: self.bests[kind].epoch for kind in self.models},
+            "bests": {kind: self._describe_best(self.bests[kind]) for kind in self.models},
+            "evaluations": self.evaluations,
+            "evaluated_at": self.evaluated_at,
+            "data": self.data,
             "optimizer": self.optimizer.state_dict(),
             "optimizer_names": self._optimizer_names(),
             "step": self.step,
@@ -141,33 +143,18 @@ class TrainState:
             "meter": dist.gather_objects(self.meter.state_dict()),
             "scaler": self.precision.state_dict(),
             "num_skipped": self.num_skipped,
-            "task": gather_state(self.task),
         }
 
-    def load_weights(self, content: dict[str, Any], path: str | os.PathLike) -> None:
-        """Load only the weights of a checkpoint, into the model and its averages.
-
-        Raises:
-            CheckpointError: the weights do not match the model.
-        """
-        for model in self.models.values():
-            load_state_dict(model, content["state_dict"], path)
-        if mismatch := find_class_mismatch(content, self.classes):
-            logger.warning("%s: was trained on other classes: %s", path, mismatch)
+    def _describe_best(self, best: Best) -> dict[str, Any]:
+        epoch = best.epoch + 1 if best.epoch >= 0 else None
+        return {"epoch": epoch, **(best.metrics or {self.best_metric: best.value})}
 
     def load_dict(self, content: dict[str, Any], path: str | os.PathLike) -> None:
-        """Resume from the content of a checkpoint of this version or of the 2021 distribuuuu.
-
-        Raises:
-            CheckpointError: the checkpoint is incomplete, or does not match the model, the optimizer or the classes.
-        """
-        check_resumable(content, path)
-        if mismatch := find_class_mismatch(content, self.classes):
-            raise CheckpointError(f"{path}: was trained on other classes: {mismatch}; {WEIGHTS_ONLY}")
+        """Restore the content of a checkpoint of this version or of the 2021 distribuuuu; see `resume.restore`."""
         load_state_dict(self.model, content["state_dict"], path)
         load_optimizer(self.optimizer, content["optimizer"], path)
         self._check_groups(content, path)
-        self.epoch, self.step = int(content["epoch"]) + 1, int(content.get("step", 0))
+        self.epoch, self.step = content["epoch"] + 1, content.get("step", 0)
         self._load_bests(content, path)
         # After a rollback, the time of the discarded steps still counts.
         seconds = max(self.seconds, float(content.get("seconds", 0.0)))
@@ -179,16 +166,21 @@ class TrainState:
             if not tensors:
                 logger.warning("%s has no %s of the weights; it starts from the raw weights", path,
                                KINDS[kind].average)  # fmt: skip
-        self.seed = int(content.get("seed", self.seed))
+        self._load_seed(int(content.get("seed", self.seed)))
         self.num_rollbacks = int(content.get("num_rollbacks", 0))
-        self.evaluated_at = None
+        self.evaluations, self.evaluated_at = content.get("evaluations", {}), content.get("evaluated_at")
         self.timing.load_state_dict(content.get("timing", {}))
         self._peak_before = max(self._peak_before, content.get("peak_memory_mib") or 0.0)
         self._load_meter(content.get("meter", []))
         self.num_skipped = int(content.get("num_skipped", 0))
-        self._task_content = content.get("task"), path
-        self.load_task()
         self._convert_step(int(content.get("global_batch", self.global_batch)))
+
+    def _load_seed(self, saved: int) -> None:
+        """Continue with the seed of the checkpoint, unless RNG_SEED is set."""
+        seed = self.config.get("RNG_SEED")
+        if seed not in (None, saved):
+            logger.warning("RNG_SEED: the checkpoint has seed %d; the run continues with %d", saved, seed)
+        self.seed = saved if seed is None else seed
 
     def _load_bests(self, content: dict[str, Any], path: str | os.PathLike) -> None:
         """Restore the best evaluations, unless another metric selected them. Without `best_metric`, it is the same."""
@@ -200,16 +192,8 @@ class TrainState:
         for kind, best in self.bests.items():
             best.value = float(content.get(KINDS[kind].value, 0.0))
             best.epoch = int(content.get(KINDS[kind].epoch, -1))
-
-    def load_task(self) -> None:
-        """Restore the state of the task from the checkpoint that was loaded last, if there was one.
-
-        Raises:
-            CheckpointError: its names or shapes differ.
-        """
-        if self.task and self._task_content:
-            content, self._task_content = self._task_content, None
-            restore_state(self.task, *content)
+            metrics = content.get("bests", {}).get(kind, {})
+            best.metrics = {name: value for name, value in metrics.items() if name != "epoch"}
 
     def read_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call, see `Meter.read`, and the number of skipped steps, if there are any.
@@ -267,26 +251,15 @@ class TrainState:
     def finish_step(self, num_steps: int) -> None:
         """Count a step of an epoch of `num_steps` as done, and update the averages of the weights."""
         self.step += 1
+        self.evaluations, self.evaluated_at = {}, None
         for average in self.averages.values():
             images_seen = (self.epoch * num_steps + self.step) * self.global_batch
             average.finish_step(self.epoch, self.step - 1, images_seen, self.global_batch)
 
-    def finish_epoch(self, values: dict[str, float] | None = None) -> list[str]:
-        """Count the epoch as done, and evaluated if there are values; return the kinds of weights that are the best."""
-        values, better = values or {}, self.higher_is_better
-        new_bests = [kind for kind, value in values.items() if self.bests[kind].update(value, self.epoch, better)]
-        self.evaluated_at = (self.epoch, self.step) if values else None
+    def finish_epoch(self, evaluations: dict[str, dict[str, float]] | None = None) -> None:
+        """Count the epoch as done, and evaluated if there are results by kind of weights, which may be the best."""
+        self.evaluations = evaluations or {}
+        self.evaluated_at = (self.epoch, self.step) if evaluations else None
+        for kind, metrics in self.evaluations.items():
+            self.bests[kind].update(metrics, self.best_metric, self.epoch, self.higher_is_better)
         self.epoch, self.step = self.epoch + 1, 0
-        return new_bests
-
-
-def list_changes(before: dict[str, Any], now: dict[str, Any], sections: tuple[str, ...] = ("",)) -> list[str]:
-    """Return the options that differ between two configs, e.g. ["OPTIM.BASE_LR 0.1 -> 0.2"].
-
-    Options that exist in only one version are ignored, as is an empty DATA.MEAN or DATA.STD of an older one.
-    """
-    before = {key: value for key, value in before.items() if value or key not in ("DATA.MEAN", "DATA.STD")}
-    keys = [key for key in dict.fromkeys((*before, *now)) if key.startswith(sections)]
-    known = [key for key in keys if key.startswith(OPEN_SECTIONS) or (key in before and key in now)]
-    pairs = {key: (before.get(key, "unset"), now.get(key, "unset")) for key in known}
-    return [f"{key} {old} -> {new}" for key, (old, new) in pairs.items() if old != new]

@@ -28,7 +28,7 @@ from distribuuuu.distributed.fsdp import inference
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.engine.build import set_backends
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
-from distribuuuu.engine.task_state import restore_state
+from distribuuuu.engine.resume import restore_task
 from distribuuuu.inference.forward_chunks import ChunkLoader, UnlabeledImages, list_spans, one_behind
 from distribuuuu.inference.image_arguments import list_images
 from distribuuuu.launch.host import copy_to_host, count_cores
@@ -169,7 +169,7 @@ class LoadedRun:
         model = self.task.adapt_model(build_model(self.cfg, pretrained=self.state_dict is None))
         if self.state_dict is not None:
             load_state_dict(model, self.state_dict, self.source)
-            restore_state(self.task, self.task_state, self.source, in_training=False)
+            restore_task(self.task, self.task_state, self.source, in_training=False)
         return model.to(self.device).eval()
 
     def build(self) -> "LoadedRun":

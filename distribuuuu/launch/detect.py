@@ -6,11 +6,13 @@ step of several tasks (srun); else one process. So torchrun inside an sbatch all
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from distribuuuu.config import ConfigError, Problem
+from distribuuuu.files.locks import read_stat
 
 # Slurm provides no port, so it is derived from the job and step; Linux's ephemeral ports begin at 32768.
 PORT_RANGE = (20000, 32000)
@@ -74,18 +76,19 @@ def detect_launch(env: Mapping[str, str] = os.environ) -> Launch:
     return launch
 
 
-def is_restart(env: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether Slurm (requeue) or torchrun (--max-restarts) has restarted the run."""
-    return any(_count_restarts(env, launcher) > 0 for launcher in ("SLURM", "TORCHELASTIC"))
+def list_jobs(env: Mapping[str, str] = os.environ, only_restarted: bool = False) -> list[str]:
+    """Return the job of Slurm and the run of torchrun that this process belongs to; the same after a restart.
 
-
-def describe_job(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return the job of Slurm or the run of torchrun, '' without a name, and the number of its restarts."""
+    With `only_restarted`, without those that this is the first start of.
+    """
+    jobs = {}
     if "SLURM_JOB_ID" in env:
-        return f"Slurm job {env['SLURM_JOB_ID']}", _count_restarts(env, "SLURM")
-    if env.get("TORCHELASTIC_RUN_ID", "none") != "none":
-        return f"torchrun {env['TORCHELASTIC_RUN_ID']}", _count_restarts(env, "TORCHELASTIC")
-    return "", 0
+        jobs["SLURM"] = f"Slurm job {env['SLURM_JOB_ID']}"
+    if "TORCHELASTIC_RUN_ID" in env:  # "none" by default; the agent that restarts processes is their parent
+        agent = f"{socket.gethostname()}, pid {os.getppid()}, start {read_stat(os.getppid(), 19)}"
+        run_id = env["TORCHELASTIC_RUN_ID"]
+        jobs["TORCHELASTIC"] = f"torchrun {agent if run_id == 'none' else run_id}"
+    return [job for name, job in jobs.items() if not only_restarted or _count_restarts(env, name) > 0]
 
 
 def _count_restarts(env: Mapping[str, str], launcher: str) -> int:

@@ -25,17 +25,23 @@ import math
 import os
 import re
 import reprlib
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from distribuuuu.config import Config, ConfigError, run_files
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.declaration import AUTO
-from distribuuuu.config.derived import eval_crop_size, eval_resize
+from distribuuuu.config.derived import eval_crop_size, eval_resize, show_size
+from distribuuuu.config.errors import counted
 from distribuuuu.config.json_file import load_json
 from distribuuuu.config.options import option_of
+from distribuuuu.config.plugins import hash_plugins
+from distribuuuu.config.registry import dataset_name
+from distribuuuu.distributed import comm as dist
 from distribuuuu.files.atomic_file import replacing
+from distribuuuu.records.environment import describe_environment, describe_hardware, find_commit, list_versions
+from distribuuuu.records.log_table import format_result
 
 logger = logging.getLogger(__name__)
 
@@ -73,30 +79,6 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a run.
-
-    Attributes:
-        epochs: finished epochs.
-        is_finished: no epoch is left, or TRAIN.PATIENCE has ended the run.
-        hours: of training so far, over all starts, including evaluation.
-        images_per_s: of the training steps; None: none was timed.
-        peak_memory_mib: maximum memory in use; None: unknown.
-        metric: the metric that selects the best evaluation, e.g. "top1".
-        bests: for each kind of weights, the value and the epoch, from 1, of the best evaluation; epoch None: not
-            recorded in the resumed checkpoint.
-    """
-
-    epochs: int
-    is_finished: bool
-    hours: float
-    images_per_s: float | None
-    peak_memory_mib: float | None
-    metric: str
-    bests: dict[str, tuple[float, int | None]]
-
-
 # --------------------------------------------------------------------------------------- config
 
 
@@ -123,8 +105,9 @@ def config_name(cfg: Config) -> str | None:
 
     Of a file with bases, it is its own name; several files of --cfg are joined with '+'.
     """
-    # The origin of a value of a base ends with the file of --cfg.
-    files = (re.fullmatch(r"(.+):\d+", origin.rpartition(", base of ")[2]) for origin in cfg.origins.values())
+    # The origin of a derived value begins with TRAIN.DATASET; that of a value of a base ends with the file of --cfg.
+    origins = (origin for origin in cfg.origins.values() if not origin.startswith("TRAIN.DATASET, "))
+    files = (re.fullmatch(r"(.+):\d+", origin.rpartition(", base of ")[2]) for origin in origins)
     paths = dict.fromkeys(Path(match[1]) for match in files if match)
     return "+".join("/".join([*path.absolute().parts[-2:-1], path.stem]) for path in paths) or None
 
@@ -151,81 +134,141 @@ def describe_evaluation(cfg: Config) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------- writing
 
 
-def write_results(out_dir: str | os.PathLike, facts: dict, progress: Progress, evaluations: dict[str, dict]) -> bool:
-    """Write OUT_DIR/results.json after the evaluation of an epoch; return whether that succeeded.
+def collect_metadata(cfg: Config, task: Any, model: Any) -> dict[str, Any]:
+    """Return the entries of results.json that are known before training. Every process must call it."""
+    is_synthetic = dataset_name(cfg) in ("dummy", "shapes")
+    topk = task.eval_metrics.get("topk")
+    return {
+        "config": config_name(cfg),
+        "overrides": list_overrides(cfg),
+        "config_hash": hash_config(cfg),
+        "model": {"arch": cfg.MODEL.ARCH, "params_m": sum(one.numel() for one in model.parameters()) / 1e6},
+        "data": {
+            "name": dataset_name(cfg),
+            "folder": None if is_synthetic else Path(cfg.TRAIN.DATASET).absolute().name,
+            "num_classes": cfg.MODEL.NUM_CLASSES,
+        },
+        "evaluation": {
+            **describe_evaluation(cfg),
+            "metrics": {name: metric.label(name) for name, metric in task.eval_metrics.items()},
+            **({"k": topk.topk} if topk else {}),
+            **({"multilabel": True} if task.multilabel else {}),
+        },
+        "hardware": describe_hardware(task.device),
+        "environment": describe_environment(task.device),
+        "versions": list_versions(),
+        "commit": find_commit() if dist.is_main() else None,
+        **({"plugins": hash_plugins(cfg.PLUGINS)} if cfg.PLUGINS else {}),
+    }
+
+
+class RunResults:
+    """OUT_DIR/results.json of a training run, rewritten after every evaluation. Every process must create one.
 
     Args:
-        facts: entries that are constant over the run (`results_content.collect_metadata`).
-        evaluations: results of `evaluate` for each kind of weights, e.g. "raw" and "ema".
+        run: the run, see engine/run.py.
+        hash_weights: returns a digest of the weights of a kind, by the content of a checkpoint and the kind.
     """
-    path = Path(out_dir) / FILE_NAME
-    previous: dict = {}
-    with contextlib.suppress(ConfigError):
-        previous = read_results(path)["accuracy"]
-    accuracy = {}
+
+    def __init__(self, run: Any, hash_weights: Callable[[dict[str, Any], str], str]):
+        cfg, plan, self._hash_weights = run.cfg, run.train_loader.plan, hash_weights
+        self.path = Path(cfg.OUT_DIR) / FILE_NAME
+        metadata = collect_metadata(cfg, run.task, run.state.model)
+        images = {"num_train": len(run.train_loader.images), "num_val": len(run.val_loader.images)}
+        # What LOSS.CLASS_WEIGHTS auto has found.
+        weights = getattr(getattr(run.task, "criterion", None), "weights", None)
+        is_auto = weights is not None and isinstance(cfg.LOSS.CLASS_WEIGHTS, str)
+        self.metadata = {
+            **metadata,
+            "data": {**metadata["data"], **images},
+            "training": {
+                "px": cfg.TRAIN.IM_SIZE,
+                "epochs_planned": cfg.OPTIM.MAX_EPOCH,
+                "global_batch": plan.global_batch,
+                "processes": plan.world_size,
+                **({"class_weights": weights.tolist()} if is_auto else {}),
+            },
+        }
+        self._memory_of = "cuda" if run.task.device.type == "cuda" else "host"
+        if dist.is_main() and (run.state.epoch, run.state.step) == (0, 0):
+            # Not to be mistaken for the results of the run that starts.
+            with contextlib.suppress(OSError):
+                os.replace(self.path, self.path.with_name("results.older.json"))
+
+    def write(self, content: dict[str, Any]) -> None:
+        """Write the results in a checkpoint's content, which follows an evaluation; raises OSError if that fails."""
+        evaluations, epochs, timing = content["evaluations"], content["epoch"] + 1, content["timing"]
+        accuracy = {}
+        for kind, result in evaluations.items():
+            last = {"epoch": epochs, **_drop_count(result)}
+            # Of the best epoch of an older checkpoint, only the selecting metric is known.
+            accuracy[kind] = {"last": last, "best": {**dict.fromkeys(last), **content["bests"][kind]}}
+        facts, is_finished = self.metadata, content["finished"]
+        training = {
+            **facts["training"],
+            "epochs_done": epochs,
+            "hours": round(content["seconds"] / 3600, 6),
+            "images_per_s": timing["images"] / timing["seconds"] if timing["seconds"] else None,
+            **({"ended_early": True} if is_finished and epochs < facts["training"]["epochs_planned"] else {}),
+        }
+        record = {
+            "schema": SCHEMA_VERSION,
+            "kind": "training",
+            "finished": is_finished,
+            **facts,
+            "seed": content["seed"],
+            "training": training,
+            "evaluation": {**facts["evaluation"], "count": evaluations["raw"]["count"]},
+            "accuracy": accuracy,
+            "peak_memory": {"of": self._memory_of, "mib": content["peak_memory_mib"]},
+        }
+        if is_finished:
+            record["weights_sha256"] = {kind: self._hash_weights(content, kind) for kind in evaluations}
+        _write_json(self.path, record)
+
+
+def write_test_results(cfg: Config, task: Any, model: Any, weights: str, evaluations: dict[str, dict]) -> None:
+    """Log evaluations and write them to OUT_DIR/test_results.json. Every process must call it.
+
+    Args:
+        cfg: the config.
+        task: the task that computed the metrics.
+        model: the evaluated model.
+        weights: the file of its weights.
+        evaluations: the result of `evaluate` for each kind of weights, e.g. {"raw": ...}.
+    """
+    metadata = collect_metadata(cfg, task, model)
+    size = metadata["evaluation"]
+    sides = [show_size(size[name]) for name in ("resize", "crop")]
+    logger.info("weights: %s; images: resized to %s px, cropped to %s px", weights, *sides)
     for kind, result in evaluations.items():
-        last = {"epoch": progress.epochs, **_drop_count(result)}
-        accuracy[kind] = {"last": last, "best": _find_best(last, progress, kind, previous.get(kind, {}))}
-    ended_early = progress.is_finished and progress.epochs < facts["training"]["epochs_planned"]
-    training = {
-        **facts["training"],
-        "epochs_done": progress.epochs,
-        "hours": round(progress.hours, 6),
-        "images_per_s": progress.images_per_s,
-        **({"ended_early": True} if ended_early else {}),
-    }
-    record = {
-        "schema": SCHEMA_VERSION,
-        "kind": "training",
-        "finished": progress.is_finished,
-        **facts,
-        "training": training,
-        "evaluation": {**facts["evaluation"], "count": evaluations["raw"]["count"]},
-        "accuracy": accuracy,
-        "peak_memory": {**facts["peak_memory"], "mib": progress.peak_memory_mib},
-    }
-    return write_json(path, record)
-
-
-def write_evaluation(out_dir: str | os.PathLike, facts: dict, weights: str, evaluations: dict[str, dict]) -> bool:
-    """Write OUT_DIR/test_results.json of `test_net.py`; return whether that succeeded."""
+        images = counted(result["count"], "image") + ("" if kind == "raw" else f", {kind} weights")
+        logger.info("validation of %s: %s", images, format_result(result, size["metrics"], 3))
+    if not dist.is_main():
+        return
     record = {
         "schema": SCHEMA_VERSION,
         "kind": "evaluation",
-        **facts,
+        **metadata,
         "weights": weights,
-        "evaluation": {**facts["evaluation"], "count": next(iter(evaluations.values()))["count"]},
+        "evaluation": {**size, "count": next(iter(evaluations.values()))["count"]},
         "accuracy": {kind: _drop_count(result) for kind, result in evaluations.items()},
     }
-    return write_json(Path(out_dir) / TEST_FILE_NAME, record)
+    path = Path(cfg.OUT_DIR) / TEST_FILE_NAME
+    try:
+        _write_json(path, record)
+    except OSError as error:
+        logger.warning("Cannot write %s: %s", path, error)
 
 
 def _drop_count(result: dict) -> dict:
     return {name: value for name, value in result.items() if name != "count"}
 
 
-def _find_best(last: dict, progress: Progress, kind: str, previous: dict) -> dict:
-    """Return the best evaluation: the last one, the best one of the previous file, or only its selecting metric."""
-    value, epoch = progress.bests.get(kind, (None, last["epoch"]))
-    if epoch == last["epoch"]:
-        return last
-    best = previous.get("best", {})
-    # After a rollback, the previous file may have another evaluation of the same epoch.
-    if best.get("epoch") == epoch and best.get(progress.metric) == value:
-        return best
-    return {**dict.fromkeys(last), "epoch": epoch, progress.metric: value}
-
-
-def write_json(path: Path, record: dict) -> bool:
-    """Write a JSON file atomically; log a warning and return False if that fails."""
+def _write_json(path: Path, record: dict) -> None:
     text = json.dumps(replace_nonfinite(record), indent=2, default=str, allow_nan=False) + "\n"
-    try:
-        with replacing(path, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-    except OSError as error:
-        logger.warning("%s CANNOT BE WRITTEN: %s", path, error)
-        return False
-    return True
+    with replacing(path, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
 
 
 def replace_nonfinite(value: Any) -> Any:
@@ -235,13 +278,6 @@ def replace_nonfinite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [replace_nonfinite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def archive_results(out_dir: str | os.PathLike) -> None:
-    """Rename results.json of an earlier run, so that it is not mistaken for that of the starting run."""
-    path = Path(out_dir) / FILE_NAME
-    with contextlib.suppress(OSError):
-        os.replace(path, path.with_name("results.older.json"))
 
 
 # ---------------------------------------------------------------------------------------- reading

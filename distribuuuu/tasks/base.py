@@ -53,8 +53,6 @@ class Task:
     gradient_passes = 1
     # Whether `eval_step` computes gradients, e.g. to adapt the model to the batch.
     eval_gradients = False
-    # Attributes that change in training, but do not belong to `state_dict`: they do not influence later steps.
-    transient: Sequence[str] = ()
 
     def __init__(self, cfg, classes: Sequence[str], device: torch.device, precision: Precision):
         self.cfg = cfg
@@ -234,12 +232,20 @@ class Task:
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside the model: tensors, numbers, texts; dicts, lists, tuples of them.
 
+        It must be the same on all processes; `rank_state_dict` is for what is not.
         An evaluation or a prediction restores the entries that there are without `prepare_training`.
         """
         return {}
 
+    def rank_state_dict(self) -> dict[str, Any]:
+        """Return what differs between the processes, e.g. the images of a queue, under other names than `state_dict`.
+
+        With another number of processes, all continue with that of the first one.
+        """
+        return {}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; the names and the shapes are the same. Afterwards, both must be equal."""
+        """Restore what `state_dict` and `rank_state_dict` returned; the names and the shapes are the same."""
         if state:
             raise TypeError(f"{type(self).__name__} defines no load_state_dict")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from distribuuuu.checkpoint.snapshot import NonFiniteError
 from distribuuuu.config import ConfigError
 from distribuuuu.distributed.comm import gather_objects, gather_rows, scaled_all_reduce
 from distribuuuu.tasks.metrics import Mean, Metric, ScoreMetric, StepOutput, SumMetric, display_names, join, one_hot
@@ -20,14 +21,8 @@ _RESERVED = ("count", "loss", "lr", "kind", "epoch", "step", "stage", "time", "s
              "wait", "data", "eta_s", "eta", "skipped_steps", "layer_norms")  # fmt: skip
 
 
-class NonFiniteLoss(ConfigError):
+class NonFiniteLoss(NonFiniteError):
     """The training loss is infinite or NaN; raised by every process at the same read of the meter."""
-
-    on_all_processes = True
-
-    def located(self, position: str, remedy: str) -> "NonFiniteLoss":
-        """Return the error with the position in the run and a remedy besides a lower learning rate."""
-        return NonFiniteLoss(f"{self} {position}; fix: lower OPTIM.BASE_LR, lengthen OPTIM.WARMUP_EPOCHS, or {remedy}")
 
 
 def check_finite(metrics: dict[str, float]) -> dict[str, float]:

@@ -30,7 +30,6 @@ class Tent(Classification):
     """
 
     eval_gradients = True
-    transient = ("optimizer",)
 
     @dataclass
     class Settings:

@@ -9,24 +9,26 @@ import pickle
 import threading
 import time
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from support.runs import make_cfg
-from support.states import make_state, original_checkpoint
+from support.states import load, make_state, original_checkpoint, save
 from torch import nn
 
-from distribuuuu.checkpoint import background_writer
 from distribuuuu.checkpoint import manager as checkpoint
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint, write_atomically
 from distribuuuu.checkpoint.manager import CheckpointManager, checkpoint_name
 from distribuuuu.checkpoint.restore import load_state_dict
-from distribuuuu.checkpoint.snapshot import hash_tensors, with_own_storage
+from distribuuuu.checkpoint.snapshot import NonFiniteError, hash_tensors, with_own_storage
 from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config import load_cfg
-from distribuuuu.engine.state import TrainState, list_changes
+from distribuuuu.engine.resume import list_changes
+from distribuuuu.engine.state import TrainState
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.host import copy_into_buffer
 from distribuuuu.optim.optimizer import build_optimizer
@@ -34,13 +36,13 @@ from distribuuuu.optim.optimizer import build_optimizer
 
 def test_a_state_comes_back_as_it_was(tmp_path):
     state = make_state(epoch=3, step=7, best=(12.5, 2))
-    path = CheckpointManager(tmp_path).save(state)
+    path = save(CheckpointManager(tmp_path), state)
     assert path.name == "ckpt_ep_003_step_000007.pth.tar"
     other = make_state()
     nn.init.zeros_(other.model[0].weight)
     other.optimizer = build_optimizer(load_cfg(None, ["OPTIM.WEIGHT_DECAY", "0.5"]), other.model)
-    other.load_dict(read_checkpoint(path), path)
-    assert (other.epoch, other.step, other.bests["raw"], other.seed) == (3, 7, Best(12.5, 2), 1)
+    load(other, path)
+    assert (other.epoch, other.step, other.bests["raw"], other.seed) == (3, 7, Best(12.5, 2, {"top1": 12.5}), 1)
     assert all(torch.equal(a, b) for a, b in zip(state.model.parameters(), other.model.parameters(), strict=True))
     mine, theirs = (list(s.optimizer.state_dict()["state"].values()) for s in (state, other))
     assert all(torch.equal(a["momentum_buffer"], b["momentum_buffer"]) for a, b in zip(mine, theirs, strict=True))
@@ -50,7 +52,7 @@ def test_a_state_comes_back_as_it_was(tmp_path):
 def test_the_newest_is_found_by_number_not_by_name(tmp_path):
     folder = CheckpointManager(tmp_path, keep_last=9)
     for position in ((999, 0), (1000, 0), (998, 12), (1000, 3)):
-        folder.save(make_state(epoch=position[0], step=position[1]))
+        save(folder, make_state(epoch=position[0], step=position[1]))
     names = [path.name for path in folder.list()]
     assert names == [checkpoint_name(*p) for p in ((998, 12), (999, 0), (1000, 0), (1000, 3))]
     assert folder.find_latest().name == "ckpt_ep_1000_step_000003.pth.tar"
@@ -63,31 +65,31 @@ def test_the_newest_and_every_kth_checkpoint_are_kept(tmp_path, keep, saved, kep
     """The one just written too, beside newer numbers."""
     folder = CheckpointManager(tmp_path, *keep)
     for epoch in saved:
-        folder.save(make_state(epoch=epoch), new_bests=["raw"] * (epoch == 2))
+        save(folder, make_state(epoch=epoch), is_best=epoch == 2)
     assert [path.name for path in folder.list()] == [checkpoint_name(epoch, 0) for epoch in kept]
     assert read_checkpoint(folder.bests["raw"])["epoch"] == 1
 
 
-@pytest.mark.parametrize("is_slow", [False, True])
-def test_the_checkpoint_of_an_epochs_steps_gives_way_to_that_of_its_evaluation(tmp_path, monkeypatch, is_slow):
-    """It is removed, or abandoned where the evaluation takes less time than the write, which nobody waits for."""
-    write, folder, state = checkpoint.write_atomically, CheckpointManager(tmp_path, keep_last=2), make_state(step=4)
+def test_the_checkpoint_of_an_epochs_steps_gives_way_to_that_of_its_evaluation(tmp_path):
+    """The results and the best weights are written before it, and an epoch that is no better writes no best weights."""
+    seen: list[tuple[bool, list[str], bool]] = []
 
-    def slow_write(path, content, is_abandoned=lambda: False):
-        while is_slow and "_step_" in path.name and not is_abandoned():
-            time.sleep(0.01)
-        return write(path, content, is_abandoned)
+    def write_results(content: dict[str, Any]) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        seen.append((is_main, [path.name for path in folder.list()], folder.bests["raw"].exists()))
 
-    folder.save(make_state(step=2))
-    monkeypatch.setattr(checkpoint, "write_atomically", slow_write)
-    folder.save_in_background(state)
-    if not is_slow:
-        folder.wait()
-        assert [path.name for path in folder.list()] == [checkpoint_name(0, 2), checkpoint_name(0, 4)]
-    new_bests = state.finish_epoch({"raw": 10.0})
-    folder.save(state, new_bests)
+    folder, state = CheckpointManager(tmp_path, 2, write_results=write_results), make_state(step=2)
+    save(folder, state)
+    state.step = 4
+    save(folder, state)
+    state.finish_epoch({"raw": {"top1": 10.0, "count": 3}})
+    save(folder, state)
+    assert seen == [(False, [checkpoint_name(0, 2), checkpoint_name(0, 4)], False)]
     assert [path.name for path in folder.list()] == [checkpoint_name(0, 2), checkpoint_name(1, 0)]
     assert read_checkpoint(folder.bests["raw"])["best_epoch"] == 0
+    state.finish_epoch({"raw": {"top1": 9.0, "count": 3}})
+    save(folder, state)
+    assert read_checkpoint(folder.bests["raw"])["epoch"] == 0 and len(seen) == 2
 
 
 def test_a_hash_of_tensors_depends_on_names_and_values_only():
@@ -106,19 +108,6 @@ def test_a_hash_of_tensors_depends_on_names_and_values_only():
     ]
     assert hash_tensors(same) == hash_tensors(weights)
     assert len({hash_tensors(value) for value in (weights, *others)}) == 5
-
-
-def test_what_is_written_first_precedes_the_checkpoint_in_the_background(tmp_path):
-    folder, seen = CheckpointManager(tmp_path), []
-
-    def write_first(content) -> None:
-        assert content["epoch"] == 0 and all(tensor.device.type == "cpu" for tensor in content["state_dict"].values())
-        is_main = threading.current_thread() is threading.main_thread()
-        seen.append((is_main, folder.list(), folder.bests["raw"].exists()))
-
-    folder.save_in_background(make_state(epoch=1), ["raw"], write_first)
-    folder.finish()
-    assert seen == [(False, [], False)] and len(folder.list()) == 1 and folder.bests["raw"].exists()
 
 
 def test_temporary_names_are_unique_and_those_of_an_evaluation_stay(tmp_path):
@@ -142,16 +131,16 @@ def test_what_was_timed_and_counted_comes_back(tmp_path, monkeypatch):
     assert state.timing.end_row(now[0], 8, is_last=False) == 2
     now[0] += 3  # within a row
     state._peak_before = 10**6
-    path = CheckpointManager(tmp_path).save(state)
+    path = save(CheckpointManager(tmp_path), state)
     now[0] += 1000
-    other.load_dict(read_checkpoint(path), path)
+    load(other, path)
     other.timing.begin(now[0])
     now[0] += 1
     assert other.timing.end_row(now[0], 16, is_last=True) == 4, "the seconds of the row before the resume count"
     now[0] += 1000  # the evaluation
     assert other.timing.images_per_s == 24 / 6 and other.timing.state_dict()["row_seconds"] == 0
     assert other.peak_memory_mib() == 10**6, "the peak is that of all starts"
-    other.load_dict(read_checkpoint(path), path)
+    load(other, path)
     assert other.timing.images == 24, "a rollback does not take back what was timed"
 
 
@@ -186,7 +175,7 @@ def test_bare_weights_under_any_usual_name(tmp_path, wrap):
     content = read_checkpoint(tmp_path / "w.pth")
     load_state_dict(make_state().model, content["state_dict"], "w.pth")
     with pytest.raises(CheckpointError, match="weights only"):
-        make_state().load_dict(content, "w.pth")
+        load(make_state(), tmp_path / "w.pth")
 
 
 def test_safetensors(tmp_path):
@@ -200,7 +189,7 @@ def test_safetensors(tmp_path):
 
 
 def test_weights_and_states_that_do_not_fit_are_described(tmp_path):
-    model, path = make_state(num_classes=3).model, CheckpointManager(tmp_path).save(make_state())
+    model, path = make_state(num_classes=3).model, save(CheckpointManager(tmp_path), make_state())
     with pytest.raises(CheckpointError, match="w: has 5 classes .* MODEL.NUM_CLASSES is 3"):
         load_state_dict(model, make_state(num_classes=5).model.state_dict(), "w")
     with pytest.raises(CheckpointError, match="lacks 9 tensors, e.g. 0.weight; has 1 that the model lacks, e.g. z"):
@@ -208,7 +197,7 @@ def test_weights_and_states_that_do_not_fit_are_described(tmp_path):
     other = make_state()
     other.classes = ("a", "x", "c")
     with pytest.raises(CheckpointError, match="'b' where the data has 'x'"):
-        other.load_dict(read_checkpoint(path), path)
+        load(other, path)
     content = read_checkpoint(path)
     content["optimizer"]["state"][0]["momentum_buffer"] = torch.ones(7, 7)
     with pytest.raises(CheckpointError, match=r"does not fit: momentum_buffer has the shape \(7, 7\), its parameter"):
@@ -233,44 +222,64 @@ def test_an_optimizer_with_other_groups_is_refused_with_the_first_parameter_that
         state.optimizer = build_optimizer(make_cfg(*words), state.model)
         return state
 
-    path = CheckpointManager(tmp_path).save(state_with("FINETUNE.LR_MULT.1", 2.0))
-    state_with("FINETUNE.LR_MULT.1", 3.0).load_dict(read_checkpoint(path), path)
+    path = save(CheckpointManager(tmp_path), state_with("FINETUNE.LR_MULT.1", 2.0))
+    load(state_with("FINETUNE.LR_MULT.1", 3.0), path)
     said = "groups of its optimizer differ, e.g. 2.weight instead of 1.weight: .*LR_MULT"
     with pytest.raises(CheckpointError, match=said):
-        state_with("FINETUNE.LR_MULT.2", 2.0).load_dict(read_checkpoint(path), path)
+        load(state_with("FINETUNE.LR_MULT.2", 2.0), path)
     old = read_checkpoint(path)
     del old["optimizer_names"]  # as they were written before
     state_with("FINETUNE.LR_MULT.1", 2.0).load_dict(old, path)
 
 
 def test_another_global_batch_keeps_the_images_seen(tmp_path):
-    path = CheckpointManager(tmp_path).save(make_state(epoch=1, step=6))
+    path = save(CheckpointManager(tmp_path), make_state(epoch=1, step=6))
     other = make_state()
     other.global_batch = 16
-    other.load_dict(read_checkpoint(path), path)
+    load(other, path)
     assert (other.epoch, other.step) == (1, 3)
 
 
-def test_an_older_run_is_set_aside_whole(tmp_path):
-    folder = CheckpointManager(tmp_path)
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_an_older_run_is_set_aside_whole(tmp_path, monkeypatch, is_killed):
+    """Also if the first attempt was killed between two of its moves: the older best weights are never overwritten."""
+    folder, replace, moves = CheckpointManager(tmp_path), os.replace, []
     assert folder.archive() is None
     for number in (1, 2):
-        folder.save(make_state(epoch=1), new_bests=["raw"])
-        assert folder.archive() == tmp_path / f"checkpoints.{number}"
-        assert (tmp_path / f"checkpoints.{number}" / "best.pth.tar").exists()
+        save(folder, make_state(epoch=1), is_best=True)
+        (tmp_path / "config.yaml").write_text("x")
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) if is_killed else nullcontext():
+
+            def move(*paths):
+                moves.append(1)
+                if is_killed and len(moves) % 2 == 0:
+                    raise KeyboardInterrupt
+                replace(*paths)
+
+            patch.setattr(os, "replace", move)
+            folder.archive(["config.yaml"])
+        folder.archive(["config.yaml"])
+        names = {path.name for path in (tmp_path / f"checkpoints.{number}").iterdir()}
+        assert names == {checkpoint_name(1, 0), "best.pth.tar", "config.yaml"}
         assert folder.list() == [] and not folder.bests["raw"].exists()
 
 
 def test_the_best_is_the_best_of_all_epochs_those_before_a_resume_included():
+    def finish(state: TrainState, **values: float) -> list[str]:
+        state.finish_epoch({kind: {"top1": value} for kind, value in values.items()})
+        return [kind for kind in values if state.bests[kind].epoch == state.epoch - 1]
+
     state = make_state()
-    assert [state.finish_epoch({"raw": top1}) for top1 in (0.0, 20.0, 10.0, 30.0)] == [["raw"], ["raw"], [], ["raw"]]
-    assert (state.bests["raw"], state.epoch, state.step) == (Best(30.0, 3), 4, 0)
-    assert state.finish_epoch({"raw": 30.0, "ema": 29.0}) == ["ema"], "each kind of weights has a best of its own"
-    assert state.finish_epoch({"ema": float("nan")}) == [], "no number beats none"
+    assert [finish(state, raw=top1) for top1 in (0.0, 20.0, 10.0, 30.0)] == [["raw"], ["raw"], [], ["raw"]]
+    assert (state.bests["raw"], state.epoch, state.step) == (Best(30.0, 3, {"top1": 30.0}), 4, 0)
+    assert finish(state, raw=30.0, ema=29.0) == ["ema"], "each kind of weights has a best of its own"
+    assert finish(state, ema=float("nan")) == [], "no number beats none"
     state = make_state()
-    assert [state.finish_epoch({"raw": map_}) for map_ in (float("nan"), 5.0, float("nan"))] == [["raw"], ["raw"], []]
+    assert [finish(state, raw=map_) for map_ in (float("nan"), 5.0, float("nan"))] == [["raw"], ["raw"], []]
+    state = make_state()
+    assert [finish(state, raw=0.0) for _ in range(3)] == [["raw"], [], []], "a metric that stays at 0 is not better"
     resumed = make_state(epoch=5, best=(33.5, -1))  # from a file that does not tell the best's epoch
-    assert not resumed.finish_epoch({"raw": 33.0}) and resumed.bests["raw"].value == 33.5
+    assert finish(resumed, raw=33.0) == [] and resumed.bests["raw"].value == 33.5
 
 
 class _Watched(dict):
@@ -298,7 +307,7 @@ class _FullFile(io.FileIO):
         return super().write(data)
 
 
-@pytest.mark.parametrize("failure", ["none", "abandoned", "full disk", "no folder", "a bug"])
+@pytest.mark.parametrize("failure", ["none", "full disk", "no folder", "a bug"])
 def test_a_save_that_ends_early_frees_its_content(tmp_path, monkeypatch, failure):
     """An exception that is kept with torch's frames keeps the zip writer, which holds the sink: nothing frees it."""
     if failure == "full disk":
@@ -306,75 +315,135 @@ def test_a_save_that_ends_early_frees_its_content(tmp_path, monkeypatch, failure
     folder = tmp_path / "missing" if failure == "no folder" else tmp_path
     living, raised = [], {"full disk": OSError, "no folder": FileNotFoundError, "a bug": AttributeError}
     for _ in range(5):
-        calls, content = iter(range(10**6)), make_content(living)
+        content = make_content(living)
         if failure == "a bug":
             content["state_dict"]["bug"] = lambda: 0
-        is_abandoned = lambda calls=calls: failure == "abandoned" and next(calls) > 20  # noqa: E731
         if failure in raised:
             with pytest.raises((raised[failure], pickle.PicklingError)) as caught:
-                write_atomically(folder / "a.pth.tar", content, is_abandoned)
+                write_atomically(folder / "a.pth.tar", content)
             if failure == "full disk":
                 assert caught.value.errno == errno.ENOSPC and caught.value.__context__ is None
             del caught
         else:
-            assert write_atomically(folder / "a.pth.tar", content, is_abandoned) == (failure == "none")
+            write_atomically(folder / "a.pth.tar", content)
         del content
     assert count_living(living) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["a.pth.tar"] * (failure == "none")
 
 
-def test_a_failed_save_that_is_retried_keeps_one_content(tmp_path, monkeypatch):
-    """Each retry fails in the middle; the thread and the error that it has kept hold no earlier attempt."""
-    monkeypatch.setattr(background_writer, "RETRY_S", 0.001)
-    open_file, num_tries, living = builtins.open, [], []
+def test_a_save_that_fails_is_tried_again_and_keeps_one_content(tmp_path, monkeypatch):
+    """Each attempt fails in the middle; the thread and the error that it has kept hold no earlier one."""
+    monkeypatch.setattr(checkpoint, "RETRY_S", 0.001)
+    write, open_file, is_full, num_tries, living = write_atomically, builtins.open, [True], [], []
+
+    def note_content(path, content) -> None:
+        living.append(weakref.ref(content["state_dict"]["0.weight"]))
+        num_tries.append(1)
+        write(path, content)
 
     def open_on_full_disk(path, *args, **options):
-        num_tries.append(1)
-        return _FullFile(path, "w") if str(path).endswith(".tmp") else open_file(path, *args, **options)
+        is_cut = str(path).endswith(".tmp") and is_full[0]
+        return _FullFile(path, "w") if is_cut else open_file(path, *args, **options)
 
     monkeypatch.setattr("builtins.open", open_on_full_disk)
-    writer = background_writer.BackgroundWriter()
-    for number in range(4):
-        content = make_content(living)
-        writer.start(lambda content=content: write_atomically(tmp_path / "a.pth.tar", content), f"save {number}")
-        del content
-        while len(num_tries) < 5 * (number + 1):
-            time.sleep(0.001)
-        assert count_living(living) == 1, "the one that is being written"
-    assert "No space left on device" in writer.join()
-    assert count_living(living) == 0 and os.listdir(tmp_path) == []
-
-
-def test_a_run_whose_evaluations_abandon_each_save_has_constant_memory(tmp_path, monkeypatch):
-    """The save after the steps of an epoch is abandoned in its middle by the one after the evaluation."""
-    living, write = [], checkpoint.write_atomically
-    num_abandoned = []
-
-    def write_until_abandoned(path, content, is_abandoned=lambda: False):
-        living.append(weakref.ref(content["state_dict"]["0.weight"]))
-        if "_step_" not in path.name:
-            return write(path, content, is_abandoned)
-        num_calls = iter(range(10**6))
-
-        def is_abandoned_in_the_middle():
-            while next(num_calls) > 5 and not is_abandoned():
-                time.sleep(0.001)
-            return is_abandoned()
-
-        is_written = write(path, content, is_abandoned_in_the_middle)
-        num_abandoned.append(not is_written)
-        return is_written
-
-    monkeypatch.setattr(checkpoint, "write_atomically", write_until_abandoned)
-    folder, state = CheckpointManager(tmp_path), make_state()
-    for epoch in range(8):
-        state.step = 4
-        folder.save_in_background(state)
-        state.finish_epoch({"raw": 10.0 + epoch})
-        folder.save_in_background(state, ["raw"])
+    monkeypatch.setattr(checkpoint, "write_atomically", note_content)
+    folder, state = CheckpointManager(tmp_path), make_state(epoch=1)
+    state.model.register_buffer("large", torch.zeros(20_000))
+    folder.save(state.to_dict())
+    while len(num_tries) < 5:
+        time.sleep(0.001)
+    assert len({id(reference()) for reference in living if reference() is not None}) <= 1
+    is_full[0] = False
     folder.finish()
-    assert num_abandoned == [True] * 8
-    assert count_living(living) <= 1
+    assert len(folder.list()) == 1 and read_checkpoint(folder.list()[0])["epoch"] == 0
+    is_full[0] = True
+    monkeypatch.setattr(checkpoint, "LAST_RETRIES_S", 0.05)
+    folder.save(make_state(epoch=2).to_dict() | {"large": torch.zeros(20_000)})
+    with pytest.raises(CheckpointError, match="No space left.*the newest one is .*ckpt_ep_001"):
+        folder.finish()
+    del state
+    assert count_living(living) == 0
+
+
+def test_a_write_that_fails_for_too_long_ends_the_run_and_a_bug_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "RETRY_S", 0.001)
+    monkeypatch.setattr(checkpoint, "RETRIES_S", 0.05)
+    monkeypatch.setattr(checkpoint, "write_atomically", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    folder = CheckpointManager(tmp_path)
+    folder.save(make_state(epoch=1).to_dict())
+    with pytest.raises(CheckpointError, match="could not be written: .*No space left"):
+        folder.save(make_state(epoch=2).to_dict())
+    monkeypatch.setattr(checkpoint, "write_atomically", mock.Mock(side_effect=ZeroDivisionError))
+    folder.save(make_state(epoch=1).to_dict())
+    with pytest.raises(ZeroDivisionError):
+        folder.finish()
+
+
+def test_weights_that_are_not_finite_are_refused_at_once_and_a_task_may_hold_a_nan(tmp_path):
+    folder, state = CheckpointManager(tmp_path), make_state(epoch=1)
+    save_content = {**state.to_dict(), "task": {"shared": {"seen": torch.tensor(float("nan"))}, "by_rank": []}}
+    folder.save(save_content)
+    folder.finish()
+    state.model[0].weight.data[0, 0] = float("inf")
+    with pytest.raises(NonFiniteError, match="first state_dict/0.weight"):
+        folder.save(state.to_dict())
+    assert len(folder.list()) == 1
+
+
+def fail_to_read(path: Path, error: Exception):
+    """Return a function that opens files, and fails for one."""
+    open_file = builtins.open
+
+    def fail(name, *args, **options):
+        if str(name) == str(path):
+            raise error
+        return open_file(name, *args, **options)
+
+    return fail
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), OSError(errno.ESTALE, "Stale"),
+                                   PermissionError(errno.EACCES, "Permission denied"), MemoryError()])  # fmt: skip
+def test_a_read_error_is_not_taken_for_damage(tmp_path, monkeypatch, error):
+    monkeypatch.setattr("distribuuuu.checkpoint.io.RETRIES_S", (0.001,))
+    folder = CheckpointManager(tmp_path)
+    for epoch in (1, 2):
+        newest = save(folder, make_state(epoch=epoch))
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", fail_to_read(newest, error))
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            folder.find_latest()
+    assert folder.find_latest() == newest and not list(tmp_path.rglob("*.broken"))
+
+
+def test_an_error_that_passes_is_survived(tmp_path, monkeypatch):
+    monkeypatch.setattr("distribuuuu.checkpoint.io.RETRIES_S", (0.001, 0.001))
+    newest, open_file, failures = save(CheckpointManager(tmp_path), make_state(epoch=1)), builtins.open, [1, 1]
+
+    def fail_twice(name, *args, **options):
+        if str(name) == str(newest) and failures:
+            failures.pop()
+            raise OSError(errno.EIO, "Input/output error")
+        return open_file(name, *args, **options)
+
+    monkeypatch.setattr("builtins.open", fail_twice)
+    assert CheckpointManager(tmp_path).find_latest() == newest
+
+
+def test_a_restarted_job_resumes_only_its_own_checkpoints(tmp_path):
+    folder = CheckpointManager(tmp_path)
+    assert folder.find_latest(["Slurm job 7"]) is None
+    folder.save({**make_state(epoch=1).to_dict(), "jobs": ["Slurm job 6"]})
+    folder.finish()
+    assert folder.find_latest(["Slurm job 7"]) is None and folder.find_latest([]) is None
+    assert folder.find_latest(["Slurm job 6"]) == folder.find_latest() == folder.list()[0]
+
+
+def test_a_folder_of_checkpoints_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "other")
+    with pytest.raises(CheckpointError, match="is a link"):
+        CheckpointManager(tmp_path).find_latest()
 
 
 def test_copies_in_one_buffer_are_saved_with_the_same_bytes(tmp_path):

@@ -20,7 +20,7 @@ from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.shapes import SHAPES
 from distribuuuu.data.loader import build_loader
-from distribuuuu.engine.state import list_changes
+from distribuuuu.engine.resume import list_changes
 from distribuuuu.inference.load_run import config_of
 from distribuuuu.launch.detect import Launch
 from distribuuuu.trainer import train_model

@@ -1,9 +1,11 @@
 """Launcher detection from the environment variables that real launchers set."""
 
+import os
+
 import pytest
 
 from distribuuuu.config import ConfigError
-from distribuuuu.launch.detect import NPROC_MARK, PORT_RANGE, detect_launch, expand_hosts, is_restart
+from distribuuuu.launch.detect import NPROC_MARK, PORT_RANGE, detect_launch, expand_hosts, list_jobs
 
 BY_HAND = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 # As torchrun and python -m torch.distributed.launch set them.
@@ -83,7 +85,10 @@ def test_a_start_by_the_launcher_itself_is_known():
         ({}, False), (TORCHRUN, False), ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}, True), (SRUN, False),
         ({**SRUN, "SLURM_RESTART_COUNT": "1"}, True),
     ]:  # fmt: skip
-        assert is_restart(env) is again
+        assert bool(list_jobs(env, only_restarted=True)) is again
+    assert list_jobs({"SLURM_JOB_ID": "5"}) == ["Slurm job 5"]
+    own = list_jobs({"TORCHELASTIC_RUN_ID": "none"})
+    assert own == list_jobs({"TORCHELASTIC_RUN_ID": "none"}) and f"pid {os.getppid()}" in own[0]
 
 
 def test_contradictions_are_errors_that_show_the_variables():

@@ -1,7 +1,6 @@
 """results.json: content, interrupted writes and full disks, errors for damaged files."""
 
 import copy
-import errno
 import json
 import os
 from pathlib import Path
@@ -15,18 +14,25 @@ from support.processes import on_processes
 from support.runs import ROOT, small_options
 
 from distribuuuu.checkpoint.snapshot import hash_tensors
+from distribuuuu.checkpoint.weights_files import KINDS
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.config.declaration import Option
 from distribuuuu.config.options import OPTIONS
 from distribuuuu.data.loader import build_loader
 from distribuuuu.distributed import comm as dist
 from distribuuuu.engine.build import open_run
-from distribuuuu.engine.results_content import RunResults, write_test_results
 from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model, count_parameters
 from distribuuuu.optim.precision import Precision
-from distribuuuu.records.results import config_name, hash_config, list_overrides, read_results
+from distribuuuu.records.results import (
+    RunResults,
+    config_name,
+    hash_config,
+    list_overrides,
+    read_results,
+    write_test_results,
+)
 from distribuuuu.records.run_log import close_logging
 from distribuuuu.tasks.base import build_task
 from distribuuuu.tasks.meter import Meter
@@ -48,20 +54,22 @@ def start(cfg, epochs: int = 0):
                        classes=loaders[0].images.classes, global_batch=loaders[0].plan.global_batch,
                        meter=Meter({}, 1, device))  # fmt: skip
     for result in SERIES[:epochs]:
-        state.finish_epoch({"raw": result["top1"]})
+        state.finish_epoch({"raw": result})
     task = build_task(cfg, state.classes, device, Precision())
     run = SimpleNamespace(cfg=cfg, task=task, state=state, train_loader=loaders[0], val_loader=loaders[1])
-    return state, RunResults(run)
+    return state, RunResults(run, lambda content, kind: hash_tensors(content[KINDS[kind].tensors]))
 
 
 def finish_epoch(state, results, ema: dict | None = None) -> None:
     """Finish an epoch of a quarter of an hour and write the results."""
     evaluations = {"raw": SERIES[state.epoch], **({"ema": ema} if ema else {})}
     state._started -= 900
-    state.finish_epoch({kind: result["top1"] for kind, result in evaluations.items()})
+    state.finish_epoch(evaluations)
     state.timing.images, state.timing.seconds = 1234, 10.0
-    content = {"state_dict": state.model.state_dict(), "ema_state_dict": {}}
-    results.prepare(state, evaluations)(content)
+    bests = {kind: {"epoch": state.bests[kind].epoch + 1, **state.bests[kind].metrics} for kind in evaluations}
+    content = {**state.to_dict(), "ema_state_dict": {}, "bests": bests, "finished": state.epoch == 3}
+    if dist.is_main():
+        results.write(content)
 
 
 @pytest.fixture
@@ -104,51 +112,26 @@ def test_the_file_has_the_facts_and_the_results_of_the_run(cfg, path):
     assert [file.name for file in path.parent.iterdir()] == ["results.json"]
 
 
-@pytest.mark.parametrize("left", ["the file", "nothing", "{", "another path"])
-def test_a_resumed_run_knows_its_best_evaluation(cfg, path, left):
-    """Without the previous file, only what the checkpoint holds: the epoch and the selecting metric."""
-    state, results = start(cfg)
+@pytest.mark.parametrize("is_older", [False, True])
+def test_a_resumed_run_knows_its_best_evaluation(cfg, path, is_older):
+    """From its checkpoint alone; that of an older version holds the epoch and the selecting metric."""
+    state, results = start(cfg, epochs=2)
+    if is_older:
+        state.bests["raw"].metrics = {"top1": 60.0}
     finish_epoch(state, results)
-    finish_epoch(state, results)
-    record = json.loads(path.read_text())
-    if left == "another path":
-        record["accuracy"]["raw"]["best"]["top1"] = 61.0
-    path.write_text("{" if left == "{" else json.dumps(record))
-    if left == "nothing":
-        path.unlink()
-    finish_epoch(*start(cfg, epochs=2))
-    others = {"topk": 99.0, "loss": 0.8} if left == "the file" else {"topk": None, "loss": None}
+    others = {"topk": None, "loss": None} if is_older else {"topk": 99.0, "loss": 0.8}
     assert read_results(path)["accuracy"]["raw"]["best"] == {"epoch": 2, "top1": 60.0, **others}
     assert not path.with_name("results.older.json").exists()
 
 
 def test_results_of_an_earlier_run_are_archived(cfg, path):
     state, results = start(cfg)
-    results.finish()
-    assert not path.exists(), "there is no evaluation yet"
     finish_epoch(state, results)
     content = path.read_text()
     state, results = start(cfg)
     assert not path.exists() and path.with_name("results.older.json").read_text() == content
     finish_epoch(state, results)
     assert read_results(path)["training"]["epochs_done"] == 1
-
-
-def test_a_full_disk_is_a_warning_and_loses_nothing(cfg, path, monkeypatch, caplog):
-    state, results = start(cfg)
-    finish_epoch(state, results)
-    before = path.read_text()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
-        finish_epoch(state, results)
-    assert "results.json CANNOT BE WRITTEN: [Errno 28] No space left on device" in caplog.text
-    assert path.read_text() == before and len(list(path.parent.iterdir())) == 1
-    results.finish()
-    assert read_results(path)["training"]["epochs_done"] == 2
-    path.unlink()
-    results.finish()
-    assert not path.exists()  # nothing is left to write
 
 
 def test_an_interrupted_write_keeps_the_previous_file(cfg, path, monkeypatch):
@@ -163,8 +146,8 @@ def test_an_interrupted_write_keeps_the_previous_file(cfg, path, monkeypatch):
 
 def test_nonfinite_numbers_become_null(cfg, path):
     state, results = start(cfg)
-    state.finish_epoch({"raw": 1.0})
-    results.prepare(state, {"raw": {"count": 37, "loss": float("nan"), "top1": 1.0, "topk": float("inf")}})({})
+    state.finish_epoch({"raw": {"count": 37, "loss": float("nan"), "top1": 1.0, "topk": float("inf")}})
+    results.write({**state.to_dict(), "finished": False})
     text = path.read_text()
     assert json.loads(text, parse_constant=pytest.fail)["accuracy"]["raw"]["last"]["loss"] is None
     assert read_results(path)["training"]["images_per_s"] is None

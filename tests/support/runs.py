@@ -104,16 +104,17 @@ class Stopped(BaseException):
 
 def train_and_stop(cfg, place: tuple[int, int], monkeypatch) -> None:
     """Train until the checkpoint of `place`, (finished epochs, steps since), is written, and no step further."""
-    save = CheckpointManager.save_in_background
+    save = CheckpointManager.save
 
-    def save_and_stop(self, state, *args):
-        save(self, state, *args)
-        if (state.epoch, state.step) == place:
-            self.wait()
+    def save_and_stop(self, content):
+        path = save(self, content)
+        if (content["epoch"] + 1, content["step"]) == place:
+            self.finish()
             raise Stopped
+        return path
 
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointManager, "save_in_background", save_and_stop)
+        patch.setattr(CheckpointManager, "save", save_and_stop)
         with pytest.raises(Stopped):
             train_model(cfg)
 

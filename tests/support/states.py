@@ -1,13 +1,17 @@
 """A small training state, and a checkpoint in the format of the 2021 distribuuuu."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from torch import nn
 
+from distribuuuu.checkpoint.io import read_checkpoint
+from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config.reader import load_cfg
+from distribuuuu.engine.resume import restore
 from distribuuuu.engine.state import TrainState
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.tasks.meter import Meter
@@ -36,3 +40,18 @@ def original_checkpoint(path: Path, state: TrainState) -> None:
             group.pop(name, None)
     content = {"epoch": 4, "state_dict": state.model.state_dict(), "optimizer": optimizer, "best_acc1": 33.5}
     torch.save(content, path)
+
+
+def save(folder: CheckpointManager, state: TrainState, is_best: bool = False) -> Path:
+    """Save a state, as after an evaluation that was the best one if it `is_best`, and wait until it is on disk."""
+    content = state.to_dict()
+    if is_best:
+        content |= {"evaluations": {"raw": {"top1": 1.0}}, "best_epoch": content["epoch"]}
+    path = folder.save(content)
+    folder.finish()
+    return path
+
+
+def load(state: TrainState, path: Path) -> None:
+    """Restore a state, without a task, from a file."""
+    restore(state, SimpleNamespace(state_dict=dict, rank_state_dict=dict), read_checkpoint(path), path)

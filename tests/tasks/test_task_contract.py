@@ -2,8 +2,7 @@
 
 import copy
 import importlib.util
-import random
-from collections import Counter, deque
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +11,14 @@ import torch
 import torch.nn.functional as F
 from support.processes import on_processes
 from support.runs import GROUP_NORM, ROOT, assert_close, assert_same_run, newest, records
-from support.tables import each_row
 from support.tiers import slow
 from torch import nn
 
 from distribuuuu import load_run
+from distribuuuu.checkpoint.snapshot import hash_tensors
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import LOSSES, TASKS
 from distribuuuu.distributed import comm
-from distribuuuu.engine.task_state import digest, find_mismatches
 from distribuuuu.tasks.base import Task
 from distribuuuu.tasks.classification import Classification
 from distribuuuu.tasks.losses import CrossEntropy
@@ -64,8 +62,11 @@ class Centered(Classification):
         return output
 
     def state_dict(self):
-        own = {"center": self.center, "num_seen": self.num_seen, "generator": self.generator.get_state()}
-        return {**super().state_dict(), **own, "of_rank": self.of_rank}
+        own = {"num_seen": self.num_seen, "generator": self.generator.get_state()}
+        return {**super().state_dict(), **own}
+
+    def rank_state_dict(self):
+        return {"center": self.center, "of_rank": self.of_rank}
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
@@ -84,17 +85,16 @@ def test_the_state_of_a_task_is_restored(register, small_cfg, tmp_path):
         path.unlink()  # resume in the middle of the first epoch
     train_model(small_cfg(*words))
     assert_same_run(tmp_path / "out", tmp_path / "whole")
-    assert digest(newest(tmp_path / "out")["task"]) == digest(newest(tmp_path / "whole")["task"])
-    assert "is not in the state" not in log_of(tmp_path / "out")
+    assert len({hash_tensors(newest(tmp_path / name)["task"]) for name in ("out", "whole")}) == 1
 
 
 def test_a_state_that_differs_in_names_or_shapes_is_refused(register, small_cfg, monkeypatch):
     register(Centered)
     train_model(small_cfg("TASK.NAME", "Centered"), stop_epoch=1)
     monkeypatch.setattr(Centered, "width", 2)
-    with pytest.raises(ConfigError, match=r"state of the task differs: center has shape \(3,\); expected \(2,\); fix:"):
+    with pytest.raises(ConfigError, match=r"state of the task differs: center is .*\(3,\); expected .*\(2,\); fix:"):
         train_model(small_cfg("TASK.NAME", "Centered"))
-    with pytest.raises(ConfigError, match="state of the task differs: center is unknown"):
+    with pytest.raises(ConfigError, match="state of the task differs: num_seen is unknown"):
         train_model(small_cfg())
 
 
@@ -106,7 +106,7 @@ def test_a_damaged_state_is_refused(register, small_cfg, tmp_path, entry):
     train_model(small_cfg("TASK.NAME", "Centered"), stop_epoch=1)
     (path,) = (tmp_path / "out" / "checkpoints").iterdir()
     torch.save({**torch.load(path, weights_only=True), "task": entry}, path)
-    with pytest.raises(ConfigError, match="the entry task is damaged"):
+    with pytest.raises(ConfigError, match="the state of the task cannot be restored"):
         train_model(small_cfg("TASK.NAME", "Centered"))
 
 
@@ -123,115 +123,6 @@ def test_entries_that_differ_between_processes_are_saved_for_each(register, smal
     assert "written by 2 processes; all continue with the state of the first one: " in log_of(tmp_path / "out")
 
 
-def named_in(out_dir: Path) -> list[str]:
-    """Return the attributes that the warnings of a run name, in their order."""
-    warnings = [line for line in log_of(out_dir).splitlines() if "is not in the state" in line]
-    return [name for line in warnings
-            for name in line.partition("TASK.NAME: ")[2].partition(" changes")[0].split(", ")]  # fmt: skip
-
-
-def test_attributes_that_change_and_are_not_saved_are_named(register, small_cfg, tmp_path):
-    class Queue:
-        def __init__(self):
-            self.rows = [0]
-
-    class Calling(Queue):
-        def __call__(self):
-            self.rows.append(1)
-
-    class Forgetful(Centered):
-        transient = ("last_loss",)
-
-        def prepare_training(self, *args):
-            super().prepare_training(*args)
-            self.num_steps_done, self.queue, self.noise, self.constant = 0, Queue(), np.random.default_rng(1), [1]
-            self.teacher, self.last_loss, self.call = nn.Linear(2, 2), None, Calling()
-            self.by_name, self.listed = {"a": Queue(), "b": nn.Linear(1, 1)}, [{"c": Queue()}, 3]
-            self.python_noise, self.old_noise, self.seen = random.Random(1), np.random.RandomState(1), Counter()
-            self.num_evaluated = self.num_logged = self.num_epochs = self.of_stage = 0
-            self.body = self.state.model.fc  # a part of the model, which is saved
-
-        def begin_epoch(self, epoch):
-            self.margin = 0.5 * epoch  # a function of the epoch
-            self.of_stage = {"weights": torch.ones(2)}
-            self.num_epochs += 1
-
-        def train_step(self, model, batch, key):
-            output = super().train_step(model, batch, key)
-            self.num_steps_done += 1
-            for queue in (self.queue, self.by_name["a"], self.listed[0]["c"]):
-                queue.rows.append(key.step)
-            self.call()
-            self.noise.random(), self.python_noise.random(), self.old_noise.rand()
-            self.seen.update(batch.targets.tolist())
-            self.last_loss = output.loss.detach()
-            with torch.no_grad():
-                self.teacher.bias.add_(1)
-                self.by_name["b"].weight.add_(1)
-            return output
-
-        def eval_step(self, model, batch):
-            self.num_evaluated += 1
-            return super().eval_step(model, batch)
-
-        def log_epoch(self, log, model, batch):
-            self.num_logged += 1
-
-    register(Forgetful)
-    train_model(small_cfg("TASK.NAME", "Forgetful", "CHECKPOINT.EVERY_STEPS", 2))
-    named = named_in(tmp_path / "out")
-    assert sorted(named[:-2]) == [
-        "by_name.a.rows", "by_name.b.weight", "call.rows", "listed.0.c.rows", "noise", "num_epochs", "num_steps_done",
-        "old_noise", "python_noise", "queue.rows", "seen", "teacher.bias",
-    ]  # fmt: skip
-    assert named[-2:] == ["num_evaluated", "num_logged"]
-
-
-def test_what_is_saved_under_another_name_is_not_named(register, small_cfg, tmp_path):
-    class Renaming(Classification):
-        def prepare_training(self, *args):
-            super().prepare_training(*args)
-            self.count, self.other, self.bank, self.rows = 0, 0, {"a": torch.zeros(2)}, deque()
-            self.python_noise = random.Random(1)
-
-        def begin_epoch(self, epoch):
-            self.margin = epoch
-
-        def train_step(self, model, batch, key):
-            self.count, self.other = self.count + 1, self.other + 2
-            self.bank["a"] += 1
-            self.rows.append(key.step)
-            self.python_noise.random()
-            return super().train_step(model, batch, key)
-
-        def state_dict(self):
-            own = {"num_steps": self.count, "memory": self.bank, "last": list(self.rows)}
-            return {**super().state_dict(), **own, "rng": self.python_noise.getstate()}
-
-        def load_state_dict(self, state):
-            self.count, self.bank, self.rows = state["num_steps"], state["memory"], deque(state["last"])
-            self.python_noise.setstate(state["rng"])
-
-    register(Renaming)
-    words = ("TASK.NAME", "Renaming", "TRAIN.EVAL_PERIOD", 2)  # the stage of epoch 2 begins before the evaluation
-    train_model(small_cfg(*words), stop_epoch=1)
-    train_model(small_cfg(*words, "OPTIM.MAX_EPOCH", 3))
-    assert named_in(tmp_path / "out") == ["other", "other"]  # of two starts
-
-
-def test_a_loss_of_a_plug_in_is_searched_too(register, small_cfg, tmp_path):
-    class Counting(CrossEntropy):
-        num_calls = 0
-
-        def forward(self, logits, targets):
-            self.num_calls += 1
-            return super().forward(logits, targets)
-
-    register(Counting)
-    train_model(small_cfg("LOSS.NAME", "Counting", "OPTIM.MAX_EPOCH", 1))
-    assert named_in(tmp_path / "out") == ["criterion.num_calls"]
-
-
 class Holding(Classification):
     """Saves a value, which `value_at` returns."""
 
@@ -245,8 +136,8 @@ class Holding(Classification):
 
 
 @pytest.mark.parametrize(("value", "kind"), [
-    (np.zeros(3), r"ndarray, .*; fix: save torch.from_numpy\(array\)"), (deque([1]), r"deque, .*; fix: save list\("),
-    (object(), "object, .*; fix: save what it consists of"), ({3}, r"set, .*; fix: save sorted\("),
+    (np.zeros(3), "ndarray, .*; fix: save"), (deque([1]), "deque, .*; fix: save"),
+    (object(), "object, .*; fix: save what it consists of"), ({3}, "set, .*; fix: save"),
     (nn.Linear(1, 1), "Linear, "), (torch.eye(2).to_sparse(), "Tensor, .*; expected dense tensors"),
 ])  # fmt: skip
 @pytest.mark.parametrize("from_step", [0, 6])
@@ -275,40 +166,6 @@ def test_a_value_on_one_process_ends_all(register, small_cfg):
         AssertionError, match=r"ConfigError: TASK.NAME: Holding.state_dict: held.rows\[0\] is a ndarray"
     ):
         on_processes(2, hold_on_second, small_cfg("TASK.NAME", "Holding", "TRAIN.BATCH_SIZE", 6))
-
-
-def test_a_state_that_is_not_restored_is_refused(register, small_cfg):
-    class Half(Classification):
-        num_seen, center = 0, torch.zeros(2)
-
-        def train_step(self, model, batch, key):
-            self.num_seen, self.center = self.num_seen + 1, self.center + 1
-            return super().train_step(model, batch, key)
-
-        def state_dict(self):
-            return {**super().state_dict(), "num_seen": self.num_seen, "center": self.center, "constant": 3}
-
-    register(Half)
-    train_model(small_cfg("TASK.NAME", "Half"), stop_epoch=1)
-    with pytest.raises(ConfigError, match="Half.load_state_dict does not restore num_seen, center, which .*; fix: "):
-        train_model(small_cfg("TASK.NAME", "Half"))
-
-
-@each_row(("own", "saved", "message"), [
-    ({"a": [torch.zeros(2)]}, {"a": [torch.zeros(3)]}, r"a[0] has shape (3,); expected (2,)"),
-    ({"a": (1, {"b": torch.zeros(2)})}, {"a": (1, {"b": torch.zeros(1)})}, r"a[1].b has shape (1,); expected (2,)"),
-    ({"a": (1, 2)}, {"a": (1,)}, "a has 1 values; expected 2"),
-    ({"a": torch.zeros(2)}, {"a": torch.zeros(2).double()}, "a has type torch.float64; expected torch.float32"),
-    ({"a": 3}, {"a": "three"}, "a is a text; expected a number"),
-    ({"a": "three"}, {"a": torch.zeros(())}, "a is a tensor; expected a text"),
-    ({"a": [1]}, {"a": {"b": 1}}, "a is a dict; expected a list"),
-    ({"a": {"b": 1}}, {"a": {"c": 1}}, "a.b is missing"),
-    ({}, {"a": 1}, "a is unknown"),
-    ({"a": [], "b": None, "c": {}, "d": 1}, {"a": [1], "b": torch.zeros(1), "c": {"x": 1}, "d": 0.5}, None),
-    ({"a": [1, 2], "b": torch.zeros(1)}, {"a": [1], "b": None}, None),
-])  # fmt: skip
-def test_mismatches_are_found_at_any_depth(own, saved, message):
-    assert next(find_mismatches(own, saved), None) == message
 
 
 @pytest.fixture
@@ -551,7 +408,7 @@ def test_a_checkpoint_without_a_state_starts_the_task_anew(register, small_cfg, 
     torch.save(content, path)
     register(Centered)
     train_model(small_cfg("TASK.NAME", "Centered"))
-    assert "has no state of the task; it starts anew: center, num_seen" in log_of(tmp_path / "out")
+    assert "has no task state; the task is re-initialized: num_seen" in log_of(tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -570,7 +427,6 @@ def test_the_stage_of_the_page_that_freezes_layers_runs_on_two_processes(registe
     assert changed == {"fc"}
     stages = [(entry["epoch"], entry["stage"]) for entry in records(tmp_path / "two")]
     assert {*stages} == {(1, "all layers"), (2, "classifier only")}
-    assert "is not in the state" not in log_of(tmp_path / "two")
 
 
 class Prototypes(Task):
@@ -623,13 +479,13 @@ def test_an_evaluation_and_a_prediction_use_the_state_of_the_task(register, smal
     run = load_run(tmp_path / "out")
     assert saved["means"].any() and torch.equal(run.task.means, saved["means"])
     assert saved["num_seen"] == 48 and not hasattr(run.task, "num_seen")
-    assert "state of the task" not in capfd.readouterr().err
+    assert "task state" not in capfd.readouterr().err
     torch.save({name: value for name, value in torch.load(best, weights_only=True).items() if name != "task"}, best)
     assert not load_run(tmp_path / "out").task.means.any()
-    assert f"{best} has no state of the task; it starts anew: means" in capfd.readouterr().err
+    assert f"{best} has no task state; the task is re-initialized: means" in capfd.readouterr().err
     monkeypatch.setattr(Prototypes, "num_columns", 2)
     torch.save({**torch.load(best, weights_only=True), "task": {"shared": saved}}, best)
-    with pytest.raises(ConfigError, match=r"state of the task differs: means has shape \(3, 3\); expected \(3, 2\)"):
+    with pytest.raises(ConfigError, match=r"state of the task differs: means is .*\(3, 3\); expected .*\(3, 2\)"):
         evaluate_run(cfg)
 
 
@@ -638,4 +494,4 @@ def test_a_state_that_only_a_training_builds_is_no_concern_of_an_evaluation(regi
     cfg = small_cfg("TASK.NAME", "Centered", "OPTIM.MAX_EPOCH", 1)
     train_model(cfg)
     assert evaluate_run(cfg)["count"] == 37 and load_run(tmp_path / "out").model
-    assert "state of the task" not in capfd.readouterr().err
+    assert "task state" not in capfd.readouterr().err

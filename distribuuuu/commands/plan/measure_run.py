@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from distribuuuu.commands.plan.bottleneck import Speeds, diagnose_bottleneck, find_remedies
+from distribuuuu.commands.measure.bottleneck import Speeds, diagnose_bottleneck, find_remedies
+from distribuuuu.commands.measure.timing import endless_batches, synchronize, time_calls
 from distribuuuu.commands.plan.run_plan import epochs_to_measure, extrapolate, plan_run, sizes_of, step_seconds
-from distribuuuu.commands.plan.timing import endless_batches, synchronize, time_calls
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.declaration import AUTO
@@ -30,12 +30,12 @@ from distribuuuu.engine.auto_batch_size import (
     with_number,
 )
 from distribuuuu.engine.precise_bn import compute_precise_statistics
+from distribuuuu.engine.resume import capture
 from distribuuuu.engine.run import Run
 from distribuuuu.engine.run_description import list_unused_speed
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import check_model, count_parameters
 from distribuuuu.optim.optimizer import set_lr
-from distribuuuu.records.run_log import progress
 from distribuuuu.trainer import take_step
 
 # Seconds of the training steps, over all image sides, and of an evaluation.
@@ -102,7 +102,9 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan, times: bool) -> dict[
             found["epoch_s"] = {size: extrapolate(one, num_steps, ahead) for size, one in ends.items()}
             found["start_s"] += max(0.0, first[-1] - len(first) * found["step_s"][sizes[epochs[0]]])  # the warm-up
         started = time.perf_counter()
-        run.checkpoints.save_in_background(state, list(state.models))
+        result = {"count": 1, "loss": 1.0, **dict.fromkeys(run.task.eval_metrics, 1.0)}
+        state.finish_epoch(dict.fromkeys(state.models, result))  # as if each kind of weights were the best
+        run.checkpoints.save(capture(run))
         found["checkpoint_s"] = time.perf_counter() - started
         evaluations = [_evaluate(run, model, EVALUATION_S * times, full) for model in state.models.values()]
         run.checkpoints.finish()
@@ -131,14 +133,11 @@ def _timed(items: Iterable, ends: list[float], limit_s: float, device: torch.dev
     On CUDA, the device records the ends, and the host waits for it only once, after the last item.
     """
     started, marks = time.perf_counter(), [_mark(device)]
-    with progress(None, "measuring", round(limit_s), unit="s", disable=None if limit_s >= 1 else True) as bar:
-        for item in items:
-            yield item
-            marks.append(_mark(device))
-            elapsed = time.perf_counter() - started
-            bar.update(min(elapsed, limit_s) - bar.n)
-            if elapsed > limit_s and len(marks) > 2:
-                break
+    for item in items:
+        yield item
+        marks.append(_mark(device))
+        if time.perf_counter() - started > limit_s and len(marks) > 2:
+            break
     synchronize(device)
     first = marks[0]
     ends += [mark - first if isinstance(mark, float) else 1e-3 * first.elapsed_time(mark) for mark in marks[1:]]

@@ -1,0 +1,1 @@
+"""Timing of the parts of a training step."""
