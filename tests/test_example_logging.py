@@ -16,9 +16,9 @@ from distribuuuu.trainer import train_model
 pytestmark = pytest.mark.slow
 
 EXAMPLES = ROOT / "docs" / "examples"
-SHORT = ("DATA.NAME", "imagefolder", "OPTIM.MAX_EPOCH", 2, "TRAIN.WORKERS", 0, "LOG.TENSORBOARD", False, "RNG_SEED", 1,
-         "TRAIN.BATCH_SIZE", 40, "TRAIN.PRINT_FREQ", 3, "CHECKPOINT.EVERY_STEPS", 1,
-         "CHECKPOINT.KEEP_LAST", 99)  # fmt: skip
+SHORT = ("DATA.NAME", "imagefolder", "OPTIM.MAX_EPOCH", 2, "OPTIM.WARMUP_EPOCHS", 0, "TRAIN.WORKERS", 0,
+         "LOG.TENSORBOARD", False, "RNG_SEED", 1, "TRAIN.BATCH_SIZE", 40, "TRAIN.PRINT_FREQ", 3,
+         "CHECKPOINT.EVERY_STEPS", 1, "CHECKPOINT.KEEP_LAST", 99)  # fmt: skip
 
 
 @pytest.fixture

@@ -35,15 +35,7 @@ LAYERS = (
     ("api",),
     ("testing",),
     # What several commands share, then the commands, each of which is a layer entry of its own.
-    (
-        "commands.main",
-        "commands.terminal",
-        "commands.flag_hints",
-        "commands.html",
-        "commands.scan",
-        "commands.measure",
-        "commands.stats",
-    ),
+    ("commands.main", "commands.guard", "commands.flag_hints", "commands.html", "commands.scan", "commands.stats"),
     ("commands.arguments", "commands.output"),
     ("commands",),
     ("__main__",),

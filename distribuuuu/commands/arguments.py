@@ -1,4 +1,4 @@
-"""The command line of training and evaluation: --cfg FILE, KEY VALUE arguments, and errors without a traceback."""
+"""The command line of training and evaluation: --cfg FILE and KEY VALUE arguments."""
 
 import argparse
 import contextlib
@@ -6,7 +6,6 @@ import gc
 import inspect
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,30 +15,18 @@ import yaml
 
 from distribuuuu.checkpoint.weights_files import RAW, best_paths, find_best
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
-from distribuuuu.commands.terminal import ending_with_reader, open_standard_streams
+from distribuuuu.commands.guard import ending_with_reader
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import changed
-from distribuuuu.config.errors import counted
 from distribuuuu.config.explain import explain_options
 from distribuuuu.config.plugins import FoundConfig
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
 from distribuuuu.config.run_files import RESULTS, local_run
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
-from distribuuuu.files.untrusted import printable
-from distribuuuu.launch.detect import detect_launch, has_lost_launcher, was_launched
+from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.host import tune_malloc
 from distribuuuu.launch.nproc import own_command, run_processes, without_nproc
-from distribuuuu.launch.processes import die_with_parent
-from distribuuuu.launch.signals import (
-    STATUS_OF,
-    RunStopped,
-    SignalState,
-    end_process,
-    exit_now,
-    handled_by,
-    is_first_process,
-    print_stacks_on_quit,
-)
+from distribuuuu.launch.signals import is_first_process
 
 
 def run_on_config(prog: str, args: Sequence[str], description: str, start: Callable[..., object], train: bool) -> int:
@@ -53,74 +40,23 @@ def run_on_config(prog: str, args: Sequence[str], description: str, start: Calla
         train: check for training; else for an evaluation.
 
     Returns:
-        The exit status, see `run_guarded`.
+        The exit status of the started processes, or 0.
     """
+    cfg, flags = parse_args(description, args, train, prog)
+    options = {"stop_epoch": flags.stop_epoch} if flags.stop_epoch else {}
+    if options and "stop_epoch" not in inspect.signature(start).parameters:
+        raise ConfigError(Problem("--stop-epoch", "is a flag of the command train; fix: remove it"))
+    if flags.nproc > 1:
+        return run_processes(flags.nproc, without_nproc(own_command()))
+    if cfg is not None:
+        tune_malloc()
+        gc.disable()  # in these imports, the search for garbage takes a quarter of the time and finds little
+        import distribuuuu.trainer  # noqa: F401
 
-    def run() -> int:
-        cfg, flags = parse_args(description, args, train, prog)
-        options = {"stop_epoch": flags.stop_epoch} if flags.stop_epoch else {}
-        if options and "stop_epoch" not in inspect.signature(start).parameters:
-            raise ConfigError(Problem("--stop-epoch", "is a flag of the command train; fix: remove it"))
-        if flags.nproc > 1:
-            return run_processes(flags.nproc, without_nproc(own_command()))
-        if cfg is not None:
-            tune_malloc()
-            gc.disable()  # in these imports, the search for garbage takes a quarter of the time and finds little
-            import distribuuuu.trainer  # noqa: F401
-
-            gc.freeze()
-            gc.enable()
-            start(cfg, **options)
-        return 0
-
-    return run_guarded(run)
-
-
-def run_guarded(run: Callable[[], int]) -> int:
-    """Call a function that returns an exit status; handle signals, and print the errors that the user can fix.
-
-    Returns:
-        The exit status. 2: an error that the user can fix, described on standard error; 130, 143 or 129: stopped by
-        SIGINT, SIGTERM or SIGHUP; 75: stopped, to be started again (see signals.py); else that of the function.
-    """
-    open_standard_streams()
-    print_stacks_on_quit()
-    # On the CPU the loader workers and the model's threads share the cores. A thread that spins while it waits for one
-    # that has no core makes a step twenty times slower. OpenMP reads this once, when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # torch prints a stack trace in C++ for each request to a store whose host has ended.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if was_launched():  # a killed launcher leaves no process behind
-        die_with_parent(signal.SIGTERM)
-        if has_lost_launcher():  # before the line above
-            return STATUS_OF[signal.SIGTERM]
-    with handled_by(exit_now):
-        try:
-            return run()
-        except ConfigError as error:
-            report(error)
-            if SignalState.current.is_ending:  # an error of this process alone, which cannot leave the process group
-                end_process(error.status)
-            return error.status
-        except RunStopped as stopped:
-            return stopped.status
-        except Exception:
-            if not SignalState.current.is_ending:
-                raise
-            sys.excepthook(*sys.exc_info())
-            end_process(1)
-            raise
-
-
-def report(error: ConfigError) -> None:
-    """Print every problem of an error to standard error; if all processes have it, only the first prints."""
-    if not is_first_process() and not error.one_process:
-        return
-    lines = [f"{counted(len(error.problems), 'problem')} to solve first:"]
-    # A file name in a problem starts no line of its own.
-    lines += [f"  - {printable(problem, keep=chr(10))}".replace("\n", "\n    ") for problem in error.problems]
-    with contextlib.suppress(OSError):  # keeps the exit status even if standard error is a file on a full disk
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        gc.freeze()
+        gc.enable()
+        start(cfg, **options)
+    return 0
 
 
 def parse_args(

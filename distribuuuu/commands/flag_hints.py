@@ -5,18 +5,22 @@ import os
 import re
 import shlex
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from distribuuuu.config import ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import iter_options
-from distribuuuu.config.errors import did_you_mean, near_matches
+from distribuuuu.config.errors import near_matches
 from distribuuuu.config.locate import find_config
+from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.reader import COMMAND_LINE
 from distribuuuu.hints.options import BY_NAME, describe_missing, normalized
 
 _FLAG = re.compile(r"--?[a-zA-Z]")
 _KEY = re.compile(r"[A-Z][A-Z_]+(\.|=|$)")
+_SECTIONS = {key.partition(".")[0] for key in (*OPTIONS, *OPEN_SECTIONS)}
+# Flags of other frameworks that are taken as options.
+COMMON_FLAGS = {"--lr": "OPTIM.BASE_LR", "--epochs": "OPTIM.MAX_EPOCH", "--batch-size": "TRAIN.BATCH_SIZE"}
 
 
 class _WrappedLines(argparse.RawDescriptionHelpFormatter):
@@ -36,11 +40,26 @@ class _WrappedLines(argparse.RawDescriptionHelpFormatter):
 class CommandParser(argparse.ArgumentParser):
     """A parser whose errors are a ConfigError; for an unknown flag, the nearest one is suggested.
 
-    Paragraphs of the description are filled, indented lines are kept; `%(prog)s` is the name of the command.
+    Options of the config are given to every command in the same way, at any place: KEY VALUE, KEY=VALUE or --set KEY
+    VALUE, and by the flags of COMMON_FLAGS. `overrides` of the parsed arguments has them as KEY VALUE words.
+
+    Args:
+        prog: the name in the usage text.
+        removed: flags of earlier versions, and what replaces each.
+        joined: whether KEY=VALUE is an option.
+        options: those of ArgumentParser. Paragraphs of the description are filled, indented lines are kept.
     """
 
-    def __init__(self, prog: str | None = None, **options: Any):
+    def __init__(
+        self, prog: str | None = None, removed: Mapping[str, str] | None = None, joined: bool = True, **options: Any
+    ):
         super().__init__(prog=prog, allow_abbrev=False, formatter_class=_WrappedLines, **options)
+        self.removed, self._joined = removed or {}, joined
+
+    @property
+    def flags(self) -> list[str]:
+        """The names of the flags."""
+        return [option for action in self._actions for option in action.option_strings]
 
     def parse_known_args(self, args=None, namespace=None):
         """Return the parsed and the remaining arguments; of `--cfg FILE FILE`, all files as a tuple.
@@ -49,6 +68,7 @@ class CommandParser(argparse.ArgumentParser):
             ConfigError: --cfg is repeated, of which argparse would use the last one only; or an invalid argument.
         """
         words, more = _split_files(args or ())
+        words, overrides = self._split_options(words)
         parsed, rest = super().parse_known_args(words, namespace)
         given = [word for word in words if word.partition("=")[0] == "--cfg"]
         if len(given) > 1:
@@ -58,7 +78,25 @@ class CommandParser(argparse.ArgumentParser):
             raise ConfigError(Problem("--cfg", "got an empty name; expected a file; fix: name one, or remove --cfg"))
         if more:
             parsed.cfg = (parsed.cfg, *more)
+        parsed.overrides = overrides
         return parsed, rest
+
+    def _split_options(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Return the words without the options of the config, and these as KEY VALUE words."""
+        waiting, rest, overrides = list(words), list[str](), list[str]()
+        while waiting:
+            word = waiting.pop(0)
+            name, sign, value = word.partition("=")
+            key = COMMON_FLAGS[name] if name in COMMON_FLAGS and name not in self.flags else name
+            if word == "--set" and word not in self.flags:
+                continue
+            is_option = key != name or (self._joined or not sign) and _is_key(name) and rest[-1:] != ["--help-config"]
+            if is_option:  # an option without a value, at the end, is reported by the reader of the config
+                overrides += [key, value] if sign else [key, *waiting[:1]]
+                del waiting[: not sign]
+            else:
+                rest.append(word)
+        return rest, overrides
 
     def parse_args(self, args=None, namespace=None):
         """Return the parsed arguments.
@@ -66,18 +104,23 @@ class CommandParser(argparse.ArgumentParser):
         Raises:
             ConfigError: with each unknown flag, or the first other error.
         """
-        parsed, rest = self.parse_known_args(args, namespace)
-        known = [option for action in self._actions for option in action.option_strings]
-        unknown = [arg.partition("=")[0] for arg in rest if _FLAG.match(arg)]
-        if rest:
-            problems = [f"no such flag: {flag}{did_you_mean(flag, known)}" for flag in unknown]
-            problems = problems or [f"too many arguments: {shlex.join(rest)}"]
-            raise ConfigError([Problem(COMMAND_LINE, problem) for problem in problems])
+        parsed, rest, problems = parse_flags(self, args)
+        if rest := rest[: len(rest) - len(parsed.overrides)]:
+            problems.append(Problem(COMMAND_LINE, f"too many arguments: {shlex.join(rest)}"))
+        if problems:
+            raise ConfigError(problems)
         return parsed
 
     def error(self, message: str) -> NoReturn:
         """Raise a ConfigError."""
         raise ConfigError(Problem(COMMAND_LINE, message.replace("cfg: expected one argument", "cfg: expected files")))
+
+
+def _is_key(word: str) -> bool:
+    """Tell whether a word is the key of an option, known or misspelled, and no file."""
+    section = word.partition(".")[0]
+    is_key = word in OPTIONS or re.fullmatch(r"[A-Z][A-Z_]+(\.\w+)+", word) and section in _SECTIONS
+    return bool(is_key) and not os.path.exists(word)
 
 
 def _split_files(args: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -93,14 +136,13 @@ def _split_files(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def parse_flags(
-    parser: argparse.ArgumentParser, args: Sequence[str], refused: Callable[[str], bool] = lambda words: False
+    parser: CommandParser, args: Sequence[str] | None, refused: Callable[[str], bool] = lambda words: False
 ) -> tuple[argparse.Namespace, list[str], list[Problem]]:
-    """Return the parsed flags, the arguments without any flags, and a problem for each unknown flag.
+    """Return the parsed flags, the other arguments (options of the config last), and a problem for each unknown flag.
 
     `refused` tells whether the command would refuse a hint, e.g. "OPTIM.MAX_EPOCH 10", which is then not given.
     """
     flags, waiting = parser.parse_known_args(args)
-    known = [option for action in parser._actions for option in action.option_strings]
     problems, rest = [], []
     while waiting:
         arg = waiting.pop(0)
@@ -112,8 +154,10 @@ def parse_flags(
         takes_next = waiting and not _FLAG.match(waiting[0]) and not _KEY.match(waiting[0])
         if not has_value and takes_next and "{}" in BY_NAME.get(normalized(flag), "{}"):
             value = waiting.pop(0)
-        problems.append(Problem(COMMAND_LINE, f"no such flag: {flag}{_hint(flag, value, known, refused)}"))
-    return flags, rest, problems
+        removed = parser.removed.get(flag)
+        hint = f"; it was removed; fix: {removed}" if removed else _hint(flag, value, parser.flags, refused)
+        problems.append(Problem(COMMAND_LINE, f"no such flag: {flag}{hint}"))
+    return flags, [*rest, *flags.overrides], problems
 
 
 def _hint(flag: str, value: str, known: Sequence[str], refused: Callable[[str], bool]) -> str:

@@ -1,9 +1,8 @@
-"""The console command: it finds its commands in this folder, lists them and starts one."""
+"""The console command: its table of commands, their list, and the start of one."""
 
 import functools
 import importlib
 import os
-import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,16 +12,49 @@ from typing import NamedTuple
 from distribuuuu import __version__
 
 USAGE_ERROR = 2
-# Listed first; the others follow in alphabetical order.
-_FIRST = ("train", "test")
 
 
 class Command(NamedTuple):
-    """A command: its module, its line in the list, and names of other frameworks for it."""
+    """A command.
+
+    Attributes:
+        module: the module with its function, which has the name of the command.
+        summary: its line in the list.
+        synonyms: names for it elsewhere.
+    """
 
     module: str
     summary: str
-    synonyms: tuple[str, ...]
+    synonyms: tuple[str, ...] = ()
+
+
+# The list of commands, by group. A command whose module has been deleted is left out.
+GROUPS = {
+    "Run": {
+        "train": Command("train", "train a model, or resume a run that was stopped", ("finetune", "fit")),
+        "test": Command("test", "evaluate a trained model", ("eval", "evaluate", "val", "validate")),
+        "sweep": Command("sweep.sweep", "search the best options by many runs, resumable"),
+        "reproduce": Command("reproduce.reproduce", "train a published result again, and compare"),
+    },
+    "Before a run": {
+        "plan": Command("plan.plan", "measure the time, memory and disk that a run needs", ("bench", "benchmark")),
+        "time": Command("plan.plan", "the same as plan --steps"),
+    },
+    "After a run": {
+        "report": Command("report.report", "make a page about a run: curves, classes, mistakes"),
+        "compare": Command("report.compare", "compare runs on the same images: is one better?"),
+        "predict": Command("predict.predict", "classify your images with a trained model", ("infer", "inference")),
+        "export": Command("export.export", "convert a model to ONNX, timm or torch.export"),
+        "probe": Command("probe.probe", "measure how good the features of a model are"),
+        "table": Command("table.table", "make a table of finished runs", ("results",)),
+        "track": Command("track.track", "send a run to MLflow, W&B or Trackio", ("sync", "log", "upload")),
+    },
+    "Data": {
+        "doctor": Command("doctor.doctor", "find damaged images, duplicates and wrong labels", ("check",)),
+        "split": Command("split.split", "divide images into training and validation lists"),
+        "pack": Command("pack.pack", "store a data set in a few large files, which load faster"),
+    },
+}
 
 
 def main() -> int:
@@ -36,57 +68,56 @@ def main() -> int:
 
 
 @functools.cache
-def find_commands(name: str = "*") -> dict[str, Command]:
-    """Return the commands by name: the files of this folder and of its sub-folders that have a `SUMMARY`.
-
-    The files are read, not imported, so that the list appears at once. With a name, only files of this name are read.
-    """
-    folder, found = Path(__file__).parent, {}
-    for path in [*folder.glob(f"{name}.py"), *folder.glob(f"*/{name}.py")]:
-        source = path.read_text(encoding="utf-8")
-        if summary := re.search(r'^SUMMARY = "(.+)"$', source, re.MULTILINE):
-            synonyms = re.search(r"^SYNONYMS = \((.+)\)$", source, re.MULTILINE)
-            module = ".".join(path.relative_to(folder).with_suffix("").parts)
-            names = re.findall(r'"([\w-]+)"', synonyms[1]) if synonyms else ()
-            found[path.stem] = Command(f"{__package__}.{module}", summary[1], tuple(names))
-    return {name: found[name] for name in (*_FIRST, *sorted(found.keys() - {*_FIRST})) if name in found}
+def find_commands() -> dict[str, Command]:
+    """Return the commands by name, in the order of the list, with the full names of their modules."""
+    folder = Path(__file__).parent
+    found = {name: command for group in GROUPS.values() for name, command in group.items()}
+    return {
+        name: command._replace(module=f"{__package__}.{command.module}")
+        for name, command in found.items()
+        if folder.joinpath(*command.module.split(".")).with_suffix(".py").is_file()
+    }
 
 
 def dispatch(prog: str, args: Sequence[str]) -> int:
     """Start the command that the first argument names, or print the list of commands; return the exit status."""
-    name, rest = (args[0], list(args[1:])) if args else ("--help", [])
-    if name.isidentifier() and name in find_commands(name):
+    name, *rest = args or ["--help"]
+    if name == "help" and rest:
+        name, *rest = [rest[0], "--help"]
+    if name in find_commands():
         return start_command(name, f"{prog} {name}", rest)
     if name in ("-h", "--help", "help"):
         print(list_commands(prog))
     elif name in ("-V", "--version"):
         print(f"distribuuuu {__version__}")
     else:
-        print(f"command line: {describe_unknown(prog, list(args))}", file=sys.stderr)
+        print(f"command line: {describe_unknown(prog, name)}", file=sys.stderr)
         return USAGE_ERROR
     return 0
 
 
 def start_command(name: str, prog: str, args: list[str]) -> int:
-    """Import the module of a command and call its function; return the exit status."""
-    return getattr(importlib.import_module(find_commands(name)[name].module), name)(prog, args)
+    """Call the function of a command, (prog, args) -> exit status, within `run_guarded`; return the exit status."""
+    module = importlib.import_module(find_commands()[name].module)
+    guard = importlib.import_module(f"{__package__}.guard")
+    return guard.run_guarded(lambda: getattr(module, name)(prog, args))
 
 
 def list_commands(prog: str) -> str:
     """Return the usage text with one line for each command."""
     commands = find_commands()
-    width = max(map(len, commands))
-    lines = [f"  {name:<{width}}  {command.summary}" for name, command in commands.items()]
-    usage = f"usage: {prog} COMMAND [ARGUMENT ...]"
-    more = f"{prog} COMMAND --help describes a command."
-    return "\n".join([usage, "", *lines, "", more])
+    width, lines = max(map(len, commands)), [f"usage: {prog} COMMAND [ARGUMENT ...]"]
+    for title, group in GROUPS.items():
+        if names := [name for name in group if name in commands]:
+            lines += ["", f"{title}:", *(f"  {name:<{width}}  {group[name].summary}" for name in names)]
+    return "\n".join([*lines, "", f"{prog} help COMMAND describes a command."])
 
 
-def describe_unknown(prog: str, args: list[str]) -> str:
-    """Return the message for arguments that do not begin with a command."""
+def describe_unknown(prog: str, name: str) -> str:
+    """Return the message for a first argument that is no command."""
     from distribuuuu.config.errors import near_matches
 
-    name, commands = args[0], find_commands()
+    commands = find_commands()
     if name.startswith("-"):
         near = near_matches(name, ["--help", "--version"])
         hint = near[0] if near else f"{prog} train {name} ..."

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distribuuuu.commands.terminal import ending_with_reader
+from distribuuuu.commands.guard import ending_with_reader
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.run_files import BEST_NAMES, RUN_FILES, find_parent_problem, find_path_problem, local_folder
 from distribuuuu.files.untrusted import printable

@@ -3,8 +3,6 @@
 from distribuuuu.commands.arguments import run_on_config
 from distribuuuu.config import Config
 
-SUMMARY = "evaluate a run, a checkpoint or published weights"
-SYNONYMS = ("eval", "evaluate", "val", "validate")
 _DESCRIPTION = """Evaluate a run by its OUT_DIR or a checkpoint below it; or MODEL.WEIGHTS, or
 published weights (MODEL.PRETRAINED True).
 

@@ -3,8 +3,6 @@
 from distribuuuu.commands.arguments import run_on_config
 from distribuuuu.config import Config
 
-SUMMARY = "train a model, or resume the run in OUT_DIR"
-SYNONYMS = ("finetune", "fit")
 _DESCRIPTION = """Train a model, or resume the run in OUT_DIR: the same command does both, alone
 or under torchrun and srun.
 

@@ -1,6 +1,5 @@
 """Conflicts between options, and options without effect."""
 
-import os
 import re
 from collections.abc import Iterator
 
@@ -101,6 +100,10 @@ def _check_images(cfg: Config) -> Iterator[Problem]:
         if len(data[key]) not in (0, data.CHANNELS) and (data.CHANNELS, len(data[key])) != (1, 3):
             expected = f"expected {counted(data.CHANNELS, 'number')}, one per channel, or []"
             yield Problem(f"DATA.{key}", f"got {list(data[key])}; {expected}")
+        if data.PIXELS != "float32" and max((0, *data[key])) > 1:
+            scaled = [float(f"{value / 255:.4g}") for value in data[key]]
+            expected = "expected pixel values 0 to 1"
+            yield Problem(f"DATA.{key}", f"got {list(data[key])}; {expected}; fix: set it to {scaled}")
     if any(value <= 0 for value in data.STD):
         yield Problem("DATA.STD", f"got {list(data.STD)}; expected numbers above 0")
 
@@ -205,9 +208,9 @@ def _check_schedule(cfg: Config) -> Iterator[Problem]:
         yield Problem("OPTIM.STEPS", "is empty, but OPTIM.LR_POLICY is steps; set the epochs, e.g. [30, 60, 90]")
     if list(optim.STEPS) != sorted(set(optim.STEPS)) or any(step < 0 for step in optim.STEPS):
         yield Problem("OPTIM.STEPS", f"got {list(optim.STEPS)}; expected ascending epochs, 0 or more, each once")
-    if optim.LR_POLICY in ("tri", "cos_after_warmup") and 0 < optim.MAX_EPOCH <= optim.WARMUP_EPOCHS:
-        message = f"got {optim.WARMUP_EPOCHS:g}; OPTIM.LR_POLICY {optim.LR_POLICY} expects less than OPTIM.MAX_EPOCH"
-        yield Problem("OPTIM.WARMUP_EPOCHS", f"{message} {optim.MAX_EPOCH}")
+    if 0 < optim.MAX_EPOCH < optim.WARMUP_EPOCHS + (optim.LR_POLICY in ("tri", "cos_after_warmup")):
+        message = f"got {optim.WARMUP_EPOCHS:g}; expected less than OPTIM.MAX_EPOCH {optim.MAX_EPOCH}, or the"
+        yield Problem("OPTIM.WARMUP_EPOCHS", f"{message} rate never reaches OPTIM.BASE_LR; fix: set it to 0")
     if optim.LR_POLICY == "exp" and optim.MIN_LR <= 0:
         message = f"got {optim.MIN_LR:g}; OPTIM.LR_POLICY exp expects a factor above 0, e.g. 0.001"
         yield Problem("OPTIM.MIN_LR", message)
@@ -328,7 +331,7 @@ def _check_sharding(cfg: Config) -> Iterator[Problem]:
 def _check_paths(cfg: Config) -> Iterator[Problem]:
     if problem := find_path_problem(cfg.OUT_DIR, is_run=True):
         yield Problem("OUT_DIR", problem)
-    if cfg.DATA.CACHE_DIR and (problem := find_path_problem(os.path.expanduser(cfg.DATA.CACHE_DIR))):
+    if cfg.DATA.CACHE_DIR and (problem := find_path_problem(cfg.DATA.CACHE_DIR)):
         yield Problem("DATA.CACHE_DIR", problem)
     if problem := find_name_problem(cfg.CFG_DEST):
         yield Problem("CFG_DEST", problem)

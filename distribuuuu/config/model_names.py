@@ -18,6 +18,7 @@ from typing import Any
 
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.files.atomic_file import replacing
+from distribuuuu.files.cache_folder import cache_folder
 
 # Packages with models, in the order in which a name is looked up.
 SOURCES = ("distribuuuu", "timm", "torchvision")
@@ -55,12 +56,6 @@ class NameTable:
 
     def __contains__(self, name: str) -> bool:
         return name in self.names or name in self.unlisted
-
-
-def cache_folder(chosen: str = "") -> Path:
-    """Return DATA.CACHE_DIR, or the user's cache folder if it is empty."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(chosen or f"{base}/distribuuuu").expanduser()
 
 
 def load_table(source: str) -> NameTable | None:

@@ -106,9 +106,8 @@ _C.TRAIN.TOPK = Option(5, least=1, not_swept=_SAME_METRIC)
 _C.TRAIN.METRICS = Option((), names=METRICS)
 
 _C.TEST = Section()
-# Folder of the evaluation data. It is TRAIN.DATASET unless it is set on the command line, or a file sets it to a folder
-# that differs from this default and from the file's TRAIN.DATASET.
-_C.TEST.DATASET = Option("./data/ILSVRC/", path=True, hashed=False, not_swept=_SAME_METRIC)
+# Folder of the evaluation data; empty: TRAIN.DATASET.
+_C.TEST.DATASET = Option("", path=True, hashed=False, not_swept=_SAME_METRIC)
 # Sub-folder of TEST.DATASET with the evaluation classes; archives as TRAIN.SPLIT.
 _C.TEST.SPLIT = Option("val", needs="a DATA.NAME with folders of splits", not_swept=_SAME_METRIC)
 # Images per process and step in evaluation; does not affect the result.

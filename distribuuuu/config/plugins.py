@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from distribuuuu.config.errors import ConfigError, Problem, did_you_mean
-from distribuuuu.config.model_names import cache_folder
 from distribuuuu.files.atomic_file import replacing
+from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.untrusted import read_regular
 
 _PREFIX = "distribuuuu_plugin_"
@@ -36,8 +36,8 @@ class ListedConfig(FoundConfig):
 
 def resolve_plugins(entries: Iterable[str], folder: str | os.PathLike = "") -> tuple[str, ...]:
     """Return the entries of PLUGINS with absolute paths; relative ones refer to a folder (default: the current one)."""
-    found = (os.path.join(folder, os.path.expanduser(entry)) if names_file(entry) else entry for entry in entries)
-    return tuple(os.path.abspath(entry) if names_file(entry) else entry for entry in found)
+    paths = {entry: os.path.expanduser(os.path.expandvars(entry)) for entry in entries if names_file(entry)}
+    return tuple(os.path.abspath(os.path.join(folder, paths[entry])) if entry in paths else entry for entry in entries)
 
 
 def names_file(entry: str) -> bool:

@@ -7,8 +7,6 @@ The options, with their defaults and meaning, are in options.py.
 
 import functools
 import os
-import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,8 +26,6 @@ from distribuuuu.config.values import CliValue, coerce, frozen, parse
 
 # The origin of options that are set on the command line.
 COMMAND_LINE = "command line"
-# An argument that joins a key and its value with `=`.
-_JOINED = re.compile(r"[a-zA-Z]\w*(\.[^=]+)?=")
 
 # The key of a YAML file that names its bases, and the number of their levels.
 BASE, MAX_LEVELS = "_BASE_", 10
@@ -66,15 +62,18 @@ def read_cfg(cfg_file: CfgFiles = None, overrides: Sequence[str] = ()) -> tuple[
         files.layers.append((_read_tree(cfg_file), ""))
     for file in list_files(cfg_file):
         files.read(find_config(file))
-    for number, (settings, folder) in enumerate(files.layers):
-        _merge_file(cfg, settings, problems, is_first=number == 0)
+    for settings, folder in files.layers:
+        _merge_file(cfg, settings, problems)
         cfg.PLUGINS = resolve_plugins(cfg.PLUGINS, folder)
     of_file = cfg.clone()
     _merge(cfg, _read_overrides(overrides, problems), problems)
     cfg.replaced.update((key, value) for key, value in iter_options(of_file) if cfg.origins.get(key) == COMMAND_LINE)
     cfg.replaced.update(getattr(cfg_file, "replaced", {}))
     cfg.PLUGINS = resolve_plugins(cfg.PLUGINS)
-    _inherit_test_dataset(cfg, of_file.TRAIN.DATASET, cfg.origins.get("TEST.DATASET") == COMMAND_LINE)
+    if not cfg.TEST.DATASET:
+        cfg.TEST.DATASET = cfg.TRAIN.DATASET
+        if "TRAIN.DATASET" in cfg.origins:
+            cfg.origins["TEST.DATASET"] = cfg.origins["TRAIN.DATASET"]
     cfg.OUT_DIR = local_folder(cfg.OUT_DIR)
     failures = _find_plugin_problems(cfg, cfg_file)
     problems += [*failures, *_find_inherited_arguments(cfg, of_file)]
@@ -138,29 +137,6 @@ def _find_inherited_arguments(cfg: Config, of_file: Config) -> Iterator[Problem]
             yield Problem(section, f"{message}; {fix}", {section: cfg.origins.get(inherited[0], "config")})
 
 
-def _inherit_test_dataset(cfg: Config, folder_before: str, is_given: bool) -> None:
-    """Set TEST.DATASET to TRAIN.DATASET unless it was set to another folder; options.py states the rule.
-
-    Args:
-        cfg: the merged tree.
-        folder_before: TRAIN.DATASET before the last file, or the command line, was merged.
-        is_given: whether that sets TEST.DATASET.
-    """
-    train, test, default = cfg.TRAIN.DATASET, cfg.TEST.DATASET, OPTIONS["TEST.DATASET"].default
-    if is_given:
-        if test == default != train:
-            # Another spelling of the default, so that the dumped config does not look as if it was unset.
-            cfg.TEST.DATASET = default.rstrip("/")
-    elif not _same_folder(test, train) and (test == default or _same_folder(test, folder_before)):
-        cfg.TEST.DATASET = train
-        cfg.origins.pop("TEST.DATASET", None)  # moves it to the end: the first origin names the config file
-        cfg.origins["TEST.DATASET"] = f"TRAIN.DATASET, {cfg.origins['TRAIN.DATASET']}"
-
-
-def _same_folder(path: str, other: str) -> bool:
-    return os.path.normpath(path) == os.path.normpath(other)
-
-
 # ---------------------------------------------------------------------------------------- YAML file
 
 
@@ -186,6 +162,7 @@ class _FileReader:
         settings = _read_yaml(path, self._problems)
         for key, value, origin in settings:
             for name in (value if isinstance(value, list) and value else [value]) if key == BASE else ():
+                name = os.path.expanduser(os.path.expandvars(name)) if isinstance(name, str) else name
                 base = find_base(name, os.path.dirname(path)) if isinstance(name, str) else None
                 if problem := _find_base_problem(name, base, path, (*chain, origin)):
                     self._problems.append(Problem(BASE, problem, {BASE: origin}))
@@ -204,8 +181,6 @@ def _find_base_problem(name: Any, base: str | None, path: str, chain: tuple[str,
         return f"got {name!r}; expected the path of a YAML file, or a list of paths"
     files = [user.rpartition(":")[0] for user in chain]
     shown = " -> ".join([*files, base or name])
-    if base is None and name.startswith("~"):
-        return f"no such file: {shown}; `~` is not expanded; fix: write a whole path or a relative one"
     if base is None and os.path.exists(place := os.path.join(os.path.dirname(path), name)) and not os.path.isdir(place):
         return f"not a regular file: {shown}"
     if base is None:
@@ -287,21 +262,15 @@ def _read_tree(tree: Config) -> list[Setting]:
 
 
 def _read_overrides(overrides: Sequence[str], problems: list[Problem]) -> list[Setting]:
-    """Return the settings in KEY VALUE arguments; KEY=VALUE is read too, and reported."""
-    pairs, joined, rest = [], [], list(overrides)
+    """Return the settings in KEY VALUE or KEY=VALUE arguments."""
+    settings, rest = list[Setting](), list(overrides)
     while rest:
-        arg = rest.pop(0)
-        if _JOINED.match(arg):
-            pairs.append(arg.split("=", 1))
-            joined += pairs[-1]
-        elif rest:
-            pairs.append([arg, rest.pop(0)])
-        else:
-            problems.append(Problem(COMMAND_LINE, f"expected KEY VALUE pairs, but {arg!r} has no value"))
-            pairs = []
-    if joined:
-        problems.append(Problem(COMMAND_LINE, f"expected KEY VALUE pairs; write `{shlex.join(joined)}` without the ="))
-    return [setting for key, value in pairs for setting in _expand(key, CliValue(value))]
+        key, is_joined, value = rest.pop(0).partition("=")
+        if not is_joined and not rest:
+            problems.append(Problem(COMMAND_LINE, f"expected KEY VALUE pairs, but {key!r} has no value"))
+            return []
+        settings += _expand(key, CliValue(value if is_joined else rest.pop(0)))
+    return settings
 
 
 def _expand(key: str, text: CliValue) -> list[Setting]:
@@ -334,15 +303,20 @@ def _split_key(key: str) -> tuple[str, str]:
     return section, name
 
 
-def _merge_file(cfg: Config, settings: list[Setting], problems: list[Problem], is_first: bool) -> None:
-    """Apply the settings of a file. Arguments and settings for another model or entry than its own are removed."""
-    given, folder_before = {key: value for key, value, _ in settings}, cfg.TRAIN.DATASET
+def _merge_file(cfg: Config, settings: list[Setting], problems: list[Problem]) -> None:
+    """Apply the settings of a file.
+
+    Arguments and settings for another model or entry than its own are removed. A TEST.DATASET that repeats
+    TRAIN.DATASET, as in a dumped config, or the default, as in the files of 2021, follows TRAIN.DATASET.
+    """
+    given = {key: value for key, value, _ in settings}
     for section, name in _SELECTED_BY.items():
         if given.get(name, get_value(cfg, name)) != get_value(cfg, name):
             _empty(cfg, section)
     _merge(cfg, settings, problems)
-    if not is_first:
-        _inherit_test_dataset(cfg, folder_before, "TEST.DATASET" in given)
+    unset = (cfg.TRAIN.DATASET, OPTIONS["TRAIN.DATASET"].default)
+    if os.path.normpath(cfg.TEST.DATASET) in map(os.path.normpath, unset):
+        cfg.TEST.DATASET = ""
 
 
 def _empty(cfg: Config, section: str) -> None:

@@ -8,7 +8,7 @@ import unicodedata
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from distribuuuu.config.model_names import cache_folder
+from distribuuuu.files.cache_folder import cache_folder
 
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
@@ -112,8 +112,6 @@ def find_path_problem(path: str | os.PathLike, is_run: bool = False) -> str | No
         if re.search("://[^/]*@", text):
             return "got a URL with credentials; expected them in the environment; fix: remove them from the URL"
         return f"got {text}; a URL or a host; expected a local path; fix: use a local folder, and copy it later"
-    if text.split(os.sep)[0].startswith("~"):
-        return f"got {text}; expected a path without ~, which is not expanded here; fix: {os.path.expanduser(text)}"
     if any(len(os.fsencode(part)) > _MAX_PART_BYTES for part in Path(text).parts):
         return f"got a name of more than {_MAX_PART_BYTES} bytes: {text[:60]}...; expected a shorter one"
     resolved = os.path.realpath(text)

@@ -3,6 +3,8 @@
 import ast
 import contextlib
 import math
+import os
+import re
 import reprlib
 from typing import Any
 
@@ -77,12 +79,26 @@ def coerce(option: Option, value: Any) -> Any:
     if kind is tuple:
         return _coerce_numbers(value, given, option)
     if kind is str and isinstance(value, str):
-        return str(value)
+        return expand_path(value) if option.path else str(value)
     if type(value) is not kind:
         null = " or null" if is_nullable else f" or {AUTO}" if option.auto else ""
         null = " or [height, width]" if option.shape else null
         raise ValueError(f"got {_show(given)}; expected {_TYPE_NAMES[kind]}{null} (default {_show(option.default)})")
     return value
+
+
+def expand_path(path: str) -> str:
+    """Return a path, or a URL, with `~` and `$VARIABLE` expanded.
+
+    Raises:
+        ValueError: the home folder or the variable is unknown.
+    """
+    expanded = str(os.path.expanduser(os.path.expandvars(path)))
+    if unknown := re.search(r"\$(\w+|\{\w+\})", expanded):
+        raise ValueError(f"got {path}; the variable {unknown[0]} is not set; fix: set it, or write a whole path")
+    if expanded.startswith("~"):
+        raise ValueError(f"got {path}; there is no such home folder; fix: set HOME, or write a whole path")
+    return expanded
 
 
 def _coerce_numbers(value: Any, given: Any, option: Any) -> tuple:

@@ -83,7 +83,7 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
     logger.info("step: %s; %s per epoch%s", plan, counted(train_loader.num_steps, "step"), last)
     logger.info("learning rate: %s; seed %d", describe_lr(cfg, plan.global_batch), state.seed)
     if train_loader.device.type == "cuda" and (unused := list_unused_speed(cfg, detect_launch())):
-        logger.info("speed: not in use: %s; `distribuuuu plan --tune` measures the gain of each", ", ".join(unused))
+        logger.info("speed options that are off: %s", ", ".join(unused))
     for problem in find_unused_options(cfg):
         logger.warning("%s", problem)
     crop, resize = eval_crop_size(cfg), eval_resize(cfg)

@@ -105,9 +105,8 @@ def config_name(cfg: Config) -> str | None:
 
     Of a file with bases, it is its own name; several files of --cfg are joined with '+'.
     """
-    # The origin of a derived value begins with TRAIN.DATASET; that of a value of a base ends with the file of --cfg.
-    origins = (origin for origin in cfg.origins.values() if not origin.startswith("TRAIN.DATASET, "))
-    files = (re.fullmatch(r"(.+):\d+", origin.rpartition(", base of ")[2]) for origin in origins)
+    # The origin of a value of a base ends with the file of --cfg.
+    files = (re.fullmatch(r"(.+):\d+", origin.rpartition(", base of ")[2]) for origin in cfg.origins.values())
     paths = dict.fromkeys(Path(match[1]) for match in files if match)
     return "+".join("/".join([*path.absolute().parts[-2:-1], path.stem]) for path in paths) or None
 

@@ -117,8 +117,6 @@ def parse(*words: object) -> None:
 
 def test_a_flag_of_another_framework_is_answered_with_its_key():
     for words, meant in [
-        (["--lr", "0.1"], "OPTIM.BASE_LR 0.1"), (["--lr=0.1"], "OPTIM.BASE_LR 0.1"),
-        (["--epochs", "10"], "OPTIM.MAX_EPOCH 10"), (["--batch-size", "64"], "TRAIN.BATCH_SIZE 64"),
         (["--batch_size", "64"], "TRAIN.BATCH_SIZE 64"), (["-b", "64"], "TRAIN.BATCH_SIZE 64"),
         (["-j8"], "TRAIN.WORKERS 8"), (["--data", "my images"], "TRAIN.DATASET 'my images'"),
         (["--output", "exp/x"], "OUT_DIR exp/x"),
@@ -130,6 +128,16 @@ def test_a_flag_of_another_framework_is_answered_with_its_key():
         problem = problems_of(parse, *words, "--dump-config")[0]
         assert re.match(r"command line: no such flag: --?[a-z]", problem)
         assert f"; did you mean {meant}" in problem
+
+
+@pytest.mark.parametrize("words", [
+    ["OPTIM.BASE_LR", "0.7", "OPTIM.MAX_EPOCH", "3"], ["OPTIM.BASE_LR=0.7", "OPTIM.MAX_EPOCH=3"],
+    ["--set", "OPTIM.BASE_LR", "0.7", "--set", "OPTIM.MAX_EPOCH=3"], ["--lr", "0.7", "--epochs=3"],
+])  # fmt: skip
+def test_an_option_is_given_in_four_ways(words, capsys):
+    parse(*words, "--batch-size", "5", "--dump-config")
+    out = capsys.readouterr().out
+    assert all(f"{line}  # command line" in out for line in ("BASE_LR: 0.7", "MAX_EPOCH: 3", "BATCH_SIZE: 5"))
 
 
 def test_the_origin_of_a_value_that_is_the_default_is_dumped_too(tmp_path, capsys):
@@ -153,10 +161,10 @@ def test_an_empty_name_and_no_name_of_a_config_are_refused():
 
 
 def test_every_unknown_flag_and_every_other_problem_is_reported_at_once(tmp_path):
-    words = ["--lr", "0.1", "TRAIN.BATCH_SZE", 3, "--amp", "OPTIM.LR_POLICY", "cosine", "--zzz"]
+    words = ["--wd", "0.1", "TRAIN.BATCH_SZE", 3, "--amp", "OPTIM.LR_POLICY", "cosine", "--zzz"]
     problems = problems_of(parse, *words, "--dump-config")
     assert [problem.split(";")[0] for problem in problems] == [
-        "command line: no such flag: --lr",
+        "command line: no such flag: --wd",
         "command line: no such flag: --amp",
         "command line: no such flag: --zzz",
         "TRAIN.BATCH_SZE (command line): no such key",

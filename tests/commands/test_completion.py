@@ -22,7 +22,7 @@ from distribuuuu.config.model_names import NameTable, keep_table
     ("distribuuuu train OPTIM.NAME ada", ["adamw", "adan"], "lion"),
     ("distribuuuu train --cfg shapes", ["shapes/resnet14", "shapes_mine.yaml"], "imagenet/resnet50"),
     ("distribuuuu export exp/run --to o", ["onnx "], "timm"),
-    ("distribuuuu plan --", ["--gpus", "--tune", "--format"], "--nproc"),
+    ("distribuuuu plan --", ["--nproc", "--steps", "--format"], "--gpus"),
     ("distribuuuu test exp/run --", ["--cfg", "--nproc"], "--stop-epoch"),
 ])  # fmt: skip
 def test_a_line_is_completed(line, expected, other, tmp_path, monkeypatch):

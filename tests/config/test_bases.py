@@ -30,14 +30,14 @@ def write(**files: str) -> None:
 
 def test_later_files_win_and_a_shared_base_is_merged_once():
     write(
-        c="OPTIM: {BASE_LR: 1, MAX_EPOCH: 1, MOMENTUM: 0.1}\nRNG_SEED: 7\n",
-        a="_BASE_: c.yaml\nOPTIM: {BASE_LR: 2, MAX_EPOCH: 2}\n", b="_BASE_: ./c\nOPTIM: {MAX_EPOCH: 3}\n",
+        c="OPTIM: {BASE_LR: 1, MAX_EPOCH: 10, MOMENTUM: 0.1}\nRNG_SEED: 7\n",
+        a="_BASE_: c.yaml\nOPTIM: {BASE_LR: 2, MAX_EPOCH: 20}\n", b="_BASE_: ./c\nOPTIM: {MAX_EPOCH: 30}\n",
         top="OPTIM: {STEPS: [1]}\n_BASE_: [a.yaml, b.yaml]\n",
     )  # fmt: skip
     cfg = load_cfg("top.yaml", ["OPTIM.MOMENTUM", "0.5"])
-    assert (cfg.OPTIM.BASE_LR, cfg.OPTIM.MAX_EPOCH, cfg.OPTIM.MOMENTUM, cfg.OPTIM.STEPS) == (2, 3, 0.5, (1,))
+    assert (cfg.OPTIM.BASE_LR, cfg.OPTIM.MAX_EPOCH, cfg.OPTIM.MOMENTUM, cfg.OPTIM.STEPS) == (2, 30, 0.5, (1,))
     dumped = dump_with_origins(cfg)
-    for line in ("BASE_LR: 2.0  # ./a.yaml:2, base of top.yaml:2", "MAX_EPOCH: 3  # ./b.yaml:2, base of top.yaml:2",
+    for line in ("BASE_LR: 2.0  # ./a.yaml:2, base of top.yaml:2", "MAX_EPOCH: 30  # ./b.yaml:2, base of top.yaml:2",
                  "MOMENTUM: 0.5  # command line", "STEPS: [1]  # top.yaml:1",
                  "RNG_SEED: 7  # ./c.yaml:2, base of ./a.yaml:1, base of top.yaml:2"):  # fmt: skip
         assert line.replace("./", "") in dumped.replace("./", "")
@@ -66,8 +66,6 @@ def test_commands_take_several_files():
     write(a="RNG_SEED: 1\n", b="RNG_SEED: 2\n")
     parse_doctor = command_module("doctor.doctor").parse_args
     assert parse_doctor("", ["--cfg", "a.yaml", "b.yaml", "TRAIN.TOPK", "2"])[0].cfg == ("a.yaml", "b.yaml")
-    format_command = command_module("plan.tune").format_command
-    assert format_command(("a", "b"), 1, [], []) == "distribuuuu train --cfg a b"
 
 
 @pytest.mark.parametrize("text, kwargs", [
@@ -81,7 +79,7 @@ def test_arguments_of_a_base_belong_to_its_model(text, kwargs):
     assert cfg.MODEL.KWARGS == kwargs and ("MODEL.KWARGS.width" in cfg.origins) == ("width" in kwargs)
 
 
-@pytest.mark.parametrize("test, expected", [(None, "b"), ("a", "a"), ("c", "c")])
+@pytest.mark.parametrize("test, expected", [(None, "b"), ("a", "a"), ("b", "b")])
 def test_the_evaluation_set_follows_a_training_set_of_a_later_file(test, expected):
     write(a="TRAIN: {DATASET: a}\nTEST: {DATASET: a}\n",
           b="TRAIN: {DATASET: b}\n" + (f"TEST: {{DATASET: {test}}}\n" if test else ""))  # fmt: skip
@@ -115,7 +113,7 @@ def test_wrong_bases_name_the_chain():
         "broken": "OPTIM.BASE_LRR (bad.yaml:1, base of broken.yaml:1): no such key; did you mean OPTIM.BASE_LR",
         "folder": "_BASE_ (folder.yaml:1): no such file: folder.yaml -> .; did you mean ",
         "pipe": "_BASE_ (pipe.yaml:1): not a regular file: pipe.yaml -> fifo",
-        "home": "_BASE_ (home.yaml:1): no such file: home.yaml -> ~/root; `~` is not expanded; fix: write",
+        "home": f"_BASE_ (home.yaml:1): no such file: home.yaml -> {os.path.expanduser('~/root')}",
         "deep0": "_BASE_ (deep10.yaml:1): got more than 10 levels of bases: deep0.yaml -> deep1.yaml -> ",
     }.items():
         (problem,) = problems_of(load_cfg, f"{name}.yaml")

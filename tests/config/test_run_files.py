@@ -55,7 +55,6 @@ def test_a_url_and_the_root_in_any_spelling_are_no_folder_for_a_run(tmp_path, mo
         assert "root of the file system" in find_path_problem(path)
     for path in ("exp", ".", "/tmp", "C:/runs", "exp/lr=0.1:2", "a:b"):
         assert find_path_problem(path) is None
-    assert "fix: /" in find_path_problem("~/exp")
 
 
 def test_a_parent_of_a_missing_folder_is_no_path_and_no_run_creates_the_folder(capsys, monkeypatch, tmp_path):

@@ -201,7 +201,7 @@ def test_commands_that_need_labels_refuse_structured_targets(small_cfg, boxes):
     for name, call, message in [
         ("export.exporter", lambda module: module.open_evaluation_set(run), "boxes with structured targets; the check"),
         ("probe.feature_probe", lambda module: module.open_labeled_images(run, True), "expected images with one label"),
-        ("doctor.doctor", lambda module: module._run("doctor", [*boxes, "MODEL.NUM_CLASSES", "3"]), "expected labels"),
+        ("doctor.doctor", lambda module: module.doctor("x", [*boxes, "MODEL.NUM_CLASSES", "3"]), "expected labels"),
     ]:
         with pytest.raises(ConfigError, match=f"DATA.NAME.*{message}"):
             call(command_module(name))

@@ -78,4 +78,4 @@ def test_on_cuda_the_start_logs_the_options_of_speed_that_are_not_in_use(device,
     with caplog.at_level("INFO", logger="distribuuuu"):
         describe_training(cfg, state, train, val)
     lines = [line for line in caplog.messages if line.startswith("speed:")]
-    assert len(lines) == bool(logged) and all(logged in line and "plan --tune" in line for line in lines)
+    assert len(lines) == bool(logged) and all(logged in line for line in lines)

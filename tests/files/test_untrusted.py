@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from distribuuuu.commands.arguments import report
+from distribuuuu.commands.guard import report
 from distribuuuu.config import ConfigError
 from distribuuuu.config.json_file import load_json
 from distribuuuu.files.untrusted import open_regular, printable, read_regular

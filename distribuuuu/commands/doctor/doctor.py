@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.main import USAGE_ERROR
 from distribuuuu.commands.output import FORMATS, WIDTH, align_columns, print_report
@@ -23,8 +22,6 @@ from distribuuuu.launch.host import count_cores
 
 # Files and groups of a finding, and rows of the table of classes, that the text shows.
 MAX_FILES, MAX_GROUPS, MAX_CLASSES = 5, 5, 24
-SUMMARY = "check a data set: damage, duplicates, leakage, labels"
-SYNONYMS = ("check",)
 _DESCRIPTION = """Check a data set before training: damaged images, duplicates, leakage between
 splits, contradicting labels, class folders, sizes, mean and std. It writes and
 deletes nothing. Exit status: 0 clean (notes at most), 2 problems.
@@ -37,10 +34,6 @@ deletes nothing. Exit status: 0 clean (notes at most), 2 problems.
 
 def doctor(prog: str, args: list[str]) -> int:
     """Check a data set and print the report; return the exit status."""
-    return run_guarded(lambda: _run(prog, args))
-
-
-def _run(prog: str, args: list[str]) -> int:
     flags, folder, cfg = parse_args(prog, args)
     if flags.statistics:
         return _print_statistics(flags, cfg if folder is None else changed(cfg, {"TRAIN.DATASET": str(folder)}))

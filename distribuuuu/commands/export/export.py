@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from distribuuuu.checkpoint.weights_files import KINDS, RAW
-from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.output import check_out
 from distribuuuu.config import ConfigError
@@ -15,7 +14,6 @@ from distribuuuu.config.errors import counted
 from distribuuuu.files.new_folder import delete_temporary_folders
 from distribuuuu.launch.signals import exit_now, handled_by
 
-SUMMARY = "write a model for timm, ONNX, torch.export; check it"
 _DESCRIPTION = """Write the model of a run to a new folder, and check it: the code of its model
 card is run on evaluation images, and its answers are compared with those of
 predict.
@@ -34,7 +32,7 @@ FORMAT_NAMES = ("timm", "safetensors", "onnx", "torch")
 
 def export(prog: str, args: list[str]) -> int:
     """Export a run; return the exit status."""
-    return run_guarded(lambda: run_export(build_parser(prog).parse_args(args)))
+    return run_export(build_parser(prog).parse_args(args))
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -47,8 +45,6 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     add("--check-images", metavar="N", type=int, default=1000, help="check N evenly spaced images (1000); 0: all")
     add("--push", metavar="OWNER/NAME", default="", help="publish a verified export on the Hugging Face Hub")
     add("--cfg", metavar="FILE", help="the config, for weights without one")
-    add("--set", metavar=("KEY", "VALUE"), nargs=2, action="append", default=[], dest="overrides",
-        help="change an option, e.g. TEST.DATASET; may be repeated")  # fmt: skip
     return parser
 
 
@@ -74,8 +70,7 @@ def run_export(flags: argparse.Namespace) -> int:
         exit_now(signum)
 
     with handled_by(stop):
-        overrides = [word for pair in flags.overrides for word in pair]
-        run = replace(find_run(flags.run, flags.cfg, overrides), given_device=CPU)
+        run = replace(find_run(flags.run, flags.cfg, flags.overrides), given_device=CPU)
         check_format(run, flags.to)
         for limit in list_limits(run, flags.to):
             print(f"--to {flags.to}: {limit}", file=sys.stderr)

@@ -9,27 +9,23 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from distribuuuu.commands.arguments import report
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
-from distribuuuu.commands.main import USAGE_ERROR
 from distribuuuu.commands.pack.packer import DEFAULT_QUALITY, SPLITS, PackJob, pack_split, verify_packs
 from distribuuuu.commands.pack.upload import find_url_problem
 from distribuuuu.commands.pack.writer import find_conflicts, find_foreign_files
 from distribuuuu.commands.scan.data_config import read_data_cfg
-from distribuuuu.commands.terminal import open_standard_streams
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import did_you_mean
-from distribuuuu.config.model_names import cache_folder
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.run_files import find_path_problem
 from distribuuuu.data.datasets.base import get_dataset
 from distribuuuu.data.packed.dataset import is_url
 from distribuuuu.data.packed.format import FORMATS
+from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.launch.host import count_cores
-from distribuuuu.launch.signals import STATUS_OF, handled_by, print_stacks_on_quit
+from distribuuuu.launch.signals import STATUS_OF, handled_by
 
-SUMMARY = "pack a data set into a few large files, or verify them"
 _DESCRIPTION = """Pack a data set into a few large files. DATA.NAME packed TRAIN.DATASET OUT reads
 OUT/train and OUT/val. Rerun the same command to resume it after a stop.
 --verify reads every byte and reports each corrupt image.
@@ -40,14 +36,7 @@ OUT/train and OUT/val. Rerun the same command to resume it after a stop.
 
 
 def pack(prog: str, args: list[str]) -> int:
-    """Read the command line, then pack or verify.
-
-    Returns:
-        The exit status. 0: success; 2: an error that the user can fix, or a corrupt pack, described on standard error;
-        130, 143, 129 and 75: stopped by SIGINT, SIGTERM, SIGHUP and SIGUSR1.
-    """
-    open_standard_streams()
-    print_stacks_on_quit()
+    """Read the command line, then pack or verify; return the exit status, 2 for a corrupt pack too."""
     with handled_by(_stop):
         try:
             job = parse_args(args, prog)
@@ -56,12 +45,8 @@ def pack(prog: str, args: list[str]) -> int:
             else:
                 for train in job.trains:
                     pack_split(job, train)
-        except ConfigError as error:
-            report(error)
-            return USAGE_ERROR
         except OSError as error:  # a folder that cannot be listed, a file that cannot be deleted
-            report(ConfigError(f"{error.filename or '--'}: {error.strerror or error}"))
-            return USAGE_ERROR
+            raise ConfigError(f"{error.filename or '--'}: {error.strerror or error}") from error
     return 0
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from distribuuuu.commands.measure.bottleneck import Speeds, diagnose_bottleneck, find_remedies
-from distribuuuu.commands.measure.timing import endless_batches, synchronize, time_calls
+from distribuuuu.commands.plan.bottleneck import Speeds, diagnose_bottleneck, find_remedies
 from distribuuuu.commands.plan.run_plan import epochs_to_measure, extrapolate, plan_run, sizes_of, step_seconds
+from distribuuuu.commands.plan.timing import endless_batches, synchronize, time_calls
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.declaration import AUTO
@@ -36,6 +36,7 @@ from distribuuuu.engine.run_description import list_unused_speed
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import check_model, count_parameters
 from distribuuuu.optim.optimizer import set_lr
+from distribuuuu.records.run_log import progress
 from distribuuuu.trainer import take_step
 
 # Seconds of the training steps, over all image sides, and of an evaluation.
@@ -133,11 +134,14 @@ def _timed(items: Iterable, ends: list[float], limit_s: float, device: torch.dev
     On CUDA, the device records the ends, and the host waits for it only once, after the last item.
     """
     started, marks = time.perf_counter(), [_mark(device)]
-    for item in items:
-        yield item
-        marks.append(_mark(device))
-        if time.perf_counter() - started > limit_s and len(marks) > 2:
-            break
+    with progress(None, "measuring", round(limit_s), unit="s", disable=None if limit_s >= 1 else True) as bar:
+        for item in items:
+            yield item
+            marks.append(_mark(device))
+            elapsed = time.perf_counter() - started
+            bar.update(min(elapsed, limit_s) - bar.n)
+            if elapsed > limit_s and len(marks) > 2:
+                break
     synchronize(device)
     first = marks[0]
     ends += [mark - first if isinstance(mark, float) else 1e-3 * first.elapsed_time(mark) for mark in marks[1:]]

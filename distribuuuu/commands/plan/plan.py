@@ -2,11 +2,12 @@
 
 import argparse
 import json
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from distribuuuu.commands.arguments import run_guarded
+from distribuuuu.commands.arguments import run_on_config
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.output import FORMATS, WIDTH, print_report
 from distribuuuu.config import Config, ConfigError, Problem
@@ -15,37 +16,49 @@ from distribuuuu.config.reader import COMMAND_LINE, read_cfg
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.launch.detect import detect_launch
 
-SUMMARY = "predict the hours, memory and disk of a run"
 _DESCRIPTION = """Predict what a run needs before it starts: parameters, FLOPs, steps, memory, hours,
 disk, and its bottleneck. It measures the steps of the run for about a minute,
 longer if a step takes more than a second, and writes nothing to OUT_DIR.
 
   %(prog)s --cfg shapes/resnet14
-  %(prog)s --cfg imagenet/resnet50 --gpus 8 TRAIN.AMP bf16
+  %(prog)s --cfg imagenet/resnet50 --nproc 8 TRAIN.AMP bf16
   %(prog)s --cfg imagenet/resnet50 --format json > plan.json
-  %(prog)s --cfg fashion_mnist/resnet14 --tune
+  %(prog)s --cfg imagenet/resnet50 --steps
 
-With --tune, the options that make it faster without changing the recipe are measured
-too, which takes some minutes, and the command line with those that help is printed.
+With --steps, it measures the parts of a training step instead: model, loader, both
+together and the all-reduce, on the processes of --nproc or of a launcher, and names
+the bottleneck. The measurements are also written to OUT_DIR/timing.json.
+
+Exit status: 0; 1: the run does not fit into memory; 2: an error.
 """
 
 
 def plan(prog: str, args: list[str]) -> int:
-    """Plan a run and print the plan; return the exit status."""
-    return run_guarded(lambda: _run(prog, args))
-
-
-def _run(prog: str, args: list[str]) -> int:
+    """Plan a run, or measure its steps, and print the result; return the exit status."""
+    if "--steps" in args:
+        return time(prog, [word for word in args if word != "--steps"])
     flags, cfg = parse_args(prog, args)
+    print("measuring the steps for about a minute", file=sys.stderr, flush=True)
     from distribuuuu.commands.plan.measure_run import measure_and_plan
 
-    result = {"config": flags.cfg, **measure_and_plan(cfg, flags.gpus)}
-    if flags.tune:
-        from distribuuuu.commands.plan.tune import tune_plan
-
-        result["tuning"] = tune_plan(cfg, result, flags.overrides)
+    result = {"config": flags.cfg, **measure_and_plan(cfg, flags.nproc)}
     print_report(json.dumps(result, indent=1) if flags.format == "json" else format_text(result))
-    return 0
+    return 0 if result["memory"]["fits"] else 1
+
+
+def time(prog: str, args: list[str]) -> int:
+    """Measure the parts of a training step; return the exit status."""
+    return run_on_config(prog, args, _DESCRIPTION, _measure_steps, train=True)
+
+
+def _measure_steps(cfg: Config) -> None:
+    from distribuuuu.commands.plan.steps import measure_steps
+    from distribuuuu.engine.auto_batch_size import resolve_batch_size
+    from distribuuuu.models import check_model
+    from distribuuuu.trainer import take_step
+
+    check_model(cfg)
+    measure_steps(resolve_batch_size(cfg, take_step))
 
 
 def parse_args(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespace, Config]:
@@ -54,40 +67,35 @@ def parse_args(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespac
     Raises:
         ConfigError: with every problem of the flags, the options, the paths and the data.
     """
-    flags, cfg, problems = parse_flags_and_cfg(prog, args)
+    flags, overrides, problems = parse_flags(build_parser(prog), args, lambda words: words == "OPTIM.MAX_EPOCH 0")
+    cfg, found = read_cfg(flags.cfg, overrides)
+    problems += found
     if flags.format not in FORMATS:
         hint = did_you_mean(flags.format, FORMATS)
         problems.append(Problem("--format", f"got {flags.format!r}; expected one of {', '.join(FORMATS)}{hint}"))
-    if flags.gpus < 1:
-        problems.append(Problem("--gpus", f"got {flags.gpus}; expected 1 or more"))
+    if flags.nproc < 1:
+        problems.append(Problem("--nproc", f"got {flags.nproc}; expected 1 or more"))
     elif detect_launch().world_size > 1:
-        problems.append(Problem(COMMAND_LINE, "got a launcher; expected one process; fix: --gpus N without it"))
+        problems.append(Problem(COMMAND_LINE, "got a launcher; expected one process; fix: --nproc N without it"))
     if cfg.OPTIM.MAX_EPOCH < 1:
         message = f"got {cfg.OPTIM.MAX_EPOCH}; expected 1 or more: a run without epochs has no steps to measure"
         problems.append(Problem("OPTIM.MAX_EPOCH", message, cfg.origins))
-    problems += find_run_problems(cfg, True, max(1, flags.gpus), set_keys_only=bool(problems))
+    problems += find_run_problems(cfg, True, max(1, flags.nproc), set_keys_only=bool(problems))
     if problems:
         raise ConfigError(problems)
     return flags, resolve_num_classes(cfg)
 
 
-def parse_flags_and_cfg(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespace, Config, list[Problem]]:
-    """Return the flags, the config, and the problems of both, without looking at files other than the config's."""
-    flags, overrides, problems = parse_flags(build_parser(prog), args, lambda words: words == "OPTIM.MAX_EPOCH 0")
-    flags.overrides = overrides
-    cfg, found = read_cfg(flags.cfg, flags.overrides)
-    return flags, cfg, problems + found
-
-
 def build_parser(prog: str | None = None) -> CommandParser:
     """Return the parser of the flags; the remaining arguments are KEY VALUE pairs."""
-    parser = CommandParser(prog=prog, description=_DESCRIPTION, usage="%(prog)s [--cfg FILE] [flags] [KEY VALUE ...]")
-    parser.add_argument(
-        "--cfg", metavar="FILE", help="YAML file of the options other than the defaults; several are merged"
-    )
-    parser.add_argument("--gpus", metavar="N", type=int, default=1, help="extrapolate to N processes (1)")
-    parser.add_argument("--tune", action="store_true", help="measure options that make the run faster")
-    parser.add_argument("--format", metavar="|".join(FORMATS), default="text", help="output on standard output (text)")
+    removed = {"--gpus": "--nproc N", "--tune": "plan with each option, e.g. TRAIN.AMP bf16, and compare the hours"}
+    usage = "%(prog)s [--cfg FILE] [--nproc N] [--steps] [KEY VALUE ...]"
+    parser = CommandParser(prog, removed, description=_DESCRIPTION, usage=usage)
+    add = parser.add_argument
+    add("--cfg", metavar="FILE", help="YAML file of the options other than the defaults; several are merged")
+    add("--nproc", metavar="N", type=int, default=1, help="processes of the run (1); one is measured")
+    add("--steps", action="store_true", help="measure the parts of a step instead, as distribuuuu time does")
+    add("--format", metavar="|".join(FORMATS), default="text", help="output on standard output (text)")
     return parser
 
 
@@ -98,10 +106,7 @@ def format_text(result: dict[str, Any]) -> str:
     """Return the plan as a table of 80 columns."""
     lines = []
     for name, text in _list_rows(result):
-        # The lines of a command are continued, so that they can be copied.
-        end, width = (" \\", WIDTH - 2) if name == "command" else ("", WIDTH)
-        wrapped = textwrap.wrap(f"{name:<14}{text}", width, subsequent_indent=" " * 14, break_on_hyphens=False)
-        lines += [f"{line}{end}" for line in wrapped[:-1]] + wrapped[-1:]
+        lines += textwrap.wrap(f"{name:<14}{text}", WIDTH, subsequent_indent=" " * 14, break_on_hyphens=False)
     return "\n".join(lines)
 
 
@@ -136,8 +141,4 @@ def _list_rows(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if result["assumption"]:
         yield "assumption", result["assumption"]
     if result["unused"]:
-        yield "not in use", f"{', '.join(result['unused'])}; --tune measures the gain of each"
-    if "tuning" in result:
-        from distribuuuu.commands.plan.tune import list_rows
-
-        yield from list_rows(result["tuning"])
+        yield "off", ", ".join(result["unused"])

@@ -5,7 +5,6 @@ import os
 import signal
 from pathlib import Path
 
-from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.output import check_out
 from distribuuuu.config import ConfigError
@@ -15,8 +14,6 @@ from distribuuuu.launch.signals import STATUS_OF, handled_by
 # Exit status if images are broken.
 BROKEN_IMAGES = 3
 
-SUMMARY = "predict the classes of images with a trained model"
-SYNONYMS = ("infer", "inference")
 _DESCRIPTION = """Predict the classes of images with a trained model. RUN is the OUT_DIR of a run,
 a checkpoint, an exported folder, or timm/NAME for weights that timm publishes.
 PATHS are files, folders, quoted patterns, and text files (.txt) with a path per
@@ -32,10 +29,6 @@ are broken; they are listed with their cause.
 
 def predict(prog: str, args: list[str]) -> int:
     """Read the command line, then predict."""
-    return run_guarded(lambda: _run(prog, args))
-
-
-def _run(prog: str, args: list[str]) -> int:
     flags = build_parser(prog).parse_args(args)
     problems = [
         f"--{name.replace('_', '-')}: got {value}; expected {least} or more"
@@ -56,9 +49,8 @@ def _run(prog: str, args: list[str]) -> int:
     from distribuuuu.commands.predict.prediction import PredictJob, predict_files
 
     workers = max(1, count_cores() // flags.nproc) if flags.workers is None else flags.workers
-    overrides = tuple(word for pair in flags.set or () for word in pair)
-    job = PredictJob(flags.run, flags.cfg, overrides, files, out, flags.topk, flags.threshold, flags.batch_size,
-                     workers, flags.nproc)  # fmt: skip
+    job = PredictJob(flags.run, flags.cfg, tuple(flags.overrides), files, out, flags.topk, flags.threshold,
+                     flags.batch_size, workers, flags.nproc)  # fmt: skip
     with handled_by(lambda signum: _stop(signum, resumes=out is not None)):
         num_broken = predict_files(job)
     return BROKEN_IMAGES if num_broken and not flags.skip_bad else 0
@@ -74,7 +66,8 @@ def _stop(signum: int, resumes: bool) -> None:
 
 def build_parser(prog: str | None = None) -> CommandParser:
     """Return the parser of the arguments."""
-    parser = CommandParser(prog, description=_DESCRIPTION)
+    usage = "%(prog)s RUN PATHS [flags] [KEY VALUE ...]"
+    parser = CommandParser(prog, description=_DESCRIPTION, usage=usage)
     add = parser.add_argument
     add("run", metavar="RUN", help="a run, a checkpoint, an exported folder, or timm/NAME")
     add("paths", metavar="PATHS", nargs="+", help="files, folders, patterns, and lists of paths")
@@ -91,5 +84,4 @@ def build_parser(prog: str | None = None) -> CommandParser:
     add("--workers", metavar="N", type=int, help="loader workers of each process (default: its share of the cores)")
     add("--batch-size", metavar="N", type=int, default=32, help="images that a worker loads at a time (32)")
     add("--cfg", metavar="FILE", help="config of weights that hold none")
-    add("--set", metavar=("KEY", "VALUE"), nargs=2, action="append", help="change an option, e.g. TEST.IM_SIZE 288")
     return parser

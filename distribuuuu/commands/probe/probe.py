@@ -4,13 +4,11 @@ import json
 import tempfile
 from pathlib import Path
 
-from distribuuuu.commands.arguments import run_guarded
-from distribuuuu.commands.flag_hints import CommandParser, parse_flags
+from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.output import check_out
 from distribuuuu.config import ConfigError
 from distribuuuu.launch.host import tune_malloc
 
-SUMMARY = "measure the features of a run: k-NN, linear probe"
 _DESCRIPTION = """Measure the features of a trained model without training it: classify the
 evaluation images by their nearest training images, and by a linear classifier
 that is fitted to the training images.
@@ -22,19 +20,13 @@ that is fitted to the training images.
 
 def probe(prog: str, args: list[str]) -> int:
     """Read the command line, then print and write the result."""
-    return run_guarded(lambda: _run(prog, args))
-
-
-def _run(prog: str, args: list[str]) -> int:
-    flags, rest, problems = parse_flags(build_parser(prog), args)
-    if problems:
-        raise ConfigError(problems)
+    flags = build_parser(prog).parse_args(args)
     tune_malloc()
     from distribuuuu.commands.html.page import write_page
     from distribuuuu.commands.probe.feature_probe import probe_run
     from distribuuuu.inference.load_run import find_run
 
-    run = find_run(flags.run, flags.cfg, [*flags.overrides, *rest])
+    run = find_run(flags.run, flags.cfg, flags.overrides)
     out = Path(flags.out or f"{run.cfg.OUT_DIR}/probe.json")
     check_out("--out", out)
     if out.is_dir():
@@ -58,10 +50,9 @@ def _run(prog: str, args: list[str]) -> int:
 
 def build_parser(prog: str | None = None) -> CommandParser:
     """Return the parser of the arguments."""
-    parser = CommandParser(prog, description=_DESCRIPTION)
+    parser = CommandParser(prog, description=_DESCRIPTION, usage="%(prog)s RUN [flags] [KEY VALUE ...]")
     add = parser.add_argument
     add("run", metavar="RUN", help="a run, a checkpoint, an exported folder, or timm/NAME")
-    add("overrides", metavar="KEY VALUE", nargs="*", default=[], help="options to change, e.g. TRAIN.DATASET FOLDER")
     add("--out", metavar="FILE", help="the file to write (default: probe.json beside the weights)")
     add("--format", choices=("text", "json"), default="text", help="text (default) or json")
     add("--cfg", metavar="FILE", help="config of weights that hold none")

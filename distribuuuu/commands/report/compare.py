@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.output import check_out
 from distribuuuu.config import ConfigError
@@ -12,7 +11,6 @@ from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.run_files import local_run
 from distribuuuu.files.untrusted import printable
 
-SUMMARY = "compare runs on the same images: is one better?"
 _DESCRIPTION = """Compare two or more finished runs on the same evaluation images: difference of
 accuracy with its significance, changed answers, classes, curves and configs.
 
@@ -27,10 +25,6 @@ _MAX_SIDES = 8
 
 def compare(prog: str, args: list[str]) -> int:
     """Print the result of a comparison, and write the page; return the exit status."""
-    return run_guarded(lambda: _run(prog, args))
-
-
-def _run(prog: str, args: list[str]) -> int:
     flags = build_parser(prog).parse_args(args)
     check_out("--out", flags.out)
     sides = find_sides(flags.runs)

@@ -3,14 +3,12 @@
 import json
 from pathlib import Path
 
-from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.output import check_out
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import local_run
 from distribuuuu.files.untrusted import printable
 
-SUMMARY = "make an HTML page about a run"
 _DESCRIPTION = """Make a report of a run: one HTML file with its curves, the figures of each class,
 the confusion matrix, the most confident mistakes and the calibration. RUN is its
 OUT_DIR, which must hold predictions.npz; distribuuuu test RUN makes it.
@@ -23,10 +21,6 @@ OUT_DIR, which must hold predictions.npz; distribuuuu test RUN makes it.
 
 def report(prog: str, args: list[str]) -> int:
     """Read the command line, then write the report."""
-    return run_guarded(lambda: _run(prog, args))
-
-
-def _run(prog: str, args: list[str]) -> int:
     flags = build_parser(prog).parse_args(args)
     flags.run = local_run(flags.run)
     out = Path(flags.out).expanduser() if flags.out else Path(flags.run) / f"report.{flags.format}"

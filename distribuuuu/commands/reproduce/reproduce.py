@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.output import WIDTH, find_unread_url, print_report
 from distribuuuu.commands.reproduce.verdict import compare_run, format_rows
@@ -26,7 +25,6 @@ from distribuuuu.launch.processes import start_child
 from distribuuuu.launch.signals import handled_by
 from distribuuuu.records.results import FILE_NAME, read_results
 
-SUMMARY = "rerun a measured result, and compare the outcome"
 _DESCRIPTION = """Train a row of the measured results again, with its config and one of its
 seeds, and compare the outcome: the SHA-256 of the weights, and the interval of
 the row. The same command resumes a stopped run.
@@ -42,12 +40,8 @@ _FIXED = ("PLUGINS", "RNG_SEED", "TEST.LABELS")
 
 def reproduce(prog: str, args: list[str]) -> int:
     """Rerun a row; return the exit status: 0 if it is reproduced, 1 if not, that of the training if it ended early."""
-    return run_guarded(lambda: _run(prog, args))
-
-
-def _run(prog: str, args: list[str]) -> int:
     flags, rest, problems = parse_flags(build_parser(prog), args, lambda words: any(map(changes_result, words.split())))
-    name, *words = [*flags.words, *rest] or [""]
+    name, words = flags.row, rest
     if problems:
         raise ConfigError(problems)
     rows, notes = read_rows(flags.results)
@@ -82,8 +76,7 @@ def build_parser(prog: str | None = None) -> CommandParser:
     """Return the parser of the command line."""
     parser = CommandParser(prog, description=_DESCRIPTION, usage="%(prog)s [--list] [ROW] [--seed N] [KEY VALUE ...]")
     add = parser.add_argument
-    add("words", metavar="ROW KEY VALUE", nargs="*", help="the row, then options that do not change its result, e.g. "
-        "TRAIN.DATASET FOLDER")  # fmt: skip
+    add("row", metavar="ROW", nargs="?", default="", help="the row; KEY VALUE options may not change its result")
     add("--list", action="store_true", help="print the rows and exit")
     add("--seed", metavar="N", type=int, help="the seed (default: the lowest of the row)")
     add("--results", metavar="FOLDER", default=str(shipped_file("benchmarks/results")), help="the measured results "

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.output import align_columns, check_out
 from distribuuuu.config import ConfigError, Problem
@@ -17,7 +16,6 @@ from distribuuuu.files.untrusted import open_regular, printable
 # Headers of images, evenly spaced, that are read for the suggested sizes.
 MAX_HEADERS = 1000
 
-SUMMARY = "split a folder or a table of images into lists"
 _DESCRIPTION = """Split a folder with one sub-folder of images per class, or a table of paths and
 classes, into lists, which DATA.NAME list reads. No image is copied, moved or
 deleted. The classes keep their shares in each list. The split depends on the
@@ -32,10 +30,6 @@ names and the seed only, and equal files are never divided.
 
 def split(prog: str, args: list[str]) -> int:
     """Write the lists of a split, and print their sizes and the command to train with them; return the exit status."""
-    return run_guarded(lambda: _run(prog, args))
-
-
-def _run(prog: str, args: list[str]) -> int:
     flags, words, problems = parse_flags(build_parser(prog), args)
     from distribuuuu.files.image_files import TABLE_ENDINGS
 

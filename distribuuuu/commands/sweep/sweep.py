@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.sweep.search_space import Dimension, list_trials, parse_space
 from distribuuuu.commands.sweep.slurm_executor import SlurmExecutor, check_slurm
@@ -29,7 +28,6 @@ from distribuuuu.records.results import replace_nonfinite
 if TYPE_CHECKING:
     from distribuuuu.commands.sweep.trials import Sweep, TrialRow
 
-SUMMARY = "search options by many runs, which survive any stop"
 _DESCRIPTION = """Search options by many runs: all combinations of lists, or --trials N
 points of ranges. Each run is an ordinary one in its own folder below OUT_DIR.
 Rerun the same command to resume a sweep after a stop.
@@ -43,10 +41,6 @@ Rerun the same command to resume a sweep after a stop.
 
 def sweep(prog: str, args: list[str]) -> int:
     """Run a sweep, print its table, and write its results and the best config; return the exit status."""
-    return run_guarded(lambda: _run(prog, args))
-
-
-def _run(prog: str, args: list[str]) -> int:
     flags, fixed, space, first = parse_args(prog, args)
     sbatch = check_slurm(flags.slurm, flags.sbatch) if flags.slurm else []
     from distribuuuu.commands.html.page import write_page
@@ -124,7 +118,7 @@ def parse_args(prog: str, args: Sequence[str]) -> tuple[argparse.Namespace, list
 def build_parser(prog: str) -> CommandParser:
     """Return the parser of the flags; the remaining arguments are KEY VALUE and KEY=VALUES."""
     usage = "%(prog)s [FLAG ...] KEY=VALUES ... [KEY VALUE ...] OUT_DIR DIR"
-    parser = CommandParser(prog=prog, description=_DESCRIPTION, usage=usage,
+    parser = CommandParser(prog, joined=False, description=_DESCRIPTION, usage=usage,
                            epilog="KEY=VALUES: a,b,c or a range log:LOW:HIGH, lin:LOW:HIGH, int:LOW:HIGH")  # fmt: skip
     add = parser.add_argument
     add("--cfg", metavar="FILE", help="YAML file of the options other than the defaults; several are merged")

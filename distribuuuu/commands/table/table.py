@@ -12,9 +12,7 @@ from typing import Any
 
 import yaml
 
-from distribuuuu.commands.arguments import report
 from distribuuuu.commands.flag_hints import CommandParser
-from distribuuuu.commands.main import USAGE_ERROR
 from distribuuuu.commands.output import find_unread_url
 from distribuuuu.commands.stats.run_groups import collecting, find_files, group_runs, read_runs
 from distribuuuu.commands.table.tables import Row, format_table, format_text, make_config_row, make_row
@@ -26,8 +24,6 @@ from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import printable
 from distribuuuu.records.results import config_name
 
-SUMMARY = "make a table of finished runs"
-SYNONYMS = ("results",)
 _DESCRIPTION = """Make a table of runs, in Markdown unless it is for a terminal. Each config
 has one row: the mean and standard deviation over its seeds, beside published
 results. Unfinished runs are omitted.
@@ -42,15 +38,14 @@ _END = "<!-- /table -->"
 
 
 def table(prog: str, args: list[str]) -> int:
-    """Print a table, or write it to a README; return the exit status: 2 if there are problems."""
-    try:
-        flags = build_parser(prog).parse_args(args)
-    except ConfigError as error:
-        report(error)
-        return USAGE_ERROR
+    """Print a table, or write it to a README; return the exit status.
+
+    Raises:
+        ConfigError: with what could not be read; the rest has been printed.
+    """
+    flags = build_parser(prog).parse_args(args)
     if bool(flags.readme) != bool(flags.name):
-        report(ConfigError("--readme FILE and --name NAME must be given together"))
-        return USAGE_ERROR
+        raise ConfigError("--readme FILE and --name NAME must be given together")
     rows, notes, problems = collect_rows(flags)
     for note in notes:
         print(printable(note), file=sys.stderr)
@@ -68,8 +63,8 @@ def table(prog: str, args: list[str]) -> int:
         print(text, end="")
         problems += [f"{flags.readme}: not updated because of the other problems"] if flags.readme else []
     if problems:
-        report(ConfigError(problems))
-    return USAGE_ERROR if problems else 0
+        raise ConfigError(problems)
+    return 0
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:

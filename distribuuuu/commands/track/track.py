@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from distribuuuu.commands.arguments import run_guarded
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.output import find_unread_url
 from distribuuuu.config import ConfigError, Problem, get_cfg, load_cfg
@@ -28,8 +27,6 @@ from distribuuuu.launch.signals import ignore_signals
 from distribuuuu.records.metric_writers import parse_record
 from distribuuuu.records.trackers.base import RunInfo, Tracker, describe_error
 
-SUMMARY = "send a run to experiment trackers: MLflow, W&B, Trackio"
-SYNONYMS = ("sync", "log", "upload")
 _DESCRIPTION = """Send the rows of metrics.jsonl, the images and the results of a run that its
 trackers have not received, e.g. because a server was down. LOG.TRACKERS adds
 trackers that the training did not have. A training starts it with --follow.
@@ -45,11 +42,7 @@ _OWN_OPTIONS = ("LOG.TRACKERS", "PLUGINS")
 
 def track(prog: str, args: list[str]) -> int:
     """Read the command line, and send what is missing."""
-    return run_guarded(lambda: _run(prog, args))
-
-
-def _run(prog: str, args: list[str]) -> int:
-    flags, rest, problems = parse_flags(build_parser(prog), args, lambda words: words.split()[0] not in _OWN_OPTIONS)
+    flags, words, problems = parse_flags(build_parser(prog), args, lambda words: words.split()[0] not in _OWN_OPTIONS)
     if problems:
         raise ConfigError(problems)
     if problem := find_unread_url(flags.run):
@@ -58,7 +51,6 @@ def _run(prog: str, args: list[str]) -> int:
         raise ConfigError(f"RUN: no such folder: {folder}; expected the OUT_DIR of a run")
     if not (own := folder / get_cfg().CFG_DEST).is_file():
         raise ConfigError(f"RUN: {folder} holds no {own.name}; expected the OUT_DIR of a run")
-    words = [*flags.overrides, *rest]
     cfg = load_cfg(FoundConfig(own), words)
     if keys := [key for key in words[::2] if key not in _OWN_OPTIONS]:
         message = f"is sent as the run had it; expected {' or '.join(_OWN_OPTIONS)}; fix: remove it"
@@ -164,10 +156,9 @@ def _describe_rows(path: Path) -> str:
 
 def build_parser(prog: str | None = None) -> CommandParser:
     """Return the parser of the arguments."""
-    parser = CommandParser(prog, description=_DESCRIPTION)
+    text = "KEY VALUE: LOG.TRACKERS NAMES, the trackers; PLUGINS FILE, code that they need; no other options"
+    parser = CommandParser(prog, description=_DESCRIPTION, usage="%(prog)s RUN [KEY VALUE ...]", epilog=text)
     parser.add_argument("run", metavar="RUN", help="the OUT_DIR of a run")
     parser.add_argument("--follow", action="store_true", help="send what a training writes until standard input ends")
     parser.add_argument("--num-steps", type=int, default=0, help=argparse.SUPPRESS)
-    text = "LOG.TRACKERS NAMES: the trackers; PLUGINS FILE: code that they need; no other options"
-    parser.add_argument("overrides", metavar="KEY VALUE", nargs="*", default=[], help=text)
     return parser

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import first_few
-from distribuuuu.config.model_names import cache_folder
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, image_extensions, unknown_classes
 from distribuuuu.data.datasets.imagefolder import notes_on
+from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.image_files import sort_splits
 from distribuuuu.hints.sources import describe_file, list_archives, missing_root, split_of_archive
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distribuuuu.config.errors import first_few
-from distribuuuu.config.model_names import cache_folder
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset, SplitDataset, image_extensions
 from distribuuuu.data.datasets.imagenet_labels import RealLabels, find_folder_problems, folder_names, read_classes
+from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.image_files import ALL_EXTENSIONS, EXTENSIONS, list_classes, walk_images
 from distribuuuu.hints.sources import (
     describe_archives,

@@ -13,12 +13,12 @@ from typing import Any
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import first_few
-from distribuuuu.config.model_names import cache_folder
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.archive import Archive
 from distribuuuu.data.datasets.archive_members import ArchiveError, walk_tar
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.imagefolder import ImageFolder
+from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.image_files import is_image, list_classes
 from distribuuuu.files.untrusted import read_regular
 from distribuuuu.hints.sources import IMAGENET_FOLDERS, IMAGENET_TARS, missing_root

@@ -15,10 +15,10 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from distribuuuu.config.model_names import cache_folder
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import SplitDataset
 from distribuuuu.data.datasets.imagefolder import ImageFolder
+from distribuuuu.files.cache_folder import cache_folder
 
 if TYPE_CHECKING:
     from PIL import Image

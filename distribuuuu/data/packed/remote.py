@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.model_names import cache_folder
 from distribuuuu.data.datasets.array_file import FIXED, ArrayFileError, Place, checksum_of, read_fixed, read_header
 from distribuuuu.data.packed import block_order
 from distribuuuu.data.packed import format as packed_format
@@ -27,6 +26,7 @@ from distribuuuu.data.packed.block_order import AHEAD, ReadAheadSampler
 from distribuuuu.data.packed.cache import KEPT, DiskCache
 from distribuuuu.data.packed.format import INDEX, check_columns, check_meta
 from distribuuuu.data.packed.transport import MAX_WRONG, Part, RemoteError, fetch
+from distribuuuu.files.cache_folder import cache_folder
 
 # Threads of each process that read ahead; seconds of failures after which they leave a block to its reader.
 NUM_THREADS, AHEAD_S = 4, 2.0

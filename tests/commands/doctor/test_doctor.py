@@ -13,7 +13,7 @@ from support.images import draw_folder
 from support.processes import END_S, have_ended, list_children, wait_for
 from support.runs import ROOT
 
-from distribuuuu.commands.doctor import doctor
+from distribuuuu.commands.main import start_command
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def root(tmp_path) -> Path:
 
 def run(capsys, *args) -> tuple[int, str, str]:
     before = signal.getsignal(signal.SIGPIPE)
-    status = doctor.doctor("distribuuuu doctor", [*map(str, args), "--workers", "0"])
+    status = start_command("doctor", "distribuuuu doctor", [*map(str, args), "--workers", "0"])
     assert signal.getsignal(signal.SIGPIPE) == before, "a connection that a server closes must not end the process"
     return status, *capsys.readouterr()
 
@@ -96,7 +96,7 @@ MISTAKES = {
 def test_mistakes_are_reported(tmp_path, capsys):
     (tmp_path / "train/cat").mkdir(parents=True)
     for words, message in MISTAKES.items():
-        assert doctor.doctor("distribuuuu doctor", words.replace("EMPTY", str(tmp_path)).split()) == 2
+        assert start_command("doctor", "distribuuuu doctor", words.replace("EMPTY", str(tmp_path)).split()) == 2
         assert message in capsys.readouterr().err
 
 
@@ -144,6 +144,7 @@ def test_several_labels_need_no_loss(tmp_path, capsys):
         draw_folder(tmp_path, split, {"ant": 3})
         rows = "".join(f"{split}/ant/{number:03d}.jpg,x\n" for number in range(3))
         (tmp_path / f"{split}.csv").write_text(f"image,labels\n{rows}")
-    doctor.doctor("distribuuuu doctor", ["DATA.NAME", "multilabel", "TRAIN.DATASET", str(tmp_path), "--workers", "0"])
+    words = ["DATA.NAME", "multilabel", "TRAIN.DATASET", str(tmp_path), "--workers", "0"]
+    start_command("doctor", "doctor", words)
     printed = capsys.readouterr()
     assert "6 images, 2 splits" in printed.out and "LOSS.NAME" not in printed.err

@@ -571,9 +571,9 @@ WRONG = {
 
 def test_a_mistake_is_answered_with_its_remedy_and_without_torch(folder, tmp_path):
     code = (
-        "import sys, distribuuuu.commands.pack.upload; from distribuuuu.commands.pack.pack import pack\n"
+        "import sys, distribuuuu.commands.pack.upload; from distribuuuu.commands.main import start_command\n"
         "for line in sys.argv[1:]:\n"
-        "    print('status', pack('pack', line.split()), 'torch' in sys.modules, file=sys.stderr)\n"
+        "    print('status', start_command('pack', 'pack', line.split()), 'torch' in sys.modules, file=sys.stderr)\n"
     )
     lines = []
     for line in WRONG.values():

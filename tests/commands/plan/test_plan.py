@@ -4,7 +4,6 @@ import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from support.runs import make_cfg, small_options
 
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.commands.main import dispatch
-from distribuuuu.commands.measure import timing
-from distribuuuu.commands.plan import measure_run, run_plan, tune
+from distribuuuu.commands.plan import measure_run, run_plan, timing
 from distribuuuu.commands.plan.run_plan import count_checkpoints, epochs_to_measure, extrapolate, plan_run, sizes_of
 from distribuuuu.config import load_cfg
 from distribuuuu.data.batch_plan import BatchPlan
@@ -115,7 +113,7 @@ def in_this_process(monkeypatch, tmp_path):
 def test_a_small_run_is_planned(image_folder, tmp_path, capsys, in_this_process):
     words = ("MODEL.PRECISE_BN", 24, "EMA.HALF_LIFE", 100, "TRAIN.IM_SIZE_START", 8, "TRAIN.IM_SIZE_EPOCHS", "[0, 1]")
     args = small_options(image_folder, tmp_path / "out", *words, "TRAIN.IM_SIZE_MULTIPLE", 8)
-    assert dispatch("distribuuuu", ["plan", "--format", "json", "--gpus", "2", *args]) == 0
+    assert dispatch("distribuuuu", ["plan", "--format", "json", "--nproc", "2", *args]) == 0
     result = json.loads(capsys.readouterr().out)
     assert {(plan.micro_batch, times) for plan, times in in_this_process} == {(3, False), (6, False), (12, True)}
     assert result["memory"]["peak_mib"] == pytest.approx(112) and result["memory"]["fits"]
@@ -125,26 +123,7 @@ def test_a_small_run_is_planned(image_folder, tmp_path, capsys, in_this_process)
     assert set(result["step_s"]) == {"8", "16"} and result["hours"] > 0
     assert result["checkpoint_mib"] > 0.5 and result["best_mib"] > 0.4
     assert "2 processes" in result["assumption"] and not (tmp_path / "out").exists()
-    assert "tuning" not in result and result["unused"] == []
-
-
-def test_a_small_run_is_tuned(image_folder, tmp_path, capsys, in_this_process, monkeypatch):
-    opened = []
-
-    def open_run(cfg, plan, changes):
-        opened.append((plan, list(map(str, changes))))
-        speed = 100.0 * (1 + sum(change.key == "MODEL.CHANNELS_LAST" for change in changes))
-        return SimpleNamespace(block=lambda: speed, close=lambda: None)
-
-    monkeypatch.setattr(tune, "Process", open_run)
-    args = small_options(image_folder, tmp_path / "out", "TRAIN.WORKERS", 0)
-    assert dispatch("distribuuuu", ["plan", "--tune", "--format", "json", *args]) == 0
-    shown = capsys.readouterr()
-    tuning = json.loads(shown.out)["tuning"]
-    assert tuning["used"] == ["MODEL.CHANNELS_LAST True"] and tuning["gain"] == 2 and tuning["images_per_s"] == 100
-    assert tuning["command"].endswith("MODEL.CHANNELS_LAST True") and str(image_folder) in tuning["command"]
-    assert "tuning: MODEL.CHANNELS_LAST True: 2.00 x, spread 0.00" in shown.err.splitlines()
-    assert {plan for plan, _ in opened} == {BatchPlan(12, 1, 1)} and opened[0][1] == []
+    assert result["unused"] == []
 
 
 def test_a_run_that_does_not_fit_is_not_started(image_folder, tmp_path, capsys, in_this_process, monkeypatch):
@@ -157,7 +136,7 @@ def test_a_run_that_does_not_fit_is_not_started(image_folder, tmp_path, capsys, 
     assert names[5:] == ["time per step", "images/s", "hours", "disk", "bottleneck"]
     monkeypatch.setattr(measure_run, "available_memory", lambda: 111 * 2**20)
     in_this_process.clear()
-    assert dispatch("distribuuuu", args) == 0
+    assert dispatch("distribuuuu", args) == 1
     assert "does not fit  fix: TRAIN.BATCH_SIZE auto" in capsys.readouterr().out
     assert not any(times for _, times in in_this_process)
 
@@ -165,15 +144,16 @@ def test_a_run_that_does_not_fit_is_not_started(image_folder, tmp_path, capsys, 
 def test_errors_are_reported_at_once_with_status_2(image_folder, tmp_path, capsys):
     args = small_options(image_folder, tmp_path / "out", "TRAIN.GLOBAL_BATCH_SIZE", 12)
     for words, *texts in (
-        ("NO.KEY 1 --gpus 0", "NO.KEY", "--gpus: got 0; expected 1 or more"),
+        ("NO.KEY 1 --nproc 0", "NO.KEY", "--nproc: got 0; expected 1 or more"),
         ("TRAIN.DATASET /no/such", "TRAIN.DATASET", "/no/such"),
         ("--format jsn", "--format: got 'jsn'; expected one of text, json; did you mean json?"),
-        ("--gpu 2", "no such flag: --gpu"),
+        ("--gpus 2", "no such flag: --gpus; it was removed; fix: --nproc N"),
+        ("--tune", "no such flag: --tune; it was removed; fix: "),
         ("--cfg no/such", "no/such"),
         ("--dry-run", "no such flag: --dry-run\n"),
-        ("--epochs 3", "no such flag: --epochs; did you mean OPTIM.MAX_EPOCH 3?"),
+        ("--epochs 0", "OPTIM.MAX_EPOCH (command line): got 0; expected 1 or more"),
         ("OPTIM.MAX_EPOCH 0", "OPTIM.MAX_EPOCH (command line): got 0; expected 1 or more"),
-        ("--gpus 7", "TRAIN.GLOBAL_BATCH_SIZE", "on 7 processes"),
+        ("--nproc 7", "TRAIN.GLOBAL_BATCH_SIZE", "on 7 processes"),
     ):
         assert dispatch("distribuuuu", ["plan", *args, *words.split()]) == 2
         shown = capsys.readouterr().err

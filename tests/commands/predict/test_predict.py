@@ -24,8 +24,9 @@ from support.runs import ROOT, run_python, train_and_evaluate
 from support.tiers import slow
 
 from distribuuuu import load_run
+from distribuuuu.commands.main import start_command
 from distribuuuu.commands.predict import journal
-from distribuuuu.commands.predict.predict import build_parser, predict
+from distribuuuu.commands.predict.predict import build_parser
 from distribuuuu.commands.predict.prediction import changes_rows
 from distribuuuu.config import ConfigError
 from distribuuuu.config.options import OPTIONS
@@ -51,7 +52,7 @@ sys.exit(main())
 def run(*words) -> int:
     """Run the command in this process, without loader workers unless they are asked for; return its status."""
     words = [str(word) for word in words]
-    return predict("distribuuuu predict", words + ([] if "--workers" in words else ["--workers", "0"]))
+    return start_command("predict", "distribuuuu predict", words + ([] if "--workers" in words else ["--workers", "0"]))
 
 
 def command(*words) -> list[str]:
@@ -505,6 +506,7 @@ def test_a_stopped_prediction_says_how_to_resume(shapes_run, shapes_folder, tmp_
 
 @pytest.mark.parametrize("words", [["run", "/no/such/image"], ["run", ROOT / "README.md", "--out", "/no/such/out.csv"]])
 def test_wrong_paths_are_reported_without_torch(words):
-    code = "import sys; from distribuuuu.commands.predict.predict import predict; status = predict('', sys.argv[1:])"
+    code = "import sys; from distribuuuu.commands.main import start_command; "
+    code += "status = start_command('predict', '', sys.argv[1:])"
     done = run_python("-c", f"{code}; print(status, 'torch' in sys.modules)", *words)
     assert done.stdout == "2 False\n" and "no such" in done.stderr, done

@@ -14,9 +14,9 @@ from sklearn.neighbors import KNeighborsClassifier
 from support.images import draw_folder, write_label_lists
 from torch import nn
 
+from distribuuuu.commands.main import start_command
 from distribuuuu.commands.probe import feature_probe as probes
 from distribuuuu.commands.probe.feature_probe import find_classifiers, fit_linear, predict_knn, standardize
-from distribuuuu.commands.probe.probe import probe
 from distribuuuu.commands.stats.significance import wilson_interval
 from distribuuuu.config import ConfigError, load_cfg
 
@@ -31,7 +31,7 @@ def draw_features(num: int, dim: int, num_classes: int, seed: int) -> tuple[torc
 
 
 def run(*words) -> int:
-    return probe("distribuuuu probe", [*map(str, words), "TRAIN.WORKERS", "0"])
+    return start_command("probe", "distribuuuu probe", [*map(str, words), "TRAIN.WORKERS", "0"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distribuuuu.commands.report.compare import compare
+from distribuuuu.commands.main import start_command
 from distribuuuu.records.predictions import SCHEMA_VERSION, write_npz
 
 CLASSES = ("cat", "<script>alert(1)</script>", "dog")
@@ -32,7 +32,7 @@ def make_run(folder: Path, num_right: int, num_images: int = 300, **config) -> P
 
 
 def run(*args) -> int:
-    return compare("distribuuuu compare", [str(arg) for arg in args])
+    return start_command("compare", "distribuuuu compare", [str(arg) for arg in args])
 
 
 def test_the_better_run_is_named_and_a_page_written(tmp_path, capsys):

@@ -15,8 +15,8 @@ from support.runs import small_options
 
 from distribuuuu.commands.html.history import read_history
 from distribuuuu.commands.html.page import percent, write_page
+from distribuuuu.commands.main import start_command
 from distribuuuu.commands.report import pictures
-from distribuuuu.commands.report.report import report
 from distribuuuu.commands.report.run_report import read_run
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.trainer import train_model
@@ -53,7 +53,7 @@ def run(finished, tmp_path) -> Path:
 def make(run: Path, capsys, *args: str) -> tuple[int, str]:
     """Return the exit status of the command and what it printed: its output, or its errors."""
     capsys.readouterr()
-    status = report("distribuuuu report", [str(run), *args])
+    status = start_command("report", "distribuuuu report", [str(run), *args])
     captured = capsys.readouterr()
     return status, captured.err if status else captured.out
 

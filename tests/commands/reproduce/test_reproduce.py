@@ -9,6 +9,7 @@ from support.commands import command_module
 from support.runs import ROOT, run_tool
 from support.tables import each_row
 
+from distribuuuu.commands.main import start_command
 from distribuuuu.config import load_cfg
 from distribuuuu.records.results import hash_config
 
@@ -48,7 +49,7 @@ def call(capsys):
     """Return call(ARG, ...): exit status, standard output and standard error."""
 
     def start(*args):
-        status = command.reproduce("reproduce", [str(arg) for arg in args])
+        status = start_command("reproduce", "reproduce", [str(arg) for arg in args])
         return status, *capsys.readouterr()
 
     return start
@@ -76,7 +77,7 @@ def test_the_list_fits_a_terminal_and_has_the_intervals_of_the_tables(call):
         (("shapes/resnet14", "TRAIN.DATASET"), "'TRAIN.DATASET' has no value"),
         (("shapes/resnet14", "--lst"), "no such flag: --lst; did you mean --list?"),
         (("shapes/resnet14", "--dry-run"), "no such flag: --dry-run\n"),
-        (("shapes/resnet14", "--lr", "1"), "no such flag: --lr\n"),
+        (("shapes/resnet14", "--lr", "1"), "OPTIM.BASE_LR: changes the result"),
         (("shapes/resnet14", "--resume", "a"), "no such flag: --resume\n"),
         (("shapes/resnet14", "--gpus", "2"), "no such flag: --gpus\n"),
         (("shapes/resnet14", "-j8"), "no such flag: -j; did you mean TRAIN.WORKERS 8?"),
@@ -227,6 +228,6 @@ def test_a_row_is_rerun_bitwise_and_a_finished_rerun_is_only_compared(tmp_path, 
     monkeypatch.chdir(tmp_path)
     words = [name, "--results", "results", "TRAIN.DATASET", str(shapes_folder), "OUT_DIR", "again"]
     for _ in range(2):
-        assert command.reproduce("reproduce", words) == 0
-    assert command.reproduce("reproduce", [*words[:-3], str(tmp_path / "nothing"), *words[-2:]]) == 2
-    assert command.reproduce("reproduce", [*words, "--seed", "5"]) == 2  # OUT_DIR is of seed 0
+        assert start_command("reproduce", "reproduce", words) == 0
+    assert start_command("reproduce", "reproduce", [*words[:-3], str(tmp_path / "nothing"), *words[-2:]]) == 2
+    assert start_command("reproduce", "reproduce", [*words, "--seed", "5"]) == 2  # OUT_DIR is of seed 0

@@ -15,8 +15,8 @@ from support.archives import files_of
 from support.commands import command_module
 from support.tiers import pairwise, slow
 
+from distribuuuu.commands.main import start_command
 from distribuuuu.commands.split import splitting as split_module
-from distribuuuu.commands.split.split import split
 from distribuuuu.commands.split.splitting import (
     Images,
     assign,
@@ -53,7 +53,7 @@ def rows_of(path: Path) -> list[tuple[str, str]]:
 
 
 def run(*args) -> int:
-    return split("distribuuuu split", [str(arg) for arg in args])
+    return start_command("split", "distribuuuu split", [str(arg) for arg in args])
 
 
 def test_the_classes_keep_their_shares(folder, tmp_path):

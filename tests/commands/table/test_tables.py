@@ -13,7 +13,8 @@ from support.baselines import BASELINES
 from support.recipe_facts import RECIPES
 from support.runs import ROOT, run_tool
 
-from distribuuuu.commands.table.table import replace_block, table
+from distribuuuu.commands.main import start_command
+from distribuuuu.commands.table.table import replace_block
 from distribuuuu.config import ConfigError
 from distribuuuu.records.results import read_results
 
@@ -57,7 +58,7 @@ def make(capsys):
     """Return make(ARG, ...): exit status, the table as a list of {column: cell}, and standard error."""
 
     def call(*args):
-        status = table("table", [str(arg) for arg in args])
+        status = start_command("table", "table", [str(arg) for arg in args])
         out, err = capsys.readouterr()
         lines = [line.strip("| \n").split(" | ") for line in out.splitlines() if line.startswith("|")]
         return status, [dict(zip(lines[0], line, strict=True)) for line in lines[2:]], err
@@ -92,16 +93,16 @@ def test_one_run_has_no_deviation_and_the_best_epoch_is_asked_for(make, tmp_path
 def test_a_terminal_shows_what_was_measured_and_the_columns_that_fit(tmp_path, capsys, monkeypatch, columns):
     seeds(tmp_path, 93.0, 94.0, 92.0)
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert table("table", [str(tmp_path), "--format", "text"]) == 0
+    assert start_command("table", "table", [str(tmp_path), "--format", "text"]) == 0
     text = capsys.readouterr().out
     header, row, *notes = text.splitlines()
     assert re.match(r"config +top-1 here ", f"{header} ") and "93.00 ± 1.00" in row and "|" not in text
     assert max(map(len, text.splitlines())) <= max(columns, 62)
     assert ("Not shown: " in text) == (columns < 400) and ("hardware" in header) == (columns == 400)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert table("table", [str(tmp_path)]) == 0
+    assert start_command("table", "table", [str(tmp_path)]) == 0
     assert capsys.readouterr().out == text, "the default on a terminal"
-    assert table("table", [str(tmp_path), "--format", "markdown"]) == 0
+    assert start_command("table", "table", [str(tmp_path), "--format", "markdown"]) == 0
     assert capsys.readouterr().out.startswith("| config | params (M) |")
 
 
@@ -369,7 +370,7 @@ def test_the_tables_of_the_model_zoo_are_what_the_tool_makes(name, command, tmp_
     assert args[-4:] == ["--readme", ZOO, "--name", name]
     write = "distribuuuu.commands.table.table.replacing"
     monkeypatch.setattr(write, lambda path, mode, **options: open(copy, mode, **options))
-    assert table("table", args) == 0
+    assert start_command("table", "table", args) == 0
     assert copy.read_text() == text, f"made anew by: {command}"
 
 

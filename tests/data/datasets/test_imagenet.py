@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.archives import SYNSETS, archive_folder, write_imagenet, write_meta, write_tar
-from support.commands import command_module
+from support.commands import run_command
 from support.runs import errors_of
 
 from distribuuuu.config import ConfigError
@@ -31,10 +31,9 @@ def test_images_are_those_of_class_folders(image_folder, small_cfg, tmp_path, ca
     assert not errors_of(root, tmp_path, "DATA.NAME", "imagenet")
     assert not errors_of(plain, tmp_path, "DATA.NAME", "imagenet")
     assert "as ImageNet is distributed; fix: set DATA.NAME imagenet" in errors_of(root, tmp_path)
-    doctor = command_module("doctor.doctor").doctor
-    assert doctor("distribuuuu doctor", [str(root)]) == 2
+    assert run_command("doctor", root) == 2
     command = shlex.split(capsys.readouterr().err.rpartition("as in: ")[2])
-    assert doctor("distribuuuu doctor", [*command[2:], "DATA.CACHE_DIR", str(tmp_path / "cache")]) == 0
+    assert run_command("doctor", *command[2:], "DATA.CACHE_DIR", tmp_path / "cache") == 0
 
 
 def test_what_is_missing_is_named(image_folder, tmp_path):

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from support.batches import assert_same_batches, batches_of
-from support.commands import command_module
+from support.commands import run_command
 from support.sources import DELIMITERS, NAMES, image_rows, list_rows, to_arrow, write_parquet, write_rows
 from support.tables import each_row
 
@@ -172,7 +172,7 @@ def test_one_table_without_a_split_is_not_both(cfg_of, tables):
 def test_commands_that_take_files_name_the_remedy(image_folder, tmp_path, capsys, ending):
     write_rows(tmp_path / f"train.{ending}", list_rows(image_folder, "train"))
     words = [str(tmp_path), "--val", "0.2", "--out", str(tmp_path / "lists")]
-    assert command_module("split.split").split("distribuuuu split", words) == 2
+    assert run_command("split", *words) == 2
     expected = f"is a table; expected a folder CLASS/IMAGE; fix: use {tmp_path}/train.{ending}"
     assert expected in capsys.readouterr().err
     with pytest.raises(ConfigError, match=f"train.{ending}: is a table; expected images, .* `distribuuuu test`"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.batches import assert_same_batches, batches_of
-from support.commands import command_module
+from support.commands import command_module, run_command
 from support.errors import message_of
 from support.processes import free_port, on_processes
 from support.runs import small_options, train_and_read
@@ -22,7 +22,7 @@ from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.engine.preflight import find_run_problems
 
 pytestmark = pytest.mark.slow
-pack_command = command_module("pack.pack").pack
+command_module("pack.pack")
 
 URL = "s3://bucket/sets/small"
 
@@ -31,7 +31,7 @@ URL = "s3://bucket/sets/small"
 def packed(sixty_images, tmp_path_factory) -> Path:
     """A local pack of the images, in several shards."""
     root = tmp_path_factory.mktemp("sets")
-    assert pack_command("pack", pack_words(root / "local", sixty_images, root)) == 0
+    assert run_command("pack", *pack_words(root / "local", sixty_images, root)) == 0
     return root / "local"
 
 
@@ -53,7 +53,7 @@ def store(object_server, sixty_images, tmp_path, monkeypatch):
     with contextlib.suppress(FileNotFoundError):
         files().rm("bucket", recursive=True)
     files().mkdir("bucket")
-    assert pack_command("pack", pack_words(URL, sixty_images, tmp_path)) == 0
+    assert run_command("pack", *pack_words(URL, sixty_images, tmp_path)) == 0
     return object_server
 
 
@@ -114,10 +114,10 @@ def test_missing_objects_and_refused_access_are_reported_before_training(store, 
         begin = time.monotonic()
         assert "access denied" in message_of(images.read, 59) and time.monotonic() - begin < 10
     capsys.readouterr()
-    assert pack_command("pack", pack_words(URL, sixty_images, tmp_path)) == 2
+    assert run_command("pack", *pack_words(URL, sixty_images, tmp_path)) == 2
     assert "access denied" in capsys.readouterr().err
     store.refusal = None
-    assert pack_command("pack", pack_words("s3://no-such-bucket/set", sixty_images, tmp_path)) == 2
+    assert run_command("pack", *pack_words("s3://no-such-bucket/set", sixty_images, tmp_path)) == 2
     assert "OUT: s3://no-such-bucket: no such object" in capsys.readouterr().err  # before an image is read
 
 
@@ -155,7 +155,7 @@ def test_a_pack_at_a_gs_url_is_the_local_one(packed, sixty_images, tmp_path, mon
     server = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
     server.start()
     try:
-        assert pack_command("pack", pack_words(url, sixty_images, tmp_path)) == 0
+        assert run_command("pack", *pack_words(url, sixty_images, tmp_path)) == 0
         for kind in ("thread", "process"):
             words = ["TRAIN.WORKERS", 2, "DATA.WORKER_KIND", kind]
             remote = batches_of(cfg_of(url, tmp_path, *words, "DATA.CACHE_DIR", tmp_path / kind))

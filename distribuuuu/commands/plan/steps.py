@@ -7,16 +7,16 @@ import itertools
 import json
 import logging
 import math
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from distribuuuu import trainer
-from distribuuuu.commands.measure import timing
-from distribuuuu.commands.measure.bottleneck import Speeds, diagnose_bottleneck, find_remedies
-from distribuuuu.commands.measure.timing import endless_batches, time_calls
-from distribuuuu.commands.time.time_report import format_report
+from distribuuuu.commands.plan import timing
+from distribuuuu.commands.plan.bottleneck import Speeds, diagnose_bottleneck, find_remedies
+from distribuuuu.commands.plan.timing import endless_batches, time_calls
 from distribuuuu.config.derived import eval_crop_size, height_and_width
 from distribuuuu.config.options import GRAPH_MODES
 from distribuuuu.data.batch import Batch
@@ -35,8 +35,11 @@ from distribuuuu.records.environment import local_peak_bytes
 
 logger = logging.getLogger(__name__)
 
+# Line width of the report; with the time before it, a line has 80 columns.
+_WIDTH = 71
 
-def time_model(cfg) -> dict:
+
+def measure_steps(cfg) -> dict:
     """Measure the parts, log a table and a diagnosis, write OUT_DIR/timing.json and return its content.
 
     Raises:
@@ -197,3 +200,38 @@ def peak_bytes(device: torch.device) -> int:
 
 def _as_part(seconds: float, num_images: int) -> dict:
     return {"seconds": seconds, "images": num_images, "images_per_s": num_images / seconds}
+
+
+def format_report(result: dict, compress: str) -> Iterator[str]:
+    """Yield the table of the measurements in timing.json, line by line, and the diagnosis."""
+    yield f"{'per step':<36} {'images':>8} {'ms':>10} {'images/s':>10}"
+    yield _row("model: forward", result["forward"])
+    yield _row("model: forward + backward", result["forward_backward"])
+    yield f"{'optimizer step':<36} {'':>8} {1e3 * result['optimizer']['seconds']:>10.2f}"
+    yield _row("training step, batch in memory", result["step"])
+    yield _row("model: forward in evaluation", result["evaluation"])
+    yield _row("loader: uint8 batches", result["pixels"])
+    yield _row("loader: normalized, on the device", result["loader"])
+    yield _row("loader + model", result["together"])
+    yield f"of which waiting for data: {result['wait']:.0%}"
+    yield format_all_reduce(result, compress)
+    mb = {name: value / 1e6 for name, value in result["memory"].items()}
+    yield f"MB: parameters {mb['parameters']:,.1f}, gradients {mb['gradients']:,.1f}, optimizer {mb['optimizer']:,.1f}"
+    if mb["training"]:
+        yield f"peak per process: {mb['training']:,.0f} MB in training, {mb['evaluation']:,.0f} MB including evaluation"
+    yield from textwrap.wrap(f"diagnosis: {result['verdict']}", _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def format_all_reduce(result: dict, compress: str) -> str:
+    """Return the line about the all-reduce of the gradients."""
+    if "not_exchanged" not in result:
+        return "all-reduce of the gradients: none (one process)"
+    exposed_ms = 1e3 * (result["forward_backward"]["seconds"] - result["not_exchanged"]["seconds"])
+    sent_mb = result["memory"]["gradients"] / 1e6 / (1 if compress == "none" else 2)
+    as_type = "" if compress == "none" else f" as {compress}"
+    exposed = f"{exposed_ms:.2f} ms" if exposed_ms > 0 else "not measurable"
+    return f"all-reduce: {sent_mb:,.1f} MB of gradients{as_type}, exposed: {exposed}"
+
+
+def _row(name: str, part: dict) -> str:
+    return f"{name:<36} {part['images']:>8,} {1e3 * part['seconds']:>10.2f} {part['images_per_s']:>10,.0f}"

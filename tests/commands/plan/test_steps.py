@@ -1,4 +1,4 @@
-"""The command time: measurements, diagnosis of the bottleneck; the warning about waiting for data."""
+"""plan --steps: measurements, diagnosis of the bottleneck; the warning about waiting for data."""
 
 import json
 import logging
@@ -13,10 +13,10 @@ from support.processes import on_processes
 from support.runs import ROOT, run_python, run_tool, small_options
 from support.tiers import slow
 
-from distribuuuu.commands.measure import timing
-from distribuuuu.commands.measure.bottleneck import Speeds, diagnose_bottleneck, find_remedies
-from distribuuuu.commands.time import measurement
-from distribuuuu.commands.time.time_report import format_all_reduce, format_report
+from distribuuuu.commands.plan import steps as measurement
+from distribuuuu.commands.plan import timing
+from distribuuuu.commands.plan.bottleneck import Speeds, diagnose_bottleneck, find_remedies
+from distribuuuu.commands.plan.steps import format_all_reduce, format_report
 from distribuuuu.config import load_cfg
 from distribuuuu.records import run_log as log
 from distribuuuu.records.step_timing import MAX_DATA_FRACTION
@@ -38,7 +38,7 @@ def hurry(monkeypatch=None) -> None:
 def run_hurried(*args) -> subprocess.CompletedProcess:
     """Run tools/time_net.py in a process of its own, each part for a moment."""
     code = (
-        "import runpy, sys\nimport distribuuuu.commands.measure.timing as timing\n"
+        "import runpy, sys\nimport distribuuuu.commands.plan.timing as timing\n"
         "timing.MEASURE_S, timing.BLOCK_S, timing.WARM_UP_S = 0.04, 0.02, 0.01\n"
         f"sys.argv = ['time_net.py', *{[str(arg) for arg in args]!r}]\n"
         "runpy.run_path('tools/time_net.py', run_name='__main__')\n"
@@ -91,7 +91,7 @@ def test_the_tool_shows_every_part_and_touches_no_run(image_folder, tmp_path):
 def test_every_kind_of_loader_is_measured(small_cfg, monkeypatch, args):
     hurry(monkeypatch)
     cfg = small_cfg(*args)
-    result = measurement.time_model(cfg)
+    result = measurement.measure_steps(cfg)
     check_result(result, 1, 24 if "TRAIN.GLOBAL_BATCH_SIZE" in args else 12)
     speeds = Speeds(*(result[name]["images_per_s"] for name in ("step", "loader", "together")), result["wait"])
     bound = result["verdict"].split(":")[0]
@@ -102,7 +102,7 @@ def test_every_kind_of_loader_is_measured(small_cfg, monkeypatch, args):
 
 def time_on_process(args: list[str]) -> dict:
     hurry()
-    return measurement.time_model(load_cfg(None, args))
+    return measurement.measure_steps(load_cfg(None, args))
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_every_forward_pass_that_replays_cuda_graphs_marks_a_step(small_cfg, mon
         model.register_forward_pre_hook(lambda *_: events.append("forward"))
 
     monkeypatch.setattr("distribuuuu.engine.build.compile_model", note_passes)
-    measurement.time_model(small_cfg("MODEL.COMPILE", mode))
+    measurement.measure_steps(small_cfg("MODEL.COMPILE", mode))
     before = ["step", "forward"] if marks else ["forward"]
     assert len(events) >= 20 and events == before * (len(events) // len(before))
 
@@ -320,6 +320,5 @@ def test_a_long_epoch_is_a_warning_before_its_end(tmp_path, monkeypatch):
 def test_the_sample_of_the_docs_has_the_rows_of_the_table():
     page = (ROOT / "docs" / "results.md").read_text()
     rows = re.findall(r"^((?:model|loader|optimizer|training|per)\b.+?)  ", page, re.MULTILINE)
-    rooms = [ROOT / "distribuuuu" / "commands" / name for name in ("time", "measure")]
-    source = "".join(path.read_text() for room in rooms for path in room.glob("*.py"))
+    source = "".join(path.read_text() for path in (ROOT / "distribuuuu" / "commands" / "plan").glob("*.py"))
     assert len(rows) >= 8 and not [row for row in rows if row not in source]

@@ -45,7 +45,20 @@ def time_calls(
         group: calls per group, e.g. the number of prefetched steps; blocks and the warm-up consist of groups.
         pop_data_time: returns the seconds spent waiting for data since its last call.
     """
-    num, num_blocks = count_calls(call, device, group, pop_data_time)
+
+    def block(num: int) -> float:
+        return dist.all_reduce_max([time_block(call, num, device, pop_data_time).seconds])[0]
+
+    def count(seconds: float, of_call: float) -> int:
+        return max(1, int(seconds / (group * of_call))) * group
+
+    # The first calls compile, allocate memory, benchmark algorithms and record CUDA graphs.
+    previous, current = block(group), block(group)
+    while previous > 2 * current:
+        previous, current = current, block(group)
+    warm = block(count(WARM_UP_S, current))
+    num = count(BLOCK_S, warm)
+    num_blocks = max(1, count(MEASURE_S, warm) // num)
     blocks = [time_block(call, num, device, pop_data_time) for _ in range(num_blocks)]
     seconds = statistics.median(block.seconds for block in blocks)
     return CallTime(seconds, statistics.median(block.data_fraction for block in blocks))
@@ -64,29 +77,6 @@ def time_block(
     synchronize(device)
     seconds = time.perf_counter() - start
     return CallTime(seconds / num, min(1.0, pop_data_time() / seconds))
-
-
-def count_calls(
-    call: Callable[[], object], device: torch.device, group: int = 1, pop_data_time: Callable[[], float] = lambda: 0.0
-) -> tuple[int, int]:
-    """Warm up; return the number of calls in a block of BLOCK_S seconds, and of such blocks in MEASURE_S seconds.
-
-    A collective, with the arguments of `time_calls`.
-    """
-
-    def block(num: int) -> float:
-        return dist.all_reduce_max([time_block(call, num, device, pop_data_time).seconds])[0]
-
-    def count(seconds: float, of_call: float) -> int:
-        return max(1, int(seconds / (group * of_call))) * group
-
-    # The first calls compile, allocate memory, benchmark algorithms and record CUDA graphs.
-    previous, current = block(group), block(group)
-    while previous > 2 * current:
-        previous, current = current, block(group)
-    warm = block(count(WARM_UP_S, current))
-    num = count(BLOCK_S, warm)
-    return num, max(1, count(MEASURE_S, warm) // num)
 
 
 def synchronize(device: torch.device) -> None:

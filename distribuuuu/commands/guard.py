@@ -1,0 +1,117 @@
+"""The guard around every command: standard streams, signals, errors without a traceback, exit statuses."""
+
+import contextlib
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+
+from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import counted
+from distribuuuu.files.untrusted import printable
+from distribuuuu.launch.detect import has_lost_launcher, was_launched
+from distribuuuu.launch.processes import die_with_parent
+from distribuuuu.launch.signals import (
+    STATUS_OF,
+    RunStopped,
+    SignalState,
+    end_process,
+    exit_now,
+    handled_by,
+    is_first_process,
+    print_stacks_on_quit,
+)
+
+
+class _TolerantStream(io.TextIOWrapper):
+    """Standard error that drops what cannot be written, e.g. because its reader has exited."""
+
+    def write(self, text: str) -> int:
+        """Write a text, or drop it."""
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write the buffered text, or drop it."""
+        with contextlib.suppress(OSError):
+            super().flush()
+
+
+def open_standard_streams() -> None:
+    """Open those of descriptors 0 to 2 that are closed, and ignore write errors on standard error.
+
+    Otherwise the next opened file would get the descriptor, and the output that is meant for the standard stream.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stderr is None or sys.stderr is sys.__stderr__:
+        raw, encoding = io.BufferedWriter(io.FileIO(2, "w", closefd=False)), getattr(sys.stderr, "encoding", "utf-8")
+        sys.stderr = _TolerantStream(raw, encoding=encoding, errors="backslashreplace", line_buffering=True)
+
+
+@contextlib.contextmanager
+def ending_with_reader() -> Iterator[None]:
+    """End the process without an error if the reader of what the block prints, e.g. `head`, has gone.
+
+    The block only prints: any connection that its other side closes would end the process too.
+    """
+    name = getattr(signal, "SIGPIPE", None)  # None: Windows
+    previous = name and signal.signal(name, signal.SIG_DFL)
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        if name:
+            signal.signal(name, previous)
+
+
+def run_guarded(run: Callable[[], int]) -> int:
+    """Call a function that returns an exit status; handle signals, and print the errors that the user can fix.
+
+    Returns:
+        The exit status. 2: an error that the user can fix, described on standard error; 130, 143 or 129: stopped by
+        SIGINT, SIGTERM or SIGHUP; 75: stopped, to be started again (see signals.py); else that of the function.
+    """
+    open_standard_streams()
+    print_stacks_on_quit()
+    # On the CPU the loader workers and the model's threads share the cores. A thread that spins while it waits for one
+    # that has no core makes a step twenty times slower. OpenMP reads this once, when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # torch prints a stack trace in C++ for each request to a store whose host has ended.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if was_launched():  # a killed launcher leaves no process behind
+        die_with_parent(signal.SIGTERM)
+        if has_lost_launcher():  # before the line above
+            return STATUS_OF[signal.SIGTERM]
+    with handled_by(exit_now):
+        try:
+            return run()
+        except ConfigError as error:
+            report(error)
+            if SignalState.current.is_ending:  # an error of this process alone, which cannot leave the process group
+                end_process(error.status)
+            return error.status
+        except RunStopped as stopped:
+            return stopped.status
+        except Exception:
+            if not SignalState.current.is_ending:
+                raise
+            sys.excepthook(*sys.exc_info())
+            end_process(1)
+            raise
+
+
+def report(error: ConfigError) -> None:
+    """Print every problem of an error to standard error; if all processes have it, only the first prints."""
+    if not is_first_process() and not error.one_process:
+        return
+    lines = [f"{counted(len(error.problems), 'problem')} to solve first:"]
+    # A file name in a problem starts no line of its own.
+    lines += [f"  - {printable(problem, keep=chr(10))}".replace("\n", "\n    ") for problem in error.problems]
+    with contextlib.suppress(OSError):  # keeps the exit status even if standard error is a file on a full disk
+        print("\n".join(lines), file=sys.stderr, flush=True)

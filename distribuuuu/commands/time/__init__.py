@@ -1,1 +1,0 @@
-"""Timing of the parts of a training step."""
