@@ -11,7 +11,7 @@ from distribuuuu.checkpoint.weights_files import RAW, kind_of
 from distribuuuu.config.run_files import TRAIN_LOG
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import build_loaders
-from distribuuuu.data.seeding import derive_seed, seed_step
+from distribuuuu.data.seeding import derive_seed, own_generators, seed_step
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.ddp import without_gradient_sync
 from distribuuuu.distributed.process_group import pick_device
@@ -159,11 +159,13 @@ class Step:
 
 def take_step(training: Training, batches: Iterator[Batch], number: int) -> None:
     """Let the task update the weights with one global batch, by default with its gradients; see `Task.update`."""
-    step = Step(training, batches, number)
-    training.task.update(step)
-    training.state.num_skipped += not step.is_applied
-    for _ in step.micro_batches:  # if the task has not computed gradients, the next step still gets its own images
-        pass
+    step, state = Step(training, batches, number), training.state
+    with own_generators():
+        seed_step(derive_seed(state.stream_seed, state.epoch, number, dist.rank()), training.task.device)
+        training.task.update(step)
+        state.num_skipped += not step.is_applied
+        for _ in step.micro_batches:  # if the task has not computed gradients, the next step still gets its own images
+            pass
 
 
 @explain_out_of_memory("the evaluation", batch="test")

@@ -6,6 +6,7 @@ from the random numbers of the sample. To add an operation, see `AugmentedCrop.o
 
 import contextlib
 import re
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.registry import AUGMENTATIONS
 from distribuuuu.data.decode import Box, LazyImage
 from distribuuuu.data.randaugment import randaugment
-from distribuuuu.data.seeding import BatchRNG, LocalGenerator, SampleRNG, seeded_generators
+from distribuuuu.data.seeding import BatchRNG, SampleRNG, seeded_generators, seeded_torch
 from distribuuuu.data.transforms import BatchTransform, Transform, to_uint8
 from distribuuuu.launch.host import copy_to_device
 
@@ -92,20 +93,31 @@ class AugmentedCrop(Transform):
 
     def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
         pixels = self.crop(image, rng)
+        try:
+            return self._augmented(pixels, rng)
+        except (ConfigError, MemoryError):
+            raise
+        except Exception as error:  # not the image's fault, but that of an operation
+            frames = traceback.extract_tb(error.__traceback__)
+            place = next((frame for frame in frames if frame.filename != __file__), frames[-1])
+            where = f"in {place.name}, {place.filename}, line {place.lineno}"
+            raise ConfigError(f"AUG: the augmentation failed {where}: {type(error).__name__}: {error}") from error
+
+    def _augmented(self, pixels: torch.Tensor, rng: SampleRNG) -> torch.Tensor:
         policy_seed, jitter_seed, erase_seed = rng.seed(), rng.seed(), rng.seed()
         if self.policy or self.jitter:
             pil_image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
             if self.policy:
                 pil_image = self.policy(pil_image, policy_seed)
             if self.jitter:
-                with LocalGenerator(jitter_seed):
+                with seeded_torch(jitter_seed):
                     pil_image = self.jitter(pil_image)
             pixels = torch.from_numpy(np.array(pil_image)).permute(2, 0, 1)
         for operation in self.operations:
             with seeded_generators(rng.seed()):
                 pixels = operation(pixels)
         if self.erase:
-            with LocalGenerator(erase_seed):
+            with seeded_torch(erase_seed):
                 pixels = self.erase(pixels)
         return pixels
 
@@ -178,7 +190,7 @@ class Erasing:
         """Return (N, C, H, W) from the same on any device; each image as from a call that its seed precedes."""
         values, is_erased = torch.zeros(pixels.shape, dtype=pixels.dtype), torch.zeros(pixels.shape, dtype=torch.bool)
         for row, seed in enumerate(seeds):
-            with LocalGenerator(seed):
+            with seeded_torch(seed):
                 drawn = self.draw(pixels.shape[2:])
             if drawn:
                 box, color = drawn
@@ -259,13 +271,13 @@ def make_policy(text: str, interpolation: str, mean: Sequence[float], im_size: S
     if name == "none":
         return None
     if name == BIG_VISION:
-        return Policy(randaugment, LocalGenerator)
+        return Policy(randaugment, seeded_torch)
     if name in TORCHVISION_POLICIES:
         from torchvision.transforms import v2
 
         class_name, options = TORCHVISION_POLICIES[name]
         policy_class = getattr(v2, class_name)
-        return Policy(policy_class(**options, interpolation=v2.InterpolationMode(interpolation)), LocalGenerator)
+        return Policy(policy_class(**options, interpolation=v2.InterpolationMode(interpolation)), seeded_torch)
     # DeiT III (arXiv 2204.07118): gray, solarized or blurred, equally likely; timm calls it "3a".
     text = "3a" if name == "3augment" else text
     operation = _make_timm_policy(text, interpolation, mean, min(height_and_width(im_size)))

@@ -132,13 +132,14 @@ class Samples(Dataset):
             try:
                 image = open_lazy_image(self.images.read(chosen), self.decoder, self.options)
                 pixels = transform(image, SampleRNG(*key))
-                return Sample(pixels, self.images.label(chosen), chosen, tuple(broken))
             except MemoryError as error:  # not the image's fault
                 raise MemoryError(self.images.describe(chosen)) from error
-            except ConfigError:  # the network's or the disk's fault; the message is complete
+            except ConfigError:  # the fault of the network, the disk or an augmentation; the message is complete
                 raise
             except Exception as error:  # decoders raise nearly anything; the loader reports the file and the cause
                 broken.append(f"{self.images.describe(chosen)}: {type(error).__name__}: {reason_of(error)}")
+                continue
+            return Sample(pixels, self.images.label(chosen), chosen, tuple(broken))
         return Sample(None, self.images.label(index), index, tuple(broken))
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
 # Identifies a sample and seeds its augmentation: (seed, index), (seed, index, epoch), or (seed, index, epoch, flipped).
 SampleKey = tuple[int, ...]
@@ -22,12 +21,6 @@ SampleKey = tuple[int, ...]
 _MASK = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-# torch's random functions; each takes a generator.
-_RANDOM_FUNCTIONS = {
-    *("bernoulli", "multinomial", "normal", "poisson", "rand", "randint", "randn", "randperm"),
-    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
-}
-_GLOBAL_GENERATORS = threading.Lock()
 
 
 def derive_seed(*parts: int) -> int:
@@ -113,44 +106,70 @@ def seed_cpu(seed: int) -> None:
 
 
 def seed_step(seed: int, device: torch.device) -> None:
-    """Seed the generators of the CPU and of `device`, from which a model draws in a step (dropout, drop path)."""
-    torch.default_generator.manual_seed(seed)
+    """Seed the generators of the CPU and of `device`, from which a step draws, e.g. dropout."""
+    seed_cpu(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
     elif device.type == "mps":
         torch.mps.manual_seed(seed)
 
 
-class LocalGenerator(TorchFunctionMode):
-    """Context in which torch's random functions on the CPU, called by this thread, use a generator seeded here.
+# ------------------------------------------------------------------------- global generators, one thread at a time
 
-    torch's default generator belongs to the training step (see `seed_step`), which another thread may be computing.
-    """
+_GENERATORS = threading.RLock()
+_OWN = threading.local()
 
-    def __init__(self, seed: int):
-        super().__init__()
-        self._generator = torch.Generator().manual_seed(seed)
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if getattr(function, "__name__", "") in _RANDOM_FUNCTIONS:
-            kwargs = {"generator": self._generator, **kwargs}
-        return function(*args, **kwargs)
+@contextlib.contextmanager
+def own_generators() -> Iterator[None]:
+    """Keep other threads from seeding the global generators within the block, e.g. loader workers during a step."""
+    with _GENERATORS:
+        _OWN.depth = getattr(_OWN, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            _OWN.depth -= 1
+
+
+@contextlib.contextmanager
+def lend_generators() -> Iterator[None]:
+    """Let other threads own the generators within the block, in which this thread waits for them."""
+    depth = getattr(_OWN, "depth", 0)
+    for _ in range(depth):
+        _GENERATORS.release()
+    try:
+        yield
+    finally:
+        for _ in range(depth):
+            _GENERATORS.acquire()
 
 
 @contextlib.contextmanager
 def seeded_generators(seed: int) -> Iterator[None]:
-    """Seed torch, numpy and random for this thread within the context, and restore them afterwards.
-
-    The generators of numpy and random are global, so one thread at a time enters.
-    """
-    with _GLOBAL_GENERATORS:
+    """Seed what this thread draws from torch, numpy and random within the block; restore the generators afterwards."""
+    with own_generators(), seeded_torch(seed):
         numpy_state, python_state = np.random.get_state(), random.getstate()
         np.random.seed(seed & 0xFFFFFFFF)
         random.seed(seed)
         try:
-            with LocalGenerator(seed):
-                yield
+            yield
         finally:
             np.random.set_state(numpy_state)
             random.setstate(python_state)
+
+
+@contextlib.contextmanager
+def seeded_torch(seed: int) -> Iterator[None]:
+    """Seed what this thread draws from torch on the CPU within the block; restore the generator afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        from distribuuuu.data.thread_generator import ThreadGenerator
+
+        with ThreadGenerator(seed):
+            yield
+        return
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)

@@ -29,6 +29,7 @@ from distribuuuu.config.plugins import ImportedPlugins
 from distribuuuu.data.batch import map_leaves
 from distribuuuu.data.samplers import BatchKeys, EvalSampler, ResumableDistributedSampler
 from distribuuuu.data.samples import HostBatch, Samples
+from distribuuuu.data.seeding import lend_generators
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import count_cores
 from distribuuuu.launch.processes import set_up_worker
@@ -232,11 +233,13 @@ class ThreadPool(Pool):
 
     def take(self) -> HostBatch:
         """Wait for the oldest batch and return it."""
-        return self._submitted.popleft().result()
+        with lend_generators():
+            return self._submitted.popleft().result()
 
     def clear(self) -> None:
         """Discard all batches, after those that are being made."""
-        wait([future for future in self._submitted if not future.cancel()])
+        with lend_generators():
+            wait([future for future in self._submitted if not future.cancel()])
         super().clear()
 
 

@@ -9,20 +9,22 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.batches import ALONE, CPU
+from support.batches import ALONE, CPU, own_task
+from support.runs import assert_same_run
 from support.tiers import pairwise
 from timm.data import auto_augment
 from torchvision.transforms import v2
 
-from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.config.registry import AUGMENTATIONS
+from distribuuuu.config import ConfigError, get_cfg, load_cfg
+from distribuuuu.config.registry import AUGMENTATIONS, task_class
 from distribuuuu.data import augment
 from distribuuuu.data.augment import AugmentedCrop, Erasing, Policy, build_augmentation, make_jitter, make_policy
 from distribuuuu.data.decode import LazyImage
 from distribuuuu.data.loader import BadImageError, build_loader
 from distribuuuu.data.normalize import Normalizer
-from distribuuuu.data.seeding import LocalGenerator, SampleRNG, seeded_generators
+from distribuuuu.data.seeding import SampleRNG, own_generators, seed_cpu, seeded_generators, seeded_torch
 from distribuuuu.data.transforms import PaddedCrop, ResizedCrop
+from distribuuuu.trainer import train_model
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 TIMMS = ["rand-m9-mstd0.5-inc1", "rand-m3", "augmix-m5-w4-d2", "original", "originalr-mstd0.5", "v0", "v0r", "3a"]
@@ -168,7 +170,7 @@ def erased_boxes(erase: Erasing, num: int, side: int = 64) -> list[tuple[torch.T
     """Return (pixels, which of them were erased) of black images."""
     results = []
     for seed in range(num):
-        with LocalGenerator(seed):
+        with seeded_torch(seed):
             pixels = erase(torch.zeros(3, side, side, dtype=torch.uint8))
         results.append((pixels, pixels.amax(0) > 0))
     return results
@@ -206,7 +208,7 @@ def test_erasing_with_pixels_is_clipped_normal_noise_around_the_mean():
 def test_erasing_leaves_what_it_was_given_and_takes_the_smallest_images():
     pixels = scene()
     before = pixels.clone()
-    with LocalGenerator(0):
+    with seeded_torch(0):
         assert not torch.equal(Erasing(1.0, MEAN)(pixels), before)
     assert torch.equal(pixels, before)
     for side in (1, 2, 3):
@@ -223,7 +225,7 @@ def test_the_policy_comes_first_then_the_others_and_each_draws_the_same_whatever
     def note(name: str):
         return lambda value: (steps.append(name), value)[1]
 
-    chosen = Policy(note("policy"), LocalGenerator)
+    chosen = Policy(note("policy"), seeded_torch)
     transform = AugmentedCrop(whole(), chosen, note("jitter"), (note("one"), note("two")), note("erase"))
     transform(LazyImage(scene()), SampleRNG(0, 0))
     assert steps == ["policy", "jitter", "one", "two", "erase"]
@@ -314,13 +316,16 @@ def test_what_a_step_draws_is_not_disturbed_by_threads_that_augment():
             chosen(image, seed)
         done.append(True)
 
-    torch.manual_seed(3)
-    expected = [torch.rand(4).tolist() for _ in range(400)]
-    torch.manual_seed(3)
+    def draw() -> list:
+        seed_cpu(3)
+        return [(torch.rand(4).tolist(), np.random.rand(), random.random()) for _ in range(400)]
+
+    expected = draw()
     threads = [threading.Thread(target=augment, args=(chosen,)) for chosen in choices * 2]
     for thread in threads:
         thread.start()
-    drawn = [torch.rand(4).tolist() for _ in range(400)]
+    with own_generators():
+        drawn = draw()
     for thread in threads:
         thread.join()
     assert drawn == expected and len(done) == 4
@@ -383,3 +388,116 @@ def test_a_preview_of_unreadable_images_is_empty_and_the_first_step_names_the_ca
     assert len(loader.preview(3, 12)) == 0
     with pytest.raises(BadImageError, match=r"^broken image: .*\.jpg: ValueError: not an image"):
         next(loader.batches_from(3, 0, 0))
+
+
+# Everything that an operation may draw from. On any thread, each gives what it gives after the seed on the main thread.
+DRAWS = {
+    "rand_like": lambda: torch.rand_like(torch.zeros(3)),
+    "randn_like": lambda: torch.randn_like(torch.zeros(3)),
+    "randint_like": lambda: torch.randint_like(torch.zeros(9), 0, 99),
+    "randint": lambda: torch.randint(3, 99, (9,)),
+    "randperm": lambda: torch.randperm(20),
+    "normal": lambda: torch.normal(torch.zeros(3), 1.0),
+    "bernoulli": lambda: torch.bernoulli(torch.full((40,), 0.5)),
+    "poisson": lambda: torch.poisson(torch.full((9,), 20.0)),
+    "multinomial": lambda: torch.multinomial(torch.ones(30), 9),
+    "dropout": lambda: torch.nn.functional.dropout(torch.ones(40)),
+    "alpha_dropout": lambda: torch.nn.functional.alpha_dropout(torch.ones(40), training=True),
+    "binomial": lambda: torch.binomial(torch.full((9,), 50.0), torch.full((9,), 0.4)),
+    "gamma": lambda: torch.distributions.Gamma(2.0, 3.0).sample((3,)),
+    "dirichlet": lambda: torch.distributions.Dirichlet(torch.ones(4)).sample(),
+    "beta": lambda: torch.distributions.Beta(0.4, 0.4).sample((3,)),
+    "trunc_normal_": lambda: torch.nn.init.trunc_normal_(torch.empty(9)),
+    "exponential_": lambda: torch.empty(3).exponential_(),
+    "rrelu": lambda: torch.nn.functional.rrelu(-torch.ones(9), training=True),
+    "noise of torchvision": lambda: v2.GaussianNoise()(torch.zeros(3, 4, 4)),
+    "numpy": lambda: torch.from_numpy(np.random.dirichlet(np.ones(4))),
+    "random": lambda: torch.tensor([random.betavariate(2, 3), random.random()]),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_whatever_an_operation_draws_is_seeded_on_any_thread(draw):
+    def seeded(seed: int) -> torch.Tensor:
+        with seeded_generators(seed):
+            return DRAWS[draw]()
+
+    before = states()
+    here = [seeded(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        there = list(pool.map(seeded, range(4)))
+    assert all(map(torch.equal, here, there)) and not all(torch.equal(here[0], other) for other in here[1:])
+    assert states() == before
+
+
+def test_what_cannot_be_seeded_in_a_thread_is_refused_by_name():
+    def draw() -> None:
+        with seeded_generators(0):
+            torch.native_dropout(torch.ones(40), 0.5, True)
+
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ConfigError, match="DATA.WORKER_KIND: .*torch.native_dropout"):
+        pool.submit(draw).result()
+
+
+class Draws(task_class(get_cfg())):
+    """A task whose steps draw from every generator, before and after the gradients."""
+
+    def update(self, step):
+        before = random.random() + np.random.rand() + float(torch.rand(()))
+        step.gradients()
+        for group in self.state.optimizer.param_groups:
+            group["lr"] = before + random.random() / 10
+        step.apply()
+
+    def train_step(self, model, batch, key):
+        time.sleep(0.01)  # threads of the loader could draw meanwhile
+        output = super().train_step(model, batch, key)
+        output.loss = output.loss * (random.random() + np.random.rand() + torch.rand(()))
+        return output
+
+
+def test_losses_depend_neither_on_workers_nor_on_earlier_draws(small_cfg, monkeypatch, tmp_path):
+    monkeypatch.setattr(AUGMENTATIONS, "_table", {})
+    words = own_task(monkeypatch, base=Draws)
+
+    @AUGMENTATIONS.register
+    def shake(pixels: torch.Tensor) -> torch.Tensor:
+        shift = (
+            torch.rand_like(pixels.float())
+            + random.random()
+            + np.random.rand()
+            + torch.distributions.Beta(2, 2).sample()
+        )
+        return (pixels * 0.5 + 20 * shift).to(torch.uint8)
+
+    for number, (kind, num) in enumerate([("process", 0), ("process", 0), ("process", 2), ("thread", 2)]):
+        seed_cpu(number)
+        out = ("TRAIN.WORKERS", num, "DATA.WORKER_KIND", kind, "OUT_DIR", tmp_path / str(number))
+        train_model(small_cfg(*words, "AUG.OPERATIONS", "[shake]", "OPTIM.MAX_EPOCH", 2, *out))
+        assert_same_run(tmp_path / str(number), tmp_path / "0")
+
+
+@pytest.mark.parametrize("way", [("process", 0), ("process", 1), ("thread", 1)])
+def test_an_error_of_an_operation_is_not_taken_for_a_broken_image(small_cfg, monkeypatch, way):
+    monkeypatch.setattr(AUGMENTATIONS, "_table", {})
+
+    @AUGMENTATIONS.register
+    def fails(pixels: torch.Tensor) -> torch.Tensor:
+        raise KeyError("gamma")
+
+    words = (
+        "AUG.OPERATIONS",
+        "[fails]",
+        "DATA.ON_BAD_IMAGE",
+        "skip",
+        "DATA.WORKER_KIND",
+        way[0],
+        "TRAIN.WORKERS",
+        way[1],
+    )
+    loader = build_loader(small_cfg(*words), ALONE, CPU, train=True)
+    with pytest.raises(
+        ConfigError, match=r"AUG.* failed in fails, .*test_augment.py, line \d+: KeyError: 'gamma'"
+    ) as caught:
+        next(loader.batches_from(3, 0, 0))
+    assert "Traceback" not in str(caught.value) and loader.num_broken == 0

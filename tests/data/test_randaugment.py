@@ -10,7 +10,7 @@ from PIL import Image
 from distribuuuu.data import randaugment as module
 from distribuuuu.data.augment import make_policy
 from distribuuuu.data.randaugment import OPERATIONS, affine, cutout, randaugment
-from distribuuuu.data.seeding import LocalGenerator
+from distribuuuu.data.seeding import seeded_torch
 
 HEIGHT, WIDTH = 224, 208
 
@@ -23,7 +23,7 @@ def scene(height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
 
 
 def applied(name: str, pixels: np.ndarray, seed: int = 0) -> np.ndarray:
-    with LocalGenerator(seed):
+    with seeded_torch(seed):
         return np.array(OPERATIONS[name](Image.fromarray(pixels)))
 
 
