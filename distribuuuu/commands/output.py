@@ -11,9 +11,11 @@ from pathlib import Path
 
 from distribuuuu.commands.guard import ending_with_reader
 from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.run_files import BEST_NAMES, RUN_FILES, find_parent_problem, find_path_problem, local_folder
 from distribuuuu.files.untrusted import printable
 
+EXPECTED = "the OUT_DIR of a run, a checkpoint, an exported folder, or timm/NAME"
 # Values of --format, and the columns of a text.
 FORMATS = ("text", "json")
 WIDTH = 80
@@ -32,6 +34,28 @@ def check_out(flag: str, out: str | os.PathLike) -> None:
         problem = f"got {out}, which is a file of a run; fix: choose another name"
     if problem:
         raise ConfigError(f"{flag}: {problem}")
+
+
+def check_run(run: str) -> None:
+    """Check that the argument RUN of a command may be a trained model, before torch is imported.
+
+    Raises:
+        ConfigError: it is a path that does not exist, or a folder that holds neither weights nor a config.
+    """
+    path = Path(local_folder(run)).expanduser()
+    if path.is_file() or str(path) != run and not path.exists() or run.startswith("timm/"):
+        return
+    if not path.exists() and (os.sep in run or "." in run):
+        beside = os.listdir(path.parent) if path.parent.is_dir() else []
+        raise ConfigError(f"RUN: no such file or folder: {run}{did_you_mean(path.name, beside)}; expected {EXPECTED}")
+    names = set(os.listdir(path)) if path.is_dir() else {"config.yaml"}
+    if exported := sorted(names & {"model.onnx", "model.pt2"}):
+        fix = "its README.md has code that uses it; fix: name the run, or an export as timm or safetensors"
+        raise ConfigError(f"RUN: {run} holds {exported[0]}, which other programs read; {fix}")
+    if "sweep.json" in names:
+        trials = sorted(str(trial) for trial in path.glob("trial_*/seed_*/"))
+        example = f", e.g. {trials[0]}" if trials else ""
+        raise ConfigError(f"RUN: {run} is the folder of a sweep; fix: name one of its runs{example}")
 
 
 def find_unread_url(path: str) -> str | None:

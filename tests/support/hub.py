@@ -25,6 +25,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.repositories: dict[str, dict[str, bytes]] = {}
+        self.is_private: dict[str, bool] = {}
         self.commits: list[str] = []
         self.blobs: dict[str, bytes] = {}
 
@@ -71,6 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif parts == ["api", "repos", "create"]:
             name = "/".join(filter(None, (json.loads(body).get("organization"), json.loads(body)["name"])))
             self.server.repositories.setdefault(name, {})
+            self.server.is_private[name] = bool(json.loads(body).get("private"))
             self.answer({"url": f"{self.server.url}/{name}"})
         elif "preupload" in parts:
             paths = [file["path"] for file in json.loads(body)["files"]]

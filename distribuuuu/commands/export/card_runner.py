@@ -1,30 +1,17 @@
 """Script that runs the Python code of a model card on image files, in a process of its own.
 
-    python card_runner.py CODE NUM [PACKAGE ...] < FILES
+    python card_runner.py CODE NUM < FILES
 
 CODE is a file; its `predict(path)` returns pairs of a class and its probability, the most probable class first. FILES
 is a JSON list of paths. For each of them, one line of JSON is written to standard output: `answer`, the first NUM
-pairs, or `error`; and `seconds`. The script uses the standard library only, and no PACKAGE can be imported.
+pairs, or `error`; and `seconds`. The script uses the standard library only.
 """
 
-import importlib.abc
 import json
 import os
 import sys
 import time
 from collections.abc import Iterator
-
-
-class _Absence(importlib.abc.MetaPathFinder):
-    """Finder for which a package is not installed."""
-
-    def __init__(self, package: str):
-        self.package = package
-
-    def find_spec(self, fullname, path=None, target=None):
-        """Raise ModuleNotFoundError for the package and what is in it."""
-        if fullname.partition(".")[0] == self.package:
-            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
 
 
 def answer_all(code: str, files: list[str], num: int) -> Iterator[dict]:
@@ -41,11 +28,9 @@ def answer_all(code: str, files: list[str], num: int) -> Iterator[dict]:
         yield {**result, "seconds": time.perf_counter() - start}
 
 
-def main(code_file: str, num: str, *without: str) -> None:
+def main(code_file: str, num: str) -> None:
     """Run the code of a file; what it prints goes to standard error."""
     sys.path[0] = os.getcwd()  # instead of the folder of this script
-    for package in without:
-        sys.meta_path.insert(0, _Absence(package))
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as results, open(code_file, encoding="utf-8") as code:
         os.dup2(2, 1)
         for result in answer_all(code.read(), json.load(sys.stdin), int(num)):

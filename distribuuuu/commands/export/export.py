@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from distribuuuu.checkpoint.weights_files import KINDS, RAW
-from distribuuuu.commands.flag_hints import CommandParser
-from distribuuuu.commands.output import check_out
+from distribuuuu.commands.flag_hints import CommandParser, parse_flags
+from distribuuuu.commands.output import check_out, check_run
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.files.new_folder import delete_temporary_folders
@@ -18,32 +18,44 @@ _DESCRIPTION = """Write the model of a run to a new folder, and check it: the co
 card is run on evaluation images, and its answers are compared with those of
 predict.
 
-  %(prog)s exp/r50 --to timm r50_timm
-  %(prog)s exp/r50 --to onnx r50_onnx
-  %(prog)s exp/r50 --to timm r50_timm --push OWNER/NAME
+  %(prog)s exp/r50 --format onnx --out r50_onnx
+  %(prog)s exp/r50 --format timm --out r50_timm --push OWNER/NAME
+  %(prog)s best.pth.tar --format torch --out r50_torch --images photos
 
 timm: for timm.create_model("local-dir:OUT", pretrained=True); safetensors: any
 model, with its config; onnx: preprocessing and model in one file, from uint8
 images of any size; torch: a program of torch.export.
-Exit status: 0 verified; 1 other answers than those of predict; 2 an error.
+
+Exit status: 0 verified, or not checked; 1 other answers than those of predict;
+2 an error.
 """
 FORMAT_NAMES = ("timm", "safetensors", "onnx", "torch")
 
 
 def export(prog: str, args: list[str]) -> int:
     """Export a run; return the exit status."""
-    return run_export(build_parser(prog).parse_args(args))
+    flags, words, problems = parse_flags(build_parser(prog), args)
+    folders = words[: len(words) - len(flags.overrides)]  # before --out, it was the second argument
+    if problems or len(folders) > 1:
+        raise ConfigError(problems or f"command line: too many arguments: {' '.join(folders)}")
+    if flags.out and folders:
+        raise ConfigError(f"--out: got it twice: {flags.out}, {folders[0]}; fix: remove one of them")
+    flags.out = flags.out or "".join(folders)
+    return run_export(flags)
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = CommandParser(prog=prog, description=_DESCRIPTION)
+    usage = "%(prog)s RUN --format FORMAT --out FOLDER [flags] [KEY VALUE ...]"
+    parser = CommandParser(prog=prog, description=_DESCRIPTION, usage=usage)
     add = parser.add_argument
     add("run", metavar="RUN", help="an OUT_DIR, a checkpoint, an exported folder, or timm/NAME")
-    add("out", metavar="OUT", help="the new folder")
-    add("--to", metavar="|".join(FORMAT_NAMES), default="", help="the format")
+    add("--out", metavar="FOLDER", default="", help="the new folder")
+    add("--format", "--to", metavar="|".join(FORMAT_NAMES), dest="to", default="", help="the format")
+    add("--images", metavar="PATH", nargs="+", help="check it on these images instead of the evaluation set")
     add("--check-images", metavar="N", type=int, default=1000, help="check N evenly spaced images (1000); 0: all")
-    add("--push", metavar="OWNER/NAME", default="", help="publish a verified export on the Hugging Face Hub")
+    add("--no-check", action="store_true", help="do not check it, e.g. where no image is at hand")
+    add("--push", metavar="OWNER/NAME", default="", help="upload a verified export to the Hugging Face Hub, as private")
     add("--cfg", metavar="FILE", help="the config, for weights without one")
     return parser
 
@@ -56,14 +68,22 @@ def run_export(flags: argparse.Namespace) -> int:
     """
     if flags.check_images < 0:
         raise ConfigError(f"--check-images: got {flags.check_images}; expected 1 or more, or 0 for all images")
+    if not flags.out:
+        raise ConfigError("--out: got nothing; expected the new folder")
+    if flags.images and flags.no_check:
+        raise ConfigError("--images, --no-check: both are given; fix: remove one of them")
+    check_run(flags.run)
     from distribuuuu.commands.export.card_code import list_limits
     from distribuuuu.commands.export.exporter import check_arguments, check_format, export_run
+    from distribuuuu.inference.image_arguments import list_images
     from distribuuuu.inference.load_run import find_run
     from distribuuuu.inference.loaded_run import CPU
 
     out = Path(flags.out).expanduser()
-    check_out("OUT", out)
+    check_out("--out", out)
     check_arguments(flags.to, out, flags.push)
+
+    files = [] if flags.no_check else list_images(flags.images) if flags.images else None
 
     def stop(signum: int) -> None:
         delete_temporary_folders(out)
@@ -74,27 +94,29 @@ def run_export(flags: argparse.Namespace) -> int:
         check_format(run, flags.to)
         for limit in list_limits(run, flags.to):
             print(f"--to {flags.to}: {limit}", file=sys.stderr)
-        record = export_run(run, flags.to, out, flags.check_images, flags.push)
+        record = export_run(run, flags.to, out, flags.check_images, flags.push, files)
     print(describe(record, out, flags.push))
-    if not record["verified"]:
+    if record["verified"] is False:
         print(f"{out}: NOT VERIFIED: {record['file']} does not answer as predict does", file=sys.stderr)
-    return 0 if record["verified"] else 1
+    return int(record["verified"] is False)
 
 
 def describe(record: dict[str, Any], out: Path, push: str = "") -> str:
     """Return the result of an export in a few lines."""
-    metric = "top1" if "top1" in record else "map"
-    both = record[metric]
     averages = {name: f"averaged weights ({name.upper()})" for name in KINDS}
     weights = {**averages, RAW: "raw weights"}.get(record["weights"], record["weights"])
-    lines = [
-        f"{out / record['file']}: {weights} of {record['source']}, float32",
+    lines = [f"{out / record['file']}: {weights} of {record['source']}, float32"]
+    if record["verified"] is None:
+        return f"{lines[0]}\nNOT CHECKED: --images checks it on any images"
+    lines.append(
         f"check: {counted(record['images'], 'image')} of {record['images_of_set']:,}; equal answers "
         f"{record['equal_answers']:.2f} %; difference of probabilities {record['mean_probability_difference']:.2g} on "
-        f"average, at most {record['max_probability_difference']:.2g}",
-        f"{metric}: predict {both['run']:.3f}, code of the card {both['export']:.3f}",
-    ]
+        f"average, at most {record['max_probability_difference']:.2g}"
+    )
+    for metric in (name for name in ("top1", "map") if name in record):
+        both = record[metric]
+        lines.append(f"{metric}: predict {both['run']:.3f}, code of the card {both['export']:.3f}")
     lines += [f"the code of the card has failed: {record['error']}"] if "error" in record else []
     if push and record["verified"]:
-        lines.append(f"published: {push}")
+        lines.append(f"uploaded: {push}")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """Check of an exported folder: the code of its card, in a process of its own, answers as `predict` does.
 
-The code gets the original files. It runs without this package, and without anything that the export has in memory, so
-what was checked is what the reader of a card runs.
+The code gets the original files, and nothing that the export has in memory: what was checked is what the reader of a
+card runs.
 """
 
 import json
@@ -117,7 +117,7 @@ def _without_amp(run: LoadedRun) -> LoadedRun:
 
 
 def check_export(
-    run: LoadedRun, images: ImageDataset, folder: Path, code: str, max_images: int = 0, without: Sequence[str] = ()
+    run: LoadedRun, images: ImageDataset | Sequence[str], folder: Path, code: str, max_images: int = 0
 ) -> dict[str, Any]:
     """Return how the answers of the code of a card compare with those of `predict`, in float32 on the CPU.
 
@@ -125,16 +125,15 @@ def check_export(
 
     Args:
         run: the run.
-        images: the evaluation set.
+        images: the evaluation set, or image files without labels.
         folder: the exported folder, in which the code runs.
         code: the Python code; see `card_runner`.
         max_images: number of images, evenly spaced over the set; 0: all.
-        without: packages that the code cannot import.
 
     Returns:
-        Entries of export.json: number of images, top-1 (mAP with several labels) of both, share of equal answers in
-        percent, differences of probabilities, images per second of the code, whether the export is verified, and
-        `error` if the code has failed.
+        Entries of export.json: number of images, top-1 (mAP with several labels) of both if there are labels, share
+        of equal answers in percent, differences of probabilities, images per second of the code, whether the export is
+        verified, and `error` if the code has failed.
 
     Raises:
         BadImageError: an image cannot be read, and DATA.ON_BAD_IMAGE is not skip.
@@ -143,18 +142,19 @@ def check_export(
     indices = [position * len(images) // num for position in range(num)]
     temporary = folder / ".check"
     temporary.mkdir()
-    files = [_original_file(run, images, index, temporary) for index in indices]
+    labeled = images if isinstance(images, ImageDataset) else None
+    files = [_original_file(run, images, index, temporary) if isinstance(images, ImageDataset) else images[index]
+             for index in indices]  # fmt: skip
     predicted = _predict(run, files)
     bad = [number for number, prediction in enumerate(predicted) if prediction.error]
     if bad and (run.cfg.DATA.ON_BAD_IMAGE != "skip" or len(bad) == num):
-        named = f"{images.describe(indices[bad[0]])}: {predicted[bad[0]].error}"
+        named = f"{labeled.describe(indices[bad[0]]) if labeled else files[bad[0]]}: {predicted[bad[0]].error}"
         raise BadImageError(f"broken image: {named}; fix: repair it, or set DATA.ON_BAD_IMAGE skip")
     kept = [number for number, prediction in enumerate(predicted) if prediction.error is None]
-    has_several = images.targets == "labels"
-    results = _run_code(code, [files[number] for number in kept], folder, temporary, without, has_several)
+    results = _run_code(code, [files[number] for number in kept], folder, temporary, run.task.multilabel)
     own = [list(zip(predicted[number].labels, predicted[number].probabilities, strict=True)) for number in kept]
     shutil.rmtree(temporary)
-    return {**_compare(run, images, [indices[number] for number in kept], own, results), "images_of_set": len(images)}
+    return {**_compare(run, labeled, [indices[number] for number in kept], own, results), "images_of_set": len(images)}
 
 
 def _original_file(run: LoadedRun, images: ImageDataset, index: int, temporary: Path) -> str:
@@ -186,14 +186,12 @@ def _predict(run: LoadedRun, files: list[str]) -> list[Prediction]:
     return [each for chunk in progress(chunks, label="predict", total=len(spans)) for each in chunk]
 
 
-def _run_code(
-    code: str, files: list[str], folder: Path, temporary: Path, without: Sequence[str], multilabel: bool
-) -> list[dict[str, Any]]:
+def _run_code(code: str, files: list[str], folder: Path, temporary: Path, multilabel: bool) -> list[dict[str, Any]]:
     """Return the results of `card_runner` for files, fewer if the code has ended the process."""
     (temporary / "code.py").write_text(code, encoding="utf-8")
     (temporary / "files.json").write_text(json.dumps(files), encoding="utf-8")
     num_pairs = 1 << 30 if multilabel else 4 * _TOPK
-    words = [sys.executable, card_runner.__file__, str(temporary / "code.py"), str(num_pairs), *without]
+    words = [sys.executable, card_runner.__file__, str(temporary / "code.py"), str(num_pairs)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(torch.get_num_threads())}
     results = []
     with (
@@ -222,21 +220,21 @@ def _lines(child: subprocess.Popen) -> Iterator[bytes]:
 
 
 def _compare(
-    run: LoadedRun, images: ImageDataset, indices: list[int], own: list[Answer], results: list[dict[str, Any]]
+    run: LoadedRun, images: ImageDataset | None, indices: list[int], own: list[Answer], results: list[dict[str, Any]]
 ) -> dict[str, Any]:
     others: list[Answer] = [result.get("answer", []) for result in results]
-    num, multilabel = len(own), images.targets == "labels"
+    num, multilabel = len(own), run.task.multilabel
     equal = sum(map(_are_equal_labels if multilabel else _are_equal, own, others))
     differences = [_difference(one, other, multilabel) for one, other in zip(own, others, strict=True)]
     metric = "map" if multilabel else "top1"
-    values = [_measure(metric, run.classes, images, indices, answers) for answers in (own, others)]
+    values = [_measure(metric, run.classes, images, indices, answers) for answers in (own, others) if images]
     errors = [result["error"] for result in results if "error" in result]
     seconds = [result["seconds"] for result in results[1:] if "seconds" in result]  # the first one is a warm-up
     mean = math.fsum(differences) / num
     return {
         "verified": equal >= MIN_EQUAL * num and mean <= MAX_MEAN_DIFFERENCE,
         "images": num,
-        metric: dict(zip(("run", "export"), values, strict=True)),
+        **({metric: dict(zip(("run", "export"), values, strict=True))} if values else {}),
         "equal_answers": 100 * equal / num,
         "max_probability_difference": max(differences),
         "mean_probability_difference": mean,

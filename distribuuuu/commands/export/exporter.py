@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,18 +67,21 @@ class Format(NamedTuple):
     Attributes:
         file: name of the file with the weights.
         write: writes the files of a run to a folder.
-        without: packages that the code of its card does not need.
     """
 
     file: str
     write: Callable[[LoadedRun, Path], None]
-    without: tuple[str, ...] = ("distribuuuu",)
 
 
 def export_run(
-    run: LoadedRun, to: str, out: str | os.PathLike, check_images: int = CHECK_IMAGES, push: str = ""
+    run: LoadedRun,
+    to: str,
+    out: str | os.PathLike,
+    check_images: int = CHECK_IMAGES,
+    push: str = "",
+    files: Sequence[str] | None = None,
 ) -> dict:
-    """Write a trained model to a new folder, and compare the code of its card with `predict` on the evaluation set.
+    """Write a trained model to a new folder, and compare the code of its card with `predict` on images.
 
     The folder appears under its name when it is complete. If it is not verified (see `check_export`), the file of the
     weights has the suffix `.unverified`.
@@ -87,8 +90,10 @@ def export_run(
         run: the trained model on the CPU; it is converted to float32.
         to: one of FORMATS.
         out: the folder; it must not exist, or be empty.
-        check_images: most evaluation images of the check; 0: all.
-        push: OWNER/NAME of a repository on the Hugging Face Hub that a verified folder is published to; empty: none.
+        check_images: most images of the check; 0: all.
+        push: OWNER/NAME of a repository on the Hugging Face Hub, private if it is new, that a verified folder is
+            uploaded to; empty: none.
+        files: image files of the check; empty: there is none; None: the evaluation set.
 
     Returns:
         The content of export.json.
@@ -100,14 +105,16 @@ def export_run(
     target = Path(out).expanduser()
     check_arguments(to, target, push)
     check_format(run, to)
-    images = open_evaluation_set(run)
-    file, write, without = FORMATS[to]
+    images = open_evaluation_set(run) if files is None else files
+    file, write = FORMATS[to]
     evaluated_model(run)
     with _new_folder(target) as folder, torch.inference_mode():
         write(run, folder)
         code = render_code(run, to)
-        checked = check_export(run, images, folder, render_code(run, to, run.cfg.PLUGINS), check_images, without)
-        if not checked["verified"]:
+        checked: dict[str, Any] = {"verified": None, "images": 0}
+        if images is not None and len(images):
+            checked = check_export(run, images, folder, render_code(run, to, run.cfg.PLUGINS), check_images)
+        if checked["verified"] is False:
             os.replace(folder / file, folder / f"{file}.unverified")
             file = f"{file}.unverified"
         record = {"format": to, "file": file, **checked,
@@ -128,7 +135,13 @@ def open_evaluation_set(run: LoadedRun) -> ImageDataset:
     """
     found = [Problem(key, text, run.cfg.origins) for key, text in dataset_class(run.cfg).find_problems(run.cfg, False)]
     if found:
-        raise ConfigError([*found, "the check of an export needs the evaluation set; fix: --set TEST.DATASET FOLDER"])
+        raise ConfigError(
+            [
+                *found,
+                "the check of an export needs the evaluation set; fix: set TEST.DATASET "
+                "FOLDER, or check it on other images by --images FOLDER, or add --no-check",
+            ]
+        )
     if run.cfg.TEST.LABELS:
         raise ConfigError(f"TEST.LABELS: got {run.cfg.TEST.LABELS}; the check expects the data of the run")
     images = open_data(run.cfg)
@@ -349,7 +362,7 @@ def write_onnx(run: LoadedRun, folder: Path) -> None:
 
 FORMATS = {
     "timm": Format(_SAFETENSORS, write_timm),
-    "safetensors": Format(_SAFETENSORS, write_safetensors, without=()),
+    "safetensors": Format(_SAFETENSORS, write_safetensors),
     "onnx": Format("model.onnx", write_onnx),
     "torch": Format("model.pt2", write_torch),
 }
@@ -359,7 +372,9 @@ FORMATS = {
 
 
 def push_folder(folder: Path, repository: str) -> None:
-    """Publish the files of a folder as one commit on the Hugging Face Hub (HF_ENDPOINT, HF_TOKEN).
+    """Upload the files of a folder as one commit to the Hugging Face Hub (HF_ENDPOINT, HF_TOKEN).
+
+    A new repository is private.
 
     Raises:
         ConfigError: the Hub cannot be reached, or refuses.
@@ -368,7 +383,7 @@ def push_folder(folder: Path, repository: str) -> None:
 
     try:
         api = HfApi()
-        api.create_repo(repository, exist_ok=True)
+        api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Add model")
     except Exception as error:  # the types depend on the client's HTTP library
         reason = " ".join(str(error).split())[:300] or type(error).__name__

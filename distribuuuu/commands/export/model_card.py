@@ -36,7 +36,7 @@ def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
     sections = [
         f"# {run.cfg.MODEL.ARCH} on {_data_name(run)}",
         _describe(run, record),
-        "## Metrics\n\n" + "\n".join(_metric_rows(metrics, count)),
+        "## Metrics\n\n" + ("\n".join(_metric_rows(metrics, count)) if metrics else "Not recorded."),
         f"## Use\n\nIn the folder of this card:\n\n```python\n{code}\n```",
         "## Preprocessing\n\n" + _describe_preprocessing(run, record["format"]),
         "## Check of this export\n\n" + _describe_check(record),
@@ -53,8 +53,8 @@ def find_metrics(run: LoadedRun, record: Mapping[str, Any]) -> tuple[dict[str, t
     results = run.results or {}
     kind = results.get("accuracy", {}).get(run.weights)
     if not kind:
-        name = "top1" if "top1" in record else "map"
-        return {name: (name, record[name]["run"])}, record["images"]
+        found = {name: (name, record[name]["run"]) for name in ("top1", "map") if name in record}
+        return found, record["images"]
     labels = list_metrics(results)
     best = {name: (labels[name], kind["best"][name]) for name in labels if kind["best"].get(name) is not None}
     return best, results["evaluation"]["count"]
@@ -140,16 +140,18 @@ def _describe_preprocessing(run: LoadedRun, to: str) -> str:
 
 
 def _describe_check(record: Mapping[str, Any]) -> str:
-    metric = "top1" if "top1" in record else "map"
-    both, speed = record[metric], record["images_per_s"]
+    if record["verified"] is None:
+        return "The code above was **not checked** on images."
+    rows = "".join(f"| {name} | {record[name]['run']:.2f} | {record[name]['export']:.2f} |\n"
+                   for name in ("top1", "map") if name in record)  # fmt: skip
+    speed = record["images_per_s"]
     failed = f"The code has failed: {record['error']}\n\n" if "error" in record else ""
     verdict = "verified" if record["verified"] else "NOT VERIFIED: do not use it"
-    share = f"{record['equal_answers']:.2f} % equal answers on {counted(record['images'], 'evaluation image')}"
+    share = f"{record['equal_answers']:.2f} % equal answers on {counted(record['images'], 'image')}"
     return (
         f"The code above was run on the original files in a process of its own, and compared with the predictions of "
         f"the trained model: {share}; **{verdict}**.\n\n{failed}"
-        f"| | trained model | this code |\n|---|---|---|\n"
-        f"| {metric} | {both['run']:.2f} | {both['export']:.2f} |\n\n"
+        f"| | trained model | this code |\n|---|---|---|\n{rows}\n"
         f"Difference of the probability of the answer: {record['mean_probability_difference']:.2g} on average, at most "
         f"{record['max_probability_difference']:.2g}. Speed from file to answer, one image at a time: "
         f"{0 if speed is None else speed:.1f} images/s with {counted(record['threads'], 'thread')}. "

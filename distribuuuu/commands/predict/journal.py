@@ -1,78 +1,35 @@
 """The partial output of a prediction: an append-only file of finished chunks, from which a killed job resumes.
 
-Each line is a CRC-32 and a record in JSON: first the job, then the rows and the broken images of each chunk, in order.
-Reading ends at the first line that is incomplete or damaged; it and those after it are predicted again.
+Its first line is the job, in JSON; each further line is the text of the rows and the broken images of a chunk.
 """
 
 import contextlib
-import itertools
 import json
 import os
 import sys
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from distribuuuu.commands.output import check_out
 from distribuuuu.config import ConfigError
-from distribuuuu.config.json_file import load_json
 from distribuuuu.data.datasets.table_file import csv_line
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.locks import lock_file
-from distribuuuu.files.untrusted import open_regular, parse_json, printable
+from distribuuuu.files.untrusted import parse_json, printable
 
-
-def partial_path(out: Path) -> Path:
-    """Return the file of the finished chunks of an output file."""
-    return out.with_name(f"{out.name}.partial")
-
-
-def finished_path(out: Path) -> Path:
-    """Return the file that says which prediction an output file holds."""
-    return out.with_name(f".{out.name}.finished")
+_FIX = "fix: remove it, or name another file"
 
 
 def check_output_file(out: Path) -> None:
-    """Raise ConfigError if a path cannot be that of a new output file, of one to resume, or of a finished one."""
+    """Raise ConfigError if a path cannot be that of a new output file, or of one to resume."""
+    check_out("--out", out)
     if out.suffix not in (".csv", ".jsonl"):
         raise ConfigError(f"--out: got {out}; expected a file name that ends with .csv or .jsonl")
     if not out.parent.is_dir():
         raise ConfigError(f"--out: no such folder: {out.parent}")
-    if out.is_dir():
-        raise ConfigError(f"--out: {out} is a folder; expected a file name")
-    if out.exists() and not partial_path(out).exists() and not finished_path(out).exists():
-        raise ConfigError(f"--out: {out} exists; fix: remove it, or name another file")
-
-
-def find_finished(out: Path, job: dict[str, Any]) -> int | None:
-    """Return the number of broken images of a finished job; None if the output file does not exist, or is partial.
-
-    Raises:
-        ConfigError: the output file is that of another job, or was changed since.
-    """
-    if not out.exists() or partial_path(out).exists():
-        return None
-    fix = "fix: remove it, or name another file"
-    found = load_json(finished_path(out))
-    if not isinstance(found, dict) or not isinstance(found.get("job"), dict) or type(found.get("broken")) is not int:
-        raise ConfigError(f"--out: {out} exists; {fix}")
-    if changed := _list_differences(job, found["job"]):
-        raise ConfigError(f"--out: {out} exists: a prediction with another {', '.join(changed)}; {fix}")
-    if found.get("crc32") != _checksum(out):
-        raise ConfigError(f"--out: {out} exists, and was changed since it was written; {fix}")
-    return found["broken"]
-
-
-def _list_differences(job: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    return [printable(name) for name in {**job, **other} if job.get(name) != other.get(name)]
-
-
-def _checksum(path: Path) -> str:
-    checksum = 0
-    with open_regular(path) as file:
-        while block := file.read(1 << 20):
-            checksum = zlib.crc32(block, checksum)
-    return f"{checksum:08x}"
+    if os.path.lexists(out):
+        raise ConfigError(f"--out: {out} exists already; {_FIX}")
 
 
 class Journal:
@@ -91,74 +48,70 @@ class Journal:
     """
 
     def __init__(self, out: Path, job: dict[str, Any], header: str):
-        self.out, self.path = out, partial_path(out)
-        self._header, self._job = header, job
+        self.out, self.path, self._header = out, out.with_name(f"{out.name}.partial"), header
         self.num_chunks = self.num_broken = 0
         with self._explained():
-            if os.path.lexists(self.path) and not self.path.is_file():
-                raise ConfigError(f"--out: {self.path} is not a regular file; fix: remove it, or name another file")
+            if os.path.lexists(self.path) and (self.path.is_symlink() or not self.path.is_file()):
+                raise ConfigError(f"--out: {self.path} is not a regular file; {_FIX}")
             self._file = open(self.path, "a+b", buffering=0)
             if not lock_file(self._file.fileno(), timeout_s=0.0):
                 raise ConfigError(f"--out: another process writes {self.path}; fix: wait for it, or name another file")
             if not self._file.tell():
                 self._append(job)
-            records = self._valid_records()
-            found = next(records, None)
-            if found is None:
-                raise ConfigError(f"--out: {self.path} is not a partial output; fix: remove it, or name another file")
-            if changed := _list_differences(job, found):
+            lines = self._complete_lines()
+            found = next(lines, None)
+            if not isinstance(found, dict):
+                raise ConfigError(f"--out: {self.path} is not a partial output; {_FIX}")
+            if changed := [printable(name) for name in {**job, **found} if job.get(name) != found.get(name)]:
                 what = f"{self.path} belongs to a prediction with another {', '.join(changed)}"
                 raise ConfigError(f"--out: {what}; fix: remove it to start over, or name another file")
-            broken = [len(record["errors"]) for record in records]
-            self.num_chunks, self.num_broken = len(broken), sum(broken)
+            for _, errors in lines:
+                self.num_chunks, self.num_broken = self.num_chunks + 1, self.num_broken + len(errors)
             self._file.truncate(self._end)
 
-    def _valid_records(self) -> Iterator[dict[str, Any]]:
-        """Yield the records up to the first damaged line, and note where they end."""
+    def _complete_lines(self) -> Iterator[Any]:
+        """Yield the content of the lines up to the first one that is incomplete, and note where they end."""
         self._end = 0
         with open(self.path, "rb") as file:
             for line in file:
-                checksum, _, data = line.partition(b" ")
-                if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(data[:-1]):
-                    return
                 try:
-                    record = parse_json(data)
-                except ValueError:  # not written by this class, although the checksum is right
+                    content = parse_json(line)
+                    is_whole = line.endswith(b"\n") and (not self._end or _is_chunk(content))
+                except ValueError:
                     return
-                if not isinstance(record, dict) or self._end and not _is_chunk(record):
+                if not is_whole:
                     return
                 self._end += len(line)
-                yield record
-
-    def _chunks(self) -> Iterator[dict[str, Any]]:
-        with open(self.path, "rb") as file:
-            yield from (json.loads(line.partition(b" ")[2]) for line in itertools.islice(file, 1, None))
+                yield content
 
     def append(self, rows: str, errors: list[list[str]]) -> None:
         """Add the next chunk: the text of its rows, and [path, cause] of each broken image."""
         with self._explained():
-            self._append({"rows": rows, "errors": errors})
+            self._append([rows, errors])
         self.num_chunks, self.num_broken = self.num_chunks + 1, self.num_broken + len(errors)
 
-    def _append(self, record: dict[str, Any]) -> None:
-        data = json.dumps(record).encode()
-        line = b"%08x %s\n" % (zlib.crc32(data), data)
-        while line:  # what a full disk leaves of a line is not valid
+    def _append(self, content: Any) -> None:
+        line = json.dumps(content).encode() + b"\n"
+        while line:
             line = line[self._file.write(line) :]
 
     def finish(self) -> None:
         """Write the output file and, if images are broken, the file that lists them; remove the partial file."""
-        errors = self.out.with_name(f"{self.out.name}.errors.csv")
         with self._explained():
+            errors = self.out.with_name(f"{self.out.name}.errors.csv")
             if self.num_broken:
-                lines = (csv_line(error) for chunk in self._chunks() for error in chunk["errors"])
-                _write(errors, csv_line(["path", "error"]), lines)
+                _write(
+                    errors, csv_line(["path", "error"]), (csv_line(one) for _, found in self._chunks() for one in found)
+                )
             else:
                 errors.unlink(missing_ok=True)
-            _write(self.out, self._header, (chunk["rows"] for chunk in self._chunks()))
-            found = {"job": self._job, "broken": self.num_broken, "crc32": _checksum(self.out)}
-            _write(finished_path(self.out), json.dumps(found) + "\n", iter(()))
+            _write(self.out, self._header, (rows for rows, _ in self._chunks()))
             self.path.unlink()
+
+    def _chunks(self) -> Iterator[Any]:
+        lines = self._complete_lines()
+        next(lines)
+        return lines
 
     def close(self) -> None:
         """Release the lock."""
@@ -175,13 +128,9 @@ class Journal:
             raise ConfigError(f"--out: {self.out} cannot be written: {error.strerror or error}; {kept}{fix}") from error
 
 
-def _is_chunk(record: dict[str, Any]) -> bool:
-    """Return whether a record of the partial file has the types of a chunk."""
-    errors = record.get("errors")
-    is_list = isinstance(errors, list) and all(
-        isinstance(error, list) and len(error) == 2 and all(isinstance(text, str) for text in error) for error in errors
-    )
-    return is_list and isinstance(record.get("rows"), str)
+def _is_chunk(content: Any) -> bool:
+    is_pair = isinstance(content, list) and [type(part) for part in content] == [str, list]
+    return is_pair and all(isinstance(error, list) and [*map(type, error)] == [str, str] for error in content[1])
 
 
 class StandardOutput:
@@ -209,6 +158,7 @@ class StandardOutput:
     close = finish
 
 
-def _write(path: Path, header: str, lines: Iterator[str]) -> None:
+def _write(path: Path, header: str, lines: Iterable[str]) -> None:
     with replacing(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-        file.writelines(itertools.chain([header], lines))
+        file.write(header)
+        file.writelines(lines)

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
-from distribuuuu.commands.output import check_out
+from distribuuuu.commands.output import check_run
 from distribuuuu.config import ConfigError
 from distribuuuu.launch.host import count_cores, tune_malloc
 from distribuuuu.launch.signals import STATUS_OF, handled_by
@@ -42,8 +42,8 @@ def predict(prog: str, args: list[str]) -> int:
 
     out = Path(flags.out) if flags.out else None
     if out:
-        check_out("--out", flags.out)
         check_output_file(out)
+    check_run(flags.run)
     files = list_images(flags.paths)
     tune_malloc()
     from distribuuuu.commands.predict.prediction import PredictJob, predict_files

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from distribuuuu.commands.predict.journal import Journal, StandardOutput, find_finished
+from distribuuuu.commands.predict.journal import Journal, StandardOutput
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import counted
@@ -93,11 +93,6 @@ def predict_files(job: PredictJob) -> int:
     spans = list_spans(len(job.files), run.cfg.TEST.BATCH_SIZE)
     header = "" if job.is_json else csv_line(["path", *list_columns(selection, len(run.classes))])
     description = describe_dependencies(job, run, selection)
-    num_broken = find_finished(job.out, description) if job.out else None
-    if num_broken is not None:
-        images = counted(len(job.files), "image")
-        print(printable(f"finished already: {job.out} holds this prediction of {images}"), file=sys.stderr)
-        return num_broken
     out = Journal(job.out, description, header) if job.out else StandardOutput(header)
     print(printable(run.describe()), file=sys.stderr)
     if reduced := find_reduced(_Files(job.files), build_decode_options(run.cfg)):

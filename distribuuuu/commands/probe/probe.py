@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
-from distribuuuu.commands.output import check_out
+from distribuuuu.commands.output import check_out, check_run
 from distribuuuu.config import ConfigError
 from distribuuuu.launch.host import tune_malloc
 
@@ -21,6 +21,7 @@ that is fitted to the training images.
 def probe(prog: str, args: list[str]) -> int:
     """Read the command line, then print and write the result."""
     flags = build_parser(prog).parse_args(args)
+    check_run(flags.run)
     tune_malloc()
     from distribuuuu.commands.html.page import write_page
     from distribuuuu.commands.probe.feature_probe import probe_run

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
-from distribuuuu.commands.output import check_out
+from distribuuuu.commands.output import check_out, check_run
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.run_files import local_run
@@ -28,6 +28,8 @@ def compare(prog: str, args: list[str]) -> int:
     flags = build_parser(prog).parse_args(args)
     check_out("--out", flags.out)
     sides = find_sides(flags.runs)
+    for folder in (folder for folders in sides.values() for folder in folders):
+        check_run(str(folder))
     out = Path(flags.out)
     if flags.format == "html" and not out.parent.is_dir():
         raise ConfigError(f"--out: no such folder: {out.parent}; fix: create it, or name another file")

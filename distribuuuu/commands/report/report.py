@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
-from distribuuuu.commands.output import check_out
+from distribuuuu.commands.output import check_out, check_run
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import local_run
 from distribuuuu.files.untrusted import printable
@@ -22,6 +22,7 @@ OUT_DIR, which must hold predictions.npz; distribuuuu test RUN makes it.
 def report(prog: str, args: list[str]) -> int:
     """Read the command line, then write the report."""
     flags = build_parser(prog).parse_args(args)
+    check_run(flags.run)
     flags.run = local_run(flags.run)
     out = Path(flags.out).expanduser() if flags.out else Path(flags.run) / f"report.{flags.format}"
     if flags.out:

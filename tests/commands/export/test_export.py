@@ -193,7 +193,7 @@ def test_a_mistake_in_an_export_is_found(small_cfg, tmp_path, monkeypatch, capsy
     options = ("DATA.MEAN", "[0.4, 0.5, 0.3]", "DATA.STD", "[0.2, 0.3, 0.25]", "OPTIM.BASE_LR", "0.02")
     cfg = small_cfg("MODEL.ARCH", arch, "TEST.FLIP", to == "onnx", *options)
     train_model(cfg)
-    file, write, without = export.FORMATS[to]
+    file, write = export.FORMATS[to]
 
     def write_wrongly(run, folder):
         cfg = run.cfg.clone()
@@ -201,7 +201,7 @@ def test_a_mistake_in_an_export_is_found(small_cfg, tmp_path, monkeypatch, capsy
         cfg.merge_from_list(list(wrong))
         write(replace(run, cfg=cfg), folder)
 
-    monkeypatch.setitem(export.FORMATS, to, export.Format(file, write_wrongly, without))
+    monkeypatch.setitem(export.FORMATS, to, export.Format(file, write_wrongly))
     assert command(cfg.OUT_DIR, "--to", to, tmp_path / "exported") == 1
     record = json.loads((tmp_path / "exported" / "export.json").read_text())
     assert not record["verified"] and record["file"] == f"{file}.unverified" and record["equal_answers"] < 99.9
@@ -287,6 +287,20 @@ def test_images_that_cannot_be_read_leave_nothing_behind(saved, tmp_path, capsys
     for data, named in ((tmp_path / "gone", str(tmp_path / "gone")), (folder, "bee/000.jpg")):
         assert command(saved, "--to", "torch", tmp_path / "new", "--set", "TEST.DATASET", data) == 2
         assert named in capsys.readouterr().err and left_beside(tmp_path) == []
+
+
+def test_an_export_without_labeled_images_is_checked_on_others_or_marked(saved, tmp_path, image_folder, capsys):
+    words = (saved / "best.pth.tar", "--format", "torch", "--out", tmp_path / "new", "TEST.DATASET", tmp_path / "gone")
+    words = (*words, "TRAIN.DATASET", tmp_path / "gone")
+    assert command(*words) == 2 and left_beside(tmp_path) == []
+    assert "--images FOLDER" in (said := capsys.readouterr().err) and "--no-check" in said
+    assert command(*words, "--images", image_folder / "val" / "ant") == 0
+    record = json.loads((tmp_path / "new" / "export.json").read_text())
+    assert record["verified"] and record["images"] > 5 and "top1" not in record
+    shutil.rmtree(tmp_path / "new")
+    assert command(*words, "--no-check") == 0 and "NOT CHECKED" in capsys.readouterr().out
+    assert json.loads((tmp_path / "new" / "export.json").read_text())["verified"] is None
+    assert "**not checked**" in (tmp_path / "new" / "README.md").read_text()
 
 
 def leave(tmp_path, name: str):

@@ -125,7 +125,7 @@ def test_five_mistakes_in_the_code_of_a_card_are_refused(turned_run, tmp_path, t
     code, images = card_of(folder), build_images(run.cfg, train=False)
     for mistake, (right, wrong) in MISTAKES[to].items():
         assert right in code, (mistake, code)
-        found = check_export(run, images, folder, code.replace(right, wrong), without=export.FORMATS[to].without)
+        found = check_export(run, images, folder, code.replace(right, wrong))
         assert not found["verified"] and "error" not in found, (mistake, found)
         assert found["mean_probability_difference"] > 0.002 or found["equal_answers"] < 99.9, (mistake, found)
 
@@ -155,7 +155,7 @@ def test_the_answers_are_those_of_the_command_predict(turned_run, photographs, t
     assert dispatch("distribuuuu", ["predict", run.cfg.OUT_DIR, *files, "--out", str(tmp_path / "p.csv")]) == 0
     rows = list(csv.DictReader((tmp_path / "p.csv").open()))
     (tmp_path / "code.py").write_text(card_of(tmp_path / "exported"))
-    words = [sys.executable, card_runner.__file__, str(tmp_path / "code.py"), "3", "distribuuuu"]
+    words = [sys.executable, card_runner.__file__, str(tmp_path / "code.py"), "3"]
     done = subprocess.run(words, input=json.dumps(files), capture_output=True, text=True, cwd=tmp_path / "exported")
     answers = [json.loads(line)["answer"] for line in done.stdout.splitlines()]
     assert [row["path"] for row in rows] == files and len(answers) == len(files), done
@@ -166,8 +166,7 @@ def test_the_answers_are_those_of_the_command_predict(turned_run, photographs, t
 
 @pytest.mark.parametrize(
     ("code", "error"),
-    [("import distribuuuu", "48 images: ModuleNotFoundError: No module named 'distribuuuu'"),
-     ("from distribuuuu import load_run", "ModuleNotFoundError: No module named 'distribuuuu'"),
+    [("import nothing", "48 images: ModuleNotFoundError: No module named 'nothing'"),
      ("raise SystemExit(3)", "ended with status 3"),
      ("def predict(path):\n    raise OSError('no such decoder')", "48 images: OSError: no such decoder"),
      ("print('hello')\ndef predict(path):\n    return [('ant', float('nan'))]", None),
@@ -175,7 +174,7 @@ def test_the_answers_are_those_of_the_command_predict(turned_run, photographs, t
 )  # fmt: skip
 def test_code_that_fails_is_not_verified(turned_run, tmp_path, code, error):
     run = turned_run("resnet8")
-    found = check_export(run, build_images(run.cfg, train=False), tmp_path, code, without=("distribuuuu",))
+    found = check_export(run, build_images(run.cfg, train=False), tmp_path, code)
     assert not found["verified"] and found["images"] == 48 and list(tmp_path.iterdir()) == []
     assert error is None and "error" not in found or error in found["error"], found
 

@@ -98,6 +98,7 @@ def test_a_verified_folder_is_published_in_one_commit(small_cfg, tmp_path, monke
     files = {path.name: path.read_bytes() for path in (tmp_path / "exported").iterdir()}
     assert set(files) == {"README.md", "config.json", "export.json", "model.safetensors"}
     assert hub.repositories == {"me/ants": files} and hub.commits == ["Add model"]
+    assert hub.is_private == {"me/ants": True}
 
 
 @pytest.mark.slow
