@@ -19,7 +19,7 @@ from distribuuuu.engine.build import Training, build_run, find_weights, open_run
 from distribuuuu.engine.evaluator import evaluate, open_evaluation
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.precise_bn import compute_precise_statistics
-from distribuuuu.engine.preflight import resolve_num_classes
+from distribuuuu.engine.preflight import resolve_num_classes, resolve_preprocessing
 from distribuuuu.engine.resume import capture, restore
 from distribuuuu.engine.run import (
     Run,
@@ -52,7 +52,7 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
         ConfigError: the data, the model or a checkpoint contradicts the config.
         RunStopped: a signal or CHECKPOINT.MAX_HOURS stopped the run.
     """
-    cfg = resolve_num_classes(cfg)
+    cfg = resolve_preprocessing(resolve_num_classes(cfg))
     launch = detect_launch()
     device = pick_device(launch.local_rank)
     train_loader, val_loader = build_loaders(cfg, launch, device)

@@ -33,6 +33,11 @@ class Config(CfgNode):
         """The values that options of the command line have replaced: those of the files, or the defaults."""
         return self.__dict__.setdefault("_replaced", {})
 
+    @property
+    def notes(self) -> list[tuple[int, str]]:
+        """Lines for the start of the log, each with its level: what other files have decided."""
+        return self.__dict__.setdefault("_notes", [])
+
     def dump(self, **options: Any) -> str:
         """Return the tree as YAML in its own order, on which FINETUNE.LR_MULT depends."""
         return super().dump(**{"sort_keys": False, **options})

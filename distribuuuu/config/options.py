@@ -26,7 +26,8 @@ _C.MODEL = Section()
 _C.MODEL.ARCH = Option("resnet18", recipe=False)
 # Number of classes; must match the data. 0: the number of classes in the data.
 _C.MODEL.NUM_CLASSES = Option(1000, least=0, recipe=False)
-# Initialize with the published weights of timm or torchvision; a head of another size is randomly initialized.
+# Initialize with the published weights of timm or torchvision; a head of another size is randomly initialized. Mean,
+# std, interpolation, sizes and crop that are not set are those of the weights; so with the other options for weights.
 _C.MODEL.PRETRAINED = False
 # Initial weights: own (the constructor's), fan_out (normal, scaled by fan-out as in pycls; all norms scale by 1), or
 # fan_out_own_norms (the norms keep the constructor's scales, as in the RegNets of timm before 0.6).

@@ -20,7 +20,7 @@ from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.watchdog import mark_position
 from distribuuuu.engine.build import build_test_model, open_run
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
-from distribuuuu.engine.preflight import resolve_num_classes
+from distribuuuu.engine.preflight import resolve_num_classes, resolve_preprocessing
 from distribuuuu.engine.run_description import describe_images, describe_model
 from distribuuuu.launch.detect import Launch, detect_launch
 from distribuuuu.optim.precision import build_precision
@@ -124,7 +124,7 @@ def open_evaluation(cfg, weights: str = "") -> Iterator[Evaluation]:
     Raises:
         ConfigError: the data, the model or the weights contradict the config.
     """
-    cfg = resolve_num_classes(cfg)
+    cfg = resolve_preprocessing(resolve_num_classes(cfg), weights)
     launch = detect_launch()
     device = pick_device(launch.local_rank)
     loader = build_loader(cfg, launch, device, train=False)

@@ -82,6 +82,15 @@ def resolve_num_classes(cfg: Config) -> Config:
     return resolved
 
 
+def resolve_preprocessing(cfg: Config, weights: str = "") -> Config:
+    """Return the config with the preprocessing of its weights, see models/preprocessing.py; without any, itself."""
+    if not (weights or cfg.MODEL.WEIGHTS or cfg.FINETUNE.WEIGHTS or cfg.MODEL.PRETRAINED or cfg.DISTILL.WEIGHTS):
+        return cfg
+    from distribuuuu.models import preprocessing
+
+    return preprocessing.resolve_preprocessing(cfg, weights)
+
+
 def _with_num_classes(cfg: Config, num_classes: int) -> Config:
     """Return a frozen copy with this number of classes; the config itself for 0."""
     return changed(cfg, {"MODEL.NUM_CLASSES": num_classes}, "the data") if num_classes else cfg

@@ -48,6 +48,8 @@ def describe_model(cfg, model: nn.Module, *loaders: Loader) -> None:
     for note in dict.fromkeys(note for loader in loaders for note in loader.notes):
         if dist.is_main():
             logger.warning("%s", note)
+    for level, note in cfg.notes if dist.is_main() else ():
+        logger.log(level, "%s", note)
     logger.info("model: %s, %.3f M parameters", cfg.MODEL.ARCH, count_parameters(model) / 1e6)
 
 

@@ -19,8 +19,7 @@ import torch
 from distribuuuu.checkpoint.io import CheckpointError, is_list_of, read_checkpoint
 from distribuuuu.checkpoint.weights_files import KINDS, RAW, best_paths, build_kinds, find_best, kind_of
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg, load_cfg
-from distribuuuu.config.config_node import changed, get_value, iter_options
-from distribuuuu.config.derived import Size
+from distribuuuu.config.config_node import changed, iter_options
 from distribuuuu.config.errors import counted, did_you_mean, first_few
 from distribuuuu.config.json_file import load_json
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
@@ -33,6 +32,7 @@ from distribuuuu.data.loader import build_images
 from distribuuuu.data.normalize import statistics_of
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.models.constructor import find_architecture
+from distribuuuu.models.preprocessing import follow, of_timm
 
 logger = logging.getLogger(__name__)
 
@@ -213,21 +213,15 @@ def _is_timm_name(name: str) -> bool:
 
 
 def _timm_entries(source: str, arch: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries `classes` and `config` of a model that is described in the format of timm.
-
-    The side before the crop is the crop divided by the crop percentage, rounded down, as in timm.
-    """
+    """Return the entries `classes`, `config` and `has_classifier` of a model described in the format of timm."""
     from timm.data import ImageNetInfo, infer_imagenet_subset
 
     published = settings.get("pretrained_cfg", settings)
     try:
         num_classes = int(settings.get("num_classes", published["num_classes"]))
-        channels, height, width = published["input_size"]
-        crop_pct = published.get("crop_pct", 0.875)
-        mode = published.get("crop_mode", "center")
-        resize = _size_of(math.floor(height / crop_pct), math.floor(width / crop_pct))
-        interpolation = str(published.get("interpolation", "bicubic"))
-        mean, std = (tuple(map(float, published[key])) for key in ("mean", "std"))
+        _, height, width = published["input_size"]
+        crop_pct, mode = published.get("crop_pct", 0.875), published.get("crop_mode", "center")
+        preprocessing = of_timm(published)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise ConfigError(f"RUN: {source}: not a model config of timm: {error!r}; expected {EXPECTED}") from error
     if mode != "center" and (crop_pct < 1 or (height != width and mode != "squash")):
@@ -240,22 +234,12 @@ def _timm_entries(source: str, arch: Any, settings: Mapping[str, Any]) -> dict[s
         **{f"MODEL.KWARGS.{key}": value for key, value in arguments.items() if key != "num_classes"},
         "MODEL.ARCH": f"timm/{arch}",
         "MODEL.NUM_CLASSES": num_classes,
-        "TRAIN.IM_SIZE": _size_of(height, width),
-        "TEST.IM_SIZE": resize,
-        "TEST.CROP": "squash" if mode == "squash" else "center",
-        "TEST.INTERPOLATION": interpolation if interpolation in ("bilinear", "bicubic") else "bilinear",
-        "DATA.CHANNELS": channels,
+        **preprocessing,
         "DATA.PIXELS": settings.get("pixels") or "uint8",
-        "DATA.MEAN": mean,
-        "DATA.STD": std,
         "TEST.FLIP": bool(settings.get("flip")),
         "DATA.EXIF_ROTATE": bool(settings.get("exif_rotate")),
     }
-    return {"classes": list(classes) if classes else None, "config": options}
-
-
-def _size_of(height: int, width: int) -> Size:
-    return height if height == width else (height, width)
+    return {"classes": list(classes) if classes else None, "config": options, "has_classifier": num_classes > 0}
 
 
 # --------------------------------------------------------------------------------- config and classes
@@ -274,9 +258,9 @@ def _assemble(
         what = "holds weights, but not the config that they were trained with"
         raise CheckpointError(f"RUN: {source}: {what}; fix: name it with --cfg FILE")
     saved = stored if isinstance(stored, dict) else {}
-    unset = [key for key in ("DATA.MEAN", "DATA.STD") if not get_value(cfg, key)]
-    found = [key for key in unset if is_list_of(saved.get(key), (int, float)) and len(saved[key]) == cfg.DATA.CHANNELS]
-    cfg = changed(cfg, {key: tuple(map(float, saved[key])) for key in found})
+    cfg = follow(cfg, source, saved)
+    for level, note in cfg.notes:
+        logger.log(level, "%s", note)
     classes, has_statistics = content.get("classes"), cfg.DATA.MEAN and cfg.DATA.STD
     data = dataset_class(cfg)
     is_packed = cfg.DATA.NAME.startswith("packed")  # it keeps the statistics in its files
@@ -292,7 +276,8 @@ def _assemble(
     own = {"MODEL.WEIGHTS": None, "OUT_DIR": str(folder or Path(source).parent)}
     cfg = changed(cfg, {"MODEL.NUM_CLASSES": len(classes), "DATA.MEAN": mean, "DATA.STD": std, **own})
     kind, tensors = str(content.get("weights")), content.get("state_dict")
-    return LoadedRun(source, kind, cfg, tuple(classes), tensors, folder, task_state=content.get("task"))
+    has_classifier = content.get("has_classifier") is not False
+    return LoadedRun(source, kind, cfg, tuple(classes), tensors, folder, None, content.get("task"), has_classifier)
 
 
 def _open_data(source: str, cfg: Config, missing: str) -> ImageDataset:

@@ -127,6 +127,7 @@ class LoadedRun:
         folder: the folder with results.json; None: there is none.
         given_device: the device of the model; None: a GPU if there is one.
         task_state: the state of the task in the file; None: there is none.
+        has_classifier: whether the weights include a head; else its random weights are of no use.
     """
 
     source: str
@@ -137,6 +138,7 @@ class LoadedRun:
     folder: Path | None = None
     given_device: torch.device | None = None
     task_state: Mapping[str, Any] | None = None
+    has_classifier: bool = True
 
     @cached_property
     def device(self) -> torch.device:
@@ -223,6 +225,13 @@ class LoadedRun:
             raise BadImageError(f"broken image: {bad.image}: {bad.error}; fix: remove it, or pass skip_bad=True")
         return predictions
 
+    def check_classifier(self) -> None:
+        """Raise ConfigError if the weights are those of a backbone only, whose answers would be random."""
+        if not self.has_classifier:
+            fix = f"FINETUNE.WEIGHTS pretrained MODEL.ARCH {self.cfg.MODEL.ARCH}"
+            message = f"{self.source} is published without a classifier: only `probe` can use it"
+            raise ConfigError(f"RUN: {message}; fix: train a head first, distribuuuu train {fix} TRAIN.DATASET FOLDER")
+
     def predict_chunks(
         self, items: Sequence[Image], spans: Sequence[range], selection: Selection, *loading: Any
     ) -> Iterator[list[Prediction]]:
@@ -234,6 +243,7 @@ class LoadedRun:
             selection: the classes to name.
             loading: batch size, number and kind of the workers, see `ChunkLoader`.
         """
+        self.check_classifier()
         images = UnlabeledImages(items)
         loader = ChunkLoader(images, self.transform, spans, self.device, *loading)
         self.build()  # after the workers have been forked: the model may be on a GPU

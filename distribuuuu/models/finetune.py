@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from distribuuuu.checkpoint.io import find_class_mismatch, is_state_dict, read_checkpoint
+from distribuuuu.checkpoint.restore import Tensors, rename_tensors
 from distribuuuu.checkpoint.weights_files import KINDS, PUBLISHED, find_weights_file
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
@@ -21,10 +22,6 @@ from distribuuuu.models.head import find_head, layer_of, replace_layers
 
 logger = logging.getLogger(__name__)
 
-Tensors = dict[str, torch.Tensor]
-
-# Prefixes that wrappers add to the names of tensors: DDP, lightning and others, detectors, torch.compile.
-PREFIXES = ("module.", "model.", "backbone.", "_orig_mod.")
 # Checkpoint entries with an average of the weights: this package's, timm's.
 AVERAGES = (*(kind.tensors for kind in KINDS.values() if kind.average), "state_dict_ema")
 
@@ -193,24 +190,6 @@ def match_tensors(own: Tensors, other: Tensors) -> tuple[Tensors, list[str]]:
     """Return the tensors of `other` that match `own` by name and shape, in its order, and the names of the rest."""
     matched = {name: other[name] for name in own if name in other and other[name].shape == own[name].shape}
     return matched, [name for name in other if name not in matched]
-
-
-def rename_tensors(tensors: Tensors, known: Collection[str]) -> Tensors:
-    """Return tensors under the known names that equal theirs up to prefixes; the others without prefixes."""
-    by_core = {_core(name): name for name in known}
-    renamed = {name: tensor for name, tensor in tensors.items() if name in known}
-    for name, tensor in tensors.items():
-        if name not in known:
-            target = by_core.get(_core(name), _core(name))
-            renamed[name if target in renamed else target] = tensor
-    return renamed
-
-
-def _core(name: str) -> str:
-    """Return a name without the prefixes of wrappers."""
-    while prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), None):
-        name = name.removeprefix(prefix)
-    return name
 
 
 def convert_by_timm(model: nn.Module, state_dict: Tensors) -> Tensors:

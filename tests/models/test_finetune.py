@@ -70,6 +70,9 @@ FORMS = {
     "torchvision.pth": lambda state: {"model": state, "args": FLAGS, "epoch": 5}, "bare.pth": lambda state: state,
     "bare.pt": lambda state: state, "wrapped.pt": lambda state: prefixed(state, "_orig_mod.module.backbone."),
     "lightning.ckpt": lambda state: {"state_dict": prefixed(state, "model.")},
+    "other.pth": lambda state: {"state_dict": prefixed(state, "student.encoder.")},
+    "fsdp.pth": lambda state: {name.replace("0.conv", "0._fsdp_wrapped_module.conv"): state[name] for name in state},
+    "detector.pth": lambda state: {**prefixed(state, "visual.trunk."), "neck.fc.weight": state["fc.weight"]},
 }  # fmt: skip
 
 

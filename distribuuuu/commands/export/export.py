@@ -91,6 +91,7 @@ def run_export(flags: argparse.Namespace) -> int:
 
     with handled_by(stop):
         run = replace(find_run(flags.run, flags.cfg, flags.overrides), given_device=CPU)
+        run.check_classifier()
         check_format(run, flags.to)
         for limit in list_limits(run, flags.to):
             print(f"--to {flags.to}: {limit}", file=sys.stderr)

@@ -13,7 +13,7 @@ from distribuuuu.commands.output import FORMATS, WIDTH, print_report
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
-from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
+from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes, resolve_preprocessing
 from distribuuuu.launch.detect import detect_launch
 
 _DESCRIPTION = """Predict what a run needs before it starts: parameters, FLOPs, steps, memory, hours,
@@ -83,7 +83,7 @@ def parse_args(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespac
     problems += find_run_problems(cfg, True, max(1, flags.nproc), set_keys_only=bool(problems))
     if problems:
         raise ConfigError(problems)
-    return flags, resolve_num_classes(cfg)
+    return flags, resolve_preprocessing(resolve_num_classes(cfg))
 
 
 def build_parser(prog: str | None = None) -> CommandParser:

@@ -26,7 +26,7 @@ from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.engine.build import build_training, open_run
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
-from distribuuuu.engine.preflight import resolve_num_classes
+from distribuuuu.engine.preflight import resolve_num_classes, resolve_preprocessing
 from distribuuuu.engine.run_description import describe_model
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.detect import detect_launch
@@ -45,7 +45,7 @@ def measure_steps(cfg) -> dict:
     Raises:
         ConfigError: the data or the model contradicts the config, or an image is broken.
     """
-    cfg = resolve_num_classes(cfg)
+    cfg = resolve_preprocessing(resolve_num_classes(cfg))
     launch = detect_launch()
     device = pick_device(launch.local_rank)
     loader = build_loader(cfg, launch, device, train=True)

@@ -49,7 +49,7 @@ def probe_run(run: LoadedRun) -> dict[str, Any]:
     torch.set_float32_matmul_precision("highest")
     (rows, labels, _), (test_rows, test_labels, num_right) = (extract_features(run, loader) for loader in loaders)
     classes, num = tuple(sets[0].classes), len(test_labels)
-    counts = {"classifier": num_right} if classes == run.classes else {}
+    counts = {"classifier": num_right} if run.has_classifier and classes == run.classes else {}
     counts["k-NN"] = int(predict_knn(rows, labels, test_rows, len(classes), run.device).eq(test_labels).sum())
     standardize(rows, test_rows)
     weights, penalty = fit_selected(rows, labels, len(classes), run.device)

@@ -1,0 +1,167 @@
+"""Preprocessing that weights were trained with: unset options follow it, and set ones that differ are reported."""
+
+import logging
+import math
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distribuuuu.checkpoint.io import read_checkpoint
+from distribuuuu.checkpoint.weights_files import HUB_NAMES, PUBLISHED, find_weights_file
+from distribuuuu.config import Config, ConfigError
+from distribuuuu.config.config_node import get_value
+from distribuuuu.config.json_file import load_json
+from distribuuuu.config.reader import override
+from distribuuuu.config.registry import dataset_class
+from distribuuuu.models.constructor import find_architecture
+from distribuuuu.models.pretrained import find_published
+
+STATISTICS = ("DATA.MEAN", "DATA.STD")
+# They follow together: if one is set, the others keep their values.
+SIZES = ("TRAIN.IM_SIZE", "TEST.IM_SIZE", "TEST.CROP_SIZE", "TEST.CROP")
+FOLLOWING = (*STATISTICS, "DATA.INTERPOLATION", "TEST.INTERPOLATION", *SIZES)
+
+
+def resolve_preprocessing(cfg: Config, weights: str = "") -> Config:
+    """Return a config that follows the preprocessing of its weights; `cfg.notes` says what does, and what differs.
+
+    Args:
+        cfg: a frozen config.
+        weights: the weights of an evaluation, a file or `pretrained`; empty: those that a training starts with.
+    """
+    if cfg.notes:  # it was resolved before
+        return cfg
+    start = [("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS), ("FINETUNE.WEIGHTS", cfg.FINETUNE.WEIGHTS),
+             ("MODEL.PRETRAINED", PUBLISHED if cfg.MODEL.PRETRAINED else "")]  # fmt: skip
+    key, weights = next((pair for pair in start if pair[1]), ("", "")) if not weights else ("weights", weights)
+    if weights:
+        source = f"{key} {cfg.MODEL.ARCH if weights == PUBLISHED else weights}"
+        cfg = follow(cfg, source, read_preprocessing(cfg.MODEL.ARCH, weights, cfg.FINETUNE.EMA))
+    if cfg.DISTILL.TEACHER and cfg.DISTILL.WEIGHTS and key != "weights":
+        theirs = read_preprocessing(cfg.DISTILL.TEACHER, cfg.DISTILL.WEIGHTS)
+        own = {
+            "DATA.MEAN": cfg.DATA.MEAN or dataset_class(cfg).mean,
+            "DATA.STD": cfg.DATA.STD or dataset_class(cfg).std,
+        }
+        _note_differences(cfg, f"DISTILL.WEIGHTS {cfg.DISTILL.WEIGHTS}", theirs, own)
+    return cfg
+
+
+def follow(cfg: Config, source: str, theirs: Mapping[str, Any]) -> Config:
+    """Return a config whose options that are not set are those of weights.
+
+    Args:
+        cfg: a frozen config.
+        source: the weights, for messages.
+        theirs: options of the weights, which may be untrusted; others than `FOLLOWING` are ignored.
+
+    Raises:
+        ConfigError: an option of the weights is invalid.
+    """
+    known = {key: theirs[key] for key in FOLLOWING if theirs.get(key) not in (None, (), [])}
+    channels = cfg.DATA.CHANNELS
+    if theirs.get("DATA.PIXELS", cfg.DATA.PIXELS) != cfg.DATA.PIXELS or channels not in (
+        1,
+        theirs.get("DATA.CHANNELS", 3),
+    ):
+        known = {key: value for key, value in known.items() if key not in STATISTICS}
+    is_sized = any(key in cfg.origins for key in SIZES)
+    followed = {
+        key: value for key, value in known.items() if key not in cfg.origins and not (is_sized and key in SIZES)
+    }
+    given = {key: get_value(cfg, key) for key in known if key in cfg.origins and key != "DATA.INTERPOLATION"}
+    if followed:
+        cfg = override(cfg, followed, source, FOLLOWING)
+        shown = ", ".join(f"{key} {_show(get_value(cfg, key))}" for key in followed)
+        cfg.notes.append((logging.INFO, f"preprocessing of {source}: {shown}"))
+    elif not known:
+        text = f"{source}: it is not known how its images were preprocessed; the options of this config are used"
+        cfg.notes.append((logging.INFO, text))
+    _note_differences(cfg, source, known, given)
+    return cfg
+
+
+def _note_differences(cfg: Config, source: str, theirs: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    different = {key: value for key, value in theirs.items() if key in own and not _is_same(value, own[key])}
+    if different:
+        shown = ", ".join(f"{key} {_show(own[key])}" for key in different)
+        words = " ".join(f"{key} {shlex.quote(_show(value))}" for key, value in different.items())
+        cfg.notes.append((logging.WARNING, f"{source} was trained with other preprocessing than {shown}; "
+                                           f"to follow it, add: {words}"))  # fmt: skip
+
+
+def _show(value: Any) -> str:
+    return str(list(value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return math.isclose(one, other, abs_tol=1e-3)
+    return one == other
+
+
+def read_preprocessing(arch: str, weights: str, ema: bool = True) -> Mapping[str, Any]:
+    """Return the options of weights by key, as far as they are known.
+
+    Args:
+        arch: the name of the model, for published weights.
+        weights: `pretrained`, a file, or the folder of a run or of a model of the Hub.
+        ema: of a run, the file of the averaged weights.
+    """
+    try:
+        if weights == PUBLISHED:
+            return read_published(arch)
+        path = find_weights_file(weights, ema)
+        card = Path(path).with_name("config.json")
+        if path.name in HUB_NAMES and card.is_file():
+            settings = load_json(card)
+            own = settings.get("distribuuuu")
+            return own["config"] if own else of_timm(settings.get("pretrained_cfg", settings))
+        config = read_checkpoint(path).get("config")
+        return config if isinstance(config, dict) else {}
+    except (ConfigError, OSError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
+        return {}  # whoever loads the weights reports what is wrong with them
+
+
+def read_published(arch: str) -> dict[str, Any]:
+    """Return the options of the published weights of a model of timm or torchvision."""
+    found = find_architecture(arch)
+    if found.source == "timm":
+        import timm
+
+        published = timm.get_pretrained_cfg(found.name)
+        return of_timm(published.to_dict()) if published else {}
+    preset = getattr(find_published(found).arguments.get("weights"), "transforms", dict)()
+    if not hasattr(preset, "crop_size"):
+        return {}
+    crop, resize, name = preset.crop_size[0], preset.resize_size[0], preset.interpolation.value
+    statistics = {"DATA.MEAN": tuple(preset.mean), "DATA.STD": tuple(preset.std)}
+    sizes = {"TRAIN.IM_SIZE": crop, "TEST.IM_SIZE": resize, "TEST.CROP": "center"}
+    return {**statistics, **sizes, "DATA.INTERPOLATION": name, "TEST.INTERPOLATION": name}
+
+
+def of_timm(published: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a `pretrained_cfg` of timm.
+
+    The side before the crop is the crop divided by the crop percentage, rounded down, as in timm.
+
+    Raises:
+        LookupError, TypeError, ValueError, ArithmeticError, AttributeError: it is none.
+    """
+    channels, height, width = published["input_size"]
+    crop_pct, mode = published.get("crop_pct", 0.875), published.get("crop_mode", "center")
+    name = str(published.get("interpolation", "bicubic"))
+    name = name if name in ("bilinear", "bicubic") else "bilinear"
+    resize = [math.floor(side / crop_pct) for side in (height, width)]
+    return {
+        "DATA.CHANNELS": channels,
+        **{f"DATA.{key.upper()}": tuple(map(float, published[key])) for key in ("mean", "std")},
+        "DATA.INTERPOLATION": name,
+        "TEST.INTERPOLATION": name,
+        "TRAIN.IM_SIZE": height if height == width else (height, width),
+        "TEST.IM_SIZE": resize[0] if height == width else tuple(resize),
+        "TEST.CROP": "squash" if mode == "squash" else "center",
+    }
