@@ -104,11 +104,54 @@ def test_the_same_seed_gives_the_same_run_and_zero_is_a_valid_seed(finished_run,
     assert (Path(cfg.OUT_DIR) / "checkpoints.1" / "best.pth.tar").exists()
 
 
-def test_a_restart_by_the_launcher_resumes_despite_auto_resume_false(copied_run, small_cfg, monkeypatch):
+@pytest.mark.parametrize("job", ["7", "8"])
+def test_a_restart_by_the_launcher_resumes_its_own_run_despite_auto_resume_false(small_cfg, tmp_path, monkeypatch, job):
+    cfg = small_cfg("TRAIN.AUTO_RESUME", False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    train_model(cfg, stop_epoch=1)
+    monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    train_model(small_cfg("TRAIN.AUTO_RESUME", False))
-    assert not (copied_run / "checkpoints.1").exists()
-    assert "nothing to train" in (copied_run / "train.log").read_text()
+    train_model(cfg)
+    log = (tmp_path / "out" / "train.log").read_text()
+    assert ("resumed from" in log) == (job == "7") and (tmp_path / "out" / "checkpoints.1").exists() == (job == "8")
+
+
+def test_a_seed_that_was_changed_holds_after_a_rollback_and_in_the_results(small_cfg, monkeypatch):
+    train_model(small_cfg("CHECKPOINT.EVERY_STEPS", 4), stop_epoch=1)
+    num_rows, check_finite = itertools.count(1), trainer.check_finite
+
+    def fail_once(metrics):
+        return check_finite({**metrics, "loss": math.nan} if next(num_rows) == 3 else metrics)
+
+    monkeypatch.setattr(trainer, "check_finite", fail_once)
+    content = train_and_read(cfg := small_cfg("RNG_SEED", 5, "TRAIN.ON_NAN", "rollback", "CHECKPOINT.EVERY_STEPS", 4))
+    assert (content["num_rollbacks"], content["seed"]) == (1, 5)
+    assert json.loads((Path(cfg.OUT_DIR) / "results.json").read_text())["seed"] == 5
+
+
+def test_a_resume_on_other_data_is_a_warning(small_cfg, image_folder, tmp_path):
+    root, out_dir = tmp_path / "images", tmp_path / "out"
+    shutil.copytree(image_folder, root)
+    cfg = load_cfg(None, small_options(root, out_dir, "TRAIN.AUTO_RESUME", True))
+    train_model(cfg, stop_epoch=1)
+    path = sorted((root / "train").rglob("*.jpg"))[0]
+    path.rename(path.with_name("renamed.jpg"))
+    train_model(cfg)
+    assert (
+        "training data has changed since the checkpoint: with other names or labels"
+        in (out_dir / "train.log").read_text()
+    )
+
+
+def test_weights_that_are_not_finite_are_refused_before_the_first_step(small_cfg, tmp_path, monkeypatch):
+    train_model(small_cfg("OPTIM.MAX_EPOCH", 1, "OUT_DIR", tmp_path / "before"))
+    path = tmp_path / "before" / "best.pth.tar"
+    content = torch.load(path, weights_only=True)
+    content["state_dict"]["fc.weight"][0, 0] = math.nan
+    torch.save(content, path)
+    with pytest.raises(ConfigError, match="tensor raw/fc.weight is not finite"):
+        train_model(small_cfg("MODEL.WEIGHTS", path))
+    assert not (tmp_path / "out" / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("workers", [slow(1), 3])

@@ -175,4 +175,7 @@ def main(folder: Path, mode: str, name: str = "") -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    try:
+        main(Path(sys.argv[1]), *sys.argv[2:])
+    finally:
+        os._exit(1 if sys.exc_info()[0] else 0)  # not waiting for a request that hangs

@@ -8,10 +8,13 @@ A store is not trusted: the index has limits, its names are files of a run, and 
 """
 
 import base64
+import concurrent.futures
 import hashlib
 import os
 import re
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +31,8 @@ INDEX, OWNER, OBJECTS = "mirror.json", "owner.json", "objects"
 MAX_INDEX, MAX_FILES, MAX_LEVELS, MAX_SIZE = 1 << 22, 10_000, 5, 1 << 44
 # Bytes of a part, which is held in memory; a multipart upload has at most 5,000 parts here (S3: 10,000).
 PART = 1 << 23
+# Seconds without progress after which a request has failed; bytes per second of a copy that does not tell its progress.
+REQUEST_S, LEAST_RATE = 60.0, 1 << 20
 _PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+=@%-]{0,199}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -98,6 +103,27 @@ class Store:
 
     def __init__(self, url: str, temporary: Path, on_progress: Callable[[int], None] = lambda size: None):
         self.url, self._temporary, self._on_progress = url, temporary, on_progress
+        self._threads = threading.local()
+        # Bytes of each object that an attempt has sent at most: further attempts make progress after them.
+        self._sent: dict[str, int] = {}
+
+    def _call(self, url: str, method: str, *args: Any, size: int = 0, **options: Any) -> Any:
+        """Return what `call_filesystem` does; after `REQUEST_S` without progress, its thread is left behind.
+
+        Raises:
+            OSError, RemoteError: as `call_filesystem`; OSError if the store does not answer.
+        """
+        if not hasattr(self._threads, "executor"):
+            self._threads.executor = concurrent.futures.ThreadPoolExecutor(1)
+        progress, begin = options.get("callback"), time.monotonic()
+        limit_s = REQUEST_S + (size / LEAST_RATE if url.startswith("file:") else 0)
+        future = self._threads.executor.submit(call_filesystem, url, method, *args, **options)
+        while not future.done():
+            if time.monotonic() - max(begin, progress.moved_at if progress else 0.0) > limit_s:
+                del self._threads.executor
+                raise OSError(f"no answer for {limit_s:.0f} s: {method} of {url}")
+            concurrent.futures.wait([future], timeout=1.0)
+        return future.result()
 
     def read(self, name: str, most: int = MAX_INDEX) -> bytes | None:
         """Return a small object; None if there is none.
@@ -107,10 +133,10 @@ class Store:
             OSError, RemoteError: it cannot be read.
         """
         try:
-            size, _ = call_filesystem(f"{self.url}/{name}", "info")
+            size, _ = self._call(f"{self.url}/{name}", "info")
             if size > most:
                 raise DamagedError(f"{name} has {size:,} bytes, more than {most:,}")
-            return call_filesystem(f"{self.url}/{name}", "cat_file", start=0, end=size) if size else b""
+            return self._call(f"{self.url}/{name}", "cat_file", start=0, end=size) if size else b""
         except MissingObjectError:
             return None
 
@@ -127,11 +153,11 @@ class Store:
         target, protocol = f"{self.url}/{name}", self.url.partition("://")[0]
         try:
             if protocol in OBJECT_STORES:
-                return call_filesystem(target, "put_file", path, **options)
+                return self._call(target, "put_file", path, **options)
             # An interrupted upload to a folder leaves a part of a file.
-            call_filesystem(target.rpartition("/")[0], "makedirs", exist_ok=True)
-            call_filesystem(f"{target}.partial", "put_file", path, **options)
-            return call_filesystem(target, "mv", f"{target}.partial")
+            self._call(target.rpartition("/")[0], "makedirs", exist_ok=True)
+            self._call(f"{target}.partial", "put_file", path, size=os.path.getsize(path), **options)
+            return self._call(target, "mv", f"{target}.partial")
         except MissingObjectError as error:
             if not os.path.exists(path):
                 raise
@@ -147,8 +173,8 @@ class Store:
         """
         name, part = f"{OBJECTS}/{entry.sha256}", max(PART, entry.size // 5000)
         options = {"chunksize": part, "max_concurrency": 2} if self.url.startswith("s3:") else {}
-        self._put(str(path), name, callback=_Progress(self._on_progress), **options)
-        size, version = call_filesystem(f"{self.url}/{name}", "info")
+        self._put(str(path), name, callback=_Progress(self, entry.sha256), **options)
+        size, version = self._call(f"{self.url}/{name}", "info")
         if size != entry.size:
             raise OSError(f"{name} has {size:,} bytes after its upload, expected {entry.size:,}")
         if version.strip('"') not in _checksums(path, part) and self.hash(entry) != entry.sha256:
@@ -162,13 +188,13 @@ class Store:
         """
         url, hashed = f"{self.url}/{OBJECTS}/{entry.sha256}", hashlib.sha256()
         try:
-            size, _ = call_filesystem(url, "info")
+            size, _ = self._call(url, "info")
         except MissingObjectError as error:
             raise DamagedError("its object is missing") from error
         if size != entry.size:
             raise DamagedError(f"its object has {size:,} bytes, expected {entry.size:,}")
         for start in range(0, size, PART):
-            data = call_filesystem(url, "cat_file", start=start, end=min(start + PART, size))
+            data = self._call(url, "cat_file", start=start, end=min(start + PART, size))
             hashed.update(data)
             write(data)
             self._on_progress(len(data))
@@ -177,7 +203,7 @@ class Store:
     def list_objects(self) -> set[str]:
         """Return the names of the objects with content, and of what interrupted uploads have left."""
         try:
-            found = call_filesystem(f"{self.url}/{OBJECTS}", "find")
+            found = self._call(f"{self.url}/{OBJECTS}", "find")
         except MissingObjectError:
             return set()
         names = {os.path.basename(path) for path in found}
@@ -190,19 +216,22 @@ class Store:
 
     def delete(self, name: str) -> None:
         """Delete an object."""
-        call_filesystem(f"{self.url}/{name}", "rm_file")
+        self._call(f"{self.url}/{name}", "rm_file")
 
 
 class _Progress(Callback):
     """Callback of fsspec for each part of an upload."""
 
-    def __init__(self, on_progress: Callable[[int], None]):
+    def __init__(self, store: Store, sha256: str):
         super().__init__()
-        self._on_progress = on_progress
+        self._store, self._sha256, self._num_bytes, self.moved_at = store, sha256, 0, 0.0
 
     def relative_update(self, inc: int = 1) -> None:
-        """Report the bytes of a part."""
-        self._on_progress(inc)
+        """Report the bytes of a part, unless an earlier attempt has sent as much."""
+        self._num_bytes, self.moved_at = self._num_bytes + inc, time.monotonic()
+        if self._num_bytes > self._store._sent.get(self._sha256, 0):
+            self._store._sent[self._sha256] = self._num_bytes
+            self._store._on_progress(inc)
 
 
 def hash_file(path: Path) -> Entry:

@@ -181,11 +181,14 @@ class Mirror:
         is_known = found.id in self.state["ids"] and not self.state["is_restoring"]
         if is_known and _position(own) >= _position(remote):
             return
-        if not is_known and not self.state["is_restoring"] and own and self._has_changed():
-            raise ConflictError(
-                f"{self.store.url} was continued by another machine, and {self.folder} has other checkpoints; fix: "
-                f"delete {self.folder} to continue the run of the URL, or set another OUT_DIR"
-            )
+        what = ""
+        if _position(own) > _position(remote):
+            what = f"its {INDEX} is older than {self.folder}, which has {own}"
+        elif not is_known and not self.state["is_restoring"] and own and self._has_changed():
+            what = f"it was continued by another machine, and {self.folder} has other checkpoints"
+        if what:
+            fix = f"delete {self.folder} to continue the run of the URL, or set another OUT_DIR"
+            raise ConflictError(f"{self.store.url}: {what}; fix: {fix}")
         self.restore(found)
 
     def _begin(self) -> None:
@@ -217,9 +220,8 @@ class Mirror:
             ConflictError: it names checkpoints, but all are damaged, or the disk has no space.
         """
         self.save_state(is_restoring=True, ids=[index.id])
-        for name in filter(is_checkpoint, self.list_files()):
-            if name not in index.files and name in self.state["files"]:  # of an older state of the mirror
-                (self.folder / name).unlink()
+        older = [name for name in self.list_files()
+                 if is_checkpoint(name) and name not in index.files and name in self.state["files"]]  # fmt: skip
         names = sorted(filter(is_wanted, index.files), key=lambda name: (is_checkpoint(name), _position(name)))
         missing = [name for name in reversed(names) if not self._has(name, index.files[name])]
         needed, free = sum(index.files[name].size for name in missing), shutil.disk_usage(self.folder).free
@@ -231,6 +233,8 @@ class Mirror:
         if checkpoints and checkpoints <= damaged:
             raise ConflictError(f"{self.store.url}: all checkpoints are damaged; fix: set another OUT_DIR")
         self._stored -= {index.files[name].sha256 for name in damaged}
+        for name in older if checkpoints - damaged else ():  # of an older state of the mirror
+            (self.folder / name).unlink(missing_ok=True)
         if {*names} == {*index.files}:
             files = {name: entry.sha256 for name, entry in index.files.items()}
             self.save_state(is_restoring=False, files=files)

@@ -16,14 +16,17 @@ from distribuuuu.trainer import train_model
 PATIENT = ("OPTIM.MAX_EPOCH", 9, "TRAIN.PATIENCE", 2, "CHECKPOINT.EVERY_STEPS", 1, "CHECKPOINT.KEEP_LAST", 99)
 
 
+VALUES = [50, 60, 60, 70, 70, 10, 99, 99, 99]
+
+
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch):
-    """Replace the evaluation's top-1 by 50, 60, 60, 70, 70, 10, 99 after the epochs."""
+    """Replace the evaluation's top-1 by VALUES after the epochs."""
     evaluate = trainer.evaluate
 
-    def scripted_evaluate(task, model, loader, bar):
-        result, epoch = evaluate(task, model, loader, bar), trainer_state["run"].state.epoch
-        return {**result, "top1": (50, 60, 60, 70, 70, 10, 99, 99, 99)[epoch]}
+    def scripted_evaluate(task, *args, **options):
+        result, epoch = evaluate(task, *args, **options), trainer_state["run"].state.epoch
+        return {**result, "top1": VALUES[epoch]}
 
     trainer_state, build = {}, trainer.build_run
 
@@ -55,6 +58,13 @@ def test_a_run_ends_after_the_epochs_without_a_better_value(small_cfg, words, ep
     train_model(cfg)
     log = (Path(cfg.OUT_DIR) / "train.log").read_text()
     assert f"nothing to train: {epochs} epochs finished" in log and results(cfg.OUT_DIR) == found
+
+
+def test_a_value_that_stays_at_zero_is_not_better(small_cfg, monkeypatch):
+    monkeypatch.setitem(globals(), "VALUES", [0.0] * 9)
+    cfg = small_cfg(*PATIENT)
+    train_model(cfg)
+    assert results(cfg.OUT_DIR)["training"]["epochs_done"] == 3
 
 
 @pytest.mark.parametrize("place", [slow((4, 4)), (5, 2), slow((5, 4))])
