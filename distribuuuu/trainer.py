@@ -1,9 +1,13 @@
 """Training and evaluation of a model: read `train_model` from top to bottom for a whole run."""
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.snapshot import NonFiniteError
@@ -83,22 +87,28 @@ def train_epoch(run: Run) -> None:
         RunStopped: a stop was requested; raised on all processes after the same step.
         NonFiniteError: the mean loss or, where a checkpoint is due, the weights are infinite or NaN.
     """
-    cfg, state, loader, epoch = run.cfg, run.state, run.train_loader, run.state.epoch
+    cfg, task, state, loader, epoch = run.cfg, run.task, run.state, run.train_loader, run.state.epoch
+    if state.step == 0:
+        chosen = task.choose_images(epoch)
+        state.chosen = None if chosen is None else torch.as_tensor(chosen).cpu()
+    loader.choose(state.chosen)
     num_steps, end, print_freq = loader.num_steps, loader.steps_of(epoch), cfg.TRAIN.PRINT_FREQ
     batches = loader.batches_from(state.stream_seed, epoch, state.step)
     loader.expect(expected_passes(run))
     begin_epoch(run)
     # With progressive resizing, an epoch may compile again for a new image size: each one is a new phase.
     run.stop.begin_phase(f"training, epoch {epoch}" if cfg.TRAIN.IM_SIZE_START else "training")
-    for step in run.log.steps(epoch, state.step, end):
-        lr = run.lr_at(epoch + step / num_steps)
-        set_lr(state.optimizer, lr)
-        set_weight_decay(state.optimizer, run.decay_at(epoch + step / num_steps))
-        take_step(run, batches, step)
+    for number in run.log.steps(epoch, state.step, end):
+        position = epoch + number / num_steps
+        lr = run.lr_at(position)
+        set_lr(state.optimizer, lr, functools.partial(run.lr_at, position))
+        set_weight_decay(state.optimizer, run.decay_at(position))
+        step = take_step(run, batches, number)
         state.finish_step(num_steps)
         is_last = state.step == end
         if state.step % print_freq == 0 or is_last:
-            run.log.train(epoch, state.step, lr, check_finite(state.read_metrics()), loader.pop_data_time())
+            metrics = {**step.read_recorded(), **check_finite(state.read_metrics())}
+            run.log.train(epoch, state.step, lr, metrics, loader.pop_data_time())
         else:
             run.log.show_step(epoch, state.step, lr)
         if run.checkpoints.is_due(state.step) and not is_last:
@@ -118,6 +128,7 @@ class Step:
 
     def __init__(self, training: Training, batches: Iterator[Batch], number: int):
         self.training, self.number, self.is_applied = training, number, False
+        self._recorded: dict[str, Any] = {}
         self.micro_batches: Iterable[tuple[StepKey, Batch]] = self._prepare(batches)
         if training.task.gradient_passes > 1:
             self.micro_batches = list(self.micro_batches)
@@ -156,8 +167,16 @@ class Step:
         self.is_applied = True
         self.training.state.precision.step(self.training.state.optimizer, self.training.clip)
 
+    def record(self, **values: torch.Tensor | float) -> None:
+        """Show values in the row of metrics of this step, if it has one; the main process writes its own."""
+        self._recorded |= values
 
-def take_step(training: Training, batches: Iterator[Batch], number: int) -> None:
+    def read_recorded(self) -> dict[str, float]:
+        """Return the values as numbers; waits for the device."""
+        return {name: float(value) for name, value in self._recorded.items()}
+
+
+def take_step(training: Training, batches: Iterator[Batch], number: int) -> Step:
     """Let the task update the weights with one global batch, by default with its gradients; see `Task.update`."""
     step, state = Step(training, batches, number), training.state
     with own_generators():
@@ -166,6 +185,7 @@ def take_step(training: Training, batches: Iterator[Batch], number: int) -> None
         state.num_skipped += not step.is_applied
         for _ in step.micro_batches:  # if the task has not computed gradients, the next step still gets its own images
             pass
+    return step
 
 
 @explain_out_of_memory("the evaluation", batch="test")

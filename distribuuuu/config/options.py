@@ -54,6 +54,9 @@ _C.TASK = Section()
 # What is learned: classification, multilabel, distillation, or a task of your own. auto: distillation with a
 # DISTILL.TEACHER, multilabel for data of several labels per image, else classification.
 _C.TASK.NAME = Option("auto", choices=(AUTO,), names=TASKS, not_swept=_SAME_METRIC)
+# Registered tasks that change the one of TASK.NAME: [sam, pruning]. Their classes come before it in the order in which
+# Python looks up methods, so each may call those of the next one by super().
+_C.TASK.MIXINS = Option((), names=TASKS)
 # Settings of a task of your own, declared by its class `Settings`: {temperature: 0.2}, or TASK.KWARGS.temperature 0.2.
 _C.TASK.KWARGS = Option({})
 

@@ -1,5 +1,6 @@
 """Registries: tables of functions and classes by name, filled by decorators and imported on the first look-up."""
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -145,5 +146,18 @@ def task_name(cfg) -> str:
 
 
 def task_class(cfg) -> Any:
-    """Return the `Task` class of a config."""
-    return TASKS.get(task_name(cfg))
+    """Return the `Task` class of a config: that of TASK.NAME, combined with those of TASK.MIXINS in front of it."""
+    base = TASKS.get(task_name(cfg))
+    return _combine(*map(TASKS.get, cfg.TASK.MIXINS), base) if cfg.TASK.MIXINS else base
+
+
+@functools.cache
+def _combine(*classes: Any) -> Any:
+    """Return a class that derives from all classes, with the settings of all."""
+    own = [one.Settings for one in dict.fromkeys(classes) if hasattr(one, "Settings")]
+    settings = [one for one in own if not any(one is not other and issubclass(other, one) for other in own)]
+    combined = {"Settings": dataclasses.dataclass(type("Settings", tuple(settings), {}))} if settings else {}
+    try:
+        return type("+".join(one.__name__ for one in classes), classes, combined)
+    except TypeError as error:
+        raise ConfigError(f"TASK.MIXINS: {error}; fix: put a class before those that it derives from") from error

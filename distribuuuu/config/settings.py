@@ -18,6 +18,7 @@ from distribuuuu.config.config_node import Config, get_value
 from distribuuuu.config.declaration import AUTO, Option
 from distribuuuu.config.errors import ConfigError, Problem, did_you_mean
 from distribuuuu.config.options import OPTIONS
+from distribuuuu.config.registry import task_class
 from distribuuuu.config.values import coerce
 
 # The options with settings, and the dataclass of an entry that declares them. The options beside them of the name NAME
@@ -116,6 +117,8 @@ def build_settings(cfg: Config, key: str, entry: Any) -> Any:
 
 def find_declared(cfg: Config, key: str) -> type | None:
     """Return what the entry that a config selects declares for an option; None if nothing, or if it is unknown."""
+    if key == "TASK.KWARGS" and cfg.TASK.MIXINS:
+        return getattr(task_class(cfg), SETTINGS[key], None)
     registry = OPTIONS[_name_of(key)].names
     return registry.settings_of(get_value(cfg, _name_of(key)), SETTINGS[key]) if registry else None
 

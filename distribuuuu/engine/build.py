@@ -240,7 +240,9 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
     mean, std = (tuple(values) for values in statistics_of(cfg, loader.images))
     return TrainState(
         model=model,
-        optimizer=build_optimizer(cfg, model, loader.plan.global_batch),
+        optimizer=build_optimizer(
+            cfg, model, loader.plan.global_batch, lambda groups: task.param_groups(model, groups)
+        ),
         seed=seed,
         arch=cfg.MODEL.ARCH,
         classes=loader.images.classes,

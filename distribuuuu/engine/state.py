@@ -14,6 +14,7 @@ A checkpoint is a dict:
 - `bests`: loss, metrics and epoch, from 1, of the best evaluation of each kind of weights.
 - `evaluations`, `evaluated_at`: the results of an evaluation that precedes the next step; the epoch and the step of the
   checkpoint before it. `finished`: whether no epoch is left.
+- `chosen`: the images that the epoch takes, if the task chose some.
 - `task`: the state of the task: `shared` by the processes, and `by_rank` where they differ.
 - `data`: number of images and digest of the training and the evaluation data; `jobs`: the launcher's job.
 - `seconds`, `timing`, `peak_memory_mib`: time and memory over all starts of the run.
@@ -57,6 +58,7 @@ class TrainState:
         epoch: number of finished epochs.
         step: number of steps since.
         config: every option by its key, e.g. "MODEL.ARCH". plugins: the SHA-256 of each plug-in, see `hash_plugins`.
+        chosen: the images that this epoch takes, see `Task.choose_images`; None: all.
         averages: averages of the weights by kind, e.g. "ema".
         data: the number of images and the digest of the data, by "train" and "val".
         evaluations: the results of the evaluation that precedes the next step, by kind of weights.
@@ -74,6 +76,7 @@ class TrainState:
     step: int = 0
     num_rollbacks: int = 0
     num_skipped: int = 0
+    chosen: torch.Tensor | None = None
     precision: Precision = field(default_factory=Precision)
     averages: dict[str, Ema] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
@@ -143,6 +146,7 @@ class TrainState:
             "meter": dist.gather_objects(self.meter.state_dict()),
             "scaler": self.precision.state_dict(),
             "num_skipped": self.num_skipped,
+            **({} if self.chosen is None else {"chosen": self.chosen}),
         }
 
     def _describe_best(self, best: Best) -> dict[str, Any]:
@@ -173,6 +177,7 @@ class TrainState:
         self._peak_before = max(self._peak_before, content.get("peak_memory_mib") or 0.0)
         self._load_meter(content.get("meter", []))
         self.num_skipped = int(content.get("num_skipped", 0))
+        self.chosen = content.get("chosen")
         self._convert_step(int(content.get("global_batch", self.global_batch)))
 
     def _load_seed(self, saved: int) -> None:

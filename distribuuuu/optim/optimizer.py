@@ -2,7 +2,8 @@
 
 A new optimizer is a class or function in a file of this package, or in your own script, with the decorator
 `@OPTIMIZERS.register`: `name(params, lr, weight_decay)` returns a torch.optim.Optimizer, and OPTIM.NAME selects it. By
-keyword it also gets those of `momentum`, `dampening`, `nesterov`, `betas` and `eps` that are parameters of it.
+keyword it also gets those of `momentum`, `dampening`, `nesterov`, `betas` and `eps` that are parameters of it, and
+`names`, a dict from each parameter of the model to its name.
 """
 
 import functools
@@ -34,13 +35,16 @@ _FULL_DECAY = "full_decay"
 _UNSUPPORTED = ("adahessian", "lookahead")
 
 
-def build_optimizer(cfg, model: nn.Module, global_batch: int = 1) -> torch.optim.Optimizer:
+def build_optimizer(
+    cfg, model: nn.Module, global_batch: int = 1, regroup: Callable[[Any], Any] = lambda groups: groups
+) -> torch.optim.Optimizer:
     """Return the optimizer OPTIM.NAME of all trainable parameters; `set_lr` sets its learning rate before every step.
 
     Args:
         cfg: the config.
         model: the model, on its device.
         global_batch: images per step, for OPTIM.LR_SCALE: some optimizers relate weight decay to the initial rate.
+        regroup: returns other groups of the same parameters, see `Task.param_groups`.
 
     Raises:
         ConfigError: an unknown name, an option that the optimizer does not have, a model without layers for
@@ -49,6 +53,7 @@ def build_optimizer(cfg, model: nn.Module, global_batch: int = 1) -> torch.optim
     optim = cfg.OPTIM
     decays = (optim.WEIGHT_DECAY, optim.NORM_WEIGHT_DECAY, optim.BIAS_WEIGHT_DECAY)
     groups = parameter_groups(model, *decays, optim.LAYER_DECAY, cfg.FINETUNE.LR_MULT, optim.NO_WEIGHT_DECAY)
+    groups = regroup(groups)
     if optim.WEIGHT_DECAY_END >= 0:
         groups = [{**group, _FULL_DECAY: group["weight_decay"]} for group in groups]
     lr, kernels = scaled_lr(cfg, global_batch), functools.partial(_kernels, model=model)
@@ -56,7 +61,8 @@ def build_optimizer(cfg, model: nn.Module, global_batch: int = 1) -> torch.optim
 
     def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         if registered:
-            optimizer = _build_registered(cfg, registered, groups, lr)
+            names = {parameter: name for name, parameter in model.named_parameters()}
+            optimizer = _build_registered(cfg, registered, groups, lr, names)
         else:
             optimizer = (_build_sgd if optim.NAME.lower() == "sgd" else _build_timm)(cfg, groups, lr, kernels)
         optimizer.register_load_state_dict_pre_hook(_adapt_loaded_state)
@@ -149,13 +155,20 @@ def _find_wrong_type(value: Any, parameter: inspect.Parameter) -> str:
     return "" if type(value) in types else expected
 
 
-def _build_registered(cfg, registered: Callable, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+def _build_registered(
+    cfg, registered: Callable, groups: list[dict[str, Any]], lr: float, names: dict[torch.Tensor, str]
+) -> torch.optim.Optimizer:
     optim, known = cfg.OPTIM, inspect.signature(registered).parameters
-    options = {"momentum": optim.MOMENTUM, "dampening": optim.DAMPENING, "nesterov": optim.NESTEROV}
+    options = {"names": names, "momentum": optim.MOMENTUM, "dampening": optim.DAMPENING, "nesterov": optim.NESTEROV}
     options = {name: value for name, value in {**options, **_given_options(cfg)}.items() if name in known}
     groups = [{**group, "optimizer": optim.NAME} for group in groups]  # for `_adapt_loaded_state`
     options |= check_arguments(cfg, registered)
-    return registered(groups, lr=lr, weight_decay=optim.WEIGHT_DECAY, **options)
+    optimizer = registered(groups, lr=lr, weight_decay=optim.WEIGHT_DECAY, **options)
+    if cfg.DIST.SHARD == "zero1" and len(optimizer.param_groups) != len(groups):
+        fix = "set it to none or fsdp, or make the groups in Task.param_groups"
+        message = f"got zero1, but OPTIM.NAME {optim.NAME} makes parameter groups of its own; fix: {fix}"
+        raise ConfigError(Problem("DIST.SHARD", message), cfg.origins)
+    return optimizer
 
 
 def _build_sgd(cfg, groups: list[dict[str, Any]], lr: float, kernels: Callable) -> torch.optim.Optimizer:
@@ -223,10 +236,14 @@ def _adapt_loaded_state(optimizer: torch.optim.Optimizer, content: dict[str, Any
     return {**content, "param_groups": groups}
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every group, times its factor (OPTIM.LAYER_DECAY, FINETUNE.LR_MULT)."""
+def set_lr(optimizer: torch.optim.Optimizer, lr: float, lr_of: Callable[[str], float] = lambda schedule: 0.0) -> None:
+    """Set the learning rate of every group, times its factor (OPTIM.LAYER_DECAY, FINETUNE.LR_MULT).
+
+    A group with a `schedule` of its own has the rate `lr_of(schedule)`, see `Task.param_groups`.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
+        own = lr_of(group["schedule"]) if "schedule" in group else lr
+        group["lr"] = own * group.get("lr_scale", 1.0)
 
 
 def set_weight_decay(optimizer: torch.optim.Optimizer, factor: float) -> None:
@@ -254,10 +271,10 @@ def scaled_lr(cfg, global_batch: int) -> float:
     return cfg.OPTIM.BASE_LR * _lr_factor(cfg, global_batch)
 
 
-def build_lr(cfg, global_batch: int) -> Callable[[float], float]:
-    """Return lr_at(epoch): the learning rate of the schedule, scaled by OPTIM.LR_SCALE."""
+def build_lr(cfg, global_batch: int) -> Callable[..., float]:
+    """Return lr_at(epoch, policy): the learning rate of the schedule, scaled by OPTIM.LR_SCALE."""
     lr_at, factor = build_schedule(cfg), _lr_factor(cfg, global_batch)
-    return lambda epoch: lr_at(epoch) * factor
+    return lambda *at: lr_at(*at) * factor
 
 
 def describe_lr(cfg, global_batch: int) -> str:

@@ -68,26 +68,30 @@ def warmup_factor(epoch: float, *, warmup_epochs: float, factor: float) -> float
     return factor * (1.0 - done) + done
 
 
-def build_schedule(cfg) -> Callable[[float], float]:
-    """Return lr_at(epoch): the learning rate at an epoch, from 0, e.g. 3.25.
+def build_schedule(cfg) -> Callable[..., float]:
+    """Return lr_at(epoch, policy): the learning rate at an epoch, from 0, e.g. 3.25, by default of OPTIM.LR_POLICY.
 
     With OPTIM.LR_UPDATE epoch it is constant during an epoch: lr_at(3.25) is lr_at(3). With OPTIM.LR_LAG n the epochs
     up to n have the rate of epoch 0.
     """
     optim = cfg.OPTIM
     max_epoch = optim.MAX_EPOCH - (1 - optim.LAST_EPOCH) if optim.LAST_EPOCH < 1 else optim.MAX_EPOCH
-    factor_at, hold = SCHEDULES.get(optim.LR_POLICY), optim.LR_UPDATE == "epoch"
+    hold = optim.LR_UPDATE == "epoch"
     known = {"max_epoch": max_epoch, "min_lr": optim.MIN_LR, "steps": optim.STEPS, "lr_mult": optim.LR_MULT,
              "peak": optim.WARMUP_EPOCHS}  # fmt: skip
-    settings = {name: known[name] for name in inspect.signature(factor_at).parameters if name in known}
     base_lr, lag, warmup_epochs, factor = optim.BASE_LR, optim.LR_LAG, optim.WARMUP_EPOCHS, optim.WARMUP_FACTOR
 
-    @functools.lru_cache(maxsize=1)  # with `hold` it is the same in each step of an epoch
-    def lr_at(epoch: float) -> float:
-        epoch = max(0.0, epoch - lag)
-        return base_lr * factor_at(epoch, **settings) * warmup_factor(epoch, warmup_epochs=warmup_epochs, factor=factor)
+    @functools.cache
+    def factor_of(policy: str) -> Callable[[float], float]:
+        factor_at = SCHEDULES.get(policy)
+        settings = {name: known[name] for name in inspect.signature(factor_at).parameters if name in known}
+        return functools.partial(factor_at, **settings)
 
-    return (lambda epoch: lr_at(math.floor(epoch))) if hold else lr_at
+    def lr_at(epoch: float, policy: str = optim.LR_POLICY) -> float:
+        epoch = max(0.0, (math.floor(epoch) if hold else epoch) - lag)
+        return base_lr * factor_of(policy)(epoch) * warmup_factor(epoch, warmup_epochs=warmup_epochs, factor=factor)
+
+    return lr_at
 
 
 def build_weight_decay(cfg) -> Callable[[float], float]:

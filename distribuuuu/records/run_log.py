@@ -354,7 +354,7 @@ class Log:
         self, now: float, position: int, lr: float, images_per_s: float, eta_s: float | None, metrics: dict[str, str]
     ) -> None:
         epoch, step = (position - 1) // self.num_steps, (position - 1) % self.num_steps + 1
-        cells = {"epoch": f"{epoch + 1}/{self.num_epochs}", "step": f"{step}/{self.num_steps}", "lr": format_lr(lr)}
+        cells = {"epoch": f"{epoch + 1}/{self.num_epochs}", "step": f"{step}/{self._end}", "lr": format_lr(lr)}
         cells |= {"img/s": format_speed(images_per_s)} | ({} if eta_s is None else {"eta": format_duration(eta_s)})
         self._table.add({**cells, **metrics})
         self._shown_at, self._eta_origin = now, self._eta_origin or (now, position)

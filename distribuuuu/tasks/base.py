@@ -144,6 +144,21 @@ class Task:
             The name of the stage of the training, which is logged and recorded; None: there are no stages.
         """
 
+    def choose_images(self, epoch: int) -> Sequence[int] | torch.Tensor | None:
+        """Return the indices of the training images that an epoch takes, each once and in random order; None: all.
+
+        It is called on every process before the first step of the epoch, and returns the same on all. A checkpoint
+        within the epoch holds the choice.
+        """
+
+    def param_groups(self, model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the parameter groups of the optimizer: `groups`, those of the options, or others of these parameters.
+
+        Besides the settings of the optimizer, a group may have `lr_scale`, a factor of the learning rate, and
+        `schedule`, a registered name in place of OPTIM.LR_POLICY.
+        """
+        return groups
+
     def train_mode(self, model: nn.Module) -> None:
         """Put the model into training mode; a task may keep parts in evaluation mode, e.g. batch norm layers."""
         model.train()
@@ -160,7 +175,8 @@ class Task:
 
         Args:
             step: the `trainer.Step`: `step.gradients()` replaces the gradients of the weights by those of the global
-                batch, scaled with float16; `step.apply()` unscales and clips them, and takes the optimizer's step.
+                batch, scaled with float16; `step.apply()` unscales and clips them, and takes the optimizer's step;
+                `step.record(name=value)` shows what is known only after it in the row of this step.
         """
         step.gradients()
         step.apply()

@@ -2,8 +2,9 @@
 
 A criterion takes logits (N, classes) of any float type and targets: int64 labels (N,), soft targets (N, classes) of any
 float type, or for cross-entropy uint8 (N, classes), 1 for each right class. It returns the mean loss () of the N images
-in float32 or wider. The divisor is N for any class weights, not the sum of the weights in the batch. The loss and the
-gradients averaged over the micro-batches of all processes are therefore those of the global batch.
+in float32 or wider; those of the package return the loss of each image (N,) with `reduction="none"`. The divisor is N
+for any class weights, not the sum of the weights in the batch. The loss and the gradients averaged over the
+micro-batches of all processes are therefore those of the global batch.
 """
 
 import logging
@@ -75,15 +76,17 @@ class CrossEntropy(Loss):
     the sum of the weights. Here the divisor is the number of images, as in torch for soft targets.
     """
 
-    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss ()."""
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+        """Return the mean loss (), or the loss of each image (N,)."""
         logits = self.upcast(logits)
         if targets.dtype == torch.uint8:  # several classes are right: equal shares
             targets = targets / targets.sum(dim=1, keepdim=True)
         targets = targets.to(logits.dtype) if targets.is_floating_point() else targets
         if self.weights is None:
-            return F.cross_entropy(logits, targets, label_smoothing=self.smoothing)
+            return F.cross_entropy(logits, targets, label_smoothing=self.smoothing, reduction=reduction)
         weights = self.weights.to(logits.dtype)
+        if reduction == "none":
+            return F.cross_entropy(logits, targets, weights, reduction="none", label_smoothing=self.smoothing)
         total = F.cross_entropy(logits, targets, weights, reduction="sum", label_smoothing=self.smoothing)
         return total / len(logits)
 
@@ -114,13 +117,15 @@ class BinaryCrossEntropy(Loss):
         self.threshold = threshold
         self.sum_classes = sum_classes
 
-    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss ()."""
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+        """Return the mean loss (), or the loss of each image (N,)."""
         logits = self.upcast(logits)
         targets = self.smooth_targets(targets, logits)
         if self.threshold is not None:
             targets = targets.gt(self.threshold).to(logits.dtype)
         losses = F.binary_cross_entropy_with_logits(logits, targets, self.weights, reduction="none")
+        if reduction == "none":
+            return losses.sum(dim=1) if self.sum_classes else losses.mean(dim=1)
         return losses.sum(dim=1).mean() if self.sum_classes else losses.mean()
 
 
@@ -141,8 +146,8 @@ class Focal(Loss):
         super().__init__(smoothing, weights)
         self.gamma = gamma
 
-    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss ()."""
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+        """Return the mean loss (), or the loss of each image (N,)."""
         logits = self.upcast(logits)
         log_p = F.log_softmax(logits, dim=1)
         # 1 - p, accurate near p = 1; clamped above 0, where the derivative of a power below 1 is infinite.
@@ -150,7 +155,7 @@ class Focal(Loss):
         losses = -self.smooth_targets(targets, logits) * one_minus_p**self.gamma * log_p
         if self.weights is not None:
             losses = losses * self.weights
-        return losses.sum(dim=1).mean()
+        return losses.sum(dim=1).mean() if reduction == "mean" else losses.sum(dim=1)
 
 
 def count_labels(images: ImageDataset) -> torch.Tensor:

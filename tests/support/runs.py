@@ -1,24 +1,19 @@
 """Small training runs: options, tools in subprocesses, and comparison of the files of a run."""
 
-import itertools
 import json
-import multiprocessing
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from distribuuuu import trainer
-from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import Config, load_cfg
 from distribuuuu.engine.preflight import find_run_problems
+from distribuuuu.testing import newest
 from distribuuuu.trainer import test_model, train_model
 
 ROOT = Path(__file__).parents[2]
@@ -63,11 +58,6 @@ def run_tool(tool: str | Path, *args: Any, **env: str) -> subprocess.CompletedPr
     return run_python(ROOT / "tools" / tool, *args, **{"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **env})
 
 
-def newest(out_dir: Path | str) -> dict:
-    """Return the content of the newest checkpoint of a run."""
-    return read_checkpoint(sorted((Path(out_dir) / "checkpoints").glob("*.pth.tar"))[-1])
-
-
 def assert_same_run(one: Path | str, other: Path | str) -> None:
     """Compare the weights, the momentum and the best accuracy of two finished runs, bit by bit."""
     one, other = newest(one), newest(other)
@@ -90,12 +80,6 @@ def assert_close(one: dict, other: dict, tolerance: float) -> None:
 def records(out_dir: Path | str) -> list[dict]:
     """Return the records of metrics.jsonl."""
     return [json.loads(line) for line in (Path(out_dir) / "metrics.jsonl").read_text().splitlines()]
-
-
-def timeless(out_dir: Path | str) -> list[dict]:
-    """Return the records of metrics.jsonl without the fields that depend on time."""
-    timed = {"time", "seconds", "images_per_s", "wait", "eta_s"}
-    return [{key: value for key, value in entry.items() if key not in timed} for entry in records(out_dir)]
 
 
 class Stopped(BaseException):
@@ -138,23 +122,3 @@ def train_and_kill(cfg, place: tuple[int, int]) -> None:
     """Train until a checkpoint is written, in a process that has no `monkeypatch` fixture."""
     with pytest.MonkeyPatch.context() as patch:
         train_and_stop(cfg, place, patch)
-
-
-def run_killed(function: Callable, *args: Any, step: int) -> None:
-    """Call a function that trains, in a process that is killed in a step, counted from 0."""
-    process = multiprocessing.get_context("fork").Process(target=_train_to_death, args=(function, args, step))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-
-
-def _train_to_death(function: Callable, args: tuple, last_step: int) -> None:
-    take_step, steps = trainer.take_step, itertools.count()
-
-    def take_step_or_die(*step_args):
-        if next(steps) == last_step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        take_step(*step_args)
-
-    trainer.take_step = take_step_or_die
-    function(*args)

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from support.batches import WAYS, assert_same_batches, batches_of
 from support.processes import on_processes
-from support.runs import assert_same_run, run_killed, small_options
+from support.runs import assert_same_run, small_options
 from support.sources import SOURCES, write_source
 
 from distribuuuu.config import load_cfg
 from distribuuuu.data.loader import build_images
 from distribuuuu.engine.preflight import find_run_problems
+from distribuuuu.testing import stop_in_step
 from distribuuuu.trainer import train_model
 
 # Each source with two of the ways in the default tier, with all of them in the slow one.
@@ -49,7 +50,7 @@ def assert_same_predictions(one: Path, other: Path) -> None:
 def test_a_killed_run_resumes_bitwise(image_folder, tmp_path, source):
     words, plain = write_source(source, image_folder, tmp_path / "data")
     own, folders = tmp_path / "own", tmp_path / "folders"
-    run_killed(train_on, image_folder, own, *words, *EVERY_STEP, step=6)
+    stop_in_step(6, train_on, image_folder, own, *words, *EVERY_STEP)
     train_on(image_folder, own, *words, *EVERY_STEP, "TRAIN.WORKERS", 3, "DATA.WORKER_KIND", "thread")
     assert "resumed" in (own / "train.log").read_text()
     train_on(image_folder, folders, *plain)
