@@ -20,6 +20,7 @@ import math
 import multiprocessing
 import os
 import resource
+import selectors
 import socket
 import struct
 import subprocess
@@ -33,18 +34,11 @@ from typing import Any
 import torch.distributed as torch_dist
 from bench_support.machine import describe_run
 
-from distribuuuu.distributed.watchdog_monitor import (
-    REQUESTS_PER_PERIOD,
-    Monitor,
-    State,
-    format_address,
-    period_s,
-    read_states,
-)
+from distribuuuu.distributed.stall_timer import PERIOD_S
+from distribuuuu.distributed.watchdog.connection import Channel
+from distribuuuu.distributed.watchdog.monitor import Monitor
 from distribuuuu.launch.ports import find_free_port
 
-# Connections to the store over which the simulated processes of the watchdog exchange their states.
-MAX_STORE_CONNECTIONS = 16
 PHASES = ("start", "step", "evaluation", "checkpoint", "between")
 # Bytes of an element by the profiler's name of its type.
 ITEM_SIZES = {"float": 4, "double": 8, "long int": 8, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "unsigned char": 1}
@@ -178,7 +172,6 @@ def _show_means(found: list[dict], when: str) -> str:
 def _join_and_count(rank: int, num: int, port: int, pipe: Any) -> None:
     """Join as one process of `num`, call collectives, and send the counts and a digest of the results."""
     import torch
-    import torch.distributed as torch_dist
 
     from distribuuuu.distributed import comm, process_group
     from distribuuuu.launch.detect import Launch
@@ -229,90 +222,64 @@ def count_sockets(store_port: int) -> dict[str, int]:
 
 
 def measure_watchdog(num: int, seconds: float) -> None:
-    """Let `num` processes write their states for some seconds, then end one and wait for the end of all.
+    """Let `num` processes send their states for some seconds, then end one and wait for the end of all.
 
-    The store and the monitor are in a process of their own, as on rank 0. The other processes are simulated by one.
+    The monitor is in a process of its own, as on rank 0. The other processes are simulated by one.
     """
-    context = multiprocessing.get_context("spawn")
-    parent, child = context.Pipe()
-    server = context.Process(target=_serve, args=(num, child))
+    parent, child = multiprocessing.get_context("spawn").Pipe()
+    server = multiprocessing.get_context("spawn").Process(target=_serve, args=(num, child))
     server.start()
-    store_port, memory_before = parent.recv()
+    port, memory_before = parent.recv()
     _raise_file_limit()
     began = time.perf_counter()
-    stores = [
-        torch_dist.TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False)
-        for _ in range(min(num, MAX_STORE_CONNECTIONS))
-    ]
-    members = [_Member(rank, stores[rank % len(stores)]) for rank in range(num)]
-    parent.send("monitor")
-    monitor_port = parent.recv()
-    for member in members:
-        member.connect(monitor_port)
+    channels = [Channel(socket.create_connection(("127.0.0.1", port))) for _ in range(num)]
+    for rank, channel in enumerate(channels):
+        channel.send(token="", rank=rank, host=f"node{rank // 8}", pid=0)
     connected_s = time.perf_counter() - began
     parent.send("usage")
     cpu_s, _ = parent.recv()
-    began, written_before = time.perf_counter(), sum(member.state.num_writes for member in members)
-    ended = _exchange(members, lambda ended: time.perf_counter() > began + seconds)
-    elapsed_s = time.perf_counter() - began
-    num_requests = REQUESTS_PER_PERIOD * (sum(member.state.num_writes for member in members) - written_before)
+    began, num_sent, num_ended = time.perf_counter(), 0, 0
+    while (elapsed_s := time.perf_counter() - began) < seconds:
+        for channel in channels:
+            channel.send(position="epoch 1, step 2", marks=num_sent, slow=False)
+        num_sent += num
+        num_ended += _count_ends(channels, max(0.0, PERIOD_S * num_sent / num - (time.perf_counter() - began)))
     parent.send("usage")
     cpu_after_s, memory = parent.recv()
-    print(f"{num:5d} processes connected in {connected_s:.2f} s; {elapsed_s:.0f} s: {ended} false alarms, "
-          f"{num_requests / elapsed_s:,.0f} requests a second, one period {period_s(num):.1f} s, rank 0 "
-          f"{(cpu_after_s - cpu_s) / elapsed_s:.2%} of a core, {memory - memory_before:.1f} MiB more")  # fmt: skip
+    print(f"{num:5d} processes connected in {connected_s:.2f} s; {elapsed_s:.0f} s: {num_ended} false alarms, "
+          f"{num_sent / elapsed_s:,.0f} states a second, rank 0 {(cpu_after_s - cpu_s) / elapsed_s:.2%} of a core, "
+          f"{memory - memory_before:.1f} MiB more")  # fmt: skip
     began = time.perf_counter()
-    members.pop().connection.close()
-    alive = members[1:]  # rank 0 ends last
-    num_ended = _exchange(alive, lambda ended: ended == num - 2 or time.perf_counter() > began + 30)
+    channels.pop().close()
+    num_after = _count_ends(channels[1:], 30.0, most=num - 2)  # rank 0 ends last
     print(
-        f"{num:5d} one process died: {num_ended} of {num - 2} others ended within {time.perf_counter() - began:.2f} s"
+        f"{num:5d} one process died: {num_after} of {num - 2} others ended within {time.perf_counter() - began:.2f} s"
     )
     server.terminate()
-    if ended or num_ended < num - 2:
+    if num_ended or num_after < num - 2:
         sys.exit(1)
 
 
-class _Member:
-    """The state and the connections of a process."""
-
-    def __init__(self, rank: int, store: torch_dist.Store):
-        self.rank, self.state, self.store = rank, State(host=f"node{rank // 8}"), store
-        self.store.set(f"order {rank}", "{}")
-        self.state.write(self.store, rank)
-
-    def connect(self, monitor_port: int) -> None:
-        self.connection = socket.create_connection(("127.0.0.1", monitor_port))
-        self.state.sender = format_address(self.connection.getsockname())
-
-
-def _exchange(members: list[_Member], is_over: Callable[[int], bool]) -> int:
-    """Exchange states and orders, each process once in a period, until is_over(the number that ended); return it."""
-    interval_s, began, ended = period_s(len(members)), time.perf_counter(), set()
-    due = [began + interval_s * number / len(members) for number in range(len(members))]
-    while not is_over(len(ended)):
-        now = time.perf_counter()
-        for number, member in enumerate(members):
-            if now >= due[number] and member.rank not in ended:
-                member.state.num_marks += 1
-                member.state.write(member.store, member.rank)
-                if "end" in json.loads(member.store.multi_get([f"order {member.rank}", "state 0"])[0]):
-                    ended.add(member.rank)
-                    member.connection.close()
-                due[number] = time.perf_counter() + interval_s
-        time.sleep(0.005)
-    return len(ended)
+def _count_ends(channels: list[Channel], timeout_s: float, most: int | None = None) -> int:
+    """Return how many processes are told to end within some seconds, which then end."""
+    ended, deadline = 0, time.perf_counter() + timeout_s
+    with selectors.DefaultSelector() as selector:
+        for channel in channels:
+            selector.register(channel, selectors.EVENT_READ, channel)
+        while ended != most and (left_s := deadline - time.perf_counter()) > 0:
+            for key, _ in selector.select(left_s):
+                if any(message.get("end") is not None for message in key.data.receive()):
+                    ended += 1
+                    selector.unregister(key.data)
+                    key.data.close()
+    return ended
 
 
 def _serve(num: int, pipe: Any) -> None:
     memory = _memory_mib()
-    _raise_file_limit()
-    store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipe.send((store.port, memory))
-    pipe.recv()
-    monitor = Monitor(store, read_states(store, num), (600, 600))
+    monitor = Monitor("", num, (600.0, 600.0), "127.0.0.1", lambda status: None, lambda: "epoch 1, step 2")
     monitor.start()
-    pipe.send(monitor.port)
+    pipe.send((monitor.port, memory))
     while True:
         pipe.recv()
         pipe.send((time.process_time(), _memory_mib()))

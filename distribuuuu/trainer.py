@@ -19,6 +19,7 @@ from distribuuuu.data.seeding import derive_seed, own_generators, seed_step
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.ddp import without_gradient_sync
 from distribuuuu.distributed.process_group import pick_device
+from distribuuuu.distributed.stall_timer import begin_slow_phase, marked
 from distribuuuu.engine.build import Training, build_run, find_weights, open_run
 from distribuuuu.engine.evaluator import evaluate, open_evaluation
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
@@ -200,7 +201,7 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
         run.stop.begin_phase(f"evaluation of {kind}")
         if cfg.MODEL.PRECISE_BN:
             images = run.train_loader.iter_images(state.stream_seed, state.epoch, cfg.MODEL.PRECISE_BN)
-            compute_precise_statistics(model, images, state.precision.autocast)
+            compute_precise_statistics(model, marked(images, "precise batch norm"), state.precision.autocast)
         recorder = build_recorder(cfg, task, run.val_loader.images) if may_be_last(cfg, state, kind) else None
 
         def on_output(batch: Batch, output: StepOutput, recorder: Recorder | None = recorder) -> None:
@@ -213,6 +214,7 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
 
         run.stop.begin_phase()
         results[kind] = evaluate(task, model, run.val_loader, on_output, check, cfg.TEST.PRINT_FREQ)
+        begin_slow_phase()  # what is written or drawn until the next step takes its own time
         if recorder:
             recorder.write(task.device, kind, state.epoch + 1)
     log_epoch(run, *first_batch)
@@ -262,10 +264,11 @@ def roll_back(run: Run, error: NonFiniteError) -> None:
         raise error.located(f"{position}; the newest checkpoint, {latest}, is finite", remedy) from None
     logger.warning("%s in epoch %d, by step %d: rollback %d of %d, to %s", error, state.epoch + 1, state.step, num,
                    cfg.TRAIN.MAX_ROLLBACKS, latest)  # fmt: skip
+    began = (state.epoch, state.step)
     restore(state, run.task, read_checkpoint(latest), latest)
     state.reset_row()
     state.num_rollbacks = num
-    run.log.rewind(state.epoch, state.step)
+    run.log.rewind(state.epoch, state.step, began)
 
 
 def test_model(cfg) -> dict:

@@ -7,7 +7,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from distribuuuu.checkpoint.snapshot import NonFiniteError, find_nonfinite, snap
 from distribuuuu.checkpoint.weights_files import KINDS, best_paths
 from distribuuuu.config import run_files
 from distribuuuu.distributed import comm as dist
+from distribuuuu.files.atomic_file import remove_temporary_files
 from distribuuuu.launch.signals import WRITER_NAME
 
 logger = logging.getLogger(__name__)
@@ -249,10 +249,8 @@ class CheckpointManager:
     def remove_temporary_files(self) -> None:
         """Remove the temporary files of a killed run; call it only while this one holds the lock on OUT_DIR."""
         if dist.is_main():
-            own = (".best*.pth.tar.*tmp", ".metrics.jsonl.*.tmp", ".results.json.*.tmp")
-            for path in [*self.folder.glob(".*.tmp"), *chain.from_iterable(map(self.folder.parent.glob, own))]:
-                with contextlib.suppress(OSError):
-                    path.unlink()
+            for folder in (self.folder.parent, self.folder):
+                remove_temporary_files(folder)
 
     def archive(self, names: Sequence[str] = ()) -> Path | None:
         """Move checkpoints and best weights of an older run to checkpoints.N, for a new run in the same OUT_DIR.

@@ -4,7 +4,9 @@ import contextlib
 import io
 import os
 import signal
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 from distribuuuu.config import ConfigError
@@ -22,6 +24,9 @@ from distribuuuu.launch.signals import (
     is_first_process,
     print_stacks_on_quit,
 )
+
+# Seconds in which a launcher ends a process whose error the first process has reported too.
+SAME_ERROR_S = 2.0
 
 
 class _TolerantStream(io.TextIOWrapper):
@@ -108,9 +113,13 @@ def run_guarded(run: Callable[[], int]) -> int:
 
 def report(error: ConfigError) -> None:
     """Print every problem of an error to standard error; if all processes have it, only the first prints."""
+    where = ""
     if not is_first_process() and not error.one_process:
-        return
-    lines = [f"{counted(len(error.problems), 'problem')} to solve first:"]
+        if getattr(error, "on_all_processes", False) or os.environ.get("SLURM_LOCALID", "0") != "0":
+            return
+        time.sleep(SAME_ERROR_S)
+        where = f"process {os.environ.get('RANK', os.environ.get('SLURM_PROCID'))} on {socket.gethostname()}: "
+    lines = [f"{where}{counted(len(error.problems), 'problem')} to solve first:"]
     # A file name in a problem starts no line of its own.
     lines += [f"  - {printable(problem, keep=chr(10))}".replace("\n", "\n    ") for problem in error.problems]
     with contextlib.suppress(OSError):  # keeps the exit status even if standard error is a file on a full disk

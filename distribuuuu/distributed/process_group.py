@@ -3,7 +3,7 @@
 import contextlib
 import datetime
 import functools
-import json
+import importlib
 import logging
 import os
 import socket
@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -19,13 +20,16 @@ import torch.distributed as torch_dist
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import STACKS
 from distribuuuu.distributed.comm import GroupState, PeerError
-from distribuuuu.distributed.watchdog import Watchdog
-from distribuuuu.distributed.watchdog_monitor import Monitor, read_states
+from distribuuuu.distributed.stall_timer import StallTimer
 from distribuuuu.launch.detect import Launch
-from distribuuuu.launch.ports import choose_address, find_own_address, find_port_problem
+from distribuuuu.launch.ports import find_port_problem
 from distribuuuu.launch.signals import SignalState
 
 logger = logging.getLogger(__name__)
+
+_WATCHDOG = "distribuuuu.distributed.watchdog"
+# The stall timer ends a process first, with a report, and does not count the time in which a job is suspended.
+BACKEND_TIMEOUT = datetime.timedelta(days=7)
 
 POLL_S = 0.05
 # Seconds until the missing ranks are reported first, and between two reports; the number of ranks in a report.
@@ -55,7 +59,9 @@ def find_device(local_rank: int) -> torch.device:
     if torch.cuda.is_available():
         num_gpus = torch.cuda.device_count()
         if local_rank >= num_gpus > 1:
-            raise ConfigError(f"launcher: process {local_rank + 1} of this node has no GPU: {num_gpus} are visible")
+            error = ConfigError(f"launcher: process {local_rank + 1} of this node has no GPU: {num_gpus} are visible")
+            error.one_process = local_rank == num_gpus
+            raise error
         return torch.device("cuda", local_rank % num_gpus)  # with one visible GPU, each process was given its own
     if torch.backends.mps.is_available() and "RANK" not in os.environ:
         return torch.device("mps")
@@ -123,7 +129,7 @@ def process_group(
         reason = "gloo cannot send shards of CUDA tensors"
         raise ConfigError(f"DIST.BACKEND: gloo on CUDA does not go with DIST.SHARD {shard}: {reason}; use nccl or auto")
     if launch.world_size == 1:
-        with _join_group(launch, torch_dist.HashStore(), backend, device, timeout_s):
+        with _join_group(launch, torch_dist.HashStore(), backend, device):
             yield
         return
     backend = ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
@@ -132,30 +138,26 @@ def process_group(
     if backend == "nccl":
         check_one_process_per_gpu(store, launch, f"GPU {torch.cuda.get_device_properties(device).uuid}")
     limits = (timeout_s, max(timeout_s, startup_timeout_s))
-    with _run_watchdog(launch, store, limits, report_dir), _join_group(launch, store, backend, device, max(limits)):
+    with _watched(launch, store, limits, report_dir), _join_group(launch, store, backend, device):
         yield
 
 
 @contextlib.contextmanager
-def _join_group(
-    launch: Launch, store: torch_dist.Store, backend: str, device: torch.device, timeout_s: float
-) -> Iterator[None]:
+def _join_group(launch: Launch, store: torch_dist.Store, backend: str, device: torch.device) -> Iterator[None]:
     """Initialize torch's process group for the length of the block."""
     is_tcp = sys.platform == "linux" and os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") == "TCP"
     if launch.world_size >= LAZY_FROM and is_tcp:  # torch raises an error for other transports
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    # The watchdog ends a hanging run first, with a report; the backend's own timeout is the fallback.
-    timeout = datetime.timedelta(seconds=timeout_s + 60)
     torch_dist.init_process_group(
         backend=backend,
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout=timeout,
+        timeout=BACKEND_TIMEOUT,
         store=store,
         device_id=device if backend == "nccl" else None,  # connects now, so that errors occur here, not in a step
     )
     GroupState.rank = launch.rank
-    GroupState.host_group = torch_dist.new_group(backend="gloo", timeout=timeout)  # type: ignore[assignment]  # a member
+    GroupState.host_group = torch_dist.new_group(backend="gloo", timeout=BACKEND_TIMEOUT)  # type: ignore[assignment]  # a member
     torch_dist.barrier(group=GroupState.host_group)  # a process that ended earlier would break the others' connecting
     is_abandoned = False
     try:
@@ -170,52 +172,31 @@ def _join_group(
 
 
 @contextlib.contextmanager
-def _run_watchdog(
-    launch: Launch, store: torch_dist.PrefixStore, limits: tuple[float, float], report_dir: str
+def _watched(
+    launch: Launch, store: torch_dist.PrefixStore, limits: tuple[float, float], out_dir: str
 ) -> Iterator[None]:
-    """Run the watchdog for the length of the block, and report an exception in it to the other processes."""
-    name, shared = store.compare_set("watchdog", "", uuid.uuid4().hex).decode(), store.underlying_store
-    assert isinstance(shared, torch_dist.TCPStore), "as create_store returns it"
-    second = torch_dist.TCPStore(shared.host, shared.port, is_master=False, wait_for_workers=False)
-    own = torch_dist.PrefixStore(name, second)
-    watchdog = Watchdog(launch, own, limits, report_dir, find_own_address(shared.host))
-    monitor = _start_monitor(launch, own, limits) if launch.rank == 0 else None
-    if place := json.loads(own.get("monitor")):
-        watchdog.connect(*place)
-        watchdog.start()
-        Watchdog.current = watchdog
-    try:
-        yield
-    except Exception as error:
-        if not getattr(error, "on_all_processes", False):
-            SignalState.current.is_ending = True
-            status = error.status if isinstance(error, ConfigError) else None
-            if Watchdog.current:
-                watchdog.fail(status, isinstance(error, PeerError) or is_communication_error(error))
-            if isinstance(error, ConfigError):
-                error.one_process = True
-        raise
-    finally:
-        if Watchdog.current:
-            watchdog.close()
-        Watchdog.current = None
-        if monitor:
-            monitor.close()
-
-
-def _start_monitor(launch: Launch, store: torch_dist.Store, limits: tuple[float, float]) -> Monitor | None:
-    """Start the watchdog's monitor on rank 0 and publish its place."""
-    states = read_states(store, launch.world_size)
-    address = choose_address(states[0].address, [state.address for state in states if state.host != states[0].host])
-    try:
-        monitor = Monitor(store, states, limits, address)
-        monitor.start()
-    except OSError as error:
-        logger.warning("watchdog disabled: rank 0 cannot listen on %s: %s", address, error)
-        store.set("monitor", "null")
-        return None
-    store.set("monitor", json.dumps([states[0].host, address, monitor.port]))
-    return monitor
+    """Run the stall timer and, if the package is there, the watchdog, which learns of an exception in the block."""
+    watchdog = None
+    with StallTimer(launch.rank, limits, out_dir) as timer:
+        try:
+            if find_spec(_WATCHDOG):
+                shared = store.underlying_store
+                assert isinstance(shared, torch_dist.TCPStore), "as create_store returns it"
+                package = importlib.import_module(f"{_WATCHDOG}.process")
+                watchdog = package.start_watchdog(launch, store, timer, shared.host)
+            yield
+        except Exception as error:
+            if not getattr(error, "on_all_processes", False):
+                SignalState.current.is_ending = True
+                if watchdog:
+                    status = error.status if isinstance(error, ConfigError) else None
+                    watchdog.fail(status, isinstance(error, PeerError) or is_communication_error(error))
+                if isinstance(error, ConfigError):
+                    error.one_process = True
+            raise
+        finally:
+            if watchdog:
+                watchdog.close()
 
 
 def is_communication_error(error: Exception) -> bool:
@@ -304,8 +285,8 @@ def _connect(address: str, port: int, timeout: _JoinTimeout, is_master: bool) ->
             address, port, world_size, is_master=is_master, timeout=limit, wait_for_workers=False
         )
     except torch_dist.DistError as error:
-        owner = find_port_problem(address, port) if is_master else None
-        raise ConfigError(owner or f"{problem}: {str(error).splitlines()[0]}") from error
+        taken = find_port_problem(address, port) if is_master else None
+        raise ConfigError(taken or f"{problem}: {str(error).splitlines()[0]}") from error
 
 
 def _wait_for_all(store: torch_dist.Store, timeout: _JoinTimeout) -> None:

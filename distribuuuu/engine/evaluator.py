@@ -17,7 +17,7 @@ from distribuuuu.distributed.comm import gather_objects
 from distribuuuu.distributed.ddp import broadcast_buffers
 from distribuuuu.distributed.fsdp import inference, is_sharded
 from distribuuuu.distributed.process_group import pick_device
-from distribuuuu.distributed.watchdog import mark_position
+from distribuuuu.distributed.stall_timer import mark_position
 from distribuuuu.engine.build import build_test_model, open_run
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.preflight import resolve_num_classes, resolve_preprocessing

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.watchdog import begin_start_up, mark_position
+from distribuuuu.distributed.stall_timer import begin_slow_phase, mark_position
 from distribuuuu.launch.signals import OUT_OF_TIME, RunStopped, SignalState, handled_by
 
 # The processes exchange their stop requests about this often, and at least every so many calls: steps may turn slower.
@@ -47,7 +47,7 @@ class StopRequest:
         """
         if name not in self._begun:
             self._begun.add(name)
-            begin_start_up()
+            begin_slow_phase()
         self._agreed_at, self._calls, self._calls_to_wait = time.monotonic(), 0, 1
 
     def check(self, position: str) -> None:

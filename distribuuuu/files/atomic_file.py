@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,14 @@ def replacing(path: Path, mode: str = "wb", survives_power_failure: bool = True,
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def remove_temporary_files(folder: Path) -> None:
+    """Remove what killed processes have left of `replacing` in a folder that no other process writes to."""
+    for path in folder.glob(".*.tmp"):
+        if re.fullmatch(r"\..+\.[0-9a-f]{16}\.tmp", path.name) and not path.is_dir():
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def open_for_writing(path: str | os.PathLike, mode: str, **options: Any) -> IO:

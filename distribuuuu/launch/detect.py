@@ -160,6 +160,9 @@ def _slurm_launch(env: Mapping[str, str]) -> Launch:
     node_list = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or env.get("SLURM_JOB_NODELIST")
     if missing or not node_list:
         raise _error(f"{', '.join(missing) or 'SLURM_NODELIST'} must be set in a Slurm step", env)
+    if _is_shell(env):
+        what = f"this is an interactive shell in a Slurm step of {_slurm_num_tasks(env)} tasks, which start no training"
+        raise _error(f"{what}; fix: start the shell with srun -n 1 --pty, or put srun before the command", env)
     first, last = PORT_RANGE
     job, step = _read_int(env, "SLURM_JOB_ID"), _read_int(env, "SLURM_STEP_ID")
     return Launch(
@@ -172,6 +175,15 @@ def _slurm_launch(env: Mapping[str, str]) -> Launch:
         f"slurm job {job}, step {step}, start {env.get('SLURM_RESTART_COUNT', '0')}",
         _slurm_num_tasks_on_cores(env),
     )
+
+
+def _is_shell(env: Mapping[str, str]) -> bool:
+    """Tell whether a user has typed the command in the shell of `srun --pty`: the tasks of a step are no shells."""
+    try:
+        parent = Path(f"/proc/{os.getppid()}/comm").read_text().strip()
+    except OSError:
+        return False
+    return "SLURM_PTY_PORT" in env and parent != "slurmstepd"
 
 
 def _slurm_num_tasks_on_cores(env: Mapping[str, str]) -> int:

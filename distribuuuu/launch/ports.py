@@ -1,14 +1,10 @@
-"""TCP ports and addresses of this machine: a free port, the owner of a taken one, and routes to other machines."""
+"""TCP ports and addresses of this machine: a free port, and routes to other machines."""
 
 import contextlib
-import errno
 import ipaddress
-import os
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 
-_LISTENING = "0A"
 LOOPBACK = "127.0.0.1"
 
 
@@ -19,13 +15,11 @@ def find_free_port() -> int:
 
 
 def find_port_problem(address: str, port: int) -> str | None:
-    """Return why this machine cannot listen on a port, with the process that does, or None."""
+    """Return why this machine cannot listen on a port; None if it can."""
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        reason = f"is taken{find_port_owner(port)}" if taken else f"cannot be opened: {error.strerror}"
-        return f"MASTER_PORT {port} on {address} {reason}; set MASTER_PORT to a free port"
+        return f"MASTER_PORT {port} on {address}: {error.strerror}; fix: set MASTER_PORT to a free port"
     return None
 
 
@@ -55,25 +49,3 @@ def choose_address(own: str, others: Sequence[str]) -> str:
 
 def _is_local(address: str) -> bool:
     return not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def find_port_owner(port: int) -> str:
-    """Return ' by process PID (COMMAND)', or '' if it is unknown; reads /proc (Linux)."""
-    wanted = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
-    for process in Path("/proc").glob("[0-9]*") if wanted else ():
-        with contextlib.suppress(OSError):
-            if any(os.readlink(link) in wanted for link in (process / "fd").iterdir()):
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                return f" by process {process.name} ({command[:120]})"
-    return ""
-
-
-def _listening_inodes(port: int) -> set[str]:
-    inodes = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
-                    inodes.add(fields[9])
-    return inodes

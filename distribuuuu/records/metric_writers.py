@@ -24,7 +24,7 @@ RETRY_S = 60.0
 # The least epoch or step that is refused.
 _MAX_POSITION = 1 << 31
 # Entries without a curve of their name, and the curves of each parameter in `layer_norms`.
-_NO_CURVES = ("kind", "epoch", "step", "stage", "time", "count", "eta_s", "layer_norms")
+_NO_CURVES = ("kind", "epoch", "step", "stage", "resumed", "rollback", "time", "count", "eta_s", "layer_norms")
 _NORMS = ("weight", "gradient", "update")
 
 

@@ -243,14 +243,23 @@ class Log:
         self._stage: str | None = None
         self._timing = timing or StepTiming()
         self._more_entries = more_entries
+        # Where this start resumed and its last rollback began, (epoch from 1, step), in each of its records.
+        self._origin = {"resumed": [epoch + 1, step]} if (epoch, step) != (0, 0) else {}
         self.rewind(epoch, step)
 
     def _build_tables(self) -> None:
         labels = (*self.train_metrics.values(), *self._means)
         self._table, self._epochs = build_tables(_table_log, _epochs_log, self.num_epochs, self.num_steps, labels)
 
-    def rewind(self, epoch: int, step: int) -> None:
-        """Continue from an earlier position; remove the records after it."""
+    def rewind(self, epoch: int, step: int, began: tuple[int, int] | None = None) -> None:
+        """Continue from an earlier position; remove the records after it.
+
+        Args:
+            epoch, step: the position.
+            began: the position (epoch from 0, step) at which a rollback began; None: it is none.
+        """
+        if began:
+            self._origin["rollback"] = [began[0] + 1, began[1]]
         self._started = self._last_read = self._shown_at = time.perf_counter()
         self._first_position = self._read_position = epoch * self.num_steps + step
         self._is_first_read = True
@@ -423,7 +432,7 @@ class Log:
         Raises:
             ConfigError: a name is one that each record has.
         """
-        if taken := values.keys() & {"kind", "epoch", "step", "stage", "time"}:
+        if taken := values.keys() & {"kind", "epoch", "step", "stage", "resumed", "rollback", "time"}:
             raise ConfigError(f"log.scalars: got {', '.join(sorted(taken))}; expected names that no record has")
         self._scalars.setdefault(epoch, {}).update({name: float(value) for name, value in values.items()})
 
@@ -433,7 +442,7 @@ class Log:
         if self._records:
             time_s = round(time.time(), 3)
             stage = {} if self._stage is None else {"stage": self._stage}
-            record = {"kind": kind, "epoch": epoch + 1, "step": step, **values, **stage, "time": time_s}
+            record = {"kind": kind, "epoch": epoch + 1, "step": step, **values, **stage, **self._origin, "time": time_s}
             self._records.append(record)
             for writer in self._writers:
                 writer.row(record, epoch * self.num_steps + step)

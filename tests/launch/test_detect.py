@@ -1,8 +1,10 @@
 """Launcher detection from the environment variables that real launchers set."""
 
 import os
+from pathlib import Path
 
 import pytest
+from support.runs import run_tool, small_options
 
 from distribuuuu.config import ConfigError
 from distribuuuu.launch.detect import NPROC_MARK, PORT_RANGE, detect_launch, expand_hosts, list_jobs
@@ -107,9 +109,28 @@ def test_contradictions_are_errors_that_show_the_variables():
         ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun started 4 processes"),
         ({**SRUN, "SLURM_PROCID": "4"}, "rank 4 of 4 is out of range"),
         ({key: SRUN[key] for key in SRUN if key != "SLURM_LOCALID"}, "SLURM_LOCALID"),
+        # typed in the shell of srun -n 4 --pty
+        ({**SRUN, "SLURM_PROCID": "0", "SLURM_PTY_PORT": "40123"}, "interactive shell.*srun -n 1 --pty"),
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=said):
             detect_launch(env)
+
+
+def test_a_step_that_is_started_in_an_interactive_shell_is_a_launch(monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda path: "slurmstepd\n")
+    assert detect_launch({**SRUN, "SLURM_PTY_PORT": "40123"}).world_size == 4
+
+
+@pytest.mark.parametrize("env", [
+    {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+    {**SRUN, "SLURM_LOCALID": "0"},
+])  # fmt: skip
+def test_an_error_of_a_process_before_the_group_exists_is_printed(tmp_path, env):
+    """E.g. the data are missing on one node."""
+    done = run_tool("train_net.py", *small_options(tmp_path / "missing", tmp_path / "out"), **env)
+    rank = env.get("RANK", "3")
+    assert done.returncode == 2 and f"process {rank} on " in done.stderr and "missing" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_node_lists():

@@ -1,8 +1,7 @@
-"""The course of a training run, from metrics.jsonl, train.log and results.json."""
+"""The course of a training run, from metrics.jsonl and results.json."""
 
 import math
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,14 +17,11 @@ from distribuuuu.records.log_table import format_duration
 from distribuuuu.records.metric_writers import parse_record
 from distribuuuu.records.results import FILE_NAME, read_results
 
-# Bytes of metrics.jsonl, train.log and config.yaml, each, and the value of a point of a curve, at most.
+# Bytes of metrics.jsonl and config.yaml, each, and the value of a point of a curve, at most.
 MAX_TEXT, _MAX_VALUE = 1 << 28, 1e100
-_START = re.compile(r"distribuuuu \S+, torch ")
-_RESTART = re.compile(r"resumed from .*: epoch (\d{1,9}), step (\d{1,9})$")
-_ROLLBACK = re.compile(r"in epoch (\d{1,9}), by step (\d{1,9}): rollback \d+ of \d+")
 # Numbers of a record that are not metrics of the model; null: unknown.
 _NUMBERS = ("count", "loss", "lr", "images_per_s", "wait", "eta_s", "seconds")
-_NOT_METRICS = ("kind", "epoch", "step", "time", *_NUMBERS)
+_NOT_METRICS = ("kind", "epoch", "step", "stage", "resumed", "rollback", "time", *_NUMBERS)
 
 
 @dataclass
@@ -42,8 +38,8 @@ class History:
 
     train: list[dict[str, Any]] = field(default_factory=list)
     evaluations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    restarts: list[tuple[int, int]] = field(default_factory=list)
-    rollbacks: list[tuple[int, int]] = field(default_factory=list)
+    restarts: list[list[int]] = field(default_factory=list)
+    rollbacks: list[list[int]] = field(default_factory=list)
     results: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -68,18 +64,9 @@ def read_history(out_dir: Path) -> History:
     for record in records:
         kind = record["kind"]
         (history.train if kind == "train" else history.evaluations.setdefault(kind, [])).append(record)
-    is_resumed = False
-    for line in read_lines(out_dir / "train.log", history.notes):
-        if _START.search(line):
-            is_resumed = False
-        elif match := _RESTART.search(line):
-            history.restarts.append((int(match[1]), int(match[2])))
-            is_resumed = True
-        elif match := _ROLLBACK.search(line):
-            history.rollbacks.append((int(match[1]), int(match[2])))
-        elif " learning rate: " in line and not is_resumed:  # the set-up of a new run in the same folder is complete
-            history.restarts.clear()
-            history.rollbacks.clear()
+        for name, places in (("resumed", history.restarts), ("rollback", history.rollbacks)):
+            if (place := record.get(name)) and place not in places:
+                places.append(place)
     return history
 
 
@@ -88,7 +75,10 @@ def parse_figures(line: str) -> dict[str, Any] | None:
     record = parse_record(line)
     if record is None or record["kind"] != "train" and not record["kind"].startswith("eval"):
         return None
-    return record if all(type(record.get(key)) in (int, float, NoneType) for key in _NUMBERS) else None
+    are_numbers = all(type(record.get(key)) in (int, float, NoneType) for key in _NUMBERS)
+    places = [record.get(name, [1, 0]) for name in ("resumed", "rollback")]
+    are_places = all(isinstance(place, list) and [type(part) for part in place] == [int, int] for place in places)
+    return record if are_numbers and are_places else None
 
 
 def read_lines(path: Path, notes: list[str]) -> list[str]:

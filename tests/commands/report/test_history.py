@@ -127,7 +127,7 @@ def test_numbers_that_cannot_be_drawn_are_gaps(run):
 
 @pytest.mark.parametrize(
     "name, kind",
-    pairwise(("results.json", "metrics.jsonl", "train.log", "config.yaml"), ("pipe", "device", "folder", "sparse")),
+    pairwise(("results.json", "metrics.jsonl", "config.yaml"), ("pipe", "device", "folder", "sparse")),
 )
 def test_files_that_are_not_regular_or_too_large_are_named(run, name, kind):
     path = run / name
@@ -141,10 +141,12 @@ def test_files_that_are_not_regular_or_too_large_are_named(run, name, kind):
     assert name == "config.yaml" or str(path) in notes[0] and notes[0] in page
 
 
-def test_positions_of_the_log_have_a_limit(run):
-    text = f"resumed from x: epoch {'9' * 5000}, step 1\nin epoch {'9' * 5000}, by step 1: rollback 1 of 3\n"
-    (run / "train.log").write_text(text + "resumed from x: epoch 2, step 1\n")
-    assert read_history(run).restarts == [(2, 1)]
+@pytest.mark.parametrize("place", ['"x"', "[1]", "[1, 2.5]", '{"1": 2}', "[[1], 2]"])
+def test_a_record_with_another_position_is_left_out(run, place):
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(f'{{"kind": "train", "epoch": 2, "step": 9, "resumed": {place}}}\n')
+    history = read_history(run)
+    assert history.restarts == [] and "1 line left out" in history.notes[-1]
 
 
 def test_a_comparison_of_hostile_records(run, tmp_path):

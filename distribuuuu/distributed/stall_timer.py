@@ -1,0 +1,101 @@
+"""Stall timer: ends this process when it makes no progress, with its stacks on disk.
+
+The package `watchdog`, if it is there, ends all processes together and names the one that stalled. Without it, or when
+it cannot reach rank 0, each process ends by its own timer.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from distribuuuu.config.run_files import STACKS
+from distribuuuu.launch.signals import end_process, write_stacks
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PERIOD_S = 1.0
+# Seconds after the time-out that the watchdog has to end all processes together.
+LATE_S = 15.0
+
+
+class StallTimer(threading.Thread):
+    """Thread that ends the process after a time without `mark`.
+
+    Time is counted in periods, not in seconds: a process that was suspended has not missed any.
+
+    Args:
+        rank: rank of the process.
+        limits: seconds without progress, and the same for slow phases: the first step, an evaluation, a save.
+        out_dir: folder of the run, for `stacks/rank_N.txt`.
+
+    Attributes:
+        position: the last step, e.g. 'epoch 2, step 14'.
+        num_marks: grows with each step.
+        is_slow: the limit of slow phases applies.
+        is_watched: tells whether the watchdog decides instead.
+    """
+
+    current: ClassVar["StallTimer | None"] = None
+
+    def __init__(self, rank: int, limits: tuple[float, float], out_dir: str | os.PathLike):
+        super().__init__(name="stall timer", daemon=True)
+        self.rank, self.limits = rank, limits
+        self.position, self.num_marks, self.is_slow = "its start", 0, True
+        self.is_watched: Callable[[], bool] = lambda: False
+        self._stacks_file = Path(out_dir) / STACKS / f"rank_{rank}.txt"
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> "StallTimer":
+        StallTimer.current = self
+        self.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        StallTimer.current = None
+        self._is_over.set()
+
+    def mark(self, position: str) -> None:
+        """Note progress, e.g. 'epoch 2, step 14'."""
+        self.position, self.is_slow = position, False
+        self.num_marks += 1
+
+    def write_stacks(self) -> None:
+        """Write the stacks of all threads to OUT_DIR/stacks."""
+        write_stacks(self._stacks_file, f"process {self.rank}, after {self.position}")
+
+    def run(self) -> None:
+        """Count the periods without a mark."""
+        num_stalled, seen = 0, -1
+        while not self._is_over.wait(PERIOD_S):
+            num_stalled = num_stalled + 1 if seen == self.num_marks else 0
+            seen, limit_s = self.num_marks, self.limits[self.is_slow]
+            if num_stalled * PERIOD_S > limit_s + LATE_S and not self.is_watched():
+                self.write_stacks()
+                logger.error("process %d has made no step for %.0f s after %s and ends; stacks: %s",
+                             self.rank, limit_s, self.position, self._stacks_file)  # fmt: skip
+                end_process(1)
+
+
+def mark_position(position: str) -> None:
+    """Report progress, e.g. 'epoch 2, step 14', which is logged if this process dies or stalls."""
+    if StallTimer.current:
+        StallTimer.current.mark(position)
+
+
+def begin_slow_phase() -> None:
+    """Apply DIST.STARTUP_TIMEOUT_S, if larger than DIST.TIMEOUT_S, until the next position."""
+    if timer := StallTimer.current:
+        timer.is_slow = True
+        timer.num_marks += 1
+
+
+def marked(items: Iterable[T], position: str) -> Iterator[T]:
+    """Yield the items and report progress after each."""
+    for number, item in enumerate(items, 1):
+        yield item
+        mark_position(f"{position}, batch {number}")

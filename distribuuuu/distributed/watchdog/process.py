@@ -1,0 +1,161 @@
+"""The watchdog's thread of a process: it sends the state of the process to the monitor on rank 0, and obeys it."""
+
+import json
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+import uuid
+
+import torch.distributed as torch_dist
+
+from distribuuuu.distributed.stall_timer import PERIOD_S, StallTimer
+from distribuuuu.distributed.watchdog.connection import Channel, kill_here
+from distribuuuu.distributed.watchdog.monitor import CAUSE_WAIT_S, EXIT_GRACE_S, Monitor
+from distribuuuu.launch.detect import Launch
+from distribuuuu.launch.ports import choose_address, find_own_address
+from distribuuuu.launch.signals import end_process
+
+logger = logging.getLogger(__name__)
+
+
+class Watchdog(threading.Thread):
+    """Thread that ends this process when the monitor says so or rank 0 has died.
+
+    Args:
+        launch: rank and number of processes.
+        timer: has the position of this process.
+        channel: the connection to the monitor.
+        token: the secret of the run.
+        main: host and process id of rank 0.
+        monitor: the monitor, on rank 0.
+    """
+
+    def __init__(
+        self, launch: Launch, timer: StallTimer, channel: Channel, token: str, main: tuple[str, int],
+        monitor: Monitor | None = None,
+    ):  # fmt: skip
+        super().__init__(name="watchdog", daemon=True)
+        self._timer, self._channel, self._main, self._monitor = timer, channel, main, monitor
+        self._is_last = launch.rank + 1 == launch.world_size
+        self._may_raise, self._is_over, self._has_failed = threading.Event(), threading.Event(), False
+        self._heard_at_period = self._num_periods = 0
+        timer.is_watched = self._is_watched
+        channel.send(token=token, rank=launch.rank, host=socket.gethostname(), pid=os.getpid())
+
+    def fail(self, status: int | None, is_consequence: bool) -> None:
+        """Report an exception of this process; return when this process may print it.
+
+        Args:
+            status: exit status of all processes for a ConfigError, whose message is complete; None for other errors.
+            is_consequence: the error may result from the end of another process, which is then reported instead.
+        """
+        self._has_failed = True
+        self._channel.send(failed=True, status=status, is_consequence=is_consequence, position=self._timer.position)
+        self._may_raise.wait(CAUSE_WAIT_S + EXIT_GRACE_S + 5)
+
+    def close(self) -> None:
+        """Leave without ending the run."""
+        self._channel.send(left=True)
+        self._is_over.set()
+        if self._monitor:
+            self._monitor.close()
+        self._channel.close()
+
+    def run(self) -> None:
+        """Send the state once in a period and obey the monitor, until the run is over."""
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._channel, selectors.EVENT_READ)
+                self._watch(selector)
+        except Exception as error:  # a bug of the watchdog must not end a healthy run
+            if not self._is_over.is_set():
+                logger.warning("watchdog disabled on this process: %s", repr(error), exc_info=True)
+                self._channel.send(left=True)
+        self._may_raise.set()
+
+    def _watch(self, selector: selectors.BaseSelector) -> None:
+        next_period = 0.0
+        while not self._is_over.is_set():
+            if time.monotonic() > next_period:
+                next_period, self._num_periods = time.monotonic() + PERIOD_S, self._num_periods + 1
+                timer = self._timer
+                self._channel.send(position=timer.position, marks=timer.num_marks, slow=timer.is_slow)
+            if not selector.select(PERIOD_S):
+                continue
+            self._heard_at_period = self._num_periods
+            for message in self._channel.receive():
+                self._obey(**message)
+            if (broken := self._channel.broken) and not self._is_over.is_set():
+                if not self._has_failed:
+                    if self._is_last:
+                        message = "process 0 on %s %s after %s; the others stop"
+                        logger.error(message, self._main[0], broken, self._timer.position)
+                    end_process(1)
+                return
+
+    def _obey(
+        self, write_stacks: bool = False, end: int | None = None, may_raise: bool = False, over: bool = False,
+        kill: tuple[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        """Follow an order of the monitor; an empty one says that rank 0 is alive."""
+        if write_stacks:
+            self._timer.write_stacks()
+            self._channel.send(stacks=True)
+        if kill:
+            kill_here(*kill)
+        if end is not None:
+            end_process(end)
+        if may_raise:
+            self._may_raise.set()
+        if over:
+            self._is_over.set()
+
+    def _is_watched(self) -> bool:
+        """Tell whether rank 0 is heard, when this process has stalled; else name it, and kill it if it is here."""
+        silent_s = (self._num_periods - self._heard_at_period) * PERIOD_S
+        if silent_s < min(self._timer.limits) / 2 and not self._is_over.is_set():
+            return True
+        if not self._is_over.is_set():
+            logger.error("process 0 on %s has been silent for %.0f s; all stop", self._main[0], silent_s)
+            kill_here(*self._main)
+        return False
+
+
+def start_watchdog(launch: Launch, store: torch_dist.Store, timer: StallTimer, store_host: str) -> Watchdog | None:
+    """Start the watchdog of this process, and its monitor on rank 0; None: it cannot connect to rank 0.
+
+    Args:
+        launch: rank and number of processes.
+        store: the store of this start, from which each process reads the place of the monitor.
+        timer: the stall timer of this process.
+        store_host: the machine of the store.
+    """
+    host, monitor = socket.gethostname(), None
+    store.set(f"watchdog address {launch.rank}", json.dumps([host, find_own_address(store_host)]))
+    if launch.rank == 0:
+        found = store.multi_get([f"watchdog address {rank}" for rank in range(launch.world_size)])
+        (_, own), *others = map(json.loads, found)
+        address, token = choose_address(own, [other for name, other in others if name != host]), uuid.uuid4().hex
+        try:
+            limits = timer.limits
+            monitor = Monitor(token, launch.world_size, limits, address, end_process, lambda: timer.position)
+            store.set("watchdog", json.dumps([address, monitor.port, token, host, os.getpid()]))
+            monitor.start()
+        except OSError as error:
+            logger.warning("watchdog disabled: rank 0 cannot listen on %s: %s", address, error)
+            store.set("watchdog", "null")
+    if not (place := json.loads(store.get("watchdog"))):
+        return None
+    address, port, token, *main = place
+    try:
+        channel = Channel(socket.create_connection((address, port), timeout=30))
+    except OSError as error:  # e.g. a firewall that allows the ports of the backend only
+        problem = f"cannot connect to {address}:{port}: {error}"
+        logger.warning("watchdog: a crash of this process is detected only after DIST.TIMEOUT_S: %s", problem)
+        return None
+    watchdog = Watchdog(launch, timer, channel, token, tuple(main), monitor)
+    watchdog.start()
+    return watchdog
