@@ -38,7 +38,7 @@ MAX_RANKS_NAMED = 10
 # Queries per second that all processes together send to the store.
 MAX_POLLS_PER_S = 4096
 # From this number of processes on, gloo connects two of them at their first exchange, not all with all at the start:
-# the store then sends some kB to each process, not 16 N^2 bytes. See docs/scaling.md.
+# the store then sends some kB to each process, not 16 N^2 bytes. See docs/launchers.md.
 LAZY_FROM = 64
 
 

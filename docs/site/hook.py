@@ -22,7 +22,7 @@ START = {"README.md": "index.md", "docs/README.md": "index.md"}
 # A link or an image; code of a page may look like one, so only links to existing files are replaced.
 LINK = re.compile(r"(\]\()([^()\s#]+)((?:#[^()\s]*)?\))")
 # The pages of commands that a fork may delete.
-COMMAND_PAGES = ("doctor", "plan", "sweep", "report", "compare", "probe", "predict", "export", "reproduce", "trackers")
+COMMAND_PAGES = ("doctor", "plan", "sweep", "report", "predict", "trackers")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash", ".json": "json"}
 
 
@@ -82,8 +82,8 @@ def notebook_page(path: Path) -> str:
 
 def reference_page() -> str:
     """Return the API reference: directives of mkdocstrings for the names that docs/python_api.md lists."""
-    table = (ROOT / "docs/python_api.md").read_text(encoding="utf-8").partition("## Names that stay")[2]
-    lines = ["# API reference", "", "The [names that stay](python_api.md#names-that-stay), from their docstrings."]
+    table = (ROOT / "docs/python_api.md").read_text(encoding="utf-8").partition("## Stable API")[2]
+    lines = ["# API reference", "", "The [stable API](python_api.md#stable-api), from the docstrings."]
     for module, names in re.findall(r"^\| `([\w.]+)` \| (.+) \|$", table, re.MULTILINE):
         lines += ["", f"## {module}"]
         for name in re.findall(r"`(\w+)`", names):
