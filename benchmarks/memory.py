@@ -24,8 +24,8 @@ from distribuuuu.config import load_cfg
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.activation_checkpoint import build_act_checkpoint
 from distribuuuu.distributed.ddp import wrap_model
-from distribuuuu.distributed.fsdp import build_parallelize_fn
 from distribuuuu.distributed.process_group import pick_device, process_group
+from distribuuuu.distributed.sharding import build_parallelize_fn
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.ports import find_free_port
 from distribuuuu.models import build_model, count_parameters

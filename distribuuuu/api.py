@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from distribuuuu.checkpoint.weights_files import RAW, common_kind, find_best
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import changed
+from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.plugins import FoundConfig
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
@@ -76,12 +77,14 @@ def train(config: CfgFiles | os.PathLike = None, overrides: Overrides = ()) -> T
     with _run_of_program():
         cfg = _load_checked(source, _as_pairs(overrides), is_training=True)
 
-        from distribuuuu.engine.auto_batch_size import resolve_batch_size
         from distribuuuu.models import check_model
         from distribuuuu.trainer import take_step, train_model
 
         check_model(cfg)
-        cfg = resolve_batch_size(cfg, take_step)
+        if cfg.TRAIN.BATCH_SIZE == AUTO:
+            from distribuuuu.engine.auto_batch_size import resolve_batch_size
+
+            cfg = resolve_batch_size(cfg, take_step)
         best = train_model(cfg)
         results = _read_results(Path(cfg.OUT_DIR))
     accuracy = results.get("accuracy", {})

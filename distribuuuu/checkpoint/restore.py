@@ -11,7 +11,8 @@ from torch import nn
 from distribuuuu.checkpoint.io import CheckpointError
 from distribuuuu.checkpoint.weights_files import KINDS
 from distribuuuu.config.errors import counted
-from distribuuuu.distributed.fsdp import load_full_state_dict, to_local
+from distribuuuu.distributed.full_tensors import to_local
+from distribuuuu.distributed.sharding import load_full_state_dict
 
 Tensors = dict[str, torch.Tensor]
 

@@ -2,6 +2,7 @@
 
 from distribuuuu.commands.arguments import run_on_config
 from distribuuuu.config import Config
+from distribuuuu.config.declaration import AUTO
 
 _DESCRIPTION = """Train a model, or resume the run in OUT_DIR: the same command does both, alone
 or under torchrun and srun.
@@ -18,9 +19,12 @@ def train(prog: str, args: list[str]) -> int:
 
 
 def _start(cfg: Config, stop_epoch: int | None = None) -> None:
-    from distribuuuu.engine.auto_batch_size import resolve_batch_size
     from distribuuuu.models import check_model
     from distribuuuu.trainer import take_step, train_model
 
     check_model(cfg)
-    train_model(resolve_batch_size(cfg, take_step), stop_epoch)
+    if cfg.TRAIN.BATCH_SIZE == AUTO:
+        from distribuuuu.engine.auto_batch_size import resolve_batch_size
+
+        cfg = resolve_batch_size(cfg, take_step)
+    train_model(cfg, stop_epoch)

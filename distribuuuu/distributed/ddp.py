@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from distribuuuu.distributed.comm import all_reduce_max, is_distributed
-from distribuuuu.distributed.fsdp import is_sharded
+from distribuuuu.distributed.sharding import is_sharded
 
 # Gradients are sent and summed in this type; the parameters keep theirs.
 COMPRESSION_HOOKS: dict[str, Callable] = {

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as torch_dist
 
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.fsdp import FullStateDict, use_full_state_dict
+from distribuuuu.distributed.full_tensors import FullStateDict
 
 Optimizer = torch.optim.Optimizer
 # Builds an optimizer from parameter groups.
@@ -32,11 +33,18 @@ class PartitionedOptimizer(Optimizer):
     Args:
         groups: parameter groups.
         build: builds the optimizer of one process; its update of a parameter must not depend on other parameters.
+
+    Raises:
+        ConfigError: the optimizer makes parameter groups of its own.
     """
 
     def __init__(self, groups: list[dict[str, Any]], build: Build):
         shares = _partition(groups, dist.world_size())
         self.optim = build(shares[dist.rank()])
+        own = [len(group["params"]) for group in self.optim.param_groups]
+        if own != [len(group["params"]) for group in shares[dist.rank()]]:
+            message = f"got zero1; {type(self.optim).__name__} makes parameter groups of its own; fix: use fsdp or none"
+            raise ConfigError(Problem("DIST.SHARD", message))
         self._shares = [_flatten(share) for share in shares]
         super().__init__(groups, {})
         self.defaults = self.optim.defaults
@@ -152,10 +160,3 @@ def _send_to_main(value: Any, spec: Any, owner: int, device: torch.device) -> An
     tensor = value.contiguous() if is_owner else torch.empty(spec.shape, dtype=spec.dtype, device=device)
     torch_dist.broadcast(tensor, src=owner)
     return tensor.to("cpu", copy=True) if dist.is_main() else None
-
-
-def build_sharded_optimizer(cfg, groups: list[dict[str, Any]], build: Build) -> Optimizer:
-    """Return `build(groups)`, partitioned if DIST.SHARD is zero1; its state dict is full for any DIST.SHARD."""
-    if cfg.DIST.SHARD == "zero1" and dist.is_distributed():
-        return PartitionedOptimizer(groups, build)
-    return use_full_state_dict(build(groups))

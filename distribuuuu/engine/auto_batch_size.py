@@ -25,8 +25,8 @@ from distribuuuu.data.batch_plan import BatchPlan, list_micro_batches, plan_batc
 from distribuuuu.data.loader import build_loaders
 from distribuuuu.data.workers import LoaderWorkerError
 from distribuuuu.distributed.comm import PeerError
-from distribuuuu.distributed.fsdp import inference
 from distribuuuu.distributed.process_group import exchange, find_device, pick_device
+from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.build import build_run, set_backends
 from distribuuuu.engine.out_of_memory import OutOfMemory, is_out_of_memory
 from distribuuuu.engine.run import Run

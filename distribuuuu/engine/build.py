@@ -27,11 +27,9 @@ from distribuuuu.data.loader import Loader, TrainLoader, check_same_data
 from distribuuuu.data.normalize import statistics_of
 from distribuuuu.data.seeding import derive_seed, draw_seed, seed_cpu
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.activation_checkpoint import build_act_checkpoint
 from distribuuuu.distributed.ddp import compile_model, wrap_model
-from distribuuuu.distributed.fsdp import build_parallelize_fn
 from distribuuuu.distributed.process_group import process_group
-from distribuuuu.distributed.sync_batchnorm import convert_sync_batchnorm
+from distribuuuu.distributed.sharding import build_parallelize_fn
 from distribuuuu.engine.dry_run import dry_run, dry_run_evaluation
 from distribuuuu.engine.graceful_stop import StopRequest
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
@@ -228,9 +226,15 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
     seed_cpu(derive_seed(seed))
     model = task.adapt_model(build_initial_model(cfg, loader.images.classes, pretrained))
     if cfg.MODEL.SYNCBN:
+        from distribuuuu.distributed.sync_batchnorm import convert_sync_batchnorm
+
         model = convert_sync_batchnorm(model)
     freeze_parts(cfg, model)
-    averages = build_averages(cfg, build_act_checkpoint(cfg, model))
+    if cfg.MODEL.ACT_CHECKPOINT:
+        from distribuuuu.distributed.activation_checkpoint import build_act_checkpoint
+
+        model = build_act_checkpoint(cfg, model)
+    averages = build_averages(cfg, model)
     parallelize = build_parallelize_fn(cfg, loader.device)
     parallelize(model)
     for average in averages.values():

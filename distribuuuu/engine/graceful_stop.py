@@ -22,12 +22,12 @@ class StopRequest:
     """A request of any process to stop; every process calls `check` equally often and stops at the same call.
 
     Args:
-        max_hours: stop after this many hours; 0: never.
+        max_hours: stop so many hours after the start of the process, or of a later run in it; 0: never.
     """
 
     def __init__(self, max_hours: float = 0.0):
-        self._deadline = time.monotonic() + 3600 * max_hours if max_hours else float("inf")
         self._signals = SignalState.current.begin_run()
+        self._deadline = self._signals.started + 3600 * max_hours if max_hours else float("inf")
         self._handling = handled_by(self._signals.receive)
         self._begun = {""}
         self.begin_phase()
@@ -38,6 +38,7 @@ class StopRequest:
 
     def __exit__(self, *error: Any) -> None:
         self._handling.__exit__(*error)
+        self._signals.started = time.monotonic()
 
     def begin_phase(self, name: str = "") -> None:
         """Exchange stop requests at the next call, because the calls of a new phase may be slower or faster.

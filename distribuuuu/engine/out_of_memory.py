@@ -1,17 +1,12 @@
-"""Out-of-memory errors that name the batch, the memory and the options that reduce it."""
+"""Out-of-memory errors that name the batch, the memory and the options that reduce it, see memory_report.py."""
 
 import functools
 import re
-import socket
 from collections.abc import Callable
 
 import torch
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.derived import eval_crop_size, height_and_width, show_size
-from distribuuuu.data.batch_plan import plan_batches
-from distribuuuu.distributed import comm as dist
-from distribuuuu.records.environment import address_space_limit, list_memory_limits, read_sizes
 
 # Messages of torch's plain RuntimeErrors: the CPU allocator, MPS, the CUDA runtime and its libraries, oneDNN.
 _MESSAGES = re.compile(r"CPUAllocator|out of memory|not enough memory|_STATUS_ALLOC_FAILED|create a primitive(?! desc)")
@@ -47,44 +42,11 @@ def explain_out_of_memory(phase: str, batch: str | None = "train") -> Callable[[
                 if not is_out_of_memory(error):
                     raise
                 lines = str(error).strip().splitlines() or [type(error).__name__]
-                message = _describe(getattr(run, "cfg", run), phase, batch, lines[0][:300])
+                from distribuuuu.engine.memory_report import describe_lack
+
+                message = describe_lack(getattr(run, "cfg", run), phase, batch, lines[0][:300])
             raise OutOfMemory(message)  # outside the except block the error's frames and their tensors are released
 
         return explained
 
     return decorate
-
-
-def _describe(cfg, phase: str, batch: str | None, reason: str) -> str:
-    what, px = f"{phase} of {cfg.MODEL.ARCH}", cfg.TRAIN.IM_SIZE
-    sharding = ["DIST.SHARD fsdp on several processes"] if cfg.DIST.SHARD != "fsdp" else []
-    remedies = [*sharding, "a smaller MODEL.ARCH"]
-    if batch == "test":
-        px = eval_crop_size(cfg)
-        what += f", TEST.BATCH_SIZE {cfg.TEST.BATCH_SIZE} images of {show_size(height_and_width(px))} px"
-        remedies = ["a smaller TEST.BATCH_SIZE, which does not change the result"]
-    elif batch == "train":
-        plan = plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, dist.world_size())
-        what += f", micro-batch of {plan.micro_batch} images of {show_size(height_and_width(px))} px"
-        smaller = f"a TRAIN.BATCH_SIZE below {plan.micro_batch} with TRAIN.GLOBAL_BATCH_SIZE {plan.global_batch}"
-        remedies = [f"{smaller}, which keeps the hyperparameters valid"]
-        remedies += [] if cfg.MODEL.ACT_CHECKPOINT else ["MODEL.ACT_CHECKPOINT True"]
-        remedies += ["TRAIN.AMP bf16"] if cfg.TRAIN.AMP == "none" else []
-        remedies += sharding
-    process = f"process {dist.rank()} on {socket.gethostname()}" if dist.is_distributed() else "this process"
-    return f"out of memory in {what}: {process} has {_memory()}; fix: {'; or '.join(remedies)} ({reason})"
-
-
-def _memory() -> str:
-    """Return the allocated and total memory of this process's CUDA device, else of the host."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        used, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        name = torch.cuda.get_device_name()
-        return f"{_gib(used)} allocated and {_gib(reserved)} reserved of {_gib(total)} on {name}"
-    limit = min(address_space_limit(), *(limit for limit, _ in list_memory_limits()))
-    return f"{_gib(read_sizes('/proc/self/status').get('VmRSS', 0))} resident of {_gib(limit)} of host memory"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

@@ -15,7 +15,7 @@ from distribuuuu.data.loader import Loader, TrainLoader
 from distribuuuu.data.seeding import derive_seed, seed_step
 from distribuuuu.data.workers import Pass
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.fsdp import inference
+from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.graceful_stop import StopRequest
 from distribuuuu.engine.state import TrainState
 from distribuuuu.records.run_log import Log

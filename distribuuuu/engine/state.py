@@ -39,7 +39,7 @@ from distribuuuu.checkpoint.weights_files import KINDS, RAW, Best
 from distribuuuu.config.errors import counted
 from distribuuuu.data.seeding import derive_seed
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.fsdp import full_state_dict
+from distribuuuu.distributed.sharding import full_state_dict
 from distribuuuu.optim.ema import Ema
 from distribuuuu.optim.precision import Precision
 from distribuuuu.records.environment import peak_memory_mib

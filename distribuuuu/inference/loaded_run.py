@@ -24,8 +24,8 @@ from distribuuuu.data.loader import BadImageError
 from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop
-from distribuuuu.distributed.fsdp import inference
 from distribuuuu.distributed.process_group import pick_device
+from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.build import set_backends
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.resume import restore_task

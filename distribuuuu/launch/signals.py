@@ -167,6 +167,7 @@ class SignalState:
 
     Attributes:
         current: the state of this process.
+        started: time.monotonic() when the first run of this process began to start; later runs begin with their set-up.
         first: the first signal since the start of the run.
         has_begun: whether a run has had something to save.
         is_ending: whether this process has an error to print and exits by itself; the launcher's signals are ignored.
@@ -176,6 +177,7 @@ class SignalState:
     current: ClassVar["SignalState"]
 
     def __init__(self, on_second_signal: Callable[[int], None] = exit_now):
+        self.started = time.monotonic()
         self.first: int | None = None
         self.has_begun, self.is_ending = False, False
         self.stacks_file: Path | None = None

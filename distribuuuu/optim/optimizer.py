@@ -20,8 +20,7 @@ from distribuuuu.config.conflicts import OPTIM_ARGUMENTS
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import NameTable, keep_table
 from distribuuuu.config.registry import OPTIMIZERS
-from distribuuuu.distributed.fsdp import clip_grad_norm, is_sharded, to_local, whole_norms
-from distribuuuu.distributed.zero1 import build_sharded_optimizer
+from distribuuuu.distributed.sharding import build_sharded_optimizer, clip_grad_norm, is_sharded, to_local, whole_norms
 from distribuuuu.optim.param_groups import parameter_groups
 from distribuuuu.optim.schedules import build_schedule
 

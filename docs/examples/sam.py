@@ -41,5 +41,6 @@ class Sam(Classification):
         for layer, momentum in momenta.items():
             layer.momentum = momentum
         with torch.no_grad():
-            torch._foreach_copy_(weights, before)
+            for weight, original in zip(weights, before, strict=True):
+                weight.copy_(original)
         step.apply()

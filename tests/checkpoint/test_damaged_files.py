@@ -26,8 +26,8 @@ from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager, checkpoint_name
 from distribuuuu.checkpoint.restore import load_optimizer
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.distributed.fsdp import build_parallelize_fn
 from distribuuuu.distributed.process_group import process_group
+from distribuuuu.distributed.sharding import build_parallelize_fn
 from distribuuuu.engine.build import write_config
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model

@@ -8,7 +8,7 @@ import pytest
 import timm.optim  # noqa: F401  (before the fork, for all processes)
 import torch
 from support.processes import on_processes
-from support.runs import assert_close, make_cfg, newest, records, train_and_kill, train_and_read
+from support.runs import GROUP_NORM, ROOT, assert_close, make_cfg, newest, records, train_and_kill, train_and_read
 from support.tiers import slow
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,8 +18,9 @@ from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
 from distribuuuu.checkpoint.restore import load_optimizer
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.fsdp import build_parallelize_fn, full_state_dict, inference, is_sharded, to_local
+from distribuuuu.distributed.full_tensors import to_local
 from distribuuuu.distributed.process_group import process_group
+from distribuuuu.distributed.sharding import build_parallelize_fn, full_state_dict, inference, is_sharded
 from distribuuuu.distributed.zero1 import PartitionedOptimizer
 from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import detect_launch
@@ -256,6 +257,26 @@ def test_a_step_of_zero1_takes_one_collective_and_no_read_of_the_device(fused, r
     """Unless the update is fused, the loss scaling of float16 has to read whether to skip it."""
     build = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=fused)
     assert on_processes(1, step_on_fake_processes, 8, build) == [(1, reads, 4)]
+
+
+def test_an_optimizer_with_groups_of_its_own_is_refused_by_zero1():
+    def split(groups: list[dict]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [one]} for group in groups for one in group["params"]], lr=0.1)
+
+    with pytest.raises(ConfigError, match="^DIST.SHARD: got zero1; SGD makes parameter groups of its own; fix: "):
+        PartitionedOptimizer([{"params": list(torch.nn.Linear(2, 2).parameters())}], split)
+
+
+@needs_fsdp
+def test_sharpness_aware_minimization_runs_on_sharded_weights(small_cfg, tmp_path):
+    """The example computes with weights and gradients, which are sharded tensors then."""
+    words = ("PLUGINS", [str(ROOT / "docs" / "examples" / "sam.py")], "TASK.NAME", "sam", *GROUP_NORM,
+             "TRAIN.GLOBAL_BATCH_SIZE", 12, "OPTIM.MAX_EPOCH", 1)  # fmt: skip
+    contents = []
+    for kind in ("none", "fsdp"):
+        cfg = small_cfg(*words, *KINDS.get(kind, ()), "OUT_DIR", tmp_path / kind)
+        contents.append(on_processes(2, train_and_read, cfg)[0])
+    assert_close(*contents, 1e-4)
 
 
 def skip_a_step() -> list[bool]:

@@ -17,7 +17,9 @@ from support.runs import FAILING_MODELS, TRAIN_NET, small_options
 
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
+from distribuuuu.engine.graceful_stop import StopRequest
 from distribuuuu.launch.ports import find_port_problem
+from distribuuuu.launch.signals import RunStopped, SignalState
 
 if sys.platform != "linux":
     pytest.skip("finds the processes of a run in /proc", allow_module_level=True)
@@ -135,6 +137,14 @@ def test_the_hours_of_a_run_end_it_with_the_status_to_start_it_again(image_folde
     with started(image_folder, tmp_path / "out", "CHECKPOINT.MAX_HOURS", 1 / 3600) as run:
         assert run.wait(RUN_S) == 75
         assert "CHECKPOINT.MAX_HOURS: stopped in epoch" in run.last_lines()
+
+
+def test_the_hours_count_from_the_start_of_the_process(monkeypatch):
+    """Set-up, the index of the data and the check of files included: the job's time began there."""
+    monkeypatch.setattr(SignalState.current, "started", time.monotonic() - 60)
+    StopRequest(max_hours=90 / 3600).check("position")
+    with pytest.raises(RunStopped, match="MAX_HOURS"):
+        StopRequest(max_hours=30 / 3600).check("position")
 
 
 def test_a_signal_ends_a_process_that_waits_for_the_others(image_folder, tmp_path, monkeypatch):

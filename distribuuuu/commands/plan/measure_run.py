@@ -19,8 +19,8 @@ from distribuuuu.config.config_node import changed
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.data.batch_plan import BatchPlan, list_micro_batches, plan_of
 from distribuuuu.data.workers import PREFETCH, count_workers
-from distribuuuu.distributed.fsdp import inference
 from distribuuuu.distributed.process_group import find_device
+from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.auto_batch_size import (
     available_memory,
     in_fresh_process,

@@ -18,7 +18,7 @@ from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import BadImageError
 from distribuuuu.data.samples import as_targets
 from distribuuuu.data.workers import count_workers
-from distribuuuu.distributed.fsdp import inference
+from distribuuuu.distributed.sharding import inference
 from distribuuuu.inference.forward_chunks import ChunkLoader, list_spans, one_behind
 from distribuuuu.inference.load_run import open_data
 from distribuuuu.inference.loaded_run import LoadedRun

@@ -1,0 +1,119 @@
+"""DIST.SHARD as the rest of the package sees it; fsdp.py and zero1.py, which do the work, are imported if needed.
+
+A sharded tensor (DTensor) holds this process's rows. Checkpoints hold full tensors, so they load on any number of
+processes.
+"""
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.full_tensors import to_local
+
+logger = logging.getLogger(__name__)
+
+Optimizer = torch.optim.Optimizer
+Build = Callable[[list[dict[str, Any]]], Optimizer]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Tell whether a model is sharded: every process must then take part in each forward pass."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    return module is not None and isinstance(model, module.FSDPModule)
+
+
+@contextlib.contextmanager
+def inference(model: nn.Module) -> Iterator[None]:
+    """Run a block of forward passes without gradients.
+
+    A sharded model keeps its gathered weights after the last forward pass, since no backward pass follows: they would
+    be outdated soon, and as inference tensors unusable for training. So they are freed here.
+    """
+    with torch.no_grad() if is_sharded(model) else torch.inference_mode():
+        yield
+    for module in model.modules():
+        if is_sharded(module):
+            module.reshard()  # type: ignore[operator]
+
+
+def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> None:
+    """Scale the gradients of parameters, sharded or not, as one vector down to the norm `max_norm`.
+
+    Every process must call it. It never waits for the device, unless the gradients are in host memory.
+    """
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    sharded = [parameter for parameter in parameters if hasattr(parameter, "to_local")]
+    if not sharded:
+        nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
+        return
+    grads = [to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    norm = whole_norms(nn.utils.get_total_norm(grads, foreach=True), sharded[0])
+    torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(grads[0].device))
+
+
+def whole_norms(norms: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the L2 norms of whole tensors from those of this process's rows, if they are sharded like a parameter.
+
+    Every process must call it.
+    """
+    if not hasattr(parameter, "to_local"):
+        return norms
+    from distribuuuu.distributed.fsdp import mesh_device
+
+    squares = norms.square().to(mesh_device(parameter))
+    dist.scaled_all_reduce([squares], scale=1.0)
+    return squares.sqrt()
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state dict of a model with full tensors; of a sharded model on the main process only.
+
+    Every process must call it. One tensor at a time is gathered, for which each process needs memory on its device.
+    """
+    if not is_sharded(model):
+        return model.state_dict()
+    from distribuuuu.distributed.fsdp import gather
+
+    return gather(model.state_dict())
+
+
+def load_full_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> None:
+    """Load full tensors, whose shapes fit, into a model, sharded or not."""
+    if not is_sharded(model):
+        model.load_state_dict(state_dict)
+        return
+    from distribuuuu.distributed.fsdp import copy_full
+
+    for key, own in model.state_dict().items():
+        copy_full(own, state_dict[key])
+
+
+def build_sharded_optimizer(cfg, groups: list[dict[str, Any]], build: Build) -> Optimizer:
+    """Return `build(groups)`, partitioned if DIST.SHARD is zero1; its state dict is full for any DIST.SHARD."""
+    if cfg.DIST.SHARD == "none" or not dist.is_distributed():
+        return build(groups)
+    if cfg.DIST.SHARD == "zero1":
+        from distribuuuu.distributed.zero1 import PartitionedOptimizer
+
+        return PartitionedOptimizer(groups, build)
+    from distribuuuu.distributed.fsdp import use_full_state_dict
+
+    return use_full_state_dict(build(groups))
+
+
+def build_parallelize_fn(cfg, device: torch.device) -> Callable[[nn.Module], nn.Module]:
+    """Return the function that moves a model to the device, sharded if DIST.SHARD is fsdp."""
+    settings = cfg.DIST
+    if settings.SHARD != "none" and not dist.is_distributed():
+        logger.info("DIST.SHARD %s has no effect: world size is 1 and DIST.BACKEND auto", settings.SHARD)
+    if settings.SHARD != "fsdp" or not dist.is_distributed():
+        return lambda model: model.to(device)
+    from distribuuuu.distributed.fsdp import REDUCE_DTYPES, shard_model
+
+    return lambda model: shard_model(model, device, REDUCE_DTYPES[settings.COMPRESS], settings.CPU_OFFLOAD)
