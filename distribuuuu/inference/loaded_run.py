@@ -18,6 +18,7 @@ from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.derived import show_size
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import PIXEL_RANGES
+from distribuuuu.config.registry import task_class
 from distribuuuu.data.build_transform import EvalCrop, build_eval_crop
 from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_lazy_image
 from distribuuuu.data.loader import BadImageError
@@ -35,7 +36,7 @@ from distribuuuu.launch.host import copy_to_host, count_cores
 from distribuuuu.models import build_model
 from distribuuuu.optim.precision import build_precision
 from distribuuuu.records.results import FILE_NAME, read_results
-from distribuuuu.tasks.base import Task, build_task
+from distribuuuu.tasks.base import Task, build_task, has_classes
 from distribuuuu.tasks.metrics import rank_classes
 
 logger = logging.getLogger(__name__)
@@ -91,8 +92,8 @@ class Prediction:
     Attributes:
         image: its path; `image N`, from 0, for an image in memory.
         labels: the class names: the `topk` most probable ones, or with several labels per image those above a
-            threshold.
-        probabilities: of the labels, by softmax, or with several labels per image by sigmoid.
+            threshold. Of a task that does not classify, the names of the values.
+        probabilities: of the labels, by softmax, or with several labels per image by sigmoid; or the values.
         error: why the image cannot be read; None if it can.
     """
 
@@ -103,15 +104,15 @@ class Prediction:
 
 
 class Selection(NamedTuple):
-    """The number of classes, or the threshold, of a prediction.
+    """The number of classes, or the threshold, of a prediction; with neither, it is the values of a task.
 
     Attributes:
         topk: number of the most probable classes; None with several labels per image.
-        threshold: least probability, exclusive, with several labels per image.
+        threshold: least probability, exclusive, with several labels per image; else None.
     """
 
     topk: int | None = None
-    threshold: float = 0.0
+    threshold: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,14 +161,11 @@ class LoadedRun:
         """The model in evaluation mode, on `device`: images (N, 3, H, W) -> logits (N, classes).
 
         Raises:
-            ConfigError: it cannot be built, the weights do not fit, or the task has no classes to predict.
+            ConfigError: it cannot be built, or the weights do not fit.
         """
         set_backends(self.cfg, self.device)
         # The algorithm must not depend on measurements of the process.
         torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
-        if not self.task.has_scores:
-            reason = "whose model has no score for each class; fix: define predict_step in the task"
-            raise ConfigError(f"TASK.NAME: got {self.cfg.TASK.NAME}, {reason}")
         model = self.task.adapt_model(build_model(self.cfg, pretrained=self.state_dict is None))
         if self.state_dict is not None:
             load_state_dict(model, self.state_dict, self.source)
@@ -214,7 +212,7 @@ class LoadedRun:
             ConfigError: a path does not exist, or `topk` or `threshold` does not suit the model.
             BadImageError: an image cannot be read, and `skip_bad` is False.
         """
-        selection = choose_selection(self.task.multilabel, topk, threshold)
+        selection = choose_selection(self.cfg, len(self.classes), topk, threshold)
         items, size = _as_items(images), self.cfg.TEST.BATCH_SIZE
         # Threads, as processes cannot be forked safely from a notebook.
         loading = min(32, size), min(count_cores(), len(items) // 2), "thread"
@@ -226,7 +224,10 @@ class LoadedRun:
         return predictions
 
     def check_classifier(self) -> None:
-        """Raise ConfigError if the weights are those of a backbone only, whose answers would be random."""
+        """Raise ConfigError if there are no scores, or the weights are a backbone's, whose answers would be random."""
+        if not self.task.has_scores:
+            reason = "whose model has no score for each class; fix: define predict_step in the task"
+            raise ConfigError(f"TASK.NAME: got {self.cfg.TASK.NAME}, {reason}")
         if not self.has_classifier:
             fix = f"FINETUNE.WEIGHTS pretrained MODEL.ARCH {self.cfg.MODEL.ARCH}"
             message = f"{self.source} is published without a classifier: only `probe` can use it"
@@ -269,12 +270,17 @@ class LoadedRun:
             return self.task.predict_step(self.model, images)
 
 
-def choose_selection(multilabel: bool, topk: int | None, threshold: float | None) -> Selection:
+def choose_selection(cfg, num_classes: int, topk: int | None, threshold: float | None) -> Selection:
     """Return which classes are to be predicted.
 
     Raises:
         ConfigError: `topk` with several labels per image, `threshold` with one, or a value out of range.
     """
+    if not has_classes(cfg, num_classes):
+        if topk is not None or threshold is not None:
+            raise ConfigError("--topk, --threshold: the model predicts values, not classes; fix: leave them out")
+        return Selection()
+    multilabel = task_class(cfg).multilabel
     if multilabel and topk is not None:
         raise ConfigError("--topk: the model gives an image several labels; fix: use --threshold P, or leave it out")
     if not multilabel and threshold is not None:
@@ -314,6 +320,8 @@ def select_classes(
     """
     scores = logits.double()
     num_classes = scores.shape[1]
+    if selection == Selection():
+        return [(list(range(num_classes)), row) for row in scores.tolist()]
     if selection.topk is None:
         probabilities = scores.sigmoid()
         ranked, order = probabilities.sort(dim=1, descending=True, stable=True)

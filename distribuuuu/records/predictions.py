@@ -10,6 +10,7 @@ Arrays of N images and C classes, to be opened with `numpy.load`:
   largest of each image in descending order, and `log_total` float32 (N,), the logarithm of the sum of exp(logits). Both
   are relative to the largest logit if an image has one label.
 - `loss` float32 (N,): cross-entropy, or with several labels per image the mean binary cross-entropy of the classes.
+- of a task that does not classify, `score` (N, C) and `target` (N, ...), float32, in place of the last four.
 - `classes` (C,): the names. `meta`: JSON with `weights` (raw or ema), `epoch` (null after a separate evaluation),
   `folder`, `data`, `multilabel` and `schema`; and `images`, the folder of all images, if some are outside of `folder`.
 
@@ -54,13 +55,17 @@ class Recorder:
 
     def __init__(self, cfg, task: Any, images: Any):
         self.cfg, self.images = cfg, images
-        self.multilabel, self.classes = task.multilabel, task.classes
+        self.multilabel, self.classes, self.classifies = task.multilabel, task.classes, task.classifies
         self._parts: list[dict[str, torch.Tensor]] = []
         self._fits = True  # whether all outputs had one column for each class
 
     def add(self, batch: Any, output: Any) -> None:
         """Keep the output of a batch."""
         logits, targets = output.logits.detach().float(), output.targets
+        if not self.classifies:
+            self._fits &= logits.shape == (len(targets), len(self.classes))
+            self._parts.append({"index": batch.index, "target": targets.float(), "score": logits.clone()})
+            return
         shape = logits.shape if self.multilabel else logits.shape[:1]
         self._fits &= logits.shape[1:] == (len(self.classes),) and targets.shape == shape
         if not self._fits:
@@ -96,7 +101,11 @@ class Recorder:
             return None
         empty = torch.zeros(0, len(self.classes), device=device)
         label = empty.to(torch.uint8) if self.multilabel else empty[:, 0].to(torch.int32)
-        first = {"index": empty[:, 0].to(torch.int64), "label": label, "loss": empty[:, 0], **self._pack(empty)}
+        first = {"index": empty[:, 0].to(torch.int64)}
+        if self.classifies:
+            first |= {"label": label, "loss": empty[:, 0], **self._pack(empty)}
+        else:
+            first |= {"target": self._parts[0]["target"][:0] if self._parts else empty[:, 0], "score": empty}
         parts, self._parts = [first, *self._parts], []
         columns = {name: torch.cat([part.pop(name) for part in parts]) for name in list(first)}  # frees the parts
         arrays = {name: dist.gather_rows(columns.pop(name)).cpu().numpy() for name in list(columns)}
@@ -118,6 +127,7 @@ class Recorder:
         folder = os.path.abspath(cfg.TEST.DATASET) if images.describe(0) != "image 0" else ""
         meta = {"schema": SCHEMA_VERSION, "weights": weights, "epoch": epoch, "folder": folder,
                 "data": dataset_name(cfg), "multilabel": self.multilabel,
+                **({} if self.classifies else {"classifies": False}),
                 **({"images": outside} if (outside := find_outside_folder(images, folder)) else {})}  # fmt: skip
         save_predictions(Path(cfg.OUT_DIR) / FILE_NAME, images, cfg.TEST.DATASET, meta, arrays)
 

@@ -58,7 +58,7 @@ class _LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record, whose arguments may name files and classes: they start no line of their own."""
         if isinstance(record.args, tuple):
-            args = tuple(arg if isinstance(arg, (int, float)) else printable(arg, keep="\t") for arg in record.args)
+            args = tuple(arg if hasattr(arg, "__float__") else printable(arg, keep="\t") for arg in record.args)
             record = logging.makeLogRecord({**record.__dict__, "args": args})
         return super().format(record)
 

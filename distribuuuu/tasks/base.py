@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.derived import stage_without_augmentation
-from distribuuuu.config.registry import task_class, task_name
+from distribuuuu.config.registry import dataset_class, task_class, task_name
 from distribuuuu.config.settings import build_settings
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan
@@ -49,6 +49,9 @@ class Task:
     # Names of metrics if TRAIN.METRICS or TEST.METRICS is empty.
     default_metrics: Sequence[str] = ("top1", "topk")
     multilabel = False
+    # Whether the scores of an image are those of classes. If not, they are values, e.g. of a regression, and `classes`
+    # are their names. A single score with structured targets is always a value.
+    classifies = True
     # How often `update` calls `step.gradients`, at most. With more than 1, the images of the step are kept.
     gradient_passes = 1
     # Whether `eval_step` computes gradients, e.g. to adapt the model to the batch.
@@ -57,6 +60,7 @@ class Task:
     def __init__(self, cfg, classes: Sequence[str], device: torch.device, precision: Precision):
         self.cfg = cfg
         self.classes = classes
+        self.classifies = has_classes(cfg, len(classes))
         self.device = device
         self.autocast = precision.autocast
         self.settings = build_settings(cfg, "TASK.KWARGS", type(self))
@@ -264,6 +268,11 @@ class Task:
         """Restore what `state_dict` and `rank_state_dict` returned; the names and the shapes are the same."""
         if state:
             raise TypeError(f"{type(self).__name__} defines no load_state_dict")
+
+
+def has_classes(cfg, num_classes: int) -> bool:
+    """Return `classifies` of the task of a config."""
+    return task_class(cfg).classifies and (num_classes > 1 or dataset_class(cfg).targets != "structured")
 
 
 def shift_images(images: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,6 @@ from distribuuuu.tasks.metrics import StepOutput
 class LayerNorms(Classification):
     """Classification that logs the mean norm of the output of each stage, and the trust ratio of each weight."""
 
-
     def adapt_model(self, model: nn.Module) -> nn.Module:
         """Keep the norms (N,) of the output of each stage for N images."""
         self.norms: dict[str, torch.Tensor] = {}

@@ -22,7 +22,6 @@ from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import option_of
 from distribuuuu.config.reader import CfgFiles
-from distribuuuu.config.registry import task_class
 from distribuuuu.data.datasets.file_check import find_reduced
 from distribuuuu.data.datasets.table_file import csv_line
 from distribuuuu.data.decode import build_decode_options
@@ -89,9 +88,9 @@ def predict_files(job: PredictJob) -> int:
         ConfigError: the run cannot be loaded, an option does not suit it, or the output cannot be written.
     """
     run = find_run(job.run, job.cfg_file, job.overrides)
-    selection = choose_selection(task_class(run.cfg).multilabel, job.topk, job.threshold)
+    selection = choose_selection(run.cfg, len(run.classes), job.topk, job.threshold)
     spans = list_spans(len(job.files), run.cfg.TEST.BATCH_SIZE)
-    header = "" if job.is_json else csv_line(["path", *list_columns(selection, len(run.classes))])
+    header = "" if job.is_json else csv_line(["path", *list_columns(selection, run.classes)])
     description = describe_dependencies(job, run, selection)
     out = Journal(job.out, description, header) if job.out else StandardOutput(header)
     print(printable(run.describe()), file=sys.stderr)
@@ -195,7 +194,7 @@ def _run_process(job: PredictJob, selection: Selection, spans: Sequence[range], 
 
 def predict_share(job: PredictJob, run: LoadedRun, selection: Selection, spans: Sequence[range]) -> Iterator[Rows]:
     """Yield the rows of chunks that this process predicts on its own device."""
-    columns = list_columns(selection, len(run.classes))
+    columns = list_columns(selection, run.classes)
     for predictions in run.predict_chunks(job.files, spans, selection, job.batch_size, job.workers, "process"):
         yield format_rows(predictions, columns, job.is_json)
 
@@ -203,11 +202,13 @@ def predict_share(job: PredictJob, run: LoadedRun, selection: Selection, spans: 
 # -------------------------------------------------------------------------------------------- rows
 
 
-def list_columns(selection: Selection, num_classes: int) -> list[str]:
+def list_columns(selection: Selection, classes: Sequence[str]) -> list[str]:
     """Return the names of the columns after `path`."""
+    if selection == Selection():
+        return list(classes)
     if selection.topk is None:
         return ["labels", "probabilities"]
-    suffixes = ["", *(f"_{rank}" for rank in range(2, min(selection.topk, num_classes) + 1))]
+    suffixes = ["", *(f"_{rank}" for rank in range(2, min(selection.topk, len(classes)) + 1))]
     return [f"{name}{suffix}" for suffix in suffixes for name in ("label", "probability")]
 
 
@@ -224,7 +225,9 @@ def format_rows(predictions: Sequence[Prediction], columns: Sequence[str], is_js
         labels, texts = list(prediction.labels), [f"{value:.12g}" for value in prediction.probabilities]
         values: list[Any] = [float(text) for text in texts] if is_json else texts
         cells: list[Any] = [cell for pair in zip(labels, values, strict=True) for cell in pair]
-        if columns[0] == "labels":
+        if tuple(columns) == prediction.labels:  # values
+            cells = values
+        elif columns[0] == "labels":
             cells = [labels, values] if is_json else [";".join(labels), ";".join(texts)]
         if is_json:
             rows.append(json.dumps({"path": prediction.image, **dict(zip(columns, cells, strict=True))}) + "\n")

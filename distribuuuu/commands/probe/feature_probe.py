@@ -49,7 +49,7 @@ def probe_run(run: LoadedRun) -> dict[str, Any]:
     torch.set_float32_matmul_precision("highest")
     (rows, labels, _), (test_rows, test_labels, num_right) = (extract_features(run, loader) for loader in loaders)
     classes, num = tuple(sets[0].classes), len(test_labels)
-    counts = {"classifier": num_right} if run.has_classifier and classes == run.classes else {}
+    counts = {"classifier": num_right} if has_classifier(run) and classes == run.classes else {}
     counts["k-NN"] = int(predict_knn(rows, labels, test_rows, len(classes), run.device).eq(test_labels).sum())
     standardize(rows, test_rows)
     weights, penalty = fit_selected(rows, labels, len(classes), run.device)
@@ -75,13 +75,24 @@ def open_labeled_images(run: LoadedRun, train: bool) -> ImageDataset:
     return images
 
 
+def has_classifier(run: LoadedRun) -> bool:
+    """Tell whether a run has answers to be compared with labels."""
+    return run.has_classifier and run.task.has_scores and run.task.classifies
+
+
+def feature_model(run: LoadedRun) -> nn.Module:
+    """Return the part of the model whose features are probed: that named `backbone` of a model without answers."""
+    return run.model if run.task.has_scores else getattr(run.model, "backbone", run.model)
+
+
 def find_classifiers(run: LoadedRun, images: Tensor) -> list[nn.Module]:
     """Return the layer whose output is that of the model, or layers whose mean it is, as in a distilled DeiT."""
     found: list[tuple[nn.Module, Tensor]] = []
-    layers = [module for module in run.model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
+    model = feature_model(run)
+    layers = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
     hooks = [layer.register_forward_hook(lambda own, _, output: found.append((own, output))) for layer in layers]
     with inference(run.model):
-        logits = run.model(images)
+        logits = model(images)
     for hook in hooks:
         hook.remove()
     found = [(layer, output.reshape(logits.shape)) for layer, output in found if output.numel() == logits.numel()]
@@ -105,10 +116,14 @@ def extract_features(run: LoadedRun, loader: ChunkLoader) -> tuple[Tensor, Tenso
     def start(pixels: Tensor, causes: dict[int, str]) -> Callable[[], list[Tensor]]:
         for index, cause in causes.items():
             raise BadImageError(f"broken image: {images.describe(index)}: {cause}; fix: repair or remove it")
-        scores = run.compute_scores(pixels)
+        if has_classifier(run):
+            predicted = rank_classes(run.compute_scores(pixels), run.cfg.TRAIN.TOPK)[:, 0]  # ties as in the metric top1
+        else:
+            predicted = torch.full((len(pixels),), -1, device=pixels.device)
+            with inference(run.model):
+                feature_model(run)(pixels)
         features = torch.stack(inputs[: len(layers)]).mean(0).flatten(1)  # TEST.FLIP adds those of mirrored images
         inputs.clear()
-        predicted = rank_classes(scores, run.cfg.TRAIN.TOPK)[:, 0]  # ties as in the metric top1
         return copy_to_host([F.normalize(features, dim=1), features.isfinite().all(), predicted])
 
     chunks = progress(loader.chunks(), label="features", total=len(loader.sampler.spans))

@@ -29,7 +29,7 @@ from distribuuuu.commands.report.comparison import (
 from distribuuuu.commands.report.pictures import Pictures, make_pictures
 from distribuuuu.commands.report.run_report import RunFiles, read_run
 from distribuuuu.commands.stats.stored_predictions import Predictions
-from distribuuuu.config import yaml_file
+from distribuuuu.config import ConfigError, yaml_file
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import OPTIONS
 from distribuuuu.files.untrusted import read_regular
@@ -92,6 +92,8 @@ def compare_runs(sides: Mapping[str, Sequence[Path]]) -> Comparison:
     """
     runs = {name: [read_run(str(folder)) for folder in folders] for name, folders in sides.items()}
     firsts = {name: members[0].content for name, members in runs.items()}
+    if values := [name for name, content in firsts.items() if not content.classifies]:
+        raise ConfigError(f"RUN: {values[0]} predicts values, not classes; fix: compare the metrics by `table`")
     pairs = compare_all(firsts)
     has_groups = any(len(members) > 1 for members in runs.values())
     groups = (

@@ -33,6 +33,7 @@ from distribuuuu.commands.html.history import (
 )
 from distribuuuu.commands.html.page import Card, Column, PageSection, build_page, html, percent
 from distribuuuu.commands.report import prediction_figures as analysis
+from distribuuuu.commands.report import values as value_report
 from distribuuuu.commands.report.pictures import Pictures, image_folder, make_pictures
 from distribuuuu.commands.stats.significance import wilson_interval
 from distribuuuu.commands.stats.stored_predictions import Predictions, read_predictions
@@ -98,13 +99,16 @@ def read_run(run: str) -> RunFiles:
 def build_report(run: RunFiles) -> str:
     """Return the report as an HTML document."""
     content = run.content
-    pictures = make_pictures(run.out_dir, content, choose_images(content))
-    for note in pictures.notes:
-        logger.warning("%s", printable(note))
-    sections = [summarize(run), *([] if content.multilabel else [describe_confusions(content)]),
-                describe_classes(content), describe_images(content, pictures)]  # fmt: skip
-    if not content.multilabel:
-        sections.append(describe_calibration(content))
+    if content.classifies:
+        pictures = make_pictures(run.out_dir, content, choose_images(content))
+        for note in pictures.notes:
+            logger.warning("%s", printable(note))
+        sections = [summarize(run), *([] if content.multilabel else [describe_confusions(content)]),
+                    describe_classes(content), describe_images(content, pictures)]  # fmt: skip
+        if not content.multilabel:
+            sections.append(describe_calibration(content))
+    else:
+        sections = [summarize(run), value_report.describe_values(content)]
     sections.append(describe_provenance(run))
     kind = KINDS.get(content.meta.get("weights", RAW), KINDS[RAW])
     weights = f"{kind.average} of the weights" if kind.average else "trained weights"
@@ -117,13 +121,18 @@ def build_report(run: RunFiles) -> str:
 def list_report(run: RunFiles) -> dict[str, Any]:
     """Return the figures of the report as plain values."""
     history, content = run.history, run.content
-    mistakes, uncertain = rank_mistakes(content), rank_uncertain(content)
+    if content.classifies:
+        mistakes, uncertain = rank_mistakes(content), rank_uncertain(content)
+        figures = analysis.list_figures(content) | {
+            "mistakes": [describe_answer(content, index) for index in mistakes],
+            "least_certain": [describe_answer(content, index) for index in uncertain],
+        }
+    else:
+        figures = {**dict(value_report.list_figures(content, run.facts)), "values": value_report.list_values(content)}
     return {
         "run": run.name,
         "predictions": content.meta,
-        **analysis.list_figures(content),
-        "mistakes": [describe_answer(content, index) for index in mistakes],
-        "least_certain": [describe_answer(content, index) for index in uncertain],
+        **figures,
         "curves": {"training": history.train, **history.evaluations},
         "restarts": history.restarts,
         "rollbacks": history.rollbacks,
@@ -138,7 +147,8 @@ def list_report(run: RunFiles) -> dict[str, Any]:
 def summarize(run: RunFiles) -> PageSection:
     """Return the section of the main figures and the curves."""
     content, history = run.content, run.history
-    entries = list(_main_figures(content))
+    entries = list(_main_figures(content)) if content.classifies else [
+        (name, f"{value:.4g}", "") for name, value in value_report.list_figures(content, run.facts)]  # fmt: skip
     if history.results:
         training, starts = history.results["training"], counted(len(history.restarts) + 1, "start")
         epochs = counted(training["epochs_done"], "epoch")

@@ -35,6 +35,8 @@ _TYPES = {
     "top_logits": ("float16", "float32", "float64"),
     "top_class": ("int32", "int64"),
     "log_total": ("float32", "float64"),
+    "target": ("float32",),
+    "score": ("float32",),
 }
 _META: dict[str, tuple[type, ...]] = {
     "schema": (int,),
@@ -44,6 +46,7 @@ _META: dict[str, tuple[type, ...]] = {
     "folder": (str,),
     "images": (str,),
     "data": (str,),
+    "classifies": (bool,),
 }
 _DAMAGE = (OSError, ValueError, LookupError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error,
            struct.error)  # fmt: skip
@@ -77,9 +80,14 @@ class Predictions:
         return len(self.label)
 
     @property
+    def classifies(self) -> bool:
+        """Whether the scores are those of classes; else `label` holds targets, `loss` NaN, and `classes` names."""
+        return self.meta.get("classifies", True)
+
+    @property
     def multilabel(self) -> bool:
         """Whether an image may have several labels."""
-        return self.label.ndim == 2
+        return self.label.ndim == 2 and self.classifies
 
     @cached_property
     def predicted(self) -> np.ndarray:
@@ -156,6 +164,8 @@ def _read_content(archive: zipfile.ZipFile) -> Predictions:
         raise ValueError(f"`{repeated[0]}` occurs more than once")
     members = {entry.filename.removesuffix(".npy"): _read_header(archive, entry) for entry in entries}
     meta = _read_meta(archive, members)
+    if not meta.get("classifies", True):
+        return _read_values(archive, members, meta)
     shapes = _list_shapes(members, meta["multilabel"])
     for name, shape in shapes.items():
         if members[name].shape != shape:
@@ -177,6 +187,20 @@ def _read_content(archive: zipfile.ZipFile) -> Predictions:
         top_class=arrays.get("top_class"),
         log_total=arrays.get("log_total"),
     )
+
+
+def _read_values(archive: zipfile.ZipFile, members: dict[str, _Member], meta: dict[str, Any]) -> Predictions:
+    """Return the arrays of a task that does not classify."""
+    if missing := [name for name in ("path", "classes", "score", "target") if name not in members]:
+        raise ValueError(f"`{missing[0]}` is missing")
+    if sum(map(_size, members.values())) > MAX_BYTES:
+        raise ValueError(f"its arrays have more than {MAX_BYTES:,} bytes")
+    path, names, score, target = (
+        _read_array(archive, members[name]) for name in ("path", "classes", "score", "target")
+    )
+    if path.ndim != 1 or names.ndim != 1 or score.shape != (len(path), len(names)) or target.shape[:1] != path.shape:
+        raise ValueError("its arrays do not fit together")
+    return Predictions(path, target, np.full(len(path), np.nan), names.tolist(), meta, score)
 
 
 def _list_shapes(members: Mapping[str, _Member], multilabel: bool) -> dict[str, tuple[int, ...]]:

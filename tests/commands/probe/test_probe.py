@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -100,7 +101,7 @@ class Classified(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model, self.source = model.eval(), "it"
-        self.cfg = load_cfg(None, ["MODEL.ARCH", "resnet14"])
+        self.cfg, self.task = load_cfg(None, ["MODEL.ARCH", "resnet14"]), SimpleNamespace(has_scores=True)
 
 
 SMALL_VIT = {"img_size": 32, "depth": 2}
