@@ -96,8 +96,8 @@ def test_the_commands_of_an_installation(programs, tmp_path):
     assert words[:2] == ["distribuuuu", "test"]
     assert "validation of 500 images" in run(command, *words[1:], cwd=tmp_path, **cache).stderr
     assert "| shapes/resnet14, " in run(command, "table", "r", cwd=tmp_path).stdout
-    for names in ("imagenet/resnet50", "imagenet"):
-        assert "| imagenet/resnet50 " in run(command, "table", "--configs", names, cwd=tmp_path).stdout
+    for names in ("imagenet2021/resnet50", "imagenet2021"):
+        assert "| imagenet2021/resnet50 " in run(command, "table", "--configs", names, cwd=tmp_path).stdout
     run(command, "pack", "packed", "--cfg", "shapes/resnet14", "--split", "val", "--workers", 0, cwd=tmp_path, **cache)
     run(command, "pack", "--verify", "packed", "--workers", 0, cwd=tmp_path, **cache)
 

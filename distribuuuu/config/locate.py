@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[1]
+# Folders of configs that were once in another one, by that one.
+_MOVED = {"imagenet": "imagenet2021"}
 # The folder and the name of a config in results, which may come from others.
 _CONFIG_NAME = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)?")
 
@@ -22,8 +24,14 @@ def find_config(path: str) -> str:
     """
     name = os.path.normpath(path).removeprefix(f"configs{os.sep}")
     roots = [] if name.startswith("..") else ["configs", str(shipped_file("configs"))]
-    places = [path, *(os.path.join(root, name) for root in roots)]
+    places = [path, *(os.path.join(root, own) for root in roots for own in (name, _new_name(name)))]
     return next((file for place in places for file in (place, f"{place}.yaml") if os.path.isfile(file)), path)
+
+
+def _new_name(name: str) -> str:
+    """Return the name that a shipped config of this name has if it was moved."""
+    folder, _, own = name.partition("/")
+    return f"{_MOVED.get(folder, folder)}/{own}"
 
 
 def find_shipped(name: str) -> list[str]:
@@ -31,12 +39,15 @@ def find_shipped(name: str) -> list[str]:
 
     Empty: one of them is not a shipped config.
     """
-    parts, folder = name.split("+"), shipped_file("configs")
-    files = [str(folder / f"{part}.yaml") for part in parts if _CONFIG_NAME.fullmatch(part)]
+    parts, folder = [part.removeprefix("configs/") for part in name.split("+")], shipped_file("configs")
+    known = [part for part in parts if _CONFIG_NAME.fullmatch(part)]
+    names = [part if (folder / f"{part}.yaml").is_file() else _new_name(part) for part in known]
+    files = [str(folder / f"{name}.yaml") for name in names]
     return files if len(files) == len(parts) and all(map(os.path.isfile, files)) else []
 
 
 def find_base(name: str, folder: str) -> str | None:
     """Return the file of `_BASE_: NAME` in a config of `folder`: relative to it, else shipped; None: there is none."""
-    places = [os.path.join(folder, name), *([] if name.startswith("..") else [str(shipped_file("configs") / name)])]
+    shipped = [] if name.startswith("..") else [str(shipped_file("configs") / own) for own in (name, _new_name(name))]
+    places = [os.path.join(folder, name), *shipped]
     return next((file for place in places for file in (place, f"{place}.yaml") if os.path.isfile(file)), None)

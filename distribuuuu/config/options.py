@@ -389,6 +389,9 @@ _C.LOG.NUM_IMAGES = Option(32, least=0, needs="LOG.TENSORBOARD True or LOG.TRACK
 _C.LOG.LAYER_NORMS = Option(False, hashed=False, neutral=True)
 
 _C.DIST = Section()
+# Number of processes that TRAIN.BATCH_SIZE and OPTIM.BASE_LR are meant for: the log warns of another one, unless
+# TRAIN.GLOBAL_BATCH_SIZE is set; 0: any.
+_C.DIST.PROCESSES = Option(0, least=0, hashed=False, neutral=True, compared=False)
 # Communication backend: nccl, gloo or auto (nccl on CUDA, else gloo). A single process opens a process group, of one,
 # only with nccl or gloo.
 _C.DIST.BACKEND = Option("auto", choices=("auto", "nccl", "gloo"), neutral=True)

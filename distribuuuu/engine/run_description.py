@@ -17,6 +17,7 @@ from distribuuuu.config.conflicts import find_unused_options
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.derived import eval_crop_size, eval_resize, height_and_width, show_size
 from distribuuuu.config.errors import counted
+from distribuuuu.config.reader import COMMAND_LINE
 from distribuuuu.config.registry import dataset_name
 from distribuuuu.data.loader import Loader, TrainLoader
 from distribuuuu.data.normalize import statistics_of
@@ -79,6 +80,12 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
         logger.info("validation data: %s (TEST.DATASET), training data: %s", cfg.TEST.DATASET, cfg.TRAIN.DATASET)
     describe_images(cfg, train_loader, val_loader)
     plan = train_loader.plan
+    meant, given = cfg.DIST.PROCESSES, dist.world_size()
+    is_adapted = cfg.TRAIN.GLOBAL_BATCH_SIZE or cfg.origins.get("OPTIM.BASE_LR") == COMMAND_LINE
+    if meant not in (0, given) and not is_adapted:
+        batch = meant * plan.global_batch // given
+        text = "the recipe is for %s, a global batch of %d images; here it is %d; to train as intended, add %s %d"
+        logger.warning(text, counted(meant, "process"), batch, plan.global_batch, "TRAIN.GLOBAL_BATCH_SIZE", batch)
     if (found := cfg.origins.get("TRAIN.BATCH_SIZE", "")).startswith(AUTO):
         logger.info("TRAIN.BATCH_SIZE %d: %s", cfg.TRAIN.BATCH_SIZE, found)
     last = f", {train_loader.steps_of(cfg.OPTIM.MAX_EPOCH - 1)} in the last one" if cfg.OPTIM.LAST_EPOCH < 1 else ""

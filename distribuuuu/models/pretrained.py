@@ -86,7 +86,8 @@ def _load(spec: ModelSpec, published: PublishedWeights, num_classes: int) -> nn.
         if isinstance(cause, OSError) or "invalid hash" in reason:
             problem = (
                 f"cannot download {published.source}: {reason}; fix: without a network, copy the file to this machine "
-                "and set FINETUNE.WEIGHTS to its path, or MODEL.WEIGHTS if the classes are the same"
+                "and set FINETUNE.WEIGHTS to its path, or MODEL.WEIGHTS if the classes are the same; or train from "
+                "scratch: MODEL.PRETRAINED False"
             )
         elif "not plain data" in reason:
             problem = f"{published.source} {reason}; fix: delete the downloaded file, or set FINETUNE.WEIGHTS"

@@ -24,7 +24,7 @@ WRONG = {
     "an unknown key": (["TRAIN.BATCHSIZE", 3], "did you mean TRAIN.BATCH_SIZE"),
     "a wrong type": (["TRAIN.BATCH_SIZE", "many"], "expected an integer"),
     "an odd number of words": (["OUT_DIR"], "'OUT_DIR' has no value"),
-    "a missing file": (["--cfg", "configs/imagenet/resnet5O.yaml"], "did you mean configs/imagenet/resnet50.yaml"),
+    "a missing file": (["--cfg", "configs/imagenet/resnet5O.yaml"], "did you mean configs/imagenet2021/resnet50.yaml"),
     "an unknown flag": (["--config", "x.yaml"], "no such flag: --config"),
     "an unknown section of help": (["--help-config", "OPTIMS"], "did you mean OPTIM"),
     "a missing data folder": (["TRAIN.DATASET", "/no/such/folder"], "no such folder: /no/such/folder"),
@@ -131,13 +131,13 @@ def test_a_flag_of_another_framework_is_answered_with_its_key():
 
 
 @pytest.mark.parametrize("words", [
-    ["OPTIM.BASE_LR", "0.7", "OPTIM.MAX_EPOCH", "3"], ["OPTIM.BASE_LR=0.7", "OPTIM.MAX_EPOCH=3"],
-    ["--set", "OPTIM.BASE_LR", "0.7", "--set", "OPTIM.MAX_EPOCH=3"], ["--lr", "0.7", "--epochs=3"],
+    ["OPTIM.BASE_LR", "0.7", "OPTIM.MAX_EPOCH", "30"], ["OPTIM.BASE_LR=0.7", "OPTIM.MAX_EPOCH=30"],
+    ["--set", "OPTIM.BASE_LR", "0.7", "--set", "OPTIM.MAX_EPOCH=30"], ["--lr", "0.7", "--epochs=30"],
 ])  # fmt: skip
 def test_an_option_is_given_in_four_ways(words, capsys):
     parse(*words, "--batch-size", "5", "--dump-config")
     out = capsys.readouterr().out
-    assert all(f"{line}  # command line" in out for line in ("BASE_LR: 0.7", "MAX_EPOCH: 3", "BATCH_SIZE: 5"))
+    assert all(f"{line}  # command line" in out for line in ("BASE_LR: 0.7", "MAX_EPOCH: 30", "BATCH_SIZE: 5"))
 
 
 def test_the_origin_of_a_value_that_is_the_default_is_dumped_too(tmp_path, capsys):

@@ -6,7 +6,7 @@ import os
 import pytest
 from support.commands import command_module
 from support.errors import problems_of
-from support.runs import ROOT, small_options
+from support.runs import small_options
 
 from distribuuuu.commands.arguments import dump_with_origins, parse_args
 from distribuuuu.config import load_cfg
@@ -155,6 +155,5 @@ def test_a_sweep_stores_the_files_and_their_bases(image_folder, folder):
     assert (copy.OPTIM.MOMENTUM, copy.RNG_SEED, config_name(copy)) == (0.5, 3, "configs/top")
 
 
-def test_shipped_configs_with_bases_are_read_by_name():
-    assert (cfg := load_cfg("imagenet/deit_base")).AUG.MIX_GROUP == 64 and cfg.OPTIM.NAME == "adamw"
-    assert config_name(cfg) == "imagenet/deit_base" and (ROOT / "configs/imagenet/deit_small.yaml").is_file()
+def test_shipped_configs_are_read_by_name():
+    assert config_name(load_cfg("imagenet/deit_base")) == "imagenet/deit_base"

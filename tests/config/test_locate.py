@@ -57,9 +57,9 @@ def test_other_paths_stay_as_they_are():
 
 def test_a_wrong_name_lists_the_nearest_configs(monkeypatch, tmp_path):
     for path, meant in {
-        "shapes/resnet41": "shapes/resnet14.yaml", "imagnet/resnet50.yaml": "imagenet/resnet50.yaml",
-        "resnet50_a1": "imagenet/resnet50_a1.yaml?", "config/resnet18.yaml": "imagenet/resnet18.yaml?",
-        "imagenet/botnet5O": "imagenet/botnet50.yaml", "shapes": "shapes/resnet14.yaml?",
+        "shapes/resnet41": "shapes/resnet14.yaml", "imagnet/resnet50_a1.yaml": "imagenet/resnet50_a1.yaml",
+        "resnet50_a1": "imagenet/resnet50_a1.yaml?", "config/resnet18.yaml": "imagenet2021/resnet18.yaml?",
+        "imagenet2021/botnet5O": "imagenet2021/botnet50.yaml", "shapes": "shapes/resnet14.yaml?",
     }.items():  # fmt: skip
         monkeypatch.chdir(tmp_path)
         assert suggest_configs(path).startswith(f"; did you mean {meant}")

@@ -1,33 +1,52 @@
 """Config files: the format of every file, and the facts of the published recipes."""
 
 import math
+import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from support.baselines import BASELINES, FILES
 from support.images import draw_folder
 from support.recipe_facts import FACTS, PYCLS_INIT, RECIPES
 from support.recipe_measures import ParameterOptions, initial_model, measure, meta_model, parameter_options, recipe
-from support.runs import ROOT
+from support.runs import ROOT, small_options
 from support.tables import each_row
 from support.tiers import slow
 from torch.utils.flop_counter import FlopCounterMode
 
-from distribuuuu.config import get_cfg, load_cfg
-from distribuuuu.config.config_node import get_value, iter_options
-from distribuuuu.config.options import OPEN_SECTIONS
+from distribuuuu.config import load_cfg
+from distribuuuu.config.config_node import changed, iter_options
+from distribuuuu.config.locate import find_base, find_config, find_shipped
 from distribuuuu.data.loader import build_loader
 from distribuuuu.engine.build import build_run
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import count_parameters
-from distribuuuu.trainer import train_epoch
+from distribuuuu.trainer import train_epoch, train_model
 
 # Facts that are compared by tests of their own.
 TESTED_ALONE = {"reported", "decay", "init", "multiply-adds", "max side of the pack"}
 # Small models of each family; their large ones differ in the architecture only.
-LARGE = {f"imagenet/{name}" for name in {*RECIPES, *BASELINES} - {*PYCLS_INIT} if "pycls" in name or "reg" in name}
+LARGE = {f"imagenet/{name}" for name in {*RECIPES} - {*PYCLS_INIT} if "pycls" in name or "reg" in name}
+LARGE |= {f"imagenet2021/{name}" for name in BASELINES if "reg" in name}
+# What every recipe states, also where it is the default.
+STATED = (
+    "MODEL.ARCH",
+    "TRAIN.BATCH_SIZE",
+    "TRAIN.IM_SIZE",
+    "TEST.IM_SIZE",
+    "DATA.CROP",
+    "DATA.FLIP",
+    "AUG.POLICY",
+    "OPTIM.NAME",
+    "OPTIM.MAX_EPOCH",
+    "OPTIM.LR_POLICY",
+    "OPTIM.BASE_LR",
+    "OPTIM.WARMUP_EPOCHS",
+    "OPTIM.WEIGHT_DECAY",
+    "OUT_DIR",
+)
 
 
 def marked(names, quick=None):
@@ -39,18 +58,40 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT / "configs"))
 
 
-@pytest.mark.house
 @pytest.mark.parametrize("path", FILES, ids=relative)
-def test_a_file_is_short_sets_no_default_and_has_the_command_and_the_accuracy(path):
-    lines = path.read_text().splitlines()
-    header = "\n".join(line for line in lines if line.startswith("#"))
-    assert len(lines) <= 25 and isinstance(yaml.safe_load(path.read_text()), dict)
-    assert f"--cfg {path.relative_to(ROOT)}" in header and "top-1" in header and "easured" in header
-    cfg, defaults = recipe(relative(path).removesuffix(".yaml")), get_cfg()
-    assert count_parameters(meta_model(cfg)) > 0
-    options = [key for key in cfg.origins if not key.startswith(OPEN_SECTIONS)]
-    assert [key for key in options if get_value(cfg, key) == get_value(defaults, key)] == []
-    assert cfg.TRAIN.WORKERS == -1 or path.parent.name != "imagenet"
+def test_a_file_states_its_recipe_the_command_and_the_accuracy(path):
+    header = "\n".join(line for line in path.read_text().splitlines() if line.startswith("#"))
+    assert re.search(f"--cfg ({path.relative_to(ROOT)}|{path.stem} )", header)
+    assert "top-1" in header and "easured" in header
+    cfg = recipe(relative(path).removesuffix(".yaml"))
+    assert [key for key in STATED if key not in cfg.origins] == [] and "_BASE_" not in path.read_text()
+    assert count_parameters(meta_model(changed(cfg, {"MODEL.PRETRAINED": False}))) > 0
+    is_2021 = path.parent.name == "imagenet2021"
+    assert is_2021 or cfg.TRAIN.GLOBAL_BATCH_SIZE, "the same on any number of processes"
+    assert (cfg.DIST.PROCESSES > 0) == is_2021
+
+
+def test_the_rows_of_2021_warn_on_another_number_of_processes_unless_the_batch_is_set(small_cfg, tmp_path):
+    said = "the recipe is for 8 processes, a global batch of 96 images; here it is 12; to train as intended, add"
+    for number, words in enumerate([(), ("TRAIN.GLOBAL_BATCH_SIZE", 24), ("DIST.PROCESSES", 1)]):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text("OPTIM: {BASE_LR: 0.1}\nDIST: {PROCESSES: 8}\n")
+        options = dict(zip(*[iter(small_options(tmp_path, tmp_path / str(number)))] * 2, strict=True))
+        del options["OPTIM.BASE_LR"]
+        train = ("TRAIN.DATASET", small_cfg().TRAIN.DATASET, "OPTIM.MAX_EPOCH", 1)
+        words = [word for pair in options.items() for word in pair] + [str(word) for word in (*train, *words)]
+        train_model(load_cfg(str(file), words))
+        log = (tmp_path / str(number) / "train.log").read_text()
+        assert (f"{said} TRAIN.GLOBAL_BATCH_SIZE 96" in log) == (number == 0)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_the_old_names_of_the_rows_of_2021_find_them(name):
+    expected = str(ROOT / "configs" / "imagenet2021" / f"{name}.yaml")
+    for given in (f"imagenet/{name}", f"configs/imagenet/{name}.yaml", f"imagenet/{name}.yaml"):
+        assert os.path.samefile(find_config(given), expected)
+    assert find_shipped(f"imagenet/{name}") == find_shipped(f"imagenet2021/{name}") == [expected]
+    assert find_base(f"imagenet/{name}", "/no/folder") == expected
 
 
 def test_each_published_recipe_has_a_file_and_its_header_the_published_figures():
@@ -60,7 +101,7 @@ def test_each_published_recipe_has_a_file_and_its_header_the_published_figures()
     for name, facts in FACTS.items():
         header = (ROOT / "configs" / f"{name}.yaml").read_text()
         figures = [*facts["reported"]]
-        if name.removeprefix("imagenet/") in BASELINES:
+        if name.removeprefix("imagenet2021/") in BASELINES:
             figures += [f"{facts['params']:.3f}", str(facts["global batch"])]
         if "max side of the pack" in facts:
             figures.append(f"--longer-side {facts['max side of the pack']} --quality 90")
@@ -136,7 +177,7 @@ def twenty_images(tmp_path_factory):
     return root
 
 
-SMALL = [name for name in FACTS if name not in LARGE and name.removeprefix("imagenet/") not in BASELINES]
+SMALL = [name for name in FACTS if name not in LARGE and name.removeprefix("imagenet2021/") not in BASELINES]
 QUICK = ("imagenet/deit_tiny", "imagenet/resnet18_ffcv_16", "imagenet/regnetx_004_pycls", "cifar10/resnet20")
 
 

@@ -46,14 +46,14 @@ def check(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("name, width", [("regnetx_160", 128), slow("regnety_160", 112), slow("regnety_320", 232)])
 def test_the_regnets_start_as_in_2021(name, width):
-    model = initial_model(recipe(f"imagenet/{name}"))
+    model = initial_model(recipe(f"imagenet2021/{name}"))
     grouped = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d) and layer.groups > 1]
     assert {layer.weight.shape[1] for layer in grouped} == {width}
     check(model)
 
 
 def test_squeeze_and_excitation_starts_as_in_2021():
-    model = initial_model(recipe("imagenet/regnety_160", "MODEL.ARCH", "regnety_004"))
+    model = initial_model(recipe("imagenet2021/regnety_160", "MODEL.ARCH", "regnety_004"))
     assert sum(layer.bias is not None for layer in model.modules() if isinstance(layer, nn.Conv2d)) == 2 * 16
     check(model)
 

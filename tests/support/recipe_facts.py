@@ -349,6 +349,8 @@ CIFAR = {  # 0.27, 0.46, 0.66, 0.85 and 1.7 M as printed
 }  # fmt: skip
 
 # Facts by the name of the config.
-FACTS = {f"imagenet/{name}": facts for name, facts in {**ORIGINAL, **RECIPES}.items()} | {
-    f"cifar10/{name}": facts for name, facts in CIFAR.items()
-}
+FACTS = (
+    {f"imagenet2021/{name}": facts for name, facts in ORIGINAL.items()}
+    | {f"imagenet/{name}": facts for name, facts in RECIPES.items()}
+    | {f"cifar10/{name}": facts for name, facts in CIFAR.items()}
+)

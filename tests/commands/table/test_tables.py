@@ -270,31 +270,31 @@ def test_two_rows_of_one_name_are_explained(make, tmp_path):
 
 
 def test_what_was_reported_is_of_one_global_batch_however_it_comes_about(make, tmp_path, reported):
-    text = "imagenet/resnet50: {top1: 77.2, global_batch: 256, source: somebody}"
-    args = (tmp_path, *reported(text, "imagenet/resnet50"))
-    run = {"config": "imagenet/resnet50", "overrides": {"TRAIN.GLOBAL_BATCH_SIZE": 256}}
+    text = "imagenet2021/resnet50: {top1: 77.2, global_batch: 256, source: somebody}"
+    args = (tmp_path, *reported(text, "imagenet2021/resnet50"))
+    run = {"config": "imagenet2021/resnet50", "overrides": {"TRAIN.GLOBAL_BATCH_SIZE": 256}}
     save(tmp_path / "results.json", **run, training__global_batch=256)
     (row,) = make(*args)[1]
-    assert (row["config"], row["top-1 reported"]) == ("imagenet/resnet50", "77.2")
+    assert (row["config"], row["top-1 reported"]) == ("imagenet2021/resnet50", "77.2")
     save(tmp_path / "results.json", **{**run, "overrides": {}}, training__global_batch=32)
-    changed, unmeasured = sorted(make(*args)[1], key=lambda row: row["config"] == "imagenet/resnet50")
-    assert (changed["config"], changed["top-1 reported"]) == ("imagenet/resnet50, global batch 32", "–")
+    changed, unmeasured = sorted(make(*args)[1], key=lambda row: row["config"] == "imagenet2021/resnet50")
+    assert (changed["config"], changed["top-1 reported"]) == ("imagenet2021/resnet50, global batch 32", "–")
     assert (unmeasured["top-1 reported"], unmeasured["top-1 here"]) == ("77.2", "not measured")
 
 
 def test_what_was_reported_is_the_published_table(make):
     reported = yaml.safe_load(REPORTED.read_text())
-    names = {name for name in reported if name.startswith("imagenet/")}
-    assert names == {f"imagenet/{name}" for name in (*BASELINES, *RECIPES)}
+    names = {name for name in reported if name.startswith("imagenet")}
+    assert names == {f"imagenet2021/{name}" for name in BASELINES} | {f"imagenet/{name}" for name in RECIPES}
     for name, recipe in RECIPES.items():
         entry = reported[f"imagenet/{name}"]
         assert tuple(entry[key] for key in ("top1", "top5") if key in entry) == recipe["reported"], name
         assert entry["params"] == f"{recipe['params']:.3f}", name
-    rows = {row["config"]: row for row in make("--configs", ROOT / "configs" / "imagenet")[1]}
+    rows = {row["config"]: row for row in make("--configs", ROOT / "configs" / "imagenet2021")[1]}
     for name, (_, params, global_batch, *_, top1, top5) in BASELINES.items():
-        entry = reported[f"imagenet/{name}"]
+        entry = reported[f"imagenet2021/{name}"]
         assert (entry["params"], entry["global_batch"]) == (params, global_batch)
-        row = rows[f"imagenet/{name}"]
+        row = rows[f"imagenet2021/{name}"]
         assert row["reported by"] == "the 2021 distribuuuu"
         assert (row["top-1 reported"], row["top-5 reported"], row["global batch"]) == (top1, top5, str(global_batch))
         assert row["px"] == "224 → 256/224"
@@ -347,12 +347,12 @@ def test_marks_that_do_not_match_are_refused():
 
 
 def test_the_command_needs_no_torch_and_says_what_is_wrong(tmp_path):
-    done = run_tool("make_table.py", "--configs", "configs/imagenet/resnet50.yaml", "configs/no.yaml")
+    done = run_tool("make_table.py", "--configs", "configs/imagenet2021/resnet50.yaml", "configs/no.yaml")
     assert done.returncode == 2 and "| 77.252 |" in done.stdout
     assert done.stderr == "1 problem to solve first:\n  - configs/no.yaml: no such file or folder\n"
     trap = tmp_path / "torch.py"
     trap.write_text("raise SystemExit('torch was imported')")
-    done = run_tool("make_table.py", "--configs", "configs/imagenet/resnet50.yaml", PYTHONPATH=str(tmp_path))
+    done = run_tool("make_table.py", "--configs", "configs/imagenet2021/resnet50.yaml", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
 
 
