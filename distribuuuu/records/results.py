@@ -38,9 +38,7 @@ from distribuuuu.config.json_file import load_json
 from distribuuuu.config.options import option_of
 from distribuuuu.config.plugins import hash_plugins
 from distribuuuu.config.registry import dataset_name
-from distribuuuu.distributed import comm as dist
 from distribuuuu.files.atomic_file import replacing
-from distribuuuu.records.environment import describe_environment, describe_hardware, find_commit, list_versions
 from distribuuuu.records.log_table import format_result
 
 logger = logging.getLogger(__name__)
@@ -137,6 +135,9 @@ def collect_metadata(cfg: Config, task: Any, model: Any) -> dict[str, Any]:
     """Return the entries of results.json that are known before training. Every process must call it."""
     is_synthetic = dataset_name(cfg) in ("dummy", "shapes")
     topk = task.eval_metrics.get("topk")
+    from distribuuuu.distributed import comm as dist  # imports torch, which commands that read results do not need
+    from distribuuuu.records.environment import describe_environment, describe_hardware, find_commit, list_versions
+
     return {
         "config": config_name(cfg),
         "overrides": list_overrides(cfg),
@@ -189,6 +190,8 @@ class RunResults:
             },
         }
         self._memory_of = "cuda" if run.task.device.type == "cuda" else "host"
+        from distribuuuu.distributed import comm as dist
+
         if dist.is_main() and (run.state.epoch, run.state.step) == (0, 0):
             # Not to be mistaken for the results of the run that starts.
             with contextlib.suppress(OSError):
@@ -243,6 +246,8 @@ def write_test_results(cfg: Config, task: Any, model: Any, weights: str, evaluat
     for kind, result in evaluations.items():
         images = counted(result["count"], "image") + ("" if kind == "raw" else f", {kind} weights")
         logger.info("validation of %s: %s", images, format_result(result, size["metrics"], 3))
+    from distribuuuu.distributed import comm as dist
+
     if not dist.is_main():
         return
     record = {

@@ -74,7 +74,7 @@ def open_folder(root: Path) -> Splits:
         command = f"distribuuuu doctor DATA.NAME imagenet TRAIN.DATASET {shlex.quote(str(root))}"
         raise ConfigError(Problem("FOLDER", f"got {root}{hint}, as in: {command}"))
     folders = list_classes(root)
-    if names := find_splits(folders):
+    if names := find_splits(folders, root):
         packs = [name for name in names if (root / name / "index.bin").is_file()]
         return {name: Packed(root, name) if name in packs else ScannedFolder(root / name) for name in names}
     tables = [root / f"{name}.csv" for name in sort_splits(path.stem for path in root.glob("*.csv"))]

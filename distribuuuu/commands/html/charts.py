@@ -3,6 +3,7 @@
 import base64
 import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from distribuuuu.files.untrusted import printable
 
 # Size of a chart in its own units, and the margins for the numbers on its axes.
 _WIDTH, _HEIGHT = 350, 215
-_LEFT, _RIGHT, _TOP, _BOTTOM = 42, 10, 10, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 10, 34
 # Points of a curve at most; more are averaged, because they would have less than a pixel each.
 _MAX_POINTS = 400
 # Classes of a heat map whose cells are drawn and labeled one by one, and cells of a side of a larger one.
@@ -75,9 +76,11 @@ def find_log_ticks(low: float, high: float) -> list[float]:
 
 
 def format_tick(value: float) -> str:
-    """Return a short text of a number on an axis, e.g. '0.05', '12k' or '2e-05'."""
+    """Return a short text of a number on an axis, e.g. '0.05', '12k' or '2e-5'."""
     if abs(value) >= 10_000:
         return f"{value / 1000:,.6g}k"
+    if 0 < abs(value) < 1e-3:
+        return re.sub(r"\.?0*e-0?", "e-", f"{value:.2e}")
     return f"{value:.4g}"
 
 

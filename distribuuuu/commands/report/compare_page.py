@@ -196,7 +196,7 @@ def _summary(comparison: Comparison) -> PageSection:
                 for (a, b), pair in comparison.pairs.items()]  # fmt: skip
         parts.append(html.table(columns, rows, sortable=False))
         adjusted = f", adjusted for {counted(len(rows), 'pair')} by Holm's method" if len(rows) > 1 else ""
-        note = f"p: McNemar's exact test{adjusted}; significant below {ALPHA}. Interval: paired bootstrap."
+        note = f"p: McNemar's exact test{adjusted}; significant below {ALPHA}. Interval: Newcombe's, by Wilson limits."
         parts.append(html.paragraph(note, "note"))
     return PageSection("Summary", parts)
 

@@ -16,7 +16,7 @@ from distribuuuu.commands.stats.significance import (
     holm_adjusted,
     mcnemar_p,
     mean_interval,
-    paired_bootstrap,
+    paired_interval,
     permutation_test,
     smallest_permutation_p,
     wilson_interval,
@@ -40,7 +40,7 @@ class Pair:
         metric: "top1" or "map".
         order: the index in B of each image of A.
         values: the metric of both, in percent.
-        interval: 95 % paired bootstrap interval of the difference, B - A, in points.
+        interval: 95 % interval of the difference, B - A, in points.
         only_a, only_b: indices in A of the images that only A, or only B, got right; empty for "map".
         p: McNemar's exact p-value; for "map" NaN.
         adjusted_p: `p` adjusted for the number of pairs.
@@ -180,7 +180,7 @@ def _compare_answers(a: Predictions, b: Predictions, order: np.ndarray) -> Pair:
     right_a, right_b, num_classes = a.correct, b.correct[order], len(a.classes)
     only_a, only_b = np.flatnonzero(right_a & ~right_b), np.flatnonzero(right_b & ~right_a)
     counts = [np.bincount(labels, minlength=num_classes) for labels in (a.label, a.label[only_a], a.label[only_b])]
-    interval = paired_bootstrap(len(only_a), len(only_b), len(a))
+    interval = paired_interval(len(only_a), len(only_b), len(a))
     return Pair(
         metric="top1",
         order=order,

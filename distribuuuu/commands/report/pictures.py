@@ -19,7 +19,7 @@ from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted
 from distribuuuu.config.plugins import FoundConfig
 from distribuuuu.files.image_files import read_file
-from distribuuuu.inference.load_run import load_run, open_data
+from distribuuuu.inference.load_run import find_run, open_data
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.records.predictions import name_of
 
@@ -87,12 +87,12 @@ def _read_within(path: str, folder: str) -> bytearray:
     return read_file(path)
 
 
-def load_model(out_dir: Path, content: Predictions) -> LoadedRun:
-    """Return the model that made the predictions if its checkpoint is kept, else the best weights of the run."""
+def find_model(out_dir: Path, content: Predictions) -> LoadedRun:
+    """Return the model that made the predictions if its checkpoint is kept, else the best weights; it is not built."""
     epoch, raw = content.meta.get("epoch"), content.meta.get("weights") == "raw"
     path = out_dir / "checkpoints" / f"ckpt_ep_{epoch - 1:03d}.pth.tar" if isinstance(epoch, int) and raw else out_dir
     config = out_dir / get_cfg().CFG_DEST  # it may name plug-ins; a checkpoint may not
-    return load_run(path, FoundConfig(config) if config.is_file() else None) if path.exists() else load_run(out_dir)
+    return find_run(path, FoundConfig(config) if config.is_file() else None) if path.exists() else find_run(out_dir)
 
 
 def make_pictures(
@@ -110,7 +110,8 @@ def make_pictures(
     if not targets:
         return pictures
     try:
-        run = load_model(out_dir, content)
+        run = find_model(out_dir, content)
+        run = run.build() if has_saliency else run
         read = find_reader(content, run.cfg)
     except (ConfigError, OSError, ImportError) as error:
         pictures.notes.append(f"No thumbnails: {' '.join(str(error).split())}")

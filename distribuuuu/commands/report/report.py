@@ -34,12 +34,22 @@ def report(prog: str, args: list[str]) -> int:
 
     tune_malloc()
     from distribuuuu.commands.html.page import write_page
-    from distribuuuu.commands.report.run_report import build_report, list_report, read_run
+    from distribuuuu.commands.report.run_report import (
+        build_report,
+        describe_accuracy,
+        list_mistakes,
+        list_report,
+        read_run,
+    )
     from distribuuuu.records.results import replace_nonfinite
 
     run = read_run(flags.run)
     if flags.format == "html":
         write_page(out, build_report(run))
+        mistakes = out.with_name(f"{out.stem}_mistakes.csv")
+        write_page(mistakes, list_mistakes(run.content))
+        for line in (*describe_accuracy(run), f"mistakes: {mistakes}"):
+            print(printable(line))
     else:
         text = json.dumps(replace_nonfinite(list_report(run)), indent=1, allow_nan=False, default=str) + "\n"
         if not flags.out:

@@ -1,5 +1,6 @@
 """The report of one run: what it was, how it trained, and which classes and images it gets wrong."""
 
+import contextlib
 import json
 import logging
 from collections.abc import Iterator
@@ -39,6 +40,8 @@ from distribuuuu.commands.stats.significance import wilson_interval
 from distribuuuu.commands.stats.stored_predictions import Predictions, read_predictions
 from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.errors import counted
+from distribuuuu.config.json_file import load_json
+from distribuuuu.data.datasets.table_file import csv_line
 from distribuuuu.files.untrusted import printable
 from distribuuuu.records.log_table import format_duration
 from distribuuuu.records.predictions import FILE_NAME
@@ -141,6 +144,35 @@ def list_report(run: RunFiles) -> dict[str, Any]:
     }
 
 
+def describe_accuracy(run: RunFiles) -> Iterator[str]:
+    """Yield the accuracy and two baselines, as lines: the most frequent class, and k-NN on the features."""
+    content = run.content
+    for name, value, detail in list(_main_figures(content))[:1]:
+        yield f"{name}: {value} ({detail}; {counted(len(content), 'image')})"
+    if not content.multilabel:
+        share = np.bincount(content.label).max() / len(content)
+        yield f"baseline, the most frequent class: {percent(share, 2)}"
+        yield f"baseline, k-NN on the features of the model: {_find_knn(run)}"
+
+
+def _find_knn(run: RunFiles) -> str:
+    with contextlib.suppress(ConfigError, TypeError, KeyError, ValueError):
+        found = load_json(run.out_dir / "probe.json")
+        return percent(float(found["top1"]["k-NN"]) / 100, 2)
+    return f"measured by distribuuuu probe {run.out_dir}"
+
+
+def list_mistakes(content: Predictions) -> str:
+    """Return the images with a wrong answer as CSV, the most confident mistakes first."""
+    lines = [csv_line(["path", "labels", "predicted", "probability", "loss"])]
+    for index in rank_mistakes(content, len(content)):
+        answer = describe_answer(content, index)
+        label, probability = next(iter(answer["predicted"].items()))
+        cells = [answer["image"], ";".join(answer["labels"]), label, f"{probability:.6g}", f"{answer['loss']:.6g}"]
+        lines.append(csv_line(cells))
+    return "".join(lines)
+
+
 # ------------------------------------------------------------------------------------- summary
 
 
@@ -227,15 +259,15 @@ def describe_confusions(content: Predictions) -> PageSection:
 # -------------------------------------------------------------------------------------- images
 
 
-def rank_mistakes(content: Predictions) -> list[int]:
+def rank_mistakes(content: Predictions, num: int = _NUM_MISTAKES) -> list[int]:
     """Return the images with the most confident mistakes, the most confident first."""
     if content.multilabel:
         errors = (
             np.abs(content.probabilities() - content.label).max(axis=1) if content.top_class is None else content.loss
         )
-        return [int(index) for index in np.argsort(-errors, kind="stable")[:_NUM_MISTAKES] if errors[index] > 0.5]
+        return [int(index) for index in np.argsort(-errors, kind="stable")[:num] if errors[index] > 0.5]
     wrong = np.flatnonzero(~content.correct)
-    return wrong[np.argsort(-content.confidence[wrong], kind="stable")][:_NUM_MISTAKES].tolist()
+    return wrong[np.argsort(-content.confidence[wrong], kind="stable")][:num].tolist()
 
 
 def rank_uncertain(content: Predictions) -> list[int]:

@@ -1,11 +1,13 @@
 """Configs and folders of commands that read images and train nothing."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from distribuuuu.config import Config, Problem
 from distribuuuu.config.options import OPTIONS
 from distribuuuu.config.reader import CfgFiles, read_cfg
 from distribuuuu.files.image_files import TRAIN_NAMES, sort_splits
+from distribuuuu.hints.sources import holds_images
 
 
 def read_data_cfg(cfg_file: CfgFiles, overrides: Sequence[str]) -> tuple[Config, list[Problem]]:
@@ -23,11 +25,14 @@ def _is_of_training(cfg: Config, problem: Problem) -> bool:
     return not is_of_data and all(key in OPTIONS and key not in cfg.origins for key in keys)
 
 
-def find_splits(names: Iterable[str]) -> list[str]:
+def find_splits(names: Iterable[str], folder: Path | None = None) -> list[str]:
     """Return the names of a folder that are splits, in the usual order; empty if they are classes.
 
-    A class may be called "test": of other folders beside it, only "train" makes it a split.
+    A class may be called "test": of other folders beside it, only "train" makes it a split. A class may be called
+    "train" too: in `folder`, no split holds images beside its classes.
     """
     names = list(names)
+    if folder and any(holds_images(folder / name, depth=1) for name in sort_splits(names)):
+        return []
     known = sort_splits(names)
     return known if known and (known[0].lower() in TRAIN_NAMES or len(known) == len(names)) else []

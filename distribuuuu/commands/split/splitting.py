@@ -97,7 +97,7 @@ def list_class_images(folder: Path) -> Images:
     if not folder.is_dir():
         raise ConfigError(": ".join(missing_root("FOLDER", folder, "CLASS/IMAGE")))
     classes, found = list_classes(folder), []
-    if splits := find_splits(classes):
+    if splits := find_splits(classes, folder):
         fix = f"fix: train with TRAIN.DATASET {folder}, or split {folder / splits[0]}"
         raise ConfigError(f"FOLDER: got {folder}, which has splits already: {first_few(splits)}; {fix}")
     if inner := find_inner_root(folder):

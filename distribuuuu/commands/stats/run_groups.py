@@ -68,8 +68,8 @@ def find_files(pattern: str, names: Sequence[str]) -> list[Path]:
 def group_runs(runs: Sequence[RecordedRun]) -> tuple[list[list[RecordedRun]], list[str]]:
     """Group the finished runs that differ in the seed only; return the groups and messages.
 
-    Runs of a group have the same config hash, global batch and numbers of images. A seed counts once. The unfinished
-    runs of a sweep, in SWEEP/trial_NNN/seed_N/, have one message.
+    Runs of a group have the same config hash, global batch, data and numbers of images. A seed counts once. The
+    unfinished runs of a sweep, in SWEEP/trial_NNN/seed_N/, have one message.
     """
     groups: dict[tuple, list[RecordedRun]] = {}
     notes: list[str] = []
@@ -84,7 +84,8 @@ def group_runs(runs: Sequence[RecordedRun]) -> tuple[list[list[RecordedRun]], li
             done, planned = training["epochs_done"], training["epochs_planned"]
             notes.append(f"{run.path}: skipped: {done} of {counted(planned, 'epoch')} done")
             continue
-        key = (record["config_hash"], training["global_batch"], *_count_images(record))
+        data = record["data"]
+        key = (record["config_hash"], training["global_batch"], data["name"], data["folder"], *_count_images(record))
         group = groups.setdefault(key, [])
         same_seed = next((other for other in group if other.record["seed"] == record["seed"]), None)
         if same_seed:
@@ -118,6 +119,12 @@ def _count_images(record: dict) -> tuple[int, int]:
     return record["data"]["num_train"], record["data"]["num_val"]
 
 
+def describe_data(record: dict) -> str:
+    """Return the data of a run in a few words."""
+    data = record["data"]
+    return f"{data['folder'] or data['name']}, {' + '.join(map(str, _count_images(record)))} images"
+
+
 def name_groups(groups: Sequence[Sequence[RecordedRun]]) -> list[str]:
     """Return a name for each group, unique: equal ones get the folder, the hash of the config, the batch and data."""
     firsts = [group[0] for group in groups]
@@ -126,7 +133,7 @@ def name_groups(groups: Sequence[Sequence[RecordedRun]]) -> list[str]:
         [f" in {run.path.parent}" for run in firsts],
         [f" (config {run.record['config_hash'][:DIGITS_OF_HASH]})" for run in firsts],
         [f" (global batch {run.record['training']['global_batch']})" for run in firsts],
-        [f" ({' + '.join(map(str, _count_images(run.record)))} images)" for run in firsts],
+        [f" ({describe_data(run.record)})" for run in firsts],
     )
     for texts in additions:
         names = [f"{name}{text}" if names.count(name) > 1 else name for name, text in zip(names, texts, strict=True)]

@@ -66,7 +66,8 @@ def sweep(prog: str, args: list[str]) -> int:
             write_outcome(plan, rows)
             write_page(plan.out_dir / PAGE_FILE, build_sweep_page(plan, states))
     except OSError as error:
-        raise ConfigError(f"OUT_DIR: {error.filename} cannot be written: {error.strerror}") from error
+        what = f"{error.filename} cannot be written" if error.filename else f"a run in {plan.out_dir} cannot be started"
+        raise ConfigError(f"OUT_DIR: {what}: {error.strerror or error}") from error
     print(*format_rows(plan, rows, width=200), sep="\n")
     print(f"best config: {plan.out_dir / BEST_FILE}; page: {plan.out_dir / PAGE_FILE}")
     return int(all(row.status == FAILED for row in rows))

@@ -9,7 +9,7 @@ from typing import Any
 
 from distribuuuu.checkpoint.weights_files import KINDS, RAW, common_kind
 from distribuuuu.commands.output import align_columns
-from distribuuuu.commands.stats.run_groups import DIGITS_OF_HASH, RecordedRun, row_name
+from distribuuuu.commands.stats.run_groups import DIGITS_OF_HASH, RecordedRun, describe_data, row_name
 from distribuuuu.commands.stats.significance import differs_significantly, mean_interval, wilson_interval
 from distribuuuu.config import Config, ConfigError, load_cfg
 from distribuuuu.config.locate import find_shipped
@@ -55,7 +55,7 @@ class Row:
         name: the first cell.
         config: name of the config; None: options were changed.
         order: sort key.
-        config_hash: distinguishes rows with the same name.
+        config_hash, data: distinguish rows with the same name.
         cells: text of each column; a missing column is empty.
         weights: the kind of weights of the accuracy.
         accuracy: the top-1 accuracies or mAP of its runs; None: not measured.
@@ -66,6 +66,7 @@ class Row:
     order: tuple
     config_hash: str
     cells: dict[str, str]
+    data: str = ""
     weights: str = RAW
     accuracy: Accuracy | None = None
 
@@ -122,6 +123,7 @@ def make_row(group: Sequence[RecordedRun], by: str, epoch: str, reported: dict[s
         config=None if changes else first["config"],
         order=_order(first["config"], first["model"]["params_m"], plan["global_batch"]),
         config_hash=first["config_hash"],
+        data=describe_data(first),
         cells=cells,
         weights=kind,
         accuracy=_accuracy_of(first, evaluations),
@@ -304,7 +306,11 @@ def _arrange(rows: Sequence[Row], by: str, epoch: str) -> tuple[list[list[str]],
     """Return the lines of a table without empty columns, the header first, and its legend."""
     rows = mark_similar(sorted(rows, key=lambda row: (row.order, row.name, row.config_hash)))
     names = [row.name for row in rows]
-    duplicates = {name for name in names if names.count(name) > 1}
+    hashes, data = [f"config {row.config_hash[:DIGITS_OF_HASH]}" for row in rows], [row.data for row in rows]
+    for texts in (hashes, data):
+        found = {name: {text for other, text in zip(names, texts, strict=True) if other == name} for name in names}
+        pairs = zip(names, texts, strict=True)
+        names = [f"{name} ({text})" if len(found[name]) > 1 else name for name, text in pairs]
     known = (*_PLAN_COLUMNS, *_METRIC_COLUMNS.values())
     others = sorted({name for row in rows for name in row.cells} - {*known, *_COST_COLUMNS})
     columns = [
@@ -314,8 +320,7 @@ def _arrange(rows: Sequence[Row], by: str, epoch: str) -> tuple[list[list[str]],
     if len(sources) == 1:  # the legend names it
         columns.remove("reported by")
     lines = [[by, *columns]]
-    for row in rows:
-        name = f"{row.name} (config {row.config_hash[:DIGITS_OF_HASH]})" if row.name in duplicates else row.name
+    for name, row in zip(names, rows, strict=True):
         lines.append([name, *(row.cells.get(column, EMPTY) for column in columns)])
     legend = [f"Reported by {sources.pop()}."] if len(sources) == 1 else []
     if any("hours" in row.cells for row in rows):

@@ -13,6 +13,7 @@ from support.packs import pack
 
 from distribuuuu.commands.doctor.findings import examine, spelling_key
 from distribuuuu.commands.doctor.layout import open_cfg, open_folder
+from distribuuuu.commands.main import start_command
 from distribuuuu.commands.scan.duplicates import find_groups
 from distribuuuu.commands.scan.scan import scan_images
 from distribuuuu.config import ConfigError, load_cfg
@@ -182,6 +183,14 @@ def test_folders_that_cannot_be_listed_are_a_problem(root, monkeypatch):
     assert names(found["unreadable_folder"], root) == ["train/bee"]
     assert found["unreadable_folder"]["reasons"] == {str(root / "train/bee"): "Permission denied"}
     assert "empty_class" not in found
+
+
+def test_a_class_may_be_called_train(tmp_path, capsys):
+    draw_folder(tmp_path, "vehicles", {"bus": 12, "car": 12, "train": 12})
+    report = check(tmp_path / "vehicles")
+    assert report["splits"]["all"]["classes"] == {"bus": 12, "car": 12, "train": 12}
+    words = [str(tmp_path / "vehicles"), "--val", "0.25", "--out", str(tmp_path / "lists")]
+    assert start_command("split", "split", words) == 0 and "36 images of 3 classes" in capsys.readouterr().out
 
 
 def test_a_folder_of_classes_is_one_split_and_a_class_may_be_called_test(root, tmp_path):

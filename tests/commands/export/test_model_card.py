@@ -127,7 +127,7 @@ def test_timm_loads_from_the_hub_what_the_command_has_published(small_cfg, tmp_p
         environment = {**hub.environment, "HF_HOME": str(tmp_path / "hub")}
         words = ("export", str(out), "--to", "timm", str(tmp_path / "exported"), "--push", "me/ants")
         done = run_python("-m", "distribuuuu", *words, **environment)
-        assert done.returncode == 0 and "published: me/ants" in done.stdout, done
+        assert done.returncode == 0 and "uploaded: me/ants" in done.stdout, done
         code = "import timm; print(timm.create_model('hf-hub:me/ants', pretrained=True).pretrained_cfg['label_names'])"
         done = run_python("-c", code, **environment)
     assert done.stdout.strip() == "['ant', 'bee', 'cat']", done

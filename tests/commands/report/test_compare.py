@@ -119,3 +119,15 @@ def test_runs_that_cannot_be_compared_and_outputs_that_cannot_be_written(tmp_pat
     (tmp_path / "p.html").mkdir()
     assert run(*runs, "--out", tmp_path / "p.html") == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_no_model_is_built_for_a_page_of_eight_runs(tmp_path, monkeypatch):
+    runs = [make_run(tmp_path / name, 200 + number) for number, name in enumerate("abcdefgh")]
+    monkeypatch.setattr("distribuuuu.models.build_model", lambda *args, **options: 1 / 0)
+    monkeypatch.setattr("distribuuuu.inference.loaded_run.build_model", lambda *args, **options: 1 / 0)
+    assert run(*runs, "--out", tmp_path / "page.html") == 0 and (tmp_path / "page.html").is_file()
+
+
+def test_runs_with_equal_answers_have_an_interval_that_fits_the_number_of_images(tmp_path, capsys):
+    assert run(make_run(tmp_path / "a", 200), make_run(tmp_path / "b", 200), "--out", tmp_path / "page.html") == 0
+    assert "+0.00 points of top-1 (95 % interval -1.26 to +1.26, p = 1.000)" in capsys.readouterr().out

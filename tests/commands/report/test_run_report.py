@@ -1,5 +1,6 @@
 """The command report: content of the page, escaping, missing files, errors."""
 
+import csv
 import json
 import os
 import re
@@ -62,6 +63,12 @@ def test_a_report_is_one_file_that_requests_nothing(finished, tmp_path, capsys):
     out = tmp_path / "page.html"
     status, printed = make(finished, capsys, "--out", str(out))
     assert (status, printed.splitlines()[-1]) == (0, str(out))
+    content = read_run(str(finished)).content
+    assert f"accuracy: {percent(content.correct.mean(), 2)} (95 % interval" in printed
+    assert "baseline, the most frequent class: 37.50" in printed and "k-NN" in printed
+    with open(tmp_path / "page_mistakes.csv", encoding="utf-8", newline="") as file:
+        mistakes = list(csv.DictReader(file))
+    assert len(mistakes) == (~content.correct).sum() and all(row["labels"] != row["predicted"] for row in mistakes)
     text = out.read_text(encoding="utf-8")
     page, content = Page(text), read_run(str(finished)).content
     for title in ("Summary", "Confusion", "Classes", "Images", "Calibration", "Provenance"):
@@ -129,7 +136,7 @@ def test_a_report_without_one_of_the_other_files(run, capsys, name):
 
 @pytest.mark.parametrize(
     ("damage", "args", "message"),
-    [(shutil.rmtree, [], "RUN: no such folder"),
+    [(shutil.rmtree, [], "RUN: no such file or folder"),
      (lambda run: (run / "predictions.npz").unlink(), [], "predictions.npz does not exist; fix: distribuuuu test"),
      (lambda run: (run / "predictions.npz").write_bytes(b"PK"), [], "is damaged"),
      (None, ["--out", "/no/such/folder/x.html"], "in a folder that does not exist"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distribuuuu.commands.stats import significance
-from distribuuuu.commands.stats.significance import mean_interval, paired_bootstrap, permutation_test, wilson_interval
+from distribuuuu.commands.stats.significance import mean_interval, paired_interval, permutation_test, wilson_interval
 
 stats = pytest.importorskip("scipy.stats")
 
@@ -28,15 +28,21 @@ def test_mcnemar_is_the_exact_binomial_test():
         assert both == pytest.approx([expected] * 2, rel=1e-6)
 
 
-def test_the_paired_bootstrap_equals_resampled_images():
-    rng = np.random.default_rng(0)
-    a, b = rng.random(200) < 0.7, rng.random(200) < 0.8
-    found = paired_bootstrap(int((a & ~b).sum()), int((b & ~a).sum()), 200)
-    rows = rng.integers(0, 200, (20_000, 200))
-    resampled = b[rows].mean(axis=1) - a[rows].mean(axis=1)
-    assert found == pytest.approx(np.quantile(resampled, [0.025, 0.975]), abs=0.006)
-    assert found == paired_bootstrap(int((a & ~b).sum()), int((b & ~a).sum()), 200)
-    assert paired_bootstrap(0, 0, 50) == (0, 0)
+@pytest.mark.parametrize("only_a, only_b, num", [(0, 0, 412), (0, 3, 400), (11, 8, 400), (40, 90, 1000), (0, 5, 20)])
+def test_the_interval_of_a_difference_covers_it_in_95_percent(only_a, only_b, num):
+    low, high = paired_interval(only_a, only_b, num)
+    assert -1 <= low < (only_b - only_a) / num < high <= 1
+    assert paired_interval(only_b, only_a, num) == pytest.approx((-high, -low))
+    shares = np.array([max(only_a, 1), max(only_b, 1), 0]) / num
+    draws = np.random.default_rng(0).multinomial(num, [*shares[:2], 1 - shares.sum()], 3000)
+    found = np.array([paired_interval(*row[:2], num) for row in draws])
+    difference = shares[1] - shares[0]
+    assert np.mean((found[:, 0] <= difference) & (difference <= found[:, 1])) > 0.93
+
+
+def test_without_a_differing_answer_the_interval_fits_the_number_of_images():
+    low, high = paired_interval(0, 0, 412)
+    assert 0.005 < high < 0.02 and low == -high and paired_interval(0, 0, 41200)[1] < high / 50
 
 
 def test_the_permutation_test_equals_that_of_scipy():

@@ -136,9 +136,17 @@ def test_only_runs_of_one_config_batch_and_data_are_averaged(make, tmp_path):
     rows = make(tmp_path)[1]
     assert {row["top-1 here"].removesuffix(" ≈") for row in rows} == {ONE_RUN}
     names = sorted(row["config"] for row in rows)
-    assert names[0] == "fashion_mnist/resnet14 (config a1b2c3d4)" and names[3].endswith("(config ffff0000)")
+    assert all(name.startswith("fashion_mnist/resnet14 (config a1b2c3d4) (data, ") for name in names[:3])
+    assert "50000 + 10000 images" in names[0] and names[3].endswith("(config ffff0000)")
     assert names[4] == "fashion_mnist/resnet14, OPTIM.MAX_EPOCH 9"
     assert {row["arch"].split()[0] for row in make(tmp_path, "--by", "arch")[1]} == {"resnet14"}
+
+
+def test_runs_on_other_data_are_not_averaged_and_told_apart(make, tmp_path):
+    save(tmp_path / "a" / "results.json")
+    save(tmp_path / "b" / "results.json", seed=1, data__folder="photos")
+    names = {row["config"] for row in make(tmp_path)[1]}
+    assert len(names) == 2 and any("photos, 60000 + 10000 images" in name for name in names)
 
 
 def test_unfinished_runs_and_repeated_seeds_are_skipped_with_a_message(make, tmp_path):
