@@ -72,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif parts == ["api", "repos", "create"]:
             name = "/".join(filter(None, (json.loads(body).get("organization"), json.loads(body)["name"])))
             self.server.repositories.setdefault(name, {})
-            self.server.is_private[name] = json.loads(body).get("visibility") == "private" or json.loads(body).get("private")
+            self.server.is_private[name] = b"private" in body and b'"private": false' not in body
             self.answer({"url": f"{self.server.url}/{name}"})
         elif "preupload" in parts:
             paths = [file["path"] for file in json.loads(body)["files"]]
