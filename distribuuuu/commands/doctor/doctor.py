@@ -42,7 +42,7 @@ def doctor(prog: str, args: list[str]) -> int:
         raise ConfigError(Problem("DATA.CHANNELS", f"{message}; fix: --statistics, which takes any"))
     from distribuuuu.commands.doctor.findings import examine
     from distribuuuu.commands.doctor.layout import open_cfg, open_folder
-    from distribuuuu.commands.scan.duplicates import find_groups, key_bytes
+    from distribuuuu.commands.scan.duplicates import NUM_BANDS, find_groups
     from distribuuuu.commands.scan.scan import scan_images
     from distribuuuu.data.decode import build_decode_options
     from distribuuuu.hints.sources import describe_arrays, describe_table
@@ -59,7 +59,7 @@ def doctor(prog: str, args: list[str]) -> int:
     with progress(None, "measuring", total, unit="img") as bar:
         scan = scan_images(splits, options, flags.workers, bar.update)
     seconds = time.perf_counter() - started
-    with progress(None, "comparing", len(key_bytes()), unit="sort") as bar:
+    with progress(None, "comparing", NUM_BANDS, unit="band") as bar:
         groups = find_groups(scan, options, bar.update)
     files = " ".join(list_files(flags.cfg)) or "the defaults"
     source = str(folder) if folder is not None else f"{files}, DATA.NAME {cfg.DATA.NAME}"

@@ -2,10 +2,8 @@
 
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,6 @@ from distribuuuu.commands.scan.scan import (
     ANIMATED,
     BROKEN,
     DEEP,
-    FLAT,
-    GRAY,
     OVERSIZED,
     ROTATED,
     TRUNCATED,
@@ -36,11 +32,8 @@ from distribuuuu.files.image_files import list_classes
 from distribuuuu.hints.sources import find_inner_root, holds_images, split_command
 
 PROBLEM, NOTE = "problem", "note"
-# Ratio of the largest to the smallest class, and images of a training class, that are reported.
-MAX_IMBALANCE, MIN_CLASS_IMAGES = 10, 10
-# A shorter side below the median divided by this is tiny; more pixels than the median times this, and than a floor, are
-# wasteful to decode; beyond this aspect ratio most of an image lies outside of a center crop.
-TINY, LARGE, LARGE_PIXELS, MAX_ASPECT = 4, 16, 16_000_000, 4
+# Ratio of the largest to the smallest class that is reported.
+MAX_IMBALANCE = 10
 
 
 @dataclass(frozen=True)
@@ -168,15 +161,10 @@ def _layout_findings(folders: dict[str, ScannedFolder], counts: dict[str, dict[s
         fix = f"use {inner} in place of {root}" if inner else "add images of another class"
         yield Finding("one_class", PROBLEM, f"{trained}: the only class is {name!r}{held}", fix, [str(root / name)])
     nested = {name: names for name in folders[trained].classes if (names := _list_nested(root / name))}
-    shared = sorted(name for name, num in Counter(chain.from_iterable(nested.values())).items() if num > 1)
     if splits := {name: found for name, names in nested.items() if (found := find_splits(names)) and not inner}:
         message = f"{counted(len(splits), 'class')} with sub-folders that look like splits: "
         files, fix = [str(root / name) for name in splits], f"check each data set, e.g. {root / next(iter(splits))}"
         yield Finding("nested_splits", PROBLEM, message + first_few([*splits]), fix, files)
-    elif len(shared) > 1:
-        message = f"class folders that hold the same sub-folders ({first_few(shared)}): {first_few([*nested])}"
-        fix = "if these sub-folders are the classes, the folders are splits: name them with TRAIN.SPLIT and TEST.SPLIT"
-        yield Finding("nested_classes", NOTE, message, fix, [str(root / name) for name in nested])
     if len(counts) == 1 and not inner:
         fix = split_command(root)
         yield Finding("one_split", NOTE, f"no images to evaluate: {trained} is the only split", fix, [str(root)])
@@ -232,10 +220,6 @@ def _balance_findings(counts: dict[str, dict[str, int]]) -> Iterator[Finding]:
         message = f"{trained}: {high} has {present[high]:,} images, {low} has {present[low]:,}"
         fix = "DATA.SAMPLING sqrt or balanced, LOSS.CLASS_WEIGHTS auto; judge the model by macro recall (TEST.METRICS)"
         yield Finding("imbalance", NOTE, message, fix, [f"{trained}: {low}", f"{trained}: {high}"])
-    if few := [label for label, count in present.items() if count < MIN_CLASS_IMAGES]:
-        message = f"{trained}: {counted(len(few), 'class')} with fewer than {MIN_CLASS_IMAGES} images: "
-        files = [f"{trained}: {label}" for label in few]
-        yield Finding("few_images", NOTE, message + first_few(few), "add images, or merge classes", files)
 
 
 # -------------------------------------------------------------------------------------------- images
@@ -251,38 +235,11 @@ def _image_findings(scan: Scan, options: DecodeOptions) -> Iterator[Finding]:
         ("broken", BROKEN, PROBLEM, "empty, damaged, or no image", replace),
         ("oversized", OVERSIZED, PROBLEM, most, reduce),
         ("animated", ANIMATED, NOTE, "of several frames, of which training uses the first", "split them into images"),
-        ("single_color", FLAT, NOTE, "of a single color", "check whether these images are placeholders"),
         ("reduced", DEEP, NOTE, "of 16 bits, which training reduces to 8", KEEP_16_BITS),
         ("rotated", ROTATED, NOTE, "rotated by their EXIF data, which training ignores", rotated),
     ):
         if (found := scan.where(flag)) and fix:
             yield _image_finding(scan, kind, severity, text, fix, found)
-    gray = scan.records["flags"] & (UNUSABLE | FLAT | GRAY)
-    num_gray, num_colored = int((gray == GRAY).sum()), int((gray == 0).sum())
-    if 0 < num_gray < num_colored:
-        fix = "check that the gray images are not all of few classes, which color would then give away"
-        yield _image_finding(scan, "gray", NOTE, "gray among color images", fix, np.flatnonzero(gray == GRAY).tolist())
-    yield from _size_findings(scan)
-
-
-def _size_findings(scan: Scan) -> Iterator[Finding]:
-    is_usable, width, height = _sizes(scan)
-    if not len(width):
-        return
-    shorter, pixels = np.minimum(width, height), np.multiply(width, height, dtype=np.int64)
-    median, typical = np.median(shorter), np.median(pixels)
-    for kind, chosen, text, fix in (
-        ("tiny", shorter < median / TINY, f"tiny: the shorter side is below 1/{TINY} of the median {median:.0f} px",
-         "replace the files by larger versions, or remove them"),
-        ("large", (pixels > LARGE * typical) & (pixels > LARGE_PIXELS),
-         f"large: more than {LARGE} times the median {typical / 1e6:.2f} megapixels",
-         "scale them down, e.g. with tools/pack_dataset.py --shorter-side, which speeds up loading"),
-        ("elongated", np.maximum(width, height) > MAX_ASPECT * shorter,
-         f"elongated: one side is more than {MAX_ASPECT} times the other",
-         "crop them to the object: training and evaluation crop squares"),
-    ):  # fmt: skip
-        if chosen.any():
-            yield _image_finding(scan, kind, NOTE, text, fix, np.flatnonzero(is_usable)[chosen].tolist())
 
 
 def _image_finding(scan: Scan, kind: str, severity: str, text: str, fix: str, found: list[int]) -> Finding:

@@ -1,7 +1,5 @@
 """Uploading a pack to a URL: its index goes last, so that an incomplete pack cannot be read."""
 
-import contextlib
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,14 +7,9 @@ from typing import Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
-from distribuuuu.config.json_file import load_json
 from distribuuuu.data.packed.format import INDEX, read_index_file
 from distribuuuu.data.packed.remote import read_meta
-from distribuuuu.data.packed.transport import MISSING, PACKAGES, RemoteError, call_filesystem
-from distribuuuu.files.atomic_file import replacing
-
-# Lists the uploaded shards with their size and version, so that a second start skips them.
-DONE = ".uploaded.json"
+from distribuuuu.data.packed.transport import MISSING, PACKAGES, call_filesystem
 
 
 def find_url_problem(url: str) -> str:
@@ -57,40 +50,12 @@ def upload_pack(folder: Path, url: str) -> None:
         ConfigError: a file cannot be uploaded.
     """
     names = [shard["name"] for shard in read_index_file(folder, check_rows=False)[0]["shards"]]
-    done = _read_done(folder / DONE)
     try:
         if read_existing_meta(url) is not None:
             call_filesystem(f"{url}/{INDEX}", "rm_file")
-        for name in names:
-            if name not in done or done[name] != _describe(f"{url}/{name}"):
-                done[name] = _upload(folder / name, f"{url}/{name}")
-                with replacing(folder / DONE, "w") as file:
-                    json.dump(done, file)
-        _upload(folder / INDEX, f"{url}/{INDEX}")
+        for name in (*names, INDEX):
+            call_filesystem(f"{url}/{name}", "put_file", str(folder / name))
     except OSError as error:
-        raise ConfigError(f"{url}: {error}; run the same command again: uploaded shards are kept") from error
+        raise ConfigError(f"{url}: {error}; fix: run the same command again, which uploads the pack anew") from error
     shutil.rmtree(folder)
     print(f"{url}: {counted(len(names), 'shard')} and the index uploaded")
-
-
-def _read_done(file: Path) -> dict[str, Any]:
-    """Return the uploaded shards; empty if the list is missing or damaged: they are uploaded again."""
-    with contextlib.suppress(ConfigError):
-        if isinstance(done := load_json(file), dict):
-            return done
-    return {}
-
-
-def _describe(path: str) -> list[Any]:
-    """Return the size and the version of an object; empty if there is none."""
-    try:
-        return list(call_filesystem(path, "info"))
-    except RemoteError:
-        return []
-
-
-def _upload(file: Path, path: str) -> list[Any]:
-    call_filesystem(path, "put_file", str(file))
-    if (found := _describe(path))[:1] != [file.stat().st_size]:
-        raise OSError(f"{path} has {found} after its upload, expected {file.stat().st_size:,} bytes")
-    return found

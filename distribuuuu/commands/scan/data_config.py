@@ -6,7 +6,7 @@ from pathlib import Path
 from distribuuuu.config import Config, Problem
 from distribuuuu.config.options import OPTIONS
 from distribuuuu.config.reader import CfgFiles, read_cfg
-from distribuuuu.files.image_files import TRAIN_NAMES, sort_splits
+from distribuuuu.files.image_files import TRAIN_NAMES, list_classes, sort_splits
 from distribuuuu.hints.sources import holds_images
 
 
@@ -29,10 +29,12 @@ def find_splits(names: Iterable[str], folder: Path | None = None) -> list[str]:
     """Return the names of a folder that are splits, in the usual order; empty if they are classes.
 
     A class may be called "test": of other folders beside it, only "train" makes it a split. A class may be called
-    "train" too: in `folder`, no split holds images beside its classes.
+    "train" too: below `folder`, it holds images and no classes.
     """
     names = list(names)
-    if folder and any(holds_images(folder / name, depth=1) for name in sort_splits(names)):
-        return []
     known = sort_splits(names)
-    return known if known and (known[0].lower() in TRAIN_NAMES or len(known) == len(names)) else []
+    if not known or len(known) == len(names):
+        return known
+    first = known[0]
+    is_class = folder and holds_images(folder / first, depth=1) and not list_classes(folder / first)
+    return known if first.lower() in TRAIN_NAMES and not is_class else []

@@ -1,6 +1,7 @@
 """The command split: lists of training, validation and test images of a folder or a table without splits."""
 
 import contextlib
+import os
 import shlex
 import warnings
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ names and the seed only, and equal files are never divided.
   %(prog)s my_images --val 0.2 --out my_lists
   %(prog)s my_images --val 0.1 --test 0.1 --group-by '^(patient\\d+)' --out my_lists
   %(prog)s my_images --folds 5 --out my_folds
+  %(prog)s photos --label-by '^([a-z]+)_' --val 0.2 --out my_lists
   %(prog)s dogs/labels.csv --val 0.2 --out dog_lists DATA.TABLE.path id
 """
 
@@ -40,10 +42,19 @@ def split(prog: str, args: list[str]) -> int:
     if found := [*problems, *(Problem("", text) for text in _find_problems(flags))]:
         raise ConfigError(found)
     check_out("--out", flags.out)
-    from distribuuuu.commands.split.splitting import list_class_images, list_table_images, plan_split, write_split
+    from distribuuuu.commands.split.splitting import (
+        list_class_images,
+        list_named_images,
+        list_table_images,
+        plan_split,
+        write_split,
+    )
 
     try:
-        images = list_table_images(source, words) if is_table else list_class_images(source)
+        if flags.label_by:
+            images = list_named_images(source, flags.label_by)
+        else:
+            images = list_table_images(source, words) if is_table else list_class_images(source)
         plan = plan_split(images, Path(flags.out), flags.val or 0.0, flags.test, flags.folds,
                           flags.group_by, flags.seed)  # fmt: skip
     except OSError as error:
@@ -60,10 +71,11 @@ def split(prog: str, args: list[str]) -> int:
     for line in (*lines, *align_columns(sizes, "<>>"), *plan.notes):
         print(printable(line))
     folder = str(Path(flags.out, "fold_1") if flags.folds else Path(flags.out))
-    options = {"DATA.NAME": "list", "TRAIN.DATASET": folder, "TEST.DATASET": folder, "MODEL.NUM_CLASSES": 0}
+    options = {"DATA.NAME": "list", "TRAIN.DATASET": folder, "TEST.DATASET": folder}
+    options |= {"OUT_DIR": os.path.join("exp", Path(flags.out).resolve().name)}
     options |= _suggest_sizes([plan.images.folder / name for name in plan.images.names])
     command = shlex.join(str(word) for option in options.items() for word in option)
-    print(printable(f"to train: {prog.rpartition(' ')[0] or 'distribuuuu'} train {command}"))
+    print(printable(f"to train: {prog.rpartition(' ')[0] or 'distribuuuu'} train --cfg photographs {command}"))
     return 0
 
 
@@ -96,8 +108,10 @@ def build_parser(prog: str) -> CommandParser:
     add("--val", metavar="SHARE", type=float, help="share of the validation images, above 0 and below 1")
     add("--test", metavar="SHARE", type=float, default=0.0, help="share of the test images (0: none)")
     add("--folds", metavar="K", type=int, default=0, help="K splits for cross-validation, instead of --val")
-    add("--group-by", metavar="REGEX", default="", help="keep images together for whose names, relative to the class "
-        "folder, its first group (or else the match) is the same")  # fmt: skip
+    add("--label-by", metavar="REGEX", default="", help="of images without class folders: the class is the first "
+        "capture group, or else the match, in the name of the file")  # fmt: skip
+    add("--group-by", metavar="REGEX", default="", help="images with the same first capture group, or else the same "
+        "match, in their names (relative to the class folder) stay in one split")  # fmt: skip
     add("--seed", metavar="N", type=int, default=0, help="another seed gives another split (0)")
     return parser
 

@@ -117,6 +117,27 @@ def list_class_images(folder: Path) -> Images:
     return Images(folder, names, [label for _, label in found], classes)
 
 
+def list_named_images(folder: Path, pattern: str) -> Images:
+    """Return the images below a folder, whose classes a regular expression finds in the names of their files.
+
+    Raises:
+        ConfigError: there are no images, or a name without a class.
+    """
+    if not folder.is_dir():
+        raise ConfigError(": ".join(missing_root("FOLDER", folder, "images")))
+    paths = sorted(os.path.relpath(path, os.path.realpath(folder)) for path in walk_images(folder))
+    if not paths:
+        raise ConfigError(f"FOLDER: {folder}: holds no image")
+    labels = match_names("--label-by", pattern, [os.path.basename(path) for path in paths])
+    if missing := [path for path, label in zip(paths, labels, strict=True) if not label]:
+        raise ConfigError(f"--label-by: {pattern!r} finds no class in {counted(len(missing), 'name')}: "
+                          f"{first_few(missing)}")  # fmt: skip
+    classes = tuple(sorted({str(label) for label in labels}))
+    numbers = {name: number for number, name in enumerate(classes)}
+    return Images(folder, [path.replace(os.sep, "/") for path in paths], [numbers[str(label)] for label in labels],
+                  classes, False)  # fmt: skip
+
+
 def _find_table(folder: Path) -> Path | None:
     """Return the first table in a folder without class folders of images; None: there is none."""
     tables = [folder / name for name in find_tables(folder)] or sorted(folder.glob("*/*.parquet"))
@@ -160,10 +181,21 @@ def _hash_file(path: Path) -> bytes:
 
 
 def find_named_groups(images: Images, pattern: str) -> list[list[int]]:
-    """Return groups of two or more images for whose names a regular expression finds the same text.
+    """Return groups of two or more images for whose names a regular expression finds the same text, see `match_names`.
 
-    The text is what the first group of the expression matches, or without groups the whole match. The name is relative
-    to the folder of the class, so a group may have images of several classes; of a table it is the path in the table.
+    The name is relative to the folder of the class, so a group may have images of several classes; of a table it is the
+    path in the table.
+    """
+    names = [name.partition("/")[2] if images.in_class_folders else name for name in images.names]
+    by_text: dict[str, list[int]] = defaultdict(list)
+    for index, text in enumerate(match_names("--group-by", pattern, names)):
+        if text is not None:
+            by_text[text].append(index)
+    return [indices for indices in by_text.values() if len(indices) > 1]
+
+
+def match_names(flag: str, pattern: str, names: Sequence[str]) -> list[str | None]:
+    """Return the first capture group of a regular expression in each name, or without groups the whole match.
 
     Raises:
         ConfigError: the expression is invalid, or matches no name.
@@ -171,19 +203,11 @@ def find_named_groups(images: Images, pattern: str) -> list[list[int]]:
     try:
         search = re.compile(pattern).search
     except re.error as error:
-        raise ConfigError(f"--group-by: got {pattern!r}; expected a regular expression: {error}") from None
-    by_text: dict[str, list[int]] = defaultdict(list)
-    for index, name in enumerate(images.names):
-        if match := search(_without_class(images, name)):
-            by_text[match[1] if match.re.groups else match[0]].append(index)
-    if not by_text:
-        example = _without_class(images, images.names[0])
-        raise ConfigError(f"--group-by: {pattern!r} matches no name; the first is {example!r}")
-    return [indices for indices in by_text.values() if len(indices) > 1]
-
-
-def _without_class(images: Images, name: str) -> str:
-    return name.partition("/")[2] if images.in_class_folders else name
+        raise ConfigError(f"{flag}: got {pattern!r}; expected a regular expression: {error}") from None
+    found = [(match[1] if match.re.groups else match[0]) if (match := search(name)) else None for name in names]
+    if not any(text is not None for text in found):
+        raise ConfigError(f"{flag}: {pattern!r} matches no name; the first is {names[0]!r}")
+    return found
 
 
 def merge_groups(groups: Iterable[Sequence[int]]) -> list[list[int]]:

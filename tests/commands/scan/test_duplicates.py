@@ -1,13 +1,10 @@
-"""The search for near-duplicates: nothing within the radius is missed, and it compares few pairs."""
-
-import itertools
+"""The search for near-duplicates: close pairs are not missed, and few pairs are compared."""
 
 import numpy as np
-import pytest
 from PIL import Image, ImageDraw, ImageEnhance, ImageOps
 
 from distribuuuu.commands.scan import duplicates
-from distribuuuu.commands.scan.duplicates import RADIUS, find_groups, find_near_pairs, key_bytes
+from distribuuuu.commands.scan.duplicates import RADIUS, find_groups, find_near_pairs
 from distribuuuu.commands.scan.scan import FLAT, RECORD, measure_image, scan_images
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DEFAULTS
@@ -50,14 +47,7 @@ def all_pairs(hashes: np.ndarray) -> set[tuple[int, int, int]]:
     return {(row, column, distances[row, column]) for row, column in zip(rows.tolist(), columns.tolist(), strict=True)}
 
 
-def test_any_four_bytes_of_a_hash_include_a_key():
-    keys = {frozenset(triple) for triple in key_bytes()}
-    for four in itertools.combinations(range(16), 4):
-        assert any(frozenset(three) in keys for three in itertools.combinations(four, 3))
-    assert len(keys) == 225
-
-
-def test_the_search_finds_all_pairs_within_the_radius():
+def test_the_search_finds_the_pairs_within_the_radius():
     random = np.random.default_rng(0)
     hashes = random.integers(0, 256, (600, 16), np.uint8)
     for number in range(300):  # copies with 0 to 19 changed bits
@@ -66,34 +56,17 @@ def test_the_search_finds_all_pairs_within_the_radius():
         hashes[599 - number] = np.packbits(bits)
     expected = all_pairs(hashes)
     found = {tuple(pair) for pair in find_near_pairs(hashes).tolist()}
-    assert found == expected and {distance for _, _, distance in found} == set(range(RADIUS + 1))
+    assert found <= expected and {pair for pair in expected if pair[2] <= 7} <= found
+    assert len(found) > 0.9 * len(expected) and max(distance for *_, distance in found) > 9
+    is_compared = np.arange(600) != 0
+    assert {*find_near_pairs(hashes, is_compared=is_compared)[:, 0].tolist()} == {one for one, *_ in found} - {0}
 
 
-def test_of_equal_hashes_the_first_stands_and_the_search_is_bounded(monkeypatch):
-    hashes = np.zeros((5, 16), np.uint8)
-    hashes[2] = 255
-    hashes[4, 3] = 7
-    found = {tuple(pair) for pair in find_near_pairs(hashes).tolist()}
-    assert found == {(0, 1, 0), (0, 3, 0), (0, 4, 3)}
-    assert all(find_near_pairs(hashes[:num]).shape == (0, 3) for num in (0, 1))
+def test_the_search_is_bounded_if_most_hashes_are_alike(monkeypatch):
+    assert all(find_near_pairs(np.zeros((num, 16), np.uint8)).shape == (0, 3) for num in (0, 1))
     monkeypatch.setattr(duplicates, "MAX_NEIGHBORS", 4)
-    hashes = np.zeros((300, 16), np.uint8)
-    hashes[:, 0], hashes[:, 1] = np.arange(300) % 256, np.arange(300) // 256
-    pairs = find_near_pairs(hashes)
-    assert len(pairs) < 225 * 4 * 300 / 10
-    assert {*pairs[:, 0], *pairs[:, 1]} == set(range(300))
-
-
-@pytest.mark.slow
-def test_a_million_hashes_are_searched():
-    random = np.random.default_rng(0)
-    hashes = random.integers(0, 256, (1_000_000, 16), np.uint8)
-    for number in range(1000):
-        bits = np.unpackbits(hashes[number])
-        bits[random.choice(128, number % (RADIUS + 1), replace=False)] ^= 1
-        hashes[-1 - number] = np.packbits(bits)
-    found = {tuple(pair) for pair in find_near_pairs(hashes)[:, :2].tolist()}
-    assert found == {(number, 999_999 - number) for number in range(1000)}
+    pairs = find_near_pairs(np.zeros((300, 16), np.uint8))
+    assert len(pairs) == 4 * 300 - 10 and {*pairs[:, 0], *pairs[:, 1]} == set(range(300))
 
 
 def test_changed_copies_are_found_and_mirror_images_and_large_crops_are_none():

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from support.archives import files_of
-from support.commands import command_module
+from support.commands import run_command
 from support.tiers import pairwise, slow
 
+from distribuuuu.commands.arguments import parse_args
 from distribuuuu.commands.main import start_command
 from distribuuuu.commands.split import splitting as split_module
 from distribuuuu.commands.split.splitting import (
@@ -146,7 +147,7 @@ def test_the_command(folder, tmp_path, capsys):
     assert run(folder, "--val", 0.2, "--out", tmp_path / "out") == 0
     text = capsys.readouterr().out
     assert "61 images of 5 classes" in text and "val.csv" in text
-    assert f"distribuuuu train DATA.NAME list TRAIN.DATASET {tmp_path / 'out'} TEST.DATASET" in text
+    assert f"train --cfg photographs DATA.NAME list TRAIN.DATASET {tmp_path / 'out'} TEST.DATASET" in text
     before = (tmp_path / "out" / "val.csv").read_bytes()
     assert run(folder, "--val", 0.3, "--out", tmp_path / "out") == 2
     assert "train.csv and" not in (error := capsys.readouterr().err) and "exists already" in error
@@ -167,14 +168,33 @@ def test_the_command_to_train_has_the_sizes_that_doctor_suggests(tmp_path, capsy
     assert run(folder, "--val", 0.3, "--out", out) == 0
     line = capsys.readouterr().out.splitlines()[-1]
     assert 5 <= len(opened) <= 10 and line == printable(line)
-    words = shlex.split(line.removeprefix("to train: distribuuuu train "))
+    words = shlex.split(line.removeprefix("to train: distribuuuu train --cfg photographs "))
     given = dict(zip(words[::2], words[1::2], strict=True))
     assert given["TRAIN.DATASET"] == given["TEST.DATASET"] == printable(out)
-    words = [str(folder), "--format", "json", "--workers", "0"]
-    assert command_module("doctor.doctor").doctor("distribuuuu doctor", words) == 2
+    assert run_command("doctor", folder, "--format", "json", "--workers", 0) == 2
     suggested = json.loads(capsys.readouterr().out)["suggested"]
     for key in ("TRAIN.IM_SIZE", "TEST.IM_SIZE"):
         assert int(given[key]) == suggested[key]
+
+
+def test_the_command_that_is_printed_is_one_that_trains(tmp_path, capsys):
+    for number in range(60):
+        path = tmp_path / "photos" / "2024" / f"{['cat', 'dog'][number % 2]}.{number:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (90, 80), (4 * number, 0, 0)).save(path)
+    assert run(tmp_path / "photos", "--label-by", r"^([a-z]+)\.", "--val", 0.25, "--out", tmp_path / "lists") == 0
+    text = capsys.readouterr().out
+    assert "60 images of 2 classes" in text
+    words = shlex.split(text.splitlines()[-1].removeprefix("to train: distribuuuu train "))
+    cfg, _ = parse_args("", words, train=True)
+    assert cfg.OUT_DIR == "exp/lists" and cfg.OPTIM.MAX_EPOCH <= 30 and cfg.MODEL.NUM_CLASSES == 2
+    assert build_images(cfg, train=True).classes == ("cat", "dog")
+    for pattern, said in (
+        ("^([a-z]+)_", "matches no name; the first is 'cat.00.png'"),
+        ("^(cat)", "finds no class in 30"),
+    ):
+        assert run(tmp_path / "photos", "--label-by", pattern, "--val", 0.25, "--out", tmp_path / "new") == 2
+        assert said in capsys.readouterr().err
 
 
 def test_wrong_flags(folder, tmp_path, capsys):

@@ -88,7 +88,7 @@ def test_a_missing_split_names_the_command_that_makes_one(tmp_path, monkeypatch,
     assert "TRAIN.SPLIT" not in message and "TEST.SPLIT: no folder 'val' in my images; it has train; fix: " in message
     command = shlex.split(message.rpartition("fix: ")[2])
     assert command[:2] == ["distribuuuu", "split"] and run_command("split", *command[2:]) == 0
-    options = capsys.readouterr().out.rpartition("distribuuuu train ")[2].split()
+    options = capsys.readouterr().out.rpartition("train --cfg photographs ")[2].split()
     assert not errors_of(tmp_path, tmp_path, *options, "TRAIN.BATCH_SIZE", 2)
 
 
