@@ -89,7 +89,7 @@ def test_a_missing_split_names_the_command_that_makes_one(tmp_path, monkeypatch,
     command = shlex.split(message.rpartition("fix: ")[2])
     assert command[:2] == ["distribuuuu", "split"] and run_command("split", *command[2:]) == 0
     options = capsys.readouterr().out.rpartition("train --cfg photographs ")[2].split()
-    assert not errors_of(tmp_path, tmp_path, *options, "TRAIN.BATCH_SIZE", 2)
+    assert not errors_of(tmp_path, tmp_path, *options, "TRAIN.BATCH_SIZE", 2, "MODEL.NUM_CLASSES", 0)
 
 
 def test_a_table_beside_a_flat_folder_is_named(tmp_path, capsys):
