@@ -17,7 +17,7 @@ from distribuuuu import _MODULE_OF
 ROOT = Path(__file__).parents[2]
 # Files outside of docs/ that are pages. The first is the start page; docs/README.md is replaced by the navigation.
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/README.md",
-         "tutorial/README.md", "tutorial/README.zh.md")  # fmt: skip
+         *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tutorial").rglob("*.md")))  # fmt: skip
 START = {"README.md": "index.md", "docs/README.md": "index.md"}
 # A link or an image; code of a page may look like one, so only links to existing files are replaced.
 LINK = re.compile(r"(\]\()([^()\s#]+)((?:#[^()\s]*)?\))")

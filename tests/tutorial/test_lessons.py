@@ -1,4 +1,4 @@
-"""Tests of the tutorial: every lesson runs with its documented commands, and both READMEs agree with the lessons."""
+"""Tests of the tutorial: every lesson runs with its documented commands, and the pages in both languages agree with the lessons."""
 
 import ast
 import difflib
@@ -100,23 +100,28 @@ def test_a_lesson_is_short_self_contained_and_says_how_to_run_it(name):
     assert run_all.read_section(name, "Look at:")
 
 
+def read_pages(language):
+    """Return the text of the README and of all lessons in a language."""
+    readme = TUTORIAL / ("README.md" if language == "en" else f"README.{language}.md")
+    return "\n".join(path.read_text() for path in [readme, *sorted((TUTORIAL / language).glob("*.md"))])
+
+
 def blocks_of(language, kind):
-    """Return the code blocks of one kind in a README."""
-    text = (TUTORIAL / f"README{language}.md").read_text()
-    return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    """Return the code blocks of one kind in the pages of a language."""
+    return re.findall(rf"^```{kind}\n(.*?)^```$", read_pages(language), re.MULTILINE | re.DOTALL)
 
 
 def lines_of(language, pattern):
-    """Return the matches of a pattern in a README outside of code blocks."""
-    text = (TUTORIAL / f"README{language}.md").read_text()
-    return re.findall(pattern, re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    """Return the matches of a pattern in the pages of a language outside of code blocks."""
+    text = re.sub(r"^```.*?^```$", "", read_pages(language), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(pattern, text, re.MULTILINE)
 
 
-def test_both_readmes_have_the_same_headings_figures_commands_and_outputs():
-    for pattern in (r"^#+(?= )", r"^#+ \d+\. `\w+\.py`", r"\(figures/\w+\.svg\)"):
-        assert lines_of("", pattern) == lines_of(".zh", pattern)
+def test_both_languages_have_the_same_headings_figures_commands_and_outputs():
+    for pattern in (r"^#+(?= )", r"^#+ \d+\. `\w+\.py`", r"figures/\w+\.svg"):
+        assert lines_of("en", pattern) == lines_of("zh", pattern)
     for kind in ("bash", "text", "diff"):
-        assert blocks_of("", kind) == blocks_of(".zh", kind)
+        assert blocks_of("en", kind) == blocks_of("zh", kind)
 
 
 def changes_in(name):
@@ -127,24 +132,24 @@ def changes_in(name):
     return [line for line in lines if line[0] in "+-" and line[1:]]
 
 
-def test_the_diffs_in_the_readme_are_current():
-    some, *shown = [block.splitlines() for block in blocks_of("", "diff")]
+def test_the_diffs_in_the_pages_are_current():
+    some, *shown = [block.splitlines() for block in blocks_of("en", "diff")]
     assert [line for line in changes_in("snmc_dp") if line in some] == some
     assert shown == [changes_in(f"mnmc_ddp_{name}") for name in ("launch", "mp", "slurm")] + [changes_in("imagenet")]
 
 
-@pytest.mark.parametrize("language", ["", ".zh"])
-def test_a_readme_has_every_lesson_with_its_commands_and_figure(language):
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_pages_have_every_lesson_with_its_commands_and_figure(language):
     expected = [f"{number}. `{name}.py`" for number, name in enumerate(run_all.LESSONS, 1)]
-    assert lines_of(language, r"^### (\d+\. `\w+\.py`)") == expected
-    figures = lines_of(language, r"\(figures/(\w+)\.svg\)")
+    assert lines_of(language, r"^# (\d+\. `\w+\.py`)") == expected
+    figures = lines_of(language, r"\(\.\./figures/(\w+)\.svg\)")
     assert sorted(figures) == sorted(path.stem for path in (TUTORIAL / "figures").glob("*.svg"))
     commands = [line for block in blocks_of(language, "bash") for line in block.splitlines() if "tutorial/" in line]
     for name in run_all.LESSONS:
         documented = run_all.read_section(name) + run_all.read_section(name, "Also:")
         shown = [command for command in commands if f"tutorial/{name}.py" in command]
         assert set(run_all.read_section(name)) <= set(shown), name
-        assert set(shown) <= set(documented), f"{name}: the README has a command that the docstring lacks"
+        assert set(shown) <= set(documented), f"{name}: a page has a command that the docstring lacks"
 
 
 @pytest.mark.tutorial
