@@ -1,4 +1,4 @@
-"""Tests of the tutorial: every lesson runs with its documented commands, and the pages in both languages agree with the lessons."""
+"""Tests of the tutorial: each lesson runs with its documented commands, and the pages agree with the lessons."""
 
 import ast
 import difflib
