@@ -18,9 +18,9 @@ from distribuuuu.checkpoint import snapshot
 from distribuuuu.config.options import INTERPOLATIONS
 from distribuuuu.data import transforms
 from distribuuuu.data.augment import Erasing
-from distribuuuu.data.batch import Batch
+from distribuuuu.data.batch import Batch, copy_to_device
 from distribuuuu.data.decode import Box
-from distribuuuu.data.in_memory_loader import DeviceDataset, DeviceSamples
+from distribuuuu.data.device_samples import DeviceDataset, DeviceSamples
 from distribuuuu.data.loader import Loader, TrainLoader, build_loader
 from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.transforms import resize
@@ -32,7 +32,6 @@ from distribuuuu.inference import loaded_run
 from distribuuuu.inference.forward_chunks import one_behind
 from distribuuuu.inference.loaded_run import Selection, start_selection
 from distribuuuu.launch.detect import Launch
-from distribuuuu.launch.host import copy_to_device
 from distribuuuu.models import build_model
 from distribuuuu.optim.optimizer import build_clipper, build_lr, build_optimizer
 from distribuuuu.optim.precision import Precision, build_precision

@@ -1,14 +1,13 @@
 """Copies of a training state on the CPU, and the search for values that are not finite."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from distribuuuu.config import ConfigError
 from distribuuuu.distributed.full_tensors import FullStateDict, to_local
-from distribuuuu.launch.host import copy_to_host
 
 
 class NonFiniteError(ConfigError):
@@ -72,3 +71,40 @@ def _iter_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, (dict, list, tuple)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _iter_tensors(item, f"{name}/{key}" if name else str(key))
+
+
+def copy_to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    """Start to copy tensors of the current GPU to the host; return a function that waits for the copies, once.
+
+    The copies share one page-locked buffer. Tensors that are on the CPU are returned themselves.
+    """
+    if not any(tensor.is_cuda for tensor in tensors):
+        copies = [tensor.cpu() for tensor in tensors]
+        return lambda: copies
+    copies, copied = copy_into_buffer(tensors, pin_memory=True), torch.cuda.Event(blocking=True)
+    copied.record()
+
+    def wait() -> list[torch.Tensor]:
+        copied.synchronize()
+        return copies
+
+    return wait
+
+
+def copy_into_buffer(tensors: Sequence[torch.Tensor], pin_memory: bool) -> list[torch.Tensor]:
+    """Return copies of tensors, with their memory formats, in one buffer of the host; asynchronous if it is pinned."""
+    starts, size = [], 0
+    for tensor in tensors:  # aligned for each type, and no two at one address
+        starts.append(size)
+        size += max(1, -(-tensor.numel() * tensor.element_size() // 64)) * 64
+    try:
+        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory)
+    except RuntimeError:  # so much memory cannot be page-locked: each copy then waits for the device
+        buffer, pin_memory = torch.empty(size, dtype=torch.uint8), False
+    copies = []
+    for tensor, start in zip(tensors, starts, strict=True):
+        part = buffer[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype)
+        strides = torch.empty_like(tensor, device="meta").stride()
+        copies.append(part.as_strided(tensor.shape, strides, part.storage_offset()))
+        copies[-1].copy_(tensor.detach(), non_blocking=pin_memory)
+    return copies

@@ -4,63 +4,29 @@ Policies and jitter are torchvision's, timm's or big_vision's. They draw from gl
 from the random numbers of the sample. To add an operation, see `AugmentedCrop.operations`.
 """
 
-import contextlib
-import re
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 
-from distribuuuu.config import ConfigError, Problem
-from distribuuuu.config.derived import Size, height_and_width
+from distribuuuu.config import ConfigError
+from distribuuuu.config.derived import Size
 from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.registry import AUGMENTATIONS
+from distribuuuu.data.batch import copy_to_device
 from distribuuuu.data.decode import Box, LazyImage
-from distribuuuu.data.randaugment import randaugment
 from distribuuuu.data.seeding import BatchRNG, SampleRNG, seeded_generators, seeded_torch
 from distribuuuu.data.transforms import BatchTransform, Transform, to_uint8
-from distribuuuu.launch.host import copy_to_device
 
 # Least and greatest fraction of the image that an erased rectangle covers; by AUG.ERASING_MODE, its height over its
 # width, as in torchvision and in timm.
 ERASED_AREA = (0.02, 1 / 3)
 ERASED_RATIO = {"const": (0.3, 3.3), "pixel": (0.3, 1 / 0.3)}
-# torchvision's policies: class name and arguments.
-TORCHVISION_POLICIES = {
-    "autoaugment": ("AutoAugment", {}),  # of ImageNet
-    "randaugment": ("RandAugment", {"num_ops": 2, "magnitude": 9}),
-    "trivialaugment": ("TrivialAugmentWide", {}),
-}
-# RandAugment as in big_vision's recipes.
-BIG_VISION = "randaugment_big_vision"
-# Checked here because timm ignores a setting without a number and an unknown set of operations.
-TIMM_SETTINGS = {"rand": ("m", "n", "p", "mstd", "mmax", "inc"), "augmix": ("m", "w", "d", "a", "b", "mstd")}
-TIMM_OPERATION_SETS = ("weights", "3a", "3aw")
-# How often a policy of timm is tried before training.
-_NUM_TRIALS = 4
-
 ImageOp = Callable[[Image.Image], Image.Image]
 PixelOp = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Policy:
-    """A random operation on an image, and the context that seeds its generators.
-
-    torchvision and big_vision's policy draw with torch, in many threads at a time; timm draws with numpy and random,
-    one thread at a time.
-    """
-
-    operation: ImageOp
-    seeded: Callable[[int], contextlib.AbstractContextManager]
-
-    def __call__(self, image: Image.Image, seed: int) -> Image.Image:
-        """Return the changed image, a function of the image and the seed."""
-        with self.seeded(seed):
-            return self.operation(image)
 
 
 @dataclass(frozen=True)
@@ -69,7 +35,7 @@ class AugmentedCrop(Transform):
 
     Attributes:
         crop: returns uint8 (3, H, W), randomly flipped.
-        policy: applied next; None: skipped.
+        policy: applied next, with a seed (`Policy`); None: skipped.
         jitter: of the colors, applied next; None: skipped.
         operations: applied next, in this order; from uint8 (3, H, W) to the same. What they draw from torch, numpy or
             random is seeded per sample. A function of any module of this package becomes available to AUG.OPERATIONS
@@ -78,7 +44,7 @@ class AugmentedCrop(Transform):
     """
 
     crop: Transform
-    policy: Policy | None = None
+    policy: Callable[[Image.Image, int], Image.Image] | None = None
     jitter: ImageOp | None = None
     operations: tuple[PixelOp, ...] = ()
     erase: PixelOp | None = None
@@ -229,12 +195,11 @@ def build_augmentation(cfg, crop: Transform, mean: Sequence[float], std: Sequenc
         ConfigError: AUG.POLICY is not understood.
     """
     aug = cfg.AUG
-    try:
-        interpolation = cfg.DATA.INTERPOLATION
-        interpolation = "bilinear" if interpolation.startswith("opencv") else interpolation
-        policy = make_policy(aug.POLICY, interpolation, mean, cfg.TRAIN.IM_SIZE)
-    except ValueError as error:
-        raise ConfigError(Problem("AUG.POLICY", f"{aug.POLICY!r} {error}"), cfg.origins) from error
+    policy = None
+    if aug.POLICY != "none":
+        from distribuuuu.data.policies import build_policy
+
+        policy = build_policy(cfg, mean)
     jitter = make_jitter(aug.COLOR_JITTER) if any(aug.COLOR_JITTER) else None
     operations = tuple(AUGMENTATIONS.get(name) for name in aug.OPERATIONS)
     noise = tuple(std) if aug.ERASING_MODE == "pixel" else None
@@ -250,83 +215,3 @@ def make_jitter(strengths: Sequence[float]) -> ImageOp:
     from torchvision.transforms import v2
 
     return v2.ColorJitter(*(strengths if len(strengths) > 1 else [strengths[0]] * 3))
-
-
-def make_policy(text: str, interpolation: str, mean: Sequence[float], im_size: Size) -> Policy | None:
-    """Return the policy of AUG.POLICY; None for "none".
-
-    Args:
-        text: the name, with the settings of a policy of timm.
-        interpolation: of rotations and shears, "bilinear", "bicubic", or, for policies of timm, "random".
-        mean: per channel, in [0, 1]; timm's policies fill uncovered areas with it, torchvision's with black, and
-            big_vision's with gray.
-        im_size: side of the image in pixels, for timm's translations, which depend on the shorter side.
-
-    Raises:
-        ValueError: it is not understood; says why.
-    """
-    name, *settings = text.split("-")
-    if settings and (name in ("none", "3augment", BIG_VISION) or name in TORCHVISION_POLICIES):
-        raise ValueError(f"has settings, which {name} does not take")
-    if name == "none":
-        return None
-    if name == BIG_VISION:
-        return Policy(randaugment, seeded_torch)
-    if name in TORCHVISION_POLICIES:
-        from torchvision.transforms import v2
-
-        class_name, options = TORCHVISION_POLICIES[name]
-        policy_class = getattr(v2, class_name)
-        return Policy(policy_class(**options, interpolation=v2.InterpolationMode(interpolation)), seeded_torch)
-    # DeiT III (arXiv 2204.07118): gray, solarized or blurred, equally likely; timm calls it "3a".
-    text = "3a" if name == "3augment" else text
-    operation = _make_timm_policy(text, interpolation, mean, min(height_and_width(im_size)))
-    policy = Policy(operation, seeded_generators)
-    try:
-        for seed in range(_NUM_TRIALS):
-            policy(Image.new("RGB", height_and_width(im_size)[::-1]), seed)
-    except Exception as error:  # nearly anything, for numbers that make no sense
-        raise ValueError(f"cannot be applied: {error}") from error
-    return policy
-
-
-def _make_timm_policy(text: str, interpolation: str, mean: Sequence[float], im_size: int) -> ImageOp:
-    """Return timm's policy for a text, with the options of timm's training script."""
-    from timm.data import auto_augment
-
-    name, *settings = text.split("-")
-    _check_timm_settings(name, settings)
-    make = {"rand": auto_augment.rand_augment_transform, "augmix": auto_augment.augment_and_mix_transform}
-    hparams = {
-        "translate_const": int(im_size * 0.45),
-        "img_mean": tuple(round(255 * value) for value in mean),
-        **({"translate_pct": 0.3} if name == "augmix" else {}),
-    }
-    if interpolation != "random":  # timm's default
-        hparams["interpolation"] = Image.Resampling[interpolation.upper()]
-    try:
-        policy = make.get(name, auto_augment.auto_augment_transform)(text, hparams)
-    except (AssertionError, ValueError) as error:
-        raise ValueError(f"is rejected by timm: {error}") from error
-    operations = policy.ops if hasattr(policy, "ops") else [op for several in policy.policy for op in several]
-    for operation in operations:
-        if operation.aug_fn is auto_augment.posterize:
-            operation.aug_fn = _posterize
-    return policy
-
-
-def _check_timm_settings(name: str, settings: Sequence[str]) -> None:
-    known = TIMM_SETTINGS.get(name, ("mstd",))
-    for setting in settings:
-        key = re.split(r"\d", setting, maxsplit=1)[0]
-        if name == "rand" and setting.startswith("t"):
-            if setting[1:] not in TIMM_OPERATION_SETS:
-                raise ValueError(f"names no operations that timm knows: t{', t'.join(TIMM_OPERATION_SETS)}")
-        elif key not in known or key == setting:
-            allowed = [f"{word}NUMBER" for word in known] + (["tNAME"] if name == "rand" else [])
-            raise ValueError(f"has a setting that timm does not know, {setting!r}; {name} takes {', '.join(allowed)}")
-
-
-def _posterize(image: Image.Image, bits: int, **options) -> Image.Image:
-    """Keep this many bits per channel; with 0 the result is black, as before Pillow 13, which rejects timm's 0 bits."""
-    return ImageOps.posterize(image, min(bits, 8)) if bits > 0 else Image.new(image.mode, image.size)

@@ -1,4 +1,4 @@
-"""A batch, as workers make it, as loaders yield it on the device, and as tasks receive it."""
+"""A batch, as workers make it, as loaders yield it on the device, and as tasks receive it; copies to the device."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -40,3 +40,13 @@ def map_leaves(kind: type | tuple[type, ...], function: Callable[[Any], Any], va
         items = [map_leaves(kind, function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value
+
+
+def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device without waiting for pending work of a GPU, as a copy from pageable memory would.
+
+    torch's allocator keeps the page-locked copy until the transfer ends.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

@@ -5,10 +5,8 @@ from distribuuuu.config.derived import eval_crop_size
 from distribuuuu.config.options import WHOLE_IMAGE
 from distribuuuu.config.reader import override
 from distribuuuu.config.registry import task_class
-from distribuuuu.data.augment import build_augmentation
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.normalize import statistics_of
-from distribuuuu.data.samplers import build_im_size
 from distribuuuu.data.transforms import (
     CenterCrop,
     EpochTransforms,
@@ -45,7 +43,11 @@ def build_transform(cfg, images: ImageDataset, train: bool, name: str = MAIN) ->
     stages = {0: build_views(cfg, images, name)}
     for epoch, options in sorted(task_class(cfg).augmentation_stages(cfg).items()):
         stages[epoch] = build_views(override(cfg, options, f"stage from epoch {epoch}", _OF_STAGE), images, name)
-    return EpochTransforms(stages, build_im_size(cfg)) if depends_on_epoch(cfg) else stages[0]
+    if not depends_on_epoch(cfg):
+        return stages[0]
+    from distribuuuu.data.progressive_resizing import build_im_size
+
+    return EpochTransforms(stages, build_im_size(cfg))
 
 
 def build_views(cfg, images: ImageDataset, name: str) -> Transform | Views:
@@ -83,4 +85,9 @@ def build_view(cfg, images: ImageDataset) -> Transform:
     else:
         mode = data.CROP_PADDING_MODE
         crop = PaddedCrop(im_size, data.CROP_PADDING, data.FLIP, data.INTERPOLATION, data.VFLIP, mode)
+    aug = cfg.AUG
+    if aug.POLICY == "none" and not (any(aug.COLOR_JITTER) or aug.OPERATIONS or aug.ERASING):
+        return crop
+    from distribuuuu.data.augment import build_augmentation
+
     return build_augmentation(cfg, crop, *statistics_of(cfg, images))

@@ -22,22 +22,19 @@ from distribuuuu.config.errors import counted
 from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.reader import override
 from distribuuuu.config.registry import dataset_class, dataset_name, task_class
-from distribuuuu.data.augment import AugmentedCrop, ErasedCrop
-from distribuuuu.data.batch import Batch, map_leaves
+from distribuuuu.data.batch import Batch, copy_to_device, map_leaves
 from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
 from distribuuuu.data.build_transform import MAIN, build_transform, depends_on_epoch
 from distribuuuu.data.datasets.base import TARGETS, ImageDataset, class_count_mismatch, get_dataset
 from distribuuuu.data.datasets.file_check import KEEP_16_BITS, check_images, find_reduced
 from distribuuuu.data.decode import build_decode_options
-from distribuuuu.data.in_memory_loader import DeviceDataset, DeviceSamples
+from distribuuuu.data.make_batch import HostBatch, Samples, as_targets
 from distribuuuu.data.normalize import Normalizer, statistics_of
-from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler, build_class_balance
-from distribuuuu.data.samples import HostBatch, Samples, as_targets
-from distribuuuu.data.transforms import EpochTransforms, list_views
+from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
+from distribuuuu.data.transforms import list_views
 from distribuuuu.data.workers import Pass, WorkerBatches, count_workers, start_workers
 from distribuuuu.distributed import comm as dist
 from distribuuuu.launch.detect import Launch
-from distribuuuu.launch.host import copy_to_device
 
 logger = logging.getLogger(__name__)
 
@@ -311,19 +308,14 @@ def build_samples(
     notes = list(find_notes(cfg, images, launch, train, name))
     sampler: Any = build_sampler(cfg, images, launch, train, plan)
     transform, options = build_transform(cfg, images, train, name), build_decode_options(cfg)
-    samples_class = Samples
+    arguments = transform, cfg.DATA.DECODER, cfg.DATA.ON_BAD_IMAGE == "skip", options
     if cfg.DATA.LOADER == "device":
-        # Other augmentation than erasing runs on the host: pixels on the device would be copied back image by image.
-        stages = transform.stages.values() if isinstance(transform, EpochTransforms) else [transform]
-        is_on_host = any(isinstance(view, AugmentedCrop) and not isinstance(view, ErasedCrop)
-                         for stage in stages for view in list_views(stage))  # fmt: skip
-        pixel_device = torch.device("cpu") if is_on_host else device
-        images = DeviceDataset(
-            images, cfg.DATA.DECODER, pixel_device, count_workers(cfg.TRAIN.WORKERS, launch), options
-        )
-        samples_class = DeviceSamples
-    skips = cfg.DATA.ON_BAD_IMAGE == "skip"
-    samples = samples_class(images, transform, cfg.DATA.DECODER, skips, options, substitutes=train)
+        from distribuuuu.data.device_samples import DeviceSamples
+
+        num_threads = count_workers(cfg.TRAIN.WORKERS, launch)
+        samples: Samples = DeviceSamples.load(images, device, num_threads, *arguments, substitutes=train)
+    else:
+        samples = Samples(images, *arguments, substitutes=train)
     extra = build_extra(cfg, launch, device, sampler.plan) if train and name == MAIN else {}
     for other, (one, found) in extra.items():
         samples.extra[other], sampler.extra[other] = one.samples, one.sampler
@@ -408,15 +400,18 @@ def build_sampler(
         )
     plan = plan or plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, launch.world_size)
     check_num_images(cfg, plan, num_images)
-    balance, depends = build_class_balance(cfg, images), depends_on_epoch(cfg)
-    blocks = None
+    balance = blocks = None
+    if cfg.DATA.SAMPLING != "uniform":
+        from distribuuuu.data.class_balance import build_class_balance
+
+        balance = build_class_balance(cfg, images)
     if cfg.DATA.SHUFFLE == "blocks" and not cfg.MODEL.DUMMY_INPUT:
         from distribuuuu.data.packed.block_order import BlockShuffle
 
         blocks = BlockShuffle(images)
     alternating = cfg.DATA.FLIP if cfg.DATA.FLIP_MODE == "alternating" else None
     sampler = ResumableDistributedSampler(
-        num_images, plan, launch.rank, cfg.DATA.REPEATS, depends, balance, blocks, alternating
+        num_images, plan, launch.rank, cfg.DATA.REPEATS, depends_on_epoch(cfg), balance, blocks, alternating
     )
     if cfg.OPTIM.LAST_EPOCH < 1:
         sampler.last = cfg.OPTIM.MAX_EPOCH - 1, cfg.OPTIM.LAST_EPOCH

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from distribuuuu.config import ConfigError
+from distribuuuu.data.batch import copy_to_device
 from distribuuuu.data.batch_plan import BatchPlan, check_pairs
 from distribuuuu.data.seeding import derive_seed
 from distribuuuu.distributed import comm as dist
-from distribuuuu.launch.host import copy_to_device
 
 # (images, labels, seed, epoch, step, micro) -> (images, targets)
 Mixer = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -125,22 +125,15 @@ class PairMixer:
         return MixParams(np.where(use_cutmix, by_cutmix, by_mixup), use_cutmix, mixed < self.probability, row, column)
 
 
-def no_mix(images: torch.Tensor, labels: torch.Tensor, *position: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return images and labels unchanged."""
-    return images, labels
-
-
 def build_mixer(cfg, plan: BatchPlan, rank: int | None = None) -> Mixer:
     """Return mixer(images, labels, seed, epoch, step, micro) -> (images, targets).
 
-    Without mixup and CutMix it returns its arguments. `rank` defaults to that of the process group.
+    `rank` defaults to that of the process group.
 
     Raises:
         ConfigError: a micro-batch has an odd number of images.
     """
     aug = cfg.AUG
-    if not aug.MIXUP and not aug.CUTMIX:
-        return no_mix
     check_pairs(cfg, plan)
     return PairMixer(
         plan,

@@ -4,10 +4,9 @@ Both samplers yield micro-batches as lists of sample keys; a key identifies the 
 Workers are started once, so the epoch travels in the key if the transform depends on it.
 """
 
-import functools
 import itertools
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,11 +16,7 @@ from torch.utils.data import Sampler
 from distribuuuu.config import ConfigError
 from distribuuuu.config.derived import part_of_epoch
 from distribuuuu.data.batch_plan import BatchPlan
-from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.seeding import BatchRNG, SampleKey, derive_seed
-
-# A class of n images is drawn in proportion to n to this power, by DATA.SAMPLING.
-CLASS_POWERS = {"balanced": 0.0, "sqrt": 0.5}
 
 BatchKeys = list[SampleKey]
 
@@ -50,8 +45,8 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
         rank: this process's rank.
         repeats: how often each image appears in a step.
         keys_have_epoch: whether a key tells the epoch, for a transform that depends on it.
-        balance: draws the images of an epoch with replacement, `num_images` of them, each draw with an augmentation of
-            its own; None: a permutation.
+        balance: a `ClassBalance`, which draws the images of an epoch with replacement, `num_images` of them, each draw
+            with an augmentation of its own; None: a permutation.
         blocks: permutes neighboring images within a window, see `BlockShuffle`; None: all images.
         alternating: the share of the images that are flipped in the first epoch; each later one flips exactly those
             that the epoch before did not; None: the transform draws.
@@ -68,7 +63,7 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
     rank: int
     repeats: int = 1
     keys_have_epoch: bool = False
-    balance: "ClassBalance | None" = None
+    balance: Any = None
     blocks: Any = None
     alternating: float | None = None
     last: tuple[int, float] | None = None
@@ -198,67 +193,3 @@ class EvalSampler(Sampler[BatchKeys]):
     def __iter__(self) -> Iterator[BatchKeys]:
         for start in range(0, len(self.indices), self.batch_size):
             yield [(0, index) for index in self.indices[start : start + self.batch_size]]
-
-
-class ClassBalance:
-    """Class-balanced sampling with replacement (Kang et al., arXiv 1910.09217).
-
-    A class is drawn in proportion to its weight, and the images of a class are equally likely.
-
-    Args:
-        labels: the class of each image, from 0.
-        power: a class of n images has the weight `n ** power`, or 0 if n is 0; a power of 0 makes all classes equally
-            likely, 1 all images.
-    """
-
-    def __init__(self, labels: Sequence[int], power: float):
-        classes = torch.as_tensor(labels, dtype=torch.int64)
-        self._counts = torch.bincount(classes)
-        weights = torch.where(self._counts > 0, self._counts.double() ** power, 0.0)
-        bounds = weights.cumsum(0)
-        self._bounds = bounds / bounds[-1]
-        # The images sorted by class, and the offset of each class among them.
-        self._images = classes.argsort(stable=True)
-        self._offsets = self._counts.cumsum(0) - self._counts
-
-    def draw(self, num: int, generator: torch.Generator) -> torch.Tensor:
-        """Return the indices of `num` images: int64 (num,)."""
-        for_class, for_image = torch.rand(2, num, dtype=torch.float64, generator=generator)
-        chosen = torch.searchsorted(self._bounds, for_class, right=True)  # skips classes of weight 0
-        counts = self._counts[chosen]
-        within = torch.minimum((for_image * counts).long(), counts - 1)
-        return self._images[self._offsets[chosen] + within]
-
-
-def build_class_balance(cfg, images: ImageDataset) -> ClassBalance | None:
-    """Return the class balance of DATA.SAMPLING; None for `uniform`, where each image appears once per epoch."""
-    if cfg.DATA.SAMPLING not in CLASS_POWERS:
-        return None
-    assert images.targets == "label"  # reported as a conflict in the config
-    labels = [int(images.label(index)) for index in range(len(images))]
-    return ClassBalance(labels, CLASS_POWERS[cfg.DATA.SAMPLING])
-
-
-def progressive_im_size(epoch: int, start: int, end: int, first: float, last: float, multiple: int) -> int:
-    """Return the side of an epoch's images, in pixels: linear in the epoch, to the nearest multiple (as in ffcv).
-
-    Args:
-        epoch: from 0.
-        start, end: the side up to epoch `first`, and from epoch `last`.
-        first, last: epochs between which the side grows.
-        multiple: sides in between are multiples of it, within `start` and `end`.
-    """
-    progress = min(1.0, max(0.0, (epoch - first) / (last - first)))
-    if progress in (0.0, 1.0):
-        return end if progress else start
-    return min(end, max(start, round((start + (end - start) * progress) / multiple) * multiple))
-
-
-def build_im_size(cfg) -> Callable[[int], int] | None:
-    """Return a function from the epoch to the side of its images; None if it is always TRAIN.IM_SIZE."""
-    train = cfg.TRAIN
-    if not train.IM_SIZE_START:
-        return None
-    first, last = train.IM_SIZE_EPOCHS
-    sides = {"start": train.IM_SIZE_START, "end": train.IM_SIZE, "multiple": train.IM_SIZE_MULTIPLE}
-    return functools.partial(progressive_im_size, **sides, first=first, last=last)

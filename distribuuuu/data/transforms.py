@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.nn.functional import embedding_bag, interpolate, pad
+from torch.nn.functional import interpolate, pad
 
 from distribuuuu.config.derived import Size, height_and_width, show_size
+from distribuuuu.data.batch import copy_to_device
 from distribuuuu.data.decode import Box, LazyImage
 from distribuuuu.data.seeding import BatchRNG, SampleKey, SampleRNG
-from distribuuuu.launch.host import copy_to_device
 
 # Least and greatest width over height of a random crop.
 RATIO = (3 / 4, 4 / 3)
@@ -317,45 +317,23 @@ def resize(pixels: torch.Tensor, height: int, width: int, interpolation: str = "
     """
     if tuple(pixels.shape[-2:]) == (height, width):
         return pixels
-    if interpolation == "opencv_area":
-        return _as_type(_average(_average(pixels.float(), height, -2), width, -1), pixels.dtype)
+    if interpolation.startswith("opencv"):
+        from distribuuuu.data.opencv_resize import resize_as_opencv
+
+        values = resize_as_opencv(pixels, height, width, interpolation)
+        return to_uint8(values) if pixels.dtype == torch.uint8 else values
     # The batch is built as (H, W, C): only then torch uses the adjacent channels; otherwise it takes 1.6 times as long.
     batch = pixels if pixels.ndim == 4 else pixels.movedim(0, -1).unsqueeze(0).movedim(-1, 1)
-    if interpolation == "opencv_linear":  # torch would round uint8 down
-        resized = _as_type(interpolate(batch.float(), (height, width), mode="bilinear"), batch.dtype)
-    elif batch.device.type == "cpu" or batch.dtype != torch.uint8:
+    if batch.device.type == "cpu" or batch.dtype != torch.uint8:
         resized = interpolate(batch, (height, width), mode=interpolation, antialias=True)
     else:  # torch resizes uint8 on the CPU only
         resized = to_uint8(interpolate(batch.float(), (height, width), mode=interpolation, antialias=True))
     return resized if pixels.ndim == 4 else resized[0]
 
 
-def _as_type(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return to_uint8(values) if dtype == torch.uint8 else values
-
-
 def to_uint8(values: torch.Tensor) -> torch.Tensor:
     """Return float values, which may be overwritten, as uint8."""
     return values.round_().clamp_(0, 255).to(torch.uint8)
-
-
-def _average(values: torch.Tensor, size: int, dim: int) -> torch.Tensor:
-    """Return float32 with `size` means along a dimension, each over an equal part, to which pixels count in part.
-
-    E.g. from 5 pixels to 2 means, over [0, 2.5) and [2.5, 5): the pixels that each part may touch, and their shares.
-
-        index   0    1    2    3        shares  0.4  0.4  0.2  0
-                2    3    4    4 (5)            0.2  0.4  0.4  0
-    """
-    num = values.shape[dim]
-    edges = torch.arange(size + 1, dtype=torch.float64) * num / size
-    first, last = edges[:-1, None], edges[1:, None]
-    index = first.floor() + torch.arange(num // size + 2)
-    shares = (torch.minimum(last, index + 1) - torch.maximum(first, index)).clamp_(min=0) * size / num
-    index, shares = (copy_to_device(part, values.device) for part in (index.long().clamp_(max=num - 1), shares.float()))
-    rows = values.movedim(dim, 0)
-    means = embedding_bag(index, rows.reshape(num, -1), mode="sum", per_sample_weights=shares)
-    return means.view(size, *rows.shape[1:]).movedim(0, dim)
 
 
 def resize_to_cover(pixels: torch.Tensor, size: Size, interpolation: str = "bilinear") -> torch.Tensor:

@@ -27,8 +27,8 @@ import torch
 from distribuuuu.config import ConfigError
 from distribuuuu.config.plugins import ImportedPlugins
 from distribuuuu.data.batch import map_leaves
+from distribuuuu.data.make_batch import HostBatch, Samples
 from distribuuuu.data.samplers import BatchKeys, EvalSampler, ResumableDistributedSampler
-from distribuuuu.data.samples import HostBatch, Samples
 from distribuuuu.data.seeding import lend_generators
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import count_cores

@@ -15,8 +15,8 @@ import torch
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import Loader, count_bytes
+from distribuuuu.data.make_batch import Samples
 from distribuuuu.data.samplers import BatchKeys, EvalSampler
-from distribuuuu.data.samples import Samples
 from distribuuuu.data.workers import Pass, start_workers
 from distribuuuu.files.image_files import read_file
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from distribuuuu.checkpoint.restore import load_state_dict
+from distribuuuu.checkpoint.snapshot import copy_to_host
 from distribuuuu.checkpoint.weights_files import KINDS
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.derived import show_size
@@ -32,7 +33,7 @@ from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.resume import restore_task
 from distribuuuu.inference.forward_chunks import ChunkLoader, UnlabeledImages, list_spans, one_behind
 from distribuuuu.inference.image_arguments import list_images
-from distribuuuu.launch.host import copy_to_host, count_cores
+from distribuuuu.launch.host import count_cores
 from distribuuuu.models import build_model
 from distribuuuu.optim.precision import build_precision
 from distribuuuu.records.results import FILE_NAME, read_results

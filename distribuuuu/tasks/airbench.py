@@ -14,8 +14,8 @@ from distribuuuu.data.build_transform import build_transform
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import build_decode_options
 from distribuuuu.data.loader import BadImageError
+from distribuuuu.data.make_batch import Samples
 from distribuuuu.data.normalize import Normalizer, statistics_of
-from distribuuuu.data.samples import Samples
 from distribuuuu.distributed import comm as dist
 from distribuuuu.tasks.classification import Classification
 

@@ -12,7 +12,6 @@ from distribuuuu.config.registry import TASKS
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan, check_accumulation
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.mixup import build_mixer
 from distribuuuu.data.normalize import pad_batch
 from distribuuuu.optim.precision import Precision
 from distribuuuu.tasks.base import StepKey, Task
@@ -28,6 +27,7 @@ class Classification(Task):
     """One label per image: LOSS.NAME on images mixed by Mixup or CutMix in training, cross-entropy in evaluation."""
 
     criterion: Any = None  # only in training
+    mix: Any = None  # only with Mixup or CutMix
 
     def __init__(self, cfg, classes: Sequence[str], device: torch.device, precision: Precision):
         super().__init__(cfg, classes, device, precision)
@@ -36,7 +36,10 @@ class Classification(Task):
     def prepare_training(self, plan: BatchPlan, images: ImageDataset, num_steps: int) -> None:
         """Build the mixer and the loss."""
         check_accumulation(self.cfg, plan)
-        self.mix = build_mixer(self.cfg, plan)
+        if self.cfg.AUG.MIXUP or self.cfg.AUG.CUTMIX:
+            from distribuuuu.data.mixup import build_mixer
+
+            self.mix = build_mixer(self.cfg, plan)
         self.mix_end = min(stage_without_augmentation(self.cfg), default=math.inf)
         self.criterion = build_loss(self.cfg, images=images).to(self.device)
         if type(self.criterion).prepare is not Loss.prepare:
@@ -48,7 +51,7 @@ class Classification(Task):
 
     def prepare_batch(self, batch: Batch, key: StepKey) -> Batch:
         """Return a micro-batch, mixed by Mixup or CutMix."""
-        if key.epoch >= self.mix_end:
+        if not self.mix or key.epoch >= self.mix_end:
             return batch
         images, targets = self.mix(batch.images, batch.targets, *key)
         return batch._replace(images=images, targets=targets)

@@ -24,13 +24,12 @@ from distribuuuu.checkpoint import manager as checkpoint
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint, write_atomically
 from distribuuuu.checkpoint.manager import CheckpointManager, checkpoint_name
 from distribuuuu.checkpoint.restore import load_state_dict
-from distribuuuu.checkpoint.snapshot import NonFiniteError, hash_tensors, with_own_storage
+from distribuuuu.checkpoint.snapshot import NonFiniteError, copy_into_buffer, hash_tensors, with_own_storage
 from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config import load_cfg
 from distribuuuu.engine.resume import list_changes
 from distribuuuu.engine.state import TrainState
 from distribuuuu.files.atomic_file import replacing
-from distribuuuu.launch.host import copy_into_buffer
 from distribuuuu.optim.optimizer import build_optimizer
 
 

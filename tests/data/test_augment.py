@@ -18,10 +18,11 @@ from torchvision.transforms import v2
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.config.registry import AUGMENTATIONS, task_class
 from distribuuuu.data import augment
-from distribuuuu.data.augment import AugmentedCrop, Erasing, Policy, build_augmentation, make_jitter, make_policy
+from distribuuuu.data.augment import AugmentedCrop, Erasing, build_augmentation, make_jitter
 from distribuuuu.data.decode import LazyImage
 from distribuuuu.data.loader import BadImageError, build_loader
 from distribuuuu.data.normalize import Normalizer
+from distribuuuu.data.policies import Policy, make_policy
 from distribuuuu.data.seeding import SampleRNG, own_generators, seed_cpu, seeded_generators, seeded_torch
 from distribuuuu.data.transforms import PaddedCrop, ResizedCrop
 from distribuuuu.trainer import train_model

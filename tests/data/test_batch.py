@@ -18,8 +18,8 @@ from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.batch import Batch, map_leaves
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import build_loader
+from distribuuuu.data.make_batch import as_targets
 from distribuuuu.data.mixup import build_mixer
-from distribuuuu.data.samples import as_targets
 from distribuuuu.tasks.classification import Classification
 from distribuuuu.tasks.metrics import StepOutput
 from distribuuuu.trainer import train_model
@@ -29,7 +29,7 @@ from distribuuuu.trainer import train_model
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("broken", [False, True])
-def test_the_index_is_that_of_the_image_shown_also_of_a_substitute(small_cfg, tmp_path, way, broken):
+def test_the_index_is_that_of_the_image_shown_and_a_broken_one_is_marked(small_cfg, tmp_path, way, broken):
     for split in ("train", "val"):
         draw_folder(tmp_path / "data", split, {"ant": 12, "bee": 12})
     words = ("TRAIN.DATASET", tmp_path / "data", "MODEL.NUM_CLASSES", 2, "DATA.ON_BAD_IMAGE", "skip", *way)
@@ -38,9 +38,10 @@ def test_the_index_is_that_of_the_image_shown_also_of_a_substitute(small_cfg, tm
     if broken:
         (tmp_path / "data" / "val" / "bee" / "005.jpg").write_bytes(b"torn")
     for batch in build_loader(small_cfg(*words), ALONE, CPU, train=False):
-        shown = [(crops == image).flatten(1).all(1).nonzero().item() for image in batch.images]
-        assert batch.index.dtype == torch.int64 and batch.index.tolist() == shown
-        assert (17 in batch.index.tolist()) == (not broken and len(batch.index) == 8)
+        marks = torch.zeros(len(batch.index), dtype=torch.bool) if batch.broken is None else batch.broken
+        assert batch.index[marks].tolist() == [17] * (broken and 17 in batch.index.tolist())
+        shown = [(crops == image).flatten(1).all(1).nonzero().item() for image in batch.images[~marks]]
+        assert batch.index.dtype == torch.int64 and batch.index[~marks].tolist() == shown
         assert batch.targets.tolist() == [whole.images.label(index) for index in batch.index.tolist()]
 
 

@@ -28,8 +28,8 @@ from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.decode import DEFAULTS, Box, DecodeOptions, EncodedImage, decode, open_lazy_image
 from distribuuuu.data.image_file import FORMATS
 from distribuuuu.data.jpeg_header import cut_rows, read_jpeg_header
+from distribuuuu.data.make_batch import Samples
 from distribuuuu.data.optional_decoders import scale_factor
-from distribuuuu.data.samples import Samples
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop, random_resized_box, resize
 

@@ -15,9 +15,9 @@ from distribuuuu.data import workers
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import Loader
+from distribuuuu.data.make_batch import Samples
 from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
-from distribuuuu.data.samples import Samples
 from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.data.workers import Pass, start_workers
 from distribuuuu.trainer import train_model

@@ -12,7 +12,7 @@ from support.tiers import pairwise
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data import in_memory_loader as resident
+from distribuuuu.data import device_samples as resident
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import BadImageError, build_loader
 

@@ -11,10 +11,11 @@ from support.batches import ALONE, CPU, assert_same_batches
 from support.images import draw_folder
 
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.data import samplers
 from distribuuuu.data.batch_plan import plan_batches
+from distribuuuu.data.class_balance import CLASS_POWERS, ClassBalance, build_class_balance
 from distribuuuu.data.loader import build_loader
-from distribuuuu.data.samplers import ClassBalance, ResumableDistributedSampler, build_class_balance
+from distribuuuu.data.progressive_resizing import progressive_im_size
+from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
 from distribuuuu.data.workers import Pass
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model, check_model
@@ -42,11 +43,11 @@ def epoch_of(samplers, seed=3, epoch=1, first_step=0):
     return [sum(flat[start : start + plan.accum_steps], []) for start in range(0, len(flat), plan.accum_steps)]
 
 
-@pytest.mark.parametrize("policy", samplers.CLASS_POWERS)
+@pytest.mark.parametrize("policy", CLASS_POWERS)
 def test_classes_come_as_often_as_their_weights_say_and_images_of_a_class_equally(policy):
     num = 200_000
-    drawn = ClassBalance(LABELS, samplers.CLASS_POWERS[policy]).draw(num, torch.Generator().manual_seed(0))
-    weights = {label: count ** samplers.CLASS_POWERS[policy] if count else 0 for label, count in COUNTS.items()}
+    drawn = ClassBalance(LABELS, CLASS_POWERS[policy]).draw(num, torch.Generator().manual_seed(0))
+    weights = {label: count ** CLASS_POWERS[policy] if count else 0 for label, count in COUNTS.items()}
     found = Counter(LABELS[index] for index in drawn.tolist())
     for label, weight in weights.items():
         share = weight / sum(weights.values())
@@ -93,7 +94,7 @@ def test_repeats_bring_each_image_of_a_step_so_often_with_other_augmentation():
 
 def test_evaluation_takes_each_image_exactly_once():
     for num_images, batch_size, world_size in [(37, 8, 1), (37, 8, 2), (37, 1, 3), (2, 4, 5)]:
-        parts = [samplers.EvalSampler(num_images, batch_size, rank, world_size) for rank in range(world_size)]
+        parts = [EvalSampler(num_images, batch_size, rank, world_size) for rank in range(world_size)]
         taken = [index for sampler in parts for batch in sampler for _, index in batch]
         assert sorted(taken) == list(range(num_images))
         assert [len(sampler) for sampler in parts] == [len(list(sampler)) for sampler in parts]
@@ -131,11 +132,11 @@ def test_sizes_are_those_of_ffcv_with_ends_as_they_were_set_and_multiples_betwee
     for start, end, first, last in [(160, 192, 65, 76), (160, 192, 12, 14), (96, 224, 0, 33)]:
         for epoch in range(100):
             line = np.interp([epoch], [first, last], [start, end])
-            assert samplers.progressive_im_size(epoch, start, end, first, last, 32) == int(np.round(line[0] / 32)) * 32
-    sizes = [samplers.progressive_im_size(epoch, 88, 176, 3, 20, 32) for epoch in range(30)]
+            assert progressive_im_size(epoch, start, end, first, last, 32) == int(np.round(line[0] / 32)) * 32
+    sizes = [progressive_im_size(epoch, 88, 176, 3, 20, 32) for epoch in range(30)]
     assert sizes[:4] == [88] * 4 and sizes[20:] == [176] * 10 and sizes == sorted(sizes)
     assert set(sizes) == {88, 96, 128, 160, 176}
-    assert {samplers.progressive_im_size(epoch, 100, 120, 0, 10, 64) for epoch in range(12)} <= {100, 120, 128 - 8}
+    assert {progressive_im_size(epoch, 100, 120, 0, 10, 64) for epoch in range(12)} <= {100, 120, 128 - 8}
 
 
 def test_full_size_epochs_are_those_of_a_run_that_does_not_grow(small_cfg):

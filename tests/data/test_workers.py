@@ -21,8 +21,8 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data import workers
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import BadImageError, build_loader
+from distribuuuu.data.make_batch import Samples
 from distribuuuu.data.samplers import EvalSampler
-from distribuuuu.data.samples import Samples
 from distribuuuu.data.transforms import CenterCrop, ResizedCrop
 from distribuuuu.data.workers import LoaderWorkerError, Pass, count_workers, start_workers
 from distribuuuu.launch import host
@@ -311,7 +311,7 @@ def test_pinned_batches_are_the_same_and_a_dead_worker_is_an_error(monkeypatch, 
 
 DYING = """
 import multiprocessing, os, runpy, signal, sys
-from distribuuuu.data.samples import Samples
+from distribuuuu.data.make_batch import Samples
 make, num, rank, place = Samples.__getitem__, int(os.environ["NUM"]), os.environ["DYING"], os.environ.get("RANK", "0")
 
 def make_or_die(self, where):

@@ -15,7 +15,7 @@ from distribuuuu.data.build_transform import build_transform
 from distribuuuu.data.datasets.base import get_dataset
 from distribuuuu.data.mixup import blend_pairs, soften
 from distribuuuu.data.normalize import statistics_of
-from distribuuuu.data.samplers import build_im_size
+from distribuuuu.data.progressive_resizing import build_im_size
 from distribuuuu.data.transforms import CenterCrop, EpochTransforms, Transform
 from distribuuuu.models import build_model
 from distribuuuu.optim.ema import build_averages

@@ -14,7 +14,7 @@ from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import build_decode_options, open_lazy_image
 from distribuuuu.data.loader import BadImageError
-from distribuuuu.data.samples import reason_of
+from distribuuuu.data.make_batch import reason_of
 from distribuuuu.inference.load_run import open_data
 
 

@@ -23,6 +23,7 @@ from distribuuuu.commands.pack.writer import (
     remove_pack,
     remove_parts,
 )
+from distribuuuu.commands.scan.pool import map_in_order
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.errors import Problem, counted, did_you_mean
 from distribuuuu.data.datasets.array_file import checksum_of
@@ -39,7 +40,6 @@ from distribuuuu.data.packed.format import (
     shard_header,
 )
 from distribuuuu.files.locks import try_lock_folder
-from distribuuuu.launch.pool import map_in_order
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,7 +7,7 @@ from typing import Any
 
 from distribuuuu.config.derived import show_size, total_steps
 from distribuuuu.data.batch_plan import BatchPlan
-from distribuuuu.data.samplers import build_im_size
+from distribuuuu.data.progressive_resizing import build_im_size
 
 # Image sides of progressive resizing that are measured; the others are interpolated.
 MAX_SIZES = 4

@@ -10,20 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distribuuuu.checkpoint.snapshot import copy_to_host
 from distribuuuu.commands.stats.significance import wilson_interval
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import BadImageError
-from distribuuuu.data.samples import as_targets
+from distribuuuu.data.make_batch import as_targets
 from distribuuuu.data.workers import count_workers
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.inference.forward_chunks import ChunkLoader, list_spans, one_behind
 from distribuuuu.inference.load_run import open_data
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.launch.detect import detect_launch
-from distribuuuu.launch.host import copy_to_host
 from distribuuuu.records.run_log import progress
 from distribuuuu.tasks.metrics import rank_classes
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from distribuuuu.commands.scan.pool import map_in_order
 from distribuuuu.data.datasets.base import ImageDataset, is_file
 from distribuuuu.data.decode import open_lazy_image, pil_to_tensor
 from distribuuuu.data.image_file import DecodeOptions, has_16_bits, open_image
-from distribuuuu.data.samples import reason_of
-from distribuuuu.launch.pool import map_in_order
+from distribuuuu.data.make_batch import reason_of
 
 # What is kept of an image: 33 bytes. The content hash decides together with the perceptual hash and the size.
 RECORD = np.dtype([("content", "u8"), ("hash", "u1", 16), ("width", "u4"), ("height", "u4"), ("flags", "u1")])

@@ -20,7 +20,7 @@ from distribuuuu.data.datasets.folder_index import NUM_THREADS
 from distribuuuu.data.decode import build_decode_options, decode
 from distribuuuu.data.image_file import DecodeOptions, check_size, has_16_bits, open_image
 from distribuuuu.data.jpeg_header import read_jpeg_header
-from distribuuuu.data.samples import reason_of
+from distribuuuu.data.make_batch import reason_of
 from distribuuuu.files.image_files import file_stamp, open_nonblocking, read_file
 from distribuuuu.files.locks import take_turn
 

@@ -1,4 +1,4 @@
-"""Loader for DATA.LOADER device: small images are decoded once, kept on the device, and cropped there in batches."""
+"""Samples for DATA.LOADER device: small images are decoded once, kept on the device, and cropped there in batches."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.batch import Batch, map_leaves
+from distribuuuu.data.augment import AugmentedCrop, ErasedCrop
+from distribuuuu.data.batch import Batch, copy_to_device, map_leaves
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, open_lazy_image
-from distribuuuu.data.samples import Allocate, HostBatch, Samples, as_targets
+from distribuuuu.data.make_batch import Allocate, HostBatch, Samples, as_targets
 from distribuuuu.data.seeding import BatchRNG, SampleKey, derive_seed
-from distribuuuu.data.transforms import BatchTransform, Views, list_views, transform_at
-from distribuuuu.launch.host import copy_to_device
+from distribuuuu.data.transforms import BatchTransform, EpochTransforms, Views, list_views, transform_at
 
 # Images that a thread decodes at a time.
 _CHUNK = 256
@@ -107,6 +107,23 @@ class DeviceSamples(Samples):
     """Samples of a DeviceDataset, made on the device: the workers' pixels, up to a GPU's rounding when it resizes."""
 
     images: DeviceDataset
+
+    @classmethod
+    def load(
+        cls, images: ImageDataset, device: torch.device, num_threads: int, transform: Any, decoder: str,
+        skip_broken: bool, options: DecodeOptions, **others: Any
+    ) -> "DeviceSamples":  # fmt: skip
+        """Return the samples of a data set; for the arguments see `DeviceDataset` and `Samples`.
+
+        Other augmentation than erasing runs on the host, where the pixels then are: from the device they would be
+        copied back image by image.
+        """
+        stages = transform.stages.values() if isinstance(transform, EpochTransforms) else [transform]
+        is_on_host = any(isinstance(view, AugmentedCrop) and not isinstance(view, ErasedCrop)
+                         for stage in stages for view in list_views(stage))  # fmt: skip
+        device = torch.device("cpu") if is_on_host else device
+        decoded = DeviceDataset(images, decoder, device, num_threads, options)
+        return cls(decoded, transform, decoder, skip_broken, options, **others)
 
     def make_batch(self, keys: Sequence[SampleKey], allocate: Allocate) -> HostBatch:
         """Return the batch of some keys; images of one size are transformed together if the transforms allow that."""
