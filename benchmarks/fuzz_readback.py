@@ -48,6 +48,7 @@ from distribuuuu.commands.stats.stored_predictions import read_predictions
 from distribuuuu.commands.table.table import read_reported, write_block
 from distribuuuu.commands.table.tables import format_table, make_row
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config.json_file import replace_nonfinite
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.file_check import check_images
 from distribuuuu.data.datasets.folder_index import open_index
@@ -60,7 +61,7 @@ from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.data.packed.format import INDEX
 from distribuuuu.records.metric_writers import drop_records_after
 from distribuuuu.records.predictions import write_npz as save_arrays
-from distribuuuu.records.results import read_results, replace_nonfinite
+from distribuuuu.records.read_results import read_results
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from support.archives import archive_folder, write_imagenet

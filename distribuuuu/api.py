@@ -283,7 +283,7 @@ def _find_config(run: Any) -> tuple[str | Config, list[str]]:
 
 def _read_results(out_dir: Path) -> dict[str, Any]:
     """Return the content of results.json; {} if there is none, or on processes other than the first."""
-    from distribuuuu.records.results import FILE_NAME, read_results
+    from distribuuuu.records.read_results import FILE_NAME, read_results
 
     path = out_dir / FILE_NAME
     return read_results(path) if is_first_process() and path.exists() else {}

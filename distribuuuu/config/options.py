@@ -56,7 +56,7 @@ _C.TASK = Section()
 _C.TASK.NAME = Option("auto", choices=(AUTO,), names=TASKS, not_swept=_SAME_METRIC)
 # Registered tasks that change the one of TASK.NAME: [sam, pruning]. Their classes come before it in the order in which
 # Python looks up methods, so each may call those of the next one by super().
-_C.TASK.MIXINS = Option((), names=TASKS)
+_C.TASK.MIXINS = Option((), names=TASKS, hash_default=())
 # Settings of a task of your own, declared by its class `Settings`: {temperature: 0.2}, or TASK.KWARGS.temperature 0.2.
 _C.TASK.KWARGS = Option({})
 
@@ -139,7 +139,7 @@ _C.TEST.METRICS = Option((), names=METRICS, not_swept=_SAME_METRIC)
 _C.TEST.LABELS = Option("", choices=("", *TEST_SETS), hashed=False, not_swept=_SAME_METRIC)
 # Evaluation images that cannot be read, with DATA.ON_BAD_IMAGE skip: wrong (they count as wrong answers) or left_out.
 # results.json has their number, `broken`. A task that does not classify leaves them out.
-_C.TEST.BROKEN = Option("wrong", choices=("wrong", "left_out"))
+_C.TEST.BROKEN = Option("wrong", choices=("wrong", "left_out"), hash_default="wrong")
 # Write predictions.npz to OUT_DIR in test_net.py and after the last epoch; never for more than a million images.
 _C.TEST.SAVE_PREDICTIONS = Option(True, hashed=False)
 # Steps between two updates of the progress bar of an evaluation.

@@ -36,7 +36,7 @@ from distribuuuu.inference.image_arguments import list_images
 from distribuuuu.launch.host import count_cores
 from distribuuuu.models import build_model
 from distribuuuu.optim.precision import build_precision
-from distribuuuu.records.results import FILE_NAME, read_results
+from distribuuuu.records.read_results import FILE_NAME, read_results
 from distribuuuu.tasks.base import Task, build_task, has_classes
 from distribuuuu.tasks.metrics import rank_classes
 

@@ -33,7 +33,7 @@ from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.records.metric_writers import drop_records_after
-from distribuuuu.records.results import read_results
+from distribuuuu.records.read_results import read_results
 from distribuuuu.trainer import train_model
 
 

@@ -12,7 +12,7 @@ from distribuuuu.commands.arguments import dump_with_origins, parse_args
 from distribuuuu.config import load_cfg
 from distribuuuu.config.plugins import FoundConfig
 from distribuuuu.config.reader import MAX_LEVELS
-from distribuuuu.records.results import config_name
+from distribuuuu.records.run_config import config_name
 from distribuuuu.trainer import train_model
 
 

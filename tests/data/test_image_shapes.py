@@ -20,7 +20,7 @@ from distribuuuu.data.decode import LazyImage
 from distribuuuu.data.seeding import BatchRNG, SampleRNG
 from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop, WholeImage, resized_size
 from distribuuuu.models import build_model
-from distribuuuu.records.results import read_results
+from distribuuuu.records.read_results import read_results
 
 SOURCES = [(30, 40), (40, 30), (64, 64), (7, 200), (200, 7), (1, 50), (97, 321), (480, 641)]
 TARGETS = [(96, 320), (320, 96), (32, 32), (2, 9)]

@@ -20,7 +20,7 @@ from distribuuuu.engine.auto_batch_size import Peak, search, with_number
 from distribuuuu.engine.out_of_memory import OutOfMemory
 from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.records import environment
-from distribuuuu.records.results import hash_config, list_overrides
+from distribuuuu.records.run_config import hash_config, list_overrides
 from distribuuuu.trainer import take_step, train_model
 
 AUTO = ("TRAIN.BATCH_SIZE", "auto", "TRAIN.GLOBAL_BATCH_SIZE")

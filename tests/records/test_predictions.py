@@ -21,7 +21,8 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 from distribuuuu.data.batch import Batch
 from distribuuuu.records import predictions
 from distribuuuu.records.predictions import Recorder, write_npz
-from distribuuuu.records.results import hash_config, read_results
+from distribuuuu.records.read_results import read_results
+from distribuuuu.records.run_config import hash_config
 from distribuuuu.tasks.metrics import StepOutput
 from distribuuuu.trainer import test_model as evaluate_run
 from distribuuuu.trainer import train_model

@@ -25,14 +25,9 @@ from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model, count_parameters
 from distribuuuu.optim.precision import Precision
-from distribuuuu.records.results import (
-    RunResults,
-    config_name,
-    hash_config,
-    list_overrides,
-    read_results,
-    write_test_results,
-)
+from distribuuuu.records.read_results import read_results
+from distribuuuu.records.results import RunResults, write_test_results
+from distribuuuu.records.run_config import config_name, hash_config, list_overrides
 from distribuuuu.records.run_log import close_logging
 from distribuuuu.tasks.base import build_task
 from distribuuuu.tasks.meter import Meter
@@ -184,7 +179,7 @@ def test_an_evaluation_leaves_the_results_of_the_training_alone(cfg, path):
     assert record["accuracy"]["raw"] == {"loss": 0.8, "top1": 60.0, "topk": 99.0}
     assert (record["weights"], record["evaluation"]["count"], record["kind"]) == ("best.pth.tar", 37, "evaluation")
     assert record["config_hash"] == read_results(path)["config_hash"]
-    with pytest.raises(ConfigError, match="test_results.json: `kind`: got 'evaluation'; expected 'training'"):
+    with pytest.raises(ConfigError, match="test_results.json: .*`kind`: got 'evaluation'; expected 'training'"):
         read_results(path.with_name("test_results.json"))
 
 
@@ -251,16 +246,17 @@ def test_a_config_is_named_by_its_file_and_what_the_command_line_changed(tmp_pat
     assert config_name(load_cfg(None, ["TRAIN.DATASET", "x:7"])) is None
 
 
-SCHEMA_ERRORS = {
+INVALID = {
     "invalid JSON": lambda text: text[: len(text) // 2],
-    "not a results.json: it has no `schema`": lambda text: "[1]",
-    "`schema`: got 7; expected 1": lambda text: text.replace('"schema": 1', '"schema": 7'),
+    "`schema` is missing": lambda text: "[1]",
+    "`schema`: got 7": lambda text: text.replace('"schema": 1', '"schema": 7'),
     "`training.hours` is missing": lambda text: text.replace('"hours"', '"years"'),
-    "`seed`: got 'three'; expected int": lambda text: text.replace('"seed": 3', '"seed": "three"'),
-    "`finished`: got 1; expected bool": lambda text: text.replace('"finished": false', '"finished": 1'),
-    "`accuracy.raw.last.epoch`: got True; expected int": lambda text: text.replace('"epoch": 1', '"epoch": true'),
-    "`versions`: got None; expected dict": lambda text: json.dumps({**json.loads(text), "versions": None}),
-    "`accuracy.ema.best` is missing": lambda text: json.dumps(with_half_an_average(json.loads(text))),
+    "`seed`: got 'three'": lambda text: text.replace('"seed": 3', '"seed": "three"'),
+    "`finished`: got 1": lambda text: text.replace('"finished": false', '"finished": 1'),
+    "`accuracy.raw.last.epoch`: got True": lambda text: text.replace('"epoch": 1', '"epoch": true'),
+    "`versions`: got None": lambda text: json.dumps({**json.loads(text), "versions": None}),
+    "`accuracy.ema.best.loss` is missing": lambda text: json.dumps(with_half_an_average(json.loads(text))),
+    "not a valid results.json": lambda text: text.replace('"top1": "top1"', '"top1": {}'),
 }
 
 
@@ -270,14 +266,15 @@ def with_half_an_average(record: dict) -> dict:
     return record
 
 
-def test_a_file_that_does_not_match_the_schema_is_reported_in_one_line(cfg, path):
+def test_a_file_that_is_not_valid_is_reported_in_one_line(cfg, path):
     finish_epoch(*start(cfg))
     valid = path.read_text()
-    for message, damage in SCHEMA_ERRORS.items():
+    for message, damage in INVALID.items():
         path.write_text(damage(valid))
         with pytest.raises(ConfigError) as caught:
             read_results(path)
-        assert str(caught.value).startswith(f"{path}: {message}") and "\n" not in str(caught.value)
+        assert str(caught.value).startswith(str(path)) and message in str(caught.value)
+        assert "\n" not in str(caught.value)
     path.write_bytes(b"\xff\xfe{")
     with pytest.raises(ConfigError, match="invalid JSON"):
         read_results(path)

@@ -28,6 +28,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.errors import did_you_mean
+from distribuuuu.config.json_file import replace_nonfinite
 from distribuuuu.config.options import option_of
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.build_transform import EvalCrop
@@ -37,7 +38,7 @@ from distribuuuu.inference.load_run import open_data
 from distribuuuu.inference.loaded_run import CPU, LoadedRun
 from distribuuuu.models.constructor import ModelSpec, find_architecture, make_model_spec
 from distribuuuu.records.environment import describe_hardware, find_commit, list_versions
-from distribuuuu.records.results import describe_evaluation, replace_nonfinite
+from distribuuuu.records.run_config import describe_evaluation
 
 _SAFETENSORS = "model.safetensors"
 # Images of the check, evenly spaced over the evaluation set.

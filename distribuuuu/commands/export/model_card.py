@@ -16,7 +16,7 @@ from distribuuuu.config.errors import counted
 from distribuuuu.config.options import option_of
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.models import count_parameters
-from distribuuuu.records.results import list_metrics
+from distribuuuu.records.read_results import list_metrics
 
 # Metrics that are shares of correct images, for which a binomial interval is defined.
 _SHARES = ("top1", "topk")

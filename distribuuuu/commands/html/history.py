@@ -15,7 +15,7 @@ from distribuuuu.config.errors import counted
 from distribuuuu.files.untrusted import read_regular
 from distribuuuu.records.log_table import format_duration
 from distribuuuu.records.metric_writers import parse_record
-from distribuuuu.records.results import FILE_NAME, read_results
+from distribuuuu.records.read_results import FILE_NAME, read_results
 
 # Bytes of metrics.jsonl and config.yaml, each, and the value of a point of a curve, at most.
 MAX_TEXT, _MAX_VALUE = 1 << 28, 1e100

@@ -41,7 +41,7 @@ def report(prog: str, args: list[str]) -> int:
         list_report,
         read_run,
     )
-    from distribuuuu.records.results import replace_nonfinite
+    from distribuuuu.config.json_file import replace_nonfinite
 
     run = read_run(flags.run)
     if flags.format == "html":

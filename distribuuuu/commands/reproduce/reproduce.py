@@ -23,7 +23,7 @@ from distribuuuu.config.run_files import find_path_problem
 from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.processes import start_child
 from distribuuuu.launch.signals import handled_by
-from distribuuuu.records.results import FILE_NAME, read_results
+from distribuuuu.records.read_results import FILE_NAME, read_results
 
 _DESCRIPTION = """Train a row of the measured results again, with its config and one of its
 seeds, and compare the outcome: the SHA-256 of the weights, and the interval of

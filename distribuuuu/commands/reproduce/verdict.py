@@ -10,7 +10,7 @@ from distribuuuu.checkpoint.weights_files import RAW, common_kind
 from distribuuuu.commands.output import WIDTH
 from distribuuuu.commands.stats.run_groups import RecordedRun
 from distribuuuu.commands.stats.significance import mean_interval
-from distribuuuu.records.results import list_metrics
+from distribuuuu.records.read_results import list_metrics
 
 _NAME_WIDTH = 30
 # Difference of two percentages that is due to rounding.

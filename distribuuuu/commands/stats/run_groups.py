@@ -9,7 +9,7 @@ from pathlib import Path
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, did_you_mean
-from distribuuuu.records.results import FILE_NAME, read_results
+from distribuuuu.records.read_results import FILE_NAME, read_results
 
 # Digits of the hash of a config that are shown.
 DIGITS_OF_HASH = 8

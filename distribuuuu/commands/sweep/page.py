@@ -16,7 +16,7 @@ from distribuuuu.commands.sweep.live_table import short_names, summarize
 from distribuuuu.commands.sweep.trials import BEST_FILE, CONSOLE_FILE, States, Sweep, TrialRow, build_rows
 from distribuuuu.config.errors import counted
 from distribuuuu.records.log_table import format_duration
-from distribuuuu.records.results import FILE_NAME
+from distribuuuu.records.read_results import FILE_NAME
 
 PAGE_FILE = "sweep.html"
 # Groups of trials in the order of their colors; points of a curve at most.

@@ -17,13 +17,13 @@ from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.sweep.search_space import Dimension, list_trials, parse_space
 from distribuuuu.commands.sweep.slurm_executor import SlurmExecutor, check_slurm
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
+from distribuuuu.config.json_file import replace_nonfinite
 from distribuuuu.config.locate import find_config
 from distribuuuu.config.reader import BASE, CfgFiles, list_files, load_cfg, read_cfg
 from distribuuuu.config.run_files import find_path_problem, local_folder
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.detect import detect_launch
-from distribuuuu.records.results import replace_nonfinite
 
 if TYPE_CHECKING:
     from distribuuuu.commands.sweep.trials import Sweep, TrialRow

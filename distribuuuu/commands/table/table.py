@@ -22,7 +22,7 @@ from distribuuuu.config.locate import find_config, shipped_file
 from distribuuuu.config.plugins import ListedConfig
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import printable
-from distribuuuu.records.results import config_name
+from distribuuuu.records.run_config import config_name
 
 _DESCRIPTION = """Make a table of runs, in Markdown unless it is for a terminal. Each config
 has one row: the mean and standard deviation over its seeds, beside published

@@ -52,7 +52,7 @@ class Watchdog(threading.Thread):
             status: exit status of all processes for a ConfigError, whose message is complete; None for other errors.
             is_consequence: the error may result from the end of another process, which is then reported instead.
         """
-        self._has_failed = True
+        self._has_failed = not is_consequence
         self._channel.send(failed=True, status=status, is_consequence=is_consequence, position=self._timer.position)
         self._may_raise.wait(CAUSE_WAIT_S + EXIT_GRACE_S + 5)
 

@@ -15,8 +15,8 @@ from distribuuuu.commands.report import run_report
 from distribuuuu.commands.report.compare_page import build_compare_page, compare_runs, list_comparison
 from distribuuuu.commands.report.pictures import Pictures
 from distribuuuu.commands.report.run_report import build_report, list_report, read_run
+from distribuuuu.config.json_file import replace_nonfinite
 from distribuuuu.records.predictions import write_npz
-from distribuuuu.records.results import replace_nonfinite
 
 ROOT = Path(__file__).parents[3]
 RESULTS = json.loads(sorted((ROOT / "benchmarks" / "results").rglob("*.json"))[0].read_text())

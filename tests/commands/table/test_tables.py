@@ -16,7 +16,7 @@ from support.runs import ROOT, run_tool
 from distribuuuu.commands.main import start_command
 from distribuuuu.commands.table.table import replace_block
 from distribuuuu.config import ConfigError
-from distribuuuu.records.results import read_results
+from distribuuuu.records.read_results import read_results
 
 REPORTED = ROOT / "benchmarks" / "reported.yaml"
 ONE_RUN = "93.00 [92.48, 93.48] (n = 1)"
@@ -210,7 +210,7 @@ def test_bad_input_is_reported_line_by_line_and_the_rest_is_shown(make, tmp_path
     lines = err.splitlines()
     assert lines[0] == "5 problems to solve first:" and len(lines) == 6
     parts = ["empty: contains no results.json or seed_*.json", "seed_9.json: no such file or folder; did you mean"]
-    parts += ["seed_1.json: invalid JSON", "seed_2.json: `schema`: got 2", "seed_3.json: `training.hours`: got 'long'"]
+    parts += ["seed_1.json: invalid JSON", "`schema`: got 2", "`training.hours`: got 'long'"]
     for part in parts:
         assert part in err
 

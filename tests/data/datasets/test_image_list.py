@@ -19,7 +19,7 @@ from distribuuuu.data.datasets.table_file import Layout, read_table
 from distribuuuu.data.loader import build_images, build_loader
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
-from distribuuuu.records.results import read_results
+from distribuuuu.records.read_results import read_results
 from distribuuuu.trainer import test_model as evaluate_run
 from distribuuuu.trainer import train_model
 

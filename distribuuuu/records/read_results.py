@@ -1,0 +1,88 @@
+"""Reading of results.json and test_results.json, which may come from elsewhere."""
+
+import os
+import reprlib
+from typing import Any
+
+from distribuuuu.config import ConfigError
+from distribuuuu.config.json_file import load_json
+from distribuuuu.config.run_files import RESULTS as FILE_NAME
+from distribuuuu.config.run_files import TEST_RESULTS as TEST_FILE_NAME
+from distribuuuu.records.run_config import SCHEMA_VERSION
+
+__all__ = ["FILE_NAME", "TEST_FILE_NAME", "list_metrics", "read_results"]
+
+_NUMBER, _MAYBE_NUMBER, _MAYBE_TEXT = (int, float), (int, float, type(None)), (str, type(None))
+_SIZE = (int, list)  # a side, or [height, width]
+# The keys that each file has, and the types of their values.
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "config": _MAYBE_TEXT, "overrides": dict, "config_hash": str, "model.arch": str, "model.params_m": _NUMBER,
+    "data.name": str, "data.folder": _MAYBE_TEXT, "data.num_classes": int, "evaluation.resize": _SIZE,
+    "evaluation.crop": _SIZE, "evaluation.interpolation": str, "evaluation.count": int, "accuracy": dict,
+    "hardware": str, "versions": dict, "commit": _MAYBE_TEXT,
+}  # fmt: skip
+_FIELDS_OF: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "training": {
+        "finished": bool, "seed": int, "data.num_train": int, "data.num_val": int, "training.px": _SIZE,
+        "training.epochs_done": int, "training.epochs_planned": int, "training.global_batch": int,
+        "training.processes": int, "training.hours": _NUMBER, "training.images_per_s": _MAYBE_NUMBER,
+        "peak_memory.mib": _MAYBE_NUMBER, "peak_memory.of": str, "accuracy.raw": dict,
+    },
+    "evaluation": {"weights": str},
+}  # fmt: skip
+_ENDS = {"training": (".last", ".best"), "evaluation": ("",)}
+
+
+def read_results(path: str | os.PathLike, kind: str = "training") -> dict:
+    """Return the results of a training run, or of an evaluation (`kind` "evaluation").
+
+    Raises:
+        ConfigError: the file does not exist, cannot be read, or does not have the content of such results.
+    """
+    record = load_json(path)
+    try:
+        _check(record, kind)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ConfigError(f"{path}: not a valid {FILE_NAME}: {error}") from error
+    return record
+
+
+def list_metrics(record: dict) -> dict[str, str]:
+    """Map the metrics of a record to their display names; derived from other keys in files of older versions."""
+    evaluation = record["evaluation"]
+    older = {"map": "map"} if "multilabel" in evaluation else {"top1": "top1", "topk": f"top{evaluation.get('k')}"}
+    return evaluation.get("metrics", older)
+
+
+def _check(record: Any, kind: str) -> None:
+    """Raise an error if a value is missing or has another type than the readers expect."""
+    _expect(record, "schema", int)
+    if record["schema"] != SCHEMA_VERSION:
+        raise ValueError(f"`schema`: got {record['schema']}; expected {SCHEMA_VERSION}")
+    if record.get("kind") != kind:
+        fix = "pass the results.json of a training run" if kind == "training" else "evaluate the run again"
+        raise ValueError(f"`kind`: got {reprlib.repr(record.get('kind'))}; expected {kind!r}; fix: {fix}")
+    newer = {key: dict for key in ("weights_sha256", "environment") if key in record}
+    for key, types in {**_FIELDS, **_FIELDS_OF[kind], **newer}.items():
+        _expect(record, key, types)
+    metrics = list_metrics(record)
+    if "topk" in metrics:
+        _expect(record, "evaluation.k", int)
+    if not all(isinstance(label, str) for label in metrics.values()):
+        raise ValueError("`evaluation.metrics`: expected names")
+    for place in (f"accuracy.{name}{end}" for name in record["accuracy"] for end in _ENDS[kind]):
+        for metric in ("loss", *metrics):
+            _expect(record, f"{place}.{metric}", _MAYBE_NUMBER)
+        if kind == "training":  # of the best one, it is null if an older checkpoint did not record it
+            _expect(record, f"{place}.epoch", (int, type(None)) if place.endswith("best") else int)
+
+
+def _expect(record: Any, key: str, types: type | tuple[type, ...]) -> None:
+    """Raise ValueError if the value of a dotted key is missing or has another type."""
+    value = record
+    for part in key.split("."):
+        if not isinstance(value, dict) or part not in value:
+            raise ValueError(f"`{key}` is missing")
+        value = value[part]
+    if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
+        raise ValueError(f"`{key}`: got {reprlib.repr(value)}")
