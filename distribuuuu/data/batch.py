@@ -6,6 +6,20 @@ from typing import Any, NamedTuple
 import torch
 
 
+class Geometry(NamedTuple):
+    """Where the pixels of a view come from, so that dense targets, e.g. masks, can follow them.
+
+    Attributes:
+        box: top, left, height and width of the crop, float32 (N, 4), in pixels of the image; it may extend beyond it.
+        flipped: whether the crop was then flipped horizontally and vertically, bool (N, 2).
+        size: height and width of the image in pixels, int64 (N, 2).
+    """
+
+    box: torch.Tensor
+    flipped: torch.Tensor
+    size: torch.Tensor
+
+
 class Batch(NamedTuple):
     """Images with their targets. Read the fields by name: further ones may follow.
 
@@ -16,6 +30,7 @@ class Batch(NamedTuple):
         index: the index of each image in the data set, int64 (N,); None if it is unknown, e.g. in a measurement.
         extra: the batches of the further loaders of the task, by name, see `Task.extra_loaders`.
         broken: which images of an evaluation could not be read and are black, bool (N,); None if all were read.
+        geometry: a `Geometry`, with several views a tuple of them; None unless `Task.needs_geometry`.
     """
 
     images: Any
@@ -23,6 +38,7 @@ class Batch(NamedTuple):
     index: torch.Tensor | None = None  # type: ignore[assignment]  # in place of the method of tuples
     extra: Mapping[str, "Batch"] = {}
     broken: torch.Tensor | None = None
+    geometry: Any = None
 
     @property
     def first_images(self) -> torch.Tensor:

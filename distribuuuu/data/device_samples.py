@@ -129,7 +129,7 @@ class DeviceSamples(Samples):
         """Return the batch of some keys; images of one size are transformed together if the transforms allow that."""
         transform = transform_at(self.transform, keys[0])  # one epoch for the batch
         pixels, views = self.images.same_size, list_views(transform)
-        if pixels is None or not all(isinstance(view, BatchTransform) for view in views):
+        if pixels is None or self.keeps_geometry or not all(isinstance(view, BatchTransform) for view in views):
             return super().make_batch(keys, allocate)
         index = copy_to_device(torch.tensor([index for _, index, *_ in keys]), pixels.device)
         images = []

@@ -147,10 +147,11 @@ class Loader:
     def _normalized(self, batch: Batch, normalize: Normalizer) -> Batch:
         """Return a batch on the device, on the current stream."""
         images = map_leaves(torch.Tensor, normalize, batch.images)
-        labels = batch.targets, batch.index, batch.broken
-        targets, index, broken = map_leaves(torch.Tensor, lambda tensor: copy_to_device(tensor, self.device), labels)
+        others = batch.targets, batch.index, batch.broken, batch.geometry
+        others = map_leaves(torch.Tensor, lambda tensor: copy_to_device(tensor, self.device), others)
+        targets, index, broken, geometry = others
         extra = {name: self._normalized(one, self._normalize_extra[name]) for name, one in batch.extra.items()}
-        return Batch(images, targets, index, extra, broken)
+        return Batch(images, targets, index, extra, broken, geometry)
 
     def zero_images(self, num: int) -> torch.Tensor:
         """Return zeros in the shape of `num` images, of the first view: float32 (num, 3, H, W) on the device."""
@@ -316,6 +317,7 @@ def build_samples(
         samples: Samples = DeviceSamples.load(images, device, num_threads, *arguments, substitutes=train)
     else:
         samples = Samples(images, *arguments, substitutes=train)
+    samples.keeps_geometry = task_class(cfg).needs_geometry
     extra = build_extra(cfg, launch, device, sampler.plan) if train and name == MAIN else {}
     for other, (one, found) in extra.items():
         samples.extra[other], sampler.extra[other] = one.samples, one.sampler

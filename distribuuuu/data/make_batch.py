@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.derived import height_and_width
-from distribuuuu.data.batch import Batch
+from distribuuuu.data.batch import Batch, Geometry
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, open_lazy_image
 from distribuuuu.data.seeding import SampleKey, SampleRNG, derive_seed
@@ -33,12 +33,14 @@ class Sample(NamedTuple):
         label: see `ImageDataset.label`.
         index: the image in the data set, that of the substitute for a broken one.
         broken: a message for each image that could not be read.
+        geometry: that of the pixels, see `SampleRNG.geometry`.
     """
 
     pixels: torch.Tensor | tuple[torch.Tensor, ...] | None
     label: Any
     index: int  # type: ignore[assignment]  # in place of the method of tuples
     broken: tuple[str, ...] = ()
+    geometry: Any = None
 
 
 @dataclass(eq=False)
@@ -54,6 +56,7 @@ class Samples(Dataset):
         options: see `decode`.
         extra: by name, the samples of other data sets that come along with each batch, see `JointKeys`.
         substitutes: whether the samples are for training.
+        keeps_geometry: return `Batch.geometry`.
     """
 
     images: ImageDataset
@@ -63,6 +66,7 @@ class Samples(Dataset):
     options: DecodeOptions = DEFAULTS
     extra: dict[str, "Samples"] = field(default_factory=dict)
     substitutes: bool = True
+    keeps_geometry: bool = False
 
     def __len__(self) -> int:
         return len(self.images)
@@ -90,10 +94,11 @@ class Samples(Dataset):
         if self.images.remote:
             self.images.remote.read_ahead(keys)
         views: list[torch.Tensor] = []
-        labels, index, unread = [], [], []
+        labels, index, unread, geometry = [], [], [], []
         broken: tuple[str, ...] = ()
         for row, sample in enumerate(map(self.__getitem__, keys)):
             labels.append(sample.label)
+            geometry.append(sample.geometry)
             index.append(sample.index)
             broken += sample.broken
             if sample.pixels is None:
@@ -121,6 +126,8 @@ class Samples(Dataset):
         images = tuple(view.permute(0, 3, 1, 2) for view in views)
         targets = as_targets(labels, self.images.targets)
         batch = Batch(images if len(sizes) > 1 else images[0], targets, torch.tensor(index))
+        if self.keeps_geometry:
+            batch = batch._replace(geometry=as_geometry(geometry, len(sizes)))
         return batch._replace(broken=marks) if unread else batch, broken
 
     def __getitem__(self, key: SampleKey) -> Sample:
@@ -131,7 +138,8 @@ class Samples(Dataset):
             chosen = index if attempt == 0 else derive_seed(seed, index, attempt) % len(self.images)
             try:
                 image = open_lazy_image(self.images.read(chosen), self.decoder, self.options)
-                pixels = transform(image, SampleRNG(*key))
+                rng = SampleRNG(*key)
+                pixels = transform(image, rng)
             except MemoryError as error:  # not the image's fault
                 raise MemoryError(self.images.describe(chosen)) from error
             except ConfigError:  # the fault of the network, the disk or an augmentation; the message is complete
@@ -139,8 +147,16 @@ class Samples(Dataset):
             except Exception as error:  # decoders raise nearly anything; the loader reports the file and the cause
                 broken.append(f"{self.images.describe(chosen)}: {type(error).__name__}: {reason_of(error)}")
                 continue
-            return Sample(pixels, self.images.label(chosen), chosen, tuple(broken))
+            return Sample(pixels, self.images.label(chosen), chosen, tuple(broken), rng.geometry)
         return Sample(None, self.images.label(index), index, tuple(broken))
+
+
+def as_geometry(found: Sequence[Any], num_views: int) -> Geometry | tuple[Geometry, ...]:
+    """Return the geometry of N samples as in `Batch.geometry`; zeros for a broken image."""
+    views = [[one[view] if one and num_views > 1 else one for one in found] for view in range(num_views)]
+    rows = [torch.tensor([one or (0,) * 8 for one in view], dtype=torch.float32) for view in views]
+    parts = tuple(Geometry(row[:, :4], row[:, 4:6].bool(), row[:, 6:].long()) for row in rows)
+    return parts if num_views > 1 else parts[0]
 
 
 def reason_of(error: Exception) -> str:

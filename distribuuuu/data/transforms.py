@@ -67,7 +67,9 @@ class Views:
     def __call__(self, image: LazyImage, rng: SampleRNG) -> tuple[torch.Tensor, ...]:
         """Return uint8 (3, height, width) of each view."""
         decoded, rngs = LazyImage(image.pixels()), rng.split(len(self.transforms))
-        return tuple(view(decoded, own) for view, own in zip(self.transforms, rngs, strict=True))
+        views = tuple(view(decoded, own) for view, own in zip(self.transforms, rngs, strict=True))
+        rng.geometry = [own.geometry for own in rngs]
+        return views
 
     def at_size(self, size: Size) -> "Views":
         """Return the same views with outputs of another size."""
@@ -139,6 +141,7 @@ class ResizedCrop(Transform):
         interpolation = self.interpolation
         if interpolation == "random":
             interpolation = "bilinear" if rng.uniform() < 0.5 else "bicubic"
+        rng.geometry = *box, is_flipped, is_vflipped, height, width
         pixels = resize(image.crop(box, max(height_and_width(self.size))), *height_and_width(self.size), interpolation)
         return flip_each(pixels, is_flipped, is_vflipped)
 
@@ -172,6 +175,7 @@ class PaddedCrop(BatchTransform):
         pixels = resize_to_cover(crop_ends(image.pixels()), self.size, self.interpolation)
         height, width = pixels.shape[-2:]
         top, left = random_padded_corner(rng, height, width, self.size, self.padding)
+        record_geometry(rng, image, (height, width), (top, left), self.size, (is_flipped, is_vflipped))
         crop = reflect_box if self.mode == "reflect" else crop_box
         return flip_each(crop(pixels, int(top), int(left), self.size), is_flipped, is_vflipped)
 
@@ -207,6 +211,8 @@ class CenterCrop(BatchTransform):
         return f"{show_cover(self.resize_to)}, center crop {show_size(self.size)} px, {self.interpolation}"
 
     def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
+        resized = resized_size("cover", crop_ends(image.pixels()).shape[-2:], self.resize_to)
+        record_geometry(rng, image, resized, center_corner(resized, self.size), self.size)
         return self.transform_batch(image.pixels())
 
     def transform_batch(self, pixels: torch.Tensor, rng: BatchRNG | None = None) -> torch.Tensor:
@@ -243,7 +249,9 @@ class WholeImage(BatchTransform):
         return self.size
 
     def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
-        return flip_each(self._resized(image.pixels()), *draw_flips(rng, self))
+        flips, resized = draw_flips(rng, self), resized_size(self.mode, image.size, self.size)
+        record_geometry(rng, image, resized, center_corner(resized, self.size), self.size, flips, ends=False)
+        return flip_each(self._resized(image.pixels()), *flips)
 
     def transform_batch(self, pixels: torch.Tensor, rng: BatchRNG) -> torch.Tensor:
         """Return whole images of one size, resized and flipped."""
@@ -384,9 +392,26 @@ def reflect(positions: Any, side: int) -> Any:
 
 def crop_center(pixels: torch.Tensor, size: Size) -> torch.Tensor:
     """Return the center of the images, between black borders where they are smaller: uint8 (..., C, height, width)."""
-    sides = zip(pixels.shape[-2:], height_and_width(size), strict=True)
-    top, left = (_center_offset(side - crop) for side, crop in sides)
-    return crop_box(pixels, top, left, size)
+    return crop_box(pixels, *center_corner(pixels.shape[-2:], size), size)
+
+
+def center_corner(shape: Sequence[int], size: Size) -> tuple[int, int]:
+    """Return top and left of the center of `size` of an image (H, W), rounded as in torchvision; negative outside."""
+    top, left = (side - crop for side, crop in zip(shape, height_and_width(size), strict=True))
+    return (round(top / 2) if top >= 0 else -(-top // 2)), (round(left / 2) if left >= 0 else -(-left // 2))
+
+
+def record_geometry(
+    rng: SampleRNG, image: LazyImage, resized: Sequence[int], corner: Sequence[float], size: Size,
+    flips: Sequence[bool] = (False, False), ends: bool = True
+) -> None:  # fmt: skip
+    """Record a crop of `size` at a corner (top, left) of the resized image, after `crop_ends`; see `Geometry`."""
+    height, width = image.size
+    cut = [max(0, height - MAX_ASPECT * width) // 2, max(0, width - MAX_ASPECT * height) // 2] if ends else [0, 0]
+    scales = [(side - 2 * end) / new for side, end, new in zip((height, width), cut, resized, strict=True)]
+    starts = [end + first * scale for end, first, scale in zip(cut, corner, scales, strict=True)]
+    lengths = [side * scale for side, scale in zip(height_and_width(size), scales, strict=True)]
+    rng.geometry = *starts, *lengths, *flips, height, width
 
 
 def crop_ends(pixels: torch.Tensor) -> torch.Tensor:
@@ -394,8 +419,3 @@ def crop_ends(pixels: torch.Tensor) -> torch.Tensor:
     height, width = pixels.shape[-2:]
     top, left = max(0, height - MAX_ASPECT * width) // 2, max(0, width - MAX_ASPECT * height) // 2
     return pixels[..., top : height - top, left : width - left]
-
-
-def _center_offset(room: int) -> int:
-    """Return half of the room around a center crop, rounded as in torchvision; negative if there is none."""
-    return round(room / 2) if room >= 0 else -(-room // 2)

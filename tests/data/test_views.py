@@ -1,5 +1,6 @@
 """Views: several transforms of an image that is decoded once, with random numbers of their own."""
 
+import numpy as np
 import pytest
 import torch
 from support.batches import ALONE, CPU, WAYS, assert_same_batches, batches_of, own_task
@@ -7,8 +8,14 @@ from support.packs import pack
 
 from distribuuuu.config import ConfigError
 from distribuuuu.data import decode as decoding
+from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import build_loader
+from distribuuuu.data.make_batch import Samples
+from distribuuuu.data.samplers import EvalSampler
 from distribuuuu.data.seeding import SampleRNG, derive_seed
+from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop, Views, WholeImage
+from distribuuuu.data.workers import Pass, start_workers
+from distribuuuu.tasks.base import Task
 
 SIZES = [{}, {"AUG.POLICY": "trivialaugment", "DATA.FLIP": 0}, {"TRAIN.IM_SIZE": 12}]
 
@@ -112,3 +119,53 @@ def test_what_surrounds_training_gets_the_first_view_or_all_of_them(small_cfg, s
     assert "view 3: random resized crop 12 px" in str(loader.samples.transform)
     (evaluated,) = batches_of(small_cfg(*sizes, "TEST.BATCH_SIZE", 37), train=False)
     assert isinstance(evaluated.images, torch.Tensor)
+
+
+class Coordinates(ImageDataset):
+    """Images whose red is twice the row and whose green is twice the column of a pixel."""
+
+    classes = ("all",)
+
+    def __len__(self) -> int:
+        return 8
+
+    def read(self, index: int) -> np.ndarray:
+        rows, columns = np.mgrid[: 60 + index, :100]
+        return np.stack([rows * 2, columns * 2, columns * 0], 2).astype(np.uint8)
+
+    def label(self, index: int) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("kind, num", [("process", 0), ("process", 1), ("thread", 1)])
+@pytest.mark.parametrize("crop", [
+    ResizedCrop(24, vflip=0.5), PaddedCrop((30, 20), 8, vflip=0.5), CenterCrop(40, 24),
+    WholeImage(32, "letterbox", 0.5), WholeImage((24, 32), "squash", 0.5, vflip=0.5),
+], ids=lambda crop: type(crop).__name__)  # fmt: skip
+def test_the_geometry_of_a_view_says_where_each_pixel_comes_from(crop, kind, num):
+    images = Coordinates()
+    views = Views((crop, ResizedCrop(16, (0.2, 0.5))))
+    samples = Samples(images, views, "auto", skip_broken=False, keeps_geometry=True)
+    (batches,) = start_workers([Pass(samples, EvalSampler(8, 8, 0, 1))], kind, num, pin_memory=False)
+    ((batch, _),) = batches
+    assert len(batch.geometry) == 2 and batch.geometry[0].size.tolist() == [[60 + index, 100] for index in range(8)]
+    for pixels, (boxes, flipped, sizes) in zip(batch.images, batch.geometry, strict=True):
+        for image, box, (is_flipped, is_vflipped), size in zip(pixels, boxes, flipped.tolist(), sizes, strict=True):
+            upright = image.flip([dim for dim, flip in ((1, is_vflipped), (2, is_flipped)) if flip])
+            corner, length, inside = box[:2], box[2:], []
+            for axis in range(2):
+                num_pixels = upright.shape[1 + axis]
+                inside.append(corner[axis] + (torch.arange(num_pixels) + 0.5) * length[axis] / num_pixels - 0.5)
+            for axis, expected in enumerate(torch.meshgrid(*inside, indexing="ij")):
+                known = (inside[0] > 3) & (inside[0] < size[0] - 4), (inside[1] > 3) & (inside[1] < size[1] - 4)
+                found = upright[axis].float()[known[0]][:, known[1]] / 2
+                assert found.numel() and (found - expected[known[0]][:, known[1]]).abs().max() < 1.5
+
+
+def test_the_geometry_is_returned_when_a_task_asks_for_it(small_cfg, monkeypatch):
+    plain = batches_of(small_cfg())
+    monkeypatch.setattr(Task, "needs_geometry", True)
+    for way in WAYS:
+        found = batches_of(small_cfg(*way))
+        assert found[0].geometry.box.shape == (len(found[0].images), 4) and plain[0].geometry is None
+        assert_same_batches([batch._replace(geometry=None) for batch in found], plain)
