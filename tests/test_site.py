@@ -50,9 +50,8 @@ def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     with pytest.MonkeyPatch.context() as patch:
         set_environment(patch)
-        patch.setenv("GALLERY", str(folder / "gallery"))
         command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder / "site")]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return folder / "site"
 
@@ -119,6 +118,18 @@ def test_each_page_in_a_browser(site, address, browser):
             elif page.startswith(address) and page not in anchors and not (site / page[len(address) :]).is_file():
                 problems.append((url, f"no page: {target}"))
     assert not problems and len(links) > 60
+
+
+@pytest.mark.slow
+def test_commands_and_the_measured_column_are_whole_on_a_laptop(site, address, browser):
+    browser.show(1280, "light")
+    for page in ("", "photographs/", "predict/", "launchers/"):
+        browser.open(address + page)
+        cut = "[...document.querySelectorAll('pre > code')].filter(one => one.scrollWidth > one.clientWidth + 1).length"
+        assert browser.evaluate(cut) == 0, page
+    browser.open(f"{address}MODEL_ZOO/")
+    header = "[...document.querySelectorAll('th')].find(one => one.textContent == 'top-1 here')"
+    assert browser.evaluate(f"{header}.getBoundingClientRect().right") <= 1280
 
 
 @pytest.mark.slow

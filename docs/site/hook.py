@@ -1,4 +1,4 @@
-"""Hook of MkDocs: pages from outside of docs/, files of the repository as pages, and the gallery.
+"""Hook of MkDocs: pages from outside of docs/, files of the repository as pages, and the API reference.
 
 Pages are written for readers of the repository, so their links are paths of it. Here each link is resolved to a file of
 the repository and replaced by the address of that file's page. A page of docs/ keeps its path without `docs/`.
@@ -9,7 +9,6 @@ import posixpath
 import re
 from pathlib import Path
 
-from gallery import build_gallery
 from mkdocs.structure.files import File, Files
 
 from distribuuuu import _MODULE_OF
@@ -96,10 +95,10 @@ def gallery_page() -> str:
     """Return the page that links to the pages of the gallery."""
     titles = {
         "report.html": "Report of a run: classes, mistakes, calibration",
-        "compare.html": "Comparison of two runs: is one better?",
+        "compare.html": "Comparison of two runs, with significance tests",
         "sweep.html": "Sweep over the learning rate",
     }
-    lines = ["# Gallery", "", "Pages as the commands write them, of runs of `shapes/resnet14` made for this site:", ""]
+    lines = ["# Gallery", "", "Pages as the commands write them, of short runs of `shapes/resnet14`:", ""]
     return "\n".join([*lines, *(f"- [{title}](gallery/{name})" for name, title in titles.items())]) + "\n"
 
 
@@ -117,7 +116,7 @@ def keep_existing(nav: list, missing: set[str]) -> list:
 
 
 def on_files(files: Files, config) -> Files:
-    """Add the pages from outside of docs/, the files that pages link to, and the gallery."""
+    """Add the pages from outside of docs/ and the files that pages link to."""
     commands = {f"{name}.md" for name in COMMAND_PAGES if not (ROOT / "docs" / f"{name}.md").exists()}
     config.nav = keep_existing(config.nav, commands)
     texts = {path: (ROOT / path).read_text(encoding="utf-8") for path in PAGES}
@@ -136,8 +135,6 @@ def on_files(files: Files, config) -> Files:
         if Path(path).suffix in (".svg", ".png") and not path.startswith("docs/"):
             files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     files.append(File.generated(config, "site.css", abs_src_path=str(ROOT / "docs" / "site" / "site.css")))
-    for name, page in build_gallery(ROOT).items():
-        files.append(File.generated(config, f"gallery/{name}", abs_src_path=str(page)))
     return files
 
 

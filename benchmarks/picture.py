@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""Draw the README's picture: the log of a run in a terminal beside the page of its report, in light and dark.
+
+    distribuuuu train --cfg shapes/resnet14 && distribuuuu report exp/shapes/resnet14
+    python benchmarks/picture.py exp/shapes/resnet14
+
+The log is that of the run's `train.log`, shortened to the evaluations, without times, which depend on the load of the
+machine. Needs Chromium, which takes the screenshots.
+"""
+
+import argparse
+import html
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+WIDTH, HEIGHT = 1500, 760
+COLORS = {"light": ("#ffffff", "#f6f8fa", "#1f2328", "#d0d7de", "#57606a"),
+          "dark": ("#0d1117", "#161b22", "#e6edf3", "#30363d", "#8b949e")}  # fmt: skip
+PAGE = """<!doctype html><meta charset="utf-8"><style>
+body {{ margin: 0; background: {back}; display: flex; gap: 20px; padding: 20px; width: 1460px; height: 720px; }}
+section {{ border: 1px solid {edge}; border-radius: 10px; overflow: hidden; background: {panel}; color: {ink}; }}
+header {{ font: 13px sans-serif; color: {faint}; padding: 8px 14px; border-bottom: 1px solid {edge}; }}
+pre {{ font: 14px/1.55 "DejaVu Sans Mono", monospace; margin: 0; padding: 12px 14px; white-space: pre-wrap; }}
+iframe {{ border: 0; width: 860px; height: 920px; transform: scale(0.75); transform-origin: 0 0; }}
+</style>
+<section style="flex: 1"><header>terminal</header><pre>{log}</pre></section>
+<section style="width: 645px"><header>report.html</header><iframe src="{report}"></iframe></section>"""
+
+
+def shorten_log(run: Path) -> str:
+    """Return the commands with the log: the start, the last row and the evaluation of each epoch, the end."""
+    lines = [re.sub(r"^\S+ ", "", line, count=1) for line in (run / "train.log").read_text().splitlines()]
+    lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in lines]
+    start = [line for line in lines if re.match(r"(distribuuuu|device|model|data|learning rate)", line)][:5]
+    rows = [line for line in lines if re.match(r"validation, epoch \d+:", line)]
+    end = [line for line in lines if line.startswith("best top1:")]
+    shown = ["$ distribuuuu train --cfg shapes/resnet14", *start, "...", *rows, *end[-1:], "",
+             "$ distribuuuu report exp/shapes/resnet14", "exp/shapes/resnet14/report.html"]  # fmt: skip
+    return html.escape("\n".join(shown))
+
+
+def main() -> None:
+    """Write docs/images/first_run_light.png and first_run_dark.png."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="folder of a finished run with its report.html")
+    args = parser.parse_args()
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if not browser:
+        sys.exit("Chromium is not installed")
+    IMAGES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for scheme, (back, panel, ink, edge, faint) in COLORS.items():
+            report = (args.run / "report.html").read_text(encoding="utf-8")
+            report = re.sub(
+                r'<div><span class="label">time</span>.*?</div>', "", report
+            )  # depends on the machine's load
+            if scheme == "dark":  # a screenshot has no dark mode of the system
+                report = report.replace("@media screen and (prefers-color-scheme: dark)", "@media screen")
+            (Path(folder) / "report.html").write_text(report, encoding="utf-8")
+            page = PAGE.format(back=back, panel=panel, ink=ink, edge=edge, faint=faint,
+                               log=shorten_log(args.run), report="report.html")  # fmt: skip
+            (Path(folder) / "page.html").write_text(page, encoding="utf-8")
+            command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+                       f"--window-size={WIDTH},{HEIGHT}", "--allow-file-access-from-files",
+                       f"--user-data-dir={folder}/profile",
+                       f"--screenshot={IMAGES / f'first_run_{scheme}.png'}", f"file://{folder}/page.html"]  # fmt: skip
+            subprocess.run(command, check=True, capture_output=True, timeout=300)
+
+
+if __name__ == "__main__":
+    main()
