@@ -14,6 +14,8 @@ from support.runs import ROOT
 
 PAGE = (ROOT / "docs" / "photographs.md").read_text(encoding="utf-8")
 COMMANDS = re.search(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]
+# What the page advises without a network.
+FROM_SCRATCH = re.search(r"`(--cfg clothing10/resnet14 .*?)`", PAGE)[1]
 # Runs the code of a model card for each image in a process without this package.
 CARD = """
 import runpy, sys
@@ -47,7 +49,7 @@ def test_the_commands_lead_to_an_onnx_file_with_the_answers_of_predict(tmp_path)
     (program := bin_folder / "distribuuuu").write_text(f'#!/bin/sh\nexec {sys.executable} -m distribuuuu "$@"\n')
     program.chmod(0o755)
     environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    command = ["bash", "-euo", "pipefail", "-c", COMMANDS]
+    command = ["bash", "-euo", "pipefail", "-c", COMMANDS.replace("--cfg photographs", FROM_SCRATCH)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert (tmp_path / "exp" / "my_images" / "report.html").exists()
