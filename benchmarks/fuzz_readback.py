@@ -45,7 +45,7 @@ from distribuuuu.commands.pack.writer import PackWriter, Record, find_changed_sh
 from distribuuuu.commands.report.run_report import build_report, list_report, read_run
 from distribuuuu.commands.stats.run_groups import RecordedRun, group_runs
 from distribuuuu.commands.stats.stored_predictions import read_predictions
-from distribuuuu.commands.table.table import read_reported, write_block
+from distribuuuu.commands.table.table import read_reported
 from distribuuuu.commands.table.tables import format_table, make_row
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.json_file import replace_nonfinite
@@ -343,7 +343,6 @@ def make_subjects(folder: Path) -> list[Subject]:
         runs / "results.json": (lambda: read_table(runs / "results.json"), craft_json),
         runs / "config.yaml": (lambda: load_cfg(str(runs / "config.yaml")).dump(), craft_yaml),
         runs / "reported.yaml": (lambda: read_reported_numbers(runs / "reported.yaml"), craft_yaml),
-        runs / "README.md": (lambda: write_block(runs / "README.md", "one", "| b |\n"), None),
         csv: (lambda: Multilabel(csv), None),
         hub / "refs" / "main": (lambda: find_weights_file(str(hub)), None),
         data / ".distribuuuu" / "index-train.bin": (lambda: read_index(data), craft_array_file),

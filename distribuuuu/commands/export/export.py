@@ -46,7 +46,7 @@ def export(prog: str, args: list[str]) -> int:
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    usage = "%(prog)s RUN --format FORMAT --out FOLDER [flags] [KEY VALUE ...]"
+    usage = "%(prog)s RUN --format FORMAT --out FOLDER [KEY VALUE ...]"
     parser = CommandParser(prog=prog, description=_DESCRIPTION, usage=usage)
     add = parser.add_argument
     add("run", metavar="RUN", help="an OUT_DIR, a checkpoint, an exported folder, or timm/NAME")

@@ -1,9 +1,8 @@
-"""The command table: finding runs, reading reported results, updating a README."""
+"""The command table: finding runs, reading reported results."""
 
 import argparse
 import math
 import reprlib
-import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -17,10 +16,8 @@ from distribuuuu.commands.output import find_unread_url
 from distribuuuu.commands.stats.run_groups import collecting, find_files, group_runs, read_runs
 from distribuuuu.commands.table.tables import Row, format_table, format_text, make_config_row, make_row
 from distribuuuu.config import Config, ConfigError, load_cfg, yaml_file
-from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.locate import find_config, shipped_file
 from distribuuuu.config.plugins import ListedConfig
-from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import printable
 from distribuuuu.records.run_config import config_name
 
@@ -30,38 +27,27 @@ results. Unfinished runs are omitted.
 
   %(prog)s exp
   %(prog)s 'exp/*/resnet*' --epoch best
-  %(prog)s exp --readme README.md --name small
 """
 REPORTED_KEYS = ("params", "global_batch", "top1", "top5", "source", "same_images")
 _TEXTS = ("source", "same_images")
-_END = "<!-- /table -->"
 
 
 def table(prog: str, args: list[str]) -> int:
-    """Print a table, or write it to a README; return the exit status.
+    """Print a table; return the exit status.
 
     Raises:
         ConfigError: with what could not be read; the rest has been printed.
     """
     flags = build_parser(prog).parse_args(args)
-    if bool(flags.readme) != bool(flags.name):
-        raise ConfigError("--readme FILE and --name NAME must be given together")
     rows, notes, problems = collect_rows(flags)
     for note in notes:
         print(printable(note), file=sys.stderr)
-    is_text = not flags.readme and (flags.format == "text" if flags.format else sys.stdout.isatty())
-    text = format_table(rows, flags.by, flags.epoch) if rows else ""
-    if is_text and rows:
-        text = format_text(rows, flags.by, flags.epoch, shutil.get_terminal_size().columns)
-    if not rows and not problems:
+    if rows and (flags.format == "text" or not flags.format and sys.stdout.isatty()):
+        print(format_text(rows, flags.by, flags.epoch, shutil.get_terminal_size().columns), end="")
+    elif rows:
+        print(format_table(rows, flags.by, flags.epoch), end="")
+    elif not problems:
         problems.append("no runs to show; fix: name folders of finished runs, or --configs")
-    if flags.readme and not problems:
-        block = f"<!-- made by: python tools/make_table.py {shlex.join(args)} -->\n\n{text}\n"
-        with collecting(problems):
-            write_block(Path(flags.readme), flags.name, block)
-    else:
-        print(text, end="")
-        problems += [f"{flags.readme}: not updated because of the other problems"] if flags.readme else []
     if problems:
         raise ConfigError(problems)
     return 0
@@ -69,7 +55,8 @@ def table(prog: str, args: list[str]) -> int:
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = CommandParser(prog=prog, description=_DESCRIPTION)
+    removed = dict.fromkeys(("--readme", "--name"), "python tools/make_table.py, in a checkout")
+    parser = CommandParser(prog, removed, description=_DESCRIPTION)
     parser.add_argument("runs", metavar="RUN", nargs="*", help="a run's folder, a folder of them, a .json file, a glob")
     parser.add_argument("--configs", metavar="YAML", nargs="+", default=[], help="also show these configs, measured or "
                         "not: files or folders of them")  # fmt: skip
@@ -86,8 +73,6 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--format", choices=("text", "markdown"), help="text for a terminal, the default there, with "
                         "the columns that fit; markdown: all columns")  # fmt: skip
-    parser.add_argument("--readme", metavar="FILE", help="replace the block of --name in this file by the table")
-    parser.add_argument("--name", metavar="NAME", help="the block between <!-- table NAME --> and <!-- /table -->")
     return parser
 
 
@@ -144,38 +129,3 @@ def _is_number(value: Any) -> bool:
         return isinstance(value, (int, float, str)) and math.isfinite(float(value))
     except (ValueError, OverflowError):
         return False
-
-
-def write_block(path: Path, name: str, block: str) -> None:
-    """Replace the block between two markers of a README; the file is not written if it has that block already.
-
-    Raises:
-        ConfigError: the file cannot be read or written, or does not have each marker once.
-    """
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            text = file.read()
-        if (changed := replace_block(text, name, block, str(path))) != text:
-            with replacing(path.resolve(), "w", encoding="utf-8", newline="") as file:
-                file.write(changed)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
-def replace_block(text: str, name: str, block: str, source: str = "the text") -> str:
-    """Return the text with other content between `<!-- table NAME -->` and `<!-- /table -->`.
-
-    Raises:
-        ConfigError: there is no such block, or several ones, or it is not closed; the message names `source`.
-    """
-    lines, marker = text.splitlines(keepends=True), f"<!-- table {name} -->"
-    starts = [number for number, line in enumerate(lines) if line.strip() == marker]
-    if len(starts) != 1:
-        names = [line.strip()[11:-4] for line in lines if line.startswith("<!-- table ")]
-        hint = did_you_mean(name, names) or (f"; available: {', '.join(names)}" if names else "")
-        raise ConfigError(f"{source}: got {counted(len(starts), 'line')} {marker}; expected one{hint}")
-    comments = (number for number in range(starts[0] + 1, len(lines)) if lines[number].startswith("<!-- "))
-    end = next((number for number in comments if not lines[number].startswith("<!-- made by: ")), None)
-    if end is None or lines[end].strip() != _END:
-        raise ConfigError(f"{source}: line {starts[0] + 1}: {marker} is not closed by {_END}")
-    return "".join([*lines[: starts[0] + 1], block, *lines[end:]])
