@@ -355,7 +355,7 @@ def make_subjects(folder: Path) -> list[Subject]:
     return [Subject(path, path.read_bytes(), *reader) for path, reader in readers.items()]
 
 
-# ------------------------------------------------------------------------------------ runs of others
+# ------------------------------------------------------------------------------------ untrusted runs
 
 
 def read_report(run: Path) -> None:

@@ -1,4 +1,4 @@
-"""The power of the tests: changes one expression of the core at a time, in a copy, and runs the tests of its room.
+"""The power of the tests: changes one expression of the core at a time, in a copy, and runs the tests of its package.
 
     python benchmarks/mutate_core.py --places PLACES --results RESULTS
     python benchmarks/mutate_core.py --table BEFORE AFTER
@@ -8,8 +8,8 @@ and skips places that RESULTS has, so it can be stopped and rerun. The second pr
 found by the name of its function, the source of its expression and its occurrence, in any file of the package: results
 from before and after a move of files can be compared.
 
-Tests of the default tier run until the first failure: those of the file, of its room, and of the trainer. The verdict
-is `caught` if a test fails that passes without the mutation, or if no test ends for `--silence` seconds; `survived`; or
+Default tests run until the first failure: those of the file, of its package, and of the trainer. The verdict is
+`caught` if a test fails that passes without the mutation, or if no test ends for `--silence` seconds; `survived`; or
 `gone`: the place does not exist.
 """
 
@@ -151,9 +151,9 @@ def core_files(tree: Path) -> list[Path]:
     """Return the files that the trainer and the registering files of the package import, lazy imports included."""
     files = {".".join(path.relative_to(tree).with_suffix("").parts).removesuffix(".__init__"): path
              for path in (tree / "distribuuuu").rglob("*.py")}  # fmt: skip
-    text, rooms = REGISTERING
+    text, packages = REGISTERING
     todo = ["distribuuuu.trainer"]
-    todo += [name for name, path in files.items() if name.split(".")[1:2] in [[room] for room in rooms]
+    todo += [name for name, path in files.items() if name.split(".")[1:2] in [[package] for package in packages]
              and text in path.read_text(encoding="utf-8")]  # fmt: skip
     core: set[str] = set()
     while todo:
@@ -192,12 +192,12 @@ def replace_node(path: Path, node: ast.AST, text: str) -> None:
 
 
 def tests_of(tree: Path, path: Path) -> list[str]:
-    """Return the test files and folders of a file of the package: its own, its room's, and the trainer's."""
+    """Return the test files and folders of a file of the package: its own, its package's, and the trainer's."""
     parts = path.relative_to(tree).parts
-    room = tree / "tests" / parts[1]
-    own = sorted(room.rglob(f"test_{path.stem}.py")) if len(parts) > 2 and room.is_dir() else []
+    package = tree / "tests" / parts[1]
+    own = sorted(package.rglob(f"test_{path.stem}.py")) if len(parts) > 2 and package.is_dir() else []
     trainer = [path for name in TRAINER_TESTS if (path := tree / "tests" / name).exists()]
-    paths = [*own, *([room] if len(parts) > 2 and room.is_dir() else []), *trainer]
+    paths = [*own, *([package] if len(parts) > 2 and package.is_dir() else []), *trainer]
     return [str(path.relative_to(tree)) for path in paths]
 
 

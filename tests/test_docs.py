@@ -429,7 +429,7 @@ def test_the_names_that_stay_can_be_imported():
     assert len(rows) >= 9
     for module, names in rows:
         for name in re.findall(r"`(\w+)`", names):
-            # A deleted command takes its registry's room with it.
+            # A deleted command takes its registry's package with it.
             assert is_gone(module) or hasattr(importlib.import_module(module), name), f"{module}.{name}"
 
 

@@ -1,4 +1,4 @@
-"""Files of others: JSON whose values have other types than the reader expects, and a pickle that runs code."""
+"""Untrusted files: JSON whose values have other types than the reader expects, and a pickle that runs code."""
 
 import copy
 import os
