@@ -13,11 +13,10 @@ import re
 import stat
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, TypeGuard
 
-import numpy as np
 import torch
 
 from distribuuuu.config import ConfigError
@@ -189,8 +188,12 @@ def _read_verified(path: Path) -> Any:
         is_zip = file.read(4) == b"PK\3\4"  # as torch decides
     if is_zip:
         _verify_zip(path, status.st_size)
-    with torch.serialization.safe_globals([*_NUMPY_GLOBALS, *(_stub_unknown_classes(path) if is_zip else ())]):
+    try:
         content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:  # not of this package, or damaged
+        from distribuuuu.checkpoint.foreign_objects import load_without_objects
+
+        content = load_without_objects(path, is_zip)
     _verify_content(content, status.st_size)
     return content
 
@@ -237,59 +240,6 @@ def _find_tensor_problem(tensor: torch.Tensor, size: int) -> str | None:
     if max(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) > size:
         return f"of the shape {tuple(tensor.shape)} needs more bytes than the file has"
     return None
-
-
-class _NumpyType:
-    """Safe replacement of `numpy.dtype`, whose own unpickling does not validate its input."""
-
-    def __init__(self, name: str, *_: Any):
-        if not re.fullmatch("[fiu][1248]|b1", name):
-            raise pickle.UnpicklingError(f"a numpy scalar of type {name[:20]!r}")
-        self.name, self.byte_order = name, "="
-
-    def __setstate__(self, state: tuple) -> None:
-        self.byte_order = {"<": "<", ">": ">"}.get(state[1], "=")
-
-
-def _read_numpy_scalar(kind: _NumpyType, data: bytes) -> bool | int | float:
-    """Return a pickled numpy scalar as a Python number (checkpoints of 2021 hold a learning rate of this type)."""
-    (number,) = np.frombuffer(data, kind.byte_order + kind.name)
-    return number.item()
-
-
-_NUMPY_GLOBALS: list[Callable | tuple[Callable, str]] = [
-    (_NumpyType, "numpy.dtype"),
-    (_read_numpy_scalar, "numpy.core.multiarray.scalar"),
-    (_read_numpy_scalar, "numpy._core.multiarray.scalar"),
-]
-
-
-class _Left:
-    """Stands for an object of an unknown class, of which nothing is kept."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> "_Left":
-        """Ignore the arguments of the constructor."""
-        return super().__new__(cls)
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        """Ignore the state."""
-
-
-def _stub_unknown_classes(path: Path) -> list[tuple[Callable, str]]:
-    """Return a harmless replacement of each class in a file that torch does not unpickle, with the class's name."""
-    known = {name for _, name in _NUMPY_GLOBALS}  # type: ignore[misc]
-    names = [name for name in torch.serialization.get_unsafe_globals_in_checkpoint(path) if name not in known]
-    if names:
-        logger.warning("%s: objects other than tensors are left out: %s", path, ", ".join(sorted(names)[:5]))
-    # torch fills plain containers only.
-    containers: dict[str, Callable] = {
-        "collections.deque": lambda *arguments: [],
-        "collections.defaultdict": lambda *arguments: {},
-    }
-    return [(containers.get(name, _Left), name) for name in names]
 
 
 def _find_state_dict(content: Any) -> dict[str, torch.Tensor] | None:

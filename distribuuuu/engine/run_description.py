@@ -125,8 +125,8 @@ def describe_end(run: Run, started: float) -> None:
     metric, _ = run.task.primary_metric
     label = run.log.eval_metrics.get(metric, metric)
     if state.epoch < cfg.OPTIM.MAX_EPOCH and is_finished(cfg, state):
-        logger.info("ended after epoch %d of %d: no better %s in TRAIN.PATIENCE %d epochs", state.epoch,
-                    cfg.OPTIM.MAX_EPOCH, label, cfg.TRAIN.PATIENCE)  # fmt: skip
+        logger.info("Early stopping at epoch %d/%d: %s has not improved for %s (TRAIN.PATIENCE)", state.epoch,
+                    cfg.OPTIM.MAX_EPOCH, label, counted(cfg.TRAIN.PATIENCE, "epoch"))  # fmt: skip
     for kind in state.models:
         best, path, name = state.bests[kind], bests[kind], "" if kind == "raw" else f"{kind} "
         if dist.is_main() and path.exists():
@@ -141,4 +141,4 @@ def describe_end(run: Run, started: float) -> None:
         num_steps = sum(map(run.train_loader.steps_of, range(state.epoch)))  # the last epoch may end early
         logger.warning("the task applied no gradients in %d of %d steps", state.num_skipped, num_steps)
     if state.seconds > time.perf_counter() - started:
-        logger.info("time of all starts: %s", format_duration(state.seconds))
+        logger.info("Total training time, including restarts: %s", format_duration(state.seconds))

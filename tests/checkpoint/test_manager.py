@@ -109,16 +109,15 @@ def test_a_hash_of_tensors_depends_on_names_and_values_only():
     assert len({hash_tensors(value) for value in (weights, *others)}) == 5
 
 
-def test_temporary_names_are_unique_and_those_of_an_evaluation_stay(tmp_path):
+def test_temporary_names_are_unique_and_those_of_a_killed_run_are_removed(tmp_path):
     with replacing(tmp_path / "results.json", "w") as one, replacing(tmp_path / "results.json", "w") as other:
         assert one.name != other.name and Path(one.name).name.startswith(".results.json.")
         one.write("one")
     assert (tmp_path / "results.json").read_text() == "one"
-    kept = tmp_path / ".test_results.json.0123456789abcdef.tmp"
-    for path in (kept, tmp_path / ".best_ema.pth.tar.0123.tmp", tmp_path / ".metrics.jsonl.0123.tmp"):
+    for path in (tmp_path / ".best_ema.pth.tar.0123456789abcdef.tmp", tmp_path / ".metrics.jsonl.0123456789abcdef.tmp"):
         path.write_text("half")
     CheckpointManager(tmp_path).remove_temporary_files()
-    assert sorted(os.listdir(tmp_path)) == [kept.name, "results.json"]
+    assert os.listdir(tmp_path) == ["results.json"]
 
 
 def test_what_was_timed_and_counted_comes_back(tmp_path, monkeypatch):

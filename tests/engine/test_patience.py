@@ -53,7 +53,7 @@ def test_a_run_ends_after_the_epochs_without_a_better_value(small_cfg, words, ep
     found, log = results(cfg.OUT_DIR), (Path(cfg.OUT_DIR) / "train.log").read_text()
     assert found["finished"] and found["training"]["epochs_done"] == epochs
     assert found["training"].get("ended_early", False) == (epochs < 9)
-    assert (f"ended after epoch {epochs} of 9: no better top1 in TRAIN.PATIENCE" in log) == (epochs < 9)
+    assert (f"Early stopping at epoch {epochs}/9: top1 has not improved" in log) == (epochs < 9)
     assert (Path(cfg.OUT_DIR) / "predictions.npz").exists() and found["weights_sha256"]
     train_model(cfg)
     log = (Path(cfg.OUT_DIR) / "train.log").read_text()

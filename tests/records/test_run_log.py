@@ -388,10 +388,10 @@ def test_the_last_lines_name_the_best_weights_and_a_command_that_evaluates_them(
     out_dir = tmp_path / "an out"
     args = small_options(image_folder, out_dir, "EMA.HALF_LIFE", 30)
     train_model(load_cfg(None, [*args, "OPTIM.MAX_EPOCH", "1"]))
-    assert "time of all starts" not in (out_dir / "train.log").read_text()
+    assert "Total training time, including restarts" not in (out_dir / "train.log").read_text()
     train_model(load_cfg(None, args))
     lines = [line[15:] for line in (out_dir / "train.log").read_text().splitlines()]
-    assert lines[-2].startswith("time of all starts: ")
+    assert lines[-2].startswith("Total training time, including restarts: ")
     assert re.fullmatch(rf"finished in \d+s; files: {out_dir}", lines[-1])
     results = json.loads((out_dir / "results.json").read_text())["accuracy"]
     for kind, name in (("raw", "best.pth.tar"), ("ema", "best_ema.pth.tar")):
