@@ -44,7 +44,7 @@ from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.engine.resume import restore
 from distribuuuu.engine.state import TrainState
 from distribuuuu.optim.optimizer import build_optimizer
-from distribuuuu.tasks.meter import Meter
+from distribuuuu.tasks.metrics import Meter
 
 # A task without state.
 NO_TASK = types.SimpleNamespace(state_dict=dict, rank_state_dict=dict)

@@ -38,12 +38,11 @@ from distribuuuu.engine.run import (
 from distribuuuu.engine.run_description import describe_end
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.signals import RunStopped
-from distribuuuu.optim.optimizer import set_lr, set_weight_decay
+from distribuuuu.optim.schedules import set_lr, set_weight_decay
 from distribuuuu.records.predictions import Recorder, build_recorder
 from distribuuuu.records.results import write_test_results
 from distribuuuu.tasks.base import StepKey
-from distribuuuu.tasks.meter import check_finite
-from distribuuuu.tasks.metrics import StepOutput
+from distribuuuu.tasks.metrics import StepOutput, check_finite
 
 logger = logging.getLogger(__name__)
 

@@ -33,10 +33,11 @@ from distribuuuu.inference.forward_chunks import one_behind
 from distribuuuu.inference.loaded_run import Selection, start_selection
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import build_model
-from distribuuuu.optim.optimizer import build_clipper, build_lr, build_optimizer
-from distribuuuu.optim.precision import Precision, build_precision
+from distribuuuu.optim.optimizer import build_optimizer
+from distribuuuu.optim.precision import Precision, build_clipper, build_precision
+from distribuuuu.optim.schedules import build_lr
 from distribuuuu.tasks.base import build_task
-from distribuuuu.tasks.meter import Meter
+from distribuuuu.tasks.metrics import Meter
 from distribuuuu.trainer import take_step, train_epoch, train_model
 
 ALONE, CPU = Launch("alone"), torch.device("cpu")

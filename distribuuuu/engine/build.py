@@ -44,16 +44,15 @@ from distribuuuu.models.build import build_model, select_outputs
 from distribuuuu.models.finetune import build_initial_model, freeze_parts
 from distribuuuu.models.head import head_parameters
 from distribuuuu.optim.ema import build_averages
-from distribuuuu.optim.optimizer import LayerNorms, build_clipper, build_lr, build_optimizer
-from distribuuuu.optim.precision import Precision, build_precision
-from distribuuuu.optim.schedules import build_weight_decay
+from distribuuuu.optim.optimizer import build_optimizer
+from distribuuuu.optim.precision import Precision, build_clipper, build_precision
+from distribuuuu.optim.schedules import build_lr, build_weight_decay
 from distribuuuu.records.log_table import format_duration
 from distribuuuu.records.metric_writers import EventFile
 from distribuuuu.records.results import RunResults
 from distribuuuu.records.run_log import Log, append_to_log, logging_to
 from distribuuuu.tasks.base import Task, build_task
-from distribuuuu.tasks.meter import Meter
-from distribuuuu.tasks.metrics import display_names
+from distribuuuu.tasks.metrics import Meter, display_names
 
 logger = logging.getLogger(__name__)
 
@@ -355,6 +354,8 @@ def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader) -> Log:
     """Return the log of the run from the position of the state; a new run logs a grid of augmented images."""
     more_entries: Callable[[], dict[str, Any]] = dict
     if cfg.LOG.LAYER_NORMS:
+        from distribuuuu.optim.layer_norms import LayerNorms
+
         every, end_of = cfg.TRAIN.PRINT_FREQ, loader.steps_of
         is_read = lambda: (state.step + 1) % every == 0 or state.step + 1 == end_of(state.epoch)  # noqa: E731
         more_entries = LayerNorms(state.model, state.optimizer, is_read).pop

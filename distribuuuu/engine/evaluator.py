@@ -26,8 +26,7 @@ from distribuuuu.launch.detect import Launch, detect_launch
 from distribuuuu.optim.precision import build_precision
 from distribuuuu.records.run_log import evaluation_bar
 from distribuuuu.tasks.base import Task, build_task
-from distribuuuu.tasks.meter import Meter
-from distribuuuu.tasks.metrics import StepOutput
+from distribuuuu.tasks.metrics import Meter, StepOutput
 
 logger = logging.getLogger(__name__)
 

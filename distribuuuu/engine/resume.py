@@ -21,7 +21,7 @@ from distribuuuu.engine.run import Run, is_finished
 from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import list_jobs
 from distribuuuu.tasks.base import Task
-from distribuuuu.tasks.meter import NonFiniteLoss
+from distribuuuu.tasks.metrics import NonFiniteLoss
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from distribuuuu.engine.run import Run, is_finished
 from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import Launch, detect_launch
 from distribuuuu.models import count_parameters
-from distribuuuu.optim.optimizer import describe_lr
+from distribuuuu.optim.schedules import describe_lr
 from distribuuuu.records.log_table import format_duration
 
 logger = logging.getLogger(__name__)

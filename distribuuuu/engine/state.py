@@ -44,7 +44,7 @@ from distribuuuu.optim.ema import Ema
 from distribuuuu.optim.precision import Precision
 from distribuuuu.records.environment import peak_memory_mib
 from distribuuuu.records.step_timing import StepTiming
-from distribuuuu.tasks.meter import Meter
+from distribuuuu.tasks.metrics import Meter
 
 logger = logging.getLogger(__name__)
 

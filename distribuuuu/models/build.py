@@ -10,9 +10,7 @@ from torch import nn
 from distribuuuu.checkpoint.weights_files import PUBLISHED
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.models.constructor import Architecture, build_model_spec
-from distribuuuu.models.freeze import freeze
 from distribuuuu.models.pretrained import build_pretrained, find_published
-from distribuuuu.optim.param_groups import exempt_parameters, lr_multipliers
 
 
 def build_model(cfg, pretrained: bool | None = None) -> nn.Module:
@@ -87,12 +85,16 @@ def _finetune_problems(cfg, arch: Architecture, model: nn.Module | None) -> Iter
             find_published(arch)
     except ConfigError as error:
         yield from as_finetune_problems(error)
+    if model is None or not (cfg.FINETUNE.FREEZE or cfg.FINETUNE.LR_MULT or cfg.OPTIM.NO_WEIGHT_DECAY):
+        return
+    from distribuuuu.models.freeze import freeze
+    from distribuuuu.optim.name_patterns import exempt_parameters, lr_multipliers
+
     checks = ((freeze, cfg.FINETUNE.FREEZE), (lr_multipliers, cfg.FINETUNE.LR_MULT),
               (exempt_parameters, cfg.OPTIM.NO_WEIGHT_DECAY))  # fmt: skip
     for check, patterns in checks:
         try:
-            if model is not None:
-                check(model, patterns)
+            check(model, patterns)
         except ConfigError as error:
             yield from error.problems
 

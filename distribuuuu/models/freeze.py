@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.optim.param_groups import is_match, no_match
+from distribuuuu.optim.name_patterns import is_match, no_match
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -12,7 +12,12 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 
+import torch
+
 from distribuuuu.config.registry import SCHEDULES
+
+# The setting of a parameter group that holds its weight decay at the start of the schedule.
+FULL_DECAY = "full_decay"
 
 
 @SCHEDULES.register("cos")
@@ -106,3 +111,55 @@ def build_weight_decay(cfg) -> Callable[[float], float]:
     settings = {"max_epoch": optim.MAX_EPOCH - (1 - optim.LAST_EPOCH),
                 "min_lr": optim.WEIGHT_DECAY_END / optim.WEIGHT_DECAY}  # fmt: skip
     return lambda epoch: cos_factor(math.floor(epoch) if optim.LR_UPDATE == "epoch" else epoch, **settings)
+
+
+# OPTIM.LR_SCALE: the factor of the learning rate for a ratio of batch sizes (linear: Goyal et al., arXiv 1706.02677;
+# square root: Krizhevsky, arXiv 1404.5997).
+_LR_SCALES: dict[str, Callable[[float], float]] = {
+    "none": lambda ratio: 1.0,
+    "linear": lambda ratio: ratio,
+    "sqrt": math.sqrt,
+}
+
+
+def _lr_factor(cfg, global_batch: int) -> float:
+    return _LR_SCALES[cfg.OPTIM.LR_SCALE](global_batch / cfg.OPTIM.LR_SCALE_BATCH)
+
+
+def scaled_lr(cfg, global_batch: int) -> float:
+    """Return OPTIM.BASE_LR scaled by OPTIM.LR_SCALE for `global_batch` images per step."""
+    return cfg.OPTIM.BASE_LR * _lr_factor(cfg, global_batch)
+
+
+def build_lr(cfg, global_batch: int) -> Callable[..., float]:
+    """Return lr_at(epoch, policy): the learning rate of the schedule, scaled by OPTIM.LR_SCALE."""
+    lr_at, factor = build_schedule(cfg), _lr_factor(cfg, global_batch)
+    return lambda *at: lr_at(*at) * factor
+
+
+def describe_lr(cfg, global_batch: int) -> str:
+    """Return the scaled learning rate with its derivation, for the log."""
+    optim, lr = cfg.OPTIM, scaled_lr(cfg, global_batch)
+    per_128 = f"{lr * 128 / global_batch:.4g} per 128 images"
+    if optim.LR_SCALE == "none":
+        return f"{lr}, {per_128}"
+    ratio = f"{global_batch} / {optim.LR_SCALE_BATCH}"
+    ratio = f"sqrt({ratio})" if optim.LR_SCALE == "sqrt" else ratio
+    return f"{lr:.6g}, {per_128}, {optim.LR_SCALE}: {optim.BASE_LR} x {ratio} = {lr:.6g}"
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float, lr_of: Callable[[str], float] = lambda schedule: 0.0) -> None:
+    """Set the learning rate of every group, times its factor (OPTIM.LAYER_DECAY, FINETUNE.LR_MULT).
+
+    A group with a `schedule` of its own has the rate `lr_of(schedule)`, see `Task.param_groups`.
+    """
+    for group in optimizer.param_groups:
+        own = lr_of(group["schedule"]) if "schedule" in group else lr
+        group["lr"] = own * group.get("lr_scale", 1.0)
+
+
+def set_weight_decay(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Set the weight decay of every group to its own times a factor, if OPTIM.WEIGHT_DECAY_END is set."""
+    for group in optimizer.param_groups:
+        if FULL_DECAY in group:
+            group["weight_decay"] = factor * group[FULL_DECAY]

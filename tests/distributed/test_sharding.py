@@ -25,8 +25,9 @@ from distribuuuu.distributed.zero1 import PartitionedOptimizer
 from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model
-from distribuuuu.optim.optimizer import build_clipper, build_optimizer
-from distribuuuu.tasks.meter import Meter
+from distribuuuu.optim.optimizer import build_optimizer
+from distribuuuu.optim.precision import build_clipper
+from distribuuuu.tasks.metrics import Meter
 from distribuuuu.trainer import train_model
 
 CPU = torch.device("cpu")

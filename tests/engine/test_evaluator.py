@@ -23,7 +23,7 @@ from distribuuuu.launch.detect import Launch
 from distribuuuu.models import build_model
 from distribuuuu.optim.precision import Precision
 from distribuuuu.tasks.base import build_task
-from distribuuuu.tasks.meter import Meter
+from distribuuuu.tasks.metrics import Meter
 from distribuuuu.trainer import test_model as evaluate_run
 
 CPU = torch.device("cpu")

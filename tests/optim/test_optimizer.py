@@ -16,9 +16,10 @@ from distribuuuu.checkpoint.io import CheckpointError
 from distribuuuu.checkpoint.restore import load_optimizer
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.optim import optimizer as optimizers
-from distribuuuu.optim.optimizer import build_clipper, build_lr, build_optimizer, scaled_lr, set_lr
+from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.optim.param_groups import is_norm_layer, parameter_groups, parameter_kinds
-from distribuuuu.optim.schedules import build_schedule
+from distribuuuu.optim.precision import build_clipper
+from distribuuuu.optim.schedules import build_lr, build_schedule, describe_lr, scaled_lr, set_lr
 from distribuuuu.trainer import train_model
 
 TINY = ["test_vit", "test_vit2", "test_resnet", "test_efficientnet", "test_convnext"]
@@ -283,7 +284,7 @@ def test_without_scaling_the_learning_rate_is_the_schedule_to_the_bit():
     cfg = make_cfg("OPTIM.BASE_LR", 0.3)
     plain, scaled = build_schedule(cfg), build_lr(cfg, 777)
     assert all(plain(epoch / 7) == scaled(epoch / 7) for epoch in range(700))
-    assert optimizers.describe_lr(cfg, 384) == "0.3, 0.1 per 128 images"
+    assert describe_lr(cfg, 384) == "0.3, 0.1 per 128 images"
 
 
 def test_the_learning_rate_is_scaled_by_the_batch():
@@ -305,7 +306,7 @@ def test_the_log_shows_the_arithmetic_of_the_learning_rate(small_cfg):
     assert "learning rate: 0.05, 0.2667 per 128 images, linear: 0.1 x 24 / 48 = 0.05; seed 3" in log
     assert content["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.05 * 0.1)
     cfg = make_cfg("OPTIM.LR_SCALE", "sqrt", "OPTIM.BASE_LR", 0.1)
-    assert optimizers.describe_lr(cfg, 1024).endswith("sqrt: 0.1 x sqrt(1024 / 256) = 0.2")
+    assert describe_lr(cfg, 1024).endswith("sqrt: 0.1 x sqrt(1024 / 256) = 0.2")
 
 
 def test_gradients_are_clipped_as_torch_does_or_left_alone():

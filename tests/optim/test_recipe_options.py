@@ -16,8 +16,9 @@ from torch import nn
 from distribuuuu.config import load_cfg
 from distribuuuu.config.registry import OPTIMIZERS
 from distribuuuu.models.head import head_parameters
-from distribuuuu.optim.optimizer import build_clipper, build_optimizer, set_weight_decay
-from distribuuuu.optim.schedules import build_weight_decay
+from distribuuuu.optim.optimizer import build_optimizer
+from distribuuuu.optim.precision import build_clipper
+from distribuuuu.optim.schedules import build_weight_decay, set_weight_decay
 from distribuuuu.trainer import train_model
 
 
@@ -195,7 +196,7 @@ def test_weight_decay_follows_the_cosine_of_dino(base, final):
 def test_each_optimizer_takes_the_weight_decay_of_the_step(name):
     words = ("OPTIM.NAME", name, "OPTIM.BASE_LR", 0.1, "OPTIM.WEIGHT_DECAY", 0.1, "OPTIM.NORM_WEIGHT_DECAY", 0.0)
     ours, theirs = with_gradients(), with_gradients()
-    cfg = make_cfg(*words, "OPTIM.WEIGHT_DECAY_END", 0.5, "OPTIM.MAX_EPOCH", 4)
+    cfg = make_cfg(*words, "OPTIM.WEIGHT_DECAY_END", 0.5, "OPTIM.MAX_EPOCH", 4, "OPTIM.WARMUP_EPOCHS", 0)
     scheduled, fixed, factor_at = (
         build_optimizer(cfg, ours),
         build_optimizer(make_cfg(*words), theirs),

@@ -17,8 +17,9 @@ from distribuuuu.data.datasets.dummy import Dummy
 from distribuuuu.data.samplers import ResumableDistributedSampler
 from distribuuuu.models import build_model, count_parameters
 from distribuuuu.models.airbench import whitening_filters
-from distribuuuu.optim.optimizer import build_lr, build_optimizer, set_lr
+from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.optim.precision import Precision
+from distribuuuu.optim.schedules import build_lr, set_lr
 from distribuuuu.tasks.base import build_task
 from distribuuuu.trainer import train_model
 

@@ -30,7 +30,7 @@ from distribuuuu.records.results import RunResults, write_test_results
 from distribuuuu.records.run_config import config_name, hash_config, list_overrides
 from distribuuuu.records.run_log import close_logging
 from distribuuuu.tasks.base import build_task
-from distribuuuu.tasks.meter import Meter
+from distribuuuu.tasks.metrics import Meter
 
 # What `evaluate` returns after each epoch: the second is the best.
 SERIES = [

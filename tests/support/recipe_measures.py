@@ -19,7 +19,8 @@ from distribuuuu.data.progressive_resizing import build_im_size
 from distribuuuu.data.transforms import CenterCrop, EpochTransforms, Transform
 from distribuuuu.models import build_model
 from distribuuuu.optim.ema import build_averages
-from distribuuuu.optim.optimizer import build_lr, build_optimizer, set_lr
+from distribuuuu.optim.optimizer import build_optimizer
+from distribuuuu.optim.schedules import build_lr, set_lr
 
 # Training images of the data sets.
 NUM_IMAGES = {"imagefolder": 1_281_167, "cifar10": 50_000}

@@ -14,7 +14,7 @@ from distribuuuu.config.reader import load_cfg
 from distribuuuu.engine.resume import restore
 from distribuuuu.engine.state import TrainState
 from distribuuuu.optim.optimizer import build_optimizer
-from distribuuuu.tasks.meter import Meter
+from distribuuuu.tasks.metrics import Meter
 
 
 def make_state(num_classes: int = 3, best: tuple[float, int] = (0.0, -1), **position) -> TrainState:

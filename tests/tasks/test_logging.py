@@ -13,7 +13,7 @@ from torch import nn
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.registry import TASKS
-from distribuuuu.optim.optimizer import LayerNorms
+from distribuuuu.optim.layer_norms import LayerNorms
 from distribuuuu.tasks.classification import Classification
 from distribuuuu.trainer import test_model as evaluate_run
 from distribuuuu.trainer import train_model

@@ -12,8 +12,8 @@ from distribuuuu.config import ConfigError
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.launch.detect import detect_launch
-from distribuuuu.tasks.meter import Meter
-from distribuuuu.tasks.metrics import Mean, StepOutput, SumMetric, average_precisions, build_metrics, hard_labels
+from distribuuuu.tasks.class_metrics import average_precisions
+from distribuuuu.tasks.metrics import Mean, Meter, StepOutput, SumMetric, build_metrics, hard_labels
 
 CPU = torch.device("cpu")
 
@@ -85,7 +85,7 @@ NAMES = ("top1", "topk", "macro_recall", "macro_f1", "ece")
 
 @pytest.mark.parametrize("at_once", [1, 4, 64])
 def test_batches_added_together_give_the_same_sums_to_the_last_bit(at_once, monkeypatch):
-    monkeypatch.setattr("distribuuuu.tasks.meter._MAX_PENDING", at_once)
+    monkeypatch.setattr("distribuuuu.tasks.metrics._MAX_PENDING", at_once)
     metrics = build_metrics("TEST.METRICS", NAMES, 7, 3, multilabel=False) | {"mean": Mean("extra")}
     meter, other = Meter(metrics, 7, CPU), Meter(metrics, 7, CPU)
     expected = torch.zeros_like(meter._sums)
@@ -111,7 +111,7 @@ def test_an_update_takes_few_operations_and_bounded_memory(monkeypatch):
             add(meter, loss, logits, labels)
     assert counted.num <= 64 * 5  # 13 each if every batch is added at once
     assert not meter._pending
-    monkeypatch.setattr("distribuuuu.tasks.meter._MAX_PENDING_LOGITS", 3 * logits.numel())
+    monkeypatch.setattr("distribuuuu.tasks.metrics._MAX_PENDING_LOGITS", 3 * logits.numel())
     for number in range(1, 8):
         add(meter, loss, logits, labels)
         assert len(meter._pending) == number % 3
@@ -215,7 +215,7 @@ def test_average_precision_matches_its_definition(num, monkeypatch):
         found = average_precisions(torch.from_numpy(scores), torch.from_numpy(applies))
         assert found[:3].tolist() == pytest.approx(expected, abs=1e-12) and found[3].isnan()
         with monkeypatch.context() as patch:
-            patch.setattr("distribuuuu.tasks.metrics._MAX_SORTED", 2 * num)
+            patch.setattr("distribuuuu.tasks.class_metrics._MAX_SORTED", 2 * num)
             in_parts = average_precisions(torch.from_numpy(scores), torch.from_numpy(applies))
         assert torch.equal(in_parts.nan_to_num(), found.nan_to_num())
 
@@ -253,7 +253,7 @@ def test_map_is_the_mean_over_classes_with_images_and_read_resets():
 
 @pytest.mark.parametrize("limit", [10**6, 100])
 def test_a_saved_and_loaded_meter_reads_the_same(limit, monkeypatch):
-    monkeypatch.setattr("distribuuuu.tasks.meter._MAX_SAVED", limit)
+    monkeypatch.setattr("distribuuuu.tasks.metrics._MAX_SAVED", limit)
     scores, applies = (torch.from_numpy(array).float() for array in scored(40, 3, 10))
     for make in (lambda: multilabel_meter(4), lambda: classification_meter(2, 4)):
         whole, before, after, anew = make(), make(), make(), make()

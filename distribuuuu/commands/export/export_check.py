@@ -33,8 +33,7 @@ from distribuuuu.inference.loaded_run import CPU, EvalTransform, LoadedRun, Pred
 from distribuuuu.launch.host import count_cores
 from distribuuuu.records.run_log import progress
 from distribuuuu.tasks.base import Task
-from distribuuuu.tasks.meter import Meter
-from distribuuuu.tasks.metrics import StepOutput, build_metrics
+from distribuuuu.tasks.metrics import Meter, StepOutput, build_metrics
 
 # An export is verified if at least this share of its answers equals those of `predict`, and if the probability of the
 # answer differs by at most this much on average: a mistake may change no answer of a model that is sure.

@@ -35,7 +35,7 @@ from distribuuuu.engine.run import Run
 from distribuuuu.engine.run_description import list_unused_speed
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import check_model, count_parameters
-from distribuuuu.optim.optimizer import set_lr
+from distribuuuu.optim.schedules import set_lr
 from distribuuuu.records.run_log import progress
 from distribuuuu.trainer import take_step
 

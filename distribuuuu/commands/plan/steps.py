@@ -30,7 +30,7 @@ from distribuuuu.engine.preflight import resolve_num_classes, resolve_preprocess
 from distribuuuu.engine.run_description import describe_model
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.detect import detect_launch
-from distribuuuu.optim.optimizer import set_lr
+from distribuuuu.optim.schedules import set_lr
 from distribuuuu.records.environment import local_peak_bytes
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from distribuuuu.config import ConfigError, yaml_file
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import OPTIONS
 from distribuuuu.files.untrusted import read_regular
-from distribuuuu.tasks.metrics import average_precisions
+from distribuuuu.tasks.class_metrics import average_precisions
 
 # Cards of each gallery, and rows of the table of classes.
 _MAX_CARDS, _MAX_CLASSES = 24, 1000

@@ -24,7 +24,7 @@ from distribuuuu.commands.stats.significance import (
 from distribuuuu.commands.stats.stored_predictions import Predictions
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, first_few
-from distribuuuu.tasks.metrics import average_precisions
+from distribuuuu.tasks.class_metrics import average_precisions
 
 # A difference is called significant if its p-value is below this.
 ALPHA = 0.05

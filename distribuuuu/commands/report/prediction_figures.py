@@ -9,7 +9,7 @@ import torch
 
 from distribuuuu.commands.stats.significance import wilson_interval
 from distribuuuu.commands.stats.stored_predictions import Predictions
-from distribuuuu.tasks.metrics import (
+from distribuuuu.tasks.class_metrics import (
     ExpectedCalibrationError,
     average_precisions,
     calibration_sums,

@@ -46,7 +46,7 @@ from distribuuuu.files.untrusted import printable
 from distribuuuu.records.log_table import format_duration
 from distribuuuu.records.predictions import FILE_NAME
 from distribuuuu.records.read_results import TEST_FILE_NAME
-from distribuuuu.tasks.metrics import NUM_BINS
+from distribuuuu.tasks.class_metrics import NUM_BINS
 
 logger = logging.getLogger(__name__)
 

@@ -210,7 +210,7 @@ def check_names(cfgs: Sequence[Config]) -> None:
         ConfigError: with each problem once.
     """
     from distribuuuu.models.constructor import build_model_spec
-    from distribuuuu.optim.optimizer import check_arguments, find_optimizer
+    from distribuuuu.optim.named_optimizers import check_arguments, find_optimizer
 
     def check_optimizer(cfg: Config) -> None:
         with contextlib.suppress(AssertionError, ImportError):  # it needs a GPU or a package that the nodes may have

@@ -32,7 +32,7 @@ from distribuuuu.config.options import OPTIONS
 from distribuuuu.data.loader import BadImageError, build_loader
 from distribuuuu.inference.image_arguments import list_images
 from distribuuuu.launch.detect import Launch
-from distribuuuu.tasks.metrics import MeanAveragePrecision
+from distribuuuu.tasks.class_metrics import MeanAveragePrecision
 
 CPU = torch.device("cpu")
 # Several chunks, of which the last one is smaller.

@@ -1,0 +1,80 @@
+"""Parameters by name or layer: OPTIM.LAYER_DECAY, OPTIM.NO_WEIGHT_DECAY, FINETUNE.LR_MULT and FINETUNE.FREEZE."""
+
+from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.errors import did_you_mean
+
+
+def layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
+    """Return each parameter's learning-rate factor: `layer_decay` to the power of the number of layers after it.
+
+    Raises:
+        ConfigError: the model has no group matcher, by which timm's models define their layers.
+    """
+    group_matcher: Any = getattr(model, "group_matcher", None)
+    if group_matcher is None:
+        message = f"{type(model).__name__} has no group matcher to define its layers; use a model of timm"
+        raise ConfigError(Problem("OPTIM.LAYER_DECAY", f"{message} (MODEL.ARCH timm/NAME), or set it to 1"))
+    from timm.models import group_parameters
+
+    layers = group_parameters(model, group_matcher(coarse=False), reverse=True)
+    last = max(layers.values())
+    return {name: layer_decay ** (last - layers.get(name, last)) for name, _ in model.named_parameters()}
+
+
+def is_match(name: str, pattern: str) -> bool:
+    """Tell whether a pattern (fnmatch) matches the full name of a parameter or of a module that holds it."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:num]), pattern) for num in range(1, len(parts) + 1))
+
+
+def no_match(pattern: str, names: Iterable[str]) -> str:
+    """Return the message for a pattern that matches none of these parameters, with the nearest names."""
+    names = list(names)
+    prefixes = dict.fromkeys(".".join(name.split(".")[:num]) for name in names for num in range(1, name.count(".") + 2))
+    children = list(dict.fromkeys(name.split(".")[0] for name in names))
+    hint = did_you_mean(pattern, prefixes) or f"; the model has {', '.join(children[:8])}"
+    return f"{pattern!r} is the name of no parameter or module{hint}{', ...' if len(children) > 8 else ''}"
+
+
+def exempt_parameters(model: nn.Module, patterns: Collection[str]) -> set[str]:
+    """Return the names of the parameters that a pattern of OPTIM.NO_WEIGHT_DECAY matches.
+
+    Raises:
+        ConfigError: with a message for each pattern without parameters.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    matched = {pattern: {name for name in names if is_match(name, pattern)} for pattern in patterns}
+    if missing := [pattern for pattern in patterns if not matched[pattern]]:
+        raise ConfigError([Problem("OPTIM.NO_WEIGHT_DECAY", no_match(pattern, names)) for pattern in missing])
+    return set().union(*matched.values())
+
+
+def lr_multipliers(model: nn.Module, lr_mult: Mapping[str, float]) -> dict[str, float]:
+    """Return the learning-rate factor of each trainable parameter that a pattern matches; the first match counts.
+
+    Raises:
+        ConfigError: with a message for each pattern that is the first match of no parameter.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    first = {name: next((pattern for pattern in lr_mult if is_match(name, pattern)), None) for name in trained}
+    problems = []
+    for pattern in lr_mult:
+        if pattern in first.values():
+            continue
+        if not any(is_match(name, pattern) for name in names):
+            problem = no_match(pattern, names)
+        elif not any(is_match(name, pattern) for name in trained):
+            problem = "all that it matches is frozen (FINETUNE.FREEZE); remove it"
+        else:
+            problem = "patterns before it match all that it matches; put it before them"
+        problems.append(Problem(f"FINETUNE.LR_MULT.{pattern}", problem))
+    if problems:
+        raise ConfigError(problems)
+    return {name: lr_mult[pattern] for name, pattern in first.items() if pattern is not None}

@@ -1,0 +1,144 @@
+"""Optimizers other than SGD: registered ones and those of timm, with the arguments of OPTIM.KWARGS."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.conflicts import OPTIM_ARGUMENTS
+from distribuuuu.config.errors import did_you_mean
+from distribuuuu.config.model_names import NameTable, keep_table
+from distribuuuu.config.registry import OPTIMIZERS
+
+# adahessian needs second derivatives, which the loop does not compute; lookahead keeps its step count in its settings,
+# which a resumed run takes from the config.
+_UNSUPPORTED = ("adahessian", "lookahead")
+
+
+def build_named(
+    cfg, model: nn.Module, groups: list[dict[str, Any]], lr: float, registered: Callable | None, kernels: Callable
+) -> torch.optim.Optimizer:
+    """Return the optimizer that is registered as OPTIM.NAME, else the one of timm; `kernels` returns its keywords."""
+    if not registered:
+        return _build_timm(cfg, groups, lr, kernels)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return _build_registered(cfg, registered, groups, lr, names)
+
+
+def find_optimizer(cfg) -> Callable:
+    """Return the constructor of OPTIM.NAME: a registered one, torch's SGD, or one of timm.
+
+    Raises:
+        ConfigError: an unknown name.
+        AssertionError, ImportError: timm's needs a GPU or a package that this machine lacks.
+    """
+    name = cfg.OPTIM.NAME.lower()
+    if cfg.OPTIM.NAME in OPTIMIZERS or name == "sgd":
+        return OPTIMIZERS.get(cfg.OPTIM.NAME) if cfg.OPTIM.NAME in OPTIMIZERS else torch.optim.SGD
+    import timm.optim
+
+    known = [other for other in map(str, timm.optim.list_optimizers()) if not other.startswith(_UNSUPPORTED)]
+    keep_table("optimizers", functools.partial(NameTable, dict.fromkeys(known)))
+    if name not in known:
+        hint = did_you_mean(name, [*known, *OPTIMIZERS.names()])
+        raise ConfigError(Problem("OPTIM.NAME", f"unknown optimizer {cfg.OPTIM.NAME!r}{hint}"), cfg.origins)
+    return timm.optim.get_optimizer_class(name)
+
+
+def given_options(cfg) -> dict[str, Any]:
+    """Return OPTIM.BETAS and OPTIM.EPS, where they are set, as keyword arguments."""
+    given = {"betas": tuple(cfg.OPTIM.BETAS), "eps": cfg.OPTIM.EPS}
+    return {name: value for name, value in given.items() if value}
+
+
+def check_arguments(cfg, constructor: Callable) -> dict[str, Any]:
+    """Return OPTIM.KWARGS as keyword arguments of an optimizer's constructor.
+
+    Raises:
+        ConfigError: with each name that is not a parameter of it, and each value of another type.
+    """
+    known = inspect.signature(constructor).parameters
+    for name, value in cfg.OPTIM.KWARGS.items():
+        if name in known and (expected := _find_wrong_type(value, known[name])):
+            raise ConfigError(Problem(f"OPTIM.KWARGS.{name}", f"got {value!r}; expected {expected}"), cfg.origins)
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        free = [name for name in known if name not in OPTIM_ARGUMENTS] or ["none"]
+        problems = [
+            Problem(f"OPTIM.KWARGS.{name}", f"{cfg.OPTIM.NAME} has no such argument{did_you_mean(name, free)}; "
+                    f"expected one of {', '.join(free)}")
+            for name in cfg.OPTIM.KWARGS if name not in known
+        ]  # fmt: skip
+        if problems:
+            raise ConfigError(problems, cfg.origins)
+    return dict(cfg.OPTIM.KWARGS)
+
+
+def check_step(cfg, groups: list[dict[str, Any]], build: Callable) -> None:
+    """Update small tensors instead of the parameters; raise ConfigError if OPTIM.KWARGS fail in a step only."""
+    small = {w.ndim: torch.ones((4,) * w.ndim, dtype=w.dtype, device=w.device) for g in groups for w in g["params"]}
+    for tensor in small.values():  # muon has another update for dimensions below 4
+        tensor.grad = torch.ones_like(tensor)
+    try:
+        with torch.random.fork_rng({tensor.device for tensor in small.values() if tensor.is_cuda}):
+            build([{**groups[0], "params": [*small.values()]}]).step()
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{cfg.OPTIM.NAME} fails in a step with them: {str(error) or type(error).__name__}"
+        raise ConfigError(Problem("OPTIM.KWARGS", f"got {dict(cfg.OPTIM.KWARGS)}; {reason}"), cfg.origins) from error
+
+
+def _find_wrong_type(value: Any, parameter: inspect.Parameter) -> str:
+    """Return the type that a parameter expects, by its default, if a value is not of it; else an empty string."""
+    kind, annotation = type(parameter.default), str(parameter.annotation)
+    if value is None and ("None" in annotation or "Optional" in annotation):
+        return ""
+    if kind is int and parameter.annotation not in (int, "int"):
+        kind = float  # torch writes 0 for a number
+    accepted: dict[type, tuple[tuple[type, ...], str]] = {
+        bool: ((bool,), "a bool"), int: ((int,), "an int"), float: ((int, float), "a number"),
+        tuple: ((tuple, list), "a tuple"),
+    }  # fmt: skip
+    types, expected = accepted.get(kind, ((type(value),), ""))
+    return "" if type(value) in types else expected
+
+
+def _build_registered(
+    cfg, registered: Callable, groups: list[dict[str, Any]], lr: float, names: dict[torch.Tensor, str]
+) -> torch.optim.Optimizer:
+    optim, known = cfg.OPTIM, inspect.signature(registered).parameters
+    options = {"names": names, "momentum": optim.MOMENTUM, "dampening": optim.DAMPENING, "nesterov": optim.NESTEROV}
+    options = {name: value for name, value in {**options, **given_options(cfg)}.items() if name in known}
+    groups = [{**group, "optimizer": optim.NAME} for group in groups]  # for `_adapt_loaded_state`
+    options |= check_arguments(cfg, registered)
+    optimizer = registered(groups, lr=lr, weight_decay=optim.WEIGHT_DECAY, **options)
+    if cfg.DIST.SHARD == "zero1" and len(optimizer.param_groups) != len(groups):
+        fix = "set it to none or fsdp, or make the groups in Task.param_groups"
+        message = f"got zero1, but OPTIM.NAME {optim.NAME} makes parameter groups of its own; fix: {fix}"
+        raise ConfigError(Problem("DIST.SHARD", message), cfg.origins)
+    return optimizer
+
+
+def _build_timm(cfg, groups: list[dict[str, Any]], lr: float, kernels: Callable) -> torch.optim.Optimizer:
+    import timm.optim
+
+    optim, name, options = cfg.OPTIM, cfg.OPTIM.NAME.lower(), given_options(cfg)
+    groups = [{**group, "optimizer": name} for group in groups]  # for `_adapt_loaded_state`
+    try:
+        optimizer_class = find_optimizer(cfg)
+        betas, own = optim.BETAS, inspect.signature(optimizer_class).parameters.get("betas")
+        if betas and own and isinstance(own.default, tuple) and len(own.default) != len(betas):  # fails in a step
+            message = f"{optim.NAME} takes {len(own.default)}, not {list(betas)}"
+            raise ConfigError(Problem("OPTIM.BETAS", message), cfg.origins)
+        options |= {**kernels(optimizer_class), **check_arguments(cfg, optimizer_class)}
+        return timm.optim.create_optimizer_v2(
+            groups, name, lr=lr, weight_decay=optim.WEIGHT_DECAY, momentum=optim.MOMENTUM, **options
+        )
+    except ConfigError:
+        raise
+    except (AssertionError, ImportError, TypeError, ValueError) as error:  # timm checks values with asserts
+        given = "".join(f", {option} {value}" for option, value in options.items())
+        message = f"timm cannot make {name} with learning rate {lr}{given}: {str(error) or type(error).__name__}"
+        raise ConfigError(Problem("OPTIM.NAME", message), cfg.origins) from error
