@@ -16,7 +16,7 @@ from distribuuuu.config.derived import (
 )
 from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mean
 from distribuuuu.config.model_names import find_reading_keywords
-from distribuuuu.config.options import GRAPH_MODES, OPTIONS
+from distribuuuu.config.options import GRAPH_MODES, IMAGENET_CLASSES, OPTIONS
 from distribuuuu.config.registry import OPTIMIZERS, dataset_class
 from distribuuuu.config.run_files import find_name_problem, find_path_problem, url_of
 from distribuuuu.config.settings import BUILT_IN_TASKS, find_settings_problems
@@ -126,7 +126,7 @@ def _check_channels(cfg: Config) -> Iterator[Problem]:
 
 def _check_labels(cfg: Config) -> Iterator[Problem]:
     labels, test = cfg.TEST.LABELS, f"TEST.LABELS {cfg.TEST.LABELS}"
-    if labels and cfg.MODEL.NUM_CLASSES != 1000:
+    if labels and cfg.MODEL.NUM_CLASSES not in (0, IMAGENET_CLASSES):
         message = f"got {cfg.MODEL.NUM_CLASSES}; {test} expects a model of the 1000 ImageNet classes; fix: set 1000"
         yield Problem("MODEL.NUM_CLASSES", message)
     if labels and (cfg.DATA.NAME != "imagefolder" or cfg.MODEL.DUMMY_INPUT):

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.registry import Registry
 
 # A word that some options take instead of a number: it is found on this machine or in the data.
@@ -84,9 +83,9 @@ class Option:
         words = value if isinstance(value, tuple) else (value,)
         for word in words:
             if word not in allowed:
-                own = "; fix: name the file of an entry of your own in PLUGINS" if self.names else ""
-                hint = did_you_mean(word, allowed) or own
-                yield f"got {word!r}; expected one of {', '.join(filter(None, allowed))}{hint}"
+                from distribuuuu.hints.words import describe_wrong_word
+
+                yield describe_wrong_word(word, allowed, self.names.kind if self.names else "")
         if len(set(words)) < len(words):
             yield f"got {list(words)}; expected each name once"
 

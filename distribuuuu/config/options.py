@@ -16,6 +16,7 @@ INTERPOLATIONS = ("bilinear", "bicubic", "opencv_linear", "opencv_area")
 WHOLE_IMAGE = ("squash", "letterbox")
 # The values of DATA.PIXELS, and the value of a pixel that counts as 1 in DATA.MEAN and DATA.STD.
 PIXEL_RANGES = {"uint8": 255, "uint16": 65535, "float32": 1}
+IMAGENET_CLASSES = 1000
 TEST_SETS = ("imagenet_a", "imagenet_r", "imagenet_v2", "imagenet_sketch", "imagenet_real")
 _SAME_METRIC = "all trials need the same metric on the same images"
 
@@ -24,8 +25,8 @@ _C = Section()
 _C.MODEL = Section()
 # Model name, looked up in this package, timm, then torchvision; timm/NAME or torchvision/NAME selects one of them.
 _C.MODEL.ARCH = Option("resnet18", recipe=False)
-# Number of classes; must match the data. 0: the number of classes in the data.
-_C.MODEL.NUM_CLASSES = Option(1000, least=0, recipe=False)
+# Number of classes; must match the data. 0: that of the data; 1000 with MODEL.DUMMY_INPUT or TEST.LABELS.
+_C.MODEL.NUM_CLASSES = Option(0, least=0, recipe=False)
 # Initialize with the published weights of timm or torchvision; a head of another size is randomly initialized. Mean,
 # std, interpolation, sizes and crop that are not set are those of the weights; so with the other options for weights.
 _C.MODEL.PRETRAINED = False

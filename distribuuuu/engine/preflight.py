@@ -1,6 +1,7 @@
 """Checks of paths, data and batch sizes before torch is imported and the process group is created."""
 
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,8 +15,8 @@ from distribuuuu.config.conflicts import find_problems
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import find_model_problems, load_table
-from distribuuuu.config.options import OPTIONAL_DECODERS
-from distribuuuu.config.registry import OPTIMIZERS, TRACKERS, dataset_class
+from distribuuuu.config.options import IMAGENET_CLASSES, OPTIONAL_DECODERS
+from distribuuuu.config.registry import OPTIMIZERS, TRACKERS, dataset_class, dataset_name
 from distribuuuu.config.run_files import CHECKPOINTS, find_parent_problem, find_path_problem
 from distribuuuu.data.batch_plan import check_accumulation, check_auto, check_num_images, check_pairs, plan_of
 from distribuuuu.launch.detect import detect_launch
@@ -75,7 +76,7 @@ def resolve_num_classes(cfg: Config) -> Config:
         return cfg
     num_classes = _count_classes(cfg) or len(dataset_class(cfg).from_cfg(cfg, train=True).classes)
     if not num_classes:
-        problem = "got 0, the number of classes of the data; dummy images have none; fix: set the number of classes"
+        problem = "got 0, the number of classes of the data, which names none; fix: set the number of classes"
         raise ConfigError(Problem("MODEL.NUM_CLASSES", problem), cfg.origins)
     resolved = _with_num_classes(cfg, num_classes)
     check_cfg(resolved)
@@ -98,7 +99,10 @@ def _with_num_classes(cfg: Config, num_classes: int) -> Config:
 
 def _count_classes(cfg: Config) -> int:
     """Return the number of classes of the data if MODEL.NUM_CLASSES is 0; 0 if it is set or the data must be read."""
-    return 0 if cfg.MODEL.NUM_CLASSES else dataset_class(cfg).count_classes(cfg)
+    if cfg.MODEL.NUM_CLASSES:
+        return 0
+    has_none = dataset_name(cfg) == "dummy" or cfg.TEST.LABELS
+    return IMAGENET_CLASSES if has_none else dataset_class(cfg).count_classes(cfg)
 
 
 def find_missing_trackers(cfg) -> Iterator[tuple[str, str]]:
@@ -108,6 +112,12 @@ def find_missing_trackers(cfg) -> Iterator[tuple[str, str]]:
             yield "LOG.TRACKERS", f"got {name}, which is not installed; fix: pip install 'distribuuuu[{package}]'"
 
 
+def find_compiler() -> str | None:
+    """Return the path of the C++ compiler that torch.compile would call; None if there is none."""
+    names = (os.environ.get("CXX"), os.environ.get("CC"), "g++", "gcc", "clang++", "clang")
+    return next(filter(None, map(shutil.which, filter(None, names))), None)
+
+
 def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str, str]]:
     family = dataset_class(cfg)
     found = list(family.find_problems(cfg, train=True)) if train else []
@@ -115,6 +125,10 @@ def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str,
     module = OPTIONAL_DECODERS.get(name := cfg.DATA.DECODER, "")
     if module and not (find_spec(module.partition(".")[0]) and find_spec(module)):
         yield "DATA.DECODER", f"got {name}, which is not installed; fix: pip install 'distribuuuu[{name}]'"
+    if cfg.MODEL.COMPILE != "none" and not find_compiler():
+        fix = "install g++, or set the environment variable CXX to one; or set MODEL.COMPILE none"
+        message = f"got {cfg.MODEL.COMPILE}, but there is no C++ compiler, which torch.compile needs"
+        yield "MODEL.COMPILE", f"{message}; fix: {fix}"
     yield from find_missing_trackers(cfg) if train else ()
     teacher = "" if cfg.DISTILL.WEIGHTS == "pretrained" else cfg.DISTILL.WEIGHTS
     for key, path in (("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS), ("DISTILL.WEIGHTS", teacher)):

@@ -2,6 +2,7 @@
 
 from distribuuuu.config.errors import near_matches
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
+from distribuuuu.hints.words import normalized
 
 # Flags and keys of timm, torchvision, pycls, detectron2, Lightning and torchrun -> equivalent arguments. {}: the value
 # of the flag; the others have none.
@@ -88,11 +89,6 @@ MISSING = {
     "accelerator device": "CUDA is used where it is available; CUDA_VISIBLE_DEVICES selects the GPUs",
 }
 _BY_MISSING = {name: line for names, line in MISSING.items() for name in names.split()}
-
-
-def normalized(name: str) -> str:
-    """Return a flag or a part of a key in lower case, with dashes between its words only."""
-    return name.lower().replace("_", "-").strip("-")
 
 
 def describe_missing(key: str) -> str | None:

@@ -24,3 +24,9 @@ def without_unsafe_advice(text: str) -> str:
         return f"{shortened} contains {named[1]}, which is not plain data".lstrip()
     has_reason = shortened and not shortened.endswith(":")
     return shortened if has_reason else f"{shortened} contains Python objects, which are not plain data".lstrip()
+
+
+def without_foreign_advice(message: str) -> str:
+    """Return a message without the advice of other libraries; its own fix stays."""
+    reason, mark, fix = message.partition("; fix: ")
+    return without_unsafe_advice(reason) + mark + fix

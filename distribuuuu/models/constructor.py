@@ -22,6 +22,7 @@ from distribuuuu.config.model_names import (
     find_reading_keywords,
     keep_table,
 )
+from distribuuuu.config.options import IMAGENET_CLASSES
 from distribuuuu.config.registry import MODELS
 
 Constructor = Callable[..., nn.Module]
@@ -258,7 +259,8 @@ def build_model_spec(cfg) -> ModelSpec:
     """Return the specification of MODEL.ARCH; errors as those of `find_architecture` and `make_model_spec`."""
     arch = find_architecture(cfg.MODEL.ARCH)
     kwargs, train = _to_plain_dict(cfg.MODEL.KWARGS), cfg.TRAIN
-    spec = make_model_spec(arch, cfg.MODEL.NUM_CLASSES, kwargs, train.IM_SIZE, size_grows=train.IM_SIZE_START > 0)
+    num_classes = cfg.MODEL.NUM_CLASSES or IMAGENET_CLASSES  # 0: there is no data that would tell
+    spec = make_model_spec(arch, num_classes, kwargs, train.IM_SIZE, size_grows=train.IM_SIZE_START > 0)
     return replace(spec, channels=cfg.DATA.CHANNELS)
 
 

@@ -11,7 +11,8 @@ from distribuuuu.models.constructor import build_model_spec
 
 def find_head(cfg, model: nn.Module) -> list[str]:
     """Return the names of the layers of the head."""
-    other = replace(build_model_spec(cfg), num_classes=cfg.MODEL.NUM_CLASSES + 1)
+    spec = build_model_spec(cfg)
+    other = replace(spec, num_classes=spec.num_classes + 1)
     with torch.random.fork_rng(devices=[]):
         resized = other.build_on_meta()
         return find_resized_layers(model, other.build() if resized is None else resized)

@@ -71,5 +71,7 @@ def test_a_refused_checkpoint_names_what_it_contains(tmp_path):
     torch.save({"state_dict": {}, "x": _Payload()}, tmp_path / "x.pth")
     with pytest.raises(ConfigError) as caught:
         read_checkpoint(tmp_path / "x.pth")
-    assert str(caught.value).endswith(f"x.pth: invalid checkpoint: contains {SYSTEM}, which is not plain data")
+    said = str(caught.value)
+    assert f"x.pth: invalid checkpoint: contains {SYSTEM}, which is not plain data; fix: if you trust the file" in said
+    assert "torch.save(" in said
     assert caught.value.__suppress_context__  # the traceback does not show torch's text

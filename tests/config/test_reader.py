@@ -43,7 +43,7 @@ def test_the_original_files_load_unchanged(arch, write):
 
 def test_the_defaults_are_those_of_the_original(write):
     file = write(ORIGINAL.format(arch="resnet18", lr="0.2", wd="5.0e-05", batch=32))
-    assert load_cfg(file, ["OUT_DIR", "./exp"]) == load_cfg()
+    assert load_cfg(file, ["OUT_DIR", "./exp"]) == load_cfg(None, ["MODEL.NUM_CLASSES", "1000"])
     assert load_cfg(file, ["TRAIN.DATASET", "/a"]).TEST.DATASET == "/a"
 
 
@@ -160,6 +160,11 @@ WRONG = [
     ("OPTIM.BASE_LR null", "expected a number"), ("OPTIM.STEPS [1,a]", "list of numbers"),
     ("OPTIM.STEPS [60,30]", "ascend"), ("RNG_SEED -1", "expected 0 to"), ("RNG_SEED x", "or null"),
     ("RNG_SEED 99999999999999999999", "64 bits"), ("TRAIN 3", "section"), ("DATA.NAME cifar", "did you mean cifar10"),
+    ("DATA.NAME x", "packed, "), ("DATA.NAME x", "torchvision/NAME; fix"),
+    *((f"DATA.NAME {word}", f"did you mean {meant}, ") for word, meant in {
+        "webdataset": "archive", "csv": "list", "huggingface": "parquet", "HF": "parquet",
+        "ImageFolders": "imagefolder",
+    }.items()),
     ("AUG.OPERATIONS grayscale,grayscale", "each name once"), ("TRAIN.METRICS top2", "did you mean topk, top1"),
     ("OPTIM.LR_POLICY steps", "OPTIM.STEPS: is empty"), ("OPTIM.LR_POLICY exp", "OPTIM.MIN_LR: above 0"),
     ("OPTIM.MOMENTUM 0", "OPTIM.NESTEROV: MOMENTUM"), ("OPTIM.MOMENTUM 1.5", "expected 0 to 1"),

@@ -68,10 +68,9 @@ def test_where_only_the_images_tell_they_are_read(monkeypatch):
     assert ask_the_data("DATA.NAME", "counted").MODEL.NUM_CLASSES == 4
 
 
-def test_dummy_images_have_no_classes_of_their_own():
-    for words in [["DATA.NAME", "dummy"], ["MODEL.DUMMY_INPUT", "True"]]:
-        with pytest.raises(ConfigError, match=r"MODEL.NUM_CLASSES \(command line\): got 0, .*; dummy images have none"):
-            resolve_num_classes(load_cfg(None, ["MODEL.NUM_CLASSES", "0", *words]))
+@pytest.mark.parametrize("words", ["DATA.NAME dummy", "MODEL.DUMMY_INPUT True", "TEST.LABELS imagenet_a"])
+def test_without_data_of_their_own_the_classes_are_those_of_imagenet(words):
+    assert resolve_num_classes(load_cfg(None, words.split())).MODEL.NUM_CLASSES == 1000
 
 
 def test_a_conflict_with_the_number_found_is_reported(image_folder):
@@ -196,3 +195,13 @@ def test_the_images_of_a_large_folder_are_not_all_counted(image_folder, monkeypa
     seen = []
     monkeypatch.setattr(base, "is_image", lambda name, extensions: not seen.append(name))
     assert ImageFolder.count_images(cfg, 20) == len(seen) == 20
+
+
+def test_without_a_compiler_a_compiled_model_is_refused_before_the_start(image_folder, tmp_path, monkeypatch):
+    compiled = load_cfg(None, small_options(image_folder, tmp_path / "out", "MODEL.COMPILE", "default"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CXX", "CC"):
+        monkeypatch.delenv(name, raising=False)
+    (problem,) = run_problems(compiled, train=True)
+    assert "MODEL.COMPILE (command line): got default, but there is no C++ compiler" in problem
+    assert run_problems(load_cfg(None, small_options(image_folder, tmp_path / "out")), train=True) == []
