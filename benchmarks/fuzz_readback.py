@@ -51,9 +51,8 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.json_file import replace_nonfinite
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.file_check import check_images
-from distribuuuu.data.datasets.folder_index import open_index
 from distribuuuu.data.datasets.image_list import Multilabel
-from distribuuuu.data.datasets.imagefolder import ImageFolder
+from distribuuuu.data.datasets.imagefolder import ImageFolder, open_folder
 from distribuuuu.data.datasets.shapes import draw_shapes
 from distribuuuu.data.packed import remote as remote_pack
 from distribuuuu.data.packed import transport
@@ -258,7 +257,7 @@ def read_npz(path: Path) -> None:
 
 def read_index(root: Path) -> None:
     """Open a folder index, which must be correct for any content of its file."""
-    index = open_index(root, "train", root / "cache")
+    index = open_folder(root, "train", root / "cache")
     assert [Path(index.path(number)).name for number in range(len(index))] == [f"{n}.jpg" for n in (0, 2, 4, 1, 3, 5)]
     assert [index.class_bounds(number) for number in range(2)] == [(0, 3), (3, 6)]
 
@@ -314,7 +313,7 @@ def make_subjects(folder: Path) -> list[Subject]:
     """Write the files; return them with their readers."""
     data, runs = folder / "data", folder / "run"
     draw_images(data / "train")
-    open_index(data, "train", data / "cache")
+    open_folder(data, "train", data / "cache")
     for kind in ("jpeg", "raw"):
         pack(folder / "packs" / kind, kind)
     runs.mkdir()
@@ -343,7 +342,7 @@ def make_subjects(folder: Path) -> list[Subject]:
         runs / "results.json": (lambda: read_table(runs / "results.json"), craft_json),
         runs / "config.yaml": (lambda: load_cfg(str(runs / "config.yaml")).dump(), craft_yaml),
         runs / "reported.yaml": (lambda: read_reported_numbers(runs / "reported.yaml"), craft_yaml),
-        csv: (lambda: Multilabel(csv), None),
+        csv: (lambda: Multilabel(Multilabel.open_table(csv)), None),
         hub / "refs" / "main": (lambda: find_weights_file(str(hub)), None),
         data / ".distribuuuu" / "index-train.bin": (lambda: read_index(data), craft_array_file),
         folder / "shapes" / "README.txt": (lambda: read_shapes(folder / "shapes"), None),

@@ -25,10 +25,10 @@ from pathlib import Path
 from bench_support.machine import describe_run
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
-from distribuuuu.data.datasets import archive_index
-from distribuuuu.data.datasets.archive import Archive
-from distribuuuu.data.datasets.folder_index import NUM_THREADS, YOUNG_NS, scan_folder
-from distribuuuu.data.datasets.imagefolder import ImageFolder
+from distribuuuu.data.datasets import index as index_module
+from distribuuuu.data.datasets.archive import Archive, ArchiveSource, open_archives
+from distribuuuu.data.datasets.imagefolder import ImageFolder, scan_folder
+from distribuuuu.data.datasets.index import NUM_THREADS, YOUNG_NS
 
 NUM_CLASSES = 1000
 MOST_SCAN_RATIO, MOST_START_S, MOST_WORKER_MB = 1.5, 1.0, 60
@@ -84,9 +84,8 @@ def list_ways(root: Path) -> dict[str, Callable]:
         return ImageFolder(root, "train")
 
     def open_archive(path: Path = root / "train.tar"):
-        archive_index._open_once.cache_clear()
-        source = archive_index.ArchiveSource((str(path),))
-        return Archive(archive_index.open_archives(source, root))
+        index_module._opened.clear()
+        return Archive(open_archives(ArchiveSource((str(path),)), root))
 
     def start_archive():
         shutil.rmtree(root / ".distribuuuu", ignore_errors=True)
@@ -94,7 +93,7 @@ def list_ways(root: Path) -> dict[str, Callable]:
 
     ways = {
         BARE: lambda: walk(folder),
-        SCAN: lambda: scan_folder(folder, time.time_ns()),
+        SCAN: lambda: scan_folder(folder),
         FIRST: start_first,
         LATER: lambda: ImageFolder(root, "train"),
         ARCHIVE: start_archive,

@@ -12,11 +12,16 @@ JUNK_FOLDERS = (
 )  # fmt: skip
 # Levels of folders that are searched for images.
 MAX_DEPTH = 1000
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+# Files that operating systems create, in lower case; like hidden files they are not counted as left out.
+JUNK_FILES = ("thumbs.db", "desktop.ini")
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif", ".jfif")
 ALL_EXTENSIONS = (*EXTENSIONS, ".npy")
 # Names of folders and CSVs that are splits, in lower case and in the usual order.
 TRAIN_NAMES = ("train", "training")
 SPLIT_NAMES = (*TRAIN_NAMES, "val", "valid", "validation", "dev", "eval", "test", "testing")
+# ImageNet as it is distributed: the archives, and the folder of Kaggle's archive.
+IMAGENET_TARS = ("ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar")
+IMAGENET_FOLDERS = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC")
 # Endings of tables in the order in which they are looked for, and the delimiters of those that are text.
 TABLE_ENDINGS = {".csv": ",", ".tsv": "\t", ".parquet": "", ".txt": ","}
 
@@ -44,6 +49,11 @@ def list_classes(folder: str | os.PathLike) -> tuple[str, ...]:
     with contextlib.suppress(OSError), os.scandir(os.fspath(folder)) as entries:
         return tuple(sorted(entry.name for entry in entries if is_folder(entry) and is_class(entry.name)))
     return ()
+
+
+def holds_images(folder: str | os.PathLike, depth: int = MAX_DEPTH, extensions: tuple[str, ...] = EXTENSIONS) -> bool:
+    """Return whether a folder has an image in itself or, up to `depth` levels below, in its sub-folders."""
+    return any(True for _ in walk_images(folder, depth, extensions))
 
 
 def walk_images(

@@ -1,15 +1,18 @@
-"""Input from others: regular files within a size, JSON within limits, and names without control characters.
+"""Untrusted input: regular files within a size, JSON within limits, and names without control characters.
 
 A named pipe or a device blocks a plain `open` or never ends, and a name may hold sequences that a terminal or a browser
 acts on.
 """
 
+import codecs
+import contextlib
 import errno
 import io
 import json
 import os
 import re
 import stat
+from collections.abc import Iterator
 from typing import IO, Any
 
 # Bytes of a JSON file, its levels, and the least integer that is refused.
@@ -40,6 +43,39 @@ def open_regular(path: str | os.PathLike, encoding: str | None = None, **options
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     file = open(descriptor, "rb")
     return file if encoding is None else io.TextIOWrapper(file, encoding=encoding, **options)
+
+
+class InvalidFileError(ValueError):
+    """A file that is not what it should be; the message names it."""
+
+
+@contextlib.contextmanager
+def untrusted(path: str | os.PathLike, what: str) -> Iterator[None]:
+    """Report whatever the parsing of a file in the block raises as an InvalidFileError, 'PATH: not a valid WHAT: ...'.
+
+    A file that cannot be read, or for which there is no memory, may be valid: OSError and MemoryError pass.
+    """
+    try:
+        yield
+    except (OSError, MemoryError, InvalidFileError):
+        raise
+    except Exception as error:  # damaged content raises nearly anything
+        text = " ".join(str(error).split())
+        reason = text if isinstance(error, ValueError) and text else f"{type(error).__name__} {text}".strip()
+        raise InvalidFileError(f"{printable(path)}: not a valid {what}: {printable(reason)[:300]}") from error
+
+
+def open_text(path: str | os.PathLike, **options: Any) -> IO[str]:
+    """Open a regular text file in UTF-8, or in UTF-16 if it begins with the mark of it; marks are no part of the text.
+
+    Raises:
+        OSError: as `open_regular`.
+    """
+    file = open_regular(path)
+    head = file.read(3)
+    file.seek(0)
+    is_utf16 = head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return io.TextIOWrapper(file, encoding="utf-16" if is_utf16 else "utf-8-sig", **options)
 
 
 def read_regular(path: str | os.PathLike, most: int) -> bytes:

@@ -4,27 +4,32 @@ import contextlib
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from distribuuuu.config.errors import did_you_mean, first_few
+from distribuuuu.config.errors import did_you_mean, first_few, near_matches
 from distribuuuu.files.image_files import (
     ALL_EXTENSIONS,
     EXTENSIONS,
-    MAX_DEPTH,
+    IMAGENET_FOLDERS,
+    IMAGENET_TARS,
+    JUNK_FILES,
     SPLIT_NAMES,
     TRAIN_NAMES,
     find_tables,
+    holds_images,
+    is_class,
     is_folder,
     is_image,
     list_classes,
     sort_splits,
     walk_images,
 )
+from distribuuuu.files.untrusted import open_regular
 
-# ImageNet as it is distributed: the archives, the folder of Kaggle's archive, and the names of validation images.
-IMAGENET_TARS = ("ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar")
-IMAGENET_FOLDERS = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC")
+# Names of the validation images of ImageNet.
 _VAL_IMAGE = re.compile(r"ILSVRC2012_val_\d{8}\.")
 # Files that are given in place of a folder: their endings, what they are, and the way in.
 _ARRAYS = "images in a file of arrays or a table; fix: a data set of your own, see docs/data.md, 'Arrays and tables'"
@@ -110,6 +115,61 @@ def describe_archives(folder: Path, split: str = "") -> str:
     return ""
 
 
+def explain_archives(name: str, root: Path, split: str) -> tuple[str, str]:
+    """Return (key, message) for a folder without the archive of a split."""
+    key, expected = f"{name}.SPLIT", f"no {split}.tar, {split}.zip or {split}-*.tar in {root}"
+    names = sorted(entry.name for entry in os.scandir(root) if entry.is_file())
+    if packed := [entry for entry in names if re.fullmatch(rf"{re.escape(split)}\.t.*", entry)]:
+        return key, f"{expected}; {root / packed[0]} is {describe_file(root / packed[0])}"
+    if not (archives := list_archives(names)):
+        is_folder_of_split = (root / split).is_dir()
+        fix = f"; fix: {root / split} is a folder: set DATA.NAME imagefolder" if is_folder_of_split else ""
+        return key, f"{expected}{fix}"
+    splits = dict.fromkeys(split_of_archive(archive) for archive in archives)
+    known = sort_splits(splits)
+    if len(archives) == 1 and not known:  # it may hold all splits
+        fix = f"fix: set {name}.DATASET {root / archives[0]}, which reads its folder {split}/"
+        return key, f"{expected}; it has {archives[0]}; {fix}"
+    return key, f"{expected}; it has {first_few([*splits])}{other_split(name, splits)}"
+
+
+def other_split(name: str, found: Iterable[str]) -> str:
+    """Return '; fix: set NAME.SPLIT X' for a split of the right kind among those found, else that there is none.
+
+    Training images are never named for the evaluation, nor the other way round.
+    """
+
+    def kind_of(split: str) -> str:
+        words = sort_splits(re.split("[-_. ]", split.lower()))
+        return "" if not words else "TRAIN" if words[0] in TRAIN_NAMES else "TEST"
+
+    fitting = [split for split in found if kind_of(split) == name]
+    if fitting:
+        return f"; fix: set {name}.SPLIT {(sort_splits(fitting) or fitting)[0]}"
+    images = "training" if name == "TRAIN" else "evaluation"
+    return f"; none of them has {images} images by its name; fix: set {name}.DATASET and {name}.SPLIT to those"
+
+
+def explain_inner_folders(path: str, split: str, tops: Iterable[str], inner: Iterable[str]) -> str:
+    """Return what an archive holds that lacks the folder of a split.
+
+    Args:
+        path: the archive.
+        split: the folder that was looked for.
+        tops: the folders at its top.
+        inner: folders below these that have the name of the split.
+    """
+    problem = f"{path}: has no folder {split}; it has {first_few(sorted(tops))}"
+    if inner:
+        return f"{problem}; fix: set SPLIT {sorted(inner)[0]}"
+    if sort_splits(tops):
+        return problem + other_split("TRAIN" if split.lower() in TRAIN_NAMES else "TEST", tops)
+    folder = Path(path).with_suffix("")
+    unpack = f"mkdir {folder} && tar -xf {path} -C {folder}"
+    unpack = f"python -m zipfile -e {path} {folder}" if path.lower().endswith(".zip") else unpack
+    return f"{problem}, and is not divided into splits; fix: {unpack} && {split_command(folder)}"
+
+
 def describe_table(root: Path) -> str:
     """Return '; it has X, a table; fix: ...' for a folder with a table of its images and no class folders."""
     folders = list_classes(root)
@@ -191,11 +251,6 @@ def split_command(folder: Path) -> str:
 # --------------------------------------------------------------------------- folders in class folders
 
 
-def holds_images(folder: Path, depth: int = MAX_DEPTH, extensions: tuple[str, ...] = EXTENSIONS) -> bool:
-    """Return whether a folder has an image in itself or, up to `depth` levels below, in its sub-folders."""
-    return any(True for _ in walk_images(folder, depth, extensions))
-
-
 def find_inner_root(root: Path) -> Path | None:
     """Return the first folder below the only class folder of `root` that has several sub-folders with images.
 
@@ -208,3 +263,169 @@ def find_inner_root(root: Path) -> Path | None:
             return folder if holding and folder != root else None
         folder = folder / holding[0]
     return None
+
+
+def access_problem(folder: Path) -> str:
+    """Return why an existing folder cannot be listed; empty if it can or does not exist."""
+    try:
+        os.scandir(folder).close()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def explain_folder(name: str, root: Path, split: str, extensions: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yield (key, message) for missing folders, folders that cannot be listed, and classes without an image.
+
+    Args:
+        name: TRAIN or TEST.
+        root, split: of the section.
+        extensions: those of image files.
+    """
+    folder, layout, key = root / split, f"{split}/CLASS/IMAGE", f"{name}.SPLIT"
+    if reason := access_problem(root):
+        yield f"{name}.DATASET", f"{root} cannot be listed: {reason}"
+    elif not root.is_dir():
+        yield missing_root(name, root, layout)
+    elif reason := access_problem(folder):
+        yield key, f"{folder} cannot be listed: {reason}"
+    elif not folder.is_dir():
+        yield missing_split(name, root, split, layout)
+    elif not (classes := list_classes(folder)):
+        hint = describe_imagenet(root) or describe_archives(folder) or describe_table(root)
+        yield key, f"{folder} has no class folders; it should hold CLASS/IMAGE{hint}"
+    elif hint := describe_arrays(folder):
+        yield "DATA.CHANNELS", f"got 3, but {folder} has no image files{hint}"
+    else:
+        empty = [each for each in classes if not holds_images(folder / each, extensions=extensions)]
+        closed = {each: reason for each in empty if (reason := access_problem(folder / each))}
+        if closed:
+            named = first_few([f"{each} ({reason})" for each, reason in closed.items()])
+            yield key, f"{folder} has class folders that cannot be listed: {named}"
+        if empty := [each for each in empty if each not in closed]:
+            yield key, f"{folder} has class folders without an image: {first_few(empty)}{count_others(folder, empty)}"
+
+
+def count_others(folder: Path, names: Iterable[str]) -> str:
+    """Return what class folders without an image hold, and what to do about it."""
+    counts, jpegs = Counter[str](), Counter[str]()
+    for name in names:
+        for parent, _, files in os.walk(folder / name):
+            for file in (file for file in files if file[0] != "." and file.lower() not in JUNK_FILES):
+                counts[ending := os.path.splitext(file)[1].lower() or "no ending"] += 1
+                with contextlib.suppress(OSError), open_regular(os.path.join(parent, file)) as opened:
+                    jpegs[ending] += any(opened.read(4).startswith(start) for start in (b"\xff\xd8\xff", b"\x89PNG"))
+    if not counts:
+        return "; fix: remove them"
+    held = first_few([f"{ending} ({count})" for ending, count in counts.most_common()])
+    fixes = [f"rename those with {ending} to .jpg or .png, as they are JPEG or PNG files" if jpegs[ending]
+             else f"convert those with {ending} to JPEG or PNG" for ending in counts]  # fmt: skip
+    return f"; they hold other files: {held}; fix: {first_few(fixes, '; ')}"
+
+
+# --------------------------------------------------------------------------------------------- tables
+
+# Usual names of columns, in lower case.
+_USUAL = {
+    "path": ("path", "image", "file", "filename", "file_name", "filepath", "image_path", "image_name", "image_id",
+             "img", "id"),
+    "label": ("label", "labels", "class", "classes", "category", "target", "tags", "breed", "species"),
+}  # fmt: skip
+
+
+def missing_table(name: str, path: Path) -> tuple[str, str]:
+    """Return (key, message) for a table that does not exist; `name` is TRAIN or TEST."""
+    existing = find_tables(path.parent)
+    stems = [other.rpartition(".")[0] for other in existing]
+    problem = f"no file {path.name} in {path.parent}; it has {first_few(stems) or 'no .csv file'}"
+    hint = did_you_mean(path.stem, [stem for stem in stems if name == "TRAIN" or stem.lower() not in TRAIN_NAMES])
+    if hint or not existing:
+        return f"{name}.SPLIT", f"{problem}{hint}"
+    splits = [stem for stem in sort_splits(stems) if (stem.lower() in TRAIN_NAMES) == (name == "TRAIN")]
+    if splits:
+        return f"{name}.SPLIT", f"{problem}; fix: {name}.SPLIT {splits[0]}"
+    table = path.parent / next((each for each in existing if _stem(each) in TRAIN_NAMES), existing[0])
+    command = f"distribuuuu split {shlex.quote(str(table))} --val 0.2 --out {path.parent.resolve().name}_lists"
+    fix = f"{command}; or, if a column has the split of each row: DATA.TABLE.file {table.name} DATA.TABLE.split COLUMN"
+    return f"{name}.SPLIT", f"{problem}; fix: {fix}"
+
+
+def _stem(name: str) -> str:
+    return name.rpartition(".")[0].lower()
+
+
+def explain_columns(spec: Any, header: Sequence[str]) -> str:
+    """Return the problem with the columns of a table, and the words that name the right ones; see `TableSpec`."""
+    missing = [name for name in dict.fromkeys(spec.needed) if name not in header]
+    other = next((mark for mark in ("\t", ";", "|", ",", " ") if len(header) == 1 and mark in header[0]), "")
+    fields = [field.strip() for field in header[0].split(other)] if other else header
+    words = [f"DATA.TABLE.delimiter {other!r}"] if other else []
+    if not spec.header and any(map(is_image, fields)):
+        names = [f"column_{number}" for number in range(1, len(fields) + 1)]
+        path = next(place for place, field in enumerate(fields) if is_image(field))
+        names[path] = spec.path
+        if len(fields) > 1 and spec.columns:
+            names[1 if path == 0 else 0] = spec.columns[0]
+        words.append(f"DATA.TABLE.columns '[{', '.join(names)}]', as it has no header")
+    elif header and not other:
+        words += _suggest_words(spec, header)
+    known = f"its columns are {first_few(header, num=20)}" if header else "it has no columns"
+    fix = f"; fix: add {' '.join(words)}" if words else ""
+    fix = "; fix: see DATA.TABLE.names" if spec.key == "name" else fix
+    return f"has no column {' and no column '.join(missing)}; {known}{fix}"
+
+
+def _suggest_words(spec: Any, header: Sequence[str]) -> Iterator[str]:
+    """Yield the KEY VALUE pairs that name columns of the header in the place of missing ones."""
+    rest = [name for name in header if name and name not in spec.needed]
+    wanted = {"path": (spec.path,), spec.key: spec.columns, "split": (spec.split,)}
+    for key, names in wanted.items():
+        if len(names) != 1 or not names[0] or names[0] in header:
+            continue
+        usual_names = _USUAL.get(key.rstrip("s"), ())
+        usual = [name for name in rest if name.lower() in usual_names]
+        similar = near_matches(names[0], rest)
+        # A name that was given comes close to the right one, a default one may not.
+        near = [*usual, *similar] if names[0] in usual_names else [*similar, *usual]
+        near += rest if len(rest) == 1 else ()
+        yield f"DATA.TABLE.{key} {near[0] if near else 'COLUMN'}"
+        rest = [name for name in rest if name not in near[:1]]
+
+
+def explain_missing_images(folder: str, places: Sequence[str], has_found: bool, template: str) -> str:
+    """Return ' (fix: ...)' for images of a table that do not exist: a template of their paths, if there is one.
+
+    Args:
+        folder: of the table.
+        places: of the missing images, as "line 3, 'a'".
+        has_found: whether other images of the table exist.
+        template: DATA.TABLE.template.
+    """
+    name = re.sub(r"^line \d+, ", "", places[0])[1:-1]
+    if has_found or template != "{}" or "/" in name or not is_class(name):
+        return ""
+    root, parts = Path(folder), ["", *(f"{part}/" for part in list_classes(folder or ".")[:50])]
+    endings = ("", *EXTENSIONS, *(ending.upper() for ending in EXTENSIONS))
+    found = (f"{part}{{}}{ending}" for part in parts for ending in endings)
+    fix = next((text for text in found if os.path.isfile(root / text.replace("{}", name))), "")
+    return f" (fix: DATA.TABLE.template {fix!r})" if fix else ""
+
+
+def explain_parquet(name: str, root: str, split: str, names: Iterable[str]) -> str:
+    """Return the message for a folder without parquet files of a split; `name` is TRAIN or TEST."""
+    stems = sorted({re.sub(r"-\d+(-of-\d+)?$", "", Path(each).stem) for each in names})
+    problem = f"{root} has no parquet or Arrow files of the split {split}"
+    return f"{problem}; it has {first_few(stems)}{other_split(name, stems)}" if stems else f"{problem}, nor of another"
+
+
+def explain_same_parquet(path: str, root: str, split: str, file: str) -> str:
+    """Return the message for evaluation images that are those of the training; `file` is DATA.TABLE.file."""
+    parent = Path(os.path.abspath(root)).parent
+    fix = f"set TEST.DATASET to the folder of {split}, or DATA.TABLE.split COLUMN"
+    if file:
+        fix = "DATA.TABLE.split COLUMN, or put {} for the split into DATA.TABLE.file"
+    elif (parent / split / "state.json").is_file():
+        fix = f"set TRAIN.DATASET {parent}"
+    return f"{path} has the training images too; fix: {fix}"

@@ -10,7 +10,7 @@ from typing import Any
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.files.image_files import ALL_EXTENSIONS, EXTENSIONS, is_class, is_folder, is_image
-from distribuuuu.files.untrusted import open_regular
+from distribuuuu.files.untrusted import open_text
 from distribuuuu.hints.sources import ARCHIVES, TABLES, describe_archives
 
 
@@ -55,7 +55,7 @@ def _expand(path: str, extensions: tuple[str, ...]) -> Iterator[str]:
         yield from _walk(path, (), extensions)
     elif os.path.lexists(path):
         if path.lower().endswith(".txt"):
-            with open_regular(path, encoding="utf-8", errors="surrogateescape") as file:
+            with open_text(path, errors="surrogateescape") as file:
                 yield from _lines(file)
         elif path.lower().endswith((*ARCHIVES, *TABLES)):
             what, fix = "an archive", "fix: unpack it, or evaluate it by `distribuuuu test` with DATA.NAME archive"

@@ -88,8 +88,8 @@ def examine(scan: Scan, groups: Sequence[DuplicateGroup], options: DecodeOptions
 def count_classes(images: ImageDataset) -> dict[str, int]:
     """Return the number of images of each class; an image with several labels counts for each of them."""
     if isinstance(images, ScannedFolder):
-        bounds = map(images.index.class_bounds, range(len(images.classes)))
-        return {name: end - start for name, (start, end) in zip(images.classes, bounds, strict=True)}
+        counts = np.bincount(images.labels, minlength=len(images.classes)).tolist()
+        return dict(zip(images.classes, counts, strict=True))
     counts = np.zeros(len(images.classes), np.int64)
     for index in range(len(images)):
         if images.targets == "labels":

@@ -2,21 +2,18 @@
 
 import os
 import shlex
-import time
 from pathlib import Path
 
 from distribuuuu.commands.scan.data_config import find_splits
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.data.datasets.archive import Archive
-from distribuuuu.data.datasets.array_file import packed_name
 from distribuuuu.data.datasets.base import ImageDataset, SplitDataset, get_dataset
-from distribuuuu.data.datasets.folder_index import FolderIndex, scan_folder
 from distribuuuu.data.datasets.image_list import ImageList, Multilabel
-from distribuuuu.data.datasets.imagefolder import ImageFolder, access_problem
+from distribuuuu.data.datasets.imagefolder import ImageFolder, scan_folder
+from distribuuuu.data.datasets.index import Index
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.files.image_files import is_image, list_classes, sort_splits
-from distribuuuu.files.untrusted import open_regular
-from distribuuuu.hints.sources import describe_archives, describe_imagenet, missing_root, missing_split
+from distribuuuu.files.untrusted import open_text
+from distribuuuu.hints.sources import access_problem, describe_archives, describe_imagenet, missing_root, missing_split
 
 Splits = dict[str, ImageDataset]
 
@@ -29,8 +26,7 @@ class ScannedFolder(ImageFolder):
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.index = FolderIndex(str(folder), *scan_folder(str(folder), time.time_ns()))
-        self.use_index(self.index, None)
+        self.use_index(Index(str(folder), str(folder), *scan_folder(str(folder))))
 
     def list_unreadable(self) -> dict[str, str]:
         """Return the folders that cannot be listed, with the reason."""
@@ -52,9 +48,7 @@ class ScannedFolder(ImageFolder):
 
     def list_folders(self) -> list[str]:
         """Return the folder itself and all that are below it in the index."""
-        arrays = self.index.arrays
-        numbers = range(len(arrays["paths_offsets"]) - 1)
-        return [os.path.join(self.folder, packed_name(arrays, "paths", number)) for number in numbers]
+        return [os.path.join(self.folder, name) for name in self.index.names_of("files")]
 
 
 def open_folder(root: Path) -> Splits:
@@ -78,7 +72,9 @@ def open_folder(root: Path) -> Splits:
         packs = [name for name in names if (root / name / "index.bin").is_file()]
         return {name: Packed(root, name) if name in packs else ScannedFolder(root / name) for name in names}
     tables = [root / f"{name}.csv" for name in sort_splits(path.stem for path in root.glob("*.csv"))]
-    lists: Splits = {path.stem: dataset(path) for path in tables if (dataset := _kind_of_list(path))}
+    lists: Splits = {
+        path.stem: dataset(dataset.open_table(path)) for path in tables if (dataset := _kind_of_list(path))
+    }
     if lists:
         return lists
     if (root / "index.bin").is_file():
@@ -90,14 +86,26 @@ def open_folder(root: Path) -> Splits:
     raise ConfigError(Problem("FOLDER", f"{root} has {has}; {expected}"))
 
 
+class OnlyList(ImageList):
+    """A list whose index is not stored beside it."""
+
+    index_in_root = False
+
+
+class OnlyMultilabel(Multilabel):
+    """A list with several labels whose index is not stored beside it."""
+
+    index_in_root = False
+
+
 def _kind_of_list(path: Path) -> type[ImageList] | None:
     """Return the kind of data set that a CSV describes, by its header; None if it is another table."""
     try:
-        with open_regular(path, encoding="utf-8-sig") as file:
+        with open_text(path) as file:
             header = {column.strip() for column in file.readline(10_000).split(",")}
     except (OSError, UnicodeError):
         return None
-    kinds = {"path,label": ImageList, "image,labels": Multilabel}
+    kinds = {"path,label": OnlyList, "image,labels": OnlyMultilabel}
     return next((kind for columns, kind in kinds.items() if header.issuperset(columns.split(","))), None)
 
 
@@ -108,33 +116,35 @@ def open_cfg(cfg) -> Splits:
         ConfigError: a set cannot be opened.
     """
     dataset, problems = get_dataset(cfg.DATA.NAME), []
-    if issubclass(dataset, Archive):
+    if hasattr(dataset, "index_in_root"):
         dataset = type(dataset.__name__, (dataset,), {"index_in_root": False})
     splits: Splits = {}
     for key, train in (("TRAIN", True), ("TEST", False)):
         section = cfg[key]
-        has_split = dataset.has_splits and issubclass(dataset, (SplitDataset, Archive, ImageList))
-        name = section.SPLIT if has_split else key.lower()
+        name = section.SPLIT if dataset.has_splits and issubclass(dataset, SplitDataset) else key.lower()
         if name in splits:
             if os.path.realpath(cfg.TRAIN.DATASET) == os.path.realpath(section.DATASET):
                 continue  # one split for both
             name = f"{name} ({key})"
-        if issubclass(dataset, ImageFolder):
-            root, split = Path(section.DATASET), section.SPLIT
-            if not (root / split).is_dir():
-                missing = missing_split(key, root, split, f"{split}/CLASS/IMAGE")
-                missing = missing if root.is_dir() else missing_root(key, root, f"{split}/CLASS/IMAGE")
-                problems.append(Problem(*missing, cfg.origins))
-                continue
-            splits[name] = ScannedFolder(root / split)
-            continue
-        if issubclass(dataset, ImageList) and not dataset.read_table(cfg, key).problems:  # unknown classes are findings
-            splits[name] = dataset.open_split(cfg, key)
-            continue
-        found = [problem for problem in dataset.find_problems(cfg, train) if problem[0] != "MODEL.NUM_CLASSES"]
-        problems += [Problem(*problem, cfg.origins) for problem in found]
-        if not found:
-            splits[name] = dataset.from_cfg(cfg, train)
+        try:
+            if cfg.DATA.NAME == "imagefolder":
+                root, layout = Path(section.DATASET), f"{section.SPLIT}/CLASS/IMAGE"
+                if not (root / section.SPLIT).is_dir():
+                    is_root = root.is_dir()
+                    missing = (
+                        missing_split(key, root, section.SPLIT, layout) if is_root else missing_root(key, root, layout)
+                    )
+                    raise ConfigError(Problem(*missing))
+                splits[name] = ScannedFolder(root / section.SPLIT)
+            elif issubclass(dataset, SplitDataset):  # unknown classes are findings
+                splits[name] = dataset.open_split(cfg, key)
+            else:
+                found = [problem for problem in dataset.find_problems(cfg, train) if problem[0] != "MODEL.NUM_CLASSES"]
+                if found:
+                    raise ConfigError([Problem(*problem) for problem in found])
+                splits[name] = dataset.from_cfg(cfg, train)
+        except ConfigError as error:
+            problems += [Problem(one.key or f"{key}.SPLIT", one.message, cfg.origins) for one in error.problems]
     if problems:
         raise ConfigError(problems)
     return splits

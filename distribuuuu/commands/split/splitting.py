@@ -73,9 +73,10 @@ def list_table_images(table: Path, words: Sequence[str]) -> Images:
     if problems := problems or [Problem(*found) for found in ImageList.find_problems(cfg, train=True)
                                 if found[0] != "MODEL.NUM_CLASSES"]:  # fmt: skip
         raise ConfigError(problems)
-    found = ImageList.read_table(cfg, "TRAIN")
-    rows = sorted((os.path.normpath(found.image(index)), label) for index, label in enumerate(found.labels))
-    return Images(table.parent, [name for name, _ in rows], [label for _, label in rows], found.names, False)
+    found = ImageList.open_split(cfg, "TRAIN")
+    names = (os.path.normpath(found.index.relative(index)) for index in range(len(found)))
+    rows = sorted(zip(names, map(int, found.labels), strict=True))
+    return Images(table.parent, [name for name, _ in rows], [label for _, label in rows], found.classes, False)
 
 
 def list_class_images(folder: Path) -> Images:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
 from distribuuuu.config import ConfigError
+from distribuuuu.files.image_files import EXTENSIONS
 from distribuuuu.files.untrusted import printable
 from distribuuuu.hints.sources import repack
 
@@ -33,6 +34,28 @@ class ArchiveError(ConfigError):
     """An archive that cannot be used; the message names it and the member."""
 
 
+class ArchiveSource(NamedTuple):
+    """Archives, and what of them is a data set.
+
+    Attributes:
+        paths: the archives.
+        folder: the folder in the archives with the class folders, if it is the only one at the top; empty: none.
+        is_inside: whether `folder` is one of several: the archive holds all splits.
+        layout: classes (class folders or shards), tars (an archive of one tar per class), or flat (no classes).
+        extensions: those of image files.
+    """
+
+    paths: tuple[str, ...]
+    folder: str = ""
+    is_inside: bool = False
+    layout: str = "classes"
+    extensions: tuple[str, ...] = EXTENSIONS
+
+    def __str__(self) -> str:
+        more = f" and {len(self.paths) - 1} more" if len(self.paths) > 1 else ""
+        return f"{self.paths[0]}{more}" + (f", folder {self.folder}" if self.is_inside else "")
+
+
 class Member(NamedTuple):
     """A file in an archive.
 
@@ -41,6 +64,7 @@ class Member(NamedTuple):
         offset: its first byte.
         size: in bytes, without compression.
         packed: bytes of the deflated member; 0: it is stored as it is.
+        crc32: its checksum; 0: unknown.
         fault: why it cannot be read; empty: it can.
     """
 
@@ -48,6 +72,7 @@ class Member(NamedTuple):
     offset: int
     size: int
     packed: int = 0
+    crc32: int = 0
     fault: str = ""
 
 
@@ -168,7 +193,7 @@ def _walk_zip(path: str, file: IO[bytes]) -> Iterator[Member]:
         if start + packed > archive.start_dir:
             raise member_error(path, name, f"ends at byte {start + packed:,}, in the directory: the archive is corrupt")
         is_stored = info.compress_type == zipfile.ZIP_STORED
-        yield Member(name, start, size, 0 if is_stored else packed, _fault_of_entry(info))
+        yield Member(name, start, size, 0 if is_stored else packed, info.CRC, _fault_of_entry(info))
 
 
 def _fault_of_entry(info: zipfile.ZipInfo) -> str:

@@ -1,5 +1,6 @@
 """The interface of a data set: images by index, their labels and the class names."""
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -7,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
-from distribuuuu.config.errors import counted, first_few
+from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.errors import counted
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.settings import build_settings
 from distribuuuu.files.image_files import ALL_EXTENSIONS, EXTENSIONS, file_stamp, read_file
@@ -140,56 +142,73 @@ class ImageDataset:
 
 
 class SplitDataset(ImageDataset):
-    """A data set with one folder or file per split; evaluation images are labeled with the training classes.
+    """A data set of files with two splits; evaluation images are labeled with the training classes.
 
-    A family defines `read_classes`, `find_split_problems` and `from_cfg`.
+    A family defines `open_split`.
     """
 
-    @classmethod
-    def split_path(cls, section) -> Path:
-        """Return the folder or file of cfg.TRAIN or cfg.TEST."""
-        return Path(section.DATASET) / section.SPLIT
+    # The option, of TRAIN and TEST, that is at fault in messages.
+    fault = "SPLIT"
 
     @classmethod
-    def read_classes(cls, path: Path) -> tuple[str, ...]:
-        """Return the class names of a split in the order of its labels; empty if it cannot be read."""
-        raise TypeError(f"{cls.__name__} must define read_classes")
-
-    @classmethod
-    def find_split_problems(cls, name: str, section) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for each problem with the files of a split.
+    def open_split(cls, cfg, name: str, trained: ImageDataset | None = None) -> ImageDataset:
+        """Return the images of cfg.TRAIN or cfg.TEST.
 
         Args:
+            cfg: the config.
             name: TRAIN or TEST.
-            section: cfg.TRAIN or cfg.TEST.
+            trained: the training images, which define the labels; None: the split has classes of its own.
+
+        Raises:
+            ConfigError: with all problems of the split; `fault` is the key of one without a key.
         """
-        raise TypeError(f"{cls.__name__} must define find_split_problems")
+        raise TypeError(f"{cls.__name__} must define open_split")
 
     @classmethod
-    def training_classes(cls, cfg) -> tuple[str, ...] | None:
-        """Return the classes to label an evaluation set with; None if the training data cannot be read."""
-        return cls.read_classes(cls.split_path(cfg.TRAIN)) or None
+    def open_training(cls, cfg) -> ImageDataset | None:
+        """Return the training images to label an evaluation set with; None if they cannot be read."""
+        try:
+            images = cls.open_split(cfg, "TRAIN")
+        except ConfigError:
+            return None
+        return images if len(images) else None
+
+    @classmethod
+    def from_cfg(cls, cfg, train: bool) -> ImageDataset:
+        """Return the set; classes without evaluation images are allowed."""
+        name = "TRAIN" if train else "TEST"
+        try:
+            return cls.open_split(cfg, name, None if train else cls.open_training(cfg))
+        except ConfigError as error:
+            named = [Problem(problem.key or f"{name}.{cls.fault}", problem.message) for problem in error.problems]
+            raise ConfigError(named) from error
 
     @classmethod
     def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for problems with the files, unknown classes and a wrong number of classes."""
-        name = "TRAIN" if train else "TEST"
-        path, training_path = cls.split_path(cfg[name]), cls.split_path(cfg.TRAIN)
-        trained = cls.read_classes(training_path)
-        problems = list(cls.find_split_problems(name, cfg[name]))
-        yield from problems
-        own = () if problems else cls.read_classes(path)
-        num_classes, source = (len(trained), training_path) if trained else (len(own), path)
-        if trained and (extra := sorted(set(own) - set(trained))):
-            yield f"{name}.SPLIT", unknown_classes(path, extra)
-        elif own and num_classes != cfg.MODEL.NUM_CLASSES:
-            yield "MODEL.NUM_CLASSES", class_count_mismatch(cfg.MODEL.NUM_CLASSES, num_classes, str(source))
+        """Yield (key, message) for problems with the files and the classes; a split without an index is scanned."""
+        try:
+            images = cls.from_cfg(cfg, train)
+        except ConfigError as error:
+            yield from ((str(problem.key), problem.message) for problem in error.problems)
+            return
+        if len(images.classes) != cfg.MODEL.NUM_CLASSES:
+            source = f"DATA.NAME {cfg.DATA.NAME}"
+            yield "MODEL.NUM_CLASSES", class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(images.classes), source)
 
     @classmethod
     def count_classes(cls, cfg) -> int:
         """Return the number of training classes; without training data, of evaluation classes."""
-        counts = (len(cls.read_classes(cls.split_path(section))) for section in (cfg.TRAIN, cfg.TEST))
-        return cls.num_classes or next(filter(None, counts), 0)
+        for train in (True, False):
+            with contextlib.suppress(ConfigError):
+                return len(cls.from_cfg(cfg, train).classes)
+        return 0
+
+    @classmethod
+    def count_images(cls, cfg, most: int) -> int:
+        """Return the number of training images; 0 if they cannot be read."""
+        with contextlib.suppress(ConfigError):
+            return len(cls.from_cfg(cfg, train=True))
+        return 0
 
 
 def get_dataset(name: str) -> type[ImageDataset]:
@@ -207,11 +226,6 @@ def get_dataset(name: str) -> type[ImageDataset]:
 def class_count_mismatch(num_classes: int, found: int, source: str) -> str:
     """Return the message for a MODEL.NUM_CLASSES that differs from the number of classes in the data."""
     return f"{num_classes}, but {source} has {counted(found, 'class')}; set MODEL.NUM_CLASSES {found}"
-
-
-def unknown_classes(path: Path | str, names: Sequence[str]) -> str:
-    """Return the message for evaluation classes that are not among the training classes."""
-    return f"{path} has classes that the training data lacks: {first_few(names)}"
 
 
 # ---------------------------------------------------------------------------------------- files

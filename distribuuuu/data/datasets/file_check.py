@@ -16,7 +16,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import first_few
 from distribuuuu.data.datasets.array_file import ArrayFileError, read_arrays, write_arrays
 from distribuuuu.data.datasets.base import ImageDataset, is_file
-from distribuuuu.data.datasets.folder_index import NUM_THREADS
+from distribuuuu.data.datasets.index import NUM_THREADS
 from distribuuuu.data.decode import build_decode_options, decode
 from distribuuuu.data.image_file import DecodeOptions, check_size, has_16_bits, open_image
 from distribuuuu.data.jpeg_header import read_jpeg_header

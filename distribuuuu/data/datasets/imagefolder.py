@@ -1,34 +1,41 @@
 """Folders of images, one sub-folder per class: ROOT/SPLIT/CLASS/IMAGE, at any depth below CLASS."""
 
+import functools
+import logging
 import os
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping
-from itertools import accumulate, chain, islice
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
+from urllib.parse import quote
 
-from distribuuuu.config.errors import first_few
+import numpy as np
+
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.base import ImageDataset, SplitDataset, image_extensions
-from distribuuuu.data.datasets.imagenet_labels import RealLabels, find_folder_problems, folder_names, read_classes
+from distribuuuu.data.datasets.array_file import pack_names
+from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, image_extensions
+from distribuuuu.data.datasets.index import NOT_KNOWN, NUM_THREADS, Content, Index, open_index, stamp_of
+from distribuuuu.data.datasets.indexed import IndexedImages, find_unknown, unknown_names
 from distribuuuu.files.cache_folder import cache_folder
-from distribuuuu.files.image_files import ALL_EXTENSIONS, EXTENSIONS, list_classes, walk_images
-from distribuuuu.hints.sources import (
-    describe_archives,
-    describe_arrays,
-    describe_imagenet,
-    describe_table,
+from distribuuuu.files.image_files import (
+    EXTENSIONS,
+    JUNK_FILES,
+    JUNK_FOLDERS,
     holds_images,
-    missing_root,
-    missing_split,
+    is_class,
+    is_folder,
+    is_image,
+    list_classes,
+    walk_images,
 )
 
-if TYPE_CHECKING:
-    from distribuuuu.data.datasets.folder_index import FolderIndex
+_logger = logging.getLogger(__name__)
 
 
 @DATASETS.register("imagefolder")
-class ImageFolder(SplitDataset):
+class ImageFolder(IndexedImages):
     """The images below root/split; labels follow the sorted class names.
 
     Args:
@@ -40,87 +47,74 @@ class ImageFolder(SplitDataset):
     """
 
     has_files = True
-    # Whether the index of the images may be stored in root; otherwise it is stored in the cache folder.
-    index_in_root = True
 
     def __init__(
         self,
         root: str | os.PathLike,
         split: str,
-        classes: tuple[str, ...] | None = None,
+        classes: Sequence[str] | None = None,
         cache_dir: str = "",
         extensions: tuple[str, ...] = EXTENSIONS,
     ):
-        from distribuuuu.data.datasets.folder_index import open_index
-
         self.folder = Path(root) / split
-        self.use_index(open_index(root, split, cache_folder(cache_dir), self.index_in_root, extensions), classes)
+        self.use_index(open_folder(root, split, cache_folder(cache_dir), extensions, self.index_in_root), classes)
 
-    def use_index(self, index: "FolderIndex", classes: tuple[str, ...] | None) -> None:
-        """Read the images of an index; `classes` define the labels, None: its own."""
-        self._index = index
-        self.classes = classes or self._index.classes
-        numbers = {name: number for number, name in enumerate(self._index.classes)}
-        # Empty for classes that the split lacks.
-        bounds = [self._index.class_bounds(numbers[name]) if name in numbers else (0, 0) for name in self.classes]
-        # By label: the index of its first image, and the number of images up to and including this label.
-        self._firsts = [first for first, _ in bounds]
-        self._ends = list(accumulate(end - first for first, end in bounds))
+    def use_index(self, index: Index, classes: Sequence[str] | None = None) -> None:
+        """Read the images of an index, in the order of the labels."""
+        IndexedImages.__init__(self, index, classes)
+        if len(self.labels) and (np.diff(self.labels) < 0).any():
+            self._order = np.argsort(self.labels, kind="stable")
+            self.labels = self.labels[self._order]
 
     @classmethod
-    def from_cfg(cls, cfg, train: bool) -> ImageDataset:
-        """Return the set; classes without evaluation images are allowed."""
-        if train:
-            return cls(cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT, None, cfg.DATA.CACHE_DIR, image_extensions(cfg))
-        root, split, labels = cfg.TEST.DATASET, cfg.TEST.SPLIT, cfg.TEST.LABELS
-        if not labels:
-            return cls(root, split, cls.training_classes(cfg), cfg.DATA.CACHE_DIR, image_extensions(cfg))
-        if labels == "imagenet_real":
-            return RealLabels(cls(root, split, cache_dir=cfg.DATA.CACHE_DIR))
-        found = cls.read_classes(cls.split_path(cfg.TEST))
-        images = cls(root, split, folder_names(labels, found), cfg.DATA.CACHE_DIR)
-        images.classes = tuple(read_classes(labels))
-        return images
+    def open_split(cls, cfg, name: str, trained: ImageDataset | None = None) -> ImageDataset:
+        """Return the images of cfg.TRAIN or cfg.TEST; the training folder is not scanned to label the other."""
+        section, labels = cfg[name], cfg.TEST.LABELS if name == "TEST" else ""
+        if labels:
+            from distribuuuu.data.datasets.imagenet_labels import open_preset
+
+            return open_preset(cls, cfg)
+        classes = (list_classes(cls.split_path(cfg.TRAIN)) or None) if name == "TEST" else None
+        return cls(section.DATASET, section.SPLIT, classes, cfg.DATA.CACHE_DIR, image_extensions(cfg))
+
+    @classmethod
+    def open_training(cls, cfg) -> None:
+        """Return None: see `open_split`."""
+        return
+
+    @classmethod
+    def split_path(cls, section) -> Path:
+        """Return the folder of the classes of cfg.TRAIN or cfg.TEST."""
+        return Path(section.DATASET) / section.SPLIT
 
     @classmethod
     def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for problems with the files and the classes; with TEST.LABELS, those of the preset."""
-        labels, folder = cfg.TEST.LABELS, cls.split_path(cfg.TEST)
+        """Yield (key, message) for problems with the folders and the classes; no folder is read as a whole."""
+        name, labels = "TRAIN" if train else "TEST", cfg.TEST.LABELS
+        folder, extensions = cls.split_path(cfg[name]), image_extensions(cfg)
+        classes, trained = list_classes(folder), list_classes(cls.split_path(cfg.TRAIN))
         if train and labels:
             yield "TEST.LABELS", f"got {labels} in training; fix: leave it empty, and set it for `distribuuuu test`"
+        elif not classes or not all(holds_images(folder / each, extensions=extensions) for each in classes):
+            from distribuuuu.hints.sources import explain_folder
+
+            yield from explain_folder(name, Path(cfg[name].DATASET), cfg[name].SPLIT, extensions)
         elif labels:
-            problems = list(cls.find_split_problems("TEST", cfg.TEST))
-            yield from problems or find_folder_problems(labels, folder, cls.read_classes(folder))
-        else:
-            problems = list(super().find_problems(cfg, train))
-            yield from problems
-            folder = cls.split_path(cfg.TRAIN if train else cfg.TEST)
-            if not problems and ".npy" not in image_extensions(cfg) and (hint := describe_arrays(folder)):
-                yield "DATA.CHANNELS", f"got {cfg.DATA.CHANNELS}, but {folder} has no image files{hint}"
+            from distribuuuu.data.datasets.imagenet_labels import find_folder_problems
+
+            yield from find_folder_problems(labels, folder, classes)
+        elif trained and (unknown := find_unknown(classes, trained)):
+            yield f"{name}.SPLIT", unknown_names(str(folder), "label", unknown, trained)
+        elif len(trained or classes) != cfg.MODEL.NUM_CLASSES:
+            source = str(cls.split_path(cfg.TRAIN) if trained else folder)
+            found = len(trained or classes)
+            yield "MODEL.NUM_CLASSES", class_count_mismatch(cfg.MODEL.NUM_CLASSES, found, source)
 
     @classmethod
-    def read_classes(cls, path: Path) -> tuple[str, ...]:
-        """Return the sorted names of the class folders; empty if the folder cannot be listed."""
-        return list_classes(path)
-
-    @classmethod
-    def find_split_problems(cls, name: str, section) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for missing folders, folders that cannot be listed and empty classes."""
-        root, split = Path(section.DATASET), section.SPLIT
-        folder, layout = root / split, f"{split}/CLASS/IMAGE"
-        if reason := access_problem(root):
-            yield f"{name}.DATASET", f"{root} cannot be listed: {reason}"
-        elif not root.is_dir():
-            yield missing_root(name, root, layout)
-        elif reason := access_problem(folder):
-            yield f"{name}.SPLIT", f"{folder} cannot be listed: {reason}"
-        elif not folder.is_dir():
-            yield missing_split(name, root, split, layout)
-        elif not list_classes(folder):
-            hint = describe_imagenet(root) or describe_archives(folder) or describe_table(root)
-            yield f"{name}.SPLIT", f"{folder} has no class folders; it should hold CLASS/IMAGE{hint}"
-        else:
-            yield from ((f"{name}.SPLIT", problem) for problem in _empty_classes(folder))
+    def count_classes(cls, cfg) -> int:
+        """Return the number of training classes; without training data, of evaluation classes."""
+        counts = (len(list_classes(cls.split_path(section))) for section in (cfg.TRAIN, cfg.TEST))
+        return cls.num_classes or next(filter(None, counts), 0)
 
     @classmethod
     def count_images(cls, cfg, most: int) -> int:
@@ -129,64 +123,114 @@ class ImageFolder(SplitDataset):
         found = (walk_images(folder / name, extensions=image_extensions(cfg)) for name in list_classes(folder))
         return sum(1 for _ in islice(chain.from_iterable(found), most))
 
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
 
-    def check_record(self) -> tuple[Path | None, str]:
-        """Return the file of the index, and the ID of the scan that made it."""
-        return self._index.file, self._index.meta.get("scan", "")
-
-    def notes(self) -> list[str]:
-        """Return warnings about ignored files, and about class names that differ only by case."""
-        return list(notes_on(self.folder, self._index.meta, self._index.classes))
-
-    def label(self, index: int) -> int:
-        """Return the class index of image `index`."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"no image {index} among {len(self)}")
-        return bisect_right(self._ends, index)
-
-    def describe(self, index: int) -> str:
-        """Return the file of image `index`."""
-        label = self.label(index)
-        before = self._ends[label - 1] if label else 0
-        return self._index.path(self._firsts[label] + index - before)
+def open_folder(
+    root: str | os.PathLike, split: str, cache: Path, extensions: tuple[str, ...] = EXTENSIONS, in_root: bool = True
+) -> Index:
+    """Return the index of ROOT/SPLIT; if the folder does not exist, it is empty. See `open_index`."""
+    folder = str(Path(root) / split)
+    scan = functools.partial(scan_folder, folder, extensions)
+    if not os.path.isdir(folder):
+        return Index(folder, folder, *scan())
+    name = f"index-{quote(os.fsencode(split), safe='')}"
+    return open_index(folder, root, name, cache, scan, extensions, in_root, below=split)
 
 
-def _empty_classes(folder: Path) -> Iterator[str]:
-    """Yield a message for class folders that cannot be listed, and one for those without an image."""
-    empty = [name for name in list_classes(folder) if not holds_images(folder / name, extensions=ALL_EXTENSIONS)]
-    closed = {name: reason for name in empty if (reason := access_problem(folder / name))}
-    if closed:
-        named = first_few([f"{name} ({reason})" for name, reason in closed.items()])
-        yield f"{folder} has class folders that cannot be listed: {named}"
-    if empty := [name for name in empty if name not in closed]:
-        yield f"{folder} has class folders without an image: {first_few(empty)}; remove them"
+# ---------------------------------------------------------------------------------------- scanning
 
 
-def access_problem(folder: Path) -> str:
-    """Return why an existing folder cannot be listed; empty if it can or does not exist."""
+class _Listing(NamedTuple):
+    """The contents of a folder; each image name ends with a NUL, so that a folder needs few objects."""
+
+    stamp: tuple[int, int, int] = NOT_KNOWN
+    names: bytes = b""
+    folders: tuple["os.DirEntry[str]", ...] = ()
+    identity: tuple[int, int] | None = None
+    ignored: Counter[str] = Counter()
+
+
+class _Folder(NamedTuple):
+    """A relative path, and the identities of the folders above it."""
+
+    path: str
+    above: tuple[tuple[int, int] | None, ...] = ()
+    is_link: bool = False
+
+
+def scan_folder(folder: str, extensions: tuple[str, ...] = EXTENSIONS) -> Content:
+    """Return the content of an index: images by class, then path of the folder, then name.
+
+    Each folder is listed once, and no file is read. Links are followed, except to a folder above them. A folder that
+    cannot be listed has no images.
+
+    Args:
+        folder: the folder of the classes; it need not exist.
+        extensions: those of image files.
+    """
+    found: dict[str, _Listing] = {}
+    waiting, list_folder = [_Folder("")], functools.partial(_list_folder, extensions=extensions)
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        while waiting:
+            paths = [os.path.join(folder, place.path) for place in waiting]
+            deeper: list[_Folder] = []
+            for place, listing in zip(waiting, pool.map(list_folder, paths), strict=True):
+                if place.is_link and listing.identity in place.above:
+                    continue
+                found[place.path] = listing
+                above = (*place.above, listing.identity)
+                for entry in listing.folders:
+                    if entry.name.lower() not in JUNK_FOLDERS if place.path else is_class(entry.name):
+                        deeper.append(_Folder(os.path.join(place.path, entry.name), above, entry.is_symlink()))
+            waiting = deeper
+    num_beside = found[""].names.count(b"\0")  # images outside the class folders have no class
+    ignored = sum((listing.ignored for path, listing in found.items() if path), Counter())
+    paths = sorted(found, key=lambda path: (path.split(os.sep, 1)[0], path))
+    listings = [found[path] if path else found[path]._replace(names=b"") for path in paths]
+    classes = sorted(path for path in paths if path and os.sep not in path)
+    numbers = {name: number for number, name in enumerate(classes)}
+    text = np.frombuffer(b"".join([listing.names for listing in listings]), np.uint8)
+    ends = np.flatnonzero(text == 0)
+    file = np.repeat(np.arange(len(paths), dtype=np.int32), [listing.names.count(b"\0") for listing in listings])
+    classes_of = np.array([numbers.get(path.split(os.sep, 1)[0], -1) for path in paths], np.int32)
+    arrays = {
+        "names_bytes": text[text != 0],
+        "names_offsets": np.concatenate([[0], ends - np.arange(len(ends))]),
+        **pack_names("files", [os.fsencode(path) for path in paths]),
+        "stamps": np.array([listing.stamp for listing in listings], np.int64),
+        "file": file,
+        "label": classes_of[file],
+    }
+    meta = {"classes": classes, "notes": [], "ignored": dict(ignored), "num_beside": num_beside}
+    return meta, arrays
+
+
+def _list_folder(path: str, extensions: tuple[str, ...] = EXTENSIONS) -> _Listing:
+    names: list[str] = []
+    folders: list[os.DirEntry[str]] = []
     try:
-        os.scandir(folder).close()
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
+        status = os.stat(path)  # before the listing: a later change gives another time
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if is_folder(entry):
+                    folders.append(entry)
+                else:
+                    names.append(entry.name)
     except OSError as error:
-        return error.strerror or str(error)
-    return ""
+        _logger.warning("%s is ignored: %s", path, error.strerror or error)
+        return _Listing()
+    images, ignored = _join_images(names, extensions)
+    return _Listing(stamp_of(status), os.fsencode(images), tuple(folders), (status.st_dev, status.st_ino), ignored)
 
 
-def notes_on(folder: str | os.PathLike, meta: Mapping, classes: tuple[str, ...]) -> Iterator[str]:
-    """Yield warnings about ignored files, and about class names that differ only by case."""
-    ignored = sorted(meta.get("ignored", {}).items(), key=lambda item: (-item[1], item[0]))
-    if ignored:
-        counts = first_few([f"{suffix or 'no suffix'} ({count})" for suffix, count in ignored])
-        num = sum(count for _, count in ignored)
-        files = "1 file is not an image" if num == 1 else f"{num} files are not images"
-        yield f"{folder}: {files} of a known type and {'is' if num == 1 else 'are'} ignored: {counts}"
-    if num_outside := meta.get("num_beside"):
-        yield f"{folder}: {num_outside} images are outside the class folders and are ignored: move them into one"
-    by_case: dict[str, list[str]] = {}
-    for name in classes:
-        by_case.setdefault(name.casefold(), []).append(name)
-    if groups := [" and ".join(names) for names in by_case.values() if len(names) > 1]:
-        yield f"{folder}: class folders differ only by case: {first_few(groups)}; each counts as a separate class"
+def _join_images(names: list[str], extensions: tuple[str, ...] = EXTENSIONS) -> tuple[str, Counter[str]]:
+    """Return the sorted image names, each followed by a NUL, and the counts of the endings of the other files."""
+    names.sort()
+    text = "\0".join([*names, ""])
+    # Usually all have one ending: counting it in the text is many times faster than testing each name.
+    end = os.path.splitext(names[0])[1] if names else ""
+    if end.lower() in extensions and text.count(f"{end}\0") == len(names) and "\0." not in text and text[0] != ".":
+        return text, Counter()
+    images = [name for name in names if is_image(name, extensions)]
+    others = set(names).difference(images)
+    ignored = [name for name in names if name in others and name[0] != "." and name.lower() not in JUNK_FILES]
+    return "\0".join([*images, ""]), Counter(os.path.splitext(name)[1].lower() for name in ignored)

@@ -7,21 +7,24 @@ import io
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import first_few
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.archive import Archive
+from distribuuuu.data.datasets.archive import Archive, ArchiveSource, open_archives
 from distribuuuu.data.datasets.archive_members import ArchiveError, walk_tar
+from distribuuuu.data.datasets.array_file import pack_names
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.imagefolder import ImageFolder
+from distribuuuu.data.datasets.index import Index
 from distribuuuu.files.cache_folder import cache_folder
-from distribuuuu.files.image_files import is_image, list_classes
+from distribuuuu.files.image_files import IMAGENET_FOLDERS, IMAGENET_TARS, is_image, list_classes
 from distribuuuu.files.untrusted import read_regular
-from distribuuuu.hints.sources import IMAGENET_FOLDERS, IMAGENET_TARS, missing_root
 
 TRAIN_TAR, VAL_TAR = IMAGENET_TARS
 DEVKIT, SOLUTION = "ILSVRC2012_devkit_t12", "LOC_val_solution.csv"
@@ -34,33 +37,19 @@ _MAX_BYTES = 1 << 24
 class ImageNet(Archive):
     """The training or the validation images of ImageNet, in the order of a folder with one sub-folder per class."""
 
-    has_splits = False
+    has_splits, fault = False, "DATASET"
 
     @classmethod
-    def from_cfg(cls, cfg, train: bool) -> ImageDataset:
-        """Return the set: of archives or of folders.
-
-        Raises:
-            ConfigError: images or labels are missing or damaged; the message names the file.
-        """
-        name = "TRAIN" if train else "TEST"
+    def open_split(cls, cfg, name: str, trained: ImageDataset | None = None) -> ImageDataset:
+        """Return the images of cfg.TRAIN or cfg.TEST: of archives or of folders."""
         root, cache = Path(cfg[name].DATASET), cfg.DATA.CACHE_DIR
         if not root.is_dir():
-            raise ConfigError(Problem(*missing_root(name, root, f"{TRAIN_TAR}, {VAL_TAR} and {DEVKIT}.tar.gz")))
-        try:
-            if train:
-                return cls._open_train(root, cache)
-            return cls._open_val(root, cache, cls.read_classes(cfg))
-        except ArchiveError as error:
-            raise ConfigError([Problem(f"{name}.DATASET", problem.message) for problem in error.problems]) from error
+            from distribuuuu.hints.sources import missing_root
 
-    @classmethod
-    def read_classes(cls, cfg, name: str = "TRAIN") -> tuple[str, ...]:
-        """Return the classes of cfg.TRAIN, or those of the validation labels; empty if they cannot be read."""
-        try:
-            return cls.from_cfg(cfg, name == "TRAIN").classes
-        except ConfigError:
-            return ()
+            raise ConfigError(Problem(*missing_root(name, root, f"{TRAIN_TAR}, {VAL_TAR} and {DEVKIT}.tar.gz")))
+        if name == "TRAIN":
+            return cls._open_train(root, cache)
+        return cls._open_val(root, cache, trained.classes if trained else ())
 
     @classmethod
     def _open_train(cls, root: Path, cache: str) -> ImageDataset:
@@ -73,62 +62,37 @@ class ImageNet(Archive):
         raise ArchiveError(f"{root} has no training images of ImageNet; {expected}")
 
     @classmethod
-    def _open_val(cls, root: Path, cache: str, classes: tuple[str, ...]) -> ImageDataset:
-        import numpy as np
-
+    def _open_val(cls, root: Path, cache: str, classes: Sequence[str]) -> ImageDataset:
         if (root / VAL_TAR).is_file():
             index = cls._open_tar(root / VAL_TAR, "flat", cache)
-            names = [index.name(number) for number in range(len(index))]
-            order, labels, classes = _label(names, read_labels(root), classes, root / VAL_TAR)
-            return cls(index, classes, order, labels)
+            return cls(index, *_label([*index.names_of("names")], read_labels(root), classes, root / VAL_TAR))
         for folder in (*(root / name / "val" for name in IMAGENET_FOLDERS), root / "val"):
             if list_classes(folder):
                 return cls._open_folder(folder.parent, "val", classes or None, cache)
             names = sorted(filter(is_image, os.listdir(folder))) if folder.is_dir() else []
             if names:
-                order, labels, classes = _label(names, read_labels(root), classes, folder)
-                return FlatFolder(folder, [names[number] for number in order], np.asarray(labels), classes)
+                arrays = {**pack_names("files", [b""]), "stamps": np.zeros((1, 3), np.int64),
+                          **pack_names("names", [os.fsencode(name) for name in names]),
+                          "file": np.zeros(len(names), np.int32)}  # fmt: skip
+                meta = {"classes": [], "notes": [], "ignored": {}, "num_beside": 0}
+                index = Index(str(folder), str(folder), meta, arrays)
+                return cls(index, *_label(names, read_labels(root), classes, folder))
         expected = f"expected {VAL_TAR}, {IMAGENET_FOLDERS[0]}/val/ or val/"
         raise ArchiveError(f"{root} has no validation images of ImageNet; {expected}")
 
     @classmethod
     def _open_folder(cls, *args: Any) -> ImageFolder:
-        return (ImageFolder if cls.index_in_root else type("ImageFolder", (ImageFolder,), {"index_in_root": False}))(
-            *args
-        )
+        family = type("ImageFolder", (ImageFolder,), {"index_in_root": cls.index_in_root})
+        return family(*args) if not cls.index_in_root else ImageFolder(*args)
 
     @classmethod
-    def _open_tar(cls, path: Path, layout: str, cache: str):
-        from distribuuuu.data.datasets.archive_index import ArchiveSource, open_archives
-
+    def _open_tar(cls, path: Path, layout: str, cache: str) -> Index:
         source = ArchiveSource((str(path),), "val" if layout == "flat" else "", layout=layout)
         return open_archives(source, cache_folder(cache), cls.index_in_root)
 
 
-class FlatFolder(ImageDataset):
-    """The images of a folder without class folders.
-
-    Args:
-        folder: the folder.
-        names: the files.
-        labels: the class of each, int (N,).
-        classes: the names of the classes.
-    """
-
-    has_files = True
-
-    def __init__(self, folder: Path, names: list[str], labels: Any, classes: tuple[str, ...]):
-        self.folder, self.labels, self.classes, self._names = folder, labels, classes, names
-
-    def describe(self, index: int) -> str:
-        """Return the file of image `index`."""
-        if not 0 <= index < len(self.labels):
-            raise IndexError(f"no image {index} among {len(self.labels)}")
-        return os.path.join(self.folder, self._names[index])
-
-
-def _label(names: list[str], known: dict[str, str], classes: tuple[str, ...], source: Path) -> tuple[Any, Any, Any]:
-    """Return the order of images by class and name, their labels in this order, and the classes.
+def _label(names: list[str], known: dict[str, str], classes: Sequence[str], source: Path) -> tuple[Any, Any, Any]:
+    """Return the classes, the order of images by class and name, and their labels in this order.
 
     Args:
         names: of the images.
@@ -136,8 +100,6 @@ def _label(names: list[str], known: dict[str, str], classes: tuple[str, ...], so
         classes: the classes of the training images; empty: those of the labels.
         source: of the images, for messages.
     """
-    import numpy as np
-
     stems = [os.path.basename(name).partition(".")[0] for name in names]
     if missing := [name for name, stem in zip(names, stems, strict=True) if stem not in known]:
         raise ArchiveError(f"{source} has images without a label: {first_few(missing)}")
@@ -148,7 +110,7 @@ def _label(names: list[str], known: dict[str, str], classes: tuple[str, ...], so
         raise ArchiveError(f"{source} has classes that the training data lacks: {first_few(unknown)}")
     labels = np.array([numbers[name] for name in synsets], np.int32)
     order = np.array(sorted(range(len(names)), key=lambda number: (labels[number], names[number])), np.int64)
-    return order, labels[order], classes
+    return classes, order, labels[order]
 
 
 # ------------------------------------------------------------------------------- validation labels

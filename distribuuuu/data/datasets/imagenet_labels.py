@@ -5,11 +5,12 @@ import re
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import first_few
 from distribuuuu.data.datasets.base import ImageDataset
+from distribuuuu.files.image_files import list_classes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,6 +60,16 @@ def find_folder_problems(labels: str, folder: Path, found: Iterable[str]) -> Ite
         names = f"synsets of {labels}, e.g. {next(iter(read_classes(labels)))}"
         names += ", or 0 to 999" if labels == "imagenet_v2" else ""
         yield "TEST.SPLIT", f"{folder} has class folders {first_few(unknown)}; expected {names}"
+
+
+def open_preset(family: Any, cfg) -> ImageDataset:
+    """Return the evaluation images of a folder with the labels of TEST.LABELS; `family` is the class of the folder."""
+    root, split, cache, labels = cfg.TEST.DATASET, cfg.TEST.SPLIT, cfg.DATA.CACHE_DIR, cfg.TEST.LABELS
+    if labels == "imagenet_real":
+        return RealLabels(family(root, split, cache_dir=cache))
+    images = family(root, split, folder_names(labels, list_classes(Path(root) / split)), cache)
+    images.classes = tuple(read_classes(labels))
+    return images
 
 
 class RealLabels(ImageDataset):

@@ -10,22 +10,27 @@ import contextlib
 import fnmatch
 import functools
 import glob
+import hashlib
 import os
 import re
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from distribuuuu.config import ConfigError
-from distribuuuu.config.errors import did_you_mean, first_few
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.settings import setting
-from distribuuuu.data.datasets.image_list import AnyLabels, SeveralTargets, TableColumns, TableSet
+from distribuuuu.data.datasets.array_file import pack_names
+from distribuuuu.data.datasets.base import ImageDataset
+from distribuuuu.data.datasets.image_list import TableColumns, TableSet
+from distribuuuu.data.datasets.index import Content, Index, encode_targets, find_stamp, open_index
 from distribuuuu.data.datasets.parquet_file import ColumnFiles, holds_files
-from distribuuuu.data.datasets.table_file import Layout, Names, parse_labels, sentences
-from distribuuuu.files.image_files import TRAIN_NAMES, file_stamp, sort_splits
+from distribuuuu.data.datasets.table_file import TableSpec, parse_labels, sentences
+from distribuuuu.files.cache_folder import cache_folder
+from distribuuuu.files.image_files import file_stamp
 from distribuuuu.files.untrusted import parse_json, read_regular
 
 # Where the files of a split are, in the order in which they are looked for; {} stands for the split.
@@ -64,70 +69,6 @@ class ParquetTargets(ParquetColumns):
     targets: tuple[str, ...] = setting((), "columns of numbers, of lists of as many numbers, or of names")
 
 
-class ParquetTable:
-    """The labels of the rows of a split; see `Table`, whose names are sorted as texts.
-
-    The names of a column are those in its metadata; without them, the sorted labels, numbers by value.
-
-    Args:
-        root: the folder of the data or its URL.
-        split: TRAIN.SPLIT or TEST.SPLIT.
-        columns: DATA.TABLE.
-        key: the name in it of the columns of the labels.
-
-    Attributes:
-        files: the files; problems: why they cannot be read.
-        rows: the number of the row of each image.
-    """
-
-    def __init__(self, root: str, split: str, columns: Any, key: str):
-        self.path, self.rows = root, array("q")
-        self._values: dict[str, list[Any]] = {}
-        self.problems: tuple[str, ...] = ()
-        self.names_of: Names = {}
-        try:
-            self._read(root, split, columns, Layout(columns.image, key, getattr(columns, key), split=columns.split))
-        except ConfigError as error:
-            self.problems, self.rows = tuple(map(str, error.problems)), array("q")
-
-    def _read(self, root: str, split: str, columns: Any, layout: Layout) -> None:
-        system, paths = find_split_files(root, split, columns)
-        self.files = ColumnFiles(paths, tuple(dict.fromkeys(layout.needed)), system)
-        self.path, fields = self.files.paths[0], layout.columns
-        _check_type(self.files.schema.field(layout.path), self.path)
-        self.rows = array("q", range(len(self.files)))
-        if layout.split:
-            values = self.files.read_all(layout.split)
-            self.rows = array("q", (row for row, value in enumerate(values) if str(value) == split))
-        if not self.rows:
-            raise ConfigError(f"{self.path} has no image of the split {split}")
-        cells = {field: self.files.read_all(field) for field in fields}
-        for field in fields if layout.key == "targets" or len(fields) == 1 else ():
-            values, own = [cells[field][row] for row in self.rows], self.files.class_names(field)
-            self._values[field], self.names_of[field] = read_column(values, own, layout.key, f"{self.path}, {field}")
-        if not self.names_of:  # a column of 0 and 1 for each class
-            self.names_of[layout.key], problems = fields, dict[str, list[str]]()
-            for index, row in enumerate(self.rows):
-                labels = parse_labels(layout, [_to_text(cells[field][row], ()) for field in fields])
-                if isinstance(labels, str):
-                    problems.setdefault(labels, []).append(self.place(index, ""))
-                else:
-                    self._values.setdefault(layout.key, []).append([*labels] if layout.key == "labels" else labels[0])
-            if problems:
-                raise ConfigError([*sentences(self.path, problems)])
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def values(self, column: str) -> list[Any]:
-        """Return the label of each image in a column of `names_of`: a text, a list of texts, or numbers."""
-        return self._values[column]
-
-    def place(self, index: int, text: str) -> str:
-        """Return the place of image `index` for a message."""
-        return f"{self.files.describe(self.rows[index])}{f', {text!r}' if text else ''}"
-
-
 @DATASETS.register("parquet")
 class ParquetSet(TableSet):
     """The images of parquet or Arrow files with one class each."""
@@ -135,30 +76,41 @@ class ParquetSet(TableSet):
     Columns: type[Any] = ParquetLabel
     fault, holds_files = "DATASET", True
 
+    def __init__(self, index: Index, trained: Index | None, files: ColumnFiles):
+        self._files = files
+        super().__init__(index, trained)
+        self.has_files, self.holds_files = False, True
+
     @classmethod
-    def read_table(cls, cfg, name: str) -> ParquetTable:
-        """Return the labels of cfg.TRAIN or cfg.TEST with the problems of its files."""
-        return ParquetTable(cfg[name].DATASET, cfg[name].SPLIT, cls.read_columns(cfg), cls.key)
+    def open_split(cls, cfg, name: str, trained: ImageDataset | None = None) -> ImageDataset:
+        """Return the images of cfg.TRAIN or cfg.TEST."""
+        root, split, columns = cfg[name].DATASET, cfg[name].SPLIT, cls.read_columns(cfg)
+        system, paths = find_split_files(name, root, split, columns)
+        if name == "TEST" and not columns.split and cfg.TRAIN.SPLIT != split:
+            try:
+                is_same = paths == find_split_files("TRAIN", cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT, columns)[1]
+            except ConfigError:
+                is_same = False
+            if is_same:
+                from distribuuuu.hints.sources import explain_same_parquet
+
+                raise ConfigError(explain_same_parquet(paths[0], root, split, columns.file))
+        spec = TableSpec(columns.image, cls.key, getattr(columns, cls.key), split=columns.split, value=split)
+        scan = functools.partial(scan_parquet, root, paths, spec, system)
+        if system is not None:
+            index = Index(root, "", *scan())
+        else:
+            words = repr((paths, spec)).encode("utf-8", "surrogateescape")
+            own = f"parquet-{hashlib.sha256(words).hexdigest()[:32]}"
+            cache = cache_folder(cfg.DATA.CACHE_DIR)
+            index = open_index(root, root, own, cache, scan, in_root=cls.index_in_root, is_inside=False)
+        files = ColumnFiles(paths, (spec.path,), system)
+        return cls(index, trained.index if isinstance(trained, ParquetSet) else None, files)
 
     @classmethod
     def find_pack_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) if the files cannot be opened, or the classes do not fit."""
+        """Yield (key, message) if the files, which may be at a URL, cannot be opened, or the classes do not fit."""
         yield from super().find_problems(cfg, train)
-
-    @classmethod
-    def find_file_problems(cls, cfg, name: str, table: ParquetTable) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) if the evaluation images are those of the training: the same files for two splits."""
-        columns = cls.read_columns(cfg)
-        if name == "TRAIN" or columns.split or cfg.TRAIN.SPLIT == cfg.TEST.SPLIT or not len(table):
-            return
-        if table.files.paths == find_split_files(cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT, columns)[1]:
-            parent = Path(os.path.abspath(cfg.TEST.DATASET)).parent
-            fix = f"set TEST.DATASET to the folder of {cfg.TEST.SPLIT}, or DATA.TABLE.split COLUMN"
-            if columns.file:
-                fix = "DATA.TABLE.split COLUMN, or put {} for the split into DATA.TABLE.file"
-            elif (parent / cfg.TEST.SPLIT / "state.json").is_file():
-                fix = f"set TRAIN.DATASET {parent}"
-            yield f"TEST.{cls.fault}", f"{table.path} has the training images too; fix: {fix}"
 
     @classmethod
     def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
@@ -177,7 +129,8 @@ class ParquetSet(TableSet):
 
     def read(self, index: int) -> bytes:
         """Return the bytes of an image file."""
-        value = self._table.files.read(self._table.files.columns[0], self._table.rows[index])
+        row = int(self.index.arrays["row"][self.place(index)])
+        value = self._files.read(self._files.columns[0], row)
         data = value.get("bytes") if isinstance(value, dict) else value
         if not isinstance(data, bytes):
             raise ValueError("has no bytes; a path in the file is not followed")
@@ -185,35 +138,81 @@ class ParquetSet(TableSet):
 
     def stamp(self, index: int) -> tuple[int, ...]:
         """Return the stamp of the file of image `index`."""
-        files = self._table.files
-        return file_stamp(files.paths[files.place(self._table.rows[index])[1]])
+        return file_stamp(self.index.file_of(self.place(index)))
 
     def describe(self, index: int) -> str:
-        """Return the file and the row of image `index`."""
-        return self._table.place(index, "")
+        """Return the file and the row, from 1, of image `index`."""
+        return self._files.describe(int(self.index.arrays["row"][self.place(index)]))
 
     def notes(self) -> list[str]:
         """Return a warning if a row group is read for each image."""
-        files = self._table.files
-        rows = int(max(files.starts[1:] - files.starts[:-1]))
-        if rows == 1 or not self._table.path.endswith(".parquet"):
-            return []
+        rows = int(max(self._files.starts[1:] - self._files.starts[:-1]))
+        if rows == 1 or not self._files.paths[0].endswith(".parquet"):
+            return super().notes()
         fix = "fix: distribuuuu pack OUT, with the same options"
-        return [f"a row group of up to {rows:,} images is read for each image, which is slow; {fix}"]
+        slow = f"a row group of up to {rows:,} images is read for each image, which is slow; {fix}"
+        return [*super().notes(), slow]
 
 
 @DATASETS.register("parquet_multilabel")
-class ParquetMultilabel(AnyLabels, ParquetSet):
+class ParquetMultilabel(ParquetSet):
     """The images of parquet or Arrow files with any number of classes each."""
 
-    Columns = ParquetLabels
+    targets, key, Columns = "labels", "labels", ParquetLabels
 
 
 @DATASETS.register("parquet_structured")
-class ParquetStructured(SeveralTargets, ParquetSet):
+class ParquetStructured(ParquetSet):
     """The images of parquet or Arrow files with several targets each."""
 
-    Columns = ParquetTargets
+    targets, key, Columns = "structured", "targets", ParquetTargets
+
+
+def scan_parquet(root: str, paths: Sequence[str], spec: TableSpec, system: Any = None) -> Content:
+    """Return the content of an index of the rows of some files, whose images are not read.
+
+    The names of a column are those in its metadata; without them, the sorted labels, numbers by value.
+
+    Raises:
+        ConfigError: a file cannot be read, or the values of a column are no labels.
+    """
+    files, path = ColumnFiles(paths, tuple(dict.fromkeys(spec.needed)), system), paths[0]
+    field = files.schema.field(spec.path)
+    if not holds_files(field.type):
+        fix = "fix: DATA.TABLE.image COLUMN; for a column of paths DATA.NAME list DATA.TABLE.path COLUMN"
+        raise ConfigError(f"{path}: column {field.name} has {field.type}; expected bytes of images; {fix}")
+    rows = np.arange(len(files))
+    if spec.split:
+        rows = np.array([row for row, value in enumerate(files.read_all(spec.split)) if str(value) == spec.value], int)
+    if not len(rows):
+        raise ConfigError(f"{path} has no image of the split {spec.value}")
+    # By column: its values, and their names or their type.
+    found: dict[str, tuple[list[Any], tuple[str, ...] | str]] = {}
+    cells = {column: files.read_all(column) for column in spec.columns}
+    if spec.key == "targets" or len(spec.columns) == 1:
+        for column in spec.columns:
+            values, own = [cells[column][row] for row in rows], files.class_names(column)
+            found[column] = read_column(values, own, spec.key, f"{path}, {column}")
+    else:  # a column of 0 and 1 for each class
+        labels, problems = [], dict[str, list[str]]()
+        for row in rows:
+            names = parse_labels(spec, [_to_text(cells[column][row], ()) for column in spec.columns])
+            labels.append(names)
+            if isinstance(names, str):
+                problems.setdefault(names, []).append(files.describe(int(row)))
+        if problems:
+            raise ConfigError([*sentences(path, problems)])
+        found["label"] = labels if spec.key == "labels" else [names[0] for names in labels], spec.columns
+    meta, arrays = encode_targets(spec.key, found)
+    names = [os.path.relpath(path, root) if system is None else path for path in paths]
+    arrays |= {
+        **pack_names("files", [*map(os.fsencode, names)]),
+        "stamps": np.array([find_stamp(path) for path in paths], np.int64),
+        **pack_names("names", [b""] * len(rows)),
+        "row": rows.astype(np.int64),
+        "file": np.array([files.place(int(row))[1] for row in rows], np.int32),
+    }
+    return {**meta, "notes": [], "ignored": {}, "num_beside": 0}, arrays
 
 
 def read_column(
@@ -230,8 +229,6 @@ def read_column(
     Raises:
         ConfigError: the values of a target are of several kinds, or those of several classes are no lists.
     """
-    import numpy as np
-
     if key == "targets" and not own and not any(isinstance(value, str) for value in values):
         kind = ""
         with contextlib.suppress(ValueError):  # lists of several lengths
@@ -257,17 +254,10 @@ def _to_text(value: Any, own: Sequence[str] = ()) -> str:
     return str(value)
 
 
-def _check_type(field: Any, path: str) -> None:
-    """Raise ConfigError if a column cannot hold image files."""
-    if not holds_files(field.type):
-        fix = "fix: DATA.TABLE.image COLUMN; for a column of paths DATA.NAME list DATA.TABLE.path COLUMN"
-        raise ConfigError(f"{path}: column {field.name} has {field.type}; expected bytes of images; {fix}")
-
-
 # ------------------------------------------------------------------------------------------- files
 
 
-def find_split_files(root: str, split: str, columns: Any) -> tuple[Any, list[str]]:
+def find_split_files(name: str, root: str, split: str, columns: Any) -> tuple[Any, list[str]]:
     """Return the file system, None: local, and the paths of a split; raises ConfigError if there are none."""
     system, base, names = _list_url(root) if "://" in root else (None, root, _list_folder(root))
     for folder in (Path(root, split), Path(root)) if system is None and not columns.file else ():
@@ -277,13 +267,9 @@ def find_split_files(root: str, split: str, columns: Any) -> tuple[Any, list[str
     found = (_find_matches(names, pattern.replace("{}", glob.escape(split))) for pattern in patterns)
     paths = [os.path.join(base, name) for name in next(filter(None, found), ())]
     if not paths:
-        stems = sorted({re.sub(r"-\d+(-of-\d+)?$", "", Path(name).stem) for name in names})
-        others = [
-            stem for stem in sort_splits(stems) if (stem.lower() in TRAIN_NAMES) == (split.lower() in TRAIN_NAMES)
-        ]
-        hint = did_you_mean(split, stems) or (f"; fix: set SPLIT {others[0]}" if others else "")
-        has = f"it has {first_few(stems)}{hint}" if stems else "it has no parquet file"
-        raise ConfigError(f"{root} has no parquet or Arrow files of the split {split}; {has}")
+        from distribuuuu.hints.sources import explain_parquet
+
+        raise ConfigError(explain_parquet(name, root, split, names))
     if len({os.path.dirname(path) for path in paths}) > 1 and not columns.file:
         fix = f"fix: DATA.TABLE.file '{os.path.basename(os.path.dirname(paths[0]))}/{{}}-*.parquet'"
         raise ConfigError(f"{root} has several configurations with the split {split}; {fix}")

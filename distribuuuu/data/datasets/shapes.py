@@ -16,7 +16,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.base import SplitDataset
+from distribuuuu.data.datasets.base import ImageDataset, SplitDataset
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.files.cache_folder import cache_folder
 
@@ -55,10 +55,10 @@ class Shapes(ImageFolder):
         return cls.num_images
 
     @classmethod
-    def from_cfg(cls, cfg, train: bool) -> Shapes:
+    def open_split(cls, cfg, name: str, trained: ImageDataset | None = None) -> Shapes:
         """Return the set; draw it if it does not exist yet."""
         root = draw_shapes(cache_folder(cfg.DATA.CACHE_DIR) / "shapes")
-        return cls(root, "train" if train else "val", cache_dir=cfg.DATA.CACHE_DIR)
+        return cls(root, "train" if name == "TRAIN" else "val", cache_dir=cfg.DATA.CACHE_DIR)
 
 
 # --------------------------------------------------------------------------------- the folder

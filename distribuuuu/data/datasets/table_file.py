@@ -1,57 +1,39 @@
 """Tables of images: CSV, TSV and parquet files with a column of paths and one or more columns of labels.
 
-A CSV is in UTF-8 and has a header, unless the names of its columns are given; other columns are ignored. Spaces around
-a field are ignored, unless it is quoted.
+A text is in UTF-8 or UTF-16 and has a header, unless the names of its columns are given; other columns are ignored.
+Spaces around a field are ignored, unless it is quoted.
 """
 
 import csv
 import functools
-import itertools
 import os
 import re
-from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from distribuuuu.config import ConfigError
-from distribuuuu.config.errors import first_few, near_matches
-from distribuuuu.files.image_files import (
-    EXTENSIONS,
-    TABLE_ENDINGS,
-    file_stamp,
-    is_class,
-    is_image,
-    list_classes,
-    name_at,
-)
-from distribuuuu.files.untrusted import open_regular
+from distribuuuu.config.errors import counted, first_few
+from distribuuuu.data.datasets.array_file import pack_names
+from distribuuuu.data.datasets.index import Content, encode_targets, find_stamp, normal_form
+from distribuuuu.files.image_files import TABLE_ENDINGS
+from distribuuuu.files.untrusted import open_text, printable
 
 # A field that needs no quotes.
 _PLAIN = r'(?!\s)[^,"\r\n]*(?<!\s)'
-# Characters that are read at a time.
-_MAX_LINE = 1 << 20
-# Characters of a place in a message, which has the text of a field.
-_MAX_PLACE = 300
+# Characters that are read at a time, and those of a place in a message, which has the text of a field.
+_MAX_LINE, _MAX_PLACE = 1 << 20, 300
 # Texts of 0 and 1 in columns of one class each.
 _BITS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
-# Usual names of columns, in lower case, for the fix in a message.
-_USUAL = {
-    "path": ("path", "image", "file", "filename", "file_name", "filepath", "image_path", "image_name", "image_id",
-             "img", "id"),
-    "label": ("label", "labels", "class", "classes", "category", "target", "tags"),
-}  # fmt: skip
 # The places of each kind of problem, e.g. "line 3, 'a.jpg'".
 Problems = dict[str, list[str]]
-# By column: the names that define the labels, in the order of the classes, or the type of numbers.
-Names = dict[str, tuple[str, ...] | str]
-# The number of a line, its path and its labels.
-CsvLine = tuple[int, str, list[str]]
 
 
 @dataclass(frozen=True)
-class Layout:
+class TableSpec:
     """The meaning of the columns of a table.
 
     Attributes:
@@ -59,7 +41,7 @@ class Layout:
         key: "label", one class per image; "labels", any number; or "targets", a value of each column.
         columns: the columns of the labels; several of one class each hold 0 or 1.
         template: the path of an image, with the field of the column in the place of {}.
-        delimiter: between the fields; empty: by the ending of the file.
+        delimiter: between the fields; empty: by the ending of the file and its first line.
         split: the column that selects rows; empty: all rows.
         value: the value of that column.
         header: the names of the columns of a text without a header; empty: it has one.
@@ -82,147 +64,116 @@ class Layout:
         return (self.path, *self.columns, *([self.split] if self.split else []))
 
 
-@dataclass
-class Table:
-    """The contents of a table in a few objects for any number of images, which forked workers share.
+def scan_table(path: str, spec: TableSpec) -> Content:
+    """Return the content of an index of the images of a table, in its order.
 
-    Attributes:
-        path, layout: the file and the meaning of its columns.
-        names: the labels, sorted; of targets the fields.
-        paths, path_offsets: the paths of the images in UTF-8, concatenated, and the start of each; see `name_at`.
-        labels, label_offsets: indices into `names`, concatenated over the images, and the start of each image.
-        lines: the line of each image, from 1.
-        problems: what is wrong with the file, as sentences.
+    Raises:
+        ConfigError: with every kind of problem of the table.
     """
-
-    path: str
-    layout: Layout
-    names: tuple[str, ...] = ()
-    paths: bytearray = field(default_factory=bytearray)
-    path_offsets: array = field(default_factory=lambda: array("q", [0]))
-    labels: array = field(default_factory=lambda: array("i"))
-    label_offsets: array = field(default_factory=lambda: array("q", [0]))
-    lines: array = field(default_factory=lambda: array("q"))
-    problems: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.lines)
-
-    @functools.cached_property
-    def names_of(self) -> Names:
-        """The sorted names of the labels by the key of their columns; of targets by column, or the type of numbers."""
-        if self.layout.key != "targets":
-            return {self.layout.key: self.names}
-        found: Names = {}
-        for column in self.layout.columns:
-            names = sorted(set(self.values(column)))
-            numbers = [as_number(name) for name in names]
-            is_whole = all(isinstance(number, int) for number in numbers)
-            found[column] = tuple(names) if None in numbers else "int64" if is_whole else "float32"
-        return found
-
-    def values(self, column: str) -> list[Any]:
-        """Return the label of each image in a column of `names_of`: a text, or of several classes a list of texts."""
-        if self.layout.key == "labels":
-            parts = (self.labels[start:end] for start, end in itertools.pairwise(self.label_offsets))
-            return [[self.names[number] for number in part] for part in parts]
-        columns = [*self.names_of] if self.layout.key == "label" else self.layout.columns
-        return [self.names[number] for number in self.labels[columns.index(column) :: len(columns)]]
-
-    def image(self, index: int) -> str:
-        """Return the path of image `index` as in the table."""
-        return name_at(self.paths, self.path_offsets, index)
-
-    def place(self, index: int, text: str) -> str:
-        """Return the place of image `index` in the table for a message."""
-        return f"line {self.lines[index]}, {text!r}"
-
-    def add(self, image: str, labels: Sequence[int], line: int) -> None:
-        """Add an image."""
-        self.paths += os.fsencode(image)
-        self.path_offsets.append(len(self.paths))
-        self.labels.extend(labels)
-        self.label_offsets.append(len(self.labels))
-        self.lines.append(line)
-
-
-def read_table(path: str | os.PathLike, layout: Layout) -> Table:
-    """Return the contents of a table, with its problems; an unchanged file is read once."""
-    files = [os.fspath(path), *(os.path.join(os.path.dirname(path), name) for name in layout.names[:1])]
-    return _read_table(files[0], layout, tuple(map(file_stamp, files)))
-
-
-@functools.lru_cache(maxsize=4)
-def _read_table(path: str, layout: Layout, stamps: tuple[tuple[int, ...], ...]) -> Table:
-    table, problems, numbers, first_lines = Table(path, layout), Problems(), dict[str, int](), dict[str, int]()
+    folder, problems = os.path.dirname(path), Problems()
+    finder, places, images = PathFinder(folder), dict[tuple[str, str], tuple[int, int]](), list[tuple[str, str]]()
+    labels: list[list[str]] = []
     try:
-        names_of = _read_names(os.path.dirname(path), *layout.names) if layout.names else {}
-        if len(layout.columns) > 1 and layout.key != "targets":  # also a column without a 1 is a class
-            classes = dict.fromkeys(names_of.get(name, name) for name in layout.columns)
-            numbers |= {name: number for number, name in enumerate(classes)}
-        for line, image, cells in _read_rows(path, layout, problems):
-            image = layout.template.replace("{}", image)
-            key = os.path.normpath(image)
-            if key in first_lines:
-                place = f"line {line}, {image!r} as in line {first_lines[key]}"
-                problems.setdefault("names an image again", []).append(place)
-                continue
-            first_lines[key] = line
-            names = parse_labels(layout, cells)
-            if names_of and not isinstance(names, str):
-                names = _replace_labels(names, names_of, layout)
-            if isinstance(names, str):
-                problems.setdefault(names, []).append(f"line {line}, {image!r}")
+        names_of = _read_names(folder, *spec.names) if spec.names else {}
+        for line, text, cells in _read_rows(path, spec, problems):
+            place = finder.find(spec.template.replace("{}", text))
+            found = _parse_labels(spec, cells, names_of)
+            if isinstance(found, str):
+                problems.setdefault(found, []).append(f"line {line}, {text!r}")
+            elif place is None:
+                problems.setdefault("names images that do not exist", []).append(f"line {line}, {text!r}")
+            elif place not in places:
+                places[place] = line, len(images)
+                images.append(place)
+                labels.append(found)
+            elif spec.key == "labels" and len(spec.columns) == 1:  # a row for each label
+                known = labels[places[place][1]]
+                known += [label for label in found if label not in known]
             else:
-                table.add(image, [numbers.setdefault(name, len(numbers)) for name in names], line)
-    except ConfigError as error:
-        return Table(path, layout, problems=tuple(map(str, error.problems)))
+                where = f"line {line}, {text!r} as in line {places[place][0]}"
+                problems.setdefault("names an image again", []).append(where)
     except OSError as error:
-        return Table(path, layout, problems=(f"{error.filename or path} cannot be read: {error.strerror or error}",))
-    # From the order of appearance to alphabetical order.
-    table.names = tuple(sorted(numbers))
-    places = {name: place for place, name in enumerate(table.names)}
-    order = [places[name] for name in numbers]
-    table.labels = array("i", (order[number] for number in table.labels))
-    empty = f"{path} has no line{'' if layout.header else ' but its header'}"
-    table.problems = sentences(path, problems) if problems or len(table) else (empty,)
-    return table
+        raise ConfigError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
+    notes = finder.notes(path, problems)
+    names = _find_classes(spec, labels, names_of, problems)
+    if problems:
+        if missing := problems.get("names images that do not exist"):
+            from distribuuuu.hints.sources import explain_missing_images
+
+            fix = explain_missing_images(folder, missing, bool(images), spec.template)
+            problems = {f"{kind}{fix}" if found is missing else kind: found for kind, found in problems.items()}
+        raise ConfigError([*sentences(path, problems)])
+    if not images:
+        raise ConfigError(f"{path} has no line{'' if spec.header else ' but its header'}")
+    inputs = [path, *(os.path.join(folder, name) for name in spec.names[:1])]
+    return _to_content(spec, images, labels, names, notes, inputs)
 
 
-def _replace_labels(labels: Sequence[str], names_of: dict[str, str], layout: Layout) -> Sequence[str] | str:
-    """Return the names of the labels of an image, or what is wrong with them."""
-    if any(label not in names_of for label in labels):
-        return f"has labels without a name in {layout.names[0]}"
-    names = [names_of[label] for label in labels]
-    return [*dict.fromkeys(names)] if layout.key == "labels" else names  # labels of one name are one class
+def _find_classes(spec: TableSpec, labels: list[list[str]], names_of: dict, problems: Problems) -> list[str]:
+    """Return the sorted names of the classes; numbers that a spreadsheet has written as 1.0 lose their ending."""
+    if spec.key == "targets":
+        return []
+    found = {label for row in labels for label in row}
+    if found and all(re.fullmatch(r"-?\d+\.0+", label) for label in found):
+        for row in labels:
+            row[:] = [label.partition(".")[0] for label in row]
+        found = {label.partition(".")[0] for label in found}
+    if spec.key == "labels" and len(spec.columns) == 1:
+        several = [label for label in sorted(found) if " " in label and {*label.split()} <= found]
+        if several:
+            problems["has labels that are several names, to be separated by semicolons"] = several
+    if len(spec.columns) > 1:  # also a column without a 1 is a class
+        found |= {names_of.get(name, name) for name in spec.columns}
+    if not found and labels:
+        problems["has no label on any line"] = [""]
+    return sorted(found)
 
 
-def parse_labels(layout: Layout, cells: Sequence[Any]) -> Sequence[str] | str:
+def _to_content(spec: TableSpec, images: list, labels: list, names: list[str], notes: list, inputs: list) -> Content:
+    """Return the content of an index; the tables are the last of its files, so that a change of them is noticed."""
+    folders = {folder: number for number, folder in enumerate(dict.fromkeys(folder for folder, _ in images))}
+    root = os.path.dirname(inputs[0])
+    files = [*folders, *(os.path.relpath(path, root or ".") for path in inputs)]
+    found = {"label": (labels if spec.key == "labels" else [row[0] for row in labels], names)}
+    if spec.key == "targets":
+        columns = [[*values] for values in zip(*labels, strict=True)]
+        found = {name: (values, sorted({*values})) for name, values in zip(spec.columns, columns, strict=True)}
+    meta, arrays = encode_targets(spec.key, found)
+    arrays |= {
+        **pack_names("files", [*map(os.fsencode, files)]),
+        "stamps": np.array([find_stamp(os.path.join(root, name)) for name in files], np.int64),
+        **pack_names("names", [os.fsencode(name) for _, name in images]),
+        "file": np.array([folders[folder] for folder, _ in images], np.int32),
+    }
+    return {**meta, "ignored": {}, "num_beside": 0, "notes": notes}, arrays
+
+
+def _parse_labels(spec: TableSpec, cells: Sequence[Any], names_of: Mapping[str, str]) -> list[str] | str:
     """Return the labels in the fields of an image, or what is wrong with them; a field may be a list of labels."""
-    if layout.key == "targets":
-        return cells if all(cells) else "has images without a target"
+    names = parse_labels(spec, cells)
+    if not names_of or isinstance(names, str):
+        return names
+    known = [names_of.get(label, names_of.get(re.sub(r"\.0+$", "", label), "")) for label in names]
+    if "" in known:
+        return f"has labels without a name in {spec.names[0]}"
+    return [*dict.fromkeys(known)] if spec.key == "labels" else known  # labels of one name are one class
+
+
+def parse_labels(spec: TableSpec, cells: Sequence[Any]) -> list[str] | str:
+    """Return the labels in the fields of an image, or what is wrong with them; a field may be a list of labels."""
+    if spec.key == "targets":
+        return [*cells] if all(cells) else "has images without a target"
     if len(cells) > 1:
         bits = [_BITS.get(cell.lower()) for cell in cells]
         if None in bits:
             return "has values other than 0 and 1 in columns of one class each"
-        names = [name for name, bit in zip(layout.columns, bits, strict=True) if bit]
-        return names if layout.key == "labels" or len(names) == 1 else "has images without exactly one 1"
+        names = [name for name, bit in zip(spec.columns, bits, strict=True) if bit]
+        return names if spec.key == "labels" or len(names) == 1 else "has images without exactly one 1"
     parts = cells
-    if layout.key == "labels":
+    if spec.key == "labels":
         parts = cells[0] if isinstance(cells[0], list) else [*map(str.strip, cells[0].split(";"))]
     names = list(dict.fromkeys(name for name in parts if name))
-    return names if names or layout.key == "labels" else "has images without a label"
-
-
-def as_number(text: str) -> int | float | None:
-    """Return a field as a number that a tensor can hold; None if it is none."""
-    for kind in (int, float):
-        try:
-            number = kind(text)
-        except ValueError:
-            continue
-        return number if -(2**63) <= number < 2**63 else None
-    return None
+    return names if names or spec.key == "labels" else "has images without a label"
 
 
 def csv_line(cells: Sequence[str]) -> str:
@@ -234,31 +185,32 @@ def _quote(cell: str) -> str:
     return '"{}"'.format(cell.replace('"', '""'))
 
 
-def _strip_unless_quoted(cell: str, source: str) -> str:
-    """Return a cell without the spaces at its ends, unless the text of its row quotes it with these."""
-    return cell if _quote(cell) in source else cell.strip()
+def sentences(path: str | os.PathLike, problems: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Return a sentence for each kind of problem, with its first few places."""
+    texts = {kind: [printable(place[:_MAX_PLACE]) for place in places] for kind, places in problems.items() if places}
+    return tuple(f"{path} {kind}: {first_few(places, '; ')}".removesuffix(": ") for kind, places in texts.items())
 
 
 # ------------------------------------------------------------------------------------------- rows
 
 
-def _read_rows(path: str, layout: Layout, problems: Problems) -> Iterator[CsvLine]:
+def _read_rows(path: str, spec: TableSpec, problems: Problems) -> Iterator[tuple[int, str, list[str]]]:
     """Yield line, path and labels of the rows of a split; add invalid lines to `problems`.
 
     Raises:
-        ConfigError: the header lacks a column, or the file is no text in UTF-8; the message has no key.
+        ConfigError: the header lacks a column, or the file is no text; the message has no key.
     """
     read = _read_parquet if path.lower().endswith(".parquet") else _read_csv
     values: set[str] = set()
     is_empty = True
     try:
-        for line, cells in read(path, layout, problems):
+        for line, cells in read(path, spec, problems):
             image, *labels = cells
-            if layout.split:
+            if spec.split:
                 value = labels.pop()
                 if len(values) < 100:
                     values.add(value)
-                if value != layout.value:
+                if value != spec.value:
                     continue
             is_empty = False
             if image.strip():
@@ -266,12 +218,12 @@ def _read_rows(path: str, layout: Layout, problems: Problems) -> Iterator[CsvLin
             else:
                 problems.setdefault("has lines without an image", []).append(f"line {line}")
     except (UnicodeError, csv.Error) as error:
-        raise ConfigError(f"{path} is not a CSV in UTF-8: {error}") from error
+        raise ConfigError(f"{path} is not a CSV in UTF-8: {error}; fix: save it as CSV in UTF-8") from error
     if values and is_empty:
-        problems[f"has no row with {layout.split} {layout.value}; the column has"] = sorted(values)
+        problems[f"has no row with {spec.split} {spec.value}; the column has"] = sorted(values)
 
 
-def _read_csv(path: str, layout: Layout, problems: Problems) -> Iterator[tuple[int, list[str]]]:
+def _read_csv(path: str, spec: TableSpec, problems: Problems) -> Iterator[tuple[int, list[str]]]:
     """Yield the line and the fields of the needed columns of each row of a text."""
     source: list[str] = []  # the lines of the current row
 
@@ -281,130 +233,162 @@ def _read_csv(path: str, layout: Layout, problems: Problems) -> Iterator[tuple[i
             source.append(line)
             yield line
 
-    with open_regular(path, encoding="utf-8-sig", newline="") as file:
-        delimiter = layout.delimiter or TABLE_ENDINGS.get(os.path.splitext(path)[1].lower()) or ","
+    with open_text(path, newline="") as file:
+        delimiter, num_skipped = _find_delimiter(file.readline(_MAX_LINE), file.readline(_MAX_LINE), path, spec)
+        file.seek(0)
+        for _ in range(num_skipped):
+            file.readline(_MAX_LINE)
         reader = csv.reader(read_lines(), strict=True, delimiter=delimiter)
-        header = [*layout.header] or [name.strip() for name in next(reader, [])]
-        if problem := find_missing(layout, header):
-            raise ConfigError(f"{path} {problem}{'' if header else ': it is empty'}")
-        places = [header.index(name) for name in layout.needed]
+        header = [*spec.header] or [name.strip() for name in next(reader, [])]
+        places = find_columns(spec, header, path)
         source.clear()
         for row in reader:
-            line, text = reader.line_num, "".join(source)
+            line, text = reader.line_num + num_skipped, "".join(source)
             source.clear()
-            if not row:  # an empty line
+            if not any(map(str.strip, row)):  # an empty line, or one of a spreadsheet
                 continue
+            while len(row) > len(header) and not row[-1].strip():
+                row.pop()
             if len(row) != len(header):
-                of = "DATA.TABLE.columns'" if layout.header else "the header's"
+                of = "DATA.TABLE.columns'" if spec.header else "the header's"
                 kind = f"has lines with another number of fields than {of} {len(header)}"
                 kind += f" (a {'comma' if delimiter == ',' else 'delimiter'} within a name needs " + '"quotes")'
                 problems.setdefault(kind, []).append(f"line {line} has {len(row)}")
             else:
-                yield line, [_strip_unless_quoted(row[place], text) for place in places]
+                # A field that is quoted in the text of its row keeps its spaces.
+                yield line, [row[at] if _quote(row[at]) in text else row[at].strip() for at in places]
+
+
+def _find_delimiter(first: str, second: str, path: str, spec: TableSpec) -> tuple[str, int]:
+    """Return the delimiter of a text, and how many lines of it are no rows: the one in which Excel names it."""
+    if (named := re.fullmatch(r"sep=(.)\s*", first)) and not spec.delimiter:
+        return named[1], 1
+    usual = spec.delimiter or TABLE_ENDINGS.get(os.path.splitext(path)[1].lower()) or ","
+
+    def fits(delimiter: str) -> bool:
+        fields = [field.strip().strip('"').casefold() for field in first.split(delimiter)]
+        return len(fields) == len(spec.header) if spec.header else {*map(str.casefold, spec.needed)} <= {*fields}
+
+    others = [delimiter for delimiter in ("\t", ";", "|", ",") if fits(delimiter)]
+    return (usual if spec.delimiter or fits(usual) or len(others) != 1 else others[0]), 0
+
+
+def find_columns(spec: TableSpec, header: Sequence[str], path: str) -> list[int]:
+    """Return the places of the needed columns; raise ConfigError if one is missing. Case matters only between them."""
+    folded = [name.casefold() for name in header]
+    names = [name if name in header or folded.count(name.casefold()) != 1 else header[folded.index(name.casefold())]
+             for name in spec.needed]  # fmt: skip
+    if any(name not in header for name in names):
+        from distribuuuu.hints.sources import explain_columns
+
+        problem = explain_columns(spec, header)
+        raise ConfigError(f"{path} {problem}{'' if header else ': it is empty'}")
+    return [header.index(name) for name in names]
 
 
 def _read_names(folder: str, file: str, label: str, name: str) -> dict[str, str]:
     """Return the name of each label in a table of both."""
     path, names, problems = os.path.join(folder, file), dict[str, str](), Problems()
-    for line, text, (named,) in _read_rows(path, Layout(label, "name", (name,)), problems):
-        if not named or names.setdefault(text, named) != named:
+    for line, text, (named,) in _read_rows(path, TableSpec(label, "name", (name,)), problems):
+        if not named or names.setdefault(re.sub(r"\.0+$", "", text), named) != named:
             problems.setdefault("has labels without one name", []).append(f"line {line}, {text!r}")
     if problems:
         raise ConfigError([*sentences(path, problems)])
     return names
 
 
-def _read_parquet(path: str, layout: Layout, problems: Problems) -> Iterator[tuple[int, list[str]]]:
+def _read_parquet(path: str, spec: TableSpec, problems: Problems) -> Iterator[tuple[int, list[str]]]:
     """Yield the row, from 1, and the fields of the needed columns of each row of a parquet file, as texts."""
     from distribuuuu.data.datasets.parquet_file import read_columns
 
     def find_problem(header: Sequence[str], files: Sequence[str]) -> str:
-        if not files or (layout.path in header and layout.path not in files):
-            return find_missing(layout, header)
-        name = {"labels": "parquet_multilabel", "targets": "parquet_structured"}.get(layout.key, "parquet")
+        if not files or (spec.path in header and spec.path not in files):
+            find_columns(spec, header, path)
+            return ""
+        name = {"labels": "parquet_multilabel", "targets": "parquet_structured"}.get(spec.key, "parquet")
         return f"has image files, not paths, in its column {files[0]}; fix: set DATA.NAME {name}"
 
-    rows = read_columns(path, find_problem, layout.needed)
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(read_columns(path, find_problem, spec.needed), 1):
         yield number, ["" if cell is None else str(cell) for cell in row]
 
 
-def find_missing(layout: Layout, header: Sequence[str]) -> str:
-    """Return the problem with the columns of a table, and the words that name the right ones; empty if none."""
-    missing = [name for name in dict.fromkeys(layout.needed) if name not in header]
-    if not missing:
-        return ""
-    other = next((mark for mark in ("\t", ";", "|", ",", " ") if len(header) == 1 and mark in header[0]), "")
-    fields = [field.strip() for field in header[0].split(other)] if other else header
-    words = [f"DATA.TABLE.delimiter {other!r}"] if other else []
-    if not layout.header and any(map(is_image, fields)):
-        words.append(f"DATA.TABLE.columns '[{', '.join(_name_columns(layout, fields))}]', as it has no header")
-    elif header and not other:
-        words += _suggest_words(layout, header)
-    known = f"its columns are {first_few(header, num=20)}" if header else "it has no columns"
-    fix = f"; fix: add {' '.join(words)}" if words else ""
-    fix = "; fix: see DATA.TABLE.names" if layout.key == "name" else fix
-    return f"has no column {' and no column '.join(missing)}; {known}{fix}"
+# ------------------------------------------------------------------------------------------- paths
 
 
-def _name_columns(layout: Layout, fields: Sequence[str]) -> list[str]:
-    """Return names for the columns of a text without a header, by the fields of its first line."""
-    names = [f"column_{number}" for number in range(1, len(fields) + 1)]
-    path = next(place for place, field in enumerate(fields) if is_image(field))
-    names[path] = layout.path
-    if len(fields) > 1 and layout.columns:
-        names[1 if path == 0 else 0] = layout.columns[0]
-    return names
+class PathFinder:
+    """The files that a table names, also as another system writes their paths; each folder is listed once.
 
+    Args:
+        root: the folder that paths are relative to.
+    """
 
-def _suggest_words(layout: Layout, header: Sequence[str]) -> Iterator[str]:
-    """Yield the KEY VALUE pairs that name columns of the header in the place of missing ones."""
-    rest = [name for name in header if name not in layout.needed]
-    wanted = {"path": (layout.path,), layout.key: layout.columns, "split": (layout.split,)}
-    for key, names in wanted.items():
-        if len(names) != 1 or not names[0] or names[0] in header:
-            continue
-        usual_names = _USUAL.get(key.rstrip("s"), ())
-        usual = [name for name in rest if name.lower() in usual_names]
-        similar = near_matches(names[0], rest)
-        # A name that was given comes close to the right one, a default one may not.
-        near = [*usual, *similar] if names[0] in usual_names else [*similar, *usual]
-        near += rest if len(rest) == 1 else ()
-        yield f"DATA.TABLE.{key} {near[0] if near else 'COLUMN'}"
-        rest = [name for name in rest if name not in near[:1]]
+    def __init__(self, root: str):
+        self._root = root
+        self._listed: dict[str, dict[str, list[str]]] = {}
+        self._forms: Counter[str] = Counter()
+        self._examples: dict[str, str] = {}
+        self._prefixes: set[tuple[str, ...]] = set()
 
+    def find(self, text: str) -> tuple[str, str] | None:
+        """Return the folder, relative to the root or absolute, and the name of a file; None: there is none."""
+        folder, name = os.path.split(os.path.normpath(text))
+        if name in self._list(folder).get("", ()) or os.path.isfile(os.path.join(self._root, folder, name)):
+            return folder, name
+        parts = re.split(r"[\\/]+", re.sub(r"^[A-Za-z]:", "", text))
+        is_absolute = text[:1] in "/\\" or bool(re.match("[A-Za-z]:", text))
+        parts = [part for part in parts if part not in ("", ".")]
+        for start in range(len(parts) if is_absolute else min(1, len(parts))):
+            if (found := self._walk(parts[start:])) is not None:
+                self._note(text, parts[:start], parts[start:], found, is_absolute)
+                return os.path.split(os.path.join(*found))
+        return None
 
-def sentences(path: str | os.PathLike, problems: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Return a sentence for each kind of problem, with its first few places."""
-    texts = {kind: [place[:_MAX_PLACE] for place in places] for kind, places in problems.items() if places}
-    return tuple(f"{path} {kind}: {first_few(places, '; ')}" for kind, places in texts.items())
+    def _walk(self, parts: Sequence[str]) -> list[str] | None:
+        """Return the parts of a path as they are on the disk, if only one path has them; case and form may differ."""
+        found: list[str] = []
+        for part in parts:
+            entries = self._list(os.path.join("", *found))
+            if part in entries.get("", ()) or part == "..":
+                found.append(part)
+            elif len(alike := entries.get(normal_form(part).casefold(), ())) == 1:
+                found.append(alike[0])
+            else:
+                return None
+        return found if found and os.path.isfile(os.path.join(self._root, *found)) else None
 
-
-# ------------------------------------------------------------------------------------------- files
-
-
-def list_missing(folder: Path, table: Table) -> list[str]:
-    """Return the places of images that do not exist; each folder is listed once, which is faster than one stat each."""
-    places = []
-    listed: dict[str, frozenset[str]] = {}
-    for index in range(len(table)):
-        image = os.path.join(folder, table.image(index))
-        parent, name = os.path.split(image)
-        if parent not in listed:
+    def _list(self, folder: str) -> dict[str, list[str]]:
+        """Return the entries of a folder: all of them by "", and those alike by their folded name."""
+        if (entries := self._listed.get(folder)) is None:
             try:
-                listed[parent] = frozenset(os.listdir(parent))
+                names = os.listdir(os.path.join(self._root, folder) or ".")
             except (OSError, ValueError):  # ValueError: a path with a NUL
-                listed[parent] = frozenset()
-        if name not in listed[parent] and not os.path.isfile(image):  # on a case-insensitive disk it may still exist
-            places.append(table.place(index, table.image(index)))
-    return places
+                names = []
+            self._listed[folder] = entries = {}
+            for name in names:
+                entries.setdefault(normal_form(name).casefold(), []).append(name)
+            entries[""] = set(names)  # type: ignore[assignment]
+        return entries
 
+    def _note(
+        self, text: str, dropped: Sequence[str], parts: Sequence[str], found: list[str], is_absolute: bool
+    ) -> None:
+        own, others = [*map(normal_form, parts)], [*map(normal_form, found)]
+        forms = {
+            "paths of another system, whose separator is no slash here": "\\" in text,
+            "absolute paths of another machine": is_absolute,
+            "names in another Unicode form (NFC, NFD)": own == others and [*parts] != found,
+            "names in another case": own != others,
+        }
+        if is_absolute:
+            self._prefixes.add(tuple(dropped))
+        for form in (form for form, applies in forms.items() if applies):
+            self._forms[form] += 1
+            self._examples.setdefault(form, f"{text} is read as {os.path.join(*found)}")
 
-def find_template(folder: Path, name: str) -> str:
-    """Return the template of an existing file for the field `name`, e.g. "train/{}.jpg"; empty if there is none."""
-    if "/" in name or not is_class(name):
-        return ""
-    places = ["", *(f"{part}/" for part in list_classes(folder)[:50])]
-    endings = ("", *EXTENSIONS, *(ending.upper() for ending in EXTENSIONS))
-    found = (f"{place}{{}}{ending}" for place in places for ending in endings)
-    return next((text for text in found if os.path.isfile(folder / text.replace("{}", name))), "")
+    def notes(self, path: str, problems: Problems) -> list[str]:
+        """Return warnings about the paths; add a problem if those of several other folders would become one."""
+        if len(self._prefixes) > 1:
+            prefixes = ["/".join(prefix) or "/" for prefix in sorted(self._prefixes)]
+            problems["has absolute paths of another machine, of several folders"] = prefixes
+        found = self._forms.items()
+        return [f"{path}: {counted(num, 'row')} with {form}: {self._examples[form]}" for form, num in found]

@@ -1,15 +1,17 @@
 """Packed data: the output of distribuuuu pack, memory-mapped, so that no file is opened per image."""
 
+import contextlib
+import hashlib
 import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.base import SplitDataset, unknown_classes
-from distribuuuu.hints.sources import missing_root, missing_split
+from distribuuuu.data.datasets.base import ImageDataset, SplitDataset, class_count_mismatch
+from distribuuuu.data.datasets.indexed import unknown_names
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,11 +53,11 @@ class Packed(SplitDataset):
         else:
             self.meta, self.columns = _read_index(Path(self.folder), check_rows=True)
         if problem := self.find_other_targets(self.meta):
-            raise ConfigError(f"DATA.NAME: {self.folder} {problem}")
+            raise ConfigError(Problem("DATA.NAME", f"{self.folder} {problem}"))
         own = tuple(self.meta["classes"])
         self.classes = classes or own
         if extra := sorted(set(own) - set(self.classes)):
-            raise ConfigError(unknown_classes(self.folder, extra))
+            raise ConfigError(unknown_names(str(self.folder), "label", extra, self.classes))
         self.mean, self.std, self.crop = tuple(self.meta["mean"]), tuple(self.meta["std"]), self.meta["crop"]
         number_of = {name: number for number, name in enumerate(self.classes)}
         self._label_of = [number_of[name] for name in own]
@@ -66,57 +68,65 @@ class Packed(SplitDataset):
         return type(self), self._init_args
 
     @classmethod
-    def from_cfg(cls, cfg, train: bool) -> "Packed":
-        """Return the training or the evaluation set."""
+    def open_split(cls, cfg, name: str, trained: ImageDataset | None = None) -> "Packed":
+        """Return the images of cfg.TRAIN or cfg.TEST."""
+        dataset, split = cfg[name].DATASET, cfg[name].SPLIT
+        if not is_url(dataset) and not (Path(dataset) / split).is_dir():
+            from distribuuuu.hints.sources import missing_root, missing_split
+
+            folder, layout = Path(dataset), f"{split}/index.bin"
+            is_missing = not folder.is_dir()
+            problem = missing_root(name, folder, layout) if is_missing else missing_split(name, folder, split, layout)
+            raise ConfigError(Problem(*problem))
         remote = cfg.DATA.CACHE_DIR, cfg.DATA.CACHE_GB, cfg.DATA.TIMEOUT_S
-        if train:
-            return cls(cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT, None, *remote)
-        path = cls.split_path(cfg.TRAIN)  # a network failure must not change the labels
-        classes = tuple(_read_meta(path)[0]["classes"]) if is_url(path) else cls.training_classes(cfg)
-        return cls(cfg.TEST.DATASET, cfg.TEST.SPLIT, classes, *remote)
+        return cls(dataset, split, tuple(trained.classes) if trained else None, *remote)
 
     @classmethod
-    def split_path(cls, section) -> Path | str:  # type: ignore[override]  # a URL is not a path
-        """Return the folder or the URL of the pack of cfg.TRAIN or cfg.TEST."""
-        return _join(section.DATASET, section.SPLIT)
-
-    @classmethod
-    def read_classes(cls, path: Path | str) -> tuple[str, ...]:
-        """Return the classes of a pack; empty if it cannot be read."""
-        try:
-            return tuple(_read_meta(path)[0]["classes"])
-        except ConfigError:
-            return ()
-
-    @classmethod
-    def find_split_problems(cls, name: str, section) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for a pack that is missing or incomplete."""
-        root, split = Path(section.DATASET), section.SPLIT
-        layout = f"{split}/index.bin"
-        remote = is_url(section.DATASET)
-        if not remote and not root.is_dir():
-            yield missing_root(name, root, layout)
-        elif not remote and not (root / split).is_dir():
-            yield missing_split(name, root, split, layout)
-        else:
-            try:
-                if problem := cls.find_other_targets(_read_meta(cls.split_path(section))[0]):
-                    yield "DATA.NAME", f"{cls.split_path(section)} {problem}"
-            except ConfigError as error:
-                key = f"{name}.DATASET" if remote else f"{name}.SPLIT"
-                yield from ((key, str(problem)) for problem in error.problems)
+    def from_cfg(cls, cfg, train: bool) -> ImageDataset:
+        """Return the training or the evaluation set; a network failure must not change the labels."""
+        if train or not is_url(cfg.TRAIN.DATASET):
+            return super().from_cfg(cfg, train)
+        path = _join(cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT)
+        remote = cfg.DATA.CACHE_DIR, cfg.DATA.CACHE_GB, cfg.DATA.TIMEOUT_S
+        return cls(cfg.TEST.DATASET, cfg.TEST.SPLIT, tuple(_read_meta(path)[0]["classes"]), *remote)
 
     @classmethod
     def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for problems with the pack, its classes, and images whose EXIF orientation is lost."""
-        yield from super().find_problems(cfg, train)
-        folder = cls.split_path(cfg.TRAIN if train else cfg.TEST)
-        if cfg.DATA.EXIF_ROTATE and cls.read_classes(folder):
-            options = _read_meta(folder)[0]["options"]
-            is_encoded = options["format"] == "raw" or options.get("quality") is not None
-            if is_encoded and not options.get("exif_rotate"):
-                fix = f"pack the data again with DATA.EXIF_ROTATE True, or set it to False for {folder}"
-                yield "DATA.EXIF_ROTATE", f"True, but the packed images were encoded without their EXIF; {fix}"
+        """Yield (key, message) for problems with the pack, its classes, and images whose EXIF orientation is lost.
+
+        Of a pack at a URL, only the header of the index is read.
+        """
+        name = "TRAIN" if train else "TEST"
+        folder = _join(cfg[name].DATASET, cfg[name].SPLIT)
+        if not is_url(folder):
+            problems = list(super().find_problems(cfg, train))
+            yield from problems
+            if any(key != "MODEL.NUM_CLASSES" for key, _ in problems):
+                return
+        try:
+            meta = _read_meta(folder)[0]
+        except ConfigError as error:
+            yield from ((f"{name}.DATASET", str(problem)) for problem in error.problems)
+            return
+        if is_url(folder):
+            if problem := cls.find_other_targets(meta):
+                yield "DATA.NAME", f"{folder} {problem}"
+            elif train and len(meta["classes"]) != cfg.MODEL.NUM_CLASSES:
+                message = class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(meta["classes"]), str(folder))
+                yield "MODEL.NUM_CLASSES", message
+        options = meta["options"]
+        is_encoded = options["format"] == "raw" or options.get("quality") is not None
+        if cfg.DATA.EXIF_ROTATE and is_encoded and not options.get("exif_rotate"):
+            fix = f"pack the data again with DATA.EXIF_ROTATE True, or set it to False for {folder}"
+            yield "DATA.EXIF_ROTATE", f"True, but the packed images were encoded without their EXIF; {fix}"
+
+    @classmethod
+    def count_classes(cls, cfg) -> int:
+        """Return the number of training classes; without training data, of evaluation classes."""
+        for section in (cfg.TRAIN, cfg.TEST):
+            with contextlib.suppress(ConfigError):
+                return len(_read_meta(_join(section.DATASET, section.SPLIT))[0]["classes"])
+        return 0
 
     @classmethod
     def find_other_targets(cls, meta: dict) -> str:
@@ -128,7 +138,7 @@ class Packed(SplitDataset):
     def count_images(cls, cfg, most: int) -> int:
         """Return the number of training images; 0 if the pack cannot be read."""
         try:
-            return _read_meta(cls.split_path(cfg.TRAIN))[1]
+            return _read_meta(_join(cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT))[1]
         except ConfigError:
             return 0
 
@@ -155,6 +165,12 @@ class Packed(SplitDataset):
     def notes(self) -> list[str]:
         """Return a warning if a set at a URL does not fit into its cache."""
         return self.remote.notes() if self.remote else []
+
+    @property
+    def digest(self) -> str:  # type: ignore[override]
+        """The digest of the classes, and of the checksum of the index; see `ImageDataset.digest`."""
+        own = f"{self.meta['crc32']} {self.meta['classes']} {self.classes}"
+        return hashlib.sha256(own.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
     def stamp(self, index: int) -> tuple[int, ...]:
         """Return the checksum of the stored bytes."""

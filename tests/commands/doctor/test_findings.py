@@ -155,12 +155,12 @@ def test_odd_files_do_not_stop_the_check(root):
     (root / "train/ant/folder.jpg").mkdir()
     (root / "train/ant/.hidden.jpg").write_text("x")
     (root / "train/ant/notes.txt").write_text("x")
-    (root / "train/ant/clip.gif").write_text("x")
+    (root / "train/ant/clip.mp4").write_text("x")
     shutil.copy(root / "train/ant/001.jpg", os.fsencode(root / "train/ant") + b"/\xff.jpg")
     (root / "train/stray.jpg").write_text("x")
     found = kinds(check(root))
     assert names(found["broken"], root) == ["train/ant/dangling.jpg", "train/ant/pipe.jpg"]
-    assert names(found["ignored_file"], root) == ["train/ant/clip.gif", "train/ant/notes.txt"]
+    assert names(found["ignored_file"], root) == ["train/ant/clip.mp4", "train/ant/notes.txt"]
     assert names(found["image_without_class"], root) == ["train/stray.jpg"]
     assert os.fsencode(found["duplicates"]["files"][1]).endswith(b"\xff.jpg")
 
@@ -198,16 +198,17 @@ def test_a_folder_of_classes_is_one_split_and_a_class_may_be_called_test(root, t
 def test_lists_of_images_with_labels(root):
     (root / "list").mkdir()
     (root / "list/train.csv").write_text("image,labels\n../train/ant/000.jpg,x;y\n../train/ant/001.jpg,x\n")
-    (root / "list/val.csv").write_text("image,labels\n../train/ant/000.jpg,y;x\n../train/bee/001.jpg,z\n../no.jpg,\n")
+    (root / "list/val.csv").write_text("image,labels\n../train/ant/000.jpg,y;x\n../train/bee/001.jpg,z\n")
     found = kinds(report := check(root / "list"))
-    assert report["splits"]["train"]["classes"] == {"x": 2, "y": 1} and report["images"] == 5
-    assert found.keys() == {"broken", "unknown_class", "leakage"}
+    assert report["splits"]["train"]["classes"] == {"x": 2, "y": 1} and report["images"] == 4
+    assert found.keys() == {"unknown_class", "leakage"}
     assert found["leakage"]["groups"][0]["files"][1]["classes"] == ["x", "y"]
 
 
 def test_lists_with_one_label(root):
     (root / "train.csv").write_text("path,label\ntrain/ant/000.jpg,x\ntrain/ant/001.jpg,y\n")
     (root / "val.csv").write_text("path,label\ntrain/ant/000.jpg,y\nno.jpg,z\n")
+    (root / "no.jpg").touch()
     cfg = load_cfg(None, ["DATA.NAME", "list", "TRAIN.DATASET", str(root)])
     report = report_on(open_cfg(cfg))
     found = kinds(report)
@@ -215,7 +216,7 @@ def test_lists_with_one_label(root):
     assert found.keys() == {*expected}
     assert report["splits"]["val"]["classes"] == {"y": 1, "z": 1} and names(found["broken"], root) == ["no.jpg"]
     (root / "lists").mkdir()
-    (root / "train.csv").rename(root / "lists/train.csv")
+    (root / "lists/train.csv").write_text(f"path,label\n{root}/train/ant/000.jpg,x\n")
     assert list(open_folder(root / "lists")) == ["train"]
 
 

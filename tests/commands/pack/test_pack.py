@@ -628,7 +628,7 @@ def test_what_a_kill_inside_a_write_leaves_is_cleared_away(folder, tmp_path, mon
         raise OSError(errno.EIO, "killed here")
 
     with monkeypatch.context() as patched:
-        patched.setattr("distribuuuu.data.datasets.folder_index.write_arrays", lambda *args: None)
+        patched.setattr("distribuuuu.data.datasets.index.write_arrays", lambda *args: None)
         patched.setattr("distribuuuu.data.datasets.array_file.os.replace", killed)
         with pytest.raises(ConfigError, match="killed here"):
             pack(tmp_path / "out", *source(folder))

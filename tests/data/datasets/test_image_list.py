@@ -13,9 +13,7 @@ from support.processes import on_processes
 from support.runs import assert_same_run, newest, records, run_tool, small_options, timeless, train_and_stop
 
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.data.datasets import table_file
 from distribuuuu.data.datasets.image_list import ImageList, Multilabel
-from distribuuuu.data.datasets.table_file import Layout, read_table
 from distribuuuu.data.loader import build_images, build_loader
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
@@ -24,7 +22,6 @@ from distribuuuu.trainer import test_model as evaluate_run
 from distribuuuu.trainer import train_model
 
 # By number of an image, in turn; the names are not in the order of the alphabet.
-LAYOUT = Layout("image", "labels", ("labels",))
 LABELS = ("wet", "red fur;wet", "", "bee;red fur", "bee")
 
 
@@ -72,8 +69,9 @@ def test_the_labels_become_vectors_in_the_order_of_the_training_names(cfg_of, ro
 def test_what_a_csv_may_say(image_folder, tmp_path):
     absolute = image_folder / "train" / "ant" / "000.jpg"
     lines = [f"x, {absolute} ,  b ;;a;b; ", "", 'y,"one, two.jpg",b']
+    (tmp_path / "one, two.jpg").touch()
     write_csv(tmp_path / "train.csv", lines, "\ufeffextra, image ,labels")
-    images = Multilabel(tmp_path / "train.csv")
+    images = Multilabel(Multilabel.open_table(tmp_path / "train.csv"))
     assert images.classes == ("a", "b") and images.describe(0) == str(absolute)
     assert images.describe(1) == str(tmp_path / "one, two.jpg")
     assert [images.label(index).tolist() for index in range(2)] == [[1, 1], [0, 1]]
@@ -91,33 +89,21 @@ def test_a_list_trains_as_the_folder_with_the_same_images(small_cfg, image_folde
 
 
 def test_an_image_of_a_list_has_one_label_which_may_contain_a_semicolon(tmp_path):
+    for name in ("a.jpg", "b.jpg"):
+        (tmp_path / name).touch()
     for lines, message in [
         (["a.jpg,cat;dog", "b.jpg,"], "train.csv has images without a label: line 3, 'b.jpg'"),
         (["a.jpg,cat", "./a.jpg,dog"], "names an image again: line 3, './a.jpg' as in line 2"),
     ]:
         write_csv(tmp_path / "train.csv", lines, "path,label")
         with pytest.raises(ConfigError, match=message):
-            ImageList(tmp_path / "train.csv")
+            ImageList(ImageList.open_table(tmp_path / "train.csv"))
     write_csv(tmp_path / "train.csv", lines, "image,labels")
     with pytest.raises(ConfigError, match="has no column path and no column label; its columns are image, labels"):
-        ImageList(tmp_path / "train.csv")
+        ImageList(ImageList.open_table(tmp_path / "train.csv"))
     write_csv(tmp_path / "train.csv", ["a.jpg, b;c "], "path,label")
-    images = ImageList(tmp_path / "train.csv")
+    images = ImageList(ImageList.open_table(tmp_path / "train.csv"))
     assert (images.classes, images.label(0)) == (("b;c",), 0)
-
-
-def test_tables_take_little_memory_and_lines_of_any_length_are_read_in_pieces(tmp_path, monkeypatch):
-    write_csv(tmp_path / "train.csv", [f"{number}.jpg,a;b" for number in range(1000)])
-    table = read_table(tmp_path / "train.csv", LAYOUT)
-    parts = (table.paths, table.path_offsets, table.labels, table.label_offsets, table.lines)
-    assert len(table) == 1000 and all(isinstance(part, bytearray) or part.itemsize <= 8 for part in parts)
-    assert read_table(tmp_path / "train.csv", LAYOUT) is table
-    write_csv(tmp_path / "train.csv", ["0.jpg,a"])
-    assert len(read_table(tmp_path / "train.csv", LAYOUT)) == 1
-    monkeypatch.setattr(table_file, "_MAX_LINE", 50)
-    write_csv(tmp_path / "train.csv", ["a.jpg,bee", "b.jpg," + "wet;" * 30, "c.jpg,bee"])
-    table = read_table(tmp_path / "train.csv", LAYOUT)
-    assert "has lines with another number of fields" in table.problems[0]
 
 
 WRONG = {
@@ -125,7 +111,6 @@ WRONG = {
     "has no column image and no column labels; it has no columns: it is empty": "",
     "has no line but its header": "image,labels\n",
     "has no label on any line": "image,labels\na.jpg,\n",
-    "names an image again: line 4, './a.jpg' as in line 2": "image,labels\na.jpg,x\nb.jpg,x\n./a.jpg,y\n",
     'has lines with another number of fields than the header\'s 2 (a comma within a name needs "quotes"): line 2 has 1;'
     " line 3 has 3": "image,labels\na.jpg\nb.jpg,x,y\nb.jpg,x\n",
     "has lines without an image: line 2": "image,labels\n,x\na.jpg,x\n",
@@ -149,17 +134,24 @@ def test_a_wrong_csv_is_reported_before_the_start(small_cfg, tmp_path):
 
 def test_all_problems_are_reported_at_once_and_near_names(tmp_path):
     (tmp_path / "a.jpg").touch()
-    write_csv(tmp_path / "train.csv", ["a.jpg,zebra;horse", "a.jpg,horse", "none.jpg,horse"])
-    write_csv(tmp_path / "val.csv", ["a.jpg,zebra", "b.jpg,zbra;horse", "c.jpg,zbra"])
+    write_csv(tmp_path / "train.csv", ["a.jpg,zebra;horse", ",horse", "none.jpg,horse"])
+    write_csv(tmp_path / "val.csv", ["a.jpg,zbra", "b.jpg,zbra;horse", "c.jpg,zbra"])
     done = run_tool("train_net.py", *small_options(tmp_path, tmp_path / "out", *words_of(tmp_path)))
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    for message in ("train.csv names an image again: line 3", "train.csv names images that do not exist: line 4",
-                 "val.csv has labels that the training data lacks: line 3, 'zbra'; did you mean zebra?",
+    for message in ("train.csv has lines without an image: line 3", "train.csv names images that do not exist: line 4",
                  "val.csv names images that do not exist: line 3, 'b.jpg'; line 4, 'c.jpg'"):  # fmt: skip
         assert message in done.stderr, done.stderr
-    assert done.stderr.count("zbra") == 1 and not (tmp_path / "out").exists()
-    with pytest.raises(ConfigError, match="'zbra'; did you mean zebra"):
-        Multilabel(tmp_path / "val.csv", ("horse", "zebra"))
+    assert not (tmp_path / "out").exists()
+    write_csv(tmp_path / "val.csv", ["a.jpg,zbra"])
+    with pytest.raises(ConfigError, match=r"zbra \(\S+a.jpg\); did you mean zebra"):
+        Multilabel(Multilabel.open_table(tmp_path / "val.csv"), ("horse", "zebra"))
+
+
+def test_a_row_for_each_label_of_an_image(tmp_path):
+    (tmp_path / "a.jpg").touch()
+    write_csv(tmp_path / "train.csv", ["a.jpg,cat", "./a.jpg,dog", "a.jpg,cat"])
+    images = Multilabel(Multilabel.open_table(tmp_path / "train.csv"))
+    assert images.classes == ("cat", "dog") and images.label(0).tolist() == [1, 1] and len(images) == 1
 
 
 def test_missing_files_and_wrong_numbers_are_reported(small_cfg, root, tmp_path):

@@ -41,7 +41,7 @@ def test_what_is_missing_is_named(image_folder, tmp_path):
     (root / "ILSVRC2012_devkit_t12.tar.gz").rename(tmp_path / "kit")
     words = "DATA.NAME", "imagenet"
     message = f"{root} has the validation images, but not their labels; fix: put ILSVRC2012_devkit_t12.tar.gz of"
-    assert f"TEST.DATASET (TRAIN.DATASET, command line): {message}" in errors_of(root, tmp_path, *words)
+    assert f"TEST.DATASET (command line): {message}" in errors_of(root, tmp_path, *words)
     shutil.copy(tmp_path / "kit", root / "ILSVRC2012_devkit_t12.tar.gz")
     (root / "ILSVRC2012_img_val.tar").unlink()
     assert "has no validation images of ImageNet; expected ILSVRC2012_img_val.tar, " in errors_of(

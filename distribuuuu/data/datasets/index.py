@@ -1,0 +1,444 @@
+"""The index of the images of a split: where each image is, and its targets.
+
+A source of images scans its files once. The index is stored in one file, beside the data or in the cache folder. Later
+runs map that file into memory, without an object for each image, as long as no scanned file or folder has changed.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import logging
+import os
+import re
+import stat
+import time
+import unicodedata
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distribuuuu.config.errors import DataError, counted, first_few
+from distribuuuu.data.datasets.array_file import (
+    OtherVersionError,
+    checksum_of,
+    pack_names,
+    packed_name,
+    read_arrays,
+    write_arrays,
+)
+from distribuuuu.files.image_files import EXTENSIONS, read_file
+from distribuuuu.files.locks import take_turn
+from distribuuuu.files.untrusted import open_regular, untrusted
+
+# More than the cores: on a network disk the threads wait for replies.
+NUM_THREADS = min(16, 4 * (os.cpu_count() or 1))
+# A file modified this shortly before the scan may change again without a new time: file systems have coarse clocks.
+YOUNG_NS = 2_000_000_000
+# The stamp of a folder that was not listed completely.
+NOT_KNOWN = (-1, -1, -1)
+KIND, VERSION = "image index", 1
+# Types of the arrays, without the numbers in their names.
+_TYPES = {
+    "files_bytes": "|u1", "files_offsets": "<i8", "stamps": "<i8", "file": "<i4", "names_bytes": "|u1",
+    "names_offsets": "<i8", "offset": "<i8", "size": "<u4", "packed": "<u4", "crc": "<u4", "label": "<i4",
+    "label_offsets": "<i8", "target": "<i4", "values_bytes": "|u1", "values_offsets": "<i8",
+    "number": "<i8 <f4", "row": "<i8",
+}  # fmt: skip
+# What the digest leaves out: it does not change when equal files are copied or packed again.
+_NOT_IN_DIGEST = ("stamps", "offset", "packed", "crc32")
+# Archives that a process keeps open; with more, all are closed.
+_MAX_OPEN = 128
+_logger = logging.getLogger(__name__)
+
+# What a scan returns: the meta and the arrays of an index.
+Content = tuple[dict[str, Any], dict[str, np.ndarray]]
+
+
+class Index:
+    """The images of a split.
+
+    Args:
+        source: the name in messages.
+        root: the folder that the names of files are relative to.
+        meta: `classes`, their names; `columns`, those of structured targets; `notes` and `ignored`, what the scan left
+            out, in words and by the endings of files; `num_beside`, images outside of class folders; `scanned`, its
+            time in ns.
+        arrays: `files_*`, see `pack_names`: folders of image files, or archives; `stamps`, int64 (F, 3), of each. By
+            image: `file`, the number of its folder or archive; `names_*`; in archives `offset`, `size`, `packed` (0:
+            stored as it is) and `crc32` (0: unknown). `label`, one by image; with `label_offsets`, any number; or
+            `target0` ..., indices into `values0_*` ..., or `number0` ..., for each of the columns. `row` in its table.
+        path: the file that the arrays are mapped from; None: they are in memory.
+    """
+
+    def __init__(self, source: str, root: str, meta: dict, arrays: dict[str, np.ndarray], path: Path | None = None):
+        self.source, self.root, self.meta, self.arrays, self.path = source, root, meta, arrays, path
+        self.classes: tuple[str, ...] = tuple(meta["classes"])
+        self.is_archive = "offset" in arrays
+        self._opened: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.arrays["file"])
+
+    def file_of(self, index: int) -> str:
+        """Return the folder or the archive of image `index`."""
+        return os.path.join(self.root, packed_name(self.arrays, "files", self.arrays["file"][index]))
+
+    def name(self, index: int) -> str:
+        """Return the name of image `index` in its folder or archive."""
+        return packed_name(self.arrays, "names", index)
+
+    def relative(self, index: int) -> str:
+        """Return the path of image `index` from the root."""
+        return os.path.join(packed_name(self.arrays, "files", self.arrays["file"][index]), self.name(index))
+
+    def describe(self, index: int) -> str:
+        """Return the path of image `index`, or its archive and its name in it, e.g. 'train.tar:cat/1.jpg'."""
+        file, name = self.file_of(index), self.name(index)
+        return f"{os.path.basename(file)}:{name}" if self.is_archive else os.path.join(file, name)
+
+    def read(self, index: int) -> bytearray:
+        """Return the bytes of image `index`; raises DataError if its archive has changed since the scan."""
+        if not self.is_archive:
+            return read_file(self.describe(index))
+        arrays, number = self.arrays, int(self.arrays["file"][index])
+        size, packed = int(arrays["size"][index]), int(arrays["packed"][index])
+        path, file = self.file_of(index), self._open(number)
+        data = os.pread(file.fileno(), packed or size, int(arrays["offset"][index]))
+        if stamp_of(os.fstat(file.fileno())) != tuple(arrays["stamps"][number].tolist()) or len(data) < (
+            packed or size
+        ):
+            raise DataError(f"{path}: has changed since the start of the run; fix: start it again")
+        data = inflate(data, size) if packed else data
+        if (expected := int(arrays["crc32"][index])) and zlib.crc32(data) != expected:
+            raise ValueError("the archive is corrupt: the checksum of this file does not match")
+        return bytearray(data)
+
+    def _open(self, number: int) -> Any:
+        """Return an archive, which is opened once in a process; a forked one shares its position-free descriptor."""
+        if (file := self._opened.get(number)) is None:
+            path = os.path.join(self.root, packed_name(self.arrays, "files", number))
+            try:
+                file = open_regular(path)
+            except OSError as error:
+                raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+            if len(self._opened) >= _MAX_OPEN:
+                self._opened = {}  # a thread that reads one still holds it open
+            self._opened[number] = file
+        return file
+
+    def stamp(self, index: int) -> tuple[int, ...]:
+        """Return numbers that change when the archive of image `index` does, and its place in it."""
+        return (*self.arrays["stamps"][self.arrays["file"][index]].tolist(), int(self.arrays["offset"][index]))
+
+    def names_of(self, prefix: str) -> tuple[str, ...]:
+        """Return all names of `pack_names`."""
+        return tuple(
+            packed_name(self.arrays, prefix, number) for number in range(len(self.arrays[f"{prefix}_offsets"]) - 1)
+        )
+
+    def has_current_stamps(self) -> bool:
+        """Return whether no file or folder has changed since the scan."""
+        stamps, step = self.arrays["stamps"], 64
+        paths = [os.path.join(self.root, name) for name in self.names_of("files")]
+
+        def find(first: int) -> list[tuple[int, int, int]]:
+            return [find_stamp(path) for path in paths[first : first + step]]
+
+        if len(paths) <= step:
+            return find(0) == [*map(tuple, stamps.tolist())]
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            found = [stamp for part in pool.map(find, range(0, len(paths), step)) for stamp in part]
+        return found == [*map(tuple, stamps.tolist())]
+
+    def is_current(self) -> bool:
+        """Return whether nothing has changed since the scan, nor may have changed right after it."""
+        return (
+            self.has_current_stamps() and self.arrays["stamps"][:, 1].max(initial=0) <= self.meta["scanned"] - YOUNG_NS
+        )
+
+    def count(self) -> str:
+        """Return the counts, e.g. '4 images in 2 folders'."""
+        noun = "archive" if self.is_archive else "folder"
+        return f"{counted(len(self), 'image')} in {counted(len(self.arrays['stamps']), noun)}"
+
+    def notes(self) -> Iterator[str]:
+        """Yield warnings: what was left out, and class names that look alike."""
+        yield from self.meta["notes"]
+        where, ignored = self.source, sorted(self.meta["ignored"].items(), key=lambda item: (-item[1], item[0]))
+        if ignored:
+            counts = first_few([f"{ending or 'no ending'} ({count})" for ending, count in ignored])
+            files = counted(sum(self.meta["ignored"].values()), "file")
+            yield f"{where}: {files} left out, whose ending is not that of a known type of images: {counts}"
+        if num := self.meta["num_beside"]:
+            yield f"{where}: {counted(num, 'image')} outside the class folders left out; fix: move them into one"
+        alike: dict[str, list[str]] = defaultdict(list)
+        for name in self.classes:
+            alike[normal_form(name).casefold()].append(name)
+        if groups := [" and ".join(map(ascii_unless_plain, names)) for names in alike.values() if len(names) > 1]:
+            yield f"{where}: each of these is a class of its own, but they look alike: {first_few(groups)}"
+
+    def __getstate__(self) -> dict:
+        """Omit the arrays if the file still holds them: another process can map it too."""
+        state = {"source": self.source, "root": self.root, "meta": self.meta, "arrays": None, "path": self.path}
+        with contextlib.suppress(OSError, ValueError):
+            if self.path and read_arrays(self.path, KIND, VERSION)[0] == self.meta:
+                return state
+        return {**state, "path": None, "arrays": self.arrays}
+
+    def __setstate__(self, state: dict) -> None:
+        if state["arrays"] is None:
+            meta, state["arrays"] = read_arrays(state["path"], KIND, VERSION)
+            if meta != state["meta"]:
+                raise RuntimeError(f"{state['path']} was replaced while a process that needs it was started")
+        self.__init__(**state)  # type: ignore[misc]
+
+
+def stamp_of(status: os.stat_result) -> tuple[int, int, int]:
+    """Return numbers that change with a file, or with the entries of a folder.
+
+    Mounts and restored backups may keep the modification time of a folder to which files are added, but not the time
+    of the change itself.
+    """
+    if stat.S_ISDIR(status.st_mode):
+        return 0, status.st_mtime_ns, status.st_ctime_ns
+    return status.st_size, status.st_mtime_ns, 0
+
+
+def find_stamp(path: str) -> tuple[int, int, int]:
+    """Return the stamp of a file or a folder; NOT_KNOWN if it is missing, which equals no other."""
+    try:
+        return stamp_of(os.stat(path))
+    except (OSError, ValueError):  # ValueError: a path with a NUL
+        return -2, -2, -2
+
+
+def inflate(data: bytes, size: int) -> bytes:
+    """Return deflated data of `size` bytes; never more is decompressed, whatever the data is."""
+    stream = zlib.decompressobj(-zlib.MAX_WBITS)
+    try:
+        content = stream.decompress(data, size + 1)
+    except zlib.error as error:
+        raise ValueError(f"the archive is corrupt: {error}") from error
+    if len(content) != size:
+        raise ValueError(f"the archive declares {size:,} bytes, but holds {'more' if len(content) > size else 'fewer'}")
+    return content
+
+
+def normal_form(name: str) -> str:
+    """Return a name in the Unicode form NFC: macOS and some archives write the same letters as NFD."""
+    return unicodedata.normalize("NFC", name)
+
+
+def ascii_unless_plain(name: str) -> str:
+    """Return a name so that two which look alike are told apart."""
+    return name if normal_form(name) == name else ascii(name)[1:-1]
+
+
+def digest_of(meta: dict, arrays: dict[str, np.ndarray]) -> str:
+    """Return 128 bits of a SHA-256 of the classes, and of names, sizes and labels, in hexadecimal digits."""
+    found = hashlib.sha256(json.dumps(meta["classes"]).encode())
+    for name in sorted({*arrays}.difference(_NOT_IN_DIGEST)):
+        found.update(name.encode())
+        found.update(np.ascontiguousarray(arrays[name]).view(np.uint8).data)
+    return found.hexdigest()[:32]
+
+
+def encode_targets(key: str, found: Mapping[str, tuple[Sequence, Sequence[str] | str]]) -> Content:
+    """Return the meta and the arrays of the targets of images.
+
+    Args:
+        key: label, labels (several of one column by image) or targets (several columns).
+        found: by column, the values, and their names in the order of the classes, to which unknown ones are added, or
+            the type of numbers.
+    """
+    meta: dict[str, Any] = {"columns": list(found)} if key == "targets" else {}
+    arrays: dict[str, np.ndarray] = {}
+    meta["classes"] = []
+    for number, (values, names) in enumerate(found.values()):
+        if isinstance(names, str):
+            arrays[f"number{number}"] = np.array(values, names)
+            continue
+        flat = [*itertools.chain.from_iterable(values)] if key == "labels" else values
+        numbers = {name: place for place, name in enumerate(dict.fromkeys([*names, *flat]))}
+        indices = np.fromiter((numbers[value] for value in flat), np.int32, len(flat))
+        if key == "targets":
+            arrays |= {**pack_names(f"values{number}", [*map(os.fsencode, numbers)]), f"target{number}": indices}
+            continue
+        meta["classes"], arrays["label"] = list(numbers), indices
+        if key == "labels":
+            arrays["label_offsets"] = np.cumsum([0, *map(len, values)], dtype=np.int64)
+    return meta, arrays
+
+
+# ----------------------------------------------------------------------------------- stored indexes
+
+# The indexes that this process has opened, by their files: each is opened several times in a start.
+_opened: dict[tuple, Index] = {}
+
+
+def open_index(
+    source: str,
+    root: str | os.PathLike,
+    name: str,
+    cache: Path,
+    scan: Callable[[], Content],
+    extensions: tuple[str, ...] = EXTENSIONS,
+    in_root: bool = True,
+    is_inside: bool = True,
+    below: str = "",
+) -> Index:
+    """Return the index of a source from its file if that is current, otherwise from a new scan that is stored.
+
+    Of several processes one scans, and the others wait for its result.
+
+    Args:
+        source: the name in messages.
+        root: the folder of the data.
+        name: of the index among those of this folder.
+        cache: the folder for an index that cannot be stored in root.
+        scan: returns the content of a new index.
+        extensions: those of image files; an index of others is not used.
+        in_root: whether root may be written to.
+        is_inside: refuse an index that leads to files outside of root.
+        below: the folder below root that the names of files are relative to.
+    """
+    root = str(Path(root))
+    base = os.path.join(root, below) if below else root
+    own = hashlib.sha256(os.fsencode(f"{os.path.realpath(root)}\0{name}")).hexdigest()[:32]
+    paths = [Path(root) / ".distribuuuu" / f"{name}.bin", cache / "index" / f"{own}.bin"][0 if in_root else 1 :]
+    if paths[0].parent.is_symlink():  # it would write into another folder
+        del paths[0]
+    key = (*paths, extensions)
+    if (index := _opened.get(key)) is not None and index.has_current_stamps():
+        return index
+    if len(_opened) > 8:
+        _opened.clear()
+    _opened[key] = index = _open(source, base, paths, scan, extensions, is_inside)
+    return index
+
+
+def _open(source: str, root: str, paths: list[Path], scan: Callable, extensions: tuple, is_inside: bool) -> Index:
+    stamps = {path: find_stamp(os.fspath(path)) for path in paths}
+    for path in paths:
+        index = _load(source, root, path, extensions, is_inside)
+        if index is not None and index.is_current():
+            _logger.info("%s: %s, from %s", source, index.count(), path)
+            return index
+    content, start, reasons = None, time.monotonic(), []
+    for path, stamp in stamps.items():
+        try:
+            with take_turn(path) as now_ns:
+                # Another process has scanned meanwhile. Its index is used even if a folder has changed since: all
+                # processes of a run must see the same images.
+                if find_stamp(os.fspath(path)) != stamp and (index := _load(source, root, path, extensions, is_inside)):
+                    _logger.info("%s: %s, from %s of another process", source, index.count(), path)
+                    return index
+                content = content or _sealed(scan(), extensions, now_ns)
+                write_arrays(path, KIND, VERSION, *content)
+        except OSError as error:
+            reasons.append(f"{path}: {error.strerror or error}")
+            continue
+        # Mapped from its file, the index shares its memory with other processes.
+        if (index := _load(source, root, path, extensions, is_inside)) is not None:
+            _log_scan(index, start, f"stored in {path}")
+            return index
+        reasons.append(f"{path}: the file written cannot be read")
+    index = Index(source, root, *(content or _sealed(scan(), extensions, time.time_ns())))
+    _log_scan(index, start, "not stored")
+    _logger.warning("%s is scanned at every start, since no index can be stored: %s", source, "; ".join(reasons))
+    return index
+
+
+def _sealed(content: Content, extensions: tuple[str, ...], now_ns: int) -> Content:
+    """Return the content of a scan with its ID, its time, the extensions, the digest and the checksum."""
+    meta, arrays = content
+    sealed = {"scan": os.urandom(8).hex(), "scanned": now_ns, "extensions": list(extensions)}
+    return {**meta, **sealed, "digest": digest_of(meta, arrays), "crc32": checksum_of(arrays)}, arrays
+
+
+def _log_scan(index: Index, start: float, stored: str) -> None:
+    _logger.info("%s: %s, scanned in %.1f s, %s", index.source, index.count(), time.monotonic() - start, stored)
+
+
+def _load(source: str, root: str, path: Path, extensions: tuple[str, ...], is_inside: bool) -> Index | None:
+    """Return the index in a file, even if it is stale; None if the file is missing or cannot be used."""
+    try:
+        with untrusted(path, "index"):
+            meta, arrays = read_arrays(path, KIND, VERSION)
+            if meta.get("extensions") != list(extensions):
+                raise OtherVersionError("was made with other image file extensions")
+            check_content(meta, arrays, is_inside)
+            return Index(source, root, meta, arrays, path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        level = logging.INFO if isinstance(error.__cause__, OtherVersionError) else logging.WARNING
+        _logger.log(level, "%s is not used: %s; %s is scanned", path, error, source)
+        return None
+
+
+def check_content(meta: dict[str, Any], arrays: dict[str, np.ndarray], is_inside: bool) -> None:
+    """Raise an exception unless the numbers of a stored index are consistent: it may come with untrusted data.
+
+    No name leads out of the folder if `is_inside`.
+    """
+    if meta["crc32"] != checksum_of(arrays):
+        raise ValueError("its checksum does not match")
+    texts = [*meta["classes"], *meta["notes"], *meta["ignored"], meta["digest"], *meta.get("columns", ())]
+    numbers = [*meta["ignored"].values(), meta["num_beside"], meta["scanned"]]
+    is_typed = all(isinstance(text, str) for text in texts) and all(type(number) is int for number in numbers)
+    if not is_typed or len({*meta["classes"]}) < len(meta["classes"]):
+        raise ValueError("invalid values")
+    if any(array.dtype.str not in _TYPES[re.sub(r"\d", "", name)] for name, array in arrays.items()):
+        raise ValueError("arrays of other types")
+    num, num_files, num_labels = len(arrays["file"]), len(arrays["files_offsets"]) - 1, len(arrays.get("label", ()))
+    columns = [f"{number}" for number in range(len(meta.get("columns", ())))]
+    offsets = {"files": num_files, "names": num} | ({"label": num} if "label_offsets" in arrays else {})
+    ranges: dict[str, tuple[int, int]] = {"file": (num, num_files)}
+    if not meta.get("columns"):
+        ranges["label"] = (num_labels if "label" in offsets else num, len(meta["classes"]))
+    columns = [column for column in columns if f"number{column}" not in arrays]
+    for column in columns:
+        offsets[f"values{column}"] = most = len(arrays[f"values{column}_offsets"]) - 1
+        ranges[f"target{column}"] = num, most
+    for name, length in offsets.items():
+        ends, total = arrays[f"{name}_offsets"], num_labels if name == "label" else len(arrays[f"{name}_bytes"])
+        if ends.shape != (length + 1,) or ends[0] != 0 or ends[-1] != total or (ends[1:] < ends[:-1]).any():
+            raise ValueError(f"inconsistent numbers of {name}")
+    for name, (length, most) in ranges.items():
+        if arrays[name].shape != (length,) or (length and not 0 <= arrays[name].min() <= arrays[name].max() < most):
+            raise ValueError(f"inconsistent numbers: {name}")
+    if arrays["stamps"].shape != (num_files, 3):
+        raise ValueError("inconsistent numbers: stamps")
+    _check_places(arrays, num)
+    if is_inside:
+        _check_names(arrays, is_path="offset" in arrays)
+
+
+def _check_places(arrays: dict[str, np.ndarray], num: int) -> None:
+    """Raise ValueError unless all images of archives are within these, and all rows have their numbers."""
+    if any(len(arrays[name]) != num for name in arrays if name == "row" or name.startswith("number")):
+        raise ValueError("inconsistent numbers of rows")
+    if "offset" not in arrays:
+        return
+    if not all(arrays[name].shape == (num,) for name in ("offset", "size", "packed", "crc32")):
+        raise ValueError("inconsistent numbers of sizes")
+    ends = arrays["offset"] + np.where(arrays["packed"], arrays["packed"], arrays["size"]).astype(np.int64)
+    if (arrays["offset"] < 0).any() or (ends > arrays["stamps"][arrays["file"], 0]).any():
+        raise ValueError("a place outside of an archive")
+
+
+def _check_names(arrays: dict[str, np.ndarray], is_path: bool) -> None:
+    """Raise ValueError if a name leads out of the folder; names in an archive are no paths on the disk."""
+    text, offsets = arrays["files_bytes"].tobytes(), arrays["files_offsets"].tolist()
+    files = [text[start:end].split(os.fsencode(os.sep)) for start, end in itertools.pairwise(offsets)]
+    is_inside = not any(part in (b"", b".", b"..") for path in files if path != [b""] for part in path)
+    is_name = is_path or not any(byte in arrays["names_bytes"] for byte in (0, ord(os.sep)))
+    if not is_inside or not is_name or 0 in arrays["files_bytes"]:
+        raise ValueError("a path outside of the folder")
