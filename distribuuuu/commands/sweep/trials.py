@@ -241,49 +241,31 @@ def open_sweep(new: Sweep, content: bytes) -> Sweep:
     path, fix = new.out_dir / SWEEP_FILE, "fix: set another OUT_DIR"
     if (new.out_dir / "checkpoints").exists():
         raise ConfigError(f"OUT_DIR: {new.out_dir} is the folder of a run; {fix}")
+    description = {key: value for key, value in asdict(new).items() if key != "out_dir"}
+    text = json.dumps({"schema": 1, **description}, indent=2) + "\n"
     if not path.exists():
         if new.inputs["config"]:
             copy = new.out_dir / new.inputs["config"]
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(content)
-        record = {key: value for key, value in asdict(new).items() if key != "out_dir"}
         with replacing(path, "w", encoding="utf-8") as file:
-            file.write(json.dumps({"schema": 1, **record}, indent=2) + "\n")
+            file.write(text)
         return new
-    try:
-        record = load_json(path)
-        if record.pop("schema") != 1:
-            raise ValueError("expected `schema` 1")
-        record |= {name: tuple(record[name]) for name in ("seeds", "rungs")}
-        record["trials"] = tuple(Trial(**trial) for trial in record["trials"])
-        old = Sweep(out_dir=new.out_dir, **record)
-        _check_types(old)
-        before, now = _flatten(old.inputs), _flatten(new.inputs)
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ConfigError(f"OUT_DIR: {path} is damaged: {error!r}; {fix}") from error
-    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    if keys:
+    record = load_json(path)
+    if record != json.loads(text):  # the command line determines all of it
+        try:
+            before, now = _flatten(record["inputs"]), _flatten(new.inputs)
+            keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        except (TypeError, LookupError, AttributeError, ValueError):
+            keys = []
+        if not keys:
+            raise ConfigError(f"OUT_DIR: {path} is damaged, or of another version; {fix}")
         changes = ", ".join(f"{key} {before.get(key) or 'unset'} -> {now.get(key) or 'unset'}" for key in keys)
-        raise ConfigError(f"OUT_DIR: {new.out_dir} holds another sweep: {changes}; {fix}")
+        raise ConfigError(f"OUT_DIR: {new.out_dir} holds another sweep: {printable(changes)}; {fix}")
     copy = new.out_dir / new.inputs["config"]
     if new.inputs["config"] and not (copy.is_file() and copy.read_bytes() == content):
         raise ConfigError(f"OUT_DIR: {copy} is not the config of --cfg, which its runs expect; {fix}")
-    return old
-
-
-def _check_types(sweep: Sweep) -> None:
-    """Raise ValueError for the first value of another type than those that a sweep writes."""
-    epochs = {"rungs": sweep.rungs, "seeds": sweep.seeds, "epochs": [trial.epochs for trial in sweep.trials]}
-    wrong = [name for name, values in epochs.items() if not all(type(value) is int for value in values)]
-    texts = [sweep.metric, *sweep.inputs["space"].values(), *sweep.inputs["overrides"].values()]
-    for number, trial in enumerate(sweep.trials):
-        wrong += ["number"] if trial.number != number else []
-        wrong += ["values"] if list(trial.values) != list(sweep.inputs["space"]) else []
-        texts += trial.values.values()
-    wrong += [] if all(isinstance(text, str) for text in texts) else ["text"]
-    wrong += [] if sweep.trials and sweep.seeds and isinstance(sweep.higher_is_better, bool) else ["trials"]
-    if wrong:
-        raise ValueError(f"unexpected `{wrong[0]}`")
+    return new
 
 
 def _flatten(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,17 @@ def test_all_problems_are_reported_at_once(image_folder, tmp_path):
         "OPTIM.LR_POLICY (command line): got 'cosine'; expected one of cos, cos_after_warmup, cos_timm, exp, lin, "
         "steps, tri; did you mean cos?",
     ]
-    swept = ("OPTIM.MAX_EPOCH=3,4", "TRAIN.AUTO_RESUME", "False", "OUT_DIR", tmp_path, "--asha", "3")
+    swept = (
+        "OPTIM.MAX_EPOCH=3,4",
+        "OPTIM.WARMUP_EPOCHS",
+        "0",
+        "TRAIN.AUTO_RESUME",
+        "False",
+        "OUT_DIR",
+        tmp_path,
+        "--asha",
+        "3",
+    )
     asha, resume = problems_of(parse, *swept, "TRAIN.DATASET", image_folder)
     assert asha.startswith("OPTIM.MAX_EPOCH: cannot be swept with --asha") and resume.startswith("TRAIN.AUTO_RESUME")
     (none,) = problems_of(parse, *small, "OUT_DIR", tmp_path, "OPTIM.BASE_LR=1,2", "OPTIM.MAX_EPOCH", "0")

@@ -1,18 +1,15 @@
 """The state of a sweep on disk: damaged files, refused folders, and a sweep with kills whose survivors are exact."""
 
-import contextlib
 import dataclasses
 import json
 import random
 
 import pytest
-from support.hostile import list_changes
 from support.runs import assert_same_run, small_options, train_and_stop
 from support.sweeps import make_sweep
 
 from distribuuuu.commands.sweep.asha import run_sweep
-from distribuuuu.commands.sweep.page import build_sweep_page
-from distribuuuu.commands.sweep.trials import FAILED, FAILED_FILE, RunState, build_rows, open_sweep, read_state
+from distribuuuu.commands.sweep.trials import FAILED, FAILED_FILE, build_rows, open_sweep, read_state
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.trainer import train_model
 
@@ -60,17 +57,10 @@ def test_a_folder_belongs_to_one_sweep(tmp_path):
         open_sweep(sweep, b"RNG_SEED: 1\n")
     (tmp_path / "out/config/x/a.yaml").write_text(file.read_text())
     whole = (tmp_path / "out/sweep.json").read_text()
-    for content in ("", "[]", '{"schema": 2}', '{"schema": 1}', '{"schema": 1, "seeds": 3, "rungs": 1, "trials": 1}'):
+    for content in ("", "[]", '{"schema": 1}', whole.replace("trials", "trails"), "[" * 9999):
         (tmp_path / "out/sweep.json").write_text(content)
-        with pytest.raises(ConfigError, match="is damaged"):
+        with pytest.raises(ConfigError, match="sweep.json"):
             open_sweep(sweep, b"RNG_SEED: 1\n")
-    for changed in list_changes(json.loads(whole)):
-        (tmp_path / "out/sweep.json").write_text(json.dumps(changed))
-        with contextlib.suppress(ConfigError):
-            opened = open_sweep(sweep, b"RNG_SEED: 1\n")
-            numbers = range(len(opened.trials))
-            states = {(trial, seed): RunState(2, {2: 50.0}) for trial in numbers for seed in opened.seeds}
-            build_sweep_page(opened, states)
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match="is the folder of a run"):
         open_sweep(dataclasses.replace(sweep, out_dir=tmp_path / "run"), b"")
