@@ -62,19 +62,6 @@ def plan_of(cfg, world_size: int) -> BatchPlan:
     return plan_batches(size, global_batch_size, world_size)
 
 
-def list_micro_batches(cfg, world_size: int) -> list[int]:
-    """Return the micro-batches that divide the images per process and step, ascending; even ones if images are mixed.
-
-    Raises:
-        ConfigError: the global batch is not divisible by the processes.
-    """
-    share = plan_of(cfg, world_size).per_process
-    if cfg.MODEL.COMPILE in GRAPH_MODES:  # no accumulation, see `check_accumulation`
-        return [share]
-    step = 2 if cfg.AUG.MIXUP or cfg.AUG.CUTMIX else 1
-    return [size for size in range(step, share + 1, step) if share % size == 0]
-
-
 def check_pairs(cfg, plan: BatchPlan) -> None:
     """Raise ConfigError if the config mixes images in pairs and micro-batches have an odd number of images."""
     mixing = tuple(f"AUG.{key}" for key in ("MIXUP", "CUTMIX") if cfg.AUG[key])

@@ -9,19 +9,17 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from numbers import Integral
 from typing import Any, Literal, overload
 
 import torch
 
-from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config import ConfigError
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import PIXEL_RANGES
-from distribuuuu.config.reader import override
-from distribuuuu.config.registry import dataset_class, dataset_name, task_class
+from distribuuuu.config.registry import dataset_name, task_class
 from distribuuuu.data.batch import Batch, copy_to_device, map_leaves
 from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
 from distribuuuu.data.build_transform import MAIN, build_transform, depends_on_epoch
@@ -37,10 +35,6 @@ from distribuuuu.distributed import comm as dist
 from distribuuuu.launch.detect import Launch
 
 logger = logging.getLogger(__name__)
-
-# First letters of the options that a further loader may set; mixup and CutMix are the task's, for its main batches.
-_OF_LOADER = ("TRAIN.BATCH_SIZE", "TRAIN.DATASET", "TRAIN.SPLIT", "TRAIN.IM_SIZE", "DATA.",
-              "AUG.POLICY", "AUG.COLOR_JITTER", "AUG.OPERATIONS", "AUG.ERASING", "AUG.OFF_EPOCHS")  # fmt: skip
 
 
 class BadImageError(ConfigError):
@@ -318,33 +312,14 @@ def build_samples(
     else:
         samples = Samples(images, *arguments, substitutes=train)
     samples.keeps_geometry = task_class(cfg).needs_geometry
-    extra = build_extra(cfg, launch, device, sampler.plan) if train and name == MAIN else {}
-    for other, (one, found) in extra.items():
-        samples.extra[other], sampler.extra[other] = one.samples, one.sampler
-        notes += found
+    if train and name == MAIN and (extra := task_class(cfg).extra_loaders(cfg)):
+        from distribuuuu.data.extra_loaders import configs_of_extra
+
+        for other, own, own_plan in configs_of_extra(cfg, extra, sampler.plan):
+            one, found = build_samples(own, launch, device, True, other, own_plan)
+            samples.extra[other], sampler.extra[other] = one.samples, one.sampler
+            notes += found
     return Pass(samples, sampler), notes
-
-
-def build_extra(cfg, launch: Launch, device: torch.device, plan: BatchPlan) -> dict[str, tuple[Any, list[str]]]:
-    """Return by name the Pass and the warnings of the further loaders of the task, whose steps follow a plan.
-
-    Raises:
-        ConfigError: their options or data have problems, or their batches cannot be divided as those of the plan.
-    """
-    found = {}
-    for name, options in task_class(cfg).extra_loaders(cfg).items():
-        if name == MAIN:
-            raise ConfigError(f"TASK.NAME: got a task with an extra loader {MAIN}; expected another name for it")
-        own = override(cfg, options, f"loader {name}", _OF_LOADER)
-        problems = dataset_class(own).find_problems(own, train=True)
-        if wrong := [Problem(key, text, own.origins) for key, text in problems if key != "MODEL.NUM_CLASSES"]:
-            raise ConfigError(wrong)
-        micro_batch, rest = divmod(plan.micro_batch * own.TRAIN.BATCH_SIZE, cfg.TRAIN.BATCH_SIZE)
-        if rest:
-            message = f"got {own.TRAIN.BATCH_SIZE}; expected a multiple of {cfg.TRAIN.BATCH_SIZE}, that of the config"
-            raise ConfigError(Problem("TRAIN.BATCH_SIZE", message), own.origins)
-        found[name] = build_samples(own, launch, device, True, name, replace(plan, micro_batch=micro_batch))
-    return found
 
 
 def build_images(cfg, train: bool, family: type[ImageDataset] | None = None, is_main: bool = True) -> ImageDataset:

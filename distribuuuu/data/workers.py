@@ -90,35 +90,6 @@ def start_workers(
 BatchRequest = tuple[Samples, BatchKeys]
 
 
-class Stream:
-    """The batches to make: those of one pass after the other, the first pass from a position on.
-
-    Attributes:
-        pending: the pass and the position of each batch that was started and is not taken yet, the oldest first.
-        following: those of the batch after the one that was taken last.
-    """
-
-    following: tuple[Pass, int] | None = None
-
-    def __init__(self, passes: Iterable[Pass], first: int):
-        self.pending: deque[tuple[Pass, int]] = deque()
-        self._batches = self._list_batches(passes, first)
-
-    def start(self, num: int) -> Iterator[BatchRequest]:
-        """Yield the requests of the next batches, until `num` of them are pending."""
-        for place, request in itertools.islice(self._batches, num - len(self.pending)):
-            self.pending.append(place)
-            yield request
-
-    @staticmethod
-    def _list_batches(passes: Iterable[Pass], first: int) -> Iterator[tuple[tuple[Pass, int], BatchRequest]]:
-        for samples, sampler, end in passes:
-            scheduled = samples.images.remote.schedule(sampler) if samples.images.remote else sampler
-            for position, keys in enumerate(itertools.islice(scheduled, first, end), first):
-                yield (Pass(samples, sampler), position), (samples, keys)
-            first = 0
-
-
 class Workers:
     """A pool that makes the batches of several data sets, the `sources`, one pass after the other.
 
@@ -126,24 +97,31 @@ class Workers:
         expected: the passes that probably follow the next one. At its end, the pool continues with them; if another
             pass follows, their batches are discarded. Passes over other data sets, whose loader has workers of its own,
             are skipped. The iterable must not refer to the workers, which keep it.
-        stream: what the pool makes; None: a pass starts anew.
     """
 
     def __init__(self, pool: "Pool", sources: Sequence[Samples]):
         self.pool, self._sources = pool, sources
         self.expected: Iterable[Pass] = ()
-        self.stream: Stream | None = None
+        # The pass and the position of each batch that was started and is not taken, the oldest first; and of the batch
+        # after the one that was taken last.
+        self._pending: deque[tuple[Pass, int]] = deque()
+        self._following: tuple[Pass, int] | None = None
+        # The batches to start next; None: a pass starts anew.
+        self._requests: Iterator[tuple[tuple[Pass, int], BatchRequest]] | None = None
 
     def read(self, current: Pass) -> Iterator[HostBatch]:
         """Yield the batches of a pass. If passes are read in turn, some batches are made again."""
         expected, self.expected, sources = self.expected, (), self._sources
         for position in range(len(current.sampler)):
-            stream, self.stream = self.stream, None  # after an error, no pass continues with this stream
-            if not stream or (stream.pending[0] if stream.pending else stream.following) != (current, position):
+            requests, self._requests = self._requests, None  # after an error, no pass continues with them
+            if not requests or (self._pending[0] if self._pending else self._following) != (current, position):
                 self.pool.clear()
-                passes = (one for one in itertools.chain([current], expected) if one.samples in sources)
-                stream = Stream(passes, position)
-            for request in stream.start(1 + self.pool.num_ahead):
+                self._pending.clear()
+                requests = _list_batches(
+                    (one for one in itertools.chain([current], expected) if one.samples in sources), position
+                )
+            for place, request in itertools.islice(requests, 1 + self.pool.num_ahead - len(self._pending)):
+                self._pending.append(place)
                 self.pool.submit(request)
             try:
                 batch = self.pool.take()
@@ -151,9 +129,18 @@ class Workers:
                 from distribuuuu.hints.loader_workers import LESS_MEMORY
 
                 raise LoaderWorkerError(f"loading {error} ran out of memory; fix: {LESS_MEMORY}") from error
-            stream.pending.popleft()
-            stream.following, self.stream = (current, position + 1), stream
+            self._pending.popleft()
+            self._following, self._requests = (current, position + 1), requests
             yield batch
+
+
+def _list_batches(passes: Iterable[Pass], first: int) -> Iterator[tuple[tuple[Pass, int], BatchRequest]]:
+    """Yield the place and the request of each batch, of the first pass from a position on."""
+    for samples, sampler, end in passes:
+        scheduled = samples.images.remote.schedule(sampler) if samples.images.remote else sampler
+        for position, keys in enumerate(itertools.islice(scheduled, first, end), first):
+            yield (Pass(samples, sampler), position), (samples, keys)
+        first = 0
 
 
 class WorkerBatches:

@@ -19,9 +19,10 @@ from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.declaration import AUTO
+from distribuuuu.config.options import GRAPH_MODES
 from distribuuuu.config.plugins import FoundConfig, import_plugins
 from distribuuuu.config.reader import read_cfg
-from distribuuuu.data.batch_plan import BatchPlan, list_micro_batches, plan_batches
+from distribuuuu.data.batch_plan import BatchPlan, plan_batches, plan_of
 from distribuuuu.data.loader import build_loaders
 from distribuuuu.data.workers import LoaderWorkerError
 from distribuuuu.distributed.comm import PeerError
@@ -47,6 +48,19 @@ HEADROOM, GROWTH = 0.9, 8
 _NO_MEMORY = ("can't start new thread", "Cannot allocate memory", "bad_alloc")
 # A trial measures this many steps: the first one creates the state of the optimizer.
 _STEPS = 2
+
+
+def list_micro_batches(cfg, world_size: int) -> list[int]:
+    """Return the micro-batches that divide the images per process and step, ascending; even ones if images are mixed.
+
+    Raises:
+        ConfigError: the global batch is not divisible by the processes.
+    """
+    share = plan_of(cfg, world_size).per_process
+    if cfg.MODEL.COMPILE in GRAPH_MODES:  # no accumulation, see `check_accumulation`
+        return [share]
+    step = 2 if cfg.AUG.MIXUP or cfg.AUG.CUTMIX else 1
+    return [size for size in range(step, share + 1, step) if share % size == 0]
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from support.runs import TRAIN_NET, assert_same_run, run_tool, small_options
 from distribuuuu import api
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.reader import read_cfg
-from distribuuuu.data.batch_plan import list_micro_batches
 from distribuuuu.engine import auto_batch_size
-from distribuuuu.engine.auto_batch_size import Peak, search, with_number
+from distribuuuu.engine.auto_batch_size import Peak, list_micro_batches, search, with_number
 from distribuuuu.engine.out_of_memory import OutOfMemory
 from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.records import environment

@@ -17,13 +17,14 @@ from distribuuuu.commands.plan.timing import endless_batches, synchronize, time_
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.declaration import AUTO
-from distribuuuu.data.batch_plan import BatchPlan, list_micro_batches, plan_of
+from distribuuuu.data.batch_plan import BatchPlan, plan_of
 from distribuuuu.data.workers import PREFETCH, count_workers
 from distribuuuu.distributed.process_group import find_device
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.auto_batch_size import (
     available_memory,
     in_fresh_process,
+    list_micro_batches,
     read_peak,
     search_here,
     trial_run,
