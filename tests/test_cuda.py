@@ -10,7 +10,7 @@ import torch
 from support.commands import command_module
 from support.fake_cuda import CUDA, Event, Timeline, fake_cuda, is_pinned, pin_memory
 from support.processes import on_processes
-from support.tiers import pairwise
+from support.tiers import pairwise, slow
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -175,7 +175,16 @@ CROPS = [(crop, kind) for crop in ("resized", "pad", "pad AUG.ERASING 0.5", "cen
          for kind in (*INTERPOLATIONS, *(["random"] if crop == "resized" else []))]  # fmt: skip
 
 
-@pytest.mark.parametrize("crop, together", pairwise(CROPS, [True, False]))
+USUAL = [(crop, kind) for crop, kind in CROPS if kind in ("bilinear", "random")]
+
+
+@pytest.mark.parametrize(
+    "crop, together",
+    [
+        *pairwise(USUAL, [True, False]),
+        *(slow(crop, together) for crop in CROPS if crop not in USUAL for together in (True, False)),
+    ],
+)
 def test_crops_on_the_device_are_normalized_without_a_race(small_cfg, monkeypatch, crop, together):
     words, interpolation = crop
     train = words != "center"

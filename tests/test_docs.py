@@ -367,6 +367,7 @@ def test_the_log_of_fine_tuning_is_the_one_shown(tmp_path, caplog, monkeypatch):
     assert_same_sample(page, expected, logged)
 
 
+@pytest.mark.house
 def test_the_page_of_the_models_lists_the_registered_ones():
     page = ROOT / "docs" / "MODEL_ZOO.md"
     rows = ["| `MODEL.ARCH` | parameters (M) | `MODEL.KWARGS` |", "|---|---|---|"]

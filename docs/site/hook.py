@@ -141,4 +141,6 @@ def on_files(files: Files, config) -> Files:
 def on_page_markdown(markdown: str, page, config, files) -> str:
     """Replace the links of a page that exists in the repository."""
     path = repository_path(page.file.src_uri)
+    if path == "README.md":  # its picture is HTML, for light and dark
+        markdown = re.sub(r'\b(src|srcset)="docs/', r'\1="', markdown)
     return replace_links(markdown, path) if (ROOT / path).is_file() else markdown
