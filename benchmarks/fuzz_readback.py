@@ -43,7 +43,7 @@ from distribuuuu.checkpoint.weights_files import find_weights_file
 from distribuuuu.commands.pack.packer import inspect_pack
 from distribuuuu.commands.pack.writer import PackWriter, Record, find_changed_shard, find_conflicts
 from distribuuuu.commands.report.run_report import build_report, list_report, read_run
-from distribuuuu.commands.stats.run_groups import RecordedRun, group_runs
+from distribuuuu.commands.stats.run_groups import Result, group_runs
 from distribuuuu.commands.stats.stored_predictions import read_predictions
 from distribuuuu.commands.table.table import read_reported
 from distribuuuu.commands.table.tables import format_table, make_row
@@ -264,7 +264,7 @@ def read_index(root: Path) -> None:
 
 def read_table(path: Path) -> None:
     """Format the results table of a run."""
-    groups, _ = group_runs([RecordedRun(path, read_results(path)), RecordedRun(path, read_results(path))])
+    groups, _ = group_runs([Result(path, read_results(path)), Result(path, read_results(path))])
     format_table([make_row(group, "config", "best", {}) for group in groups], "config", "best").encode()
 
 

@@ -5,9 +5,13 @@ The Python API: `train`, `evaluate`, `open_evaluation`, `predict`, `load_run`, a
 """
 
 import importlib
+import sys
 from typing import Any
 
 __version__ = "0.1.0"
+
+if sys.platform == "win32":
+    raise ImportError("distribuuuu needs Linux or macOS; on Windows, install it in WSL: https://aka.ms/wsl")
 
 # Imported on first use, because they import torch.
 _MODULE_OF = {

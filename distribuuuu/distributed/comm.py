@@ -166,3 +166,9 @@ def local_main_first(function: Callable[[], T]) -> T:
     if failures:
         raise PeerError(failures[0])
     return result if is_first else function()
+
+
+def is_communication_error(error: Exception) -> bool:
+    """Tell whether an error may be the consequence of the end of another process."""
+    text = str(error).lower()
+    return isinstance(error, torch_dist.DistError) or any(word in text for word in ("gloo", "nccl", "closed by peer"))

@@ -1,17 +1,11 @@
-"""Process group: choosing the device, rendezvous, joining and leaving the group, starting the watchdog."""
+"""Process group: choosing the device, joining and leaving the group."""
 
 import contextlib
 import datetime
-import functools
 import importlib
-import logging
 import os
-import socket
 import sys
-import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -19,24 +13,13 @@ import torch.distributed as torch_dist
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import STACKS
-from distribuuuu.distributed.comm import GroupState, PeerError
-from distribuuuu.distributed.stall_timer import StallTimer
+from distribuuuu.distributed.comm import GroupState
 from distribuuuu.launch.detect import Launch
-from distribuuuu.launch.ports import find_port_problem
 from distribuuuu.launch.signals import SignalState
 
-logger = logging.getLogger(__name__)
-
-_WATCHDOG = "distribuuuu.distributed.watchdog"
 # The stall timer ends a process first, with a report, and does not count the time in which a job is suspended.
 BACKEND_TIMEOUT = datetime.timedelta(days=7)
 
-POLL_S = 0.05
-# Seconds until the missing ranks are reported first, and between two reports; the number of ranks in a report.
-FIRST_REPORT_S, REPORT_EVERY_S = 20.0, 60.0
-MAX_RANKS_NAMED = 10
-# Queries per second that all processes together send to the store.
-MAX_POLLS_PER_S = 4096
 # From this number of processes on, gloo connects two of them at their first exchange, not all with all at the start:
 # the store then sends some kB to each process, not 16 N^2 bytes. See docs/launchers.md.
 LAZY_FROM = 64
@@ -66,27 +49,6 @@ def find_device(local_rank: int) -> torch.device:
     if torch.backends.mps.is_available() and "RANK" not in os.environ:
         return torch.device("mps")
     return torch.device("cpu")
-
-
-@functools.cache
-def _join(launch: Launch, timeout_s: float) -> torch_dist.PrefixStore:
-    """Return the store of this start, which a process joins once: before the process group if it has to `exchange`."""
-    return create_store(launch, timeout_s)
-
-
-def exchange(launch: Launch, number: int, timeout_s: float, startup_timeout_s: float) -> list[int]:
-    """Return the number of every process in the order of ranks, before `process_group`, on every process.
-
-    Waits `timeout_s` seconds for the other processes to start, and `startup_timeout_s` seconds for their numbers.
-    """
-    if launch.world_size == 1:
-        return [number]
-    store = _join(launch, timeout_s)
-    turn = store.add(f"turn of {launch.rank}", 1)
-    store.set(f"number {turn} of {launch.rank}", str(number))
-    keys = [f"number {turn} of {rank}" for rank in range(launch.world_size)]
-    store.wait(keys, datetime.timedelta(seconds=startup_timeout_s))
-    return [int(store.get(key)) for key in keys]
 
 
 @contextlib.contextmanager
@@ -133,12 +95,13 @@ def process_group(
             yield
         return
     backend = ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
-    store = _join(launch, timeout_s)
-    _join.cache_clear()
+    rendezvous = importlib.import_module("distribuuuu.distributed.rendezvous")  # one process needs none of it
+    store = rendezvous.join(launch, timeout_s)
+    rendezvous.join.cache_clear()
     if backend == "nccl":
-        check_one_process_per_gpu(store, launch, f"GPU {torch.cuda.get_device_properties(device).uuid}")
+        rendezvous.check_one_process_per_gpu(store, launch, f"GPU {torch.cuda.get_device_properties(device).uuid}")
     limits = (timeout_s, max(timeout_s, startup_timeout_s))
-    with _watched(launch, store, limits, report_dir), _join_group(launch, store, backend, device):
+    with rendezvous.watched(launch, store, limits, report_dir), _join_group(launch, store, backend, device):
         yield
 
 
@@ -169,187 +132,3 @@ def _join_group(launch: Launch, store: torch_dist.Store, backend: str, device: t
         GroupState.rank, GroupState.host_group = 0, None
         if not is_abandoned:  # else it could wait for the other processes forever
             torch_dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _watched(
-    launch: Launch, store: torch_dist.PrefixStore, limits: tuple[float, float], out_dir: str
-) -> Iterator[None]:
-    """Run the stall timer and, if the package is there, the watchdog, which learns of an exception in the block."""
-    watchdog = None
-    with StallTimer(launch.rank, limits, out_dir) as timer:
-        try:
-            if find_spec(_WATCHDOG):
-                shared = store.underlying_store
-                assert isinstance(shared, torch_dist.TCPStore), "as create_store returns it"
-                package = importlib.import_module(f"{_WATCHDOG}.process")
-                watchdog = package.start_watchdog(launch, store, timer, shared.host)
-            yield
-        except Exception as error:
-            if not getattr(error, "on_all_processes", False):
-                SignalState.current.is_ending = True
-                if watchdog:
-                    status = error.status if isinstance(error, ConfigError) else None
-                    watchdog.fail(status, isinstance(error, PeerError) or is_communication_error(error))
-                if isinstance(error, ConfigError):
-                    error.one_process = True
-            raise
-        finally:
-            if watchdog:
-                watchdog.close()
-
-
-def is_communication_error(error: Exception) -> bool:
-    """Tell whether an error may be the consequence of the end of another process."""
-    text = str(error).lower()
-    return isinstance(error, torch_dist.DistError) or any(word in text for word in ("gloo", "nccl", "closed by peer"))
-
-
-# ------------------------------------------------------------------------------------------ rendezvous
-
-
-class MissingProcessError(ConfigError):
-    """A process did not join in time; the exit status is that of a lost process."""
-
-    status = 1
-
-
-class _JoinTimeout:
-    """Timeout for the processes to join, with reports on the missing ranks."""
-
-    def __init__(self, launch: Launch, timeout_s: float):
-        self.launch, self.timeout_s = launch, timeout_s
-        self._began = time.monotonic()
-        self._next_report_s = FIRST_REPORT_S
-
-    def left_s(self) -> float:
-        """Return the seconds left."""
-        return self._began + self.timeout_s - time.monotonic()
-
-    def check(self, find_missing: Callable[[], Sequence[int]], reason: str = "") -> None:
-        """Report the missing ranks and the reason from time to time; raise MissingProcessError when the time is over.
-
-        Rank 0 reports or, where it is missing, one process per node. `find_missing` is called before a report only.
-        """
-        waited_s = time.monotonic() - self._began
-        if waited_s < min(self._next_report_s, self.timeout_s):
-            return
-        self._next_report_s = waited_s + REPORT_EVERY_S
-        missing = find_missing()
-        if not missing:  # the last one has just joined
-            return
-        is_reporter = self.launch.rank == 0 or missing == [0] and (self.launch.local_rank == 0 or self.launch.rank == 1)
-        names = ", ".join(str(rank) for rank in missing[:MAX_RANKS_NAMED])
-        names = f"rank{'s' if len(missing) > 1 else ''} {names}{', ...' if len(missing) > MAX_RANKS_NAMED else ''}"
-        report = f"waiting for {len(missing)} of {self.launch.world_size} processes: {names}{reason}"
-        if waited_s >= self.timeout_s:
-            problem = f"the processes did not all join within {self.timeout_s:.0f} s (DIST.TIMEOUT_S)"
-            error = MissingProcessError(f"launcher: {problem}: {report}")
-            error.one_process = is_reporter
-            raise error
-        if is_reporter:
-            logger.warning("%s", report)
-
-
-def create_store(launch: Launch, timeout_s: float) -> torch_dist.PrefixStore:
-    """Return a key-value store that all processes of this start share, after all of them have joined.
-
-    Raises:
-        MissingProcessError: a process did not join within `timeout_s` seconds.
-        ConfigError: the port is taken by another process or another run.
-    """
-    timeout = _JoinTimeout(launch, timeout_s)
-    if launch.address is None:
-        shared = _connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout, is_master=False)
-        store = torch_dist.PrefixStore(_agree_on_start(shared, launch, timeout_s), shared)
-    else:
-        assert launch.port is not None, "an address comes with a port"
-        shared = _connect(launch.address, launch.port, timeout, is_master=launch.rank == 0)
-        store = torch_dist.PrefixStore(launch.run_id, shared)
-    _wait_for_all(store, timeout)
-    return store
-
-
-def _connect(address: str, port: int, timeout: _JoinTimeout, is_master: bool) -> torch_dist.TCPStore:
-    problem = f"cannot connect to the rendezvous at {address}:{port}"
-    while not is_master:  # torch's own attempts print warnings
-        try:
-            socket.create_connection((address, port), timeout=max(1.0, min(timeout.left_s(), 10.0))).close()
-            break
-        except OSError as error:
-            timeout.check(lambda: [0], f": {problem}: {error}")  # noqa: B023
-            time.sleep(4 * POLL_S)
-    try:
-        limit, world_size = datetime.timedelta(seconds=timeout.timeout_s), timeout.launch.world_size
-        return torch_dist.TCPStore(
-            address, port, world_size, is_master=is_master, timeout=limit, wait_for_workers=False
-        )
-    except torch_dist.DistError as error:
-        taken = find_port_problem(address, port) if is_master else None
-        raise ConfigError(taken or f"{problem}: {str(error).splitlines()[0]}") from error
-
-
-def _wait_for_all(store: torch_dist.Store, timeout: _JoinTimeout) -> None:
-    """Return when every process has called this."""
-    launch = timeout.launch
-    if launch.rank == 0:
-        store.set("here", "yes")
-    store.set(f"here/{launch.rank}", "yes")
-    store.add("number here", 1)
-
-    def find_missing() -> list[int]:
-        return [rank for rank in range(launch.world_size) if not store.check([f"here/{rank}"])]
-
-    while launch.rank == 0 and store.add("number here", 0) < launch.world_size:
-        timeout.check(find_missing)
-        time.sleep(POLL_S)
-    if launch.rank == 0:
-        store.set("all here", "yes")
-    while not store.check(["all here"]):  # store.wait would print a warning on its timeout
-        if launch.address and timeout.left_s() <= 0 and not store.check(["here"]):
-            raise ConfigError(f"MASTER_PORT {launch.port} on {launch.address} is used by another run; set a free one")
-        timeout.check(find_missing)
-        time.sleep(max(POLL_S, launch.world_size / MAX_POLLS_PER_S))
-
-
-def _agree_on_start(store: torch_dist.Store, launch: Launch, timeout_s: float) -> str:
-    """Return a name for this start of the processes that no earlier start had.
-
-    torchrun keeps one store over all its restarts, so the keys of a killed process look like those of a living one. Its
-    count of restarts does not tell them apart: it does not grow when a node joins or leaves. Therefore each process
-    publishes a random name, rank 0 replies with the names it has read and that of this start, and a process accepts a
-    reply that lists its own name.
-    """
-    own, start = uuid.uuid4().hex, uuid.uuid4().hex
-    name_keys = [f"shown by {rank}" for rank in range(launch.world_size)]
-    store.set(name_keys[launch.rank], own)
-    timeout = _JoinTimeout(launch, timeout_s)
-    while True:
-        missing = [0]
-        if launch.rank == 0:
-            names = [store.get(key).decode() for key in name_keys if store.check([key])]
-            store.set("answer", " ".join([*names, start]))
-            missing = [rank for rank in range(1, launch.world_size) if not store.check([f"{start}/{rank}"])]
-            if not missing:
-                return start
-        elif store.check(["answer"]):
-            *names, start = store.get("answer").decode().split()
-            if own in names:
-                store.set(f"{start}/{launch.rank}", "taken")
-                return start
-        timeout.check(functools.partial(list, missing))
-        time.sleep(POLL_S)
-
-
-def check_one_process_per_gpu(store: torch_dist.Store, launch: Launch, device: str) -> None:
-    """Raise ConfigError on every process if two have the same `device`, a unique GPU name: nccl does not support it."""
-    if store.add(f"device {device}", 1) > 1:
-        store.set("shared device", device)
-    if store.add("devices seen", 1) == launch.world_size:
-        store.set("all devices seen", "yes")
-    store.wait(["all devices seen"])
-    if store.check(["shared device"]):
-        raise ConfigError(
-            f"DIST.BACKEND: nccl needs one GPU per process, but several of {launch.world_size} processes share one"
-            f" ({store.get('shared device').decode()}); start fewer processes, or set DIST.BACKEND gloo"
-        )

@@ -26,7 +26,8 @@ from distribuuuu.data.batch_plan import BatchPlan, plan_batches, plan_of
 from distribuuuu.data.loader import build_loaders
 from distribuuuu.data.workers import LoaderWorkerError
 from distribuuuu.distributed.comm import PeerError
-from distribuuuu.distributed.process_group import exchange, find_device, pick_device
+from distribuuuu.distributed.process_group import find_device, pick_device
+from distribuuuu.distributed.rendezvous import exchange
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.build import build_run, set_backends
 from distribuuuu.engine.out_of_memory import OutOfMemory, is_out_of_memory
@@ -34,7 +35,8 @@ from distribuuuu.engine.run import Run
 from distribuuuu.launch.detect import Launch, detect_launch, list_jobs
 from distribuuuu.launch.host import tune_malloc
 from distribuuuu.launch.processes import die_with_parent
-from distribuuuu.records.environment import address_space_limit, list_memory_limits, local_peak_bytes, read_sizes
+from distribuuuu.records.environment import local_peak_bytes
+from distribuuuu.records.memory_limits import address_space_limit, list_memory_limits, read_sizes
 from distribuuuu.records.run_log import logging_to
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from torch import nn
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
+from distribuuuu.distributed.comm import is_communication_error
 from distribuuuu.distributed.ddp import restored, sum_output
-from distribuuuu.distributed.process_group import is_communication_error
 from distribuuuu.distributed.sharding import inference, is_sharded
 from distribuuuu.engine.out_of_memory import is_out_of_memory
 

@@ -7,7 +7,7 @@ import torch
 from distribuuuu.config.derived import eval_crop_size, height_and_width, show_size
 from distribuuuu.data.batch_plan import plan_batches
 from distribuuuu.distributed import comm as dist
-from distribuuuu.records.environment import address_space_limit, list_memory_limits, read_sizes
+from distribuuuu.records.memory_limits import address_space_limit, list_memory_limits, read_sizes
 
 
 def describe_lack(cfg, phase: str, batch: str | None, reason: str) -> str:

@@ -52,7 +52,7 @@ def open_for_writing(path: str | os.PathLike, mode: str, **options: Any) -> IO:
     Raises:
         OSError: it cannot be written, or is a link, a named pipe or a device.
     """
-    flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # Windows has neither
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK
     file = open(path, mode, opener=lambda name, others: os.open(name, others | flags, 0o666), **options)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()

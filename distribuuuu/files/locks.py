@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import errno
+import fcntl
 import json
 import os
 import socket
@@ -13,11 +14,6 @@ from typing import IO, Any
 
 from distribuuuu.files.atomic_file import open_for_writing
 from distribuuuu.files.untrusted import parse_json
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]  # the module is optional
 
 # Seconds to wait for another process, which may be suspended or have lost its disk, before doing the work as well.
 LONGEST_WAIT_S = 600.0
@@ -41,8 +37,6 @@ def try_lock(file: int | IO, is_inherited: bool = True) -> bool | None:
     Raises:
         OSError: the file system failed.
     """
-    if fcntl is None:
-        return None
     lock = fcntl.flock if is_inherited else fcntl.lockf
     try:
         lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

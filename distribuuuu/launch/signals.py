@@ -21,10 +21,7 @@ from distribuuuu.files.locks import read_stat
 
 # EX_TEMPFAIL of sysexits.h: a temporary failure, to be retried.
 REQUEUE = 75
-STATUS_OF: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143}
-if hasattr(signal, "SIGUSR1"):  # not on Windows
-    STATUS_OF[signal.SIGUSR1] = REQUEUE
-    STATUS_OF[signal.SIGHUP] = 129
+STATUS_OF: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGUSR1: REQUEUE}
 
 # Stands for a signal: CHECKPOINT.MAX_HOURS are over.
 OUT_OF_TIME = 1000
@@ -134,7 +131,7 @@ def _listen(connection: socket.socket, handler: Callable[[int], None], on_quit: 
             for signum in numbers:
                 if signum in STATUS_OF:
                     handler(signum)
-                elif signum == getattr(signal, "SIGQUIT", None):
+                elif signum == signal.SIGQUIT:
                     on_quit(signum)
 
 
@@ -143,7 +140,7 @@ def print_stacks_on_quit() -> None:
 
     A handler in C prints them, even while the interpreter lock is held.
     """
-    if hasattr(signal, "SIGQUIT") and threading.current_thread() is threading.main_thread():
+    if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGQUIT, _do_nothing)
         faulthandler.register(signal.SIGQUIT, file=2, all_threads=True, chain=True)
 
@@ -208,5 +205,5 @@ SignalState.current = SignalState()
 def ignore_signals() -> None:
     """Ignore the signals of `handled_by` in a process that its parent stops."""
     signal.set_wakeup_fd(-1)  # inherited from the parent
-    for signum in (*STATUS_OF, getattr(signal, "SIGQUIT", signal.SIGINT)):
+    for signum in (*STATUS_OF, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)

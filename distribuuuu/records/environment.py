@@ -1,9 +1,9 @@
-"""Environment of a run: hardware, versions, git commit, memory."""
+"""Environment of a run: hardware, versions, git commit, peak memory."""
 
-import contextlib
 import json
 import os
 import platform
+import resource
 import socket
 import subprocess
 import sys
@@ -23,9 +23,6 @@ from distribuuuu.launch.host import count_cores
 PACKAGE = Path(__file__).parents[1]
 # Timeout of a git command in seconds; git may be slow on a network drive.
 GIT_TIMEOUT_S = 5.0
-# Bytes of memory that no machine has: there is no limit.
-NO_LIMIT = 1 << 62
-_GROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
 def describe_hardware(device: torch.device) -> str:
@@ -120,64 +117,10 @@ def _find_installed_commit(folder: Path) -> str | None:
         return None
 
 
-def read_sizes(path: str | os.PathLike) -> dict[str, int]:
-    """Return the sizes in bytes of a file of /proc with lines such as `VmHWM: 123 kB`; {} if there is no such file."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            lines = [line.split() for line in file]
-    except OSError:
-        return {}
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1:] == ["kB"]}
-
-
-def list_memory_limits() -> list[tuple[int, int]]:
-    """Return the limits on the memory of this process in bytes as (limit, free): of its control groups and machine."""
-    found = []
-    for folder in _list_memory_groups():
-        for names in _GROUP_FILES:
-            with contextlib.suppress(OSError, ValueError):  # ValueError: "max", no limit
-                limit, used = (int((folder / name).read_text()) for name in names)
-                counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                cache = int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
-                found.append((limit, limit - used + cache))
-    machine = read_sizes("/proc/meminfo")
-    total = machine.get("MemTotal", NO_LIMIT)
-    return [*found, (total, machine.get("MemAvailable", total))]
-
-
-def _list_memory_groups() -> list[Path]:
-    """Return the folders of the control groups of version 1 and 2 that limit the memory of this process."""
-    try:
-        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    except OSError:
-        return []
-    found = []
-    for _, controllers, name in lines:
-        if controllers in ("", "memory"):
-            root = Path("/sys/fs/cgroup", controllers)
-            group = root / name.lstrip("/")  # a container may see only the root
-            found += [folder for folder in (group, *group.parents) if folder.is_relative_to(root)]
-    return found
-
-
-def address_space_limit() -> int:
-    """Return the limit on the virtual memory of this process in bytes (`ulimit -v`)."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return NO_LIMIT
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return NO_LIMIT if limit == resource.RLIM_INFINITY else limit
-
-
 def local_peak_bytes(device: torch.device) -> int:
     """Return the peak memory of this process in bytes: on its CUDA device, else on the host; 0: unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

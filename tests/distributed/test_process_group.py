@@ -19,7 +19,9 @@ from support.runs import ROOT, run_python, run_tool, small_options
 from distribuuuu.config import ConfigError
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed import process_group as group_module
-from distribuuuu.distributed.process_group import MissingProcessError, create_store, pick_device, process_group
+from distribuuuu.distributed import rendezvous
+from distribuuuu.distributed.process_group import pick_device, process_group
+from distribuuuu.distributed.rendezvous import MissingProcessError, create_store
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.nproc import without_nproc
 from distribuuuu.launch.ports import find_port_problem
@@ -56,9 +58,9 @@ def enter(monkeypatch, backend: str, world_size: int = 2, shard: str = "none") -
     class Properties:
         uuid = "0000"
 
-    monkeypatch.setattr(group_module, "create_store", lambda launch, timeout_s: torch.distributed.HashStore())
-    monkeypatch.setattr(group_module, "check_one_process_per_gpu", lambda *words: asked.update(refused=words))
-    monkeypatch.setattr(group_module, "_watched", lambda *words: contextlib.nullcontext())
+    monkeypatch.setattr(rendezvous, "create_store", lambda launch, timeout_s: torch.distributed.HashStore())
+    monkeypatch.setattr(rendezvous, "check_one_process_per_gpu", lambda *words: asked.update(refused=words))
+    monkeypatch.setattr(rendezvous, "watched", lambda *words: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     monkeypatch.setattr(torch.distributed, "init_process_group", ask)
     launch = Launch("test", 0, 0, world_size, "127.0.0.1", 1)
@@ -141,7 +143,7 @@ def agree(store, world_size: int, seed: int) -> list[str]:
 
     def one(rank: int) -> str:
         time.sleep(rng.uniform(0, 0.3))
-        return group_module._agree_on_start(store, Launch("test", rank, rank, world_size), timeout_s=60)
+        return rendezvous._agree_on_start(store, Launch("test", rank, rank, world_size), timeout_s=60)
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(one, range(world_size)))
@@ -156,11 +158,11 @@ def test_what_an_earlier_start_left_in_the_store_is_not_taken_for_a_process():
     store = torch_dist.HashStore()
     agree(store, 2, 0)  # an earlier start, of which process 1 left its name
     with pytest.raises(ConfigError, match="did not all join within 1 s"):
-        group_module._agree_on_start(store, Launch("test", 0, 0, 2), timeout_s=1)
+        rendezvous._agree_on_start(store, Launch("test", 0, 0, 2), timeout_s=1)
 
 
 def test_nothing_is_reported_when_the_last_process_joins_at_the_time_of_the_report(caplog):
-    timeout = group_module._JoinTimeout(Launch("test", 0, 0, 2), timeout_s=0)
+    timeout = rendezvous._JoinTimeout(Launch("test", 0, 0, 2), timeout_s=0)
     timeout.check(list)
     assert not caplog.records
     with pytest.raises(MissingProcessError, match="waiting for 1 of 2 processes: rank 1"):
@@ -231,7 +233,7 @@ finally:
 
 def wait_alone(launch: Launch, timeout_s: float, monkeypatch) -> str:
     """Return the error of a process that waits for the others; the first word comes after a second."""
-    monkeypatch.setattr(group_module, "FIRST_REPORT_S", 1.0)
+    monkeypatch.setattr(rendezvous, "FIRST_REPORT_S", 1.0)
     with pytest.raises(MissingProcessError) as caught:
         create_store(launch, timeout_s)
     assert caught.value.one_process and caught.value.status == 1
@@ -256,7 +258,7 @@ def test_a_process_zero_that_never_comes_is_named(monkeypatch, caplog):
 
 @pytest.mark.slow
 def test_processes_that_never_come_under_torchrun_are_named(monkeypatch, caplog):
-    monkeypatch.setattr(group_module, "FIRST_REPORT_S", 1.0)
+    monkeypatch.setattr(rendezvous, "FIRST_REPORT_S", 1.0)
     agents = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(agents.port))
@@ -282,7 +284,7 @@ def test_processes_on_one_gpu_are_refused_together():
 
     def check(rank: int, device: str) -> str | None:
         try:
-            group_module.check_one_process_per_gpu(store, Launch("test", rank, rank, 2), device)
+            rendezvous.check_one_process_per_gpu(store, Launch("test", rank, rank, 2), device)
         except ConfigError as error:
             return str(error)
         return None

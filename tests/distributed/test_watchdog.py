@@ -19,7 +19,7 @@ from support.runs import ROOT
 
 from distribuuuu import trainer
 from distribuuuu.checkpoint.manager import CheckpointManager
-from distribuuuu.distributed import comm, process_group, stall_timer
+from distribuuuu.distributed import comm, process_group, rendezvous, stall_timer
 from distribuuuu.distributed.stall_timer import StallTimer, mark_position
 from distribuuuu.distributed.watchdog import monitor as monitor_module
 from distribuuuu.distributed.watchdog import process
@@ -375,7 +375,7 @@ def test_a_stall_ends_all_processes_with_their_stacks_on_disk(monkeypatch, tmp_p
     """The package can be deleted: each process then ends by its own timer."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(stall_timer, "LATE_S", 1.0)
-    monkeypatch.setattr(process_group, "find_spec", find_spec if has_package else lambda name: None)
+    monkeypatch.setattr(rendezvous, "find_spec", find_spec if has_package else lambda name: None)
     with pytest.raises(AssertionError) as caught:
         on_processes(2, stall, 1)
     assert str(caught.value).count("exit status 1") == 2

@@ -18,7 +18,7 @@ from distribuuuu.engine import auto_batch_size
 from distribuuuu.engine.auto_batch_size import Peak, list_micro_batches, search, with_number
 from distribuuuu.engine.out_of_memory import OutOfMemory
 from distribuuuu.engine.preflight import find_run_problems
-from distribuuuu.records import environment
+from distribuuuu.records import memory_limits
 from distribuuuu.records.run_config import hash_config, list_overrides
 from distribuuuu.trainer import take_step, train_model
 
@@ -109,14 +109,14 @@ def test_sizes_divide_the_share_and_problems_are_found_early(small_cfg):
         train_model(cfg)
 
 
-@pytest.mark.parametrize("names", environment._GROUP_FILES, ids=["version 2", "version 1"])
+@pytest.mark.parametrize("names", memory_limits._GROUP_FILES, ids=["version 2", "version 1"])
 def test_the_limit_of_a_control_group_is_known_without_its_file_cache(tmp_path, monkeypatch, names):
     for name, text in zip((*names, "memory.stat"), ("5000", "4000", "anon 1\ninactive_file 500\n"), strict=True):
         (tmp_path / name).write_text(text)
     (unlimited := tmp_path / "parent").mkdir()
     (unlimited / "memory.max").write_text("max")
-    monkeypatch.setattr(environment, "_list_memory_groups", lambda: [tmp_path, unlimited])
-    assert (5000, 1500) in environment.list_memory_limits() and auto_batch_size.available_memory() == 1500
+    monkeypatch.setattr(memory_limits, "_list_memory_groups", lambda: [tmp_path, unlimited])
+    assert (5000, 1500) in memory_limits.list_memory_limits() and auto_batch_size.available_memory() == 1500
 
 
 @pytest.mark.slow

@@ -217,7 +217,7 @@ def test_an_added_option_splits_no_row_and_an_edited_value_does(monkeypatch):
     def add_run(seed: int, *args: str) -> int:
         """Record a run, and return the number of rows."""
         content = {**record, "seed": seed, "config_hash": hash_config(load_cfg(None, list(args)))}
-        runs.append(groups.RecordedRun(Path(f"seed_{seed}.json"), content))
+        runs.append(groups.Result(Path(f"seed_{seed}.json"), content))
         return len(groups.group_runs(runs)[0])
 
     groups = command_module("stats.run_groups")

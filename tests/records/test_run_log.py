@@ -23,7 +23,6 @@ from support.tiers import pairwise
 
 from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config import load_cfg
-from distribuuuu.config.errors import counted
 from distribuuuu.data.loader import TrainLoader
 from distribuuuu.records import log_table
 from distribuuuu.records import run_log as log
@@ -99,17 +98,6 @@ def test_a_start_waits_for_data_if_enough_of_its_own_steps_do(tmp_path, clock, l
         if step + 1 in (first + 1, 100):
             run_log.train(0, step + 1, 0.1, METRICS, 10.0)
     assert ("waiting for data" in " ".join(logged())) == (first == 40), "50 steps of a start tell"
-
-
-def test_the_header_stands_above_every_twentieth_row(tmp_path, clock, logged):
-    run_log = open_log(tmp_path, num_epochs=50, num_steps=1)
-    for epoch in range(50):
-        clock.now += 1.0
-        for _ in run_log.steps(epoch, 0):
-            clock.now += 1.0
-            run_log.train(epoch, 1, 0.1, METRICS, 0.0)
-    headers = [number for number, line in enumerate(logged()) if "img/s" in line]
-    assert headers == [0, 21, 42]
 
 
 def test_means_that_no_metric_shows_get_columns_once_they_are_known(tmp_path, clock, logged):
@@ -331,25 +319,6 @@ def test_numbers_are_short_and_right():
         assert {value: function(value) for value in texts} == texts
 
 
-def test_nouns_agree_with_their_numbers():
-    for number, noun, text in (
-        (0, "image", "0 images"), (1, "image", "1 image"), (2000, "image", "2,000 images"), (1, "class", "1 class"),
-        (3, "class", "3 classes"), (2, "process", "2 processes"), (2, "batch", "2 batches"), (2, "epoch", "2 epochs"),
-        (2, "micro-batch", "2 micro-batches"), (1, "finished shard", "1 finished shard"),
-    ):  # fmt: skip
-        assert counted(number, noun) == text
-
-
-def test_one_of_each_is_singular(image_folder, tmp_path):
-    args = small_options(image_folder, tmp_path, "TRAIN.BATCH_SIZE", 1, "TRAIN.GLOBAL_BATCH_SIZE", 48)
-    cfg = load_cfg(None, [*args, "OPTIM.MAX_EPOCH", "1", "OPTIM.WARMUP_EPOCHS", "0"])
-    train_model(cfg)
-    train_model(cfg)
-    text = (tmp_path / "train.log").read_text()
-    assert "global batch 48 = 1 image x 48 micro-batches x 1 process; 1 step per epoch" in text
-    assert "nothing to train: 1 epoch finished" in text and not re.search(r"\b1 [\w-]+[^s\W]s\b", text), text
-
-
 # Levels
 
 
@@ -402,11 +371,3 @@ def test_the_last_lines_name_the_best_weights_and_a_command_that_evaluates_them(
                            str(out_dir / name)]  # fmt: skip
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and f"validation of 37 images, ema weights: top1 {best['top1']:.3f} " in done.stderr
-
-
-def test_names_in_a_line_reach_a_terminal_as_escape_sequences():
-    record = logging.makeLogRecord({"levelno": logging.WARNING, "levelname": "WARNING",
-                                    "msg": "broken image: %s", "args": ("\x1b[2J\u202egpj.\udcff",)})  # fmt: skip
-    line = log._LineFormatter("%H:%M").format(record)
-    assert line.endswith("WARNING: broken image: \\x1b[2J\\u202egpj.\\udcff")
-    assert log._LineFormatter("%H:%M").format(record) == line, "of the next handler"

@@ -14,7 +14,7 @@ from typing import Any
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.output import WIDTH, find_unread_url, print_report
 from distribuuuu.commands.reproduce.verdict import compare_run, format_rows
-from distribuuuu.commands.stats.run_groups import RecordedRun, group_runs, name_groups, read_runs
+from distribuuuu.commands.stats.run_groups import Result, group_runs, name_groups, read_runs
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.locate import find_shipped, shipped_file
@@ -84,7 +84,7 @@ def build_parser(prog: str | None = None) -> CommandParser:
     return parser
 
 
-def read_rows(folder: str) -> tuple[dict[str, list[RecordedRun]], list[str]]:
+def read_rows(folder: str) -> tuple[dict[str, list[Result]], list[str]]:
     """Return the rows of a folder of results by name, and notes about skipped runs and damaged files.
 
     Raises:
@@ -100,7 +100,7 @@ def read_rows(folder: str) -> tuple[dict[str, list[RecordedRun]], list[str]]:
     return rows, [*notes, *(f"{problem}; its run is left out" for problem in problems)]
 
 
-def find_row(name: str, rows: Mapping[str, Sequence[RecordedRun]], folder: str, prog: str) -> str:
+def find_row(name: str, rows: Mapping[str, Sequence[Result]], folder: str, prog: str) -> str:
     """Return the row of a name: that of the row, of its config with the fewest options, or the beginning of a row.
 
     Raises:

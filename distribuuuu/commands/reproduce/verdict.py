@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from distribuuuu.checkpoint.weights_files import RAW, common_kind
 from distribuuuu.commands.output import WIDTH
-from distribuuuu.commands.stats.run_groups import RecordedRun
+from distribuuuu.commands.stats.run_groups import Result
 from distribuuuu.commands.stats.significance import mean_interval
 from distribuuuu.records.read_results import list_metrics
 
@@ -36,7 +36,7 @@ class Figure(NamedTuple):
     text: str
 
 
-def read_figure(row: Sequence[RecordedRun]) -> Figure:
+def read_figure(row: Sequence[Result]) -> Figure:
     """Return the figure by which a row is compared."""
     records = [run.record for run in row]
     kind = common_kind([record["accuracy"] for record in records])
@@ -50,7 +50,7 @@ def read_figure(row: Sequence[RecordedRun]) -> Figure:
     return Figure(kind, metric, values, text)
 
 
-def format_rows(rows: Mapping[str, Sequence[RecordedRun]]) -> str:
+def format_rows(rows: Mapping[str, Sequence[Result]]) -> str:
     """Return a table of the rows: name, number of seeds, figure, hours of a run, whether hashes are recorded."""
     lines = [f"{'row':<{_NAME_WIDTH}} {'n':>2}  {'result, last epoch':<29} {'hours':>6}  sha256"]
     for name, row in sorted(rows.items()):
@@ -64,7 +64,7 @@ def format_rows(rows: Mapping[str, Sequence[RecordedRun]]) -> str:
     return "\n".join(lines)
 
 
-def compare_run(row: Sequence[RecordedRun], rerun: Mapping[str, Any]) -> tuple[bool, str]:
+def compare_run(row: Sequence[Result], rerun: Mapping[str, Any]) -> tuple[bool, str]:
     """Return whether the results of a rerun agree with a row, and the report.
 
     Args:

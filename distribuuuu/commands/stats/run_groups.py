@@ -16,7 +16,7 @@ DIGITS_OF_HASH = 8
 
 
 @dataclass(frozen=True)
-class RecordedRun:
+class Result:
     """A training run: its results.json and the content of that file."""
 
     path: Path
@@ -32,7 +32,7 @@ def collecting(problems: list[str]) -> Iterator[None]:
         problems += map(str, error.problems)
 
 
-def read_runs(patterns: Sequence[str], problems: list[str]) -> list[RecordedRun]:
+def read_runs(patterns: Sequence[str], problems: list[str]) -> list[Result]:
     """Return the runs in files, folders and globs, each one once; append what cannot be read to `problems`."""
     paths: dict[Path, Path] = {}
     for pattern in patterns:
@@ -42,7 +42,7 @@ def read_runs(patterns: Sequence[str], problems: list[str]) -> list[RecordedRun]
     runs = []
     for path in paths.values():
         with collecting(problems):
-            runs.append(RecordedRun(path, read_results(path)))
+            runs.append(Result(path, read_results(path)))
     return runs
 
 
@@ -65,13 +65,13 @@ def find_files(pattern: str, names: Sequence[str]) -> list[Path]:
     return files
 
 
-def group_runs(runs: Sequence[RecordedRun]) -> tuple[list[list[RecordedRun]], list[str]]:
+def group_runs(runs: Sequence[Result]) -> tuple[list[list[Result]], list[str]]:
     """Group the finished runs that differ in the seed only; return the groups and messages.
 
     Runs of a group have the same config hash, global batch, data and numbers of images. A seed counts once. The
     unfinished runs of a sweep, in SWEEP/trial_NNN/seed_N/, have one message.
     """
-    groups: dict[tuple, list[RecordedRun]] = {}
+    groups: dict[tuple, list[Result]] = {}
     notes: list[str] = []
     of_sweeps: Counter[Path] = Counter()
     for run in runs:
@@ -99,13 +99,13 @@ def group_runs(runs: Sequence[RecordedRun]) -> tuple[list[list[RecordedRun]], li
     return list(groups.values()), notes
 
 
-def _find_split_configs(groups: Sequence[list[RecordedRun]]) -> Iterator[str]:
+def _find_split_configs(groups: Sequence[list[Result]]) -> Iterator[str]:
     """Yield a message for each two groups of one name whose configs differ.
 
     The hash moves when a default or a YAML file is edited; before `hash_default` it also did when an option was added.
     Results do not tell one from the other, so such runs are not averaged.
     """
-    first: dict[tuple, RecordedRun] = {}
+    first: dict[tuple, Result] = {}
     for group in groups:
         record, path = group[0].record, group[0].path
         name = row_name(record, record["overrides"])
@@ -125,7 +125,7 @@ def describe_data(record: dict) -> str:
     return f"{data['folder'] or data['name']}, {' + '.join(map(str, _count_images(record)))} images"
 
 
-def name_groups(groups: Sequence[Sequence[RecordedRun]]) -> list[str]:
+def name_groups(groups: Sequence[Sequence[Result]]) -> list[str]:
     """Return a name for each group, unique: equal ones get the folder, the hash of the config, the batch and data."""
     firsts = [group[0] for group in groups]
     names = [row_name(run.record, run.record["overrides"]) for run in firsts]
@@ -140,18 +140,18 @@ def name_groups(groups: Sequence[Sequence[RecordedRun]]) -> list[str]:
     return names
 
 
-def _find_differences(group: list[RecordedRun]) -> Iterator[str]:
+def _find_differences(group: list[Result]) -> Iterator[str]:
     """Yield a message for each difference in commit, plug-ins or versions between the runs of a group."""
     name = row_name(group[0].record, group[0].record["overrides"])
     software = sorted({key for run in group for key in run.record["versions"]})
 
-    def describe(run: RecordedRun) -> dict[str, str]:
+    def describe(run: Result) -> dict[str, str]:
         versions = {f"version of {key}": str(run.record["versions"].get(key)) for key in software}
         return {"commit": str(run.record["commit"]), "plug-ins": str(run.record.get("plugins")), **versions}
 
     described = [(run, describe(run)) for run in group]
     for title in described[0][1]:
-        first: dict[str, RecordedRun] = {}
+        first: dict[str, Result] = {}
         for run, description in described:
             first.setdefault(description[title], run)
         if len(first) > 1:

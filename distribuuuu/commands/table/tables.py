@@ -9,7 +9,7 @@ from typing import Any
 
 from distribuuuu.checkpoint.weights_files import KINDS, RAW, common_kind
 from distribuuuu.commands.output import align_columns
-from distribuuuu.commands.stats.run_groups import DIGITS_OF_HASH, RecordedRun, describe_data, row_name
+from distribuuuu.commands.stats.run_groups import DIGITS_OF_HASH, Result, describe_data, row_name
 from distribuuuu.commands.stats.significance import differs_significantly, mean_interval, wilson_interval
 from distribuuuu.config import Config, ConfigError, load_cfg
 from distribuuuu.config.locate import find_shipped
@@ -86,7 +86,7 @@ def _list_changes(record: dict, published: dict) -> dict:
     return changes if published["global_batch"] == global_batch else {**changes, "global batch": global_batch}
 
 
-def make_row(group: Sequence[RecordedRun], by: str, epoch: str, reported: dict[str, dict]) -> Row:
+def make_row(group: Sequence[Result], by: str, epoch: str, reported: dict[str, dict]) -> Row:
     """Return the row of runs that differ in the seed only.
 
     Args:

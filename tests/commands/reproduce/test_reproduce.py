@@ -15,7 +15,7 @@ from distribuuuu.records.run_config import hash_config
 
 command = command_module("reproduce.reproduce")
 verdict = command_module("reproduce.verdict")
-RecordedRun = verdict.RecordedRun
+Result = verdict.Result
 ROWS = ROOT / "benchmarks" / "results"
 RECORD = json.loads((ROWS / "shapes" / "resnet14" / "seed_0.json").read_text())
 RECORD = {key: value for key, value in RECORD.items() if key not in ("weights_sha256", "environment")}  # as older rows
@@ -40,7 +40,7 @@ def change(record: dict, **changes) -> dict:
 
 def make_row(*values: float | None, **changes) -> list:
     record = change({**RECORD, **HASHED}, **changes)
-    return [RecordedRun(Path(f"seed_{seed}.json"), change(record, seed=seed, accuracy__raw__last__top1=value))
+    return [Result(Path(f"seed_{seed}.json"), change(record, seed=seed, accuracy__raw__last__top1=value))
             for seed, value in enumerate(values)]  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def test_the_verdict(row, rerun, is_reproduced, texts):
 
 
 def test_a_row_without_hashes_is_compared_by_its_interval():
-    runs = [RecordedRun(Path("seed_0.json"), RECORD), *make_row(90, 97, 98)[1:]]
+    runs = [Result(Path("seed_0.json"), RECORD), *make_row(90, 97, 98)[1:]]
     found, text = verdict.compare_run(runs, {**RECORD, **HASHED})
     assert found and "not compared: the row has no sha256 of its weights" in text
 
