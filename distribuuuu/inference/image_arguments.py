@@ -3,13 +3,14 @@
 import glob
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.errors import did_you_mean
-from distribuuuu.files.image_files import ALL_EXTENSIONS, EXTENSIONS, is_class, is_folder, is_image
+from distribuuuu.config.errors import counted, did_you_mean
+from distribuuuu.files.image_files import ALL_EXTENSIONS, EXTENSIONS, JUNK_FILES, is_class, is_folder, is_image
 from distribuuuu.files.untrusted import open_text
 from distribuuuu.hints.sources import ARCHIVES, TABLES, describe_archives
 
@@ -31,7 +32,9 @@ def list_images(paths: Sequence[str]) -> list[str]:
             own = list(_expand(path, EXTENSIONS)) or list(_expand(path, ALL_EXTENSIONS))
             found += own
             if not own:
-                problems.append(f"PATHS: {path}: holds no image{describe_archives(Path(path))}")
+                problems.append(
+                    f"PATHS: {path}: holds no image{describe_archives(Path(path))}{describe_left_out(path)}"
+                )
         except OSError as error:
             problems.append(f"PATHS: {error.filename or path}: {_describe(error, path)}")
         except UnicodeDecodeError:
@@ -39,6 +42,17 @@ def list_images(paths: Sequence[str]) -> list[str]:
     if problems:
         raise ConfigError(problems)
     return found
+
+
+def describe_left_out(path: str) -> str:
+    """Return how many files below a folder are no images by their endings, e.g. '; 2 files left out: .heic (2)'."""
+    counts: Counter[str] = Counter()
+    for _, folders, names in os.walk(path):
+        folders[:] = filter(is_class, folders)
+        others = [name for name in names if not name.lower().endswith(ALL_EXTENSIONS) and name[0] != "."]
+        counts.update(os.path.splitext(name)[1].lower() for name in others if name.lower() not in JUNK_FILES)
+    shown = ", ".join(f"{ending or 'no ending'} ({number})" for ending, number in counts.most_common(6))
+    return f"; {counted(counts.total(), 'file')} left out: {shown}" if counts else ""
 
 
 def _describe(error: OSError, path: str) -> str:

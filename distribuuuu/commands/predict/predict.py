@@ -3,11 +3,13 @@
 import contextlib
 import os
 import signal
+import sys
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.output import check_run
 from distribuuuu.config import ConfigError
+from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.host import count_cores, tune_malloc
 from distribuuuu.launch.signals import STATUS_OF, handled_by
 
@@ -38,13 +40,16 @@ def predict(prog: str, args: list[str]) -> int:
     if problems:
         raise ConfigError(problems)
     from distribuuuu.commands.predict.journal import check_output_file
-    from distribuuuu.inference.image_arguments import list_images
+    from distribuuuu.inference.image_arguments import describe_left_out, list_images
 
     out = Path(flags.out) if flags.out else None
     if out:
         check_output_file(out)
     check_run(flags.run)
     files = list_images(flags.paths)
+    for path in filter(os.path.isdir, flags.paths):
+        if text := describe_left_out(path):
+            print(printable(f"{path}{text}"), file=sys.stderr)
     tune_malloc()
     from distribuuuu.commands.predict.prediction import PredictJob, predict_files
 

@@ -245,6 +245,17 @@ def test_folders_patterns_lists_and_files_are_expanded_in_order(tmp_path, monkey
     ]
 
 
+def test_files_that_are_left_out_are_counted(shapes_run, shapes_folder, tmp_path, capsys):
+    for name in ("photos/1.HEIC", "photos/b/2.heic", "photos/3.mov", "photos/.hidden", "only/4.heic"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    shutil.copy(next((shapes_folder / "val").rglob("*.jpg")), tmp_path / "photos")
+    assert run(shapes_run, tmp_path / "photos") == 0
+    assert f"{tmp_path}/photos; 3 files left out: .heic (2), .mov (1)" in capsys.readouterr().err
+    assert run(shapes_run, tmp_path / "only") == 2
+    assert "holds no image; 1 file left out: .heic (1)" in capsys.readouterr().err
+
+
 def test_file_names_of_any_bytes_are_written_as_they_are_and_read_back_equal(shapes_run, shapes_folder, tmp_path):
     names = [b"\xff.jpg", "ü.jpg".encode(), b"a\rb.jpg", b"a\nb.jpg", b" a,b.jpg", b'"a".jpg', b"=cmd().jpg"]
     (tmp_path / "in").mkdir()
