@@ -111,10 +111,10 @@ def evaluate(
         cfg = _load_checked(source, [*own_overrides, *_as_pairs(overrides)], is_training=False)
 
         from distribuuuu.models import check_model
-        from distribuuuu.trainer import test_model
+        from distribuuuu.trainer import evaluate_weights
 
         check_model(cfg)
-        return _with_labels(test_model(cfg), cfg)
+        return _with_labels(evaluate_weights(cfg), cfg)
 
 
 class WeightsEvaluation:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.snapshot import NonFiniteError
 from distribuuuu.checkpoint.weights_files import RAW, kind_of
 from distribuuuu.config.run_files import TRAIN_LOG
@@ -23,9 +22,8 @@ from distribuuuu.distributed.stall_timer import begin_slow_phase, marked
 from distribuuuu.engine.build import Training, build_run, find_weights, open_run
 from distribuuuu.engine.evaluator import evaluate, open_evaluation
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
-from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.engine.preflight import resolve_num_classes, resolve_preprocessing
-from distribuuuu.engine.resume import capture, restore
+from distribuuuu.engine.resume import capture, roll_back
 from distribuuuu.engine.run import (
     Run,
     begin_epoch,
@@ -199,6 +197,8 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
     for kind, model in state.models.items():
         run.stop.begin_phase(f"evaluation of {kind}")
         if cfg.MODEL.PRECISE_BN:
+            from distribuuuu.engine.precise_bn import compute_precise_statistics
+
             images = run.train_loader.iter_images(state.stream_seed, state.epoch, cfg.MODEL.PRECISE_BN)
             compute_precise_statistics(model, marked(images, "precise batch norm"), state.precision.autocast)
         recorder = build_recorder(cfg, task, run.val_loader.images) if may_be_last(cfg, state, kind) else None
@@ -245,32 +245,7 @@ def save_on_stop(run: Run) -> Iterator[None]:
         run.checkpoints.close()
 
 
-def roll_back(run: Run, error: NonFiniteError) -> None:
-    """Restore the newest checkpoint, whose values are all finite, and continue with other random numbers.
-
-    Raises:
-        NonFiniteError: TRAIN.ON_NAN or TRAIN.MAX_ROLLBACKS does not allow a rollback, or there is no checkpoint.
-    """
-    cfg, state = run.cfg, run.state
-    run.checkpoints.finish()
-    latest, num = run.checkpoints.find_latest(), state.num_rollbacks + 1
-    position = f"in epoch {state.epoch + 1}, by step {state.step}"
-    if latest is None:
-        remedy = "set CHECKPOINT.EVERY_STEPS, to have checkpoints within the epoch"
-        raise error.located(f"{position}; there is no checkpoint", remedy) from None
-    if cfg.TRAIN.ON_NAN == "stop" or num > cfg.TRAIN.MAX_ROLLBACKS:
-        remedy = "set TRAIN.ON_NAN rollback" if cfg.TRAIN.ON_NAN == "stop" else "raise TRAIN.MAX_ROLLBACKS"
-        raise error.located(f"{position}; the newest checkpoint, {latest}, is finite", remedy) from None
-    logger.warning("%s in epoch %d, by step %d: rollback %d of %d, to %s", error, state.epoch + 1, state.step, num,
-                   cfg.TRAIN.MAX_ROLLBACKS, latest)  # fmt: skip
-    began = (state.epoch, state.step)
-    restore(state, run.task, read_checkpoint(latest), latest)
-    state.reset_row()
-    state.num_rollbacks = num
-    run.log.rewind(state.epoch, state.step, began)
-
-
-def test_model(cfg) -> dict:
+def evaluate_weights(cfg) -> dict:
     """Evaluate MODEL.WEIGHTS, else the best weights of the run, else published weights; return and write the result.
 
     Raises:
@@ -285,3 +260,6 @@ def test_model(cfg) -> dict:
             recorder.write(run.task.device, kind)
         write_test_results(run.cfg, run.task, run.model, weights, {kind: result})
     return result
+
+
+test_model = evaluate_weights  # its name before, in docs/python_api.md

@@ -13,7 +13,7 @@ from distribuuuu import load_run
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import load_cfg
-from distribuuuu.trainer import test_model as evaluate_run
+from distribuuuu.trainer import evaluate_weights as evaluate_run
 from distribuuuu.trainer import train_model
 
 OLDER = Path(__file__).parent / "older_files"

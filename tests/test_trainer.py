@@ -36,7 +36,7 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.engine import evaluator
 from distribuuuu.engine.graceful_stop import StopRequest
 from distribuuuu.launch.signals import RunStopped
-from distribuuuu.trainer import test_model as evaluate_run
+from distribuuuu.trainer import evaluate_weights as evaluate_run
 from distribuuuu.trainer import train_model
 
 

@@ -18,7 +18,7 @@ def test(prog: str, args: list[str]) -> int:
 
 def _start(cfg: Config) -> None:
     from distribuuuu.models import check_model
-    from distribuuuu.trainer import test_model
+    from distribuuuu.trainer import evaluate_weights
 
     check_model(cfg)
-    test_model(cfg)
+    evaluate_weights(cfg)

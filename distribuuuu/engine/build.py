@@ -283,7 +283,7 @@ def find_latest(cfg, checkpoints: CheckpointManager) -> Path | None:
 
 
 def find_weights(cfg) -> str:
-    """Return the file that `test_model` evaluates, or 'pretrained'.
+    """Return the file that `evaluate_weights` evaluates, or 'pretrained'.
 
     Raises:
         CheckpointError: MODEL.WEIGHTS is not set, and neither the best weights of the run nor published ones exist.

@@ -12,6 +12,7 @@ import torch
 
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint
 from distribuuuu.checkpoint.restore import WEIGHTS_ONLY, check_resumable, load_state_dict
+from distribuuuu.checkpoint.snapshot import NonFiniteError
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import OPEN_SECTIONS, option_of
@@ -41,6 +42,31 @@ def capture(run: Run) -> dict[str, Any]:
         raise NonFiniteLoss("the training loss is not finite")
     content["task"] = capture_task(run.task)
     return {**content, "jobs": list_jobs(), "finished": is_finished(run.cfg, run.state)}
+
+
+def roll_back(run: Run, error: NonFiniteError) -> None:
+    """Restore the newest checkpoint, whose values are all finite, and continue with other random numbers.
+
+    Raises:
+        NonFiniteError: TRAIN.ON_NAN or TRAIN.MAX_ROLLBACKS does not allow a rollback, or there is no checkpoint.
+    """
+    cfg, state = run.cfg, run.state
+    run.checkpoints.finish()
+    latest, num = run.checkpoints.find_latest(), state.num_rollbacks + 1
+    position = f"in epoch {state.epoch + 1}, by step {state.step}"
+    if latest is None:
+        remedy = "set CHECKPOINT.EVERY_STEPS, to have checkpoints within the epoch"
+        raise error.located(f"{position}; there is no checkpoint", remedy) from None
+    if cfg.TRAIN.ON_NAN == "stop" or num > cfg.TRAIN.MAX_ROLLBACKS:
+        remedy = "set TRAIN.ON_NAN rollback" if cfg.TRAIN.ON_NAN == "stop" else "raise TRAIN.MAX_ROLLBACKS"
+        raise error.located(f"{position}; the newest checkpoint, {latest}, is finite", remedy) from None
+    logger.warning("%s in epoch %d, by step %d: rollback %d of %d, to %s", error, state.epoch + 1, state.step, num,
+                   cfg.TRAIN.MAX_ROLLBACKS, latest)  # fmt: skip
+    began = (state.epoch, state.step)
+    restore(state, run.task, read_checkpoint(latest), latest)
+    state.reset_row()
+    state.num_rollbacks = num
+    run.log.rewind(state.epoch, state.step, began)
 
 
 @explain_out_of_memory("restoring a checkpoint", batch=None)

@@ -8,7 +8,7 @@ from support.tables import each_row
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import run_files
 from distribuuuu.config.run_files import RUN_FILES, find_name_problem, find_parent_problem, find_path_problem
-from distribuuuu.trainer import test_model as evaluate_model
+from distribuuuu.trainer import evaluate_weights as evaluate_model
 from distribuuuu.trainer import train_model
 
 

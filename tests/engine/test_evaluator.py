@@ -24,7 +24,7 @@ from distribuuuu.models import build_model
 from distribuuuu.optim.precision import Precision
 from distribuuuu.tasks.base import build_task
 from distribuuuu.tasks.metrics import Meter
-from distribuuuu.trainer import test_model as evaluate_run
+from distribuuuu.trainer import evaluate_weights as evaluate_run
 
 CPU = torch.device("cpu")
 # MODEL.ARCH and the side of its images.

@@ -13,7 +13,7 @@ from distribuuuu.data.datasets.base import ImageDataset, get_dataset
 from distribuuuu.data.loader import build_loaders
 from distribuuuu.engine.run_description import describe_training
 from distribuuuu.launch.detect import Launch
-from distribuuuu.trainer import test_model as evaluate_model
+from distribuuuu.trainer import evaluate_weights as evaluate_model
 from distribuuuu.trainer import train_model
 
 

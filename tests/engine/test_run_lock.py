@@ -24,7 +24,7 @@ from distribuuuu.engine.build import open_run
 from distribuuuu.engine.run_lock import OutDirLocked, lock_out_dir
 from distribuuuu.files import locks
 from distribuuuu.launch.detect import detect_launch
-from distribuuuu.trainer import test_model as evaluate_run
+from distribuuuu.trainer import evaluate_weights as evaluate_run
 from distribuuuu.trainer import train_model
 
 if sys.platform != "linux":

@@ -24,7 +24,7 @@ from distribuuuu.records.predictions import Recorder, write_npz
 from distribuuuu.records.read_results import read_results
 from distribuuuu.records.run_config import hash_config
 from distribuuuu.tasks.metrics import StepOutput
-from distribuuuu.trainer import test_model as evaluate_run
+from distribuuuu.trainer import evaluate_weights as evaluate_run
 from distribuuuu.trainer import train_model
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import Config, load_cfg
 from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.testing import list_rows, newest
-from distribuuuu.trainer import test_model, train_model
+from distribuuuu.trainer import evaluate_weights, train_model
 
 timeless = list_rows
 
@@ -110,7 +110,7 @@ def train_and_evaluate(root: Path, out: Path, *overrides: Any) -> Path:
     sizes = ("MODEL.NUM_CLASSES", 10, "TRAIN.IM_SIZE", 24, "TEST.IM_SIZE", 28, "TRAIN.BATCH_SIZE", 20)
     cfg = load_cfg(None, small_options(root, out, *sizes, *overrides))
     train_model(cfg)
-    test_model(cfg)
+    evaluate_weights(cfg)
     return out
 
 

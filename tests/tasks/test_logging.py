@@ -15,7 +15,7 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.registry import TASKS
 from distribuuuu.optim.layer_norms import LayerNorms
 from distribuuuu.tasks.classification import Classification
-from distribuuuu.trainer import test_model as evaluate_run
+from distribuuuu.trainer import evaluate_weights as evaluate_run
 from distribuuuu.trainer import train_model
 
 BATCHES: list[torch.Tensor | None] = []

@@ -13,7 +13,7 @@ from support.tiers import pairwise
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.records.read_results import read_results
 from distribuuuu.tasks.losses import LOSSES, BinaryCrossEntropy, CrossEntropy, Focal, build_loss, compute_class_weights
-from distribuuuu.trainer import test_model as evaluate_run
+from distribuuuu.trainer import evaluate_weights as evaluate_run
 from distribuuuu.trainer import train_model
 
 NUM, CLASSES = 12, 5

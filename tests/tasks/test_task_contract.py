@@ -23,7 +23,7 @@ from distribuuuu.tasks.base import Task
 from distribuuuu.tasks.classification import Classification
 from distribuuuu.tasks.losses import CrossEntropy
 from distribuuuu.tasks.metrics import StepOutput
-from distribuuuu.trainer import test_model as evaluate_run
+from distribuuuu.trainer import evaluate_weights as evaluate_run
 from distribuuuu.trainer import train_model
 
 

@@ -31,7 +31,7 @@ from distribuuuu.data.loader import build_images, build_loader
 from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.files.locks import try_lock_folder
 from distribuuuu.launch.detect import Launch
-from distribuuuu.trainer import test_model as evaluate_run
+from distribuuuu.trainer import evaluate_weights as evaluate_run
 from distribuuuu.trainer import train_model
 
 CPU = torch.device("cpu")

@@ -11,8 +11,7 @@ from support.sources import SOURCES, write_source
 
 from distribuuuu.config import load_cfg
 from distribuuuu.data.loader import build_images
-from distribuuuu.trainer import test_model as evaluate_weights
-from distribuuuu.trainer import train_model
+from distribuuuu.trainer import evaluate_weights, train_model
 
 
 @pytest.mark.parametrize("source", SOURCES)

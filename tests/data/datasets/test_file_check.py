@@ -21,7 +21,7 @@ from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.loader import BadImageError, build_loader, find_notes
 from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.launch.detect import detect_launch
-from distribuuuu.trainer import test_model as evaluate_run
+from distribuuuu.trainer import evaluate_weights as evaluate_run
 from distribuuuu.trainer import train_model
 
 PNG = io.BytesIO()

@@ -18,7 +18,7 @@ from distribuuuu.data.loader import build_images, build_loader
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.records.read_results import read_results
-from distribuuuu.trainer import test_model as evaluate_run
+from distribuuuu.trainer import evaluate_weights as evaluate_run
 from distribuuuu.trainer import train_model
 
 # By number of an image, in turn; the names are not in the order of the alphabet.

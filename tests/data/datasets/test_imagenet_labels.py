@@ -20,7 +20,7 @@ from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.datasets import imagenet_labels
 from distribuuuu.data.loader import build_images
 from distribuuuu.inference.loaded_run import build_eval_transform
-from distribuuuu.trainer import test_model as evaluate_run
+from distribuuuu.trainer import evaluate_weights as evaluate_run
 
 SYNSETS = ImageNetInfo().label_names()
 INFO = files("timm.data") / "_info"
