@@ -320,6 +320,7 @@ def test_a_suspended_job_has_not_hung(group, monkeypatch):
 
 
 def test_a_silent_rank_0_is_named(group, monkeypatch, caplog):
+    monkeypatch.setattr(process, "LATE_S", 0.0)
     run = group(2, (0.5, 0.5))
     run.monitor._check = lambda is_counted: None
     run.monitor._send = lambda peers, **message: None

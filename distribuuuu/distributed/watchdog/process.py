@@ -11,7 +11,7 @@ import uuid
 
 import torch.distributed as torch_dist
 
-from distribuuuu.distributed.stall_timer import PERIOD_S, StallTimer
+from distribuuuu.distributed.stall_timer import LATE_S, PERIOD_S, StallTimer
 from distribuuuu.distributed.watchdog.connection import Channel, kill_here
 from distribuuuu.distributed.watchdog.monitor import CAUSE_WAIT_S, EXIT_GRACE_S, Monitor
 from distribuuuu.launch.detect import Launch
@@ -116,7 +116,7 @@ class Watchdog(threading.Thread):
     def _is_watched(self) -> bool:
         """Tell whether rank 0 is heard, when this process has stalled; else name it, and kill it if it is here."""
         silent_s = (self._num_periods - self._heard_at_period) * PERIOD_S
-        if silent_s < min(self._timer.limits) / 2 and not self._is_over.is_set():
+        if silent_s < min(self._timer.limits) / 2 + LATE_S and not self._is_over.is_set():
             return True
         if not self._is_over.is_set():
             logger.error("process 0 on %s has been silent for %.0f s; all stop", self._main[0], silent_s)
