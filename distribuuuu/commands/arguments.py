@@ -84,7 +84,9 @@ def parse_args(
     if not prints:
         problems += find_run_problems(cfg, train, flags.nproc, set_keys_only=bool(problems))
     if problems:
-        raise ConfigError(problems)
+        error = ConfigError(problems)
+        error.on_all_processes = bool(found)  # else they are of this machine, e.g. of data that one node lacks
+        raise error
     flags.nproc = flags.nproc or 1
     if not prints:
         return resolve_num_classes(cfg), flags

@@ -115,7 +115,7 @@ def report(error: ConfigError) -> None:
     """Print every problem of an error to standard error; if all processes have it, only the first prints."""
     where = ""
     if not is_first_process() and not error.one_process:
-        if getattr(error, "on_all_processes", False) or os.environ.get("SLURM_LOCALID", "0") != "0":
+        if error.on_all_processes or os.environ.get("SLURM_LOCALID", "0") != "0":
             return
         time.sleep(SAME_ERROR_S)
         where = f"process {os.environ.get('RANK', os.environ.get('SLURM_PROCID'))} on {socket.gethostname()}: "

@@ -39,6 +39,8 @@ class ConfigError(ValueError):
 
     # Whether one process alone raises it, and therefore reports it whatever its rank.
     one_process = False
+    # Whether all processes raise it, so that the first one reports it.
+    on_all_processes = False
     # Exit status of the command.
     status = 2
 
