@@ -125,6 +125,7 @@ def parse_with_parser(module: ModuleType, args: list[str]) -> None:
 
 
 def parse_table(module: ModuleType, args: list[str]) -> None:
+    args = args[: args.index("--readme")] if "--readme" in args else args  # flags of tools/make_table.py
     assert not module.read_configs(module.build_parser("").parse_args(args).configs, problems := []) or not problems
 
 
