@@ -86,6 +86,13 @@ def has_16_bits(image: Image, file: Buffer = b"") -> bool:
     return image.mode.startswith("I")
 
 
+def is_transparent(image: Image) -> bool:
+    """Return whether some pixels of an opened image are transparent."""
+    if image.mode in ("RGBA", "LA", "PA"):
+        return image.getchannel("A").getextrema()[0] < 255
+    return "transparency" in image.info
+
+
 def check_size(width: int, height: int, max_pixels: int) -> None:
     """Raise ValueError if an image has more than `max_pixels`."""
     if width * height > max_pixels:

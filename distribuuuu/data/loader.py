@@ -24,7 +24,7 @@ from distribuuuu.data.batch import Batch, copy_to_device, map_leaves
 from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
 from distribuuuu.data.build_transform import MAIN, build_transform, depends_on_epoch
 from distribuuuu.data.datasets.base import TARGETS, ImageDataset, class_count_mismatch, get_dataset
-from distribuuuu.data.datasets.file_check import KEEP_16_BITS, check_images, find_reduced
+from distribuuuu.data.datasets.file_check import check_images, find_reduced
 from distribuuuu.data.decode import build_decode_options
 from distribuuuu.data.make_batch import HostBatch, Samples, as_targets
 from distribuuuu.data.normalize import Normalizer, statistics_of
@@ -351,7 +351,7 @@ def find_notes(cfg, images: ImageDataset, launch: Launch, train: bool, name: str
         error.one_process = launch.local_rank == 0  # the disk may be local to this machine
         raise error
     reduced = find_reduced(images, build_decode_options(cfg))
-    notes = (broken, unknown, reduced and f"{reduced}; {KEEP_16_BITS}")
+    notes = (broken, unknown, reduced)
     yield from (f"{key}: {note}" for note in notes if note)
     if train and len(images.classes) == 1 and name == MAIN:
         yield f"{key}: there is only one class, {images.classes[0]}: every model has a top-1 of 100"

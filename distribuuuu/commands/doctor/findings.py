@@ -29,7 +29,7 @@ from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.file_check import KEEP_16_BITS
 from distribuuuu.data.decode import DecodeOptions
 from distribuuuu.files.image_files import list_classes
-from distribuuuu.hints.sources import find_inner_root, holds_images, split_command
+from distribuuuu.hints.sources import count_others, find_inner_root, holds_images, split_command
 
 PROBLEM, NOTE = "problem", "note"
 # Ratio of the largest to the smallest class that is reported.
@@ -135,8 +135,10 @@ def _folder_findings(splits: dict[str, ImageDataset], counts: dict[str, dict[str
         if not count and (name in folders or splits[name].targets == "label" and name == next(iter(splits)))
     ]
     if empty := [path for path in empty if path not in unreadable]:
-        message = f"{counted(len(empty), 'class')} without an image"
-        yield Finding("empty_class", PROBLEM, message, "add images, or remove the folders", empty)
+        held = count_others(Path(), empty)
+        message = f"{counted(len(empty), 'class')} without an image" + held.partition("; fix: ")[0] * ("other" in held)
+        fix = held.partition("; fix: ")[2] if "other" in held else "add images, or remove the folders"
+        yield Finding("empty_class", PROBLEM, message, fix, empty)
     yield from _layout_findings(folders, counts)
     yield from _name_findings({name: [*classes] for name, classes in counts.items()}, splits)
 

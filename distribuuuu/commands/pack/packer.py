@@ -100,7 +100,7 @@ def pack_split(job: PackJob, train: bool) -> None:
     Raises:
         ConfigError: the folder holds another pack, an image is broken, or a file cannot be written.
     """
-    from distribuuuu.data.datasets.file_check import KEEP_16_BITS, find_reduced
+    from distribuuuu.data.datasets.file_check import find_reduced
 
     encoder, url = _build_encoder(job, train), job.split_url(train)
     identity = {"options": job.options, "source": {**job.source(train), **_fingerprint(encoder)}}
@@ -109,7 +109,7 @@ def pack_split(job: PackJob, train: bool) -> None:
             print(note, flush=True)
     encodes = job.options["format"] == "raw" or job.options["quality"] is not None
     if encodes and (reduced := find_reduced(encoder.images, encoder.options)):  # else the files are kept unchanged
-        print(f"{reduced}; {KEEP_16_BITS}", flush=True)
+        print(reduced, flush=True)
     if url and not job.overwrite and (existing := read_existing_meta(url)):
         if conflicts := compare_identities(url, existing, identity):
             raise ConfigError(conflicts)

@@ -94,7 +94,7 @@ def predict_files(job: PredictJob) -> int:
     description = describe_dependencies(job, run, selection)
     out = Journal(job.out, description, header) if job.out else StandardOutput(header)
     print(printable(run.describe()), file=sys.stderr)
-    if reduced := find_reduced(_Files(job.files), build_decode_options(run.cfg)):
+    if reduced := find_reduced(_Files(job.files), build_decode_options(run.cfg), with_fix=False):
         print(printable(f"{reduced}, as in the evaluation of the run"), file=sys.stderr)
     left, total = spans[out.num_chunks :], len(job.files)
     done = total - sum(map(len, left))

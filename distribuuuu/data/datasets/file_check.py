@@ -18,7 +18,7 @@ from distribuuuu.data.datasets.array_file import ArrayFileError, read_arrays, wr
 from distribuuuu.data.datasets.base import ImageDataset, is_file
 from distribuuuu.data.datasets.index import NUM_THREADS
 from distribuuuu.data.decode import build_decode_options, decode
-from distribuuuu.data.image_file import DecodeOptions, check_size, has_16_bits, open_image
+from distribuuuu.data.image_file import DecodeOptions, check_size, has_16_bits, is_transparent, open_image
 from distribuuuu.data.jpeg_header import read_jpeg_header
 from distribuuuu.data.make_batch import reason_of
 from distribuuuu.files.image_files import file_stamp, open_nonblocking, read_file
@@ -75,8 +75,8 @@ def check_images(cfg, images: ImageDataset, train: bool) -> tuple[str, str]:
     return problem, rest
 
 
-def find_reduced(images: ImageDataset, options: DecodeOptions) -> str:
-    """Return a message if images of 16 bits are reduced to 8 (DATA.PIXELS uint8), else ""; a few images are read."""
+def find_reduced(images: ImageDataset, options: DecodeOptions, with_fix: bool = True) -> str:
+    """Return a message if images lose 16 bits (DATA.PIXELS uint8) or their transparency; a few images are read."""
     is_read = images.has_files or (images.holds_files and images.remote is None)
     num = len(images) if is_read and options.pixels == "uint8" else 0
     for index in range(0, num, max(1, num // _SAMPLES)):
@@ -86,7 +86,13 @@ def find_reduced(images: ImageDataset, options: DecodeOptions) -> str:
             if not is_file(data := images.read(index)):
                 return ""
             if has_16_bits(open_image(data, options.max_pixels), data):
-                return f"16-bit images, e.g. {images.describe(index)}, are reduced to 8 bits"
+                return (
+                    f"16-bit images, e.g. {images.describe(index)}, are reduced to 8 bits"
+                    + f"; {KEEP_16_BITS}" * with_fix
+                )
+            if options.channels == 3 and is_transparent(open_image(data, options.max_pixels)):
+                shown = "its stored colors are shown where it is transparent"
+                return f"images with transparency, e.g. {images.describe(index)}, lose it: {shown}"
     return ""
 
 

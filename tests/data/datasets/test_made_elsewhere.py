@@ -10,6 +10,8 @@ from PIL import Image
 from support.archives import write_tar
 from support.runs import errors_of, make_cfg
 
+from distribuuuu.data.datasets.file_check import find_reduced
+from distribuuuu.data.decode import DEFAULTS
 from distribuuuu.data.loader import build_images
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.inference.image_arguments import list_images
@@ -155,3 +157,13 @@ def test_class_folders_whose_files_have_other_endings(root, tmp_path):
         shutil.rmtree(root / split / "scraped")
         shutil.rmtree(root / split / "phone")
     assert [len(images) for images in images_of(root, "DATA.NAME", "imagefolder")] == [2, 2]
+
+
+@pytest.mark.parametrize("mode, color, is_noted", [("RGBA", (0, 0, 0, 9), True), ("RGBA", (0, 0, 0, 255), False)])
+def test_images_that_lose_their_transparency_are_noted(tmp_path, mode, color, is_noted):
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        Image.new(mode, (8, 8), color).save(tmp_path / split / "a/1.png")
+    images, _ = images_of(tmp_path, "DATA.NAME", "imagefolder")
+    assert bool(find_reduced(images, DEFAULTS)) == is_noted
+    assert not is_noted or "with transparency" in find_reduced(images, DEFAULTS)
