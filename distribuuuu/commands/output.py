@@ -12,7 +12,7 @@ from pathlib import Path
 from distribuuuu.commands.guard import ending_with_reader
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import did_you_mean
-from distribuuuu.config.run_files import BEST_NAMES, RUN_FILES, find_parent_problem, find_path_problem, local_folder
+from distribuuuu.config.run_files import BEST_NAMES, RUN_FILES, find_path_problem, local_folder
 from distribuuuu.files.untrusted import printable
 
 EXPECTED = "the OUT_DIR of a run, a checkpoint, an exported folder, or timm/NAME"
@@ -27,7 +27,7 @@ def check_out(flag: str, out: str | os.PathLike) -> None:
     Raises:
         ConfigError: it is no local path, or a file of a run.
     """
-    problem = find_path_problem(out) or find_parent_problem(out)
+    problem = find_path_problem(out)
     name = Path(out).name
     is_of_run = name in (*RUN_FILES, "config.yaml") or BEST_NAMES.fullmatch(name)
     if problem is None and is_of_run and os.path.lexists(out):

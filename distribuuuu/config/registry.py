@@ -1,10 +1,10 @@
 """Registries: tables of functions and classes by name, filled by decorators and imported on the first look-up."""
 
+import ast
 import dataclasses
 import functools
 import importlib
 import importlib.util
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,34 +59,36 @@ class Registry:
         files = [getattr(sys.modules.get(module), "__file__", None) or module for module in modules]
         return ConfigError(f"{self.kind} {name!r} is registered twice: in {' and in '.join(files)}; fix: rename one")
 
-    def _sources(self) -> Iterator[tuple[str, str]]:
-        """Yield (module, source) of the modules below the package that register an entry, without importing them."""
-        spec = importlib.util.find_spec(self.package)
-        folders = (spec.submodule_search_locations if spec else None) or []
-        for folder in map(Path, folders):
-            for path in sorted(folder.rglob("*.py")):
-                source = path.read_text(encoding="utf-8")
-                if f"{self.name}.register" in source and path.stem != "__init__":
-                    yield ".".join((self.package, *path.relative_to(folder).with_suffix("").parts)), source
-
     @functools.cached_property
     def _declared(self) -> dict[str, tuple[str, bool]]:
-        """Each name in a decorator: its module, and whether that declares settings; read from the sources.
+        """Each name in a decorator: its module, and whether that declares settings; read without importing the module.
 
         A module with computed names is imported instead. Two decorators with one name are a ConfigError.
         """
-        name, declared = re.escape(self.name), dict[str, tuple[str, bool]]()
-        for module, source in self._sources():
-            decorated = rf'^@{name}\.register(?:\("([^"]+)"\))?\n(?:@.*\n)*(?:def|class) (\w+)'
-            found = re.findall(decorated, source, re.MULTILINE)
-            if len(found) < len(re.findall(rf"^\s*@?{name}\.register", source, re.MULTILINE)):
+        spec, declared = importlib.util.find_spec(self.package), dict[str, tuple[str, bool]]()
+        roots = map(Path, (spec.submodule_search_locations if spec else None) or [])
+        for folder, path in ((root, path) for root in roots for path in sorted(root.rglob("*.py"))):
+            source = path.read_text(encoding="utf-8")
+            if f"{self.name}.register" not in source or path.stem == "__init__":
+                continue
+            module = ".".join((self.package, *path.relative_to(folder).with_suffix("").parts))
+            found = [name for node in ast.parse(source).body for name in self._names_in(node)]
+            uses = [line for line in source.splitlines() if line.lstrip(" @").startswith(f"{self.name}.register")]
+            if len(found) < len(uses):
                 importlib.import_module(module)
-            has_settings = bool(re.search("class Settings|Columns.* = ", source))
-            for entry in (given or own for given, own in found):
-                if entry in declared:
-                    raise self._taken(entry, declared[entry][0], module)
-                declared[entry] = (module, has_settings)
+            for name in found:
+                if name in declared:
+                    raise self._taken(name, declared[name][0], module)
+                declared[name] = (module, "class Settings" in source or "Columns" in source)
         return declared
+
+    def _names_in(self, node: ast.stmt) -> Iterator[str]:
+        """Yield the names under which the decorators of a function or a class register it."""
+        for decorator in getattr(node, "decorator_list", ()):
+            called = decorator.func if isinstance(decorator, ast.Call) else decorator
+            if ast.unparse(called) == f"{self.name}.register":
+                given = ast.literal_eval(decorator.args[0]) if called is not decorator else node.name  # type: ignore
+                yield given
 
     def names(self) -> list[str]:
         """Return every registered name, sorted."""

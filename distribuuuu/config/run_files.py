@@ -27,8 +27,6 @@ BEST_NAMES = re.compile(r"best(_[a-z0-9]+)?\.pth\.tar")
 # Archives of checkpoints and results, damaged and temporary files, trials of a sweep; in lower case.
 _PATTERNS = re.compile(r"(checkpoints|results|test_results)\..*|.*\.(broken|tmp|partial)|trial_\d+")
 
-# Windows reserves these names, with any extension.
-_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
 # Most file systems allow 255 bytes; the temporary name of a file is longer than its own.
 _MAX_NAME_BYTES, _MAX_PART_BYTES = 200, 255
 # A scheme, as in s3://bucket or file:folder, or a host, as in me@host:folder; a single letter is a drive of Windows.
@@ -92,8 +90,8 @@ def find_name_problem(name: str) -> str | None:
     expected = "expected a plain file name, which is placed in OUT_DIR, e.g. config.yaml"
     if not name.strip() or not name.isprintable() or re.search(r'[/\\:*?"<>|]', name):
         return f"got {name!r}; {expected}"
-    if name.startswith((".", "~")) or name != name.strip(" .") or _DEVICES.fullmatch(name.lower()):
-        return f"got {name!r}, which is hidden or reserved on some systems; {expected}"
+    if name.startswith((".", "~")) or name != name.strip(" ."):
+        return f"got {name!r}, which is hidden; {expected}"
     if len(os.fsencode(name)) > _MAX_NAME_BYTES:
         return f"got a name of {len(os.fsencode(name))} bytes; expected at most {_MAX_NAME_BYTES}"
     return f"got {name!r}, which is a file of the run; {expected}" if is_run_file(name) else None
@@ -117,16 +115,4 @@ def find_path_problem(path: str | os.PathLike, is_run: bool = False) -> str | No
     resolved = os.path.realpath(text)
     if resolved == os.path.dirname(resolved):
         return f"got {text}, the root of the file system; expected a folder of its own, e.g. ./exp"
-    return None
-
-
-def find_parent_problem(path: str | os.PathLike) -> str | None:
-    """Return why a path with `..` has no parent folder yet; None if it has one, or if it is without `..`.
-
-    The system resolves `a/..` only if `a` exists, and creating the path would leave an empty folder `a`.
-    """
-    parts = Path(path).parts
-    for place in range(1, len(parts)):
-        if parts[place] == ".." and not os.path.exists(before := Path(*parts[:place])):
-            return f"got {os.fspath(path)}; `..` follows {before}, which does not exist; fix: leave out both"
     return None

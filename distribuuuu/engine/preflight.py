@@ -17,7 +17,7 @@ from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import find_model_problems, load_table
 from distribuuuu.config.options import IMAGENET_CLASSES, OPTIONAL_DECODERS
 from distribuuuu.config.registry import OPTIMIZERS, TRACKERS, dataset_class, dataset_name
-from distribuuuu.config.run_files import CHECKPOINTS, find_parent_problem, find_path_problem
+from distribuuuu.config.run_files import CHECKPOINTS, find_path_problem
 from distribuuuu.data.batch_plan import check_accumulation, check_auto, check_num_images, check_pairs, plan_of
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.ports import find_port_problem
@@ -182,9 +182,6 @@ def _finetune_problems(cfg) -> Iterator[tuple[str, str]]:
 
 def _out_dir_problems(out_dir: Path, train: bool) -> Iterator[tuple[str, str]]:
     """Yield a problem if a run cannot write to OUT_DIR or, in training, to its checkpoint folder."""
-    if problem := find_parent_problem(out_dir):
-        yield "OUT_DIR", problem
-        return
     for path in (out_dir, out_dir / CHECKPOINTS) if train else (out_dir,):
         existing = next(folder for folder in (path, *path.absolute().parents) if os.path.exists(folder))
         if not existing.is_dir():

@@ -31,7 +31,7 @@ from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import build_images
 from distribuuuu.data.normalize import statistics_of
 from distribuuuu.inference.loaded_run import LoadedRun
-from distribuuuu.models.constructor import find_architecture
+from distribuuuu.models.find_architecture import find_architecture
 from distribuuuu.models.preprocessing import follow, of_timm
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Models by name.
 
 - build.py: `build_model`, MODEL.ARCH to a model; `check_model`, the same checks without memory or downloads.
-- constructor.py: MODEL.ARCH to a constructor of this package, timm or torchvision, and its arguments.
+- find_architecture.py: MODEL.ARCH to a constructor of this package, timm or torchvision, and its arguments.
 - head.py: the layers whose shapes depend on the number of classes (FINETUNE.HEAD_RESET).
 - pretrained.py: published weights of timm and torchvision (MODEL.PRETRAINED).
 - finetune.py: the initial weights of a run, and weights trained on other data (FINETUNE.WEIGHTS).

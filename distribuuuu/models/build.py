@@ -9,7 +9,7 @@ from torch import nn
 
 from distribuuuu.checkpoint.weights_files import PUBLISHED
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.models.constructor import Architecture, build_model_spec
+from distribuuuu.models.find_architecture import Architecture, build_model_spec
 from distribuuuu.models.pretrained import build_pretrained, find_published
 
 

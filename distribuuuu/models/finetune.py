@@ -16,7 +16,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.distributed import comm as dist
 from distribuuuu.models.build import as_finetune_problems, build_model, count_parameters
-from distribuuuu.models.constructor import adapt_input
+from distribuuuu.models.find_architecture import adapt_input
 from distribuuuu.models.freeze import count_frozen, freeze
 from distribuuuu.models.head import find_head, layer_of, replace_layers
 

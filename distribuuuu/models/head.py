@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from distribuuuu.models.constructor import build_model_spec
+from distribuuuu.models.find_architecture import build_model_spec
 
 
 def find_head(cfg, model: nn.Module) -> list[str]:

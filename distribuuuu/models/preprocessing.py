@@ -14,7 +14,7 @@ from distribuuuu.config.config_node import get_value
 from distribuuuu.config.json_file import load_json
 from distribuuuu.config.reader import override
 from distribuuuu.config.registry import dataset_class
-from distribuuuu.models.constructor import find_architecture
+from distribuuuu.models.find_architecture import find_architecture
 from distribuuuu.models.pretrained import find_published
 
 STATISTICS = ("DATA.MEAN", "DATA.STD")

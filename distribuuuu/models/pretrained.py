@@ -10,7 +10,7 @@ import torchvision
 from torch import nn
 
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.models.constructor import Architecture, ModelSpec
+from distribuuuu.models.find_architecture import Architecture, ModelSpec
 from distribuuuu.models.head import find_resized_layers, replace_layers
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from torch import nn
 from distribuuuu.config import ConfigError, load_cfg, model_names
 from distribuuuu.config.model_names import SOURCES, NameTable, find_model_problems, keep_table, load_table
 from distribuuuu.models import check_model
-from distribuuuu.models.constructor import find_architecture
+from distribuuuu.models.find_architecture import find_architecture
 from distribuuuu.optim.optimizer import build_optimizer
 
 

@@ -24,7 +24,7 @@ from distribuuuu.data.transforms import WholeImage, resize
 from distribuuuu.inference.load_run import load_run
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import build_model
-from distribuuuu.models.constructor import adapt_input, find_input, replace_input
+from distribuuuu.models.find_architecture import adapt_input, find_input, replace_input
 from distribuuuu.models.finetune import load_backbone
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from distribuuuu.distributed.process_group import process_group
 from distribuuuu.engine.dry_run import dry_run_evaluation, dry_run_training
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model
-from distribuuuu.models.constructor import remove_auxiliary_heads
+from distribuuuu.models.find_architecture import remove_auxiliary_heads
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.trainer import train_model
 

@@ -21,7 +21,7 @@ from torch import nn
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.config.registry import MODELS
 from distribuuuu.models import build_model, check_model
-from distribuuuu.models.constructor import Architecture, find_architecture, make_model_spec
+from distribuuuu.models.find_architecture import Architecture, find_architecture, make_model_spec
 from distribuuuu.models.torchvision_nets import NAMES
 
 
@@ -72,7 +72,7 @@ def test_prefix_forces_a_table():
 @pytest.mark.slow
 def test_timm_is_imported_only_for_names_that_are_not_ours():
     code = (
-        "import sys; from distribuuuu.models.constructor import find_architecture as find; "
+        "import sys; from distribuuuu.models.find_architecture import find_architecture as find; "
         "find('resnet20'); print('timm' in sys.modules); find('efficientnet_b0'); print('timm' in sys.modules)"
     )
     assert run_python("-c", code).stdout.split() == ["False", "True"]

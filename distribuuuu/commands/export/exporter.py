@@ -36,7 +36,7 @@ from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.files.new_folder import new_folder
 from distribuuuu.inference.load_run import open_data
 from distribuuuu.inference.loaded_run import CPU, LoadedRun
-from distribuuuu.models.constructor import ModelSpec, find_architecture, make_model_spec
+from distribuuuu.models.find_architecture import ModelSpec, find_architecture, make_model_spec
 from distribuuuu.records.environment import describe_hardware, find_commit, list_versions
 from distribuuuu.records.run_config import describe_evaluation
 

@@ -209,7 +209,7 @@ def check_names(cfgs: Sequence[Config]) -> None:
     Raises:
         ConfigError: with each problem once.
     """
-    from distribuuuu.models.constructor import build_model_spec
+    from distribuuuu.models.find_architecture import build_model_spec
     from distribuuuu.optim.named_optimizers import check_arguments, find_optimizer
 
     def check_optimizer(cfg: Config) -> None:
