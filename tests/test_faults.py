@@ -41,10 +41,7 @@ def test_a_nan_stops_the_run_and_names_the_last_finite_checkpoint(image_folder, 
     assert done.returncode == 2 and "Traceback" not in done.stderr
     newest = CheckpointManager(tmp_path / "out").list()[-1]
     assert is_finite(newest) and newest.name == "ckpt_ep_001_step_000001.pth.tar"
-    said = (
-        "the weights are not finite (first .*): ckpt_ep_001_step_000002.pth.tar was not written in epoch 2, by step 2"
-    )
-    assert re.search(said.replace("(", r"\(").replace(")", r"\)"), done.stderr) and str(newest) in done.stderr
+    assert f"the training loss is nan in epoch 2, by step 2; the newest checkpoint, {newest}, is finite" in done.stderr
 
 
 @pytest.mark.slow
@@ -52,7 +49,7 @@ def test_a_rollback_resumes_from_the_last_finite_checkpoint_with_another_seed(im
     out_dir = tmp_path / "out"
     done = train_failing_model(image_folder, out_dir, *EXPLODING, "TRAIN.ON_NAN", "rollback")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"not finite in epoch 2, by step 4: rollback 1 of 3, to .*ckpt_ep_001_step_000001", done.stderr)
+    assert re.search(r"loss is nan in epoch 2, by step 2: rollback 1 of 3, to .*ckpt_ep_001_step_000001", done.stderr)
     paths = CheckpointManager(out_dir).list()
     assert all(is_finite(path) for path in paths)
     last = read_checkpoint(paths[-1])
@@ -102,7 +99,7 @@ def long_run(image_folder, tmp_path):
 @pytest.mark.slow
 def test_a_run_survives_a_full_disk_and_loses_nothing_once_there_is_space(long_run):
     limit_files(long_run, MAX_FILE_BYTES)
-    long_run.wait_for(lambda: "checkpoint" in long_run.last_lines() and "CANNOT BE WRITTEN" in long_run.last_lines())
+    long_run.wait_for(lambda: "Cannot write checkpoint" in long_run.last_lines())
     before = CheckpointManager(long_run.out_dir).list()
     time.sleep(1)
     assert CheckpointManager(long_run.out_dir).list() == before and all(is_finite(path) for path in before)

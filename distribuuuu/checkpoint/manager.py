@@ -73,11 +73,12 @@ class CheckpointManager:
 
     # --------------------------------------------------------------------------------------- saving
 
-    def save(self, content: dict[str, Any]) -> Path:
+    def save(self, content: dict[str, Any], is_last: bool = False) -> Path:
         """Copy the content of a checkpoint, write it while training continues, and return its file.
 
         Every process must call it, and waits until the write before has ended. In this order are written: the results
         and the best weights, if the content follows an evaluation, and the checkpoint. Then older ones are removed.
+        With `is_last`, the write before has failed after `LAST_RETRIES_S`.
 
         Raises:
             NonFiniteError: the weights are infinite or NaN; nothing is written.
@@ -85,7 +86,7 @@ class CheckpointManager:
         """
         path = self.folder / checkpoint_name(content["epoch"] + 1, content["step"])
         failure, nonfinite = "", None
-        if dist.is_main() and not (failure := self._join(RETRIES_S)):
+        if dist.is_main() and not (failure := self._join(LAST_RETRIES_S if is_last else RETRIES_S)):
             content = snapshot(content)
             skipped = ("meter", "task", "evaluations")  # of which NaN may be a regular value
             nonfinite = find_nonfinite({key: value for key, value in content.items() if key not in skipped})

@@ -22,7 +22,7 @@ from distribuuuu.engine.run import Run, is_finished
 from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import list_jobs
 from distribuuuu.tasks.base import Task
-from distribuuuu.tasks.metrics import NonFiniteLoss
+from distribuuuu.tasks.metrics import check_finite
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,7 @@ def capture(run: Run) -> dict[str, Any]:
         NonFiniteLoss: the loss of a step since the last row of metrics is infinite or NaN.
     """
     content = run.state.to_dict()
-    if not all(torch.isfinite(state["sums"][1]) for state in content["meter"]):
-        raise NonFiniteLoss("the training loss is not finite")
+    check_finite({"loss": sum(float(state["sums"][1]) for state in content["meter"])})
     content["task"] = capture_task(run.task)
     return {**content, "jobs": list_jobs(), "finished": is_finished(run.cfg, run.state)}
 

@@ -30,6 +30,7 @@ from distribuuuu.config import load_cfg
 from distribuuuu.engine.resume import list_changes
 from distribuuuu.engine.state import TrainState
 from distribuuuu.files.atomic_file import replacing
+from distribuuuu.launch.signals import WRITER_NAME
 from distribuuuu.optim.optimizer import build_optimizer
 
 
@@ -371,6 +372,12 @@ def test_a_write_that_fails_for_too_long_ends_the_run_and_a_bug_at_once(tmp_path
     folder.save(make_state(epoch=1).to_dict())
     with pytest.raises(CheckpointError, match="could not be written: .*No space left"):
         folder.save(make_state(epoch=2).to_dict())
+    monkeypatch.setattr(checkpoint, "RETRIES_S", 600.0)  # the process ends soon if another error ends the run
+    monkeypatch.setattr(checkpoint, "LAST_RETRIES_S", 0.05)
+    folder.save(make_state(epoch=2).to_dict())
+    begin, writers = time.monotonic(), [thread for thread in threading.enumerate() if thread.name == WRITER_NAME]
+    folder.close()
+    assert time.monotonic() - begin < 10 and len(writers) == 1 and writers[0].daemon
     monkeypatch.setattr(checkpoint, "write_atomically", mock.Mock(side_effect=ZeroDivisionError))
     folder.save(make_state(epoch=1).to_dict())
     with pytest.raises(ZeroDivisionError):

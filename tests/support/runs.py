@@ -92,8 +92,8 @@ def train_and_stop(cfg, place: tuple[int, int], monkeypatch) -> None:
     """Train until the checkpoint of `place`, (finished epochs, steps since), is written, and no step further."""
     save = CheckpointManager.save
 
-    def save_and_stop(self, content):
-        path = save(self, content)
+    def save_and_stop(self, content, **options):
+        path = save(self, content, **options)
         if (content["epoch"] + 1, content["step"]) == place:
             self.finish()
             raise Stopped
