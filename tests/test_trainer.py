@@ -253,7 +253,11 @@ def test_each_model_that_trains_or_is_evaluated_is_compiled_once(small_cfg, monk
     monkeypatch.setattr("distribuuuu.engine.build.wrap_model", wrap)
     compile_model = lambda model, mode: compiled.append((model, mode))  # noqa: E731
     monkeypatch.setattr("distribuuuu.engine.build.compile_model", compile_model)
-    note = lambda task, model, *rest: evaluated.append(model) or evaluate(task, model, *rest)  # noqa: E731
+
+    def note(task, model, *rest, **options):
+        evaluated.append(model)
+        return evaluate(task, model, *rest, **options)
+
     for module in (trainer, evaluator):
         monkeypatch.setattr(module, "evaluate", note)
     cfg = small_cfg("EMA.HALF_LIFE", 50, "OPTIM.MAX_EPOCH", 1, "MODEL.COMPILE", "default")

@@ -9,7 +9,7 @@ import math
 import os
 import reprlib
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,11 @@ logger = logging.getLogger(__name__)
 EXPECTED = "the OUT_DIR of a run, a checkpoint, an exported folder, or timm/NAME"
 # Names of registered entries that a prediction does not need.
 _ONLY_TRAINING = ("LOSS.NAME", "AUG.OPERATIONS", "OPTIM.LR_POLICY", "TRAIN.METRICS", "TEST.METRICS")
+# Other values of config.json, and its largest sides in pixels and numbers of channels.
+_KINDS = {**dict.fromkeys(("pretrained_cfg", "distribuuuu", "model_args", "config"), dict),
+          **dict.fromkeys(("architecture", "interpolation", "crop_mode", "pixels", "weights"), str),
+          "flip": bool, "exif_rotate": bool}  # fmt: skip
+_MAX_SIDE = 8192
 _CONFIG, _EXPORT_CONFIG, _EXPORT_WEIGHTS = get_cfg().CFG_DEST, "config.json", "model.safetensors"
 
 
@@ -122,10 +127,10 @@ def _open_export(folder: Path, overrides: Sequence[str]) -> LoadedRun:
 
 
 def _read_export_config(path: Path) -> dict[str, Any]:
-    """Return the content of config.json; every value that is read later has its type.
+    """Return the content of config.json, all of whose values can be used.
 
     Raises:
-        ConfigError: it cannot be read, or a value has another type.
+        ConfigError: it cannot be read, or a value has another type or is out of range.
     """
     try:
         settings = load_json(path)
@@ -133,61 +138,31 @@ def _read_export_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"RUN: {error}; expected {EXPECTED}") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"RUN: {path} is not a JSON object; expected {EXPECTED}")
-    _check_fields(path, settings, _FIELDS)
-    if isinstance(published := settings.get("pretrained_cfg"), dict):
-        _check_fields(path, published, _FIELDS, "pretrained_cfg.")
-        channels, *_ = published.get("input_size") or [None]
-        fits = (lambda values: channels in (None, len(values))), f"{channels} numbers, one per channel of input_size"
-        _check_fields(path, published, dict.fromkeys(("mean", "std"), fits), "pretrained_cfg.")
-    if isinstance(entries := settings.get("distribuuuu"), dict):
-        _check_fields(path, entries, _OWN_FIELDS, "distribuuuu.")
+    inner = (settings.get(name) for name in ("pretrained_cfg", "distribuuuu"))
+    parts = [settings, *(part for part in inner if isinstance(part, dict))]
+    for key, value in (item for part in parts for item in part.items()):
+        if value is not None and not _is_usable(key, value):
+            raise ConfigError(f"RUN: {path}: {key}: cannot use {reprlib.repr(value)}; fix: export it again")
     return settings
 
 
-def _check_fields(path: Path, values: Mapping[str, Any], fields: Mapping[str, Any], prefix: str = "") -> None:
-    for key, (is_valid, expected) in fields.items():
-        if values.get(key) is not None and not is_valid(values[key]):
-            got = reprlib.repr(values[key])
-            raise ConfigError(f"RUN: {path}: {prefix}{key}: got {got}; expected {expected}; fix: export it again")
+def _is_usable(key: str, value: Any) -> bool:
+    """Tell whether a value of config.json has the type, and where memory depends on it the size, that is expected."""
+    if key in ("classes", "label_names"):
+        return is_list_of(value, str)
+    if key in ("mean", "std"):
+        return isinstance(value, list) and 0 < len(value) <= _MAX_SIDE and all(map(_is_number, value))
+    if key == "input_size":
+        return isinstance(value, list) and len(value) == 3 and all(type(n) is int and 0 < n <= _MAX_SIDE for n in value)
+    if key == "crop_pct":
+        return _is_number(value) and 0.01 <= value <= 100
+    if key == "num_classes":
+        return type(value) is int and 0 <= value < 1 << 31
+    return key not in _KINDS or type(value) is _KINDS[key]
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_numbers(value: Any) -> bool:
-    return isinstance(value, list) and 0 < len(value) <= 8192 and all(map(_is_number, value))
-
-
-def _is_size(value: Any) -> bool:
-    return _is_numbers(value) and len(value) == 3 and all(type(side) is int and 0 < side <= 8192 for side in value)
-
-
-def _is_a(kind: type) -> Callable[[Any], bool]:
-    """Return a test for the values of a type."""
-    return lambda value: isinstance(value, kind)
-
-
-def _is_names(value: Any) -> bool:
-    return is_list_of(value, str)
-
-
-# The values that are read from config.json: a test, and its description. All may be missing or null.
-_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("pretrained_cfg", "distribuuuu", "model_args"), (_is_a(dict), "an object")),
-    **dict.fromkeys(("architecture", "interpolation", "crop_mode", "pixels"), (_is_a(str), "text")),
-    **dict.fromkeys(("flip", "exif_rotate"), (_is_a(bool), "true or false")),
-    **dict.fromkeys(("mean", "std"), (_is_numbers, "a number for each channel")),
-    "num_classes": (lambda value: type(value) is int and 0 < value < 1 << 31, "a positive integer"),
-    "input_size": (_is_size, "[channels, height, width] in pixels"),
-    "crop_pct": (lambda value: _is_number(value) and 0.01 <= value <= 100, "a number from 0.01 to 100"),
-    "label_names": (_is_names, "a list of texts"),
-}
-_OWN_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "config": (_is_a(dict), "an object"),
-    "classes": (_is_names, "a list of texts"),
-    "weights": (_is_a(str), "text"),
-}
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _open_timm(name: str, overrides: Sequence[str]) -> LoadedRun:
