@@ -337,3 +337,15 @@ def test_the_notes_are_in_the_log_of_a_run(root, tmp_path):
     evaluate_run(cfg)
     assert (tmp_path / "out/train.log").read_text().count("1 file left out") == 2
     assert "images: .heic (1)" in (tmp_path / "out/test.log").read_text()
+
+
+def test_each_fold_of_a_table_has_a_record_of_its_own(root, tmp_path):
+    images = sorted((root / "val").rglob("*.jpg"))
+    rows = [f"{path},{path.parent.name},{fold}" for fold, path in zip(["val", "test"] * 2, images, strict=False)]
+    rows += [f"{path},{path.parent.name},train" for path in sorted((root / "train").rglob("*.jpg"))]
+    (tmp_path / "all.csv").write_text("path,label,fold\n" + "\n".join(rows) + "\n")
+    images[1].write_bytes(b"")
+    words = ("DATA.NAME", "list", "TRAIN.DATASET", tmp_path, "TEST.DATASET", tmp_path, "DATA.TABLE.split", "fold")
+    load(tmp_path, False, *words)
+    assert "1 of 2 images are broken" in refusal(tmp_path, False, *words, "TEST.SPLIT", "test")
+    assert "1 of 2 images are broken" in refusal(tmp_path, False, *words, "TEST.SPLIT", "test")
