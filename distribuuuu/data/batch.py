@@ -52,7 +52,7 @@ def map_leaves(kind: type | tuple[type, ...], function: Callable[[Any], Any], va
         return function(value)
     if isinstance(value, dict):
         return {name: map_leaves(kind, function, item) for name, item in value.items()}
-    if isinstance(value, (tuple, list)):  # a list: torch's thread that pins memory makes it of a tuple
+    if isinstance(value, tuple):
         items = [map_leaves(kind, function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value

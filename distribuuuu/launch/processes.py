@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from distribuuuu.launch.detect import NPROC_MARK
@@ -35,14 +34,7 @@ def set_up_worker() -> None:
     Slurm signals every process of a step, the terminal every process in the foreground.
     """
     ignore_signals()
-    sys.excepthook = _print_error
     die_with_parent()
-
-
-def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught error of a worker, except that the reader of its batches has exited."""
-    if not issubclass(kind, (ConnectionError, EOFError)):
-        sys.__excepthook__(kind, error, trace)
 
 
 def start_child(command: Sequence[str], name: str, env: dict[str, str], **streams: Any) -> subprocess.Popen:

@@ -248,27 +248,6 @@ def test_without_augmentation_and_in_an_evaluation_the_transform_is_the_crop(sma
 # Registered operations
 
 
-def test_a_registered_function_is_an_operation_whose_random_numbers_follow_from_the_sample(small_cfg, monkeypatch):
-    monkeypatch.setattr(AUGMENTATIONS, "_table", {})
-
-    @AUGMENTATIONS.register
-    def add_noise(pixels: torch.Tensor) -> torch.Tensor:
-        noise = random.random() + np.random.rand() + torch.rand(3, 1, 1)
-        return (pixels * 0.5 + 20 * noise).to(torch.uint8)
-
-    transform = build_loader(small_cfg("AUG.OPERATIONS", "add_noise"), ALONE, CPU, train=True).samples.transform
-    results = []
-    for seed in (1, 2):
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
-        before = states()
-        results.append(torch.stack([transform(LazyImage(scene()), SampleRNG(7, index)) for index in range(4)]))
-        assert states() == before
-    plain = torch.stack([transform.crop(LazyImage(scene()), SampleRNG(7, index)) for index in range(4)])
-    assert torch.equal(*results) and not torch.equal(results[0], plain)
-
-
 def test_grayscale_converts_one_image_in_five():
     transform = AugmentedCrop(whole(), operations=(augment.grayscale,))
     images = [transform(LazyImage(scene()), SampleRNG(0, index)) for index in range(500)]

@@ -11,11 +11,9 @@ from support.commands import command_module
 from support.images import draw_folder
 from support.packs import pack
 from support.runs import assert_same_run, train_and_kill
-from torch.utils.data._utils import pin_memory
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.batch import Batch, map_leaves
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import build_loader
 from distribuuuu.data.make_batch import as_targets
@@ -59,17 +57,6 @@ def test_the_index_of_a_training_image_is_that_of_its_key_for_every_order(small_
         assert batch.targets.tolist() == [loader.images.label(index) for index in batch.index.tolist()]
     for way in WAYS[1:]:
         assert_same_batches(batches_of(small_cfg(*words, *way)), batches)
-
-
-def test_the_thread_that_pins_memory_keeps_the_form_of_a_batch(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self + 0)
-    zero = torch.zeros(2)
-    batch = Batch((zero, zero), {"pair": (zero, zero)}, zero, {"other": Batch(zero, zero)})
-    pinned, broken = pin_memory.pin_memory((batch, ("a message",)))
-    moved = map_leaves(torch.Tensor, lambda tensor: tensor + 1, pinned)
-    assert isinstance(moved.images, tuple) and isinstance(moved.targets["pair"], tuple) and len(broken) == 1
-    assert torch.equal(moved.extra["other"].images, zero + 1) and moved.extra["other"].index is None
-    assert map_leaves(int, str, [1, (2, None)]) == ("1", ("2", None)), "some versions of torch make lists of tuples"
 
 
 # Targets

@@ -28,7 +28,6 @@ from distribuuuu.data.workers import LoaderWorkerError, Pass, count_workers, sta
 from distribuuuu.launch import host
 from distribuuuu.launch.detect import Launch, detect_launch
 from distribuuuu.launch.host import count_cores
-from distribuuuu.launch.processes import set_up_worker
 
 CPU = torch.device("cpu")
 ALONE = Launch("alone")
@@ -661,15 +660,3 @@ def test_images_of_a_batch_are_alike_and_of_any_type(kind, num):
         list(start(kind, num, transform=Changing(8, 8, "sizes"), batch_bytes=4 * 8 * 8 * 3))
     for (pixels, *_), _ in start(kind, num, transform=Changing(8, 8), batch_bytes=4 * 8 * 8 * 3):
         assert pixels.dtype == torch.float32 and pixels.unique().tolist() == [0.5]
-
-
-def test_a_worker_prints_its_errors_but_not_that_its_reader_has_gone(capfd):
-    def fail(error: Exception) -> None:
-        set_up_worker()
-        sys.excepthook(type(error), error, None)
-
-    for error in (ConnectionResetError(104, "reset"), EOFError(), ArithmeticError("the flux has run out")):
-        process = multiprocessing.get_context("fork").Process(target=fail, args=(error,))
-        process.start()
-        process.join()
-    assert capfd.readouterr().err.strip() == "ArithmeticError: the flux has run out"
