@@ -91,8 +91,8 @@ class Watchdog(threading.Thread):
             if (broken := self._channel.broken) and not self._is_over.is_set():
                 if not self._has_failed:
                     if self._is_last:
-                        message = "process 0 on %s %s after %s; the others stop"
-                        logger.error(message, self._main[0], broken, self._timer.position)
+                        text = "process 0 on %s %s after %s; the others stop"
+                        logger.error(text, self._main[0], broken, self._timer.position)
                     end_process(1)
                 return
 

@@ -72,6 +72,7 @@ class TrackerProcesses:
     def end(self) -> None:
         """Let the processes send what is missing and exit; they are not waited for."""
         for process in self._processes:
+            assert process.stdin, "it is a pipe"
             with contextlib.suppress(OSError):  # it has ended
                 process.stdin.write(b"\n")  # a loader worker that was forked may still hold the pipe open
                 process.stdin.close()
