@@ -113,10 +113,10 @@ def stop_run(cfg, way: str, place: tuple[int, int], monkeypatch) -> None:
         return
     set_lr, evaluate, num_steps = trainer.set_lr, trainer.evaluate, itertools.count(1)
 
-    def set_lr_or_signal(optimizer, lr):
+    def set_lr_or_signal(*arguments):
         if way == "signal" and next(num_steps) == 4 * place[0] + place[1]:
             signal.raise_signal(signal.SIGTERM)
-        set_lr(optimizer, lr)
+        set_lr(*arguments)
 
     def evaluate_or_die(*args):
         if way == "evaluation" and (Path(cfg.OUT_DIR) / "best.pth.tar").exists() == bool(place[0]):
