@@ -25,8 +25,8 @@ from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = Path(__file__).with_name("golden.json")
-# Keys of a record of metrics.jsonl that measure time.
-TIMES = ("time", "images_per_s", "wait", "eta_s", "seconds")
+# Keys of a record of metrics.jsonl that measure time or name the start of a run.
+TIMES = ("time", "images_per_s", "wait", "eta_s", "seconds", "resumed")
 CLASSES = ("ant", "bee", "cat")
 BASE = {
     "MODEL.ARCH": "resnet8", "MODEL.NUM_CLASSES": 3, "TRAIN.IM_SIZE": 16, "TEST.IM_SIZE": 18, "TRAIN.BATCH_SIZE": 8,

@@ -10,8 +10,8 @@ from bench_support.training_process import read_records
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
 
-# Fields of a record that depend on time.
-TIMES = ("time", "images_per_s", "wait", "eta_s", "seconds")
+# Fields of a record that depend on time, or name the start of a run.
+TIMES = ("time", "images_per_s", "wait", "eta_s", "seconds", "resumed")
 # Entries of a checkpoint that depend on time, on OUT_DIR (the options) or on the number of interruptions.
 NOT_COMPARED = ("seconds", "timing", "peak_memory_mib", "config", "checkpoints")
 
