@@ -40,10 +40,7 @@ def resolve_preprocessing(cfg: Config, weights: str = "") -> Config:
         cfg = follow(cfg, source, read_preprocessing(cfg.MODEL.ARCH, weights, cfg.FINETUNE.EMA))
     if cfg.DISTILL.TEACHER and cfg.DISTILL.WEIGHTS and key != "weights":
         theirs = read_preprocessing(cfg.DISTILL.TEACHER, cfg.DISTILL.WEIGHTS)
-        own = {
-            "DATA.MEAN": cfg.DATA.MEAN or dataset_class(cfg).mean,
-            "DATA.STD": cfg.DATA.STD or dataset_class(cfg).std,
-        }
+        own = {key: _value_of(cfg, key) for key in STATISTICS}
         _note_differences(cfg, f"DISTILL.WEIGHTS {cfg.DISTILL.WEIGHTS}", theirs, own)
     return cfg
 
@@ -70,7 +67,7 @@ def follow(cfg: Config, source: str, theirs: Mapping[str, Any]) -> Config:
     followed = {
         key: value for key, value in known.items() if key not in cfg.origins and not (is_sized and key in SIZES)
     }
-    given = {key: get_value(cfg, key) for key in known if key in cfg.origins and key != "DATA.INTERPOLATION"}
+    given = {key: _value_of(cfg, key) for key in known if key in cfg.origins and key != "DATA.INTERPOLATION"}
     if followed:
         cfg = override(cfg, followed, source, FOLLOWING)
         shown = ", ".join(f"{key} {_show(get_value(cfg, key))}" for key in followed)
@@ -80,6 +77,14 @@ def follow(cfg: Config, source: str, theirs: Mapping[str, Any]) -> Config:
         cfg.notes.append((logging.INFO, text))
     _note_differences(cfg, source, known, given)
     return cfg
+
+
+def _value_of(cfg: Config, key: str) -> Any:
+    """Return the value of an option; an empty mean or standard deviation is that of the data set."""
+    value = get_value(cfg, key)
+    if key in STATISTICS and not value:
+        return getattr(dataset_class(cfg), key.partition(".")[2].lower())
+    return value
 
 
 def _note_differences(cfg: Config, source: str, theirs: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -97,6 +102,8 @@ def _show(value: Any) -> str:
 
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        if 1 in (len(one), len(other)):  # of gray images, three values are averaged
+            one, other = [sum(one) / len(one)], [sum(other) / len(other)]
         return len(one) == len(other) and all(map(_is_same, one, other))
     if isinstance(one, (int, float)) and isinstance(other, (int, float)):
         return math.isclose(one, other, abs_tol=1e-3)

@@ -13,7 +13,7 @@ from timm.models import save_for_hf
 from distribuuuu.config import load_cfg
 from distribuuuu.config.config_node import get_value
 from distribuuuu.inference.load_run import find_run
-from distribuuuu.models.preprocessing import resolve_preprocessing
+from distribuuuu.models.preprocessing import follow, resolve_preprocessing
 from distribuuuu.trainer import train_model
 
 HALF = (0.5, 0.5, 0.5)
@@ -83,6 +83,11 @@ def test_set_options_stay_and_a_difference_is_a_warning_with_the_words_to_add(fo
     assert "add: DATA.MEAN '[0.5, 0.5, 0.5]' TRAIN.IM_SIZE 64" in note and "INTERPOLATION" not in note
     same = make_cfg("FINETUNE.WEIGHTS", folder / "file.pth", "DATA.MEAN", "[0.5,0.5,0.5]")
     assert notes_of(resolve_preprocessing(same), logging.WARNING) == []
+    for theirs in ((0.485, 0.456, 0.406), (0.449,)):  # those of the data set, or their mean
+        empty = resolve_preprocessing(make_cfg("DATA.MEAN", "[]"))
+        assert notes_of(follow(empty, "run", {"DATA.MEAN": theirs}), logging.WARNING) == []
+    (note,) = notes_of(follow(make_cfg("DATA.MEAN", "[]"), "run", {"DATA.MEAN": HALF}), logging.WARNING)
+    assert "than DATA.MEAN [0.485, 0.456, 0.406]" in note
 
 
 def test_statistics_of_other_channels_or_pixels_are_not_followed(folder):
