@@ -133,6 +133,10 @@ def describe_end(run: Run, started: float) -> None:
             command = shlex.join([*test, "--cfg", str(Path(cfg.OUT_DIR) / cfg.CFG_DEST), "MODEL.WEIGHTS", str(path)])
             logger.info("best %s%s: %s; weights: %s", name, label, best.describe(metric), path)
             logger.info("to evaluate: %s", command)
+    if dist.is_main() and any(path.exists() for path in bests.values()):
+        run_dir = shlex.quote(str(cfg.OUT_DIR))
+        logger.info("next: distribuuuu report %s; distribuuuu predict %s IMAGES; distribuuuu export %s --format onnx "
+                    "--out FOLDER", run_dir, run_dir, run_dir)  # fmt: skip
     if state.num_skipped:
         num_steps = sum(map(run.train_loader.steps_of, range(state.epoch)))  # the last epoch may end early
         logger.warning("the task applied no gradients in %d of %d steps", state.num_skipped, num_steps)

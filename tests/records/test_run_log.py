@@ -369,5 +369,8 @@ def test_the_last_lines_name_the_best_weights_and_a_command_that_evaluates_them(
         command = shlex.split(lines[at + 1].removeprefix("to evaluate: "))
         assert command == ["distribuuuu", "test", "--cfg", f"{out_dir}/config.yaml", "MODEL.WEIGHTS",
                            str(out_dir / name)]  # fmt: skip
+    (line,) = [line for line in lines if line.startswith("next: ")]
+    assert [words.split()[:3] for words in line.removeprefix("next: ").split("; ")] == [
+        ["distribuuuu", name, str(out_dir)] for name in ("report", "predict", "export")]  # fmt: skip
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and f"validation of 37 images, ema weights: top1 {best['top1']:.3f} " in done.stderr

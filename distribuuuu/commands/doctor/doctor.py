@@ -18,6 +18,7 @@ from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.reader import COMMAND_LINE, list_files
 from distribuuuu.files.untrusted import printable
+from distribuuuu.hints.sources import missing_root
 from distribuuuu.launch.host import count_cores
 
 # Files and groups of a finding, and rows of the table of classes, that the text shows.
@@ -37,6 +38,8 @@ def doctor(prog: str, args: list[str]) -> int:
     flags, folder, cfg = parse_args(prog, args)
     if flags.statistics:
         return _print_statistics(flags, cfg if folder is None else changed(cfg, {"TRAIN.DATASET": str(folder)}))
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(Problem(*missing_root("FOLDER", folder, "SPLIT/CLASS/IMAGE or CLASS/IMAGE")))
     if (cfg.DATA.CHANNELS, cfg.DATA.PIXELS) not in ((3, "uint8"), (1, "uint8")):
         message = f"got {cfg.DATA.CHANNELS} with DATA.PIXELS {cfg.DATA.PIXELS}; expected 8-bit RGB or gray images"
         raise ConfigError(Problem("DATA.CHANNELS", f"{message}; fix: --statistics, which takes any"))

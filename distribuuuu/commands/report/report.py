@@ -46,10 +46,11 @@ def report(prog: str, args: list[str]) -> int:
     run = read_run(flags.run)
     if flags.format == "html":
         write_page(out, build_report(run))
-        mistakes = out.with_name(f"{out.stem}_mistakes.csv")
-        write_page(mistakes, list_mistakes(run.content))
-        for line in (*describe_accuracy(run), f"mistakes: {mistakes}"):
-            print(printable(line))
+        if run.content.classifies:
+            mistakes = out.with_name(f"{out.stem}_mistakes.csv")
+            write_page(mistakes, list_mistakes(run.content))
+            for line in (*describe_accuracy(run), f"mistakes: {mistakes}"):
+                print(printable(line))
     else:
         text = json.dumps(replace_nonfinite(list_report(run)), indent=1, allow_nan=False, default=str) + "\n"
         if not flags.out:

@@ -13,7 +13,7 @@ from typing import Any
 
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.output import WIDTH, find_unread_url, print_report
-from distribuuuu.commands.reproduce.verdict import compare_run, format_rows
+from distribuuuu.commands.reproduce.verdict import compare_run, describe_possible, format_rows
 from distribuuuu.commands.stats.run_groups import Result, group_runs, name_groups, read_runs
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import did_you_mean
@@ -61,6 +61,7 @@ def reproduce(prog: str, args: list[str]) -> int:
     command = build_command(row[0].record, seed, [*words, "OUT_DIR", out_dir])
     shown = f"distribuuuu {shlex.join(command)}"
     print_report(textwrap.fill(shown, WIDTH, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False))
+    print_report(textwrap.fill(f"possible verdicts: {describe_possible(row, seed)}", WIDTH))
     if status := train_again(command, row[0].record):
         return status
     rerun, record = read_results(Path(out_dir, FILE_NAME)), row[0].record

@@ -117,6 +117,22 @@ def compare_weights(
     return False, "NOT bitwise equal, though no recorded condition differs"
 
 
+def describe_possible(row: Sequence[Result], seed: int) -> str:
+    """Return which verdicts a rerun of a row can have, before it is trained."""
+    from distribuuuu.records.environment import find_commit  # imports torch
+
+    original = next((run.record for run in row if run.record["seed"] == seed), None)
+    commit = find_commit()
+    is_same = original and original.get("weights_sha256") and original["commit"] == commit
+    parts = ["bitwise equality with the recorded weights, on the same machine and versions"] if is_same else []
+    if original and not is_same:
+        parts.append(f"no bitwise verdict is expected: the row is of commit {_shorten(original['commit'])}, this is "
+                     f"{_shorten(commit)}")  # fmt: skip
+    interval = f"inside or outside the 95 % interval of {len(row)} seeds"
+    parts.append(interval if len(row) > 1 else "no interval: the row has one seed, so a difference stays undecided")
+    return "; ".join(parts)
+
+
 def compare_value(value: float | None, values: Sequence[float]) -> tuple[bool, str]:
     """Return whether a value is inside the 95 % interval of the mean of a row, else of one more run; and the verdict.
 

@@ -13,6 +13,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.config.reader import COMMAND_LINE
 from distribuuuu.files.untrusted import open_regular, printable
+from distribuuuu.hints.sources import missing_root
 
 # Headers of images, evenly spaced, that are read for the suggested sizes.
 MAX_HEADERS = 1000
@@ -42,6 +43,8 @@ def split(prog: str, args: list[str]) -> int:
     if found := [*problems, *(Problem("", text) for text in _find_problems(flags))]:
         raise ConfigError(found)
     check_out("--out", flags.out)
+    if not source.exists():
+        raise ConfigError(Problem(*missing_root("FOLDER", source, "CLASS/IMAGE")))
     from distribuuuu.commands.split.splitting import (
         list_class_images,
         list_named_images,

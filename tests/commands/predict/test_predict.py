@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from support.images import deep_png, find_data
 from support.processes import wait_for
-from support.runs import ROOT, run_python, train_and_evaluate
+from support.runs import ROOT, train_and_evaluate
 from support.tiers import slow
 
 from distribuuuu import load_run
@@ -485,11 +485,3 @@ def test_a_stopped_prediction_says_how_to_resume(shapes_run, shapes_folder, tmp_
     _, error = process.communicate()
     assert process.returncode == 130 and "SIGINT: stopped; finished images are kept" in error
     assert "Traceback" not in error
-
-
-@pytest.mark.parametrize("words", [["run", "/no/such/image"], ["run", ROOT / "README.md", "--out", "/no/such/out.csv"]])
-def test_wrong_paths_are_reported_without_torch(words):
-    code = "import sys; from distribuuuu.commands.main import start_command; "
-    code += "status = start_command('predict', '', sys.argv[1:])"
-    done = run_python("-c", f"{code}; print(status, 'torch' in sys.modules)", *words)
-    assert done.stdout == "2 False\n" and "no such" in done.stderr, done
