@@ -103,6 +103,9 @@ class MemoryLoader:
         """Return an iterator over micro-batches."""
         return itertools.repeat(self.batch)
 
+    def choose(self, indices) -> None:
+        """Ignore which images the task chooses."""
+
     def expect(self, passes) -> None:
         """Ignore the passes that will follow."""
 

@@ -18,7 +18,7 @@ from distribuuuu.checkpoint import snapshot
 from distribuuuu.config.options import INTERPOLATIONS
 from distribuuuu.data import transforms
 from distribuuuu.data.augment import Erasing
-from distribuuuu.data.batch import Batch, copy_to_device
+from distribuuuu.data.batch import Batch, copy_to_device, map_leaves
 from distribuuuu.data.decode import Box
 from distribuuuu.data.device_samples import DeviceDataset, DeviceSamples
 from distribuuuu.data.loader import Loader, TrainLoader, build_loader
@@ -452,9 +452,10 @@ def test_a_busy_gpu_gets_the_same_batches_as_the_cpu(small_cfg, overrides):
                       for device in (torch.device("cuda", torch.cuda.current_device()), CPU))  # fmt: skip
     for _ in range(4):
         torch.cuda._sleep(20_000_000)  # keeps the main stream busy for that many cycles
-        (images, *rest, _), (others, *other_rest, _) = next(mine), next(expected)
-        torch.testing.assert_close(images.cpu(), others)
-        assert all(torch.equal(one.cpu(), other) for one, other in zip(rest, other_rest, strict=True))
+        batch, other = map_leaves(torch.Tensor, torch.Tensor.cpu, next(mine)), next(expected)
+        torch.testing.assert_close(batch.images, other.images)
+        assert torch.equal(batch.targets, other.targets) and torch.equal(batch.index, other.index)
+        assert batch[3:] == other[3:] == Batch(None, None)[3:]
 
 
 @needs_gpu

@@ -39,17 +39,17 @@ def test_a_block_is_read_across_epochs_and_leaves_the_workers_idle(small_cfg, nu
     num_epochs = {0: 1, 2: 3}[num_workers]  # 3 batches, or 3 and 4 before and after them; an epoch has 4
     for number in range(2):
         blocks.begin_block()
-        assert not workers.stream or not workers.stream.pending, "no batch is made before its block"
+        assert not workers._pending, "no batch is made before its block"
         blocks.skip_batches()
         taken = [next(blocks.batches_from(0, 0, 0))[0] for _ in range(3)]
         # With workers, the last batch taken ends the second epoch of the block.
-        ahead = [one.sampler.epoch % num_epochs for one, _ in workers.stream.pending]
+        ahead = [one.sampler.epoch % num_epochs for one, _ in workers._pending]
         assert ahead == [2] * blocks.num_ahead, "the workers run ahead into the next epoch"
         expected = sum(epochs[number * num_epochs : (number + 1) * num_epochs], [])[1:][blocks.num_ahead :][:3]
         assert all(map(torch.equal, taken, expected))
         assert blocks.pop_data_time() > 0
         blocks.finish_block()
-        assert not workers.stream.pending and next(blocks.batches_from(0, 0, 0), None) is None
+        assert not workers._pending and next(blocks.batches_from(0, 0, 0), None) is None
 
 
 @pytest.mark.slow

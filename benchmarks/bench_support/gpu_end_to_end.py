@@ -63,6 +63,9 @@ class BlockLoader:
         """Return an iterator over the next batches of the block; the position is ignored."""
         return self._batches
 
+    def choose(self, indices) -> None:
+        """Ignore which images the task chooses."""
+
     def expect(self, passes) -> None:
         """Ignore the passes that will follow."""
 

@@ -66,16 +66,16 @@ def test_the_values_written_out_are_those_of_the_data_set():
 
 
 @pytest.mark.parametrize(("device", "words", "logged"), [
-    ("cuda", (), "speed: not in use: TRAIN.AMP bf16, MODEL.CHANNELS_LAST True, MODEL.COMPILE default"),
+    ("cuda", (), "speed options that are off: TRAIN.AMP bf16, MODEL.CHANNELS_LAST True, MODEL.COMPILE default"),
     ("cuda", ("TRAIN.AMP", "bf16", "MODEL.CHANNELS_LAST", True, "MODEL.COMPILE", "default", "TRAIN.WORKERS", -1), ""),
     ("cpu", (), ""),
 ])  # fmt: skip
-def test_on_cuda_the_start_logs_the_options_of_speed_that_are_not_in_use(device, words, logged, small_cfg, caplog):
+def test_on_cuda_the_start_logs_the_options_of_speed_that_are_off(device, words, logged, small_cfg, caplog):
     cfg = small_cfg(*words)
     train, val = build_loaders(cfg, Launch("test"), torch.device("cpu"))
     train.device = torch.device(device)
     state = SimpleNamespace(model=torch.nn.Linear(2, 2), classes=train.images.classes, seed=0, epoch=0, step=0)
     with caplog.at_level("INFO", logger="distribuuuu"):
         describe_training(cfg, state, train, val)
-    lines = [line for line in caplog.messages if line.startswith("speed:")]
+    lines = [line for line in caplog.messages if line.startswith("speed options")]
     assert len(lines) == bool(logged) and all(logged in line for line in lines)
