@@ -124,7 +124,7 @@ def _train_until(step: int, by: int, function: Callable, args: tuple) -> None:
         left[0] -= 1
         return take_step(*given)
 
-    trainer.take_step = take_step_or_stop
+    trainer.take_step = take_step_or_stop  # type: ignore[assignment]
     torch.set_num_threads(1)  # the threads of the parent do not exist here
     function(*args)
 

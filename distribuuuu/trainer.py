@@ -233,7 +233,7 @@ def save_on_stop(run: Run) -> Iterator[None]:
         yield
     except RunStopped as stopped:
         try:
-            path = run.checkpoints.save(capture(run), is_last=True)
+            path: Path | None = run.checkpoints.save(capture(run), is_last=True)
         except NonFiniteError as error:
             path = run.checkpoints.find_latest()
             logger.error("%s; the checkpoint is an older one", error)

@@ -229,8 +229,8 @@ class CheckpointManager:
             if jobs is not None and not {*jobs} & {*content.get("jobs", ())}:
                 others = True
                 continue
-            for bad, error in damaged.items():
-                logger.warning("a damaged checkpoint is not used: %s", error)
+            for bad, problem in damaged.items():
+                logger.warning("a damaged checkpoint is not used: %s", problem)
                 with contextlib.suppress(OSError):  # e.g. a read-only folder
                     os.replace(bad, f"{bad}.broken")
             self._own |= {*content.get("checkpoints", ())}

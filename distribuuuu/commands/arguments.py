@@ -153,7 +153,7 @@ def _find_nproc_problems(nproc: int | None) -> list[Problem]:
     return []
 
 
-def build_parser(description: str, prog: str | None = None, train: bool = True) -> argparse.ArgumentParser:
+def build_parser(description: str, prog: str | None = None, train: bool = True) -> CommandParser:
     """Return the parser of the flags of a training or an evaluation; the remaining arguments are KEY VALUE pairs."""
     parser = CommandParser(
         prog=prog,

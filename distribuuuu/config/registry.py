@@ -158,7 +158,9 @@ def _combine(*classes: Any) -> Any:
     """Return a class that derives from all classes, with the settings of all."""
     own = [one.Settings for one in dict.fromkeys(classes) if hasattr(one, "Settings")]
     settings = [one for one in own if not any(one is not other and issubclass(other, one) for other in own)]
-    combined = {"Settings": dataclasses.dataclass(type("Settings", tuple(settings), {}))} if settings else {}
+    combined: dict[str, Any] = {}
+    if settings:
+        combined["Settings"] = dataclasses.dataclass(type("Settings", tuple(settings), {}))
     try:
         return type("+".join(one.__name__ for one in classes), classes, combined)
     except TypeError as error:

@@ -81,7 +81,7 @@ class _Loader(yaml.SafeLoader):
         self._depth -= 1
         return node
 
-    def construct_decimal(self, node: yaml.Node) -> int:
+    def construct_decimal(self, node: Any) -> int:
         """Return an integer; leading zeros have no meaning."""
         text = self.construct_scalar(node).replace("_", "")
         return int(text, 0 if re.match("[-+]?0[xob]", text) else 10)

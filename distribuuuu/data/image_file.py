@@ -6,7 +6,7 @@ import functools
 import io
 import re
 import warnings
-from typing import IO, TYPE_CHECKING, NamedTuple, TypeGuard
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -82,14 +82,16 @@ def has_16_bits(image: Image, file: Buffer = b"") -> bool:
     if image.format == "PNG" and file:
         return bytes(file[24:25]) == b"\x10"  # the header: PIL opens colors of 16 bits as those of 8
     if image.format == "TIFF":
-        return max(getattr(image, "tag_v2", {}).get(258, (8,))) > 8  # BitsPerSample
+        bits: Any = getattr(image, "tag_v2", {}).get(258, (8,))  # BitsPerSample
+        return max(bits) > 8
     return image.mode.startswith("I")
 
 
 def is_transparent(image: Image) -> bool:
     """Return whether some pixels of an opened image are transparent."""
     if image.mode in ("RGBA", "LA", "PA"):
-        return image.getchannel("A").getextrema()[0] < 255
+        least: Any = image.getchannel("A").getextrema()[0]
+        return least < 255
     return "transparency" in image.info
 
 

@@ -108,10 +108,10 @@ class Samples(Dataset):
                 image = pixels.permute(1, 2, 0)
                 if number == len(views):
                     views.append(allocate(image, (len(keys), *image.shape)))
-                batch = views[number]
-                if (found := (image.shape, image.dtype)) != (expected := (batch.shape[1:], batch.dtype)):
+                view = views[number]
+                if (found := (image.shape, image.dtype)) != (expected := (view.shape[1:], view.dtype)):
                     raise ValueError(f"{self.transform} returned different images: {expected}, {found}")
-                batch[row].copy_(image)
+                view[row].copy_(image)
         if unread and (not self.skip_broken or self.substitutes):
             return None, broken
         sizes = [height_and_width(view.size) for view in list_views(transform_at(self.transform, keys[0]))]

@@ -87,8 +87,9 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
 
     def steps_of(self, epoch: int) -> int:
         """Return the steps of an epoch, from 0."""
-        is_last = self.last is not None and self.last[0] == epoch
-        return part_of_epoch(self.num_steps, self.last[1]) if is_last else self.num_steps
+        if self.last is None or self.last[0] != epoch:
+            return self.num_steps
+        return part_of_epoch(self.num_steps, self.last[1])
 
     @property
     def max_num_batches(self) -> int:

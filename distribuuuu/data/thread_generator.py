@@ -1,6 +1,7 @@
 """Random numbers of torch in a thread, from a generator of its own; the default one belongs to the main thread."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distribuuuu.config import ConfigError
 
 # The in-place operation that fills what these return; only newer versions of torch give them a generator.
-_LIKE = {"rand_like": torch.Tensor.uniform_, "randn_like": torch.Tensor.normal_, "randint_like": torch.Tensor.random_}
+_LIKE: dict[str, Callable] = {
+    "rand_like": torch.Tensor.uniform_,
+    "randn_like": torch.Tensor.normal_,
+    "randint_like": torch.Tensor.random_,
+}
 
 
 class ThreadGenerator(TorchDispatchMode):

@@ -383,7 +383,7 @@ def _work(
         number, keys, slot = requests.get()
         try:
             pixels = memory.view(slot) if memory and slot is not None else np.empty(0, np.uint8)
-            answer = (*_pack_batch(sources[number], keys, pixels), None, "")
+            answer: tuple[Any, ...] = (*_pack_batch(sources[number], keys, pixels), None, "")
         except Exception as error:
             is_message = isinstance(error, (ConfigError, MemoryError))
             answer = None, (), _picklable(error), "" if is_message else traceback.format_exc()

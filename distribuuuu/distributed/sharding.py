@@ -57,7 +57,7 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> None:
     torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(grads[0].device))
 
 
-def whole_norms(norms: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def whole_norms(norms: torch.Tensor, parameter: Any) -> torch.Tensor:
     """Return the L2 norms of whole tensors from those of this process's rows, if they are sharded like a parameter.
 
     Every process must call it.

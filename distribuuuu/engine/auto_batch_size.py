@@ -31,6 +31,7 @@ from distribuuuu.distributed.rendezvous import exchange
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.build import build_run, set_backends
 from distribuuuu.engine.out_of_memory import OutOfMemory, is_out_of_memory
+from distribuuuu.engine.resume import capture
 from distribuuuu.engine.run import Run
 from distribuuuu.launch.detect import Launch, detect_launch, list_jobs
 from distribuuuu.launch.host import tune_malloc
@@ -236,7 +237,7 @@ def measure_steps(folder: str, cfg: Config, take_step: TakeStep, launch: Launch,
         for step in range(min(_STEPS, loader.steps_of(0))):
             take_step(run, batches, step)
             state.finish_step(loader.num_steps)
-        run.checkpoints.save(state)
+        run.checkpoints.save(capture(run))
         evaluate_batch(run)
         return read_peak(loader.device)
 

@@ -30,12 +30,14 @@ from distribuuuu.tasks.metrics import Meter, StepOutput
 
 logger = logging.getLogger(__name__)
 
+OnOutput = Callable[[Batch, StepOutput], None]
+
 
 def evaluate(
     task: Task,
     model: nn.Module,
     loader: Loader,
-    on_output: Callable[[Batch, StepOutput], None] = lambda batch, output: None,
+    on_output: OnOutput = lambda batch, output: None,
     check: Callable[[str], None] = mark_position,
     print_freq: int = 10,
 ) -> dict[str, float]:
@@ -64,7 +66,7 @@ def evaluate(
             if batch := next(batches, None):  # else other processes have more images
                 readable, broken = split_broken(batch)
                 output = task.eval_step(model, readable or batch)
-                parts = [(readable, output)]
+                parts: list[tuple[Batch | None, StepOutput | None]] = [(readable, output)]
                 if broken:
                     wrong = task.wrong_output(broken, output)
                     parts, num = [*parts, (broken, wrong)], len(broken.images)
@@ -81,8 +83,8 @@ def evaluate(
     if result["count"] + num_left_out != len(loader.images):
         raise RuntimeError(f"evaluation saw {counted(int(result['count']), 'image')} of {len(loader.images):,}")
     if num_broken:
-        answer = "are left out" if num_left_out else "count as wrong"
-        logger.warning("%s of the evaluation cannot be read and %s", counted(num_broken, "image"), answer)
+        fate = "are left out" if num_left_out else "count as wrong"
+        logger.warning("%s of the evaluation cannot be read and %s", counted(num_broken, "image"), fate)
     return result | ({"broken": num_broken} if num_broken else {})
 
 
@@ -90,10 +92,11 @@ def split_broken(batch: Batch) -> tuple[Batch | None, Batch | None]:
     """Return the images of a batch that could be read, and those that could not; None for none."""
     if batch.broken is None:
         return batch, None
-    rows = (~batch.broken).nonzero()[:, 0], batch.broken.nonzero()[:, 0]
-    parts = (map_leaves(torch.Tensor, lambda part, own=own: part[own], batch._replace(broken=None)) for own in rows)
-    readable, broken = (part if len(own) else None for part, own in zip(parts, rows, strict=True))
-    return readable, broken
+
+    def take(rows: torch.Tensor) -> Batch | None:
+        return map_leaves(torch.Tensor, lambda part: part[rows], batch._replace(broken=None)) if len(rows) else None
+
+    return take((~batch.broken).nonzero()[:, 0]), take(batch.broken.nonzero()[:, 0])
 
 
 @dataclass
@@ -107,9 +110,9 @@ class Evaluation:
     model: nn.Module
 
     @explain_out_of_memory("the evaluation", batch="test")
-    def evaluate(self, *on_output: Callable[[Batch, StepOutput], None]) -> dict[str, float]:
+    def evaluate(self, on_output: OnOutput = lambda batch, output: None) -> dict[str, float]:
         """Return count, loss and metrics of the model as it is; `on_output` as for `evaluate`."""
-        return evaluate(self.task, self.model, self.loader, *on_output, print_freq=self.cfg.TEST.PRINT_FREQ)
+        return evaluate(self.task, self.model, self.loader, on_output, print_freq=self.cfg.TEST.PRINT_FREQ)
 
 
 @contextlib.contextmanager

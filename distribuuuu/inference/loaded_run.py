@@ -324,6 +324,7 @@ def select_classes(
     if selection == Selection():
         return [(list(range(num_classes)), row) for row in scores.tolist()]
     if selection.topk is None:
+        assert selection.threshold is not None
         probabilities = scores.sigmoid()
         ranked, order = probabilities.sort(dim=1, descending=True, stable=True)
         counts = (ranked > selection.threshold).sum(1).tolist()

@@ -106,7 +106,7 @@ def _find_wrong_type(value: Any, parameter: inspect.Parameter) -> str:
 
 
 def _build_registered(
-    cfg, registered: Callable, groups: list[dict[str, Any]], lr: float, names: dict[torch.Tensor, str]
+    cfg, registered: Callable, groups: list[dict[str, Any]], lr: float, names: dict[nn.Parameter, str]
 ) -> torch.optim.Optimizer:
     optim, known = cfg.OPTIM, inspect.signature(registered).parameters
     options = {"names": names, "momentum": optim.MOMENTUM, "dampening": optim.DAMPENING, "nesterov": optim.NESTEROV}

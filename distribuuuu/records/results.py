@@ -86,7 +86,7 @@ class RunResults:
         images = {"num_train": len(run.train_loader.images), "num_val": len(run.val_loader.images)}
         # What LOSS.CLASS_WEIGHTS auto has found.
         weights = getattr(getattr(run.task, "criterion", None), "weights", None)
-        is_auto = weights is not None and isinstance(cfg.LOSS.CLASS_WEIGHTS, str)
+        is_auto = isinstance(cfg.LOSS.CLASS_WEIGHTS, str)
         self.metadata = {
             **metadata,
             "data": {**metadata["data"], **images},
@@ -95,7 +95,7 @@ class RunResults:
                 "epochs_planned": cfg.OPTIM.MAX_EPOCH,
                 "global_batch": plan.global_batch,
                 "processes": plan.world_size,
-                **({"class_weights": weights.tolist()} if is_auto else {}),
+                **({"class_weights": weights.tolist()} if weights is not None and is_auto else {}),
             },
         }
         self._memory_of = "cuda" if run.task.device.type == "cuda" else "host"

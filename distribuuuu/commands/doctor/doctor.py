@@ -108,7 +108,7 @@ def parse_args(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespac
     return flags, folder, cfg
 
 
-def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
+def build_parser(prog: str | None = None) -> CommandParser:
     """Return the parser of the flags; it leaves the folder and the KEY VALUE arguments."""
     parser = CommandParser(
         prog=prog,

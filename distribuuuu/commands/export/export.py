@@ -44,7 +44,7 @@ def export(prog: str, args: list[str]) -> int:
     return run_export(flags)
 
 
-def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
+def build_parser(prog: str | None = None) -> CommandParser:
     """Return the parser of the command line."""
     usage = "%(prog)s RUN --format FORMAT --out FOLDER [KEY VALUE ...]"
     parser = CommandParser(prog=prog, description=_DESCRIPTION, usage=usage)

@@ -84,7 +84,7 @@ def parse_args(words: list[str], prog: str | None = None) -> PackJob:
     return job
 
 
-def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
+def build_parser(prog: str | None = None) -> CommandParser:
     """Return the parser of the flags; it leaves the folder and the KEY VALUE arguments."""
     parser = CommandParser(
         prog=prog,

@@ -6,6 +6,7 @@ import shlex
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.output import align_columns, check_out
@@ -74,7 +75,7 @@ def split(prog: str, args: list[str]) -> int:
     for line in (*lines, *align_columns(sizes, "<>>"), *plan.notes):
         print(printable(line))
     folder = str(Path(flags.out, "fold_1") if flags.folds else Path(flags.out))
-    options = {"DATA.NAME": "list", "TRAIN.DATASET": folder, "TEST.DATASET": folder}
+    options: dict[str, Any] = {"DATA.NAME": "list", "TRAIN.DATASET": folder, "TEST.DATASET": folder}
     options |= {"OUT_DIR": os.path.join("exp", Path(flags.out).resolve().name)}
     options |= _suggest_sizes([plan.images.folder / name for name in plan.images.names])
     command = shlex.join(str(word) for option in options.items() for word in option)

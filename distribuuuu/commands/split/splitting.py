@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from distribuuuu.commands.scan.data_config import find_splits, read_data_cfg
 from distribuuuu.commands.scan.disjoint_sets import DisjointSets
@@ -73,7 +74,7 @@ def list_table_images(table: Path, words: Sequence[str]) -> Images:
     if problems := problems or [Problem(*found) for found in ImageList.find_problems(cfg, train=True)
                                 if found[0] != "MODEL.NUM_CLASSES"]:  # fmt: skip
         raise ConfigError(problems)
-    found = ImageList.open_split(cfg, "TRAIN")
+    found: Any = ImageList.open_split(cfg, "TRAIN")
     names = (os.path.normpath(found.index.relative(index)) for index in range(len(found)))
     rows = sorted(zip(names, map(int, found.labels), strict=True))
     return Images(table.parent, [name for name, _ in rows], [label for _, label in rows], found.classes, False)

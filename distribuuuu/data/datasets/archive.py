@@ -29,7 +29,7 @@ class Archive(IndexedImages):
     holds_files = True
 
     @classmethod
-    def open_split(cls, cfg, name: str, trained: ImageDataset | None = None) -> "Archive":
+    def open_split(cls, cfg, name: str, trained: ImageDataset | None = None) -> ImageDataset:
         """Return the images of cfg.TRAIN or cfg.TEST."""
         section = cfg[name]
         if name == "TEST" and "{" in section.DATASET and section.DATASET == cfg.TRAIN.DATASET:

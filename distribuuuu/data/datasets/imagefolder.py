@@ -64,7 +64,7 @@ class ImageFolder(IndexedImages):
         IndexedImages.__init__(self, index, classes)
         if len(self.labels) and (np.diff(self.labels) < 0).any():
             self._order = np.argsort(self.labels, kind="stable")
-            self.labels = self.labels[self._order]
+            self.labels = np.asarray(self.labels)[self._order]
 
     @classmethod
     def open_split(cls, cfg, name: str, trained: ImageDataset | None = None) -> ImageDataset:

@@ -41,7 +41,8 @@ class IndexedImages(SplitDataset):
         order: np.ndarray | None = None,
         labels: np.ndarray | None = None,
     ):
-        self.index, self._order, self._ends = index, order, None
+        self.index, self._order = index, order
+        self._ends: np.ndarray | None = None
         self._notes: list[str] = []
         self.has_files, self.holds_files = not index.is_archive, index.is_archive
         trained = index if trained is None else trained
@@ -155,7 +156,7 @@ class IndexedImages(SplitDataset):
         return [*self.index.notes(), *self._notes]
 
     @property
-    def digest(self) -> str:  # type: ignore[override]
+    def digest(self) -> str:
         """The digest of classes, names, sizes and labels; see `ImageDataset.digest`."""
         own = self.index.meta.get("digest") or digest_of(self.index.meta, self.index.arrays)
         order = {} if self._order is None else {"order": np.asarray(self._order), "labels": np.asarray(self.labels)}

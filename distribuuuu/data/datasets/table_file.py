@@ -350,7 +350,7 @@ class PathFinder:
             entries = self._list(os.path.join("", *found))
             if part in entries.get("", ()) or part == "..":
                 found.append(part)
-            elif len(alike := entries.get(normal_form(part).casefold(), ())) == 1:
+            elif len(alike := [*entries.get(normal_form(part).casefold(), ())]) == 1:
                 found.append(alike[0])
             else:
                 return None

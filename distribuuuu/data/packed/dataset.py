@@ -167,7 +167,7 @@ class Packed(SplitDataset):
         return self.remote.notes() if self.remote else []
 
     @property
-    def digest(self) -> str:  # type: ignore[override]
+    def digest(self) -> str:
         """The digest of the classes, and of the checksum of the index; see `ImageDataset.digest`."""
         own = f"{self.meta['crc32']} {self.meta['classes']} {self.classes}"
         return hashlib.sha256(own.encode("utf-8", "surrogateescape")).hexdigest()[:32]
