@@ -208,9 +208,6 @@ def _check_schedule(cfg: Config) -> Iterator[Problem]:
         yield Problem("OPTIM.STEPS", "is empty, but OPTIM.LR_POLICY is steps; set the epochs, e.g. [30, 60, 90]")
     if list(optim.STEPS) != sorted(set(optim.STEPS)) or any(step < 0 for step in optim.STEPS):
         yield Problem("OPTIM.STEPS", f"got {list(optim.STEPS)}; expected ascending epochs, 0 or more, each once")
-    if 0 < optim.MAX_EPOCH < optim.WARMUP_EPOCHS + (optim.LR_POLICY in ("tri", "cos_after_warmup")):
-        message = f"got {optim.WARMUP_EPOCHS:g}; expected less than OPTIM.MAX_EPOCH {optim.MAX_EPOCH}, or the"
-        yield Problem("OPTIM.WARMUP_EPOCHS", f"{message} rate never reaches OPTIM.BASE_LR; fix: set it to 0")
     if optim.LR_POLICY == "exp" and optim.MIN_LR <= 0:
         message = f"got {optim.MIN_LR:g}; OPTIM.LR_POLICY exp expects a factor above 0, e.g. 0.001"
         yield Problem("OPTIM.MIN_LR", message)

@@ -194,6 +194,8 @@ def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
     check_same_data(train_loader, val_loader)
     checkpoints = build_checkpoints(cfg)
     latest = find_latest(cfg, checkpoints)
+    if latest is None:
+        check_warmup(cfg)
     sets = {"train": train_loader.images, "val": val_loader.images}
     data = {name: {"images": len(images), "digest": images.digest} for name, images in sets.items()}
     training = build_training(cfg, train_loader, val_loader.zero_images(1), latest, data)
@@ -206,6 +208,15 @@ def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
     results = RunResults(run, lambda content, kind: hash_tensors(content[KINDS[kind].tensors]))
     checkpoints.write_results = results.write
     return run
+
+
+def check_warmup(cfg) -> None:
+    """Raise ConfigError if a new run would end before its warm-up; a run that is resumed keeps its schedule."""
+    optim = cfg.OPTIM
+    if 0 < optim.MAX_EPOCH < optim.WARMUP_EPOCHS + (optim.LR_POLICY in ("tri", "cos_after_warmup")):
+        message = f"got {optim.WARMUP_EPOCHS:g}; expected less than OPTIM.MAX_EPOCH {optim.MAX_EPOCH}, or the"
+        fix = "rate never reaches OPTIM.BASE_LR; fix: set it to 0"
+        raise ConfigError(Problem("OPTIM.WARMUP_EPOCHS", f"{message} {fix}", cfg.origins))
 
 
 def check_finite_weights(state: TrainState) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from distribuuuu.config import load_cfg
+from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.seeding import seed_cpu
-from distribuuuu.engine.build import set_backends
+from distribuuuu.engine.build import check_warmup, set_backends
 
 
 @pytest.mark.parametrize(("benchmark", "deterministic"), [(True, False), (False, False), (True, True)])
@@ -31,3 +31,10 @@ def test_initial_weights_depend_on_the_seed_whichever_generator_a_model_draws_fr
 
     first, other = draw(2**40 + 5), draw(6)
     assert draw(2**40 + 5) == first and all(a != b for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("words", ["OPTIM.MAX_EPOCH 2", "OPTIM.MAX_EPOCH 5 OPTIM.LR_POLICY tri"])
+def test_a_new_run_is_longer_than_its_warmup(words):
+    with pytest.raises(ConfigError, match=r"OPTIM.WARMUP_EPOCHS: got 5; expected less than OPTIM.MAX_EPOCH"):
+        check_warmup(load_cfg(None, words.split()))
+    check_warmup(load_cfg(None, ["OPTIM.MAX_EPOCH", "5"]))

@@ -7,11 +7,11 @@ from support.runs import run_tool, small_options
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets import base
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.loader import build_images
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
+from distribuuuu.files import image_files
 
 # What an evaluation needs beside data: weights.
 EVALUATED = ("MODEL.PRETRAINED", "True")
@@ -193,7 +193,7 @@ def test_the_images_of_a_large_folder_are_not_all_counted(image_folder, monkeypa
     cfg = load_cfg(None, ["TRAIN.DATASET", str(image_folder)])
     assert [ImageFolder.count_images(cfg, most) for most in (1, 16, 17, 48, 1000)] == [1, 16, 17, 48, 48]
     seen = []
-    monkeypatch.setattr(base, "is_image", lambda name, extensions: not seen.append(name))
+    monkeypatch.setattr(image_files, "is_image", lambda name, extensions: not seen.append(name))
     assert ImageFolder.count_images(cfg, 20) == len(seen) == 20
 
 
