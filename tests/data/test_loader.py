@@ -167,7 +167,7 @@ def test_a_set_that_is_missing_and_cannot_be_fetched_is_a_clear_error(small_cfg,
     )  # fmt: skip
     with pytest.raises(ConfigError, match=f"TRAIN.DATASET: MNIST is not in {tmp_path}"):
         build_loader(cfg, ALONE, CPU, train=True)
-    assert "has 10 classes" in run_problems("DATA.NAME", "mnist", "OUT_DIR", tmp_path / "o")[0]
+    assert "has 10 classes" in run_problems("DATA.NAME", "mnist", "MODEL.NUM_CLASSES", 9, "OUT_DIR", tmp_path / "o")[0]
 
 
 def build_in_group(cfg) -> int:

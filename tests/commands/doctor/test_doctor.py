@@ -69,8 +69,7 @@ def test_every_kind_of_finding_is_documented():
     kinds = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
     for kind in ("truncated", "broken", "oversized", "leakage", "contradicting_labels", "similar_class_names",
                  "unknown_class", "empty_class", "unreadable_folder", "image_without_class", "duplicates", "animated",
-                 "single_color", "reduced", "rotated", "gray", "tiny", "large", "elongated", "imbalance", "few_images",
-                 "unevaluated_class", "ignored_file", "one_class", "nested_splits", "nested_classes",
+                 "reduced", "rotated", "imbalance", "unevaluated_class", "ignored_file", "one_class", "nested_splits",
                  "one_split"):  # fmt: skip
         assert f'"{kind}"' in source and kind in kinds
 
