@@ -258,8 +258,9 @@ def read_npz(path: Path) -> None:
 def read_index(root: Path) -> None:
     """Open a folder index, which must be correct for any content of its file."""
     index = open_folder(root, "train", root / "cache")
-    assert [Path(index.path(number)).name for number in range(len(index))] == [f"{n}.jpg" for n in (0, 2, 4, 1, 3, 5)]
-    assert [index.class_bounds(number) for number in range(2)] == [(0, 3), (3, 6)]
+    names = [Path(index.describe(number)).name for number in range(len(index))]
+    assert names == [f"{number}.jpg" for number in (0, 2, 4, 1, 3, 5)]
+    assert index.arrays["label"].tolist() == [0, 0, 0, 1, 1, 1]
 
 
 def read_table(path: Path) -> None:
@@ -328,6 +329,8 @@ def make_subjects(folder: Path) -> list[Subject]:
         "train.csv": "image,labels\n" + "".join(f"{n}.jpg,a;b\n" for n in range(5)),
         "main": "0123abc\n",
     }
+    for number in range(5):
+        (runs / f"{number}.jpg").write_bytes(b"")
     for name, text in texts.items():
         (runs / name).write_text(text)
     (runs / "model.safetensors").write_bytes(b"")

@@ -252,7 +252,7 @@ def _walk_yaml(node: yaml.MappingNode, prefix: str, path: str, problems: list[Pr
 def _read_tree(tree: Config) -> list[Setting]:
     """Return the settings of a tree whose options may have been set in Python, to values of any type."""
     defaults, unset = {key: option.default for key, option in OPTIONS.items()}, object()
-    items = [item for item in iter_options(tree) if item[1] != defaults.get(item[0], unset)]
+    items = [item for item in iter_options(tree) if item[1] != defaults.get(item[0], unset) or item[0] in tree.origins]
     items = [(key, value) for key, value in items if not key.startswith(OPEN_SECTIONS)]
     items += [(f"{key}.{name}", value) for key in OPEN_SECTIONS for name, value in get_value(tree, key).items()]
     return [(key, value, tree.origins.get(key, "config")) for key, value in items]

@@ -155,7 +155,7 @@ def test_a_run_ends_without_predictions(small_cfg, tmp_path, monkeypatch, name, 
 
 def record(logits: torch.Tensor, targets: torch.Tensor, *sizes: int, classes: int = 0) -> dict[str, np.ndarray] | None:
     """Return the arrays of one process, of batches of some sizes, in reverse order."""
-    task = SimpleNamespace(classes=range(classes or logits.shape[1]), multilabel=False)
+    task = SimpleNamespace(classes=range(classes or logits.shape[1]), multilabel=False, classifies=True)
     recorder, index = Recorder(None, task, range(len(logits))), torch.arange(len(logits)).flip(0)
     for part in index.split(sizes or [5, len(logits) - 5]):
         recorder.add(Batch(None, None, part), StepOutput(torch.tensor(0.0), logits[part], targets[part]))
