@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from distribuuuu.checkpoint.io import read_checkpoint
+from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.checkpoint.weights_files import HUB_NAMES, PUBLISHED, find_weights_file
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.config_node import get_value
 from distribuuuu.config.json_file import load_json
-from distribuuuu.config.reader import override
+from distribuuuu.config.plugins import FoundConfig
+from distribuuuu.config.reader import override, read_cfg
 from distribuuuu.config.registry import dataset_class
+from distribuuuu.launch.detect import list_jobs
 from distribuuuu.models.find_architecture import find_architecture
 from distribuuuu.models.pretrained import find_published
 
@@ -34,14 +37,36 @@ def resolve_preprocessing(cfg: Config, weights: str = "") -> Config:
         return cfg
     start = [("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS), ("FINETUNE.WEIGHTS", cfg.FINETUNE.WEIGHTS),
              ("MODEL.PRETRAINED", PUBLISHED if cfg.MODEL.PRETRAINED else "")]  # fmt: skip
+    is_continued = cfg.TRAIN.AUTO_RESUME or list_jobs(only_restarted=True)
+    is_resumed = not weights and is_continued and bool(CheckpointManager(cfg.OUT_DIR).list())
     key, weights = next((pair for pair in start if pair[1]), ("", "")) if not weights else ("weights", weights)
-    if weights:
+    if is_resumed and (file := Path(cfg.OUT_DIR) / cfg.CFG_DEST).is_file():
+        cfg = _keep(cfg, file)
+    elif weights:
         source = f"{key} {cfg.MODEL.ARCH if weights == PUBLISHED else weights}"
         cfg = follow(cfg, source, read_preprocessing(cfg.MODEL.ARCH, weights, cfg.FINETUNE.EMA))
     if cfg.DISTILL.TEACHER and cfg.DISTILL.WEIGHTS and key != "weights":
         theirs = read_preprocessing(cfg.DISTILL.TEACHER, cfg.DISTILL.WEIGHTS)
         own = {key: _value_of(cfg, key) for key in STATISTICS}
         _note_differences(cfg, f"DISTILL.WEIGHTS {cfg.DISTILL.WEIGHTS}", theirs, own)
+    return cfg
+
+
+def _keep(cfg: Config, file: Path) -> Config:
+    """Return a config whose options that are not set are those that a run was trained with, from its stored config.
+
+    Raises:
+        ConfigError: the stored config cannot be read.
+    """
+    trained, problems = read_cfg(FoundConfig(file))
+    if not trained.origins:  # nothing of it can be read; an option of another version is no reason
+        raise ConfigError(problems)
+    unset = {key: get_value(trained, key) for key in FOLLOWING if key not in cfg.origins}
+    kept = {key: value for key, value in unset.items() if value != get_value(cfg, key)}
+    if kept:
+        cfg = override(cfg, kept, str(file), FOLLOWING)
+        shown = ", ".join(f"{key} {_show(value)}" for key, value in kept.items())
+        cfg.notes.append((logging.INFO, f"preprocessing of the run that is resumed, {file}: {shown}"))
     return cfg
 
 

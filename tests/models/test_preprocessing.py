@@ -10,10 +10,10 @@ from support.images import draw_folder
 from support.runs import make_cfg, small_options
 from timm.models import save_for_hf
 
-from distribuuuu.config import load_cfg
+from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.config_node import get_value
 from distribuuuu.inference.load_run import find_run
-from distribuuuu.models.preprocessing import follow, resolve_preprocessing
+from distribuuuu.models.preprocessing import FOLLOWING, follow, resolve_preprocessing
 from distribuuuu.trainer import train_model
 
 HALF = (0.5, 0.5, 0.5)
@@ -121,6 +121,23 @@ def test_training_evaluation_and_prediction_use_the_mean_of_the_weights(image_fo
         "MODEL: {ARCH: resnet8, NUM_CLASSES: 3}\nTRAIN: {IM_SIZE: 16}\nTEST: {IM_SIZE: 18}\n"
     )
     assert find_run("a/best.pth.tar", "c.yaml").cfg.DATA.MEAN == HALF
+
+
+@pytest.mark.parametrize("first", [(), ("DATA.MEAN", "[0.1, 0.2, 0.3]", "TEST.INTERPOLATION", "bicubic")])
+def test_a_run_that_is_resumed_keeps_the_preprocessing_it_was_trained_with(first, image_folder, folder, tmp_path):
+    """Also one that was begun before weights brought theirs, whose config has an empty mean or none at all."""
+    trained = load_cfg(None, small_options(image_folder, tmp_path / "out", *first))
+    train_model(trained)
+    words = ("FINETUNE.WEIGHTS", folder / "file.pth")
+    resumed = resolve_preprocessing(load_cfg(None, small_options(image_folder, tmp_path / "out", *map(str, words))))
+    assert [get_value(resumed, key) for key in FOLLOWING] == [get_value(trained, key) for key in FOLLOWING]
+    assert ("TEST.INTERPOLATION bicubic" in str(notes_of(resumed, logging.INFO))) == bool(first)
+    for name, auto_resume in (("new", True), ("out", False)):
+        own = small_options(image_folder, tmp_path / name, *map(str, words), "TRAIN.AUTO_RESUME", str(auto_resume))
+        assert resolve_preprocessing(load_cfg(None, own)).DATA.MEAN == HALF
+    (tmp_path / "out/config.yaml").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        resolve_preprocessing(load_cfg(None, small_options(image_folder, tmp_path / "out", *map(str, words))))
 
 
 @pytest.mark.parametrize("name", ["timm/vit_small_patch14_dinov2"])
