@@ -137,6 +137,34 @@ def test_a_process_that_is_busy_at_the_end_of_rank_0_is_not_told_of_a_death(grou
     assert not caplog.records and not run.ends
 
 
+def test_the_end_of_a_connection_is_no_death_after_a_process_has_left(group, monkeypatch, caplog):
+    run, send = group(2), Channel.send
+    main, other = run.watch(0, 1)
+
+    def send_and_wait(channel: Channel, **message) -> None:
+        send(channel, **message)
+        if message.get("left") and channel is other._channel:
+            main.close()  # rank 0 ends before this thread continues
+            time.sleep(0.3)
+
+    monkeypatch.setattr(Channel, "send", send_and_wait)
+    other.close()
+    other.join(60)
+    assert not caplog.records and not run.ends
+
+
+def test_a_connection_that_rank_0_has_not_accepted_yet_is_told_of_its_end(group, monkeypatch, caplog):
+    accept = Monitor._accept
+    monkeypatch.setattr(Monitor, "_accept", lambda self: accept(self) if self._is_over.is_set() else time.sleep(0.01))
+    run = group(1)
+    channel = Channel(socket.create_connection(("127.0.0.1", run.monitor.port), timeout=60))
+    dog = Watchdog(Launch("test", 0, 0, 1), run.timers[0], channel, "secret", ("here", 1))
+    dog.start()
+    run.monitor.close()
+    dog.join(60)
+    assert not caplog.records and not run.ends
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_death_is_logged_by_one_process_with_its_last_step(group, caplog, rank):
     run = group(3)

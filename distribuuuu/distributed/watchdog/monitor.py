@@ -91,7 +91,8 @@ class Monitor(threading.Thread):
         position: Callable[[], str],
     ):
         super().__init__(name="watchdog monitor", daemon=True)
-        self._token, self._limits, self._end, self._position = token, limits, end, position
+        self._token, self._num_processes = token, num_processes
+        self._limits, self._end, self._position = limits, end, position
         self._peers: dict[int, Peer] = {}
         self._listener = listen(address, num_processes)
         self.port = self._listener.getsockname()[1]
@@ -112,6 +113,7 @@ class Monitor(threading.Thread):
                 self._check(is_counted)
         except Exception as error:  # a bug of the watchdog must not end a healthy run
             logger.warning("watchdog disabled: %s in its monitor", repr(error), exc_info=True)
+        self._greet_all()
         self._send(self._peers.values(), over=True)
         self._listener.close()
 
@@ -147,6 +149,13 @@ class Monitor(threading.Thread):
             if channel.broken:
                 self._selector.unregister(channel)
                 channel.close()
+
+    def _greet_all(self) -> None:
+        """Accept the connections that wait, e.g. in a short run: one that is closed unanswered looks like a death."""
+        deadline = time.monotonic() + EXIT_GRACE_S
+        while len(self._peers) < self._num_processes and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                self._receive(0.1)
 
     def _accept(self) -> None:
         try:

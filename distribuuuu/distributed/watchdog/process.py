@@ -58,8 +58,8 @@ class Watchdog(threading.Thread):
 
     def close(self) -> None:
         """Leave without ending the run."""
+        self._is_over.set()  # first: the answer to the message is the end of the connection
         self._channel.send(left=True)
-        self._is_over.set()
         if self._monitor:
             self._monitor.close()
         self._channel.close()
