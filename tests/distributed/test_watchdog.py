@@ -144,6 +144,7 @@ def test_the_end_of_a_connection_is_no_death_after_a_process_has_left(group, mon
     def send_and_wait(channel: Channel, **message) -> None:
         send(channel, **message)
         if message.get("left") and channel is other._channel:
+            wait_for(lambda: run.monitor._peers[1].left)
             main.close()  # rank 0 ends before this thread continues
             time.sleep(0.3)
 
