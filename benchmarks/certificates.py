@@ -452,7 +452,7 @@ def certify(name: str, num_steps: int = 50, planted: str = "") -> Differences:
         stack.callback(logging.disable, logging.NOTSET)
         options = {**COMMON, **certificate.options, "OPTIM.MAX_EPOCH": num_epochs, "OUT_DIR": folder}
         words = [word for pair in options.items() for word in pair]
-        cfg = load_cfg(str(ROOT / "configs" / "imagenet" / f"{certificate.recipe}.yaml"), words)
+        cfg = load_cfg(f"imagenet/{certificate.recipe}", words)
         launch, device = detect_launch(), torch.device("cpu")
         loaders = build_loaders(cfg, launch, device)
         loaders[0].sampler.num_images = STEPS_PER_EPOCH * BATCH
