@@ -13,7 +13,7 @@ _MAX_WIDTH = 65
 
 def format_duration(seconds: float) -> str:
     """Return the two largest units of a duration in at most 6 characters, e.g. '45s', '3m24s', '5h10m' or '12d03h'."""
-    minutes, rest = divmod(round(min(seconds, 1e12)), 60)  # a number of an untrusted file may be infinite
+    minutes, rest = divmod(round(max(0, min(seconds, 1e12))), 60)  # a number of an untrusted file may be infinite
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     if days >= 100:
