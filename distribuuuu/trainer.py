@@ -66,7 +66,8 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
                     train_epoch(run)
                     if is_evaluated(cfg, run.state.epoch):
                         run.checkpoints.save(capture(run))  # if the evaluation fails, no training step is lost
-                        finish_epoch(run, evaluate_epoch(run))
+                        evaluations = evaluate_epoch(run)
+                        finish_epoch(run, evaluations)
                     else:
                         run.state.finish_epoch()
                     run.checkpoints.save(capture(run))
