@@ -261,7 +261,7 @@ def measure_watchdog(num: int, seconds: float) -> None:
 
 
 def _count_ends(channels: list[Channel], timeout_s: float, most: int | None = None) -> int:
-    """Return how many processes are told to end within some seconds, which then end."""
+    """Return the number of processes that the watchdog ends within some seconds."""
     ended, deadline = 0, time.perf_counter() + timeout_s
     with selectors.DefaultSelector() as selector:
         for channel in channels:

@@ -1,1 +1,1 @@
-"""What a run stores to resume and to use: checkpoints and best weights, their files, background saving, loading."""
+"""Checkpoints and best weights of a run: their files, saving in the background, loading."""

@@ -7,7 +7,7 @@ import torch
 
 
 class Geometry(NamedTuple):
-    """Where the pixels of a view come from, so that dense targets, e.g. masks, can follow them.
+    """Origin of the pixels of a view, so that dense targets, e.g. masks, can follow them.
 
     Attributes:
         box: top, left, height and width of the crop, float32 (N, 4), in pixels of the image; it may extend beyond it.

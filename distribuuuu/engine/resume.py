@@ -1,4 +1,4 @@
-"""Resuming: what a checkpoint captures of a run, and how a run goes on from it, or begins."""
+"""Resuming: capture the state of a run for a checkpoint, restore it, or begin a new run."""
 
 import logging
 import os

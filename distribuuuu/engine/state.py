@@ -1,4 +1,4 @@
-"""Training state: the content of a checkpoint. `resume.py` beside it says how a run goes on from one.
+"""Training state: the content of a checkpoint. `resume.py` restores it.
 
 A checkpoint is a dict:
 

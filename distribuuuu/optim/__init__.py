@@ -1,1 +1,1 @@
-"""What turns gradients into new weights: optimizers, schedules, precision, clipping, averages of the weights."""
+"""Weight updates: optimizers, schedules, precision, clipping, averages of the weights."""

@@ -1,4 +1,4 @@
-"""What results tell of a config: its name, hash, overrides and preprocessing. Imports no torch."""
+"""Description of a config in results: its name, hash, overrides and preprocessing. Imports no torch."""
 
 import hashlib
 import json

@@ -1,1 +1,1 @@
-"""What a model learns, from a batch to a loss and metrics: a task, a loss or a metric is one class in a file here."""
+"""Tasks, from a batch to a loss and metrics: a task, a loss or a metric is one class in a file here."""

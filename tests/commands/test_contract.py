@@ -1,4 +1,4 @@
-"""What every command promises: a mistake is one message and status 2, early; a hostile folder executes nothing."""
+"""The contract of every command: a mistake is one message and status 2, early; a hostile folder executes nothing."""
 
 import json
 import os

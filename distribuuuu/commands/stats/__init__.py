@@ -1,1 +1,1 @@
-"""What several commands compute from the records of runs: rows of seeds, significance, recorded predictions."""
+"""Statistics of recorded runs that several commands share: rows of seeds, significance, recorded predictions."""

@@ -236,7 +236,7 @@ def normal_form(name: str) -> str:
 
 
 def ascii_unless_plain(name: str) -> str:
-    """Return a name so that two which look alike are told apart."""
+    """Return a name in a form in which names that look alike differ."""
     return name if normal_form(name) == name else ascii(name)[1:-1]
 
 

@@ -1,4 +1,4 @@
-"""What a training does for its trackers: it starts a process for each, and writes the images that they send."""
+"""Trackers of a training: start a process for each, and write the images that they send."""
 
 import contextlib
 import hashlib
