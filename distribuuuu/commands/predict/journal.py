@@ -16,7 +16,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.data.datasets.table_file import csv_line
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.locks import lock_file
-from distribuuuu.files.untrusted import parse_json, printable
+from distribuuuu.files.untrusted import InvalidFileError, open_regular, parse_json, printable, untrusted
 
 _FIX = "fix: remove it, or name another file"
 
@@ -51,38 +51,35 @@ class Journal:
         self.out, self.path, self._header = out, out.with_name(f"{out.name}.partial"), header
         self.num_chunks = self.num_broken = 0
         with self._explained():
-            if os.path.lexists(self.path) and (self.path.is_symlink() or not self.path.is_file()):
-                raise ConfigError(f"--out: {self.path} is not a regular file; {_FIX}")
+            if os.path.lexists(self.path):
+                open_regular(self.path).close()
             self._file = open(self.path, "a+b", buffering=0)
             if not lock_file(self._file.fileno(), timeout_s=0.0):
                 raise ConfigError(f"--out: another process writes {self.path}; fix: wait for it, or name another file")
             if not self._file.tell():
                 self._append(job)
-            lines = self._complete_lines()
-            found = next(lines, None)
-            if not isinstance(found, dict):
-                raise ConfigError(f"--out: {self.path} is not a partial output; {_FIX}")
-            if changed := [printable(name) for name in {**job, **found} if job.get(name) != found.get(name)]:
+            with untrusted(self.path, "partial output"):
+                end = sum(map(len, self._lines()))
+                found = parse_json(next(self._lines(), b""))
+                changed = [printable(name) for name in {**job, **found} if job.get(name) != found.get(name)]
+                for _, errors in self._chunks():
+                    self.num_chunks, self.num_broken = self.num_chunks + 1, self.num_broken + len(errors)
+            if changed:
                 what = f"{self.path} belongs to a prediction with another {', '.join(changed)}"
                 raise ConfigError(f"--out: {what}; fix: remove it to start over, or name another file")
-            for _, errors in lines:
-                self.num_chunks, self.num_broken = self.num_chunks + 1, self.num_broken + len(errors)
-            self._file.truncate(self._end)
+            self._file.truncate(end)
 
-    def _complete_lines(self) -> Iterator[Any]:
-        """Yield the content of the lines up to the first one that is incomplete, and note where they end."""
-        self._end = 0
+    def _lines(self) -> Iterator[bytes]:
+        """Yield the complete lines; a kill may have cut the last one."""
         with open(self.path, "rb") as file:
-            for line in file:
-                try:
-                    content = parse_json(line)
-                    is_whole = line.endswith(b"\n") and (not self._end or _is_chunk(content))
-                except ValueError:
-                    return
-                if not is_whole:
-                    return
-                self._end += len(line)
-                yield content
+            yield from (line for line in file if line.endswith(b"\n"))
+
+    def _chunks(self) -> Iterator[tuple[str, list[list[str]]]]:
+        lines = self._lines()
+        next(lines)
+        for line in lines:
+            rows, errors = parse_json(line)
+            yield rows, errors
 
     def append(self, rows: str, errors: list[list[str]]) -> None:
         """Add the next chunk: the text of its rows, and [path, cause] of each broken image."""
@@ -97,21 +94,14 @@ class Journal:
 
     def finish(self) -> None:
         """Write the output file and, if images are broken, the file that lists them; remove the partial file."""
-        with self._explained():
+        with self._explained(), untrusted(self.path, "partial output"):
             errors = self.out.with_name(f"{self.out.name}.errors.csv")
+            errors.unlink(missing_ok=True)
             if self.num_broken:
-                _write(
-                    errors, csv_line(["path", "error"]), (csv_line(one) for _, found in self._chunks() for one in found)
-                )
-            else:
-                errors.unlink(missing_ok=True)
+                broken = (csv_line(one) for _, found in self._chunks() for one in found)
+                _write(errors, csv_line(["path", "error"]), broken)
             _write(self.out, self._header, (rows for rows, _ in self._chunks()))
             self.path.unlink()
-
-    def _chunks(self) -> Iterator[Any]:
-        lines = self._complete_lines()
-        next(lines)
-        return lines
 
     def close(self) -> None:
         """Release the lock."""
@@ -119,18 +109,15 @@ class Journal:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raise an OSError of the block as ConfigError."""
+        """Raise an error of the block about a file as ConfigError."""
         try:
             yield
+        except InvalidFileError as error:
+            raise ConfigError(f"--out: {error}; {_FIX}") from error
         except OSError as error:
             fix = "fix: make room or name a file in a folder that is writable, then rerun the command"
             kept = f"finished images are kept in {self.path}; " if self.num_chunks else ""
             raise ConfigError(f"--out: {self.out} cannot be written: {error.strerror or error}; {kept}{fix}") from error
-
-
-def _is_chunk(content: Any) -> bool:
-    is_pair = isinstance(content, list) and [type(part) for part in content] == [str, list]
-    return is_pair and all(isinstance(error, list) and [*map(type, error)] == [str, str] for error in content[1])
 
 
 class StandardOutput:

@@ -22,12 +22,10 @@ from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import option_of
 from distribuuuu.config.reader import CfgFiles
-from distribuuuu.data.datasets.file_check import find_reduced
 from distribuuuu.data.datasets.table_file import csv_line
-from distribuuuu.data.decode import build_decode_options
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.files.untrusted import printable
-from distribuuuu.inference.forward_chunks import UnlabeledImages, list_spans
+from distribuuuu.inference.forward_chunks import list_spans
 from distribuuuu.inference.load_run import find_run
 from distribuuuu.inference.loaded_run import LoadedRun, Prediction, Selection, choose_selection
 from distribuuuu.launch.processes import die_with_parent
@@ -36,18 +34,6 @@ from distribuuuu.records.run_log import LOG_INTERVAL_S, has_progress_bar, progre
 
 # The rows of a chunk as text, and [path, cause] of each broken image.
 Rows = tuple[str, list[list[str]]]
-
-
-class LostProcessError(ConfigError):
-    """A process of a prediction was killed or has crashed."""
-
-    status = 1
-
-
-class _Files(UnlabeledImages):
-    """Images that are all files."""
-
-    has_files = True
 
 
 @dataclass(frozen=True)
@@ -94,8 +80,6 @@ def predict_files(job: PredictJob) -> int:
     description = describe_dependencies(job, run, selection)
     out = Journal(job.out, description, header) if job.out else StandardOutput(header)
     print(printable(run.describe()), file=sys.stderr)
-    if reduced := find_reduced(_Files(job.files), build_decode_options(run.cfg), with_fix=False):
-        print(printable(f"{reduced}, as in the evaluation of the run"), file=sys.stderr)
     left, total = spans[out.num_chunks :], len(job.files)
     done = total - sum(map(len, left))
     if done:
@@ -170,7 +154,7 @@ def predict_spans(job: PredictJob, run: LoadedRun, selection: Selection, spans: 
             except EOFError:
                 process.join()
                 fix = "fix: see its message above, then rerun the same command"
-                raise LostProcessError(f"--nproc: a process ended with status {process.exitcode}; {fix}") from None
+                raise ConfigError(f"--nproc: a process ended with status {process.exitcode}; {fix}") from None
             if isinstance(result, ConfigError):
                 raise result
             yield result

@@ -138,7 +138,7 @@ def test_a_report_without_one_of_the_other_files(run, capsys, name):
     ("damage", "args", "message"),
     [(shutil.rmtree, [], "RUN: no such file or folder"),
      (lambda run: (run / "predictions.npz").unlink(), [], "predictions.npz does not exist; fix: distribuuuu test"),
-     (lambda run: (run / "predictions.npz").write_bytes(b"PK"), [], "is damaged"),
+     (lambda run: (run / "predictions.npz").write_bytes(b"PK"), [], "not a valid predictions.npz"),
      (None, ["--out", "/no/such/folder/x.html"], "in a folder that does not exist"),
      (None, ["--out", "/proc/x.html"], "--out: /proc/x.html cannot be written"),
      (None, ["--out", "/tmp"], "is a folder"),
