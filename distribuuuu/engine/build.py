@@ -224,9 +224,7 @@ def check_finite_weights(state: TrainState) -> None:
     name = find_nonfinite({kind: model.state_dict() for kind, model in state.models.items()})
     if name := next(filter(None, dist.gather_objects(name)), None):
         message = f"got {state.arch}, whose tensor {name} is not finite; fix: other weights, or persistent=False for it"
-        raise ConfigError(
-            Problem("MODEL.ARCH", f"{message}; fix: other weights, or persistent=False for such a buffer")
-        )
+        raise ConfigError(Problem("MODEL.ARCH", message))
 
 
 @explain_out_of_memory("building the model", batch=None)

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.processes import wait_for
 from support.runs import make_cfg
 from support.states import load, make_state, original_checkpoint, save
 from torch import nn
@@ -361,6 +362,7 @@ def test_a_save_that_fails_is_tried_again_and_keeps_one_content(tmp_path, monkey
     with pytest.raises(CheckpointError, match="No space left.*the newest one is .*ckpt_ep_001"):
         folder.finish()
     del state
+    wait_for(lambda: all(thread.name != checkpoint.WRITER_NAME for thread in threading.enumerate()))
     assert count_living(living) == 0
 
 

@@ -181,7 +181,7 @@ def test_a_default_of_another_type_is_refused(kind, default):
 
 
 def test_an_unknown_name_without_a_similar_one_mentions_plugins():
-    _, (problem,) = read_cfg(None, ["TASK.NAME", "sam"])
-    assert "got 'sam'; expected one of " in str(
+    _, (problem,) = read_cfg(None, ["TASK.NAME", "qqqq"])
+    assert "got 'qqqq'; expected one of " in str(
         problem
     ) and "; fix: name the file of an entry of your own in PLUGINS" in str(problem)

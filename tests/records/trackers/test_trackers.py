@@ -263,7 +263,10 @@ def test_the_training_knows_of_no_fault_and_track_sends_what_is_missing(
     monkeypatch.delenv("FAULT")
     assert run_command("track", out, *server.words) == 0
     assert sorted(server.rows()) == sorted(WHOLE) and len(server.read("image")) == 1
-    assert sorted(server.read("file")) == [["config.yaml"], ["results.json"]]
+    sent = sorted(server.read("file"))
+    if fault == "killed":  # between sending a file and noting it: that file is sent once more
+        sent = sorted([list(names) for names in {tuple(names) for names in sent}])
+    assert sent == [["config.yaml"], ["results.json"]]
 
 
 def test_a_second_process_does_not_send_at_the_same_time(copied_run, server, monkeypatch, capsys):
