@@ -85,7 +85,8 @@ def parse_args(
         problems += find_run_problems(cfg, train, flags.nproc, set_keys_only=bool(problems))
     if problems:
         error = ConfigError(problems)
-        error.on_all_processes = bool(found)  # else they are of this machine, e.g. of data that one node lacks
+        # Else they may be of this machine alone, which lacks the config file or data.
+        error.on_all_processes = bool(found) and not any(str(problem.key).startswith("--cfg") for problem in found)
         raise error
     flags.nproc = flags.nproc or 1
     if not prints:

@@ -91,6 +91,8 @@ def test_one_process_of_many_tells_the_mistake():
     start = {"WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
     outputs = [run_tool("train_net.py", "NO.KEY", 1, RANK=rank, **start).stderr for rank in ("0", "1")]
     assert "NO.KEY" in outputs[0] and outputs[1] == ""
+    alone = run_tool("train_net.py", "--cfg", "missing.yaml", RANK="1", **start).stderr  # the first one has the file
+    assert "process 1 on" in alone and "missing.yaml: no such file" in alone
 
 
 def test_the_resolved_config_can_be_dumped_and_run_and_help_gives_default_and_meaning(tmp_path):
