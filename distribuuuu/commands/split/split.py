@@ -1,23 +1,17 @@
 """The command split: lists of training, validation and test images of a folder or a table without splits."""
 
-import contextlib
 import os
 import shlex
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.output import align_columns, check_out
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.config.reader import COMMAND_LINE
-from distribuuuu.files.untrusted import open_regular, printable
+from distribuuuu.files.untrusted import printable
 from distribuuuu.hints.sources import missing_root
-
-# Headers of images, evenly spaced, that are read for the suggested sizes.
-MAX_HEADERS = 1000
 
 _DESCRIPTION = """Split a folder with one sub-folder of images per class, or a table of paths and
 classes, into lists, which DATA.NAME list reads. No image is copied, moved or
@@ -46,19 +40,10 @@ def split(prog: str, args: list[str]) -> int:
     check_out("--out", flags.out)
     if not source.exists():
         raise ConfigError(Problem(*missing_root("FOLDER", source, "CLASS/IMAGE")))
-    from distribuuuu.commands.split.splitting import (
-        list_class_images,
-        list_named_images,
-        list_table_images,
-        plan_split,
-        write_split,
-    )
+    from distribuuuu.commands.split.splitting import list_images, list_table_images, plan_split, write_split
 
     try:
-        if flags.label_by:
-            images = list_named_images(source, flags.label_by)
-        else:
-            images = list_table_images(source, words) if is_table else list_class_images(source)
+        images = list_table_images(source, words) if is_table else list_images(source, flags.label_by)
         plan = plan_split(images, Path(flags.out), flags.val or 0.0, flags.test, flags.folds,
                           flags.group_by, flags.seed)  # fmt: skip
     except OSError as error:
@@ -75,26 +60,10 @@ def split(prog: str, args: list[str]) -> int:
     for line in (*lines, *align_columns(sizes, "<>>"), *plan.notes):
         print(printable(line))
     folder = str(Path(flags.out, "fold_1") if flags.folds else Path(flags.out))
-    options: dict[str, Any] = {"DATA.NAME": "list", "TRAIN.DATASET": folder, "TEST.DATASET": folder}
-    options |= {"OUT_DIR": os.path.join("exp", Path(flags.out).resolve().name)}
-    options |= _suggest_sizes([plan.images.folder / name for name in plan.images.names])
-    command = shlex.join(str(word) for option in options.items() for word in option)
+    out_dir = os.path.join("exp", Path(flags.out).resolve().name)
+    command = shlex.join(["DATA.NAME", "list", "TRAIN.DATASET", folder, "TEST.DATASET", folder, "OUT_DIR", out_dir])
     print(printable(f"to train: {prog.rpartition(' ')[0] or 'distribuuuu'} train --cfg photographs {command}"))
     return 0
-
-
-def _suggest_sizes(paths: Sequence[Path]) -> dict[str, int]:
-    """Return the sizes that `distribuuuu doctor` suggests, by the headers of some images; empty if none is readable."""
-    from distribuuuu.commands.scan.scan import percentiles, suggest_sizes
-    from distribuuuu.data.image_file import open_image
-
-    shorter = []
-    with warnings.catch_warnings():  # the images are checked by doctor
-        warnings.simplefilter("ignore")
-        for path in paths[:: -(-len(paths) // MAX_HEADERS)]:
-            with contextlib.suppress(Exception), open_regular(path) as file:  # decoders raise nearly anything
-                shorter.append(min(open_image(file).size))
-    return suggest_sizes(percentiles(shorter)) if shorter else {}
 
 
 def build_parser(prog: str) -> CommandParser:

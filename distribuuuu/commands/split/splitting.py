@@ -4,13 +4,10 @@ A split is a function of the seed and the names of the images. Images that must 
 files, and files for whose names `--group-by` finds the same text. A group is never divided.
 """
 
-import errno
 import hashlib
 import math
 import os
 import re
-import shlex
-import stat
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,26 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from distribuuuu.commands.scan.data_config import find_splits, read_data_cfg
-from distribuuuu.commands.scan.disjoint_sets import DisjointSets
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.data.datasets.image_list import ImageList
 from distribuuuu.data.datasets.table_file import csv_line
 from distribuuuu.files.atomic_file import replacing
-from distribuuuu.files.image_files import find_tables, list_classes, walk_images
-from distribuuuu.files.new_folder import new_folder
+from distribuuuu.files.image_files import list_classes, walk_images
 from distribuuuu.files.untrusted import open_regular
 from distribuuuu.hints.sources import (
     describe_archives,
     describe_arrays,
-    describe_file,
     describe_table,
     find_inner_root,
     missing_root,
 )
 
 TRAIN, _FOLD = "train", "fold_"
-_CHUNK = 2**20
 
 
 @dataclass
@@ -80,80 +73,45 @@ def list_table_images(table: Path, words: Sequence[str]) -> Images:
     return Images(table.parent, [name for name, _ in rows], [label for _, label in rows], found.classes, False)
 
 
-def list_class_images(folder: Path) -> Images:
-    """Return the images of a folder.
+def list_images(folder: Path, label_by: str = "") -> Images:
+    """Return the images of a folder; their classes are its sub-folders.
+
+    Args:
+        folder: the folder.
+        label_by: a regular expression that finds the class in the name of a file instead.
 
     Raises:
         ConfigError: there are no images, no classes to tell apart, or names that a list cannot hold.
     """
-    if list_classes(folder) and (hint := describe_table(folder)):
-        command = f"distribuuuu split {shlex.quote(str(folder / find_tables(folder)[0]))}"
-        raise ConfigError(f"FOLDER: {folder} has no class folders; expected CLASS/IMAGE{hint}; or split it: {command}")
-    if table := _find_table(folder):
-        fix = "add a column with the split of each row, and set DATA.TABLE.split to its name"
-        fix = f"use {table}" if table.suffix != ".parquet" else f"use {table} if it has paths of images, or {fix}"
-        raise ConfigError(f"FOLDER: {table} is a table; expected a folder CLASS/IMAGE; fix: {fix}")
-    if folder.is_file() and " archive; " in (text := describe_file(folder)):
-        unpack = text.rpartition("; or ")[2]
-        raise ConfigError(f"FOLDER: {folder} is an archive; a list cannot name its images; fix: {unpack}")
     if not folder.is_dir():
-        raise ConfigError(": ".join(missing_root("FOLDER", folder, "CLASS/IMAGE")))
-    classes, found = list_classes(folder), []
-    if splits := find_splits(classes, folder):
+        raise ConfigError(Problem(*missing_root("FOLDER", folder, "images" if label_by else "CLASS/IMAGE")))
+    classes = list_classes(folder)
+    if not label_by and (splits := find_splits(classes, folder)):
         fix = f"fix: train with TRAIN.DATASET {folder}, or split {folder / splits[0]}"
         raise ConfigError(f"FOLDER: got {folder}, which has splits already: {first_few(splits)}; {fix}")
-    if inner := find_inner_root(folder):
-        held = first_few(list_classes(inner))
-        raise ConfigError(f"FOLDER: got {folder}, whose only class folder holds {held}; fix: use {inner}")
-    for label, name in enumerate(classes):
-        real = os.path.realpath(folder / name)
-        found += [(f"{name}/{os.path.relpath(path, real)}", label) for path in walk_images(folder / name)]
-    if not found:
-        hint = describe_archives(folder) or describe_arrays(folder)
-        raise ConfigError(f"{folder}: has no images in class folders; expected CLASS/IMAGE{hint}")
-    found.sort()
-    names = [name.replace(os.sep, "/") for name, _ in found]
-    if unsuitable := [name for name in names if not _fits_in_list(name)]:
-        named = first_few([ascii(name) for name in unsuitable])
-        raise ConfigError(f"{folder}: has names that a CSV in UTF-8 cannot hold: {named}; fix: rename them")
-    return Images(folder, names, [label for _, label in found], classes)
-
-
-def list_named_images(folder: Path, pattern: str) -> Images:
-    """Return the images below a folder, whose classes a regular expression finds in the names of their files.
-
-    Raises:
-        ConfigError: there are no images, or a name without a class.
-    """
-    if not folder.is_dir():
-        raise ConfigError(": ".join(missing_root("FOLDER", folder, "images")))
-    paths = sorted(os.path.relpath(path, os.path.realpath(folder)) for path in walk_images(folder))
-    if not paths:
-        raise ConfigError(f"FOLDER: {folder}: holds no image")
-    labels = match_names("--label-by", pattern, [os.path.basename(path) for path in paths])
-    if missing := [path for path, label in zip(paths, labels, strict=True) if not label]:
-        raise ConfigError(f"--label-by: {pattern!r} finds no class in {counted(len(missing), 'name')}: "
-                          f"{first_few(missing)}")  # fmt: skip
-    classes = tuple(sorted({str(label) for label in labels}))
+    if not label_by and (inner := find_inner_root(folder)):
+        raise ConfigError(f"FOLDER: got {folder}, which has one class folder; fix: use {inner}")
+    roots = {"": folder} if label_by else {f"{name}/": folder / name for name in classes}
+    names = sorted(
+        f"{prefix}{os.path.relpath(path, os.path.realpath(root))}"
+        for prefix, root in roots.items()
+        for path in walk_images(root)
+    )
+    if not names:
+        hint = describe_table(folder) or describe_archives(folder) or describe_arrays(folder)
+        raise ConfigError(f"FOLDER: {folder} has no images in class folders; expected CLASS/IMAGE{hint}")
+    if bad := [ascii(name) for name in names if name.encode(errors="replace").decode() != name]:
+        raise ConfigError(f"{folder}: has names that a CSV in UTF-8 cannot hold: {first_few(bad)}; fix: rename them")
+    if label_by:
+        labels = match_names("--label-by", label_by, [os.path.basename(name) for name in names])
+        if missing := [name for name, label in zip(names, labels, strict=True) if not label]:
+            found = f"finds no class in {counted(len(missing), 'name')}: {first_few(missing)}"
+            raise ConfigError(f"--label-by: {label_by!r} {found}")
+        classes = sorted({str(label) for label in labels})
+    else:
+        labels = [name.partition("/")[0] for name in names]
     numbers = {name: number for number, name in enumerate(classes)}
-    return Images(folder, [path.replace(os.sep, "/") for path in paths], [numbers[str(label)] for label in labels],
-                  classes, False)  # fmt: skip
-
-
-def _find_table(folder: Path) -> Path | None:
-    """Return the first table in a folder without class folders of images; None: there is none."""
-    tables = [folder / name for name in find_tables(folder)] or sorted(folder.glob("*/*.parquet"))
-    is_listed = not tables or any(True for name in list_classes(folder) for _ in walk_images(folder / name))
-    return None if is_listed else tables[0]
-
-
-def _fits_in_list(name: str) -> bool:
-    """Return whether a name is UTF-8, and is below the folder."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return not name.startswith("../")
+    return Images(folder, names, [numbers[str(label)] for label in labels], tuple(classes), not label_by)
 
 
 # ------------------------------------------------------------------------------------- groups
@@ -163,27 +121,20 @@ def find_duplicates(images: Images) -> list[list[int]]:
     """Return groups of two or more images with equal bytes; only files of equal sizes are read."""
     by_size: dict[int, list[int]] = defaultdict(list)
     for index, name in enumerate(images.names):
-        status = os.stat(images.folder / name)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(images.folder / name))
-        by_size[status.st_size].append(index)
-    by_content: dict[tuple[int, bytes], list[int]] = defaultdict(list)
-    for size, indices in by_size.items():
+        by_size[os.path.getsize(images.folder / name)].append(index)
+    by_content: dict[bytes, list[int]] = defaultdict(list)
+    for indices in by_size.values():
         for index in indices if len(indices) > 1 else ():
-            by_content[size, _hash_file(images.folder / images.names[index])].append(index)
+            digest = hashlib.blake2b()
+            with open_regular(images.folder / images.names[index]) as file:
+                for chunk in iter(lambda file=file: file.read(2**20), b""):
+                    digest.update(chunk)
+            by_content[digest.digest()].append(index)
     return [indices for indices in by_content.values() if len(indices) > 1]
 
 
-def _hash_file(path: Path) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    with open_regular(path) as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.digest()
-
-
 def find_named_groups(images: Images, pattern: str) -> list[list[int]]:
-    """Return groups of two or more images for whose names a regular expression finds the same text, see `match_names`.
+    """Return groups of images for whose names a regular expression finds the same text, see `match_names`.
 
     The name is relative to the folder of the class, so a group may have images of several classes; of a table it is the
     path in the table.
@@ -193,7 +144,7 @@ def find_named_groups(images: Images, pattern: str) -> list[list[int]]:
     for index, text in enumerate(match_names("--group-by", pattern, names)):
         if text is not None:
             by_text[text].append(index)
-    return [indices for indices in by_text.values() if len(indices) > 1]
+    return list(by_text.values())
 
 
 def match_names(flag: str, pattern: str, names: Sequence[str]) -> list[str | None]:
@@ -206,19 +157,19 @@ def match_names(flag: str, pattern: str, names: Sequence[str]) -> list[str | Non
         search = re.compile(pattern).search
     except re.error as error:
         raise ConfigError(f"{flag}: got {pattern!r}; expected a regular expression: {error}") from None
-    found = [(match[1] if match.re.groups else match[0]) if (match := search(name)) else None for name in names]
+    found = [match[match.re.groups > 0] if (match := search(name)) else None for name in names]
     if not any(text is not None for text in found):
         raise ConfigError(f"{flag}: {pattern!r} matches no name; the first is {names[0]!r}")
     return found
 
 
 def merge_groups(groups: Iterable[Sequence[int]]) -> list[list[int]]:
-    """Return disjoint groups, each ascending: groups that share an image are one."""
-    sets = DisjointSets()
+    """Return disjoint groups of two or more images, each ascending: groups that share an image are one."""
+    group_of: dict[int, list[int]] = {}
     for group in groups:
-        for index in group[1:]:
-            sets.join(group[0], index)
-    return sets.groups()
+        joined = sorted({*group, *(other for index in group for other in group_of.get(index, ()))})
+        group_of |= dict.fromkeys(joined, joined)
+    return [group for index, group in sorted(group_of.items()) if index == group[0] and len(group) > 1]
 
 
 # --------------------------------------------------------------------------------- assignment
@@ -237,31 +188,54 @@ def assign(images: Images, shares: Mapping[str, float], groups: Sequence[Sequenc
         seed: another seed gives another split.
     """
     quotas = _class_quotas(Counter(images.labels), shares)
-    start = hashlib.blake2b(f"{seed}/".encode(), digest_size=8)
-    keys = [_extend_hash(start, name) for name in images.names]
-    parts: list[str] = [""] * len(images.names)
+    keys = [hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest() for name in images.names]
+    parts, labels = [""] * len(images.names), images.labels
+
+    def fit(part: str, counts: Counter) -> tuple[int, float]:
+        """Return the images of a group that still fit into a part, and its free places."""
+        fitting = sum(min(count, max(0, quotas[label][part])) for label, count in counts.items())
+        return fitting, sum(quotas[label][part] for label in counts) / max(shares[part], 1e-9)
+
     # The largest groups first: small ones and single images even out what they leave.
     for group in sorted(groups, key=lambda group: (-len(group), keys[group[0]], group[0])):
-        counts = Counter(images.labels[index] for index in group)
-        part = max(shares, key=lambda name: _fit(name, counts, quotas, shares))
+        counts = Counter(labels[index] for index in group)
+        chosen = max(shares, key=lambda part: fit(part, counts))
         for index in group:
-            parts[index] = part
-        for label, count in counts.items():
-            quotas[label][part] -= count
+            parts[index] = chosen
+            quotas[labels[index]][chosen] -= 1
     singles: dict[int, list[int]] = defaultdict(list)
-    labels = images.labels
     for index in sorted(range(len(parts)), key=keys.__getitem__):  # stable: equal hashes are in the order of the names
         if not parts[index]:
             singles[labels[index]].append(index)
     for label, indices in singles.items():
-        _fill(parts, indices, quotas[label])
+        free = {part: max(0, places) for part, places in quotas[label].items()}
+        while sum(free.values()) > len(indices):  # a group took more than the places of its part
+            free[max(free, key=free.__getitem__)] -= 1
+        names = [part for part, places in free.items() for _ in range(places)]
+        for index, part in zip(indices, names, strict=True):
+            parts[index] = part
     return parts
 
 
-def _extend_hash(start: "hashlib.blake2b", text: str) -> bytes:
-    digest = start.copy()
-    digest.update(text.encode())
-    return digest.digest()
+def _class_quotas(counts: Mapping[int, int], shares: Mapping[str, float]) -> dict[int, dict[str, int]]:
+    """Return the number of images of each class for each part, by the largest remainders.
+
+    What is rounded off is carried over to the next class, so that the sums over the classes fit too. A class has at
+    least one image in the part "train", if there is one.
+    """
+    carried, quotas = dict.fromkeys(shares, 0.0), {}
+    for label in sorted(counts):
+        exact = {part: share * counts[label] for part, share in shares.items()}
+        quota = {part: math.floor(value + 1e-9) for part, value in exact.items()}
+        remainders = {part: exact[part] + carried[part] - quota[part] for part in shares}
+        for part in sorted(shares, key=lambda part: -remainders[part])[: counts[label] - sum(quota.values())]:
+            quota[part] += 1
+        if not quota.get(TRAIN, 1):
+            quota[max(quota, key=quota.__getitem__)] -= 1
+            quota[TRAIN] = 1
+        carried = {part: carried[part] + (exact[part] - quota[part]) for part in shares}
+        quotas[label] = quota
+    return quotas
 
 
 def keep_classes_in_training(images: Images, parts: list[str], groups: Sequence[Sequence[int]]) -> None:
@@ -270,61 +244,18 @@ def keep_classes_in_training(images: Images, parts: list[str], groups: Sequence[
     With folds, a training list contains the other folds, so a class must be in two of them.
     """
     group_of = {index: group for group in groups for index in group}
-    counts: dict[int, Counter] = defaultdict(Counter)
-    for (label, part), count in Counter(zip(images.labels, parts, strict=True)).items():
-        counts[label][part] = count
-    for label, by_part in counts.items():
-        folds = [part for part in by_part if part.startswith(_FOLD)]
-        if TRAIN in by_part or len(folds) > 1:
+    for label in range(len(images.classes)):
+        own = [index for index, other in enumerate(images.labels) if other == label]
+        counts = Counter(parts[index] for index in own)
+        folds = [part for part in counts if part.startswith(_FOLD)]
+        if not own or TRAIN in counts or len(folds) > 1:
             continue
-        moved = folds[0] if folds else max(by_part, key=lambda part: by_part[part])
+        moved = folds[0] if folds else counts.most_common(1)[0][0]
         # All of a fold; otherwise one image, with its group.
-        indices = [index for index, own in enumerate(images.labels) if own == label]
-        chosen = [index for index in indices if parts[index] == moved]
+        chosen = [index for index in own if parts[index] == moved]
         for index in chosen if folds else chosen[:1]:
             for other in group_of.get(index, [index]):
                 parts[other] = TRAIN
-
-
-def _class_quotas(counts: Mapping[int, int], shares: Mapping[str, float]) -> dict[int, dict[str, int]]:
-    """Return the number of images of each class for each part.
-
-    Each is the exact share rounded up or down; what is rounded off is carried over to the next class, so that the sums
-    over the classes fit too. A class has at least one image in the part "train", if there is one.
-    """
-    carried, quotas = dict.fromkeys(shares, 0.0), {}
-    for label in sorted(counts):
-        exact = {part: share * counts[label] for part, share in shares.items()}
-        quota = {part: math.floor(value + 1e-9) for part, value in exact.items()}
-        wanted = {part: exact[part] + carried[part] - quota[part] for part in shares}
-        for part in sorted(shares, key=lambda part: -wanted[part])[: counts[label] - sum(quota.values())]:
-            quota[part] += 1
-        if not quota.get(TRAIN, 1):
-            quota[max(quota, key=lambda part: quota[part])] -= 1
-            quota[TRAIN] = 1
-        for part in shares:
-            carried[part] += exact[part] - quota[part]
-        quotas[label] = quota
-    return quotas
-
-
-def _fit(part: str, counts: Counter, quotas: Mapping[int, Mapping[str, int]], shares: Mapping[str, float]) -> tuple:
-    """Return how well a group fits into a part: the images that still fit, then the free places."""
-    fitting = sum(min(count, max(0, quotas[label][part])) for label, count in counts.items())
-    free = sum(quotas[label][part] for label in counts)
-    return fitting, free / max(shares[part], 1e-9)
-
-
-def _fill(parts: list[str], indices: Sequence[int], quota: dict[str, int]) -> None:
-    """Assign single images of a class to the free places of each part."""
-    waiting = iter(indices)
-    free = {part: max(0, places) for part, places in quota.items()}
-    while (surplus := sum(free.values()) - len(indices)) > 0:  # a group took more than its part's places
-        largest = max(free, key=lambda part: free[part])
-        free[largest] -= min(surplus, max(1, free[largest] // 2))
-    for part, places in free.items():
-        for _ in range(places):
-            parts[next(waiting)] = part
 
 
 # -------------------------------------------------------------------------------------- files
@@ -338,14 +269,12 @@ class SplitPlan:
         images: the images.
         out: the output folder.
         files: lists by path below `out`, e.g. "train.csv" or "fold_1/val.csv"; each names its images by index.
-        groups: the groups that were kept together.
         notes: findings to print.
     """
 
     images: Images
     out: Path
     files: dict[str, list[int]]
-    groups: list[list[int]]
     notes: list[str] = field(default_factory=list)
 
 
@@ -355,7 +284,7 @@ def plan_split(
     """Return the split of some images.
 
     Args:
-        images: of `list_class_images` or `list_table_images`.
+        images: of `list_images` or `list_table_images`.
         out: the output folder.
         val: share of the validation images; without effect with folds.
         test: share of the test images; 0: none.
@@ -367,13 +296,12 @@ def plan_split(
         ConfigError: the images cannot be split.
     """
     duplicates = find_duplicates(images)
-    named = find_named_groups(images, pattern) if pattern else []
-    groups = merge_groups([*duplicates, *named])
+    groups = merge_groups([*duplicates, *(find_named_groups(images, pattern) if pattern else [])])
     shares = {f"{_FOLD}{number}": (1 - test) / folds for number in range(1, folds + 1)}
     shares = shares or {TRAIN: 1 - test - val, "val": val}
     parts = assign(images, {**shares, **({"test": test} if test else {})}, groups, seed)
     keep_classes_in_training(images, parts, groups)
-    plan = SplitPlan(images, out, _list_files(parts, folds), groups)
+    plan = SplitPlan(images, out, _list_files(parts, folds))
     plan.notes = [*_notes_on_duplicates(images, duplicates), *_notes_on_classes(plan)]
     return plan
 
@@ -383,14 +311,11 @@ def _list_files(parts: Sequence[str], folds: int) -> dict[str, list[int]]:
     by_part: dict[str, list[int]] = defaultdict(list)
     for index, part in enumerate(parts):
         by_part[part].append(index)
-    if not folds:
-        return {f"{part}.csv": by_part[part] for part in (TRAIN, "val", "test") if by_part[part]}
-    files: dict[str, list[int]] = {}
-    for number in range(1, folds + 1):
-        fold = f"{_FOLD}{number}"
+    files = {} if folds else {f"{part}.csv": by_part[part] for part in (TRAIN, "val") if by_part[part]}
+    for fold in (f"{_FOLD}{number}" for number in range(1, folds + 1)):
         others = [index for index, part in enumerate(parts) if part not in (fold, "test")]
         files |= {f"{fold}/{TRAIN}.csv": others, f"{fold}/val.csv": by_part[fold]}
-    return {**files, "test.csv": by_part["test"]} if by_part["test"] else files
+    return files | ({"test.csv": by_part["test"]} if by_part["test"] else {})
 
 
 def _notes_on_duplicates(images: Images, duplicates: Sequence[Sequence[int]]) -> Iterator[str]:
@@ -414,60 +339,36 @@ def _notes_on_classes(plan: SplitPlan) -> Iterator[str]:
 
 
 def write_split(plan: SplitPlan) -> bool:
-    """Write the lists, all or none of them if the folder is new; return False if all of them exist already.
-
-    Of the lists in a folder that holds other files, those that a killed process has written are kept.
+    """Write the lists that do not exist yet; return False if all of them exist already.
 
     Raises:
         ConfigError: another list has the name of one of them, or one cannot be written.
     """
+    lists = {plan.out / name: _format_list(plan, name) for name in plan.files}
     try:
-        other, missing = [], []
-        for name in plan.files:
-            if not os.path.lexists(plan.out / name):
-                missing.append(name)
-            elif not _is_same(plan.out / name, _list_lines(plan, name)):
-                other.append(str(plan.out / name))
-        if other:
-            what = f"{first_few(other)} exists already and is another list"
-            raise ConfigError(f"--out: {what}; fix: remove it, or use another folder")
-        if os.path.lexists(plan.out) and (not plan.out.is_dir() or os.listdir(plan.out)):
-            _write_lists(plan, missing, plan.out)
-        else:
-            with new_folder(plan.out) as folder:
-                _write_lists(plan, missing, folder)
+        existing = {path for path in lists if os.path.lexists(path)}
+        for path in existing:
+            with open_regular(path) as file:
+                is_same = file.read(len(lists[path]) + 1) == lists[path]
+            if not is_same:
+                raise ConfigError(f"--out: {path} exists already and is another list; fix: use another folder")
+        for path in lists.keys() - existing:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as file:
+                file.write(lists[path])
     except OSError as error:
         raise ConfigError(f"--out: {error.filename or plan.out} cannot be written: {error.strerror}") from error
-    return bool(missing)
+    return existing != lists.keys()
 
 
-def _write_lists(plan: SplitPlan, names: Sequence[str], folder: Path) -> None:
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        with replacing(folder / name) as file:
-            file.writelines(_list_lines(plan, name))
-
-
-def _is_same(path: Path, lines: Iterator[bytes]) -> bool:
-    """Return whether a file has these lines and no others."""
-    with open_regular(path) as file:
-        return all(file.read(len(line)) == line for line in lines) and not file.read(1)
-
-
-def _list_lines(plan: SplitPlan, name: str) -> Iterator[bytes]:
-    """Yield the lines of a list."""
-    images, folder = plan.images, _folder_in_list(plan.images.folder, (plan.out / name).parent)
-    yield csv_line(("path", "label")).encode()
+def _format_list(plan: SplitPlan, name: str) -> bytes:
+    """Return a list; its paths are relative if it is in or beside the folder of the images, else absolute."""
+    images, folder = plan.images, os.path.realpath(plan.images.folder)
+    prefix = os.path.relpath(folder, os.path.realpath((plan.out / name).parent))
+    prefix = folder if prefix.count("..") > 1 else prefix
+    prefix = "" if prefix == "." else prefix.replace(os.sep, "/") + "/"
+    lines = [csv_line(("path", "label"))]
     for index in plan.files[name]:
-        name = images.names[index]
-        path = name if os.path.isabs(name) else f"{folder}{name}"
-        yield csv_line((path, images.classes[images.labels[index]])).encode()
-
-
-def _folder_in_list(folder: Path, list_folder: Path) -> str:
-    """Return the prefix of the names in a list: relative if the list is in or beside the folder, else absolute."""
-    image_folder, target = os.path.realpath(folder), os.path.realpath(list_folder)
-    prefix = os.path.relpath(image_folder, target)
-    if prefix.count("..") > 1:
-        prefix = image_folder
-    return "" if prefix == "." else prefix.replace(os.sep, "/") + "/"
+        path = images.names[index] if os.path.isabs(images.names[index]) else f"{prefix}{images.names[index]}"
+        lines.append(csv_line((path, images.classes[images.labels[index]])))
+    return "".join(lines).encode()
