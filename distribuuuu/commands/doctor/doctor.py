@@ -5,7 +5,8 @@ import json
 import os
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from distribuuuu.files.untrusted import printable
 from distribuuuu.hints.sources import missing_root
 from distribuuuu.launch.host import count_cores
 
-# Files and groups of a finding, and rows of the table of classes, that the text shows.
-MAX_FILES, MAX_GROUPS, MAX_CLASSES = 5, 5, 24
+# Files or groups of a finding, and rows of the table of classes, that the text shows.
+MAX_SHOWN, MAX_CLASSES = 5, 24
 _DESCRIPTION = """Check a data set before training: damaged images, duplicates, leakage between
 splits, contradicting labels, class folders, sizes, mean and std. It writes and
 deletes nothing. Exit status: 0 clean (notes at most), 2 problems.
@@ -45,7 +46,7 @@ def doctor(prog: str, args: list[str]) -> int:
         raise ConfigError(Problem("DATA.CHANNELS", f"{message}; fix: --statistics, which takes any"))
     from distribuuuu.commands.doctor.findings import examine
     from distribuuuu.commands.doctor.layout import open_cfg, open_folder
-    from distribuuuu.commands.scan.duplicates import NUM_BANDS, find_groups
+    from distribuuuu.commands.scan.duplicates import find_groups
     from distribuuuu.commands.scan.scan import scan_images
     from distribuuuu.data.decode import build_decode_options
     from distribuuuu.hints.sources import describe_arrays, describe_table
@@ -62,8 +63,7 @@ def doctor(prog: str, args: list[str]) -> int:
     with progress(None, "measuring", total, unit="img") as bar:
         scan = scan_images(splits, options, flags.workers, bar.update)
     seconds = time.perf_counter() - started
-    with progress(None, "comparing", NUM_BANDS, unit="band") as bar:
-        groups = find_groups(scan, options, bar.update)
+    groups = find_groups(scan, options)
     files = " ".join(list_files(flags.cfg)) or "the defaults"
     source = str(folder) if folder is not None else f"{files}, DATA.NAME {cfg.DATA.NAME}"
     report = {"source": source, "seconds": round(seconds, 2), **examine(scan, groups, options)}
@@ -78,7 +78,7 @@ def _print_statistics(flags: argparse.Namespace, cfg: Any) -> int:
     images = open_training_images(cfg)
     with progress(None, "measuring", len(images), unit="img") as bar:
         found = measure_channels(cfg, images, flags.workers, bar.update)
-    print_report(format_snippet(cfg, *found, as_json=flags.format == "json"))
+    print_report(format_snippet(cfg, found, len(images), as_json=flags.format == "json"))
     return 0
 
 
@@ -96,7 +96,7 @@ def parse_args(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespac
     if folder is None and not flags.cfg and not rest:
         problems.append(Problem(COMMAND_LINE, "got no data; expected FOLDER or --cfg FILE"))
     if folder is not None and flags.cfg:
-        fix = f"fix: remove one, or use --cfg {' '.join(list_files(flags.cfg))} TRAIN.DATASET {folder}"
+        fix = f"fix: use TRAIN.DATASET {folder}"
         problems.append(Problem(COMMAND_LINE, f"got both {folder} and --cfg; expected one of them; {fix}"))
     if flags.format not in FORMATS:
         hint = did_you_mean(flags.format, FORMATS)
@@ -134,90 +134,68 @@ def format_text(report: dict[str, Any], root: Path | None) -> str:
         report: of `examine`, with "source" and "seconds".
         root: the folder to remove from paths; None: none.
     """
-    splits, num = report["splits"], report["images"]
-    rate = num / max(report["seconds"], 1e-9)
+    splits, kinds = report["splits"], [finding["severity"] for finding in report["findings"]]
     names = {label for split in splits.values() for label in split["classes"]}
-    head = f"{report['source']}: {counted(num, 'image')}, {counted(len(splits), 'split')}, "
-    head += f"{counted(len(names), 'class')}; measured in {report['seconds']:.1f} s ({rate:,.0f} images/s)"
-    kinds = [finding["severity"] for finding in report["findings"]]
+    head = f"{report['source']}: {counted(report['images'], 'image')}, {counted(len(splits), 'split')}, "
+    head += f"{counted(len(names), 'class')}; measured in {report['seconds']:.1f} s"
     verdict = f"{counted(kinds.count('problem'), 'problem')}, {counted(kinds.count('note'), 'note')}"
     lines = [*_wrap(head), "", *_class_table(splits), "", *_statistics_lines(report), "", verdict]
     for finding in report["findings"]:
-        lines += ["", *_finding_lines(finding, root)]
+        lines += ["", *_wrap(f"{finding['severity'].upper()} {finding['kind']}: {finding['message']}")]
+        shown = [_group_lines(group, root) for group in finding["groups"]]
+        shown = shown or [_file_lines(file, finding["reasons"], root) for file in finding["files"]]
+        lines += [f"    {line}" for item in shown[:MAX_SHOWN] for line in item]
+        if len(shown) > MAX_SHOWN:
+            lines.append(f"    and {len(shown) - MAX_SHOWN} more; --format json lists all")
+        lines += _wrap(f"  fix: {finding['fix']}")
     return "\n".join(lines)
 
 
-def _wrap(text: str, indent: str = "", first: str | None = None) -> list[str]:
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=indent if first is None else first, subsequent_indent=indent,
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
+def _wrap(text: str, indent: str = "  ") -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _class_table(splits: dict[str, Any]) -> list[str]:
     """Return the images of each class in each split; of many classes, the largest and the smallest ones."""
-    counts: dict[str, int] = {}
+    totals = Counter[str]()
     for split in splits.values():
-        for label, count in split["classes"].items():
-            counts[label] = counts.get(label, 0) + count
-    shown = [*counts]
+        totals.update(split["classes"])
+    shown = [*totals]
     if len(shown) > MAX_CLASSES:
-        by_size = sorted(counts, key=lambda label: -counts[label])
+        by_size = [label for label, _ in totals.most_common()]
         shown = [*by_size[: MAX_CLASSES // 2], "...", *by_size[-MAX_CLASSES // 2 :]]
-    lines = [["class", *(name.rjust(9) for name in splits)]]
+    lines = [["class", *splits]]
     for label in shown:
         cells = ["" if label == "..." else str(split["classes"].get(label, "-")) for split in splits.values()]
-        lines.append([_shorten(label, 40), *cells])
+        lines.append([textwrap.shorten(printable(label), 40, placeholder="..."), *cells])
     lines.append(["images", *(f"{split['images']:,}" for split in splits.values())])
     lines.append(["imbalance", *(str(split["imbalance"] or "-") for split in splits.values())])
     return align_columns(lines, "<" + ">" * len(splits))
-
-
-def _shorten(text: str, width: int) -> str:
-    text = printable(text)
-    return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
 def _statistics_lines(report: dict[str, Any]) -> list[str]:
     statistics = report["statistics"]
     if not statistics:
         return ["no image can be decoded"]
-    lines = ["                  min      10 %    median      90 %       max"]
-    names = {"width": "width, px", "height": "height, px", "shorter_side": "shorter side", "aspect_ratio": "aspect"}
-    for key, name in names.items():
-        lines.append(f"{name:<12}" + "".join(f"{value:>10,.5g}" for value in statistics[key].values()))
-    lines += [f"mean, std    {statistics['mean']}, {statistics['std']}", "suggested    "]
-    lines[-1] += " ".join(f"{key} {value}" for key, value in report["suggested"].items() if "IM_SIZE" in key)
-    return lines
+    sizes = {name: values for name, values in statistics.items() if isinstance(values, dict)}
+    lines = [["", *sizes["width"]]]
+    lines += [[name, *(f"{value:,.5g}" for value in values.values())] for name, values in sizes.items()]
+    suggested = " ".join(f"{key} {value}" for key, value in report["suggested"].items() if "IM_SIZE" in key)
+    return [*align_columns(lines, "<>>>>>"), f"mean, std: {statistics['mean']}, {statistics['std']}",
+            f"suggested: {suggested}"]  # fmt: skip
 
 
-def _finding_lines(finding: dict[str, Any], root: Path | None) -> Iterator[str]:
-    yield from _wrap(f"{finding['severity'].upper()} {finding['kind']}: {finding['message']}", "  ", "")
-    if groups := finding["groups"]:
-        for group in groups[:MAX_GROUPS]:
-            yield from _group_lines(group, root)
-        hidden = counted(len(groups) - MAX_GROUPS, "group")
-    else:
-        for file in finding["files"][:MAX_FILES]:
-            yield f"    {_relative(file, root)}"
-            if file in finding["reasons"]:
-                yield from _wrap(finding["reasons"][file], "        ")
-        hidden = counted(len(finding["files"]) - MAX_FILES, "file")
-    if len(groups or finding["files"]) > (MAX_GROUPS if groups else MAX_FILES):
-        yield f"    and {hidden} more; --format json lists all"
-    yield from _wrap(f"fix: {finding['fix']}", "       ", "  ")
+def _file_lines(file: str, reasons: dict[str, str], root: Path | None) -> list[str]:
+    return [_relative(file, root), *(_wrap(f"    {reasons[file]}", "    ") if file in reasons else ())]
 
 
-def _group_lines(group: dict[str, Any], root: Path | None) -> Iterator[str]:
-    """Yield the files of a group; `=` marks identical files, `~` near-duplicates."""
-    sign = "=" if group["identical"] else "~"
-    for number, file in enumerate(group["files"][:MAX_FILES]):
-        yield f"    {sign if number else ' '} {_relative(file['file'], root)}"
-    if len(group["files"]) > MAX_FILES:
-        yield f"    {sign} and {counted(len(group['files']) - MAX_FILES, 'file')} more"
+def _group_lines(group: dict[str, Any], root: Path | None) -> list[str]:
+    """Return the files of a group; `=` marks identical files, `~` near-duplicates."""
+    sign, files = "=" if group["identical"] else "~", group["files"]
+    lines = [f"{sign if number else ' '} {_relative(file['file'], root)}" for number, file in enumerate(files)]
+    hidden = [f"{sign} and {counted(len(files) - MAX_SHOWN, 'file')} more"] if len(files) > MAX_SHOWN else []
+    return lines[:MAX_SHOWN] + hidden
 
 
 def _relative(path: str, root: Path | None) -> str:
-    if root is not None:
-        path = path.removeprefix(os.path.join(root, ""))
-    return printable(path)
+    return printable(path.removeprefix(os.path.join(root, "")) if root else path)

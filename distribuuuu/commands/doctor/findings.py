@@ -10,30 +10,18 @@ from typing import Any
 import numpy as np
 
 from distribuuuu.commands.doctor.layout import ScannedFolder
-from distribuuuu.commands.scan.data_config import find_splits
 from distribuuuu.commands.scan.duplicates import DuplicateGroup
-from distribuuuu.commands.scan.scan import (
-    ANIMATED,
-    BROKEN,
-    DEEP,
-    OVERSIZED,
-    ROTATED,
-    TRUNCATED,
-    UNUSABLE,
-    Scan,
-    percentiles,
-    suggest_sizes,
-)
+from distribuuuu.commands.scan.scan import BROKEN, OVERSIZED, ROTATED, TRUNCATED, UNUSABLE, Scan
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.datasets.file_check import KEEP_16_BITS
 from distribuuuu.data.decode import DecodeOptions
-from distribuuuu.files.image_files import list_classes
-from distribuuuu.hints.sources import count_others, find_inner_root, holds_images, split_command
+from distribuuuu.hints.sources import count_others, find_inner_root, split_command
 
 PROBLEM, NOTE = "problem", "note"
 # Ratio of the largest to the smallest class that is reported.
 MAX_IMBALANCE = 10
+# Sides that networks are trained at, and the usual ratio of the crop to the resized image.
+USUAL_SIDE, CROP_RATIO, SIDE_MULTIPLE, SMALL_SIDE = 224, 0.875, 32, 64
 
 
 @dataclass(frozen=True)
@@ -65,6 +53,7 @@ def examine(scan: Scan, groups: Sequence[DuplicateGroup], options: DecodeOptions
     counts = {name: count_classes(images) for name, images in scan.splits.items()}
     findings = [
         *_folder_findings(scan.splits, counts),
+        *_name_findings(scan.splits, counts),
         *_image_findings(scan, options),
         *_duplicate_findings(scan, groups),
         *_balance_findings(counts),
@@ -85,25 +74,23 @@ def examine(scan: Scan, groups: Sequence[DuplicateGroup], options: DecodeOptions
     }
 
 
-def count_classes(images: ImageDataset) -> dict[str, int]:
-    """Return the number of images of each class; an image with several labels counts for each of them."""
-    if isinstance(images, ScannedFolder):
-        counts = np.bincount(images.labels, minlength=len(images.classes)).tolist()
-        return dict(zip(images.classes, counts, strict=True))
-    counts = np.zeros(len(images.classes), np.int64)
-    for index in range(len(images)):
-        if images.targets == "labels":
-            counts += np.asarray(images.label(index), np.int64)
-        else:
-            counts[int(images.label(index))] += 1
-    return dict(zip(images.classes, counts.tolist(), strict=True))
-
-
 def labels_of(images: ImageDataset, index: int) -> list[str]:
     """Return the class names of an image."""
     label = images.label(index)
     numbers = np.flatnonzero(label) if images.targets == "labels" else [int(np.asarray(label))]
     return [images.classes[int(number)] for number in numbers]
+
+
+def count_classes(images: ImageDataset) -> dict[str, int]:
+    """Return the number of images of each class; an image with several labels counts for each of them."""
+    if isinstance(images, ScannedFolder):
+        counts = np.bincount(images.labels, minlength=len(images.classes)).tolist()
+        return dict(zip(images.classes, counts, strict=True))
+    found = dict.fromkeys(images.classes, 0)
+    for index in range(len(images)):
+        for name in labels_of(images, index):
+            found[name] += 1
+    return found
 
 
 def _imbalance(counts: Iterable[int]) -> float | None:
@@ -121,86 +108,62 @@ def _folder_findings(splits: dict[str, ImageDataset], counts: dict[str, dict[str
         message = f"{counted(len(unreadable), 'folder')} cannot be listed"
         fix = "change the permissions, or remove the folders"
         yield Finding("unreadable_folder", PROBLEM, message, fix, [*unreadable], reasons=unreadable)
-    lists = [images.list_ignored() for images in folders.values()]
-    if ignored := [path for paths, _ in lists for path in paths]:
-        message = f"{counted(len(ignored), 'file')} without an image extension {_are(ignored)} ignored"
-        yield Finding("ignored_file", NOTE, message, "convert images of other formats, e.g. to PNG or JPEG", ignored)
-    if outside := [path for _, paths in lists for path in paths]:
-        message = f"{counted(len(outside), 'image')} outside of the class folders {_are(outside)} ignored"
+    if outside := [path for images in folders.values() for path in images.list_outside()]:
+        message = f"ignored: {counted(len(outside), 'image')} outside of the class folders"
         yield Finding("image_without_class", PROBLEM, message, "move each into the folder of its class", outside)
+    trained = next(iter(splits))
     empty = [
-        str(folders[name].folder / label) if name in folders else f"{name}: {label}"
+        _place(splits, name, label)
         for name, classes in counts.items()
         for label, count in classes.items()
-        if not count and (name in folders or splits[name].targets == "label" and name == next(iter(splits)))
+        if not count and (name in folders or splits[name].targets == "label" and name == trained)
     ]
     if empty := [path for path in empty if path not in unreadable]:
         held = count_others(Path(), empty)
         message = f"{counted(len(empty), 'class')} without an image" + held.partition("; fix: ")[0] * ("other" in held)
         fix = held.partition("; fix: ")[2] if "other" in held else "add images, or remove the folders"
         yield Finding("empty_class", PROBLEM, message, fix, empty)
-    yield from _layout_findings(folders, counts)
-    yield from _name_findings({name: [*classes] for name, classes in counts.items()}, splits)
-
-
-def _list_nested(folder: Path) -> tuple[str, ...]:
-    """Return the sub-folders of a class folder that hold images, if it has no image of its own."""
-    if holds_images(folder, depth=1):
-        return ()
-    return tuple(name for name in list_classes(folder) if holds_images(folder / name))
-
-
-def _layout_findings(folders: dict[str, ScannedFolder], counts: dict[str, dict[str, int]]) -> Iterator[Finding]:
-    """Yield findings for folders that are probably one level above or below the data set, and for a missing split."""
-    trained = next(iter(counts))
     if trained not in folders:
         return
     root = folders[trained].folder
     inner = find_inner_root(root)
-    if sum(count > 0 for count in counts[trained].values()) == 1:
-        name = next(name for name, count in counts[trained].items() if count)
-        held = f", whose folder holds {first_few(list_classes(inner))}" if inner else ""
+    present = [name for name, count in counts[trained].items() if count]
+    if len(present) == 1:
         fix = f"use {inner} in place of {root}" if inner else "add images of another class"
-        yield Finding("one_class", PROBLEM, f"{trained}: the only class is {name!r}{held}", fix, [str(root / name)])
-    nested = {name: names for name in folders[trained].classes if (names := _list_nested(root / name))}
-    if splits := {name: found for name, names in nested.items() if (found := find_splits(names)) and not inner}:
-        message = f"{counted(len(splits), 'class')} with sub-folders that look like splits: "
-        files, fix = [str(root / name) for name in splits], f"check each data set, e.g. {root / next(iter(splits))}"
-        yield Finding("nested_splits", PROBLEM, message + first_few([*splits]), fix, files)
+        message = f"{trained}: the only class is {present[0]!r}"
+        yield Finding("one_class", PROBLEM, message, fix, [str(root / present[0])])
     if len(counts) == 1 and not inner:
-        fix = split_command(root)
-        yield Finding("one_split", NOTE, f"no images to evaluate: {trained} is the only split", fix, [str(root)])
+        message = f"no images to evaluate: {trained} is the only split"
+        yield Finding("one_split", NOTE, message, split_command(root), [str(root)])
 
 
-def _name_findings(names: dict[str, list[str]], splits: dict[str, ImageDataset]) -> Iterator[Finding]:
+def _place(splits: dict[str, ImageDataset], split: str, label: str) -> str:
+    """Return the folder of a class, or 'SPLIT: CLASS'."""
+    images = splits[split]
+    return str(images.folder / label) if isinstance(images, ScannedFolder) else f"{split}: {label}"
+
+
+def _name_findings(splits: dict[str, ImageDataset], counts: dict[str, dict[str, int]]) -> Iterator[Finding]:
     """Yield findings for class names that are spelled differently, and for those that are not in every split."""
-
-    def path(split: str, label: str) -> str:
-        images = splits[split]
-        return str(images.folder / label) if isinstance(images, ScannedFolder) else f"{split}: {label}"
-
-    spellings: dict[str, dict[str, list[str]]] = {}
-    for split, labels in names.items():
-        for label in labels:
-            spellings.setdefault(spelling_key(label), {}).setdefault(label, []).append(path(split, label))
-    if similar := [found for found in spellings.values() if len(found) > 1]:
-        shown = first_few([" and ".join(map(repr, sorted(found))) for found in similar])
+    trained = next(iter(counts))
+    spellings: dict[str, set[str]] = {}
+    for label in (label for labels in counts.values() for label in labels):
+        spellings.setdefault(spelling_key(label), set()).add(label)
+    if similar := [sorted(found) for found in spellings.values() if len(found) > 1]:
+        shown = first_few([" and ".join(map(repr, found)) for found in similar])
         message = f"class names differ only by case, spaces, hyphens or underscores: {shown}"
-        files = [place for found in similar for label in sorted(found) for place in found[label]]
+        files = [_place(splits, split, label) for found in similar for label in found
+                 for split, labels in counts.items() if label in labels]  # fmt: skip
         fix = "merge the folders, under one name in all splits; now each is a separate class"
         yield Finding("similar_class_names", PROBLEM, message, fix, files)
-    trained = next(iter(names))
-    for split in [*names][1:]:
-        if unknown := sorted(set(names[split]) - set(names[trained])):
-            message = f"{counted(len(unknown), 'class')} of {split} {_are(unknown)} not in {trained}: "
-            fix = f"rename the folders, or add training images; a model cannot learn classes that {trained} lacks"
-            files = [path(split, label) for label in unknown]
-            yield Finding("unknown_class", PROBLEM, message + first_few(unknown), fix, files)
-        if missing := sorted(set(names[trained]) - set(names[split])):
-            message = f"{counted(len(missing), 'class')} of {trained} {_are(missing)} not in {split}: "
-            fix = f"add images to {split}; its accuracy does not cover these classes"
-            files = [path(trained, label) for label in missing]
-            yield Finding("unevaluated_class", NOTE, message + first_few(missing), fix, files)
+    for split in [*counts][1:]:
+        for kind, severity, having, lacking, fix in (
+            ("unknown_class", PROBLEM, split, trained, "rename the folders, or add training images"),
+            ("unevaluated_class", NOTE, trained, split, f"add images to {split}; its accuracy does not cover these"),
+        ):
+            if names := sorted(counts[having].keys() - counts[lacking].keys()):
+                message = f"{counted(len(names), 'class')} of {having} not in {lacking}: {first_few(names)}"
+                yield Finding(kind, severity, message, fix, [_place(splits, having, label) for label in names])
 
 
 def spelling_key(name: str) -> str:
@@ -215,10 +178,8 @@ def spelling_key(name: str) -> str:
 def _balance_findings(counts: dict[str, dict[str, int]]) -> Iterator[Finding]:
     trained = next(iter(counts))
     present = {label: count for label, count in counts[trained].items() if count}
-    ratio = _imbalance(present.values())
-    if ratio is not None and ratio > MAX_IMBALANCE:
-        by_count = sorted(present, key=lambda label: present[label])
-        low, high = by_count[0], by_count[-1]
+    if (_imbalance(present.values()) or 0) > MAX_IMBALANCE:
+        low, high = min(present, key=present.__getitem__), max(present, key=present.__getitem__)
         message = f"{trained}: {high} has {present[high]:,} images, {low} has {present[low]:,}"
         fix = "DATA.SAMPLING sqrt or balanced, LOSS.CLASS_WEIGHTS auto; judge the model by macro recall (TEST.METRICS)"
         yield Finding("imbalance", NOTE, message, fix, [f"{trained}: {low}", f"{trained}: {high}"])
@@ -229,31 +190,19 @@ def _balance_findings(counts: dict[str, dict[str, int]]) -> Iterator[Finding]:
 
 def _image_findings(scan: Scan, options: DecodeOptions) -> Iterator[Finding]:
     most = f"with more than DATA.MAX_PIXELS {options.max_pixels:,} pixels"
-    rotated = "" if options.exif_rotate else "DATA.EXIF_ROTATE True rotates them in training and evaluation"
     replace = "replace or remove the files, or train with DATA.ON_BAD_IMAGE skip"
-    reduce = "scale the images down, or raise DATA.MAX_PIXELS"
+    rotate = "" if options.exif_rotate else "DATA.EXIF_ROTATE True rotates them in training and evaluation"
     for kind, flag, severity, text, fix in (
         ("truncated", TRUNCATED, PROBLEM, "truncated", replace),
         ("broken", BROKEN, PROBLEM, "empty, damaged, or no image", replace),
-        ("oversized", OVERSIZED, PROBLEM, most, reduce),
-        ("animated", ANIMATED, NOTE, "of several frames, of which training uses the first", "split them into images"),
-        ("reduced", DEEP, NOTE, "of 16 bits, which training reduces to 8", KEEP_16_BITS),
-        ("rotated", ROTATED, NOTE, "rotated by their EXIF data, which training ignores", rotated),
+        ("oversized", OVERSIZED, PROBLEM, most, "scale the images down, or raise DATA.MAX_PIXELS"),
+        ("rotated", ROTATED, NOTE, "rotated by their EXIF data, which training ignores", rotate),
     ):
-        if (found := scan.where(flag)) and fix:
-            yield _image_finding(scan, kind, severity, text, fix, found)
-
-
-def _image_finding(scan: Scan, kind: str, severity: str, text: str, fix: str, found: list[int]) -> Finding:
-    files = {index: scan.name(index) for index in found}
-    reasons = {files[index]: scan.reasons[index] for index in found if index in scan.reasons}
-    return Finding(kind, severity, f"{counted(len(found), 'image')} {text}", fix, [*files.values()], reasons=reasons)
-
-
-def _sizes(scan: Scan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return whether each image is usable, bool (N,), and the widths and heights of those that are, uint32."""
-    is_usable = scan.records["flags"] & UNUSABLE == 0
-    return is_usable, scan.records["width"][is_usable], scan.records["height"][is_usable]
+        if (found := np.flatnonzero(scan.records["flags"] & flag).tolist()) and fix:
+            files = {index: scan.name(index) for index in found}
+            reasons = {files[index]: scan.reasons[index] for index in found if index in scan.reasons}
+            yield Finding(kind, severity, f"{counted(len(found), 'image')} {text}", fix, [*files.values()],
+                          reasons=reasons)  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------- duplicates
@@ -274,11 +223,9 @@ def _duplicate_findings(scan: Scan, groups: Sequence[DuplicateGroup]) -> Iterato
     ):  # fmt: skip
         if found:
             num_same = sum(group["identical"] for group in found)
-            parts = counted(num_same, "group") + " of identical files" if num_same else ""
-            near = counted(len(found) - num_same, "group") + " of near-duplicates" if num_same < len(found) else ""
-            message = f"{' and '.join(filter(None, (parts, near)))} {text}"
-            yield Finding(kind, severity, message, fix, [file["file"] for group in found for file in group["files"]],
-                          found)  # fmt: skip
+            copies = f"{counted(len(found), 'group')} of copies, {num_same} of identical files,"
+            yield Finding(kind, severity, f"{copies} {text}", fix,
+                          [file["file"] for group in found for file in group["files"]], found)  # fmt: skip
 
 
 def _describe_group(scan: Scan, group: DuplicateGroup) -> dict[str, Any]:
@@ -299,31 +246,37 @@ def _has_copies_within(group: dict[str, Any]) -> bool:
 
 def measure_statistics(scan: Scan) -> dict[str, Any]:
     """Return mean and std of the channels (0 to 1) over the training split, and percentiles of sizes; empty if none."""
-    _, width, height = _sizes(scan)
-    if not len(width):
+    usable = scan.records[scan.records["flags"] & UNUSABLE == 0]
+    if not len(usable):
         return {}
     sums = next((row for row in scan.pixel_sums if row[6]), scan.pixel_sums[0])
     mean, square = sums[:3] / sums[6], sums[3:6] / sums[6]
-    measures = {
-        "width": width,
-        "height": height,
-        "shorter_side": np.minimum(width, height),
-        "aspect_ratio": width / height,
-    }
+    width, height = usable["width"], usable["height"]
     return {
         "mean": [round(float(value), 4) for value in mean],
         "std": [round(float(value), 4) for value in np.sqrt(np.maximum(square - mean**2, 0))],
-        **{name: percentiles(values) for name, values in measures.items()},
+        "width": _percentiles(width),
+        "height": _percentiles(height),
+        "shorter_side": _percentiles(np.minimum(width, height)),
+        "aspect_ratio": _percentiles(width / height),
     }
+
+
+def _percentiles(values: np.ndarray) -> dict[str, float]:
+    """Return the minimum, percentiles 10, 50 and 90, and the maximum of values, each one of the values."""
+    names = {"min": 0, "p10": 10, "median": 50, "p90": 90, "max": 100}
+    found = np.percentile(values, [*names.values()], method="nearest")
+    return {name: round(float(value), 3) for name, value in zip(names, found, strict=True)}
 
 
 def suggest_options(statistics: dict[str, Any]) -> dict[str, Any]:
     """Return options that suit the images: sides that do not enlarge 90 % of them, and their mean and std."""
     if not statistics:
         return {}
-    sizes: dict[str, Any] = suggest_sizes(statistics["shorter_side"])
-    return {**sizes, "DATA.MEAN": statistics["mean"], "DATA.STD": statistics["std"]}
-
-
-def _are(items: Sequence[str]) -> str:
-    return "is" if len(items) == 1 else "are"
+    shorter = int(statistics["shorter_side"]["p10"])
+    train = test = shorter
+    if shorter >= SMALL_SIDE:
+        train = min(USUAL_SIDE, max(SIDE_MULTIPLE, int(shorter * CROP_RATIO) // SIDE_MULTIPLE * SIDE_MULTIPLE))
+        test = round(train / CROP_RATIO)
+    channels = {"DATA.MEAN": statistics["mean"], "DATA.STD": statistics["std"]}
+    return {"TRAIN.IM_SIZE": train, "TEST.IM_SIZE": test, **channels}

@@ -7,12 +7,9 @@ from pathlib import Path
 from distribuuuu.commands.scan.data_config import find_splits
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.data.datasets.base import ImageDataset, SplitDataset, get_dataset
-from distribuuuu.data.datasets.image_list import ImageList, Multilabel
 from distribuuuu.data.datasets.imagefolder import ImageFolder, scan_folder
 from distribuuuu.data.datasets.index import Index
-from distribuuuu.data.packed.dataset import Packed
-from distribuuuu.files.image_files import is_image, list_classes, sort_splits
-from distribuuuu.files.untrusted import open_text
+from distribuuuu.files.image_files import is_image, list_classes
 from distribuuuu.hints.sources import access_problem, describe_archives, describe_imagenet, missing_root, missing_split
 
 Splits = dict[str, ImageDataset]
@@ -33,18 +30,10 @@ class ScannedFolder(ImageFolder):
         reasons = {folder: access_problem(Path(folder)) for folder in self.list_folders()}
         return {folder: reason for folder, reason in reasons.items() if reason}
 
-    def list_ignored(self) -> tuple[list[str], list[str]]:
-        """Return the files in class folders that are not images by name, and the images outside of class folders."""
-        ignored: list[str] = []
-        if self.index.meta["ignored"]:
-            known = {*self.index.meta["ignored"]}
-            for folder in self.list_folders()[1:]:
-                names = sorted(os.listdir(folder)) if os.access(folder, os.R_OK | os.X_OK) else []
-                odd = [name for name in names if name[0] != "." and not is_image(name)]
-                paths = [os.path.join(folder, name) for name in odd if os.path.splitext(name)[1].lower() in known]
-                ignored += [path for path in paths if not os.path.isdir(path)]
-        outside = self.index.meta["num_beside"] and sorted(filter(is_image, os.listdir(self.folder)))
-        return ignored, [str(self.folder / name) for name in outside or () if not (self.folder / name).is_dir()]
+    def list_outside(self) -> list[str]:
+        """Return the images outside of the class folders."""
+        names = sorted(filter(is_image, os.listdir(self.folder))) if self.index.meta["num_beside"] else ()
+        return [str(self.folder / name) for name in names if not (self.folder / name).is_dir()]
 
     def list_folders(self) -> list[str]:
         """Return the folder itself and all that are below it in the index."""
@@ -54,8 +43,7 @@ class ScannedFolder(ImageFolder):
 def open_folder(root: Path) -> Splits:
     """Return the data sets of a folder by split, the training split first.
 
-    Layouts: SPLIT/CLASS/IMAGE, CLASS/IMAGE, SPLIT.csv (see `ImageList`), and SPLIT/index.bin (see `Packed`). Folders
-    are splits if their names are those of `find_splits`.
+    Layouts: SPLIT/CLASS/IMAGE and CLASS/IMAGE. Folders are splits if their names are those of `find_splits`.
 
     Raises:
         ConfigError: the folder does not exist, cannot be listed, or has another layout.
@@ -69,44 +57,13 @@ def open_folder(root: Path) -> Splits:
         raise ConfigError(Problem("FOLDER", f"got {root}{hint}, as in: {command}"))
     folders = list_classes(root)
     if names := find_splits(folders, root):
-        packs = [name for name in names if (root / name / "index.bin").is_file()]
-        return {name: Packed(root, name) if name in packs else ScannedFolder(root / name) for name in names}
-    tables = [root / f"{name}.csv" for name in sort_splits(path.stem for path in root.glob("*.csv"))]
-    lists: Splits = {
-        path.stem: dataset(dataset.open_table(path)) for path in tables if (dataset := _kind_of_list(path))
-    }
-    if lists:
-        return lists
-    if (root / "index.bin").is_file():
-        return {root.name: Packed(root.parent, root.name)}
+        return {name: ScannedFolder(root / name) for name in names}
     if folders:
         return {WHOLE: ScannedFolder(root)}
     has = "images, but no class folders" if any(map(is_image, os.listdir(root))) else "no sub-folder"
-    expected = f"expected SPLIT/CLASS/IMAGE, CLASS/IMAGE or SPLIT.csv{describe_archives(root)}"
-    raise ConfigError(Problem("FOLDER", f"{root} has {has}; {expected}"))
-
-
-class OnlyList(ImageList):
-    """A list whose index is not stored beside it."""
-
-    index_in_root = False
-
-
-class OnlyMultilabel(Multilabel):
-    """A list with several labels whose index is not stored beside it."""
-
-    index_in_root = False
-
-
-def _kind_of_list(path: Path) -> type[ImageList] | None:
-    """Return the kind of data set that a CSV describes, by its header; None if it is another table."""
-    try:
-        with open_text(path) as file:
-            header = {column.strip() for column in file.readline(10_000).split(",")}
-    except (OSError, UnicodeError):
-        return None
-    kinds = {"path,label": OnlyList, "image,labels": OnlyMultilabel}
-    return next((kind for columns, kind in kinds.items() if header.issuperset(columns.split(","))), None)
+    fix = f"for lists and packs: DATA.NAME list or packed TRAIN.DATASET {root}"
+    expected = f"expected SPLIT/CLASS/IMAGE or CLASS/IMAGE{describe_archives(root)}"
+    raise ConfigError(Problem("FOLDER", f"{root} has {has}; {expected}; {fix}"))
 
 
 def open_cfg(cfg) -> Splits:

@@ -31,52 +31,42 @@ def open_training_images(cfg: Config) -> ImageDataset:
     return open_data(cfg, train=True)
 
 
-def measure_channels(
-    cfg: Config, images: ImageDataset, workers: int, update: Callable[[int], object]
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return mean and standard deviation per channel, in the units of DATA.MEAN, and the number of images.
+def measure_channels(cfg: Config, images: ImageDataset, workers: int, update: Callable[[int], object]) -> np.ndarray:
+    """Return mean and standard deviation of each channel, float64 (2, channels), in the units of DATA.MEAN.
 
     Each image has the same weight, whatever its size.
 
     Raises:
-        BadImageError: an image cannot be read, and DATA.ON_BAD_IMAGE is not skip.
+        BadImageError: an image cannot be read.
     """
     options, one = build_decode_options(cfg), PIXEL_RANGES[cfg.DATA.PIXELS]
 
-    def measure(index: int) -> tuple[np.ndarray, np.ndarray] | None:
+    def measure(index: int) -> np.ndarray:
         try:
             pixels = open_lazy_image(images.read(index), cfg.DATA.DECODER, options).pixels().numpy()
         except ConfigError:
             raise
         except Exception as error:  # decoders raise nearly anything
-            if cfg.DATA.ON_BAD_IMAGE == "skip":
-                return None
-            fix = "fix: repair or remove it, or set DATA.ON_BAD_IMAGE skip"
-            reason = f"{type(error).__name__}: {reason_of(error)}"
-            raise BadImageError(f"broken image: {images.describe(index)}: {reason}; {fix}") from error
+            reason = f"{type(error).__name__}: {reason_of(error)}; fix: repair or remove it"
+            raise BadImageError(f"broken image: {images.describe(index)}: {reason}") from error
         values = pixels.reshape(len(pixels), -1) / np.float64(one)
-        return values.mean(1), np.square(values).mean(1)
+        return np.stack([values.mean(1), np.square(values).mean(1)])
 
-    total, squares, num = np.zeros(options.channels), np.zeros(options.channels), 0
+    total = np.zeros((2, options.channels))
     with ThreadPoolExecutor(max(1, workers)) as pool:
         for found in pool.map(measure, range(len(images))):
             update(1)
-            if found:
-                total, squares, num = total + found[0], squares + found[1], num + 1
-    if not num:
-        raise ConfigError("TRAIN.DATASET: got no image that can be read; expected training images")
-    mean = total / num
-    return mean, np.sqrt(np.maximum(squares / num - mean**2, 0)), num
+            total += found
+    mean, square = total / len(images)
+    return np.stack([mean, np.sqrt(np.maximum(square - mean**2, 0))])
 
 
-def format_snippet(cfg: Config, mean: np.ndarray, std: np.ndarray, num: int, as_json: bool) -> str:
-    """Return the options as JSON, or as YAML with the number of images and of constant channels in a comment."""
-    constant = std == 0
-    values = {name: [float(f"{value:.6g}") for value in found]
-              for name, found in (("MEAN", mean), ("STD", np.where(constant, 1, std)))}  # fmt: skip
-    data = {"CHANNELS": cfg.DATA.CHANNELS, "PIXELS": cfg.DATA.PIXELS, **values}
+def format_snippet(cfg: Config, found: np.ndarray, num: int, as_json: bool) -> str:
+    """Return mean and standard deviation as JSON, or as YAML with the number of images in a comment."""
+    mean, std = ([float(f"{value:.6g}") for value in values] for values in found)
+    # A constant channel is divided by 1.
+    data = {"CHANNELS": cfg.DATA.CHANNELS, "PIXELS": cfg.DATA.PIXELS, "MEAN": mean, "STD": [one or 1.0 for one in std]}
     if as_json:
         return json.dumps({"DATA": data})
-    note = f"; {counted(int(constant.sum()), 'channel')} without any variation: STD 1" if constant.any() else ""
-    lines = [f"# of {counted(num, 'training image')}{note}", "DATA:"]
-    return "\n".join([*lines, *(f"  {name}: {value}" for name, value in data.items())])
+    lines = [f"# of {counted(num, 'training image')}", "DATA:", *(f"  {name}: {value}" for name, value in data.items())]
+    return "\n".join(lines)

@@ -1,12 +1,10 @@
 """Duplicate images: equal contents, and perceptual hashes that differ in few bits, found by an index of their bands."""
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from distribuuuu.commands.scan.disjoint_sets import DisjointSets
 from distribuuuu.commands.scan.scan import FLAT, UNUSABLE, Scan, make_thumbnail
 from distribuuuu.data.decode import DecodeOptions
 
@@ -27,8 +25,6 @@ COLORED = 6.0
 MAX_NEIGHBORS = 256
 # Thumbnails in memory, of 12 KiB each.
 _CACHED = 1024
-# Bands of 16 bits of a hash.
-NUM_BANDS = 8
 
 
 class DuplicateGroup(NamedTuple):
@@ -45,57 +41,35 @@ class DuplicateGroup(NamedTuple):
     distance: int
 
 
-def find_near_pairs(
-    hashes: np.ndarray,
-    progress: Callable[[int], object] = lambda num: None,
-    is_compared: np.ndarray | None = None,
-) -> np.ndarray:
+def find_near_pairs(hashes: np.ndarray) -> np.ndarray:
     """Return pairs of hashes that differ in at most RADIUS bits.
 
-    Hashes that are equal in one of NUM_BANDS bands of 16 bits are compared: all pairs of up to 7 different bits, and
-    most of more.
+    Hashes that are equal in one of their bands of 16 bits are compared: all pairs of up to 7 different bits are found,
+    and most of more.
 
     Args:
-        hashes: uint8 (N, 16), which may be a column of records.
-        progress: called after each band.
-        is_compared: the hashes to compare, bool (N,); None: all.
+        hashes: uint8 (N, 16).
 
     Returns:
         int64 (pairs, 3): two indices, the smaller one first, and the number of different bits.
     """
-    rows = np.arange(len(hashes)) if is_compared is None else np.flatnonzero(is_compared)
-    words = np.ascontiguousarray(hashes[rows]).view(np.uint16)
+    words = np.ascontiguousarray(hashes).view(np.uint16)
     found = [np.zeros((0, 3), np.int64)]
-    for band in range(NUM_BANDS):
-        order = np.argsort(words[:, band], kind="stable")
-        keys = words[order, band]
-        for gap in range(1, min(MAX_NEIGHBORS, len(rows) - 1) + 1):
+    for band in words.T:
+        order = np.argsort(band, kind="stable")
+        keys = band[order]
+        for gap in range(1, min(MAX_NEIGHBORS, len(hashes) - 1) + 1):
             places = np.flatnonzero(keys[gap:] == keys[:-gap])
             if not len(places):
                 break
             one, other = order[places], order[places + gap]
-            distances = count_bits(words[one] ^ words[other])
-            is_near = distances <= RADIUS
-            found.append(np.stack([one[is_near], other[is_near], distances[is_near]], 1))
-        progress(1)
-    pairs = np.unique(np.concatenate(found), axis=0)
-    return np.column_stack([rows[pairs[:, 0]], rows[pairs[:, 1]], pairs[:, 2]])
+            distances = np.unpackbits(hashes[one] ^ hashes[other], axis=1).sum(1, np.int64)
+            pairs = np.stack([one, other, distances], 1)
+            found.append(pairs[distances <= RADIUS])
+    return np.unique(np.concatenate(found), axis=0)
 
 
-@functools.cache
-def _bits_of_words() -> np.ndarray:
-    """Return the number of ones of each 16-bit number; numpy counts bits from version 2 on only."""
-    return np.unpackbits(np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, 2), axis=1).sum(1, np.uint8)
-
-
-def count_bits(words: np.ndarray) -> np.ndarray:
-    """Return the number of ones in each row of uint16 (N, 8), as int64 (N,)."""
-    return _bits_of_words()[words].sum(1, np.int64)
-
-
-def find_groups(
-    scan: Scan, options: DecodeOptions, progress: Callable[[int], object] = lambda num: None
-) -> list[DuplicateGroup]:
+def find_groups(scan: Scan, options: DecodeOptions) -> list[DuplicateGroup]:
     """Return the groups of duplicates among the images of a scan, in the order of their first images.
 
     Near-duplicates are confirmed on the pixels of both images.
@@ -106,17 +80,47 @@ def find_groups(
     for one, other in _find_identical(scan.records):
         sets.join(one, other)
         is_copy[other] = True
-    pairs = find_near_pairs(scan.records["hash"], progress, (flags & (UNUSABLE | FLAT) == 0) & ~is_copy)
-    confirm = Confirm(scan, options)
-    for one, other, distance in pairs[np.lexsort((pairs[:, 1], pairs[:, 0], pairs[:, 2]))].tolist():
-        if sets.find(one) != sets.find(other) and confirm(one, other):
-            sets.join(one, other)
-            distances[one] = distance
+    rows = np.flatnonzero((flags & (UNUSABLE | FLAT) == 0) & ~is_copy)
+    pairs = find_near_pairs(scan.records["hash"][rows])
+    thumbnail = functools.lru_cache(_CACHED)(functools.partial(_make_thumbnail, scan, options))
+    for first, second, distance in pairs[np.lexsort((pairs[:, 1], pairs[:, 0], pairs[:, 2]))].tolist():
+        one, other = int(rows[first]), int(rows[second])
+        if sets.find(one) != sets.find(other):
+            sides = [scan.records[index][name] for index in (one, other) for name in ("width", "height")]
+            if are_alike(thumbnail(one), thumbnail(other), min(sides)):
+                sets.join(one, other)
+                distances[one] = distance
     groups = []
     for images in sets.groups():
         identical = all(scan.records[index] == scan.records[images[0]] for index in images)
         groups.append(DuplicateGroup(images, identical, max(distances.get(index, 0) for index in images)))
     return groups
+
+
+class DisjointSets:
+    """Sets of numbers; at first, each number is in a set of its own (union-find)."""
+
+    def __init__(self) -> None:
+        self._parents: dict[int, int] = {}
+
+    def find(self, number: int) -> int:
+        """Return the smallest number of a set."""
+        while (parent := self._parents.get(number, number)) != number:
+            self._parents[number] = self._parents.get(parent, parent)
+            number = parent
+        return number
+
+    def join(self, one: int, other: int) -> None:
+        """Join the sets of two numbers."""
+        first, second = sorted((self.find(one), self.find(other)))
+        self._parents[second] = self._parents.setdefault(first, first)
+
+    def groups(self) -> list[list[int]]:
+        """Return the sets of several numbers, each ascending, in the order of their smallest numbers."""
+        members: dict[int, list[int]] = {}
+        for number in sorted(self._parents):
+            members.setdefault(self.find(number), []).append(number)
+        return list(members.values())
 
 
 def _find_identical(records: np.ndarray) -> list[tuple[int, int]]:
@@ -128,39 +132,26 @@ def _find_identical(records: np.ndarray) -> list[tuple[int, int]]:
     return [(one, other) for one, other in pairs if records[one] == records[other]]
 
 
-class Confirm:
-    """Decides whether two images show the same, by their thumbnails.
+def are_alike(one: np.ndarray | None, other: np.ndarray | None, side: int) -> bool:
+    """Return whether two images show the same, by their thumbnails; `side`: the shortest side of both, in pixels."""
+    if one is None or other is None:
+        return False
+    gray = [pixels @ LUMA for pixels in (one, other)]
+    correlation = _cosine(*(pixels - pixels.mean() for pixels in gray))
+    if correlation < (MIN_CORRELATION if side >= SMALL_SIDE else MIN_CORRELATION_OF_SMALL):
+        return False
+    # A copy in gray has no color to compare.
+    colors = [pixels - level[..., None] for pixels, level in zip((one, other), gray, strict=True)]
+    is_colored = all(np.sqrt((color**2).mean()) > COLORED for color in colors)
+    return not is_colored or _cosine(*colors) >= MIN_COLOR_COSINE
 
-    Args:
-        scan: the images.
-        options: see `decode`.
-    """
 
-    def __init__(self, scan: Scan, options: DecodeOptions):
-        self._scan, self._options = scan, options
-        self._thumbnail = functools.lru_cache(_CACHED)(self._make)
-
-    def __call__(self, one: int, other: int) -> bool:
-        """Return whether images with similar hashes are near-duplicates."""
-        first, second = self._thumbnail(one), self._thumbnail(other)
-        if first is None or second is None:
-            return False
-        sides = [self._scan.records[index][name] for index in (one, other) for name in ("width", "height")]
-        least = MIN_CORRELATION if min(sides) >= SMALL_SIDE else MIN_CORRELATION_OF_SMALL
-        gray = [pixels @ LUMA for pixels in (first, second)]
-        if _cosine(*(pixels - pixels.mean() for pixels in gray)) < least:
-            return False
-        # A copy in gray has no color to compare.
-        colors = [pixels - level[..., None] for pixels, level in zip((first, second), gray, strict=True)]
-        is_colored = all(np.sqrt((color**2).mean()) > COLORED for color in colors)
-        return not is_colored or _cosine(*colors) >= MIN_COLOR_COSINE
-
-    def _make(self, index: int) -> np.ndarray | None:
-        _, images, local = self._scan.locate(index)
-        try:
-            return make_thumbnail(images.read(local), self._options)
-        except Exception:  # changed since the scan; decoders raise nearly anything
-            return None
+def _make_thumbnail(scan: Scan, options: DecodeOptions, index: int) -> np.ndarray | None:
+    _, images, local = scan.locate(index)
+    try:
+        return make_thumbnail(images.read(local), options)
+    except Exception:  # changed since the scan; decoders raise nearly anything
+        return None
 
 
 def _cosine(one: np.ndarray, other: np.ndarray) -> float:

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +15,13 @@ from PIL import Image
 from distribuuuu.commands.scan.pool import map_in_order
 from distribuuuu.data.datasets.base import ImageDataset, is_file
 from distribuuuu.data.decode import open_lazy_image, pil_to_tensor
-from distribuuuu.data.image_file import DecodeOptions, has_16_bits, open_image
+from distribuuuu.data.image_file import DecodeOptions, open_image
 from distribuuuu.data.make_batch import reason_of
 
 # What is kept of an image: 33 bytes. The content hash decides together with the perceptual hash and the size.
 RECORD = np.dtype([("content", "u8"), ("hash", "u1", 16), ("width", "u4"), ("height", "u4"), ("flags", "u1")])
-# Flags of a record. FLAT: of one color, so without a perceptual hash. DEEP: of 16 bits per channel.
-BROKEN, TRUNCATED, OVERSIZED, ANIMATED, FLAT, ROTATED, GRAY, DEEP = (1 << number for number in range(8))
+# Flags of a record. FLAT: of one color, so without a perceptual hash.
+BROKEN, TRUNCATED, OVERSIZED, FLAT, ROTATED = (1 << number for number in range(5))
 UNUSABLE = BROKEN | TRUNCATED | OVERSIZED
 
 # JPEGs are scaled down while they are decoded, by 2, 4 or 8, but not below this shorter side. On photographs of 400 px,
@@ -36,8 +36,6 @@ MIN_COEFFICIENT = 4.0
 FLAT_STD = 2.0
 # Images per task of a worker process, times the pool's own factor.
 BLOCK = 16
-# Sides that networks are trained at, and the usual ratio of the crop to the resized image.
-USUAL_SIDE, CROP_RATIO, SIDE_MULTIPLE, SMALL_SIDE = 224, 0.875, 32, 64
 # Reasons that are kept for the report; all damaged images are in the records.
 MAX_REASONS = 10_000
 
@@ -73,10 +71,6 @@ class Scan:
         """Return the file of image `index`, or 'SPLIT: image K'."""
         split, images, local = self.locate(index)
         return images.describe(local) if images.has_files else f"{split}: {images.describe(local)}"
-
-    def where(self, flag: int) -> list[int]:
-        """Return the images with one of the flags."""
-        return np.flatnonzero(self.records["flags"] & flag).tolist()
 
 
 def scan_images(
@@ -147,11 +141,9 @@ def measure_image(item: Any, options: DecodeOptions, record: np.void) -> np.ndar
     """
     image = _open(item, options)
     record["width"], record["height"] = image.size
-    flags = ANIMATED * bool(getattr(image, "is_animated", False)) | ROTATED * _is_rotated(image)
-    flags |= DEEP * has_16_bits(image, item if is_file(item) else b"")
+    flags = ROTATED * _is_rotated(image)
     image = _load(image)
     counts = np.array(image.histogram()).reshape(3, 256)
-    flags |= GRAY * bool((counts == counts[0]).all())
     data = item if is_file(item) else image.tobytes()
     record["content"] = np.frombuffer(hashlib.blake2b(data, digest_size=8).digest(), np.uint64)[0]
     gray = np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BOX), np.float32)
@@ -221,21 +213,3 @@ def hash_thumbnail(gray: np.ndarray) -> np.ndarray:
 def make_thumbnail(item: Any, options: DecodeOptions) -> np.ndarray:
     """Return an image of `ImageDataset.read` as float32 (32, 32, 3) in levels of 0 to 255."""
     return np.asarray(_load(_open(item, options)).resize((SIDE, SIDE), Image.Resampling.BOX), np.float32)
-
-
-def percentiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """Return the minimum, percentiles 10, 50 and 90, and the maximum of values, each one of the values."""
-    names = {"min": 0, "p10": 10, "median": 50, "p90": 90, "max": 100}
-    found = np.percentile(values, [*names.values()], method="nearest")
-    return {name: round(float(value), 3) for name, value in zip(names, found, strict=True)}
-
-
-def suggest_sizes(shorter_side: dict[str, float]) -> dict[str, int]:
-    """Return TRAIN.IM_SIZE and TEST.IM_SIZE, in pixels, for the `percentiles` of the shorter sides of the images."""
-    shorter = int(shorter_side["p10"])
-    if shorter < SMALL_SIDE:
-        train = test = shorter
-    else:
-        train = min(USUAL_SIDE, max(SIDE_MULTIPLE, int(shorter * CROP_RATIO) // SIDE_MULTIPLE * SIDE_MULTIPLE))
-        test = round(train / CROP_RATIO)
-    return {"TRAIN.IM_SIZE": train, "TEST.IM_SIZE": test}
