@@ -1,12 +1,11 @@
 """TRAIN.BATCH_SIZE auto: the largest micro-batch that fits into memory, found by training steps in fresh processes."""
 
+import bisect
 import contextlib
 import itertools
 import logging
 import multiprocessing
-import socket
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -26,7 +25,7 @@ from distribuuuu.data.batch_plan import BatchPlan, plan_batches, plan_of
 from distribuuuu.data.loader import build_loaders
 from distribuuuu.data.workers import LoaderWorkerError
 from distribuuuu.distributed.comm import PeerError
-from distribuuuu.distributed.process_group import find_device, pick_device
+from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.rendezvous import exchange
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.build import build_run, set_backends
@@ -37,7 +36,6 @@ from distribuuuu.launch.detect import Launch, detect_launch, list_jobs
 from distribuuuu.launch.host import tune_malloc
 from distribuuuu.launch.processes import die_with_parent
 from distribuuuu.records.environment import local_peak_bytes
-from distribuuuu.records.memory_limits import address_space_limit, list_memory_limits, read_sizes
 from distribuuuu.records.run_log import logging_to
 
 logger = logging.getLogger(__name__)
@@ -45,8 +43,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 TakeStep = Callable[..., object]
 
-# Share of the available memory that a run may take, and the factor by which a trial may exceed the largest so far.
-HEADROOM, GROWTH = 0.9, 8
+# Share of the available memory that a run may take.
+HEADROOM = 0.9
 # Messages of other errors that a lack of memory causes.
 _NO_MEMORY = ("can't start new thread", "Cannot allocate memory", "bad_alloc")
 # A trial measures this many steps: the first one creates the state of the optimizer.
@@ -73,13 +71,11 @@ class Peak:
     Attributes:
         own: allocated on its GPU, else resident on the host.
         workers: memory on the host that its loader workers do not share with it.
-        address_space: virtual memory, which `ulimit -v` limits; 0: unknown.
         limit: what the process may use on its GPU; 0: it runs on the CPU.
     """
 
     own: float
     workers: float = 0
-    address_space: float = 0
     limit: float = 0
 
     @property
@@ -96,7 +92,7 @@ class Peak:
 def resolve_batch_size(cfg: Config, take_step: TakeStep) -> Config:
     """Return the config with a number for TRAIN.BATCH_SIZE auto; the same on all processes, which must all call this.
 
-    A run that is resumed keeps its number. On the CPU, the first process of each machine searches for all of them.
+    A run that is resumed keeps its number. The first process searches for all of them.
 
     Args:
         cfg: the config.
@@ -108,24 +104,21 @@ def resolve_batch_size(cfg: Config, take_step: TakeStep) -> Config:
     if cfg.TRAIN.BATCH_SIZE != AUTO:
         return cfg
     launch = detect_launch()
-    # Without a CUDA context here, whose memory the trials would lack.
-    is_cuda = find_device(launch.local_rank).type == "cuda"
-    sizes, limits = list_micro_batches(cfg, launch.world_size), (cfg.DIST.TIMEOUT_S, cfg.DIST.STARTUP_TIMEOUT_S)
-    if kept := exchange(launch, _find_kept(cfg, sizes), *limits)[0]:
-        return with_number(cfg, kept, "kept from the run in OUT_DIR")
-    hosts, number, failure = exchange(launch, zlib.crc32(socket.gethostname().encode()), *limits), sizes[-1], None
-    try:
-        if is_cuda or launch.local_rank == 0:
-            number = search_here(cfg, take_step, launch, sizes, hosts.count(hosts[launch.rank]))
-    except ConfigError as error:
-        number, failure = 0, error
-        failure.one_process = launch.local_rank == 0
-    number = min(exchange(launch, number, *limits))
+    sizes = list_micro_batches(cfg, launch.world_size)
+    number, reason, failure = 0, "kept from the run in OUT_DIR", None
+    if launch.rank == 0 and not (number := _find_kept(cfg, sizes)):
+        reason = "the largest that fits into memory"
+        try:
+            number = search_here(cfg, take_step, launch, sizes)
+        except ConfigError as error:
+            failure = error
+            failure.one_process = True
+    number, reason = exchange(launch, (number, reason), cfg.DIST.TIMEOUT_S, cfg.DIST.STARTUP_TIMEOUT_S)[0]
     if failure:
         raise failure
     if not number:
         raise PeerError("TRAIN.BATCH_SIZE: got auto, but another process found no micro-batch that fits")
-    return with_number(cfg, number, "the largest that fits into memory")
+    return with_number(cfg, number, reason)
 
 
 def with_number(cfg: Config, number: int, reason: str = "") -> Config:
@@ -141,70 +134,29 @@ def _find_kept(cfg: Config, sizes: Sequence[int]) -> int:
     return number if number in sizes else 0
 
 
-def search_here(cfg: Config, take_step: TakeStep, launch: Launch, sizes: Sequence[int], num_local: int = 1) -> int:
-    """Return the largest micro-batch that fits on this machine for `num_local` processes, or on the process's GPU."""
-    memory, space = available_memory() / num_local, address_space_limit()
-    local = Launch("trial", local_rank=launch.local_rank, local_world_size=launch.local_world_size)
-    share = sizes[-1]
-
-    def fits(peak: Peak) -> bool:
-        return peak.used <= HEADROOM * (peak.limit or memory) and peak.address_space <= HEADROOM * space
-
-    def measure(size: int) -> Peak | str:
-        plan = plan_batches(size, size * min(2, share // size), 1)
-        peak = in_fresh_process(measure_steps, cfg, take_step, local, plan)
-        if launch.rank == 0:
-            shown = peak if isinstance(peak, str) else f"{peak.used / 2**20:,.0f} MiB"
-            logger.info("TRAIN.BATCH_SIZE auto: micro-batch of %d: %s", size, shown)
-        return peak
-
-    with logging_to(cfg.OUT_DIR, ""):
-        return search(sizes, measure, fits)
-
-
-def search(sizes: Sequence[int], measure: Callable[[int], Peak | str], fits: Callable[[Peak], bool]) -> int:
-    """Return the largest size that fits.
-
-    Memory grows linearly: the line through the smallest and the largest size so far tells which ones are worth a trial.
-    So a trial hardly exceeds the memory, which on the CPU would slow down or end other processes too.
-
-    Args:
-        sizes: the candidates, ascending.
-        measure: returns the peak of a trial, or why it failed for want of memory.
-        fits: tells whether a peak leaves enough room.
+def search_here(cfg: Config, take_step: TakeStep, launch: Launch, sizes: Sequence[int]) -> int:
+    """Return the largest micro-batch that fits on this machine for all of its processes, or on the process's GPU.
 
     Raises:
         OutOfMemory: not even the smallest one fits.
     """
-    seen: dict[int, Peak] = {}
-    left, best, killed = list(sizes), 0, False
-    size = max([size for size in sizes if size <= 4], default=sizes[0])
-    while left:
-        peak = measure(size)
-        if isinstance(peak, str):
-            killed = True
-        else:
-            seen[size] = peak
-        if isinstance(peak, str) or not fits(peak):
-            left = [other for other in left if other < size]
-        else:
-            best = size
-        if not best:
-            size = left[-1] if left else 0
-            continue
-        above, low, high = [other for other in left if other > best], min(seen), max(seen)
-        most = max([best * (GROWTH if high > low else 4), *above[:1]])
-        worth = [other for other in above if other <= most]
-        if high > low:
-            line = {other: seen[low].scaled(seen[high], (other - low) / (high - low)) for other in worth}
-            worth = [other for other in worth if fits(line[other])]
-        if not worth:
-            return best
-        size = worth[(len(worth) - 1) // 2 if killed else -1]
-    shown = peak if isinstance(peak, str) else f"{peak.used / 2**20:,.0f} MiB"
-    fix = "a smaller MODEL.ARCH, TRAIN.IM_SIZE or TEST.BATCH_SIZE; or MODEL.ACT_CHECKPOINT True"
-    problem = f"got auto; a micro-batch of {sizes[0]} does not fit into memory: {shown}; fix: {fix}"
-    raise OutOfMemory(Problem("TRAIN.BATCH_SIZE", problem))
+    memory, share = available_memory() / launch.local_world_size, sizes[-1]
+    local = Launch("trial", local_rank=launch.local_rank, local_world_size=launch.local_world_size)
+
+    def fits(size: int) -> bool:
+        plan = plan_batches(size, size * min(2, share // size), 1)
+        peak = in_fresh_process(measure_steps, cfg, take_step, local, plan)
+        shown = peak if isinstance(peak, str) else f"{peak.used / 2**20:,.0f} MiB"
+        logger.info("TRAIN.BATCH_SIZE auto: micro-batch of %d: %s", size, shown)
+        return not isinstance(peak, str) and peak.used <= HEADROOM * (peak.limit or memory)
+
+    with logging_to(cfg.OUT_DIR, ""):
+        num_fit = bisect.bisect_left(sizes, True, key=lambda size: not fits(size))
+    if not num_fit:
+        fix = "a smaller MODEL.ARCH, TRAIN.IM_SIZE or TEST.BATCH_SIZE; or MODEL.ACT_CHECKPOINT True"
+        problem = f"got auto; a micro-batch of {sizes[0]} does not fit into memory; fix: {fix}"
+        raise OutOfMemory(Problem("TRAIN.BATCH_SIZE", problem))
+    return sizes[num_fit - 1]
 
 
 @contextlib.contextmanager
@@ -255,16 +207,24 @@ def read_peak(device: torch.device) -> Peak:
     if device.type == "cuda":
         limit = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         return Peak(torch.cuda.max_memory_allocated(device), limit=limit)
-    own = read_sizes("/proc/self/status")
-    workers = (read_sizes(f"/proc/{process.pid}/smaps_rollup") for process in multiprocessing.active_children())
+    workers = (_read_sizes(f"/proc/{process.pid}/smaps_rollup") for process in multiprocessing.active_children())
     private = sum(sizes.get("Private_Dirty", 0) + sizes.get("Private_Clean", 0) for sizes in workers)
     # Not `ru_maxrss`: it includes the memory that the parent had when it started this process.
-    return Peak(own.get("VmHWM", local_peak_bytes(device)), private, own.get("VmPeak", 0))
+    return Peak(_read_sizes("/proc/self/status").get("VmHWM", local_peak_bytes(device)), private)
 
 
 def available_memory() -> float:
     """Return the bytes of host memory that this process and those that it starts may still take."""
-    return min(free for _, free in list_memory_limits())
+    return _read_sizes("/proc/meminfo").get("MemAvailable", float("inf"))
+
+
+def _read_sizes(path: str) -> dict[str, int]:
+    """Return the sizes in bytes of a file of /proc with lines such as `VmHWM: 123 kB`; {} if there is no such file."""
+    try:
+        lines = [line.split() for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines()]
+    except OSError:
+        return {}
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1:] == ["kB"]}
 
 
 def in_fresh_process(function: Callable[..., T], *args: Any) -> T | str:
