@@ -6,33 +6,26 @@ unpickled. A tensor or an entry that claims more bytes than its file has is refu
 """
 
 import errno
-import logging
 import os
 import pickle
 import re
 import stat
-import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
 from distribuuuu.config import ConfigError
 from distribuuuu.files.atomic_file import replacing, sync_folder
-
-logger = logging.getLogger(__name__)
+from distribuuuu.files.untrusted import InvalidFileError, untrusted
 
 # Values, with containers, that a file may hold. Containers that refer to each other can multiply them without bound.
 _MAX_VALUES = 1_000_000
 _FOLDER_ATTRIBUTE = 0x10  # of MS-DOS, in a zip entry
-# Seconds before each further attempt to read a file after an error of the system.
-RETRIES_S = (0.5, 1.5, 4.0)
-# Errors of the system that tell that a file is damaged, e.g. a seek to a negative position; and those that last.
-_OF_DAMAGE, _LASTING = (errno.EINVAL, errno.EOVERFLOW), (errno.EACCES, errno.EPERM)
-# What torch reports as a RuntimeError if memory does not suffice, with the number of bytes if it is known.
-_NO_MEMORY = re.compile(r"(?:allocate memory|not enough memory|bad_alloc)(?:.*?(\d+) bytes)?", re.DOTALL)
+# What torch reports as a RuntimeError if memory does not suffice.
+_NO_MEMORY = re.compile("allocate memory|not enough memory|bad_alloc")
 
 
 class CheckpointError(ConfigError):
@@ -61,46 +54,18 @@ def write_atomically(path: Path, content: dict[str, Any]) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    with replacing(path, "wb", buffering=0) as file:
-        _write(_Sink(file), content)
-    sync_folder(path.parent)
-
-
-class _Sink:
-    """File that records why a write failed, which torch replaces by an error of its own.
-
-    It does not keep the exception. Its traceback holds torch's frames, which hold torch's zip writer. This object of
-    C++ holds the sink, and no collector would find the cycle, nor free the content of the checkpoint.
-    """
-
-    def __init__(self, file: IO[bytes]):
-        self._file = file
-        self.failure: tuple[int, str] | None = None
-
-    def write(self, data: bytes) -> int:
-        """Write all of the data."""
-        left = memoryview(data)
+    failure = None
+    with replacing(path) as file:
         try:
-            while left:
-                left = left[self._file.write(left) :]
-        except OSError as error:
-            self.failure = (error.errno or errno.EIO, error.strerror or str(error))
-            raise
-        return len(data)
-
-    def flush(self) -> None:
-        """Do nothing: the file is not buffered."""
-
-
-def _write(sink: _Sink, content: dict[str, Any]) -> None:
-    """Save to a sink; its own errors are raised without torch's as their context, which would hold the content."""
-    try:
-        torch.save(content, sink)  # type: ignore[arg-type]  # needs write() and flush() only
-        return
-    except (RuntimeError, OSError):
-        if sink.failure is None:
-            raise
-    raise OSError(*sink.failure)
+            torch.save(content, file)
+        except RuntimeError as error:  # torch's own, in place of that of the file
+            if not isinstance(error.__context__, OSError):
+                raise
+            # Not the exception: its traceback holds the content.
+            failure = error.__context__.errno, error.__context__.strerror
+        if failure:
+            raise OSError(*failure)
+    sync_folder(path.parent)
 
 
 def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
@@ -110,58 +75,25 @@ def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     object of an unknown class beside the tensors is left out, and nothing of it is executed.
 
     Raises:
-        UnreadableError: the system cannot read it, after some attempts.
+        UnreadableError: the system cannot read it now.
         CheckpointError: it does not exist, its checksums do not match, or it holds no state dict.
     """
     try:
-        content = _read_with_retries(Path(path))
-        state_dict = _find_state_dict(content)
+        with untrusted(path, "checkpoint"):
+            content = _read_verified(Path(path))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
-    except CheckpointError:
-        raise
-    except Exception as error:  # torch's reader raises nearly any type for damaged bytes
-        from distribuuuu.hints.weights import without_unsafe_advice
-
-        # torch puts advice to allow unpickling anything around the reason. The cause, which has it too, is not shown.
-        reason = (without_unsafe_advice(str(error)).strip() or type(error).__name__).splitlines()[0]
-        fix = ""
-        if isinstance(error, pickle.UnpicklingError):
-            tensors = "torch.load(FILE, weights_only=False)['state_dict']"
-            fix = f"; fix: if you trust the file, save its tensors alone: torch.save({tensors}, NEW_FILE)"
-        raise CheckpointError(f"{path}: invalid checkpoint: {reason[:200]}{fix}") from None
+    except InvalidFileError as error:
+        raise CheckpointError(str(error)) from None
+    except (OSError, MemoryError) as error:
+        reason = "out of memory" if isinstance(error, MemoryError) else error.strerror or error
+        fix = "the file was not changed; fix: repeat the command once it can be read"
+        raise UnreadableError(f"{path}: cannot be read: {reason}; {fix}") from None
+    state_dict = _find_state_dict(content)
     if state_dict is None:
-        raise CheckpointError(f"{path}: holds no state dict of a model, but {_describe(content)}")
+        raise CheckpointError(f"{path}: holds no state dict of a model, but a {type(content).__name__}")
     entries = content if "state_dict" in content else {}
     return {**entries, "state_dict": {key.removeprefix("module."): value for key, value in state_dict.items()}}
-
-
-def _read_with_retries(path: Path) -> Any:
-    for pause_s in (*RETRIES_S, None):
-        try:
-            return _read_verified(path)
-        except (OSError, MemoryError, RuntimeError) as error:
-            reason = _find_system_error(error, path)
-            if reason is None:
-                raise
-            is_lasting = isinstance(error, OSError) and error.errno in _LASTING
-        if pause_s is None or is_lasting:
-            break
-        logger.warning("%s: cannot be read: %s; trying again in %.1f s", path, reason, pause_s)
-        time.sleep(pause_s)
-    raise UnreadableError(f"{path}: cannot be read: {reason}; the file was not changed; fix: repeat the command once it"
-                          " can be read")  # fmt: skip
-
-
-def _find_system_error(error: Exception, path: Path) -> str | None:
-    """Return what the system lacks if that is why a file was not read; None: the file is missing or damaged."""
-    if isinstance(error, OSError):
-        is_of_file = isinstance(error, FileNotFoundError) or error.errno in (None, *_OF_DAMAGE)
-        return None if is_of_file else error.strerror or str(error)
-    found = _NO_MEMORY.search(str(error))
-    if isinstance(error, RuntimeError) and (not found or (found[1] and int(found[1]) > path.stat().st_size)):
-        return None  # a damaged file may claim any number of bytes
-    return "out of memory"
 
 
 def is_state_dict(value: Any) -> bool:
@@ -186,16 +118,36 @@ def _read_verified(path: Path) -> Any:
         return load_file(path)
     with open(path, "rb") as file:
         is_zip = file.read(4) == b"PK\3\4"  # as torch decides
-    if is_zip:
-        _verify_zip(path, status.st_size)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        if is_zip:
+            _verify_zip(path, status.st_size)
+        content = _load(path, is_zip)
+    except OSError as error:
+        if error.errno in (None, errno.EINVAL, errno.EOVERFLOW):  # a place outside of the file
+            raise ValueError(str(error)) from error
+        raise
+    except RuntimeError as error:
+        if _NO_MEMORY.search(str(error)):
+            raise MemoryError from error
+        raise
+    _verify_content(content, status.st_size)
+    return content
+
+
+def _load(path: Path, is_zip: bool) -> Any:
+    """Return the plain data of a file, also of one with objects of other programs."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:  # not of this package, or damaged
         from distribuuuu.checkpoint.foreign_objects import load_without_objects
 
-        content = load_without_objects(path, is_zip)
-    _verify_content(content, status.st_size)
-    return content
+        try:
+            return load_without_objects(path, is_zip)
+        except pickle.UnpicklingError:
+            # Not torch's text, which advises to unpickle anything.
+            tensors = "torch.load(FILE, weights_only=False)['state_dict']"
+            fix = f"if you trust the file, save its tensors alone: torch.save({tensors}, NEW_FILE)"
+            raise ValueError(f"it is damaged, or holds objects other than plain data; fix: {fix}") from None
 
 
 def _verify_zip(path: Path, size: int) -> None:
@@ -249,8 +201,3 @@ def _find_state_dict(content: Any) -> dict[str, torch.Tensor] | None:
         if isinstance(content.get(key), dict):
             return _find_state_dict(content[key])
     return content if content and is_state_dict(content) else None
-
-
-def _describe(content: Any) -> str:
-    keys = f" with the keys {', '.join(map(str, list(content)[:5]))}" if isinstance(content, dict) else ""
-    return f"a {type(content).__name__}{keys}"

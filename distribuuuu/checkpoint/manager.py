@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two attempts to write; seconds of attempts, below DIST.TIMEOUT_S; of the last save of a run.
 RETRY_S, RETRIES_S, LAST_RETRIES_S = 5.0, 240.0, 10.0
-# Seconds between two warnings about failed attempts.
-WARN_EVERY_S = 30.0
 # The writer waits at its start: the training thread waits for it there, and would then wait for the interpreter's lock.
 YIELD_S = 5e-3
 
@@ -61,7 +59,6 @@ class CheckpointManager:
         self._gives_up = threading.Event()
         # Names of the files that this run wrote, over all its starts: each checkpoint holds them as `checkpoints`.
         self._own: set[str] = set()
-        self._has_removed = False
 
     def is_due(self, step: int) -> bool:
         """Tell whether to save after `step` steps of an epoch: at each multiple of `every_steps` and halfway between.
@@ -133,13 +130,13 @@ class CheckpointManager:
         return self._error and f"the last checkpoint could not be written: {self._error}; the newest one is {newest}"
 
     def _work(self, path: Path, content: dict[str, Any]) -> None:
-        deadline, warned_at = time.monotonic() + RETRIES_S, float("-inf")
+        deadline, is_first = time.monotonic() + RETRIES_S, True
         time.sleep(YIELD_S)
         while True:
             try:
                 self._error = ""  # an attempt is not given up
                 self._write(path, content)
-                if warned_at > 0:
+                if not is_first:
                     logger.info("checkpoint %s was saved after further attempts", path.name)
                 return
             except OSError as error:
@@ -147,16 +144,14 @@ class CheckpointManager:
             except BaseException as error:  # a bug: raised again by the training thread
                 self._bug = error
                 return
-            now = time.monotonic()
-            if now - warned_at >= WARN_EVERY_S:
-                warned_at = now
+            if is_first:
                 logger.warning("Cannot write checkpoint %s: %s; training continues, and writing is retried for %.0f s",
-                               path.name, self._error, deadline - now)  # fmt: skip
-            if now > deadline or self._gives_up.wait(RETRY_S):
+                               path.name, self._error, RETRIES_S)  # fmt: skip
+            is_first = False
+            if time.monotonic() > deadline or self._gives_up.wait(RETRY_S):
                 return
 
     def _write(self, path: Path, content: dict[str, Any]) -> None:
-        self._check_folder()
         self.folder.mkdir(exist_ok=True)
         if content.get("evaluations"):
             self.write_results(content)
@@ -176,18 +171,11 @@ class CheckpointManager:
             epoch, step = position_of(path)
             is_kth = self.keep_every > 0 and step == 0 and epoch % self.keep_every == 0
             if path not in (*own[-self.keep_last :], newest) and not is_kth:
-                self._remove(path)
-
-    def _remove(self, path: Path) -> None:
-        if not self._has_removed:
-            logger.info("CHECKPOINT.KEEP_LAST %d, KEEP_EVERY %d: older checkpoints of this run are removed, first %s; "
-                        "files of other runs stay", self.keep_last, self.keep_every, path.name)  # fmt: skip
-        self._has_removed = True
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            self._own.discard(path.name)  # one warning, and no other attempt
-            logger.warning("%s: cannot be removed: %s; fix: remove it by hand", path, error.strerror or error)
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    self._own.discard(path.name)  # one warning, and no other attempt
+                    logger.warning("%s: cannot be removed: %s", path, error.strerror or error)
 
     # --------------------------------------------------------------------------------------- finding
 
@@ -214,7 +202,8 @@ class CheckpointManager:
         return latest
 
     def _find_latest(self, jobs: Collection[str] | None) -> Path | None:
-        self._check_folder()
+        if self.folder.is_symlink():
+            raise CheckpointError(f"OUT_DIR: {self.folder} is a link; fix: make OUT_DIR the link, or use a real folder")
         damaged: dict[Path, CheckpointError] = {}
         others = False
         for path in reversed(self.list()):
@@ -240,10 +229,6 @@ class CheckpointManager:
             raise CheckpointError(f"OUT_DIR: none of the {len(damaged)} checkpoints in {self.folder} is valid, e.g. "
                                   f"{first}; fix: {fix}, or TRAIN.AUTO_RESUME False to start anew")  # fmt: skip
         return None
-
-    def _check_folder(self) -> None:
-        if self.folder.is_symlink():
-            raise CheckpointError(f"OUT_DIR: {self.folder} is a link; fix: make OUT_DIR the link, or use a real folder")
 
     # --------------------------------------------------------------------------------------- the folder
 

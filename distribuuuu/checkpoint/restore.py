@@ -1,8 +1,6 @@
 """Loading the weights and the optimizer state of a checkpoint."""
 
 import os
-from collections import Counter
-from collections.abc import Collection, Container
 from typing import Any
 
 import torch
@@ -14,8 +12,6 @@ from distribuuuu.config.errors import counted
 from distribuuuu.distributed.full_tensors import to_local
 from distribuuuu.distributed.sharding import load_full_state_dict
 
-Tensors = dict[str, torch.Tensor]
-
 # The remedy when weights may be used, but not the rest of a checkpoint.
 WEIGHTS_ONLY = "to take only its weights name it as MODEL.WEIGHTS, with TRAIN.LOAD_OPT False and another OUT_DIR"
 
@@ -26,59 +22,15 @@ _ONLY_TO_RESUME = {"optimizer", "step", "seconds", "timing", "peak_memory_mib", 
 
 
 def check_resumable(content: dict[str, Any], path: str | os.PathLike) -> None:
-    """Raise CheckpointError if a checkpoint holds weights only, or an invalid position."""
+    """Raise CheckpointError if a checkpoint holds weights only."""
     if "optimizer" not in content or "epoch" not in content:
         raise CheckpointError(f"{path}: holds weights only, so it cannot be resumed; give it as MODEL.WEIGHTS")
-    for key, minimum in (("epoch", -1), ("step", 0)):
-        if type(value := content.get(key, 0)) is not int or not minimum <= value < 2**63:
-            raise CheckpointError(f"{path}: invalid checkpoint: `{key}` is {value!r:.40}; expected an integer")
 
 
 def weights_of(content: dict[str, Any], kind: str) -> dict[str, Any]:
     """Return the content of a file of best weights of a kind, e.g. "raw"."""
     weights = {key: value for key, value in content.items() if key not in _ONLY_TO_RESUME}
     return {**weights, "weights": kind, "state_dict": content[KINDS[kind].tensors]}
-
-
-# What wrappers add to the names of tensors: DDP, Lightning and others, detectors at the front; torch.compile, FSDP and
-# activation checkpointing anywhere.
-_IN_FRONT = ("module", "model", "backbone")
-_ANYWHERE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
-
-def rename_tensors(tensors: Tensors, known: Collection[str]) -> Tensors:
-    """Return tensors under the known names that equal theirs up to what wrappers add; the others without prefixes.
-
-    A prefix is one that common wrappers add, or any that more than half of the known names have.
-    """
-    plain = {".".join(part for part in name.split(".") if part not in _ANYWHERE): name for name in tensors}
-    by_core = {_core(name): name for name in known}
-    matches = {name: _split(name, by_core) for name in plain}
-    counts = Counter(prefix for prefix, suffix in matches.values() if suffix)
-    common = next((prefix for prefix, count in counts.most_common(1) if 2 * count > len(known)), "")
-    renamed = {name: tensors[given] for name, given in plain.items() if name in known}
-    for name, given in plain.items():
-        prefix, suffix = matches[name]
-        if name in known:
-            continue
-        is_wrapper = prefix == common or all(part in _IN_FRONT for part in prefix.split(".")[:-1])
-        target = by_core[suffix] if suffix and is_wrapper else _core(name.removeprefix(common))
-        renamed[name if target in renamed else target] = tensors[given]
-    return renamed
-
-
-def _core(name: str) -> str:
-    """Return a name without the prefixes of common wrappers."""
-    while name.partition(".")[0] in _IN_FRONT and "." in name:
-        name = name.partition(".")[2]
-    return name
-
-
-def _split(name: str, known: Container[str]) -> tuple[str, str]:
-    """Return a name as a prefix and its longest known suffix; ("", "") if there is none."""
-    parts = name.split(".")
-    suffixes = ((".".join(parts[:start]), ".".join(parts[start:])) for start in range(len(parts)))
-    return next(((f"{front}." if front else "", suffix) for front, suffix in suffixes if suffix in known), ("", ""))
 
 
 def load_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], path: str | os.PathLike) -> None:
@@ -89,6 +41,8 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], path:
     """
     own = model.state_dict()
     if own.keys() != state_dict.keys():
+        from distribuuuu.checkpoint.tensor_names import rename_tensors
+
         state_dict = rename_tensors(state_dict, own)
     shapes = {key: (tuple(state_dict[key].shape), tuple(own[key].shape)) for key in own if key in state_dict}
     different = {key: pair for key, pair in shapes.items() if pair[0] != pair[1]}

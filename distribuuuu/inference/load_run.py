@@ -4,12 +4,11 @@ An exported folder holds `model.safetensors` and `config.json`. The latter has t
 Hub, or an entry `distribuuuu` with the entries of best.pth.tar except the tensors: `classes`, `config` and `weights`.
 """
 
+import contextlib
 import logging
-import math
 import os
-import reprlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from distribuuuu.checkpoint.weights_files import KINDS, RAW, best_paths, build_k
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg, load_cfg
 from distribuuuu.config.config_node import changed, iter_options
 from distribuuuu.config.errors import counted, did_you_mean, first_few
-from distribuuuu.config.json_file import load_json
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.plugins import FoundConfig
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg
@@ -30,6 +28,7 @@ from distribuuuu.config.run_files import CHECKPOINTS, local_run
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import build_images
 from distribuuuu.data.normalize import statistics_of
+from distribuuuu.files.untrusted import MAX_JSON, InvalidFileError, parse_json, read_regular, untrusted
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.models.find_architecture import find_architecture
 from distribuuuu.models.preprocessing import follow, of_timm
@@ -39,11 +38,7 @@ logger = logging.getLogger(__name__)
 EXPECTED = "the OUT_DIR of a run, a checkpoint, an exported folder, or timm/NAME"
 # Names of registered entries that a prediction does not need.
 _ONLY_TRAINING = ("LOSS.NAME", "AUG.OPERATIONS", "OPTIM.LR_POLICY", "TRAIN.METRICS", "TEST.METRICS")
-# Other values of config.json, and its largest sides in pixels and numbers of channels.
-_KINDS = {**dict.fromkeys(("pretrained_cfg", "distribuuuu", "model_args", "config"), dict),
-          **dict.fromkeys(("architecture", "interpolation", "crop_mode", "pixels", "weights"), str),
-          "flip": bool, "exif_rotate": bool}  # fmt: skip
-_MAX_SIDE = 8192
+_MAX_SIDE = 8192  # of the images of an export, in pixels
 _CONFIG, _EXPORT_CONFIG, _EXPORT_WEIGHTS = get_cfg().CFG_DEST, "config.json", "model.safetensors"
 
 
@@ -116,53 +111,24 @@ def _open_checkpoint(path: Path, folder: Path | None, cfg_file: CfgFiles, overri
 def _open_export(folder: Path, overrides: Sequence[str]) -> LoadedRun:
     """Return an exported folder: ours, or one in the format of timm."""
     path, weights = folder / _EXPORT_CONFIG, folder / _EXPORT_WEIGHTS
-    settings = _read_export_config(path)
     if not weights.is_file():
         raise ConfigError(f"RUN: {folder} holds {_EXPORT_CONFIG} but no {_EXPORT_WEIGHTS}; fix: export it again")
-    entries = settings.get("distribuuuu")
-    if entries is None:
-        entries = _timm_entries(str(path), settings.get("architecture"), settings)
-    content = {"weights": RAW, **entries, "state_dict": _read_weights(weights)["state_dict"]}
+    with _named_errors(path):
+        settings = parse_json(read_regular(path, MAX_JSON))
+        entries = settings.get("distribuuuu")
+        entries = _timm_entries(settings.get("architecture"), settings) if entries is None else entries
+        content = {"weights": RAW, **entries, "state_dict": _read_weights(weights)["state_dict"]}
     return _assemble(str(weights), content, folder, None, overrides)
 
 
-def _read_export_config(path: Path) -> dict[str, Any]:
-    """Return the content of config.json, all of whose values can be used.
-
-    Raises:
-        ConfigError: it cannot be read, or a value has another type or is out of range.
-    """
+@contextlib.contextmanager
+def _named_errors(source: str | os.PathLike) -> Iterator[None]:
+    """Raise whatever the reading of a model's config in the block raises as a ConfigError."""
     try:
-        settings = load_json(path)
-    except ConfigError as error:
-        raise ConfigError(f"RUN: {error}; expected {EXPECTED}") from None
-    if not isinstance(settings, dict):
-        raise ConfigError(f"RUN: {path} is not a JSON object; expected {EXPECTED}")
-    inner = (settings.get(name) for name in ("pretrained_cfg", "distribuuuu"))
-    parts = [settings, *(part for part in inner if isinstance(part, dict))]
-    for key, value in (item for part in parts for item in part.items()):
-        if value is not None and not _is_usable(key, value):
-            raise ConfigError(f"RUN: {path}: {key}: cannot use {reprlib.repr(value)}; fix: export it again")
-    return settings
-
-
-def _is_usable(key: str, value: Any) -> bool:
-    """Tell whether a value of config.json has the type, and where memory depends on it the size, that is expected."""
-    if key in ("classes", "label_names"):
-        return is_list_of(value, str)
-    if key in ("mean", "std"):
-        return isinstance(value, list) and 0 < len(value) <= _MAX_SIDE and all(map(_is_number, value))
-    if key == "input_size":
-        return isinstance(value, list) and len(value) == 3 and all(type(n) is int and 0 < n <= _MAX_SIDE for n in value)
-    if key == "crop_pct":
-        return _is_number(value) and 0.01 <= value <= 100
-    if key == "num_classes":
-        return type(value) is int and 0 <= value < 1 << 31
-    return key not in _KINDS or type(value) is _KINDS[key]
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+        with untrusted(source, "config of a model"):
+            yield
+    except (InvalidFileError, OSError) as error:
+        raise ConfigError(f"RUN: {error}; expected {EXPECTED}") from error
 
 
 def _open_timm(name: str, overrides: Sequence[str]) -> LoadedRun:
@@ -172,7 +138,8 @@ def _open_timm(name: str, overrides: Sequence[str]) -> LoadedRun:
     published = timm.get_pretrained_cfg(name.removeprefix("timm/"))
     if published is None or not published.has_weights:
         raise ConfigError(f"RUN: timm publishes no weights for {name}; expected {EXPECTED}")
-    entries = _timm_entries(name, name.removeprefix("timm/"), {"pretrained_cfg": published.to_dict()})
+    with _named_errors(name):
+        entries = _timm_entries(name.removeprefix("timm/"), {"pretrained_cfg": published.to_dict()})
     return _assemble(name, {"weights": "published", **entries}, None, None, overrides)
 
 
@@ -187,20 +154,18 @@ def _is_timm_name(name: str) -> bool:
         return False
 
 
-def _timm_entries(source: str, arch: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _timm_entries(arch: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries `classes`, `config` and `has_classifier` of a model described in the format of timm."""
     from timm.data import ImageNetInfo, infer_imagenet_subset
 
     published = settings.get("pretrained_cfg", settings)
-    try:
-        num_classes = int(settings.get("num_classes", published["num_classes"]))
-        _, height, width = published["input_size"]
-        crop_pct, mode = published.get("crop_pct", 0.875), published.get("crop_mode", "center")
-        preprocessing = of_timm(published)
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise ConfigError(f"RUN: {source}: not a model config of timm: {error!r}; expected {EXPECTED}") from error
+    num_classes = int(settings.get("num_classes", published["num_classes"]))
+    _, height, width = published["input_size"]
+    crop_pct, mode = published.get("crop_pct", 0.875), published.get("crop_mode", "center")
+    if not max(height, width, height / crop_pct, width / crop_pct) <= _MAX_SIDE:
+        raise ValueError(f"images of more than {_MAX_SIDE} px")
     if mode != "center" and (crop_pct < 1 or (height != width and mode != "squash")):
-        raise ConfigError(f"RUN: {source}: its crop_mode {mode} of {height} x {width} pixels is not supported")
+        raise ValueError(f"its crop_mode {mode} of {height} x {width} pixels is not supported")
     arguments: dict[str, Any] = settings.get("model_args") or {}
     classes = settings.get("label_names") or published.get("label_names")
     if not classes and (subset := infer_imagenet_subset({"num_classes": num_classes})):
@@ -209,7 +174,7 @@ def _timm_entries(source: str, arch: Any, settings: Mapping[str, Any]) -> dict[s
         **{f"MODEL.KWARGS.{key}": value for key, value in arguments.items() if key != "num_classes"},
         "MODEL.ARCH": f"timm/{arch}",
         "MODEL.NUM_CLASSES": num_classes,
-        **preprocessing,
+        **of_timm(published),
         "DATA.PIXELS": settings.get("pixels") or "uint8",
         "TEST.FLIP": bool(settings.get("flip")),
         "DATA.EXIF_ROTATE": bool(settings.get("exif_rotate")),

@@ -5,11 +5,9 @@ import errno
 import gc
 import io
 import os
-import pickle
 import threading
 import time
 import weakref
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -240,22 +238,21 @@ def test_another_global_batch_keeps_the_images_seen(tmp_path):
     assert (other.epoch, other.step) == (1, 3)
 
 
-@pytest.mark.parametrize("is_killed", [False, True])
-def test_an_older_run_is_set_aside_whole(tmp_path, monkeypatch, is_killed):
+def test_an_older_run_is_set_aside_whole(tmp_path, monkeypatch):
     """Also if the first attempt was killed between two of its moves: the older best weights are never overwritten."""
     folder, replace, moves = CheckpointManager(tmp_path), os.replace, []
+
+    def move(*paths):
+        moves.append(1)
+        if len(moves) % 2 == 0:
+            raise KeyboardInterrupt
+        replace(*paths)
+
     assert folder.archive() is None
     for number in (1, 2):
         save(folder, make_state(epoch=1), is_best=True)
         (tmp_path / "config.yaml").write_text("x")
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) if is_killed else nullcontext():
-
-            def move(*paths):
-                moves.append(1)
-                if is_killed and len(moves) % 2 == 0:
-                    raise KeyboardInterrupt
-                replace(*paths)
-
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(os, "replace", move)
             folder.archive(["config.yaml"])
         folder.archive(["config.yaml"])
@@ -282,16 +279,6 @@ def test_the_best_is_the_best_of_all_epochs_those_before_a_resume_included():
     assert finish(resumed, raw=33.0) == [] and resumed.bests["raw"].value == 33.5
 
 
-class _Watched(dict):
-    """A content whose life a weak reference observes."""
-
-
-def make_content(living: list[weakref.ref]) -> _Watched:
-    content = _Watched(state_dict={str(number): torch.zeros(1000) for number in range(40)})
-    living.append(weakref.ref(content))
-    return content
-
-
 def count_living(references: list[weakref.ref]) -> int:
     gc.collect()
     return sum(reference() is not None for reference in references)
@@ -305,30 +292,6 @@ class _FullFile(io.FileIO):
         if self.tell() > 20_000:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return super().write(data)
-
-
-@pytest.mark.parametrize("failure", ["none", "full disk", "no folder", "a bug"])
-def test_a_save_that_ends_early_frees_its_content(tmp_path, monkeypatch, failure):
-    """An exception that is kept with torch's frames keeps the zip writer, which holds the sink: nothing frees it."""
-    if failure == "full disk":
-        monkeypatch.setattr("builtins.open", lambda path, *args, **options: _FullFile(path, "w"))
-    folder = tmp_path / "missing" if failure == "no folder" else tmp_path
-    living, raised = [], {"full disk": OSError, "no folder": FileNotFoundError, "a bug": AttributeError}
-    for _ in range(5):
-        content = make_content(living)
-        if failure == "a bug":
-            content["state_dict"]["bug"] = lambda: 0
-        if failure in raised:
-            with pytest.raises((raised[failure], pickle.PicklingError)) as caught:
-                write_atomically(folder / "a.pth.tar", content)
-            if failure == "full disk":
-                assert caught.value.errno == errno.ENOSPC and caught.value.__context__ is None
-            del caught
-        else:
-            write_atomically(folder / "a.pth.tar", content)
-        del content
-    assert count_living(living) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["a.pth.tar"] * (failure == "none")
 
 
 def test_a_save_that_fails_is_tried_again_and_keeps_one_content(tmp_path, monkeypatch):
@@ -412,7 +375,6 @@ def fail_to_read(path: Path, error: Exception):
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), OSError(errno.ESTALE, "Stale"),
                                    PermissionError(errno.EACCES, "Permission denied"), MemoryError()])  # fmt: skip
 def test_a_read_error_is_not_taken_for_damage(tmp_path, monkeypatch, error):
-    monkeypatch.setattr("distribuuuu.checkpoint.io.RETRIES_S", (0.001,))
     folder = CheckpointManager(tmp_path)
     for epoch in (1, 2):
         newest = save(folder, make_state(epoch=epoch))
@@ -421,20 +383,6 @@ def test_a_read_error_is_not_taken_for_damage(tmp_path, monkeypatch, error):
         with pytest.raises(CheckpointError, match="cannot be read"):
             folder.find_latest()
     assert folder.find_latest() == newest and not list(tmp_path.rglob("*.broken"))
-
-
-def test_an_error_that_passes_is_survived(tmp_path, monkeypatch):
-    monkeypatch.setattr("distribuuuu.checkpoint.io.RETRIES_S", (0.001, 0.001))
-    newest, open_file, failures = save(CheckpointManager(tmp_path), make_state(epoch=1)), builtins.open, [1, 1]
-
-    def fail_twice(name, *args, **options):
-        if str(name) == str(newest) and failures:
-            failures.pop()
-            raise OSError(errno.EIO, "Input/output error")
-        return open_file(name, *args, **options)
-
-    monkeypatch.setattr("builtins.open", fail_twice)
-    assert CheckpointManager(tmp_path).find_latest() == newest
 
 
 def test_a_restarted_job_resumes_only_its_own_checkpoints(tmp_path):
@@ -467,15 +415,3 @@ def test_copies_in_one_buffer_are_saved_with_the_same_bytes(tmp_path):
     write_atomically(tmp_path / "part", {"scalar": copies["scalar"]})
     assert torch.load(tmp_path / "part") == {"scalar": 3}
     assert (tmp_path / "part").stat().st_size < (tmp_path / "one").stat().st_size / 2, "without the other tensors"
-
-
-def test_memory_that_cannot_be_pinned_is_replaced(monkeypatch):
-    empty = torch.empty
-
-    def allocate(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        if pin_memory:
-            raise RuntimeError("CUDA error: out of memory")
-        return empty(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "empty", allocate)
-    assert copy_into_buffer([torch.arange(3)], pin_memory=True)[0].tolist() == [0, 1, 2]

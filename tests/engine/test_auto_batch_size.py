@@ -113,4 +113,3 @@ def test_two_processes_take_the_same_number_and_a_resume_keeps_it(image_folder, 
     assert_same_run(tmp_path / "auto", tmp_path / "hand")
     again = run("auto", *AUTO, 8, "OPTIM.MAX_EPOCH", 2)
     assert "TRAIN.BATCH_SIZE 4: auto, kept from the run" in again and "auto: micro-batch of" not in again
-

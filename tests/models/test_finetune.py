@@ -129,7 +129,7 @@ def test_a_path_without_weights_says_what_is_there(tmp_path):
     assert "did you mean model.pth?" in message_of(find_weights_file, str(tmp_path / "modle.pth"))
     assert "did you mean pretrained?" in message_of(find_weights_file, "pretraind")
     assert "it has model.pth; name the file" in message_of(find_weights_file, str(tmp_path))
-    with pytest.raises(CheckpointError, match=r"FINETUNE.WEIGHTS \(command line\): .*invalid checkpoint"):
+    with pytest.raises(CheckpointError, match=r"FINETUNE.WEIGHTS \(command line\): .*not a valid checkpoint"):
         start(make_cfg(WEIGHTS=tmp_path / "model.pth"))
 
 
