@@ -5,7 +5,7 @@ from the random numbers of the sample. To add an operation, see `AugmentedCrop.o
 """
 
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,10 +16,9 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.derived import Size
 from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.registry import AUGMENTATIONS
-from distribuuuu.data.batch import copy_to_device
-from distribuuuu.data.decode import Box, LazyImage
-from distribuuuu.data.seeding import BatchRNG, SampleRNG, seeded_generators, seeded_torch
-from distribuuuu.data.transforms import BatchTransform, Transform, to_uint8
+from distribuuuu.data.lazy_image import Box, LazyImage
+from distribuuuu.data.seeding import SampleRNG, seeded_generators, seeded_torch
+from distribuuuu.data.transforms import Transform, to_uint8
 
 # Least and greatest fraction of the image that an erased rectangle covers; by AUG.ERASING_MODE, its height over its
 # width, as in torchvision and in timm.
@@ -35,7 +34,7 @@ class AugmentedCrop(Transform):
 
     Attributes:
         crop: returns uint8 (3, H, W), randomly flipped.
-        policy: applied next, with a seed (`Policy`); None: skipped.
+        policy: of images of PIL, applied next; None: skipped.
         jitter: of the colors, applied next; None: skipped.
         operations: applied next, in this order; from uint8 (3, H, W) to the same. What they draw from torch, numpy or
             random is seeded per sample. A function of any module of this package becomes available to AUG.OPERATIONS
@@ -44,7 +43,7 @@ class AugmentedCrop(Transform):
     """
 
     crop: Transform
-    policy: Callable[[Image.Image, int], Image.Image] | None = None
+    policy: ImageOp | None = None
     jitter: ImageOp | None = None
     operations: tuple[PixelOp, ...] = ()
     erase: PixelOp | None = None
@@ -74,7 +73,8 @@ class AugmentedCrop(Transform):
         if self.policy or self.jitter:
             pil_image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
             if self.policy:
-                pil_image = self.policy(pil_image, policy_seed)
+                with seeded_generators(policy_seed):
+                    pil_image = self.policy(pil_image)
             if self.jitter:
                 with seeded_torch(jitter_seed):
                     pil_image = self.jitter(pil_image)
@@ -90,17 +90,6 @@ class AugmentedCrop(Transform):
     def at_size(self, size: Size) -> "AugmentedCrop":
         """Return the same transform with an output of another size."""
         return replace(self, crop=self.crop.at_size(size))
-
-
-class ErasedCrop(AugmentedCrop, BatchTransform):
-    """A crop followed by erasing only, which many images of one size take together, on any device."""
-
-    def transform_batch(self, pixels: torch.Tensor, rng: BatchRNG) -> torch.Tensor:
-        """Return uint8 (N, 3, height, width) from (N, C, H, W); the rectangles are drawn on the CPU."""
-        assert isinstance(self.crop, BatchTransform) and isinstance(self.erase, Erasing)
-        cropped = self.crop.transform_batch(pixels, rng)
-        *_, seeds = rng.seed(), rng.seed(), rng.seed()
-        return self.erase.erase_batch(cropped.expand(-1, len(self.erase.mean), -1, -1), seeds.tolist())
 
 
 @AUGMENTATIONS.register
@@ -149,21 +138,8 @@ class Erasing:
             return pixels
         erased = pixels.clone()
         box, values = drawn
-        box.crop(erased)[:] = copy_to_device(values, pixels.device)
+        box.crop(erased)[:] = values
         return erased
-
-    def erase_batch(self, pixels: torch.Tensor, seeds: Iterable[int]) -> torch.Tensor:
-        """Return (N, C, H, W) from the same on any device; each image as from a call that its seed precedes."""
-        values, is_erased = torch.zeros(pixels.shape, dtype=pixels.dtype), torch.zeros(pixels.shape, dtype=torch.bool)
-        for row, seed in enumerate(seeds):
-            with seeded_torch(seed):
-                drawn = self.draw(pixels.shape[2:])
-            if drawn:
-                box, color = drawn
-                box.crop(values[row])[:] = color
-                box.crop(is_erased[row])[:] = True
-        is_erased, values = copy_to_device(is_erased, pixels.device), copy_to_device(values, pixels.device)
-        return torch.where(is_erased, values, pixels)
 
     def draw(self, size: Sequence[int]) -> tuple[Box, torch.Tensor] | None:
         """Return the rectangle in an image of (H, W) and its values; None: the image stays as it is."""
@@ -206,8 +182,7 @@ def build_augmentation(cfg, crop: Transform, mean: Sequence[float], std: Sequenc
     erase = Erasing(aug.ERASING, tuple(mean), noise, PIXEL_RANGES[cfg.DATA.PIXELS]) if aug.ERASING else None
     if not (policy or jitter or operations or erase):
         return crop
-    is_erased_only = isinstance(crop, BatchTransform) and not (policy or jitter or operations)
-    return (ErasedCrop if is_erased_only else AugmentedCrop)(crop, policy, jitter, operations, erase)
+    return AugmentedCrop(crop, policy, jitter, operations, erase)
 
 
 def make_jitter(strengths: Sequence[float]) -> ImageOp:

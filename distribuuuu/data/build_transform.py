@@ -1,5 +1,7 @@
 """Transforms from a config: crops, further views of an image, and stages of the augmentation."""
 
+from typing import TYPE_CHECKING
+
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.derived import eval_crop_size
 from distribuuuu.config.options import WHOLE_IMAGE
@@ -7,17 +9,10 @@ from distribuuuu.config.reader import override
 from distribuuuu.config.registry import task_class
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.normalize import statistics_of
-from distribuuuu.data.transforms import (
-    CenterCrop,
-    EpochTransforms,
-    PaddedCrop,
-    ResizedCrop,
-    Transform,
-    Views,
-    WholeImage,
-)
+from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop, Transform
 
-EvalCrop = CenterCrop | WholeImage
+if TYPE_CHECKING:
+    from distribuuuu.data.whole_image import EvalCrop
 
 # The name of the training loader of the config, among those of the task.
 MAIN = "train"
@@ -32,7 +27,7 @@ def depends_on_epoch(cfg) -> bool:
     return bool(cfg.TRAIN.IM_SIZE_START or task_class(cfg).augmentation_stages(cfg))
 
 
-def build_transform(cfg, images: ImageDataset, train: bool, name: str = MAIN) -> Transform | Views | EpochTransforms:
+def build_transform(cfg, images: ImageDataset, train: bool, name: str = MAIN) -> Transform:
     """Return the transform from an image to uint8 (3, H, W), or to several views of a training image.
 
     Raises:
@@ -46,11 +41,12 @@ def build_transform(cfg, images: ImageDataset, train: bool, name: str = MAIN) ->
     if not depends_on_epoch(cfg):
         return stages[0]
     from distribuuuu.data.progressive_resizing import build_im_size
+    from distribuuuu.data.views import EpochTransforms
 
     return EpochTransforms(stages, build_im_size(cfg))
 
 
-def build_views(cfg, images: ImageDataset, name: str) -> Transform | Views:
+def build_views(cfg, images: ImageDataset, name: str) -> Transform:
     """Return the transform of the training images of a loader; errors as `build_transform`."""
     views = []
     for number, options in enumerate(task_class(cfg).views(cfg, name), 1):
@@ -61,14 +57,20 @@ def build_views(cfg, images: ImageDataset, name: str) -> Transform | Views:
         views.append(build_view(own, images))
     if not views:
         raise ConfigError(f"TASK.NAME: {task_class(cfg).__name__}.views returns no view of loader {name}")
-    return Views(tuple(views)) if len(views) > 1 else views[0]
+    if len(views) == 1:
+        return views[0]
+    from distribuuuu.data.views import Views
+
+    return Views(tuple(views))
 
 
-def build_eval_crop(cfg) -> EvalCrop:
+def build_eval_crop(cfg) -> "EvalCrop":
     """Return the transform of an evaluation image to uint8 (3, H, W)."""
     test, size = cfg.TEST, eval_crop_size(cfg)
     if test.CROP == "center":
         return CenterCrop(test.IM_SIZE, size, test.INTERPOLATION)
+    from distribuuuu.data.whole_image import WholeImage
+
     return WholeImage(size, test.CROP, interpolation=test.INTERPOLATION)
 
 
@@ -79,6 +81,8 @@ def build_view(cfg, images: ImageDataset) -> Transform:
     crop: Transform
     kind = images.crop if data.CROP == "auto" else data.CROP
     if kind in WHOLE_IMAGE:
+        from distribuuuu.data.whole_image import WholeImage
+
         crop = WholeImage(im_size, kind, data.FLIP, data.INTERPOLATION, data.VFLIP)
     elif kind == "resized":
         crop = ResizedCrop(im_size, data.CROP_SCALE, data.FLIP, data.CROP_RATIO, data.INTERPOLATION, data.VFLIP)

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from distribuuuu.config.options import OPTIONAL_DECODERS
-from distribuuuu.data import optional_decoders
-from distribuuuu.data.image_file import (
-    DEFAULTS,
-    DecodeOptions,
-    bytes_to_tensor,
-    check_size,
-    is_common_jpeg,
-    open_image,
-    silence_decoders,
-)
-from distribuuuu.data.jpeg_header import Box, Buffer, cut_rows, read_jpeg_header
+from distribuuuu.data.image_file import bytes_to_tensor, is_common_jpeg, open_image, silence_decoders
+from distribuuuu.data.jpeg_header import cut_rows, read_jpeg_header
+from distribuuuu.data.lazy_image import DEFAULTS, Box, Buffer, DecodeOptions, LazyImage, check_size
 from distribuuuu.data.raster import decode_raster, pil_to_array, to_pixels
 
 if TYPE_CHECKING:
@@ -30,11 +21,6 @@ if TYPE_CHECKING:
 _EXIF_ORIENTATION = 0x0112
 # Dimensions of (3, H, W) to flip for each EXIF orientation; from 5 on, height and width are swapped first.
 _FLIPS = {2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
-
-
-def build_decode_options(cfg) -> DecodeOptions:
-    """Return the options of a config."""
-    return DecodeOptions(cfg.DATA.MAX_PIXELS, cfg.DATA.EXIF_ROTATE, cfg.DATA.CHANNELS, cfg.DATA.PIXELS)
 
 
 def decode(data: Buffer, decoder: str = "auto", options: DecodeOptions = DEFAULTS) -> torch.Tensor:
@@ -54,29 +40,8 @@ def decode(data: Buffer, decoder: str = "auto", options: DecodeOptions = DEFAULT
     if not len(data):
         raise ValueError("the file is empty")
     silence_decoders()
-    pixels = _DECODERS[decoder](data, options.max_pixels) if options.is_rgb else decode_raster(data, decoder, options)
+    pixels = _decode_rgb(data, decoder, options.max_pixels) if options.is_rgb else decode_raster(data, decoder, options)
     return rotate(pixels, read_orientation(data)) if options.exif_rotate else pixels
-
-
-class LazyImage:
-    """An image before it is cropped. This class has its pixels in memory; EncodedImage decodes on demand."""
-
-    def __init__(self, pixels: torch.Tensor):
-        self._pixels = pixels
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Height and width in pixels."""
-        _, height, width = self.pixels().shape
-        return height, width
-
-    def pixels(self) -> torch.Tensor:
-        """Return the full image: uint8 (3, H, W)."""
-        return self._pixels
-
-    def crop(self, box: Box, size: int) -> torch.Tensor:
-        """Return a region that will be resized to `size`: uint8 (3, H, W), possibly downscaled already."""
-        return box.crop(self.pixels())
 
 
 class EncodedImage(LazyImage):
@@ -109,58 +74,14 @@ class EncodedImage(LazyImage):
         """Return the pixels of a region, decoding only the rows around it where the file allows that."""
         if not self._header:
             return super().crop(box, size)
-        if self._decoder in optional_decoders.CROP and self._options.is_rgb:
+        if self._decoder in OPTIONAL_DECODERS and self._options.is_rgb:
+            from distribuuuu.data import optional_decoders
+
             pixels = optional_decoders.CROP[self._decoder](self._data, self._header, box, size)
             if pixels is not None:
                 return pixels
         data, first_row = cut_rows(self._data, self._header, box.top, box.top + box.height)
         return box._replace(top=box.top - first_row).crop(decode(data, self._decoder, self._options))
-
-
-def open_lazy_image(
-    item: Buffer | np.ndarray | torch.Tensor | Image, decoder: str, options: DecodeOptions = DEFAULTS
-) -> LazyImage:
-    """Return the result of `ImageDataset.read` as a LazyImage.
-
-    Raises:
-        ValueError: an array that is no image, or more pixels than the options allow.
-    """
-    if isinstance(item, (bytes, bytearray, memoryview)):
-        return EncodedImage(item, decoder, options)
-    if not options.is_rgb:
-        pixels = _item_to_pixels(item, options)
-    elif isinstance(item, torch.Tensor):
-        pixels = item
-        if item.dtype != torch.uint8 or item.ndim != 3 or len(item) != 3 or not item.numel():
-            raise ValueError(f"got a tensor of {item.dtype} and shape {tuple(item.shape)}; expected uint8 (3, H, W)")
-    elif isinstance(item, np.ndarray):
-        pixels = _array_to_tensor(item)
-    else:
-        check_size(*item.size, options.max_pixels)
-        pixels = rotate(pil_to_tensor(item), read_orientation(item) if options.exif_rotate else 1)
-    check_size(pixels.shape[2], pixels.shape[1], options.max_pixels)
-    return LazyImage(pixels)
-
-
-def _item_to_pixels(item: np.ndarray | torch.Tensor | Image, options: DecodeOptions) -> torch.Tensor:
-    if isinstance(item, torch.Tensor):
-        if item.ndim != 3 or len(item) != options.channels or item.dtype != options.dtype or not item.numel():
-            expected = f"expected {options.dtype} ({options.channels}, H, W)"
-            raise ValueError(f"got a tensor of {item.dtype} and shape {tuple(item.shape)}; {expected}")
-        return item
-    if isinstance(item, np.ndarray):
-        return to_pixels(item, options)
-    check_size(*item.size, options.max_pixels)
-    pixels = to_pixels(pil_to_array(item, options), options)
-    return rotate(pixels, read_orientation(item) if options.exif_rotate else 1)
-
-
-def _array_to_tensor(array: np.ndarray) -> torch.Tensor:
-    if array.dtype != np.uint8 or array.ndim not in (2, 3) or array.shape[2:] not in ((), (1,), (3,)) or not array.size:
-        raise ValueError(f"got an array of {array.dtype} and shape {array.shape}; expected uint8 (H, W) or (H, W, 3)")
-    # A tensor can share neither read-only memory nor negative strides.
-    pixels = torch.from_numpy(array if array.flags.writeable and min(array.strides) >= 0 else array.copy())
-    return pixels.expand(3, -1, -1) if array.ndim == 2 else pixels.permute(2, 0, 1).expand(3, -1, -1)
 
 
 def read_orientation(data: Buffer | Image) -> int:
@@ -182,6 +103,13 @@ def rotate(pixels: torch.Tensor, orientation: int) -> torch.Tensor:
     return pixels.flip(_FLIPS[orientation]) if _FLIPS.get(orientation) else pixels
 
 
+def pil_to_pixels(image: Image, options: DecodeOptions) -> torch.Tensor:
+    """Return the pixels of a PIL image that a data set returns, see `decode`."""
+    check_size(*image.size, options.max_pixels)
+    pixels = pil_to_tensor(image) if options.is_rgb else to_pixels(pil_to_array(image, options), options)
+    return rotate(pixels, read_orientation(image) if options.exif_rotate else 1)
+
+
 def pil_to_tensor(image: Image) -> torch.Tensor:
     """Return a PIL image of any mode as uint8 (3, H, W); transparency is dropped, 16 bits become 8.
 
@@ -198,15 +126,20 @@ def pil_to_tensor(image: Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
 
 
-def _decode_auto(data: Buffer, max_pixels: int) -> torch.Tensor:
-    if not is_common_jpeg(read_jpeg_header(data), max_pixels):
-        return _decode_pil(data, max_pixels)
-    try:
-        from torchvision.io import ImageReadMode, decode_jpeg
+def _decode_rgb(data: Buffer, decoder: str, max_pixels: int) -> torch.Tensor:
+    if decoder == "torchvision":
+        return _decode_torchvision(data, max_pixels)
+    header, pixels = read_jpeg_header(data), None
+    if decoder in OPTIONAL_DECODERS and is_common_jpeg(header, max_pixels):
+        from distribuuuu.data import optional_decoders
 
-        return decode_jpeg(bytes_to_tensor(data), mode=ImageReadMode.RGB)
-    except (RuntimeError, ImportError):  # rejected, or a torchvision without decoders
-        return _decode_pil(data, max_pixels)
+        pixels = optional_decoders.DECODE[decoder](data, header)
+    elif decoder == "auto" and is_common_jpeg(header, max_pixels):
+        with contextlib.suppress(RuntimeError, ImportError):  # rejected, or a torchvision without decoders
+            from torchvision.io import ImageReadMode, decode_jpeg
+
+            pixels = decode_jpeg(bytes_to_tensor(data), mode=ImageReadMode.RGB)
+    return _decode_pil(data, max_pixels) if pixels is None else pixels
 
 
 def _decode_torchvision(data: Buffer, max_pixels: int) -> torch.Tensor:
@@ -228,20 +161,6 @@ def _decode_torchvision(data: Buffer, max_pixels: int) -> torch.Tensor:
     return pixels[0] if pixels.ndim == 4 else pixels
 
 
-def _decode_optional(decoder: str, data: Buffer, max_pixels: int) -> torch.Tensor:
-    header = read_jpeg_header(data)
-    pixels = optional_decoders.DECODE[decoder](data, header) if is_common_jpeg(header, max_pixels) else None
-    return _decode_pil(data, max_pixels) if pixels is None else pixels
-
-
 def _decode_pil(data: Buffer, max_pixels: int) -> torch.Tensor:
     with open_image(data, max_pixels) as image:
         return pil_to_tensor(image)
-
-
-_DECODERS: dict[str, Callable[[Buffer, int], torch.Tensor]] = {
-    "auto": _decode_auto,
-    "torchvision": _decode_torchvision,
-    "pil": _decode_pil,
-    **{name: functools.partial(_decode_optional, name) for name in OPTIONAL_DECODERS},
-}

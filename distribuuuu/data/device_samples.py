@@ -6,15 +6,29 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.augment import AugmentedCrop, ErasedCrop
+from distribuuuu.config.derived import height_and_width
+from distribuuuu.data.augment import AugmentedCrop
 from distribuuuu.data.batch import Batch, copy_to_device, map_leaves
+from distribuuuu.data.batch_rng import BatchRNG
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.decode import DEFAULTS, DecodeOptions, open_lazy_image
-from distribuuuu.data.make_batch import Allocate, HostBatch, Samples, as_targets
-from distribuuuu.data.seeding import BatchRNG, SampleKey, derive_seed
-from distribuuuu.data.transforms import BatchTransform, EpochTransforms, Views, list_views, transform_at
+from distribuuuu.data.lazy_image import DEFAULTS, DecodeOptions
+from distribuuuu.data.make_batch import Allocate, HostBatch, Samples, as_targets, transform_at
+from distribuuuu.data.read_image import open_lazy_image
+from distribuuuu.data.seeding import SampleKey, derive_seed
+from distribuuuu.data.transforms import (
+    CenterCrop,
+    PaddedCrop,
+    Transform,
+    crop_ends,
+    draw_flips,
+    random_padded_corner,
+    reflect,
+    resize_to_cover,
+)
+from distribuuuu.data.views import EpochTransforms
 
 # Images that a thread decodes at a time.
 _CHUNK = 256
@@ -115,27 +129,48 @@ class DeviceSamples(Samples):
     ) -> "DeviceSamples":  # fmt: skip
         """Return the samples of a data set; for the arguments see `DeviceDataset` and `Samples`.
 
-        Other augmentation than erasing runs on the host, where the pixels then are: from the device they would be
-        copied back image by image.
+        Augmentation runs on the host, where the pixels then are: from the device they would be copied back image by
+        image.
         """
         stages = transform.stages.values() if isinstance(transform, EpochTransforms) else [transform]
-        is_on_host = any(isinstance(view, AugmentedCrop) and not isinstance(view, ErasedCrop)
-                         for stage in stages for view in list_views(stage))  # fmt: skip
+        is_on_host = any(isinstance(view, AugmentedCrop) for stage in stages for view in stage.views)
         device = torch.device("cpu") if is_on_host else device
         decoded = DeviceDataset(images, decoder, device, num_threads, options)
         return cls(decoded, transform, decoder, skip_broken, options, **others)
 
     def make_batch(self, keys: Sequence[SampleKey], allocate: Allocate) -> HostBatch:
-        """Return the batch of some keys; images of one size are transformed together if the transforms allow that."""
-        transform = transform_at(self.transform, keys[0])  # one epoch for the batch
-        pixels, views = self.images.same_size, list_views(transform)
-        if pixels is None or self.keeps_geometry or not all(isinstance(view, BatchTransform) for view in views):
+        """Return the batch of some keys; images of one size are cropped together if the crops allow that."""
+        views, pixels = transform_at(self.transform, keys[0]).views, self.images.same_size
+        can_batch = all(isinstance(view, PaddedCrop | CenterCrop) for view in views)
+        if pixels is None or self.keeps_geometry or not can_batch:
             return super().make_batch(keys, allocate)
         index = copy_to_device(torch.tensor([index for _, index, *_ in keys]), pixels.device)
         images = []
         for number, view in enumerate(views):
             rng = BatchRNG([(derive_seed(*key[:2]), number) for key in keys] if number else keys)  # as in `Views`
-            found = view.transform_batch(pixels[index], rng)  # type: ignore[attr-defined]
-            images.append(found.expand(-1, self.options.channels, -1, -1))
+            images.append(crop_batch(view, pixels[index], rng).expand(-1, self.options.channels, -1, -1))
         targets = map_leaves(torch.Tensor, lambda target: target[index], self.images.labels)
-        return Batch(tuple(images) if isinstance(transform, Views) else images[0], targets, index), ()
+        return Batch(tuple(images) if len(images) > 1 else images[0], targets, index), ()
+
+
+def crop_batch(crop: Transform, pixels: torch.Tensor, rng: BatchRNG) -> torch.Tensor:
+    """Return uint8 (N, C, height, width) from images of one size; per image the same as from a call of the crop."""
+    if isinstance(crop, CenterCrop):
+        return crop.crop(pixels)
+    assert isinstance(crop, PaddedCrop)
+    is_flipped, is_vflipped = (np.asarray(flipped)[..., None] for flipped in draw_flips(rng, crop))
+    pixels = resize_to_cover(crop_ends(pixels), crop.size, crop.interpolation)
+    height, width = pixels.shape[-2:]
+    top, left = random_padded_corner(rng, height, width, crop.size, crop.padding)
+    down, across = map(np.arange, height_and_width(crop.size))
+    columns = np.where(is_flipped, across[::-1], across) + left.astype(np.int64)[:, None]
+    rows = np.where(is_vflipped, down[::-1], down) + top.astype(np.int64)[:, None]
+    if crop.mode == "reflect":
+        padded, rows, columns = pixels, reflect(rows, height), reflect(columns, width)
+    else:
+        padded, rows, columns = pad(pixels, [crop.padding] * 4), rows + crop.padding, columns + crop.padding
+    rows, columns = (copy_to_device(torch.from_numpy(at), pixels.device) for at in (rows, columns))
+    # index (N, 1, 1), rows (N, height, 1) and columns (N, 1, width) together select (N, height, width) pixels, each
+    # of C adjacent values. A flip is a descending row of columns.
+    index = torch.arange(len(pixels), device=pixels.device)[:, None, None]
+    return padded.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

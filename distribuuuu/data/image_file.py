@@ -1,4 +1,4 @@
-"""Image files before they are decoded: the options of all decoders, and headers, read by PIL within limits."""
+"""Headers of image files, read by PIL within limits."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import functools
 import io
 import re
 import warnings
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import IO, TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from distribuuuu.data.jpeg_header import Buffer, JpegHeader
+from distribuuuu.data.jpeg_header import JpegHeader
+from distribuuuu.data.lazy_image import DEFAULTS, Buffer, check_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -18,40 +19,6 @@ if TYPE_CHECKING:
 # The formats that PIL may read, whatever a file's extension. PIL runs external programs for some formats, e.g.
 # Ghostscript for EPS, so no other format is tried.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-
-
-class DecodeOptions(NamedTuple):
-    """Options of all decoders.
-
-    Attributes:
-        max_pixels: images of more pixels (width x height) are rejected; by default PIL's limit, twice its
-            MAX_IMAGE_PIXELS.
-        exif_rotate: apply the EXIF orientation.
-        channels, pixels: DATA.CHANNELS and DATA.PIXELS.
-    """
-
-    max_pixels: int = 178_956_970
-    exif_rotate: bool = False
-    channels: int = 3
-    pixels: str = "uint8"
-
-    @property
-    def is_rgb(self) -> bool:
-        """Whether images are 8-bit RGB."""
-        return self.channels == 3 and self.pixels == "uint8"
-
-    @property
-    def is_gray(self) -> bool:
-        """Whether images are 8-bit gray."""
-        return self.channels == 1 and self.pixels == "uint8"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of decoded pixels."""
-        return torch.uint8 if self.pixels == "uint8" else torch.float32
-
-
-DEFAULTS = DecodeOptions()
 
 
 def open_image(file: Buffer | IO[bytes], max_pixels: int = DEFAULTS.max_pixels) -> Image:
@@ -93,12 +60,6 @@ def is_transparent(image: Image) -> bool:
         least: Any = image.getchannel("A").getextrema()[0]
         return least < 255
     return "transparency" in image.info
-
-
-def check_size(width: int, height: int, max_pixels: int) -> None:
-    """Raise ValueError if an image has more than `max_pixels`."""
-    if width * height > max_pixels:
-        raise ValueError(f"{width} x {height} pixels are more than DATA.MAX_PIXELS {max_pixels}")
 
 
 def is_common_jpeg(header: JpegHeader | None, max_pixels: int) -> TypeGuard[JpegHeader]:

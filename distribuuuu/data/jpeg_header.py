@@ -2,11 +2,9 @@
 
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import torch
+from distribuuuu.data.lazy_image import Buffer
 
-Buffer = bytes | bytearray | memoryview
 # The last bytes of a complete file.
 END = b"\xff\xd9"
 
@@ -15,19 +13,6 @@ _START, _RESTART_INTERVAL, _START_OF_SCAN = 0xD8, 0xDD, 0xDA
 _NO_FRAME = (0xC4, 0xC8, 0xCC)
 _BASELINE = (0xC0, 0xC1)
 _RESTARTS = re.compile(rb"\xff[\xd0-\xd7]")
-
-
-class Box(NamedTuple):
-    """A region of an image, in pixels."""
-
-    top: int
-    left: int
-    height: int
-    width: int
-
-    def crop(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return a view of the region of (3, H, W)."""
-        return pixels[:, self.top : self.top + self.height, self.left : self.left + self.width]
 
 
 @dataclass

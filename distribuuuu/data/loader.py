@@ -24,12 +24,10 @@ from distribuuuu.data.batch import Batch, copy_to_device, map_leaves
 from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
 from distribuuuu.data.build_transform import MAIN, build_transform, depends_on_epoch
 from distribuuuu.data.datasets.base import TARGETS, ImageDataset, class_count_mismatch, get_dataset
-from distribuuuu.data.datasets.file_check import check_images, find_reduced
-from distribuuuu.data.decode import build_decode_options
+from distribuuuu.data.lazy_image import build_decode_options
 from distribuuuu.data.make_batch import HostBatch, Samples, as_targets
 from distribuuuu.data.normalize import Normalizer, statistics_of
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
-from distribuuuu.data.transforms import list_views
 from distribuuuu.data.workers import Pass, WorkerBatches, count_workers, start_workers
 from distribuuuu.distributed import comm as dist
 from distribuuuu.launch.detect import Launch
@@ -149,7 +147,7 @@ class Loader:
 
     def zero_images(self, num: int) -> torch.Tensor:
         """Return zeros in the shape of `num` images, of the first view: float32 (num, 3, H, W) on the device."""
-        size = list_views(self.samples.transform)[0].size
+        size = self.samples.transform.views[0].size
         return self._normalize.empty((num, self.samples.options.channels, *height_and_width(size))).zero_()
 
     def zero_targets(self, num: int) -> Any:
@@ -286,7 +284,7 @@ def check_same_data(*loaders: Loader) -> None:
 
 def count_bytes(samples: Samples, sampler: Any) -> int:
     """Return the size of the images of a batch, with those of other data sets that come along with it."""
-    num_pixels = sum(math.prod(height_and_width(view.size)) for view in list_views(samples.transform))
+    num_pixels = sum(math.prod(height_and_width(view.size)) for view in samples.transform.views)
     others = (count_bytes(one, sampler.extra[name]) for name, one in samples.extra.items())
     pixel_bytes = samples.options.channels * samples.options.dtype.itemsize
     return pixel_bytes * num_pixels * sampler.batch_size + sum(others)
@@ -345,14 +343,16 @@ def find_notes(cfg, images: ImageDataset, launch: Launch, train: bool, name: str
     """
     key = ("TRAIN.DATASET" if train else "TEST.DATASET") + (f" of loader {name}" if name != MAIN else "")
     yield from (f"{key}: {note}" for note in images.notes())
-    broken, unknown = check_images(cfg, images, train)
-    if broken and cfg.DATA.ON_BAD_IMAGE != "skip":
-        error = BadImageError(f"{key}: {broken}; fix: repair or remove them, or set DATA.ON_BAD_IMAGE skip")
-        error.one_process = launch.local_rank == 0  # the disk may be local to this machine
-        raise error
-    reduced = find_reduced(images, build_decode_options(cfg))
-    notes = (broken, unknown, reduced)
-    yield from (f"{key}: {note}" for note in notes if note)
+    if images.has_files or images.holds_files:
+        from distribuuuu.data.datasets.file_check import check_images, find_reduced
+
+        broken, unknown = check_images(cfg, images, train)
+        if broken and cfg.DATA.ON_BAD_IMAGE != "skip":
+            error = BadImageError(f"{key}: {broken}; fix: repair or remove them, or set DATA.ON_BAD_IMAGE skip")
+            error.one_process = launch.local_rank == 0  # the disk may be local to this machine
+            raise error
+        reduced = find_reduced(images, build_decode_options(cfg))
+        yield from (f"{key}: {note}" for note in (broken, unknown, reduced) if note)
     if train and len(images.classes) == 1 and name == MAIN:
         yield f"{key}: there is only one class, {images.classes[0]}: every model has a top-1 of 100"
     if train or images.targets != "label":

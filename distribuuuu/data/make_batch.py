@@ -12,9 +12,10 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.derived import height_and_width
 from distribuuuu.data.batch import Batch, Geometry
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.decode import DEFAULTS, DecodeOptions, open_lazy_image
+from distribuuuu.data.lazy_image import DEFAULTS, DecodeOptions
+from distribuuuu.data.read_image import open_lazy_image
 from distribuuuu.data.seeding import SampleKey, SampleRNG, derive_seed
-from distribuuuu.data.transforms import EpochTransforms, Transform, Views, list_views, transform_at
+from distribuuuu.data.transforms import Transform
 
 # How many substitutes are tried for a broken image before the data set counts as broken.
 MAX_SUBSTITUTES = 20
@@ -60,7 +61,7 @@ class Samples(Dataset):
     """
 
     images: ImageDataset
-    transform: Transform | Views | EpochTransforms
+    transform: Transform
     decoder: str
     skip_broken: bool
     options: DecodeOptions = DEFAULTS
@@ -114,7 +115,7 @@ class Samples(Dataset):
                 view[row].copy_(image)
         if unread and (not self.skip_broken or self.substitutes):
             return None, broken
-        sizes = [height_and_width(view.size) for view in list_views(transform_at(self.transform, keys[0]))]
+        sizes = [height_and_width(view.size) for view in transform_at(self.transform, keys[0]).views]
         if not views:
             example = torch.empty(0, dtype=self.options.dtype)
             views = [allocate(example, (len(keys), *size, self.options.channels)) for size in sizes]
@@ -149,6 +150,11 @@ class Samples(Dataset):
                 continue
             return Sample(pixels, self.images.label(chosen), chosen, tuple(broken), rng.geometry)
         return Sample(None, self.images.label(index), index, tuple(broken))
+
+
+def transform_at(transform: Transform, key: SampleKey) -> Transform:
+    """Return the transform of a sample."""
+    return transform.at_epoch(key[2]) if len(key) > 2 else transform
 
 
 def as_geometry(found: Sequence[Any], num_views: int) -> Geometry | tuple[Geometry, ...]:

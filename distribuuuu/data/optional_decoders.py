@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from distribuuuu.data.jpeg_header import END, Box, Buffer, JpegHeader, cut_rows
+from distribuuuu.data.jpeg_header import END, JpegHeader, cut_rows
+from distribuuuu.data.lazy_image import Box, Buffer
 
 _decoders = threading.local()
 _importing = threading.Lock()

@@ -1,15 +1,13 @@
 """Policies of AUG.POLICY, which change an image before the other augmentation: torchvision's, timm's, big_vision's."""
 
-import contextlib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from PIL import Image, ImageOps
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.derived import Size, height_and_width
-from distribuuuu.data.seeding import seeded_generators, seeded_torch
+from distribuuuu.data.seeding import seeded_generators
 
 # torchvision's policies: class name and arguments.
 TORCHVISION_POLICIES = {
@@ -28,24 +26,7 @@ _NUM_TRIALS = 4
 ImageOp = Callable[[Image.Image], Image.Image]
 
 
-@dataclass(frozen=True)
-class Policy:
-    """A random operation on an image, and the context that seeds its generators.
-
-    torchvision and big_vision's policy draw with torch, in many threads at a time; timm draws with numpy and random,
-    one thread at a time.
-    """
-
-    operation: ImageOp
-    seeded: Callable[[int], contextlib.AbstractContextManager]
-
-    def __call__(self, image: Image.Image, seed: int) -> Image.Image:
-        """Return the changed image, a function of the image and the seed."""
-        with self.seeded(seed):
-            return self.operation(image)
-
-
-def build_policy(cfg, mean: Sequence[float]) -> Policy:
+def build_policy(cfg, mean: Sequence[float]) -> ImageOp:
     """Return the policy of a config; raise ConfigError if it is not understood."""
     interpolation = cfg.DATA.INTERPOLATION
     interpolation = "bilinear" if interpolation.startswith("opencv") else interpolation
@@ -55,7 +36,7 @@ def build_policy(cfg, mean: Sequence[float]) -> Policy:
         raise ConfigError(Problem("AUG.POLICY", f"{cfg.AUG.POLICY!r} {error}"), cfg.origins) from error
 
 
-def make_policy(text: str, interpolation: str, mean: Sequence[float], im_size: Size) -> Policy:
+def make_policy(text: str, interpolation: str, mean: Sequence[float], im_size: Size) -> ImageOp:
     """Return the policy of AUG.POLICY.
 
     Args:
@@ -74,20 +55,19 @@ def make_policy(text: str, interpolation: str, mean: Sequence[float], im_size: S
     if name == BIG_VISION:
         from distribuuuu.data.randaugment import randaugment
 
-        return Policy(randaugment, seeded_torch)
+        return randaugment
     if name in TORCHVISION_POLICIES:
         from torchvision.transforms import v2
 
         class_name, options = TORCHVISION_POLICIES[name]
-        policy_class = getattr(v2, class_name)
-        return Policy(policy_class(**options, interpolation=v2.InterpolationMode(interpolation)), seeded_torch)
+        return getattr(v2, class_name)(**options, interpolation=v2.InterpolationMode(interpolation))
     # DeiT III (arXiv 2204.07118): gray, solarized or blurred, equally likely; timm calls it "3a".
     text = "3a" if name == "3augment" else text
-    operation = _make_timm_policy(text, interpolation, mean, min(height_and_width(im_size)))
-    policy = Policy(operation, seeded_generators)
+    policy = _make_timm_policy(text, interpolation, mean, min(height_and_width(im_size)))
     try:
         for seed in range(_NUM_TRIALS):
-            policy(Image.new("RGB", height_and_width(im_size)[::-1]), seed)
+            with seeded_generators(seed):
+                policy(Image.new("RGB", height_and_width(im_size)[::-1]))
     except Exception as error:  # nearly anything, for numbers that make no sense
         raise ValueError(f"cannot be applied: {error}") from error
     return policy

@@ -8,8 +8,9 @@ import torch
 from PIL import Image
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.image_file import DecodeOptions, bytes_to_tensor, check_size, is_common_jpeg, open_image
-from distribuuuu.data.jpeg_header import Buffer, read_jpeg_header
+from distribuuuu.data.image_file import bytes_to_tensor, is_common_jpeg, open_image
+from distribuuuu.data.jpeg_header import read_jpeg_header
+from distribuuuu.data.lazy_image import Buffer, DecodeOptions, check_size
 
 NPY = b"\x93NUMPY"
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")

@@ -8,7 +8,7 @@ import contextlib
 import random
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ SampleKey = tuple[int, ...]
 
 # Constants of SplitMix64.
 _MASK = (1 << 64) - 1
-_STEP = 0x9E3779B97F4A7C15
+STEP = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -27,11 +27,11 @@ def derive_seed(*parts: int) -> int:
     """Return 63 well-mixed bits from integers, e.g. (RNG_SEED, epoch, sample index)."""
     state = 0
     for part in parts:
-        state = _mix((state + part + _STEP) & _MASK)
+        state = mix((state + part + STEP) & _MASK)
     return state >> 1
 
 
-def _mix(state: Any) -> Any:
+def mix(state: Any) -> Any:
     """Return the output of SplitMix64 for a state: an int below 2**64, or an array of uint64."""
     state = (state ^ (state >> 30)) * _MIX_1 & _MASK
     state = (state ^ (state >> 27)) * _MIX_2 & _MASK
@@ -60,8 +60,8 @@ class SampleRNG:
 
     def uniform(self) -> float:
         """Return the next number in [0, 1)."""
-        self._state = (self._state + _STEP) & _MASK
-        return (_mix(self._state) >> 11) * 2.0**-53
+        self._state = (self._state + STEP) & _MASK
+        return (mix(self._state) >> 11) * 2.0**-53
 
     def seed(self) -> int:
         """Return a 53-bit integer to seed another generator with."""
@@ -70,29 +70,6 @@ class SampleRNG:
     def split(self, num: int) -> "list[SampleRNG]":
         """Return this generator and further ones, that of each view of the sample."""
         return [self, *(SampleRNG(self._state, number) for number in range(1, num))]
-
-
-class BatchRNG:
-    """The same random numbers for many samples at a time, as arrays: float64 (N,)."""
-
-    def __init__(self, keys: Sequence[SampleKey]):
-        seeds, indices = np.array([key[:2] for key in keys], dtype=np.uint64).T
-        self._state = _mix(_mix(seeds + _STEP) + indices + _STEP) >> 1  # derive_seed of each key
-        self._flipped = np.array([key[3] for key in keys if len(key) > 3], dtype=bool)
-
-    def flip(self, probability: float) -> np.ndarray:
-        """Return whether to flip each sample, see `SampleRNG.flip`: bool (N,)."""
-        drawn = self.uniform() < probability
-        return self._flipped if len(self._flipped) else drawn
-
-    def uniform(self) -> np.ndarray:
-        """Return the next number of each sample."""
-        self._state = self._state + _STEP
-        return (_mix(self._state) >> 11) * 2.0**-53
-
-    def seed(self) -> np.ndarray:
-        """Return a 53-bit integer of each sample: int64 (N,)."""
-        return (self.uniform() * 2**53).astype(np.int64)
 
 
 def draw_seed() -> int:
@@ -152,7 +129,7 @@ def lend_generators() -> Iterator[None]:
 @contextlib.contextmanager
 def seeded_generators(seed: int) -> Iterator[None]:
     """Seed what this thread draws from torch, numpy and random within the block; restore the generators afterwards."""
-    with own_generators(), seeded_torch(seed):
+    with seeded_torch(seed):
         numpy_state, python_state = np.random.get_state(), random.getstate()
         np.random.seed(seed & 0xFFFFFFFF)
         random.seed(seed)
@@ -166,15 +143,10 @@ def seeded_generators(seed: int) -> Iterator[None]:
 @contextlib.contextmanager
 def seeded_torch(seed: int) -> Iterator[None]:
     """Seed what this thread draws from torch on the CPU within the block; restore the generator afterwards."""
-    if threading.current_thread() is not threading.main_thread():
-        from distribuuuu.data.thread_generator import ThreadGenerator
-
-        with ThreadGenerator(seed):
+    with own_generators():
+        state = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(seed)
+        try:
             yield
-        return
-    state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(state)
+        finally:
+            torch.default_generator.set_state(state)

@@ -5,18 +5,16 @@ Random transforms draw their numbers in this order: the flips, the position of t
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch.nn.functional import interpolate, pad
 
 from distribuuuu.config.derived import Size, height_and_width, show_size
-from distribuuuu.data.batch import copy_to_device
-from distribuuuu.data.decode import Box, LazyImage
-from distribuuuu.data.seeding import BatchRNG, SampleKey, SampleRNG
+from distribuuuu.data.lazy_image import Box, LazyImage
+from distribuuuu.data.seeding import SampleRNG
 
 # Least and greatest width over height of a random crop.
 RATIO = (3 / 4, 4 / 3)
@@ -39,74 +37,21 @@ class Transform(ABC):
     size: Size
 
     @abstractmethod
-    def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
-        """Return uint8 (3, height, width)."""
+    def __call__(self, image: LazyImage, rng: SampleRNG) -> Any:
+        """Return uint8 (3, height, width); with several views, a tuple of them."""
+
+    @property
+    def views(self) -> "tuple[Transform, ...]":
+        """The transform of each view of an image, at its full size; of stages, those of the first one."""
+        return (self,)
 
     def at_size(self: T, size: Size) -> T:
         """Return the same transform with an output of another size."""
         return replace(self, size=size)  # type: ignore[type-var]  # every subclass is a dataclass
 
-
-class BatchTransform(Transform):
-    """Base class of transforms that also take many images of one size together."""
-
-    @abstractmethod
-    def transform_batch(self, pixels: torch.Tensor, rng: BatchRNG) -> torch.Tensor:
-        """Return uint8 (N, C, height, width) from (N, C, H, W); per image the same as from a call."""
-
-
-@dataclass(frozen=True)
-class Views:
-    """Several transforms of one image, which is decoded once; the first gives what it gives alone."""
-
-    transforms: tuple[Transform, ...]
-
-    def __str__(self) -> str:
-        return "; ".join(f"view {number}: {view}" for number, view in enumerate(self.transforms, 1))
-
-    def __call__(self, image: LazyImage, rng: SampleRNG) -> tuple[torch.Tensor, ...]:
-        """Return uint8 (3, height, width) of each view."""
-        decoded, rngs = LazyImage(image.pixels()), rng.split(len(self.transforms))
-        views = tuple(view(decoded, own) for view, own in zip(self.transforms, rngs, strict=True))
-        rng.geometry = [own.geometry for own in rngs]
-        return views
-
-    def at_size(self, size: Size) -> "Views":
-        """Return the same views with outputs of another size."""
-        return Views(tuple(view.at_size(size) for view in self.transforms))
-
-
-@dataclass(frozen=True)
-class EpochTransforms:
-    """Transforms that depend on the epoch: that of each stage, at the image size of each epoch.
-
-    Attributes:
-        stages: by its first epoch, from 0, the transform of each stage, in order.
-        im_size_at: function from the epoch to the side of its images, in pixels; None: that of the transform.
-    """
-
-    stages: Mapping[int, Transform | Views]
-    im_size_at: Callable[[int], int] | None = None
-
-    def __str__(self) -> str:
-        return str(self.stages[0])
-
-    def at_epoch(self, epoch: int) -> Transform | Views:
-        """Return the transform of an epoch."""
-        transform = self.stages[max(first for first in self.stages if first <= epoch)]
-        return transform.at_size(self.im_size_at(epoch)) if self.im_size_at else transform
-
-
-def transform_at(transform: Transform | Views | EpochTransforms, key: SampleKey) -> Transform | Views:
-    """Return the transform of a sample."""
-    return transform.at_epoch(key[2]) if isinstance(transform, EpochTransforms) else transform
-
-
-def list_views(transform: Transform | Views | EpochTransforms) -> tuple[Transform, ...]:
-    """Return the transform of each view, at its full size; of a transform that depends on the epoch, the first one."""
-    if isinstance(transform, EpochTransforms):
-        transform = transform.stages[0]
-    return transform.transforms if isinstance(transform, Views) else (transform,)
+    def at_epoch(self, epoch: int) -> "Transform":
+        """Return the transform of an epoch, from 0."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -147,7 +92,7 @@ class ResizedCrop(Transform):
 
 
 @dataclass(frozen=True)
-class PaddedCrop(BatchTransform):
+class PaddedCrop(Transform):
     """A random crop of the padded image, randomly flipped (He et al., arXiv 1512.03385).
 
     Attributes:
@@ -179,28 +124,9 @@ class PaddedCrop(BatchTransform):
         crop = reflect_box if self.mode == "reflect" else crop_box
         return flip_each(crop(pixels, int(top), int(left), self.size), is_flipped, is_vflipped)
 
-    def transform_batch(self, pixels: torch.Tensor, rng: BatchRNG) -> torch.Tensor:
-        """Return the crops of images of one size."""
-        is_flipped, is_vflipped = (np.asarray(flipped)[..., None] for flipped in draw_flips(rng, self))
-        pixels = resize_to_cover(crop_ends(pixels), self.size, self.interpolation)
-        height, width = pixels.shape[-2:]
-        top, left = random_padded_corner(rng, height, width, self.size, self.padding)
-        down, across = map(np.arange, height_and_width(self.size))
-        columns = np.where(is_flipped, across[::-1], across) + left.astype(np.int64)[:, None]
-        rows = np.where(is_vflipped, down[::-1], down) + top.astype(np.int64)[:, None]
-        if self.mode == "reflect":
-            padded, rows, columns = pixels, reflect(rows, height), reflect(columns, width)
-        else:
-            padded, rows, columns = pad(pixels, [self.padding] * 4), rows + self.padding, columns + self.padding
-        rows, columns = (copy_to_device(torch.from_numpy(at), pixels.device) for at in (rows, columns))
-        # index (N, 1, 1), rows (N, height, 1) and columns (N, 1, width) together select (N, height, width) pixels, each
-        # of C adjacent values. A flip is a descending row of columns.
-        index = torch.arange(len(pixels), device=pixels.device)[:, None, None]
-        return padded.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-
 
 @dataclass(frozen=True)
-class CenterCrop(BatchTransform):
+class CenterCrop(Transform):
     """The evaluation transform: resize to the smallest size that covers `resize_to`, then crop the center of `size`."""
 
     resize_to: Size
@@ -213,61 +139,15 @@ class CenterCrop(BatchTransform):
     def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
         resized = resized_size("cover", crop_ends(image.pixels()).shape[-2:], self.resize_to)
         record_geometry(rng, image, resized, center_corner(resized, self.size), self.size)
-        return self.transform_batch(image.pixels())
+        return self.crop(image.pixels())
 
-    def transform_batch(self, pixels: torch.Tensor, rng: BatchRNG | None = None) -> torch.Tensor:
-        """Return the center crops of images of one size: uint8 (..., C, height, width)."""
+    def crop(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return the centers of images of one size: uint8 (..., C, height, width)."""
         pixels = resize_to_cover(crop_ends(pixels), self.resize_to, self.interpolation)
         return crop_center(pixels, self.size)
 
 
-@dataclass(frozen=True)
-class WholeImage(BatchTransform):
-    """The whole image, resized and randomly flipped; for evaluation, without flips.
-
-    Attributes:
-        size: of the output, see `Transform`.
-        mode: "squash": resized to `size`; "letterbox": resized to the largest size within `size` that has the aspect
-            ratio of the image, and centered between black borders.
-        flip, vflip: probability of a horizontal and of a vertical flip.
-        interpolation: see `resize`.
-    """
-
-    size: Size
-    mode: str
-    flip: float = 0.0
-    interpolation: str = "bilinear"
-    vflip: float = 0.0
-
-    def __str__(self) -> str:
-        flips = f", {show_flips(self)}" if self.flip or self.vflip else ""
-        return f"{self.mode} {show_size(self.size)} px, {self.interpolation}{flips}"
-
-    @property
-    def resize_to(self) -> Size:
-        """The size of the output."""
-        return self.size
-
-    def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
-        flips, resized = draw_flips(rng, self), resized_size(self.mode, image.size, self.size)
-        record_geometry(rng, image, resized, center_corner(resized, self.size), self.size, flips, ends=False)
-        return flip_each(self._resized(image.pixels()), *flips)
-
-    def transform_batch(self, pixels: torch.Tensor, rng: BatchRNG) -> torch.Tensor:
-        """Return whole images of one size, resized and flipped."""
-        pixels = self._resized(pixels)
-        for dim, is_flipped in zip((-1, -2), draw_flips(rng, self), strict=True):
-            if np.any(is_flipped):
-                mask = copy_to_device(torch.from_numpy(is_flipped), pixels.device).view(-1, 1, 1, 1)
-                pixels = torch.where(mask, pixels.flip(dim), pixels)
-        return pixels
-
-    def _resized(self, pixels: torch.Tensor) -> torch.Tensor:
-        size = resized_size(self.mode, pixels.shape[-2:], self.size)
-        return crop_center(resize(pixels, *size, self.interpolation), self.size)
-
-
-def draw_flips(rng: SampleRNG | BatchRNG, crop: Any) -> tuple[Any, Any]:
+def draw_flips(rng: Any, crop: Any) -> tuple[Any, Any]:
     """Return whether an image, or each image, is flipped horizontally and vertically."""
     is_flipped = rng.flip(crop.flip)
     return is_flipped, crop.vflip > 0 and rng.uniform() < crop.vflip
@@ -309,7 +189,7 @@ def random_resized_box(
     return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
 
 
-def random_padded_corner(rng: SampleRNG | BatchRNG, height: int, width: int, size: Size, padding: int) -> tuple:
+def random_padded_corner(rng: Any, height: int, width: int, size: Size, padding: int) -> tuple:
     """Return the top left corner of a random box of `size` in the padded image; negative inside the padding."""
     down, right = rng.uniform(), rng.uniform()
     sides = zip((height, width), height_and_width(size), strict=True)

@@ -20,12 +20,14 @@ from distribuuuu.config.derived import show_size
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.registry import task_class
-from distribuuuu.data.build_transform import EvalCrop, build_eval_crop
-from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_lazy_image
+from distribuuuu.data.build_transform import build_eval_crop
+from distribuuuu.data.lazy_image import DecodeOptions, build_decode_options
 from distribuuuu.data.loader import BadImageError
 from distribuuuu.data.normalize import Normalizer
+from distribuuuu.data.read_image import open_lazy_image
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop
+from distribuuuu.data.whole_image import EvalCrop
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.build import set_backends

@@ -3,7 +3,6 @@
 import random
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,14 +14,14 @@ from support.tiers import pairwise
 from timm.data import auto_augment
 from torchvision.transforms import v2
 
-from distribuuuu.config import ConfigError, get_cfg, load_cfg
+from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.registry import AUGMENTATIONS, task_class
 from distribuuuu.data import augment
 from distribuuuu.data.augment import AugmentedCrop, Erasing, build_augmentation, make_jitter
-from distribuuuu.data.decode import LazyImage
-from distribuuuu.data.loader import BadImageError, build_loader
+from distribuuuu.data.lazy_image import LazyImage
+from distribuuuu.data.loader import build_loader
 from distribuuuu.data.normalize import Normalizer
-from distribuuuu.data.policies import Policy, make_policy
+from distribuuuu.data.policies import make_policy
 from distribuuuu.data.seeding import SampleRNG, own_generators, seed_cpu, seeded_generators, seeded_torch
 from distribuuuu.data.transforms import PaddedCrop, ResizedCrop
 from distribuuuu.trainer import train_model
@@ -51,8 +50,15 @@ def whole(size: int = 48) -> PaddedCrop:
     return PaddedCrop(size, padding=0, flip=0.0)
 
 
-def policy(text: str, mean=MEAN, interpolation: str = "bilinear") -> Policy:
-    return make_policy(text, interpolation, mean, 48)
+def policy(text: str, mean=MEAN, interpolation: str = "bilinear"):
+    """Return policy(image, seed)."""
+    operation = make_policy(text, interpolation, mean, 48)
+
+    def seeded(image: Image.Image, seed: int) -> Image.Image:
+        with seeded_generators(seed):
+            return operation(image)
+
+    return seeded
 
 
 def states() -> tuple:
@@ -123,45 +129,16 @@ def test_3augment_is_gray_solarized_or_blurred_one_as_likely_as_the_other():
     assert all(150 <= count <= 250 for count in counts.values()), counts
 
 
-def test_what_timms_policies_uncover_becomes_the_mean_color():
-    chosen, white = policy("rand-m10-n1-p1-mstd0", mean=(0.2, 0.4, 0.6)), Image.new("RGB", (48, 48), "white")
-    colors = {chosen(white, seed).getpixel((x, y)) for seed in range(80) for x in (0, 47) for y in (0, 47)}
-    assert (51, 102, 153) in colors and (128, 128, 128) not in colors
-
-
-def test_no_image_is_refused_by_the_operation_that_leaves_no_bits():
-    """Posterize to 0 bits, which is black, was an error from Pillow 13 on."""
-    for text in ("rand-m10-inc1-p1", "rand-m0-p1", "v0"):
-        chosen = policy(text)
-        assert sum(not pil_to_tensor(chosen(image_of(scene(16)), seed)).any() for seed in range(300)) > 2
-
-
 def test_text_that_is_not_understood_says_why_and_where_it_was_set(small_cfg):
     for text, said in {
         "rand-m9-inc": r"'inc'; rand takes mNUMBER, nNUMBER", "rand-m9-foo3": "'foo3'", "none-1": "settings",
         "rand-m9.5": "rejected by timm", "rand-m9-tweight": "no operations that timm knows: tweights",
-        "augmix-q3": "'q3'; augmix takes mNUMBER", "v0-m5": "'m5'; v0 takes mstdNUMBER",
-        "rand-n40-tweights": "cannot be applied", "autoaugment-m9": "settings, which autoaugment does not take",
-        "randaugment_big_vision-m10": "settings, which randaugment_big_vision does not take",
+        "augmix-q3": "'q3'; augmix takes mNUMBER", "rand-n40-tweights": "cannot be applied",
+        "autoaugment-m9": "settings, which autoaugment does not take",
     }.items():  # fmt: skip
         with pytest.raises(ConfigError, match=rf"^AUG.POLICY \(command line\): '{text}' .*{said}"):
             build_loader(small_cfg("AUG.POLICY", text), ALONE, CPU, train=True)
     build_loader(small_cfg("AUG.POLICY", "none-1"), ALONE, CPU, train=False)
-
-
-def test_values_that_cannot_be_are_reported_with_near_names():
-    near = {"TrivialAugmentWide": "trivialaugment", "rand_m9": "rand", "Auto-Augment": "autoaugment",
-            "3-augment": "3augment", "agumix-m3": "augmix", "orginal": "original"}  # fmt: skip
-    said = "expected a policy .*did you mean"
-    wrong = {("POLICY", text): f"got '{text}'; {said}.*{name}" for text, name in near.items()}
-    for value in ("[0.1, 0.2]", "-0.4", "[0.1, 0.1, 0.1, 0.6]", "[1, 2, 3, 0, 0]"):
-        wrong["COLOR_JITTER", value] = "expected 0, 1, 3 or 4 numbers"
-    for value in ("grayscal", "[grayscale, grayscal]"):
-        wrong["OPERATIONS", value] = "got 'grayscal'.*did you mean grayscale"
-    for (key, value), said in wrong.items():
-        with pytest.raises(ConfigError, match=rf"AUG.{key} \(command line\).*{said}"):
-            load_cfg(None, [f"AUG.{key}", value])
-    assert load_cfg(None, ["AUG.OPERATIONS", "grayscale"]).AUG.OPERATIONS == ("grayscale",)
 
 
 # Erasing
@@ -192,11 +169,6 @@ def test_erasing_hits_its_share_of_images_with_boxes_of_the_stated_shapes():
     assert min(ratios) < 0.4 and max(ratios) > 2.5 and len(set(corners)) > 150
 
 
-def test_what_is_erased_is_nothing_once_it_is_normalized():
-    ((pixels, hit),) = erased_boxes(Erasing(1.0, MEAN), 1)
-    assert Normalizer(CPU, MEAN, STD, False)(pixels[None])[0][:, hit].abs().max() < 0.01
-
-
 def test_erasing_with_pixels_is_clipped_normal_noise_around_the_mean():
     normalize, values = Normalizer(CPU, MEAN, STD, False), []
     for pixels, hit in erased_boxes(Erasing(1.0, MEAN, STD), 60):
@@ -204,17 +176,6 @@ def test_erasing_with_pixels_is_clipped_normal_noise_around_the_mean():
     values = torch.cat(values)
     assert abs(float(values.mean())) < 0.05 and 0.9 < float(values.std()) < 1.02
     assert 0.6 < float((values.abs() < 1).float().mean()) < 0.75
-
-
-def test_erasing_leaves_what_it_was_given_and_takes_the_smallest_images():
-    pixels = scene()
-    before = pixels.clone()
-    with seeded_torch(0):
-        assert not torch.equal(Erasing(1.0, MEAN)(pixels), before)
-    assert torch.equal(pixels, before)
-    for side in (1, 2, 3):
-        for pixels, _ in erased_boxes(Erasing(1.0, MEAN, STD), 30, side):
-            assert pixels.shape == (3, side, side) and pixels.dtype == torch.uint8
 
 
 # The order, and nothing where nothing is asked for
@@ -226,8 +187,7 @@ def test_the_policy_comes_first_then_the_others_and_each_draws_the_same_whatever
     def note(name: str):
         return lambda value: (steps.append(name), value)[1]
 
-    chosen = Policy(note("policy"), seeded_torch)
-    transform = AugmentedCrop(whole(), chosen, note("jitter"), (note("one"), note("two")), note("erase"))
+    transform = AugmentedCrop(whole(), note("policy"), note("jitter"), (note("one"), note("two")), note("erase"))
     transform(LazyImage(scene()), SampleRNG(0, 0))
     assert steps == ["policy", "jitter", "one", "two", "erase"]
     alone = AugmentedCrop(whole(), erase=Erasing(1.0, MEAN))(LazyImage(scene()), SampleRNG(2, 7))
@@ -291,7 +251,7 @@ def test_what_a_step_draws_is_not_disturbed_by_threads_that_augment():
     """Dropout on the CPU draws from torch's default generator while worker threads make the next batches."""
     choices, image, done = [policy(text) for text in ("rand-m9-mstd0.5-inc1", "randaugment")], image_of(scene()), []
 
-    def augment(chosen: Policy) -> None:
+    def augment(chosen) -> None:
         for seed in range(60):
             chosen(image, seed)
         done.append(True)
@@ -309,23 +269,6 @@ def test_what_a_step_draws_is_not_disturbed_by_threads_that_augment():
     for thread in threads:
         thread.join()
     assert drawn == expected and len(done) == 4
-
-
-def test_threads_take_turns_at_the_generators_which_are_put_back_after_errors():
-    def draw(seed: int) -> list[float]:
-        with seeded_generators(seed):
-            numbers = [random.random(), np.random.rand(), float(torch.rand(()))]
-            time.sleep(0.01)  # the others could draw meanwhile
-            return [*numbers, random.random(), np.random.rand(), float(torch.rand(()))]
-
-    before = states()
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(draw, range(12)))
-    assert together == [draw(seed) for seed in range(12)] and states() == before
-    with pytest.raises(KeyError), seeded_generators(5):
-        random.random(), np.random.rand(), torch.rand(3)
-        raise KeyError
-    assert states() == before
 
 
 WAYS = [("process", 2), ("thread", 3)]
@@ -359,64 +302,6 @@ def test_the_preview_shows_the_images_as_they_are_augmented(small_cfg):
     loader = build_loader(small_cfg(*words), ALONE, CPU, train=True)
     images, *_ = next(loader.batches_from(3, 0, 0))
     assert torch.equal(loader._normalize(loader.preview(3, 12)), images)
-
-
-def test_a_preview_of_unreadable_images_is_empty_and_the_first_step_names_the_cause(small_cfg, monkeypatch):
-    loader = build_loader(small_cfg(), ALONE, CPU, train=True)
-    assert len(loader.preview(3, 0)) == 0
-    monkeypatch.setattr(type(loader.images), "read", lambda self, index: b"text")
-    assert len(loader.preview(3, 12)) == 0
-    with pytest.raises(BadImageError, match=r"^broken image: .*\.jpg: ValueError: not an image"):
-        next(loader.batches_from(3, 0, 0))
-
-
-# Everything that an operation may draw from. On any thread, each gives what it gives after the seed on the main thread.
-DRAWS = {
-    "rand_like": lambda: torch.rand_like(torch.zeros(3)),
-    "randn_like": lambda: torch.randn_like(torch.zeros(3)),
-    "randint_like": lambda: torch.randint_like(torch.zeros(9), 0, 99),
-    "randint": lambda: torch.randint(3, 99, (9,)),
-    "randperm": lambda: torch.randperm(20),
-    "normal": lambda: torch.normal(torch.zeros(3), 1.0),
-    "bernoulli": lambda: torch.bernoulli(torch.full((40,), 0.5)),
-    "poisson": lambda: torch.poisson(torch.full((9,), 20.0)),
-    "multinomial": lambda: torch.multinomial(torch.ones(30), 9),
-    "dropout": lambda: torch.nn.functional.dropout(torch.ones(40)),
-    "alpha_dropout": lambda: torch.nn.functional.alpha_dropout(torch.ones(40), training=True),
-    "binomial": lambda: torch.binomial(torch.full((9,), 50.0), torch.full((9,), 0.4)),
-    "gamma": lambda: torch.distributions.Gamma(2.0, 3.0).sample((3,)),
-    "dirichlet": lambda: torch.distributions.Dirichlet(torch.ones(4)).sample(),
-    "beta": lambda: torch.distributions.Beta(0.4, 0.4).sample((3,)),
-    "trunc_normal_": lambda: torch.nn.init.trunc_normal_(torch.empty(9)),
-    "exponential_": lambda: torch.empty(3).exponential_(),
-    "rrelu": lambda: torch.nn.functional.rrelu(-torch.ones(9), training=True),
-    "noise of torchvision": lambda: v2.GaussianNoise()(torch.zeros(3, 4, 4)),
-    "numpy": lambda: torch.from_numpy(np.random.dirichlet(np.ones(4))),
-    "random": lambda: torch.tensor([random.betavariate(2, 3), random.random()]),
-}
-
-
-@pytest.mark.parametrize("draw", DRAWS)
-def test_whatever_an_operation_draws_is_seeded_on_any_thread(draw):
-    def seeded(seed: int) -> torch.Tensor:
-        with seeded_generators(seed):
-            return DRAWS[draw]()
-
-    before = states()
-    here = [seeded(seed) for seed in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        there = list(pool.map(seeded, range(4)))
-    assert all(map(torch.equal, here, there)) and not all(torch.equal(here[0], other) for other in here[1:])
-    assert states() == before
-
-
-def test_what_cannot_be_seeded_in_a_thread_is_refused_by_name():
-    def draw() -> None:
-        with seeded_generators(0):
-            torch.native_dropout(torch.ones(40), 0.5, True)
-
-    with ThreadPoolExecutor(1) as pool, pytest.raises(ConfigError, match="DATA.WORKER_KIND: .*torch.native_dropout"):
-        pool.submit(draw).result()
 
 
 class Draws(task_class(get_cfg())):

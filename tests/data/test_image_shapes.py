@@ -14,11 +14,14 @@ from support.tables import each_row
 from distribuuuu.api import train
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.batch_rng import BatchRNG
 from distribuuuu.data.build_transform import build_transform
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.decode import LazyImage
-from distribuuuu.data.seeding import BatchRNG, SampleRNG
-from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop, WholeImage, resized_size
+from distribuuuu.data.device_samples import crop_batch
+from distribuuuu.data.lazy_image import LazyImage
+from distribuuuu.data.seeding import SampleRNG
+from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop, resized_size
+from distribuuuu.data.whole_image import WholeImage
 from distribuuuu.models import build_model
 from distribuuuu.records.read_results import read_results
 
@@ -85,8 +88,8 @@ def test_training_crops_have_the_size_and_all_flips(crop):
         flipped = [plain.flip(dims) for dims in ([], [-1], [-2], [-1, -2])]
         counts = [sum(torch.equal(image, one) for image in single) for one in flipped]
         assert sum(counts) == len(keys) and min(counts) > 0
-    if not isinstance(crop, ResizedCrop):
-        batch = crop.transform_batch(pixels.expand(len(keys), -1, -1, -1), BatchRNG(keys))
+    if isinstance(crop, PaddedCrop):
+        batch = crop_batch(crop, pixels.expand(len(keys), -1, -1, -1), BatchRNG(keys))
         assert torch.equal(batch, torch.stack(single))
 
 

@@ -1,13 +1,12 @@
 """RandAugment of big_vision: each operation against its formula, written out with numpy."""
 
-import itertools
 from collections import Counter
 
 import numpy as np
 from PIL import Image
 
 from distribuuuu.data.policies import make_policy
-from distribuuuu.data.randaugment import OPERATIONS, affine, cutout
+from distribuuuu.data.randaugment import OPERATIONS, cutout
 from distribuuuu.data.seeding import seeded_torch
 
 HEIGHT, WIDTH = 224, 208
@@ -93,19 +92,6 @@ def test_an_operation_on_colors_is_its_formula():
     assert (applied("Contrast", larger) == blend(np.array(255), larger)).all()  # it blends with white
 
 
-def test_autocontrast_is_that_of_float32_but_for_one_result_in_a_hundred():
-    different = results = 0
-    for low, high in itertools.islice(itertools.combinations(range(256), 2), 0, None, 5):
-        values = np.arange(low, high + 1, dtype=np.uint8)
-        scale = np.float32(255) / np.float32(high - low)  # autoaugment.py, autocontrast: float32, rounded down
-        expected = np.clip(values.astype(np.float32) * scale - np.float32(low) * scale, 0, 255).astype(np.uint8)
-        found = np.asarray(OPERATIONS["AutoContrast"](Image.fromarray(np.stack([values] * 3, -1)[None])))[0, :, 0]
-        gap = np.abs(found.astype(int) - expected)
-        assert gap.max() <= 1, (low, high)
-        different, results = different + int(gap.sum()), results + len(values)
-    assert 0 < different / results < 0.01
-
-
 def rotated(pixels: np.ndarray, sign: int) -> np.ndarray:
     x, y = grid(pixels)
     height, width = pixels.shape[:2]
@@ -142,14 +128,6 @@ def test_an_operation_on_positions_is_its_formula_in_both_directions():
         assert 7 <= signs.count(1) <= 23, name
 
 
-def test_coordinates_are_those_of_pixel_centers():
-    pixels = np.arange(16 * 3, dtype=np.uint8).reshape(4, 4, 3)
-    found = np.array(affine(Image.fromarray(pixels), (1, 0, 1), (0, 1, 0)))
-    assert (found[:, :3] == pixels[:, 1:]).all() and (found[:, 3] == 128).all()
-    doubled = np.array(affine(Image.fromarray(pixels), (2, 0, 0), (0, 1, 0)))
-    assert (doubled[:, :2] == pixels[:, ::2]).all() and (doubled[:, 2:] == 128).all()
-
-
 def test_cutout_is_a_gray_square_of_80_pixels_that_the_border_cuts_off():
     white = Image.new("RGB", (200, 150), "white")
     for x, y in ((0, 0), (100, 70), (199, 149), (20, 100)):
@@ -168,7 +146,8 @@ def test_two_of_sixteen_operations_are_drawn_and_always_applied(monkeypatch):
         monkeypatch.setitem(OPERATIONS, name, lambda image, name=name: drawn.append(name) or image)
     policy, image = make_policy("randaugment_big_vision", "bilinear", (0.5,) * 3, 224), Image.new("RGB", (4, 4))
     for seed in range(2000):
-        policy(image, seed)
+        with seeded_torch(seed):
+            policy(image)
     assert len(OPERATIONS) == 16 and len(drawn) == 4000
     assert all(180 < count < 320 for count in Counter(drawn).values()) and len(Counter(drawn)) == 16
     pairs = Counter(zip(drawn[::2], drawn[1::2], strict=True))

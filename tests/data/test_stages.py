@@ -5,7 +5,6 @@ import torch
 from support.batches import ALONE, CPU, WAYS, assert_same_batches, own_task
 from support.runs import assert_same_run, records
 
-from distribuuuu.config import ConfigError
 from distribuuuu.data.loader import build_loader
 from distribuuuu.optim.precision import build_precision
 from distribuuuu.tasks.base import StepKey, build_task
@@ -41,22 +40,6 @@ def test_a_task_changes_the_augmentation_of_all_its_views_by_epoch(small_cfg, mo
     for epoch in range(5):
         assert_same_batches(list(loader.batches_from(5, epoch, 0)), expected[epoch])
     assert not torch.equal(expected[0][0].images[0], expected[1][0].images[0])
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({"TRAIN.IM_SIZE": 12}, "TRAIN.IM_SIZE.*stage from epoch 2.*has no effect here"),
-    ({"DATA.FLIPS": 1}, "DATA.FLIPS.*stage from epoch 2.*did you mean"),
-    ({"DATA.FLIP": 2}, "DATA.FLIP.*stage from epoch 2.*got 2"),
-])  # fmt: skip
-def test_wrong_options_of_a_stage_name_it(small_cfg, monkeypatch, options, message):
-    task = own_task(monkeypatch, stages=lambda cfg: {2: options})
-    with pytest.raises(ConfigError, match=f"(?s){message}"):
-        build_loader(small_cfg(*task), ALONE, CPU, train=True)
-
-
-def test_off_epochs_must_leave_some_with_augmentation(small_cfg):
-    with pytest.raises(ConfigError, match="AUG.OFF_EPOCHS.*got 2; expected less than OPTIM.MAX_EPOCH 2"):
-        small_cfg("OPTIM.MAX_EPOCH", 2, "AUG.OFF_EPOCHS", 2)
 
 
 def test_the_end_of_mixing_and_augmentation_is_recorded_and_resumes_bitwise(small_cfg, tmp_path):

@@ -35,5 +35,5 @@ def save_run(cfg, classes: tuple[str, ...] = ("ant", "bee", "cat"), **entries: A
 
 def torch_predict(model: torch.nn.Module, transform):
     """Return the function from decoded images, uint8 (3, H, W) of any sizes, to the logits of a model (N, classes)."""
-    crop, normalize = transform.crop.transform_batch, transform.normalizer()
+    crop, normalize = transform.crop.crop, transform.normalizer()
     return lambda images: model(normalize(torch.stack([crop(image) for image in images]))).detach()

@@ -140,7 +140,7 @@ def test_a_program_of_torch_export_takes_crops_in_batches_of_any_size(small_cfg,
     module = torch.export.load(tmp_path / "exported" / "model.pt2", extra_files=extra).module()
     images = build_images(cfg, train=False)
     pixels = [torch.randint(0, 256, (3, 40 + index, 50), dtype=torch.uint8) for index in range(9)]
-    crops = torch.stack([run.transform.crop.transform_batch(image) for image in pixels])
+    crops = torch.stack([run.transform.crop.crop(image) for image in pixels])
     with torch.inference_mode():
         expected = (FlipAverage(run.model) if flip else run.model)(run.transform.normalizer()(crops))
     for num in (1, 3, 9):

@@ -1,0 +1,66 @@
+"""Transforms of an image that has several views, or that change with the epoch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from distribuuuu.data.lazy_image import LazyImage
+from distribuuuu.data.seeding import SampleRNG
+from distribuuuu.data.transforms import Size, Transform
+
+
+@dataclass(frozen=True)
+class Views(Transform):
+    """Several transforms of one image, which is decoded once; the first gives what it gives alone."""
+
+    transforms: tuple[Transform, ...]
+
+    def __str__(self) -> str:
+        return "; ".join(f"view {number}: {view}" for number, view in enumerate(self.transforms, 1))
+
+    @property
+    def views(self) -> tuple[Transform, ...]:
+        """The transforms."""
+        return self.transforms
+
+    def __call__(self, image: LazyImage, rng: SampleRNG) -> tuple[torch.Tensor, ...]:
+        """Return uint8 (3, height, width) of each view."""
+        decoded, rngs = LazyImage(image.pixels()), rng.split(len(self.transforms))
+        views = tuple(view(decoded, own) for view, own in zip(self.transforms, rngs, strict=True))
+        rng.geometry = [own.geometry for own in rngs]
+        return views
+
+    def at_size(self, size: Size) -> "Views":
+        """Return the same views with outputs of another size."""
+        return Views(tuple(view.at_size(size) for view in self.transforms))
+
+
+@dataclass(frozen=True)
+class EpochTransforms(Transform):
+    """Transforms that depend on the epoch: that of each stage, at the image size of each epoch.
+
+    Attributes:
+        stages: by its first epoch, from 0, the transform of each stage, in order.
+        im_size_at: function from the epoch to the side of its images, in pixels; None: that of the transform.
+    """
+
+    stages: Mapping[int, Transform]
+    im_size_at: Callable[[int], int] | None = None
+
+    def __str__(self) -> str:
+        return str(self.stages[0])
+
+    @property
+    def views(self) -> tuple[Transform, ...]:
+        """The views of the first stage."""
+        return self.stages[0].views
+
+    def at_epoch(self, epoch: int) -> Transform:
+        """Return the transform of an epoch."""
+        transform = self.stages[max(first for first in self.stages if first <= epoch)]
+        return transform.at_size(self.im_size_at(epoch)) if self.im_size_at else transform
+
+    def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
+        """Unused: a sample is transformed by the transform of its epoch."""
+        raise NotImplementedError
