@@ -1,7 +1,5 @@
-"""Charts as SVG: lines over time, bars, parts of a whole, heat maps. Colors are those of the style sheet."""
+"""Charts as SVG: lines over time, parts of a whole, heat maps. Colors are those of the style sheet."""
 
-import base64
-import io
 import math
 import re
 from collections.abc import Sequence
@@ -18,10 +16,6 @@ _WIDTH, _HEIGHT = 350, 215
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 10, 34
 # Points of a curve at most; more are averaged, because they would have less than a pixel each.
 _MAX_POINTS = 400
-# Classes of a heat map whose cells are drawn and labeled one by one, and cells of a side of a larger one.
-MAX_LABELED, MAX_CELLS = 40, 200
-# Characters of a name that fit beside its bar.
-_BAR_NAME = 22
 # Number of series colors in the style sheet.
 _NUM_COLORS = 8
 
@@ -266,60 +260,8 @@ def stacked_bar(title: str, parts: Sequence[tuple[str, float, str]]) -> str:
     return figure(title, content, 1000, 24, legend)
 
 
-def bar_chart(title: str, bars: Sequence[tuple[str, float, str]]) -> str:
-    """Return horizontal bars, each with its name and its amount; the largest amount fills the width.
-
-    Args:
-        title: the title.
-        bars: (name, amount, text of the amount), at least one; the amounts are positive.
-    """
-    limit, content = max(amount for _, amount, _ in bars), ""
-    longest = max(len(name) for name, _, _ in bars)
-    is_long = longest > _BAR_NAME  # then each name has a line of its own
-    height, left = (38, 0.0) if is_long else (22, 8 + 6.2 * longest)
-    for number, (name, amount, text) in enumerate(bars):
-        y, width = height * number, (_WIDTH - left - 76) * amount / limit
-        place = f'x="0" y="{y + 12}"' if is_long else f'x="{left - 8:.0f}" y="{y + 14}" text-anchor="end"'
-        top = y + (18 if is_long else 3)
-        content += (
-            f'<text class="strong" {place}>{_escape(_clip(name, 58))}<title>{_escape(name)}</title></text>'
-            f'<rect x="{left:.0f}" y="{top}" width="{width:.1f}" height="{12 if is_long else 15}" rx="2" '
-            f'fill="var(--c2)"/><text x="{left + width + 6:.1f}" y="{top + 10}">{_escape(text)}</text>'
-        )
-    return figure(title, content, _WIDTH, height * len(bars), max_width=460)
-
-
 def _clip(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
-
-
-def reliability_chart(title: str, confidence: np.ndarray, accuracy: np.ndarray, counts: np.ndarray, note: str) -> str:
-    """Return the accuracy of each bin of confidence as bars, against the diagonal of perfect calibration.
-
-    Args:
-        title: the title.
-        confidence, accuracy: the means of each bin (bins,), 0 to 1; NaN in empty bins.
-        counts: the images of each bin (bins,).
-        note: a note below.
-    """
-    axes, num = _Axes((0, 1), (0, 1)), len(counts)
-    content, width = axes.to_svg("confidence", "accuracy"), axes.x(1 / num) - axes.x(0) - 2
-    for number in np.flatnonzero(counts):
-        x, top, expected = axes.x(number / num) + 1, axes.y(accuracy[number]), axes.y(confidence[number])
-        text = f"{counts[number]:,} images: confidence {confidence[number]:.1%}, accuracy {accuracy[number]:.1%}"
-        share = 0.35 + 0.65 * math.sqrt(counts[number] / counts.max())
-        box = f'<rect x="{x:.1f}" width="{width:.1f}" y='
-        content += (
-            f'<g><title>{_escape(text)}</title>{box}"{top:.1f}" height="{axes.y(0) - top:.1f}" fill="var(--c1)" '
-            f'opacity="{share:.2f}"/>{box}"{min(top, expected):.1f}" height="{abs(top - expected):.1f}" '
-            f'fill="var(--c2)" opacity=".2"/>{box}"{expected - 1:.1f}" height="2" fill="var(--c2)"/></g>'
-        )
-    ends = f'x1="{axes.x(0)}" y1="{axes.y(0)}" x2="{axes.x(1)}" y2="{axes.y(1)}"'
-    content += f'<line class="mark" {ends}/>'
-    return figure(title, content, _WIDTH, _HEIGHT, ["accuracy", "confidence"], note)
-
-
-# --------------------------------------------------------------------------------------- heat maps
 
 
 def heat_map(title: str, counts: np.ndarray, names: Sequence[str], note: str) -> str:
@@ -328,7 +270,7 @@ def heat_map(title: str, counts: np.ndarray, names: Sequence[str], note: str) ->
     Args:
         title: the title.
         counts: int64 (classes, classes).
-        names: the names of the classes, at most `MAX_LABELED`.
+        names: the names of the classes.
         note: a note below.
     """
     num = len(names)
@@ -363,34 +305,3 @@ def _cell(margin: float, size: float, row: int, column: int, count: int, share: 
         place = f'x="{x + size / 2 - 0.5:.1f}" y="{y + size / 2 + 3.5:.1f}" text-anchor="middle"'
         number = f'<text {place} style="{style}">{count}</text>'
     return f"<g><title>{_escape(text)}</title>{rect}{number}</g>"
-
-
-def picture_map(title: str, binned: np.ndarray, block: int, note: str) -> str:
-    """Return a heat map as a picture whose opacity is the logarithm of the share of a row.
-
-    Args:
-        title: the title.
-        binned: int64 (rows, columns), at most `MAX_CELLS` of both.
-        block: the number of neighboring classes for which a row or a column stands.
-        note: a note below.
-    """
-    from PIL import Image
-
-    shares = binned / np.maximum(1, binned.sum(axis=1, keepdims=True))
-    visible = np.where(binned > 0, 0.15 + 0.85 * np.clip(1 + np.log10(np.maximum(shares, 1e-3)) / 3, 0, 1), 0.0)
-    is_diagonal = np.eye(len(binned), dtype=bool)
-    pixels = np.zeros((*binned.shape, 4), dtype=np.uint8)
-    pixels[..., :3] = np.where(is_diagonal[..., None], (47, 129, 247), (229, 100, 40))
-    pixels[..., 3] = np.round(255 * visible)
-    file = io.BytesIO()
-    Image.fromarray(pixels, "RGBA").save(file, "PNG", optimize=True)
-    uri = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-    content = (
-        '<rect x="22" y="22" width="576" height="576" style="fill:var(--grid)"/>'
-        f'<image x="22" y="22" width="576" height="576" href="{uri}" style="image-rendering:pixelated"/>'
-        '<text x="310" y="15" text-anchor="middle" style="font-size:15px">prediction →</text>'
-        '<text transform="translate(14 310) rotate(-90)" text-anchor="middle" style="font-size:15px">← label</text>'
-    )
-    if block > 1:
-        note = f"{note} A point stands for {block} x {block} neighboring classes.".strip()
-    return figure(title, content, 600, 600, ["right", "wrong"], note, max_width=640)

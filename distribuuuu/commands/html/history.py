@@ -2,10 +2,10 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from distribuuuu.commands.html.charts import Mark, Series, line_chart, stacked_bar
@@ -19,9 +19,9 @@ from distribuuuu.records.read_results import FILE_NAME, read_results
 
 # Bytes of metrics.jsonl and config.yaml, each, and the value of a point of a curve, at most.
 MAX_TEXT, _MAX_VALUE = 1 << 28, 1e100
-# Numbers of a record that are not metrics of the model; null: unknown.
-_NUMBERS = ("count", "loss", "lr", "images_per_s", "wait", "eta_s", "seconds")
-_NOT_METRICS = ("kind", "epoch", "step", "stage", "resumed", "rollback", "time", *_NUMBERS)
+# Entries of a record that are not metrics of the model.
+_NOT_METRICS = ("kind", "epoch", "step", "stage", "resumed", "rollback", "time", "count", "loss", "lr", "images_per_s",
+                "wait", "eta_s", "seconds")  # fmt: skip
 
 
 @dataclass
@@ -43,7 +43,7 @@ class History:
     results: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    @property
+    @cached_property
     def num_steps(self) -> int:
         """Steps per epoch; 1 without a record."""
         return max((record["step"] for record in self.train), default=1) or 1
@@ -58,27 +58,19 @@ def read_history(out_dir: Path) -> History:
     history = History()
     history.results = read_facts(out_dir / FILE_NAME, "training", history.notes)
     lines = read_lines(out_dir / "metrics.jsonl", history.notes)
-    records = [record for line in lines if (record := parse_figures(line))]
+    records = [record for line in lines if (record := parse_record(line))]
     if lost := len(lines) - len(records):
         history.notes.append(f"{out_dir / 'metrics.jsonl'}: {counted(lost, 'line')} left out: not a valid record")
     for record in records:
-        kind = record["kind"]
-        (history.train if kind == "train" else history.evaluations.setdefault(kind, [])).append(record)
+        if record["kind"] == "train":
+            history.train.append(record)
+        elif record["kind"].startswith("eval"):
+            history.evaluations.setdefault(record["kind"], []).append(record)
         for name, places in (("resumed", history.restarts), ("rollback", history.rollbacks)):
-            if (place := record.get(name)) and place not in places:
+            place = record.get(name)
+            if isinstance(place, list) and [type(part) for part in place] == [int, int] and place not in places:
                 places.append(place)
     return history
-
-
-def parse_figures(line: str) -> dict[str, Any] | None:
-    """Return a record of metrics.jsonl whose values have the types that a run writes; None: it is not such a line."""
-    record = parse_record(line)
-    if record is None or record["kind"] != "train" and not record["kind"].startswith("eval"):
-        return None
-    are_numbers = all(type(record.get(key)) in (int, float, NoneType) for key in _NUMBERS)
-    places = [record.get(name, [1, 0]) for name in ("resumed", "rollback")]
-    are_places = all(isinstance(place, list) and [type(part) for part in place] == [int, int] for place in places)
-    return record if are_numbers and are_places else None
 
 
 def read_lines(path: Path, notes: list[str]) -> list[str]:
@@ -103,48 +95,60 @@ def read_facts(path: Path, kind: str, notes: list[str]) -> dict[str, Any]:
         return {}
 
 
-def curve(history: History, records: Sequence[dict[str, Any]], key: str, name: str, **style: Any) -> Series:
-    """Return a figure of records over the epochs; other types are left out, and values too large to draw are gaps."""
-    chosen = [record for record in records if type(record.get(key)) in (int, float)]
-    x = [history.position(record["epoch"], record["step"]) for record in chosen]
-    y = [float(record[key]) if abs(record[key]) < _MAX_VALUE else math.nan for record in chosen]
-    return Series(name, x, y, **style)
+def _value(record: Mapping[str, Any], key: str) -> float:
+    """Return a number of a record; NaN if it is missing, of another type, or too large to be drawn."""
+    value = record.get(key)
+    return float(value) if isinstance(value, (int, float)) and abs(value) < _MAX_VALUE else math.nan
 
 
-def list_curves(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the names of the metrics in the last record."""
-    last = records[-1] if records else {}
-    return [name for name in last if name not in _NOT_METRICS and not name.startswith("best_")]
+def draw_curves(runs: Mapping[str, History]) -> str:
+    """Return charts of the loss, the metrics, the learning rate and the throughput; an empty text without records.
+
+    Those of one run have training and validation in one chart, and marks of restarts and rollbacks; of several runs,
+    training and validation have a chart each.
+    """
+    first, is_single = next(iter(runs.values())), len(runs) == 1
+    kinds = {"train": "training"}
+    for history in runs.values():
+        kinds |= {kind: "validation" + kind.removeprefix("eval").replace("_", ", ") for kind in history.evaluations}
+    marks = [Mark(first.position(*place), f"{name} at epoch {place[0]}, step {place[1]}")
+             for name, places in (("restart", first.restarts), ("rollback", first.rollbacks))
+             for place in places if is_single]  # fmt: skip
+
+    def draw(title: str, key: str, shown: Sequence[str]) -> str:
+        curves = []
+        for name, history in runs.items():
+            for kind in shown:
+                records = history.train if kind == "train" else history.evaluations.get(kind, [])
+                chosen = [record for record in records if key in record]
+                curves.append(Series(kinds[kind] if is_single else name,
+                                     [history.position(record["epoch"], record["step"]) for record in chosen],
+                                     [_value(record, key) for record in chosen],
+                                     has_dots=kind != "train" and len(records) <= 40))  # fmt: skip
+        return line_chart(title, [curve for curve in curves if curve.x], "epoch", marks=marks)
+
+    charts = []
+    for title, key in {"Loss": "loss", **{_title(first, name): name for name in _list_metrics(runs)}}.items():
+        if is_single:
+            charts.append(draw(title, key, list(kinds)))
+        else:
+            charts += [draw(f"{title}, {name}", key, [kind]) for kind, name in kinds.items()]
+    charts += [draw("Learning rate", "lr", ["train"]), draw("Throughput in images/s", "images_per_s", ["train"])]
+    drawn = [text for text in charts if text]
+    return html.grid(drawn, "narrow") if drawn else ""
 
 
-def title_of(history: History, name: str) -> str:
+def _list_metrics(runs: Mapping[str, History]) -> dict[str, None]:
+    """Return the names of the metrics in the last evaluation of each run."""
+    last = [records[-1] for history in runs.values() for records in history.evaluations.values()]
+    names = dict.fromkeys(name for record in last for name in record)
+    return {name: None for name in names if name not in _NOT_METRICS and not name.startswith("best_")}
+
+
+def _title(history: History, name: str) -> str:
     """Return the title of the chart of a metric, which is a percentage, or of another mean."""
     listed = history.results.get("evaluation", {}).get("metrics")
     return f"{name} in percent" if listed is None or name in listed.values() else name
-
-
-def draw_curves(history: History) -> str:
-    """Return charts of the loss, the metrics, the learning rate and the throughput; an empty text without records."""
-    marks = [Mark(history.position(*place), f"restart at epoch {place[0]}, step {place[1]}")
-             for place in history.restarts]  # fmt: skip
-    marks += [Mark(history.position(*place), f"rollback at epoch {place[0]}, step {place[1]}")
-              for place in history.rollbacks]  # fmt: skip
-    has_dots = all(len(records) <= 40 for records in history.evaluations.values())
-    labels = {kind: "validation" + kind.removeprefix("eval").replace("_", ", ") for kind in history.evaluations}
-
-    def chart(title: str, key: str) -> str:
-        series = [curve(history, history.train, key, "training")]
-        series += [curve(history, records, key, labels[kind], has_dots=has_dots)
-                   for kind, records in history.evaluations.items()]  # fmt: skip
-        return line_chart(title, [one for one in series if one.x], "epoch", marks=marks)
-
-    metrics = list_curves(next(iter(history.evaluations.values()), []))
-    charts = [chart("Loss", "loss"), *(chart(title_of(history, name), name) for name in metrics)]
-    charts.append(line_chart("Learning rate", [curve(history, history.train, "lr", "")], "epoch", marks=marks))
-    speed = curve(history, history.train, "images_per_s", "")
-    charts.append(line_chart("Throughput in images/s", [speed], "epoch", marks=marks))
-    drawn = [text for text in charts if text]
-    return html.grid(drawn, "narrow") if drawn else ""
 
 
 def measure_time(history: History) -> dict[str, float]:
@@ -164,22 +168,11 @@ def measure_time(history: History) -> dict[str, float]:
 
 def _seconds(record: dict[str, Any], key: str) -> float:
     """Return a number of a record that is at least 1e-9 and less than 2**64; else 0."""
-    value = record.get(key) or 0.0
-    return float(value) if 1e-9 <= value < 2**64 else 0.0
+    value = _value(record, key)
+    return value if 1e-9 <= value < 2**64 else 0.0
 
 
 def draw_time(history: History) -> str:
     """Return a bar of the seconds of `measure_time`; an empty text without records."""
     parts = [(name, seconds, format_duration(seconds)) for name, seconds in measure_time(history).items()]
     return stacked_bar("Where the time went", parts) if parts else ""
-
-
-def describe_marks(history: History) -> str:
-    """Return a sentence on the restarts and rollbacks; an empty text if there were none."""
-    parts = []
-    for name, places in (("restart", history.restarts), ("rollback", history.rollbacks)):
-        if places:
-            where = ", ".join(f"epoch {epoch}, step {step}" for epoch, step in places[:8])
-            more = f" and {len(places) - 8} more" if len(places) > 8 else ""
-            parts.append(f"{counted(len(places), name)} ({where}{more})")
-    return f"Dashed lines: {'; '.join(parts)}." if parts else ""

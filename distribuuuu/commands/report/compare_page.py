@@ -1,51 +1,57 @@
 """The page that compares runs, or groups of runs with several seeds."""
 
-import itertools
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import yaml
 
-from distribuuuu.commands.html.charts import line_chart
-from distribuuuu.commands.html.history import MAX_TEXT, curve, list_curves, title_of
+from distribuuuu.commands.html.history import MAX_TEXT, draw_curves
 from distribuuuu.commands.html.page import Card, Column, PageSection, build_page, html
 from distribuuuu.commands.report.comparison import (
     ALPHA,
     Group,
     GroupPair,
     Pair,
-    accuracy_interval,
     compare_all,
     compare_groups,
-    config_difference,
     describe_groups,
     describe_pair,
     format_p,
+    mean_average_precision,
 )
 from distribuuuu.commands.report.pictures import Pictures, make_pictures
 from distribuuuu.commands.report.run_report import RunFiles, read_run
-from distribuuuu.commands.stats.stored_predictions import Predictions
+from distribuuuu.commands.stats.significance import mean_interval, wilson_interval
 from distribuuuu.config import ConfigError, yaml_file
 from distribuuuu.config.errors import counted
+from distribuuuu.config.json_file import replace_nonfinite
 from distribuuuu.config.options import OPTIONS
 from distribuuuu.files.untrusted import read_regular
-from distribuuuu.tasks.class_metrics import average_precisions
 
 # Cards of each gallery, and rows of the table of classes.
 _MAX_CARDS, _MAX_CLASSES = 24, 1000
 
 
-def read_config(out_dir: Path) -> dict[str, Any]:
-    """Return the options of a run by dotted key; empty if its config.yaml cannot be read."""
+def list_changes(runs: Mapping[str, RunFiles]) -> dict[str, list[Any]] | None:
+    """Return the options that differ: option -> its value in each run; None if a config.yaml cannot be read.
+
+    Options that are missing in the config of an older version have their defaults.
+    """
     try:
-        content = yaml_file.load(read_regular(out_dir / "config.yaml", MAX_TEXT).decode("utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return {}
-    return dict(_flatten(content)) if isinstance(content, dict) else {}
+        contents = [yaml_file.load(read_regular(run.out_dir / "config.yaml", MAX_TEXT).decode("utf-8"))
+                    for run in runs.values()]  # fmt: skip
+        configs = [dict(_flatten(content)) for content in contents]
+    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
+        return None
+    given = {key: option.default for key, option in OPTIONS.items()}
+    defaults = {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}  # as in YAML
+    keys = dict.fromkeys(key for config in configs for key in config if key not in OPTIONS or OPTIONS[key].compared)
+    rows = {key: [config.get(key, defaults.get(key)) for config in configs] for key in keys}
+    return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
 
 
 def _flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -96,27 +102,15 @@ def compare_runs(sides: Mapping[str, Sequence[Path]]) -> Comparison:
         raise ConfigError(f"RUN: {values[0]} predicts values, not classes; fix: compare the metrics by `table`")
     pairs = compare_all(firsts)
     has_groups = any(len(members) > 1 for members in runs.values())
-    groups = (
-        compare_groups([Group(name, _values(members, pairs)) for name, members in runs.items()]) if has_groups else []
-    )
-    configs = {name: read_config(members[0].out_dir) for name, members in runs.items()}
-    ignored = [key for key, option in OPTIONS.items() if not option.compared]
-    given = {key: option.default for key, option in OPTIONS.items()}
-    defaults = {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}  # as in YAML
-    changes = config_difference(configs, ignored, defaults) if all(configs.values()) else None
-    return Comparison(runs, pairs, groups, changes)
+    sides_of = [Group(name, _values(members)) for name, members in runs.items()]
+    groups = compare_groups(sides_of) if has_groups else []
+    return Comparison(runs, pairs, groups, list_changes({name: members[0] for name, members in runs.items()}))
 
 
-def _values(runs: Sequence[RunFiles], pairs: Mapping[tuple[str, str], Pair]) -> list[float]:
+def _values(runs: Sequence[RunFiles]) -> list[float]:
     """Return the metric of each run of a side in percent."""
-    if next(iter(pairs.values())).metric == "top1":
-        return [100 * float(run.content.correct.mean()) for run in runs]
-    return [_mean_average_precision(run.content) for run in runs]
-
-
-def _mean_average_precision(content: Predictions) -> float:
-    scores = torch.from_numpy(np.ascontiguousarray(content.scores, dtype=np.float32))
-    return 100 * float(average_precisions(scores, torch.from_numpy(content.label)).nanmean())
+    return [mean_average_precision(run.content) if run.content.multilabel else 100 * float(run.content.correct.mean())
+            for run in runs]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------ output
@@ -128,14 +122,9 @@ def list_comparison(comparison: Comparison) -> dict[str, Any]:
         {
             "a": names[0],
             "b": names[1],
-            "metric": pair.metric,
-            "values": list(pair.values),
-            "difference": pair.difference,
-            "interval": list(pair.interval),
             "only_a": len(pair.only_a),
             "only_b": len(pair.only_b),
-            "p": _known(pair.p),
-            "adjusted_p": _known(pair.adjusted_p),
+            **{name: getattr(pair, name) for name in ("metric", "values", "difference", "interval", "p", "adjusted_p")},
             "significant": pair.is_significant,
             "sentence": describe_pair(names, pair),
         }
@@ -153,19 +142,16 @@ def list_comparison(comparison: Comparison) -> dict[str, Any]:
         for group in comparison.groups
     ]
     runs = {name: [str(run.out_dir) for run in members] for name, members in comparison.sides.items()}
-    return {"runs": runs, "pairs": pairs, "groups": groups, "config": comparison.changes}
-
-
-def _known(value: float) -> float | None:
-    return None if np.isnan(value) else value
+    return replace_nonfinite({"runs": runs, "pairs": pairs, "groups": groups, "config": comparison.changes})
 
 
 def build_compare_page(comparison: Comparison) -> str:
-    """Return the page as HTML."""
+    """Return the page as HTML; of a side with several runs, it shows the curves and images of the first one."""
+    histories = {name: members[0].history for name, members in comparison.sides.items()}
     sections = [
         _summary(comparison),
         _config_section(comparison),
-        _curves(comparison),
+        PageSection("Curves", [curves] if (curves := draw_curves(histories)) else []),
         _classes(comparison),
         _changed_images(comparison),
     ]
@@ -202,18 +188,16 @@ def _summary(comparison: Comparison) -> PageSection:
 
 
 def _tile(name: str, runs: Sequence[RunFiles], comparison: Comparison) -> tuple[str, str, str]:
-    values = _values(runs, comparison.pairs)
+    values, content = _values(runs), runs[0].content
     if len(values) > 1:
-        group = Group(name, values)
-        interval = group.interval
-        detail = f"± {group.deviation:.2f} over {len(values)} runs"
-        if interval:
-            detail += f", 95 % interval of the mean {interval.low:.2f} to {interval.high:.2f}"
-        return name, f"{group.mean:.2f} %", detail
-    interval = accuracy_interval(runs[0].content)
-    weights = f", {runs[0].content.meta.get('weights', 'raw')} weights"
-    detail = f"95 % interval {interval.low:.2f} to {interval.high:.2f}{weights}" if interval else weights[2:]
-    return name, f"{values[0]:.2f} %", f"{comparison.metric}, {detail}"
+        low, high = mean_interval(values)
+        detail = f"± {statistics.stdev(values):.2f} over {len(values)} runs, 95 % interval of the mean"
+        return name, f"{statistics.fmean(values):.2f} %", f"{detail} {low:.2f} to {high:.2f}"
+    detail = f"{comparison.metric}, {content.meta.get('weights', 'raw')} weights"
+    if not content.multilabel:
+        low, high = (100 * end for end in wilson_interval(int(content.correct.sum()), len(content)))
+        detail += f", 95 % interval {low:.2f} to {high:.2f}"
+    return name, f"{values[0]:.2f} %", detail
 
 
 def _config_section(comparison: Comparison) -> PageSection:
@@ -229,51 +213,23 @@ def _config_section(comparison: Comparison) -> PageSection:
     return PageSection("Config", [part])
 
 
-def _curves(comparison: Comparison) -> PageSection:
-    """Return the section of the curves of all runs: of a side with several runs, the first one."""
-    firsts = {name: members[0].history for name, members in comparison.sides.items()}
-
-    def chart(title: str, key: str, kind: str) -> str:
-        series = []
-        for name, history in firsts.items():
-            records = history.train if kind == "train" else history.evaluations.get(kind, [])
-            series.append(curve(history, records, key, name, has_dots=kind != "train" and len(records) <= 40))
-        return line_chart(title, [one for one in series if one.x], "epoch")
-
-    metrics = dict.fromkeys(
-        itertools.chain.from_iterable(list_curves(history.evaluations.get("eval", [])) for history in firsts.values())
-    )
-    charts = [chart("Training loss", "loss", "train"), chart("Validation loss", "loss", "eval")]
-    charts += [chart(f"Validation {title_of(next(iter(firsts.values())), name)}", name, "eval") for name in metrics]
-    charts += [chart("Learning rate", "lr", "train"), chart("Throughput in images/s", "images_per_s", "train")]
-    drawn = [text for text in charts if text]
-    return PageSection("Curves", [html.grid(drawn, "narrow")] if drawn else [])
-
-
 def _classes(comparison: Comparison) -> PageSection:
     parts: list[str] = []
     classes = next(iter(comparison.sides.values()))[0].content.classes
     for names, pair in comparison.pairs.items():
         if len(comparison.pairs) > 1:
             parts.append(html.heading(f"{names[0]} and {names[1]}"))
-        images, *figures = pair.by_class
-        if pair.metric == "map":
-            columns = [Column("class"), Column("images", "d"), *(Column(f"AP of {name}", ".2f") for name in names),
-                       Column("difference", "+.2f", signed=True)]  # fmt: skip
-            change = figures[1] - figures[0]
-        else:
-            columns = [Column("class"), Column("images", "d"), *(Column(f"only {name} right", "d") for name in names),
-                       Column("difference in points", "+.2f", signed=True)]  # fmt: skip
-            change = 100 * (figures[1] - figures[0]) / np.maximum(1, images)
+        images, first, second = pair.by_class
+        is_map = pair.metric == "map"
+        title, digits = ("AP of {}", ".2f") if is_map else ("only {} right", ".0f")
+        columns = [Column("class"), Column("images", ".0f"), *(Column(title.format(name), digits) for name in names),
+                   Column("difference in points", "+.2f", signed=True)]  # fmt: skip
+        change = second - first if is_map else 100 * (second - first) / np.maximum(1, images)
         order = np.argsort(-np.nan_to_num(np.abs(change)), kind="stable")[:_MAX_CLASSES]
-        rows = [[classes[k], int(images[k]), *(_cell(values[k], pair.metric) for values in figures), float(change[k])]
-                for k in order]  # fmt: skip
-        parts.append(html.table(columns, rows))
+        figures = (values.tolist() for values in (images, first, second, change))
+        rows = list(zip(classes, *figures, strict=True))
+        parts.append(html.table(columns, [rows[number] for number in order]))
     return PageSection("Classes", parts)
-
-
-def _cell(value: Any, metric: str) -> float | int:
-    return float(value) if metric == "map" else int(value)
 
 
 def _changed_images(comparison: Comparison) -> PageSection:

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +14,9 @@ from distribuuuu.commands.stats.significance import (
     Interval,
     holm_adjusted,
     mcnemar_p,
-    mean_interval,
     paired_interval,
     permutation_test,
     smallest_permutation_p,
-    wilson_interval,
 )
 from distribuuuu.commands.stats.stored_predictions import Predictions
 from distribuuuu.config import ConfigError
@@ -88,16 +85,6 @@ class Group:
         """The mean of the values."""
         return statistics.fmean(self.values)
 
-    @property
-    def deviation(self) -> float | None:
-        """The sample standard deviation; None for one value."""
-        return statistics.stdev(self.values) if len(self.values) > 1 else None
-
-    @property
-    def interval(self) -> Interval | None:
-        """Student's 95 % interval of the mean over seeds; None for one value."""
-        return mean_interval(self.values) if len(self.values) > 1 else None
-
 
 @dataclass
 class GroupPair:
@@ -113,20 +100,9 @@ class GroupPair:
     p: float
     smallest_p: float
 
-    @property
-    def is_too_small(self) -> bool:
-        """Whether no difference whatever could be significant."""
-        return self.smallest_p >= ALPHA
-
-
-# ---------------------------------------------------------------------------------------- images
-
-# The archive in the name of an image, e.g. "val.tar:" of "val.tar:cat/1.jpg".
-_ARCHIVE = re.compile(r"^[^/:]+\.(tar|zip):", re.IGNORECASE)
-
 
 def match_images(first: Predictions, other: Predictions, names: tuple[str, str]) -> np.ndarray:
-    """Return the index in `other` of each image of `first`; in other archives, images are matched by their names.
+    """Return the index in `other` of each image of `first`.
 
     Args:
         first, other: the predictions of two runs.
@@ -139,32 +115,24 @@ def match_images(first: Predictions, other: Predictions, names: tuple[str, str])
     if first.classes != other.classes:
         difference = _describe_sets(first.classes, other.classes, names) or "the same ones in another order"
         raise ConfigError(f"{where}: have other classes: {difference}")
-    order = np.arange(len(other))
-    if not np.array_equal(first.path, other.path):
-        own, others = first.path.tolist(), other.path.tolist()
-        if difference := _describe_sets(own, others, names):
-            numbers = f"{counted(len(first), 'image')} and {counted(len(other), 'image')}"
-            own, others = ([_ARCHIVE.sub("", str(path)) for path in paths] for paths in (own, others))
-            if set(own) != set(others) or len(set(others)) < len(others) or len(own) != len(others):
-                raise ConfigError(f"{where}: were evaluated on other images, {numbers}: {difference}")
-        places = {path: place for place, path in enumerate(others)}
-        order = np.array([places[path] for path in own], dtype=np.int64)
+    own, others = first.path.tolist(), other.path.tolist()
+    if sorted(own) != sorted(others):
+        numbers = f"{counted(len(first), 'image')} and {counted(len(other), 'image')}"
+        difference = _describe_sets(own, others, names)
+        raise ConfigError(f"{where}: were evaluated on other images, {numbers}: {difference}")
+    places = {path: place for place, path in enumerate(others)}
+    order = np.arange(len(own)) if own == others else np.array([places[path] for path in own])
     labels = other.label[order]
     if first.label.shape != labels.shape or not np.array_equal(first.label, labels):
-        differs = (first.label != labels) if first.label.ndim == 1 else (first.label != labels).any(axis=1)
-        example = first.path[int(np.argmax(differs))]
-        raise ConfigError(f"{where}: have other labels for {counted(int(differs.sum()), 'image')}, e.g. {example}")
+        raise ConfigError(f"{where}: have other labels for the same images")
     return order
 
 
 def _describe_sets(first: Sequence[str], other: Sequence[str], names: tuple[str, str]) -> str:
     """Return which names only one of two runs has; empty if both have the same names."""
-    own, others = set(map(str, first)), set(map(str, other))
-    parts = []
-    for name, missing in ((names[0], own - others), (names[1], others - own)):
-        if missing:
-            parts.append(f"only {name} has {first_few(sorted(missing), num=3)}")
-    return "; ".join(parts)
+    own, others = set(first), set(other)
+    parts = ((names[0], own - others), (names[1], others - own))
+    return "; ".join(f"only {name} has {first_few(sorted(missing), num=3)}" for name, missing in parts if missing)
 
 
 # ------------------------------------------------------------------------------------- two runs
@@ -193,26 +161,31 @@ def _compare_answers(a: Predictions, b: Predictions, order: np.ndarray) -> Pair:
     )
 
 
+def mean_average_precision(content: Predictions) -> float:
+    """Return the mean average precision of several labels per image in percent."""
+    return float(np.nanmean(_average_precisions(content)))
+
+
+def _average_precisions(content: Predictions, rows: Any = slice(None)) -> np.ndarray:
+    scores = torch.from_numpy(np.ascontiguousarray(content.scores[rows], dtype=np.float32))
+    return 100 * average_precisions(scores, torch.from_numpy(content.label[rows])).numpy()
+
+
 def _compare_scores(a: Predictions, b: Predictions, order: np.ndarray) -> Pair:
-    scores = [torch.from_numpy(np.ascontiguousarray(run, dtype=np.float32)) for run in (a.scores, b.scores[order])]
-    targets, rng = torch.from_numpy(a.label), np.random.default_rng(0)
-    precisions = [100 * average_precisions(score, targets) for score in scores]
-    differences = []
+    rng, differences = np.random.default_rng(0), []
     for _ in range(_AP_DRAWS):
-        rows = torch.from_numpy(rng.integers(0, len(a), len(a)))
-        means = [average_precisions(score[rows], targets[rows]).nanmean().item() for score in scores]
-        differences.append(100 * (means[1] - means[0]))
+        rows = rng.integers(0, len(a), len(a))
+        differences.append(np.nanmean(_average_precisions(b, order[rows])) - np.nanmean(_average_precisions(a, rows)))
     low, high = np.nanquantile(differences, [0.025, 0.975])
-    by_class = np.stack([a.label.sum(axis=0).astype(np.float64), *(part.numpy() for part in precisions)])
     return Pair(
         metric="map",
         order=order,
-        values=(float(precisions[0].nanmean()), float(precisions[1].nanmean())),
+        values=(mean_average_precision(a), mean_average_precision(b)),
         interval=Interval(float(low), float(high)),
         only_a=np.empty(0, np.int64),
         only_b=np.empty(0, np.int64),
         p=math.nan,
-        by_class=by_class,
+        by_class=np.stack([a.label.sum(axis=0), _average_precisions(a), _average_precisions(b, order)]),
     )
 
 
@@ -244,14 +217,6 @@ def format_p(p: float) -> str:
     return f"{p:.1g}" if p < 0.001 else f"{p:.3f}"
 
 
-def accuracy_interval(run: Predictions) -> Interval | None:
-    """Return the 95 % Wilson interval of top-1 in percent; None with several labels per image."""
-    if run.multilabel:
-        return None
-    low, high = wilson_interval(int(run.correct.sum()), len(run))
-    return Interval(100 * low, 100 * high)
-
-
 # -------------------------------------------------------------------------------- several seeds
 
 
@@ -268,7 +233,7 @@ def describe_groups(pair: GroupPair, metric: str) -> str:
     a, b = pair.a, pair.b
     sizes = f"{counted(len(a.values), 'run')} and {counted(len(b.values), 'run')}"
     gap = f"{b.mean - a.mean:+.2f} points of {metric} on average"
-    if pair.is_too_small:
+    if pair.smallest_p >= ALPHA:
         least = f"with {sizes}, no difference could be significant (the smallest possible p is {pair.smallest_p:.2f})"
         return f"Too few runs to tell {a.name} and {b.name} apart: {gap}, but {least}."
     if pair.p >= ALPHA:
@@ -276,21 +241,3 @@ def describe_groups(pair: GroupPair, metric: str) -> str:
     better, worse = (b, a) if b.mean > a.mean else (a, b)
     points = f"{abs(b.mean - a.mean):.2f} points of {metric} on average"
     return f"{better.name} is better than {worse.name} by {points}, p = {format_p(pair.p)} ({sizes})."
-
-
-# ---------------------------------------------------------------------------------------- config
-
-
-def config_difference(
-    configs: Mapping[str, Mapping[str, Any]], ignored: Sequence[str], defaults: Mapping[str, Any]
-) -> dict[str, list[Any]]:
-    """Return the options that differ: option -> its value in each config; None where it is missing.
-
-    Args:
-        configs: the options of each run, by dotted key.
-        ignored: options to leave out, e.g. paths.
-        defaults: values of options that are missing in the config of an older version.
-    """
-    keys = dict.fromkeys(key for config in configs.values() for key in config if key not in ignored)
-    rows = {key: [config.get(key, defaults.get(key)) for config in configs.values()] for key in keys}
-    return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}

@@ -65,24 +65,19 @@ def find_reader(content: Predictions, cfg) -> Any:
     return images.read
 
 
-def is_within(path: str | os.PathLike, folder: str | os.PathLike) -> bool:
-    """Return whether a file is in a folder, with links followed.
-
-    The root of the file system and the folders above the user's files are no folder of data: False for these.
-    """
-    root = Path(os.path.realpath(folder))
-    home = Path(os.path.realpath(Path.home()))
-    return not home.is_relative_to(root) and Path(os.path.realpath(path)).is_relative_to(root)
-
-
 def image_folder(content: Predictions) -> str:
     """Return the only folder of which files are shown: it holds all images of the run; links are followed."""
     return str(content.meta.get("images") or content.meta.get("folder") or "")
 
 
 def _read_within(path: str, folder: str) -> bytearray:
-    """Return the bytes of an image; raises PermissionError if it is not in a folder."""
-    if not is_within(path, folder):
+    """Return the bytes of an image.
+
+    Raises:
+        PermissionError: it is not in a folder, links followed, or the folder is one above the user's own files.
+    """
+    root, home = (Path(os.path.realpath(each)) for each in (folder, Path.home()))
+    if home.is_relative_to(root) or not Path(os.path.realpath(path)).is_relative_to(root):
         raise PermissionError(f"not in {folder}, the recorded folder of the images")
     return read_file(path)
 
@@ -116,45 +111,33 @@ def make_pictures(
     except (ConfigError, OSError, ImportError) as error:
         pictures.notes.append(f"No thumbnails: {' '.join(str(error).split())}")
         return pictures
-    crops, first_error = {}, ""
-    for index in targets:
+    failed: list[str] = []
+    for index, target in targets.items():
         try:
-            crops[index] = run.transform(read(index))
+            crop = run.transform(read(index))
         except Exception as error:  # decoders raise nearly anything
-            first_error = first_error or f"{content.path[index]}: {' '.join(str(error).split())}"
-    if missing := len(targets) - len(crops):
-        where = content.meta.get("folder") or "the data set"
-        pictures.notes.append(f"No thumbnails of {counted(missing, 'image')}, moved or changed since in {where}, "
-                              f"or outside of it, e.g. {first_error}")  # fmt: skip
-    for index, crop in crops.items():
+            failed.append(f"{content.path[index]}: {' '.join(str(error).split())}")
+            continue
         pixels = _show(crop, run)
         pictures.is_tiny = max(pixels.shape) < _TINY
         pictures.uris[index] = [to_uri(pixels)]
-    if not has_saliency:
-        return pictures
-    try:
-        if len(content.classes) < len(run.classes):  # TEST.LABELS selects some outputs of the model
-            targets = {index: run.classes.index(content.classes[target]) for index, target in targets.items()}
-        _add_saliency(pictures, run, crops, targets)
-    except (RuntimeError, TypeError, ValueError) as error:  # a model without gradients, or of an unusual form
-        pictures.notes.append(f"No saliency maps: {' '.join(str(error).split())[:200]}")
+        if has_saliency:
+            try:
+                if len(content.classes) < len(run.classes):  # TEST.LABELS selects some outputs of the model
+                    target = run.classes.index(content.classes[target])
+                maps = compute_saliency(run.model, crop[None].to(run.device), torch.tensor([target], device=run.device))
+            except (RuntimeError, TypeError, ValueError):  # a model without gradients, or of an unusual form
+                maps = None
+            if maps is None:
+                has_saliency = False
+                pictures.notes.append("No saliency maps: no layer of the model has a grid of regions with a gradient.")
+            else:
+                pictures.uris[index].append(to_uri(overlay(pixels, maps[0].float().cpu().numpy())))
+    if failed:
+        where = content.meta.get("folder") or "the data set"
+        pictures.notes.append(f"No thumbnails of {counted(len(failed), 'image')}, moved or changed since in {where}, "
+                              f"or outside of it, e.g. {failed[0]}")  # fmt: skip
     return pictures
-
-
-def _add_saliency(
-    pictures: Pictures, run: LoadedRun, crops: Mapping[int, torch.Tensor], targets: Mapping[int, int]
-) -> None:
-    for index, crop in crops.items():
-        target = torch.tensor([targets[index]], device=run.device)
-        maps = compute_saliency(run.model, crop[None].to(run.device), target)
-        if maps is None:
-            reason = (
-                "no layer of the model has a grid of regions, or its output is not one row of scores for each image"
-            )
-            pictures.notes.append(f"No saliency maps: {reason}.")
-            return
-        pixels = _show(crop, run)
-        pictures.uris[index].append(to_uri(overlay(pixels, maps[0].float().cpu().numpy())))
 
 
 def _show(crop: torch.Tensor, run: LoadedRun) -> np.ndarray:

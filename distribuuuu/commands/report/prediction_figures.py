@@ -21,16 +21,6 @@ from distribuuuu.tasks.class_metrics import (
 _BLOCK = 2**17
 
 
-def count_confusions(content: Predictions, block: int = 1) -> np.ndarray:
-    """Return how many images of each label (row) were predicted as each class (column): int64 (rows, columns).
-
-    A row or a column stands for `block` neighboring classes, so that thousands of classes take little memory.
-    """
-    num = -(-len(content.classes) // block)
-    pairs = content.label.astype(np.int64) // block * num + content.predicted // block
-    return np.bincount(pairs, minlength=num * num).reshape(num, num)
-
-
 def list_confusions(content: Predictions) -> list[tuple[int, int, int]]:
     """Return (label, predicted class, count) of all pairs that occur, in the order of the classes."""
     num = len(content.classes)
@@ -38,46 +28,31 @@ def list_confusions(content: Predictions) -> list[tuple[int, int, int]]:
     return [(*divmod(pair, num), count) for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True)]
 
 
-@dataclass(frozen=True)
-class ClassFigures:
-    """Figures of each class, (classes,); NaN where a figure is not defined.
+def compute_class_figures(content: Predictions) -> dict[str, np.ndarray]:
+    """Return the F1 score, precision, recall, and the images with the label and with the prediction of each class.
 
-    Attributes:
-        support: number of images with the label.
-        predicted: number of images with the prediction.
-        precision, recall, f1: 2 TP / (2 TP + FP + FN), as in scikit-learn.
+    They are (classes,), as in scikit-learn; NaN where a figure is not defined. With several labels per image, a class
+    is predicted at a probability above 0.5.
     """
-
-    support: np.ndarray
-    predicted: np.ndarray
-    precision: np.ndarray
-    recall: np.ndarray
-    f1: np.ndarray
-
-
-def compute_class_figures(content: Predictions) -> ClassFigures:
-    """Return the figures of each class; with several labels per image, at a probability above 0.5."""
     if content.multilabel:
-        is_predicted = content.scores > 0
-        counts = np.stack([part.sum(axis=0) for part in (is_predicted & content.label.astype(bool), is_predicted,
-                                                         content.label.astype(bool))])  # fmt: skip
+        is_predicted, is_label = content.scores > 0, content.label.astype(bool)
+        counts = np.stack([part.sum(axis=0) for part in (is_predicted & is_label, is_predicted, is_label)])
     else:
         numbers, least = (content.label[content.correct], content.predicted, content.label), len(content.classes)
         counts = np.stack([np.bincount(classes, minlength=least) for classes in numbers])
     sums = torch.from_numpy(counts).double()
-    precision, recall, f1 = sums[0] / sums[1], class_recalls(sums), class_f1_scores(sums)
-    return ClassFigures(counts[2], counts[1], precision.numpy(), recall.numpy(), f1.numpy())
+    return {
+        "f1": class_f1_scores(sums).numpy(),
+        "precision": (sums[0] / sums[1]).numpy(),
+        "recall": class_recalls(sums).numpy(),
+        "support": counts[2],
+        "predicted": counts[1],
+    }
 
 
 def mean_of_known(values: np.ndarray) -> float:
     """Return the mean of the values that are not NaN; NaN if there are none."""
     return float(np.nanmean(values)) if (~np.isnan(values)).any() else np.nan
-
-
-def list_confused_pairs(content: Predictions, num: int) -> list[tuple[int, int, int]]:
-    """Return (label, predicted class, count) of the `num` most frequent mistakes, the most frequent first."""
-    wrong = [pair for pair in list_confusions(content) if pair[0] != pair[1]]
-    return sorted(wrong, key=lambda pair: -pair[2])[:num]
 
 
 def top5_accuracy(content: Predictions) -> float:
@@ -114,22 +89,6 @@ def compute_reliability(confidence: np.ndarray, correct: np.ndarray) -> Reliabil
     return Reliability(sums[0].long().numpy(), mean_confidence, accuracy, ece)
 
 
-@dataclass(frozen=True)
-class Temperature:
-    """The temperature that minimizes the negative log-likelihood (Guo et al., arXiv 1706.04599).
-
-    Attributes:
-        value: logits are divided by it, which does not change the predicted classes.
-        nll_before, nll_after: mean negative log-likelihood at temperature 1, and at the fitted one.
-        confidence: probability of the predicted class at the fitted temperature (N,).
-    """
-
-    value: float
-    nll_before: float
-    nll_after: float
-    confidence: np.ndarray
-
-
 def _blocks(content: Predictions) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield logits relative to the largest, and those of the label, in float32 for many classes."""
     dtype = torch.float32 if content.scores.size > 2**22 else torch.float64
@@ -141,80 +100,56 @@ def _blocks(content: Predictions) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield logits, logits[np.arange(len(logits)), content.label[start : start + num]]
 
 
-def _likelihood(content: Predictions, beta: float) -> tuple[float, float, float]:
-    """Return the mean negative log-likelihood at inverse temperature `beta`, and its first two derivatives."""
-    sums = np.zeros(3)
-    for logits, own in _blocks(content):
-        weights = np.exp(beta * logits)
-        total = weights.sum(axis=1)
-        weights *= logits
-        mean = weights.sum(axis=1) / total
-        weights *= logits
-        spread = weights.sum(axis=1) / total - mean * mean
-        sums += [(np.log(total) - beta * own).sum(dtype=np.float64), (mean - own).sum(dtype=np.float64), spread.sum()]
-    return tuple(sums / len(content))
+def fit_temperature(content: Predictions) -> dict[str, float] | None:
+    """Return the temperature that minimizes the negative log-likelihood (Guo et al., arXiv 1706.04599).
 
-
-def fit_temperature(content: Predictions) -> Temperature | None:
-    """Return the best temperature, by Newton's method; None without all logits, or if they do not determine one."""
+    Returns:
+        `temperature`, the mean negative log-likelihood without and with it (`nll`, `nll_at_temperature`), and the
+        calibration error with it; None without all logits, or if they do not determine a temperature.
+    """
     # If every image is right, no temperature is low enough.
     if content.top_class is not None or content.correct.all() or not np.isfinite(content.scores).all():
         return None
-    beta, nll = 1.0, np.inf
-    before = _likelihood(content, 1.0)
-    value = before
-    for _ in range(30):
-        nll, slope, curvature = value
+    beta, found = 1.0, list[float]()
+    for _ in range(30):  # Newton's method in the inverse temperature
+        nll = slope = curvature = 0.0
+        for logits, own in _blocks(content):
+            weights = np.exp(beta * logits)
+            total = weights.sum(axis=1)
+            mean, square = ((weights * logits**power).sum(axis=1) / total for power in (1, 2))
+            nll += (np.log(total) - beta * own).sum(dtype=np.float64) / len(content)
+            slope += (mean - own).sum(dtype=np.float64) / len(content)
+            curvature += (square - mean * mean).sum(dtype=np.float64) / len(content)
+        found.append(float(nll))
         if not np.isfinite(nll) or curvature <= 0:
             return None
         step = float(np.clip(-slope / curvature, -0.75 * beta, 3 * beta))
-        beta += step
-        value = _likelihood(content, beta)
         if abs(step) < 1e-5 * beta:
             break
-    if not 1e-3 < beta < 1e3 or value[0] > before[0]:
+        beta += step
+    if not 1e-3 < beta < 1e3 or found[-1] > found[0]:
         return None
-    parts = [1 / np.exp(beta * logits).sum(axis=1, dtype=np.float64) for logits, _ in _blocks(content)]
-    return Temperature(1 / beta, before[0], value[0], np.concatenate(parts))
-
-
-def compute_risk_coverage(confidence: np.ndarray, correct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return coverage and risk (N,): the share of the most confident images, and the share of mistakes among them.
-
-    El-Yaniv and Wiener, "On the foundations of noise-free selective classification", JMLR 2010. Images with the same
-    confidence are counted together.
-    """
-    order = np.argsort(-np.nan_to_num(confidence), kind="stable")
-    ranked, num = np.nan_to_num(confidence)[order], np.arange(1, len(order) + 1)
-    last = np.searchsorted(-ranked, -ranked, side="right") - 1
-    return num / len(order), (np.cumsum(~correct[order]) / num)[last]
+    confidence = np.concatenate([1 / np.exp(beta * logits).sum(axis=1, dtype=np.float64)
+                                 for logits, _ in _blocks(content)])  # fmt: skip
+    ece = compute_reliability(confidence, content.correct).ece
+    return {"temperature": 1 / beta, "nll": found[0], "nll_at_temperature": found[-1], "ece_at_temperature": ece}
 
 
 # ----------------------------------------------------------------------------------- several labels
 
 
-@dataclass(frozen=True)
-class LabelFigures:
-    """Figures of each class of a multi-label set, (classes,).
+def compute_label_figures(content: Predictions) -> dict[str, np.ndarray]:
+    """Return figures of each class of a multi-label set, (classes,): NaN without images.
 
-    Attributes:
-        average_precision: as in scikit-learn; NaN without images.
-        threshold: the least probability to predict a class that maximizes its F1 score; NaN without images.
-        best_f1: the F1 score at this threshold.
+    Returns:
+        The average precision, as in scikit-learn; the least probability to predict a class that maximizes its F1
+        score, `threshold`; and this score, `best_f1`.
     """
-
-    average_precision: np.ndarray
-    threshold: np.ndarray
-    best_f1: np.ndarray
-
-
-def compute_label_figures(content: Predictions) -> LabelFigures:
-    """Return the figures of each class."""
     scores, num = content.scores.astype(np.float32), len(content)
     precisions = average_precisions(torch.from_numpy(scores), torch.from_numpy(content.label)).numpy()
     best = [_best_threshold(scores[:, number], content.label[:, number], num) for number in range(len(content.classes))]
     thresholds, f1 = np.array(best, dtype=np.float64).reshape(-1, 2).T
-    return LabelFigures(precisions, 0.5 * (1 + np.tanh(0.5 * thresholds)), f1)
+    return {"average_precision": precisions, "threshold": 0.5 * (1 + np.tanh(0.5 * thresholds)), "best_f1": f1}
 
 
 def _best_threshold(scores: np.ndarray, targets: np.ndarray, num: int) -> tuple[float, float]:
@@ -234,38 +169,24 @@ def _best_threshold(scores: np.ndarray, targets: np.ndarray, num: int) -> tuple[
 
 def list_figures(content: Predictions) -> dict[str, Any]:
     """Return all figures of predictions as plain values, for JSON."""
-    figures, num = compute_class_figures(content), len(content)
-    result: dict[str, Any] = {"images": num, "loss": float(content.loss.mean()), "classes": {}}
-    columns = {name: values.tolist() for name, values in vars(figures).items()}
+    columns = compute_class_figures(content)
+    result: dict[str, Any] = {"images": len(content), "loss": float(content.loss.mean())}
+    result |= {f"macro_{name}": mean_of_known(columns[name]) for name in ("precision", "recall", "f1")}
     if content.multilabel and content.top_class is None:
-        columns |= {name: values.tolist() for name, values in vars(compute_label_figures(content)).items()}
-        result["map"] = mean_of_known(np.array(columns["average_precision"]))
-    for number, name in enumerate(content.classes):
-        result["classes"][name] = {column: values[number] for column, values in columns.items()}
-    for name in ("precision", "recall", "f1"):
-        result[f"macro_{name}"] = mean_of_known(getattr(figures, name))
-    if not content.multilabel:
-        result |= _list_single_label(content)
-    return result
-
-
-def _list_single_label(content: Predictions) -> dict[str, Any]:
-    num_correct = int(content.correct.sum())
-    reliability, temperature = compute_reliability(content.confidence, content.correct), fit_temperature(content)
-    coverage, risk = compute_risk_coverage(content.confidence, content.correct)
-    calibration: dict[str, Any] = {"ece": reliability.ece, "area_under_risk_coverage": float(risk.mean())}
-    calibration["bins"] = {name: getattr(reliability, name).tolist() for name in ("counts", "confidence", "accuracy")}
-    if temperature:
-        scaled = compute_reliability(temperature.confidence, content.correct)
-        calibration |= {"temperature": temperature.value, "nll": temperature.nll_before,
-                        "nll_at_temperature": temperature.nll_after, "ece_at_temperature": scaled.ece}  # fmt: skip
-    marks = [max(1, round(share * len(content) / 20)) - 1 for share in range(1, 21)]
-    calibration["risk_coverage"] = [[float(coverage[mark]), float(risk[mark])] for mark in marks]
-    names = content.classes
-    return {
+        columns |= compute_label_figures(content)
+        result["map"] = mean_of_known(columns["average_precision"])
+    lists = {name: values.tolist() for name, values in columns.items()}
+    result["classes"] = {name: {column: lists[column][number] for column in lists}
+                         for number, name in enumerate(content.classes)}  # fmt: skip
+    if content.multilabel:
+        return result
+    num_correct, names = int(content.correct.sum()), content.classes
+    reliability = compute_reliability(content.confidence, content.correct)
+    bins = {name: getattr(reliability, name).tolist() for name in ("counts", "confidence", "accuracy")}
+    return result | {
         "accuracy": num_correct / len(content),
         "accuracy_interval": list(wilson_interval(num_correct, len(content))),
         "top5_accuracy": top5_accuracy(content),
-        "calibration": calibration,
+        "calibration": {"ece": reliability.ece, "bins": bins, **(fit_temperature(content) or {})},
         "confusions": [[names[row], names[column], count] for row, column, count in list_confusions(content)],
     }

@@ -12,19 +12,9 @@ import numpy as np
 
 from distribuuuu import __version__
 from distribuuuu.checkpoint.weights_files import KINDS, RAW
-from distribuuuu.commands.html.charts import (
-    MAX_CELLS,
-    MAX_LABELED,
-    Series,
-    bar_chart,
-    heat_map,
-    line_chart,
-    picture_map,
-    reliability_chart,
-)
+from distribuuuu.commands.html.charts import Series, heat_map, line_chart
 from distribuuuu.commands.html.history import (
     History,
-    describe_marks,
     draw_curves,
     draw_time,
     measure_time,
@@ -51,9 +41,9 @@ from distribuuuu.tasks.class_metrics import NUM_BINS
 logger = logging.getLogger(__name__)
 
 # Mistakes and uncertain images in the galleries, and rows of the lists of confused pairs.
-_NUM_MISTAKES, _NUM_UNCERTAIN, _NUM_PAIRS = 16, 8, 12
-# Classes up to which the confusion matrix takes half of the width.
-_MAX_SIDE_BY_SIDE = 16
+_NUM_MISTAKES, _NUM_UNCERTAIN, _NUM_PAIRS = 16, 8, 20
+# Classes up to which there is a confusion matrix.
+_MAX_MATRIX = 40
 
 
 @dataclass
@@ -106,9 +96,9 @@ def build_report(run: RunFiles) -> str:
         pictures = make_pictures(run.out_dir, content, choose_images(content))
         for note in pictures.notes:
             logger.warning("%s", printable(note))
-        sections = [summarize(run), *([] if content.multilabel else [describe_confusions(content)]),
-                    describe_classes(content), describe_images(content, pictures)]  # fmt: skip
+        sections = [summarize(run), describe_classes(content), describe_images(content, pictures)]
         if not content.multilabel:
+            sections[1:1] = [describe_confusions(content)]
             sections.append(describe_calibration(content))
     else:
         sections = [summarize(run), value_report.describe_values(content)]
@@ -185,11 +175,10 @@ def summarize(run: RunFiles) -> PageSection:
         training, starts = history.results["training"], counted(len(history.restarts) + 1, "start")
         epochs = counted(training["epochs_done"], "epoch")
         entries.append(("time", format_duration(3600 * training["hours"]), f"{epochs}, {starts}"))
-    curves, time, marks = draw_curves(history), draw_time(history), describe_marks(history)
+    curves = draw_curves({"": history})
     parts = [html.tiles(entries), *(html.paragraph(note, "notice") for note in history.notes), curves]
-    parts += [*([html.paragraph(marks, "note")] if marks else []), time]
-    if not curves:
-        parts.append(html.paragraph("No curves: this folder has no metrics.jsonl of a training run.", "note"))
+    parts += [draw_time(history)] if curves else [
+        html.paragraph("No curves: this folder has no metrics.jsonl of a training run.", "note")]  # fmt: skip
     return PageSection("Summary", parts)
 
 
@@ -197,7 +186,7 @@ def _main_figures(content: Predictions) -> Iterator[tuple[str, str, str]]:
     num, classes = len(content), counted(len(content.classes), "class")
     if content.multilabel:
         has_all = content.top_class is None
-        precisions = analysis.compute_label_figures(content).average_precision if has_all else np.empty(0)
+        precisions = analysis.compute_label_figures(content)["average_precision"] if has_all else np.empty(0)
         yield "mean average precision", percent(analysis.mean_of_known(precisions)), classes
     else:
         num_correct = int(content.correct.sum())
@@ -206,7 +195,7 @@ def _main_figures(content: Predictions) -> Iterator[tuple[str, str, str]]:
         if len(content.classes) > 5:
             yield "top-5 accuracy", percent(analysis.top5_accuracy(content), 2), classes
         yield "mistakes", f"{num - num_correct:,}", f"of {counted(num, 'image')}"
-    f1 = analysis.compute_class_figures(content).f1
+    f1 = analysis.compute_class_figures(content)["f1"]
     yield "macro F1", percent(analysis.mean_of_known(f1)), "mean of the classes"
     yield "loss", f"{content.loss.mean():.4f}", "cross-entropy"
 
@@ -220,40 +209,33 @@ def describe_classes(content: Predictions) -> PageSection:
     # With soft hyphens, at which narrow displays break the heads.
     columns = [Column("class"), Column("F1", ".1%", bar=True), Column("preci\u00adsion", ".1%"),
                Column("recall", ".1%"), Column("images", ",d"), Column("pre\u00addicted", ",d")]  # fmt: skip
-    values = [content.classes, figures.f1, figures.precision, figures.recall, figures.support, figures.predicted]
-    parts = []
+    values, parts = [content.classes, *(column.tolist() for column in figures.values())], []
     if content.multilabel and content.top_class is None:
-        labels = analysis.compute_label_figures(content)
         columns += [Column("average precision", ".1%"), Column("best threshold", ".3f"), Column("F1 there", ".1%")]
-        values += [labels.average_precision, labels.threshold, labels.best_f1]
+        values += [column.tolist() for column in analysis.compute_label_figures(content).values()]
         at_half = "Precision, recall and F1 are those of labels with a probability above 0.5."
         parts.append(html.paragraph(f"{at_half} The best threshold is the one that maximizes F1 on these images."))
-    rows = [[value.item() if isinstance(value, np.generic) else value for value in row]
-            for row in zip(*values, strict=True)]  # fmt: skip
-    order = np.argsort(figures.f1, kind="stable")  # NaN last
+    rows = list(zip(*values, strict=True))
+    order = np.argsort(figures["f1"], kind="stable")  # NaN last
     parts.append(html.table(columns, [rows[number] for number in order], ascending_by="F1"))
-    if not figures.support.all():
-        missing = counted(int((figures.support == 0).sum()), "class")
-        parts.append(html.paragraph(f"No image of {missing}; their recall is not defined.", "note"))
     return PageSection("Classes", parts)
 
 
 def describe_confusions(content: Predictions) -> PageSection:
-    """Return the section with the confusion matrix and the most confused pairs."""
+    """Return the section with the confusion matrix of few classes, and the most confused pairs."""
     names, support = content.classes, np.bincount(content.label, minlength=len(content.classes))
-    if len(names) > MAX_LABELED:
-        block, note = -(-len(names) // MAX_CELLS), "The classes are in their order; stronger colors are more of a row."
-        chart = picture_map("Confusion matrix", analysis.count_confusions(content, block), block, note)
-    else:
+    confusions, charts = analysis.list_confusions(content), []
+    if len(names) <= _MAX_MATRIX:
+        counts = np.zeros((len(names), len(names)), np.int64)
+        for row, column, count in confusions:
+            counts[row, column] = count
         note = "Hold the pointer over a cell for its share of the row."
-        chart = heat_map("Confusion matrix", analysis.count_confusions(content), names, note)
-    bars = [(f"{names[row]} → {names[column]}", count, f"{count:,} ({count / max(1, support[row]):.1%})")
-            for row, column, count in analysis.list_confused_pairs(content, _NUM_PAIRS)]  # fmt: skip
-    if not bars:
-        return PageSection("Confusion", [chart, html.paragraph("There is no mistake.")])
-    pairs_chart = bar_chart("Most confused pairs: label → prediction", bars)
-    is_wide = _MAX_SIDE_BY_SIDE < len(names) <= MAX_LABELED
-    return PageSection("Confusion", [chart, pairs_chart] if is_wide else [html.grid([chart, pairs_chart], "top")])
+        charts.append(heat_map("Confusion matrix", counts, names, note))
+    wrong = sorted((pair for pair in confusions if pair[0] != pair[1]), key=lambda pair: -pair[2])[:_NUM_PAIRS]
+    columns = [Column("label"), Column("prediction"), Column("images", ",d"), Column("of the label", ".1%", bar=True)]
+    rows = [[names[row], names[column], count, count / int(support[row])] for row, column, count in wrong]
+    pairs = html.table(columns, rows, sortable=False) if rows else html.paragraph("There is no mistake.")
+    return PageSection("Confusion", [*charts, html.heading("Most confused pairs"), pairs])
 
 
 # -------------------------------------------------------------------------------------- images
@@ -309,34 +291,29 @@ def describe_answer(content: Predictions, index: int) -> dict[str, Any]:
 
 def _card(content: Predictions, index: int, is_mistake: bool, pictures: Pictures) -> Card:
     answer = describe_answer(content, index)
-    lines = [f"label: {', '.join(answer['labels']) or 'none'}"]
     # In parentheses: a class may be called 2.
-    first, *others = [f"{name} ({percent(share)})" for name, share in answer["predicted"].items()]
+    texts = [f"{name} ({percent(share)})" for name, share in answer["predicted"].items()]
+    title, lines = f"predicted: {texts[0]}", [f"label: {', '.join(answer['labels']) or 'none'}"]
     if content.multilabel and content.top_class is None:
         focus = find_focus(content, index, is_mistake)
-        lines.append(f"predicted: {', '.join([first, *others])}")
-        share = content.probabilities(slice(index, index + 1))[0, focus]
-        return Card(f"{content.classes[focus]} ({percent(share)})", lines, answer["image"],
-                    pictures.uris.get(index, ()), pictures.is_tiny)  # fmt: skip
-    if others:
-        lines.append(f"then {', '.join(others)}")
-    return Card(f"predicted: {first}", lines, answer["image"], pictures.uris.get(index, ()), pictures.is_tiny)
+        title = f"{content.classes[focus]} ({percent(content.probabilities(slice(index, index + 1))[0, focus])})"
+        lines.append(f"predicted: {', '.join(texts)}")
+    elif len(texts) > 1:
+        lines.append(f"then {', '.join(texts[1:])}")
+    return Card(title, lines, answer["image"], pictures.uris.get(index, ()), pictures.is_tiny)
 
 
 def describe_images(content: Predictions, pictures: Pictures) -> PageSection:
     """Return the section with the galleries."""
     mistakes, uncertain = rank_mistakes(content), rank_uncertain(content)
-    parts = [html.paragraph(note, "notice") for note in pictures.notes]
-    parts.append(html.heading("Most confident mistakes"))
-    if mistakes:
-        shown = "The second picture shows the regions that speak for the prediction (Grad-CAM), the brightest most."
-        has_saliency = any(len(uris) > 1 for uris in pictures.uris.values())
-        parts.append(html.paragraph(f"Wrong labels often appear here first. {shown if has_saliency else ''}", "note"))
-    else:
-        parts.append(html.paragraph("There is no mistake."))
-    parts.append(html.gallery([_card(content, index, True, pictures) for index in mistakes]))
-    parts.append(html.heading("Least certain images"))
-    parts.append(html.gallery([_card(content, index, False, pictures) for index in uncertain]))
+    note = "Wrong labels often appear here first." if mistakes else "There is no mistake."
+    if any(len(uris) > 1 for uris in pictures.uris.values()):
+        note += " The second picture shows the regions that speak for the prediction (Grad-CAM), the brightest most."
+    parts = [*(html.paragraph(text, "notice") for text in pictures.notes), html.heading("Most confident mistakes"),
+             html.paragraph(note, "note"),
+             html.gallery([_card(content, index, True, pictures) for index in mistakes]),
+             html.heading("Least certain images"),
+             html.gallery([_card(content, index, False, pictures) for index in uncertain])]  # fmt: skip
     return PageSection("Images", parts)
 
 
@@ -347,34 +324,22 @@ def describe_calibration(content: Predictions) -> PageSection:
     """Return the section on the reliability of the probabilities."""
     reliability = analysis.compute_reliability(content.confidence, content.correct)
     fitted = analysis.fit_temperature(content)
-    entries = [("calibration error", percent(reliability.ece, 2), f"ECE, {NUM_BINS} bins")]
-    charts = [_draw_reliability("Reliability", reliability)]
-    note = ""
+    entries, parts = [("calibration error", percent(reliability.ece, 2), f"ECE, {NUM_BINS} bins")], []
     if fitted:
-        scaled = analysis.compute_reliability(fitted.confidence, content.correct)
         entries += [
-            ("best temperature", f"{fitted.value:.3f}", "fitted on these images"),
-            ("ECE with it", percent(scaled.ece, 2), f"accuracy unchanged, {percent(content.correct.mean(), 2)}"),
-            ("loss with it", f"{fitted.nll_after:.4f}", f"cross-entropy, before {fitted.nll_before:.4f}"),
+            ("best temperature", f"{fitted['temperature']:.3f}", "fitted on these images"),
+            ("ECE with it", percent(fitted["ece_at_temperature"], 2), "accuracy unchanged"),
+            ("loss with it", f"{fitted['nll_at_temperature']:.4f}", f"cross-entropy, before {fitted['nll']:.4f}"),
         ]
-        charts.append(_draw_reliability("Reliability with the best temperature", scaled))
-        kind = "over" if fitted.value > 1 else "under"
-        note = f"The model is {kind}confident: its logits are best divided by {fitted.value:.3f}."
-        if abs(fitted.value - 1) < 0.05:
-            note = "The confidence of the model is close to its accuracy."
-        note += " Fit a temperature on other images than it is applied to."
-    coverage, risk = analysis.compute_risk_coverage(content.confidence, content.correct)
-    at = np.unique(np.linspace(0, len(coverage) - 1, 300).round().astype(int))
-    curve = Series("", coverage[at].tolist(), (100 * risk[at]).tolist())
-    charts.append(line_chart("Mistakes among the most confident images, in percent", [curve],
-                             "share of the images that are answered"))  # fmt: skip
-    parts = [html.tiles(entries), *([html.paragraph(note)] if note else []), html.grid(charts, "narrow top")]
-    return PageSection("Calibration", parts)
-
-
-def _draw_reliability(title: str, reliability: analysis.Reliability) -> str:
-    note = f"ECE {percent(reliability.ece, 2)}; paler bars have fewer images."
-    return reliability_chart(title, reliability.confidence, reliability.accuracy, reliability.counts, note)
+        kind = "over" if fitted["temperature"] > 1 else "under"
+        parts.append(html.paragraph(f"The model is {kind}confident: its logits are best divided by "
+                                    f"{fitted['temperature']:.3f}. Fit a temperature on other images than it is "
+                                    "applied to."))  # fmt: skip
+    texts = [f"{count:,} images" for count in reliability.counts]
+    curves = [Series("accuracy", reliability.confidence.tolist(), reliability.accuracy.tolist(), has_dots=True,
+                     texts=texts), Series("perfect calibration", [0, 1], [0, 1], is_dashed=True)]  # fmt: skip
+    chart = line_chart("Reliability", curves, "confidence", "accuracy", y_range=(0, 1))
+    return PageSection("Calibration", [html.tiles(entries), *parts, html.grid([chart], "narrow")])
 
 
 # ----------------------------------------------------------------------------------- provenance
@@ -382,30 +347,22 @@ def _draw_reliability(title: str, reliability: analysis.Reliability) -> str:
 
 def describe_provenance(run: RunFiles) -> PageSection:
     """Return the section on the config and the origin of the run."""
-    facts, parts = run.facts or run.history.results, []
-    versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items() if version)
-    # Of an evaluation, these are not among the entries whose types have been checked.
-    training = facts["training"] if facts.get("kind") == "training" else {}
-    num_train = facts["data"]["num_train"] if training else 0
-    data, overrides = facts.get("data", {}), facts.get("overrides", {})
+    facts = run.facts or run.history.results
+    training, data = facts["training"] if facts.get("kind") == "training" else {}, facts.get("data", {})
     entries = {
         "folder": run.out_dir.resolve(),
         "config": facts.get("config"),
-        "changed on the command line": ", ".join(f"{key} {value}" for key, value in overrides.items()),
+        "changed on the command line": ", ".join(f"{key} {value}" for key, value in facts.get("overrides", {}).items()),
         "model": "{arch}, {params_m:.3f} M parameters".format(**facts["model"]) if facts else "",
         "data": ", ".join(str(part) for part in (data.get("name"), run.content.meta.get("folder")) if part),
         "pictures from": image_folder(run.content),
-        "training images": f"{num_train:,}" if num_train else None,
+        "training images": data.get("num_train"),
         "images per step": training.get("global_batch"),
-        "processes": training.get("processes"),
-        "seed": facts.get("seed"),
-        "weights": facts.get("weights"),
-        "commit": facts.get("commit"),
-        "hardware": facts.get("hardware"),
-        "versions": versions,
+        **{name: facts.get(name) for name in ("seed", "weights", "commit", "hardware")},
+        "versions": ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items() if version),
         "hash of the config": facts.get("config_hash"),
     }
-    parts.append(html.pairs({name: value for name, value in entries.items() if value not in (None, "")}))
+    parts = [html.pairs({name: value for name, value in entries.items() if value not in (None, "")})]
     if config := read_lines(run.out_dir / get_cfg().CFG_DEST, []):
         parts.append(html.details("All options", html.preformatted("\n".join(config))))
     if facts:

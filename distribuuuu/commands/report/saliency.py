@@ -11,7 +11,7 @@ from torch import nn
 _MAX_PREFIX = 8
 
 
-def as_map(output: torch.Tensor) -> torch.Tensor | None:
+def _as_map(output: torch.Tensor) -> torch.Tensor | None:
     """Return activations as (N, channels, height, width); None if they have no grid of more than one region.
 
     Args:
@@ -23,9 +23,7 @@ def as_map(output: torch.Tensor) -> torch.Tensor | None:
         is_channels_last = first == second and last != second
         grid = output.permute(0, 3, 1, 2) if is_channels_last else output
         return grid if min(grid.shape[2:]) > 1 else None
-    if output.ndim != 3:
-        return None
-    side = math.isqrt(output.shape[1])
+    side = math.isqrt(output.shape[1]) if output.ndim == 3 else 0
     if side < 2 or output.shape[1] - side * side > _MAX_PREFIX:
         return None
     return output[:, -side * side :].transpose(1, 2).unflatten(2, (side, side))
@@ -47,29 +45,12 @@ def compute_saliency(model: nn.Module, images: torch.Tensor, targets: torch.Tens
     Returns:
         None if no layer has such activations, or the output is not one row of scores for each image, e.g. a dict.
     """
-    found = find_activations(model, images, targets)
-    if found is None:
-        return None
-    weighted = weigh_activations(*found)
-    scaled = F.interpolate(weighted[:, None], images.shape[2:], mode="bilinear", align_corners=False)[:, 0]
-    return scaled / scaled.amax(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(scaled.dtype).tiny)
-
-
-def weigh_activations(activations: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of the channels, where it is positive: (N, height, width) from (N, channels, ...)."""
-    return (activations * gradients.mean(dim=(2, 3), keepdim=True)).sum(dim=1).relu()
-
-
-def find_activations(
-    model: nn.Module, images: torch.Tensor, targets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the activations of the chosen layer and the gradients of the logits with respect to them; both as maps."""
     kept: list[torch.Tensor] = []
 
     def keep(module: nn.Module, _: Any, output: Any) -> Any:
         is_tensor = isinstance(output, torch.Tensor) and output.requires_grad
         # Of the layers of a transformer, those after a norm layer have comparable channels.
-        if not is_tensor or as_map(output) is None or output.ndim == 3 and "Norm" not in type(module).__name__:
+        if not is_tensor or _as_map(output) is None or output.ndim == 3 and "Norm" not in type(module).__name__:
             return None
         kept.append(output)
         return output.clone()  # the next layer may change its input in place
@@ -87,10 +68,12 @@ def find_activations(
             hook.remove()
     has_tokens = any(output.ndim == 3 for output in kept)
     for output, gradient in reversed(list(zip(kept, gradients, strict=True))):
-        if has_tokens and output.ndim == 4:  # queries and keys of the heads (N, heads, tokens, channels)
+        if gradient is None or has_tokens and output.ndim == 4:  # queries and keys of the heads are (N, heads, ...)
             continue
-        maps = None if gradient is None else as_map(gradient)
-        activations = as_map(output.detach())
-        if maps is not None and activations is not None and maps.ne(0).any(dim=1).flatten(1).sum(dim=1).min() > 1:
-            return activations, maps
+        activations, slopes = _as_map(output.detach()), _as_map(gradient)
+        assert activations is not None and slopes is not None
+        if slopes.ne(0).any(dim=1).flatten(1).sum(dim=1).min() > 1:
+            weighted = (activations * slopes.mean(dim=(2, 3), keepdim=True)).sum(dim=1).relu()
+            scaled = F.interpolate(weighted[:, None], images.shape[2:], mode="bilinear", align_corners=False)[:, 0]
+            return scaled / scaled.amax(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(scaled.dtype).tiny)
     return None

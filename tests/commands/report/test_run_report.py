@@ -75,12 +75,8 @@ def test_a_report_is_one_file_that_requests_nothing(finished, tmp_path, capsys):
         assert title in page.texts
     assert percent(content.correct.mean(), 2) in page.texts
     assert page.tags.count("img") == 2 * len(re.findall('class="card"', text))  # each with its saliency map
-    assert {"preci\u00adsion", "pre\u00addicted"} <= {*page.texts}, "heads that narrow displays break"
-    titles = re.findall('class="title[^>]*>([^<]*)<', text)
-    assert titles and all(re.fullmatch(r"predicted: .+ \(\d+\.\d\u00a0%\)", title) for title in titles), titles
-    assert any(re.match(r"then .+ \(\d+\.\d\u00a0%\), .+ \(", one) for one in page.texts)
     assert any("restart at epoch 2, step 0" in one for one in page.texts)
-    assert any("1 rollback (epoch 2, step 1)" in one for one in page.texts)
+    assert any("rollback at epoch 2, step 1" in one for one in page.texts)
     assert len(text) < 5e6
     assert page.tags.count("script") == 1 and "<b>run" not in text and "<script>alert" not in text
     assert not re.search(r"url\(|@import|https?://", text.replace("http://www.w3.org/2000/svg", ""))
@@ -174,10 +170,10 @@ def test_the_saliency_of_selected_outputs_is_that_of_the_models_own(finished, mo
     """TEST.LABELS evaluates some outputs of a model; its predictions number these only."""
     content = read_run(str(finished)).content
     selected, shown = replace(content, classes=content.classes[1:]), []
-    monkeypatch.setattr(pictures, "_add_saliency", lambda *args: shown.append(dict(args[-1])))
-    pictures.make_pictures(finished, selected, {0: 0, 3: 1})
-    pictures.make_pictures(finished, content, {0: 0, 3: 1})
-    assert shown == [{0: 1, 3: 2}, {0: 0, 3: 1}]
+    monkeypatch.setattr(pictures, "compute_saliency", lambda *args: shown.append(int(args[-1])))
+    pictures.make_pictures(finished, selected, {0: 0})
+    pictures.make_pictures(finished, content, {0: 0})
+    assert shown == [1, 0]
 
 
 @pytest.mark.parametrize("kind", ["absolute", "parent", "link", "linked folder", "root", "home"])
