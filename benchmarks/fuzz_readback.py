@@ -41,7 +41,7 @@ from PIL import Image
 
 from distribuuuu.checkpoint.weights_files import find_weights_file
 from distribuuuu.commands.pack.packer import inspect_pack
-from distribuuuu.commands.pack.writer import PackWriter, Record, find_changed_shard, find_conflicts
+from distribuuuu.commands.pack.writer import PackWriter, Record, find_conflicts
 from distribuuuu.commands.report.run_report import build_report, list_report, read_run
 from distribuuuu.commands.stats.run_groups import Result, group_runs
 from distribuuuu.commands.stats.stored_predictions import read_predictions
@@ -194,7 +194,7 @@ def pack(folder: Path, kind: str, is_finished: bool = True) -> None:
     with PackWriter(folder, identity, max_bytes=100) as writer:
         for number in range(4):
             data = bytes(range(48))
-            writer.append(number, Record(data, zlib.crc32(data), number % 2, 4, 4, b"image %d" % number), (number,))
+            writer.append(number, Record(data, zlib.crc32(data), number % 2, 4, 4, b"image %d" % number))
         if is_finished:
             writer.finish(4, about)
 
@@ -218,7 +218,6 @@ def read_parts(folder: Path) -> None:
     shutil.copytree(folder, copy)
     identity = {"options": {"format": "raw"}, "source": {"name": "test"}}
     find_conflicts(copy, identity)
-    find_changed_shard(copy, 4, lambda image: (image,))
     with PackWriter(copy, identity, max_bytes=100) as writer:
         assert len(writer.shards) <= 4
 
@@ -256,7 +255,7 @@ def read_npz(path: Path) -> None:
 
 
 def read_index(root: Path) -> None:
-    """Open a folder index, which must be correct for any content of its file."""
+    """Open a folder index, which must be correct for any damage of its file."""
     index = open_folder(root, "train", root / "cache")
     names = [Path(index.describe(number)).name for number in range(len(index))]
     assert names == [f"{number}.jpg" for number in (0, 2, 4, 1, 3, 5)]
@@ -302,7 +301,7 @@ def make_data_subjects(folder: Path, server: RangeServer) -> list[Subject]:
     write_npz(folder / "predictions.npz")
     readers: dict[Path, tuple[Callable[[], Any], Callable | None, str]] = {
         unfinished / "shard-00000.part": (lambda: read_parts(unfinished), craft_array_file, ""),
-        record: (lambda: read_record(records), craft_array_file, ""),
+        record: (lambda: read_record(records), None, ""),
         folder / "predictions.npz": (lambda: read_npz(folder / "predictions.npz"), craft_npz, ""),
         folder / "served" / "raw" / INDEX: (lambda: read_remote_pack(server, folder), craft_array_file, server.url),
         folder / "served" / "raw" / "shard-00000.bin": (lambda: read_remote_pack(server, folder), None, server.url),
@@ -315,6 +314,7 @@ def make_subjects(folder: Path) -> list[Subject]:
     data, runs = folder / "data", folder / "run"
     draw_images(data / "train")
     open_folder(data, "train", data / "cache")
+    (index,) = (data / "cache" / "index").glob("*.bin")
     for kind in ("jpeg", "raw"):
         pack(folder / "packs" / kind, kind)
     runs.mkdir()
@@ -347,7 +347,7 @@ def make_subjects(folder: Path) -> list[Subject]:
         runs / "reported.yaml": (lambda: read_reported_numbers(runs / "reported.yaml"), craft_yaml),
         csv: (lambda: Multilabel(Multilabel.open_table(csv)), None),
         hub / "refs" / "main": (lambda: find_weights_file(str(hub)), None),
-        data / ".distribuuuu" / "index-train.bin": (lambda: read_index(data), craft_array_file),
+        index: (lambda: read_index(data), None),
         folder / "shapes" / "README.txt": (lambda: read_shapes(folder / "shapes"), None),
     }
     for kind in ("jpeg", "raw"):
@@ -426,7 +426,7 @@ def read_archive(root: Path, name: str) -> None:
     """Read all images of archives, with the index in the cache folder; no other file may appear."""
     words = ["DATA.NAME", name, "TRAIN.DATASET", str(root), "DATA.CACHE_DIR", str(root.parent / "cache")]
     cfg, before = load_cfg(None, words), sorted(root.rglob("*"))
-    family = type("OfOthers", (DATASETS.get(name),), {"index_in_root": False})
+    family = DATASETS.get(name)
     try:
         for train in (True, False):
             images = family.from_cfg(cfg, train)

@@ -80,22 +80,22 @@ def list_ways(root: Path) -> dict[str, Callable]:
     folder = str(root / "train")
 
     def start_first():
-        shutil.rmtree(root / ".distribuuuu", ignore_errors=True)
-        return ImageFolder(root, "train")
+        shutil.rmtree(root / "index", ignore_errors=True)
+        return ImageFolder(root, "train", cache_dir=str(root))
 
     def open_archive(path: Path = root / "train.tar"):
         index_module._opened.clear()
         return Archive(open_archives(ArchiveSource((str(path),)), root))
 
     def start_archive():
-        shutil.rmtree(root / ".distribuuuu", ignore_errors=True)
+        shutil.rmtree(root / "index", ignore_errors=True)
         return open_archive()
 
     ways = {
         BARE: lambda: walk(folder),
         SCAN: lambda: scan_folder(folder),
         FIRST: start_first,
-        LATER: lambda: ImageFolder(root, "train"),
+        LATER: lambda: ImageFolder(root, "train", cache_dir=str(root)),
         ARCHIVE: start_archive,
         LATER_ARCHIVE: open_archive,
         TORCHVISION: lambda: make_dataset(folder, find_classes(folder)[1], IMG_EXTENSIONS),

@@ -13,7 +13,6 @@ ffcv and DALI need other package versions: install them in a virtual environment
 import argparse
 import json
 import os
-import random
 import shutil
 import statistics
 import subprocess
@@ -120,7 +119,6 @@ def one_core(folder: Path) -> list[Contestant]:
         ours("ours", originals, bar=1.6),
         ours("ours, tar archive", str(folder / "archive"), "DATA.NAME", "archive", bar=0.97, versus="ours"),
         ours("ours, deflated ZIP archive", str(folder / "zipped"), "DATA.NAME", "archive", versus="ours"),
-        ours("ours, parquet", str(folder / "parquet"), "DATA.NAME", "parquet", versus="ours"),
         ours("ours, simplejpeg", originals, "DATA.DECODER", "simplejpeg", bar=1.75),
         ours("ours, nvimgcodec", originals, "DATA.DECODER", "nvimgcodec", bar=2.4),
         floor("floor, nvimgcodec", originals, "DATA.DECODER", "nvimgcodec"),
@@ -178,21 +176,6 @@ def count_classes(folder: Path) -> int:
     return sum(path.is_dir() for path in (folder / "images" / "train").iterdir())
 
 
-def write_parquet(images: Path, path: Path) -> None:
-    """Write the images of class folders to a parquet file in a random order, in row groups of 100."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:  # its row is skipped
-        return
-    files = sorted(file for file in images.rglob("*") if file.is_file())
-    random.Random(0).shuffle(files)
-    rows = {"image": [{"bytes": file.read_bytes(), "path": file.name} for file in files],
-            "label": [file.parent.name for file in files]}  # fmt: skip
-    path.parent.mkdir(exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.table(rows), path, row_group_size=100)
-
-
 def prepare(folder: Path, images: str | None, num: int) -> None:
     """Create the images, unless a folder is given, the packed data sets, and the pixels for ffcv."""
     import numpy as np
@@ -202,7 +185,6 @@ def prepare(folder: Path, images: str | None, num: int) -> None:
     else:
         make_jpegs(folder / "images", num)
     for split in ("train", "val"):
-        write_parquet(folder / "images" / split, folder / "parquet" / f"{split}.parquet")
         (folder / "archive").mkdir(exist_ok=True)
         with tarfile.open(folder / "archive" / f"{split}.tar", "w") as archive:
             archive.add(folder / "images" / split, "")

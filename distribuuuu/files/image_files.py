@@ -22,8 +22,8 @@ SPLIT_NAMES = (*TRAIN_NAMES, "val", "valid", "validation", "dev", "eval", "test"
 # ImageNet as it is distributed: the archives, and the folder of Kaggle's archive.
 IMAGENET_TARS = ("ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar")
 IMAGENET_FOLDERS = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC")
-# Endings of tables in the order in which they are looked for, and the delimiters of those that are text.
-TABLE_ENDINGS = {".csv": ",", ".tsv": "\t", ".parquet": "", ".txt": ","}
+# Endings of tables in the order in which they are looked for, and their delimiters.
+TABLE_ENDINGS = {".csv": ",", ".tsv": "\t", ".txt": ","}
 
 
 def is_class(name: str) -> bool:

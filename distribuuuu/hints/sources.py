@@ -53,8 +53,8 @@ _FILES = (
     ),
     (
         (".parquet", ".arrow"),
-        "a table; fix for image files in it: DATA.NAME parquet TRAIN.DATASET {parent} TRAIN.SPLIT {stem}; for a list: "
-        "DATA.NAME list",
+        "a table; fix for image files in it: distribuuuu pack OUT DATA.NAME parquet TRAIN.DATASET {parent} "
+        "TRAIN.SPLIT {stem}",
     ),
     ((".feather", ".npz", ".npy", ".h5", ".hdf5", ".mat", ".pkl", ".pickle"), _ARRAYS),
     ((".json", ".jsonl", ".tfrecord", ".lmdb", ".mdb", ".beton", ".idx", ".bin", ".xlsx"), _ARRAYS),
@@ -174,7 +174,7 @@ def describe_table(root: Path) -> str:
     """Return '; it has X, a table; fix: ...' for a folder with a table of its images and no class folders."""
     folders = list_classes(root)
     is_flat = len(folders) == 1 or len(sort_splits(folders)) == len(folders)
-    tables = [name for name in find_tables(root) if not name.endswith(".parquet")] if root.is_dir() else []
+    tables = find_tables(root) if root.is_dir() else []
     if not tables or not is_flat or any(list_classes(root / name) for name in folders):
         return ""
     by_stem = {name.rpartition(".")[0]: name for name in tables}
@@ -373,7 +373,6 @@ def explain_columns(spec: Any, header: Sequence[str]) -> str:
         words += _suggest_words(spec, header)
     known = f"its columns are {first_few(header, num=20)}" if header else "it has no columns"
     fix = f"; fix: add {' '.join(words)}" if words else ""
-    fix = "; fix: see DATA.TABLE.names" if spec.key == "name" else fix
     return f"has no column {' and no column '.join(missing)}; {known}{fix}"
 
 
@@ -411,21 +410,3 @@ def explain_missing_images(folder: str, places: Sequence[str], has_found: bool, 
     found = (f"{part}{{}}{ending}" for part in parts for ending in endings)
     fix = next((text for text in found if os.path.isfile(root / text.replace("{}", name))), "")
     return f" (fix: DATA.TABLE.template {fix!r})" if fix else ""
-
-
-def explain_parquet(name: str, root: str, split: str, names: Iterable[str]) -> str:
-    """Return the message for a folder without parquet files of a split; `name` is TRAIN or TEST."""
-    stems = sorted({re.sub(r"-\d+(-of-\d+)?$", "", Path(each).stem) for each in names})
-    problem = f"{root} has no parquet or Arrow files of the split {split}"
-    return f"{problem}; it has {first_few(stems)}{other_split(name, stems)}" if stems else f"{problem}, nor of another"
-
-
-def explain_same_parquet(path: str, root: str, split: str, file: str) -> str:
-    """Return the message for evaluation images that are those of the training; `file` is DATA.TABLE.file."""
-    parent = Path(os.path.abspath(root)).parent
-    fix = f"set TEST.DATASET to the folder of {split}, or DATA.TABLE.split COLUMN"
-    if file:
-        fix = "DATA.TABLE.split COLUMN, or put {} for the split into DATA.TABLE.file"
-    elif (parent / split / "state.json").is_file():
-        fix = f"set TRAIN.DATASET {parent}"
-    return f"{path} has the training images too; fix: {fix}"

@@ -8,7 +8,7 @@ from distribuuuu.config.errors import did_you_mean
 DATA_NAMES = {
     "webdataset wds tar tars zip shards": "archive, which reads shards of tar files, {000..009}.tar, and ZIP files",
     "csv tsv txt table file-list filelist kaggle dataframe": "list, which reads DATASET/SPLIT.csv",
-    "huggingface hf hf-datasets datasets hub arrow": "parquet, for the parquet files of a data set that is downloaded",
+    "huggingface hf hf-datasets datasets hub arrow": "parquet, which `distribuuuu pack` imports",
     "folder folders directory image-folder imagefolders": "imagefolder, for one sub-folder per class",
     "ilsvrc ilsvrc2012 imagenet1k imagenet-1k": "imagenet, for its archives, or imagefolder, for class folders",
 }

@@ -243,8 +243,6 @@ def open_data(cfg: Config, train: bool = False) -> ImageDataset:
     own = changed(cfg, {key: value for key, value in defaults.items() if cfg.origins.get(key) != COMMAND_LINE})
     family = dataset_class(own)
     own = changed(own, {"MODEL.NUM_CLASSES": cfg.MODEL.NUM_CLASSES or family.count_classes(own)})
-    if hasattr(family, "index_in_root"):
-        family = type(family.__name__, (family,), {"index_in_root": False})
     return build_images(own, train, family)
 
 

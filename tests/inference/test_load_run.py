@@ -139,7 +139,7 @@ def test_a_bare_state_dict_needs_a_config_and_its_data(shapes_run, tmp_path):
 def test_nothing_is_written_to_a_folder_that_a_checkpoint_names(shapes_run, shapes_folder, tmp_path, monkeypatch):
     """A checkpoint without class names is given those of its data; an index of these goes to the user's own cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    shutil.copytree(shapes_folder, tmp_path / "data", ignore=shutil.ignore_patterns(".distribuuuu"))
+    shutil.copytree(shapes_folder, tmp_path / "data")
     content = read_checkpoint(shapes_run / "best.pth.tar")
     content["classes"] = None
     content["config"] |= {"TRAIN.DATASET": str(tmp_path / "data"), "TEST.DATASET": str(tmp_path / "data"),

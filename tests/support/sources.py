@@ -12,9 +12,9 @@ from support.archives import archive_folder, write_imagenet
 
 ARCHIVES = ("tar", "pax", "tars", "zip", "deflated", "shards", "one zip")
 IMAGENET = ("tars", "kaggle", "flat")
-TABLES = ("csv", "tsv", "txt", "paths.parquet")
+TABLES = ("csv", "tsv", "txt")
 SOURCES = (*(f"archive {kind}" for kind in ARCHIVES), *(f"imagenet {layout}" for layout in IMAGENET),
-           *(f"list {ending}" for ending in TABLES), "parquet hub", "parquet disk", "torchvision")  # fmt: skip
+           *(f"list {kind}" for kind in TABLES), "torchvision")  # fmt: skip
 NAMES = ("ant", "bee", "cat")
 DELIMITERS = {"csv": ",", "tsv": "\t", "txt": ";"}
 IMAGENETTE = ("n01440764", "n02102040", "n02979186", "n03000684", "n03028079", "n03394916", "n03417042", "n03425413",
@@ -31,19 +31,10 @@ def write_source(source: str, image_folder: Path, root: Path) -> tuple[list[Any]
     elif family == "imagenet":
         root, plain = write_imagenet(image_folder, root, kind)
     elif family == "list":
-        ending = kind.removeprefix("paths.")
         for split in ("train", "val"):
-            write_rows(root / f"{split}.{ending}", list_rows(image_folder, split), DELIMITERS.get(ending, ","))
-        table = "{file: '{}.txt', delimiter: ;, label: breed}" if ending == "txt" else "{label: breed}"
+            write_rows(root / f"{split}.{kind}", list_rows(image_folder, split), DELIMITERS.get(kind, ","))
+        table = "{file: '{}.txt', delimiter: ;, label: breed}" if kind == "txt" else "{label: breed}"
         words += ["DATA.TABLE", table]
-    elif family == "parquet":
-        root = root / kind
-        for split in ("train", "val"):
-            table = to_arrow(image_rows(image_folder, split))
-            if kind == "hub":
-                write_parquet(root / "data", table, f"{split}-{{}}.parquet")
-            else:
-                save_to_disk(root / split, table)
     else:
         words, plain, num_classes = ["DATA.NAME", "torchvision/Imagenette"], root / "imagenette2", len(IMAGENETTE)
         for split in ("train", "val"):
@@ -70,12 +61,8 @@ def list_rows(image_folder: Path, split: str) -> list[dict]:
 
 
 def write_rows(path: Path, rows: list[dict], delimiter: str = ",") -> None:
-    """Write a table of texts, or a parquet file of row groups of ten rows."""
+    """Write a table of texts."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        parquet = pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), path, row_group_size=10)
-        return
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
         writer.writeheader()
@@ -91,7 +78,7 @@ def image_rows(image_folder: Path, split: str) -> list[dict]:
     return [
         {"image": {"bytes": path.read_bytes(), "path": path.name}, "label": NAMES.index(path.parent.name),
          "name": path.parent.name, "tags": [0, 2] if number % 3 else [], "kind": "yx"[number % 2],
-         "box": [number / 8, 1.0], "fold": split}
+         "weight": number / 8, "fold": split}
         for number, path in enumerate(paths)
     ]  # fmt: skip
 
@@ -111,15 +98,3 @@ def write_parquet(folder: Path, table: Any, name: str, group: int = 10) -> None:
     for number, part in enumerate((table.slice(0, 20), table.slice(20))):
         path = folder / name.format(f"{number:05d}-of-00002")
         pytest.importorskip("pyarrow.parquet").write_table(part, path, row_group_size=group)
-
-
-def save_to_disk(folder: Path, table: Any) -> None:
-    """Write a table as `datasets` does."""
-    pyarrow = pytest.importorskip("pyarrow")
-    folder.mkdir(parents=True)
-    for number, part in enumerate((table.slice(0, 20), table.slice(20))):
-        path = folder / f"data-0000{number}-of-00002.arrow"
-        with open(path, "wb") as file, pyarrow.ipc.new_stream(file, part.schema) as writer:
-            writer.write_table(part, max_chunksize=8)
-    files = [{"filename": f"data-0000{number}-of-00002.arrow"} for number in range(2)]
-    (folder / "state.json").write_text(json.dumps({"_data_files": files, "_split": folder.name}))

@@ -73,8 +73,6 @@ def open_cfg(cfg) -> Splits:
         ConfigError: a set cannot be opened.
     """
     dataset, problems = get_dataset(cfg.DATA.NAME), []
-    if hasattr(dataset, "index_in_root"):
-        dataset = type(dataset.__name__, (dataset,), {"index_in_root": False})
     splits: Splits = {}
     for key, train in (("TRAIN", True), ("TEST", False)):
         section = cfg[key]

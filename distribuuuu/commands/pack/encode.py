@@ -56,9 +56,8 @@ class Encoder:
         """Return the name of image `index`, relative to `root`."""
         return self.images.describe(index).removeprefix(os.path.join(self.root, ""))
 
-    def __call__(self, index: int) -> tuple[Record | str, tuple[int, ...]]:
-        """Return the record of image `index`, or why it is broken, and its stamp from before it was read."""
-        stamp = self.images.stamp(index)
+    def __call__(self, index: int) -> Record | str:
+        """Return the record of image `index`, or why it is broken."""
         try:
             data, height, width = self._encode(self.images.read(index))
             if len(data) > MAX_RECORD:
@@ -66,14 +65,14 @@ class Encoder:
         except DataError:  # the network's or the disk's fault
             raise
         except Exception as error:  # decoders raise nearly anything; the message names the image and the cause
-            return f"{self.images.describe(index)}: {type(error).__name__}: {error}", stamp
+            return f"{self.images.describe(index)}: {type(error).__name__}: {error}"
         name, label = os.fsencode(self.name(index)), self.images.label(index)
         if self.images.targets == "label":
-            return Record(data, zlib.crc32(data), int(label), height, width, name), stamp
+            return Record(data, zlib.crc32(data), int(label), height, width, name)
         targets, arrays = encode_targets(label, self.images.targets)
         if targets != self.targets:
-            return f"{self.images.describe(index)}: its targets have another form than those of the first image", stamp
-        return Record(data, zlib.crc32(data), 0, height, width, name, arrays), stamp
+            return f"{self.images.describe(index)}: its targets have another form than those of the first image"
+        return Record(data, zlib.crc32(data), 0, height, width, name, arrays)
 
     def _encode(self, image: Any) -> tuple[bytes, int, int]:
         if not self.raw and self.quality is None:

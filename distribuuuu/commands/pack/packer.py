@@ -18,7 +18,6 @@ from distribuuuu.commands.pack.upload import read_existing_meta, upload_pack
 from distribuuuu.commands.pack.writer import (
     PackWriter,
     compare_identities,
-    find_changed_shard,
     find_conflicts,
     remove_pack,
     remove_parts,
@@ -127,17 +126,10 @@ def _pack_into_folder(job: PackJob, train: bool, encoder: "Encoder", identity: I
             remove_pack(folder)
         if conflicts := find_conflicts(folder, identity):
             raise ConfigError(conflicts)
-        changed = find_changed_shard(folder, len(images), images.stamp)
-        warning = f"{folder}: source images have changed since {changed} was packed"
         if (folder / INDEX).exists():
             remove_parts(folder)
             print(f"{folder} is packed already: nothing to do")
-            if changed:
-                print(f"{warning}; --overwrite packs them again")
             return
-        if changed:
-            (folder / changed).with_suffix(".part").unlink()
-            print(f"{warning}; it is packed again", flush=True)
         started = time.perf_counter()
         writer = PackWriter(folder, identity, max_bytes=int(job.options["shard_mb"] * 2**20))
         if first := writer.next_image:
@@ -224,15 +216,15 @@ def _append_all(writer: PackWriter, encoder: "Encoder", num_workers: int, skip: 
     bar = progress(None, str(writer.folder), total, writer.next_image, unit="img")
     with bar, contextlib.closing(results):
         for indices, records in results:
-            for index, (record, stamp) in zip(indices, records, strict=True):
+            for index, record in zip(indices, records, strict=True):
                 if not isinstance(record, str):
-                    writer.append(index, record, stamp)
+                    writer.append(index, record)
                     continue
                 if not skip:
                     fix = "repair it and run the same command again, or add DATA.ON_BAD_IMAGE skip"
                     raise ConfigError(f"broken image: {record}; {fix}")
                 bar.write(f"broken image left out: {record}", file=sys.stderr)
-                writer.skip(stamp)
+                writer.skip()
             speed = (writer.num_bytes - before) / 1e6 / (time.perf_counter() - started)
             bar.set_postfix_str(f"{speed:.0f} MB/s", refresh=False)
             bar.update(len(indices))

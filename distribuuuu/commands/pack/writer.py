@@ -6,8 +6,7 @@ After a kill, packing resumes after the last shard that has a side file; see `pa
 import contextlib
 import os
 import re
-import zlib
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -37,7 +36,6 @@ from distribuuuu.data.packed.format import (
     is_number,
     is_shard,
     is_valid_targets,
-    read_index_file,
     shard_header,
     shard_name,
 )
@@ -173,35 +171,6 @@ def _remove(path: Path) -> None:
     path.unlink()
 
 
-def find_changed_shard(folder: Path, num_source: int, stamp: Callable[[int], tuple[int, ...]]) -> str | None:
-    """Return the first finished shard with a source image that was modified in place after packing, or None.
-
-    Args:
-        folder: of a pack, complete or not, of the same source images.
-        num_source: their number.
-        stamp: see `ImageDataset.stamp`.
-    """
-    if (folder / INDEX).exists():
-        shards = read_index_file(folder, check_rows=False)[0]["shards"]
-    else:
-        shards = [meta["shard"] for meta, _ in _finished_parts(folder)]
-    start = 0
-    for shard in shards:
-        if not is_number(shard.get("source_end"), num_source + 1):  # packed by an older version
-            return None
-        checksum = 0
-        for image in range(start, shard["source_end"]):
-            checksum = _add_stamp(checksum, stamp(image))
-        if checksum != shard.get("stamps_crc32"):
-            return shard["name"]
-        start = shard["source_end"]
-    return None
-
-
-def _add_stamp(checksum: int, stamp: tuple[int, ...]) -> int:
-    return zlib.crc32(repr(stamp).encode(), checksum)
-
-
 class PackWriter:
     """Appends records to the shards of a folder; a context manager that deletes the unfinished shard at its exit.
 
@@ -213,8 +182,7 @@ class PackWriter:
     Attributes:
         next_image: index of the first source image after the finished shards.
         num_images, num_bytes, num_skipped: images in the pack, their bytes, and broken images left out.
-        shards: for each finished shard its name, size and number of images, the index of the source image after its
-            last, and a checksum of the stamps of its source images.
+        shards: for each finished shard its name, size and number of images.
     """
 
     def __init__(self, folder: Path, identity: Identity, max_bytes: int):
@@ -236,10 +204,10 @@ class PackWriter:
         self._rows: list[tuple[int, ...]] = []
         self._targets: list[tuple[np.ndarray, ...]] = []
         self._names: list[bytes] = []
-        self._end, self._num_skipped, self._stamps_crc32 = HEADER_SIZE, 0, 0
+        self._end, self._num_skipped = HEADER_SIZE, 0
 
-    def append(self, image: int, record: Record, stamp: tuple[int, ...]) -> None:
-        """Write the record of source image `image`, which had that `ImageDataset.stamp`.
+    def append(self, image: int, record: Record) -> None:
+        """Write the record of source image `image`.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -256,13 +224,11 @@ class PackWriter:
         self._names.append(record.name)
         self._targets.append(record.targets)
         self._end += size
-        self._stamps_crc32 = _add_stamp(self._stamps_crc32, stamp)
         self.num_images += 1
         self.num_bytes += size
 
-    def skip(self, stamp: tuple[int, ...]) -> None:
+    def skip(self) -> None:
         """Count an image that is left out."""
-        self._stamps_crc32 = _add_stamp(self._stamps_crc32, stamp)
         self._num_skipped += 1
         self.num_skipped += 1
 
@@ -275,7 +241,6 @@ class PackWriter:
         arrays = zip(*self._targets, strict=True)
         columns |= {f"target_{number}": np.stack(parts) for number, parts in enumerate(arrays)}
         shard = {"name": path.name, "size": self._end, "images": len(self._rows)}
-        shard |= {"source_end": next_image, "stamps_crc32": self._stamps_crc32}
         meta = {**self.identity, "shard": shard, "next_image": next_image, "num_skipped": self._num_skipped}
         with self._disk_errors_as_config_errors():
             self._file.flush()

@@ -76,7 +76,7 @@ def build_parser(prog: str) -> CommandParser:
     )
     add = parser.add_argument
     add("folder", metavar="FOLDER", help="the images: FOLDER/CLASS/IMAGE, at any depth below CLASS; or a table: .csv, "
-        ".tsv, .parquet or .txt")  # fmt: skip
+        ".tsv or .txt")  # fmt: skip
     add("--out", metavar="FOLDER", required=True, help="folder of the lists")
     add("--val", metavar="SHARE", type=float, help="share of the validation images, above 0 and below 1")
     add("--test", metavar="SHARE", type=float, default=0.0, help="share of the test images (0: none)")

@@ -38,18 +38,18 @@ class Archive(IndexedImages):
             )
             raise ConfigError(Problem("TEST.DATASET", message))
         source = find_archives(name, section.DATASET, section.SPLIT)._replace(extensions=image_extensions(cfg))
-        index = open_archives(source, cache_folder(cfg.DATA.CACHE_DIR), cls.index_in_root)
+        index = open_archives(source, cache_folder(cfg.DATA.CACHE_DIR))
         return cls(index, trained.index if isinstance(trained, Archive) else None)
 
 
-def open_archives(source: ArchiveSource, cache: Path, in_root: bool = True) -> Index:
+def open_archives(source: ArchiveSource, cache: Path) -> Index:
     """Return the index of archives, see `open_index`; raises ArchiveError if one is missing or cannot be used."""
     root = os.path.dirname(source.paths[0])
     names = [os.path.relpath(path, root) for path in source.paths]
     words = "\0".join([*names, source.folder, str(source.is_inside), source.layout])
     name = f"archive-{hashlib.sha256(os.fsencode(words)).hexdigest()[:32]}"
     scan = partial(scan_archives, source, names)
-    return open_index(str(source), root, name, cache, scan, source.extensions, in_root)
+    return open_index(str(source), root, name, cache, scan, source.extensions)
 
 
 def find_archives(name: str, dataset: str, split: str) -> ArchiveSource:

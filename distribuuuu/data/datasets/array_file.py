@@ -48,10 +48,6 @@ class ArrayFileError(ValueError):
     """A file of arrays that cannot be used; the message gives the reason without the path."""
 
 
-class OtherVersionError(ArrayFileError):
-    """An intact file of another version or kind."""
-
-
 def write_arrays(path: str | os.PathLike, kind: str, version: int, meta: Mapping[str, Any], arrays: Arrays) -> None:
     """Write a file atomically.
 
@@ -124,7 +120,7 @@ def read_header(
     found, versions = (header.get("kind"), header.get("version")), version if isinstance(version, tuple) else (version,)
     if found[0] != kind or type(found[1]) is not int or found[1] not in versions:
         of = f"{str(found[0])[:40]} of version {str(found[1])[:9]}"
-        raise OtherVersionError(f"is {of}, not {kind} of version {versions[0]}")
+        raise ArrayFileError(f"is {of}, not {kind} of version {versions[0]}")
     if type(expected := header.get("size")) is not int:
         raise ArrayFileError("has an invalid header: size")
     if size != expected:

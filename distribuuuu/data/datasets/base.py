@@ -12,7 +12,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.settings import build_settings
-from distribuuuu.files.image_files import ALL_EXTENSIONS, EXTENSIONS, file_stamp, read_file
+from distribuuuu.files.image_files import ALL_EXTENSIONS, EXTENSIONS, read_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,10 +109,6 @@ class ImageDataset:
         numbers as float32. Crops and flips do not change them.
         """
         return int(self.labels[index])
-
-    def stamp(self, index: int) -> tuple[int, ...]:
-        """Return numbers that change when image `index` is modified in place; empty if this cannot be detected."""
-        return file_stamp(self.describe(index)) if self.has_files else ()
 
     def check_record(self) -> tuple[Path | None, str]:
         """Return the path for the results of the file check, None to store none, and the version of the image list."""

@@ -8,7 +8,7 @@ import contextlib
 import os
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -134,66 +134,51 @@ def _check_in_turn(
         find_problem: returns the problem with a file, or None.
         limit_s: seconds after which no more files are checked.
     """
-    record, version = images.check_record()
-    broken: dict[int, str] = {}
-    done, key = 0, [version, *key]
-    if record is not None:
-        record = record.with_suffix(f".{what}")
-        stamp, (broken, done) = file_stamp(record), _load(record, key, len(images))
-    if done * _CHUNK >= len(images) and not broken:
-        return broken, len(images)
-    with contextlib.ExitStack() as stack:
-        try:
-            if record is not None:
-                stack.enter_context(take_turn(record))
-        except OSError:  # nothing can be stored
-            record = None
-        if record is not None and file_stamp(record) != stamp:  # another process has continued meanwhile
-            broken, done = _load(record, key, len(images))
-        else:
-            done = _continue(len(images), find_problem, limit_s, broken, done)
+    index, version = images.check_record()
+    if index is None:
+        broken, done = _check(len(images), find_problem, limit_s, 0)
+        return broken, min(done * _CHUNK, len(images))
+    record, key = index.with_suffix(f".{what}"), [version, *key]
+    stamp, (broken, done) = file_stamp(record), _load(record, key)
+    if broken or done * _CHUNK < len(images):
+        with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
-                if record is not None:
-                    meta = {"key": key, "done": done, "broken": list(broken.items())}
-                    write_arrays(record, KIND, VERSION, meta, {})
+                stack.enter_context(take_turn(record))
+            if file_stamp(record) != stamp:  # another process has continued meanwhile
+                broken, done = _load(record, key)
+            else:  # broken files may have been repaired
+                broken, done = _check(len(images), find_problem, limit_s, 0 if broken else done)
+                with contextlib.suppress(OSError):
+                    write_arrays(record, KIND, VERSION, {"key": key, "done": done, "broken": [*broken.items()]}, {})
     return broken, min(done * _CHUNK, len(images))
 
 
-def _load(record: Path, key: list, num: int) -> tuple[dict[int, str], int]:
+def _load(record: Path, key: list) -> tuple[dict[int, str], int]:
     """Return the broken files and the number of checked chunks; a missing, corrupt or stale record has none."""
     with contextlib.suppress(OSError, ArrayFileError):
         meta, _ = read_arrays(record, KIND, VERSION)
-        pairs, done = meta.get("broken"), meta.get("done")
-        if meta.get("key") == key and type(done) is int and done >= 0 and isinstance(pairs, list):
-            is_pair = [isinstance(pair, list) and list(map(type, pair)) == [int, str] for pair in pairs]
-            if all(is_pair) and all(0 <= index < num for index, _ in pairs):
-                return dict(pairs), done
+        if meta["key"] == key:
+            return dict(meta["broken"]), meta["done"]
     return {}, 0
 
 
-def _continue(
-    num: int, find_problem: Callable[[int], str | None], limit_s: float, broken: dict[int, str], done: int
-) -> int:
-    """Check the broken files again, then the chunks after the first `done`; return the new number of chunks."""
-    deadline, num_found, again = time.monotonic() + limit_s, [0], sorted(broken)
+def _check(
+    num: int, find_problem: Callable[[int], str | None], limit_s: float, done: int
+) -> tuple[dict[int, str], int]:
+    """Check the chunks after the first `done`; return the broken files and the new number of chunks."""
+    deadline, broken = time.monotonic() + limit_s, dict[int, str]()
 
-    def check_chunk(indices: Sequence[int]) -> dict[int, str] | None:
-        if time.monotonic() > deadline or num_found[0] > _MOST_BROKEN:
+    def check_chunk(first: int) -> dict[int, str] | None:
+        if time.monotonic() > deadline or len(broken) > _MOST_BROKEN:
             return None
-        found = {index: problem for index in indices if (problem := find_problem(index))}
-        num_found[0] += len(found)
-        return found
+        indices = range(first * _CHUNK, min((first + 1) * _CHUNK, num))
+        return {index: problem for index in indices if (problem := find_problem(index))}
 
     order = sorted(range(-(-num // _CHUNK)), key=lambda chunk: chunk % _STRIDE)[done:]
-    chunks: list[Sequence[int]] = [again[first : first + _CHUNK] for first in range(0, len(again), _CHUNK)]
-    num_again = len(chunks)
-    chunks += [range(chunk * _CHUNK, min((chunk + 1) * _CHUNK, num)) for chunk in order]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        for position, (indices, found) in enumerate(zip(chunks, pool.map(check_chunk, chunks), strict=True)):
+        for found in pool.map(check_chunk, order):
             if found is None:  # and so are all that follow
                 break
-            for index in indices:
-                broken.pop(index, None)
             broken.update(found)
-            done += position >= num_again
-    return done
+            done += 1
+    return broken, done

@@ -17,7 +17,7 @@ from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.array_file import pack_names
 from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, image_extensions
 from distribuuuu.data.datasets.index import NOT_KNOWN, NUM_THREADS, Content, Index, open_index, stamp_of
-from distribuuuu.data.datasets.indexed import IndexedImages, find_unknown, unknown_names
+from distribuuuu.data.datasets.indexed import IndexedImages, unknown_names
 from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.image_files import (
     EXTENSIONS,
@@ -57,7 +57,7 @@ class ImageFolder(IndexedImages):
         extensions: tuple[str, ...] = EXTENSIONS,
     ):
         self.folder = Path(root) / split
-        self.use_index(open_folder(root, split, cache_folder(cache_dir), extensions, self.index_in_root), classes)
+        self.use_index(open_folder(root, split, cache_folder(cache_dir), extensions), classes)
 
     def use_index(self, index: Index, classes: Sequence[str] | None = None) -> None:
         """Read the images of an index, in the order of the labels."""
@@ -103,7 +103,7 @@ class ImageFolder(IndexedImages):
             from distribuuuu.data.datasets.imagenet_labels import find_folder_problems
 
             yield from find_folder_problems(labels, folder, classes)
-        elif trained and (unknown := find_unknown(classes, trained)):
+        elif trained and (unknown := [each for each in classes if each not in trained]):
             yield f"{name}.SPLIT", unknown_names(str(folder), "label", unknown, trained)
         elif len(trained or classes) != cfg.MODEL.NUM_CLASSES:
             source = str(cls.split_path(cfg.TRAIN) if trained else folder)
@@ -124,16 +124,14 @@ class ImageFolder(IndexedImages):
         return sum(1 for _ in islice(chain.from_iterable(found), most))
 
 
-def open_folder(
-    root: str | os.PathLike, split: str, cache: Path, extensions: tuple[str, ...] = EXTENSIONS, in_root: bool = True
-) -> Index:
+def open_folder(root: str | os.PathLike, split: str, cache: Path, extensions: tuple[str, ...] = EXTENSIONS) -> Index:
     """Return the index of ROOT/SPLIT; if the folder does not exist, it is empty. See `open_index`."""
     folder = str(Path(root) / split)
     scan = functools.partial(scan_folder, folder, extensions)
     if not os.path.isdir(folder):
         return Index(folder, folder, *scan())
     name = f"index-{quote(os.fsencode(split), safe='')}"
-    return open_index(folder, root, name, cache, scan, extensions, in_root, below=split)
+    return open_index(folder, root, name, cache, scan, extensions, below=split)
 
 
 # ---------------------------------------------------------------------------------------- scanning

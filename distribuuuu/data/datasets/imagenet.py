@@ -57,7 +57,7 @@ class ImageNet(Archive):
             return cls(cls._open_tar(root / TRAIN_TAR, "tars", cache))
         for folder in (*(root / name for name in IMAGENET_FOLDERS), root):
             if list_classes(folder / "train"):
-                return cls._open_folder(folder, "train", None, cache)
+                return ImageFolder(folder, "train", None, cache)
         expected = f"expected {TRAIN_TAR}, {IMAGENET_FOLDERS[0]}/train/WNID/ or train/WNID/"
         raise ArchiveError(f"{root} has no training images of ImageNet; {expected}")
 
@@ -68,7 +68,7 @@ class ImageNet(Archive):
             return cls(index, *_label([*index.names_of("names")], read_labels(root), classes, root / VAL_TAR))
         for folder in (*(root / name / "val" for name in IMAGENET_FOLDERS), root / "val"):
             if list_classes(folder):
-                return cls._open_folder(folder.parent, "val", classes or None, cache)
+                return ImageFolder(folder.parent, "val", classes or None, cache)
             names = sorted(filter(is_image, os.listdir(folder))) if folder.is_dir() else []
             if names:
                 arrays = {**pack_names("files", [b""]), "stamps": np.zeros((1, 3), np.int64),
@@ -81,14 +81,9 @@ class ImageNet(Archive):
         raise ArchiveError(f"{root} has no validation images of ImageNet; {expected}")
 
     @classmethod
-    def _open_folder(cls, *args: Any) -> ImageFolder:
-        family = type("ImageFolder", (ImageFolder,), {"index_in_root": cls.index_in_root})
-        return family(*args) if not cls.index_in_root else ImageFolder(*args)
-
-    @classmethod
     def _open_tar(cls, path: Path, layout: str, cache: str) -> Index:
         source = ArchiveSource((str(path),), "val" if layout == "flat" else "", layout=layout)
-        return open_archives(source, cache_folder(cache), cls.index_in_root)
+        return open_archives(source, cache_folder(cache))
 
 
 def _label(names: list[str], known: dict[str, str], classes: Sequence[str], source: Path) -> tuple[Any, Any, Any]:

@@ -1,7 +1,7 @@
 """The index of the images of a split: where each image is, and its targets.
 
-A source of images scans its files once. The index is stored in one file, beside the data or in the cache folder. Later
-runs map that file into memory, without an object for each image, as long as no scanned file or folder has changed.
+A source of images scans its files once. The index is stored in one file of the user's cache folder. Later runs map that
+file into memory, without an object for each image, as long as no scanned file or folder has changed.
 """
 
 import contextlib
@@ -10,12 +10,9 @@ import itertools
 import json
 import logging
 import os
-import re
 import stat
 import time
-import unicodedata
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +22,6 @@ import numpy as np
 
 from distribuuuu.config.errors import DataError, counted, first_few
 from distribuuuu.data.datasets.array_file import (
-    OtherVersionError,
     checksum_of,
     pack_names,
     packed_name,
@@ -43,13 +39,6 @@ YOUNG_NS = 2_000_000_000
 # The stamp of a folder that was not listed completely.
 NOT_KNOWN = (-1, -1, -1)
 KIND, VERSION = "image index", 1
-# Types of the arrays, without the numbers in their names.
-_TYPES = {
-    "files_bytes": "|u1", "files_offsets": "<i8", "stamps": "<i8", "file": "<i4", "names_bytes": "|u1",
-    "names_offsets": "<i8", "offset": "<i8", "size": "<u4", "packed": "<u4", "crc": "<u4", "label": "<i4",
-    "label_offsets": "<i8", "target": "<i4", "values_bytes": "|u1", "values_offsets": "<i8",
-    "number": "<i8 <f4", "row": "<i8",
-}  # fmt: skip
 # What the digest leaves out: it does not change when equal files are copied or packed again.
 _NOT_IN_DIGEST = ("stamps", "offset", "packed", "crc32")
 # Archives that a process keeps open; with more, all are closed.
@@ -72,7 +61,7 @@ class Index:
         arrays: `files_*`, see `pack_names`: folders of image files, or archives; `stamps`, int64 (F, 3), of each. By
             image: `file`, the number of its folder or archive; `names_*`; in archives `offset`, `size`, `packed` (0:
             stored as it is) and `crc32` (0: unknown). `label`, one by image; with `label_offsets`, any number; or
-            `target0` ..., indices into `values0_*` ..., or `number0` ..., for each of the columns. `row` in its table.
+            `target0` ..., indices into `values0_*` ..., for each of the columns.
         path: the file that the arrays are mapped from; None: they are in memory.
     """
 
@@ -132,10 +121,6 @@ class Index:
             self._opened[number] = file
         return file
 
-    def stamp(self, index: int) -> tuple[int, ...]:
-        """Return numbers that change when the archive of image `index` does, and its place in it."""
-        return (*self.arrays["stamps"][self.arrays["file"][index]].tolist(), int(self.arrays["offset"][index]))
-
     def names_of(self, prefix: str) -> tuple[str, ...]:
         """Return all names of `pack_names`."""
         return tuple(
@@ -168,7 +153,7 @@ class Index:
         return f"{counted(len(self), 'image')} in {counted(len(self.arrays['stamps']), noun)}"
 
     def notes(self) -> Iterator[str]:
-        """Yield warnings: what was left out, and class names that look alike."""
+        """Yield warnings on what was left out."""
         yield from self.meta["notes"]
         where, ignored = self.source, sorted(self.meta["ignored"].items(), key=lambda item: (-item[1], item[0]))
         if ignored:
@@ -177,11 +162,6 @@ class Index:
             yield f"{where}: {files} left out, whose ending is not that of a known type of images: {counts}"
         if num := self.meta["num_beside"]:
             yield f"{where}: {counted(num, 'image')} outside the class folders left out; fix: move them into one"
-        alike: dict[str, list[str]] = defaultdict(list)
-        for name in self.classes:
-            alike[normal_form(name).casefold()].append(name)
-        if groups := [" and ".join(map(ascii_unless_plain, names)) for names in alike.values() if len(names) > 1]:
-            yield f"{where}: each of these is a class of its own, but they look alike: {first_few(groups)}"
 
     def __getstate__(self) -> dict:
         """Omit the arrays if the file still holds them: another process can map it too."""
@@ -230,16 +210,6 @@ def inflate(data: bytes, size: int) -> bytes:
     return content
 
 
-def normal_form(name: str) -> str:
-    """Return a name in the Unicode form NFC: macOS and some archives write the same letters as NFD."""
-    return unicodedata.normalize("NFC", name)
-
-
-def ascii_unless_plain(name: str) -> str:
-    """Return a name in a form in which names that look alike differ."""
-    return name if normal_form(name) == name else ascii(name)[1:-1]
-
-
 def digest_of(meta: dict, arrays: dict[str, np.ndarray]) -> str:
     """Return 128 bits of a SHA-256 of the classes, and of names, sizes and labels, in hexadecimal digits."""
     found = hashlib.sha256(json.dumps(meta["classes"]).encode())
@@ -249,21 +219,17 @@ def digest_of(meta: dict, arrays: dict[str, np.ndarray]) -> str:
     return found.hexdigest()[:32]
 
 
-def encode_targets(key: str, found: Mapping[str, tuple[Sequence, Sequence[str] | str]]) -> Content:
+def encode_targets(key: str, found: Mapping[str, tuple[Sequence, Sequence[str]]]) -> Content:
     """Return the meta and the arrays of the targets of images.
 
     Args:
         key: label, labels (several of one column by image) or targets (several columns).
-        found: by column, the values, and their names in the order of the classes, to which unknown ones are added, or
-            the type of numbers.
+        found: by column, the values, and their names in the order of the classes, to which unknown ones are added.
     """
     meta: dict[str, Any] = {"columns": list(found)} if key == "targets" else {}
     arrays: dict[str, np.ndarray] = {}
     meta["classes"] = []
     for number, (values, names) in enumerate(found.values()):
-        if isinstance(names, str):
-            arrays[f"number{number}"] = np.array(values, names)
-            continue
         flat = [*itertools.chain.from_iterable(values)] if key == "labels" else values
         numbers = {name: place for place, name in enumerate(dict.fromkeys([*names, *flat]))}
         indices = np.fromiter((numbers[value] for value in flat), np.int32, len(flat))
@@ -289,8 +255,6 @@ def open_index(
     cache: Path,
     scan: Callable[[], Content],
     extensions: tuple[str, ...] = EXTENSIONS,
-    in_root: bool = True,
-    is_inside: bool = True,
     below: str = "",
 ) -> Index:
     """Return the index of a source from its file if that is current, otherwise from a new scan that is stored.
@@ -301,58 +265,47 @@ def open_index(
         source: the name in messages.
         root: the folder of the data.
         name: of the index among those of this folder.
-        cache: the folder for an index that cannot be stored in root.
+        cache: the cache folder.
         scan: returns the content of a new index.
         extensions: those of image files; an index of others is not used.
-        in_root: whether root may be written to.
-        is_inside: refuse an index that leads to files outside of root.
         below: the folder below root that the names of files are relative to.
     """
-    root = str(Path(root))
-    base = os.path.join(root, below) if below else root
     own = hashlib.sha256(os.fsencode(f"{os.path.realpath(root)}\0{name}")).hexdigest()[:32]
-    paths = [Path(root) / ".distribuuuu" / f"{name}.bin", cache / "index" / f"{own}.bin"][0 if in_root else 1 :]
-    if paths[0].parent.is_symlink():  # it would write into another folder
-        del paths[0]
-    key = (*paths, extensions)
+    path, base = cache / "index" / f"{own}.bin", str(Path(root, below))
+    key = path, base, extensions
     if (index := _opened.get(key)) is not None and index.has_current_stamps():
         return index
     if len(_opened) > 8:
         _opened.clear()
-    _opened[key] = index = _open(source, base, paths, scan, extensions, is_inside)
+    _opened[key] = index = _open(source, base, path, scan, extensions)
     return index
 
 
-def _open(source: str, root: str, paths: list[Path], scan: Callable, extensions: tuple, is_inside: bool) -> Index:
-    stamps = {path: find_stamp(os.fspath(path)) for path in paths}
-    for path in paths:
-        index = _load(source, root, path, extensions, is_inside)
-        if index is not None and index.is_current():
-            _logger.info("%s: %s, from %s", source, index.count(), path)
-            return index
-    content, start, reasons = None, time.monotonic(), []
-    for path, stamp in stamps.items():
-        try:
-            with take_turn(path) as now_ns:
-                # Another process has scanned meanwhile. Its index is used even if a folder has changed since: all
-                # processes of a run must see the same images.
-                if find_stamp(os.fspath(path)) != stamp and (index := _load(source, root, path, extensions, is_inside)):
-                    _logger.info("%s: %s, from %s of another process", source, index.count(), path)
-                    return index
-                content = content or _sealed(scan(), extensions, now_ns)
-                write_arrays(path, KIND, VERSION, *content)
-        except OSError as error:
-            reasons.append(f"{path}: {error.strerror or error}")
-            continue
-        # Mapped from its file, the index shares its memory with other processes.
-        if (index := _load(source, root, path, extensions, is_inside)) is not None:
-            _log_scan(index, start, f"stored in {path}")
-            return index
-        reasons.append(f"{path}: the file written cannot be read")
-    index = Index(source, root, *(content or _sealed(scan(), extensions, time.time_ns())))
-    _log_scan(index, start, "not stored")
-    _logger.warning("%s is scanned at every start, since no index can be stored: %s", source, "; ".join(reasons))
-    return index
+def _open(source: str, root: str, path: Path, scan: Callable[[], Content], extensions: tuple[str, ...]) -> Index:
+    stamp = find_stamp(os.fspath(path))
+    index = _load(source, root, path, extensions)
+    if index is not None and index.is_current():
+        _logger.info("%s: %s, from %s", source, index.count(), path)
+        return index
+    content, start, reason = None, time.monotonic(), "the file written cannot be read"
+    try:
+        with take_turn(path) as now_ns:
+            # Another process has scanned meanwhile. Its index is used even if a folder has changed since: all
+            # processes of a run must see the same images.
+            if find_stamp(os.fspath(path)) != stamp and (index := _load(source, root, path, extensions)):
+                _logger.info("%s: %s, from %s of another process", source, index.count(), path)
+                return index
+            content = _sealed(scan(), extensions, now_ns)
+            write_arrays(path, KIND, VERSION, *content)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    seconds = f"scanned in {time.monotonic() - start:.1f} s"
+    # Mapped from its file, the index shares its memory with other processes.
+    if content is not None and (index := _load(source, root, path, extensions)) is not None:
+        _logger.info("%s: %s, %s, stored in %s", source, index.count(), seconds, path)
+        return index
+    _logger.warning("%s is scanned at every start, since its index cannot be stored: %s: %s", source, path, reason)
+    return Index(source, root, *(content or _sealed(scan(), extensions, time.time_ns())))
 
 
 def _sealed(content: Content, extensions: tuple[str, ...], now_ns: int) -> Content:
@@ -362,83 +315,16 @@ def _sealed(content: Content, extensions: tuple[str, ...], now_ns: int) -> Conte
     return {**meta, **sealed, "digest": digest_of(meta, arrays), "crc32": checksum_of(arrays)}, arrays
 
 
-def _log_scan(index: Index, start: float, stored: str) -> None:
-    _logger.info("%s: %s, scanned in %.1f s, %s", index.source, index.count(), time.monotonic() - start, stored)
-
-
-def _load(source: str, root: str, path: Path, extensions: tuple[str, ...], is_inside: bool) -> Index | None:
+def _load(source: str, root: str, path: Path, extensions: tuple[str, ...]) -> Index | None:
     """Return the index in a file, even if it is stale; None if the file is missing or cannot be used."""
     try:
         with untrusted(path, "index"):
             meta, arrays = read_arrays(path, KIND, VERSION)
-            if meta.get("extensions") != list(extensions):
-                raise OtherVersionError("was made with other image file extensions")
-            check_content(meta, arrays, is_inside)
+            if meta["extensions"] != list(extensions) or meta["crc32"] != checksum_of(arrays):
+                raise ValueError("it was made with other extensions of image files, or its checksum does not match")
             return Index(source, root, meta, arrays, path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        level = logging.INFO if isinstance(error.__cause__, OtherVersionError) else logging.WARNING
-        _logger.log(level, "%s is not used: %s; %s is scanned", path, error, source)
+        _logger.warning("%s is not used: %s; %s is scanned", path, error, source)
         return None
-
-
-def check_content(meta: dict[str, Any], arrays: dict[str, np.ndarray], is_inside: bool) -> None:
-    """Raise an exception unless the numbers of a stored index are consistent: it may come with untrusted data.
-
-    No name leads out of the folder if `is_inside`.
-    """
-    if meta["crc32"] != checksum_of(arrays):
-        raise ValueError("its checksum does not match")
-    texts = [*meta["classes"], *meta["notes"], *meta["ignored"], meta["digest"], *meta.get("columns", ())]
-    numbers = [*meta["ignored"].values(), meta["num_beside"], meta["scanned"]]
-    is_typed = all(isinstance(text, str) for text in texts) and all(type(number) is int for number in numbers)
-    if not is_typed or len({*meta["classes"]}) < len(meta["classes"]):
-        raise ValueError("invalid values")
-    if any(array.dtype.str not in _TYPES[re.sub(r"\d", "", name)] for name, array in arrays.items()):
-        raise ValueError("arrays of other types")
-    num, num_files, num_labels = len(arrays["file"]), len(arrays["files_offsets"]) - 1, len(arrays.get("label", ()))
-    columns = [f"{number}" for number in range(len(meta.get("columns", ())))]
-    offsets = {"files": num_files, "names": num} | ({"label": num} if "label_offsets" in arrays else {})
-    ranges: dict[str, tuple[int, int]] = {"file": (num, num_files)}
-    if not meta.get("columns"):
-        ranges["label"] = (num_labels if "label" in offsets else num, len(meta["classes"]))
-    columns = [column for column in columns if f"number{column}" not in arrays]
-    for column in columns:
-        offsets[f"values{column}"] = most = len(arrays[f"values{column}_offsets"]) - 1
-        ranges[f"target{column}"] = num, most
-    for name, length in offsets.items():
-        ends, total = arrays[f"{name}_offsets"], num_labels if name == "label" else len(arrays[f"{name}_bytes"])
-        if ends.shape != (length + 1,) or ends[0] != 0 or ends[-1] != total or (ends[1:] < ends[:-1]).any():
-            raise ValueError(f"inconsistent numbers of {name}")
-    for name, (length, most) in ranges.items():
-        if arrays[name].shape != (length,) or (length and not 0 <= arrays[name].min() <= arrays[name].max() < most):
-            raise ValueError(f"inconsistent numbers: {name}")
-    if arrays["stamps"].shape != (num_files, 3):
-        raise ValueError("inconsistent numbers: stamps")
-    _check_places(arrays, num)
-    if is_inside:
-        _check_names(arrays, is_path="offset" in arrays)
-
-
-def _check_places(arrays: dict[str, np.ndarray], num: int) -> None:
-    """Raise ValueError unless all images of archives are within these, and all rows have their numbers."""
-    if any(len(arrays[name]) != num for name in arrays if name == "row" or name.startswith("number")):
-        raise ValueError("inconsistent numbers of rows")
-    if "offset" not in arrays:
-        return
-    if not all(arrays[name].shape == (num,) for name in ("offset", "size", "packed", "crc32")):
-        raise ValueError("inconsistent numbers of sizes")
-    ends = arrays["offset"] + np.where(arrays["packed"], arrays["packed"], arrays["size"]).astype(np.int64)
-    if (arrays["offset"] < 0).any() or (ends > arrays["stamps"][arrays["file"], 0]).any():
-        raise ValueError("a place outside of an archive")
-
-
-def _check_names(arrays: dict[str, np.ndarray], is_path: bool) -> None:
-    """Raise ValueError if a name leads out of the folder; names in an archive are no paths on the disk."""
-    text, offsets = arrays["files_bytes"].tobytes(), arrays["files_offsets"].tolist()
-    files = [text[start:end].split(os.fsencode(os.sep)) for start, end in itertools.pairwise(offsets)]
-    is_inside = not any(part in (b"", b".", b"..") for path in files if path != [b""] for part in path)
-    is_name = is_path or not any(byte in arrays["names_bytes"] for byte in (0, ord(os.sep)))
-    if not is_inside or not is_name or 0 in arrays["files_bytes"]:
-        raise ValueError("a path outside of the folder")

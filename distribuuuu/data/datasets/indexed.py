@@ -9,7 +9,7 @@ import numpy as np
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import did_you_mean, first_few
 from distribuuuu.data.datasets.base import SplitDataset
-from distribuuuu.data.datasets.index import Index, ascii_unless_plain, digest_of, normal_form
+from distribuuuu.data.datasets.index import Index, digest_of
 
 # By column: the names that define the targets, in the order of the classes, or the type of numbers.
 Names = Mapping[str, tuple[str, ...] | str]
@@ -29,8 +29,6 @@ class IndexedImages(SplitDataset):
         ConfigError: the index has a class that is not among those of `trained`.
     """
 
-    # Whether the index may be stored beside the data; otherwise it is stored in the cache folder.
-    index_in_root = True
     # Whether a message on unknown classes names an image that has one.
     names_places = False
 
@@ -43,7 +41,6 @@ class IndexedImages(SplitDataset):
     ):
         self.index, self._order = index, order
         self._ends: np.ndarray | None = None
-        self._notes: list[str] = []
         self.has_files, self.holds_files = not index.is_archive, index.is_archive
         trained = index if trained is None else trained
         if labels is not None:
@@ -59,10 +56,6 @@ class IndexedImages(SplitDataset):
 
     def _map(self, column: str, known: tuple[str, ...] | str, problems: list[str]) -> np.ndarray | None:
         """Return the target of each value of a column, by the names that define the targets; None: they are equal."""
-        if find_numbers(self.index, column) is not None:
-            if not isinstance(known, str):
-                problems.append(f"{self.index.source}: {column} has numbers; expected names as in the training data")
-            return None
         values, numbers = own_values(self.index, column), {name: number for number, name in enumerate(known)}
         if isinstance(known, str):
             if wrong := [value for value in values if as_number(value) is None]:
@@ -70,7 +63,6 @@ class IndexedImages(SplitDataset):
             return None if wrong else np.array([as_number(value) for value in values], known)
         if values == known:
             return None
-        self._match_forms([value for value in values if value not in numbers], numbers)
         if unknown := [value for value in values if value not in numbers]:
             problems.append(unknown_names(self.index.source, column, unknown, known, self._first_place))
             return None
@@ -87,18 +79,6 @@ class IndexedImages(SplitDataset):
             place = int(np.searchsorted(ends, place, side="right")) - 1
         return f" ({self.describe(place)})"
 
-    def _match_forms(self, unknown: list[str], numbers: dict[str, int]) -> None:
-        """Add names that are among the known ones in another Unicode form, with a warning."""
-        forms: dict[str, list[str]] = {}
-        for name in numbers:
-            forms.setdefault(normal_form(name), []).append(name)
-        found = {name: forms[normal_form(name)][0] for name in unknown if len(forms.get(normal_form(name), ())) == 1}
-        numbers |= {name: numbers[known] for name, known in found.items()}
-        if found:
-            named = first_few([f"{ascii(name)[1:-1]} for {ascii(known)[1:-1]}" for name, known in found.items()])
-            text = "class names differ from those of the training data in their Unicode form only (NFC, NFD)"
-            self._notes.append(f"{self.index.source}: {text}, and are taken as equal: {named}")
-
     def _encode(self, maps: dict[str, np.ndarray | None]) -> None:
         """Compute what `label` returns."""
         arrays = self.index.arrays
@@ -109,11 +89,8 @@ class IndexedImages(SplitDataset):
             return
         self._targets = {}
         for number, column in enumerate(self.index.meta["columns"]):
-            values, mapped = find_numbers(self.index, column), maps[column]
-            if values is None:
-                values = arrays[f"target{number}"]
-                values = values.astype(np.int64) if mapped is None else mapped[values]
-            self._targets[column] = values
+            values, mapped = arrays[f"target{number}"], maps[column]
+            self._targets[column] = values.astype(np.int64) if mapped is None else mapped[values]
 
     def __len__(self) -> int:
         return len(self.index) if self._order is None else len(self._order)
@@ -143,17 +120,13 @@ class IndexedImages(SplitDataset):
         """Return the file of image `index`, or its archive and its name in it."""
         return self.index.describe(self.place(index))
 
-    def stamp(self, index: int) -> tuple[int, ...]:
-        """Return numbers that change when image `index` is modified in place."""
-        return super().stamp(index) if self.has_files else self.index.stamp(self.place(index))
-
     def check_record(self) -> tuple[Path | None, str]:
         """Return the file of the index, and the ID of the scan that made it."""
         return self.index.path, self.index.meta.get("scan", "")
 
     def notes(self) -> list[str]:
-        """Return warnings about files that were left out, and about class names that look alike."""
-        return [*self.index.notes(), *self._notes]
+        """Return warnings about files that were left out."""
+        return [*self.index.notes()]
 
     @property
     def digest(self) -> str:
@@ -169,19 +142,10 @@ def own_values(index: Index, column: str) -> tuple[str, ...]:
     return index.names_of(f"values{columns.index(column)}") if columns else index.classes
 
 
-def find_numbers(index: Index, column: str) -> np.ndarray | None:
-    """Return the values of a column of numbers; None if it has names."""
-    columns = index.meta.get("columns") or ()
-    return index.arrays.get(f"number{columns.index(column)}") if column in columns else None
-
-
 def name_targets(index: Index) -> Names:
     """Return the names of the classes; of structured targets, for each column its names or the type of its numbers."""
     found: dict[str, tuple[str, ...] | str] = {}
     for column in index.meta.get("columns") or ():
-        if (numbers := find_numbers(index, column)) is not None:
-            found[column] = numbers.dtype.name
-            continue
         values = [as_number(name) for name in own_values(index, column)]
         is_whole = all(isinstance(value, int) for value in values)
         found[column] = own_values(index, column) if None in values else "int64" if is_whole else "float32"
@@ -199,12 +163,6 @@ def as_number(text: str) -> int | float | None:
     return None
 
 
-def find_unknown(names: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Return the names that are not among the known ones, in whatever Unicode form."""
-    forms = {*map(normal_form, known)}
-    return [name for name in names if name not in known and normal_form(name) not in forms]
-
-
 def unknown_names(
     source: str,
     column: str,
@@ -214,8 +172,5 @@ def unknown_names(
 ) -> str:
     """Return the message for evaluation classes that are not among the training classes."""
     what = "classes" if column == "label" else f"values of {column}"
-    by_case = {name.casefold() for name in known}
-    hint = "; they differ by case: rename them" if any(name.casefold() in by_case for name in names) else ""
-    shown = [f"{ascii_unless_plain(name)}{place_of(column, name)}{'' if hint else did_you_mean(name, known)}"
-             for name in names[:6]]  # fmt: skip
-    return f"{source} has {what} that the training data lacks: {first_few([*shown, *names[6:]])}{hint}"
+    shown = [f"{ascii(name)[1:-1]}{place_of(column, name)}{did_you_mean(name, known)}" for name in names[:6]]
+    return f"{source} has {what} that the training data lacks: {first_few([*shown, *names[6:]])}"

@@ -40,8 +40,6 @@ class Shapes(ImageFolder):
 
     num_classes, num_images = 10, 2000
     has_splits = False
-    # The drawing is recognized by its files, so no other file may be added.
-    index_in_root = False
     mean, std = (0.489, 0.495, 0.491), (0.233, 0.256, 0.229)
 
     @classmethod

@@ -1,14 +1,14 @@
-"""Tables of images: CSV, TSV and parquet files with a column of paths and one or more columns of labels.
+"""Tables of images: CSV and TSV files with a column of paths and one or more columns of labels.
 
 A text is in UTF-8 or UTF-16 and has a header, unless the names of its columns are given; other columns are ignored.
-Spaces around a field are ignored, unless it is quoted.
+Spaces around a field are ignored.
 """
 
+import contextlib
 import csv
 import functools
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.errors import counted, first_few
+from distribuuuu.config.errors import first_few
 from distribuuuu.data.datasets.array_file import pack_names
-from distribuuuu.data.datasets.index import Content, encode_targets, find_stamp, normal_form
+from distribuuuu.data.datasets.index import Content, encode_targets, find_stamp
 from distribuuuu.files.image_files import TABLE_ENDINGS
 from distribuuuu.files.untrusted import open_text, printable
 
@@ -41,11 +41,10 @@ class TableSpec:
         key: "label", one class per image; "labels", any number; or "targets", a value of each column.
         columns: the columns of the labels; several of one class each hold 0 or 1.
         template: the path of an image, with the field of the column in the place of {}.
-        delimiter: between the fields; empty: by the ending of the file and its first line.
+        delimiter: between the fields; empty: by the ending of the file.
         split: the column that selects rows; empty: all rows.
         value: the value of that column.
         header: the names of the columns of a text without a header; empty: it has one.
-        names: a further table, its column of labels, and that of their names, which replace them; empty: none.
     """
 
     path: str = "path"
@@ -56,7 +55,6 @@ class TableSpec:
     split: str = ""
     value: str = ""
     header: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -71,13 +69,12 @@ def scan_table(path: str, spec: TableSpec) -> Content:
         ConfigError: with every kind of problem of the table.
     """
     folder, problems = os.path.dirname(path), Problems()
-    finder, places, images = PathFinder(folder), dict[tuple[str, str], tuple[int, int]](), list[tuple[str, str]]()
+    listed, places, images = dict[str, set[str]](), dict[tuple[str, str], tuple[int, int]](), list[tuple[str, str]]()
     labels: list[list[str]] = []
     try:
-        names_of = _read_names(folder, *spec.names) if spec.names else {}
         for line, text, cells in _read_rows(path, spec, problems):
-            place = finder.find(spec.template.replace("{}", text))
-            found = _parse_labels(spec, cells, names_of)
+            place = _find_file(folder, spec.template.replace("{}", text), listed)
+            found = parse_labels(spec, cells)
             if isinstance(found, str):
                 problems.setdefault(found, []).append(f"line {line}, {text!r}")
             elif place is None:
@@ -94,8 +91,7 @@ def scan_table(path: str, spec: TableSpec) -> Content:
                 problems.setdefault("names an image again", []).append(where)
     except OSError as error:
         raise ConfigError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
-    notes = finder.notes(path, problems)
-    names = _find_classes(spec, labels, names_of, problems)
+    names = _find_classes(spec, labels, problems)
     if problems:
         if missing := problems.get("names images that do not exist"):
             from distribuuuu.hints.sources import explain_missing_images
@@ -105,35 +101,30 @@ def scan_table(path: str, spec: TableSpec) -> Content:
         raise ConfigError([*sentences(path, problems)])
     if not images:
         raise ConfigError(f"{path} has no line{'' if spec.header else ' but its header'}")
-    inputs = [path, *(os.path.join(folder, name) for name in spec.names[:1])]
-    return _to_content(spec, images, labels, names, notes, inputs)
+    return _to_content(spec, images, labels, names, path)
 
 
-def _find_classes(spec: TableSpec, labels: list[list[str]], names_of: dict, problems: Problems) -> list[str]:
-    """Return the sorted names of the classes; numbers that a spreadsheet has written as 1.0 lose their ending."""
+def _find_classes(spec: TableSpec, labels: list[list[str]], problems: Problems) -> list[str]:
+    """Return the sorted names of the classes."""
     if spec.key == "targets":
         return []
     found = {label for row in labels for label in row}
-    if found and all(re.fullmatch(r"-?\d+\.0+", label) for label in found):
-        for row in labels:
-            row[:] = [label.partition(".")[0] for label in row]
-        found = {label.partition(".")[0] for label in found}
     if spec.key == "labels" and len(spec.columns) == 1:
         several = [label for label in sorted(found) if " " in label and {*label.split()} <= found]
         if several:
             problems["has labels that are several names, to be separated by semicolons"] = several
     if len(spec.columns) > 1:  # also a column without a 1 is a class
-        found |= {names_of.get(name, name) for name in spec.columns}
+        found |= {*spec.columns}
     if not found and labels:
         problems["has no label on any line"] = [""]
     return sorted(found)
 
 
-def _to_content(spec: TableSpec, images: list, labels: list, names: list[str], notes: list, inputs: list) -> Content:
-    """Return the content of an index; the tables are the last of its files, so that a change of them is noticed."""
+def _to_content(spec: TableSpec, images: list, labels: list, names: list[str], path: str) -> Content:
+    """Return the content of an index; the table is the last of its files, so that a change of it is noticed."""
     folders = {folder: number for number, folder in enumerate(dict.fromkeys(folder for folder, _ in images))}
-    root = os.path.dirname(inputs[0])
-    files = [*folders, *(os.path.relpath(path, root or ".") for path in inputs)]
+    root = os.path.dirname(path)
+    files = [*folders, os.path.basename(path)]
     found = {"label": (labels if spec.key == "labels" else [row[0] for row in labels], names)}
     if spec.key == "targets":
         columns = [[*values] for values in zip(*labels, strict=True)]
@@ -145,18 +136,7 @@ def _to_content(spec: TableSpec, images: list, labels: list, names: list[str], n
         **pack_names("names", [os.fsencode(name) for _, name in images]),
         "file": np.array([folders[folder] for folder, _ in images], np.int32),
     }
-    return {**meta, "ignored": {}, "num_beside": 0, "notes": notes}, arrays
-
-
-def _parse_labels(spec: TableSpec, cells: Sequence[Any], names_of: Mapping[str, str]) -> list[str] | str:
-    """Return the labels in the fields of an image, or what is wrong with them; a field may be a list of labels."""
-    names = parse_labels(spec, cells)
-    if not names_of or isinstance(names, str):
-        return names
-    known = [names_of.get(label, names_of.get(re.sub(r"\.0+$", "", label), "")) for label in names]
-    if "" in known:
-        return f"has labels without a name in {spec.names[0]}"
-    return [*dict.fromkeys(known)] if spec.key == "labels" else known  # labels of one name are one class
+    return {**meta, "ignored": {}, "num_beside": 0, "notes": []}, arrays
 
 
 def parse_labels(spec: TableSpec, cells: Sequence[Any]) -> list[str] | str:
@@ -200,11 +180,10 @@ def _read_rows(path: str, spec: TableSpec, problems: Problems) -> Iterator[tuple
     Raises:
         ConfigError: the header lacks a column, or the file is no text; the message has no key.
     """
-    read = _read_parquet if path.lower().endswith(".parquet") else _read_csv
     values: set[str] = set()
     is_empty = True
     try:
-        for line, cells in read(path, spec, problems):
+        for line, cells in _read_csv(path, spec, problems):
             image, *labels = cells
             if spec.split:
                 value = labels.pop()
@@ -225,26 +204,14 @@ def _read_rows(path: str, spec: TableSpec, problems: Problems) -> Iterator[tuple
 
 def _read_csv(path: str, spec: TableSpec, problems: Problems) -> Iterator[tuple[int, list[str]]]:
     """Yield the line and the fields of the needed columns of each row of a text."""
-    source: list[str] = []  # the lines of the current row
-
-    def read_lines() -> Iterator[str]:
-        # A longer line, which no list has, is read in pieces, of which one is invalid: a file may have a single line.
-        for line in iter(functools.partial(file.readline, _MAX_LINE), ""):
-            source.append(line)
-            yield line
-
+    delimiter = spec.delimiter or TABLE_ENDINGS.get(os.path.splitext(path)[1].lower(), ",")
     with open_text(path, newline="") as file:
-        delimiter, num_skipped = _find_delimiter(file.readline(_MAX_LINE), file.readline(_MAX_LINE), path, spec)
-        file.seek(0)
-        for _ in range(num_skipped):
-            file.readline(_MAX_LINE)
-        reader = csv.reader(read_lines(), strict=True, delimiter=delimiter)
+        # A longer line, which no list has, is read in pieces, of which one is invalid: a file may have a single line.
+        lines = iter(functools.partial(file.readline, _MAX_LINE), "")
+        reader = csv.reader(lines, strict=True, delimiter=delimiter)
         header = [*spec.header] or [name.strip() for name in next(reader, [])]
         places = find_columns(spec, header, path)
-        source.clear()
         for row in reader:
-            line, text = reader.line_num + num_skipped, "".join(source)
-            source.clear()
             if not any(map(str.strip, row)):  # an empty line, or one of a spreadsheet
                 continue
             while len(row) > len(header) and not row[-1].strip():
@@ -253,142 +220,32 @@ def _read_csv(path: str, spec: TableSpec, problems: Problems) -> Iterator[tuple[
                 of = "DATA.TABLE.columns'" if spec.header else "the header's"
                 kind = f"has lines with another number of fields than {of} {len(header)}"
                 kind += f" (a {'comma' if delimiter == ',' else 'delimiter'} within a name needs " + '"quotes")'
-                problems.setdefault(kind, []).append(f"line {line} has {len(row)}")
+                problems.setdefault(kind, []).append(f"line {reader.line_num} has {len(row)}")
             else:
-                # A field that is quoted in the text of its row keeps its spaces.
-                yield line, [row[at] if _quote(row[at]) in text else row[at].strip() for at in places]
-
-
-def _find_delimiter(first: str, second: str, path: str, spec: TableSpec) -> tuple[str, int]:
-    """Return the delimiter of a text, and how many lines of it are no rows: the one in which Excel names it."""
-    if (named := re.fullmatch(r"sep=(.)\s*", first)) and not spec.delimiter:
-        return named[1], 1
-    usual = spec.delimiter or TABLE_ENDINGS.get(os.path.splitext(path)[1].lower()) or ","
-
-    def fits(delimiter: str) -> bool:
-        fields = [field.strip().strip('"').casefold() for field in first.split(delimiter)]
-        return len(fields) == len(spec.header) if spec.header else {*map(str.casefold, spec.needed)} <= {*fields}
-
-    others = [delimiter for delimiter in ("\t", ";", "|", ",") if fits(delimiter)]
-    return (usual if spec.delimiter or fits(usual) or len(others) != 1 else others[0]), 0
+                yield reader.line_num, [row[at].strip() for at in places]
 
 
 def find_columns(spec: TableSpec, header: Sequence[str], path: str) -> list[int]:
-    """Return the places of the needed columns; raise ConfigError if one is missing. Case matters only between them."""
-    folded = [name.casefold() for name in header]
-    names = [name if name in header or folded.count(name.casefold()) != 1 else header[folded.index(name.casefold())]
-             for name in spec.needed]  # fmt: skip
-    if any(name not in header for name in names):
+    """Return the places of the needed columns; raise ConfigError if one is missing."""
+    if any(name not in header for name in spec.needed):
         from distribuuuu.hints.sources import explain_columns
 
         problem = explain_columns(spec, header)
         raise ConfigError(f"{path} {problem}{'' if header else ': it is empty'}")
-    return [header.index(name) for name in names]
+    return [header.index(name) for name in spec.needed]
 
 
-def _read_names(folder: str, file: str, label: str, name: str) -> dict[str, str]:
-    """Return the name of each label in a table of both."""
-    path, names, problems = os.path.join(folder, file), dict[str, str](), Problems()
-    for line, text, (named,) in _read_rows(path, TableSpec(label, "name", (name,)), problems):
-        if not named or names.setdefault(re.sub(r"\.0+$", "", text), named) != named:
-            problems.setdefault("has labels without one name", []).append(f"line {line}, {text!r}")
-    if problems:
-        raise ConfigError([*sentences(path, problems)])
-    return names
+def _find_file(root: str, text: str, listed: dict[str, set[str]]) -> tuple[str, str] | None:
+    """Return the folder, relative to the root or absolute, and the name of a file; None: there is none.
 
-
-def _read_parquet(path: str, spec: TableSpec, problems: Problems) -> Iterator[tuple[int, list[str]]]:
-    """Yield the row, from 1, and the fields of the needed columns of each row of a parquet file, as texts."""
-    from distribuuuu.data.datasets.parquet_file import read_columns
-
-    def find_problem(header: Sequence[str], files: Sequence[str]) -> str:
-        if not files or (spec.path in header and spec.path not in files):
-            find_columns(spec, header, path)
-            return ""
-        name = {"labels": "parquet_multilabel", "targets": "parquet_structured"}.get(spec.key, "parquet")
-        return f"has image files, not paths, in its column {files[0]}; fix: set DATA.NAME {name}"
-
-    for number, row in enumerate(read_columns(path, find_problem, spec.needed), 1):
-        yield number, ["" if cell is None else str(cell) for cell in row]
-
-
-# ------------------------------------------------------------------------------------------- paths
-
-
-class PathFinder:
-    """The files that a table names, also as another system writes their paths; each folder is listed once.
-
-    Args:
-        root: the folder that paths are relative to.
+    A backslash may separate folders, as on Windows. `listed` keeps the names in each folder, which is listed once.
     """
-
-    def __init__(self, root: str):
-        self._root = root
-        self._listed: dict[str, dict[str, list[str]]] = {}
-        self._forms: Counter[str] = Counter()
-        self._examples: dict[str, str] = {}
-        self._prefixes: set[tuple[str, ...]] = set()
-
-    def find(self, text: str) -> tuple[str, str] | None:
-        """Return the folder, relative to the root or absolute, and the name of a file; None: there is none."""
-        folder, name = os.path.split(os.path.normpath(text))
-        if name in self._list(folder).get("", ()) or os.path.isfile(os.path.join(self._root, folder, name)):
+    for path in dict.fromkeys((text, text.replace("\\", "/"))):
+        folder, name = os.path.split(os.path.normpath(path))
+        if folder not in listed:
+            listed[folder] = set()
+            with contextlib.suppress(OSError, ValueError):  # ValueError: a path with a NUL
+                listed[folder] = {*os.listdir(os.path.join(root, folder) or ".")}
+        if name in listed[folder]:
             return folder, name
-        parts = re.split(r"[\\/]+", re.sub(r"^[A-Za-z]:", "", text))
-        is_absolute = text[:1] in "/\\" or bool(re.match("[A-Za-z]:", text))
-        parts = [part for part in parts if part not in ("", ".")]
-        for start in range(len(parts) if is_absolute else min(1, len(parts))):
-            if (found := self._walk(parts[start:])) is not None:
-                self._note(text, parts[:start], parts[start:], found, is_absolute)
-                return os.path.split(os.path.join(*found))
-        return None
-
-    def _walk(self, parts: Sequence[str]) -> list[str] | None:
-        """Return the parts of a path as they are on the disk, if only one path has them; case and form may differ."""
-        found: list[str] = []
-        for part in parts:
-            entries = self._list(os.path.join("", *found))
-            if part in entries.get("", ()) or part == "..":
-                found.append(part)
-            elif len(alike := [*entries.get(normal_form(part).casefold(), ())]) == 1:
-                found.append(alike[0])
-            else:
-                return None
-        return found if found and os.path.isfile(os.path.join(self._root, *found)) else None
-
-    def _list(self, folder: str) -> dict[str, list[str]]:
-        """Return the entries of a folder: all of them by "", and those alike by their folded name."""
-        if (entries := self._listed.get(folder)) is None:
-            try:
-                names = os.listdir(os.path.join(self._root, folder) or ".")
-            except (OSError, ValueError):  # ValueError: a path with a NUL
-                names = []
-            self._listed[folder] = entries = {}
-            for name in names:
-                entries.setdefault(normal_form(name).casefold(), []).append(name)
-            entries[""] = set(names)  # type: ignore[assignment]
-        return entries
-
-    def _note(
-        self, text: str, dropped: Sequence[str], parts: Sequence[str], found: list[str], is_absolute: bool
-    ) -> None:
-        own, others = [*map(normal_form, parts)], [*map(normal_form, found)]
-        forms = {
-            "paths of another system, whose separator is no slash here": "\\" in text,
-            "absolute paths of another machine": is_absolute,
-            "names in another Unicode form (NFC, NFD)": own == others and [*parts] != found,
-            "names in another case": own != others,
-        }
-        if is_absolute:
-            self._prefixes.add(tuple(dropped))
-        for form in (form for form, applies in forms.items() if applies):
-            self._forms[form] += 1
-            self._examples.setdefault(form, f"{text} is read as {os.path.join(*found)}")
-
-    def notes(self, path: str, problems: Problems) -> list[str]:
-        """Return warnings about the paths; add a problem if those of several other folders would become one."""
-        if len(self._prefixes) > 1:
-            prefixes = ["/".join(prefix) or "/" for prefix in sorted(self._prefixes)]
-            problems["has absolute paths of another machine, of several folders"] = prefixes
-        found = self._forms.items()
-        return [f"{path}: {counted(num, 'row')} with {form}: {self._examples[form]}" for form, num in found]
+    return None

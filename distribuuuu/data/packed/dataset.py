@@ -172,10 +172,6 @@ class Packed(SplitDataset):
         own = f"{self.meta['crc32']} {self.meta['classes']} {self.classes}"
         return hashlib.sha256(own.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
-    def stamp(self, index: int) -> tuple[int, ...]:
-        """Return the checksum of the stored bytes."""
-        return (int(self.columns["crc32"][index]),)
-
     def label(self, index: int) -> int:
         """Return the class index of image `index`."""
         return self._label_of[self.columns["label"][index]]

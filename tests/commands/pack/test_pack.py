@@ -296,12 +296,12 @@ def stop_after(num_records: int, monkeypatch) -> None:
         def write(self, data):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    def append(self, image, record, stamp):
+    def append(self, image, record):
         count[0] += 1
         if count[0] > num_records and self._file:
             self._file.close()
             self._file = FullFile()
-        write(self, image, record, stamp)
+        write(self, image, record)
 
     monkeypatch.setattr(pack_writer.PackWriter, "append", append)
 
@@ -364,17 +364,6 @@ def test_a_shard_with_an_invalid_side_file_is_done_again(folder, tmp_path, whole
         assert contents(out / "train") == whole, changes
 
 
-def test_a_finished_pack_of_others_is_not_searched_beyond_the_source(folder, tmp_path, capsys):
-    pack(tmp_path, *source(folder))
-    index = tmp_path / "train" / "index.bin"
-    meta, columns = read_arrays(index, "packed images", 1)
-    columns = {name: column.copy() for name, column in columns.items()}
-    for changes in ({"source_end": 10**9}, {"source_end": "x"}, {"stamps_crc32": None}):
-        write_arrays(index, "packed images", 1, {**meta, "shards": [{**meta["shards"][0], **changes}]}, columns)
-        pack(tmp_path, *source(folder))
-        assert "is packed already: nothing to do" in capsys.readouterr().out
-
-
 def test_other_options_or_another_source_are_refused(folder, tmp_path):
     pack(tmp_path, *source(folder))
     before = contents(tmp_path / "train")
@@ -396,53 +385,6 @@ def test_a_changed_list_of_images_is_refused(folder, tmp_path):
     (tmp_path / "data/train/cat/003.jpg").rename(tmp_path / "data/train/cat/005.jpg")
     shutil.copy(folder / "train/cat/004.jpg", tmp_path / "data/train/cat/006.jpg")  # as many as before
     assert "checksum of names and labels" in message_of(pack, tmp_path / "out", *words)
-
-
-def repaint(path: Path) -> None:
-    """Replace an image by another one of the same size in bytes, a moment later."""
-    status, data = path.stat(), bytearray(path.read_bytes())
-    data[-40] ^= 1
-    path.write_bytes(data)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-
-
-@pytest.mark.parametrize(("image", "shard"), [("ant/000", 0), ("ant/004", 1), ("bee/000", 1)])
-def test_shards_of_images_changed_in_place_are_packed_again(folder, tmp_path, capsys, image, shard):
-    shutil.copytree(folder, tmp_path / "data")
-    words = ["--shard-mb", TINY_MB, "--no-check", *source(tmp_path / "data")]
-    pack_until(9, tmp_path / "out", *words)
-    assert len(shards(tmp_path / "out/train")) >= 2
-    repaint(tmp_path / f"data/train/{image}.jpg")
-    pack(tmp_path / "out", *words)
-    printed = capsys.readouterr().out
-    assert f"have changed since shard-0000{shard}.bin was packed; it is packed again" in printed
-    assert ("resumed after" in printed) == (shard > 0)
-    pack(tmp_path / "whole", *words)
-    assert contents(tmp_path / "out" / "train") == contents(tmp_path / "whole" / "train")
-
-
-def test_a_broken_image_that_was_mended_between_two_starts_is_packed(broken, folder, tmp_path):
-    words = [*broken, "DATA.ON_BAD_IMAGE", "skip"]
-    pack_until(11, tmp_path / "out", *words)
-    shutil.copyfile(folder / "train/bee/002.jpg", tmp_path / "data/train/bee/002.jpg")
-    pack(tmp_path / "out", *words)
-    assert len(Packed(tmp_path / "out", "train")) == 14
-
-
-def test_a_whole_pack_of_images_that_changed_since_is_kept_and_reported(folder, tmp_path, capsys):
-    shutil.copytree(folder, tmp_path / "data")
-    words, again = source(tmp_path / "data"), ["DATA.NAME", "packed", *source(tmp_path / "out")]
-    pack(tmp_path / "out", *words)
-    pack(tmp_path / "packed again", *again)
-    before = contents(tmp_path / "out/train")
-    repaint(tmp_path / "data/train/cat/004.jpg")
-    pack(tmp_path / "out", *words)
-    printed = capsys.readouterr().out
-    assert "nothing to do" in printed and "--overwrite packs them again" in printed
-    assert contents(tmp_path / "out/train") == before
-    pack(tmp_path / "out", "--overwrite", "--no-check", *words)
-    pack(tmp_path / "packed again", *again)
-    assert "have changed since shard-00000.bin was packed; --overwrite" in capsys.readouterr().out
 
 
 def test_a_folder_of_other_things_or_of_another_command_is_left_alone(folder, tmp_path):

@@ -24,7 +24,7 @@ FILES = {
     "my images.tgz": "is a compressed tar archive; fix: gzip -dc", "ILSVRC2012_img_train.tar": "is a tar archive; fix: "
     "set DATA.NAME imagenet TRAIN.DATASET {parent}; or",
     "images.rar": "is a compressed file; fix: unpack it",
-    "images.parquet": "is a table; fix for image files in it: DATA.NAME parquet TRAIN.DATASET",
+    "images.parquet": "is a table; fix for image files in it: distribuuuu pack OUT DATA.NAME parquet",
     "images.npz": "is images in a file of arrays or a table; fix: a data set of your own, see docs/data.md",
     "train.csv": "is a table; fix for a list: DATA.NAME list TRAIN.DATASET",
     "cat.jpg": "is an image; expected the folder that holds the class folders",

@@ -1,4 +1,4 @@
-"""Tables with any columns: the words of DATA.TABLE, one-hot columns, splits by a column, several targets, parquet."""
+"""Tables with any columns: the words of DATA.TABLE, one-hot columns, splits by a column, several targets."""
 
 import pickle
 import re
@@ -7,13 +7,11 @@ import pytest
 import torch
 from support.batches import assert_same_batches, batches_of
 from support.commands import run_command
-from support.sources import DELIMITERS, NAMES, image_rows, list_rows, to_arrow, write_parquet, write_rows
+from support.sources import DELIMITERS, NAMES, list_rows, write_rows
 from support.tables import each_row
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.config_node import changed
-from distribuuuu.data.datasets.image_list import Multilabel
-from distribuuuu.data.datasets.table_file import TableSpec
 from distribuuuu.data.loader import build_images
 from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.inference.image_arguments import list_images
@@ -124,20 +122,6 @@ def test_mistakes_are_reported_before_the_start(cfg_of, tmp_path, message):
     assert not any(problem.endswith(": line 1") for problem in problems)
 
 
-@pytest.mark.parametrize("name, column", [("list", "path"), ("list", "image"), ("multilabel", "image")])
-def test_a_column_of_image_files_is_no_column_of_paths(small_cfg, image_folder, tmp_path, name, column):
-    pytest.importorskip("pyarrow")
-    for split in ("train", "val"):
-        write_parquet(tmp_path, to_arrow(image_rows(image_folder, split)), f"{split}.parquet")
-    loss = "bce" if name == "multilabel" else "cross_entropy"
-    words = "DATA.NAME", name, "LOSS.NAME", loss, "DATA.TABLE.path", column
-    cfg = small_cfg("TRAIN.DATASET", tmp_path, *words)
-    problems = [str(problem) for problem in find_run_problems(cfg, train=True)]
-    family = "parquet" if name == "list" else f"parquet_{name}"
-    expected = f"has image files, not paths, in its column image; fix: set DATA.NAME {family}"
-    assert len([problem for problem in problems if problem.endswith(expected)]) == 2, problems
-
-
 def test_a_long_field_is_cut_in_a_message(cfg_of, tmp_path):
     (tmp_path / "train.csv").write_text(f"path,label\n{'x' * 90_000}.jpg,a\n")
     problems = [str(problem) for problem in find_run_problems(cfg_of("TEST.SPLIT", "train"), train=True)]
@@ -154,8 +138,6 @@ def test_a_long_field_is_cut_in_a_message(cfg_of, tmp_path):
         ("{delimiter: ab}", "DATA.TABLE: .*expected one character"),
         ("{targets: [a]}", "DATA.TABLE.targets .*no such setting"),
         ("{columns: [path, path]}", "DATA.TABLE: .*a different name for each column"),
-        ("{names: [a.csv, b]}", "DATA.TABLE: .*a file and two of its columns"),
-        ("{names: [../a.csv, b, c]}", "DATA.TABLE: .*below the folder of the data"),
     ],
 )
 def test_wrong_words(table, message):
@@ -169,15 +151,14 @@ def test_one_table_without_a_split_is_not_both(cfg_of, tables):
     assert problem.key == "TEST.SPLIT" and "is the training table too; fix: DATA.TABLE.split COLUMN" in str(problem)
 
 
-@pytest.mark.parametrize("ending", ["csv", "parquet"])
-def test_commands_that_take_files_name_the_remedy(image_folder, tmp_path, capsys, ending):
-    write_rows(tmp_path / f"train.{ending}", list_rows(image_folder, "train"))
+def test_commands_that_take_files_name_the_remedy(image_folder, tmp_path, capsys):
+    write_rows(tmp_path / "train.csv", list_rows(image_folder, "train"))
     words = [str(tmp_path), "--val", "0.2", "--out", str(tmp_path / "lists")]
     assert run_command("split", *words) == 2
-    expected = f"is a table; expected a folder CLASS/IMAGE; fix: use {tmp_path}/train.{ending}"
+    expected = f"is a table; expected a folder CLASS/IMAGE; fix: use {tmp_path}/train.csv"
     assert expected in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=f"train.{ending}: is a table; expected images, .* `distribuuuu test`"):
-        list_images([str(tmp_path / f"train.{ending}")])
+    with pytest.raises(ConfigError, match="train.csv: is a table; expected images, .* `distribuuuu test`"):
+        list_images([str(tmp_path / "train.csv")])
 
 
 NO_HEADER = "fix: add DATA.TABLE.columns '[path, label, column_3]', as it has no header"
@@ -195,56 +176,3 @@ def test_a_text_without_a_header_needs_the_words_that_the_message_names(cfg_of, 
         assert_same_batches(batches_of(cfg, part), batches_of(small_cfg(), part))
     (problem, _) = map(str, find_run_problems(cfg_of("DATA.TABLE.columns", "[path, label]"), train=True))
     assert "number of fields than DATA.TABLE.columns' 2" in problem and "line 1 has 3" in problem
-
-
-def test_numbers_get_the_names_of_another_table(cfg_of, small_cfg, image_folder, tmp_path):
-    for split in ("train", "val"):
-        rows = list_rows(image_folder, split)
-        write_rows(tmp_path / f"{split}.csv", [{**row, "label": NAMES.index(row["breed"])} for row in rows])
-    names = [{"id": number, "shade": "dark", "class": name} for number, name in enumerate(NAMES)]
-    write_rows(tmp_path / "classes.csv", names)
-    cfg = cfg_of("DATA.TABLE.names", "[classes.csv, id, class]")
-    assert find_run_problems(cfg, train=True) == [] and build_images(cfg, train=True).classes == NAMES
-    for part in (True, False):
-        assert_same_batches(batches_of(cfg, part), batches_of(small_cfg(), part))
-    # A table that changes is read again, and several labels may have one name.
-    write_rows(tmp_path / "classes.csv", [*names[:2], {**names[2], "class": names[1]["class"]}])
-    assert build_images(changed(cfg, {"MODEL.NUM_CLASSES": 2}), train=True).classes == NAMES[:2]
-
-
-@pytest.mark.parametrize(
-    "columns, rows",
-    [
-        (("labels",), ["a.jpg,0;1\n", "b.jpg,1;2\n"]),
-        (("0", "1", "2", "3"), ["a.jpg,1,1,0,0\n", "b.jpg,0,1,1,0\n"]),  # no image has the last one
-    ],
-)
-def test_several_labels_of_one_name_are_one_class(tmp_path, columns, rows):
-    (tmp_path / "train.csv").write_text("".join([f"path,{','.join(columns)}\n", *rows]))
-    (tmp_path / "classes.csv").write_text("id,class\n0,cat\n1,cat\n2,dog\n3,ant\n")
-    for name in ("a.jpg", "b.jpg"):
-        (tmp_path / name).touch()
-    spec = TableSpec("path", "labels", columns, names=("classes.csv", "id", "class"))
-    images = Multilabel(Multilabel.open_table(tmp_path / "train.csv", spec))
-    assert images.classes == ("ant", "cat", "dog")[len(columns) == 1 :]
-    assert [images.label(index)[-2:].tolist() for index in range(2)] == [[1, 0], [1, 1]]
-
-
-NAMELESS = {
-    "has labels without a name in classes.csv: line 2, 'a.jpg'": "id,class\n2,cat\n",
-    "classes.csv has labels without one name: line 3, '1'": "id,class\n1,cat\n1,dog\n",
-    "classes.csv has labels without one name: line 2, '1'": "id,class\n1,\n",
-    "classes.csv has no column id; its columns are number, class; fix: see DATA.TABLE.names": "number,class\n1,cat\n",
-    "classes.csv cannot be read: No such file": "",
-    "classes.csv is not a CSV in UTF-8": "id,class\n1,\udcff\n",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", NAMELESS)
-def test_mistakes_in_the_table_of_names_are_reported_before_the_start(cfg_of, tmp_path, message):
-    (tmp_path / "a.jpg").touch()
-    (tmp_path / "train.csv").write_text("path,label\na.jpg,1\n")
-    if text := NAMELESS[message]:
-        (tmp_path / "classes.csv").write_text(text, "utf-8", "surrogateescape")
-    cfg = cfg_of("TEST.SPLIT", "train", "DATA.TABLE.names", "[classes.csv, id, class]")
-    assert any(message in str(problem) for problem in find_run_problems(cfg, train=True))
