@@ -107,11 +107,11 @@ def list_images(folder: Path, label_by: str = "") -> Images:
         if missing := [name for name, label in zip(names, labels, strict=True) if not label]:
             found = f"finds no class in {counted(len(missing), 'name')}: {first_few(missing)}"
             raise ConfigError(f"--label-by: {label_by!r} {found}")
-        classes = sorted({str(label) for label in labels})
+        classes = tuple(sorted({str(label) for label in labels}))
     else:
         labels = [name.partition("/")[0] for name in names]
     numbers = {name: number for number, name in enumerate(classes)}
-    return Images(folder, names, [numbers[str(label)] for label in labels], tuple(classes), not label_by)
+    return Images(folder, names, [numbers[str(label)] for label in labels], classes, not label_by)
 
 
 # ------------------------------------------------------------------------------------- groups
@@ -127,7 +127,7 @@ def find_duplicates(images: Images) -> list[list[int]]:
         for index in indices if len(indices) > 1 else ():
             digest = hashlib.blake2b()
             with open_regular(images.folder / images.names[index]) as file:
-                for chunk in iter(lambda file=file: file.read(2**20), b""):
+                while chunk := file.read(2**20):
                     digest.update(chunk)
             by_content[digest.digest()].append(index)
     return [indices for indices in by_content.values() if len(indices) > 1]

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import hashlib
 import json
-import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -56,19 +55,17 @@ def sweep(prog: str, args: list[str]) -> int:
         plan.out_dir.mkdir(parents=True, exist_ok=True)
         with lock_out_dir(plan.out_dir):
             plan = open_sweep(plan, read_files(flags.cfg)[1])
-            table = LiveTable(plan, sys.stderr)
-            logging.getLogger("distribuuuu").addHandler(table)
             executor: Executor = LocalExecutor(flags.jobs or 1, flags.nproc)
             if flags.slurm:
                 executor = SlurmExecutor(plan, flags.slurm, sbatch, flags.jobs)
-            states = run_sweep(plan, executor, table.show)
+            states = run_sweep(plan, executor, LiveTable(plan, sys.stderr).show)
             rows = build_rows(plan, states)
             write_outcome(plan, rows)
             write_page(plan.out_dir / PAGE_FILE, build_sweep_page(plan, states))
     except OSError as error:
         what = f"{error.filename} cannot be written" if error.filename else f"a run in {plan.out_dir} cannot be started"
         raise ConfigError(f"OUT_DIR: {what}: {error.strerror or error}") from error
-    print(*format_rows(plan, rows, width=200), sep="\n")
+    print(*format_rows(plan, rows), sep="\n")
     print(f"best config: {plan.out_dir / BEST_FILE}; page: {plan.out_dir / PAGE_FILE}")
     return int(all(row.status == FAILED for row in rows))
 
@@ -216,15 +213,12 @@ def check_names(cfgs: Sequence[Config]) -> None:
         with contextlib.suppress(AssertionError, ImportError):  # it needs a GPU or a package that the nodes may have
             check_arguments(cfg, find_optimizer(cfg))
 
-    checked, problems = set[tuple[str, ...]](), dict[str, Problem]()
-    for cfg in cfgs:
-        for check, section, name in ((build_model_spec, cfg.MODEL, "ARCH"), (check_optimizer, cfg.OPTIM, "NAME")):
-            names = (name, section[name], *section.KWARGS)
-            if names in checked:
-                continue
-            checked.add(names)
+    named = {(cfg.MODEL.ARCH, *cfg.MODEL.KWARGS, cfg.OPTIM.NAME, *cfg.OPTIM.KWARGS): cfg for cfg in cfgs}
+    problems = dict[str, Problem]()
+    for cfg in map(resolve_num_classes, named.values()):
+        for check in (build_model_spec, check_optimizer):
             try:
-                check(resolve_num_classes(cfg))
+                check(cfg)
             except ConfigError as error:
                 problems |= {str(one): one for one in (problem.located(cfg.origins) for problem in error.problems)}
     if problems:

@@ -253,23 +253,21 @@ def open_sweep(new: Sweep, content: bytes) -> Sweep:
         return new
     record = load_json(path)
     if record != json.loads(text):  # the command line determines all of it
-        try:
-            before, now = _flatten(record["inputs"]), _flatten(new.inputs)
-            keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-        except (TypeError, LookupError, AttributeError, ValueError):
-            keys = []
-        if not keys:
-            raise ConfigError(f"OUT_DIR: {path} is damaged, or of another version; {fix}")
-        changes = ", ".join(f"{key} {before.get(key) or 'unset'} -> {now.get(key) or 'unset'}" for key in keys)
-        raise ConfigError(f"OUT_DIR: {new.out_dir} holds another sweep: {printable(changes)}; {fix}")
+        before, now = _flatten(record), _flatten(json.loads(text))
+        changes = [f"{key} {before.get(key)} -> {now.get(key)}" for key in {**before, **now}
+                   if before.get(key) != now.get(key)]  # fmt: skip
+        raise ConfigError(f"OUT_DIR: {path} describes another sweep: {printable(', '.join(changes[:9]))}; {fix}")
     copy = new.out_dir / new.inputs["config"]
     if new.inputs["config"] and not (copy.is_file() and copy.read_bytes() == content):
         raise ConfigError(f"OUT_DIR: {copy} is not the config of --cfg, which its runs expect; {fix}")
     return new
 
 
-def _flatten(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs by the names of their options and flags."""
-    flags = {f"--{name}": inputs[name] for name in ("trials", "seeds", "asha", "nproc")}
-    cfg = {"--cfg": inputs["config"].removeprefix("config/"), "SHA-256 of --cfg": inputs["config_sha256"]}
-    return {**cfg, **flags, **inputs["overrides"], **inputs["space"]}
+def _flatten(record: Any) -> dict[str, Any]:
+    """Return what the command line determined, by the names of flags and options; of a damaged file, nothing."""
+    inputs = record.get("inputs") if isinstance(record, dict) else None
+    if not isinstance(inputs, dict):
+        return {}
+    groups = [inputs.get(name) for name in ("overrides", "space")]
+    options = {key: value for group in groups if isinstance(group, dict) for key, value in group.items()}
+    return {**{f"--{key}": value for key, value in inputs.items() if not isinstance(value, dict)}, **options}

@@ -28,7 +28,6 @@ def fake(tmp_path, monkeypatch):
     commands.mkdir()
     write_command(commands / "sbatch", f"echo $@ >>{tmp_path}/calls; echo 7")
     write_command(commands / "squeue", f"cat {tmp_path}/queue")
-    write_command(commands / "sinfo", "echo gpu long")
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
     monkeypatch.setattr(slurm, "POLL_S", 0.0)
     monkeypatch.setattr(slurm, "LOST_S", -1.0)
@@ -80,16 +79,11 @@ def test_refused_submissions(fake, caplog):
 def test_flags_that_slurm_refuses(fake, monkeypatch):
     flags = ["--gres=gpu:1", "--time=4:00:00", "--qos=a"]
     assert check_slurm("gpu", [" ".join(flags[:2]), flags[2]]) == flags
-    with pytest.raises(ConfigError, match="--slurm: got gqu; expected a partition of the cluster: gpu, long; did you"):
-        check_slurm("gqu", [])
     with pytest.raises(ConfigError, match="--sbatch: got '; No closing quotation"):
         check_slurm("gpu", ["'"])
     write_command(fake / "bin" / "sbatch", "echo 'sbatch: error: Invalid gres' >&2; exit 1")
-    with pytest.raises(ConfigError, match="--sbatch: got '--gres=x'; sbatch: error: Invalid gres"):
+    with pytest.raises(ConfigError, match="--slurm: got gpu with --sbatch '--gres=x'; sbatch: error: Invalid gres"):
         check_slurm("gpu", ["--gres=x"])
-    write_command(fake / "bin" / "sinfo", "exit 1")
-    with pytest.raises(ConfigError, match="Slurm does not answer: status 1"):
-        check_slurm("gpu", [])
     monkeypatch.setenv("PATH", str(fake))
     with pytest.raises(ConfigError, match="--slurm: got gpu; sbatch is not installed here"):
         check_slurm("gpu", [])
@@ -152,4 +146,4 @@ def test_two_sweeps_one_killed_one_interrupted_and_a_requeued_task(start_sweep, 
 def test_a_partition_that_does_not_exist(start_sweep, tmp_path):
     process = start_sweep("one", "OPTIM.MOMENTUM=0.8,0.9", "--slurm", "bathc")
     assert process.wait() == 2 and not (tmp_path / "one").exists()
-    assert "--slurm: got bathc; expected a partition of the cluster" in (tmp_path / "one.log").read_text()
+    assert "--slurm: got bathc" in (tmp_path / "one.log").read_text()

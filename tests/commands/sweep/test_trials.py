@@ -50,8 +50,7 @@ def test_a_folder_belongs_to_one_sweep(tmp_path):
     other = dataclasses.replace(sweep, inputs={**sweep.inputs, **changed})
     with pytest.raises(ConfigError) as caught:
         open_sweep(other, b"RNG_SEED: 1\n")
-    assert "--seeds 1 -> 2, OPTIM.BASE_LR 0.1,0.2 -> 0.1,0.3; fix: set another OUT_DIR" in str(caught.value)
-    assert "SHA-256 of --cfg 1 -> 2" in str(caught.value)
+    assert "--seeds 1 -> 2" in str(caught.value) and "OPTIM.BASE_LR 0.1,0.2 -> 0.1,0.3" in str(caught.value)
     (tmp_path / "out/config/x/a.yaml").write_text("PLUGINS: [./evil.py]")  # the jobs would import it
     with pytest.raises(ConfigError, match="a.yaml is not the config of --cfg, which its runs expect; fix"):
         open_sweep(sweep, b"RNG_SEED: 1\n")
