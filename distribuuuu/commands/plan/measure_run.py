@@ -4,22 +4,19 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from distribuuuu.commands.plan.bottleneck import Speeds, diagnose_bottleneck, find_remedies
+from distribuuuu.commands.plan.bottleneck import diagnose_bottleneck, find_remedies
 from distribuuuu.commands.plan.run_plan import epochs_to_measure, extrapolate, plan_run, sizes_of, step_seconds
 from distribuuuu.commands.plan.timing import endless_batches, synchronize, time_calls
 from distribuuuu.config import Config, ConfigError, Problem
-from distribuuuu.config.config_node import changed
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.data.batch_plan import BatchPlan, plan_of
 from distribuuuu.data.workers import PREFETCH, count_workers
-from distribuuuu.distributed.process_group import find_device
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.auto_batch_size import (
     available_memory,
@@ -37,7 +34,6 @@ from distribuuuu.engine.run_description import list_unused_speed
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import check_model, count_parameters
 from distribuuuu.optim.schedules import set_lr
-from distribuuuu.records.run_log import progress
 from distribuuuu.trainer import take_step
 
 # Seconds of the training steps, over all image sides, and of an evaluation.
@@ -46,77 +42,58 @@ _HERE = Launch("plan")
 
 
 def measure_and_plan(cfg: Config, num_processes: int) -> dict[str, Any]:
-    """Return the plan of a run on a number of processes, see `plan_run`; no hours if it does not fit into host memory.
+    """Return the plan of a run on a number of processes, see `plan_run`.
 
     Raises:
-        ConfigError: the config contradicts the model or the data, or memory does not suffice for a few images.
+        ConfigError: the config contradicts the model or the data, or memory does not suffice.
     """
     check_model(cfg)
     if cfg.TRAIN.BATCH_SIZE == AUTO:
         cfg = with_number(cfg, search_here(cfg, take_step, _HERE, list_micro_batches(cfg, num_processes)))
-    plan, free = plan_of(cfg, num_processes), available_memory()
-    predicted, found = None, {}
-    if find_device(0).type != "cuda":
-        micro, accum = plan.micro_batch, min(2, plan.accum_steps)
-        trials = [BatchPlan(max(micro // part, least), accum, plan.world_size) for part, least in ((4, 2), (2, 4))]
-        with ThreadPoolExecutor(2) as pool:
-            low, high = pool.map(lambda trial: _measure(cfg, trial, False), trials)
-        factor = (micro - trials[0].micro_batch) / (trials[1].micro_batch - trials[0].micro_batch)
-        predicted, found = low["peak"].scaled(high["peak"], factor), high
-    if predicted is None or predicted.used < free:
-        found = _measure(cfg, plan, True)
-    peak, fits = found.pop("peak"), "epoch_s" in found
-    own = max(predicted.own if predicted else 0, peak.own if fits else 0)
-    memory = {"peak_mib": own / 2**20, "predicted_mib": predicted and predicted.own / 2**20, "free_mib": free / 2**20,
-              "workers_mib": peak.workers / 2**20, "of": "cuda" if peak.limit else "host", "fits": fits}  # fmt: skip
+    plan = plan_of(cfg, num_processes)
+    found = in_fresh_process(measure_run, cfg, plan)
+    if isinstance(found, str):
+        fix = "fix: TRAIN.BATCH_SIZE auto with TRAIN.GLOBAL_BATCH_SIZE, or lower it"
+        raise ConfigError(Problem("TRAIN.BATCH_SIZE", f"out of memory with {plan}: {found}; {fix}"))
+    peak = found.pop("peak")
+    memory = {"peak_mib": peak.own / 2**20, "free_mib": available_memory() / 2**20,
+              "workers_mib": peak.workers / 2**20, "of": "cuda" if peak.limit else "host"}  # fmt: skip
     return plan_run(cfg, plan, {**found, "memory": memory})
 
 
-def _measure(cfg: Config, plan: BatchPlan, times: bool) -> dict[str, Any]:
-    found = in_fresh_process(measure_run, cfg, plan, times)
-    if isinstance(found, str):
-        fix = f"; measured without DIST.SHARD {cfg.DIST.SHARD}" if cfg.DIST.SHARD != "none" else ""
-        raise ConfigError(Problem("TRAIN.BATCH_SIZE", f"out of memory with {plan}: {found}{fix}; fix: lower it"))
-    return found
-
-
-def measure_run(folder: str, cfg: Config, plan: BatchPlan, times: bool) -> dict[str, Any]:
+def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
     """Return the measurements of this process for `plan_run`, and its peak memory as "peak".
 
     Args:
         folder: OUT_DIR.
         cfg: the config.
-        plan: the images of a step, of which this process takes its share; the batches of the evaluation shrink with it.
-        times: False: two steps and two batches of the evaluation, for the memory only.
+        plan: the images of a step, of which this process takes its share.
     """
-    sizes, full = sizes_of(cfg) or [cfg.TRAIN.IM_SIZE], plan_of(cfg, plan.world_size)
-    cfg = changed(cfg, {"TEST.BATCH_SIZE": max(1, cfg.TEST.BATCH_SIZE * plan.micro_batch // full.micro_batch)})
+    sizes = sizes_of(cfg) or [cfg.TRAIN.IM_SIZE]
     with trial_run(cfg, _HERE, plan, folder) as run:
         state, device, found = run.state, run.train_loader.device, {"start_s": run.state.seconds, **_describe(run)}
-        epochs = epochs_to_measure(sizes)[0 if times else -1 :]
-        waits: list[float] = []
-        first, ends, waited = _train(run, epochs[0], 0.0, waits), {}, 0.0
-        if times:
-            ends = {sizes[epoch]: _train(run, epoch, STEPS_S / len(epochs), waits) for epoch in epochs}
-            waited = waits[-1] / ends[sizes[epochs[-1]]][-1]
-            ahead, num_steps = count_ahead(run), found["images"]["train"] // full.global_batch
-            found["step_s"] = {size: step_seconds(one, ahead) for size, one in ends.items()}
-            found["epoch_s"] = {size: extrapolate(one, num_steps, ahead) for size, one in ends.items()}
-            found["start_s"] += max(0.0, first[-1] - len(first) * found["step_s"][sizes[epochs[0]]])  # the warm-up
+        epochs = epochs_to_measure(sizes)
+        first, _ = _train(run, epochs[0], 0.0)
+        ahead, num_steps = count_ahead(run), found["images"]["train"] // plan.global_batch
+        found |= {"step_s": {}, "epoch_s": {}}
+        for epoch in epochs:
+            ends, waited = _train(run, epoch, STEPS_S / len(epochs))
+            found["step_s"][sizes[epoch]] = step_seconds(ends, ahead)
+            found["epoch_s"][sizes[epoch]] = extrapolate(ends, num_steps, ahead)
+        found["start_s"] += max(0.0, first[-1] - len(first) * found["step_s"][sizes[epochs[0]]])  # the warm-up
         started = time.perf_counter()
         result = {"count": 1, "loss": 1.0, **dict.fromkeys(run.task.eval_metrics, 1.0)}
         state.finish_epoch(dict.fromkeys(state.models, result))  # as if each kind of weights were the best
         run.checkpoints.save(capture(run))
         found["checkpoint_s"] = time.perf_counter() - started
-        evaluations = [_evaluate(run, model, EVALUATION_S * times, full) for model in state.models.values()]
+        evaluations = [_evaluate(run, model, plan) for model in state.models.values()]
         run.checkpoints.finish()
         found["unused"] = list_unused_speed(cfg, _HERE) if device.type == "cuda" else []
         found |= {"peak": read_peak(device), "evaluation_s": sum(evaluations)}
         found["last_s"] = evaluations[-1] if cfg.TEST.SAVE_PREDICTIONS and device.type == "cpu" else 0.0
         files = {"checkpoint_mib": run.checkpoints.list(), "best_mib": Path(folder).glob("best*")}
         found |= {name: sum(path.stat().st_size for path in paths) / 2**20 for name, paths in files.items()}
-        combined = full.per_process / found["step_s"][sizes[epochs[-1]]] if times else 0.0
-        return found | (_measure_speeds(run, combined, waited) if times else {})
+        return found | _measure_speeds(run, plan.per_process / found["step_s"][sizes[epochs[-1]]], waited)
 
 
 def _describe(run: Run) -> dict[str, Any]:
@@ -135,14 +112,11 @@ def _timed(items: Iterable, ends: list[float], limit_s: float, device: torch.dev
     On CUDA, the device records the ends, and the host waits for it only once, after the last item.
     """
     started, marks = time.perf_counter(), [_mark(device)]
-    with progress(None, "measuring", round(limit_s), unit="s", disable=None if limit_s >= 1 else True) as bar:
-        for item in items:
-            yield item
-            marks.append(_mark(device))
-            elapsed = time.perf_counter() - started
-            bar.update(min(elapsed, limit_s) - bar.n)
-            if elapsed > limit_s and len(marks) > 2:
-                break
+    for item in items:
+        yield item
+        marks.append(_mark(device))
+        if time.perf_counter() - started > limit_s and len(marks) > 2:
+            break
     synchronize(device)
     first = marks[0]
     ends += [mark - first if isinstance(mark, float) else 1e-3 * first.elapsed_time(mark) for mark in marks[1:]]
@@ -158,11 +132,8 @@ def _mark(device: torch.device) -> Any:
     return time.perf_counter()
 
 
-def _train(run: Run, epoch: int, limit_s: float, waits: list[float]) -> list[float]:
-    """Train for some steps from the start of an epoch; return the seconds until the end of each.
-
-    The seconds spent waiting for data are appended to `waits`.
-    """
+def _train(run: Run, epoch: int, limit_s: float) -> tuple[list[float], float]:
+    """Train for some steps of an epoch; return the seconds until the end of each, and the share of waiting for data."""
     state, loader = run.state, run.train_loader
     ends: list[float] = []
     loader.pop_data_time()
@@ -173,22 +144,21 @@ def _train(run: Run, epoch: int, limit_s: float, waits: list[float]) -> list[flo
         take_step(run, batches, step)
         state.finish_step(loader.num_steps)
     state.step = 0
-    waits.append(loader.pop_data_time())
-    return ends
+    return ends, loader.pop_data_time() / ends[-1]
 
 
-def _evaluate(run: Run, model: torch.nn.Module, limit_s: float, plan: BatchPlan) -> float:
+def _evaluate(run: Run, model: torch.nn.Module, plan: BatchPlan) -> float:
     """Return the seconds of an evaluation, with the batch-norm statistics before it."""
     cfg, state, loader, seconds = run.cfg, run.state, run.val_loader, 0.0
     if num := cfg.MODEL.PRECISE_BN:
         ends: list[float] = []
-        images = _timed(run.train_loader.iter_images(state.stream_seed, 0, num), ends, limit_s, loader.device)
+        images = _timed(run.train_loader.iter_images(state.stream_seed, 0, num), ends, EVALUATION_S, loader.device)
         compute_precise_statistics(model, images, state.precision.autocast)
         seconds = extrapolate(ends, -(-num // plan.global_batch) * plan.accum_steps, count_ahead(run))
     model.eval()
     ends = []
     with inference(model):
-        for batch in _timed(loader, ends, limit_s, loader.device):
+        for batch in _timed(loader, ends, EVALUATION_S, loader.device):
             run.task.eval_step(model, batch)
     num_batches = -(-len(loader.images) // (plan.world_size * cfg.TEST.BATCH_SIZE))
     return seconds + extrapolate(ends, num_batches, count_ahead(run))
@@ -209,17 +179,15 @@ def _measure_speeds(run: Run, combined: float, waited: float) -> dict[str, Any]:
         waited: fraction of that time that was spent waiting for data.
     """
     cfg, loader, plan = run.cfg, run.train_loader, run.train_loader.plan
-    on_gpu = loader.device.type == "cuda"
     batches = itertools.repeat(loader.sample_batch())
     run.model.train()
-    model = plan.per_process / time_calls(lambda: take_step(run, batches, 0), loader.device).seconds
+    model = plan.per_process / time_calls(lambda: take_step(run, batches, 0), loader.device)
     speeds = {"model": model, "loader": None, "together": combined}
     if cfg.DATA.LOADER == "device":
         return {"images_per_s": speeds, "bottleneck": f"model-bound: the model processes {model:,.0f} images/s"}
-    stream = map(loader.to_device, endless_batches(loader, run.state.stream_seed))
-    timed = time_calls(lambda: [next(stream) for _ in range(plan.accum_steps)], loader.device, count_ahead(run))
-    speeds["loader"] = rate = plan.per_process / timed.seconds
+    stream = endless_batches(loader, run.state.stream_seed)
+    seconds = time_calls(lambda: [next(stream) for _ in range(plan.accum_steps)], loader.device, count_ahead(run))
+    speeds["loader"] = rate = plan.per_process / seconds
     num_workers, most = (count_workers(number, _HERE) for number in (cfg.TRAIN.WORKERS, -1))
     remedies = find_remedies(cfg, loader.images, num_workers)
-    bottleneck = diagnose_bottleneck(Speeds(model, rate, combined, waited), num_workers, most, remedies, not on_gpu)
-    return {"images_per_s": speeds, "bottleneck": bottleneck}
+    return {"images_per_s": speeds, "bottleneck": diagnose_bottleneck(model, rate, waited, num_workers, most, remedies)}

@@ -9,8 +9,6 @@ from distribuuuu.config.derived import show_size, total_steps
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.progressive_resizing import build_im_size
 
-# Image sides of progressive resizing that are measured; the others are interpolated.
-MAX_SIZES = 4
 _ASSUMED = "as fast as the one measured here, with as many cores and workers; communication costs no time"
 # Share of the time from which the evaluation is the bottleneck.
 MAX_EVALUATION = 0.5
@@ -24,11 +22,8 @@ def sizes_of(cfg) -> list[Any]:
 
 
 def epochs_to_measure(sizes: Sequence[int]) -> list[int]:
-    """Return an epoch of each size, of at most MAX_SIZES sizes that include the smallest and the largest."""
-    different = sorted(set(sizes))
-    last, num = len(different) - 1, min(MAX_SIZES, len(different))
-    chosen = {different[round(last * index / max(1, num - 1))] for index in range(num)}
-    return [sizes.index(size) for size in sorted(chosen)]
+    """Return an epoch of the smallest and one of the largest size; those between are interpolated."""
+    return [sizes.index(size) for size in sorted({min(sizes), max(sizes)})]
 
 
 def extrapolate(ends: Sequence[float], total: int, group: int = 1) -> float:
@@ -55,21 +50,17 @@ def step_seconds(ends: Sequence[float], group: int) -> float:
 
 def interpolate(known: dict[int, float], size: int) -> float:
     """Return the seconds at an image side: linear in the number of pixels between the measured sides."""
-    low = max((side for side in known if side <= size), default=min(known))
-    high = min((side for side in known if side >= size), default=max(known))
+    low, high = min(known), max(known)
     share = (size**2 - low**2) / (high**2 - low**2) if high > low else 0.0
     return known[low] + share * (known[high] - known[low])
 
 
 def count_checkpoints(cfg, num_steps: int) -> int:
-    """Return the largest number of checkpoint files, with the one that is being written."""
+    """Return the number of checkpoint files at most, with the one that is being written."""
     checkpoint, epochs = cfg.CHECKPOINT, cfg.OPTIM.MAX_EPOCH
-    every = checkpoint.EVERY_STEPS
-    per_epoch = 1 + (sum(step % every in (0, every // 2) for step in range(1, num_steps)) if every else 0)
-    newest = min(checkpoint.KEEP_LAST, epochs * per_epoch)
-    first_new = epochs + 1 - -(-newest // per_epoch)
-    older = len(range(checkpoint.KEEP_EVERY, first_new, checkpoint.KEEP_EVERY)) if checkpoint.KEEP_EVERY else 0
-    return newest + older + (epochs * per_epoch > newest)
+    per_epoch = 1 + (2 * num_steps // checkpoint.EVERY_STEPS if checkpoint.EVERY_STEPS else 0)
+    older = epochs // checkpoint.KEEP_EVERY if checkpoint.KEEP_EVERY else 0
+    return min(checkpoint.KEEP_LAST + older + 1, epochs * per_epoch)
 
 
 def plan_run(cfg, plan: BatchPlan, found: dict[str, Any]) -> dict[str, Any]:
@@ -78,9 +69,9 @@ def plan_run(cfg, plan: BatchPlan, found: dict[str, Any]) -> dict[str, Any]:
     Args:
         cfg: the config.
         plan: the images of a step.
-        found: `images`; and, unless the run does not fit into memory, the other measurements of `measure_run`:
-            `start_s`, `epoch_s` by image side, `evaluation_s` of all kinds of weights, `last_s` of what follows the
-            last epoch, `checkpoint_s`, `checkpoint_mib`, `best_mib`, `bottleneck`.
+        found: the measurements of `measure_run`: `images`, `start_s`, `epoch_s` by image side, `evaluation_s` of all
+            kinds of weights, `last_s` of what follows the last epoch, `checkpoint_s`, `checkpoint_mib`, `best_mib`,
+            `bottleneck`.
     """
     epochs, num_steps = cfg.OPTIM.MAX_EPOCH, found["images"]["train"] // plan.global_batch
     steps, sizes = total_steps(cfg, num_steps), sizes_of(cfg)
@@ -93,8 +84,6 @@ def plan_run(cfg, plan: BatchPlan, found: dict[str, Any]) -> dict[str, Any]:
         "batch": {**vars(plan), "global_batch": plan.global_batch},
         "assumption": _describe_assumption(cfg, plan.world_size) if plan.world_size > 1 else None,
     }
-    if "epoch_s" not in found:
-        return result
     num_evaluations = -(-epochs // cfg.TRAIN.EVAL_PERIOD)
     seconds = {
         "start": found["start_s"],
@@ -106,13 +95,10 @@ def plan_run(cfg, plan: BatchPlan, found: dict[str, Any]) -> dict[str, Any]:
     disk = files * found["checkpoint_mib"] + found["best_mib"]
     result |= {"seconds": seconds, "hours": sum(seconds.values()) / 3600, "checkpoints": files, "disk_mib": disk}
     if share > MAX_EVALUATION:
-        options = {"MODEL.PRECISE_BN 0": cfg.MODEL.PRECISE_BN, "TEST.FLIP False": cfg.TEST.FLIP,
-                   "TEST.SHIFT 0": cfg.TEST.SHIFT}  # fmt: skip
         # With this period, the evaluation takes half of the time.
         period = cfg.TRAIN.EVAL_PERIOD * math.ceil(share / max(1e-3, 1 - share))
-        remedies = [f"TRAIN.EVAL_PERIOD {period}"] if period <= epochs else []
-        remedies += [*(option for option, is_on in options.items() if is_on), "fewer validation images"]
-        result["bottleneck"] = f"evaluation, {share:.0%} of the time; fix: {' or '.join(remedies)}"
+        fix = f"TRAIN.EVAL_PERIOD {min(period, epochs)} or fewer validation images"
+        result["bottleneck"] = f"evaluation, {share:.0%} of the time; fix: {fix}"
     return result
 
 

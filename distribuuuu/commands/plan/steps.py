@@ -8,18 +8,16 @@ import json
 import logging
 import math
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from distribuuuu import trainer
-from distribuuuu.commands.plan import timing
-from distribuuuu.commands.plan.bottleneck import Speeds, diagnose_bottleneck, find_remedies
-from distribuuuu.commands.plan.timing import endless_batches, time_calls
-from distribuuuu.config.derived import eval_crop_size, height_and_width
+from distribuuuu.commands.plan.bottleneck import diagnose_bottleneck, find_remedies
+from distribuuuu.commands.plan.timing import MEASURE_S, endless_batches, time_calls
 from distribuuuu.config.options import GRAPH_MODES
-from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import TrainLoader, build_loader
 from distribuuuu.data.workers import PREFETCH, count_workers
 from distribuuuu.distributed import comm as dist
@@ -31,12 +29,19 @@ from distribuuuu.engine.run_description import describe_model
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.optim.schedules import set_lr
-from distribuuuu.records.environment import local_peak_bytes
 
 logger = logging.getLogger(__name__)
 
 # Line width of the report; with the time before it, a line has 80 columns.
 _WIDTH = 71
+_NAMES = {
+    "forward": "model: forward",
+    "forward_backward": "model: forward + backward",
+    "optimizer": "optimizer step",
+    "step": "training step, batch in memory",
+    "loader": "loader: normalized, on the device",
+    "together": "loader + model",
+}
 
 
 def measure_steps(cfg) -> dict:
@@ -58,13 +63,12 @@ def measure_steps(cfg) -> dict:
         num_workers, max_workers = (
             0 if cfg.DATA.LOADER == "device" else count_workers(number, launch) for number in (cfg.TRAIN.WORKERS, -1)
         )
-        result = measure(cfg, step, loader, num_workers)
-        model, alone, combined = (result[name]["images_per_s"] for name in ("step", "loader", "together"))
-        speeds = Speeds(model, alone, combined, result["wait"])
+        result = measure(step, loader, num_workers)
+        speeds = result["step"]["images_per_s"], result["loader"]["images_per_s"], result["wait"]
         remedies = find_remedies(cfg, loader.images, num_workers)
-        diagnosis = diagnose_bottleneck(speeds, num_workers, max_workers, remedies, shares_cores=device.type == "cpu")
-        result |= {"workers": num_workers, "most_workers": max_workers, "verdict": diagnosis}
-        for line in format_report(result, cfg.DIST.COMPRESS):
+        result["verdict"] = diagnose_bottleneck(*speeds, num_workers, max_workers, remedies)
+        result |= {"workers": num_workers, "most_workers": max_workers}
+        for line in format_report(result):
             logger.info("%s", line)
         if dist.is_main():
             with replacing(Path(cfg.OUT_DIR) / "timing.json", "w", encoding="utf-8") as file:
@@ -76,7 +80,6 @@ class Step:
     """Parts of a training step. The learning rate is 0, so the weights and therefore the speed stay the same."""
 
     def __init__(self, cfg, loader: TrainLoader):
-        self.device = loader.device
         self.accum_steps = loader.plan.accum_steps
         self.training = build_training(cfg, loader, loader.dummy_batch()[:1], latest=None)
         self.state, self.task = self.training.state, self.training.task
@@ -86,31 +89,27 @@ class Step:
         # Not zeros, with which a GPU draws less power, and is therefore faster, than with images.
         self.batch = loader.sample_batch()
 
-    def _mark_step_begin(self) -> None:
-        """Mark the beginning of a step for CUDA graphs, so that each forward pass replays the first graph.
+    def _mark_steps(self, batches: Iterator) -> Iterator:
+        """Yield the batches, each as the beginning of a step for CUDA graphs.
 
-        Otherwise, torch records a new graph after each forward pass without a backward pass. Once one step is marked,
-        all have to be.
+        So each forward pass replays the first graph. Otherwise, torch records a new graph after each forward pass
+        without a backward pass. Once one step is marked, all have to be.
         """
-        if self._replays_graphs:
-            torch.compiler.cudagraph_mark_step_begin()
+        for batch in batches:
+            if self._replays_graphs:
+                torch.compiler.cudagraph_mark_step_begin()
+            yield batch
 
     def forward(self) -> None:
         """Compute the logits, ready for a backward pass."""
-        for _ in range(self.accum_steps):
-            self._mark_step_begin()
+        for batch in self._mark_steps(itertools.repeat(self.batch, self.accum_steps)):
             with self.task.autocast():
-                self.state.model(self.batch.first_images)
+                self.state.model(batch.first_images)
 
-    def _mark_steps(self, batches: Iterator) -> Iterator:
-        """Yield the batches, each as the beginning of a step."""
-        for batch in batches:
-            self._mark_step_begin()
-            yield batch
-
-    def backward(self, batches: Iterator, all_reduce: bool = True) -> None:
+    def backward(self, all_reduce: bool = True) -> None:
         """Compute the gradients of a step, with or without their all-reduce."""
-        trainer.Step(self.training, self._mark_steps(batches), 0).gradients(all_reduce)
+        batches = self._mark_steps(itertools.repeat(self.batch))
+        trainer.Step(self.training, batches, 0).gradients(all_reduce)
 
     def update(self, batches: Iterator) -> None:
         """Run a complete training step."""
@@ -118,120 +117,42 @@ class Step:
         for average in self.state.averages.values():
             average.update(self.state.global_batch, images_seen=self.state.global_batch)
 
-    @torch.inference_mode()
-    def evaluate(self, images: torch.Tensor, targets: torch.Tensor) -> None:
-        """Run a step of the evaluation."""
-        self._mark_step_begin()
-        self.task.eval_step(self.state.model, Batch(images, targets))
-
 
 @explain_out_of_memory("measuring the steps")
-def measure(cfg, step: Step, loader: TrainLoader, num_workers: int) -> dict:
-    """Return the seconds and the images/s of each part, and the memory in bytes. A collective."""
-    plan, device = loader.plan, step.device
-    in_memory = itertools.repeat(step.batch)
+def measure(step: Step, loader: TrainLoader, num_workers: int) -> dict:
+    """Return the seconds and the images/s of each part. A collective."""
+    plan = loader.plan
 
-    def time_part(call: Callable[[], object], num_images: int = plan.global_batch) -> dict:
-        return _as_part(dist.all_reduce_max([time_calls(call, device).seconds])[0], num_images)
+    def time_part(call: Callable[[], object], group: int = 1) -> dict:
+        seconds = time_calls(call, loader.device, group)
+        return {"seconds": seconds, "images": plan.global_batch, "images_per_s": plan.global_batch / seconds}
 
-    parts = {"forward": time_part(step.forward), "forward_backward": time_part(lambda: step.backward(in_memory))}
+    parts = {"forward": time_part(step.forward), "forward_backward": time_part(step.backward)}
     if dist.is_distributed():
-        parts["not_exchanged"] = time_part(lambda: step.backward(in_memory, all_reduce=False))
+        parts["not_exchanged"] = time_part(lambda: step.backward(all_reduce=False))
+    in_memory = itertools.repeat(step.batch)
     parts |= {"optimizer": time_part(step.state.optimizer.step), "step": time_part(lambda: step.update(in_memory))}
     # Steps that the workers have prefetched; shorter blocks would overestimate the loader.
     ahead = max(1, math.ceil(PREFETCH * num_workers / plan.accum_steps))
-    parts |= measure_loader(step, loader, ahead, parts["step"])
-    memory = {**count_state_bytes(step), "training": peak_bytes(device)}
-    images = evaluation_images(cfg, parts["forward"], device, plan.micro_batch)
-    targets = loader.zero_targets(len(images))
-    step.state.model.eval()
-    parts["evaluation"] = time_part(lambda: step.evaluate(images, targets), len(images) * plan.world_size)
-    return {**parts, "memory": {**memory, "evaluation": peak_bytes(device)}, "processes": plan.world_size}
+    batches = endless_batches(loader, step.state.stream_seed)
+    parts["loader"] = time_part(lambda: [next(batches) for _ in range(plan.accum_steps)], ahead)
+    if parts["loader"]["seconds"] < parts["step"]["seconds"]:  # batches are always ready, and a few steps suffice
+        ahead = min(ahead, max(1, int(MEASURE_S / parts["step"]["seconds"])))
+    loader.pop_data_time()
+    started = time.perf_counter()
+    parts["together"] = time_part(lambda: step.update(batches), ahead)
+    wait = min(1.0, loader.pop_data_time() / (time.perf_counter() - started))
+    return {**parts, "wait": dist.all_reduce_max([wait])[0], "processes": plan.world_size}
 
 
-def measure_loader(step: Step, loader: TrainLoader, ahead: int, model: dict) -> dict:
-    """Measure the loader alone and together with the model, on one stream of images: none is read twice.
-
-    `ahead` is the number of prefetched steps, `model` the measurement of a step on a batch in memory.
-    """
-    plan, device = loader.plan, step.device
-    pixels = endless_batches(loader, step.state.stream_seed)
-    batches = map(loader.to_device, pixels)
-
-    def time_loader(source: Iterator) -> dict:
-        seconds = time_calls(lambda: [next(source) for _ in range(plan.accum_steps)], device, ahead).seconds
-        images_per_s = sum(dist.gather_objects(plan.per_process / seconds))
-        return _as_part(plan.global_batch / images_per_s, plan.global_batch)
-
-    parts = {"pixels": time_loader(pixels), "loader": time_loader(batches)}
-    # If the model is slower, batches are always ready, and a few long steps suffice.
-    enough = (
-        ahead if parts["loader"]["seconds"] > model["seconds"] else max(1, int(timing.MEASURE_S / model["seconds"]))
-    )
-    combined = time_calls(lambda: step.update(batches), device, min(ahead, enough), loader.pop_data_time)
-    seconds, data_fraction = dist.all_reduce_max([combined.seconds, combined.data_fraction])
-    return {**parts, "together": _as_part(seconds, plan.global_batch), "wait": data_fraction}
-
-
-def evaluation_images(cfg, forward: dict, device: torch.device, micro_batch: int) -> torch.Tensor:
-    """Return noise in the shape of an evaluation batch, or of `micro_batch` images if that would take too long."""
-    is_fast = cfg.TEST.BATCH_SIZE * dist.world_size() / forward["images_per_s"] < timing.MEASURE_S
-    size = height_and_width(eval_crop_size(cfg))
-    images = torch.randn(cfg.TEST.BATCH_SIZE if is_fast else micro_batch, cfg.DATA.CHANNELS, *size, device=device)
-    return images.to(memory_format=torch.channels_last) if cfg.MODEL.CHANNELS_LAST else images
-
-
-def count_state_bytes(step: Step) -> dict[str, int]:
-    """Return the size in bytes of the parameters, the gradients and the optimizer state."""
-    parameters: list[torch.Tensor] = list(step.state.model.parameters())
-    states = [value for entry in step.state.optimizer.state.values() for value in entry.values()]
-    tensors: dict[str, list[torch.Tensor]] = {
-        "parameters": parameters,
-        "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
-        "optimizer": [value for value in states if isinstance(value, torch.Tensor)],
-    }
-    return {name: sum(value.numel() * value.element_size() for value in values) for name, values in tensors.items()}
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return the maximum over all processes of `local_peak_bytes`. A collective."""
-    return int(dist.all_reduce_max([local_peak_bytes(device)])[0])
-
-
-def _as_part(seconds: float, num_images: int) -> dict:
-    return {"seconds": seconds, "images": num_images, "images_per_s": num_images / seconds}
-
-
-def format_report(result: dict, compress: str) -> Iterator[str]:
+def format_report(result: dict) -> Iterator[str]:
     """Yield the table of the measurements in timing.json, line by line, and the diagnosis."""
     yield f"{'per step':<36} {'images':>8} {'ms':>10} {'images/s':>10}"
-    yield _row("model: forward", result["forward"])
-    yield _row("model: forward + backward", result["forward_backward"])
-    yield f"{'optimizer step':<36} {'':>8} {1e3 * result['optimizer']['seconds']:>10.2f}"
-    yield _row("training step, batch in memory", result["step"])
-    yield _row("model: forward in evaluation", result["evaluation"])
-    yield _row("loader: uint8 batches", result["pixels"])
-    yield _row("loader: normalized, on the device", result["loader"])
-    yield _row("loader + model", result["together"])
+    for key, name in _NAMES.items():
+        part = result[key]
+        yield f"{name:<36} {part['images']:>8,} {1e3 * part['seconds']:>10.2f} {part['images_per_s']:>10,.0f}"
     yield f"of which waiting for data: {result['wait']:.0%}"
-    yield format_all_reduce(result, compress)
-    mb = {name: value / 1e6 for name, value in result["memory"].items()}
-    yield f"MB: parameters {mb['parameters']:,.1f}, gradients {mb['gradients']:,.1f}, optimizer {mb['optimizer']:,.1f}"
-    if mb["training"]:
-        yield f"peak per process: {mb['training']:,.0f} MB in training, {mb['evaluation']:,.0f} MB including evaluation"
+    if "not_exchanged" in result:
+        exposed_ms = 1e3 * (result["forward_backward"]["seconds"] - result["not_exchanged"]["seconds"])
+        yield f"all-reduce of the gradients: {max(0.0, exposed_ms):.2f} ms of the backward pass"
     yield from textwrap.wrap(f"diagnosis: {result['verdict']}", _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-
-
-def format_all_reduce(result: dict, compress: str) -> str:
-    """Return the line about the all-reduce of the gradients."""
-    if "not_exchanged" not in result:
-        return "all-reduce of the gradients: none (one process)"
-    exposed_ms = 1e3 * (result["forward_backward"]["seconds"] - result["not_exchanged"]["seconds"])
-    sent_mb = result["memory"]["gradients"] / 1e6 / (1 if compress == "none" else 2)
-    as_type = "" if compress == "none" else f" as {compress}"
-    exposed = f"{exposed_ms:.2f} ms" if exposed_ms > 0 else "not measurable"
-    return f"all-reduce: {sent_mb:,.1f} MB of gradients{as_type}, exposed: {exposed}"
-
-
-def _row(name: str, part: dict) -> str:
-    return f"{name:<36} {part['images']:>8,} {1e3 * part['seconds']:>10.2f} {part['images_per_s']:>10,.0f}"

@@ -4,7 +4,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -19,35 +18,32 @@ BLOCK_S = 0.4
 WARM_UP_S = 0.5
 
 
-@dataclass(frozen=True)
-class CallTime:
-    """Duration of a call in seconds, and the fraction of it spent waiting for data."""
-
-    seconds: float
-    data_fraction: float = 0.0
-
-
 def endless_batches(loader: TrainLoader, seed: int) -> Iterator[Batch]:
-    """Yield the batches of a run from the workers, starting at epoch 0, with uint8 images."""
+    """Yield the batches of a run from the workers, starting at epoch 0, on the device."""
     for epoch in itertools.count():
         loader.sampler.set_position(seed, epoch, first_step=0)
-        yield from loader.host_batches()
+        yield from map(loader.to_device, loader.host_batches())
 
 
-def time_calls(
-    call: Callable[[], object], device: torch.device, group: int = 1, pop_data_time: Callable[[], float] = lambda: 0.0
-) -> CallTime:
-    """Return the median over blocks of calls after a warm-up. A collective: all processes make equally many calls.
+def time_calls(call: Callable[[], object], device: torch.device, group: int = 1) -> float:
+    """Return the seconds of a call, the median over blocks after a warm-up.
+
+    A collective: all processes make equally many calls, and the slowest one counts.
 
     Args:
         call: the function to time.
         device: synchronized before and after a block.
         group: calls per group, e.g. the number of prefetched steps; blocks and the warm-up consist of groups.
-        pop_data_time: returns the seconds spent waiting for data since its last call.
     """
 
     def block(num: int) -> float:
-        return dist.all_reduce_max([time_block(call, num, device, pop_data_time).seconds])[0]
+        mark_position("timing")
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(num):
+            call()
+        synchronize(device)
+        return dist.all_reduce_max([(time.perf_counter() - start) / num])[0]
 
     def count(seconds: float, of_call: float) -> int:
         return max(1, int(seconds / (group * of_call))) * group
@@ -58,25 +54,7 @@ def time_calls(
         previous, current = current, block(group)
     warm = block(count(WARM_UP_S, current))
     num = count(BLOCK_S, warm)
-    num_blocks = max(1, count(MEASURE_S, warm) // num)
-    blocks = [time_block(call, num, device, pop_data_time) for _ in range(num_blocks)]
-    seconds = statistics.median(block.seconds for block in blocks)
-    return CallTime(seconds, statistics.median(block.data_fraction for block in blocks))
-
-
-def time_block(
-    call: Callable[[], object], num: int, device: torch.device, pop_data_time: Callable[[], float] = lambda: 0.0
-) -> CallTime:
-    """Return the mean time of a call over a block of `num` calls; see `time_calls`."""
-    mark_position("timing")
-    synchronize(device)
-    pop_data_time()
-    start = time.perf_counter()
-    for _ in range(num):
-        call()
-    synchronize(device)
-    seconds = time.perf_counter() - start
-    return CallTime(seconds / num, min(1.0, pop_data_time() / seconds))
+    return statistics.median(block(num) for _ in range(max(1, count(MEASURE_S, warm) // num)))
 
 
 def synchronize(device: torch.device) -> None:

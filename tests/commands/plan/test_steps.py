@@ -7,24 +7,18 @@ import types
 
 import pytest
 import torch
-from support.images import draw_folder
 from support.processes import on_processes
 from support.runs import run_python, run_tool, small_options
 from support.tiers import slow
 
 from distribuuuu.commands.plan import steps as measurement
 from distribuuuu.commands.plan import timing
-from distribuuuu.commands.plan.bottleneck import Speeds, diagnose_bottleneck, find_remedies
+from distribuuuu.commands.plan.bottleneck import diagnose_bottleneck, find_remedies
 from distribuuuu.config import load_cfg
 from distribuuuu.records import run_log as log
 from distribuuuu.records.step_timing import MAX_DATA_FRACTION
 
-PARTS = ("forward", "forward_backward", "optimizer", "step", "evaluation", "pixels", "loader", "together")
-LINES = (
-    "model: forward ", "model: forward + backward", "optimizer step", "training step, batch in memory",
-    "model: forward in evaluation", "loader: uint8 batches", "loader: normalized", "loader + model", "waiting for data",
-    "all-reduce", "parameters", "peak per process", "diagnosis: ",
-)  # fmt: skip
+PARTS = ("forward", "forward_backward", "optimizer", "step", "loader", "together")
 REMEDIES = ("a packed data set (distribuuuu pack)", "DATA.DECODER nvimgcodec")
 
 
@@ -49,11 +43,8 @@ def check_result(result: dict, num_processes: int, global_batch: int) -> None:
     for name in PARTS:
         part = result[name]
         assert part["images_per_s"] == pytest.approx(part["images"] / part["seconds"]) and part["seconds"] > 0
-    assert all(result[name]["images"] == global_batch for name in PARTS if name != "evaluation")
+        assert part["images"] == global_batch
     assert 0 <= result["wait"] <= 1
-    memory = result["memory"]
-    assert memory["parameters"] == memory["gradients"] == memory["optimizer"] > 0
-    assert memory["evaluation"] >= memory["training"] > memory["parameters"]
     assert ("not_exchanged" in result) == (num_processes > 1)
 
 
@@ -65,9 +56,7 @@ def test_the_tool_shows_every_part_and_touches_no_run(image_folder, tmp_path):
     before = {path: path.read_bytes() for path in out_dir.rglob("*") if path.is_file()}
     done = run_hurried(*args, "TRAIN.WORKERS", 1, "MODEL.WEIGHTS", out_dir / "best.pth.tar")
     assert done.returncode == 0, done.stderr
-    for line in LINES:
-        assert line in done.stderr
-    assert "all-reduce of the gradients: none (one process)" in done.stderr and "resumed" not in done.stderr
+    assert all(name in done.stderr for name in measurement._NAMES.values()) and "resumed" not in done.stderr
     table = done.stderr[done.stderr.index("per step") : done.stderr.index("finished in")]
     assert max(map(len, table.splitlines())) <= 80
     after = {path: path.read_bytes() for path in out_dir.rglob("*") if path.is_file()}
@@ -81,7 +70,6 @@ def test_the_tool_shows_every_part_and_touches_no_run(image_folder, tmp_path):
     [
         ["TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"],
         slow(["TRAIN.WORKERS", 0, "TRAIN.GLOBAL_BATCH_SIZE", 24, "MODEL.CHANNELS_LAST", True]),
-        slow(["MODEL.DUMMY_INPUT", True, "TEST.IM_SIZE", 16]),
         slow(["DATA.LOADER", "device"]),
     ],
     ids=lambda args: str(args[0]),
@@ -91,10 +79,9 @@ def test_every_kind_of_loader_is_measured(small_cfg, monkeypatch, args):
     cfg = small_cfg(*args)
     result = measurement.measure_steps(cfg)
     check_result(result, 1, 24 if "TRAIN.GLOBAL_BATCH_SIZE" in args else 12)
-    speeds = Speeds(*(result[name]["images_per_s"] for name in ("step", "loader", "together")), result["wait"])
     bound = result["verdict"].split(":")[0]
     assert bound in ("loader-bound", "model-bound", "balanced")
-    assert (bound == "loader-bound") == (speeds.data_fraction >= MAX_DATA_FRACTION)
+    assert (bound == "loader-bound") == (result["wait"] >= MAX_DATA_FRACTION)
     assert result["workers"] == (cfg.TRAIN.WORKERS if cfg.DATA.LOADER == "host" else 0)
 
 
@@ -137,7 +124,7 @@ def test_calls_are_timed_when_compiling_and_recording_are_over(monkeypatch):
         now[0] += {1: 60.0, 2: 5.0, 3: 1.0}.get(len(calls), 0.01)
 
     monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
-    assert timing.time_calls(call, torch.device("cpu")).seconds == pytest.approx(0.01)
+    assert timing.time_calls(call, torch.device("cpu")) == pytest.approx(0.01)
     assert len(calls) > 100, "a block is as long as the calls are fast"
 
 
@@ -147,29 +134,18 @@ def test_nproc_starts_the_processes(tmp_path):
     assert done.returncode == 2 and "TRAIN.DATASET" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
-def test_a_broken_image_is_named(tmp_path):
-    draw_folder(tmp_path / "images", "train", {"ant": 12, "bee": 12, "cat": 12})
-    draw_folder(tmp_path / "images", "val", {"ant": 2, "bee": 2, "cat": 2})
-    broken = tmp_path / "images" / "train" / "bee" / "003.jpg"
-    broken.write_bytes(broken.read_bytes()[:100])
-    done = run_hurried(*small_options(tmp_path / "images", tmp_path / "out"))
-    assert done.returncode == 2 and str(broken) in done.stderr and "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize("speeds, workers, most, remedies, said", [
-    (Speeds(38, 410, 38, 0.01), 4, 4, REMEDIES, ("model-bound", "38", "410 images/s")),
-    (Speeds(3100, 2400, 2390, 0.25), 4, 8, REMEDIES, ("loader-bound", "TRAIN.WORKERS 6", "distribuuuu pack")),
-    (Speeds(3100, 2400, 2390, 0.25), 4, 5, REMEDIES, ("TRAIN.WORKERS 5", "about 3,000", "beyond that")),
-    (Speeds(3100, 2400, 2390, 0.25), 8, 8, REMEDIES, ("all cores are used", "nvimgcodec")),
-    (Speeds(3100, 2400, 2390, 0.25), 1, 1, (), ("fix: more cores per process",)),
-    (Speeds(3100, 1000, 750, 0.75), 0, 8, REMEDIES[:1], ("in the same process", "TRAIN.WORKERS 4")),
-    (Speeds(1000, 700, 400, 0.2), 1, 2, REMEDIES[1:], ("both together reach only 400", "nvimgcodec")),
-    (Speeds(1000, 950, 930, 0.07), 2, 8, REMEDIES, ("balanced", "7%")),
-    (Speeds(3000, 950, 930, 0.7), 0, 0, ("DATA.LOADER host",), ("fix: DATA.LOADER host",)),
+    ((38, 410, 0.01), 4, 4, REMEDIES, ("model-bound", "38", "410 images/s")),
+    ((3100, 2400, 0.25), 4, 8, REMEDIES, ("loader-bound", "TRAIN.WORKERS 6", "distribuuuu pack")),
+    ((3100, 2400, 0.25), 4, 5, REMEDIES, ("TRAIN.WORKERS 5",)),
+    ((3100, 2400, 0.25), 8, 8, REMEDIES, ("fix: a packed data set",)),
+    ((3100, 2400, 0.25), 1, 1, (), ("fix: more cores per process",)),
+    ((3100, 1000, 0.75), 0, 8, REMEDIES[:1], ("TRAIN.WORKERS 4",)),
+    ((1000, 950, 0.07), 2, 8, REMEDIES, ("balanced",)),
+    ((3000, 950, 0.7), 0, 0, ("DATA.LOADER host",), ("fix: DATA.LOADER host",)),
 ])  # fmt: skip
 def test_the_diagnosis_follows_from_the_measured_speeds(speeds, workers, most, remedies, said):
-    diagnosis = diagnose_bottleneck(speeds, workers, most, remedies)
+    diagnosis = diagnose_bottleneck(*speeds, workers, most, remedies)
     assert all(text in diagnosis for text in said), diagnosis
 
 
@@ -181,11 +157,6 @@ class RawPack:
 
     def __len__(self) -> int:
         return self.num_images
-
-
-def test_on_the_cpu_no_number_of_workers_is_recommended():
-    diagnosis = diagnose_bottleneck(Speeds(3100, 1000, 750, 0.75), 0, 8, REMEDIES, shares_cores=True)
-    assert "set TRAIN.WORKERS 1 or more and measure again" in diagnosis and "fix" not in diagnosis
 
 
 def remedies_of(num_images: int = 10**7, workers: int = 4, **data) -> str:
@@ -249,19 +220,6 @@ def test_short_waits_the_first_read_of_a_start_and_few_steps_are_no_warning(tmp_
     assert not clock.warnings
     clock.run_epoch(2, wait=0.11, every=20)
     assert len(clock.warnings) == 1
-    clock = Clock(tmp_path, monkeypatch, num_steps=10)
-    for epoch in range(4):
-        clock.run_epoch(epoch, wait=0.5, every=5)
-    assert not clock.warnings
-    clock.run_epoch(4, wait=0.5, every=5)
-    assert len(clock.warnings) == 1
-    resumed = Clock(tmp_path, monkeypatch, num_steps=10)
-    resumed.log.rewind(90, 0)  # the steps before this start do not count
-    resumed.run_epoch(90, wait=0.5, every=5)
-    assert not resumed.warnings
-    slow = Clock(tmp_path / "slow", monkeypatch, num_steps=10)
-    slow.run_epoch(0, wait=0.5, every=5, step_s=3.0)
-    assert len(slow.warnings) == 1
 
 
 def test_a_long_epoch_is_a_warning_before_its_end(tmp_path, monkeypatch):
