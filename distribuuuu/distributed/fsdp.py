@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from distribuuuu.config import ConfigError
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.full_tensors import FullStateDict, to_local
 from distribuuuu.distributed.model_blocks import find_blocks
@@ -35,15 +34,8 @@ def shard_model(
         device: this process's device.
         reduce_dtype: type in which gradients are sent and summed; None: their own.
         offload: keep the shards in host memory.
-
-    Raises:
-        ConfigError: a parameter has no dimension to shard, or torch is too old.
     """
-    if device.type == "cpu" and torch.__version__ < "2.7":
-        raise ConfigError(f"DIST.SHARD: fsdp on a CPU needs torch 2.7, this is {torch.__version__}; use zero1")
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 0:
-            raise ConfigError(f"DIST.SHARD: fsdp cannot shard {name}, a single number; use zero1")
+    for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()
     settings: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (dist.world_size(),)),

@@ -98,8 +98,6 @@ def process_group(
     rendezvous = importlib.import_module("distribuuuu.distributed.rendezvous")  # one process needs none of it
     store = rendezvous.join(launch, timeout_s)
     rendezvous.join.cache_clear()
-    if backend == "nccl":
-        rendezvous.check_one_process_per_gpu(store, launch, f"GPU {torch.cuda.get_device_properties(device).uuid}")
     limits = (timeout_s, max(timeout_s, startup_timeout_s))
     with rendezvous.watched(launch, store, limits, report_dir), _join_group(launch, store, backend, device):
         yield

@@ -210,17 +210,3 @@ def _agree_on_start(store: torch_dist.Store, launch: Launch, timeout_s: float) -
                 return start
         timeout.check(functools.partial(list, missing))
         time.sleep(POLL_S)
-
-
-def check_one_process_per_gpu(store: torch_dist.Store, launch: Launch, device: str) -> None:
-    """Raise ConfigError on every process if two have the same `device`, a unique GPU name: nccl does not support it."""
-    if store.add(f"device {device}", 1) > 1:
-        store.set("shared device", device)
-    if store.add("devices seen", 1) == launch.world_size:
-        store.set("all devices seen", "yes")
-    store.wait(["all devices seen"])
-    if store.check(["shared device"]):
-        raise ConfigError(
-            f"DIST.BACKEND: nccl needs one GPU per process, but several of {launch.world_size} processes share one"
-            f" ({store.get('shared device').decode()}); start fewer processes, or set DIST.BACKEND gloo"
-        )

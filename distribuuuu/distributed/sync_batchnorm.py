@@ -39,7 +39,7 @@ class ProcessBatchNorm(_BatchNorm):
 
     @torch.compiler.disable  # with the collective in a graph, two processes got other outputs from the compiler
     def _synchronize(self, images: torch.Tensor) -> torch.Tensor:
-        if not has_kernels(images):
+        if not images.is_cuda:
             return self._normalize(images)
         statistics = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
         settings = (self.eps, self._next_momentum(), torch_dist.group.WORLD, dist.world_size())
@@ -72,11 +72,6 @@ class ProcessBatchNorm(_BatchNorm):
         momentum = self._next_momentum()
         self.running_mean.lerp_(mean, momentum)
         self.running_var.lerp_(unbiased_var, momentum)
-
-
-def has_kernels(images: torch.Tensor) -> bool:
-    """Tell whether torch's kernels can normalize the images."""
-    return images.is_cuda
 
 
 class _FusedNorm(SyncBatchNorm):

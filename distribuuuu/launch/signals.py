@@ -69,19 +69,9 @@ def end_process(status: int) -> None:
     """
     for thread in threading.enumerate():
         if thread.name == WRITER_NAME:
-            _join(thread, SAVE_S)
+            with contextlib.suppress(RuntimeError):  # it has not begun to write
+                thread.join(SAVE_S)
     os._exit(status)
-
-
-def _join(thread: threading.Thread, timeout_s: float) -> None:
-    """Wait for a thread to end; `threading.enumerate` lists it just before it starts, when it cannot be joined yet."""
-    deadline = time.monotonic() + timeout_s
-    while (remaining_s := deadline - time.monotonic()) > 0:
-        try:
-            thread.join(remaining_s)
-            return
-        except RuntimeError:
-            time.sleep(0.001)
 
 
 def is_first_process() -> bool:

@@ -1,6 +1,5 @@
 """Environment of a run: hardware, versions, git commit, peak memory."""
 
-import json
 import os
 import platform
 import resource
@@ -8,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +83,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 def find_commit(folder: Path = PACKAGE) -> str | None:
     """Return the git commit of the package's code, with '+changes' if the code has uncommitted changes.
 
-    If git does not track the code, is not installed or takes longer than `GIT_TIMEOUT_S`: the commit that pip has
-    installed it from (`pip install git+https://...`), else None.
+    None: git does not track the code, is not installed or takes longer than `GIT_TIMEOUT_S`.
     """
     # In a hook of another repository, GIT_* would point to that one. Without optional locks, `status` locks no index.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
@@ -100,20 +98,9 @@ def find_commit(folder: Path = PACKAGE) -> str | None:
     try:
         # The package may be installed inside another repository that does not track it, e.g. in a virtual environment.
         if not run_git("ls-files", "."):
-            return _find_installed_commit(folder)
+            return None
         return run_git("rev-parse", "HEAD") + ("+changes" if run_git("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
-        return _find_installed_commit(folder)
-
-
-def _find_installed_commit(folder: Path) -> str | None:
-    """Return the commit in the record of pip's installation of a package folder; None: there is none."""
-    try:
-        installed = distribution(folder.name)
-        if Path(str(installed.locate_file(folder.name))).resolve() != folder.resolve():
-            return None  # another copy of the code is installed
-        return json.loads(installed.read_text("direct_url.json") or "{}")["vcs_info"]["commit_id"]
-    except (PackageNotFoundError, OSError, ValueError, LookupError, TypeError):
         return None
 
 

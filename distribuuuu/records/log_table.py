@@ -1,13 +1,11 @@
 """Tables of a log: columns that fit into a line, and numbers in few characters."""
 
-import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from logging import Logger
 
 # Rows of a table per header.
 _ROWS_PER_HEADER = 20
-# Maximum width of the table of steps; with the date of train.log, a line has at most 80 characters.
+# Width up to which columns are two spaces apart; with the date of train.log, a line then has at most 80 characters.
 _MAX_WIDTH = 65
 
 
@@ -53,55 +51,35 @@ def format_speed(images_per_s: float) -> str:
 
 
 class LogTable:
-    """Table with columns of fixed width, and a header at the start and every 20 rows.
+    """Table with columns of fixed width, and a header at the start and every 20 rows."""
 
-    Columns in `optional` that do not fit into `max_width()` characters are left out, the last ones first.
-    """
-
-    def __init__(
-        self, log: Logger, widths: Mapping[str, int], max_width: Callable[[], int], optional: Sequence[str] = ()
-    ):
-        self._logger, self._widths, self._max_width, self._optional = log, widths, max_width, optional
+    def __init__(self, log: Logger, widths: Mapping[str, int]):
+        self._logger, self._widths = log, widths
         self.start()
 
     def start(self) -> None:
         """Log a header before the next row."""
-        self._num_rows, self._columns = 0, tuple(self._widths)
+        self._num_rows = 0
 
     def add(self, cells: dict[str, str]) -> None:
         """Log a row; columns without a cell show '-'."""
-        shown, waiting, most = dict(self._widths), list(self._optional), self._max_width()
-        while waiting and sum(shown.values()) + len(shown) - 1 > most:
-            del shown[waiting.pop()]
-        if self._num_rows % _ROWS_PER_HEADER == 0 or self._columns != tuple(shown):
-            self._num_rows, self._columns = 0, tuple(shown)
-            self._log({name: name for name in shown}, shown, most)
+        if self._num_rows % _ROWS_PER_HEADER == 0:
+            self._log({name: name for name in self._widths})
         self._num_rows += 1
-        self._log(cells, shown, most)
+        self._log(cells)
 
-    def _log(self, cells: dict[str, str], widths: Mapping[str, int], most: int) -> None:
-        gap = "  " if sum(widths.values()) + 2 * len(widths) <= most else " "
-        self._logger.info("%s", gap.join(f"{cells.get(name, '-'):>{width}}" for name, width in widths.items()))
-
-
-def _room_in_terminal() -> int:
-    """Return how many characters fit behind the time of a line; in a notebook, of 80 columns."""
-    try:
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns
-    except OSError:
-        columns = 0
-    return (columns or 80) - len("00:00:00 ") - 1  # a full line wraps in some terminals
+    def _log(self, cells: dict[str, str]) -> None:
+        gap = "  " if sum(self._widths.values()) + 2 * len(self._widths) <= _MAX_WIDTH else " "
+        self._logger.info("%s", gap.join(f"{cells.get(name, '-'):>{width}}" for name, width in self._widths.items()))
 
 
 def build_tables(
     steps_log: Logger, epochs_log: Logger, num_epochs: int, num_steps: int, metric_labels: Sequence[str]
 ) -> tuple[LogTable, LogTable]:
-    """Return the table of steps, and that of epochs, which fits into the terminal; each has its logger."""
+    """Return the table of steps and that of epochs; each has its logger."""
     totals = {"epoch": num_epochs, "step": num_steps}
     widths = {name: max(len(name), 2 * len(str(total)) + 1) for name, total in totals.items()}
     widths |= {"loss": 6, **{label: max(5, len(label)) for label in metric_labels}, "lr": 6, "img/s": 5, "data": 4}
     widths["eta"] = 6
     of_epochs = {name: width for name, width in widths.items() if name != "step"}
-    optional = ("eta", *metric_labels, "lr", "img/s", "data")
-    steps = LogTable(steps_log, widths, lambda: _MAX_WIDTH)
-    return steps, LogTable(epochs_log, of_epochs, _room_in_terminal, optional)
+    return LogTable(steps_log, widths), LogTable(epochs_log, of_epochs)

@@ -1,13 +1,10 @@
 """Writers of metrics.jsonl and TensorBoard events, and the reader of records. A full disk does not stop the run."""
 
-import functools
 import json
 import logging
 import math
 import os
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +69,6 @@ class EventFile:
         """Begin a new file; TensorBoard hides events of earlier files after the step."""
         self.end()
         self._writer, self._retry_at = None, 0.0
-        threading.excepthook = functools.partial(_ignore_tensorboard, threading.excepthook)
         self._call(None, purge_step=step + 1)
 
     def row(self, record: dict[str, Any], step: int) -> None:
@@ -102,12 +98,6 @@ class EventFile:
         except OSError as error:
             logger.warning("cannot write TensorBoard events; those of %.0f s are lost: %s", RETRY_S, error)
             self._writer, self._retry_at = None, time.monotonic() + RETRY_S
-
-
-def _ignore_tensorboard(excepthook: Callable, args: threading.ExceptHookArgs) -> None:
-    """Call `excepthook`, except for threads of TensorBoard, which raise their exception again in the next call."""
-    if not type(args.thread).__module__.startswith("tensorboard"):
-        excepthook(args)
 
 
 def curves_of(record: dict[str, Any]) -> dict[str, float]:

@@ -29,7 +29,7 @@ from distribuuuu.records.log_table import (
     format_speed,
 )
 from distribuuuu.records.metric_writers import RecordFile, drop_records_after
-from distribuuuu.records.step_timing import MAX_DATA_FRACTION, StepTiming
+from distribuuuu.records.step_timing import StepTiming
 
 logger = logging.getLogger("distribuuuu")
 # Loggers of the table of steps, and of the table of epochs, which a terminal shows above the progress bar instead.
@@ -42,10 +42,6 @@ _BAR_FORMAT = "{desc} |{bar}| {n_fmt}/{total_fmt} [{remaining}{postfix}]"
 _TERMINAL_TIME, _FILE_TIME = "%H:%M:%S", "%m-%d %H:%M:%S"
 # ANSI colors of the level names.
 _COLORS = {logging.WARNING: "33", logging.ERROR: "31"}
-# Steps or seconds of a start before the data time is checked: over a few steps it is noise.
-_MIN_STEPS, _MIN_S = 50, 20.0
-# Seconds between two checks within an epoch; long enough that the first batches of an epoch hardly count.
-_CHECK_INTERVAL_S = 60.0
 
 
 class _LineFormatter(logging.Formatter):
@@ -55,15 +51,8 @@ class _LineFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s {'' if dist.is_main() else f'[rank {dist.rank()}] '}%(message)s", time_format)
         self._colored = colored
 
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record, whose arguments may name files and classes: they start no line of their own."""
-        if isinstance(record.args, tuple):
-            args = tuple(arg if hasattr(arg, "__float__") else printable(arg, keep="\t") for arg in record.args)
-            record = logging.makeLogRecord({**record.__dict__, "args": args})
-        return super().format(record)
-
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """Return the line of a record; its time and message are already formatted."""
+        """Return the line of a record, whose message may name files: further lines of it are indented."""
         record.message = printable(record.message, keep="\n\t").replace("\n", "\n    ")
         if record.levelno < logging.WARNING:
             return super().formatMessage(record)
@@ -239,7 +228,6 @@ class Log:
         self._out_dir = Path(out_dir)
         self._records: RecordFile | None = None
         self._writers = writers
-        self._has_warned = False
         self._stage: str | None = None
         self._timing = timing or StepTiming()
         self._more_entries = more_entries
@@ -262,7 +250,6 @@ class Log:
             self._origin["rollback"] = [began[0] + 1, began[1]]
         self._started = self._last_read = self._shown_at = time.perf_counter()
         self._first_position = self._read_position = epoch * self.num_steps + step
-        self._is_first_read = True
         # Time and position from which the ETA is extrapolated: after the first step, which compiles and allocates.
         self._eta_origin: tuple[float, int] | None = None
         self._table.start()
@@ -291,7 +278,6 @@ class Log:
         self._last_read, self._read_position = time.perf_counter(), epoch * self.num_steps + first
         if first < self._end:  # otherwise only the evaluation remains
             self._timing.begin(self._last_read)
-        self._checked_s = self._data_time_s = 0.0
         self._readings: list[tuple[dict, float, float]] = []  # metrics, seconds, seconds of waiting for data
         label = f"epoch {epoch + 1}/{self.num_epochs}"
         self._bar = progress(range(first, self._end), label, total=self._end, initial=first)
@@ -309,7 +295,6 @@ class Log:
             "eta_s": self._eta_s(now, position),
         }
         self._read_position = position
-        self._check_data_time(elapsed, data_time_s, position - self._first_position, step == self._end)
         self._write("train", epoch, step, {"lr": lr, **metrics, **speed, **self._more_entries()})
         known = ("count", "loss", "skipped_steps", *self.train_metrics, *self._means)
         if means := tuple(name for name in metrics if name not in known):
@@ -372,24 +357,6 @@ class Log:
         """Return the estimated seconds until the end of the run, at the speed of this start."""
         since, first = self._eta_origin or (self._started, self._first_position)
         return (now - since) / (position - first) * (self._total_steps - position)
-
-    def _check_data_time(self, elapsed: float, data_time_s: float, num_steps: int, ends_epoch: bool) -> None:
-        """Warn once if waiting for data limits an epoch or a minute of it.
-
-        The first read of a start is ignored: the first batches always have to be waited for.
-        """
-        if self._is_first_read:
-            self._is_first_read = False
-            return
-        self._checked_s, self._data_time_s = self._checked_s + elapsed, self._data_time_s + data_time_s
-        is_noise = num_steps < _MIN_STEPS and self._last_read - self._started < _MIN_S
-        if is_noise or not (ends_epoch or self._checked_s >= _CHECK_INTERVAL_S):
-            return
-        fraction, self._checked_s, self._data_time_s = min(1.0, self._data_time_s / self._checked_s), 0.0, 0.0
-        if fraction > MAX_DATA_FRACTION and dist.is_main() and not self._has_warned:
-            self._has_warned = True
-            message = "%.0f %% of the time is spent waiting for data; fix: see the diagnosis of distribuuuu time"
-            logger.warning(message, 100 * fraction)
 
     def evaluation(self, epoch: int, results: dict[str, dict], bests: Mapping[str, Any]) -> None:
         """Log the evaluation at the end of an epoch; its seconds count from the last `train`.

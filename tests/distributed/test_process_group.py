@@ -3,7 +3,6 @@
 import contextlib
 import os
 import random
-import re
 import socket
 import sys
 import threading
@@ -13,11 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as torch_dist
-from support.processes import free_port, on_processes
-from support.runs import ROOT, run_python, run_tool, small_options
+from support.processes import free_port
+from support.runs import run_python, run_tool, small_options
 
 from distribuuuu.config import ConfigError
-from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed import process_group as group_module
 from distribuuuu.distributed import rendezvous
 from distribuuuu.distributed.process_group import pick_device, process_group
@@ -55,13 +53,8 @@ def enter(monkeypatch, backend: str, world_size: int = 2, shard: str = "none") -
         asked.update(words)
         raise Asked
 
-    class Properties:
-        uuid = "0000"
-
     monkeypatch.setattr(rendezvous, "create_store", lambda launch, timeout_s: torch.distributed.HashStore())
-    monkeypatch.setattr(rendezvous, "check_one_process_per_gpu", lambda *words: asked.update(refused=words))
     monkeypatch.setattr(rendezvous, "watched", lambda *words: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     monkeypatch.setattr(torch.distributed, "init_process_group", ask)
     launch = Launch("test", 0, 0, world_size, "127.0.0.1", 1)
     with contextlib.suppress(Asked):
@@ -69,12 +62,11 @@ def enter(monkeypatch, backend: str, world_size: int = 2, shard: str = "none") -
     return asked
 
 
-def test_nccl_is_reported_its_device_and_has_it_alone(monkeypatch):
+def test_nccl_is_told_its_device(monkeypatch):
     asked = enter(monkeypatch, "auto", shard="fsdp")
     assert asked["backend"] == "nccl" and asked["device_id"] == torch.device("cuda", 1)
-    assert asked["refused"][2] == "GPU 0000"
     asked = enter(monkeypatch, "gloo")
-    assert asked["backend"] == "gloo" and asked["device_id"] is None and "refused" not in asked
+    assert asked["backend"] == "gloo" and asked["device_id"] is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="gloo has this option on Linux")
@@ -93,21 +85,6 @@ def test_many_processes_connect_at_their_first_exchange(monkeypatch):
         assert os.environ.get("TORCH_GLOO_LAZY_INIT") == expected, (words, transport, own)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="counts the bytes of sockets as Linux reports them")
-def test_connections_at_the_first_exchange_cost_less_and_give_the_same_results():
-    """The benchmark fails if the results of collectives differ in a bit."""
-    done = run_tool(ROOT / "benchmarks" / "scale.py", "start", "--processes", "6")
-    assert done.returncode == 0, done.stderr
-    eager, lazy = (
-        [float(number.replace(",", "")) for number in re.findall(r"([\d,.]+) \([\d,]+\)", line)]
-        for line in done.stdout.splitlines()[2:]
-    )
-    # Two groups with 5 peers: eager reads 5 x 6 addresses for each of them, more than 2 kB, and opens 10 sockets.
-    assert len(eager) == 4 and lazy[0] < eager[0] - 2000 and lazy[1] < eager[1] - 4
-    assert lazy[2] < eager[2] and lazy[3] < eager[3], "after collectives"
-
-
 @pytest.mark.parametrize("shard", ["zero1", "fsdp"])
 def test_gloo_does_not_send_shards_of_cuda_tensors(monkeypatch, shard):
     with pytest.raises(ConfigError, match=f"DIST.BACKEND: gloo on CUDA does not go with DIST.SHARD {shard}.*use nccl"):
@@ -121,20 +98,6 @@ def test_one_process_opens_a_group_on_request_only(monkeypatch, backend):
     assert asked["backend"] == backend and asked["world_size"] == 1
     assert asked["device_id"] == (torch.device("cuda", 1) if backend == "nccl" else None)
     assert enter(monkeypatch, "auto", world_size=1) == {}
-
-
-def open_twice() -> list[str]:
-    """Return the backends of two groups of one; the first ends with an error."""
-    backends = []
-    for error in (ValueError, KeyError):
-        with contextlib.suppress(error), process_group(Launch("test"), torch.device("cpu"), 10, "gloo"):
-            backends.append(dist.backend())
-            raise error
-    return [*backends, dist.backend()]
-
-
-def test_a_group_of_one_is_closed_after_an_error():
-    assert on_processes(1, open_twice) == [["gloo", "gloo", "none"]]
 
 
 def agree(store, world_size: int, seed: int) -> list[str]:
@@ -159,14 +122,6 @@ def test_what_an_earlier_start_left_in_the_store_is_not_taken_for_a_process():
     agree(store, 2, 0)  # an earlier start, of which process 1 left its name
     with pytest.raises(ConfigError, match="did not all join within 1 s"):
         rendezvous._agree_on_start(store, Launch("test", 0, 0, 2), timeout_s=1)
-
-
-def test_nothing_is_reported_when_the_last_process_joins_at_the_time_of_the_report(caplog):
-    timeout = rendezvous._JoinTimeout(Launch("test", 0, 0, 2), timeout_s=0)
-    timeout.check(list)
-    assert not caplog.records
-    with pytest.raises(MissingProcessError, match="waiting for 1 of 2 processes: rank 1"):
-        timeout.check(lambda: [1])
 
 
 @pytest.mark.slow
@@ -277,21 +232,3 @@ def test_a_run_without_one_of_its_processes_ends_without_a_traceback(image_folde
     done = run_tool("train_net.py", *small_options(image_folder, tmp_path / "out", "DIST.TIMEOUT_S", 3), **place)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "waiting for 1 of 2 processes: rank 1" in done.stderr
-
-
-def test_processes_on_one_gpu_are_refused_together():
-    store = torch_dist.HashStore()
-
-    def check(rank: int, device: str) -> str | None:
-        try:
-            rendezvous.check_one_process_per_gpu(store, Launch("test", rank, rank, 2), device)
-        except ConfigError as error:
-            return str(error)
-        return None
-
-    for devices, is_refused in ((["GPU a", "GPU b"], False), (["GPU a", "GPU a"], True)):
-        store = torch_dist.HashStore()
-        with ThreadPoolExecutor(2) as pool:
-            errors = list(pool.map(check, range(2), devices))
-        assert all(bool(error) == is_refused for error in errors)
-    assert "DIST.BACKEND gloo" in errors[0] and "GPU a" in errors[0]

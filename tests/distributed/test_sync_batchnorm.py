@@ -1,22 +1,16 @@
 """Batch norm over processes, against torch's own over the whole batch."""
 
-import contextlib
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
-from support.fake_cuda import CUDA, fake_cuda
 from support.processes import on_processes
 from support.runs import assert_close, newest
 from support.tiers import slow
 from torch import nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distribuuuu.config import ConfigError
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed import sync_batchnorm
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.distributed.sync_batchnorm import ProcessBatchNorm, convert_sync_batchnorm
 from distribuuuu.launch.detect import detect_launch
@@ -116,116 +110,6 @@ def convert_timm_and_odd() -> tuple[bool, str]:
 def test_timms_batch_norm_keeps_its_activation_and_an_unknown_one_is_refused():
     for same, error in on_processes(2, convert_timm_and_odd):
         assert same and "OwnNorm cannot be synchronized" in error
-
-
-def test_alone_a_model_stays_as_it_is():
-    model = nn.BatchNorm2d(3)
-    assert convert_sync_batchnorm(model) is model
-
-
-def install_kernels(backend: str = "CPU") -> torch.library.Library:
-    """Give a backend the operators of torch's kernels, after aten/src/ATen/native/cuda/Normalization.cuh."""
-
-    def axes(images: torch.Tensor) -> list[int]:
-        return [0, *range(2, images.dim())]
-
-    def wide(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return values.view(1, -1, *[1] * (like.dim() - 2))
-
-    def stats(images, eps):
-        var, mean = torch.var_mean(images.float(), axes(images), correction=0)
-        return mean, torch.rsqrt(var + eps)
-
-    def gather(images, means, invstds, running_mean, running_var, momentum, eps, counts):
-        mean, spread, count = torch.zeros_like(means[0]), torch.zeros_like(means[0]), torch.zeros(())
-        for other_mean, invstd, num in zip(means, invstds, counts, strict=True):
-            spread = spread + (1 / invstd**2 - eps) * num + (mean - other_mean) ** 2 * count * num / (count + num)
-            mean, count = (count * mean + num * other_mean) / (count + num), count + num
-        if running_mean is not None:
-            running_mean.lerp_(mean, momentum)
-            running_var.lerp_(spread / (count - 1), momentum)
-        return mean, torch.rsqrt(spread / count + eps)
-
-    def normalize(images, weight, bias, mean, invstd, eps):
-        out = (images.float() - wide(mean, images)) * wide(invstd, images)
-        return (out * wide(weight, images) + wide(bias, images)).to(images.dtype)
-
-    def reduce(grad, images, mean, invstd, weight, *needed):
-        dy = grad.float().sum(axes(images))
-        dy_xmu = (grad * (images - wide(mean, images))).sum(axes(images))
-        return dy, dy_xmu, dy_xmu * invstd, dy.clone()
-
-    def differentiate(grad, images, mean, invstd, weight, dy, dy_xmu, counts):
-        assert counts.dtype is torch.int32 and counts.is_contiguous(), "the kernel reads its memory"
-        total, centered = counts.sum(), images - wide(mean, images)
-        inner = grad - wide(dy / total, images) - centered * wide(invstd**2 * dy_xmu / total, images)
-        return inner * wide(invstd * weight, images)
-
-    kernels = {"stats": stats, "gather_stats_with_counts": gather, "elemt": normalize, "backward_reduce": reduce,
-               "backward_elemt": differentiate}  # fmt: skip
-    library = torch.library.Library("aten", "IMPL")
-    for name, kernel in kernels.items():
-        library.impl(f"batch_norm_{name}", kernel, backend)
-    return library
-
-
-def run_kernels(layer: nn.Module, run: Callable) -> list[torch.Tensor]:
-    """Return output, gradients and statistics of a layer whose training pass is run(layer, images)."""
-    images = own_share(make_images())
-    out = run(layer, images)
-    (out**3).sum().backward()
-    return [out.detach(), images.grad, layer.weight.grad, layer.bias.grad, layer.running_mean, layer.running_var]
-
-
-def compare_kernels(momentum: float | None, layout: torch.memory_format) -> tuple[list, list, list]:
-    """Return the results of torch's function, of our function on the same kernels, and without kernels."""
-    from torch.nn.modules._functions import SyncBatchNorm
-
-    def run_torchs(layer: nn.Module, images: torch.Tensor) -> torch.Tensor:
-        group = torch.distributed.group.WORLD
-        statistics = (layer.running_mean, layer.running_var, layer.eps, momentum or 1.0)
-        images = images.to(memory_format=layout)
-        return SyncBatchNorm.apply(images, layer.weight, layer.bias, *statistics, group, 2)
-
-    def run_own(layer: nn.Module, images: torch.Tensor) -> torch.Tensor:
-        return convert_sync_batchnorm(layer)(images.to(memory_format=layout))
-
-    with process_group(detect_launch(), CPU, 60):
-        library, results = install_kernels(), []
-        for run, kernels in ((run_torchs, True), (run_own, True), (run_own, False)):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(sync_batchnorm, "has_kernels", lambda images, kernels=kernels: kernels)
-                results.append(run_kernels(make_layer(momentum), run))
-        del library
-        return results
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_on_the_kernels_of_cuda_it_is_torchs_function(momentum, layout):
-    """A first batch without momentum replaces the statistics, as momentum 1 does."""
-    for torchs, own, plain in on_processes(2, compare_kernels, momentum, layout):
-        assert all(torch.equal(*pair) for pair in zip(own, torchs, strict=True))
-        torch.testing.assert_close(own, plain, rtol=1e-4, atol=1e-4)
-
-
-def count_waits(fused: bool) -> tuple[list[str], int]:
-    """Return the operations of a training pass on a simulated CUDA device for which the host waits, and races."""
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    library = install_kernels("Meta")  # noqa: F841
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
-    net = convert_sync_batchnorm(net) if fused else nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    with pytest.MonkeyPatch.context() as patch, fake_cuda(patch) as timeline:
-        net, images = net.to(CUDA), torch.zeros(4, 3, 16, 16, device=CUDA)
-        timeline.waits.clear()
-        with torch.no_grad(), contextlib.nullcontext() if fused else pytest.raises(DynamicOutputShapeException):
-            net(images)
-        return timeline.waits, len(timeline.races)
-
-
-def test_on_cuda_it_does_not_wait_for_the_device():
-    assert on_processes(1, count_waits, True) == [([], 0)]
-    on_processes(1, count_waits, False)  # a shape that the host does not know ends the simulation of torch's layer
 
 
 def compile_layers(backend: str) -> list[list]:

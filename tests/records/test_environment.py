@@ -53,21 +53,6 @@ def test_no_commit_is_made_up(checkout, tmp_path, monkeypatch):
     assert find_commit(checkout) is None
 
 
-def test_the_commit_of_an_installation_is_the_one_that_pip_has_recorded(tmp_path, monkeypatch):
-    package, info = tmp_path / "my_package", tmp_path / "my_package-1.0.dist-info"
-    for folder in (package, info):
-        folder.mkdir()
-    (info / "METADATA").write_text("Name: my_package\nVersion: 1.0\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert find_commit(package) is None
-    for record in ('{"url": "file:///x", "dir_info": {}}', "[]", "no JSON", '{"vcs_info": null}'):
-        (info / "direct_url.json").write_text(record)
-        assert find_commit(package) is None
-    (info / "direct_url.json").write_text('{"url": "https://x", "vcs_info": {"vcs": "git", "commit_id": "abc"}}')
-    assert find_commit(package) == "abc"
-    assert find_commit(tmp_path / "copy" / "my_package") is None, "another copy of the code"
-
-
 @pytest.mark.slow
 def test_a_git_that_hangs_is_not_waited_for(checkout, tmp_path, monkeypatch):
     slow = tmp_path / "git"

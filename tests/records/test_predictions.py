@@ -14,7 +14,7 @@ from support.commands import command_module
 from support.images import write_label_lists
 from support.predictions import prediction_arrays
 from support.processes import on_processes
-from support.runs import records, timeless
+from support.runs import records
 from support.tiers import slow
 from torchmetrics.functional.classification import multiclass_calibration_error
 
@@ -22,7 +22,6 @@ from distribuuuu.data.batch import Batch
 from distribuuuu.records import predictions
 from distribuuuu.records.predictions import Recorder, write_npz
 from distribuuuu.records.read_results import read_results
-from distribuuuu.records.run_config import hash_config
 from distribuuuu.tasks.metrics import StepOutput
 from distribuuuu.trainer import evaluate_weights as evaluate_run
 from distribuuuu.trainer import train_model
@@ -52,14 +51,6 @@ def test_the_last_evaluation_of_a_run_is_written_image_by_image(finished_run, im
     assert content.loss.mean() == pytest.approx(last["loss"], rel=1e-6)
     expected = F.cross_entropy(torch.tensor(content.scores), torch.tensor(content.label).long(), reduction="none")
     assert np.allclose(content.loss, expected.numpy(), atol=1e-6)
-
-
-def test_figures_are_bitwise_the_same_without_predictions(finished_run, small_cfg, tmp_path):
-    cfg = small_cfg("TEST.SAVE_PREDICTIONS", False)
-    train_model(cfg)
-    assert not (tmp_path / "out" / "predictions.npz").exists()
-    assert timeless(tmp_path / "out") == timeless(finished_run)
-    assert hash_config(cfg) == hash_config(small_cfg())
 
 
 def test_the_averaged_weights_are_recorded_if_there_are_some(small_cfg, tmp_path):
@@ -191,14 +182,6 @@ def test_still_larger_sets_keep_the_largest_logits(tmp_path, monkeypatch):
     expected = logits.double().softmax(1).topk(10).values
     assert np.allclose(content.probabilities(), expected, atol=1e-3)
     assert np.allclose(content.confidence, expected[:, 0], atol=1e-3)
-
-
-def test_fifty_thousand_images_of_a_thousand_classes_take_at_most_110_mb(tmp_path):
-    arrays = record(torch.randn(50_000, 1000), torch.randint(1000, (50_000,)), *[1000] * 50)
-    del arrays["index"]
-    path = np.array([f"val/n{number % 1000:08d}/ILSVRC2012_val_{number:08d}.JPEG" for number in range(50_000)])
-    write_npz(tmp_path / "predictions.npz", {"path": path, **arrays})
-    assert (tmp_path / "predictions.npz").stat().st_size <= 110e6
 
 
 def test_logits_that_are_not_finite_are_recorded_and_outputs_without_a_column_for_each_class_are_not(tmp_path):

@@ -1,19 +1,13 @@
 """Log: lines by time, width of the columns, levels, and the last lines of a run."""
 
-import contextlib
-import fcntl
 import io
 import itertools
 import json
 import logging
-import os
-import pty
 import re
 import shlex
-import struct
 import subprocess
 import sys
-import termios
 import types
 
 import pytest
@@ -24,7 +18,6 @@ from support.tiers import pairwise
 from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config import load_cfg
 from distribuuuu.data.loader import TrainLoader
-from distribuuuu.records import log_table
 from distribuuuu.records import run_log as log
 from distribuuuu.trainer import train_model
 
@@ -87,17 +80,6 @@ def test_a_rollback_is_a_start(tmp_path, clock, logged):
     clock.now += 1.0
     run_log.show_step(0, 6, 0.1)
     assert [line.split()[1] for line in logged()] == ["step", "10/1000", "step", "6/1000"]
-
-
-@pytest.mark.parametrize("first", [40, 80])
-def test_a_start_waits_for_data_if_enough_of_its_own_steps_do(tmp_path, clock, logged, first):
-    run_log = open_log(tmp_path, num_steps=100)
-    run_log.rewind(0, first)
-    for step in run_log.steps(0, first):
-        clock.now += 0.1
-        if step + 1 in (first + 1, 100):
-            run_log.train(0, step + 1, 0.1, METRICS, 10.0)
-    assert ("waiting for data" in " ".join(logged())) == (first == 40), "50 steps of a start tell"
 
 
 def test_means_that_no_metric_shows_get_columns_once_they_are_known(tmp_path, clock, logged):
@@ -225,54 +207,6 @@ def test_a_terminal_shows_a_row_of_each_epoch_above_the_bar(tmp_path, clock, mon
     assert bars[-1].endswith(", run 1m20s, loss 3.000, top1 50.0, val 77.25]"), bars[-1]
     steps = [line.split()[2] for line in (tmp_path / "train.log").read_text().splitlines() if "/22 " in line]
     assert len(steps) == 2 * 22, "the file has the rows of all steps and no others"
-
-
-@pytest.mark.parametrize(
-    ("columns", "header"),
-    [(120, "epoch step loss top1 top5 lr img/s data eta"), (80, "epoch loss top1 top5 lr img/s data eta"),
-     (60, "epoch loss top1 top5 lr img/s eta"), (46, "epoch loss top1 top5 eta"), (39, "epoch loss top1 eta"),
-     (20, "epoch loss")],
-)  # fmt: skip
-def test_the_table_of_epochs_fits_into_the_terminal(tmp_path, clock, monkeypatch, columns, header):
-    monkeypatch.setattr(log_table.os, "get_terminal_size", lambda _: os.terminal_size((columns, 24)))
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    terminal.fileno = lambda: 2
-    with log.logging_to(tmp_path, ""), open_log(tmp_path, num_epochs=100, num_steps=1) as run_log:
-        for _ in run_log.steps(9, 0):
-            clock.now += 1e5
-            run_log.train(9, 1, 0.00012, METRICS, 0.5)
-    shown = [line for line in re.split(r"[\r\n]", terminal.getvalue()) if re.match(r"\d\d:", line)]
-    assert shown[0].split()[1:] == header.replace("step ", "").split()
-    assert max(map(len, shown)) <= max(columns, 30)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", [80, 40])
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_nothing_of_a_run_wraps_on_a_terminal_but_its_sentences(image_folder, tmp_path, columns, num_processes):
-    args = small_options(image_folder, tmp_path, "OPTIM.MAX_EPOCH", 3, "TRAIN.PRINT_FREQ", 2)
-    command = [sys.executable, "-m", "distribuuuu", "train", "--nproc", str(num_processes), *args]
-    text = run_on_terminal(command, columns)
-    bars = [part for part in re.split(r"[\r\n]|\x1b\[[AK]", text) if re.match(r"(epoch \d/3|validation) \|", part)]
-    assert len(bars) > 3 and max(map(len, bars)) <= columns, max(bars, key=len)
-    rows = [line for line in re.split(r"[\r\n]", text) if re.match(r"\d\d:\S+ +(epoch|\d/3) ", line)]
-    assert [row.split()[1] for row in rows] == ["epoch", "1/3", "2/3", "3/3"]
-    assert max(map(len, rows)) <= columns and text.count("validation, epoch") == 3
-
-
-def run_on_terminal(command: list[str], columns: int) -> str:
-    """Return what a command writes to a terminal of so many columns."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    process = subprocess.Popen(command, cwd=ROOT, stderr=theirs, stdout=theirs, stdin=subprocess.DEVNULL)
-    os.close(theirs)
-    parts = []
-    with contextlib.suppress(OSError):  # EIO: the last writer has exited
-        while part := os.read(ours, 65536):
-            parts.append(part)
-    os.close(ours)
-    assert process.wait(timeout=60) == 0, b"".join(parts)
-    return b"".join(parts).decode()
 
 
 # What fits

@@ -18,13 +18,11 @@ from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import counted
 from distribuuuu.config.plugins import FoundConfig
 from distribuuuu.config.registry import TRACKERS
-from distribuuuu.config.run_files import METRICS, TRACKERS_FOLDER
+from distribuuuu.config.run_files import TRACKERS_FOLDER
 from distribuuuu.engine.preflight import find_missing_trackers
 from distribuuuu.files.atomic_file import make_folder, open_for_writing
 from distribuuuu.files.locks import is_at, lock_file
-from distribuuuu.files.untrusted import MAX_JSON, open_regular, printable
 from distribuuuu.launch.signals import ignore_signals
-from distribuuuu.records.metric_writers import parse_record
 from distribuuuu.records.trackers.base import RunInfo, Tracker, describe_error
 
 _DESCRIPTION = """Send the rows of metrics.jsonl, the images and the results of a run that its
@@ -74,8 +72,7 @@ def send_all(run: RunInfo, names: Sequence[str]) -> int:
     Raises:
         ConfigError: some of the trackers failed.
     """
-    failures, metrics = [], run.out_dir / METRICS
-    has_rows = metrics.is_file()
+    failures = []
     for name in names:
         tracker = TRACKERS.get(name)(run)
         with sending(tracker) as is_alone:
@@ -88,10 +85,7 @@ def send_all(run: RunInfo, names: Sequence[str]) -> int:
             except Exception as error:  # of any service: the others are still sent
                 fix = "see docs/trackers.md, and run this again"
                 failures.append(f"LOG.TRACKERS: {name}: {describe_error(error)}; fix: {fix}")
-        kinds = {noun: number for noun, number in tracker.sent.items() if has_rows or noun != "row"}
-        print(f"{name}: sent {', '.join(counted(number, noun) for noun, number in kinds.items())}")
-    if note := _describe_rows(metrics):
-        print(printable(note))
+        print(f"{name}: sent {', '.join(counted(number, noun) for noun, number in tracker.sent.items())}")
     if failures:
         raise ConfigError(failures)
     return 0
@@ -142,16 +136,6 @@ def follow(tracker: Tracker) -> int:
                 return 0
             ended.wait(pause_s)
     return 1
-
-
-def _describe_rows(path: Path) -> str:
-    """Return a line about a metrics.jsonl that is missing, or has damaged lines, which are not sent; else nothing."""
-    if not path.is_file():
-        return f"{path}: no such file; there are no rows to send"
-    with open_regular(path) as file:
-        lines = iter(lambda: file.readline(MAX_JSON), b"")
-        num_damaged = sum(not line.endswith(b"\n") or parse_record(line) is None for line in lines)
-    return f"{path}: {counted(num_damaged, 'damaged line')} skipped" if num_damaged else ""
 
 
 def build_parser(prog: str | None = None) -> CommandParser:

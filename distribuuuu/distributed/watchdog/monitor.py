@@ -158,11 +158,8 @@ class Monitor(threading.Thread):
                 self._receive(0.1)
 
     def _accept(self) -> None:
-        try:
-            channel = Channel(self._listener.accept()[0])
-            self._selector.register(channel, selectors.EVENT_READ, (channel, None))
-        except OSError:  # there are too many open files
-            time.sleep(0.1)
+        channel = Channel(self._listener.accept()[0])
+        self._selector.register(channel, selectors.EVENT_READ, (channel, None))
 
     def _greet(self, channel: Channel, token: str, rank: int, host: str, pid: int) -> Peer:
         if token != self._token:

@@ -1,7 +1,6 @@
 """Trackers of a training: start a process for each, and write the images that they send."""
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -18,8 +17,6 @@ from distribuuuu.launch.detect import NPROC_MARK
 from distribuuuu.records.trackers.base import IMAGES
 
 logger = logging.getLogger(__name__)
-
-_MAX_TAG = 170
 
 
 class TrackerProcesses:
@@ -56,8 +53,6 @@ class TrackerProcesses:
         from PIL import Image
 
         name = quote(tag, safe="")
-        if len(name) > _MAX_TAG:
-            name = f"{name[:_MAX_TAG].rpartition('%')[0]}_{hashlib.sha256(tag.encode()).hexdigest()[:8]}"
         try:
             array = (pixels * 255).clamp(0, 255).byte() if pixels.is_floating_point() else pixels
             path = make_folder(self._out_dir, TRACKERS_FOLDER, IMAGES) / f"{step:09d}_{name}.png"

@@ -57,21 +57,6 @@ def test_a_run_without_trackers_is_sent_once(copied_run, track, capsys):
     assert json.loads((copied_run / "trackers" / "store.json").read_text())["num_steps"] == 4
 
 
-def test_damaged_and_missing_rows_are_named(copied_run, track, capsys):
-    metrics = copied_run / "metrics.jsonl"
-    lines = metrics.read_text().splitlines(keepends=True)
-    metrics.write_text("".join([*lines[:2], "{no json\n", *lines[2:], '{"kind": "train", "ep']))
-    assert track(copied_run, "LOG.TRACKERS", "store") == 0
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        "store: sent 10 rows, 0 images, 2 files", f"{metrics}: 2 damaged lines skipped",
-    ]  # fmt: skip
-    metrics.unlink()
-    assert track(copied_run, "LOG.TRACKERS", "store") == 0
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        "store: sent 0 images, 0 files", f"{metrics}: no such file; there are no rows to send",
-    ]  # fmt: skip
-
-
 def test_a_tracker_that_fails_does_not_stop_the_others(copied_run, track, capsys):
     assert track(copied_run, "LOG.TRACKERS", "[down, store]") == 2
     out, err = capsys.readouterr()

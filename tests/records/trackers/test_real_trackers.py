@@ -9,8 +9,6 @@ import pytest
 from support.processes import list_trackers, wait_for
 from support.runs import ROOT, assert_same_run, train_and_stop
 
-from distribuuuu.config.registry import TRACKERS
-from distribuuuu.records.trackers.base import RunInfo
 from distribuuuu.trainer import train_model
 
 pytestmark = pytest.mark.slow
@@ -62,25 +60,3 @@ def test_a_resumed_run_is_one_run_of_the_tracker(small_cfg, tmp_path, monkeypatc
     assert_same_run(out, finished_run)
     CHECKS[name](tmp_path, json.loads((out / "trackers" / f"{name}.json").read_text())["run"])
     assert "LOG.TRACKERS" not in capfd.readouterr().err
-
-
-def test_a_run_of_mlflow_whose_options_fail_is_continued(copied_run, tmp_path, monkeypatch):
-    client = load("mlflow").MlflowClient
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    monkeypatch.chdir(tmp_path)
-    left, log_batch = ["a failure"], client.log_batch
-
-    def fail_once(*args, **kwargs):
-        if left:
-            raise ConnectionError(left.pop())
-        return log_batch(*args, **kwargs)
-
-    monkeypatch.setattr(client, "log_batch", fail_once)
-    run = RunInfo(copied_run, {"CFG_DEST": "config.yaml", "MODEL.ARCH": "resnet8"})
-    with pytest.raises(ConnectionError):
-        TRACKERS.get("mlflow")(run).send_missing()
-    TRACKERS.get("mlflow")(run).send_missing()
-    client = client()
-    (found,) = client.search_runs([client.get_experiment_by_name("distribuuuu").experiment_id])
-    assert found.data.params == {"CFG_DEST": "config.yaml", "MODEL.ARCH": "resnet8"}
-    assert [metric.step for metric in client.get_metric_history(found.info.run_id, "train/loss")] == STEPS

@@ -9,20 +9,16 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from support.commands import run_command
 from support.processes import list_trackers, wait_for
 from support.runs import ROOT, TRAIN_NET, assert_same_run, run_python, run_tool, small_options, timeless, train_and_stop
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.registry import TRACKERS
 from distribuuuu.distributed import comm as dist
 from distribuuuu.engine.build import build_log_writers
-from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.records.metric_writers import RecordFile, drop_records_after
 from distribuuuu.records.trackers import base
 from distribuuuu.records.trackers.base import RunInfo, Tracker, describe_error
-from distribuuuu.records.trackers.processes import TrackerProcesses
 from distribuuuu.trainer import train_model
 
 # Steps and curves of the rows of a run of `small_cfg`, in order.
@@ -116,12 +112,6 @@ def test_a_name_is_checked(small_cfg, name, message):
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_package_that_is_missing_is_reported_early(small_cfg, monkeypatch):
-    monkeypatch.setattr(TRACKERS.get("mlflow"), "package", "no_such_package")
-    problems = find_run_problems(small_cfg("LOG.TRACKERS", "mlflow"), train=True)
-    assert any("got mlflow, which is not installed" in str(problem) for problem in problems)
-
-
 # ------------------------------------------------------------------------------------ steps
 
 
@@ -134,13 +124,6 @@ def test_a_resumed_run_continues_the_same_run_at_the_right_step(small_cfg, monke
     assert sorted(server.rows()) == sorted(WHOLE), "each row once"
     (first,), *others = server.read("connect")
     assert first == "" and len({run_id for (run_id,) in others}) == 1 and all(run_id for (run_id,) in others)
-
-
-def test_another_run_in_the_folder_is_another_run_of_the_tracker(small_cfg, server):
-    for number in (1, 2):
-        train_model(small_cfg(*server.words, "TRAIN.AUTO_RESUME", False))
-        server.wait_for_ends(number)
-    assert server.rows() == [*WHOLE, *WHOLE] and server.read("connect") == [[""], [""]]
 
 
 def test_only_the_main_process_has_writers(small_cfg, monkeypatch, server):
@@ -295,23 +278,6 @@ def test_pipes_and_devices_neither_block_nor_fill_the_memory(copied_run, server,
     words = ["-m", "distribuuuu", "track", copied_run, *server.words]
     done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, timeout=60, capture_output=True, text=True)
     assert done.returncode in (0, 2) and "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("pixels", [torch.rand(3, 4, 5), torch.zeros(5, 4, 4), torch.zeros(3, 4, 4, dtype=torch.int16)])
-def test_an_image_that_cannot_be_written_is_one_warning(tmp_path, caplog, pixels):
-    (tmp_path / "trackers").write_text("a file")
-    processes = TrackerProcesses(tmp_path, (), (), 4)
-    for _ in range(2):
-        processes.image("a/b", pixels, 1)
-    assert len(caplog.messages) == 1 and "an image cannot be written" in caplog.text
-
-
-def test_images_with_long_tags_have_short_names_of_their_own(tmp_path):
-    processes, one = TrackerProcesses(tmp_path, (), (), 4), Store(tmp_path)
-    for tag in ("\u00fc" * 60 + "a", "\u00fc" * 60 + "b", "short/tag"):
-        processes.image(tag, torch.zeros(3, 4, 4, dtype=torch.uint8), 1)
-    one.send_missing()
-    assert sorted(tag[:10] for tag in one.items) == ["short/tag", "\u00fc" * 10, "\u00fc" * 10]
 
 
 def test_the_plug_in_of_the_page(small_cfg, tmp_path):
