@@ -11,7 +11,6 @@ from typing import Any
 
 from distribuuuu.config.errors import did_you_mean, first_few, near_matches
 from distribuuuu.files.image_files import (
-    ALL_EXTENSIONS,
     EXTENSIONS,
     IMAGENET_FOLDERS,
     IMAGENET_TARS,
@@ -25,63 +24,39 @@ from distribuuuu.files.image_files import (
     is_image,
     list_classes,
     sort_splits,
-    walk_images,
 )
-from distribuuuu.files.untrusted import open_regular
 
 # Names of the validation images of ImageNet.
 _VAL_IMAGE = re.compile(r"ILSVRC2012_val_\d{8}\.")
 # Files that are given in place of a folder: their endings, what they are, and the way in.
-_ARRAYS = "images in a file of arrays or a table; fix: a data set of your own, see docs/data.md, 'Arrays and tables'"
-_UNPACK = "or unpack it: mkdir {folder} && tar -xf {path} -C {folder}, then use {folder}"
-_TOOLS = {
-    "gzip": (".tar.gz", ".tgz"), "bzip2": (".tar.bz2", ".tbz2"), "xz": (".tar.xz", ".txz"), "zstd": (".tar.zst",),
-}  # fmt: skip
-# Endings of tables, and of archives.
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
 TABLES = (".csv", ".tsv", ".parquet", ".arrow")
-ARCHIVES = (".zip", ".tar", *(ending for endings in _TOOLS.values() for ending in endings))
+ARCHIVES = (".zip", ".tar", *_COMPRESSED)
 _FILES = (
     ((".pth.tar", ".pth", ".pt", ".safetensors", ".ckpt"), "a checkpoint, not data; fix: set MODEL.WEIGHTS to it"),
     ((".zip",), "a ZIP archive; fix: {read}; or unpack it: python -m zipfile -e {path} {folder}, then use {folder}"),
-    ((".tar",), f"a tar archive; fix: {{read}}; {_UNPACK}"),
-    *((endings, f"a compressed tar archive; {{{tool}}}, then {{read}}; {_UNPACK}") for tool, endings in _TOOLS.items()),
-    ((".7z", ".rar", ".gz", ".xz", ".bz2", ".zst"), "a compressed file; fix: unpack it, and use the folder of images"),
-    (
-        (".csv", ".tsv"),
-        "a table; fix for a list: DATA.NAME list TRAIN.DATASET {parent} TRAIN.SPLIT {stem}; for pixel values: "
-        "a data set of your own, see docs/data.md, 'Arrays and tables'",
-    ),
-    (
-        (".parquet", ".arrow"),
-        "a table; fix for image files in it: distribuuuu pack OUT DATA.NAME parquet TRAIN.DATASET {parent} "
-        "TRAIN.SPLIT {stem}",
-    ),
-    ((".feather", ".npz", ".npy", ".h5", ".hdf5", ".mat", ".pkl", ".pickle"), _ARRAYS),
-    ((".json", ".jsonl", ".tfrecord", ".lmdb", ".mdb", ".beton", ".idx", ".bin", ".xlsx"), _ARRAYS),
+    ((".tar",), "a tar archive; fix: {read}; or unpack it: mkdir {folder} && tar -xf {path} -C {folder}, "
+     "then use {folder}"),
+    (_COMPRESSED, "a compressed tar archive; fix: unpack it: mkdir {folder} && tar -xf {path} -C {folder}, "
+     "then use {folder}"),
+    ((".csv", ".tsv"), "a table; fix for a list: DATA.NAME list TRAIN.DATASET {parent} TRAIN.SPLIT {stem}"),
+    ((".parquet",), "a table; fix for image files in it: distribuuuu pack OUT DATA.NAME parquet TRAIN.DATASET ..."),
+    ((".arrow", ".npz", ".npy", ".h5", ".hdf5", ".mat", ".pkl", ".json", ".tfrecord", ".lmdb", ".beton"),
+     "no folder of images; fix: a data set of your own, see docs/data.md, 'Arrays and tables'"),
     ((".yaml", ".yml"), "a config file; fix: --cfg {path}"),
-)
+)  # fmt: skip
 
 
 def describe_file(path: Path) -> str:
     """Return what a file is that is given in place of a folder of images, and the way in."""
     name = path.name
-    if is_image(name):
-        return "an image; expected the folder that holds the class folders"
     for endings, text in _FILES:
         if ending := next((ending for ending in endings if name.lower().endswith(ending)), ""):
             stem = name[: -len(ending)]
             texts = {"path": path, "folder": path.with_name(stem or "images"), "parent": path.parent, "stem": stem}
             quoted = {key: shlex.quote(str(value)) for key, value in texts.items()}
-            tar = path.with_name(f"{stem}.tar") if ending not in (".tar", ".zip") else path
-            commands = {tool: repack(str(path), tool) for tool in _TOOLS}
-            return text.format(**quoted, **commands, read=f"set {_archive_options(tar)}")
+            return text.format(**quoted, read=f"set {_archive_options(path)}")
     return "a file; expected a folder"
-
-
-def repack(path: str, tool: str) -> str:
-    """Return the advice that decompresses a tar with a tool."""
-    target = re.sub(r"(\.tar)?\.\w+$", "", path) + (".tar" if not path.endswith(".tar") else ".plain.tar")
-    return f"fix: {tool} -dc {shlex.quote(path)} > {shlex.quote(target)}"
 
 
 def _archive_options(path: Path) -> str:
@@ -100,11 +75,6 @@ def split_of_archive(name: str) -> str:
     return re.sub(r"(-\d+)?\.(tar|zip)$", "", name, flags=re.IGNORECASE)
 
 
-def list_archives(names: Iterable[str]) -> list[str]:
-    """Return those of some file names, sorted, that are archives which can be read without unpacking; no weights."""
-    return sorted(name for name in names if re.search(r"(?<!\.pth)\.tar$|\.zip$", name.lower()))
-
-
 def describe_archives(folder: Path, split: str = "") -> str:
     """Return '; it holds X, a ZIP archive; fix: ...' for the first archive in a folder, of a split if it is given."""
     with contextlib.suppress(OSError), os.scandir(os.fspath(folder)) as entries:
@@ -118,56 +88,16 @@ def describe_archives(folder: Path, split: str = "") -> str:
 def explain_archives(name: str, root: Path, split: str) -> tuple[str, str]:
     """Return (key, message) for a folder without the archive of a split."""
     key, expected = f"{name}.SPLIT", f"no {split}.tar, {split}.zip or {split}-*.tar in {root}"
-    names = sorted(entry.name for entry in os.scandir(root) if entry.is_file())
-    if packed := [entry for entry in names if re.fullmatch(rf"{re.escape(split)}\.t.*", entry)]:
-        return key, f"{expected}; {root / packed[0]} is {describe_file(root / packed[0])}"
-    if not (archives := list_archives(names)):
-        is_folder_of_split = (root / split).is_dir()
-        fix = f"; fix: {root / split} is a folder: set DATA.NAME imagefolder" if is_folder_of_split else ""
-        return key, f"{expected}{fix}"
-    splits = dict.fromkeys(split_of_archive(archive) for archive in archives)
-    known = sort_splits(splits)
-    if len(archives) == 1 and not known:  # it may hold all splits
+    if hint := describe_archives(root, split):
+        return key, f"{expected}{hint}"
+    archives = sorted(entry for entry in os.listdir(root) if entry.lower().endswith((".tar", ".zip")))
+    splits = [*dict.fromkeys(map(split_of_archive, archives))]
+    if len(archives) == 1 and not sort_splits(splits):  # it may hold all splits
         fix = f"fix: set {name}.DATASET {root / archives[0]}, which reads its folder {split}/"
         return key, f"{expected}; it has {archives[0]}; {fix}"
-    return key, f"{expected}; it has {first_few([*splits])}{other_split(name, splits)}"
-
-
-def other_split(name: str, found: Iterable[str]) -> str:
-    """Return '; fix: set NAME.SPLIT X' for a split of the right kind among those found, else that there is none.
-
-    Training images are never named for the evaluation, nor the other way round.
-    """
-
-    def kind_of(split: str) -> str:
-        words = sort_splits(re.split("[-_. ]", split.lower()))
-        return "" if not words else "TRAIN" if words[0] in TRAIN_NAMES else "TEST"
-
-    fitting = [split for split in found if kind_of(split) == name]
-    if fitting:
-        return f"; fix: set {name}.SPLIT {(sort_splits(fitting) or fitting)[0]}"
-    images = "training" if name == "TRAIN" else "evaluation"
-    return f"; none of them has {images} images by its name; fix: set {name}.DATASET and {name}.SPLIT to those"
-
-
-def explain_inner_folders(path: str, split: str, tops: Iterable[str], inner: Iterable[str]) -> str:
-    """Return what an archive holds that lacks the folder of a split.
-
-    Args:
-        path: the archive.
-        split: the folder that was looked for.
-        tops: the folders at its top.
-        inner: folders below these that have the name of the split.
-    """
-    problem = f"{path}: has no folder {split}; it has {first_few(sorted(tops))}"
-    if inner:
-        return f"{problem}; fix: set SPLIT {sorted(inner)[0]}"
-    if sort_splits(tops):
-        return problem + other_split("TRAIN" if split.lower() in TRAIN_NAMES else "TEST", tops)
-    folder = Path(path).with_suffix("")
-    unpack = f"mkdir {folder} && tar -xf {path} -C {folder}"
-    unpack = f"python -m zipfile -e {path} {folder}" if path.lower().endswith(".zip") else unpack
-    return f"{problem}, and is not divided into splits; fix: {unpack} && {split_command(folder)}"
+    fitting = [each for each in sort_splits(splits) if (each.lower() in TRAIN_NAMES) == (name == "TRAIN")]
+    fix = f"; fix: set {key} {fitting[0]}" if fitting else ""
+    return key, f"{expected}; it has {first_few(splits) if splits else 'no archive'}{fix}"
 
 
 def describe_table(root: Path) -> str:
@@ -180,22 +110,12 @@ def describe_table(root: Path) -> str:
     by_stem = {name.rpartition(".")[0]: name for name in tables}
     splits = sort_splits(by_stem)
     trained = next((name for name in splits if name.lower() in TRAIN_NAMES), "")
+    name = by_stem.get(trained, tables[0])
     if trained and (others := [name for name in splits if name.lower() not in TRAIN_NAMES]):
         words = f"TRAIN.SPLIT {trained} TEST.SPLIT {others[0]}"
     else:
-        words = f"DATA.TABLE.file {by_stem.get(trained, tables[0])} DATA.TABLE.split COLUMN, a column of train and val"
-    name = by_stem.get(trained, tables[0])
+        words = f"DATA.TABLE.file {name} DATA.TABLE.split COLUMN, a column of train and val"
     return f"; it has {name}, a table; fix: DATA.NAME list TRAIN.DATASET {shlex.quote(str(root))} {words}"
-
-
-def describe_arrays(folder: Path) -> str:
-    """Return '; it has arrays ...' for class folders, or folders of a split, whose only images are .npy files."""
-    names = list_classes(folder)
-    if any(holds_images(folder / name) for name in names):
-        return ""
-    found = (path for name in names for path in walk_images(folder / name, extensions=ALL_EXTENSIONS))
-    path = next(found, "")
-    return path and f"; it has arrays, e.g. {path}; fix: set DATA.CHANNELS and DATA.PIXELS to those of the arrays"
 
 
 def describe_imagenet(root: Path) -> str:
@@ -296,8 +216,6 @@ def explain_folder(name: str, root: Path, split: str, extensions: tuple[str, ...
     elif not (classes := list_classes(folder)):
         hint = describe_imagenet(root) or describe_archives(folder) or describe_table(root)
         yield key, f"{folder} has no class folders; it should hold CLASS/IMAGE{hint}"
-    elif hint := describe_arrays(folder):
-        yield "DATA.CHANNELS", f"got 3, but {folder} has no image files{hint}"
     else:
         empty = [each for each in classes if not holds_images(folder / each, extensions=extensions)]
         closed = {each: reason for each in empty if (reason := access_problem(folder / each))}
@@ -310,19 +228,14 @@ def explain_folder(name: str, root: Path, split: str, extensions: tuple[str, ...
 
 def count_others(folder: Path, names: Iterable[str]) -> str:
     """Return what class folders without an image hold, and what to do about it."""
-    counts, jpegs = Counter[str](), Counter[str]()
-    for name in names:
-        for parent, _, files in os.walk(folder / name):
-            for file in (file for file in files if file[0] != "." and file.lower() not in JUNK_FILES):
-                counts[ending := os.path.splitext(file)[1].lower() or "no ending"] += 1
-                with contextlib.suppress(OSError), open_regular(os.path.join(parent, file)) as opened:
-                    jpegs[ending] += any(opened.read(4).startswith(start) for start in (b"\xff\xd8\xff", b"\x89PNG"))
+    files = (file for name in names for _, _, found in os.walk(folder / name) for file in found)
+    kept = (file for file in files if file[0] != "." and file.lower() not in JUNK_FILES)
+    counts = Counter(os.path.splitext(file)[1].lower() or "no ending" for file in kept)
     if not counts:
         return "; fix: remove them"
     held = first_few([f"{ending} ({count})" for ending, count in counts.most_common()])
-    fixes = [f"rename those with {ending} to .jpg or .png, as they are JPEG or PNG files" if jpegs[ending]
-             else f"convert those with {ending} to JPEG or PNG" for ending in counts]  # fmt: skip
-    return f"; they hold other files: {held}; fix: {first_few(fixes, '; ')}"
+    arrays = "set DATA.CHANNELS and DATA.PIXELS to those of the arrays" if ".npy" in counts else ""
+    return f"; they hold other files: {held}; fix: {arrays or 'convert them to JPEG or PNG, or rename those that are'}"
 
 
 # --------------------------------------------------------------------------------------------- tables
@@ -346,14 +259,11 @@ def missing_table(name: str, path: Path) -> tuple[str, str]:
     splits = [stem for stem in sort_splits(stems) if (stem.lower() in TRAIN_NAMES) == (name == "TRAIN")]
     if splits:
         return f"{name}.SPLIT", f"{problem}; fix: {name}.SPLIT {splits[0]}"
-    table = path.parent / next((each for each in existing if _stem(each) in TRAIN_NAMES), existing[0])
+    trained = (each for each in existing if each.rpartition(".")[0].lower() in TRAIN_NAMES)
+    table = path.parent / next(trained, existing[0])
     command = f"distribuuuu split {shlex.quote(str(table))} --val 0.2 --out {path.parent.resolve().name}_lists"
     fix = f"{command}; or, if a column has the split of each row: DATA.TABLE.file {table.name} DATA.TABLE.split COLUMN"
     return f"{name}.SPLIT", f"{problem}; fix: {fix}"
-
-
-def _stem(name: str) -> str:
-    return name.rpartition(".")[0].lower()
 
 
 def explain_columns(spec: Any, header: Sequence[str]) -> str:

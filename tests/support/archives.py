@@ -1,11 +1,13 @@
 """Archives of small image folders: tars, ZIPs, shards, and ImageNet as it is distributed."""
 
 import io
-import struct
 import tarfile
 import zipfile
 import zlib
 from pathlib import Path
+
+import numpy as np
+import pytest
 
 
 def add(archive: tarfile.TarFile, name: str, data: bytes = b"", kind: bytes = tarfile.REGTYPE, **fields) -> None:
@@ -76,31 +78,13 @@ def archive_folder(source: Path, root: Path, kind: str) -> Path:
 SYNSETS = {"ant": "n00000003", "bee": "n00000001", "cat": "n00000002"}
 
 
-def _element(kind: int, data: bytes) -> bytes:
-    if 0 < len(data) <= 4:
-        return struct.pack("<2H", kind, len(data)) + data.ljust(4, b"\0")
-    return struct.pack("<2I", kind, len(data)) + data + b"\0" * (-len(data) % 8)
-
-
-def _matrix(kind: int, shape: tuple[int, int], *parts: bytes) -> bytes:
-    flags = _element(6, struct.pack("<2I", kind, 0)) + _element(5, struct.pack("<2i", *shape)) + _element(1, b"")
-    return _element(14, flags + b"".join(parts))
-
-
-def write_meta(synsets: list[str], is_compressed: bool = True) -> bytes:
-    """Return a meta.mat with the fields of the development kit of which ILSVRC2012_ID and WNID are needed."""
-    names = [b"ILSVRC2012_ID", b"WNID", b"words"]
-    values = []
-    for number, synset in enumerate(synsets, 1):
-        values += [_matrix(6, (1, 1), _element(2, bytes([number]))),
-                   _matrix(4, (1, len(synset)), _element(4, synset.encode("utf-16-le"))),
-                   _matrix(4, (1, 3), _element(16, b"abc"))]  # fmt: skip
-    fields = _element(5, struct.pack("<i", 32)) + _element(1, b"".join(name.ljust(32, b"\0") for name in names))
-    array = _matrix(2, (len(synsets), 1), fields, *values)
-    if is_compressed:
-        packed = zlib.compress(array)
-        array = struct.pack("<2I", 15, len(packed)) + packed
-    return b"MATLAB 5.0 MAT-file".ljust(124) + b"\0\1IM" + array
+def write_meta(synsets: list[str]) -> bytes:
+    """Return a meta.mat with the fields of the development kit that are needed."""
+    kinds = [("ILSVRC2012_ID", object), ("WNID", object)]
+    rows = np.array([(number, synset) for number, synset in enumerate(synsets, 1)], kinds)
+    buffer = io.BytesIO()
+    pytest.importorskip("scipy.io").savemat(buffer, {"synsets": rows.reshape(-1, 1)}, do_compression=True)
+    return buffer.getvalue()
 
 
 def write_imagenet(source: Path, root: Path, layout: str) -> tuple[Path, Path]:
@@ -120,7 +104,7 @@ def write_imagenet(source: Path, root: Path, layout: str) -> tuple[Path, Path]:
                **{f"val/{synset}/{name}": val[name] for name, synset in zip(val, truth, strict=True)}}  # fmt: skip
     order = ["n00000002", "n00000003", "n00000001"]
     kit = {"ILSVRC2012_validation_ground_truth.txt": "".join(f"{order.index(name) + 1}\n" for name in truth).encode(),
-           "meta.mat": write_meta(order, layout == "tars")}  # fmt: skip
+           "meta.mat": write_meta(order)}  # fmt: skip
     inner = "ILSVRC/Data/CLS-LOC/" if layout == "kaggle" else ""
     flat = {**{f"{inner}train/{name}": data for name, data in train.items()},
             **{f"{inner}val/{name}": data for name, data in val.items()}}  # fmt: skip

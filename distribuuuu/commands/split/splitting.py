@@ -24,7 +24,6 @@ from distribuuuu.files.image_files import list_classes, walk_images
 from distribuuuu.files.untrusted import open_regular
 from distribuuuu.hints.sources import (
     describe_archives,
-    describe_arrays,
     describe_table,
     find_inner_root,
     missing_root,
@@ -98,7 +97,7 @@ def list_images(folder: Path, label_by: str = "") -> Images:
         for path in walk_images(root)
     )
     if not names:
-        hint = describe_table(folder) or describe_archives(folder) or describe_arrays(folder)
+        hint = describe_table(folder) or describe_archives(folder)
         raise ConfigError(f"FOLDER: {folder} has no images in class folders; expected CLASS/IMAGE{hint}")
     if bad := [ascii(name) for name in names if name.encode(errors="replace").decode() != name]:
         raise ConfigError(f"{folder}: has names that a CSV in UTF-8 cannot hold: {first_few(bad)}; fix: rename them")

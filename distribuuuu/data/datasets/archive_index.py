@@ -182,11 +182,9 @@ class _Found:
         start = f"{chosen}/"
         if any(f"{folder}/".startswith(start) for folder in folders):
             return start
-        from distribuuuu.hints.sources import explain_inner_folders
-
-        deeper = {f"{name}/".partition(f"/{start}")[0] for name in folders if f"/{start}" in f"{name}/"}
-        inner = [f"{name}/{chosen}" for name in deeper]
-        raise ArchiveError(explain_inner_folders(self.source.paths[0], chosen, tops, inner))
+        has = f"has no folder {chosen}; it has {first_few(sorted(tops))}"
+        fix = "fix: set SPLIT to one of its folders, e.g. tiny/train"
+        raise ArchiveError(f"{self.source.paths[0]}: {has}; {fix}")
 
     def _order_shards(self) -> tuple[range, list[int], list[str]]:
         """Return the images in the order of the shards, with their labels and the classes."""

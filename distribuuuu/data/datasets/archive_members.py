@@ -14,12 +14,11 @@ from typing import IO, Any, NamedTuple
 from distribuuuu.config import ConfigError
 from distribuuuu.files.image_files import EXTENSIONS
 from distribuuuu.files.untrusted import printable
-from distribuuuu.hints.sources import repack
 
 # Bytes that the headers of one member may have, and those of the padding after the end of a tar.
 MAX_HEADERS, MAX_PADDING = 1 << 20, 1 << 20
-# First bytes of compressed files, and the command that decompresses each.
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+# First bytes of compressed files: gzip, bzip2, xz, zstd.
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 # Types of tar members that are no files of the archive: parts of a backup, and the name of a volume.
 _NO_FILES = (b"D", b"N", b"V")
 # What the two modules raise for damaged headers; an unknown version of ZIP is a RuntimeError.
@@ -156,9 +155,9 @@ def _check_end(path: str, file: IO[bytes], position: int, end: int, last: str, r
     after = f"after {printable(last)[:300]}" if last else "at its start"
     file.seek(position)
     block = file.read(tarfile.BLOCKSIZE)
-    tool = next((tool for magic, tool in _COMPRESSED.items() if block.startswith(magic)), "")
-    if tool and not last:
-        raise member_error(path, "", f"is compressed, so no member can be read alone; {repack(path, tool)}")
+    if block.startswith(_COMPRESSED) and not last:
+        problem = "is compressed, so no member can be read alone; fix: decompress it, e.g. gzip -d X.tar.gz"
+        raise member_error(path, "", problem)
     if position + tarfile.BLOCKSIZE > end:
         raise member_error(path, "", f"is truncated {after}, at byte {end:,}; fix: copy or download it again")
     if reason or block.strip(b"\0"):

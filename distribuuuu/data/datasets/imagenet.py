@@ -5,9 +5,8 @@ The class of a validation image comes from the development kit or from Kaggle's 
 
 import io
 import os
-import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.index import Index
 from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.image_files import IMAGENET_FOLDERS, IMAGENET_TARS, is_image, list_classes
-from distribuuuu.files.untrusted import read_regular
+from distribuuuu.files.untrusted import InvalidFileError, read_regular, untrusted
 
 TRAIN_TAR, VAL_TAR = IMAGENET_TARS
 DEVKIT, SOLUTION = "ILSVRC2012_devkit_t12", "LOC_val_solution.csv"
@@ -118,21 +117,19 @@ def read_labels(root: Path) -> dict[str, str]:
         ArchiveError: there is neither, or it is damaged.
     """
     try:
-        for folder in (root, *root.absolute().parents[:3]):  # three above Data/CLS-LOC
-            if (folder / SOLUTION).is_file():
-                return _read_solution(folder / SOLUTION)
-        for folder in (root / DEVKIT / "data", root / "devkit" / "data", root / "data", root):
-            if (folder / TRUTH).is_file() and (folder / META).is_file():
-                content = [read_regular(folder / name, _MAX_BYTES) for name in (TRUTH, META)]
-                return _join_labels(folder, *content)
-        if (path := root / f"{DEVKIT}.tar.gz").is_file():
-            return _join_labels(path, *_read_devkit(path))
+        with untrusted(root, "folder of validation labels"):
+            for folder in (root, *root.absolute().parents[:3]):  # three above Data/CLS-LOC
+                if (folder / SOLUTION).is_file():
+                    return _read_solution(folder / SOLUTION)
+            for folder in (root / DEVKIT / "data", root / "devkit" / "data", root / "data", root):
+                if (folder / TRUTH).is_file() and (folder / META).is_file():
+                    return _join_labels(*(read_regular(folder / name, _MAX_BYTES) for name in (TRUTH, META)))
+            if (path := root / f"{DEVKIT}.tar.gz").is_file():
+                return _join_labels(*_read_devkit(path))
     except OSError as error:
         raise ArchiveError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    except (ValueError, LookupError, OverflowError, struct.error, zlib.error) as error:
-        if isinstance(error, ArchiveError):
-            raise
-        raise ArchiveError(f"the labels of the validation images in {root} are damaged: {error!r:.200}") from error
+    except InvalidFileError as error:
+        raise ArchiveError(str(error)) from error
     fix = f"fix: put {DEVKIT}.tar.gz of image-net.org, or Kaggle's {SOLUTION}, into this folder"
     raise ArchiveError(f"{root} has the validation images, but not their labels; {fix}")
 
@@ -140,91 +137,26 @@ def read_labels(root: Path) -> dict[str, str]:
 def _read_solution(path: Path) -> dict[str, str]:
     """Read lines 'ILSVRC2012_val_00000001,n01751748 85 1 499 272', after a header."""
     rows = [line.partition(",") for line in read_regular(path, _MAX_BYTES).decode().splitlines()[1:] if line.strip()]
-    if wrong := [name for name, _, boxes in rows if not boxes[:1].isalnum()]:
-        raise ArchiveError(f"{path}: has lines without a class: {first_few(wrong)}; fix: download it again")
     return {name: boxes.split()[0] for name, _, boxes in rows}
 
 
 def _read_devkit(path: Path) -> list[bytes]:
     """Return the contents of TRUTH and META in the archive of the development kit."""
     content = zlib.decompressobj(16 + zlib.MAX_WBITS).decompress(read_regular(path, _MAX_BYTES), _MAX_BYTES)
-    members = walk_tar(str(path), io.BytesIO(content), 0, len(content))
-    found = {os.path.basename(member.name): member for member in members if not member.fault}
-    if missing := [name for name in (TRUTH, META) if name not in found]:
-        raise ArchiveError(f"{path}: has no {' and no '.join(missing)}; fix: download it again")
-    return [content[found[name].offset :][: found[name].size] for name in (TRUTH, META)]
+    members = {
+        os.path.basename(member.name): member for member in walk_tar(str(path), io.BytesIO(content), 0, len(content))
+    }
+    return [content[members[name].offset :][: members[name].size] for name in (TRUTH, META)]
 
 
-def _join_labels(source: Path, truth: bytes, meta: bytes) -> dict[str, str]:
+def _join_labels(truth: bytes, meta: bytes) -> dict[str, str]:
     """Return the synset of each validation image, of which `truth` has the number, line by line."""
-    synset_of = read_synsets(meta)
-    numbers = [int(line) for line in truth.split()]
-    if unknown := sorted({*numbers} - {*synset_of}):
-        named = first_few([*map(str, unknown)])
-        raise ArchiveError(f"{source}: {TRUTH} has classes that {META} lacks: {named}; fix: download it again")
-    return {f"ILSVRC2012_val_{place:08d}": synset_of[number] for place, number in enumerate(numbers, 1)}
-
-
-def read_synsets(meta: bytes) -> dict[int, str]:
-    """Return the synsets by ILSVRC2012_ID in meta.mat, a struct array in MATLAB's MAT-file format, level 5.
-
-    Source: MathWorks, "MAT-File Format", chapter 1. Only what the file has is understood: structs, numbers and text.
-
-    Raises:
-        ValueError, IndexError, struct.error, zlib.error: it is damaged, or another file.
-    """
-    if meta[126:128] != b"IM":
-        raise ValueError(f"{META} is no MAT-file of level 5 in little-endian order")
-    for kind, data in _elements(meta[128:]):
-        if kind == 15:  # compressed
-            ((kind, data),) = _elements(zlib.decompressobj().decompress(data, _MAX_BYTES))
-        if kind == 14:
-            return _read_struct(data)
-    raise ValueError(f"{META} has no array")
-
-
-def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the type and the data of each element, which is padded to 8 bytes."""
-    place = 0
-    while place + 8 <= len(data):
-        kind, size = struct.unpack_from("<2I", data, place)
-        if kind >> 16:  # a small element: its size and type are in the first word, its data in the second
-            yield kind & 0xFFFF, data[place + 4 : place + 4 + min(kind >> 16, 4)]
-            place += 8
-            continue
-        if place + 8 + size > len(data):
-            raise ValueError(f"{META} is truncated")
-        yield kind, data[place + 8 : place + 8 + size]
-        place += 8 + size + (-size % 8 if kind != 15 else 0)
-
-
-def _read_struct(data: bytes) -> dict[int, str]:
-    """Return the WNID by ILSVRC2012_ID of the elements of a struct array."""
-    parts = [part for _, part in _elements(data)]
-    width = struct.unpack("<i", parts[3])[0]
-    if not 0 < width <= 64:
-        raise ValueError(f"{META} has names of {width} bytes")
-    names = [parts[4][start : start + width].rstrip(b"\0") for start in range(0, len(parts[4]), width)]
-    values, number_at, synset_at = parts[5:], names.index(b"ILSVRC2012_ID"), names.index(b"WNID")
-    found = {}
-    for start in range(0, len(values) - len(names) + 1, len(names)):
-        _, *number = list(_elements(values[start + number_at]))[2:]
-        _, *synset = list(_elements(values[start + synset_at]))[2:]
-        found[_to_number(*number[0])] = _to_text(*synset[0])
-    return found
-
-
-# Formats of numbers and the encodings of text, by the type of an element.
-_NUMBERS = {1: "b", 2: "B", 3: "h", 4: "H", 5: "i", 6: "I", 7: "f", 9: "d", 12: "q", 13: "Q"}
-_TEXTS = {1: "latin-1", 2: "latin-1", 4: "utf-16-le", 16: "utf-8", 17: "utf-16-le", 18: "utf-32-le"}
-
-
-def _to_number(kind: int, data: bytes) -> int:
-    return int(struct.unpack_from(f"<{_NUMBERS[kind]}", data)[0])
-
-
-def _to_text(kind: int, data: bytes) -> str:
-    text = data.decode(_TEXTS[kind])
-    if not text.isalnum():
-        raise ValueError(f"{META} has the synset {text[:20]!r}")
-    return text
+    if len(meta) > _MAX_BYTES >> 4:  # it may be compressed
+        raise ValueError(f"{META} has {len(meta):,} bytes")
+    try:
+        from scipy.io import loadmat
+    except ImportError as error:
+        raise ArchiveError(f"{META} needs scipy, which is not installed; fix: pip install scipy") from error
+    synsets = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"]
+    synset_of = {int(entry["ILSVRC2012_ID"]): str(entry["WNID"]) for entry in synsets}
+    return {f"ILSVRC2012_val_{place:08d}": synset_of[int(line)] for place, line in enumerate(truth.split(), 1)}

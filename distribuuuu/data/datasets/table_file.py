@@ -1,7 +1,7 @@
 """Tables of images: CSV and TSV files with a column of paths and one or more columns of labels.
 
 A text is in UTF-8 or UTF-16 and has a header, unless the names of its columns are given; other columns are ignored.
-Spaces around a field are ignored.
+Spaces after a delimiter are ignored, unless they are quoted.
 """
 
 import contextlib
@@ -208,7 +208,7 @@ def _read_csv(path: str, spec: TableSpec, problems: Problems) -> Iterator[tuple[
     with open_text(path, newline="") as file:
         # A longer line, which no list has, is read in pieces, of which one is invalid: a file may have a single line.
         lines = iter(functools.partial(file.readline, _MAX_LINE), "")
-        reader = csv.reader(lines, strict=True, delimiter=delimiter)
+        reader = csv.reader(lines, strict=True, delimiter=delimiter, skipinitialspace=True)
         header = [*spec.header] or [name.strip() for name in next(reader, [])]
         places = find_columns(spec, header, path)
         for row in reader:
@@ -222,7 +222,7 @@ def _read_csv(path: str, spec: TableSpec, problems: Problems) -> Iterator[tuple[
                 kind += f" (a {'comma' if delimiter == ',' else 'delimiter'} within a name needs " + '"quotes")'
                 problems.setdefault(kind, []).append(f"line {reader.line_num} has {len(row)}")
             else:
-                yield reader.line_num, [row[at].strip() for at in places]
+                yield reader.line_num, [row[at] for at in places]
 
 
 def find_columns(spec: TableSpec, header: Sequence[str], path: str) -> list[int]:
