@@ -58,8 +58,7 @@ from distribuuuu.data.datasets.dummy import Dummy
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.process_group import pick_device, process_group
 from distribuuuu.engine.build import build_checkpoints, build_training, open_log, write_config
-from distribuuuu.engine.graceful_stop import StopRequest
-from distribuuuu.engine.run import Run
+from distribuuuu.engine.run import Run, StopRequest
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import tune_malloc
 from distribuuuu.launch.ports import find_free_port

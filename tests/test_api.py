@@ -28,7 +28,7 @@ from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.config.reader import read_cfg
 from distribuuuu.config.registry import MODELS
 from distribuuuu.distributed.comm import GroupState
-from distribuuuu.engine.graceful_stop import StopRequest
+from distribuuuu.engine.run import StopRequest
 from distribuuuu.launch import signals
 from distribuuuu.launch.signals import RunStopped, SignalState
 

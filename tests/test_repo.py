@@ -101,7 +101,7 @@ def test_the_config_stops_at_the_builders():
         for package in ("distributed", "checkpoint", "files", "launch")
         for path in (PACKAGE / package).rglob("*.py")
     ]
-    leaf = ("records/run_log", "records/metric_writers", "engine/state", "engine/graceful_stop", "data/seeding")
+    leaf = ("records/run_log", "records/metric_writers", "engine/state", "data/seeding")
     for path in paths + [path for name in leaf if (path := PACKAGE / f"{name}.py").exists()]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and not node.name.startswith(("build_", "parallelize_")):

@@ -113,7 +113,7 @@ def resolve_batch_size(cfg: Config, take_step: TakeStep) -> Config:
         except ConfigError as error:
             failure = error
             failure.one_process = True
-    number, reason = exchange(launch, (number, reason), cfg.DIST.TIMEOUT_S, cfg.DIST.STARTUP_TIMEOUT_S)[0]
+    number = exchange(launch, number, cfg.DIST.TIMEOUT_S, cfg.DIST.STARTUP_TIMEOUT_S)[0]
     if failure:
         raise failure
     if not number:

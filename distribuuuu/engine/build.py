@@ -15,7 +15,7 @@ from torch import nn
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.checkpoint.restore import load_state_dict
-from distribuuuu.checkpoint.snapshot import find_nonfinite, hash_tensors
+from distribuuuu.checkpoint.snapshot import hash_tensors
 from distribuuuu.checkpoint.weights_files import KINDS, RAW, best_paths, build_kinds, find_best
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed, iter_options
@@ -31,10 +31,9 @@ from distribuuuu.distributed.ddp import compile_model, wrap_model
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.distributed.sharding import build_parallelize_fn
 from distribuuuu.engine.dry_run import dry_run, dry_run_evaluation
-from distribuuuu.engine.graceful_stop import StopRequest
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
-from distribuuuu.engine.resume import begin, capture_task, restore_task
-from distribuuuu.engine.run import Run, Training
+from distribuuuu.engine.resume import begin, check_task_state, restore_task
+from distribuuuu.engine.run import Run, StopRequest, Training
 from distribuuuu.engine.run_description import describe_machine, describe_training
 from distribuuuu.engine.run_lock import OutDirLocked, is_shared, lock_out_dir
 from distribuuuu.engine.state import TrainState
@@ -151,13 +150,9 @@ def make_out_dir(out_dir: str) -> None:
 def write_config(cfg) -> None:
     """Write all options to OUT_DIR/CFG_DEST, from which the run can be repeated."""
     if dist.is_main():
-        path = Path(cfg.OUT_DIR) / cfg.CFG_DEST
-        try:
-            with replacing(path, "w", encoding="utf-8", newline="") as file:
-                # Of a run at a URL it can be read on any machine.
-                file.write(changed(cfg, {"OUT_DIR": url_of(cfg.OUT_DIR) or cfg.OUT_DIR}).dump())
-        except OSError as error:
-            raise ConfigError(f"OUT_DIR: {path} cannot be written: {error.strerror}") from error
+        with replacing(Path(cfg.OUT_DIR) / cfg.CFG_DEST, "w", encoding="utf-8", newline="") as file:
+            # Of a run at a URL it can be read on any machine.
+            file.write(changed(cfg, {"OUT_DIR": url_of(cfg.OUT_DIR) or cfg.OUT_DIR}).dump())
 
 
 def build_training(
@@ -180,7 +175,7 @@ def build_training(
     state = task.state = build_state(cfg, task, loader, precision, pretrained=latest is None)
     state.data = data or {}
     begin(cfg, state, task, latest, lambda: task.prepare_training(loader.plan, loader.images, loader.num_steps))
-    capture_task(task)  # a state that a checkpoint cannot hold is reported before the first step
+    check_task_state(task)
     model = prepare_model(cfg, task, state.model, loader, val_images)
     for evaluated in set(state.models.values()) - {model}:  # evaluations use neither the wrapper nor its compiled code
         compile_model(evaluated, cfg.MODEL.COMPILE)
@@ -199,7 +194,6 @@ def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
     sets = {"train": train_loader.images, "val": val_loader.images}
     data = {name: {"images": len(images), "digest": images.digest} for name, images in sets.items()}
     training = build_training(cfg, train_loader, val_loader.zero_images(1), latest, data)
-    check_finite_weights(training.state)
     describe_training(cfg, training.state, train_loader, val_loader)
     prepare_out_dir(cfg, checkpoints, latest)
     log = open_log(cfg, training.task, training.state, train_loader)
@@ -217,14 +211,6 @@ def check_warmup(cfg) -> None:
         message = f"got {optim.WARMUP_EPOCHS:g}; expected less than OPTIM.MAX_EPOCH {optim.MAX_EPOCH}, or the"
         fix = "rate never reaches OPTIM.BASE_LR; fix: set it to 0"
         raise ConfigError(Problem("OPTIM.WARMUP_EPOCHS", f"{message} {fix}", cfg.origins))
-
-
-def check_finite_weights(state: TrainState) -> None:
-    """Raise ConfigError, on every process, for weights that no checkpoint could hold, before the first step."""
-    name = find_nonfinite({kind: model.state_dict() for kind, model in state.models.items()})
-    if name := next(filter(None, dist.gather_objects(name)), None):
-        message = f"got {state.arch}, whose tensor {name} is not finite; fix: other weights, or persistent=False for it"
-        raise ConfigError(Problem("MODEL.ARCH", message))
 
 
 @explain_out_of_memory("building the model", batch=None)

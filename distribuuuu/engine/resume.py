@@ -1,13 +1,13 @@
 """Resuming: capture the state of a run for a checkpoint, restore it, or begin a new run."""
 
+import io
 import logging
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+import pickle
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint
@@ -15,9 +15,9 @@ from distribuuuu.checkpoint.restore import WEIGHTS_ONLY, check_resumable, load_s
 from distribuuuu.checkpoint.snapshot import NonFiniteError
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.errors import counted
-from distribuuuu.config.options import OPEN_SECTIONS, option_of
+from distribuuuu.config.options import OPEN_SECTIONS
 from distribuuuu.distributed import comm as dist
-from distribuuuu.engine.out_of_memory import explain_out_of_memory, is_out_of_memory
+from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.run import Run, is_finished
 from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import list_jobs
@@ -26,8 +26,6 @@ from distribuuuu.tasks.metrics import check_finite
 
 logger = logging.getLogger(__name__)
 
-# Values without tensors that a checkpoint can hold.
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _NEW_RUN = "set another OUT_DIR, or TRAIN.AUTO_RESUME False to start a new run in this one"
 
 
@@ -106,7 +104,7 @@ def begin(cfg: Config, state: TrainState, task: Task, latest: Path | None, prepa
         raise CheckpointError(f"{error}{cause} {_NEW_RUN}") from error
     if latest:
         logger.info("resumed from %s: epoch %d, step %d", path, state.epoch + 1, state.step)
-        _describe_changes(state, content, before, latest)
+        _describe_changes(state, content, before)
     else:
         logger.info("resumed from %s: epoch %d; TRAIN.LOAD_OPT False loads its weights only", path, state.epoch + 1)
 
@@ -136,7 +134,7 @@ def restore(
     restore_task(task, content.get("task"), path)
 
 
-def _describe_changes(state: TrainState, content: dict[str, Any], before: dict[str, Any], latest: Path) -> None:
+def _describe_changes(state: TrainState, content: dict[str, Any], before: dict[str, Any]) -> None:
     """Log what differs from the run that has written a checkpoint: options, plug-ins, data."""
     if changes := list_changes(before, state.config):
         logger.info("options changed since the checkpoint: %s", ", ".join(changes))
@@ -150,12 +148,6 @@ def _describe_changes(state: TrainState, content: dict[str, Any], before: dict[s
             other = "with other names or labels" if own["images"] == saved["images"] else other
             logger.warning("the %s data has changed since the checkpoint: %s; the result is not that of one data set",
                            what, other)  # fmt: skip
-    # A program that reads the results would take them for those of the options that it has passed.
-    others = [change for change in changes if not option_of(change.split()[0]).neutral]
-    if others and state.epoch >= state.config["OPTIM.MAX_EPOCH"] and dist.is_main():
-        logger.warning("OUT_DIR: %s holds a run with other options, finished after %s; nothing is trained, and its "
-                       "results remain; changed: %s; fix: %s",
-                       latest.parent.parent, counted(state.epoch, "epoch"), ", ".join(others), _NEW_RUN)  # fmt: skip
 
 
 def list_changes(before: dict[str, Any], now: dict[str, Any], sections: tuple[str, ...] = ("",)) -> list[str]:
@@ -174,31 +166,24 @@ def list_changes(before: dict[str, Any], now: dict[str, Any], sections: tuple[st
 
 
 def capture_task(task: Task) -> dict[str, Any]:
-    """Return the state of a task for a checkpoint, `shared` by the processes and `by_rank`. All must call it.
-
-    Raises:
-        ConfigError: a checkpoint cannot hold an entry; on every process.
-    """
-    shared, own = task.state_dict(), task.rank_state_dict()
-    problem = next(_find_unsavable({**shared, **own}), "")
-    gathered = dist.gather_objects((problem, {} if problem else own))
-    if problem := next((text for text, _ in gathered if text), ""):
-        raise ConfigError(Problem("TASK.NAME", f"{type(task).__name__}.state_dict: {problem}"))
-    return {"shared": shared, "by_rank": [part for _, part in gathered] if own else []}
+    """Return the state of a task for a checkpoint, `shared` by the processes and `by_rank`. All must call it."""
+    gathered = dist.gather_objects(own := task.rank_state_dict())
+    return {"shared": task.state_dict(), "by_rank": gathered if own else []}
 
 
-def _find_unsavable(value: Any, name: str = "") -> Iterator[str]:
-    """Yield a message for each entry of a state that a checkpoint cannot hold, or not read back."""
-    if type(value) in (dict, OrderedDict, list, tuple):
-        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            place = f"{name}.{key}" if name else str(key)
-            yield from _find_unsavable(part, place if isinstance(value, dict) else f"{name}[{key}]")
-    elif isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
-        return
-    elif type(value) not in _PLAIN and not (isinstance(value, np.generic) and value.dtype.kind in "biuf"):
-        fix = "save what it consists of, e.g. torch.from_numpy(array), list(deque), sorted(set)"
-        yield (f"{name or 'its result'} is a {type(value).__name__}, which a checkpoint cannot hold; expected dense"
-               f" tensors, numbers, texts, and dicts, lists and tuples of them; fix: {fix}")  # fmt: skip
+def check_task_state(task: Task) -> None:
+    """Raise ConfigError, on every process, if a checkpoint could not hold the state of a task, or not be read back."""
+    buffer, problem = io.BytesIO(), ""
+    try:
+        torch.save({**task.state_dict(), **task.rank_state_dict()}, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except (pickle.PickleError, TypeError, AttributeError) as error:
+        problem = f"{type(task).__name__}.state_dict: a checkpoint cannot hold it: {str(error).splitlines()[0]:.200}"
+    if problem := next(filter(None, dist.gather_objects(problem)), ""):
+        fix = "save what it consists of, e.g. torch.from_numpy(array), list(deque), number.item()"
+        expected = "dense tensors, numbers, texts, and dicts, lists and tuples of them"
+        raise ConfigError(Problem("TASK.NAME", f"{problem}; expected {expected}; fix: {fix}"))
 
 
 def restore_task(task: Task, saved: Mapping[str, Any] | None, path: Any, in_training: bool = True) -> None:
@@ -240,27 +225,17 @@ def restore_task(task: Task, saved: Mapping[str, Any] | None, path: Any, in_trai
     except ConfigError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if is_out_of_memory(error):
-            raise
         reason = f"{type(task).__name__}.load_state_dict: {type(error).__name__}: {error}"
         raise CheckpointError(f"{path}: the state of the task cannot be restored: {reason}; {WEIGHTS_ONLY}") from error
 
 
-def _find_mismatch(own: Any, saved: Any, name: str = "") -> str | None:
-    """Return the first difference of two states in names, and in types and shapes of tensors; None: there is none.
-
-    An entry that is None or an empty dict may grow in training: only what both have is compared.
-    """
-    if isinstance(own, torch.Tensor) and isinstance(saved, torch.Tensor):
-        if own.shape != saved.shape or own.dtype != saved.dtype:
-            return f"{name} is {saved.dtype} {tuple(saved.shape)}; expected {own.dtype} {tuple(own.shape)}"
-    elif isinstance(own, Mapping) and isinstance(saved, Mapping) and (own or not name):
-        for key in [*own, *(key for key in saved if key not in own)]:
-            place = f"{name}.{key}" if name else str(key)
-            if key not in saved or key not in own:
-                return f"{place} is {'missing' if key in own else 'unknown'}"
-            if found := _find_mismatch(own[key], saved[key], place):
-                return found
-    elif isinstance(own, (torch.Tensor, Mapping)) and saved is not None and type(own) is not type(saved):
-        return f"{name} is a {type(saved).__name__}; expected a {type(own).__name__}"
+def _find_mismatch(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+    """Return the first difference of two states in names, or in types and shapes of tensors, if there is one."""
+    for name in {**own, **saved}:
+        if name not in own or name not in saved:
+            return f"{name} is {'missing' if name in own else 'unknown'}"
+        mine, theirs = own[name], saved[name]
+        are_tensors = isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor)
+        if are_tensors and (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+            return f"{name} is {theirs.dtype} {tuple(theirs.shape)}; expected {mine.dtype} {tuple(mine.shape)}"
     return None

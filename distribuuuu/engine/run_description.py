@@ -3,37 +3,29 @@
 import logging
 import platform
 import shlex
-import sys
 import time
-from pathlib import Path
 
 import torch
 import torchvision
 from torch import nn
 
 from distribuuuu import __version__
-from distribuuuu.config.config_node import get_value
 from distribuuuu.config.conflicts import find_unused_options
 from distribuuuu.config.declaration import AUTO
-from distribuuuu.config.derived import eval_crop_size, eval_resize, height_and_width, show_size
 from distribuuuu.config.errors import counted
 from distribuuuu.config.reader import COMMAND_LINE
 from distribuuuu.config.registry import dataset_name
 from distribuuuu.data.loader import Loader, TrainLoader
 from distribuuuu.data.normalize import statistics_of
-from distribuuuu.data.workers import count_workers
 from distribuuuu.distributed import comm as dist
 from distribuuuu.engine.run import Run, is_finished
 from distribuuuu.engine.state import TrainState
-from distribuuuu.launch.detect import Launch, detect_launch
+from distribuuuu.launch.detect import Launch
 from distribuuuu.models import count_parameters
 from distribuuuu.optim.schedules import describe_lr
 from distribuuuu.records.log_table import format_duration
 
 logger = logging.getLogger(__name__)
-
-# Options that make training on a GPU faster without changing the recipe: those of configs/speed/gpu.yaml.
-SPEED_OPTIONS = {"TRAIN.AMP": "bf16", "MODEL.CHANNELS_LAST": True, "MODEL.COMPILE": "default", "TRAIN.WORKERS": -1}
 
 
 def describe_machine(launch: Launch, device: torch.device) -> None:
@@ -91,52 +83,34 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
     last = f", {train_loader.steps_of(cfg.OPTIM.MAX_EPOCH - 1)} in the last one" if cfg.OPTIM.LAST_EPOCH < 1 else ""
     logger.info("step: %s; %s per epoch%s", plan, counted(train_loader.num_steps, "step"), last)
     logger.info("learning rate: %s; seed %d", describe_lr(cfg, plan.global_batch), state.seed)
-    if train_loader.device.type == "cuda" and (unused := list_unused_speed(cfg, detect_launch())):
-        logger.info("speed options that are off: %s", ", ".join(unused))
     for problem in find_unused_options(cfg):
         logger.warning("%s", problem)
-    crop, resize = eval_crop_size(cfg), eval_resize(cfg)
-    if any(2 * side < of for side, of in zip(height_and_width(crop), height_and_width(resize), strict=True)):
-        logger.warning("TEST.IM_SIZE: validation images are resized to %s px and cropped to %s px, less than half",
-                       show_size(resize), show_size(crop))  # fmt: skip
     if is_finished(cfg, state):
         done, patience = counted(state.epoch, "epoch"), f", TRAIN.PATIENCE {cfg.TRAIN.PATIENCE}"
         limits = f"{cfg.OPTIM.MAX_EPOCH}{patience if state.epoch < cfg.OPTIM.MAX_EPOCH else ''}"
         logger.info("nothing to train: %s finished, OPTIM.MAX_EPOCH is %s", done, limits)
 
 
-def list_unused_speed(cfg, launch: Launch) -> list[str]:
-    """Return which of SPEED_OPTIONS a run does not use, as KEY VALUE."""
-    all_workers = cfg.DATA.LOADER == "device" or count_workers(cfg.TRAIN.WORKERS, launch) >= count_workers(-1, launch)
-    is_off = {key: get_value(cfg, key) in ("none", False) for key in SPEED_OPTIONS} | {"TRAIN.WORKERS": not all_workers}
-    return [f"{key} {value}" for key, value in SPEED_OPTIONS.items() if is_off[key]]
-
-
 def describe_end(run: Run, started: float) -> None:
-    """Log the best weights of each kind, the command that evaluates them, and the time of the run over all starts.
+    """Log the best weights of each kind, the commands that use them, and the time of the run over all starts.
 
     Args:
         run: the finished run.
         started: time.perf_counter() at the start, as yielded by `open_run`.
     """
-    cfg, state, bests = run.cfg, run.state, run.checkpoints.bests
-    script = Path(sys.argv[0]).with_name("test_net.py")
-    test = ["python", str(script)] if script.exists() else ["distribuuuu", "test"]
+    cfg, state = run.cfg, run.state
     metric, _ = run.task.primary_metric
     label = run.log.eval_metrics.get(metric, metric)
     if state.epoch < cfg.OPTIM.MAX_EPOCH and is_finished(cfg, state):
         logger.info("Early stopping at epoch %d/%d: %s has not improved for %s (TRAIN.PATIENCE)", state.epoch,
                     cfg.OPTIM.MAX_EPOCH, label, counted(cfg.TRAIN.PATIENCE, "epoch"))  # fmt: skip
-    for kind in state.models:
-        best, path, name = state.bests[kind], bests[kind], "" if kind == "raw" else f"{kind} "
-        if dist.is_main() and path.exists():
-            command = shlex.join([*test, "--cfg", str(Path(cfg.OUT_DIR) / cfg.CFG_DEST), "MODEL.WEIGHTS", str(path)])
-            logger.info("best %s%s: %s; weights: %s", name, label, best.describe(metric), path)
-            logger.info("to evaluate: %s", command)
-    if dist.is_main() and any(path.exists() for path in bests.values()):
-        run_dir = shlex.quote(str(cfg.OUT_DIR))
-        logger.info("next: distribuuuu report %s; distribuuuu predict %s IMAGES; distribuuuu export %s --format onnx "
-                    "--out FOLDER", run_dir, run_dir, run_dir)  # fmt: skip
+    paths = {kind: run.checkpoints.bests[kind] for kind in state.models if run.checkpoints.bests[kind].exists()}
+    for kind, path in paths.items():
+        name = "" if kind == "raw" else f"{kind} "
+        logger.info("best %s%s: %s; weights: %s", name, label, state.bests[kind].describe(metric), path)
+    if paths:
+        out = shlex.quote(str(cfg.OUT_DIR))
+        logger.info("next: distribuuuu test %s; distribuuuu report %s; distribuuuu predict %s IMAGES", out, out, out)
     if state.num_skipped:
         num_steps = sum(map(run.train_loader.steps_of, range(state.epoch)))  # the last epoch may end early
         logger.warning("the task applied no gradients in %d of %d steps", state.num_skipped, num_steps)

@@ -8,20 +8,7 @@ import torch
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.seeding import seed_cpu
-from distribuuuu.engine.build import check_warmup, set_backends
-
-
-@pytest.mark.parametrize(("benchmark", "deterministic"), [(True, False), (False, False), (True, True)])
-def test_cudnn_has_the_settings_of_the_config(benchmark, deterministic, monkeypatch):
-    calls, expected = [], {"benchmark": benchmark and not deterministic, "deterministic": deterministic}
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *args, **settings: calls.append(args))
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # one that is set stays
-    for name, value in expected.items():
-        monkeypatch.setattr(torch.backends.cudnn, name, not value)
-    set_backends(load_cfg(None, ["CUDNN.BENCHMARK", str(benchmark), "CUDNN.DETERMINISTIC", str(deterministic)]),
-                 torch.device("cpu"))  # fmt: skip
-    assert {name: getattr(torch.backends.cudnn, name) for name in expected} == expected
-    assert calls == [(True,)] * deterministic
+from distribuuuu.engine.build import check_warmup
 
 
 def test_initial_weights_depend_on_the_seed_whichever_generator_a_model_draws_from():

@@ -17,7 +17,7 @@ from support.runs import FAILING_MODELS, TRAIN_NET, small_options
 
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
-from distribuuuu.engine.graceful_stop import StopRequest
+from distribuuuu.engine.run import StopRequest
 from distribuuuu.launch.ports import find_port_problem
 from distribuuuu.launch.signals import RunStopped, SignalState
 
@@ -85,7 +85,7 @@ def wait_for_phase(run: TrainingProcess, phase: str) -> None:
 @pytest.mark.parametrize(
     ("phase", "signum"),
     [*((phase, signal.SIGTERM) for phase in ("start-up", "epoch", "save", "evaluation")),
-     ("start-up", signal.SIGINT), ("epoch", signal.SIGHUP), ("evaluation", signal.SIGINT)],
+     ("epoch", signal.SIGHUP), ("evaluation", signal.SIGINT)],
 )  # fmt: skip
 def test_a_signal_saves_and_ends_two_processes_in_any_phase(slow_to_evaluate, tmp_path, phase, signum):
     slow = ("TEST.BATCH_SIZE", 1) if phase == "evaluation" else ()
@@ -111,14 +111,6 @@ def test_a_signal_to_every_process_is_survived_by_the_loader_workers(image_folde
         run.signal_everybody(signal.SIGUSR1)
         assert ends(run) and run.wait(10) == 75
         assert "SIGUSR1: stopped in epoch" in run.last_lines() and "worker" not in run.last_lines()
-
-
-def test_a_signal_to_one_process_stops_all_of_them(image_folder, tmp_path):
-    with started(image_folder, tmp_path / "out") as run:
-        run.wait_for(run.records)
-        run.signal_rank(1, signal.SIGTERM)
-        assert ends(run) and run.wait(10) == 143
-        assert "SIGTERM: stopped in epoch" in run.last_lines()
 
 
 def test_a_second_signal_ends_at_once(slow_to_evaluate, tmp_path):
@@ -197,26 +189,6 @@ def test_an_exception_is_printed_last_and_once(image_folder, tmp_path):
                 assert checkpoints_of(run), "a checkpoint of the first two steps is there"
 
 
-def test_an_exception_of_the_first_process_is_announced(image_folder, tmp_path):
-    words = ("MODEL.ARCH", "failing", "MODEL.KWARGS.rank", 0)
-    with started(image_folder, tmp_path / "out", *words) as run:
-        assert run.wait(RUN_S) == 1
-        text = Path(f"{run.out_dir}.console").read_text()
-        assert re.search(r"process 0 on \S+ failed, see below", text)
-        assert text.rstrip().endswith("ArithmeticError: the flux has run out")
-
-
-def test_a_broken_image_on_one_process_is_reported_once_without_a_traceback(tmp_path):
-    root = tmp_path / "images"
-    draw_folder(root, "train", {"ant": 8, "bee": 8, "cat": 8})
-    draw_folder(root, "val", {"ant": 4, "bee": 4, "cat": 4})
-    (root / "train" / "bee" / "003.jpg").write_bytes(b"no image")
-    with started(root, tmp_path / "out") as run:
-        assert run.wait(RUN_S) == 2
-        text = run.last_lines()
-        assert text.count("broken image: ") == 1 and "Traceback" not in text and len(lines_said(run)) == 2
-
-
 def test_a_hang_is_ended_with_the_stacks_of_all_processes(image_folder, tmp_path):
     words = ("MODEL.KWARGS.seconds", 600, "MODEL.KWARGS.step", 4, "MODEL.KWARGS.rank", 1, "DIST.TIMEOUT_S", 4)
     words += ("DIST.STARTUP_TIMEOUT_S", 60)
@@ -252,23 +224,6 @@ def test_the_first_step_may_take_longer_than_the_others(image_folder, tmp_path):
         assert "has made no step for 4 s (DIST.STARTUP_TIMEOUT_S) after its start" in run.last_lines()
 
 
-def test_a_held_interpreter_lock_ends_no_run(image_folder, tmp_path):
-    """The launch of a kernel may hold it while the device is busy."""
-    words = ("MODEL.ARCH", "holding", "MODEL.KWARGS.seconds", 18, "MODEL.KWARGS.rank", 1, "OPTIM.MAX_EPOCH", 1)
-    with started(image_folder, tmp_path / "out", *words) as run:
-        assert run.wait(RUN_S) == 0, run.last_lines()
-
-
-def test_an_exception_is_printed_although_the_group_cannot_be_destroyed(image_folder, tmp_path):
-    """nccl waits for its kernels there, which wait for the process that has failed."""
-    for rank in (0, 1):
-        words = ("MODEL.ARCH", "failing", "MODEL.KWARGS.rank", rank, "MODEL.KWARGS.is_destroyable", False)
-        with started(image_folder, tmp_path / f"out{rank}", *words) as run:
-            assert run.wait(RUN_S) == 1
-            assert Path(f"{run.out_dir}.console").read_text().count("ArithmeticError: the flux has run out") == 1
-            assert ends(run)
-
-
 def test_sigquit_shows_the_stacks_and_the_run_goes_on(image_folder, tmp_path):
     for launcher, ranks in ((NPROC, (0, 1)), ((sys.executable,), (0,))):
         out_dir = tmp_path / f"out{len(ranks)}"
@@ -298,9 +253,7 @@ def test_nohup_is_respected(image_folder, tmp_path):
             assert run.list_pids() == pids
 
 
-@pytest.mark.parametrize(
-    "flags, closed", [("", "2>&-"), ("", ">&- 2>&- <&-"), ("", "2>&1 | true"), ("--nproc 2", "2>&-")]
-)
+@pytest.mark.parametrize("flags, closed", [("", ">&- 2>&- <&-"), ("", "2>&1 | true"), ("--nproc 2", "2>&-")])
 def test_a_closed_standard_error_ends_no_run(image_folder, tmp_path, flags, closed):
     words = " ".join(small_options(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1, "TRAIN.WORKERS", 1))
     command = f"{sys.executable} {TRAIN_NET} {flags} {words} {closed}"
@@ -308,12 +261,6 @@ def test_a_closed_standard_error_ends_no_run(image_folder, tmp_path, flags, clos
     assert status == 0
     assert "best top1: " in (tmp_path / "out" / "train.log").read_text()
     assert read_checkpoint(tmp_path / "out" / "best.pth.tar")
-
-
-def test_a_failing_run_with_a_closed_standard_error_keeps_its_status():
-    command = f"{sys.executable} {TRAIN_NET} NO.SUCH 1"
-    for closed in ("2>&-", "2>&1 | true"):
-        assert subprocess.run(["bash", "-c", f"{command} {closed}; exit ${{PIPESTATUS[0]}}"]).returncode == 2
 
 
 def test_torchrun_starts_a_run_that_lost_a_process_again(image_folder, tmp_path):
@@ -330,16 +277,9 @@ def test_torchrun_starts_a_run_that_lost_a_process_again(image_folder, tmp_path)
     assert all(torch.equal(peace["state_dict"][key], war["state_dict"][key]) for key in peace["state_dict"])
 
 
-def test_a_process_killed_while_the_others_wait_for_it_in_the_start_ends_them(image_folder, tmp_path):
-    with started(image_folder, tmp_path / "out") as run:
-        run.wait_for(lambda: run.has_rank(1))
-        run.signal_rank(1, signal.SIGKILL)
-        assert ends(run) and run.wait(10) == 137
-
-
 def test_a_launcher_killed_in_the_start_leaves_no_process(image_folder, tmp_path):
     """Neither the processes nor their loader workers may miss a death that comes before they listen for it."""
-    for number, delay_s in enumerate((0.0, 0.05, 1.0, 2.0, 2.5)):
+    for number, delay_s in enumerate((0.0, 1.0, 2.5)):
         with started(image_folder, tmp_path / f"out{number}", "TRAIN.WORKERS", 3) as run:
             run.wait_for(lambda run=run: run.has_rank(0))
             time.sleep(delay_s)

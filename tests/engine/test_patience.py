@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from support.commands import command_module
-from support.errors import problems_of
 from support.processes import on_processes
 from support.runs import newest, train_and_kill
 from support.tiers import slow
@@ -60,13 +58,6 @@ def test_a_run_ends_after_the_epochs_without_a_better_value(small_cfg, words, ep
     assert f"nothing to train: {epochs} epochs finished" in log and results(cfg.OUT_DIR) == found
 
 
-def test_a_value_that_stays_at_zero_is_not_better(small_cfg, monkeypatch):
-    monkeypatch.setitem(globals(), "VALUES", [0.0] * 9)
-    cfg = small_cfg(*PATIENT)
-    train_model(cfg)
-    assert results(cfg.OUT_DIR)["training"]["epochs_done"] == 3
-
-
 @pytest.mark.parametrize("place", [slow((4, 4)), (5, 2), slow((5, 4))])
 def test_a_killed_run_ends_at_the_same_epoch_bitwise(small_cfg, tmp_path, place):
     whole = small_cfg(*PATIENT, "OUT_DIR", tmp_path / "whole")
@@ -79,26 +70,7 @@ def test_a_killed_run_ends_at_the_same_epoch_bitwise(small_cfg, tmp_path, place)
     assert all(ours["state_dict"][name].equal(value) for name, value in theirs["state_dict"].items())
 
 
-def test_more_patience_continues_a_run_that_has_ended(small_cfg):
-    train_model(small_cfg(*PATIENT))
-    cfg = small_cfg(*PATIENT, "TRAIN.PATIENCE", 3)
-    train_model(cfg)
-    found = results(cfg.OUT_DIR)
-    assert found["training"]["epochs_done"] == 9 and "ended_early" not in found["training"]
-
-
 def test_all_processes_decide_alike(small_cfg):
     cfg = small_cfg(*PATIENT, "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 6)
     assert on_processes(2, train_model, cfg) == [70, 70]
     assert results(cfg.OUT_DIR)["training"]["epochs_done"] == 6
-
-
-def test_a_table_takes_such_a_run_for_finished_and_a_sweep_refuses_the_option(small_cfg, image_folder, tmp_path):
-    cfg = small_cfg(*PATIENT)
-    train_model(cfg)
-    stats = command_module("stats.run_groups")
-    groups, notes = stats.group_runs(stats.read_runs([cfg.OUT_DIR], []))
-    assert len(groups) == 1 and not notes
-    words = ["OPTIM.BASE_LR=1,2", "TRAIN.DATASET", str(image_folder), "OUT_DIR", str(tmp_path / "sweep")]
-    parse_args = command_module("sweep.sweep").parse_args
-    assert any("TRAIN.PATIENCE: got 3" in one for one in problems_of(parse_args, "", [*words, "TRAIN.PATIENCE", "3"]))

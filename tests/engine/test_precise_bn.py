@@ -51,23 +51,6 @@ def test_the_momentum_the_counts_and_frozen_layers_are_left_alone():
     compute_precise_statistics(nn.Linear(3, 2), [torch.randn(4, 3)])  # no batch norm at all
 
 
-def test_a_compiled_model_runs_eagerly_and_is_not_compiled_again():
-    compiled = []
-
-    def backend(graph, inputs):
-        compiled.append(graph)
-        return graph.forward
-
-    net, plain = make_net(), make_net()
-    net.compile(backend=backend)
-    net.eval()(whole_set())
-    num = len(compiled)
-    assert num > 0
-    for model in (net, net, plain):
-        compute_precise_statistics(model, whole_set().split([20, 17]))
-    assert len(compiled) == num and torch.equal(net[4].running_var, plain[4].running_var)
-
-
 def statistics_of_a_share() -> torch.Tensor:
     net, launch = make_net(), detect_launch()
     with process_group(launch, torch.device("cpu"), 60):

@@ -3,11 +3,9 @@
 import pytest
 from support.commands import run_command
 from support.images import draw_folder
-from support.runs import run_tool, small_options
+from support.runs import small_options
 
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.loader import build_images
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
@@ -55,19 +53,6 @@ def test_sets_of_a_known_number_are_not_opened(tmp_path):
     assert not (tmp_path / "no").exists()
 
 
-def test_where_only_the_images_tell_they_are_read(monkeypatch):
-    class Counted(ImageDataset):
-        @classmethod
-        def from_cfg(cls, cfg, train):
-            images = cls()
-            images.classes = ("a", "b", "c", "d") if train else ("a",)
-            return images
-
-    DATASETS.get("dummy")
-    monkeypatch.setitem(DATASETS._table, "counted", Counted)
-    assert ask_the_data("DATA.NAME", "counted").MODEL.NUM_CLASSES == 4
-
-
 @pytest.mark.parametrize("words", ["DATA.NAME dummy", "MODEL.DUMMY_INPUT True", "TEST.LABELS imagenet_a"])
 def test_without_data_of_their_own_the_classes_are_those_of_imagenet(words):
     assert resolve_num_classes(load_cfg(None, words.split())).MODEL.NUM_CLASSES == 1000
@@ -81,22 +66,6 @@ def test_a_conflict_with_the_number_found_is_reported(image_folder):
     with pytest.raises(ConfigError, match="MODEL.NUM_CLASSES is 3"):
         resolve_num_classes(cfg)
     assert run_problems(load_cfg(None, [*words[:-1], "[1, 2, 3]"]), train=True) == []
-
-
-def test_a_missing_folder_is_reported_as_before(tmp_path):
-    words = ["MODEL.NUM_CLASSES", "0", "TRAIN.DATASET", str(tmp_path / "no")]
-    problems = run_problems(load_cfg(None, words), train=True)
-    assert [problem.partition(" ")[0] for problem in problems] == ["TRAIN.DATASET", "TEST.DATASET"]
-
-
-@pytest.mark.slow
-def test_the_tools_train_and_evaluate_without_a_given_number_of_classes(image_folder, tmp_path):
-    words = small_options(image_folder, tmp_path / "out", "MODEL.NUM_CLASSES", 0, "OPTIM.MAX_EPOCH", 1)
-    done = run_tool("train_net.py", *words)
-    assert done.returncode == 0, done.stderr
-    assert load_cfg(str(tmp_path / "out" / "config.yaml")).MODEL.NUM_CLASSES == 3
-    done = run_tool("test_net.py", *words)
-    assert done.returncode == 0 and "of 37 images" in done.stderr, done.stderr
 
 
 REPLAYED = ("TRAIN.BATCH_SIZE", 12, "TRAIN.GLOBAL_BATCH_SIZE", 24, "MODEL.COMPILE")

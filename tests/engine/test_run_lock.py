@@ -98,14 +98,6 @@ def test_a_killed_run_leaves_a_file_but_no_lock(tmp_path, signum):
     assert list(tmp_path.iterdir()) == [], "a run that ends by itself leaves nothing"
 
 
-@pytest.mark.slow
-def test_a_run_that_is_ending_is_waited_for(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(run_lock, "PATIENCE_S", 60)
-    with held(tmp_path, seconds=5), lock_out_dir(tmp_path):
-        pass
-    assert "waiting up to 60 s for its end" in caplog.text
-
-
 def test_a_lock_of_a_file_that_was_deleted_is_not_taken_for_the_lock(tmp_path):
     """The lock file is deleted at the end; a process that opened it before would lock a deleted file."""
     with held(tmp_path):
@@ -128,30 +120,6 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_is_unchanged(tmp_path):
     with pytest.raises(OutDirLocked, match="it is a link"), lock_out_dir(tmp_path):
         pass
     assert (tmp_path / "precious").read_text() == "content"
-
-
-@pytest.mark.parametrize(
-    "record", [b"\xff\x00", b"[" * 100_000, b"[1]", b'{"host": 1, "pid": "../self", "restarts": "x"}']
-)
-def test_a_damaged_record_names_nobody_and_stops_nothing(tmp_path, monkeypatch, record):
-    (tmp_path / ".lock").write_bytes(record)
-    with run_lock.lock_out_dir(tmp_path):
-        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
-    (tmp_path / ".lock").write_bytes(record)
-    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(run_lock.locks, "try_lock", lambda file, **options: False)
-    with pytest.raises(OutDirLocked, match="unknown process"), run_lock.lock_out_dir(tmp_path):
-        pass
-
-
-def test_a_pipe_or_a_folder_in_the_place_of_the_lock_is_named(tmp_path):
-    for make, said in ((os.mkfifo, r"\S+ \S+"), (os.mkdir, "Is a directory")):
-        folder = tmp_path / make.__name__
-        folder.mkdir()
-        make(folder / ".lock")
-        with pytest.raises(OutDirLocked, match=rf"OUT_DIR: .*\.lock cannot be written: {said}") as refused:
-            lock_out_dir(folder).__enter__()
-        assert "None" not in str(refused.value)
 
 
 def be_refused(cfg) -> str:

@@ -14,6 +14,7 @@ from distribuuuu.commands.plan.bottleneck import diagnose_bottleneck, find_remed
 from distribuuuu.commands.plan.run_plan import epochs_to_measure, extrapolate, plan_run, sizes_of, step_seconds
 from distribuuuu.commands.plan.timing import endless_batches, synchronize, time_calls
 from distribuuuu.config import Config, ConfigError, Problem
+from distribuuuu.config.config_node import get_value
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.data.batch_plan import BatchPlan, plan_of
 from distribuuuu.data.workers import PREFETCH, count_workers
@@ -30,7 +31,6 @@ from distribuuuu.engine.auto_batch_size import (
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.engine.resume import capture
 from distribuuuu.engine.run import Run
-from distribuuuu.engine.run_description import list_unused_speed
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import check_model, count_parameters
 from distribuuuu.optim.schedules import set_lr
@@ -39,6 +39,8 @@ from distribuuuu.trainer import take_step
 # Seconds of the training steps, over all image sides, and of an evaluation.
 STEPS_S, EVALUATION_S = 12.0, 4.0
 _HERE = Launch("plan")
+# Options that make training on a GPU faster without changing the recipe: those of configs/speed/gpu.yaml.
+_SPEED_OPTIONS = {"TRAIN.AMP": "bf16", "MODEL.CHANNELS_LAST": True, "MODEL.COMPILE": "default", "TRAIN.WORKERS": -1}
 
 
 def measure_and_plan(cfg: Config, num_processes: int) -> dict[str, Any]:
@@ -88,12 +90,19 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
         found["checkpoint_s"] = time.perf_counter() - started
         evaluations = [_evaluate(run, model, plan) for model in state.models.values()]
         run.checkpoints.finish()
-        found["unused"] = list_unused_speed(cfg, _HERE) if device.type == "cuda" else []
+        found["unused"] = list_unused_speed(cfg) if device.type == "cuda" else []
         found |= {"peak": read_peak(device), "evaluation_s": sum(evaluations)}
         found["last_s"] = evaluations[-1] if cfg.TEST.SAVE_PREDICTIONS and device.type == "cpu" else 0.0
         files = {"checkpoint_mib": run.checkpoints.list(), "best_mib": Path(folder).glob("best*")}
         found |= {name: sum(path.stat().st_size for path in paths) / 2**20 for name, paths in files.items()}
         return found | _measure_speeds(run, plan.per_process / found["step_s"][sizes[epochs[-1]]], waited)
+
+
+def list_unused_speed(cfg: Config) -> list[str]:
+    """Return the speed options that a run does not use, as KEY VALUE."""
+    all_workers = cfg.DATA.LOADER == "device" or count_workers(cfg.TRAIN.WORKERS, _HERE) >= count_workers(-1, _HERE)
+    off = {key: get_value(cfg, key) in ("none", False) for key in _SPEED_OPTIONS} | {"TRAIN.WORKERS": not all_workers}
+    return [f"{key} {value}" for key, value in _SPEED_OPTIONS.items() if off[key]]
 
 
 def _describe(run: Run) -> dict[str, Any]:
