@@ -83,11 +83,6 @@ class Peak:
         """Memory of the process, on the CPU with its workers."""
         return self.own if self.limit else self.own + self.workers
 
-    def scaled(self, other: "Peak", factor: float) -> "Peak":
-        """Return the peak on the line from this one (factor 0) through another one (factor 1)."""
-        values = ((value, getattr(other, name)) for name, value in vars(self).items())
-        return Peak(*(value + factor * (end - value) for value, end in values))
-
 
 def resolve_batch_size(cfg: Config, take_step: TakeStep) -> Config:
     """Return the config with a number for TRAIN.BATCH_SIZE auto; the same on all processes, which must all call this.

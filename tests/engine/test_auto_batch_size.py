@@ -1,11 +1,9 @@
 """TRAIN.BATCH_SIZE auto: search, config; the weights are those of a number set by hand."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from support.commands import command_module
 from support.runs import assert_same_run, run_tool, small_options
 
 from distribuuuu import api
@@ -40,7 +38,6 @@ def test_the_largest_size_that_fits_is_found(small_cfg, monkeypatch, room, expec
 
 def test_the_parent_of_the_trials_creates_no_cuda_context(small_cfg, monkeypatch):
     """Its memory would be missing in the trials, and be counted twice."""
-    measure_run = command_module("plan.measure_run")
 
     def create_context(*args: object) -> None:
         raise AssertionError("CUDA is used in the parent")
@@ -49,19 +46,9 @@ def test_the_parent_of_the_trials_creates_no_cuda_context(small_cfg, monkeypatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "_lazy_init", create_context)
     monkeypatch.setattr(torch._C, "_cuda_setDevice", create_context, raising=False)
-    tried, found = [], {"peak": Peak(5, limit=9), "images": {"train": 48, "val": 37}}
-
-    def in_fresh_process(function: Callable, *args: Any) -> Any:
-        tried.append(function)
-        return found.copy() if function is measure_run.measure_run else Peak(5, limit=9)
-
-    monkeypatch.setattr(auto_batch_size, "in_fresh_process", in_fresh_process)
-    monkeypatch.setattr(measure_run, "in_fresh_process", in_fresh_process)
-    cfg = small_cfg(*AUTO, 8)
+    monkeypatch.setattr(auto_batch_size, "in_fresh_process", lambda *args: Peak(5, limit=9))
     with api._preserved_random_state():
-        assert auto_batch_size.resolve_batch_size(cfg, take_step).TRAIN.BATCH_SIZE == 8
-        assert measure_run.measure_and_plan(cfg, 2)["memory"]["of"] == "cuda"
-    assert tried.count(auto_batch_size.measure_steps) >= 3 and tried[-1] is measure_run.measure_run
+        assert auto_batch_size.resolve_batch_size(small_cfg(*AUTO, 8), take_step).TRAIN.BATCH_SIZE == 8
     with pytest.raises(AssertionError, match="CUDA is used"):
         auto_batch_size.pick_device(0)
 
