@@ -228,21 +228,3 @@ def list_steps(run: LoadedRun) -> dict[str, str]:
             else {}
         ),
     }
-
-
-def list_limits(run: LoadedRun, to: str) -> list[str]:
-    """Return what the file of a format does not do for this run, each as a sentence."""
-    if to == "safetensors":
-        return ["Only distribuuuu reads the folder with its preprocessing; other programs must repeat it."]
-    outside = [step for step in list_steps(run) if step not in INSIDE[to]]
-    limits = {
-        "exif": "EXIF orientations (DATA.EXIF_ROTATE True) are outside of the file: without the code of the card, "
-        "turn images upright before.",
-        "mirror": "The average with the mirrored image (TEST.FLIP True) is outside of the model: without the code of "
-        "the card, outputs are those of one image.",
-        "resize": "Resize and crop are outside of the file."
-        if to == "torch"
-        else "Resize, crop and normalization are outside of the model. The transform of timm.data.create_transform "
-        "resizes with PIL, which rounds differently.",
-    }
-    return [text for step, text in limits.items() if step in outside]

@@ -1,6 +1,7 @@
 """The command `export`: write a trained model to a folder for other programs, and check it."""
 
 import argparse
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.output import check_out, check_run
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
-from distribuuuu.files.new_folder import delete_temporary_folders
+from distribuuuu.files.new_folder import temporary_folder
 from distribuuuu.launch.signals import exit_now, handled_by
 
 _DESCRIPTION = """Write the model of a run to a new folder, and check it: the code of its model
@@ -73,7 +74,6 @@ def run_export(flags: argparse.Namespace) -> int:
     if flags.images and flags.no_check:
         raise ConfigError("--images, --no-check: both are given; fix: remove one of them")
     check_run(flags.run)
-    from distribuuuu.commands.export.card_code import list_limits
     from distribuuuu.commands.export.exporter import check_arguments, check_format, export_run
     from distribuuuu.inference.image_arguments import list_images
     from distribuuuu.inference.load_run import find_run
@@ -86,15 +86,13 @@ def run_export(flags: argparse.Namespace) -> int:
     files = [] if flags.no_check else list_images(flags.images) if flags.images else None
 
     def stop(signum: int) -> None:
-        delete_temporary_folders(out)
+        shutil.rmtree(temporary_folder(out), ignore_errors=True)
         exit_now(signum)
 
     with handled_by(stop):
         run = replace(find_run(flags.run, flags.cfg, flags.overrides), given_device=CPU)
         run.check_classifier()
         check_format(run, flags.to)
-        for limit in list_limits(run, flags.to):
-            print(f"--to {flags.to}: {limit}", file=sys.stderr)
         record = export_run(run, flags.to, out, flags.check_images, flags.push, files)
     print(describe(record, out, flags.push))
     if record["verified"] is False:

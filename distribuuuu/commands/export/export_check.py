@@ -10,8 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,11 @@ from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import BadImageError
 from distribuuuu.data.read_image import open_lazy_image
 from distribuuuu.inference.forward_chunks import list_spans
-from distribuuuu.inference.loaded_run import CPU, EvalTransform, LoadedRun, Prediction, Selection
+from distribuuuu.inference.loaded_run import EvalTransform, LoadedRun, Prediction, Selection
 from distribuuuu.launch.host import count_cores
 from distribuuuu.records.run_log import progress
 from distribuuuu.tasks.base import Task
-from distribuuuu.tasks.metrics import Meter, StepOutput, build_metrics
+from distribuuuu.tasks.class_metrics import MeanAveragePrecision
 
 # An export is verified if at least this share of its answers equals those of `predict`, and if the probability of the
 # answer differs by at most this much on average: a mistake may change no answer of a model that is sure.
@@ -188,34 +187,14 @@ def _predict(run: LoadedRun, files: list[str]) -> list[Prediction]:
 def _run_code(code: str, files: list[str], folder: Path, temporary: Path, multilabel: bool) -> list[dict[str, Any]]:
     """Return the results of `card_runner` for files, fewer if the code has ended the process."""
     (temporary / "code.py").write_text(code, encoding="utf-8")
-    (temporary / "files.json").write_text(json.dumps(files), encoding="utf-8")
     num_pairs = 1 << 30 if multilabel else 4 * _TOPK
     words = [sys.executable, card_runner.__file__, str(temporary / "code.py"), str(num_pairs)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    results = []
-    with (
-        open(temporary / "files.json", encoding="utf-8") as given,
-        open(temporary / "errors.txt", "w+", encoding="utf-8", errors="replace") as errors,
-        subprocess.Popen(
-            words, stdin=given, stdout=subprocess.PIPE, stderr=errors, cwd=folder, env=environment
-        ) as child,
-    ):
-        try:
-            results = [json.loads(line) for line in progress(_lines(child), label="check", total=len(files))]
-        finally:
-            child.kill()
-        errors.seek(0)
-        printed = errors.read().strip().splitlines()
-    if len(results) < len(files):
-        last = printed[-1] if printed else f"ended with status {child.returncode}"
-        results += [{"error": last[:300]}] * (len(files) - len(results))
-    return results
-
-
-def _lines(child: subprocess.Popen) -> Iterator[bytes]:
-    assert child.stdout is not None
-    yield from child.stdout
-    child.wait()
+    done = subprocess.run(words, input=json.dumps(files), capture_output=True, cwd=folder, env=environment,
+                          encoding="utf-8", errors="replace")  # fmt: skip
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    printed = done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"]
+    return results + [{"error": printed[-1][:300]}] * (len(files) - len(results))
 
 
 def _compare(
@@ -255,11 +234,8 @@ def _are_equal_labels(one: Answer, other: Answer) -> bool:
 
 def _difference(one: Answer, other: Answer, multilabel: bool) -> float:
     """Return the difference of the probability of the answer; with several labels, the greatest one of a label."""
-    given: defaultdict[str, list[float]] = defaultdict(list)  # names of classes may occur twice
-    for label, probability in other:
-        given[label].append(probability if math.isfinite(probability) else math.inf)
-    pairs = one if multilabel else one[:1]
-    found = [abs((given[label].pop(0) if given[label] else 0.0) - probability) for label, probability in pairs]
+    given, pairs = dict(other), one if multilabel else one[:1]
+    found = [abs(given.get(label, 0.0) - probability) for label, probability in pairs]
     return max(value if math.isfinite(value) else 1.0 for value in found)
 
 
@@ -271,12 +247,10 @@ def _measure(
         truths = [classes[int(images.label(index))] for index in indices]
         correct = sum(each[0][0] == truth for each, truth in zip(answers, truths, strict=True) if each)
         return 100 * correct / len(truths)
-    meter = Meter(build_metrics("TEST.METRICS", (metric,), len(classes), 1, True), len(classes), CPU)
     scores, columns = torch.zeros(len(answers), len(classes)), {label: number for number, label in enumerate(classes)}
     for row, answer in enumerate(answers):
         for label, probability in answer:
             if label in columns:
                 scores[row, columns[label]] = probability
     targets = torch.stack([torch.as_tensor(images.label(index)) for index in indices])
-    meter.update(StepOutput(torch.zeros(()), scores, targets))
-    return meter.read()[metric]
+    return MeanAveragePrecision(len(classes)).value(scores, targets)

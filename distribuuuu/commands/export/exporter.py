@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,20 +109,22 @@ def export_run(
     images = open_evaluation_set(run) if files is None else files
     file, write = FORMATS[to]
     evaluated_model(run)
-    with _new_folder(target) as folder, torch.inference_mode():
-        write(run, folder)
-        code = render_code(run, to)
-        checked: dict[str, Any] = {"verified": None, "images": 0}
-        if images is not None and len(images):
-            checked = check_export(run, images, folder, render_code(run, to, run.cfg.PLUGINS), check_images)
-        if checked["verified"] is False:
-            os.replace(folder / file, folder / f"{file}.unverified")
-            file = f"{file}.unverified"
-        record = {"format": to, "file": file, **checked,
-                  "source": Path(run.source).name, "weights": run.weights, "precision": "float32",
-                  "hardware": describe_hardware(CPU), "versions": list_versions(), "commit": find_commit()}  # fmt: skip
-        _write_json(folder / "export.json", record)
-        (folder / "README.md").write_text(render_card(run, record, code), encoding="utf-8")
+    checked: dict[str, Any] = {"verified": None, "images": 0}
+    try:
+        with new_folder(target) as folder, torch.inference_mode():
+            write(run, folder)
+            if len(images):
+                checked = check_export(run, images, folder, render_code(run, to, run.cfg.PLUGINS), check_images)
+            if checked["verified"] is False:
+                os.replace(folder / file, folder / f"{file}.unverified")
+                file = f"{file}.unverified"
+            record = {"format": to, "file": file, **checked, "source": Path(run.source).name, "weights": run.weights,
+                      "precision": "float32", "hardware": describe_hardware(CPU), "versions": list_versions(),
+                      "commit": find_commit()}  # fmt: skip
+            _write_json(folder / "export.json", record)
+            (folder / "README.md").write_text(render_card(run, record, render_code(run, to)), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"OUT: {target} cannot be written: {error.strerror or error}; nothing is left") from error
     if push and record["verified"]:
         push_folder(target, push)
     return record
@@ -136,13 +138,8 @@ def open_evaluation_set(run: LoadedRun) -> ImageDataset:
     """
     found = [Problem(key, text, run.cfg.origins) for key, text in dataset_class(run.cfg).find_problems(run.cfg, False)]
     if found:
-        raise ConfigError(
-            [
-                *found,
-                "the check of an export needs the evaluation set; fix: set TEST.DATASET "
-                "FOLDER, or check it on other images by --images FOLDER, or add --no-check",
-            ]
-        )
+        fix = "set TEST.DATASET FOLDER, or check it on other images by --images FOLDER, or add --no-check"
+        raise ConfigError([*found, f"the check of an export needs the evaluation set; fix: {fix}"])
     if run.cfg.TEST.LABELS:
         raise ConfigError(f"TEST.LABELS: got {run.cfg.TEST.LABELS}; the check expects the data of the run")
     images = open_data(run.cfg)
@@ -159,38 +156,22 @@ def check_format(run: LoadedRun, to: str) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    if to != "safetensors" and (mode := run.transform.crop.interpolation) not in ("bilinear", "bicubic"):
-        raise ConfigError(f"--to {to}: cannot express TEST.INTERPOLATION {mode}; {_REMEDY}")
+    name, interpolation = type(run.task).__name__, run.transform.crop.interpolation
+    if to != "safetensors" and interpolation not in ("bilinear", "bicubic"):
+        raise ConfigError(f"--to {to}: cannot express TEST.INTERPOLATION {interpolation}; {_REMEDY}")
     if to != "safetensors" and run.cfg.TEST.SHIFT:
-        raise ConfigError(
-            f"--to {to}: cannot express TEST.SHIFT {run.cfg.TEST.SHIFT}; {_REMEDY}, or --set TEST.SHIFT 0"
-        )
-    if to in ("timm", "safetensors") and has_own_scores(run):
-        _check_own_scores(run, to)
-    if to != "timm":
-        return
-    crop_percentage(run.transform.crop)
-    spec = find_timm_model(run)
-    model = spec.build_on_meta()
-    if model is None or run.state_dict is None:
-        return
-    shapes, own = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in
-                   (model.state_dict(), run.state_dict))  # fmt: skip
-    if different := [name for name in {**shapes, **own} if shapes.get(name) != own.get(name)]:
-        name = different[0]
-        what = f"its {name} is {shapes.get(name, 'missing')}, here {own.get(name, 'missing')}"
-        raise ConfigError(f"--to timm: timm's {spec.arch.name} is another model: {what}; {_REMEDY}")
-
-
-def _check_own_scores(run: LoadedRun, to: str) -> None:
-    """Raise ConfigError if a file of weights cannot express the task's own `predict_step`."""
-    name, remedy = type(run.task).__name__, "fix: --to onnx or torch"
+        remedy = f"{_REMEDY}, or --set TEST.SHIFT 0"
+        raise ConfigError(f"--to {to}: cannot express TEST.SHIFT {run.cfg.TEST.SHIFT}; {remedy}")
     if to == "timm":
-        raise ConfigError(f"--to timm: cannot express {name}.predict_step; {remedy}, or safetensors")
-    with contextlib.suppress(AttributeError):  # of what only a training builds
-        if state := run.task.state_dict():
-            remedy = f"{remedy}, or make it a buffer of the model in {name}.adapt_model"
-            raise ConfigError(f"--to {to}: has no place for the state of {name}: {', '.join(state)}; {remedy}")
+        if has_own_scores(run):
+            raise ConfigError(f"--to timm: cannot express {name}.predict_step; fix: --to onnx or torch")
+        crop_percentage(run.transform.crop)
+        find_timm_model(run)
+    if to == "safetensors" and has_own_scores(run):
+        with contextlib.suppress(AttributeError):  # of what only a training builds
+            if state := run.task.state_dict():
+                what = f"has no place for the state of {name}: {', '.join(state)}"
+                raise ConfigError(f"--to safetensors: {what}; fix: --to onnx or torch")
 
 
 def check_arguments(to: str, out: Path, push: str) -> None:
@@ -205,28 +186,12 @@ def check_arguments(to: str, out: Path, push: str) -> None:
         )
     if to == "onnx":
         require_onnx()
-    if out.suffix in (".onnx", ".pt2", ".safetensors"):
+    if out.is_file() or out.suffix in (".onnx", ".pt2", ".safetensors"):
         raise ConfigError(f"OUT: got {out}; expected a folder, which will hold {FORMATS[to].file}, README.md, ...")
-    try:
-        found = sorted(entry.name for entry in out.iterdir())
-    except FileNotFoundError:
-        found = []
-    except OSError as error:
-        raise ConfigError(f"OUT: {out}: expected a new folder: {error.strerror}") from error
-    if found:
-        raise ConfigError(f"OUT: {out} is not empty: it holds {', '.join(found[:3])}; fix: name a new folder")
+    if out.is_dir() and any(out.iterdir()):
+        raise ConfigError(f"OUT: {out} is not empty; fix: name a new folder")
     if push and not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", push):
         raise ConfigError(f"--push: got {push}; expected OWNER/NAME of a repository on the Hugging Face Hub")
-
-
-@contextlib.contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
-    """Yield as `new_folder`; raise ConfigError if it cannot be written."""
-    try:
-        with new_folder(target) as folder:
-            yield folder
-    except OSError as error:
-        raise ConfigError(f"OUT: {target} cannot be written: {error.strerror or error}; nothing is left") from error
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

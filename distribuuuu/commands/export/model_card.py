@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from distribuuuu.checkpoint.weights_files import KINDS, RAW
-from distribuuuu.commands.export.card_code import INSIDE, list_limits, list_steps
+from distribuuuu.commands.export.card_code import INSIDE, list_steps
 from distribuuuu.commands.stats.significance import wilson_interval
 from distribuuuu.config import Config, get_cfg
 from distribuuuu.config.config_node import iter_options
@@ -136,7 +136,7 @@ def _describe_preprocessing(run: LoadedRun, to: str) -> str:
         f"{number}. {text}: {'inside the file' if step in INSIDE[to] else 'in the code above'}"
         for number, (step, text) in enumerate(list_steps(run).items(), 1)
     )
-    return "\n\n".join((steps, inputs[to], *list_limits(run, to)))
+    return "\n\n".join((steps, inputs[to]))
 
 
 def _describe_check(record: Mapping[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """Exported folders: equal outputs when they are read back, the check, and errors that leave nothing behind."""
 
-import errno
 import json
 import math
 import os
@@ -14,10 +13,9 @@ from dataclasses import replace
 import pytest
 import timm
 import torch
-from PIL import Image
 from support.images import draw_folder
 from support.processes import wait_for
-from support.runs import ROOT, run_python
+from support.runs import ROOT
 from support.saved_runs import save_run
 from support.tiers import slow
 
@@ -29,9 +27,7 @@ from distribuuuu.commands.main import dispatch
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.loader import build_images, build_loader
 from distribuuuu.data.transforms import CenterCrop
-from distribuuuu.files.locks import try_lock_folder
 from distribuuuu.launch.detect import Launch
-from distribuuuu.trainer import evaluate_weights as evaluate_run
 from distribuuuu.trainer import train_model
 
 CPU = torch.device("cpu")
@@ -74,20 +70,6 @@ def test_a_timm_folder_gives_equal_logits_and_our_preprocessing(small_cfg, tmp_p
     assert math.floor(32 / found["crop_pct"]) == 37
 
 
-@pytest.mark.slow
-def test_the_transform_of_timm_is_the_evaluation_transform(small_cfg, tmp_path, image_folder):
-    cfg = small_cfg("MODEL.ARCH", "resnet18", *OTHER)
-    export_run(load_run(save_run(cfg), device="cpu"), "timm", tmp_path / "exported", check_images=1)
-    model = timm.create_model(f"local-dir:{tmp_path / 'exported'}", pretrained=True)
-    transform = timm.data.create_transform(**timm.data.resolve_data_config({}, model=model))
-    image = Image.open(next((image_folder / "val" / "bee").iterdir())).convert("RGB")
-    theirs = transform(image)
-    ours = load_run(cfg.OUT_DIR, device="cpu").transform(image)
-    assert theirs.shape == ours.shape
-    gray_levels = (theirs - ours).abs() * torch.tensor(cfg.DATA.STD).view(3, 1, 1) * 255
-    assert gray_levels.max() < 1.5  # PIL and torch round differently
-
-
 def test_the_crop_percentage_gives_the_resize_back():
     for resize in range(1, 600, 7):
         for crop in range(1, 600, 11):
@@ -97,7 +79,7 @@ def test_the_crop_percentage_gives_the_resize_back():
 @pytest.mark.parametrize(
     ("to", "options", "reason"),
     [("timm", ("MODEL.ARCH", "resnet8"), "timm has no model resnet8"),
-     ("timm", ("MODEL.ARCH", "torchvision/efficientnet_b0"), "is another model: its "),
+     ("timm", ("MODEL.ARCH", "torchvision/efficientnet_b0"), "is another model: "),
      ("timm", ("MODEL.ARCH", "resnet18"), "computes other outputs"),
      *((to, ("MODEL.ARCH", "resnet18", "TEST.INTERPOLATION", "opencv_area"),
         "cannot express TEST.INTERPOLATION opencv_area") for to in ("timm", "onnx", "torch")),
@@ -146,19 +128,6 @@ def test_a_program_of_torch_export_takes_crops_in_batches_of_any_size(small_cfg,
     for num in (1, 3, 9):
         torch.testing.assert_close(module(crops[:num]), expected[:num])
     assert json.loads(extra["metadata.json"])["label_names"] == list(images.classes)
-
-
-@pytest.mark.slow
-def test_the_reference_is_the_evaluation_of_the_run(small_cfg, tmp_path):
-    cfg = small_cfg("EMA.HALF_LIFE", "40", "TEST.FLIP", "True", "OPTIM.BASE_LR", "0.02")
-    train_model(cfg)
-    expected = evaluate_run(cfg)
-    run = load_run(cfg.OUT_DIR, device="cpu")
-    record = export_run(run, "safetensors", tmp_path / "exported")
-    assert record["top1"] == {"run": expected["top1"], "export": expected["top1"]}
-    assert record["weights"] == "ema" and record["source"] == "best_ema.pth.tar"
-    assert "moving average (EMA)" in (tmp_path / "exported" / "README.md").read_text()
-    assert load_run(tmp_path / "exported", device="cpu").weights == "ema"
 
 
 @pytest.mark.slow
@@ -223,8 +192,8 @@ def test_arguments_are_checked_before_the_run_is_read(tmp_path, capsys):
     cases = {
         ("--to", "timn", "new"): "--to: got timn; expected one of timm, safetensors, onnx, torch; did you mean timm?",
         ("new",): "--to: got nothing; expected one of timm",
-        ("--to", "timm", "full"): "is not empty: it holds notes.txt; fix: name a new folder",
-        ("--to", "timm", "file"): "expected a new folder: Not a directory",
+        ("--to", "timm", "full"): "is not empty; fix: name a new folder",
+        ("--to", "timm", "file"): "expected a folder, which will hold",
         ("--to", "torch", "new.pt2"): "expected a folder, which will hold model.pt2",
         ("--to", "timm", "new", "--push", "me"): "--push: got me; expected OWNER/NAME",
         ("--to", "timm", "new", "--check-images", "-1"): "--check-images: got -1; expected 1 or more",
@@ -245,36 +214,17 @@ def test_a_missing_package_is_named_with_the_pip_line(saved, tmp_path, monkeypat
     assert expected in capsys.readouterr().err and left_beside(tmp_path) == []
 
 
-def test_data_of_other_classes_are_refused(saved, tmp_path, capsys):
-    draw_folder(tmp_path / "other", "train", {"ant": 1, "bee": 1, "dog": 1})
-    draw_folder(tmp_path / "other", "val", {"ant": 1, "bee": 1, "dog": 1})
-    folders = ["--set", "TRAIN.DATASET", tmp_path / "other", "--set", "TEST.DATASET", tmp_path / "other"]
-    assert command(saved, "--to", "torch", tmp_path / "new", *folders) == 2
-    message = "TEST.DATASET: the model was trained on other classes: 'cat' where the data has 'dog'"
-    assert message in capsys.readouterr().err
+@pytest.mark.parametrize("to", ["timm", slow("torch")])
+def test_a_full_disk_leaves_nothing_behind(small_cfg, tmp_path, monkeypatch, to):
+    from safetensors import SafetensorError
 
-
-@pytest.mark.parametrize(
-    ("to", "name"),
-    [("timm", "model"), slow("torch", "model"), *(slow("safetensors", name) for name in ("model", *TEXTS))],
-)
-def test_a_full_disk_leaves_nothing_behind(small_cfg, tmp_path, monkeypatch, to, name):
     run = load_run(save_run(small_cfg("MODEL.ARCH", "resnet18")), device="cpu")
 
-    def fail(path, *args, **options):
-        if os.path.basename(path).startswith(name):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return original(path, *args, **options)
+    def fail(*args, **options):
+        raise (SafetensorError if to == "timm" else OSError)("No space left on device (os error 28)")
 
-    original = type(tmp_path).write_bytes if name == "model" else type(tmp_path).write_text
-    monkeypatch.setattr(type(tmp_path), original.__name__, fail)
-    if to == "timm" and name == "model":
-        from safetensors import SafetensorError
-
-        def save_file(*args, **options):
-            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-        monkeypatch.setattr("safetensors.torch.save_file", save_file)
+    monkeypatch.setattr(type(tmp_path), "write_bytes", fail)
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
     with pytest.raises(ConfigError, match="cannot be written: .*No space left on device.*nothing is left"):
         export_run(run, to, tmp_path / "new", check_images=1)
     assert left_beside(tmp_path) == []
@@ -303,49 +253,6 @@ def test_an_export_without_labeled_images_is_checked_on_others_or_marked(saved, 
     assert "**not checked**" in (tmp_path / "new" / "README.md").read_text()
 
 
-def leave(tmp_path, name: str):
-    folder = tmp_path / name
-    (folder / ".check").mkdir(parents=True)
-    (folder / "model.pt2").write_bytes(b"part")
-    return folder
-
-
-@pytest.mark.slow
-def test_what_killed_exports_have_left_is_deleted_by_the_next_one(saved, tmp_path):
-    dead, random = run_python("-c", "import os; print(os.getpid())").stdout.strip(), "0123456789abcdef"
-    gone = leave(tmp_path, f".new.{dead}.{random}.new")
-    others = (f".new.{os.getppid()}.{random}.new", f".newer.{dead}.{random}.new", f".new.{dead}.new",
-              f"new.{dead}.{random}.new", ".new.x.new")  # fmt: skip
-    kept = [leave(tmp_path, name) for name in others]
-    linked = tmp_path / f".new.{dead}.{random[::-1]}.new"
-    linked.symlink_to(kept[1])
-    held = leave(tmp_path, f".new.{dead}.{'a' * 16}.new")  # as of a living process of another machine
-    with try_lock_folder(held) as is_held:
-        assert is_held and export_run(load_run(saved, device="cpu"), "safetensors", tmp_path / "new", 1)["verified"]
-    assert not gone.exists() and all(folder.is_dir() for folder in [*kept, held]) and linked.is_symlink()
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
-        "README.md", "config.json", "export.json", "model.safetensors"]  # fmt: skip
-    export_run(load_run(saved, device="cpu"), "safetensors", tmp_path / "other" / "new", 1)
-    assert held.is_dir()
-
-
-@pytest.mark.slow
-def test_an_export_that_is_killed_leaves_a_folder_that_the_next_one_deletes(small_cfg, tmp_path):
-    out = save_run(small_cfg("MODEL.ARCH", "resnet50"))
-    process = start_and_signal(out, tmp_path, signal.SIGSTOP)
-    (left,) = left_beside(tmp_path)
-    assert left.startswith(f".new.{process.pid}.")
-    other = start_export(out, tmp_path / "new", "safetensors")  # while the first one lives
-    other.communicate(timeout=120)
-    assert left in left_beside(tmp_path) and other.returncode == 0
-    process.kill()
-    process.communicate(timeout=60)
-    assert left in left_beside(tmp_path)
-    shutil.rmtree(tmp_path / "new")
-    assert start_export(out, tmp_path / "new", "safetensors").wait(timeout=120) == 0
-    assert left_beside(tmp_path) == ["new"]
-
-
 def start_export(out, exported, to: str, limit: str = "") -> subprocess.Popen:
     words = [sys.executable, "-m", "distribuuuu", "export", str(out), "--to", to, str(exported)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -359,16 +266,6 @@ def start_and_signal(out, tmp_path, signum: int) -> subprocess.Popen:
     wait_for(lambda: left_beside(tmp_path), process)
     process.send_signal(signum)
     return process
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("to", ["timm", "safetensors", "torch"])
-def test_files_that_do_not_fit_on_the_disk_leave_nothing_behind(small_cfg, tmp_path, to):
-    out = save_run(small_cfg("MODEL.ARCH", "resnet18"))
-    process = start_export(out, tmp_path / "new", to, "ulimit -f 1000;")
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 2 and "cannot be written" in errors and "Traceback" not in errors, errors
-    assert left_beside(tmp_path) == []
 
 
 @pytest.mark.slow

@@ -8,12 +8,10 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 from support.hub import local_hub
-from support.runs import run_python
 from support.saved_runs import save_run
 
 from distribuuuu import load_run
 from distribuuuu.commands.export.exporter import export_run
-from distribuuuu.commands.export.model_card import recipe
 from distribuuuu.config import ConfigError
 from distribuuuu.trainer import train_model
 
@@ -55,22 +53,6 @@ def test_a_card_has_valid_metadata_and_the_numbers_of_the_run(card, tmp_path):
     assert str(tmp_path) not in card and "TRAIN.DATASET" not in card
 
 
-def test_the_recipe_has_what_differs_from_the_defaults(small_cfg):
-    assert recipe(small_cfg("MODEL.KWARGS.width", "8", "OPTIM.STEPS", "[1]")) == {
-        "MODEL.KWARGS.width": 8, "TRAIN.BATCH_SIZE": 12, "TRAIN.IM_SIZE": 16, "TEST.IM_SIZE": 18, "OPTIM.MAX_EPOCH": 2,
-        "OPTIM.STEPS": [1], "OPTIM.BASE_LR": 0.1, "OPTIM.WARMUP_EPOCHS": 1.0,
-    }  # fmt: skip
-
-
-@pytest.mark.slow
-def test_without_results_the_card_has_those_of_the_check(small_cfg, tmp_path):
-    run = load_run(save_run(small_cfg(*OTHER)), device="cpu")
-    record = export_run(run, "torch", tmp_path / "exported")
-    card = (tmp_path / "exported" / "README.md").read_text()
-    assert ModelCard(card).data.eval_results[0].metric_value == record["top1"]["run"]
-    assert "| epochs | not recorded |" in card
-
-
 @pytest.mark.slow
 def test_class_names_cannot_break_the_card(small_cfg, tmp_path, image_folder):
     names = ("a|b`", "```\n# c", "x" * 200)
@@ -110,24 +92,3 @@ def test_a_refused_push_names_the_remedy_and_keeps_the_folder(small_cfg, tmp_pat
         with pytest.raises(ConfigError, match="--push: me/ants: .*401.*is complete; fix: set HF_TOKEN"):
             export_run(run, "safetensors", tmp_path / "exported", check_images=2, push="me/ants")
     assert hub.repositories == {} and (tmp_path / "exported" / "model.safetensors").is_file()
-
-
-@pytest.mark.slow
-def test_an_unverified_folder_is_not_published(small_cfg, tmp_path, monkeypatch):
-    run = load_run(save_run(small_cfg(*OTHER)), device="cpu")
-    monkeypatch.setattr("distribuuuu.commands.export.export_check.MIN_EQUAL", 1.1)
-    monkeypatch.setattr("distribuuuu.commands.export.exporter.push_folder", lambda *args: pytest.fail("published"))
-    assert not export_run(run, "safetensors", tmp_path / "exported", check_images=2, push="me/ants")["verified"]
-
-
-@pytest.mark.slow
-def test_timm_loads_from_the_hub_what_the_command_has_published(small_cfg, tmp_path):
-    out = save_run(small_cfg("MODEL.ARCH", "resnet18", *OTHER))
-    with local_hub() as hub:
-        environment = {**hub.environment, "HF_HOME": str(tmp_path / "hub")}
-        words = ("export", str(out), "--to", "timm", str(tmp_path / "exported"), "--push", "me/ants")
-        done = run_python("-m", "distribuuuu", *words, **environment)
-        assert done.returncode == 0 and "uploaded: me/ants" in done.stdout, done
-        code = "import timm; print(timm.create_model('hf-hub:me/ants', pretrained=True).pretrained_cfg['label_names'])"
-        done = run_python("-c", code, **environment)
-    assert done.stdout.strip() == "['ant', 'bee', 'cat']", done

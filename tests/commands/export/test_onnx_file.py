@@ -5,15 +5,13 @@ import json
 import numpy as np
 import pytest
 import torch
-from support.runs import run_python
-from support.saved_runs import save_run, torch_predict
+from support.saved_runs import torch_predict
 from support.tiers import slow
 from torch import nn
 
 from distribuuuu import load_run
 from distribuuuu.commands.export.export_check import FlipAverage
 from distribuuuu.commands.export.exporter import export_run
-from distribuuuu.config import ConfigError
 from distribuuuu.data.lazy_image import DEFAULTS
 from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.inference.loaded_run import EvalTransform
@@ -122,28 +120,3 @@ def test_a_described_file_takes_batches_of_any_number_and_images_of_any_size(tra
     metadata = session.get_modelmeta().custom_metadata_map
     assert json.loads(metadata["label_names"]) == ["ant", "bee", "cat"] and metadata["architecture"] == "resnet8"
     assert json.loads(metadata["mean"]) == list(MEAN) and json.loads(metadata["flip"]) is True
-
-
-class _Branching(nn.Module):
-    def forward(self, images):
-        return images.mean((2, 3)) if images.sum() > 0 else -images.mean((2, 3))
-
-
-def test_a_model_that_torch_cannot_trace_is_refused():
-    with pytest.raises(ConfigError, match="--to onnx: torch cannot export this model: .*fix: --to safetensors"):
-        build_onnx(_Branching(), TRANSFORM, {})
-
-
-@pytest.mark.parametrize("flip", [slow(False), True])
-def test_onnxruntime_loads_the_file_without_a_warning(small_cfg, tmp_path, flip):
-    """Also without constants that no node reads."""
-    import onnx
-
-    run = load_run(save_run(small_cfg("DATA.MEAN", list(MEAN), "DATA.STD", list(STD))), device="cpu")
-    path = tmp_path / "model.onnx"
-    path.write_bytes(build_onnx(FlipAverage(run.model) if flip else run.model, TRANSFORM, {}).SerializeToString())
-    code = f"import onnxruntime; onnxruntime.InferenceSession({str(path)!r})"
-    done = run_python("-c", code)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    graph = onnx.load(path).graph
-    assert {tensor.name for tensor in graph.initializer} <= {name for node in graph.node for name in node.input}
