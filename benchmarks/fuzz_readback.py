@@ -1,6 +1,6 @@
 """Fuzzer for the files that a run reads: damaged files must be rejected, repaired or ignored, never with a traceback.
 
-It damages metrics.jsonl, results.json, predictions.npz, config files, command-line overrides, reported numbers, a
+It damages metrics.jsonl, results.json, predictions.npz, config files, command-line overrides, a
 README with tables, the folder index, the record of checked files, packed data sets and their side files, also with a
 right checksum, the CSV of a multi-label data set, and the config.json of exported models; and a server answers requests
 for packed data in invalid and endless ways. Tars, ZIPs, shards and the files of ImageNet are damaged too, also with
@@ -45,7 +45,6 @@ from distribuuuu.commands.pack.writer import PackWriter, Record, find_conflicts
 from distribuuuu.commands.report.run_report import build_report, list_report, read_run
 from distribuuuu.commands.stats.run_groups import Result, group_runs
 from distribuuuu.commands.stats.stored_predictions import read_predictions
-from distribuuuu.commands.table.table import read_reported
 from distribuuuu.commands.table.tables import format_table, make_row
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.json_file import replace_nonfinite
@@ -265,7 +264,7 @@ def read_index(root: Path) -> None:
 def read_table(path: Path) -> None:
     """Format the results table of a run."""
     groups, _ = group_runs([Result(path, read_results(path)), Result(path, read_results(path))])
-    format_table([make_row(group, "config", "best", {}) for group in groups], "config", "best").encode()
+    format_table([make_row(group, "best", {}) for group in groups], "best").encode()
 
 
 def read_records(path: Path) -> None:
@@ -273,16 +272,6 @@ def read_records(path: Path) -> None:
     drop_records_after(path, 3, 0)
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         assert json.loads(line)["epoch"] <= 4
-
-
-def read_reported_numbers(path: Path) -> None:
-    """Read the reported results and convert the values of each entry."""
-    problems: list[str] = []
-    reported = read_reported(path, problems)
-    for entry in reported.values():
-        float(entry.get("params", 0)), int(float(entry.get("global_batch", 0)))
-    if problems:
-        raise ConfigError(problems)
 
 
 def read_shapes(root: Path) -> None:
@@ -324,7 +313,6 @@ def make_subjects(folder: Path) -> list[Subject]:
         "metrics.jsonl": "".join(json.dumps(record) + "\n" for record in records),
         "results.json": next(iter(sorted(RESULTS.rglob("*.json")))).read_text(),
         "config.yaml": load_cfg(None, ["FINETUNE.LR_MULT.a", "2.0"]).dump(),
-        "reported.yaml": (Path(__file__).parent / "reported.yaml").read_text(),
         "README.md": "# Title\n<!-- table one -->\n| a |\n<!-- /table -->\n",
         "train.csv": "image,labels\n" + "".join(f"{n}.jpg,a;b\n" for n in range(5)),
         "main": "0123abc\n",
@@ -344,7 +332,6 @@ def make_subjects(folder: Path) -> list[Subject]:
         runs / "metrics.jsonl": (lambda: read_records(runs / "metrics.jsonl"), craft_json),
         runs / "results.json": (lambda: read_table(runs / "results.json"), craft_json),
         runs / "config.yaml": (lambda: load_cfg(str(runs / "config.yaml")).dump(), craft_yaml),
-        runs / "reported.yaml": (lambda: read_reported_numbers(runs / "reported.yaml"), craft_yaml),
         csv: (lambda: Multilabel(Multilabel.open_table(csv)), None),
         hub / "refs" / "main": (lambda: find_weights_file(str(hub)), None),
         index: (lambda: read_index(data), None),

@@ -93,26 +93,7 @@ def group_runs(runs: Sequence[Result]) -> tuple[list[list[Result]], list[str]]:
         else:
             group.append(run)
     notes += [f"{sweep}: skipped: {counted(num, 'unfinished run')} of the sweep" for sweep, num in of_sweeps.items()]
-    for group in groups.values():
-        notes += _find_differences(group)
-    notes += _find_split_configs(list(groups.values()))
     return list(groups.values()), notes
-
-
-def _find_split_configs(groups: Sequence[list[Result]]) -> Iterator[str]:
-    """Yield a message for each two groups of one name whose configs differ.
-
-    The hash moves when a default or a YAML file is edited; before `hash_default` it also did when an option was added.
-    Results do not tell one from the other, so such runs are not averaged.
-    """
-    first: dict[tuple, Result] = {}
-    for group in groups:
-        record, path = group[0].record, group[0].path
-        name = row_name(record, record["overrides"])
-        other = first.setdefault((name, record["training"]["global_batch"], *_count_images(record)), group[0])
-        if other.record["config_hash"] != record["config_hash"]:
-            yield (f"{name}: {path} and {other.path} are not in one row, for the hashes of their configs differ: an "
-                   "option was added, or a value changed between their commits")  # fmt: skip
 
 
 def _count_images(record: dict) -> tuple[int, int]:
@@ -126,37 +107,10 @@ def describe_data(record: dict) -> str:
 
 
 def name_groups(groups: Sequence[Sequence[Result]]) -> list[str]:
-    """Return a name for each group, unique: equal ones get the folder, the hash of the config, the batch and data."""
-    firsts = [group[0] for group in groups]
-    names = [row_name(run.record, run.record["overrides"]) for run in firsts]
-    additions = (
-        [f" in {run.path.parent}" for run in firsts],
-        [f" (config {run.record['config_hash'][:DIGITS_OF_HASH]})" for run in firsts],
-        [f" (global batch {run.record['training']['global_batch']})" for run in firsts],
-        [f" ({describe_data(run.record)})" for run in firsts],
-    )
-    for texts in additions:
-        names = [f"{name}{text}" if names.count(name) > 1 else name for name, text in zip(names, texts, strict=True)]
-    return names
-
-
-def _find_differences(group: list[Result]) -> Iterator[str]:
-    """Yield a message for each difference in commit, plug-ins or versions between the runs of a group."""
-    name = row_name(group[0].record, group[0].record["overrides"])
-    software = sorted({key for run in group for key in run.record["versions"]})
-
-    def describe(run: Result) -> dict[str, str]:
-        versions = {f"version of {key}": str(run.record["versions"].get(key)) for key in software}
-        return {"commit": str(run.record["commit"]), "plug-ins": str(run.record.get("plugins")), **versions}
-
-    described = [(run, describe(run)) for run in group]
-    for title in described[0][1]:
-        first: dict[str, Result] = {}
-        for run, description in described:
-            first.setdefault(description[title], run)
-        if len(first) > 1:
-            shown = "; ".join(f"{value} (seed {run.record['seed']}, {run.path})" for value, run in first.items())
-            yield f"{name}: its runs differ in the {title}: {shown}"
+    """Return a name for each group, unique: equal ones get the path of their first run."""
+    names = [row_name(group[0].record, group[0].record["overrides"]) for group in groups]
+    return [f"{name} in {group[0].path}" if names.count(name) > 1 else name
+            for name, group in zip(names, groups, strict=True)]  # fmt: skip
 
 
 def row_name(record: dict, changes: dict) -> str:

@@ -1,6 +1,5 @@
-"""Markdown tables of results: mean, standard deviation and 95 % interval over the seeds of each config."""
+"""Tables of results: mean, standard deviation and 95 % interval over the seeds of each config."""
 
-import contextlib
 import statistics
 import textwrap
 from collections.abc import Sequence
@@ -8,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distribuuuu.checkpoint.weights_files import KINDS, RAW, common_kind
-from distribuuuu.commands.output import align_columns
+from distribuuuu.commands.output import WIDTH, align_columns
 from distribuuuu.commands.stats.run_groups import DIGITS_OF_HASH, Result, describe_data, row_name
 from distribuuuu.commands.stats.significance import differs_significantly, mean_interval, wilson_interval
-from distribuuuu.config import Config, ConfigError, load_cfg
+from distribuuuu.config import Config, load_cfg
 from distribuuuu.config.locate import find_shipped
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.files.untrusted import printable
@@ -22,30 +21,13 @@ from distribuuuu.records.run_config import config_name, describe_evaluation, has
 EMPTY = "–"
 # Options that set the global batch; runs with the reported global batch may set them differently.
 _BATCH_KEYS = ("TRAIN.BATCH_SIZE", "TRAIN.GLOBAL_BATCH_SIZE")
-# Columns after the first one, "config" or "arch".
+# Columns after the name.
 _PLAN_COLUMNS = ("params (M)", "px", "epochs", "global batch", "top-1 reported", "top-5 reported", "reported by")
 _COST_COLUMNS = ("hours", "images/s", "peak memory", "hardware", "commit")
 # Columns of metrics whose title is not their display name.
 _METRIC_COLUMNS = {"top1": "top-1 here", "topk": "top-5 here", "map": "mAP here"}
 # Mark of a result that does not differ significantly from the best one on the same data.
 _AS_GOOD = " ≈"
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """The measured accuracy of a row, by which it is compared with others.
-
-    Attributes:
-        data: rows with the same data are compared.
-        column: the column of the metric.
-        values: the metric of each seed in percent, higher is better.
-        num_images: evaluated images.
-    """
-
-    data: tuple
-    column: str
-    values: tuple[float, ...]
-    num_images: int
 
 
 @dataclass(frozen=True)
@@ -56,20 +38,23 @@ class Row:
         name: the first cell.
         config: name of the config; None: options were changed.
         order: sort key.
-        config_hash, data: distinguish rows with the same name.
+        details: what tells rows of one name apart.
         cells: text of each column; a missing column is empty.
         weights: the kind of weights of the accuracy.
-        accuracy: the top-1 accuracies or mAP of its runs; None: not measured.
+        compared: the data and the column of the metric by which the row is compared with others.
+        values: this metric of each seed in percent, higher is better; empty: not measured.
+        num_images: evaluated images.
     """
 
     name: str
     config: str | None
     order: tuple
-    config_hash: str
+    details: str
     cells: dict[str, str]
-    data: str = ""
     weights: str = RAW
-    accuracy: Accuracy | None = None
+    compared: tuple = ()
+    values: tuple[float, ...] = ()
+    num_images: int = 0
 
 
 def _list_changes(record: dict, published: dict) -> dict:
@@ -86,19 +71,18 @@ def _list_changes(record: dict, published: dict) -> dict:
     return changes if published["global_batch"] == global_batch else {**changes, "global batch": global_batch}
 
 
-def make_row(group: Sequence[Result], by: str, epoch: str, reported: dict[str, dict]) -> Row:
+def make_row(group: Sequence[Result], epoch: str, reported: dict[str, dict]) -> Row:
     """Return the row of runs that differ in the seed only.
 
     Args:
         group: one or more runs.
-        by: name of the row: "config" or "arch".
         epoch: the evaluation to show: "last" or "best".
         reported: published results by config: params, global_batch, top1, top5, source, and the options of
             `same_images`.
     """
     records = [run.record for run in group]
     first, training = records[0], [record["training"] for record in records]
-    plan = training[0]
+    plan, data = training[0], first["data"]
     published = reported.get(first["config"], {})
     changes = _list_changes(first, published)
     published = {} if changes else published
@@ -106,33 +90,35 @@ def make_row(group: Sequence[Result], by: str, epoch: str, reported: dict[str, d
     evaluations = [record["accuracy"][kind][epoch] for record in records]
     count = f"(n = {len(group)})" if kind == RAW else f"(n = {len(group)}, {kind.upper()})"
     peaks = [record["peak_memory"]["mib"] for record in records if record["peak_memory"]["mib"] is not None]
-    cells = {
-        "params (M)": f"{first['model']['params_m']:.3f}",
-        "px": _image_sizes(plan["px"], first["evaluation"]),
-        "epochs": _format_epochs(plan["epochs_planned"], _find_last_epoch(first)),
-        "global batch": str(plan["global_batch"]),
-        **_reported_cells(published),
-        **_measured_cells(first, evaluations, count),
-        "hours": _mean([part["hours"] for part in training], ".3g"),
-        "images/s": _mean([part["images_per_s"] for part in training], ",.0f"),
-        "peak memory": f"{max(peaks):,.0f} MiB" if peaks else EMPTY,
-        "hardware": "; ".join(dict.fromkeys(record["hardware"] for record in records)),
-        "commit": "; ".join(dict.fromkeys(_short(record["commit"]) for record in records)),
-    }
+    metric = next(iter(list_metrics(first)), "")
+    values = tuple(result[metric] for result in evaluations) if metric in ("top1", "map") else ()
     return Row(
-        name=row_name(first, changes) if by == "config" else first["model"]["arch"],
+        name=row_name(first, changes),
         config=None if changes else first["config"],
         order=_order(first["config"], first["model"]["params_m"], plan["global_batch"]),
-        config_hash=first["config_hash"],
-        data=describe_data(first),
-        cells=cells,
+        details=f"config {first['config_hash'][:DIGITS_OF_HASH]}; {describe_data(first)}",
+        cells={
+            "params (M)": f"{first['model']['params_m']:.3f}",
+            "px": _image_sizes(plan["px"], first["evaluation"]),
+            "epochs": _count_epochs(first),
+            "global batch": str(plan["global_batch"]),
+            **_reported_cells(published),
+            **_measured_cells(first, evaluations, count),
+            "hours": _mean([part["hours"] for part in training], ".3g"),
+            "images/s": _mean([part["images_per_s"] for part in training], ",.0f"),
+            "peak memory": f"{max(peaks):,.0f} MiB" if peaks else EMPTY,
+            "hardware": "; ".join(dict.fromkeys(record["hardware"] for record in records)),
+            "commit": "; ".join(dict.fromkeys(_short(record["commit"]) for record in records)),
+        },
         weights=kind,
-        accuracy=_accuracy_of(first, evaluations),
+        compared=(data["name"], data["folder"], data["num_train"], data["num_val"], _METRIC_COLUMNS.get(metric)),
+        values=values if None not in values else (),
+        num_images=first["evaluation"]["count"] if metric == "top1" else 0,
     )
 
 
-def make_config_row(cfg: Config, by: str, reported: dict[str, dict]) -> Row:
-    """Return the row of a config without runs; `by` and `reported` as for `make_row`."""
+def make_config_row(cfg: Config, reported: dict[str, dict]) -> Row:
+    """Return the row of a config without runs; `reported` as for `make_row`."""
     name, optim, train = config_name(cfg), cfg.OPTIM, cfg.TRAIN
     published = reported.get(name, {}) if name else {}
     global_batch = train.GLOBAL_BATCH_SIZE or int(float(published.get("global_batch", 0)))
@@ -140,32 +126,21 @@ def make_config_row(cfg: Config, by: str, reported: dict[str, dict]) -> Row:
     cells = {
         "params (M)": params,
         "px": _image_sizes(train.IM_SIZE, describe_evaluation(cfg)),
-        "epochs": _format_epochs(optim.MAX_EPOCH, optim.LAST_EPOCH),
+        "epochs": f"{round(optim.MAX_EPOCH - 1 + optim.LAST_EPOCH, 1):g}",
         "global batch": str(global_batch or f"{train.BATCH_SIZE} a process"),
         **_reported_cells(published),
         _METRIC_COLUMNS["map" if dataset_class(cfg).targets == "labels" else "top1"]: "not measured",
     }
     order = _order(name, float("inf") if params == EMPTY else float(params), global_batch)
-    label = name if by == "config" and name else cfg.MODEL.ARCH
-    return Row(label, name, order, hash_config(cfg), cells)
+    return Row(name or cfg.MODEL.ARCH, name, order, f"config {hash_config(cfg)[:DIGITS_OF_HASH]}", cells)
 
 
-def _format_epochs(num_epochs: int, last: float) -> str:
-    return f"{round(num_epochs - 1 + last, 1):g}"
-
-
-def _find_last_epoch(record: dict) -> float:
-    """Return OPTIM.LAST_EPOCH of a run: of its command line, of the shipped config with as many epochs, or 1."""
-    given = record["overrides"].get("OPTIM.LAST_EPOCH")
-    if isinstance(given, (int, float)) and 0 < given <= 1:
-        return given
-    files = find_shipped(record["config"] or "")
-    with contextlib.suppress(ConfigError):
-        optim = load_cfg(files[0]).OPTIM if len(files) == 1 else None
-        num_epochs = record["overrides"].get("OPTIM.MAX_EPOCH", optim.MAX_EPOCH) if optim else None
-        if optim and num_epochs == record["training"]["epochs_planned"]:
-            return optim.LAST_EPOCH
-    return 1.0
+def _count_epochs(record: dict) -> str:
+    """Return the planned epochs; OPTIM.LAST_EPOCH of the shipped config shortens the last one."""
+    files, planned = find_shipped(record["config"] or ""), record["training"]["epochs_planned"]
+    optim = load_cfg(files[0]).OPTIM if len(files) == 1 else None
+    last = optim.LAST_EPOCH if optim and optim.MAX_EPOCH == planned else 1.0
+    return f"{round(planned - 1 + last, 1):g}"
 
 
 def _reported_cells(published: dict) -> dict[str, str]:
@@ -174,57 +149,38 @@ def _reported_cells(published: dict) -> dict[str, str]:
 
 
 def _measured_cells(record: dict, evaluations: Sequence[dict], count: str) -> dict[str, str]:
-    """Return the cell of each metric; the first one includes the number of runs, `count`."""
+    """Return the cell of each metric; the first one includes the interval and the number of runs, `count`."""
     cells: dict[str, str] = {}
     k = record["evaluation"].get("k")
     for name, label in list_metrics(record).items():
-        values = [result[name] for result in evaluations]
-        num_images = record["evaluation"]["count"] if name in ("top1", "topk") else 0
+        known = [result[name] for result in evaluations if result[name] is not None]
         suffix = f" (top-{k})" if name == "topk" and k != 5 else ""
-        cell = (
-            _spread(values) + suffix if cells else f"{_spread(values)}{_interval(values, num_images)}{suffix} {count}"
-        )
-        cells[_METRIC_COLUMNS.get(name, f"{label} here")] = cell
+        cell = f"{statistics.fmean(known):.2f}" if known else EMPTY
+        cell += f" ± {statistics.stdev(known):.2f}" if len(known) > 1 else ""
+        if not cells:
+            cell += _interval(known, record["evaluation"]["count"] if name in ("top1", "topk") else 0)
+            suffix += f" {count}"
+        cells[_METRIC_COLUMNS.get(name, f"{label} here")] = cell + suffix
     return cells
 
 
-def _accuracy_of(record: dict, evaluations: Sequence[dict]) -> Accuracy | None:
-    """Return the values of the first metric, if it is one to compare rows by and all seeds have it."""
-    name = next(iter(list_metrics(record)), "")
-    values = [result[name] for result in evaluations] if name in ("top1", "map") else []
-    if not values or None in values:
-        return None
-    data = record["data"]
-    key = (data["name"], data["folder"], data["num_train"], data["num_val"])
-    num_images = record["evaluation"]["count"] if name == "top1" else 0
-    return Accuracy(key, _METRIC_COLUMNS[name], tuple(values), num_images)
+def _interval(known: Sequence[float], num_images: int) -> str:
+    """Return the 95 % interval of the mean over seeds, or of the accuracy of one run on so many images, with a space.
+
+    Empty if it is unknown, as that of one run by a metric that is no share of the images (`num_images` 0).
+    """
+    if len(known) > 1:
+        low, high = mean_interval(known)
+    elif known and num_images and 0 <= known[0] <= 100:
+        low, high = (100 * end for end in wilson_interval(known[0] / 100 * num_images, num_images))
+    else:
+        return ""
+    return f" [{low:.2f}, {min(high, 100):.2f}]"
 
 
-def mark_similar(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows; those not significantly worse than the best one on the same data are marked, and it is too."""
-    marked = []
-    for row in rows:
-        peers = [other.accuracy for other in rows if _is_comparable(row, other)]
-        if row.accuracy and len(peers) > 1:
-            best = max(peers, key=lambda peer: statistics.fmean(peer.values) if peer else 0.0)
-            is_alone = best is row.accuracy and not any(peer is not best and _is_similar(best, peer) for peer in peers)
-            if not is_alone and _is_similar(best, row.accuracy):
-                column = row.accuracy.column
-                row = replace(row, cells={**row.cells, column: row.cells[column] + _AS_GOOD})
-        marked.append(row)
-    return marked
-
-
-def _is_comparable(row: Row, other: Row) -> bool:
-    """Return whether two rows have the same metric on the same data."""
-    a, b = row.accuracy, other.accuracy
-    return bool(a and b and a.data == b.data and a.column == b.column)
-
-
-def _is_similar(best: Accuracy | None, other: Accuracy | None) -> bool:
-    if best is None or other is None:
-        return False
-    return best is other or not differs_significantly(best.values, other.values, best.num_images)
+def _mean(values: Sequence[float | None], digits: str) -> str:
+    known = [value for value in values if value is not None]
+    return format(statistics.fmean(known), digits) if known else EMPTY
 
 
 def _image_sizes(train: Any, evaluation: dict) -> str:
@@ -247,71 +203,42 @@ def _short(commit: str | None) -> str:
     return digits[:7] + plus + changes
 
 
-def _spread(values: Sequence[float | None]) -> str:
-    """Return the mean, and the sample standard deviation if there are several values."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return EMPTY
-    mean = f"{statistics.fmean(known):.2f}"
-    return f"{mean} ± {statistics.stdev(known):.2f}" if len(known) > 1 else mean
+def mark_similar(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows; those not significantly worse than the best one on the same data are marked, and it is too."""
+    marked = []
+    for row in rows:
+        peers = [other for other in rows if row.values and other.values and other.compared == row.compared]
+        best = max(peers, key=lambda peer: statistics.fmean(peer.values), default=row)
+        similar = [peer for peer in peers
+                   if peer is best or not differs_significantly(best.values, peer.values, best.num_images)]  # fmt: skip
+        if row in similar and len(similar) > 1:
+            column = row.compared[-1]
+            row = replace(row, cells={**row.cells, column: row.cells[column] + _AS_GOOD})
+        marked.append(row)
+    return marked
 
 
-def _interval(values: Sequence[float | None], num_images: int) -> str:
-    """Return the 95 % interval of the mean over seeds, or of the accuracy of one run on so many images, with a space.
-
-    Empty if it is unknown, as that of one run by a metric that is no share of the images (`num_images` 0).
-    """
-    known = [value for value in values if value is not None]
-    if len(known) > 1:
-        low, high = mean_interval(known)
-    elif known and num_images and 0 <= known[0] <= 100:
-        low, high = (100 * end for end in wilson_interval(known[0] / 100 * num_images, num_images))
-    else:
-        return ""
-    return f" [{low:.2f}, {min(high, 100):.2f}]"
-
-
-def _mean(values: Sequence[float | None], digits: str) -> str:
-    known = [value for value in values if value is not None]
-    return format(statistics.fmean(known), digits) if known else EMPTY
-
-
-def format_table(rows: Sequence[Row], by: str, epoch: str) -> str:
+def format_table(rows: Sequence[Row], epoch: str) -> str:
     """Return a Markdown table of the rows, without empty columns, and a legend below it."""
-    lines, legend = _arrange(rows, by, epoch)
+    lines, legend = _arrange(rows, epoch)
     lines.insert(1, ["---"] * len(lines[0]))
     table = "".join(f"| {' | '.join(_escape(cell) for cell in line)} |\n" for line in lines)
     return table + (f"\n{legend}\n" if legend else "")
 
 
-def format_text(rows: Sequence[Row], by: str, epoch: str, width: int) -> str:
-    """Return the table for a terminal of `width` columns: what was measured first, then what fits, and a legend."""
-    lines, legend = _arrange(rows, by, epoch)
-    first, *names = lines[0]
-    ranks = {name: (not name.endswith(" here"), not name.startswith("top-1"), name in _PLAN_COLUMNS) for name in names}
-    shown, sizes = [first], [max(len(line[0]) for line in lines)]
-    hidden: list[str] = []
-    for name in sorted(names, key=lambda name: ranks[name]):
-        size = max(len(line[lines[0].index(name)]) for line in lines)
-        fits = sum(sizes) + 2 * len(sizes) + size <= width or len(shown) == 1
-        (shown if fits else hidden).append(name)
-        sizes += [size] if fits else []
-    places = [lines[0].index(name) for name in shown]
-    table = align_columns([[line[at] for at in places] for line in lines], "<" * len(places))
-    notes = [legend] if legend else []
-    notes += [f"Not shown: {', '.join(hidden)}; fix: a wider terminal, or --format markdown."] if hidden else []
-    return "\n".join([*table, *("\n" + textwrap.fill(note, width) for note in notes)]) + "\n"
+def format_text(rows: Sequence[Row], epoch: str) -> str:
+    """Return the table for a terminal: what was measured, and a legend."""
+    lines, legend = _arrange(rows, epoch)
+    shown = [at for at, name in enumerate(lines[0]) if at == 0 or name.endswith(" here") or name in ("epochs", "hours")]
+    table = align_columns([[line[at] for at in shown] for line in lines], "<" * len(shown))
+    legend = f"{legend} All columns: --format markdown.".strip()
+    return "\n".join([*table, "", textwrap.fill(legend, WIDTH)]) + "\n"
 
 
-def _arrange(rows: Sequence[Row], by: str, epoch: str) -> tuple[list[list[str]], str]:
+def _arrange(rows: Sequence[Row], epoch: str) -> tuple[list[list[str]], str]:
     """Return the lines of a table without empty columns, the header first, and its legend."""
-    rows = mark_similar(sorted(rows, key=lambda row: (row.order, row.name, row.config_hash)))
+    rows = mark_similar(sorted(rows, key=lambda row: (row.order, row.name, row.details)))
     names = [row.name for row in rows]
-    hashes, data = [f"config {row.config_hash[:DIGITS_OF_HASH]}" for row in rows], [row.data for row in rows]
-    for texts in (hashes, data):
-        found = {name: {text for other, text in zip(names, texts, strict=True) if other == name} for name in names}
-        pairs = zip(names, texts, strict=True)
-        names = [f"{name} ({text})" if len(found[name]) > 1 else name for name, text in pairs]
     known = (*_PLAN_COLUMNS, *_METRIC_COLUMNS.values())
     others = sorted({name for row in rows for name in row.cells} - {*known, *_COST_COLUMNS})
     columns = [
@@ -320,8 +247,9 @@ def _arrange(rows: Sequence[Row], by: str, epoch: str) -> tuple[list[list[str]],
     sources = {row.cells["reported by"] for row in rows} - {EMPTY}
     if len(sources) == 1:  # the legend names it
         columns.remove("reported by")
-    lines = [[by, *columns]]
-    for name, row in zip(names, rows, strict=True):
+    lines = [["config", *columns]]
+    for row in rows:
+        name = row.name if names.count(row.name) == 1 else f"{row.name} ({row.details})"
         lines.append([name, *(row.cells.get(column, EMPTY) for column in columns)])
     legend = [f"Reported by {sources.pop()}."] if len(sources) == 1 else []
     if any("hours" in row.cells for row in rows):

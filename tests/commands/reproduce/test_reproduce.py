@@ -16,8 +16,7 @@ from distribuuuu.data.datasets.base import get_dataset
 from distribuuuu.records.run_config import hash_config
 
 command = command_module("reproduce.reproduce")
-verdict = command_module("reproduce.verdict")
-Result = verdict.Result
+Result = command.Result
 ROWS = ROOT / "benchmarks" / "results"
 RECORD = json.loads((ROWS / "shapes" / "resnet14" / "seed_0.json").read_text())
 RECORD = {key: value for key, value in RECORD.items() if key not in ("weights_sha256", "environment")}  # as older rows
@@ -57,16 +56,6 @@ def call(capsys):
     return start
 
 
-def test_the_list_fits_a_terminal_and_has_the_intervals_of_the_tables(call):
-    status, out, _ = call("--list")
-    assert status == 0 and max(map(len, out.splitlines())) <= 80
-    line = next(line for line in out.splitlines() if line.startswith("shapes/resnet14"))
-    cells = (ROOT / "docs" / "MODEL_ZOO.md").read_text().partition("| shapes/resnet14 |")[2].split(" | ")
-    cell = next(cell for cell in cells if "[" in cell)
-    interval = cell[cell.index("[") : cell.index("]") + 1]
-    assert interval in line and line.split()[1] == "3" and line.endswith("yes")
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -78,11 +67,7 @@ def test_the_list_fits_a_terminal_and_has_the_intervals_of_the_tables(call):
         (("shapes/resnet14", "TRAIN.DATASETS", "x"), "TRAIN.DATASETS: no such key; did you mean TRAIN.DATASET"),
         (("shapes/resnet14", "TRAIN.DATASET"), "'TRAIN.DATASET' has no value"),
         (("shapes/resnet14", "--lst"), "no such flag: --lst; did you mean --list?"),
-        (("shapes/resnet14", "--dry-run"), "no such flag: --dry-run\n"),
         (("shapes/resnet14", "--lr", "1"), "OPTIM.BASE_LR: changes the result"),
-        (("shapes/resnet14", "--resume", "a"), "no such flag: --resume\n"),
-        (("shapes/resnet14", "--gpus", "2"), "no such flag: --gpus\n"),
-        (("shapes/resnet14", "-j8"), "no such flag: -j; did you mean TRAIN.WORKERS 8?"),
     ],
 )
 def test_mistakes_are_named_before_a_training_starts(args, message, call):
@@ -92,14 +77,13 @@ def test_mistakes_are_named_before_a_training_starts(args, message, call):
 
 def test_the_possible_verdicts_are_named_before_a_training_starts(monkeypatch):
     monkeypatch.setattr("distribuuuu.records.environment.find_commit", lambda: RECORD["commit"])
-    rows = [verdict.Result(Path("x"), change(RECORD, seed=seed, weights_sha256={"raw": "ab"})) for seed in (0, 1)]
-    assert "bitwise equality" in verdict.describe_possible(rows, 0) and "of 2 seeds" in verdict.describe_possible(
-        rows, 0
-    )
-    assert "bitwise" not in verdict.describe_possible(rows, 7)
-    assert "a difference stays undecided" in verdict.describe_possible(rows[:1], 0)
+    rows = [command.Result(Path("x"), change(RECORD, seed=seed, weights_sha256={"raw": "ab"})) for seed in (0, 1)]
+    found = command.describe_possible(rows, 0)
+    assert "bitwise equality" in found and "of 2 seeds" in found
+    assert "bitwise" not in command.describe_possible(rows, 7)
+    assert "a difference stays undecided" in command.describe_possible(rows[:1], 0)
     monkeypatch.setattr("distribuuuu.records.environment.find_commit", lambda: "f" * 40)
-    assert "no bitwise verdict is expected" in verdict.describe_possible(rows, 0)
+    assert "no bitwise verdict is expected" in command.describe_possible(rows, 0)
 
 
 def test_a_row_is_found_by_its_config_or_the_beginning_of_its_name(call, tmp_path):
@@ -114,21 +98,9 @@ def test_a_row_is_found_by_its_config_or_the_beginning_of_its_name(call, tmp_pat
     assert names == {"d/one": "d/one, TEST.SPLIT test", "d/on": "d/one, TEST.SPLIT test", "d/two": "d/two",
                      "d/two, O": "d/two, OPTIM.BASE_LR 0.1"}  # fmt: skip
     for words, message in ((["d/"], "got d/, which 3 rows begin with; fix: choose one of 'd/one, TEST.SPLIT test'; "),
-                           (["d/owe"], "got d/owe; expected a row of"), (["d/owe"], "did you mean d/one"),
-                           (["shapes/resnet14"], "shapes/resnet14 is a config without a measured row in")):  # fmt: skip
+                           (["d/owe"], "got d/owe; expected a row of"), (["d/owe"], "did you mean d/one")):  # fmt: skip
         status, _, error = call(*words, "--results", tmp_path)
         assert status == 2 and message in error
-
-
-def test_the_row_of_the_readme_is_found_by_its_config():
-    readme = (ROOT / "README.md").read_text().partition("| config | top-1")[2].partition("\n\n")[0]
-    rows, _ = command.read_rows(str(ROWS))
-    configs = [line.split(" | ")[0].strip("| ") for line in readme.splitlines()[2:]]
-    assert len(configs) >= 6
-    for config in configs:
-        found = rows[command.find_row(config, rows, "F", "reproduce")][0].record
-        others = [runs[0].record["overrides"] for runs in rows.values() if runs[0].record["config"] == config]
-        assert found["config"] == config and len(found["overrides"]) == min(map(len, others))
 
 
 def test_the_rows_with_hashes_are_of_the_configs_of_today():
@@ -146,34 +118,6 @@ def test_the_rows_with_hashes_are_of_the_configs_of_today():
             words += ["TRAIN.GLOBAL_BATCH_SIZE", "0"]
             words += ["DATA.CROP", "auto"] if cfg.DATA.CROP == "resized" == get_dataset(dataset_name(cfg)).crop else []
         assert hash_config(load_cfg(file, words)) == run.record["config_hash"], run.path
-
-
-def test_groups_of_one_name_have_a_row_each(call, tmp_path):
-    records = {"a/seed_0": {}, "a/seed_1": {"config_hash": "e" * 64}, "b/seed_0": {"config_hash": "f" * 64},
-               "a/seed_2": {"config_hash": "f" * 64, "training__global_batch": 7},
-               "a/seed_3": {"config_hash": "f" * 64, "data__num_train": 7}}  # fmt: skip
-    for name, changes in records.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / f"{name}.json").write_text(json.dumps(change(RECORD, seed=int(name[-1]), **changes)))
-    rows, _ = command.read_rows(str(tmp_path))
-    assert sorted(run.path.relative_to(tmp_path).with_suffix("").as_posix()
-                  for row in rows.values() for run in row) == sorted(records)  # fmt: skip
-    assert len(rows) == 5
-    status, out, error = call("--list", "--results", tmp_path)
-    assert status == 0 and sum(line.split()[-1:] == ["no"] for line in out.splitlines()) == 5
-    assert "are not in one row, for the hashes of their configs differ" in " ".join(error.split())
-
-
-def test_a_damaged_file_is_named_and_the_other_rows_stay(call, tmp_path):
-    (tmp_path / "seed_0.json").write_text(json.dumps(RECORD))
-    (tmp_path / "seed_1.json").write_text('{"schema"')
-    status, out, error = call("--list", "--results", tmp_path)
-    assert status == 0 and "shapes/resnet14 " in out and f"{tmp_path}/seed_1.json" in error and "left out" in error
-    status, _, error = call("shapes/resnet14", "RNG_SEED", 1, "--results", tmp_path)
-    assert status == 2 and "seed_1.json" in error and "fix: use --seed" in error
-    (tmp_path / "seed_0.json").unlink()
-    status, _, error = call("--list", "--results", tmp_path)
-    assert status == 2 and "seed_1.json" in error
 
 
 @pytest.mark.parametrize(
@@ -224,16 +168,10 @@ def test_the_command_of_a_row_repeats_its_options_and_processes():
 )  # fmt: skip
 def test_the_verdict(row, rerun, is_reproduced, texts):
     runs = make_row(*row)
-    found, text = verdict.compare_run(runs, change(runs[0].record, **rerun))
+    found, text = command.compare_run(runs, change(runs[0].record, **rerun))
     flat = " ".join(text.split())
     assert found == is_reproduced and all(part in flat for part in texts), text
     assert max(map(len, text.splitlines())) <= 80
-
-
-def test_a_row_without_hashes_is_compared_by_its_interval():
-    runs = [Result(Path("seed_0.json"), RECORD), *make_row(90, 97, 98)[1:]]
-    found, text = verdict.compare_run(runs, {**RECORD, **HASHED})
-    assert found and "not compared: the row has no sha256 of its weights" in text
 
 
 @pytest.mark.slow
