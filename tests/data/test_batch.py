@@ -1,13 +1,10 @@
 """Batches: the index of every image, and targets of every kind."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from support.batches import ALONE, CPU, WAYS, assert_same_batches, batches_of, own_task, register
-from support.commands import command_module
 from support.images import draw_folder
 from support.packs import pack
 from support.runs import assert_same_run, train_and_kill
@@ -126,14 +123,6 @@ def test_structured_targets_are_stacked_by_kind(small_cfg, boxes, way, train):
             assert [number[row], half[row]] == [*label["parts"][:2]] and (mask[row] == label["parts"][0]).all()
 
 
-@pytest.mark.parametrize("labels, message", [
-    ([{"a": 1, "b": 2}, {"a": 1}], "b"), ([(1, 2), (1, 2, 3)], "argument"), ([np.zeros(2), np.zeros(3)], "shape"),
-])  # fmt: skip
-def test_labels_of_different_forms_are_an_error(labels, message):
-    with pytest.raises((KeyError, ValueError), match=message):
-        as_targets(labels, "structured")
-
-
 def test_the_class_attribute_multilabel_remains_a_form_of_several_labels():
     old, older = (
         type("Old", (ImageDataset,), {"multilabel": True}),
@@ -160,36 +149,16 @@ def test_a_run_on_structured_targets_resumes_and_is_evaluated_and_recorded(small
         assert stored["label"].tolist() == [index % 2 for index in range(30)] and stored["logits"].shape == (30, 3)
 
 
-def test_what_needs_labels_says_so(small_cfg, boxes, monkeypatch):
-    name = ("DATA.NAME", "boxes")
-    with pytest.raises(
-        ConfigError, match="TASK.NAME.*: got auto, but DATA.NAME boxes has structured targets; fix: set a"
-    ):
-        small_cfg(*name)
+def test_what_needs_labels_says_so(small_cfg, boxes):
     for words, message in {
-        ("DATA.SAMPLING", "sqrt"): "DATA.SAMPLING.*: sqrt samples by .* gives an image a structured target",
-        ("DISTILL.TEACHER", "resnet8"): "DISTILL.TEACHER.*a structured target",
+        ("DATA.NAME", "boxes"): "TASK.NAME.*: got auto, but DATA.NAME boxes has structured targets; fix: set a",
+        (*boxes, "DATA.SAMPLING", "sqrt"): "DATA.SAMPLING.*: sqrt samples by .* gives an image a structured target",
+        (*boxes, "DISTILL.TEACHER", "resnet8"): "DISTILL.TEACHER.*a structured target",
     }.items():
         with pytest.raises(ConfigError, match=message):
-            small_cfg(*boxes, *words)
+            small_cfg(*words)
     cfg = small_cfg(*boxes, "AUG.MIXUP", 0.2)
     loader = build_loader(cfg, ALONE, CPU, train=True)
     batch = next(loader.batches_from(3, 0, 0))
     with pytest.raises(ConfigError, match="AUG.MIXUP: got structured targets or several views"):
         build_mixer(cfg, loader.plan)(batch.images, batch.targets, 3, 0, 0, 0)
-    monkeypatch.setattr(Boxes, "targets", ["a", "list"])
-    with pytest.raises(
-        ConfigError, match=r"Boxes.targets is \['a', 'list'\]; expected one of label, labels, structured"
-    ):
-        build_loader(cfg, ALONE, CPU, train=True)
-
-
-def test_commands_that_need_labels_refuse_structured_targets(small_cfg, boxes):
-    run = SimpleNamespace(cfg=small_cfg(*boxes), classes=Boxes.classes)
-    for name, call, message in [
-        ("export.exporter", lambda module: module.open_evaluation_set(run), "boxes with structured targets; the check"),
-        ("probe.feature_probe", lambda module: module.open_labeled_images(run, True), "expected images with one label"),
-        ("doctor.doctor", lambda module: module.doctor("x", [*boxes, "MODEL.NUM_CLASSES", "3"]), "expected labels"),
-    ]:
-        with pytest.raises(ConfigError, match=f"DATA.NAME.*{message}"):
-            call(command_module(name))

@@ -1,7 +1,6 @@
 """Further loaders of a task: batches of other data sets in each step, a function of the position in the run."""
 
 import multiprocessing
-import weakref
 
 import pytest
 import torch
@@ -59,7 +58,7 @@ def test_a_short_set_wraps_around_with_a_new_order_and_another_augmentation_from
             seen[index] = image
 
 
-@pytest.mark.parametrize("num, accum", [(1, 3), (2, 1), (3, 2)])
+@pytest.mark.parametrize("num, accum", [(1, 3), (3, 2)])
 def test_a_step_has_the_same_images_for_any_division(small_cfg, task, unlabeled, tmp_path, num, accum):
     draw_folder(tmp_path / "more", "unlabeled", {"any": 60})
     unlabeled["TRAIN.BATCH_SIZE"] = 24  # twice the images of the config, as TRAIN.BATCH_SIZE is 12
@@ -81,19 +80,11 @@ def test_a_step_has_the_same_images_for_any_division(small_cfg, task, unlabeled,
     ({"TRAIN.SPLIT": "unlabelled"}, r"TRAIN.SPLIT \(loader unlabeled\): .*did you mean unlabeled"),
     ({"TRAIN.BATCH_SIZE": 512}, r"TRAIN.BATCH_SIZE \(loader unlabeled\): got 512 images per step"),
     ({"AUG.MIXUP": 0.5}, r"AUG.MIXUP \(loader unlabeled\): has no effect here; expected TRAIN.BATCH_SIZE"),
-    ({"OPTIM.BASE_LR": 0.1}, r"OPTIM.BASE_LR \(loader unlabeled\): has no effect here; expected TRAIN.BATCH_SIZE"),
-    ({"DATA.NAME": "imagefoldr"}, r"DATA.NAME \(loader unlabeled\): got 'imagefoldr'.*did you mean imagefolder"),
 ])  # fmt: skip
 def test_wrong_options_of_a_loader_name_it(small_cfg, task, unlabeled, options, message):
     unlabeled |= options
     with pytest.raises(ConfigError, match=message):
         build_loader(small_cfg(*task), ALONE, CPU, train=True)
-
-
-def test_images_that_do_not_divide_into_the_micro_batches_are_an_error(small_cfg, task, unlabeled):
-    unlabeled["TRAIN.BATCH_SIZE"] = 8
-    with pytest.raises(ConfigError, match=r"TRAIN.BATCH_SIZE \(loader unlabeled\): got 8; expected a multiple of 5"):
-        build_loader(small_cfg(*task, "TRAIN.BATCH_SIZE", 5, "TRAIN.GLOBAL_BATCH_SIZE", 12), ALONE, CPU, train=True)
 
 
 def test_broken_images_of_a_loader_are_named_or_replaced(small_cfg, task, tmp_path):
@@ -103,26 +94,6 @@ def test_broken_images_of_a_loader_are_named_or_replaced(small_cfg, task, tmp_pa
     assert 7 not in seen and loader.num_broken > 0
     with pytest.raises(BadImageError, match="any/007.jpg"):
         list(build_loader(small_cfg(*task), ALONE, CPU, train=True).batches_from(3, 0, 0))
-
-
-def test_all_images_of_a_step_share_one_slot_of_memory(small_cfg, task, monkeypatch):
-    memories, make = [], workers.BatchMemory.__init__
-    monkeypatch.setattr(workers.BatchMemory, "__init__", lambda self, *args: memories.append(self) or make(self, *args))
-    loader = build_loader(small_cfg(*task, "TRAIN.WORKERS", 2), ALONE, CPU, train=True)
-    batches = iter(loader._batches)
-    (memory,), (batch, _) = memories, next(batches)
-    tensors = [batch.images, *batch.extra["unlabeled"].images]
-    bases = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    assert len(bases) == 3 and max(bases) - min(bases) < memory._slot_bytes == 3 * (12 * 256 + 8 * (256 + 144))
-    kept, values = tensors[2], tensors[2].clone()
-    del batch, tensors, batches
-    for _ in range(3):
-        loader.sampler.set_position(3, 1, 0)
-        list(loader._batches)
-    assert torch.equal(kept, values), "the slot was filled again while one of its views was in use"
-    num_free, gone = len(memory._free), weakref.ref(kept)
-    del kept
-    assert gone() is None and len(memory._free) == num_free + 1
 
 
 class Both(Classification):
@@ -140,7 +111,7 @@ class Both(Classification):
         return output
 
 
-@pytest.mark.parametrize("place", [slow((0, 1)), slow((1, 0)), (1, 3)])
+@pytest.mark.parametrize("place", [slow((1, 0)), (1, 3)])
 def test_a_run_resumes_bitwise_and_does_not_depend_on_the_workers(small_cfg, monkeypatch, unlabeled, tmp_path, place):
     words = own_task(monkeypatch, extra=lambda cfg: {"unlabeled": unlabeled}, base=Both)
     cfg = small_cfg(*words, "TRAIN.WORKERS", 2, "CHECKPOINT.EVERY_STEPS", 1, "OUT_DIR", tmp_path / "resumed")
@@ -156,9 +127,3 @@ def test_a_run_resumes_bitwise_and_does_not_depend_on_the_workers(small_cfg, mon
     assert len({*multiprocessing.active_children()} - before) <= 2
     log = (tmp_path / "alone" / "train.log").read_text()
     assert "loader unlabeled: 20 images, 8 per step; view 1: random resized crop" in log
-
-
-def test_a_loader_of_the_name_train_is_refused(small_cfg, monkeypatch):
-    words = own_task(monkeypatch, extra=lambda cfg: {"train": {}})
-    with pytest.raises(ConfigError, match="TASK.NAME: got a task with an extra loader train; expected another name"):
-        batches_of(small_cfg(*words))

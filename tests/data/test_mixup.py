@@ -65,7 +65,6 @@ def naive(mix: PairMixer, images: torch.Tensor, labels: torch.Tensor, *position:
 KINDS = {
     "mixup": {"mixup": 0.8}, "cutmix": {"cutmix": 1.0}, "both": {"mixup": 0.2, "cutmix": 1.0, "cutmix_share": 0.4},
     "some": {"mixup": 0.8, "cutmix": 1.0, "probability": 0.6}, "by step": {"mixup": 0.8, "cutmix": 1.0, "group": 24},
-    "by step, some": {"cutmix": 0.3, "probability": 0.5, "group": 24},
     "groups of 10": {"mixup": 0.2, "cutmix": 1.0, "group": 10},  # the last one has 4 images
     "groups of 8, some": {"mixup": 0.8, "cutmix": 1.0, "probability": 0.6, "group": 8},
 }  # fmt: skip
@@ -84,29 +83,6 @@ def test_images_and_targets_are_those_of_the_papers_formulas(kind):
         assert results.stride() == images.stride()
 
 
-def test_a_cut_box_is_the_partners_pixels_bit_for_bit():
-    images, labels = batch()
-    results, targets = mixed(mixer(cutmix=1.0), images, labels)
-    partners = images.view(-1, 2, *images.shape[1:]).flip(1).flatten(0, 1)
-    own, other = (results == images).all(1), (results == partners).all(1)
-    assert (own ^ other).all() and 0 < int(other.sum()) < own.numel()
-    shares = other.flatten(1).float().mean(1)
-    for place in range(24):
-        if labels[place] != labels[place ^ 1]:
-            assert abs(float(targets[place, labels[place ^ 1]] - shares[place])) < 1e-6
-
-
-def test_what_is_not_mixed_stays_bit_for_bit():
-    images, labels = batch()
-    mix = mixer(mixup=0.8, probability=0.5)
-    results, targets = mixed(mix, images, labels)
-    kept = torch.from_numpy(~mix.draw(5, 1, 3).mixed).repeat_interleave(2)
-    assert 0 < int(kept.sum()) < 24
-    assert torch.equal(results[kept], images[kept])
-    assert torch.equal(targets[kept], torch.nn.functional.one_hot(labels[kept], NUM_CLASSES).float())
-    assert not (results[~kept] == images[~kept]).flatten(1).all(1).any()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_is_mixed_alike_on_any_number_of_processes_and_micro_batches(kind):
     images, labels = batch()
@@ -123,32 +99,16 @@ def test_a_step_is_mixed_alike_on_any_number_of_processes_and_micro_batches(kind
                     assert torch.equal(results, whole[part]) and torch.equal(targets, whole_targets[part])
 
 
-def test_mixing_follows_seed_epoch_and_step_and_nothing_else():
-    images, labels = batch()
-    first = mixed(mixer(mixup=0.8), images, labels, 5, 1, 3, 0)[0]
-    np.random.seed(9)
-    torch.manual_seed(9)
-    assert torch.equal(mixed(mixer(mixup=0.8), images, labels, 5, 1, 3, 0)[0], first)
-    for position in ((6, 1, 3, 0), (5, 2, 3, 0), (5, 1, 4, 0)):
-        assert not torch.equal(mixed(mixer(mixup=0.8), images, labels, *position)[0], first)
-
-
 def test_the_shares_are_drawn_from_beta_and_each_kind_has_its_own():
-    for alpha in (0.1, 0.2, 0.8, 1.0, 4.0):
-        kept = np.concatenate([mixer(2000, 1, 2000, mixup=alpha).draw(0, 0, step).lam for step in range(10)])
-        variance = 1 / (4 * (2 * alpha + 1))
-        assert abs(kept.mean() - 0.5) < 4 * (variance / len(kept)) ** 0.5
-        assert abs(kept.var() / variance - 1) < 0.05
-        assert kept.min() >= 0 and kept.max() <= 1
     mix = mixer(20000, 1, 20000, mixup=0.2, cutmix=1.0, cutmix_share=0.3, probability=0.8)
     drawn = mix.draw(0, 0, 0)
     assert abs(drawn.use_cutmix.mean() - 0.3) < 0.02 and abs(drawn.mixed.mean() - 0.8) < 0.02
-    assert abs(drawn.lam[drawn.use_cutmix].var() - 1 / 12) < 0.01  # Beta(1, 1)
-    assert abs(drawn.lam[~drawn.use_cutmix].var() - 1 / 5.6) < 0.01  # Beta(0.2, 0.2)
+    for is_cutmix, alpha in ((True, 1.0), (False, 0.2)):
+        lam = drawn.lam[drawn.use_cutmix == is_cutmix]
+        assert 0 <= lam.min() and lam.max() <= 1 and abs(lam.mean() - 0.5) < 0.02
+        assert abs(lam.var() - 1 / (4 * (2 * alpha + 1))) < 0.01
     assert abs(np.corrcoef(drawn.row, drawn.column)[0, 1]) < 0.04
     assert len(set(mixer(mixup=0.8).draw(0, 0, 0).lam.tolist())) == 12
-    drawn = [mixer(mixup=0.8, group=24).draw(0, 0, step) for step in range(5)]
-    assert all(len(each.lam) == 1 for each in drawn) and len({float(each.lam[0]) for each in drawn}) == 5
 
 
 def test_soft_targets_are_mixed_too_and_a_pair_of_one_class_stays_hard():
@@ -160,16 +120,6 @@ def test_soft_targets_are_mixed_too_and_a_pair_of_one_class_stays_hard():
     _, targets = mixed(mixer(mixup=0.8), images, torch.full((24,), 3))
     assert torch.equal(targets, torch.nn.functional.one_hot(torch.full((24,), 3), NUM_CLASSES).float())
     torch.testing.assert_close(mixed(mixer(mixup=0.8), *batch())[1].sum(1), torch.ones(24))
-
-
-def test_images_are_mixed_in_place_and_keep_their_float_type():
-    images, labels = batch()
-    expected = mixed(mixer(mixup=0.8, cutmix=1.0), images, labels)[0]
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        given = images.to(dtype, copy=True)
-        result, targets = mixer(mixup=0.8, cutmix=1.0)(given, labels, 5, 1, 3, 0)
-        assert result.data_ptr() == given.data_ptr() and result.dtype == dtype and targets.dtype == torch.float32
-        torch.testing.assert_close(result.float(), expected, atol=0.03, rtol=0.02)
 
 
 def test_weights_of_zero_and_one_are_exact():
@@ -209,7 +159,7 @@ def mixed_images(cfg) -> dict[int, tuple[bytes, bytes]]:
     return found
 
 
-@pytest.mark.parametrize("num, batch_size", [(1, 2), slow(2, 2), slow(3, 4), slow(3, 2), slow(2, 6)])
+@pytest.mark.parametrize("num, batch_size", [(1, 2), slow(2, 2), slow(3, 4)])
 def test_processes_mix_groups_bit_for_bit_as_one_does(small_cfg, num, batch_size):
     """Groups of 8 images in steps of 12: cut by the end of a step, of a micro-batch and of a process's share."""
     words = ("AUG.MIXUP", 0.4, "AUG.CUTMIX", 1, "AUG.MIX_PROB", 0.8, "AUG.MIX_GROUP", 8, "DATA.REPEATS", 2)
@@ -223,19 +173,7 @@ def test_processes_mix_groups_bit_for_bit_as_one_does(small_cfg, num, batch_size
     assert pairs != alone
 
 
-def test_what_cannot_be_is_an_error():
+def test_pairs_need_an_even_number_of_images():
     for key in ("MIXUP", "CUTMIX"):
-        said = rf"AUG.{key} \(command line\): got micro-batches of 5 images .* fix: "
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=rf"AUG.{key} \(command line\): got micro-batches of 5 images .* fix: "):
             build_mixer(mixing_cfg(f"AUG.{key}", 0.5), plan_batches(5, 10, 2), rank=0)
-    for said, line in {
-        "AUG.CUTMIX_SHARE .* set AUG.CUTMIX 0": "AUG.MIXUP 0.2 AUG.CUTMIX 1 AUG.CUTMIX_SHARE 0",
-        "AUG.CUTMIX_SHARE .* set AUG.MIXUP 0": "AUG.MIXUP 0.2 AUG.CUTMIX 1 AUG.CUTMIX_SHARE 1",
-        "AUG.MIX_PROB .*disables": "AUG.MIXUP 0.2 AUG.MIX_PROB 0", "AUG.MIX_BY .*pair, step": "AUG.MIX_BY batch",
-        "AUG.MIXUP .* expected 0 or more": "AUG.MIXUP -0.2",
-        "AUG.MIX_GROUP .*expected an even number": "AUG.MIXUP 0.2 AUG.MIX_GROUP 5",
-        "AUG.MIX_GROUP .*expected 0 or more": "AUG.MIXUP 0.2 AUG.MIX_GROUP -2",
-        "AUG.MIX_GROUP .*with AUG.MIX_BY step": "AUG.MIXUP 0.2 AUG.MIX_GROUP 8 AUG.MIX_BY step",
-    }.items():  # fmt: skip
-        with pytest.raises(ConfigError, match=said):
-            mixing_cfg(*line.split())

@@ -46,12 +46,11 @@ def notes_of(cfg, level):
     return [text for own, text in cfg.notes if own == level]
 
 
-@pytest.mark.parametrize("key", ["FINETUNE.WEIGHTS", "MODEL.WEIGHTS"])
 @pytest.mark.parametrize("name, expected", [
     ("run", OF_RUN), ("file.pth", OF_RUN), ("export", OF_RUN), ("hub", OF_TEST_VIT),
-    ("hub/model.safetensors", OF_TEST_VIT),
 ])  # fmt: skip
-def test_unset_options_follow_the_weights_and_the_log_names_them(folder, key, name, expected):
+def test_unset_options_follow_the_weights_and_the_log_names_them(folder, name, expected):
+    key = "FINETUNE.WEIGHTS"
     cfg = resolve_preprocessing(make_cfg(key, folder / name))
     for option, value in expected.items():
         if not option.startswith("OPTIM"):
@@ -88,15 +87,6 @@ def test_set_options_stay_and_a_difference_is_a_warning_with_the_words_to_add(fo
         assert notes_of(follow(empty, "run", {"DATA.MEAN": theirs}), logging.WARNING) == []
     (note,) = notes_of(follow(make_cfg("DATA.MEAN", "[]"), "run", {"DATA.MEAN": HALF}), logging.WARNING)
     assert "than DATA.MEAN [0.485, 0.456, 0.406]" in note
-
-
-def test_statistics_of_other_channels_or_pixels_are_not_followed(folder):
-    for words in (("DATA.CHANNELS", 4, "DATA.MEAN", "[]"), ("DATA.PIXELS", "float32")):
-        cfg = load_cfg(None, ["DATA.NAME", "dummy", "MODEL.DUMMY_INPUT", "True", "FINETUNE.WEIGHTS",
-                              str(folder / "hub"), *map(str, words)])  # fmt: skip
-        assert resolve_preprocessing(cfg).DATA.MEAN in ((), HALF)
-    gray = resolve_preprocessing(make_cfg("DATA.CHANNELS", 1, "FINETUNE.WEIGHTS", folder / "hub"))
-    assert gray.DATA.MEAN == HALF, "three values are averaged"
 
 
 def test_weights_that_say_nothing_are_named_and_a_teachers_are_compared(folder):

@@ -9,12 +9,10 @@ import torch.nn.functional as F
 from support.processes import on_processes
 from support.recipe_measures import recipe
 from support.runs import GROUP_NORM, assert_close, newest, train_and_read
-from support.tiers import slow
 
 from distribuuuu.config import ConfigError
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.dummy import Dummy
-from distribuuuu.data.samplers import ResumableDistributedSampler
 from distribuuuu.models import build_model, count_parameters
 from distribuuuu.models.airbench import whitening_filters
 from distribuuuu.optim.optimizer import build_optimizer
@@ -60,8 +58,6 @@ def test_the_outputs_of_the_whitening_layer_are_uncorrelated(model):
     assert torch.equal(weights[:12], -weights[12:]) and not weights.requires_grad
     lengths = filters.flatten(1).norm(dim=1)
     assert bool((lengths[:-1] <= lengths[1:] * 1.0001).all())  # the largest eigenvalue first
-    shorter = whitening_filters(images, 2, eps=0.5).flatten(1).norm(dim=1)
-    torch.testing.assert_close(shorter, (lengths**-2 + 0.5).rsqrt(), rtol=1e-4, atol=0)
 
 
 def test_the_rate_and_the_decay_of_each_step(model):
@@ -78,12 +74,6 @@ def test_the_rate_and_the_decay_of_each_step(model):
         assert len(of_norms) == 1 and group["lr"] == 1.5 * (64 if of_norms == {True} else 1)
         assert group["lr"] * group["weight_decay"] == pytest.approx(decay, rel=1e-6)
         assert (group["momentum"], group["nesterov"]) == (0.85, True)
-
-
-def test_an_epoch_and_the_last_one_have_the_published_steps():
-    sampler = ResumableDistributedSampler(50_000, BatchPlan(1024, 1, 1), 0)
-    assert sampler.num_steps == NUM_STEPS
-    assert math.ceil(NUM_STEPS * recipe(NAME).OPTIM.LAST_EPOCH) == TOTAL - 9 * NUM_STEPS
 
 
 class State:
@@ -131,7 +121,7 @@ def test_lookahead_replaces_the_weights_by_an_average_with_a_growing_decay(model
 SMALL = ("MODEL.ARCH", "airbench94", "MODEL.KWARGS.width", 24, "TASK.NAME", "airbench", "TASK.KWARGS.frozen_from", 1)
 
 
-@pytest.mark.parametrize("num", [slow(1), 2])
+@pytest.mark.parametrize("num", [2])
 def test_the_first_layer_is_whitened_and_its_bias_frozen(small_cfg, tmp_path, num):
     words = (*SMALL, "TASK.KWARGS.steps", 1, "TASK.KWARGS.decay", 0, "TRAIN.GLOBAL_BATCH_SIZE", 12)
     for name, epochs in (("one", 1), ("two", 2)):
@@ -151,14 +141,10 @@ def test_lookahead_does_not_depend_on_the_number_of_processes(small_cfg, tmp_pat
     assert_close(on_processes(2, train_and_read, small_cfg(*words))[0], alone, 1e-5)
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ((*SMALL, "MODEL.ARCH", "resnet8", "MODEL.KWARGS", "{}"), "got resnet8; expected a model with"),
-        ((*SMALL, "TASK.KWARGS.frozen", "stem"), "and stem; fix: set airbench94"),
-        ((*SMALL, "DIST.SHARD", "fsdp"), "got fsdp; TASK.NAME airbench expects whole weights"),
-    ],
-)
+@pytest.mark.parametrize("words, message", [
+    ((*SMALL, "MODEL.ARCH", "resnet8", "MODEL.KWARGS", "{}"), "got resnet8; expected a model with"),
+    ((*SMALL, "DIST.SHARD", "fsdp"), "got fsdp; TASK.NAME airbench expects whole weights"),
+])  # fmt: skip
 def test_what_the_task_cannot_train_is_refused(small_cfg, words, message):
     with pytest.raises(ConfigError, match=message):
         train_model(small_cfg(*words))

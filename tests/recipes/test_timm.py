@@ -1,7 +1,5 @@
 """ResNet strikes back, DeiT and DeiT-III: the losses, the policies and the models next to the objects of timm."""
 
-import math
-
 import pytest
 import timm
 import torch
@@ -9,12 +7,10 @@ import torch.nn.functional as F
 from PIL import Image
 from support.recipe_facts import rand_augment
 from support.recipe_measures import initial_model, meta_model, mixed_targets, norm_gammas, recipe, train_transform
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
+from timm.data import create_transform
 from timm.data.mixup import mixup_target
-from timm.data.random_erasing import RandomErasing
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 
-from distribuuuu.data.augment import ERASED_AREA, ERASED_RATIO
 from distribuuuu.tasks.losses import build_loss
 
 # Recipe -> label smoothing, which timm applies when it mixes, and timm's loss.
@@ -47,32 +43,12 @@ def test_the_policy_is_that_of_timm(name, magnitude, interpolation, resample):
     text = f"rand-m{magnitude}-mstd0.5-inc1"
     theirs = create_transform(224, is_training=True, color_jitter=0.3, auto_augment=text, interpolation=interpolation)
     policy, transform = theirs.transforms[2], train_transform(recipe(f"imagenet/{name}"))
-    own = transform.policy.operation
+    own = transform.policy
     assert [(op.name, op.prob, op.magnitude, op.magnitude_std) for op in policy.ops] == rand_augment(magnitude)
     assert own.num_layers == policy.num_layers == 2 and own.choice_weights is None
     assert [op.kwargs for op in own.ops] == [op.kwargs for op in policy.ops]
     assert own.ops[3].kwargs == {"fillcolor": (124, 116, 104), "resample": resample}
     assert transform.jitter is None and transform.operations == ()  # with --aa timm makes no color jitter
-
-
-def test_the_erasing_of_deit_is_that_of_timm():
-    theirs = create_transform(224, is_training=True, re_prob=0.25, re_mode="pixel", re_count=1).transforms[-1]
-    erase = train_transform(recipe("imagenet/deit_tiny")).erase
-    assert isinstance(theirs, RandomErasing) and theirs.per_pixel and theirs.max_count == 1
-    assert erase.probability == theirs.probability == 0.25 and (theirs.min_area, theirs.max_area) == ERASED_AREA
-    assert tuple(map(math.exp, theirs.log_aspect_ratio)) == pytest.approx(ERASED_RATIO["pixel"])
-    assert (erase.mean, erase.std) == (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
-
-
-def test_the_policy_of_deit3_takes_one_of_three_and_then_jitters_the_color():
-    transform = train_transform(recipe("imagenet/deit3_small"))
-    choices = transform.policy.operation.policy
-    assert [len(choice) for choice in choices] == [1, 1, 1]
-    # A threshold of 128, no color at all, a radius of 0.1 to 2 x 1.
-    assert [choice[0].level_fn(choice[0].magnitude, {})[0] for choice in choices] == [128, 1.0, 1.0]
-    jitter = transform.jitter
-    assert [jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue] == [(0.7, 1.3)] * 3 + [None]
-    assert transform.erase is None
 
 
 def test_the_model_of_a_recipe_is_timms():

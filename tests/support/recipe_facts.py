@@ -264,14 +264,14 @@ FFCV = {
 
 
 # --- The model zoo of pycls (https://github.com/facebookresearch/pycls), commit 5719de6: configs/dds_baselines/*.yaml,
-# MODEL_ZOO.md, dev/model_complexity.json (parameters, multiply-adds), core/optimizer.py (rates), core/net.py (precise
+# MODEL_ZOO.md, dev/model_complexity.json (parameters), core/optimizer.py (rates), core/net.py (precise
 # statistics over 8192 images), datasets/imagenet.py (cv2.imread applies the EXIF orientation), models/blocks.py
 # (init_weights: sqrt(2 / (kernel area x output channels)), linear layers 0.01; BN.ZERO_INIT_FINAL_GAMMA False).
-def pycls(reported, parameters, multiply_adds, lr, batch, decay=5e-5, side=224, test_side=256) -> dict:
+def pycls(reported, parameters, lr, batch, decay=5e-5, side=224, test_side=256) -> dict:
     """Return the recipe of a model of the zoo."""
     return {
         **PLAIN, "reported": (reported,), "params": round(parameters / 1e6, 3), "parameters": parameters,
-        "multiply-adds": multiply_adds, "global batch": batch, "images per GPU": {8: batch // 8},
+        "global batch": batch, "images per GPU": {8: batch // 8},
         "OPTIM.MAX_EPOCH": 100, **sgd(lr, nesterov=True), "lr": [lr * factor for factor in EPOCH_COSINE],
         "decay": (decay, no_parameter), "MODEL.INIT": "fan_out", "MODEL.PRECISE_BN": 8192, "DATA.EXIF_ROTATE": True,
         "AUG.OPERATIONS": ("pca_noise",), "crop": crop(side, "opencv_linear"), "norms": {(1e-5, 0.1)},
@@ -280,49 +280,23 @@ def pycls(reported, parameters, multiply_adds, lr, batch, decay=5e-5, side=224, 
 
 
 PYCLS = {
-    "resnet50_pycls": pycls("76.8", 25557032, 4089185256, 0.2, 256),
-    "resnet101_pycls": pycls("78.6", 44549160, 7801406440, 0.2, 256),
-    "resnet152_pycls": pycls("79.1", 60192808, 11513627624, 0.2, 256),
-    "resnext50_32x4d_pycls": pycls("78.1", 25028904, 4230480872, 0.2, 256),
-    "resnext101_32x4d_pycls": pycls("79.3", 44177704, 7969997800, 0.2, 256),
-    "regnetx_004_pycls": pycls("72.6", 5157512, 397678568, 0.8, 1024),
-    "regnetx_040_pycls": pycls("78.6", 22118248, 3964499816, 0.4, 512),
-    "regnetx_160_pycls": pycls("80.0", 54278536, 15940756456, 0.4, 512),
-    "regnetx_320_pycls": pycls("80.5", 107811560, 31735930792, 0.2, 256),
-    "regnety_004_pycls": pycls("74.1", 4344144, 401849056, 0.8, 1024),
-    "regnety_040_pycls": pycls("79.4", 20646656, 3973301344, 0.4, 512),
-    "regnety_160_pycls": pycls("80.4", 83590140, 15911534044, 0.2, 256),
-    "regnety_320_pycls": pycls("80.9", 145046770, 32279583362, 0.2, 256),
-    "efficientnet_b0_pycls": pycls("75.1", 5288548, 385825092, 0.4, 256, 1e-5),
-    "efficientnet_b1_pycls": pycls("75.9", 7794184, 686817992, 0.4, 256, 1e-5, 240, 274),
-    "efficientnet_b2_pycls": pycls("76.5", 9109994, 993578282, 0.4, 256, 1e-5, 260, 298),
+    "resnet50_pycls": pycls("76.8", 25557032, 0.2, 256),
+    "resnet101_pycls": pycls("78.6", 44549160, 0.2, 256),
+    "resnet152_pycls": pycls("79.1", 60192808, 0.2, 256),
+    "resnext50_32x4d_pycls": pycls("78.1", 25028904, 0.2, 256),
+    "resnext101_32x4d_pycls": pycls("79.3", 44177704, 0.2, 256),
+    "regnetx_004_pycls": pycls("72.6", 5157512, 0.8, 1024),
+    "regnetx_040_pycls": pycls("78.6", 22118248, 0.4, 512),
+    "regnetx_160_pycls": pycls("80.0", 54278536, 0.4, 512),
+    "regnetx_320_pycls": pycls("80.5", 107811560, 0.2, 256),
+    "regnety_004_pycls": pycls("74.1", 4344144, 0.8, 1024),
+    "regnety_040_pycls": pycls("79.4", 20646656, 0.4, 512),
+    "regnety_160_pycls": pycls("80.4", 83590140, 0.2, 256),
+    "regnety_320_pycls": pycls("80.9", 145046770, 0.2, 256),
+    "efficientnet_b0_pycls": pycls("75.1", 5288548, 0.4, 256, 1e-5),
+    "efficientnet_b1_pycls": pycls("75.9", 7794184, 0.4, 256, 1e-5, 240, 274),
+    "efficientnet_b2_pycls": pycls("76.5", 9109994, 0.4, 256, 1e-5, 260, 298),
 }
-PYCLS_INIT = {
-    "resnet50_pycls": {
-        "conv1.weight": he(49, 64), "layer1.0.conv2.weight": he(9, 64), "layer2.0.downsample.0.weight": he(512),
-        "layer4.2.conv3.weight": he(2048), "fc.weight": 0.01, "fc.bias": 0,
-    },
-    "resnext50_32x4d_pycls": {
-        "conv1.weight": he(49, 64), "layer1.0.conv2.weight": he(9, 128), "layer3.1.conv2.weight": he(9, 512),
-        "layer4.2.conv3.weight": he(2048), "fc.weight": 0.01, "fc.bias": 0,
-    },
-    "regnetx_004_pycls": {
-        "stem.conv.weight": he(9, 32), "s1.b1.conv2.conv.weight": he(9, 32), "s4.b2.conv2.conv.weight": he(9, 384),
-        "s4.b1.downsample.conv.weight": he(384), "head.fc.weight": 0.01, "head.fc.bias": 0,
-    },
-    "regnety_004_pycls": {
-        "stem.conv.weight": he(9, 32), "s2.b1.conv2.conv.weight": he(9, 104), "s4.b1.se.fc2.weight": he(440),
-        "s4.b1.se.fc2.bias": 1 / math.sqrt(3 * 52), "head.fc.weight": 0.01, "head.fc.bias": 0,
-    },
-    "efficientnet_b0_pycls": {
-        "conv_stem.weight": he(9, 32), "blocks.2.1.conv_dw.weight": he(25, 240),
-        "blocks.2.1.conv_pwl.weight": he(40), "conv_head.weight": he(1280), "classifier.weight": 0.01,
-        "classifier.bias": 0,
-    },
-}  # fmt: skip
-for _name, _init in PYCLS_INIT.items():  # one small model of each family; the large ones differ in their sizes only
-    PYCLS[_name] |= {"init": _init, "gammas": {1.0}}
-
 RECIPES = {**TORCHVISION, **RSB, **DEIT, **PLAIN_VIT, **FFCV, **PYCLS}
 
 

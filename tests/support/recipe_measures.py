@@ -193,7 +193,7 @@ def policy_operations(cfg: Config) -> list[tuple[str, float, float, float]]:
     transform = train_transform(cfg)
     if not isinstance(transform, AugmentedCrop) or not transform.policy:
         return []
-    policy: Any = transform.policy.operation
+    policy: Any = transform.policy
     ops = policy.ops if hasattr(policy, "ops") else [op for several in policy.policy for op in several]
     return [(op.name, op.prob, op.magnitude, op.magnitude_std) for op in ops]
 
