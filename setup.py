@@ -88,7 +88,6 @@ setup(
         "gs": ["gcsfs>=2023.12"],
         "hf": ["huggingface_hub>=0.23"],
         "parquet": ["pyarrow>=16"],  # parquet and Arrow files
-        "completion": ["argcomplete>=3"],  # of command lines in a shell
         "docs": [*DOCS],
         # Experiment trackers: LOG.TRACKERS.
         "mlflow": ["mlflow>=2.14"],
@@ -108,7 +107,7 @@ setup(
             *("tifffile>=2023.7", "pyarrow>=16"),
             *("nbclient>=0.10", "ipykernel>=6"),  # run the notebooks
             *DOCS,
-            *("argcomplete>=3", "kubernetes-validate>=1.30"),  # kubernetes-validate holds the schemas of its files
+            "kubernetes-validate>=1.30",  # holds the schemas of Kubernetes' files
         ],
     },
 )

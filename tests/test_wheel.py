@@ -150,15 +150,6 @@ def test_an_installation_without_extras(programs, bare, tmp_path):
     run(command, "report", url, cwd=tmp_path, **bare)
 
 
-def test_a_shell_completes_a_line_of_an_installation(programs, tmp_path):
-    pytest.importorskip("argcomplete")
-    line, found = "distribuuuu train --cfg shapes/res", tmp_path / "found"
-    words = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
-    words["_ARGCOMPLETE_STDOUT_FILENAME"] = str(found)
-    run(programs / "distribuuuu", cwd=tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"), **words)
-    assert "shapes/resnet14" in found.read_text().split()
-
-
 def test_the_slurm_scripts_of_an_installation_name_its_command(programs, tmp_path):
     code = "from distribuuuu.config.locate import shipped_file; print(shipped_file('tools/slurm'))"
     scripts = Path(run(programs / "python", "-c", code, cwd=tmp_path).stdout.strip())

@@ -7,18 +7,14 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from distribuuuu.checkpoint.weights_files import RAW, best_paths, find_best
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.guard import ending_with_reader
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import changed
-from distribuuuu.config.explain import explain_options
 from distribuuuu.config.plugins import FoundConfig
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
 from distribuuuu.config.run_files import RESULTS, local_run
@@ -91,6 +87,8 @@ def parse_args(
     flags.nproc = flags.nproc or 1
     if not prints:
         return resolve_num_classes(cfg), flags
+    from distribuuuu.config.explain import dump_with_origins, explain_options
+
     with ending_with_reader():
         print(dump_with_origins(cfg) if flags.dump_config else explain_options(flags.help_config, cfg), end="")
     return None, flags
@@ -171,25 +169,3 @@ def build_parser(description: str, prog: str | None = None, train: bool = True) 
     add("--stop-epoch", metavar="N", type=int, help=stop if train else argparse.SUPPRESS)
     add("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # added by older launchers
     return parser
-
-
-def dump_with_origins(cfg: Config) -> str:
-    """Return the tree as YAML, with a comment on each value that was set: where."""
-    origins = cfg.origins
-    return "".join(f"{line}  # {origins[key]}\n" if key in origins else f"{line}\n" for line, key in _yaml_lines(cfg))
-
-
-def _yaml_lines(node: Config, prefix: str = "", indent: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (line, key) of each line of the tree as YAML, one value per line."""
-    for name, value in node.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Config) and value:
-            yield f"{indent}{_as_yaml(name)}:", key
-            yield from _yaml_lines(value, f"{key}.", f"{indent}  ")
-        else:
-            plain = dict(value) if isinstance(value, Config) else value
-            yield f"{indent}{_as_yaml(name)}: {_as_yaml(plain)}", key
-
-
-def _as_yaml(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()

@@ -1,40 +1,21 @@
-"""Parsing of flags: for unknown ones, such as those of other frameworks, the equivalent option is named."""
+"""Parsing of flags and of the options of the config among them."""
 
 import argparse
 import os
 import re
 import shlex
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from distribuuuu.config import ConfigError, Problem, get_cfg
-from distribuuuu.config.config_node import iter_options
-from distribuuuu.config.errors import near_matches
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.locate import find_config
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.reader import COMMAND_LINE
-from distribuuuu.hints.options import BY_NAME, describe_missing, normalized
 
 _FLAG = re.compile(r"--?[a-zA-Z]")
-_KEY = re.compile(r"[A-Z][A-Z_]+(\.|=|$)")
 _SECTIONS = {key.partition(".")[0] for key in (*OPTIONS, *OPEN_SECTIONS)}
 # Flags of other frameworks that are taken as options.
 COMMON_FLAGS = {"--lr": "OPTIM.BASE_LR", "--epochs": "OPTIM.MAX_EPOCH", "--batch-size": "TRAIN.BATCH_SIZE"}
-
-
-class _WrappedLines(argparse.RawDescriptionHelpFormatter):
-    """A format of help texts that fills the paragraphs of a description; indented lines are kept as far as they fit."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        filled: list[str] = []
-        for paragraph in text.split("\n\n"):
-            is_example = paragraph.startswith(" ")
-            lines = paragraph.splitlines() if is_example else [" ".join(paragraph.split())]
-            indented = (textwrap.wrap(line, width, subsequent_indent="      ") if is_example else
-                        textwrap.wrap(line, width) for line in lines)  # fmt: skip
-            filled.append("\n".join(indent + part for parts in indented for part in parts))
-        return "\n\n".join(filled)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -47,13 +28,13 @@ class CommandParser(argparse.ArgumentParser):
         prog: the name in the usage text.
         removed: flags of earlier versions, and what replaces each.
         joined: whether KEY=VALUE is an option.
-        options: those of ArgumentParser. Paragraphs of the description are filled, indented lines are kept.
+        options: those of ArgumentParser.
     """
 
     def __init__(
         self, prog: str | None = None, removed: Mapping[str, str] | None = None, joined: bool = True, **options: Any
     ):
-        super().__init__(prog=prog, allow_abbrev=False, formatter_class=_WrappedLines, **options)
+        super().__init__(prog=prog, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.removed, self._joined = removed or {}, joined
 
     @property
@@ -136,12 +117,9 @@ def _split_files(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def parse_flags(
-    parser: CommandParser, args: Sequence[str] | None, refused: Callable[[str], bool] = lambda words: False
+    parser: CommandParser, args: Sequence[str] | None
 ) -> tuple[argparse.Namespace, list[str], list[Problem]]:
-    """Return the parsed flags, the other arguments (options of the config last), and a problem for each unknown flag.
-
-    `refused` tells whether the command would refuse a hint, e.g. "OPTIM.MAX_EPOCH 10", which is then not given.
-    """
+    """Return the flags, the other arguments (options of the config last), and a problem for each unknown flag."""
     flags, waiting = parser.parse_known_args(args)
     problems, rest = [], []
     while waiting:
@@ -149,32 +127,12 @@ def parse_flags(
         if not _FLAG.match(arg):
             rest.append(arg)
             continue
-        joined = re.fullmatch(r"(-[a-zA-Z])(\d.*)", arg)  # -j8
-        flag, has_value, value = (joined[1], "=", joined[2]) if joined else arg.partition("=")
-        takes_next = waiting and not _FLAG.match(waiting[0]) and not _KEY.match(waiting[0])
-        if not has_value and takes_next and "{}" in BY_NAME.get(normalized(flag), "{}"):
+        from distribuuuu.hints.options import describe_unknown_flag
+
+        flag, has_value, value = arg.partition("=")
+        if not has_value and waiting and not _FLAG.match(waiting[0]):
             value = waiting.pop(0)
         removed = parser.removed.get(flag)
-        hint = f"; it was removed; fix: {removed}" if removed else _hint(flag, value, parser.flags, refused)
-        problems.append(Problem(COMMAND_LINE, f"no such flag: {flag}{hint}"))
+        hint = f"it was removed; fix: {removed}" if removed else describe_unknown_flag(flag, value, parser.flags)
+        problems.append(Problem(COMMAND_LINE, f"no such flag: {flag}; {hint}"))
     return flags, [*rest, *flags.overrides], problems
-
-
-def _hint(flag: str, value: str, known: Sequence[str], refused: Callable[[str], bool]) -> str:
-    """Return '; did you mean ...?' for an unknown flag, a reference to --help-config, or nothing if all is refused."""
-    name, value = normalized(flag), shlex.quote(value) if value else "VALUE"
-    if missing := describe_missing(name):
-        return f"; {missing}"
-    same = [key for key, _ in iter_options(get_cfg()) if normalized(key.rpartition(".")[2]) == name]
-    if name in BY_NAME:
-        meant = [BY_NAME[name].format(value)]
-    elif same:
-        meant = [f"{key} {value}" for key in same]
-    else:
-        near = near_matches(name, [*(own.lstrip("-") for own in known if own.startswith("--")), *BY_NAME], cutoff=0.66)
-        meant = [f"--{other}" if f"--{other}" in known else BY_NAME[other].format(value) for other in near]
-    taken = [words for words in meant if words.split()[0] in known or words[0] != "-" and not refused(words)]
-    if meant:
-        return f"; did you mean {' or '.join(dict.fromkeys(taken))}?" if taken else ""
-    command = "" if "--help-config" in known else "distribuuuu train "
-    return f"; options are KEY VALUE arguments, which {command}--help-config lists"

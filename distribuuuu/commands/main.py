@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -60,9 +59,6 @@ GROUPS = {
 def main() -> int:
     """Start the command that the arguments of this process name; return the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for a Ctrl-C during imports
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks for the completions of a line
-        modules = {name: command.module for name, command in find_commands().items()}
-        importlib.import_module(f"{__package__}.completion").complete(modules)
     prog = "python -m distribuuuu" if sys.argv[0].endswith("__main__.py") else "distribuuuu"
     return dispatch(prog, sys.argv[1:])
 

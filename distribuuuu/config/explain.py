@@ -1,8 +1,11 @@
 """Explanation of the options for --help-config: of each its default and the comment above its declaration."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from distribuuuu.config import options as defaults
 from distribuuuu.config.config_node import Config
@@ -50,3 +53,25 @@ def read_comments() -> dict[str, str]:
             comments[match[1]] = " ".join(lines) + listed
         lines = [*lines, line[2:]] if line.startswith("# ") else []
     return comments
+
+
+def dump_with_origins(cfg: Config) -> str:
+    """Return the tree as YAML, with a comment on each value that was set: where."""
+    origins = cfg.origins
+    return "".join(f"{line}  # {origins[key]}\n" if key in origins else f"{line}\n" for line, key in _yaml_lines(cfg))
+
+
+def _yaml_lines(node: Config, prefix: str = "", indent: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (line, key) of each line of the tree as YAML, one value per line."""
+    for name, value in node.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Config) and value:
+            yield f"{indent}{_as_yaml(name)}:", key
+            yield from _yaml_lines(value, f"{key}.", f"{indent}  ")
+        else:
+            plain = dict(value) if isinstance(value, Config) else value
+            yield f"{indent}{_as_yaml(name)}: {_as_yaml(plain)}", key
+
+
+def _as_yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()

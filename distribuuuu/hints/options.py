@@ -1,5 +1,8 @@
 """Unknown options: the equivalent of another framework's name, similar names, or a line about what is missing."""
 
+import shlex
+from collections.abc import Sequence
+
 from distribuuuu.config.errors import near_matches
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.hints.words import normalized
@@ -94,6 +97,19 @@ _BY_MISSING = {name: line for names, line in MISSING.items() for name in names.s
 def describe_missing(key: str) -> str | None:
     """Return a line about what a flag or a key of another framework asks for, if it does not exist here."""
     return next((_BY_MISSING[name] for name in map(normalized, key.split(".")) if name in _BY_MISSING), None)
+
+
+def describe_unknown_flag(flag: str, value: str, known: Sequence[str]) -> str:
+    """Return what an unknown flag and its value may mean; `known` are the flags of the command."""
+    name, value = normalized(flag), shlex.quote(value) if value else "VALUE"
+    if missing := describe_missing(name):
+        return missing
+    meant = {normalized(key.rpartition(".")[2]): f"{key} {{}}" for key in reversed(OPTIONS)}
+    meant |= BY_NAME | {normalized(own): own for own in known if own.startswith("--")}
+    near = [name] if name in meant else near_matches(name, [*meant], cutoff=0.66)
+    if near:
+        return f"did you mean {meant[near[0]].format(value)}?"
+    return "options are KEY VALUE arguments, which distribuuuu train --help-config lists"
 
 
 def suggest_keys(key: str, known: list[str]) -> list[str]:

@@ -8,8 +8,9 @@ from support.commands import command_module
 from support.errors import problems_of
 from support.runs import small_options
 
-from distribuuuu.commands.arguments import dump_with_origins, parse_args
+from distribuuuu.commands.arguments import parse_args
 from distribuuuu.config import load_cfg
+from distribuuuu.config.explain import dump_with_origins
 from distribuuuu.config.plugins import FoundConfig
 from distribuuuu.config.reader import MAX_LEVELS
 from distribuuuu.records.run_config import config_name

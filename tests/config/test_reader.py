@@ -8,10 +8,9 @@ import pytest
 from support.errors import problems_of
 from support.original_configs import ORIGINAL, ORIGINAL_FILES
 
-from distribuuuu.commands.arguments import dump_with_origins
 from distribuuuu.config import ConfigError, check_cfg, get_cfg, load_cfg
 from distribuuuu.config.config_node import changed, get_value, iter_options
-from distribuuuu.config.explain import read_comments
+from distribuuuu.config.explain import dump_with_origins, read_comments
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.hints.options import BY_NAME, MISSING, suggest_keys
 

@@ -28,7 +28,7 @@ _DESCRIPTION = """Check a data set before training: damaged images, duplicates, 
 splits, contradicting labels, class folders, sizes, mean and std. It writes and
 deletes nothing. Exit status: 0 clean (notes at most), 2 problems.
 
-  %(prog)s my_images                 my_images/SPLIT/CLASS/IMAGE or CLASS/IMAGE
+  %(prog)s my_images            SPLIT/CLASS/IMAGE or CLASS/IMAGE below it
   %(prog)s --cfg configs/clothing10/resnet14.yaml
   %(prog)s my_images --format json > report.json
 """

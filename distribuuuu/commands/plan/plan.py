@@ -16,8 +16,8 @@ from distribuuuu.config.reader import COMMAND_LINE, read_cfg
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes, resolve_preprocessing
 from distribuuuu.launch.detect import detect_launch
 
-_DESCRIPTION = """Predict what a run needs before it starts: parameters, FLOPs, steps, memory, hours,
-disk, and its bottleneck. It measures the steps of the run for about a minute,
+_DESCRIPTION = """Predict what a run needs before it starts: parameters, FLOPs, steps, memory,
+hours, disk, and its bottleneck. It measures the steps for about a minute,
 longer if a step takes more than a second, and writes nothing to OUT_DIR.
 
   %(prog)s --cfg shapes/resnet14
@@ -25,9 +25,9 @@ longer if a step takes more than a second, and writes nothing to OUT_DIR.
   %(prog)s --cfg imagenet/resnet50 --format json > plan.json
   %(prog)s --cfg imagenet/resnet50 --steps
 
-With --steps, it measures the parts of a training step instead: model, loader, both
-together and the all-reduce, on the processes of --nproc or of a launcher, and names
-the bottleneck. The measurements are also written to OUT_DIR/timing.json.
+With --steps, it measures the parts of a training step instead: model, loader,
+both together and the all-reduce, on the processes of --nproc or of a launcher,
+and names the bottleneck. It also writes them to OUT_DIR/timing.json.
 
 Exit status: 0; 2: an error, also if memory does not suffice.
 """
@@ -67,7 +67,7 @@ def parse_args(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespac
     Raises:
         ConfigError: with every problem of the flags, the options, the paths and the data.
     """
-    flags, overrides, problems = parse_flags(build_parser(prog), args, lambda words: words == "OPTIM.MAX_EPOCH 0")
+    flags, overrides, problems = parse_flags(build_parser(prog), args)
     cfg, found = read_cfg(flags.cfg, overrides)
     problems += found
     if flags.format not in FORMATS:

@@ -9,9 +9,9 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import local_run
 from distribuuuu.files.untrusted import printable
 
-_DESCRIPTION = """Make a report of a run: one HTML file with its curves, the figures of each class,
-the confusion matrix, the most confident mistakes and the calibration. RUN is its
-OUT_DIR, which must hold predictions.npz; distribuuuu test RUN makes it.
+_DESCRIPTION = """Make a report of a run: one HTML file with its curves, the figures of each
+class, the confusion matrix, the most confident mistakes and the calibration.
+RUN is its OUT_DIR with predictions.npz, which distribuuuu test RUN makes.
 
   %(prog)s exp/r50                    writes exp/r50/report.html
   %(prog)s exp/r50 --out r50.html

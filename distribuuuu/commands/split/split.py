@@ -19,10 +19,10 @@ deleted. The classes keep their shares in each list. The split depends on the
 names and the seed only, and equal files are never divided.
 
   %(prog)s my_images --val 0.2 --out my_lists
-  %(prog)s my_images --val 0.1 --test 0.1 --group-by '^(patient\\d+)' --out my_lists
+  %(prog)s my_images --val 0.1 --group-by '^(patient\\d+)' --out my_lists
   %(prog)s my_images --folds 5 --out my_folds
   %(prog)s photos --label-by '^([a-z]+)_' --val 0.2 --out my_lists
-  %(prog)s dogs/labels.csv --val 0.2 --out dog_lists DATA.TABLE.path id
+  %(prog)s dogs.csv --val 0.2 --out dog_lists DATA.TABLE.path id
 """
 
 
@@ -72,7 +72,7 @@ def build_parser(prog: str) -> CommandParser:
         prog=prog,
         description=_DESCRIPTION,
         usage="%(prog)s FOLDER|TABLE --out FOLDER [flags] [KEY VALUE ...]",
-        epilog="KEY VALUE arguments name the columns of a table, see DATA.TABLE of --help-config.",
+        epilog="KEY VALUE arguments name the columns of a table: DATA.TABLE of --help-config.",
     )
     add = parser.add_argument
     add("folder", metavar="FOLDER", help="the images: FOLDER/CLASS/IMAGE, at any depth below CLASS; or a table: .csv, "

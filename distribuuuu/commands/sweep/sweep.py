@@ -79,7 +79,7 @@ def parse_args(prog: str, args: Sequence[str]) -> tuple[argparse.Namespace, list
     Raises:
         ConfigError: with every problem of the flags, the options, the paths and the data folders.
     """
-    flags, words, problems = parse_flags(build_parser(prog), args, lambda words: words == "OPTIM.MAX_EPOCH 0")
+    flags, words, problems = parse_flags(build_parser(prog), args)
     fixed, space, found = parse_space(words)
     problems += found
     for name, least in (("trials", 1), ("seeds", 1), ("asha", 2), ("jobs", 1), ("nproc", 1)):

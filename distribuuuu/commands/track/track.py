@@ -40,7 +40,7 @@ _OWN_OPTIONS = ("LOG.TRACKERS", "PLUGINS")
 
 def track(prog: str, args: list[str]) -> int:
     """Read the command line, and send what is missing."""
-    flags, words, problems = parse_flags(build_parser(prog), args, lambda words: words.split()[0] not in _OWN_OPTIONS)
+    flags, words, problems = parse_flags(build_parser(prog), args)
     if problems:
         raise ConfigError(problems)
     if problem := find_unread_url(flags.run):
@@ -140,7 +140,7 @@ def follow(tracker: Tracker) -> int:
 
 def build_parser(prog: str | None = None) -> CommandParser:
     """Return the parser of the arguments."""
-    text = "KEY VALUE: LOG.TRACKERS NAMES, the trackers; PLUGINS FILE, code that they need; no other options"
+    text = "KEY VALUE: LOG.TRACKERS NAMES, or PLUGINS FILE, code that they need"
     parser = CommandParser(prog, description=_DESCRIPTION, usage="%(prog)s RUN [KEY VALUE ...]", epilog=text)
     parser.add_argument("run", metavar="RUN", help="the OUT_DIR of a run")
     parser.add_argument("--follow", action="store_true", help="send what a training writes until standard input ends")

@@ -112,7 +112,6 @@ def test_errors_are_reported_at_once_with_status_2(image_folder, tmp_path, capsy
         ("--gpus 2", "no such flag: --gpus; it was removed; fix: --nproc N"),
         ("--tune", "no such flag: --tune; it was removed; fix: "),
         ("--cfg no/such", "no/such"),
-        ("--dry-run", "no such flag: --dry-run\n"),
         ("--epochs 0", "OPTIM.MAX_EPOCH (command line): got 0; expected 1 or more"),
         ("OPTIM.MAX_EPOCH 0", "OPTIM.MAX_EPOCH (command line): got 0; expected 1 or more"),
         ("--nproc 7", "TRAIN.GLOBAL_BATCH_SIZE", "on 7 processes"),
