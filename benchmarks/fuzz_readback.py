@@ -63,7 +63,7 @@ from distribuuuu.records.read_results import read_results
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from support.archives import archive_folder, write_imagenet
-from support.range_server import CONTRADICTIONS, ENDLESS, REDIRECTS, Attack, RangeServer
+from support.range_server import CONTRADICTIONS, ENDLESS, Attack, RangeServer
 
 # Seconds for a case, and growth of the memory in MiB, that are violations.
 MAX_S, MAX_GROWTH = 20, 512
@@ -607,7 +607,7 @@ def damaged_answer(chance: random.Random) -> Attack:
 
 def read_answer(server: RangeServer, whole: bytes, chance: random.Random) -> tuple[str, str]:
     """Read a range from a server with a hostile answer; return the answer and the verdict."""
-    attacks = {**ENDLESS, **CONTRADICTIONS, **REDIRECTS, **{f"damaged {n}": damaged_answer(chance) for n in range(60)}}
+    attacks = {**ENDLESS, **CONTRADICTIONS, **{f"damaged {n}": damaged_answer(chance) for n in range(60)}}
     name, start = chance.choice(list(attacks)), chance.randrange(len(whole) - 1)
     end = chance.randrange(start + 1, len(whole) + 1)
     server.attack = attacks[name]

@@ -63,7 +63,7 @@ def test_a_pack_at_a_url_is_the_local_one_and_its_index_goes_last(folder, memory
     shards = sorted(path.name for path in (tmp_path / "local" / "train").glob("shard*"))
     assert written[:3] == [*shards[:2], ""] and written[3 : len(shards) + 4] == [*shards, "index.bin"]
     assert_same_images(url, tmp_path / "local", tmp_path / "cache")
-    assert not list(Path(f"{folder}-cache").rglob("*.bin"))  # moved, not copied
+    assert not list(Path(f"{folder}-cache/packing").rglob("*.bin"))  # moved, not copied
     pack(url, folder)
     assert "is packed already: nothing to do" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="shorter side none, now 20.*; use another URL, or add --overwrite"):
