@@ -122,13 +122,6 @@ def read_holder(file: IO, types: Mapping[str, type]) -> dict[str, Any]:
     return {}
 
 
-def is_running_here(holder: dict[str, Any]) -> bool:
-    """Tell whether the holder is another live process of this host; the start time excludes a reused pid."""
-    if holder.get("host") != socket.gethostname() or holder.get("pid") == os.getpid():
-        return False
-    return holder.get("pid_started") is not None and read_stat(holder["pid"], 19) == holder["pid_started"]
-
-
 def read_stat(pid: int, field: int) -> str | None:
     """Return a field of a process in proc(5), 0: state, 19: start; None: the process has ended or is unknown."""
     with contextlib.suppress(OSError, IndexError):

@@ -26,36 +26,18 @@ def find_url_problem(url: str) -> str | None:
     """
     protocol, _, rest = url.partition(":")
     name = protocol.lower()
-    path = rest.removeprefix("//")
-    user, mark, _ = path.partition("/")[0].rpartition("@")
-    if mark and path != rest and (":" in user or name not in _WITH_USER):
+    host, *folders = [part for part in rest.removeprefix("//").split("/") if part] or [""]
+    user, mark, _ = host.rpartition("@")
+    if mark and rest.startswith("//") and (":" in user or name not in _WITH_USER):
         return "got a URL with credentials; expected them in the environment; fix: remove them from the URL"
     if name not in (*OBJECT_STORES, *FILE_SERVERS):
         known = ", ".join((*OBJECT_STORES, *FILE_SERVERS))
         local = "" if rest.startswith("/") else f", e.g. ./{url}"
         return f"got {url}; expected a local path, or a URL of {known}; fix: use a local folder{local}"
+    is_plain = protocol == name and rest.isprintable() and not re.search(r"[?#]|(^|/)\.{1,2}(/|$)", rest)
+    is_named = bool(host) and rest.startswith("///" if name == "file" else "//")
+    is_local = (name == "file") == rest.startswith("///")
+    if is_plain and is_named and is_local and (name != "hf" or (host == "buckets" and len(folders) > 2)):
+        return None
     form = _FORMS.get(name, f"{name}://{'BUCKET' if name in OBJECT_STORES else 'HOST'}/FOLDER")
-    if reason := _find_wrong_part(protocol, rest, [part for part in path.split("/") if part]):
-        return f"got {re.split('[?#]', url)[0]}{reason}; expected {form}"
-    return None
-
-
-def _find_wrong_part(protocol: str, rest: str, parts: list[str]) -> str:
-    """Return what is wrong with PROTOCOL:REST, to follow the URL in a message; empty: nothing is."""
-    if protocol != protocol.lower():
-        return ", a protocol in upper case"
-    if not rest.startswith("//"):
-        return " without // after the protocol"
-    if mark := re.search("[?#]", rest):
-        return f" with {mark[0]}, which no name may contain"
-    if not rest.isprintable():
-        return " with characters that are not printable"
-    if {".", ".."} & {*parts}:
-        return " with `.` or `..`"
-    if protocol == "file" and parts and not rest.startswith("///"):
-        return ", whose folder would be read as a host"
-    if protocol != "file" and (not parts or rest.startswith("///")):
-        return f" without a {'bucket' if protocol in OBJECT_STORES else 'host'}"
-    if protocol == "hf" and not (parts[0] == "buckets" and len(parts) > 3):
-        return ", which is not a folder in a bucket of the Hub"
-    return "" if parts else " without a folder"
+    return f"got {re.split('[?#]', url)[0]}; expected {form} without `.`, `..`, `?` and `#`"

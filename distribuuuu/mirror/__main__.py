@@ -125,10 +125,9 @@ class _Child:
     def work(self) -> None:
         """Upload changes until the end is requested and everything is there, or another run has taken over."""
         threading.Thread(target=self.beat, daemon=True).start()
-        pause_s, is_last = SCAN_S, False
+        pause_s = SCAN_S
         while not self.conflict:
-            if not is_last and (is_last := self.end.is_set()) and (lost := self.mirror.list_lost()):
-                self.warn(f"the run now lacks {', '.join(lost)}: damaged in the mirror, and not written again")
+            is_last = self.end.is_set()
             try:
                 self.mirror.upload_changes(with_logs=is_last)
                 pause_s = SCAN_S

@@ -68,8 +68,8 @@ class Owner:
         """
         found, deadline = self._read(), time.monotonic() + OBSERVE_S
         first = found
-        while found and found["id"] != previous and not self._has_died_here(found):
-            if found["machine"] == _machine() or found != first:
+        while found and found["id"] != previous:
+            if found != first:
                 raise ConflictError(self._describe(found))
             if time.monotonic() > deadline:
                 break
@@ -97,31 +97,19 @@ class Owner:
 
     def _write(self) -> None:
         self._count += 1
-        content = {**locks.describe_process(), "machine": _machine(), "id": self._id, "count": self._count}
+        content = {**locks.describe_process(), "id": self._id, "count": self._count}
         self._store.write(OWNER, json.dumps(content).encode())
 
     def _read(self) -> dict[str, Any] | None:
         """Return the content of the object; None if it is missing or damaged."""
         with contextlib.suppress(ValueError, LookupError, TypeError, DamagedError):
             content = parse_json(self._store.read(OWNER, _MAX_OWNER) or b"null")
-            types = {"id": str, "machine": str, "host": str, "started": str, "pid": int, "count": int}
-            if all(type(content[key]) is kind for key, kind in types.items()):
-                return content
+            return {key: content[key] for key in ("id", "host", "started", "pid", "count")}
         return None
 
-    def _has_died_here(self, found: dict[str, Any]) -> bool:
-        return found["machine"] == _machine() and not locks.is_running_here(found)
-
     def _describe(self, found: dict[str, Any]) -> str:
-        who = printable(f"host {found['host'][:80]}, pid {found['pid']}, started {found['started'][:40]}")
+        who = printable(f"host {found['host']}, pid {found['pid']}, started {found['started']}")[:200]
         return f"{self._store.url} is in use by another run ({who}); fix: set another OUT_DIR, or stop that run"
-
-
-def _machine() -> str:
-    """Return an identifier of this start of the machine and of the namespace of its process ids; empty: unknown."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-    return f"{locks.describe_process()['host']}"
 
 
 class Mirror:
@@ -143,7 +131,6 @@ class Mirror:
                 self.state = found
         # The newest known index, the objects that are there, and (size, time, inode) of hashed files.
         self.index, self._stored = Index("", 0, {}), set[str]()
-        self._damaged = set[str]()  # names that could not be restored
         self._hashed: dict[str, tuple[tuple[int, int, int], Entry]] = {}
         self._logs_at = float("-inf")
 
@@ -168,7 +155,7 @@ class Mirror:
 
         Raises:
             ConflictError: both have changed.
-            DamagedError: the index is damaged, or missing although there are objects that this folder does not hold.
+            DamagedError: the index is damaged, or missing although there are objects.
         """
         if (found := self.read_index()) is None:
             self._begin()
@@ -193,14 +180,10 @@ class Mirror:
 
     def _begin(self) -> None:
         """Write an index without files at a URL without objects: only with it can a first upload be continued."""
-        if not (objects := self.store.list_objects()):
-            self.save_state(is_restoring=False)
-            self._write_index({})
-            return
-        names, known = self.list_files(), self.state["files"]
-        here = {*known.values(), *(hash_file(self.folder / name).sha256 for name in names)}
-        if not objects <= here or _position(find_newest(names)) < _position(find_newest(known)):
+        if objects := self.store.list_objects():
             raise self.describe_lost_index(objects)
+        self.save_state(is_restoring=False)
+        self._write_index({})
 
     def describe_lost_index(self, objects: set[str]) -> DamagedError:
         """Return the error for a URL with objects but without an index."""
@@ -217,18 +200,14 @@ class Mirror:
         """Download the files of an index, the newest checkpoint first; damaged ones are skipped with a warning.
 
         Raises:
-            ConflictError: it names checkpoints, but all are damaged, or the disk has no space.
+            ConflictError: it names checkpoints, but all are damaged.
         """
         self.save_state(is_restoring=True, ids=[index.id])
         older = [name for name in self.list_files()
                  if is_checkpoint(name) and name not in index.files and name in self.state["files"]]  # fmt: skip
         names = sorted(filter(is_wanted, index.files), key=lambda name: (is_checkpoint(name), _position(name)))
         missing = [name for name in reversed(names) if not self._has(name, index.files[name])]
-        needed, free = sum(index.files[name].size for name in missing), shutil.disk_usage(self.folder).free
-        if needed > free:
-            raise ConflictError(f"{self.folder}: {needed:,} bytes are to be downloaded, {free:,} are free; fix: free "
-                                "some space")  # fmt: skip
-        self._damaged = damaged = {name for name in missing if not self._download(name, index.files[name])}
+        damaged = {name for name in missing if not self._download(name, index.files[name])}
         checkpoints = {*filter(is_checkpoint, names)}
         if checkpoints and checkpoints <= damaged:
             raise ConflictError(f"{self.store.url}: all checkpoints are damaged; fix: set another OUT_DIR")
@@ -257,10 +236,6 @@ class Mirror:
             self._warn(f"{name} is damaged in the mirror and was skipped: {error}")
             return False
         return True
-
-    def list_lost(self) -> list[str]:
-        """Return the names of files that were damaged in the mirror and that the run has not written again."""
-        return sorted(name for name in self._damaged if not (self.folder / name).exists())
 
     # --------------------------------------------------------------------------------------- uploading
 
