@@ -20,7 +20,7 @@ from distribuuuu.data import transforms
 from distribuuuu.data.augment import Erasing
 from distribuuuu.data.batch import Batch, copy_to_device, map_leaves
 from distribuuuu.data.device_samples import DeviceDataset, DeviceSamples
-from distribuuuu.data.lazy_image import Box
+from distribuuuu.data.image_file import Box
 from distribuuuu.data.loader import Loader, TrainLoader, build_loader
 from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.transforms import resize

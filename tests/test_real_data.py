@@ -18,9 +18,9 @@ from support.saved_runs import torch_predict
 from distribuuuu import load_run
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import load_cfg
-from distribuuuu.data.lazy_image import DEFAULTS
+from distribuuuu.data.decode import open_lazy_image
+from distribuuuu.data.image_file import DEFAULTS
 from distribuuuu.data.loader import build_images, build_loader
-from distribuuuu.data.read_image import open_lazy_image
 from distribuuuu.launch.detect import Launch
 from distribuuuu.trainer import train_model
 

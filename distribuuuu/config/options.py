@@ -155,8 +155,8 @@ _C.DATA.NAME = Option("imagefolder", names=DATASETS, not_swept=_SAME_METRIC)
 _C.DATA.LOADER = Option("host", choices=("host", "device"))
 # Type of the loader workers: process or thread (cheaper; decoding releases Python's interpreter lock).
 _C.DATA.WORKER_KIND = Option("process", choices=("process", "thread"), neutral=True)
-# Image decoder: auto (torchvision for JPEG, PIL for others), torchvision, pil, simplejpeg (scales while it decodes) or
-# nvimgcodec (decodes only the crop).
+# Image decoder: auto (torchvision for JPEG, PIL for others; torchvision means the same), pil, simplejpeg (scales while
+# it decodes) or nvimgcodec (decodes only the crop).
 _C.DATA.DECODER = Option("auto", choices=("auto", "torchvision", "pil", *OPTIONAL_DECODERS))
 # Maximum pixels (width x height) of an image, 1 or more; larger ones count as corrupt and are not decoded.
 _C.DATA.MAX_PIXELS = Option(178_956_970, least=1)

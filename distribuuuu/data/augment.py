@@ -16,7 +16,8 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.derived import Size
 from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.registry import AUGMENTATIONS
-from distribuuuu.data.lazy_image import Box, LazyImage
+from distribuuuu.data.decode import LazyImage
+from distribuuuu.data.image_file import Box
 from distribuuuu.data.seeding import SampleRNG, seeded_generators, seeded_torch
 from distribuuuu.data.transforms import Transform, to_uint8
 

@@ -40,8 +40,7 @@ def build_transform(cfg, images: ImageDataset, train: bool, name: str = MAIN) ->
         stages[epoch] = build_views(override(cfg, options, f"stage from epoch {epoch}", _OF_STAGE), images, name)
     if not depends_on_epoch(cfg):
         return stages[0]
-    from distribuuuu.data.progressive_resizing import build_im_size
-    from distribuuuu.data.views import EpochTransforms
+    from distribuuuu.data.views import EpochTransforms, build_im_size
 
     return EpochTransforms(stages, build_im_size(cfg))
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from distribuuuu.config.options import OPTIONAL_DECODERS
-from distribuuuu.data.image_file import bytes_to_tensor, is_common_jpeg, open_image, silence_decoders
-from distribuuuu.data.jpeg_header import cut_rows, read_jpeg_header
-from distribuuuu.data.lazy_image import DEFAULTS, Box, Buffer, DecodeOptions, LazyImage, check_size
-from distribuuuu.data.raster import decode_raster, pil_to_array, to_pixels
+from distribuuuu.data.image_file import (
+    DEFAULTS,
+    Box,
+    Buffer,
+    DecodeOptions,
+    bytes_to_tensor,
+    check_size,
+    is_common_jpeg,
+    open_image,
+    read_jpeg_header,
+    silence_decoders,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,8 +37,8 @@ def decode(data: Buffer, decoder: str = "auto", options: DecodeOptions = DEFAULT
 
     Args:
         data: the file's bytes.
-        decoder: "auto": torchvision for the JPEGs that it decodes as PIL does, else PIL; "torchvision": except PNG;
-            "pil"; "simplejpeg", "nvimgcodec": for JPEGs, else PIL.
+        decoder: "auto", or "torchvision": torchvision for the JPEGs that it decodes as PIL does, else PIL; "pil";
+            "simplejpeg", "nvimgcodec": for JPEGs, else PIL.
         options: the size limit, and whether EXIF applies.
 
     Raises:
@@ -40,8 +47,34 @@ def decode(data: Buffer, decoder: str = "auto", options: DecodeOptions = DEFAULT
     if not len(data):
         raise ValueError("the file is empty")
     silence_decoders()
-    pixels = _decode_rgb(data, decoder, options.max_pixels) if options.is_rgb else decode_raster(data, decoder, options)
+    if options.is_rgb:
+        pixels = _decode_rgb(data, decoder, options.max_pixels)
+    else:
+        from distribuuuu.data.raster import decode_raster
+
+        pixels = decode_raster(data, decoder, options)
     return rotate(pixels, read_orientation(data)) if options.exif_rotate else pixels
+
+
+class LazyImage:
+    """An image before it is cropped. This class has its pixels in memory; EncodedImage decodes on demand."""
+
+    def __init__(self, pixels: torch.Tensor):
+        self._pixels = pixels
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        _, height, width = self.pixels().shape
+        return height, width
+
+    def pixels(self) -> torch.Tensor:
+        """Return the full image: uint8 (3, H, W)."""
+        return self._pixels
+
+    def crop(self, box: Box, size: int) -> torch.Tensor:
+        """Return a region that will be resized to `size`: uint8 (3, H, W), possibly downscaled already."""
+        return box.crop(self.pixels())
 
 
 class EncodedImage(LazyImage):
@@ -55,7 +88,7 @@ class EncodedImage(LazyImage):
         self._options = options
         self._decoded: torch.Tensor | None = None
         # An image that has to be rotated is decoded in full.
-        is_cut = decoder in ("auto", *OPTIONAL_DECODERS) and not options.exif_rotate
+        is_cut = decoder != "pil" and not options.exif_rotate
         header = read_jpeg_header(data) if is_cut and (options.is_rgb or options.is_gray) else None
         self._header = header if is_common_jpeg(header, options.max_pixels) else None
 
@@ -80,8 +113,48 @@ class EncodedImage(LazyImage):
             pixels = optional_decoders.CROP[self._decoder](self._data, self._header, box, size)
             if pixels is not None:
                 return pixels
-        data, first_row = cut_rows(self._data, self._header, box.top, box.top + box.height)
-        return box._replace(top=box.top - first_row).crop(decode(data, self._decoder, self._options))
+        data: Buffer = self._data
+        if self._header.restart_interval:
+            from distribuuuu.data.jpeg_rows import cut_rows
+
+            data, first_row = cut_rows(data, self._header, box.top, box.top + box.height)
+            box = box._replace(top=box.top - first_row)
+        return box.crop(decode(data, self._decoder, self._options))
+
+
+def open_lazy_image(
+    item: Buffer | np.ndarray | torch.Tensor | Image, decoder: str, options: DecodeOptions = DEFAULTS
+) -> LazyImage:
+    """Return the result of `ImageDataset.read` as a LazyImage.
+
+    Raises:
+        ValueError: an array that is no image, or more pixels than the options allow.
+    """
+    if isinstance(item, (bytes, bytearray, memoryview)):
+        return EncodedImage(item, decoder, options)
+    if isinstance(item, torch.Tensor):
+        pixels = item
+        if item.ndim != 3 or len(item) != options.channels or item.dtype != options.dtype or not item.numel():
+            expected = f"expected {options.dtype} ({options.channels}, H, W)"
+            raise ValueError(f"got a tensor of {item.dtype} and shape {tuple(item.shape)}; {expected}")
+    elif isinstance(item, np.ndarray) and options.is_rgb:
+        pixels = _array_to_tensor(item)
+    elif isinstance(item, np.ndarray):
+        from distribuuuu.data.raster import to_pixels
+
+        pixels = to_pixels(item, options)
+    else:
+        pixels = pil_to_pixels(item, options)
+    check_size(pixels.shape[2], pixels.shape[1], options.max_pixels)
+    return LazyImage(pixels)
+
+
+def _array_to_tensor(array: np.ndarray) -> torch.Tensor:
+    if array.dtype != np.uint8 or array.ndim not in (2, 3) or array.shape[2:] not in ((), (1,), (3,)) or not array.size:
+        raise ValueError(f"got an array of {array.dtype} and shape {array.shape}; expected uint8 (H, W) or (H, W, 3)")
+    # A tensor can share neither read-only memory nor negative strides.
+    pixels = torch.from_numpy(array if array.flags.writeable and min(array.strides) >= 0 else array.copy())
+    return pixels.expand(3, -1, -1) if array.ndim == 2 else pixels.permute(2, 0, 1).expand(3, -1, -1)
 
 
 def read_orientation(data: Buffer | Image) -> int:
@@ -106,7 +179,12 @@ def rotate(pixels: torch.Tensor, orientation: int) -> torch.Tensor:
 def pil_to_pixels(image: Image, options: DecodeOptions) -> torch.Tensor:
     """Return the pixels of a PIL image that a data set returns, see `decode`."""
     check_size(*image.size, options.max_pixels)
-    pixels = pil_to_tensor(image) if options.is_rgb else to_pixels(pil_to_array(image, options), options)
+    if options.is_rgb:
+        pixels = pil_to_tensor(image)
+    else:
+        from distribuuuu.data.raster import pil_to_array, to_pixels
+
+        pixels = to_pixels(pil_to_array(image, options), options)
     return rotate(pixels, read_orientation(image) if options.exif_rotate else 1)
 
 
@@ -127,38 +205,17 @@ def pil_to_tensor(image: Image) -> torch.Tensor:
 
 
 def _decode_rgb(data: Buffer, decoder: str, max_pixels: int) -> torch.Tensor:
-    if decoder == "torchvision":
-        return _decode_torchvision(data, max_pixels)
     header, pixels = read_jpeg_header(data), None
     if decoder in OPTIONAL_DECODERS and is_common_jpeg(header, max_pixels):
         from distribuuuu.data import optional_decoders
 
         pixels = optional_decoders.DECODE[decoder](data, header)
-    elif decoder == "auto" and is_common_jpeg(header, max_pixels):
+    elif decoder != "pil" and is_common_jpeg(header, max_pixels):
         with contextlib.suppress(RuntimeError, ImportError):  # rejected, or a torchvision without decoders
             from torchvision.io import ImageReadMode, decode_jpeg
 
             pixels = decode_jpeg(bytes_to_tensor(data), mode=ImageReadMode.RGB)
     return _decode_pil(data, max_pixels) if pixels is None else pixels
-
-
-def _decode_torchvision(data: Buffer, max_pixels: int) -> torch.Tensor:
-    from torchvision.io import ImageReadMode, decode_image
-
-    if bytes(data[:4]) == b"\x89PNG":  # one wrong byte in a PNG can end the process in torchvision's decoder
-        return _decode_pil(data, max_pixels)
-    header = read_jpeg_header(data)
-    if header is None:
-        open_image(data, max_pixels)  # checks its format and its size
-    else:
-        check_size(header.width, header.height, max_pixels)
-    try:
-        pixels = decode_image(bytes_to_tensor(data), mode=ImageReadMode.RGB)
-    except RuntimeError as error:
-        reason = re.split(r": |\.cpp:\d+, ", str(error).partition("\n")[0])[-1]
-        raise ValueError(f"torchvision's decoders refuse it: {reason}; DATA.DECODER auto may read it") from error
-    pixels = pixels if pixels.dtype == torch.uint8 else (pixels.int() >> 8).to(torch.uint8)
-    return pixels[0] if pixels.ndim == 4 else pixels
 
 
 def _decode_pil(data: Buffer, max_pixels: int) -> torch.Tensor:

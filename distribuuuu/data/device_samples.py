@@ -14,9 +14,9 @@ from distribuuuu.data.augment import AugmentedCrop
 from distribuuuu.data.batch import Batch, copy_to_device, map_leaves
 from distribuuuu.data.batch_rng import BatchRNG
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.lazy_image import DEFAULTS, DecodeOptions
+from distribuuuu.data.decode import open_lazy_image
+from distribuuuu.data.image_file import DEFAULTS, DecodeOptions
 from distribuuuu.data.make_batch import Allocate, HostBatch, Samples, as_targets, transform_at
-from distribuuuu.data.read_image import open_lazy_image
 from distribuuuu.data.seeding import SampleKey, derive_seed
 from distribuuuu.data.transforms import (
     CenterCrop,

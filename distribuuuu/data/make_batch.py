@@ -12,8 +12,8 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.derived import height_and_width
 from distribuuuu.data.batch import Batch, Geometry
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.lazy_image import DEFAULTS, DecodeOptions
-from distribuuuu.data.read_image import open_lazy_image
+from distribuuuu.data.decode import open_lazy_image
+from distribuuuu.data.image_file import DEFAULTS, DecodeOptions
 from distribuuuu.data.seeding import SampleKey, SampleRNG, derive_seed
 from distribuuuu.data.transforms import Transform
 

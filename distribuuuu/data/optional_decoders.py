@@ -3,22 +3,19 @@
 Each function returns uint8 (3, H, W), or None if the package refuses the file; another decoder may read it.
 """
 
-import contextlib
 import importlib
 import os
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from distribuuuu.data.jpeg_header import END, JpegHeader, cut_rows
-from distribuuuu.data.lazy_image import Box, Buffer
+from distribuuuu.data.image_file import Box, Buffer, JpegHeader
+from distribuuuu.data.jpeg_rows import END, cut_rows
 
 _decoders = threading.local()
-_importing = threading.Lock()
 
 
 def _decode_simplejpeg(data: Buffer, header: JpegHeader, factor: int = 1) -> torch.Tensor | None:
@@ -69,38 +66,11 @@ def _crop_nvimgcodec(data: Buffer, header: JpegHeader, box: Box, size: int) -> t
 def _open_nvimgcodec() -> tuple[Any, Any, Any]:
     """Return the module, the decoder of this thread, and its parameters; a decoder does not survive a fork."""
     if getattr(_decoders, "pid", None) != os.getpid():
-        codec = _import_nvimgcodec()
+        codec: Any = importlib.import_module("nvidia.nvimgcodec")
         backends = [codec.Backend(codec.BackendKind.CPU_ONLY)]
         decoder = codec.Decoder(codec.NVIMGCODEC_DEVICE_CPU_ONLY, max_num_cpu_threads=1, backends=backends)
         _decoders.pid, _decoders.opened = os.getpid(), (codec, decoder, codec.DecodeParams(False))
     return _decoders.opened
-
-
-def _import_nvimgcodec() -> Any:
-    """Return the module, imported without its messages about each library of CUDA that is missing."""
-    with _importing:
-        if "nvidia.nvimgcodec" not in sys.modules:
-            os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
-            with _discarded_stderr():
-                importlib.import_module("nvidia.nvimgcodec")
-        return sys.modules["nvidia.nvimgcodec"]
-
-
-@contextlib.contextmanager
-def _discarded_stderr() -> Iterator[None]:
-    """Discard what native code writes to the standard error in the block."""
-    try:
-        kept = os.dup(2)
-    except OSError:  # it is closed
-        yield
-        return
-    with open(os.devnull, "wb") as discarded:
-        os.dup2(discarded.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
 
 
 DECODE: dict[str, Callable[[Buffer, JpegHeader], torch.Tensor | None]] = {

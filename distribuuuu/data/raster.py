@@ -8,9 +8,15 @@ import torch
 from PIL import Image
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.image_file import bytes_to_tensor, is_common_jpeg, open_image
-from distribuuuu.data.jpeg_header import read_jpeg_header
-from distribuuuu.data.lazy_image import Buffer, DecodeOptions, check_size
+from distribuuuu.data.image_file import (
+    Buffer,
+    DecodeOptions,
+    bytes_to_tensor,
+    check_size,
+    is_common_jpeg,
+    open_image,
+    read_jpeg_header,
+)
 
 NPY = b"\x93NUMPY"
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from distribuuuu.config.derived import Size, show_size
-from distribuuuu.data.lazy_image import LazyImage
+from distribuuuu.data.decode import LazyImage
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import (
     CenterCrop,

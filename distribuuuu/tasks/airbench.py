@@ -12,7 +12,7 @@ from distribuuuu.config.settings import setting
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.build_transform import build_transform
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.lazy_image import build_decode_options
+from distribuuuu.data.image_file import build_decode_options
 from distribuuuu.data.loader import BadImageError
 from distribuuuu.data.make_batch import Samples
 from distribuuuu.data.normalize import Normalizer, statistics_of

@@ -18,7 +18,7 @@ from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.registry import AUGMENTATIONS, task_class
 from distribuuuu.data import augment
 from distribuuuu.data.augment import AugmentedCrop, Erasing, build_augmentation, make_jitter
-from distribuuuu.data.lazy_image import LazyImage
+from distribuuuu.data.decode import LazyImage
 from distribuuuu.data.loader import build_loader
 from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.policies import make_policy

@@ -16,10 +16,10 @@ from distribuuuu.api import train
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.augment import Erasing
-from distribuuuu.data.lazy_image import DecodeOptions
+from distribuuuu.data.decode import open_lazy_image
+from distribuuuu.data.image_file import DecodeOptions
 from distribuuuu.data.loader import BadImageError, build_loader
 from distribuuuu.data.normalize import Normalizer
-from distribuuuu.data.read_image import open_lazy_image
 from distribuuuu.data.transforms import resize
 from distribuuuu.data.whole_image import WholeImage
 from distribuuuu.inference.load_run import load_run

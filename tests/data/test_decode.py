@@ -21,17 +21,15 @@ from support.tiers import pairwise
 from torchvision import transforms as torchvision_transforms
 
 from distribuuuu.data.datasets.imagefolder import ImageFolder
-from distribuuuu.data.decode import EncodedImage, decode, pil_to_tensor
-from distribuuuu.data.image_file import FORMATS, open_image
-from distribuuuu.data.jpeg_header import cut_rows, read_jpeg_header
-from distribuuuu.data.lazy_image import Box, DecodeOptions
+from distribuuuu.data.decode import EncodedImage, decode, open_lazy_image, pil_to_tensor
+from distribuuuu.data.image_file import FORMATS, Box, DecodeOptions, open_image, read_jpeg_header
+from distribuuuu.data.jpeg_rows import cut_rows
 from distribuuuu.data.make_batch import Samples
 from distribuuuu.data.optional_decoders import scale_factor
-from distribuuuu.data.read_image import open_lazy_image
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop, random_resized_box, resize
 
-DECODERS = ("auto", "torchvision", "pil", "simplejpeg", "nvimgcodec")
+DECODERS = ("auto", "pil", "simplejpeg", "nvimgcodec")
 SUBSAMPLINGS = ("4:4:4", "4:2:2", "4:2:0")
 
 
@@ -113,7 +111,7 @@ FILES = {
     "webp": encode(SCENE, "WEBP", lossless=True), "20,000 px wide": encode(scene(20000, 3), quality=90),
     "20,000 px high": encode(scene(3, 20000), quality=90), "one pixel": encode(scene(1, 1)),
 }  # fmt: skip
-# Read by PIL, which the decoders but torchvision fall back on.
+# Read by PIL, which all decoders fall back on.
 PIL_FILES = {
     "cmyk jpeg": encode(SCENE.convert("CMYK")), "ycck jpeg": as_ycck(encode(SCENE.convert("CMYK"))),
     "animated webp": encode(SCENE, "WEBP", lossless=True, save_all=True, append_images=[scene(60, 44, 1)]),
@@ -125,19 +123,17 @@ def test_every_decoder_reads_what_pil_reads(decoder):
     for name, data in FILES.items():
         pixels = decode(data, decoder)
         assert pixels.dtype == torch.uint8 and difference(pixels, pil_pixels(data)) <= 0.1, name
-    for name, data in PIL_FILES.items() if decoder != "torchvision" else ():
+    for name, data in PIL_FILES.items():
         assert torch.equal(decode(data, decoder), pil_pixels(data)), name
 
 
 def test_other_kinds_of_pixels_are_converted_or_refused():
     expected = tensor_of(SCENE.convert("L"))
     pairs = [(kind, decoder) for kind in ("PNG", "TIFF", "PPM") for decoder in ("auto", "pil")]
-    for kind, decoder in [*pairs, ("PNG", "torchvision")]:
+    for kind, decoder in pairs:
         assert torch.equal(decode(encode(gray_16(), kind), decoder), expected), (kind, decoder)
     with pytest.raises(ValueError, match="floating-point"):
         pil_to_tensor(Image.new("F", (4, 4)))
-    for name in ("bmp", "tiff", "animated webp"):
-        assert_refused(PIL_FILES[name], "torchvision", "DATA.DECODER auto")
 
 
 def test_any_buffer_is_read_and_left_as_it_is(decoder):
@@ -193,8 +189,7 @@ def test_max_pixels_holds_for_every_format_and_decoder(decoder):
     for name, data in (FILES | PIL_FILES).items():
         if "20,000" in name or name == "one pixel":
             continue
-        if decoder != "torchvision" or name in FILES:
-            assert decode(data, decoder, exact).shape == (3, 44, 60), name
+        assert decode(data, decoder, exact).shape == (3, 44, 60), name
         with pytest.raises(ValueError, match="60 x 44 pixels are more than DATA.MAX_PIXELS 2639"):
             open_lazy_image(data, decoder, less).crop(Box(0, 0, 4, 4), 4)
 
@@ -247,8 +242,6 @@ def test_image_files_are_opened_in_one_place():
 @pytest.mark.parametrize("kind, decoder", pairwise(("JPEG", "PNG", "WEBP", "TIFF"), DECODERS))
 def test_exif_orientation_is_applied_if_asked(kind, decoder):
     needs(decoder)
-    if (kind, decoder) == ("TIFF", "torchvision"):
-        pytest.skip("torchvision does not read TIFF")
     options, box = DecodeOptions(exif_rotate=True), Box(8, 4, 30, 20)
     for orientation in range(10):
         data = oriented(kind, orientation)
@@ -271,8 +264,6 @@ CUT = (*JPEGS, "png", "animated gif", "webp", "bmp", "tiff", "cmyk jpeg")
 def test_a_file_that_is_cut_is_refused_or_complete(name, decoder):
     needs(decoder)
     data = (FILES | PIL_FILES)[name]
-    if decoder == "torchvision" and name in PIL_FILES:
-        pytest.skip("torchvision does not read it")
     full = decode(data, decoder)
     for end in (*range(1, 60), *range(60, len(data) - 9, max(1, len(data) // 60)), *range(len(data) - 9, len(data))):
         try:

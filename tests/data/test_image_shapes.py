@@ -17,8 +17,8 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.batch_rng import BatchRNG
 from distribuuuu.data.build_transform import build_transform
 from distribuuuu.data.datasets.base import ImageDataset
+from distribuuuu.data.decode import LazyImage
 from distribuuuu.data.device_samples import crop_batch
-from distribuuuu.data.lazy_image import LazyImage
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop, resized_size
 from distribuuuu.data.whole_image import WholeImage

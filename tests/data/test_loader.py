@@ -15,8 +15,8 @@ from torchvision import datasets as torchvision_datasets
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.imagefolder import ImageFolder
+from distribuuuu.data.decode import open_lazy_image
 from distribuuuu.data.loader import build_loader
-from distribuuuu.data.read_image import open_lazy_image
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.engine.preflight import find_run_problems

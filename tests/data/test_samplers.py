@@ -14,8 +14,8 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.batch_plan import plan_batches
 from distribuuuu.data.class_balance import CLASS_POWERS, ClassBalance
 from distribuuuu.data.loader import build_loader
-from distribuuuu.data.progressive_resizing import progressive_im_size
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
+from distribuuuu.data.views import progressive_im_size
 from distribuuuu.data.workers import Pass
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model, check_model

@@ -16,10 +16,9 @@ from distribuuuu.data import transforms
 from distribuuuu.data.batch_rng import BatchRNG
 from distribuuuu.data.build_transform import build_transform
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.decode import EncodedImage
+from distribuuuu.data.decode import EncodedImage, LazyImage, open_lazy_image
 from distribuuuu.data.device_samples import crop_batch
-from distribuuuu.data.lazy_image import Box, LazyImage
-from distribuuuu.data.read_image import open_lazy_image
+from distribuuuu.data.image_file import Box
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop, random_resized_box, resize
 

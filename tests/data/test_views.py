@@ -9,9 +9,9 @@ from support.packs import pack
 from distribuuuu.config import ConfigError
 from distribuuuu.data import decode as decoding
 from distribuuuu.data.datasets.base import ImageDataset
+from distribuuuu.data.decode import open_lazy_image
 from distribuuuu.data.loader import build_loader
 from distribuuuu.data.make_batch import Samples
-from distribuuuu.data.read_image import open_lazy_image
 from distribuuuu.data.samplers import EvalSampler
 from distribuuuu.data.seeding import SampleRNG, derive_seed
 from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop

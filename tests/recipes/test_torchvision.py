@@ -19,7 +19,7 @@ from torchvision.transforms import functional as tv
 from torchvision.transforms import v2
 
 from distribuuuu.data.batch_plan import plan_batches
-from distribuuuu.data.lazy_image import LazyImage
+from distribuuuu.data.decode import LazyImage
 from distribuuuu.data.mixup import build_mixer
 from distribuuuu.data.samplers import ResumableDistributedSampler
 from distribuuuu.data.seeding import SampleRNG

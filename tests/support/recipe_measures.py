@@ -15,9 +15,8 @@ from distribuuuu.data.build_transform import build_transform
 from distribuuuu.data.datasets.base import get_dataset
 from distribuuuu.data.mixup import blend_pairs, soften
 from distribuuuu.data.normalize import statistics_of
-from distribuuuu.data.progressive_resizing import build_im_size
 from distribuuuu.data.transforms import CenterCrop, Transform
-from distribuuuu.data.views import EpochTransforms
+from distribuuuu.data.views import EpochTransforms, build_im_size
 from distribuuuu.models import build_model
 from distribuuuu.optim.ema import build_averages
 from distribuuuu.optim.optimizer import build_optimizer

@@ -14,7 +14,7 @@ from distribuuuu.commands.scan.duplicates import DuplicateGroup
 from distribuuuu.commands.scan.scan import BROKEN, OVERSIZED, ROTATED, TRUNCATED, UNUSABLE, Scan
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.lazy_image import DecodeOptions
+from distribuuuu.data.image_file import DecodeOptions
 from distribuuuu.hints.sources import count_others, find_inner_root, split_command
 
 PROBLEM, NOTE = "problem", "note"

@@ -12,10 +12,10 @@ from distribuuuu.config.errors import counted
 from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.lazy_image import build_decode_options
+from distribuuuu.data.decode import open_lazy_image
+from distribuuuu.data.image_file import build_decode_options
 from distribuuuu.data.loader import BadImageError
 from distribuuuu.data.make_batch import reason_of
-from distribuuuu.data.read_image import open_lazy_image
 from distribuuuu.inference.load_run import open_data
 
 

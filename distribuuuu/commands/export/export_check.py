@@ -25,8 +25,8 @@ from distribuuuu.config.config_node import changed
 from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.base import ImageDataset
+from distribuuuu.data.decode import open_lazy_image
 from distribuuuu.data.loader import BadImageError
-from distribuuuu.data.read_image import open_lazy_image
 from distribuuuu.inference.forward_chunks import list_spans
 from distribuuuu.inference.loaded_run import EvalTransform, LoadedRun, Prediction, Selection
 from distribuuuu.launch.host import count_cores

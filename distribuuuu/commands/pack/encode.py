@@ -19,10 +19,9 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import DataError, counted
 from distribuuuu.data.datasets.array_file import Arrays
 from distribuuuu.data.datasets.base import ImageDataset, is_file
-from distribuuuu.data.decode import decode
-from distribuuuu.data.lazy_image import DEFAULTS, DecodeOptions
+from distribuuuu.data.decode import decode, open_lazy_image
+from distribuuuu.data.image_file import DEFAULTS, DecodeOptions
 from distribuuuu.data.packed.format import COLUMNS, MAX_RECORD, describe_image, shard_name
-from distribuuuu.data.read_image import open_lazy_image
 from distribuuuu.data.transforms import resize
 
 

@@ -152,7 +152,7 @@ def _pack_into_folder(job: PackJob, train: bool, encoder: "Encoder", identity: I
 
 def _build_encoder(job: PackJob, train: bool) -> "Encoder":
     from distribuuuu.commands.pack.encode import Encoder, encode_targets
-    from distribuuuu.data.lazy_image import build_decode_options
+    from distribuuuu.data.image_file import build_decode_options
 
     name, options = job.cfg.DATA.NAME, job.options
     images = get_dataset(name).from_cfg(job.cfg, train)

@@ -7,7 +7,7 @@ from typing import Any
 
 from distribuuuu.config.derived import show_size, total_steps
 from distribuuuu.data.batch_plan import BatchPlan
-from distribuuuu.data.progressive_resizing import build_im_size
+from distribuuuu.data.views import build_im_size
 
 _ASSUMED = "as fast as the one measured here, with as many cores and workers; communication costs no time"
 # Share of the time from which the evaluation is the bottleneck.

@@ -14,11 +14,9 @@ from PIL import Image
 
 from distribuuuu.commands.scan.pool import map_in_order
 from distribuuuu.data.datasets.base import ImageDataset, is_file
-from distribuuuu.data.decode import pil_to_tensor
-from distribuuuu.data.image_file import open_image
-from distribuuuu.data.lazy_image import DecodeOptions
+from distribuuuu.data.decode import open_lazy_image, pil_to_tensor
+from distribuuuu.data.image_file import DecodeOptions, open_image
 from distribuuuu.data.make_batch import reason_of
-from distribuuuu.data.read_image import open_lazy_image
 
 # What is kept of an image: 33 bytes. The content hash decides together with the perceptual hash and the size.
 RECORD = np.dtype([("content", "u8"), ("hash", "u1", 16), ("width", "u4"), ("height", "u4"), ("flags", "u1")])

@@ -18,9 +18,15 @@ from distribuuuu.data.datasets.array_file import ArrayFileError, read_arrays, wr
 from distribuuuu.data.datasets.base import ImageDataset, is_file
 from distribuuuu.data.datasets.index import NUM_THREADS
 from distribuuuu.data.decode import decode
-from distribuuuu.data.image_file import has_16_bits, is_transparent, open_image
-from distribuuuu.data.jpeg_header import read_jpeg_header
-from distribuuuu.data.lazy_image import DecodeOptions, build_decode_options, check_size
+from distribuuuu.data.image_file import (
+    DecodeOptions,
+    build_decode_options,
+    check_size,
+    has_16_bits,
+    is_transparent,
+    open_image,
+    read_jpeg_header,
+)
 from distribuuuu.data.make_batch import reason_of
 from distribuuuu.files.image_files import file_stamp, open_nonblocking, read_file
 from distribuuuu.files.locks import take_turn

@@ -15,7 +15,7 @@ from distribuuuu.commands.doctor.layout import open_cfg, open_folder
 from distribuuuu.commands.scan.duplicates import find_groups
 from distribuuuu.commands.scan.scan import scan_images
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.data.lazy_image import DEFAULTS, DecodeOptions
+from distribuuuu.data.image_file import DEFAULTS, DecodeOptions
 
 
 def check(root: Path, options: DecodeOptions = DEFAULTS, workers: int = 0) -> dict:

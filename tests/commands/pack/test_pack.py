@@ -32,7 +32,7 @@ from distribuuuu.data.datasets.array_file import read_arrays, write_arrays
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.decode import decode
-from distribuuuu.data.lazy_image import DecodeOptions
+from distribuuuu.data.image_file import DecodeOptions
 from distribuuuu.data.packed import format as pack_file
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.data.transforms import resize

@@ -8,7 +8,7 @@ from PIL import Image
 from support.runs import errors_of, make_cfg
 
 from distribuuuu.data.datasets.file_check import find_reduced
-from distribuuuu.data.lazy_image import DEFAULTS
+from distribuuuu.data.image_file import DEFAULTS
 from distribuuuu.data.loader import build_images
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.inference.image_arguments import list_images
