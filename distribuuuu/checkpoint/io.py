@@ -6,10 +6,12 @@ unpickled. A tensor or an entry that claims more bytes than its file has is refu
 """
 
 import errno
+import logging
 import os
 import pickle
 import re
 import stat
+import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +23,10 @@ from distribuuuu.config import ConfigError
 from distribuuuu.files.atomic_file import replacing, sync_folder
 from distribuuuu.files.untrusted import InvalidFileError, untrusted
 
+logger = logging.getLogger(__name__)
+
+# Seconds between the two attempts to read a file that the system cannot read.
+RETRY_READ_S = 5.0
 # Values, with containers, that a file may hold. Containers that refer to each other can multiply them without bound.
 _MAX_VALUES = 1_000_000
 _FOLDER_ATTRIBUTE = 0x10  # of MS-DOS, in a zip entry
@@ -75,12 +81,12 @@ def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     object of an unknown class beside the tensors is left out, and nothing of it is executed.
 
     Raises:
-        UnreadableError: the system cannot read it now.
+        UnreadableError: the system cannot read it, after a second attempt too.
         CheckpointError: it does not exist, its checksums do not match, or it holds no state dict.
     """
     try:
         with untrusted(path, "checkpoint"):
-            content = _read_verified(Path(path))
+            content = _read_patiently(Path(path))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
     except InvalidFileError as error:
@@ -106,6 +112,18 @@ def is_state_dict(value: Any) -> bool:
 def is_list_of(value: Any, kind: type | tuple[type, ...]) -> TypeGuard[Sequence[Any]]:
     """Tell whether a value is a list or a tuple whose items are of a type."""
     return isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)
+
+
+def _read_patiently(path: Path) -> Any:
+    """Read a file, and once more if the system fails, e.g. while the server of a network file system restarts."""
+    try:
+        return _read_verified(path)
+    except (FileNotFoundError, PermissionError):
+        raise
+    except OSError as error:
+        logger.warning("%s: cannot be read: %s; trying again in %.0f s", path, error.strerror or error, RETRY_READ_S)
+    time.sleep(RETRY_READ_S)
+    return _read_verified(path)
 
 
 def _read_verified(path: Path) -> Any:
