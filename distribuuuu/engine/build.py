@@ -42,7 +42,6 @@ from distribuuuu.launch.detect import Launch, list_jobs
 from distribuuuu.models.build import build_model, select_outputs
 from distribuuuu.models.finetune import build_initial_model, freeze_parts
 from distribuuuu.models.head import head_parameters
-from distribuuuu.optim.ema import build_averages
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.optim.precision import Precision, build_clipper, build_precision
 from distribuuuu.optim.schedules import build_lr, build_weight_decay
@@ -228,7 +227,11 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
         from distribuuuu.distributed.activation_checkpoint import build_act_checkpoint
 
         model = build_act_checkpoint(cfg, model)
-    averages = build_averages(cfg, model)
+    averages: dict[str, Any] = {}
+    if cfg.EMA.HALF_LIFE:
+        from distribuuuu.optim.ema import build_averages
+
+        averages = build_averages(cfg, model)
     parallelize = build_parallelize_fn(cfg, loader.device)
     parallelize(model)
     for average in averages.values():

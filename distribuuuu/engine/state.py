@@ -28,7 +28,7 @@ import os
 import time
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -40,11 +40,13 @@ from distribuuuu.config.errors import counted
 from distribuuuu.data.seeding import derive_seed
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.sharding import full_state_dict
-from distribuuuu.optim.ema import Ema
 from distribuuuu.optim.precision import Precision
 from distribuuuu.records.environment import peak_memory_mib
 from distribuuuu.records.step_timing import StepTiming
 from distribuuuu.tasks.metrics import Meter
+
+if TYPE_CHECKING:
+    from distribuuuu.optim.ema import Ema
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +80,7 @@ class TrainState:
     num_skipped: int = 0
     chosen: torch.Tensor | None = None
     precision: Precision = field(default_factory=Precision)
-    averages: dict[str, Ema] = field(default_factory=dict)
+    averages: "dict[str, Ema]" = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     plugins: dict[str, str | None] = field(default_factory=dict)
     timing: StepTiming = field(default_factory=StepTiming)

@@ -79,6 +79,4 @@ class Ema:
 def build_averages(cfg, model: nn.Module) -> dict[str, Ema]:
     """Return the averages of a run's weights by kind of weights, see `checkpoint.weights_files.KINDS`."""
     ema = cfg.EMA
-    if not ema.HALF_LIFE:
-        return {}
     return {"ema": Ema(model, ema.HALF_LIFE, ema.RAMP_UP, ema.BUFFERS, ema.EVERY_STEPS, ema.START_EPOCH)}

@@ -64,17 +64,9 @@ def lr_multipliers(model: nn.Module, lr_mult: Mapping[str, float]) -> dict[str, 
     names = [name for name, _ in model.named_parameters()]
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     first = {name: next((pattern for pattern in lr_mult if is_match(name, pattern)), None) for name in trained}
-    problems = []
-    for pattern in lr_mult:
-        if pattern in first.values():
-            continue
-        if not any(is_match(name, pattern) for name in names):
-            problem = no_match(pattern, names)
-        elif not any(is_match(name, pattern) for name in trained):
-            problem = "all that it matches is frozen (FINETUNE.FREEZE); remove it"
-        else:
-            problem = "patterns before it match all that it matches; put it before them"
-        problems.append(Problem(f"FINETUNE.LR_MULT.{pattern}", problem))
-    if problems:
-        raise ConfigError(problems)
+    if idle := [pattern for pattern in lr_mult if pattern not in first.values()]:
+        reason = "matches only what is frozen or what patterns before it match"
+        messages = [reason if any(is_match(name, one) for name in names) else no_match(one, names) for one in idle]
+        pairs = zip(idle, messages, strict=True)
+        raise ConfigError([Problem(f"FINETUNE.LR_MULT.{pattern}", message) for pattern, message in pairs])
     return {name: lr_mult[pattern] for name, pattern in first.items() if pattern is not None}

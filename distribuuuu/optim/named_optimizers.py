@@ -59,12 +59,9 @@ def check_arguments(cfg, constructor: Callable) -> dict[str, Any]:
     """Return OPTIM.KWARGS as keyword arguments of an optimizer's constructor.
 
     Raises:
-        ConfigError: with each name that is not a parameter of it, and each value of another type.
+        ConfigError: with each name that is not a parameter of it.
     """
     known = inspect.signature(constructor).parameters
-    for name, value in cfg.OPTIM.KWARGS.items():
-        if name in known and (expected := _find_wrong_type(value, known[name])):
-            raise ConfigError(Problem(f"OPTIM.KWARGS.{name}", f"got {value!r}; expected {expected}"), cfg.origins)
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         free = [name for name in known if name not in OPTIM_ARGUMENTS] or ["none"]
         problems = [
@@ -75,34 +72,6 @@ def check_arguments(cfg, constructor: Callable) -> dict[str, Any]:
         if problems:
             raise ConfigError(problems, cfg.origins)
     return dict(cfg.OPTIM.KWARGS)
-
-
-def check_step(cfg, groups: list[dict[str, Any]], build: Callable) -> None:
-    """Update small tensors instead of the parameters; raise ConfigError if OPTIM.KWARGS fail in a step only."""
-    small = {w.ndim: torch.ones((4,) * w.ndim, dtype=w.dtype, device=w.device) for g in groups for w in g["params"]}
-    for tensor in small.values():  # muon has another update for dimensions below 4
-        tensor.grad = torch.ones_like(tensor)
-    try:
-        with torch.random.fork_rng({tensor.device for tensor in small.values() if tensor.is_cuda}):
-            build([{**groups[0], "params": [*small.values()]}]).step()
-    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        reason = f"{cfg.OPTIM.NAME} fails in a step with them: {str(error) or type(error).__name__}"
-        raise ConfigError(Problem("OPTIM.KWARGS", f"got {dict(cfg.OPTIM.KWARGS)}; {reason}"), cfg.origins) from error
-
-
-def _find_wrong_type(value: Any, parameter: inspect.Parameter) -> str:
-    """Return the type that a parameter expects, by its default, if a value is not of it; else an empty string."""
-    kind, annotation = type(parameter.default), str(parameter.annotation)
-    if value is None and ("None" in annotation or "Optional" in annotation):
-        return ""
-    if kind is int and parameter.annotation not in (int, "int"):
-        kind = float  # torch writes 0 for a number
-    accepted: dict[type, tuple[tuple[type, ...], str]] = {
-        bool: ((bool,), "a bool"), int: ((int,), "an int"), float: ((int, float), "a number"),
-        tuple: ((tuple, list), "a tuple"),
-    }  # fmt: skip
-    types, expected = accepted.get(kind, ((type(value),), ""))
-    return "" if type(value) in types else expected
 
 
 def _build_registered(

@@ -60,10 +60,6 @@ def build_optimizer(
         return optimizer
 
     optimizer = build_sharded_optimizer(cfg, groups, build)
-    if optim.KWARGS and not registered:
-        from distribuuuu.optim.named_optimizers import check_step
-
-        check_step(cfg, groups, build)
     options = inspect.signature(registered).parameters if registered else optimizer.defaults
     for name in [name for name in ("betas", "eps") if getattr(optim, name.upper())]:
         if name not in options:

@@ -26,43 +26,10 @@ def cos_factor(epoch: float, *, max_epoch: int, min_lr: float) -> float:
     return (1.0 - min_lr) * 0.5 * (1.0 + math.cos(math.pi * epoch / max_epoch)) + min_lr
 
 
-@SCHEDULES.register("cos_timm")
-def cos_timm_factor(epoch: float, *, max_epoch: int, min_lr: float, peak: float) -> float:
-    """Return 1 until the epoch `peak`, then the cosine of that epoch: in timm the warm-up replaces the cosine."""
-    return cos_factor(epoch, max_epoch=max_epoch, min_lr=min_lr) if epoch >= peak else 1.0
-
-
-@SCHEDULES.register("cos_after_warmup")
-def cos_after_warmup_factor(epoch: float, *, max_epoch: int, min_lr: float, peak: float) -> float:
-    """Return 1 until the epoch `peak`, then half a cosine to `min_lr`, as in torchvision's training and big_vision."""
-    return cos_factor(max(0.0, epoch - peak), max_epoch=max_epoch - peak, min_lr=min_lr)
-
-
 @SCHEDULES.register("steps")
 def steps_factor(epoch: float, *, steps: Sequence[float], lr_mult: float) -> float:
     """Return `lr_mult` to the power of the number of steps reached; a step at 0 is the start and does not count."""
     return lr_mult ** sum(1 for step in steps if 0 < step <= epoch)
-
-
-@SCHEDULES.register("exp")
-def exp_factor(epoch: float, *, max_epoch: int, min_lr: float) -> float:
-    """Return an exponential decay from 1 to `min_lr`, above 0."""
-    return min_lr ** (epoch / max_epoch)
-
-
-@SCHEDULES.register("lin")
-def lin_factor(epoch: float, *, max_epoch: int, min_lr: float) -> float:
-    """Return a linear decay from 1 to `min_lr`."""
-    return (1.0 - min_lr) * (1.0 - epoch / max_epoch) + min_lr
-
-
-@SCHEDULES.register("tri")
-def tri_factor(epoch: float, *, max_epoch: int, min_lr: float, peak: float) -> float:
-    """Return 1 until the epoch `peak`, then a linear decay to `min_lr`; a triangle with the warm-up.
-
-    Used by ffcv-imagenet (Leclerc et al., arXiv 2306.12517) and by short trainings (Smith, arXiv 1708.07120).
-    """
-    return 1.0 - (1.0 - min_lr) * max(0.0, epoch - peak) / (max_epoch - peak)
 
 
 def warmup_factor(epoch: float, *, warmup_epochs: float, factor: float) -> float:

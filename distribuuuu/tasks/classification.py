@@ -15,7 +15,7 @@ from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.normalize import pad_batch
 from distribuuuu.optim.precision import Precision
 from distribuuuu.tasks.base import StepKey, Task
-from distribuuuu.tasks.losses import Loss, build_loss, count_labels
+from distribuuuu.tasks.losses import Loss, build_loss
 from distribuuuu.tasks.metrics import StepOutput, hard_labels, one_hot
 
 # The names of the state of the loss begin with this.
@@ -43,6 +43,8 @@ class Classification(Task):
         self.mix_end = min(stage_without_augmentation(self.cfg), default=math.inf)
         self.criterion = build_loss(self.cfg, images=images).to(self.device)
         if type(self.criterion).prepare is not Loss.prepare:
+            from distribuuuu.tasks.class_weights import count_labels
+
             self.criterion.prepare(count_labels(images))
 
     def begin_epoch(self, epoch: int) -> str | None:

@@ -1,14 +1,11 @@
 """bf16 and fp16: what computes in which type, loss scaling against its rules, and resuming with the scale."""
 
-import contextlib
-
 import pytest
 import torch
 from support.runs import records
 from torch import nn
 
-from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.optim.precision import Precision, build_precision
+from distribuuuu.optim.precision import Precision
 from distribuuuu.trainer import train_model
 
 
@@ -23,15 +20,6 @@ def test_the_forward_pass_computes_in_the_type_and_the_weights_stay_float32(name
     precision.backward(logits.float().sum())
     precision.step(torch.optim.SGD(net.parameters(), lr=0.1), lambda parameters: None)
     assert net.weight.dtype == net.weight.grad.dtype == torch.float32
-
-
-def test_float16_on_a_cpu_is_a_warning_since_it_is_slow(caplog):
-    for name, is_slow in [("none", False), ("bf16", False), ("fp16", True)]:
-        for device, expected in (("cpu", is_slow), ("meta", False)):
-            caplog.clear()
-            with contextlib.suppress(RuntimeError):  # of the autocast of another device
-                build_precision(load_cfg(None, ["TRAIN.AMP", name]), torch.device(device))
-            assert ("TRAIN.AMP: fp16 on a CPU" in caplog.text) == expected
 
 
 def small_step(precision: Precision, factor: float) -> tuple[nn.Linear, torch.Tensor]:
@@ -81,8 +69,3 @@ def test_half_precision_changes_the_numbers_a_little(finished_run, small_cfg):
     train_model(cfg := small_cfg("TRAIN.AMP", "bf16"))
     half, single = ([entry["loss"] for entry in records(out)][:5] for out in (cfg.OUT_DIR, finished_run))
     assert half != single and half == pytest.approx(single, rel=0.05)
-
-
-def test_a_mistyped_precision_is_answered():
-    with pytest.raises(ConfigError, match="TRAIN.AMP .* 'bf61'; expected one of none, bf16, fp16; did you mean bf16"):
-        load_cfg(None, ["TRAIN.AMP", "bf61"])

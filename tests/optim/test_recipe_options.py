@@ -103,45 +103,6 @@ def test_an_unknown_argument_is_refused_with_the_nearest():
         assert said in problem and "no such argument" in problem
 
 
-@pytest.mark.parametrize(("name", "key", "value", "said"), [
-    ("adamw", "amsgrad", "banana", "got 'banana'; expected a bool"), ("sgd", "maximize", 1, "got 1; expected a bool"),
-    ("lamb", "max_grad_norm", "banana", "got 'banana'; expected a number"),
-    ("lamb", "max_grad_norm", True, "got True; expected a number"),
-    ("muon", "ns_steps", 2.5, "got 2.5; expected an int"),
-])  # fmt: skip
-def test_a_value_of_another_type_is_refused(name, key, value, said):
-    cfg = make_cfg("OPTIM.NAME", name, f"OPTIM.KWARGS.{key}", value)
-    (problem,) = problems_of(build_optimizer, cfg, nn.Linear(2, 2))
-    assert problem == f"OPTIM.KWARGS.{key} (command line): {said}"
-
-
-@pytest.mark.parametrize(("name", "key", "value", "said"), [
-    ("muon", "adjust_lr_fn", "abc", 'Invalid scaling function "abc"'), ("muon", "ns_coefficients", "abc", ""),
-    ("kron", "memory_save_mode", "abc", "Invalid memory_save_mode: abc"), ("mars", "betas_1d", 3, "cannot unpack"),
-    ("adafactorbv", "momentum_dtype", 3, "must be torch.dtype"),
-])  # fmt: skip
-def test_a_value_that_fails_in_a_step_is_refused_before_the_first_one(name, key, value, said):
-    cfg = make_cfg("OPTIM.NAME", name, f"OPTIM.KWARGS.{key}", value)
-    (problem,) = problems_of(build_optimizer, cfg, nn.Linear(5, 5))
-    assert problem.startswith(f"OPTIM.KWARGS: got {{{key!r}: {value!r}}}; {name} fails in a step with them: ")
-    assert said in problem
-
-
-def test_the_check_of_a_step_changes_neither_the_random_numbers_nor_the_parameters():
-    model, state = nn.Linear(5, 5), torch.random.get_rng_state()
-    before = copy.deepcopy(model)
-    optimizer = build_optimizer(make_cfg("OPTIM.NAME", "kron", "OPTIM.KWARGS.max_size_triangular", 3), model)
-    assert torch.equal(torch.random.get_rng_state(), state) and not optimizer.state
-    assert torch.equal(model.weight, before.weight) and model.weight.grad is None
-
-
-@pytest.mark.parametrize(("name", "key", "value"), [
-    ("lamb", "max_grad_norm", "None"), ("lamb", "max_grad_norm", 1), ("adagrad", "lr_decay", 0.1),
-])  # fmt: skip
-def test_none_and_numbers_are_accepted_where_the_optimizer_takes_them(name, key, value):
-    build_optimizer(make_cfg("OPTIM.NAME", name, f"OPTIM.KWARGS.{key}", value), nn.Linear(2, 2))
-
-
 # -------------------------------------------------------------------------------------------------- clipping
 
 

@@ -8,9 +8,7 @@ from support.runs import make_cfg, newest
 from torch import nn
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.model_names import NameTable, keep_table
 from distribuuuu.config.registry import OPTIMIZERS, SCHEDULES
-from distribuuuu.engine.preflight import _name_problems
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.optim.schedules import build_schedule
 from distribuuuu.trainer import train_model
@@ -83,21 +81,3 @@ def test_a_script_may_register_before_timm_is_asked():
     assert (defaults["betas"], defaults["weight_decay"]) == ((0.7, 0.8), 1.5)
     with pytest.raises(ConfigError, match=r"OPTIM.EPS \(command line\): adamw has no eps"):
         build_optimizer(make_cfg(*groups, "OPTIM.EPS", 0.1), model)
-
-
-def test_a_class_can_be_registered():
-    OPTIMIZERS.register(torch.optim.Adagrad)
-    optimizer = build_optimizer(make_cfg("OPTIM.NAME", "Adagrad", "OPTIM.EPS", 0.1), nn.Linear(2, 2))
-    assert type(optimizer) is torch.optim.Adagrad and optimizer.defaults["eps"] == 0.1
-
-
-def test_the_check_of_names_knows_them(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    keep_table("optimizers", lambda: NameTable({"adam": None}))
-    OPTIMIZERS.register("shampoo")(torch.optim.SGD)
-    assert list(_name_problems(make_cfg("OPTIM.NAME", "shampoo"), train=True)) == []
-    cfg = make_cfg("OPTIM.NAME", "shampo")
-    message = "unknown optimizer 'shampo'; did you mean shampoo?"
-    assert list(_name_problems(cfg, train=True)) == [("OPTIM.NAME", message)]
-    with pytest.raises(ConfigError, match="unknown optimizer 'shampo'; did you mean shampoo"):
-        build_optimizer(cfg, nn.Linear(2, 2))

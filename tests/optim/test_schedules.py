@@ -29,12 +29,6 @@ def test_steps_may_begin_with_zero_or_not():
         assert factors == [1, 1, 0.1, 0.1, 0.01, 0.01, 0.001, 0.001]
 
 
-def test_a_step_multiplies_the_rate_by_lr_mult():
-    lr_at = schedule("OPTIM.LR_POLICY", "steps", "OPTIM.STEPS", [2, 4], "OPTIM.LR_MULT", 0.25, "OPTIM.WARMUP_EPOCHS", 0,
-                     "OPTIM.BASE_LR", 8)  # fmt: skip
-    assert [lr_at(epoch) for epoch in range(6)] == [8, 8, 2, 2, 0.5, 0.5]
-
-
 def test_lin_and_exp_go_from_one_to_min_lr():
     for policy, middle in (("lin", 0.55), ("exp", math.sqrt(0.1))):
         lr_at = schedule("OPTIM.LR_POLICY", policy, "OPTIM.MIN_LR", 0.1, "OPTIM.WARMUP_EPOCHS", 0, "OPTIM.BASE_LR", 1)

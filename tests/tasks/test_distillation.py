@@ -6,7 +6,7 @@ import torch
 from support.runs import make_cfg, records
 from torch import nn
 
-from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config import ConfigError
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.dummy import Dummy
 from distribuuuu.models import build_model
@@ -115,9 +115,3 @@ def test_a_teacher_with_other_classes_is_rejected(small_cfg, tmp_path):
     prepared(cfg, ("ant", "wasp", "cat"))
     torch.save(content["state_dict"], weights)
     prepared(cfg, ("ant", "bee", "cat"))
-
-
-def test_teacher_and_weights_must_be_set_together():
-    for given, missing in [("DISTILL.TEACHER", "DISTILL.WEIGHTS"), ("DISTILL.WEIGHTS", "DISTILL.TEACHER")]:
-        with pytest.raises(ConfigError, match=f"{missing}: is not set"):
-            load_cfg(None, [given, "resnet18"])

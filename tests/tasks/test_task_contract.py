@@ -288,21 +288,6 @@ def test_stages_of_a_task_and_a_loss_are_recorded_also_after_a_resume(register, 
     assert_same_run(tmp_path / "out", tmp_path / "whole")
 
 
-def test_a_task_may_keep_batch_norm_layers_in_evaluation_mode(register, small_cfg, tmp_path):
-    class Frozen(Classification):
-        def train_mode(self, model):
-            super().train_mode(model)
-            for module in model.modules():
-                if isinstance(module, nn.BatchNorm2d):
-                    module.eval()
-
-    register(Frozen)
-    train_model(small_cfg("TASK.NAME", "Frozen", "OPTIM.MAX_EPOCH", 1))
-    weights = newest(tmp_path / "out")["state_dict"]
-    means = [value for name, value in weights.items() if name.endswith("running_mean")]
-    assert means and not any(mean.any() for mean in means)
-
-
 class TwoHeads(Task):
     """A task whose model returns a dict: one head for the class, one for its parity."""
 
@@ -365,17 +350,6 @@ def test_an_evaluation_may_adapt_a_copy_of_the_model(register, small_cfg, tmp_pa
     assert_close(*map(newest, runs), tolerance=0)
     losses = [[entry["loss"] for entry in records(run) if entry["kind"] == "eval"] for run in runs]
     assert losses[0] != losses[1]
-
-
-def test_a_checkpoint_without_a_state_starts_the_task_anew(register, small_cfg, tmp_path):
-    train_model(small_cfg(), stop_epoch=1)
-    path = next((tmp_path / "out" / "checkpoints").iterdir())
-    content = torch.load(path, weights_only=True)
-    del content["task"]
-    torch.save(content, path)
-    register(Centered)
-    train_model(small_cfg("TASK.NAME", "Centered"))
-    assert "has no task state; the task is re-initialized: num_seen" in log_of(tmp_path / "out")
 
 
 @pytest.mark.slow
