@@ -289,7 +289,7 @@ def make_data_subjects(folder: Path, server: RangeServer) -> list[Subject]:
     (record,) = records.rglob("*.headers")
     write_npz(folder / "predictions.npz")
     readers: dict[Path, tuple[Callable[[], Any], Callable | None, str]] = {
-        unfinished / "shard-00000.part": (lambda: read_parts(unfinished), craft_array_file, ""),
+        unfinished / "shard-00000.part": (lambda: read_parts(unfinished), None, ""),
         record: (lambda: read_record(records), None, ""),
         folder / "predictions.npz": (lambda: read_npz(folder / "predictions.npz"), craft_npz, ""),
         folder / "served" / "raw" / INDEX: (lambda: read_remote_pack(server, folder), craft_array_file, server.url),

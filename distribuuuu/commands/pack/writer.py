@@ -16,7 +16,6 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.array_file import (
     ArrayFileError,
-    Arrays,
     checksum_of,
     pack_names,
     read_arrays,
@@ -30,12 +29,7 @@ from distribuuuu.data.packed.format import (
     VERSION,
     VERSIONS,
     Identity,
-    Meta,
-    check_columns,
-    check_meta,
-    is_number,
-    is_shard,
-    is_valid_targets,
+    read_index_file,
     shard_header,
     shard_name,
 )
@@ -75,9 +69,11 @@ def find_conflicts(folder: Path, identity: Identity) -> list[str]:
         identity: the known part of it.
     """
     try:
-        existing = _read_identity(folder)
-    except (ArrayFileError, OSError) as error:
-        return [f"{folder / INDEX} {error}; use another folder, or add --overwrite to replace it"]
+        has_index = (folder / INDEX).exists()
+        parts = [] if has_index else _finished_parts(folder)
+        existing: Identity | None = read_index_file(folder, False)[0] if has_index else parts[0][0] if parts else None
+    except ConfigError as error:
+        return [f"{error}; or use another folder, or add --overwrite to replace it"]
     return compare_identities(folder, existing, identity) if existing else []
 
 
@@ -99,20 +95,6 @@ def _format_value(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _read_identity(folder: Path) -> Identity | None:
-    """Return the source and options of the pack in a folder; None if there is none, or no readable side file.
-
-    Raises:
-        ArrayFileError: the index cannot be used.
-    """
-    if (folder / INDEX).exists():
-        meta = read_arrays(folder / INDEX, KIND, VERSIONS)[0]
-        check_meta(meta)
-        return meta
-    parts = _finished_parts(folder)
-    return parts[0][0] if parts else None
-
-
 def _finished_parts(folder: Path) -> list[tuple[dict[str, Any], dict[str, np.ndarray]]]:
     """Return the meta and the rows of each finished shard, up to the first that is incomplete."""
     parts: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []
@@ -120,25 +102,10 @@ def _finished_parts(folder: Path) -> list[tuple[dict[str, Any], dict[str, np.nda
         while True:
             path = folder / shard_name(len(parts))
             meta, rows = read_arrays(path.with_suffix(".part"), PART_KIND, VERSION)
-            _check_part(len(parts), meta, rows)
             if path.stat().st_size != meta["shard"]["size"]:
                 break
             parts.append((meta, rows))
     return parts
-
-
-def _check_part(number: int, meta: Meta, rows: Arrays) -> None:
-    """Raise ArrayFileError if the side file of a shard misses a value, or has one of another type."""
-    is_valid = all(isinstance(meta.get(part), dict) for part in ("options", "source"))
-    is_counted = all(is_number(meta.get(key), 1 << 40) for key in ("next_image", "num_skipped"))
-    if not (is_valid and is_counted and is_shard(meta.get("shard"), number)):
-        raise ArrayFileError("has an invalid header")
-    targets = meta["source"].get("targets")
-    if not is_valid_targets(targets):
-        raise ArrayFileError("has an invalid header: targets")
-    classes = range(8 * rows["target_0"].shape[-1]) if targets == {"kind": "labels"} and "target_0" in rows else ()
-    if check_columns(rows, {**meta, "classes": classes}) != meta["shard"]["images"]:
-        raise ArrayFileError("has another number of rows than images")
 
 
 def remove_pack(folder: Path) -> None:

@@ -20,12 +20,11 @@ import numpy as np
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
-from distribuuuu.data.datasets.array_file import ArrayFileError, Arrays, Place, packed_name, read_arrays
+from distribuuuu.data.datasets.array_file import Arrays, Place, packed_name, read_arrays
+from distribuuuu.files.untrusted import InvalidFileError, untrusted
 
 # The second version has targets other than one label per image.
 KIND, VERSION, VERSIONS = "packed images", 1, (1, 2)
-# Levels of a structured target, and its most arrays.
-_MAX_LEVELS, _MAX_ARRAYS = 20, 1000
 FORMATS = ("jpeg", "raw")
 INDEX = "index.bin"
 # Columns of the index besides the names: the position of a record, and its contents.
@@ -83,61 +82,50 @@ def read_index_file(folder: Path, check_rows: bool) -> tuple[Meta, dict[str, np.
     """Return the meta and the columns of a pack, whose shards may be missing; raise ConfigError with its problems."""
     path = folder / INDEX
     try:
-        meta, columns = read_arrays(path, KIND, VERSIONS)
-        check_meta(meta)
-        check_columns(columns, meta)
-        if check_rows and (problem := _find_row_problem(meta, columns)):
-            raise ArrayFileError(f"is corrupt: {problem}")
-        return meta, columns
+        with untrusted(path, "pack"):
+            meta, columns = read_arrays(path, KIND, VERSIONS)
+            check_index(meta, columns)
+            if check_rows:
+                _check_rows(meta, columns)
+            return meta, columns
     except FileNotFoundError:
         if any(folder.glob("shard-*")):
             message = f"{folder}: packing is not finished: run the same distribuuuu pack command again"
         else:
             message = f"{folder} has no {INDEX}: it is not a packed data set; create one with distribuuuu pack"
         raise ConfigError(message) from None
-    except ArrayFileError as error:
-        raise ConfigError(f"{path} {error}; pack the data again") from error
+    except InvalidFileError as error:
+        raise ConfigError(f"{error}; pack the data again") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def check_meta(meta: Mapping[str, Any]) -> None:
-    """Check the types and the ranges of all values in the meta of an index that are used anywhere.
-
-    Raises:
-        ArrayFileError: a part is missing or has an invalid value.
-    """
-    options = meta.get("options")
-    classes, shards = (meta[key] if isinstance(meta.get(key), list) else [None] for key in ("classes", "shards"))
-    is_valid = {
-        "options": isinstance(options, dict) and options.get("format") in FORMATS,
-        "source": isinstance(meta.get("source"), dict) and is_valid_targets(meta["source"].get("targets")),
-        "classes": all(isinstance(name, str) for name in classes) and 0 < len(set(classes)) == len(classes),
-        "mean": _is_rgb(meta.get("mean"), -1e6),
-        "std": _is_rgb(meta.get("std"), 1e-6),
-        "crop": isinstance(meta.get("crop"), str),
-        "crc32": is_number(meta.get("crc32"), 1 << 32),
-        "max_pixels": is_number(meta.get("max_pixels", 0), 1 << 50),
-        "shards": all(map(is_shard, shards, range(len(shards)))),
-    }
-    if invalid := [part for part, valid in is_valid.items() if not valid]:
-        raise ArrayFileError(f"has an invalid header: {', '.join(invalid)}")
-
-
-def is_number(value: Any, end: int) -> bool:
-    """Return whether a value from JSON is an integer from 0 to below `end`."""
-    return type(value) is int and 0 <= value < end
-
-
-def _is_rgb(values: Any, least: float) -> bool:
-    is_list = isinstance(values, list) and len(values) == 3
-    return is_list and all(type(value) in (int, float) and least <= value <= 1e6 for value in values)
-
-
-def is_shard(shard: Any, number: int) -> bool:
-    """Return whether a value from JSON describes shard `number`."""
-    is_named = isinstance(shard, dict) and shard.get("name") == shard_name(number)
-    return is_named and all(is_number(shard.get(key), _MAX_SHARD) for key in ("size", "images"))
+def check_index(meta: Meta, columns: Mapping[str, Place] | Arrays) -> int:
+    """Return the number of images of a pack; raise an exception if its index is invalid: it may be untrusted."""
+    classes, colors = meta["classes"], np.array([meta["mean"], meta["std"]], float)
+    if not classes or not all(isinstance(name, str) for name in classes) or len({*classes}) < len(classes):
+        raise ValueError("invalid classes")
+    if colors.shape != (2, 3) or not (np.abs(colors) < 1e6).all() or colors[1].min() < 1e-6:
+        raise ValueError("invalid mean or std")
+    if meta["options"]["format"] not in FORMATS or not isinstance(meta["crop"], str):
+        raise ValueError("invalid options")
+    if not isinstance(meta["crc32"], int) or not isinstance(meta.get("max_pixels", 0), int):
+        raise ValueError("invalid numbers")
+    for number, shard in enumerate(meta["shards"]):
+        counts = [shard[key] for key in ("size", "images")]
+        if shard["name"] != shard_name(number) or not all(
+            type(count) is int and 0 <= count < _MAX_SHARD for count in counts
+        ):
+            raise ValueError("invalid shards")
+    num = columns["label"].shape[0]
+    shapes: dict[str, tuple[type, tuple[int, ...]]] = {name: (kind, (num,)) for name, kind in COLUMNS.items()}
+    shapes |= {"name_offsets": (np.int64, (num + 1,)), "name_bytes": (np.uint8, columns["name_bytes"].shape[:1])}
+    targets = list_arrays(meta["source"].get("targets"), len(classes))
+    shapes |= {name: (kind, (num, *shape)) for name, (kind, shape) in targets.items()}
+    for name, (kind, shape) in shapes.items():
+        if columns[name].dtype != kind or columns[name].shape != shape:
+            raise ValueError(f"invalid column {name}")
+    return num
 
 
 # ------------------------------------------------------------------------------------------ targets
@@ -164,6 +152,8 @@ def list_arrays(targets: Mapping[str, Any] | None, num_classes: int) -> dict[str
         return {}
     if targets["kind"] == "labels":
         return {"target_0": (np.uint8, (-(-num_classes // 8),))}
+    if targets["kind"] != "structured":
+        raise ValueError("unknown targets")
     found: dict[str, tuple[type, tuple[int, ...]]] = {}
     waiting = [targets["form"]]
     while waiting:
@@ -176,71 +166,33 @@ def list_arrays(targets: Mapping[str, Any] | None, num_classes: int) -> dict[str
     return found
 
 
-def is_valid_targets(targets: Any) -> bool:
-    """Return whether a value from JSON describes targets; None: one label per image."""
-    if targets is None or targets == {"kind": "labels"}:
-        return True
-    if not isinstance(targets, dict) or set(targets) != {"kind", "form"} or targets["kind"] != "structured":
-        return False
-    numbers: list[int] = []
-    return _is_form(targets["form"], _MAX_LEVELS, numbers) and sorted(numbers) == list(range(len(numbers)))
-
-
-def _is_form(form: Any, levels: int, numbers: list[int]) -> bool:
-    """Return whether a value is a form of at most so many levels, and add the numbers of its arrays."""
-    if not isinstance(form, dict) or not levels or len(numbers) > _MAX_ARRAYS:
-        return False
-    if list(form) == ["dict"] and isinstance(form["dict"], dict):
-        return all(_is_form(part, levels - 1, numbers) for part in form["dict"].values())
-    if list(form) == ["tuple"] and isinstance(form["tuple"], list):
-        return all(_is_form(part, levels - 1, numbers) for part in form["tuple"])
-    if set(form) != {"array", "shape", "float"} or not is_number(form["array"], _MAX_ARRAYS):
-        return False
-    numbers.append(form["array"])
-    shape = form["shape"]
-    is_shape = isinstance(shape, list) and len(shape) <= 7 and all(is_number(side, 1 << 30) for side in shape)
-    return is_shape and isinstance(form["float"], bool)
-
-
-def check_columns(columns: Mapping[str, Place] | Arrays, meta: Mapping[str, Any]) -> int:
-    """Return the number of images; raise ArrayFileError if a column is missing or has the wrong type or length."""
-    label, names = (columns[name].shape if name in columns else () for name in ("label", "name_bytes"))
-    num = label[0] if label else 0
-    shapes: dict[str, tuple[type, tuple[int, ...]]] = {name: (kind, (num,)) for name, kind in COLUMNS.items()}
-    shapes |= {"name_offsets": (np.int64, (num + 1,)), "name_bytes": (np.uint8, (names[0] if names else 0,))}
-    targets = list_arrays(meta["source"].get("targets"), len(meta.get("classes", ())))
-    shapes |= {name: (kind, (num, *shape)) for name, (kind, shape) in targets.items()}
-    for name, (kind, shape) in shapes.items():
-        if name not in columns or columns[name].dtype != kind or columns[name].shape != shape:
-            raise ArrayFileError(f"has an invalid header: column {name}")
-    return num
-
-
-def _find_row_problem(meta: Meta, columns: Arrays) -> str | None:
-    """Return the first impossible value among all rows."""
+def _check_rows(meta: Meta, columns: Arrays) -> None:
+    """Raise ValueError for impossible values among the rows."""
     sizes = np.array([shard["size"] for shard in meta["shards"]], np.int64)
     shard, start, length, label = (columns[name] for name in ("shard", "offset", "length", "label"))
     ends = columns["name_offsets"]
     if ends[0] != 0 or ends[-1] != len(columns["name_bytes"]) or not (0 <= np.diff(ends)).all():
-        return "names outside of their column"
+        raise ValueError("names outside of their column")
     if not len(label):
-        return None
+        return
     if label.min() < 0 or label.max() >= len(meta["classes"]):
-        return f"a label outside the {len(meta['classes'])} classes"
+        raise ValueError(f"a label outside the {len(meta['classes'])} classes")
     if shard.min() < 0 or shard.max() >= len(sizes):
-        return f"an image outside the {len(sizes)} shards"
-    if start.min() < HEADER_SIZE or start.max() > _MAX_SHARD or length.min() < 0 or length.max() > MAX_RECORD:
-        return f"an image outside its shard, or of more than {MAX_RECORD:,} bytes"
-    if (start > sizes[shard] - length).any():
-        return "an image outside its shard"
+        raise ValueError(f"an image outside the {len(sizes)} shards")
+    if (
+        start.min() < HEADER_SIZE
+        or length.min() < 0
+        or length.max() > MAX_RECORD
+        or (start > sizes[shard] - length).any()
+    ):
+        raise ValueError(f"an image outside its shard, or of more than {MAX_RECORD:,} bytes")
     # The blocks of a pack at a URL are neighboring records.
     is_same = shard[1:] == shard[:-1]
     if (shard[1:] < shard[:-1]).any() or (is_same & (start[1:] < start[:-1] + length[:-1])).any():
-        return "images out of order, or overlapping"
+        raise ValueError("images out of order, or overlapping")
     height, width = columns["height"].astype(np.int64), columns["width"].astype(np.int64)
     if meta["options"]["format"] == "raw" and ((height <= 0) | (width <= 0) | (height * width * 3 != length)).any():
-        return "a number of bytes that differs from the image size"
-    return None
+        raise ValueError("a number of bytes that differs from the image size")
 
 
 def find_shard_problems(folder: Path, meta: Meta) -> Iterator[str]:

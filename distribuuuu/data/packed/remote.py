@@ -19,14 +19,15 @@ from typing import Any
 import numpy as np
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.datasets.array_file import FIXED, ArrayFileError, Place, checksum_of, read_fixed, read_header
+from distribuuuu.data.datasets.array_file import FIXED, Place, checksum_of, read_fixed, read_header
 from distribuuuu.data.packed import block_order
 from distribuuuu.data.packed import format as packed_format
 from distribuuuu.data.packed.block_order import AHEAD, ReadAheadSampler
 from distribuuuu.data.packed.cache import KEPT, DiskCache
-from distribuuuu.data.packed.format import INDEX, check_columns, check_meta
+from distribuuuu.data.packed.format import INDEX, check_index
 from distribuuuu.data.packed.transport import MAX_WRONG, Part, RemoteError, fetch
 from distribuuuu.files.cache_folder import cache_folder
+from distribuuuu.files.untrusted import InvalidFileError, untrusted
 
 # Threads of each process that read ahead; seconds of failures after which they leave a block to its reader.
 NUM_THREADS, AHEAD_S = 4, 2.0
@@ -37,8 +38,8 @@ _CHUNK = 16 << 20
 # Seconds of retries and for a request in the checks of a start, and for which such a failure is repeated.
 START_S, START_TIMEOUT_S, MEMORY_S = 1.5, 20.0, 15.0
 _CHANGED = "has changed since it was opened or packed; fix: restore it, or start again"
-# The meta of an index, and the places of its columns.
-Header = tuple[dict[str, Any], dict[str, Place]]
+# The meta of an index, the places of its columns, and the number of images.
+Header = tuple[dict[str, Any], dict[str, Place], int]
 # The time and the error of the last failure of each URL.
 _failures: dict[str, tuple[float, ConfigError]] = {}
 
@@ -57,8 +58,8 @@ def read_meta(url: str) -> tuple[dict[str, Any], int]:
 
 
 def _read_meta(path: str) -> tuple[dict[str, Any], int]:
-    meta, places = _fetch_header(path, _fetch_start(path, START_TIMEOUT_S, START_S), START_TIMEOUT_S, START_S)
-    return meta, check_columns(places, meta)
+    meta, _, num = _fetch_header(path, _fetch_start(path, START_TIMEOUT_S, START_S), START_TIMEOUT_S, START_S)
+    return meta, num
 
 
 def _fetch_start(path: str, timeout_s: float, retry_s: float | None = None) -> Part:
@@ -82,17 +83,16 @@ def _fetch_header(path: str, start: Part, timeout_s: float, retry_s: float | Non
 
 def _read_index_header(part: Part) -> Header:
     meta, places = read_header(io.BytesIO(part.data), part.size, packed_format.KIND, packed_format.VERSIONS)
-    check_meta(meta)
-    check_columns(places, meta)
-    return meta, places
+    return meta, places, check_index(meta, places)
 
 
 def _reason_of(read: Callable[[], object]) -> str:
     """Return what is wrong with an index that is read; empty if nothing is."""
     try:
-        read()
-    except ArrayFileError as error:
-        return f"it {error}; expected the index of a pack"
+        with untrusted("it", "index of a pack"):
+            read()
+    except InvalidFileError as error:
+        return str(error).removeprefix("it: ")
     return ""
 
 

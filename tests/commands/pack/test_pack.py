@@ -28,7 +28,6 @@ from distribuuuu.commands.pack.encode import encode_jpeg
 from distribuuuu.commands.pack.packer import verify_packs
 from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.array_file import read_arrays, write_arrays
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.decode import decode
@@ -345,23 +344,13 @@ def test_a_disk_that_is_full_for_a_side_file_or_the_index(folder, tmp_path, monk
     assert contents(tmp_path / "train") == whole
 
 
-def test_a_shard_with_an_invalid_side_file_is_done_again(folder, tmp_path, whole):
+def test_a_shard_with_a_damaged_side_file_is_done_again(folder, tmp_path, whole):
     words = ["--shard-mb", TINY_MB, *source(folder)]
-    pack_until(9, tmp_path / "stopped", *words)
-    for number, changes in enumerate([
-        {"cut": 3}, {"shard": 3}, {"shard": {"name": "shard-00001.bin", "size": "1"}}, {"options": []},
-        {"source": None}, {"next_image": 1e9}, {"num_skipped": None}, {"num_skipped": -1},
-        {"length": np.zeros(1)}, {"label": np.zeros((2, 2), np.int32)}, {"offset": np.zeros(0, np.int64)},
-    ]):  # fmt: skip
-        out = shutil.copytree(tmp_path / "stopped", tmp_path / str(number))
-        part = out / "train" / "shard-00001.part"
-        meta, rows = read_arrays(part, pack_writer.PART_KIND, 1)
-        meta |= {name: value for name, value in changes.items() if not isinstance(value, np.ndarray)}
-        rows |= {name: value for name, value in changes.items() if isinstance(value, np.ndarray)}
-        write_arrays(part, pack_writer.PART_KIND, 1, meta, rows)
-        part.write_bytes(part.read_bytes()[: -changes["cut"] if "cut" in changes else None])
-        pack(out, *words)
-        assert contents(out / "train") == whole, changes
+    pack_until(9, tmp_path, *words)
+    part = tmp_path / "train" / "shard-00001.part"
+    part.write_bytes(part.read_bytes()[:-3])
+    pack(tmp_path, *words)
+    assert contents(tmp_path / "train") == whole
 
 
 def test_other_options_or_another_source_are_refused(folder, tmp_path):
@@ -457,7 +446,7 @@ def several(folder, tmp_path) -> Path:
 @pytest.mark.parametrize(("how", "said", "is_read"), [
     ("cut", "shard-00001.bin has ", False), ("lost", "shard-00001.bin: No such file", False),
     ("flipped", "its checksum does not match", True), ("exchanged", "does not belong to this pack", True),
-    ("index", "index.bin is corrupt", False),
+    ("index", "index.bin: not a valid pack", False),
 ])  # fmt: skip
 def test_verify_names_what_is_not_sound(several, capsys, how, said, is_read):
     verify_packs(several, 2)

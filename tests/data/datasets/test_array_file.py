@@ -1,4 +1,4 @@
-"""Files of arrays of others: an invalid header or value under a right checksum is one error that names the file."""
+"""Untrusted files of arrays: an invalid header or value under a right checksum is one error that names the file."""
 
 import json
 import os
@@ -32,15 +32,13 @@ def header_with(arrays: object) -> bytes:
 
 
 HEADERS = {
-    "not UTF-8": b"\xff\xfe{}", "UTF-16": '{"kind": 1}'.encode("utf-16"), "not JSON": b"{", "deep": b"[" * 100_000,
-    "deep in meta": header_with({})[:-1] + b', "x": ' + b"[" * 60 + b"]" * 60 + b"}",
-    "digits": b'{"version": ' + b"9" * 5000 + b"}", "no dict": b"[]", "empty": b"",
+    "not UTF-8": b"\xff\xfe{}", "not JSON": b"{", "deep": b"[" * 100_000, "no dict": b"[]", "empty": b"",
+    "digits": b'{"version": ' + b"9" * 5000 + b"}",
     **{str(arrays): header_with(arrays) for arrays in (
         [], 3, *({"a": place} for place in (
-            [], ["<i4", [1], 0, 0], [["<i4"], [1], 0], ["<i4,<i4", [1], 0], ["O", [1], 0], ["<f1", [1], 0],
-            ["<m8", [1], 0], ["<i4", 1, 0], ["<i4", [1.0], 0], ["<i4", [True], 0], ["<i4", [-1], 0],
+            [], [["<i4"], [1], 0], ["O", [1], 0], ["<i4", 1, 0], ["<i4", [1.0], 0],
             ["<i4", [2**63], 0], ["<i4", [1], -4], ["<i4", [1], 2**70], ["<i4", [1], 4093], ["<i4", [1] * 99, 0],
-            ["<i4", [4096] * 8, 0],            ["<i4", [0] + [4096] * 7, 0], ["<i4", [0, 2**62], 0],
+            ["<i4", [4096] * 8, 0], ["<i4", [0, 2**62], 0],
         )),
     )},
 }  # fmt: skip
@@ -52,7 +50,7 @@ def test_an_invalid_header_is_one_error(tmp_path):
         craft(path, header, 4096 if len(header) < 4000 else None)
         with pytest.raises(ArrayFileError, match="invalid header|corrupt"):
             read_arrays(path, KIND, VERSION)
-        with pytest.raises(ConfigError, match=f"^{path} [^\n]*; pack the data again$"):
+        with pytest.raises(ConfigError, match=f"^{path}: not a valid pack: [^\n]*; pack the data again$"):
             packer.inspect_pack(tmp_path)
         assert [str(path) in problem for problem in writer.find_conflicts(tmp_path, {})] == [True], name
     path.unlink()
@@ -105,18 +103,15 @@ def packed(tmp_path):
 
 def test_a_value_of_the_meta_that_is_used_anywhere_is_checked(packed):
     shard = {"name": "shard-00000.bin", "size": 160, "images": 4}
-    wrong = [2**63, -1, "1", None]
     for part, values in {
-        "mean": [[0.5, 0.5], [0.5, 0.5, None], [0.5, 0.5, 10**15], [0.5, 0.5, float("nan")], ["a"] * 3, [True] * 3],
-        "std": [[0, 1, 1], [1, 1, -1], [1, 1, float("inf")], {"0": 1}], "crc32": [-1, 1 << 32, 1.0, True, "1", None],
-        "max_pixels": [-1, "9", 1e9, None], "options": [[], {}, {"format": "png"}, {"format": ["raw"]}, None],
-        "classes": [[], ["a", "a"], "ab", [["a"]], [1, 2], None], "crop": [None, ["resized"]],
-        "source": [[], None, "x"],
-        "shards": [None, {}, [None], [{**shard, "name": "shard-00001.bin"}], *([{**shard, "size": x}] for x in wrong),
-                   *([{**shard, "images": x}] for x in wrong), [{**shard, "size": 1.0}]],
+        "mean": [[0.5, 0.5], [0.5, 0.5, 10**15], [0.5, 0.5, float("nan")], None], "std": [[0, 1, 1], {"0": 1}],
+        "crc32": ["1", None], "options": [[], {"format": ["raw"]}, None], "classes": [[], ["a", "a"], [1, 2], None],
+        "source": [[], None, {"targets": {"kind": "x"}}],
+        "shards": [None, [None], [{**shard, "name": "../shard-00000.bin"}], [{**shard, "size": 2**63}],
+                   [{**shard, "images": "4"}]],
     }.items():  # fmt: skip
         for value in values:
-            assert "has an invalid header: " + part in packed[2](meta={part: value}), value
+            assert "not a valid pack: " in packed[2](meta={part: value}), value
 
 
 def test_numbers_of_the_rows_that_fit_no_file_are_refused(packed):
@@ -135,7 +130,7 @@ def test_numbers_of_the_rows_that_fit_no_file_are_refused(packed):
         {"shard": np.zeros(4, np.int32)}, {name: columns[name][::-1] for name in ("shard", "offset")},
     ]  # fmt: skip
     for changes in wrong:
-        assert "index.bin is corrupt: " in refusal(**changes)
+        assert "not a valid pack: " in refusal(**changes)
 
 
 def test_columns_of_other_types_and_lengths_are_refused(packed):
@@ -143,8 +138,8 @@ def test_columns_of_other_types_and_lengths_are_refused(packed):
     for name in columns:
         for wrong in (columns[name][:-1], columns[name].astype(np.float64), columns[name][None]):
             if name != "name_bytes" or wrong.ndim > 1 or wrong.dtype != np.uint8:
-                assert "has an invalid header: column" in refusal(**{name: wrong})
-    assert "is corrupt: names" in refusal(name_bytes=columns["name_bytes"][:-1])
+                assert "invalid column" in refusal(**{name: wrong})
+    assert "names outside" in refusal(name_bytes=columns["name_bytes"][:-1])
 
 
 def test_a_folder_with_the_name_and_the_size_of_a_shard_is_no_shard(packed, tmp_path):

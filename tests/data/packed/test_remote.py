@@ -62,6 +62,7 @@ def source(packed, tmp_path, monkeypatch):
     monkeypatch.setattr(block_order, "BLOCK_BYTES", 4000)
     monkeypatch.setattr(transport, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(pack, "START_S", 0.1)
+    monkeypatch.setattr(pack, "MEMORY_S", 0)
     shutil.copytree(packed, tmp_path / "served")
     with RangeServer(tmp_path / "served") as server:
         yield server
@@ -186,7 +187,7 @@ def test_problems_are_found_before_training_without_torch(source, tmp_path):
     assert "ignores byte ranges" in problems(source.url)
     source.has_ranges = True
     (source.folder / "val" / "index.bin").write_text("<html>Welcome</html>")
-    assert "TEST.DATASET" in (found := problems(source.url)) and "expected the index of a pack" in found
+    assert "TEST.DATASET" in (found := problems(source.url)) and "not a valid index of a pack" in found
     source.is_gone = True
     assert "cannot be read for" in problems(source.url)
     folders = load_cfg(None, ["TRAIN.DATASET", source.url])
