@@ -236,7 +236,7 @@ class Task:
             if shift := self.cfg.TEST.SHIFT:
                 shifted = (score(view).float() / 4 for view in shift_images(images, shift))
                 scores = sum(shifted, scores.float() / 2)
-        if not isinstance(scores, torch.Tensor) or scores.shape != (len(images), len(self.classes)):
+        if not isinstance(scores, torch.Tensor) or scores.shape != (images.shape[0], len(self.classes)):
             raise ConfigError(f"TASK.NAME: got {task_name(self.cfg)}; expected a task with a score for each class;"
                               f" fix: define {type(self).__name__}.predict_step")  # fmt: skip
         return scores

@@ -18,8 +18,8 @@ from distribuuuu.inference.loaded_run import LoadedRun
 INSIDE = {
     "timm": (),
     "safetensors": (),
-    "onnx": ("resize", "crop", "normalize", "mirror"),
-    "torch": ("normalize", "mirror"),
+    "onnx": ("resize", "crop", "normalize", "mirror", "shift"),
+    "torch": ("normalize", "mirror", "shift"),
 }
 
 _LOAD_IMAGE = '''def load_image(path):

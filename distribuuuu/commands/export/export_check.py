@@ -45,18 +45,6 @@ _TOPK = 5
 Answer = list[tuple[str, float]]
 
 
-class FlipAverage(nn.Module):
-    """A model whose logits are averaged with those of the mirrored images, as an evaluation with TEST.FLIP does."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Map (N, 3, H, W) to logits (N, classes)."""
-        return (self.model(images) + self.model(images.flip(-1))) / 2
-
-
 class CropClassifier(nn.Module):
     """Normalization and model: crops (N, C, H, W) to logits (N, classes)."""
 
@@ -99,15 +87,10 @@ def has_own_scores(run: LoadedRun) -> bool:
 
 
 def evaluated_model(run: LoadedRun) -> nn.Module:
-    """Return the model of a run as it is evaluated, with the flip of TEST.FLIP or by the task's own `predict_step`.
-
-    It is converted: on the CPU, float32, contiguous.
-    """
+    """Return the model of a run as it is evaluated, e.g. with the average of TEST.FLIP: on the CPU, in float32."""
+    run = _without_amp(run).build()
     model = run.model.cpu().float().eval().to(memory_format=torch.contiguous_format)
-    if has_own_scores(run):
-        run = _without_amp(run).build()
-        return TaskScores(run.model.float(), run.task).eval()
-    return FlipAverage(model) if run.cfg.TEST.FLIP else model
+    return TaskScores(model, run.task).eval()
 
 
 def _without_amp(run: LoadedRun) -> LoadedRun:

@@ -108,7 +108,7 @@ def export_run(
     check_format(run, to)
     images = open_evaluation_set(run) if files is None else files
     file, write = FORMATS[to]
-    evaluated_model(run)
+    run.model.cpu().float().eval().to(memory_format=torch.contiguous_format)
     checked: dict[str, Any] = {"verified": None, "images": 0}
     try:
         with new_folder(target) as folder, torch.inference_mode():
@@ -159,10 +159,9 @@ def check_format(run: LoadedRun, to: str) -> None:
     name, interpolation = type(run.task).__name__, run.transform.crop.interpolation
     if to != "safetensors" and interpolation not in ("bilinear", "bicubic"):
         raise ConfigError(f"--to {to}: cannot express TEST.INTERPOLATION {interpolation}; {_REMEDY}")
-    if to != "safetensors" and run.cfg.TEST.SHIFT:
-        remedy = f"{_REMEDY}, or --set TEST.SHIFT 0"
-        raise ConfigError(f"--to {to}: cannot express TEST.SHIFT {run.cfg.TEST.SHIFT}; {remedy}")
     if to == "timm":
+        if run.cfg.TEST.SHIFT:
+            raise ConfigError(f"--to timm: cannot express TEST.SHIFT {run.cfg.TEST.SHIFT}; {_REMEDY}")
         if has_own_scores(run):
             raise ConfigError(f"--to timm: cannot express {name}.predict_step; fix: --to onnx or torch")
         crop_percentage(run.transform.crop)

@@ -1,17 +1,16 @@
 """Model cards: the README.md of an exported folder, with the metadata that the Hugging Face Hub reads."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
-from distribuuuu.checkpoint.weights_files import KINDS, RAW
+from distribuuuu.checkpoint.weights_files import KINDS
 from distribuuuu.commands.export.card_code import INSIDE, list_steps
 from distribuuuu.commands.stats.significance import wilson_interval
 from distribuuuu.config import Config, get_cfg
 from distribuuuu.config.config_node import iter_options
-from distribuuuu.config.declaration import Option
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import option_of
 from distribuuuu.inference.loaded_run import LoadedRun
@@ -33,19 +32,28 @@ def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
         code: the code that the check has run.
     """
     metrics, count = find_metrics(run, record)
+    data = (run.results or {}).get("data", {})
+    name = str(data.get("folder") or data.get("name") or run.cfg.DATA.NAME)
+    inside = INSIDE[record["format"]]
+    steps = "\n".join(f"{number}. {text}: {'inside the file' if step in inside else 'in the code above'}"
+                      for number, (step, text) in enumerate(list_steps(run).items(), 1))  # fmt: skip
+    num_classes = counted(len(run.classes), "class")
+    names = json.dumps(list(run.classes[:_MAX_CLASSES]), ensure_ascii=False)  # line breaks are escaped
+    more = f" The first {_MAX_CLASSES}:" if len(run.classes) > _MAX_CLASSES else ""
+    recipe_text = yaml.safe_dump(recipe(run.cfg), sort_keys=False, default_flow_style=None)
     sections = [
-        f"# {run.cfg.MODEL.ARCH} on {_data_name(run)}",
-        _describe(run, record),
-        "## Metrics\n\n" + ("\n".join(_metric_rows(metrics, count)) if metrics else "Not recorded."),
+        f"---\n{_front_matter(run, record, metrics, name)}---",
+        f"# {run.cfg.MODEL.ARCH} on {name}",
+        _describe(run, record, name),
+        "## Metrics",
+        _describe_metrics(metrics, count),
         f"## Use\n\nIn the folder of this card:\n\n```python\n{code}\n```",
-        "## Preprocessing\n\n" + _describe_preprocessing(run, record["format"]),
-        "## Check of this export\n\n" + _describe_check(record),
-        "## Classes\n\n" + _list_classes(run.classes),
-        "## Recipe\n\nThe options that differ from the defaults of distribuuuu:\n\n```yaml\n"
-        + yaml.safe_dump(recipe(run.cfg), sort_keys=False, default_flow_style=None)
-        + "```",
+        f"## Preprocessing\n\n{steps}\n\n{_describe_input(run, record['format'])}",
+        f"## Check of this export\n\n{_describe_check(record)}",
+        f"## Classes\n\n{num_classes}, in the order of the logits.{more}\n\n```json\n{names}\n```",
+        f"## Recipe\n\nThe options that differ from the defaults of distribuuuu:\n\n```yaml\n{recipe_text}```",
     ]
-    return f"---\n{_front_matter(run, record, metrics)}---\n\n" + "\n\n".join(sections) + "\n"
+    return "\n\n".join(sections) + "\n"
 
 
 def find_metrics(run: LoadedRun, record: Mapping[str, Any]) -> tuple[dict[str, tuple[str, float]], int]:
@@ -62,81 +70,72 @@ def find_metrics(run: LoadedRun, record: Mapping[str, Any]) -> tuple[dict[str, t
 
 def recipe(cfg: Config) -> dict[str, Any]:
     """Return the options of the recipe that differ from the defaults."""
-    defaults = dict(iter_options(get_cfg()))
-    options = {key: value for key, value in iter_options(cfg) if _is_of_recipe(option_of(key))}
-    changed = {key: value for key, value in options.items() if key not in defaults or defaults[key] != value}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in changed.items()}
+    defaults, changed = dict(iter_options(get_cfg())), {}
+    for key, value in iter_options(cfg):
+        option = option_of(key)
+        is_of_recipe = option.recipe and option.hashed and not option.neutral and not option.path
+        if is_of_recipe and (key not in defaults or defaults[key] != value):
+            changed[key] = list(value) if isinstance(value, tuple) else value
+    return changed
 
 
-def _is_of_recipe(option: Option) -> bool:
-    return option.recipe and option.hashed and not option.neutral and not option.path
-
-
-def _data_name(run: LoadedRun) -> str:
-    data = (run.results or {}).get("data", {})
-    return str(data.get("folder") or data.get("name") or run.cfg.DATA.NAME)
-
-
-def _front_matter(run: LoadedRun, record: Mapping[str, Any], metrics: Mapping[str, tuple[str, float]]) -> str:
+def _front_matter(
+    run: LoadedRun, record: Mapping[str, Any], metrics: Mapping[str, tuple[str, float]], data: str
+) -> str:
     """Return the metadata of the card; https://huggingface.co/docs/hub/model-cards."""
-    values = [
-        {"type": "accuracy" if name == "top1" else name, "name": label, "value": value}
-        for name, (label, value) in metrics.items()
-    ]
-    dataset = {"name": _data_name(run), "type": run.cfg.DATA.NAME, "split": run.cfg.TEST.SPLIT}
-    task = {"type": "image-classification", "name": "Image classification"}
+    result = {
+        "task": {"type": "image-classification", "name": "Image classification"},
+        "dataset": {"name": data, "type": run.cfg.DATA.NAME, "split": run.cfg.TEST.SPLIT},
+        "metrics": [{"type": "accuracy" if name == "top1" else name, "name": label, "value": value}
+                    for name, (label, value) in metrics.items()],
+    }  # fmt: skip
     library = _LIBRARIES[record["format"]]
     content = {
         "library_name": library,
         "pipeline_tag": "image-classification",
         "tags": list(dict.fromkeys(["image-classification", library, "distribuuuu"])),
-        "model-index": [
-            {"name": run.cfg.MODEL.ARCH, "results": [{"task": task, "dataset": dataset, "metrics": values}]}
-        ],
+        "model-index": [{"name": run.cfg.MODEL.ARCH, "results": [result]}],
     }
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
 
-def _describe(run: LoadedRun, record: Mapping[str, Any]) -> str:
-    results = run.results or {}
-    data, training = results.get("data", {}), results.get("training", {})
-    images = f"{data['num_train']:,} training and {data['num_val']:,} evaluation images" if data else "not recorded"
-    epochs = f"{training['epochs_done']} of {training['epochs_planned']}" if training else "not recorded"
-    averages = {name: f"{kind.average} ({name.upper()})" for name, kind in KINDS.items() if kind.average}
-    kind = {**averages, RAW: "as trained"}.get(run.weights, run.weights)
+def _describe(run: LoadedRun, record: Mapping[str, Any], data: str) -> str:
+    results, classes = run.results or {}, counted(len(run.classes), "class")
+    average = KINDS[run.weights].average if run.weights in KINDS else ""
+    kind = f"{average} ({run.weights.upper()})" if average else run.weights
     rows = {
         "architecture": f"`{run.cfg.MODEL.ARCH}`, {count_parameters(run.model) / 1e6:.3f} M parameters",
-        "data": f"{_data_name(run)}, {images}, {counted(len(run.classes), 'class')}",
+        "data": f"{data}, {classes}",
         "weights": f"{kind}, `{record['source']}`",
-        "epochs": epochs,
-        "config": f"`{results['config']}`" if results.get("config") else "not recorded",
         "code": f"distribuuuu, commit `{results.get('commit') or 'unknown'}`",
     }
+    if results:
+        num, training = results["data"], results["training"]
+        images = f"{num['num_train']:,} training and {num['num_val']:,} evaluation images"
+        rows |= {"data": f"{data}, {images}, {classes}",
+                 "epochs": f"{training['epochs_done']} of {training['epochs_planned']}",
+                 "config": f"`{results['config']}`"}  # fmt: skip
     return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
 
 
-def _metric_rows(metrics: Mapping[str, tuple[str, float]], count: int) -> Iterator[str]:
-    yield f"On {counted(count, 'evaluation image')}, which also selected the weights; percentages.\n"
-    yield "| metric | value | 95 % interval (Wilson) |"
-    yield "|---|---|---|"
+def _describe_metrics(metrics: Mapping[str, tuple[str, float]], count: int) -> str:
+    if not metrics:
+        return "Not recorded."
+    lines = [f"On {counted(count, 'evaluation image')}, which also selected the weights; percentages.\n",
+             "| metric | value | 95 % interval (Wilson) |", "|---|---|---|"]  # fmt: skip
     for name, (label, value) in metrics.items():
         low, high = wilson_interval(value / 100 * count, count)
-        yield f"| {label} | {value:.2f} | {f'{100 * low:.2f} to {100 * high:.2f}' if name in _SHARES else ''} |"
+        lines.append(f"| {label} | {value:.2f} | {f'{100 * low:.2f} to {100 * high:.2f}' if name in _SHARES else ''} |")
+    return "\n".join(lines)
 
 
-def _describe_preprocessing(run: LoadedRun, to: str) -> str:
+def _describe_input(run: LoadedRun, to: str) -> str:
     options = run.transform.options
     num, colors, kind = options.channels, ", RGB" if options.is_rgb else "", str(options.dtype).removeprefix("torch.")
-    inputs = {
+    return {
         "onnx": f"Input of the file: `images`, {kind} (N, height, width, {num}){colors}, of any size.",
         "torch": f"Input of the file: {kind} (N, {num}, H, W){colors}.",
-        **dict.fromkeys(("timm", "safetensors"), f"Input of the model: float32 (N, {num}, H, W){colors}, normalized."),
-    }
-    steps = "\n".join(
-        f"{number}. {text}: {'inside the file' if step in INSIDE[to] else 'in the code above'}"
-        for number, (step, text) in enumerate(list_steps(run).items(), 1)
-    )
-    return "\n\n".join((steps, inputs[to]))
+    }.get(to, f"Input of the model: float32 (N, {num}, H, W){colors}, normalized.")
 
 
 def _describe_check(record: Mapping[str, Any]) -> str:
@@ -144,7 +143,6 @@ def _describe_check(record: Mapping[str, Any]) -> str:
         return "The code above was **not checked** on images."
     rows = "".join(f"| {name} | {record[name]['run']:.2f} | {record[name]['export']:.2f} |\n"
                    for name in ("top1", "map") if name in record)  # fmt: skip
-    speed = record["images_per_s"]
     failed = f"The code has failed: {record['error']}\n\n" if "error" in record else ""
     verdict = "verified" if record["verified"] else "NOT VERIFIED: do not use it"
     share = f"{record['equal_answers']:.2f} % equal answers on {counted(record['images'], 'image')}"
@@ -154,12 +152,6 @@ def _describe_check(record: Mapping[str, Any]) -> str:
         f"| | trained model | this code |\n|---|---|---|\n{rows}\n"
         f"Difference of the probability of the answer: {record['mean_probability_difference']:.2g} on average, at most "
         f"{record['max_probability_difference']:.2g}. Speed from file to answer, one image at a time: "
-        f"{0 if speed is None else speed:.1f} images/s with {counted(record['threads'], 'thread')}. "
+        f"{record['images_per_s'] or 0:.1f} images/s with {counted(record['threads'], 'thread')}. "
         f"Machine: {record['hardware']}."
     )
-
-
-def _list_classes(classes: tuple[str, ...]) -> str:
-    shown = json.dumps(list(classes[:_MAX_CLASSES]), ensure_ascii=False)  # line breaks are escaped
-    more = f" The first {_MAX_CLASSES}:" if len(classes) > _MAX_CLASSES else ""
-    return f"{counted(len(classes), 'class')}, in the order of the logits.{more}\n\n```json\n{shown}\n```"

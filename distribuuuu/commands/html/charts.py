@@ -1,4 +1,4 @@
-"""Charts as SVG: lines over time, parts of a whole, heat maps. Colors are those of the style sheet."""
+"""Charts as SVG: lines over time, parts of a whole. Colors are those of the style sheet."""
 
 import math
 import re
@@ -163,7 +163,7 @@ def line_chart(
         parts.append(f"<g><title>{_escape(mark.text)}</title>{line}</g>")
     parts += [_draw(curve, axes, color_of(number)) for number, curve in enumerate(series)]
     legend = [curve.name for curve in series if len(series) > 1]
-    return figure(title, "".join(parts), _WIDTH, _HEIGHT, legend, note=note)
+    return _figure(title, "".join(parts), _WIDTH, _HEIGHT, legend, note)
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float]:
@@ -215,31 +215,10 @@ def color_of(number: int) -> str:
     return f"var(--c{number % _NUM_COLORS + 1})"
 
 
-def figure(
-    title: str,
-    content: str,
-    width: float,
-    height: float,
-    legend: Sequence[str] = (),
-    note: str = "",
-    max_width: float | None = None,
-    min_width: float = 0,
-) -> str:
-    """Return an SVG with a title, a legend and a note in small print.
-
-    Args:
-        title: the title, also its description for screen readers.
-        content: the html of the SVG.
-        width, height: the size of its coordinate system; it fills the width that it is given.
-        legend: names of the series, in the order of their colors.
-        note: a note below.
-        max_width: the largest width in pixels; None: any.
-        min_width: the width in pixels below which it scrolls.
-    """
+def _figure(title: str, content: str, width: float, height: float, legend: Sequence[str], note: str = "") -> str:
+    """Return an SVG with a title, a legend of the names of the series, and a note in small print."""
     colors = [(name, color_of(number)) for number, name in enumerate(legend)]
-    most = f";max-width:{max_width:.0f}px" if max_width else ""
-    style = f"min-width:{min_width:.0f}px{most}"
-    return html.figure(title, Markup(content), f"{width:g}", f"{height:g}", colors, note, style)
+    return html.figure(title, Markup(content), f"{width:g}", f"{height:g}", colors, note)
 
 
 def stacked_bar(title: str, parts: Sequence[tuple[str, float, str]]) -> str:
@@ -257,51 +236,8 @@ def stacked_bar(title: str, parts: Sequence[tuple[str, float, str]]) -> str:
         content += f"<g><title>{_escape(f'{name}: {text}')}</title>{box}</g>"
         x += width
     legend = [f"{name} {text} ({amount / total:.0%})" for name, amount, text in parts]
-    return figure(title, content, 1000, 24, legend)
+    return _figure(title, content, 1000, 24, legend)
 
 
 def _clip(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
-
-
-def heat_map(title: str, counts: np.ndarray, names: Sequence[str], note: str) -> str:
-    """Return a confusion matrix: a row for each label, a column for each prediction; every cell with its count.
-
-    Args:
-        title: the title.
-        counts: int64 (classes, classes).
-        names: the names of the classes.
-        note: a note below.
-    """
-    num = len(names)
-    size = 44 if num <= 5 else 30 if num <= 20 else 18
-    margin = min(150, max(76, 16 + 6.2 * max(len(_clip(name, 20)) for name in names)))
-    shares = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
-    end = f'x="{margin - 6:.1f}" text-anchor="end"'
-    content = f'<text {end} y="{margin - 24:.1f}">prediction →</text><text {end} y="{margin - 8:.1f}">label ↓</text>'
-    for row, name in enumerate(names):
-        middle, label = margin + size * (row + 0.5), _escape(_clip(name, 20))
-        content += f'<text class="strong" {end} y="{middle + 4:.1f}">{label}</text>'
-        place = f'transform="translate({middle + 4:.1f} {margin - 6:.1f}) rotate(-90)"'
-        content += f'<text class="strong" {place}>{label}</text>'
-        for column in range(num):
-            content += _cell(margin, size, row, column, int(counts[row, column]), float(shares[row, column]), names)
-    side = margin + size * num + 2
-    narrowest = 0.75 * side if num > 20 else 0.0
-    return figure(title, content, side, side, ["right", "wrong"], note, min(880, 1.3 * side), narrowest)
-
-
-def _cell(margin: float, size: float, row: int, column: int, count: int, share: float, names: Sequence[str]) -> str:
-    x, y = margin + size * column, margin + size * row
-    kind = "heat" if row == column else "miss"
-    alpha = 0.05 if not count else 0.12 + 0.88 * share if row == column else min(1.0, 0.2 + 1.6 * share)
-    fill = f"rgba(var(--{kind}),{alpha:.2f})" if count else "var(--grid)"
-    text = f"{names[row]} → {names[column]}: {count:,} ({share:.1%})"
-    rect = f'<rect x="{x:.1f}" y="{y:.1f}" width="{size - 1}" height="{size - 1}" rx="2" style="fill:{fill}"/>'
-    number = ""
-    height = 10 if size > 20 else 8
-    if count and len(str(count)) * 0.6 * height < size - 2:
-        style = f"fill:var({'--on-heat' if alpha > 0.6 else '--ink'});font-size:{height}px"
-        place = f'x="{x + size / 2 - 0.5:.1f}" y="{y + size / 2 + 3.5:.1f}" text-anchor="middle"'
-        number = f'<text {place} style="{style}">{count}</text>'
-    return f"<g><title>{_escape(text)}</title>{rect}{number}</g>"

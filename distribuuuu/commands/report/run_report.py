@@ -12,7 +12,7 @@ import numpy as np
 
 from distribuuuu import __version__
 from distribuuuu.checkpoint.weights_files import KINDS, RAW
-from distribuuuu.commands.html.charts import Series, heat_map, line_chart
+from distribuuuu.commands.html.charts import Series, line_chart
 from distribuuuu.commands.html.history import (
     History,
     draw_curves,
@@ -229,8 +229,9 @@ def describe_confusions(content: Predictions) -> PageSection:
         counts = np.zeros((len(names), len(names)), np.int64)
         for row, column, count in confusions:
             counts[row, column] = count
-        note = "Hold the pointer over a cell for its share of the row."
-        charts.append(heat_map("Confusion matrix", counts, names, note))
+        shares = counts / np.maximum(1, support[:, None])
+        charts = [html.heading("Confusion matrix"), html.matrix(names, counts.tolist(), shares.tolist()),
+                  html.paragraph("Hold the pointer over a cell for its share of the row.", "note")]  # fmt: skip
     wrong = sorted((pair for pair in confusions if pair[0] != pair[1]), key=lambda pair: -pair[2])[:_NUM_PAIRS]
     columns = [Column("label"), Column("prediction"), Column("images", ",d"), Column("of the label", ".1%", bar=True)]
     rows = [[names[row], names[column], count, count / int(support[row])] for row, column, count in wrong]

@@ -10,7 +10,7 @@ from support.tiers import slow
 from torch import nn
 
 from distribuuuu import load_run
-from distribuuuu.commands.export.export_check import FlipAverage
+from distribuuuu.commands.export.export_check import evaluated_model
 from distribuuuu.commands.export.exporter import export_run
 from distribuuuu.data.image_file import DEFAULTS
 from distribuuuu.data.transforms import CenterCrop
@@ -98,12 +98,12 @@ def test_a_described_file_takes_batches_of_any_number_and_images_of_any_size(tra
     import onnx
     import onnxruntime
 
-    run = trained("TEST.FLIP", "True", "TEST.INTERPOLATION", "bicubic")
+    run = trained("TEST.FLIP", "True", "TEST.SHIFT", "1", "TEST.INTERPOLATION", "bicubic")
     assert export_run(run, "onnx", tmp_path / "exported")["verified"]
     path = tmp_path / "exported" / "model.onnx"
     onnx.checker.check_model(str(path), full_check=True)
     images = [photograph(*size) for size in SIZES]
-    expected = torch_predict(FlipAverage(run.model), run.transform)(images)
+    expected = torch_predict(evaluated_model(run), run.transform)(images)
     found = onnx_predict(path)(images)
     assert torch.equal(found.argmax(1), expected.argmax(1))
     torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
