@@ -1,26 +1,22 @@
 """Fuzzer for tables and for parquet files: each is read, or rejected with a ConfigError that names the file.
 
-A case of more than 20 s, and growth of the memory by more than 512 MiB, are violations. The cases run in one process,
-so a crash of pyarrow ends the program with its stack.
+The cases run in one process, so a crash of pyarrow ends the program with its stack.
 
     python benchmarks/fuzz_tables.py --number 300 --seed 0
 """
 
+import collections
 import contextlib
-import faulthandler
 import json
-import logging
 import random
-import resource
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench_support.mutations import count_verdicts, damage, parse_fuzz_args, print_verdicts
-from fuzz_readback import MAX_GROWTH, Subject, draw_images, restore, verdict_of
+from bench_support.mutations import Subject, count_verdicts, run_fuzzer, run_trials
+from fuzz_readback import draw_images
 
 from distribuuuu.config import Config, ConfigError, load_cfg
 from distribuuuu.config.config_node import changed
@@ -96,43 +92,17 @@ def read_set(cfg: Config) -> None:
             images.read(index)
 
 
-def run_trials(folder: Path, number: int, seed: int) -> Iterator[tuple[str, str, str]]:
-    """Damage and read files; yield the file, the mutation and the verdict of each trial."""
-    chance = random.Random(seed)
-    subjects = []
-    for path, (cfg, craft) in write_sources(folder).items():
-        subjects.append(Subject(path, path.read_bytes(), lambda cfg=cfg: read_set(cfg), craft))
-    for subject in subjects:
-        subject.read()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(number):
-        subject = chance.choice(subjects)
-        restore(subject)
-        if subject.craft and chance.random() < 0.5:
-            subject.path.write_bytes(subject.craft(subject.whole, chance))
-            mutation = "crafted"
-        else:
-            mutation = damage(subject.path, subject.whole, [other.whole for other in subjects], chance)
-        verdict = verdict_of(subject.read, str(folder))
-        restore(subject)
-        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
-        if grown > MAX_GROWTH:
-            verdict = f"violation: the memory has grown by {grown} MiB"
-        yield str(subject.path.relative_to(folder)), mutation, verdict
+def fuzz(folder: Path, number: int, seed: int) -> tuple[dict[str, collections.Counter], list[str]]:
+    """Damage tables `number` times; return the counts of verdicts by file, and the violations."""
+    folder.mkdir(parents=True, exist_ok=True)
+    subjects = [Subject(path, path.read_bytes(), partial(read_set, cfg), craft)
+                for path, (cfg, craft) in write_sources(folder).items()]  # fmt: skip
+    return count_verdicts(run_trials(subjects, folder, number, seed))
 
 
 def main() -> int:
     """Run the fuzzer, print a summary, and return the status."""
-    args = parse_fuzz_args(__doc__)
-    faulthandler.enable()
-    logging.getLogger("distribuuuu").setLevel(logging.ERROR)
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        counts, violations = count_verdicts(run_trials(Path(folder), args.number, args.seed))
-    print_verdicts(counts, violations)
-    seconds = time.perf_counter() - start
-    print(f"{args.number} mutations with seed {args.seed} in {seconds:.0f} s: {len(violations)} violations")
-    return 1 if violations else 0
+    return run_fuzzer(__doc__, fuzz)
 
 
 if __name__ == "__main__":

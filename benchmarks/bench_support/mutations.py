@@ -2,12 +2,24 @@
 
 import argparse
 import collections
+import faulthandler
+import logging
 import random
+import resource
+import signal
 import struct
+import tempfile
+import traceback
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from distribuuuu.config import ConfigError
+
+# Seconds for a case, and growth of the memory in MiB, that are violations.
+MAX_S, MAX_GROWTH = 20, 512
 TEXT = b"this is not the file that you are looking for\n"
 _EXTREMES = (0, 1, 0x7F, 0x80, 0xFF)
 
@@ -129,19 +141,95 @@ def count_verdicts(trials: Iterable[tuple[str, str, str]]) -> tuple[dict[str, co
     return counts, violations
 
 
-def parse_fuzz_args(description: str) -> argparse.Namespace:
-    """Parse the command line of a fuzzer: --number and --seed."""
+@dataclass
+class Subject:
+    """A file to damage and its reader.
+
+    Attributes:
+        path: the file.
+        whole: its content.
+        read: reads it; raises ConfigError, or AssertionError for a wrong result.
+        craft: returns a changed content that is valid in form, or None.
+        name: what an error has to name; empty: the folder of the files.
+    """
+
+    path: Path
+    whole: bytes
+    read: Callable[[], Any]
+    craft: Callable[[bytes, random.Random], bytes] | None = None
+    name: str = ""
+
+
+def run_trials(subjects: Sequence[Subject], folder: Path, number: int, seed: int) -> Iterator[tuple[str, str, str]]:
+    """Damage, read and restore files; yield the file, the mutation and the verdict of each trial.
+
+    A case of more than MAX_S, and growth of the memory by more than MAX_GROWTH, are violations.
+    """
+    for subject in subjects:
+        subject.read()
+    chance, before = random.Random(seed), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(number):
+        subject = chance.choice(subjects)
+        if subject.craft and chance.random() < 0.5:
+            subject.path.write_bytes(subject.craft(subject.whole, chance))
+            mutation = "crafted"
+        else:
+            mutation = damage(subject.path, subject.whole, [other.whole for other in subjects], chance)
+        verdict = verdict_of(subject.read, subject.name or str(folder))
+        if subject.path.is_dir():
+            subject.path.rmdir()
+        subject.path.parent.mkdir(parents=True, exist_ok=True)
+        subject.path.write_bytes(subject.whole)
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
+        if grown > MAX_GROWTH:
+            verdict = f"violation: the memory has grown by {grown} MiB"
+        yield str(subject.path.relative_to(folder)), mutation, verdict
+
+
+class HangError(BaseException):
+    """A case that does not end."""
+
+
+def end_case(*_: Any) -> None:
+    """Raise HangError: the handler of the alarm."""
+    raise HangError(f"more than {MAX_S} s")
+
+
+def verdict_of(read: Callable[[], Any], name: str) -> str:
+    """Return 'read', 'refused' or 'violation: ...'."""
+    previous = signal.signal(signal.SIGALRM, end_case)
+    signal.alarm(MAX_S)
+    try:
+        read()
+    except ConfigError as error:
+        return "refused" if name in str(error) else f"violation: {name} is not named: {error}"
+    except BaseException:
+        return f"violation: {traceback.format_exc()}"
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+    return "read"
+
+
+def run_fuzzer(description: str, *trials: Callable[[Path, int, int], tuple[dict, list[str]]]) -> int:
+    """Parse --number and --seed, run the trials, print their verdicts and violations, and return the status."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=5000, help="number of mutations")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
-
-
-def print_verdicts(counts: dict[str, collections.Counter], violations: list[str]) -> None:
-    """Print the counts of each file, then the violations."""
-    for name, verdicts in sorted(counts.items()):
-        print(f"{name}: {', '.join(f'{verdict} {count}' for verdict, count in sorted(verdicts.items()))}")
+    args = parser.parse_args()
+    faulthandler.enable()
+    logging.getLogger("distribuuuu").setLevel(logging.ERROR)
+    violations: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for trial in trials:
+            (place := Path(folder) / trial.__name__).mkdir()
+            counts, found = trial(place, args.number, args.seed)
+            violations += found
+            for name, verdicts in sorted(counts.items()):
+                print(f"{name}: {', '.join(f'{verdict} {count}' for verdict, count in sorted(verdicts.items()))}")
     print(*violations, sep="\n")
+    print(f"{args.number} mutations of each kind with seed {args.seed}: {len(violations)} violations")
+    return 1 if violations else 0
 
 
 def _zip_headers(data: bytearray) -> list[int]:

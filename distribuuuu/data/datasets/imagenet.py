@@ -157,6 +157,9 @@ def _join_labels(truth: bytes, meta: bytes) -> dict[str, str]:
         from scipy.io import loadmat
     except ImportError as error:
         raise ArchiveError(f"{META} needs scipy, which is not installed; fix: pip install scipy") from error
-    synsets = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"]
+    try:
+        synsets = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"]
+    except OSError as error:  # of the content, no file is read
+        raise ValueError(str(error)) from error
     synset_of = {int(entry["ILSVRC2012_ID"]): str(entry["WNID"]) for entry in synsets}
     return {f"ILSVRC2012_val_{place:08d}": synset_of[int(line)] for place, line in enumerate(truth.split(), 1)}

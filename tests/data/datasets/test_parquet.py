@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from bench_support.mutations import count_verdicts
 from support.batches import assert_same_batches, batches_of
 from support.packs import pack
 from support.sources import NAMES, image_rows, to_arrow, write_parquet
@@ -146,6 +145,6 @@ def test_a_missing_package_is_named(root, monkeypatch):
 def test_damaged_tables_are_read_or_refused_by_name(tmp_path):
     import fuzz_tables
 
-    counts, violations = count_verdicts(fuzz_tables.run_trials(tmp_path, 150, 1))
+    counts, violations = fuzz_tables.fuzz(tmp_path, 150, 1)
     assert not violations, "\n".join(violations)
     assert len(counts) == 6 and sum(verdicts["refused"] for verdicts in counts.values()) > 50
