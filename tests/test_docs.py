@@ -36,7 +36,8 @@ from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.reader import iter_options, read_cfg
 from distribuuuu.config.registry import MODELS
 from distribuuuu.models import build_model, count_parameters
-from distribuuuu.models.finetune import build_initial_model, freeze_parts
+from distribuuuu.models.freeze import freeze_parts
+from distribuuuu.models.initial_weights import build_initial_model
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 # The examples of docs/extending.md need the files that it describes: tests/test_extending.py runs them.

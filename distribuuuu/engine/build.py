@@ -40,8 +40,7 @@ from distribuuuu.engine.state import TrainState
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.detect import Launch, list_jobs
 from distribuuuu.models.build import build_model, select_outputs
-from distribuuuu.models.finetune import build_initial_model, freeze_parts
-from distribuuuu.models.head import head_parameters
+from distribuuuu.models.initial_weights import build_initial_model
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.optim.precision import Precision, build_clipper, build_precision
 from distribuuuu.optim.schedules import build_lr, build_weight_decay
@@ -179,7 +178,12 @@ def build_training(
     for evaluated in set(state.models.values()) - {model}:  # evaluations use neither the wrapper nor its compiled code
         compile_model(evaluated, cfg.MODEL.COMPILE)
     lr_at, decay_at = build_lr(cfg, loader.plan.global_batch), build_weight_decay(cfg)
-    clip = build_clipper(cfg, head_parameters(cfg, state.model) if cfg.OPTIM.CLIP == "agc" else ())
+    head: list[torch.Tensor] = []
+    if cfg.OPTIM.CLIP == "agc":
+        from distribuuuu.models.head import head_parameters
+
+        head = head_parameters(cfg, state.model)
+    clip = build_clipper(cfg, head)
     return Training(cfg, task, state, model, loader, lr_at, decay_at, clip)
 
 
@@ -222,7 +226,10 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
         from distribuuuu.distributed.sync_batchnorm import convert_sync_batchnorm
 
         model = convert_sync_batchnorm(model)
-    freeze_parts(cfg, model)
+    if cfg.FINETUNE.FREEZE:
+        from distribuuuu.models.freeze import freeze_parts
+
+        freeze_parts(cfg, model)
     if cfg.MODEL.ACT_CHECKPOINT:
         from distribuuuu.distributed.activation_checkpoint import build_act_checkpoint
 

@@ -1,10 +1,11 @@
 """Models by name.
 
 - build.py: `build_model`, MODEL.ARCH to a model; `check_model`, the same checks without memory or downloads.
-- find_architecture.py: MODEL.ARCH to a constructor of this package, timm or torchvision, and its arguments.
+- find_architecture.py: MODEL.ARCH to a constructor of this package, timm or torchvision, and its arguments; names.py:
+  all names; input_channels.py: other channels than RGB.
 - head.py: the layers whose shapes depend on the number of classes (FINETUNE.HEAD_RESET).
 - pretrained.py: published weights of timm and torchvision (MODEL.PRETRAINED).
-- finetune.py: the initial weights of a run, and weights trained on other data (FINETUNE.WEIGHTS).
+- initial_weights.py: the model at the start of a run; finetune.py: weights trained on other data (FINETUNE.WEIGHTS).
 - freeze.py: frozen parameters and batch norms (FINETUNE.FREEZE).
 - airbench.py, blurpool_resnet.py, botnet.py, cifar_resnet.py, deit.py, plain_vit.py, torchvision_nets.py: a family
   per file.

@@ -10,7 +10,6 @@ from torch import nn
 from distribuuuu.checkpoint.weights_files import PUBLISHED
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.models.find_architecture import Architecture, build_model_spec
-from distribuuuu.models.pretrained import build_pretrained, find_published
 
 
 def build_model(cfg, pretrained: bool | None = None) -> nn.Module:
@@ -27,7 +26,12 @@ def build_model(cfg, pretrained: bool | None = None) -> nn.Module:
     try:
         spec = build_model_spec(cfg)
         pretrained = cfg.MODEL.PRETRAINED if pretrained is None else pretrained
-        model = build_pretrained(spec) if pretrained else spec.build()
+        if pretrained:
+            from distribuuuu.models.pretrained import build_pretrained
+
+            model = build_pretrained(spec)
+        else:
+            model = spec.build()
         if cfg.MODEL.INIT != "own" and not pretrained:
             initialize(model, keep_norms=cfg.MODEL.INIT == "fan_out_own_norms")
     except ConfigError as error:
@@ -71,6 +75,8 @@ def check_model(cfg) -> None:
         spec = build_model_spec(cfg)
         model = spec.build_on_meta()
         if cfg.MODEL.PRETRAINED:
+            from distribuuuu.models.pretrained import find_published
+
             find_published(spec.arch)
     except ConfigError as error:
         raise ConfigError(error.problems, cfg.origins) from error
@@ -82,6 +88,8 @@ def check_model(cfg) -> None:
 def _finetune_problems(cfg, arch: Architecture, model: nn.Module | None) -> Iterator[Problem]:
     try:
         if cfg.FINETUNE.WEIGHTS == PUBLISHED:
+            from distribuuuu.models.pretrained import find_published
+
             find_published(arch)
     except ConfigError as error:
         yield from as_finetune_problems(error)

@@ -73,18 +73,23 @@ class ModelSpec:
         """Return the model, randomly initialized unless `overrides` ask for weights.
 
         Raises:
-            ConfigError: the constructor rejects a value of the config. An error that no such value can have caused is
-                a bug of the constructor and is raised unchanged.
+            ConfigError: the constructor rejects a value of the config; without such values, its own error.
         """
         arguments = {"num_classes": self.num_classes, **self.im_size, **self._inputs(), **self.kwargs, **overrides}
         try:
             with contextlib.nullcontext() if self.arch.is_plug_in else _plain_data_only():
                 model = self.arch.constructor(**arguments)
             if self.channels != 3 and not any(name in arguments for name in CHANNEL_NAMES):
+                from distribuuuu.models.input_channels import replace_input
+
                 replace_input(model, self.arch.name, self.channels, overrides.keys() & {"pretrained", "weights"})
             keeps_heads = self.arch.source != "torchvision" or "aux_logits" in self.kwargs
             return model if keeps_heads else remove_auxiliary_heads(model)
-        except self._errors_of_values() as error:
+        except ConfigError:
+            raise
+        except Exception as error:
+            if not (self.kwargs or self.im_size):
+                raise
             raise self._rejection(error) from error
 
     def build_on_meta(self) -> nn.Module | None:
@@ -102,16 +107,6 @@ class ModelSpec:
         named = inspect.signature(self.arch.constructor).parameters
         name = "in_chans" if self.arch.source == "timm" else next((one for one in CHANNEL_NAMES if one in named), "")
         return {name: self.channels} if name and self.channels != 3 else {}
-
-    def _errors_of_values(self) -> tuple[type[Exception], ...]:
-        """Return the errors that a value may cause; timm and torchvision check few values, some with assertions."""
-        if not self.kwargs:  # an image size has the right type
-            is_shape = any(isinstance(size, tuple) for size in self.im_size.values())  # torchvision takes squares only
-            return (ValueError, AssertionError, *((TypeError,) if is_shape else ())) if self.im_size else ()
-        known = (TypeError, ValueError, AssertionError)
-        if self.arch.is_plug_in:
-            return known
-        return (*known, AttributeError, LookupError, ArithmeticError, RuntimeError, MemoryError)
 
     def _rejection(self, error: Exception) -> ConfigError:
         keys = [f"MODEL.KWARGS.{name}" for name in self.kwargs] + ["TRAIN.IM_SIZE"] * len(self.im_size)
@@ -136,45 +131,6 @@ def _plain_data_only() -> Iterator[None]:
         os.environ.update({name: value for name, value in saved.items() if value is not None})
 
 
-def replace_input(model: nn.Module, arch: str, channels: int, keep_weights: object) -> None:
-    """Let the first convolution of a model, of three channels, take another number of them.
-
-    Args:
-        model: the model, which is modified.
-        arch: its name.
-        channels: the number.
-        keep_weights: adapt its weights, see `adapt_input`; else new ones are drawn with their standard deviation.
-
-    Raises:
-        ConfigError: the model has no such convolution.
-    """
-    conv = find_input(model)
-    if conv is None:
-        message = f"got {channels}, but {arch} has no convolution of three channels"
-        raise ConfigError(Problem("DATA.CHANNELS", f"{message}; fix: give its constructor a parameter in_channels"))
-    weight = conv.weight.detach()
-    shape = (len(weight), channels, *weight.shape[2:])
-    adapted = adapt_input(weight, channels) if keep_weights else weight.new_empty(shape).normal_() * weight.std()
-    conv.weight, conv.in_channels = nn.Parameter(adapted), channels
-
-
-def find_input(model: nn.Module, channels: int = 3) -> nn.Conv2d | None:
-    """Return the first convolution of the images of so many channels; None if there is none."""
-    convs = (layer for layer in model.modules() if isinstance(layer, nn.Conv2d) and layer.groups == 1)
-    first = next(convs, None)
-    return first if first is not None and first.in_channels == channels else None
-
-
-def adapt_input(weight: torch.Tensor, channels: int) -> torch.Tensor:
-    """Return weights (out, channels, h, w) of a first convolution from those of RGB, as timm's `in_chans` does.
-
-    One channel: their sum over the colors. Others: the colors in turn, times 3 / channels.
-    """
-    if channels == 1:
-        return weight.sum(dim=1, keepdim=True)
-    return weight.repeat(1, -(-channels // 3), 1, 1)[:, :channels] * (3 / channels)
-
-
 def remove_auxiliary_heads(model: nn.Module) -> nn.Module:
     """Remove the auxiliary classifiers of torchvision's GoogLeNet or Inception; return the model."""
     if getattr(model, "aux_logits", False) is True:
@@ -197,21 +153,20 @@ def find_architecture(arch: str) -> Architecture:
     prefix, _, name = arch.rpartition("/")
     sources = [source for source in SOURCES if prefix in ("", source)]
     for source in sources:
-        find_constructor, list_names = _SOURCES[source]
-        constructor = find_constructor(name)
-        keep_table(source, list_names)
+        constructor = _FINDERS[source](name)
+        keep_table(source, functools.partial(_list_names, source))
         if constructor is not None:
             return Architecture(name, source, constructor)
     from distribuuuu.hints.models import describe_unknown_model
 
-    names = {source: _SOURCES[source][1]().names for source in sources or SOURCES}
+    names = {source: _list_names(source).names for source in sources or SOURCES}
     raise ConfigError(Problem("MODEL.ARCH", describe_unknown_model(arch, names, SOURCES)))
 
 
-def _defaults(constructor: Constructor) -> dict[str, bool] | None:
-    """Return whether each parameter has a default; None if the constructor accepts **kwargs."""
-    named, is_open = _named_parameters(inspect.signature(constructor).parameters)
-    return None if is_open else {name: parameter.default is not parameter.empty for name, parameter in named.items()}
+def _list_names(source: str) -> NameTable:
+    from distribuuuu.models.names import list_names
+
+    return list_names(source)
 
 
 def _find_timm(name: str) -> Constructor | None:
@@ -222,36 +177,16 @@ def _find_timm(name: str) -> Constructor | None:
     return functools.partial(timm.create_model, name) if known else None
 
 
-def _list_timm() -> NameTable:
-    import timm
-
-    names = dict.fromkeys([*timm.list_models(), *timm.list_models(include_tags=True)])
-    # Names that is_model() accepts and list_models() omits.
-    deprecated: Callable[[], dict] = getattr(timm.models, "get_deprecated_models", dict)
-    return NameTable(names, tuple(deprecated()))
+def _find_torchvision(name: str) -> Constructor | None:
+    # The classifiers; models for other tasks are in sub-modules.
+    names = torchvision.models.list_models(module=torchvision.models)
+    return torchvision.models.get_model_builder(name) if name in names else None
 
 
-def _own_models() -> Iterator[tuple[str, Constructor]]:
-    """Yield the registered models without those of plug-ins, which other processes do not know."""
-    models = ((name, MODELS.get(name)) for name in MODELS.names())
-    yield from (pair for pair in models if pair[1].__module__.partition(".")[0] in SOURCES)
-
-
-def _torchvision_names() -> list[str]:
-    """Return the names of the classifiers; those for other tasks are in sub-modules."""
-    return torchvision.models.list_models(module=torchvision.models)
-
-
-_SOURCES: dict[str, tuple[Callable[[str], Constructor | None], Callable[[], NameTable]]] = {
-    "distribuuuu": (
-        lambda name: MODELS.get(name) if name in MODELS else None,
-        lambda: NameTable({name: _defaults(model) for name, model in _own_models()}),
-    ),
-    "timm": (_find_timm, _list_timm),
-    "torchvision": (
-        lambda name: torchvision.models.get_model_builder(name) if name in _torchvision_names() else None,
-        lambda: NameTable(dict.fromkeys(_torchvision_names())),
-    ),
+_FINDERS: dict[str, Callable[[str], Constructor | None]] = {
+    "distribuuuu": lambda name: MODELS.get(name) if name in MODELS else None,
+    "timm": _find_timm,
+    "torchvision": _find_torchvision,
 }
 
 

@@ -1,4 +1,4 @@
-"""Initial weights of a run, and fine-tuning: weights of other data, loaded as far as names and shapes match."""
+"""Fine-tuning: weights of other data, loaded as far as names and shapes match."""
 
 import argparse
 import logging
@@ -15,10 +15,9 @@ from distribuuuu.checkpoint.weights_files import KINDS, PUBLISHED, find_weights_
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.distributed import comm as dist
-from distribuuuu.models.build import as_finetune_problems, build_model, count_parameters
-from distribuuuu.models.find_architecture import adapt_input
-from distribuuuu.models.freeze import count_frozen, freeze
+from distribuuuu.models.build import as_finetune_problems, build_model
 from distribuuuu.models.head import find_head, layer_of, replace_layers
+from distribuuuu.models.input_channels import adapt_input
 
 logger = logging.getLogger(__name__)
 
@@ -60,22 +59,9 @@ def _abbreviate(names: list[str]) -> str:
     return f"{len(names)} ({', '.join(names[:4])}{more})"
 
 
-def build_initial_model(cfg, classes: Sequence[str], pretrained: bool) -> nn.Module:
-    """Return the model at the start of a run, on the CPU.
-
-    Args:
-        cfg: the config.
-        classes: the class names of the data.
-        pretrained: load the weights of MODEL.PRETRAINED or FINETUNE.WEIGHTS; else initialize randomly.
-
-    Raises:
-        ConfigError: the model cannot be built, or the weights cannot be loaded.
-    """
-    weights = cfg.FINETUNE.WEIGHTS if pretrained else ""
-    if not weights:
-        published = pretrained and cfg.MODEL.PRETRAINED
-        return dist.local_main_first(lambda: build_model(cfg, True)) if published else build_model(cfg, False)
-    if weights != PUBLISHED:
+def build_finetuned(cfg, classes: Sequence[str]) -> nn.Module:
+    """Return the model with the weights of FINETUNE.WEIGHTS; see `build_initial_model`."""
+    if cfg.FINETUNE.WEIGHTS != PUBLISHED:
         model = build_model(cfg, pretrained=False)
         load_weights_file(cfg, model, classes)
         return model
@@ -89,14 +75,6 @@ def build_initial_model(cfg, classes: Sequence[str], pretrained: bool) -> nn.Mod
         names = [name for name in model.state_dict() if layer_of(name) in head]
         logger.info("FINETUNE.HEAD_RESET: the head is randomly initialized: %s", _abbreviate(names))
     return model
-
-
-def freeze_parts(cfg, model: nn.Module) -> None:
-    """Freeze the parts that FINETUNE.FREEZE matches and log their size; raises as `freeze`."""
-    if cfg.FINETUNE.FREEZE:
-        freeze(model, cfg.FINETUNE.FREEZE)
-        (frozen, norms), total = count_frozen(model), count_parameters(model)
-        logger.info("frozen: %.3f of %.3f M parameters, %d batch norms", frozen / 1e6, total / 1e6, norms)
 
 
 def load_weights_file(cfg, model: nn.Module, classes: Sequence[str]) -> None:

@@ -1,5 +1,6 @@
 """Frozen parameters and batch norms."""
 
+import logging
 import types
 from collections.abc import Sequence
 
@@ -8,6 +9,15 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.optim.name_patterns import is_match, no_match
+
+logger = logging.getLogger(__name__)
+
+
+def freeze_parts(cfg, model: nn.Module) -> None:
+    """Freeze the parts that FINETUNE.FREEZE matches and log their size; raises as `freeze`."""
+    freeze(model, cfg.FINETUNE.FREEZE)
+    (frozen, norms), total = count_frozen(model), sum(parameter.numel() for parameter in model.parameters())
+    logger.info("frozen: %.3f of %.3f M parameters, %d batch norms", frozen / 1e6, total / 1e6, norms)
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -17,8 +17,6 @@ from distribuuuu.config.plugins import FoundConfig
 from distribuuuu.config.reader import override, read_cfg
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.launch.detect import list_jobs
-from distribuuuu.models.find_architecture import find_architecture
-from distribuuuu.models.pretrained import find_published
 
 STATISTICS = ("DATA.MEAN", "DATA.STD")
 # They follow together: if one is set, the others keep their values.
@@ -160,6 +158,9 @@ def read_preprocessing(arch: str, weights: str, ema: bool = True) -> Mapping[str
 
 def read_published(arch: str) -> dict[str, Any]:
     """Return the options of the published weights of a model of timm or torchvision."""
+    from distribuuuu.models.find_architecture import find_architecture
+    from distribuuuu.models.pretrained import find_published
+
     found = find_architecture(arch)
     if found.source == "timm":
         import timm

@@ -82,21 +82,15 @@ def _load(spec: ModelSpec, published: PublishedWeights, num_classes: int) -> nn.
     except (ConfigError, OSError, RuntimeError, pickle.UnpicklingError) as error:
         # With MODEL.KWARGS, an error of loading arrives as a rejection of the keyword arguments.
         cause = error.__cause__ if isinstance(error, ConfigError) else error
-        reason = _one_line(cause) or type(cause).__name__
-        if isinstance(cause, OSError) or "invalid hash" in reason:
-            problem = (
-                f"cannot download {published.source}: {reason}; fix: without a network, copy the file to this machine "
-                "and set FINETUNE.WEIGHTS to its path, or MODEL.WEIGHTS if the classes are the same; or train from "
-                "scratch: MODEL.PRETRAINED False"
-            )
-        elif "not plain data" in reason:
-            problem = f"{published.source} {reason}; fix: delete the downloaded file, or set FINETUNE.WEIGHTS"
-        elif "state_dict" in reason:
-            problem = f"{published.source} does not fit {spec.arch.name} with MODEL.KWARGS {spec.kwargs}: {reason}"
-        else:
+        if isinstance(error, ConfigError) and not isinstance(cause, (OSError, RuntimeError, pickle.UnpicklingError)):
             raise
+        reason = f"cannot load {published.source} into {spec.arch.name}: {_one_line(cause) or type(cause).__name__}"
+        fix = (
+            "delete a damaged file; without a network, copy the file to this machine and set FINETUNE.WEIGHTS to its"
+            " path, or MODEL.WEIGHTS if the classes are the same; or set MODEL.PRETRAINED False"
+        )
         # Without its cause, whose text may advise to unpickle the file.
-        raise ConfigError(Problem("MODEL.PRETRAINED", problem)) from None
+        raise ConfigError(Problem("MODEL.PRETRAINED", f"{reason}; fix: {fix}")) from None
 
 
 def _one_line(error: BaseException | None) -> str:

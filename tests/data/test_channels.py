@@ -25,8 +25,8 @@ from distribuuuu.data.whole_image import WholeImage
 from distribuuuu.inference.load_run import load_run
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import build_model
-from distribuuuu.models.find_architecture import adapt_input, find_input, replace_input
 from distribuuuu.models.finetune import load_backbone
+from distribuuuu.models.input_channels import adapt_input, find_input, replace_input
 
 CPU = torch.device("cpu")
 BANDS = np.random.default_rng(0).integers(0, 1 << 16, (9, 12, 5)).astype(np.uint16)

@@ -177,7 +177,7 @@ def test_missing_weights_are_an_error():
 def test_failed_download_names_the_file_and_the_remedy(monkeypatch, error):
     serve(monkeypatch, error)
     (problem,) = problems_of(build_model, make_cfg("resnet18", pretrained=True))
-    assert problem.startswith("MODEL.PRETRAINED: cannot download https://") and "resnet18-" in problem
+    assert problem.startswith("MODEL.PRETRAINED: cannot load https://") and "resnet18-" in problem
     assert "MODEL.WEIGHTS" in problem
 
 

@@ -22,9 +22,10 @@ from distribuuuu.checkpoint.weights_files import find_weights_file
 from distribuuuu.config import load_cfg
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.models import build_model
-from distribuuuu.models.finetune import IncompatibleWeightsError, build_initial_model, load_backbone
+from distribuuuu.models.finetune import IncompatibleWeightsError, load_backbone
 from distribuuuu.models.freeze import count_frozen, freeze
 from distribuuuu.models.head import find_head
+from distribuuuu.models.initial_weights import build_initial_model
 from distribuuuu.trainer import train_model
 
 CLASSES = ("ant", "bee", "cat")
