@@ -21,7 +21,7 @@ from distribuuuu.checkpoint.weights_files import RAW, common_kind, find_best
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.declaration import AUTO
-from distribuuuu.config.plugins import FoundConfig
+from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.launch.signals import RunStopped, SignalState, is_first_process

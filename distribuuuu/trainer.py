@@ -16,9 +16,8 @@ from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import build_loaders
 from distribuuuu.data.seeding import derive_seed, own_generators, seed_step
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.ddp import without_gradient_sync
+from distribuuuu.distributed.comm import begin_slow_phase, marked, without_gradient_sync
 from distribuuuu.distributed.process_group import pick_device
-from distribuuuu.distributed.stall_timer import begin_slow_phase, marked
 from distribuuuu.engine.build import Training, build_run, find_weights, open_run
 from distribuuuu.engine.evaluator import evaluate, open_evaluation
 from distribuuuu.engine.out_of_memory import explain_out_of_memory

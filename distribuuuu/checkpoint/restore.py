@@ -9,7 +9,7 @@ from torch import nn
 from distribuuuu.checkpoint.io import CheckpointError
 from distribuuuu.checkpoint.weights_files import KINDS
 from distribuuuu.config.errors import counted
-from distribuuuu.distributed.full_tensors import to_local
+from distribuuuu.distributed.comm import to_local
 from distribuuuu.distributed.sharding import load_full_state_dict
 
 # The remedy when weights may be used, but not the rest of a checkpoint.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from distribuuuu.config import ConfigError
-from distribuuuu.distributed.full_tensors import FullStateDict, to_local
+from distribuuuu.distributed.comm import FullStateDict, to_local
 
 
 class NonFiniteError(ConfigError):

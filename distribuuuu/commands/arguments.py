@@ -15,13 +15,12 @@ from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.guard import ending_with_reader
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import changed
-from distribuuuu.config.plugins import FoundConfig
+from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
 from distribuuuu.config.run_files import RESULTS, local_run
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.host import tune_malloc
-from distribuuuu.launch.nproc import own_command, run_processes, without_nproc
 from distribuuuu.launch.signals import is_first_process
 
 
@@ -43,6 +42,8 @@ def run_on_config(prog: str, args: Sequence[str], description: str, start: Calla
     if options and "stop_epoch" not in inspect.signature(start).parameters:
         raise ConfigError(Problem("--stop-epoch", "is a flag of the command train; fix: remove it"))
     if flags.nproc > 1:
+        from distribuuuu.launch.nproc import own_command, run_processes, without_nproc
+
         return run_processes(flags.nproc, without_nproc(own_command()))
     if cfg is not None:
         tune_malloc()

@@ -11,6 +11,14 @@ _MOVED = {"imagenet": "imagenet2021"}
 _CONFIG_NAME = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)?")
 
 
+class FoundConfig(str):
+    """The path of a config that was found in the folder of a run, not named by the user: it may be of others."""
+
+
+class ListedConfig(FoundConfig):
+    """The path of a config in a folder that the user named: its bases are read; its plug-ins may be of others."""
+
+
 def shipped_file(name: str) -> Path:
     """Return a file or folder of the repository, e.g. 'configs': in the package of a wheel, else in the checkout."""
     in_wheel = _PACKAGE / "shipped"

@@ -255,9 +255,9 @@ _C.LOSS.LABEL_SMOOTHING = Option(0.0, least=0, most=1)
 # proportion to 1 / n for n training images. auto:BETA: in proportion to (1 - BETA) / (1 - BETA ** n), 0 <= BETA < 1.
 _C.LOSS.CLASS_WEIGHTS = Option((), auto=True)
 # Reduction of bce over the classes of an image: mean or sum.
-_C.LOSS.BCE_REDUCTION = Option("mean", choices=("mean", "sum"))
+_C.LOSS.BCE_REDUCTION = Option("mean", choices=("mean", "sum"), needs="LOSS.NAME bce")
 # With bce, smoothed targets above this become 1 and all others 0, 0 to 1; 0: all classes of a mixture; null: off.
-_C.LOSS.BCE_TARGET_THRESHOLD = Option(None, of=float, least=0, most=1)
+_C.LOSS.BCE_TARGET_THRESHOLD = Option(None, of=float, least=0, most=1, needs="LOSS.NAME bce")
 # Focusing parameter gamma of the focal loss: down-weights well-classified images; 0: none.
 _C.LOSS.FOCAL_GAMMA = Option(2.0, least=0, needs="LOSS.NAME focal")
 # Settings of a loss of your own, as TASK.KWARGS.
@@ -271,7 +271,7 @@ _C.FINETUNE.WEIGHTS = Option("", path=True)
 # Use the moving average of the weights (EMA) if the file has one.
 _C.FINETUNE.EMA = Option(True, needs="FINETUNE.WEIGHTS")
 # Initialize the head randomly even if the file's fits.
-_C.FINETUNE.HEAD_RESET = False
+_C.FINETUNE.HEAD_RESET = Option(False, needs="FINETUNE.WEIGHTS")
 # Layers to freeze: patterns of parameter or module names, e.g. [conv1, 'layer1.*']; matching batch norms also keep
 # their statistics.
 _C.FINETUNE.FREEZE = Option((), of=str)
@@ -282,7 +282,7 @@ _C.DISTILL = Section()
 # Teacher model for knowledge distillation, named as in MODEL.ARCH; empty: none.
 _C.DISTILL.TEACHER = ""
 # Weights of the teacher: a file as for MODEL.WEIGHTS, or pretrained (those of timm or torchvision).
-_C.DISTILL.WEIGHTS = Option("", path=True)
+_C.DISTILL.WEIGHTS = Option("", path=True, needs="a DISTILL.TEACHER")
 # Keyword arguments of the teacher's constructor, as MODEL.KWARGS.
 _C.DISTILL.KWARGS = Option({}, needs="a DISTILL.TEACHER")
 # Targets from the teacher: soft (its probabilities) or hard (its predicted class).
@@ -331,9 +331,9 @@ _C.OPTIM.LR_MULT = Option(0.1, least=0, needs="OPTIM.LR_POLICY steps")
 # Optimizer: sgd, a registered one (docs/extending.md), or one of timm: adamw, lamb, lars, lion, adan, muon, ...
 _C.OPTIM.NAME = "sgd"
 # Betas of the optimizer, e.g. [0.9, 0.95]; empty: the optimizer's default.
-_C.OPTIM.BETAS = ()
+_C.OPTIM.BETAS = Option((), needs="an OPTIM.NAME other than sgd")
 # Epsilon of the optimizer, above 0; 0: the optimizer's default.
-_C.OPTIM.EPS = Option(0.0, least=0)
+_C.OPTIM.EPS = Option(0.0, least=0, needs="an OPTIM.NAME other than sgd")
 # Momentum of sgd and other optimizers with momentum, 0 to 1.
 _C.OPTIM.MOMENTUM = Option(0.9, least=0, most=1)
 # Dampening of the momentum of sgd, 0 to 1; must be 0 with NESTEROV.
@@ -363,7 +363,7 @@ _C.OPTIM.LAYER_DECAY = Option(1.0, least=0.001, most=1)
 # in the head (Brock et al., arXiv 2102.06171).
 _C.OPTIM.CLIP = Option("norm", choices=("norm", "value", "agc"))
 # Maximum norm of all gradients as one vector; 0: off.
-_C.OPTIM.CLIP_NORM = Option(0.0, least=0)
+_C.OPTIM.CLIP_NORM = Option(0.0, least=0, needs="OPTIM.CLIP norm")
 # Limit of value, the largest absolute number, or of agc, the largest ratio of the two norms, e.g. 0.01; above 0.
 _C.OPTIM.CLIP_LIMIT = Option(0.0, least=0, needs="OPTIM.CLIP value or agc")
 
@@ -409,7 +409,7 @@ _C.DIST.COMPRESS = Option("none", choices=("none", "bf16", "fp16"))
 # Sharding over the processes: none, zero1 (optimizer state) or fsdp (optimizer state, gradients and weights).
 _C.DIST.SHARD = Option("none", choices=("none", "zero1", "fsdp"))
 # Keep weights, gradients and optimizer state in host memory, with DIST.SHARD fsdp.
-_C.DIST.CPU_OFFLOAD = False
+_C.DIST.CPU_OFFLOAD = Option(False, needs="DIST.SHARD fsdp")
 
 _C.CUDNN = Section()
 # Benchmark cuDNN's algorithms and use the fastest.

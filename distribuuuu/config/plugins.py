@@ -26,14 +26,6 @@ _PREFIX = "distribuuuu_plugin_"
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
-class FoundConfig(str):
-    """The path of a config that was found in the folder of a run, not named by the user: it may be of others."""
-
-
-class ListedConfig(FoundConfig):
-    """The path of a config in a folder that the user named: its bases are read; its plug-ins may be of others."""
-
-
 def resolve_plugins(entries: Iterable[str], folder: str | os.PathLike = "") -> tuple[str, ...]:
     """Return the entries of PLUGINS with absolute paths; relative ones refer to a folder (default: the current one)."""
     paths = {entry: os.path.expanduser(os.path.expandvars(entry)) for entry in entries if names_file(entry)}
@@ -75,8 +67,6 @@ def hash_plugins(entries: Sequence[str]) -> dict[str, str | None]:
     for entry in entries:
         path = entry if names_file(entry) else getattr(sys.modules.get(entry), "__file__", None)
         name = os.path.basename(entry)
-        same = {other for other in entries if os.path.basename(other) == name}  # named from their common folder
-        name = Path(os.path.relpath(entry, os.path.commonpath(same))).as_posix() if len(same) > 1 else name
         hashes[name] = None
         with contextlib.suppress(OSError):
             hashes[name] = hashlib.sha256(Path(path or "").read_bytes()).hexdigest()
@@ -94,8 +84,6 @@ class ImportedPlugins:
 def _import(entry: str) -> str | None:
     """Import a plug-in; return why this fails, None if it does not."""
     if names_file(entry) and not os.path.isfile(entry):
-        if os.path.exists(entry):
-            return f"{entry} is not a regular file"
         beside = [path.name for path in Path(entry).parent.glob("*.py") if path.is_file()]
         return f"no such file: {entry}{did_you_mean(os.path.basename(entry), beside)}"
     if not names_file(entry) and not _MODULE.fullmatch(entry):

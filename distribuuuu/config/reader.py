@@ -17,9 +17,8 @@ from distribuuuu.config.config_node import Config, get_cfg, get_value, iter_opti
 from distribuuuu.config.conflicts import find_problems
 from distribuuuu.config.declaration import Option
 from distribuuuu.config.errors import ConfigError, Problem
-from distribuuuu.config.locate import find_base, find_config
+from distribuuuu.config.locate import FoundConfig, ListedConfig, find_base, find_config
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
-from distribuuuu.config.plugins import FoundConfig, ListedConfig, import_plugins, resolve_plugins
 from distribuuuu.config.run_files import local_folder
 from distribuuuu.config.settings import SETTINGS
 from distribuuuu.config.values import CliValue, coerce, frozen, parse
@@ -27,8 +26,8 @@ from distribuuuu.config.values import CliValue, coerce, frozen, parse
 # The origin of options that are set on the command line.
 COMMAND_LINE = "command line"
 
-# The key of a YAML file that names its bases, and the number of their levels.
-BASE, MAX_LEVELS = "_BASE_", 10
+# The key of a YAML file that names its bases.
+BASE = "_BASE_"
 # Arguments and settings, and the option that selects the model or the entry that they belong to.
 _ARGUMENTS = {"MODEL.KWARGS": "MODEL.ARCH", "DISTILL.KWARGS": "DISTILL.TEACHER", "OPTIM.KWARGS": "OPTIM.NAME"}
 _SELECTED_BY = {**_ARGUMENTS, **{key: f"{key.partition('.')[0]}.NAME" for key in SETTINGS}}
@@ -64,12 +63,12 @@ def read_cfg(cfg_file: CfgFiles = None, overrides: Sequence[str] = ()) -> tuple[
         files.read(find_config(file))
     for settings, folder in files.layers:
         _merge_file(cfg, settings, problems)
-        cfg.PLUGINS = resolve_plugins(cfg.PLUGINS, folder)
+        _resolve_plugins(cfg, folder)
     of_file = cfg.clone()
     _merge(cfg, _read_overrides(overrides, problems), problems)
     cfg.replaced.update((key, value) for key, value in iter_options(of_file) if cfg.origins.get(key) == COMMAND_LINE)
     cfg.replaced.update(getattr(cfg_file, "replaced", {}))
-    cfg.PLUGINS = resolve_plugins(cfg.PLUGINS)
+    _resolve_plugins(cfg)
     if not cfg.TEST.DATASET:
         cfg.TEST.DATASET = cfg.TRAIN.DATASET
         if "TRAIN.DATASET" in cfg.origins:
@@ -109,8 +108,19 @@ def override(cfg: Config, options: Mapping[str, Any], origin: str, allowed: tupl
     return copied
 
 
+def _resolve_plugins(cfg: Config, folder: str = "") -> None:
+    if cfg.PLUGINS:
+        from distribuuuu.config.plugins import resolve_plugins
+
+        cfg.PLUGINS = resolve_plugins(cfg.PLUGINS, folder)
+
+
 def _find_plugin_problems(cfg: Config, cfg_file: CfgFiles) -> list[Problem]:
     """Import the plug-ins of a config; return a problem for each that cannot be imported."""
+    if not cfg.PLUGINS:
+        return []
+    from distribuuuu.config.plugins import import_plugins
+
     is_found = isinstance(cfg_file, FoundConfig) and cfg.origins.get("PLUGINS") != COMMAND_LINE
     try:
         import_plugins(cfg.PLUGINS, str(cfg_file) if is_found else "")
@@ -181,16 +191,12 @@ def _find_base_problem(name: Any, base: str | None, path: str, chain: tuple[str,
         return f"got {name!r}; expected the path of a YAML file, or a list of paths"
     files = [user.rpartition(":")[0] for user in chain]
     shown = " -> ".join([*files, base or name])
-    if base is None and os.path.exists(place := os.path.join(os.path.dirname(path), name)) and not os.path.isdir(place):
-        return f"not a regular file: {shown}"
     if base is None:
         from distribuuuu.hints.configs import suggest_configs
 
-        return f"no such file: {shown}{suggest_configs(place)}"
+        return f"no such file: {shown}{suggest_configs(os.path.join(os.path.dirname(path), name))}"
     if os.path.realpath(base) in map(os.path.realpath, files):
         return f"got a file that is its own base: {shown}; fix: remove one of these lines"
-    if len(chain) > MAX_LEVELS:
-        return f"got more than {MAX_LEVELS} levels of bases: {shown}; fix: merge some of these files"
     return None
 
 

@@ -79,7 +79,7 @@ def _list_options(declared: type) -> Iterator[tuple[str, Option]]:
     """Yield the name and the declaration of each field of a `Settings` dataclass.
 
     Raises:
-        TypeError: it is no dataclass, or a field has no default, or one of another type.
+        TypeError: it is no dataclass, or a field has no default.
     """
     types, defaults = typing.get_type_hints(declared), declared()
     for field in dataclasses.fields(declared):
@@ -90,12 +90,6 @@ def _list_options(declared: type) -> Iterator[tuple[str, Option]]:
         of = next((kind for kind in _TYPES if kind in given), None)
         if not isinstance(default, (*_TYPES, tuple)) and (default is not None or of is None):
             raise TypeError(f"{field.name}: got {default!r}; expected a number, text, true, false or a tuple of them")
-        numbers = (int,) if float in given else ()  # in a tuple of floats
-        if of and any(
-            type(one) not in (*given, *numbers, type(None))
-            for one in (default if isinstance(default, tuple) else [default])
-        ):
-            raise TypeError(f"{field.name}: got {default!r}; expected {of.__name__}, its type")
         limits = {name: value for name, value in field.metadata.items() if name in ("least", "most", "choices")}
         yield field.name, Option(default, of=of, **limits)
 

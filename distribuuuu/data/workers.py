@@ -25,7 +25,6 @@ import numpy as np
 import torch
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.plugins import ImportedPlugins
 from distribuuuu.data.batch import map_leaves
 from distribuuuu.data.make_batch import HostBatch, Samples
 from distribuuuu.data.samplers import BatchKeys, EvalSampler, ResumableDistributedSampler
@@ -254,6 +253,8 @@ class ProcessPool(Pool):
         self.processes: list[Any] = []
         # They ignore the SIGTERM that multiprocessing sends at exit, so they end before.
         atexit.register(weakref.finalize(self, _end_workers, os.getpid(), pipes, self.processes))
+        from distribuuuu.config.plugins import ImportedPlugins
+
         for _ in range(num_workers):
             own, other = context.Pipe()
             pipes.append(own)

@@ -1,10 +1,12 @@
-"""Rank, world size and collectives. Without a process group every function acts as in a world of one process."""
+"""Rank, world size, progress and collectives. Without a process group, all act as in a world of one process."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
+from torch import nn
 
 from distribuuuu.config import ConfigError
 
@@ -17,10 +19,12 @@ class GroupState:
     Attributes:
         rank, local_rank: the rank in the group, and the one on this node.
         host_group: a gloo group for values of the host, whose collectives never wait for the device.
+        stall_timer: the thread that ends this process if it makes no progress; None: there is one process.
     """
 
     rank = local_rank = 0
     host_group: torch_dist.ProcessGroup | None = None
+    stall_timer: Any = None
 
 
 def is_distributed() -> bool:
@@ -172,3 +176,53 @@ def is_communication_error(error: Exception) -> bool:
     """Tell whether an error may be the consequence of the end of another process."""
     text = str(error).lower()
     return isinstance(error, torch_dist.DistError) or any(word in text for word in ("gloo", "nccl", "closed by peer"))
+
+
+def broadcast_buffers(model: nn.Module) -> None:
+    """Copy the main process's buffers, which are evaluated and saved, to every process: one broadcast for each type."""
+    groups: dict[tuple, list[torch.Tensor]] = {}
+    for buffer in model.buffers() if is_distributed() else ():
+        groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    for buffers in groups.values():
+        joined = torch.cat([buffer.flatten() for buffer in buffers])
+        torch_dist.broadcast(joined, src=0)
+        for buffer, values in zip(buffers, joined.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(values.view_as(buffer))
+
+
+def without_gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContextManager:
+    """Return the context of a micro-batch whose gradients only accumulate if `enabled`, else a null context.
+
+    A sharded model always reduces them: to accumulate them locally would take the memory of the full model.
+    """
+    no_sync: Any = getattr(model, "no_sync", None)  # of DDP
+    return no_sync() if enabled and no_sync else contextlib.nullcontext()
+
+
+class FullStateDict(dict):
+    """State dict of full CPU tensors that nothing else refers to; without tensors on all but the main process."""
+
+
+def to_local(tensor: Any) -> torch.Tensor:
+    """Return this process's rows of a sharded tensor, which share its memory; any other tensor unchanged."""
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def mark_position(position: str) -> None:
+    """Report progress, e.g. 'epoch 2, step 14', which is logged if this process dies or stalls."""
+    if GroupState.stall_timer:
+        GroupState.stall_timer.mark(position)
+
+
+def begin_slow_phase() -> None:
+    """Apply DIST.STARTUP_TIMEOUT_S, if larger than DIST.TIMEOUT_S, until the next position."""
+    if timer := GroupState.stall_timer:
+        timer.is_slow = True
+        timer.num_marks += 1
+
+
+def marked(items: Iterable[T], position: str) -> Iterator[T]:
+    """Yield the items and report progress after each."""
+    for number, item in enumerate(items, 1):
+        yield item
+        mark_position(f"{position}, batch {number}")

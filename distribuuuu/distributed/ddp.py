@@ -1,19 +1,16 @@
 """DistributedDataParallel: gradients are averaged by an all-reduce of each bucket during the backward pass."""
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from distribuuuu.distributed.comm import all_reduce_max, is_distributed
-from distribuuuu.distributed.sharding import is_sharded
+from distribuuuu.distributed.sharding import is_sharded, restored, sum_output
 
 # Gradients are sent and summed in this type; the parameters keep theirs.
 COMPRESSION_HOOKS: dict[str, Callable] = {
@@ -36,7 +33,7 @@ def wrap_model(
 ) -> nn.Module:
     """Return the model wrapped in DDP; the model itself if there is one process or it is sharded.
 
-    Buffers (running statistics of batch norm) are not synchronized in a step: see `broadcast_buffers`.
+    Buffers (running statistics of batch norm) are not synchronized in a step: see `comm.broadcast_buffers`.
 
     Args:
         model: the model, on `device`.
@@ -83,25 +80,6 @@ def _warm_up_buckets(wrapped: DistributedDataParallel, example: torch.Tensor) ->
             sum_output(wrapped(example)).backward()
 
 
-@contextlib.contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers of a model and remove its gradients after the block."""
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        model.zero_grad()
-        with torch.no_grad():
-            for buffer, before in zip(model.buffers(), buffers, strict=True):
-                buffer.copy_(before)
-
-
-def sum_output(output: Any) -> torch.Tensor:
-    """Return the sum () of the values of an output that have a gradient, e.g. of a tuple or a dict of tensors."""
-    tensors = [tensor for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
-    return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
-
-
 def compile_model(model: nn.Module, mode: str) -> None:
     """Compile a model in place at its first forward pass, for each shape separately; names and weights stay.
 
@@ -123,23 +101,3 @@ def _allow_graphs(num: int) -> None:
     prefix = "recompile" if hasattr(known, "recompile_limit") else "cache_size"  # torch < 2.7
     for name in (f"{prefix}_limit", f"accumulated_{prefix}_limit"):
         setattr(known, name, num)
-
-
-def without_gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContextManager:
-    """Return the context of a micro-batch whose gradients only accumulate if `enabled`, else a null context.
-
-    A sharded model always reduces them: to accumulate them locally would take the memory of the full model.
-    """
-    return model.no_sync() if enabled and isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
-
-
-def broadcast_buffers(model: nn.Module) -> None:
-    """Copy the main process's buffers, which are evaluated and saved, to every process: one broadcast for each type."""
-    groups: dict[tuple, list[torch.Tensor]] = {}
-    for buffer in model.buffers() if is_distributed() else ():
-        groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-    for buffers in groups.values():
-        joined = torch.cat([buffer.flatten() for buffer in buffers])
-        torch_dist.broadcast(joined, src=0)
-        for buffer, values in zip(buffers, joined.split([buffer.numel() for buffer in buffers]), strict=True):
-            buffer.copy_(values.view_as(buffer))

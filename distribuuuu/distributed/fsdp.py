@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.full_tensors import FullStateDict, to_local
+from distribuuuu.distributed.comm import FullStateDict, to_local
 from distribuuuu.distributed.model_blocks import find_blocks
 
 Optimizer = torch.optim.Optimizer

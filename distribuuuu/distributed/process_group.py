@@ -1,28 +1,18 @@
 """Process group: choosing the device, joining and leaving the group."""
 
 import contextlib
-import datetime
 import importlib
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as torch_dist
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import STACKS
 from distribuuuu.distributed.comm import GroupState
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.signals import SignalState
-
-# The stall timer ends a process first, with a report, and does not count the time in which a job is suspended.
-BACKEND_TIMEOUT = datetime.timedelta(days=7)
-
-# From this number of processes on, gloo connects two of them at their first exchange, not all with all at the start:
-# the store then sends some kB to each process, not 16 N^2 bytes. See docs/launchers.md.
-LAZY_FROM = 64
 
 
 def pick_device(local_rank: int) -> torch.device:
@@ -90,43 +80,14 @@ def process_group(
     if backend == "gloo" and device.type == "cuda" and shard != "none":
         reason = "gloo cannot send shards of CUDA tensors"
         raise ConfigError(f"DIST.BACKEND: gloo on CUDA does not go with DIST.SHARD {shard}: {reason}; use nccl or auto")
+    rendezvous = importlib.import_module("distribuuuu.distributed.rendezvous")  # one process needs none of it
     if launch.world_size == 1:
-        with _join_group(launch, torch_dist.HashStore(), backend, device):
+        with rendezvous.join_group(launch, rendezvous.torch_dist.HashStore(), backend, device):
             yield
         return
     backend = ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
-    rendezvous = importlib.import_module("distribuuuu.distributed.rendezvous")  # one process needs none of it
     store = rendezvous.join(launch, timeout_s)
     rendezvous.join.cache_clear()
     limits = (timeout_s, max(timeout_s, startup_timeout_s))
-    with rendezvous.watched(launch, store, limits, report_dir), _join_group(launch, store, backend, device):
+    with rendezvous.watched(launch, store, limits, report_dir), rendezvous.join_group(launch, store, backend, device):
         yield
-
-
-@contextlib.contextmanager
-def _join_group(launch: Launch, store: torch_dist.Store, backend: str, device: torch.device) -> Iterator[None]:
-    """Initialize torch's process group for the length of the block."""
-    is_tcp = sys.platform == "linux" and os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") == "TCP"
-    if launch.world_size >= LAZY_FROM and is_tcp:  # torch raises an error for other transports
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    torch_dist.init_process_group(
-        backend=backend,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=BACKEND_TIMEOUT,
-        store=store,
-        device_id=device if backend == "nccl" else None,  # connects now, so that errors occur here, not in a step
-    )
-    GroupState.rank = launch.rank
-    GroupState.host_group = torch_dist.new_group(backend="gloo", timeout=BACKEND_TIMEOUT)  # type: ignore[assignment]  # a member
-    torch_dist.barrier(group=GroupState.host_group)  # a process that ended earlier would break the others' connecting
-    is_abandoned = False
-    try:
-        yield
-    except Exception as error:
-        is_abandoned = launch.world_size > 1 and not getattr(error, "on_all_processes", False)
-        raise
-    finally:
-        GroupState.rank, GroupState.host_group = 0, None
-        if not is_abandoned:  # else it could wait for the other processes forever
-            torch_dist.destroy_process_group()

@@ -4,18 +4,22 @@ import contextlib
 import datetime
 import functools
 import importlib
+import json
 import logging
 import os
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
+from typing import Any
 
+import torch
 import torch.distributed as torch_dist
 
 from distribuuuu.config import ConfigError
-from distribuuuu.distributed.comm import PeerError, is_communication_error
+from distribuuuu.distributed.comm import GroupState, PeerError, is_communication_error
 from distribuuuu.distributed.stall_timer import StallTimer
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.ports import find_port_problem
@@ -23,6 +27,12 @@ from distribuuuu.launch.signals import SignalState
 
 logger = logging.getLogger(__name__)
 
+# The stall timer ends a process first, with a report, and does not count the time in which a job is suspended.
+BACKEND_TIMEOUT = datetime.timedelta(days=7)
+
+# From this number of processes on, gloo connects two of them at their first exchange, not all with all at the start:
+# the store then sends some kB to each process, not 16 N^2 bytes. See docs/launchers.md.
+LAZY_FROM = 64
 _WATCHDOG = "distribuuuu.distributed.watchdog"
 POLL_S = 0.05
 # Seconds until the missing ranks are reported first, and between two reports; the number of ranks in a report.
@@ -38,19 +48,19 @@ def join(launch: Launch, timeout_s: float) -> torch_dist.PrefixStore:
     return create_store(launch, timeout_s)
 
 
-def exchange(launch: Launch, number: int, timeout_s: float, startup_timeout_s: float) -> list[int]:
-    """Return the number of every process in the order of ranks, before `process_group`, on every process.
+def exchange(launch: Launch, value: Any, timeout_s: float, startup_timeout_s: float) -> list[Any]:
+    """Return the JSON value of every process in the order of ranks, before `process_group`, on every process.
 
-    Waits `timeout_s` seconds for the other processes to start, and `startup_timeout_s` seconds for their numbers.
+    Waits `timeout_s` seconds for the other processes to start, and `startup_timeout_s` seconds for their values.
     """
     if launch.world_size == 1:
-        return [number]
+        return [value]
     store = join(launch, timeout_s)
     turn = store.add(f"turn of {launch.rank}", 1)
-    store.set(f"number {turn} of {launch.rank}", str(number))
-    keys = [f"number {turn} of {rank}" for rank in range(launch.world_size)]
+    store.set(f"value {turn} of {launch.rank}", json.dumps(value))
+    keys = [f"value {turn} of {rank}" for rank in range(launch.world_size)]
     store.wait(keys, datetime.timedelta(seconds=startup_timeout_s))
-    return [int(store.get(key)) for key in keys]
+    return [json.loads(store.get(key)) for key in keys]
 
 
 @contextlib.contextmanager
@@ -210,3 +220,32 @@ def _agree_on_start(store: torch_dist.Store, launch: Launch, timeout_s: float) -
                 return start
         timeout.check(functools.partial(list, missing))
         time.sleep(POLL_S)
+
+
+@contextlib.contextmanager
+def join_group(launch: Launch, store: torch_dist.Store, backend: str, device: torch.device) -> Iterator[None]:
+    """Initialize torch's process group for the length of the block."""
+    is_tcp = sys.platform == "linux" and os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") == "TCP"
+    if launch.world_size >= LAZY_FROM and is_tcp:  # torch raises an error for other transports
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    torch_dist.init_process_group(
+        backend=backend,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=BACKEND_TIMEOUT,
+        store=store,
+        device_id=device if backend == "nccl" else None,  # connects now, so that errors occur here, not in a step
+    )
+    GroupState.rank = launch.rank
+    GroupState.host_group = torch_dist.new_group(backend="gloo", timeout=BACKEND_TIMEOUT)  # type: ignore[assignment]  # a member
+    torch_dist.barrier(group=GroupState.host_group)  # a process that ended earlier would break the others' connecting
+    is_abandoned = False
+    try:
+        yield
+    except Exception as error:
+        is_abandoned = launch.world_size > 1 and not getattr(error, "on_all_processes", False)
+        raise
+    finally:
+        GroupState.rank, GroupState.host_group = 0, None
+        if not is_abandoned:  # else it could wait for the other processes forever
+            torch_dist.destroy_process_group()

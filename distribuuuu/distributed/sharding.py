@@ -1,4 +1,4 @@
-"""DIST.SHARD as the rest of the package sees it; fsdp.py and zero1.py, which do the work, are imported if needed.
+"""Passes through a model, and DIST.SHARD as the rest of the package sees it; fsdp.py and zero1.py do the work.
 
 A sharded tensor (DTensor) holds this process's rows. Checkpoints hold full tensors, so they load on any number of
 processes.
@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.full_tensors import to_local
+from distribuuuu.distributed.comm import to_local
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,25 @@ def inference(model: nn.Module) -> Iterator[None]:
     for module in model.modules():
         if is_sharded(module):
             module.reshard()  # type: ignore[operator]
+
+
+@contextlib.contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers of a model and remove its gradients after the block."""
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        model.zero_grad()
+        with torch.no_grad():
+            for buffer, before in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+
+
+def sum_output(output: Any) -> torch.Tensor:
+    """Return the sum () of the values of an output that have a gradient, e.g. of a tuple or a dict of tensors."""
+    tensors = [tensor for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
+    return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
 
 
 def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> None:

@@ -7,16 +7,15 @@ it cannot reach rank 0, each process ends by its own timer.
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 from distribuuuu.config.run_files import STACKS
+from distribuuuu.distributed.comm import GroupState
 from distribuuuu.launch.signals import end_process, write_stacks
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 PERIOD_S = 1.0
 # Seconds after the time-out that the watchdog has to end all processes together.
@@ -40,8 +39,6 @@ class StallTimer(threading.Thread):
         is_watched: tells whether the watchdog decides instead.
     """
 
-    current: ClassVar["StallTimer | None"] = None
-
     def __init__(self, rank: int, limits: tuple[float, float], out_dir: str | os.PathLike):
         super().__init__(name="stall timer", daemon=True)
         self.rank, self.limits = rank, limits
@@ -51,12 +48,12 @@ class StallTimer(threading.Thread):
         self._is_over = threading.Event()
 
     def __enter__(self) -> "StallTimer":
-        StallTimer.current = self
+        GroupState.stall_timer = self
         self.start()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        StallTimer.current = None
+        GroupState.stall_timer = None
         self._is_over.set()
 
     def mark(self, position: str) -> None:
@@ -79,23 +76,3 @@ class StallTimer(threading.Thread):
                 logger.error("process %d has made no step for %.0f s after %s and ends; stacks: %s",
                              self.rank, limit_s, self.position, self._stacks_file)  # fmt: skip
                 end_process(1)
-
-
-def mark_position(position: str) -> None:
-    """Report progress, e.g. 'epoch 2, step 14', which is logged if this process dies or stalls."""
-    if StallTimer.current:
-        StallTimer.current.mark(position)
-
-
-def begin_slow_phase() -> None:
-    """Apply DIST.STARTUP_TIMEOUT_S, if larger than DIST.TIMEOUT_S, until the next position."""
-    if timer := StallTimer.current:
-        timer.is_slow = True
-        timer.num_marks += 1
-
-
-def marked(items: Iterable[T], position: str) -> Iterator[T]:
-    """Yield the items and report progress after each."""
-    for number, item in enumerate(items, 1):
-        yield item
-        mark_position(f"{position}, batch {number}")

@@ -9,7 +9,7 @@ import torch.distributed as torch_dist
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.full_tensors import FullStateDict
+from distribuuuu.distributed.comm import FullStateDict
 
 Optimizer = torch.optim.Optimizer
 # Builds an optimizer from parameter groups.

@@ -18,8 +18,9 @@ from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.declaration import AUTO
+from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.options import GRAPH_MODES
-from distribuuuu.config.plugins import FoundConfig, import_plugins
+from distribuuuu.config.plugins import import_plugins
 from distribuuuu.config.reader import read_cfg
 from distribuuuu.data.batch_plan import BatchPlan, plan_batches, plan_of
 from distribuuuu.data.loader import build_loaders

@@ -20,14 +20,12 @@ from distribuuuu.checkpoint.weights_files import KINDS, RAW, best_paths, build_k
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed, iter_options
 from distribuuuu.config.derived import total_steps
-from distribuuuu.config.plugins import hash_plugins
 from distribuuuu.config.run_files import METRICS, PREDICTIONS, RUN_FILES, TRACKERS_FOLDER, url_of
 from distribuuuu.data.datasets.imagenet_labels import read_classes
 from distribuuuu.data.loader import Loader, TrainLoader, check_same_data
 from distribuuuu.data.normalize import statistics_of
 from distribuuuu.data.seeding import derive_seed, draw_seed, seed_cpu
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.ddp import compile_model, wrap_model
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.distributed.sharding import build_parallelize_fn
 from distribuuuu.engine.dry_run import dry_run, dry_run_evaluation
@@ -176,7 +174,7 @@ def build_training(
     check_task_state(task)
     model = prepare_model(cfg, task, state.model, loader, val_images)
     for evaluated in set(state.models.values()) - {model}:  # evaluations use neither the wrapper nor its compiled code
-        compile_model(evaluated, cfg.MODEL.COMPILE)
+        _compile(cfg, evaluated)
     lr_at, decay_at = build_lr(cfg, loader.plan.global_batch), build_weight_decay(cfg)
     head: list[torch.Tensor] = []
     if cfg.OPTIM.CLIP == "agc":
@@ -258,7 +256,7 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
         precision=precision,
         averages=averages,
         config={**dict(iter_options(cfg)), "DATA.MEAN": mean, "DATA.STD": std},
-        plugins=hash_plugins(cfg.PLUGINS),
+        plugins=importlib.import_module("distribuuuu.config.plugins").hash_plugins(cfg.PLUGINS) if cfg.PLUGINS else {},
         meter=Meter(task.train_metrics, len(task.classes), loader.device),
         best_metric=best_metric,
         higher_is_better=higher_is_better,
@@ -270,10 +268,21 @@ def prepare_model(cfg, task: Task, model: nn.Module, loader: TrainLoader, val_im
     """Return the model for training steps: checked by a dry run, wrapped for several processes, compiled."""
     dummy_batch = loader.dummy_batch()
     unused = dry_run(cfg, model, dummy_batch, val_images, task.num_outputs)
-    model = wrap_model(model, loader.device, dummy_batch, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS,
-                       unused=unused.names, find_unused=unused.varies)  # fmt: skip
-    compile_model(model, cfg.MODEL.COMPILE)
+    if dist.is_distributed():
+        from distribuuuu.distributed.ddp import wrap_model
+
+        model = wrap_model(model, loader.device, dummy_batch, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS,
+                           unused=unused.names, find_unused=unused.varies)  # fmt: skip
+    _compile(cfg, model)
     return model
+
+
+def _compile(cfg, model: nn.Module) -> None:
+    """Compile a model in place, as MODEL.COMPILE says."""
+    if cfg.MODEL.COMPILE != "none":
+        from distribuuuu.distributed.ddp import compile_model
+
+        compile_model(model, cfg.MODEL.COMPILE)
 
 
 def build_checkpoints(cfg) -> CheckpointManager:
@@ -326,7 +335,7 @@ def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.
         columns = torch.tensor(list(read_classes(cfg.TEST.LABELS).values()), device=task.device)
         select_outputs(model, columns, cfg.MODEL.NUM_CLASSES)
     dry_run_evaluation(cfg, model, images, task.num_outputs)
-    compile_model(model, cfg.MODEL.COMPILE)
+    _compile(cfg, model)
     return model
 
 

@@ -14,8 +14,7 @@ from torch import nn
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.distributed.comm import is_communication_error
-from distribuuuu.distributed.ddp import restored, sum_output
-from distribuuuu.distributed.sharding import inference, is_sharded
+from distribuuuu.distributed.sharding import inference, is_sharded, restored, sum_output
 from distribuuuu.engine.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)

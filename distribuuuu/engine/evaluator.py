@@ -13,11 +13,9 @@ from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import TEST_LOG
 from distribuuuu.data.batch import Batch, map_leaves
 from distribuuuu.data.loader import Loader, build_loader, check_same_data
-from distribuuuu.distributed.comm import gather_objects
-from distribuuuu.distributed.ddp import broadcast_buffers
+from distribuuuu.distributed.comm import broadcast_buffers, gather_objects, mark_position
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.sharding import inference, is_sharded
-from distribuuuu.distributed.stall_timer import mark_position
 from distribuuuu.engine.build import build_test_model, open_run
 from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.preflight import resolve_num_classes, resolve_preprocessing

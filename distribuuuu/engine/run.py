@@ -22,8 +22,8 @@ from distribuuuu.data.loader import Loader, TrainLoader
 from distribuuuu.data.seeding import derive_seed, seed_step
 from distribuuuu.data.workers import Pass
 from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.comm import begin_slow_phase, mark_position
 from distribuuuu.distributed.sharding import inference
-from distribuuuu.distributed.stall_timer import begin_slow_phase, mark_position
 from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.signals import OUT_OF_TIME, RunStopped, SignalState, handled_by
 from distribuuuu.records.run_log import Log

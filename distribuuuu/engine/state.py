@@ -42,7 +42,7 @@ from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.sharding import full_state_dict
 from distribuuuu.optim.precision import Precision
 from distribuuuu.records.environment import peak_memory_mib
-from distribuuuu.records.step_timing import StepTiming
+from distribuuuu.records.run_log import StepTiming
 from distribuuuu.tasks.metrics import Meter
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from distribuuuu.checkpoint.weights_files import KINDS, RAW, best_paths, build_k
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg, load_cfg
 from distribuuuu.config.config_node import changed, iter_options
 from distribuuuu.config.errors import counted, did_you_mean, first_few
+from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
-from distribuuuu.config.plugins import FoundConfig
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.config.run_files import CHECKPOINTS, local_run

@@ -13,7 +13,7 @@ from distribuuuu.checkpoint.weights_files import HUB_NAMES, PUBLISHED, find_weig
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.config_node import get_value
 from distribuuuu.config.json_file import load_json
-from distribuuuu.config.plugins import FoundConfig
+from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.reader import override, read_cfg
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.launch.detect import list_jobs

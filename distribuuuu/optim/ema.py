@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from distribuuuu.distributed.full_tensors import to_local
+from distribuuuu.distributed.comm import to_local
 
 
 class Ema:

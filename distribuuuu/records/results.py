@@ -22,6 +22,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from distribuuuu.config import Config, run_files
 from distribuuuu.config.derived import show_size
 from distribuuuu.config.errors import counted
 from distribuuuu.config.json_file import replace_nonfinite
-from distribuuuu.config.plugins import hash_plugins
 from distribuuuu.config.registry import dataset_name
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.records.log_table import format_result
@@ -67,7 +67,7 @@ def collect_metadata(cfg: Config, task: Any, model: Any) -> dict[str, Any]:
         "environment": describe_environment(task.device),
         "versions": list_versions(),
         "commit": find_commit() if dist.is_main() else None,
-        **({"plugins": hash_plugins(cfg.PLUGINS)} if cfg.PLUGINS else {}),
+        **({"plugins": import_module("distribuuuu.config.plugins").hash_plugins(cfg.PLUGINS)} if cfg.PLUGINS else {}),
     }
 
 

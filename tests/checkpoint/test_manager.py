@@ -123,7 +123,7 @@ def test_temporary_names_are_unique_and_those_of_a_killed_run_are_removed(tmp_pa
 
 def test_what_was_timed_and_counted_comes_back(tmp_path, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("distribuuuu.records.step_timing.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("distribuuuu.records.run_log.time.perf_counter", lambda: now[0])
     state, other = make_state(), make_state(epoch=0, step=3)
     state.timing.begin(now[0])
     now[0] += 2

@@ -68,14 +68,6 @@ def test_a_wrong_name_lists_the_nearest_configs(monkeypatch, tmp_path):
         assert suggest_configs(f"configs/{path}").startswith(f"; did you mean configs/{meant}")
 
 
-def test_files_of_the_current_folder_are_suggested_too():
-    write("mine.yaml")
-    write("configs/shapes/resnet15.yaml")
-    assert suggest_configs("mime.yaml") == "; did you mean mine.yaml?"
-    assert "configs/shapes/resnet15.yaml" in suggest_configs("shapes/resnet15x")
-    assert suggest_configs("no_config_has_this_name") == ""
-
-
 def test_the_files_of_a_wheel_are_in_the_package(monkeypatch, tmp_path):
     assert shipped_file("configs") == ROOT / "configs"
     write("package/shipped/configs/shapes/resnet14.yaml")

@@ -2,9 +2,7 @@
 
 import inspect
 import os
-import shutil
 import sys
-from importlib.machinery import ModuleSpec
 
 import pytest
 import yaml
@@ -123,25 +121,6 @@ def test_a_table_that_cannot_be_read_is_made_again(cache):
         assert load_table("timm") == NameTable({"a": None})
     keep_all()
     assert len(list(cache.iterdir())) == 3 and problems_of("resnet5O") != []
-
-
-def test_other_versions_have_tables_of_their_own(monkeypatch):
-    keep_all()
-    assert "resnet50" in load_table("timm")
-    monkeypatch.setattr(model_names, "_version_of", {"timm": "9.9", "torchvision": "8.8"}.get)
-    assert load_table("timm") is None and problems_of("resnet5O") == []
-
-
-def test_a_new_file_of_models_makes_the_table_out_of_date(monkeypatch, tmp_path):
-    shutil.copytree(ROOT / "distribuuuu", tmp_path / "copy" / "distribuuuu")
-    package = tmp_path / "copy" / "distribuuuu"
-    spec = ModuleSpec("distribuuuu", None, origin=str(package / "__init__.py"))
-    spec.submodule_search_locations = [str(package)]
-    monkeypatch.setattr(model_names, "find_spec", lambda name: spec)
-    keep_table("distribuuuu", lambda: NameTable({"a": {"width": True}}))
-    assert load_table("distribuuuu") is not None
-    (package / "models" / "my_net.py").write_text("")
-    assert load_table("distribuuuu") is None
 
 
 def test_where_nothing_can_be_kept_all_is_as_before(monkeypatch, tmp_path):

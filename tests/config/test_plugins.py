@@ -13,7 +13,8 @@ from support.runs import run_python, small_options
 from distribuuuu import evaluate
 from distribuuuu.commands.arguments import parse_args
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.config.plugins import FoundConfig, ImportedPlugins, hash_plugins, import_plugins
+from distribuuuu.config.locate import FoundConfig
+from distribuuuu.config.plugins import ImportedPlugins, hash_plugins, import_plugins
 from distribuuuu.config.reader import read_cfg
 from distribuuuu.config.registry import DATASETS, LOSSES, TASKS
 from distribuuuu.inference.load_run import load_run
@@ -151,30 +152,12 @@ def test_an_entry_that_is_no_module_is_reported_alone(entry, expected):
     assert expected in problem
 
 
-def test_a_folder_in_the_place_of_a_plug_in_is_no_missing_file():
-    Path("own.py").mkdir()
-    (problem,) = problems_of("PLUGINS", "own.py")
-    assert problem.endswith("own.py is not a regular file")
-
-
 def test_the_source_of_each_plug_in_is_recorded():
     own = write("own.py", "x = 1")
     load_cfg(None, ["PLUGINS", "own.py"])
     missing = {"no_such_lab": None, "gone.py": None}
     expected = {"own.py": hashlib.sha256(b"x = 1").hexdigest(), **missing}
     assert hash_plugins([str(own), "no_such_lab", "/no/gone.py"]) == expected
-
-
-def test_files_of_the_same_name_have_hashes_of_their_own():
-    one, other = write("lab/a/p.py", "x = 1\n"), write("lab/b/p.py", "x = 2\n")
-    expected = {f"{path.parent.name}/p.py": hashlib.sha256(path.read_bytes()).hexdigest() for path in (one, other)}
-    assert hash_plugins([str(one), str(other)]) == expected
-
-
-def test_a_missing_plugin_is_reported_once_and_does_not_suggest_itself(tmp_path):
-    (tmp_path / "broken.py").symlink_to("gone.py")
-    (problem,) = problems_of("PLUGINS", "broken.py,broken.py")
-    assert problem == f"PLUGINS (command line): no such file: {tmp_path / 'broken.py'}"
 
 
 def test_an_edited_plugin_is_named_on_a_resume(image_folder, tmp_path):
@@ -186,15 +169,6 @@ def test_an_edited_plugin_is_named_on_a_resume(image_folder, tmp_path):
     assert (out_dir / "train.log").read_text().count("PLUGINS: edited since the checkpoint: own.py") == 1
     train_model(load_cfg(None, words))
     assert (out_dir / "train.log").read_text().count("PLUGINS: edited") == 1
-
-
-def test_a_failed_plug_in_can_be_corrected_and_one_that_is_imported_is_not_imported_again():
-    own = write("own.py", "undefined")
-    assert problems_of("PLUGINS", "own.py")
-    own.write_text(TASK)
-    assert not problems_of("PLUGINS", "own.py")
-    own.write_text("undefined")
-    assert not problems_of("PLUGINS", "own.py,./own.py")
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import pytest
 from support.runs import run_python
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.errors import near_matches
 from distribuuuu.config.registry import DATASETS, Registry, UnknownNameError
 
 
@@ -66,10 +65,6 @@ def test_a_name_is_taken_once(table):
     table.register("plum")(lambda: None)
     with pytest.raises(ValueError, match="'plum' is registered twice"):
         table.register("plum")(print)
-
-
-def test_near_matches_ignore_case():
-    assert near_matches("ResNet5O", ["resnet50", "vgg"]) == ["resnet50"]
 
 
 def test_the_names_of_the_data_sets_are_known_without_torch():

@@ -1,8 +1,5 @@
 """Names of the files of a run, and paths to which nothing is written."""
 
-import subprocess
-import sys
-
 from support.tables import each_row
 
 from distribuuuu.config import run_files
@@ -54,14 +51,3 @@ def test_a_url_and_the_root_in_any_spelling_are_no_folder_for_a_run(tmp_path, mo
         assert "root of the file system" in find_path_problem(path)
     for path in ("exp", ".", "/tmp", "C:/runs", "exp/lr=0.1:2", "a:b"):
         assert find_path_problem(path) is None
-
-
-def test_a_wrong_path_is_reported_without_torch(tmp_path):
-    code = (
-        "import sys; from distribuuuu.commands.main import dispatch; "
-        "words = ['OUT_DIR', 'hf://b/x', 'CFG_DEST', 'Best.pth.tar', 'MODEL.DUMMY_INPUT', 'True']; "
-        "status = dispatch('d', ['train', *words]); "
-        "print(status, 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout == "2 False\n" and done.stderr.startswith("2 problems") and not any(tmp_path.iterdir())

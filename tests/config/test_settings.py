@@ -164,22 +164,6 @@ def test_settings_of_the_package_are_checked_without_torch():
     assert done.stdout == "3 False\n", done
 
 
-@each_row(
-    ("kind", "default"),
-    [(float, "abc"), (int, 0.5), (int, True), (str, 3), (bool, 1), (float | None, "abc"), (tuple[float, ...], ("a",))],
-)
-def test_a_default_of_another_type_is_refused(kind, default):
-    class Wrong:
-        __annotations__ = {"rho": kind}
-        rho = setting(default)
-
-    settings, (problem,) = read_settings("TASK.KWARGS", dataclass(Wrong), {})
-    assert (
-        settings is None
-        and f"is invalid: rho: got {default!r}; expected {'float' if 'float' in str(kind) else ''}" in str(problem)
-    )
-
-
 def test_an_unknown_name_without_a_similar_one_mentions_plugins():
     _, (problem,) = read_cfg(None, ["TASK.NAME", "qqqq"])
     assert "got 'qqqq'; expected one of " in str(

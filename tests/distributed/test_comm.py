@@ -11,7 +11,8 @@ from torch import nn
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import load_cfg
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.ddp import broadcast_buffers, wrap_model
+from distribuuuu.distributed.comm import broadcast_buffers
+from distribuuuu.distributed.ddp import wrap_model
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.trainer import train_model

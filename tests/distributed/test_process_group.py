@@ -16,7 +16,6 @@ from support.processes import free_port
 from support.runs import run_python, run_tool, small_options
 
 from distribuuuu.config import ConfigError
-from distribuuuu.distributed import process_group as group_module
 from distribuuuu.distributed import rendezvous
 from distribuuuu.distributed.process_group import pick_device, process_group
 from distribuuuu.distributed.rendezvous import MissingProcessError, create_store
@@ -72,7 +71,7 @@ def test_nccl_is_told_its_device(monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="gloo has this option on Linux")
 def test_many_processes_connect_at_their_first_exchange(monkeypatch):
     """The variable of the user has precedence; torch refuses the option for transports other than TCP."""
-    many = group_module.LAZY_FROM
+    many = rendezvous.LAZY_FROM
     for words, transport, own, expected in [
         ((many, "auto"), None, None, "1"), ((many - 1, "gloo"), None, None, None), ((many, "gloo"), None, "0", "0"),
         ((many, "gloo"), "TCP_TLS", None, None), ((many, "gloo"), "TCP", None, "1"),

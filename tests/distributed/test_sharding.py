@@ -12,7 +12,7 @@ from support.tiers import slow
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.full_tensors import to_local
+from distribuuuu.distributed.comm import to_local
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.distributed.sharding import build_parallelize_fn, inference, is_sharded
 from distribuuuu.distributed.zero1 import PartitionedOptimizer
@@ -271,7 +271,6 @@ def test_the_exchange_of_zero1_keeps_types_and_memory_formats():
 def test_what_does_not_go_together_is_refused_before_the_start():
     for words, message in [
         (("DIST.SHARD", "zero"), "DIST.SHARD .*got 'zero'; expected one of none, zero1, fsdp; did you mean zero1"),
-        (("DIST.CPU_OFFLOAD", True), "DIST.CPU_OFFLOAD .*needs DIST.SHARD fsdp, but it is none"),
         (("DIST.SHARD", "fsdp", "OPTIM.NAME", "muon"), "OPTIM.NAME .*muon does not work .* or one of .*adamw"),
         (("DIST.SHARD", "zero1", "OPTIM.NAME", "lamb"), "OPTIM.NAME .*lamb needs all gradients"),
         (("MODEL.ACT_CHECKPOINT", True, "MODEL.COMPILE", "default"), "MODEL.ACT_CHECKPOINT .*work with MODEL.COMPILE"),

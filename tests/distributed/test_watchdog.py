@@ -18,14 +18,20 @@ from support.runs import ROOT
 from distribuuuu import trainer
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.distributed import comm, process_group, rendezvous, stall_timer
-from distribuuuu.distributed.stall_timer import StallTimer, mark_position
+from distribuuuu.distributed.comm import mark_position
+from distribuuuu.distributed.stall_timer import StallTimer
 from distribuuuu.distributed.watchdog import monitor as monitor_module
 from distribuuuu.distributed.watchdog import process
-from distribuuuu.distributed.watchdog.connection import UNREACHABLE_S, Channel, keep_alive
+from distribuuuu.distributed.watchdog.connection import (
+    UNREACHABLE_S,
+    Channel,
+    choose_address,
+    find_own_address,
+    keep_alive,
+)
 from distribuuuu.distributed.watchdog.monitor import Monitor
 from distribuuuu.distributed.watchdog.process import Watchdog
 from distribuuuu.launch.detect import Launch, detect_launch
-from distribuuuu.launch.ports import choose_address, find_own_address
 from distribuuuu.trainer import train_model
 
 PERIOD_S = 0.05
@@ -181,7 +187,7 @@ def test_the_monitor_listens_on_its_address_only(group):
 
 def test_rank_0_listens_where_the_others_reach_it(monkeypatch):
     ways = {"10.0.0.6": "10.0.0.5", "fe80::6%eth0": "fe80::5%eth0", "172.16.0.9": ""}
-    monkeypatch.setattr("distribuuuu.launch.ports.find_own_address", ways.__getitem__)
+    monkeypatch.setattr("distribuuuu.distributed.watchdog.connection.find_own_address", ways.__getitem__)
     assert choose_address("10.0.0.5", []) == "127.0.0.1", "all are on this machine"
     assert choose_address("10.0.0.5", ["127.0.0.1"]) == "10.0.0.5", "the store is on another machine"
     # The host name of the first machine means 127.0.1.1 there, as on Debian.

@@ -1,7 +1,6 @@
 """Log: lines by time, width of the columns, levels, and the last lines of a run."""
 
 import io
-import itertools
 import json
 import logging
 import re
@@ -13,7 +12,6 @@ import types
 import pytest
 from support.processes import on_processes
 from support.runs import ROOT, small_options
-from support.tiers import pairwise
 
 from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config import load_cfg
@@ -210,34 +208,6 @@ def test_a_terminal_shows_a_row_of_each_epoch_above_the_bar(tmp_path, clock, mon
 
 
 # What fits
-
-EXTREMES = [1e-9, 0.00012345, 0.023, 1.0, 12.345678, 999.995, 123456.7, 1e9, float("nan"), float("inf")]
-
-
-@pytest.mark.parametrize(
-    "labels, sizes",
-    pairwise((LABELS, {"map": "map"}, {"top1": "top1", "topk": "top10"}), ((1, 1), (90, 5004), (1000, 99999))),
-)
-def test_lines_have_at_most_80_columns_with_their_time(tmp_path, clock, logged, labels, sizes):
-    num_epochs, num_steps = sizes
-    epoch = num_epochs - 1
-    run_log = open_log(tmp_path, num_epochs, num_steps, labels, 65536, epoch=epoch)
-    next(run_log.steps(epoch, num_steps - 1))
-    run_log._has_warned = True  # a warning may be longer
-    for number, (loss, share) in enumerate(itertools.product(EXTREMES, [0.0, 9.994, 99.999, 100.0])):
-        metrics = {"count": 10**6, "loss": loss, **dict.fromkeys(labels, share)}
-        run_log._read_position, run_log._eta_origin = run_log._read_position - 1, (clock.now - 1e6, -1)
-        run_log._timing.begin(clock.now)
-        clock.now += [1e-3, 1.0, 86399.0, 86400.0 * 99.9][number % 4]
-        run_log.train(epoch, num_steps, min(loss, 100.0) if loss == loss else 0.0, metrics, 1e9)
-        clock.now += log.LOG_INTERVAL_S
-        run_log.show_step(epoch, num_steps, 0.000123)
-        bests = {kind: Best(share, epoch) for kind in ("raw", "ema")}
-        run_log.evaluation(epoch, {"raw": metrics, "ema": metrics}, bests)
-    most = max(logged(), key=len)
-    assert len(f"12-31 23:59:59 {most}") <= (80 if "top10" not in labels.values() else 81), most
-    if num_epochs == 90:
-        assert "  " in logged()[0].strip()
 
 
 def test_numbers_are_short_and_right():

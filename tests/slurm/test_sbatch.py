@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from support.cluster import SHARED, Job, processes_left, require_cluster, run, show_job, srun_command
+from support.cluster import SHARED, Job, require_cluster, run, show_job, srun_command
 from support.runs import ROOT, small_options
 
 from distribuuuu.checkpoint.io import read_checkpoint
@@ -86,13 +86,6 @@ def test_a_job_that_loses_a_node_resumes(start_job, uninterrupted):
     run(*power.split(), "up", name) if power else run(*declare, "state=resume")
     assert_same_weights(job, uninterrupted)
     assert "resumed from" in job.text()
-
-
-def test_a_canceled_job_leaves_its_checkpoint_and_no_process(start_job):
-    job = start_job()
-    run("scancel", job.id)
-    job.wait_for(lambda: job.show()["JobState"] == "CANCELLED" and not processes_left(str(job.out_dir)))
-    assert CheckpointManager(job.out_dir).list()
 
 
 def without_out_dir(overrides: list[str]) -> list[str]:

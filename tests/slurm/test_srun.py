@@ -38,12 +38,6 @@ def test_two_nodes_train_the_same_model_as_one_process(image_folder, tmp_path):
         torch.testing.assert_close(tensor, other[key], rtol=1e-5, atol=1e-5)
 
 
-def test_one_task_is_one_process(image_folder, tmp_path):
-    args = small_options(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1)
-    done = run("srun", "-N1", "-n1", sys.executable, str(TRAIN_NET), *args)
-    assert done.returncode == 0 and "launcher: plain python, one process" in done.stderr, done.stderr
-
-
 def test_a_config_error_is_reported_once():
     done = run("srun", "-N2", "--ntasks-per-node=2", sys.executable, str(TRAIN_NET), "NO.KEY", "1")
     assert done.stderr.count("NO.KEY") == 1 and "Traceback" not in done.stderr

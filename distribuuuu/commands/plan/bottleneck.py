@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.options import OPTIONAL_DECODERS
 from distribuuuu.config.registry import dataset_name
-from distribuuuu.records.step_timing import MAX_DATA_FRACTION
 
+# Fraction of the time spent waiting for data above which the loader limits training.
+MAX_DATA_FRACTION = 0.1
 _IN_MEMORY = ("dummy", "cifar10", "cifar100", "mnist", "fashion_mnist")
 # Maximum bytes of pixels of a data set for DATA.LOADER device.
 _MAX_DEVICE_BYTES = 2e9

@@ -10,7 +10,7 @@ import torch
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import TrainLoader
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.stall_timer import mark_position
+from distribuuuu.distributed.comm import mark_position
 
 # Seconds of the measurement of a part, of the blocks that it consists of, and of the warm-up.
 MEASURE_S = 4.0

@@ -17,7 +17,7 @@ from distribuuuu.commands.stats.stored_predictions import Predictions
 from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted
-from distribuuuu.config.plugins import FoundConfig
+from distribuuuu.config.locate import FoundConfig
 from distribuuuu.files.image_files import read_file
 from distribuuuu.inference.load_run import find_run, open_data
 from distribuuuu.inference.loaded_run import LoadedRun

@@ -10,8 +10,7 @@ from distribuuuu.commands.output import find_unread_url
 from distribuuuu.commands.stats.run_groups import collecting, find_files, group_runs, read_runs
 from distribuuuu.commands.table.tables import format_table, format_text, make_config_row, make_row
 from distribuuuu.config import Config, ConfigError, load_cfg, yaml_file
-from distribuuuu.config.locate import find_config, shipped_file
-from distribuuuu.config.plugins import ListedConfig
+from distribuuuu.config.locate import ListedConfig, find_config, shipped_file
 from distribuuuu.files.untrusted import printable
 from distribuuuu.records.run_config import config_name
 

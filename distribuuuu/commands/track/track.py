@@ -16,7 +16,7 @@ from distribuuuu.commands.output import find_unread_url
 from distribuuuu.config import ConfigError, Problem, get_cfg, load_cfg
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import counted
-from distribuuuu.config.plugins import FoundConfig
+from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.registry import TRACKERS
 from distribuuuu.config.run_files import TRACKERS_FOLDER
 from distribuuuu.engine.preflight import find_missing_trackers

@@ -6,14 +6,17 @@ the end of a connection.
 
 import contextlib
 import errno
+import ipaddress
 import json
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from distribuuuu.launch.ports import LOOPBACK
 
 # Seconds after which the kernel closes a connection whose other end does not respond, e.g. a node without power.
 UNREACHABLE_S = 15
@@ -103,3 +106,31 @@ def kill_here(host: str, pid: int) -> None:
             os.kill(pid, signal.SIGQUIT)  # faulthandler prints the stacks without the lock
             time.sleep(0.5)
             os.kill(pid, signal.SIGKILL)
+
+
+def find_own_address(host: str) -> str:
+    """Return the address from which this machine reaches a host, '' if there is no route; nothing is sent."""
+    with contextlib.suppress(OSError, UnicodeError):
+        for family, kind, protocol, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)
+                return probe.getsockname()[0]
+    return ""
+
+
+def choose_address(own: str, others: Sequence[str]) -> str:
+    """Return the address of this machine at which the processes of other machines reach it; loopback without others.
+
+    Args:
+        own: the address from which this machine reaches that of the store, '' if unknown.
+        others: the same of the processes on other machines. On its own machine a host name may mean a loopback address.
+    """
+    if not others:
+        return LOOPBACK
+    if not _is_local(own):
+        return own
+    return next(filter(None, (find_own_address(other) for other in others if not _is_local(other))), LOOPBACK)
+
+
+def _is_local(address: str) -> bool:
+    return not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback

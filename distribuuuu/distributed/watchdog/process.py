@@ -12,10 +12,9 @@ import uuid
 import torch.distributed as torch_dist
 
 from distribuuuu.distributed.stall_timer import LATE_S, PERIOD_S, StallTimer
-from distribuuuu.distributed.watchdog.connection import Channel, kill_here
+from distribuuuu.distributed.watchdog.connection import Channel, choose_address, find_own_address, kill_here
 from distribuuuu.distributed.watchdog.monitor import CAUSE_WAIT_S, EXIT_GRACE_S, Monitor
 from distribuuuu.launch.detect import Launch
-from distribuuuu.launch.ports import choose_address, find_own_address
 from distribuuuu.launch.signals import end_process
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,9 @@ from support.tiers import slow
 
 from distribuuuu.commands.plan import steps as measurement
 from distribuuuu.commands.plan import timing
-from distribuuuu.commands.plan.bottleneck import diagnose_bottleneck, find_remedies
+from distribuuuu.commands.plan.bottleneck import MAX_DATA_FRACTION, diagnose_bottleneck, find_remedies
 from distribuuuu.config import load_cfg
 from distribuuuu.records import run_log as log
-from distribuuuu.records.step_timing import MAX_DATA_FRACTION
 
 PARTS = ("forward", "forward_backward", "optimizer", "step", "loader", "together")
 REMEDIES = ("a packed data set (distribuuuu pack)", "DATA.DECODER nvimgcodec")
