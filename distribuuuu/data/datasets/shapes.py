@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import math
 import os
-import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -19,6 +16,7 @@ from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset, SplitDataset
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.files.cache_folder import cache_folder
+from distribuuuu.files.locks import take_turn
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
 VERSION = 1
 MARKER = "README.txt"
 HEADING = "shapes: a data set drawn by distribuuuu"
-SPLITS = ("train", "val")
-STALE_PART_S = 3600
 
 Points = list[tuple[float, float]]
 Color = tuple[int, int, int]
@@ -92,95 +88,39 @@ def draw_shapes(
         "This file was written last: the folder is whole. Delete the folder and it will be drawn again.\n"
     )
     try:
-        if not _is_complete(root, marker):
-            _draw_and_install(root, counts, size, seed, marker)
+        if _read_marker(root) != marker:
+            with take_turn(root):
+                _draw_and_install(root, counts, size, seed, marker)
     except OSError as error:
         message = f"cannot draw the data set shapes: {error.strerror or error}; use another folder or repair this one"
         raise OSError(error.errno or errno.EIO, message, str(root)) from error
     return root
 
 
-def _is_complete(root: Path, marker: str) -> bool:
+def _read_marker(root: Path) -> str:
     try:
-        return (root / MARKER).read_text(encoding="utf-8", errors="replace") == marker
+        return (root / MARKER).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
-        return False
+        return ""
 
 
 def _draw_and_install(root: Path, counts: dict[str, int], size: int, seed: int, marker: str) -> None:
-    """Draw into a sibling of `root` and rename it, unless another process has finished first."""
-    root.parent.mkdir(parents=True, exist_ok=True)
-    if root.exists() and not _is_drawing(root):
+    """Draw into a sibling of `root` and rename it, unless another process has done so."""
+    if (existing := _read_marker(root)) == marker:
+        return
+    if root.exists() and os.listdir(root) and not existing.startswith(HEADING):
         raise FileExistsError(errno.EEXIST, "the folder holds other files, which are not changed")
+    for left in root.parent.glob(f".{root.name}.*.part"):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
     part = root.parent / f".{root.name}.{os.urandom(8).hex()}.part"
     try:
         part.mkdir()
         _draw_all(part, counts, size, seed)
         (part / MARKER).write_text(marker, encoding="utf-8")
-        _empty_unless_complete(root, marker)
-        try:
-            os.replace(part, root)  # fails unless `root` is missing or empty, so it never replaces a complete folder
-        except OSError:
-            if not _is_complete(root, marker):
-                raise
+        shutil.rmtree(root, ignore_errors=True)
+        os.replace(part, root)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    _remove_stale_parts(root)
-
-
-def _is_drawing(root: Path) -> bool:
-    """Return whether `root` holds nothing but a drawing, possibly an incomplete one.
-
-    Another process may be replacing the drawing: a file that has been deleted meanwhile does not count, and the marker
-    may appear at any time.
-    """
-    names = set(os.listdir(root))
-    if not names <= {MARKER, *SPLITS}:
-        return False
-    try:
-        return (root / MARKER).read_text(encoding="utf-8", errors="replace").startswith(HEADING)
-    except FileNotFoundError:
-        drawn = re.compile(rf"{re.escape(MARKER)}|({'|'.join(SPLITS)})/({'|'.join(SHAPES)})/\d{{4,}}\.jpg")
-        files = (Path(folder, name) for folder, _, names in os.walk(root) for name in names)
-        return all(drawn.fullmatch(file.relative_to(root).as_posix()) or not os.path.lexists(file) for file in files)
-
-
-def _empty_unless_complete(root: Path, marker: str) -> None:
-    """Delete the files of an incomplete or older drawing, but not the folder."""
-    try:
-        folder = os.open(root, os.O_RDONLY)
-    except FileNotFoundError:
-        return
-    # Files are deleted in the folder opened above, even if it is renamed meanwhile: checking the marker after opening
-    # ensures that it is never a complete drawing that another process has just installed.
-    try:
-        if not _is_complete(root, marker):
-            for name in (MARKER, *SPLITS):
-                _delete(name, folder)
-    finally:
-        os.close(folder)
-
-
-def _delete(name: str, folder: int) -> None:
-    """Delete a file or a tree in an open folder; other processes may do the same."""
-    with contextlib.suppress(FileNotFoundError):
-        for _, children, files, parent in os.fwalk(name, topdown=False, dir_fd=folder):
-            for remove, entries in ((os.unlink, files), (os.rmdir, children)):
-                for entry in entries:
-                    with contextlib.suppress(FileNotFoundError):
-                        remove(entry, dir_fd=parent)
-        try:
-            os.rmdir(name, dir_fd=folder)
-        except NotADirectoryError:
-            os.unlink(name, dir_fd=folder)
-
-
-def _remove_stale_parts(root: Path) -> None:
-    """Delete what killed processes left; a young part may still be in use."""
-    for part in root.parent.glob(f".{root.name}.*.part"):
-        with contextlib.suppress(OSError):
-            if time.time() - part.stat().st_mtime > STALE_PART_S:
-                shutil.rmtree(part, ignore_errors=True)
 
 
 # --------------------------------------------------------------------------------- the images
