@@ -19,8 +19,6 @@ from distribuuuu.files.untrusted import printable
 MAX_HEADERS, MAX_PADDING = 1 << 20, 1 << 20
 # First bytes of compressed files: gzip, bzip2, xz, zstd.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-# Types of tar members that are no files of the archive: parts of a backup, and the name of a volume.
-_NO_FILES = (b"D", b"N", b"V")
 # What the two modules raise for damaged headers; an unknown version of ZIP is a RuntimeError.
 _DAMAGED = (tarfile.TarError, zipfile.BadZipFile, ValueError, LookupError, OverflowError, struct.error,
             RuntimeError, OSError)  # fmt: skip
@@ -130,11 +128,7 @@ def walk_tar(path: str, file: IO[bytes], start: int, end: int) -> Iterator[Membe
         if info.isreg() and info.offset_data + info.size > end:
             place = f"{info.offset_data + info.size:,} of {end:,}"
             raise member_error(path, info.name, f"ends at byte {place}: the archive is truncated or corrupt")
-        if info.issparse() or any(key.startswith("GNU.sparse") for key in info.pax_headers):
-            raise member_error(path, info.name, "is a sparse file; fix: pack the archive again, without --sparse")
-        if info.type == b"M":
-            raise member_error(path, info.name, "continues in another volume; fix: pack one archive")
-        if not info.isdir() and info.type not in _NO_FILES:
+        if not info.isdir():
             yield Member(info.name, info.offset_data, info.size, fault=_fault_of(info))
         last, position = info.name, tar.offset
     _check_end(path, file, tar.offset, end, last)
@@ -146,8 +140,9 @@ def walk_tar(path: str, file: IO[bytes], start: int, end: int) -> Iterator[Membe
 def _fault_of(info: tarfile.TarInfo) -> str:
     if info.islnk() or info.issym():
         return "is a link; fix: pack the archive again with tar --dereference --hard-dereference"
-    is_file = info.isreg() or info.type not in tarfile.SUPPORTED_TYPES
-    return "" if is_file else "is no regular file; fix: pack the archive again without it"
+    is_sparse = info.issparse() or any(key.startswith("GNU.sparse") for key in info.pax_headers)
+    is_file = info.isreg() and not is_sparse
+    return "" if is_file else "is no regular file, or a sparse one; fix: pack the archive again without it"
 
 
 def _check_end(path: str, file: IO[bytes], position: int, end: int, last: str, reason: str = "") -> None:

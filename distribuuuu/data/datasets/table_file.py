@@ -1,7 +1,7 @@
 """Tables of images: CSV and TSV files with a column of paths and one or more columns of labels.
 
 A text is in UTF-8 or UTF-16 and has a header, unless the names of its columns are given; other columns are ignored.
-Spaces after a delimiter are ignored, unless they are quoted.
+Spaces around a field are ignored, unless it is quoted.
 """
 
 import contextlib
@@ -206,12 +206,16 @@ def _read_csv(path: str, spec: TableSpec, problems: Problems) -> Iterator[tuple[
     """Yield the line and the fields of the needed columns of each row of a text."""
     delimiter = spec.delimiter or TABLE_ENDINGS.get(os.path.splitext(path)[1].lower(), ",")
     with open_text(path, newline="") as file:
+        source: list[str] = []  # the lines of the current row
         # A longer line, which no list has, is read in pieces, of which one is invalid: a file may have a single line.
         lines = iter(functools.partial(file.readline, _MAX_LINE), "")
-        reader = csv.reader(lines, strict=True, delimiter=delimiter, skipinitialspace=True)
+        reader = csv.reader(_noted(lines, source), strict=True, delimiter=delimiter)
         header = [*spec.header] or [name.strip() for name in next(reader, [])]
         places = find_columns(spec, header, path)
+        source.clear()
         for row in reader:
+            text = "".join(source)
+            source.clear()
             if not any(map(str.strip, row)):  # an empty line, or one of a spreadsheet
                 continue
             while len(row) > len(header) and not row[-1].strip():
@@ -222,7 +226,14 @@ def _read_csv(path: str, spec: TableSpec, problems: Problems) -> Iterator[tuple[
                 kind += f" (a {'comma' if delimiter == ',' else 'delimiter'} within a name needs " + '"quotes")'
                 problems.setdefault(kind, []).append(f"line {reader.line_num} has {len(row)}")
             else:
-                yield reader.line_num, [row[at] for at in places]
+                yield reader.line_num, [row[at] if _quote(row[at]) in text else row[at].strip() for at in places]
+
+
+def _noted(lines: Iterator[str], source: list[str]) -> Iterator[str]:
+    """Yield the lines, and append each to `source`."""
+    for line in lines:
+        source.append(line)
+        yield line
 
 
 def find_columns(spec: TableSpec, header: Sequence[str], path: str) -> list[int]:

@@ -123,12 +123,9 @@ ONE = ("a/1.jpg", JPEG)
 TARS = {
     "twice": ([ONE, ("./a/1.jpg", b"other")], r"train.tar:a/1.jpg: has two members of this name"),
     "parent": ([("a/../../1.jpg", JPEG)], r"train.tar:a/../../1.jpg: leads out of the archive"),
-    "absolute": ([("/a/1.jpg", JPEG)], r"train.tar:/a/1.jpg: leads out of the archive"),
     "symbolic link": ([("a/2.jpg", b"", tarfile.SYMTYPE, {"linkname": "/etc/passwd"})], r"a/2.jpg: is a link; fix"),
     "hard link": ([ONE, ("a/2.jpg", b"", tarfile.LNKTYPE, {"linkname": "a/1.jpg"})], r"a/2.jpg: is a link; fix"),
-    "pipe": ([("a/2.jpg", b"", tarfile.FIFOTYPE)], "a/2.jpg: is no regular file"),
-    "sparse": ([("a/2.jpg", b"", tarfile.GNUTYPE_SPARSE)], "a/2.jpg: is a sparse file"),
-    "volume": ([("a/2.jpg", b"", b"M")], "a/2.jpg: continues in another volume"),
+    "sparse": ([("a/2.jpg", b"", tarfile.GNUTYPE_SPARSE)], "a/2.jpg: is no regular file, or a sparse one"),
     "no class": ([("1.jpg", JPEG)], "has no images in class folders; 1 image at the top have no class"),
     "no label": ([("1.jpg", JPEG), ("2.jpg", JPEG), ("2.cls", b"1")], "train.tar:1.jpg: has no label; expected a .cls"),
     "two images": ([("1.jpg", JPEG), ("1.png", JPEG), ("1.cls", b"1")], "train.tar:1.png: is a second image"),
@@ -194,7 +191,7 @@ def test_numbers_in_binary_and_long_names_are_read(tmp_path):
     assert names_of(open_one(path)) == ["b/\u00fc.jpg"] and bytes(open_one(path).read(0)) == JPEG
     sparse = {"pax_headers": {"GNU.sparse.major": "1"}}
     path = tar_of(tmp_path / "sparse.tar", (*ONE, tarfile.REGTYPE, sparse), format=tarfile.PAX_FORMAT)
-    with pytest.raises(ConfigError, match="a/1.jpg: is a sparse file"):
+    with pytest.raises(ConfigError, match="a/1.jpg: is no regular file, or a sparse"):
         open_one(path)
     data = tarfile.TarInfo.create_pax_global_header({"comment": "x" * 20})[:512] + b"0 path=x\n".ljust(512, b"\0")
     (tmp_path / "odd.tar").write_bytes(data + path.read_bytes())
