@@ -173,15 +173,15 @@ def _join_and_count(rank: int, num: int, port: int, pipe: Any) -> None:
     """Join as one process of `num`, call collectives, and send the counts and a digest of the results."""
     import torch
 
-    from distribuuuu.distributed import comm, process_group
+    from distribuuuu.distributed import comm, process_group, rendezvous
     from distribuuuu.launch.detect import Launch
 
     def create_store(*args: Any) -> Any:
-        store = process_group_store(*args)
+        store = original(*args)
         joined.append(time.perf_counter())
         return store
 
-    process_group_store, process_group.create_store = process_group.create_store, create_store
+    original, rendezvous.create_store = rendezvous.create_store, create_store
     joined = [time.perf_counter()]
     launch = Launch("benchmark", rank, rank, num, "127.0.0.1", port, "start", num)
     with process_group.process_group(launch, torch.device("cpu"), timeout_s=600):

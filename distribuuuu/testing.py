@@ -12,6 +12,7 @@
 The runs are forked processes, so what a test registers is known to them. Linux and macOS only.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -151,6 +152,7 @@ def on_processes(num: int, function: Callable, *args: Any) -> list[Any]:
 def _run(rank: int, num: int, port: int, function: Callable, args: tuple, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    gc.freeze()  # freeing an object of the parent, e.g. a store, would wait for threads that do not exist here
     torch.set_num_threads(1)
     try:
         result = (True, function(*args))
