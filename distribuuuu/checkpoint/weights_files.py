@@ -13,7 +13,6 @@ from typing import Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import get_value
-from distribuuuu.config.errors import did_you_mean
 
 RAW = "raw"
 # Value of an option that selects the weights published by timm or torchvision instead of a file.
@@ -123,8 +122,7 @@ def find_weights_file(path: str, ema: bool = True) -> Path:
     if found.is_file():
         return found
     if not found.is_dir():
-        beside = [entry.name for entry in found.parent.iterdir()] if found.parent.is_dir() else []
-        raise ConfigError(f"no such file or folder: {path}{did_you_mean(found.name, [*beside, PUBLISHED])}")
+        raise ConfigError(f"no such file or folder: {path}")
     snapshot = _find_snapshot(found)
     for folder in (found, snapshot) if snapshot else (found,):
         if best := find_best(folder, sorted(KINDS, key=lambda kind: kind != RAW and not ema)):
@@ -132,10 +130,8 @@ def find_weights_file(path: str, ema: bool = True) -> Path:
         for name in HUB_NAMES:
             if (folder / name).is_file():
                 return folder / name
-    has = ", ".join(sorted(entry.name for entry in found.iterdir())[:5]) or "nothing"
-    raise ConfigError(
-        f"{path} is a folder without {', '.join((KINDS[RAW].file_name, *HUB_NAMES))}; it has {has}; name the file"
-    )
+    names = ", ".join((KINDS[RAW].file_name, *HUB_NAMES))
+    raise ConfigError(f"{path} is a folder without {names}; fix: name the file")
 
 
 def _find_snapshot(repository: Path) -> Path | None:

@@ -229,16 +229,13 @@ class TrainState:
     def _check_groups(self, content: dict[str, Any], path: str | os.PathLike) -> None:
         """Raise CheckpointError if the optimizer, which stores parameters by number, now numbers them differently."""
         expected = self._optimizer_names()
-        saved = content.get("optimizer_names", expected)
-        if saved != expected:
+        if (saved := content.get("optimizer_names", expected)) != expected:
             pairs = zip_longest(chain.from_iterable(saved), chain.from_iterable(expected))
             names = next((pair for pair in pairs if pair[0] != pair[1]), None)
             example = f", e.g. {names[0]} instead of {names[1]}" if names else ""
-            options = "FINETUNE.LR_MULT, FINETUNE.FREEZE, OPTIM.LAYER_DECAY or a weight decay"
-            raise CheckpointError(
-                f"{path}: the parameter groups of its optimizer differ{example}: {options} has changed;"
-                f" fix: set it back, or {WEIGHTS_ONLY}"
-            )
+            options = "FINETUNE.LR_MULT, FINETUNE.FREEZE, OPTIM.LAYER_DECAY or a weight decay has changed"
+            message = f"the parameter groups of its optimizer differ{example}: {options}; fix: set it back"
+            raise CheckpointError(f"{path}: {message}, or {WEIGHTS_ONLY}")
 
     def _convert_step(self, old_batch: int) -> None:
         """Convert the step to the current global batch, so that no image of the epoch is skipped."""

@@ -12,7 +12,6 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.files.image_files import ALL_EXTENSIONS, EXTENSIONS, JUNK_FILES, is_class, is_folder, is_image
 from distribuuuu.files.untrusted import open_text
-from distribuuuu.hints.sources import ARCHIVES, TABLES, describe_archives
 
 
 def list_images(paths: Sequence[str]) -> list[str]:
@@ -32,9 +31,7 @@ def list_images(paths: Sequence[str]) -> list[str]:
             own = list(_expand(path, EXTENSIONS)) or list(_expand(path, ALL_EXTENSIONS))
             found += own
             if not own:
-                problems.append(
-                    f"PATHS: {path}: holds no image{describe_archives(Path(path))}{describe_left_out(path)}"
-                )
+                problems.append(f"PATHS: {path}: holds no image{describe_left_out(path)}")
         except OSError as error:
             problems.append(f"PATHS: {error.filename or path}: {_describe(error, path)}")
         except UnicodeDecodeError:
@@ -71,11 +68,6 @@ def _expand(path: str, extensions: tuple[str, ...]) -> Iterator[str]:
         if path.lower().endswith(".txt"):
             with open_text(path, errors="surrogateescape") as file:
                 yield from _lines(file)
-        elif path.lower().endswith((*ARCHIVES, *TABLES)):
-            what, fix = "an archive", "fix: unpack it, or evaluate it by `distribuuuu test` with DATA.NAME archive"
-            if path.lower().endswith(TABLES):
-                what, fix = "a table", "fix: name its image files, or evaluate it by `distribuuuu test`"
-            raise OSError(22, f"is {what}; expected images, folders or lists; {fix}, whose predictions.npz names them")
         else:
             yield path
     elif glob.has_magic(path):

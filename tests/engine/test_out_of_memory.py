@@ -14,7 +14,7 @@ from distribuuuu.trainer import evaluate_weights as evaluate_run
 from distribuuuu.trainer import train_model
 
 CPU_SAID = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"
-TRAINING = r"a TRAIN.BATCH_SIZE below \d+ with TRAIN.GLOBAL_BATCH_SIZE \d+, .*MODEL.ACT_CHECKPOINT.*TRAIN.AMP.*fsdp"
+TRAINING = r"a smaller TRAIN.BATCH_SIZE .*MODEL.ACT_CHECKPOINT.*TRAIN.AMP.*fsdp"
 
 
 class HungryInEvaluation(Idle):
@@ -39,8 +39,7 @@ def test_a_step_that_runs_out_of_memory_ends_the_run_with_one_message(image_fold
     done = run_tool(FAILING_MODELS, TRAIN_NET, *words)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.count("out of memory") == 1
-    said = r"out of memory in a training step of hungry, micro-batch of (12|6) images of 16 x 16 px"
-    assert re.search(said, done.stderr)
+    assert "out of memory in a training step of hungry, process " in done.stderr
     assert re.search(TRAINING, done.stderr)
     assert CPU_SAID in done.stderr
     assert (tmp_path / "out" / "train.log").read_text().count("out of memory") == 1
@@ -59,7 +58,7 @@ def test_the_dry_run_says_so_too(small_cfg):
 
 def test_an_evaluation_says_so_and_the_epoch_is_kept(small_cfg):
     cfg = small_cfg("MODEL.ARCH", "hungry_in_evaluation")
-    said = r"memory in the evaluation of \w+, TEST.BATCH_SIZE 16 images of 16 x 16 px.*fix: a smaller TEST.BATCH_SIZE"
+    said = r"memory in the evaluation of \w+, process 0 on .*fix: a smaller TEST.BATCH_SIZE"
     with pytest.raises(OutOfMemory, match=said):
         train_model(cfg)
     (saved,) = CheckpointManager(cfg.OUT_DIR).list()

@@ -125,9 +125,8 @@ def test_the_folder_of_a_run_gives_its_best_weights(tmp_path, has_average):
 
 def test_a_path_without_weights_says_what_is_there(tmp_path):
     (tmp_path / "model.pth").write_bytes(b"")
-    assert "did you mean model.pth?" in message_of(find_weights_file, str(tmp_path / "modle.pth"))
-    assert "did you mean pretrained?" in message_of(find_weights_file, "pretraind")
-    assert "it has model.pth; name the file" in message_of(find_weights_file, str(tmp_path))
+    assert "no such file or folder" in message_of(find_weights_file, str(tmp_path / "modle.pth"))
+    assert "is a folder without best.pth.tar, " in message_of(find_weights_file, str(tmp_path))
     with pytest.raises(CheckpointError, match=r"FINETUNE.WEIGHTS \(command line\): .*not a valid checkpoint"):
         start(make_cfg(WEIGHTS=tmp_path / "model.pth"))
 

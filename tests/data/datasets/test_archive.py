@@ -27,7 +27,6 @@ from distribuuuu.data.datasets.index import Index
 from distribuuuu.data.loader import build_loader
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.engine.preflight import find_run_problems
-from distribuuuu.inference.image_arguments import list_images
 from distribuuuu.trainer import train_model
 
 JPEG = b"\xff\xd8 not read here"
@@ -392,7 +391,3 @@ def test_commands_read_archives_or_say_why_not(image_folder, tmp_path, capsys):
     assert [bytes(packed.read(i)) for i in range(48)] == [folder.read(i) for i in range(48)]
     assert run_command("split", root, "--val", 0.2, "--out", tmp_path / "lists") == 2
     assert "or unpack it: mkdir" in capsys.readouterr().err
-    with pytest.raises(ConfigError) as error:
-        list_images([str(root / "train.tar"), str(root)])
-    assert "train.tar: is an archive; expected images, folders or lists; fix: unpack it" in str(error.value)
-    assert f"{root}: holds no image; it holds train.tar, a tar archive; fix: set DATA.NAME archive" in str(error.value)
