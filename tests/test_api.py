@@ -15,22 +15,19 @@ import PIL.Image
 import pytest
 import torch
 from support.errors import problems_of
-from support.images import draw_folder
 from support.processes import on_processes
 from support.runs import assert_same_run, newest, run_python, small_options
 from torch import nn
 
 import distribuuuu
 from distribuuuu import api
-from distribuuuu.api import TrainResult
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
-from distribuuuu.config.reader import read_cfg
 from distribuuuu.config.registry import MODELS
 from distribuuuu.distributed.comm import GroupState
 from distribuuuu.engine.run import StopRequest
 from distribuuuu.launch import signals
-from distribuuuu.launch.signals import RunStopped, SignalState
+from distribuuuu.launch.signals import SignalState
 
 
 @pytest.fixture
@@ -67,13 +64,6 @@ def test_the_import_imports_nothing_that_takes_time():
         "sys.exit(bool({'torch', 'numpy', 'yaml', 'yacs', 'distribuuuu.api'} & set(sys.modules)))"
     )
     assert run_python("-c", code).returncode == 0
-
-
-def test_the_members_are_found_on_first_use():
-    assert distribuuuu.train is api.train and distribuuuu.evaluate is api.evaluate
-    assert distribuuuu.ConfigError is ConfigError and distribuuuu.RunStopped is RunStopped
-    with pytest.raises(AttributeError, match="no attribute 'trian'"):
-        distribuuuu.trian  # noqa: B018
 
 
 def test_a_run_predicts_images(image_folder, small_cfg):
@@ -161,27 +151,6 @@ def test_a_finished_run_is_not_trained_again_and_one_runs_at_a_time(options):
         assert "a run is active in this process" in problems_of(distribuuuu.train, None, options)[0]
 
 
-def test_values_of_python_types(options, tmp_path):
-    values = {"MODEL.KWARGS": {"width": 8}, "OPTIM.STEPS": [1], "OPTIM.LR_POLICY": "steps", "RNG_SEED": None,
-              "LOG.TENSORBOARD": False, "OUT_DIR": tmp_path / "other", "DATA.MEAN": (0.5, 0.5, 0.5)}  # fmt: skip
-    distribuuuu.train(None, {**options, **values})
-    cfg = load_cfg(str(tmp_path / "other" / "config.yaml"))
-    assert (cfg.MODEL.KWARGS.width, cfg.OPTIM.STEPS, cfg.RNG_SEED, cfg.DATA.MEAN) == (8, (1,), None, (0.5, 0.5, 0.5))
-
-
-def test_a_config_set_in_python_is_the_same_as_a_file(options):
-    words = [word for pair in options.items() for word in pair]
-    from_words = load_cfg("shapes/resnet14", [*words, "MODEL.KWARGS", "{width: 8, 'a.b': 2}"])
-    tree, problems = read_cfg(from_words)
-    assert (tree.dump(), tree.origins, problems) == (from_words.dump(), from_words.origins, [])
-    cfg = get_cfg()
-    cfg.OPTIM.BASE_LR, cfg.OPTIM.STEPS, cfg.MODEL.KWARGS.width, cfg.TRAIN.DATASET = 1, [3, 5], 8, "/data"
-    tree, problems = read_cfg(cfg, ["OPTIM.MAX_EPOCH", "9"])
-    assert (tree.OPTIM.BASE_LR, tree.OPTIM.STEPS, tree.MODEL.KWARGS.width, problems) == (1.0, (3, 5), 8, [])
-    assert type(tree.OPTIM.BASE_LR) is float and tree.OPTIM.MAX_EPOCH == 9 and cfg.OPTIM.MAX_EPOCH == 100
-    assert tree.TEST.DATASET == "/data" and tree.is_frozen() and not cfg.is_frozen()
-
-
 def test_all_problems_are_raised_and_name_their_origin(options):
     cfg = get_cfg()
     cfg.OPTIM.BASELR, cfg.OPTIM.MAX_EPOCH = 1, "many"
@@ -205,15 +174,6 @@ def test_what_cannot_be_evaluated(options, tmp_path):
     result = distribuuuu.train(None, {**options, "OPTIM.MAX_EPOCH": 0})
     assert (result.metrics, result.results, result.weights) == ({}, {}, None)
     assert "is not set, and" in problems_of(distribuuuu.evaluate, tmp_path / "out")[0]
-
-
-def test_an_error_during_the_run_is_raised(options, tmp_path):
-    for split, count in (("train", 16), ("val", 4)):
-        draw_folder(tmp_path / "broken", split, {"ant": count, "bee": count, "cat": count})
-    (tmp_path / "broken" / "train" / "bee" / "003.jpg").write_bytes(b"\xff\xd8\xff")
-    broken = {**options, "TRAIN.DATASET": tmp_path / "broken"}
-    assert "bee/003.jpg" in problems_of(distribuuuu.train, None, broken)[0]
-    assert distribuuuu.train(None, {**options, "TRAIN.AUTO_RESUME": False}).metrics
 
 
 def test_a_signal_saves_and_the_same_call_resumes(options, tmp_path):
@@ -281,22 +241,3 @@ def test_two_runs_leave_no_state_and_are_equal(options, tmp_path):
     assert state_of_the_process() == before
     distribuuuu.evaluate(tmp_path / "one")
     assert state_of_the_process() == before
-
-
-@pytest.mark.slow
-def test_a_run_in_a_thread_handles_no_signals(options, tmp_path):
-    results, handlers = [], []
-
-    def watch(self, position):
-        handlers.append(signal.getsignal(signal.SIGINT))
-
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StopRequest, "check", watch)
-        thread = threading.Thread(target=lambda: results.append(distribuuuu.train(None, options)))
-        thread.start()
-        thread.join()
-    assert isinstance(results[0], TrainResult) and results[0].metrics
-    assert set(handlers) == {before}
-    distribuuuu.train(None, {**options, "OUT_DIR": tmp_path / "main"})
-    assert_same_run(tmp_path / "out", tmp_path / "main")

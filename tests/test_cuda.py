@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.commands import command_module
 from support.fake_cuda import CUDA, Event, Timeline, fake_cuda, is_pinned, pin_memory
 from support.processes import on_processes
 from support.tiers import pairwise, slow
@@ -18,7 +17,7 @@ from distribuuuu.checkpoint import snapshot
 from distribuuuu.config.options import INTERPOLATIONS
 from distribuuuu.data import transforms
 from distribuuuu.data.augment import Erasing
-from distribuuuu.data.batch import Batch, copy_to_device, map_leaves
+from distribuuuu.data.batch import Batch, copy_to_device
 from distribuuuu.data.device_samples import DeviceDataset, DeviceSamples
 from distribuuuu.data.image_file import Box
 from distribuuuu.data.loader import Loader, TrainLoader, build_loader
@@ -38,7 +37,7 @@ from distribuuuu.optim.precision import Precision, build_clipper, build_precisio
 from distribuuuu.optim.schedules import build_lr
 from distribuuuu.tasks.base import build_task
 from distribuuuu.tasks.metrics import Meter
-from distribuuuu.trainer import take_step, train_epoch, train_model
+from distribuuuu.trainer import take_step, train_epoch
 
 ALONE, CPU = Launch("alone"), torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -81,11 +80,6 @@ def test_the_copy_of_a_batch_overlaps_with_the_previous_step(small_cfg, monkeypa
     assert timeline.faults == {}
     assert after == after[:1] * 5, "a copy waited for a step"
     assert timeline.recorded == [timeline.main] * 15, "images, targets and index of each batch"
-
-
-def test_the_host_waits_for_the_step_before_the_last(small_cfg, monkeypatch):
-    timeline, _ = overlap(small_cfg, monkeypatch, 6)
-    assert timeline.waits == [] and timeline.past_waits == [4] * 5, "the four operations of the last step are queued"
 
 
 @pytest.mark.parametrize("owner, name, fault", [
@@ -147,27 +141,6 @@ def check_device_loader(monkeypatch, cfg, together: bool, train: bool) -> None:
         timeline.waits.clear()
         assert len(read_all(loader, timeline)) == len(positions)
     assert timeline.faults == {} and num_resized >= len(positions)
-
-
-def test_an_image_on_the_device_is_erased_without_waiting_for_it(monkeypatch):
-    box = Box(1, 1, 2, 3), torch.zeros(3, 2, 3, dtype=torch.uint8)
-    monkeypatch.setattr(Erasing, "draw", lambda self, size: box)  # fake tensors have no values to draw with
-    with fake_cuda(monkeypatch) as timeline:
-        pixels = torch.zeros(3, 8, 8, dtype=torch.uint8).pin_memory().to(CUDA, non_blocking=True)
-        timeline.waits.clear()
-        Erasing(1.0, (0.5, 0.4, 0.3))(pixels)
-    assert timeline.faults == {}
-
-
-@pytest.mark.parametrize(
-    "overrides, place",
-    [((), "meta"), (("AUG.POLICY", "randaugment"), "cpu"), (("AUG.ERASING", 0.5), "cpu"),
-     (("AUG.ERASING", 0.5, "DATA.CROP", "pad"), "meta")],
-)  # fmt: skip
-def test_a_device_dataset_stays_on_the_host_if_it_is_augmented_there(small_cfg, overrides, place):
-    overrides = ("DATA.LOADER", "device", "MODEL.DUMMY_INPUT", True, *overrides)
-    loader = build_loader(small_cfg(*overrides), ALONE, torch.device("meta"), train=True)
-    assert loader.images.read(0).device.type == loader.images.labels.device.type == place
 
 
 def test_threads_pin_images_and_labels(small_cfg, monkeypatch):
@@ -298,28 +271,6 @@ def test_a_prediction_is_read_while_the_device_computes_the_next_one(small_cfg, 
     assert [len(tensors) for tensors in chosen] == [1 + (topk is not None)] * 3
 
 
-def test_the_answers_of_a_probe_are_read_at_its_end(monkeypatch):
-    probe = command_module("probe.feature_probe")
-    monkeypatch.setattr(probe, "_QUERIES", 4)
-    monkeypatch.setattr(probe, "_ROWS", 4)
-    with fake_cuda(monkeypatch) as timeline:
-        rows, labels, queries = torch.zeros(20, 5), torch.zeros(20).long(), torch.zeros(10, 5)
-        assert probe.predict_knn(rows, labels, queries, 3, CUDA).shape == (10,)
-        assert timeline.waits.count("_to_copy from cuda") == 2, "similarities and indices of three blocks"
-        timeline.waits.clear()
-        assert probe.predict_linear(queries, torch.zeros(6, 3, device=CUDA)).shape == (10,)
-        assert timeline.waits.count("_to_copy from cuda") == 1
-
-
-def test_nothing_is_held_back_on_the_cpu():
-    taken = []
-    items = one_behind((taken.append(number) or number for number in range(3)), CPU)
-    assert [(number, len(taken)) for number in items] == [(0, 1), (1, 2), (2, 3)]
-    taken.clear()
-    items = one_behind((taken.append(number) or number for number in range(3)), CUDA)
-    assert [(number, len(taken)) for number in items] == [(0, 2), (1, 3), (2, 3)]
-
-
 class CountedCalls(TorchDispatchMode):
     """Counts collectives, except those that DDP starts, and reads of values."""
 
@@ -374,25 +325,6 @@ def test_a_step_of_eight_processes_exchanges_only_gradients_and_weights(small_cf
 
 
 @needs_gpu
-@pytest.mark.parametrize(
-    "overrides",
-    [("DATA.LOADER", "device"), ("DATA.LOADER", "device", "AUG.POLICY", "randaugment"),
-     ("DATA.LOADER", "device", "AUG.ERASING", 0.5), ("TRAIN.WORKERS", 2),
-     ("TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"), ("TRAIN.PIN_MEMORY", False)],
-)  # fmt: skip
-def test_a_busy_gpu_gets_the_same_batches_as_the_cpu(small_cfg, overrides):
-    overrides = ("MODEL.DUMMY_INPUT", True, "DATA.CROP", "pad", *overrides)
-    mine, expected = (build_loader(small_cfg(*overrides), ALONE, device, train=True).batches_from(5, 1, 0)
-                      for device in (torch.device("cuda", torch.cuda.current_device()), CPU))  # fmt: skip
-    for _ in range(4):
-        torch.cuda._sleep(20_000_000)  # keeps the main stream busy for that many cycles
-        batch, other = map_leaves(torch.Tensor, torch.Tensor.cpu, next(mine)), next(expected)
-        torch.testing.assert_close(batch.images, other.images)
-        assert torch.equal(batch.targets, other.targets) and torch.equal(batch.index, other.index)
-        assert batch[3:] == other[3:] == Batch(None, None)[3:]
-
-
-@needs_gpu
 @pytest.mark.parametrize("overrides", STEPS)
 def test_a_step_on_a_gpu_does_not_synchronize(small_cfg, overrides):
     device = torch.device("cuda", torch.cuda.current_device())
@@ -401,18 +333,3 @@ def test_a_step_on_a_gpu_does_not_synchronize(small_cfg, overrides):
         take_steps(*parts, device, 3, lambda: torch.cuda.set_sync_debug_mode("error"))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@needs_gpu
-@pytest.mark.parametrize("name, base_lr", [("sgd", 0.01), ("adamw", 0.002)])
-def test_a_run_on_a_gpu_resumes_with_another_memory_format(small_cfg, tmp_path, name, base_lr):
-    from support.runs import records
-
-    losses = {}
-    for kind, second in (("same", False), ("toggled", True)):
-        overrides = ("OPTIM.NAME", name, "OPTIM.BASE_LR", base_lr, "EMA.HALF_LIFE", 30, "OUT_DIR", tmp_path / kind)
-        train_model(small_cfg(*overrides, "OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0))
-        overrides = (*overrides, "OPTIM.MAX_EPOCH", 2, "OPTIM.WARMUP_EPOCHS", 0)
-        train_model(small_cfg(*overrides, "MODEL.CHANNELS_LAST", second))
-        losses[kind] = [entry["loss"] for entry in records(tmp_path / kind) if "loss" in entry]
-    assert losses["toggled"] == pytest.approx(losses["same"], rel=0.02)

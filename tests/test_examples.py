@@ -4,7 +4,6 @@ import ast
 import functools
 import json
 import os
-import shlex
 import signal
 import sys
 from pathlib import Path
@@ -12,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.processes import on_processes
-from support.runs import ROOT, newest, records
+from support.runs import ROOT, records
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import ConfigError, load_cfg, registry
 from distribuuuu.data.datasets import shapes
 from distribuuuu.data.datasets.shapes import draw_shapes
-from distribuuuu.testing import assert_equal, assert_resumes, assert_same_on_processes
+from distribuuuu.testing import assert_resumes, assert_same_on_processes
 from distribuuuu.trainer import train_model
 
 EXAMPLES = ROOT / "docs" / "examples"
@@ -144,28 +143,6 @@ def problem_of(name: str, root: Path, out_dir: Path, *words: str) -> str:
 def test_a_wrong_option_of_an_example_is_one_message(name, words, message, root, tmp_path, monkeypatch):
     monkeypatch.setattr(shapes, "draw_shapes", draw_shapes)
     assert message in problem_of(name, root, tmp_path / "out", *words.split())
-
-
-@pytest.mark.slow
-def test_images_in_a_parquet_file_train_as_those_in_class_folders(root, tmp_path):
-    words = words_of("parquet_set", root, tmp_path / "parquet")
-    on_processes(1, run, "parquet_set", words)
-    folders = ["DATA.NAME", "imagefolder", "TRAIN.DATASET", str(root / "shapes"), "TEST.DATASET", str(root / "shapes")]
-    on_processes(1, run, "parquet_set", [*words, *folders, "OUT_DIR", str(tmp_path / "folders")])
-    assert_equal(newest(tmp_path / "parquet"), newest(tmp_path / "folders"))
-
-
-@pytest.mark.slow
-def test_a_masked_autoencoder_is_fine_tuned(root, tmp_path):
-    on_processes(1, run, "mae", words_of("mae", root, tmp_path / "mae"))
-    described = ast.get_docstring(ast.parse((EXAMPLES / "mae.py").read_text()))
-    command = described.partition("train --cfg docs/examples/mae.yaml PLUGINS")[2].split("\n\n")[0].replace("\\", "")
-    words = ["PLUGINS", *shlex.split(command.replace("exp/mae/best", str(tmp_path / "mae" / "best")))]
-    on_processes(1, run, "mae", [*words_of("mae", root, tmp_path / "out"), *words, "OUT_DIR", str(tmp_path / "tuned")])
-    log = (tmp_path / "tuned" / "train.log").read_text()
-    assert "blocks.3.mlp.fc2.weight" in newest(tmp_path / "tuned")["state_dict"] and "top1" in log
-    one, other = (newest(tmp_path / name)["state_dict"] for name in ("mae", "tuned"))
-    assert "backbone.patch_embed.proj.weight" in one and "head.weight" in other
 
 
 @pytest.mark.slow

@@ -169,12 +169,6 @@ def test_a_resumed_run_is_the_whole_one(uninterrupted, options_of, small_cfg, tm
     assert timeless(tmp_path / "out") == timeless(uninterrupted(name))
 
 
-def test_the_state_of_an_option_is_in_the_checkpoint(uninterrupted):
-    assert newest(uninterrupted("fp16"))["scaler"] and not newest(uninterrupted("default"))["scaler"]
-    scales = {group["lr_scale"] for group in newest(uninterrupted("adamw"))["optimizer"]["param_groups"]}
-    assert len(scales) > 3 and max(scales) == 1.0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num, place, words", [
     (2, (1, 1), (*EVERYTHING, *BATCH_NORM, *SYNCBN)), (2, (0, 2), ("TRAIN.PRINT_FREQ", 3)),
@@ -196,14 +190,6 @@ def test_a_run_resumes_with_another_number_of_processes(small_cfg, tmp_path, mon
     assert_close(on_processes(2, train_and_read, small_cfg(*shared))[0], alone, 1e-5)
 
 
-@pytest.mark.slow
-def test_a_row_of_metrics_that_two_processes_began_is_finished_by_one(small_cfg, tmp_path):
-    words = ("TRAIN.PRINT_FREQ", 3, "CHECKPOINT.EVERY_STEPS", 1, "TRAIN.GLOBAL_BATCH_SIZE", 12)
-    on_processes(2, train_and_kill, small_cfg(*words), (0, 2))
-    train_model(small_cfg(*words))
-    assert [entry["count"] for entry in timeless(tmp_path / "out")] == [36, 12, 37] * 2
-
-
 @pytest.mark.parametrize("place", [(0, 4), (1, 1), (1, 2)])
 def test_a_run_that_ends_within_an_epoch_is_resumed(small_cfg, tmp_path, monkeypatch, place):
     words = ("OPTIM.LAST_EPOCH", 0.3, "OPTIM.LR_POLICY", "lin", "OPTIM.LR_UPDATE", "step", "CHECKPOINT.EVERY_STEPS", 1)
@@ -216,13 +202,6 @@ def test_a_run_that_ends_within_an_epoch_is_resumed(small_cfg, tmp_path, monkeyp
     train_model(small_cfg(*words, "TRAIN.WORKERS", 2))
     assert_same_checkpoint(tmp_path / "out", tmp_path / "whole")
     assert timeless(tmp_path / "out") == timeless(tmp_path / "whole")
-
-
-def test_a_drawn_seed_is_kept_when_the_run_is_resumed(small_cfg, monkeypatch):
-    cfg = small_cfg("RNG_SEED", "null", "CHECKPOINT.EVERY_STEPS", 2)
-    train_and_stop(cfg, (0, 2), monkeypatch)
-    seed = newest(cfg.OUT_DIR)["seed"]
-    assert train_and_read(cfg)["seed"] == seed
 
 
 @pytest.mark.parametrize("num", [2, slow(3)])
@@ -239,12 +218,3 @@ def test_processes_that_share_a_global_batch_train_the_same_model(small_cfg, tmp
         assert [(e["count"], e["top1"]) for e in one] == [(e["count"], e["top1"]) for e in other]
         assert one[0]["count"] == 37
         assert [e["loss"] for e in one] == pytest.approx([e["loss"] for e in other], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_the_kind_of_workers_does_not_change_the_weights(small_cfg, tmp_path):
-    for name, how in (("alone", ("TRAIN.WORKERS", 0)), ("threads", ("TRAIN.WORKERS", 3, "DATA.WORKER_KIND", "thread")),
-                      ("processes", ("TRAIN.WORKERS", 2))):  # fmt: skip
-        train_model(small_cfg(*EVERYTHING, "OPTIM.MAX_EPOCH", 1, *how, "OUT_DIR", tmp_path / name))
-    assert_same_checkpoint(tmp_path / "threads", tmp_path / "alone")
-    assert_same_checkpoint(tmp_path / "processes", tmp_path / "alone")

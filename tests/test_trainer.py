@@ -168,22 +168,6 @@ def test_a_process_that_is_alone_stops_at_the_first_check_after_a_signal(monkeyp
         stop.check("the next step")
 
 
-def test_stop_requests_are_exchanged_in_every_epoch_however_short_and_in_every_long_call(monkeypatch):
-    now, exchanged_at, room = 0.0, [], "distribuuuu.engine.run"
-    monkeypatch.setattr(f"{room}.time.monotonic", lambda: now)
-    monkeypatch.setattr(f"{room}.dist.all_reduce_max", lambda values: exchanged_at.append(now) or values)
-    stop = StopRequest()
-    for _ in range(20):
-        now += 20  # e.g. statistics of batch norm
-        for phase, call_s, num_calls in (("training", 0.01, 3), ("evaluation", 0.01, 2), ("slow evaluation", 30, 3)):
-            stop.begin_phase(phase)
-            for _ in range(num_calls):
-                now += call_s
-                stop.check(phase)
-    waits = [after - before for before, after in itertools.pairwise([0.0, *exchanged_at])]
-    assert max(waits) < 31, "a signal before an epoch or within a long call waits for that only"
-
-
 def test_a_rollback_leaves_no_record_of_the_steps_that_it_takes_back(small_cfg, monkeypatch):
     check_finite, num_rows = trainer.check_finite, itertools.count(1)
 
@@ -309,13 +293,3 @@ def test_the_command_trains_and_evaluates_under_torchrun(image_folder, tmp_path)
     assert "global batch 24 = 12 images x 1 micro-batch x 2 processes" in trained.stderr
     tested = run_tool("test_net.py", *overrides)
     assert tested.returncode == 0 and "of 37 images" in tested.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flag", [["--use_env"], []])
-def test_torch_distributed_launch_works(image_folder, tmp_path, flag):
-    overrides = small_options(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1)
-    launcher = ["-W", "ignore", "-m", "torch.distributed.launch", *flag, "--nproc_per_node=1"]
-    done = run_python(*launcher, f"--master_port={free_port()}", ROOT / "tools" / "train_net.py", *overrides)
-    assert done.returncode == 0, done.stderr
-    assert "best top1: " in done.stderr

@@ -3,7 +3,6 @@
 import collections
 import errno
 import io
-import json
 import os
 import re
 import zipfile
@@ -274,19 +273,6 @@ def test_random_values_in_the_config_of_an_export_are_read_or_config_errors(tmp_
     counts, violations = fuzz_readback.fuzz_exports(tmp_path, number=100, seed=5)
     assert not violations, "\n".join(violations)
     assert len(counts) == 2 and all(verdicts["refused"] and verdicts["read"] for verdicts in counts.values())
-
-
-@pytest.mark.parametrize(
-    "line",
-    [b"\xff\xfe", b'{"kind": "train", "epoch": "1", "step": 2}', b"[" * 9999],
-)
-def test_an_unreadable_line_of_the_records_is_removed_with_a_warning(tmp_path, line, caplog):
-    path = tmp_path / "metrics.jsonl"
-    good = [json.dumps({"kind": kind, "epoch": 1, "step": 4}).encode() for kind in ("train", "eval")]
-    path.write_bytes(b"\n".join([good[0], line, good[1], b""]))
-    drop_records_after(path, 1, 0)
-    assert path.read_bytes().splitlines() == good
-    assert f"{path}: 1 line removed: not a valid record" in caplog.text
 
 
 def test_a_full_disk_leaves_the_old_records_and_the_old_config(tmp_path, monkeypatch, small_cfg):

@@ -21,15 +21,14 @@ from torch import nn
 
 from distribuuuu.checkpoint import io as checkpoint_io
 from distribuuuu.checkpoint import manager as checkpoint
-from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint, write_atomically
+from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint, write_atomically
 from distribuuuu.checkpoint.manager import CheckpointManager, checkpoint_name
 from distribuuuu.checkpoint.restore import load_state_dict
-from distribuuuu.checkpoint.snapshot import NonFiniteError, copy_into_buffer, hash_tensors, with_own_storage
+from distribuuuu.checkpoint.snapshot import NonFiniteError, copy_into_buffer, with_own_storage
 from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config import load_cfg
 from distribuuuu.engine.resume import list_changes
 from distribuuuu.engine.state import TrainState
-from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.signals import WRITER_NAME
 from distribuuuu.optim.optimizer import build_optimizer
 
@@ -92,57 +91,6 @@ def test_the_checkpoint_of_an_epochs_steps_gives_way_to_that_of_its_evaluation(t
     assert read_checkpoint(folder.bests["raw"])["epoch"] == 0 and len(seen) == 2
 
 
-def test_a_hash_of_tensors_depends_on_names_and_values_only():
-    weights = {
-        "b": torch.arange(24.0).view(1, 2, 3, 4),
-        "a": torch.tensor(1.0),
-        "c": torch.ones(2, dtype=torch.bfloat16),
-    }
-    same = {name: weights[name] for name in "abc"}
-    same["b"] = same["b"].to(memory_format=torch.channels_last)
-    others = [
-        {**weights, "a": torch.tensor(-1.0)},
-        {**weights, "a": torch.ones(1)},
-        {**weights, "c": weights["c"].half()},
-        {"b": weights["b"], "a": weights["a"], "d": weights["c"]},
-    ]
-    assert hash_tensors(same) == hash_tensors(weights)
-    assert len({hash_tensors(value) for value in (weights, *others)}) == 5
-
-
-def test_temporary_names_are_unique_and_those_of_a_killed_run_are_removed(tmp_path):
-    with replacing(tmp_path / "results.json", "w") as one, replacing(tmp_path / "results.json", "w") as other:
-        assert one.name != other.name and Path(one.name).name.startswith(".results.json.")
-        one.write("one")
-    assert (tmp_path / "results.json").read_text() == "one"
-    for path in (tmp_path / ".best_ema.pth.tar.0123456789abcdef.tmp", tmp_path / ".metrics.jsonl.0123456789abcdef.tmp"):
-        path.write_text("half")
-    CheckpointManager(tmp_path).remove_temporary_files()
-    assert os.listdir(tmp_path) == ["results.json"]
-
-
-def test_what_was_timed_and_counted_comes_back(tmp_path, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr("distribuuuu.records.run_log.time.perf_counter", lambda: now[0])
-    state, other = make_state(), make_state(epoch=0, step=3)
-    state.timing.begin(now[0])
-    now[0] += 2
-    assert state.timing.end_row(now[0], 8, is_last=False) == 2
-    now[0] += 3  # within a row
-    state._peak_before = 10**6
-    path = save(CheckpointManager(tmp_path), state)
-    now[0] += 1000
-    load(other, path)
-    other.timing.begin(now[0])
-    now[0] += 1
-    assert other.timing.end_row(now[0], 16, is_last=True) == 4, "the seconds of the row before the resume count"
-    now[0] += 1000  # the evaluation
-    assert other.timing.images_per_s == 24 / 6 and other.timing.state_dict()["row_seconds"] == 0
-    assert other.peak_memory_mib() == 10**6, "the peak is that of all starts"
-    load(other, path)
-    assert other.timing.images == 24, "a rollback does not take back what was timed"
-
-
 def test_changed_options_are_listed_by_section():
     before = {"MODEL.ARCH": "a", "MODEL.KWARGS.width": 8, "OPTIM.STEPS": (1, 2), "TRAIN.TOPK": 5, "OLD.KEY": 1}
     now = {"MODEL.ARCH": "b", "MODEL.KWARGS.norm": "group", "OPTIM.STEPS": (1, 2), "TRAIN.TOPK": 1, "NEW.KEY": 1}
@@ -177,16 +125,6 @@ def test_bare_weights_under_any_usual_name(tmp_path, wrap):
         load(make_state(), tmp_path / "w.pth")
 
 
-def test_safetensors(tmp_path):
-    from safetensors.torch import save_file
-
-    save_file(make_state().model.state_dict(), tmp_path / "w.safetensors")
-    load_state_dict(make_state().model, read_checkpoint(tmp_path / "w.safetensors")["state_dict"], "w")
-    (tmp_path / "bad.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
-    with pytest.raises(CheckpointError, match="bad.safetensors"):
-        read_checkpoint(tmp_path / "bad.safetensors")
-
-
 def test_weights_and_states_that_do_not_fit_are_described(tmp_path):
     model, path = make_state(num_classes=3).model, save(CheckpointManager(tmp_path), make_state())
     with pytest.raises(CheckpointError, match="w: has 5 classes .* MODEL.NUM_CLASSES is 3"):
@@ -204,12 +142,6 @@ def test_weights_and_states_that_do_not_fit_are_described(tmp_path):
     content["optimizer"]["param_groups"][0]["params"].pop()
     with pytest.raises(CheckpointError, match="its optimizer does not fit"):
         make_state().load_dict(content, path)
-
-
-def test_class_names_are_compared_if_the_file_has_as_many():
-    assert find_class_mismatch({"classes": ["a", "x"]}, ("a", "b")) == "'x' where the data has 'b'"
-    for content in ({"classes": ["a", "b"]}, {"classes": ["a"]}, {"classes": 2}, {"classes": None}, {}):
-        assert find_class_mismatch(content, ("a", "b")) is None
 
 
 def test_an_optimizer_with_other_groups_is_refused_with_the_first_parameter_that_differs(tmp_path):

@@ -12,8 +12,6 @@ from distribuuuu.engine.dry_run import dry_run_training
 from distribuuuu.models import build_model
 from distribuuuu.trainer import train_model
 
-CPU = torch.device("cpu")
-
 
 class Skipping(Idle):
     num_passes = 0

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,13 +10,11 @@ from support.commands import command_module
 from support.fake_cuda import CUDA, fake_cuda
 from support.processes import on_processes
 from support.tiers import slow
-from torch import nn
 
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import Loader, build_loader
-from distribuuuu.data.normalize import Normalizer, pad_batch
+from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.samplers import EvalSampler
-from distribuuuu.distributed.ddp import compile_model
 from distribuuuu.engine.evaluator import evaluate
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import build_model
@@ -27,58 +24,6 @@ from distribuuuu.tasks.metrics import Meter
 from distribuuuu.trainer import evaluate_weights as evaluate_run
 
 CPU = torch.device("cpu")
-# MODEL.ARCH and the side of its images.
-NETS = [("resnet14", 16), ("botnet50", 64), ("vit_tiny_patch16_224", 224)]
-
-
-@pytest.mark.parametrize("layout", [slow(torch.contiguous_format), torch.channels_last])
-@pytest.mark.parametrize("arch, size", NETS)
-def test_a_padded_batch_gives_each_image_the_bits_of_a_full_one(small_cfg, arch, size, layout):
-    cfg = small_cfg("MODEL.ARCH", arch, "MODEL.KWARGS", "{}", "TRAIN.IM_SIZE", size, "TEST.IM_SIZE", size)
-    model = build_model(cfg, False).eval().to(memory_format=layout)
-    images = torch.randn(8, 3, size, size).to(memory_format=layout)
-    with torch.inference_mode():
-        full = model(images)
-        for num in (1, 5, 8):
-            padded = model(pad_batch(images[:num], 8))[:num]
-            assert torch.equal(padded, full[:num])
-    assert pad_batch(images[:5], 8).is_contiguous(memory_format=layout) and pad_batch(images, 8) is images
-
-
-@pytest.fixture
-def compiled(monkeypatch) -> Iterator[list[str]]:
-    """Compile to the same operations; return the kind of each compilation: "normalizer" or "model"."""
-    torch._dynamo.reset()
-    compile_function, kinds = torch.compile, []
-
-    def record(kind: str) -> dict:
-        return {"backend": lambda graph, inputs: kinds.append(kind) or graph.forward, "dynamic": False}
-
-    def compile_module(model: nn.Module, **settings: object) -> None:
-        model._compiled_call_impl = compile_function(model._call_impl, **record("model"))
-
-    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_function(function, **record("normalizer")))
-    monkeypatch.setattr(nn.Module, "compile", compile_module)
-    yield kinds
-    torch._dynamo.reset()
-
-
-def evaluate_once(cfg) -> dict:
-    torch.manual_seed(1)
-    loader = build_loader(cfg, Launch("alone"), CPU, train=False)
-    task, model = build_task(cfg, loader.images.classes, CPU, Precision()), build_model(cfg, False)
-    compile_model(model, cfg.MODEL.COMPILE)
-    return evaluate(task, model, loader)
-
-
-@pytest.mark.parametrize("flip", [False, True])
-def test_an_evaluation_compiles_for_one_number_of_images(small_cfg, compiled, flip):
-    words = ("TEST.BATCH_SIZE", 16, "TEST.FLIP", flip)  # of 37 images: the last batch has five
-    expected = evaluate_once(small_cfg(*words))
-    assert compiled == []
-    result = evaluate_once(small_cfg(*words, "MODEL.COMPILE", "default"))
-    assert compiled == ["normalizer", "model"]
-    assert result == {**expected, "loss": pytest.approx(expected["loss"], rel=1e-6)} and result["count"] == 37
 
 
 @pytest.mark.parametrize("num", [1, 3])

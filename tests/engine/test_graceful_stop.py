@@ -105,14 +105,6 @@ def test_a_signal_saves_and_ends_two_processes_in_any_phase(slow_to_evaluate, tm
             assert (saved["epoch"], saved["step"]) == (-1, 4), "the steps are kept, the evaluation is not"
 
 
-def test_a_signal_to_every_process_is_survived_by_the_loader_workers(image_folder, tmp_path):
-    with started(image_folder, tmp_path / "out", "TRAIN.WORKERS", 2) as run:
-        run.wait_for(run.records)
-        run.signal_everybody(signal.SIGUSR1)
-        assert ends(run) and run.wait(10) == 75
-        assert "SIGUSR1: stopped in epoch" in run.last_lines() and "worker" not in run.last_lines()
-
-
 def test_a_second_signal_ends_at_once(slow_to_evaluate, tmp_path):
     with started(slow_to_evaluate, tmp_path / "out", "MODEL.ARCH", "sleepy", "MODEL.KWARGS.seconds", 600) as run:
         run.wait_for(lambda: "learning rate" in run.last_lines())
@@ -202,28 +194,6 @@ def test_a_hang_is_ended_with_the_stacks_of_all_processes(image_folder, tmp_path
         assert "in <lambda>" in stacks[1] and "backward" in stacks[0]
 
 
-def test_a_process_that_falls_silent_is_missed(image_folder, tmp_path):
-    with started(image_folder, tmp_path / "out", "DIST.TIMEOUT_S", 10) as run:
-        run.wait_for(run.is_evaluating)
-        run.wait_for(lambda: len(run.records()) > 20)
-        run.signal_rank(1, signal.SIGSTOP)
-        assert run.wait(RUN_S) != 0
-        said = r"process 1 on \S+ has been silent and has made no step for 10 s \(DIST.TIMEOUT_S\)"
-        assert re.search(said, run.last_lines())
-        assert ends(run)
-
-
-def test_the_first_step_may_take_longer_than_the_others(image_folder, tmp_path):
-    """It compiles models, and weights may be fetched before it."""
-    words = ("MODEL.KWARGS.seconds", 12, "MODEL.KWARGS.step", 1, "MODEL.KWARGS.rank", 1, "DIST.TIMEOUT_S", 3)
-    with started(image_folder, tmp_path / "out", "MODEL.ARCH", "sleepy", *words, "OPTIM.MAX_EPOCH", 1) as run:
-        assert run.wait(RUN_S) == 0, run.last_lines()
-    words += ("DIST.STARTUP_TIMEOUT_S", 4)
-    with started(image_folder, tmp_path / "late", "MODEL.ARCH", "sleepy", *words, "OPTIM.MAX_EPOCH", 1) as run:
-        assert run.wait(RUN_S) == 1
-        assert "has made no step for 4 s (DIST.STARTUP_TIMEOUT_S) after its start" in run.last_lines()
-
-
 def test_sigquit_shows_the_stacks_and_the_run_goes_on(image_folder, tmp_path):
     for launcher, ranks in ((NPROC, (0, 1)), ((sys.executable,), (0,))):
         out_dir = tmp_path / f"out{len(ranks)}"
@@ -239,18 +209,6 @@ def test_sigquit_shows_the_stacks_and_the_run_goes_on(image_folder, tmp_path):
             run.wait_for(lambda run=run, seen=seen: len(run.records()) > seen + 8)
             run.signal_launcher(signal.SIGTERM)
             assert run.wait(RUN_S) == 143 and "worker" not in run.last_lines()
-
-
-def test_nohup_is_respected(image_folder, tmp_path):
-    for flags in ((), NPROC):
-        launcher = ("nohup", sys.executable)
-        with started(image_folder, tmp_path / f"out{len(flags)}", *flags, launcher=launcher) as run:
-            run.wait_for(run.records)
-            pids = run.list_pids()
-            run.signal_everybody(signal.SIGHUP)
-            seen = len(run.records())
-            run.wait_for(lambda run=run, seen=seen: len(run.records()) > seen + 8)
-            assert run.list_pids() == pids
 
 
 @pytest.mark.parametrize("flags, closed", [("", ">&- 2>&- <&-"), ("", "2>&1 | true"), ("--nproc 2", "2>&-")])

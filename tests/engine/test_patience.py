@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from support.processes import on_processes
 from support.runs import newest, train_and_kill
 from support.tiers import slow
 
@@ -68,9 +67,3 @@ def test_a_killed_run_ends_at_the_same_epoch_bitwise(small_cfg, tmp_path, place)
     ours, theirs = newest(cfg.OUT_DIR), newest(whole.OUT_DIR)
     assert ours["epoch"] == theirs["epoch"] == 5 and results(cfg.OUT_DIR)["training"]["ended_early"]
     assert all(ours["state_dict"][name].equal(value) for name, value in theirs["state_dict"].items())
-
-
-def test_all_processes_decide_alike(small_cfg):
-    cfg = small_cfg(*PATIENT, "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 6)
-    assert on_processes(2, train_model, cfg) == [70, 70]
-    assert results(cfg.OUT_DIR)["training"]["epochs_done"] == 6

@@ -31,26 +31,6 @@ def test_the_first_layer_has_the_statistics_of_the_whole_set():
         assert_statistics_of(net[1], net[0](whole_set()))
 
 
-def test_a_later_layer_gets_inputs_normalized_by_the_batch():
-    net = make_net()
-    batches = whole_set().split([20, 17])
-    compute_precise_statistics(net, batches)
-    fresh = make_net().train()
-    fresh[2].eval()  # no dropout
-    assert_statistics_of(net[4], torch.cat([fresh[:4](batch) for batch in batches]))
-
-
-def test_the_momentum_the_counts_and_frozen_layers_are_left_alone():
-    net = make_net(momentum=None)
-    net[4].train(False)
-    net[4].train = lambda mode=True: net[4]  # as a frozen layer has it
-    before = net[4].running_mean.clone()
-    compute_precise_statistics(net, whole_set().split(10))
-    assert net[1].num_batches_tracked == 0 and net[1].momentum is None
-    assert torch.equal(net[4].running_mean, before) and not net.training
-    compute_precise_statistics(nn.Linear(3, 2), [torch.randn(4, 3)])  # no batch norm at all
-
-
 def statistics_of_a_share() -> torch.Tensor:
     net, launch = make_net(), detect_launch()
     with process_group(launch, torch.device("cpu"), 60):

@@ -6,10 +6,8 @@ from support.images import draw_folder
 from support.runs import small_options
 
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.loader import build_images
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
-from distribuuuu.files import image_files
 
 # What an evaluation needs beside data: weights.
 EVALUATED = ("MODEL.PRETRAINED", "True")
@@ -51,11 +49,6 @@ def test_sets_of_a_known_number_are_not_opened(tmp_path):
     assert ask_the_data(*words).MODEL.NUM_CLASSES == 100
     assert ask_the_data("DATA.NAME", "shapes", "DATA.CACHE_DIR", tmp_path / "no").MODEL.NUM_CLASSES == 10
     assert not (tmp_path / "no").exists()
-
-
-@pytest.mark.parametrize("words", ["DATA.NAME dummy", "MODEL.DUMMY_INPUT True", "TEST.LABELS imagenet_a"])
-def test_without_data_of_their_own_the_classes_are_those_of_imagenet(words):
-    assert resolve_num_classes(load_cfg(None, words.split())).MODEL.NUM_CLASSES == 1000
 
 
 def test_a_conflict_with_the_number_found_is_reported(image_folder):
@@ -156,14 +149,6 @@ def test_the_images_of_lists_and_packs_are_counted(problems, image_folder, tmp_p
     packed = ("DATA.NAME", "packed", "TRAIN.DATASET", tmp_path / "pack")
     assert "at most 48, the" in problems(*packed, "TRAIN.BATCH_SIZE", 49)[0]
     assert ask_the_data(*packed).MODEL.NUM_CLASSES == 3
-
-
-def test_the_images_of_a_large_folder_are_not_all_counted(image_folder, monkeypatch):
-    cfg = load_cfg(None, ["TRAIN.DATASET", str(image_folder)])
-    assert [ImageFolder.count_images(cfg, most) for most in (1, 16, 17, 48, 1000)] == [1, 16, 17, 48, 48]
-    seen = []
-    monkeypatch.setattr(image_files, "is_image", lambda name, extensions: not seen.append(name))
-    assert ImageFolder.count_images(cfg, 20) == len(seen) == 20
 
 
 def test_without_a_compiler_a_compiled_model_is_refused_before_the_start(image_folder, tmp_path, monkeypatch):

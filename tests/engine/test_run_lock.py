@@ -98,16 +98,6 @@ def test_a_killed_run_leaves_a_file_but_no_lock(tmp_path, signum):
     assert list(tmp_path.iterdir()) == [], "a run that ends by itself leaves nothing"
 
 
-def test_a_lock_of_a_file_that_was_deleted_is_not_taken_for_the_lock(tmp_path):
-    """The lock file is deleted at the end; a process that opened it before would lock a deleted file."""
-    with held(tmp_path):
-        os.unlink(tmp_path / ".lock")
-        with lock_out_dir(tmp_path):
-            assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
-            other = open(tmp_path / "other", "a+")
-            assert locks.try_lock(other, is_inherited=False) and not locks.is_at(other, tmp_path / ".lock")
-
-
 def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(locks.fcntl, "lockf", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with lock_out_dir(tmp_path):

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from PIL import Image
-from safetensors.torch import save_file
 from support.commands import command_module
 from support.hostile import Payload
 from support.runs import small_options
@@ -61,13 +59,6 @@ def test_the_best_weights_are_enough_to_use_them_alone(shapes_run, tmp_path):
     assert (content["arch"], sizes) == ("resnet8", (28, 24))
 
 
-def test_a_folder_that_was_moved_or_has_no_config_is_still_a_run(shapes_run, tmp_path):
-    shutil.copytree(shapes_run, tmp_path / "moved")
-    assert load_run(tmp_path / "moved").cfg.OUT_DIR == str(tmp_path / "moved")
-    (tmp_path / "moved" / "config.yaml").unlink()
-    assert_same_model(load_run(tmp_path / "moved"), load_run(shapes_run))
-
-
 def test_averaged_weights_are_used_if_the_run_has_some_and_the_file_says_which_it_holds(image_folder, tmp_path):
     train_model(load_cfg(None, small_options(image_folder, tmp_path / "out", "EMA.HALF_LIFE", 20)))
     run = load_run(tmp_path / "out")
@@ -83,13 +74,6 @@ def test_averaged_weights_are_used_if_the_run_has_some_and_the_file_says_which_i
     assert load_run(newest).weights == "raw"
 
 
-def test_overrides_change_the_config(shapes_run):
-    run = load_run(shapes_run, overrides=("TEST.IM_SIZE", "32", "TEST.CROP_SIZE", "30"))
-    assert run.transform(Image.new("RGB", (50, 40))).shape == (3, 30, 30)
-    with pytest.raises(ConfigError, match="TEST.SIZE .*: no such key"):
-        load_run(shapes_run, overrides=("TEST.SIZE", "32"))
-
-
 def test_options_of_another_version_and_kwargs_of_any_kind_come_back(shapes_run, tmp_path, caplog):
     content = read_checkpoint(shapes_run / "best.pth.tar")
     kwargs = {"MODEL.KWARGS.width": 16, "DISTILL.KWARGS.text": "true", "DISTILL.KWARGS.numbers": (1, 2.5)}
@@ -102,13 +86,6 @@ def test_options_of_another_version_and_kwargs_of_any_kind_come_back(shapes_run,
     torch.save(content, tmp_path / "x.pth")
     with pytest.raises(ConfigError, match=r"TEST.IM_SIZE \(.*x.pth\): got 'large'; expected an integer"):
         load_run(tmp_path / "x.pth")
-
-
-def test_older_best_weights_take_mean_and_deviation_from_the_data_set(shapes_run, tmp_path):
-    content = read_checkpoint(shapes_run / "best.pth.tar")
-    content["config"] |= {"DATA.MEAN": (), "DATA.STD": (), "DATA.NAME": "fashion_mnist"}
-    torch.save(content, tmp_path / "old.pth")
-    assert load_run(tmp_path / "old.pth").transform.mean == (0.2860,) * 3
 
 
 def test_other_options_of_an_older_file_are_no_change_and_may_be_missing():
@@ -179,27 +156,6 @@ def test_a_folder_of_timm_is_a_run(timm_folder, named):
     crop = run.transform.crop
     assert (crop.resize_to, crop.size, crop.interpolation) == (80, 64, "bicubic")
     assert (run.transform.mean, run.transform.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
-
-
-def test_an_exported_folder_holds_the_entries_of_the_best_weights(shapes_run, tmp_path):
-    content = read_checkpoint(shapes_run / "best.pth.tar")
-    save_file(content.pop("state_dict"), tmp_path / "model.safetensors")
-    entries = {key: content[key] for key in ("classes", "config", "weights")}
-    (tmp_path / "config.json").write_text(json.dumps({"architecture": "resnet8", "distribuuuu": entries}))
-    assert_same_model(load_run(tmp_path), load_run(shapes_run))
-
-
-def test_published_weights_of_timm_bring_their_preprocessing_and_class_names(monkeypatch):
-    create = timm.create_model
-    monkeypatch.setattr(timm, "create_model", lambda name, pretrained=False, **options: create(name, **options))
-    run = load_run("timm/resnet10t")
-    assert run.weights == "published" and len(run.classes) == 1000 and run.classes[0] == "tench, Tinca tinca"
-    published = timm.get_pretrained_cfg("resnet10t")
-    crop = run.transform.crop
-    size = published.input_size[-1]
-    assert crop.size == size and crop.resize_to == int(size / published.crop_pct)
-    with pytest.raises(ConfigError, match="RUN: .*unknown model 'timm/resnet10x'; did you mean"):
-        load_run("timm/resnet10x")
 
 
 def nested(depth: int) -> dict:

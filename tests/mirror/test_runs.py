@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import fsspec
 import pytest
@@ -106,18 +105,6 @@ def test_a_store_that_stays_down_is_reported_by_status_and_last_line(store, sixt
     finally:
         store.start()
     finish(start(sixty_images))
-
-
-def test_a_slow_store_does_not_delay_the_steps(store, sixty_images, undisturbed):
-    process, folder = start(sixty_images), local_folder(URL)
-    wait_for(lambda: os.path.exists(f"{folder}/checkpoints"), timeout_s=60)
-    store.delay_s = 2.0
-    begin = time.monotonic()
-    wait_for(lambda: "finished in" in Path(folder, "train.log").read_text(), process, timeout_s=60)
-    assert time.monotonic() - begin < 30  # 30 steps, with a call of the store for each one it would be a minute
-    store.delay_s = 0.0
-    finish(process)
-    assert_same_run(undisturbed, folder)
 
 
 def test_a_second_living_run_is_refused(store, sixty_images, tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from support.tables import each_row
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.run_files import find_path_problem, local_folder, local_run, url_of
-from distribuuuu.mirror import store as store_module
 from distribuuuu.mirror import sync
 from distribuuuu.mirror.store import DamagedError, Store, hash_file, is_mirrored, parse_index
 from distribuuuu.mirror.sync import PRIVATE, ConflictError, Mirror, Owner
@@ -131,41 +129,6 @@ def test_an_index_that_is_older_than_the_folder_is_refused_and_deletes_nothing(t
     with pytest.raises(ConflictError, match="mirror.json is older than .*ckpt_ep_003"):
         again.reconcile()
     assert (read(tmp_path / "one"), read(tmp_path / "store")) == (files, before)
-
-
-def test_no_checkpoint_is_deleted_before_the_newer_ones_are_verified(tmp_path):
-    one, other = mirror_of(write(tmp_path / "one"), tmp_path / "store"), mirror_of(tmp_path / "b", tmp_path / "store")
-    one.upload_changes()
-    other.reconcile()
-    for number in (1, 2):
-        (tmp_path / f"b/checkpoints/ckpt_ep_00{number}.pth.tar").unlink()
-    write(tmp_path / "b", {"checkpoints/ckpt_ep_003.pth.tar": b"three"})
-    other.upload_changes()
-    stored = tmp_path / "store/objects" / other.index.files["checkpoints/ckpt_ep_003.pth.tar"].sha256
-    stored.write_bytes(b"damag")
-    with pytest.raises(ConflictError, match="all checkpoints are damaged"):
-        mirror_of(tmp_path / "one", tmp_path / "store").reconcile()
-    assert FILES.keys() <= read(tmp_path / "one").keys()
-    stored.write_bytes(b"three")
-    mirror_of(tmp_path / "one", tmp_path / "store").reconcile()
-    assert [name for name in read(tmp_path / "one") if "ckpt" in name] == ["checkpoints/ckpt_ep_003.pth.tar"]
-
-
-def test_a_request_without_an_answer_fails_and_is_tried_again(tmp_path, monkeypatch):
-    call, hangs = store_module.call_filesystem, [True]
-
-    def hang(url, method, *args, **options):
-        if method == "put_file" and hangs[0]:
-            time.sleep(3)
-        return call(url, method, *args, **options)
-
-    monkeypatch.setattr(store_module, "REQUEST_S", 0.2)
-    monkeypatch.setattr(store_module, "call_filesystem", hang)
-    mirror = mirror_of(write(tmp_path / "one"), tmp_path / "store")
-    with pytest.raises(OSError, match="no answer for 0 s: put_file"):
-        mirror.upload_changes()
-    hangs[0] = False
-    assert mirror.upload_changes()
 
 
 def test_damaged_objects_are_skipped_and_the_previous_checkpoint_remains(tmp_path):

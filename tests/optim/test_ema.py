@@ -45,17 +45,6 @@ def test_it_is_the_loop_in_float64(ramp_up, buffers):
     assert not any(parameter.requires_grad for parameter in ema.model.parameters()) and not ema.model.training
 
 
-def test_after_a_half_life_an_image_counts_half_at_any_batch_size():
-    for num_images in (1, 4, 16):
-        net = nn.Linear(1, 1, bias=False)
-        nn.init.ones_(net.weight)
-        ema = Ema(net, half_life=64)
-        nn.init.zeros_(net.weight)
-        for step in range(64 // num_images):
-            ema.update(num_images, (step + 1) * num_images)
-        assert ema.model.weight.item() == pytest.approx(0.5, abs=1e-6)
-
-
 def test_the_average_follows_a_model_whose_weights_were_loaded_and_shares_nothing_with_it():
     net = make_net()
     ema = Ema(net, half_life=1)

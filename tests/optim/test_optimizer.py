@@ -17,7 +17,7 @@ from distribuuuu.optim import optimizer as optimizers
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.optim.param_groups import is_norm_layer, parameter_groups, parameter_kinds
 from distribuuuu.optim.precision import build_clipper
-from distribuuuu.optim.schedules import build_lr, build_schedule, describe_lr, scaled_lr, set_lr
+from distribuuuu.optim.schedules import build_lr, build_schedule, scaled_lr, set_lr
 from distribuuuu.trainer import train_model
 
 TINY = ["test_vit", "test_vit2", "test_resnet", "test_efficientnet", "test_convnext"]
@@ -84,30 +84,9 @@ def test_without_decay_of_norms_and_biases_the_groups_are_those_of_timm(name):
     assert settings_of(model, groups) == settings_of(model, expected)
 
 
-def test_patterns_exempt_parameters_from_the_decay_whatever_their_kind():
-    model, words = tiny("test_resnet"), ("OPTIM.WEIGHT_DECAY", 0.3, "OPTIM.BIAS_WEIGHT_DECAY", 0.1)
-    optimizer = build_optimizer(make_cfg(*words, "OPTIM.NO_WEIGHT_DECAY", "*bn*,layer1,fc.bias"), model)
-    for name, (decay, _) in settings_of(model, optimizer.param_groups).items():
-        exempt = "bn" in name or name.startswith("layer1.") or name == "fc.bias"
-        assert decay == (0 if exempt else 0.3), name
-    assert settings_of(model, build_optimizer(make_cfg(*words), model).param_groups)["fc.bias"] == (0.1, 1.0)
-    with pytest.raises(ConfigError, match="OPTIM.NO_WEIGHT_DECAY: 'conv9' is the name of no .*did you mean conv1"):
-        build_optimizer(make_cfg("OPTIM.NO_WEIGHT_DECAY", "*bn*,conv9"), model)
-
-
 def rates_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
     rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
     return {name: rates[id(parameter)] for name, parameter in model.named_parameters()}
-
-
-def test_the_layers_of_a_vit_decay_from_the_head_down():
-    model = tiny(depth=3)
-    optimizer = build_optimizer(make_cfg("OPTIM.LAYER_DECAY", 0.5), model)
-    set_lr(optimizer, 0.8)
-    found = rates_of(model, optimizer)
-    names = ["head.weight", "norm.weight", *(f"blocks.{number}.mlp.fc1.weight" for number in (2, 1, 0)), "pos_embed"]
-    assert [found[name] for name in names] == pytest.approx([0.8, 0.4, 0.4, 0.2, 0.1, 0.05])
-    assert {group["weight_decay"] for group in optimizer.param_groups} == {5e-5}
 
 
 def test_factors_multiply_the_rate_of_what_their_patterns_match_and_the_first_counts():
@@ -162,53 +141,11 @@ def test_the_optimizers_of_timm_take_the_same_steps(name):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_a_first_step_that_float16_leaves_out_leaves_no_trace_in_fused_sgd(nesterov):
-    cfg = make_cfg("OPTIM.BASE_LR", 0.1, "OPTIM.NESTEROV", nesterov)
-    weights = {}
-    for how in ({"fused": True}, {}):
-        weight = nn.Parameter(torch.ones(64))
-        optimizer = optimizers._build_sgd(cfg, [{"params": [weight]}], 0.1, lambda kind, how=how: how)
-        if how:  # what torch would leave uninitialised
-            assert torch.equal(optimizer.state[weight]["momentum_buffer"], torch.zeros(64))
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        for step in range(4):
-            optimizer.zero_grad()
-            scaler.scale((weight * (step + 1)).sum()).backward()
-            if step == 0:
-                weight.grad[0] = torch.inf
-            scaler.step(optimizer)
-            scaler.update()
-        weights[bool(how)] = weight.detach()
-    torch.testing.assert_close(weights[True], weights[False])
-
-
 def test_fused_sgd_is_not_used_with_dampening():
     cfg = make_cfg("OPTIM.NESTEROV", False, "OPTIM.DAMPENING", 0.5)
     groups = [{"params": [nn.Parameter(torch.ones(1))]}]
     optimizer = optimizers._build_sgd(cfg, groups, 0.1, lambda kind: {"fused": True})
     assert not optimizer.defaults["fused"] and not optimizer.state
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_on_a_gpu_one_kernel_updates_all_and_goes_on_from_a_cpu(name, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # the CPU's convolutions have no TF32
-    cfg = make_cfg("OPTIM.NAME", name, "OPTIM.BASE_LR", 0.01)
-    host = small_model()
-    on_host = build_optimizer(cfg, host)
-    take_steps(host, on_host)
-    device = copy.deepcopy(host).cuda()
-    on_device = build_optimizer(cfg, device)
-    on_device.load_state_dict(on_host.state_dict())
-    assert on_device.param_groups[0]["fused"] is True
-    for model, optimizer in ((host, on_host), (device, on_device)):
-        images = torch.ones(2, 3, 4, 4).to(next(model.parameters()).device)
-        optimizer.zero_grad()
-        model.eval()(images).sum().backward()
-        optimizer.step()
-    for a, b in zip(host.parameters(), device.parameters(), strict=True):
-        torch.testing.assert_close(a, b.cpu(), rtol=1e-4, atol=1e-5)
 
 
 def test_values_that_do_not_fit_are_reported_with_their_key():
@@ -228,13 +165,6 @@ def test_values_that_do_not_fit_are_reported_with_their_key():
         with pytest.raises(ConfigError, match=said):
             build_optimizer(make_cfg(*words), small_model())
     make_cfg("OPTIM.NAME", "rmsprop", "OPTIM.MOMENTUM", 0)  # a conflict with the settings of sgd only
-
-
-def test_without_scaling_the_learning_rate_is_the_schedule_to_the_bit():
-    cfg = make_cfg("OPTIM.BASE_LR", 0.3)
-    plain, scaled = build_schedule(cfg), build_lr(cfg, 777)
-    assert all(plain(epoch / 7) == scaled(epoch / 7) for epoch in range(700))
-    assert describe_lr(cfg, 384) == "0.3, 0.1 per 128 images"
 
 
 def test_the_learning_rate_is_scaled_by_the_batch():

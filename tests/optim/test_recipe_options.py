@@ -1,25 +1,22 @@
 """OPTIM.KWARGS, OPTIM.CLIP and OPTIM.WEIGHT_DECAY_END against the components of timm, torch and DINO, in float64."""
 
-import copy
 import math
 
 import pytest
 import timm
 import torch
 from support.errors import problems_of
-from support.runs import make_cfg, newest
+from support.runs import make_cfg
 from support.tables import each_row
 from timm.optim import create_optimizer_v2
 from timm.utils.agc import adaptive_clip_grad
 from torch import nn
 
 from distribuuuu.config import load_cfg
-from distribuuuu.config.registry import OPTIMIZERS
 from distribuuuu.models.head import head_parameters
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.optim.precision import build_clipper
-from distribuuuu.optim.schedules import build_weight_decay, set_weight_decay
-from distribuuuu.trainer import train_model
+from distribuuuu.optim.schedules import build_weight_decay
 
 
 def with_gradients(scale: float = 1.0) -> nn.Module:
@@ -60,18 +57,6 @@ def test_arguments_reach_the_constructor(name, given):
                     parameter.grad *= -0.01
     mine, peer, without = (torch.cat([p.flatten() for p in model.parameters()]) for model in (ours, theirs, plain))
     assert torch.equal(mine, peer) and not torch.equal(mine, without)
-
-
-def test_arguments_of_a_registered_optimizer_reach_it():
-    def mine(params, lr, weight_decay, rho: float = 0.1):
-        return torch.optim.SGD(params, lr=lr, weight_decay=weight_decay, momentum=rho)
-
-    OPTIMIZERS.register("mine_with_rho")(mine)
-    cfg = make_cfg("OPTIM.NAME", "mine_with_rho", "OPTIM.KWARGS.rho", 0.3)
-    assert build_optimizer(cfg, nn.Linear(2, 2)).defaults["momentum"] == 0.3
-    cfg = make_cfg("OPTIM.NAME", "mine_with_rho", "OPTIM.KWARGS.roh", 0.3)
-    (problem,) = problems_of(build_optimizer, cfg, nn.Linear(2, 2))
-    assert "no such argument; did you mean rho?; expected one of rho" in problem
 
 
 @each_row(("words", "said"), [
@@ -147,39 +132,3 @@ def test_weight_decay_follows_the_cosine_of_dino(base, final):
     )
     held = build_weight_decay(make_cfg(*words))
     assert [held(step / 7) for step in range(35)] == [factor_at(step // 7) for step in range(35)]
-
-
-@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb", "lion", "muon"])
-def test_each_optimizer_takes_the_weight_decay_of_the_step(name):
-    words = ("OPTIM.NAME", name, "OPTIM.BASE_LR", 0.1, "OPTIM.WEIGHT_DECAY", 0.1, "OPTIM.NORM_WEIGHT_DECAY", 0.0)
-    ours, theirs = with_gradients(), with_gradients()
-    cfg = make_cfg(*words, "OPTIM.WEIGHT_DECAY_END", 0.5, "OPTIM.MAX_EPOCH", 4, "OPTIM.WARMUP_EPOCHS", 0)
-    scheduled, fixed, factor_at = (
-        build_optimizer(cfg, ours),
-        build_optimizer(make_cfg(*words), theirs),
-        build_weight_decay(cfg),
-    )
-    for epoch in range(4):
-        set_weight_decay(scheduled, factor_at(epoch))
-        assert {group["weight_decay"] == 0 for group in scheduled.param_groups} == {True, False}
-        for mine, peer in zip(scheduled.param_groups, fixed.param_groups, strict=True):
-            peer["weight_decay"] = 0.0 if peer["weight_decay"] == 0 else 0.1 * factor_at(epoch)
-            assert mine["weight_decay"] == pytest.approx(peer["weight_decay"])
-        scheduled.step(), fixed.step()
-    for mine, peer in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(mine, peer)
-    resumed = build_optimizer(cfg, copy.deepcopy(ours))
-    without = copy.deepcopy(scheduled.state_dict())
-    for group in without["param_groups"]:
-        del group["full_decay"]  # of a run without a schedule
-    resumed.load_state_dict(without)
-    set_weight_decay(resumed, 1.0)
-    assert {group["weight_decay"] for group in resumed.param_groups} == {0.0, 0.1}
-
-
-def test_a_run_has_its_last_weight_decay_in_the_checkpoint(small_cfg):
-    cfg = small_cfg("OPTIM.WEIGHT_DECAY", 0.1, "OPTIM.WEIGHT_DECAY_END", 0.2, "OPTIM.LR_UPDATE", "step",
-                    "OPTIM.CLIP", "agc", "OPTIM.CLIP_LIMIT", 0.01)  # fmt: skip
-    train_model(cfg)
-    (group,) = newest(cfg.OUT_DIR)["optimizer"]["param_groups"]
-    assert group["weight_decay"] == pytest.approx(dino_schedule(0.1, 0.2, 2, 4)[-1])

@@ -8,7 +8,6 @@ import torch
 from support.images import draw_folder
 from support.processes import on_processes
 from support.runs import GROUP_NORM, assert_same_run, records, small_options, timeless, train_and_stop
-from torch import nn
 
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import load_cfg
@@ -160,19 +159,3 @@ def test_norms_are_computed_for_rows_alone_after_clipping_and_change_nothing(sma
     totals = [sum(gradient**2 for _, gradient, _ in row.values()) ** 0.5 for row in norms_of(tmp_path / "out")]
     assert totals == pytest.approx([0.01] * 4, rel=1e-3)
     assert "layer_norms" not in str(records(tmp_path / "plain"))
-
-
-def test_a_step_that_is_skipped_or_not_due_has_no_norms():
-    layer, due = nn.Linear(3, 2), [True]
-    layer.bias.requires_grad_(False)
-    optimizer = torch.optim.SGD([layer.weight], lr=0.5)
-    norms = LayerNorms(layer, optimizer, lambda: due[0])
-    assert norms.pop() == {}
-    layer(torch.ones(1, 3)).sum().backward()
-    before = layer.weight.detach().norm().item()
-    optimizer.step()
-    expected = pytest.approx([before, 6**0.5, 0.5 * 6**0.5], rel=1e-5)
-    assert norms.pop() == {"layer_norms": {"weight": expected}} and norms.pop() == {}
-    due[0] = False
-    optimizer.step()
-    assert norms.pop() == {}

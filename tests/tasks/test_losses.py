@@ -96,23 +96,6 @@ def test_the_default_loss_is_bitwise_that_of_torch():
         assert torch.equal(loss, expected) and torch.equal(one.grad, other.grad)
 
 
-def test_class_weights_match_torch_except_for_the_divisor():
-    logits, labels = batch(soft=False)
-    weights = torch.tensor(WEIGHTS, dtype=torch.float64)
-    expected = F.cross_entropy(logits, labels, weights) * weights[labels].sum() / NUM
-    torch.testing.assert_close(CrossEntropy(weights=WEIGHTS)(logits, labels), expected)
-    logits, targets = batch(soft=True)
-    expected = F.cross_entropy(logits, targets, weights, label_smoothing=0.1)
-    torch.testing.assert_close(CrossEntropy(0.1, WEIGHTS)(logits, targets), expected)
-
-
-def test_the_threshold_makes_both_classes_of_a_mixture_positive():
-    logits, targets = torch.tensor([[1.0, -2.0, 0.5]]), torch.tensor([[0.3, 0.7, 0.0]])
-    for threshold, present in ((0, [1.0, 1.0, 0.0]), (0.2, [1.0, 1.0, 0.0]), (0.5, [0.0, 1.0, 0.0])):
-        expected = F.binary_cross_entropy_with_logits(logits, torch.tensor([present]))
-        assert torch.equal(BinaryCrossEntropy(threshold=threshold)(logits, targets), expected)
-
-
 def configured(*overrides):
     return load_cfg(None, ["MODEL.NUM_CLASSES", "3", *(str(word) for word in overrides)])
 

@@ -191,30 +191,6 @@ def test_average_precision_matches_its_definition(num, monkeypatch):
         assert torch.equal(in_parts.nan_to_num(), found.nan_to_num())
 
 
-def test_average_precision_of_known_values_and_of_nan():
-    def precision(scores: list, applies: list) -> float:
-        return float(average_precisions(torch.tensor([scores]).T, torch.tensor([applies]).T))
-
-    assert precision([0.9, 0.8, 0.1], [1, 1, 0]) == 1
-    assert precision([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1]) == pytest.approx(5 / 6)  # from scikit-learn's documentation
-    assert precision([0.5] * 4, [1, 0, 0, 0]) == 0.25
-    assert precision([float("nan"), 0.0, 1.0], [1, 0, 0]) == pytest.approx(1 / 3)
-
-
-def test_map_is_the_mean_over_classes_with_images_and_read_resets():
-    scores, applies = scored(40, 3, 10)
-    targets = torch.from_numpy(applies).float()
-    meter = multilabel_meter(4)
-    for part in (slice(0, 1), slice(1, 30), slice(30, 40)):
-        logits = torch.from_numpy(scores[part]).clone().requires_grad_()
-        add(meter, logits.sum() * 0 + part.start, logits, targets[part] * 0.3 + 0.3)  # 0.6 is positive, 0.3 is not
-        logits.data.zero_()  # the meter keeps a copy
-    expected = np.mean([naive_average_precision(scores[:, number], applies[:, number]) for number in range(3)])
-    assert meter.read() == pytest.approx({"count": 40, "loss": (29 + 300) / 40, "map": 100 * expected})
-    empty = meter.read()
-    assert empty["count"] == 0 and np.isnan(empty["loss"]) and np.isnan(empty["map"])
-
-
 @pytest.mark.parametrize("limit", [10**6, 100])
 def test_a_saved_and_loaded_meter_reads_the_same(limit, monkeypatch):
     monkeypatch.setattr("distribuuuu.tasks.metrics._MAX_SAVED", limit)
@@ -261,26 +237,6 @@ def test_metrics_of_one_label_match_torchmetrics(seed):
         # Within a class, logits and softmax probabilities rank images differently; torchmetrics gets probabilities.
         scores = logits.softmax(1) if name == "map" else logits
         assert metric_value(name, scores, labels) == pytest.approx(100 * value.item(), abs=1e-4), name
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_metrics_of_several_labels_match_torchmetrics(seed):
-    reference = pytest.importorskip("torchmetrics.functional.classification")
-    draw = torch.Generator().manual_seed(seed)
-    logits, targets = torch.randn(200, 4, generator=draw), torch.randint(0, 2, (200, 4), generator=draw)
-    expected = {
-        "macro_recall": reference.multilabel_recall(logits, targets, 4, average="macro"),
-        "macro_f1": reference.multilabel_f1_score(logits, targets, 4, average="macro"),
-        "map": reference.multilabel_average_precision(logits, targets, 4, average="macro"),
-    }
-    for name, value in expected.items():
-        assert metric_value(name, logits, targets.to(torch.uint8)) == pytest.approx(100 * value.item(), abs=1e-4), name
-
-
-def test_classes_without_images_are_excluded_from_the_mean():
-    logits, labels = torch.eye(4)[[0, 0, 1, 2]], torch.tensor([0, 1, 1, 1])
-    assert metric_value("macro_recall", logits, labels) == pytest.approx(100 * (1 + 1 / 3) / 2)
-    assert metric_value("macro_f1", logits, labels) == pytest.approx(100 * (2 / 3 + 1 / 2 + 0) / 3)
 
 
 def test_metrics_undefined_for_the_targets_are_rejected():

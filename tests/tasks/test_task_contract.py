@@ -1,7 +1,6 @@
 """Tasks of a user: state, gradients in parts, stages, any outputs, and scores for predictions."""
 
 import copy
-import importlib.util
 from collections import deque
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.processes import on_processes
-from support.runs import GROUP_NORM, ROOT, assert_close, assert_same_run, newest, records
+from support.runs import assert_close, assert_same_run, newest, records
 from support.tiers import slow
 from torch import nn
 
@@ -135,102 +134,6 @@ def test_a_value_that_a_checkpoint_cannot_hold_is_refused_before_the_first_step(
     assert not (Path(cfg.OUT_DIR) / "checkpoints").exists()
 
 
-@pytest.fixture
-def sam(register) -> type[Task]:
-    """The task of docs/examples/sam.py."""
-    spec = importlib.util.spec_from_file_location("example_sam", ROOT / "docs" / "examples" / "sam.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Sam
-
-
-def sam_by_hand(model, images, targets, lr: float, clip: float, amp: bool) -> None:
-    """One step as in the authors' rule: w - lr * gradient at w + rho * g / |g|, clipped; each batch is a list."""
-
-    def gradients(model):
-        totals = [torch.zeros_like(weight) for weight in model.parameters()]
-        for part, labels in zip(images, targets, strict=True):
-            with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-                logits = model(part)
-            loss = F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels) / len(images)
-            for total, grad in zip(totals, torch.autograd.grad(loss, list(model.parameters())), strict=True):
-                total += grad
-        return totals, torch.stack([grad.square().sum() for grad in totals]).sum().sqrt()
-
-    grads, norm = gradients(model)
-    moved = copy.deepcopy(model)
-    with torch.no_grad():
-        for weight, grad in zip(moved.parameters(), grads, strict=True):
-            weight += 0.05 * grad / norm
-    grads, norm = gradients(moved)
-    scale = min(1.0, clip / (norm.item() + 1e-6)) if clip else 1.0
-    with torch.no_grad():
-        for weight, grad in zip(model.parameters(), grads, strict=True):
-            weight -= lr * scale * grad
-
-
-CLIP, AMP = ("OPTIM.CLIP_NORM", 0.3), ("TRAIN.AMP", "bf16")
-
-
-@pytest.mark.parametrize("num, accum, options", [
-    slow(1, 1, ()), slow(1, 3, ()), slow(2, 1, ()), (1, 1, ("AUG.MIXUP", 0.5)), (1, 3, CLIP), slow(1, 1, CLIP),
-    slow(1, 1, AMP), (1, 3, AMP + CLIP), (2, 1, CLIP),
-])  # fmt: skip
-def test_the_example_of_sharpness_aware_minimization_follows_the_authors(
-    register, sam, small_cfg, tmp_path, num, accum, options
-):
-    seen, amp = {}, AMP[0] in options
-
-    class Recorded(sam):
-        def adapt_model(self, model):
-            if amp:
-                return model
-            model.register_forward_pre_hook(lambda module, args: (args[0].double(),))
-            return model.double()
-
-        def prepare_batch(self, batch, key):
-            batch = super().prepare_batch(batch, key)
-            seen.setdefault(key.step, []).append((batch.images.clone(), batch.targets.clone()))
-            return batch
-
-        def update(self, step):
-            seen.setdefault("initial", copy.deepcopy(self.state.model))
-            super().update(step)
-
-    register(Recorded)
-    words = ("TASK.NAME", "Recorded", *GROUP_NORM, "OPTIM.MOMENTUM", 0, "OPTIM.WEIGHT_DECAY", 0, "OPTIM.MAX_EPOCH", 1,
-             "OPTIM.WARMUP_EPOCHS", 0, "OPTIM.NESTEROV", False, "TRAIN.BATCH_SIZE", 12 // num // accum,
-             "TRAIN.GLOBAL_BATCH_SIZE", 12, *options)  # fmt: skip
-    cfg = small_cfg(*words)
-    if num == 1:
-        train_model(cfg)
-        initial, reference = seen["initial"], copy.deepcopy(seen.pop("initial")).train()
-        for step in range(4):
-            images, targets = zip(*seen[step], strict=True)
-            images = [part if amp else part.double() for part in images]
-            sam_by_hand(reference, images, targets, 0.1, CLIP[1] * (CLIP[0] in options), amp)
-        found, expected = newest(tmp_path / "out")["state_dict"], reference.state_dict()
-        if amp:  # rounding of bfloat16
-            moves = [sum((one[name] - value).square().sum() for name, value in initial.state_dict().items()).sqrt()
-                     for one in (found, expected)]  # fmt: skip
-            error = sum((found[name] - value).square().sum() for name, value in expected.items()).sqrt()
-            assert error < 0.02 * moves[1] and 0.98 < moves[0] / moves[1] < 1.02
-            return
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-        return
-    on_processes(num, train_model, cfg)
-    (tmp_path / "out").rename(tmp_path / "two")
-    train_model(small_cfg(*words, "TRAIN.BATCH_SIZE", 12))
-    assert_close(newest(tmp_path / "out"), newest(tmp_path / "two"), 1e-9)
-
-
-def test_a_second_pass_needs_its_images(register, sam, small_cfg, monkeypatch):
-    register(sam)
-    monkeypatch.setattr(sam, "gradient_passes", 1)
-    with pytest.raises(TypeError, match="Sam: the images of this step are gone; fix: set gradient_passes"):
-        train_model(small_cfg("TASK.NAME", "Sam"))
-
-
 def test_skipped_steps_are_counted_and_keep_their_images(register, small_cfg, tmp_path):
     class Skipping(Classification):
         def update(self, step):
@@ -352,24 +255,6 @@ def test_an_evaluation_may_adapt_a_copy_of_the_model(register, small_cfg, tmp_pa
     assert losses[0] != losses[1]
 
 
-@pytest.mark.slow
-def test_the_stage_of_the_page_that_freezes_layers_runs_on_two_processes(register, small_cfg, tmp_path):
-    page = (ROOT / "docs" / "extending.md").read_text()
-    source = page.partition("## Stages that freeze layers")[2].partition("```python\n")[2].partition("```")[0]
-    exec(source, {"TASKS": TASKS, "Classification": Classification})
-    words = ("TASK.NAME", "staged", *GROUP_NORM, "TRAIN.GLOBAL_BATCH_SIZE", 12, "CHECKPOINT.KEEP_LAST", 20)
-    on_processes(2, train_model, small_cfg(*words, "TRAIN.BATCH_SIZE", 6))
-    (tmp_path / "out").rename(tmp_path / "two")
-    train_model(small_cfg(*words))
-    assert_close(newest(tmp_path / "out"), newest(tmp_path / "two"), 1e-5)
-    paths = sorted((tmp_path / "two" / "checkpoints").glob("ckpt_ep_00[12].pth.tar"))
-    first, last = (torch.load(path, weights_only=True)["state_dict"] for path in paths)
-    changed = {name.partition(".")[0] for name in first if not torch.equal(first[name], last[name])}
-    assert changed == {"fc"}
-    stages = [(entry["epoch"], entry["stage"]) for entry in records(tmp_path / "two")]
-    assert {*stages} == {(1, "all layers"), (2, "classifier only")}
-
-
 class Prototypes(Task):
     """The nearest class mean. An evaluation needs the means, the number of images is of the training alone."""
 
@@ -428,11 +313,3 @@ def test_an_evaluation_and_a_prediction_use_the_state_of_the_task(register, smal
     torch.save({**torch.load(best, weights_only=True), "task": {"shared": saved}}, best)
     with pytest.raises(ConfigError, match=r"state of the task differs: means is .*\(3, 3\); expected .*\(3, 2\)"):
         evaluate_run(cfg)
-
-
-def test_a_state_that_only_a_training_builds_is_no_concern_of_an_evaluation(register, small_cfg, tmp_path, capfd):
-    register(Centered)
-    cfg = small_cfg("TASK.NAME", "Centered", "OPTIM.MAX_EPOCH", 1)
-    train_model(cfg)
-    assert evaluate_run(cfg)["count"] == 37 and load_run(tmp_path / "out").model
-    assert "task state" not in capfd.readouterr().err

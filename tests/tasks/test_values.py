@@ -1,6 +1,5 @@
 """A task that does not classify: what it records, predicts and reports, and what cannot be done with it."""
 
-import csv
 import json
 
 import numpy as np
@@ -79,16 +78,3 @@ def test_scores_and_targets_are_recorded_predicted_and_reported(run, tmp_path, c
     )
     train_model(run)  # resumes: nothing is left
     assert newest(out)["epoch"] == 1
-
-
-def test_a_command_writes_a_column_for_each_value(run, tmp_path, capsys):
-    from PIL import Image
-
-    for index in range(2):
-        Image.fromarray(Faces().read(index)).save(tmp_path / f"{index}.png")
-    files = [str(tmp_path / f"{index}.png") for index in range(2)]
-    assert dispatch("distribuuuu", ["predict", str(tmp_path / "out"), *files]) == 0
-    header, *rows = csv.reader(capsys.readouterr().out.splitlines())
-    assert header == ["path", "age"] and [row[0] for row in rows] == files and all(float(row[1]) for row in rows)
-    with pytest.raises(distribuuuu.ConfigError, match="--topk.* values, not classes"):
-        distribuuuu.load_run(tmp_path / "out").predict(files, topk=3)
