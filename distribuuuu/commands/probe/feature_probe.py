@@ -89,8 +89,8 @@ def find_classifiers(run: LoadedRun, images: Tensor) -> list[nn.Module]:
     """Return the layer whose output is that of the model, or layers whose mean it is, as in a distilled DeiT."""
     found: list[tuple[nn.Module, Tensor]] = []
     model = feature_model(run)
-    layers = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
-    hooks = [layer.register_forward_hook(lambda own, _, output: found.append((own, output))) for layer in layers]
+    hooks = [layer.register_forward_hook(lambda own, _, output: found.append((own, output)))
+             for layer in model.modules() if isinstance(layer, (nn.Linear, nn.Conv2d))]  # fmt: skip
     with inference(run.model):
         logits = model(images)
     for hook in hooks:

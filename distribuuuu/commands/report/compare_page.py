@@ -13,14 +13,10 @@ from distribuuuu.commands.html.history import MAX_TEXT, draw_curves
 from distribuuuu.commands.html.page import Card, Column, PageSection, build_page, html
 from distribuuuu.commands.report.comparison import (
     ALPHA,
-    Group,
-    GroupPair,
     Pair,
     compare_all,
     compare_groups,
-    describe_groups,
     describe_pair,
-    format_p,
     mean_average_precision,
 )
 from distribuuuu.commands.report.pictures import Pictures, make_pictures
@@ -69,13 +65,13 @@ class Comparison:
     Attributes:
         sides: the runs of each side, by its name.
         pairs: the comparison of the first run of every two sides on the same images.
-        groups: the comparison of every two sides by their runs; empty if each has one run.
+        groups: the comparison of every two sides by their runs, see `compare_groups`; empty if each has one run.
         changes: options that differ between the sides; None: a config cannot be read.
     """
 
     sides: dict[str, list[RunFiles]]
     pairs: dict[tuple[str, str], Pair]
-    groups: list[GroupPair]
+    groups: list[dict[str, Any]]
     changes: dict[str, list[Any]] | None
 
     @property
@@ -85,9 +81,8 @@ class Comparison:
 
     def sentences(self) -> list[str]:
         """Return the results in words: of the groups, if there are any, else of the pairs."""
-        if self.groups:
-            return [describe_groups(group, self.metric) for group in self.groups]
-        return [describe_pair(names, pair) for names, pair in self.pairs.items()]
+        pairs = [describe_pair(names, pair) for names, pair in self.pairs.items()]
+        return [group["sentence"] for group in self.groups] or pairs
 
 
 def compare_runs(sides: Mapping[str, Sequence[Path]]) -> Comparison:
@@ -101,10 +96,10 @@ def compare_runs(sides: Mapping[str, Sequence[Path]]) -> Comparison:
     if values := [name for name, content in firsts.items() if not content.classifies]:
         raise ConfigError(f"RUN: {values[0]} predicts values, not classes; fix: compare the metrics by `table`")
     pairs = compare_all(firsts)
-    has_groups = any(len(members) > 1 for members in runs.values())
-    sides_of = [Group(name, _values(members)) for name, members in runs.items()]
-    groups = compare_groups(sides_of) if has_groups else []
-    return Comparison(runs, pairs, groups, list_changes({name: members[0] for name, members in runs.items()}))
+    found = Comparison(runs, pairs, [], list_changes({name: members[0] for name, members in runs.items()}))
+    if any(len(members) > 1 for members in runs.values()):
+        found.groups = compare_groups({name: _values(members) for name, members in runs.items()}, found.metric)
+    return found
 
 
 def _values(runs: Sequence[RunFiles]) -> list[float]:
@@ -130,19 +125,8 @@ def list_comparison(comparison: Comparison) -> dict[str, Any]:
         }
         for names, pair in comparison.pairs.items()
     ]
-    groups = [
-        {
-            "a": group.a.name,
-            "b": group.b.name,
-            "values": [group.a.values, group.b.values],
-            "p": group.p,
-            "smallest_p": group.smallest_p,
-            "sentence": describe_groups(group, comparison.metric),
-        }
-        for group in comparison.groups
-    ]
     runs = {name: [str(run.out_dir) for run in members] for name, members in comparison.sides.items()}
-    return replace_nonfinite({"runs": runs, "pairs": pairs, "groups": groups, "config": comparison.changes})
+    return replace_nonfinite({"runs": runs, "pairs": pairs, "groups": comparison.groups, "config": comparison.changes})
 
 
 def build_compare_page(comparison: Comparison) -> str:
@@ -169,19 +153,7 @@ def _summary(comparison: Comparison) -> PageSection:
         parts += [html.heading("The first run of each side"), html.paragraph(note, "note")]
         parts += [html.paragraph(describe_pair(names, pair)) for names, pair in comparison.pairs.items()]
     if comparison.metric == "top-1":
-        columns = [
-            Column("A"),
-            Column("B"),
-            *(Column(name, "d") for name in ("only A right", "only B right")),
-            Column("B \N{MINUS SIGN} A, points", "+.2f", signed=True),
-            Column("95 % low", "+.2f"),
-            Column("95 % high", "+.2f"),
-            Column("p"),
-        ]
-        rows = [[a, b, len(pair.only_a), len(pair.only_b), pair.difference, *pair.interval, format_p(pair.adjusted_p)]
-                for (a, b), pair in comparison.pairs.items()]  # fmt: skip
-        parts.append(html.table(columns, rows, sortable=False))
-        adjusted = f", adjusted for {counted(len(rows), 'pair')} by Holm's method" if len(rows) > 1 else ""
+        adjusted = ", adjusted by Holm's method" if len(comparison.pairs) > 1 else ""
         note = f"p: McNemar's exact test{adjusted}; significant below {ALPHA}. Interval: Newcombe's, by Wilson limits."
         parts.append(html.paragraph(note, "note"))
     return PageSection("Summary", parts)

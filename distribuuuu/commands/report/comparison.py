@@ -68,39 +68,6 @@ class Pair:
         return self.adjusted_p < ALPHA
 
 
-@dataclass
-class Group:
-    """The runs of one side, e.g. the seeds of a config.
-
-    Attributes:
-        name: its name on the page.
-        values: the metric of each run in percent.
-    """
-
-    name: str
-    values: list[float]
-
-    @property
-    def mean(self) -> float:
-        """The mean of the values."""
-        return statistics.fmean(self.values)
-
-
-@dataclass
-class GroupPair:
-    """Two groups of runs.
-
-    Attributes:
-        p: p-value of the permutation test.
-        smallest_p: the smallest p-value that groups of these sizes can have.
-    """
-
-    a: Group
-    b: Group
-    p: float
-    smallest_p: float
-
-
 def match_images(first: Predictions, other: Predictions, names: tuple[str, str]) -> np.ndarray:
     """Return the index in `other` of each image of `first`.
 
@@ -220,24 +187,32 @@ def format_p(p: float) -> str:
 # -------------------------------------------------------------------------------- several seeds
 
 
-def compare_groups(groups: Sequence[Group]) -> list[GroupPair]:
-    """Return the comparison of every two groups by a permutation test of their means."""
-    return [
-        GroupPair(a, b, permutation_test(a.values, b.values), smallest_permutation_p(len(a.values), len(b.values)))
-        for a, b in itertools.combinations(groups, 2)
-    ]
+def compare_groups(values: Mapping[str, Sequence[float]], metric: str) -> list[dict[str, Any]]:
+    """Return the comparison of every two groups of runs by a permutation test of their means, as values for JSON.
+
+    Args:
+        values: the metric of each run in percent, by the name of the group.
+        metric: the display name of the metric.
+    """
+    groups = []
+    for a, b in itertools.combinations(values, 2):
+        p = permutation_test(values[a], values[b])
+        smallest = smallest_permutation_p(len(values[a]), len(values[b]))
+        group = {"a": a, "b": b, "values": [list(values[a]), list(values[b])], "p": p, "smallest_p": smallest}
+        groups.append({**group, "sentence": _describe_group(group, metric)})
+    return groups
 
 
-def describe_groups(pair: GroupPair, metric: str) -> str:
-    """Return the result of a comparison of groups as a sentence."""
-    a, b = pair.a, pair.b
-    sizes = f"{counted(len(a.values), 'run')} and {counted(len(b.values), 'run')}"
-    gap = f"{b.mean - a.mean:+.2f} points of {metric} on average"
-    if pair.smallest_p >= ALPHA:
-        least = f"with {sizes}, no difference could be significant (the smallest possible p is {pair.smallest_p:.2f})"
-        return f"Too few runs to tell {a.name} and {b.name} apart: {gap}, but {least}."
-    if pair.p >= ALPHA:
-        return f"No significant difference between {a.name} and {b.name}: {gap}, p = {format_p(pair.p)} ({sizes})."
-    better, worse = (b, a) if b.mean > a.mean else (a, b)
-    points = f"{abs(b.mean - a.mean):.2f} points of {metric} on average"
-    return f"{better.name} is better than {worse.name} by {points}, p = {format_p(pair.p)} ({sizes})."
+def _describe_group(group: Mapping[str, Any], metric: str) -> str:
+    a, b, p, least, (first, second) = (group[key] for key in ("a", "b", "p", "smallest_p", "values"))
+    sizes = f"{counted(len(first), 'run')} and {counted(len(second), 'run')}"
+    difference = statistics.fmean(second) - statistics.fmean(first)
+    gap = f"{difference:+.2f} points of {metric} on average"
+    if least >= ALPHA:
+        reason = f"with {sizes}, no difference could be significant (the smallest possible p is {least:.2f})"
+        return f"Too few runs to tell {a} and {b} apart: {gap}, but {reason}."
+    if p >= ALPHA:
+        return f"No significant difference between {a} and {b}: {gap}, p = {format_p(p)} ({sizes})."
+    better, worse = (b, a) if difference > 0 else (a, b)
+    points = f"{abs(difference):.2f} points of {metric} on average"
+    return f"{better} is better than {worse} by {points}, p = {format_p(p)} ({sizes})."

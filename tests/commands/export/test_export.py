@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import timm
@@ -20,15 +19,12 @@ from support.saved_runs import save_run
 from support.tiers import slow
 
 from distribuuuu import load_run
-from distribuuuu.commands.export import exporter as export
 from distribuuuu.commands.export.export_check import evaluated_model
-from distribuuuu.commands.export.exporter import crop_percentage, export_run
+from distribuuuu.commands.export.exporter import export_run
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.loader import build_images, build_loader
-from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.launch.detect import Launch
-from distribuuuu.trainer import train_model
 
 CPU = torch.device("cpu")
 TEXTS = ("README.md", "export.json", "config.json")
@@ -68,12 +64,6 @@ def test_a_timm_folder_gives_equal_logits_and_our_preprocessing(small_cfg, tmp_p
     assert tuple(found["mean"]) == (0.4, 0.5, 0.3) and tuple(found["std"]) == (0.2, 0.3, 0.25)
     assert tuple(found["input_size"]) == (3, 32, 32) and found["interpolation"] == "bicubic"
     assert math.floor(32 / found["crop_pct"]) == 37
-
-
-def test_the_crop_percentage_gives_the_resize_back():
-    for resize in range(1, 600, 7):
-        for crop in range(1, 600, 11):
-            assert math.floor(crop / crop_percentage(CenterCrop(resize, crop))) == resize
 
 
 @pytest.mark.parametrize(
@@ -145,38 +135,6 @@ def test_a_multi_label_run_is_compared_by_its_labels(tmp_path):
 
 
 MEAN = ("DATA.MEAN", (0.9, 0.1, 0.9))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("to", "wrong"),
-    [*((to, MEAN) for to in ("timm", "safetensors", "torch", "onnx")), ("onnx", ("DATA.STD", (2.0, 0.05, 2.0))),
-     ("onnx", ("TEST.IM_SIZE", 64)), ("onnx", ("TEST.CROP_SIZE", 8)), ("onnx", ("TEST.FLIP", False))],
-)  # fmt: skip
-def test_a_mistake_in_an_export_is_found(small_cfg, tmp_path, monkeypatch, capsys, to, wrong):
-    if to == "onnx":
-        pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
-        pytest.importorskip("onnxscript", reason="onnxscript is not installed")
-    arch = "resnet18" if to == "timm" else "resnet8"
-    options = ("DATA.MEAN", "[0.4, 0.5, 0.3]", "DATA.STD", "[0.2, 0.3, 0.25]", "OPTIM.BASE_LR", "0.02")
-    cfg = small_cfg("MODEL.ARCH", arch, "TEST.FLIP", to == "onnx", *options)
-    train_model(cfg)
-    file, write = export.FORMATS[to]
-
-    def write_wrongly(run, folder):
-        cfg = run.cfg.clone()
-        cfg.defrost()
-        cfg.merge_from_list(list(wrong))
-        write(replace(run, cfg=cfg), folder)
-
-    monkeypatch.setitem(export.FORMATS, to, export.Format(file, write_wrongly))
-    assert command(cfg.OUT_DIR, "--to", to, tmp_path / "exported") == 1
-    record = json.loads((tmp_path / "exported" / "export.json").read_text())
-    assert not record["verified"] and record["file"] == f"{file}.unverified" and record["equal_answers"] < 99.9
-    names = {path.name for path in (tmp_path / "exported").iterdir()}
-    assert f"{file}.unverified" in names and file not in names
-    assert "NOT VERIFIED" in (tmp_path / "exported" / "README.md").read_text()
-    assert "NOT VERIFIED" in capsys.readouterr().err
 
 
 @pytest.fixture

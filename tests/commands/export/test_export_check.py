@@ -1,10 +1,6 @@
 """The check of an export: the code of its card, alone in a process, on the original files, against `predict`."""
 
-import csv
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +11,7 @@ from support.runs import small_options
 from support.saved_runs import save_run
 
 from distribuuuu import load_run
-from distribuuuu.commands.export import card_runner, export_check
+from distribuuuu.commands.export import export_check
 from distribuuuu.commands.export import exporter as export
 from distribuuuu.commands.export.export_check import check_export
 from distribuuuu.commands.export.exporter import export_run
@@ -144,23 +140,6 @@ def test_a_mistake_in_a_card_ends_with_status_1_and_no_usable_file(turned_run, t
     assert "NOT VERIFIED" in shown.err
     names = {path.name for path in (tmp_path / "exported").iterdir()}
     assert names == {"README.md", "export.json", "model.pt2.unverified"}
-
-
-@pytest.mark.slow
-def test_the_answers_are_those_of_the_command_predict(turned_run, photographs, tmp_path):
-    run = turned_run("resnet8")
-    export_run(run, "torch", tmp_path / "exported")
-    files = [str(path) for path in sorted((photographs / "val").rglob("*.jpg"))]
-    assert dispatch("distribuuuu", ["predict", run.cfg.OUT_DIR, *files, "--out", str(tmp_path / "p.csv")]) == 0
-    rows = list(csv.DictReader((tmp_path / "p.csv").open()))
-    (tmp_path / "code.py").write_text(card_of(tmp_path / "exported"))
-    words = [sys.executable, card_runner.__file__, str(tmp_path / "code.py"), "3"]
-    done = subprocess.run(words, input=json.dumps(files), capture_output=True, text=True, cwd=tmp_path / "exported")
-    answers = [json.loads(line)["answer"] for line in done.stdout.splitlines()]
-    assert [row["path"] for row in rows] == files and len(answers) == len(files), done
-    assert [answer[0][0] for answer in answers] == [row["label"] for row in rows]
-    for answer, row in zip(answers, rows, strict=True):
-        assert answer[0][1] == pytest.approx(float(row["probability"]), abs=1e-5)
 
 
 @pytest.mark.parametrize(

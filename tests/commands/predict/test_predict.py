@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 
@@ -17,9 +16,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.images import find_data
 from support.processes import wait_for
-from support.runs import ROOT, train_and_evaluate
+from support.runs import ROOT
 from support.tiers import slow
 
 from distribuuuu import load_run
@@ -140,19 +138,6 @@ def test_unusual_photographs_are_answered_as_in_an_evaluation(shapes_run, tmp_pa
     for prediction, row in zip(predictions, expected, strict=True):
         assert prediction.probabilities == tuple(row[loaded.classes.index(label)].item() for label in prediction.labels)
     assert torch.equal(torch.stack([loaded.transform(prediction.image) for prediction in predictions]), batch.images)
-
-
-@pytest.mark.real_data
-def test_top1_on_clothing10_is_that_of_the_evaluation(tmp_path):
-    with tarfile.open(find_data("clothing10/clothing10_subset.tar")) as archive:
-        archive.extractall(tmp_path / "clothing10", filter="data")
-    root = tmp_path / "clothing10"
-    train_and_evaluate(root, tmp_path / "out", "TEST.SPLIT", "test", "TRAIN.WORKERS", 2, "EMA.HALF_LIFE", 500)
-    assert run(tmp_path / "out", root / "test", "--out", tmp_path / "out.csv", "--workers", 2) == 0
-    rows = read_csv(tmp_path / "out.csv")
-    correct = sum(Path(row["path"]).parent.name == row["label"] for row in rows)
-    measured = json.loads((tmp_path / "out" / "test_results.json").read_text())["accuracy"]["ema"]["top1"]
-    assert len(rows) == 372 and 0 < correct < 372 and 100 * (correct / 372) == pytest.approx(measured, abs=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -102,10 +102,3 @@ def test_runs_that_cannot_be_compared_and_outputs_that_cannot_be_written(tmp_pat
     (tmp_path / "p.html").mkdir()
     assert run(*runs, "--out", tmp_path / "p.html") == 2
     assert "cannot be written" in capsys.readouterr().err
-
-
-def test_no_model_is_built_for_a_page_of_eight_runs(tmp_path, monkeypatch):
-    runs = [make_run(tmp_path / name, 200 + number) for number, name in enumerate("abcdefgh")]
-    monkeypatch.setattr("distribuuuu.models.build_model", lambda *args, **options: 1 / 0)
-    monkeypatch.setattr("distribuuuu.inference.loaded_run.build_model", lambda *args, **options: 1 / 0)
-    assert run(*runs, "--out", tmp_path / "page.html") == 0 and (tmp_path / "page.html").is_file()

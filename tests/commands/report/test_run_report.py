@@ -2,10 +2,8 @@
 
 import csv
 import json
-import os
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +12,10 @@ from support.images import draw_folder, write_label_lists
 from support.predictions import Page, change_predictions
 from support.runs import small_options
 
-from distribuuuu.commands.html.history import read_history
-from distribuuuu.commands.html.page import percent, write_page
+from distribuuuu.commands.html.page import percent
 from distribuuuu.commands.main import start_command
-from distribuuuu.commands.report import pictures
 from distribuuuu.commands.report.run_report import read_run
-from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config import load_cfg
 from distribuuuu.trainer import train_model
 
 HOSTILE = "<script>alert(1)</script> & 'so' \"on\""
@@ -96,17 +92,6 @@ def test_json_has_all_numbers(finished, capsys):
     assert {answer["image"] for answer in figures["least_certain"]} <= set(content.path.tolist())
 
 
-def test_restarts_are_those_since_the_run_was_new(image_folder, tmp_path):
-    def train(*options):
-        train_model(load_cfg(None, small_options(image_folder, tmp_path / "out", *options)))
-        history = read_history(tmp_path / "out")
-        return history.restarts, [record["epoch"] for record in history.evaluations["eval"]]
-
-    assert train("OPTIM.MAX_EPOCH", 1) == ([], [1])
-    assert train("OPTIM.MAX_EPOCH", 2) == ([[2, 0]], [1, 2])
-    assert train("OPTIM.MAX_EPOCH", 1, "TRAIN.AUTO_RESUME", False) == ([], [1])
-
-
 @pytest.mark.parametrize("recorded, said", [
     ("/no/such/folder", "moved or changed since in /no/such/folder"),
     ("", "the predictions do not record the folder of the images"),
@@ -147,13 +132,6 @@ def test_errors_have_a_message_and_status_2(run, capsys, damage, args, message):
     assert status == 2 and message in printed and "Traceback" not in printed
 
 
-def test_a_page_replaces_no_device(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match="pipe cannot be written: it is no regular file"):
-        write_page(tmp_path / "pipe", "text")
-    assert (tmp_path / "pipe").is_fifo()
-
-
 def test_multilabel_runs_have_average_precisions(image_folder, tmp_path, capsys):
     write_label_lists(image_folder, tmp_path)
     options = ("DATA.NAME", "multilabel", "LOSS.NAME", "bce", "OPTIM.MAX_EPOCH", 1)
@@ -164,16 +142,6 @@ def test_multilabel_runs_have_average_precisions(image_folder, tmp_path, capsys)
     figures = json.loads(make(tmp_path / "out", capsys, "--format", "json")[1])
     last = json.loads((tmp_path / "out" / "results.json").read_text())["accuracy"]["raw"]["last"]
     assert 100 * figures["map"] == pytest.approx(last["map"], abs=1e-4)
-
-
-def test_the_saliency_of_selected_outputs_is_that_of_the_models_own(finished, monkeypatch):
-    """TEST.LABELS evaluates some outputs of a model; its predictions number these only."""
-    content = read_run(str(finished)).content
-    selected, shown = replace(content, classes=content.classes[1:]), []
-    monkeypatch.setattr(pictures, "compute_saliency", lambda *args: shown.append(int(args[-1])))
-    pictures.make_pictures(finished, selected, {0: 0})
-    pictures.make_pictures(finished, content, {0: 0})
-    assert shown == [1, 0]
 
 
 @pytest.mark.parametrize("kind", ["absolute", "parent", "link", "linked folder", "root", "home"])

@@ -40,11 +40,6 @@ def test_the_interval_of_a_difference_covers_it_in_95_percent(only_a, only_b, nu
     assert np.mean((found[:, 0] <= difference) & (difference <= found[:, 1])) > 0.93
 
 
-def test_without_a_differing_answer_the_interval_fits_the_number_of_images():
-    low, high = paired_interval(0, 0, 412)
-    assert 0.005 < high < 0.02 and low == -high and paired_interval(0, 0, 41200)[1] < high / 50
-
-
 def test_the_permutation_test_equals_that_of_scipy():
     def distance(x, y, axis):
         return np.abs(x.mean(axis=axis) - y.mean(axis=axis))
@@ -59,13 +54,6 @@ def test_the_permutation_test_equals_that_of_scipy():
     assert permutation_test([1, 2, 3], [4, 5, 6]) == pytest.approx(significance.smallest_permutation_p(3, 3)) == 0.1
     assert permutation_test([1, 1.5], [4, 5, 6]) == pytest.approx(significance.smallest_permutation_p(2, 3)) == 0.1
     assert permutation_test([1.0, 1.0], [1.0, 1.0]) == 1
-
-
-def test_many_splits_are_drawn_at_random_with_a_seed():
-    a, b = list(np.linspace(0, 1, 12)), list(np.linspace(0.6, 1.6, 12))
-    p = permutation_test(a, b)
-    assert 0 < p == permutation_test(a, b) < 0.01
-    assert p == pytest.approx(stats.ttest_ind(a, b).pvalue, abs=5e-4)
 
 
 def test_the_t_quantile_and_the_interval_of_a_mean():

@@ -79,14 +79,6 @@ def test_mean_and_sample_deviation_over_the_seeds(make, tmp_path):
     }]  # fmt: skip
 
 
-def test_one_run_has_no_deviation_and_the_best_epoch_is_asked_for(make, tmp_path):
-    path = save(tmp_path / "a.json", evaluation__k=3, evaluation__interpolation="bicubic")
-    row = make(path)[1][0]
-    assert (row["top-1 here"], row["top-5 here"]) == ("93.00 [92.48, 93.48] (n = 1)", "99.50 (top-3)")
-    assert row["px"] == "28 → 28/28 bicubic"
-    assert make(path, "--epoch", "best")[1][0]["top-1 here"] == "93.40 [92.90, 93.87] (n = 1)"
-
-
 def test_a_terminal_shows_what_was_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert start_command("table", "table", [str(save(tmp_path / "a.json"))]) == 0
