@@ -49,8 +49,7 @@ def test_a_url_is_no_input_of_a_command_that_reads_local_files(monkeypatch, tmp_
         assert find_unread_url("s3://bucket/run").endswith(f"fix: name its copy, {copy}")
 
 
-@pytest.mark.parametrize("command", [("table", "s3://bucket/run"), ("track", "s3://bucket/run"),
-                                     ("reproduce", "--list", "--results", "s3://bucket/rows")])  # fmt: skip
+@pytest.mark.parametrize("command", [("table", "s3://bucket/run"), ("track", "s3://bucket/run")])
 def test_commands_name_a_url_that_they_do_not_read(command, capsys):
     if is_deleted(command[0]):
         pytest.skip(f"{command[0]} has been deleted")

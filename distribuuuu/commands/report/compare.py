@@ -1,7 +1,6 @@
 """The command compare: what differs between runs, and whether one is better."""
 
 import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
@@ -76,20 +75,12 @@ def find_sides(patterns: list[str]) -> dict[str, list[Path]]:
         problems.append(f"RUN: got {counted(len(sides), 'different run')}; expected two or more")
     if len(sides) > _MAX_SIDES:
         problems.append(f"RUN: got {len(sides)} runs; expected {_MAX_SIDES} or fewer")
-    problems += _find_repeated(sides)
+    resolved = [folder.resolve() for folders in sides.values() for folder in folders]
+    if repeated := [str(folder) for folder in resolved if resolved.count(folder) > 1]:
+        problems.append(f"RUN: got {repeated[0]} twice; expected different runs; fix: name it once")
     if problems:
         raise ConfigError(problems)
     return dict(zip(_short_names(list(sides)), sides.values(), strict=True))
-
-
-def _find_repeated(sides: Mapping[str, list[Path]]) -> Iterator[str]:
-    """Yield a problem for each folder of a run that is named twice, e.g. by a pattern and by a link."""
-    first: dict[Path, Path] = {}
-    for folder in (folder for folders in sides.values() for folder in folders):
-        other = first.setdefault(folder.resolve(), folder)
-        if other is not folder:
-            shown = str(folder) if folder == other else f"{folder}, which is {other}"
-            yield f"RUN: got {shown}, twice; expected different runs; fix: name it once"
 
 
 def _short_names(patterns: list[str]) -> list[str]:

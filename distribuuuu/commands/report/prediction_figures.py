@@ -1,7 +1,6 @@
 """Figures of predictions: accuracy, classes, confusion, calibration, average precision. Fractions are from 0 to 1."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -66,27 +65,18 @@ def top5_accuracy(content: Predictions) -> float:
 # ------------------------------------------------------------------------------------- calibration
 
 
-@dataclass(frozen=True)
-class Reliability:
-    """Confidence against accuracy in bins of equal width, (bins,); NaN in empty bins. `ece`: see `tasks.metrics`."""
-
-    counts: np.ndarray
-    confidence: np.ndarray
-    accuracy: np.ndarray
-    ece: float
-
-
-def compute_reliability(confidence: np.ndarray, correct: np.ndarray) -> Reliability:
-    """Return confidence and accuracy in `NUM_BINS` bins (low, high].
+def compute_reliability(confidence: np.ndarray, correct: np.ndarray) -> dict[str, Any]:
+    """Return the calibration error (`ece`), and the `counts`, `confidence` and `accuracy` of its `bins`, NaN if empty.
 
     Args:
         confidence: probability of the predicted class (N,).
         correct: whether it is the label (N,).
     """
     sums = calibration_sums(torch.from_numpy(np.nan_to_num(confidence)).double(), torch.from_numpy(correct))
-    mean_confidence, accuracy = (sums[1:] / sums[0]).numpy()
+    mean_confidence, accuracy = (sums[1:] / sums[0]).tolist()
     ece = ExpectedCalibrationError(0).value(sums, len(confidence)) / 100
-    return Reliability(sums[0].long().numpy(), mean_confidence, accuracy, ece)
+    bins = {"counts": sums[0].long().tolist(), "confidence": mean_confidence, "accuracy": accuracy}
+    return {"ece": ece, "bins": bins}
 
 
 def _blocks(content: Predictions) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -131,7 +121,7 @@ def fit_temperature(content: Predictions) -> dict[str, float] | None:
         return None
     confidence = np.concatenate([1 / np.exp(beta * logits).sum(axis=1, dtype=np.float64)
                                  for logits, _ in _blocks(content)])  # fmt: skip
-    ece = compute_reliability(confidence, content.correct).ece
+    ece = compute_reliability(confidence, content.correct)["ece"]
     return {"temperature": 1 / beta, "nll": found[0], "nll_at_temperature": found[-1], "ece_at_temperature": ece}
 
 
@@ -182,11 +172,10 @@ def list_figures(content: Predictions) -> dict[str, Any]:
         return result
     num_correct, names = int(content.correct.sum()), content.classes
     reliability = compute_reliability(content.confidence, content.correct)
-    bins = {name: getattr(reliability, name).tolist() for name in ("counts", "confidence", "accuracy")}
     return result | {
         "accuracy": num_correct / len(content),
         "accuracy_interval": list(wilson_interval(num_correct, len(content))),
         "top5_accuracy": top5_accuracy(content),
-        "calibration": {"ece": reliability.ece, "bins": bins, **(fit_temperature(content) or {})},
+        "calibration": {**reliability, **(fit_temperature(content) or {})},
         "confusions": [[names[row], names[column], count] for row, column, count in list_confusions(content)],
     }

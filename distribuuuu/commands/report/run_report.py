@@ -261,17 +261,14 @@ def rank_uncertain(content: Predictions) -> list[int]:
 
 def choose_images(content: Predictions) -> dict[int, int]:
     """Return the images of the galleries, and the class whose saliency is shown."""
-    chosen = {index: find_focus(content, index, False) for index in rank_uncertain(content)}
-    return chosen | {index: find_focus(content, index, True) for index in rank_mistakes(content)}
+    return {index: find_focus(content, index) for index in (*rank_uncertain(content), *rank_mistakes(content))}
 
 
-def find_focus(content: Predictions, index: int, is_mistake: bool) -> int:
-    """Return the class that an image is shown for: the predicted one; of several labels, the most or least certain."""
+def find_focus(content: Predictions, index: int) -> int:
+    """Return the class that an image is shown for: the predicted one; of several labels, the one with most error."""
     if not content.multilabel or content.top_class is not None:
         return int(content.predicted[index])
-    probabilities = content.probabilities(slice(index, index + 1))[0]
-    errors, doubts = np.abs(probabilities - content.label[index]), np.abs(probabilities - 0.5)
-    return int(errors.argmax() if is_mistake else doubts.argmin())
+    return int(np.abs(content.probabilities(slice(index, index + 1))[0] - content.label[index]).argmax())
 
 
 def describe_answer(content: Predictions, index: int) -> dict[str, Any]:
@@ -290,13 +287,13 @@ def describe_answer(content: Predictions, index: int) -> dict[str, Any]:
     }
 
 
-def _card(content: Predictions, index: int, is_mistake: bool, pictures: Pictures) -> Card:
+def _card(content: Predictions, index: int, pictures: Pictures) -> Card:
     answer = describe_answer(content, index)
     # In parentheses: a class may be called 2.
     texts = [f"{name} ({percent(share)})" for name, share in answer["predicted"].items()]
     title, lines = f"predicted: {texts[0]}", [f"label: {', '.join(answer['labels']) or 'none'}"]
     if content.multilabel and content.top_class is None:
-        focus = find_focus(content, index, is_mistake)
+        focus = find_focus(content, index)
         title = f"{content.classes[focus]} ({percent(content.probabilities(slice(index, index + 1))[0, focus])})"
         lines.append(f"predicted: {', '.join(texts)}")
     elif len(texts) > 1:
@@ -312,9 +309,9 @@ def describe_images(content: Predictions, pictures: Pictures) -> PageSection:
         note += " The second picture shows the regions that speak for the prediction (Grad-CAM), the brightest most."
     parts = [*(html.paragraph(text, "notice") for text in pictures.notes), html.heading("Most confident mistakes"),
              html.paragraph(note, "note"),
-             html.gallery([_card(content, index, True, pictures) for index in mistakes]),
+             html.gallery([_card(content, index, pictures) for index in mistakes]),
              html.heading("Least certain images"),
-             html.gallery([_card(content, index, False, pictures) for index in uncertain])]  # fmt: skip
+             html.gallery([_card(content, index, pictures) for index in uncertain])]  # fmt: skip
     return PageSection("Images", parts)
 
 
@@ -325,7 +322,7 @@ def describe_calibration(content: Predictions) -> PageSection:
     """Return the section on the reliability of the probabilities."""
     reliability = analysis.compute_reliability(content.confidence, content.correct)
     fitted = analysis.fit_temperature(content)
-    entries, parts = [("calibration error", percent(reliability.ece, 2), f"ECE, {NUM_BINS} bins")], []
+    entries, parts = [("calibration error", percent(reliability["ece"], 2), f"ECE, {NUM_BINS} bins")], []
     if fitted:
         entries += [
             ("best temperature", f"{fitted['temperature']:.3f}", "fitted on these images"),
@@ -336,8 +333,9 @@ def describe_calibration(content: Predictions) -> PageSection:
         parts.append(html.paragraph(f"The model is {kind}confident: its logits are best divided by "
                                     f"{fitted['temperature']:.3f}. Fit a temperature on other images than it is "
                                     "applied to."))  # fmt: skip
-    texts = [f"{count:,} images" for count in reliability.counts]
-    curves = [Series("accuracy", reliability.confidence.tolist(), reliability.accuracy.tolist(), has_dots=True,
+    bins = reliability["bins"]
+    texts = [f"{count:,} images" for count in bins["counts"]]
+    curves = [Series("accuracy", bins["confidence"], bins["accuracy"], has_dots=True,
                      texts=texts), Series("perfect calibration", [0, 1], [0, 1], is_dashed=True)]  # fmt: skip
     chart = line_chart("Reliability", curves, "confidence", "accuracy", y_range=(0, 1))
     return PageSection("Calibration", [html.tiles(entries), *parts, html.grid([chart], "narrow")])

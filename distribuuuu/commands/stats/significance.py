@@ -10,8 +10,6 @@ import numpy as np
 
 # Splits of the values of two groups that `permutation_test` enumerates; with more, it draws as many at random.
 _MAX_SPLITS = 20_000
-# Probability that an interval holds the value.
-_CONFIDENCE = 0.95
 
 
 class Interval(NamedTuple):
@@ -21,14 +19,14 @@ class Interval(NamedTuple):
     high: float
 
 
-def wilson_interval(num_correct: float, num_images: int, confidence: float = _CONFIDENCE) -> Interval:
-    """Return the Wilson score interval of a proportion, from 0 to 1; (0, 1) without images.
+def wilson_interval(num_correct: float, num_images: int) -> Interval:
+    """Return the 95 % Wilson score interval of a proportion, from 0 to 1; (0, 1) without images.
 
     Wilson, "Probable inference, the law of succession, and statistical inference", JASA 1927.
     """
     if not num_images:
         return Interval(0.0, 1.0)
-    z, share = statistics.NormalDist().inv_cdf(0.5 + confidence / 2), num_correct / num_images
+    z, share = statistics.NormalDist().inv_cdf(0.975), num_correct / num_images
     scale = 1 + z * z / num_images
     center = (share + z * z / (2 * num_images)) / scale
     half = z / scale * math.sqrt(share * (1 - share) / num_images + z * z / (4 * num_images**2))
@@ -110,15 +108,9 @@ def smallest_permutation_p(num_a: int, num_b: int) -> float:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Return Student's 95 % t interval of the mean of a normal distribution from at least two of its values.
-
-    Raises:
-        ValueError: there are fewer than two values.
-    """
-    if len(values) < 2:
-        raise ValueError(f"got {len(values)} values; expected 2 or more")
+    """Return Student's 95 % t interval of the mean of a normal distribution from at least two of its values."""
     mean = statistics.fmean(values)
-    half = t_quantile(0.5 + _CONFIDENCE / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    half = t_quantile(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(mean - half, mean + half)
 
 

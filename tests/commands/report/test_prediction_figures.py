@@ -52,7 +52,9 @@ def test_class_figures_equal_those_of_scikit_learn(single):
 def test_the_calibration_error_equals_that_of_torchmetrics(single):
     scores = torch.tensor(single.scores.astype(np.float64)).softmax(1)
     wanted = multiclass_calibration_error(scores, torch.tensor(single.label), len(single.classes), n_bins=15)
-    assert analysis.compute_reliability(single.confidence, single.correct).ece == pytest.approx(float(wanted), abs=1e-6)
+    assert analysis.compute_reliability(single.confidence, single.correct)["ece"] == pytest.approx(
+        float(wanted), abs=1e-6
+    )
 
 
 def test_the_temperature_minimizes_the_likelihood_and_keeps_the_answers(single):
