@@ -101,8 +101,8 @@ class MemoryLoader:
     def expect(self, passes) -> None:
         """Ignore the passes that will follow."""
 
-    def dummy_batch(self) -> torch.Tensor:
-        """Return images of a micro-batch."""
+    def zero_images(self, num: int) -> torch.Tensor:
+        """Return images of a micro-batch, in place of zeros."""
         return self.batch[0]
 
     def pop_data_time(self) -> float:
@@ -150,7 +150,7 @@ def build_ours(ours: Run) -> Contestant:
 def build_other(cfg, batches: Batches, build_loop: Callable) -> Contestant:
     """Return another loop on a copy of the model, with the same optimizer, loss and autocast."""
     loader = MemoryLoader(batches, cfg.MODEL.NUM_CLASSES)
-    state = build_training(cfg, loader, loader.dummy_batch()[:1], latest=None).state
+    state = build_training(cfg, loader, loader.batch[0][:1], latest=None).state
     compile_model(state.model, cfg.MODEL.COMPILE)
     loop = build_loop(state.model, state.optimizer, build_loss(cfg), batches, state.precision.autocast)
     held = [*state.model.parameters(), *state.model.buffers(), *batches.batch]

@@ -108,8 +108,8 @@ class MemoryLoader:
     def expect(self, passes) -> None:
         """Ignore the passes that will follow."""
 
-    def dummy_batch(self) -> torch.Tensor:
-        """Return images of a micro-batch."""
+    def zero_images(self, num: int) -> torch.Tensor:
+        """Return images of a micro-batch, in place of zeros."""
         return self.batch[0]
 
     def preview(self, seed: int, num: int) -> torch.Tensor:
@@ -123,7 +123,7 @@ class MemoryLoader:
 
 def build_memory_run(cfg, loader) -> Run:
     """Return a run that trains on the batches of a memory loader and writes no checkpoint of its own."""
-    training = build_training(cfg, loader, loader.dummy_batch()[:1], latest=None)
+    training = build_training(cfg, loader, loader.batch[0][:1], latest=None)
     log = open_log(cfg, training.task, training.state, loader)
     return Run(**vars(training), val_loader=loader, checkpoints=build_checkpoints(cfg), log=log, stop=StopRequest())
 

@@ -23,7 +23,8 @@ from distribuuuu.data.image_file import Box
 from distribuuuu.data.loader import Loader, TrainLoader, build_loader
 from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.transforms import resize
-from distribuuuu.data.workers import Pass, start_workers
+from distribuuuu.data.worker_kinds import start_workers
+from distribuuuu.data.workers import Pass
 from distribuuuu.distributed import ddp
 from distribuuuu.engine.build import build_state, build_training, set_backends
 from distribuuuu.engine.run import Run
@@ -298,7 +299,7 @@ def step_on_eight_processes(cfg, reads: bool = False) -> dict[str, int]:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     launch = Launch("alone", rank=0, local_rank=0, world_size=8, local_world_size=8)
     loader = build_loader(cfg, launch, CPU, train=True)
-    training = build_training(cfg, loader, loader.dummy_batch()[:1], latest=None)
+    training = build_training(cfg, loader, loader.zero_images(loader.plan.micro_batch)[:1], latest=None)
     batches = loader.batches_from(0, 0, 0)
     training.model.train()
     take_step(training, batches, 0)

@@ -35,7 +35,7 @@ def test_a_block_is_read_across_epochs_and_leaves_the_workers_idle(small_cfg, nu
         build_loader(small_cfg(*options, num), Launch("alone"), torch.device("cpu"), True) for num in (0, num_workers)
     )
     epochs = [[images for images, *_ in alone.batches_from(0, epoch, 0)] for epoch in range(6)]
-    blocks, workers = BlockLoader(loader, num_workers, num_steps=3), loader._batches.workers
+    blocks, workers = BlockLoader(loader, num_workers, num_steps=3), loader._batches.pool
     num_epochs = {0: 1, 2: 3}[num_workers]  # 3 batches, or 3 and 4 before and after them; an epoch has 4
     for number in range(2):
         blocks.begin_block()

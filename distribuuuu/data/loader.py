@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 
@@ -23,12 +23,13 @@ from distribuuuu.config.registry import dataset_name, task_class
 from distribuuuu.data.batch import Batch, copy_to_device, map_leaves
 from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
 from distribuuuu.data.build_transform import MAIN, build_transform, depends_on_epoch
-from distribuuuu.data.datasets.base import TARGETS, ImageDataset, class_count_mismatch, get_dataset
+from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, get_dataset
 from distribuuuu.data.image_file import build_decode_options
 from distribuuuu.data.make_batch import HostBatch, Samples, as_targets
 from distribuuuu.data.normalize import Normalizer, statistics_of
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
-from distribuuuu.data.workers import Pass, WorkerBatches, count_workers, start_workers
+from distribuuuu.data.worker_kinds import start_workers
+from distribuuuu.data.workers import Pass, WorkerBatches, count_workers
 from distribuuuu.distributed import comm as dist
 from distribuuuu.launch.detect import Launch
 
@@ -94,7 +95,7 @@ class Loader:
     def expect(self, passes: Iterable[Pass]) -> None:
         """Let workers make batches of the passes that probably follow the next one; see `Workers.expected`."""
         if isinstance(self._batches, WorkerBatches):
-            self._batches.workers.expected = passes
+            self._batches.pool.expected = passes
 
     def host_batches(self) -> Iterator[Batch]:
         """Yield batches of uint8 images (N, 3, H, W) as they come from the workers."""
@@ -199,10 +200,6 @@ class TrainLoader(Loader):
         self.sampler.set_position(seed, epoch, first_step)
         return iter(self)
 
-    def dummy_batch(self) -> torch.Tensor:
-        """Return zeros in the shape of a micro-batch, of the first view: float32 (N, 3, H, W) on the device."""
-        return self.zero_images(self.plan.micro_batch)
-
     def sample_batch(self) -> Batch:
         """Return a micro-batch on the device, with all views and further batches, made by this process for a test."""
         batch, broken = self.samples.batch(next(iter(self.sampler)))
@@ -230,12 +227,8 @@ class TrainLoader(Loader):
         return self._normalize.for_display(torch.stack(shown).cpu()) if shown else torch.empty(0)
 
 
-@overload
-def build_loader(cfg, launch: Launch, device: torch.device, train: Literal[True]) -> TrainLoader: ...
-@overload
-def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Loader: ...
-def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Loader:
-    """Return the training or the evaluation loader of a config; to be called before the process group is created.
+def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Any:
+    """Return the TrainLoader or the evaluation Loader of a config, before the process group is created.
 
     Raises:
         ConfigError: the data contradicts the config.
@@ -326,9 +319,6 @@ def build_images(cfg, train: bool, family: type[ImageDataset] | None = None, is_
     The number of classes is that of MODEL.NUM_CLASSES, except for a further loader; else a ConfigError is raised.
     """
     images = (family or get_dataset(dataset_name(cfg))).from_cfg(cfg, train)
-    if not isinstance(images.targets, str) or images.targets not in TARGETS:
-        message = f"{type(images).__name__}.targets is {images.targets!r:.60}; expected one of {', '.join(TARGETS)}"
-        raise ConfigError(f"DATA.NAME: {message}")
     if len(images.classes) != cfg.MODEL.NUM_CLASSES and not cfg.TEST.LABELS and is_main:
         mismatch = class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(images.classes), f"DATA.NAME {cfg.DATA.NAME}")
         raise ConfigError(f"MODEL.NUM_CLASSES: {mismatch}")

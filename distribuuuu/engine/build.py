@@ -266,7 +266,7 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
 @explain_out_of_memory("the first passes")
 def prepare_model(cfg, task: Task, model: nn.Module, loader: TrainLoader, val_images: torch.Tensor) -> nn.Module:
     """Return the model for training steps: checked by a dry run, wrapped for several processes, compiled."""
-    dummy_batch = loader.dummy_batch()
+    dummy_batch = loader.zero_images(loader.plan.micro_batch)
     unused = dry_run(cfg, model, dummy_batch, val_images, task.num_outputs)
     if dist.is_distributed():
         from distribuuuu.distributed.ddp import wrap_model

@@ -17,7 +17,8 @@ from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import Loader, count_bytes
 from distribuuuu.data.make_batch import Samples
 from distribuuuu.data.samplers import BatchKeys, EvalSampler
-from distribuuuu.data.workers import Pass, start_workers
+from distribuuuu.data.worker_kinds import start_workers
+from distribuuuu.data.workers import Pass
 from distribuuuu.files.image_files import read_file
 
 T = TypeVar("T")

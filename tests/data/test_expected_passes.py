@@ -16,9 +16,12 @@ from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import Loader
 from distribuuuu.data.make_batch import Samples
 from distribuuuu.data.normalize import Normalizer
+from distribuuuu.data.process_workers import ProcessPool
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
+from distribuuuu.data.thread_workers import ThreadPool
 from distribuuuu.data.transforms import CenterCrop
-from distribuuuu.data.workers import Pass, start_workers
+from distribuuuu.data.worker_kinds import start_workers
+from distribuuuu.data.workers import Pass
 from distribuuuu.trainer import train_model
 
 CPU = torch.device("cpu")
@@ -102,7 +105,7 @@ def test_workers_continue_with_the_expected_passes_within_their_bound(kind, num)
     pool = Pool(kind, num)
     passes = [pool.epoch(0, first_step=9), pool.val, pool.epoch(1), pool.val]
     assert pool.num_reads() == 0
-    pool.train_batches.workers.expected = iter(passes[1:])
+    pool.train_batches.pool.expected = iter(passes[1:])
     taken = 0
     for number, one in enumerate(passes):
         for batch, keys in zip(pool.read(one), expected(one), strict=True):
@@ -122,12 +125,12 @@ def test_what_is_requested_is_read_whatever_was_expected(kind, num):
     start, rolled_back = pool.epoch(0), pool.epoch(0, seed=2)
     actual = [pool.val, rolled_back, pool.epoch(1), pool.epoch(0, first_step=3), pool.epoch(1, first_step=12), pool.val]
     for one in actual:
-        pool.train_batches.workers.expected = [pool.epoch(1)._replace(num=2), pool.val]
+        pool.train_batches.pool.expected = [pool.epoch(1)._replace(num=2), pool.val]
         assert numbers(pool.read(start)) == expected(start)
         assert numbers(pool.read(one)) == expected(one)
     assert expected(rolled_back) != expected(start)
     for left_early in (0, 1, 3):
-        pool.train_batches.workers.expected = [pool.val]
+        pool.train_batches.pool.expected = [pool.val]
         batches = pool.read(start)
         assert numbers(itertools.islice(batches, left_early)) == expected(start)[:left_early]
         assert numbers(pool.read(pool.val)) == expected(pool.val)
@@ -138,7 +141,7 @@ def test_what_is_requested_is_read_whatever_was_expected(kind, num):
 def test_passes_can_be_read_in_turn(kind, num):
     """A loop that evaluates within an epoch continues the epoch afterwards."""
     pool = Pool(kind, num)
-    pool.train_batches.workers.expected = [pool.val, pool.epoch(1)]
+    pool.train_batches.pool.expected = [pool.val, pool.epoch(1)]
     batches, keys = pool.read(pool.epoch(0)), expected(pool.epoch(0))
     for step in range(0, 12, 4):
         assert numbers(next(batches) for _ in range(4)) == keys[step : step + 4]
@@ -172,7 +175,7 @@ RUN = ("OPTIM.MAX_EPOCH", 3, "EMA.HALF_LIFE", 5, "MODEL.PRECISE_BN", 20, "TRAIN.
 def test_a_run_requests_the_passes_it_expects(small_cfg, tmp_path, monkeypatch):
     """Its workers start anew once, at the beginning, though weights differ in kind and images in size."""
     restarts, children = [], []
-    for kind in (workers.ProcessPool, workers.ThreadPool):
+    for kind in (ProcessPool, ThreadPool):
 
         def clear(self, original=kind.clear):
             restarts.append(type(self).__name__)
@@ -200,7 +203,7 @@ class SlowEnd(Counted):
 
 def test_a_batch_that_arrives_during_an_evaluation_can_be_trained_on():
     pool = Pool("process", 2, SlowEnd(30))
-    pool.val_batches.workers.expected = [pool.epoch(0)]
+    pool.val_batches.pool.expected = [pool.epoch(0)]
     with torch.inference_mode():
         assert numbers(pool.read(pool.val)) == expected(pool.val)
     assert not any(batch.targets.is_inference() for batch, _ in pool.read(pool.epoch(0)))

@@ -10,8 +10,8 @@ from support.runs import assert_same_run, train_and_kill
 from support.tiers import slow
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data import workers
 from distribuuuu.data.loader import BadImageError, build_loader
+from distribuuuu.data.process_workers import ProcessPool
 from distribuuuu.launch.detect import Launch
 from distribuuuu.tasks.classification import Classification
 from distribuuuu.trainer import train_model
@@ -117,8 +117,8 @@ def test_a_run_resumes_bitwise_and_does_not_depend_on_the_workers(small_cfg, mon
     cfg = small_cfg(*words, "TRAIN.WORKERS", 2, "CHECKPOINT.EVERY_STEPS", 1, "OUT_DIR", tmp_path / "resumed")
     train_and_kill(cfg, place)
     train_model(cfg)
-    restarts, clear = [], workers.ProcessPool.clear
-    monkeypatch.setattr(workers.ProcessPool, "clear", lambda self: restarts.append(1) or clear(self))
+    restarts, clear = [], ProcessPool.clear
+    monkeypatch.setattr(ProcessPool, "clear", lambda self: restarts.append(1) or clear(self))
     before = {*multiprocessing.active_children()}
     for name, number in (("alone", 0), ("shared", 2)):
         train_model(small_cfg(*words, "TRAIN.WORKERS", number, "OUT_DIR", tmp_path / name))

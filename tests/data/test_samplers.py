@@ -134,7 +134,7 @@ def test_workers_that_were_started_once_make_images_of_each_epochs_size(small_cf
             assert torch.equal(one, other), way
         entered = [images for images, *_ in loader.batches_from(3, 2, 2)]
         assert all(torch.equal(one, other) for one, other in zip(entered, epochs[1][2:], strict=True))
-        assert loader.dummy_batch().shape == (12, 3, 16, 16)
+        assert loader.zero_images(loader.plan.micro_batch).shape == (12, 3, 16, 16)
     assert loader.preview(3, 5).shape == (5, 3, 8, 8)
 
 

@@ -17,7 +17,8 @@ from distribuuuu.data.seeding import SampleRNG, derive_seed
 from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop
 from distribuuuu.data.views import Views
 from distribuuuu.data.whole_image import WholeImage
-from distribuuuu.data.workers import Pass, start_workers
+from distribuuuu.data.worker_kinds import start_workers
+from distribuuuu.data.workers import Pass
 from distribuuuu.tasks.base import Task
 
 SIZES = [{}, {"AUG.POLICY": "trivialaugment", "DATA.FLIP": 0}, {"TRAIN.IM_SIZE": 12}]
@@ -110,7 +111,7 @@ def test_what_surrounds_training_gets_the_first_view_or_all_of_them(small_cfg, s
     assert preview.shape == (5, 3, 16, 16)
     assert torch.equal(loader._normalize(preview), torch.stack([*batch.images[:2]], 1).flatten(0, 1)[:5])
     assert [view.shape for view in loader.sample_batch().images] == [(12, 3, 16, 16)] * 2 + [(12, 3, 12, 12)]
-    assert loader.dummy_batch().shape == (12, 3, 16, 16)
+    assert loader.zero_images(loader.plan.micro_batch).shape == (12, 3, 16, 16)
     assert torch.equal(next(loader.iter_images(3, 0, 12)), batch.images[0])
     assert "view 3: random resized crop 12 px" in str(loader.samples.transform)
     (evaluated,) = batches_of(small_cfg(*sizes, "TEST.BATCH_SIZE", 37), train=False)

@@ -81,7 +81,7 @@ class Step:
 
     def __init__(self, cfg, loader: TrainLoader):
         self.accum_steps = loader.plan.accum_steps
-        self.training = build_training(cfg, loader, loader.dummy_batch()[:1], latest=None)
+        self.training = build_training(cfg, loader, loader.zero_images(loader.plan.micro_batch)[:1], latest=None)
         self.state, self.task = self.training.state, self.training.task
         self._replays_graphs = cfg.MODEL.COMPILE in GRAPH_MODES
         set_lr(self.state.optimizer, 0.0)
