@@ -129,20 +129,16 @@ def _explicit_launch(env: Mapping[str, str]) -> Launch:
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "--nproc" if NPROC_MARK in env else "RANK and WORLD_SIZE"
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or world_size == 1:
         return Launch(launcher, rank, local_rank, world_size, local_world_size=local_world_size)
-    address, port, run_id = env["MASTER_ADDR"], _read_port(env), env.get(NPROC_MARK, "")
+    address, port, run_id = env["MASTER_ADDR"], _read_int(env, "MASTER_PORT"), env.get(NPROC_MARK, "")
     return Launch(launcher, rank, local_rank, world_size, address, port, run_id, local_world_size)
 
 
 def _check_consistency(env: Mapping[str, str], rank: int, world_size: int) -> None:
-    """Raise if RANK and WORLD_SIZE conflict with the task of a Slurm step, or with the local variables."""
+    """Raise if RANK and WORLD_SIZE conflict with the task of a Slurm step: each task would be the same process."""
     tasks = 1 if "TORCHELASTIC_RUN_ID" in env else _slurm_num_tasks(env)
     if tasks > 1 and (world_size < tasks or (world_size == tasks and rank != _read_int(env, "SLURM_PROCID"))):
         message = f"RANK={rank} and WORLD_SIZE={world_size} conflict with the Slurm step, whose task"
         raise _error(f"{message} {env['SLURM_PROCID']} of {tasks} this is; unset RANK and WORLD_SIZE", env)
-    if {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= env.keys():
-        local_rank, local_size = _read_int(env, "LOCAL_RANK"), _read_int(env, "LOCAL_WORLD_SIZE")
-        if local_rank >= local_size or local_size > world_size:
-            raise _error("LOCAL_RANK, LOCAL_WORLD_SIZE and WORLD_SIZE conflict", env)
 
 
 def _slurm_num_tasks(env: Mapping[str, str]) -> int:
@@ -160,30 +156,22 @@ def _slurm_launch(env: Mapping[str, str]) -> Launch:
     node_list = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or env.get("SLURM_JOB_NODELIST")
     if missing or not node_list:
         raise _error(f"{', '.join(missing) or 'SLURM_NODELIST'} must be set in a Slurm step", env)
-    if _is_shell(env):
-        what = f"this is an interactive shell in a Slurm step of {_slurm_num_tasks(env)} tasks, which start no training"
-        raise _error(f"{what}; fix: start the shell with srun -n 1 --pty, or put srun before the command", env)
     first, last = PORT_RANGE
     job, step = _read_int(env, "SLURM_JOB_ID"), _read_int(env, "SLURM_STEP_ID")
+    port = first + (job * STEPS_PER_JOB + step) % (last - first)
+    port = _read_int(env, "MASTER_PORT") if "MASTER_PORT" in env else port
     return Launch(
         "srun",
         _read_int(env, "SLURM_PROCID"),
         _read_int(env, "SLURM_LOCALID"),
         _slurm_num_tasks(env),
         env.get("MASTER_ADDR") or expand_hosts(node_list)[0],
-        _read_port(env) if "MASTER_PORT" in env else first + (job * STEPS_PER_JOB + step) % (last - first),
+        _read_int(env, "MASTER_PORT")
+        if "MASTER_PORT" in env
+        else first + (job * STEPS_PER_JOB + step) % (last - first),
         f"slurm job {job}, step {step}, start {env.get('SLURM_RESTART_COUNT', '0')}",
         _slurm_num_tasks_on_cores(env),
     )
-
-
-def _is_shell(env: Mapping[str, str]) -> bool:
-    """Tell whether a user has typed the command in the shell of `srun --pty`: the tasks of a step are no shells."""
-    try:
-        parent = Path(f"/proc/{os.getppid()}/comm").read_text().strip()
-    except OSError:
-        return False
-    return "SLURM_PTY_PORT" in env and parent != "slurmstepd"
 
 
 def _slurm_num_tasks_on_cores(env: Mapping[str, str]) -> int:
@@ -221,13 +209,6 @@ def _read_int(env: Mapping[str, str], name: str) -> int:
         return int(env[name])
     except ValueError:
         raise _error(f"got {name}={env[name]!r}; expected an integer", env) from None
-
-
-def _read_port(env: Mapping[str, str]) -> int:
-    port = _read_int(env, "MASTER_PORT")
-    if not 0 < port < 65536:
-        raise _error(f"got MASTER_PORT={port}; expected 1 to 65535", env)
-    return port
 
 
 def _error(message: str, env: Mapping[str, str]) -> ConfigError:

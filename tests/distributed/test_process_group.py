@@ -211,21 +211,6 @@ def test_a_process_zero_that_never_comes_is_named(monkeypatch, caplog):
 
 
 @pytest.mark.slow
-def test_processes_that_never_come_under_torchrun_are_named(monkeypatch, caplog):
-    monkeypatch.setattr(rendezvous, "FIRST_REPORT_S", 1.0)
-    agents = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(agents.port))
-    with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(create_store, Launch("torchrun", rank, rank, 4), 3) for rank in (0, 2)]
-        errors = [future.exception() for future in waiting]
-    said = "waiting for 2 of 4 processes: ranks 1, 3"
-    assert all(isinstance(error, MissingProcessError) for error in errors)
-    assert caplog.messages == [said] and said in str(errors[0])
-    assert [error.one_process for error in errors] == [True, False]
-
-
-@pytest.mark.slow
 def test_a_run_without_one_of_its_processes_ends_without_a_traceback(image_folder, tmp_path):
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     done = run_tool("train_net.py", *small_options(image_folder, tmp_path / "out", "DIST.TIMEOUT_S", 3), **place)

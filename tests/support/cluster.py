@@ -105,9 +105,3 @@ def show_job(job_id: str) -> dict[str, str]:
     """Return the fields of `scontrol show job`; of an array, those of its first line."""
     fields = run("scontrol", "-o", "show", "job", job_id).stdout.partition("\n")[0].split()
     return dict(field.split("=", 1) for field in fields if "=" in field)
-
-
-def processes_left(mark: str) -> str:
-    """Return the processes on the nodes whose command line contains a mark."""
-    pattern = f"[{mark[0]}]{mark[1:]}"  # does not match the command line of pgrep
-    return run("srun", "-N2", "--ntasks-per-node=1", "pgrep", "-a", "-f", pattern).stdout

@@ -1,7 +1,6 @@
 """plan --steps: measurements, diagnosis of the bottleneck; the warning about waiting for data."""
 
 import json
-import logging
 import subprocess
 import types
 
@@ -15,7 +14,6 @@ from distribuuuu.commands.plan import steps as measurement
 from distribuuuu.commands.plan import timing
 from distribuuuu.commands.plan.bottleneck import MAX_DATA_FRACTION, diagnose_bottleneck, find_remedies
 from distribuuuu.config import load_cfg
-from distribuuuu.records import run_log as log
 
 PARTS = ("forward", "forward_backward", "optimizer", "step", "loader", "together")
 REMEDIES = ("a packed data set (distribuuuu pack)", "DATA.DECODER nvimgcodec")
@@ -109,7 +107,7 @@ def test_every_forward_pass_that_replays_cuda_graphs_marks_a_step(small_cfg, mon
     def note_passes(model, mode):
         model.register_forward_pre_hook(lambda *_: events.append("forward"))
 
-    monkeypatch.setattr("distribuuuu.engine.build.compile_model", note_passes)
+    monkeypatch.setattr("distribuuuu.distributed.ddp.compile_model", note_passes)
     measurement.measure_steps(small_cfg("MODEL.COMPILE", mode))
     before = ["step", "forward"] if marks else ["forward"]
     assert len(events) >= 20 and events == before * (len(events) // len(before))
@@ -172,62 +170,3 @@ def test_only_what_fits_the_config_is_recommended():
     assert "thread" not in remedies_of(WORKER_KIND="thread") + remedies_of(workers=0)
     assert remedies_of(NAME="cifar10", num_images=50000) == "DATA.LOADER device DATA.WORKER_KIND thread"
     assert remedies_of(LOADER="device") == "DATA.LOADER host with TRAIN.WORKERS -1"
-
-
-class Clock:
-    """A run log on a clock that only the test moves, and the warnings that it gave."""
-
-    def __init__(self, out_dir, monkeypatch, num_steps: int):
-        self.now = 1000.0
-        monkeypatch.setattr(log, "time", types.SimpleNamespace(perf_counter=lambda: self.now, time=lambda: self.now))
-        self.warnings: list[str] = []
-        out_dir.mkdir(exist_ok=True)
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: self.warnings.append(record.getMessage())
-        monkeypatch.setattr(log.logger, "handlers", [handler])
-        self.num_steps = num_steps
-        metrics = dict.fromkeys(("train_metrics", "eval_metrics"), {"top1": "top1", "topk": "top5"})
-        sizes = {"num_epochs": 100, "num_steps": num_steps, "images_per_step": 10}
-        self.log = log.Log(out_dir, **metrics, **sizes)
-
-    def run_epoch(self, epoch: int, wait: float, every: int, step_s: float = 0.1) -> None:
-        """Read the metrics every so many steps, with this share of the time spent waiting."""
-        metrics = {"count": 10, "loss": 1.0, "top1": 50.0, "topk": 90.0}
-        for step in self.log.steps(epoch, 0):
-            self.now += step_s
-            if (step + 1) % every == 0 or step + 1 == self.num_steps:
-                self.log.train(epoch, step + 1, 0.1, metrics, wait * step_s * every)
-
-
-def test_waiting_for_data_is_one_warning_of_the_main_process(tmp_path, monkeypatch):
-    clock = Clock(tmp_path, monkeypatch, num_steps=60)
-    for epoch in range(3):
-        clock.run_epoch(epoch, wait=0.23, every=20)
-    assert clock.warnings == ["23 % of the time is spent waiting for data; fix: see the diagnosis of distribuuuu time"]
-    clock = Clock(tmp_path, monkeypatch, num_steps=60)
-    monkeypatch.setattr(log.dist, "is_main", lambda: False)
-    clock.run_epoch(0, wait=0.9, every=20)
-    assert not clock.warnings
-
-
-def test_short_waits_the_first_read_of_a_start_and_few_steps_are_no_warning(tmp_path, monkeypatch):
-    clock = Clock(tmp_path, monkeypatch, num_steps=60)
-    clock.run_epoch(0, wait=1.0, every=60)
-    clock.run_epoch(1, wait=0.09, every=20)
-    clock.log.rewind(1, 0)
-    clock.run_epoch(1, wait=1.0, every=60)
-    assert not clock.warnings
-    clock.run_epoch(2, wait=0.11, every=20)
-    assert len(clock.warnings) == 1
-
-
-def test_a_long_epoch_is_a_warning_before_its_end(tmp_path, monkeypatch):
-    clock = Clock(tmp_path, monkeypatch, num_steps=2000)
-    epoch = iter(clock.log.steps(0, 0))
-    metrics = {"count": 10, "loss": 1.0, "top1": 50.0, "topk": 90.0}
-    for step in range(30, 901, 30):
-        for _ in range(30):
-            next(epoch)
-        clock.now += 3.0
-        clock.log.train(0, step, 0.1, metrics, 0.6)
-    assert len(clock.warnings) == 1 and "20 %" in clock.warnings[0]

@@ -197,8 +197,7 @@ def test_rows_are_read_in_whole_lines_and_limited_numbers(tmp_path, monkeypatch)
     assert one.take() == [4] and list(one.values[-1]) == ["train/a"], "3 steps per epoch; only numbers are curves"
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"{}", b'{"run": 1, "num_steps": "x"}',
-    b'{"run": "", "num_steps": 4, "rows": {"train": "x"}, "files": {}}'], ids=str)  # fmt: skip
+@pytest.mark.parametrize("content", [b"\xff", b'{"run": 1, "num_steps": "x"}'], ids=str)
 def test_a_damaged_state_counts_as_none(tmp_path, content):
     (tmp_path / "trackers").mkdir()
     (tmp_path / "trackers" / "store.json").write_bytes(content)
