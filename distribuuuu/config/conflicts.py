@@ -15,7 +15,7 @@ from distribuuuu.config.derived import (
 )
 from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mean
 from distribuuuu.config.model_names import find_reading_keywords
-from distribuuuu.config.options import GRAPH_MODES, IMAGENET_CLASSES, OPTIONS
+from distribuuuu.config.options import IMAGENET_CLASSES, OPTIONS
 from distribuuuu.config.registry import OPTIMIZERS, dataset_class
 from distribuuuu.config.run_files import find_name_problem, find_path_problem, url_of
 from distribuuuu.config.settings import BUILT_IN_TASKS, find_settings_problems
@@ -28,22 +28,12 @@ POLICIES = ("none", *_TORCHVISION_POLICIES, "randaugment_big_vision", "3augment"
 # Operations of this package that need three channels of 8 bits.
 _RGB_OPERATIONS = ("grayscale", "pca_noise")
 
-# Optimizers that give the same weights with FSDP as without, with any of the suffixes. Others need more of a weight
-# than the rows of one process, in operations that torch's sharded tensors do not support.
-_FSDP_OPTIMIZERS = (
-    "adabelief", "adadelta", "adagrad", "adam", "adamax", "adamw", "adan", "adopt", "lamb", "laprop", "larc", "lars",
-    "lion", "madgrad", "momentum", "nadam", "nesterov", "nlarc", "nlars", "radabelief", "radam", "rmsprop", "rmsproptf",
-    "sgd",
-)  # fmt: skip
-_SUFFIXES = ("", "c", "cd", "cw", "w", "legacy")
 # Arguments of optimizers that are options, the last two for sgd and registered ones only, or that the trainer sets.
 OPTIM_ARGUMENTS = {
     "lr": "OPTIM.BASE_LR", "weight_decay": "OPTIM.WEIGHT_DECAY", "momentum": "OPTIM.MOMENTUM", "betas": "OPTIM.BETAS",
     "eps": "OPTIM.EPS", **dict.fromkeys(("params", "fused", "foreach", "capturable", "differentiable"), ""),
     "dampening": "OPTIM.DAMPENING", "nesterov": "OPTIM.NESTEROV",
 }  # fmt: skip
-# These scale a step by the norm of all gradients, or use random numbers; a process has its own share only.
-_NOT_FOR_ZERO1 = ("clamb", "kron", "lamb")
 
 
 def check_cfg(cfg: Config) -> None:
@@ -271,26 +261,17 @@ def _check_keywords(cfg: Config) -> Iterator[Problem]:
 
 
 def _check_sharding(cfg: Config) -> Iterator[Problem]:
-    shard, name = cfg.DIST.SHARD, cfg.OPTIM.NAME.lower()
-    compiles = cfg.MODEL.COMPILE != "none"
-    if shard == "fsdp" and name not in [base + suffix for base in _FSDP_OPTIMIZERS for suffix in _SUFFIXES]:
-        message = f"{name} does not work with DIST.SHARD fsdp; set DIST.SHARD zero1, or one of"
-        yield Problem("OPTIM.NAME", f"{message} {', '.join(_FSDP_OPTIMIZERS)}")
-    if shard == "zero1" and name.startswith(_NOT_FOR_ZERO1):
-        message = f"{name} needs all gradients, but DIST.SHARD zero1 gives it a part; set DIST.SHARD fsdp or none"
-        yield Problem("OPTIM.NAME", message)
-    if cfg.DIST.BUCKET_MB < 1 and compiles and shard != "fsdp":  # torch's DDPOptimizer asserts it
-        message = f"got {cfg.DIST.BUCKET_MB:g}; with MODEL.COMPILE {cfg.MODEL.COMPILE} expected 1 or more"
+    shard, mode = cfg.DIST.SHARD, cfg.MODEL.COMPILE
+    if shard != "none":
+        from distribuuuu.config.sharding_conflicts import find_sharding_problems
+
+        yield from find_sharding_problems(cfg)
+    if cfg.DIST.BUCKET_MB < 1 and mode != "none" and shard != "fsdp":  # torch's DDPOptimizer asserts it
+        message = f"got {cfg.DIST.BUCKET_MB:g}; with MODEL.COMPILE {mode} expected 1 or more"
         yield Problem("DIST.BUCKET_MB", f"{message}; set it to 1 or more, or MODEL.COMPILE none")
-    if cfg.MODEL.ACT_CHECKPOINT and compiles:
+    if cfg.MODEL.ACT_CHECKPOINT and mode != "none":
         message = "does not work with MODEL.COMPILE, which selects what to recompute; set one of them off"
         yield Problem("MODEL.ACT_CHECKPOINT", message)
-    if shard == "fsdp" and cfg.MODEL.COMPILE in GRAPH_MODES:  # the weights are gathered in other memory in each step
-        message = f"got {cfg.MODEL.COMPILE}, which replays CUDA graphs, with DIST.SHARD fsdp; expected none or default"
-        yield Problem("MODEL.COMPILE", f"{message}; fix: set it to default, or DIST.SHARD to zero1 or none")
-    if shard == "fsdp" and cfg.TRAIN.AMP == "fp16":
-        message = "fp16 does not work with DIST.SHARD fsdp, where each process would scale its loss alone; use bf16"
-        yield Problem("TRAIN.AMP", message)
 
 
 def _check_paths(cfg: Config) -> Iterator[Problem]:

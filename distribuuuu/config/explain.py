@@ -1,5 +1,6 @@
 """Explanation of the options for --help-config: of each its default and the comment above its declaration."""
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from distribuuuu.config import options as defaults
 from distribuuuu.config.config_node import Config
 from distribuuuu.config.errors import ConfigError, Problem, did_you_mean
 from distribuuuu.config.options import OPTIONS
-from distribuuuu.config.settings import SETTINGS, describe_settings, find_declared
+from distribuuuu.config.settings import SETTINGS, find_declared, list_options
 
 
 def explain_options(section: str, cfg: Config) -> str:
@@ -75,3 +76,12 @@ def _yaml_lines(node: Config, prefix: str = "", indent: str = "") -> Iterator[tu
 
 def _as_yaml(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+
+
+def describe_settings(declared: type, key: str) -> str:
+    """Return the settings of an entry with their defaults and meaning, as lines for --help-config."""
+    helps, text = {field.name: field.metadata.get("help", "") for field in dataclasses.fields(declared)}, ""
+    for name, option in list_options(declared):
+        limits = option.range or ", ".join(option.choices)
+        text += f"{key}.{name}: {option.default!r}\n    {helps[name]}{f' ({limits})' if limits else ''}\n"
+    return text

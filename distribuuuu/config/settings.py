@@ -54,7 +54,7 @@ def read_settings(key: str, declared: type, given: Mapping[str, Any]) -> tuple[A
     """
     problems, values = [], {}
     try:
-        options = dict(_list_options(declared))
+        options = dict(list_options(declared))
         for name, value in given.items():
             if name not in options:
                 message = f"no such setting{did_you_mean(name, options)}; expected one of {', '.join(options)}"
@@ -75,7 +75,7 @@ def read_settings(key: str, declared: type, given: Mapping[str, Any]) -> tuple[A
         return None, [Problem(key, str(error))]
 
 
-def _list_options(declared: type) -> Iterator[tuple[str, Option]]:
+def list_options(declared: type) -> Iterator[tuple[str, Option]]:
     """Yield the name and the declaration of each field of a `Settings` dataclass.
 
     Raises:
@@ -128,15 +128,6 @@ def find_settings_problems(cfg: Config) -> Iterator[Problem]:
         elif not takes_any and not any(OPTIONS[_name_of(key)].find_wrong_words(name)):
             message = f"got {', '.join(given)}, but {_name_of(key)} {name} has no settings"
             yield Problem(key, f"{message}; fix: add {key} '{{}}', or set {_name_of(key)} to an entry of your own")
-
-
-def describe_settings(declared: type, key: str) -> str:
-    """Return the settings of an entry with their defaults and meaning, as lines for --help-config."""
-    helps, text = {field.name: field.metadata.get("help", "") for field in dataclasses.fields(declared)}, ""
-    for name, option in _list_options(declared):
-        limits = option.range or ", ".join(option.choices)
-        text += f"{key}.{name}: {option.default!r}\n    {helps[name]}{f' ({limits})' if limits else ''}\n"
-    return text
 
 
 def _name_of(key: str) -> str:

@@ -4,8 +4,8 @@ In this order: explicit RANK and WORLD_SIZE (torchrun, torch's older launcher, -
 step of several tasks (srun); else one process. So torchrun inside an sbatch allocation is torchrun.
 """
 
+import importlib
 import os
-import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,10 +14,6 @@ from pathlib import Path
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.files.locks import read_stat
 
-# Slurm provides no port, so it is derived from the job and step; Linux's ephemeral ports begin at 32768.
-PORT_RANGE = (20000, 32000)
-# The first steps of this many consecutive jobs get different ports: such jobs may share a node.
-STEPS_PER_JOB = 100
 # Slurm numbers its own steps (interactive, batch, extern, ...) from here; their processes are not ranks.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # Set by `--nproc` for the processes it starts: its process id and a random id of the run.
@@ -61,10 +57,10 @@ def detect_launch(env: Mapping[str, str] = os.environ) -> Launch:
     """
     if "RANK" in env or "WORLD_SIZE" in env:
         launch = _explicit_launch(env)
-    elif _slurm_num_tasks(env) > 1:
-        launch = _slurm_launch(env)
+    elif slurm_num_tasks(env) > 1:
+        launch = importlib.import_module("distribuuuu.launch.slurm").slurm_launch(env)
     elif env.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
-        raise _error(
+        raise launch_error(
             f"mpirun started {env['OMPI_COMM_WORLD_SIZE']} processes without an address; use torchrun, srun, or set"
             " RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each",
             env,
@@ -72,7 +68,7 @@ def detect_launch(env: Mapping[str, str] = os.environ) -> Launch:
     else:
         launch = Launch("plain python")
     if not (0 <= launch.rank < launch.world_size and launch.local_rank >= 0):
-        raise _error(f"rank {launch.rank} of {launch.world_size} is out of range", env)
+        raise launch_error(f"rank {launch.rank} of {launch.world_size} is out of range", env)
     return launch
 
 
@@ -115,103 +111,51 @@ def has_lost_launcher(env: Mapping[str, str] = os.environ) -> bool:
 
 def _explicit_launch(env: Mapping[str, str]) -> Launch:
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in env]
-    world_size = _read_int(env, "WORLD_SIZE") if not missing else 0
+    world_size = read_int(env, "WORLD_SIZE") if not missing else 0
     if world_size > 1:
         missing += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
-        raise _error(f"{' and '.join(missing)} must be set too", env)
-    rank = _read_int(env, "RANK")
+        raise launch_error(f"{' and '.join(missing)} must be set too", env)
+    rank = read_int(env, "RANK")
     _check_consistency(env, rank, world_size)
-    local_rank = _read_int(env, next((name for name in ("LOCAL_RANK", "SLURM_LOCALID") if name in env), "RANK"))
-    local_world_size = _read_int(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world_size
+    local_rank = read_int(env, next((name for name in ("LOCAL_RANK", "SLURM_LOCALID") if name in env), "RANK"))
+    local_world_size = read_int(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world_size
     if local_world_size < 1:
-        raise _error("LOCAL_WORLD_SIZE is below 1", env)
+        raise launch_error("LOCAL_WORLD_SIZE is below 1", env)
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "--nproc" if NPROC_MARK in env else "RANK and WORLD_SIZE"
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or world_size == 1:
         return Launch(launcher, rank, local_rank, world_size, local_world_size=local_world_size)
-    address, port, run_id = env["MASTER_ADDR"], _read_int(env, "MASTER_PORT"), env.get(NPROC_MARK, "")
+    address, port, run_id = env["MASTER_ADDR"], read_int(env, "MASTER_PORT"), env.get(NPROC_MARK, "")
     return Launch(launcher, rank, local_rank, world_size, address, port, run_id, local_world_size)
 
 
 def _check_consistency(env: Mapping[str, str], rank: int, world_size: int) -> None:
     """Raise if RANK and WORLD_SIZE conflict with the task of a Slurm step: each task would be the same process."""
-    tasks = 1 if "TORCHELASTIC_RUN_ID" in env else _slurm_num_tasks(env)
-    if tasks > 1 and (world_size < tasks or (world_size == tasks and rank != _read_int(env, "SLURM_PROCID"))):
+    tasks = 1 if "TORCHELASTIC_RUN_ID" in env else slurm_num_tasks(env)
+    if tasks > 1 and (world_size < tasks or (world_size == tasks and rank != read_int(env, "SLURM_PROCID"))):
         message = f"RANK={rank} and WORLD_SIZE={world_size} conflict with the Slurm step, whose task"
-        raise _error(f"{message} {env['SLURM_PROCID']} of {tasks} this is; unset RANK and WORLD_SIZE", env)
+        raise launch_error(f"{message} {env['SLURM_PROCID']} of {tasks} this is; unset RANK and WORLD_SIZE", env)
 
 
-def _slurm_num_tasks(env: Mapping[str, str]) -> int:
+def slurm_num_tasks(env: Mapping[str, str]) -> int:
     """Return the number of tasks of this step; the batch shell of sbatch has ranks but no step, and is one process."""
     if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
         return 1
-    if _read_int(env, "SLURM_STEP_ID") >= FIRST_SPECIAL_STEP:
+    if read_int(env, "SLURM_STEP_ID") >= FIRST_SPECIAL_STEP:
         return 1
     name = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if env.get(name)), None)
-    return _read_int(env, name) if name else 1
+    return read_int(env, name) if name else 1
 
 
-def _slurm_launch(env: Mapping[str, str]) -> Launch:
-    missing = [name for name in ("SLURM_LOCALID", "SLURM_JOB_ID") if name not in env]
-    node_list = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or env.get("SLURM_JOB_NODELIST")
-    if missing or not node_list:
-        raise _error(f"{', '.join(missing) or 'SLURM_NODELIST'} must be set in a Slurm step", env)
-    first, last = PORT_RANGE
-    job, step = _read_int(env, "SLURM_JOB_ID"), _read_int(env, "SLURM_STEP_ID")
-    port = first + (job * STEPS_PER_JOB + step) % (last - first)
-    port = _read_int(env, "MASTER_PORT") if "MASTER_PORT" in env else port
-    return Launch(
-        "srun",
-        _read_int(env, "SLURM_PROCID"),
-        _read_int(env, "SLURM_LOCALID"),
-        _slurm_num_tasks(env),
-        env.get("MASTER_ADDR") or expand_hosts(node_list)[0],
-        _read_int(env, "MASTER_PORT")
-        if "MASTER_PORT" in env
-        else first + (job * STEPS_PER_JOB + step) % (last - first),
-        f"slurm job {job}, step {step}, start {env.get('SLURM_RESTART_COUNT', '0')}",
-        _slurm_num_tasks_on_cores(env),
-    )
-
-
-def _slurm_num_tasks_on_cores(env: Mapping[str, str]) -> int:
-    """Return the number of tasks that share this one's cores: 1 if Slurm binds it, else all tasks of its node."""
-    if "none" not in env.get("SLURM_CPU_BIND", "" if "SLURM_CPUS_PER_TASK" in env else "none"):
-        return 1
-    # 2(x3),1: two tasks on each of three nodes, one on the fourth.
-    tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
-    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
-    per_node = [int(count) for count, times in counts for _ in range(int(times or 1))]
-    node = _read_int(env, "SLURM_NODEID") if "SLURM_NODEID" in env else 0
-    return per_node[node] if node < len(per_node) else _read_int(env, "SLURM_LOCALID") + 1
-
-
-def expand_hosts(node_list: str) -> list[str]:
-    """Return the host names of a Slurm node list, e.g. `node[1-3,07],login` gives node1 node2 node3 node07 login."""
-    parts = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", node_list)
-    return [host for part in parts for host in _expand_brackets(part)]
-
-
-def _expand_brackets(name: str) -> list[str]:
-    match = re.search(r"\[([^\]]*)\]", name)
-    if not match:
-        return [name]
-    before, after = name[: match.start()], _expand_brackets(name[match.end() :])
-    numbers = []
-    for item in match.group(1).split(","):
-        first, _, last = item.partition("-")
-        numbers += [str(i).zfill(len(first)) for i in range(int(first), int(last or first) + 1)]
-    return [f"{before}{number}{rest}" for number in numbers for rest in after]
-
-
-def _read_int(env: Mapping[str, str], name: str) -> int:
+def read_int(env: Mapping[str, str], name: str) -> int:
+    """Return the number in a variable; raise ConfigError if it is none."""
     try:
         return int(env[name])
     except ValueError:
-        raise _error(f"got {name}={env[name]!r}; expected an integer", env) from None
+        raise launch_error(f"got {name}={env[name]!r}; expected an integer", env) from None
 
 
-def _error(message: str, env: Mapping[str, str]) -> ConfigError:
+def launch_error(message: str, env: Mapping[str, str]) -> ConfigError:
     """Return an error of the launcher's variables, which the message shows."""
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     names += sorted(name for name in env if name.startswith("SLURM_") and "STEP" in name)

@@ -6,7 +6,8 @@ import pytest
 from support.runs import run_tool, small_options
 
 from distribuuuu.config import ConfigError
-from distribuuuu.launch.detect import NPROC_MARK, PORT_RANGE, detect_launch, expand_hosts, list_jobs
+from distribuuuu.launch.detect import NPROC_MARK, detect_launch, list_jobs
+from distribuuuu.launch.slurm import PORT_RANGE, expand_hosts
 
 BY_HAND = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 # As torchrun and python -m torch.distributed.launch set them.

@@ -1,0 +1,63 @@
+"""The launch of a task of a Slurm step, from Slurm's variables."""
+
+import re
+from collections.abc import Mapping
+
+from distribuuuu.launch.detect import Launch, launch_error, read_int, slurm_num_tasks
+
+# Slurm provides no port, so it is derived from the job and step; Linux's ephemeral ports begin at 32768.
+PORT_RANGE = (20000, 32000)
+# The first steps of this many consecutive jobs get different ports: such jobs may share a node.
+STEPS_PER_JOB = 100
+
+
+def slurm_launch(env: Mapping[str, str]) -> Launch:
+    """Return the launch of a task of a Slurm step."""
+    missing = [name for name in ("SLURM_LOCALID", "SLURM_JOB_ID") if name not in env]
+    node_list = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    if missing or not node_list:
+        raise launch_error(f"{', '.join(missing) or 'SLURM_NODELIST'} must be set in a Slurm step", env)
+    first, last = PORT_RANGE
+    job, step = read_int(env, "SLURM_JOB_ID"), read_int(env, "SLURM_STEP_ID")
+    port = first + (job * STEPS_PER_JOB + step) % (last - first)
+    port = read_int(env, "MASTER_PORT") if "MASTER_PORT" in env else port
+    return Launch(
+        "srun",
+        read_int(env, "SLURM_PROCID"),
+        read_int(env, "SLURM_LOCALID"),
+        slurm_num_tasks(env),
+        env.get("MASTER_ADDR") or expand_hosts(node_list)[0],
+        read_int(env, "MASTER_PORT") if "MASTER_PORT" in env else first + (job * STEPS_PER_JOB + step) % (last - first),
+        f"slurm job {job}, step {step}, start {env.get('SLURM_RESTART_COUNT', '0')}",
+        _slurm_num_tasks_on_cores(env),
+    )
+
+
+def _slurm_num_tasks_on_cores(env: Mapping[str, str]) -> int:
+    """Return the number of tasks that share this one's cores: 1 if Slurm binds it, else all tasks of its node."""
+    if "none" not in env.get("SLURM_CPU_BIND", "" if "SLURM_CPUS_PER_TASK" in env else "none"):
+        return 1
+    # 2(x3),1: two tasks on each of three nodes, one on the fourth.
+    tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+    per_node = [int(count) for count, times in counts for _ in range(int(times or 1))]
+    node = read_int(env, "SLURM_NODEID") if "SLURM_NODEID" in env else 0
+    return per_node[node] if node < len(per_node) else read_int(env, "SLURM_LOCALID") + 1
+
+
+def expand_hosts(node_list: str) -> list[str]:
+    """Return the host names of a Slurm node list, e.g. `node[1-3,07],login` gives node1 node2 node3 node07 login."""
+    parts = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", node_list)
+    return [host for part in parts for host in _expand_brackets(part)]
+
+
+def _expand_brackets(name: str) -> list[str]:
+    match = re.search(r"\[([^\]]*)\]", name)
+    if not match:
+        return [name]
+    before, after = name[: match.start()], _expand_brackets(name[match.end() :])
+    numbers = []
+    for item in match.group(1).split(","):
+        first, _, last = item.partition("-")
+        numbers += [str(i).zfill(len(first)) for i in range(int(first), int(last or first) + 1)]
+    return [f"{before}{number}{rest}" for number in numbers for rest in after]
