@@ -103,7 +103,7 @@ setup(
             *("torchmetrics>=1.4", "scipy>=1.10", "scikit-learn>=1.3", "statsmodels>=0.14", "captum>=0.7"),
             # Servers of S3, Google Cloud Storage and FTP, for the tests of data and runs at URLs.
             *("s3fs>=2023.12", "moto[s3]>=5", "flask", "flask-cors"),
-            *("gcsfs>=2023.12", "gcp-storage-emulator", "pyftpdlib>=2"),
+            *("gcsfs>=2023.12", "gcp-storage-emulator"),
             *("tifffile>=2023.7", "pyarrow>=16"),
             *("nbclient>=0.10", "ipykernel>=6"),  # run the notebooks
             *DOCS,

@@ -16,7 +16,7 @@ from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import build_loaders
 from distribuuuu.data.seeding import derive_seed, own_generators, seed_step
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.comm import begin_slow_phase, marked, without_gradient_sync
+from distribuuuu.distributed.comm import begin_slow_phase, without_gradient_sync
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.engine.build import Training, build_run, find_weights, open_run
 from distribuuuu.engine.evaluator import evaluate, open_evaluation
@@ -26,6 +26,7 @@ from distribuuuu.engine.resume import capture, roll_back
 from distribuuuu.engine.run import (
     Run,
     begin_epoch,
+    choose_images,
     expected_passes,
     is_evaluated,
     is_finished,
@@ -85,11 +86,8 @@ def train_epoch(run: Run) -> None:
         RunStopped: a stop was requested; raised on all processes after the same step.
         NonFiniteError: the mean loss or, where a checkpoint is due, the weights are infinite or NaN.
     """
-    cfg, task, state, loader, epoch = run.cfg, run.task, run.state, run.train_loader, run.state.epoch
-    if state.step == 0:
-        chosen = task.choose_images(epoch)
-        state.chosen = None if chosen is None else torch.as_tensor(chosen).cpu()
-    loader.choose(state.chosen)
+    cfg, state, loader, epoch = run.cfg, run.state, run.train_loader, run.state.epoch
+    choose_images(run)
     num_steps, end, print_freq = loader.num_steps, loader.steps_of(epoch), cfg.TRAIN.PRINT_FREQ
     batches = loader.batches_from(state.stream_seed, epoch, state.step)
     loader.expect(expected_passes(run))
@@ -197,10 +195,9 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
     for kind, model in state.models.items():
         run.stop.begin_phase(f"evaluation of {kind}")
         if cfg.MODEL.PRECISE_BN:
-            from distribuuuu.engine.precise_bn import compute_precise_statistics
+            from distribuuuu.engine.precise_bn import recompute_statistics
 
-            images = run.train_loader.iter_images(state.stream_seed, state.epoch, cfg.MODEL.PRECISE_BN)
-            compute_precise_statistics(model, marked(images, "precise batch norm"), state.precision.autocast)
+            recompute_statistics(run, model)
         recorder = build_recorder(cfg, task, run.val_loader.images) if may_be_last(cfg, state, kind) else None
 
         def on_output(batch: Batch, output: StepOutput, recorder: Recorder | None = recorder) -> None:

@@ -113,9 +113,6 @@ def _check_output(cfg, logits: object, num_images: int, num_outputs: int | None)
     expected = (num_images, num_outputs)
     if num_outputs is None or (isinstance(logits, torch.Tensor) and logits.shape == expected):
         return
-    if isinstance(logits, torch.Tensor):
-        message = f"{cfg.MODEL.ARCH}: model output has shape {tuple(logits.shape)}; expected logits {expected}"
-    else:
-        got = f"{cfg.MODEL.ARCH}: model output is a {type(logits).__name__}"
-        message = f"{got}; expected logits {expected}; fix: turn off auxiliary heads in MODEL.KWARGS"
-    raise ConfigError(Problem("MODEL.ARCH", message), cfg.origins)
+    got = f"has shape {tuple(logits.shape)}" if isinstance(logits, torch.Tensor) else f"is a {type(logits).__name__}"
+    message = f"{cfg.MODEL.ARCH}: model output {got}; expected logits {expected}; fix: turn off auxiliary heads"
+    raise ConfigError(Problem("MODEL.ARCH", f"{message} in MODEL.KWARGS"), cfg.origins)

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from distribuuuu.distributed.comm import scaled_all_reduce
+from distribuuuu.distributed.comm import marked, scaled_all_reduce
+from distribuuuu.engine.run import Run
 
 
 class _Moments:
@@ -34,6 +35,12 @@ class _Moments:
         for name, value in (("running_mean", mean), ("running_var", variance)):
             buffer = layer.get_buffer(name)
             buffer.copy_(torch.where(count > 0, value, buffer))  # a layer that the model skips keeps its own
+
+
+def recompute_statistics(run: Run, model: nn.Module) -> None:
+    """Compute the statistics of a model of a run over MODEL.PRECISE_BN training images of its epoch."""
+    images = run.train_loader.iter_images(run.state.stream_seed, run.state.epoch, run.cfg.MODEL.PRECISE_BN)
+    compute_precise_statistics(model, marked(images, "precise batch norm"), run.state.precision.autocast)
 
 
 @torch.no_grad()

@@ -124,6 +124,14 @@ class Run(Training):
     stop: StopRequest
 
 
+def choose_images(run: Run) -> None:
+    """Let the task choose the images of an epoch before its first step; a checkpoint within it holds the choice."""
+    if run.state.step == 0:
+        chosen = run.task.choose_images(run.state.epoch)
+        run.state.chosen = None if chosen is None else torch.as_tensor(chosen).cpu()
+    run.train_loader.choose(run.state.chosen)
+
+
 def begin_epoch(run: Run) -> None:
     """Prepare the task and the model for the steps of an epoch, also for those that are left after a resume."""
     task, state = run.task, run.state

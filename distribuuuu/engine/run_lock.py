@@ -82,8 +82,7 @@ def _acquire(path: Path) -> tuple[IO | None, str | None]:
         if is_locked is not False:
             continue
         if time.monotonic() > deadline:
-            known = [f"host {holder['host']}, pid {holder['pid']}, started {holder['started']}"] if holder else []
-            who = ", ".join([*known, *filter(None, [holder.get("job")])]) or "unknown process"
+            who = ", ".join(f"{name} {holder[name]}" for name in ("host", "pid", "started", "job") if holder.get(name))
             fix = f"set another OUT_DIR, or stop the other training; if its host is down, delete {path}"
             return None, f"OUT_DIR: {path.parent} is in use by another training ({who}); fix: {fix}"
         if not has_warned:

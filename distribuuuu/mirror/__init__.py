@@ -10,12 +10,12 @@ The folder can be deleted: a URL is then refused as OUT_DIR, see config/run_file
 
 import re
 
-# Protocols of fsspec: in an object store, an object appears when it is complete; a file server replaces a file when
+# Protocols of fsspec: in an object store, an object appears when it is complete; a folder replaces a file when
 # another one gets its name.
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "hf")
-FILE_SERVERS = ("file", "ftp", "sftp", "ssh")
+FILE_SERVERS = ("file",)
 # Protocols whose host may follow a name and an @; before an @ of others is an access key.
-_WITH_USER = ("abfs", "abfss", "ftp", "sftp", "ssh")
+_WITH_USER = ("abfs", "abfss")
 _FORMS = {"file": "file:///FOLDER", "hf": "hf://buckets/OWNER/BUCKET/FOLDER"}
 
 

@@ -1,10 +1,9 @@
-"""Runs at URLs of other stores than S3: Google Cloud Storage, a server of files (FTP), a folder; several nodes."""
+"""Runs at URLs of other stores than S3: Google Cloud Storage, a folder; several nodes."""
 
 import os
 import shutil
 import subprocess
 import sys
-import threading
 
 import pytest
 from support.processes import RESULT_S, free_port
@@ -32,29 +31,8 @@ def google(monkeypatch):
     server.stop()
 
 
-@pytest.fixture
-def ftp(tmp_path):
-    """An FTP server, whose connections end after a few idle seconds; yields its URL."""
-    handlers = pytest.importorskip("pyftpdlib.handlers", reason="pyftpdlib is not installed")
-    from pyftpdlib.authorizers import DummyAuthorizer
-    from pyftpdlib.servers import FTPServer
-
-    (tmp_path / "ftp").mkdir()
-    authorizer = DummyAuthorizer()
-    authorizer.add_anonymous(str(tmp_path / "ftp"), perm="elradfmw")
-    handler = type("Handler", (handlers.FTPHandler,), {"authorizer": authorizer, "timeout": 3})
-    server = FTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"timeout": 0.1}, daemon=True)
-    thread.start()
-    yield f"ftp://127.0.0.1:{server.address[1]}"
-    server.close_all()
-    thread.join()
-
-
-@pytest.mark.filterwarnings("ignore:write permissions assigned to anonymous user")
-@pytest.mark.parametrize("store", ["google", "ftp"])
-def test_a_run_is_mirrored_restored_and_continued(store, request, sixty_images, tmp_path, monkeypatch):
-    url = f"{request.getfixturevalue(store)}/runs/small"
+def test_a_run_is_mirrored_restored_and_continued(google, sixty_images, tmp_path, monkeypatch):
+    url = f"{google}/runs/small"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     words = ["OPTIM.MAX_EPOCH", "3", "CHECKPOINT.EVERY_STEPS", "2"]

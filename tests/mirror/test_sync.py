@@ -191,7 +191,7 @@ def test_a_living_owner_is_refused_and_a_dead_one_replaced(tmp_path, monkeypatch
 
 def test_the_local_folder_is_a_function_of_the_url_and_back():
     for url in ("s3://bucket/run", "gs://bucket/a b/c", "file:///mnt/runs/a", "hf://buckets/me/bucket/run",
-                "abfs://container@account.dfs.core.windows.net/run", "sftp://me@host:22/run"):  # fmt: skip
+                "abfs://container@account.dfs.core.windows.net/run"):  # fmt: skip
         assert url_of(local_folder(url)) == url and find_path_problem(local_folder(url)) is None
     for url in ("hf://buckets/me/bucket", "http://host/run", "s3://key@host/run", "sftp://user:secret@host/run",
                 "s3://b/../run", "s3://", "exp/run", "file://exp/run", "typo://bucket/run"):  # fmt: skip
@@ -203,7 +203,7 @@ def test_the_local_folder_is_a_function_of_the_url_and_back():
 @each_row("word, found", [
     ("s3://user:secret@bucket/run", "with credentials"), ("hf://me/run", "hf://buckets/OWNER/"),
     ("typo://bucket/run", "expected a local path"), ("s3:///run", "expected s3://BUCKET/FOLDER"),
-    ("ftp://", "expected ftp://HOST/FOLDER"), ("S3://bucket/run", "expected s3://BUCKET"),
+    ("ftp://host/run", "expected a local path"), ("S3://bucket/run", "expected s3://BUCKET"),
     ("s3://bucket/a?token=secret", "got s3://bucket/a; expected"), ("file://localhost/q", "expected file:///FOLDER"),
     ("gs://b/../c", "got gs://b/../c; expected"), ("s3:bucket/a", "expected s3://"),
 ])  # fmt: skip
