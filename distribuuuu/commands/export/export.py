@@ -74,7 +74,7 @@ def run_export(flags: argparse.Namespace) -> int:
     if flags.images and flags.no_check:
         raise ConfigError("--images, --no-check: both are given; fix: remove one of them")
     check_run(flags.run)
-    from distribuuuu.commands.export.exporter import check_arguments, check_format, export_run
+    from distribuuuu.commands.export.exporter import check_arguments, export_run
     from distribuuuu.inference.image_arguments import list_images
     from distribuuuu.inference.load_run import find_run
     from distribuuuu.inference.loaded_run import CPU
@@ -82,7 +82,6 @@ def run_export(flags: argparse.Namespace) -> int:
     out = Path(flags.out).expanduser()
     check_out("--out", out)
     check_arguments(flags.to, out, flags.push)
-
     files = [] if flags.no_check else list_images(flags.images) if flags.images else None
 
     def stop(signum: int) -> None:
@@ -91,8 +90,6 @@ def run_export(flags: argparse.Namespace) -> int:
 
     with handled_by(stop):
         run = replace(find_run(flags.run, flags.cfg, flags.overrides), given_device=CPU)
-        run.check_classifier()
-        check_format(run, flags.to)
         record = export_run(run, flags.to, out, flags.check_images, flags.push, files)
     print(describe(record, out, flags.push))
     if record["verified"] is False:

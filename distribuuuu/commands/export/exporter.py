@@ -104,7 +104,7 @@ def export_run(
             cannot be written; nothing is left of it. Or publishing failed; then the folder is complete.
     """
     target = Path(out).expanduser()
-    check_arguments(to, target, push)
+    run.check_classifier()
     check_format(run, to)
     images = open_evaluation_set(run) if files is None else files
     file, write = FORMATS[to]
