@@ -26,7 +26,7 @@ from distribuuuu.commands.pack import encode
 from distribuuuu.commands.pack import writer as pack_writer
 from distribuuuu.commands.pack.encode import encode_jpeg
 from distribuuuu.commands.pack.packer import verify_packs
-from distribuuuu.config import ConfigError, get_cfg
+from distribuuuu.config import get_cfg
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.imagefolder import ImageFolder
@@ -329,21 +329,6 @@ def test_a_full_disk_is_reported_and_loses_one_shard(folder, tmp_path, whole):
     assert contents(tmp_path / "train") == whole
 
 
-@pytest.mark.parametrize("refused", ["shard-00001.part", "index.bin"])
-def test_a_disk_that_is_full_for_a_side_file_or_the_index(folder, tmp_path, monkeypatch, refused, whole):
-    def write_arrays(path, *arguments, write=pack_writer.write_arrays):
-        if Path(path).name == refused:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(path, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pack_writer, "write_arrays", write_arrays)
-        assert "No space left" in message_of(pack, tmp_path, "--shard-mb", TINY_MB, *source(folder))
-    assert "is not finished" in message_of(Packed, tmp_path, "train")
-    pack(tmp_path, "--shard-mb", TINY_MB, *source(folder))
-    assert contents(tmp_path / "train") == whole
-
-
 def test_a_shard_with_a_damaged_side_file_is_done_again(folder, tmp_path, whole):
     words = ["--shard-mb", TINY_MB, *source(folder)]
     pack_until(9, tmp_path, *words)
@@ -547,26 +532,6 @@ def test_ctrl_c_ends_the_command_and_its_workers(tmp_path):
     error = process.stderr.read()
     assert "SIGINT: stopped" in error and "Traceback" not in error
     wait_for(lambda: have_ended(workers), timeout_s=END_S)
-
-
-def test_what_a_kill_inside_a_write_leaves_is_cleared_away(folder, tmp_path, monkeypatch):
-    """The name is that which array_file gives a file that is not whole."""
-    ImageFolder(folder, "train")  # its index is written before
-    left = []
-
-    def killed(temporary, target):
-        left.append(Path(temporary))
-        shutil.copy(temporary, tmp_path / "copy")
-        raise OSError(errno.EIO, "killed here")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("distribuuuu.data.datasets.index.write_arrays", lambda *args: None)
-        patched.setattr("distribuuuu.data.datasets.array_file.os.replace", killed)
-        with pytest.raises(ConfigError, match="killed here"):
-            pack(tmp_path / "out", *source(folder))
-    shutil.copy(tmp_path / "copy", left[0])
-    pack(tmp_path / "out", *source(folder))
-    assert not left[0].exists() and len(Packed(tmp_path / "out", "train")) == 14
 
 
 def test_options_of_training_alone_are_not_demanded(folder, tmp_path, capsys):

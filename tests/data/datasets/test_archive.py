@@ -156,7 +156,6 @@ DAMAGES = {
     ),
     "in a header": (lambda c: c.__delitem__(slice(1200, None)), "train.tar: is truncated after a/1.jpg"),
     "at a header": (lambda c: c.__delitem__(slice(1024, None)), "train.tar: is truncated after a/1.jpg, at byte 1,024"),
-    "empty": (lambda c: c.clear(), "train.tar: is truncated at its start"),
     "flipped": (
         lambda c: c.__setitem__(1024, c[1024] ^ 1),
         "train.tar: is no tar, or is damaged: .* after a/1.jpg, at",
@@ -168,7 +167,6 @@ DAMAGES = {
     "joined": (lambda c: c.extend(c), "train.tar: has data after its end"),
     "huge": (lambda c: set_size(c, b"\x80" + b"\0" * 3 + b"\xff" * 8), "a/1.jpg: ends at byte"),
     "negative": (lambda c: set_size(c, b"\xff" * 12), "a/1.jpg: has an invalid size"),
-    "no number": (lambda c: set_size(c, b"-0000000001\0"), "a/1.jpg: has an invalid size"),
 }
 
 
@@ -236,12 +234,6 @@ def test_a_zip_that_cannot_be_read_is_refused(tmp_path, case):
     place, value, message = ZIPS[case]
     with pytest.raises(ConfigError, match=message):
         open_one(zip_edit(write_zip(tmp_path / "train.zip", dict([ONE])), place, value))
-
-
-def test_a_zip_that_lost_a_byte_is_refused(tmp_path):
-    path = write_zip(tmp_path / "train.zip", dict([ONE]))
-    with pytest.raises(ConfigError, match="a/1.jpg: has no header at byte -1: the archive is truncated or corrupt"):
-        open_one(change(path, lambda content: content.pop(content.index(b"PK\1\2") - 1)))
 
 
 def test_a_zip_that_holds_more_than_it_declares_is_not_unpacked(tmp_path):
@@ -337,14 +329,6 @@ def test_a_member_of_a_zip_whose_checksum_differs_is_broken(tmp_path, method):
     path.write_bytes(path.read_bytes().replace(crc, b"\1\2\3\4"))
     with pytest.raises(ValueError, match="the checksum of this file does not match"):
         open_one(path).read(0)
-
-
-def test_names_with_dots_and_endings_in_upper_case(tmp_path):
-    files = {f"dog.{number}.JPG": b"%d" % number for number in range(3)}
-    files |= {f"dog.{number}.cls": b"7" for number in range(3)}
-    write_tar(tmp_path / "TRAIN-000.TAR", files)
-    index = open_archives(find_archives("TRAIN", str(tmp_path), "train"), tmp_path / "cache")
-    assert [bytes(index.read(number)) for number in range(3)] == [b"0", b"1", b"2"]
 
 
 # --------------------------------------------------------------------------------------------- runs

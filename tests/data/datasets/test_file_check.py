@@ -6,7 +6,6 @@ import shutil
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -17,13 +16,10 @@ from support.runs import errors_of, small_options
 from distribuuuu.config import load_cfg
 from distribuuuu.data.datasets import file_check
 from distribuuuu.data.datasets import index as index_module
-from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.imagefolder import ImageFolder
-from distribuuuu.data.loader import BadImageError, build_loader, find_notes
+from distribuuuu.data.loader import BadImageError, build_loader
 from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.launch.detect import detect_launch
-from distribuuuu.trainer import evaluate_weights as evaluate_run
-from distribuuuu.trainer import train_model
 
 PNG = io.BytesIO()
 Image.effect_noise((30, 20), 50).save(PNG, "PNG")
@@ -244,29 +240,6 @@ def test_classes_without_evaluation_images_are_reported(root, tmp_path):
     assert find_run_problems(load_cfg(None, small_options(root, tmp_path / "out")), train=True) == []
 
 
-@pytest.mark.parametrize(("num_missing", "named"), [(5, "b, c, d, e, f"), (6, "b, c, d, e, f, ...")])
-def test_at_most_five_classes_without_images_are_named(tmp_path, num_missing, named):
-    images = Boxes()
-    images.targets, images.labels = "label", [0, 0]
-    images.classes = tuple("abcdefgh"[: num_missing + 1])
-    [note] = find_notes(load_cfg(None, []), images, detect_launch(), train=False)
-    expected = f"no image of {num_missing} of {num_missing + 1} classes: {named}; they are not evaluated"
-    assert note == f"TEST.DATASET: {expected}"
-
-
-class Boxes(ImageDataset):
-    """Images whose labels are arrays, for a task of its own."""
-
-    classes, labels = ("a", "b"), np.eye(2)
-
-    def label(self, index: int) -> np.ndarray:
-        return self.labels[index]
-
-
-def test_labels_that_are_arrays_are_not_counted(small_cfg):
-    assert list(find_notes(small_cfg(), Boxes(), detect_launch(), train=False)) == []
-
-
 def test_one_class_alone_and_classes_of_one_image(tmp_path):
     draw_folder(tmp_path, "train", {"ant": 1})
     draw_folder(tmp_path, "val", {"ant": 1})
@@ -302,13 +275,3 @@ def test_links_in_circles_are_reported_and_crash_nothing(root, tmp_path):
     (root / "train/bee/self").symlink_to("self")
     (root / "train/self").symlink_to("self")
     assert errors_of(root, tmp_path) == "" and len(ImageFolder(root, "train")) >= 15
-
-
-def test_the_notes_are_in_the_log_of_a_run(root, tmp_path):
-    for name in ("train/ant/a.avif", "val/ant/a.heic"):
-        (root / name).write_bytes(b"x")
-    cfg = load_cfg(None, small_options(root, tmp_path / "out", "OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0))
-    train_model(cfg)
-    evaluate_run(cfg)
-    assert (tmp_path / "out/train.log").read_text().count("1 file left out") == 2
-    assert "images: .heic (1)" in (tmp_path / "out/test.log").read_text()

@@ -77,17 +77,6 @@ def test_what_a_csv_may_say(image_folder, tmp_path):
     assert [images.label(index).tolist() for index in range(2)] == [[1, 1], [0, 1]]
 
 
-def test_a_list_trains_as_the_folder_with_the_same_images(small_cfg, image_folder, tmp_path, finished_run):
-    for split in ("train", "val"):
-        images = sorted((image_folder / split).rglob("*.jpg"))
-        write_csv(tmp_path / f"{split}.csv", [f"{path},{path.parent.name}" for path in images], "path,label")
-    options = ("DATA.NAME", "list", "TRAIN.DATASET", tmp_path, "TEST.DATASET", tmp_path, "MODEL.NUM_CLASSES", 0)
-    cfg = resolve_num_classes(small_cfg(*options))
-    assert find_run_problems(cfg, train=True) == []
-    train_model(cfg)
-    assert timeless(cfg.OUT_DIR) == timeless(finished_run)
-
-
 def test_an_image_of_a_list_has_one_label_which_may_contain_a_semicolon(tmp_path):
     for name in ("a.jpg", "b.jpg"):
         (tmp_path / name).touch()
@@ -238,14 +227,6 @@ def test_map_is_the_figure_of_merit_wherever_one_is(reference, capsys):
     cells = dict(zip(header.split(" | "), row.split(" | "), strict=True))
     ema = record["accuracy"]["ema"]["last"]["map"]
     assert cells["mAP here"] == f"{ema:.2f} (n = 1, EMA)" and "top-1 here" not in cells
-
-
-def test_results_without_map_are_no_results(reference, tmp_path):
-    record = json.loads((reference / "results.json").read_text())
-    del record["accuracy"]["raw"]["best"]["map"]
-    (tmp_path / "results.json").write_text(json.dumps(record))
-    with pytest.raises(ConfigError, match="`accuracy.raw.best.map` is missing"):
-        read_results(tmp_path / "results.json")
 
 
 def test_a_stopped_run_goes_on_bitwise(reference, cfg_of, monkeypatch):

@@ -1,7 +1,6 @@
 """The drawn data set: the same bytes every time, a whole folder or none, and no work for a linear model."""
 
 import errno
-import math
 import os
 import shutil
 import signal
@@ -42,14 +41,6 @@ def test_layout_and_counts(small, monkeypatch):
     for num_train, num_val in ((25, 10), (20, 0), (-10, 10)):
         with pytest.raises(ValueError, match="must be a positive multiple of 10"):
             draw_shapes(small / "shapes", num_train, num_val)
-
-
-def test_circles_are_round():
-    for name, radii in {"circle": [1.0], "ring": [1.0, 0.55]}.items():
-        distances = [{round(math.hypot(x, y), 9) for x, y in polygon} for polygon in SHAPES[name]()]
-        assert distances == [{radius} for radius in radii]
-    outline, hole = SHAPES["crescent"]()
-    assert {round(math.hypot(x - 0.5, y), 9) for x, y in hole} == {0.85} and outline == SHAPES["circle"]()[0]
 
 
 def test_the_bytes_depend_on_seed_split_class_and_index_alone(small, tmp_path):

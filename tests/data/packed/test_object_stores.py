@@ -1,19 +1,17 @@
 """Packed data on servers of the S3 and the Google Cloud protocol: written by the packer, read bitwise, clear errors."""
 
 import contextlib
-import threading
 import time
 from pathlib import Path
 
 import fsspec
 import numpy as np
 import pytest
-import torch
 from support.batches import assert_same_batches, batches_of
 from support.commands import command_module, run_command
 from support.errors import message_of
-from support.processes import free_port, on_processes
-from support.runs import small_options, train_and_read
+from support.processes import free_port
+from support.runs import small_options
 
 from distribuuuu.config import load_cfg
 from distribuuuu.data.packed import block_order, transport
@@ -119,27 +117,6 @@ def test_missing_objects_and_refused_access_are_reported_before_training(store, 
     store.refusal = None
     assert run_command("pack", *pack_words("s3://no-such-bucket/set", sixty_images, tmp_path)) == 2
     assert "OUT: s3://no-such-bucket: no such object" in capsys.readouterr().err  # before an image is read
-
-
-def test_an_outage_is_waited_for(store, packed, tmp_path):
-    images = Packed(URL, "train", None, str(tmp_path / "cache"), 1.0, 60.0)
-    store.stop()
-    timer = threading.Timer(2, store.start)
-    timer.start()
-    local = Packed(packed, "train")
-    assert bytes(images.read(0)) == bytes(local.read(0)) and timer.finished.is_set()
-    assert all(bytes(images.read(index)) == bytes(local.read(index)) for index in range(len(local)))
-    timer.join()
-
-
-def test_two_processes_with_one_cache_train_the_weights_of_the_local_pack(store, packed, tmp_path):
-    words = ["TRAIN.WORKERS", 1, "TRAIN.BATCH_SIZE", 10]
-    weights = []
-    for root in (packed, URL):
-        cfg = cfg_of(root, tmp_path, *words, "OUT_DIR", tmp_path / Path(root).name)
-        weights.append([found["state_dict"] for found in on_processes(2, train_and_read, cfg)])
-    assert all(torch.equal(weights[0][0][key], found[key]) for both in weights for found in both for key in found)
-    assert {*weights[0][0]} == {*weights[1][0]}
 
 
 def test_a_pack_at_a_gs_url_is_the_local_one(packed, sixty_images, tmp_path, monkeypatch):

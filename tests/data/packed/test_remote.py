@@ -1,6 +1,5 @@
 """Packed data at a URL: the batches of the local pack whatever the network does, or an error that names the cause."""
 
-import contextlib
 import errno
 import logging
 import multiprocessing
@@ -8,8 +7,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
-import subprocess
 import threading
 import time
 from collections import Counter
@@ -40,7 +37,6 @@ from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.data.packed.transport import RemoteError
 from distribuuuu.data.samplers import ResumableDistributedSampler
 from distribuuuu.engine.preflight import find_run_problems
-from distribuuuu.launch.ports import find_free_port
 
 parse_args, pack_split = command_module("pack.pack").parse_args, command_module("pack.packer").pack_split
 
@@ -311,15 +307,6 @@ def test_a_full_disk_costs_speed_only(open_pack, packed, monkeypatch, caplog, tm
     assert not block_files(tmp_path)
 
 
-def test_a_cache_smaller_than_the_set_is_reported_and_used(open_pack, packed, tmp_path):
-    images, local = open_pack(gb=3e-5), Packed(packed, "train")
-    assert "DATA.CACHE_GB is 3e-05" in images.notes()[0] and not open_pack().notes() and not local.notes()
-    images = open_pack(gb=3e-5)
-    for index in [*range(90), *reversed(range(90))]:
-        assert bytes(images.read(index)) == bytes(local.read(index))
-    assert 0 < sum(path.stat().st_size for path in block_files(tmp_path)) <= 3e4
-
-
 def read_everything(images, expected, seed, failed) -> None:
     for index in np.random.default_rng(seed).permutation(90).tolist():
         if bytes(images.read(index)) != expected[index]:
@@ -346,51 +333,3 @@ def test_processes_share_the_cache_and_survive_kills(source, open_pack, packed, 
     assert [bytes(images.read(index)) for index in range(90)] == expected
     files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and not path.name.endswith(".tmp")]
     assert sum(path.stat().st_size for path in files) <= gb * 1e9 + 100
-
-
-def start_nginx(folder: Path, served: Path, port: int) -> subprocess.Popen:
-    """Serve a folder by nginx on a port of this machine; return when it answers."""
-    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    temporary = "".join(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)
-    (folder / "nginx.conf").write_text(
-        f"daemon off; pid {folder}/pid; {'user root;' if os.getuid() == 0 else ''} events {{}} http {{ {temporary}"
-        f" access_log {folder}/access.log; server {{ listen 127.0.0.1:{port}; root {served}; }} }}"
-    )
-    process = subprocess.Popen(["nginx", "-e", str(folder / "error.log"), "-c", str(folder / "nginx.conf")])
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            return process
-        time.sleep(0.02)
-    raise TimeoutError((folder / "error.log").read_text())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("nginx"), reason="nginx is not installed")
-def test_nginx_serves_the_batches_of_the_local_pack_and_its_outage_is_waited_for(packed, tmp_path, monkeypatch):
-    monkeypatch.setattr(block_order, "BLOCK_BYTES", 4000)
-    monkeypatch.setattr(transport, "FIRST_PAUSE_S", 0.05)
-    shutil.copytree(packed, tmp_path / "served")
-    port = find_free_port()
-    url, servers = f"http://127.0.0.1:{port}", [start_nginx(tmp_path, tmp_path / "served", port)]
-    words = ["TRAIN.WORKERS", "2", "DATA.WORKER_KIND", "thread", "DATA.TIMEOUT_S", "60"]
-    local, remote = (batches_of(cfg_of(root, tmp_path, *words)) for root in (packed, url))
-    assert_same_batches(remote, local)
-    lines = (tmp_path / "access.log").read_text().splitlines()
-    assert lines and all('" 206 ' in line for line in lines)
-    shutil.rmtree(tmp_path / "cache")
-    images = Packed(url, "train", None, str(tmp_path / "cache"), 1.0, 60.0)
-    servers[0].terminate()
-    servers[0].wait()
-
-    def restart() -> None:
-        time.sleep(2)
-        servers.append(start_nginx(tmp_path, tmp_path / "served", port))
-
-    thread = threading.Thread(target=restart)
-    thread.start()
-    own = Packed(packed, "train")
-    assert all(bytes(images.read(index)) == bytes(own.read(index)) for index in range(len(own)))
-    thread.join()
-    servers[1].terminate()
-    servers[1].wait()
