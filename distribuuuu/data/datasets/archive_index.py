@@ -16,12 +16,13 @@ from distribuuuu.data.datasets.archive_members import (
     ArchiveError,
     ArchiveSource,
     Member,
+    inflate,
     member_error,
     walk_archive,
     walk_tar,
 )
 from distribuuuu.data.datasets.array_file import pack_names, packed_name
-from distribuuuu.data.datasets.index import Content, find_stamp, inflate, stamp_of
+from distribuuuu.data.datasets.index import Content, find_stamp, stamp_of
 from distribuuuu.files.image_files import JUNK_FILES, JUNK_FOLDERS, is_class, is_image, sort_splits
 from distribuuuu.files.untrusted import open_regular, parse_json, printable
 

@@ -4,19 +4,26 @@
 """
 
 import contextlib
+import os
 import stat
 import struct
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
 from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import DataError
+from distribuuuu.data.datasets.array_file import packed_name
+from distribuuuu.data.datasets.index import Index, stamp_of
 from distribuuuu.files.image_files import EXTENSIONS
-from distribuuuu.files.untrusted import printable
+from distribuuuu.files.untrusted import open_regular, printable
 
 # Bytes that the headers of one member may have, and those of the padding after the end of a tar.
 MAX_HEADERS, MAX_PADDING = 1 << 20, 1 << 20
+# Archives that a process keeps open; with more, all are closed.
+_MAX_OPEN = 128
 # First bytes of compressed files: gzip, bzip2, xz, zstd.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 # What the two modules raise for damaged headers; an unknown version of ZIP is a RuntimeError.
@@ -200,3 +207,47 @@ def _fault_of_entry(info: zipfile.ZipInfo) -> str:
         return f"is stored with {packed:,} of {size:,} bytes: the archive is corrupt"
     is_link = stat.S_ISLNK(info.external_attr >> 16)
     return "is a link; fix: pack the archive again with zip, which follows links" if is_link else ""
+
+
+# ------------------------------------------------------------------------------------------ reading
+
+
+def read_member(index: Index, number: int) -> bytearray:
+    """Return the bytes of image `number` of an index of archives; raises DataError if its archive has changed since."""
+    arrays, archive = index.arrays, int(index.arrays["file"][number])
+    size, packed = int(arrays["size"][number]), int(arrays["packed"][number])
+    path, file = index.file_of(number), _open(index, archive)
+    data = os.pread(file.fileno(), packed or size, int(arrays["offset"][number]))
+    is_same = stamp_of(os.fstat(file.fileno())) == tuple(arrays["stamps"][archive].tolist())
+    if not is_same or len(data) < (packed or size):
+        raise DataError(f"{path}: has changed since the start of the run; fix: start it again")
+    data = inflate(data, size) if packed else data
+    if (expected := int(arrays["crc32"][number])) and zlib.crc32(data) != expected:
+        raise ValueError("the archive is corrupt: the checksum of this file does not match")
+    return bytearray(data)
+
+
+def _open(index: Index, archive: int) -> Any:
+    """Return an archive, which is opened once in a process; a forked one shares its position-free descriptor."""
+    if (file := index.opened.get(archive)) is None:
+        path = os.path.join(index.root, packed_name(index.arrays, "files", archive))
+        try:
+            file = open_regular(path)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        if len(index.opened) >= _MAX_OPEN:
+            index.opened = {}  # a thread that reads one still holds it open
+        index.opened[archive] = file
+    return file
+
+
+def inflate(data: bytes, size: int) -> bytes:
+    """Return deflated data of `size` bytes; never more is decompressed, whatever the data is."""
+    stream = zlib.decompressobj(-zlib.MAX_WBITS)
+    try:
+        content = stream.decompress(data, size + 1)
+    except zlib.error as error:
+        raise ValueError(f"the archive is corrupt: {error}") from error
+    if len(content) != size:
+        raise ValueError(f"the archive declares {size:,} bytes, but holds {'more' if len(content) > size else 'fewer'}")
+    return content

@@ -12,7 +12,6 @@ import logging
 import os
 import stat
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from distribuuuu.config.errors import DataError, counted, first_few
+from distribuuuu.config.errors import counted, first_few
 from distribuuuu.data.datasets.array_file import (
     checksum_of,
     pack_names,
@@ -30,7 +29,7 @@ from distribuuuu.data.datasets.array_file import (
 )
 from distribuuuu.files.image_files import EXTENSIONS, read_file
 from distribuuuu.files.locks import take_turn
-from distribuuuu.files.untrusted import open_regular, untrusted
+from distribuuuu.files.untrusted import untrusted
 
 # More than the cores: on a network disk the threads wait for replies.
 NUM_THREADS = min(16, 4 * (os.cpu_count() or 1))
@@ -41,8 +40,6 @@ NOT_KNOWN = (-1, -1, -1)
 KIND, VERSION = "image index", 1
 # What the digest leaves out: it does not change when equal files are copied or packed again.
 _NOT_IN_DIGEST = ("stamps", "offset", "packed", "crc32")
-# Archives that a process keeps open; with more, all are closed.
-_MAX_OPEN = 128
 _logger = logging.getLogger(__name__)
 
 # What a scan returns: the meta and the arrays of an index.
@@ -69,7 +66,7 @@ class Index:
         self.source, self.root, self.meta, self.arrays, self.path = source, root, meta, arrays, path
         self.classes: tuple[str, ...] = tuple(meta["classes"])
         self.is_archive = "offset" in arrays
-        self._opened: dict[int, Any] = {}
+        self.opened: dict[int, Any] = {}  # archives by their numbers
 
     def __len__(self) -> int:
         return len(self.arrays["file"])
@@ -95,31 +92,9 @@ class Index:
         """Return the bytes of image `index`; raises DataError if its archive has changed since the scan."""
         if not self.is_archive:
             return read_file(self.describe(index))
-        arrays, number = self.arrays, int(self.arrays["file"][index])
-        size, packed = int(arrays["size"][index]), int(arrays["packed"][index])
-        path, file = self.file_of(index), self._open(number)
-        data = os.pread(file.fileno(), packed or size, int(arrays["offset"][index]))
-        if stamp_of(os.fstat(file.fileno())) != tuple(arrays["stamps"][number].tolist()) or len(data) < (
-            packed or size
-        ):
-            raise DataError(f"{path}: has changed since the start of the run; fix: start it again")
-        data = inflate(data, size) if packed else data
-        if (expected := int(arrays["crc32"][index])) and zlib.crc32(data) != expected:
-            raise ValueError("the archive is corrupt: the checksum of this file does not match")
-        return bytearray(data)
+        from distribuuuu.data.datasets.archive_members import read_member
 
-    def _open(self, number: int) -> Any:
-        """Return an archive, which is opened once in a process; a forked one shares its position-free descriptor."""
-        if (file := self._opened.get(number)) is None:
-            path = os.path.join(self.root, packed_name(self.arrays, "files", number))
-            try:
-                file = open_regular(path)
-            except OSError as error:
-                raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-            if len(self._opened) >= _MAX_OPEN:
-                self._opened = {}  # a thread that reads one still holds it open
-            self._opened[number] = file
-        return file
+        return read_member(self, index)
 
     def names_of(self, prefix: str) -> tuple[str, ...]:
         """Return all names of `pack_names`."""
@@ -196,18 +171,6 @@ def find_stamp(path: str) -> tuple[int, int, int]:
         return stamp_of(os.stat(path))
     except (OSError, ValueError):  # ValueError: a path with a NUL
         return -2, -2, -2
-
-
-def inflate(data: bytes, size: int) -> bytes:
-    """Return deflated data of `size` bytes; never more is decompressed, whatever the data is."""
-    stream = zlib.decompressobj(-zlib.MAX_WBITS)
-    try:
-        content = stream.decompress(data, size + 1)
-    except zlib.error as error:
-        raise ValueError(f"the archive is corrupt: {error}") from error
-    if len(content) != size:
-        raise ValueError(f"the archive declares {size:,} bytes, but holds {'more' if len(content) > size else 'fewer'}")
-    return content
 
 
 def digest_of(meta: dict, arrays: dict[str, np.ndarray]) -> str:

@@ -125,7 +125,6 @@ class Source(NamedTuple):
         keyword: the argument that selects them; of `train`, the value is true for the split train.
         settings: the names in DATA.KWARGS that are arguments, with their defaults.
         folder: its class folders below the root, if it has any.
-        crop: see `ImageDataset`.
     """
 
     num_classes: int
@@ -133,11 +132,10 @@ class Source(NamedTuple):
     keyword: str = "split"
     settings: Mapping[str, Any] = {}
     folder: str = ""
-    crop: str = "resized"
 
 
 _WITH_VAL = ("train", "val", "test")
-_SMALL = Source(10, keyword="train", crop="pad")
+_SMALL = Source(10, keyword="train")
 SOURCES = {
     "CIFAR10": _SMALL,
     "CIFAR100": _SMALL._replace(num_classes=100),
@@ -161,7 +159,7 @@ SOURCES = {
     "RenderedSST2": Source(2, _WITH_VAL),
     "STL10": Source(10),
     "SUN397": Source(397, ()),
-    "SVHN": Source(10, ("train", "test", "extra"), crop="pad"),
+    "SVHN": Source(10, ("train", "test", "extra")),
     "StanfordCars": Source(196),
     "USPS": _SMALL,
 }
@@ -170,6 +168,22 @@ _PREFIX = "torchvision/"
 _OTHER_NAMES = {"train": ("trainval", "train-standard"), "val": ("valid", "test")}
 
 
+@DATASETS.register("torchvision/Caltech101")
+@DATASETS.register("torchvision/Caltech256")
+@DATASETS.register("torchvision/Country211")
+@DATASETS.register("torchvision/DTD")
+@DATASETS.register("torchvision/EuroSAT")
+@DATASETS.register("torchvision/FGVCAircraft")
+@DATASETS.register("torchvision/Flowers102")
+@DATASETS.register("torchvision/Food101")
+@DATASETS.register("torchvision/GTSRB")
+@DATASETS.register("torchvision/Imagenette")
+@DATASETS.register("torchvision/OxfordIIITPet")
+@DATASETS.register("torchvision/Places365")
+@DATASETS.register("torchvision/RenderedSST2")
+@DATASETS.register("torchvision/STL10")
+@DATASETS.register("torchvision/SUN397")
+@DATASETS.register("torchvision/StanfordCars")
 class NamedSet(ImageDataset):
     """The set DATA.NAME torchvision/NAME below TRAIN.DATASET and TEST.DATASET.
 
@@ -274,14 +288,19 @@ class NamedSet(ImageDataset):
         return name_at(*self._files, place) if self._files else f"image {place} of {self.name}"
 
 
+@DATASETS.register("torchvision/CIFAR10")
+@DATASETS.register("torchvision/CIFAR100")
+@DATASETS.register("torchvision/EMNIST")
+@DATASETS.register("torchvision/FashionMNIST")
+@DATASETS.register("torchvision/KMNIST")
+@DATASETS.register("torchvision/MNIST")
+@DATASETS.register("torchvision/QMNIST")
+@DATASETS.register("torchvision/SVHN")
+@DATASETS.register("torchvision/USPS")
 class SmallNamedSet(NamedSet):
     """A set of small images."""
 
     crop = "pad"
-
-
-for _name, _source in SOURCES.items():
-    DATASETS.register(f"{_PREFIX}{_name}")(SmallNamedSet if _source.crop == "pad" else NamedSet)
 
 
 def _find_split(source: Source, split: str) -> str:

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from distribuuuu.config import ConfigError
@@ -54,37 +54,26 @@ class DiskCache:
 
     def fetch(self, name: str, fetch: Callable[[], bytes]) -> bytes | None:
         """Fetch a file, store it and return its content; None if it exists once no other process fetches it."""
-        with self._turn(name) as exists:
-            if exists:
-                return None
-            data = fetch()
-            self._write(self.folder / name, len(data), [data])
-        return data
-
-    def store(self, name: str, size: int, parts: Iterable[bytes]) -> None:
-        """Store a file of `size` bytes that is read in parts, unless it exists; it need not fit into memory."""
-        with self._turn(name) as exists:
-            if not exists:
-                self._write(self.folder / name, size, parts)
-
-    @contextlib.contextmanager
-    def _turn(self, name: str) -> Iterator[bool]:
-        """Wait until no other process fetches a file; yield whether it exists."""
+        path, lock = self.folder / name, f"{name}.lock"
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
-                (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(self._lock(f"{name}.lock"))
-                stack.callback(self.drop, f"{name}.lock")
-            yield (self.folder / name).exists()
+                path.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(self._lock(lock))
+                stack.callback(self.drop, lock)
+            if path.exists():
+                return None
+            data = fetch()
+            self._write(path, data)
+        return data
 
-    def _write(self, path: Path, size: int, parts: Iterable[bytes]) -> None:
+    def _write(self, path: Path, data: bytes) -> None:
         """Write a file unless it is too large; without space, nothing is written for REST_S."""
-        if not self.is_writable or size >= KEPT * self.max_bytes:
+        if not self.is_writable or len(data) >= KEPT * self.max_bytes:
             return
         try:
-            self._reserve(size)
+            self._reserve(len(data))
             with replacing(path, survives_power_failure=False) as file:
-                file.writelines(parts)
+                file.write(data)
         except OSError as error:
             self._rests_until = time.monotonic() + REST_S
             fix = "free some space, lower DATA.CACHE_GB, or set DATA.CACHE_DIR to another disk"

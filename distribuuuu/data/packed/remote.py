@@ -154,7 +154,8 @@ class RemotePack:
             return "" if (part.size, part.version) in ((size, start.version), (0, "")) else _CHANGED
 
         ranges = ((first, min(first + _CHUNK, size)) for first in range(0, size, _CHUNK))
-        self._cache.store(name, size, (fetch(path, *ends, self._timeout_s, find_change).data for ends in ranges))
+        parts = (fetch(path, *ends, self._timeout_s, find_change).data for ends in ranges)
+        self._cache.fetch(name, lambda: b"".join(parts))
 
     def _check_shard(self, number: int) -> str:
         """Return the version of a shard; raise RemoteError if it is missing or of another pack."""

@@ -20,7 +20,7 @@ from support.runs import assert_same_run, small_options
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.errors import DataError
-from distribuuuu.data.datasets import index as index_module
+from distribuuuu.data.datasets import archive_members
 from distribuuuu.data.datasets.archive import Archive, ArchiveSource, find_archives, open_archives
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.index import Index
@@ -314,7 +314,7 @@ def test_a_class_that_training_lacks_is_reported(image_folder, tmp_path):
 
 
 def test_more_archives_than_stay_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(index_module, "_MAX_OPEN", 2)
+    monkeypatch.setattr(archive_members, "_MAX_OPEN", 2)
     for number in range(5):
         write_tar(tmp_path / f"train-{number}.tar", {f"a/{number}.jpg": b"%d" % number})
     index = open_archives(find_archives("TRAIN", str(tmp_path), "train"), tmp_path / "cache")

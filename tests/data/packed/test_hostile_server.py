@@ -16,7 +16,6 @@ from support.range_server import CONTRADICTIONS, ENDLESS, RangeServer, redirect,
 from distribuuuu.config import ConfigError
 from distribuuuu.data.packed import remote as pack
 from distribuuuu.data.packed import transport
-from distribuuuu.data.packed.cache import DiskCache
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.data.packed.transport import RemoteError
 
@@ -226,17 +225,3 @@ def test_a_hostile_server_of_packs_is_given_up(source, tmp_path, monkeypatch):
         for read in (lambda: pack.read_meta(f"{source.url}/train"), lambda: images.read(0)):
             assert isinstance(error := outcome_of(read), RemoteError) and str(error).startswith(f"{source.url}/train/")
         assert source.num_sent - before < MAX_SENT
-
-
-def test_a_file_is_stored_in_parts_and_read_once(tmp_path):
-    files, taken = DiskCache(tmp_path, 1000), []
-
-    def parts():
-        for number in range(3):
-            taken.append(number)
-            yield bytes(100)
-
-    files.store("a", 300, parts())
-    files.store("a", 300, parts())  # it exists
-    files.store("large", 10**15, parts())
-    assert taken == [0, 1, 2] and (tmp_path / "a").read_bytes() == bytes(300) and not (tmp_path / "large").exists()
