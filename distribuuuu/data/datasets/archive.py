@@ -7,12 +7,13 @@ import os
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import first_few
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.archive_index import scan_archives
-from distribuuuu.data.datasets.archive_members import ArchiveSource
+from distribuuuu.data.datasets.archive_members import ArchiveSource, read_member
 from distribuuuu.data.datasets.base import ImageDataset, image_extensions
 from distribuuuu.data.datasets.index import Index, open_index
 from distribuuuu.data.datasets.indexed import IndexedImages
@@ -40,6 +41,10 @@ class Archive(IndexedImages):
         source = find_archives(name, section.DATASET, section.SPLIT)._replace(extensions=image_extensions(cfg))
         index = open_archives(source, cache_folder(cfg.DATA.CACHE_DIR))
         return cls(index, trained.index if isinstance(trained, Archive) else None)
+
+    def read(self, index: int) -> Any:
+        """Return the bytes of the file of image `index`."""
+        return read_member(self.index, self.place(index)) if self.index.is_archive else super().read(index)
 
 
 def open_archives(source: ArchiveSource, cache: Path) -> Index:

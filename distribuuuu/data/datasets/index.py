@@ -27,7 +27,7 @@ from distribuuuu.data.datasets.array_file import (
     read_arrays,
     write_arrays,
 )
-from distribuuuu.files.image_files import EXTENSIONS, read_file
+from distribuuuu.files.image_files import EXTENSIONS
 from distribuuuu.files.locks import take_turn
 from distribuuuu.files.untrusted import untrusted
 
@@ -87,14 +87,6 @@ class Index:
         """Return the path of image `index`, or its archive and its name in it, e.g. 'train.tar:cat/1.jpg'."""
         file, name = self.file_of(index), self.name(index)
         return f"{os.path.basename(file)}:{name}" if self.is_archive else os.path.join(file, name)
-
-    def read(self, index: int) -> bytearray:
-        """Return the bytes of image `index`; raises DataError if its archive has changed since the scan."""
-        if not self.is_archive:
-            return read_file(self.describe(index))
-        from distribuuuu.data.datasets.archive_members import read_member
-
-        return read_member(self, index)
 
     def names_of(self, prefix: str) -> tuple[str, ...]:
         """Return all names of `pack_names`."""

@@ -101,10 +101,6 @@ class IndexedImages(SplitDataset):
             raise IndexError(f"no image {index} among {len(self)}")
         return index if self._order is None else int(self._order[index])
 
-    def read(self, index: int) -> Any:
-        """Return the bytes of the file of image `index`."""
-        return self.index.read(self.place(index))
-
     def label(self, index: int) -> Any:
         """Return the class of image `index`; the float32 multi-hot vector (classes,); or its targets by column."""
         place = self.place(index)

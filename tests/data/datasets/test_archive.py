@@ -22,6 +22,7 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.errors import DataError
 from distribuuuu.data.datasets import archive_members
 from distribuuuu.data.datasets.archive import Archive, ArchiveSource, find_archives, open_archives
+from distribuuuu.data.datasets.archive_members import read_member
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.index import Index
 from distribuuuu.data.loader import build_loader
@@ -54,7 +55,7 @@ def test_names_and_order_are_those_of_folders(tmp_path, format):
     expected = [os.path.relpath(folder.describe(i), tmp_path / "train") for i in range(len(folder))]
     assert names_of(index) == names_of(zipped) == expected and index.classes == zipped.classes == folder.classes
     assert index.arrays["label"].tolist() == [folder.label(i) for i in range(len(folder))]
-    assert [bytes(index.read(i)).decode() for i in range(len(index))] == expected
+    assert [bytes(read_member(index, i)).decode() for i in range(len(index))] == expected
     assert Archive(index).notes()[0].replace(".tar", "") == folder.notes()[0]
     assert Archive(index).describe(0) == f"train.tar:{expected[0]}"
 
@@ -74,7 +75,7 @@ def test_shards_have_labels_beside_the_images(tmp_path, label):
     index = open_archives(find_archives("TRAIN", str(tmp_path), "train-{0..1}.tar"), tmp_path / "cache")
     assert index.classes == (("name 0", "name 1", "name 2") if "name" in label else ("0", "1", "2"))
     assert index.arrays["label"].tolist() == [0, 1, 2, 1, 2, 0]
-    assert [bytes(index.read(i)) for i in (0, 5)] == [b"0 0", b"1 2"]
+    assert [bytes(read_member(index, i)) for i in (0, 5)] == [b"0 0", b"1 2"]
 
 
 def test_arrays_are_images_of_other_channels(small_cfg, tmp_path):
@@ -181,11 +182,11 @@ def test_a_damaged_tar_is_refused(tmp_path, case):
 def test_numbers_in_binary_and_long_names_are_read(tmp_path):
     path = tar_of(tmp_path / "train.tar", ONE)
     change(path, lambda content: set_size(content, b"\x80" + bytes(10) + bytes([len(JPEG)])))
-    assert bytes(open_one(path).read(0)) == JPEG
+    assert bytes(read_member(open_one(path), 0)) == JPEG
     headers = {"path": "b/\u00fc.jpg", "size": str(len(JPEG)), "comment": "x=y\nz"}
     path = tar_of(tmp_path / "pax.tar", ("a/1.jpg", JPEG, tarfile.REGTYPE, {"pax_headers": headers}),
                   format=tarfile.PAX_FORMAT, pax_headers={"comment": "all"})  # fmt: skip
-    assert names_of(open_one(path)) == ["b/\u00fc.jpg"] and bytes(open_one(path).read(0)) == JPEG
+    assert names_of(open_one(path)) == ["b/\u00fc.jpg"] and bytes(read_member(open_one(path), 0)) == JPEG
     sparse = {"pax_headers": {"GNU.sparse.major": "1"}}
     path = tar_of(tmp_path / "sparse.tar", (*ONE, tarfile.REGTYPE, sparse), format=tarfile.PAX_FORMAT)
     with pytest.raises(ConfigError, match="a/1.jpg: is no regular file, or a sparse"):
@@ -240,7 +241,7 @@ def test_a_zip_that_holds_more_than_it_declares_is_not_unpacked(tmp_path):
     path = write_zip(tmp_path / "train.zip", {"a/1.jpg": bytes(10_000_000)}, zipfile.ZIP_DEFLATED)
     index = open_one(zip_edit(path, 24, struct.pack("<L", 1000)))
     with pytest.raises(ValueError, match="the archive declares 1,000 bytes, but holds more"):
-        index.read(0)
+        read_member(index, 0)
     shared = write_zip(tmp_path / "shared.zip", {"a/1.jpg": JPEG, "a/2.jpg": JPEG})
     content = shared.read_bytes()
     first, second = (content.index(b"PK\1\2", place) for place in (0, content.index(b"PK\1\2") + 4))
@@ -263,7 +264,7 @@ def test_a_zip64_is_read(tmp_path, monkeypatch):
     assert b"PK\6\6" in buffer.getvalue()
     (tmp_path / "train.zip").write_bytes(buffer.getvalue())
     index = open_one(tmp_path / "train.zip")
-    assert [bytes(index.read(number)) for number in range(2)] == [JPEG + b"a/1.jpg", JPEG + b"b/2.jpg"]
+    assert [bytes(read_member(index, number)) for number in range(2)] == [JPEG + b"a/1.jpg", JPEG + b"b/2.jpg"]
 
 
 # ------------------------------------------------------------------------------------------- places
@@ -318,7 +319,7 @@ def test_more_archives_than_stay_open(tmp_path, monkeypatch):
     for number in range(5):
         write_tar(tmp_path / f"train-{number}.tar", {f"a/{number}.jpg": b"%d" % number})
     index = open_archives(find_archives("TRAIN", str(tmp_path), "train"), tmp_path / "cache")
-    assert [bytes(index.read(number)) for number in (0, 1, 2, 3, 4, 0)] == [b"0", b"1", b"2", b"3", b"4", b"0"]
+    assert [bytes(read_member(index, number)) for number in (0, 1, 2, 3, 4, 0)] == [b"0", b"1", b"2", b"3", b"4", b"0"]
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
@@ -328,7 +329,7 @@ def test_a_member_of_a_zip_whose_checksum_differs_is_broken(tmp_path, method):
         crc = archive.infolist()[0].CRC.to_bytes(4, "little")
     path.write_bytes(path.read_bytes().replace(crc, b"\1\2\3\4"))
     with pytest.raises(ValueError, match="the checksum of this file does not match"):
-        open_one(path).read(0)
+        read_member(open_one(path), 0)
 
 
 # --------------------------------------------------------------------------------------------- runs

@@ -58,7 +58,8 @@ def open_(root: Path, source: str) -> Index:
 
 
 def files_of(index: Index) -> list[str]:
-    return [bytes(index.read(number)).decode() for number in range(len(index))]
+    images = (Archive if index.is_archive else ImageList)(index)
+    return [bytes(images.read(number)).decode() for number in range(len(index))]
 
 
 @pytest.fixture(params=SOURCES)
