@@ -9,7 +9,7 @@ from distribuuuu.config.reader import override
 from distribuuuu.config.registry import task_class
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.normalize import statistics_of
-from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop, Transform
+from distribuuuu.data.transforms import CenterCrop, ResizedCrop, Transform
 
 if TYPE_CHECKING:
     from distribuuuu.data.whole_image import EvalCrop
@@ -86,6 +86,8 @@ def build_view(cfg, images: ImageDataset) -> Transform:
     elif kind == "resized":
         crop = ResizedCrop(im_size, data.CROP_SCALE, data.FLIP, data.CROP_RATIO, data.INTERPOLATION, data.VFLIP)
     else:
+        from distribuuuu.data.padded_crop import PaddedCrop
+
         mode = data.CROP_PADDING_MODE
         crop = PaddedCrop(im_size, data.CROP_PADDING, data.FLIP, data.INTERPOLATION, data.VFLIP, mode)
     aug = cfg.AUG

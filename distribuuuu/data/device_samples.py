@@ -17,17 +17,9 @@ from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import open_lazy_image
 from distribuuuu.data.image_file import DEFAULTS, DecodeOptions
 from distribuuuu.data.make_batch import Allocate, HostBatch, Samples, as_targets, transform_at
+from distribuuuu.data.padded_crop import PaddedCrop, random_padded_corner, reflect
 from distribuuuu.data.seeding import SampleKey, derive_seed
-from distribuuuu.data.transforms import (
-    CenterCrop,
-    PaddedCrop,
-    Transform,
-    crop_ends,
-    draw_flips,
-    random_padded_corner,
-    reflect,
-    resize_to_cover,
-)
+from distribuuuu.data.transforms import CenterCrop, Transform, crop_ends, draw_flips, resize_to_cover
 from distribuuuu.data.views import EpochTransforms
 
 # Images that a thread decodes at a time.

@@ -93,40 +93,6 @@ class ResizedCrop(Transform):
 
 
 @dataclass(frozen=True)
-class PaddedCrop(Transform):
-    """A random crop of the padded image, randomly flipped (He et al., arXiv 1512.03385).
-
-    Attributes:
-        size: of the output, see `Transform`; an image is first resized to the smallest size that covers it.
-        padding: pixels on each side.
-        flip: probability of a horizontal flip.
-        interpolation: see `resize`.
-        vflip: probability of a vertical flip.
-        mode: content of the padding, "zeros" or "reflect"; the latter needs a padding smaller than the sides of `size`.
-    """
-
-    size: Size
-    padding: int = 4
-    flip: float = 0.5
-    interpolation: str = "bilinear"
-    vflip: float = 0.0
-    mode: str = "zeros"
-
-    def __str__(self) -> str:
-        padding = f"padding {self.padding} px{' (reflect)' if self.mode == 'reflect' else ''}"
-        return f"{show_cover(self.size)}, {padding}, random crop {show_size(self.size)} px, {show_flips(self)}"
-
-    def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
-        is_flipped, is_vflipped = draw_flips(rng, self)
-        pixels = resize_to_cover(crop_ends(image.pixels()), self.size, self.interpolation)
-        height, width = pixels.shape[-2:]
-        top, left = random_padded_corner(rng, height, width, self.size, self.padding)
-        record_geometry(rng, image, (height, width), (top, left), self.size, (is_flipped, is_vflipped))
-        crop = reflect_box if self.mode == "reflect" else crop_box
-        return flip_each(crop(pixels, int(top), int(left), self.size), is_flipped, is_vflipped)
-
-
-@dataclass(frozen=True)
 class CenterCrop(Transform):
     """The evaluation transform: resize to the smallest size that covers `resize_to`, then crop the center of `size`."""
 
@@ -190,14 +156,6 @@ def random_resized_box(
     return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
 
 
-def random_padded_corner(rng: Any, height: int, width: int, size: Size, padding: int) -> tuple:
-    """Return the top left corner of a random box of `size` in the padded image; negative inside the padding."""
-    down, right = rng.uniform(), rng.uniform()
-    sides = zip((height, width), height_and_width(size), strict=True)
-    room_down, room_right = (side + 2 * padding - crop + 1 for side, crop in sides)
-    return down * room_down // 1 - padding, right * room_right // 1 - padding
-
-
 def resize(pixels: torch.Tensor, height: int, width: int, interpolation: str = "bilinear") -> torch.Tensor:
     """Return (..., C, height, width) of the type of the pixels; float32 is not rounded.
 
@@ -257,18 +215,6 @@ def crop_box(pixels: torch.Tensor, top: int, left: int, size: Size) -> torch.Ten
     limits = across, across, down, down
     missing = [min(side, max(0, edge)) for side, edge in zip(limits, (-left, right, -top, below), strict=True)]
     return pad(inside, missing) if any(missing) else inside
-
-
-def reflect_box(pixels: torch.Tensor, top: int, left: int, size: Size) -> torch.Tensor:
-    """Return a box of the images, reflected where it extends beyond them: uint8 (..., C, height, width)."""
-    sides = zip((top, left), height_and_width(size), pixels.shape[-2:], strict=True)
-    rows, columns = (reflect(first + torch.arange(num, device=pixels.device), side) for first, num, side in sides)
-    return pixels[..., rows[:, None], columns]
-
-
-def reflect(positions: Any, side: int) -> Any:
-    """Return positions of pixels, from 1 - side to 2 * side - 2, reflected at the borders 0 and side - 1."""
-    return side - 1 - abs(side - 1 - abs(positions))
 
 
 def crop_center(pixels: torch.Tensor, size: Size) -> torch.Tensor:

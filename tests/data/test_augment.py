@@ -1,7 +1,6 @@
 """Augmentation after the crop: what torchvision and timm do, drawn from position alone, in any worker."""
 
 import random
-import threading
 import time
 
 import numpy as np
@@ -20,10 +19,10 @@ from distribuuuu.data import augment
 from distribuuuu.data.augment import AugmentedCrop, Erasing, build_augmentation, make_jitter
 from distribuuuu.data.decode import LazyImage
 from distribuuuu.data.loader import build_loader
-from distribuuuu.data.normalize import Normalizer
+from distribuuuu.data.padded_crop import PaddedCrop
 from distribuuuu.data.policies import make_policy
-from distribuuuu.data.seeding import SampleRNG, own_generators, seed_cpu, seeded_generators, seeded_torch
-from distribuuuu.data.transforms import PaddedCrop, ResizedCrop
+from distribuuuu.data.seeding import SampleRNG, seed_cpu, seeded_generators, seeded_torch
+from distribuuuu.data.transforms import ResizedCrop
 from distribuuuu.trainer import train_model
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -113,22 +112,6 @@ def test_jitter_is_torchvisions():
             assert torch.equal(augmented(LazyImage(scene()), SampleRNG(3, index)), expected)
 
 
-def test_3augment_is_gray_solarized_or_blurred_one_as_likely_as_the_other():
-    chosen, counts = policy("3augment"), {"gray": 0, "solarized": 0, "blurred": 0}
-    original = scene().int()
-    inverted = torch.where(original >= 128, 255 - original, original)
-    for seed in range(600):
-        pixels = pil_to_tensor(chosen(image_of(scene()), seed)).int()
-        if (pixels[0] == pixels[1]).all() and (pixels[1] == pixels[2]).all():
-            counts["gray"] += 1
-        elif torch.equal(pixels, inverted):
-            counts["solarized"] += 1
-        else:
-            counts["blurred"] += 1
-            assert (pixels - original).abs().float().mean() < 12
-    assert all(150 <= count <= 250 for count in counts.values()), counts
-
-
 def test_text_that_is_not_understood_says_why_and_where_it_was_set(small_cfg):
     for text, said in {
         "rand-m9-inc": r"'inc'; rand takes mNUMBER, nNUMBER", "rand-m9-foo3": "'foo3'", "none-1": "settings",
@@ -169,15 +152,6 @@ def test_erasing_hits_its_share_of_images_with_boxes_of_the_stated_shapes():
     assert min(ratios) < 0.4 and max(ratios) > 2.5 and len(set(corners)) > 150
 
 
-def test_erasing_with_pixels_is_clipped_normal_noise_around_the_mean():
-    normalize, values = Normalizer(CPU, MEAN, STD, False), []
-    for pixels, hit in erased_boxes(Erasing(1.0, MEAN, STD), 60):
-        values.append(normalize(pixels[None])[0][:, hit].flatten())
-    values = torch.cat(values)
-    assert abs(float(values.mean())) < 0.05 and 0.9 < float(values.std()) < 1.02
-    assert 0.6 < float((values.abs() < 1).float().mean()) < 0.75
-
-
 # The order, and nothing where nothing is asked for
 
 
@@ -206,14 +180,6 @@ def test_without_augmentation_and_in_an_evaluation_the_transform_is_the_crop(sma
 
 
 # Registered operations
-
-
-def test_grayscale_converts_one_image_in_five():
-    transform = AugmentedCrop(whole(), operations=(augment.grayscale,))
-    images = [transform(LazyImage(scene()), SampleRNG(0, index)) for index in range(500)]
-    is_gray = [bool((pixels[0] == pixels[1]).all() and (pixels[1] == pixels[2]).all()) for pixels in images]
-    assert 70 <= sum(is_gray) <= 130
-    assert all(torch.equal(pixels, scene()) for pixels, gray in zip(images, is_gray, strict=True) if not gray)
 
 
 def test_color_noise_shifts_each_image_along_the_components_of_imagenets_colors():
@@ -247,30 +213,6 @@ def test_a_policy_is_a_function_of_its_seed_and_leaves_the_generators_alone():
         assert len({bytes(pixels.numpy()) for pixels in results[0]}) > 3, text
 
 
-def test_what_a_step_draws_is_not_disturbed_by_threads_that_augment():
-    """Dropout on the CPU draws from torch's default generator while worker threads make the next batches."""
-    choices, image, done = [policy(text) for text in ("rand-m9-mstd0.5-inc1", "randaugment")], image_of(scene()), []
-
-    def augment(chosen) -> None:
-        for seed in range(60):
-            chosen(image, seed)
-        done.append(True)
-
-    def draw() -> list:
-        seed_cpu(3)
-        return [(torch.rand(4).tolist(), np.random.rand(), random.random()) for _ in range(400)]
-
-    expected = draw()
-    threads = [threading.Thread(target=augment, args=(chosen,)) for chosen in choices * 2]
-    for thread in threads:
-        thread.start()
-    with own_generators():
-        drawn = draw()
-    for thread in threads:
-        thread.join()
-    assert drawn == expected and len(done) == 4
-
-
 WAYS = [("process", 2), ("thread", 3)]
 MIXES = {
     "timm": ("AUG.POLICY", "rand-m9-mstd0.5-inc1", "AUG.ERASING", 0.5, "AUG.ERASING_MODE", "pixel"),
@@ -295,13 +237,6 @@ def test_any_worker_and_the_device_loader_augment_alike(small_cfg, mix, crop):
             seed(number)
         there = batches_of(small_cfg(*words, *way))
         assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True)), way
-
-
-def test_the_preview_shows_the_images_as_they_are_augmented(small_cfg):
-    words = ("AUG.POLICY", "randaugment", "AUG.ERASING", 1.0)
-    loader = build_loader(small_cfg(*words), ALONE, CPU, train=True)
-    images, *_ = next(loader.batches_from(3, 0, 0))
-    assert torch.equal(loader._normalize(loader.preview(3, 12)), images)
 
 
 class Draws(task_class(get_cfg())):

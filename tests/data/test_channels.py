@@ -18,7 +18,7 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.augment import Erasing
 from distribuuuu.data.decode import open_lazy_image
 from distribuuuu.data.image_file import DecodeOptions
-from distribuuuu.data.loader import BadImageError, build_loader
+from distribuuuu.data.loader import build_loader
 from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.transforms import resize
 from distribuuuu.data.whole_image import WholeImage
@@ -198,12 +198,6 @@ def test_batches_do_not_depend_on_workers(bands_cfg, crop):
     for words in (("TRAIN.WORKERS", 2), ("TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"), ("DATA.LOADER", "device")):
         found = batches(bands_cfg("DATA.CROP", crop, *words))
         assert all(map(torch.equal, found, expected)) and len(found) == len(expected), words
-
-
-def test_a_wrong_number_of_channels_is_reported_before_training(bands_cfg):
-    cfg = bands_cfg("DATA.CHANNELS", 2, "DATA.MEAN", [0, 0], "DATA.STD", [1, 1])
-    with pytest.raises(BadImageError, match=r"field/00.npy: ValueError: got pixels .* expected 2 channels"):
-        build_loader(cfg, Launch("alone"), CPU, train=False)
 
 
 def test_16_bit_files_are_reported_where_they_are_reduced(tmp_path, small_cfg):

@@ -7,7 +7,6 @@ import random
 import re
 import resource
 import struct
-import tarfile
 import warnings
 from pathlib import Path
 
@@ -15,10 +14,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
-from support.images import difference, find_data, needs, tensor_of, with_png_size
-from support.runs import ROOT
+from support.images import difference, needs, tensor_of, with_png_size
 from support.tiers import pairwise
-from torchvision import transforms as torchvision_transforms
 
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.decode import EncodedImage, decode, open_lazy_image, pil_to_tensor
@@ -184,16 +181,6 @@ def test_a_file_of_any_format_that_claims_to_be_huge_is_refused_without_memory(d
             EncodedImage(data, decoder).crop(Box(0, 0, 9, 9), 4)
 
 
-def test_max_pixels_holds_for_every_format_and_decoder(decoder):
-    exact, less = DecodeOptions(max_pixels=60 * 44), DecodeOptions(max_pixels=60 * 44 - 1)
-    for name, data in (FILES | PIL_FILES).items():
-        if "20,000" in name or name == "one pixel":
-            continue
-        assert decode(data, decoder, exact).shape == (3, 44, 60), name
-        with pytest.raises(ValueError, match="60 x 44 pixels are more than DATA.MAX_PIXELS 2639"):
-            open_lazy_image(data, decoder, less).crop(Box(0, 0, 4, 4), 4)
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_the_limit_holds_for_pixels_too_and_may_be_above_pils(monkeypatch):
     for item in (SCENE, np.asarray(SCENE), tensor_of(SCENE)):
@@ -224,19 +211,6 @@ def test_a_postscript_file_with_the_name_of_a_jpeg_starts_no_ghostscript(tmp_pat
     sample = Samples(ImageFolder(tmp_path, "train"), CenterCrop(8, 8), decoder, skip_broken=False)[0, 0]
     assert sample.pixels is None and not started.exists()
     assert sample.broken[0].endswith(f"a/x.jpg: ValueError: not an image of a known format ({', '.join(FORMATS)})")
-
-
-def test_image_files_are_opened_in_one_place():
-    """Anything else might let PIL try all its formats; torchvision's ImageFolder does so unless it has a loader."""
-    folders = ("distribuuuu", "tools", "benchmarks", "tutorial")
-    sources = {path: path.read_text() for folder in folders for path in ROOT.glob(f"{folder}/**/*.py")}
-    # The code of a card is for other programs; the command may have been deleted.
-    sources.pop(ROOT / "distribuuuu" / "commands" / "export" / "card_code.py", None)
-    opening = [path for path, text in sources.items() if re.search(r"Image\.open\(|default_loader|pil_loader", text)]
-    assert [path.name for path in opening] == ["image_file.py"] and "formats=FORMATS" in sources[opening[0]]
-    theirs = [line for path, text in sources.items() if path.parent.name == "tutorial"
-              for line in text.splitlines() if "datasets.ImageFolder(" in line]  # fmt: skip
-    assert theirs and all("loader=" in line for line in theirs)
 
 
 @pytest.mark.parametrize("kind, decoder", pairwise(("JPEG", "PNG", "WEBP", "TIFF"), DECODERS))
@@ -296,29 +270,6 @@ def test_what_is_no_image_is_refused(decoder):
         assert_refused(data, decoder, "the file is empty" if name == "empty" else ".")
         with pytest.raises(Exception, match="."):
             EncodedImage(data, decoder).crop(Box(0, 0, 1, 1), 4)
-
-
-def corrupt(data: bytes, number: int) -> bytes:
-    """Return the data with one byte changed."""
-    draw, changed = random.Random(number), bytearray(data)
-    changed[draw.randrange(len(changed))] ^= draw.randrange(1, 256)
-    return bytes(changed)
-
-
-@pytest.mark.parametrize("name, decoder", pairwise(["png", "palette", "animated gif", "webp", "rgba png"], DECODERS))
-def test_other_files_with_a_wrong_byte_end_no_process(name, decoder):
-    """Each pair is tried in a process of its own, which a decoder may end."""
-    needs(decoder)
-    child = os.fork()
-    if not child:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libpng writes there
-        for number in range(60):
-            try:
-                decode(corrupt(FILES[name], number), decoder)
-            except Exception:
-                continue
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, "a file with one wrong byte has ended the process"
 
 
 def test_a_jpeg_with_bytes_too_many_is_read_by_every_decoder(decoder):
@@ -415,23 +366,3 @@ def test_what_cannot_be_cut_comes_back_whole_and_a_part_is_smaller_than_the_file
     for name, other in no_row_ends.items():
         part, first = cut_rows(other, read_jpeg_header(other), 100, 120)
         assert part is other and first == 0, name
-
-
-# Photographs
-
-
-@pytest.fixture(scope="module")
-def photographs() -> list[bytes]:
-    with tarfile.open(find_data("clothing10/clothing10_subset.tar")) as archive:
-        members = [member for member in archive if member.name.endswith(".jpg")][:300]
-        return [archive.extractfile(member).read() for member in members]
-
-
-@pytest.mark.real_data
-def test_photographs_are_evaluated_as_torchvision_does(photographs, decoder):
-    theirs = torchvision_transforms.Compose([torchvision_transforms.Resize(64), torchvision_transforms.CenterCrop(56)])
-    differences = []
-    for data in photographs[:100]:
-        pixels = CenterCrop(64, 56)(EncodedImage(data, decoder), SampleRNG(0, 0))
-        differences.append(difference(pixels, tensor_of(theirs(Image.open(io.BytesIO(data)).convert("RGB")))))
-    assert np.mean(differences) <= 0.1 and max(differences) <= 0.5

@@ -19,8 +19,9 @@ from distribuuuu.data.build_transform import build_transform
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import LazyImage
 from distribuuuu.data.device_samples import crop_batch
+from distribuuuu.data.padded_crop import PaddedCrop
 from distribuuuu.data.seeding import SampleRNG
-from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop, resized_size
+from distribuuuu.data.transforms import CenterCrop, ResizedCrop, resized_size
 from distribuuuu.data.whole_image import WholeImage
 from distribuuuu.models import build_model
 from distribuuuu.records.read_results import read_results
@@ -107,12 +108,9 @@ def test_the_config_selects_crops_and_shapes(small_cfg):
 
 @pytest.mark.parametrize(("words", "message"), [
     (["TRAIN.IM_SIZE", "[96, 320]"], r"TEST.IM_SIZE: got 256, smaller than .* \[96, 320\]; set it to \[96, 320\]"),
-    (["TRAIN.IM_SIZE", "[96]"], r"TRAIN.IM_SIZE .*expected an integer, or \[height, width\]"),
     (["TEST.CROP_SIZE", "[0, 5]"], r"TEST.CROP_SIZE .*expected an integer, or \[height, width\]"),
-    (["TRAIN.IM_SIZE", "[1, 5]"], "TRAIN.IM_SIZE .*expected 2 or more"),
     (["TRAIN.IM_SIZE", "[96, 320]", "TEST.CROP", "squash", "TRAIN.IM_SIZE_START", "64", "TRAIN.IM_SIZE_EPOCHS",
       "[0, 5]"], "TRAIN.IM_SIZE_START .*expected a square TRAIN.IM_SIZE"),
-    (["TEST.CROP", "fit"], "TEST.CROP .*expected one of center, squash, letterbox"),
 ])  # fmt: skip
 def test_conflicts_of_shapes(words, message):
     with pytest.raises(ConfigError, match=message):

@@ -111,17 +111,6 @@ def test_the_shares_are_drawn_from_beta_and_each_kind_has_its_own():
     assert len(set(mixer(mixup=0.8).draw(0, 0, 0).lam.tolist())) == 12
 
 
-def test_soft_targets_are_mixed_too_and_a_pair_of_one_class_stays_hard():
-    images, labels = batch()
-    soft = torch.nn.functional.one_hot(labels, NUM_CLASSES).float()
-    before, targets = soft.clone(), mixed(mixer(cutmix=1.0), images, soft)[1]
-    assert targets.dtype == torch.float32 and torch.equal(targets, mixed(mixer(cutmix=1.0), images, labels)[1])
-    assert torch.equal(soft, before)
-    _, targets = mixed(mixer(mixup=0.8), images, torch.full((24,), 3))
-    assert torch.equal(targets, torch.nn.functional.one_hot(torch.full((24,), 3), NUM_CLASSES).float())
-    torch.testing.assert_close(mixed(mixer(mixup=0.8), *batch())[1].sum(1), torch.ones(24))
-
-
 def test_weights_of_zero_and_one_are_exact():
     values = torch.tensor([[0.1], [1e8], [0.1], [1e8]])
     blend_pairs(values, torch.tensor([[0.0], [1.0]]))

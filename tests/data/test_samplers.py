@@ -17,7 +17,6 @@ from distribuuuu.data.loader import build_loader
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
 from distribuuuu.data.views import progressive_im_size
 from distribuuuu.data.workers import Pass
-from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model, check_model
 
 GROWING = ("TRAIN.IM_SIZE_START", 8, "TRAIN.IM_SIZE_EPOCHS", [1, 5], "TRAIN.IM_SIZE_MULTIPLE", 2)
@@ -91,22 +90,6 @@ def test_evaluation_takes_each_image_exactly_once():
         taken = [index for sampler in parts for batch in sampler for _, index in batch]
         assert sorted(taken) == list(range(num_images))
         assert [len(sampler) for sampler in parts] == [len(list(sampler)) for sampler in parts]
-
-
-def test_an_image_that_comes_again_is_augmented_otherwise():
-    keys = sum(epoch_of([sampler(24, 1, 0)]), [])
-    single = [key for key in keys if LABELS[key[1]] == 4]
-    assert len(single) > 50 and len(set(single)) == len(single)
-    assert len(set(sum(epoch_of([sampler(24, 1, 0, repeats=3)]), []))) == 480
-
-
-def test_batches_hold_the_classes_as_often_as_the_config_says(small_cfg, tmp_path):
-    draw_folder(tmp_path, "train", {"ant": 30, "bee": 5, "cat": 1})
-    cfg = small_cfg("TRAIN.DATASET", tmp_path, "DATA.SAMPLING", "balanced")
-    loader = build_loader(cfg, detect_launch(), CPU, train=True)
-    batches = [batch for epoch in range(20) for _, batch, *_ in loader.batches_from(3, epoch, 0)]
-    labels = Counter(torch.cat(batches).tolist())
-    assert all(abs(labels[label] - 240) < 60 for label in range(3)) and loader.num_steps == 3
 
 
 # Progressive resizing

@@ -12,9 +12,10 @@ from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import open_lazy_image
 from distribuuuu.data.loader import build_loader
 from distribuuuu.data.make_batch import Samples
+from distribuuuu.data.padded_crop import PaddedCrop
 from distribuuuu.data.samplers import EvalSampler
 from distribuuuu.data.seeding import SampleRNG, derive_seed
-from distribuuuu.data.transforms import CenterCrop, PaddedCrop, ResizedCrop
+from distribuuuu.data.transforms import CenterCrop, ResizedCrop
 from distribuuuu.data.views import Views
 from distribuuuu.data.whole_image import WholeImage
 from distribuuuu.data.worker_kinds import start_workers

@@ -24,7 +24,7 @@ from distribuuuu.data.make_batch import Samples
 from distribuuuu.data.samplers import EvalSampler
 from distribuuuu.data.transforms import CenterCrop, ResizedCrop
 from distribuuuu.data.worker_kinds import start_workers
-from distribuuuu.data.workers import LoaderWorkerError, Pass, count_workers
+from distribuuuu.data.workers import LoaderWorkerError, Pass
 from distribuuuu.launch import host
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import count_cores
@@ -173,10 +173,6 @@ def test_batches_that_are_kept_are_not_overwritten_and_all_memory_is_reused(batc
     del part
     slots.clear()
     assert numbers_of(batches) == EXPECTED and {*slots} == set(range(6))
-
-
-def test_without_memory_to_share_the_batches_are_the_same(slots):
-    assert numbers_of(start("process", 1, batch_bytes=2**60)) == EXPECTED and not slots
 
 
 @pytest.mark.slow
@@ -332,13 +328,6 @@ def test_cores_are_those_of_the_set_and_no_more_than_the_quota(monkeypatch):
     ]:  # fmt: skip
         fake_cores(monkeypatch, cores, quota)
         assert count_cores() == expected, (cores, quota)
-
-
-def test_the_cores_are_shared_among_the_processes_of_a_machine(monkeypatch):
-    fake_cores(monkeypatch, 16, None)
-    for sharing, expected in {1: 16, 3: 5, 64: 1}.items():
-        assert count_workers(-1, Launch("alone", local_world_size=sharing)) == expected
-        assert count_workers(99, Launch("alone", local_world_size=sharing)) == 99
 
 
 # Bad files in the whole loader

@@ -3,7 +3,6 @@
 import logging
 import math
 import os
-import pickle
 import traceback
 import urllib.error
 
@@ -197,16 +196,6 @@ def test_downloaded_weights_of_torchvision_are_read_as_plain_data(monkeypatch, t
     assert "weights_only" not in whole and "safe_globals" not in whole
     torch.save(torchvision.models.resnet18().state_dict(), cached)
     build_model(make_cfg("resnet18", pretrained=True))
-
-
-@pytest.mark.parametrize("name", ["pretrained_cfg", "pretrained_cfg_overlay"])
-def test_weights_that_timm_is_told_to_read_are_plain_data(tmp_path, name):
-    """Below the check of the keywords, which refuses these names."""
-    torch.save({"state_dict": Payload(tmp_path / "done")}, tmp_path / "x.pth")
-    spec = make_model_spec(find_architecture("timm/test_efficientnet"), 3, {}, 224)
-    with pytest.raises((RuntimeError, pickle.UnpicklingError)):  # the type depends on the version of timm
-        spec.build(pretrained=True, **{name: {"file": str(tmp_path / "x.pth"), "architecture": "test_efficientnet"}})
-    assert not (tmp_path / "done").exists()
 
 
 def test_keywords_that_read_files_are_refused_when_a_model_is_built(tmp_path):

@@ -218,16 +218,6 @@ def test_patterns_freeze_parameters_and_whole_modules_by_their_whole_names():
     assert count_frozen(model) == (num_parameters, sum(not mode for mode in modes.values()))
 
 
-def test_a_batch_norm_is_frozen_with_all_of_its_parameters_or_by_its_name():
-    for is_affine, patterns, training in [
-        (True, ("0.weight", "0.bias", "1.bias"), [False, True, True]),  # all of its parameters
-        (False, ("0", "2"), [False, True, False]),  # its name
-    ]:  # fmt: skip
-        model = nn.Sequential(*(nn.BatchNorm2d(3, affine=is_affine) for _ in range(3)), nn.Linear(3, 3))
-        freeze(model, patterns)
-        assert [module.training for module in model.train()][:3] == training
-
-
 def test_copies_wrappers_and_conversions_keep_what_is_frozen_apart():
     model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3))
     freeze(model, ("0",))

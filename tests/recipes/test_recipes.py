@@ -11,18 +11,17 @@ from support.baselines import BASELINES, FILES
 from support.images import draw_folder
 from support.recipe_facts import FACTS, RECIPES
 from support.recipe_measures import ParameterOptions, initial_model, measure, meta_model, parameter_options, recipe
-from support.runs import ROOT, small_options
+from support.runs import ROOT
 from support.tables import each_row
 from support.tiers import slow
 
-from distribuuuu.config import load_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.locate import find_base, find_config, find_shipped
 from distribuuuu.data.loader import build_loader
 from distribuuuu.engine.build import build_run
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import count_parameters
-from distribuuuu.trainer import train_epoch, train_model
+from distribuuuu.trainer import train_epoch
 
 # Facts that are compared by tests of their own.
 TESTED_ALONE = {"reported", "decay", "init", "max side of the pack"}
@@ -56,20 +55,6 @@ def test_a_file_states_its_recipe_the_command_and_the_accuracy(path):
     is_2021 = path.parent.name == "imagenet2021"
     assert is_2021 or cfg.TRAIN.GLOBAL_BATCH_SIZE, "the same on any number of processes"
     assert (cfg.DIST.PROCESSES > 0) == is_2021
-
-
-def test_the_rows_of_2021_warn_on_another_number_of_processes_unless_the_batch_is_set(small_cfg, tmp_path):
-    said = "the recipe is for 8 processes, a global batch of 96 images; here it is 12; to train as intended, add"
-    for number, words in enumerate([(), ("TRAIN.GLOBAL_BATCH_SIZE", 24), ("DIST.PROCESSES", 1)]):
-        file = tmp_path / f"{number}.yaml"
-        file.write_text("OPTIM: {BASE_LR: 0.1}\nDIST: {PROCESSES: 8}\n")
-        options = dict(zip(*[iter(small_options(tmp_path, tmp_path / str(number)))] * 2, strict=True))
-        del options["OPTIM.BASE_LR"]
-        train = ("TRAIN.DATASET", small_cfg().TRAIN.DATASET, "OPTIM.MAX_EPOCH", 1)
-        words = [word for pair in options.items() for word in pair] + [str(word) for word in (*train, *words)]
-        train_model(load_cfg(str(file), words))
-        log = (tmp_path / str(number) / "train.log").read_text()
-        assert (f"{said} TRAIN.GLOBAL_BATCH_SIZE 96" in log) == (number == 0)
 
 
 @pytest.mark.parametrize("name", BASELINES)
