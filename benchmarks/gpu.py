@@ -16,16 +16,11 @@ Then ours and the bare loop alternate in a process group of size 1, which gives 
 FLOP rate of training, counted as three forward passes, relative to large bfloat16 matrix products in the same run.
 "peak GiB" is the peak memory of one loop: weights, optimizer state, batch, and what its steps allocate.
 
-With --loader FOLDER, an ImageFolder with train/, or --loader synthetic, the loader is measured too: our loop without
-it, the loader alone, and `train_epoch` with the real loader take turns in the same way; see gpu_end_to_end.py.
-
 To test it without a GPU: --device cpu --arch resnet8 --im-size 32 --batch 8 --classes 10 --steps 3 --no-compile
-and the same with --loader synthetic --workers 2
 """
 
 import argparse
 import contextlib
-import itertools
 import statistics
 import sys
 import tempfile
@@ -45,24 +40,18 @@ from bench_support.gpu_contestants import (
     timm_loop,
     torchvision_loop,
 )
-from bench_support.gpu_end_to_end import SYNTHETIC, BlockLoader, find_images, measure_end_to_end, show_end_to_end
 from bench_support.machine import describe_run, show_spread
-from step import build_memory_run
+from step import MemoryLoader, build_memory_run
 from torch.utils.flop_counter import FlopCounterMode
 
 from distribuuuu.config import Config, ConfigError, load_cfg
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan
-from distribuuuu.data.datasets.dummy import Dummy
-from distribuuuu.data.loader import build_loader
-from distribuuuu.data.workers import count_workers
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.ddp import compile_model
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.engine.build import build_training
-from distribuuuu.engine.preflight import resolve_num_classes
 from distribuuuu.engine.run import Run
-from distribuuuu.launch.detect import Launch
 from distribuuuu.models import build_model
 from distribuuuu.records.run_log import close_logging, set_up_logging
 from distribuuuu.tasks.losses import build_loss
@@ -74,40 +63,12 @@ MATRIX_SIDES = {"cuda": 8192, "cpu": 512}
 REFERENCES = ("timm", "torchvision")
 
 
-class MemoryLoader:
-    """A loader that repeats one batch, with the interface of TrainLoader that the training loop uses."""
-
-    samples = sampler = None
-
-    def __init__(self, batches: Batches, num_classes: int):
-        images = batches.batch[0]
-        self.batch = Batch(*batches.batch)
-        self.num_steps = len(batches)
-        self.plan = BatchPlan(len(images), 1, 1)
-        self.device = images.device
-        self.images = Dummy(images.shape[-1], num_classes)
-
-    def steps_of(self, epoch: int) -> int:
-        """Return the steps of an epoch."""
-        return self.num_steps
-
-    def batches_from(self, seed: int, epoch: int, first_step: int) -> Iterator:
-        """Return an iterator over micro-batches."""
-        return itertools.repeat(self.batch)
-
-    def choose(self, indices) -> None:
-        """Ignore which images the task chooses."""
-
-    def expect(self, passes) -> None:
-        """Ignore the passes that will follow."""
-
-    def zero_images(self, num: int) -> torch.Tensor:
-        """Return images of a micro-batch, in place of zeros."""
-        return self.batch[0]
-
-    def pop_data_time(self) -> float:
-        """Return the seconds spent waiting for batches."""
-        return 0.0
+def build_memory_loader(batches: Batches, num_classes: int) -> MemoryLoader:
+    """Return a loader that repeats the batch."""
+    images = batches.batch[0]
+    loader = MemoryLoader(Batch(*batches.batch), BatchPlan(len(images), 1, 1), images.device, num_classes)
+    loader.num_steps = len(batches)
+    return loader
 
 
 def make_cfg(args: argparse.Namespace, out_dir: Path, data: Sequence[str] = ("DATA.NAME", "dummy")) -> Config:
@@ -128,7 +89,7 @@ def make_cfg(args: argparse.Namespace, out_dir: Path, data: Sequence[str] = ("DA
 
 def build_our_run(cfg, batches: Batches, stack: contextlib.ExitStack) -> Run:
     """Return a run of our loop on its own model, wrapped in DDP inside a process group."""
-    run = build_memory_run(cfg, MemoryLoader(batches, cfg.MODEL.NUM_CLASSES))
+    run = build_memory_run(cfg, build_memory_loader(batches, cfg.MODEL.NUM_CLASSES))
     stack.enter_context(run.log)
     return run
 
@@ -149,7 +110,7 @@ def build_ours(ours: Run) -> Contestant:
 
 def build_other(cfg, batches: Batches, build_loop: Callable) -> Contestant:
     """Return another loop on a copy of the model, with the same optimizer, loss and autocast."""
-    loader = MemoryLoader(batches, cfg.MODEL.NUM_CLASSES)
+    loader = build_memory_loader(batches, cfg.MODEL.NUM_CLASSES)
     state = build_training(cfg, loader, loader.batch[0][:1], latest=None).state
     compile_model(state.model, cfg.MODEL.COMPILE)
     loop = build_loop(state.model, state.optimizer, build_loss(cfg), batches, state.precision.autocast)
@@ -173,7 +134,7 @@ def build_contestants(args, cfg, batches: Batches, ours: Contestant) -> dict[str
 
 def count_forward_flops(cfg, batches: Batches) -> int:
     """Return the FLOPs of a forward pass of one image; a multiply-add counts as two."""
-    loader = MemoryLoader(batches, cfg.MODEL.NUM_CLASSES)
+    loader = build_memory_loader(batches, cfg.MODEL.NUM_CLASSES)
     model = build_model(cfg).to(loader.device).eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(batches.batch[0][:1])
@@ -195,19 +156,6 @@ def measure_matrix_rate(device: torch.device, num_blocks: int = 10, block: int =
     return 2 * side**3 * block / min(seconds[1:])
 
 
-def build_block_loader(args: argparse.Namespace, folder: Path, device: torch.device) -> BlockLoader:
-    """Return the loader of the end-to-end measurement; its workers are forked.
-
-    Raises:
-        ConfigError: the images contradict the arguments.
-    """
-    cfg = resolve_num_classes(make_cfg(args, folder / "loader", find_images(args, folder)))
-    if cfg.MODEL.NUM_CLASSES > args.classes:
-        raise ConfigError(f"--classes: got {args.classes}; expected at least {cfg.MODEL.NUM_CLASSES}, as in the images")
-    loader = build_loader(cfg, Launch("benchmark"), device, train=True)
-    return BlockLoader(loader, args.workers, args.steps)
-
-
 @contextlib.contextmanager
 def group_of_one(device: torch.device) -> Iterator[None]:
     """Open a process group with a single process."""
@@ -220,26 +168,23 @@ def group_of_one(device: torch.device) -> Iterator[None]:
 
 
 def run_all(args: argparse.Namespace, folder: Path, device: torch.device) -> dict:
-    """Run all loops; return the results by kind: without and with a process group, end to end, FLOPs, matrix rate."""
-    # First of all, because the group starts threads: a fork while one of them holds a lock deadlocks the child.
-    loader = build_block_loader(args, folder, device) if args.loader else None
+    """Run all loops; return the results by kind: without and with a process group, FLOPs, matrix rate."""
     images = torch.randn(args.batch, 3, args.im_size, args.im_size, device=device)
     labels = torch.arange(args.batch, device=device) % args.classes
     batches = Batches((images.to(memory_format=torch.channels_last), labels), args.steps)
-    cfgs = [make_cfg(args, folder / name) for name in ("alone", "group", "end_to_end")]
+    cfgs = [make_cfg(args, folder / name) for name in ("alone", "group")]
     flops, rate = count_forward_flops(cfgs[0], batches), measure_matrix_rate(device)
     with contextlib.ExitStack() as stack:
         run = build_our_run(cfgs[0], batches, stack)
         alone = build_contestants(args, cfgs[0], batches, build_ours(run))
         take_turns(alone, args.blocks, device)
-        end_to_end = loader and measure_end_to_end(alone["ours"], run, cfgs[2], loader, args.blocks, device)
         bare = alone["bare"]
         stack.enter_context(group_of_one(device))
         ours = build_ours(build_our_run(cfgs[1], batches, stack))
         group = {"bare": Contestant(bare.run, bare.optimizer, bare.held), "ours": ours}
         take_turns(group, args.blocks, device)
     rate = max(rate, measure_matrix_rate(device))
-    return {"alone": alone, "group": group, "end_to_end": end_to_end, "flops": flops, "rate": rate}
+    return {"alone": alone, "group": group, "flops": flops, "rate": rate}
 
 
 def show(args: argparse.Namespace, result: dict, device: torch.device) -> None:
@@ -273,29 +218,6 @@ def show(args: argparse.Namespace, result: dict, device: torch.device) -> None:
         print("no bar: " + ("this is not a GPU" if fastest else "no reference script ran"))
 
 
-def add_loader_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the end-to-end measurement."""
-    parser.add_argument("--loader", metavar="FOLDER", help=f"measure our loader too, on FOLDER or {SYNTHETIC} JPEGs")
-    parser.add_argument("--workers", type=int, default=-1, help="TRAIN.WORKERS; default: one per available core; "
-                        "--steps is rounded up to a multiple")  # fmt: skip
-    parser.add_argument("--worker-kind", choices=("process", "thread"), default="process", help="DATA.WORKER_KIND")
-    parser.add_argument("--packed", action="store_true", help="FOLDER is packed; synthetic JPEGs are packed at 256 px")
-    parser.add_argument("--images", type=int, help="number of synthetic JPEGs; default: 1024 for a GPU, 128 for a CPU")
-
-
-def check_loader_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Check the options of the end-to-end measurement; set the numbers that are not given."""
-    if args.loader != SYNTHETIC and not any((Path(args.loader) / "train").glob("*")):
-        parser.error(f"--loader {args.loader}: got no files in FOLDER/train; expected an ImageFolder or {SYNTHETIC}")
-    if args.images is None:
-        args.images = max(args.batch, 1024 if args.device == "cuda" else 128)
-    if args.workers < -1 or args.images < args.batch:
-        parser.error("expected --workers >= -1 and --images >= --batch")
-    args.workers = count_workers(args.workers, Launch("benchmark"))
-    # The workers start a block together and deliver their batches together, so each must make equally many of them.
-    args.steps += -args.steps % max(1, args.workers)
-
-
 def parse_args() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -306,11 +228,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--classes", type=int, default=1000, help="number of classes; at least 5")
     parser.add_argument("--batch", type=int, default=256, help="images per step")
     parser.add_argument("--im-size", type=int, default=224, help="side of the images in pixels")
-    parser.add_argument("--steps", type=int, default=30, help="steps per block; see --workers")
+    parser.add_argument("--steps", type=int, default=30, help="steps per block")
     parser.add_argument("--blocks", type=int, default=10, help="blocks per loop after the warm-up")
     parser.add_argument("--threads", type=int, help="threads of the process; default: chosen by torch")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="do not compile the models")
-    add_loader_arguments(parser)
     args = parser.parse_args()
     for path in filter(None, (args.timm, args.torchvision)):
         if not path.is_file():
@@ -319,10 +240,6 @@ def parse_args() -> argparse.Namespace:
         parser.error("--device cuda: no GPU found; fix: --device cpu with a small model")
     if min(args.batch, args.im_size, args.steps, args.blocks) < 1 or args.classes < 5:
         parser.error("expected --batch, --im-size, --steps, --blocks >= 1 and --classes >= 5")
-    if not args.loader and (args.packed or args.images is not None):
-        parser.error("--packed and --images need --loader")
-    if args.loader:
-        check_loader_arguments(parser, args)
     return args
 
 
@@ -353,8 +270,6 @@ def main() -> None:
         finally:
             close_logging()
     show(args, result, device)
-    if result["end_to_end"]:
-        show_end_to_end(args, result["end_to_end"], device)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,19 @@
 #!/usr/bin/env python3
-"""Measure how long it takes to list a folder or an archive of many images, and the memory that a loader worker needs.
+"""Measure how long it takes to list a folder of many images, and the memory that a loader worker needs.
 
 A tree of empty files with names like ImageNet's is listed in turns by a bare walk, by distribuuuu, and by the readers
 of torchvision and timm. It is in the file cache, so the work is compared, not the disk. The bare walk uses as many
-threads as distribuuuu and only collects names. The archive is a tar of the same files, each with 512 bytes.
+threads as distribuuuu and only collects names.
 """
 
 import argparse
 import gc
-import io
 import os
 import pickle
 import random
 import shutil
 import statistics
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -25,8 +23,6 @@ from pathlib import Path
 from bench_support.machine import describe_run
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
-from distribuuuu.data.datasets import index as index_module
-from distribuuuu.data.datasets.archive import Archive, ArchiveSource, open_archives
 from distribuuuu.data.datasets.imagefolder import ImageFolder, scan_folder
 from distribuuuu.data.datasets.index import NUM_THREADS, YOUNG_NS
 
@@ -34,7 +30,6 @@ NUM_CLASSES = 1000
 MOST_SCAN_RATIO, MOST_START_S, MOST_WORKER_MB = 1.5, 1.0, 60
 # Number of random images that a worker accesses before it accesses all.
 SOME = 51_200
-ARCHIVE, LATER_ARCHIVE = "our first start, tar", "our later start, tar"
 BARE, SCAN, FIRST, LATER = "bare parallel walk, names only", "our scan", "our first start", "our later start"
 TORCHVISION, TIMM = "torchvision ImageFolder", "timm ReaderImageFolder"
 
@@ -48,11 +43,6 @@ def make_tree(root: Path, num_files: int) -> None:
         count = num_files // NUM_CLASSES + (number < num_files % NUM_CLASSES)
         for image in noise.sample(range(1, 20 * count + 1), count):
             os.close(os.open(folder / f"{folder.name}_{image}.JPEG", os.O_CREAT | os.O_WRONLY))
-    with tarfile.open(root / "train.tar", "w") as archive:
-        for path in sorted((root / "train").rglob("*.JPEG")):
-            member = tarfile.TarInfo(path.relative_to(root / "train").as_posix())
-            member.size = 512
-            archive.addfile(member, io.BytesIO(bytes(512)))
     time.sleep(YOUNG_NS / 1e9 + 0.5)
 
 
@@ -83,21 +73,11 @@ def list_ways(root: Path) -> dict[str, Callable]:
         shutil.rmtree(root / "index", ignore_errors=True)
         return ImageFolder(root, "train", cache_dir=str(root))
 
-    def open_archive(path: Path = root / "train.tar"):
-        index_module._opened.clear()
-        return Archive(open_archives(ArchiveSource((str(path),)), root))
-
-    def start_archive():
-        shutil.rmtree(root / "index", ignore_errors=True)
-        return open_archive()
-
     ways = {
         BARE: lambda: walk(folder),
         SCAN: lambda: scan_folder(folder),
         FIRST: start_first,
         LATER: lambda: ImageFolder(root, "train", cache_dir=str(root)),
-        ARCHIVE: start_archive,
-        LATER_ARCHIVE: open_archive,
         TORCHVISION: lambda: make_dataset(folder, find_classes(folder)[1], IMG_EXTENSIONS),
     }
     try:
@@ -124,12 +104,6 @@ def measure(ways: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
             if number:
                 seconds[name].append(taken)
     return seconds
-
-
-def list_bytes(samples: list) -> float:
-    """Return the bytes per item of a list of (path, label)."""
-    total = sum(8 + sys.getsizeof(sample) + sys.getsizeof(sample[0]) for sample in samples)
-    return total / len(samples)
 
 
 def private_mb() -> float:
@@ -160,18 +134,12 @@ def grow_worker(num: int, look: Callable[[int], object]) -> tuple[float, float]:
 
 def measure_memory(ways: dict[str, Callable]) -> Iterator[tuple[str, float, float, float]]:
     """Yield name, bytes per item, and the growth of a worker in MB: after some images and after all."""
-    for name in (LATER, LATER_ARCHIVE, TORCHVISION):
-        images = ways[name]()
-        num = len(images)
-        if name != TORCHVISION:
-            size = (images._index if name == LATER else images.index).file.stat().st_size / num
-            growth = grow_worker(num, lambda index, images=images: (images.describe(index), images.label(index)))
-        else:
-            size = list_bytes(images)
-            growth = grow_worker(num, lambda index, images=images: (images[index][0], images[index][1]))
-        del images
-        gc.collect()
-        yield name, size, *growth
+    images = ways[LATER]()
+    size = sum(array.nbytes for array in images.index.arrays.values()) / len(images)
+    yield LATER, size, *grow_worker(len(images), lambda index: (images.describe(index), images.label(index)))
+    samples = ways[TORCHVISION]()
+    size = sum(8 + sys.getsizeof(sample) + sys.getsizeof(sample[0]) for sample in samples) / len(samples)
+    yield TORCHVISION, size, *grow_worker(len(samples), lambda index: (samples[index][0], samples[index][1]))
 
 
 def report(seconds: dict[str, list[float]], memory: list[tuple[str, float, float, float]]) -> None:
@@ -187,9 +155,7 @@ def report(seconds: dict[str, list[float]], memory: list[tuple[str, float, float
     limits = [
         (f"{FIRST} / {BARE}", medians[FIRST] / medians[BARE], MOST_SCAN_RATIO, "x"),
         (LATER, medians[LATER], MOST_START_S, "s"),
-        (LATER_ARCHIVE, medians[LATER_ARCHIVE], MOST_START_S, "s"),
         ("growth of our worker", memory[0][3], MOST_WORKER_MB, "MB"),
-        ("growth of our worker, tar", memory[1][3], 2 * MOST_WORKER_MB, "MB"),
     ]
     print()
     for name, value, most, unit in limits:

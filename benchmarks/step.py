@@ -7,17 +7,7 @@ zero_grad, forward, loss, backward and step; it has no metrics, log or checkpoin
 (the bare loop again) alternate in short blocks in one process, on the same model and optimizer. The measurement is
 repeated in new processes, because the speed of a small model varies between processes.
 
-With --parts, two more loops run: `train_epoch` without metrics, log, seeding and stop requests, whose overhead is that
-of the loop itself; and `train_epoch` without model and optimizer, whose microseconds per step ("loop us") are what the
-loop takes while its code and data stay in the caches. With --bind, each process runs on a core of its own, which
-varies less.
-
-With --trackers or --mirror one more loop runs: `train_epoch` of a run that sends its rows to these trackers, whose
-addresses are environment variables, and whose OUT_DIR is a file:// URL that a child process mirrors. It has a model and
-an optimizer of its own. Trackers send every few seconds, so use --epochs to make the blocks longer than that. An epoch
-that is not timed precedes each block. Its row is sent at the start of the block: a block of seven seconds includes two
-requests of each tracker. After the block, the trackers receive the last row before the next loop, and the mirror is
-stopped.
+With --bind, each process runs on a core of its own, which varies less.
 
 With --layer-norms one more loop runs: `train_epoch` with LOG.LAYER_NORMS, on a model and an optimizer of its own; its
 cost is relative to our loop without them. It grows with the number of layers.
@@ -34,38 +24,31 @@ import itertools
 import json
 import math
 import os
-import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from bench_support.machine import describe_run, show_spread
 from torch import nn
 
-from distribuuuu import trainer
 from distribuuuu.config import load_cfg
 from distribuuuu.config.config_node import changed
-from distribuuuu.config.run_files import TRACKERS_FOLDER, local_folder
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.dummy import Dummy
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.process_group import pick_device, process_group
-from distribuuuu.engine.build import build_checkpoints, build_training, open_log, write_config
+from distribuuuu.engine.build import build_checkpoints, build_training, open_log
 from distribuuuu.engine.run import Run, StopRequest
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import tune_malloc
 from distribuuuu.launch.ports import find_free_port
-from distribuuuu.mirror.client import MirrorClient
 from distribuuuu.records.run_log import close_logging, set_up_logging
 from distribuuuu.tasks.losses import build_loss
-from distribuuuu.tasks.metrics import StepOutput
 from distribuuuu.trainer import train_epoch
 
 STEPS = 30
@@ -77,8 +60,6 @@ FEATURES = "TRAIN.AMP bf16 EMA.HALF_LIFE 10000 EMA.RAMP_UP 0 OPTIM.CLIP_NORM 1"
 BARS = {1: 1.01, 2: 1.01}
 # Deviation of the control from 1 above which the machine was too busy for a result.
 MAX_DEVIATION = 0.01
-# Seconds until the trackers must have a row.
-SEND_S = 300
 
 
 class MemoryLoader:
@@ -88,11 +69,11 @@ class MemoryLoader:
 
     num_steps = STEPS
 
-    def __init__(self, batch: Batch, plan: BatchPlan, device: torch.device):
+    def __init__(self, batch: Batch, plan: BatchPlan, device: torch.device, num_classes: int = CLASSES):
         self.batch = batch
         self.plan = plan
         self.device = device
-        self.images = Dummy(batch[0].shape[-1], CLASSES)
+        self.images = Dummy(batch[0].shape[-1], num_classes)
 
     def steps_of(self, epoch: int) -> int:
         """Return the steps of an epoch."""
@@ -138,61 +119,6 @@ def make_cfg(args: argparse.Namespace, out_dir: str):
     return load_cfg(None, overrides.split())
 
 
-class Recorded:
-    """Our loop with trackers and a mirror, which work only within `lead_in`.
-
-    Args:
-        cfg: the config of the other loops.
-        loader: the loader.
-        trackers: LOG.TRACKERS.
-        mirror: mirror OUT_DIR to a file:// URL.
-        stack: ends the log and the mirror.
-    """
-
-    def __init__(self, cfg, loader: MemoryLoader, trackers: list[str], mirror: bool, stack: contextlib.ExitStack):
-        self.trackers, self.pid = trackers if dist.is_main() else [], 0
-        os.environ["XDG_CACHE_HOME"] = f"{cfg.OUT_DIR}/cache"  # OUT_DIR of a URL is below it
-        self.folder = Path(local_folder(f"file://{cfg.OUT_DIR}/store/run"))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if mirror and dist.is_main():
-            client = stack.enter_context(MirrorClient(self.folder))
-            if problem := client.start():
-                raise SystemExit(problem)
-            self.pid = client._process.pid
-            stack.callback(self.signal, signal.SIGCONT)
-        changes = {"OUT_DIR": str(self.folder), "LOG.TRACKERS": trackers}
-        write_config(changed(cfg, changes))  # the processes of the trackers read it
-        self.run = build_memory_run(changed(cfg, changes), loader)
-        stack.enter_context(self.run.log)
-
-    def __call__(self) -> None:
-        """Run STEPS steps."""
-        run_epoch(self.run)
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the process of the mirror."""
-        if self.pid:
-            os.kill(self.pid, number)
-
-    @contextlib.contextmanager
-    def lead_in(self) -> Iterator[None]:
-        """Run an epoch before the block, and wait after the block until the last row is sent."""
-        self()
-        self.signal(signal.SIGCONT)
-        yield
-        deadline = time.monotonic() + SEND_S
-        while not all(self._has_sent(name) for name in self.trackers):
-            if time.monotonic() > deadline:
-                raise SystemExit(f"a tracker has not received a row within {SEND_S} s: see its address")
-            time.sleep(0.01)
-        self.signal(signal.SIGSTOP)
-
-    def _has_sent(self, name: str) -> bool:
-        path = self.folder / TRACKERS_FOLDER / f"{name}.json"
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else {}
-        return rows.get("train") == [self.run.state.epoch + 1, STEPS]
-
-
 def build_loops(
     cfg, device: torch.device, stack: contextlib.ExitStack, args: argparse.Namespace
 ) -> dict[str, Callable[[], None]]:
@@ -223,17 +149,7 @@ def build_loops(
         else:
             run_bare(model, state.optimizer, criterion, loader.batches_from(0, 0, 0))
 
-    def empty() -> None:
-        with replaced(parts_of(run)):
-            ours()
-
-    def idle() -> None:
-        with replaced(step_of(run)):
-            ours()
-
-    loops = {"bare": bare, "ours": ours, "control": bare, "empty": empty, "idle": idle}
-    if args.trackers or args.mirror:
-        loops["recorded"] = Recorded(cfg, loader, args.trackers, args.mirror, stack)
+    loops = {"bare": bare, "ours": ours, "control": bare}
     if args.layer_norms:
         with_norms = build_memory_run(changed(cfg, {"LOG.LAYER_NORMS": True}), loader)
         stack.enter_context(with_norms.log)
@@ -246,51 +162,6 @@ def run_epoch(run: Run) -> None:
     """Train STEPS steps, which are the next epoch: the log and the trackers get each position once."""
     run.state.epoch, run.state.step = run.state.epoch + 1, 0
     train_epoch(run)
-
-
-def nothing(*args, **kwargs) -> None:
-    """Ignore a call."""
-
-
-def step_of(run: Run) -> list[tuple[Any, str, Callable]]:
-    """Return what computes the step, each with a function that does nothing; the logits and the loss are constants."""
-    labels = next(run.train_loader.batches_from(0, 0, 0))[1]
-    logits, loss = torch.zeros(len(labels), CLASSES, device=labels.device), torch.ones((), device=labels.device)
-    return [
-        (run, "model", SimpleNamespace(train=nothing)),
-        (run.task, "train_step", lambda model, batch, key: StepOutput(loss, logits, labels)),
-        (run.state.precision, "backward", nothing),
-        (run.state.optimizer, "step", nothing),
-        (run.state.optimizer, "zero_grad", nothing),
-    ]
-
-
-def parts_of(run: Run) -> list[tuple[Any, str, Callable]]:
-    """Return what `train_epoch` calls besides the step, each with a function that does nothing."""
-
-    return [
-        (run.state.meter, "update", nothing),
-        (run.state.meter, "read", lambda: {"loss": 0.0}),
-        (run.log, "train", nothing),
-        (run.log, "show_step", nothing),
-        (run.log, "steps", lambda epoch, first_step, end: range(first_step, end)),
-        (run.stop, "check", nothing),
-        (trainer, "derive_seed", nothing),
-        (trainer, "seed_step", nothing),
-    ]
-
-
-@contextlib.contextmanager
-def replaced(parts: list[tuple[Any, str, Callable]]) -> Iterator[None]:
-    """Replace attributes of objects within the block."""
-    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in parts]
-    for owner, name, value in parts:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for owner, name, value in kept:
-            setattr(owner, name, value)
 
 
 def set_cosine_lr(optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -353,16 +224,14 @@ def time_blocks(
     names = list(loops)
     for number in range(WARM_UP_ROUNDS + num_blocks):
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            loop = loops[name]
-            with loop.lead_in() if isinstance(loop, Recorded) else contextlib.nullcontext():
-                dist.barrier()
-                start = time.perf_counter()
-                for _ in range(num_epochs):
-                    loop()
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
-                if number >= WARM_UP_ROUNDS:
-                    seconds[name].append((time.perf_counter() - start) / num_epochs)
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(num_epochs):
+                loops[name]()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if number >= WARM_UP_ROUNDS:
+                seconds[name].append((time.perf_counter() - start) / num_epochs)
     return seconds
 
 
@@ -381,8 +250,6 @@ def run_process(rank: int, num_processes: int, args: argparse.Namespace, folder:
             set_up_logging(folder, "train.log")
             with contextlib.ExitStack() as stack:
                 loops = build_loops(make_cfg(args, folder), device, stack, args)
-                if not args.parts:
-                    del loops["empty"], loops["idle"]
                 seconds = time_blocks(loops, args.blocks, args.epochs, device)
             close_logging()
         sys.stderr = sys.__stderr__
@@ -393,12 +260,9 @@ def run_process(rank: int, num_processes: int, args: argparse.Namespace, folder:
 
 def measure(num_processes: int, args: argparse.Namespace) -> None:
     """Print the medians of each launch, the median ratio over the launches, and the comparison with BARS."""
-    columns = "launch   bare ms   ours ms   ratio   control" + "   without parts   loop us" * args.parts
-    has_recorded = bool(args.trackers or args.mirror)
-    columns += "   recorded / bare   recorded / ours" * has_recorded + "   norms / ours" * args.layer_norms
+    columns = "launch   bare ms   ours ms   ratio   control" + "   norms / ours" * args.layer_norms
     print(f"\n{num_processes} process{'es' * (num_processes > 1)}\n{columns}")
-    ratios, controls, empties, norms = [], [], [], []
-    recorded: dict[str, list[float]] = {"bare": [], "ours": []}
+    ratios, controls, norms = [], [], []
     for number in range(args.launches):
         args.port = find_free_port()
         with tempfile.TemporaryDirectory() as folder:
@@ -407,24 +271,12 @@ def measure(num_processes: int, args: argparse.Namespace) -> None:
         ratios.append(step_ms["ours"] / step_ms["bare"])
         controls.append(step_ms["control"] / step_ms["bare"])
         row = f"{step_ms['bare']:>9.3f} {step_ms['ours']:>9.3f} {ratios[-1]:>7.3f} {controls[-1]:>9.3f}"
-        if args.parts:
-            empties.append(step_ms["empty"] / step_ms["bare"])
-            row += f" {empties[-1]:>15.3f} {1e3 * step_ms['idle']:>9.1f}"
-        if has_recorded:
-            for name, values in recorded.items():
-                values.append(step_ms["recorded"] / step_ms[name])
-                row += f" {values[-1]:>17.3f}"
         if args.layer_norms:
             norms.append(step_ms["norms"] / step_ms["ours"])
             row += f" {norms[-1]:>14.3f}"
         print(f"{number + 1:>6} {row}", flush=True)
     ratio, bar = statistics.median(ratios), BARS.get(num_processes, BARS[2])
     print(f"ours / bare: {show_spread(ratios)}; bare / bare: {show_spread(controls)}")
-    if args.parts:
-        print(f"without metrics, log, seeding and stop requests / bare: {show_spread(empties)}")
-    if has_recorded:
-        names = " and ".join([*args.trackers, *["a mirror"] * args.mirror])
-        print(f"with {names} / bare: {show_spread(recorded['bare'])}; / ours: {show_spread(recorded['ours'])}")
     if args.layer_norms:
         print(f"with LOG.LAYER_NORMS / ours: {show_spread(norms)}")
     print(f"the bar of {bar:.2f} {'holds' if ratio <= bar else 'DOES NOT HOLD'}")
@@ -443,10 +295,6 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=60, help="blocks per loop and launch")
     parser.add_argument("--epochs", type=int, default=1, help=f"epochs of {STEPS} steps per block")
     parser.add_argument("--features", action="store_true", help="bf16, two micro-batches, gradient clipping and EMA")
-    trackers = "measure the loop with these LOG.TRACKERS, too, e.g. mlflow trackio"
-    parser.add_argument("--trackers", nargs="+", default=[], help=trackers)
-    parser.add_argument("--mirror", action="store_true", help="measure the loop with a mirrored OUT_DIR, too")
-    parser.add_argument("--parts", action="store_true", help="measure the loop without metrics, log and the like, too")
     parser.add_argument("--layer-norms", action="store_true", help="measure the loop with LOG.LAYER_NORMS, too")
     parser.add_argument("--bind", action="store_true", help="run each process on a core of its own (Linux)")
     parser.add_argument("--threads", type=int, default=1, help="threads per process")
