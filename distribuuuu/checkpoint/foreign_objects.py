@@ -51,12 +51,12 @@ _NUMPY_GLOBALS: list[Callable | tuple[Callable, str]] = [
 class _Left:
     """Stands for an object of an unknown class, of which nothing is kept."""
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
     def __new__(cls, *args: Any, **kwargs: Any) -> "_Left":
         """Ignore the arguments of the constructor."""
         return super().__new__(cls)
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        pass
 
     def __setstate__(self, state: Any) -> None:
         """Ignore the state."""

@@ -123,8 +123,7 @@ def find_weights_file(path: str, ema: bool = True) -> Path:
         return found
     if not found.is_dir():
         raise ConfigError(f"no such file or folder: {path}")
-    snapshot = _find_snapshot(found)
-    for folder in (found, snapshot) if snapshot else (found,):
+    for folder in (found, *_find_snapshots(found)):
         if best := find_best(folder, sorted(KINDS, key=lambda kind: kind != RAW and not ema)):
             return best
         for name in HUB_NAMES:
@@ -134,16 +133,14 @@ def find_weights_file(path: str, ema: bool = True) -> Path:
     raise ConfigError(f"{path} is a folder without {names}; fix: name the file")
 
 
-def _find_snapshot(repository: Path) -> Path | None:
-    """Return the folder of the revision to use of a repository in the Hub's cache; None: it is no such repository."""
+def _find_snapshots(repository: Path) -> list[Path]:
+    """Return the folder of the revision to use of a repository in the Hub's cache; none: it is no such repository."""
     revisions = sorted(folder for folder in repository.glob("snapshots/*") if folder.is_dir())
-    try:
-        main = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):  # missing or damaged
-        main = ""
-    if chosen := [folder for folder in revisions if folder.name == main]:
-        return chosen[0]
-    if len(revisions) > 1:
-        names = ", ".join(folder.name for folder in revisions[:5])
-        raise ConfigError(f"{repository} holds several revisions; name one of {repository}/snapshots: {names}")
-    return revisions[0] if revisions else None
+    if len(revisions) < 2:
+        return revisions
+    main = repository / "refs" / "main"
+    name = main.read_text(encoding="utf-8", errors="replace").strip() if main.is_file() else ""
+    if chosen := [folder for folder in revisions if folder.name == name]:
+        return chosen
+    names = ", ".join(folder.name for folder in revisions[:5])
+    raise ConfigError(f"{repository} holds several revisions; name one of {repository}/snapshots: {names}")

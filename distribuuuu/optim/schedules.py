@@ -105,14 +105,10 @@ def build_lr(cfg, global_batch: int) -> Callable[..., float]:
 
 
 def describe_lr(cfg, global_batch: int) -> str:
-    """Return the scaled learning rate with its derivation, for the log."""
-    optim, lr = cfg.OPTIM, scaled_lr(cfg, global_batch)
-    per_128 = f"{lr * 128 / global_batch:.4g} per 128 images"
-    if optim.LR_SCALE == "none":
-        return f"{lr}, {per_128}"
-    ratio = f"{global_batch} / {optim.LR_SCALE_BATCH}"
-    ratio = f"sqrt({ratio})" if optim.LR_SCALE == "sqrt" else ratio
-    return f"{lr:.6g}, {per_128}, {optim.LR_SCALE}: {optim.BASE_LR} x {ratio} = {lr:.6g}"
+    """Return the learning rate for the log, with OPTIM.LR_SCALE and the rate per 128 images."""
+    lr = scaled_lr(cfg, global_batch)
+    scale = f", {cfg.OPTIM.LR_SCALE} scaling of {cfg.OPTIM.BASE_LR}" if cfg.OPTIM.LR_SCALE != "none" else ""
+    return f"{lr:.6g}, {lr * 128 / global_batch:.4g} per 128 images{scale}"
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float, lr_of: Callable[[str], float] = lambda schedule: 0.0) -> None:
