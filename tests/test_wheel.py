@@ -150,13 +150,6 @@ def test_an_installation_without_extras(programs, bare, tmp_path):
     run(command, "report", url, cwd=tmp_path, **bare)
 
 
-def test_the_slurm_scripts_of_an_installation_name_its_command(programs, tmp_path):
-    code = "from distribuuuu.config.locate import shipped_file; print(shipped_file('tools/slurm'))"
-    scripts = Path(run(programs / "python", "-c", code, cwd=tmp_path).stdout.strip())
-    assert {path.name for path in scripts.iterdir()} == {path.name for path in (ROOT / "tools" / "slurm").iterdir()}
-    assert all("-m distribuuuu train" in path.read_text() for path in scripts.iterdir())
-
-
 def test_the_python_api_of_an_installation(programs, tmp_path):
     code = (
         "import distribuuuu, threading\n"
