@@ -21,7 +21,7 @@ from distribuuuu.data.datasets.archive_members import (
     walk_archive,
     walk_tar,
 )
-from distribuuuu.data.datasets.array_file import pack_names, packed_name
+from distribuuuu.data.datasets.array_file import pack_names
 from distribuuuu.data.datasets.index import Content, find_stamp, stamp_of
 from distribuuuu.files.image_files import JUNK_FILES, JUNK_FOLDERS, is_class, is_image, sort_splits
 from distribuuuu.files.untrusted import open_regular, parse_json, printable
@@ -146,7 +146,6 @@ class _Found:
             raise ArchiveError(f"{self.source}: has no images in class folders{beside}{held}; {expected}")
         columns = {name: np.array(column)[[*order]] for name, column in self._columns.items()}
         arrays = {**pack_names("names", [os.fsencode(self._name_of(image)) for image in order]), **columns}
-        self._check_overlaps(arrays)
         return {**arrays, "label": np.array(labels, np.int32)}, classes
 
     def _name_of(self, image: int) -> str:
@@ -211,16 +210,6 @@ class _Found:
         classes = sorted({*map(str, found)})
         numbers = {name: number for number, name in enumerate(classes)}
         return order, [numbers[str(label)] for label in found], classes
-
-    def _check_overlaps(self, arrays: dict[str, np.ndarray]) -> None:
-        """Raise ArchiveError if two images share bytes: a small ZIP that pretends to hold more than it does."""
-        order = np.lexsort((arrays["offset"], arrays["file"]))
-        ends = arrays["offset"] + np.where(arrays["packed"], arrays["packed"], arrays["size"]).astype(np.int64)
-        archive, start, end = arrays["file"][order], arrays["offset"][order], ends[order]
-        if len(wrong := np.flatnonzero((archive[1:] == archive[:-1]) & (start[1:] < end[:-1]))):
-            index = order[wrong[0] + 1]
-            path, name = self.source.paths[arrays["file"][index]], packed_name(arrays, "names", index)
-            raise member_error(path, name, "shares bytes with another member; fix: pack the archive again")
 
 
 def _clean_folder(raw: str, member: Member, path: str) -> str | None:

@@ -153,13 +153,6 @@ def test_missing_files_and_wrong_numbers_are_reported(small_cfg, root, tmp_path)
     assert "MODEL.NUM_CLASSES" in message_of("MODEL.NUM_CLASSES", 4) and message_of() == ""
 
 
-def test_what_does_not_go_with_several_labels_is_refused(cfg_of):
-    for words in (("LOSS.NAME", "focal"), ("DATA.SAMPLING", "sqrt"),
-                  ("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", "x")):  # fmt: skip
-        with pytest.raises(ConfigError, match=f"^{words[0]} .*DATA.NAME multilabel gives an image any number of"):
-            cfg_of(*words)
-
-
 @pytest.mark.parametrize("words", [(), ("--format", "raw")])
 def test_a_pack_gives_the_same_batches(cfg_of, root, tmp_path, words):
     pack(tmp_path / "pack", *words, "--shard-mb", 0.01, *words_of(root), split="both", workers=2)

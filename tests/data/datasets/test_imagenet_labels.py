@@ -10,7 +10,6 @@ import pytest
 import timm
 import torch
 from support.images import draw_folder
-from support.processes import on_processes
 from support.saved_runs import save_run
 from timm.data import ImageNetInfo, RealLabelsImagenet
 
@@ -132,18 +131,6 @@ def test_counts_with_real_labels_equal_those_of_timm(tmp_path):
     kept = [(row, table[n - 1]) for row, n in zip(logits.log_softmax(1), numbers, strict=True) if table[n - 1]]
     assert result["loss"] == pytest.approx(-sum(row[right].mean().item() for row, right in kept) / 35, rel=1e-5)
     assert not (tmp_path / "out" / "predictions.npz").exists()
-
-
-@pytest.mark.parametrize("labels", ["imagenet_a", "imagenet_real"])
-def test_the_counts_are_the_same_on_three_processes(tmp_path, labels):
-    if labels == "imagenet_a":
-        draw_folder(tmp_path, "images", dict.fromkeys(folder_classes(labels)[:4], 3))
-    else:
-        draw_validation(tmp_path, list(range(1, 14)))
-    args, names = options(tmp_path, tmp_path / "out", labels, "TEST.FLIP", True), ("count", "top1", "topk")
-    alone = evaluate(args)
-    for result in on_processes(3, evaluate, args):
-        assert [result[name] for name in names] == [alone[name] for name in names]
 
 
 def test_the_synsets_of_timm_are_in_the_order_of_sorted_folders_and_its_files_agree(tmp_path):

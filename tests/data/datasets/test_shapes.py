@@ -10,11 +10,10 @@ import time
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 from PIL import Image
 from support.archives import files_of
-from support.runs import ROOT, run_python
+from support.runs import ROOT
 
 from distribuuuu.data.datasets import shapes as module
 from distribuuuu.data.datasets.shapes import MARKER, SHAPES, draw_shapes
@@ -104,28 +103,3 @@ def test_a_full_or_read_only_disk_is_named_and_nothing_is_left(tmp_path, monkeyp
     with pytest.raises(OSError, match=f"{error.strerror}.*{tmp_path}/shapes'") as caught:
         draw_shapes(tmp_path / "shapes", num_train=10, num_val=10)
     assert caught.value.errno == error.errno and os.listdir(tmp_path) == ["shapes.lock"]
-
-
-def pixels(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the images (N, 3072) at 32 px, a column of ones added, and their labels (N,)."""
-    rows, labels = [], []
-    for label, name in enumerate(SHAPES):
-        for path in sorted((root / split / name).iterdir()):
-            rows.append(np.asarray(Image.open(path).resize((32, 32))).ravel() / 255 - 0.5)
-            labels.append(label)
-    return np.column_stack([np.array(rows), np.ones(len(rows))]), np.array(labels)
-
-
-def test_a_linear_model_on_pixels_fails(tmp_path):
-    root = draw_shapes(tmp_path / "shapes", num_train=600, num_val=200)
-    (images, labels), (val_images, val_labels) = pixels(root, "train"), pixels(root, "val")
-    products, targets = images @ images.T, np.eye(10)[labels] - 0.1
-    for strength in (10.0, 100.0, 1000.0):
-        weights = images.T @ np.linalg.solve(products + strength * np.eye(len(images)), targets)
-        top1 = 100 * np.mean((val_images @ weights).argmax(axis=1) == val_labels)
-        assert top1 < 40, f"ridge regression of strength {strength} reaches {top1:.1f} %"
-
-
-def test_importing_the_module_imports_neither_pillow_nor_torch():
-    code = "import sys, distribuuuu.data.datasets.shapes\nsys.exit(bool({'PIL', 'torch'} & set(sys.modules)))"
-    assert run_python("-c", code).returncode == 0

@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-import fsspec
 import pytest
 from support.images import draw_folder
 from support.packs import pack as make_pack
@@ -153,12 +152,6 @@ def test_a_busy_ftp_server_has_no_missing_objects(monkeypatch):
         transport.call_filesystem("ftp://host/run/mirror.json", "info")
 
 
-def test_a_file_system_gets_only_options_that_it_knows(monkeypatch):
-    monkeypatch.setattr(fsspec, "url_to_fs", lambda root, **options: (options, root))
-    options = {root: transport._open_filesystem(root, -1, -1) for root in ("s3://", "ftp://host/", "sftp://me@host/")}
-    assert ["use_listings_cache" in found for found in options.values()] == [True, True, False]  # paramiko refuses it
-
-
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory) -> Path:
     root, out = tmp_path_factory.mktemp("images"), tmp_path_factory.mktemp("packed")
@@ -208,13 +201,6 @@ def test_a_wrong_byte_in_the_index_is_read_again(source, packed, tmp_path):
     images = open_pack(source, tmp_path)
     assert [bytes(images.read(index)) for index in range(30)] == [bytes(local.read(index)) for index in range(30)]
     assert min(seen.values()) == 2
-
-
-def test_a_slow_answer_is_no_failure_of_a_start(source, monkeypatch):
-    monkeypatch.setattr(pack, "START_S", 0.1)
-    monkeypatch.setattr(pack, "START_TIMEOUT_S", PATIENCE_S)
-    source.latency_s = 0.15  # beyond the time of retries
-    assert outcome_of(pack.read_meta, f"{source.url}/train")[1] == 30
 
 
 def test_a_hostile_server_of_packs_is_given_up(source, tmp_path, monkeypatch):
