@@ -13,7 +13,6 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import build_loader
-from distribuuuu.data.make_batch import as_targets
 from distribuuuu.data.mixup import build_mixer
 from distribuuuu.tasks.classification import Classification
 from distribuuuu.tasks.metrics import StepOutput
@@ -121,22 +120,6 @@ def test_structured_targets_are_stacked_by_kind(small_cfg, boxes, way, train):
         for row, label in enumerate(expected):
             assert box[row].tolist() == label["box"].tolist() and batch.targets["class"][row] == label["class"]
             assert [number[row], half[row]] == [*label["parts"][:2]] and (mask[row] == label["parts"][0]).all()
-
-
-def test_the_class_attribute_multilabel_remains_a_form_of_several_labels():
-    old, older = (
-        type("Old", (ImageDataset,), {"multilabel": True}),
-        type("Single", (ImageDataset,), {"multilabel": False}),
-    )
-    assert (old.targets, type("Derived", (old,), {}).targets, older.targets) == ("labels", "labels", "label")
-    targets = as_targets([np.zeros(3, np.float32), np.ones(3, np.float32)], old.targets)
-    assert targets.dtype == torch.float32 and targets.shape == (2, 3)
-
-
-def test_zeros_have_the_form_of_the_first_label(small_cfg, boxes):
-    targets = build_loader(small_cfg(*boxes), ALONE, CPU, train=True).zero_targets(3)
-    assert targets["box"].shape == (3, 4) and targets["parts"][2].shape == (3, 4, 5)
-    assert not any(part.any() for part in (targets["box"], targets["class"], *targets["parts"]))
 
 
 def test_a_run_on_structured_targets_resumes_and_is_evaluated_and_recorded(small_cfg, boxes, tmp_path):

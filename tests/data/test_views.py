@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 import torch
 from support.batches import ALONE, CPU, WAYS, assert_same_batches, batches_of, own_task
-from support.packs import pack
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data import decode as decoding
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import open_lazy_image
 from distribuuuu.data.loader import build_loader
@@ -66,19 +64,6 @@ def test_data_views_repeats_the_augmentation_with_other_numbers(small_cfg, monke
     assert not torch.equal(two, three)
     with pytest.raises(ConfigError, match="DATA.VIEWS.*: got 2, but TASK.NAME auto takes one view"):
         small_cfg("DATA.VIEWS", 2)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_an_image_is_decoded_once(small_cfg, sizes, monkeypatch, image_folder, tmp_path, packed):
-    words = ("TRAIN.DATASET", image_folder)
-    if packed:  # without views, only the rows around a crop would be decoded
-        pack(tmp_path / "pack", "--shorter-side", 32, *words, "MODEL.NUM_CLASSES", 3)
-        words = ("DATA.NAME", "packed", "TRAIN.DATASET", tmp_path / "pack", "TEST.DATASET", image_folder)
-    plain, counts, decode = batches_of(small_cfg(*words)), [], decoding.decode
-    monkeypatch.setattr(decoding, "decode", lambda *args: counts.append(1) or decode(*args))
-    batches = batches_of(small_cfg(*words, *sizes))
-    assert len(counts) == sum(len(batch.index) for batch in batches) == 36
-    assert_same_batches([batch._replace(images=batch.images[0]) for batch in batches], plain)
 
 
 def test_views_grow_together_and_only_at_one_size(small_cfg, sizes, monkeypatch):

@@ -5,8 +5,6 @@ presets.py at 080836e5824e, sampler.py at 775e76043cb8. The command of V2 is in 
 request 5201 published its weights.
 """
 
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
@@ -21,7 +19,6 @@ from torchvision.transforms import v2
 from distribuuuu.data.batch_plan import plan_batches
 from distribuuuu.data.decode import LazyImage
 from distribuuuu.data.mixup import build_mixer
-from distribuuuu.data.samplers import ResumableDistributedSampler
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.optim.ema import build_averages
@@ -61,19 +58,6 @@ def test_targets_and_loss_of_a_mixed_pair_are_torchvisions(kind):
         logits = torch.randn(2, 1000, generator=torch.Generator().manual_seed(step)) * 3
         loss = nn.CrossEntropyLoss(label_smoothing=0.1)(logits, expected_targets)
         assert float(criterion(logits, targets)) == pytest.approx(float(loss), rel=1e-6)
-
-
-def test_repeated_augmentation_has_the_images_of_torchvisions_sampler():
-    """In a step of 8 GPUs, GPU r takes the indices (r + 8 k) // 4 of the epoch's order."""
-    cfg = recipe(V2)
-    plan = plan_batches(128, 1024, 8)
-    samplers = [ResumableDistributedSampler(1281167, plan, rank, cfg.DATA.REPEATS) for rank in range(8)]
-    by_gpu = [[index for _, index in next(iter(sampler))] for sampler in samplers]
-    theirs = [[(rank + 8 * k) // 4 for k in range(128)] for rank in range(8)]
-    for gpus in (by_gpu, theirs):
-        copies = Counter(index for images in gpus for index in images)
-        assert len(copies) == 256 and set(copies.values()) == {4}
-        assert all(len(set(images)) == 128 for images in gpus)  # the copies are on different GPUs
 
 
 def test_the_average_is_torchs_as_the_script_updates_it():
