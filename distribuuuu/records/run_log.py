@@ -190,11 +190,6 @@ class StepTiming:
         self._row_seconds = 0.0
         self._since: float | None = None
 
-    @property
-    def images_per_s(self) -> float | None:
-        """Throughput of all processes over the rows so far; None before the first one."""
-        return self.images / self.seconds if self.seconds else None
-
     def begin(self, now: float) -> None:
         """Start the clock at `now` (`time.perf_counter()`), before the first step of an epoch or of a start."""
         self._since = now

@@ -92,18 +92,6 @@ def assert_equal_to_one_process(image_folder, tmp_path, out_dir, *overrides) -> 
         torch.testing.assert_close(tensor, other["state_dict"][key], rtol=1e-5, atol=1e-5, msg=key)
 
 
-@pytest.mark.parametrize("num", [2, 3])
-def test_a_fixed_number_of_nodes_trains_the_model_of_one_process(nodes, image_folder, tmp_path, num):
-    require_cluster(nodes=num)
-    agents = nodes(str(num), "OPTIM.MAX_EPOCH", 3)
-    for number in range(1, num + 1):
-        agents.start(f"node{number}")
-    for agent in agents.agents.values():
-        agent.finish()
-    assert f"launcher: torchrun, process 0 of {num}" in agents.log()
-    assert_equal_to_one_process(image_folder, tmp_path, agents.out_dir, "OPTIM.MAX_EPOCH", 3)
-
-
 def test_a_lost_node_that_returns_changes_no_weight(nodes, image_folder, tmp_path):
     require_cluster(nodes=3)
     epochs = ("OPTIM.MAX_EPOCH", 250)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from support.cluster import SHARED, Job, require_cluster, run, show_job, srun_command
+from support.cluster import SHARED, Job, require_cluster, run, srun_command
 from support.runs import ROOT, small_options
 
 from distribuuuu.checkpoint.io import read_checkpoint
@@ -92,25 +92,6 @@ def without_out_dir(overrides: list[str]) -> list[str]:
     """Return overrides without OUT_DIR, which a sweep sets for each run."""
     index = overrides.index("OUT_DIR")
     return overrides[:index] + overrides[index + 2 :]
-
-
-def test_an_array_element_requeues_only_itself(image_folder, tmp_path):
-    """SLURM_JOB_ID of the element that started last is the id of the array."""
-    overrides = without_out_dir(small_options(image_folder, tmp_path, *SHARED, "OPTIM.MAX_EPOCH", 10000))
-    metrics = [tmp_path / "sweep" / f"lr0.1_seed{seed}" / "metrics.jsonl" for seed in (1, 2)]
-    job = Job("sweep.sbatch", tmp_path, overrides, "--nodes=1", "--array=0-1")
-    try:
-        job.wait_for(lambda: all(path.exists() and path.read_text().count("\n") > 6 for path in metrics))
-        ids = dict(
-            line.split() for line in run("squeue", "-h", "-j", job.id, "-t", "R", "-o", "%K %A").stdout.splitlines()
-        )
-        own = next(task for task, number in ids.items() if number == job.id)
-        run("scancel", "--signal=USR1", f"{job.id}_{own}")
-        job.wait_for(lambda: show_job(f"{job.id}_{own}").get("Restarts") == "1")
-        job.wait_for(lambda: "resumed from" in job.text())
-        assert show_job(f"{job.id}_{1 - int(own)}")["Restarts"] == "0"
-    finally:
-        run("scancel", job.id)
 
 
 @pytest.mark.parametrize("script", ["sweep.sbatch", "train.sbatch"])

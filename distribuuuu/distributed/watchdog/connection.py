@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -87,13 +86,6 @@ def keep_alive(connection: socket.socket) -> None:
 
 def listen(address: str, num_processes: int) -> socket.socket:
     """Return a socket that accepts the connections of so many processes, on an address of this machine."""
-    if sys.platform == "linux":
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        needed = num_processes + 512
-        if 0 <= soft < needed:  # -1: no limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard) if hard >= 0 else needed, hard))
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     target = socket.getaddrinfo(address, 0, family, socket.SOCK_STREAM)[0][4]  # with the scope of an IPv6 address
     return socket.create_server(target, family=family, backlog=max(128, num_processes))
