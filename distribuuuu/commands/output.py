@@ -49,13 +49,8 @@ def check_run(run: str) -> None:
         beside = os.listdir(path.parent) if path.parent.is_dir() else []
         raise ConfigError(f"RUN: no such file or folder: {run}{did_you_mean(path.name, beside)}; expected {EXPECTED}")
     names = set(os.listdir(path)) if path.is_dir() else {"config.yaml"}
-    if exported := sorted(names & {"model.onnx", "model.pt2"}):
-        fix = "its README.md has code that uses it; fix: name the run, or an export as timm or safetensors"
-        raise ConfigError(f"RUN: {run} holds {exported[0]}, which other programs read; {fix}")
-    if "sweep.json" in names:
-        trials = sorted(str(trial) for trial in path.glob("trial_*/seed_*/"))
-        example = f", e.g. {trials[0]}" if trials else ""
-        raise ConfigError(f"RUN: {run} is the folder of a sweep; fix: name one of its runs{example}")
+    if found := sorted(names & {"model.onnx", "model.pt2", "sweep.json"}):
+        raise ConfigError(f"RUN: {run} holds {found[0]}; expected {EXPECTED}")
 
 
 def find_unread_url(path: str) -> str | None:

@@ -77,18 +77,6 @@ def test_an_unknown_command_is_answered_with_the_nearest(capsys):
         assert (status, out) == (2, "") and said in err and err.startswith("command line: ")
 
 
-@pytest.mark.parametrize("args, meant", [
-    (["train", "--cgf", "x"], "--cfg"), (["test", "--nprocs", "2"], "--nproc"),
-    (["time", "--help-confg"], "--help-config"), (["pack", "out", "--fromat", "raw"], "--format"),
-    (["table", "--fromat", "x"], "--format"),
-])  # fmt: skip
-def test_an_unknown_flag_is_answered_with_the_nearest(args, meant, capsys):
-    skip_if_deleted(args[0])
-    status, _, err = output_of(capsys, *args)
-    assert status == 2 and f"no such flag: {args[-2] if len(args) > 2 else args[-1]}" in err.replace("=", " ")
-    assert re.search(rf"did you mean {meant}\b", err)
-
-
 def test_errors_of_a_parser_are_config_errors():
     parser = CommandParser(prog="x", description="About %(prog)s.")
     parser.add_argument("run", nargs="?")
