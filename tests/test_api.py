@@ -128,21 +128,6 @@ def test_an_average_is_evaluated_like_its_file(finished_run, tmp_path, num, reca
     assert bool(changed) == bool(recalibrate) and all("running_" in key for key in changed)
 
 
-def test_recomputed_statistics_are_those_of_precise_batch_norm(small_cfg):
-    words = ("OPTIM.MAX_EPOCH", 1, "MODEL.PRECISE_BN", 24)
-    result = distribuuuu.train(small_cfg(*words))
-    state = newest(result.out_dir)["state_dict"]
-    fresh = {key: torch.ones_like(value) if "running_" in key else value for key, value in state.items()}
-    with distribuuuu.open_evaluation(result) as run:
-        assert run.evaluate(fresh, recalibrate=24) == pytest.approx({**result.metrics, "count": 37}, rel=1e-6)
-        assert all(torch.equal(value, state[key]) for key, value in run.model.state_dict().items())
-        with pytest.raises(ConfigError, match="soup weights: .*fc.bias"):
-            run.evaluate({**state, "fc.bias": torch.zeros(5)}, kind="soup")
-    with pytest.raises(ConfigError, match="TEST.DATASET"), distribuuuu.open_evaluation(
-        result, {"TEST.DATASET": "no/such"}):  # fmt: skip
-        pass
-
-
 def test_a_finished_run_is_not_trained_again_and_one_runs_at_a_time(options):
     first = distribuuuu.train(None, options)
     again = distribuuuu.train(None, [word for pair in options.items() for word in pair])

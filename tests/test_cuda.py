@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.fake_cuda import CUDA, Event, Timeline, fake_cuda, is_pinned, pin_memory
+from support.fake_cuda import CUDA, Event, Timeline, fake_cuda
 from support.processes import on_processes
 from support.tiers import pairwise, slow
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -21,8 +21,6 @@ from distribuuuu.data.device_samples import DeviceDataset, DeviceSamples
 from distribuuuu.data.loader import Loader, TrainLoader, build_loader
 from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.transforms import resize
-from distribuuuu.data.worker_kinds import start_workers
-from distribuuuu.data.workers import Pass
 from distribuuuu.distributed import ddp
 from distribuuuu.engine.build import build_state, build_training, set_backends
 from distribuuuu.engine.run import Run
@@ -81,15 +79,6 @@ def test_the_copy_of_a_batch_overlaps_with_the_previous_step(small_cfg, monkeypa
     assert timeline.recorded == [timeline.main] * 15, "images, targets and index of each batch"
 
 
-@pytest.mark.parametrize("owner, name, fault", [
-    ("Stream", "wait_stream", "races"), ("Timeline", "record_stream", "early_frees"), ("Event", "synchronize", ""),
-])  # fmt: skip
-def test_a_loader_without_one_of_its_guards_is_detected(small_cfg, monkeypatch, owner, name, fault):
-    monkeypatch.setattr(f"support.fake_cuda.{owner}.{name}", lambda *args: None)
-    timeline, _ = overlap(small_cfg, monkeypatch, 6)
-    assert fault in timeline.faults if fault else timeline.past_waits == []
-
-
 def test_memory_that_is_not_pinned_is_copied_before_the_next_batch(small_cfg, monkeypatch):
     """With TRAIN.PIN_MEMORY False, the slot of a batch becomes free when the loop drops its pixels."""
     timeline, after = overlap(small_cfg, monkeypatch, 3, pinned=False)
@@ -138,13 +127,6 @@ def check_device_loader(monkeypatch, cfg, together: bool, train: bool) -> None:
         timeline.waits.clear()
         assert len(read_all(loader, timeline)) == len(positions)
     assert timeline.faults == {} and num_resized >= len(positions)
-
-
-def test_threads_pin_images_and_labels(small_cfg, monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    parts = build_loader(small_cfg(), ALONE, CPU, train=False)
-    batch, _ = next(iter(start_workers([Pass(parts.samples, parts.sampler)], "thread", 1, pin_memory=True)[0]))
-    assert all(map(is_pinned, batch[:3]))
 
 
 def prepare(cfg) -> tuple:

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -28,8 +27,6 @@ from support.tiers import slow
 from distribuuuu import trainer
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.engine.run import StopRequest
-from distribuuuu.launch.signals import RunStopped
 from distribuuuu.trainer import evaluate_weights as evaluate_run
 from distribuuuu.trainer import train_model
 
@@ -156,18 +153,6 @@ def test_a_corrupt_evaluation_image_loses_no_training_step(finished_run, image_f
     assert names == ["ckpt_ep_001.pth.tar", "ckpt_ep_002.pth.tar"], "one checkpoint per epoch remains"
 
 
-def test_a_process_that_is_alone_stops_at_the_first_check_after_a_signal(monkeypatch):
-    exchanges, exchange = [], "distribuuuu.engine.run.dist.all_reduce_max"
-    monkeypatch.setattr(exchange, lambda values: exchanges.append(0) or values)
-    stop = StopRequest()
-    for _ in range(40):
-        stop.check("a step")
-    assert len(exchanges) <= 2, "fast steps do not ask at every call"
-    stop._signals.receive(signal.SIGTERM)
-    with pytest.raises(RunStopped):
-        stop.check("the next step")
-
-
 def test_a_rollback_leaves_no_record_of_the_steps_that_it_takes_back(small_cfg, monkeypatch):
     check_finite, num_rows = trainer.check_finite, itertools.count(1)
 
@@ -264,12 +249,6 @@ def test_the_result_of_an_evaluation_is_written_to_test_results_json(finished_ru
     assert (written["evaluation"]["resize"], written["evaluation"]["crop"]) == (18, 16)
     assert written["weights"] == str(finished_run / "best.pth.tar")
     assert result["top1"] == newest(finished_run)["best_acc1"]
-
-
-def test_evaluation_uses_the_best_weights_of_the_run_or_fails_without_them(copied_run, small_cfg, tmp_path):
-    assert evaluate_run(small_cfg())["count"] == 37
-    with pytest.raises(ConfigError, match="MODEL.WEIGHTS: is not set"):
-        evaluate_run(small_cfg("OUT_DIR", tmp_path / "empty"))
 
 
 def test_model_weights_resumes_a_full_checkpoint_and_initializes_with_load_opt_false(finished_run, small_cfg, tmp_path):

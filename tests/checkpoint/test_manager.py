@@ -163,14 +163,6 @@ def test_an_optimizer_with_other_groups_is_refused_with_the_first_parameter_that
     state_with("FINETUNE.LR_MULT.1", 2.0).load_dict(old, path)
 
 
-def test_another_global_batch_keeps_the_images_seen(tmp_path):
-    path = save(CheckpointManager(tmp_path), make_state(epoch=1, step=6))
-    other = make_state()
-    other.global_batch = 16
-    load(other, path)
-    assert (other.epoch, other.step) == (1, 3)
-
-
 def test_an_older_run_is_set_aside_whole(tmp_path, monkeypatch):
     """Also if the first attempt was killed between two of its moves: the older best weights are never overwritten."""
     folder, replace, moves = CheckpointManager(tmp_path), os.replace, []
@@ -352,3 +344,11 @@ def test_copies_in_one_buffer_are_saved_with_the_same_bytes(tmp_path):
     write_atomically(tmp_path / "part", {"scalar": copies["scalar"]})
     assert torch.load(tmp_path / "part") == {"scalar": 3}
     assert (tmp_path / "part").stat().st_size < (tmp_path / "one").stat().st_size / 2, "without the other tensors"
+
+
+def test_another_global_batch_keeps_the_images_seen(tmp_path):
+    path = save(CheckpointManager(tmp_path), make_state(epoch=1, step=6))
+    other = make_state()
+    other.global_batch = 16
+    load(other, path)
+    assert (other.epoch, other.step) == (1, 3)

@@ -8,12 +8,10 @@ from support.runs import assert_same_run, run_tool, small_options
 
 from distribuuuu import api
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.config.reader import read_cfg
 from distribuuuu.engine import auto_batch_size
-from distribuuuu.engine.auto_batch_size import Peak, list_micro_batches, with_number
+from distribuuuu.engine.auto_batch_size import Peak, list_micro_batches
 from distribuuuu.engine.out_of_memory import OutOfMemory
 from distribuuuu.engine.preflight import find_run_problems
-from distribuuuu.records.run_config import hash_config, list_overrides
 from distribuuuu.trainer import take_step, train_model
 
 AUTO = ("TRAIN.BATCH_SIZE", "auto", "TRAIN.GLOBAL_BATCH_SIZE")
@@ -61,16 +59,6 @@ def test_auto_needs_the_global_batch_and_is_the_only_word():
     ):
         with pytest.raises(ConfigError, match=f"{key} .*{said}"):
             load_cfg(None, [key, word])
-
-
-def test_the_number_of_a_machine_does_not_change_the_recipe(small_cfg, tmp_path):
-    cfg = small_cfg(*AUTO, 12)
-    found = [with_number(cfg, number, "a reason") for number in (4, 6)]
-    assert len({hash_config(one) for one in (cfg, *found)}) == 1
-    assert hash_config(found[0]) != hash_config(small_cfg("TRAIN.BATCH_SIZE", 4, "TRAIN.GLOBAL_BATCH_SIZE", 12))
-    assert "TRAIN.BATCH_SIZE" not in list_overrides(found[0])
-    (tmp_path / "config.yaml").write_text(found[0].dump())
-    assert read_cfg(str(tmp_path / "config.yaml"))[0].TRAIN.BATCH_SIZE == 4
 
 
 def test_sizes_divide_the_share_and_problems_are_found_early(small_cfg):

@@ -69,15 +69,6 @@ def test_errors_of_an_evaluation_and_of_the_first_image_size_are_reported_early(
         train_model(small_cfg(*words))
 
 
-def test_a_lost_connection_is_not_reported_as_a_model_error(small_cfg):
-    class Lost(Idle):
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            raise RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:2222")
-
-    with pytest.raises(RuntimeError, match="closed by peer"):
-        dry_run_training(small_cfg(), Lost(3), torch.zeros(2, 3, 16, 16), 3)
-
-
 def test_unused_parameters_are_logged_and_do_not_change_a_run(small_cfg, tmp_path):
     """On one process, and with DDP, which waits for the gradient of every trainable parameter."""
     words = ("MODEL.ARCH", "idle", "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 3)

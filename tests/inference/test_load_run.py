@@ -18,8 +18,6 @@ from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.shapes import SHAPES
 from distribuuuu.data.loader import build_loader
-from distribuuuu.engine.resume import list_changes
-from distribuuuu.inference.load_run import config_of
 from distribuuuu.launch.detect import Launch
 from distribuuuu.trainer import train_model
 
@@ -86,14 +84,6 @@ def test_options_of_another_version_and_kwargs_of_any_kind_come_back(shapes_run,
     torch.save(content, tmp_path / "x.pth")
     with pytest.raises(ConfigError, match=r"TEST.IM_SIZE \(.*x.pth\): got 'large'; expected an integer"):
         load_run(tmp_path / "x.pth")
-
-
-def test_other_options_of_an_older_file_are_no_change_and_may_be_missing():
-    now = {"DATA.MEAN": (0.5, 0.5, 0.5), "TEST.FLIP": True}
-    assert list_changes({"DATA.MEAN": (), "TEST.FLIP": False}, now) == ["TEST.FLIP False -> True"]
-    assert len(list_changes({"DATA.MEAN": (0.4, 0.5, 0.5)}, now)) == 1
-    cfg = config_of({"MODEL.ARCH": "resnet8", "TRAIN.DATASET": "/photos"}, "best.pth.tar")
-    assert (cfg.TEST.DATASET, cfg.origins["TEST.DATASET"]) == ("/photos", "best.pth.tar")
 
 
 def test_a_bare_state_dict_needs_a_config_and_its_data(shapes_run, tmp_path):

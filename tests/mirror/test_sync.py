@@ -1,7 +1,6 @@
 """The index of a mirror, restoring a folder, diverged runs, hostile stores, and the owner of a URL."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -110,25 +109,6 @@ def test_the_newer_side_wins_and_two_changed_sides_are_refused(tmp_path):
     write(tmp_path / "one", {"checkpoints/ckpt_ep_004.pth.tar": b"mine"})
     with pytest.raises(ConflictError, match=r"continued by another machine, .*; fix: delete"):
         mirror_of(tmp_path / "one", tmp_path / "store").reconcile()
-
-
-@pytest.mark.parametrize("is_restoring", [False, True])
-def test_an_index_that_is_older_than_the_folder_is_refused_and_deletes_nothing(tmp_path, is_restoring):
-    """A bucket may be restored from a copy."""
-    one = mirror_of(write(tmp_path / "one"), tmp_path / "store")
-    one.upload_changes(with_logs=True)
-    before = read(tmp_path / "store")
-    write(tmp_path / "one", {"checkpoints/ckpt_ep_003.pth.tar": b"three"})
-    (tmp_path / "one/checkpoints/ckpt_ep_001.pth.tar").unlink()
-    one.upload_changes(with_logs=True)
-    shutil.rmtree(tmp_path / "store")
-    write(tmp_path / "store", before)
-    files = read(tmp_path / "one")
-    again = mirror_of(tmp_path / "one", tmp_path / "store")
-    again.save_state(is_restoring=is_restoring)
-    with pytest.raises(ConflictError, match="mirror.json is older than .*ckpt_ep_003"):
-        again.reconcile()
-    assert (read(tmp_path / "one"), read(tmp_path / "store")) == (files, before)
 
 
 def test_damaged_objects_are_skipped_and_the_previous_checkpoint_remains(tmp_path):

@@ -15,7 +15,7 @@ from distribuuuu.checkpoint.restore import load_optimizer
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.optim import optimizer as optimizers
 from distribuuuu.optim.optimizer import build_optimizer
-from distribuuuu.optim.param_groups import is_norm_layer, parameter_groups, parameter_kinds
+from distribuuuu.optim.param_groups import parameter_groups, parameter_kinds
 from distribuuuu.optim.precision import build_clipper
 from distribuuuu.optim.schedules import build_lr, build_schedule, scaled_lr, set_lr
 from distribuuuu.trainer import train_model
@@ -115,17 +115,6 @@ def test_each_kind_has_its_own_weight_decay():
     groups = build_optimizer(make_cfg(*words[:4]), model).param_groups
     assert [(group["weight_decay"], len(group["params"])) for group in groups] == [(0.2, 3), (0.3, 6)]
     assert len(build_optimizer(make_cfg("OPTIM.WEIGHT_DECAY", 0, *NO_DECAY), model).param_groups) == 1
-
-
-def test_norm_layers_are_known_by_their_type_and_what_a_model_exempts_decays_as_they():
-    norms = [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.InstanceNorm2d(4), nn.LayerNorm((4, 2)), nn.RMSNorm(4)]
-    norms += [timm.layers.RmsNorm(4), timm.layers.LayerNorm2d(4), timm.layers.BatchNormAct2d(4)]
-    norms += [timm.layers.EvoNorm2dS0(32), timm.layers.FilterResponseNormTlu2d(4)]
-    assert all(is_norm_layer(norm) for norm in norms)
-    others = [nn.Linear(4, 4), nn.Conv2d(4, 4, 3), timm.layers.NormMlpClassifierHead(4, 3), timm.layers.Mlp(4)]
-    assert not any(is_norm_layer(other) for other in others)
-    kinds = parameter_kinds(tiny())
-    assert (kinds["pos_embed"], kinds["cls_token"], kinds["blocks.0.attn.qkv.weight"]) == ("norm", "norm", "weight")
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "lars", "lion", "muon", "rmsproptf", "AdamW"])

@@ -48,14 +48,6 @@ def test_in_timm_the_warmup_replaces_the_cosine():
     assert [lr_at(epoch) for epoch in range(5, 100)] == [schedule("OPTIM.BASE_LR", 1)(epoch) for epoch in range(5, 100)]
 
 
-def test_with_a_lag_the_first_epochs_are_repeated():
-    for update in ["epoch", "step"]:
-        words = ("OPTIM.LR_UPDATE", update)
-        lagged, plain = schedule(*words, "OPTIM.LR_LAG", 2), schedule(*words)
-        assert [lagged(epoch) for epoch in (0, 0.5, 1, 2)] == [plain(0)] * 4
-        assert [lagged(epoch / 4) for epoch in range(9, 400)] == [plain(epoch / 4 - 2) for epoch in range(9, 400)]
-
-
 def test_a_cosine_after_the_warmup_takes_the_rest_of_the_epochs():
     words = ("OPTIM.LR_POLICY", "cos_after_warmup", "OPTIM.LR_UPDATE", "step", "OPTIM.WARMUP_EPOCHS", 2.5)
     lr_at = schedule(*words, "OPTIM.MIN_LR", 0.01, "OPTIM.MAX_EPOCH", 12, "OPTIM.BASE_LR", 2)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.images import draw_folder
 from support.processes import on_processes
 from support.runs import GROUP_NORM, assert_same_run, records, small_options, timeless, train_and_stop
 
@@ -83,24 +82,6 @@ def test_a_resumed_run_logs_the_same(small_cfg, tmp_path, monkeypatch, place):
     train_and_stop(small_cfg(*words), place, monkeypatch)
     train_model(small_cfg(*words))
     assert timeless(tmp_path / "out") == timeless(tmp_path / "whole")
-
-
-def train_and_list(cfg) -> list[int | None]:
-    train_model(cfg)
-    return [None if batch is None else len(batch.images) for batch in BATCHES]
-
-
-def test_processes_log_the_same_even_without_images(tmp_path):
-    draw_folder(tmp_path, "train", {"ant": 8, "bee": 8, "cat": 8})
-    draw_folder(tmp_path, "val", {"ant": 1})
-    shared = (*LOGGING, *GROUP_NORM, "TRAIN.GLOBAL_BATCH_SIZE", 12, "OPTIM.BASE_LR", 0.01)
-    seen, rows = [], []
-    for num in (1, 2):
-        seen += on_processes(num, train_and_list, load_cfg(None, small_options(tmp_path, tmp_path / str(num), *shared)))
-        rows.append([(row["confidence"], row["loss"], row.get("noise", 0.0)) for row in records(tmp_path / str(num))])
-    assert seen == [[1, 1], [1, 1], [None, None]]
-    for one, two in zip(*rows, strict=True):
-        assert one == pytest.approx(two, rel=1e-4)
 
 
 # Norms of each layer
