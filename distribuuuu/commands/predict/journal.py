@@ -1,6 +1,6 @@
 """The partial output of a prediction: an append-only file of finished chunks, from which a killed job resumes.
 
-Its first line is the job, in JSON; each further line is the text of the rows and the broken images of a chunk.
+Its lines are JSON: first the hash of the job, then the text of the rows and the broken images of each chunk.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class Journal:
 
     Args:
         out: the output file.
-        job: what the rows depend on, by name; a partial file of another job is refused.
+        job: a hash of what the rows depend on; a partial file of another job is refused.
         header: the first line of the output file, or an empty text.
 
     Attributes:
@@ -47,7 +47,7 @@ class Journal:
         ConfigError: the partial file belongs to another job, is in use, or cannot be written.
     """
 
-    def __init__(self, out: Path, job: dict[str, Any], header: str):
+    def __init__(self, out: Path, job: str, header: str):
         self.out, self.path, self._header = out, out.with_name(f"{out.name}.partial"), header
         self.num_chunks = self.num_broken = 0
         with self._explained():
@@ -61,11 +61,10 @@ class Journal:
             with untrusted(self.path, "partial output"):
                 end = sum(map(len, self._lines()))
                 found = parse_json(next(self._lines(), b""))
-                changed = [printable(name) for name in {**job, **found} if job.get(name) != found.get(name)]
                 for _, errors in self._chunks():
                     self.num_chunks, self.num_broken = self.num_chunks + 1, self.num_broken + len(errors)
-            if changed:
-                what = f"{self.path} belongs to a prediction with another {', '.join(changed)}"
+            if found != job:
+                what = f"{self.path} belongs to a prediction with another model, other options or other images"
                 raise ConfigError(f"--out: {what}; fix: remove it to start over, or name another file")
             self._file.truncate(end)
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import multiprocessing
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -77,8 +77,7 @@ def predict_files(job: PredictJob) -> int:
     selection = choose_selection(run.cfg, len(run.classes), job.topk, job.threshold)
     spans = list_spans(len(job.files), run.cfg.TEST.BATCH_SIZE)
     header = "" if job.is_json else csv_line(["path", *list_columns(selection, run.classes)])
-    description = describe_dependencies(job, run, selection)
-    out = Journal(job.out, description, header) if job.out else StandardOutput(header)
+    out = Journal(job.out, hash_job(job, run, selection), header) if job.out else StandardOutput(header)
     print(printable(run.describe()), file=sys.stderr)
     left, total = spans[out.num_chunks :], len(job.files)
     done = total - sum(map(len, left))
@@ -101,32 +100,16 @@ def predict_files(job: PredictJob) -> int:
     return out.num_broken
 
 
-def describe_dependencies(job: PredictJob, run: LoadedRun, selection: Selection) -> dict[str, Any]:
-    """Return what the rows of a job depend on, for messages and comparisons; long values as a hash."""
-    settings = [(key, value) for key, value in iter_options(run.cfg) if changes_rows(key)]
-    name = run.source if run.state_dict is None else ""
-    tensors = (part.contiguous().reshape(-1).view(torch.uint8).numpy() for part in (run.state_dict or {}).values())
-    return {
-        "model": _hash([name, repr(run.classes), *(run.state_dict or {})], tensors),
-        "evaluation option": _hash([repr(settings)]),
-        "list of images": _hash(job.files),
-        "--topk": selection.topk,
-        "--threshold": selection.threshold,
-        "torch or device": f"{torch.__version__}, {'cuda' if torch.cuda.is_available() else 'cpu'}",
-    }
-
-
-def changes_rows(key: str) -> bool:
-    """Tell whether rows may depend on an option: one that may change results, or the batch of a forward pass."""
-    option = option_of(key)
-    return key == "TEST.BATCH_SIZE" or (option.hashed and not option.neutral)
-
-
-def _hash(texts: Iterable[str], arrays: Iterable[Any] = ()) -> str:
-    """Return a hash of texts and of contiguous arrays."""
-    state = hashlib.blake2b("\0".join(texts).encode(errors="surrogateescape"), digest_size=16)
-    for array in arrays:
-        state.update(array)
+def hash_job(job: PredictJob, run: LoadedRun, selection: Selection) -> str:
+    """Return a hash of what the rows of a job depend on: the model, options, images, and the version of torch."""
+    settings = [(key, value) for key, value in iter_options(run.cfg)
+                if key == "TEST.BATCH_SIZE" or option_of(key).hashed and not option_of(key).neutral]  # fmt: skip
+    tensors = run.state_dict or {}
+    model = [*tensors] or run.source, run.classes
+    texts = model, settings, job.files, tuple(selection), torch.__version__, torch.cuda.is_available()
+    state = hashlib.blake2b(repr(texts).encode(), digest_size=16)
+    for tensor in tensors.values():
+        state.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return state.hexdigest()
 
 
