@@ -42,8 +42,6 @@ _ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89P": b"IEND\xaeB`\x82"}
 _CHUNK, _STRIDE = 64, 16
 # Files in which 16-bit pixels are looked for.
 _SAMPLES = 8
-# How images of 16 bits are read without a loss.
-KEEP_16_BITS = "to keep 16 bits set DATA.PIXELS uint16, and DATA.CHANNELS to those of the files"
 # Broken files after which a check stops.
 _MOST_BROKEN = 1000
 
@@ -82,7 +80,7 @@ def check_images(cfg, images: ImageDataset, train: bool) -> tuple[str, str]:
     return problem, rest
 
 
-def find_reduced(images: ImageDataset, options: DecodeOptions, with_fix: bool = True) -> str:
+def find_reduced(images: ImageDataset, options: DecodeOptions) -> str:
     """Return a message if images lose 16 bits (DATA.PIXELS uint8) or their transparency; a few images are read."""
     is_read = images.has_files or (images.holds_files and images.remote is None)
     num = len(images) if is_read and options.pixels == "uint8" else 0
@@ -93,10 +91,8 @@ def find_reduced(images: ImageDataset, options: DecodeOptions, with_fix: bool = 
             if not is_file(data := images.read(index)):
                 return ""
             if has_16_bits(open_image(data, options.max_pixels), data):
-                return (
-                    f"16-bit images, e.g. {images.describe(index)}, are reduced to 8 bits"
-                    + f"; {KEEP_16_BITS}" * with_fix
-                )
+                fix = "to keep 16 bits set DATA.PIXELS uint16, and DATA.CHANNELS to those of the files"
+                return f"16-bit images, e.g. {images.describe(index)}, are reduced to 8 bits; {fix}"
             if options.channels == 3 and is_transparent(open_image(data, options.max_pixels)):
                 shown = "its stored colors are shown where it is transparent"
                 return f"images with transparency, e.g. {images.describe(index)}, lose it: {shown}"
