@@ -87,9 +87,8 @@ class _Axes:
     """The map from values to positions, with the axes and grid of a chart; of a logarithmic axis, x is log10."""
 
     def __init__(self, x_range: tuple[float, float], y_range: tuple[float, float], is_log: bool = False,
-                 x_names: Sequence[str] = (), is_whole: bool = False):  # fmt: skip
-        self.x_range, self.y_range, self.is_log, self.x_names = x_range, y_range, is_log, x_names
-        self.is_whole = is_whole
+                 is_whole: bool = False):  # fmt: skip
+        self.x_range, self.y_range, self.is_log, self.is_whole = x_range, y_range, is_log, is_whole
 
     def x(self, value: float) -> float:
         """Return the horizontal position of a value."""
@@ -111,9 +110,9 @@ class _Axes:
             parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{format_tick(tick)}</text>')
         x_ticks = find_log_ticks(*self.x_range) if self.is_log else find_ticks(*self.x_range, num=6)
         x_ticks = [tick for tick in x_ticks if not (self.is_whole and tick % 1)]
-        texts = [(float(x), _clip(name, 12)) for x, name in enumerate(self.x_names)]
-        for x, text in texts or [(tick, format_tick(tick)) for tick in x_ticks]:
-            parts.append(f'<text x="{self.x(x):.1f}" y="{bottom + 15}" text-anchor="middle">{_escape(text)}</text>')
+        for tick in x_ticks:
+            x, text = self.x(tick), format_tick(tick)
+            parts.append(f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
         parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"/>')
         middle = (_LEFT + _WIDTH - _RIGHT) / 2
         parts.append(f'<text x="{middle}" y="{_HEIGHT - 4}" text-anchor="middle">{_escape(x_label)}</text>')
@@ -131,7 +130,6 @@ def line_chart(
     y_range: tuple[float, float] | None = None,
     marks: Sequence[Mark] = (),
     is_log: bool = False,
-    x_names: Sequence[str] = (),
     note: str = "",
 ) -> str:
     """Return a chart of curves with a legend; an empty text if no curve has a point.
@@ -143,7 +141,6 @@ def line_chart(
         y_range: the values at the bottom and at the top; None: so that every point is seen.
         marks: vertical lines.
         is_log: whether the horizontal axis is logarithmic.
-        x_names: texts at x = 0, 1, ... instead of numbers.
         note: a note below.
     """
     series = [_shorten(curve) for curve in series]
@@ -153,9 +150,9 @@ def line_chart(
     x_values = [math.log10(x) if is_log else x for x, _ in points]
     low, high = min(x_values), max(x_values)
     has_zero = not is_log and (0 <= low <= high / 2 or low == high > 0)
-    x_range = (-0.5, len(x_names) - 0.5) if x_names else _widen(0.0 if has_zero else low, high, 0)
+    x_range = _widen(0.0 if has_zero else low, high, 0)
     is_whole = all(x % 1 == 0 for x, _ in points)  # e.g. numbers of trials, of which there are no halves
-    axes = _Axes(x_range, y_range or _widen(*_spread([y for _, y in points])), is_log, x_names, is_whole)
+    axes = _Axes(x_range, y_range or _widen(*_spread([y for _, y in points])), is_log, is_whole)
     parts = [axes.to_svg(x_label, y_label)]
     for mark in marks:
         x = axes.x(min(max(mark.x, axes.x_range[0]), axes.x_range[1]))
@@ -234,7 +231,3 @@ def stacked_bar(title: str, parts: Sequence[tuple[str, float, str]]) -> str:
         x += width
     legend = [f"{name} {text} ({amount / total:.0%})" for name, amount, text in parts]
     return _figure(title, content, 1000, 24, legend)
-
-
-def _clip(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length - 1]}…"
