@@ -213,7 +213,7 @@ _C.DATA.CACHE_DIR = Option("", path=True, hashed=False)
 _C.DATA.CACHE_GB = Option(100.0, least=0.1, needs="data at a URL", hashed=False)
 # Seconds for all attempts to read a part of data at a URL, after which the run ends with an error, 1 or more.
 _C.DATA.TIMEOUT_S = Option(300.0, least=1, needs="data at a URL", hashed=False)
-# Settings of a data set of your own, as TASK.KWARGS, or of torchvision/NAME.
+# Settings of a custom data set, like TASK.KWARGS, or of torchvision/NAME.
 _C.DATA.KWARGS = Option({})
 # Columns of a table of images: {path: id, label: breed, template: train/{}.jpg}, or DATA.TABLE.path id.
 _C.DATA.TABLE = Option({})
@@ -260,7 +260,7 @@ _C.LOSS.BCE_REDUCTION = Option("mean", choices=("mean", "sum"), needs="LOSS.NAME
 _C.LOSS.BCE_TARGET_THRESHOLD = Option(None, of=float, least=0, most=1, needs="LOSS.NAME bce")
 # Focusing parameter gamma of the focal loss: down-weights well-classified images; 0: none.
 _C.LOSS.FOCAL_GAMMA = Option(2.0, least=0, needs="LOSS.NAME focal")
-# Settings of a loss of your own, as TASK.KWARGS.
+# Settings of a custom loss, like TASK.KWARGS.
 _C.LOSS.KWARGS = Option({})
 
 _C.FINETUNE = Section()

@@ -208,8 +208,10 @@ def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
 def check_warmup(cfg) -> None:
     """Raise ConfigError if a new run would end before its warm-up; a run that is resumed keeps its schedule."""
     optim = cfg.OPTIM
-    if 0 < optim.MAX_EPOCH < optim.WARMUP_EPOCHS + (optim.LR_POLICY in ("tri", "cos_after_warmup")):
-        message = f"got {optim.WARMUP_EPOCHS:g}; expected less than OPTIM.MAX_EPOCH {optim.MAX_EPOCH}, or the"
+    follows = optim.LR_POLICY in ("tri", "cos_after_warmup")  # the policy begins after the warm-up
+    if 0 < optim.MAX_EPOCH < optim.WARMUP_EPOCHS + follows:
+        limit = "less than" if follows else "at most"
+        message = f"got {optim.WARMUP_EPOCHS:g}; expected {limit} OPTIM.MAX_EPOCH {optim.MAX_EPOCH}, or the"
         fix = "rate never reaches OPTIM.BASE_LR; fix: set it to 0"
         raise ConfigError(Problem("OPTIM.WARMUP_EPOCHS", f"{message} {fix}", cfg.origins))
 

@@ -82,6 +82,7 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
         logger.info("TRAIN.BATCH_SIZE %d: %s", cfg.TRAIN.BATCH_SIZE, found)
     last = f", {train_loader.steps_of(cfg.OPTIM.MAX_EPOCH - 1)} in the last one" if cfg.OPTIM.LAST_EPOCH < 1 else ""
     logger.info("step: %s; %s per epoch%s", plan, counted(train_loader.num_steps, "step"), last)
+    logger.info("task: %s; loss: %s; optimizer: %s", cfg.TASK.NAME, cfg.LOSS.NAME, cfg.OPTIM.NAME)
     logger.info("learning rate: %s; seed %d", describe_lr(cfg, plan.global_batch), state.seed)
     for problem in find_unused_options(cfg):
         logger.warning("%s", problem)
@@ -104,6 +105,9 @@ def describe_end(run: Run, started: float) -> None:
     if state.epoch < cfg.OPTIM.MAX_EPOCH and is_finished(cfg, state):
         logger.info("Early stopping at epoch %d/%d: %s has not improved for %s (TRAIN.PATIENCE)", state.epoch,
                     cfg.OPTIM.MAX_EPOCH, label, counted(cfg.TRAIN.PATIENCE, "epoch"))  # fmt: skip
+    elif state.epoch < cfg.OPTIM.MAX_EPOCH:
+        logger.info("stopped after epoch %d/%d; without --stop-epoch, the same command continues", state.epoch,
+                    cfg.OPTIM.MAX_EPOCH)  # fmt: skip
     paths = {kind: run.checkpoints.bests[kind] for kind in state.models if run.checkpoints.bests[kind].exists()}
     for kind, path in paths.items():
         name = "" if kind == "raw" else f"{kind} "

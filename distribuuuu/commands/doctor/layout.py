@@ -61,7 +61,8 @@ def open_folder(root: Path) -> Splits:
     if folders:
         return {WHOLE: ScannedFolder(root)}
     has = "images, but no class folders" if any(map(is_image, os.listdir(root))) else "no sub-folder"
-    fix = f"for lists and packs: DATA.NAME list or packed TRAIN.DATASET {root}"
+    command = f"distribuuuu doctor DATA.NAME list (or packed) TRAIN.DATASET {shlex.quote(str(root))}"
+    fix = f"for a list (or a pack): {command}"
     expected = f"expected SPLIT/CLASS/IMAGE or CLASS/IMAGE{describe_archives(root)}"
     raise ConfigError(Problem("FOLDER", f"{root} has {has}; {expected}; {fix}"))
 

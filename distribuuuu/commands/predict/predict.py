@@ -82,11 +82,11 @@ def build_parser(prog: str | None = None) -> CommandParser:
         "--threshold",
         metavar="P",
         type=float,
-        help="least probability of a label (0.5), with several per image",
+        help="minimum probability of a label (multi-label only; default 0.5)",
     )
     add("--skip-bad", action="store_true", help="exit with 0 even if images are broken")
     add("--nproc", metavar="N", type=int, default=1, help="processes on this machine, one per GPU (1)")
     add("--workers", metavar="N", type=int, help="loader workers of each process (default: its share of the cores)")
     add("--batch-size", metavar="N", type=int, default=32, help="images that a worker loads at a time (32)")
-    add("--cfg", metavar="FILE", help="config of weights that hold none")
+    add("--cfg", metavar="FILE", help="config for weights that contain none")
     return parser

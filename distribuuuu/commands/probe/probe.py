@@ -50,5 +50,5 @@ def build_parser(prog: str | None = None) -> CommandParser:
     add("run", metavar="RUN", help="a run, a checkpoint, an exported folder, or timm/NAME")
     add("--out", metavar="FILE", help="the file to write (default: probe.json beside the weights)")
     add("--format", choices=("text", "json"), default="text", help="text (default) or json")
-    add("--cfg", metavar="FILE", help="config of weights that hold none")
+    add("--cfg", metavar="FILE", help="config for weights that contain none")
     return parser

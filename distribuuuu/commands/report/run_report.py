@@ -31,6 +31,7 @@ from distribuuuu.commands.stats.stored_predictions import Predictions, read_pred
 from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.errors import counted
 from distribuuuu.config.json_file import load_json
+from distribuuuu.config.run_files import RESULTS
 from distribuuuu.data.datasets.table_file import csv_line
 from distribuuuu.files.untrusted import printable
 from distribuuuu.records.log_table import format_duration
@@ -77,7 +78,9 @@ def read_run(run: str) -> RunFiles:
     out_dir = Path(run).expanduser()
     if not out_dir.is_dir():
         raise ConfigError(f"RUN: no such folder: {run}; expected the OUT_DIR of a run")
-    content = read_predictions(out_dir / FILE_NAME, f"distribuuuu test OUT_DIR {run}, which makes it")
+    if not any((out_dir / name).exists() for name in (FILE_NAME, RESULTS)):
+        raise ConfigError(f"RUN: {run} has no {RESULTS}: no epoch of it has been evaluated yet")
+    content = read_predictions(out_dir / FILE_NAME, f"distribuuuu test {run}, which makes it")
     if not len(content):
         raise ConfigError(f"RUN: {out_dir / FILE_NAME} holds no image; fix: evaluate a data set with images")
     history = read_history(out_dir)

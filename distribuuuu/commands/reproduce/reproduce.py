@@ -241,7 +241,7 @@ def describe_possible(row: Sequence[Result], seed: int) -> str:
         parts.insert(0, "bitwise equality with the recorded weights, on the same machine and versions")
     elif original:
         commits = f"the row is of commit {_shorten(original['commit'])}, this is {_shorten(commit)}"
-        parts.insert(0, f"no bitwise verdict is expected: {commits}")
+        parts.insert(0, f"bitwise equality, although {commits}")
     return "; ".join(parts)
 
 
