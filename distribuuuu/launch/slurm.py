@@ -1,7 +1,9 @@
 """The launch of a task of a Slurm step, from Slurm's variables."""
 
+import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from distribuuuu.launch.detect import Launch, launch_error, read_int, slurm_num_tasks
 
@@ -17,6 +19,9 @@ def slurm_launch(env: Mapping[str, str]) -> Launch:
     node_list = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or env.get("SLURM_JOB_NODELIST")
     if missing or not node_list:
         raise launch_error(f"{', '.join(missing) or 'SLURM_NODELIST'} must be set in a Slurm step", env)
+    if _is_shell(env):
+        what = f"this is an interactive shell in a Slurm step of {slurm_num_tasks(env)} tasks, which start no training"
+        raise launch_error(f"{what}; fix: start the shell with srun -n 1 --pty, or put srun before the command", env)
     first, last = PORT_RANGE
     job, step = read_int(env, "SLURM_JOB_ID"), read_int(env, "SLURM_STEP_ID")
     port = first + (job * STEPS_PER_JOB + step) % (last - first)
@@ -27,10 +32,19 @@ def slurm_launch(env: Mapping[str, str]) -> Launch:
         read_int(env, "SLURM_LOCALID"),
         slurm_num_tasks(env),
         env.get("MASTER_ADDR") or expand_hosts(node_list)[0],
-        read_int(env, "MASTER_PORT") if "MASTER_PORT" in env else first + (job * STEPS_PER_JOB + step) % (last - first),
+        port,
         f"slurm job {job}, step {step}, start {env.get('SLURM_RESTART_COUNT', '0')}",
         _slurm_num_tasks_on_cores(env),
     )
+
+
+def _is_shell(env: Mapping[str, str]) -> bool:
+    """Tell whether a user has typed the command in the shell of `srun --pty`: the tasks of a step are no shells."""
+    try:
+        parent = Path(f"/proc/{os.getppid()}/comm").read_text().strip()
+    except OSError:
+        return False
+    return "SLURM_PTY_PORT" in env and parent != "slurmstepd"
 
 
 def _slurm_num_tasks_on_cores(env: Mapping[str, str]) -> int:

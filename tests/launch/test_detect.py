@@ -1,6 +1,7 @@
 """Launcher detection from the environment variables that real launchers set."""
 
 import os
+from pathlib import Path
 
 import pytest
 from support.runs import run_tool, small_options
@@ -96,6 +97,8 @@ def test_a_start_by_the_launcher_itself_is_known():
 def test_contradictions_are_errors_that_show_the_variables():
     for env, said in [
         ({"RANK": "0"}, "WORLD_SIZE must be set"),
+        # typed in the shell of srun -n 4 --pty
+        ({**SRUN, "SLURM_PROCID": "0", "SLURM_PTY_PORT": "40123"}, "interactive shell.*srun -n 1 --pty"),
         ({"WORLD_SIZE": "2"}, "RANK"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
         ({**BY_HAND, "RANK": "4"}, "rank 4 of 4 is out of range"),
@@ -131,3 +134,8 @@ def test_node_lists():
         ("r[1-2]n[08-10]-ib", [f"r{r}n{n}-ib" for r in (1, 2) for n in ("08", "09", "10")]), ("gpu-a[3]", ["gpu-a3"]),
     ]:  # fmt: skip
         assert expand_hosts(node_list) == hosts
+
+
+def test_a_step_that_is_started_in_an_interactive_shell_is_a_launch(monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda path: "slurmstepd\n")
+    assert detect_launch({**SRUN, "SLURM_PTY_PORT": "40123"}).world_size == 4

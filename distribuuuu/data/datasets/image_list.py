@@ -36,8 +36,11 @@ class TableColumns:
     split: str = setting("", "column that selects the rows of TRAIN.SPLIT and TEST.SPLIT")
 
     def __post_init__(self) -> None:
-        if PurePath(self.file).is_absolute() or ".." in PurePath(self.file).parts:
-            raise ValueError(f"got file {self.file!r}; expected a path below the folder of the data")
+        self._check_file("file", self.file)
+
+    def _check_file(self, key: str, file: str) -> None:
+        if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
+            raise ValueError(f"got {key} {file!r}; expected a path below the folder of the data")
 
 
 @dataclass
@@ -48,6 +51,7 @@ class PathColumns(TableColumns):
     template: str = setting("{}", "path of an image, with the field of the column in the place of {}")
     delimiter: str = setting("", "between the fields; default: a comma, or a tab in a .tsv")
     columns: tuple[str, ...] = setting((), "names of all columns of a text without a header")
+    names: tuple[str, ...] = setting((), "table of class names: its file, its column of labels, its column of names")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,6 +61,10 @@ class PathColumns(TableColumns):
             raise ValueError(f"got delimiter {self.delimiter!r}; expected one character, e.g. ';'")
         if len({*self.columns}) < len(self.columns):
             raise ValueError(f"got columns {[*self.columns]}; expected a different name for each column")
+        if len(self.names) not in (0, 3):
+            raise ValueError(f"got names {[*self.names]}; expected a file and two of its columns: [FILE, LABEL, NAME]")
+        if self.names:
+            self._check_file("names", self.names[0])
 
 
 @dataclass
@@ -127,7 +135,7 @@ class ImageList(TableSet):
     def build_spec(cls, columns: Any, value: str) -> TableSpec:
         """Return the meaning of a table's columns by the settings of DATA.TABLE and the name of the split."""
         names, value = (columns.path, cls.key, getattr(columns, cls.key)), value if columns.split else ""
-        options = columns.template, columns.delimiter, columns.split, value, columns.columns
+        options = columns.template, columns.delimiter, columns.split, value, columns.columns, columns.names
         return TableSpec(*names, *options)
 
     @classmethod
@@ -139,8 +147,10 @@ class ImageList(TableSet):
             return root / columns.file.replace("{}", section.SPLIT), spec
         if columns.split and len(tables := find_tables(root)) == 1:
             return root / tables[0], spec
-        paths = [root / f"{section.SPLIT}{ending}" for ending in TABLE_ENDINGS]
-        return next((path for path in paths if path.is_file()), paths[0]), spec
+        by_name = {path.name.lower(): path for path in root.glob("*")} if root.is_dir() else {}
+        names = [f"{section.SPLIT}{ending}" for ending in TABLE_ENDINGS]
+        existing = (root / name if (root / name).is_file() else by_name.get(name.lower()) for name in names)
+        return next(filter(None, existing), root / names[0]), spec
 
     @classmethod
     def open_split(cls, cfg, name: str, trained: ImageDataset | None = None) -> ImageDataset:

@@ -103,8 +103,12 @@ class ImageFolder(IndexedImages):
             from distribuuuu.data.datasets.imagenet_labels import find_folder_problems
 
             yield from find_folder_problems(labels, folder, classes)
-        elif trained and (unknown := [each for each in classes if each not in trained]):
-            yield f"{name}.SPLIT", unknown_names(str(folder), "label", unknown, trained)
+        elif trained and {*classes} - {*trained}:
+            from distribuuuu.data.datasets.made_elsewhere import normal_form
+
+            forms = {*map(normal_form, trained)}
+            if unknown := [each for each in classes if normal_form(each) not in forms]:
+                yield f"{name}.SPLIT", unknown_names(str(folder), "label", unknown, trained)
         elif len(trained or classes) != cfg.MODEL.NUM_CLASSES:
             source = str(cls.split_path(cfg.TRAIN) if trained else folder)
             found = len(trained or classes)

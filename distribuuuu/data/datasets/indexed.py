@@ -40,6 +40,7 @@ class IndexedImages(SplitDataset):
         labels: np.ndarray | None = None,
     ):
         self.index, self._order = index, order
+        self._notes: list[str] = []
         self._ends: np.ndarray | None = None
         self.has_files, self.holds_files = not index.is_archive, index.is_archive
         trained = index if trained is None else trained
@@ -63,6 +64,11 @@ class IndexedImages(SplitDataset):
             return None if wrong else np.array([as_number(value) for value in values], known)
         if values == known:
             return None
+        if unknown := [value for value in values if value not in numbers]:
+            from distribuuuu.data.datasets.made_elsewhere import match_forms
+
+            found, notes = match_forms(self.index.source, unknown, numbers)
+            numbers, self._notes = {**numbers, **found}, [*self._notes, *notes]
         if unknown := [value for value in values if value not in numbers]:
             problems.append(unknown_names(self.index.source, column, unknown, known, self._first_place))
             return None
@@ -121,8 +127,8 @@ class IndexedImages(SplitDataset):
         return self.index.path, self.index.meta.get("scan", "")
 
     def notes(self) -> list[str]:
-        """Return warnings about files that were left out."""
-        return [*self.index.notes()]
+        """Return warnings about files that were left out, and about class names that look alike."""
+        return [*self.index.notes(), *self._notes]
 
     @property
     def digest(self) -> str:
@@ -168,5 +174,8 @@ def unknown_names(
 ) -> str:
     """Return the message for evaluation classes that are not among the training classes."""
     what = "classes" if column == "label" else f"values of {column}"
-    shown = [f"{ascii(name)[1:-1]}{place_of(column, name)}{did_you_mean(name, known)}" for name in names[:6]]
-    return f"{source} has {what} that the training data lacks: {first_few([*shown, *names[6:]])}"
+    by_case = {name.casefold() for name in known}
+    hint = "; they differ by case: rename them" if any(name.casefold() in by_case for name in names) else ""
+    shown = [f"{ascii(name)[1:-1]}{place_of(column, name)}{'' if hint else did_you_mean(name, known)}"
+             for name in names[:6]]  # fmt: skip
+    return f"{source} has {what} that the training data lacks: {first_few([*shown, *names[6:]])}{hint}"

@@ -4,9 +4,9 @@ A text is in UTF-8 or UTF-16 and has a header, unless the names of its columns a
 Spaces around a field are ignored, unless it is quoted.
 """
 
-import contextlib
 import csv
 import functools
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +19,12 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import first_few
 from distribuuuu.data.datasets.array_file import pack_names
 from distribuuuu.data.datasets.index import Content, encode_targets, find_stamp
+from distribuuuu.data.datasets.made_elsewhere import (
+    PathFinder,
+    find_delimiter,
+    without_fractions,
+    without_separator_line,
+)
 from distribuuuu.files.image_files import TABLE_ENDINGS
 from distribuuuu.files.untrusted import open_text, printable
 
@@ -45,6 +51,7 @@ class TableSpec:
         split: the column that selects rows; empty: all rows.
         value: the value of that column.
         header: the names of the columns of a text without a header; empty: it has one.
+        names: a further table, its column of labels, and that of their names, which replace them; empty: none.
     """
 
     path: str = "path"
@@ -55,6 +62,7 @@ class TableSpec:
     split: str = ""
     value: str = ""
     header: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -69,12 +77,13 @@ def scan_table(path: str, spec: TableSpec) -> Content:
         ConfigError: with every kind of problem of the table.
     """
     folder, problems = os.path.dirname(path), Problems()
-    listed, places, images = dict[str, set[str]](), dict[tuple[str, str], tuple[int, int]](), list[tuple[str, str]]()
+    finder, places, images = PathFinder(folder), dict[tuple[str, str], tuple[int, int]](), list[tuple[str, str]]()
     labels: list[list[str]] = []
     try:
+        names_of = _read_names(folder, *spec.names) if spec.names else {}
         for line, text, cells in _read_rows(path, spec, problems):
-            place = _find_file(folder, spec.template.replace("{}", text), listed)
-            found = parse_labels(spec, cells)
+            place = finder.find(spec.template.replace("{}", text))
+            found = _name_labels(spec, parse_labels(spec, cells), names_of)
             if isinstance(found, str):
                 problems.setdefault(found, []).append(f"line {line}, {text!r}")
             elif place is None:
@@ -91,7 +100,8 @@ def scan_table(path: str, spec: TableSpec) -> Content:
                 problems.setdefault("names an image again", []).append(where)
     except OSError as error:
         raise ConfigError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
-    names = _find_classes(spec, labels, problems)
+    notes = finder.notes(path, problems)
+    names = _find_classes(spec, labels, names_of, problems)
     if problems:
         if missing := problems.get("names images that do not exist"):
             from distribuuuu.hints.sources import explain_missing_images
@@ -101,30 +111,33 @@ def scan_table(path: str, spec: TableSpec) -> Content:
         raise ConfigError([*sentences(path, problems)])
     if not images:
         raise ConfigError(f"{path} has no line{'' if spec.header else ' but its header'}")
-    return _to_content(spec, images, labels, names, path)
+    return _to_content(
+        spec, images, labels, names, notes, [path, *(os.path.join(folder, name) for name in spec.names[:1])]
+    )
 
 
-def _find_classes(spec: TableSpec, labels: list[list[str]], problems: Problems) -> list[str]:
+def _find_classes(spec: TableSpec, labels: list[list[str]], names_of: dict, problems: Problems) -> list[str]:
     """Return the sorted names of the classes."""
     if spec.key == "targets":
         return []
+    without_fractions(labels)
     found = {label for row in labels for label in row}
     if spec.key == "labels" and len(spec.columns) == 1:
         several = [label for label in sorted(found) if " " in label and {*label.split()} <= found]
         if several:
             problems["has labels that are several names, to be separated by semicolons"] = several
     if len(spec.columns) > 1:  # also a column without a 1 is a class
-        found |= {*spec.columns}
+        found |= {names_of.get(name, name) for name in spec.columns}
     if not found and labels:
         problems["has no label on any line"] = [""]
     return sorted(found)
 
 
-def _to_content(spec: TableSpec, images: list, labels: list, names: list[str], path: str) -> Content:
-    """Return the content of an index; the table is the last of its files, so that a change of it is noticed."""
+def _to_content(spec: TableSpec, images: list, labels: list, names: list[str], notes: list, inputs: list) -> Content:
+    """Return the content of an index; the tables are the last of its files, so that a change of them is noticed."""
     folders = {folder: number for number, folder in enumerate(dict.fromkeys(folder for folder, _ in images))}
-    root = os.path.dirname(path)
-    files = [*folders, os.path.basename(path)]
+    root = os.path.dirname(inputs[0])
+    files = [*folders, *(os.path.relpath(path, root or ".") for path in inputs)]
     found = {"label": (labels if spec.key == "labels" else [row[0] for row in labels], names)}
     if spec.key == "targets":
         columns = [[*values] for values in zip(*labels, strict=True)]
@@ -136,7 +149,26 @@ def _to_content(spec: TableSpec, images: list, labels: list, names: list[str], p
         **pack_names("names", [os.fsencode(name) for _, name in images]),
         "file": np.array([folders[folder] for folder, _ in images], np.int32),
     }
-    return {**meta, "ignored": {}, "num_beside": 0, "notes": []}, arrays
+    return {**meta, "ignored": {}, "num_beside": 0, "notes": notes}, arrays
+
+
+def _name_labels(spec: TableSpec, labels: list[str] | str, names_of: Mapping[str, str]) -> list[str] | str:
+    """Return labels by the names of another table, or what is wrong with them."""
+    if not names_of or isinstance(labels, str):
+        return labels
+    known = [names_of.get(label.removesuffix(".0"), "") for label in labels]
+    return list(dict.fromkeys(known)) if all(known) else f"has labels without a name in {spec.names[0]}"
+
+
+def _read_names(folder: str, file: str, label: str, name: str) -> dict[str, str]:
+    """Return the name of each label in a table of both."""
+    path, names, problems = os.path.join(folder, file), dict[str, str](), Problems()
+    for line, text, (named,) in _read_rows(path, TableSpec(label, "name", (name,)), problems):
+        if not named or names.setdefault(text.removesuffix(".0"), named) != named:
+            problems.setdefault("has labels without one name", []).append(f"line {line}, {text!r}")
+    if problems:
+        raise ConfigError([*sentences(path, problems)])
+    return names
 
 
 def parse_labels(spec: TableSpec, cells: Sequence[Any]) -> list[str] | str:
@@ -209,6 +241,11 @@ def _read_csv(path: str, spec: TableSpec, problems: Problems) -> Iterator[tuple[
         source: list[str] = []  # the lines of the current row
         # A longer line, which no list has, is read in pieces, of which one is invalid: a file may have a single line.
         lines = iter(functools.partial(file.readline, _MAX_LINE), "")
+        if not spec.delimiter:
+            named, first = without_separator_line(lines)
+            if first and not spec.header:
+                delimiter = find_delimiter(first[0], delimiter, spec.needed)
+            delimiter, lines = named or delimiter, itertools.chain(first, lines)
         reader = csv.reader(_noted(lines, source), strict=True, delimiter=delimiter)
         header = [*spec.header] or [name.strip() for name in next(reader, [])]
         places = find_columns(spec, header, path)
@@ -237,26 +274,13 @@ def _noted(lines: Iterator[str], source: list[str]) -> Iterator[str]:
 
 
 def find_columns(spec: TableSpec, header: Sequence[str], path: str) -> list[int]:
-    """Return the places of the needed columns; raise ConfigError if one is missing."""
-    if any(name not in header for name in spec.needed):
+    """Return the places of the needed columns; raise ConfigError if one is missing. Case matters only between them."""
+    folded = [name.casefold() for name in header]
+    names = [header[folded.index(name.casefold())] if folded.count(name.casefold()) == 1 else name
+             for name in spec.needed]  # fmt: skip
+    if any(name not in header for name in names):
         from distribuuuu.hints.sources import explain_columns
 
         problem = explain_columns(spec, header)
         raise ConfigError(f"{path} {problem}{'' if header else ': it is empty'}")
-    return [header.index(name) for name in spec.needed]
-
-
-def _find_file(root: str, text: str, listed: dict[str, set[str]]) -> tuple[str, str] | None:
-    """Return the folder, relative to the root or absolute, and the name of a file; None: there is none.
-
-    A backslash may separate folders, as on Windows. `listed` keeps the names in each folder, which is listed once.
-    """
-    for path in dict.fromkeys((text, text.replace("\\", "/"))):
-        folder, name = os.path.split(os.path.normpath(path))
-        if folder not in listed:
-            listed[folder] = set()
-            with contextlib.suppress(OSError, ValueError):  # ValueError: a path with a NUL
-                listed[folder] = {*os.listdir(os.path.join(root, folder) or ".")}
-        if name in listed[folder]:
-            return folder, name
-    return None
+    return [header.index(name) for name in names]

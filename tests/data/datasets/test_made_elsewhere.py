@@ -1,10 +1,13 @@
 """Data made by other programs on other systems: read where there is one meaning, else named with the cause."""
 
+import os
 import shutil
-from pathlib import Path
+import unicodedata
+from pathlib import Path, PureWindowsPath
 
 import pytest
 from PIL import Image
+from support.archives import write_tar
 from support.runs import errors_of, make_cfg
 
 from distribuuuu.data.datasets.file_check import find_reduced
@@ -36,15 +39,41 @@ def images_of(root: Path, *words: object):
     return [build_images(resolve_num_classes(cfg), train) for train in (True, False)]
 
 
+FORMS = {
+    "as it is": (lambda name: f"img/{name}", ""),
+    "backslashes": (lambda name: str(PureWindowsPath("img", name)), "separator is no slash"),
+    "other case": (lambda name: f"IMG/{name.lower()}", "another case"),
+    "absolute": (lambda name: f"/home/someone/project/d/img/{name}", "absolute paths of another machine"),
+    "drive": (lambda name: f"C:\\data\\d\\img\\{name}".replace("/", "\\"), "absolute paths of another machine"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_paths_of_another_system(root, form):
+    write, note = FORMS[form]
+    write_table(root, "path,label\n" + "".join(f"{write(name)},{number % 2}\n" for number, name in enumerate(NAMES)))
+    images, _ = images_of(root)
+    assert [images.describe(number) for number in range(3)] == [str(root / "img" / name) for name in NAMES]
+    assert (note in " ".join(images.notes())) and bool(images.notes()) == bool(note)
+
+
+def test_paths_with_more_than_one_meaning_are_refused(root, tmp_path):
+    shutil.copy(root / "img/P0.JPG", root / "img/p0.jpg")
+    write_table(root, "path,label\nimg/P0.jpg,x\n")
+    assert "names images that do not exist: line 2, 'img/P0.jpg'" in errors_of(root, tmp_path, "DATA.NAME", "list")
+    write_table(root, "path,label\n/a/d/img/P0.JPG,x\n/b/img/P1.JPG,x\n")
+    assert "absolute paths of another machine, of several folders" in errors_of(root, tmp_path, "DATA.NAME", "list")
+
+
 ROWS = "path{0}label\nimg/P0.JPG{0}x\nimg/P1.JPG{0}y\n"
 TEXTS = {
     "mark": ROWS.format(",").encode("utf-8-sig"), "UTF-16": ROWS.format(",").encode("utf-16"),
-    "big-endian": b"\xfe\xff" + ROWS.format(",").encode("utf-16-be"),
-    "empty rows": (ROWS.format(",") + ",\n,\n\n").encode(),
+    "big-endian": b"\xfe\xff" + ROWS.format(",").encode("utf-16-be"), "semicolons": ROWS.format(";").encode(),
+    "tabs": ROWS.format("\t").encode(), "empty rows": (ROWS.format(",") + ",\n,\n\n").encode(),
+    "named separator": b"sep=;\r\n" + ROWS.format(";").replace("\n", "\r\n").encode(),
     "empty columns": ROWS.format(",").replace("\n", ",,\n").encode(),
     "empty fields at the end": (ROWS.format(",").replace("P0.JPG,x", "P0.JPG,x,,")).encode(),
-    "spaces": ROWS.format(",").replace("path,label", "path, label ").encode(),
-    "backslashes": ROWS.format(",").replace("/", "\\").encode(),
+    "names of columns": ROWS.format(",").replace("path,label", "Path, LABEL ").encode(),
 }  # fmt: skip
 
 
@@ -61,11 +90,49 @@ def test_a_text_in_another_encoding_is_named(root, tmp_path):
     assert "is not a CSV in UTF-8" in errors_of(root, tmp_path, "DATA.NAME", "list")
 
 
+def test_numbers_that_became_floats(root):
+    write_table(root, "path,label\nimg/P0.JPG,1.0\nimg/P1.JPG,2.0\n")
+    (root / "val.csv").write_text("path,label\nimg/P0.JPG,2\n")
+    images, evaluated = images_of(root)
+    assert images.classes == ("1", "2") and evaluated.label(0) == 1
+    write_table(root, "path,label\nimg/P0.JPG,1.0\nimg/P1.JPG,1.5\n")
+    assert images_of(root)[0].classes == ("1.0", "1.5")
+
+
+NFC, NFD = (unicodedata.normalize(form, "caf\u00e9") for form in ("NFC", "NFD"))
+
+
+@pytest.mark.parametrize("source", ["folder", "archive", "list"])
+def test_classes_in_another_unicode_form_are_equal_with_a_warning(root, source):
+    image = (root / "img/P0.JPG").read_bytes()
+    for split, name in (("train", NFC), ("val", NFD)):
+        if source == "folder":
+            for each in (name, "dog"):
+                (root / split / each).mkdir(parents=True)
+                (root / split / each / "1.jpg").write_bytes(image)
+        elif source == "archive":
+            write_tar(root / f"{split}.tar", {f"{name}/1.jpg": image, "dog/1.jpg": image})
+        else:
+            (root / f"{split}.csv").write_text(f"path,label\nimg/P0.JPG,{name}\nimg/P1.JPG,dog\n", encoding="utf-8")
+    family = {"folder": "imagefolder"}.get(source, source)
+    images, evaluated = images_of(root, "DATA.NAME", family)
+    assert evaluated.classes == images.classes == (NFC, "dog")
+    assert [evaluated.label(number) for number in range(2)] == [0, 1]
+    assert "Unicode form only (NFC, NFD)" in evaluated.notes()[-1] and not images.notes()
+
+
+def test_files_in_another_unicode_form(root):
+    os.rename(root / "img/P0.JPG", root / "img" / f"{NFD}.jpg")
+    write_table(root, f"path,label\nimg/{NFC}.jpg,x\n")
+    images, _ = images_of(root)
+    assert images.describe(0).endswith(NFD + ".jpg") and "another Unicode form" in images.notes()[0]
+
+
 def test_classes_that_differ_by_case_are_named(root, tmp_path):
     (root / "train.csv").write_text("path,label\nimg/P0.JPG,Cat\n")
     (root / "val.csv").write_text("path,label\nimg/P0.JPG,cat\n")
     message = errors_of(root, tmp_path, "DATA.NAME", "list")
-    assert "the training data lacks: cat" in message and "did you mean Cat" in message
+    assert "the training data lacks: cat" in message and "they differ by case" in message
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
