@@ -23,7 +23,6 @@ from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.untrusted import read_regular
 
 _PREFIX = "distribuuuu_plugin_"
-_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def resolve_plugins(entries: Iterable[str], folder: str | os.PathLike = "") -> tuple[str, ...]:
@@ -86,8 +85,6 @@ def _import(entry: str) -> str | None:
     if names_file(entry) and not os.path.isfile(entry):
         beside = [path.name for path in Path(entry).parent.glob("*.py") if path.is_file()]
         return f"no such file: {entry}{did_you_mean(os.path.basename(entry), beside)}"
-    if not names_file(entry) and not _MODULE.fullmatch(entry):
-        return f"got {entry!r}; expected the name of a module, e.g. my_lab.tasks, or the path of a .py file"
     try:
         if names_file(entry):
             _import_file(entry)

@@ -59,12 +59,6 @@ def detect_launch(env: Mapping[str, str] = os.environ) -> Launch:
         launch = _explicit_launch(env)
     elif slurm_num_tasks(env) > 1:
         launch = importlib.import_module("distribuuuu.launch.slurm").slurm_launch(env)
-    elif env.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
-        raise launch_error(
-            f"mpirun started {env['OMPI_COMM_WORLD_SIZE']} processes without an address; use torchrun, srun, or set"
-            " RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each",
-            env,
-        )
     else:
         launch = Launch("plain python")
     if not (0 <= launch.rank < launch.world_size and launch.local_rank >= 0):
@@ -120,8 +114,6 @@ def _explicit_launch(env: Mapping[str, str]) -> Launch:
     _check_consistency(env, rank, world_size)
     local_rank = read_int(env, next((name for name in ("LOCAL_RANK", "SLURM_LOCALID") if name in env), "RANK"))
     local_world_size = read_int(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world_size
-    if local_world_size < 1:
-        raise launch_error("LOCAL_WORLD_SIZE is below 1", env)
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "--nproc" if NPROC_MARK in env else "RANK and WORLD_SIZE"
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or world_size == 1:
         return Launch(launcher, rank, local_rank, world_size, local_world_size=local_world_size)

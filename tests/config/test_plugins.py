@@ -146,7 +146,7 @@ def test_a_mistake_is_one_message_with_its_place(text, words, message):
 
 
 @pytest.mark.parametrize(("entry", "expected"), [("no_such_lab.tasks", "no module named no_such_lab"),
-                                                 ("./folder", "expected the name of a module")])  # fmt: skip
+                                                 ("./folder", "./folder fails: TypeError")])  # fmt: skip
 def test_an_entry_that_is_no_module_is_reported_alone(entry, expected):
     (problem,) = problems_of("PLUGINS", entry, "TASK.NAME", "own_task")
     assert expected in problem
