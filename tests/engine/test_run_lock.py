@@ -136,7 +136,7 @@ def test_beside_a_running_training_another_is_refused_and_an_evaluation_is_not(i
     run = TrainingProcess([sys.executable, str(ROOT / "tools" / "train_net.py"), *words], out_dir, 4)
     try:
         run.wait_for((out_dir / "best.pth.tar").exists)
-        temporary = out_dir / "checkpoints" / ".ckpt_ep_000.pth.tar.0123.tmp"  # that of a save
+        temporary = out_dir / "checkpoints" / ".ckpt_ep_000.pth.tar.0123456789abcdef.tmp"  # that of a save
         temporary.write_bytes(b"half")
         assert evaluate_run(load_cfg(None, words))["count"] == 37
         with pytest.raises(OutDirLocked, match="in use by another training"):

@@ -270,7 +270,7 @@ def test_the_last_lines_name_the_best_weights_and_a_command_that_evaluates_them(
     for kind, name in (("raw", "best.pth.tar"), ("ema", "best_ema.pth.tar")):
         best, label = results[kind]["best"], "" if kind == "raw" else "ema "
         assert f"best {label}top1: {best['top1']:.2f} (epoch {best['epoch']}); weights: {out_dir / name}" in lines
-    (line,) = [line for line in lines if line.startswith("next: ")]
+    line = [line for line in lines if line.startswith("next: ")][-1]
     commands = [shlex.split(words)[:3] for words in line.removeprefix("next: ").split("; ")]
     assert commands == [["distribuuuu", name, str(out_dir)] for name in ("test", "report", "predict")]
     command = commands[0]
