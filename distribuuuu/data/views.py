@@ -64,7 +64,7 @@ class EpochTransforms(Transform):
 
     def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
         """Unused: a sample is transformed by the transform of its epoch."""
-        raise NotImplementedError
+        raise TypeError("a transform with stages is called by way of at_epoch")
 
 
 def progressive_im_size(epoch: int, start: int, end: int, first: float, last: float, multiple: int) -> int:

@@ -100,6 +100,8 @@ class Store:
     def __init__(self, url: str, temporary: Path, on_progress: Callable[[int], None] = lambda size: None):
         self.url, self._temporary, self._on_progress = url, temporary, on_progress
         self._threads = threading.local()
+        # Bytes of each object that an attempt has sent at most: only more of them are progress of a further attempt.
+        self._sent: dict[str, int] = {}
 
     def _call(self, url: str, method: str, *args: Any, size: int = 0, **options: Any) -> Any:
         """Return what `call_filesystem` does; after `REQUEST_S` without progress, its thread is left behind.
@@ -165,7 +167,7 @@ class Store:
         """
         name, part = f"{OBJECTS}/{entry.sha256}", max(PART, entry.size // 5000)
         options = {"chunksize": part, "max_concurrency": 2} if self.url.startswith("s3:") else {}
-        self._put(str(path), name, callback=_Progress(self._on_progress), **options)
+        self._put(str(path), name, callback=_Progress(self, entry.sha256), **options)
         size, _ = self._call(f"{self.url}/{name}", "info")
         if size != entry.size:
             raise OSError(f"{name} has {size:,} bytes after its upload, expected {entry.size:,}")
@@ -212,14 +214,16 @@ class Store:
 class _Progress(Callback):
     """Callback of fsspec for each part of an upload."""
 
-    def __init__(self, on_progress: Callable[[int], None]):
+    def __init__(self, store: Store, sha256: str):
         super().__init__()
-        self._on_progress, self.moved_at = on_progress, 0.0
+        self._store, self._sha256, self._num_bytes, self.moved_at = store, sha256, 0, 0.0
 
     def relative_update(self, inc: int = 1) -> None:
-        """Report the bytes of a part."""
-        self.moved_at = time.monotonic()
-        self._on_progress(inc)
+        """Report the bytes of a part, unless an earlier attempt has sent as much."""
+        self._num_bytes, self.moved_at = self._num_bytes + inc, time.monotonic()
+        if self._num_bytes > self._store._sent.get(self._sha256, 0):
+            self._store._sent[self._sha256] = self._num_bytes
+            self._store._on_progress(inc)
 
 
 def hash_file(path: Path) -> Entry:

@@ -1,6 +1,8 @@
 """The index of a mirror, restoring a folder, diverged runs, hostile stores, and the owner of a URL."""
 
 import json
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from support.tables import each_row
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.run_files import find_path_problem, local_folder, local_run, url_of
+from distribuuuu.mirror import store as store_module
 from distribuuuu.mirror import sync
 from distribuuuu.mirror.store import DamagedError, Store, hash_file, is_mirrored, parse_index
 from distribuuuu.mirror.sync import PRIVATE, ConflictError, Mirror, Owner
@@ -191,3 +194,63 @@ def test_a_url_of_a_wrong_form_is_refused(word, found):
     with pytest.raises(ConfigError, match=found) as error:
         load_cfg(None, ["OUT_DIR", word])
     assert "secret" not in str(error.value) and local_folder(word) == word
+
+
+@pytest.mark.parametrize("is_restoring", [False, True])
+def test_an_index_that_is_older_than_the_folder_is_refused_and_deletes_nothing(tmp_path, is_restoring):
+    """A bucket may be restored from a copy."""
+    one = mirror_of(write(tmp_path / "one"), tmp_path / "store")
+    one.upload_changes(with_logs=True)
+    before = read(tmp_path / "store")
+    write(tmp_path / "one", {"checkpoints/ckpt_ep_003.pth.tar": b"three"})
+    (tmp_path / "one/checkpoints/ckpt_ep_001.pth.tar").unlink()
+    one.upload_changes(with_logs=True)
+    shutil.rmtree(tmp_path / "store")
+    write(tmp_path / "store", before)
+    files = read(tmp_path / "one")
+    again = mirror_of(tmp_path / "one", tmp_path / "store")
+    again.save_state(is_restoring=is_restoring)
+    with pytest.raises(ConflictError, match="mirror.json is older than .*ckpt_ep_003"):
+        again.reconcile()
+    assert (read(tmp_path / "one"), read(tmp_path / "store")) == (files, before)
+
+
+def test_no_checkpoint_is_deleted_before_the_newer_ones_are_verified(tmp_path):
+    one, other = mirror_of(write(tmp_path / "one"), tmp_path / "store"), mirror_of(tmp_path / "b", tmp_path / "store")
+    one.upload_changes()
+    other.reconcile()
+    for number in (1, 2):
+        (tmp_path / f"b/checkpoints/ckpt_ep_00{number}.pth.tar").unlink()
+    write(tmp_path / "b", {"checkpoints/ckpt_ep_003.pth.tar": b"three"})
+    other.upload_changes()
+    stored = tmp_path / "store/objects" / other.index.files["checkpoints/ckpt_ep_003.pth.tar"].sha256
+    stored.write_bytes(b"damag")
+    with pytest.raises(ConflictError, match="all checkpoints are damaged"):
+        mirror_of(tmp_path / "one", tmp_path / "store").reconcile()
+    assert FILES.keys() <= read(tmp_path / "one").keys()
+    stored.write_bytes(b"three")
+    mirror_of(tmp_path / "one", tmp_path / "store").reconcile()
+    assert [name for name in read(tmp_path / "one") if "ckpt" in name] == ["checkpoints/ckpt_ep_003.pth.tar"]
+
+
+def test_a_request_without_an_answer_fails_and_is_tried_again(tmp_path, monkeypatch):
+    """Also for an upload whose first part always arrives: repeated parts are no progress."""
+    progress, call, hangs = [], store_module.call_filesystem, [True]
+
+    def hang(url, method, *args, **options):
+        if method == "put_file" and hangs[0]:
+            if "callback" in options:
+                options["callback"].relative_update(3)
+            time.sleep(3)
+        return call(url, method, *args, **options)
+
+    monkeypatch.setattr(store_module, "REQUEST_S", 0.2)
+    monkeypatch.setattr(store_module, "call_filesystem", hang)
+    mirror = mirror_of(write(tmp_path / "one"), tmp_path / "store")
+    mirror.store._on_progress = progress.append
+    for _ in range(3):
+        with pytest.raises(OSError, match="no answer for 0 s: put_file"):
+            mirror.upload_changes()
+    assert progress == [3]
+    hangs[0] = False
+    assert mirror.upload_changes()
