@@ -162,3 +162,15 @@ def test_records_that_could_not_be_written_are_written_with_the_next(tmp_path, c
     (tmp_path / "folder").mkdir()
     records.append({"n": 3})
     assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_write_its_last_checkpoint_names_the_newest_one(long_run):
+    limit_files(long_run, MAX_FILE_BYTES)
+    long_run.signal_launcher(15)
+    assert long_run.wait(60) == 2
+    newest = CheckpointManager(long_run.out_dir).list()[-1]
+    assert is_finite(newest)
+    text = Path(f"{long_run.out_dir}.console").read_text()
+    assert f"could not be written: [Errno 27] File too large; the newest one is {newest}" in text
+    assert "Traceback" not in text

@@ -218,3 +218,10 @@ def test_processes_that_share_a_global_batch_train_the_same_model(small_cfg, tmp
         assert [(e["count"], e["top1"]) for e in one] == [(e["count"], e["top1"]) for e in other]
         assert one[0]["count"] == 37
         assert [e["loss"] for e in one] == pytest.approx([e["loss"] for e in other], rel=1e-4)
+
+
+def test_a_drawn_seed_is_kept_when_the_run_is_resumed(small_cfg, monkeypatch):
+    cfg = small_cfg("RNG_SEED", "null", "CHECKPOINT.EVERY_STEPS", 2)
+    train_and_stop(cfg, (0, 2), monkeypatch)
+    seed = newest(cfg.OUT_DIR)["seed"]
+    assert train_and_read(cfg)["seed"] == seed

@@ -272,3 +272,37 @@ def test_the_command_trains_and_evaluates_under_torchrun(image_folder, tmp_path)
     assert "global batch 24 = 12 images x 1 micro-batch x 2 processes" in trained.stderr
     tested = run_tool("test_net.py", *overrides)
     assert tested.returncode == 0 and "of 37 images" in tested.stderr
+
+
+def test_weights_that_are_not_finite_are_refused_before_the_first_step(small_cfg, tmp_path, monkeypatch):
+    train_model(small_cfg("OPTIM.MAX_EPOCH", 1, "OUT_DIR", tmp_path / "before"))
+    path = tmp_path / "before" / "best.pth.tar"
+    content = torch.load(path, weights_only=True)
+    content["state_dict"]["fc.weight"][0, 0] = math.nan
+    torch.save(content, path)
+    with pytest.raises(ConfigError, match="tensor raw/fc.weight is not finite"):
+        train_model(small_cfg("MODEL.WEIGHTS", path))
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", [["--use_env"], []])
+def test_torch_distributed_launch_works(image_folder, tmp_path, flag):
+    overrides = small_options(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1)
+    launcher = ["-W", "ignore", "-m", "torch.distributed.launch", *flag, "--nproc_per_node=1"]
+    done = run_python(*launcher, f"--master_port={free_port()}", ROOT / "tools" / "train_net.py", *overrides)
+    assert done.returncode == 0, done.stderr
+    assert "best top1: " in done.stderr
+
+
+def test_evaluation_with_more_processes_than_images(finished_run, image_folder, small_cfg, tmp_path):
+    root = tmp_path / "two_images"
+    for name in ("ant", "bee"):
+        folder = root / "val" / name
+        folder.mkdir(parents=True)
+        (folder / "0.jpg").write_bytes((image_folder / "val" / name / "000.jpg").read_bytes())
+    (root / "train").symlink_to(image_folder / "train")
+    overrides = ("TRAIN.DATASET", root, "TEST.DATASET", root, "MODEL.WEIGHTS", finished_run / "best.pth.tar")
+    alone, together = evaluate_run(small_cfg(*overrides)), on_processes(3, evaluate_run, small_cfg(*overrides))
+    assert alone["count"] == 2
+    assert [result["top1"] for result in together] == [alone["top1"]] * 3

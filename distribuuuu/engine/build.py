@@ -15,7 +15,7 @@ from torch import nn
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.checkpoint.restore import load_state_dict
-from distribuuuu.checkpoint.snapshot import hash_tensors
+from distribuuuu.checkpoint.snapshot import find_nonfinite, hash_tensors
 from distribuuuu.checkpoint.weights_files import KINDS, RAW, best_paths, build_kinds, find_best
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed, iter_options
@@ -195,6 +195,7 @@ def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
     sets = {"train": train_loader.images, "val": val_loader.images}
     data = {name: {"images": len(images), "digest": images.digest} for name, images in sets.items()}
     training = build_training(cfg, train_loader, val_loader.zero_images(1), latest, data)
+    check_finite_weights(training.state)
     describe_training(cfg, training.state, train_loader, val_loader)
     prepare_out_dir(cfg, checkpoints, latest)
     log = open_log(cfg, training.task, training.state, train_loader)
@@ -203,6 +204,14 @@ def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
     results = RunResults(run, lambda content, kind: hash_tensors(content[KINDS[kind].tensors]))
     checkpoints.write_results = results.write
     return run
+
+
+def check_finite_weights(state: TrainState) -> None:
+    """Raise ConfigError, on every process, for weights that no checkpoint could hold, before the first step."""
+    name = find_nonfinite({kind: model.state_dict() for kind, model in state.models.items()})
+    if name := next(filter(None, dist.gather_objects(name)), None):
+        message = f"got {state.arch}, whose tensor {name} is not finite; fix: other weights, or persistent=False for it"
+        raise ConfigError(Problem("MODEL.ARCH", message))
 
 
 def check_warmup(cfg) -> None:

@@ -82,7 +82,8 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
         logger.info("TRAIN.BATCH_SIZE %d: %s", cfg.TRAIN.BATCH_SIZE, found)
     last = f", {train_loader.steps_of(cfg.OPTIM.MAX_EPOCH - 1)} in the last one" if cfg.OPTIM.LAST_EPOCH < 1 else ""
     logger.info("step: %s; %s per epoch%s", plan, counted(train_loader.num_steps, "step"), last)
-    logger.info("task: %s; loss: %s; optimizer: %s", cfg.TASK.NAME, cfg.LOSS.NAME, cfg.OPTIM.NAME)
+    learned = f"loss: {cfg.LOSS.NAME}" if cfg.TASK.NAME == "auto" else f"task: {cfg.TASK.NAME}"
+    logger.info("%s; optimizer: %s", learned, cfg.OPTIM.NAME)
     logger.info("learning rate: %s; seed %d", describe_lr(cfg, plan.global_batch), state.seed)
     for problem in find_unused_options(cfg):
         logger.warning("%s", problem)

@@ -2,6 +2,7 @@
 
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -301,3 +302,42 @@ def test_an_error_of_an_operation_is_not_taken_for_a_broken_image(small_cfg, mon
     ) as caught:
         next(loader.batches_from(3, 0, 0))
     assert "Traceback" not in str(caught.value) and loader.num_broken == 0
+
+
+DRAWS = {
+    "rand_like": lambda: torch.rand_like(torch.zeros(3)),
+    "randn_like": lambda: torch.randn_like(torch.zeros(3)),
+    "randint_like": lambda: torch.randint_like(torch.zeros(9), 0, 99),
+    "randint": lambda: torch.randint(3, 99, (9,)),
+    "randperm": lambda: torch.randperm(20),
+    "normal": lambda: torch.normal(torch.zeros(3), 1.0),
+    "bernoulli": lambda: torch.bernoulli(torch.full((40,), 0.5)),
+    "poisson": lambda: torch.poisson(torch.full((9,), 20.0)),
+    "multinomial": lambda: torch.multinomial(torch.ones(30), 9),
+    "dropout": lambda: torch.nn.functional.dropout(torch.ones(40)),
+    "alpha_dropout": lambda: torch.nn.functional.alpha_dropout(torch.ones(40), training=True),
+    "binomial": lambda: torch.binomial(torch.full((9,), 50.0), torch.full((9,), 0.4)),
+    "gamma": lambda: torch.distributions.Gamma(2.0, 3.0).sample((3,)),
+    "dirichlet": lambda: torch.distributions.Dirichlet(torch.ones(4)).sample(),
+    "beta": lambda: torch.distributions.Beta(0.4, 0.4).sample((3,)),
+    "trunc_normal_": lambda: torch.nn.init.trunc_normal_(torch.empty(9)),
+    "exponential_": lambda: torch.empty(3).exponential_(),
+    "rrelu": lambda: torch.nn.functional.rrelu(-torch.ones(9), training=True),
+    "noise of torchvision": lambda: v2.GaussianNoise()(torch.zeros(3, 4, 4)),
+    "numpy": lambda: torch.from_numpy(np.random.dirichlet(np.ones(4))),
+    "random": lambda: torch.tensor([random.betavariate(2, 3), random.random()]),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_whatever_an_operation_draws_is_seeded_on_any_thread(draw):
+    def seeded(seed: int) -> torch.Tensor:
+        with seeded_generators(seed):
+            return DRAWS[draw]()
+
+    before = states()
+    here = [seeded(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        there = list(pool.map(seeded, range(4)))
+    assert all(map(torch.equal, here, there)) and not all(torch.equal(here[0], other) for other in here[1:])
+    assert states() == before

@@ -243,3 +243,22 @@ def test_a_launcher_killed_in_the_start_leaves_no_process(image_folder, tmp_path
             time.sleep(delay_s)
             run.signal_launcher(signal.SIGKILL)
             assert ends(run), delay_s
+
+
+def test_a_signal_to_one_process_stops_all_of_them(image_folder, tmp_path):
+    with started(image_folder, tmp_path / "out") as run:
+        run.wait_for(run.records)
+        run.signal_rank(1, signal.SIGTERM)
+        assert ends(run) and run.wait(10) == 143
+        assert "SIGTERM: stopped in epoch" in run.last_lines()
+
+
+def test_a_process_that_falls_silent_is_missed(image_folder, tmp_path):
+    with started(image_folder, tmp_path / "out", "DIST.TIMEOUT_S", 10) as run:
+        run.wait_for(run.is_evaluating)
+        run.wait_for(lambda: len(run.records()) > 20)
+        run.signal_rank(1, signal.SIGSTOP)
+        assert run.wait(RUN_S) != 0
+        said = r"process 1 on \S+ has been silent and has made no step for 10 s \(DIST.TIMEOUT_S\)"
+        assert re.search(said, run.last_lines())
+        assert ends(run)

@@ -67,3 +67,10 @@ def test_a_killed_run_ends_at_the_same_epoch_bitwise(small_cfg, tmp_path, place)
     ours, theirs = newest(cfg.OUT_DIR), newest(whole.OUT_DIR)
     assert ours["epoch"] == theirs["epoch"] == 5 and results(cfg.OUT_DIR)["training"]["ended_early"]
     assert all(ours["state_dict"][name].equal(value) for name, value in theirs["state_dict"].items())
+
+
+def test_a_value_that_stays_at_zero_is_not_better(small_cfg, monkeypatch):
+    monkeypatch.setitem(globals(), "VALUES", [0.0] * 9)
+    cfg = small_cfg(*PATIENT)
+    train_model(cfg)
+    assert results(cfg.OUT_DIR)["training"]["epochs_done"] == 3

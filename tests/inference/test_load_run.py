@@ -241,3 +241,16 @@ def test_a_checkpoint_cannot_name_another_file_to_load(shapes_run, tmp_path):
     with pytest.raises(ConfigError, match="MODEL.KWARGS.checkpoint_path"):
         load_run(tmp_path / "x.pth")
     assert not (tmp_path / "done").exists()
+
+
+def test_published_weights_of_timm_bring_their_preprocessing_and_class_names(monkeypatch):
+    create = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained=False, **options: create(name, **options))
+    run = load_run("timm/resnet10t")
+    assert run.weights == "published" and len(run.classes) == 1000 and run.classes[0] == "tench, Tinca tinca"
+    published = timm.get_pretrained_cfg("resnet10t")
+    crop = run.transform.crop
+    size = published.input_size[-1]
+    assert crop.size == size and crop.resize_to == int(size / published.crop_pct)
+    with pytest.raises(ConfigError, match="RUN: .*unknown model 'timm/resnet10x'; did you mean"):
+        load_run("timm/resnet10x")

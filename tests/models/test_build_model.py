@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import pickle
 import traceback
 import urllib.error
 
@@ -224,3 +225,13 @@ def test_initial_weights_by_fan_out_are_those_of_pycls(arch):
             assert not layer.bias.any(), name
         elif isinstance(layer, torch.nn.BatchNorm2d):
             assert (layer.weight == 1).all() and not layer.bias.any(), name
+
+
+@pytest.mark.parametrize("name", ["pretrained_cfg", "pretrained_cfg_overlay"])
+def test_weights_that_timm_is_told_to_read_are_plain_data(tmp_path, name):
+    """Below the check of the keywords, which refuses these names."""
+    torch.save({"state_dict": Payload(tmp_path / "done")}, tmp_path / "x.pth")
+    spec = make_model_spec(find_architecture("timm/test_efficientnet"), 3, {}, 224)
+    with pytest.raises((RuntimeError, pickle.UnpicklingError)):  # the type depends on the version of timm
+        spec.build(pretrained=True, **{name: {"file": str(tmp_path / "x.pth"), "architecture": "test_efficientnet"}})
+    assert not (tmp_path / "done").exists()

@@ -252,3 +252,15 @@ def test_frozen_parts_on_two_processes_give_the_run_of_one(finished_run, small_c
     before = torch.load(finished_run / "best.pth.tar")["state_dict"]
     assert set(other_than(two["state_dict"], before)) == {"fc.weight", "fc.bias"}
     assert_close(one, two, 1e-5)
+
+
+def test_names_are_matched_whatever_wraps_either_model_and_equal_ones_first():
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
+    outer = nn.ModuleDict({"backbone": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))})
+    load_backbone(outer, prefixed(inner.state_dict(), "module."), head=[])
+    assert torch.equal(outer["backbone"][1].weight, inner[1].weight)
+    model = nn.ModuleDict({"backbone": nn.Linear(2, 2)})
+    exact = {name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()}
+    other = {name: torch.full_like(value, 3.0) for name, value in model.state_dict().items()}
+    report = load_backbone(model, {**prefixed(other, "module."), **exact, **prefixed(other, "model.")}, head=[])
+    assert model["backbone"].bias.tolist() == [2.0, 2.0] and len(report.unused) == 4

@@ -6,6 +6,7 @@ import logging
 import pytest
 import timm
 import torch
+from support.images import draw_folder
 from support.runs import make_cfg, small_options
 from timm.models import save_for_hf
 
@@ -127,3 +128,12 @@ def test_a_run_that_is_resumed_keeps_the_preprocessing_it_was_trained_with(first
     (tmp_path / "out/config.yaml").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.yaml"):
         resolve_preprocessing(load_cfg(None, small_options(image_folder, tmp_path / "out", *map(str, words))))
+
+
+@pytest.mark.parametrize("name", ["timm/vit_small_patch14_dinov2"])
+def test_a_backbone_without_a_head_has_no_classifier(name, tmp_path):
+    draw_folder(tmp_path, "val", {"a": 1, "b": 1})
+    run = find_run(name, None, ["TRAIN.DATASET", str(tmp_path)])
+    assert not run.has_classifier and run.classes == ("a", "b")
+    with pytest.raises(ValueError, match="published without a classifier"):
+        run.predict([tmp_path])

@@ -11,17 +11,18 @@ from support.baselines import BASELINES, FILES
 from support.images import draw_folder
 from support.recipe_facts import FACTS, RECIPES
 from support.recipe_measures import ParameterOptions, initial_model, measure, meta_model, parameter_options, recipe
-from support.runs import ROOT
+from support.runs import ROOT, small_options
 from support.tables import each_row
 from support.tiers import slow
 
+from distribuuuu.config import load_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.locate import find_base, find_config, find_shipped
 from distribuuuu.data.loader import build_loader
 from distribuuuu.engine.build import build_run
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import count_parameters
-from distribuuuu.trainer import train_epoch
+from distribuuuu.trainer import train_epoch, train_model
 
 # Facts that are compared by tests of their own.
 TESTED_ALONE = {"reported", "decay", "init", "max side of the pack"}
@@ -152,3 +153,17 @@ def test_two_steps_of_a_recipe(name, twenty_images, tmp_path):
     assert state.step == loader.num_steps == 2 and rows[-1]["count"] == 16 and math.isfinite(rows[-1]["loss"])
     changed = [not torch.equal(old, new) for old, new in zip(before, state.model.parameters(), strict=True)]
     assert sum(changed) > 0.9 * len(changed)
+
+
+def test_the_rows_of_2021_warn_on_another_number_of_processes_unless_the_batch_is_set(small_cfg, tmp_path):
+    said = "the recipe is for 8 processes, a global batch of 96 images; here it is 12; to train as intended, add"
+    for number, words in enumerate([(), ("TRAIN.GLOBAL_BATCH_SIZE", 24), ("DIST.PROCESSES", 1)]):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text("OPTIM: {BASE_LR: 0.1}\nDIST: {PROCESSES: 8}\n")
+        options = dict(zip(*[iter(small_options(tmp_path, tmp_path / str(number)))] * 2, strict=True))
+        del options["OPTIM.BASE_LR"]
+        train = ("TRAIN.DATASET", small_cfg().TRAIN.DATASET, "OPTIM.MAX_EPOCH", 1)
+        words = [word for pair in options.items() for word in pair] + [str(word) for word in (*train, *words)]
+        train_model(load_cfg(str(file), words))
+        log = (tmp_path / str(number) / "train.log").read_text()
+        assert (f"{said} TRAIN.GLOBAL_BATCH_SIZE 96" in log) == (number == 0)

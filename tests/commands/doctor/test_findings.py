@@ -12,6 +12,7 @@ from support.packs import pack
 
 from distribuuuu.commands.doctor.findings import examine, spelling_key
 from distribuuuu.commands.doctor.layout import open_cfg, open_folder
+from distribuuuu.commands.main import start_command
 from distribuuuu.commands.scan.duplicates import find_groups
 from distribuuuu.commands.scan.scan import scan_images
 from distribuuuu.config import ConfigError, load_cfg
@@ -226,3 +227,11 @@ def test_folders_that_cannot_be_checked(tmp_path):
         make()
         with pytest.raises(ConfigError, match=message):
             open_folder(data)
+
+
+def test_a_class_may_be_called_train(tmp_path, capsys):
+    draw_folder(tmp_path, "vehicles", {"bus": 12, "car": 12, "train": 12})
+    report = check(tmp_path / "vehicles")
+    assert report["splits"]["all"]["classes"] == {"bus": 12, "car": 12, "train": 12}
+    words = [str(tmp_path / "vehicles"), "--val", "0.25", "--out", str(tmp_path / "lists")]
+    assert start_command("split", "split", words) == 0 and "36 images of 3 classes" in capsys.readouterr().out

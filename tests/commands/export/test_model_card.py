@@ -92,3 +92,11 @@ def test_a_refused_push_names_the_remedy_and_keeps_the_folder(small_cfg, tmp_pat
         with pytest.raises(ConfigError, match="--push: me/ants: .*401.*is complete; fix: set HF_TOKEN"):
             export_run(run, "safetensors", tmp_path / "exported", check_images=2, push="me/ants")
     assert hub.repositories == {} and (tmp_path / "exported" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_an_unverified_folder_is_not_published(small_cfg, tmp_path, monkeypatch):
+    run = load_run(save_run(small_cfg(*OTHER)), device="cpu")
+    monkeypatch.setattr("distribuuuu.commands.export.export_check.MIN_EQUAL", 1.1)
+    monkeypatch.setattr("distribuuuu.commands.export.exporter.push_folder", lambda *args: pytest.fail("published"))
+    assert not export_run(run, "safetensors", tmp_path / "exported", check_images=2, push="me/ants")["verified"]

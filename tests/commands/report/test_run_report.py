@@ -12,6 +12,7 @@ from support.images import draw_folder, write_label_lists
 from support.predictions import Page, change_predictions
 from support.runs import small_options
 
+from distribuuuu.commands.html.history import read_history
 from distribuuuu.commands.html.page import percent
 from distribuuuu.commands.main import start_command
 from distribuuuu.commands.report.run_report import read_run
@@ -183,3 +184,14 @@ def test_images_of_a_list_outside_of_its_folder_are_shown(image_folder, tmp_path
     page = Page((tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
     assert page.tags.count("img") > 0
     assert page.texts[page.texts.index("pictures from") + 1] == content.meta["images"]
+
+
+def test_restarts_are_those_since_the_run_was_new(image_folder, tmp_path):
+    def train(*options):
+        train_model(load_cfg(None, small_options(image_folder, tmp_path / "out", *options)))
+        history = read_history(tmp_path / "out")
+        return history.restarts, [record["epoch"] for record in history.evaluations["eval"]]
+
+    assert train("OPTIM.MAX_EPOCH", 1) == ([], [1])
+    assert train("OPTIM.MAX_EPOCH", 2) == ([[2, 0]], [1, 2])
+    assert train("OPTIM.MAX_EPOCH", 1, "TRAIN.AUTO_RESUME", False) == ([], [1])

@@ -80,3 +80,8 @@ def test_holm_adjusts_the_smallest_most():
     assert significance.holm_adjusted([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert significance.holm_adjusted([0.6, 0.7]) == [1.0, 1.0]
     assert significance.holm_adjusted([]) == []
+
+
+def test_without_a_differing_answer_the_interval_fits_the_number_of_images():
+    low, high = paired_interval(0, 0, 412)
+    assert 0.005 < high < 0.02 and low == -high and paired_interval(0, 0, 41200)[1] < high / 50

@@ -277,3 +277,10 @@ def test_every_table_of_the_model_zoo_names_its_command_and_every_result_is_in_o
         assert record["commit"] and not record["commit"].endswith("+changes"), f"{path}: of uncommitted code"
         files = [path.with_suffix(suffix).is_file() for suffix in (".log", ".metrics.jsonl")]
         assert all(files) or "weights_sha256" not in record, f"{path}: copy train.log and metrics.jsonl beside it"
+
+
+def test_runs_on_other_data_are_not_averaged_and_told_apart(make, tmp_path):
+    save(tmp_path / "a" / "results.json")
+    save(tmp_path / "b" / "results.json", seed=1, data__folder="photos")
+    names = {row["config"] for row in make(tmp_path)[1]}
+    assert len(names) == 2 and any("photos, 60000 + 10000 images" in name for name in names)

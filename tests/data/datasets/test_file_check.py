@@ -275,3 +275,15 @@ def test_links_in_circles_are_reported_and_crash_nothing(root, tmp_path):
     (root / "train/bee/self").symlink_to("self")
     (root / "train/self").symlink_to("self")
     assert errors_of(root, tmp_path) == "" and len(ImageFolder(root, "train")) >= 15
+
+
+def test_each_fold_of_a_table_has_a_record_of_its_own(root, tmp_path):
+    images = sorted((root / "val").rglob("*.jpg"))
+    rows = [f"{path},{path.parent.name},{fold}" for fold, path in zip(["val", "test"] * 2, images, strict=False)]
+    rows += [f"{path},{path.parent.name},train" for path in sorted((root / "train").rglob("*.jpg"))]
+    (tmp_path / "all.csv").write_text("path,label,fold\n" + "\n".join(rows) + "\n")
+    images[1].write_bytes(b"")
+    words = ("DATA.NAME", "list", "TRAIN.DATASET", tmp_path, "TEST.DATASET", tmp_path, "DATA.TABLE.split", "fold")
+    load(tmp_path, False, *words)
+    assert "1 of 2 images are broken" in refusal(tmp_path, False, *words, "TEST.SPLIT", "test")
+    assert "1 of 2 images are broken" in refusal(tmp_path, False, *words, "TEST.SPLIT", "test")
