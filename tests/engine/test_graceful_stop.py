@@ -254,7 +254,7 @@ def test_a_signal_to_one_process_stops_all_of_them(image_folder, tmp_path):
 
 
 def test_a_process_that_falls_silent_is_missed(image_folder, tmp_path):
-    with started(image_folder, tmp_path / "out", "DIST.TIMEOUT_S", 10) as run:
+    with started(image_folder, tmp_path / "out", "DIST.TIMEOUT_S", 10, "DIST.STARTUP_TIMEOUT_S", 10) as run:
         run.wait_for(run.is_evaluating)
         run.wait_for(lambda: len(run.records()) > 20)
         run.signal_rank(1, signal.SIGSTOP)
