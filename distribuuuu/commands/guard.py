@@ -44,8 +44,16 @@ class _TolerantStream(io.TextIOWrapper):
             super().flush()
 
 
-def tolerate_lost_readers() -> None:
-    """Ignore write errors on standard error, e.g. of a terminal that was closed."""
+def open_standard_streams() -> None:
+    """Open those of descriptors 0 to 2 that are closed, and ignore write errors on standard error.
+
+    Otherwise the next opened file, e.g. a checkpoint, would get the output that is meant for a standard stream.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stderr is None or sys.stderr is sys.__stderr__:
         raw, encoding = io.BufferedWriter(io.FileIO(2, "w", closefd=False)), getattr(sys.stderr, "encoding", "utf-8")
         sys.stderr = _TolerantStream(raw, encoding=encoding, errors="backslashreplace", line_buffering=True)
@@ -74,7 +82,7 @@ def run_guarded(run: Callable[[], int]) -> int:
         The exit status. 2: an error that the user can fix, described on standard error; 130, 143 or 129: stopped by
         SIGINT, SIGTERM or SIGHUP; 75: stopped, to be started again (see signals.py); else that of the function.
     """
-    tolerate_lost_readers()
+    open_standard_streams()
     print_stacks_on_quit()
     # On the CPU the loader workers and the model's threads share the cores. A thread that spins while it waits for one
     # that has no core makes a step twenty times slower. OpenMP reads this once, when torch is imported.

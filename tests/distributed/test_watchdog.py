@@ -223,8 +223,9 @@ def test_a_held_interpreter_lock_is_no_death():
 
 
 @pytest.mark.slow
-def test_a_process_whose_interpreter_lock_is_held_too_long_is_killed(capfd):
-    with pytest.raises(AssertionError, match=r"process 1 ended without a result, exit status -[39]"):
+def test_a_process_whose_interpreter_lock_is_held_too_long_is_killed(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # for the stacks
+    with pytest.raises(AssertionError, match=r"process 1 ended without a result, exit status (-3|-9|1)$"):
         on_processes(2, hold_interpreter_lock, 600, 5)
     assert "has been silent and has made no step for 5 s" in capfd.readouterr().err
 

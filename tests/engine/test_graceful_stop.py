@@ -60,7 +60,7 @@ def started(root: Path, out_dir: Path, *words, launcher=NPROC, num_steps: int = 
 
 def lines_said(run: TrainingProcess, since: int = 0) -> list[str]:
     """Return what the run has printed but for the log of its progress."""
-    starts = "distribuuuu|python|device|model|data|step|learning|training|mean|resumed|CHECKPOINT.KEEP_LAST"
+    starts = "distribuuuu|python|device|model|data|step|loss|task|learning|training|mean|resumed|CHECKPOINT.KEEP_LAST"
     progress = re.compile(rf"^[\d:]{{8}} ({starts}|epoch|validation|best| )")
     text = Path(f"{run.out_dir}.console").read_text(errors="replace")
     return [line for line in text.splitlines()[since:] if line and not progress.match(line) and "/10000" not in line]
