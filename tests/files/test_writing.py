@@ -55,7 +55,7 @@ def test_no_writer_follows_a_link_or_waits_for_a_pipe(tmp_path, writer, target):
     except (OSError, ConfigError) as error:
         assert str(path) in str(error)
     else:
-        assert writer in ("stacks", "append to a log"), "the run goes on without them"
+        assert writer in ("stacks", "append to a log"), "the run continues without these files"
     assert victim.read_text() == "mine" if target == "file" else not victim.exists()
 
 
