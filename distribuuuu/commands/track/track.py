@@ -23,7 +23,7 @@ from distribuuuu.engine.preflight import find_missing_trackers
 from distribuuuu.files.atomic_file import make_folder, open_for_writing
 from distribuuuu.files.locks import is_at, lock_file
 from distribuuuu.launch.signals import ignore_signals
-from distribuuuu.records.trackers.base import RunInfo, Tracker, describe_error
+from distribuuuu.records.trackers.base import RunInfo, describe_error
 
 _DESCRIPTION = """Send the rows of metrics.jsonl, the images and the results of a run that its
 trackers have not received, e.g. because a server was down. LOG.TRACKERS adds
@@ -62,7 +62,7 @@ def track(prog: str, args: list[str]) -> int:
         raise ConfigError(missing)
     run = RunInfo(folder, dict(iter_options(cfg)), flags.num_steps)
     if flags.follow:
-        return follow(TRACKERS.get(names[0])(run))
+        return follow(run, names[0])
     return send_all(run, names)
 
 
@@ -74,11 +74,11 @@ def send_all(run: RunInfo, names: Sequence[str]) -> int:
     """
     failures = []
     for name in names:
-        tracker = TRACKERS.get(name)(run)
-        with sending(tracker) as is_alone:
-            if not is_alone:
+        with sending(run, name) as lock:
+            if not lock:
                 failures.append(f"LOG.TRACKERS: {name}: another process sends this run; fix: wait until it has ended")
                 continue
+            tracker = TRACKERS.get(name)(run)
             print(f"{name}: connecting", flush=True)  # which may take a while, if its address is dead
             try:
                 tracker.send_missing()
@@ -92,15 +92,18 @@ def send_all(run: RunInfo, names: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def sending(tracker: Tracker, timeout_s: float = 0.0) -> Iterator[IO | None]:
-    """Hold the lock of the processes that send a run to a tracker; yield its file, None: another one has it."""
-    path = make_folder(tracker.run.out_dir, TRACKERS_FOLDER) / f".{tracker.name}.lock"
+def sending(run: RunInfo, name: str, timeout_s: float = 0.0) -> Iterator[IO | None]:
+    """Hold the lock of the processes that send a run to a tracker; yield its file, None: another one has it.
+
+    A `Tracker` is made under the lock: it reads what the process before it has sent.
+    """
+    path = make_folder(run.out_dir, TRACKERS_FOLDER) / f".{name}.lock"
     with open_for_writing(path, "ab") as lock:
         yield lock if lock_file(lock.fileno(), timeout_s) else None
 
 
-def follow(tracker: Tracker) -> int:
-    """Send the rows of a training as it writes them, until a byte or the end of standard input; then what is left.
+def follow(run: RunInfo, name: str) -> int:
+    """Send rows as a training writes them, until a byte or the end of standard input; then what is left.
 
     The first failure is one line on standard error; the next attempt follows after `RETRY_S` seconds.
     """
@@ -108,8 +111,8 @@ def follow(tracker: Tracker) -> int:
     ended, has_warned = threading.Event(), False
 
     def warn(problem: str) -> None:
-        fix = f"after the run, distribuuuu track {shlex.quote(str(tracker.run.out_dir))}"
-        text = f"LOG.TRACKERS: {tracker.name}: {problem}; the run is not affected, and OUT_DIR keeps what is missing"
+        fix = f"after the run, distribuuuu track {shlex.quote(str(run.out_dir))}"
+        text = f"LOG.TRACKERS: {name}: {problem}; the run is not affected, and OUT_DIR keeps what is missing"
         print(f"{time.strftime('%H:%M:%S')} WARNING: {text}; fix: {fix}", file=sys.stderr, flush=True)
 
     def wait_for_end() -> None:
@@ -121,7 +124,8 @@ def follow(tracker: Tracker) -> int:
         os._exit(1)
 
     threading.Thread(target=wait_for_end, daemon=True).start()
-    with sending(tracker, timeout_s=2 * END_S) as lock:
+    with sending(run, name, timeout_s=2 * END_S) as lock:
+        tracker = TRACKERS.get(name)(run)
         while lock and is_at(lock, Path(lock.name)):  # else the run was archived, and another one begins
             is_last, pause_s = ended.is_set(), SEND_EVERY_S
             try:

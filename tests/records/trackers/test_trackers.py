@@ -16,6 +16,7 @@ from support.runs import ROOT, TRAIN_NET, assert_same_run, run_python, run_tool,
 from distribuuuu.config import ConfigError
 from distribuuuu.distributed import comm as dist
 from distribuuuu.engine.build import build_log_writers
+from distribuuuu.files.locks import lock_file
 from distribuuuu.records.metric_writers import RecordFile, drop_records_after
 from distribuuuu.records.trackers import base
 from distribuuuu.records.trackers.base import RunInfo, Tracker, describe_error
@@ -253,10 +254,25 @@ def test_the_training_knows_of_no_fault_and_track_sends_what_is_missing(
 
 def test_a_second_process_does_not_send_at_the_same_time(copied_run, server, monkeypatch, capsys):
     sending = pytest.importorskip("distribuuuu.commands.track.track").sending
-    with sending(Store(copied_run)) as lock:
+    run = RunInfo(copied_run, {})
+    with sending(run, "store") as lock:
         assert lock
-        with sending(Store(copied_run)) as other:
+        with sending(run, "store") as other:
             assert other is None
+
+
+def test_a_process_that_waits_for_another_one_continues_what_that_one_began(copied_run, server, monkeypatch):
+    track = pytest.importorskip("distribuuuu.commands.track.track")
+
+    def wait_and_send(file, timeout_s):  # the other process sends while this one waits for its lock
+        Store(copied_run).take()
+        return lock_file(file, timeout_s)
+
+    made = []
+    monkeypatch.setattr(track, "lock_file", wait_and_send)
+    monkeypatch.setattr(track.TRACKERS, "get", lambda name: lambda run: made.append(Store(run.out_dir)) or made[-1])
+    assert track.send_all(RunInfo(copied_run, {}), ["store"]) == 0
+    assert made[0].run_ids == ["id"] and made[0].steps == [], "no other run, and no row twice"
 
 
 def test_no_secret_of_the_address_or_the_environment_is_shown(monkeypatch):
