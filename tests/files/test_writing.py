@@ -8,6 +8,7 @@ from support.runs import run_tool, small_options
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import RUN_FILES
+from distribuuuu.data.packed.cache import DiskCache
 from distribuuuu.files.atomic_file import make_folder, open_for_writing, replacing
 from distribuuuu.launch.signals import write_stacks
 from distribuuuu.records.run_log import append_to_log, logger, logging_to
@@ -24,6 +25,16 @@ def test_a_run_refuses_a_folder_with_a_link_in_the_place_of_its_own_files(small_
         train_model(small_cfg())
     assert not any(victim.iterdir()) if victim.is_dir() else victim.read_text() == "mine"
     assert [path.name for path in out.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["usage", "usage.lock"])
+def test_the_cache_of_packs_writes_through_no_link(tmp_path, name):
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / name).symlink_to(tmp_path / "victim")
+    with pytest.raises(ConfigError, match="DATA.CACHE_DIR"):
+        DiskCache(tmp_path / "cache", 100)
+    assert (tmp_path / "victim").read_text() == "mine"
 
 
 def open_and_close(path) -> None:

@@ -2,9 +2,15 @@
 
 import pytest
 import torch
+from support.failing_models import FaultyModel
 from torch import nn
 
+from distribuuuu.checkpoint.io import read_checkpoint
+from distribuuuu.checkpoint.manager import CheckpointManager
+from distribuuuu.checkpoint.snapshot import NonFiniteError, find_nonfinite
+from distribuuuu.config.registry import MODELS
 from distribuuuu.optim.precision import Precision
+from distribuuuu.trainer import train_model
 
 
 @pytest.mark.parametrize(
@@ -61,3 +67,18 @@ def test_the_scale_is_saved_and_restored():
     other.load_state_dict({})  # a run in float32 goes on in float16
     assert Precision().state_dict() == {}
     Precision("bf16").load_state_dict(precision.state_dict())
+
+
+def test_no_checkpoint_holds_the_loss_of_a_step_that_overflowed(small_cfg, tmp_path, monkeypatch):
+    """The step is left out, so the weights are finite; the loss would make each resume stop at its next row."""
+
+    def overflow(model):  # from the next step on
+        model.register_forward_hook(lambda module, images, logits: logits * float("inf"))
+
+    build = lambda num_classes: FaultyModel(num_classes, overflow, 2, -1)  # noqa: E731
+    monkeypatch.setitem(MODELS._table, "overflowing", build)
+    words = ("MODEL.ARCH", "overflowing", "TRAIN.AMP", "fp16", "CHECKPOINT.EVERY_STEPS", 1, "TRAIN.PRINT_FREQ", 4)
+    with pytest.raises(NonFiniteError, match="the training loss is nan in epoch 1, by step 3.*002.* is finite"):
+        train_model(small_cfg(*words))
+    paths = CheckpointManager(tmp_path / "out").list()
+    assert len(paths) == 2 and all(find_nonfinite(read_checkpoint(path)) is None for path in paths)

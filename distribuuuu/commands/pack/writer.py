@@ -33,7 +33,7 @@ from distribuuuu.data.packed.format import (
     shard_header,
     shard_name,
 )
-from distribuuuu.files.atomic_file import sync_folder
+from distribuuuu.files.atomic_file import open_for_writing, sync_folder
 
 PART_KIND = "rows of a shard"
 _OWN_FILES = re.compile(r"index\.bin|shard-\d+\.(bin|part)|\.(index\.bin|shard-\d+\.part)\.[0-9a-f]+\.tmp")
@@ -184,7 +184,7 @@ class PackWriter:
         number, size = len(self.shards), len(record.data)
         with self._disk_errors_as_config_errors():
             if self._file is None:
-                self._file = open(self.folder / shard_name(number), "wb", buffering=1 << 20)
+                self._file = open_for_writing(self.folder / shard_name(number), "wb", buffering=1 << 20)
                 self._file.write(shard_header(number, self.identity))
             self._file.write(record.data)
         self._rows.append((number, self._end, size, record.label, record.height, record.width, record.crc32))

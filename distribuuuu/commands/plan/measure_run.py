@@ -34,6 +34,7 @@ from distribuuuu.engine.run import Run
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import check_model, count_parameters
 from distribuuuu.optim.schedules import set_lr
+from distribuuuu.records.run_log import progress
 from distribuuuu.trainer import take_step
 
 # Seconds of the training steps, over all image sides, and of an evaluation.
@@ -121,11 +122,15 @@ def _timed(items: Iterable, ends: list[float], limit_s: float, device: torch.dev
     On CUDA, the device records the ends, and the host waits for it only once, after the last item.
     """
     started, marks = time.perf_counter(), [_mark(device)]
-    for item in items:
-        yield item
-        marks.append(_mark(device))
-        if time.perf_counter() - started > limit_s and len(marks) > 2:
-            break
+    total_s = max(1, math.ceil(limit_s))
+    with progress(None, "measuring", total=total_s) as bar:
+        for item in items:
+            yield item
+            marks.append(_mark(device))
+            elapsed_s = time.perf_counter() - started
+            bar.update(min(int(elapsed_s), total_s) - bar.n)
+            if elapsed_s > limit_s and len(marks) > 2:
+                break
     synchronize(device)
     first = marks[0]
     ends += [mark - first if isinstance(mark, float) else 1e-3 * first.elapsed_time(mark) for mark in marks[1:]]

@@ -121,7 +121,7 @@ def _list_rows(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     where = "GPU" if memory["of"] == "cuda" else "host"
     free = f"{memory['free_mib']:,.0f} MiB free on the host"
     yield "memory", f"{memory['peak_mib']:,.0f} MiB of the {where} per process; {free}"
-    steps = ", ".join(f"{1e3 * seconds:,.4g} ms at {size} px" for size, seconds in result["step_s"].items())
+    steps = ", ".join(f"{1e3 * seconds:,.1f} ms at {size} px" for size, seconds in result["step_s"].items())
     yield "time per step", steps
     speeds = {name: speed for name, speed in result["images_per_s"].items() if speed}
     yield "images/s", ", ".join(f"{name} {speed:,.0f}" for name, speed in speeds.items()) + " per process"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from distribuuuu.commands.sweep.trials import CONSOLE_FILE, Job
 from distribuuuu.config.run_files import LOCK
+from distribuuuu.files.atomic_file import open_for_writing
 from distribuuuu.files.locks import try_lock
 from distribuuuu.launch.host import count_cores
 from distribuuuu.launch.processes import start_child
@@ -56,7 +57,7 @@ def _start(job: Job, cores: set[int], env: dict[str, str]) -> subprocess.Popen:
     before = _list_cores()
     _use_cores(cores)  # inherited
     try:
-        with open(job.folder / CONSOLE_FILE, "ab") as console:
+        with open_for_writing(job.folder / CONSOLE_FILE, "ab") as console:
             return start_child(job.command, "sweep", env, stdin=subprocess.DEVNULL, stdout=console, stderr=console)
     finally:
         _use_cores(before)

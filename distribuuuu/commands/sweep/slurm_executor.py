@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
-from distribuuuu.files.atomic_file import replacing
+from distribuuuu.files.atomic_file import open_for_writing, replacing
 from distribuuuu.files.locks import lock_file
 from distribuuuu.launch.nproc import without_nproc
 from distribuuuu.launch.signals import REQUEUE
@@ -134,7 +134,8 @@ class SlurmExecutor:
             console, command = shlex.quote(str(job.folder.resolve() / "console.log")), without_nproc(job.command)
             cases.append(f"{index}) console={console}; command=({shlex.join(command)}) ;;")
         script = _SCRIPT.format(stem=shlex.quote(str(stem)), cases="\n".join(cases), requeue=REQUEUE)
-        stem.with_suffix(".sh").write_text(script)
+        with replacing(stem.with_suffix(".sh"), "w") as file:
+            file.write(script)
         output = f"--output={str(stem).replace('%', '%%')}_%a.log"
         command = ["sbatch", "--parsable", *self._options, f"--job-name={name}", f"--array=0-{len(jobs) - 1}", output]
         with self._locked() as lock:
@@ -179,7 +180,7 @@ class SlurmExecutor:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
         """Wait until no sbatch of this sweep is running, even one whose sweep process was killed."""
-        with open(self._folder / ".lock", "w") as file:
+        with open_for_writing(self._folder / ".lock", "ab") as file:
             lock_file(file.fileno(), timeout_s=math.inf)
             yield file.fileno()
 

@@ -247,7 +247,8 @@ def open_sweep(new: Sweep, content: bytes) -> Sweep:
         if new.inputs["config"]:
             copy = new.out_dir / new.inputs["config"]
             copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(content)
+            with replacing(copy) as file:
+                file.write(content)
         with replacing(path, "w", encoding="utf-8") as file:
             file.write(text)
         return new

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from distribuuuu.config import ConfigError
-from distribuuuu.files.atomic_file import replacing
+from distribuuuu.files.atomic_file import open_for_writing, replacing
 from distribuuuu.files.locks import lock_file
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class DiskCache:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with self._lock("usage.lock"):
-                self._usage.write_text(str(sum(size for _, size, _ in self._scan())))
+                self._note_usage(sum(size for _, size, _ in self._scan()))
         except OSError as error:
             raise ConfigError(f"DATA.CACHE_DIR: {folder}: {error.strerror}; fix: set it to another folder") from error
 
@@ -91,7 +91,11 @@ class DiskCache:
                 used = int(self._usage.read_bytes()) + size
             except (OSError, ValueError):  # a kill has interrupted the writing
                 used = self.max_bytes + 1
-            self._usage.write_text(str(used if size <= used <= self.max_bytes else self._evict(size)))
+            self._note_usage(used if size <= used <= self.max_bytes else self._evict(size))
+
+    def _note_usage(self, num_bytes: int) -> None:
+        with open_for_writing(self._usage, "w") as file:
+            file.write(str(num_bytes))
 
     def _evict(self, num_new: int) -> int:
         """Delete files to make room for `num_new` bytes; return the bytes in use, with the new ones."""
@@ -118,6 +122,6 @@ class DiskCache:
 
     @contextlib.contextmanager
     def _lock(self, name: str) -> Iterator[None]:
-        with open(self.folder / name, "ab") as file:
+        with open_for_writing(self.folder / name, "ab") as file:
             lock_file(file.fileno(), LOCK_S)
             yield

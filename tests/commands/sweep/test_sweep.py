@@ -1,5 +1,6 @@
 """The command sweep: its errors, the best config, the cores of jobs, and a sweep that is killed and stopped."""
 
+import errno
 import json
 import os
 import subprocess
@@ -11,9 +12,10 @@ from support.errors import problems_of
 from support.processes import RESULT_S, wait_for
 from support.runs import ROOT, records, small_options
 
+from distribuuuu.commands.sweep import local_executor
 from distribuuuu.commands.sweep.local_executor import is_locked, plan_slots
-from distribuuuu.commands.sweep.sweep import parse_args, plan_sweep, write_outcome
-from distribuuuu.commands.sweep.trials import RunState, build_rows
+from distribuuuu.commands.sweep.sweep import parse_args, plan_sweep, sweep, write_outcome
+from distribuuuu.commands.sweep.trials import Job, RunState, build_rows
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.config.config_node import iter_options
 
@@ -174,3 +176,23 @@ def test_the_runs_of_a_sweep_know_its_plug_ins_by_absolute_paths(image_folder, t
     plan = plan_sweep(*parse_args("sweep", [*words, "OUT_DIR", str(tmp_path / "out")]))
     command = plan.job(0, 3, 1).command
     assert command[command.index("PLUGINS") + 1] == f"['{tmp_path}/own.py']"
+
+
+def test_a_run_that_the_system_does_not_start_is_reported_as_that(image_folder, tmp_path, monkeypatch):
+    def refuse(*args, **options):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(local_executor, "start_child", refuse)
+    words = ["OPTIM.BASE_LR=0.1,0.2", *map(str, fixed_options(image_folder)), "OUT_DIR", str(tmp_path / "out")]
+    (problem,) = problems_of(sweep, "sweep", words)
+    assert problem.startswith(f"OUT_DIR: a run in {tmp_path / 'out'} cannot be started: Resource temporarily")
+
+
+def test_the_output_of_a_run_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "console.log").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="console.log"):
+        local_executor._start(
+            Job(0, 0, 1, tmp_path, [sys.executable, "-c", "print(1)"]), set(os.sched_getaffinity(0)), {}
+        )
+    assert (tmp_path / "victim").read_text() == "mine"
