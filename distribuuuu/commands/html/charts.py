@@ -1,4 +1,4 @@
-"""Charts as SVG: lines over time, parts of a whole. Colors are those of the style sheet."""
+"""Line charts as SVG. Colors are those of the style sheet."""
 
 import math
 import re
@@ -130,7 +130,6 @@ def line_chart(
     y_range: tuple[float, float] | None = None,
     marks: Sequence[Mark] = (),
     is_log: bool = False,
-    note: str = "",
 ) -> str:
     """Return a chart of curves with a legend; an empty text if no curve has a point.
 
@@ -141,7 +140,6 @@ def line_chart(
         y_range: the values at the bottom and at the top; None: so that every point is seen.
         marks: vertical lines.
         is_log: whether the horizontal axis is logarithmic.
-        note: a note below.
     """
     series = [_shorten(curve) for curve in series]
     points = [(x, y) for curve in series for x, y in zip(curve.x, curve.y, strict=True) if math.isfinite(y)]
@@ -159,8 +157,8 @@ def line_chart(
         line = f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
         parts.append(f"<g><title>{_escape(mark.text)}</title>{line}</g>")
     parts += [_draw(curve, axes, color_of(number)) for number, curve in enumerate(series)]
-    legend = [curve.name for curve in series if len(series) > 1]
-    return _figure(title, "".join(parts), _WIDTH, _HEIGHT, legend, note)
+    legend = [(curve.name, color_of(number)) for number, curve in enumerate(series) if len(series) > 1]
+    return html.figure(title, Markup("".join(parts)), _WIDTH, _HEIGHT, legend)
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float]:
@@ -207,27 +205,3 @@ def _draw(curve: Series, axes: _Axes, color: str) -> str:
 def color_of(number: int) -> str:
     """Return the color of a series, by its number from 0."""
     return f"var(--c{number % _NUM_COLORS + 1})"
-
-
-def _figure(title: str, content: str, width: float, height: float, legend: Sequence[str], note: str = "") -> str:
-    """Return an SVG with a title, a legend of the names of the series, and a note in small print."""
-    colors = [(name, color_of(number)) for number, name in enumerate(legend)]
-    return html.figure(title, Markup(content), f"{width:g}", f"{height:g}", colors, note)
-
-
-def stacked_bar(title: str, parts: Sequence[tuple[str, float, str]]) -> str:
-    """Return parts of a whole as one bar.
-
-    Args:
-        title: the title.
-        parts: (name, amount, text of the amount), amounts above 0 in any unit.
-    """
-    total = sum(amount for _, amount, _ in parts) or 1.0
-    x, content = 0.0, ""
-    for number, (name, amount, text) in enumerate(parts):
-        width = 1000 * amount / total
-        box = f'<rect x="{x:.1f}" width="{max(0.5, width - 2):.1f}" height="24" rx="3" fill="{color_of(number)}"/>'
-        content += f"<g><title>{_escape(f'{name}: {text}')}</title>{box}</g>"
-        x += width
-    legend = [f"{name} {text} ({amount / total:.0%})" for name, amount, text in parts]
-    return _figure(title, content, 1000, 24, legend)

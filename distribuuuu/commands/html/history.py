@@ -8,12 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.commands.html.charts import Mark, Series, line_chart, stacked_bar
+from distribuuuu.commands.html.charts import Mark, Series, line_chart
 from distribuuuu.commands.html.page import html
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.files.untrusted import read_regular
-from distribuuuu.records.log_table import format_duration
 from distribuuuu.records.metric_writers import parse_record
 from distribuuuu.records.read_results import FILE_NAME, read_results
 
@@ -149,30 +148,3 @@ def _title(history: History, name: str) -> str:
     """Return the title of the chart of a metric, which is a percentage, or of another mean."""
     listed = history.results.get("evaluation", {}).get("metrics")
     return f"{name} in percent" if listed is None or name in listed.values() else name
-
-
-def measure_time(history: History) -> dict[str, float]:
-    """Return the seconds of training steps, waiting for data, validation, and everything else, over all starts."""
-    rows = [(_seconds(record, "count") / speed, _seconds(record, "wait"))
-            for record in history.train if (speed := _seconds(record, "images_per_s"))]  # fmt: skip
-    waiting = sum(seconds * wait for seconds, wait in rows)
-    training = sum(seconds for seconds, _ in rows) - waiting
-    by_epoch = {record["epoch"]: _seconds(record, "seconds")
-                for records in history.evaluations.values() for record in records}  # fmt: skip
-    validation = sum(by_epoch.values())
-    total = 3600 * history.results["training"]["hours"] if history.results else 0.0
-    parts = {"training steps": training, "waiting for data": waiting, "validation": validation,
-             "start-up, checkpoints, repeated steps": max(0.0, total - training - waiting - validation)}  # fmt: skip
-    return parts if total or training else {}
-
-
-def _seconds(record: dict[str, Any], key: str) -> float:
-    """Return a number of a record that is at least 1e-9 and less than 2**64; else 0."""
-    value = _value(record, key)
-    return value if 1e-9 <= value < 2**64 else 0.0
-
-
-def draw_time(history: History) -> str:
-    """Return a bar of the seconds of `measure_time`; an empty text without records."""
-    parts = [(name, seconds, format_duration(seconds)) for name, seconds in measure_time(history).items()]
-    return stacked_bar("Where the time went", parts) if parts else ""

@@ -17,7 +17,6 @@ from distribuuuu.commands.report.comparison import (
     compare_all,
     compare_groups,
     describe_pair,
-    mean_average_precision,
 )
 from distribuuuu.commands.report.pictures import Pictures, make_pictures
 from distribuuuu.commands.report.run_report import RunFiles, read_run
@@ -74,11 +73,6 @@ class Comparison:
     groups: list[dict[str, Any]]
     changes: dict[str, list[Any]] | None
 
-    @property
-    def metric(self) -> str:
-        """Display name of the compared metric."""
-        return "mAP" if next(iter(self.pairs.values())).metric == "map" else "top-1"
-
     def sentences(self) -> list[str]:
         """Return the results in words: of the groups, if there are any, else of the pairs."""
         pairs = [describe_pair(names, pair) for names, pair in self.pairs.items()]
@@ -93,19 +87,18 @@ def compare_runs(sides: Mapping[str, Sequence[Path]]) -> Comparison:
     """
     runs = {name: [read_run(str(folder)) for folder in folders] for name, folders in sides.items()}
     firsts = {name: members[0].content for name, members in runs.items()}
-    if values := [name for name, content in firsts.items() if not content.classifies]:
-        raise ConfigError(f"RUN: {values[0]} predicts values, not classes; fix: compare the metrics by `table`")
+    if others := [name for name, content in firsts.items() if content.multilabel or not content.classifies]:
+        raise ConfigError(f"RUN: {others[0]} does not predict one class per image; fix: compare the metrics by `table`")
     pairs = compare_all(firsts)
     found = Comparison(runs, pairs, [], list_changes({name: members[0] for name, members in runs.items()}))
     if any(len(members) > 1 for members in runs.values()):
-        found.groups = compare_groups({name: _values(members) for name, members in runs.items()}, found.metric)
+        found.groups = compare_groups({name: _values(members) for name, members in runs.items()})
     return found
 
 
 def _values(runs: Sequence[RunFiles]) -> list[float]:
-    """Return the metric of each run of a side in percent."""
-    return [mean_average_precision(run.content) if run.content.multilabel else 100 * float(run.content.correct.mean())
-            for run in runs]  # fmt: skip
+    """Return the accuracy of each run of a side in percent."""
+    return [100 * float(run.content.correct.mean()) for run in runs]
 
 
 # ------------------------------------------------------------------------------------------ output
@@ -119,7 +112,7 @@ def list_comparison(comparison: Comparison) -> dict[str, Any]:
             "b": names[1],
             "only_a": len(pair.only_a),
             "only_b": len(pair.only_b),
-            **{name: getattr(pair, name) for name in ("metric", "values", "difference", "interval", "p", "adjusted_p")},
+            **{name: getattr(pair, name) for name in ("values", "difference", "interval", "p", "adjusted_p")},
             "significant": pair.is_significant,
             "sentence": describe_pair(names, pair),
         }
@@ -147,28 +140,25 @@ def build_compare_page(comparison: Comparison) -> str:
 
 def _summary(comparison: Comparison) -> PageSection:
     parts = [html.paragraph(sentence.replace(" -", " \N{MINUS SIGN}"), "lead") for sentence in comparison.sentences()]
-    parts.append(html.tiles([_tile(name, members, comparison) for name, members in comparison.sides.items()]))
+    parts.append(html.tiles([_tile(name, members) for name, members in comparison.sides.items()]))
     if comparison.groups:
         note = "The tests of single runs on the same images do not include the differences between seeds."
         parts += [html.heading("The first run of each side"), html.paragraph(note, "note")]
         parts += [html.paragraph(describe_pair(names, pair)) for names, pair in comparison.pairs.items()]
-    if comparison.metric == "top-1":
-        adjusted = ", adjusted by Holm's method" if len(comparison.pairs) > 1 else ""
-        note = f"p: McNemar's exact test{adjusted}; significant below {ALPHA}. Interval: Newcombe's, by Wilson limits."
-        parts.append(html.paragraph(note, "note"))
+    adjusted = ", adjusted by Holm's method" if len(comparison.pairs) > 1 else ""
+    note = f"p: McNemar's exact test{adjusted}; significant below {ALPHA}. Interval: Newcombe's, by Wilson limits."
+    parts.append(html.paragraph(note, "note"))
     return PageSection("Summary", parts)
 
 
-def _tile(name: str, runs: Sequence[RunFiles], comparison: Comparison) -> tuple[str, str, str]:
+def _tile(name: str, runs: Sequence[RunFiles]) -> tuple[str, str, str]:
     values, content = _values(runs), runs[0].content
     if len(values) > 1:
         low, high = mean_interval(values)
         detail = f"± {statistics.stdev(values):.2f} over {len(values)} runs, 95 % interval of the mean"
         return name, f"{statistics.fmean(values):.2f} %", f"{detail} {low:.2f} to {high:.2f}"
-    detail = f"{comparison.metric}, {content.meta.get('weights', 'raw')} weights"
-    if not content.multilabel:
-        low, high = (100 * end for end in wilson_interval(int(content.correct.sum()), len(content)))
-        detail += f", 95 % interval {low:.2f} to {high:.2f}"
+    low, high = (100 * end for end in wilson_interval(int(content.correct.sum()), len(content)))
+    detail = f"top-1, {content.meta.get('weights', 'raw')} weights, 95 % interval {low:.2f} to {high:.2f}"
     return name, f"{values[0]:.2f} %", detail
 
 
@@ -192,12 +182,10 @@ def _classes(comparison: Comparison) -> PageSection:
         if len(comparison.pairs) > 1:
             parts.append(html.heading(f"{names[0]} and {names[1]}"))
         images, first, second = pair.by_class
-        is_map = pair.metric == "map"
-        title, digits = ("AP of {}", ".2f") if is_map else ("only {} right", ".0f")
-        columns = [Column("class"), Column("images", ".0f"), *(Column(title.format(name), digits) for name in names),
-                   Column("difference in points", "+.2f", signed=True)]  # fmt: skip
-        change = second - first if is_map else 100 * (second - first) / np.maximum(1, images)
-        order = np.argsort(-np.nan_to_num(np.abs(change)), kind="stable")[:_MAX_CLASSES]
+        counts = (Column(name, ".0f") for name in ("images", *(f"only {name} right" for name in names)))
+        columns = [Column("class"), *counts, Column("difference in points", "+.2f", signed=True)]
+        change = 100 * (second - first) / np.maximum(1, images)
+        order = np.argsort(-np.abs(change), kind="stable")[:_MAX_CLASSES]
         figures = (values.tolist() for values in (images, first, second, change))
         rows = list(zip(classes, *figures, strict=True))
         parts.append(html.table(columns, [rows[number] for number in order]))

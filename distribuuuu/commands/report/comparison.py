@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from distribuuuu.commands.stats.significance import (
     Interval,
@@ -21,12 +20,9 @@ from distribuuuu.commands.stats.significance import (
 from distribuuuu.commands.stats.stored_predictions import Predictions
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, first_few
-from distribuuuu.tasks.class_metrics import average_precisions
 
 # A difference is called significant if its p-value is below this.
 ALPHA = 0.05
-# Bootstrap samples of the mean average precision, which sorts all scores again for each sample.
-_AP_DRAWS = 500
 
 
 @dataclass
@@ -34,18 +30,15 @@ class Pair:
     """Two runs on the same images.
 
     Attributes:
-        metric: "top1" or "map".
         order: the index in B of each image of A.
-        values: the metric of both, in percent.
+        values: the accuracy of both, in percent.
         interval: 95 % interval of the difference, B - A, in points.
-        only_a, only_b: indices in A of the images that only A, or only B, got right; empty for "map".
-        p: McNemar's exact p-value; for "map" NaN.
+        only_a, only_b: indices in A of the images that only A, or only B, got right.
+        p: McNemar's exact p-value.
         adjusted_p: `p` adjusted for the number of pairs.
-        by_class: for each class, its images, and how many of them only A and only B got right, int64 (3, classes); for
-            "map", instead of counts, the average precision of A and of B in percent.
+        by_class: for each class, its images, and how many of them only A and only B got right, int64 (3, classes).
     """
 
-    metric: str
     order: np.ndarray = field(repr=False)
     values: tuple[float, float]
     interval: Interval
@@ -62,9 +55,7 @@ class Pair:
 
     @property
     def is_significant(self) -> bool:
-        """Whether the adjusted p-value is below `ALPHA`; for "map", whether the interval excludes 0."""
-        if math.isnan(self.adjusted_p):
-            return not self.interval.low <= 0 <= self.interval.high
+        """Whether the adjusted p-value is below `ALPHA`."""
         return self.adjusted_p < ALPHA
 
 
@@ -108,16 +99,11 @@ def _describe_sets(first: Sequence[str], other: Sequence[str], names: tuple[str,
 def compare_pair(a: Predictions, b: Predictions, names: tuple[str, str]) -> Pair:
     """Return the comparison of two runs; errors as in `match_images`."""
     order = match_images(a, b, names)
-    return _compare_scores(a, b, order) if a.multilabel else _compare_answers(a, b, order)
-
-
-def _compare_answers(a: Predictions, b: Predictions, order: np.ndarray) -> Pair:
     right_a, right_b, num_classes = a.correct, b.correct[order], len(a.classes)
     only_a, only_b = np.flatnonzero(right_a & ~right_b), np.flatnonzero(right_b & ~right_a)
     counts = [np.bincount(labels, minlength=num_classes) for labels in (a.label, a.label[only_a], a.label[only_b])]
     interval = paired_interval(len(only_a), len(only_b), len(a))
     return Pair(
-        metric="top1",
         order=order,
         values=(100 * float(right_a.mean()), 100 * float(right_b.mean())),
         interval=Interval(100 * interval.low, 100 * interval.high),
@@ -128,39 +114,10 @@ def _compare_answers(a: Predictions, b: Predictions, order: np.ndarray) -> Pair:
     )
 
 
-def mean_average_precision(content: Predictions) -> float:
-    """Return the mean average precision of several labels per image in percent."""
-    return float(np.nanmean(_average_precisions(content)))
-
-
-def _average_precisions(content: Predictions, rows: Any = slice(None)) -> np.ndarray:
-    scores = torch.from_numpy(np.ascontiguousarray(content.scores[rows], dtype=np.float32))
-    return 100 * average_precisions(scores, torch.from_numpy(content.label[rows])).numpy()
-
-
-def _compare_scores(a: Predictions, b: Predictions, order: np.ndarray) -> Pair:
-    rng, differences = np.random.default_rng(0), []
-    for _ in range(_AP_DRAWS):
-        rows = rng.integers(0, len(a), len(a))
-        differences.append(np.nanmean(_average_precisions(b, order[rows])) - np.nanmean(_average_precisions(a, rows)))
-    low, high = np.nanquantile(differences, [0.025, 0.975])
-    return Pair(
-        metric="map",
-        order=order,
-        values=(mean_average_precision(a), mean_average_precision(b)),
-        interval=Interval(float(low), float(high)),
-        only_a=np.empty(0, np.int64),
-        only_b=np.empty(0, np.int64),
-        p=math.nan,
-        by_class=np.stack([a.label.sum(axis=0), _average_precisions(a), _average_precisions(b, order)]),
-    )
-
-
 def compare_all(runs: Mapping[str, Predictions]) -> dict[tuple[str, str], Pair]:
     """Return the comparison of every two runs, with p-values adjusted for the number of pairs."""
     pairs = {(a, b): compare_pair(runs[a], runs[b], (a, b)) for a, b in itertools.combinations(runs, 2)}
-    known = [pair for pair in pairs.values() if not math.isnan(pair.p)]
-    for pair, adjusted in zip(known, holm_adjusted([pair.p for pair in known]), strict=True):
+    for pair, adjusted in zip(pairs.values(), holm_adjusted([pair.p for pair in pairs.values()]), strict=True):
         pair.adjusted_p = adjusted
     return pairs
 
@@ -169,14 +126,13 @@ def describe_pair(names: tuple[str, str], pair: Pair) -> str:
     """Return the result of a comparison as a sentence."""
     better, worse = names if pair.difference < 0 else names[::-1]
     low, high = (-pair.interval.high, -pair.interval.low) if pair.difference < 0 else pair.interval
-    metric = "top-1" if pair.metric == "top1" else "mAP"
-    p = "" if math.isnan(pair.adjusted_p) else f", p = {format_p(pair.adjusted_p)}"
+    p = f"p = {format_p(pair.adjusted_p)}"
     if pair.is_significant:
-        points = f"{abs(pair.difference):.2f} points of {metric} (95 % interval {low:.2f} to {high:.2f}{p})"
+        points = f"{abs(pair.difference):.2f} points of top-1 (95 % interval {low:.2f} to {high:.2f}, {p})"
         return f"{better} is better than {worse} by {points}."
     interval = f"95 % interval {pair.interval.low:+.2f} to {pair.interval.high:+.2f}"
-    gap = f"{names[1]} - {names[0]} = {pair.difference:+.2f} points of {metric}"
-    return f"No significant difference between {names[0]} and {names[1]}: {gap} ({interval}{p})."
+    gap = f"{names[1]} - {names[0]} = {pair.difference:+.2f} points of top-1"
+    return f"No significant difference between {names[0]} and {names[1]}: {gap} ({interval}, {p})."
 
 
 def format_p(p: float) -> str:
@@ -187,32 +143,31 @@ def format_p(p: float) -> str:
 # -------------------------------------------------------------------------------- several seeds
 
 
-def compare_groups(values: Mapping[str, Sequence[float]], metric: str) -> list[dict[str, Any]]:
+def compare_groups(values: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
     """Return the comparison of every two groups of runs by a permutation test of their means, as values for JSON.
 
     Args:
-        values: the metric of each run in percent, by the name of the group.
-        metric: the display name of the metric.
+        values: the accuracy of each run in percent, by the name of the group.
     """
     groups = []
     for a, b in itertools.combinations(values, 2):
         p = permutation_test(values[a], values[b])
         smallest = smallest_permutation_p(len(values[a]), len(values[b]))
         group = {"a": a, "b": b, "values": [list(values[a]), list(values[b])], "p": p, "smallest_p": smallest}
-        groups.append({**group, "sentence": _describe_group(group, metric)})
+        groups.append({**group, "sentence": _describe_group(group)})
     return groups
 
 
-def _describe_group(group: Mapping[str, Any], metric: str) -> str:
+def _describe_group(group: Mapping[str, Any]) -> str:
     a, b, p, least, (first, second) = (group[key] for key in ("a", "b", "p", "smallest_p", "values"))
     sizes = f"{counted(len(first), 'run')} and {counted(len(second), 'run')}"
     difference = statistics.fmean(second) - statistics.fmean(first)
-    gap = f"{difference:+.2f} points of {metric} on average"
+    gap = f"{difference:+.2f} points of top-1 on average"
     if least >= ALPHA:
         reason = f"with {sizes}, no difference could be significant (the smallest possible p is {least:.2f})"
         return f"Too few runs to tell {a} and {b} apart: {gap}, but {reason}."
     if p >= ALPHA:
         return f"No significant difference between {a} and {b}: {gap}, p = {format_p(p)} ({sizes})."
     better, worse = (b, a) if difference > 0 else (a, b)
-    points = f"{abs(difference):.2f} points of {metric} on average"
+    points = f"{abs(difference):.2f} points of top-1 on average"
     return f"{better} is better than {worse} by {points}, p = {format_p(p)} ({sizes})."

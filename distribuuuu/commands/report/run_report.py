@@ -16,15 +16,12 @@ from distribuuuu.commands.html.charts import Series, line_chart
 from distribuuuu.commands.html.history import (
     History,
     draw_curves,
-    draw_time,
-    measure_time,
     read_facts,
     read_history,
     read_lines,
 )
 from distribuuuu.commands.html.page import Card, Column, PageSection, build_page, html, percent
 from distribuuuu.commands.report import prediction_figures as analysis
-from distribuuuu.commands.report import values as value_report
 from distribuuuu.commands.report.pictures import Pictures, image_folder, make_pictures
 from distribuuuu.commands.stats.significance import wilson_interval
 from distribuuuu.commands.stats.stored_predictions import Predictions, read_predictions
@@ -43,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 # Mistakes and uncertain images in the galleries, and rows of the lists of confused pairs.
 _NUM_MISTAKES, _NUM_UNCERTAIN, _NUM_PAIRS = 16, 8, 20
-# Classes up to which there is a confusion matrix.
-_MAX_MATRIX = 40
+# Classes up to which there is a confusion matrix; rows of the errors of a task that does not classify.
+_MAX_MATRIX, _NUM_VALUES = 40, 50
 
 
 @dataclass
@@ -104,7 +101,7 @@ def build_report(run: RunFiles) -> str:
             sections[1:1] = [describe_confusions(content)]
             sections.append(describe_calibration(content))
     else:
-        sections = [summarize(run), value_report.describe_values(content)]
+        sections = [summarize(run), describe_values(content)]
     sections.append(describe_provenance(run))
     kind = KINDS.get(content.meta.get("weights", RAW), KINDS[RAW])
     weights = f"{kind.average} of the weights" if kind.average else "trained weights"
@@ -124,7 +121,7 @@ def list_report(run: RunFiles) -> dict[str, Any]:
             "least_certain": [describe_answer(content, index) for index in uncertain],
         }
     else:
-        figures = {**dict(value_report.list_figures(content, run.facts)), "values": value_report.list_values(content)}
+        figures = {**dict(list_value_figures(content, run.facts)), "values": list_values(content)}
     return {
         "run": run.name,
         "predictions": content.meta,
@@ -132,7 +129,6 @@ def list_report(run: RunFiles) -> dict[str, Any]:
         "curves": {"training": history.train, **history.evaluations},
         "restarts": history.restarts,
         "rollbacks": history.rollbacks,
-        "seconds": measure_time(history),
         "results": run.facts,
     }
 
@@ -173,23 +169,22 @@ def summarize(run: RunFiles) -> PageSection:
     """Return the section of the main figures and the curves."""
     content, history = run.content, run.history
     entries = list(_main_figures(content)) if content.classifies else [
-        (name, f"{value:.4g}", "") for name, value in value_report.list_figures(content, run.facts)]  # fmt: skip
+        (name, f"{value:.4g}", "") for name, value in list_value_figures(content, run.facts)]  # fmt: skip
     if history.results:
         training, starts = history.results["training"], counted(len(history.restarts) + 1, "start")
         epochs = counted(training["epochs_done"], "epoch")
         entries.append(("time", format_duration(3600 * training["hours"]), f"{epochs}, {starts}"))
     curves = draw_curves({"": history})
-    parts = [html.tiles(entries), *(html.paragraph(note, "notice") for note in history.notes), curves]
-    parts += [draw_time(history)] if curves else [
-        html.paragraph("No curves: this folder has no metrics.jsonl of a training run.", "note")]  # fmt: skip
-    return PageSection("Summary", parts)
+    missing = html.paragraph("No curves: this folder has no metrics.jsonl of a training run.", "note")
+    notes = (html.paragraph(note, "notice") for note in history.notes)
+    return PageSection("Summary", [html.tiles(entries), *notes, curves or missing])
 
 
 def _main_figures(content: Predictions) -> Iterator[tuple[str, str, str]]:
     num, classes = len(content), counted(len(content.classes), "class")
     if content.multilabel:
         has_all = content.top_class is None
-        precisions = analysis.compute_label_figures(content)["average_precision"] if has_all else np.empty(0)
+        precisions = analysis.average_precision(content) if has_all else np.empty(0)
         yield "mean average precision", percent(analysis.mean_of_known(precisions)), classes
     else:
         num_correct = int(content.correct.sum())
@@ -214,10 +209,9 @@ def describe_classes(content: Predictions) -> PageSection:
                Column("recall", ".1%"), Column("images", ",d"), Column("pre\u00addicted", ",d")]  # fmt: skip
     values, parts = [content.classes, *(column.tolist() for column in figures.values())], []
     if content.multilabel and content.top_class is None:
-        columns += [Column("average precision", ".1%"), Column("best threshold", ".3f"), Column("F1 there", ".1%")]
-        values += [column.tolist() for column in analysis.compute_label_figures(content).values()]
-        at_half = "Precision, recall and F1 are those of labels with a probability above 0.5."
-        parts.append(html.paragraph(f"{at_half} The best threshold is the one that maximizes F1 on these images."))
+        columns.append(Column("average precision", ".1%"))
+        values.append(analysis.average_precision(content).tolist())
+        parts.append(html.paragraph("Precision, recall and F1 are those of labels with a probability above 0.5."))
     rows = list(zip(*values, strict=True))
     order = np.argsort(figures["f1"], kind="stable")  # NaN last
     parts.append(html.table(columns, [rows[number] for number in order], ascending_by="F1"))
@@ -324,24 +318,53 @@ def describe_images(content: Predictions, pictures: Pictures) -> PageSection:
 def describe_calibration(content: Predictions) -> PageSection:
     """Return the section on the reliability of the probabilities."""
     reliability = analysis.compute_reliability(content.confidence, content.correct)
-    fitted = analysis.fit_temperature(content)
-    entries, parts = [("calibration error", percent(reliability["ece"], 2), f"ECE, {NUM_BINS} bins")], []
-    if fitted:
-        entries += [
-            ("best temperature", f"{fitted['temperature']:.3f}", "fitted on these images"),
-            ("ECE with it", percent(fitted["ece_at_temperature"], 2), "accuracy unchanged"),
-            ("loss with it", f"{fitted['nll_at_temperature']:.4f}", f"cross-entropy, before {fitted['nll']:.4f}"),
-        ]
-        kind = "over" if fitted["temperature"] > 1 else "under"
-        parts.append(html.paragraph(f"The model is {kind}confident: its logits are best divided by "
-                                    f"{fitted['temperature']:.3f}. Fit a temperature on other images than it is "
-                                    "applied to."))  # fmt: skip
     bins = reliability["bins"]
     texts = [f"{count:,} images" for count in bins["counts"]]
     curves = [Series("accuracy", bins["confidence"], bins["accuracy"], has_dots=True,
                      texts=texts), Series("perfect calibration", [0, 1], [0, 1], is_dashed=True)]  # fmt: skip
     chart = line_chart("Reliability", curves, "confidence", "accuracy", y_range=(0, 1))
-    return PageSection("Calibration", [html.tiles(entries), *parts, html.grid([chart], "narrow")])
+    entry = "calibration error", percent(reliability["ece"], 2), f"ECE, {NUM_BINS} bins"
+    return PageSection("Calibration", [html.tiles([entry]), html.grid([chart], "narrow")])
+
+
+# ------------------------------------------------------------------- tasks that do not classify
+
+
+def find_errors(content: Predictions) -> np.ndarray | None:
+    """Return the mean absolute difference of scores and targets of each image; None if they are not comparable."""
+    targets = content.label.reshape(len(content), -1)
+    return np.abs(content.scores - targets).mean(axis=1) if targets.shape == content.scores.shape else None
+
+
+def list_value_figures(content: Predictions, facts: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the name and the value of each metric of the evaluation, and the mean absolute error if there is one."""
+    accuracy = facts.get("accuracy", {}).get(content.meta.get("weights", "raw"), {})
+    for name, value in accuracy.get("last", accuracy).items():
+        if name != "epoch" and isinstance(value, (int, float)):
+            yield name, value
+    if (errors := find_errors(content)) is not None:
+        yield "mean absolute error", float(errors.mean())
+
+
+def list_values(content: Predictions) -> list[dict[str, Any]]:
+    """Return the images with the largest errors: path, target and scores; without errors, the first images."""
+    errors = find_errors(content)
+    order = range(len(content)) if errors is None else np.argsort(-errors, kind="stable")
+    return [
+        {"path": str(content.path[row]), "target": content.label[row].tolist(), "score": content.scores[row].tolist()}
+        for row in order[:_NUM_VALUES]
+    ]
+
+
+def describe_values(content: Predictions) -> PageSection:
+    """Return the section with the table of `list_values`."""
+
+    def show(value: Any) -> str:
+        return " ".join(f"{part:.4g}" for part in np.ravel(value)[:8])
+
+    columns = [Column("image"), Column("target"), Column(", ".join(content.classes[:8]))]
+    rows = [[row["path"], show(row["target"]), show(row["score"])] for row in list_values(content)]
+    return PageSection("Images with the largest errors", [html.table(columns, rows)])
 
 
 # ----------------------------------------------------------------------------------- provenance
@@ -350,7 +373,7 @@ def describe_calibration(content: Predictions) -> PageSection:
 def describe_provenance(run: RunFiles) -> PageSection:
     """Return the section on the config and the origin of the run."""
     facts = run.facts or run.history.results
-    training, data = facts["training"] if facts.get("kind") == "training" else {}, facts.get("data", {})
+    data = facts.get("data", {})
     entries = {
         "folder": run.out_dir.resolve(),
         "config": facts.get("config"),
@@ -358,11 +381,8 @@ def describe_provenance(run: RunFiles) -> PageSection:
         "model": "{arch}, {params_m:.3f} M parameters".format(**facts["model"]) if facts else "",
         "data": ", ".join(str(part) for part in (data.get("name"), run.content.meta.get("folder")) if part),
         "pictures from": image_folder(run.content),
-        "training images": data.get("num_train"),
-        "images per step": training.get("global_batch"),
         **{name: facts.get(name) for name in ("seed", "weights", "commit", "hardware")},
         "versions": ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items() if version),
-        "hash of the config": facts.get("config_hash"),
     }
     parts = [html.pairs({name: value for name, value in entries.items() if value not in (None, "")})]
     if config := read_lines(run.out_dir / get_cfg().CFG_DEST, []):

@@ -5,24 +5,21 @@ import re
 from pathlib import Path
 
 import numpy as np
+from support.predictions import change_predictions, prediction_arrays
 
 from distribuuuu.commands.main import start_command
-from distribuuuu.records.predictions import SCHEMA_VERSION, write_npz
+from distribuuuu.records.predictions import write_npz
 
 CLASSES = ("cat", "<script>alert(1)</script>", "dog")
 
 
 def make_run(folder: Path, num_right: int, num_images: int = 300, **config) -> Path:
     folder.mkdir(parents=True)
-    label = np.arange(num_images, dtype=np.int32) % 3
+    label = np.arange(num_images) % 3
     predicted = np.where(np.arange(num_images) < num_right, label, (label + 1) % 3)
-    meta = {"schema": SCHEMA_VERSION, "weights": "raw", "epoch": 2, "folder": "/gone", "data": "imagefolder",
-            "multilabel": False}  # fmt: skip
-    write_npz(folder / "predictions.npz", {
-        "meta": np.array(json.dumps(meta)), "classes": np.array(CLASSES), "label": label,
-        "path": np.array([f"val/{index}.jpg" for index in range(num_images)]),
-        "logits": 3 * np.eye(3, dtype=np.float32)[predicted], "loss": np.ones(num_images, np.float32),
-    })  # fmt: skip
+    logits = 3 * np.eye(3, dtype=np.float32)[predicted]
+    arrays = prediction_arrays(num_images, {"folder": "/gone"}, classes=np.array(CLASSES), logits=logits)
+    write_npz(folder / "predictions.npz", arrays)
     records = [{"kind": kind, "epoch": epoch, "step": 5, "loss": 1 / epoch, "lr": 0.1, "count": 9, "top1": 50 + epoch}
                for epoch in (1, 2) for kind in ("train", "eval")]  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -95,6 +92,9 @@ def test_runs_that_cannot_be_compared_and_outputs_that_cannot_be_written(tmp_pat
         assert message in capsys.readouterr().err
         assert not (tmp_path / "p.html").exists()
     runs = [run_a, make_run(tmp_path / "c", 200)]
+    tags, labels = make_run(tmp_path / "tags", 200), np.zeros((300, 3), np.uint8)
+    change_predictions(tags, {"multilabel": True}, label=labels)
+    assert run(run_a, tags) == 2 and "tags does not predict one class per image" in capsys.readouterr().err
     assert run(*runs, "--out", tmp_path / "none" / "p.html") == 2
     assert "--out: no such folder" in capsys.readouterr().err
     (tmp_path / "p.html").mkdir()

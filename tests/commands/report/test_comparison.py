@@ -21,12 +21,6 @@ def predictions(right: np.ndarray) -> Predictions:
     return Predictions(paths, label, np.zeros(len(right), np.float32), classes, {"multilabel": False}, scores)
 
 
-def multilabel(scores: np.ndarray, label: np.ndarray) -> Predictions:
-    paths = np.array([f"{index}.jpg" for index in range(len(label))])
-    classes = [f"class{number}" for number in range(label.shape[1])]
-    return Predictions(paths, label, np.zeros(len(label), np.float32), classes, {"multilabel": True}, scores)
-
-
 @pytest.fixture
 def right() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
@@ -87,15 +81,3 @@ def test_runs_on_other_data_are_refused(right, change, message):
         compare_pair(a, b, NAMES)
     with pytest.raises(ConfigError, match="400 images and 399 images: only A has image 399"):
         compare_pair(a, predictions(right["B"][:399]), NAMES)
-
-
-def test_several_labels_are_compared_by_average_precision():
-    metrics = pytest.importorskip("sklearn.metrics")
-    rng = np.random.default_rng(2)
-    label = (rng.random((150, 3)) < 0.4).astype(np.uint8)
-    good, poor = (label + rng.normal(0, scale, label.shape) for scale in (0.3, 3))
-    pair = compare_pair(multilabel(good.astype(np.float32), label), multilabel(poor.astype(np.float32), label), NAMES)
-    expected = [100 * metrics.average_precision_score(label, scores.astype(np.float32)) for scores in (good, poor)]
-    assert pair.values == pytest.approx(expected) and pair.metric == "map"
-    assert pair.is_significant and pair.interval.high < 0
-    assert describe_pair(NAMES, pair).startswith("A is better than B by ")

@@ -89,7 +89,7 @@ def test_json_has_all_numbers(finished, capsys):
     assert 0 <= low <= figures["accuracy"] <= high <= 1
     assert list(figures["classes"]) == content.classes
     assert figures["restarts"] == [[2, 0]] and figures["rollbacks"] == [[2, 1]]
-    assert figures["curves"]["eval"][-1]["epoch"] == 2 and figures["seconds"]["validation"] > 0
+    assert figures["curves"]["eval"][-1]["epoch"] == 2
     assert {answer["image"] for answer in figures["least_certain"]} <= set(content.path.tolist())
 
 
