@@ -16,10 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distribuuuu.checkpoint import snapshot
 from distribuuuu.config.options import INTERPOLATIONS
 from distribuuuu.data import transforms
-from distribuuuu.data.batch import Batch, copy_to_device
+from distribuuuu.data.batch import Batch, Normalizer, copy_to_device
 from distribuuuu.data.device_samples import DeviceDataset, DeviceSamples
 from distribuuuu.data.loader import Loader, TrainLoader, build_loader
-from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.transforms import resize
 from distribuuuu.distributed import ddp
 from distribuuuu.engine.build import build_state, build_training, set_backends

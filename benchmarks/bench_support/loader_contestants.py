@@ -168,9 +168,9 @@ def floor(folder, overrides=(), workers=0):
     import torch
 
     from distribuuuu.config import load_cfg
+    from distribuuuu.data.batch import Normalizer
     from distribuuuu.data.decode import open_lazy_image
     from distribuuuu.data.loader import build_images
-    from distribuuuu.data.normalize import Normalizer
     from distribuuuu.data.seeding import SampleRNG
     from distribuuuu.data.transforms import random_resized_box, resize
     from distribuuuu.launch.host import tune_malloc

@@ -7,12 +7,12 @@ from distribuuuu.config.derived import eval_crop_size
 from distribuuuu.config.options import WHOLE_IMAGE
 from distribuuuu.config.reader import override
 from distribuuuu.config.registry import task_class
+from distribuuuu.data.batch import statistics_of
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.normalize import statistics_of
 from distribuuuu.data.transforms import CenterCrop, ResizedCrop, Transform
 
 if TYPE_CHECKING:
-    from distribuuuu.data.whole_image import EvalCrop
+    from distribuuuu.data.crops import EvalCrop
 
 # The name of the training loader of the config, among those of the task.
 MAIN = "train"
@@ -68,7 +68,7 @@ def build_eval_crop(cfg) -> "EvalCrop":
     test, size = cfg.TEST, eval_crop_size(cfg)
     if test.CROP == "center":
         return CenterCrop(test.IM_SIZE, size, test.INTERPOLATION)
-    from distribuuuu.data.whole_image import WholeImage
+    from distribuuuu.data.crops import WholeImage
 
     return WholeImage(size, test.CROP, interpolation=test.INTERPOLATION)
 
@@ -80,13 +80,13 @@ def build_view(cfg, images: ImageDataset) -> Transform:
     crop: Transform
     kind = images.crop if data.CROP == "auto" else data.CROP
     if kind in WHOLE_IMAGE:
-        from distribuuuu.data.whole_image import WholeImage
+        from distribuuuu.data.crops import WholeImage
 
         crop = WholeImage(im_size, kind, data.FLIP, data.INTERPOLATION, data.VFLIP)
     elif kind == "resized":
         crop = ResizedCrop(im_size, data.CROP_SCALE, data.FLIP, data.CROP_RATIO, data.INTERPOLATION, data.VFLIP)
     else:
-        from distribuuuu.data.padded_crop import PaddedCrop
+        from distribuuuu.data.crops import PaddedCrop
 
         mode = data.CROP_PADDING_MODE
         crop = PaddedCrop(im_size, data.CROP_PADDING, data.FLIP, data.INTERPOLATION, data.VFLIP, mode)

@@ -115,7 +115,7 @@ class EncodedImage(LazyImage):
                 return pixels
         data: Buffer = self._data
         if self._header.restart_interval:
-            from distribuuuu.data.jpeg_rows import cut_rows
+            from distribuuuu.data.optional_decoders import cut_rows
 
             data, first_row = cut_rows(data, self._header, box.top, box.top + box.height)
             box = box._replace(top=box.top - first_row)

@@ -12,13 +12,12 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.derived import height_and_width
 from distribuuuu.data.augment import AugmentedCrop
 from distribuuuu.data.batch import Batch, copy_to_device, map_leaves
-from distribuuuu.data.batch_rng import BatchRNG
+from distribuuuu.data.crops import PaddedCrop, random_padded_corner, reflect
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import open_lazy_image
 from distribuuuu.data.image_file import DEFAULTS, DecodeOptions
 from distribuuuu.data.make_batch import Allocate, HostBatch, Samples, as_targets, transform_at
-from distribuuuu.data.padded_crop import PaddedCrop, random_padded_corner, reflect
-from distribuuuu.data.seeding import SampleKey, derive_seed
+from distribuuuu.data.seeding import STEP, SampleKey, derive_seed, mix
 from distribuuuu.data.transforms import CenterCrop, Transform, crop_ends, draw_flips, resize_to_cover
 from distribuuuu.data.views import EpochTransforms
 
@@ -143,6 +142,25 @@ class DeviceSamples(Samples):
             images.append(crop_batch(view, pixels[index], rng).expand(-1, self.options.channels, -1, -1))
         targets = map_leaves(torch.Tensor, lambda target: target[index], self.images.labels)
         return Batch(tuple(images) if len(images) > 1 else images[0], targets, index), ()
+
+
+class BatchRNG:
+    """The same random numbers for many samples at a time, as arrays: float64 (N,)."""
+
+    def __init__(self, keys: Sequence[SampleKey]):
+        seeds, indices = np.array([key[:2] for key in keys], dtype=np.uint64).T
+        self._state = mix(mix(seeds + STEP) + indices + STEP) >> 1  # derive_seed of each key
+        self._flipped = np.array([key[3] for key in keys if len(key) > 3], dtype=bool)
+
+    def flip(self, probability: float) -> np.ndarray:
+        """Return whether to flip each sample, see `SampleRNG.flip`: bool (N,)."""
+        drawn = self.uniform() < probability
+        return self._flipped if len(self._flipped) else drawn
+
+    def uniform(self) -> np.ndarray:
+        """Return the next number of each sample."""
+        self._state = self._state + STEP
+        return (mix(self._state) >> 11) * 2.0**-53
 
 
 def crop_batch(crop: Transform, pixels: torch.Tensor, rng: BatchRNG) -> torch.Tensor:

@@ -20,16 +20,13 @@ from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.registry import dataset_name, task_class
-from distribuuuu.data.batch import Batch, copy_to_device, map_leaves
+from distribuuuu.data.batch import Batch, Normalizer, copy_to_device, map_leaves, statistics_of
 from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
 from distribuuuu.data.build_transform import MAIN, build_transform, depends_on_epoch
 from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, get_dataset
 from distribuuuu.data.image_file import build_decode_options
-from distribuuuu.data.make_batch import HostBatch, Samples, as_targets
-from distribuuuu.data.normalize import Normalizer, statistics_of
+from distribuuuu.data.make_batch import HostBatch, Pass, Pool, Samples, WorkerBatches, as_targets, count_workers
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
-from distribuuuu.data.worker_kinds import start_workers
-from distribuuuu.data.workers import Pass, WorkerBatches, count_workers
 from distribuuuu.distributed import comm as dist
 from distribuuuu.launch.detect import Launch
 
@@ -252,6 +249,32 @@ def build_loaders(cfg, launch: Launch, device: torch.device, splits: Sequence[bo
         normalize = Normalizer(device, *statistics, cfg.MODEL.CHANNELS_LAST, compiled, one_of)
         loaders.append((TrainLoader if train else Loader)(one.samples, one.sampler, made, normalize, notes))
     return loaders
+
+
+def start_workers(
+    passes: Sequence[Pass], kind: str, num_workers: int, pin_memory: bool, batch_bytes: int = 0
+) -> list[WorkerBatches]:
+    """Return for each pass an iterable over its batches; the same workers make all of them.
+
+    Args:
+        passes: each iteration starts at the position that the sampler then has.
+        kind: "process" (forked now, kept until the end) or "thread".
+        num_workers: 0: this process makes the batches itself.
+        pin_memory: put the batches into page-locked memory.
+        batch_bytes: size of the images of the largest batch, for which processes share memory; 0: unknown.
+    """
+    sources = [one.samples for one in passes]
+    if not num_workers:
+        pool = Pool(sources, pin_memory)
+    elif kind == "process":
+        from distribuuuu.data.workers import ProcessPool
+
+        pool = ProcessPool(sources, num_workers, pin_memory, batch_bytes)
+    else:
+        from distribuuuu.data.workers import ThreadPool
+
+        pool = ThreadPool(sources, num_workers, pin_memory)
+    return [WorkerBatches(pool, one) for one in passes]
 
 
 def check_same_data(*loaders: Loader) -> None:

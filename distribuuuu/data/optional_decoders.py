@@ -1,10 +1,13 @@
-"""JPEG decoders of optional packages: simplejpeg downscales while it decodes, nvimgcodec decodes a region only.
+"""JPEGs cut to the rows that a crop needs (ITU-T T.81, annex B), and JPEG decoders of optional packages.
 
-Each function returns uint8 (3, H, W), or None if the package refuses the file; another decoder may read it.
+simplejpeg downscales while it decodes, nvimgcodec decodes a region only.
+
+Each of their functions returns uint8 (3, H, W), or None if the package refuses the file; another decoder may read it.
 """
 
 import importlib
 import os
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +16,41 @@ import numpy as np
 import torch
 
 from distribuuuu.data.image_file import Box, Buffer, JpegHeader
-from distribuuuu.data.jpeg_rows import END, cut_rows
 
+# The last bytes of a complete file.
+END = b"\xff\xd9"
+_RESTARTS = re.compile(rb"\xff[\xd0-\xd7]")
 _decoders = threading.local()
+
+
+def cut_rows(data: Buffer, header: JpegHeader, top: int, bottom: int) -> tuple[Buffer, int]:
+    """Return a JPEG that holds some rows of another one, and the number of its first row.
+
+    It decodes to the same pixels in the rows [top, bottom). Rows can be dropped where each row of blocks ends in a
+    restart marker, as in the files that `distribuuuu pack` writes; other files are returned unchanged.
+    """
+    rows = -(-header.height // header.block_height)
+    # The decoder interpolates the color channels, which are coarser, between neighboring pixels.
+    margin = header.block_height // 8
+    first = max(0, (top - margin) // header.block_height)
+    last = min(rows, -(-(bottom + margin) // header.block_height))
+    across = -(-header.width // header.block_width)
+    can_cut = header.is_baseline and header.restart_interval == across and header.scan_channels == header.channels
+    if not can_cut or last - first > 0.9 * rows or bytes(data[-2:]) != END:
+        return data, 0
+    data = bytes(data)
+    ends = [match.start() for match in _RESTARTS.finditer(data, header.scan_at)]
+    if len(ends) != rows - 1:
+        return data, 0
+    starts = [header.scan_at, *(end + 2 for end in ends)]
+    ends.append(len(data) - 2)
+    height = min(last * header.block_height, header.height) - first * header.block_height
+    at = header.frame_at + 5
+    parts = [data[:at], height.to_bytes(2, "big"), data[at + 2 : header.scan_at]]
+    for number, row in enumerate(range(first, last)):
+        parts += [data[starts[row] : ends[row]], bytes((0xFF, 0xD0 + number % 8))]
+    parts[-1] = END
+    return b"".join(parts), first * header.block_height
 
 
 def _decode_simplejpeg(data: Buffer, header: JpegHeader, factor: int = 1) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 from distribuuuu.config import ConfigError
 from distribuuuu.config.derived import part_of_epoch
 from distribuuuu.data.batch_plan import BatchPlan
-from distribuuuu.data.seeding import SampleKey, derive_seed
+from distribuuuu.data.seeding import SampleKey, SampleRNG, derive_seed
 
 BatchKeys = list[SampleKey]
 
@@ -170,10 +170,8 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
                 indices = order[chosen].tolist()
                 keys: BatchKeys = [(seed, index, *epoch) for seed, index in zip(seeds, indices, strict=True)]
                 if self.alternating is not None:
-                    from distribuuuu.data.batch_rng import BatchRNG
-
-                    drawn = BatchRNG([(self.seed, index) for index in indices]).uniform() < self.alternating
-                    flipped = (drawn != bool(self.epoch % 2)).tolist()
+                    drawn = [SampleRNG(self.seed, index).uniform() < self.alternating for index in indices]
+                    flipped = [one != bool(self.epoch % 2) for one in drawn]
                     keys = [(*key[:2], run_epoch, flip) for key, flip in zip(keys, flipped, strict=True)]
                 yield keys
 

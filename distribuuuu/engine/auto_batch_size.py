@@ -24,7 +24,7 @@ from distribuuuu.config.plugins import import_plugins
 from distribuuuu.config.reader import read_cfg
 from distribuuuu.data.batch_plan import BatchPlan, plan_batches, plan_of
 from distribuuuu.data.loader import build_loaders
-from distribuuuu.data.workers import LoaderWorkerError
+from distribuuuu.data.make_batch import LoaderWorkerError
 from distribuuuu.distributed.comm import PeerError
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.rendezvous import exchange

@@ -19,8 +19,8 @@ from distribuuuu.config import Config
 from distribuuuu.config.config_node import get_value
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import Loader, TrainLoader
+from distribuuuu.data.make_batch import Pass
 from distribuuuu.data.seeding import derive_seed, seed_step
-from distribuuuu.data.workers import Pass
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.comm import begin_slow_phase, mark_position
 from distribuuuu.distributed.sharding import inference

@@ -15,8 +15,8 @@ from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.errors import counted
 from distribuuuu.config.reader import COMMAND_LINE
 from distribuuuu.config.registry import dataset_name
+from distribuuuu.data.batch import statistics_of
 from distribuuuu.data.loader import Loader, TrainLoader
-from distribuuuu.data.normalize import statistics_of
 from distribuuuu.distributed import comm as dist
 from distribuuuu.engine.run import Run, is_finished
 from distribuuuu.engine.state import TrainState

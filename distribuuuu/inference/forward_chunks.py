@@ -14,11 +14,9 @@ import torch
 
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.loader import Loader, count_bytes
-from distribuuuu.data.make_batch import Samples
+from distribuuuu.data.loader import Loader, count_bytes, start_workers
+from distribuuuu.data.make_batch import Pass, Samples
 from distribuuuu.data.samplers import BatchKeys, EvalSampler
-from distribuuuu.data.worker_kinds import start_workers
-from distribuuuu.data.workers import Pass
 from distribuuuu.files.image_files import read_file
 
 T = TypeVar("T")

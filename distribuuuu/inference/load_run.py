@@ -25,9 +25,9 @@ from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.config.run_files import CHECKPOINTS, local_run
+from distribuuuu.data.batch import statistics_of
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import build_images
-from distribuuuu.data.normalize import statistics_of
 from distribuuuu.files.untrusted import MAX_JSON, InvalidFileError, parse_json, read_regular, untrusted
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.models.find_architecture import find_architecture

@@ -20,14 +20,14 @@ from distribuuuu.config.derived import show_size
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.registry import task_class
+from distribuuuu.data.batch import Normalizer
 from distribuuuu.data.build_transform import build_eval_crop
+from distribuuuu.data.crops import EvalCrop
 from distribuuuu.data.decode import open_lazy_image
 from distribuuuu.data.image_file import DecodeOptions, build_decode_options
 from distribuuuu.data.loader import BadImageError
-from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop
-from distribuuuu.data.whole_image import EvalCrop
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.build import set_backends

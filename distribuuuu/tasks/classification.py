@@ -9,10 +9,9 @@ from torch import nn
 
 from distribuuuu.config.derived import stage_without_augmentation
 from distribuuuu.config.registry import TASKS
-from distribuuuu.data.batch import Batch
+from distribuuuu.data.batch import Batch, pad_batch
 from distribuuuu.data.batch_plan import BatchPlan, check_accumulation
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.normalize import pad_batch
 from distribuuuu.optim.precision import Precision
 from distribuuuu.tasks.base import StepKey, Task
 from distribuuuu.tasks.losses import Loss, build_loss

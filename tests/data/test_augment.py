@@ -18,9 +18,9 @@ from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.registry import AUGMENTATIONS, task_class
 from distribuuuu.data import augment
 from distribuuuu.data.augment import AugmentedCrop, Erasing, build_augmentation, make_jitter
+from distribuuuu.data.crops import PaddedCrop
 from distribuuuu.data.decode import LazyImage
 from distribuuuu.data.loader import build_loader
-from distribuuuu.data.padded_crop import PaddedCrop
 from distribuuuu.data.policies import make_policy
 from distribuuuu.data.seeding import SampleRNG, seed_cpu, seeded_generators, seeded_torch
 from distribuuuu.data.transforms import ResizedCrop

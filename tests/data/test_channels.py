@@ -16,12 +16,12 @@ from distribuuuu.api import train
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.augment import Erasing
+from distribuuuu.data.batch import Normalizer
+from distribuuuu.data.crops import WholeImage
 from distribuuuu.data.decode import open_lazy_image
 from distribuuuu.data.image_file import DecodeOptions
 from distribuuuu.data.loader import build_loader
-from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.transforms import resize
-from distribuuuu.data.whole_image import WholeImage
 from distribuuuu.inference.load_run import load_run
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import build_model

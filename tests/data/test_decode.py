@@ -20,9 +20,8 @@ from support.tiers import pairwise
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.decode import EncodedImage, decode, open_lazy_image, pil_to_tensor
 from distribuuuu.data.image_file import FORMATS, Box, DecodeOptions, open_image, read_jpeg_header
-from distribuuuu.data.jpeg_rows import cut_rows
 from distribuuuu.data.make_batch import Samples
-from distribuuuu.data.optional_decoders import scale_factor
+from distribuuuu.data.optional_decoders import cut_rows, scale_factor
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop, random_resized_box, resize
 

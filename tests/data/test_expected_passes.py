@@ -10,18 +10,15 @@ import pytest
 import torch
 from support.runs import assert_same_run
 
-from distribuuuu.data import workers
+from distribuuuu.data import make_batch as workers
+from distribuuuu.data.batch import Normalizer
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.loader import Loader
-from distribuuuu.data.make_batch import Samples
-from distribuuuu.data.normalize import Normalizer
-from distribuuuu.data.process_workers import ProcessPool
+from distribuuuu.data.loader import Loader, start_workers
+from distribuuuu.data.make_batch import Pass, Samples
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
-from distribuuuu.data.thread_workers import ThreadPool
 from distribuuuu.data.transforms import CenterCrop
-from distribuuuu.data.worker_kinds import start_workers
-from distribuuuu.data.workers import Pass
+from distribuuuu.data.workers import ProcessPool, ThreadPool
 from distribuuuu.trainer import train_model
 
 CPU = torch.device("cpu")

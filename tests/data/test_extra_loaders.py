@@ -11,7 +11,7 @@ from support.tiers import slow
 
 from distribuuuu.config import ConfigError
 from distribuuuu.data.loader import BadImageError, build_loader
-from distribuuuu.data.process_workers import ProcessPool
+from distribuuuu.data.workers import ProcessPool
 from distribuuuu.launch.detect import Launch
 from distribuuuu.tasks.classification import Classification
 from distribuuuu.trainer import train_model

@@ -14,15 +14,13 @@ from support.tables import each_row
 from distribuuuu.api import train
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.data.batch_rng import BatchRNG
 from distribuuuu.data.build_transform import build_transform
+from distribuuuu.data.crops import PaddedCrop, WholeImage
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import LazyImage
-from distribuuuu.data.device_samples import crop_batch
-from distribuuuu.data.padded_crop import PaddedCrop
+from distribuuuu.data.device_samples import BatchRNG, crop_batch
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop, ResizedCrop, resized_size
-from distribuuuu.data.whole_image import WholeImage
 from distribuuuu.models import build_model
 from distribuuuu.records.read_results import read_results
 

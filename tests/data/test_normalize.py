@@ -4,8 +4,8 @@ import pytest
 import torch
 from support.batches import ALONE, CPU
 
+from distribuuuu.data.batch import Normalizer
 from distribuuuu.data.loader import build_loader
-from distribuuuu.data.normalize import Normalizer
 
 
 def test_channels_last_gives_the_same_numbers_in_another_layout(small_cfg):

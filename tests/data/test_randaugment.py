@@ -5,8 +5,7 @@ from collections import Counter
 import numpy as np
 from PIL import Image
 
-from distribuuuu.data.policies import make_policy
-from distribuuuu.data.randaugment import OPERATIONS, cutout
+from distribuuuu.data.policies import OPERATIONS, cutout, make_policy
 from distribuuuu.data.seeding import seeded_torch
 
 HEIGHT, WIDTH = 224, 208

@@ -14,9 +14,9 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.batch_plan import plan_batches
 from distribuuuu.data.class_balance import CLASS_POWERS, ClassBalance
 from distribuuuu.data.loader import build_loader
+from distribuuuu.data.make_batch import Pass
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
 from distribuuuu.data.views import progressive_im_size
-from distribuuuu.data.workers import Pass
 from distribuuuu.models import build_model, check_model
 
 GROWING = ("TRAIN.IM_SIZE_START", 8, "TRAIN.IM_SIZE_EPOCHS", [1, 5], "TRAIN.IM_SIZE_MULTIPLE", 2)

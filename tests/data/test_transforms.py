@@ -13,13 +13,12 @@ from torchvision import transforms as theirs
 from torchvision.transforms import v2
 
 from distribuuuu.data import transforms
-from distribuuuu.data.batch_rng import BatchRNG
 from distribuuuu.data.build_transform import build_transform
+from distribuuuu.data.crops import PaddedCrop, random_padded_corner
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import EncodedImage, LazyImage, open_lazy_image
-from distribuuuu.data.device_samples import crop_batch
+from distribuuuu.data.device_samples import BatchRNG, crop_batch
 from distribuuuu.data.image_file import Box
-from distribuuuu.data.padded_crop import PaddedCrop, random_padded_corner
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop, ResizedCrop, random_resized_box, resize
 

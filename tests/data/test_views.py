@@ -6,18 +6,15 @@ import torch
 from support.batches import ALONE, CPU, WAYS, assert_same_batches, batches_of, own_task
 
 from distribuuuu.config import ConfigError
+from distribuuuu.data.crops import PaddedCrop, WholeImage
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import open_lazy_image
-from distribuuuu.data.loader import build_loader
-from distribuuuu.data.make_batch import Samples
-from distribuuuu.data.padded_crop import PaddedCrop
+from distribuuuu.data.loader import build_loader, start_workers
+from distribuuuu.data.make_batch import Pass, Samples
 from distribuuuu.data.samplers import EvalSampler
 from distribuuuu.data.seeding import SampleRNG, derive_seed
 from distribuuuu.data.transforms import CenterCrop, ResizedCrop
 from distribuuuu.data.views import Views
-from distribuuuu.data.whole_image import WholeImage
-from distribuuuu.data.worker_kinds import start_workers
-from distribuuuu.data.workers import Pass
 from distribuuuu.tasks.base import Task
 
 SIZES = [{}, {"AUG.POLICY": "trivialaugment", "DATA.FLIP": 0}, {"TRAIN.IM_SIZE": 12}]

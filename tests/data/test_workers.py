@@ -17,14 +17,12 @@ from support.images import draw_folder
 from support.runs import ROOT, run_tool, small_options
 
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.data import process_workers, thread_workers
+from distribuuuu.data import workers
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.loader import BadImageError, build_loader
-from distribuuuu.data.make_batch import Samples
+from distribuuuu.data.loader import BadImageError, build_loader, start_workers
+from distribuuuu.data.make_batch import LoaderWorkerError, Pass, Samples
 from distribuuuu.data.samplers import EvalSampler
 from distribuuuu.data.transforms import CenterCrop, ResizedCrop
-from distribuuuu.data.worker_kinds import start_workers
-from distribuuuu.data.workers import LoaderWorkerError, Pass
 from distribuuuu.launch import host
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import count_cores
@@ -104,7 +102,7 @@ def own_children():
 
 @pytest.mark.parametrize("kind, num, prefetch", [(*way, 2) for way in WAYS] + [("process", 2, 1), ("thread", 2, 5)])
 def test_all_workers_make_the_same_batches(small_cfg, reference, monkeypatch, kind, num, prefetch):
-    monkeypatch.setattr(thread_workers if kind == "thread" else process_workers, "PREFETCH", prefetch)
+    monkeypatch.setattr(workers, "PREFETCH", prefetch)
     loader = build_loader(small_cfg(*way_words(kind, num)), ALONE, CPU, train=True)
     assert not same_batches(reference[0], reference[1])
     for epoch in (0, 1, 0):
@@ -147,8 +145,8 @@ def test_an_error_of_a_worker_reaches_who_waits_for_its_batch_and_the_workers_go
 @pytest.fixture
 def slots(monkeypatch) -> list[int | None]:
     """The slots of the shared memory that batches got, in order; None: no slot was free."""
-    found, reserve = [], process_workers.BatchMemory.reserve
-    monkeypatch.setattr(process_workers.BatchMemory, "reserve", lambda self: found.append(reserve(self)) or found[-1])
+    found, reserve = [], workers.BatchMemory.reserve
+    monkeypatch.setattr(workers.BatchMemory, "reserve", lambda self: found.append(reserve(self)) or found[-1])
     return found
 
 

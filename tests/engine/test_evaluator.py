@@ -11,9 +11,8 @@ from support.fake_cuda import CUDA, fake_cuda
 from support.processes import on_processes
 from support.tiers import slow
 
-from distribuuuu.data.batch import Batch
+from distribuuuu.data.batch import Batch, Normalizer
 from distribuuuu.data.loader import Loader, build_loader
-from distribuuuu.data.normalize import Normalizer
 from distribuuuu.data.samplers import EvalSampler
 from distribuuuu.engine.evaluator import evaluate
 from distribuuuu.launch.detect import Launch

@@ -11,7 +11,7 @@ import math
 from support.baselines import BASELINES
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from distribuuuu.data.padded_crop import PaddedCrop
+from distribuuuu.data.crops import PaddedCrop
 from distribuuuu.data.transforms import ResizedCrop
 
 IMAGENET_STATISTICS = (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)

@@ -10,8 +10,8 @@ from string import Template
 
 from distribuuuu.config.derived import height_and_width, show_size
 from distribuuuu.config.options import PIXEL_RANGES
+from distribuuuu.data.crops import EvalCrop, WholeImage
 from distribuuuu.data.transforms import CenterCrop
-from distribuuuu.data.whole_image import EvalCrop, WholeImage
 from distribuuuu.inference.loaded_run import LoadedRun
 
 # Steps of the preprocessing that are inside the file of a format.

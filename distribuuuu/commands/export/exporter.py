@@ -31,8 +31,8 @@ from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.json_file import replace_nonfinite
 from distribuuuu.config.options import option_of
 from distribuuuu.config.registry import dataset_class
+from distribuuuu.data.crops import EvalCrop
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.whole_image import EvalCrop
 from distribuuuu.files.new_folder import new_folder
 from distribuuuu.inference.load_run import open_data
 from distribuuuu.inference.loaded_run import CPU, LoadedRun

@@ -14,7 +14,7 @@ import numpy as np
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
-from distribuuuu.data.datasets.array_file import (
+from distribuuuu.data.datasets.index import (
     ArrayFileError,
     checksum_of,
     pack_names,

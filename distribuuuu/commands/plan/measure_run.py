@@ -17,7 +17,7 @@ from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.config_node import get_value
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.data.batch_plan import BatchPlan, plan_of
-from distribuuuu.data.workers import PREFETCH, count_workers
+from distribuuuu.data.make_batch import PREFETCH, count_workers
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.auto_batch_size import (
     available_memory,

@@ -19,7 +19,7 @@ from distribuuuu.commands.plan.bottleneck import diagnose_bottleneck, find_remed
 from distribuuuu.commands.plan.timing import MEASURE_S, endless_batches, time_calls
 from distribuuuu.config.options import GRAPH_MODES
 from distribuuuu.data.loader import TrainLoader, build_loader
-from distribuuuu.data.workers import PREFETCH, count_workers
+from distribuuuu.data.make_batch import PREFETCH, count_workers
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.engine.build import build_training, open_run

@@ -17,8 +17,7 @@ from distribuuuu.config.config_node import changed
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import BadImageError
-from distribuuuu.data.make_batch import as_targets
-from distribuuuu.data.workers import count_workers
+from distribuuuu.data.make_batch import as_targets, count_workers
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.inference.forward_chunks import ChunkLoader, list_spans, one_behind
 from distribuuuu.inference.load_run import open_data

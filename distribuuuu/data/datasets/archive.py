@@ -1,26 +1,49 @@
 """Images in tar and ZIP archives and in webdataset shards, read without unpacking."""
 
+import contextlib
 import glob
 import hashlib
 import itertools
 import os
 import re
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import numpy as np
 
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.config.errors import first_few
+from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.archive_index import scan_archives
-from distribuuuu.data.datasets.archive_members import ArchiveSource, read_member
+from distribuuuu.data.datasets.archive_members import (
+    ArchiveError,
+    ArchiveSource,
+    Member,
+    inflate,
+    member_error,
+    read_member,
+    walk_archive,
+    walk_tar,
+)
 from distribuuuu.data.datasets.base import ImageDataset, image_extensions
-from distribuuuu.data.datasets.index import Index, open_index
+from distribuuuu.data.datasets.index import Content, Index, find_stamp, open_index, pack_names, stamp_of
 from distribuuuu.data.datasets.indexed import IndexedImages
 from distribuuuu.files.cache_folder import cache_folder
+from distribuuuu.files.image_files import JUNK_FILES, JUNK_FOLDERS, is_class, is_image, sort_splits
+from distribuuuu.files.untrusted import open_regular, parse_json, printable
 
 # Archives of a brace pattern.
 _MOST = 100_000
+# Bytes of the largest image, of the largest file with a label, and the most classes that labels may be numbers of.
+MAX_IMAGE, MAX_LABEL, MAX_CLASSES = 1 << 30, 1 << 20, 1 << 20
+# Names in the JSON of a shard that may hold the label, in this order.
+LABEL_KEYS = ("cls", "label", "class")
+# Seconds until the progress bar of a scan appears.
+BAR_DELAY_S = 1.0
 
 
 @DATASETS.register("archive")
@@ -121,3 +144,208 @@ def _expand(key: str, pattern: str) -> tuple[str, ...]:
         named = first_few([os.path.basename(path) for path in missing])
         raise ConfigError(Problem(key, f"{pattern}: no such files: {named}; fix: check the first and the last number"))
     return paths
+
+
+# -------------------------------------------------------------------------------------------- content
+
+
+def scan_archives(source: ArchiveSource, names: Sequence[str]) -> Content:
+    """Return the content of an index; each archive is read once, in the order of its bytes.
+
+    Images in class folders are ordered by class, then path of the folder, then name, as those of a folder; those of
+    shards by archive and place. Hidden files and files of operating systems are ignored.
+
+    Args:
+        source: the archives.
+        names: their paths relative to the folder of the first.
+
+    Raises:
+        ArchiveError: an archive is missing or cannot be used, or a name or a label is invalid.
+    """
+    from tqdm import tqdm
+
+    found, done = _Found(source), 0
+    stamps = [find_stamp(path) for path in source.paths]
+    is_hidden = sys.stderr is None or not sys.stderr.isatty()
+    with tqdm(total=sum(max(0, size) for size, *_ in stamps), desc=f"index of {source}", unit="B", unit_scale=True,
+              leave=False, disable=is_hidden, delay=BAR_DELAY_S) as bar:  # fmt: skip
+        for number, path in enumerate(source.paths):
+            try:
+                with open_regular(path) as file:
+                    stamps[number] = stamp_of(os.fstat(file.fileno()))
+                    for member in _list_members(path, file, stamps[number][0], source.layout):
+                        found.add(number, member, file)
+                        bar.update(done + member.offset - bar.n)
+                    done += stamps[number][0]
+            except OSError as error:
+                raise ArchiveError(f"{path}: cannot be read: {error.strerror}") from error
+    arrays, classes = found.to_arrays()
+    arrays |= {**pack_names("files", [os.fsencode(name) for name in names]), "stamps": np.array(stamps, np.int64)}
+    ignored = {"ignored": dict(found.ignored), "num_beside": found.num_beside}
+    return {"classes": classes, "notes": [], **ignored}, arrays
+
+
+def _list_members(path: str, file: IO[bytes], size: int, layout: str) -> Iterator[Member]:
+    """Yield the files of an archive; for `tars`, those of the tars in it, each in a folder with the name of its tar."""
+    for member in [*walk_archive(path, file, size)] if layout == "tars" else ():
+        if member.name.endswith(".tar") and not (member.fault or member.packed):
+            folder = os.path.basename(member.name)[: -len(".tar")]
+            for inner in walk_tar(f"{path}:{printable(member.name)}", file, member.offset, member.offset + member.size):
+                yield inner._replace(name=f"{folder}/{inner.name}")
+    if layout != "tars":
+        yield from walk_archive(path, file, size)
+
+
+class _Found:
+    """The images and the labels that a scan has found."""
+
+    def __init__(self, source: ArchiveSource):
+        self.source, self.num_beside = source, 0
+        self.ignored: Counter[str] = Counter()
+        self._cleaned: dict[str, str | None] = {}
+        self._names: list[str] = []
+        self._columns = {"file": array("i"), "offset": array("q"), "size": array("I"), "packed": array("I"),
+                         "crc32": array("I")}  # fmt: skip
+        # The folder of each image; and the label of each (archive, name without its extensions), None: it has none.
+        self._folders: list[str] = []
+        self._labels: dict[tuple[int, str], int | str | None] = {}
+        self._has_cls = False
+
+    def add(self, number: int, member: Member, file: IO[bytes]) -> None:
+        """Add a member of archive `number`, unless it is hidden; raise ArchiveError if it cannot be used."""
+        path = self.source.paths[number]
+        raw, _, name = member.name.rpartition("/")
+        if raw not in self._cleaned or "\0" in member.name or member.name[:1] == "/":
+            self._cleaned[raw] = _clean_folder(raw, member, path)
+        folder = self._cleaned[raw]
+        if folder is None or name[:1] == ".":
+            return
+        if is_image(name, self.source.extensions):
+            if member.fault or max(member.size, member.packed) > MAX_IMAGE:
+                too_large = f"has {member.size:,} bytes; expected at most {MAX_IMAGE:,}"
+                raise member_error(path, member.name, member.fault or too_large)
+            self._folders.append(folder)
+            self._names.append(name)
+            for column, value in zip(self._columns.values(), (number, *member[1:5]), strict=True):
+                column.append(value)
+        elif name.lower() not in JUNK_FILES:
+            self.ignored[os.path.splitext(name)[1].lower()] += 1
+            if name.endswith((".cls", ".json")):
+                self._add_label((number, f"{folder}/{os.path.splitext(name)[0]}"), member, file)
+
+    def _add_label(self, key: tuple[int, str], member: Member, file: IO[bytes]) -> None:
+        label = None
+        with contextlib.suppress(ValueError):  # an image without a label is an error, another file is not
+            if not member.fault and max(member.size, member.packed) <= MAX_LABEL:
+                data = os.pread(file.fileno(), member.packed or member.size, member.offset)
+                label = _read_label(inflate(data, member.size) if member.packed else data, member.name)
+        if member.name.endswith(".cls"):
+            self._has_cls, self._labels[key] = True, label
+        else:
+            self._labels.setdefault(key, label)
+
+    def to_arrays(self) -> tuple[dict[str, np.ndarray], list[str]]:
+        """Return the arrays of the images and the classes; raise ArchiveError if there is no image, or no label."""
+        # A .json beside an image may be an annotation: it is a label if no folder can be one.
+        has_json = len(set(self._folders)) == 1 and any(label is not None for label in self._labels.values())
+        is_shards = self.source.layout == "classes" and (self._has_cls or has_json)
+        order, labels, classes = self._order_shards() if is_shards else self._order_folders()
+        if not len(order):
+            beside = f"; {counted(self.num_beside, 'image')} at the top have no class" if self.num_beside else ""
+            expected = "expected CLASS/IMAGE, or IMAGE with its label in .cls or .json"
+            held = (
+                f"; it holds {first_few([f'{end} ({num})' for end, num in self.ignored.most_common()])}"
+                if self.ignored
+                else ""
+            )
+            raise ArchiveError(f"{self.source}: has no images in class folders{beside}{held}; {expected}")
+        columns = {name: np.array(column)[[*order]] for name, column in self._columns.items()}
+        arrays = {**pack_names("names", [os.fsencode(self._name_of(image)) for image in order]), **columns}
+        return {**arrays, "label": np.array(labels, np.int32)}, classes
+
+    def _name_of(self, image: int) -> str:
+        return f"{self._folders[image]}/{self._names[image]}".lstrip("/")
+
+    def _error(self, image: int, problem: str) -> ArchiveError:
+        return member_error(self.source.paths[self._columns["file"][image]], self._name_of(image), problem)
+
+    def _order_folders(self) -> tuple[list[int], list[int], list[str]]:
+        """Return the images in the order of a folder index, with their labels and the classes."""
+        start, is_flat = self._find_start(), self.source.layout == "flat"
+        inner = {folder: folder[len(start) :] for folder in set(self._folders) if f"{folder}/".startswith(start)}
+        top_of = {folder: path.partition("/")[0] for folder, path in inner.items()}
+        kept = {folder: top for folder, top in top_of.items() if is_flat or (top and is_class(top))}
+        self.num_beside = 0 if is_flat else sum(top_of.get(folder) == "" for folder in self._folders)
+        keys = [(kept.get(folder, ""), folder, name) for folder, name in zip(self._folders, self._names, strict=True)]
+        order = sorted((image for image, key in enumerate(keys) if key[1] in kept), key=keys.__getitem__)
+        for one, other in itertools.pairwise(order):
+            if keys[one] == keys[other]:
+                raise self._error(other, "has two members of this name; fix: pack the files again, each once")
+        classes = sorted(set(kept.values()))
+        if not self.source.is_inside and len(classes) == len(sort_splits(classes)) > 1:
+            path = self.source.paths[0]
+            raise ArchiveError(f"{path}: has the splits {', '.join(classes)}, no classes; fix: set DATASET {path}")
+        numbers = {name: number for number, name in enumerate(classes)}
+        return order, [numbers[keys[image][0]] for image in order], classes
+
+    def _find_start(self) -> str:
+        """Return the folder that holds the class folders, with a slash, or nothing."""
+        folders = set(self._folders)
+        chosen, tops = self.source.folder, {folder.partition("/")[0] for folder in folders}
+        if not self.source.is_inside and tops != {chosen}:
+            return ""
+        start = f"{chosen}/"
+        if any(f"{folder}/".startswith(start) for folder in folders):
+            return start
+        has = f"has no folder {chosen}; it has {first_few(sorted(tops))}"
+        fix = "fix: set SPLIT to one of its folders, e.g. tiny/train"
+        raise ArchiveError(f"{self.source.paths[0]}: {has}; {fix}")
+
+    def _order_shards(self) -> tuple[range, list[int], list[str]]:
+        """Return the images in the order of the shards, with their labels and the classes."""
+        seen: set[tuple[int, str]] = set()
+        found: list[int | str] = []
+        for image, (folder, name) in enumerate(zip(self._folders, self._names, strict=True)):
+            # A key is the name up to its first dot; names with dots of their own have labels up to the last.
+            number = self._columns["file"][image]
+            key = number, f"{folder}/{os.path.splitext(name)[0]}"
+            key = key if key in self._labels else (number, f"{folder}/{name.partition('.')[0]}")
+            if key in seen:
+                raise self._error(image, "is a second image of its sample")
+            if (label := self._labels.get(key)) is None:
+                expected = f"expected a .cls with a class, or a .json with {' or '.join(LABEL_KEYS)}"
+                raise self._error(image, f"has no label; {expected}")
+            seen.add(key)
+            found.append(label)
+        for ending in (".cls", ".json"):
+            del self.ignored[ending]
+        order, values = range(len(found)), [label for label in found if isinstance(label, int)]
+        if len(values) == len(found) and (highest := max(values, default=0)) < MAX_CLASSES:
+            return order, values, [*map(str, range(highest + 1))]
+        classes = sorted({*map(str, found)})
+        numbers = {name: number for number, name in enumerate(classes)}
+        return order, [numbers[str(label)] for label in found], classes
+
+
+def _clean_folder(raw: str, member: Member, path: str) -> str | None:
+    """Return a folder of an archive without empty parts; None: it is one of an operating system.
+
+    Raises:
+        ArchiveError: it leads out of the archive.
+    """
+    parts = [part for part in raw.split("/") if part not in ("", ".")]
+    if member.name[:1] == "/" or ".." in parts or "\0" in member.name:
+        raise member_error(path, member.name, "leads out of the archive; fix: pack it again with relative names")
+    return None if any(part.lower() in JUNK_FOLDERS for part in parts) else "/".join(parts)
+
+
+def _read_label(data: bytes, name: str) -> int | str | None:
+    """Return the class in a .cls or a .json of a shard, a number or a name; None: it has none."""
+    if name.endswith(".cls"):
+        value: Any = data.decode("utf-8").strip()
+        value = int(value) if value.isdecimal() and len(value) < 10 else value
+    else:
+        value = parse_json(data)
+        value = next((value[key] for key in LABEL_KEYS if key in value), None) if isinstance(value, dict) else None
+    is_name = isinstance(value, str) and 0 < len(value) < 300 and value.isprintable()
+    return value if is_name or (type(value) is int and value >= 0) else None

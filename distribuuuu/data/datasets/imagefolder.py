@@ -14,9 +14,8 @@ from urllib.parse import quote
 import numpy as np
 
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.array_file import pack_names
 from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, image_extensions
-from distribuuuu.data.datasets.index import NOT_KNOWN, NUM_THREADS, Content, Index, open_index, stamp_of
+from distribuuuu.data.datasets.index import NOT_KNOWN, NUM_THREADS, Content, Index, open_index, pack_names, stamp_of
 from distribuuuu.data.datasets.indexed import IndexedImages, unknown_names
 from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.image_files import (

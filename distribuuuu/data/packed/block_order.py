@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distribuuuu.data.datasets.array_file import Arrays
+from distribuuuu.data.datasets.index import Arrays
 from distribuuuu.data.packed.format import HEADER_SIZE
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import numpy as np
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
-from distribuuuu.data.datasets.array_file import Arrays, Place, packed_name, read_arrays
+from distribuuuu.data.datasets.index import Arrays, Place, packed_name, read_arrays
 from distribuuuu.files.untrusted import InvalidFileError, untrusted
 
 # The second version has targets other than one label per image.

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.datasets.array_file import FIXED, Place, checksum_of, read_fixed, read_header
+from distribuuuu.data.datasets.index import FIXED, Place, checksum_of, read_fixed, read_header
 from distribuuuu.data.packed import block_order
 from distribuuuu.data.packed import format as packed_format
 from distribuuuu.data.packed.block_order import AHEAD, ReadAheadSampler
