@@ -1,6 +1,8 @@
 """Conflicts between options, and options without effect."""
 
+import reprlib
 from collections.abc import Iterator
+from typing import Any
 
 from distribuuuu.config.config_node import Config, get_value
 from distribuuuu.config.declaration import AUTO, Option
@@ -11,10 +13,10 @@ from distribuuuu.config.derived import (
     eval_resize,
     height_and_width,
     needs_statistics,
+    show_size,
     training_crop,
 )
 from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mean
-from distribuuuu.config.model_names import find_reading_keywords
 from distribuuuu.config.options import IMAGENET_CLASSES, OPTIONS
 from distribuuuu.config.registry import OPTIMIZERS, dataset_class
 from distribuuuu.config.run_files import find_name_problem, find_path_problem, url_of
@@ -35,6 +37,9 @@ OPTIM_ARGUMENTS = {
     "dampening": "OPTIM.DAMPENING", "nesterov": "OPTIM.NESTEROV",
 }  # fmt: skip
 
+# An option, whether its value is in conflict with others, and what is expected.
+Conflict = tuple[str, object, str]
+
 
 def check_cfg(cfg: Config) -> None:
     """Raise ConfigError with every value that is out of range or conflicts with another; touches no file."""
@@ -45,11 +50,16 @@ def check_cfg(cfg: Config) -> None:
 
 def find_problems(cfg: Config) -> list[Problem]:
     """Return a problem for each value that is out of range or conflicts with another."""
-    checks = (_check_values, _check_images, _check_channels, _check_labels, _check_sizes, _check_augmentation,
-              _check_targets, _check_schedule, _check_optimizer, _check_loss, _check_finetuning, _check_distillation,
-              _check_task, find_settings_problems, _check_keywords, _check_sharding, _check_paths,
-              _check_batch)  # fmt: skip
-    return [problem.located(cfg.origins) for check in checks for problem in check(cfg)]
+    found = [*_check_values(cfg)]
+    for conflicts in (_images, _augmentation, _labels, _optimizer, _task_and_loss, _distribution):
+        found += [Problem(key, f"got {_show(cfg, key)}; {expected}")
+                  for key, is_wrong, expected in conflicts(cfg) if is_wrong]  # fmt: skip
+    found += [*find_settings_problems(cfg), *_check_arguments(cfg), *_check_paths(cfg)]
+    if cfg.DIST.SHARD != "none":
+        from distribuuuu.config.sharding_conflicts import find_sharding_problems
+
+        found += find_sharding_problems(cfg)
+    return [problem.located(cfg.origins) for problem in found]
 
 
 def _check_values(cfg: Config) -> Iterator[Problem]:
@@ -58,220 +68,178 @@ def _check_values(cfg: Config) -> Iterator[Problem]:
             yield from (Problem(key, message) for message in find_wrong(option, get_value(cfg, key)))
 
 
+def _show(cfg: Config, key: str) -> Any:
+    value = get_value(cfg, key)
+    if isinstance(value, tuple):
+        return reprlib.repr([*value])
+    return dict(value) if isinstance(value, dict) else f"{value:g}" if isinstance(value, float) else value
+
+
 # ---------------------------------------------------------------------------------------- conflicts
 
 
-def _check_images(cfg: Config) -> Iterator[Problem]:
-    data = cfg.DATA
-    crop_size, resize = eval_crop_size(cfg), eval_resize(cfg)
-    if any(side > of for side, of in zip(height_and_width(crop_size), height_and_width(resize), strict=True)):
-        crop = "TEST.CROP_SIZE" if cfg.TEST.CROP_SIZE else "TRAIN.IM_SIZE, the crop size,"
-        got, least = (list(size) if isinstance(size, tuple) else size for size in (resize, crop_size))
-        yield Problem("TEST.IM_SIZE", f"got {got}, smaller than {crop} {least}; set it to {least} or more")
-    sides = height_and_width(cfg.TRAIN.IM_SIZE)
-    side = min(cfg.TRAIN.IM_SIZE_START or max(sides), *sides)
-    if data.CROP_PADDING_MODE == "reflect" and training_crop(cfg) in ("pad", None) and data.CROP_PADDING >= side:
-        message = f"got {data.CROP_PADDING}; DATA.CROP_PADDING_MODE reflect expects less than the side of the images"
-        yield Problem("DATA.CROP_PADDING", f"{message}, {side} px")
-    if cfg.TEST.SHIFT >= (side := min(height_and_width(crop_size))):
-        message = f"got {cfg.TEST.SHIFT}; expected less than the side of the evaluation images, {side} px"
-        yield Problem("TEST.SHIFT", message)
-    if len(data.CROP_SCALE) != 2 or not 0 < data.CROP_SCALE[0] <= data.CROP_SCALE[-1] <= 1:
-        yield Problem("DATA.CROP_SCALE", f"got {list(data.CROP_SCALE)}; expected two numbers, 0 < min <= max <= 1")
-    if len(data.CROP_RATIO) != 2 or not 0 < data.CROP_RATIO[0] <= data.CROP_RATIO[-1]:
-        yield Problem("DATA.CROP_RATIO", f"got {list(data.CROP_RATIO)}; expected two numbers, 0 < min <= max")
-    if data.INTERPOLATION == "random" and (training_crop(cfg) != "resized" or cfg.AUG.POLICY in _TORCHVISION_POLICIES):
-        message = "got random; expected bilinear or bicubic, unless DATA.CROP is resized and AUG.POLICY none or of timm"
-        yield Problem("DATA.INTERPOLATION", message)
-    if data.SHUFFLE == "blocks" and not (data.NAME.startswith("packed") and data.SAMPLING == "uniform"):
-        yield Problem("DATA.SHUFFLE", "got blocks; expected global, or DATA.NAME packed and DATA.SAMPLING uniform")
+def _images(cfg: Config) -> Iterator[Conflict]:
+    data, train, test = cfg.DATA, cfg.TRAIN, cfg.TEST
+    crop, sides = eval_crop_size(cfg), height_and_width(train.IM_SIZE)
+    is_cut = any(of < side for side, of in zip(height_and_width(crop), height_and_width(eval_resize(cfg)), strict=True))
+    yield (
+        "TEST.IM_SIZE",
+        is_cut,
+        f"expected the size of the crop, TEST.CROP_SIZE or TRAIN.IM_SIZE, {show_size(crop)}, or more",
+    )
+    side = min(height_and_width(crop))
+    yield "TEST.SHIFT", side <= test.SHIFT, f"expected less than the side of the evaluation images, {side} px"
+    side, is_padded = min(train.IM_SIZE_START or max(sides), *sides), training_crop(cfg) in ("pad", None)
+    is_reflected = data.CROP_PADDING_MODE == "reflect" and is_padded and data.CROP_PADDING >= side
+    expected = f"DATA.CROP_PADDING_MODE reflect expects less than the side of the images, {side} px"
+    yield "DATA.CROP_PADDING", is_reflected, expected
+    for key, most, words in (("CROP_SCALE", 1, " <= 1"), ("CROP_RATIO", float("inf"), "")):
+        is_range = len(data[key]) == 2 and 0 < data[key][0] <= data[key][1] <= most
+        yield f"DATA.{key}", not is_range, f"expected two numbers, 0 < min <= max{words}"
+    is_random = training_crop(cfg) == "resized" and cfg.AUG.POLICY not in _TORCHVISION_POLICIES
+    expected = "expected bilinear or bicubic, unless DATA.CROP is resized and AUG.POLICY none or of timm"
+    yield "DATA.INTERPOLATION", data.INTERPOLATION == "random" and not is_random, expected
+    has_blocks = data.NAME.startswith("packed") and data.SAMPLING == "uniform"
+    expected = "expected global, or DATA.NAME packed and DATA.SAMPLING uniform"
+    yield "DATA.SHUFFLE", data.SHUFFLE == "blocks" and not has_blocks, expected
+    lacks = (data.CHANNELS, data.PIXELS) != (3, "uint8") and not cfg.MODEL.DUMMY_INPUT and needs_statistics(cfg)
     for key in ("MEAN", "STD"):
-        if len(data[key]) not in (0, data.CHANNELS) and (data.CHANNELS, len(data[key])) != (1, 3):
-            expected = f"expected {counted(data.CHANNELS, 'number')}, one per channel, or []"
-            yield Problem(f"DATA.{key}", f"got {list(data[key])}; {expected}")
-        if data.PIXELS != "float32" and max((0, *data[key])) > 1:
-            scaled = [float(f"{value / 255:.4g}") for value in data[key]]
-            expected = "expected pixel values 0 to 1"
-            yield Problem(f"DATA.{key}", f"got {list(data[key])}; {expected}; fix: set it to {scaled}")
-    if any(value <= 0 for value in data.STD):
-        yield Problem("DATA.STD", f"got {list(data.STD)}; expected numbers above 0")
+        value, num = data[key], len(data[key])
+        expected = "expected one number per channel; fix: `distribuuuu doctor --statistics` finds them"
+        yield f"DATA.{key}", lacks and not value, expected
+        is_other = num not in (0, data.CHANNELS) and (data.CHANNELS, num) != (1, 3)
+        yield f"DATA.{key}", is_other, f"expected {counted(data.CHANNELS, 'number')}, one per channel, or []"
+        fix = f"fix: set it to {[float(f'{each / 255:.4g}') for each in value]}"
+        is_scaled = data.PIXELS != "float32" and max((0, *value)) > 1
+        yield f"DATA.{key}", is_scaled, f"expected pixel values 0 to 1; {fix}"
+    yield "DATA.STD", any(value <= 0 for value in data.STD), "expected numbers above 0"
 
 
-def _check_channels(cfg: Config) -> Iterator[Problem]:
-    data, aug = cfg.DATA, cfg.AUG
-    if (data.CHANNELS, data.PIXELS) == (3, "uint8"):
-        return
-    reason = f"with DATA.CHANNELS {data.CHANNELS} and DATA.PIXELS {data.PIXELS}"
-    rgb = [name for name in aug.OPERATIONS if name in _RGB_OPERATIONS]
-    for key, value, off in (("POLICY", aug.POLICY, "none"), ("COLOR_JITTER", list(aug.COLOR_JITTER), []),
-                            ("OPERATIONS", rgb, [])):  # fmt: skip
-        if value != off:
-            yield Problem(f"AUG.{key}", f"got {value} {reason}; it needs 8-bit RGB; fix: set it to {off}")
-    missing = [key for key in ("MEAN", "STD") if not data[key]]
-    if missing and not cfg.MODEL.DUMMY_INPUT and needs_statistics(cfg):
-        message = f"got [] {reason}; expected one number per channel; fix: `distribuuuu doctor --statistics` finds them"
-        yield from (Problem(f"DATA.{key}", message) for key in missing)
-
-
-def _check_labels(cfg: Config) -> Iterator[Problem]:
-    labels, test = cfg.TEST.LABELS, f"TEST.LABELS {cfg.TEST.LABELS}"
-    if labels and cfg.MODEL.NUM_CLASSES not in (0, IMAGENET_CLASSES):
-        message = f"got {cfg.MODEL.NUM_CLASSES}; {test} expects a model of the 1000 ImageNet classes; fix: set 1000"
-        yield Problem("MODEL.NUM_CLASSES", message)
-    if labels and (cfg.DATA.NAME != "imagefolder" or cfg.MODEL.DUMMY_INPUT):
-        message = f"{test} expects images; fix: set DATA.NAME imagefolder MODEL.DUMMY_INPUT False"
-        yield Problem(("DATA.NAME", "MODEL.DUMMY_INPUT"), message)
-    if labels == "imagenet_real" and (undefined := {*cfg.TEST.METRICS} - {"top1", "topk"}):
-        yield Problem("TEST.METRICS", f"got {', '.join(sorted(undefined))}; {test} expects top1 or topk")
-    if labels == "imagenet_real" and cfg.TASK.NAME not in ("auto", "classification", "distillation"):
-        yield Problem("TASK.NAME", f"got {cfg.TASK.NAME}; {test} expects classification; fix: set TASK.NAME auto")
-
-
-def _check_sizes(cfg: Config) -> Iterator[Problem]:
-    if (off := cfg.AUG.OFF_EPOCHS) and off >= cfg.OPTIM.MAX_EPOCH:
-        yield Problem("AUG.OFF_EPOCHS", f"got {off}; expected less than OPTIM.MAX_EPOCH {cfg.OPTIM.MAX_EPOCH}")
-    start, final, epochs = cfg.TRAIN.IM_SIZE_START, cfg.TRAIN.IM_SIZE, cfg.TRAIN.IM_SIZE_EPOCHS
-    if not start:
-        return
-    if isinstance(final, tuple):
-        message = f"got {start} with TRAIN.IM_SIZE {list(final)}; expected a square TRAIN.IM_SIZE; fix: set it to 0"
-        yield Problem("TRAIN.IM_SIZE_START", message)
-    elif start > final:
-        yield Problem("TRAIN.IM_SIZE_START", f"got {start}; expected at most TRAIN.IM_SIZE {final}, the final size")
-    if len(epochs) != 2 or not 0 <= epochs[0] < epochs[-1]:
-        expected = "expected the first and the last epoch of the growth, 0 <= first < last, e.g. [0, 80]"
-        yield Problem("TRAIN.IM_SIZE_EPOCHS", f"got {list(epochs)}; {expected}")
-
-
-def _check_augmentation(cfg: Config) -> Iterator[Problem]:
-    aug = cfg.AUG
+def _augmentation(cfg: Config) -> Iterator[Conflict]:
+    data, aug, train, last = cfg.DATA, cfg.AUG, cfg.TRAIN, cfg.OPTIM.MAX_EPOCH
+    if (data.CHANNELS, data.PIXELS) != (3, "uint8"):
+        expected = f"with DATA.CHANNELS {data.CHANNELS} and DATA.PIXELS {data.PIXELS}, expected"
+        yield "AUG.POLICY", aug.POLICY != "none", f"{expected} none, since it needs 8-bit RGB"
+        yield "AUG.COLOR_JITTER", aug.COLOR_JITTER, f"{expected} [], since it needs 8-bit RGB"
+        rgb = [name for name in aug.OPERATIONS if name in _RGB_OPERATIONS]
+        yield "AUG.OPERATIONS", rgb, f"{expected} none of {', '.join(rgb)}, which need 8-bit RGB"
     jitter = aug.COLOR_JITTER
-    if len(jitter) not in (0, 1, 3, 4) or any(value < 0 for value in jitter) or max((0, *jitter[3:])) > 0.5:
-        expected = "expected 0, 1, 3 or 4 numbers, 0 or more; the fourth, for the hue, at most 0.5"
-        yield Problem("AUG.COLOR_JITTER", f"got {list(jitter)}; {expected}")
+    is_jitter = len(jitter) in (0, 1, 3, 4) and min((0, *jitter)) == 0 and max((0, *jitter[3:])) <= 0.5
+    expected = "expected 0, 1, 3 or 4 numbers, 0 or more; the fourth, for the hue, at most 0.5"
+    yield "AUG.COLOR_JITTER", not is_jitter, expected
     name = aug.POLICY.split("-")[0]
-    if name not in POLICIES:
-        near = did_you_mean(aug.POLICY, POLICIES) or did_you_mean(name, POLICIES)
-        message = f"got {aug.POLICY!r}; expected a policy that begins with one of {', '.join(POLICIES)}{near}"
-        yield Problem("AUG.POLICY", message)
-    if aug.MIX_GROUP % 2:
-        message = f"got {aug.MIX_GROUP}; expected an even number, since images are mixed in pairs; fix: add 1"
-        yield Problem("AUG.MIX_GROUP", message)
+    near = did_you_mean(aug.POLICY, POLICIES) or did_you_mean(name, POLICIES)
+    expected = f"expected a policy that begins with one of {', '.join(POLICIES)}{near}"
+    yield "AUG.POLICY", name not in POLICIES, expected
+    yield "AUG.MIX_GROUP", aug.MIX_GROUP % 2, "expected an even number, since images are mixed in pairs; fix: add 1"
+    yield "AUG.OFF_EPOCHS", 0 < aug.OFF_EPOCHS >= last, f"expected less than OPTIM.MAX_EPOCH {last}"
+    if start := train.IM_SIZE_START:
+        final, epochs = train.IM_SIZE, train.IM_SIZE_EPOCHS
+        is_square = isinstance(final, int)
+        yield "TRAIN.IM_SIZE_START", not is_square, "expected a square TRAIN.IM_SIZE; fix: set it to 0"
+        expected = f"expected at most TRAIN.IM_SIZE {final}, the final size"
+        yield "TRAIN.IM_SIZE_START", is_square and start > final, expected
+        is_range = len(epochs) == 2 and 0 <= epochs[0] < epochs[1]
+        expected = "expected the first and the last epoch of the growth, 0 <= first < last, e.g. [0, 80]"
+        yield "TRAIN.IM_SIZE_EPOCHS", not is_range, expected
 
 
-def _check_targets(cfg: Config) -> Iterator[Problem]:
-    if (targets := dataset_class(cfg).targets) == "label":
+def _labels(cfg: Config) -> Iterator[Conflict]:
+    """Yield the conflicts of TEST.LABELS."""
+    if not (labels := cfg.TEST.LABELS):
         return
-    what = "any number of classes" if targets == "labels" else "a structured target"
-    reason = f"DATA.NAME {cfg.DATA.NAME} gives an image {what}"
-    if cfg.LOSS.NAME != "bce" and targets == "labels":
-        message = f"{cfg.LOSS.NAME} expects one class per image, but {reason}; set LOSS.NAME bce"
-        yield Problem("LOSS.NAME", message)
-    if cfg.DATA.SAMPLING != "uniform":
-        message = f"{cfg.DATA.SAMPLING} samples by the class of an image, but {reason}; set it to uniform"
-        yield Problem("DATA.SAMPLING", message)
-    if cfg.DISTILL.TEACHER:
-        yield Problem("DISTILL.TEACHER", f"distillation expects one class per image, but {reason}; leave it empty")
+    with_labels = f"with TEST.LABELS {labels}"
+    is_other = cfg.MODEL.NUM_CLASSES not in (0, IMAGENET_CLASSES)
+    yield "MODEL.NUM_CLASSES", is_other, f"expected {IMAGENET_CLASSES} {with_labels}"
+    yield "DATA.NAME", cfg.DATA.NAME != "imagefolder", f"expected imagefolder {with_labels}"
+    yield "MODEL.DUMMY_INPUT", cfg.MODEL.DUMMY_INPUT, f"expected False {with_labels}"
+    is_real = labels == "imagenet_real"
+    yield "TEST.METRICS", is_real and {*cfg.TEST.METRICS} - {"top1", "topk"}, f"expected top1 or topk {with_labels}"
+    is_task = cfg.TASK.NAME in (AUTO, "classification", "distillation")
+    yield "TASK.NAME", is_real and not is_task, f"expected classification {with_labels}; fix: set TASK.NAME auto"
 
 
-def _check_schedule(cfg: Config) -> Iterator[Problem]:
-    optim = cfg.OPTIM
-    if optim.NAME.lower() == "sgd" and optim.NESTEROV and (optim.MOMENTUM == 0 or optim.DAMPENING != 0):
-        message = "needs OPTIM.MOMENTUM above 0 and OPTIM.DAMPENING 0; or set OPTIM.NESTEROV False"
-        yield Problem("OPTIM.NESTEROV", message)
-    if optim.LR_POLICY == "steps" and not optim.STEPS:
-        yield Problem("OPTIM.STEPS", "is empty, but OPTIM.LR_POLICY is steps; set the epochs, e.g. [30, 60, 90]")
-    if list(optim.STEPS) != sorted(set(optim.STEPS)) or any(step < 0 for step in optim.STEPS):
-        yield Problem("OPTIM.STEPS", f"got {list(optim.STEPS)}; expected ascending epochs, 0 or more, each once")
-    if optim.LR_POLICY == "exp" and optim.MIN_LR <= 0:
-        message = f"got {optim.MIN_LR:g}; OPTIM.LR_POLICY exp expects a factor above 0, e.g. 0.001"
-        yield Problem("OPTIM.MIN_LR", message)
+def _optimizer(cfg: Config) -> Iterator[Conflict]:
+    optim, steps, name = cfg.OPTIM, cfg.OPTIM.STEPS, cfg.OPTIM.NAME.lower()
+    cannot = name == "sgd" and optim.NESTEROV and (optim.MOMENTUM == 0 or optim.DAMPENING != 0)
+    yield "OPTIM.NESTEROV", cannot, "it needs OPTIM.MOMENTUM above 0 and OPTIM.DAMPENING 0"
+    is_empty = optim.LR_POLICY == "steps" and not steps
+    yield "OPTIM.STEPS", is_empty, "OPTIM.LR_POLICY steps expects the epochs, e.g. [30, 60, 90]"
+    is_ascending = [*steps] == sorted({*steps}) and min((0, *steps)) == 0
+    yield "OPTIM.STEPS", not is_ascending, "expected ascending epochs, 0 or more, each once"
+    is_zero = optim.LR_POLICY == "exp" and optim.MIN_LR <= 0
+    yield "OPTIM.MIN_LR", is_zero, "OPTIM.LR_POLICY exp expects a factor above 0, e.g. 0.001"
+    has_limit = optim.CLIP not in ("value", "agc") or optim.CLIP_LIMIT
+    yield "OPTIM.CLIP_LIMIT", not has_limit, f"OPTIM.CLIP {optim.CLIP} expects a number above 0, e.g. 0.01"
+    is_idle = optim.WEIGHT_DECAY_END >= 0 and not optim.WEIGHT_DECAY
+    yield "OPTIM.WEIGHT_DECAY_END", is_idle, "expected -1, or an OPTIM.WEIGHT_DECAY above 0, the start"
 
 
-def _check_optimizer(cfg: Config) -> Iterator[Problem]:
-    optim = cfg.OPTIM
-    is_ours = optim.NAME.lower() == "sgd" or optim.NAME in OPTIMIZERS
-    for name in optim.KWARGS:
-        if name in OPTIM_ARGUMENTS and (is_ours or name not in ("dampening", "nesterov")):
-            option = OPTIM_ARGUMENTS[name]
-            message = f"is an option; fix: set {option} instead" if option else "is set by the trainer; fix: remove it"
-            yield Problem(f"OPTIM.KWARGS.{name}", message)
-    if optim.CLIP in ("value", "agc") and not optim.CLIP_LIMIT:
-        yield Problem("OPTIM.CLIP_LIMIT", f"got 0; OPTIM.CLIP {optim.CLIP} expects a number above 0, e.g. 0.01")
-    if optim.WEIGHT_DECAY_END >= 0 and not optim.WEIGHT_DECAY:
-        message = f"got {optim.WEIGHT_DECAY_END:g} with OPTIM.WEIGHT_DECAY 0; expected a start above 0"
-        yield Problem("OPTIM.WEIGHT_DECAY_END", f"{message}; fix: set OPTIM.WEIGHT_DECAY, or this option to -1")
-
-
-def _check_loss(cfg: Config) -> Iterator[Problem]:
-    loss, num_classes = cfg.LOSS, cfg.MODEL.NUM_CLASSES
+def _task_and_loss(cfg: Config) -> Iterator[Conflict]:
+    loss, num_classes, name, targets = cfg.LOSS, cfg.MODEL.NUM_CLASSES, cfg.TASK.NAME, dataset_class(cfg).targets
+    if targets != "label":
+        what = "any number of classes" if targets == "labels" else "a structured target"
+        reason = f"since DATA.NAME {cfg.DATA.NAME} gives an image {what}"
+        yield "LOSS.NAME", loss.NAME != "bce" and targets == "labels", f"expected bce, {reason}"
+        yield "DATA.SAMPLING", cfg.DATA.SAMPLING != "uniform", f"expected uniform, {reason}"
+        yield "DISTILL.TEACHER", cfg.DISTILL.TEACHER, f"expected none, {reason}"
     weights, threshold = loss.CLASS_WEIGHTS, loss.BCE_TARGET_THRESHOLD
     if isinstance(weights, str):
-        if class_weight_beta(weights) is None:
-            message = f"got {weights!r}; expected auto, auto:BETA with 0 <= BETA < 1, or one number per class"
-            yield Problem("LOSS.CLASS_WEIGHTS", message)
-    elif num_classes and len(weights) not in (0, num_classes):
-        message = f"has {counted(len(weights), 'number')}, but MODEL.NUM_CLASSES is {num_classes}; set one per class"
-        yield Problem("LOSS.CLASS_WEIGHTS", message)
-    elif weights and (min(weights) < 0 or max(weights) == 0):
-        message = f"got a minimum of {min(weights)} and a maximum of {max(weights)}; expected 0 or more, not all 0"
-        yield Problem("LOSS.CLASS_WEIGHTS", message)
-    # Beyond these two every target would be 0, or every target 1; without smoothing no absent class is above 0.
-    lowest = loss.LABEL_SMOOTHING / max(1, num_classes)
-    highest = 1 - loss.LABEL_SMOOTHING + lowest
-    is_between = threshold is None or lowest < threshold < highest or threshold == lowest == 0
-    if num_classes and loss.NAME == "bce" and not is_between:
-        message = f"got {threshold:g}; expected null, or between {lowest:g} and {highest:g}, the targets of an image"
-        yield Problem("LOSS.BCE_TARGET_THRESHOLD", f"{message} with LOSS.LABEL_SMOOTHING {loss.LABEL_SMOOTHING:g}")
+        expected = "expected auto, auto:BETA with 0 <= BETA < 1, or one number per class"
+        yield "LOSS.CLASS_WEIGHTS", class_weight_beta(weights) is None, expected
+    else:
+        is_other = num_classes and len(weights) not in (0, num_classes)
+        yield "LOSS.CLASS_WEIGHTS", is_other, f"expected {counted(num_classes, 'number')}, MODEL.NUM_CLASSES"
+        yield "LOSS.CLASS_WEIGHTS", weights and (min(weights) < 0 or max(weights) == 0), "expected 0 or more, not all 0"
+    if num_classes and loss.NAME == "bce" and threshold is not None:
+        # Beyond these two every target would be 0, or every target 1; without smoothing no absent class is above 0.
+        lowest = loss.LABEL_SMOOTHING / num_classes
+        highest = 1 - loss.LABEL_SMOOTHING + lowest
+        is_between = lowest < threshold < highest or threshold == lowest == 0
+        expected = f"expected null, or between {lowest:g} and {highest:g}, the targets with LOSS.LABEL_SMOOTHING"
+        yield "LOSS.BCE_TARGET_THRESHOLD", not is_between, f"{expected} {loss.LABEL_SMOOTHING:g}"
+    lacks = cfg.DISTILL.TEACHER and not cfg.DISTILL.WEIGHTS
+    yield "DISTILL.WEIGHTS", lacks, "expected the file of the teacher's weights, or pretrained"
+    is_own = name not in (AUTO, *BUILT_IN_TASKS)
+    is_other = name in BUILT_IN_TASKS and (targets == "labels") != (name == "multilabel")
+    labels = {"labels": "several labels per image", "label": "one label per image"}.get(targets, "structured targets")
+    fix = f"fix: set {'a task of your own' if targets == 'structured' else 'TASK.NAME auto'}"
+    yield "TASK.NAME", (targets == "structured" and not is_own) or is_other, f"the data has {labels}; {fix}"
+    expected = f"TASK.NAME {name} takes one view of an image; fix: set it to 1, or TASK.NAME to a task of your own"
+    yield "DATA.VIEWS", cfg.DATA.VIEWS > 1 and not is_own, expected
+    has_none = name == "distillation" and not cfg.DISTILL.TEACHER
+    yield "TASK.NAME", has_none, "there is no teacher; fix: set DISTILL.TEACHER"
 
 
-def _check_finetuning(cfg: Config) -> Iterator[Problem]:
+def _distribution(cfg: Config) -> Iterator[Conflict]:
+    mode, is_auto = cfg.MODEL.COMPILE, cfg.TRAIN.BATCH_SIZE == AUTO
+    # torch's DDPOptimizer asserts it.
+    is_small = cfg.DIST.BUCKET_MB < 1 and mode != "none" and cfg.DIST.SHARD != "fsdp"
+    yield "DIST.BUCKET_MB", is_small, f"expected 1 or more with MODEL.COMPILE {mode}"
+    is_both = cfg.MODEL.ACT_CHECKPOINT and mode != "none"
+    yield "MODEL.ACT_CHECKPOINT", is_both, f"MODEL.COMPILE {mode} selects what to recompute; fix: set one of them off"
+    # It is resolved before the run is downloaded.
+    yield "TRAIN.BATCH_SIZE", is_auto and url_of(cfg.OUT_DIR), "expected a number with OUT_DIR at a URL"
+    expected = "it needs TRAIN.GLOBAL_BATCH_SIZE, the images per step; fix: set that, e.g. 256, or a number here"
+    yield "TRAIN.BATCH_SIZE", is_auto and not cfg.TRAIN.GLOBAL_BATCH_SIZE, expected
+
+
+def _check_arguments(cfg: Config) -> Iterator[Problem]:
     for pattern, factor in cfg.FINETUNE.LR_MULT.items():
         if factor <= 0:
             message = f"got {factor:g}; expected a number above 0; to freeze parameters set FINETUNE.FREEZE"
             yield Problem(f"FINETUNE.LR_MULT.{pattern}", message)
-
-
-def _check_distillation(cfg: Config) -> Iterator[Problem]:
-    distill = cfg.DISTILL
-    if distill.TEACHER and not distill.WEIGHTS:
-        yield Problem("DISTILL.WEIGHTS", "is not set; set the teacher's file, or pretrained")
-
-
-def _check_task(cfg: Config) -> Iterator[Problem]:
-    name, targets = cfg.TASK.NAME, dataset_class(cfg).targets
-    is_own = name not in ("auto", *BUILT_IN_TASKS)
-    if targets == "structured" and not is_own:
-        message = f"got {name}, but DATA.NAME {cfg.DATA.NAME} has structured targets; fix: set a task of your own"
-        yield Problem("TASK.NAME", message)
-    elif name in BUILT_IN_TASKS and (targets == "labels") != (name == "multilabel"):
-        labels = "several labels" if targets == "labels" else "one label"
-        yield Problem("TASK.NAME", f"got {name}, but the data has {labels} per image; fix: set TASK.NAME auto")
-    if cfg.DATA.VIEWS > 1 and not is_own:
-        message = f"got {cfg.DATA.VIEWS}, but TASK.NAME {name} takes one view of an image; fix: set it to 1"
-        yield Problem("DATA.VIEWS", f"{message}, or TASK.NAME to a task of your own")
-    if (name == "distillation") > bool(cfg.DISTILL.TEACHER):
-        yield Problem("TASK.NAME", "got distillation without a teacher; fix: set DISTILL.TEACHER")
-
-
-def _check_keywords(cfg: Config) -> Iterator[Problem]:
+    is_ours = cfg.OPTIM.NAME.lower() == "sgd" or cfg.OPTIM.NAME in OPTIMIZERS
+    for name in cfg.OPTIM.KWARGS:
+        if name in OPTIM_ARGUMENTS and (is_ours or name not in ("dampening", "nesterov")):
+            option = OPTIM_ARGUMENTS[name]
+            message = f"is an option; fix: set {option} instead" if option else "is set by the trainer; fix: remove it"
+            yield Problem(f"OPTIM.KWARGS.{name}", message)
     for section in ("MODEL.KWARGS", "DISTILL.KWARGS", "OPTIM.KWARGS"):
-        for key, message in find_reading_keywords(section, get_value(cfg, section)):
-            yield Problem(key, message)
+        if kwargs := get_value(cfg, section):
+            from distribuuuu.config.reading_keywords import find_reading_keywords
 
-
-def _check_sharding(cfg: Config) -> Iterator[Problem]:
-    shard, mode = cfg.DIST.SHARD, cfg.MODEL.COMPILE
-    if shard != "none":
-        from distribuuuu.config.sharding_conflicts import find_sharding_problems
-
-        yield from find_sharding_problems(cfg)
-    if cfg.DIST.BUCKET_MB < 1 and mode != "none" and shard != "fsdp":  # torch's DDPOptimizer asserts it
-        message = f"got {cfg.DIST.BUCKET_MB:g}; with MODEL.COMPILE {mode} expected 1 or more"
-        yield Problem("DIST.BUCKET_MB", f"{message}; set it to 1 or more, or MODEL.COMPILE none")
-    if cfg.MODEL.ACT_CHECKPOINT and mode != "none":
-        message = "does not work with MODEL.COMPILE, which selects what to recompute; set one of them off"
-        yield Problem("MODEL.ACT_CHECKPOINT", message)
+            yield from (Problem(*found) for found in find_reading_keywords(section, kwargs))
 
 
 def _check_paths(cfg: Config) -> Iterator[Problem]:
@@ -283,14 +251,6 @@ def _check_paths(cfg: Config) -> Iterator[Problem]:
         yield Problem("CFG_DEST", problem)
 
 
-def _check_batch(cfg: Config) -> Iterator[Problem]:
-    if cfg.TRAIN.BATCH_SIZE == AUTO and url_of(cfg.OUT_DIR):  # it is resolved before the run is downloaded
-        yield Problem("TRAIN.BATCH_SIZE", "got auto with OUT_DIR at a URL; expected a number; fix: set it to one")
-    if cfg.TRAIN.BATCH_SIZE == AUTO and not cfg.TRAIN.GLOBAL_BATCH_SIZE:
-        fix = "fix: set TRAIN.GLOBAL_BATCH_SIZE, the images per step, e.g. 256; or set a number of images"
-        yield Problem("TRAIN.BATCH_SIZE", f"got auto without TRAIN.GLOBAL_BATCH_SIZE; {fix}")
-
-
 # ----------------------------------------------------------------------------------- unused options
 
 
@@ -298,8 +258,6 @@ def find_unused_options(cfg: Config) -> list[Problem]:
     """Return a problem for each option that differs from its default but has no effect in this config."""
     found = []
     for key, option in OPTIONS.items():
-        value = get_value(cfg, key)
-        if option.needs and value != option.default and not CONDITIONS[option.needs](cfg):
-            shown = list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, dict) else value
-            found.append(Problem(key, f"{shown} has no effect; it needs {option.needs}", cfg.origins))
+        if option.needs and get_value(cfg, key) != option.default and not CONDITIONS[option.needs](cfg):
+            found.append(Problem(key, f"{_show(cfg, key)} has no effect; it needs {option.needs}", cfg.origins))
     return found

@@ -9,12 +9,10 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.files.atomic_file import replacing
@@ -32,14 +30,6 @@ OWN_KEYS = {
     "weights": "MODEL.PRETRAINED or MODEL.WEIGHTS",
     "checkpoint_path": "MODEL.WEIGHTS",
 }
-# Keywords by which a constructor of timm or torchvision reads a file or the network, whatever their value is.
-_READING_KEYS = ("weights_backbone", "pretrained_backbone", "pretrained_cfg", "pretrained_cfg_overlay",
-                 "cache_dir", "model_dir", "state_dict", "custom_load")  # fmt: skip
-# Words in the names of such keywords, if the value is text or a mapping: a drop_path_rate is a number.
-_READING_WORDS = {"file", "files", "filename", "path", "paths", "url", "urls", "uri", "dir", "directory", "folder",
-                  "hub", "repo", "cache", "checkpoint", "ckpt", "weights", "pretrained"}  # fmt: skip
-# Text that is a path, an address, a model of the Hugging Face Hub, or a file of weights.
-_PLACE = re.compile(r"[/\\]|^~|^[\w-]+:|\.(pth|pt2?|tar|bin|npz|npy|pkl|pickle|ckpt|safetensors)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -130,45 +120,6 @@ def find_model_problems(arch_key: str, arch: str, kwargs_key: str, kwargs: Mappi
     from distribuuuu.hints.models import describe_unknown_model
 
     yield arch_key, describe_unknown_model(arch, {source: table.names for source, table in tables.items()}, SOURCES)
-
-
-def find_reading_keywords(kwargs_key: str, kwargs: Mapping) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) for each keyword, nested ones too, by which a constructor would read a file or the network.
-
-    Args:
-        kwargs_key: the section of the constructor's arguments.
-        kwargs: the arguments.
-    """
-    for name, value in kwargs.items():
-        key = f"{kwargs_key}.{name}"
-        if name in OWN_KEYS and name != "num_classes":
-            yield key, f"set {OWN_KEYS[name]} instead"
-        elif _names_source(str(name), value) or any(_PLACE.search(text) for text in _texts(value)):
-            what = "names a file or an address, which no constructor may read"
-            fix = "remove it; weights are set by MODEL.PRETRAINED, MODEL.WEIGHTS, FINETUNE.WEIGHTS or DISTILL.WEIGHTS"
-            yield key, f"{what}; fix: {fix}"
-        elif isinstance(value, Mapping):
-            yield from find_reading_keywords(key, value)
-        elif isinstance(value, (list, tuple)):
-            nested = {str(i): item for i, item in enumerate(value) if isinstance(item, (Mapping, list, tuple))}
-            yield from find_reading_keywords(key, nested)
-
-
-def _names_source(name: str, value: Any) -> bool:
-    """Tell whether a keyword makes a constructor read a file or the network."""
-    words = {word.lower() for word in re.findall(r"[A-Z]*[a-z]+|[A-Z]+", name)}
-    holds_text = isinstance(value, Mapping) or any(True for _ in _texts(value))
-    is_switch = value is True and "pretrained" in words
-    return name.lower() in _READING_KEYS or bool(words & _READING_WORDS and (holds_text or is_switch))
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield a text, or the texts in a list; those in mappings have keys of their own."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _texts(item)
 
 
 def find_objection(name: str, model: str, known: Collection[str], allowed: Collection[str]) -> str | None:

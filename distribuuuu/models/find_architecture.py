@@ -19,7 +19,6 @@ from distribuuuu.config.model_names import (
     SOURCES,
     NameTable,
     find_objection,
-    find_reading_keywords,
     keep_table,
 )
 from distribuuuu.config.options import IMAGENET_CLASSES
@@ -228,6 +227,10 @@ def _check_names(arch: Architecture, kwargs: dict[str, Any], parameters: Paramet
     """Raise ConfigError for names in `kwargs` that read files or the network, else for unknown ones."""
     # A parameter without a default is not the user's: the entry function passes it.
     optional = [name for name, parameter in parameters.items() if parameter.default is not parameter.empty]
+    if not kwargs:
+        return
+    from distribuuuu.config.reading_keywords import find_reading_keywords
+
     problems = [Problem(key, message) for key, message in find_reading_keywords("MODEL.KWARGS", kwargs)]
     for name in kwargs if not problems else ():
         if (name in OWN_KEYS or not is_open) and (what := find_objection(name, arch.name, parameters, optional)):

@@ -9,8 +9,9 @@ import yaml
 from support.runs import ROOT, run_tool, small_options
 from torch import nn
 
-from distribuuuu.config import ConfigError, load_cfg, model_names
+from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.model_names import SOURCES, NameTable, find_model_problems, keep_table, load_table
+from distribuuuu.config.reading_keywords import find_reading_keywords
 from distribuuuu.models import check_model
 from distribuuuu.models.find_architecture import find_architecture
 from distribuuuu.optim.optimizer import build_optimizer
@@ -94,7 +95,7 @@ def test_keywords_of_the_models_of_timm_and_torchvision_are_not_refused():
     """The defaults of every constructor, and values that look like the names of sources."""
     usual = {"drop_path_rate": 0.1, "weight_init": "jax", "init_weights": True, "pretrained_window_sizes": [0, 12],
              "grad_checkpointing": True, "norm_layer": "layernorm2d", "act_layer": "gelu"}  # fmt: skip
-    assert list(model_names.find_reading_keywords("MODEL.KWARGS", {**usual, "drop_path_rates": [0.1, 0.2]})) == []
+    assert list(find_reading_keywords("MODEL.KWARGS", {**usual, "drop_path_rates": [0.1, 0.2]})) == []
     own = {"num_classes", "pretrained", "weights", "checkpoint_path"}
     models = [module for name, module in sys.modules.items() if name.startswith(("timm.models", "torchvision.models"))]
     classes = {item for module in models for item in vars(module).values() if inspect.isclass(item)}
@@ -106,7 +107,7 @@ def test_keywords_of_the_models_of_timm_and_torchvision_are_not_refused():
         if parameter.default is not parameter.empty and name not in own
     ]
     refused = [name for name, value in defaults
-               if list(model_names.find_reading_keywords("", {name.partition(".")[2]: value}))]  # fmt: skip
+               if list(find_reading_keywords("", {name.partition(".")[2]: value}))]  # fmt: skip
     assert len(defaults) > 1000 and refused == []
 
 

@@ -161,7 +161,7 @@ WRONG = [
     ("RNG_SEED 99999999999999999999", "64 bits"), ("TRAIN 3", "section"), ("DATA.NAME cifar", "did you mean cifar10"),
     ("DATA.NAME x", "packed, "), ("DATA.NAME x", "torchvision/NAME; fix"),
     ("AUG.OPERATIONS grayscale,grayscale", "each name once"), ("TRAIN.METRICS top2", "did you mean topk, top1"),
-    ("OPTIM.LR_POLICY steps", "OPTIM.STEPS: is empty"), ("OPTIM.LR_POLICY exp", "OPTIM.MIN_LR: above 0"),
+    ("OPTIM.LR_POLICY steps", "OPTIM.STEPS: expects the epochs"), ("OPTIM.LR_POLICY exp", "OPTIM.MIN_LR: above 0"),
     ("OPTIM.MOMENTUM 0", "OPTIM.NESTEROV: MOMENTUM"), ("OPTIM.MOMENTUM 1.5", "expected 0 to 1"),
     ("TRAIN.IM_SIZE 1", "got 1; expected 2 or more"), ("TEST.IM_SIZE 1 TEST.CROP_SIZE 1", "got 1; expected 2 or more"),
     ("TRAIN.IM_SIZE 299", "TEST.IM_SIZE: 299"),
@@ -177,12 +177,12 @@ WRONG = [
     ("FINETUNE.LR_MULT.fc nan", "finite"),
     ("FINETUNE.LR_MULT 3", "is a section, not an option; set FINETUNE.LR_MULT.NAME"),
     ("OUT_DIR", "command line: 'OUT_DIR' has no value"),
-    ("TASK.NAME multilabel", "got multilabel, but the data has one label per image"),
-    ("TASK.NAME classification DATA.NAME multilabel LOSS.NAME bce", "but the data has several labels"),
-    ("TASK.NAME distillation", "got distillation without a teacher"),
+    ("TASK.NAME multilabel", "got multilabel; the data has one label per image"),
+    ("TASK.NAME classification DATA.NAME multilabel LOSS.NAME bce", "the data has several labels"),
+    ("TASK.NAME distillation", "there is no teacher"),
     ("TASK.KWARGS.temperature 0.2", "TASK.KWARGS: got temperature, but TASK.NAME auto has no settings"),
     # torch's DDPOptimizer asserts that a bucket is no smaller than the first, which has 1 MiB.
-    *((f"DIST.BUCKET_MB 0.999 MODEL.COMPILE {mode}", "expected 1 or more; set it to 1 or more")
+    *((f"DIST.BUCKET_MB 0.999 MODEL.COMPILE {mode}", "expected 1 or more with MODEL.COMPILE")
       for mode in ("default", "reduce-overhead", "max-autotune")),
     # Names of other frameworks.
     *((f"{key} 1", f"no such key; {hint}") for key, hint in {

@@ -59,7 +59,7 @@ def test_data_views_repeats_the_augmentation_with_other_numbers(small_cfg, monke
     )
     assert torch.equal(one, expected[0].images) and not any(torch.equal(one, other) for other in (two, three))
     assert not torch.equal(two, three)
-    with pytest.raises(ConfigError, match="DATA.VIEWS.*: got 2, but TASK.NAME auto takes one view"):
+    with pytest.raises(ConfigError, match="DATA.VIEWS.*: got 2; TASK.NAME auto takes one view"):
         small_cfg("DATA.VIEWS", 2)
 
 
@@ -78,7 +78,7 @@ def test_views_grow_together_and_only_at_one_size(small_cfg, sizes, monkeypatch)
 
 @pytest.mark.parametrize("options, message", [
     ({"AUG.POLCY": "none"}, r"AUG.POLCY \(view 2 of loader train\): has no effect here; expected TRAIN.IM_SIZE, DATA"),
-    ({"AUG.POLICY": "randaugmen"}, r"AUG.POLICY \(view 2 .*: got 'randaugmen'.*did you mean randaugment"),
+    ({"AUG.POLICY": "randaugmen"}, r"AUG.POLICY \(view 2 .*: got randaugmen.*did you mean randaugment"),
     ({"DATA.FLIP": 2}, "DATA.FLIP .*: got 2.0; expected 0 to 1"),
 ])  # fmt: skip
 def test_wrong_options_of_a_view_name_the_view(small_cfg, monkeypatch, options, message):

@@ -53,7 +53,7 @@ def test_the_parent_of_the_trials_creates_no_cuda_context(small_cfg, monkeypatch
 
 def test_auto_needs_the_global_batch_and_is_the_only_word():
     for key, word, said in (
-        ("TRAIN.BATCH_SIZE", "auto", "auto without TRAIN.GLOBAL_BATCH_SIZE; fix: set TRAIN.GLOBAL_BATCH_SIZE"),
+        ("TRAIN.BATCH_SIZE", "auto", "auto; it needs TRAIN.GLOBAL_BATCH_SIZE"),
         ("TRAIN.BATCH_SIZE", "Auto", r"got 'Auto'; expected an integer or auto \("),
         ("TEST.BATCH_SIZE", "auto", r"got 'auto'; expected an integer \("),
     ):

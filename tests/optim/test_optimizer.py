@@ -149,7 +149,7 @@ def test_values_that_do_not_fit_are_reported_with_their_key():
         (("FINETUNE.LR_MULT.*", 2, "FINETUNE.LR_MULT.0", 3), "FINETUNE.LR_MULT.0: matches only what is frozen or what"),
         # When the config is read:
         (("OPTIM.CLIP_NORM", -1), "OPTIM.CLIP_NORM"),
-        (("OPTIM.MOMENTUM", 0), "OPTIM.NESTEROV: needs OPTIM.MOMENTUM above 0"),
+        (("OPTIM.MOMENTUM", 0), "OPTIM.NESTEROV: got True; it needs OPTIM.MOMENTUM above 0"),
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=said):
             build_optimizer(make_cfg(*words), small_model())

@@ -68,7 +68,7 @@ def test_arguments_reach_the_constructor(name, given):
     ("OPTIM.CLIP agc", "OPTIM.CLIP_LIMIT: got 0; OPTIM.CLIP agc expects a number above 0, e.g. 0.01"),
     ("OPTIM.CLIP agc OPTIM.CLIP_LIMIT nan", "OPTIM.CLIP_LIMIT (command line): got nan; expected a finite number"),
     ("OPTIM.CLIP vlaue", "did you mean value"),
-    ("OPTIM.WEIGHT_DECAY 0 OPTIM.WEIGHT_DECAY_END 0.1", "OPTIM.WEIGHT_DECAY_END (command line): got 0.1 with"),
+    ("OPTIM.WEIGHT_DECAY 0 OPTIM.WEIGHT_DECAY_END 0.1", "OPTIM.WEIGHT_DECAY_END (command line): got 0.1; "),
 ])  # fmt: skip
 def test_what_an_option_sets_and_what_conflicts_is_refused_when_the_config_is_read(words, said):
     (problem,) = problems_of(load_cfg, None, words.split())
