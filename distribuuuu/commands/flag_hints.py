@@ -4,7 +4,7 @@ import argparse
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from distribuuuu.config import ConfigError, Problem
@@ -95,6 +95,17 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise a ConfigError."""
         raise ConfigError(Problem(COMMAND_LINE, message.replace("cfg: expected one argument", "cfg: expected files")))
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return the type of a flag whose value is a whole number from `least` on."""
+
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"got {value}; expected {least} or more")
+        return value
+
+    return number
 
 
 def _is_key(word: str) -> bool:

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.commands.flag_hints import CommandParser, parse_flags
+from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
 from distribuuuu.commands.main import USAGE_ERROR
 from distribuuuu.commands.output import FORMATS, WIDTH, align_columns, print_report
 from distribuuuu.commands.scan.data_config import read_data_cfg
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed
-from distribuuuu.config.errors import counted, did_you_mean
+from distribuuuu.config.errors import counted
 from distribuuuu.config.reader import COMMAND_LINE, list_files
 from distribuuuu.files.untrusted import printable
 from distribuuuu.hints.sources import missing_root
@@ -98,11 +98,6 @@ def parse_args(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespac
     if folder is not None and flags.cfg:
         fix = f"fix: use TRAIN.DATASET {folder}"
         problems.append(Problem(COMMAND_LINE, f"got both {folder} and --cfg; expected one of them; {fix}"))
-    if flags.format not in FORMATS:
-        hint = did_you_mean(flags.format, FORMATS)
-        problems.append(Problem("--format", f"got {flags.format!r}; expected one of {', '.join(FORMATS)}{hint}"))
-    if flags.workers < 0:
-        problems.append(Problem("--workers", f"got {flags.workers}; expected 0 or more"))
     if problems:
         raise ConfigError(problems)
     return flags, folder, cfg
@@ -118,9 +113,10 @@ def build_parser(prog: str | None = None) -> CommandParser:
     )
     add = parser.add_argument
     add("--cfg", metavar="FILE", help="check the data set of a config: TRAIN.DATASET and TEST.DATASET")
-    add("--format", metavar="|".join(FORMATS), default="text", help="output on standard output (text)")
+    add("--format", choices=FORMATS, default="text", help="output on standard output (text)")
     add("--statistics", action="store_true", help="only print DATA.MEAN and DATA.STD of the training images, as YAML")
-    add("--workers", metavar="N", type=int, default=count_cores(), help="processes that read images (one per core)")
+    workers = "processes that read images (one per core)"
+    add("--workers", metavar="N", type=at_least(0), default=count_cores(), help=workers)
     return parser
 
 

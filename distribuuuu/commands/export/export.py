@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distribuuuu.checkpoint.weights_files import KINDS, RAW
-from distribuuuu.commands.flag_hints import CommandParser, parse_flags
+from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
 from distribuuuu.commands.output import check_out, check_run
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
@@ -54,7 +54,13 @@ def build_parser(prog: str | None = None) -> CommandParser:
     add("--out", metavar="FOLDER", default="", help="the new folder")
     add("--format", "--to", metavar="|".join(FORMAT_NAMES), dest="to", default="", help="the format")
     add("--images", metavar="PATH", nargs="+", help="check it on these images instead of the evaluation set")
-    add("--check-images", metavar="N", type=int, default=1000, help="check N evenly spaced images (1000); 0: all")
+    add(
+        "--check-images",
+        metavar="N",
+        type=at_least(0),
+        default=1000,
+        help="check N spread images (1000); 0: all",
+    )
     add("--no-check", action="store_true", help="do not check it, e.g. where no image is at hand")
     add("--push", metavar="OWNER/NAME", default="", help="upload a verified export to the Hugging Face Hub, as private")
     add("--cfg", metavar="FILE", help="the config, for weights without one")
@@ -67,8 +73,6 @@ def run_export(flags: argparse.Namespace) -> int:
     Raises:
         ConfigError: see `export_run`.
     """
-    if flags.check_images < 0:
-        raise ConfigError(f"--check-images: got {flags.check_images}; expected 1 or more, or 0 for all images")
     if not flags.out:
         raise ConfigError("--out: got nothing; expected the new folder")
     if flags.images and flags.no_check:

@@ -16,7 +16,7 @@ import torchvision.io  # noqa: F401
 
 from distribuuuu.commands.pack.writer import Record
 from distribuuuu.config import ConfigError
-from distribuuuu.config.errors import DataError, counted
+from distribuuuu.config.errors import DataError
 from distribuuuu.data.datasets.base import ImageDataset, is_file
 from distribuuuu.data.datasets.index import Arrays
 from distribuuuu.data.decode import decode, open_lazy_image
@@ -155,47 +155,17 @@ def encode_jpeg(pixels: np.ndarray, quality: int) -> bytes:
     return buffer.getvalue()
 
 
-class Checker:
-    """Verifies stored image `index`; returns the problem with its name, or None.
-
-    Args:
-        folder: of the pack.
-        meta, columns: its index.
-    """
-
-    def __init__(self, folder: Path, meta: Mapping[str, Any], columns: Arrays):
-        self.folder, self.meta, self.columns = folder, meta, columns
-        self._files: dict[int, int | None] = {}
-
-    def __call__(self, index: int) -> str | None:
-        """Return the problem with image `index`; None if there is none, or if its shard is missing."""
-        row = {name: int(self.columns[name][index]) for name in COLUMNS}
-        file = self._open(row["shard"])
-        if file is None:
-            return None
-        try:
-            problem = self._find_problem(os.pread(file, row["length"], row["offset"]), row)
-        except OSError as error:
-            problem = f"cannot be read: {error.strerror}"
-        name = describe_image(self.folder, self.columns, index)
-        return f"{name}, in {shard_name(row['shard'])}: {problem}" if problem else None
-
-    def _open(self, number: int) -> int | None:
-        if number not in self._files:
-            try:
-                self._files[number] = os.open(self.folder / shard_name(number), os.O_RDONLY)
-            except OSError:
-                self._files[number] = None
-        return self._files[number]
-
-    def _find_problem(self, data: bytes, row: Mapping[str, int]) -> str | None:
-        if len(data) != row["length"]:
-            return f"{len(data):,} of its {counted(row['length'], 'byte')} exist"
+def find_stored_problem(folder: Path, meta: Mapping[str, Any], columns: Arrays, index: int) -> str | None:
+    """Return the problem with stored image `index` of a pack, with its name; None if there is none."""
+    row = {name: int(columns[name][index]) for name in COLUMNS}
+    shard, problem = shard_name(row["shard"]), ""
+    try:
+        with open(folder / shard, "rb") as file:
+            data = os.pread(file.fileno(), row["length"], row["offset"])
         if zlib.crc32(data) != row["crc32"]:
-            return "its checksum does not match: bytes were changed"
-        if self.meta["options"]["format"] == "jpeg":  # the index is checked for the sizes of raw pixels
-            try:
-                decode(data, options=DecodeOptions(self.meta.get("max_pixels", DEFAULTS.max_pixels)))
-            except Exception as error:  # decoders raise nearly anything
-                return f"{type(error).__name__}: {error}"
-        return None
+            problem = "its checksum does not match: bytes were changed"
+        elif meta["options"]["format"] == "jpeg":  # the index is checked for the sizes of raw pixels
+            decode(data, options=DecodeOptions(meta.get("max_pixels", DEFAULTS.max_pixels)))
+    except Exception as error:  # decoders raise nearly anything
+        problem = f"{type(error).__name__}: {error}"
+    return f"{describe_image(folder, columns, index)}, in {shard}: {problem}" if problem else None

@@ -2,27 +2,22 @@
 
 import argparse
 import contextlib
-import hashlib
 import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from distribuuuu.commands.flag_hints import CommandParser, parse_flags
+from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
 from distribuuuu.commands.pack.packer import DEFAULT_QUALITY, SPLITS, PackJob, pack_split, verify_packs
-from distribuuuu.commands.pack.upload import find_url_problem
 from distribuuuu.commands.pack.writer import find_conflicts, find_foreign_files
 from distribuuuu.commands.scan.data_config import read_data_cfg
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import iter_options
-from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.run_files import find_path_problem
 from distribuuuu.data.datasets.base import get_dataset
-from distribuuuu.data.packed.dataset import is_url
 from distribuuuu.data.packed.format import FORMATS
-from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.launch.host import count_cores
 from distribuuuu.launch.signals import STATUS_OF, handled_by
 
@@ -73,9 +68,7 @@ def parse_args(words: list[str], prog: str | None = None) -> PackJob:
         raise ConfigError(f"command line: name the folder of the packed data first: {parser.prog} OUT ...")
     cfg, found = read_data_cfg(args.cfg, rest[1:])
     problems: list[str | Problem] = [*found, *find_flag_problems(args, rest[1:])]
-    job = _job_of(args, rest[0], cfg)
-    if args.verify and job.url:
-        problems.append(f"--verify {rest[0]}: expected a folder; a pack at a URL is verified whenever it is read")
+    job = _job_of(args, Path(rest[0]), cfg)
     if not args.verify:
         problems += _source_problems(job, set_keys_only=bool(problems))
         problems += _out_problems(job)
@@ -94,20 +87,30 @@ def build_parser(prog: str | None = None) -> CommandParser:
     )
     add = parser.add_argument
     add("--cfg", metavar="FILE", help="YAML file that names the source: DATA.NAME, TRAIN.DATASET, TEST.DATASET ...")
-    add("--format", metavar="|".join(FORMATS), default="jpeg", help="files (jpeg, the default) or pixels (raw)")
-    add("--shorter-side", metavar="N", type=int, help="scale larger images down to this many pixels")
-    add("--longer-side", metavar="N", type=int, help="the same for the longer side, as ffcv does (mean over areas)")
+    add("--format", choices=FORMATS, default="jpeg", help="files (jpeg, the default) or pixels (raw)")
+    add("--shorter-side", metavar="N", type=at_least(1), help="scale larger images down to this many pixels")
+    add(
+        "--longer-side",
+        metavar="N",
+        type=at_least(1),
+        help="the same for the longer side, as ffcv does",
+    )
     add("--quality", metavar="Q", type=int, help="encode again as JPEG; 90 where a new size makes it necessary")
     add("--shard-mb", metavar="MB", type=float, default=1024.0, help="maximum size of a file (1024)")
-    add("--workers", metavar="N", type=int, help="processes that read and encode (default: one per core); 0: none")
-    add("--split", metavar="|".join(SPLITS), default="both", help="which images to pack (both)")
+    add(
+        "--workers",
+        metavar="N",
+        type=at_least(0),
+        help="processes that encode (default: one per core); 0: none",
+    )
+    add("--split", choices=SPLITS, default="both", help="which images to pack (both)")
     add("--overwrite", action="store_true", help="delete the existing packs of these splits")
     add("--no-check", action="store_true", help="do not decode the files that are kept unchanged")
     add("--verify", action="store_true", help="read every byte of OUT and report each corrupt image")
     return parser
 
 
-def _job_of(args: argparse.Namespace, out: str, cfg: Config) -> PackJob:
+def _job_of(args: argparse.Namespace, out: Path, cfg: Config) -> PackJob:
     encodes = args.format == "jpeg" and (args.shorter_side is not None or args.longer_side is not None)
     quality = DEFAULT_QUALITY if encodes and args.quality is None else args.quality
     options = {"format": args.format, "shorter_side": args.shorter_side, "quality": quality, "shard_mb": args.shard_mb}
@@ -116,31 +119,19 @@ def _job_of(args: argparse.Namespace, out: str, cfg: Config) -> PackJob:
     if cfg.DATA.EXIF_ROTATE and (quality is not None or args.format == "raw"):  # a file kept unchanged keeps its EXIF
         options["exif_rotate"] = True
     workers = count_cores() if args.workers is None else args.workers
-    trains = SPLITS.get(args.split, ())
-    folder, url = Path(out), out.rstrip("/") if is_url(out) else ""
-    if url:  # packed here, then uploaded
-        folder = cache_folder(cfg.DATA.CACHE_DIR) / "packing" / hashlib.sha256(url.encode()).hexdigest()[:16]
-    return PackJob(folder, args.verify, cfg, options, trains, workers, args.overwrite, check=not args.no_check, url=url)
+    return PackJob(out, args.verify, cfg, options, SPLITS[args.split], workers, args.overwrite, check=not args.no_check)
 
 
 def find_flag_problems(args: argparse.Namespace, overrides: list[str]) -> Iterator[str]:
     """Yield a message for each invalid flag."""
-    for flag, value, allowed in (("--format", args.format, FORMATS), ("--split", args.split, tuple(SPLITS))):
-        if value not in allowed:
-            yield f"{flag} {value!r} is not one of {', '.join(allowed)}{did_you_mean(value, allowed)}"
     if args.format == "raw" and args.quality is not None:
         yield f"--quality {args.quality}: --format raw stores pixels, which have no quality; remove one of them"
     if args.quality is not None and not 1 <= args.quality <= 100:
         yield f"--quality {args.quality} is outside the allowed range: 1 to 100"
-    for flag, side in (("--shorter-side", args.shorter_side), ("--longer-side", args.longer_side)):
-        if side is not None and side < 1:
-            yield f"{flag} {side} is outside the allowed range: 1 and up"
     if args.shorter_side is not None and args.longer_side is not None:
         yield "--shorter-side and --longer-side exclude each other; remove one of them"
     if not 0 < args.shard_mb < 2**40:
         yield f"--shard-mb {args.shard_mb} must be above 0"
-    if args.workers is not None and args.workers < 0:
-        yield f"--workers {args.workers} is outside the allowed range: 0 and up"
     if args.verify and (overrides or args.cfg):
         yield "--verify takes the folder alone: a pack stores its source and options"
 
@@ -158,29 +149,15 @@ def _source_problems(job: PackJob, set_keys_only: bool) -> Iterator[Problem]:
 
 
 def _out_problems(job: PackJob) -> Iterator[str]:
-    for train in job.trains if job.url else ():
-        if problem := find_url_problem(job.split_url(train)):
-            yield problem
-            return
     if path_problem := find_path_problem(job.out):
         yield f"OUT: {path_problem}"
         return
-    existing = next(folder for folder in (job.out, *job.out.absolute().parents) if folder.exists())
-    if not existing.is_dir():
-        yield f"{existing} is a file, not a folder; use another"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        yield f"{existing} cannot be written to"
-    else:
-        for train in job.trains:
-            yield from _pack_problems(job, train)
-
-
-def _pack_problems(job: PackJob, train: bool) -> Iterator[str]:
-    folder, source = job.folder(train), job.source(train)
-    if os.path.realpath(folder) == os.path.join(source["folder"], source["split"]):
-        yield f"{folder} is the source itself; use another folder"
-        return
-    foreign = find_foreign_files(folder)
-    yield from foreign
-    if not foreign and not job.overwrite:
-        yield from find_conflicts(folder, {"options": job.options, "source": source})
+    for train in job.trains:
+        folder, source = job.folder(train), job.source(train)
+        if os.path.realpath(folder) == os.path.join(source["folder"], source["split"]):
+            yield f"{folder} is the source itself; use another folder"
+            continue
+        foreign = find_foreign_files(folder)
+        yield from foreign
+        if not foreign and not job.overwrite:
+            yield from find_conflicts(folder, {"options": job.options, "source": source})

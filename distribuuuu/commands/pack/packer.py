@@ -5,6 +5,7 @@ not depend on the number of workers.
 """
 
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -14,14 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distribuuuu.commands.pack.upload import read_existing_meta, upload_pack
-from distribuuuu.commands.pack.writer import (
-    PackWriter,
-    compare_identities,
-    find_conflicts,
-    remove_pack,
-    remove_parts,
-)
+from distribuuuu.commands.pack.writer import PackWriter, find_conflicts, remove_pack, remove_parts
 from distribuuuu.commands.scan.pool import map_in_order
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.errors import Problem, counted, did_you_mean
@@ -32,10 +26,8 @@ from distribuuuu.data.packed.format import (
     FOREIGN_SHARD,
     HEADER_SIZE,
     INDEX,
-    Identity,
     Meta,
-    find_shard_problems,
-    read_index_file,
+    read_index,
     shard_header,
 )
 from distribuuuu.files.locks import try_lock_folder
@@ -62,7 +54,6 @@ class PackJob:
         workers: worker processes; 0: none.
         overwrite: delete existing packs.
         check: decode the files that are kept unchanged.
-        url: where the packs are moved to when they are complete; empty: they stay in `out`.
     """
 
     out: Path
@@ -73,15 +64,10 @@ class PackJob:
     workers: int
     overwrite: bool
     check: bool
-    url: str = ""
 
     def folder(self, train: bool) -> Path:
         """Return the folder of a pack."""
         return self.out / ("train" if train else "val")
-
-    def split_url(self, train: bool) -> str:
-        """Return the URL of a pack; empty if it stays in its folder."""
-        return self.url and f"{self.url}/{self.folder(train).name}"
 
     def source(self, train: bool) -> dict[str, Any]:
         """Return the source of the images as stored in the index."""
@@ -101,7 +87,7 @@ def pack_split(job: PackJob, train: bool) -> None:
     """
     from distribuuuu.data.datasets.file_check import find_reduced
 
-    encoder, url = _build_encoder(job, train), job.split_url(train)
+    encoder = _build_encoder(job, train)
     identity = {"options": job.options, "source": {**job.source(train), **_fingerprint(encoder)}}
     for note in encoder.images.notes():
         if "fix: distribuuuu pack" not in note:  # which this is
@@ -109,17 +95,6 @@ def pack_split(job: PackJob, train: bool) -> None:
     encodes = job.options["format"] == "raw" or job.options["quality"] is not None
     if encodes and (reduced := find_reduced(encoder.images, encoder.options)):  # else the files are kept unchanged
         print(reduced, flush=True)
-    if url and not job.overwrite and (existing := read_existing_meta(url)):
-        if conflicts := compare_identities(url, existing, identity):
-            raise ConfigError(conflicts)
-        print(f"{url} is packed already: nothing to do")
-        return
-    _pack_into_folder(job, train, encoder, identity)
-    if url:
-        upload_pack(job.folder(train), url)
-
-
-def _pack_into_folder(job: PackJob, train: bool, encoder: "Encoder", identity: Identity) -> None:
     folder, images = job.folder(train), encoder.images
     with _locked(folder):
         if job.overwrite:
@@ -255,30 +230,30 @@ def verify_packs(out: Path, num_workers: int) -> None:
         raise ConfigError(problems)
 
 
-def inspect_pack(folder: Path) -> tuple[Meta, dict[str, "np.ndarray"], list[str]]:
-    """Return the meta and the columns of a pack and the problems with its files, to verify it image by image.
+def inspect_pack(folder: Path) -> tuple[Meta, dict[str, "np.ndarray"]]:
+    """Return the meta and the columns of a pack, to verify it image by image.
 
     Raises:
-        ConfigError: the index is missing or cannot be used.
+        ConfigError: the index or a shard is missing, incomplete or of another pack.
     """
-    meta, columns = read_index_file(folder, check_rows=True)
-    problems = list(find_shard_problems(folder, meta))
-    for number, shard in enumerate(meta["shards"]):
-        with contextlib.suppress(FileNotFoundError), open(folder / shard["name"], "rb") as file:
-            if file.read(HEADER_SIZE) != shard_header(number, meta):
-                problems.append(f"{folder / shard['name']} {FOREIGN_SHARD}")
+    meta, columns = read_index(folder, check_rows=True)
     if meta["crc32"] != checksum_of(columns):
-        problems.append(f"{folder / INDEX} is corrupt: its checksum does not match; pack the data again")
-    return meta, columns, problems
+        raise ConfigError(f"{folder / INDEX} is corrupt: its checksum does not match; pack the data again")
+    for number, shard in enumerate(meta["shards"]):
+        with open(folder / shard["name"], "rb") as file:
+            if file.read(HEADER_SIZE) != shard_header(number, meta):
+                raise ConfigError(f"{folder / shard['name']} {FOREIGN_SHARD}")
+    return meta, columns
 
 
 def _verify_pack(folder: Path, num_workers: int) -> list[str]:
-    from distribuuuu.commands.pack.encode import Checker
+    from distribuuuu.commands.pack.encode import find_stored_problem
     from distribuuuu.records.run_log import progress
 
-    meta, columns, problems = inspect_pack(folder)
-    total = len(columns["label"])
-    results = map_in_order(Checker(folder, meta, columns), range(total), num_workers)
+    meta, columns = inspect_pack(folder)
+    total, problems = len(columns["label"]), list[str]()
+    check = functools.partial(find_stored_problem, folder, meta, columns)
+    results = map_in_order(check, range(total), num_workers)
     with progress(None, str(folder), total, unit="img") as bar, contextlib.closing(results):
         for indices, found in results:
             problems += filter(None, found)

@@ -74,21 +74,18 @@ def find_conflicts(folder: Path, identity: Identity) -> list[str]:
         existing: Identity | None = read_index_file(folder, False)[0] if has_index else parts[0][0] if parts else None
     except ConfigError as error:
         return [f"{error}; or use another folder, or add --overwrite to replace it"]
-    return compare_identities(folder, existing, identity) if existing else []
-
-
-def compare_identities(place: Path | str, existing: Identity, identity: Identity) -> list[str]:
-    """Return a problem if the pack at a folder or URL has another source or other options."""
+    if existing is None:
+        return []
     # An option may be present only if it is not the default.
-    options = {**dict.fromkeys(existing["options"]), **identity["options"]}
+    known = {**identity, "options": {**dict.fromkeys(existing["options"]), **identity["options"]}}
     differences = [
         f"{key.replace('_', ' ')} {_format_value(existing[part].get(key))}, now {_format_value(value)}"
-        for part, values in {**identity, "options": options}.items()
+        for part, values in known.items()
         for key, value in values.items()
         if existing[part].get(key) != value
     ]
-    fix = f"use another {'URL' if isinstance(place, str) else 'folder'}, or add --overwrite to start again"
-    return [f"{place} holds another pack: {'; '.join(differences)}; {fix}"] if differences else []
+    fix = "use another folder, or add --overwrite to start again"
+    return [f"{folder} holds another pack: {'; '.join(differences)}; {fix}"] if differences else []
 
 
 def _format_value(value: Any) -> str:

@@ -6,9 +6,8 @@ import signal
 import sys
 from pathlib import Path
 
-from distribuuuu.commands.flag_hints import CommandParser
+from distribuuuu.commands.flag_hints import CommandParser, at_least
 from distribuuuu.commands.output import check_run
-from distribuuuu.config import ConfigError
 from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.host import count_cores, tune_malloc
 from distribuuuu.launch.signals import STATUS_OF, handled_by
@@ -32,13 +31,6 @@ are broken; they are listed with their cause.
 def predict(prog: str, args: list[str]) -> int:
     """Read the command line, then predict."""
     flags = build_parser(prog).parse_args(args)
-    problems = [
-        f"--{name.replace('_', '-')}: got {value}; expected {least} or more"
-        for name, least in (("topk", 1), ("nproc", 1), ("batch_size", 1), ("workers", 0))
-        if (value := getattr(flags, name)) is not None and value < least
-    ]
-    if problems:
-        raise ConfigError(problems)
     from distribuuuu.commands.predict.journal import check_output_file
     from distribuuuu.inference.image_arguments import describe_left_out, list_images
 
@@ -77,16 +69,16 @@ def build_parser(prog: str | None = None) -> CommandParser:
     add("run", metavar="RUN", help="a run, a checkpoint, an exported folder, or timm/NAME")
     add("paths", metavar="PATHS", nargs="+", help="files, folders, patterns, and lists of paths")
     add("--out", metavar="FILE", help="output file, .csv or .jsonl (default: CSV on standard output)")
-    add("--topk", metavar="K", type=int, help="number of classes per image (5)")
-    add(
-        "--threshold",
-        metavar="P",
-        type=float,
-        help="minimum probability of a label (multi-label only; default 0.5)",
-    )
+    add("--topk", metavar="K", type=at_least(1), help="number of classes per image (5)")
+    add("--threshold", metavar="P", type=float, help="minimum probability of a label (multi-label only; default 0.5)")
     add("--skip-bad", action="store_true", help="exit with 0 even if images are broken")
-    add("--nproc", metavar="N", type=int, default=1, help="processes on this machine, one per GPU (1)")
-    add("--workers", metavar="N", type=int, help="loader workers of each process (default: its share of the cores)")
-    add("--batch-size", metavar="N", type=int, default=32, help="images that a worker loads at a time (32)")
+    add("--nproc", metavar="N", type=at_least(1), default=1, help="processes on this machine, one per GPU (1)")
+    add(
+        "--workers",
+        metavar="N",
+        type=at_least(0),
+        help="loader workers of each process (its share of cores)",
+    )
+    add("--batch-size", metavar="N", type=at_least(1), default=32, help="images that a worker loads at a time (32)")
     add("--cfg", metavar="FILE", help="config for weights that contain none")
     return parser

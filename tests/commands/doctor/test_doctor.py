@@ -74,7 +74,7 @@ def test_every_kind_of_finding_is_documented():
 MISTAKES = {
     "": "got no data; expected FOLDER or --cfg FILE", "x --cfg y": "expected one of them",
     "/no/such": "FOLDER: no such folder: /no/such; it should hold SPLIT/CLASS/IMAGE or CLASS/IMAGE",
-    "x --format jsn": "did you mean json?", "x --workers -1": "--workers: got -1; expected 0 or more",
+    "x --format jsn": "invalid choice", "x --workers -1": "--workers: got -1; expected 0 or more",
     "x --wrkers 1": "did you mean --workers", "x DATA.NO_SUCH 1": "DATA.NO_SUCH", "--cfg no.yaml": "no such file",
     "TRAIN.DATASET /no/such": "TRAIN.DATASET", "EMPTY": "no images",
     "DATA.NAME multilabel TRAIN.DATASET /no/such": "no such folder: /no/such; it should hold train.csv",

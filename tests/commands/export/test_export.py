@@ -153,7 +153,7 @@ def test_arguments_are_checked_before_the_run_is_read(tmp_path, capsys):
         ("--to", "timm", "file"): "expected a folder, which will hold",
         ("--to", "torch", "new.pt2"): "expected a folder, which will hold model.pt2",
         ("--to", "timm", "new", "--push", "me"): "--push: got me; expected OWNER/NAME",
-        ("--to", "timm", "new", "--check-images", "-1"): "--check-images: got -1; expected 1 or more",
+        ("--to", "timm", "new", "--check-images", "-1"): "--check-images: got -1; expected 0 or more",
         ("--too", "timm", "new"): "did you mean --to?",
         ("--to", "timm", "new"): "RUN: no such file or folder: no_run",
     }

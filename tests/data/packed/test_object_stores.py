@@ -1,4 +1,4 @@
-"""Packed data on servers of the S3 and the Google Cloud protocol: written by the packer, read bitwise, clear errors."""
+"""Packed data on servers of the S3 and the Google Cloud protocol: read bitwise, clear errors."""
 
 import contextlib
 import time
@@ -29,17 +29,13 @@ URL = "s3://bucket/sets/small"
 def packed(sixty_images, tmp_path_factory) -> Path:
     """A local pack of the images, in several shards."""
     root = tmp_path_factory.mktemp("sets")
-    assert run_command("pack", *pack_words(root / "local", sixty_images, root)) == 0
+    words = [root / "local", "--shard-mb", "0.02", "--workers", "0", "TRAIN.DATASET", sixty_images]
+    assert run_command("pack", *map(str, words)) == 0
     return root / "local"
 
 
-def pack_words(out, images: Path, tmp_path: Path) -> list[str]:
-    words = [out, "--shard-mb", "0.02", "--workers", "0", "TRAIN.DATASET", images]
-    return [str(word) for word in [*words, "DATA.CACHE_DIR", tmp_path / "packer"]]
-
-
 @pytest.fixture
-def store(object_server, sixty_images, tmp_path, monkeypatch):
+def store(object_server, packed, monkeypatch):
     """The server, with the pack at URL; blocks have a few images, and retries come at once."""
     for name, value in object_server.environment.items():
         monkeypatch.setenv(name, value)
@@ -51,7 +47,7 @@ def store(object_server, sixty_images, tmp_path, monkeypatch):
     with contextlib.suppress(FileNotFoundError):
         files().rm("bucket", recursive=True)
     files().mkdir("bucket")
-    assert run_command("pack", *pack_words(URL, sixty_images, tmp_path)) == 0
+    files().put(f"{packed}/", f"{URL}/", recursive=True)
     return object_server
 
 
@@ -73,7 +69,7 @@ def problem_of(url, tmp_path) -> str:
     return found
 
 
-def test_the_batches_of_a_written_pack_are_those_of_the_local_one(store, packed, tmp_path):
+def test_the_batches_of_an_uploaded_pack_are_those_of_the_local_one(store, packed, tmp_path):
     assert problem_of(URL, tmp_path) == ""  # the event loop runs before the workers are forked
     for kind in ("thread", "process"):
         words = ["TRAIN.WORKERS", 2, "DATA.WORKER_KIND", kind]
@@ -100,7 +96,7 @@ def test_a_replaced_object_is_reported_and_never_mixed_in(store, packed, tmp_pat
     assert bytes(images.read(0)) == bytes(local.read(0))
 
 
-def test_missing_objects_and_refused_access_are_reported_before_training(store, sixty_images, tmp_path, capsys):
+def test_missing_objects_and_refused_access_are_reported_before_training(store, tmp_path):
     for url in ("s3://no-such-bucket/set", "s3://bucket/none"):
         assert f"{url}/train/index.bin: no such object; fix: check the URL" in problem_of(url, tmp_path)
     images = Packed(URL, "train", None, str(tmp_path / "cache"), 1.0, 30.0)
@@ -111,15 +107,9 @@ def test_missing_objects_and_refused_access_are_reported_before_training(store, 
         assert f"{URL}/train/index.bin: access denied" in found and "fix: renew them" in found, found
         begin = time.monotonic()
         assert "access denied" in message_of(images.read, 59) and time.monotonic() - begin < 10
-    capsys.readouterr()
-    assert run_command("pack", *pack_words(URL, sixty_images, tmp_path)) == 2
-    assert "access denied" in capsys.readouterr().err
-    store.refusal = None
-    assert run_command("pack", *pack_words("s3://no-such-bucket/set", sixty_images, tmp_path)) == 2
-    assert "OUT: s3://no-such-bucket: no such object" in capsys.readouterr().err  # before an image is read
 
 
-def test_a_pack_at_a_gs_url_is_the_local_one(packed, sixty_images, tmp_path, monkeypatch):
+def test_a_pack_at_a_gs_url_is_the_local_one(packed, tmp_path, monkeypatch):
     monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # these requests leave the emulator
     pytest.importorskip("gcsfs", reason="gcsfs is not installed")
     emulator = pytest.importorskip("gcp_storage_emulator.server", reason="gcp-storage-emulator is not installed")
@@ -132,7 +122,7 @@ def test_a_pack_at_a_gs_url_is_the_local_one(packed, sixty_images, tmp_path, mon
     server = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
     server.start()
     try:
-        assert run_command("pack", *pack_words(url, sixty_images, tmp_path)) == 0
+        fsspec.filesystem("gs").put(f"{packed}/", f"{url}/", recursive=True)
         for kind in ("thread", "process"):
             words = ["TRAIN.WORKERS", 2, "DATA.WORKER_KIND", kind]
             remote = batches_of(cfg_of(url, tmp_path, *words, "DATA.CACHE_DIR", tmp_path / kind))
