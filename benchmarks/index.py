@@ -23,7 +23,8 @@ from pathlib import Path
 from bench_support.machine import describe_run
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
-from distribuuuu.data.datasets.imagefolder import ImageFolder, scan_folder
+from distribuuuu.data.datasets.folder_scan import scan_folder
+from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.index import NUM_THREADS, YOUNG_NS
 
 NUM_CLASSES = 1000

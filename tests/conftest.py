@@ -19,7 +19,7 @@ from support.object_store import ObjectStore, object_store
 from support.runs import small_options, train_and_evaluate
 
 from distribuuuu.config import load_cfg
-from distribuuuu.data.datasets.shapes import _draw_all
+from distribuuuu.data.datasets.shapes_drawing import draw_all
 from distribuuuu.launch.signals import SignalState
 from distribuuuu.trainer import train_model
 
@@ -124,7 +124,7 @@ def copied_run(finished_run, tmp_path) -> Path:
 def shapes_folder(tmp_path_factory) -> Path:
     """A folder of 200 training and 70 evaluation images of ten shapes."""
     root = tmp_path_factory.mktemp("shapes")
-    _draw_all(root, {"train": 200, "val": 70}, 40, 0)
+    draw_all(root, {"train": 200, "val": 70}, 40, 0)
     return root
 
 

@@ -16,7 +16,7 @@ from support.tiers import pairwise
 from distribuuuu import load_run
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.data.datasets.shapes import SHAPES
+from distribuuuu.data.datasets.shapes import CLASSES
 from distribuuuu.data.loader import build_loader
 from distribuuuu.launch.detect import Launch
 from distribuuuu.trainer import train_model
@@ -36,7 +36,7 @@ def assert_same_model(run, other) -> None:
 
 def test_a_run_has_its_model_classes_transform_config_and_results(shapes_run):
     run = load_run(shapes_run)
-    assert run.classes == tuple(sorted(SHAPES)) and not run.model.training and run.weights == "raw"
+    assert run.classes == tuple(sorted(CLASSES)) and not run.model.training and run.weights == "raw"
     measured = json.loads((shapes_run / "test_results.json").read_text())
     assert run.results["accuracy"]["raw"]["best"]["top1"] == measured["accuracy"]["raw"]["top1"]
     assert run.cfg.is_frozen() and run.cfg.MODEL.ARCH == "resnet8" and run.cfg.DATA.MEAN == (0.485, 0.456, 0.406)
@@ -113,7 +113,7 @@ def test_nothing_is_written_to_a_folder_that_a_checkpoint_names(shapes_run, shap
                           "DATA.CACHE_DIR": str(tmp_path / "theirs")}  # fmt: skip
     torch.save(content, tmp_path / "foreign.pth.tar")
     before = sorted(map(str, (tmp_path / "data").rglob("*")))
-    assert load_run(tmp_path / "foreign.pth.tar").classes == tuple(sorted(SHAPES))
+    assert load_run(tmp_path / "foreign.pth.tar").classes == tuple(sorted(CLASSES))
     assert sorted(map(str, (tmp_path / "data").rglob("*"))) == before and not (tmp_path / "theirs").exists()
     run, probe = load_run(tmp_path / "foreign.pth.tar"), command_module("probe.feature_probe")
     assert len(probe.open_labeled_images(run, False)) and len(probe.open_labeled_images(run, True))

@@ -7,7 +7,8 @@ from pathlib import Path
 from distribuuuu.commands.scan.data_config import find_splits
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.data.datasets.base import ImageDataset, SplitDataset, get_dataset
-from distribuuuu.data.datasets.imagefolder import ImageFolder, scan_folder
+from distribuuuu.data.datasets.folder_scan import scan_folder
+from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.index import Index
 from distribuuuu.files.image_files import is_image, list_classes
 from distribuuuu.hints.sources import access_problem, describe_archives, describe_imagenet, missing_root, missing_split

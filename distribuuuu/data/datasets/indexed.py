@@ -1,15 +1,18 @@
 """Data sets whose images an index names: class folders, archives, tables and parquet files."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import did_you_mean, first_few
 from distribuuuu.data.datasets.base import SplitDataset
-from distribuuuu.data.datasets.index import Index, digest_of
+from distribuuuu.data.datasets.index import Content, Index, digest_of, open_index
+from distribuuuu.files.image_files import EXTENSIONS
 
 # By column: the names that define the targets, in the order of the classes, or the type of numbers.
 Names = Mapping[str, tuple[str, ...] | str]
@@ -136,6 +139,21 @@ class IndexedImages(SplitDataset):
         own = self.index.meta.get("digest") or digest_of(self.index.meta, self.index.arrays)
         order = {} if self._order is None else {"order": np.asarray(self._order), "labels": np.asarray(self.labels)}
         return digest_of({"classes": [own, *self.classes]}, order)
+
+
+def open_folder(root: str | os.PathLike, split: str, cache: Path, extensions: tuple[str, ...] = EXTENSIONS) -> Index:
+    """Return the index of ROOT/SPLIT; if the folder does not exist, it is empty. See `open_index`."""
+    folder = str(Path(root) / split)
+
+    def scan() -> Content:
+        from distribuuuu.data.datasets.folder_scan import scan_folder
+
+        return scan_folder(folder, extensions)
+
+    if not os.path.isdir(folder):
+        return Index(folder, folder, *scan())
+    name = f"index-{quote(os.fsencode(split), safe='')}"
+    return open_index(folder, root, name, cache, scan, extensions, below=split)
 
 
 def own_values(index: Index, column: str) -> tuple[str, ...]:

@@ -15,8 +15,8 @@ from PIL import Image
 from support.archives import files_of
 from support.runs import ROOT
 
-from distribuuuu.data.datasets import shapes as module
-from distribuuuu.data.datasets.shapes import MARKER, SHAPES, draw_shapes
+from distribuuuu.data.datasets import shapes, shapes_drawing
+from distribuuuu.data.datasets.shapes import CLASSES, MARKER, draw_shapes
 
 
 def start_drawing(root: Path, num_train: int) -> subprocess.Popen:
@@ -30,32 +30,26 @@ def small(tmp_path_factory) -> Path:
 
 
 def test_layout_and_counts(small, monkeypatch):
-    classes = {f"{split}/{name}/0000.jpg" for split in ("train", "val") for name in SHAPES}
-    assert set(files_of(small)) == classes | {f"train/{name}/0001.jpg" for name in SHAPES} | {MARKER}
-    assert len(SHAPES) == 10
+    classes = {f"{split}/{name}/0000.jpg" for split in ("train", "val") for name in CLASSES}
+    assert set(files_of(small)) == classes | {f"train/{name}/0001.jpg" for name in CLASSES} | {MARKER}
+    assert tuple(shapes_drawing.SHAPES) == CLASSES
     with Image.open(small / "train/heart/0001.jpg") as image:
         assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (72, 72))
-    monkeypatch.setattr(module, "_draw_all", None)  # a whole folder is returned at once
+    monkeypatch.setattr(shapes_drawing, "draw_all", None)  # a whole folder is returned at once
     assert draw_shapes(small, num_train=20, num_val=10) == small
-    for num_train, num_val in ((25, 10), (20, 0), (-10, 10)):
-        with pytest.raises(ValueError, match="must be a positive multiple of 10"):
-            draw_shapes(small / "shapes", num_train, num_val)
 
 
-def test_the_bytes_depend_on_seed_split_class_and_index_alone(small, tmp_path):
+def test_the_bytes_depend_on_split_class_and_index_alone(small, tmp_path):
     more = files_of(draw_shapes(tmp_path / "more", num_train=30, num_val=20))
     images = {name: data for name, data in files_of(small).items() if name != MARKER}
-    assert images.items() <= more.items()
-    assert len(set(images.values())) == 30
-    other_seed = files_of(draw_shapes(tmp_path / "other", num_train=20, num_val=10, seed=1))
-    assert not set(images.values()) & set(other_seed.values())
+    assert images.items() <= more.items() and len(set(images.values())) == 30
 
 
 @pytest.mark.parametrize("drawn_before", [False, True])
 def test_processes_at_the_same_time_leave_one_whole_folder(small, tmp_path, drawn_before):
     root = tmp_path / "cache" / "shapes"
     if drawn_before:
-        draw_shapes(root, num_train=10, num_val=10, seed=1)
+        draw_shapes(root, num_train=10, num_val=10)
     drawing = [start_drawing(root, num_train=20) for _ in range(3)]
     assert [process.wait() for process in drawing] == [0, 0, 0]
     assert files_of(root) == files_of(small)
@@ -73,14 +67,11 @@ def test_a_killed_process_leaves_no_folder_that_looks_whole(small, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["shapes", "shapes.lock"]
 
 
-def test_another_version_or_seed_is_drawn_anew(small, tmp_path, monkeypatch):
-    for number, change in enumerate([{"seed": 1}, {"num_train": 10}, {"size": 48}, {}]):
-        root = shutil.copytree(small, tmp_path / str(number))
-        if not change:
-            monkeypatch.setattr(module, "VERSION", module.VERSION + 1)
-        after = files_of(draw_shapes(root, **{"num_train": 20, "num_val": 10, **change}))
-        assert after[MARKER] != files_of(small)[MARKER]
-        assert len(after) == change.get("num_train", 20) + 11
+def test_another_version_or_number_is_drawn_anew(small, tmp_path, monkeypatch):
+    assert len(files_of(draw_shapes(shutil.copytree(small, tmp_path / "fewer"), 10, 10))) == 21
+    root = shutil.copytree(small, tmp_path / "older")
+    monkeypatch.setattr(shapes, "VERSION", shapes.VERSION + 1)
+    assert files_of(draw_shapes(root, 20, 10))[MARKER] != files_of(small)[MARKER]
 
 
 def test_other_files_are_never_touched(tmp_path):
@@ -92,7 +83,7 @@ def test_other_files_are_never_touched(tmp_path):
             draw_shapes(root, num_train=10, num_val=10)
         assert files_of(root) == {name: b"mine"}
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(OSError, match="cannot draw the data set shapes: Not a directory"):
+    with pytest.raises(OSError, match="Not a directory"):
         draw_shapes(tmp_path / "file", num_train=10, num_val=10)
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -100,6 +91,6 @@ def test_other_files_are_never_touched(tmp_path):
 def test_a_full_or_read_only_disk_is_named_and_nothing_is_left(tmp_path, monkeypatch):
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "shapes")
     monkeypatch.setattr(Path, "write_bytes", mock.Mock(side_effect=error))
-    with pytest.raises(OSError, match=f"{error.strerror}.*{tmp_path}/shapes'") as caught:
+    with pytest.raises(OSError, match=error.strerror):
         draw_shapes(tmp_path / "shapes", num_train=10, num_val=10)
-    assert caught.value.errno == error.errno and os.listdir(tmp_path) == ["shapes.lock"]
+    assert os.listdir(tmp_path) == ["shapes.lock"]
