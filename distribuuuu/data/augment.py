@@ -18,7 +18,7 @@ from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.registry import AUGMENTATIONS
 from distribuuuu.data.decode import LazyImage
 from distribuuuu.data.image_file import Box
-from distribuuuu.data.seeding import SampleRNG, seeded_generators, seeded_torch
+from distribuuuu.data.seeding import SampleRNG, seeded_generators
 from distribuuuu.data.transforms import Transform, to_uint8
 
 # Least and greatest fraction of the image that an erased rectangle covers; by AUG.ERASING_MODE, its height over its
@@ -77,14 +77,14 @@ class AugmentedCrop(Transform):
                 with seeded_generators(policy_seed):
                     pil_image = self.policy(pil_image)
             if self.jitter:
-                with seeded_torch(jitter_seed):
+                with seeded_generators(jitter_seed):
                     pil_image = self.jitter(pil_image)
             pixels = torch.from_numpy(np.array(pil_image)).permute(2, 0, 1)
         for operation in self.operations:
             with seeded_generators(rng.seed()):
                 pixels = operation(pixels)
         if self.erase:
-            with seeded_torch(erase_seed):
+            with seeded_generators(erase_seed):
                 pixels = self.erase(pixels)
         return pixels
 

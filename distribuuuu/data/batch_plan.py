@@ -40,19 +40,22 @@ def plan_batches(batch_size: int, global_batch_size: int, world_size: int) -> Ba
 
     Raises:
         ConfigError: the global batch is not divisible by the processes, or the images per process divide only into
-            micro-batches of less than half of `batch_size`; names the nearest sizes that fit.
+            micro-batches of less than half of `batch_size`; names a size near it that fits.
     """
     if not global_batch_size:
         return BatchPlan(batch_size, 1, world_size)
-    plan = _divide(batch_size, global_batch_size, world_size)
-    if plan:
-        return plan
-    fitting = [str(size) for size in _nearest_that_fit(batch_size, global_batch_size, world_size)]
-    message = (
-        f"got {global_batch_size} on {counted(world_size, 'process')}; expected a multiple of {world_size} that divides"
-        f" into micro-batches of about TRAIN.BATCH_SIZE {batch_size} images; fix: set it to {' or '.join(fitting)}"
-    )
-    raise ConfigError(Problem("TRAIN.GLOBAL_BATCH_SIZE", message))
+    share, remainder = divmod(global_batch_size, world_size)
+    most = min(share, batch_size)
+    micro_batch = next((size for size in range(most, 0, -1) if share % size == 0), 0)
+    if remainder or not share or 2 * micro_batch < most:
+        per_step = batch_size * world_size
+        message = (
+            f"got {global_batch_size} on {counted(world_size, 'process')}; expected a multiple of {world_size} that"
+            f" divides into micro-batches of about TRAIN.BATCH_SIZE {batch_size} images; fix: set it to"
+            f" {max(1, round(global_batch_size / per_step)) * per_step}"
+        )
+        raise ConfigError(Problem("TRAIN.GLOBAL_BATCH_SIZE", message))
+    return BatchPlan(micro_batch, share // micro_batch, world_size)
 
 
 def plan_of(cfg, world_size: int) -> BatchPlan:
@@ -101,22 +104,3 @@ def check_accumulation(cfg, plan: BatchPlan) -> None:
             f" TRAIN.BATCH_SIZE to {plan.per_process}"
         )
         raise ConfigError(Problem("MODEL.COMPILE", message), cfg.origins)
-
-
-def _divide(batch_size: int, global_batch_size: int, world_size: int) -> BatchPlan | None:
-    share, remainder = divmod(global_batch_size, world_size)
-    if remainder or not share:
-        return None
-    micro_batch = next(size for size in range(min(share, batch_size), 0, -1) if share % size == 0)
-    if micro_batch * 2 < min(share, batch_size):
-        return None
-    return BatchPlan(micro_batch, share // micro_batch, world_size)
-
-
-def _nearest_that_fit(batch_size: int, global_batch_size: int, world_size: int) -> list[int]:
-    """Return the nearest global batches below and above that fit."""
-    share = global_batch_size // world_size
-    lower = (size * world_size for size in range(share, 0, -1))
-    upper = (size * world_size for size in range(share + 1, share + batch_size + 1))
-    nearest = [next((size for size in sizes if _divide(batch_size, size, world_size)), 0) for sizes in (lower, upper)]
-    return [size for size in nearest if size]

@@ -144,7 +144,14 @@ def open_lazy_image(
 
         pixels = to_pixels(item, options)
     else:
-        pixels = pil_to_pixels(item, options)
+        check_size(*item.size, options.max_pixels)
+        if options.is_rgb:
+            pixels = pil_to_tensor(item)
+        else:
+            from distribuuuu.data.raster import pil_to_array, to_pixels
+
+            pixels = to_pixels(pil_to_array(item, options), options)
+        pixels = rotate(pixels, read_orientation(item) if options.exif_rotate else 1)
     check_size(pixels.shape[2], pixels.shape[1], options.max_pixels)
     return LazyImage(pixels)
 
@@ -174,18 +181,6 @@ def rotate(pixels: torch.Tensor, orientation: int) -> torch.Tensor:
     """Return (3, H, W) upright: rotated and flipped according to an EXIF orientation."""
     pixels = pixels.transpose(1, 2) if orientation >= 5 else pixels
     return pixels.flip(_FLIPS[orientation]) if _FLIPS.get(orientation) else pixels
-
-
-def pil_to_pixels(image: Image, options: DecodeOptions) -> torch.Tensor:
-    """Return the pixels of a PIL image that a data set returns, see `decode`."""
-    check_size(*image.size, options.max_pixels)
-    if options.is_rgb:
-        pixels = pil_to_tensor(image)
-    else:
-        from distribuuuu.data.raster import pil_to_array, to_pixels
-
-        pixels = to_pixels(pil_to_array(image, options), options)
-    return rotate(pixels, read_orientation(image) if options.exif_rotate else 1)
 
 
 def pil_to_tensor(image: Image) -> torch.Tensor:

@@ -7,7 +7,7 @@ import io
 import re
 import warnings
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import IO, TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 
@@ -104,24 +104,6 @@ def open_image(file: Buffer | IO[bytes], max_pixels: int = DEFAULTS.max_pixels) 
         raise ValueError(f"{num_pixels} pixels are more than DATA.MAX_PIXELS {max_pixels}") from None
     check_size(*image.size, max_pixels)
     return image
-
-
-def has_16_bits(image: Image, file: Buffer = b"") -> bool:
-    """Return whether an opened image has more than 8 bits per channel; of a PNG by the bytes of its file."""
-    if image.format == "PNG" and file:
-        return bytes(file[24:25]) == b"\x10"  # the header: PIL opens colors of 16 bits as those of 8
-    if image.format == "TIFF":
-        bits: Any = getattr(image, "tag_v2", {}).get(258, (8,))  # BitsPerSample
-        return max(bits) > 8
-    return image.mode.startswith("I")
-
-
-def is_transparent(image: Image) -> bool:
-    """Return whether some pixels of an opened image are transparent."""
-    if image.mode in ("RGBA", "LA", "PA"):
-        least: Any = image.getchannel("A").getextrema()[0]
-        return least < 255
-    return "transparency" in image.info
 
 
 def is_common_jpeg(header: JpegHeader | None, max_pixels: int) -> TypeGuard[JpegHeader]:

@@ -17,7 +17,7 @@ import torch
 from distribuuuu.config import ConfigError
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.derived import height_and_width
-from distribuuuu.config.errors import counted
+from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.registry import dataset_name, task_class
 from distribuuuu.data.batch import Batch, Normalizer, copy_to_device, map_leaves, statistics_of
@@ -213,15 +213,11 @@ class TrainLoader(Loader):
     def preview(self, seed: int, num: int) -> torch.Tensor:
         """Return the first training images of a run after augmentation: uint8 (at most num, 3, H, W), else 0 to 1.
 
-        Broken images are left out; the first step reports them. With several views, those of an image that have the
-        size of its first one follow each other.
+        Of several views it is the first. If an image is broken, there are none; the first step reports it.
         """
         self.sampler.set_position(seed, epoch=0, first_step=0)
-        samples = [self.samples[key] for key in next(iter(self.sampler))[:num]]
-        views = [sample.pixels if isinstance(sample.pixels, tuple) else (sample.pixels,) for sample in samples]
-        images = [view for of_image in views for view in of_image if view is not None]
-        shown = [image for image in images if image.shape == images[0].shape][:num]
-        return self._normalize.for_display(torch.stack(shown).cpu()) if shown else torch.empty(0)
+        batch, _ = self.samples.make_batch(next(iter(self.sampler))[:num], torch.Tensor.new_empty)
+        return self._normalize.for_display(batch.first_images.cpu()) if batch else torch.empty(0)
 
 
 def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Any:
@@ -286,14 +282,13 @@ def check_same_data(*loaders: Loader) -> None:
         sets |= {f"TRAIN.DATASET of loader {name}": one.images for name, one in loader.samples.extra.items()}
     found = dist.gather_objects({key: (len(images), images.digest) for key, images in sets.items()})
     problems = []
-    for key, (num, digest) in found[0].items():
-        for rank, (other, other_digest) in enumerate(one[key] for one in found):
-            if other_digest != digest:
-                counts = f"process {rank} found {counted(other, 'image')}, process 0 {counted(num, 'image')}"
-                differ = "" if other != num else ", but their names, sizes or labels differ"
-                fix = "fix: let all nodes have the same files, and start again when nothing changes them"
-                problems.append(f"{key}: the processes do not see the same images: {counts}{differ}; {fix}")
-                break
+    for key, own in found[0].items():
+        if others := [(rank, one[key][0]) for rank, one in enumerate(found) if one[key] != own]:
+            rank, num = others[0]
+            counts = f"process {rank} found {counted(num, 'image')}, process 0 {counted(own[0], 'image')}"
+            differ = "" if num != own[0] else ", but their names, sizes or labels differ"
+            fix = "fix: let all nodes have the same files, and start again when nothing changes them"
+            problems.append(f"{key}: the processes do not see the same images: {counts}{differ}; {fix}")
     if problems:
         raise ConfigError(problems)
 
@@ -373,8 +368,8 @@ def find_notes(cfg, images: ImageDataset, launch: Launch, train: bool, name: str
     labels = [images.label(index) for index in range(len(images))]
     present = set(labels) if all(isinstance(label, Integral) for label in labels) else range(len(images.classes))
     if missing := [name for label, name in enumerate(images.classes) if label not in present]:
-        named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        yield f"{key}: no image of {len(missing)} of {len(images.classes)} classes: {named}; they are not evaluated"
+        named = f"{len(missing)} of {len(images.classes)} classes: {first_few(missing)}"
+        yield f"{key}: no image of {named}; they are not evaluated"
 
 
 def build_sampler(

@@ -129,24 +129,12 @@ def lend_generators() -> Iterator[None]:
 @contextlib.contextmanager
 def seeded_generators(seed: int) -> Iterator[None]:
     """Seed what this thread draws from torch, numpy and random within the block; restore the generators afterwards."""
-    with seeded_torch(seed):
-        numpy_state, python_state = np.random.get_state(), random.getstate()
-        np.random.seed(seed & 0xFFFFFFFF)
-        random.seed(seed)
-        try:
-            yield
-        finally:
-            np.random.set_state(numpy_state)
-            random.setstate(python_state)
-
-
-@contextlib.contextmanager
-def seeded_torch(seed: int) -> Iterator[None]:
-    """Seed what this thread draws from torch on the CPU within the block; restore the generator afterwards."""
     with own_generators():
-        state = torch.default_generator.get_state()
-        torch.default_generator.manual_seed(seed)
+        states = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+        seed_cpu(seed)
         try:
             yield
         finally:
-            torch.default_generator.set_state(state)
+            torch.default_generator.set_state(states[0])
+            np.random.set_state(states[1])
+            random.setstate(states[2])

@@ -22,7 +22,7 @@ from distribuuuu.data.crops import PaddedCrop
 from distribuuuu.data.decode import LazyImage
 from distribuuuu.data.loader import build_loader
 from distribuuuu.data.policies import make_policy
-from distribuuuu.data.seeding import SampleRNG, seed_cpu, seeded_generators, seeded_torch
+from distribuuuu.data.seeding import SampleRNG, seed_cpu, seeded_generators
 from distribuuuu.data.transforms import ResizedCrop
 from distribuuuu.trainer import train_model
 
@@ -132,7 +132,7 @@ def erased_boxes(erase: Erasing, num: int, side: int = 64) -> list[tuple[torch.T
     """Return (pixels, which of them were erased) of black images."""
     results = []
     for seed in range(num):
-        with seeded_torch(seed):
+        with seeded_generators(seed):
             pixels = erase(torch.zeros(3, side, side, dtype=torch.uint8))
         results.append((pixels, pixels.amax(0) > 0))
     return results

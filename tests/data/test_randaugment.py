@@ -6,7 +6,7 @@ import numpy as np
 from PIL import Image
 
 from distribuuuu.data.policies import OPERATIONS, cutout, make_policy
-from distribuuuu.data.seeding import seeded_torch
+from distribuuuu.data.seeding import seeded_generators
 
 HEIGHT, WIDTH = 224, 208
 
@@ -19,7 +19,7 @@ def scene(height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
 
 
 def applied(name: str, pixels: np.ndarray, seed: int = 0) -> np.ndarray:
-    with seeded_torch(seed):
+    with seeded_generators(seed):
         return np.array(OPERATIONS[name](Image.fromarray(pixels)))
 
 
@@ -143,7 +143,7 @@ def test_two_of_sixteen_operations_are_drawn_and_always_applied(monkeypatch):
         monkeypatch.setitem(OPERATIONS, name, lambda image, name=name: drawn.append(name) or image)
     policy, image = make_policy("randaugment_big_vision", "bilinear", (0.5,) * 3, 224), Image.new("RGB", (4, 4))
     for seed in range(2000):
-        with seeded_torch(seed):
+        with seeded_generators(seed):
             policy(image)
     assert len(OPERATIONS) == 16 and len(drawn) == 4000
     assert all(180 < count < 320 for count in Counter(drawn).values()) and len(Counter(drawn)) == 16

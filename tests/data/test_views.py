@@ -91,8 +91,7 @@ def test_what_surrounds_training_gets_the_first_view_or_all_of_them(small_cfg, s
     loader = build_loader(small_cfg(*sizes), ALONE, CPU, train=True)
     batch = next(loader.batches_from(3, 0, 0))
     preview = loader.preview(3, 5)
-    assert preview.shape == (5, 3, 16, 16)
-    assert torch.equal(loader._normalize(preview), torch.stack([*batch.images[:2]], 1).flatten(0, 1)[:5])
+    assert torch.equal(loader._normalize(preview), batch.images[0][:5])
     assert [view.shape for view in loader.sample_batch().images] == [(12, 3, 16, 16)] * 2 + [(12, 3, 12, 12)]
     assert loader.zero_images(loader.plan.micro_batch).shape == (12, 3, 16, 16)
     assert torch.equal(next(loader.iter_images(3, 0, 12)), batch.images[0])

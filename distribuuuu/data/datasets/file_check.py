@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import first_few
@@ -18,17 +19,19 @@ from distribuuuu.data.datasets.base import ImageDataset, is_file
 from distribuuuu.data.datasets.index import NUM_THREADS, ArrayFileError, read_arrays, write_arrays
 from distribuuuu.data.decode import decode
 from distribuuuu.data.image_file import (
+    Buffer,
     DecodeOptions,
     build_decode_options,
     check_size,
-    has_16_bits,
-    is_transparent,
     open_image,
     read_jpeg_header,
 )
 from distribuuuu.data.make_batch import reason_of
 from distribuuuu.files.image_files import file_stamp, open_nonblocking, read_file
 from distribuuuu.files.locks import take_turn
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 KIND, VERSION = "checked files", 1
 # Seconds after which the rest is left to the next run.
@@ -37,12 +40,10 @@ HEADERS_LIMIT_S, SIZES_LIMIT_S = 20.0, 5.0
 _HEAD = 1 << 14
 # First and last bytes of a complete file; one with another end is decoded.
 _ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89P": b"IEND\xaeB`\x82"}
-# Files per task of a thread, and the stride over these chunks: an unfinished check covers every part of the set.
-_CHUNK, _STRIDE = 64, 16
+# Files per task of a thread.
+_CHUNK = 64
 # Files in which 16-bit pixels are looked for.
 _SAMPLES = 8
-# Broken files after which a check stops.
-_MOST_BROKEN = 1000
 
 
 def check_images(cfg, images: ImageDataset, train: bool) -> tuple[str, str]:
@@ -96,6 +97,24 @@ def find_reduced(images: ImageDataset, options: DecodeOptions) -> str:
                 shown = "its stored colors are shown where it is transparent"
                 return f"images with transparency, e.g. {images.describe(index)}, lose it: {shown}"
     return ""
+
+
+def has_16_bits(image: "Image", file: Buffer = b"") -> bool:
+    """Return whether an opened image has more than 8 bits per channel; of a PNG by the bytes of its file."""
+    if image.format == "PNG" and file:
+        return bytes(file[24:25]) == b"\x10"  # the header: PIL opens colors of 16 bits as those of 8
+    if image.format == "TIFF":
+        bits: Any = getattr(image, "tag_v2", {}).get(258, (8,))  # BitsPerSample
+        return max(bits) > 8
+    return image.mode.startswith("I")
+
+
+def is_transparent(image: "Image") -> bool:
+    """Return whether some pixels of an opened image are transparent."""
+    if image.mode in ("RGBA", "LA", "PA"):
+        least: Any = image.getchannel("A").getextrema()[0]
+        return least < 255
+    return "transparency" in image.info
 
 
 def check_file(path: str, decoder: str, options: DecodeOptions) -> None:
@@ -170,14 +189,13 @@ def _check(
     deadline, broken = time.monotonic() + limit_s, dict[int, str]()
 
     def check_chunk(first: int) -> dict[int, str] | None:
-        if time.monotonic() > deadline or len(broken) > _MOST_BROKEN:
+        if time.monotonic() > deadline:
             return None
         indices = range(first * _CHUNK, min((first + 1) * _CHUNK, num))
         return {index: problem for index in indices if (problem := find_problem(index))}
 
-    order = sorted(range(-(-num // _CHUNK)), key=lambda chunk: chunk % _STRIDE)[done:]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        for found in pool.map(check_chunk, order):
+        for found in pool.map(check_chunk, range(done, -(-num // _CHUNK))):
             if found is None:  # and so are all that follow
                 break
             broken.update(found)

@@ -54,68 +54,6 @@ def open_source(source: str, root: str, key: str, download: bool, **arguments: A
         raise ConfigError(f"{key}: {problem}") from error
 
 
-class TorchvisionSet(ImageDataset):
-    """A set that torchvision loads into memory; TRAIN.DATASET or TEST.DATASET is its root."""
-
-    crop = "pad"
-    has_splits = False
-    # Name of the class in torchvision.datasets.
-    source = ""
-
-    def __init__(self, root: str, train: bool, download: bool):
-        import numpy as np
-
-        data = open_source(self.source, root, f"{'TRAIN' if train else 'TEST'}.DATASET", download, train=train)
-        self.classes = tuple(data.classes)
-        # Arrays, not lists: counting the references of a list's elements would copy it into each loader worker.
-        self._pixels = np.asarray(data.data)
-        self.labels = np.asarray(data.targets)
-
-    @classmethod
-    def from_cfg(cls, cfg, train: bool) -> "TorchvisionSet":
-        """Return the training or the test images."""
-        return cls(cfg.TRAIN.DATASET if train else cfg.TEST.DATASET, train, cfg.DATA.DOWNLOAD)
-
-    def read(self, index: int):
-        """Return the pixels of image `index`: uint8 (H, W) or (H, W, 3)."""
-        return self._pixels[index]
-
-
-@DATASETS.register("cifar10")
-class Cifar10(TorchvisionSet):
-    """CIFAR-10 (Krizhevsky, 2009): 50,000 + 10,000 images of 32 px in 10 classes."""
-
-    source, num_classes = "CIFAR10", 10
-    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-
-
-@DATASETS.register("cifar100")
-class Cifar100(TorchvisionSet):
-    """CIFAR-100 (Krizhevsky, 2009): 50,000 + 10,000 images of 32 px in 100 classes."""
-
-    source, num_classes = "CIFAR100", 100
-    mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
-
-
-@DATASETS.register("mnist")
-class Mnist(TorchvisionSet):
-    """MNIST (LeCun et al., 1998): 60,000 + 10,000 gray images of 28 px in 10 classes."""
-
-    source, num_classes = "MNIST", 10
-    mean, std = (0.1307,) * 3, (0.3081,) * 3
-
-
-@DATASETS.register("fashion_mnist")
-class FashionMnist(TorchvisionSet):
-    """Fashion-MNIST (Xiao et al., arXiv 1708.07747): 60,000 + 10,000 gray images of 28 px in 10 classes."""
-
-    source, num_classes = "FashionMNIST", 10
-    mean, std = (0.2860,) * 3, (0.3530,) * 3
-
-
-# ------------------------------------------------------------------------------------ torchvision/NAME
-
-
 class Source(NamedTuple):
     """A class of torchvision.datasets.
 
@@ -196,6 +134,9 @@ class NamedSet(ImageDataset):
         ConfigError: it has no images, or labels outside of its classes.
     """
 
+    # The name in torchvision of a set with a DATA.NAME of its own.
+    source = ""
+
     @dataclass
     class Settings:
         """DATA.KWARGS: the arguments of all sets, each for the set that its help names."""
@@ -219,7 +160,11 @@ class NamedSet(ImageDataset):
             raise ConfigError(f"{key}: {self.name} has no images, or labels outside of its {len(self.classes)} classes")
         self._files = _find_files(data)
         self.has_files = self._files is not None
-        self._data: Any = None if self.has_files else data
+        # An array where it has one, not lists: counting references would copy these into each loader worker.
+        pixels = getattr(data, "data", None)
+        self._data: Any = None if self.has_files else data if pixels is None else np.asarray(pixels)
+        if isinstance(self._data, np.ndarray) and self._data.ndim == 4 and self._data.shape[1] == 3:
+            self._data = self._data.transpose(0, 2, 3, 1)
         self._order = np.arange(len(labels))
 
     @classmethod
@@ -239,7 +184,7 @@ class NamedSet(ImageDataset):
 
     @classmethod
     def _name_of(cls, cfg) -> str:
-        return cfg.DATA.NAME.removeprefix(_PREFIX)
+        return cls.source or cfg.DATA.NAME.removeprefix(_PREFIX)
 
     @classmethod
     def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
@@ -279,13 +224,17 @@ class NamedSet(ImageDataset):
         self.labels = labels[self._order]
 
     def read(self, index: int) -> Any:
-        """Return the bytes of an image file, or what torchvision decodes."""
-        return read_file(self.describe(index)) if self._files else self._data[int(self._order[index])][0]
+        """Return the bytes of an image file, its pixels, or what torchvision decodes."""
+        if self._files:
+            return read_file(self.describe(index))
+        item = self._data[int(self._order[index])]
+        return item[0] if isinstance(item, tuple) else item
 
     def describe(self, index: int) -> str:
         """Return the file of image `index`, or its number in torchvision's data set."""
         place = int(self._order[index])
-        return name_at(*self._files, place) if self._files else f"image {place} of {self.name}"
+        number = f"image {place}" if self.source else f"image {place} of {self.name}"
+        return name_at(*self._files, place) if self._files else number
 
 
 @DATASETS.register("torchvision/CIFAR10")
@@ -301,6 +250,38 @@ class SmallNamedSet(NamedSet):
     """A set of small images."""
 
     crop = "pad"
+
+
+@DATASETS.register("cifar10")
+class Cifar10(SmallNamedSet):
+    """CIFAR-10 (Krizhevsky, 2009): 50,000 + 10,000 images of 32 px in 10 classes."""
+
+    source, num_classes, has_splits = "CIFAR10", 10, False
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+@DATASETS.register("cifar100")
+class Cifar100(SmallNamedSet):
+    """CIFAR-100 (Krizhevsky, 2009): 50,000 + 10,000 images of 32 px in 100 classes."""
+
+    source, num_classes, has_splits = "CIFAR100", 100, False
+    mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+
+
+@DATASETS.register("mnist")
+class Mnist(SmallNamedSet):
+    """MNIST (LeCun et al., 1998): 60,000 + 10,000 gray images of 28 px in 10 classes."""
+
+    source, num_classes, has_splits = "MNIST", 10, False
+    mean, std = (0.1307,) * 3, (0.3081,) * 3
+
+
+@DATASETS.register("fashion_mnist")
+class FashionMnist(SmallNamedSet):
+    """Fashion-MNIST (Xiao et al., arXiv 1708.07747): 60,000 + 10,000 gray images of 28 px in 10 classes."""
+
+    source, num_classes, has_splits = "FashionMNIST", 10, False
+    mean, std = (0.2860,) * 3, (0.3530,) * 3
 
 
 def _find_split(source: Source, split: str) -> str:

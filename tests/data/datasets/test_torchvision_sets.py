@@ -6,7 +6,7 @@ import pytest
 from torchvision.datasets.mnist import FashionMNIST
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.datasets.torchvision_sets import Cifar10, FashionMnist
+from distribuuuu.data.datasets.torchvision_sets import open_source
 
 RAW = [f"{part}-{kind}" for part in ("train", "t10k") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")]
 
@@ -20,7 +20,7 @@ def test_a_damaged_file_is_one_error(tmp_path):
         for name in RAW:
             (folder / name).write_bytes(content)
         with pytest.raises(ConfigError, match=f"TRAIN.DATASET: FashionMNIST .*{tmp_path}") as error:
-            FashionMnist(str(tmp_path), True, False)
+            open_source("FashionMNIST", str(tmp_path), "TRAIN.DATASET", False, train=True)
         assert "\n" not in str(error.value)
 
 
@@ -35,4 +35,4 @@ def test_a_pickle_of_others_is_not_read(tmp_path):
     for name in ("data_batch_1", "batches.meta"):
         (folder / name).write_bytes(pickle.dumps(Attack()))
     with pytest.raises(ConfigError, match="TRAIN.DATASET: CIFAR10 is not in"):
-        Cifar10(str(tmp_path), True, False)
+        open_source("CIFAR10", str(tmp_path), "TRAIN.DATASET", False, train=True)
