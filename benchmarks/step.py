@@ -35,6 +35,7 @@ import torch
 from bench_support.machine import describe_run, show_spread
 from torch import nn
 
+from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import load_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.data.batch import Batch
@@ -42,7 +43,7 @@ from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.dummy import Dummy
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.process_group import pick_device, process_group
-from distribuuuu.engine.build import build_checkpoints, build_training, open_log
+from distribuuuu.engine.build import build_training, open_log
 from distribuuuu.engine.run import Run, StopRequest
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import tune_malloc
@@ -106,7 +107,9 @@ def build_memory_run(cfg, loader) -> Run:
     """Return a run that trains on the batches of a memory loader and writes no checkpoint of its own."""
     training = build_training(cfg, loader, loader.batch[0][:1], latest=None)
     log = open_log(cfg, training.task, training.state, loader)
-    return Run(**vars(training), val_loader=loader, checkpoints=build_checkpoints(cfg), log=log, stop=StopRequest())
+    return Run(
+        **vars(training), val_loader=loader, checkpoints=CheckpointManager(cfg.OUT_DIR), log=log, stop=StopRequest()
+    )
 
 
 def make_cfg(args: argparse.Namespace, out_dir: str):

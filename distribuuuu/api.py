@@ -7,6 +7,7 @@ signal handlers, loggers, settings of torch.
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import gc
 import logging
 import os
@@ -127,7 +128,6 @@ class WeightsEvaluation:
 
     def __init__(self, run: "Evaluation"):
         self._run, self.cfg, self.model = run, run.cfg, run.model
-        self._train_loader: TrainLoader | None = None
 
     def evaluate(
         self, state_dict: "Mapping[str, torch.Tensor]", kind: str = RAW, recalibrate: int = 0
@@ -151,21 +151,20 @@ class WeightsEvaluation:
 
         load_state_dict(self.model, dict(state_dict), f"{kind} weights")
         if recalibrate:
-            images = self._open_training_images().iter_images(self.cfg.RNG_SEED or 0, 0, recalibrate)
+            images = self._train_loader.iter_images(self.cfg.RNG_SEED or 0, 0, recalibrate)
             compute_precise_statistics(self.model, images, self._run.task.autocast)
         result = _with_labels(self._run.evaluate(), self.cfg)
         shown = {name: name for name in result if name not in ("count", "loss")}
         logging.getLogger(__name__).info("validation of %s weights: %s", kind, format_result(result, shown, 3))
         return result
 
-    def _open_training_images(self) -> "TrainLoader":
-        """Return the training loader; its workers are threads, as the process group exists already."""
+    @functools.cached_property
+    def _train_loader(self) -> "TrainLoader":
+        """The training loader; its workers are threads, as the process group exists already."""
         from distribuuuu.data.loader import build_loader
 
-        if self._train_loader is None:
-            cfg, run = changed(self.cfg, {"DATA.WORKER_KIND": "thread"}), self._run
-            self._train_loader = build_loader(cfg, run.launch, run.loader.device, train=True)
-        return self._train_loader
+        cfg = changed(self.cfg, {"DATA.WORKER_KIND": "thread"})
+        return build_loader(cfg, self._run.launch, self._run.loader.device, train=True)
 
 
 @contextlib.contextmanager
@@ -313,7 +312,7 @@ def _run_of_program() -> Iterator[None]:
         raise ConfigError("a run is active in this process; fix: wait for its end, or start another process")
     try:
         _import_torch()
-        with _preserved_settings(), _preserved_random_state():
+        with _preserved_state():
             SignalState.current = SignalState(on_second_signal=_interrupt_main_thread)
             try:
                 yield
@@ -348,8 +347,9 @@ def _import_torch() -> None:
 
 
 @contextlib.contextmanager
-def _preserved_settings() -> Iterator[None]:
-    """Restore the settings of torch, PIL, threading, logging and of this package that a run changes."""
+def _preserved_state() -> Iterator[None]:
+    """Restore the random numbers and the settings of torch, PIL, threading and logging that a run changes."""
+    import numpy as np
     import PIL.Image
     import torch
 
@@ -364,10 +364,13 @@ def _preserved_settings() -> Iterator[None]:
     values = [getattr(owner, name) for owner, name in places]
     on, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     precision, level, workspace = torch.get_float32_matmul_precision(), logger.level, "CUBLAS_WORKSPACE_CONFIG"
-    has_workspace = workspace in os.environ
+    has_workspace, generators = workspace in os.environ, (random.getstate(), np.random.get_state())
+    # Otherwise, this call would create a CUDA context, whose memory the trials of TRAIN.BATCH_SIZE auto would lack.
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     logger.handlers = []  # a run closes the handlers that it finds
     try:
-        yield
+        with torch.random.fork_rng(gpus):
+            yield
     finally:
         for (owner, name), value in zip(places, values, strict=True):
             setattr(owner, name, value)
@@ -376,23 +379,8 @@ def _preserved_settings() -> Iterator[None]:
         logger.setLevel(level)
         if not has_workspace:
             os.environ.pop(workspace, None)
-
-
-@contextlib.contextmanager
-def _preserved_random_state() -> Iterator[None]:
-    """Restore the random number generators of Python, numpy and torch, and the current GPU."""
-    import numpy as np
-    import torch
-
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    # Otherwise, this call would create a CUDA context, whose memory the trials of TRAIN.BATCH_SIZE auto would lack.
-    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(gpus):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
         for gpu in gpus:
             torch.cuda.set_device(gpu)
         if torch.cuda.is_initialized() and not gpus:  # as at the first use of CUDA

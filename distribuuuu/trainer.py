@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from distribuuuu.checkpoint.snapshot import NonFiniteError
+from distribuuuu.checkpoint.manager import NonFiniteError
 from distribuuuu.checkpoint.weights_files import RAW, kind_of
 from distribuuuu.config.run_files import TRAIN_LOG
 from distribuuuu.data.batch import Batch
@@ -20,7 +20,6 @@ from distribuuuu.distributed.comm import begin_slow_phase, without_gradient_sync
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.engine.build import Training, build_run, find_weights, open_run
 from distribuuuu.engine.evaluator import evaluate, open_evaluation
-from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.preflight import resolve_num_classes, resolve_preprocessing
 from distribuuuu.engine.resume import capture, roll_back
 from distribuuuu.engine.run import (
@@ -28,6 +27,7 @@ from distribuuuu.engine.run import (
     begin_epoch,
     choose_images,
     expected_passes,
+    explain_out_of_memory,
     is_evaluated,
     is_finished,
     log_epoch,
@@ -66,8 +66,8 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
                     train_epoch(run)
                     if is_evaluated(cfg, run.state.epoch):
                         run.checkpoints.save(capture(run))  # if the evaluation fails, no training step is lost
-                        evaluations = evaluate_epoch(run)
-                        finish_epoch(run, evaluations)
+                        run.state.finish_epoch(evaluations := evaluate_epoch(run))
+                        run.log.evaluation(run.state.epoch - 1, evaluations, run.state.bests)
                     else:
                         run.state.finish_epoch()
                     run.checkpoints.save(capture(run))
@@ -215,12 +215,6 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
             recorder.write(task.device, kind, state.epoch + 1)
     log_epoch(run, *first_batch)
     return results
-
-
-def finish_epoch(run: Run, evaluations: dict[str, dict]) -> None:
-    """Record the evaluations of an epoch, and which kinds of weights are the best so far."""
-    run.state.finish_epoch(evaluations)
-    run.log.evaluation(run.state.epoch - 1, evaluations, run.state.bests)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from support.tiers import pairwise, slow
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distribuuuu.checkpoint import snapshot
+from distribuuuu.checkpoint import manager
 from distribuuuu.config.options import INTERPOLATIONS
 from distribuuuu.data import transforms
 from distribuuuu.data.batch import Batch, Normalizer, copy_to_device
@@ -212,13 +212,13 @@ def test_tensors_on_the_target_device_or_for_the_cpu_are_not_pinned(monkeypatch)
 
 
 def test_a_checkpoint_is_copied_from_the_device_with_one_wait(monkeypatch):
-    monkeypatch.setattr(snapshot, "with_own_storage", lambda tensor: tensor)  # fake tensors have no memory to divide
+    monkeypatch.setattr(manager, "with_own_storage", lambda tensor: tensor)  # fake tensors have no memory to divide
     for broken in (False, True):
         with monkeypatch.context() as patch, fake_cuda(patch) as timeline:
             if broken:
                 patch.setattr(Event, "synchronize", lambda self: None)
             weights = [torch.zeros(3, 4, device=CUDA) for _ in range(20)]
-            content = snapshot.snapshot({"model": dict(enumerate(weights)), "step": torch.ones(2), "lr": 0.1})
+            content = manager.snapshot({"model": dict(enumerate(weights)), "step": torch.ones(2), "lr": 0.1})
             assert timeline.waits == ([] if broken else ["event"]) and timeline.unpinned == []
             weights[0].add_(1)  # the next step
             copies = [*content["model"].values(), content["step"]]

@@ -35,9 +35,9 @@ from distribuuuu.config.explain import read_comments, show_default
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.reader import iter_options, read_cfg
 from distribuuuu.config.registry import MODELS
+from distribuuuu.engine.build import build_initial_model
 from distribuuuu.models import build_model, count_parameters
 from distribuuuu.models.freeze import freeze_parts
-from distribuuuu.models.initial_weights import build_initial_model
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 # The examples of docs/extending.md need the files that it describes: tests/test_extending.py runs them.

@@ -12,8 +12,7 @@ import torch
 from support.runs import FAILING_MODELS, TRAIN_NET, run_tool, small_options
 
 from distribuuuu.checkpoint.io import read_checkpoint
-from distribuuuu.checkpoint.manager import CheckpointManager
-from distribuuuu.checkpoint.snapshot import find_nonfinite, snapshot
+from distribuuuu.checkpoint.manager import CheckpointManager, find_nonfinite, snapshot
 from distribuuuu.records.metric_writers import RecordFile
 
 if sys.platform != "linux":

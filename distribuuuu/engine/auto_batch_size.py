@@ -30,9 +30,8 @@ from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.rendezvous import exchange
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.build import build_run, set_backends
-from distribuuuu.engine.out_of_memory import OutOfMemory, is_out_of_memory
 from distribuuuu.engine.resume import capture
-from distribuuuu.engine.run import Run
+from distribuuuu.engine.run import OutOfMemory, Run, is_out_of_memory
 from distribuuuu.launch.detect import Launch, detect_launch, list_jobs
 from distribuuuu.launch.host import tune_malloc
 from distribuuuu.launch.processes import die_with_parent

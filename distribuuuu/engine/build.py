@@ -5,7 +5,7 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint
-from distribuuuu.checkpoint.manager import CheckpointManager
+from distribuuuu.checkpoint.manager import CheckpointManager, find_nonfinite, hash_tensors
 from distribuuuu.checkpoint.restore import load_state_dict
-from distribuuuu.checkpoint.snapshot import find_nonfinite, hash_tensors
-from distribuuuu.checkpoint.weights_files import KINDS, RAW, best_paths, build_kinds, find_best
+from distribuuuu.checkpoint.weights_files import KINDS, PUBLISHED, RAW, best_paths, build_kinds, find_best
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed, iter_options
 from distribuuuu.config.derived import total_steps
@@ -29,16 +28,14 @@ from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.distributed.sharding import build_parallelize_fn
 from distribuuuu.engine.dry_run import dry_run, dry_run_evaluation
-from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.resume import begin, check_task_state, restore_task
-from distribuuuu.engine.run import Run, StopRequest, Training
+from distribuuuu.engine.run import Run, StopRequest, Training, explain_out_of_memory
 from distribuuuu.engine.run_description import describe_machine, describe_training
 from distribuuuu.engine.run_lock import OutDirLocked, is_shared, lock_out_dir
 from distribuuuu.engine.state import TrainState
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.detect import Launch, list_jobs
 from distribuuuu.models.build import build_model, select_outputs
-from distribuuuu.models.initial_weights import build_initial_model
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.optim.precision import Precision, build_clipper, build_precision
 from distribuuuu.optim.schedules import build_lr, build_weight_decay
@@ -73,10 +70,11 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bo
     group = process_group(
         launch, device, backend=settings.BACKEND, report_dir=cfg.OUT_DIR, shard=settings.SHARD, **limits
     )
-    url = url_of(cfg.OUT_DIR) if locks else None
+    mirror: Any = contextlib.nullcontext()
+    if (url := url_of(cfg.OUT_DIR) if locks else None) and launch.rank == 0:
+        mirror = importlib.import_module("distribuuuu.mirror.client").MirrorClient(cfg.OUT_DIR)
     try:
-        # The mirror of a run at a URL ends last: other processes do not wait for it.
-        with open_mirror(cfg.OUT_DIR) if url and launch.rank == 0 else contextlib.nullcontext() as mirror, group:
+        with mirror as mirror, group:  # the mirror of a run at a URL ends last: other processes do not wait for it
             start = time.perf_counter()
             make_out_dir(cfg.OUT_DIR)
             with lock_out_dir(cfg.OUT_DIR) if locks else contextlib.nullcontext():
@@ -91,11 +89,6 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bo
         if has_log and (launch.rank == 0 or error.one_process):  # the command prints it to the terminal
             append_to_log(cfg.OUT_DIR, log_name, *map(str, error.problems))
         raise
-
-
-def open_mirror(out_dir: str) -> Any:
-    """Return the mirror of a run at a URL; the package can be deleted, and URLs are then refused."""
-    return importlib.import_module("distribuuuu.mirror.client").MirrorClient(out_dir)
 
 
 def start_mirror(mirror: Any, url: str, out_dir: str) -> None:
@@ -188,8 +181,10 @@ def build_training(
 def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
     """Return the run of a config, resumed from the newest checkpoint of OUT_DIR or new; errors as `build_training`."""
     check_same_data(train_loader, val_loader)
-    checkpoints = build_checkpoints(cfg)
-    latest = find_latest(cfg, checkpoints)
+    keep = cfg.CHECKPOINT
+    checkpoints = CheckpointManager(cfg.OUT_DIR, keep.KEEP_LAST, keep.KEEP_EVERY, keep.EVERY_STEPS)
+    # With TRAIN.AUTO_RESUME False, a job that was restarted resumes its own run.
+    latest = checkpoints.find_latest(None if cfg.TRAIN.AUTO_RESUME else list_jobs(only_restarted=True))
     if latest is None:
         check_warmup(cfg)
     sets = {"train": train_loader.images, "val": val_loader.images}
@@ -274,6 +269,25 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
     )
 
 
+def build_initial_model(cfg, classes: Sequence[str], pretrained: bool) -> nn.Module:
+    """Return the model at the start of a run, on the CPU.
+
+    Args:
+        cfg: the config.
+        classes: the class names of the data.
+        pretrained: load the weights of MODEL.PRETRAINED or FINETUNE.WEIGHTS; else initialize randomly.
+
+    Raises:
+        ConfigError: the model cannot be built, or the weights cannot be loaded.
+    """
+    if pretrained and cfg.FINETUNE.WEIGHTS:
+        from distribuuuu.models.finetune import build_finetuned
+
+        return build_finetuned(cfg, classes)
+    published = pretrained and cfg.MODEL.PRETRAINED
+    return dist.local_main_first(lambda: build_model(cfg, True)) if published else build_model(cfg, False)
+
+
 @explain_out_of_memory("the first passes")
 def prepare_model(cfg, task: Task, model: nn.Module, loader: TrainLoader, val_images: torch.Tensor) -> nn.Module:
     """Return the model for training steps: checked by a dry run, wrapped for several processes, compiled."""
@@ -296,30 +310,10 @@ def _compile(cfg, model: nn.Module) -> None:
         compile_model(model, cfg.MODEL.COMPILE)
 
 
-def build_checkpoints(cfg) -> CheckpointManager:
-    """Return the checkpoint manager of OUT_DIR."""
-    keep = cfg.CHECKPOINT
-    return CheckpointManager(cfg.OUT_DIR, keep.KEEP_LAST, keep.KEEP_EVERY, keep.EVERY_STEPS)
-
-
-def find_latest(cfg, checkpoints: CheckpointManager) -> Path | None:
-    """Return the newest valid checkpoint; with TRAIN.AUTO_RESUME False, of a job that was restarted its own one."""
-    return checkpoints.find_latest(None if cfg.TRAIN.AUTO_RESUME else list_jobs(only_restarted=True))
-
-
 def find_weights(cfg) -> str:
-    """Return the file that `evaluate_weights` evaluates, or 'pretrained'.
-
-    Raises:
-        CheckpointError: MODEL.WEIGHTS is not set, and neither the best weights of the run nor published ones exist.
-    """
-    best = find_best(cfg.OUT_DIR, build_kinds(cfg))
-    if cfg.MODEL.WEIGHTS or not best and cfg.MODEL.PRETRAINED:
-        return cfg.MODEL.WEIGHTS or "pretrained"
-    if not best:
-        missing = best_paths(cfg.OUT_DIR)[RAW]
-        raise CheckpointError(f"MODEL.WEIGHTS: is not set, and {missing} does not exist; fix: set it to a checkpoint")
-    return str(best)
+    """Return the file that `evaluate_weights` evaluates, or 'pretrained'."""
+    best = find_best(cfg.OUT_DIR, build_kinds(cfg)) or (PUBLISHED if cfg.MODEL.PRETRAINED else "")
+    return cfg.MODEL.WEIGHTS or str(best or best_paths(cfg.OUT_DIR)[RAW])
 
 
 @explain_out_of_memory("building the model", batch=None)
@@ -363,12 +357,8 @@ def prepare_out_dir(cfg, checkpoints: CheckpointManager, latest: Path | None) ->
 
 
 def build_log_writers(cfg, num_steps: int) -> list[Any]:
-    """Return the writers of LOG.TENSORBOARD and LOG.TRACKERS; none on processes other than the main one."""
-    writers: list[Any] = []
-    if not dist.is_main():
-        return writers
-    if cfg.LOG.TENSORBOARD or "tensorboard" in cfg.LOG.TRACKERS:
-        writers.append(EventFile(cfg.OUT_DIR))
+    """Return the writers of LOG.TENSORBOARD and LOG.TRACKERS."""
+    writers: list[Any] = [EventFile(cfg.OUT_DIR)] if cfg.LOG.TENSORBOARD or "tensorboard" in cfg.LOG.TRACKERS else []
     if names := [name for name in cfg.LOG.TRACKERS if name != "tensorboard"]:
         processes = importlib.import_module("distribuuuu.records.trackers.processes")
         writers.append(processes.TrackerProcesses(cfg.OUT_DIR, names, cfg.PLUGINS, num_steps))
@@ -384,7 +374,7 @@ def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader) -> Log:
         every, end_of = cfg.TRAIN.PRINT_FREQ, loader.steps_of
         is_read = lambda: (state.step + 1) % every == 0 or state.step + 1 == end_of(state.epoch)  # noqa: E731
         more_entries = LayerNorms(state.model, state.optimizer, is_read).pop
-    writers = build_log_writers(cfg, loader.num_steps)
+    writers = build_log_writers(cfg, loader.num_steps) if dist.is_main() else []
     log = Log(
         cfg.OUT_DIR,
         train_metrics=display_names(task.train_metrics),

@@ -17,8 +17,8 @@ from distribuuuu.distributed.comm import broadcast_buffers, gather_objects, mark
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.sharding import inference, is_sharded
 from distribuuuu.engine.build import build_test_model, open_run
-from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.preflight import resolve_num_classes, resolve_preprocessing
+from distribuuuu.engine.run import explain_out_of_memory
 from distribuuuu.engine.run_description import describe_images, describe_model
 from distribuuuu.launch.detect import Launch, detect_launch
 from distribuuuu.optim.precision import build_precision

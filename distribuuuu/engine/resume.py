@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint
+from distribuuuu.checkpoint.manager import NonFiniteError
 from distribuuuu.checkpoint.restore import WEIGHTS_ONLY, check_resumable, load_state_dict
-from distribuuuu.checkpoint.snapshot import NonFiniteError
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import OPEN_SECTIONS
 from distribuuuu.distributed import comm as dist
-from distribuuuu.engine.out_of_memory import explain_out_of_memory
-from distribuuuu.engine.run import Run, is_finished
+from distribuuuu.engine.run import Run, explain_out_of_memory, is_finished
 from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import list_jobs
 from distribuuuu.tasks.base import Task

@@ -1,4 +1,4 @@
-"""The objects of a training run, and its graceful stop on a signal or after CHECKPOINT.MAX_HOURS.
+"""The objects of a training run, its graceful stop on a signal or after CHECKPOINT.MAX_HOURS, and lack of memory.
 
 What happens on SIGTERM: `handled_by` of launch/signals.py passes it to this process's `SignalState`; the next `check`
 on which the processes agree raises `RunStopped` on all of them; the trainer saves a checkpoint; the command exits with
@@ -6,6 +6,9 @@ the status of the signal. A second signal ends the process at once.
 """
 
 import contextlib
+import functools
+import re
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +18,7 @@ import torch
 from torch import nn
 
 from distribuuuu.checkpoint.manager import CheckpointManager
-from distribuuuu.config import Config
+from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.config_node import get_value
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import Loader, TrainLoader
@@ -174,6 +177,56 @@ def expected_passes(run: Run) -> Iterator[Pass]:
                 yield from [*precise, evaluation] * len(kinds)
 
     return passes()
+
+
+# Messages of torch's plain RuntimeErrors: the CPU allocator, MPS, the CUDA runtime and its libraries, oneDNN.
+_MESSAGES = re.compile(r"CPUAllocator|out of memory|not enough memory|_STATUS_ALLOC_FAILED|create a primitive(?! desc)")
+# What helps, by the images that take the memory.
+_REMEDIES = {
+    "train": "a smaller TRAIN.BATCH_SIZE with TRAIN.GLOBAL_BATCH_SIZE, which keeps the hyperparameters valid; or "
+             "MODEL.ACT_CHECKPOINT True, TRAIN.AMP bf16, or DIST.SHARD fsdp on several processes",
+    "test": "a smaller TEST.BATCH_SIZE, which does not change the result",
+    None: "DIST.SHARD fsdp on several processes; or a smaller MODEL.ARCH",
+}  # fmt: skip
+
+
+class OutOfMemory(ConfigError):
+    """A failed allocation of this process; the message names options that need less memory."""
+
+    status = 1
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an exception reports a failed allocation of host or device memory."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and bool(_MESSAGES.search(str(error)))
+
+
+def explain_out_of_memory(phase: str, batch: str | None = "train") -> Callable[[Callable], Callable]:
+    """Return a decorator that turns out-of-memory errors of a function of (cfg, ...) or (run, ...) into `OutOfMemory`.
+
+    Args:
+        phase: what the function does, e.g. "a training step".
+        batch: the images that take memory: "train" (micro-batches), "test", or None for the model alone.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def explained(run, *args, **kwargs):
+            try:
+                return function(run, *args, **kwargs)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+            # Outside of the except block, the error's frames and their tensors are released.
+            what = f"{phase} of {getattr(run, 'cfg', run).MODEL.ARCH}, process {dist.rank()} on {socket.gethostname()}"
+            raise OutOfMemory(f"out of memory in {what}; fix: {_REMEDIES[batch]} ({reason})")
+
+        return explained
+
+    return decorate
 
 
 # The epochs after which a model is evaluated, and the one after which a run ends: functions of the config and the

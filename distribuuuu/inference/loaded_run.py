@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from distribuuuu.checkpoint.manager import copy_to_host
 from distribuuuu.checkpoint.restore import load_state_dict
-from distribuuuu.checkpoint.snapshot import copy_to_host
 from distribuuuu.checkpoint.weights_files import KINDS
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.derived import show_size
@@ -31,8 +31,8 @@ from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.build import set_backends
-from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.resume import restore_task
+from distribuuuu.engine.run import explain_out_of_memory
 from distribuuuu.inference.forward_chunks import ChunkLoader, UnlabeledImages, list_spans, one_behind
 from distribuuuu.inference.image_arguments import list_images
 from distribuuuu.launch.host import count_cores
@@ -279,15 +279,13 @@ def choose_selection(cfg, num_classes: int, topk: int | None, threshold: float |
     Raises:
         ConfigError: `topk` with several labels per image, `threshold` with one, or a value out of range.
     """
-    if not has_classes(cfg, num_classes):
-        if topk is not None or threshold is not None:
-            raise ConfigError("--topk, --threshold: the model predicts values, not classes; fix: leave them out")
+    classifies, multilabel = has_classes(cfg, num_classes), task_class(cfg).multilabel
+    if topk is not None and (multilabel or not classifies):
+        raise ConfigError("--topk: the model does not give an image one label; fix: leave it out, or use --threshold P")
+    if threshold is not None and not (multilabel and classifies):
+        raise ConfigError("--threshold: the model does not give several labels; fix: leave it out, or use --topk K")
+    if not classifies:
         return Selection()
-    multilabel = task_class(cfg).multilabel
-    if multilabel and topk is not None:
-        raise ConfigError("--topk: the model gives an image several labels; fix: use --threshold P, or leave it out")
-    if not multilabel and threshold is not None:
-        raise ConfigError("--threshold: the model gives an image one label; fix: use --topk K, or leave it out")
     if topk is not None and topk < 1:
         raise ConfigError(f"--topk: got {topk}; expected 1 or more")
     if threshold is not None and not 0 <= threshold <= 1:

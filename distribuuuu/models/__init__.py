@@ -5,7 +5,7 @@
   all names; input_channels.py: other channels than RGB.
 - head.py: the layers whose shapes depend on the number of classes (FINETUNE.HEAD_RESET).
 - pretrained.py: published weights of timm and torchvision (MODEL.PRETRAINED).
-- initial_weights.py: the model at the start of a run; finetune.py: weights trained on other data (FINETUNE.WEIGHTS).
+- finetune.py: weights trained on other data (FINETUNE.WEIGHTS).
 - freeze.py: frozen parameters and batch norms (FINETUNE.FREEZE).
 - airbench.py, blurpool_resnet.py, botnet.py, cifar_resnet.py, deit.py, plain_vit.py, torchvision_nets.py: a family
   per file.

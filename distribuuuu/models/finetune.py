@@ -135,7 +135,10 @@ def load_backbone(model: nn.Module, state_dict: Tensors, head: Collection[str], 
     for names in (backbone, kernels):  # vectors match by chance: those of norms even between ResNet-50 and ResNet-18
         missing = [name for name in names if name not in loaded]
         if 2 * len(missing) > len(names):
-            raise IncompatibleWeightsError(_describe_mismatches(missing, own, theirs, len(names)))
+            name, num = missing[0], counted(len(names), "tensor")
+            got = tuple(theirs[name].shape) if name in theirs else "missing"
+            example = f"{name}: expected {tuple(own[name].shape)}, got {got}"
+            raise IncompatibleWeightsError(f"{len(missing)} of {num} of the backbone do not match, e.g. {example}")
     model.load_state_dict(loaded, strict=False)
 
     return LoadReport(
@@ -154,14 +157,6 @@ def adapt_input_of(model: nn.Module, tensors: Tensors) -> Tensors:
     if own is None or given is None or given.ndim != 4 or given.shape[1] != 3 or own.shape[1] == 3:
         return tensors
     return {**tensors, name: adapt_input(given, own.shape[1])}
-
-
-def _describe_mismatches(names: list[str], own: Tensors, other: Tensors, num: int) -> str:
-    shapes = {name: tuple(other[name].shape) if name in other else "missing" for name in names[:2]}
-    examples = ", ".join(f"{name}: expected {tuple(own[name].shape)}, got {shape}" for name, shape in shapes.items())
-    unknown = [name for name in other if name not in own][:2]
-    more = f"; the file has {', '.join(unknown)}, ..." if unknown else ""
-    return f"{len(names)} of {counted(num, 'tensor')} of the backbone do not match, e.g. {examples}{more}"
 
 
 def match_tensors(own: Tensors, other: Tensors) -> tuple[Tensors, list[str]]:

@@ -45,7 +45,7 @@ def resolve_preprocessing(cfg: Config, weights: str = "") -> Config:
         cfg = follow(cfg, source, read_preprocessing(cfg.MODEL.ARCH, weights, cfg.FINETUNE.EMA))
     if cfg.DISTILL.TEACHER and cfg.DISTILL.WEIGHTS and key != "weights":
         theirs = read_preprocessing(cfg.DISTILL.TEACHER, cfg.DISTILL.WEIGHTS)
-        own = {key: _value_of(cfg, key) for key in STATISTICS}
+        own = {key: _value_of(cfg, key) for key in STATISTICS if key in theirs}
         _note_differences(cfg, f"DISTILL.WEIGHTS {cfg.DISTILL.WEIGHTS}", theirs, own)
     return cfg
 
@@ -80,16 +80,11 @@ def follow(cfg: Config, source: str, theirs: Mapping[str, Any]) -> Config:
         ConfigError: an option of the weights is invalid.
     """
     known = {key: theirs[key] for key in FOLLOWING if theirs.get(key) not in (None, (), [])}
-    channels = cfg.DATA.CHANNELS
-    if theirs.get("DATA.PIXELS", cfg.DATA.PIXELS) != cfg.DATA.PIXELS or channels not in (
-        1,
-        theirs.get("DATA.CHANNELS", 3),
-    ):
+    has_channels = cfg.DATA.CHANNELS in (1, theirs.get("DATA.CHANNELS", 3))
+    if not has_channels or theirs.get("DATA.PIXELS", cfg.DATA.PIXELS) != cfg.DATA.PIXELS:
         known = {key: value for key, value in known.items() if key not in STATISTICS}
-    is_sized = any(key in cfg.origins for key in SIZES)
-    followed = {
-        key: value for key, value in known.items() if key not in cfg.origins and not (is_sized and key in SIZES)
-    }
+    own = {*cfg.origins, *(SIZES if any(key in cfg.origins for key in SIZES) else ())}
+    followed = {key: value for key, value in known.items() if key not in own}
     given = {key: _value_of(cfg, key) for key in known if key in cfg.origins and key != "DATA.INTERPOLATION"}
     if followed:
         cfg = override(cfg, followed, source, FOLLOWING)
@@ -111,12 +106,11 @@ def _value_of(cfg: Config, key: str) -> Any:
 
 
 def _note_differences(cfg: Config, source: str, theirs: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    different = {key: value for key, value in theirs.items() if key in own and not _is_same(value, own[key])}
-    if different:
-        shown = ", ".join(f"{key} {_show(own[key])}" for key in different)
-        words = " ".join(f"{key} {shlex.quote(_show(value))}" for key, value in different.items())
-        cfg.notes.append((logging.WARNING, f"{source} was trained with other preprocessing than {shown}; "
-                                           f"to follow it, add: {words}"))  # fmt: skip
+    if different := {key: value for key, value in own.items() if not _is_same(theirs[key], value)}:
+        shown = ", ".join(f"{key} {_show(value)}" for key, value in different.items())
+        words = " ".join(f"{key} {shlex.quote(_show(theirs[key]))}" for key in different)
+        text = f"{source} was trained with other preprocessing than {shown}; to follow it, add: {words}"
+        cfg.notes.append((logging.WARNING, text))
 
 
 def _show(value: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from distribuuuu.checkpoint.snapshot import NonFiniteError
+from distribuuuu.checkpoint.manager import NonFiniteError
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import METRICS
 from distribuuuu.distributed.comm import gather_objects, gather_rows, scaled_all_reduce
@@ -249,7 +249,7 @@ def _check_shape(metric: SumMetric, sums: torch.Tensor) -> torch.Tensor:
 class Meter:
     """Number of images, mean loss, metrics, and means of other `StepOutput.sums`, over all batches since the last read.
 
-    All sums are in one tensor on the device: `update` does not synchronize, and `read` needs one collective for them.
+    All sums are in one tensor on the device: `update` does not synchronize.
     Sums are added over the processes before they are divided, so every image has the same weight. Several batches are
     added at a time: right after a step, each small operation takes long.
 
@@ -263,9 +263,7 @@ class Meter:
         self._sum_metrics = {name: metric for name, metric in metrics.items() if isinstance(metric, SumMetric)}
         self._score_metrics = {name: metric for name, metric in metrics.items() if isinstance(metric, ScoreMetric)}
         self._names = list(metrics)
-        # The sums of `StepOutput.sums` that no metric shows, and the names that all processes have agreed on.
-        self._others: dict[str, torch.Tensor] = {}
-        self._agreed: list[str] = []
+        self._others: dict[str, torch.Tensor] = {}  # the sums of `StepOutput.sums` that no metric shows
         keys = (metric.key for metric in metrics.values() if isinstance(metric, Mean))
         self._shown = {*metrics, *display_names(metrics).values(), *keys}
         # MPS has no float64; a float32 sum is exact for counts below 2^24.
@@ -317,20 +315,17 @@ class Meter:
                     self._others[name] = self._sums.new_zeros(())
             self._others[name].add_(value)
 
-    def _reduce(self) -> tuple[torch.Tensor, list[float]]:
-        """Return the sums over all processes on the CPU, and those of the names in `_agreed`.
+    def _reduce(self) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the sums over all processes on the CPU, and the other sums by name.
 
-        The processes first agree on new names, since one whose share of an evaluation is empty has found none.
+        The processes agree on the names, since one whose share of an evaluation is empty has found none.
         """
-        while True:
-            zero, num_new = self._sums.new_zeros(()), len(self._others.keys() - set(self._agreed))
-            others = [self._others.get(name, zero) for name in self._agreed]
-            sums = torch.cat([self._sums, torch.stack([*others, zero + num_new])])
-            scaled_all_reduce([sums], scale=1.0)
-            own, *means, unknown = sums.cpu().split([len(self._sums), *[1] * (len(others) + 1)])
-            if not unknown:
-                return own, [mean.item() for mean in means]
-            self._agreed = list(dict.fromkeys(chain(*gather_objects(list(self._others)))))
+        names = list(dict.fromkeys(chain(*gather_objects(list(self._others)))))
+        others = [self._others.get(name, self._sums.new_zeros(())) for name in names]
+        sums = torch.cat([self._sums, *(total.view(1) for total in others)])
+        scaled_all_reduce([sums], scale=1.0)
+        own, *totals = sums.cpu().split([len(self._sums), *[1] * len(names)])
+        return own, dict(zip(names, (total.item() for total in totals), strict=True))
 
     def read(self) -> dict[str, float]:
         """Return count, loss, metrics and other means over all processes, and reset. Every process must call it."""
@@ -347,8 +342,8 @@ class Meter:
             values |= {name: float(metric.value(logits, targets)) for name, metric in self._score_metrics.items()}
         # The two divisions round differently; both are kept, so that recorded results stay bitwise the same.
         mean_loss = loss.item() / (num or math.nan) if self._score_metrics else loss.item() * (1 / (num or math.nan))
-        values |= {name: total / (num or math.nan) for name, total in zip(self._agreed, others, strict=True)}
-        return {"count": int(num), "loss": mean_loss, **{name: values[name] for name in (*self._names, *self._agreed)}}
+        values |= {name: total / (num or math.nan) for name, total in others.items()}
+        return {"count": int(num), "loss": mean_loss, **{name: values[name] for name in (*self._names, *others)}}
 
     def _split(self, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Return views of all sums: the number of images (), the loss (), and those of each metric."""
@@ -375,13 +370,13 @@ class Meter:
 
         States of other metrics or other classes are ignored.
         """
-        self._pending, self._others, self._agreed = [], {}, []
+        self._pending, self._others = [], {}
         self._sums.zero_()
         self._scores = [self._no_scores]
         empty = self.state_dict()
         for saved in states:
             state = {name: value for name, value in saved.items() if name != "others"}
-            if not _is_compatible(state, empty):
+            if _describe(state) != _describe(empty):
                 continue
             self._sums += state["sums"].to(self._sums)
             self._add_others(saved.get("others", {}))
@@ -390,10 +385,6 @@ class Meter:
                 self._scores.append((state["scores"].to(device), state["applies"].to(device)))
 
 
-def _is_compatible(state: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> bool:
-    """Return whether a saved state has the names, types and shapes (except the number of rows) of a meter's own."""
-    return state.keys() == own.keys() and all(
-        isinstance(state[name], torch.Tensor) and state[name].dtype == value.dtype
-        and (state[name].dim(), state[name].shape[-1:]) == (value.dim(), value.shape[-1:])
-        for name, value in own.items()
-    )  # fmt: skip
+def _describe(state: dict[str, torch.Tensor]) -> dict[str, tuple]:
+    """Return names, types and shapes, except the number of rows, of a meter's state."""
+    return {name: (value.dtype, value.dim(), value.shape[-1:]) for name, value in state.items()}

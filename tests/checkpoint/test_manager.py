@@ -22,9 +22,14 @@ from torch import nn
 from distribuuuu.checkpoint import io as checkpoint_io
 from distribuuuu.checkpoint import manager as checkpoint
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint, write_atomically
-from distribuuuu.checkpoint.manager import CheckpointManager, checkpoint_name
+from distribuuuu.checkpoint.manager import (
+    CheckpointManager,
+    NonFiniteError,
+    checkpoint_name,
+    copy_into_buffer,
+    with_own_storage,
+)
 from distribuuuu.checkpoint.restore import load_state_dict
-from distribuuuu.checkpoint.snapshot import NonFiniteError, copy_into_buffer, with_own_storage
 from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config import load_cfg
 from distribuuuu.engine.resume import list_changes

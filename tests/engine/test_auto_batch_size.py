@@ -10,8 +10,8 @@ from distribuuuu import api
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.engine import auto_batch_size
 from distribuuuu.engine.auto_batch_size import Peak, list_micro_batches
-from distribuuuu.engine.out_of_memory import OutOfMemory
 from distribuuuu.engine.preflight import find_run_problems
+from distribuuuu.engine.run import OutOfMemory
 from distribuuuu.trainer import take_step, train_model
 
 AUTO = ("TRAIN.BATCH_SIZE", "auto", "TRAIN.GLOBAL_BATCH_SIZE")
@@ -45,7 +45,7 @@ def test_the_parent_of_the_trials_creates_no_cuda_context(small_cfg, monkeypatch
     monkeypatch.setattr(torch.cuda, "_lazy_init", create_context)
     monkeypatch.setattr(torch._C, "_cuda_setDevice", create_context, raising=False)
     monkeypatch.setattr(auto_batch_size, "in_fresh_process", lambda *args: Peak(5, limit=9))
-    with api._preserved_random_state():
+    with api._preserved_state():
         assert auto_batch_size.resolve_batch_size(small_cfg(*AUTO, 8), take_step).TRAIN.BATCH_SIZE == 8
     with pytest.raises(AssertionError, match="CUDA is used"):
         auto_batch_size.pick_device(0)

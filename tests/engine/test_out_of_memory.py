@@ -9,7 +9,7 @@ from support.runs import FAILING_MODELS, TRAIN_NET, run_tool, small_options
 
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config.registry import MODELS
-from distribuuuu.engine.out_of_memory import OutOfMemory, is_out_of_memory
+from distribuuuu.engine.run import OutOfMemory, is_out_of_memory
 from distribuuuu.trainer import evaluate_weights as evaluate_run
 from distribuuuu.trainer import train_model
 

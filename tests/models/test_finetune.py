@@ -20,12 +20,12 @@ from torch import nn
 from distribuuuu.checkpoint.io import CheckpointError
 from distribuuuu.checkpoint.weights_files import find_weights_file
 from distribuuuu.config import load_cfg
+from distribuuuu.engine.build import build_initial_model
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.models import build_model
 from distribuuuu.models.finetune import IncompatibleWeightsError, load_backbone
 from distribuuuu.models.freeze import count_frozen, freeze
 from distribuuuu.models.head import find_head
-from distribuuuu.models.initial_weights import build_initial_model
 from distribuuuu.trainer import train_model
 
 CLASSES = ("ant", "bee", "cat")

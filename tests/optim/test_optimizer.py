@@ -14,8 +14,7 @@ from distribuuuu.checkpoint.io import CheckpointError
 from distribuuuu.checkpoint.restore import load_optimizer
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.optim import optimizer as optimizers
-from distribuuuu.optim.optimizer import build_optimizer
-from distribuuuu.optim.param_groups import parameter_groups, parameter_kinds
+from distribuuuu.optim.optimizer import build_optimizer, parameter_groups, parameter_kinds
 from distribuuuu.optim.precision import build_clipper
 from distribuuuu.optim.schedules import build_lr, build_schedule, scaled_lr, set_lr
 from distribuuuu.trainer import train_model

@@ -6,8 +6,7 @@ from support.failing_models import FaultyModel
 from torch import nn
 
 from distribuuuu.checkpoint.io import read_checkpoint
-from distribuuuu.checkpoint.manager import CheckpointManager
-from distribuuuu.checkpoint.snapshot import NonFiniteError, find_nonfinite
+from distribuuuu.checkpoint.manager import CheckpointManager, NonFiniteError, find_nonfinite
 from distribuuuu.config.registry import MODELS
 from distribuuuu.optim.precision import Precision
 from distribuuuu.trainer import train_model

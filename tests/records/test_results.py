@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.runs import ROOT, small_options
 
-from distribuuuu.checkpoint.snapshot import hash_tensors
+from distribuuuu.checkpoint.manager import hash_tensors
 from distribuuuu.checkpoint.weights_files import KINDS
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.data.loader import build_loader

@@ -14,7 +14,7 @@ from support.tiers import slow
 from torch import nn
 
 from distribuuuu import load_run
-from distribuuuu.checkpoint.snapshot import hash_tensors
+from distribuuuu.checkpoint.manager import hash_tensors
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import LOSSES, TASKS
 from distribuuuu.distributed import comm

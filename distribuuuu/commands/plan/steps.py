@@ -23,8 +23,8 @@ from distribuuuu.data.make_batch import PREFETCH, count_workers
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.engine.build import build_training, open_run
-from distribuuuu.engine.out_of_memory import explain_out_of_memory
 from distribuuuu.engine.preflight import resolve_num_classes, resolve_preprocessing
+from distribuuuu.engine.run import explain_out_of_memory
 from distribuuuu.engine.run_description import describe_model
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.detect import detect_launch

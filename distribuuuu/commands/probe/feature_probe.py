@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distribuuuu.checkpoint.snapshot import copy_to_host
+from distribuuuu.checkpoint.manager import copy_to_host
 from distribuuuu.commands.stats.significance import wilson_interval
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed

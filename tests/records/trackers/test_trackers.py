@@ -14,8 +14,6 @@ from support.processes import list_trackers, wait_for
 from support.runs import ROOT, TRAIN_NET, assert_same_run, run_python, run_tool, small_options, timeless, train_and_stop
 
 from distribuuuu.config import ConfigError
-from distribuuuu.distributed import comm as dist
-from distribuuuu.engine.build import build_log_writers
 from distribuuuu.files.locks import lock_file
 from distribuuuu.records.metric_writers import RecordFile, drop_records_after
 from distribuuuu.records.trackers import base
@@ -125,13 +123,6 @@ def test_a_resumed_run_continues_the_same_run_at_the_right_step(small_cfg, monke
     assert sorted(server.rows()) == sorted(WHOLE), "each row once"
     (first,), *others = server.read("connect")
     assert first == "" and len({run_id for (run_id,) in others}) == 1 and all(run_id for (run_id,) in others)
-
-
-def test_only_the_main_process_has_writers(small_cfg, monkeypatch, server):
-    cfg = small_cfg("LOG.TENSORBOARD", True, "LOG.TRACKERS", "[tensorboard]")
-    assert [type(one).__name__ for one in build_log_writers(cfg, 4)] == ["EventFile"]
-    monkeypatch.setattr(dist, "is_main", lambda: False)
-    assert build_log_writers(small_cfg(*server.words), 4) == []
 
 
 class Store(Tracker):
