@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +95,58 @@ def explain_archives(name: str, root: Path, split: str) -> tuple[str, str]:
     if len(archives) == 1 and not sort_splits(splits):  # it may hold all splits
         fix = f"fix: set {name}.DATASET {root / archives[0]}, which reads its folder {split}/"
         return key, f"{expected}; it has {archives[0]}; {fix}"
-    fitting = [each for each in sort_splits(splits) if (each.lower() in TRAIN_NAMES) == (name == "TRAIN")]
+    fitting = similar_splits(name, splits)
     fix = f"; fix: set {key} {fitting[0]}" if fitting else ""
     return key, f"{expected}; it has {first_few(splits) if splits else 'no archive'}{fix}"
+
+
+def explain_missing_folder(path: Path, split: str, folders: Collection[str]) -> str:
+    """Return the message for an archive without the folder of a split; `folders` hold its images."""
+    parts = [each.split("/") for each in sorted(folders)]
+    problem = f"{path}: has no folder {split}; it has {first_few([*dict.fromkeys(each[0] for each in parts)])}"
+    above = ("/".join(each[:end]) for each in parts for end in range(1, len(each)))
+    if found := [each for each in above if similar_splits(split, [each.rpartition("/")[2]])]:
+        return f"{problem}; fix: set {split_key(split)} {found[0]}"
+    folder = path.with_suffix("")
+    archive, target = shlex.quote(str(path)), shlex.quote(str(folder))
+    unpack = f"mkdir {target} && tar -xf {archive} -C {target}"
+    if path.suffix.lower() == ".zip":
+        unpack = f"python -m zipfile -e {archive} {target}"
+    return f"{problem}; fix: unpack it: {unpack} && {split_command(folder)}"
+
+
+def split_key(split: str) -> str:
+    """Return the option of a split."""
+    return "TRAIN.SPLIT" if split.lower() in TRAIN_NAMES else "TEST.SPLIT"
+
+
+def similar_splits(split: str, names: Iterable[str]) -> list[str]:
+    """Return the splits that may take the place of a missing one: those to train on, or the others."""
+    is_known = split.lower() in SPLIT_NAMES
+    return [each for each in sort_splits(names) if is_known and split_key(each) == split_key(split)]
+
+
+def describe_parquet(root: Path) -> str:
+    """Return '; it holds Parquet files; fix: ...' for a folder with such files, as on the Hugging Face Hub."""
+    splits, words = _parquet_splits(root), ["distribuuuu", "pack", "OUT", "DATA.NAME", "parquet"]
+    words += ["TRAIN.DATASET", str(root)]
+    for split in ("train", "val"):
+        if split not in splits and (found := similar_splits(split, splits)):
+            words += [split_key(split), found[0]]
+    text = f"; it holds Parquet files; fix: {shlex.join(words)}, then DATA.NAME packed TRAIN.DATASET OUT"
+    return text if splits else ""
+
+
+def explain_parquet(root: Path, split: str) -> str:
+    """Return '; it has A, B; fix: ...' for a folder without the Parquet files of a split."""
+    splits = _parquet_splits(root)
+    fix = next((f"; fix: set {split_key(split)} {found}" for found in similar_splits(split, splits)), "")
+    return f"; it has {first_few(splits)}{fix}" if splits else ""
+
+
+def _parquet_splits(root: Path) -> list[str]:
+    found = [path.name for pattern in ("*.parquet", "data/*.parquet") for path in root.glob(pattern)]
+    return sorted({name.removesuffix(".parquet").partition("-")[0] for name in found})
 
 
 def describe_table(root: Path) -> str:
@@ -113,9 +162,15 @@ def describe_table(root: Path) -> str:
     name = by_stem.get(trained, tables[0])
     if trained and (others := [name for name in splits if name.lower() not in TRAIN_NAMES]):
         words = f"TRAIN.SPLIT {trained} TEST.SPLIT {others[0]}"
-    else:
-        words = f"DATA.TABLE.file {name} DATA.TABLE.split COLUMN, a column of train and val"
-    return f"; it has {name}, a table; fix: DATA.NAME list TRAIN.DATASET {shlex.quote(str(root))} {words}"
+        return f"; it has {name}, a table; fix: DATA.NAME list TRAIN.DATASET {shlex.quote(str(root))} {words}"
+    return f"; it has {name}, a table; fix: {_split_table(root / name)}"
+
+
+def _split_table(table: Path) -> str:
+    """Return the ways to divide a table into training and validation images."""
+    command = f"distribuuuu split {shlex.quote(str(table))} --val 0.2 --out {table.parent.resolve().name}_lists"
+    words = f"DATA.NAME list DATA.TABLE.file {table.name} DATA.TABLE.split COLUMN"
+    return f"{command}; or, if a column has the split of each row: {words}"
 
 
 def describe_imagenet(root: Path) -> str:
@@ -142,12 +197,16 @@ def missing_root(name: str, root: Path, layout: str) -> tuple[str, str]:
 def missing_split(name: str, root: Path, split: str, layout: str) -> tuple[str, str]:
     """Return (key, message) for a missing SPLIT folder: its other name, or the command that makes a split."""
     key, problem, existing = f"{name}.SPLIT", f"no folder {split!r} in {root}", list_classes(root)
-    if hint := describe_imagenet(root) or describe_archives(root, split) or describe_table(root):
+    hint = describe_imagenet(root) or describe_archives(root, split) or describe_table(root) or describe_parquet(root)
+    if hint:
         return key, f"{problem}{hint}"
     has = f"it has {first_few(existing)}" if existing else f"it should hold {layout}{describe_archives(root)}"
     if (inner := find_inner_root(root)) and split in list_classes(inner):
         return key, f"{problem}; {has}; fix: set {name}.DATASET {inner}"
     classes = [entry for entry in existing if holds_images(root / entry, depth=1)]
+    splits = [entry for entry in sort_splits(existing) if list_classes(root / entry)]
+    if fitting := similar_splits(name, splits):
+        return key, f"{problem}; {has}; fix: set {key} {fitting[0]}"
     if near := did_you_mean(split, [entry for entry in existing if entry not in classes]):
         return key, f"{problem}; {has}{near}"
     if classes and root.name == split:
@@ -155,10 +214,6 @@ def missing_split(name: str, root: Path, split: str, layout: str) -> tuple[str, 
     if classes:
         named = f"these look like class folders: {first_few(classes)}"
         return key, f"{problem}; {named}; fix: {split_command(root)}"
-    splits = [entry for entry in existing if entry.lower() in SPLIT_NAMES and list_classes(root / entry)]
-    fitting = [entry for entry in splits if (entry.lower() in TRAIN_NAMES) == (name == "TRAIN")]
-    if fitting:
-        return key, f"{problem}; {has}; fix: set {key} {fitting[0]}"
     return key, f"{problem}; {has}" + (f"; fix: {split_command(root / splits[0])}" if splits else "")
 
 
@@ -256,14 +311,10 @@ def missing_table(name: str, path: Path) -> tuple[str, str]:
     hint = did_you_mean(path.stem, [stem for stem in stems if name == "TRAIN" or stem.lower() not in TRAIN_NAMES])
     if hint or not existing:
         return f"{name}.SPLIT", f"{problem}{hint}"
-    splits = [stem for stem in sort_splits(stems) if (stem.lower() in TRAIN_NAMES) == (name == "TRAIN")]
-    if splits:
+    if splits := similar_splits(name, stems):
         return f"{name}.SPLIT", f"{problem}; fix: {name}.SPLIT {splits[0]}"
     trained = (each for each in existing if each.rpartition(".")[0].lower() in TRAIN_NAMES)
-    table = path.parent / next(trained, existing[0])
-    command = f"distribuuuu split {shlex.quote(str(table))} --val 0.2 --out {path.parent.resolve().name}_lists"
-    fix = f"{command}; or, if a column has the split of each row: DATA.TABLE.file {table.name} DATA.TABLE.split COLUMN"
-    return f"{name}.SPLIT", f"{problem}; fix: {fix}"
+    return f"{name}.SPLIT", f"{problem}; fix: {_split_table(path.parent / next(trained, existing[0]))}"
 
 
 def explain_columns(spec: Any, header: Sequence[str]) -> str:

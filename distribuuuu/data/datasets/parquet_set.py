@@ -11,6 +11,7 @@ import glob
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -159,7 +160,9 @@ def find_files(root: str, split: str, columns: Any) -> tuple[Any, list[str]]:
         names = (f"{glob.escape(base)}/{pattern.replace('{}', glob.escape(split))}" for pattern in patterns)
         paths = next(filter(None, (sorted(filter(system.isfile, system.glob(name))) for name in names)), [])
     if not paths:
-        raise ConfigError(f"{root} has no parquet files of the split {split}, e.g. {split}.parquet")
+        from distribuuuu.hints.sources import explain_parquet
+
+        raise ConfigError(f"{root} has no Parquet files of the split {split}{explain_parquet(Path(root), split)}")
     if len({os.path.dirname(path) for path in paths}) > 1 and not columns.file:
         fix = f"fix: DATA.TABLE.file '{os.path.basename(os.path.dirname(paths[0]))}/{{}}-*.parquet'"
         raise ConfigError(f"{root} has several configurations with the split {split}; {fix}")

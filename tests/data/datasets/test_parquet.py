@@ -107,7 +107,7 @@ def test_several_labels_and_targets(cfg_of, root, tmp_path):
 
 
 WRONG = {
-    "has no parquet files of the split vall": ("TEST.SPLIT", "vall"),
+    "has no Parquet files of the split vall; it has": ("TEST.SPLIT", "vall"),
     "has no column img; it has image, label": ("DATA.TABLE.image", "img"),
     "parquet: column name has string; expected bytes of images; fix: .* DATA.NAME list": (
         "DATA.TABLE.image", "name"),
