@@ -41,6 +41,8 @@ def find_run_problems(
         known = find_problems(given)
         problems += [problem for problem in find_problems(cfg) if problem not in known]
     found = list(_path_problems(cfg, train, needs_weights))
+    if cfg.TEST.DATASET == cfg.TRAIN.DATASET and "TRAIN.DATASET" in dict(found):  # one folder, one problem
+        found = [(key, message) for key, message in found if key != "TEST.DATASET"]
     problems += [
         Problem(key, message, cfg.origins) for key, message in found if key in cfg.origins or not set_keys_only
     ]

@@ -87,7 +87,7 @@ def test_a_missing_split_names_the_command_that_makes_one(tmp_path, monkeypatch,
 def test_a_table_beside_a_flat_folder_is_named(tmp_path):
     draw_folder(tmp_path / "data", "train", {"": 2})
     (tmp_path / "data" / "train.csv").write_text("id,label\n1,ant\n")
-    one = f"it has train.csv, a table; fix: DATA.NAME list TRAIN.DATASET {tmp_path}/data DATA.TABLE.file train.csv"
+    one = f"it has train.csv, a table; fix: distribuuuu split {tmp_path}/data/train.csv --val 0.2 --out data_lists; or,"
     assert errors_of(tmp_path / "data", tmp_path).count(one) == 2
     (tmp_path / "data" / "val.csv").write_text("id,label\n2,ant\n")
     assert errors_of(tmp_path / "data", tmp_path).count("/data TRAIN.SPLIT train TEST.SPLIT val") == 2
@@ -106,7 +106,7 @@ def test_a_split_of_another_name_is_proposed(tmp_path):
     message = errors_of(tmp_path / "train", tmp_path)
     assert f"has class folders itself; set TRAIN.DATASET {tmp_path}" in message and "TEST.SPLIT" in message
     draw_folder(tmp_path / "other", "training", {"ant": 1})
-    assert "it has training; did you mean" in errors_of(tmp_path / "other", tmp_path)
+    assert "it has training; fix: set TRAIN.SPLIT training" in errors_of(tmp_path / "other", tmp_path)
     draw_folder(tmp_path / "a", "train", {"ant": 1, "bee": 1})
     draw_folder(tmp_path / "a", "test", {"ant": 1, "bee": 1})
     assert "fix: set TEST.SPLIT test" in missing_split("TEST", tmp_path / "a", "val", "val/CLASS/IMAGE")[1]

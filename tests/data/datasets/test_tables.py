@@ -154,7 +154,9 @@ def test_commands_that_take_files_name_the_remedy(image_folder, tmp_path, capsys
     write_rows(tmp_path / "train.csv", list_rows(image_folder, "train"))
     words = [str(tmp_path), "--val", "0.2", "--out", str(tmp_path / "lists")]
     assert run_command("split", *words) == 2
-    assert "it has train.csv, a table; fix: DATA.NAME list" in capsys.readouterr().err
+    assert (
+        f"it has train.csv, a table; fix: distribuuuu split {tmp_path / 'train.csv'} --val" in capsys.readouterr().err
+    )
 
 
 NO_HEADER = "fix: add DATA.TABLE.columns '[path, label, column_3]', as it has no header"
