@@ -7,21 +7,22 @@ with any number of jobs, and no trial waits for the whole rung.
 """
 
 import math
+import sys
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from distribuuuu.commands.sweep.executors import LocalExecutor
 from distribuuuu.commands.sweep.trials import (
-    Executor,
     Job,
     RunState,
     States,
     Sweep,
-    TrialRow,
     build_rows,
     read_state,
     record_failure,
+    summarize,
 )
 from distribuuuu.launch.signals import RunStopped, handled_by
 
@@ -83,13 +84,8 @@ def find_jobs(sweep: Sweep, states: States) -> list[Job]:
             if states.get((trial, seed), RunState()).value(sweep.trials[trial].epochs) is None]  # fmt: skip
 
 
-def run_sweep(sweep: Sweep, executor: Executor, show: Callable[[list[TrialRow], Collection[Job]], None]) -> States:
-    """Run all jobs; return the state of each run.
-
-    Args:
-        sweep: the description.
-        executor: starter of the jobs.
-        show: called about every two seconds with the rows of the table and the running jobs.
+def run_sweep(sweep: Sweep, executor: LocalExecutor) -> States:
+    """Run all jobs, with a line about them on standard error when it changes; return the state of each run.
 
     Raises:
         RunStopped: a signal stopped the sweep and its jobs, which have saved their checkpoints.
@@ -98,7 +94,7 @@ def run_sweep(sweep: Sweep, executor: Executor, show: Callable[[list[TrialRow], 
               for trial in sweep.trials for seed in sweep.seeds}  # fmt: skip
     signals: list[int] = []
     kills: Counter = Counter()
-    wanted, num_sent, shown_at = find_jobs(sweep, states), 0, -math.inf
+    wanted, num_sent, shown, shown_at = find_jobs(sweep, states), 0, "", -math.inf
     with handled_by(signals.append):
         while (wanted and not signals) or executor.running:
             for signum in signals[num_sent:]:
@@ -113,7 +109,9 @@ def run_sweep(sweep: Sweep, executor: Executor, show: Callable[[list[TrialRow], 
                 shown_at = time.monotonic()
                 for job in executor.running:
                     states[job.trial, job.seed] = read_state(job.folder, sweep.metric)
-                show(build_rows(sweep, states, executor.running), executor.running)
+                if (line := summarize(sweep, build_rows(sweep, states, executor.running))) != shown:
+                    print(line, file=sys.stderr, flush=True)
+                    shown = line
             if ended or is_due:
                 wanted = find_jobs(sweep, states)
             time.sleep(POLL_S)

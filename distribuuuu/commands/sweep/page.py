@@ -2,15 +2,21 @@
 
 import contextlib
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 
 from distribuuuu import __version__
 from distribuuuu.commands.html.charts import Mark, Series, line_chart
 from distribuuuu.commands.html.page import Column, PageSection, build_page, html
-from distribuuuu.commands.stats.significance import differs_significantly, mean_interval
-from distribuuuu.commands.sweep.live_table import short_names, summarize
-from distribuuuu.commands.sweep.trials import BEST_FILE, CONSOLE_FILE, States, Sweep, TrialRow, build_rows
+from distribuuuu.commands.sweep.trials import (
+    BEST_FILE,
+    CONSOLE_FILE,
+    States,
+    Sweep,
+    TrialRow,
+    build_rows,
+    short_names,
+    summarize,
+)
 from distribuuuu.config.errors import counted
 
 PAGE_FILE = "sweep.html"
@@ -22,13 +28,13 @@ def build_sweep_page(sweep: Sweep, states: States) -> str:
     """Return the page as an HTML document."""
     rows = build_rows(sweep, states)
     if rows[0].objective is None:
-        notice = html.paragraph(f"No trial has a result. {summarize(sweep, rows)}.", "notice")
-        sections = [PageSection("Summary", [notice]), _trials(sweep, rows)]
+        sections = [PageSection("Summary", [html.paragraph(f"No trial has a result. {summarize(sweep, rows)}.")])]
     else:
-        sections = [_summary(sweep, rows, states), _options(sweep, rows), _seeds(sweep, rows), _trials(sweep, rows)]
+        sections = [_summary(sweep, rows, states), _options(sweep, rows)]
     subtitle = f"{counted(len(rows), 'trial')} of {counted(len(sweep.trials[0].values), 'option')}"
-    title, shown = f"Sweep {sweep.out_dir.resolve().name}", [section for section in sections if section.parts]
-    return build_page(title, f"{subtitle}, compared by {sweep.metric}", shown, f"distribuuuu {__version__}")
+    shown = [section for section in (*sections, _trials(sweep, rows)) if section.parts]
+    title, footer = f"Sweep {sweep.out_dir.resolve().name}", f"distribuuuu {__version__}"
+    return build_page(title, f"{subtitle}, compared by {sweep.metric}", shown, footer)
 
 
 def _chart(title: str, sweep: Sweep, rows: Sequence[TrialRow], points: Mapping[int, Sequence[tuple[float, float]]],
@@ -54,18 +60,15 @@ def _summary(sweep: Sweep, rows: Sequence[TrialRow], states: States) -> PageSect
         (f"best {sweep.metric}", f"{best.objective:.2f}", counted(len(best.seeds), "seed")),
         ("trials", f"{len(rows):,}", f"{sum(bool(row.seeds) for row in rows):,} trained to the last epoch"),
         ("search", counted(spent, "epoch"), f"{spent / total:.0%} of {total:,}, to train every trial to the end"),
-        ("with further seeds", counted(sum(state.epochs for state in states.values()), "epoch"), ""),
     ]
     step = -(-max(trial.epochs for trial in sweep.trials) // _MAX_POINTS)
     curves = {row.trial: sorted(states[row.trial, sweep.seeds[0]].values.items())[::-step][::-1] for row in rows}
-    last = {row.trial: [(row.trial, row.objective)] for row in rows if row.objective is not None}
     marks = [Mark(epoch, f"rung: epoch {epoch}") for epoch in sweep.rungs]
-    charts = [_chart("Result of each trial", sweep, rows, last, "trial"),
-              _chart("Results by epoch", sweep, rows, curves, "epoch", marks=marks)]  # fmt: skip
+    chart = _chart("Results by epoch", sweep, rows, curves, "epoch", marks=marks)
     selected = "The best trial was selected by these values, which are therefore optimistic."
     command = f"distribuuuu train --cfg {sweep.out_dir / BEST_FILE} OUT_DIR DIR"
     config = html.heading(f"Best config: trial {best.trial}"), html.pairs(sweep.trials[best.trial].values)
-    parts = [html.tiles(entries), html.grid(charts), *config, html.paragraph(selected, "note")]
+    parts = [html.tiles(entries), html.grid([chart]), *config, html.paragraph(selected, "note")]
     return PageSection("Summary", [*parts, html.preformatted(command)])
 
 
@@ -80,24 +83,7 @@ def _options(sweep: Sweep, rows: Sequence[TrialRow]) -> PageSection:
             places = {trial: [(x[trial], value)] for trial, value in points.items() if math.isfinite(x[trial])}
             charts.append(_chart(key, sweep, rows, places, key, is_log=is_log))
     after = f"{sweep.metric} after {f'epoch {sweep.rungs[0]}' if sweep.rungs else 'the last epoch'}."
-    shown = html.grid(charts, "narrow", max_width=360 * len(charts))
-    return PageSection("Options", [html.paragraph(after, "note"), shown] if points and charts else [])
-
-
-def _seeds(sweep: Sweep, rows: Sequence[TrialRow]) -> PageSection:
-    """Return the section of the trials that were repeated with other seeds."""
-    groups = [(row.trial, list(row.seeds.values())) for row in rows if len(row.seeds) > 1]
-    groups = [(trial, values) for trial, values in groups if math.isfinite(sum(values))]
-    cells: list[list] = []
-    for trial, values in groups:
-        differs = "yes" if differs_significantly(groups[0][1], values) else "no"
-        mean = statistics.fmean(values)
-        cells.append([trial, len(values), mean, *mean_interval(values), differs if cells else "–"])
-    columns = [Column("trial", "d"), Column("n", "d"), *(Column(name, ".2f") for name in ("mean", "low", "high")),
-               Column("differs")]  # fmt: skip
-    note = "Low and high: 95 % interval. Differs: from the first trial, at the level of 5 %. Both by Student's t."
-    shown = [html.table(columns, cells, sortable=False), html.paragraph(note, "note")]
-    return PageSection("Seeds", shown if groups else [])
+    return PageSection("Options", [html.paragraph(after, "note"), html.grid(charts)] if points and charts else [])
 
 
 def _trials(sweep: Sweep, rows: Sequence[TrialRow]) -> PageSection:

@@ -4,7 +4,10 @@ import argparse
 import contextlib
 import hashlib
 import json
-import sys
+import os
+import shlex
+import shutil
+import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +17,6 @@ import yaml
 
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
 from distribuuuu.commands.sweep.search_space import Dimension, list_trials, parse_space
-from distribuuuu.commands.sweep.slurm_executor import SlurmExecutor, check_slurm
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.json_file import replace_nonfinite
 from distribuuuu.config.locate import find_config
@@ -38,16 +40,19 @@ Rerun the same command to resume a sweep after a stop.
 """
 
 
+# Jobs on a cluster at a time without --jobs, and seconds for an answer of Slurm.
+_MAX_SRUNS, _SLURM_S = 100, 120
+
+
 def sweep(prog: str, args: list[str]) -> int:
     """Run a sweep, print its table, and write its results and the best config; return the exit status."""
     flags, fixed, space, first = parse_args(prog, args)
-    sbatch = check_slurm(flags.slurm, flags.sbatch) if flags.slurm else []
+    options = check_slurm(flags) if flags.slurm else []
     from distribuuuu.commands.html.page import write_page
     from distribuuuu.commands.sweep.asha import run_sweep
-    from distribuuuu.commands.sweep.live_table import LiveTable, format_rows
-    from distribuuuu.commands.sweep.local_executor import LocalExecutor
+    from distribuuuu.commands.sweep.executors import LocalExecutor, SlurmExecutor
     from distribuuuu.commands.sweep.page import PAGE_FILE, build_sweep_page
-    from distribuuuu.commands.sweep.trials import BEST_FILE, FAILED, Executor, build_rows, open_sweep
+    from distribuuuu.commands.sweep.trials import BEST_FILE, FAILED, build_rows, format_rows, open_sweep
     from distribuuuu.engine.run_lock import lock_out_dir
 
     plan = plan_sweep(flags, fixed, space, first)
@@ -55,10 +60,10 @@ def sweep(prog: str, args: list[str]) -> int:
         plan.out_dir.mkdir(parents=True, exist_ok=True)
         with lock_out_dir(plan.out_dir):
             plan = open_sweep(plan, read_files(flags.cfg)[1])
-            executor: Executor = LocalExecutor(flags.jobs or 1, flags.nproc)
+            executor = LocalExecutor(flags.jobs or 1, flags.nproc)
             if flags.slurm:
-                executor = SlurmExecutor(plan, flags.slurm, sbatch, flags.jobs)
-            states = run_sweep(plan, executor, LiveTable(plan, sys.stderr).show)
+                executor = SlurmExecutor(flags.jobs or _MAX_SRUNS, plan.out_dir, options)
+            states = run_sweep(plan, executor)
             rows = build_rows(plan, states)
             write_outcome(plan, rows)
             write_page(plan.out_dir / PAGE_FILE, build_sweep_page(plan, states))
@@ -125,12 +130,39 @@ def build_parser(prog: str) -> CommandParser:
     )
     add("--asha", metavar="ETA", type=int, help="successive halving: only one of ETA trials continues after each rung")
     add("--seeds", metavar="N", type=int, default=1, help="repeat the best three trials with N - 1 other seeds (1)")
-    add("--jobs", metavar="N", type=int, help="runs at a time, which share GPUs and cores (1; with --slurm: all)")
-    add("--slurm", metavar="PARTITION", help="run on a Slurm cluster, as tasks of array jobs")
-    add("--sbatch", metavar="OPTIONS", action="append", default=[], help="options of sbatch, e.g. --sbatch="
+    add("--jobs", metavar="N", type=int, help="runs at a time, which share GPUs and cores (1; with --slurm: 100)")
+    add("--slurm", metavar="PARTITION", help="run on a Slurm cluster")
+    add("--sbatch", metavar="OPTIONS", action="append", default=[], help="options of its jobs, e.g. --sbatch="
         '"--gres=gpu:1 --time=4:00:00"')  # fmt: skip
     add("--nproc", metavar="N", type=int, default=1, help="processes, and GPUs, of each run (1)")
     return parser
+
+
+def check_slurm(flags: argparse.Namespace) -> list[str]:
+    """Return the options of srun of the flags --slurm, --sbatch and --nproc; nothing is started.
+
+    Raises:
+        ConfigError: Slurm is not installed or does not answer, or refuses the partition or the options.
+    """
+    partition, texts = flags.slurm, flags.sbatch
+    if not shutil.which("srun"):
+        fix = "fix: run the sweep on a login node of the cluster"
+        raise ConfigError(Problem("--slurm", f"got {partition}; srun is not installed here; {fix}"))
+    for name in [name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"]:
+        del os.environ[name]  # the sweep itself may be a job
+    try:
+        options = [word for text in texts for word in shlex.split(text)]
+        options = ["--signal=USR1@120", f"--ntasks={flags.nproc}", *options, f"--partition={partition}"]
+        subprocess.run(["srun", "--test-only", *options, "true"], check=True, capture_output=True, text=True,
+                       stdin=subprocess.DEVNULL, timeout=_SLURM_S)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ConfigError(Problem("--slurm", f"got {partition}; no answer in {_SLURM_S} s")) from None
+    except subprocess.CalledProcessError as error:
+        answer = error.stderr.strip().partition("\n")[0]
+        raise ConfigError(Problem("--slurm", f"got {partition} with --sbatch {shlex.join(texts)}; {answer}")) from error
+    except ValueError as error:
+        raise ConfigError(Problem("--sbatch", f"got {texts[-1]}; {error}")) from error
+    return options
 
 
 # -------------------------------------------------------------------------------------------- plan
@@ -209,16 +241,13 @@ def check_names(cfgs: Sequence[Config]) -> None:
     from distribuuuu.models.find_architecture import build_model_spec
     from distribuuuu.optim.named_optimizers import check_arguments, find_optimizer
 
-    def check_optimizer(cfg: Config) -> None:
-        with contextlib.suppress(AssertionError, ImportError):  # it needs a GPU or a package that the nodes may have
-            check_arguments(cfg, find_optimizer(cfg))
-
     named = {(cfg.MODEL.ARCH, *cfg.MODEL.KWARGS, cfg.OPTIM.NAME, *cfg.OPTIM.KWARGS): cfg for cfg in cfgs}
     problems = dict[str, Problem]()
     for cfg in map(resolve_num_classes, named.values()):
-        for check in (build_model_spec, check_optimizer):
+        for check in (build_model_spec, lambda cfg: check_arguments(cfg, find_optimizer(cfg))):
             try:
-                check(cfg)
+                with contextlib.suppress(AssertionError, ImportError):  # a GPU or package that the nodes may have
+                    check(cfg)
             except ConfigError as error:
                 problems |= {str(one): one for one in (problem.located(cfg.origins) for problem in error.problems)}
     if problems:

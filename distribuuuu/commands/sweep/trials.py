@@ -12,15 +12,18 @@ Nothing else is stored: `read_state` derives the state of a run from its checkpo
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from distribuuuu.checkpoint.manager import CheckpointManager, position_of
 from distribuuuu.checkpoint.weights_files import KINDS, RAW
 from distribuuuu.commands.html.history import read_lines
+from distribuuuu.commands.output import align_columns
 from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import counted
 from distribuuuu.config.json_file import load_json
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import printable
@@ -98,31 +101,6 @@ class Job:
     epoch: int
     folder: Path
     command: tuple[str, ...]
-
-
-class Executor(Protocol):
-    """Starter of jobs, on this machine or on a cluster."""
-
-    @property
-    def running(self) -> Collection[Job]:
-        """The jobs that are queued or running, including those that a killed sweep has left to the cluster."""
-
-    def update(self, wanted: Sequence[Job]) -> dict[Job, int]:
-        """Start jobs, without waiting; return the exit status of each job that has ended since the last call.
-
-        0: the epoch was reached; 1 or 2: an error that a restart does not solve; others: the job was killed or
-        stopped, e.g. by a signal, and is to be started again.
-
-        Args:
-            wanted: jobs in the order of their priority, of runs without a running job; those for which there is no
-                room are passed again.
-        """
-
-    def stop(self, signum: int) -> None:
-        """Send a signal to the jobs; afterwards, `update` is called until none is running.
-
-        An executor of a cluster may leave the jobs to it: then none is running.
-        """
 
 
 # ------------------------------------------------------------------------------------- state of runs
@@ -229,6 +207,33 @@ def _build_row(sweep: Sweep, trial: Trial, states: States, is_running: bool) -> 
     return TrialRow(trial.number, status, search.epochs, values, seeds, objective, failures)
 
 
+def short_names(sweep: Sweep) -> list[str]:
+    """Return the names of the swept options without their sections, as far as they stay distinct."""
+    keys = list(sweep.trials[0].values)
+    last = [key.rpartition(".")[2] for key in keys]
+    return [key if last.count(name) > 1 else name for key, name in zip(keys, last, strict=True)]
+
+
+def summarize(sweep: Sweep, rows: Sequence[TrialRow]) -> str:
+    """Return the best trial, the number of trials of each status, and the epochs of the search, as a line."""
+    counts = Counter(row.status for row in rows)
+    statuses = [f"{counts[name]} {name}" for name in (RUNNING, WAITING, PAUSED, FINISHED, FAILED) if counts[name]]
+    epochs = f"{sum(row.epochs for row in rows)} of {counted(sum(one.epochs for one in sweep.trials), 'epoch')}"
+    best = f"best: trial {rows[0].trial}; " if rows[0].objective is not None else ""
+    return f"{best}{counted(len(rows), 'trial')}: {', '.join(statuses)}; {epochs}"
+
+
+def format_rows(sweep: Sweep, rows: Sequence[TrialRow]) -> list[str]:
+    """Return the lines of a table, the heading first."""
+    lines = [["trial", "status", "epochs", sweep.metric, "seeds", *short_names(sweep)]]
+    for row in rows:
+        trial = sweep.trials[row.trial]
+        objective = "" if row.objective is None else f"{row.objective:.4g}"
+        cells = [row.trial, row.status, f"{row.epochs}/{trial.epochs}", objective, len(row.seeds) or ""]
+        lines.append([*map(str, cells), *trial.values.values(), *row.failures.values()])
+    return align_columns(lines, ">" * len(lines[0]))
+
+
 # ------------------------------------------------------------------------------------------ sweep.json
 
 
@@ -254,21 +259,8 @@ def open_sweep(new: Sweep, content: bytes) -> Sweep:
         return new
     record = load_json(path)
     if record != json.loads(text):  # the command line determines all of it
-        before, now = _flatten(record), _flatten(json.loads(text))
-        changes = [f"{key} {before.get(key)} -> {now.get(key)}" for key in {**before, **now}
-                   if before.get(key) != now.get(key)]  # fmt: skip
-        raise ConfigError(f"OUT_DIR: {path} describes another sweep: {printable(', '.join(changes[:9]))}; {fix}")
+        raise ConfigError(f"OUT_DIR: {path} describes the sweep of other arguments, or of another --cfg; {fix}")
     copy = new.out_dir / new.inputs["config"]
     if new.inputs["config"] and not (copy.is_file() and copy.read_bytes() == content):
         raise ConfigError(f"OUT_DIR: {copy} is not the config of --cfg, which its runs expect; {fix}")
     return new
-
-
-def _flatten(record: Any) -> dict[str, Any]:
-    """Return what the command line determined, by the names of flags and options; of a damaged file, nothing."""
-    inputs = record.get("inputs") if isinstance(record, dict) else None
-    if not isinstance(inputs, dict):
-        return {}
-    groups = [inputs.get(name) for name in ("overrides", "space")]
-    options = {key: value for group in groups if isinstance(group, dict) for key, value in group.items()}
-    return {**{f"--{key}": value for key, value in inputs.items() if not isinstance(value, dict)}, **options}

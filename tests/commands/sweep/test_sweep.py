@@ -12,8 +12,8 @@ from support.errors import problems_of
 from support.processes import RESULT_S, wait_for
 from support.runs import ROOT, records, small_options
 
-from distribuuuu.commands.sweep import local_executor
-from distribuuuu.commands.sweep.local_executor import is_locked, plan_slots
+from distribuuuu.commands.sweep import executors
+from distribuuuu.commands.sweep.executors import LocalExecutor, is_locked, plan_slots
 from distribuuuu.commands.sweep.sweep import parse_args, plan_sweep, sweep, write_outcome
 from distribuuuu.commands.sweep.trials import Job, RunState, build_rows
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
@@ -182,7 +182,7 @@ def test_a_run_that_the_system_does_not_start_is_reported_as_that(image_folder, 
     def refuse(*args, **options):
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    monkeypatch.setattr(local_executor, "start_child", refuse)
+    monkeypatch.setattr(executors, "start_child", refuse)
     words = ["OPTIM.BASE_LR=0.1,0.2", *map(str, fixed_options(image_folder)), "OUT_DIR", str(tmp_path / "out")]
     (problem,) = problems_of(sweep, "sweep", words)
     assert problem.startswith(f"OUT_DIR: a run in {tmp_path / 'out'} cannot be started: Resource temporarily")
@@ -192,7 +192,5 @@ def test_the_output_of_a_run_is_not_written_through_a_link(tmp_path):
     (tmp_path / "victim").write_text("mine")
     (tmp_path / "console.log").symlink_to(tmp_path / "victim")
     with pytest.raises(OSError, match="console.log"):
-        local_executor._start(
-            Job(0, 0, 1, tmp_path, [sys.executable, "-c", "print(1)"]), set(os.sched_getaffinity(0)), {}
-        )
+        LocalExecutor(1).update([Job(0, 0, 1, tmp_path, (sys.executable, "-c", "print(1)"))])
     assert (tmp_path / "victim").read_text() == "mine"

@@ -46,11 +46,9 @@ def test_a_folder_belongs_to_one_sweep(tmp_path):
     assert open_sweep(sweep, b"RNG_SEED: 1\n") is sweep
     assert (tmp_path / "out/config/x/a.yaml").read_text() == file.read_text()
     assert open_sweep(sweep, b"RNG_SEED: 1\n") == sweep, "the description is read as it was written"
-    changed = {"seeds": 2, "space": {"OPTIM.BASE_LR": "0.1,0.3"}, "config_sha256": "2"}
-    other = dataclasses.replace(sweep, inputs={**sweep.inputs, **changed})
-    with pytest.raises(ConfigError) as caught:
+    other = dataclasses.replace(sweep, inputs={**sweep.inputs, "seeds": 2})
+    with pytest.raises(ConfigError, match="describes the sweep of other arguments"):
         open_sweep(other, b"RNG_SEED: 1\n")
-    assert "--seeds 1 -> 2" in str(caught.value) and "OPTIM.BASE_LR 0.1,0.2 -> 0.1,0.3" in str(caught.value)
     (tmp_path / "out/config/x/a.yaml").write_text("PLUGINS: [./evil.py]")  # the jobs would import it
     with pytest.raises(ConfigError, match="a.yaml is not the config of --cfg, which its runs expect; fix"):
         open_sweep(sweep, b"RNG_SEED: 1\n")
@@ -110,9 +108,9 @@ def test_a_sweep_with_kills_has_the_same_table_and_runs(image_folder, tmp_path, 
     for name, num_kills in (("calm", 0), ("killed", 8)):
         sweep = make_sweep(tmp_path / name, values, 4, eta=2, seeds=(3, 4), overrides=words)
         sweep.out_dir.mkdir()
-        states = run_sweep(sweep, InProcess(random.Random(0), monkeypatch, num_kills), lambda rows, running: None)
+        states = run_sweep(sweep, InProcess(random.Random(0), monkeypatch, num_kills))
         rows[name] = build_rows(sweep, states)
-        again = run_sweep(sweep, InProcess(random.Random(0), monkeypatch, 0), lambda rows, running: None)
+        again = run_sweep(sweep, InProcess(random.Random(0), monkeypatch, 0))
         assert again == states, "the files alone tell that nothing is left to do"
     assert repr(rows["calm"]) == repr(rows["killed"])
     failed = next(row for row in rows["killed"] if row.status == FAILED)

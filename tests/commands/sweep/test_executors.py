@@ -11,7 +11,7 @@ import pytest
 from support.sweeps import make_sweep
 
 from distribuuuu.commands.sweep.asha import MAX_KILLS, run_sweep
-from distribuuuu.commands.sweep.local_executor import LocalExecutor, is_locked
+from distribuuuu.commands.sweep.executors import LocalExecutor, is_locked
 from distribuuuu.commands.sweep.trials import Job, Sweep, build_rows
 from distribuuuu.launch.signals import RunStopped
 
@@ -42,14 +42,10 @@ def scripted(monkeypatch):
     return make
 
 
-def ignore(rows, running) -> None:
-    """Show nothing."""
-
-
 def test_failed_and_killed_runs_are_listed_and_the_rest_goes_on(scripted, tmp_path):
     before = os.sched_getaffinity(0)
     sweep = scripted(tmp_path, FAIL, KILL, REPORT, "pass")
-    rows = {row.trial: row for row in build_rows(sweep, run_sweep(sweep, LocalExecutor(2), ignore))}
+    rows = {row.trial: row for row in build_rows(sweep, run_sweep(sweep, LocalExecutor(2)))}
     assert [rows[trial].status for trial in range(4)] == ["failed", "failed", "finished", "failed"]
     assert rows[0].failures == {0: "boom"} and (sweep.folder(0, 0) / "failed.txt").read_text() == "1\n"
     assert (sweep.folder(1, 0) / "starts").read_text() == "x" * MAX_KILLS
@@ -58,7 +54,7 @@ def test_failed_and_killed_runs_are_listed_and_the_rest_goes_on(scripted, tmp_pa
     cores = len(sorted(before))
     assert len(eval((sweep.folder(2, 0) / "cores").read_text())) == max(1, cores // 2)
     (sweep.folder(0, 0) / "failed.txt").unlink()
-    rows = build_rows(sweep, run_sweep(sweep, LocalExecutor(2), ignore))
+    rows = build_rows(sweep, run_sweep(sweep, LocalExecutor(2)))
     assert (sweep.folder(0, 0) / "console.log").read_text().count("boom") == 2, "it is tried again"
     assert (sweep.folder(1, 0) / "starts").read_text() == "x" * MAX_KILLS and rows[0].trial == 2
 
@@ -74,7 +70,7 @@ def test_a_signal_to_the_sweep_ends_its_runs(scripted, tmp_path):
     threading.Thread(target=interrupt).start()
     begun = time.monotonic()
     with pytest.raises(RunStopped, match="SIGTERM"):
-        run_sweep(sweep, executor, ignore)
+        run_sweep(sweep, executor)
     assert not executor.running and time.monotonic() - begun < 50
     assert not sweep.folder(2, 0).exists() and not (sweep.folder(0, 0) / "failed.txt").exists()
 
@@ -96,4 +92,4 @@ def test_a_folder_in_use_by_a_run_of_a_killed_sweep_is_waited_for(scripted, tmp_
     finally:
         holder.kill()
         holder.communicate()
-    assert run_sweep(sweep, executor, ignore)[0, 0].values == {2: 50.0}
+    assert run_sweep(sweep, executor)[0, 0].values == {2: 50.0}
