@@ -53,7 +53,7 @@ from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.engine.build import build_training
 from distribuuuu.engine.run import Run
 from distribuuuu.models import build_model
-from distribuuuu.records.run_log import close_logging, set_up_logging
+from distribuuuu.records.run_log import logging_to
 from distribuuuu.tasks.losses import build_loss
 from distribuuuu.trainer import train_epoch
 
@@ -261,14 +261,12 @@ def main() -> None:
         open(Path(folder) / "output", "w", encoding="utf-8") as output,
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(output),
+        logging_to(folder, "train.log"),
     ):
-        set_up_logging(folder, "train.log")
         try:
             result = run_all(args, Path(folder), device)
         except ConfigError as error:
             raise SystemExit(str(error)) from error
-        finally:
-            close_logging()
     show(args, result, device)
 
 

@@ -48,7 +48,7 @@ from distribuuuu.engine.run import Run, StopRequest
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import tune_malloc
 from distribuuuu.launch.ports import find_free_port
-from distribuuuu.records.run_log import close_logging, set_up_logging
+from distribuuuu.records.run_log import logging_to
 from distribuuuu.tasks.losses import build_loss
 from distribuuuu.trainer import train_epoch
 
@@ -249,12 +249,10 @@ def run_process(rank: int, num_processes: int, args: argparse.Namespace, folder:
     device = pick_device(rank)
     # The log is written to a file, as in a batch job.
     with open(Path(folder) / f"stderr_{rank}", "w", encoding="utf-8") as sys.stderr:
-        with process_group(launch, device, timeout_s=600):
-            set_up_logging(folder, "train.log")
-            with contextlib.ExitStack() as stack:
-                loops = build_loops(make_cfg(args, folder), device, stack, args)
-                seconds = time_blocks(loops, args.blocks, args.epochs, device)
-            close_logging()
+        log = logging_to(folder, "train.log")
+        with process_group(launch, device, timeout_s=600), log, contextlib.ExitStack() as stack:
+            loops = build_loops(make_cfg(args, folder), device, stack, args)
+            seconds = time_blocks(loops, args.blocks, args.epochs, device)
         sys.stderr = sys.__stderr__
     if rank == 0:
         step_ms = {name: 1e3 / STEPS * statistics.median(values) for name, values in seconds.items()}

@@ -367,7 +367,7 @@ def _preserved_state() -> Iterator[None]:
     has_workspace, generators = workspace in os.environ, (random.getstate(), np.random.get_state())
     # Otherwise, this call would create a CUDA context, whose memory the trials of TRAIN.BATCH_SIZE auto would lack.
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    logger.handlers = []  # a run closes the handlers that it finds
+    logger.handlers = []  # a run has its own
     try:
         with torch.random.fork_rng(gpus):
             yield

@@ -60,7 +60,7 @@ def evaluate(
     meter, batches = Meter(task.eval_metrics, len(task.classes), loader.device), iter(loader)
     num_broken = num_left_out = 0
     with contextlib.nullcontext() if task.eval_gradients else inference(model):
-        for number in evaluation_bar(print_freq)(range(loader.max_num_batches)):
+        for number in evaluation_bar(range(loader.max_num_batches), print_freq):
             if batch := next(batches, None):  # else other processes have more images
                 readable, broken = split_broken(batch)
                 output = task.eval_step(model, readable or batch)

@@ -51,10 +51,14 @@ def format_speed(images_per_s: float) -> str:
 
 
 class LogTable:
-    """Table with columns of fixed width, and a header at the start and every 20 rows."""
+    """Table of the steps of a run with columns of fixed width, and a header at the start and every 20 rows."""
 
-    def __init__(self, log: Logger, widths: Mapping[str, int]):
-        self._logger, self._widths = log, widths
+    def __init__(self, log: Logger, num_epochs: int, num_steps: int, metric_labels: Sequence[str]):
+        totals = {"epoch": num_epochs, "step": num_steps}
+        self._widths = {name: max(len(name), 2 * len(str(total)) + 1) for name, total in totals.items()}
+        self._widths |= {"loss": 6, **{label: max(5, len(label)) for label in metric_labels}}
+        self._widths |= {"lr": 6, "img/s": 5, "data": 4, "eta": 6}
+        self._logger = log
         self.start()
 
     def start(self) -> None:
@@ -71,15 +75,3 @@ class LogTable:
     def _log(self, cells: dict[str, str]) -> None:
         gap = "  " if sum(self._widths.values()) + 2 * len(self._widths) <= _MAX_WIDTH else " "
         self._logger.info("%s", gap.join(f"{cells.get(name, '-'):>{width}}" for name, width in self._widths.items()))
-
-
-def build_tables(
-    steps_log: Logger, epochs_log: Logger, num_epochs: int, num_steps: int, metric_labels: Sequence[str]
-) -> tuple[LogTable, LogTable]:
-    """Return the table of steps and that of epochs; each has its logger."""
-    totals = {"epoch": num_epochs, "step": num_steps}
-    widths = {name: max(len(name), 2 * len(str(total)) + 1) for name, total in totals.items()}
-    widths |= {"loss": 6, **{label: max(5, len(label)) for label in metric_labels}, "lr": 6, "img/s": 5, "data": 4}
-    widths["eta"] = 6
-    of_epochs = {name: width for name, width in widths.items() if name != "step"}
-    return LogTable(steps_log, widths), LogTable(epochs_log, of_epochs)

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from distribuuuu.distributed import comm as dist
 from distribuuuu.files.atomic_file import open_for_writing
 from distribuuuu.files.untrusted import printable
 from distribuuuu.records.log_table import (
-    build_tables,
+    LogTable,
     format_decimal,
     format_duration,
     format_lr,
@@ -31,8 +31,6 @@ from distribuuuu.records.log_table import (
 from distribuuuu.records.metric_writers import RecordFile, drop_records_after
 
 logger = logging.getLogger("distribuuuu")
-# Loggers of the table of steps, and of the table of epochs, which a terminal shows above the progress bar instead.
-_table_log, _epochs_log = logging.getLogger("distribuuuu.steps"), logging.getLogger("distribuuuu.epochs")
 
 # Seconds between two logged steps, or evaluation batches, while no metrics are read.
 LOG_INTERVAL_S = 15.0
@@ -60,8 +58,14 @@ class _LineFormatter(logging.Formatter):
         return super().formatMessage(logging.makeLogRecord({**record.__dict__, "message": f"{level} {record.message}"}))
 
 
-class _TerminalHandler(logging.StreamHandler):
-    """Handler that prints above the progress bar."""
+class _Handler(logging.StreamHandler):
+    """Handler of the terminal, which prints above the progress bar, or of a file."""
+
+    def __init__(self, path: Path | None = None):
+        super().__init__(open_for_writing(path, "a", encoding="utf-8") if path else None)
+        self._is_file = path is not None
+        color = not path and supports_color()
+        self.setFormatter(_LineFormatter(_FILE_TIME if path else _TERMINAL_TIME, color))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record while the bar is hidden."""
@@ -69,73 +73,45 @@ class _TerminalHandler(logging.StreamHandler):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Ignore a line that cannot be written, e.g. if standard error is a file on a full disk."""
-
-
-class _FileHandler(logging.FileHandler):
-    """Handler of train.log that ignores write errors, e.g. on a full disk."""
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Ignore a line that cannot be written; the terminal shows it."""
-
-    def _open(self) -> Any:
-        return open_for_writing(self.baseFilename, self.mode, encoding=self.encoding)
+        """Ignore a line that cannot be written, e.g. on a full disk."""
 
     def close(self) -> None:
         """Close the file; ignore that buffered lines cannot be written."""
         with contextlib.suppress(OSError):
-            super().close()
-
-
-def set_up_logging(out_dir: str | os.PathLike, log_name: str) -> None:
-    """Log to the terminal and to out_dir/log_name, if a name is given; other ranks print warnings only."""
-    close_logging()
-    main = dist.is_main()
-    handlers: list[logging.Handler] = [_TerminalHandler(sys.stderr)]
-    if main and log_name:
-        handlers.append(_file_handler(out_dir, log_name))
-    handlers[0].setFormatter(_LineFormatter(_TERMINAL_TIME, colored=supports_color()))
-    if has_progress_bar():
-        handlers[0].addFilter(lambda record: record.name != _table_log.name)
-    for handler in handlers:
-        logger.addHandler(handler)
-    logger.setLevel(logging.INFO if main else logging.WARNING)
-    logger.propagate = False
+            if self._is_file:
+                self.stream.close()
+        super().close()
 
 
 @contextlib.contextmanager
 def logging_to(out_dir: str | os.PathLike, log_name: str) -> Iterator[None]:
-    """Set up logging (`set_up_logging`) for the duration of a block."""
-    set_up_logging(out_dir, log_name)
+    """Log to the terminal and to out_dir/log_name, if a name is given; other ranks print warnings only."""
+    handlers = [_Handler(), *([_open_file(out_dir, log_name)] if dist.is_main() and log_name else [])]
+    for handler in handlers:
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO if dist.is_main() else logging.WARNING)
+    logger.propagate = False
     try:
         yield
     finally:
-        close_logging()
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()
 
 
 def append_to_log(out_dir: str | os.PathLike, log_name: str, *lines: str) -> None:
     """Append lines to out_dir/log_name but not to the terminal; ignore write errors."""
-    with contextlib.suppress(OSError, ConfigError), contextlib.closing(_file_handler(out_dir, log_name)) as handler:
+    with contextlib.suppress(OSError, ConfigError), contextlib.closing(_open_file(out_dir, log_name)) as handler:
         for line in lines:
             handler.emit(logging.LogRecord(logger.name, logging.ERROR, __file__, 0, line, None, None))
 
 
-def _file_handler(out_dir: str | os.PathLike, log_name: str) -> _FileHandler:
+def _open_file(out_dir: str | os.PathLike, log_name: str) -> _Handler:
     path = Path(out_dir) / log_name
     try:
-        handler = _FileHandler(path, encoding="utf-8")
+        return _Handler(path)
     except OSError as error:
         raise ConfigError(f"OUT_DIR: {path} cannot be written: {error.strerror}") from error
-    handler.setFormatter(_LineFormatter(_FILE_TIME))
-    handler.addFilter(lambda record: record.name != _epochs_log.name)
-    return handler
-
-
-def close_logging() -> None:
-    """Remove the handlers of the package's logger and close their files."""
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-        handler.close()
 
 
 def has_progress_bar() -> bool:
@@ -165,21 +141,14 @@ def progress(
     return tqdm(items, desc=label, total=total, initial=initial, miniters=every, **{**style, **options})
 
 
-def evaluation_bar(every: int) -> Callable[[Any], Iterator]:
-    """Return a function that iterates over an evaluation loader, logs its position by time and shows a progress bar.
-
-    The bar is updated every `every` batches.
-    """
-
-    def iterate(loader: Any) -> Iterator:
-        shown_at = time.perf_counter()
-        for number, batch in enumerate(progress(loader, label="validation", every=every), 1):
-            yield batch
-            if time.perf_counter() - shown_at >= LOG_INTERVAL_S:
-                shown_at = time.perf_counter()
-                _table_log.info("validation: batch %d/%d", number, len(loader))
-
-    return iterate
+def evaluation_bar(items: Sized, every: int) -> Iterator:
+    """Yield the batches of an evaluation with a progress bar, moved every `every` batches; log the position by time."""
+    shown_at = time.perf_counter()
+    for number, item in enumerate(progress(items, label="validation", every=every), 1):
+        yield item
+        if time.perf_counter() - shown_at >= LOG_INTERVAL_S:
+            shown_at = time.perf_counter()
+            logger.info("validation: batch %d/%d", number, len(items))
 
 
 class StepTiming:
@@ -259,7 +228,7 @@ class Log:
         self.num_steps = self._end = num_steps
         self._total_steps = total_steps or num_epochs * num_steps
         self._images_per_step = images_per_step
-        self._build_tables()
+        self._build_table()
         self._evaluation = ""  # of the bar
         self._scalars: dict[int, dict[str, float]] = {}  # by epoch
         self._out_dir = Path(out_dir)
@@ -272,9 +241,9 @@ class Log:
         self._origin = {"resumed": [epoch + 1, step]} if (epoch, step) != (0, 0) else {}
         self.rewind(epoch, step)
 
-    def _build_tables(self) -> None:
+    def _build_table(self) -> None:
         labels = (*self.train_metrics.values(), *self._means)
-        self._table, self._epochs = build_tables(_table_log, _epochs_log, self.num_epochs, self.num_steps, labels)
+        self._table = LogTable(logger, self.num_epochs, self.num_steps, labels)
 
     def rewind(self, epoch: int, step: int, began: tuple[int, int] | None = None) -> None:
         """Continue from an earlier position; remove the records after it.
@@ -290,7 +259,6 @@ class Log:
         # Time and position from which the ETA is extrapolated: after the first step, which compiles and allocates.
         self._eta_origin: tuple[float, int] | None = None
         self._table.start()
-        self._epochs.start()
         if not dist.is_main():
             return
         path = self._out_dir / run_files.METRICS
@@ -315,7 +283,6 @@ class Log:
         self._last_read, self._read_position = time.perf_counter(), epoch * self.num_steps + first
         if first < self._end:  # otherwise only the evaluation remains
             self._timing.begin(self._last_read)
-        self._readings: list[tuple[dict, float, float]] = []  # metrics, seconds, seconds of waiting for data
         label = f"epoch {epoch + 1}/{self.num_epochs}"
         self._bar = progress(range(first, self._end), label, total=self._end, initial=first)
         self._show_in_bar()
@@ -336,28 +303,13 @@ class Log:
         known = ("count", "loss", "skipped_steps", *self.train_metrics, *self._means)
         if means := tuple(name for name in metrics if name not in known):
             self._means += means
-            self._build_tables()
+            self._build_table()
         first = "".join(f", {label} {metrics[name]:.1f}" for name, label in list(self.train_metrics.items())[:1])
         self._show_in_bar(f"run {format_duration(speed['eta_s'])}, loss {metrics['loss']:.3f}{first}")
-        self._add_row(now, position, lr, speed["images_per_s"], speed["eta_s"], self._cells(metrics, speed["wait"]))
-        self._readings.append((metrics, elapsed, data_time_s))
-        if step == self._end and has_progress_bar():
-            self._add_epoch(epoch, lr, speed["eta_s"])
-
-    def _cells(self, metrics: Mapping[str, float], wait: float) -> dict[str, str]:
         values = {label: format_decimal(metrics[name], 5, decimals=2) for name, label in self.train_metrics.items()}
         values |= {name: format_decimal(metrics.get(name, 0.0), 6) for name in self._means}
-        return {"loss": format_decimal(metrics["loss"], 6), **values, "data": f"{wait:.0%}"}
-
-    def _add_epoch(self, epoch: int, lr: float, eta_s: float) -> None:
-        """Log the means over the images of an epoch; after a resume, over those of this start."""
-        count = sum(metrics["count"] for metrics, _, _ in self._readings)
-        names = ("loss", *self.train_metrics, *self._means)
-        means = {name: sum(one["count"] * one.get(name, 0.0) for one, _, _ in self._readings) / count for name in names}
-        seconds = sum(elapsed for _, elapsed, _ in self._readings)
-        cells = self._cells(means, min(1.0, sum(waited for _, _, waited in self._readings) / seconds))
-        cells |= {"epoch": f"{epoch + 1}/{self.num_epochs}", "lr": format_lr(lr), "eta": format_duration(eta_s)}
-        self._epochs.add({**cells, "img/s": format_speed(count / seconds)})
+        cells = {"loss": format_decimal(metrics["loss"], 6), **values, "data": f"{speed['wait']:.0%}"}
+        self._add_row(now, position, lr, speed["images_per_s"], speed["eta_s"], cells)
 
     def _show_in_bar(self, text: str = "") -> None:
         """Show a text and the last evaluation at the end of the bar."""

@@ -21,7 +21,6 @@ from distribuuuu.optim.precision import Precision
 from distribuuuu.records.read_results import read_results
 from distribuuuu.records.results import RunResults, write_test_results
 from distribuuuu.records.run_config import config_name, hash_config, list_overrides
-from distribuuuu.records.run_log import close_logging
 from distribuuuu.tasks.base import build_task
 from distribuuuu.tasks.metrics import Meter
 
@@ -137,7 +136,6 @@ def test_an_evaluation_leaves_the_results_of_the_training_alone(cfg, path):
     before = path.read_text()
     task = build_task(cfg, state.classes, torch.device("cpu"), Precision())
     write_test_results(cfg, task, state.model, "best.pth.tar", {"raw": SERIES[1], "ema": SERIES[2]})
-    close_logging()
     assert path.read_text() == before
     record = json.loads(path.with_name("test_results.json").read_text())
     assert record["accuracy"]["raw"] == {"loss": 0.8, "top1": 60.0, "topk": 99.0}
