@@ -23,7 +23,7 @@ from distribuuuu.launch.detect import has_lost_launcher
 from distribuuuu.launch.processes import die_with_parent
 from distribuuuu.launch.signals import ignore_signals
 from distribuuuu.mirror.store import DamagedError, Store
-from distribuuuu.mirror.sync import HEARTBEAT_S, PRIVATE, ConflictError, Mirror, Owner, find_newest, is_checkpoint
+from distribuuuu.mirror.sync import PRIVATE, ConflictError, Mirror, find_newest, is_checkpoint
 
 # Seconds between two scans of the folder; of the longest pause after a failure; of the attempts at the start; between
 # two warnings; and of waiting for the child of a training that has just ended.
@@ -41,9 +41,7 @@ class _Child:
         self.folder, self.end, self._warned_at = folder, threading.Event(), float("-inf")
         self._output = threading.Lock()
         (folder / PRIVATE).mkdir(parents=True, exist_ok=True)
-        store = Store(url_of(folder) or "", folder / PRIVATE, self._progress)
-        self.mirror, self.owner = Mirror(folder, store, self.warn), Owner(store)
-        self.conflict = ""
+        self.mirror = Mirror(folder, Store(url_of(folder) or "", folder / PRIVATE, self._progress), self.warn)
 
     def say(self, **content: Any) -> None:
         """Write a line to the run."""
@@ -85,11 +83,6 @@ class _Child:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 5.0)
 
-    def start(self) -> None:
-        """Claim the URL and restore the folder."""
-        self.mirror.save_state(owner=self.owner.claim(self.mirror.state["owner"]))
-        self.mirror.reconcile()
-
     def fetch(self, name: str) -> None:
         """Download what the commands need: all but checkpoints, and the one of a name."""
         if (index := self.mirror.read_index()) is None and (objects := self.mirror.store.list_objects()):
@@ -111,33 +104,21 @@ class _Child:
             os._exit(1)
         self.end.set()
 
-    def beat(self) -> None:
-        """Renew the owner until the end."""
-        while not self.conflict:
-            time.sleep(HEARTBEAT_S)
-            try:
-                self.owner.renew()
-            except ConflictError as error:
-                self.conflict = str(error)
-            except Exception as error:  # of any package; the uploads warn
-                self.warn_sometimes(f"{type(error).__name__}: {error}")
-
     def work(self) -> None:
         """Upload changes until the end is requested and everything is there, or another run has taken over."""
-        threading.Thread(target=self.beat, daemon=True).start()
         pause_s = SCAN_S
-        while not self.conflict:
+        while True:
             is_last = self.end.is_set()
             try:
                 self.mirror.upload_changes(with_logs=is_last)
                 pause_s = SCAN_S
                 if is_last:
-                    self.owner.release()
                     files = self.mirror.index.files
                     return self.say(done=True, files=len(files), bytes=sum(entry.size for entry in files.values()))
             except (ConflictError, DamagedError) as error:
-                self.conflict = str(error)
-                break
+                self.warn(f"{error}; nothing more is uploaded")
+                self.end.wait()
+                return self.say(done=False, reason=str(error))
             except (OSError, ConfigError) as error:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S if not is_last else 2.0)
                 self.warn_sometimes(str(error))
@@ -145,9 +126,6 @@ class _Child:
                 self.end.wait(pause_s)
             elif pause_s > SCAN_S:
                 time.sleep(pause_s)
-        self.warn(f"{self.conflict}; nothing more is uploaded")
-        self.end.wait()
-        return self.say(done=False, reason=self.conflict)
 
 
 def main(folder: Path, mode: str, name: str = "") -> None:
@@ -163,7 +141,7 @@ def main(folder: Path, mode: str, name: str = "") -> None:
                 return child.say(ready=True)
             return child.say(problem=f"{folder} is in use by another training of this machine; fix: wait for its end")
         try:
-            problem = child.retry(child.start if mode == "train" else lambda: child.fetch(name), START_S)
+            problem = child.retry(child.mirror.reconcile if mode == "train" else lambda: child.fetch(name), START_S)
         except (ConflictError, DamagedError) as error:
             problem = str(error)
         if problem or mode == "fetch":

@@ -2,7 +2,6 @@
 
     URL/mirror.json         the index: name -> SHA-256 and size of each file; written before the first object
     URL/objects/SHA256      the content of a file; never overwritten with another one
-    URL/owner.json          the run that writes there, renewed every few seconds
 
 A store is not trusted: the index has limits, its names are files of a run, and content is used after its hash matches.
 """
@@ -25,7 +24,7 @@ from distribuuuu.data.packed.transport import MissingObjectError, call_filesyste
 from distribuuuu.files.untrusted import parse_json
 from distribuuuu.mirror import OBJECT_STORES
 
-INDEX, OWNER, OBJECTS = "mirror.json", "owner.json", "objects"
+INDEX, OBJECTS = "mirror.json", "objects"
 # Limits of an index: its bytes, files, levels of folders, and the bytes of a file.
 MAX_INDEX, MAX_FILES, MAX_LEVELS, MAX_SIZE = 1 << 22, 10_000, 5, 1 << 44
 # Bytes of a part, which is held in memory; a multipart upload has at most 5,000 parts here (S3: 10,000).

@@ -1,4 +1,4 @@
-"""Synchronization of a run's folder with its mirror: restoring at the start, uploading, and the owner of a URL."""
+"""Synchronization of a run's folder with its mirror: restoring at the start, and uploading."""
 
 import contextlib
 import json
@@ -11,13 +11,11 @@ from typing import Any
 
 from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import CHECKPOINTS, METRICS, TENSORBOARD, TEST_LOG, TRAIN_LOG
-from distribuuuu.files import locks
 from distribuuuu.files.atomic_file import replacing
-from distribuuuu.files.untrusted import MAX_JSON, parse_json, printable, read_regular
+from distribuuuu.files.untrusted import MAX_JSON, parse_json, read_regular
 from distribuuuu.mirror.store import (
     INDEX,
     OBJECTS,
-    OWNER,
     PART,
     DamagedError,
     Entry,
@@ -30,86 +28,13 @@ from distribuuuu.mirror.store import (
 
 # Private files of the mirror in the folder of the run, and what they hold: the last index of this folder.
 PRIVATE, STATE = ".mirror", "state.json"
-# Seconds between two renewals of the owner, and of watching a foreign one until it counts as dead.
-HEARTBEAT_S, OBSERVE_S = 10.0, 25.0
 # Seconds between two uploads of files that only grow, unless another file is new.
 LOGS_EVERY_S = 30.0
 _GROWING = (TRAIN_LOG, TEST_LOG, METRICS)
-_MAX_OWNER = 4096
 
 
 class ConflictError(Exception):
-    """Another run has written to the URL, or is writing there."""
-
-
-def new_id() -> str:
-    """Return a random identifier of an index or an owner."""
-    return os.urandom(32).hex()
-
-
-class Owner:
-    """The process that writes to a URL, as an object that it renews; stores have no locks.
-
-    Args:
-        store: the store.
-    """
-
-    def __init__(self, store: Store):
-        self._store, self._id, self._count = store, new_id(), 0
-
-    def claim(self, previous: str) -> str:
-        """Write the object unless another living process owns it; return the own identifier.
-
-        Args:
-            previous: the identifier of the process that last used this folder, which has ended.
-
-        Raises:
-            ConflictError: another process renews the object.
-        """
-        found, deadline = self._read(), time.monotonic() + OBSERVE_S
-        first = found
-        while found and found["id"] != previous:
-            if found != first:
-                raise ConflictError(self._describe(found))
-            if time.monotonic() > deadline:
-                break
-            time.sleep(1)
-            found = self._read()
-        self._write()
-        time.sleep(0.2)
-        self.check()  # of two that start at once, the last one keeps it
-        return self._id
-
-    def renew(self) -> None:
-        """Write the object again; raises ConflictError if another process has replaced it."""
-        self.check()
-        self._write()
-
-    def check(self) -> None:
-        """Raise ConflictError if another process owns the URL."""
-        if (found := self._read()) and found["id"] != self._id:
-            raise ConflictError(self._describe(found))
-
-    def release(self) -> None:
-        """Delete the object."""
-        self.check()
-        self._store.delete(OWNER)
-
-    def _write(self) -> None:
-        self._count += 1
-        content = {**locks.describe_process(), "id": self._id, "count": self._count}
-        self._store.write(OWNER, json.dumps(content).encode())
-
-    def _read(self) -> dict[str, Any] | None:
-        """Return the content of the object; None if it is missing or damaged."""
-        with contextlib.suppress(ValueError, LookupError, TypeError, DamagedError):
-            content = parse_json(self._store.read(OWNER, _MAX_OWNER) or b"null")
-            return {key: content[key] for key in ("id", "host", "started", "pid", "count")}
-        return None
-
-    def _describe(self, found: dict[str, Any]) -> str:
-        who = printable(f"host {found['host']}, pid {found['pid']}, started {found['started']}")[:200]
-        return f"{self._store.url} is in use by another run ({who}); fix: set another OUT_DIR, or stop that run"
+    """Another run has written to the URL."""
 
 
 class Mirror:
@@ -124,11 +49,10 @@ class Mirror:
     def __init__(self, folder: Path, store: Store, warn: Callable[[str], None]):
         self.folder, self.store, self._warn = folder, store, warn
         self._private = folder / PRIVATE
-        self.state: dict[str, Any] = {"ids": [], "owner": "", "is_restoring": False, "files": {}}
-        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        self.state: dict[str, Any] = {"ids": [], "is_restoring": False, "files": {}}
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
             found = parse_json(read_regular(self._private / STATE, MAX_JSON))
-            if {key: type(value) for key, value in found.items()} == {k: type(v) for k, v in self.state.items()}:
-                self.state = found
+            self.state = {key: type(value)(found[key]) for key, value in self.state.items()}
         # The newest known index, the objects that are there, and (size, time, inode) of hashed files.
         self.index, self._stored = Index("", 0, {}), set[str]()
         self._hashed: dict[str, tuple[tuple[int, int, int], Entry]] = {}
@@ -301,7 +225,7 @@ class Mirror:
         if (remote.id if remote else "") not in {self.index.id, *self.state["ids"]} and remote:
             raise ConflictError(f"{self.store.url}: another machine has continued this run; the folder {self.folder} "
                                 "keeps this one; fix: set another OUT_DIR")  # fmt: skip
-        index = Index(new_id(), self.index.generation + 1, files)
+        index = Index(os.urandom(32).hex(), self.index.generation + 1, files)
         self.save_state(ids=[self.index.id, index.id])  # a kill in between: this folder has written either
         self.store.write(INDEX, json.dumps(index.to_dict()).encode())
         self.index = index

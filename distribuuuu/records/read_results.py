@@ -1,5 +1,7 @@
 """Reading of results.json and test_results.json, which may come from elsewhere."""
 
+import functools
+import operator
 import os
 import reprlib
 from typing import Any
@@ -43,7 +45,8 @@ def read_results(path: str | os.PathLike, kind: str = "training") -> dict:
     try:
         _check(record, kind)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ConfigError(f"{path}: not a valid {FILE_NAME}: {error}") from error
+        reason = error if isinstance(error, ValueError) else repr(error)
+        raise ConfigError(f"{path}: not a valid {FILE_NAME}: {reason}") from error
     return record
 
 
@@ -56,33 +59,20 @@ def list_metrics(record: dict) -> dict[str, str]:
 
 def _check(record: Any, kind: str) -> None:
     """Raise an error if a value is missing or has another type than the readers expect."""
-    _expect(record, "schema", int)
-    if record["schema"] != SCHEMA_VERSION:
-        raise ValueError(f"`schema`: got {record['schema']}; expected {SCHEMA_VERSION}")
-    if record.get("kind") != kind:
-        fix = "pass the results.json of a training run" if kind == "training" else "evaluate the run again"
-        raise ValueError(f"`kind`: got {reprlib.repr(record.get('kind'))}; expected {kind!r}; fix: {fix}")
-    newer = {key: dict for key in ("weights_sha256", "environment") if key in record}
-    for key, types in {**_FIELDS, **_FIELDS_OF[kind], **newer}.items():
-        _expect(record, key, types)
+    if (record["schema"], record["kind"]) != (SCHEMA_VERSION, kind):
+        got, expected = f"schema {record['schema']!r} and kind {record['kind']!r}", f"{SCHEMA_VERSION} and {kind!r}"
+        raise ValueError(f"got {got:.100}; expected {expected}; fix: pass the file of another run, or run it again")
+    types: dict[str, Any] = {**_FIELDS, **_FIELDS_OF[kind]}
+    types |= {key: dict for key in ("weights_sha256", "environment") if key in record}
     metrics = list_metrics(record)
-    if "topk" in metrics:
-        _expect(record, "evaluation.k", int)
+    types |= {"evaluation.k": int} if "topk" in metrics else {}
+    for place in (f"accuracy.{name}{end}" for name in record["accuracy"] for end in _ENDS[kind]):
+        types |= {f"{place}.{metric}": _MAYBE_NUMBER for metric in ("loss", *metrics)}
+        if kind == "training":  # of the best one, it is null if an older checkpoint did not record it
+            types[f"{place}.epoch"] = (int, type(None)) if place.endswith("best") else int
+    for key, allowed in types.items():
+        value = functools.reduce(operator.getitem, key.split("."), record)
+        if not isinstance(value, allowed):
+            raise ValueError(f"`{key}`: got {reprlib.repr(value)}")
     if not all(isinstance(label, str) for label in metrics.values()):
         raise ValueError("`evaluation.metrics`: expected names")
-    for place in (f"accuracy.{name}{end}" for name in record["accuracy"] for end in _ENDS[kind]):
-        for metric in ("loss", *metrics):
-            _expect(record, f"{place}.{metric}", _MAYBE_NUMBER)
-        if kind == "training":  # of the best one, it is null if an older checkpoint did not record it
-            _expect(record, f"{place}.epoch", (int, type(None)) if place.endswith("best") else int)
-
-
-def _expect(record: Any, key: str, types: type | tuple[type, ...]) -> None:
-    """Raise ValueError if the value of a dotted key is missing or has another type."""
-    value = record
-    for part in key.split("."):
-        if not isinstance(value, dict) or part not in value:
-            raise ValueError(f"`{key}` is missing")
-        value = value[part]
-    if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
-        raise ValueError(f"`{key}`: got {reprlib.repr(value)}")

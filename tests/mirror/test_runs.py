@@ -3,7 +3,6 @@
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -105,17 +104,6 @@ def test_a_store_that_stays_down_is_reported_by_status_and_last_line(store, sixt
     finally:
         store.start()
     finish(start(sixty_images))
-
-
-def test_a_second_living_run_is_refused(store, sixty_images, tmp_path):
-    process = start(sixty_images, "OPTIM.MAX_EPOCH", 200)
-    wait_for(lambda: os.path.exists(f"{local_folder(URL)}/checkpoints"), timeout_s=60)
-    words = [str(word) for word in small_options(sixty_images, URL, *MORE)]
-    other = run_python("-c", START, "train", *words, XDG_CACHE_HOME=str(tmp_path / "other"))
-    assert other.returncode == 2 and f"{URL} is in use by another run (host " in other.stderr, other
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 143 and "is complete: " in said.splitlines()[-1], said
 
 
 def test_a_bucket_that_does_not_exist_is_named(store, sixty_images):

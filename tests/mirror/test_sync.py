@@ -1,4 +1,4 @@
-"""The index of a mirror, restoring a folder, diverged runs, hostile stores, and the owner of a URL."""
+"""The index of a mirror, restoring a folder, diverged runs, and hostile stores."""
 
 import json
 import shutil
@@ -11,9 +11,8 @@ from support.tables import each_row
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.run_files import find_path_problem, local_folder, local_run, url_of
 from distribuuuu.mirror import store as store_module
-from distribuuuu.mirror import sync
 from distribuuuu.mirror.store import DamagedError, Store, hash_file, is_mirrored, parse_index
-from distribuuuu.mirror.sync import PRIVATE, ConflictError, Mirror, Owner
+from distribuuuu.mirror.sync import PRIVATE, ConflictError, Mirror
 
 FILES = {"checkpoints/ckpt_ep_001.pth.tar": b"one", "checkpoints/ckpt_ep_002.pth.tar": b"two", "best.pth.tar": b"best",
          "config.yaml": b"OUT_DIR: x", "metrics.jsonl": b"{}\n"}  # fmt: skip
@@ -157,19 +156,6 @@ def test_an_index_that_is_too_large_is_refused(tmp_path):
     write(tmp_path / "store", {"mirror.json": b" " * (1 << 23)})
     with pytest.raises(DamagedError, match="more than"):
         mirror_of(tmp_path / "two", tmp_path / "store").reconcile()
-
-
-def test_a_living_owner_is_refused_and_a_dead_one_replaced(tmp_path, monkeypatch):
-    monkeypatch.setattr(sync, "OBSERVE_S", 0.5)
-    store = mirror_of(tmp_path / "one", tmp_path / "store").store
-    first = Owner(store)
-    first.claim("")
-    second = Owner(store)
-    second.claim("")  # it was not renewed
-    with pytest.raises(ConflictError, match="in use by another run"):
-        first.renew()
-    second.release()
-    assert not (tmp_path / "store/owner.json").exists()
 
 
 def test_the_local_folder_is_a_function_of_the_url_and_back():
