@@ -150,18 +150,19 @@ def _name_findings(splits: dict[str, ImageDataset], counts: dict[str, dict[str, 
     for label in (label for labels in counts.values() for label in labels):
         spellings.setdefault(spelling_key(label), set()).add(label)
     if similar := [sorted(found) for found in spellings.values() if len(found) > 1]:
-        shown = first_few([" and ".join(map(repr, found)) for found in similar])
-        message = f"class names differ only by case, spaces, hyphens or underscores: {shown}"
+        shown = first_few([" and ".join(map(ascii, found)) for found in similar])
+        message = f"class names differ only by case, spaces, hyphens, underscores or their Unicode form: {shown}"
         files = [_place(splits, split, label) for found in similar for label in found
                  for split, labels in counts.items() if label in labels]  # fmt: skip
-        fix = "merge the folders, under one name in all splits; now each is a separate class"
+        fix = "merge the folders, under one name in all splits"
         yield Finding("similar_class_names", PROBLEM, message, fix, files)
     for split in [*counts][1:]:
         for kind, severity, having, lacking, fix in (
             ("unknown_class", PROBLEM, split, trained, "rename the folders, or add training images"),
             ("unevaluated_class", NOTE, trained, split, f"add images to {split}; its accuracy does not cover these"),
         ):
-            if names := sorted(counts[having].keys() - counts[lacking].keys()):
+            known = {unicodedata.normalize("NFC", label) for label in counts[lacking]}
+            if names := sorted(label for label in counts[having] if unicodedata.normalize("NFC", label) not in known):
                 message = f"{counted(len(names), 'class')} of {having} not in {lacking}: {first_few(names)}"
                 yield Finding(kind, severity, message, fix, [_place(splits, having, label) for label in names])
 

@@ -120,6 +120,15 @@ def test_class_folders_are_compared(root):
     assert found["unevaluated_class"]["severity"] == "note"
 
 
+def test_a_class_in_another_unicode_form_is_named_as_that_and_is_no_other_class(tmp_path):
+    draw_folder(tmp_path, "train", {"caf\xe9": 2, "dog": 2})
+    draw_folder(tmp_path, "val", {"cafe\u0301": 2, "dog": 2})
+    found = kinds(check(tmp_path))
+    message = found["similar_class_names"]["message"]
+    assert r"'cafe\u0301' and 'caf\xe9'" in message and "Unicode form" in message
+    assert not {"unknown_class", "unevaluated_class"} & {*found}
+
+
 def test_spellings():
     for one, other, same in [
         ("T-Shirt", "t-shirt", True), ("ice cream", "ice_cream", True), ("caf\u00e9", "cafe\u0301", True),
