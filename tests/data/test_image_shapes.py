@@ -137,10 +137,10 @@ def test_a_letterboxed_set_trains_evaluates_exports_and_reports(tmp_path, capsys
     )])  # fmt: skip
     train(cfg)
     assert read_results(out / "results.json")["evaluation"]["crop"] == [96, 320]
-    for to in ("onnx", "torch", "safetensors"):
+    for to in ("onnx", "safetensors"):
         assert dispatch("distribuuuu", ["export", str(out), "--to", to, str(tmp_path / to)]) == 0, to
         assert "letterbox" in (tmp_path / to / "README.md").read_text()
     assert dispatch("distribuuuu", ["report", str(out)]) == 0
     assert dispatch("distribuuuu", ["predict", str(out), str(tmp_path / "val" / "ant")]) == 0
-    assert dispatch("distribuuuu", ["export", str(out), "--to", "timm", str(tmp_path / "timm")]) == 2
+    assert dispatch("distribuuuu", ["export", str(out), "--to", "torch", str(tmp_path / "torch")]) == 2
     assert "cannot express the crop `letterbox 96 x 320 px" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from string import Template
 
 from distribuuuu.config.derived import height_and_width, show_size
 from distribuuuu.config.options import PIXEL_RANGES
-from distribuuuu.data.crops import EvalCrop, WholeImage
+from distribuuuu.data.crops import EvalCrop
 from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.inference.loaded_run import LoadedRun
 
@@ -79,7 +79,7 @@ model = timm.create_model("local-dir:.", pretrained=True).eval()  # or "hf-hub:O
 classes = model.pretrained_cfg["label_names"]
 data = timm.data.resolve_data_config({}, model=model)
 size, mode = data["input_size"][-1], v2.InterpolationMode(data["interpolation"])
-${function}transform = v2.Compose([
+transform = v2.Compose([
     $timm_crop,
     $scale,
     v2.Normalize(data["mean"], data["std"]),
@@ -95,7 +95,7 @@ extra = {"metadata.json": ""}
 model = torch.export.load("model.pt2", extra_files=extra).module()
 meta = json.loads(extra["metadata.json"])
 classes, mode = meta["label_names"], v2.InterpolationMode(meta["interpolation"])
-${function}transform = $torch_crop""",
+transform = $torch_crop""",
     "onnx": """import json
 
 import numpy as np
@@ -123,19 +123,6 @@ _ONNX_PREDICT = '''def predict(path):
     probabilities = $activation
     order = np.argsort(-probabilities, kind="stable")
     return [(classes[index], float(probabilities[index])) for index in order]'''
-
-_RESIZE_AND_CROP = '''
-
-def resize_and_crop(pixels):
-    """$doc"""
-    height, width = pixels.shape[-2:]
-    by_height, by_width = (${rows}, width * ${rows} // height), (height * ${columns} // width, ${columns})
-    size = [$side for sides in zip(by_height, by_width)]
-    pixels = v2.functional.resize(pixels, size, mode, antialias=True)
-    return v2.functional.center_crop(pixels, $crop)  # between black borders if it is smaller
-
-
-'''
 
 _MAIN = """if __name__ == "__main__":
     $show"""
@@ -165,7 +152,7 @@ def render_code(run: LoadedRun, to: str, plugins: Sequence[str] | None = None) -
         "softmax(0)", "np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()")  # fmt: skip
     mirrors = run.cfg.TEST.FLIP and "mirror" not in INSIDE[to]
     values = {
-        **_render_crop(run),
+        **(render_crop(run.transform.crop) or {}),
         "pixels": options.pixels,
         "channels": options.channels,
         "host": "uint8" if options.pixels == "uint8" else "float32",
@@ -186,21 +173,16 @@ def render_code(run: LoadedRun, to: str, plugins: Sequence[str] | None = None) -
     return Template("\n\n\n".join((*parts, _MAIN))).substitute(values)
 
 
-def _render_crop(run: LoadedRun) -> dict[str, str]:
-    """Return the code of resize and crop: a function where torchvision has no transform for them."""
-    crop = run.transform.crop
+def render_crop(crop: EvalCrop) -> dict[str, str] | None:
+    """Return the code of resize and crop for timm and torch; None if torchvision has no transform for them."""
     if isinstance(crop, CenterCrop) and isinstance(crop.resize_to, int) and isinstance(crop.size, int):
         resize = 'v2.Resize(math.floor(size / data["crop_pct"]), mode, antialias=True),\n    v2.CenterCrop(size)'
         both = 'v2.Compose([v2.Resize(meta["resize"], mode, antialias=True), v2.CenterCrop(meta["crop"])])'
-        return {"function": "", "timm_crop": resize, "torch_crop": both}
-    size, (rows, columns) = list(height_and_width(crop.size)), height_and_width(crop.resize_to)
-    if isinstance(crop, WholeImage) and crop.mode == "squash":
-        resize = f"v2.Resize({size}, mode, antialias=True)"
-        return {"function": "", "timm_crop": resize, "torch_crop": resize}
-    doc, side = "; ".join(_describe_crop(crop).values()), "max(2, min(sides))"
-    side = "max(sides)" if isinstance(crop, CenterCrop) else side
-    function = Template(_RESIZE_AND_CROP).substitute(doc=doc, side=side, rows=rows, columns=columns, crop=size)
-    return {"function": function, "timm_crop": "resize_and_crop", "torch_crop": "resize_and_crop"}
+        return {"timm_crop": resize, "torch_crop": both}
+    if isinstance(crop, CenterCrop) or crop.mode != "squash":
+        return None
+    resize = f"v2.Resize({list(height_and_width(crop.size))}, mode, antialias=True)"
+    return {"timm_crop": resize, "torch_crop": resize}
 
 
 def _describe_crop(crop: EvalCrop) -> dict[str, str]:
@@ -216,15 +198,11 @@ def _describe_crop(crop: EvalCrop) -> dict[str, str]:
 
 def list_steps(run: LoadedRun) -> dict[str, str]:
     """Return the steps of the preprocessing and of the prediction, in their order, with a description of each."""
-    mean, std = list(run.transform.mean), list(run.transform.std)
+    mean, std, shift = list(run.transform.mean), list(run.transform.std), run.cfg.TEST.SHIFT
     return {
         **({"exif": "turn the image upright, as its EXIF orientation says"} if run.cfg.DATA.EXIF_ROTATE else {}),
         **_describe_crop(run.transform.crop),
         "normalize": f"normalize {_UNITS[run.cfg.DATA.PIXELS]} with mean {mean} and std {std}",
         **({"mirror": "average the logits with those of the mirrored image"} if run.cfg.TEST.FLIP else {}),
-        **(
-            {"shift": f"average the logits with those of the image shifted by {run.cfg.TEST.SHIFT} px"}
-            if run.cfg.TEST.SHIFT
-            else {}
-        ),
+        **({"shift": f"average the logits with those of the image shifted by {shift} px"} if shift else {}),
     }

@@ -1,6 +1,5 @@
 """The command `export`: write a trained model to a folder for other programs, and check it."""
 
-import argparse
 import shutil
 import sys
 from dataclasses import replace
@@ -30,51 +29,16 @@ images of any size; torch: a program of torch.export.
 Exit status: 0 verified, or not checked; 1 other answers than those of predict;
 2 an error.
 """
-FORMAT_NAMES = ("timm", "safetensors", "onnx", "torch")
+FORMATS = ("timm", "safetensors", "onnx", "torch")
 
 
 def export(prog: str, args: list[str]) -> int:
-    """Export a run; return the exit status."""
+    """Check the arguments, export a run and print the result; return the exit status."""
     flags, words, problems = parse_flags(build_parser(prog), args)
     folders = words[: len(words) - len(flags.overrides)]  # before --out, it was the second argument
-    if problems or len(folders) > 1:
-        raise ConfigError(problems or f"command line: too many arguments: {' '.join(folders)}")
-    if flags.out and folders:
-        raise ConfigError(f"--out: got it twice: {flags.out}, {folders[0]}; fix: remove one of them")
-    flags.out = flags.out or "".join(folders)
-    return run_export(flags)
-
-
-def build_parser(prog: str | None = None) -> CommandParser:
-    """Return the parser of the command line."""
-    usage = "%(prog)s RUN --format FORMAT --out FOLDER [KEY VALUE ...]"
-    parser = CommandParser(prog=prog, description=_DESCRIPTION, usage=usage)
-    add = parser.add_argument
-    add("run", metavar="RUN", help="an OUT_DIR, a checkpoint, an exported folder, or timm/NAME")
-    add("--out", metavar="FOLDER", default="", help="the new folder")
-    add("--format", "--to", metavar="|".join(FORMAT_NAMES), dest="to", default="", help="the format")
-    add("--images", metavar="PATH", nargs="+", help="check it on these images instead of the evaluation set")
-    add(
-        "--check-images",
-        metavar="N",
-        type=at_least(0),
-        default=1000,
-        help="check N spread images (1000); 0: all",
-    )
-    add("--no-check", action="store_true", help="do not check it, e.g. where no image is at hand")
-    add("--push", metavar="OWNER/NAME", default="", help="upload a verified export to the Hugging Face Hub, as private")
-    add("--cfg", metavar="FILE", help="the config, for weights without one")
-    return parser
-
-
-def run_export(flags: argparse.Namespace) -> int:
-    """Check the arguments, load the run, export it and print the result; return the exit status.
-
-    Raises:
-        ConfigError: see `export_run`.
-    """
-    if not flags.out:
-        raise ConfigError("--out: got nothing; expected the new folder")
+    folders += [flags.out] if flags.out else []
+    if problems or len(folders) != 1:
+        raise ConfigError(problems or f"--out: got {' '.join(folders) or 'nothing'}; expected one new folder")
     if flags.images and flags.no_check:
         raise ConfigError("--images, --no-check: both are given; fix: remove one of them")
     check_run(flags.run)
@@ -83,7 +47,7 @@ def run_export(flags: argparse.Namespace) -> int:
     from distribuuuu.inference.load_run import find_run
     from distribuuuu.inference.loaded_run import CPU
 
-    out = Path(flags.out).expanduser()
+    out = Path(folders[0]).expanduser()
     check_out("--out", out)
     check_arguments(flags.to, out, flags.push)
     files = [] if flags.no_check else list_images(flags.images) if flags.images else None
@@ -101,6 +65,28 @@ def run_export(flags: argparse.Namespace) -> int:
     return int(record["verified"] is False)
 
 
+def build_parser(prog: str | None = None) -> CommandParser:
+    """Return the parser of the command line."""
+    usage = "%(prog)s RUN --format FORMAT --out FOLDER [KEY VALUE ...]"
+    parser = CommandParser(prog=prog, description=_DESCRIPTION, usage=usage)
+    add = parser.add_argument
+    add("run", metavar="RUN", help="an OUT_DIR, a checkpoint, an exported folder, or timm/NAME")
+    add("--out", metavar="FOLDER", default="", help="the new folder")
+    add("--format", "--to", dest="to", choices=FORMATS, required=True, help="the format")
+    add("--images", metavar="PATH", nargs="+", help="check it on these images instead of the evaluation set")
+    add(
+        "--check-images",
+        metavar="N",
+        type=at_least(0),
+        default=1000,
+        help="check N spread images (1000); 0: all",
+    )
+    add("--no-check", action="store_true", help="do not check it, e.g. where no image is at hand")
+    add("--push", metavar="OWNER/NAME", default="", help="upload a verified export to the Hugging Face Hub, as private")
+    add("--cfg", metavar="FILE", help="the config, for weights without one")
+    return parser
+
+
 def describe(record: dict[str, Any], out: Path, push: str = "") -> str:
     """Return the result of an export in a few lines."""
     averages = {name: f"averaged weights ({name.upper()})" for name in KINDS}
@@ -113,9 +99,6 @@ def describe(record: dict[str, Any], out: Path, push: str = "") -> str:
         f"{record['equal_answers']:.2f} %; difference of probabilities {record['mean_probability_difference']:.2g} on "
         f"average, at most {record['max_probability_difference']:.2g}"
     )
-    for metric in (name for name in ("top1", "map") if name in record):
-        both = record[metric]
-        lines.append(f"{metric}: predict {both['run']:.3f}, code of the card {both['export']:.3f}")
     lines += [f"the code of the card has failed: {record['error']}"] if "error" in record else []
     if push and record["verified"]:
         lines.append(f"uploaded: {push}")

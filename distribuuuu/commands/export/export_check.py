@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,11 @@ from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import open_lazy_image
 from distribuuuu.data.loader import BadImageError
-from distribuuuu.inference.forward_chunks import list_spans
+from distribuuuu.inference.forward_chunks import UnlabeledImages, list_spans
 from distribuuuu.inference.loaded_run import EvalTransform, LoadedRun, Prediction, Selection
 from distribuuuu.launch.host import count_cores
 from distribuuuu.records.run_log import progress
 from distribuuuu.tasks.base import Task
-from distribuuuu.tasks.class_metrics import MeanAveragePrecision
 
 # An export is verified if at least this share of its answers equals those of `predict`, and if the probability of the
 # answer differs by at most this much on average: a mistake may change no answer of a model that is sure.
@@ -97,24 +95,21 @@ def _without_amp(run: LoadedRun) -> LoadedRun:
     return run if run.cfg.TRAIN.AMP == "none" else replace(run, cfg=changed(run.cfg, {"TRAIN.AMP": "none"}))
 
 
-def check_export(
-    run: LoadedRun, images: ImageDataset | Sequence[str], folder: Path, code: str, max_images: int = 0
-) -> dict[str, Any]:
+def check_export(run: LoadedRun, images: ImageDataset, folder: Path, code: str, max_images: int = 0) -> dict[str, Any]:
     """Return how the answers of the code of a card compare with those of `predict`, in float32 on the CPU.
 
     An answer is the most probable class or, with several labels per image, the classes above probability 0.5.
 
     Args:
         run: the run.
-        images: the evaluation set, or image files without labels.
+        images: the evaluation set or other images; their labels are not read.
         folder: the exported folder, in which the code runs.
         code: the Python code; see `card_runner`.
         max_images: number of images, evenly spaced over the set; 0: all.
 
     Returns:
-        Entries of export.json: number of images, top-1 (mAP with several labels) of both if there are labels, share
-        of equal answers in percent, differences of probabilities, images per second of the code, whether the export is
-        verified, and `error` if the code has failed.
+        Entries of export.json: number of images, share of equal answers in percent, differences of probabilities,
+        whether the export is verified, and `error` if the code has failed.
 
     Raises:
         BadImageError: an image cannot be read, and DATA.ON_BAD_IMAGE is not skip.
@@ -123,24 +118,33 @@ def check_export(
     indices = [position * len(images) // num for position in range(num)]
     temporary = folder / ".check"
     temporary.mkdir()
-    labeled = images if isinstance(images, ImageDataset) else None
-    files = [_original_file(run, images, index, temporary) if isinstance(images, ImageDataset) else images[index]
-             for index in indices]  # fmt: skip
+    files = [_original_file(run, images, index, temporary) for index in indices]
     predicted = _predict(run, files)
     bad = [number for number, prediction in enumerate(predicted) if prediction.error]
     if bad and (run.cfg.DATA.ON_BAD_IMAGE != "skip" or len(bad) == num):
-        named = f"{labeled.describe(indices[bad[0]]) if labeled else files[bad[0]]}: {predicted[bad[0]].error}"
+        named = f"{images.describe(indices[bad[0]])}: {predicted[bad[0]].error}"
         raise BadImageError(f"broken image: {named}; fix: repair it, or set DATA.ON_BAD_IMAGE skip")
     kept = [number for number, prediction in enumerate(predicted) if prediction.error is None]
-    results = _run_code(code, [files[number] for number in kept], folder, temporary, run.task.multilabel)
+    others, errors = _run_code(code, [files[number] for number in kept], folder, temporary, run.task.multilabel)
     own = [list(zip(predicted[number].labels, predicted[number].probabilities, strict=True)) for number in kept]
     shutil.rmtree(temporary)
-    return {**_compare(run, labeled, [indices[number] for number in kept], own, results), "images_of_set": len(images)}
+    differences = [_difference(one, other, run.task.multilabel) for one, other in zip(own, others, strict=True)]
+    mean = math.fsum(differences) / len(own)
+    equal = sum(map(_are_equal_labels if run.task.multilabel else _are_equal, own, others))
+    return {
+        "verified": equal >= MIN_EQUAL * len(own) and mean <= MAX_MEAN_DIFFERENCE,
+        "images": len(own),
+        "images_of_set": len(images),
+        "equal_answers": 100 * equal / len(own),
+        "max_probability_difference": max(differences),
+        "mean_probability_difference": mean,
+        **({"error": f"{counted(len(errors), 'image')}: {errors[0]}"} if errors else {}),
+    }
 
 
 def _original_file(run: LoadedRun, images: ImageDataset, index: int, temporary: Path) -> str:
     """Return the path of an image: its own file; else its bytes, or its pixels as PNG, written to a file."""
-    if images.has_files:
+    if images.has_files or isinstance(images, UnlabeledImages):
         return os.path.abspath(images.describe(index))
     options = run.transform.options
     path = temporary / f"{index:08d}.{'png' if options.is_rgb or options.is_gray else 'npy'}"
@@ -167,8 +171,10 @@ def _predict(run: LoadedRun, files: list[str]) -> list[Prediction]:
     return [each for chunk in progress(chunks, label="predict", total=len(spans)) for each in chunk]
 
 
-def _run_code(code: str, files: list[str], folder: Path, temporary: Path, multilabel: bool) -> list[dict[str, Any]]:
-    """Return the results of `card_runner` for files, fewer if the code has ended the process."""
+def _run_code(
+    code: str, files: list[str], folder: Path, temporary: Path, multilabel: bool
+) -> tuple[list[Answer], list[str]]:
+    """Return the answers of `card_runner` for files, empty where the code has failed, and the errors."""
     (temporary / "code.py").write_text(code, encoding="utf-8")
     num_pairs = 1 << 30 if multilabel else 4 * _TOPK
     words = [sys.executable, card_runner.__file__, str(temporary / "code.py"), str(num_pairs)]
@@ -177,32 +183,8 @@ def _run_code(code: str, files: list[str], folder: Path, temporary: Path, multil
                           encoding="utf-8", errors="replace")  # fmt: skip
     results = [json.loads(line) for line in done.stdout.splitlines()]
     printed = done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"]
-    return results + [{"error": printed[-1][:300]}] * (len(files) - len(results))
-
-
-def _compare(
-    run: LoadedRun, images: ImageDataset | None, indices: list[int], own: list[Answer], results: list[dict[str, Any]]
-) -> dict[str, Any]:
-    others: list[Answer] = [result.get("answer", []) for result in results]
-    num, multilabel = len(own), run.task.multilabel
-    equal = sum(map(_are_equal_labels if multilabel else _are_equal, own, others))
-    differences = [_difference(one, other, multilabel) for one, other in zip(own, others, strict=True)]
-    metric = "map" if multilabel else "top1"
-    values = [_measure(metric, run.classes, images, indices, answers) for answers in (own, others) if images]
-    errors = [result["error"] for result in results if "error" in result]
-    seconds = [result["seconds"] for result in results[1:] if "seconds" in result]  # the first one is a warm-up
-    mean = math.fsum(differences) / num
-    return {
-        "verified": equal >= MIN_EQUAL * num and mean <= MAX_MEAN_DIFFERENCE,
-        "images": num,
-        **({metric: dict(zip(("run", "export"), values, strict=True))} if values else {}),
-        "equal_answers": 100 * equal / num,
-        "max_probability_difference": max(differences),
-        "mean_probability_difference": mean,
-        "images_per_s": len(seconds) / math.fsum(seconds) if seconds else None,
-        "threads": torch.get_num_threads(),
-        **({"error": f"{counted(len(errors), 'image')}: {errors[0]}"} if errors else {}),
-    }
+    results += [{"error": printed[-1][:300]}] * (len(files) - len(results))  # the code has ended the process
+    return [one.get("answer", []) for one in results], [one["error"] for one in results if "error" in one]
 
 
 def _are_equal(one: Answer, other: Answer) -> bool:
@@ -220,20 +202,3 @@ def _difference(one: Answer, other: Answer, multilabel: bool) -> float:
     given, pairs = dict(other), one if multilabel else one[:1]
     found = [abs(given.get(label, 0.0) - probability) for label, probability in pairs]
     return max(value if math.isfinite(value) else 1.0 for value in found)
-
-
-def _measure(
-    metric: str, classes: Sequence[str], images: ImageDataset, indices: list[int], answers: list[Answer]
-) -> float:
-    """Return a metric of answers, in percent."""
-    if metric == "top1":
-        truths = [classes[int(images.label(index))] for index in indices]
-        correct = sum(each[0][0] == truth for each, truth in zip(answers, truths, strict=True) if each)
-        return 100 * correct / len(truths)
-    scores, columns = torch.zeros(len(answers), len(classes)), {label: number for number, label in enumerate(classes)}
-    for row, answer in enumerate(answers):
-        for label, probability in answer:
-            if label in columns:
-                scores[row, columns[label]] = probability
-    targets = torch.stack([torch.as_tensor(images.label(index)) for index in indices])
-    return MeanAveragePrecision(len(classes)).value(scores, targets)

@@ -6,15 +6,14 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from distribuuuu.checkpoint.io import find_class_mismatch
-from distribuuuu.commands.export.card_code import render_code
+from distribuuuu.commands.export.card_code import render_code, render_crop
 from distribuuuu.commands.export.export_check import (
     CropClassifier,
     check_export,
@@ -27,13 +26,13 @@ from distribuuuu.commands.export.onnx_file import build_onnx, require_onnx
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.derived import height_and_width
-from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.json_file import replace_nonfinite
 from distribuuuu.config.options import option_of
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.crops import EvalCrop
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.files.new_folder import new_folder
+from distribuuuu.inference.forward_chunks import UnlabeledImages
 from distribuuuu.inference.load_run import open_data
 from distribuuuu.inference.loaded_run import CPU, LoadedRun
 from distribuuuu.models.find_architecture import ModelSpec, find_architecture, make_model_spec
@@ -41,6 +40,8 @@ from distribuuuu.records.environment import describe_hardware, find_commit, list
 from distribuuuu.records.run_config import describe_evaluation
 
 _SAFETENSORS = "model.safetensors"
+# Name of the file with the weights, by the format.
+FILES = {"timm": _SAFETENSORS, "safetensors": _SAFETENSORS, "onnx": "model.onnx", "torch": "model.pt2"}
 # Images of the check, evenly spaced over the evaluation set.
 CHECK_IMAGES = 1000
 _REMEDY = "fix: --to safetensors, which takes any model"
@@ -62,18 +63,6 @@ def describe_usage(run: LoadedRun) -> dict[str, Any]:
     }
 
 
-class Format(NamedTuple):
-    """A file format.
-
-    Attributes:
-        file: name of the file with the weights.
-        write: writes the files of a run to a folder.
-    """
-
-    file: str
-    write: Callable[[LoadedRun, Path], None]
-
-
 def export_run(
     run: LoadedRun,
     to: str,
@@ -89,7 +78,7 @@ def export_run(
 
     Args:
         run: the trained model on the CPU; it is converted to float32.
-        to: one of FORMATS.
+        to: one of FILES.
         out: the folder; it must not exist, or be empty.
         check_images: most images of the check; 0: all.
         push: OWNER/NAME of a repository on the Hugging Face Hub, private if it is new, that a verified folder is
@@ -106,8 +95,8 @@ def export_run(
     target = Path(out).expanduser()
     run.check_classifier()
     check_format(run, to)
-    images = open_evaluation_set(run) if files is None else files
-    file, write = FORMATS[to]
+    images = open_evaluation_set(run) if files is None else UnlabeledImages(files)
+    file, write = FILES[to], WRITERS[to]
     run.model.cpu().float().eval().to(memory_format=torch.contiguous_format)
     checked: dict[str, Any] = {"verified": None, "images": 0}
     try:
@@ -134,20 +123,13 @@ def open_evaluation_set(run: LoadedRun) -> ImageDataset:
     """Return the evaluation set of a run.
 
     Raises:
-        ConfigError: it cannot be read, has structured targets, or has other classes than the model.
+        ConfigError: it cannot be read.
     """
     found = [Problem(key, text, run.cfg.origins) for key, text in dataset_class(run.cfg).find_problems(run.cfg, False)]
     if found:
         fix = "set TEST.DATASET FOLDER, or check it on other images by --images FOLDER, or add --no-check"
         raise ConfigError([*found, f"the check of an export needs the evaluation set; fix: {fix}"])
-    if run.cfg.TEST.LABELS:
-        raise ConfigError(f"TEST.LABELS: got {run.cfg.TEST.LABELS}; the check expects the data of the run")
-    images = open_data(run.cfg)
-    if images.targets == "structured":
-        raise ConfigError(f"DATA.NAME: got {run.cfg.DATA.NAME} with structured targets; the check expects labels")
-    if mismatch := find_class_mismatch({"classes": run.classes}, images.classes):
-        raise ConfigError(f"TEST.DATASET: the model was trained on other classes: {mismatch}")
-    return images
+    return open_data(run.cfg)
 
 
 def check_format(run: LoadedRun, to: str) -> None:
@@ -159,12 +141,13 @@ def check_format(run: LoadedRun, to: str) -> None:
     name, interpolation = type(run.task).__name__, run.transform.crop.interpolation
     if to != "safetensors" and interpolation not in ("bilinear", "bicubic"):
         raise ConfigError(f"--to {to}: cannot express TEST.INTERPOLATION {interpolation}; {_REMEDY}")
+    if to in ("timm", "torch") and render_crop(run.transform.crop) is None:
+        raise ConfigError(f"--to {to}: cannot express the crop `{run.transform.crop}`; fix: --to onnx or safetensors")
     if to == "timm":
         if run.cfg.TEST.SHIFT:
             raise ConfigError(f"--to timm: cannot express TEST.SHIFT {run.cfg.TEST.SHIFT}; {_REMEDY}")
         if has_own_scores(run):
             raise ConfigError(f"--to timm: cannot express {name}.predict_step; fix: --to onnx or torch")
-        crop_percentage(run.transform.crop)
         find_timm_model(run)
     if to == "safetensors" and has_own_scores(run):
         with contextlib.suppress(AttributeError):  # of what only a training builds
@@ -177,16 +160,12 @@ def check_arguments(to: str, out: Path, push: str) -> None:
     """Check what can be checked before the model is built.
 
     Raises:
-        ConfigError: unknown format, packages that are not installed, a folder that is not empty, or no Hub name.
+        ConfigError: packages that are not installed, a folder that is not empty, or no Hub name.
     """
-    if to not in FORMATS:
-        raise ConfigError(
-            f"--to: got {to or 'nothing'}; expected one of {', '.join(FORMATS)}{did_you_mean(to, FORMATS)}"
-        )
     if to == "onnx":
         require_onnx()
     if out.is_file() or out.suffix in (".onnx", ".pt2", ".safetensors"):
-        raise ConfigError(f"OUT: got {out}; expected a folder, which will hold {FORMATS[to].file}, README.md, ...")
+        raise ConfigError(f"OUT: got {out}; expected a folder, which will hold {FILES[to]}, README.md, ...")
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"OUT: {out} is not empty; fix: name a new folder")
     if push and not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", push):
@@ -286,17 +265,11 @@ def build_timm_model(run: LoadedRun) -> tuple[Any, dict[str, Any]]:
 
 
 def crop_percentage(crop: EvalCrop) -> float:
-    """Return the crop percentage from which timm computes the resize of a crop: floor(side / percentage) of each side.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    sides, resized = height_and_width(crop.size), height_and_width(crop.resize_to)
-    percentage = sides[0] / resized[0]
-    while math.floor(sides[0] / percentage) < resized[0]:
+    """Return the crop percentage from which timm computes the resize of a crop: floor(side / percentage)."""
+    side, resized = height_and_width(crop.size)[0], height_and_width(crop.resize_to)[0]
+    percentage = side / resized
+    while math.floor(side / percentage) < resized:
         percentage = math.nextafter(percentage, 0)
-    if getattr(crop, "mode", "") == "letterbox" or math.floor(sides[1] / percentage) != resized[1]:
-        raise ConfigError(f"--to timm: cannot express the crop `{crop}`; fix: --to onnx, torch or safetensors")
     return percentage
 
 
@@ -325,12 +298,7 @@ def write_onnx(run: LoadedRun, folder: Path) -> None:
     (folder / "model.onnx").write_bytes(model.SerializeToString())
 
 
-FORMATS = {
-    "timm": Format(_SAFETENSORS, write_timm),
-    "safetensors": Format(_SAFETENSORS, write_safetensors),
-    "onnx": Format("model.onnx", write_onnx),
-    "torch": Format("model.pt2", write_torch),
-}
+WRITERS = {"timm": write_timm, "safetensors": write_safetensors, "onnx": write_onnx, "torch": write_torch}
 
 
 # -------------------------------------------------------------------------------------------- the Hub

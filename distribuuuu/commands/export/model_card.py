@@ -27,11 +27,11 @@ def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
     """Return the README.md of an export in Markdown, with YAML front matter.
 
     Args:
-        run: the exported run; without results.json, the metrics are those of the check.
+        run: the exported run.
         record: the content of export.json.
         code: the code that the check has run.
     """
-    metrics, count = find_metrics(run, record)
+    metrics, count = find_metrics(run)
     data = (run.results or {}).get("data", {})
     name = str(data.get("folder") or data.get("name") or run.cfg.DATA.NAME)
     inside = INSIDE[record["format"]]
@@ -56,13 +56,12 @@ def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def find_metrics(run: LoadedRun, record: Mapping[str, Any]) -> tuple[dict[str, tuple[str, float]], int]:
+def find_metrics(run: LoadedRun) -> tuple[dict[str, tuple[str, float]], int]:
     """Return the metrics of the exported weights, name -> (display name, value), and the number of images."""
     results = run.results or {}
     kind = results.get("accuracy", {}).get(run.weights)
     if not kind:
-        found = {name: (name, record[name]["run"]) for name in ("top1", "map") if name in record}
-        return found, record["images"]
+        return {}, 0
     labels = list_metrics(results)
     best = {name: (labels[name], kind["best"][name]) for name in labels if kind["best"].get(name) is not None}
     return best, results["evaluation"]["count"]
@@ -141,17 +140,12 @@ def _describe_input(run: LoadedRun, to: str) -> str:
 def _describe_check(record: Mapping[str, Any]) -> str:
     if record["verified"] is None:
         return "The code above was **not checked** on images."
-    rows = "".join(f"| {name} | {record[name]['run']:.2f} | {record[name]['export']:.2f} |\n"
-                   for name in ("top1", "map") if name in record)  # fmt: skip
     failed = f"The code has failed: {record['error']}\n\n" if "error" in record else ""
     verdict = "verified" if record["verified"] else "NOT VERIFIED: do not use it"
     share = f"{record['equal_answers']:.2f} % equal answers on {counted(record['images'], 'image')}"
     return (
         f"The code above was run on the original files in a process of its own, and compared with the predictions of "
         f"the trained model: {share}; **{verdict}**.\n\n{failed}"
-        f"| | trained model | this code |\n|---|---|---|\n{rows}\n"
         f"Difference of the probability of the answer: {record['mean_probability_difference']:.2g} on average, at most "
-        f"{record['max_probability_difference']:.2g}. Speed from file to answer, one image at a time: "
-        f"{record['images_per_s'] or 0:.1f} images/s with {counted(record['threads'], 'thread')}. "
-        f"Machine: {record['hardware']}."
+        f"{record['max_probability_difference']:.2g}. Machine: {record['hardware']}."
     )

@@ -103,6 +103,7 @@ def test_a_safetensors_folder_is_a_run(small_cfg, tmp_path, image_folder, arch, 
         assert str(image_folder) not in path.read_text() and str(tmp_path) not in path.read_text(), path
 
 
+@pytest.mark.slow
 def test_a_program_of_torch_export_takes_crops_in_batches_of_any_size(small_cfg, tmp_path):
     cfg = small_cfg("TEST.FLIP", True, "TEST.SHIFT", 1, *OTHER)
     run = load_run(save_run(cfg), device="cpu")
@@ -131,7 +132,7 @@ def test_a_multi_label_run_is_compared_by_its_labels(tmp_path):
     }  # fmt: skip
     cfg = load_cfg(None, [str(word) for pair in settings.items() for word in pair])
     record = export_run(load_run(save_run(cfg), device="cpu"), "torch", tmp_path / "exported")
-    assert record["verified"] and record["map"]["run"] == record["map"]["export"] and "top1" not in record
+    assert record["verified"] and record["equal_answers"] == 100
 
 
 MEAN = ("DATA.MEAN", (0.9, 0.1, 0.9))
@@ -147,14 +148,15 @@ def test_arguments_are_checked_before_the_run_is_read(tmp_path, capsys):
     (tmp_path / "full" / "notes.txt").touch()
     (tmp_path / "file").touch()
     cases = {
-        ("--to", "timn", "new"): "--to: got timn; expected one of timm, safetensors, onnx, torch; did you mean timm?",
-        ("new",): "--to: got nothing; expected one of timm",
+        ("--to", "timn", "new"): "invalid choice: 'timn'",
+        ("new",): "required: --format/--to",
+        ("--to", "timm"): "--out: got nothing; expected one new folder",
         ("--to", "timm", "full"): "is not empty; fix: name a new folder",
         ("--to", "timm", "file"): "expected a folder, which will hold",
         ("--to", "torch", "new.pt2"): "expected a folder, which will hold model.pt2",
         ("--to", "timm", "new", "--push", "me"): "--push: got me; expected OWNER/NAME",
         ("--to", "timm", "new", "--check-images", "-1"): "--check-images: got -1; expected 0 or more",
-        ("--too", "timm", "new"): "did you mean --to?",
+        ("--to", "timm", "new", "--pussh", "me"): "did you mean --push?",
         ("--to", "timm", "new"): "RUN: no such file or folder: no_run",
     }
     for words, expected in cases.items():
@@ -196,6 +198,7 @@ def test_images_that_cannot_be_read_leave_nothing_behind(saved, tmp_path, capsys
         assert named in capsys.readouterr().err and left_beside(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_an_export_without_labeled_images_is_checked_on_others_or_marked(saved, tmp_path, image_folder, capsys):
     words = (saved / "best.pth.tar", "--format", "torch", "--out", tmp_path / "new", "TEST.DATASET", tmp_path / "gone")
     words = (*words, "TRAIN.DATASET", tmp_path / "gone")
@@ -203,7 +206,7 @@ def test_an_export_without_labeled_images_is_checked_on_others_or_marked(saved, 
     assert "--images FOLDER" in (said := capsys.readouterr().err) and "--no-check" in said
     assert command(*words, "--images", image_folder / "val" / "ant") == 0
     record = json.loads((tmp_path / "new" / "export.json").read_text())
-    assert record["verified"] and record["images"] > 5 and "top1" not in record
+    assert record["verified"] and record["images"] > 5
     shutil.rmtree(tmp_path / "new")
     assert command(*words, "--no-check") == 0 and "NOT CHECKED" in capsys.readouterr().out
     assert json.loads((tmp_path / "new" / "export.json").read_text())["verified"] is None

@@ -94,6 +94,7 @@ def trained(small_cfg):
     return train
 
 
+@pytest.mark.slow
 def test_a_described_file_takes_batches_of_any_number_and_images_of_any_size(trained, tmp_path):
     import onnx
     import onnxruntime
