@@ -22,6 +22,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.locate import find_shipped, shipped_file
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS, option_of
+from distribuuuu.config.reader import read_cfg
 from distribuuuu.config.run_files import find_path_problem
 from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.processes import start_child
@@ -66,7 +67,6 @@ def reproduce(prog: str, args: list[str]) -> int:
     command = build_command(record, seed, [*words, "OUT_DIR", out_dir])
     shown = f"distribuuuu {shlex.join(command)}"
     print_report(textwrap.fill(shown, WIDTH, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False))
-    print_report(textwrap.fill(f"possible verdicts: {describe_possible(row, seed)}", WIDTH))
     if status := train_again(command, record):
         return status
     rerun = read_results(Path(out_dir, FILE_NAME))
@@ -105,24 +105,17 @@ def read_rows(folder: str) -> tuple[dict[str, list[Result]], list[str]]:
 
 
 def find_row(name: str, rows: Mapping[str, Sequence[Result]], folder: str, prog: str) -> str:
-    """Return the row of a name: that of the row, of its config with the fewest options, or the beginning of a row.
+    """Return the row of a name: that of the row, or of its config with the fewest options.
 
     Raises:
-        ConfigError: there is no such row, or several ones.
+        ConfigError: there is no such row.
     """
-    if name in rows:
-        return name
     options = {row: len(runs[0].record["overrides"]) for row, runs in rows.items() if runs[0].record["config"] == name}
-    found = [row for row, num in options.items() if num == min(options.values())]
-    found = found or [row for row in rows if name and row.startswith(name)]
-    if len(found) > 1:
-        shown = "; ".join(f"'{row}'" for row in sorted(found))
-        raise ConfigError(Problem("ROW", f"got {name}, which {len(found)} rows begin with; fix: choose one of {shown}"))
-    if not found:
-        configs = {runs[0].record["config"] or row: row for row, runs in rows.items()}
-        hint = did_you_mean(name, configs) or f"; fix: choose a row of {prog} --list"
-        raise ConfigError(Problem("ROW", f"got {name or 'none'}; expected a row of {folder}{hint}"))
-    return found[0]
+    if name in rows or options:
+        return name if name in rows else min(options, key=lambda row: options[row])
+    configs = {runs[0].record["config"] or row: row for row, runs in rows.items()}
+    hint = did_you_mean(name, configs) or f"; fix: choose a row of {prog} --list"
+    raise ConfigError(Problem("ROW", f"got {name or 'none'}; expected a row of {folder}{hint}"))
 
 
 def is_option(key: str) -> bool:
@@ -136,13 +129,9 @@ def check_overrides(words: Sequence[str], row: str) -> None:
     Raises:
         ConfigError: one does, or is no option, or a value is missing.
     """
-    problems = []
-    if len(words) % 2:
-        problems.append(Problem("command line", f"expected KEY VALUE pairs, but {words[-1]!r} has no value"))
+    _, problems = read_cfg(None, words)
     for key in words[::2]:
-        if not is_option(key):
-            problems.append(Problem(key, f"no such key{did_you_mean(key, OPTIONS)}"))
-        elif key in _FIXED or option_of(key).hashed and not option_of(key).neutral:
+        if key in _FIXED or is_option(key) and option_of(key).hashed and not option_of(key).neutral:
             fix = "use --seed" if key == "RNG_SEED" else "remove it, or use the command train"
             problems.append(Problem(key, f"changes the result of {row}, which is to be repeated; fix: {fix}"))
     if problems:
@@ -228,21 +217,6 @@ def format_rows(rows: Mapping[str, Sequence[Result]]) -> str:
 def find_original(row: Sequence[Result], seed: int) -> Mapping[str, Any] | None:
     """Return the results of a row with a seed; None if it has none."""
     return next((run.record for run in row if run.record["seed"] == seed), None)
-
-
-def describe_possible(row: Sequence[Result], seed: int) -> str:
-    """Return which verdicts a rerun of a row can have, before it is trained."""
-    from distribuuuu.records.environment import find_commit  # imports torch
-
-    original, commit = find_original(row, seed), find_commit()
-    parts = [f"inside or outside the 95 % interval of {len(row)} seeds" if len(row) > 1 else
-             "no interval: the row has one seed, so a difference stays undecided"]  # fmt: skip
-    if original and original.get("weights_sha256") and original["commit"] == commit:
-        parts.insert(0, "bitwise equality with the recorded weights, on the same machine and versions")
-    elif original:
-        commits = f"the row is of commit {_shorten(original['commit'])}, this is {_shorten(commit)}"
-        parts.insert(0, f"bitwise equality, although {commits}")
-    return "; ".join(parts)
 
 
 def compare_run(row: Sequence[Result], rerun: Mapping[str, Any]) -> tuple[bool, str]:

@@ -114,28 +114,6 @@ def mean_interval(values: Sequence[float]) -> Interval:
     return Interval(mean - half, mean + half)
 
 
-def differs_significantly(a: Sequence[float], b: Sequence[float], num_images: int = 0) -> bool:
-    """Return whether the mean percentages of two groups of runs differ at the level of 5 %.
-
-    With two or more runs each, by Student's t test; otherwise by the test of two proportions, as if the runs had been
-    evaluated on different images, which makes it cautious.
-
-    Args:
-        a, b: the percentages of the runs.
-        num_images: evaluated images of a run; 0: unknown, and a single run is never different.
-    """
-    gap = abs(statistics.fmean(a) - statistics.fmean(b))
-    if min(len(a), len(b)) > 1:
-        freedom = len(a) + len(b) - 2
-        variance = ((len(a) - 1) * statistics.variance(a) + (len(b) - 1) * statistics.variance(b)) / freedom
-        return gap > t_quantile(0.975, freedom) * math.sqrt(variance * (1 / len(a) + 1 / len(b)))
-    if not num_images:
-        return False
-    share = (statistics.fmean(a) + statistics.fmean(b)) / 200
-    error = 100 * math.sqrt(share * (1 - share) * 2 / num_images)
-    return gap > statistics.NormalDist().inv_cdf(0.975) * error
-
-
 def t_quantile(probability: float, freedom: int) -> float:
     """Return the quantile of Student's t distribution.
 

@@ -3,13 +3,13 @@
 import statistics
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from distribuuuu.checkpoint.weights_files import KINDS, RAW, common_kind
 from distribuuuu.commands.output import WIDTH, align_columns
 from distribuuuu.commands.stats.run_groups import DIGITS_OF_HASH, Result, describe_data, row_name
-from distribuuuu.commands.stats.significance import differs_significantly, mean_interval, wilson_interval
+from distribuuuu.commands.stats.significance import mean_interval, wilson_interval
 from distribuuuu.config import Config, load_cfg
 from distribuuuu.config.locate import find_shipped
 from distribuuuu.config.registry import dataset_class
@@ -26,8 +26,6 @@ _PLAN_COLUMNS = ("params (M)", "px", "epochs", "global batch", "top-1 reported",
 _COST_COLUMNS = ("hours", "images/s", "peak memory", "hardware", "commit")
 # Columns of metrics whose title is not their display name.
 _METRIC_COLUMNS = {"top1": "top-1 here", "topk": "top-5 here", "map": "mAP here"}
-# Mark of a result that does not differ significantly from the best one on the same data.
-_AS_GOOD = " ≈"
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,6 @@ class Row:
         details: what tells rows of one name apart.
         cells: text of each column; a missing column is empty.
         weights: the kind of weights of the accuracy.
-        compared: the data and the column of the metric by which the row is compared with others.
-        values: this metric of each seed in percent, higher is better; empty: not measured.
-        num_images: evaluated images.
     """
 
     name: str
@@ -52,9 +47,6 @@ class Row:
     details: str
     cells: dict[str, str]
     weights: str = RAW
-    compared: tuple = ()
-    values: tuple[float, ...] = ()
-    num_images: int = 0
 
 
 def _list_changes(record: dict, published: dict) -> dict:
@@ -82,7 +74,7 @@ def make_row(group: Sequence[Result], epoch: str, reported: dict[str, dict]) -> 
     """
     records = [run.record for run in group]
     first, training = records[0], [record["training"] for record in records]
-    plan, data = training[0], first["data"]
+    plan = training[0]
     published = reported.get(first["config"], {})
     changes = _list_changes(first, published)
     published = {} if changes else published
@@ -90,8 +82,6 @@ def make_row(group: Sequence[Result], epoch: str, reported: dict[str, dict]) -> 
     evaluations = [record["accuracy"][kind][epoch] for record in records]
     count = f"(n = {len(group)})" if kind == RAW else f"(n = {len(group)}, {kind.upper()})"
     peaks = [record["peak_memory"]["mib"] for record in records if record["peak_memory"]["mib"] is not None]
-    metric = next(iter(list_metrics(first)), "")
-    values = tuple(result[metric] for result in evaluations) if metric in ("top1", "map") else ()
     return Row(
         name=row_name(first, changes),
         config=None if changes else first["config"],
@@ -111,9 +101,6 @@ def make_row(group: Sequence[Result], epoch: str, reported: dict[str, dict]) -> 
             "commit": "; ".join(dict.fromkeys(_short(record["commit"]) for record in records)),
         },
         weights=kind,
-        compared=(data["name"], data["folder"], data["num_train"], data["num_val"], _METRIC_COLUMNS.get(metric)),
-        values=values if None not in values else (),
-        num_images=first["evaluation"]["count"] if metric == "top1" else 0,
     )
 
 
@@ -203,21 +190,6 @@ def _short(commit: str | None) -> str:
     return digits[:7] + plus + changes
 
 
-def mark_similar(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows; those not significantly worse than the best one on the same data are marked, and it is too."""
-    marked = []
-    for row in rows:
-        peers = [other for other in rows if row.values and other.values and other.compared == row.compared]
-        best = max(peers, key=lambda peer: statistics.fmean(peer.values), default=row)
-        similar = [peer for peer in peers
-                   if peer is best or not differs_significantly(best.values, peer.values, best.num_images)]  # fmt: skip
-        if row in similar and len(similar) > 1:
-            column = row.compared[-1]
-            row = replace(row, cells={**row.cells, column: row.cells[column] + _AS_GOOD})
-        marked.append(row)
-    return marked
-
-
 def format_table(rows: Sequence[Row], epoch: str) -> str:
     """Return a Markdown table of the rows, without empty columns, and a legend below it."""
     lines, legend = _arrange(rows, epoch)
@@ -237,7 +209,7 @@ def format_text(rows: Sequence[Row], epoch: str) -> str:
 
 def _arrange(rows: Sequence[Row], epoch: str) -> tuple[list[list[str]], str]:
     """Return the lines of a table without empty columns, the header first, and its legend."""
-    rows = mark_similar(sorted(rows, key=lambda row: (row.order, row.name, row.details)))
+    rows = sorted(rows, key=lambda row: (row.order, row.name, row.details))
     names = [row.name for row in rows]
     known = (*_PLAN_COLUMNS, *_METRIC_COLUMNS.values())
     others = sorted({name for row in rows for name in row.cells} - {*known, *_COST_COLUMNS})
@@ -255,8 +227,6 @@ def _arrange(rows: Sequence[Row], epoch: str) -> tuple[list[list[str]], str]:
     if any("hours" in row.cells for row in rows):
         legend += [f"Here: of the {epoch} epoch, the mean ± the sample standard deviation over n seeds."]
         legend += ["In brackets: the 95 % interval, over seeds by Student's t, with n = 1 over images by Wilson."]
-    if any(_AS_GOOD in cell for row in rows for cell in row.cells.values()):
-        legend += ["≈: the rows with this mark do not differ significantly from the best one on the same data (5 %)."]
     averages = {row.weights for row in rows} - {RAW}
     legend += [f"{kind.upper()}: of the averaged weights." for kind in KINDS if kind in averages]
     return lines, " ".join(legend)
