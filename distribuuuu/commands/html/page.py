@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -129,14 +129,14 @@ class Card:
         title: what is most important about it.
         lines: further texts.
         file: its file or index.
-        images: data URIs, shown side by side.
+        image: its data URI, if it could be read.
         is_tiny: whether its pixels are to be seen as squares.
     """
 
     title: str
     lines: Sequence[str] = ()
     file: str = ""
-    images: Sequence[str] = field(default_factory=tuple)
+    image: str | None = None
     is_tiny: bool = False
 
     @property

@@ -202,9 +202,7 @@ def _changed_images(comparison: Comparison) -> PageSection:
         for loser, indices in ((1, pair.only_a), (0, pair.only_b)):
             confidence = runs[loser].content.confidence[places[loser][indices]]
             chosen.append(indices[np.argsort(-confidence, kind="stable")[:_MAX_CARDS]])
-        first = runs[0].content
-        targets = {int(index): int(first.predicted[index]) for index in np.concatenate(chosen)}
-        pictures = make_pictures(runs[0].out_dir, first, targets, has_saliency=False)
+        pictures = make_pictures(runs[0].out_dir, runs[0].content, np.concatenate(chosen).tolist())
         for name, indices, shown in zip(names, (pair.only_a, pair.only_b), chosen, strict=True):
             if len(indices):
                 title = f"Only {name} is right: {counted(len(indices), 'image')}"
@@ -221,5 +219,5 @@ def _card(runs: Sequence[RunFiles], names: Sequence[str], places: np.ndarray, pi
         content = run.content
         lines.append(f"{name}: {content.classes[content.predicted[place]]} ({content.confidence[place]:.0%})")
     index, first = int(places[0]), runs[0].content
-    title, uris = f"label: {first.classes[first.label[index]]}", pictures.uris.get(index, ())
-    return Card(title, lines, str(first.path[index]), uris, pictures.is_tiny)
+    title, uri = f"label: {first.classes[first.label[index]]}", pictures.uris.get(index)
+    return Card(title, lines, str(first.path[index]), uri, pictures.is_tiny)

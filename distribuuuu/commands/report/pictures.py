@@ -1,9 +1,9 @@
-"""Thumbnails and saliency maps of evaluation images, as data URIs."""
+"""Thumbnails of evaluation images, as data URIs."""
 
 import base64
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from distribuuuu.commands.report.saliency import compute_saliency
 from distribuuuu.commands.stats.stored_predictions import Predictions
-from distribuuuu.config import ConfigError, get_cfg
+from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted
-from distribuuuu.config.locate import FoundConfig
 from distribuuuu.files.image_files import read_file
 from distribuuuu.inference.load_run import find_run, open_data
 from distribuuuu.inference.loaded_run import LoadedRun
@@ -27,8 +25,6 @@ from distribuuuu.records.predictions import name_of
 _SIDE, _TINY = 160, 64
 # First letters of the data sets whose images have names, but may not be files.
 _WITHOUT_FILES = ("archive", "imagenet", "packed", "parquet", "torchvision/")
-# Colors of the saliency from 0 to 1, from dark violet to light yellow.
-_COLORS = np.array([(20, 11, 52), (92, 18, 110), (187, 55, 84), (249, 142, 9), (252, 255, 164)], dtype=np.float64)
 
 
 @dataclass
@@ -36,12 +32,12 @@ class Pictures:
     """Pictures of evaluation images.
 
     Attributes:
-        uris: for each image that could be read, data URIs of its evaluation crop and of its saliency map.
+        uris: for each image that could be read, the data URI of its evaluation crop.
         is_tiny: whether the pixels are to be seen as squares.
         notes: why pictures are missing.
     """
 
-    uris: dict[int, list[str]] = field(default_factory=dict)
+    uris: dict[int, str] = field(default_factory=dict)
     is_tiny: bool = False
     notes: list[str] = field(default_factory=list)
 
@@ -82,37 +78,18 @@ def _read_within(path: str, folder: str) -> bytearray:
     return read_file(path)
 
 
-def find_model(out_dir: Path, content: Predictions) -> LoadedRun:
-    """Return the model that made the predictions if its checkpoint is kept, else the best weights; it is not built."""
-    epoch, raw = content.meta.get("epoch"), content.meta.get("weights") == "raw"
-    path = out_dir / "checkpoints" / f"ckpt_ep_{epoch - 1:03d}.pth.tar" if isinstance(epoch, int) and raw else out_dir
-    config = out_dir / get_cfg().CFG_DEST  # it may name plug-ins; a checkpoint may not
-    return find_run(path, FoundConfig(config) if config.is_file() else None) if path.exists() else find_run(out_dir)
-
-
-def make_pictures(
-    out_dir: Path, content: Predictions, targets: Mapping[int, int], has_saliency: bool = True
-) -> Pictures:
-    """Return pictures of some images; what fails is noted.
-
-    Args:
-        out_dir: the folder of the run.
-        content: its predictions.
-        targets: index of each image -> the class whose saliency is shown.
-        has_saliency: whether there are saliency maps.
-    """
-    pictures = Pictures()
-    if not targets:
+def make_pictures(out_dir: Path, content: Predictions, indices: Iterable[int]) -> Pictures:
+    """Return pictures of some images of the predictions of a run; what fails is noted."""
+    pictures, failed, indices = Pictures(), list[str](), list(indices)
+    if not indices:
         return pictures
     try:
-        run = find_model(out_dir, content)
-        run = run.build() if has_saliency else run
+        run = find_run(out_dir)
         read = find_reader(content, run.cfg)
     except (ConfigError, OSError, ImportError) as error:
         pictures.notes.append(f"No thumbnails: {' '.join(str(error).split())}")
         return pictures
-    failed: list[str] = []
-    for index, target in targets.items():
+    for index in indices:
         try:
             crop = run.transform(read(index))
         except Exception as error:  # decoders raise nearly anything
@@ -120,19 +97,7 @@ def make_pictures(
             continue
         pixels = _show(crop, run)
         pictures.is_tiny = max(pixels.shape) < _TINY
-        pictures.uris[index] = [to_uri(pixels)]
-        if has_saliency:
-            try:
-                if len(content.classes) < len(run.classes):  # TEST.LABELS selects some outputs of the model
-                    target = run.classes.index(content.classes[target])
-                maps = compute_saliency(run.model, crop[None].to(run.device), torch.tensor([target], device=run.device))
-            except (RuntimeError, TypeError, ValueError):  # a model without gradients, or of an unusual form
-                maps = None
-            if maps is None:
-                has_saliency = False
-                pictures.notes.append("No saliency maps: no layer of the model has a grid of regions with a gradient.")
-            else:
-                pictures.uris[index].append(to_uri(overlay(pixels, maps[0].float().cpu().numpy())))
+        pictures.uris[index] = to_uri(pixels)
     if failed:
         where = content.meta.get("folder") or "the data set"
         pictures.notes.append(f"No thumbnails of {counted(len(failed), 'image')}, moved or changed since in {where}, "
@@ -155,14 +120,6 @@ def _show(crop: torch.Tensor, run: LoadedRun) -> np.ndarray:
         values = values / 5 + 0.5
     pixels = (values * 255).round().clamp(0, 255).to(torch.uint8).expand(3, -1, -1)
     return pixels.permute(1, 2, 0).contiguous().numpy()
-
-
-def overlay(pixels: np.ndarray, saliency: np.ndarray) -> np.ndarray:
-    """Return the image in gray under the colors of a saliency map (H, W) from 0 to 1: uint8 (H, W, 3)."""
-    at = np.nan_to_num(saliency) * (len(_COLORS) - 1)
-    colors = np.stack([np.interp(at, range(len(_COLORS)), _COLORS[:, channel]) for channel in range(3)], axis=-1)
-    gray = pixels.mean(axis=2, keepdims=True)
-    return (0.5 * gray + 0.5 * colors).round().astype(np.uint8)
 
 
 def to_uri(pixels: np.ndarray) -> str:

@@ -93,7 +93,7 @@ def build_report(run: RunFiles) -> str:
     """Return the report as an HTML document."""
     content = run.content
     if content.classifies:
-        pictures = make_pictures(run.out_dir, content, choose_images(content))
+        pictures = make_pictures(run.out_dir, content, [*rank_uncertain(content), *rank_mistakes(content)])
         for note in pictures.notes:
             logger.warning("%s", printable(note))
         sections = [summarize(run), describe_classes(content), describe_images(content, pictures)]
@@ -256,18 +256,6 @@ def rank_uncertain(content: Predictions) -> list[int]:
     return np.argsort(certainty, kind="stable")[:_NUM_UNCERTAIN].tolist()
 
 
-def choose_images(content: Predictions) -> dict[int, int]:
-    """Return the images of the galleries, and the class whose saliency is shown."""
-    return {index: find_focus(content, index) for index in (*rank_uncertain(content), *rank_mistakes(content))}
-
-
-def find_focus(content: Predictions, index: int) -> int:
-    """Return the class that an image is shown for: the predicted one; of several labels, the one with most error."""
-    if not content.multilabel or content.top_class is not None:
-        return int(content.predicted[index])
-    return int(np.abs(content.probabilities(slice(index, index + 1))[0] - content.label[index]).argmax())
-
-
 def describe_answer(content: Predictions, index: int) -> dict[str, Any]:
     """Return the file, the labels and the most probable classes of an image."""
     probabilities = content.probabilities(slice(index, index + 1))[0]
@@ -289,21 +277,20 @@ def _card(content: Predictions, index: int, pictures: Pictures) -> Card:
     # In parentheses: a class may be called 2.
     texts = [f"{name} ({percent(share)})" for name, share in answer["predicted"].items()]
     title, lines = f"predicted: {texts[0]}", [f"label: {', '.join(answer['labels']) or 'none'}"]
-    if content.multilabel and content.top_class is None:
-        focus = find_focus(content, index)
-        title = f"{content.classes[focus]} ({percent(content.probabilities(slice(index, index + 1))[0, focus])})"
+    if content.multilabel and content.top_class is None:  # shown for the class with the most error
+        probabilities = content.probabilities(slice(index, index + 1))[0]
+        focus = int(np.abs(probabilities - content.label[index]).argmax())
+        title = f"{content.classes[focus]} ({percent(probabilities[focus])})"
         lines.append(f"predicted: {', '.join(texts)}")
     elif len(texts) > 1:
         lines.append(f"then {', '.join(texts[1:])}")
-    return Card(title, lines, answer["image"], pictures.uris.get(index, ()), pictures.is_tiny)
+    return Card(title, lines, answer["image"], pictures.uris.get(index), pictures.is_tiny)
 
 
 def describe_images(content: Predictions, pictures: Pictures) -> PageSection:
     """Return the section with the galleries."""
     mistakes, uncertain = rank_mistakes(content), rank_uncertain(content)
     note = "Wrong labels often appear here first." if mistakes else "There is no mistake."
-    if any(len(uris) > 1 for uris in pictures.uris.values()):
-        note += " The second picture shows the regions that speak for the prediction (Grad-CAM), the brightest most."
     parts = [*(html.paragraph(text, "notice") for text in pictures.notes), html.heading("Most confident mistakes"),
              html.paragraph(note, "note"),
              html.gallery([_card(content, index, pictures) for index in mistakes]),

@@ -323,7 +323,7 @@ def test_a_run_is_that_on_class_folders(image_folder, finished_run, tmp_path):
     assert_same_run(out, finished_run)
     assert_same_predictions(out, finished_run)
     content = command_module("stats.stored_predictions").read_predictions(out / "predictions.npz", "")
-    pictures = command_module("report.pictures").make_pictures(out, content, {0: 0, 36: 1}, has_saliency=False)
+    pictures = command_module("report.pictures").make_pictures(out, content, [0, 36])
     assert len(pictures.uris) == 2 and not pictures.notes
 
 
