@@ -25,9 +25,8 @@ from bench_support.mutations import count_verdicts, damage, run_fuzzer
 from bench_support.same_runs import find_differences
 from torch import nn
 
-from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
+from distribuuuu.checkpoint.io import CheckpointError, load_state_dict, read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
-from distribuuuu.checkpoint.restore import load_state_dict
 from distribuuuu.config import load_cfg
 from distribuuuu.engine.resume import restore
 from distribuuuu.engine.state import TrainState

@@ -145,7 +145,7 @@ class WeightsEvaluation:
         Raises:
             ConfigError: the weights do not match the model, or there are no training images.
         """
-        from distribuuuu.checkpoint.restore import load_state_dict
+        from distribuuuu.checkpoint.io import load_state_dict
         from distribuuuu.engine.precise_bn import compute_precise_statistics
         from distribuuuu.records.log_table import format_result
 

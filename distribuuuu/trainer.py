@@ -30,6 +30,7 @@ from distribuuuu.engine.run import (
     explain_out_of_memory,
     is_evaluated,
     is_finished,
+    is_save_due,
     log_epoch,
     may_be_last,
 )
@@ -107,7 +108,7 @@ def train_epoch(run: Run) -> None:
             run.log.train(epoch, state.step, lr, metrics, loader.pop_data_time())
         else:
             run.log.show_step(epoch, state.step, lr)
-        if run.checkpoints.is_due(state.step) and not is_last:
+        if is_save_due(cfg, state.step) and not is_last:
             run.checkpoints.save(capture(run))
         run.stop.check(f"epoch {epoch + 1}, step {state.step}")
 

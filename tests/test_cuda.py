@@ -9,25 +9,19 @@ import pytest
 import torch
 from support.fake_cuda import CUDA, Event, Timeline, fake_cuda
 from support.processes import on_processes
-from support.tiers import pairwise, slow
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distribuuuu.checkpoint import manager
-from distribuuuu.config.options import INTERPOLATIONS
 from distribuuuu.data import transforms
-from distribuuuu.data.batch import Batch, Normalizer, copy_to_device
+from distribuuuu.data.batch import Batch, Normalizer
 from distribuuuu.data.device_samples import DeviceDataset, DeviceSamples
 from distribuuuu.data.loader import Loader, TrainLoader, build_loader
 from distribuuuu.data.transforms import resize
 from distribuuuu.distributed import ddp
 from distribuuuu.engine.build import build_state, build_training, set_backends
 from distribuuuu.engine.run import Run
-from distribuuuu.inference import loaded_run
-from distribuuuu.inference.forward_chunks import one_behind
-from distribuuuu.inference.loaded_run import Selection, start_selection
 from distribuuuu.launch.detect import Launch
-from distribuuuu.models import build_model
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.optim.precision import Precision, build_clipper, build_precision
 from distribuuuu.optim.schedules import build_lr
@@ -85,31 +79,14 @@ def test_memory_that_is_not_pinned_is_copied_before_the_next_batch(small_cfg, mo
     assert after == after[:1] * 3 and not timeline.is_awaited(timeline.main, timeline.main.num)
 
 
-# Only the resized crop draws the interpolation of an image.
-CROPS = [(crop, kind) for crop in ("resized", "pad", "center")
-         for kind in (*INTERPOLATIONS, *(["random"] if crop == "resized" else []))]  # fmt: skip
-
-
-USUAL = [(crop, kind) for crop, kind in CROPS if kind in ("bilinear", "random")]
-
-
-@pytest.mark.parametrize(
-    "crop, together",
-    [
-        *pairwise(USUAL, [True, False]),
-        *(slow(crop, together) for crop in CROPS if crop not in USUAL for together in (True, False)),
-    ],
-)
-def test_crops_on_the_device_are_normalized_without_a_race(small_cfg, monkeypatch, crop, together):
-    name, interpolation = crop
-    train = name != "center"
-    options = ("DATA.CROP", name, "DATA.INTERPOLATION") if train else ("TEST.INTERPOLATION",)
-    check_device_loader(monkeypatch, small_cfg(*options, interpolation), together, train)
-
-
-def check_device_loader(monkeypatch, cfg, together: bool, train: bool) -> None:
-    """Read batches of images that are on the device and are resized there: a batch together, or image by image."""
-    parts = build_loader(cfg, ALONE, CPU, train)
+@pytest.mark.parametrize("crop, interpolation, together", [
+    ("resized", "random", False), ("resized", "bilinear", True), ("pad", "bicubic", False), ("center", "bilinear", True)
+])  # fmt: skip
+def test_crops_on_the_device_are_normalized_without_a_race(small_cfg, monkeypatch, crop, interpolation, together):
+    """Images that are on the device and are resized there: a batch together, or image by image."""
+    train = crop != "center"
+    options = ("DATA.CROP", crop, "DATA.INTERPOLATION") if train else ("TEST.INTERPOLATION",)
+    parts = build_loader(small_cfg(*options, interpolation), ALONE, CPU, train)
     positions, num_resized = list(parts.sampler)[:3], 0
 
     def counting(pixels: torch.Tensor, height: int, width: int, interpolation: str) -> torch.Tensor:
@@ -150,7 +127,7 @@ def take_steps(cfg, parts, state, device: torch.device, num: int, begin: Callabl
     train_epoch(Run(
         cfg, task, state, state.model, loader, build_lr(cfg, loader.plan.global_batch), lambda epoch: 1.0,
         build_clipper(cfg), loader,
-        checkpoints=SimpleNamespace(is_due=lambda step: False),
+        checkpoints=None,
         log=SimpleNamespace(steps=lambda epoch, step, end: range(num), show_step=lambda *position: None,
                             set_stage=lambda *stage: None),
         stop=SimpleNamespace(begin_phase=lambda phase: None, check=lambda position: next(checks) == 2 and begin()),
@@ -195,22 +172,6 @@ def test_the_matmul_precision_is_set_only_on_cuda(small_cfg, monkeypatch):
         assert calls == [precision]
 
 
-def test_the_default_matmul_precision_is_tf32_without_warnings(small_cfg, recwarn):
-    try:
-        set_backends(small_cfg(), CUDA)
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    assert not recwarn.list
-
-
-def test_tensors_on_the_target_device_or_for_the_cpu_are_not_pinned(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", None)
-    tensor = torch.ones(2)
-    assert copy_to_device(tensor, CPU) is tensor
-    assert copy_to_device(tensor, torch.device("meta")).is_meta
-
-
 def test_a_checkpoint_is_copied_from_the_device_with_one_wait(monkeypatch):
     monkeypatch.setattr(manager, "with_own_storage", lambda tensor: tensor)  # fake tensors have no memory to divide
     for broken in (False, True):
@@ -226,27 +187,6 @@ def test_a_checkpoint_is_copied_from_the_device_with_one_wait(monkeypatch):
             for copy in copies:
                 copy.abs()
             assert timeline.faults == ({"incomplete": ["abs"] * 20} if broken else {"waits": ["event"]})
-
-
-@pytest.mark.parametrize("topk", [2, None])
-def test_a_prediction_is_read_while_the_device_computes_the_next_one(small_cfg, monkeypatch, topk):
-    selection, model, chosen = Selection(topk), build_model(small_cfg(), False).eval(), []
-    with fake_cuda(monkeypatch) as timeline:
-        model.to(CUDA)
-
-        def start(images: torch.Tensor) -> Callable[[], list]:
-            with torch.inference_mode():
-                logits = model(images)
-            return start_selection(logits, selection, 2)
-
-        chunks = [torch.zeros(4, 3, 16, 16, device=CUDA) for _ in range(3)]
-        monkeypatch.setattr(loaded_run, "select_classes", lambda given, *tensors: [tensor + 0 for tensor in tensors])
-        timeline.waits.clear()
-        for finish in one_behind(map(start, chunks), CUDA):
-            chosen.append(finish())
-        assert timeline.faults == {"waits": ["event"]}, "only for the last one, after which nothing is queued"
-        assert len(timeline.past_waits) == 2 and min(timeline.past_waits) > 10, "the forward pass of the next one"
-    assert [len(tensors) for tensors in chosen] == [1 + (topk is not None)] * 3
 
 
 class CountedCalls(TorchDispatchMode):

@@ -13,8 +13,13 @@ from typing import Any
 
 import torch
 
-from distribuuuu.checkpoint.io import CheckpointError, UnreadableError, read_checkpoint, write_atomically
-from distribuuuu.checkpoint.restore import check_resumable, weights_of
+from distribuuuu.checkpoint.io import (
+    CheckpointError,
+    UnreadableError,
+    check_resumable,
+    read_checkpoint,
+    write_atomically,
+)
 from distribuuuu.checkpoint.weights_files import KINDS, best_paths
 from distribuuuu.config import ConfigError, run_files
 from distribuuuu.distributed import comm as dist
@@ -29,6 +34,9 @@ RETRY_S, RETRIES_S, LAST_RETRIES_S = 5.0, 240.0, 10.0
 # The writer waits at its start: the training thread waits for it there, and would then wait for the interpreter's lock.
 YIELD_S = 5e-3
 
+# Entries that files of best weights, which cannot be resumed, do not have.
+_ONLY_TO_RESUME = {"optimizer", "step", "seconds", "timing", "peak_memory_mib", "meter", "scaler", "evaluations",
+                   *(kind.tensors for kind in KINDS.values())}  # fmt: skip
 _NAME = re.compile(r"ckpt_ep_(\d+)(?:_step_(\d+))?\.pth\.tar")
 
 
@@ -49,7 +57,6 @@ class CheckpointManager:
         out_dir: the folder of the run.
         keep_last: number of newest checkpoints of this run to keep; files of other runs always stay.
         keep_every: also keep those of every Kth epoch; 0: none.
-        every_steps: maximum steps of an epoch that may be lost; 0: all of them.
         write_results: called with the content of a checkpoint that follows an evaluation, before it is written.
     """
 
@@ -58,12 +65,11 @@ class CheckpointManager:
         out_dir: str | os.PathLike,
         keep_last: int = 3,
         keep_every: int = 0,
-        every_steps: int = 0,
         write_results: Callable[[dict[str, Any]], None] = lambda content: None,
     ):
         self.folder = Path(out_dir) / run_files.CHECKPOINTS
         self.bests = best_paths(out_dir)
-        self.keep_last, self.keep_every, self.every_steps = keep_last, keep_every, every_steps
+        self.keep_last, self.keep_every = keep_last, keep_every
         self.write_results = write_results
         self._thread: threading.Thread | None = None
         # The text of the last error of the write in progress: its traceback would keep the content of the checkpoint.
@@ -72,14 +78,6 @@ class CheckpointManager:
         self._gives_up = threading.Event()
         # Names of the files that this run wrote, over all its starts: each checkpoint holds them as `checkpoints`.
         self._own: set[str] = set()
-
-    def is_due(self, step: int) -> bool:
-        """Tell whether to save after `step` steps of an epoch: at each multiple of `every_steps` and halfway between.
-
-        While a checkpoint is being written, the one before is thus at most `every_steps` steps old.
-        """
-        every = self.every_steps
-        return every > 0 and step % every in (0, every // 2)
 
     # --------------------------------------------------------------------------------------- saving
 
@@ -276,6 +274,12 @@ class CheckpointManager:
         except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted((self.folder / name for name in names if _NAME.fullmatch(name)), key=position_of)
+
+
+def weights_of(content: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the content of a file of best weights of a kind, e.g. "raw"."""
+    weights = {key: value for key, value in content.items() if key not in _ONLY_TO_RESUME}
+    return {**weights, "weights": kind, "state_dict": content[KINDS[kind].tensors]}
 
 
 def checkpoint_name(epoch: int, step: int) -> str:

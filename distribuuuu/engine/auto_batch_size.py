@@ -185,16 +185,11 @@ def measure_steps(folder: str, cfg: Config, take_step: TakeStep, launch: Launch,
             take_step(run, batches, step)
             state.finish_step(loader.num_steps)
         run.checkpoints.save(capture(run))
-        evaluate_batch(run)
+        state.model.eval()
+        with inference(state.model):
+            for batch in itertools.islice(run.val_loader, 1):
+                run.task.eval_step(state.model, batch)
         return read_peak(loader.device)
-
-
-def evaluate_batch(run: Run) -> None:
-    """Evaluate a batch."""
-    run.state.model.eval()
-    with inference(run.state.model):
-        for batch in itertools.islice(run.val_loader, 1):
-            run.task.eval_step(run.state.model, batch)
 
 
 def read_peak(device: torch.device) -> Peak:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint
+from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, load_state_dict, read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager, find_nonfinite, hash_tensors
-from distribuuuu.checkpoint.restore import load_state_dict
 from distribuuuu.checkpoint.weights_files import KINDS, PUBLISHED, RAW, best_paths, build_kinds, find_best
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed, iter_options
@@ -182,7 +181,7 @@ def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
     """Return the run of a config, resumed from the newest checkpoint of OUT_DIR or new; errors as `build_training`."""
     check_same_data(train_loader, val_loader)
     keep = cfg.CHECKPOINT
-    checkpoints = CheckpointManager(cfg.OUT_DIR, keep.KEEP_LAST, keep.KEEP_EVERY, keep.EVERY_STEPS)
+    checkpoints = CheckpointManager(cfg.OUT_DIR, keep.KEEP_LAST, keep.KEEP_EVERY)
     # With TRAIN.AUTO_RESUME False, a job that was restarted resumes its own run.
     latest = checkpoints.find_latest(None if cfg.TRAIN.AUTO_RESUME else list_jobs(only_restarted=True))
     if latest is None:

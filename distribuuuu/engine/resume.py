@@ -10,9 +10,15 @@ from typing import Any
 
 import torch
 
-from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint
+from distribuuuu.checkpoint.io import (
+    WEIGHTS_ONLY,
+    CheckpointError,
+    check_resumable,
+    find_class_mismatch,
+    load_state_dict,
+    read_checkpoint,
+)
 from distribuuuu.checkpoint.manager import NonFiniteError
-from distribuuuu.checkpoint.restore import WEIGHTS_ONLY, check_resumable, load_state_dict
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import OPEN_SECTIONS

@@ -33,8 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint.io import CheckpointError
-from distribuuuu.checkpoint.restore import WEIGHTS_ONLY, load_optimizer, load_state_dict
+from distribuuuu.checkpoint.io import WEIGHTS_ONLY, CheckpointError, load_optimizer, load_state_dict
 from distribuuuu.checkpoint.weights_files import KINDS, RAW, Best
 from distribuuuu.config.errors import counted
 from distribuuuu.data.seeding import derive_seed

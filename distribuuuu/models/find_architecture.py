@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -242,16 +242,16 @@ def _check_names(arch: Architecture, kwargs: dict[str, Any], parameters: Paramet
 def find_keywords(constructor: Constructor, num_classes: int) -> tuple[Parameters, bool]:
     """Return the keyword parameters of a constructor, and whether it accepts unlisted ones too.
 
-    If it accepts **kwargs, the parameters of the class that it builds are included.
+    If it accepts **kwargs, they are followed into the class that it builds, from __init__ to the parent's __init__.
     """
-    named, is_open = _named_parameters(inspect.signature(constructor).parameters)
-    if not is_open:
-        return named, False
-    built = _find_class(constructor, num_classes)
-    if built is None:
-        return named, True
-    inherited, is_open = _class_parameters(built)
-    return {**inherited, **named}, is_open
+    named, is_open = _named_parameters(constructor)
+    built = _find_class(constructor, num_classes) if is_open else None
+    for owner in built.__mro__[: built.__mro__.index(nn.Module)] if built else ():  # nn.Module itself accepts none
+        if is_open and "__init__" in vars(owner):
+            inherited, is_open = _named_parameters(vars(owner)["__init__"])
+            named = {**inherited, **named}
+    named.pop("self", None)
+    return named, is_open
 
 
 def _find_class(constructor: Constructor, num_classes: int) -> type[nn.Module] | None:
@@ -265,23 +265,9 @@ def _find_class(constructor: Constructor, num_classes: int) -> type[nn.Module] |
         return annotated if is_model and annotated is not nn.Module else None
 
 
-def _class_parameters(built: type[nn.Module]) -> tuple[Parameters, bool]:
-    """Follow **kwargs from __init__ to the parent's __init__, up to nn.Module, which accepts none."""
-    parameters: Parameters = {}
-    is_open = False
-    for owner in built.__mro__[: built.__mro__.index(nn.Module)]:
-        if "__init__" not in vars(owner):
-            continue
-        named, is_open = _named_parameters(inspect.signature(vars(owner)["__init__"]).parameters)
-        parameters = {**named, **parameters}
-        if not is_open:
-            break
-    parameters.pop("self", None)
-    return parameters, is_open
-
-
-def _named_parameters(parameters: Mapping[str, inspect.Parameter]) -> tuple[Parameters, bool]:
+def _named_parameters(function: Callable) -> tuple[Parameters, bool]:
     """Return the parameters that can be passed by name, and whether **kwargs is among the parameters."""
+    parameters = inspect.signature(function).parameters
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {name: parameter for name, parameter in parameters.items() if parameter.kind in by_name}
     return named, any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())

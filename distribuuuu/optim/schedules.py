@@ -80,17 +80,10 @@ def build_weight_decay(cfg) -> Callable[[float], float]:
     return lambda epoch: cos_factor(math.floor(epoch) if optim.LR_UPDATE == "epoch" else epoch, **settings)
 
 
-# OPTIM.LR_SCALE: the factor of the learning rate for a ratio of batch sizes (linear: Goyal et al., arXiv 1706.02677;
-# square root: Krizhevsky, arXiv 1404.5997).
-_LR_SCALES: dict[str, Callable[[float], float]] = {
-    "none": lambda ratio: 1.0,
-    "linear": lambda ratio: ratio,
-    "sqrt": math.sqrt,
-}
-
-
 def _lr_factor(cfg, global_batch: int) -> float:
-    return _LR_SCALES[cfg.OPTIM.LR_SCALE](global_batch / cfg.OPTIM.LR_SCALE_BATCH)
+    """Return the factor by OPTIM.LR_SCALE: linear (Goyal et al., arXiv 1706.02677), sqrt (Krizhevsky, 1404.5997)."""
+    ratio = global_batch / cfg.OPTIM.LR_SCALE_BATCH
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[cfg.OPTIM.LR_SCALE]
 
 
 def scaled_lr(cfg, global_batch: int) -> float:

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, read_checkpoint
-from distribuuuu.checkpoint.restore import load_state_dict
+from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, load_state_dict, read_checkpoint
 from distribuuuu.checkpoint.weights_files import best_state_dict
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed

@@ -20,9 +20,8 @@ from support.runs import newest, records
 from support.states import load, make_state, original_checkpoint, save
 from support.tables import each_row
 
-from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
+from distribuuuu.checkpoint.io import CheckpointError, load_optimizer, read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager, checkpoint_name
-from distribuuuu.checkpoint.restore import load_optimizer
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.distributed.sharding import build_parallelize_fn

@@ -21,7 +21,7 @@ from torch import nn
 
 from distribuuuu.checkpoint import io as checkpoint_io
 from distribuuuu.checkpoint import manager as checkpoint
-from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint, write_atomically
+from distribuuuu.checkpoint.io import CheckpointError, load_state_dict, read_checkpoint, write_atomically
 from distribuuuu.checkpoint.manager import (
     CheckpointManager,
     NonFiniteError,
@@ -29,10 +29,8 @@ from distribuuuu.checkpoint.manager import (
     copy_into_buffer,
     with_own_storage,
 )
-from distribuuuu.checkpoint.restore import load_state_dict
 from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config import load_cfg
-from distribuuuu.engine.resume import list_changes
 from distribuuuu.engine.state import TrainState
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.signals import WRITER_NAME
@@ -95,15 +93,6 @@ def test_the_checkpoint_of_an_epochs_steps_gives_way_to_that_of_its_evaluation(t
     state.finish_epoch({"raw": {"top1": 9.0, "count": 3}})
     save(folder, state)
     assert read_checkpoint(folder.bests["raw"])["epoch"] == 0 and len(seen) == 2
-
-
-def test_changed_options_are_listed_by_section():
-    before = {"MODEL.ARCH": "a", "MODEL.KWARGS.width": 8, "OPTIM.STEPS": (1, 2), "TRAIN.TOPK": 5, "OLD.KEY": 1}
-    now = {"MODEL.ARCH": "b", "MODEL.KWARGS.norm": "group", "OPTIM.STEPS": (1, 2), "TRAIN.TOPK": 1, "NEW.KEY": 1}
-    model = ["MODEL.ARCH a -> b", "MODEL.KWARGS.width 8 -> unset", "MODEL.KWARGS.norm unset -> group"]
-    assert list_changes(before, now, ("MODEL.", "OPTIM.")) == model
-    assert list_changes(before, now) == [*model[:2], "TRAIN.TOPK 5 -> 1", model[2]]
-    assert list_changes({}, now) == ["MODEL.KWARGS.norm unset -> group"]
 
 
 def test_the_originals_checkpoints_resume(tmp_path):

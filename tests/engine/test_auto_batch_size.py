@@ -3,10 +3,8 @@
 from collections.abc import Callable
 
 import pytest
-import torch
 from support.runs import assert_same_run, run_tool, small_options
 
-from distribuuuu import api
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.engine import auto_batch_size
 from distribuuuu.engine.auto_batch_size import Peak, list_micro_batches
@@ -32,23 +30,6 @@ def test_the_largest_size_that_fits_is_found(small_cfg, monkeypatch, room, expec
         with pytest.raises(OutOfMemory, match=r"TRAIN.BATCH_SIZE: .*micro-batch of 1 does not fit.*; fix: ") as caught:
             auto_batch_size.resolve_batch_size(cfg, take_step)
         assert caught.value.status == 1
-
-
-def test_the_parent_of_the_trials_creates_no_cuda_context(small_cfg, monkeypatch):
-    """Its memory would be missing in the trials, and be counted twice."""
-
-    def create_context(*args: object) -> None:
-        raise AssertionError("CUDA is used in the parent")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "_lazy_init", create_context)
-    monkeypatch.setattr(torch._C, "_cuda_setDevice", create_context, raising=False)
-    monkeypatch.setattr(auto_batch_size, "in_fresh_process", lambda *args: Peak(5, limit=9))
-    with api._preserved_state():
-        assert auto_batch_size.resolve_batch_size(small_cfg(*AUTO, 8), take_step).TRAIN.BATCH_SIZE == 8
-    with pytest.raises(AssertionError, match="CUDA is used"):
-        auto_batch_size.pick_device(0)
 
 
 def test_auto_needs_the_global_batch_and_is_the_only_word():

@@ -10,10 +10,8 @@ from support.runs import make_cfg
 from timm.optim import create_optimizer_v2
 from torch import nn
 
-from distribuuuu.checkpoint.io import CheckpointError
-from distribuuuu.checkpoint.restore import load_optimizer
+from distribuuuu.checkpoint.io import CheckpointError, load_optimizer
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.optim import optimizer as optimizers
 from distribuuuu.optim.optimizer import build_optimizer, parameter_groups, parameter_kinds
 from distribuuuu.optim.precision import build_clipper
 from distribuuuu.optim.schedules import build_lr, build_schedule, scaled_lr, set_lr
@@ -127,13 +125,6 @@ def test_the_optimizers_of_timm_take_the_same_steps(name):
     take_steps(theirs, expected)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):  # lamb's norm is summed group by group
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-
-
-def test_fused_sgd_is_not_used_with_dampening():
-    cfg = make_cfg("OPTIM.NESTEROV", False, "OPTIM.DAMPENING", 0.5)
-    groups = [{"params": [nn.Parameter(torch.ones(1))]}]
-    optimizer = optimizers._build_sgd(cfg, groups, 0.1, lambda kind: {"fused": True})
-    assert not optimizer.defaults["fused"] and not optimizer.state
 
 
 def test_values_that_do_not_fit_are_reported_with_their_key():

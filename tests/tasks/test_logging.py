@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.processes import on_processes
 from support.runs import GROUP_NORM, assert_same_run, records, small_options, timeless, train_and_stop
+from support.tiers import slow
 
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import load_cfg
@@ -75,7 +76,7 @@ def test_the_means_and_numbers_of_a_task_appear_everywhere(small_cfg, tmp_path):
     assert [len(batch.images) for batch in BATCHES] == [16, 16]
 
 
-@pytest.mark.parametrize("place", [(0, 2), (0, 4), (1, 2)])
+@pytest.mark.parametrize("place", [slow((0, 2)), (0, 4), slow((1, 2))])
 def test_a_resumed_run_logs_the_same(small_cfg, tmp_path, monkeypatch, place):
     words = (*LOGGING, "TRAIN.PRINT_FREQ", 3, "CHECKPOINT.EVERY_STEPS", 1, "LOG.LAYER_NORMS", True)
     train_model(small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
@@ -118,7 +119,7 @@ def test_norms_are_those_of_weights_gradients_and_updates(alone):
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("DIST.SHARD", "zero1"), pytest.param(("DIST.SHARD", "fsdp"), marks=needs_fsdp)], ids=str
+    "words", [slow(()), slow(("DIST.SHARD", "zero1")), pytest.param(("DIST.SHARD", "fsdp"), marks=needs_fsdp)], ids=str
 )
 def test_norms_do_not_depend_on_the_processes(alone, small_cfg, words):
     cfg = small_cfg(*NORMS, *GROUP_NORM, *words, "TRAIN.BATCH_SIZE", 6)

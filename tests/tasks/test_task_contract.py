@@ -97,16 +97,6 @@ def test_a_state_that_differs_in_names_or_shapes_is_refused(register, small_cfg,
         train_model(small_cfg())
 
 
-@pytest.mark.parametrize("entry", ["text", {"shared": 3}])
-def test_a_damaged_state_is_refused(register, small_cfg, tmp_path, entry):
-    register(Centered)
-    train_model(small_cfg("TASK.NAME", "Centered"), stop_epoch=1)
-    (path,) = (tmp_path / "out" / "checkpoints").iterdir()
-    torch.save({**torch.load(path, weights_only=True), "task": entry}, path)
-    with pytest.raises(ConfigError, match="the state of the task cannot be restored"):
-        train_model(small_cfg("TASK.NAME", "Centered"))
-
-
 def test_entries_that_differ_between_processes_are_saved_for_each(register, small_cfg, tmp_path):
     register(Centered)
     cfg = small_cfg("TASK.NAME", "Centered", "TRAIN.BATCH_SIZE", 6)
@@ -120,7 +110,7 @@ def test_entries_that_differ_between_processes_are_saved_for_each(register, smal
     assert "written by 2 processes; all continue with the state of the first one: " in log_of(tmp_path / "out")
 
 
-@pytest.mark.parametrize("value", [np.zeros(3), deque([1]), object()], ids=["array", "deque", "object"])
+@pytest.mark.parametrize("value", [np.zeros(3), deque([1])], ids=["array", "deque"])
 @pytest.mark.parametrize("num", [1, slow(2)])
 def test_a_value_that_a_checkpoint_cannot_hold_is_refused_before_the_first_step(register, small_cfg, value, num):
     class Holding(Classification):
