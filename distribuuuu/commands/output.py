@@ -3,10 +3,12 @@
 And the refusal of a URL by those that read local files only.
 """
 
+import contextlib
 import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distribuuuu.commands.guard import ending_with_reader
@@ -14,6 +16,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.run_files import BEST_NAMES, RUN_FILES, find_path_problem, local_folder
 from distribuuuu.files.untrusted import printable
+from distribuuuu.launch.signals import STATUS_OF
 
 EXPECTED = "the OUT_DIR of a run, a checkpoint, an exported folder, or timm/NAME"
 # Values of --format, and the columns of a text.
@@ -90,3 +93,14 @@ def print_report(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the rest of the buffer, which is written at exit
         message = f"cannot be written: {error.strerror}; fix: redirect it to another file"
         raise ConfigError(Problem("standard output", message)) from error
+
+
+def stop_with(left: str) -> Callable[[int], None]:
+    """Return a handler of signals that says what is left, and ends this process at once; its workers end with it."""
+
+    def stop(signum: int) -> None:
+        with contextlib.suppress(OSError):  # the reader of standard error has exited
+            os.write(2, f"\n{signal.Signals(signum).name}: stopped; {left}\n".encode())
+        os._exit(STATUS_OF[signum])
+
+    return stop

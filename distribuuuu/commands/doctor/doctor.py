@@ -13,7 +13,7 @@ from typing import Any
 from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
 from distribuuuu.commands.main import USAGE_ERROR
 from distribuuuu.commands.output import FORMATS, WIDTH, align_columns, print_report
-from distribuuuu.commands.scan.data_config import read_data_cfg
+from distribuuuu.commands.scan.data_config import open_images, read_data_cfg
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted
@@ -72,10 +72,10 @@ def doctor(prog: str, args: list[str]) -> int:
 
 
 def _print_statistics(flags: argparse.Namespace, cfg: Any) -> int:
-    from distribuuuu.commands.doctor.statistics import format_snippet, measure_channels, open_training_images
+    from distribuuuu.commands.doctor.statistics import format_snippet, measure_channels
     from distribuuuu.records.run_log import progress
 
-    images = open_training_images(cfg)
+    images = open_images(cfg, train=True)
     with progress(None, "measuring", len(images), unit="img") as bar:
         found = measure_channels(cfg, images, flags.workers, bar.update)
     print_report(format_snippet(cfg, found, len(images), as_json=flags.format == "json"))

@@ -1,7 +1,5 @@
 """Findings on a data set: problems to solve before training, and notes. Nothing is changed or deleted."""
 
-import re
-import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,15 +9,13 @@ import numpy as np
 
 from distribuuuu.commands.doctor.layout import ScannedFolder
 from distribuuuu.commands.scan.duplicates import DuplicateGroup
-from distribuuuu.commands.scan.scan import BROKEN, OVERSIZED, ROTATED, TRUNCATED, UNUSABLE, Scan
+from distribuuuu.commands.scan.scan import BROKEN, ROTATED, Scan
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.image_file import DecodeOptions
 from distribuuuu.hints.sources import count_others, find_inner_root, split_command
 
 PROBLEM, NOTE = "problem", "note"
-# Ratio of the largest to the smallest class that is reported.
-MAX_IMBALANCE = 10
 # Sides that networks are trained at, and the usual ratio of the crop to the resized image.
 USUAL_SIDE, CROP_RATIO, SIDE_MULTIPLE, SMALL_SIDE = 224, 0.875, 32, 64
 
@@ -56,7 +52,6 @@ def examine(scan: Scan, groups: Sequence[DuplicateGroup], options: DecodeOptions
         *_name_findings(scan.splits, counts),
         *_image_findings(scan, options),
         *_duplicate_findings(scan, groups),
-        *_balance_findings(counts),
     ]
     findings.sort(key=lambda finding: finding.severity != PROBLEM)
     statistics = measure_statistics(scan)
@@ -103,11 +98,6 @@ def _imbalance(counts: Iterable[int]) -> float | None:
 
 def _folder_findings(splits: dict[str, ImageDataset], counts: dict[str, dict[str, int]]) -> Iterator[Finding]:
     folders = {name: images for name, images in splits.items() if isinstance(images, ScannedFolder)}
-    unreadable = {path: reason for images in folders.values() for path, reason in images.list_unreadable().items()}
-    if unreadable:
-        message = f"{counted(len(unreadable), 'folder')} cannot be listed"
-        fix = "change the permissions, or remove the folders"
-        yield Finding("unreadable_folder", PROBLEM, message, fix, [*unreadable], reasons=unreadable)
     if outside := [path for images in folders.values() for path in images.list_outside()]:
         message = f"ignored: {counted(len(outside), 'image')} outside of the class folders"
         yield Finding("image_without_class", PROBLEM, message, "move each into the folder of its class", outside)
@@ -118,7 +108,7 @@ def _folder_findings(splits: dict[str, ImageDataset], counts: dict[str, dict[str
         for label, count in classes.items()
         if not count and (name in folders or splits[name].targets == "label" and name == trained)
     ]
-    if empty := [path for path in empty if path not in unreadable]:
+    if empty:
         held = count_others(Path(), empty)
         message = f"{counted(len(empty), 'class')} without an image" + held.partition("; fix: ")[0] * ("other" in held)
         fix = held.partition("; fix: ")[2] if "other" in held else "add images, or remove the folders"
@@ -144,59 +134,23 @@ def _place(splits: dict[str, ImageDataset], split: str, label: str) -> str:
 
 
 def _name_findings(splits: dict[str, ImageDataset], counts: dict[str, dict[str, int]]) -> Iterator[Finding]:
-    """Yield findings for class names that are spelled differently, and for those that are not in every split."""
+    """Yield a finding for the class names of another split that are not those of the training split."""
     trained = next(iter(counts))
-    spellings: dict[str, set[str]] = {}
-    for label in (label for labels in counts.values() for label in labels):
-        spellings.setdefault(spelling_key(label), set()).add(label)
-    if similar := [sorted(found) for found in spellings.values() if len(found) > 1]:
-        shown = first_few([" and ".join(map(ascii, found)) for found in similar])
-        message = f"class names differ only by case, spaces, hyphens, underscores or their Unicode form: {shown}"
-        files = [_place(splits, split, label) for found in similar for label in found
-                 for split, labels in counts.items() if label in labels]  # fmt: skip
-        fix = "merge the folders, under one name in all splits"
-        yield Finding("similar_class_names", PROBLEM, message, fix, files)
     for split in [*counts][1:]:
-        for kind, severity, having, lacking, fix in (
-            ("unknown_class", PROBLEM, split, trained, "rename the folders, or add training images"),
-            ("unevaluated_class", NOTE, trained, split, f"add images to {split}; its accuracy does not cover these"),
-        ):
-            known = {unicodedata.normalize("NFC", label) for label in counts[lacking]}
-            if names := sorted(label for label in counts[having] if unicodedata.normalize("NFC", label) not in known):
-                message = f"{counted(len(names), 'class')} of {having} not in {lacking}: {first_few(names)}"
-                yield Finding(kind, severity, message, fix, [_place(splits, having, label) for label in names])
-
-
-def spelling_key(name: str) -> str:
-    """Return a class name without case, spaces, hyphens, underscores and Unicode variants.
-
-    Separators between two digits are kept: 1_0 and 10 are different numbers.
-    """
-    folded = unicodedata.normalize("NFKC", name).casefold()
-    return re.sub(r"(?<!\d)[\s_-]+|[\s_-]+(?!\d)", "", folded)
-
-
-def _balance_findings(counts: dict[str, dict[str, int]]) -> Iterator[Finding]:
-    trained = next(iter(counts))
-    present = {label: count for label, count in counts[trained].items() if count}
-    if (_imbalance(present.values()) or 0) > MAX_IMBALANCE:
-        low, high = min(present, key=present.__getitem__), max(present, key=present.__getitem__)
-        message = f"{trained}: {high} has {present[high]:,} images, {low} has {present[low]:,}"
-        fix = "DATA.SAMPLING sqrt or balanced, LOSS.CLASS_WEIGHTS auto; judge the model by macro recall (TEST.METRICS)"
-        yield Finding("imbalance", NOTE, message, fix, [f"{trained}: {low}", f"{trained}: {high}"])
+        if names := sorted(counts[split].keys() - counts[trained].keys()):
+            message = f"{counted(len(names), 'class')} of {split} not in {trained}: {first_few(names)}"
+            fix = "rename the folders, or add training images"
+            yield Finding("unknown_class", PROBLEM, message, fix, [_place(splits, split, label) for label in names])
 
 
 # -------------------------------------------------------------------------------------------- images
 
 
 def _image_findings(scan: Scan, options: DecodeOptions) -> Iterator[Finding]:
-    most = f"with more than DATA.MAX_PIXELS {options.max_pixels:,} pixels"
     replace = "replace or remove the files, or train with DATA.ON_BAD_IMAGE skip"
     rotate = "" if options.exif_rotate else "DATA.EXIF_ROTATE True rotates them in training and evaluation"
     for kind, flag, severity, text, fix in (
-        ("truncated", TRUNCATED, PROBLEM, "truncated", replace),
-        ("broken", BROKEN, PROBLEM, "empty, damaged, or no image", replace),
-        ("oversized", OVERSIZED, PROBLEM, most, "scale the images down, or raise DATA.MAX_PIXELS"),
+        ("broken", BROKEN, PROBLEM, "empty, damaged, too large, or no image", replace),
         ("rotated", ROTATED, NOTE, "rotated by their EXIF data, which training ignores", rotate),
     ):
         if (found := np.flatnonzero(scan.records["flags"] & flag).tolist()) and fix:
@@ -247,7 +201,7 @@ def _has_copies_within(group: dict[str, Any]) -> bool:
 
 def measure_statistics(scan: Scan) -> dict[str, Any]:
     """Return mean and std of the channels (0 to 1) over the training split, and percentiles of sizes; empty if none."""
-    usable = scan.records[scan.records["flags"] & UNUSABLE == 0]
+    usable = scan.records[scan.records["flags"] & BROKEN == 0]
     if not len(usable):
         return {}
     sums = next((row for row in scan.pixel_sums if row[6]), scan.pixel_sums[0])

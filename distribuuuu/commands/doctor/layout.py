@@ -4,7 +4,7 @@ import os
 import shlex
 from pathlib import Path
 
-from distribuuuu.commands.scan.data_config import find_splits
+from distribuuuu.commands.scan.data_config import find_splits, open_images
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.data.datasets.base import ImageDataset, SplitDataset, get_dataset
 from distribuuuu.data.datasets.folder_scan import scan_folder
@@ -26,19 +26,10 @@ class ScannedFolder(ImageFolder):
         self.folder = folder
         self.use_index(Index(str(folder), str(folder), *scan_folder(str(folder))))
 
-    def list_unreadable(self) -> dict[str, str]:
-        """Return the folders that cannot be listed, with the reason."""
-        reasons = {folder: access_problem(Path(folder)) for folder in self.list_folders()}
-        return {folder: reason for folder, reason in reasons.items() if reason}
-
     def list_outside(self) -> list[str]:
         """Return the images outside of the class folders."""
         names = sorted(filter(is_image, os.listdir(self.folder))) if self.index.meta["num_beside"] else ()
         return [str(self.folder / name) for name in names if not (self.folder / name).is_dir()]
-
-    def list_folders(self) -> list[str]:
-        """Return the folder itself and all that are below it in the index."""
-        return [os.path.join(self.folder, name) for name in self.index.names_of("files")]
 
 
 def open_folder(root: Path) -> Splits:
@@ -61,11 +52,9 @@ def open_folder(root: Path) -> Splits:
         return {name: ScannedFolder(root / name) for name in names}
     if folders:
         return {WHOLE: ScannedFolder(root)}
-    has = "images, but no class folders" if any(map(is_image, os.listdir(root))) else "no sub-folder"
     command = f"distribuuuu doctor DATA.NAME list (or packed) TRAIN.DATASET {shlex.quote(str(root))}"
-    fix = f"for a list (or a pack): {command}"
-    expected = f"expected SPLIT/CLASS/IMAGE or CLASS/IMAGE{describe_archives(root)}"
-    raise ConfigError(Problem("FOLDER", f"{root} has {has}; {expected}; {fix}"))
+    expected = f"has no class folders; expected SPLIT/CLASS/IMAGE or CLASS/IMAGE{describe_archives(root)}"
+    raise ConfigError(Problem("FOLDER", f"{root} {expected}; fix: for a list (or a pack): {command}"))
 
 
 def open_cfg(cfg) -> Splits:
@@ -96,10 +85,7 @@ def open_cfg(cfg) -> Splits:
             elif issubclass(dataset, SplitDataset):  # unknown classes are findings
                 splits[name] = dataset.open_split(cfg, key)
             else:
-                found = [problem for problem in dataset.find_problems(cfg, train) if problem[0] != "MODEL.NUM_CLASSES"]
-                if found:
-                    raise ConfigError([Problem(*problem) for problem in found])
-                splits[name] = dataset.from_cfg(cfg, train)
+                splits[name] = open_images(cfg, train)
         except ConfigError as error:
             problems += [Problem(one.key or f"{key}.SPLIT", one.message, cfg.origins) for one in error.problems]
     if problems:

@@ -6,30 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from distribuuuu.config import Config, ConfigError, Problem
-from distribuuuu.config.config_node import changed
+from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import PIXEL_RANGES
-from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import open_lazy_image
 from distribuuuu.data.image_file import build_decode_options
 from distribuuuu.data.loader import BadImageError
 from distribuuuu.data.make_batch import reason_of
-from distribuuuu.inference.load_run import open_data
-
-
-def open_training_images(cfg: Config) -> ImageDataset:
-    """Return the training images of a config, with any number of classes.
-
-    Raises:
-        ConfigError: they cannot be opened.
-    """
-    cfg = changed(cfg, {"MODEL.NUM_CLASSES": dataset_class(cfg).count_classes(cfg)})
-    found = dataset_class(cfg).find_problems(cfg, True)
-    if problems := [Problem(key, text, cfg.origins) for key, text in found if key != "MODEL.NUM_CLASSES"]:
-        raise ConfigError(problems)
-    return open_data(cfg, train=True)
 
 
 def measure_channels(cfg: Config, images: ImageDataset, workers: int, update: Callable[[int], object]) -> np.ndarray:

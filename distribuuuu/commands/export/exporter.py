@@ -23,17 +23,16 @@ from distribuuuu.commands.export.export_check import (
 )
 from distribuuuu.commands.export.model_card import render_card
 from distribuuuu.commands.export.onnx_file import build_onnx, require_onnx
-from distribuuuu.config import ConfigError, Problem
+from distribuuuu.commands.scan.data_config import open_images
+from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.json_file import replace_nonfinite
 from distribuuuu.config.options import option_of
-from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.crops import EvalCrop
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.files.new_folder import new_folder
 from distribuuuu.inference.forward_chunks import UnlabeledImages
-from distribuuuu.inference.load_run import open_data
 from distribuuuu.inference.loaded_run import CPU, LoadedRun
 from distribuuuu.models.find_architecture import ModelSpec, find_architecture, make_model_spec
 from distribuuuu.records.environment import describe_hardware, find_commit, list_versions
@@ -125,11 +124,11 @@ def open_evaluation_set(run: LoadedRun) -> ImageDataset:
     Raises:
         ConfigError: it cannot be read.
     """
-    found = [Problem(key, text, run.cfg.origins) for key, text in dataset_class(run.cfg).find_problems(run.cfg, False)]
-    if found:
+    try:
+        return open_images(run.cfg, train=False)
+    except ConfigError as error:
         fix = "set TEST.DATASET FOLDER, or check it on other images by --images FOLDER, or add --no-check"
-        raise ConfigError([*found, f"the check of an export needs the evaluation set; fix: {fix}"])
-    return open_data(run.cfg)
+        raise ConfigError([*error.problems, f"the check of an export needs the evaluation set; fix: {fix}"]) from error
 
 
 def check_format(run: LoadedRun, to: str) -> None:

@@ -1,14 +1,12 @@
 """The command pack: arguments, checks before an image is read, exit status."""
 
 import argparse
-import contextlib
-import multiprocessing
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
+from distribuuuu.commands.output import stop_with
 from distribuuuu.commands.pack.packer import DEFAULT_QUALITY, SPLITS, PackJob, pack_split, verify_packs
 from distribuuuu.commands.pack.writer import find_conflicts, find_foreign_files
 from distribuuuu.commands.scan.data_config import read_data_cfg
@@ -19,7 +17,7 @@ from distribuuuu.config.run_files import find_path_problem
 from distribuuuu.data.datasets.base import get_dataset
 from distribuuuu.data.packed.format import FORMATS
 from distribuuuu.launch.host import count_cores
-from distribuuuu.launch.signals import STATUS_OF, handled_by
+from distribuuuu.launch.signals import handled_by
 
 _DESCRIPTION = """Pack a data set into a few large files. DATA.NAME packed TRAIN.DATASET OUT reads
 OUT/train and OUT/val. Rerun the same command to resume it after a stop.
@@ -32,7 +30,7 @@ OUT/train and OUT/val. Rerun the same command to resume it after a stop.
 
 def pack(prog: str, args: list[str]) -> int:
     """Read the command line, then pack or verify; return the exit status, 2 for a corrupt pack too."""
-    with handled_by(_stop):
+    with handled_by(stop_with("finished shards are kept")):
         try:
             job = parse_args(args, prog)
             if job.verify:
@@ -43,15 +41,6 @@ def pack(prog: str, args: list[str]) -> int:
         except OSError as error:  # a folder that cannot be listed, a file that cannot be deleted
             raise ConfigError(f"{error.filename or '--'}: {error.strerror or error}") from error
     return 0
-
-
-def _stop(signum: int) -> None:
-    """End this process and its workers immediately."""
-    for child in multiprocessing.active_children():
-        child.kill()
-    with contextlib.suppress(OSError):  # the reader of standard error has exited
-        os.write(2, f"\n{signal.Signals(signum).name}: stopped; finished shards are kept\n".encode())
-    os._exit(STATUS_OF[signal.Signals(signum)])
 
 
 def parse_args(words: list[str], prog: str | None = None) -> PackJob:

@@ -1,16 +1,14 @@
 """The command predict: classes of image files, by a trained model."""
 
-import contextlib
 import os
-import signal
 import sys
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser, at_least
-from distribuuuu.commands.output import check_run
+from distribuuuu.commands.output import check_run, stop_with
 from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.host import count_cores, tune_malloc
-from distribuuuu.launch.signals import STATUS_OF, handled_by
+from distribuuuu.launch.signals import handled_by
 
 # Exit status if images are broken.
 BROKEN_IMAGES = 3
@@ -48,17 +46,10 @@ def predict(prog: str, args: list[str]) -> int:
     workers = max(1, count_cores() // flags.nproc) if flags.workers is None else flags.workers
     job = PredictJob(flags.run, flags.cfg, tuple(flags.overrides), files, out, flags.topk, flags.threshold,
                      flags.batch_size, workers, flags.nproc)  # fmt: skip
-    with handled_by(lambda signum: _stop(signum, resumes=out is not None)):
+    left = "finished images are kept: rerun the same command to resume" if out else "nothing is kept"
+    with handled_by(stop_with(left)):
         num_broken = predict_files(job)
     return BROKEN_IMAGES if num_broken and not flags.skip_bad else 0
-
-
-def _stop(signum: int, resumes: bool) -> None:
-    """End this process immediately; its children end with it."""
-    kept = "; finished images are kept: rerun the same command to resume" if resumes else ""
-    with contextlib.suppress(OSError):  # the reader of standard error has exited
-        os.write(2, f"\n{signal.Signals(signum).name}: stopped{kept}\n".encode())
-    os._exit(STATUS_OF[signum])
 
 
 def build_parser(prog: str | None = None) -> CommandParser:

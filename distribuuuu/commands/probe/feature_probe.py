@@ -11,16 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distribuuuu.checkpoint.manager import copy_to_host
+from distribuuuu.commands.scan.data_config import open_images
 from distribuuuu.commands.stats.significance import wilson_interval
-from distribuuuu.config import ConfigError, Problem
-from distribuuuu.config.config_node import changed
-from distribuuuu.config.registry import dataset_class
+from distribuuuu.config import ConfigError
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import BadImageError
 from distribuuuu.data.make_batch import as_targets, count_workers
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.inference.forward_chunks import ChunkLoader, list_spans, one_behind
-from distribuuuu.inference.load_run import open_data
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.records.run_log import progress
@@ -64,13 +62,13 @@ def probe_run(run: LoadedRun) -> dict[str, Any]:
 
 def open_labeled_images(run: LoadedRun, train: bool) -> ImageDataset:
     """Return the training or the evaluation set of a run; its classes may be others than those of the model."""
-    family = dataset_class(run.cfg)
-    cfg = changed(run.cfg, {"MODEL.NUM_CLASSES": family.count_classes(run.cfg) or run.cfg.MODEL.NUM_CLASSES})
-    if found := [Problem(key, text, cfg.origins) for key, text in family.find_problems(cfg, train)]:
-        raise ConfigError([*found, "the probe needs these images; fix: add TRAIN.DATASET FOLDER TEST.DATASET FOLDER"])
-    images = open_data(cfg, train)
+    try:
+        images = open_images(run.cfg, train)
+    except ConfigError as error:
+        fix = "the probe needs these images; fix: add TRAIN.DATASET FOLDER TEST.DATASET FOLDER"
+        raise ConfigError([*error.problems, fix]) from error
     if images.targets != "label" or not len(images):
-        raise ConfigError(f"DATA.NAME: got {cfg.DATA.NAME}; expected images with one label each")
+        raise ConfigError(f"DATA.NAME: got {run.cfg.DATA.NAME}; expected images with one label each")
     return images
 
 

@@ -2,12 +2,18 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from distribuuuu.config import Config, Problem
+from distribuuuu.config import Config, ConfigError, Problem
+from distribuuuu.config.config_node import changed
 from distribuuuu.config.options import OPTIONS
 from distribuuuu.config.reader import CfgFiles, read_cfg
+from distribuuuu.config.registry import dataset_class
 from distribuuuu.files.image_files import TRAIN_NAMES, list_classes, sort_splits
 from distribuuuu.hints.sources import holds_images
+
+if TYPE_CHECKING:
+    from distribuuuu.data.datasets.base import ImageDataset
 
 
 def read_data_cfg(cfg_file: CfgFiles, overrides: Sequence[str]) -> tuple[Config, list[Problem]]:
@@ -17,6 +23,22 @@ def read_data_cfg(cfg_file: CfgFiles, overrides: Sequence[str]) -> tuple[Config,
     """
     cfg, problems = read_cfg(cfg_file, overrides)
     return cfg, [problem for problem in problems if not _is_of_training(cfg, problem)]
+
+
+def open_images(cfg: Config, train: bool) -> "ImageDataset":
+    """Return the training or the evaluation images of a config; their classes may be others than those of the model.
+
+    Raises:
+        ConfigError: they cannot be opened.
+    """
+    from distribuuuu.inference.load_run import open_data
+
+    family = dataset_class(cfg)
+    cfg = changed(cfg, {"MODEL.NUM_CLASSES": family.count_classes(cfg) or cfg.MODEL.NUM_CLASSES})
+    found = [problem for problem in family.find_problems(cfg, train) if problem[0] != "MODEL.NUM_CLASSES"]
+    if found:
+        raise ConfigError([Problem(key, text, cfg.origins) for key, text in found])
+    return open_data(cfg, train)
 
 
 def _is_of_training(cfg: Config, problem: Problem) -> bool:

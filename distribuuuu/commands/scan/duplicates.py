@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distribuuuu.commands.scan.scan import FLAT, UNUSABLE, Scan, make_thumbnail
+from distribuuuu.commands.scan.scan import BROKEN, FLAT, Scan, make_thumbnail
 from distribuuuu.data.image_file import DecodeOptions
 
 # Hashes of near-duplicates differ in at most this many of their 128 bits. On 1,564 photographs of clothes, copies at
@@ -80,7 +80,7 @@ def find_groups(scan: Scan, options: DecodeOptions) -> list[DuplicateGroup]:
     for one, other in _find_identical(scan.records):
         sets.join(one, other)
         is_copy[other] = True
-    rows = np.flatnonzero((flags & (UNUSABLE | FLAT) == 0) & ~is_copy)
+    rows = np.flatnonzero((flags & (BROKEN | FLAT) == 0) & ~is_copy)
     pairs = find_near_pairs(scan.records["hash"][rows])
     thumbnail = functools.lru_cache(_CACHED)(functools.partial(_make_thumbnail, scan, options))
     for first, second, distance in pairs[np.lexsort((pairs[:, 1], pairs[:, 0], pairs[:, 2]))].tolist():
@@ -125,7 +125,7 @@ class DisjointSets:
 
 def _find_identical(records: np.ndarray) -> list[tuple[int, int]]:
     """Return pairs of images with equal contents: each copy with the one before it."""
-    usable = np.flatnonzero(records["flags"] & UNUSABLE == 0)
+    usable = np.flatnonzero(records["flags"] & BROKEN == 0)
     order = usable[np.argsort(records["content"][usable], kind="stable")]
     is_equal = records["content"][order[1:]] == records["content"][order[:-1]]
     pairs = zip(order[:-1][is_equal].tolist(), order[1:][is_equal].tolist(), strict=True)

@@ -21,8 +21,7 @@ from distribuuuu.data.make_batch import reason_of
 # What is kept of an image: 33 bytes. The content hash decides together with the perceptual hash and the size.
 RECORD = np.dtype([("content", "u8"), ("hash", "u1", 16), ("width", "u4"), ("height", "u4"), ("flags", "u1")])
 # Flags of a record. FLAT: of one color, so without a perceptual hash.
-BROKEN, TRUNCATED, OVERSIZED, FLAT, ROTATED = (1 << number for number in range(5))
-UNUSABLE = BROKEN | TRUNCATED | OVERSIZED
+BROKEN, FLAT, ROTATED = (1 << number for number in range(3))
 
 # JPEGs are scaled down while they are decoded, by 2, 4 or 8, but not below this shorter side. On photographs of 400 px,
 # the standard deviation of the pixels is 0.8 % smaller at half the size.
@@ -116,16 +115,9 @@ def _measure_block(
                 warnings.simplefilter("ignore")
                 sums += measure_image(images.read(index), options, records[offset])
         except Exception as error:  # decoders raise nearly anything
-            reason = f"{type(error).__name__}: {reason_of(error)}"
-            reasons[offset] = reason
-            records[offset]["flags"] = _damage_of(reason)
+            reasons[offset] = f"{type(error).__name__}: {reason_of(error)}"
+            records[offset]["flags"] = BROKEN
     return records, sums, reasons
-
-
-def _damage_of(reason: str) -> int:
-    if "DATA.MAX_PIXELS" in reason:
-        return OVERSIZED
-    return TRUNCATED if "truncated" in reason.lower() else BROKEN
 
 
 def measure_image(item: Any, options: DecodeOptions, record: np.void) -> np.ndarray:

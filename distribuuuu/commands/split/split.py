@@ -1,11 +1,11 @@
 """The command split: lists of training, validation and test images of a folder or a table without splits."""
 
+import argparse
 import os
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
-from distribuuuu.commands.flag_hints import CommandParser, parse_flags
+from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
 from distribuuuu.commands.output import align_columns, check_out
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
@@ -35,8 +35,10 @@ def split(prog: str, args: list[str]) -> int:
     is_table = source.is_file() and source.suffix.lower() in TABLE_ENDINGS
     if words and not is_table:
         problems.append(Problem(COMMAND_LINE, f"got {' '.join(words)}; expected KEY VALUE pairs after a table only"))
-    if found := [*problems, *(Problem("", text) for text in _find_problems(flags))]:
-        raise ConfigError(found)
+    if (flags.val or 0) + flags.test >= 1:
+        problems.append(Problem("--val, --test", f"got {flags.val} and {flags.test}; no image is left to train on"))
+    if problems:
+        raise ConfigError(problems)
     check_out("--out", flags.out)
     if not source.exists():
         raise ConfigError(Problem(*missing_root("FOLDER", source, "CLASS/IMAGE")))
@@ -78,9 +80,10 @@ def build_parser(prog: str) -> CommandParser:
     add("folder", metavar="FOLDER", help="the images: FOLDER/CLASS/IMAGE, at any depth below CLASS; or a table: .csv, "
         ".tsv or .txt")  # fmt: skip
     add("--out", metavar="FOLDER", required=True, help="folder of the lists")
-    add("--val", metavar="SHARE", type=float, help="share of the validation images, above 0 and below 1")
-    add("--test", metavar="SHARE", type=float, default=0.0, help="share of the test images (0: none)")
-    add("--folds", metavar="K", type=int, default=0, help="K splits for cross-validation, instead of --val")
+    either = parser.add_mutually_exclusive_group(required=True).add_argument
+    either("--val", metavar="SHARE", type=_share, help="share of the validation images, above 0 and below 1")
+    either("--folds", metavar="K", type=at_least(2), default=0, help="K splits for cross-validation, instead of --val")
+    add("--test", metavar="SHARE", type=_share, default=0.0, help="share of the test images (none)")
     add("--label-by", metavar="REGEX", default="", help="of images without class folders: the class is the first "
         "capture group, or else the match, in the name of the file")  # fmt: skip
     add("--group-by", metavar="REGEX", default="", help="images with the same first capture group, or else the same "
@@ -89,17 +92,8 @@ def build_parser(prog: str) -> CommandParser:
     return parser
 
 
-def _find_problems(flags) -> Iterator[str]:
-    """Yield a message for each invalid flag."""
-    if flags.folds and flags.val is not None:
-        yield "--val, --folds: both are given; fix: remove one of them"
-    elif not flags.folds and flags.val is None:
-        yield "--val: is missing; fix: add --val 0.2, or --folds 5"
-    if flags.folds < 0 or flags.folds == 1:
-        yield f"--folds: got {flags.folds}; expected 2 or more"
-    if flags.val is not None and not 0 < flags.val < 1:
-        yield f"--val: got {flags.val}; expected a share above 0 and below 1"
-    if not 0 <= flags.test < 1:
-        yield f"--test: got {flags.test}; expected a share from 0 to below 1"
-    elif (flags.val or 0) + flags.test >= 1 > (flags.val or 0):
-        yield f"--val, --test: got {flags.val} and {flags.test}; their sum leaves no image to train on"
+def _share(text: str) -> float:
+    """Return the value of a flag."""
+    if not 0 < (value := float(text)) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}; expected a share above 0 and below 1")
+    return value

@@ -68,7 +68,7 @@ def test_every_kind_of_finding_is_documented():
     source = (ROOT / "distribuuuu/commands/doctor/findings.py").read_text()
     page = (ROOT / "docs" / "doctor.md").read_text()
     kinds = re.findall(r'\(\s*"(\w+)",\s(?:PROBLEM|NOTE|\w+, (?:PROBLEM|NOTE))', source)
-    assert len(kinds) > 10 and all(f"\n| `{kind}` |" in page for kind in kinds)
+    assert len(kinds) > 6 and all(f"\n| `{kind}` |" in page for kind in kinds)
 
 
 MISTAKES = {

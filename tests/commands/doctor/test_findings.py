@@ -10,7 +10,7 @@ from PIL import Image
 from support.images import draw_folder
 from support.packs import pack
 
-from distribuuuu.commands.doctor.findings import examine, spelling_key
+from distribuuuu.commands.doctor.findings import examine
 from distribuuuu.commands.doctor.layout import open_cfg, open_folder
 from distribuuuu.commands.main import start_command
 from distribuuuu.commands.scan.duplicates import find_groups
@@ -77,11 +77,12 @@ def test_damaged_images_are_named_with_the_reason(root):
     (root / "val/bee/text.jpg").write_text("hello")
     Image.new("RGB", (90, 80)).save(root / "val/ant/big.png")
     found = kinds(check(root, DecodeOptions(max_pixels=4000)))
-    assert names(found["oversized"], root) == ["val/ant/big.png"]
-    assert names(found["truncated"], root) == ["train/ant/cut.jpg", "train/ant/cut.png"]
-    assert names(found["broken"], root) == ["val/bee/empty.jpg", "val/bee/text.jpg"]
+    assert sorted(names(found["broken"], root)) == [
+        "train/ant/cut.jpg", "train/ant/cut.png", "val/ant/big.png", "val/bee/empty.jpg", "val/bee/text.jpg"
+    ]  # fmt: skip
+    assert "DATA.MAX_PIXELS" in found["broken"]["reasons"][str(root / "val/ant/big.png")]
     assert "the file is empty" in found["broken"]["reasons"][str(root / "val/bee/empty.jpg")]
-    assert {finding["severity"] for finding in found.values()} == {"problem"} and len(found) == 3
+    assert {finding["severity"] for finding in found.values()} == {"problem"} and len(found) == 1
 
 
 def test_images_rotated_by_their_exif_data_are_noted(root):
@@ -109,32 +110,12 @@ def test_copies_are_sorted_by_what_they_mean(root):
 
 
 def test_class_folders_are_compared(root):
-    draw_folder(root, "train", {"Ant ": 11, "cat": 11, "empty": 0})
+    draw_folder(root, "train", {"cat": 11, "empty": 0})
     draw_folder(root, "val", {"BEE": 2})
     found = kinds(check(root))
-    assert names(found["similar_class_names"], root) == ["train/Ant ", "train/ant", "val/ant", "val/BEE",
-                                                         "train/bee", "val/bee"]  # fmt: skip
+    assert found.keys() == {"unknown_class", "empty_class"}
     assert names(found["unknown_class"], root) == ["val/BEE"]
-    assert names(found["unevaluated_class"], root) == ["train/Ant ", "train/cat", "train/empty"]
     assert names(found["empty_class"], root) == ["train/empty"]
-    assert found["unevaluated_class"]["severity"] == "note"
-
-
-def test_a_class_in_another_unicode_form_is_named_as_that_and_is_no_other_class(tmp_path):
-    draw_folder(tmp_path, "train", {"caf\xe9": 2, "dog": 2})
-    draw_folder(tmp_path, "val", {"cafe\u0301": 2, "dog": 2})
-    found = kinds(check(tmp_path))
-    message = found["similar_class_names"]["message"]
-    assert r"'cafe\u0301' and 'caf\xe9'" in message and "Unicode form" in message
-    assert not {"unknown_class", "unevaluated_class"} & {*found}
-
-
-def test_spellings():
-    for one, other, same in [
-        ("T-Shirt", "t-shirt", True), ("ice cream", "ice_cream", True), ("caf\u00e9", "cafe\u0301", True),
-        (" cat", "cat", True), ("1_0", "10", False), ("n01440764", "n01443537", False), ("c++", "c", False),
-    ]:  # fmt: skip
-        assert (spelling_key(one) == spelling_key(other)) == same
 
 
 def test_odd_files_do_not_stop_the_check(root):
@@ -149,19 +130,6 @@ def test_odd_files_do_not_stop_the_check(root):
     assert names(found["broken"], root) == ["train/ant/dangling.jpg", "train/ant/pipe.jpg"]
     assert names(found["image_without_class"], root) == ["train/stray.jpg"]
     assert os.fsencode(found["duplicates"]["files"][1]).endswith(b"\xff.jpg")
-
-
-def test_folders_that_cannot_be_listed_are_a_problem(root, monkeypatch):
-    def refuse(path, scandir=os.scandir):
-        if os.fspath(path).endswith("train/bee"):
-            raise PermissionError(13, "Permission denied", path)
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    found = kinds(check(root))
-    assert names(found["unreadable_folder"], root) == ["train/bee"]
-    assert found["unreadable_folder"]["reasons"] == {str(root / "train/bee"): "Permission denied"}
-    assert "empty_class" not in found
 
 
 def test_a_folder_of_classes_is_one_split_and_a_class_may_be_called_test(root, tmp_path):
@@ -182,7 +150,7 @@ def test_lists_with_one_label(root):
     cfg = load_cfg(None, ["DATA.NAME", "list", "TRAIN.DATASET", str(root)])
     report = report_on(open_cfg(cfg))
     found = kinds(report)
-    expected = ("broken", "unknown_class", "leakage", "contradicting_labels", "unevaluated_class")
+    expected = ("broken", "unknown_class", "leakage", "contradicting_labels")
     assert found.keys() == {*expected}
     assert report["splits"]["val"]["classes"] == {"y": 1, "z": 1} and names(found["broken"], root) == ["no.jpg"]
 
@@ -218,9 +186,8 @@ def test_a_folder_with_one_class_is_a_problem(root, tmp_path):
 
 def test_a_folder_without_evaluation_images_names_the_command_that_splits_it(root):
     shutil.rmtree(root / "val")
-    draw_folder(root, "train", {"cat": 2, "dog": 30})
     found = kinds(check(root))
-    assert found.keys() == {"imbalance", "one_split"} and "DATA.SAMPLING" in found["imbalance"]["fix"]
+    assert found.keys() == {"one_split"}
     assert found["one_split"]["fix"] == f"distribuuuu split {root / 'train'} --val 0.2 --out train_lists"
     assert kinds(check(root / "train"))["one_split"]["message"] == "no images to evaluate: all is the only split"
 
@@ -230,8 +197,8 @@ def test_folders_that_cannot_be_checked(tmp_path):
     for make, message in [
         (lambda: None, "no such folder: .*; it should hold SPLIT/CLASS/IMAGE or CLASS/IMAGE"),
         (data.touch, "data is a file; expected a folder"),
-        (lambda: (data.unlink(), data.mkdir()), "has no sub-folder"),
-        ((data / "x.jpg").touch, "images, but no class folders"),
+        (lambda: (data.unlink(), data.mkdir()), "has no class folders"),
+        ((data / "x.jpg").touch, "has no class folders"),
     ]:
         make()
         with pytest.raises(ConfigError, match=message):

@@ -171,8 +171,8 @@ def test_the_command_that_is_printed_is_one_that_trains(tmp_path, capsys):
 
 def test_wrong_flags(folder, tmp_path, capsys):
     for words, message in {
-        "--val 1.5": "--val: got 1.5; expected a share above 0 and below 1", "": "--val: is missing",
-        "--val 0.5 --folds 3": "--val, --folds: both are given", "--folds 1": "--folds: got 1; expected 2 or more",
+        "--val 1.5": "--val: got 1.5; expected a share above 0 and below 1", "": "--val --folds is required",
+        "--val 0.5 --folds 3": "--folds: not allowed with", "--folds 1": "--folds: got 1; expected 2 or more",
         "--val 0.6 --test 0.4": "--val, --test: got 0.6 and 0.4", "--val 0.2 --group-by (": "a regular expression",
         "--val 0.2 --group-by patient": "'patient' matches no name; the first is 'p0/000.jpg'",
         "--val 0.2 --vall 0.2": "no such flag: --vall; did you mean --val",
