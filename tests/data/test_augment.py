@@ -101,18 +101,6 @@ def test_torchvisions_names_give_what_torchvision_gives():
             assert torch.equal(pil_to_tensor(mine(image, seed)), pil_to_tensor(theirs(image))), text
 
 
-def test_jitter_is_torchvisions():
-    for strengths, theirs in [((0.4,), (0.4,) * 3), ((0.1, 0.2, 0.3, 0.1),) * 2, ((0.3,) * 3,) * 2]:
-        augmented, reference = AugmentedCrop(whole(), jitter=make_jitter(strengths)), v2.ColorJitter(*theirs)
-        for index in range(10):
-            rng = SampleRNG(3, index)
-            whole()(LazyImage(scene()), rng)
-            rng.seed()
-            torch.manual_seed(rng.seed())
-            expected = pil_to_tensor(reference(image_of(scene())))
-            assert torch.equal(augmented(LazyImage(scene()), SampleRNG(3, index)), expected)
-
-
 def test_text_that_is_not_understood_says_why_and_where_it_was_set(small_cfg):
     for text, said in {
         "rand-m9-inc": r"'inc'; rand takes mNUMBER, nNUMBER", "rand-m9-foo3": "'foo3'", "none-1": "settings",

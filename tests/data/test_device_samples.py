@@ -14,7 +14,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data import device_samples as resident
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.loader import BadImageError, build_loader
+from distribuuuu.data.loader import build_loader
 
 
 class Pixels(ImageDataset):
@@ -68,28 +68,6 @@ def test_the_augmentation_of_a_set_on_the_device_runs_on_the_host(small_cfg, wor
     assert loader.images._pixels.device == CPU
     host = batches_of(small_cfg(*words), train=True)
     assert_same_batches(batches_of(small_cfg(*words, "DATA.LOADER", "device"), train=True), host)
-
-
-def test_a_folder_can_lie_on_the_device(small_cfg):
-    for train in (True, False):
-        host = batches_of(small_cfg("TRAIN.WORKERS", 2), train)
-        assert_same_batches(batches_of(small_cfg("DATA.LOADER", "device", "TRAIN.WORKERS", 2), train), host)
-
-
-def test_a_broken_image_of_a_set_on_the_device_is_named_or_replaced_as_by_workers(small_cfg, tmp_path):
-    draw_folder(tmp_path / "data", "train", {"ant": 12, "bee": 12})
-    draw_folder(tmp_path / "data", "val", {"ant": 2, "bee": 2})
-    broken = tmp_path / "data" / "train" / "bee" / "003.jpg"
-    broken.write_bytes(broken.read_bytes()[:200])
-    broken_words = ("TRAIN.DATASET", tmp_path / "data", "MODEL.NUM_CLASSES", 2, "DATA.LOADER", "device")
-    words = (*broken_words, "DATA.ON_BAD_IMAGE", "skip")
-    all_words = (broken_words, words, (*words, "DATA.LOADER", "host"))
-    strict, device, host = (build_loader(small_cfg(*more), ALONE, CPU, train=True) for more in all_words)
-    with pytest.raises(BadImageError, match=r"bee/003\.jpg"):
-        list(strict.batches_from(seed=5, epoch=0, first_step=0))
-    mine, theirs = (list(loader.batches_from(seed=5, epoch=0, first_step=0)) for loader in (device, host))
-    assert_same_batches(mine, theirs)
-    assert device.num_broken == host.num_broken == 1
 
 
 def test_a_set_that_does_not_fit_is_a_clear_error(small_cfg, monkeypatch):

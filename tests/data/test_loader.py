@@ -8,7 +8,6 @@ import pytest
 import torch
 from support.batches import ALONE, CPU
 from support.images import draw_folder
-from support.processes import on_processes
 from support.runs import make_cfg
 from torchvision import datasets as torchvision_datasets
 
@@ -19,17 +18,6 @@ from distribuuuu.data.loader import build_loader
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.engine.preflight import find_run_problems
-from distribuuuu.launch.detect import detect_launch
-
-WAYS = [("TRAIN.WORKERS", 2), ("TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"), ("DATA.LOADER", "device")]
-
-
-def test_repeats_are_loaded_alike_by_all_workers_and_no_two_are_the_same_image(small_cfg):
-    expected, labels, *_ = first_batches(small_cfg("DATA.REPEATS", 3), 1)[0]
-    assert labels.tolist() == labels[:4].tolist() * 3
-    assert not any(torch.equal(expected[one], expected[one + 4]) for one in range(8))
-    for way in WAYS:
-        assert torch.equal(first_batches(small_cfg("DATA.REPEATS", 3, *way), 1)[0][0], expected), way
 
 
 def first_batches(cfg, num: int = 3, epoch: int = 1):
@@ -134,11 +122,3 @@ def test_a_set_that_is_missing_and_cannot_be_fetched_is_a_clear_error(small_cfg,
     with pytest.raises(ConfigError, match=f"TRAIN.DATASET: MNIST is not in {tmp_path}"):
         build_loader(cfg, ALONE, CPU, train=True)
     assert "has 10 classes" in run_problems("DATA.NAME", "mnist", "MODEL.NUM_CLASSES", 9, "OUT_DIR", tmp_path / "o")[0]
-
-
-def build_in_group(cfg) -> int:
-    return len(build_loader(cfg, detect_launch(), CPU, train=False))
-
-
-def test_processes_share_the_evaluation_images(small_cfg):
-    assert on_processes(3, build_in_group, small_cfg("TEST.BATCH_SIZE", 5)) == [3, 3, 3]

@@ -5,15 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from support.processes import on_processes
 from support.runs import make_cfg
-from support.tiers import slow
 
 from distribuuuu.config import ConfigError
 from distribuuuu.data.batch_plan import BatchPlan, plan_batches
-from distribuuuu.data.loader import build_loader
 from distribuuuu.data.mixup import PairMixer, blend_pairs, build_mixer
-from distribuuuu.launch.detect import detect_launch
 
 NUM_CLASSES = 7
 
@@ -133,33 +129,6 @@ def test_the_config_says_how_to_mix():
     assert [mix.group for mix in groups] == [2, 2, 10, 48, 512]
     drawn = [mix.draw(5, 0, 1) for mix in groups[2:]]
     assert [len(each.lam) for each in drawn] == [5, 1, 1] and drawn[1].lam == drawn[2].lam
-
-
-def mixed_images(cfg) -> dict[int, tuple[bytes, bytes]]:
-    """Return images and targets of two steps of this process, as bytes by their position in the epoch."""
-    launch, found = detect_launch(), {}
-    loader = build_loader(cfg, launch, torch.device("cpu"), train=True)
-    plan, mix, batches = loader.plan, build_mixer(cfg, loader.plan, launch.rank), loader.batches_from(3, 1, 0)
-    for step in range(2):
-        for micro in range(plan.accum_steps):
-            first = step * plan.global_batch + (micro * plan.world_size + launch.rank) * plan.micro_batch
-            for place, (image, target) in enumerate(zip(*mix(*next(batches)[:2], 3, 1, step, micro), strict=True)):
-                found[first + place] = image.numpy().tobytes(), target.numpy().tobytes()
-    return found
-
-
-@pytest.mark.parametrize("num, batch_size", [(1, 2), slow(2, 2), slow(3, 4)])
-def test_processes_mix_groups_bit_for_bit_as_one_does(small_cfg, num, batch_size):
-    """Groups of 8 images in steps of 12: cut by the end of a step, of a micro-batch and of a process's share."""
-    words = ("AUG.MIXUP", 0.4, "AUG.CUTMIX", 1, "AUG.MIX_PROB", 0.8, "AUG.MIX_GROUP", 8, "DATA.REPEATS", 2)
-    words += ("TRAIN.GLOBAL_BATCH_SIZE", 12)
-    alone = mixed_images(small_cfg(*words, "TRAIN.BATCH_SIZE", 12))
-    cfg = small_cfg(*words, "TRAIN.BATCH_SIZE", batch_size, "TRAIN.WORKERS", 2 * (num > 1))
-    parts = on_processes(num, mixed_images, cfg) if num > 1 else [mixed_images(cfg)]
-    together = {place: value for part in parts for place, value in part.items()}
-    assert together == alone and sorted(alone) == list(range(24)) and sum(map(len, parts)) == 24
-    pairs = mixed_images(small_cfg(*words, "TRAIN.BATCH_SIZE", 12, "AUG.MIX_GROUP", 0))
-    assert pairs != alone
 
 
 def test_pairs_need_an_even_number_of_images():

@@ -43,40 +43,13 @@ def grid(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
-def equalized(pixels: np.ndarray) -> np.ndarray:
-    result = pixels.copy()
-    for channel in range(3):
-        counts = np.bincount(pixels[..., channel].ravel(), minlength=256)
-        step = (counts.sum() - counts[counts > 0][-1]) // 255
-        table = np.concatenate([[0], (counts.cumsum() + step // 2)[:-1] // step])
-        result[..., channel] = np.clip(table, 0, 255)[pixels[..., channel]]
-    return result
-
-
-def stretched(pixels: np.ndarray) -> np.ndarray:
-    low, high = (part.astype(np.float64) for part in (pixels.min((0, 1)), pixels.max((0, 1))))
-    scale = 255 / (high - low)
-    return np.clip(pixels * scale - low * scale, 0, 255).astype(np.uint8)
-
-
-def smoothed(pixels: np.ndarray) -> np.ndarray:
-    """Return the mean of 3 x 3 pixels, the middle one five-fold; borders as they are."""
-    result, wide = pixels.astype(np.float64), pixels.astype(np.float64)
-    height, width = pixels.shape[:2]
-    total = sum(wide[i : height - 2 + i, j : width - 2 + j] for i in range(3) for j in range(3))
-    result[1:-1, 1:-1] = (total + 4 * wide[1:-1, 1:-1]) / 13
-    return result
-
-
 FORMULAS = {
-    "AutoContrast": stretched, "Equalize": equalized, "Invert": lambda pixels: 255 - pixels,
     "Posterize": lambda pixels: pixels // 16 * 16,  # 4 bits
     "Solarize": lambda pixels: 255 - pixels,  # the threshold 256 is 0 in a byte
     "SolarizeAdd": lambda pixels: np.where(pixels < 128, pixels.astype(int) + 110, pixels).clip(0, 255),
     "Color": lambda pixels: blend((pixels @ [0.2989, 0.587, 0.114])[..., None], pixels),
     "Contrast": lambda pixels: blend(np.array(HEIGHT * WIDTH // 256), pixels),
     "Brightness": lambda pixels: blend(np.array(0), pixels),
-    "Sharpness": lambda pixels: blend(smoothed(pixels), pixels),
 }  # fmt: skip
 
 
@@ -84,7 +57,7 @@ def test_an_operation_on_colors_is_its_formula():
     pixels = scene()
     for name, formula in FORMULAS.items():
         found, expected = applied(name, pixels).astype(int), formula(pixels).astype(int)
-        rounds = 1 if name in ("Color", "Sharpness") else 0  # PIL rounds the degenerate image to a byte
+        rounds = 1 if name == "Color" else 0  # PIL rounds the degenerate image to a byte
         assert np.abs(found - expected).max() <= rounds, name
         assert np.abs(found - pixels).mean() > 2, name
 

@@ -23,7 +23,6 @@ from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop, ResizedCrop, random_resized_box, resize
 
 SCALE = (0.08, 1.0)
-WIDE_CROPS = {"resized": ResizedCrop(32, (0.5, 1.0)), "pad": PaddedCrop(32, 0)}
 
 
 class Fixed:
@@ -68,14 +67,6 @@ def test_draws_of_a_batch_are_those_of_its_samples_bit_for_bit():
         assert batch.uniform().tolist() == [rng.uniform() for rng in single]
 
 
-def test_draws_are_uniform_and_a_function_of_the_position():
-    numbers = np.array([BatchRNG([(key, index) for index in range(4000)]).uniform() for key in range(3)])
-    assert 0 <= numbers.min() and numbers.max() < 1 and np.unique(numbers).size == numbers.size
-    counts = [np.bincount((row * 20).astype(int), minlength=20) for row in numbers]
-    assert all(((count - 200) ** 2 / 200).sum() < 45 for count in counts)  # chi-square: beyond it, 1 in 1,500
-    assert np.abs(np.corrcoef(numbers) - np.eye(3)).max() < 0.06
-
-
 # The random resized crop
 
 ODD_SIZES = [(1, 1), (1, 5000), (5000, 1), (2, 3), (1, 2), (7, 7), (500, 375), (3, 20000), (64, 4097), (224, 224)]
@@ -95,29 +86,6 @@ def test_a_box_is_always_within_the_image():
     assert random_resized_box(Fixed(0.5, 0.5, 1.0, 0.5), 300, 300, (1.0, 1.0)) == Box(0, 0, 300, 300)
 
 
-def cumulative_gap(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the greatest gap between two cumulative distributions (Kolmogorov and Smirnov)."""
-    at = np.sort(np.concatenate([one, other]))
-    shares = [np.searchsorted(np.sort(values), at, side="right") / len(values) for values in (one, other)]
-    return float(np.abs(shares[0] - shares[1]).max())
-
-
-def test_boxes_are_distributed_as_torchvisions():
-    measures = {
-        "area": lambda box: box[:, 2] * box[:, 3], "ratio": lambda box: np.log(box[:, 3] / box[:, 2]),
-        "row": lambda box: box[:, 0], "column": lambda box: box[:, 1],
-    }  # fmt: skip
-    num = 4000
-    for height, width in ((375, 500), (400, 400), (300, 900)):
-        image = Image.new("L", (width, height))
-        torch.manual_seed(0)
-        pairs = [theirs.RandomResizedCrop.get_params(image, SCALE, (3 / 4, 4 / 3)) for _ in range(num)]
-        mine = [random_resized_box(SampleRNG(0, index), height, width, SCALE) for index in range(num)]
-        for name, measure in measures.items():
-            gap = cumulative_gap(measure(np.array(mine, float)), measure(np.array(pairs, float)))
-            assert gap < 1.95 * (2 / num) ** 0.5, (name, height, width)
-
-
 def test_where_nothing_fits_the_box_is_torchvisions_in_the_middle():
     for ratios in ((3 / 4, 4 / 3), (0.6, 0.7), (1.4, 1.8)):
         for height, width in ((1, 5000), (5000, 1), (3, 20000), (20000, 7), (10, 300), (311, 9)):
@@ -131,25 +99,6 @@ def test_where_nothing_fits_the_box_is_torchvisions_in_the_middle():
 
 
 # Flips
-
-
-def flips_of(transform, lazy_image: LazyImage, indices) -> list[bool]:
-    """Return which images are flipped: they are darker on the left."""
-    results = [transform(lazy_image, SampleRNG(4, index)).float() for index in indices]
-    return [bool(pixels[..., : pixels.shape[-1] // 2].mean() > pixels[..., pixels.shape[-1] // 2 :].mean())
-            for pixels in results]  # fmt: skip
-
-
-def ramp(height: int, width: int) -> LazyImage:
-    row = torch.linspace(0, 255, width).to(torch.uint8)
-    return LazyImage(row.expand(3, height, width).contiguous())
-
-
-def test_half_of_the_images_are_flipped_whatever_their_size_and_the_crop():
-    flips = flips_of(WIDE_CROPS["resized"], ramp(64, 64), range(300))
-    assert 120 <= sum(flips) <= 180
-    for size, transform in itertools.product(((64, 64), (32, 32), (200, 60), (40, 300)), WIDE_CROPS.values()):
-        assert flips_of(transform, ramp(*size), range(300)) == flips
 
 
 # The padded crop
@@ -283,14 +232,6 @@ OPENCV = {
         [[81.229, 149.343, 85.8], [133.457, 130.257, 127.057]],
         [[31.057, 125.686, 154.486, 58.943], [110.714, 140.2, 118.486, 104.086],
          [140.371, 148.6, 149.514, 113.857], [120.029, 92.371, 159.8, 117.514]],
-        [[0, 37.857, 75.714, 113.571, 159, 204.429, 96, 24.143, 62],
-         [14.8, 55.8, 96.8, 137.8, 187, 148.429, 87.029, 62.2, 103.2],
-         [37, 82.714, 128.429, 174.143, 229, 64.429, 73.571, 119.286, 165],
-         [125.8, 177.8, 142.029, 77, 139.4, 157.914, 85.571, 49.8, 101.8],
-         [133.8, 188.943, 156.314, 87.114, 109.4, 175.571, 113.686, 66.429, 85],
-         [77, 138.429, 199.857, 224.714, 79, 152.714, 214.143, 202.429, 81],
-         [78.8, 144.943, 145.257, 109, 100.6, 179.971, 158.343, 129.4, 122.4],
-         [80, 149.286, 108.857, 31.857, 115, 198.143, 121.143, 80.714, 150]],
     ],
 }  # fmt: skip
 

@@ -4,7 +4,6 @@ import gc
 import io
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import threading
@@ -22,7 +21,7 @@ from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import BadImageError, build_loader, start_workers
 from distribuuuu.data.make_batch import LoaderWorkerError, Pass, Samples
 from distribuuuu.data.samplers import EvalSampler
-from distribuuuu.data.transforms import CenterCrop, ResizedCrop
+from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.launch import host
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import count_cores
@@ -98,15 +97,6 @@ def own_children():
 
 
 # The same batches
-
-
-@pytest.mark.parametrize("kind, num, prefetch", [(*way, 2) for way in WAYS] + [("process", 2, 1), ("thread", 2, 5)])
-def test_all_workers_make_the_same_batches(small_cfg, reference, monkeypatch, kind, num, prefetch):
-    monkeypatch.setattr(workers, "PREFETCH", prefetch)
-    loader = build_loader(small_cfg(*way_words(kind, num)), ALONE, CPU, train=True)
-    assert not same_batches(reference[0], reference[1])
-    for epoch in (0, 1, 0):
-        assert same_batches(loader.batches_from(3, epoch, 0), reference[epoch])
 
 
 @pytest.mark.parametrize("kind, num", WAYS)
@@ -417,16 +407,6 @@ def test_pixels_of_any_kind_are_taken(kind, num):
     gray = Image.fromarray(GRAY)
     (pixels, *_), broken = one_batch(kind, num, GRAY, GRAY[:, :, None], gray, np.stack([GRAY] * 3, axis=2))
     assert broken == () and all(torch.equal(pixels[0], other) for other in pixels)
-
-
-def test_what_is_no_image_says_what_it_is():
-    for wrong, said in [
-        (DRAWN.astype(np.float32), "array of float32"), (np.zeros((5, 5, 4), np.uint8), r"shape \(5, 5, 4\)"),
-        (np.zeros((0, 5, 3), np.uint8), r"shape \(0, 5, 3\)"), (torch.zeros(3, 5, 5), "float32"), (None, "NoneType"),
-    ]:  # fmt: skip
-        batch, broken = next(iter(start("thread", 0, Items([wrong]), ResizedCrop(8), batch_size=1)))
-        assert batch is None and len(broken) == 1
-        assert re.match(f"image 0: \\w+: .*{said}", broken[0]), broken[0]
 
 
 class Changing(CenterCrop):

@@ -4,12 +4,12 @@ Each record is compared with its checksum in the index before a process uses it 
 An object that was replaced can therefore stop a run, but never changes what is trained on.
 """
 
+import functools
 import hashlib
 import io
 import os
 import queue
 import threading
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,50 +35,31 @@ NUM_THREADS, AHEAD_S = 4, 2.0
 AHEAD_PART = 0.25
 # Bytes per read of an index.
 _CHUNK = 16 << 20
-# Seconds of retries and for a request in the checks of a start, and for which such a failure is repeated.
-START_S, START_TIMEOUT_S, MEMORY_S = 1.5, 20.0, 15.0
+# Seconds of retries and for a request in the checks of a start.
+START_S, START_TIMEOUT_S = 1.5, 20.0
 _CHANGED = "has changed since it was opened or packed; fix: restore it, or start again"
 # The meta of an index, the places of its columns, and the number of images.
 Header = tuple[dict[str, Any], dict[str, Place], int]
-# The time and the error of the last failure of each URL.
-_failures: dict[str, tuple[float, ConfigError]] = {}
 
 
 def read_meta(url: str) -> tuple[dict[str, Any], int]:
     """Return the meta of a pack and its number of images; raise ConfigError if its index cannot be read."""
-    begin, failure = time.monotonic(), _failures.get(url)
-    if failure and begin - failure[0] < MEMORY_S:  # a start asks several times
-        raise failure[1]
-    try:
-        return _read_meta(f"{url}/{INDEX}")
-    except ConfigError as error:
-        if time.monotonic() - begin >= START_S:
-            _failures[url] = time.monotonic(), error
-        raise
-
-
-def _read_meta(path: str) -> tuple[dict[str, Any], int]:
+    path = f"{url}/{INDEX}"
     meta, _, num = _fetch_header(path, _fetch_start(path, START_TIMEOUT_S, START_S), START_TIMEOUT_S, START_S)
     return meta, num
 
 
 def _fetch_start(path: str, timeout_s: float, retry_s: float | None = None) -> Part:
     """Return the first bytes of an index, with its size and version; wrong bytes are fetched again."""
-
-    def find_problem(part: Part) -> str:
-        return _reason_of(lambda: read_fixed(part.data, part.size))
-
-    return fetch(path, 0, FIXED, timeout_s, find_problem, info=True, retry_s=retry_s)
+    check = functools.partial(_reason_of, lambda part: read_fixed(part.data, part.size))
+    return fetch(path, 0, FIXED, timeout_s, check, info=True, retry_s=retry_s)
 
 
 def _fetch_header(path: str, start: Part, timeout_s: float, retry_s: float | None = None) -> Header:
     """Return the checked header of the index that begins with `start`; wrong bytes are fetched again."""
-
-    def find_problem(part: Part) -> str:
-        return _reason_of(lambda: _read_index_header(part))
-
     end = FIXED + read_fixed(start.data, start.size)[0]
-    return _read_index_header(fetch(path, 0, end, timeout_s, find_problem, info=True, retry_s=retry_s))
+    check = functools.partial(_reason_of, _read_index_header)
+    return _read_index_header(fetch(path, 0, end, timeout_s, check, info=True, retry_s=retry_s))
 
 
 def _read_index_header(part: Part) -> Header:
@@ -86,11 +67,11 @@ def _read_index_header(part: Part) -> Header:
     return meta, places, check_index(meta, places)
 
 
-def _reason_of(read: Callable[[], object]) -> str:
-    """Return what is wrong with an index that is read; empty if nothing is."""
+def _reason_of(read: Callable[[Part], object], part: Part) -> str:
+    """Return what is wrong with a part of an index that is read; empty if nothing is."""
     try:
         with untrusted("it", "index of a pack"):
-            read()
+            read(part)
     except InvalidFileError as error:
         return str(error).removeprefix("it: ")
     return ""
@@ -170,9 +151,6 @@ class RemotePack:
 
     def read(self, index: int) -> np.ndarray:
         """Return the stored bytes of image `index`, writable; raise RemoteError if they are wrong or cannot be read."""
-        return np.frombuffer(self._read(index), np.uint8)
-
-    def _read(self, index: int) -> bytearray:
         block = int(self.blocks_of(index))
         name, first = self._name(block), int(self._starts[block])
         start = int(self.columns["offset"][index] - self.columns["offset"][first])
@@ -181,12 +159,12 @@ class RemotePack:
             data = self._cache.read(name, start, length)
             if data is not None and (self._is_checked[index] or zlib.crc32(data) == checksum):
                 self._is_checked[index] = True
-                return data
+                return np.frombuffer(data, np.uint8)
             if data is not None:  # damaged on this disk
                 self._cache.drop(name)
             if (content := self._fetch_block(block)) is not None:
-                return bytearray(memoryview(content)[start : start + length])
-        return bytearray(self._download(index, index + 1))
+                return np.frombuffer(bytearray(content[start : start + length]), np.uint8)
+        return np.frombuffer(bytearray(self._download(index, index + 1)), np.uint8)
 
     def blocks_of(self, images: Any) -> np.ndarray:
         """Return the block of each image."""

@@ -206,8 +206,6 @@ def call_filesystem(url: str, method: str, *args: Any, **kwargs: Any) -> Any:
         paths = [filesystem._strip_protocol(arg) if "://" in str(arg) else arg for arg in (*args, url)]
         found = getattr(filesystem, method)(*paths, **kwargs)
     except FileNotFoundError as error:
-        if type(cause := error.__cause__).__name__ == "error_temp":  # of FTP: the server is busy
-            raise OSError(f"{type(cause).__name__}: {_shorten(str(cause))}") from error
         raise MissingObjectError(f"{url}: {MISSING}") from error
     except ConfigError:
         raise

@@ -5,16 +5,14 @@ import pickle
 from pathlib import Path
 
 import pytest
-import torch
-from support.batches import ALONE, CPU, assert_same_batches, batches_of
-from support.images import draw_folder
+from support.batches import assert_same_batches, batches_of
 from support.packs import pack
 from support.processes import on_processes
 from support.runs import assert_same_run, newest, records, run_tool, small_options, timeless, train_and_stop
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.image_list import ImageList, Multilabel
-from distribuuuu.data.loader import build_images, build_loader
+from distribuuuu.data.loader import build_images
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.records.read_results import read_results
@@ -166,29 +164,6 @@ def test_a_pack_gives_the_same_batches(cfg_of, root, tmp_path, words):
     assert "stores targets of the kind labels; fix: DATA.NAME packed_multilabel" in problems
     with pytest.raises(ConfigError, match="fix: DATA.NAME packed_multilabel"):
         Packed(tmp_path / "pack", "train")
-
-
-@pytest.mark.parametrize("words", [("TRAIN.WORKERS", 2), ("DATA.LOADER", "device")])
-@pytest.mark.parametrize("train", [True, False])
-def test_workers_and_the_device_make_the_same_batches(cfg_of, words, train):
-    mine, theirs = batches_of(cfg_of(), train), batches_of(cfg_of(*words), train)
-    assert_same_batches(mine, theirs)
-    assert all(targets.dtype == torch.float32 and targets.shape == (len(images), 3) for images, targets, *_ in theirs)
-    assert build_loader(cfg_of(*words), ALONE, CPU, train).images.targets == "labels"
-    if not train:
-        expected = torch.tensor([[0.0, 0, 1], [0, 0, 0], [0, 1, 1]]).repeat(13, 1)[:37]
-        assert torch.equal(torch.cat([targets for _, targets, *_ in theirs]), expected)
-
-
-def test_a_broken_image_brings_the_labels_of_the_one_in_its_place(small_cfg, tmp_path):
-    draw_folder(tmp_path, "images", {"ant": 4})
-    write_csv(tmp_path / "train.csv", [f"images/ant/00{number}.jpg,{'abbb'[number]}" for number in range(4)])
-    write_csv(tmp_path / "val.csv", ["images/ant/000.jpg,a"])
-    (tmp_path / "images/ant/000.jpg").write_bytes(b"no image")
-    words = ("MODEL.NUM_CLASSES", 2, "DATA.ON_BAD_IMAGE", "skip", "TRAIN.BATCH_SIZE", 4)
-    loader = build_loader(small_cfg(*words_of(tmp_path, *words)), ALONE, CPU, train=True)
-    ((images, targets, *_),) = loader.batches_from(seed=5, epoch=0, first_step=0)
-    assert loader.num_broken >= 1 and len(images) == 4 and targets.tolist() == [[0, 1]] * 4
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from support.saved_runs import save_run
 from timm.data import ImageNetInfo, RealLabelsImagenet
 
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.config.conflicts import find_problems
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.datasets import imagenet_labels
 from distribuuuu.data.loader import build_images
@@ -159,17 +158,3 @@ def test_names_of_folders_and_files_that_do_not_fit_are_reported(tmp_path):
     cfg = load_cfg(None, options(tmp_path / "0", tmp_path / "out", "imagenet_real"))
     with pytest.raises(ConfigError, match=r"TEST.LABELS: .*000.jpg is no ImageNet validation image"):
         build_images(cfg, train=False)
-
-
-def test_training_and_options_that_contradict_the_labels_are_reported(tmp_path):
-    draw_folder(tmp_path, "images", {"n01498041": 1})
-    cfg = load_cfg(None, options(tmp_path, tmp_path / "out", "imagenet_a"))
-    assert [key for key, _ in dataset_class(cfg).find_problems(cfg, train=True)] == ["TEST.LABELS"]
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.TEST.LABELS, cfg.MODEL.NUM_CLASSES, cfg.DATA.NAME = "imagenet_real", 200, "packed"
-    cfg.TEST.METRICS, cfg.TASK.NAME = ("top1", "ece"), "multilabel"
-    keys = {problem.key for problem in find_problems(cfg)}
-    assert {"MODEL.NUM_CLASSES", "DATA.NAME", "TEST.METRICS", "TASK.NAME"} <= keys
-    cfg.TEST.LABELS = "imagenet_b"
-    assert "TEST.LABELS" in {problem.key for problem in find_problems(cfg)}

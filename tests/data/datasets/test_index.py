@@ -14,7 +14,6 @@ from support.processes import on_processes
 from distribuuuu.data.datasets import index as index_module
 from distribuuuu.data.datasets.archive import Archive, find_archives, open_archives
 from distribuuuu.data.datasets.image_list import ImageList
-from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.index import KIND, VERSION, Index, read_arrays, write_arrays
 from distribuuuu.data.datasets.indexed import open_folder
 
@@ -203,12 +202,3 @@ def test_a_pickled_index_is_its_file_and_does_not_become_another(tmp_path, sourc
     with pytest.raises(RuntimeError, match="was replaced"):
         pickle.loads(pickled)
     assert files_of(pickle.loads(pickle.dumps(index))) == [*names]
-
-
-def test_an_image_costs_few_bytes(tmp_path):
-    names = tuple(f"n01440764/n01440764_{number:05d}.JPEG" for number in range(1000))
-    index = open_(write(tmp_path / "data", "folder", names), "folder")
-    others = sum(array.nbytes for name, array in index.arrays.items() if name.startswith(("files", "stamps")))
-    assert sum(array.nbytes for array in index.arrays.values()) - others == 1000 * (20 + 8 + 4 + 4) + 8
-    assert not any(array.flags.owndata or array.flags.writeable for array in index.arrays.values())
-    assert isinstance(ImageFolder(tmp_path / "data", "train").label(7), int)

@@ -15,7 +15,6 @@ from support.runs import small_options
 
 from distribuuuu.config import load_cfg
 from distribuuuu.data.packed import block_order, transport
-from distribuuuu.data.packed import remote as pack
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.engine.preflight import find_run_problems
 
@@ -41,7 +40,6 @@ def store(object_server, packed, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(block_order, "BLOCK_BYTES", 4000)
     monkeypatch.setattr(transport, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(pack, "MEMORY_S", 0)  # failures before the pack was written
     object_server.refusal = None
     transport._open_filesystem.cache_clear()
     with contextlib.suppress(FileNotFoundError):
@@ -116,7 +114,6 @@ def test_a_pack_at_a_gs_url_is_the_local_one(packed, tmp_path, monkeypatch):
     port, url = free_port(), "gs://bucket/sets/small"
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
     monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
-    monkeypatch.setattr(pack, "MEMORY_S", 0)
     monkeypatch.setattr(block_order, "BLOCK_BYTES", 4000)
     transport._open_filesystem.cache_clear()
     server = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")

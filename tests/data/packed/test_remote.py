@@ -27,7 +27,6 @@ from support.runs import run_python, small_options
 from support.tiers import slow
 
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.data.batch_plan import plan_batches
 from distribuuuu.data.packed import block_order, cache, transport
 from distribuuuu.data.packed import format as packed_format
 from distribuuuu.data.packed import remote as pack
@@ -35,7 +34,6 @@ from distribuuuu.data.packed.block_order import BlockShuffle
 from distribuuuu.data.packed.cache import DiskCache
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.data.packed.transport import RemoteError
-from distribuuuu.data.samplers import ResumableDistributedSampler
 from distribuuuu.engine.preflight import find_run_problems
 
 parse_args, pack_split = command_module("pack.pack").parse_args, command_module("pack.packer").pack_split
@@ -58,7 +56,6 @@ def source(packed, tmp_path, monkeypatch):
     monkeypatch.setattr(block_order, "BLOCK_BYTES", 4000)
     monkeypatch.setattr(transport, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(pack, "START_S", 0.1)
-    monkeypatch.setattr(pack, "MEMORY_S", 0)
     shutil.copytree(packed, tmp_path / "served")
     with RangeServer(tmp_path / "served") as server:
         yield server
@@ -147,22 +144,6 @@ def test_blocks_are_read_once_per_epoch_within_a_window():
     assert abs(np.corrcoef(firsts, np.arange(200))[0, 1]) < 0.3  # and these in a random order
     whole = BlockShuffle(SimpleNamespace(columns=columns), 200).draw(num, torch.Generator().manual_seed(1))
     assert whole.equal(torch.randperm(num, generator=torch.Generator().manual_seed(1)))
-
-
-def test_the_order_of_blocks_does_not_depend_on_processes_or_on_the_first_step():
-    def steps(world_size, first_step=0):
-        parts = []
-        for rank in range(world_size):
-            shuffle = BlockShuffle(SimpleNamespace(columns=columns_of([5] * 80)), 8)
-            one = ResumableDistributedSampler(400, plan_batches(4, 24, world_size), rank, blocks=shuffle)
-            one.set_position(3, 1, first_step)
-            parts.append(list(one))
-        accum = len(parts[0]) // (16 - first_step)
-        return [[key for micro in range(step, step + accum) for part in parts for key in part[micro]]
-                for step in range(0, len(parts[0]), accum)]  # fmt: skip
-
-    assert steps(1) == steps(2) == steps(3)
-    assert steps(2, first_step=5) == steps(1)[5:]
 
 
 def test_problems_are_found_before_training_without_torch(source, tmp_path):
