@@ -108,12 +108,11 @@ class Packed(SplitDataset):
         except ConfigError as error:
             yield from ((f"{name}.DATASET", str(problem)) for problem in error.problems)
             return
-        if is_url(folder):
-            if problem := cls.find_other_targets(meta):
-                yield "DATA.NAME", f"{folder} {problem}"
-            elif train and len(meta["classes"]) != cfg.MODEL.NUM_CLASSES:
-                message = class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(meta["classes"]), str(folder))
-                yield "MODEL.NUM_CLASSES", message
+        if is_url(folder) and (problem := cls.find_other_targets(meta)):
+            yield "DATA.NAME", f"{folder} {problem}"
+        elif is_url(folder) and train and len(meta["classes"]) != cfg.MODEL.NUM_CLASSES:
+            message = class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(meta["classes"]), str(folder))
+            yield "MODEL.NUM_CLASSES", message
         options = meta["options"]
         is_encoded = options["format"] == "raw" or options.get("quality") is not None
         if cfg.DATA.EXIF_ROTATE and is_encoded and not options.get("exif_rotate"):
@@ -137,10 +136,9 @@ class Packed(SplitDataset):
     @classmethod
     def count_images(cls, cfg, most: int) -> int:
         """Return the number of training images; 0 if the pack cannot be read."""
-        try:
+        with contextlib.suppress(ConfigError):
             return _read_meta(_join(cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT))[1]
-        except ConfigError:
-            return 0
+        return 0
 
     def __len__(self) -> int:
         return len(self.columns["label"])

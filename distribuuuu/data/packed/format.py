@@ -103,20 +103,19 @@ def read_index_file(folder: Path, check_rows: bool) -> tuple[Meta, dict[str, np.
 def check_index(meta: Meta, columns: Mapping[str, Place] | Arrays) -> int:
     """Return the number of images of a pack; raise an exception if its index is invalid: it may be untrusted."""
     classes, colors = meta["classes"], np.array([meta["mean"], meta["std"]], float)
-    if not classes or not all(isinstance(name, str) for name in classes) or len({*classes}) < len(classes):
+    if not classes or len({*classes}) < len(classes) or not {*map(type, classes)} <= {str}:
         raise ValueError("invalid classes")
     if colors.shape != (2, 3) or not (np.abs(colors) < 1e6).all() or colors[1].min() < 1e-6:
         raise ValueError("invalid mean or std")
-    if meta["options"]["format"] not in FORMATS or not isinstance(meta["crop"], str):
-        raise ValueError("invalid options")
-    if not isinstance(meta["crc32"], int) or not isinstance(meta.get("max_pixels", 0), int):
-        raise ValueError("invalid numbers")
+    numbers = [meta["crc32"], meta.get("max_pixels", 0)]
     for number, shard in enumerate(meta["shards"]):
-        counts = [shard[key] for key in ("size", "images")]
-        if shard["name"] != shard_name(number) or not all(
-            type(count) is int and 0 <= count < _MAX_SHARD for count in counts
-        ):
+        numbers += [shard["size"], shard["images"]]
+        if shard["name"] != shard_name(number):
             raise ValueError("invalid shards")
+    if meta["options"]["format"] not in FORMATS or any(
+        type(one) is not int or not 0 <= one < _MAX_SHARD for one in numbers
+    ):
+        raise ValueError("invalid options or numbers")
     num = columns["label"].shape[0]
     shapes: dict[str, tuple[type, tuple[int, ...]]] = {name: (kind, (num,)) for name, kind in COLUMNS.items()}
     shapes |= {"name_offsets": (np.int64, (num + 1,)), "name_bytes": (np.uint8, columns["name_bytes"].shape[:1])}
@@ -175,16 +174,10 @@ def _check_rows(meta: Meta, columns: Arrays) -> None:
         raise ValueError("names outside of their column")
     if not len(label):
         return
-    if label.min() < 0 or label.max() >= len(meta["classes"]):
-        raise ValueError(f"a label outside the {len(meta['classes'])} classes")
-    if shard.min() < 0 or shard.max() >= len(sizes):
-        raise ValueError(f"an image outside the {len(sizes)} shards")
-    if (
-        start.min() < HEADER_SIZE
-        or length.min() < 0
-        or length.max() > MAX_RECORD
-        or (start > sizes[shard] - length).any()
-    ):
+    if label.min() < 0 or label.max() >= len(meta["classes"]) or shard.min() < 0 or shard.max() >= len(sizes):
+        raise ValueError("a label without a class, or an image without a shard")
+    is_inside = (start >= HEADER_SIZE) & (0 <= length) & (length <= MAX_RECORD) & (start <= sizes[shard] - length)
+    if not is_inside.all():
         raise ValueError(f"an image outside its shard, or of more than {MAX_RECORD:,} bytes")
     # The blocks of a pack at a URL are neighboring records.
     is_same = shard[1:] == shard[:-1]

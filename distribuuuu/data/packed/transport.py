@@ -198,10 +198,9 @@ def call_filesystem(url: str, method: str, *args: Any, **kwargs: Any) -> Any:
     RemoteError is raised for what retries cannot help, OSError for other failures.
     """
     protocol, _, rest = url.partition("://")
-    is_shared = protocol in (*PACKAGES, "file")  # by threads; others may be one connection, which ends with an error
-    root = f"{protocol}://" if is_shared else f"{protocol}://{rest.partition('/')[0]}/"
+    root = f"{protocol}://" if protocol in (*PACKAGES, "file") else f"{protocol}://{rest.partition('/')[0]}/"
     try:
-        filesystem = _open_filesystem(root, os.getpid(), 0 if is_shared else threading.get_ident())
+        filesystem = _open_filesystem(root, os.getpid())
         kwargs |= {"refresh": True} if method == "info" and protocol == "hf" else {}  # it has a cache nevertheless
         paths = [filesystem._strip_protocol(arg) if "://" in str(arg) else arg for arg in (*args, url)]
         found = getattr(filesystem, method)(*paths, **kwargs)
@@ -216,8 +215,6 @@ def call_filesystem(url: str, method: str, *args: Any, **kwargs: Any) -> Any:
             raise RemoteError(f"{url}: {DENIED.format(_describe(error))}") from error
         if status == 416:
             raise RemoteError(f"{url}: {_PERMANENT[416]}") from error
-        if not is_shared:
-            _open_filesystem.cache_clear()
         raise OSError(_describe(error)) from error
     if method != "info":
         return found
@@ -237,14 +234,13 @@ def _find_status(error: Exception) -> int:
 
 
 @functools.cache
-def _open_filesystem(root: str, pid: int, thread: int) -> Any:
+def _open_filesystem(root: str, pid: int) -> Any:
     """Return the file system of a process: its event loop does not survive a fork."""
     protocol = root.partition("://")[0]
     try:
         import fsspec
 
-        options = {} if protocol in ("sftp", "ssh") else {"use_listings_cache": False}  # these have none
-        return fsspec.url_to_fs(root, skip_instance_cache=True, **options)[0]
+        return fsspec.url_to_fs(root, skip_instance_cache=True, use_listings_cache=False)[0]
     except ImportError as error:
         fix = f"pip install 'distribuuuu[{protocol}]'" if protocol in PACKAGES else _shorten(str(error))
         package = PACKAGES.get(protocol, "a package")
