@@ -20,7 +20,6 @@ from distribuuuu.config.config_node import changed, iter_options
 from distribuuuu.config.derived import total_steps
 from distribuuuu.config.run_files import METRICS, PREDICTIONS, RUN_FILES, TRACKERS_FOLDER, url_of
 from distribuuuu.data.batch import statistics_of
-from distribuuuu.data.datasets.imagenet_labels import read_classes
 from distribuuuu.data.loader import Loader, TrainLoader, check_same_data
 from distribuuuu.data.seeding import derive_seed, draw_seed, seed_cpu
 from distribuuuu.distributed import comm as dist
@@ -328,6 +327,8 @@ def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.
     Raises:
         CheckpointError: the weights do not match the model or the classes of the data.
     """
+    if cfg.TEST.LABELS:
+        from distribuuuu.data.datasets.imagenet_labels import read_classes
     model = task.adapt_model(build_model(cfg, pretrained=weights == "pretrained")).to(task.device)
     if weights not in ("", "pretrained"):
         content = read_checkpoint(weights)

@@ -169,6 +169,7 @@ RUN = ("OPTIM.MAX_EPOCH", 3, "EMA.HALF_LIFE", 5, "MODEL.PRECISE_BN", 20, "TRAIN.
        "TRAIN.IM_SIZE_EPOCHS", [0, 2], "TRAIN.IM_SIZE_MULTIPLE", 4)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_requests_the_passes_it_expects(small_cfg, tmp_path, monkeypatch):
     """Its workers start anew once, at the beginning, though weights differ in kind and images in size."""
     restarts, children = [], []

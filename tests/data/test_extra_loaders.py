@@ -7,7 +7,6 @@ import torch
 from support.batches import ALONE, CPU, WAYS, assert_same_batches, batches_of, own_task
 from support.images import draw_folder
 from support.runs import assert_same_run, train_and_kill
-from support.tiers import slow
 
 from distribuuuu.config import ConfigError
 from distribuuuu.data.loader import BadImageError, build_loader
@@ -111,7 +110,8 @@ class Both(Classification):
         return output
 
 
-@pytest.mark.parametrize("place", [slow((1, 0)), (1, 3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [(1, 0), (1, 3)])
 def test_a_run_resumes_bitwise_and_does_not_depend_on_the_workers(small_cfg, monkeypatch, unlabeled, tmp_path, place):
     words = own_task(monkeypatch, extra=lambda cfg: {"unlabeled": unlabeled}, base=Both)
     cfg = small_cfg(*words, "TRAIN.WORKERS", 2, "CHECKPOINT.EVERY_STEPS", 1, "OUT_DIR", tmp_path / "resumed")
