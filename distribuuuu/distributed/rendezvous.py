@@ -5,7 +5,6 @@ import datetime
 import functools
 import importlib
 import json
-import logging
 import os
 import socket
 import sys
@@ -19,13 +18,12 @@ import torch
 import torch.distributed as torch_dist
 
 from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import first_few
 from distribuuuu.distributed.comm import GroupState, PeerError, is_communication_error
 from distribuuuu.distributed.stall_timer import StallTimer
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.ports import find_port_problem
 from distribuuuu.launch.signals import SignalState
-
-logger = logging.getLogger(__name__)
 
 # The stall timer ends a process first, with a report, and does not count the time in which a job is suspended.
 BACKEND_TIMEOUT = datetime.timedelta(days=7)
@@ -35,8 +33,7 @@ BACKEND_TIMEOUT = datetime.timedelta(days=7)
 LAZY_FROM = 64
 _WATCHDOG = "distribuuuu.distributed.watchdog"
 POLL_S = 0.05
-# Seconds until the missing ranks are reported first, and between two reports; the number of ranks in a report.
-FIRST_REPORT_S, REPORT_EVERY_S = 20.0, 60.0
+# The number of ranks in a report.
 MAX_RANKS_NAMED = 10
 # Queries per second that all processes together send to the store.
 MAX_POLLS_PER_S = 4096
@@ -96,40 +93,28 @@ class MissingProcessError(ConfigError):
 
 
 class _JoinTimeout:
-    """Timeout for the processes to join, with reports on the missing ranks."""
+    """Timeout for the processes to join."""
 
     def __init__(self, launch: Launch, timeout_s: float):
-        self.launch, self.timeout_s = launch, timeout_s
-        self._began = time.monotonic()
-        self._next_report_s = FIRST_REPORT_S
+        self.launch, self.timeout_s, self._ends = launch, timeout_s, time.monotonic() + timeout_s
 
     def left_s(self) -> float:
         """Return the seconds left."""
-        return self._began + self.timeout_s - time.monotonic()
+        return self._ends - time.monotonic()
 
     def check(self, find_missing: Callable[[], Sequence[int]], reason: str = "") -> None:
-        """Report the missing ranks and the reason from time to time; raise MissingProcessError when the time is over.
+        """Raise MissingProcessError with the missing ranks and the reason when the time is over.
 
-        Rank 0 reports or, where it is missing, one process per node. `find_missing` is called before a report only.
+        Rank 0 reports it or, where it is missing, one process per node.
         """
-        waited_s = time.monotonic() - self._began
-        if waited_s < min(self._next_report_s, self.timeout_s):
+        if self.left_s() > 0 or not (missing := find_missing()):  # none: the last one has just joined
             return
-        self._next_report_s = waited_s + REPORT_EVERY_S
-        missing = find_missing()
-        if not missing:  # the last one has just joined
-            return
-        is_reporter = self.launch.rank == 0 or missing == [0] and (self.launch.local_rank == 0 or self.launch.rank == 1)
-        names = ", ".join(str(rank) for rank in missing[:MAX_RANKS_NAMED])
-        names = f"rank{'s' if len(missing) > 1 else ''} {names}{', ...' if len(missing) > MAX_RANKS_NAMED else ''}"
-        report = f"waiting for {len(missing)} of {self.launch.world_size} processes: {names}{reason}"
-        if waited_s >= self.timeout_s:
-            problem = f"the processes did not all join within {self.timeout_s:.0f} s (DIST.TIMEOUT_S)"
-            error = MissingProcessError(f"launcher: {problem}: {report}")
-            error.one_process = is_reporter
-            raise error
-        if is_reporter:
-            logger.warning("%s", report)
+        launch, names = self.launch, first_few([str(rank) for rank in missing], num=MAX_RANKS_NAMED)
+        problem = f"the processes did not all join within {self.timeout_s:.0f} s (DIST.TIMEOUT_S)"
+        missed = f"{len(missing)} of {launch.world_size} processes are missing: rank {names}"
+        error = MissingProcessError(f"launcher: {problem}; {missed}{reason}")
+        error.one_process = launch.rank == 0 or missing == [0] and (launch.local_rank == 0 or launch.rank == 1)
+        raise error
 
 
 def create_store(launch: Launch, timeout_s: float) -> torch_dist.PrefixStore:

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,7 @@ def progress(
     return tqdm(items, desc=label, total=total, initial=initial, miniters=every, **{**style, **options})
 
 
-def evaluation_bar(items: Sized, every: int) -> Iterator:
+def evaluation_bar(items: Collection, every: int) -> Iterator:
     """Yield the batches of an evaluation with a progress bar, moved every `every` batches; log the position by time."""
     shown_at = time.perf_counter()
     for number, item in enumerate(progress(items, label="validation", every=every), 1):

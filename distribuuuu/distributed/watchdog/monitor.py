@@ -1,27 +1,108 @@
-"""Monitor: a thread of rank 0 that decides, once, how all processes end.
+"""Monitor of the watchdog: a thread of rank 0 that decides, once, how all processes end; and the connections to it.
 
-Each process sends its state about once a second. Silence is no death: a call into C may hold the interpreter lock for
-minutes.
+Each process sends its state about once a second, as a line of JSON. Silence is no death: a call into C may hold the
+interpreter lock for minutes. The kernel breaks a connection when a process dies. A process that leaves says so before:
+what was sent arrives before the end of a connection.
 """
 
 import contextlib
+import errno
+import json
 import logging
+import os
 import selectors
+import signal
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distribuuuu.distributed.stall_timer import PERIOD_S
-from distribuuuu.distributed.watchdog.connection import Channel, kill_here, listen
+from distribuuuu.distributed.stall_timer import PERIOD_S, StallTimer
+from distribuuuu.launch.ports import LOOPBACK
+from distribuuuu.launch.signals import end_process
 
 logger = logging.getLogger(__name__)
 
+# Seconds after which the kernel closes a connection whose other end does not respond, e.g. a node without power.
+UNREACHABLE_S = 15
+# Bytes of a line, at most.
+_MAX_LINE = 1 << 16
 # Seconds to wait for the cause of an error that may be a consequence, e.g. a broken connection.
 CAUSE_WAIT_S = 2.0
 # Seconds that the other processes get to exit before the one that failed prints its error.
 EXIT_GRACE_S = 3.0
+
+
+class Channel:
+    """A connection that sends and receives JSON objects as lines.
+
+    Attributes:
+        broken: why it has ended, e.g. 'died'; '' while it is open.
+    """
+
+    def __init__(self, connection: socket.socket):
+        self.socket, self.broken = connection, ""
+        self._buffer = b""
+        keep_alive(connection)
+
+    def fileno(self) -> int:
+        """Return the descriptor, for a selector."""
+        return self.socket.fileno()
+
+    def send(self, **message: Any) -> None:
+        """Send an object; ignore a broken connection, which the reader notices."""
+        with contextlib.suppress(OSError):
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> Iterator[dict[str, Any]]:
+        """Yield the objects that have arrived, after a selector has found some or the end of the connection.
+
+        Raises:
+            ValueError: the other end is no process of the run.
+        """
+        try:
+            data = self.socket.recv(_MAX_LINE)
+        except OSError as error:
+            is_unreachable = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+            self.broken = f"could not be reached for {UNREACHABLE_S} s" if is_unreachable else "died"
+            return
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if len(self._buffer) > _MAX_LINE:
+            raise ValueError("a line is too long")
+        self.broken = "" if data else "died"
+        for line in lines:
+            message = json.loads(line)
+            if not isinstance(message, dict):
+                raise ValueError("expected an object")
+            yield message
+
+    def close(self) -> None:
+        """Close the connection."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for it
+        self.socket.close()
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the kernel close a connection whose other end does not respond for UNREACHABLE_S seconds."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    limits = {"TCP_KEEPIDLE": UNREACHABLE_S // 3, "TCP_KEEPINTVL": UNREACHABLE_S // 3, "TCP_KEEPCNT": 2,
+              "TCP_USER_TIMEOUT": UNREACHABLE_S * 1000}  # fmt: skip
+    for name, value in limits.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), max(1, value))
+
+
+def kill_here(host: str, pid: int) -> None:
+    """Let a silent process of this machine print its stacks, and kill it: its interpreter lock may be held for ever."""
+    if host == socket.gethostname() and pid != os.getpid():
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGQUIT)  # faulthandler prints the stacks without the lock
+            time.sleep(0.5)
+            os.kill(pid, signal.SIGKILL)
 
 
 @dataclass(eq=False)
@@ -55,9 +136,6 @@ class Peer:
     num_silent: int = 0
     num_stalled: int = 0
 
-    def __str__(self) -> str:
-        return f"process {self.rank} on {self.host}"
-
     def update(self, **message: Any) -> None:
         """Take a message of the process."""
         self.num_silent = 0
@@ -75,26 +153,18 @@ class Monitor(threading.Thread):
     Args:
         token: a secret of the run, which each process sends first.
         num_processes: number of processes.
-        limits: seconds without progress after which a process counts as stalled, and while any is in a slow phase.
-        address: of this machine, to listen on.
-        end: ends this process with a status.
-        position: returns the last step of this process.
+        timer: the stall timer of rank 0.
+        is_local: all processes are on this machine.
     """
 
-    def __init__(
-        self,
-        token: str,
-        num_processes: int,
-        limits: tuple[float, float],
-        address: str,
-        end: Callable[[int], object],
-        position: Callable[[], str],
-    ):
+    def __init__(self, token: str, num_processes: int, timer: StallTimer, is_local: bool):
         super().__init__(name="watchdog monitor", daemon=True)
-        self._token, self._num_processes = token, num_processes
-        self._limits, self._end, self._position = limits, end, position
+        self._token, self._num_processes, self._timer = token, num_processes, timer
         self._peers: dict[int, Peer] = {}
-        self._listener = listen(address, num_processes)
+        has_both = socket.has_dualstack_ipv6() and not is_local
+        family = socket.AF_INET6 if has_both else socket.AF_INET
+        self._listener = socket.create_server((LOOPBACK if is_local else "", 0), family=family, dualstack_ipv6=has_both,
+                                              backlog=max(128, num_processes))  # fmt: skip
         self.port = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -188,7 +258,7 @@ class Monitor(threading.Thread):
             self._check_progress(present)
 
     def _check_progress(self, present: Sequence[Peer]) -> None:
-        limit_s = self._limits[any(peer.slow for peer in present)]  # the others wait for one that is slow
+        limit_s = self._timer.limits[any(peer.slow for peer in present)]  # the others wait for one that is slow
         late_s = 2 * PERIOD_S  # what is known of the others may be that old
         stalled = [peer for peer in present if peer.num_stalled * PERIOD_S > limit_s + late_s]
         if not stalled:
@@ -196,7 +266,7 @@ class Monitor(threading.Thread):
         silent = [peer for peer in stalled if peer.num_silent * PERIOD_S > limit_s / 2 + late_s]
         culprit = max(silent or stalled, key=lambda peer: peer.num_stalled)
         event = "has been silent and has made no step" if silent else "has made no step"
-        name = "DIST.STARTUP_TIMEOUT_S" if limit_s != self._limits[0] else "DIST.TIMEOUT_S"
+        name = "DIST.STARTUP_TIMEOUT_S" if limit_s != self._timer.limits[0] else "DIST.TIMEOUT_S"
         # Before one of them ends: that would move the others on.
         self._send(present, write_stacks=True)
         self._wait_until(lambda peer: peer.stacks or bool(peer.channel.broken), present)
@@ -207,11 +277,12 @@ class Monitor(threading.Thread):
         """End all processes, once; one that has failed prints its error when the others have exited."""
         self._is_over.set()
         status = 1 if culprit.status is None else culprit.status
-        if culprit.failed and not event:
-            event = f"failed, see below, after {culprit.position}; the others stop"
-        event = event or f"{culprit.channel.broken} after {self._position()}; the others stop"
+        if not event:
+            broken = f"{culprit.channel.broken} after {self._timer.position}"
+            event = f"failed, see below, after {culprit.position}" if culprit.failed else broken
+            event += "; the others stop"
         if culprit.status is None:  # else its message is complete
-            logger.error("%s %s", culprit, event)
+            logger.error("process %d on %s %s", culprit.rank, culprit.host, event)
         others = [peer for peer in self._peers.values()
                   if not peer.left and peer.rank and not (peer is culprit and culprit.failed)]  # fmt: skip
         self._send(others, end=status, kill=[culprit.host, culprit.pid] if is_silent else None)
@@ -221,7 +292,7 @@ class Monitor(threading.Thread):
         if culprit.failed:
             self._send([culprit], may_raise=True)
         if not (culprit.failed and culprit.rank == 0):
-            self._end(status)
+            end_process(status)
 
     def _wait_until(self, condition: Callable[[Peer], bool], peers: Sequence[Peer]) -> None:
         """Wait until the condition holds for the peers, at most EXIT_GRACE_S seconds."""

@@ -1,5 +1,7 @@
 """The watchdog's thread of a process: it sends the state of the process to the monitor on rank 0, and obeys it."""
 
+import contextlib
+import ipaddress
 import json
 import logging
 import os
@@ -12,9 +14,9 @@ import uuid
 import torch.distributed as torch_dist
 
 from distribuuuu.distributed.stall_timer import LATE_S, PERIOD_S, StallTimer
-from distribuuuu.distributed.watchdog.connection import Channel, choose_address, find_own_address, kill_here
-from distribuuuu.distributed.watchdog.monitor import CAUSE_WAIT_S, EXIT_GRACE_S, Monitor
+from distribuuuu.distributed.watchdog.monitor import CAUSE_WAIT_S, EXIT_GRACE_S, Channel, Monitor, kill_here
 from distribuuuu.launch.detect import Launch
+from distribuuuu.launch.ports import LOOPBACK
 from distribuuuu.launch.signals import end_process
 
 logger = logging.getLogger(__name__)
@@ -133,22 +135,21 @@ def start_watchdog(launch: Launch, store: torch_dist.Store, timer: StallTimer, s
         store_host: the machine of the store.
     """
     host, monitor = socket.gethostname(), None
-    store.set(f"watchdog address {launch.rank}", json.dumps([host, find_own_address(store_host)]))
+    store.set(f"watchdog host {launch.rank}", host)
     if launch.rank == 0:
-        found = store.multi_get([f"watchdog address {rank}" for rank in range(launch.world_size)])
-        (_, own), *others = map(json.loads, found)
-        address, token = choose_address(own, [other for name, other in others if name != host]), uuid.uuid4().hex
+        is_local = {*store.multi_get([f"watchdog host {rank}" for rank in range(launch.world_size)])} == {host.encode()}
+        address, token = LOOPBACK if is_local else _find_own_address(store_host), uuid.uuid4().hex
         try:
-            limits = timer.limits
-            monitor = Monitor(token, launch.world_size, limits, address, end_process, lambda: timer.position)
+            monitor = Monitor(token, launch.world_size, timer, is_local)
             store.set("watchdog", json.dumps([address, monitor.port, token, host, os.getpid()]))
             monitor.start()
         except OSError as error:
-            logger.warning("watchdog disabled: rank 0 cannot listen on %s: %s", address, error)
+            logger.warning("watchdog disabled: rank 0 cannot listen: %s", error)
             store.set("watchdog", "null")
     if not (place := json.loads(store.get("watchdog"))):
         return None
     address, port, token, *main = place
+    address = address or store_host
     try:
         channel = Channel(socket.create_connection((address, port), timeout=30))
     except OSError as error:  # e.g. a firewall that allows the ports of the backend only
@@ -158,3 +159,14 @@ def start_watchdog(launch: Launch, store: torch_dist.Store, timer: StallTimer, s
     watchdog = Watchdog(launch, timer, channel, token, tuple(main), monitor)
     watchdog.start()
     return watchdog
+
+
+def _find_own_address(host: str) -> str:
+    """Return the address from which this machine reaches a host; '' if it is the host itself, or there is no route."""
+    with contextlib.suppress(OSError, UnicodeError):
+        for family, kind, protocol, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)  # sends nothing
+                address = probe.getsockname()[0]
+                return "" if ipaddress.ip_address(address.partition("%")[0]).is_loopback else address
+    return ""
