@@ -9,10 +9,7 @@ import yaml
 from distribuuuu.checkpoint.weights_files import KINDS
 from distribuuuu.commands.export.card_code import INSIDE, list_steps
 from distribuuuu.commands.stats.significance import wilson_interval
-from distribuuuu.config import Config, get_cfg
-from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import counted
-from distribuuuu.config.options import option_of
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.models import count_parameters
 from distribuuuu.records.read_results import list_metrics
@@ -40,7 +37,6 @@ def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
     num_classes = counted(len(run.classes), "class")
     names = json.dumps(list(run.classes[:_MAX_CLASSES]), ensure_ascii=False)  # line breaks are escaped
     more = f" The first {_MAX_CLASSES}:" if len(run.classes) > _MAX_CLASSES else ""
-    recipe_text = yaml.safe_dump(recipe(run.cfg), sort_keys=False, default_flow_style=None)
     sections = [
         f"---\n{_front_matter(run, record, metrics, name)}---",
         f"# {run.cfg.MODEL.ARCH} on {name}",
@@ -51,7 +47,6 @@ def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
         f"## Preprocessing\n\n{steps}\n\n{_describe_input(run, record['format'])}",
         f"## Check of this export\n\n{_describe_check(record)}",
         f"## Classes\n\n{num_classes}, in the order of the logits.{more}\n\n```json\n{names}\n```",
-        f"## Recipe\n\nThe options that differ from the defaults of distribuuuu:\n\n```yaml\n{recipe_text}```",
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -65,17 +60,6 @@ def find_metrics(run: LoadedRun) -> tuple[dict[str, tuple[str, float]], int]:
     labels = list_metrics(results)
     best = {name: (labels[name], kind["best"][name]) for name in labels if kind["best"].get(name) is not None}
     return best, results["evaluation"]["count"]
-
-
-def recipe(cfg: Config) -> dict[str, Any]:
-    """Return the options of the recipe that differ from the defaults."""
-    defaults, changed = dict(iter_options(get_cfg())), {}
-    for key, value in iter_options(cfg):
-        option = option_of(key)
-        is_of_recipe = option.recipe and option.hashed and not option.neutral and not option.path
-        if is_of_recipe and (key not in defaults or defaults[key] != value):
-            changed[key] = list(value) if isinstance(value, tuple) else value
-    return changed
 
 
 def _front_matter(

@@ -32,10 +32,8 @@ class Encoder:
     Args:
         images: the data set.
         root: the folder to remove from the image names.
-        raw: store pixels instead of files.
-        shorter_side: the size in pixels that larger images are scaled down to; None: keep the size.
-        longer_side: the same for the longer side.
-        quality: of the JPEGs (1 to 100); None: keep the files unchanged.
+        pack: the options of the pack: format (raw: pixels instead of files); shorter_side and longer_side, to which
+            larger images are scaled down (None: keep the size); quality of the JPEGs (None: keep the files unchanged).
         check: decode the files that are kept.
         options: see `decode`.
         targets: the form of the targets, see `encode_targets`.
@@ -43,10 +41,7 @@ class Encoder:
 
     images: ImageDataset
     root: str
-    raw: bool
-    shorter_side: int | None
-    longer_side: int | None
-    quality: int | None
+    pack: Mapping[str, Any]
     check: bool
     options: DecodeOptions
     targets: dict[str, Any]
@@ -74,17 +69,16 @@ class Encoder:
         return Record(data, zlib.crc32(data), 0, height, width, name, arrays)
 
     def _encode(self, image: Any) -> tuple[bytes, int, int]:
-        if not self.raw and self.quality is None:
+        is_raw, quality = self.pack["format"] == "raw", self.pack["quality"]
+        if not is_raw and quality is None:
             if not is_file(image):
                 raise ValueError("has pixels but no file to keep")
             if self.check:
                 decode(image, options=self.options)
             return bytes(image), 0, 0
         pixels = open_lazy_image(image, "auto", self.options).pixels().permute(1, 2, 0).contiguous().numpy()
-        pixels = limit_longer_side(scale_down(pixels, self.shorter_side), self.longer_side)
-        if self.raw or self.quality is None:
-            return pixels.tobytes(), *pixels.shape[:2]
-        return encode_jpeg(pixels, self.quality), 0, 0
+        pixels = limit_longer_side(scale_down(pixels, self.pack["shorter_side"]), self.pack.get("longer_side"))
+        return (pixels.tobytes(), *pixels.shape[:2]) if is_raw else (encode_jpeg(pixels, quality), 0, 0)
 
 
 def encode_targets(label: Any, kind: str) -> tuple[dict[str, Any], tuple[np.ndarray, ...]]:

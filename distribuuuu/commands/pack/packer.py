@@ -85,16 +85,11 @@ def pack_split(job: PackJob, train: bool) -> None:
     Raises:
         ConfigError: the folder holds another pack, an image is broken, or a file cannot be written.
     """
-    from distribuuuu.data.datasets.file_check import find_reduced
-
     encoder = _build_encoder(job, train)
     identity = {"options": job.options, "source": {**job.source(train), **_fingerprint(encoder)}}
     for note in encoder.images.notes():
         if "fix: distribuuuu pack" not in note:  # which this is
             print(note, flush=True)
-    encodes = job.options["format"] == "raw" or job.options["quality"] is not None
-    if encodes and (reduced := find_reduced(encoder.images, encoder.options)):  # else the files are kept unchanged
-        print(reduced, flush=True)
     folder, images = job.folder(train), encoder.images
     with _locked(folder):
         if job.overwrite:
@@ -127,20 +122,22 @@ def pack_split(job: PackJob, train: bool) -> None:
 
 def _build_encoder(job: PackJob, train: bool) -> "Encoder":
     from distribuuuu.commands.pack.encode import Encoder, encode_targets
+    from distribuuuu.data.datasets.file_check import find_reduced
+    from distribuuuu.data.datasets.imagefolder import ImageFolder
     from distribuuuu.data.image_file import build_decode_options
 
-    name, options = job.cfg.DATA.NAME, job.options
+    name, encodes = job.cfg.DATA.NAME, job.options["format"] == "raw" or job.options["quality"] is not None
     images = get_dataset(name).from_cfg(job.cfg, train)
     if not len(images):
         raise ConfigError(f"DATA.NAME {name}: there is no image to pack")
-    is_raw, quality = options["format"] == "raw", options["quality"]
     decoding = build_decode_options(job.cfg)
-    if not decoding.is_rgb and (is_raw or quality is not None):
-        message = (
-            f"got {decoding.channels} with DATA.PIXELS {decoding.pixels}; expected 8-bit RGB to encode images again"
-        )
-        raise ConfigError(f"DATA.CHANNELS: {message}; fix: leave out --format, --quality and --shorter-side")
-    if not is_raw and quality is None:
+    if encodes and not decoding.is_rgb:
+        found = f"got {decoding.channels} with DATA.PIXELS {decoding.pixels}; expected 8-bit RGB to encode images again"
+        raise ConfigError(f"DATA.CHANNELS: {found}; fix: leave out --format, --quality and --shorter-side")
+    if encodes:
+        if reduced := find_reduced(images, decoding):
+            print(reduced, flush=True)
+    else:
         keeps_files = True
         with contextlib.suppress(Exception):  # a broken first image is reported later
             keeps_files = is_file(images.read(0))
@@ -148,10 +145,9 @@ def _build_encoder(job: PackJob, train: bool) -> "Encoder":
             fix = f"add --quality {DEFAULT_QUALITY}, or use --format raw"
             raise ConfigError(f"--format jpeg: {name} has pixels but no files to keep unchanged; {fix}")
     # The folder above that of the images is removed from their names, so that they are valid on any machine.
-    root = str(getattr(images, "folder", Path()).parent)
-    sides = options["shorter_side"], options.get("longer_side")
+    root = str(Path(images.index.root).parent) if isinstance(images, ImageFolder) else ""
     targets = {} if images.targets == "label" else encode_targets(images.label(0), images.targets)[0]
-    return Encoder(images, root, is_raw, *sides, quality, job.check, decoding, targets)
+    return Encoder(images, root, job.options, job.check, decoding, targets)
 
 
 def _fingerprint(encoder: "Encoder") -> dict[str, Any]:

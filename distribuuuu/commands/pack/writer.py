@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -161,7 +161,7 @@ class PackWriter:
             self.num_skipped += meta["num_skipped"]
             self.num_bytes += int(rows["length"].sum())
         _remove_files(folder, keep={Path(shard["name"]).stem for shard in self.shards})
-        self._file: BinaryIO | None = None
+        self._file: IO | None = None
         self._start_shard()
 
     def _start_shard(self) -> None:

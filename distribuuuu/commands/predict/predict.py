@@ -32,23 +32,22 @@ def predict(prog: str, args: list[str]) -> int:
     from distribuuuu.commands.predict.journal import check_output_file
     from distribuuuu.inference.image_arguments import describe_left_out, list_images
 
-    out = Path(flags.out) if flags.out else None
-    if out:
-        check_output_file(out)
+    flags.out = Path(flags.out) if flags.out else None
+    if flags.out:
+        check_output_file(flags.out)
     check_run(flags.run)
-    files = list_images(flags.paths)
+    flags.files = list_images(flags.paths)
     for path in filter(os.path.isdir, flags.paths):
         if text := describe_left_out(path):
             print(printable(f"{path}{text}"), file=sys.stderr)
     tune_malloc()
-    from distribuuuu.commands.predict.prediction import PredictJob, predict_files
+    from distribuuuu.commands.predict.prediction import predict_files
 
-    workers = max(1, count_cores() // flags.nproc) if flags.workers is None else flags.workers
-    job = PredictJob(flags.run, flags.cfg, tuple(flags.overrides), files, out, flags.topk, flags.threshold,
-                     flags.batch_size, workers, flags.nproc)  # fmt: skip
-    left = "finished images are kept: rerun the same command to resume" if out else "nothing is kept"
+    if flags.workers is None:
+        flags.workers = max(1, count_cores() // flags.nproc)
+    left = "finished images are kept: rerun the same command to resume" if flags.out else "nothing is kept"
     with handled_by(stop_with(left)):
-        num_broken = predict_files(job)
+        num_broken = predict_files(flags)
     return BROKEN_IMAGES if num_broken and not flags.skip_bad else 0
 
 

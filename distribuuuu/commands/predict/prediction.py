@@ -8,10 +8,10 @@ import hashlib
 import json
 import multiprocessing
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import option_of
-from distribuuuu.config.reader import CfgFiles
 from distribuuuu.data.datasets.table_file import csv_line
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.files.untrusted import printable
@@ -36,47 +35,19 @@ from distribuuuu.records.run_log import LOG_INTERVAL_S, has_progress_bar, progre
 Rows = tuple[str, list[list[str]]]
 
 
-@dataclass(frozen=True)
-class PredictJob:
-    """A prediction of many files.
-
-    Attributes:
-        run, cfg_file, overrides: see `load_run`.
-        files: the image files.
-        out: the output file, .csv or .jsonl; None: CSV on standard output.
-        topk, threshold: see `LoadedRun.predict`.
-        batch_size: images that a loader worker loads at a time.
-        workers: loader workers of each process.
-        nproc: processes.
-    """
-
-    run: str
-    cfg_file: CfgFiles
-    overrides: tuple[str, ...]
-    files: list[str]
-    out: Path | None
-    topk: int | None
-    threshold: float | None
-    batch_size: int
-    workers: int
-    nproc: int
-
-    @property
-    def is_json(self) -> bool:
-        """Whether a row is a JSON object."""
-        return self.out is not None and self.out.suffix == ".jsonl"
-
-
-def predict_files(job: PredictJob) -> int:
+def predict_files(job: Namespace) -> int:
     """Predict the files of a job, resuming from its partial output; return the number of broken images.
+
+    Args:
+        job: the flags of the command, with `files`, the image files; `out` is a path or None: CSV on standard output.
 
     Raises:
         ConfigError: the run cannot be loaded, an option does not suit it, or the output cannot be written.
     """
-    run = find_run(job.run, job.cfg_file, job.overrides)
+    run = find_run(job.run, job.cfg, job.overrides)
     selection = choose_selection(run.cfg, len(run.classes), job.topk, job.threshold)
     spans = list_spans(len(job.files), run.cfg.TEST.BATCH_SIZE)
-    header = "" if job.is_json else csv_line(["path", *list_columns(selection, run.classes)])
+    header = "" if _is_json(job) else csv_line(["path", *list_columns(selection, run.classes)])
     out = Journal(job.out, hash_job(job, run, selection), header) if job.out else StandardOutput(header)
     print(printable(run.describe()), file=sys.stderr)
     left, total = spans[out.num_chunks :], len(job.files)
@@ -100,7 +71,11 @@ def predict_files(job: PredictJob) -> int:
     return out.num_broken
 
 
-def hash_job(job: PredictJob, run: LoadedRun, selection: Selection) -> str:
+def _is_json(job: Namespace) -> bool:
+    return job.out is not None and job.out.suffix == ".jsonl"
+
+
+def hash_job(job: Namespace, run: LoadedRun, selection: Selection) -> str:
     """Return a hash of what the rows of a job depend on: the model, options, images, and the version of torch."""
     settings = [(key, value) for key, value in iter_options(run.cfg)
                 if key == "TEST.BATCH_SIZE" or option_of(key).hashed and not option_of(key).neutral]  # fmt: skip
@@ -116,7 +91,7 @@ def hash_job(job: PredictJob, run: LoadedRun, selection: Selection) -> str:
 # --------------------------------------------------------------------------------------- processes
 
 
-def predict_spans(job: PredictJob, run: LoadedRun, selection: Selection, spans: Sequence[range]) -> Iterator[Rows]:
+def predict_spans(job: Namespace, run: LoadedRun, selection: Selection, spans: Sequence[range]) -> Iterator[Rows]:
     """Yield the rows of chunks, in order, predicted by `job.nproc` processes."""
     if job.nproc == 1 or len(spans) < 2:
         yield from predict_share(job, run, selection, spans)
@@ -147,23 +122,23 @@ def predict_spans(job: PredictJob, run: LoadedRun, selection: Selection, spans: 
             process.join()
 
 
-def _run_process(job: PredictJob, selection: Selection, spans: Sequence[range], rank: int, sender: Connection) -> None:
+def _run_process(job: Namespace, selection: Selection, spans: Sequence[range], rank: int, sender: Connection) -> None:
     """Predict chunks in a process of its own, and send their rows, or a ConfigError, to the main process."""
     ignore_signals()
     die_with_parent()
     try:
-        run = replace(find_run(job.run, job.cfg_file, job.overrides), given_device=pick_device(rank))
+        run = replace(find_run(job.run, job.cfg, job.overrides), given_device=pick_device(rank))
         for rows in predict_share(job, run, selection, spans):
             sender.send(rows)
     except ConfigError as error:
         sender.send(error)
 
 
-def predict_share(job: PredictJob, run: LoadedRun, selection: Selection, spans: Sequence[range]) -> Iterator[Rows]:
+def predict_share(job: Namespace, run: LoadedRun, selection: Selection, spans: Sequence[range]) -> Iterator[Rows]:
     """Yield the rows of chunks that this process predicts on its own device."""
     columns = list_columns(selection, run.classes)
     for predictions in run.predict_chunks(job.files, spans, selection, job.batch_size, job.workers, "process"):
-        yield format_rows(predictions, columns, job.is_json)
+        yield format_rows(predictions, columns, _is_json(job))
 
 
 # -------------------------------------------------------------------------------------------- rows

@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +274,7 @@ class SplitPlan:
     images: Images
     out: Path
     files: dict[str, list[int]]
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
 
 
 def plan_split(
@@ -300,9 +300,7 @@ def plan_split(
     shares = shares or {TRAIN: 1 - test - val, "val": val}
     parts = assign(images, {**shares, **({"test": test} if test else {})}, groups, seed)
     keep_classes_in_training(images, parts, groups)
-    plan = SplitPlan(images, out, _list_files(parts, folds))
-    plan.notes = [*_notes_on_duplicates(images, duplicates), *_notes_on_classes(plan)]
-    return plan
+    return SplitPlan(images, out, _list_files(parts, folds), list(_notes_on_duplicates(images, duplicates)))
 
 
 def _list_files(parts: Sequence[str], folds: int) -> dict[str, list[int]]:
@@ -325,16 +323,6 @@ def _notes_on_duplicates(images: Images, duplicates: Sequence[Sequence[int]]) ->
     if mixed := [group for group in duplicates if len({images.labels[index] for index in group}) > 1]:
         named = first_few([" = ".join(images.names[index] for index in group[:2]) for group in mixed], "; ", 3)
         yield f"WARNING: {counted(len(mixed), 'group')} of equal files in several classes: {named}"
-
-
-def _notes_on_classes(plan: SplitPlan) -> Iterator[str]:
-    """Yield a note for the classes that a validation or test list lacks."""
-    present = set(plan.images.labels)
-    for name, indices in plan.files.items():
-        missing = present - {plan.images.labels[index] for index in indices}
-        if missing:
-            classes = first_few([plan.images.classes[label] for label in sorted(missing)])
-            yield f"{name} has no image of {counted(len(missing), 'class')}: {classes}"
 
 
 def write_split(plan: SplitPlan) -> bool:

@@ -46,7 +46,7 @@ def test_a_card_has_valid_metadata_and_the_numbers_of_the_run(card, tmp_path):
     for bound in (low / 100, high / 100):
         assert abs(correct / 37 - bound) == pytest.approx(z * (bound * (1 - bound) / 37) ** 0.5, abs=2e-3)
     assert "48 training and 37 evaluation images, 3 classes" in card
-    for text in ("moving average (EMA)", "resize the shorter side to 18 px (bilinear", "AUG.MIXUP: 0.2",
+    for text in ("moving average (EMA)", "resize the shorter side to 18 px (bilinear",
                  "mean [0.4, 0.5, 0.3]", "average the logits with those of the mirrored image", '["ant", "bee", "cat"]',
                  "**verified**", results["commit"]):  # fmt: skip
         assert text in card, text
