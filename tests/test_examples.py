@@ -135,10 +135,7 @@ def problem_of(name: str, root: Path, out_dir: Path, *words: str) -> str:
 
 @pytest.mark.parametrize(("name", "words", "message"), [
     ("dino", "EMA.HALF_LIFE 0", "EMA.HALF_LIFE: got 0; dino expects an average, its teacher; fix: "),
-    ("ldam_drw", "AUG.MIXUP 0.5", "LOSS.NAME: ldam_drw expects labels; fix: set AUG.MIXUP and AUG.CUTMIX to 0"),
     ("parquet_set", "DATA.KWARGS.image picture", "train.parquet has no column picture; expected one of image, label; "),
-    ("parquet_set", "DATA.KWARGS.label class", "train.parquet has no column class; expected one of image, label"),
-    ("distillation_token", "MODEL.ARCH resnet8 MODEL.KWARGS {}", "got resnet8; expected a model of timm that ends"),
 ])  # fmt: skip
 def test_a_wrong_option_of_an_example_is_one_message(name, words, message, root, tmp_path, monkeypatch):
     monkeypatch.setattr(shapes, "draw_shapes", draw_shapes)

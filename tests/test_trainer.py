@@ -97,14 +97,17 @@ def test_a_restart_by_the_launcher_resumes_its_own_run_despite_auto_resume_false
     assert ("resumed from" in log) == (job == "7") and (tmp_path / "out" / "checkpoints.1").exists() == (job == "8")
 
 
+def lose_a_step(monkeypatch, row: int) -> itertools.count:
+    """Let the loss of a row be NaN; return the counter of the rows."""
+    num_rows, check_finite = itertools.count(1), trainer.check_finite
+    fail = lambda metrics: check_finite({**metrics, "loss": math.nan} if next(num_rows) == row else metrics)  # noqa: E731
+    monkeypatch.setattr(trainer, "check_finite", fail)
+    return num_rows
+
+
 def test_a_seed_that_was_changed_holds_after_a_rollback_and_in_the_results(small_cfg, monkeypatch):
     train_model(small_cfg("CHECKPOINT.EVERY_STEPS", 4), stop_epoch=1)
-    num_rows, check_finite = itertools.count(1), trainer.check_finite
-
-    def fail_once(metrics):
-        return check_finite({**metrics, "loss": math.nan} if next(num_rows) == 3 else metrics)
-
-    monkeypatch.setattr(trainer, "check_finite", fail_once)
+    lose_a_step(monkeypatch, 3)
     content = train_and_read(cfg := small_cfg("RNG_SEED", 5, "TRAIN.ON_NAN", "rollback", "CHECKPOINT.EVERY_STEPS", 4))
     assert (content["num_rollbacks"], content["seed"]) == (1, 5)
     assert json.loads((Path(cfg.OUT_DIR) / "results.json").read_text())["seed"] == 5
@@ -154,12 +157,7 @@ def test_a_corrupt_evaluation_image_loses_no_training_step(finished_run, image_f
 
 
 def test_a_rollback_leaves_no_record_of_the_steps_that_it_takes_back(small_cfg, monkeypatch):
-    check_finite, num_rows = trainer.check_finite, itertools.count(1)
-
-    def fail_once(metrics):
-        return check_finite({**metrics, "loss": math.nan} if next(num_rows) == 4 else metrics)
-
-    monkeypatch.setattr(trainer, "check_finite", fail_once)
+    num_rows = lose_a_step(monkeypatch, 4)
     content = train_and_read(cfg := small_cfg("TRAIN.ON_NAN", "rollback", "CHECKPOINT.EVERY_STEPS", 4))
     assert (content["num_rollbacks"], next(num_rows)) == (1, 11), "steps 3 and 4 are repeated"
     rows = [(row["epoch"], row["step"]) for row in records(cfg.OUT_DIR) if row["kind"] == "train"]

@@ -7,10 +7,10 @@ import logging
 import multiprocessing
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -64,24 +64,16 @@ def list_micro_batches(cfg, world_size: int) -> list[int]:
     return [size for size in range(step, share + 1, step) if share % size == 0]
 
 
-@dataclass(frozen=True)
-class Peak:
+class Peak(NamedTuple):
     """Peak memory of a training process, in bytes.
 
     Attributes:
-        own: allocated on its GPU, else resident on the host.
-        workers: memory on the host that its loader workers do not share with it.
+        used: allocated on its GPU, else resident on the host.
         limit: what the process may use on its GPU; 0: it runs on the CPU.
     """
 
-    own: float
-    workers: float = 0
+    used: float
     limit: float = 0
-
-    @property
-    def used(self) -> float:
-        """Memory of the process, on the CPU with its workers."""
-        return self.own if self.limit else self.own + self.workers
 
 
 def resolve_batch_size(cfg: Config, take_step: TakeStep) -> Config:
@@ -196,11 +188,9 @@ def read_peak(device: torch.device) -> Peak:
     """Return the peak memory of this process so far."""
     if device.type == "cuda":
         limit = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        return Peak(torch.cuda.max_memory_allocated(device), limit=limit)
-    workers = (_read_sizes(f"/proc/{process.pid}/smaps_rollup") for process in multiprocessing.active_children())
-    private = sum(sizes.get("Private_Dirty", 0) + sizes.get("Private_Clean", 0) for sizes in workers)
+        return Peak(torch.cuda.max_memory_allocated(device), limit)
     # Not `ru_maxrss`: it includes the memory that the parent had when it started this process.
-    return Peak(_read_sizes("/proc/self/status").get("VmHWM", local_peak_bytes(device)), private)
+    return Peak(_read_sizes("/proc/self/status").get("VmHWM", local_peak_bytes(device)))
 
 
 def available_memory() -> float:
@@ -225,36 +215,26 @@ def in_fresh_process(function: Callable[..., T], *args: Any) -> T | str:
     Raises:
         ConfigError: as raised by the function, or it failed with another exception.
     """
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory(prefix="distribuuuu_trial_") as folder:
-        process = context.Process(target=_send_result, args=(sender, function, folder, *args))
-        process.start()
-        sender.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="distribuuuu_trial_") as folder,
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin_trial) as pool,
+    ):
         try:
-            result = receiver.recv()
-        except EOFError:
-            process.join()
-            result = f"the trial ended with status {process.exitcode}"
-        process.join()
-    if isinstance(result, ConfigError):
-        raise result
-    return result
+            return pool.submit(function, folder, *args).result()
+        except BrokenProcessPool:
+            return "the system ended the trial"
+        except Exception as error:
+            in_memory = isinstance(error, (OutOfMemory, LoaderWorkerError)) or is_out_of_memory(error)
+            text = str(error).strip().partition("\n")[0][:300]
+            if in_memory or any(message in str(error) for message in _NO_MEMORY):
+                return text
+            raise error if isinstance(error, ConfigError) else ConfigError(f"{type(error).__name__}: {text}") from None
 
 
-def _send_result(sender: Connection, function: Callable, *args: Any) -> None:
+def _begin_trial() -> None:
     die_with_parent()
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     tune_malloc()
     logging.getLogger("distribuuuu").addHandler(logging.NullHandler())
     logging.getLogger("distribuuuu").propagate = False
-    try:
-        result = function(*args)
-    except Exception as error:
-        in_memory = isinstance(error, (OutOfMemory, LoaderWorkerError)) or is_out_of_memory(error)
-        in_memory = in_memory or any(message in str(error) for message in _NO_MEMORY)
-        text = str(error).strip().partition("\n")[0][:300]
-        result = error if isinstance(error, ConfigError) else ConfigError(f"{type(error).__name__}: {text}")
-        result = text if in_memory else result
-    sender.send(result)

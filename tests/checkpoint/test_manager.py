@@ -32,7 +32,6 @@ from distribuuuu.checkpoint.manager import (
 from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config import load_cfg
 from distribuuuu.engine.state import TrainState
-from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.signals import WRITER_NAME
 from distribuuuu.optim.optimizer import build_optimizer
 
@@ -347,14 +346,3 @@ def test_another_global_batch_keeps_the_images_seen(tmp_path):
     other.global_batch = 16
     load(other, path)
     assert (other.epoch, other.step) == (1, 3)
-
-
-def test_temporary_names_are_unique_and_those_of_a_killed_run_are_removed(tmp_path):
-    with replacing(tmp_path / "results.json", "w") as one, replacing(tmp_path / "results.json", "w") as other:
-        assert one.name != other.name and Path(one.name).name.startswith(".results.json.")
-        one.write("one")
-    assert (tmp_path / "results.json").read_text() == "one"
-    for path in (tmp_path / ".best_ema.pth.tar.0123456789abcdef.tmp", tmp_path / ".metrics.jsonl.0123456789abcdef.tmp"):
-        path.write_text("half")
-    CheckpointManager(tmp_path).remove_temporary_files()
-    assert os.listdir(tmp_path) == ["results.json"]

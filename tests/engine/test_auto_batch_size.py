@@ -19,7 +19,7 @@ AUTO = ("TRAIN.BATCH_SIZE", "auto", "TRAIN.GLOBAL_BATCH_SIZE")
 def test_the_largest_size_that_fits_is_found(small_cfg, monkeypatch, room, expected):
     def in_fresh_process(function: Callable, cfg, take_step, launch, plan) -> Peak | str:
         assert plan.global_batch == min(2 * plan.micro_batch, 12)
-        return "killed" if plan.micro_batch == 12 and room < 10**6 else Peak(10 * plan.micro_batch, workers=10)
+        return "killed" if plan.micro_batch == 12 and room < 10**6 else Peak(10 * plan.micro_batch + 10)
 
     monkeypatch.setattr(auto_batch_size, "in_fresh_process", in_fresh_process)
     monkeypatch.setattr(auto_batch_size, "available_memory", lambda: room / auto_batch_size.HEADROOM)

@@ -23,9 +23,6 @@ def small_botnet():
 def test_botnet_rejects_other_sizes(small_botnet):
     with pytest.raises(ValueError, match=r"got a feature map of 2 x 2; expected 4 x 4"):
         small_botnet(torch.randn(2, 3, 32, 32))
-    for im_size in (0, 100, 64.0):
-        with pytest.raises(ValueError, match="multiple of 16"):
-            botnet50(im_size=im_size)
 
 
 def test_botnet_keeps_the_layout_of_the_original_state_dict():

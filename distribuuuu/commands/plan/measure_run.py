@@ -59,8 +59,8 @@ def measure_and_plan(cfg: Config, num_processes: int) -> dict[str, Any]:
         fix = "fix: TRAIN.BATCH_SIZE auto with TRAIN.GLOBAL_BATCH_SIZE, or lower it"
         raise ConfigError(Problem("TRAIN.BATCH_SIZE", f"out of memory with {plan}: {found}; {fix}"))
     peak = found.pop("peak")
-    memory = {"peak_mib": peak.own / 2**20, "free_mib": available_memory() / 2**20,
-              "workers_mib": peak.workers / 2**20, "of": "cuda" if peak.limit else "host"}  # fmt: skip
+    memory = {"peak_mib": peak.used / 2**20, "free_mib": available_memory() / 2**20,
+              "of": "cuda" if peak.limit else "host"}  # fmt: skip
     return plan_run(cfg, plan, {**found, "memory": memory})
 
 
