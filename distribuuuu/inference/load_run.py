@@ -102,7 +102,10 @@ def _open_out_dir(folder: Path, cfg_file: CfgFiles, overrides: Sequence[str]) ->
 
 def _open_checkpoint(path: Path, folder: Path | None, cfg_file: CfgFiles, overrides: Sequence[str]) -> LoadedRun:
     """Return the weights of a file; of a training checkpoint, those that were trained, not their moving average."""
-    content = _read_weights(path)
+    try:
+        content = read_checkpoint(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"RUN: {error}") from error
     if folder is None and path in best_paths(path.parent).values() and (path.parent / _CONFIG).is_file():
         folder = path.parent
     return _assemble(str(path), {"weights": kind_of(path), **content}, folder, cfg_file, overrides)
@@ -117,7 +120,7 @@ def _open_export(folder: Path, overrides: Sequence[str]) -> LoadedRun:
         settings = parse_json(read_regular(path, MAX_JSON))
         entries = settings.get("distribuuuu")
         entries = _timm_entries(settings.get("architecture"), settings) if entries is None else entries
-        content = {"weights": RAW, **entries, "state_dict": _read_weights(weights)["state_dict"]}
+        content = {"weights": RAW, **entries, "state_dict": read_checkpoint(weights)["state_dict"]}
     return _assemble(str(weights), content, folder, None, overrides)
 
 
@@ -284,14 +287,3 @@ def config_of(options: Mapping[str, Any], source: str, overrides: Sequence[str] 
         raise ConfigError(problems, origins)
     cfg.origins.update((key, origins.get(key, source)) for key in cfg.origins)  # an option may set another one
     return cfg
-
-
-# ------------------------------------------------------------------------------------------- files
-
-
-def _read_weights(path: Path) -> dict[str, Any]:
-    """Return the content of a weights file, see `read_checkpoint`; its errors are raised as errors of RUN."""
-    try:
-        return read_checkpoint(path)
-    except CheckpointError as error:
-        raise CheckpointError(f"RUN: {error}") from error

@@ -280,10 +280,11 @@ def choose_selection(cfg, num_classes: int, topk: int | None, threshold: float |
         ConfigError: `topk` with several labels per image, `threshold` with one, or a value out of range.
     """
     classifies, multilabel = has_classes(cfg, num_classes), task_class(cfg).multilabel
-    if topk is not None and (multilabel or not classifies):
-        raise ConfigError("--topk: the model does not give an image one label; fix: leave it out, or use --threshold P")
-    if threshold is not None and not (multilabel and classifies):
-        raise ConfigError("--threshold: the model does not give several labels; fix: leave it out, or use --topk K")
+    given = "values" if not classifies else "several labels" if multilabel else "one label"
+    if topk is not None and given != "one label":
+        raise ConfigError(f"--topk: the model gives an image {given}; fix: use --threshold P, or leave it out")
+    if threshold is not None and given != "several labels":
+        raise ConfigError(f"--threshold: the model gives an image {given}; fix: use --topk K, or leave it out")
     if not classifies:
         return Selection()
     if topk is not None and topk < 1:
@@ -298,43 +299,27 @@ def choose_selection(cfg, num_classes: int, topk: int | None, threshold: float |
 def start_selection(
     scores: torch.Tensor, selection: Selection, eval_topk: int
 ) -> Callable[[], list[tuple[list[int], list[float]]]]:
-    """Start to copy scores from the device; return the function that waits for it, see `select_classes`."""
-    copied = [scores]
-    if selection.topk is not None:
-        copied.append(rank_classes(scores, eval_topk)[:, :1])
-    wait = copy_to_host(copied)
-    return lambda: select_classes(selection, *wait())
+    """Start to copy scores (N, classes) from the device; return the function that waits for it.
 
-
-def select_classes(
-    selection: Selection, logits: torch.Tensor, first: torch.Tensor | None = None
-) -> list[tuple[list[int], list[float]]]:
-    """Return the numbers of the chosen classes of each image and their probabilities, the most probable first.
-
-    With one label per image, the first class is that of the metric top1, also if several logits are equal; it depends
-    on TRAIN.TOPK.
-
-    Args:
-        selection: which classes to choose.
-        logits: (N, classes), on the CPU.
-        first: the first class of each image (N, 1), with one label per image.
+    It returns the numbers of the chosen classes of each image and their probabilities, the most probable first. With
+    one label per image, the first class is that of the metric top1, also if several logits are equal.
     """
-    scores = logits.double()
-    num_classes = scores.shape[1]
-    if selection == Selection():
-        return [(list(range(num_classes)), row) for row in scores.tolist()]
-    if selection.topk is None:
-        assert selection.threshold is not None
-        probabilities = scores.sigmoid()
-        ranked, order = probabilities.sort(dim=1, descending=True, stable=True)
-        counts = (ranked > selection.threshold).sum(1).tolist()
-    else:
-        probabilities, num = scores.softmax(dim=1), min(selection.topk, num_classes)
-        assert first is not None
-        order = scores.scatter(1, first, torch.inf).topk(num).indices
-        ranked, counts = probabilities.gather(1, order), [num] * len(order)
-    rows = zip(order.tolist(), ranked.tolist(), counts, strict=True)
-    return [(numbers[:count], values[:count]) for numbers, values, count in rows]
+    wait = copy_to_host([scores, rank_classes(scores, eval_topk)[:, :1]])
+
+    def select() -> list[tuple[list[int], list[float]]]:
+        logits, first = wait()
+        logits = logits.double()
+        num = logits.shape[1]
+        if selection.topk is not None:
+            order = logits.scatter(1, first, torch.inf).topk(min(selection.topk, num)).indices
+            return list(zip(order.tolist(), logits.softmax(dim=1).gather(1, order).tolist(), strict=True))
+        if selection.threshold is None:
+            return [(list(range(num)), row) for row in logits.tolist()]
+        ranked, order = logits.sigmoid().sort(dim=1, descending=True, stable=True)
+        rows = zip(order.tolist(), ranked.tolist(), (ranked > selection.threshold).sum(1).tolist(), strict=True)
+        return [(numbers[:count], values[:count]) for numbers, values, count in rows]
+
+    return select
 
 
 def _as_items(images: Any) -> list[Image]:

@@ -16,8 +16,9 @@ logger = logging.getLogger(__name__)
 def freeze_parts(cfg, model: nn.Module) -> None:
     """Freeze the parts that FINETUNE.FREEZE matches and log their size; raises as `freeze`."""
     freeze(model, cfg.FINETUNE.FREEZE)
-    (frozen, norms), total = count_frozen(model), sum(parameter.numel() for parameter in model.parameters())
-    logger.info("frozen: %.3f of %.3f M parameters, %d batch norms", frozen / 1e6, total / 1e6, norms)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    logger.info("frozen: %.3f of %.3f M parameters", (total - trained) / 1e6, total / 1e6)
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -57,10 +58,3 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 def _stay_in_evaluation(norm: _NormBase, mode: bool = True) -> _NormBase:
     """Replace the `train` of a frozen batch norm; bound to it, so that a copy of the model has a copy of it."""
     return nn.Module.train(norm, False)
-
-
-def count_frozen(model: nn.Module) -> tuple[int, int]:
-    """Return the number of frozen parameters (elements, not tensors) and of frozen batch norms."""
-    num_parameters = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
-    num_norms = sum(isinstance(module, _NormBase) and "train" in vars(module) for module in model.modules())
-    return num_parameters, num_norms

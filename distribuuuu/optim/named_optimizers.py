@@ -19,16 +19,6 @@ from distribuuuu.config.registry import OPTIMIZERS
 _UNSUPPORTED = ("adahessian", "lookahead")
 
 
-def build_named(
-    cfg, model: nn.Module, groups: list[dict[str, Any]], lr: float, registered: Callable | None, kernels: Callable
-) -> torch.optim.Optimizer:
-    """Return the optimizer that is registered as OPTIM.NAME, else the one of timm; `kernels` returns its keywords."""
-    if not registered:
-        return _build_timm(cfg, groups, lr, kernels)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return _build_registered(cfg, registered, groups, lr, names)
-
-
 def find_optimizer(cfg) -> Callable:
     """Return the constructor of OPTIM.NAME: a registered one, torch's SGD, or one of timm.
 
@@ -74,10 +64,12 @@ def check_arguments(cfg, constructor: Callable) -> dict[str, Any]:
     return dict(cfg.OPTIM.KWARGS)
 
 
-def _build_registered(
-    cfg, registered: Callable, groups: list[dict[str, Any]], lr: float, names: dict[nn.Parameter, str]
+def build_registered(
+    cfg, registered: Callable, groups: list[dict[str, Any]], lr: float, model: nn.Module
 ) -> torch.optim.Optimizer:
+    """Return the optimizer that is registered as OPTIM.NAME."""
     optim, known = cfg.OPTIM, inspect.signature(registered).parameters
+    names = {parameter: name for name, parameter in model.named_parameters()}
     options = {"names": names, "momentum": optim.MOMENTUM, "dampening": optim.DAMPENING, "nesterov": optim.NESTEROV}
     options = {name: value for name, value in {**options, **given_options(cfg)}.items() if name in known}
     groups = [{**group, "optimizer": optim.NAME} for group in groups]  # for `_adapt_loaded_state`
@@ -90,7 +82,8 @@ def _build_registered(
     return optimizer
 
 
-def _build_timm(cfg, groups: list[dict[str, Any]], lr: float, kernels: Callable) -> torch.optim.Optimizer:
+def build_timm(cfg, groups: list[dict[str, Any]], lr: float, kernels: Callable) -> torch.optim.Optimizer:
+    """Return the optimizer of timm; `kernels` returns the keywords of its kernels."""
     import timm.optim
 
     optim, name, options = cfg.OPTIM, cfg.OPTIM.NAME.lower(), given_options(cfg)

@@ -64,9 +64,12 @@ def build_optimizer(
         if not registered and optim.NAME.lower() == "sgd":
             optimizer = _build_sgd(cfg, groups, lr, kernels)
         else:
-            from distribuuuu.optim.named_optimizers import build_named
+            from distribuuuu.optim.named_optimizers import build_registered, build_timm
 
-            optimizer = build_named(cfg, model, groups, lr, registered, kernels)
+            if registered:
+                optimizer = build_registered(cfg, registered, groups, lr, model)
+            else:
+                optimizer = build_timm(cfg, groups, lr, kernels)
         optimizer.register_load_state_dict_pre_hook(_adapt_loaded_state)
         return optimizer
 

@@ -42,7 +42,6 @@ class StepOutput:
     logits: torch.Tensor
     targets: torch.Tensor
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    _ranked: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def num_images(self) -> int:
@@ -54,12 +53,6 @@ class StepOutput:
         keep = (lambda value: value.detach().clone()) if self.loss.is_cuda else torch.Tensor.detach
         sums = {name: keep(torch.as_tensor(value)) for name, value in self.sums.items()}
         return StepOutput(keep(self.loss), keep(self.logits), keep(self.targets), sums)
-
-    def ranked(self, k: int) -> torch.Tensor:
-        """Return the classes with the k largest logits, the largest first: int64 (N, k); computed once."""
-        if k not in self._ranked:
-            self._ranked[k] = rank_classes(self.logits, k)
-        return self._ranked[k]
 
 
 def rank_classes(scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -206,7 +199,7 @@ class TopK(SumMetric):
 
     def hits(self, output: StepOutput) -> torch.Tensor:
         """Return bool (N, k): whether the class at each rank is the label, or one of several."""
-        ranked, targets = output.ranked(self.topk), output.targets
+        ranked, targets = rank_classes(output.logits, self.topk), output.targets
         return targets.gather(1, ranked).bool() if targets.ndim == 2 else ranked.eq(targets.unsqueeze(1))
 
 

@@ -24,7 +24,7 @@ from distribuuuu.engine.build import build_initial_model
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.models import build_model
 from distribuuuu.models.finetune import IncompatibleWeightsError, load_backbone
-from distribuuuu.models.freeze import count_frozen, freeze
+from distribuuuu.models.freeze import freeze
 from distribuuuu.models.head import find_head
 from distribuuuu.trainer import train_model
 
@@ -214,8 +214,6 @@ def test_patterns_freeze_parameters_and_whole_modules_by_their_whole_names():
     model.train()
     modes = {name: module.training for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)}
     assert modes == {name: not name.startswith(("layer1.", "layer2.", "layer3.")) for name in modes}
-    num_parameters = sum(parameter.numel() for parameter in frozen.values())
-    assert count_frozen(model) == (num_parameters, sum(not mode for mode in modes.values()))
 
 
 def test_copies_wrappers_and_conversions_keep_what_is_frozen_apart():
