@@ -34,6 +34,8 @@ _SELECTED_BY = {**_ARGUMENTS, **{key: f"{key.partition('.')[0]}.NAME" for key in
 
 # An option, its value and its origin.
 Setting = tuple[str, Any, str]
+# The settings of a file, and its folder.
+Layer = tuple[list[Setting], str]
 # The files of --cfg in the order of merging, or a tree set in Python.
 CfgFiles = str | Sequence[str] | Config | None
 
@@ -56,12 +58,12 @@ def read_cfg(cfg_file: CfgFiles = None, overrides: Sequence[str] = ()) -> tuple[
     The plug-ins of the config are imported; of a `FoundConfig`, only known ones.
     """
     problems: list[Problem] = []
-    cfg, files = get_cfg(), _FileReader(problems)
-    if isinstance(cfg_file, Config):
-        files.layers.append((_read_tree(cfg_file), ""))
+    cfg = get_cfg()
+    layers = [(_read_tree(cfg_file), "")] if isinstance(cfg_file, Config) else list[Layer]()
+    seen = set[str]()
     for file in list_files(cfg_file):
-        files.read(find_config(file))
-    for settings, folder in files.layers:
+        layers += _read_file(find_config(file), problems, seen)
+    for settings, folder in layers:
         _merge_file(cfg, settings, problems)
         _resolve_plugins(cfg, folder)
     of_file = cfg.clone()
@@ -150,37 +152,28 @@ def _find_inherited_arguments(cfg: Config, of_file: Config) -> Iterator[Problem]
 # ---------------------------------------------------------------------------------------- YAML file
 
 
-class _FileReader:
-    """Reader of YAML files and their bases.
+def _read_file(path: str, problems: list[Problem], seen: set[str], chain: tuple[str, ...] = ()) -> list[Layer]:
+    """Return the layers of a file: its bases that were not read yet, then its own settings.
 
-    Attributes:
-        layers: the settings and the folder of each file, in the order of merging.
+    Args:
+        path: the file.
+        problems: receives the problems.
+        seen: the files that were read, by their real paths.
+        chain: 'FILE:LINE' of each `_BASE_` that leads to the file, beginning with a file of --cfg.
     """
-
-    def __init__(self, problems: list[Problem]):
-        self.layers: list[tuple[list[Setting], str]] = []
-        self._problems, self._read = problems, set[str]()
-
-    def read(self, path: str, chain: tuple[str, ...] = ()) -> None:
-        """Append the layers of a file: its bases that were not read yet, then its own settings.
-
-        Args:
-            path: the file.
-            chain: 'FILE:LINE' of each `_BASE_` that leads to it, beginning with a file of --cfg.
-        """
-        self._read.add(os.path.realpath(path))
-        settings = _read_yaml(path, self._problems)
-        for key, value, origin in settings:
-            for name in (value if isinstance(value, list) and value else [value]) if key == BASE else ():
-                name = os.path.expanduser(os.path.expandvars(name)) if isinstance(name, str) else name
-                base = find_base(name, os.path.dirname(path)) if isinstance(name, str) else None
-                if problem := _find_base_problem(name, base, path, (*chain, origin)):
-                    self._problems.append(Problem(BASE, problem, {BASE: origin}))
-                elif base and os.path.realpath(base) not in self._read:
-                    self.read(base, (*chain, origin))
-        users = "".join(f", base of {user}" for user in reversed(chain))
-        own = [(key, value, f"{origin}{users}") for key, value, origin in settings if key != BASE]
-        self.layers.append((own, os.path.dirname(path)))
+    seen.add(os.path.realpath(path))
+    settings, layers = _read_yaml(path, problems), list[Layer]()
+    for key, value, origin in settings:
+        for name in (value if isinstance(value, list) and value else [value]) if key == BASE else ():
+            name = os.path.expanduser(os.path.expandvars(name)) if isinstance(name, str) else name
+            base = find_base(name, os.path.dirname(path)) if isinstance(name, str) else None
+            if problem := _find_base_problem(name, base, path, (*chain, origin)):
+                problems.append(Problem(BASE, problem, {BASE: origin}))
+            elif base and os.path.realpath(base) not in seen:
+                layers += _read_file(base, problems, seen, (*chain, origin))
+    users = "".join(f", base of {user}" for user in reversed(chain))
+    own = [(key, value, f"{origin}{users}") for key, value, origin in settings if key != BASE]
+    return [*layers, (own, os.path.dirname(path))]
 
 
 def _find_base_problem(name: Any, base: str | None, path: str, chain: tuple[str, ...]) -> str | None:
@@ -208,13 +201,12 @@ def _read_yaml(path: str, problems: list[Problem]) -> list[Setting]:
         if isinstance(root, yaml.MappingNode):
             return list(_walk_yaml(root, "", path, problems))
         message = "expected `SECTION:` lines with `KEY: value` lines beneath" if root else ""
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        message = "cannot be read: it is a folder" if isinstance(error, IsADirectoryError) else "no such file"
+    except OSError as error:
         from distribuuuu.hints.configs import suggest_configs
 
+        is_missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        message = "no such file" if is_missing else f"cannot be read: {error.strerror}"
         message += suggest_configs(path)
-    except (OSError, UnicodeDecodeError) as error:
-        message = f"cannot be read: {error}"
     except (yaml.YAMLError, ValueError) as error:
         message = f"not a valid YAML config: {_one_line(error)}"
     if message:

@@ -75,14 +75,13 @@ def _acquire(path: Path) -> tuple[IO | None, str | None]:
             logger.warning("OUT_DIR: the file system of %s has no locks: a second training in the same folder is not "
                            "detected", path.parent)  # fmt: skip
         if is_locked is not False and locks.is_at(file, path):  # else its holder has deleted it meanwhile
-            locks.write_holder(file, {**locks.describe_process(), "job": ", ".join(list_jobs())})
+            locks.write_holder(file, ", ".join(list_jobs()))
             return file, None
-        holder = locks.read_holder(file, {"host": str, "pid": int, "started": str})
+        who = locks.read_holder(file)
         file.close()
         if is_locked is not False:
             continue
         if time.monotonic() > deadline:
-            who = ", ".join(f"{name} {holder[name]}" for name in ("host", "pid", "started", "job") if holder.get(name))
             fix = f"set another OUT_DIR, or stop the other training; if its host is down, delete {path}"
             return None, f"OUT_DIR: {path.parent} is in use by another training ({who}); fix: {fix}"
         if not has_warned:

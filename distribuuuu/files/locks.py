@@ -4,16 +4,15 @@ import contextlib
 import datetime
 import errno
 import fcntl
-import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from distribuuuu.files.atomic_file import open_for_writing
-from distribuuuu.files.untrusted import parse_json
+from distribuuuu.files.untrusted import printable
 
 # Seconds to wait for another process, which may be suspended or have lost its disk, before doing the work as well.
 LONGEST_WAIT_S = 600.0
@@ -21,7 +20,7 @@ POLL_S = 0.02
 # Errors of file systems without locks.
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 # Characters of a description that are read.
-_MAX_CHARACTERS = 4096
+_MAX_CHARACTERS = 400
 
 
 def try_lock(file: int | IO, is_inherited: bool = True) -> bool | None:
@@ -97,29 +96,22 @@ def is_at(file: IO, path: Path) -> bool:
         return False
 
 
-def describe_process() -> dict[str, Any]:
-    """Return host, pid, the start of this process in clock ticks since boot, and the time now."""
+def write_holder(file: IO, job: str) -> None:
+    """Replace the content of a locked file by the description of this process; on a full disk it has none."""
     now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    return {"host": socket.gethostname(), "pid": os.getpid(), "pid_started": read_stat(os.getpid(), 19), "started": now}
-
-
-def write_holder(file: IO, holder: dict[str, Any]) -> None:
-    """Replace the content of a locked file by the description of its holder; on a full disk it has none."""
     with contextlib.suppress(OSError):
         file.truncate(0)
-        file.write(json.dumps(holder) + "\n")
+        file.write(f"host {socket.gethostname()}, pid {os.getpid()}, started {now}{job and f', {job}'}\n")
         file.flush()
         os.fsync(file.fileno())
 
 
-def read_holder(file: IO, types: Mapping[str, type]) -> dict[str, Any]:
-    """Return the description of a lock's holder; an empty one if it is damaged: its entries have these types."""
+def read_holder(file: IO) -> str:
+    """Return the description of a lock's holder; an empty one if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         file.seek(0)
-        holder = parse_json(file.read(_MAX_CHARACTERS))
-        if isinstance(holder, dict) and {key: type(holder.get(key)) for key in types} == types:
-            return holder
-    return {}
+        return printable(file.read(_MAX_CHARACTERS).strip())
+    return ""
 
 
 def read_stat(pid: int, field: int) -> str | None:

@@ -260,7 +260,7 @@ def test_a_missing_or_unreadable_file_names_its_neighbours(tmp_path):
     (tmp_path / "resnet50.yaml").touch()
     assert f"did you mean {tmp_path}/resnet50.yaml" in problems_of(load_cfg, str(tmp_path / "resnet5O.yaml"))[0]
     assert (
-        f"cannot be read: it is a folder; did you mean {tmp_path}/resnet50.yaml?"
+        f"cannot be read: Is a directory; did you mean {tmp_path}/resnet50.yaml?"
         in problems_of(load_cfg, str(tmp_path))[0]
     )
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")

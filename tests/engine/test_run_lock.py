@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import multiprocessing
 import os
 import signal
@@ -93,8 +92,7 @@ def test_a_killed_run_leaves_a_file_but_no_lock(tmp_path, signum):
         os.kill(holder.pid, signum)
         holder.join()
         with lock_out_dir(tmp_path):
-            record = json.loads((tmp_path / ".lock").read_text())
-            assert record["pid"] == os.getpid()
+            assert f"pid {os.getpid()}," in (tmp_path / ".lock").read_text()
     assert list(tmp_path.iterdir()) == [], "a run that ends by itself leaves nothing"
 
 
