@@ -22,7 +22,7 @@ from distribuuuu.config.errors import first_few
 from distribuuuu.distributed.comm import GroupState, PeerError, is_communication_error
 from distribuuuu.distributed.stall_timer import StallTimer
 from distribuuuu.launch.detect import Launch
-from distribuuuu.launch.ports import find_port_problem
+from distribuuuu.launch.host import find_port_problem
 from distribuuuu.launch.signals import SignalState
 
 # The stall timer ends a process first, with a report, and does not count the time in which a job is suspended.

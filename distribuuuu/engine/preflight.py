@@ -19,7 +19,7 @@ from distribuuuu.config.registry import OPTIMIZERS, TRACKERS, dataset_class, dat
 from distribuuuu.config.run_files import CHECKPOINTS, find_path_problem
 from distribuuuu.data.batch_plan import check_accumulation, check_auto, check_num_images, check_pairs, plan_of
 from distribuuuu.launch.detect import detect_launch
-from distribuuuu.launch.ports import find_port_problem
+from distribuuuu.launch.host import find_port_problem
 
 
 def find_run_problems(

@@ -1,7 +1,10 @@
-"""Host resources: the number of CPU cores and memory allocation."""
+"""Resources of this machine: its CPU cores, memory allocation, TCP ports."""
 
 import ctypes
 import os
+import socket
+
+LOOPBACK = "127.0.0.1"
 
 # Constants of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -33,3 +36,18 @@ def tune_malloc() -> None:
     if not mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD):
         mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_IN_OLD_GLIBC)
     mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def find_free_port() -> int:
+    """Return a free port of this machine."""
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+def find_port_problem(address: str, port: int) -> str | None:
+    """Return why this machine cannot listen on a port; None if it can."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        return f"MASTER_PORT {port} on {address}: {error.strerror}; fix: set MASTER_PORT to a free port"
+    return None

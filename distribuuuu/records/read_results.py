@@ -8,9 +8,7 @@ from typing import Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.json_file import load_json
-from distribuuuu.config.run_files import RESULTS as FILE_NAME
-from distribuuuu.config.run_files import TEST_RESULTS as TEST_FILE_NAME
-from distribuuuu.records.run_config import SCHEMA_VERSION
+from distribuuuu.records.results import FILE_NAME, SCHEMA_VERSION, TEST_FILE_NAME
 
 __all__ = ["FILE_NAME", "TEST_FILE_NAME", "list_metrics", "read_results"]
 

@@ -12,7 +12,7 @@ from distribuuuu.commands.arguments import parse_args
 from distribuuuu.config import load_cfg
 from distribuuuu.config.explain import dump_with_origins
 from distribuuuu.config.locate import FoundConfig
-from distribuuuu.records.run_config import config_name
+from distribuuuu.records.results import config_name
 from distribuuuu.trainer import train_model
 
 

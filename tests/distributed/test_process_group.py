@@ -20,8 +20,8 @@ from distribuuuu.distributed import rendezvous
 from distribuuuu.distributed.process_group import pick_device, process_group
 from distribuuuu.distributed.rendezvous import MissingProcessError, create_store
 from distribuuuu.launch.detect import Launch
+from distribuuuu.launch.host import find_port_problem
 from distribuuuu.launch.nproc import without_nproc
-from distribuuuu.launch.ports import find_port_problem
 
 
 def test_a_process_takes_its_own_card_or_the_only_one_it_sees(monkeypatch):

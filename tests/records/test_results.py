@@ -19,8 +19,7 @@ from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model, count_parameters
 from distribuuuu.optim.precision import Precision
 from distribuuuu.records.read_results import read_results
-from distribuuuu.records.results import RunResults, write_test_results
-from distribuuuu.records.run_config import config_name, hash_config, list_overrides
+from distribuuuu.records.results import RunResults, config_name, hash_config, list_overrides, write_test_results
 from distribuuuu.tasks.base import build_task
 from distribuuuu.tasks.metrics import Meter
 

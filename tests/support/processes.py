@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from distribuuuu.launch.ports import find_free_port as free_port
+from distribuuuu.launch.host import find_free_port as free_port
 from distribuuuu.testing import RESULT_S, on_processes
 
 __all__ = ["RESULT_S", "free_port", "on_processes"]

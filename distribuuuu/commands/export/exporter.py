@@ -36,7 +36,7 @@ from distribuuuu.inference.forward_chunks import UnlabeledImages
 from distribuuuu.inference.loaded_run import CPU, LoadedRun
 from distribuuuu.models.find_architecture import ModelSpec, find_architecture, make_model_spec
 from distribuuuu.records.environment import describe_hardware, find_commit, list_versions
-from distribuuuu.records.run_config import describe_evaluation
+from distribuuuu.records.results import describe_evaluation
 
 _SAFETENSORS = "model.safetensors"
 # Name of the file with the weights, by the format.

@@ -12,7 +12,7 @@ from distribuuuu.commands.table.tables import format_table, format_text, make_co
 from distribuuuu.config import Config, ConfigError, load_cfg, yaml_file
 from distribuuuu.config.locate import ListedConfig, find_config, shipped_file
 from distribuuuu.files.untrusted import printable
-from distribuuuu.records.run_config import config_name
+from distribuuuu.records.results import config_name
 
 _DESCRIPTION = """Make a table of runs, in Markdown unless it is for a terminal. Each config
 has one row: the mean and standard deviation over its seeds, beside published

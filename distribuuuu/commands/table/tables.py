@@ -15,7 +15,7 @@ from distribuuuu.config.locate import find_shipped
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.files.untrusted import printable
 from distribuuuu.records.read_results import list_metrics
-from distribuuuu.records.run_config import config_name, describe_evaluation, hash_config
+from distribuuuu.records.results import config_name, describe_evaluation, hash_config
 
 # Text of an empty cell.
 EMPTY = "–"

@@ -13,7 +13,7 @@ from distribuuuu.commands.main import start_command
 from distribuuuu.config import load_cfg
 from distribuuuu.config.registry import dataset_name
 from distribuuuu.data.datasets.base import get_dataset
-from distribuuuu.records.run_config import hash_config
+from distribuuuu.records.results import hash_config
 
 command = command_module("reproduce.reproduce")
 Result = command.Result
