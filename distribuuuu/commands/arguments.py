@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import gc
-import inspect
 import os
 import re
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distribuuuu.checkpoint.weights_files import RAW, best_paths, find_best
-from distribuuuu.commands.flag_hints import CommandParser, parse_flags
+from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
 from distribuuuu.commands.guard import ending_with_reader
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import changed
@@ -31,16 +30,13 @@ def run_on_config(prog: str, args: Sequence[str], description: str, start: Calla
         prog: the name in the usage text.
         args: the arguments of the command.
         description: text of --help.
-        start: called with the checked config, and with `stop_epoch` if --stop-epoch is given.
+        start: called with the checked config and, for training, the value of --stop-epoch.
         train: check for training; else for an evaluation.
 
     Returns:
         The exit status of the started processes, or 0.
     """
     cfg, flags = parse_args(description, args, train, prog)
-    options = {"stop_epoch": flags.stop_epoch} if flags.stop_epoch else {}
-    if options and "stop_epoch" not in inspect.signature(start).parameters:
-        raise ConfigError(Problem("--stop-epoch", "is a flag of the command train; fix: remove it"))
     if flags.nproc > 1:
         from distribuuuu.launch.nproc import own_command, run_processes, without_nproc
 
@@ -52,7 +48,7 @@ def run_on_config(prog: str, args: Sequence[str], description: str, start: Calla
 
         gc.freeze()
         gc.enable()
-        start(cfg, **options)
+        start(cfg, *((flags.stop_epoch,) if train else ()))
     return 0
 
 
@@ -76,8 +72,6 @@ def parse_args(
     if run_config and cfg.origins.get("MODEL.WEIGHTS") != COMMAND_LINE:
         cfg = changed(cfg, {"MODEL.WEIGHTS": None})  # they initialized the run; its best weights are to be evaluated
     problems += [*found, *_find_nproc_problems(flags.nproc)]
-    if flags.stop_epoch is not None and flags.stop_epoch < 1:
-        problems.append(Problem("--stop-epoch", f"got {flags.stop_epoch}; expected 1 or more"))
     if not prints:
         problems += find_run_problems(cfg, train, flags.nproc, set_keys_only=bool(problems))
     if problems:
@@ -142,8 +136,6 @@ def find_run_config(overrides: Sequence[str]) -> str | None:
 def _find_nproc_problems(nproc: int | None) -> list[Problem]:
     if nproc is None:
         return []
-    if nproc < 1:
-        return [Problem("--nproc", f"got {nproc}; expected 1 or more")]
     try:
         launch = detect_launch()
     except ConfigError as error:
@@ -165,8 +157,9 @@ def build_parser(description: str, prog: str | None = None, train: bool = True) 
     add("--cfg", metavar="FILE", help="YAML file of the options other than the defaults; several are merged")
     add("--help-config", metavar="SECTION", nargs="?", const="", help="explain the options (of a section) and exit")
     add("--dump-config", action="store_true", help="print the resolved config, with the origin of each value, and exit")
-    add("--nproc", metavar="N", type=int, help="start N processes on this machine, like torchrun --nproc_per_node=N")
+    add("--nproc", metavar="N", type=at_least(1), help="start N processes, like torchrun --nproc_per_node=N")
     stop = "end after epoch N with a checkpoint; the same command without this flag continues"
-    add("--stop-epoch", metavar="N", type=int, help=stop if train else argparse.SUPPRESS)
+    if train:
+        add("--stop-epoch", metavar="N", type=at_least(1), help=stop)
     add("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # added by older launchers
     return parser

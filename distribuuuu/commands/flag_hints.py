@@ -4,7 +4,7 @@ import argparse
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from distribuuuu.config import ConfigError, Problem
@@ -26,16 +26,13 @@ class CommandParser(argparse.ArgumentParser):
 
     Args:
         prog: the name in the usage text.
-        removed: flags of earlier versions, and what replaces each.
         joined: whether KEY=VALUE is an option.
         options: those of ArgumentParser.
     """
 
-    def __init__(
-        self, prog: str | None = None, removed: Mapping[str, str] | None = None, joined: bool = True, **options: Any
-    ):
+    def __init__(self, prog: str | None = None, joined: bool = True, **options: Any):
         super().__init__(prog=prog, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-        self.removed, self._joined = removed or {}, joined
+        self._joined = joined
 
     @property
     def flags(self) -> list[str]:
@@ -143,7 +140,6 @@ def parse_flags(
         flag, has_value, value = arg.partition("=")
         if not has_value and waiting and not _FLAG.match(waiting[0]):
             value = waiting.pop(0)
-        removed = parser.removed.get(flag)
-        hint = f"it was removed; fix: {removed}" if removed else describe_unknown_flag(flag, value, parser.flags)
+        hint = describe_unknown_flag(flag, value, parser.flags)
         problems.append(Problem(COMMAND_LINE, f"no such flag: {flag}; {hint}"))
     return flags, [*rest, *flags.overrides], problems

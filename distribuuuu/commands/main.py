@@ -19,37 +19,35 @@ class Command(NamedTuple):
     Attributes:
         module: the module with its function, which has the name of the command.
         summary: its line in the list.
-        synonyms: names for it elsewhere.
     """
 
     module: str
     summary: str
-    synonyms: tuple[str, ...] = ()
 
 
 # The list of commands, by group. A command whose module has been deleted is left out.
 GROUPS = {
     "Run": {
-        "train": Command("train", "train a model, or resume a run that was stopped", ("finetune", "fit")),
-        "test": Command("test", "evaluate a trained model", ("eval", "evaluate", "val", "validate")),
+        "train": Command("train", "train a model, or resume a run that was stopped"),
+        "test": Command("test", "evaluate a trained model"),
         "sweep": Command("sweep.sweep", "search the best options by many runs, resumable"),
         "reproduce": Command("reproduce.reproduce", "train a published result again, and compare"),
     },
     "Before a run": {
-        "plan": Command("plan.plan", "measure the time, memory and disk that a run needs", ("bench", "benchmark")),
+        "plan": Command("plan.plan", "measure the time, memory and disk that a run needs"),
         "time": Command("plan.plan", "the same as plan --steps"),
     },
     "After a run": {
         "report": Command("report.report", "make a page about a run: curves, classes, mistakes"),
         "compare": Command("report.compare", "compare runs on the same images: is one better?"),
-        "predict": Command("predict.predict", "classify your images with a trained model", ("infer", "inference")),
+        "predict": Command("predict.predict", "classify your images with a trained model"),
         "export": Command("export.export", "convert a model to ONNX, timm or torch.export"),
         "probe": Command("probe.probe", "measure how good the features of a model are"),
-        "table": Command("table.table", "make a table of finished runs", ("results",)),
-        "track": Command("track.track", "send a run to MLflow, W&B or Trackio", ("sync", "log", "upload")),
+        "table": Command("table.table", "make a table of finished runs"),
+        "track": Command("track.track", "send a run to MLflow, W&B or Trackio"),
     },
     "Data": {
-        "doctor": Command("doctor.doctor", "find damaged images, duplicates and wrong labels", ("check",)),
+        "doctor": Command("doctor.doctor", "find damaged images, duplicates and wrong labels"),
         "split": Command("split.split", "divide images into training and validation lists"),
         "pack": Command("pack.pack", "store a data set in a few large files, which load faster"),
     },
@@ -119,7 +117,6 @@ def describe_unknown(prog: str, name: str) -> str:
         hint = near[0] if near else f"{prog} train {name} ..."
         return f"got {name} instead of a command; did you mean {hint}?"
     stem = name.lower().replace("-", "_").partition("_")[0]  # train_net, pack_dataset
-    meant = [own for own, command in commands.items() if stem in (own, *command.synonyms)]
-    meant = meant or near_matches(name, commands)
+    meant = [stem] if stem in commands else near_matches(name, commands)
     hint = f"did you mean {', '.join(meant)}?" if meant else f"expected one of {', '.join(commands)}"
     return f"no such command: {name}; {hint}"

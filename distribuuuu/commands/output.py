@@ -1,7 +1,4 @@
-"""Output of the optional commands: the path of a file that they write, tables, and texts on standard output.
-
-And the refusal of a URL by those that read local files only.
-"""
+"""Output of the optional commands: the path of a file that they write, tables, and texts on standard output."""
 
 import contextlib
 import io
@@ -12,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distribuuuu.commands.guard import ending_with_reader
-from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.run_files import BEST_NAMES, RUN_FILES, find_path_problem, local_folder
 from distribuuuu.files.untrusted import printable
@@ -39,6 +36,15 @@ def check_out(flag: str, out: str | os.PathLike) -> None:
         raise ConfigError(f"{flag}: {problem}")
 
 
+def check_out_file(out: Path) -> None:
+    """Check, as `check_out`, the file that --out names; its folder must exist."""
+    check_out("--out", out)
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out: no such folder: {out.parent}; fix: create it, or name another file")
+    if out.exists() and not out.is_file():  # a device would be replaced by a file
+        raise ConfigError(f"--out: {out} is no file; fix: name another one")
+
+
 def check_run(run: str) -> None:
     """Check that the argument RUN of a command may be a trained model, before torch is imported.
 
@@ -56,16 +62,6 @@ def check_run(run: str) -> None:
         raise ConfigError(f"RUN: {run} holds {found[0]}; expected {EXPECTED}")
 
 
-def find_unread_url(path: str) -> str | None:
-    """Return why a command that reads local files only cannot read a path; None if it is no URL."""
-    protocol, mark, _ = path.partition("://")  # the rest may hold credentials
-    if not mark:
-        return None
-    copy = local_folder(path)
-    fix = f"name its copy, {copy}" if os.path.exists(copy) else "name a local copy; docs/mirror.md tells where they are"
-    return f"got {protocol}://..., a URL, which this command does not read; expected a local path; fix: {fix}"
-
-
 def align_columns(lines: Sequence[Sequence[str]], sides: str) -> list[str]:
     """Return the lines of a table with two spaces between its columns, without trailing spaces.
 
@@ -79,20 +75,11 @@ def align_columns(lines: Sequence[Sequence[str]], sides: str) -> list[str]:
 
 
 def print_report(text: str) -> None:
-    """Print a text, with escapes for what the encoding of standard output lacks.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Print a text, with escapes for what the encoding of standard output lacks."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        with ending_with_reader():
-            print(printable(text, keep="\n"), flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the rest of the buffer, which is written at exit
-        message = f"cannot be written: {error.strerror}; fix: redirect it to another file"
-        raise ConfigError(Problem("standard output", message)) from error
+    with ending_with_reader():
+        print(printable(text, keep="\n"), flush=True)
 
 
 def stop_with(left: str) -> Callable[[int], None]:

@@ -18,7 +18,7 @@ def train(prog: str, args: list[str]) -> int:
     return run_on_config(prog, args, _DESCRIPTION, _start, train=True)
 
 
-def _start(cfg: Config, stop_epoch: int | None = None) -> None:
+def _start(cfg: Config, stop_epoch: int | None) -> None:
     from distribuuuu.models import check_model
     from distribuuuu.trainer import take_step, train_model
 

@@ -69,7 +69,7 @@ def test_an_unknown_command_is_answered_with_the_nearest(capsys):
     for args, said in [
         (["trian"], "no such command: trian; did you mean train"), (["TRAIN"], "did you mean train?"),
         (["train_net.py", "--cfg", "x"], "did you mean train?"), (["test-net"], "did you mean test?"),
-        (["evaluate"], "did you mean test?"), (["xyzzy"], "expected one of train, test"),
+        (["xyzzy"], "expected one of train, test"),
         (["--verison"], "did you mean --version?"), (["--cfg", "x.yaml"], "did you mean distribuuuu train --cfg ...?"),
         (["OUT_DIR", "x"], "no such command: OUT_DIR"), ([""], "no such command: ; expected one of"),
     ]:  # fmt: skip

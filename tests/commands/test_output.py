@@ -1,13 +1,10 @@
-"""Output of the optional commands: paths to which nothing is written, URLs that are not read, and tables."""
-
-from pathlib import Path
+"""Output of the optional commands: paths to which nothing is written, and tables."""
 
 import pytest
 from support.commands import is_deleted, requires
 
 from distribuuuu.commands.main import dispatch
-from distribuuuu.commands.output import align_columns, find_unread_url
-from distribuuuu.config.run_files import has_mirror, local_folder
+from distribuuuu.commands.output import align_columns
 
 
 @pytest.mark.parametrize(
@@ -35,27 +32,6 @@ def test_a_command_replaces_no_file_of_a_run(capsys, monkeypatch, tmp_path):
         (tmp_path / name).write_text("mine")
         assert dispatch("distribuuuu", (*command, "--out", name)) == 2
         assert "is a file of a run" in capsys.readouterr().err and (tmp_path / name).read_text() == "mine"
-
-
-def test_a_url_is_no_input_of_a_command_that_reads_local_files(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert find_unread_url("exp/lr=0.1:2") is None and find_unread_url(str(tmp_path)) is None
-    problem = find_unread_url("s3://user:secret@bucket/run")
-    assert problem.startswith("got s3://..., a URL, which this command does not read") and "secret" not in problem
-    if has_mirror():
-        copy = Path(local_folder("s3://bucket/run"))
-        assert "fix: name a local copy" in find_unread_url("s3://bucket/run")
-        copy.mkdir(parents=True)
-        assert find_unread_url("s3://bucket/run").endswith(f"fix: name its copy, {copy}")
-
-
-@pytest.mark.parametrize("command", [("table", "s3://bucket/run"), ("track", "s3://bucket/run")])
-def test_commands_name_a_url_that_they_do_not_read(command, capsys):
-    if is_deleted(command[0]):
-        pytest.skip(f"{command[0]} has been deleted")
-    assert dispatch("distribuuuu", command) == 2
-    assert "got s3://..., a URL, which this command does not read" in (said := capsys.readouterr().err)
-    assert said.startswith("1 problem") and "no such file" not in said
 
 
 @requires("predict")

@@ -85,9 +85,6 @@ def write_page(path: Path, text: str) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    if path.exists() and not path.is_file():  # a device would be replaced by a file
-        kind = "a folder" if path.is_dir() else "no regular file"
-        raise ConfigError(f"--out: {path} cannot be written: it is {kind}; fix: name another file")
     try:
         with replacing(path, "w", encoding="utf-8", newline="") as file:
             file.write(text)

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from distribuuuu.commands.arguments import run_on_config
-from distribuuuu.commands.flag_hints import CommandParser, parse_flags
+from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
 from distribuuuu.commands.output import FORMATS, WIDTH, print_report
 from distribuuuu.config import Config, ConfigError, Problem
-from distribuuuu.config.errors import counted, did_you_mean
+from distribuuuu.config.errors import counted
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes, resolve_preprocessing
 from distribuuuu.launch.detect import detect_launch
@@ -51,7 +51,7 @@ def time(prog: str, args: list[str]) -> int:
     return run_on_config(prog, args, _DESCRIPTION, _measure_steps, train=True)
 
 
-def _measure_steps(cfg: Config) -> None:
+def _measure_steps(cfg: Config, stop_epoch: None = None) -> None:
     from distribuuuu.commands.plan.steps import measure_steps
     from distribuuuu.engine.auto_batch_size import resolve_batch_size
     from distribuuuu.models import check_model
@@ -70,17 +70,12 @@ def parse_args(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespac
     flags, overrides, problems = parse_flags(build_parser(prog), args)
     cfg, found = read_cfg(flags.cfg, overrides)
     problems += found
-    if flags.format not in FORMATS:
-        hint = did_you_mean(flags.format, FORMATS)
-        problems.append(Problem("--format", f"got {flags.format!r}; expected one of {', '.join(FORMATS)}{hint}"))
-    if flags.nproc < 1:
-        problems.append(Problem("--nproc", f"got {flags.nproc}; expected 1 or more"))
-    elif detect_launch().world_size > 1:
+    if detect_launch().world_size > 1:
         problems.append(Problem(COMMAND_LINE, "got a launcher; expected one process; fix: --nproc N without it"))
     if cfg.OPTIM.MAX_EPOCH < 1:
         message = f"got {cfg.OPTIM.MAX_EPOCH}; expected 1 or more: a run without epochs has no steps to measure"
         problems.append(Problem("OPTIM.MAX_EPOCH", message, cfg.origins))
-    problems += find_run_problems(cfg, True, max(1, flags.nproc), set_keys_only=bool(problems))
+    problems += find_run_problems(cfg, True, flags.nproc, set_keys_only=bool(problems))
     if problems:
         raise ConfigError(problems)
     return flags, resolve_preprocessing(resolve_num_classes(cfg))
@@ -88,14 +83,13 @@ def parse_args(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespac
 
 def build_parser(prog: str | None = None) -> CommandParser:
     """Return the parser of the flags; the remaining arguments are KEY VALUE pairs."""
-    removed = {"--gpus": "--nproc N", "--tune": "plan with each option, e.g. TRAIN.AMP bf16, and compare the hours"}
     usage = "%(prog)s [--cfg FILE] [--nproc N] [--steps] [KEY VALUE ...]"
-    parser = CommandParser(prog, removed, description=_DESCRIPTION, usage=usage)
+    parser = CommandParser(prog, description=_DESCRIPTION, usage=usage)
     add = parser.add_argument
     add("--cfg", metavar="FILE", help="YAML file of the options other than the defaults; several are merged")
-    add("--nproc", metavar="N", type=int, default=1, help="processes of the run (1); one is measured")
+    add("--nproc", metavar="N", type=at_least(1), default=1, help="processes of the run (1); one is measured")
     add("--steps", action="store_true", help="measure the parts of a step instead, as distribuuuu time does")
-    add("--format", metavar="|".join(FORMATS), default="text", help="output on standard output (text)")
+    add("--format", choices=FORMATS, default="text", help="output on standard output (text)")
     return parser
 
 

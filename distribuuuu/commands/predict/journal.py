@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.commands.output import check_out
+from distribuuuu.commands.output import check_out_file
 from distribuuuu.config import ConfigError
 from distribuuuu.data.datasets.table_file import csv_line
 from distribuuuu.files.atomic_file import replacing
@@ -23,11 +23,9 @@ _FIX = "fix: remove it, or name another file"
 
 def check_output_file(out: Path) -> None:
     """Raise ConfigError if a path cannot be that of a new output file, or of one to resume."""
-    check_out("--out", out)
+    check_out_file(out)
     if out.suffix not in (".csv", ".jsonl"):
         raise ConfigError(f"--out: got {out}; expected a file name that ends with .csv or .jsonl")
-    if not out.parent.is_dir():
-        raise ConfigError(f"--out: no such folder: {out.parent}")
     if os.path.lexists(out):
         raise ConfigError(f"--out: {out} exists already; {_FIX}")
 

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
-from distribuuuu.commands.output import check_out, check_run
-from distribuuuu.config import ConfigError
+from distribuuuu.commands.output import check_out_file, check_run
 from distribuuuu.launch.host import tune_malloc
 
 _DESCRIPTION = """Measure the features of a trained model without training it: classify the
@@ -28,9 +27,7 @@ def probe(prog: str, args: list[str]) -> int:
 
     run = find_run(flags.run, flags.cfg, flags.overrides)
     out = Path(flags.out or f"{run.cfg.OUT_DIR}/probe.json")
-    check_out("--out", out)
-    if out.is_dir() or not out.parent.is_dir():
-        raise ConfigError(f"--out: got {out}; expected a file in an existing folder")
+    check_out_file(out)
     result = probe_run(run)
     text = json.dumps(result, indent=1) + "\n"
     write_page(out, text)

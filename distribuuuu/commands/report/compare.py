@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
-from distribuuuu.commands.output import check_out, check_run
+from distribuuuu.commands.output import check_out_file, check_run
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.run_files import local_run
@@ -25,13 +25,11 @@ _MAX_SIDES = 8
 def compare(prog: str, args: list[str]) -> int:
     """Print the result of a comparison, and write the page; return the exit status."""
     flags = build_parser(prog).parse_args(args)
-    check_out("--out", flags.out)
+    out = Path(flags.out)
+    check_out_file(out)
     sides = find_sides(flags.runs)
     for folder in (folder for folders in sides.values() for folder in folders):
         check_run(str(folder))
-    out = Path(flags.out)
-    if flags.format == "html" and not out.parent.is_dir():
-        raise ConfigError(f"--out: no such folder: {out.parent}; fix: create it, or name another file")
     from distribuuuu.commands.html.page import write_page
     from distribuuuu.commands.report.compare_page import build_compare_page, compare_runs, list_comparison
 

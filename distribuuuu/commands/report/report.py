@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
-from distribuuuu.commands.output import check_out, check_run
-from distribuuuu.config import ConfigError
+from distribuuuu.commands.output import check_out_file, check_run
 from distribuuuu.config.run_files import local_run
 from distribuuuu.files.untrusted import printable
 
@@ -26,10 +25,7 @@ def report(prog: str, args: list[str]) -> int:
     flags.run = local_run(flags.run)
     out = Path(flags.out).expanduser() if flags.out else Path(flags.run) / f"report.{flags.format}"
     if flags.out:
-        check_out("--out", out)
-    if out.is_dir() or not out.parent.is_dir() and flags.out:
-        problem = "is a folder" if out.is_dir() else "is in a folder that does not exist"
-        raise ConfigError(f"--out: {out} {problem}; fix: name a file in an existing folder")
+        check_out_file(out)
     from distribuuuu.launch.host import tune_malloc
 
     tune_malloc()

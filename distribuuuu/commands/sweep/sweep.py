@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from distribuuuu.commands.flag_hints import CommandParser, parse_flags
+from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
 from distribuuuu.commands.sweep.search_space import Dimension, list_trials, parse_space
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.json_file import replace_nonfinite
@@ -87,9 +87,6 @@ def parse_args(prog: str, args: Sequence[str]) -> tuple[argparse.Namespace, list
     flags, words, problems = parse_flags(build_parser(prog), args)
     fixed, space, found = parse_space(words)
     problems += found
-    for name, least in (("trials", 1), ("seeds", 1), ("asha", 2), ("jobs", 1), ("nproc", 1)):
-        if (number := getattr(flags, name)) is not None and number < least:
-            problems.append(Problem(f"--{name}", f"got {number}; expected {least} or more"))
     ranges = [key for key, dimension in space.items() if dimension.kind != "list"]
     if ranges and flags.trials is None:
         problems.append(Problem("--trials", f"is missing; {ranges[0]} is a range; fix: add --trials 20"))
@@ -125,16 +122,14 @@ def build_parser(prog: str) -> CommandParser:
                            epilog="KEY=VALUES: a,b,c or a range log:LOW:HIGH, lin:LOW:HIGH, int:LOW:HIGH")  # fmt: skip
     add = parser.add_argument
     add("--cfg", metavar="FILE", help="YAML file of the options other than the defaults; several are merged")
-    add(
-        "--trials", metavar="N", type=int, help="number of trials, a Sobol sequence; without: all combinations of lists"
-    )
-    add("--asha", metavar="ETA", type=int, help="successive halving: only one of ETA trials continues after each rung")
-    add("--seeds", metavar="N", type=int, default=1, help="repeat the best three trials with N - 1 other seeds (1)")
-    add("--jobs", metavar="N", type=int, help="runs at a time, which share GPUs and cores (1; with --slurm: 100)")
+    add("--trials", metavar="N", type=at_least(1), help="points of a Sobol sequence (all combinations of lists)")
+    add("--asha", metavar="ETA", type=at_least(2), help="successive halving: one of ETA trials continues after a rung")
+    add("--seeds", metavar="N", type=at_least(1), default=1, help="repeat the best three with N - 1 other seeds (1)")
+    add("--jobs", metavar="N", type=at_least(1), help="runs at a time, which share the machine (1; with --slurm: 100)")
     add("--slurm", metavar="PARTITION", help="run on a Slurm cluster")
     add("--sbatch", metavar="OPTIONS", action="append", default=[], help="options of its jobs, e.g. --sbatch="
         '"--gres=gpu:1 --time=4:00:00"')  # fmt: skip
-    add("--nproc", metavar="N", type=int, default=1, help="processes, and GPUs, of each run (1)")
+    add("--nproc", metavar="N", type=at_least(1), default=1, help="processes, and GPUs, of each run (1)")
     return parser
 
 

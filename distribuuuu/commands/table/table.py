@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
-from distribuuuu.commands.output import find_unread_url
 from distribuuuu.commands.stats.run_groups import collecting, find_files, group_runs, read_runs
 from distribuuuu.commands.table.tables import format_table, format_text, make_config_row, make_row
 from distribuuuu.config import Config, ConfigError, load_cfg, yaml_file
 from distribuuuu.config.locate import ListedConfig, find_config, shipped_file
+from distribuuuu.config.run_files import local_run
 from distribuuuu.files.untrusted import printable
 from distribuuuu.records.results import config_name
 
@@ -31,8 +31,8 @@ def table(prog: str, args: list[str]) -> int:
         ConfigError: with what could not be read; the rest has been printed.
     """
     flags = build_parser(prog).parse_args(args)
-    problems = [f"RUN: {problem}" for run in flags.runs if (problem := find_unread_url(run))]
-    groups, notes = group_runs(read_runs([run for run in flags.runs if not find_unread_url(run)], problems))
+    problems: list[str] = []
+    groups, notes = group_runs(read_runs([local_run(run) for run in flags.runs], problems))
     reported = yaml_file.load(REPORTED.read_text(encoding="utf-8"))
     rows = [make_row(group, flags.epoch, reported) for group in groups]
     measured = {row.config for row in rows}
@@ -52,9 +52,7 @@ def table(prog: str, args: list[str]) -> int:
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    removed = dict.fromkeys(("--readme", "--name"), "python tools/make_table.py, in a checkout")
-    removed |= {"--reported": "edit benchmarks/reported.yaml", "--by": "the rows are named by their configs"}
-    parser = CommandParser(prog, removed, description=_DESCRIPTION)
+    parser = CommandParser(prog, description=_DESCRIPTION)
     add = parser.add_argument
     add("runs", metavar="RUN", nargs="*", help="a run's folder, a folder of them, a .json file, a glob")
     add("--configs", metavar="YAML", nargs="+", default=[], help="also show these configs, measured or not: files or "

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import IO
 
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
-from distribuuuu.commands.output import find_unread_url
 from distribuuuu.config import ConfigError, Problem, get_cfg, load_cfg
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import counted
 from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.registry import TRACKERS
-from distribuuuu.config.run_files import TRACKERS_FOLDER
+from distribuuuu.config.run_files import TRACKERS_FOLDER, local_run
 from distribuuuu.engine.preflight import find_missing_trackers
 from distribuuuu.files.atomic_file import make_folder, open_for_writing
 from distribuuuu.files.locks import is_at, lock_file
@@ -43,9 +42,7 @@ def track(prog: str, args: list[str]) -> int:
     flags, words, problems = parse_flags(build_parser(prog), args)
     if problems:
         raise ConfigError(problems)
-    if problem := find_unread_url(flags.run):
-        raise ConfigError(Problem("RUN", problem))
-    if not (folder := Path(flags.run)).is_dir():
+    if not (folder := Path(local_run(flags.run))).is_dir():
         raise ConfigError(f"RUN: no such folder: {folder}; expected the OUT_DIR of a run")
     if not (own := folder / get_cfg().CFG_DEST).is_file():
         raise ConfigError(f"RUN: {folder} holds no {own.name}; expected the OUT_DIR of a run")

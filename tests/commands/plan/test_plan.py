@@ -114,11 +114,9 @@ def test_a_terminal_shows_the_progress_of_a_measurement(monkeypatch, capsys):
 def test_errors_are_reported_at_once_with_status_2(image_folder, tmp_path, capsys):
     args = small_options(image_folder, tmp_path / "out", "TRAIN.GLOBAL_BATCH_SIZE", 12)
     for words, *texts in (
-        ("NO.KEY 1 --nproc 0", "NO.KEY", "--nproc: got 0; expected 1 or more"),
+        ("--nproc 0", "--nproc: got 0; expected 1 or more"),
         ("TRAIN.DATASET /no/such", "TRAIN.DATASET", "/no/such"),
-        ("--format jsn", "--format: got 'jsn'; expected one of text, json; did you mean json?"),
-        ("--gpus 2", "no such flag: --gpus; it was removed; fix: --nproc N"),
-        ("--tune", "no such flag: --tune; it was removed; fix: "),
+        ("--format jsn", "--format: invalid choice: 'jsn'"),
         ("--cfg no/such", "no/such"),
         ("--epochs 0", "OPTIM.MAX_EPOCH (command line): got 0; expected 1 or more"),
         ("OPTIM.MAX_EPOCH 0", "OPTIM.MAX_EPOCH (command line): got 0; expected 1 or more"),

@@ -99,4 +99,4 @@ def test_runs_that_cannot_be_compared_and_outputs_that_cannot_be_written(tmp_pat
     assert "--out: no such folder" in capsys.readouterr().err
     (tmp_path / "p.html").mkdir()
     assert run(*runs, "--out", tmp_path / "p.html") == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert "p.html is no file" in capsys.readouterr().err

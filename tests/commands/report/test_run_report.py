@@ -121,9 +121,9 @@ def test_a_report_without_one_of_the_other_files(run, capsys, name):
     [(shutil.rmtree, [], "RUN: no such file or folder"),
      (lambda run: (run / "predictions.npz").unlink(), [], "predictions.npz does not exist; fix: distribuuuu test"),
      (lambda run: (run / "predictions.npz").write_bytes(b"PK"), [], "not a valid predictions.npz"),
-     (None, ["--out", "/no/such/folder/x.html"], "in a folder that does not exist"),
+     (None, ["--out", "/no/such/folder/x.html"], "no such folder: /no/such/folder"),
      (None, ["--out", "/proc/x.html"], "--out: /proc/x.html cannot be written"),
-     (None, ["--out", "/tmp"], "is a folder"),
+     (None, ["--out", "/tmp"], "/tmp is no file"),
      (None, ["--format", "pdf"], "invalid choice: 'pdf'"), (None, ["--outt", "x"], "--outt; did you mean --out")],
 )  # fmt: skip
 def test_errors_have_a_message_and_status_2(run, capsys, damage, args, message):

@@ -34,11 +34,9 @@ def parse(*words) -> None:
 def test_all_problems_are_reported_at_once(image_folder, tmp_path):
     small = fixed_options(image_folder)
     words = ("OPTIM.MOMENTM=0.8,0.9", "OPTIM.WEIGHT_DECAY=log:0:1", "DATA.FLIP=lin:0:1", "OPTIM.LR_POLICY=cos,cosine")
-    assert problems_of(parse, "--tirals", "3", "--jobs", "0", "--asha", "1", *words, *small) == [
+    assert problems_of(parse, "--tirals", "3", *words, *small) == [
         "command line: no such flag: --tirals; did you mean --trials?",
         "OPTIM.WEIGHT_DECAY: got log:0:1; expected LOW > 0 for a logarithmic range; fix: use lin",
-        "--asha: got 1; expected 2 or more",
-        "--jobs: got 0; expected 1 or more",
         "--trials: is missing; DATA.FLIP is a range; fix: add --trials 20",
         "OUT_DIR: is missing; fix: add OUT_DIR exp/my_sweep",
         "OPTIM.MOMENTM (command line): no such key; did you mean OPTIM.MOMENTUM?",

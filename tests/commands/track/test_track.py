@@ -67,7 +67,6 @@ def test_a_tracker_that_fails_does_not_stop_the_others(copied_run, track, capsys
 @each_row("words, message", [
     (["no_run"], "RUN: no such folder: no_run; expected the OUT_DIR of a run"),
     (["{run}/checkpoints"], "checkpoints holds no config.yaml; expected the OUT_DIR of a run"),
-    (["s3://bucket/run"], "RUN: got s3://..., a URL, which this command does not read; expected a local path"),
     (["{run}"], "LOG.TRACKERS: got []; expected some of "),
     (["{run}", "LOG.TRACKERS", "[tensorboard]"], "LOG.TRACKERS: got ['tensorboard']; expected some of "),
     (["{run}", "LOG.TRACKERS", "[wandbb]"], "did you mean wandb?"),
