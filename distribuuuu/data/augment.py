@@ -134,30 +134,24 @@ class Erasing:
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return (C, H, W) from (C, H, W), which is not modified."""
-        drawn = self.draw(pixels.shape[1:])
-        if not drawn:
-            return pixels
-        erased = pixels.clone()
-        box, values = drawn
-        box.crop(erased)[:] = values
-        return erased
-
-    def draw(self, size: Sequence[int]) -> tuple[Box, torch.Tensor] | None:
-        """Return the rectangle in an image of (H, W) and its values; None: the image stays as it is."""
         from torchvision.transforms import RandomErasing
 
         if torch.rand(()) >= self.probability:
-            return None
-        image = torch.empty(()).expand(len(self.mean), *size)
+            return pixels
+        image = torch.empty(()).expand(len(self.mean), *pixels.shape[1:])
         color = None if self.std else list(self.mean)
         ratio = ERASED_RATIO["pixel" if self.std else "const"]
         *box, value = RandomErasing.get_params(image, ERASED_AREA, ratio, color)
         if value is image:  # no rectangle fitted into the image
-            return None
+            return pixels
         if self.std:
             mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
             value = mean + std * value
-        return Box(*box), to_uint8(value * self.one) if self.one == PIXEL_RANGES["uint8"] else value * self.one
+        erased = pixels.clone()
+        Box(*box).crop(erased)[:] = (
+            to_uint8(value * self.one) if self.one == PIXEL_RANGES["uint8"] else value * self.one
+        )
+        return erased
 
 
 def build_augmentation(cfg, crop: Transform, mean: Sequence[float], std: Sequence[float]) -> Transform:

@@ -36,8 +36,6 @@ from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.image_files import JUNK_FILES, JUNK_FOLDERS, is_class, is_image, sort_splits
 from distribuuuu.files.untrusted import open_regular, parse_json, printable
 
-# Archives of a brace pattern.
-_MOST = 100_000
 # Bytes of the largest image, of the largest file with a label, and the most classes that labels may be numbers of.
 MAX_IMAGE, MAX_LABEL, MAX_CLASSES = 1 << 30, 1 << 20, 1 << 20
 # Names in the JSON of a shard that may hold the label, in this order.
@@ -129,17 +127,13 @@ def _expand(key: str, pattern: str) -> tuple[str, ...]:
     parts = re.split(r"\{([^{}]*)\}", pattern)
     choices: list[list[str]] = []
     for number, part in enumerate(parts):
-        if ends := re.fullmatch(r"(\d{1,12})\.\.(\d{1,12})", part) if number % 2 else None:
-            first, last = int(ends[1]), int(ends[2])
-            if not first <= last < first + _MOST:
-                raise ConfigError(Problem(key, f"got {{{part}}}; expected first..last, at most {_MOST:,} archives"))
-            choices.append([f"{value:0{len(ends[1])}}" for value in range(first, last + 1)])
+        if ends := re.fullmatch(r"(\d+)\.\.(\d+)", part) if number % 2 else None:
+            choices.append([f"{value:0{len(ends[1])}}" for value in range(int(ends[1]), int(ends[2]) + 1)])
         else:
             choices.append(part.split(",") if number % 2 else [part])
-    paths = tuple("".join(words) for words in itertools.islice(itertools.product(*choices), _MOST + 1))
-    if len(paths) > _MOST or any("{" in part or "}" in part for part in parts[::2]):
-        expected = f"expected at most {_MOST:,} archives, e.g. train-{{000..009}}.tar"
-        raise ConfigError(Problem(key, f"got {pattern}; {expected}"))
+    paths = tuple(map("".join, itertools.product(*choices)))
+    if not paths or any("{" in part or "}" in part for part in parts[::2]):
+        raise ConfigError(Problem(key, f"got {pattern}; expected the first and the last, e.g. train-{{000..009}}.tar"))
     if missing := [path for path in paths if not os.path.isfile(path)]:
         named = first_few([os.path.basename(path) for path in missing])
         raise ConfigError(Problem(key, f"{pattern}: no such files: {named}; fix: check the first and the last number"))

@@ -39,18 +39,13 @@ Problems = dict[str, list[str]]
 
 @dataclass(frozen=True)
 class TableSpec:
-    """The meaning of the columns of a table.
+    """The meaning of the columns of a table, see DATA.TABLE.
 
     Attributes:
-        path: the column of the paths.
         key: "label", one class per image; "labels", any number; or "targets", a value of each column.
         columns: the columns of the labels; several of one class each hold 0 or 1.
-        template: the path of an image, with the field of the column in the place of {}.
-        delimiter: between the fields; empty: by the ending of the file.
-        split: the column that selects rows; empty: all rows.
-        value: the value of that column.
-        header: the names of the columns of a text without a header; empty: it has one.
-        names: a further table, its column of labels, and that of their names, which replace them; empty: none.
+        split, value: the column that selects rows, and its value; empty: all rows.
+        header: DATA.TABLE.columns.
     """
 
     path: str = "path"
