@@ -133,17 +133,8 @@ def test_a_run_on_structured_targets_resumes_and_is_evaluated_and_recorded(small
 
 
 def test_what_needs_labels_says_so(small_cfg, boxes):
-    for words, message in {
-        ("DATA.NAME", "boxes"): "TASK.NAME.*: got auto; the data has structured targets; fix: set a",
-        (
-            *boxes,
-            "DATA.SAMPLING",
-            "sqrt",
-        ): "DATA.SAMPLING.*: got sqrt; expected uniform, .* gives an image a structured target",
-        (*boxes, "DISTILL.TEACHER", "resnet8"): "DISTILL.TEACHER.*a structured target",
-    }.items():
-        with pytest.raises(ConfigError, match=message):
-            small_cfg(*words)
+    with pytest.raises(ConfigError, match="TASK.NAME.*: got auto; the data has structured targets; fix: set a"):
+        small_cfg("DATA.NAME", "boxes")
     cfg = small_cfg(*boxes, "AUG.MIXUP", 0.2)
     loader = build_loader(cfg, ALONE, CPU, train=True)
     batch = next(loader.batches_from(3, 0, 0))

@@ -50,19 +50,6 @@ def run_problems(*words) -> list[str]:
     return [str(problem) for problem in find_run_problems(cfg, train=True)]
 
 
-def test_folders_that_do_not_fit_name_what_is_there(tmp_path, image_folder):
-    words = ("MODEL.NUM_CLASSES", 3, "OUT_DIR", tmp_path / "o")
-    (tmp_path / "photographs").mkdir()
-    missing = run_problems("TRAIN.DATASET", tmp_path / "photograph", *words)
-    assert "no such folder" in missing[0] and "did you mean photographs?" in missing[0]
-    (problem,) = run_problems("TRAIN.DATASET", image_folder, "TRAIN.SPLIT", "training", *words)
-    assert problem.startswith("TRAIN.SPLIT (command line): no folder 'training'") and "did you mean train?" in problem
-    draw_folder(tmp_path, "train", {"a": 1, "b": 1})
-    draw_folder(tmp_path, "val", {"a": 1, "z": 1})
-    (problem,) = run_problems("TRAIN.DATASET", tmp_path, "MODEL.NUM_CLASSES", 2, "OUT_DIR", tmp_path / "o")
-    assert "has classes that the training data lacks: z" in problem
-
-
 def test_a_number_of_classes_that_contradicts_the_data_names_both(image_folder, tmp_path):
     for num_classes in (2, 4):
         words = ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", num_classes, "OUT_DIR", tmp_path / "o")
@@ -113,12 +100,3 @@ def test_torchvisions_sets_are_read_with_their_statistics(small_cfg, tmp_path, m
     loader = build_loader(cfg, ALONE, CPU, train=True)
     assert (len(loader.images), loader.images.crop, loader.images.mean) == (50, "pad", (0.4914, 0.4822, 0.4465))
     assert loader.images.classes[3] == "name3" and loader.images.read(0).shape == (32, 32, 3)
-
-
-def test_a_set_that_is_missing_and_cannot_be_fetched_is_a_clear_error(small_cfg, tmp_path):
-    cfg = small_cfg(
-        "DATA.NAME", "mnist", "MODEL.NUM_CLASSES", 10, "TRAIN.DATASET", tmp_path, "DATA.DOWNLOAD", False
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match=f"TRAIN.DATASET: MNIST is not in {tmp_path}"):
-        build_loader(cfg, ALONE, CPU, train=True)
-    assert "has 10 classes" in run_problems("DATA.NAME", "mnist", "MODEL.NUM_CLASSES", 9, "OUT_DIR", tmp_path / "o")[0]

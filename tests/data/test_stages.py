@@ -6,8 +6,6 @@ from support.batches import ALONE, CPU, WAYS, assert_same_batches, own_task
 from support.runs import assert_same_run, records
 
 from distribuuuu.data.loader import build_loader
-from distribuuuu.optim.precision import build_precision
-from distribuuuu.tasks.base import StepKey, build_task
 from distribuuuu.trainer import train_model
 
 AUGMENTED = ("DATA.CROP", "pad", "AUG.ERASING", 0.9)
@@ -51,14 +49,3 @@ def test_the_end_of_mixing_and_augmentation_is_recorded_and_resumes_bitwise(smal
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
     stages = [(entry["epoch"], entry.get("stage")) for entry in records(tmp_path / "whole")]
     assert {*stages} == {(1, None), (2, "AUG.ERASING 0.0"), (3, "AUG.ERASING 0.0")}
-
-
-def test_the_last_epochs_are_not_mixed(small_cfg):
-    cfg = small_cfg("AUG.MIXUP", 0.8, "OPTIM.MAX_EPOCH", 3, "AUG.OFF_EPOCHS", 1)
-    loader = build_loader(cfg, ALONE, CPU, train=True)
-    task = build_task(cfg, loader.images.classes, CPU, build_precision(cfg, CPU))
-    task.prepare_training(loader.plan, loader.images, loader.num_steps)
-    for epoch, is_mixed in ((0, True), (1, True), (2, False)):
-        batch = loader.sample_batch()
-        found = task.prepare_batch(batch._replace(images=batch.images.clone()), StepKey(5, epoch, 0, 0))
-        assert (not torch.equal(found.images, batch.images)) == is_mixed == found.targets.is_floating_point()

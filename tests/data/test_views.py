@@ -76,17 +76,6 @@ def test_views_grow_together_and_only_at_one_size(small_cfg, sizes, monkeypatch)
         build_loader(small_cfg(*sizes, *growing), ALONE, CPU, train=True)
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"AUG.POLCY": "none"}, r"AUG.POLCY \(view 2 of loader train\): has no effect here; expected TRAIN.IM_SIZE, DATA"),
-    ({"AUG.POLICY": "randaugmen"}, r"AUG.POLICY \(view 2 .*: got randaugmen.*did you mean randaugment"),
-    ({"DATA.FLIP": 2}, "DATA.FLIP .*: got 2.0; expected 0 to 1"),
-])  # fmt: skip
-def test_wrong_options_of_a_view_name_the_view(small_cfg, monkeypatch, options, message):
-    words = own_task(monkeypatch, views=lambda cfg, loader: [{}, options])
-    with pytest.raises(ConfigError, match=message):
-        build_loader(small_cfg(*words), ALONE, CPU, train=True)
-
-
 def test_what_surrounds_training_gets_the_first_view_or_all_of_them(small_cfg, sizes):
     loader = build_loader(small_cfg(*sizes), ALONE, CPU, train=True)
     batch = next(loader.batches_from(3, 0, 0))

@@ -389,23 +389,21 @@ DRAWN = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
 GRAY = DRAWN[:, :, 0].copy()
 
 
-def one_batch(kind: str, num: int, *items):
-    batches = start(kind, num, Items(list(items)), CenterCrop(20, 20), batch_size=len(items))
-    return next(iter(batches))
+def one_batch(*items):
+    return next(iter(start("process", 0, Items(list(items)), CenterCrop(20, 20), batch_size=len(items))))
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("kind, num", SOME_WAYS)
-def test_pixels_of_any_kind_are_taken(kind, num):
+def test_pixels_of_any_kind_are_taken():
     frozen = DRAWN.copy()
     frozen.flags.writeable = False  # no warning
     image, planes = Image.fromarray(DRAWN), torch.from_numpy(DRAWN).permute(2, 0, 1)
     views = [DRAWN[:, ::-1][:, ::-1], np.asfortranarray(DRAWN), DRAWN.repeat(2, 0)[::2]]
-    (pixels, *_), broken = one_batch(kind, num, DRAWN, frozen, image, planes, image.convert("RGBA"), *views)
+    (pixels, *_), broken = one_batch(DRAWN, frozen, image, planes, image.convert("RGBA"), *views)
     assert broken == () and all(torch.equal(pixels[0], other) for other in pixels)
     assert torch.equal(pixels[0], planes[:, :, 5:25])
     gray = Image.fromarray(GRAY)
-    (pixels, *_), broken = one_batch(kind, num, GRAY, GRAY[:, :, None], gray, np.stack([GRAY] * 3, axis=2))
+    (pixels, *_), broken = one_batch(GRAY, GRAY[:, :, None], gray, np.stack([GRAY] * 3, axis=2))
     assert broken == () and all(torch.equal(pixels[0], other) for other in pixels)
 
 

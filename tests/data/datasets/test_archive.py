@@ -14,18 +14,15 @@ import numpy as np
 import pytest
 from support import runs
 from support.archives import add, archive_folder, files_of, write_tar, write_zip
-from support.batches import ALONE, CPU, WAYS
 from support.commands import command_module
 from support.runs import assert_same_run, small_options
 
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.config.errors import DataError
 from distribuuuu.data.datasets import archive_members
 from distribuuuu.data.datasets.archive import Archive, ArchiveSource, find_archives, open_archives
 from distribuuuu.data.datasets.archive_members import read_member
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.index import Index
-from distribuuuu.data.loader import build_loader
 from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.trainer import train_model
 
@@ -320,12 +317,3 @@ def test_a_run_is_that_on_class_folders(image_folder, finished_run, tmp_path):
     content = command_module("stats.stored_predictions").read_predictions(out / "predictions.npz", "")
     pictures = command_module("report.pictures").make_pictures(out, content, [0, 36])
     assert len(pictures.uris) == 2 and not pictures.notes
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if "DATA.LOADER" not in way])
-def test_an_archive_that_changes_ends_the_run(image_folder, small_cfg, tmp_path, way):
-    root = archive_folder(image_folder, tmp_path / "data", "tar")
-    loader = build_loader(small_cfg("DATA.NAME", "archive", "TRAIN.DATASET", root, *way), ALONE, CPU, True)
-    os.utime(root / "train.tar", (10**9,) * 2)
-    with pytest.raises(DataError, match=r"^\S+train.tar: has changed since the start of the run; fix: start it again$"):
-        list(loader.batches_from(seed=5, epoch=1, first_step=0))

@@ -140,17 +140,3 @@ def test_columns_of_other_types_and_lengths_are_refused(packed):
             if name != "name_bytes" or wrong.ndim > 1 or wrong.dtype != np.uint8:
                 assert "invalid column" in refusal(**{name: wrong})
     assert "names outside" in refusal(name_bytes=columns["name_bytes"][:-1])
-
-
-def test_a_folder_with_the_name_and_the_size_of_a_shard_is_no_shard(packed, tmp_path):
-    shard = tmp_path / "train" / "shard-00000.bin"
-    shard.unlink()
-    shard.mkdir()
-    size = shard.stat().st_size
-    meta = packed[0]
-    with pytest.raises(ConfigError, match="shard-00000.bin has 0 bytes, expected"):
-        Packed(tmp_path, "train")
-    shards = [{**meta["shards"][0], "size": size}, *meta["shards"][1:]]
-    write_arrays(tmp_path / "train" / "index.bin", KIND, VERSION, {**meta, "shards": shards}, packed[1])
-    with pytest.raises(ConfigError, match="shard-00000.bin has 0 bytes, expected"):
-        Packed(tmp_path, "train")
