@@ -151,14 +151,3 @@ def test_an_installation_without_extras(programs, bare, tmp_path):
     tested = run(command, "test", url, cwd=tmp_path, **bare)
     assert "validation of 500 images" in tested.stderr and f"{url}: the local copy is" in tested.stderr
     run(command, "report", url, cwd=tmp_path, **bare)
-
-
-def test_the_python_api_of_an_installation(programs, tmp_path):
-    code = (
-        "import distribuuuu, threading\n"
-        f"overrides = {['OUT_DIR', 'r', *SMALL]!r}\n"
-        "result = distribuuuu.train('shapes/resnet14', overrides)\n"
-        "print(sorted(result.metrics), distribuuuu.evaluate(result)['count'])\n"
-    )
-    done = run(programs / "python", "-c", code, cwd=tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"))
-    assert done.stdout.splitlines()[-1] == "['loss', 'top1', 'top5'] 500"

@@ -8,14 +8,11 @@ import yaml
 
 from distribuuuu.checkpoint.weights_files import KINDS
 from distribuuuu.commands.export.card_code import INSIDE, list_steps
-from distribuuuu.commands.stats.significance import wilson_interval
 from distribuuuu.config.errors import counted
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.models import count_parameters
 from distribuuuu.records.read_results import list_metrics
 
-# Metrics that are shares of correct images, for which a binomial interval is defined.
-_SHARES = ("top1", "topk")
 _MAX_CLASSES = 100
 _LIBRARIES = {"timm": "timm", "onnx": "onnx", "torch": "pytorch", "safetensors": "distribuuuu"}
 
@@ -105,19 +102,16 @@ def _describe_metrics(metrics: Mapping[str, tuple[str, float]], count: int) -> s
     if not metrics:
         return "Not recorded."
     lines = [f"On {counted(count, 'evaluation image')}, which also selected the weights; percentages.\n",
-             "| metric | value | 95 % interval (Wilson) |", "|---|---|---|"]  # fmt: skip
-    for name, (label, value) in metrics.items():
-        low, high = wilson_interval(value / 100 * count, count)
-        lines.append(f"| {label} | {value:.2f} | {f'{100 * low:.2f} to {100 * high:.2f}' if name in _SHARES else ''} |")
+             "| metric | value |", "|---|---|"]  # fmt: skip
+    lines += [f"| {label} | {value:.2f} |" for label, value in metrics.values()]
     return "\n".join(lines)
 
 
 def _describe_input(run: LoadedRun, to: str) -> str:
-    options = run.transform.options
-    num, colors, kind = options.channels, ", RGB" if options.is_rgb else "", str(options.dtype).removeprefix("torch.")
+    num, colors = run.transform.options.channels, ", RGB" if run.transform.options.is_rgb else ""
     return {
-        "onnx": f"Input of the file: `images`, {kind} (N, height, width, {num}){colors}, of any size.",
-        "torch": f"Input of the file: {kind} (N, {num}, H, W){colors}.",
+        "onnx": f"Input of the file: `images`, uint8 (N, height, width, {num}){colors}, of any size.",
+        "torch": f"Input of the file: uint8 (N, {num}, H, W){colors}.",
     }.get(to, f"Input of the model: float32 (N, {num}, H, W){colors}, normalized.")
 
 

@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -213,25 +211,15 @@ def test_an_export_without_labeled_images_is_checked_on_others_or_marked(saved, 
     assert "**not checked**" in (tmp_path / "new" / "README.md").read_text()
 
 
-def start_export(out, exported, to: str, limit: str = "") -> subprocess.Popen:
-    words = [sys.executable, "-m", "distribuuuu", "export", str(out), "--to", to, str(exported)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(["bash", "-c", f"{limit} exec {shlex.join(words)}"], env=env, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
-
-
-def start_and_signal(out, tmp_path, signum: int) -> subprocess.Popen:
-    """Start an export into tmp_path / "new", and send it a signal while it writes."""
-    process = start_export(out, tmp_path / "new", "torch")
-    wait_for(lambda: left_beside(tmp_path), process)
-    process.send_signal(signum)
-    return process
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_a_stopped_export_leaves_nothing_behind(small_cfg, tmp_path, name, status):
-    process = start_and_signal(save_run(small_cfg("MODEL.ARCH", "resnet50")), tmp_path, getattr(signal, name))
+    words = ["export", save_run(small_cfg("MODEL.ARCH", "resnet50")), "--to", "torch", tmp_path / "new"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "distribuuuu", *map(str, words)], cwd=ROOT, stderr=subprocess.PIPE
+    )
+    wait_for(lambda: left_beside(tmp_path), process)
+    process.send_signal(getattr(signal, name))
     _, errors = process.communicate(timeout=60)
     assert process.returncode == status and left_beside(tmp_path) == [], errors
 

@@ -11,7 +11,6 @@ from support.runs import small_options
 from support.saved_runs import save_run
 
 from distribuuuu import load_run
-from distribuuuu.commands.export import export_check
 from distribuuuu.commands.export import exporter as export
 from distribuuuu.commands.export.export_check import check_export
 from distribuuuu.commands.export.exporter import export_run
@@ -168,20 +167,6 @@ def test_a_difference_that_changes_no_answer_is_found(turned_run, tmp_path):
     less_sure = right.replace("return ANSWERS[path]", "return [(label, p * 0.99) for label, p in ANSWERS[path]]")
     found = check_export(run, images, tmp_path, less_sure)
     assert found["equal_answers"] == 100 and found["mean_probability_difference"] > 0.002 and not found["verified"]
-
-
-def test_the_images_of_a_partial_check_are_spread_over_the_set(turned_run, tmp_path, monkeypatch):
-    run, seen = turned_run("resnet8"), []
-
-    def run_code(code, files, *args):
-        seen.extend(files)
-        return [[]] * len(files), []
-
-    monkeypatch.setattr(export_check, "_run_code", run_code)
-    images = build_images(run.cfg, train=False)
-    found = check_export(run, images, tmp_path, "", max_images=4)
-    assert (found["images"], found["images_of_set"]) == (4, 48)
-    assert seen == [images.describe(index) for index in (0, 12, 24, 36)]
 
 
 @pytest.mark.slow

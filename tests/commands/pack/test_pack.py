@@ -105,14 +105,6 @@ def test_files_are_kept_byte_by_byte_with_labels_and_names(folder, tmp_path):
             assert packed.describe(index) == place
 
 
-def test_names_and_sources_do_not_depend_on_how_a_folder_is_spelled(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(folder.parent)
-    for spelled in (f"./{folder.name}", f"{folder.name}/", folder):
-        pack(tmp_path, *source(spelled))
-        assert Packed(tmp_path, "train").describe(0).startswith("train/ant/000.jpg (")
-    assert capsys.readouterr().out.count("is packed already: nothing to do") == 2
-
-
 @pytest.mark.filterwarnings("error:The given buffer")
 def test_files_are_read_without_a_copy_or_a_warning_and_copies_open_their_own_maps(folder, tmp_path):
     pack(tmp_path, *source(folder))
@@ -156,18 +148,6 @@ def test_the_longer_side_is_scaled_down_as_ffcv_does(folder, tmp_path):
     pack(tmp_path / "large", "--format", "raw", "--longer-side", 40, *source(folder))
     assert np.array_equal(Packed(tmp_path / "large", "train").read(0), original.permute(1, 2, 0).numpy())
     assert "longer side 27, now none" in message_of(pack, tmp_path / "raw", "--format", "raw", *source(folder))
-
-
-def test_raw_pixels_are_a_view_of_the_file(folder, tmp_path):
-    pack(tmp_path, "--format", "raw", *source(folder))
-    pack(tmp_path / "small", "--format", "raw", "--shorter-side", 9, *source(folder))
-    packed = Packed(tmp_path, "train")
-    image = packed.read(7)
-    with Image.open(folder / "train/bee/002.jpg") as original:
-        assert np.array_equal(image, decode(Path(original.filename).read_bytes()).permute(1, 2, 0).numpy())
-    assert image.dtype == np.uint8 and image.flags.writeable and image.base is not None
-    assert np.shares_memory(image, packed.read(7))
-    assert Packed(tmp_path / "small", "train").read(7).shape == (9, 10, 3)
 
 
 def test_exif_is_applied_where_pixels_are_packed(folder, tmp_path):
