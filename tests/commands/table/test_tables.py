@@ -148,7 +148,7 @@ def test_bad_input_is_reported_line_by_line_and_the_rest_is_shown(make, tmp_path
     lines = err.splitlines()
     assert lines[0] == "5 problems to solve first:" and len(lines) == 6
     parts = ["empty: contains no results.json or seed_*.json", "seed_9.json: no such file or folder; did you mean"]
-    parts += ["seed_1.json: invalid JSON", "`schema`: got 2", "`training.hours`: got 'long'"]
+    parts += ["seed_1.json: invalid JSON", "got schema 2", "`training.hours`: got 'long'"]
     for part in parts:
         assert part in err
 
