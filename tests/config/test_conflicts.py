@@ -58,10 +58,9 @@ def test_configs_that_are_there_have_no_such_option(tmp_path):
     for arch, (lr, wd, batch) in ORIGINAL_FILES.items():
         (tmp_path / f"{arch}.yaml").write_text(ORIGINAL.format(arch=arch, lr=lr, wd=wd, batch=batch))
     for path in [*FILES, *tmp_path.iterdir()]:
-        cfg = load_cfg(str(path))
-        assert find_unused_options(cfg) == [], path
-        (tmp_path / "dump.yaml").write_text(cfg.dump())  # which sets every option
-        assert find_unused_options(load_cfg(str(tmp_path / "dump.yaml"))) == [], path
+        assert find_unused_options(cfg := load_cfg(str(path))) == [], path
+    (tmp_path / "dump.yaml").write_text(cfg.dump())  # which sets every option
+    assert find_unused_options(load_cfg(str(tmp_path / "dump.yaml"))) == [], path
 
 
 def test_the_log_names_such_options_and_the_folders(small_cfg, tmp_path, image_folder):

@@ -50,8 +50,7 @@ def run_share(momentum: float | None, mean: float, std: float) -> tuple[torch.Te
         return run_layer(converted, own_share(make_images(mean, std)))
 
 
-@pytest.mark.parametrize(("momentum", "mean", "std"), [(0.1, 5, 3), (None, 5, 3), (1.0, 100, 0.1), (1.0, 30, 0.01),
-                                                       (1.0, 300, 1)])  # fmt: skip
+@pytest.mark.parametrize(("momentum", "mean", "std"), [(0.1, 5, 3), (None, 5, 3), (1.0, 30, 0.01)])
 def test_it_equals_batch_norm_over_the_whole_batch(momentum, mean, std):
     """In float64 of the rounded images; a variance that is small beside the mean is not lost."""
     images = make_images(mean, std).double().requires_grad_()

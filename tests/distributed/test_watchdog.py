@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.processes import on_processes, wait_for
 from support.runs import ROOT
+from support.tiers import slow
 
 from distribuuuu import trainer
 from distribuuuu.checkpoint.manager import CheckpointManager
@@ -217,12 +218,12 @@ def test_a_process_whose_interpreter_lock_is_held_too_long_is_killed(capfd, tmp_
     assert "has been silent and has made no step for 5 s" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("slow, silent, event", [
+@pytest.mark.parametrize("is_slow, silent, event", [
     (False, False, "has made no step for 1 s (DIST.TIMEOUT_S) after step 7"),
     (False, True, "has been silent and has made no step for 1 s (DIST.TIMEOUT_S) after step 7"),
     (True, False, "has made no step for 2 s (DIST.STARTUP_TIMEOUT_S) after step 7"),
 ])  # fmt: skip
-def test_a_process_without_progress_is_named_after_all_have_written_their_stacks(group, caplog, slow, silent, event):
+def test_a_process_without_progress_is_named_after_all_have_written_their_stacks(group, caplog, is_slow, silent, event):
     """A process that ends breaks the collectives of the others: they would no longer be where they were stuck."""
     run = group(2, (1, 2))
     main, stuck = run.join(0, 1)
@@ -230,12 +231,12 @@ def test_a_process_without_progress_is_named_after_all_have_written_their_stacks
     began, number = time.monotonic(), 0
     while not main.was_told("write_stacks"):
         number += 1
-        main.send(marks=number, slow=slow)
+        main.send(marks=number, slow=is_slow)
         if not silent:
             stuck.send()
         time.sleep(0.01)
         assert time.monotonic() < began + 60
-    assert time.monotonic() - began > (2 if slow else 1) and not run.ends
+    assert time.monotonic() - began > (2 if is_slow else 1) and not run.ends
     main.send(stacks=True)
     stuck.send(stacks=True)
     wait_for(lambda: run.ends)
@@ -296,7 +297,7 @@ def stall(timeout_s: float) -> None:
         comm.barrier()
 
 
-@pytest.mark.parametrize("has_package", [True, False])
+@pytest.mark.parametrize("has_package", [True, slow(False)])
 def test_a_stall_ends_all_processes_with_their_stacks_on_disk(monkeypatch, tmp_path, has_package):
     """The package can be deleted: each process then ends by its own timer."""
     monkeypatch.chdir(tmp_path)
@@ -327,10 +328,10 @@ def sleep_in_the_last_write(monkeypatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slow", [sleep_in_log_epoch, sleep_in_the_last_write])
-def test_a_slow_phase_that_goes_on_is_no_stall(small_cfg, monkeypatch, slow):
+@pytest.mark.parametrize("sleep", [sleep_in_log_epoch, sleep_in_the_last_write])
+def test_a_slow_phase_that_goes_on_is_no_stall(small_cfg, monkeypatch, sleep):
     monkeypatch.setattr(stall_timer, "LATE_S", 1.0)
-    slow(monkeypatch)
+    sleep(monkeypatch)
     words = ("DIST.TIMEOUT_S", 1, "DIST.STARTUP_TIMEOUT_S", 60, "TRAIN.BATCH_SIZE", 6)
     assert len(on_processes(2, train_model, small_cfg(*words))) == 2
 
