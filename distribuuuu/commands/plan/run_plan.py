@@ -9,7 +9,9 @@ from distribuuuu.config.derived import show_size, total_steps
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.views import build_im_size
 
-_ASSUMED = "as fast as the one measured here, with as many cores and workers; communication costs no time"
+_ASSUMED = (
+    "as fast as the one measured here, without DIST.SHARD, with as many cores and workers; communication costs no time"
+)
 # Share of the time from which the evaluation is the bottleneck.
 MAX_EVALUATION = 0.5
 
@@ -82,7 +84,7 @@ def plan_run(cfg, plan: BatchPlan, found: dict[str, Any]) -> dict[str, Any]:
         "steps": steps,
         "images_seen": steps * plan.global_batch,
         "batch": {**vars(plan), "global_batch": plan.global_batch},
-        "assumption": _describe_assumption(cfg, plan.world_size) if plan.world_size > 1 else None,
+        "assumption": f"{plan.world_size} processes, each {_ASSUMED}" if plan.world_size > 1 else None,
     }
     num_evaluations = -(-epochs // cfg.TRAIN.EVAL_PERIOD)
     seconds = {
@@ -100,11 +102,3 @@ def plan_run(cfg, plan: BatchPlan, found: dict[str, Any]) -> dict[str, Any]:
         fix = f"TRAIN.EVAL_PERIOD {min(period, epochs)} or fewer validation images"
         result["bottleneck"] = f"evaluation, {share:.0%} of the time; fix: {fix}"
     return result
-
-
-def _describe_assumption(cfg, num_processes: int) -> str:
-    """Return what the plan of several processes takes for granted: one process was measured, without sharding."""
-    text = f"{num_processes} processes, each {_ASSUMED}"
-    if cfg.DIST.SHARD == "none":
-        return text
-    return f"{text}; measured without DIST.SHARD {cfg.DIST.SHARD}, with which a process needs less memory"

@@ -12,12 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
-
 from distribuuuu import trainer
 from distribuuuu.commands.plan.bottleneck import diagnose_bottleneck, find_remedies
 from distribuuuu.commands.plan.timing import MEASURE_S, endless_batches, time_calls
-from distribuuuu.config.options import GRAPH_MODES
 from distribuuuu.data.loader import TrainLoader, build_loader
 from distribuuuu.data.make_batch import PREFETCH, count_workers
 from distribuuuu.distributed import comm as dist
@@ -35,7 +32,6 @@ logger = logging.getLogger(__name__)
 # Line width of the report; with the time before it, a line has 80 columns.
 _WIDTH = 71
 _NAMES = {
-    "forward": "model: forward",
     "forward_backward": "model: forward + backward",
     "optimizer": "optimizer step",
     "step": "training step, batch in memory",
@@ -80,40 +76,20 @@ class Step:
     """Parts of a training step. The learning rate is 0, so the weights and therefore the speed stay the same."""
 
     def __init__(self, cfg, loader: TrainLoader):
-        self.accum_steps = loader.plan.accum_steps
         self.training = build_training(cfg, loader, loader.zero_images(loader.plan.micro_batch)[:1], latest=None)
         self.state, self.task = self.training.state, self.training.task
-        self._replays_graphs = cfg.MODEL.COMPILE in GRAPH_MODES
         set_lr(self.state.optimizer, 0.0)
         self.training.model.train()
         # Not zeros, with which a GPU draws less power, and is therefore faster, than with images.
         self.batch = loader.sample_batch()
 
-    def _mark_steps(self, batches: Iterator) -> Iterator:
-        """Yield the batches, each as the beginning of a step for CUDA graphs.
-
-        So each forward pass replays the first graph. Otherwise, torch records a new graph after each forward pass
-        without a backward pass. Once one step is marked, all have to be.
-        """
-        for batch in batches:
-            if self._replays_graphs:
-                torch.compiler.cudagraph_mark_step_begin()
-            yield batch
-
-    def forward(self) -> None:
-        """Compute the logits, ready for a backward pass."""
-        for batch in self._mark_steps(itertools.repeat(self.batch, self.accum_steps)):
-            with self.task.autocast():
-                self.state.model(batch.first_images)
-
     def backward(self, all_reduce: bool = True) -> None:
         """Compute the gradients of a step, with or without their all-reduce."""
-        batches = self._mark_steps(itertools.repeat(self.batch))
-        trainer.Step(self.training, batches, 0).gradients(all_reduce)
+        trainer.Step(self.training, itertools.repeat(self.batch), 0).gradients(all_reduce)
 
     def update(self, batches: Iterator) -> None:
         """Run a complete training step."""
-        trainer.take_step(self.training, self._mark_steps(batches), 0)
+        trainer.take_step(self.training, batches, 0)
         for average in self.state.averages.values():
             average.update(self.state.global_batch, images_seen=self.state.global_batch)
 
@@ -127,7 +103,7 @@ def measure(step: Step, loader: TrainLoader, num_workers: int) -> dict:
         seconds = time_calls(call, loader.device, group)
         return {"seconds": seconds, "images": plan.global_batch, "images_per_s": plan.global_batch / seconds}
 
-    parts = {"forward": time_part(step.forward), "forward_backward": time_part(step.backward)}
+    parts = {"forward_backward": time_part(step.backward)}
     if dist.is_distributed():
         parts["not_exchanged"] = time_part(lambda: step.backward(all_reduce=False))
     in_memory = itertools.repeat(step.batch)
