@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from distribuuuu.commands.report import comparison
-from distribuuuu.commands.report.comparison import compare_pair, describe_pair
+from distribuuuu.commands.report import compare_page as comparison
+from distribuuuu.commands.report.compare_page import compare_pair, describe_pair
 from distribuuuu.commands.stats.stored_predictions import Predictions
 from distribuuuu.config import ConfigError
 
