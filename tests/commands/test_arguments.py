@@ -60,20 +60,7 @@ def test_a_mistake_is_answered_with_its_remedy(case, image_folder, tmp_path, ref
     assert not (tmp_path / "out").exists(), "a run that cannot start leaves nothing behind"
 
 
-def test_a_key_twice_in_a_file(image_folder, tmp_path, refuse):
-    (tmp_path / "a.yaml").write_text("TRAIN:\n  WORKERS: 1\n  WORKERS: 2\n")
-    words = ("--cfg", tmp_path / "a.yaml", *small_options(image_folder, tmp_path / "out"))
-    assert "already set in line 2" in refuse(*words)
-
-
-def test_an_empty_class_folder(tmp_path, refuse):
-    for split in ("train", "val"):
-        draw_folder(tmp_path, split, {"a": 2, "b": 2})
-    (tmp_path / "train" / "c").mkdir()
-    assert "class folders without an image: c" in refuse(*small_options(tmp_path, tmp_path / "out"))
-
-
-@pytest.mark.parametrize("content", [b"garbage", b"", {"hello": 1}, {"state_dict": {"w": torch.ones(1)}}])
+@pytest.mark.parametrize("content", [b"", {"hello": 1}])
 def test_a_foreign_or_broken_checkpoint(image_folder, tmp_path, content, refuse):
     path = tmp_path / "w.pth.tar"
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
@@ -87,30 +74,12 @@ def test_a_broken_image_in_a_worker(tmp_path, refuse):
     assert "b/003.jpg" in refuse(*small_options(tmp_path, tmp_path / "out", "TRAIN.WORKERS", 2))
 
 
+@pytest.mark.slow
 def test_one_process_of_many_tells_the_mistake():
-    start = {"WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
-    outputs = [run_tool("train_net.py", "NO.KEY", 1, RANK=rank, **start).stderr for rank in ("0", "1")]
-    assert "NO.KEY" in outputs[0] and outputs[1] == ""
-    alone = run_tool("train_net.py", "--cfg", "missing.yaml", RANK="1", **start).stderr  # the first one has the file
+    start = {"WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1", "RANK": "1"}
+    assert run_tool("train_net.py", "NO.KEY", 1, **start).stderr == ""
+    alone = run_tool("train_net.py", "--cfg", "missing.yaml", **start).stderr  # the first one has the file
     assert "process 1 on" in alone and "missing.yaml: no such file" in alone
-
-
-def test_the_resolved_config_can_be_dumped_and_run_and_help_gives_default_and_meaning(tmp_path):
-    done = run_tool("train_net.py", "--dump-config", "OPTIM.BASE_LR", 1)
-    assert "BASE_LR: 1.0  # command line" in done.stdout
-    (tmp_path / "a.yaml").write_text(done.stdout)
-    again = run_tool("train_net.py", "--dump-config", "--cfg", tmp_path / "a.yaml").stdout
-    assert [line.partition("  # ")[0] for line in again.splitlines()] == [
-        line.partition("  # ")[0] for line in done.stdout.splitlines()
-    ]
-    done = run_tool("train_net.py", "--help-config", "OPTIM.BASE_LR")
-    assert done.stdout.startswith("OPTIM.BASE_LR: 0.2\n    Base learning rate")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_an_output_folder_that_cannot_be_written(image_folder, tmp_path, refuse):
-    (tmp_path / "locked").mkdir(mode=0o500)
-    assert "cannot be written to" in refuse(*small_options(image_folder, tmp_path / "locked" / "out"))
 
 
 def parse(*words: object) -> None:
@@ -142,16 +111,18 @@ def test_an_option_is_given_in_four_ways(words, capsys):
     assert all(f"{line}  # command line" in out for line in ("BASE_LR: 0.7", "MAX_EPOCH: 30", "BATCH_SIZE: 5"))
 
 
-def test_the_origin_of_a_value_that_is_the_default_is_dumped_too(tmp_path, capsys):
+def test_the_resolved_config_is_dumped_with_origins_and_can_be_run_and_help_gives_the_meaning(tmp_path, capsys):
     (tmp_path / "a.yaml").write_text("TRAIN: {BATCH_SIZE: 32}\nTEST: {BATCH_SIZE: 200}\n")
-    defaults = get_cfg()
-    words = ["TRAIN.BATCH_SIZE", str(defaults.TRAIN.BATCH_SIZE), "OPTIM.MOMENTUM", str(defaults.OPTIM.MOMENTUM)]
-    parse("--cfg", tmp_path / "a.yaml", *words, "--dump-config")
+    parse("--cfg", tmp_path / "a.yaml", "OPTIM.MOMENTUM", get_cfg().OPTIM.MOMENTUM, "--dump-config")
     out = capsys.readouterr().out
-    for line in (f"BATCH_SIZE: {words[1]}  # command line", f"MOMENTUM: {words[3]}  # command line",
-                 f"BATCH_SIZE: 200  # {tmp_path}/a.yaml:2"):  # fmt: skip
-        assert f"  {line}\n" in out
-    assert out.count("  # ") == 3
+    lines = ("MOMENTUM: 0.9  # command line", f"BATCH_SIZE: 200  # {tmp_path}/a.yaml:2")
+    assert all(f"  {line}\n" in out for line in lines) and out.count("  # ") == 3
+    (tmp_path / "b.yaml").write_text(out)
+    parse("--dump-config", "--cfg", tmp_path / "b.yaml")
+    again = [line.partition("  # ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert again == [line.partition("  # ")[0] for line in out.splitlines()]
+    parse("--help-config", "OPTIM.BASE_LR")
+    assert capsys.readouterr().out.startswith("OPTIM.BASE_LR: 0.2\n    Base learning rate")
 
 
 def test_an_empty_name_and_no_name_of_a_config_are_refused():

@@ -8,7 +8,7 @@ import pytest
 from support.sweeps import make_sweep
 
 from distribuuuu.commands.sweep.asha import NUM_SEEDED, find_jobs, plan_rungs, select_promoted
-from distribuuuu.commands.sweep.trials import FAILED, FINISHED, PAUSED, RunState, Sweep, build_rows
+from distribuuuu.commands.sweep.trials import RunState, Sweep, build_rows
 
 
 def lr_values(num: int) -> list[dict[str, str]]:
@@ -50,21 +50,6 @@ def test_the_same_trials_continue_in_any_order_of_arrival(num, eta, epochs):
         rows = [repr(build_rows(sweep, states)) for states, _ in runs]
         assert len(set(rows)) == 1
         assert not any(row.status == "running" or row.status == "waiting" for row in build_rows(sweep, runs[0][0]))
-
-
-def test_the_best_of_each_rung_continue_and_failed_trials_do_not():
-    sweep = make_sweep(Path("out"), lr_values(12), epochs=8, eta=2)
-    assert sweep.rungs == (1, 2, 4)
-    results = {(trial, epoch): (trial * 7) % 12 for trial in range(12) for epoch in (1, 2, 4, 8)}
-    results[7, 1] = None  # the fifth
-    results[3, 1] = math.nan
-    states, _ = simulate(sweep, results, random.Random(0), 3)
-    rows = {row.trial: row for row in build_rows(sweep, states)}
-    order = sorted(set(range(12)) - {3, 7}, key=lambda trial: -results[trial, 1])
-    assert all(rows[trial].epochs >= 2 for trial in order[:6]), "the better half of all continues"
-    assert rows[order[0]].status == FINISHED and build_rows(sweep, states)[0].trial == order[0]
-    assert (rows[7].status, rows[7].failures, rows[3].status, rows[3].epochs) == (FAILED, {0: "error"}, PAUSED, 1)
-    assert rows[order[-1]].epochs == 1
 
 
 def test_a_trial_continues_before_the_rung_is_complete_and_only_by_known_results():

@@ -13,7 +13,7 @@ from support.processes import RESULT_S, wait_for
 from support.runs import ROOT, records, small_options
 
 from distribuuuu.commands.sweep import executors
-from distribuuuu.commands.sweep.executors import LocalExecutor, is_locked, plan_slots
+from distribuuuu.commands.sweep.executors import LocalExecutor, plan_slots
 from distribuuuu.commands.sweep.sweep import parse_args, plan_sweep, sweep, write_outcome
 from distribuuuu.commands.sweep.trials import Job, RunState, build_rows
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
@@ -43,18 +43,8 @@ def test_all_problems_are_reported_at_once(image_folder, tmp_path):
         "OPTIM.LR_POLICY (command line): got 'cosine'; expected one of cos, cos_after_warmup, cos_timm, exp, lin, "
         "steps, tri; did you mean cos?",
     ]
-    swept = (
-        "OPTIM.MAX_EPOCH=3,4",
-        "OPTIM.WARMUP_EPOCHS",
-        "0",
-        "TRAIN.AUTO_RESUME",
-        "False",
-        "OUT_DIR",
-        tmp_path,
-        "--asha",
-        "3",
-    )
-    asha, resume = problems_of(parse, *swept, "TRAIN.DATASET", image_folder)
+    swept = ("OPTIM.MAX_EPOCH=3,4", "OPTIM.WARMUP_EPOCHS", 0, "TRAIN.AUTO_RESUME", False, "OUT_DIR", tmp_path)
+    asha, resume = problems_of(parse, *swept, "--asha", 3, "TRAIN.DATASET", image_folder)
     assert asha.startswith("OPTIM.MAX_EPOCH: cannot be swept with --asha") and resume.startswith("TRAIN.AUTO_RESUME")
     (none,) = problems_of(parse, *small, "OUT_DIR", tmp_path, "OPTIM.BASE_LR=1,2", "OPTIM.MAX_EPOCH", "0")
     assert none == "OPTIM.MAX_EPOCH: got 0; expected 1 or more: a trial without epochs has no result"
@@ -100,18 +90,15 @@ def test_the_best_config_is_a_config_file_of_what_differs_from_the_defaults(imag
     assert [(row["trial"], row["objective"]) for row in rows] == [(2, 9.0), (1, 5.0), (0, 3.0), (3, None)]
 
 
-def test_jobs_share_the_cores_and_the_gpus_evenly(monkeypatch, tmp_path):
+def test_jobs_share_the_cores_and_the_gpus_evenly(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores, gpus = [0, 1, 2, 3, 6, 7], ["4", "5", "6", "7"]
     slots = [(own, env["OMP_NUM_THREADS"]) for own, env in plan_slots(2, 1, cores, [])]
     assert slots == [({0, 1, 2}, "3"), ({3, 6, 7}, "3")]
-    assert [own for own, _ in plan_slots(8, 1, cores, [])] == [{0}, {1}, {2}, {3}, {6}, {7}, {0}, {1}]
     slots = [env for _, env in plan_slots(2, 2, cores, gpus)]
     assert [env["CUDA_VISIBLE_DEVICES"] for env in slots] == ["4,5", "6,7"] and slots[0]["OMP_NUM_THREADS"] == "1"
-    assert [env["CUDA_VISIBLE_DEVICES"] for _, env in plan_slots(3, 1, cores, gpus[:2])] == ["4", "5", "4"]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert plan_slots(1, 1, cores, [])[0][1] == {"OMP_NUM_THREADS": "5"}
-    assert not is_locked(tmp_path)
 
 
 @pytest.fixture
