@@ -97,14 +97,19 @@ class Samples(Dataset):
         extra = {name: other for name, (other, _) in others.items() if other}
         return batch._replace(extra=extra) if batch and len(extra) == len(others) else None, broken
 
+    def read_ahead(self, keys: Any) -> None:
+        """Start to fetch the images of a batch that are at a URL."""
+        if self.images.remote:
+            self.images.remote.read_ahead(keys)
+        for name, one in self.extra.items():
+            one.read_ahead(keys.extra[name])
+
     def make_batch(self, keys: Sequence[SampleKey], allocate: Allocate) -> HostBatch:
         """Return the batch of some keys of this data set.
 
         The channels of a pixel are adjacent in memory, as decoders and resizing return them. Each image is copied into
         the batch at once, while it is in the cache of the processor.
         """
-        if self.images.remote:
-            self.images.remote.read_ahead(keys)
         views: list[torch.Tensor] = []
         labels, index, unread, geometry = [], [], [], []
         broken: tuple[str, ...] = ()
@@ -275,6 +280,7 @@ class Pool:
 
     def submit(self, request: BatchRequest) -> None:
         """Start a batch."""
+        request[0].read_ahead(request[1])
         self._submitted.append(request)
 
     def take(self) -> HostBatch:
@@ -302,8 +308,7 @@ def pinned(made: HostBatch) -> HostBatch:
 def _list_batches(passes: Iterable[Pass], first: int) -> Iterator[tuple[tuple[Pass, int], BatchRequest]]:
     """Yield the place and the request of each batch, of the first pass from a position on."""
     for samples, sampler, end in passes:
-        scheduled = samples.images.remote.schedule(sampler) if samples.images.remote else sampler
-        for position, keys in enumerate(itertools.islice(scheduled, first, end), first):
+        for position, keys in enumerate(itertools.islice(sampler, first, end), first):
             yield (Pass(samples, sampler), position), (samples, keys)
         first = 0
 

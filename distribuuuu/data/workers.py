@@ -70,6 +70,7 @@ class ThreadPool(Pool):
 
     def submit(self, request: BatchRequest) -> None:
         """Let a thread make a batch."""
+        request[0].read_ahead(request[1])
         self._submitted.append(self._threads.submit(make_batch, *request, self._pin_memory))
 
     def take(self) -> HostBatch:
@@ -232,7 +233,7 @@ def _work(
     for end in inherited:
         end.close()
     requests: queue.SimpleQueue = queue.SimpleQueue()
-    threading.Thread(target=_read_requests, args=(pipe, requests), daemon=True).start()
+    threading.Thread(target=_read_requests, args=(pipe, requests, sources), daemon=True).start()
     while True:
         number, keys, slot = requests.get()
         try:
@@ -247,11 +248,12 @@ def _work(
             os._exit(0)
 
 
-def _read_requests(pipe: Connection, requests: queue.SimpleQueue) -> None:
+def _read_requests(pipe: Connection, requests: queue.SimpleQueue, sources: Sequence[Samples]) -> None:
     """Pass requests on, so that the parent never waits to send one; exit with the parent, or when it says so."""
     with contextlib.suppress(EOFError, OSError):
         while (request := pipe.recv()) is not None:
             requests.put(request)
+            sources[request[0]].read_ahead(request[1])
     sys.stdout.flush()
     os._exit(0)
 

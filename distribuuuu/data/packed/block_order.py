@@ -1,7 +1,5 @@
-"""Blocks of neighboring images of a pack: orders that read each block once, and batches that announce later ones."""
+"""Blocks of neighboring images of a pack, and orders that read each block once."""
 
-from collections import deque
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +14,6 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 2 << 20
 # Blocks within which images are shuffled.
 WINDOW = 1024
-# Batches between the announcement of a batch and the request for it.
-AHEAD = 8
 
 
 def block_starts(columns: Arrays) -> np.ndarray:
@@ -57,29 +53,3 @@ class BlockShuffle:
         images = positions + (self._starts[blocks] - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
         delays = torch.rand(num, dtype=torch.float64, generator=generator) * (num * self._window / num_blocks)
         return images[(positions + delays).argsort(stable=True)]
-
-
-class KeysWithAhead(list):
-    """The keys of a batch, and those of a later one."""
-
-    ahead: Sequence[Sequence[int]] = ()
-
-
-class ReadAheadSampler:
-    """The batches of a sampler, each with the one that comes AHEAD batches later."""
-
-    def __init__(self, sampler: Any):
-        self._sampler = sampler
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __iter__(self) -> Iterator[KeysWithAhead]:
-        waiting: deque[KeysWithAhead] = deque()
-        for keys in self._sampler:
-            waiting.append(KeysWithAhead(keys))
-            vars(waiting[-1]).update(getattr(keys, "__dict__", {}))  # those of other data sets
-            if len(waiting) > AHEAD:
-                waiting[0].ahead = keys
-                yield waiting.popleft()
-        yield from waiting

@@ -22,7 +22,6 @@ from distribuuuu.config import ConfigError
 from distribuuuu.data.datasets.index import FIXED, Place, checksum_of, read_fixed, read_header
 from distribuuuu.data.packed import block_order
 from distribuuuu.data.packed import format as packed_format
-from distribuuuu.data.packed.block_order import AHEAD, ReadAheadSampler
 from distribuuuu.data.packed.cache import KEPT, DiskCache
 from distribuuuu.data.packed.format import INDEX, check_index
 from distribuuuu.data.packed.transport import MAX_WRONG, Part, RemoteError, fetch
@@ -31,8 +30,6 @@ from distribuuuu.files.untrusted import InvalidFileError, untrusted
 
 # Threads of each process that read ahead; seconds of failures after which they leave a block to its reader.
 NUM_THREADS, AHEAD_S = 4, 2.0
-# Part of the cache that blocks read ahead may fill.
-AHEAD_PART = 0.25
 # Bytes per read of an index.
 _CHUNK = 16 << 20
 # Seconds of retries and for a request in the checks of a start.
@@ -83,8 +80,6 @@ class RemotePack:
     Raises:
         ConfigError: the pack is incomplete or cannot be read, or the cache cannot be written to.
     """
-
-    schedule = staticmethod(ReadAheadSampler)
 
     def __init__(self, url: str, cache_dir: str = "", cache_gb: float = 100.0, timeout_s: float = 300.0):
         self.url, self._timeout_s = url, timeout_s
@@ -198,22 +193,14 @@ class RemotePack:
         return fetch(path, starts[0], ends[-1], self._timeout_s, find_problem, retry_s=retry_s).data
 
     def read_ahead(self, keys: Sequence[Sequence[int]]) -> None:
-        """Start to fetch the blocks of a batch, and of the one that comes AHEAD later if the cache can hold them."""
+        """Start to fetch the blocks of a batch that are not in the cache, in the order of their use."""
         if self._pid != os.getpid():  # threads do not survive a fork
             self._queue, self._pid = queue.SimpleQueue[int](), os.getpid()
             for _ in range(NUM_THREADS):
                 threading.Thread(target=self._fetch_queued, args=(self._queue,), name="read ahead", daemon=True).start()
-        wanted = self._find_missing(keys)
-        if later := self._find_missing(getattr(keys, "ahead", ())):
-            fits = len(later) * AHEAD * block_order.BLOCK_BYTES <= AHEAD_PART * self._cache.max_bytes
-            wanted |= later if fits else {}
-        for block in wanted:
-            self._queue.put(block)
-
-    def _find_missing(self, keys: Sequence[Sequence[int]]) -> dict[int, None]:
-        """Return the blocks of a batch that are not in the cache, in the order of their use."""
-        blocks = dict.fromkeys(self.blocks_of([key[1] for key in keys]).tolist())
-        return {block: None for block in blocks if not os.path.exists(self._cache.folder / self._name(block))}
+        for block in dict.fromkeys(self.blocks_of([key[1] for key in keys]).tolist()):
+            if not os.path.exists(self._cache.folder / self._name(block)):
+                self._queue.put(block)
 
     def _fetch_queued(self, blocks: "queue.SimpleQueue[int]") -> None:
         while True:
