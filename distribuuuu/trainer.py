@@ -104,7 +104,8 @@ def train_epoch(run: Run) -> None:
         state.finish_step(num_steps)
         is_last = state.step == end
         if state.step % print_freq == 0 or is_last:
-            metrics = {**step.read_recorded(), **check_finite(state.read_metrics())}
+            recorded = {name: float(value) for name, value in step.recorded.items()}
+            metrics = {**recorded, **check_finite(state.read_metrics())}
             run.log.train(epoch, state.step, lr, metrics, loader.pop_data_time())
         else:
             run.log.show_step(epoch, state.step, lr)
@@ -125,7 +126,7 @@ class Step:
 
     def __init__(self, training: Training, batches: Iterator[Batch], number: int):
         self.training, self.number, self.is_applied = training, number, False
-        self._recorded: dict[str, Any] = {}
+        self.recorded: dict[str, Any] = {}
         self.micro_batches: Iterable[tuple[StepKey, Batch]] = self._prepare(batches)
         if training.task.gradient_passes > 1:
             self.micro_batches = list(self.micro_batches)
@@ -166,11 +167,7 @@ class Step:
 
     def record(self, **values: torch.Tensor | float) -> None:
         """Show values in the row of metrics of this step, if it has one; the main process writes its own."""
-        self._recorded |= values
-
-    def read_recorded(self) -> dict[str, float]:
-        """Return the values as numbers; waits for the device."""
-        return {name: float(value) for name, value in self._recorded.items()}
+        self.recorded |= values
 
 
 def take_step(training: Training, batches: Iterator[Batch], number: int) -> Step:

@@ -303,7 +303,7 @@ def snapshot(value: Any) -> Any:
     Tensors of a GPU are copied together, and the host waits for them once.
     """
     tensors = [tensor for _, tensor in _iter_tensors(value, "") if tensor.is_cuda]
-    copies = map(with_own_storage, copy_to_host(tensors)()) if tensors else ()
+    copies = copy_to_host(tensors)() if tensors else ()
     return _copy(value, dict(zip(map(id, tensors), copies, strict=True)))
 
 
@@ -316,13 +316,6 @@ def _copy(value: Any, copies: dict[int, torch.Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: _copy(item, copies) for key, item in value.items()}
     return type(value)(_copy(item, copies) for item in value) if isinstance(value, (list, tuple)) else value
-
-
-def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor in the same memory, whose storage is only that: torch saves storages, not tensors."""
-    start, size = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
-    storage = tensor.untyped_storage()[start : start + size]
-    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
 
 
 def find_nonfinite(value: Any) -> str | None:
@@ -353,12 +346,12 @@ def _iter_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 def copy_to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
     """Start to copy tensors of the current GPU to the host; return a function that waits for the copies, once.
 
-    The copies share one page-locked buffer. Tensors that are on the CPU are returned themselves.
+    The copies are in page-locked memory. Tensors that are on the CPU are returned themselves.
     """
     if not any(tensor.is_cuda for tensor in tensors):
         copies = [tensor.cpu() for tensor in tensors]
         return lambda: copies
-    copies, copied = copy_into_buffer(tensors, pin_memory=True), torch.cuda.Event(blocking=True)
+    copies, copied = [*map(_copy_to_pinned, tensors)], torch.cuda.Event(blocking=True)
     copied.record()
 
     def wait() -> list[torch.Tensor]:
@@ -368,20 +361,9 @@ def copy_to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Ten
     return wait
 
 
-def copy_into_buffer(tensors: Sequence[torch.Tensor], pin_memory: bool) -> list[torch.Tensor]:
-    """Return copies of tensors, with their memory formats, in one buffer of the host; asynchronous if it is pinned."""
-    starts, size = [], 0
-    for tensor in tensors:  # aligned for each type, and no two at one address
-        starts.append(size)
-        size += max(1, -(-tensor.numel() * tensor.element_size() // 64)) * 64
+def _copy_to_pinned(tensor: torch.Tensor) -> torch.Tensor:
     try:
-        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory)
-    except RuntimeError:  # so much memory cannot be page-locked: each copy then waits for the device
-        buffer, pin_memory = torch.empty(size, dtype=torch.uint8), False
-    copies = []
-    for tensor, start in zip(tensors, starts, strict=True):
-        part = buffer[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype)
-        strides = torch.empty_like(tensor, device="meta").stride()
-        copies.append(part.as_strided(tensor.shape, strides, part.storage_offset()))
-        copies[-1].copy_(tensor.detach(), non_blocking=pin_memory)
-    return copies
+        target = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    except RuntimeError:  # so much memory cannot be page-locked: the copy then waits for the device
+        target = torch.empty_like(tensor, device="cpu")
+    return target.copy_(tensor.detach(), non_blocking=target.is_pinned())

@@ -26,8 +26,6 @@ from distribuuuu.checkpoint.manager import (
     CheckpointManager,
     NonFiniteError,
     checkpoint_name,
-    copy_into_buffer,
-    with_own_storage,
 )
 from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config import load_cfg
@@ -322,22 +320,6 @@ def test_a_folder_of_checkpoints_that_is_a_link_is_refused(tmp_path):
     (tmp_path / "checkpoints").symlink_to(tmp_path / "other")
     with pytest.raises(CheckpointError, match="is a link"):
         CheckpointManager(tmp_path).find_latest()
-
-
-def test_copies_in_one_buffer_are_saved_with_the_same_bytes(tmp_path):
-    tensors = {"format": torch.randn(3, 4, 5, 5).to(memory_format=torch.channels_last), "scalar": torch.tensor(3),
-               "empty": torch.empty(0, 3, dtype=torch.float64), "bf16": torch.randn(7).bfloat16(),
-               "bool": torch.rand(2, 3) > 0.5, "transposed": torch.randn(4, 6).t(),
-               "expanded": torch.ones(3).expand(2, 3), "strided": torch.randn(10)[::2]}  # fmt: skip
-    copies = dict(zip(tensors, map(with_own_storage, copy_into_buffer([*tensors.values()], False)), strict=True))
-    expected = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-    gc.collect()  # the storages keep the buffer
-    for name, content in (("one", copies), ("each", expected)):
-        write_atomically(tmp_path / name, content)
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "each").read_bytes()
-    write_atomically(tmp_path / "part", {"scalar": copies["scalar"]})
-    assert torch.load(tmp_path / "part") == {"scalar": 3}
-    assert (tmp_path / "part").stat().st_size < (tmp_path / "one").stat().st_size / 2, "without the other tensors"
 
 
 def test_another_global_batch_keeps_the_images_seen(tmp_path):
