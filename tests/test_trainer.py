@@ -293,6 +293,7 @@ def test_torch_distributed_launch_works(image_folder, tmp_path, flag):
     assert "best top1: " in done.stderr
 
 
+@pytest.mark.slow
 def test_evaluation_with_more_processes_than_images(finished_run, image_folder, small_cfg, tmp_path):
     root = tmp_path / "two_images"
     for name in ("ant", "bee"):

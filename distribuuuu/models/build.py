@@ -1,7 +1,6 @@
 """Models of a config: MODEL.ARCH, its arguments, published or random weights."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import nn
 
 from distribuuuu.checkpoint.weights_files import PUBLISHED
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.models.find_architecture import Architecture, build_model_spec
+from distribuuuu.models.find_architecture import build_model_spec
 
 
 def build_model(cfg, pretrained: bool | None = None) -> nn.Module:
@@ -29,7 +28,7 @@ def build_model(cfg, pretrained: bool | None = None) -> nn.Module:
         if pretrained:
             from distribuuuu.models.pretrained import build_pretrained
 
-            model = build_pretrained(spec)
+            model = build_pretrained(spec, _key_of_published(cfg))
         else:
             model = spec.build()
         if cfg.MODEL.INIT != "own" and not pretrained:
@@ -74,25 +73,22 @@ def check_model(cfg) -> None:
     try:
         spec = build_model_spec(cfg)
         model = spec.build_on_meta()
-        if cfg.MODEL.PRETRAINED:
+        if cfg.MODEL.PRETRAINED or cfg.FINETUNE.WEIGHTS == PUBLISHED:
             from distribuuuu.models.pretrained import find_published
 
-            find_published(spec.arch)
+            find_published(spec.arch, _key_of_published(cfg))
     except ConfigError as error:
         raise ConfigError(error.problems, cfg.origins) from error
-    problems = list(_finetune_problems(cfg, spec.arch, model))
-    if problems:
+    if problems := list(_pattern_problems(cfg, model)):
         raise ConfigError(problems, cfg.origins)
 
 
-def _finetune_problems(cfg, arch: Architecture, model: nn.Module | None) -> Iterator[Problem]:
-    try:
-        if cfg.FINETUNE.WEIGHTS == PUBLISHED:
-            from distribuuuu.models.pretrained import find_published
+def _key_of_published(cfg) -> str:
+    """Return the option that asks for published weights."""
+    return "FINETUNE.WEIGHTS" if cfg.FINETUNE.WEIGHTS == PUBLISHED else "MODEL.PRETRAINED"
 
-            find_published(arch)
-    except ConfigError as error:
-        yield from as_finetune_problems(error)
+
+def _pattern_problems(cfg, model: nn.Module | None) -> Iterator[Problem]:
     if model is None or not (cfg.FINETUNE.FREEZE or cfg.FINETUNE.LR_MULT or cfg.OPTIM.NO_WEIGHT_DECAY):
         return
     from distribuuuu.models.freeze import freeze
@@ -105,14 +101,6 @@ def _finetune_problems(cfg, arch: Architecture, model: nn.Module | None) -> Iter
             check(model, patterns)
         except ConfigError as error:
             yield from error.problems
-
-
-def as_finetune_problems(error: ConfigError) -> list[Problem]:
-    """Return problems of MODEL.PRETRAINED as problems of FINETUNE.WEIGHTS, which asked for the same weights."""
-    return [
-        replace(problem, key="FINETUNE.WEIGHTS") if problem.key == "MODEL.PRETRAINED" else problem
-        for problem in error.problems
-    ]
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -15,7 +15,7 @@ from distribuuuu.checkpoint.weights_files import KINDS, PUBLISHED, find_weights_
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.distributed import comm as dist
-from distribuuuu.models.build import as_finetune_problems, build_model
+from distribuuuu.models.build import build_model
 from distribuuuu.models.head import find_head, layer_of, replace_layers
 from distribuuuu.models.input_channels import adapt_input
 
@@ -65,10 +65,7 @@ def build_finetuned(cfg, classes: Sequence[str]) -> nn.Module:
         model = build_model(cfg, pretrained=False)
         load_weights_file(cfg, model, classes)
         return model
-    try:
-        model = dist.local_main_first(lambda: build_model(cfg, pretrained=True))
-    except ConfigError as error:
-        raise ConfigError(as_finetune_problems(error), cfg.origins) from error
+    model = dist.local_main_first(lambda: build_model(cfg, pretrained=True))
     if cfg.FINETUNE.HEAD_RESET:
         head = find_head(cfg, model)
         replace_layers(model, build_model(cfg, pretrained=False), head)

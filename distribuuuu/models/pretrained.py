@@ -31,10 +31,10 @@ class PublishedWeights:
     num_classes: int | None = None
 
 
-def find_published(arch: Architecture) -> PublishedWeights:
+def find_published(arch: Architecture, key: str = "MODEL.PRETRAINED") -> PublishedWeights:
     """Return the published weights of an architecture; nothing is downloaded.
 
-    A registered constructor has some if it has a parameter `pretrained`.
+    A registered constructor has some if it has a parameter `pretrained`. `key` is the option that asks for them.
 
     Raises:
         ConfigError: there are none.
@@ -54,18 +54,18 @@ def find_published(arch: Architecture) -> PublishedWeights:
     elif "pretrained" in parameters:
         return PublishedWeights(f"the weights of {arch.name}", {"pretrained": True})
     remedy = "set MODEL.WEIGHTS or FINETUNE.WEIGHTS to the path of a weights file instead"
-    raise ConfigError(Problem("MODEL.PRETRAINED", f"{arch.name} has no published weights; fix: {remedy}"))
+    raise ConfigError(Problem(key, f"{arch.name} has no published weights; fix: {remedy}"))
 
 
-def build_pretrained(spec: ModelSpec) -> nn.Module:
+def build_pretrained(spec: ModelSpec, key: str) -> nn.Module:
     """Return the model with its published weights; the head is randomly initialized if the classes differ.
 
     Raises:
         ConfigError: there are no weights, they cannot be downloaded, or they do not fit MODEL.KWARGS.
     """
-    published = find_published(spec.arch)
+    published = find_published(spec.arch, key)
     num_classes = published.num_classes or spec.num_classes
-    model = _load(spec, published, num_classes)
+    model = _load(spec, published, num_classes, key)
     initialized = _reset_by_timm(model, spec.num_classes) if spec.arch.source == "timm" else []
     if num_classes != spec.num_classes:
         initial = spec.build()
@@ -76,7 +76,7 @@ def build_pretrained(spec: ModelSpec) -> nn.Module:
     return model
 
 
-def _load(spec: ModelSpec, published: PublishedWeights, num_classes: int) -> nn.Module:
+def _load(spec: ModelSpec, published: PublishedWeights, num_classes: int, key: str) -> nn.Module:
     try:
         return spec.build(**published.arguments, num_classes=num_classes)
     except (ConfigError, OSError, RuntimeError, pickle.UnpicklingError) as error:
@@ -90,7 +90,7 @@ def _load(spec: ModelSpec, published: PublishedWeights, num_classes: int) -> nn.
             " path, or MODEL.WEIGHTS if the classes are the same; or set MODEL.PRETRAINED False"
         )
         # Without its cause, whose text may advise to unpickle the file.
-        raise ConfigError(Problem("MODEL.PRETRAINED", f"{reason}; fix: {fix}")) from None
+        raise ConfigError(Problem(key, f"{reason}; fix: {fix}")) from None
 
 
 def _one_line(error: BaseException | None) -> str:

@@ -62,7 +62,8 @@ def build_teacher(cfg, classes: Sequence[str]) -> nn.Module:
         ConfigError: the teacher cannot be built, or its weights do not match the model or the classes.
     """
     weights = cfg.DISTILL.WEIGHTS
-    teacher_cfg = changed(cfg, {"MODEL.ARCH": cfg.DISTILL.TEACHER, "MODEL.KWARGS": cfg.DISTILL.KWARGS.clone()})
+    own = {"MODEL.ARCH": cfg.DISTILL.TEACHER, "MODEL.KWARGS": cfg.DISTILL.KWARGS.clone(), "FINETUNE.WEIGHTS": ""}
+    teacher_cfg = changed(cfg, own)
     try:
         if weights == "pretrained":
             return dist.local_main_first(lambda: build_model(teacher_cfg, pretrained=True))

@@ -18,8 +18,6 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import METRICS
 from distribuuuu.distributed.comm import gather_objects, gather_rows, scaled_all_reduce
 
-# Logits of a process that a checkpoint stores at most, 20 MiB; with more, a resumed run starts a new accumulation.
-_MAX_SAVED = 2**22
 # Batches that are kept until their metrics are computed together, and their logits at most.
 _MAX_PENDING, _MAX_PENDING_LOGITS = 64, 2**20
 # Names of a row of metrics, and of columns of the table, that a task cannot use.
@@ -346,16 +344,13 @@ class Meter:
         return count.view(()), loss.view(()), views
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums and logits of this process since the last read; zeros if the logits exceed `_MAX_SAVED`."""
+        """Return the sums and logits of this process since the last read."""
         self._add_pending()
-        is_small = sum(logits.numel() for logits, _ in self._scores) <= _MAX_SAVED
-        keep = torch.Tensor.cpu if is_small else lambda sums: torch.zeros_like(sums, device="cpu")
-        state: dict[str, Any] = {"sums": keep(self._sums)}
+        state: dict[str, Any] = {"sums": self._sums.cpu()}
         if self._others:
-            state["others"] = {name: keep(sums) for name, sums in self._others.items()}
+            state["others"] = {name: sums.cpu() for name, sums in self._others.items()}
         if self._score_metrics:
-            parts = zip(*(self._scores if is_small else [self._no_scores]), strict=True)
-            state["scores"], state["applies"] = (torch.cat(part).cpu() for part in parts)
+            state["scores"], state["applies"] = (torch.cat(part).cpu() for part in zip(*self._scores, strict=True))
         return state
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:

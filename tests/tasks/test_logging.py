@@ -118,8 +118,9 @@ def test_norms_are_those_of_weights_gradients_and_updates(alone):
             assert update == pytest.approx(row["lr"] * gradient, rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "words", [slow(()), slow(("DIST.SHARD", "zero1")), pytest.param(("DIST.SHARD", "fsdp"), marks=needs_fsdp)], ids=str
+    "words", [(), ("DIST.SHARD", "zero1"), pytest.param(("DIST.SHARD", "fsdp"), marks=needs_fsdp)], ids=str
 )
 def test_norms_do_not_depend_on_the_processes(alone, small_cfg, words):
     cfg = small_cfg(*NORMS, *GROUP_NORM, *words, "TRAIN.BATCH_SIZE", 6)

@@ -97,6 +97,7 @@ def test_a_state_that_differs_in_names_or_shapes_is_refused(register, small_cfg,
         train_model(small_cfg())
 
 
+@pytest.mark.slow
 def test_entries_that_differ_between_processes_are_saved_for_each(register, small_cfg, tmp_path):
     register(Centered)
     cfg = small_cfg("TASK.NAME", "Centered", "TRAIN.BATCH_SIZE", 6)
