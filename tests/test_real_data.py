@@ -55,7 +55,7 @@ def test_training_on_clothing10_lowers_the_loss(clothing, tmp_path):
 
 
 def check(root: Path) -> dict:
-    folder = command_module("doctor.layout").open_folder(root)
+    folder = command_module("doctor.findings").open_folder(root)
     scan = command_module("scan.scan").scan_images(folder, DEFAULTS, 2, lambda num: None)
     groups = command_module("scan.duplicates").find_groups(scan, DEFAULTS)
     return command_module("doctor.findings").examine(scan, groups, DEFAULTS)

@@ -13,7 +13,7 @@ from typing import Any
 from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
 from distribuuuu.commands.main import USAGE_ERROR
 from distribuuuu.commands.output import FORMATS, WIDTH, align_columns, print_report
-from distribuuuu.commands.scan.data_config import open_images, read_data_cfg
+from distribuuuu.commands.scan.data_config import read_data_cfg
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted
@@ -38,14 +38,17 @@ def doctor(prog: str, args: list[str]) -> int:
     """Check a data set and print the report; return the exit status."""
     flags, folder, cfg = parse_args(prog, args)
     if flags.statistics:
-        return _print_statistics(flags, cfg if folder is None else changed(cfg, {"TRAIN.DATASET": str(folder)}))
+        from distribuuuu.commands.doctor.statistics import format_statistics
+
+        cfg = cfg if folder is None else changed(cfg, {"TRAIN.DATASET": str(folder)})
+        print_report(format_statistics(cfg, flags.workers, as_json=flags.format == "json"))
+        return 0
     if folder is not None and not folder.is_dir():
         raise ConfigError(Problem(*missing_root("FOLDER", folder, "SPLIT/CLASS/IMAGE or CLASS/IMAGE")))
     if (cfg.DATA.CHANNELS, cfg.DATA.PIXELS) not in ((3, "uint8"), (1, "uint8")):
         message = f"got {cfg.DATA.CHANNELS} with DATA.PIXELS {cfg.DATA.PIXELS}; expected 8-bit RGB or gray images"
         raise ConfigError(Problem("DATA.CHANNELS", f"{message}; fix: --statistics, which takes any"))
-    from distribuuuu.commands.doctor.findings import examine
-    from distribuuuu.commands.doctor.layout import open_cfg, open_folder
+    from distribuuuu.commands.doctor.findings import examine, open_cfg, open_folder
     from distribuuuu.commands.scan.duplicates import find_groups
     from distribuuuu.commands.scan.scan import scan_images
     from distribuuuu.data.image_file import build_decode_options
@@ -69,17 +72,6 @@ def doctor(prog: str, args: list[str]) -> int:
     report = {"source": source, "seconds": round(seconds, 2), **examine(scan, groups, options)}
     print_report(json.dumps(report, indent=1) if flags.format == "json" else format_text(report, folder))
     return USAGE_ERROR if report["status"] != "clean" else 0
-
-
-def _print_statistics(flags: argparse.Namespace, cfg: Any) -> int:
-    from distribuuuu.commands.doctor.statistics import format_snippet, measure_channels
-    from distribuuuu.records.run_log import progress
-
-    images = open_images(cfg, train=True)
-    with progress(None, "measuring", len(images), unit="img") as bar:
-        found = measure_channels(cfg, images, flags.workers, bar.update)
-    print_report(format_snippet(cfg, found, len(images), as_json=flags.format == "json"))
-    return 0
 
 
 def parse_args(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespace, Path | None, Any]:

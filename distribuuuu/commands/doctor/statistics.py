@@ -1,30 +1,28 @@
 """Mean and standard deviation of each channel of the training images, in one pass, as a config snippet."""
 
 import json
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from distribuuuu.commands.scan.data_config import open_images
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import PIXEL_RANGES
-from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import open_lazy_image
 from distribuuuu.data.image_file import build_decode_options
 from distribuuuu.data.loader import BadImageError
 from distribuuuu.data.make_batch import reason_of
+from distribuuuu.records.run_log import progress
 
 
-def measure_channels(cfg: Config, images: ImageDataset, workers: int, update: Callable[[int], object]) -> np.ndarray:
-    """Return mean and standard deviation of each channel, float64 (2, channels), in the units of DATA.MEAN.
-
-    Each image has the same weight, whatever its size.
+def format_statistics(cfg: Config, workers: int, as_json: bool) -> str:
+    """Return mean and standard deviation, in the units of DATA.MEAN, as JSON or YAML; each image has the same weight.
 
     Raises:
-        BadImageError: an image cannot be read.
+        ConfigError, BadImageError: the training images, or one of them, cannot be read.
     """
-    options, one = build_decode_options(cfg), PIXEL_RANGES[cfg.DATA.PIXELS]
+    images, options, one = open_images(cfg, train=True), build_decode_options(cfg), PIXEL_RANGES[cfg.DATA.PIXELS]
 
     def measure(index: int) -> np.ndarray:
         try:
@@ -37,21 +35,14 @@ def measure_channels(cfg: Config, images: ImageDataset, workers: int, update: Ca
         values = pixels.reshape(len(pixels), -1) / np.float64(one)
         return np.stack([values.mean(1), np.square(values).mean(1)])
 
-    total = np.zeros((2, options.channels))
     with ThreadPoolExecutor(max(1, workers)) as pool:
-        for found in pool.map(measure, range(len(images))):
-            update(1)
-            total += found
+        total = sum(progress(pool.map(measure, range(len(images))), "measuring", len(images)))
     mean, square = total / len(images)
-    return np.stack([mean, np.sqrt(np.maximum(square - mean**2, 0))])
-
-
-def format_snippet(cfg: Config, found: np.ndarray, num: int, as_json: bool) -> str:
-    """Return mean and standard deviation as JSON, or as YAML with the number of images in a comment."""
-    mean, std = ([float(f"{value:.6g}") for value in values] for values in found)
+    deviation = np.sqrt(np.maximum(square - mean**2, 0))
+    rows = [[float(f"{value:.6g}") for value in values] for values in (mean, np.where(deviation, deviation, 1))]
     # A constant channel is divided by 1.
-    data = {"CHANNELS": cfg.DATA.CHANNELS, "PIXELS": cfg.DATA.PIXELS, "MEAN": mean, "STD": [one or 1.0 for one in std]}
+    data = {"CHANNELS": cfg.DATA.CHANNELS, "PIXELS": cfg.DATA.PIXELS, "MEAN": rows[0], "STD": rows[1]}
     if as_json:
         return json.dumps({"DATA": data})
-    lines = [f"# of {counted(num, 'training image')}", "DATA:", *(f"  {name}: {value}" for name, value in data.items())]
-    return "\n".join(lines)
+    lines = [f"# of {counted(len(images), 'training image')}", "DATA:"]
+    return "\n".join([*lines, *(f"  {name}: {value}" for name, value in data.items())])

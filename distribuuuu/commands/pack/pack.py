@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
 from distribuuuu.commands.output import stop_with
@@ -33,8 +34,8 @@ def pack(prog: str, args: list[str]) -> int:
     with handled_by(stop_with("finished shards are kept")):
         try:
             job = parse_args(args, prog)
-            if job.verify:
-                verify_packs(job.out, job.workers)
+            if job.flags.verify:
+                verify_packs(job.out, job.flags.workers)
             else:
                 for train in job.trains:
                     pack_split(job, train)
@@ -57,7 +58,7 @@ def parse_args(words: list[str], prog: str | None = None) -> PackJob:
         raise ConfigError(f"command line: name the folder of the packed data first: {parser.prog} OUT ...")
     cfg, found = read_data_cfg(args.cfg, rest[1:])
     problems: list[str | Problem] = [*found, *find_flag_problems(args, rest[1:])]
-    job = _job_of(args, Path(rest[0]), cfg)
+    job = PackJob(Path(rest[0]), args, cfg, _options_of(args, cfg))
     if not args.verify:
         problems += _source_problems(job, set_keys_only=bool(problems))
         problems += _out_problems(job)
@@ -77,21 +78,13 @@ def build_parser(prog: str | None = None) -> CommandParser:
     add = parser.add_argument
     add("--cfg", metavar="FILE", help="YAML file that names the source: DATA.NAME, TRAIN.DATASET, TEST.DATASET ...")
     add("--format", choices=FORMATS, default="jpeg", help="files (jpeg, the default) or pixels (raw)")
-    add("--shorter-side", metavar="N", type=at_least(1), help="scale larger images down to this many pixels")
-    add(
-        "--longer-side",
-        metavar="N",
-        type=at_least(1),
-        help="the same for the longer side, as ffcv does",
-    )
+    side = parser.add_mutually_exclusive_group().add_argument
+    side("--shorter-side", metavar="N", type=at_least(1), help="scale larger images down to this many pixels")
+    side("--longer-side", metavar="N", type=at_least(1), help="the same for the longer side, as ffcv does")
     add("--quality", metavar="Q", type=int, help="encode again as JPEG; 90 where a new size makes it necessary")
     add("--shard-mb", metavar="MB", type=float, default=1024.0, help="maximum size of a file (1024)")
-    add(
-        "--workers",
-        metavar="N",
-        type=at_least(0),
-        help="processes that encode (default: one per core); 0: none",
-    )
+    workers = "processes that encode (default: one per core); 0: none"
+    add("--workers", metavar="N", type=at_least(0), default=count_cores(), help=workers)
     add("--split", choices=SPLITS, default="both", help="which images to pack (both)")
     add("--overwrite", action="store_true", help="delete the existing packs of these splits")
     add("--no-check", action="store_true", help="do not decode the files that are kept unchanged")
@@ -99,7 +92,8 @@ def build_parser(prog: str | None = None) -> CommandParser:
     return parser
 
 
-def _job_of(args: argparse.Namespace, out: Path, cfg: Config) -> PackJob:
+def _options_of(args: argparse.Namespace, cfg: Config) -> dict[str, Any]:
+    """Return the options of a pack as its index stores them."""
     encodes = args.format == "jpeg" and (args.shorter_side is not None or args.longer_side is not None)
     quality = DEFAULT_QUALITY if encodes and args.quality is None else args.quality
     options = {"format": args.format, "shorter_side": args.shorter_side, "quality": quality, "shard_mb": args.shard_mb}
@@ -107,8 +101,7 @@ def _job_of(args: argparse.Namespace, out: Path, cfg: Config) -> PackJob:
         options["longer_side"] = args.longer_side
     if cfg.DATA.EXIF_ROTATE and (quality is not None or args.format == "raw"):  # a file kept unchanged keeps its EXIF
         options["exif_rotate"] = True
-    workers = count_cores() if args.workers is None else args.workers
-    return PackJob(out, args.verify, cfg, options, SPLITS[args.split], workers, args.overwrite, check=not args.no_check)
+    return options
 
 
 def find_flag_problems(args: argparse.Namespace, overrides: list[str]) -> Iterator[str]:
@@ -117,8 +110,6 @@ def find_flag_problems(args: argparse.Namespace, overrides: list[str]) -> Iterat
         yield f"--quality {args.quality}: --format raw stores pixels, which have no quality; remove one of them"
     if args.quality is not None and not 1 <= args.quality <= 100:
         yield f"--quality {args.quality} is outside the allowed range: 1 to 100"
-    if args.shorter_side is not None and args.longer_side is not None:
-        yield "--shorter-side and --longer-side exclude each other; remove one of them"
     if not 0 < args.shard_mb < 2**40:
         yield f"--shard-mb {args.shard_mb} must be above 0"
     if args.verify and (overrides or args.cfg):
@@ -148,5 +139,5 @@ def _out_problems(job: PackJob) -> Iterator[str]:
             continue
         foreign = find_foreign_files(folder)
         yield from foreign
-        if not foreign and not job.overwrite:
+        if not foreign and not job.flags.overwrite:
             yield from find_conflicts(folder, {"options": job.options, "source": source})

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import zlib
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,23 +48,20 @@ class PackJob:
 
     Attributes:
         out: the folder of the packs, one sub-folder per split.
-        verify: only verify the existing packs.
+        flags: those of the command.
         cfg: the source, and the handling of broken images.
         options: format, shorter_side, quality and shard_mb as stored in the index; longer_side and exif_rotate if set.
-        trains: True for the training images, False for the evaluation images.
-        workers: worker processes; 0: none.
-        overwrite: delete existing packs.
-        check: decode the files that are kept unchanged.
     """
 
     out: Path
-    verify: bool
+    flags: Namespace
     cfg: Config
     options: dict[str, Any]
-    trains: tuple[bool, ...]
-    workers: int
-    overwrite: bool
-    check: bool
+
+    @property
+    def trains(self) -> tuple[bool, ...]:
+        """The splits to pack: True for the training images, False for the evaluation images."""
+        return SPLITS[self.flags.split]
 
     def folder(self, train: bool) -> Path:
         """Return the folder of a pack."""
@@ -92,7 +90,7 @@ def pack_split(job: PackJob, train: bool) -> None:
             print(note, flush=True)
     folder, images = job.folder(train), encoder.images
     with _locked(folder):
-        if job.overwrite:
+        if job.flags.overwrite:
             remove_pack(folder)
         if conflicts := find_conflicts(folder, identity):
             raise ConfigError(conflicts)
@@ -107,7 +105,7 @@ def pack_split(job: PackJob, train: bool) -> None:
             print(f"{folder}: resumed after {finished}, at image {first:,}", flush=True)
         meta = {"classes": images.classes, "mean": images.mean, "std": images.std, "crop": images.crop}
         with writer:
-            _append_all(writer, encoder, job.workers, skip=job.cfg.DATA.ON_BAD_IMAGE == "skip")
+            _append_all(writer, encoder, job.flags.workers, skip=job.cfg.DATA.ON_BAD_IMAGE == "skip")
             if not writer.num_images:
                 raise ConfigError(f"{folder}: no image can be read ({counted(len(images), 'image')})")
             writer.finish(len(images), {**meta, "max_pixels": job.cfg.DATA.MAX_PIXELS})
@@ -147,7 +145,7 @@ def _build_encoder(job: PackJob, train: bool) -> "Encoder":
     # The folder above that of the images is removed from their names, so that they are valid on any machine.
     root = str(Path(images.index.root).parent) if isinstance(images, ImageFolder) else ""
     targets = {} if images.targets == "label" else encode_targets(images.label(0), images.targets)[0]
-    return Encoder(images, root, job.options, job.check, decoding, targets)
+    return Encoder(images, root, job.options, not job.flags.no_check, decoding, targets)
 
 
 def _fingerprint(encoder: "Encoder") -> dict[str, Any]:

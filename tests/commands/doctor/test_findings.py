@@ -10,8 +10,7 @@ from PIL import Image
 from support.images import draw_folder
 from support.packs import pack
 
-from distribuuuu.commands.doctor.findings import examine
-from distribuuuu.commands.doctor.layout import open_cfg, open_folder
+from distribuuuu.commands.doctor.findings import examine, open_cfg, open_folder
 from distribuuuu.commands.main import start_command
 from distribuuuu.commands.scan.duplicates import find_groups
 from distribuuuu.commands.scan.scan import scan_images
@@ -191,16 +190,10 @@ def test_a_folder_without_evaluation_images_names_the_command_that_splits_it(roo
 
 
 def test_folders_that_cannot_be_checked(tmp_path):
-    data = tmp_path / "data"
-    for make, message in [
-        (lambda: None, "no such folder: .*; it should hold SPLIT/CLASS/IMAGE or CLASS/IMAGE"),
-        (data.touch, "data is a file; expected a folder"),
-        (lambda: (data.unlink(), data.mkdir()), "has no class folders"),
-        ((data / "x.jpg").touch, "has no class folders"),
-    ]:
+    for make in (lambda: None, (tmp_path / "x.jpg").touch):
         make()
-        with pytest.raises(ConfigError, match=message):
-            open_folder(data)
+        with pytest.raises(ConfigError, match="has no class folders"):
+            open_folder(tmp_path)
 
 
 def test_a_class_may_be_called_train(tmp_path, capsys):

@@ -454,7 +454,7 @@ WRONG = {
     "": "name the folder of the packed data first", "TRAIN.DATASET x": "folder of the packed data first",
     "OUT --format jpg": "invalid choice", "OUT --shorter-sid 3": "did you mean --shorter-side",
     "OUT TRAIN.DATASETS x": "did you mean TRAIN.DATASET", "OUT --format raw --quality 90": "stores pixels",
-    "OUT --quality 101": "1 to 100", "OUT --shorter-side 9 --longer-side 12": "exclude each other",
+    "OUT --quality 101": "1 to 100", "OUT --shorter-side 9 --longer-side 12": "not allowed with argument",
     "OUT --workers -1": "got -1; expected 0 or more", "OUT TRAIN.DATASET /no/such": "no such folder: /no/such",
     "s3://bucket/set": "expected a local path", "--verify OUT": "is not a folder",
     "--verify OUT OUT_DIR x": "--verify takes the folder alone",
