@@ -117,7 +117,7 @@ def find_model_problems(arch_key: str, arch: str, kwargs_key: str, kwargs: Mappi
                 if message := find_objection(keyword, name, parameters, allowed):
                     yield f"{kwargs_key}.{keyword}", message
             return
-    from distribuuuu.hints.models import describe_unknown_model
+    from distribuuuu.hints.words import describe_unknown_model
 
     yield arch_key, describe_unknown_model(arch, {source: table.names for source, table in tables.items()}, SOURCES)
 

@@ -185,7 +185,7 @@ def _find_base_problem(name: Any, base: str | None, path: str, chain: tuple[str,
     files = [user.rpartition(":")[0] for user in chain]
     shown = " -> ".join([*files, base or name])
     if base is None:
-        from distribuuuu.hints.configs import suggest_configs
+        from distribuuuu.hints.words import suggest_configs
 
         return f"no such file: {shown}{suggest_configs(os.path.join(os.path.dirname(path), name))}"
     if os.path.realpath(base) in map(os.path.realpath, files):
@@ -202,7 +202,7 @@ def _read_yaml(path: str, problems: list[Problem]) -> list[Setting]:
             return list(_walk_yaml(root, "", path, problems))
         message = "expected `SECTION:` lines with `KEY: value` lines beneath" if root else ""
     except OSError as error:
-        from distribuuuu.hints.configs import suggest_configs
+        from distribuuuu.hints.words import suggest_configs
 
         is_missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
         message = "no such file" if is_missing else f"cannot be read: {error.strerror}"

@@ -1,8 +1,13 @@
-"""Words that an option does not allow: the entry that is meant, or the allowed ones."""
+"""Unknown words of options, models and config files: the one that is meant, or the allowed ones."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
 
-from distribuuuu.config.errors import did_you_mean
+from distribuuuu.config.errors import did_you_mean, near_matches
+from distribuuuu.config.locate import shipped_file
 
 # Names of data sets elsewhere -> the data set here, and what it reads.
 DATA_NAMES = {
@@ -27,3 +32,44 @@ def describe_wrong_word(word: object, allowed: Sequence[str], kind: str) -> str:
 def normalized(name: str) -> str:
     """Return a flag or a part of a key in lower case, with dashes between its words only."""
     return name.lower().replace("_", "-").strip("-")
+
+
+def describe_unknown_model(arch: str, names: Mapping[str, Collection[Any]], sources: Collection[str]) -> str:
+    """Return the message for an unknown model: the nearest names, or the sources that were searched.
+
+    Args:
+        arch: the unknown name.
+        names: the names of each source that was searched; of all sources if the prefix is unknown.
+        sources: the prefixes that exist.
+    """
+    prefix, _, name = arch.rpartition("/")
+    near = near_matches(name, {known for source in names.values() for known in source})
+    message = f"unknown model {arch!r}"
+    if prefix and prefix not in sources:
+        message += f"; expected a prefix of {', '.join(f'{source}/NAME' for source in sources)}, or none"
+    elif prefix:
+        near = [f"{prefix}/{known}" for known in near]
+    if near:
+        return f"{message}; did you mean {', '.join(near)}?"
+    return message if prefix not in ("", *sources) else f"{message}; no similar name in {', '.join(names)}"
+
+
+def suggest_configs(path: str) -> str:
+    """Return '; did you mean FILE?' for a missing config file, or an empty string.
+
+    Searched are the folder of the path (the path itself, if it is a folder), ./configs and the shipped configs.
+    """
+    shipped, stem = shipped_file("configs"), Path(path).stem
+    try:
+        found = [*Path(path).glob("*.yaml"), *(shipped / path).glob("*.yaml")]
+    except OSError:  # the name is too long
+        return ""
+    if not found:
+        roots = {os.path.realpath(root): Path(root) for root in (shipped, "configs")}  # in a checkout, the same folder
+        files = [*Path(path).parent.glob("*.yaml"), *(file for root in roots.values() for file in root.rglob("*.yaml"))]
+        stems = near_matches(stem, [file.stem for file in files])
+        stems = [stem] if stem in stems else stems
+        found = [file for file in files if file.stem in stems]
+    names = {str(file.relative_to(shipped) if shipped in file.parents else file) for file in found}
+    ranked = sorted(names, key=lambda name: (-SequenceMatcher(None, path, name).ratio(), name))
+    return f"; did you mean {', '.join(ranked[:4])}?" if ranked else ""

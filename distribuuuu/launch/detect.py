@@ -14,8 +14,7 @@ from pathlib import Path
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.files.locks import read_stat
 
-# Slurm numbers its own steps (interactive, batch, extern, ...) from here; their processes are not ranks.
-FIRST_SPECIAL_STEP = 0xFFFFFFF0
+_SLURM = "distribuuuu.launch.slurm"
 # Set by `--nproc` for the processes it starts: its process id and a random id of the run.
 NPROC_MARK = "DISTRIBUUUU_NPROC"
 
@@ -57,8 +56,8 @@ def detect_launch(env: Mapping[str, str] = os.environ) -> Launch:
     """
     if "RANK" in env or "WORLD_SIZE" in env:
         launch = _explicit_launch(env)
-    elif slurm_num_tasks(env) > 1:
-        launch = importlib.import_module("distribuuuu.launch.slurm").slurm_launch(env)
+    elif "SLURM_STEP_ID" in env and (slurm := importlib.import_module(_SLURM)).slurm_num_tasks(env) > 1:
+        launch = slurm.slurm_launch(env)
     else:
         launch = Launch("plain python")
     if not (0 <= launch.rank < launch.world_size and launch.local_rank >= 0):
@@ -111,7 +110,8 @@ def _explicit_launch(env: Mapping[str, str]) -> Launch:
     if missing:
         raise launch_error(f"{' and '.join(missing)} must be set too", env)
     rank = read_int(env, "RANK")
-    _check_consistency(env, rank, world_size)
+    if "SLURM_STEP_ID" in env and "TORCHELASTIC_RUN_ID" not in env:
+        importlib.import_module(_SLURM).check_consistency(env, rank, world_size)
     local_rank = read_int(env, next((name for name in ("LOCAL_RANK", "SLURM_LOCALID") if name in env), "RANK"))
     local_world_size = read_int(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world_size
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "--nproc" if NPROC_MARK in env else "RANK and WORLD_SIZE"
@@ -119,24 +119,6 @@ def _explicit_launch(env: Mapping[str, str]) -> Launch:
         return Launch(launcher, rank, local_rank, world_size, local_world_size=local_world_size)
     address, port, run_id = env["MASTER_ADDR"], read_int(env, "MASTER_PORT"), env.get(NPROC_MARK, "")
     return Launch(launcher, rank, local_rank, world_size, address, port, run_id, local_world_size)
-
-
-def _check_consistency(env: Mapping[str, str], rank: int, world_size: int) -> None:
-    """Raise if RANK and WORLD_SIZE conflict with the task of a Slurm step: each task would be the same process."""
-    tasks = 1 if "TORCHELASTIC_RUN_ID" in env else slurm_num_tasks(env)
-    if tasks > 1 and (world_size < tasks or (world_size == tasks and rank != read_int(env, "SLURM_PROCID"))):
-        message = f"RANK={rank} and WORLD_SIZE={world_size} conflict with the Slurm step, whose task"
-        raise launch_error(f"{message} {env['SLURM_PROCID']} of {tasks} this is; unset RANK and WORLD_SIZE", env)
-
-
-def slurm_num_tasks(env: Mapping[str, str]) -> int:
-    """Return the number of tasks of this step; the batch shell of sbatch has ranks but no step, and is one process."""
-    if "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
-        return 1
-    if read_int(env, "SLURM_STEP_ID") >= FIRST_SPECIAL_STEP:
-        return 1
-    name = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if env.get(name)), None)
-    return read_int(env, name) if name else 1
 
 
 def read_int(env: Mapping[str, str], name: str) -> int:

@@ -5,12 +5,30 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from distribuuuu.launch.detect import Launch, launch_error, read_int, slurm_num_tasks
+from distribuuuu.launch.detect import Launch, launch_error, read_int
 
+# Slurm numbers its own steps (interactive, batch, extern, ...) from here; their processes are not ranks.
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # Slurm provides no port, so it is derived from the job and step; Linux's ephemeral ports begin at 32768.
 PORT_RANGE = (20000, 32000)
 # The first steps of this many consecutive jobs get different ports: such jobs may share a node.
 STEPS_PER_JOB = 100
+
+
+def check_consistency(env: Mapping[str, str], rank: int, world_size: int) -> None:
+    """Raise if RANK and WORLD_SIZE conflict with the task of a Slurm step: each task would be the same process."""
+    tasks = slurm_num_tasks(env)
+    if tasks > 1 and (world_size < tasks or (world_size == tasks and rank != read_int(env, "SLURM_PROCID"))):
+        message = f"RANK={rank} and WORLD_SIZE={world_size} conflict with the Slurm step, whose task"
+        raise launch_error(f"{message} {env['SLURM_PROCID']} of {tasks} this is; unset RANK and WORLD_SIZE", env)
+
+
+def slurm_num_tasks(env: Mapping[str, str]) -> int:
+    """Return the number of tasks of this step; the batch shell of sbatch has ranks but no step, and is one process."""
+    if "SLURM_PROCID" not in env or read_int(env, "SLURM_STEP_ID") >= FIRST_SPECIAL_STEP:
+        return 1
+    name = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if env.get(name)), None)
+    return read_int(env, name) if name else 1
 
 
 def slurm_launch(env: Mapping[str, str]) -> Launch:

@@ -156,7 +156,7 @@ def find_architecture(arch: str) -> Architecture:
         keep_table(source, functools.partial(_list_names, source))
         if constructor is not None:
             return Architecture(name, source, constructor)
-    from distribuuuu.hints.models import describe_unknown_model
+    from distribuuuu.hints.words import describe_unknown_model
 
     names = {source: _list_names(source).names for source in sources or SOURCES}
     raise ConfigError(Problem("MODEL.ARCH", describe_unknown_model(arch, names, SOURCES)))

@@ -8,7 +8,7 @@ from support.runs import ROOT
 
 from distribuuuu.config import ConfigError, load_cfg, locate
 from distribuuuu.config.locate import find_config, shipped_file
-from distribuuuu.hints.configs import suggest_configs
+from distribuuuu.hints.words import suggest_configs
 from distribuuuu.records.results import config_name
 
 SHIPPED = str(ROOT / "configs" / "shapes" / "resnet14.yaml")

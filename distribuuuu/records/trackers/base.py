@@ -4,6 +4,7 @@ The rows are those of metrics.jsonl; the images are PNG files in OUT_DIR/tracker
 holds the identifier of the run in the tracker, and the last row of each kind that was sent.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -58,14 +59,9 @@ class Tracker(ABC):
         self._is_connected = False
         self._offset, self._file_id = 0, (0, 0)
         self._state: dict[str, Any] = {"run": "", "num_steps": 0, "rows": {}, "files": {}}
-        try:
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # there is none, or it is damaged
             stored = parse_json(read_regular(run.out_dir / TRACKERS_FOLDER / f"{self.name}.json", MAX_JSON))
-            rows = {kind: [int(epoch), int(step)] for kind, (epoch, step) in stored["rows"].items()}
-            files = {str(name): str(digest) for name, digest in stored["files"].items()}
-            run_id, num_steps = str(stored["run"]), int(stored["num_steps"])
-            self._state = {"run": run_id, "num_steps": num_steps, "rows": rows, "files": files}
-        except (OSError, ValueError, TypeError, LookupError, AttributeError):  # there is none, or it is damaged
-            pass
+            self._state = {key: type(value)(stored[key]) for key, value in self._state.items()}
         self._state["num_steps"] = run.num_steps or self._state["num_steps"]
 
     @abstractmethod
