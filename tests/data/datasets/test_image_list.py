@@ -197,6 +197,7 @@ def test_map_is_the_figure_of_merit_wherever_one_is(reference, capsys):
     assert cells["mAP here"] == f"{ema:.2f} (n = 1, EMA)" and "top-1 here" not in cells
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bitwise(reference, cfg_of, monkeypatch):
     train_and_stop(cfg_of(*WHOLE), (1, 2), monkeypatch)
     cfg = cfg_of(*WHOLE, "TRAIN.WORKERS", 2)
@@ -205,15 +206,13 @@ def test_a_stopped_run_goes_on_bitwise(reference, cfg_of, monkeypatch):
     assert timeless(cfg.OUT_DIR) == timeless(reference)
 
 
-@pytest.mark.parametrize("num", [1, 3])
-def test_evaluation_is_the_same_on_any_number_of_processes_and_batch_sizes(reference, cfg_of, num):
+def test_evaluation_is_the_same_on_any_number_of_processes_and_batch_sizes(reference, cfg_of):
     cfg = cfg_of("MODEL.WEIGHTS", reference / "best.pth.tar")
     expected = evaluate_run(cfg)
     assert expected["map"] == newest(reference)["best_acc1"] and set(expected) == {"count", "loss", "map"}
     written = json.loads((Path(cfg.OUT_DIR) / "test_results.json").read_text())
     assert written["accuracy"]["raw"] == {"loss": expected["loss"], "map": expected["map"]}
-    for batch_size in (1, 64):
-        cfg = cfg_of("MODEL.WEIGHTS", reference / "best.pth.tar", "TEST.BATCH_SIZE", batch_size)
-        for result in on_processes(num, evaluate_run, cfg):
-            assert (result["count"], result["map"]) == (37, expected["map"])
-            assert result["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+    cfg = cfg_of("MODEL.WEIGHTS", reference / "best.pth.tar", "TEST.BATCH_SIZE", 5)
+    for result in on_processes(3, evaluate_run, cfg):
+        assert (result["count"], result["map"]) == (37, expected["map"])
+        assert result["loss"] == pytest.approx(expected["loss"], abs=1e-6)

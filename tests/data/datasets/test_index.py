@@ -192,7 +192,7 @@ def test_of_several_processes_one_scans(root, source, tmp_path, young):
 
 
 def test_a_pickled_index_is_its_file_and_does_not_become_another(tmp_path, source):
-    names = tuple(f"a/{number:05d}.jpg" for number in range(2000))
+    names = tuple(f"a/{number:05d}.jpg" for number in range(400))
     root = write(tmp_path / "data", source, names)
     index = open_(root, source)
     pickled = pickle.dumps(index)
