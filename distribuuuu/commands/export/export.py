@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.checkpoint.weights_files import KINDS, RAW
 from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
 from distribuuuu.commands.output import check_out, check_run
 from distribuuuu.config import ConfigError
@@ -74,13 +73,7 @@ def build_parser(prog: str | None = None) -> CommandParser:
     add("--out", metavar="FOLDER", default="", help="the new folder")
     add("--format", "--to", dest="to", choices=FORMATS, required=True, help="the format")
     add("--images", metavar="PATH", nargs="+", help="check it on these images instead of the evaluation set")
-    add(
-        "--check-images",
-        metavar="N",
-        type=at_least(0),
-        default=1000,
-        help="check N spread images (1000); 0: all",
-    )
+    add("--check-images", metavar="N", type=at_least(0), default=1000, help="check N images (1000); 0: all")
     add("--no-check", action="store_true", help="do not check it, e.g. where no image is at hand")
     add("--push", metavar="OWNER/NAME", default="", help="upload a verified export to the Hugging Face Hub, as private")
     add("--cfg", metavar="FILE", help="the config, for weights without one")
@@ -89,9 +82,7 @@ def build_parser(prog: str | None = None) -> CommandParser:
 
 def describe(record: dict[str, Any], out: Path, push: str = "") -> str:
     """Return the result of an export in a few lines."""
-    averages = {name: f"averaged weights ({name.upper()})" for name in KINDS}
-    weights = {**averages, RAW: "raw weights"}.get(record["weights"], record["weights"])
-    lines = [f"{out / record['file']}: {weights} of {record['source']}, float32"]
+    lines = [f"{out / record['file']}: {record['weights']} weights of {record['source']}, float32"]
     if record["verified"] is None:
         return f"{lines[0]}\nNOT CHECKED: --images checks it on any images"
     lines.append(
@@ -100,6 +91,5 @@ def describe(record: dict[str, Any], out: Path, push: str = "") -> str:
         f"average, at most {record['max_probability_difference']:.2g}"
     )
     lines += [f"the code of the card has failed: {record['error']}"] if "error" in record else []
-    if push and record["verified"]:
-        lines.append(f"uploaded: {push}")
+    lines += [f"uploaded: {push}"] if push and record["verified"] else []
     return "\n".join(lines)

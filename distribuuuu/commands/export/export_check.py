@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torchvision.io import encode_png
 
-from distribuuuu.commands.export import card_runner
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.errors import counted
@@ -38,6 +37,24 @@ MIN_EQUAL = 0.999
 MAX_MEAN_DIFFERENCE = 0.002
 # Classes of an answer that are compared, with one label per image.
 _TOPK = 5
+
+# Runs the code of a card, a file, in a process of its own on a list of files in standard input. For each of them, one
+# line of JSON is written to standard output; what the code prints goes to standard error.
+_RUNNER = """
+import json, os, sys
+
+results = os.fdopen(os.dup(1), "w", encoding="utf-8")
+os.dup2(2, 1)
+card = {"__name__": "card"}
+with open(sys.argv[1], encoding="utf-8") as code:
+    exec(compile(code.read(), "README.md", "exec"), card)
+for file in json.load(sys.stdin):
+    try:
+        found = {"answer": [(str(name), float(share)) for name, share in card["predict"](file)[: int(sys.argv[2])]]}
+    except Exception as error:  # of any type: the code is under test
+        found = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(found), file=results, flush=True)
+"""
 
 # Pairs of a class and its probability, the most probable first.
 Answer = list[tuple[str, float]]
@@ -104,7 +121,7 @@ def check_export(run: LoadedRun, images: ImageDataset, folder: Path, code: str, 
         run: the run.
         images: the evaluation set or other images; their labels are not read.
         folder: the exported folder, in which the code runs.
-        code: the Python code; see `card_runner`.
+        code: the Python code, which defines `predict(path)`: pairs of a class and its probability, the best first.
         max_images: number of images, evenly spaced over the set; 0: all.
 
     Returns:
@@ -174,10 +191,10 @@ def _predict(run: LoadedRun, files: list[str]) -> list[Prediction]:
 def _run_code(
     code: str, files: list[str], folder: Path, temporary: Path, multilabel: bool
 ) -> tuple[list[Answer], list[str]]:
-    """Return the answers of `card_runner` for files, empty where the code has failed, and the errors."""
+    """Return the answers of the code of a card for files, empty where the code has failed, and the errors."""
     (temporary / "code.py").write_text(code, encoding="utf-8")
     num_pairs = 1 << 30 if multilabel else 4 * _TOPK
-    words = [sys.executable, card_runner.__file__, str(temporary / "code.py"), str(num_pairs)]
+    words = [sys.executable, "-c", _RUNNER, str(temporary / "code.py"), str(num_pairs)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(torch.get_num_threads())}
     done = subprocess.run(words, input=json.dumps(files), capture_output=True, cwd=folder, env=environment,
                           encoding="utf-8", errors="replace")  # fmt: skip

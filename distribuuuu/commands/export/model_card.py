@@ -6,7 +6,6 @@ from typing import Any
 
 import yaml
 
-from distribuuuu.checkpoint.weights_files import KINDS
 from distribuuuu.commands.export.card_code import INSIDE, list_steps
 from distribuuuu.config.errors import counted
 from distribuuuu.inference.loaded_run import LoadedRun
@@ -81,12 +80,10 @@ def _front_matter(
 
 def _describe(run: LoadedRun, record: Mapping[str, Any], data: str) -> str:
     results, classes = run.results or {}, counted(len(run.classes), "class")
-    average = KINDS[run.weights].average if run.weights in KINDS else ""
-    kind = f"{average} ({run.weights.upper()})" if average else run.weights
     rows = {
         "architecture": f"`{run.cfg.MODEL.ARCH}`, {count_parameters(run.model) / 1e6:.3f} M parameters",
         "data": f"{data}, {classes}",
-        "weights": f"{kind}, `{record['source']}`",
+        "weights": f"{run.weights}, `{record['source']}`",
         "code": f"distribuuuu, commit `{results.get('commit') or 'unknown'}`",
     }
     if results:
