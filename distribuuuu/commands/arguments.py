@@ -53,14 +53,18 @@ def run_on_config(prog: str, args: Sequence[str], description: str, start: Calla
 
 
 def parse_args(
-    description: str, args: Sequence[str], train: bool, prog: str | None = None
+    description: str,
+    args: Sequence[str],
+    train: bool,
+    prog: str | None = None,
+    parser: CommandParser | None = None,
 ) -> tuple[Config | None, argparse.Namespace]:
-    """Return the checked config of a command line (None after printing only) and the flags.
+    """Return the checked config of a command line (None after printing only) and the flags of a parser.
 
     Raises:
         ConfigError: with every problem of the flags, the options, the file, the paths and the data folders.
     """
-    flags, overrides, problems = parse_flags(build_parser(description, prog, train), args)
+    flags, overrides, problems = parse_flags(parser or build_parser(description, prog, train), args)
     prints = flags.dump_config or flags.help_config is not None
     run, overrides = ("", overrides) if train else expand_run(overrides)
     is_needed = not flags.cfg and not train and flags.help_config is None

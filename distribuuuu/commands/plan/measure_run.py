@@ -1,23 +1,30 @@
-"""Measurements of a planned run: a few of its steps and evaluation batches, in processes of their own."""
+"""Measurements of a planned run, in processes of their own, and what follows for its hours, disk and bottleneck."""
 
 import itertools
 import math
+import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from distribuuuu.commands.plan.bottleneck import diagnose_bottleneck, find_remedies
-from distribuuuu.commands.plan.run_plan import epochs_to_measure, extrapolate, plan_run, sizes_of, step_seconds
-from distribuuuu.commands.plan.timing import endless_batches, synchronize, time_calls
+from distribuuuu.commands.plan.timing import (
+    diagnose_bottleneck,
+    endless_batches,
+    find_remedies,
+    synchronize,
+    time_calls,
+)
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.config_node import get_value
 from distribuuuu.config.declaration import AUTO
+from distribuuuu.config.derived import show_size, total_steps
 from distribuuuu.data.batch_plan import BatchPlan, plan_of
 from distribuuuu.data.make_batch import PREFETCH, count_workers
+from distribuuuu.data.views import build_im_size
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.auto_batch_size import (
     available_memory,
@@ -39,6 +46,11 @@ from distribuuuu.trainer import take_step
 
 # Seconds of the training steps, over all image sides, and of an evaluation.
 STEPS_S, EVALUATION_S = 12.0, 4.0
+_ASSUMED = (
+    "as fast as the one measured here, without DIST.SHARD, with as many cores and workers; communication costs no time"
+)
+# Share of the time from which the evaluation is the bottleneck.
+MAX_EVALUATION = 0.5
 _HERE = Launch("plan")
 # Options that make training on a GPU faster without changing the recipe: those of configs/speed/gpu.yaml.
 _SPEED_OPTIONS = {"TRAIN.AMP": "bf16", "MODEL.CHANNELS_LAST": True, "MODEL.COMPILE": "default", "TRAIN.WORKERS": -1}
@@ -205,3 +217,94 @@ def _measure_speeds(run: Run, combined: float, waited: float) -> dict[str, Any]:
     num_workers, most = (count_workers(number, _HERE) for number in (cfg.TRAIN.WORKERS, -1))
     remedies = find_remedies(cfg, loader.images, num_workers)
     return {"images_per_s": speeds, "bottleneck": diagnose_bottleneck(model, rate, waited, num_workers, most, remedies)}
+
+
+# -------------------------------------------------------------------------------------- arithmetic
+
+
+def sizes_of(cfg) -> list[Any]:
+    """Return the side of the training images in each epoch, in pixels; of a rectangle, its size as text."""
+    im_size_at, final = build_im_size(cfg), cfg.TRAIN.IM_SIZE
+    fixed = final if isinstance(final, int) else show_size(final)
+    return [im_size_at(epoch) if im_size_at else fixed for epoch in range(cfg.OPTIM.MAX_EPOCH)]
+
+
+def epochs_to_measure(sizes: Sequence[int]) -> list[int]:
+    """Return an epoch of the smallest and one of the largest size; those between are interpolated."""
+    return [sizes.index(size) for size in sorted({min(sizes), max(sizes)})]
+
+
+def extrapolate(ends: Sequence[float], total: int, group: int = 1) -> float:
+    """Return the seconds of `total` steps of which the first ones were timed.
+
+    The first group counts, but not in the rate, which is the median over the groups after it.
+
+    Args:
+        ends: seconds from the start to the end of each timed step.
+        total: number of steps.
+        group: steps whose batches the workers prepare ahead.
+    """
+    if len(ends) >= total:
+        return ends[total - 1] if total else 0.0
+    return ends[-1] + (total - len(ends)) * step_seconds(ends, group)
+
+
+def step_seconds(ends: Sequence[float], group: int) -> float:
+    """Return the seconds of a step after the first ones; see `extrapolate`."""
+    group = max(1, min(group, (len(ends) - 1) // 2))
+    starts = range(group - 1, len(ends) - group, group)
+    return statistics.median((ends[at + group] - ends[at]) / group for at in starts) if starts else ends[0]
+
+
+def interpolate(known: dict[int, float], size: int) -> float:
+    """Return the seconds at an image side: linear in the number of pixels between the measured sides."""
+    low, high = min(known), max(known)
+    share = (size**2 - low**2) / (high**2 - low**2) if high > low else 0.0
+    return known[low] + share * (known[high] - known[low])
+
+
+def count_checkpoints(cfg, num_steps: int) -> int:
+    """Return the number of checkpoint files at most, with the one that is being written."""
+    checkpoint, epochs = cfg.CHECKPOINT, cfg.OPTIM.MAX_EPOCH
+    per_epoch = 1 + (2 * num_steps // checkpoint.EVERY_STEPS if checkpoint.EVERY_STEPS else 0)
+    older = epochs // checkpoint.KEEP_EVERY if checkpoint.KEEP_EVERY else 0
+    return min(checkpoint.KEEP_LAST + older + 1, epochs * per_epoch)
+
+
+def plan_run(cfg, plan: BatchPlan, found: dict[str, Any]) -> dict[str, Any]:
+    """Return the plan of a run: the measurements that are shown, and what follows from them.
+
+    Args:
+        cfg: the config.
+        plan: the images of a step.
+        found: the measurements of `measure_run`: `images`, `start_s`, `epoch_s` by image side, `evaluation_s` of all
+            kinds of weights, `last_s` of what follows the last epoch, `checkpoint_s`, `checkpoint_mib`, `best_mib`,
+            `bottleneck`.
+    """
+    epochs, num_steps = cfg.OPTIM.MAX_EPOCH, found["images"]["train"] // plan.global_batch
+    steps, sizes = total_steps(cfg, num_steps), sizes_of(cfg)
+    result = {
+        **found,
+        "epochs": epochs,
+        "steps_per_epoch": num_steps,
+        "steps": steps,
+        "images_seen": steps * plan.global_batch,
+        "batch": {**vars(plan), "global_batch": plan.global_batch},
+        "assumption": f"{plan.world_size} processes, each {_ASSUMED}" if plan.world_size > 1 else None,
+    }
+    num_evaluations = -(-epochs // cfg.TRAIN.EVAL_PERIOD)
+    seconds = {
+        "start": found["start_s"],
+        "training": sum(interpolate(found["epoch_s"], size) for size in sizes) * steps / (epochs * num_steps or 1),
+        "evaluation": num_evaluations * found["evaluation_s"] + found["last_s"],
+        "checkpoints": (epochs + num_evaluations) * found["checkpoint_s"],
+    }
+    share, files = seconds["evaluation"] / max(1e-9, sum(seconds.values())), count_checkpoints(cfg, num_steps)
+    disk = files * found["checkpoint_mib"] + found["best_mib"]
+    result |= {"seconds": seconds, "hours": sum(seconds.values()) / 3600, "checkpoints": files, "disk_mib": disk}
+    if share > MAX_EVALUATION:
+        # With this period, the evaluation takes half of the time.
+        period = cfg.TRAIN.EVAL_PERIOD * math.ceil(share / max(1e-3, 1 - share))
+        fix = f"TRAIN.EVAL_PERIOD {min(period, epochs)} or fewer validation images"
+        result["bottleneck"] = f"evaluation, {share:.0%} of the time; fix: {fix}"
+    return result

@@ -1,20 +1,18 @@
 """The command plan: parameters, memory, hours and disk of a run, measured in about a minute before it starts."""
 
-import argparse
 import json
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from distribuuuu.commands.arguments import run_on_config
-from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
+from distribuuuu.commands import arguments
+from distribuuuu.commands.arguments import parse_args, run_on_config
+from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.output import FORMATS, WIDTH, print_report
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.errors import counted
-from distribuuuu.config.reader import COMMAND_LINE, read_cfg
-from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes, resolve_preprocessing
-from distribuuuu.launch.detect import detect_launch
+from distribuuuu.engine.preflight import resolve_preprocessing
 
 _DESCRIPTION = """Predict what a run needs before it starts: parameters, FLOPs, steps, memory,
 hours, disk, and its bottleneck. It measures the steps for about a minute,
@@ -37,13 +35,26 @@ def plan(prog: str, args: list[str]) -> int:
     """Plan a run, or measure its steps, and print the result; return the exit status."""
     if "--steps" in args:
         return time(prog, [word for word in args if word != "--steps"])
-    flags, cfg = parse_args(prog, args)
+    cfg, flags = parse_args("", args, train=True, parser=build_parser(prog))
+    if cfg is None:
+        return 0
+    if cfg.OPTIM.MAX_EPOCH < 1:
+        message = f"got {cfg.OPTIM.MAX_EPOCH}; expected 1 or more: a run without epochs has no steps to measure"
+        raise ConfigError(Problem("OPTIM.MAX_EPOCH", message, cfg.origins))
     print("measuring the steps for about a minute", file=sys.stderr, flush=True)
     from distribuuuu.commands.plan.measure_run import measure_and_plan
 
-    result = {"config": flags.cfg, **measure_and_plan(cfg, flags.nproc)}
+    result = {"config": flags.cfg, **measure_and_plan(resolve_preprocessing(cfg), flags.nproc)}
     print_report(json.dumps(result, indent=1) if flags.format == "json" else format_text(result))
     return 0
+
+
+def build_parser(prog: str | None = None) -> CommandParser:
+    """Return the parser of the flags; the remaining arguments are KEY VALUE pairs."""
+    parser = arguments.build_parser(_DESCRIPTION, prog)
+    parser.add_argument("--steps", action="store_true", help="measure the parts of a step instead, as distribuuuu time")
+    parser.add_argument("--format", choices=FORMATS, default="text", help="output on standard output (text)")
+    return parser
 
 
 def time(prog: str, args: list[str]) -> int:
@@ -59,38 +70,6 @@ def _measure_steps(cfg: Config, stop_epoch: None = None) -> None:
 
     check_model(cfg)
     measure_steps(resolve_batch_size(cfg, take_step))
-
-
-def parse_args(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-    """Return the flags and the checked config of a command line.
-
-    Raises:
-        ConfigError: with every problem of the flags, the options, the paths and the data.
-    """
-    flags, overrides, problems = parse_flags(build_parser(prog), args)
-    cfg, found = read_cfg(flags.cfg, overrides)
-    problems += found
-    if detect_launch().world_size > 1:
-        problems.append(Problem(COMMAND_LINE, "got a launcher; expected one process; fix: --nproc N without it"))
-    if cfg.OPTIM.MAX_EPOCH < 1:
-        message = f"got {cfg.OPTIM.MAX_EPOCH}; expected 1 or more: a run without epochs has no steps to measure"
-        problems.append(Problem("OPTIM.MAX_EPOCH", message, cfg.origins))
-    problems += find_run_problems(cfg, True, flags.nproc, set_keys_only=bool(problems))
-    if problems:
-        raise ConfigError(problems)
-    return flags, resolve_preprocessing(resolve_num_classes(cfg))
-
-
-def build_parser(prog: str | None = None) -> CommandParser:
-    """Return the parser of the flags; the remaining arguments are KEY VALUE pairs."""
-    usage = "%(prog)s [--cfg FILE] [--nproc N] [--steps] [KEY VALUE ...]"
-    parser = CommandParser(prog, description=_DESCRIPTION, usage=usage)
-    add = parser.add_argument
-    add("--cfg", metavar="FILE", help="YAML file of the options other than the defaults; several are merged")
-    add("--nproc", metavar="N", type=at_least(1), default=1, help="processes of the run (1); one is measured")
-    add("--steps", action="store_true", help="measure the parts of a step instead, as distribuuuu time does")
-    add("--format", choices=FORMATS, default="text", help="output on standard output (text)")
-    return parser
 
 
 # ----------------------------------------------------------------------------------------- text

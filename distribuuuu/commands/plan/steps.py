@@ -13,8 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from distribuuuu import trainer
-from distribuuuu.commands.plan.bottleneck import diagnose_bottleneck, find_remedies
-from distribuuuu.commands.plan.timing import MEASURE_S, endless_batches, time_calls
+from distribuuuu.commands.plan.timing import (
+    MEASURE_S,
+    diagnose_bottleneck,
+    endless_batches,
+    find_remedies,
+    time_calls,
+)
 from distribuuuu.data.loader import TrainLoader, build_loader
 from distribuuuu.data.make_batch import PREFETCH, count_workers
 from distribuuuu.distributed import comm as dist

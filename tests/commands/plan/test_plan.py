@@ -9,8 +9,8 @@ from support.fake_cuda import CUDA, fake_cuda
 from support.runs import make_cfg, small_options
 
 from distribuuuu.commands.main import dispatch
-from distribuuuu.commands.plan import measure_run, run_plan, timing
-from distribuuuu.commands.plan.run_plan import epochs_to_measure, extrapolate, plan_run, sizes_of
+from distribuuuu.commands.plan import measure_run, timing
+from distribuuuu.commands.plan.measure_run import epochs_to_measure, extrapolate, plan_run, sizes_of
 from distribuuuu.config import load_cfg
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.records import run_log
@@ -32,8 +32,8 @@ def test_sizes_that_grow_are_measured_at_the_ends():
     sizes = sizes_of(make_cfg(*grows))
     assert len(sizes) == 17 and sizes[0] == 16 and sizes[11:] == [28] * 6
     assert [sizes[epoch] for epoch in epochs_to_measure(sizes)] == [16, 28]
-    assert run_plan.interpolate({10: 1.0, 20: 4.0}, 15) == pytest.approx(1 + 3 * (225 - 100) / 300)
-    assert run_plan.interpolate({10: 1.0}, 10) == 1.0
+    assert measure_run.interpolate({10: 1.0, 20: 4.0}, 15) == pytest.approx(1 + 3 * (225 - 100) / 300)
+    assert measure_run.interpolate({10: 1.0}, 10) == 1.0
 
 
 def test_hours_are_the_sum_of_their_parts_and_processes_share_the_steps():

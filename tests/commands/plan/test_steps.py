@@ -12,7 +12,7 @@ from support.tiers import slow
 
 from distribuuuu.commands.plan import steps as measurement
 from distribuuuu.commands.plan import timing
-from distribuuuu.commands.plan.bottleneck import MAX_DATA_FRACTION, diagnose_bottleneck, find_remedies
+from distribuuuu.commands.plan.timing import MAX_DATA_FRACTION, diagnose_bottleneck, find_remedies
 from distribuuuu.config import load_cfg
 
 PARTS = ("forward_backward", "optimizer", "step", "loader", "together")
