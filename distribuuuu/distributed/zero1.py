@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -18,11 +18,6 @@ Build = Callable[[list[dict[str, Any]]], Optimizer]
 
 def _flatten(groups: Iterable[dict[str, Any]]) -> list[Any]:
     return list(chain.from_iterable(group["params"] for group in groups))
-
-
-class _TensorSpec(NamedTuple):
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 class PartitionedOptimizer(Optimizer):
@@ -67,25 +62,16 @@ class PartitionedOptimizer(Optimizer):
         _exchange(self._shares)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the equivalent single optimizer; without state if not main.
+        """Return the state dict of the equivalent single optimizer, on the CPU; without state if not main.
 
-        Every process must call it. One tensor at a time is sent, for which each process needs memory on its device.
+        Every process must call it. The main process receives the shares in host memory.
         """
-        parameters = _flatten(self.param_groups)
-        indices = {parameter: index for index, parameter in enumerate(parameters)}
-        own = {indices[parameter]: entry for parameter, entry in self.optim.state.items()}
-        specs = {index: {name: _spec_of(value) for name, value in entry.items()} for index, entry in own.items()}
-        owners = {
-            index: (rank, entry)
-            for rank, entries in enumerate(dist.gather_objects(specs))
-            for index, entry in entries.items()
-        }
-        state = {}
-        for index, (rank, entry) in sorted(owners.items()):
-            device, values = parameters[index].device, own.get(index, {})
-            received = {name: _send_to_main(values.get(name), spec, rank, device) for name, spec in entry.items()}
-            if dist.is_main():
-                state[index] = received
+        indices = {parameter: index for index, parameter in enumerate(_flatten(self.param_groups))}
+        own = {indices[parameter]: {name: _to_host(value) for name, value in entry.items()}
+               for parameter, entry in self.optim.state.items()}  # fmt: skip
+        shares: list[Any] | None = [None] * dist.world_size() if dist.is_main() else None
+        torch_dist.gather_object(own, shares, group=dist.GroupState.host_group)
+        state = dict(sorted(item for share in shares or () for item in share.items()))
         return FullStateDict(state=state, param_groups=Optimizer.state_dict(self)["param_groups"])
 
     def load_state_dict(self, content: dict[str, Any]) -> None:
@@ -142,21 +128,6 @@ def _exchange(shares: list[list[torch.Tensor]]) -> None:
                 torch._foreach_copy_(share, [value.view_as(own) for value, own in zip(values, share, strict=True)])
 
 
-def _spec_of(value: Any) -> Any:
-    """Return shape and type of a tensor; single numbers themselves."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return _TensorSpec(value.shape, value.dtype) if value.dim() else value.cpu()
-
-
-def _send_to_main(value: Any, spec: Any, owner: int, device: torch.device) -> Any:
-    """Return the owner's value on the CPU of the main process, None elsewhere; single numbers on every process.
-
-    A broadcast uses the group that exists; NCCL would make a communicator, with memory, for each pair that sends.
-    """
-    if not isinstance(spec, _TensorSpec):
-        return spec
-    is_owner = dist.rank() == owner
-    tensor = value.contiguous() if is_owner else torch.empty(spec.shape, dtype=spec.dtype, device=device)
-    torch_dist.broadcast(tensor, src=owner)
-    return tensor.to("cpu", copy=True) if dist.is_main() else None
+def _to_host(value: Any) -> Any:
+    """Return a tensor on the CPU without the memory that it may be a part of; other values as they are."""
+    return value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

@@ -129,7 +129,15 @@ class Recorder:
                 "data": dataset_name(cfg), "multilabel": self.multilabel,
                 **({} if self.classifies else {"classifies": False}),
                 **({"images": outside} if (outside := find_outside_folder(images, folder)) else {})}  # fmt: skip
-        save_predictions(Path(cfg.OUT_DIR) / FILE_NAME, images, cfg.TEST.DATASET, meta, arrays)
+        path, names = Path(cfg.OUT_DIR) / FILE_NAME, arrays.pop("index").tolist()
+        names = [name_of(images, index, cfg.TEST.DATASET) for index in names]
+        texts = {"meta": json.dumps(meta, sort_keys=True), "classes": images.classes, "path": names}
+        try:
+            write_npz(path, {**{name: np.array(text) for name, text in texts.items()}, **arrays})
+        except OSError as error:
+            logger.warning("%s CANNOT BE WRITTEN: %s", path, error)
+        else:
+            logger.info("predictions of %s: %s", counted(len(names), "image"), path)
 
 
 def build_recorder(cfg, task: Any, images: Any) -> Recorder | None:
@@ -152,18 +160,6 @@ def find_outside_folder(images: Any, folder: str) -> str:
     parents = {os.path.dirname(images.describe(index)) for index in range(len(images))}
     common = os.path.commonpath([os.path.realpath(parent) for parent in parents])
     return "" if Path(common).is_relative_to(os.path.realpath(folder)) else common
-
-
-def save_predictions(path: Path, images: Any, folder: str, meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-    """Write the gathered arrays, with the names of the images and their classes; log a warning if that fails."""
-    names = [name_of(images, index, folder) for index in arrays.pop("index").tolist()]
-    texts = {"meta": json.dumps(meta, sort_keys=True), "classes": images.classes, "path": names}
-    try:
-        write_npz(path, {**{name: np.array(text) for name, text in texts.items()}, **arrays})
-    except OSError as error:
-        logger.warning("%s CANNOT BE WRITTEN: %s", path, error)
-    else:
-        logger.info("predictions of %s: %s", counted(len(names), "image"), path)
 
 
 def name_of(images: Any, index: int, folder: str) -> str:
