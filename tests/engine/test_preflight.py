@@ -50,6 +50,11 @@ def test_sets_of_a_known_number_are_not_opened(tmp_path):
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.parametrize("words", ["DATA.NAME dummy", "MODEL.DUMMY_INPUT True", "TEST.LABELS imagenet_a"])
+def test_without_data_of_their_own_the_classes_are_those_of_imagenet(words):
+    assert resolve_num_classes(load_cfg(None, words.split())).MODEL.NUM_CLASSES == 1000
+
+
 def test_a_conflict_with_the_number_found_is_reported(image_folder):
     words = ["MODEL.NUM_CLASSES", "0", "TRAIN.DATASET", str(image_folder), "LOSS.CLASS_WEIGHTS", "[1, 2]"]
     cfg = load_cfg(None, words)

@@ -14,7 +14,7 @@ import numpy as np
 
 from distribuuuu.commands.scan.data_config import find_splits, open_images
 from distribuuuu.commands.scan.duplicates import DuplicateGroup
-from distribuuuu.commands.scan.scan import BROKEN, ROTATED, Scan
+from distribuuuu.commands.scan.scan import BROKEN, ROTATED, Scan, suggest_sizes
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.data.datasets.base import ImageDataset, SplitDataset, get_dataset
@@ -110,8 +110,6 @@ def open_cfg(cfg) -> Splits:
 # ------------------------------------------------------------------------------------------- findings
 
 PROBLEM, NOTE = "problem", "note"
-# Sides that networks are trained at, and the usual ratio of the crop to the resized image.
-USUAL_SIDE, CROP_RATIO, SIDE_MULTIPLE, SMALL_SIDE = 224, 0.875, 32, 64
 
 
 @dataclass(frozen=True)
@@ -322,10 +320,5 @@ def suggest_options(statistics: dict[str, Any]) -> dict[str, Any]:
     """Return options that suit the images: sides that do not enlarge 90 % of them, and their mean and std."""
     if not statistics:
         return {}
-    shorter = int(statistics["shorter_side"]["p10"])
-    train = test = shorter
-    if shorter >= SMALL_SIDE:
-        train = min(USUAL_SIDE, max(SIDE_MULTIPLE, int(shorter * CROP_RATIO) // SIDE_MULTIPLE * SIDE_MULTIPLE))
-        test = round(train / CROP_RATIO)
     channels = {"DATA.MEAN": statistics["mean"], "DATA.STD": statistics["std"]}
-    return {"TRAIN.IM_SIZE": train, "TEST.IM_SIZE": test, **channels}
+    return {**suggest_sizes(int(statistics["shorter_side"]["p10"])), **channels}

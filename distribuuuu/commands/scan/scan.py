@@ -35,6 +35,8 @@ MIN_COEFFICIENT = 4.0
 FLAT_STD = 2.0
 # Images per task of a worker process, times the pool's own factor.
 BLOCK = 16
+# Sides that networks are trained at, and the usual ratio of the crop to the resized image.
+USUAL_SIDE, CROP_RATIO, SIDE_MULTIPLE, SMALL_SIDE = 224, 0.875, 32, 64
 # Reasons that are kept for the report; all damaged images are in the records.
 MAX_REASONS = 10_000
 
@@ -205,3 +207,12 @@ def hash_thumbnail(gray: np.ndarray) -> np.ndarray:
 def make_thumbnail(item: Any, options: DecodeOptions) -> np.ndarray:
     """Return an image of `ImageDataset.read` as float32 (32, 32, 3) in levels of 0 to 255."""
     return np.asarray(_load(_open(item, options)).resize((SIDE, SIDE), Image.Resampling.BOX), np.float32)
+
+
+def suggest_sizes(shorter: int) -> dict[str, int]:
+    """Return TRAIN.IM_SIZE and TEST.IM_SIZE, in pixels, for images of which 90 % have this shorter side or more."""
+    train = test = shorter
+    if shorter >= SMALL_SIDE:
+        train = min(USUAL_SIDE, max(SIDE_MULTIPLE, int(shorter * CROP_RATIO) // SIDE_MULTIPLE * SIDE_MULTIPLE))
+        test = round(train / CROP_RATIO)
+    return {"TRAIN.IM_SIZE": train, "TEST.IM_SIZE": test}

@@ -1,8 +1,10 @@
 """The command split: lists of training, validation and test images of a folder or a table without splits."""
 
 import argparse
+import contextlib
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
@@ -10,8 +12,11 @@ from distribuuuu.commands.output import align_columns, check_out
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.config.reader import COMMAND_LINE
-from distribuuuu.files.untrusted import printable
+from distribuuuu.files.untrusted import open_regular, printable
 from distribuuuu.hints.sources import missing_root
+
+# Headers of images, evenly spaced, that are read for the suggested sizes.
+MAX_HEADERS = 1000
 
 _DESCRIPTION = """Split a folder with one sub-folder of images per class, or a table of paths and
 classes, into lists, which DATA.NAME list reads. No image is copied, moved or
@@ -63,9 +68,23 @@ def split(prog: str, args: list[str]) -> int:
         print(printable(line))
     folder = str(Path(flags.out, "fold_1") if flags.folds else Path(flags.out))
     out_dir = os.path.join("exp", Path(flags.out).resolve().name)
-    command = shlex.join(["DATA.NAME", "list", "TRAIN.DATASET", folder, "TEST.DATASET", folder, "OUT_DIR", out_dir])
+    words = ["DATA.NAME", "list", "TRAIN.DATASET", folder, "TEST.DATASET", folder, "OUT_DIR", out_dir]
+    command = shlex.join(words + _suggest_sizes([plan.images.folder / name for name in plan.images.names]))
     print(printable(f"to train: {prog.rpartition(' ')[0] or 'distribuuuu'} train --cfg photographs {command}"))
     return 0
+
+
+def _suggest_sizes(paths: Sequence[Path]) -> list[str]:
+    """Return the words of the sizes that `distribuuuu doctor` suggests, by the headers of some images; [] of none."""
+    from distribuuuu.commands.scan.scan import suggest_sizes
+    from distribuuuu.data.image_file import open_image
+
+    shorter = []
+    for path in paths[:: -(-len(paths) // MAX_HEADERS)]:
+        with contextlib.suppress(Exception), open_regular(path) as file:  # the images are checked by doctor
+            shorter.append(min(open_image(file).size))
+    sizes = suggest_sizes(sorted(shorter)[round((len(shorter) - 1) / 10)]) if shorter else {}
+    return [str(word) for size in sizes.items() for word in size]
 
 
 def build_parser(prog: str) -> CommandParser:

@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import json
 import os
 import random
 import shlex
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from support.archives import files_of
+from support.commands import run_command
 
 from distribuuuu.commands.arguments import parse_args
 from distribuuuu.commands.main import start_command
@@ -147,6 +149,25 @@ def test_the_command(folder, tmp_path, capsys):
     assert run(folder, "--val", 0.3, "--out", tmp_path / "out") == 2
     assert "train.csv and" not in (error := capsys.readouterr().err) and "exists already" in error
     assert (tmp_path / "out" / "val.csv").read_bytes() == before
+
+
+@pytest.mark.parametrize("side", [28, 200, 500])
+def test_the_command_to_train_has_the_sizes_that_doctor_suggests(tmp_path, capsys, side, monkeypatch):
+    for number in range(24):
+        path = tmp_path / "images" / "ab"[number % 2] / f"{number:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (side + 9 * number, side), (number, 0, 0)).save(path)
+    (tmp_path / "images" / "a" / "broken.png").write_bytes(b"no image")
+    opened = []
+    room = "distribuuuu.commands.split.split"
+    monkeypatch.setattr(f"{room}.open_regular", lambda path: opened.append(path) or open(path, "rb"))
+    monkeypatch.setattr(f"{room}.MAX_HEADERS", 10)
+    assert run(tmp_path / "images", "--val", 0.3, "--out", tmp_path / "lists") == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert 5 <= len(opened) <= 10 and line.startswith("to train: distribuuuu train --cfg photographs ")
+    assert run_command("doctor", tmp_path / "images", "--format", "json", "--workers", 0) == 2
+    suggested = json.loads(capsys.readouterr().out)["suggested"]
+    assert line.endswith(f" TRAIN.IM_SIZE {suggested['TRAIN.IM_SIZE']} TEST.IM_SIZE {suggested['TEST.IM_SIZE']}")
 
 
 def test_the_command_that_is_printed_is_one_that_trains(tmp_path, capsys):
