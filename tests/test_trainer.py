@@ -118,13 +118,12 @@ def test_a_resume_on_other_data_is_a_warning(small_cfg, image_folder, tmp_path):
     shutil.copytree(image_folder, root)
     cfg = load_cfg(None, small_options(root, out_dir, "TRAIN.AUTO_RESUME", True))
     train_model(cfg, stop_epoch=1)
-    path = sorted((root / "train").rglob("*.jpg"))[0]
-    path.rename(path.with_name("renamed.jpg"))
+    (root / "train" / "ant" / "000.jpg").unlink()
+    (path := root / "val" / "ant" / "000.jpg").rename(path.with_name("renamed.jpg"))
     train_model(cfg)
-    assert (
-        "training data has changed since the checkpoint: with other names or labels"
-        in (out_dir / "train.log").read_text()
-    )
+    log = (out_dir / "train.log").read_text()
+    assert "the training data has changed since the checkpoint: 47 images, 48 then" in log
+    assert "the evaluation data has changed since the checkpoint: with other names or labels" in log
 
 
 @pytest.mark.parametrize("workers", [slow(1), 3])

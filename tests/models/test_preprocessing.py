@@ -14,7 +14,7 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.config_node import get_value
 from distribuuuu.inference.load_run import find_run
 from distribuuuu.models.preprocessing import FOLLOWING, follow, resolve_preprocessing
-from distribuuuu.trainer import train_model
+from distribuuuu.trainer import evaluate_weights, train_model
 
 HALF = (0.5, 0.5, 0.5)
 OF_RUN = {"DATA.MEAN": HALF, "DATA.STD": [0.25, 0.25, 0.25], "TEST.INTERPOLATION": "bicubic", "TRAIN.IM_SIZE": 64,
@@ -101,11 +101,13 @@ def test_weights_that_say_nothing_are_named_and_a_teachers_are_compared(folder):
 def test_training_evaluation_and_prediction_use_the_mean_of_the_weights(image_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     half = ("DATA.MEAN", "[0.5, 0.5, 0.5]", "DATA.STD", "[0.5, 0.5, 0.5]")
-    train_model(load_cfg(None, small_options(image_folder, "a", *half)))
-    train_model(load_cfg(None, small_options(image_folder, "b", "FINETUNE.WEIGHTS", "a")))
+    train_model(load_cfg(None, small_options(image_folder, "a", *half, "OPTIM.MAX_EPOCH", 1)))
+    train_model(load_cfg(None, small_options(image_folder, "b", "FINETUNE.WEIGHTS", "a", "OPTIM.MAX_EPOCH", 1)))
     log = (tmp_path / "b" / "train.log").read_text()
     assert "preprocessing of FINETUNE.WEIGHTS a: DATA.MEAN [0.5, 0.5, 0.5]" in log and "mean 0.5 0.5 0.5" in log
     assert find_run("b").cfg.DATA.MEAN == HALF
+    evaluate_weights(load_cfg(None, small_options(image_folder, "c", "MODEL.WEIGHTS", "a/best.pth.tar")))
+    assert "mean 0.5 0.5 0.5" in (tmp_path / "c" / "test.log").read_text()
     # A config without the mean, for a checkpoint that has it.
     (tmp_path / "c.yaml").write_text(
         "MODEL: {ARCH: resnet8, NUM_CLASSES: 3}\nTRAIN: {IM_SIZE: 16}\nTEST: {IM_SIZE: 18}\n"
