@@ -121,6 +121,18 @@ def test_each_page_in_a_browser(site, address, browser):
 
 
 @pytest.mark.slow
+def test_commands_and_the_measured_column_are_whole_on_a_laptop(address, browser):
+    browser.show(1280, "light")
+    for page in ("", "photographs/", "predict/", "launchers/"):
+        browser.open(address + page)
+        cut = "[...document.querySelectorAll('pre > code')].filter(one => one.scrollWidth > one.clientWidth + 1).length"
+        assert browser.evaluate(cut) == 0, page
+    browser.open(f"{address}MODEL_ZOO/")
+    header = "[...document.querySelectorAll('th')].find(one => one.textContent == 'top-1 here')"
+    assert browser.evaluate(f"{header}.getBoundingClientRect().right") <= 1280
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs(name, tmp_path, environment):
     nbformat = pytest.importorskip("nbformat")

@@ -59,7 +59,10 @@ def check_run(run: str) -> None:
         raise ConfigError(f"RUN: no such file or folder: {run}{did_you_mean(path.name, beside)}; expected {EXPECTED}")
     names = set(os.listdir(path)) if path.is_dir() else {"config.yaml"}
     if found := sorted(names & {"model.onnx", "model.pt2", "sweep.json"}):
-        raise ConfigError(f"RUN: {run} holds {found[0]}; expected {EXPECTED}")
+        fix = "name the run that was exported"
+        if "sweep.json" in found:
+            fix = f"distribuuuu table {run}, or open {run}/sweep.html"
+        raise ConfigError(f"RUN: {run} holds {found[0]}; expected {EXPECTED}; fix: {fix}")
 
 
 def align_columns(lines: Sequence[Sequence[str]], sides: str) -> list[str]:

@@ -1,7 +1,9 @@
 """Output of the optional commands: paths to which nothing is written, and tables."""
 
+import re
+
 import pytest
-from support.commands import is_deleted, requires
+from support.commands import is_deleted, requires, run_command
 
 from distribuuuu.commands.main import dispatch
 from distribuuuu.commands.output import align_columns
@@ -39,6 +41,16 @@ def test_a_command_creates_no_parent_of_a_missing_folder(capsys, monkeypatch, tm
     monkeypatch.chdir(tmp_path)
     assert dispatch("distribuuuu", ("predict", "run", "photos", "--out", "new/../a.csv")) == 2
     assert "no such folder: new/.." in capsys.readouterr().err and not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command, name, fix", [
+    ("predict", "model.onnx", "name the run that was exported"), ("report", "sweep.json", "distribuuuu table "),
+])  # fmt: skip
+def test_a_folder_that_is_no_run_is_named_with_what_to_do(command, name, fix, capsys, tmp_path):
+    (tmp_path / name).touch()
+    assert run_command(command, tmp_path, *["photos"] * (command == "predict")) == 2
+    said = f"RUN: {tmp_path} holds {name}; expected the OUT_DIR of a run, .*; fix: {fix}"
+    assert re.search(said, capsys.readouterr().err)
 
 
 def test_columns_have_the_width_of_their_longest_cell():

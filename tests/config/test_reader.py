@@ -159,6 +159,8 @@ WRONG = [
     ("OPTIM.BASE_LR null", "expected a number"), ("OPTIM.STEPS [1,a]", "list of numbers"),
     ("OPTIM.STEPS [60,30]", "ascend"), ("RNG_SEED -1", "expected 0 to"), ("RNG_SEED x", "or null"),
     ("RNG_SEED 99999999999999999999", "64 bits"), ("TRAIN 3", "section"), ("DATA.NAME cifar", "did you mean cifar10"),
+    ("DATA.NAME webdataset", "did you mean archive, "), ("DATA.NAME csv", "did you mean list, "),
+    ("DATA.NAME huggingface", "did you mean parquet, "), ("DATA.NAME HF", "did you mean parquet, "),
     ("DATA.NAME x", "packed, "), ("DATA.NAME x", "torchvision/NAME; fix"),
     ("AUG.OPERATIONS grayscale,grayscale", "each name once"), ("TRAIN.METRICS top2", "did you mean topk, top1"),
     ("OPTIM.LR_POLICY steps", "OPTIM.STEPS: expects the epochs"), ("OPTIM.LR_POLICY exp", "OPTIM.MIN_LR: above 0"),

@@ -25,6 +25,7 @@ from distribuuuu.distributed.watchdog import monitor as monitor_module
 from distribuuuu.distributed.watchdog import process
 from distribuuuu.distributed.watchdog.monitor import UNREACHABLE_S, Channel, Monitor, keep_alive
 from distribuuuu.distributed.watchdog.process import Watchdog
+from distribuuuu.engine import precise_bn
 from distribuuuu.launch.detect import Launch, detect_launch
 from distribuuuu.trainer import train_model
 
@@ -327,12 +328,20 @@ def sleep_in_the_last_write(monkeypatch) -> None:
     monkeypatch.setattr(CheckpointManager, "finish", finish_slowly)
 
 
+def sleep_in_precise_bn(monkeypatch) -> None:
+    def compute(model, images, autocast) -> None:
+        for _ in images:
+            time.sleep(SLEEP_S / 4)
+
+    monkeypatch.setattr(precise_bn, "compute_precise_statistics", compute)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("sleep", [sleep_in_log_epoch, sleep_in_the_last_write])
+@pytest.mark.parametrize("sleep", [sleep_in_log_epoch, sleep_in_the_last_write, sleep_in_precise_bn])
 def test_a_slow_phase_that_goes_on_is_no_stall(small_cfg, monkeypatch, sleep):
     monkeypatch.setattr(stall_timer, "LATE_S", 1.0)
     sleep(monkeypatch)
-    words = ("DIST.TIMEOUT_S", 1, "DIST.STARTUP_TIMEOUT_S", 60, "TRAIN.BATCH_SIZE", 6)
+    words = ("DIST.TIMEOUT_S", 1, "DIST.STARTUP_TIMEOUT_S", 60, "TRAIN.BATCH_SIZE", 6, "MODEL.PRECISE_BN", 48)
     assert len(on_processes(2, train_model, small_cfg(*words))) == 2
 
 

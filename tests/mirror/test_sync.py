@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.tables import each_row
@@ -11,6 +12,7 @@ from support.tables import each_row
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.run_files import find_path_problem, local_folder, local_run, url_of
 from distribuuuu.mirror import store as store_module
+from distribuuuu.mirror.__main__ import _Child
 from distribuuuu.mirror.store import DamagedError, Store, hash_file, is_mirrored, parse_index
 from distribuuuu.mirror.sync import PRIVATE, ConflictError, Mirror
 
@@ -111,6 +113,18 @@ def test_the_newer_side_wins_and_two_changed_sides_are_refused(tmp_path):
     write(tmp_path / "one", {"checkpoints/ckpt_ep_004.pth.tar": b"mine"})
     with pytest.raises(ConflictError, match=r"continued by another machine, .*; fix: delete"):
         mirror_of(tmp_path / "one", tmp_path / "store").reconcile()
+
+
+def test_a_failing_store_is_a_warning_every_30_seconds(tmp_path, monkeypatch, capsys):
+    child, clock = _Child(tmp_path), [0.0]
+    child.end = SimpleNamespace(is_set=lambda: clock[0] > 45, wait=lambda s: clock.__setitem__(0, clock[0] + s))
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(child.mirror, "upload_changes", lambda with_logs: with_logs or open(tmp_path / "down"))
+    child.work()
+    said = capsys.readouterr()
+    for text in (said.err, (tmp_path / "train.log").read_text()):
+        assert text.count("WARNING: OUT_DIR: mirror") == text.count("/down'; the run is not affected, and it is ") == 2
+    assert '"done": true' in said.out
 
 
 def test_damaged_objects_are_skipped_and_the_previous_checkpoint_remains(tmp_path):

@@ -2,12 +2,14 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 from support.predictions import change_predictions, prediction_arrays
 
 from distribuuuu.commands.main import start_command
+from distribuuuu.inference import loaded_run
 from distribuuuu.records.predictions import write_npz
 
 CLASSES = ("cat", "<script>alert(1)</script>", "dog")
@@ -100,3 +102,15 @@ def test_runs_that_cannot_be_compared_and_outputs_that_cannot_be_written(tmp_pat
     (tmp_path / "p.html").mkdir()
     assert run(*runs, "--out", tmp_path / "p.html") == 2
     assert "p.html is no file" in capsys.readouterr().err
+
+
+def test_no_model_is_built_for_a_page_of_several_runs(finished_run, tmp_path, monkeypatch):
+    runs = [shutil.copytree(finished_run, tmp_path / name) for name in "abc"]
+    for number, folder in enumerate(runs):  # other answers, whose images are shown
+        with np.load(folder / "predictions.npz") as arrays:
+            logits = np.roll(arrays["logits"], number, axis=0)
+        change_predictions(folder, {}, logits=logits)
+    built = []
+    monkeypatch.setattr(loaded_run, "build_model", lambda *args, **options: built.append(args))
+    assert run(*runs, "--out", tmp_path / "page.html") == 0 and not built
+    assert "data:image/" in (tmp_path / "page.html").read_text(encoding="utf-8")

@@ -14,6 +14,8 @@ from support.recipe_facts import RECIPES
 from support.runs import ROOT, run_tool
 
 from distribuuuu.commands.main import start_command
+from distribuuuu.commands.output import check_run
+from distribuuuu.config import ConfigError
 from distribuuuu.records.read_results import read_results
 
 REPORTED = ROOT / "benchmarks" / "reported.yaml"
@@ -131,7 +133,9 @@ def test_a_sweep_has_a_row_for_each_finished_trial_and_one_message(make, tmp_pat
             top1 = 95.0 - trial + seed / 10
             save(tmp_path / f"trial_00{trial}" / f"seed_{seed}" / "results.json", seed=seed,
                  accuracy__raw__last__top1=top1, **changes)  # fmt: skip
-    status, rows, err = make(tmp_path)
+    with pytest.raises(ConfigError) as error:  # names this command
+        check_run(str(tmp_path))
+    status, rows, err = make(re.search(r"fix: distribuuuu table (\S+), or open \S+/sweep.html$", str(error.value))[1])
     found = [(row["config"].partition(", ")[2], row["top-1 here"].partition(" (")[2]) for row in rows]
     assert (status, found) == (0, [("OPTIM.BASE_LR 0", "n = 3)"), ("OPTIM.BASE_LR 1", "n = 1)")])
     assert err == f"{tmp_path}: skipped: 3 unfinished runs of the sweep\n"

@@ -294,6 +294,14 @@ def test_a_member_of_a_zip_whose_checksum_differs_is_broken(tmp_path, method):
         read_member(open_one(path), 0)
 
 
+def test_names_with_dots_and_endings_in_upper_case(tmp_path):
+    files = {f"dog.{number}.{end}": b"%d" % number for number in range(3) for end in ("JPG", "cls")}
+    write_tar(tmp_path / "TRAIN-000.TAR", files)
+    index = open_archives(find_archives("TRAIN", str(tmp_path), "train"), tmp_path / "cache")
+    assert [bytes(read_member(index, number)) for number in range(3)] == [b"0", b"1", b"2"]
+    assert index.arrays["label"].tolist() == [0, 1, 2]
+
+
 # --------------------------------------------------------------------------------------------- runs
 
 

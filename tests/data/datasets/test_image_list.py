@@ -1,6 +1,7 @@
 """Lists of images: valid and invalid CSV files, and multi-label runs, evaluated by mean average precision."""
 
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from support.processes import on_processes
 from support.runs import assert_same_run, newest, records, run_tool, small_options, timeless, train_and_stop
 
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.datasets import image_list
 from distribuuuu.data.datasets.image_list import ImageList, Multilabel
+from distribuuuu.data.datasets.table_file import scan_table
 from distribuuuu.data.loader import build_images
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
@@ -62,6 +65,16 @@ def test_the_labels_become_vectors_in_the_order_of_the_training_names(cfg_of, ro
     assert train.read(47) == Path(train.describe(47)).read_bytes()
     again = pickle.loads(pickle.dumps(train))
     assert (again.describe(7), again.label(7).tolist()) == (train.describe(7), train.label(7).tolist())
+
+
+def test_each_table_is_parsed_once_in_a_start(cfg_of, root, monkeypatch):
+    scans = []
+    monkeypatch.setattr(image_list, "scan_table", lambda path, spec: scans.append(path) or scan_table(path, spec))
+    for name in ("train.csv", "val.csv"):
+        os.utime(root / name)  # changed so shortly before that a stored index is not trusted
+    cfg = resolve_num_classes(cfg_of("MODEL.NUM_CLASSES", 0))
+    assert find_run_problems(cfg, train=True) == [] and build_images(cfg, True) and build_images(cfg, False)
+    assert sorted(scans) == [str(root / "train.csv"), str(root / "val.csv")]
 
 
 def test_what_a_csv_may_say(image_folder, tmp_path):
