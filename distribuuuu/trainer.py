@@ -172,9 +172,10 @@ class Step:
 
 def take_step(training: Training, batches: Iterator[Batch], number: int) -> Step:
     """Let the task update the weights with one global batch, by default with its gradients; see `Task.update`."""
-    step, state = Step(training, batches, number), training.state
+    state = training.state
     with own_generators():
         seed_step(derive_seed(state.stream_seed, state.epoch, number, dist.rank()), training.task.device)
+        step = Step(training, batches, number)
         training.task.update(step)
         state.num_skipped += not step.is_applied
         for _ in step.micro_batches:  # if the task has not computed gradients, the next step still gets its own images

@@ -286,7 +286,7 @@ def check_same_data(*loaders: Loader) -> None:
         if others := [(rank, one[key][0]) for rank, one in enumerate(found) if one[key] != own]:
             rank, num = others[0]
             counts = f"process {rank} found {counted(num, 'image')}, process 0 {counted(own[0], 'image')}"
-            differ = "" if num != own[0] else ", but their names, sizes or labels differ"
+            differ = "" if num != own[0] else ", but their names or labels differ"
             fix = "fix: let all nodes have the same files, and start again when nothing changes them"
             problems.append(f"{key}: the processes do not see the same images: {counts}{differ}; {fix}")
     if problems:

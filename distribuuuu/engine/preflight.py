@@ -1,6 +1,7 @@
 """Checks of paths, data and batch sizes before torch is imported and the process group is created."""
 
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -113,6 +114,12 @@ def find_missing_trackers(cfg) -> Iterator[tuple[str, str]]:
             yield "LOG.TRACKERS", f"got {name}, which is not installed; fix: pip install 'distribuuuu[{package}]'"
 
 
+def find_compiler() -> str | None:
+    """Return the path of the C++ compiler that torch.compile would call; None if there is none."""
+    names = (os.environ.get("CXX"), os.environ.get("CC"), "g++", "gcc", "clang++", "clang")
+    return next(filter(None, map(shutil.which, filter(None, names))), None)
+
+
 def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str, str]]:
     family = dataset_class(cfg)
     found = list(family.find_problems(cfg, train=True)) if train else []
@@ -120,6 +127,10 @@ def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str,
     module = OPTIONAL_DECODERS.get(name := cfg.DATA.DECODER, "")
     if module and not (find_spec(module.partition(".")[0]) and find_spec(module)):
         yield "DATA.DECODER", f"got {name}, which is not installed; fix: pip install 'distribuuuu[{name}]'"
+    if cfg.MODEL.COMPILE != "none" and not find_compiler():
+        fix = "install g++, or set the environment variable CXX to one; or set MODEL.COMPILE none"
+        message = f"got {cfg.MODEL.COMPILE}, but there is no C++ compiler, which torch.compile needs"
+        yield "MODEL.COMPILE", f"{message}; fix: {fix}"
     yield from find_missing_trackers(cfg) if train else ()
     teacher = "" if cfg.DISTILL.WEIGHTS == "pretrained" else cfg.DISTILL.WEIGHTS
     for key, path in (("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS), ("DISTILL.WEIGHTS", teacher)):

@@ -213,7 +213,12 @@ def test_any_worker_and_the_device_loader_augment_alike(small_cfg, mix, crop):
 
 
 class Draws(task_class(get_cfg())):
-    """A task whose steps draw from every generator, before and after the gradients."""
+    """A task whose steps draw from every generator, before and after the gradients, and for its batches."""
+
+    gradient_passes = 2
+
+    def prepare_batch(self, batch, key):
+        return super().prepare_batch(batch, key)._replace(images=batch.images * (1 + random.random()))
 
     def update(self, step):
         before = random.random() + np.random.rand() + float(torch.rand(()))

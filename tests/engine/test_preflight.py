@@ -3,6 +3,7 @@
 import pytest
 from support.commands import run_command
 from support.images import draw_folder
+from support.runs import small_options
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.loader import build_images
@@ -153,3 +154,13 @@ def test_the_images_of_lists_and_packs_are_counted(problems, image_folder, tmp_p
     packed = ("DATA.NAME", "packed", "TRAIN.DATASET", tmp_path / "pack")
     assert "at most 48, the" in problems(*packed, "TRAIN.BATCH_SIZE", 49)[0]
     assert ask_the_data(*packed).MODEL.NUM_CLASSES == 3
+
+
+def test_without_a_compiler_a_compiled_model_is_refused_before_the_start(image_folder, tmp_path, monkeypatch):
+    compiled = load_cfg(None, small_options(image_folder, tmp_path / "out", "MODEL.COMPILE", "default"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CXX", "CC"):
+        monkeypatch.delenv(name, raising=False)
+    (problem,) = run_problems(compiled, train=True)
+    assert "MODEL.COMPILE (command line): got default, but there is no C++ compiler" in problem
+    assert run_problems(load_cfg(None, small_options(image_folder, tmp_path / "out")), train=True) == []

@@ -18,9 +18,11 @@ from distribuuuu.commands.scan.scan import BROKEN, ROTATED, Scan, suggest_sizes
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.data.datasets.base import ImageDataset, SplitDataset, get_dataset
+from distribuuuu.data.datasets.file_check import find_reduced
 from distribuuuu.data.datasets.folder_scan import scan_folder
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.index import Index
+from distribuuuu.data.datasets.made_elsewhere import match_forms
 from distribuuuu.data.image_file import DecodeOptions
 from distribuuuu.files.image_files import is_image, list_classes
 from distribuuuu.hints.sources import (
@@ -142,6 +144,7 @@ def examine(scan: Scan, groups: Sequence[DuplicateGroup], options: DecodeOptions
     findings = [
         *_folder_findings(scan.splits, counts),
         *_name_findings(scan.splits, counts),
+        *_note_findings(scan.splits, options),
         *_image_findings(scan, options),
         *_duplicate_findings(scan, groups),
     ]
@@ -229,13 +232,30 @@ def _name_findings(splits: dict[str, ImageDataset], counts: dict[str, dict[str, 
     """Yield a finding for the class names of another split that are not those of the training split."""
     trained = next(iter(counts))
     for split in [*counts][1:]:
-        if names := sorted(counts[split].keys() - counts[trained].keys()):
+        unknown = sorted(counts[split].keys() - counts[trained].keys())
+        forms, notes = match_forms(split, unknown, counts[trained])
+        for note in notes:
+            files = [_place(splits, split, name) for name in forms]
+            yield Finding("unicode_form", NOTE, note, "rename the folders", files)
+        if names := [name for name in unknown if name not in forms]:
             message = f"{counted(len(names), 'class')} of {split} not in {trained}: {first_few(names)}"
             fix = "rename the folders, or add training images"
             yield Finding("unknown_class", PROBLEM, message, fix, [_place(splits, split, label) for label in names])
 
 
 # -------------------------------------------------------------------------------------------- images
+
+
+def _note_findings(splits: dict[str, ImageDataset], options: DecodeOptions) -> Iterator[Finding]:
+    """Yield findings for files that are left out, and for images that lose 16 bits or their transparency."""
+    notes = [note for images in splits.values() for note in images.notes() if "outside the class folders" not in note]
+    reduced = [note for images in splits.values() if (note := find_reduced(images, options))]
+    for kind, found, fix in (
+        ("left_out", notes, "convert images of other types to JPEG or PNG; remove what is no image"),
+        ("reduced", reduced[:1], "nothing, if this is meant; else convert them"),
+    ):
+        if found:
+            yield Finding(kind, NOTE, "; ".join(found), fix)
 
 
 def _image_findings(scan: Scan, options: DecodeOptions) -> Iterator[Finding]:

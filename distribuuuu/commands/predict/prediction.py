@@ -21,10 +21,12 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import option_of
+from distribuuuu.data.datasets.file_check import find_reduced
 from distribuuuu.data.datasets.table_file import csv_line
+from distribuuuu.data.image_file import build_decode_options
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.files.untrusted import printable
-from distribuuuu.inference.forward_chunks import list_spans
+from distribuuuu.inference.forward_chunks import UnlabeledImages, list_spans
 from distribuuuu.inference.load_run import find_run
 from distribuuuu.inference.loaded_run import LoadedRun, Prediction, Selection, choose_selection
 from distribuuuu.launch.processes import die_with_parent
@@ -50,6 +52,10 @@ def predict_files(job: Namespace) -> int:
     header = "" if _is_json(job) else csv_line(["path", *list_columns(selection, run.classes)])
     out = Journal(job.out, hash_job(job, run, selection), header) if job.out else StandardOutput(header)
     print(printable(run.describe()), file=sys.stderr)
+    images = UnlabeledImages(job.files)
+    images.has_files = True
+    if reduced := find_reduced(images, build_decode_options(run.cfg)):
+        print(printable(reduced), file=sys.stderr)
     left, total = spans[out.num_chunks :], len(job.files)
     done = total - sum(map(len, left))
     if done:

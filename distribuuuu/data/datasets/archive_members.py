@@ -181,6 +181,8 @@ def _walk_zip(path: str, file: IO[bytes]) -> Iterator[Member]:
         if not is_utf8:
             with contextlib.suppress(UnicodeDecodeError):  # most programs write UTF-8 without saying so
                 name = raw.decode("utf-8")
+        if "/" not in name:  # some programs of Windows
+            name = name.replace("\\", "/")
         if name.endswith("/"):
             continue
         offset, packed, size = info.header_offset, info.compress_size, info.file_size

@@ -163,7 +163,7 @@ def find_stamp(path: str) -> tuple[int, int, int]:
 
 
 def digest_of(meta: dict, arrays: dict[str, np.ndarray]) -> str:
-    """Return 128 bits of a SHA-256 of the classes, and of names, sizes and labels, in hexadecimal digits."""
+    """Return 128 bits of a SHA-256 of the classes, and of names, labels and stored sizes, in hexadecimal digits."""
     found = hashlib.sha256(json.dumps(meta["classes"]).encode())
     for name in sorted({*arrays}.difference(_NOT_IN_DIGEST)):
         found.update(name.encode())

@@ -108,6 +108,19 @@ def test_copies_are_sorted_by_what_they_mean(root):
     assert [file["split"] for file in leak["files"]] == ["train", "val"]
 
 
+def test_files_that_are_left_out_and_what_images_lose_are_noted(root):
+    (root / "train/ant/phone.heic").touch()
+    for path in (root / "train/ant").glob("*.jpg"):
+        Image.open(path).convert("RGBA").rotate(10).save(path.with_suffix(".png"))
+    draw_folder(root, "train", {"caf\xe9": 2})
+    draw_folder(root, "val", {"cafe\u0301": 2})
+    found = kinds(check(root))
+    assert "1 file left out" in found["left_out"]["message"] and ".heic (1)" in found["left_out"]["message"]
+    assert "images with transparency, e.g. " in found["reduced"]["message"]
+    assert "Unicode form" in found["unicode_form"]["message"] and "unknown_class" not in found
+    assert {found[kind]["severity"] for kind in ("left_out", "reduced", "unicode_form")} == {"note"}
+
+
 def test_class_folders_are_compared(root):
     draw_folder(root, "train", {"cat": 11, "empty": 0})
     draw_folder(root, "val", {"BEE": 2})

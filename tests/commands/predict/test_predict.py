@@ -236,6 +236,12 @@ def test_file_names_of_any_bytes_are_written_as_they_are_and_read_back_equal(sha
     assert found == set(names)
 
 
+def test_images_that_lose_their_transparency_are_named(shapes_run, tmp_path, capsys):
+    Image.new("RGBA", (40, 40), (255, 0, 0, 90)).save(tmp_path / "clear.png")
+    assert run(shapes_run, tmp_path / "clear.png") == 0
+    assert "clear.png, lose it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("skip", [False, True])
 def test_broken_images_have_a_status_and_a_file_of_their_own(shapes_run, shapes_folder, tmp_path, skip, capsys):
     good = shapes_folder / "val" / "star"

@@ -99,6 +99,13 @@ def change(path: Path, edit) -> Path:
     return path
 
 
+def test_a_zip_with_the_separators_of_windows(tmp_path):
+    plain = write_zip(tmp_path / "a.zip", {"train\\a\\1.jpg": JPEG, "train\\b\\2.jpg": JPEG})
+    assert names_of(open_one(plain, folder="train", is_inside=True)) == ["train/a/1.jpg", "train/b/2.jpg"]
+    with pytest.raises(ConfigError, match="leads out of the archive"):
+        open_one(write_zip(tmp_path / "b.zip", {"..\\a\\1.jpg": JPEG}))
+
+
 ONE = ("a/1.jpg", JPEG)
 TARS = {
     "twice": ([ONE, ("./a/1.jpg", b"other")], r"train.tar:a/1.jpg: has two members of this name"),
