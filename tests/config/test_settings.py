@@ -119,7 +119,6 @@ def test_settings_reach_the_task_the_loss_and_the_data(entries, small_cfg, monke
     seen = []
     monkeypatch.setattr(Classification, "prepare_training", lambda self, *args: seen.append(self.settings))
     monkeypatch.setattr(Classification, "state_dict", lambda self: {})
-    monkeypatch.setattr(Classification, "state_dict", lambda self: {})
     own = ("TASK.KWARGS.rho", "0.5", "LOSS.KWARGS.rho", "2", "DATA.KWARGS.steps", "3")
     cfg = small_cfg(*OWN, *own, "OPTIM.MAX_EPOCH", 0)
     train_model(cfg)
@@ -162,10 +161,3 @@ def test_settings_of_the_package_are_checked_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "3 False\n", done
-
-
-def test_an_unknown_name_without_a_similar_one_mentions_plugins():
-    _, (problem,) = read_cfg(None, ["TASK.NAME", "qqqq"])
-    assert "got 'qqqq'; expected one of " in str(
-        problem
-    ) and "; fix: name the file of an entry of your own in PLUGINS" in str(problem)

@@ -143,6 +143,7 @@ def count_collectives(args: list[str], seconds: float) -> int:
     return len(calls)
 
 
+@pytest.mark.slow
 def test_lines_by_time_add_no_collective(image_folder, tmp_path):
     counts = []
     for seconds in (1e9, 0.0):
