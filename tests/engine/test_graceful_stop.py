@@ -211,7 +211,7 @@ def test_sigquit_shows_the_stacks_and_the_run_goes_on(image_folder, tmp_path):
             assert run.wait(RUN_S) == 143 and "worker" not in run.last_lines()
 
 
-@pytest.mark.parametrize("flags, closed", [("", "2>&1 | true"), ("--nproc 2", ">&- 2>&- <&-")])
+@pytest.mark.parametrize("flags, closed", [("", ">&- 2>&- <&-"), ("--nproc 2", "2>&-")])
 def test_a_closed_standard_error_ends_no_run(image_folder, tmp_path, flags, closed):
     words = " ".join(small_options(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1, "TRAIN.WORKERS", 1))
     command = f"{sys.executable} {TRAIN_NET} {flags} {words} {closed}"
