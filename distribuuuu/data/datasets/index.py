@@ -99,8 +99,6 @@ class Index:
         def find(first: int) -> list[tuple[int, int, int]]:
             return [find_stamp(path) for path in paths[first : first + step]]
 
-        if len(paths) <= step:
-            return find(0) == [*map(tuple, stamps.tolist())]
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             found = [stamp for part in pool.map(find, range(0, len(paths), step)) for stamp in part]
         return found == [*map(tuple, stamps.tolist())]
