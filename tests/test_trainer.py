@@ -126,6 +126,21 @@ def test_a_resume_on_other_data_is_a_warning(small_cfg, image_folder, tmp_path):
     assert "the evaluation data has changed since the checkpoint: with other names or labels" in log
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("home", [None, "/proc/no_home"])
+def test_a_user_without_a_home_trains(image_folder, tmp_path, monkeypatch, home):
+    for name in ("HOME", "XDG_CACHE_HOME", "USER", "LOGNAME", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    # The system does not know the user either.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import pwd\ndef unknown(uid): raise KeyError(uid)\npwd.getpwuid = unknown"
+    )
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "TMPDIR": str(tmp_path), **({"HOME": home} if home else {})}
+    options = small_options(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1)
+    done = run_python("-m", "distribuuuu", "train", *options, **env)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("workers", [slow(1), 3])
 def test_the_number_of_workers_does_not_change_the_weights(finished_run, small_cfg, workers):
     cfg = small_cfg("TRAIN.WORKERS", workers)

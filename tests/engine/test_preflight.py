@@ -8,6 +8,7 @@ from support.runs import small_options
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.loader import build_images
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
+from distribuuuu.trainer import evaluate_weights, train_model
 
 # What an evaluation needs beside data: weights.
 EVALUATED = ("MODEL.PRETRAINED", "True")
@@ -54,6 +55,12 @@ def test_sets_of_a_known_number_are_not_opened(tmp_path):
 @pytest.mark.parametrize("words", ["DATA.NAME dummy", "MODEL.DUMMY_INPUT True", "TEST.LABELS imagenet_a"])
 def test_without_data_of_their_own_the_classes_are_those_of_imagenet(words):
     assert resolve_num_classes(load_cfg(None, words.split())).MODEL.NUM_CLASSES == 1000
+
+
+def test_a_run_is_trained_and_evaluated_without_a_given_number_of_classes(small_cfg, tmp_path):
+    train_model(cfg := small_cfg("MODEL.NUM_CLASSES", 0, "OPTIM.MAX_EPOCH", 1))
+    assert load_cfg(str(tmp_path / "out" / "config.yaml")).MODEL.NUM_CLASSES == 3
+    assert evaluate_weights(cfg)["count"] == 37
 
 
 def test_a_conflict_with_the_number_found_is_reported(image_folder):

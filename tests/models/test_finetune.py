@@ -1,11 +1,13 @@
 """Fine-tuning: file formats, tensors that are loaded or not, frozen parts."""
 
 import argparse
+import collections
 import copy
 import logging
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -71,6 +73,9 @@ FORMS = {
     "wrapped.pt": lambda state: prefixed(state, "_orig_mod.module.backbone."),
     "lightning.ckpt": lambda state: {"state_dict": prefixed(state, "model.")},
     "fsdp.pth": lambda state: {name.replace("0.conv", "0._fsdp_wrapped_module.conv"): state[name] for name in state},
+    "objects.pth": lambda state: {
+        "state_dict": state, "mean": np.array([0.5, 0.2]), "save_dir": Path("runs"), "hub": collections.deque([1.0])
+    },
     "detector.pth": lambda state: {**prefixed(state, "visual.trunk."), "neck.fc.weight": state["fc.weight"]},
 }  # fmt: skip
 

@@ -1,10 +1,12 @@
 """A task that does not classify: what it records, predicts and reports, and what cannot be done with it."""
 
+import csv
 import json
 
 import numpy as np
 import pytest
 import torch.nn.functional as F
+from PIL import Image
 from support.runs import newest, records
 
 import distribuuuu
@@ -67,7 +69,13 @@ def test_scores_and_targets_are_recorded_predicted_and_reported(run, tmp_path, c
     found = distribuuuu.load_run(out).predict(images)
     assert [answer.labels for answer in found] == [("age",)] * 3
     assert [answer.probabilities[0] for answer in found] == pytest.approx(scores[:3, 0].tolist(), rel=1e-4)
+    files = [str(tmp_path / f"{index}.png") for index in range(2)]
+    for file, image in zip(files, images, strict=False):
+        Image.fromarray(image).save(file)
     capsys.readouterr()
+    assert dispatch("distribuuuu", ["predict", str(out), *files]) == 0
+    rows = [[file, f"{answer.probabilities[0]:.12g}"] for file, answer in zip(files, found, strict=False)]
+    assert list(csv.reader(capsys.readouterr().out.splitlines())) == [["path", "age"], *rows]
     assert dispatch("distribuuuu", ["report", str(out), "--format", "json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["mean absolute error"] == pytest.approx(np.abs(errors).mean(), rel=1e-5)

@@ -202,7 +202,7 @@ def format_text(rows: Sequence[Row], epoch: str) -> str:
     """Return the table for a terminal: what was measured, and a legend."""
     lines, legend = _arrange(rows, epoch)
     shown = [at for at, name in enumerate(lines[0]) if at == 0 or name.endswith(" here") or name in ("epochs", "hours")]
-    table = align_columns([[line[at] for at in shown] for line in lines], "<" * len(shown))
+    table = align_columns([[printable(line[at]) for at in shown] for line in lines], "<" * len(shown))
     legend = f"{legend} All columns: --format markdown.".strip()
     return "\n".join([*table, "", textwrap.fill(legend, WIDTH)]) + "\n"
 

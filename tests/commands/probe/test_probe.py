@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +21,7 @@ from distribuuuu.commands.probe import feature_probe as probes
 from distribuuuu.commands.probe.feature_probe import find_classifiers, fit_linear, predict_knn, standardize
 from distribuuuu.commands.stats.significance import wilson_interval
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.inference.load_run import find_run
 
 CPU = torch.device("cpu")
 
@@ -147,6 +149,14 @@ def test_images_of_other_classes_are_probed_without_the_classifier(
         assert list(results[-1]["top1"]) == ["k-NN", "linear probe"]
         assert (results[-1]["num_train"], results[-1]["num_test"]) == (48, 37)
     assert results[0]["correct"] == results[1]["correct"] != {"k-NN": 0, "linear probe": 0}
+
+
+@pytest.mark.parametrize("reason", ["published without a head", "a task that does not classify"])
+def test_answers_that_are_no_classes_are_not_counted(shapes_run, monkeypatch, reason):
+    monkeypatch.setattr(probes, "PENALTIES", (0.1,))
+    run = replace(find_run(shapes_run), has_classifier=reason != "published without a head")
+    run.task.classifies = reason != "a task that does not classify"
+    assert list(probes.probe_run(run)["top1"]) == ["k-NN", "linear probe"]
 
 
 def nan_weights(folder, data):

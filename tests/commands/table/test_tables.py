@@ -88,6 +88,17 @@ def test_a_terminal_shows_what_was_measured(tmp_path, capsys, monkeypatch):
     assert header.split()[:2] == ["config", "epochs"] and "|" not in header and ONE_RUN in row
 
 
+@pytest.mark.parametrize("form", ["text", "markdown"])
+def test_names_in_the_files_of_runs_are_escaped(tmp_path, capsys, form):
+    odd = "a\x1b[2J\u202e\nb"
+    for number in range(2):
+        save(tmp_path / f"{number}/results.json", config=odd, data__folder=f"{odd}{number}", hardware=odd, commit=odd)
+    save(tmp_path / odd / "results.json", finished=False)
+    assert start_command("table", "table", [f"{tmp_path}/*", "--format", form]) == 0
+    out, err = capsys.readouterr()
+    assert not {"\x1b", "\u202e"} & set(out + err) and "\nb" not in out + err and "a\\x1b[2J\\u202e" in out
+
+
 def test_the_average_of_the_weights_counts_where_every_run_has_it(make, tmp_path):
     ema = {"last": {**EVALUATION, "top1": 95.0}, "best": EVALUATION}
     raw = RECORD["accuracy"]["raw"]
