@@ -115,6 +115,7 @@ def test_errors_are_reported_at_once_with_status_2(image_folder, tmp_path, capsy
         ("TRAIN.DATASET /no/such", "TRAIN.DATASET", "/no/such"),
         ("--format jsn", "--format: invalid choice: 'jsn'"),
         ("--cfg no/such", "no/such"),
+        ("--gpus 2 --tune", "--gpus; did you mean --nproc 2?", "--tune; it was removed; run plan with each option"),
         ("--epochs 0", "OPTIM.MAX_EPOCH (command line): got 0; expected 1 or more"),
         ("OPTIM.MAX_EPOCH 0", "OPTIM.MAX_EPOCH (command line): got 0; expected 1 or more"),
         ("--nproc 7", "TRAIN.GLOBAL_BATCH_SIZE", "on 7 processes"),
