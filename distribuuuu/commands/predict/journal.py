@@ -117,29 +117,14 @@ class Journal:
             raise ConfigError(f"--out: {self.out} cannot be written: {error.strerror or error}; {kept}{fix}") from error
 
 
-class StandardOutput:
-    """Standard output in place of a journal: nothing to resume, broken images on standard error only."""
-
-    num_chunks = 0
-
-    def __init__(self, header: str):
-        self.num_broken = 0
-        self.append(header, [])
-
-    def append(self, rows: str, errors: list[list[str]]) -> None:
-        """Print the rows of the next chunk."""
-        self.num_broken += len(errors)
-        try:
-            shown = printable(rows, keep="\n") if sys.stdout.isatty() else rows
-            sys.stdout.buffer.write(shown.encode(errors="surrogateescape"))
-            sys.stdout.buffer.flush()
-        except OSError as error:
-            raise ConfigError(f"standard output cannot be written: {error.strerror or error}") from error
-
-    def finish(self) -> None:
-        """Do nothing: everything has been printed."""
-
-    close = finish
+def print_rows(rows: str) -> None:
+    """Print the text of rows; on a terminal with escapes for what would control it."""
+    try:
+        shown = printable(rows, keep="\n") if sys.stdout.isatty() else rows
+        sys.stdout.buffer.write(shown.encode(errors="surrogateescape"))
+        sys.stdout.buffer.flush()
+    except OSError as error:
+        raise ConfigError(f"standard output cannot be written: {error.strerror or error}") from error
 
 
 def _write(path: Path, header: str, lines: Iterable[str]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from distribuuuu.commands.predict.journal import Journal, StandardOutput
+from distribuuuu.commands.predict.journal import Journal, print_rows
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import counted
@@ -50,13 +50,16 @@ def predict_files(job: Namespace) -> int:
     selection = choose_selection(run.cfg, len(run.classes), job.topk, job.threshold)
     spans = list_spans(len(job.files), run.cfg.TEST.BATCH_SIZE)
     header = "" if _is_json(job) else csv_line(["path", *list_columns(selection, run.classes)])
-    out = Journal(job.out, hash_job(job, run, selection), header) if job.out else StandardOutput(header)
+    out = Journal(job.out, hash_job(job, run, selection), header) if job.out else None
+    num_done, num_broken = (out.num_chunks, out.num_broken) if out else (0, 0)
+    if not out:
+        print_rows(header)
     print(printable(run.describe()), file=sys.stderr)
     images = UnlabeledImages(job.files)
     images.has_files = True
     if reduced := find_reduced(images, build_decode_options(run.cfg)):
         print(printable(reduced), file=sys.stderr)
-    left, total = spans[out.num_chunks :], len(job.files)
+    left, total = spans[num_done:], len(job.files)
     done = total - sum(map(len, left))
     if done:
         print(f"resumed after {done:,} of {counted(total, 'image')}", file=sys.stderr)
@@ -66,15 +69,21 @@ def predict_files(job: Namespace) -> int:
         for span, (rows, errors) in zip(left, predict_spans(job, run, selection, left), strict=True):
             for path, cause in errors:
                 bar.write(printable(f"broken image: {path}: {cause}"), file=sys.stderr)
-            out.append(rows, errors)
+            if out:
+                out.append(rows, errors)
+            else:
+                print_rows(rows)
+            num_broken += len(errors)
             bar.update(len(span))
-        out.finish()
+        if out:
+            out.finish()
     finally:
         bar.close()
-        out.close()
-    if out.num_broken:
-        print(f"broken: {counted(out.num_broken, 'image')}", file=sys.stderr)
-    return out.num_broken
+        if out:
+            out.close()
+    if num_broken:
+        print(f"broken: {counted(num_broken, 'image')}", file=sys.stderr)
+    return num_broken
 
 
 def _is_json(job: Namespace) -> bool:

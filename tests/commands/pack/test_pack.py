@@ -18,7 +18,7 @@ from PIL import Image
 from support.errors import message_of
 from support.images import draw_folder
 from support.packs import pack
-from support.processes import END_S, have_ended, list_children, wait_for
+from support.processes import wait_for
 from support.runs import ROOT, run_python, run_tool, small_options
 
 from distribuuuu.commands.main import dispatch
@@ -172,12 +172,8 @@ def test_exif_is_applied_where_pixels_are_packed(folder, tmp_path):
         cfg.TRAIN.DATASET, cfg.DATA.EXIF_ROTATE, cfg.MODEL.NUM_CLASSES = str(tmp_path / name), True, 3
         assert ("DATA.EXIF_ROTATE" in dict(Packed.find_problems(cfg, train=True))) == (name == "raw")
     assert contents(tmp_path / "files/train") == contents(tmp_path / "kept/train")
-    for name, words, changed in (
-        ("rotated", [], "True, now none"),
-        ("raw", ["DATA.EXIF_ROTATE", "True"], "none, now True"),
-    ):
-        words = ["--format", "raw", *words, *source(tmp_path / "data")]
-        assert f"exif rotate {changed}" in message_of(pack, tmp_path / name, *words)
+    words = ["--format", "raw", *source(tmp_path / "data")]
+    assert "exif rotate True, now none" in message_of(pack, tmp_path / "rotated", *words)
 
 
 def test_images_above_max_pixels_are_not_packed(folder, tmp_path, monkeypatch, capsys):
@@ -213,12 +209,11 @@ def test_a_pack_can_be_packed_again(folder, tmp_path):
     assert Packed(tmp_path / "a", "train")
 
 
-@pytest.mark.parametrize("words", [[], ["--shorter-side", 20]])
-def test_the_number_of_workers_changes_no_byte(folder, tmp_path, words):
-    for workers in (0, 1, 2):
-        pack(tmp_path / str(workers), "--shard-mb", TINY_MB, *words, *source(folder), workers=workers)
-    found = [contents(tmp_path / str(workers) / "train") for workers in (0, 1, 2)]
-    assert found[0] == found[1] == found[2]
+def test_the_number_of_workers_changes_no_byte(folder, tmp_path):
+    for workers in (0, 2):
+        words = ["--shard-mb", TINY_MB, "--shorter-side", 20, *source(folder)]
+        pack(tmp_path / str(workers), *words, workers=workers)
+    assert contents(tmp_path / "0" / "train") == contents(tmp_path / "2" / "train")
 
 
 def test_evaluation_labels_by_the_training_classes(folder, tmp_path):
@@ -305,15 +300,6 @@ def test_a_full_disk_is_reported_and_loses_one_shard(folder, tmp_path, whole):
     left = shards(tmp_path / "train")
     assert left and all((tmp_path / "train" / name).with_suffix(".part").exists() for name in left)
     assert "packing is not finished" in message_of(Packed, tmp_path, "train")
-    pack(tmp_path, *words)
-    assert contents(tmp_path / "train") == whole
-
-
-def test_a_shard_with_a_damaged_side_file_is_done_again(folder, tmp_path, whole):
-    words = ["--shard-mb", TINY_MB, *source(folder)]
-    pack_until(9, tmp_path, *words)
-    part = tmp_path / "train" / "shard-00001.part"
-    part.write_bytes(part.read_bytes()[:-3])
     pack(tmp_path, *words)
     assert contents(tmp_path / "train") == whole
 
@@ -493,32 +479,13 @@ def test_pack_verify_and_train_on_the_command_line(folder, tmp_path):
     assert done.returncode == 2 and "val/cat/002.jpg (image 4 of" in done.stderr and "out/train: 14" in done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="needs Linux")
-def test_ctrl_c_ends_the_command_and_its_workers(tmp_path):
-    process, _ = start_packing(tmp_path / "out", many_images(tmp_path / "data"))
-    workers = list_children(process.pid)
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=60) == 130 and workers
-    error = process.stderr.read()
-    assert "SIGINT: stopped" in error and "Traceback" not in error
-    wait_for(lambda: have_ended(workers), timeout_s=END_S)
-
-
-def test_options_of_training_alone_are_not_demanded(folder, tmp_path, capsys):
-    """Neither the loss of several labels nor the statistics of five channels; a wrong value that is set is reported."""
+def test_options_of_training_alone_are_not_demanded(tmp_path, capsys):
+    """The statistics of five channels, for example; a wrong value that is set is reported."""
     for split in ("train", "val"):
-        names = sorted(str(path.relative_to(folder)) for path in (folder / split).rglob("*.jpg"))
-        rows = "".join(f"{name},{name.split('/')[1]};both\n" for name in names)
-        (folder / f"{split}.csv").write_text(f"image,labels\n{rows}")
         (tmp_path / "bands" / split / "x").mkdir(parents=True)
         np.save(tmp_path / "bands" / split / "x" / "a.npy", np.zeros((8, 9, 5), np.uint16))
-    words = ["DATA.NAME", "multilabel", "TRAIN.DATASET", str(folder)]
-    assert dispatch("distribuuuu", ["pack", str(tmp_path / "out"), "--workers", "0", *words]) == 0
-    assert "LOSS.NAME" not in capsys.readouterr().err
     five = ["DATA.CHANNELS", "5", "DATA.PIXELS", "uint16", "TRAIN.DATASET", str(tmp_path / "bands")]
     assert dispatch("distribuuuu", ["pack", str(tmp_path / "five"), "--workers", "0", *five]) == 0
     assert "DATA.MEAN" not in capsys.readouterr().err
-    for wrong, message in {("LOSS.NAME", "ce"): "LOSS.NAME", ("DATA.MEAN", "[1]"): "DATA.MEAN"}.items():
-        assert dispatch("distribuuuu", ["pack", str(tmp_path / "non"), *five, *wrong]) == 2
-        assert f"{message} (command line): got" in capsys.readouterr().err
+    assert dispatch("distribuuuu", ["pack", str(tmp_path / "non"), *five, "DATA.MEAN", "[1]"]) == 2
+    assert "DATA.MEAN (command line): got" in capsys.readouterr().err
