@@ -94,7 +94,7 @@ def reference_page() -> str:
 def gallery_page() -> str:
     """Return the page that links to the pages of the gallery."""
     titles = {
-        "report.html": "Report of a run: classes, mistakes, calibration",
+        "report.html": "Report of a run: classes, mistakes",
         "compare.html": "Comparison of two runs, with significance tests",
         "sweep.html": "Sweep over the learning rate",
     }

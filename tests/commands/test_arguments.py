@@ -67,13 +67,6 @@ def test_a_foreign_or_broken_checkpoint(image_folder, tmp_path, content, refuse)
     assert str(path) in refuse(*small_options(image_folder, tmp_path / "out", "MODEL.WEIGHTS", path))
 
 
-def test_a_broken_image_in_a_worker(tmp_path, refuse):
-    for split in ("train", "val"):
-        draw_folder(tmp_path, split, {"a": 8, "b": 8, "c": 8})
-    (tmp_path / "train" / "b" / "003.jpg").write_bytes(b"\xff\xd8\xff")
-    assert "b/003.jpg" in refuse(*small_options(tmp_path, tmp_path / "out", "TRAIN.WORKERS", 2))
-
-
 @pytest.mark.slow
 def test_one_process_of_many_tells_the_mistake():
     start = {"WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1", "RANK": "1"}

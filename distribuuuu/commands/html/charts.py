@@ -27,7 +27,6 @@ class Series:
     Attributes:
         name: its entry in the legend.
         x, y: its points; a NaN in y is a gap.
-        is_dashed: whether the line is dashed.
         has_dots: whether the points are drawn too.
         is_joined: whether a line joins the points.
         texts: a text for each point, which appears under the pointer; empty: its values.
@@ -36,7 +35,6 @@ class Series:
     name: str
     x: Sequence[float]
     y: Sequence[float]
-    is_dashed: bool = False
     has_dots: bool = False
     is_joined: bool = True
     texts: Sequence[str] = ()
@@ -127,7 +125,6 @@ def line_chart(
     series: Sequence[Series],
     x_label: str,
     y_label: str = "",
-    y_range: tuple[float, float] | None = None,
     marks: Sequence[Mark] = (),
     is_log: bool = False,
 ) -> str:
@@ -137,7 +134,6 @@ def line_chart(
         title: the title, shown above the chart.
         series: the curves.
         x_label, y_label: texts on the axes.
-        y_range: the values at the bottom and at the top; None: so that every point is seen.
         marks: vertical lines.
         is_log: whether the horizontal axis is logarithmic.
     """
@@ -150,7 +146,7 @@ def line_chart(
     has_zero = not is_log and (0 <= low <= high / 2 or low == high > 0)
     x_range = _widen(0.0 if has_zero else low, high, 0)
     is_whole = all(x % 1 == 0 for x, _ in points)  # e.g. numbers of trials, of which there are no halves
-    axes = _Axes(x_range, y_range or _widen(*_spread([y for _, y in points])), is_log, is_whole)
+    axes = _Axes(x_range, _widen(*_spread([y for _, y in points])), is_log, is_whole)
     parts = [axes.to_svg(x_label, y_label)]
     for mark in marks:
         x = axes.x(min(max(mark.x, axes.x_range[0]), axes.x_range[1]))
@@ -198,8 +194,7 @@ def _draw(curve: Series, axes: _Axes, color: str) -> str:
             dots += f'<circle cx="{cx}" cy="{cy}" r="{size}" fill="{color}"><title>{text}</title></circle>'
     if not curve.is_joined:
         return dots
-    dash = ' stroke-dasharray="5 4"' if curve.is_dashed else ""
-    return f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.7" stroke-linejoin="round"{dash}/>{dots}'
+    return f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.7" stroke-linejoin="round"/>{dots}'
 
 
 def color_of(number: int) -> str:

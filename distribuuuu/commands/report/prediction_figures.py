@@ -1,4 +1,4 @@
-"""Figures of predictions: accuracy, classes, confusion, calibration, average precision. Fractions are from 0 to 1."""
+"""Figures of predictions: accuracy, classes, confusion, average precision. Fractions are from 0 to 1."""
 
 from typing import Any
 
@@ -8,9 +8,7 @@ import torch
 from distribuuuu.commands.stats.significance import wilson_interval
 from distribuuuu.commands.stats.stored_predictions import Predictions
 from distribuuuu.tasks.class_metrics import (
-    ExpectedCalibrationError,
     average_precisions,
-    calibration_sums,
     class_f1_scores,
     class_recalls,
 )
@@ -64,20 +62,6 @@ def average_precision(content: Predictions) -> np.ndarray:
     return average_precisions(scores, torch.from_numpy(content.label)).numpy()
 
 
-def compute_reliability(confidence: np.ndarray, correct: np.ndarray) -> dict[str, Any]:
-    """Return the calibration error (`ece`), and the `counts`, `confidence` and `accuracy` of its `bins`, NaN if empty.
-
-    Args:
-        confidence: probability of the predicted class (N,).
-        correct: whether it is the label (N,).
-    """
-    sums = calibration_sums(torch.from_numpy(np.nan_to_num(confidence)).double(), torch.from_numpy(correct))
-    mean_confidence, accuracy = (sums[1:] / sums[0]).tolist()
-    ece = ExpectedCalibrationError(0).value(sums, len(confidence)) / 100
-    bins = {"counts": sums[0].long().tolist(), "confidence": mean_confidence, "accuracy": accuracy}
-    return {"ece": ece, "bins": bins}
-
-
 def list_figures(content: Predictions) -> dict[str, Any]:
     """Return all figures of predictions as plain values, for JSON."""
     columns = compute_class_figures(content)
@@ -96,6 +80,5 @@ def list_figures(content: Predictions) -> dict[str, Any]:
         "accuracy": num_correct / len(content),
         "accuracy_interval": list(wilson_interval(num_correct, len(content))),
         "top5_accuracy": top5_accuracy(content),
-        "calibration": compute_reliability(content.confidence, content.correct),
         "confusions": [[names[row], names[column], count] for row, column, count in list_confusions(content)],
     }

@@ -9,7 +9,7 @@ from distribuuuu.config.run_files import local_run
 from distribuuuu.files.untrusted import printable
 
 _DESCRIPTION = """Make a report of a run: one HTML file with its curves, the figures of each
-class, the confusion matrix, the most confident mistakes and the calibration.
+class, the confusion matrix and the most confident mistakes.
 RUN is its OUT_DIR with predictions.npz, which distribuuuu test RUN makes.
 
   %(prog)s exp/r50                    writes exp/r50/report.html

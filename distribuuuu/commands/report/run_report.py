@@ -12,7 +12,6 @@ import numpy as np
 
 from distribuuuu import __version__
 from distribuuuu.checkpoint.weights_files import KINDS, RAW
-from distribuuuu.commands.html.charts import Series, line_chart
 from distribuuuu.commands.html.history import (
     History,
     draw_curves,
@@ -34,7 +33,6 @@ from distribuuuu.files.untrusted import printable
 from distribuuuu.records.log_table import format_duration
 from distribuuuu.records.predictions import FILE_NAME
 from distribuuuu.records.read_results import TEST_FILE_NAME
-from distribuuuu.tasks.class_metrics import NUM_BINS
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +97,6 @@ def build_report(run: RunFiles) -> str:
         sections = [summarize(run), describe_classes(content), describe_images(content, pictures)]
         if not content.multilabel:
             sections[1:1] = [describe_confusions(content)]
-            sections.append(describe_calibration(content))
     else:
         sections = [summarize(run), describe_values(content)]
     sections.append(describe_provenance(run))
@@ -297,21 +294,6 @@ def describe_images(content: Predictions, pictures: Pictures) -> PageSection:
              html.heading("Least certain images"),
              html.gallery([_card(content, index, pictures) for index in uncertain])]  # fmt: skip
     return PageSection("Images", parts)
-
-
-# --------------------------------------------------------------------------------- calibration
-
-
-def describe_calibration(content: Predictions) -> PageSection:
-    """Return the section on the reliability of the probabilities."""
-    reliability = analysis.compute_reliability(content.confidence, content.correct)
-    bins = reliability["bins"]
-    texts = [f"{count:,} images" for count in bins["counts"]]
-    curves = [Series("accuracy", bins["confidence"], bins["accuracy"], has_dots=True,
-                     texts=texts), Series("perfect calibration", [0, 1], [0, 1], is_dashed=True)]  # fmt: skip
-    chart = line_chart("Reliability", curves, "confidence", "accuracy", y_range=(0, 1))
-    entry = "calibration error", percent(reliability["ece"], 2), f"ECE, {NUM_BINS} bins"
-    return PageSection("Calibration", [html.tiles([entry]), html.grid([chart], "narrow")])
 
 
 # ------------------------------------------------------------------- tasks that do not classify

@@ -109,12 +109,6 @@ def test_calls_are_timed_when_compiling_and_recording_are_over(monkeypatch):
     assert len(calls) > 100, "a block is as long as the calls are fast"
 
 
-def test_nproc_starts_the_processes(tmp_path):
-    args = small_options(tmp_path / "none", tmp_path / "out")
-    done = run_tool("time_net.py", "--nproc", 2, *args)
-    assert done.returncode == 2 and "TRAIN.DATASET" in done.stderr and "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize("speeds, workers, most, remedies, said", [
     ((38, 410, 0.01), 4, 4, REMEDIES, ("model-bound", "38", "410 images/s")),
     ((3100, 2400, 0.25), 4, 8, REMEDIES, ("loader-bound", "TRAIN.WORKERS 6", "distribuuuu pack")),

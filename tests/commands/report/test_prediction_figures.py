@@ -4,9 +4,7 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from sklearn import metrics as reference
-from torchmetrics.functional.classification import multiclass_calibration_error
 
 from distribuuuu.commands.report import prediction_figures as analysis
 from distribuuuu.commands.stats.stored_predictions import Predictions
@@ -49,14 +47,6 @@ def test_class_figures_equal_those_of_scikit_learn(single):
         assert listed["top5_accuracy"] == pytest.approx(wanted, abs=1e-12)
 
 
-def test_the_calibration_error_equals_that_of_torchmetrics(single):
-    scores = torch.tensor(single.scores.astype(np.float64)).softmax(1)
-    wanted = multiclass_calibration_error(scores, torch.tensor(single.label), len(single.classes), n_bins=15)
-    assert analysis.compute_reliability(single.confidence, single.correct)["ece"] == pytest.approx(
-        float(wanted), abs=1e-6
-    )
-
-
 def test_label_figures_equal_those_of_scikit_learn():
     generator = np.random.default_rng(3)
     label = (generator.random((500, 6)) < [0.5, 0.2, 0.05, 0.9, 0.3, 0]).astype(np.uint8)
@@ -78,6 +68,5 @@ def test_the_largest_logits_alone_suffice_for_most_figures():
     whole, order = make(scores, label), np.argsort(-scores, axis=1)[:, :10]
     top = make(scores, label, top_class=order.astype(np.int32), log_total=np.log(np.exp(scores).sum(1)))
     top.scores = np.take_along_axis(scores, order, axis=1)
-    figures, expected = analysis.list_figures(top), analysis.list_figures(whole)
-    assert figures.pop("calibration")["ece"] == pytest.approx(expected.pop("calibration")["ece"])
-    assert figures == expected
+    assert analysis.list_figures(top) == analysis.list_figures(whole)
+    np.testing.assert_allclose(top.confidence, whole.confidence, rtol=1e-5)

@@ -68,7 +68,7 @@ def test_a_report_is_one_file_that_requests_nothing(finished, tmp_path, capsys):
     assert len(mistakes) == (~content.correct).sum() and all(row["labels"] != row["predicted"] for row in mistakes)
     text = out.read_text(encoding="utf-8")
     page, content = Page(text), read_run(str(finished)).content
-    for title in ("Summary", "Confusion", "Classes", "Images", "Calibration", "Provenance"):
+    for title in ("Summary", "Confusion", "Classes", "Images", "Provenance"):
         assert title in page.texts
     assert percent(content.correct.mean(), 2) in page.texts
     assert page.tags.count("img") == len(re.findall('class="card"', text))

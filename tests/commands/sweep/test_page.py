@@ -60,8 +60,6 @@ def test_the_objective_may_be_a_loss(sweep):
     page = build_sweep_page(sweep, {(0, 0): RunState(9, {9: 0.5}), (1, 0): RunState(9, {9: 0.7})})
     texts = Page(page).texts
     assert "Best config: trial 0" in texts
-    states = {(trial, 0): RunState(9, {9: math.inf}) for trial in (0, 1)}
-    assert "Best config: trial 0" in Page(build_sweep_page(sweep, states)).texts
 
 
 def test_the_table(sweep, states):

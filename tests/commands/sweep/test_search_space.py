@@ -48,8 +48,6 @@ def test_a_sobol_sequence_covers_the_space_without_repetitions_and_depends_on_th
         assert sum(10 ** (decade - 4) <= float(value) < 10 ** (decade - 3) for value in values["A"]) == 8
     assert sum(float(value) < 0 for value in values["B"]) == 16
     assert [values["C"].count(number) for number in "1234"] == [8] * 4 and values["D"].count("x") == 16
-    lists = {key: parse_dimension(text) for key, text in {"A": "1,2,3", "B": "int:1:2"}.items()}
-    trials = list_trials(lists, 6, seed=0)
-    assert sorted(tuple(trial.values()) for trial in trials) == [(a, b) for a in "123" for b in "12"]
-    with pytest.raises(ValueError, match="at most 6, the number of combinations"):
-        list_trials(lists, 7, seed=0)
+    lists = {"A": parse_dimension("1,2,3")}
+    with pytest.raises(ValueError, match="at most 3, the number of combinations"):
+        list_trials(lists, 4, seed=0)

@@ -126,13 +126,11 @@ def test_only_runs_of_one_config_batch_and_data_are_averaged(make, tmp_path):
     assert names[5] == "fashion_mnist/resnet14, OPTIM.MAX_EPOCH 9"
 
 
-def test_unfinished_runs_and_repeated_seeds_are_skipped_with_a_message(make, tmp_path):
+def test_repeated_seeds_are_skipped_with_a_message(make, tmp_path):
     save(tmp_path / "a" / "results.json")
-    save(tmp_path / "b" / "results.json", finished=False, seed=1, training__epochs_done=3)
     save(tmp_path / "c" / "results.json", accuracy__raw__last__top1=99.0)
     status, rows, err = make(tmp_path)
     assert status == 0 and [row["top-1 here"] for row in rows] == [ONE_RUN]
-    assert f"{tmp_path}/b/results.json: skipped: 3 of 7 epochs done" in err
     assert f"{tmp_path}/c/results.json: skipped: seed 0 is already in {tmp_path}/a/results.json" in err
 
 
