@@ -1,7 +1,6 @@
 """Trackers: each row arrives once at its step, through kills, resumes and rollbacks; the training knows of no fault."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.commands import run_command
 from support.processes import list_trackers, wait_for
-from support.runs import ROOT, TRAIN_NET, assert_same_run, run_python, run_tool, small_options, timeless, train_and_stop
+from support.runs import ROOT, TRAIN_NET, assert_same_run, run_tool, small_options, timeless, train_and_stop
 
 from distribuuuu.config import ConfigError
 from distribuuuu.files.locks import lock_file
@@ -100,15 +99,10 @@ def test_the_registry_has_the_trackers_without_importing_their_packages():
     assert done.stdout.splitlines() == ["mlflow tensorboard trackio wandb", "set()"]
 
 
-@pytest.mark.parametrize("name, message", [("mlfow", "did you mean mlflow?"), ("tensorboard", None)])
-def test_a_name_is_checked(small_cfg, name, message):
-    if message is None:
-        assert small_cfg("LOG.TRACKERS", name).LOG.TRACKERS == (name,)
-    else:
-        with pytest.raises(ConfigError, match=re.escape(message)):
-            small_cfg("LOG.TRACKERS", name)
-        done = run_python("-m", "distribuuuu", "train", "LOG.TRACKERS", name)
-        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+def test_a_name_is_checked(small_cfg):
+    assert small_cfg("LOG.TRACKERS", "tensorboard").LOG.TRACKERS == ("tensorboard",)
+    with pytest.raises(ConfigError, match="did you mean mlflow?"):
+        small_cfg("LOG.TRACKERS", "mlfow")
 
 
 # ------------------------------------------------------------------------------------ steps
