@@ -111,9 +111,9 @@ def test_invalid_loss_options_are_reported_before_the_run():
     for overrides, parts in [
         (("LOSS.NAME", "focall"), ("LOSS.NAME", "did you mean focal")),
         (("LOSS.BCE_REDUCTION", "none"), ("LOSS.BCE_REDUCTION", "mean, sum")),
-        (("LOSS.CLASS_WEIGHTS", "[1, 2]"), ("LOSS.CLASS_WEIGHTS", "2 numbers", "MODEL.NUM_CLASSES is 3")),
+        (("LOSS.CLASS_WEIGHTS", "[1, 2]"), ("LOSS.CLASS_WEIGHTS", "[1, 2]", "3 numbers, MODEL.NUM_CLASSES")),
         (("LOSS.CLASS_WEIGHTS", "[1, 2, -1]"), ("LOSS.CLASS_WEIGHTS", "0 or more", "-1")),
-        (("LOSS.CLASS_WEIGHTS", "auto:1"), ("LOSS.CLASS_WEIGHTS", "'auto:1'", "0 <= BETA < 1")),
+        (("LOSS.CLASS_WEIGHTS", "auto:1"), ("LOSS.CLASS_WEIGHTS", "auto:1", "0 <= BETA < 1")),
         ((*THRESHOLD, 0.02, "LOSS.LABEL_SMOOTHING", 0.3), (THRESHOLD[2], "0.1 and 0.8", "LOSS.LABEL_SMOOTHING 0.3")),
         # Every target would be 1.
         ((*THRESHOLD, 0, "LOSS.LABEL_SMOOTHING", 0.1), (THRESHOLD[2], "got 0; expected null, or between 0.0333333")),
