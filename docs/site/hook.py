@@ -140,6 +140,8 @@ def on_files(files: Files, config) -> Files:
 
 def on_page_markdown(markdown: str, page, config, files) -> str:
     """Replace the links of a page that exists in the repository."""
+    if page.file.src_uri == "MODEL_ZOO.md":
+        page.meta["hide"] = ["toc"]  # its tables need the width
     path = repository_path(page.file.src_uri)
     if path == "README.md":  # its picture is HTML, for light and dark
         markdown = re.sub(r'\b(src|srcset)="docs/', r'\1="', markdown)
