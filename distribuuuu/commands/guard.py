@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.detect import has_lost_launcher, was_launched
@@ -64,12 +64,19 @@ def ending_with_reader() -> Iterator[None]:
     """End the process without an error if the reader of what the block prints, e.g. `head`, has gone.
 
     The block only prints: any connection that its other side closes would end the process too.
+
+    Raises:
+        ConfigError: standard output cannot be written, e.g. because a disk is full.
     """
     name = getattr(signal, "SIGPIPE", None)  # None: Windows
     previous = name and signal.signal(name, signal.SIG_DFL)
     try:
         yield
         sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the rest of the buffer, which is written at exit
+        message = f"cannot be written: {error.strerror}; fix: redirect it to another file"
+        raise ConfigError(Problem("standard output", message)) from error
     finally:
         if name:
             signal.signal(name, previous)

@@ -1,9 +1,12 @@
 """Output of the optional commands: paths to which nothing is written, and tables."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 from support.commands import is_deleted, requires, run_command
+from support.runs import ROOT
 
 from distribuuuu.commands.main import dispatch
 from distribuuuu.commands.output import align_columns
@@ -61,3 +64,12 @@ def test_columns_have_the_width_of_their_longest_cell():
         "a longer name      -    7",
     ]
     assert align_columns([["ant", ""], ["bee", ""]], "<<") == ["ant", "bee"], "no trailing spaces"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
+def test_a_full_disk_behind_standard_output_is_one_message():
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "distribuuuu", "reproduce", "--list"]
+        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr.count("standard output: cannot be written: No space left") == 1
+    assert "Traceback" not in done.stderr

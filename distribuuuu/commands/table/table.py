@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
+from distribuuuu.commands.output import print_report
 from distribuuuu.commands.stats.run_groups import collecting, find_files, group_runs, read_runs
 from distribuuuu.commands.table.tables import format_table, format_text, make_config_row, make_row
 from distribuuuu.config import Config, ConfigError, load_cfg, yaml_file
@@ -42,7 +43,7 @@ def table(prog: str, args: list[str]) -> int:
         print(printable(note), file=sys.stderr)
     if rows:
         is_text = flags.format == "text" or not flags.format and sys.stdout.isatty()
-        print((format_text if is_text else format_table)(rows, flags.epoch), end="")
+        print_report((format_text if is_text else format_table)(rows, flags.epoch).rstrip("\n"))
     elif not problems:
         problems.append("no runs to show; fix: name folders of finished runs, or --configs")
     if problems:
