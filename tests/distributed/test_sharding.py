@@ -273,7 +273,7 @@ def test_what_does_not_go_together_is_refused_before_the_start():
         (("DIST.SHARD", "zero"), "DIST.SHARD .*got 'zero'; expected one of none, zero1, fsdp; did you mean zero1"),
         (("DIST.SHARD", "fsdp", "OPTIM.NAME", "muon"), "OPTIM.NAME .*muon does not work .* or one of .*adamw"),
         (("DIST.SHARD", "zero1", "OPTIM.NAME", "lamb"), "OPTIM.NAME .*lamb needs all gradients"),
-        (("MODEL.ACT_CHECKPOINT", True, "MODEL.COMPILE", "default"), "MODEL.ACT_CHECKPOINT .*work with MODEL.COMPILE"),
+        (("MODEL.ACT_CHECKPOINT", True, "MODEL.COMPILE", "default"), "MODEL.ACT_CHECKPOINT .*MODEL.COMPILE default"),
         (("DIST.SHARD", "fsdp", "TRAIN.AMP", "fp16"), "TRAIN.AMP .*use bf16"),
         (("DIST.SHARD", "fsdp", "MODEL.COMPILE", "reduce-overhead"), "MODEL.COMPILE .*; fix: set it to default"),
         (("DIST.SHARD", "fsdp", "MODEL.COMPILE", "max-autotune"), "MODEL.COMPILE .*; fix: set it to default"),

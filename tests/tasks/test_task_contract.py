@@ -285,7 +285,9 @@ class Prototypes(Task):
             self.num_seen = state["num_seen"]
 
 
-def test_an_evaluation_and_a_prediction_use_the_state_of_the_task(register, small_cfg, tmp_path, monkeypatch, capfd):
+def test_an_evaluation_and_a_prediction_use_the_state_of_the_task(
+    register, small_cfg, tmp_path, monkeypatch, capfd, caplog
+):
     register(Prototypes)
     cfg = small_cfg("TASK.NAME", "Prototypes", "OPTIM.MAX_EPOCH", 1)
     train_model(cfg)
@@ -299,7 +301,7 @@ def test_an_evaluation_and_a_prediction_use_the_state_of_the_task(register, smal
     assert "task state" not in capfd.readouterr().err
     torch.save({name: value for name, value in torch.load(best, weights_only=True).items() if name != "task"}, best)
     assert not load_run(tmp_path / "out").task.means.any()
-    assert f"{best} has no task state; the task is re-initialized: means" in capfd.readouterr().err
+    assert f"{best} has no task state; the task is re-initialized: means" in capfd.readouterr().err + caplog.text
     monkeypatch.setattr(Prototypes, "num_columns", 2)
     torch.save({**torch.load(best, weights_only=True), "task": {"shared": saved}}, best)
     with pytest.raises(ConfigError, match=r"state of the task differs: means is .*\(3, 3\); expected .*\(3, 2\)"):
