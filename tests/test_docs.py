@@ -234,6 +234,7 @@ def options_page() -> str:
     return "\n".join([*lines, ""])
 
 
+@pytest.mark.house
 @pytest.mark.skipif(bool(list_deleted_paths()), reason="names of deleted entries are on the page")
 def test_the_page_of_the_options_is_made_from_their_table():
     page = ROOT / "docs" / "options.md"

@@ -98,13 +98,14 @@ def test_a_sharded_run_is_the_run_of_ddp(run, kind, num):
         assert_same_content(newest(got), newest(expected), 0)
 
 
-@pytest.mark.parametrize("kind", [slow("zero1"), SHARDED[1]])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SHARDED)
 def test_adaptive_clipping_and_the_schedule_of_weight_decay_are_those_of_ddp(run, kind):
     words = ("OPTIM.CLIP_NORM", 0, "OPTIM.CLIP", "agc", "OPTIM.CLIP_LIMIT", 0.01, "OPTIM.WEIGHT_DECAY_END", 0.5)
     assert_same_content(newest(run(kind, 2, *words)), newest(run("ddp", 2, *words)), 1e-5)
 
 
-@pytest.mark.parametrize("kind", SHARDED)
+@pytest.mark.parametrize("kind", ["zero1", pytest.param("fsdp", marks=[needs_fsdp, pytest.mark.slow])])
 def test_a_sharded_run_resumes_bitwise(run, small_cfg, kind):
     on_processes(2, train_and_kill, small_cfg(*ALL_ON, *KINDS[kind], *DROPS), (0, 3))
     cfg = small_cfg(*ALL_ON, *KINDS[kind], *DROPS)
@@ -113,9 +114,9 @@ def test_a_sharded_run_resumes_bitwise(run, small_cfg, kind):
 
 
 @needs_fsdp
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [
-    slow(("ddp", 1), ("fsdp", 2)), (("fsdp", 2), ("ddp", 1)), slow(("zero1", 2), ("fsdp", 3)),
-    slow(("fsdp", 3), ("zero1", 2)),
+    (("ddp", 1), ("fsdp", 2)), (("fsdp", 2), ("ddp", 1)), (("zero1", 2), ("fsdp", 3)), (("fsdp", 3), ("zero1", 2)),
 ])  # fmt: skip
 def test_a_checkpoint_of_one_kind_goes_on_as_another(run, small_cfg, first, second):
     words = {num: ("TRAIN.BATCH_SIZE", 2 if num == 3 else 3) for num in (1, 2, 3)}
