@@ -33,7 +33,28 @@ _LOAD_GRAY = (
     .replace('np.array(image.convert("RGB"))', 'np.array(image.convert("L"))[:, :, None]')
     .replace("Image.open(path)\n", 'Image.open(path)\n    image.draft("L", None)  # of a JPEG, the luminance\n')
 )
+_LOAD_RASTER = '''def load_image(path):
+    """Return the pixels of a file (.npy, TIFF or another image): $pixels (height, width, $channels)."""
+    if path.lower().endswith(".npy"):
+        pixels = np.load(path, allow_pickle=False)
+    elif path.lower().endswith((".tif", ".tiff")):
+        import tifffile
+
+        pixels = tifffile.imread(path, key=0)
+    else:
+        image = Image.open(path)
+        mode = {1: "L", 3: "RGB", 4: "RGBA"}.get($channels)
+${inner_exif}        pixels = np.array(image.convert(mode) if mode and image.mode[0] not in "IF" else image)
+    pixels = pixels[:, :, None] if pixels.ndim == 2 else pixels
+    pixels = pixels if pixels.shape[2] == $channels else pixels.transpose(1, 2, 0)
+    return np.ascontiguousarray(pixels, dtype=np.$host)'''
 _EXIF = "    image = ImageOps.exif_transpose(image)  # upright, as for the evaluation of the run\n"
+
+_UNITS = {
+    "uint8": "pixels from 0 to 1",
+    "uint16": "pixels / 65535, from 0 to 1,",
+    "float32": "pixels in the units of the files",
+}
 
 _TORCH_PREDICT = '''def predict(path):
     """Return pairs of a class and its probability, the most probable class first."""
@@ -60,7 +81,7 @@ data = timm.data.resolve_data_config({}, model=model)
 size, mode = data["input_size"][-1], v2.InterpolationMode(data["interpolation"])
 transform = v2.Compose([
     $timm_crop,
-    v2.ToDtype(torch.float32, scale=True),
+    $scale,
     v2.Normalize(data["mean"], data["std"]),
 ])""",
     "torch": """import json
@@ -119,7 +140,8 @@ def render_code(run: LoadedRun, to: str, plugins: Sequence[str] | None = None) -
     code = f"plugins = {','.join(names)!r}  # code that this folder does not contain: set the paths of the files\n"
     with_plugins = f'{code}run = load_run(".", overrides=["PLUGINS", plugins])'
     multilabel, exif = run.task.multilabel, run.cfg.DATA.EXIF_ROTATE
-    load = _LOAD_GRAY if run.transform.options.is_gray else _LOAD_IMAGE
+    options = run.transform.options
+    load = _LOAD_IMAGE if options.is_rgb else _LOAD_GRAY if options.is_gray else _LOAD_RASTER
     parts = {
         "timm": (_CODE["timm"], load, _TORCH_PREDICT),
         "torch": (_CODE["torch"], load, _TORCH_PREDICT),
@@ -131,8 +153,15 @@ def render_code(run: LoadedRun, to: str, plugins: Sequence[str] | None = None) -
     mirrors = run.cfg.TEST.FLIP and "mirror" not in INSIDE[to]
     values = {
         **(render_crop(run.transform.crop) or {}),
+        "pixels": options.pixels,
+        "channels": options.channels,
+        "host": "uint8" if options.pixels == "uint8" else "float32",
+        "scale": "v2.ToDtype(torch.float32, scale=True)"
+        if options.pixels == "uint8"
+        else f"v2.Lambda(lambda pixels: pixels / {PIXEL_RANGES[options.pixels]})",
         "image_ops": ", ImageOps" if exif else "",
         "exif": _EXIF if exif else "",
+        "inner_exif": f"    {_EXIF}" if exif else "",
         "logits": "(model(images) + model(images.flip(-1))) / 2  # and mirrored" if mirrors else "model(images)",
         "activation": activations[to == "onnx"],
         "load_run": with_plugins if names else 'run = load_run(".")',
@@ -173,7 +202,7 @@ def list_steps(run: LoadedRun) -> dict[str, str]:
     return {
         **({"exif": "turn the image upright, as its EXIF orientation says"} if run.cfg.DATA.EXIF_ROTATE else {}),
         **_describe_crop(run.transform.crop),
-        "normalize": f"normalize pixels / {PIXEL_RANGES[run.cfg.DATA.PIXELS]} with mean {mean} and std {std}",
+        "normalize": f"normalize {_UNITS[run.cfg.DATA.PIXELS]} with mean {mean} and std {std}",
         **({"mirror": "average the logits with those of the mirrored image"} if run.cfg.TEST.FLIP else {}),
         **({"shift": f"average the logits with those of the image shifted by {shift} px"} if shift else {}),
     }

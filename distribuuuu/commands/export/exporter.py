@@ -140,10 +140,6 @@ def check_format(run: LoadedRun, to: str) -> None:
     name, interpolation = type(run.task).__name__, run.transform.crop.interpolation
     if to != "safetensors" and interpolation not in ("bilinear", "bicubic"):
         raise ConfigError(f"--to {to}: cannot express TEST.INTERPOLATION {interpolation}; {_REMEDY}")
-    options = run.transform.options
-    if to != "safetensors" and not (options.is_rgb or options.is_gray):
-        pixels = f"DATA.CHANNELS {options.channels} with DATA.PIXELS {options.pixels}"
-        raise ConfigError(f"--to {to}: cannot express {pixels}; {_REMEDY}")
     if to in ("timm", "torch") and render_crop(run.transform.crop) is None:
         raise ConfigError(f"--to {to}: cannot express the crop `{run.transform.crop}`; fix: --to onnx or safetensors")
     if to == "timm":

@@ -105,10 +105,11 @@ def _describe_metrics(metrics: Mapping[str, tuple[str, float]], count: int) -> s
 
 
 def _describe_input(run: LoadedRun, to: str) -> str:
-    num, colors = run.transform.options.channels, ", RGB" if run.transform.options.is_rgb else ""
+    options = run.transform.options
+    num, colors, kind = options.channels, ", RGB" if options.is_rgb else "", str(options.dtype).removeprefix("torch.")
     return {
-        "onnx": f"Input of the file: `images`, uint8 (N, height, width, {num}){colors}, of any size.",
-        "torch": f"Input of the file: uint8 (N, {num}, H, W){colors}.",
+        "onnx": f"Input of the file: `images`, {kind} (N, height, width, {num}){colors}, of any size.",
+        "torch": f"Input of the file: {kind} (N, {num}, H, W){colors}.",
     }.get(to, f"Input of the model: float32 (N, {num}, H, W){colors}, normalized.")
 
 

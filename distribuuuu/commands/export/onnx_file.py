@@ -32,7 +32,7 @@ OPSET = 20
 # `crop_center`: Div truncates, and a center offset is rounded half to even.
 _PREPROCESSING = Template("""
 <ir_version: 8, opset_import: ["" : $opset]>
-preprocessing (uint8[batch, height, width, $channels] images) => (uint8[batch, $channels, $rows, $columns] cropped)
+preprocessing ($type[batch, height, width, $channels] images) => ($type[batch, $channels, $rows, $columns] cropped)
 <
     int64[1] zero = {0}, int64[1] two = {2}, int64[1] longest = {$max_aspect},
     int64[1] to_height = {$to_height}, int64[1] to_width = {$to_width}, int64[2] target = {$to_height, $to_width},
@@ -108,8 +108,9 @@ def require_onnx() -> None:
 def build_onnx(model: nn.Module, transform: EvalTransform, metadata: Mapping[str, Any]) -> "ModelProto":
     """Return a model and its evaluation transform as an ONNX graph.
 
-    Input: `images`, uint8 (N, height, width, 3) in RGB or (N, height, width, 1), of any N, height and width. Output:
-    `logits`, float32 (N, classes).
+    Input: `images`, uint8 (N, height, width, 3) in RGB, of any N, height and width; of other pixels than 8 bits,
+    float32 (N, height, width, channels) in the units of the files. Output: `logits`, float32
+    (N, classes).
 
     Args:
         model: the model of normalized images in evaluation mode, on the CPU.
@@ -178,9 +179,11 @@ def _build_preprocessing(transform: EvalTransform, classifier: "ModelProto") -> 
     mode = {"bilinear": "linear", "bicubic": "cubic"}[crop.interpolation]
     resize_to, size = height_and_width(crop.resize_to), height_and_width(crop.size)
     sizes = dict(zip(("to_height", "to_width", "rows", "columns"), (*resize_to, *size), strict=True))
-    sizes["channels"] = transform.options.channels
+    sizes["channels"], kind = transform.options.channels, "uint8" if transform.options.dtype == torch.uint8 else "float"
     sizes |= {"max_aspect": MAX_ASPECT if isinstance(crop, CenterCrop) else _NO_LIMIT}
     new_size = _NEW_SIZE["cover" if isinstance(crop, CenterCrop) else crop.mode]
-    before = onnx.parser.parse_model(_PREPROCESSING.substitute(opset=opset, mode=mode, new_size=new_size, **sizes))
+    before = onnx.parser.parse_model(
+        _PREPROCESSING.substitute(opset=opset, mode=mode, new_size=new_size, type=kind, **sizes)
+    )
     before.ir_version = classifier.ir_version
     return onnx.compose.add_prefix(before, "preprocessing/", rename_inputs=False, rename_outputs=False)
