@@ -67,7 +67,8 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
                     train_epoch(run)
                     if is_evaluated(cfg, run.state.epoch):
                         run.checkpoints.save(capture(run))  # if the evaluation fails, no training step is lost
-                        run.state.finish_epoch(evaluations := evaluate_epoch(run))
+                        evaluations = evaluate_epoch(run)
+                        run.state.finish_epoch(evaluations)
                         run.log.evaluation(run.state.epoch - 1, evaluations, run.state.bests)
                     else:
                         run.state.finish_epoch()

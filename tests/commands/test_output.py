@@ -66,6 +66,7 @@ def test_columns_have_the_width_of_their_longest_cell():
     assert align_columns([["ant", ""], ["bee", ""]], "<<") == ["ant", "bee"], "no trailing spaces"
 
 
+@requires("reproduce")
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
 def test_a_full_disk_behind_standard_output_is_one_message():
     with open("/dev/full", "w") as full:
