@@ -189,17 +189,26 @@ def inject(event: Event, run: TrainingProcess, progress: Progress, rng: random.R
 
 
 def fill_disk(event: Event, run: TrainingProcess, progress: Progress, rng: random.Random) -> None:
-    """Let the run make some steps on a full disk; for 'disk full', free space and wait for a checkpoint."""
+    """Let the run fail to write a checkpoint; for 'disk full', free space and wait for one.
+
+    The run makes steps until the next save, which waits for the one before.
+    """
     files = [path for path in progress.out_dir.rglob("*") if path.is_file() and ".pth.tar" not in path.name]
     limit = max(path.stat().st_size for path in [*files, Path(f"{run.out_dir}.console")]) + ROOM
     if limit >= progress.newest_size():
         raise RuntimeError("the records are larger than a checkpoint; fix: fewer --events per run")
     before = progress.of_record(run.records()[-1])
+    console = Path(f"{run.out_dir}.console")
+
+    def count_warnings() -> int:
+        return console.read_text(errors="replace").count("Cannot write checkpoint")
+
+    known = count_warnings()
     run.limit_files(limit)
     most = progress.of_record(run.records()[-1])
-    enough = before + rng.randint(4, 16)
     try:
-        wait_polling(run, lambda: progress.of_record(run.records()[-1]) >= enough)
+        wait_polling(run, lambda: count_warnings() > known)
+        time.sleep(rng.random())
         if progress.of_file(progress.newest()) > most:
             event.problems.append("the full disk did not prevent a checkpoint")
         event.reached = progress.of_record(run.records()[-1])
