@@ -12,8 +12,8 @@ from distribuuuu.checkpoint.manager import CheckpointManager
 
 # Fields of a record that depend on time, or name the start of a run.
 TIMES = ("time", "images_per_s", "wait", "eta_s", "seconds", "resumed")
-# Entries of a checkpoint that depend on time, on OUT_DIR (the options) or on the number of interruptions.
-NOT_COMPARED = ("seconds", "timing", "peak_memory_mib", "config", "checkpoints")
+# Entries of a checkpoint that depend on time, on OUT_DIR (the options), on the launcher or on the interruptions.
+NOT_COMPARED = ("seconds", "timing", "peak_memory_mib", "config", "checkpoints", "jobs")
 
 
 def compare_runs(one: Path, other: Path) -> tuple[list[str], int]:
