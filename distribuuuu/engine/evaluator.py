@@ -76,10 +76,18 @@ def evaluate(
             elif is_sharded(model):  # all processes take part in each forward pass
                 task.eval_step(model, Batch(loader.zero_images(1), loader.zero_targets(1)))
             check(f"evaluation, batch {number + 1}")
-    result = meter.read()
+    return count_images(meter.read(), len(loader.images), num_broken, num_left_out)
+
+
+def count_images(result: dict[str, float], num_images: int, num_broken: int, num_left_out: int) -> dict[str, float]:
+    """Return the result with the number of broken images over all processes, if there are some.
+
+    Raises:
+        RuntimeError: the number of evaluated images is not the size of the data set.
+    """
     num_broken, num_left_out = (sum(counts) for counts in zip(*gather_objects((num_broken, num_left_out)), strict=True))
-    if result["count"] + num_left_out != len(loader.images):
-        raise RuntimeError(f"evaluation saw {counted(int(result['count']), 'image')} of {len(loader.images):,}")
+    if result["count"] + num_left_out != num_images:
+        raise RuntimeError(f"evaluation saw {counted(int(result['count']), 'image')} of {num_images:,}")
     if num_broken:
         fate = "are left out" if num_left_out else "count as wrong"
         logger.warning("%s of the evaluation cannot be read and %s", counted(num_broken, "image"), fate)

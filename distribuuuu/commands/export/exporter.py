@@ -106,9 +106,7 @@ def export_run(
             if checked["verified"] is False:
                 os.replace(folder / file, folder / f"{file}.unverified")
                 file = f"{file}.unverified"
-            record = {"format": to, "file": file, **checked, "source": Path(run.source).name, "weights": run.weights,
-                      "precision": "float32", "hardware": describe_hardware(CPU), "versions": list_versions(),
-                      "commit": find_commit()}  # fmt: skip
+            record = {"format": to, "file": file, **checked, **describe_export(run)}
             _write_json(folder / "export.json", record)
             (folder / "README.md").write_text(render_card(run, record, render_code(run, to)), encoding="utf-8")
     except OSError as error:
@@ -116,6 +114,12 @@ def export_run(
     if push and record["verified"]:
         push_folder(target, push)
     return record
+
+
+def describe_export(run: LoadedRun) -> dict[str, Any]:
+    """Return where an exported model is from: its run, the machine, the versions and the commit."""
+    return {"source": Path(run.source).name, "weights": run.weights, "precision": "float32",
+            "hardware": describe_hardware(CPU), "versions": list_versions(), "commit": find_commit()}  # fmt: skip
 
 
 def open_evaluation_set(run: LoadedRun) -> ImageDataset:
