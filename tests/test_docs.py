@@ -248,7 +248,8 @@ SMALL = "OPTIM.MAX_EPOCH 1 OPTIM.WARMUP_EPOCHS 0 TRAIN.WORKERS 0 LOG.TENSORBOARD
 TINY = "MODEL.ARCH resnet8 MODEL.PRETRAINED False TRAIN.IM_SIZE 16 TEST.IM_SIZE 18"
 RUN = {
     ("README.md", "train --cfg shapes"): "", ("README.md", "test exp/"): None,
-    ("docs/cli.md", "train --cfg shapes"): "", ("docs/cli.md", "test r"): None, ("docs/cli.md", "--help"): None,
+    ("docs/configuration.md", "train --cfg shapes"): "", ("docs/configuration.md", "test r"): None,
+    ("docs/configuration.md", "distribuuuu --help"): None,
     ("docs/configuration.md", "--dump-config"): None, ("docs/configuration.md", "--help-config"): None,
     ("docs/large_data.md", "tools/pack_dataset.py"): None, ("docs/large_data.md", "TRAIN.DATASET packed/jpeg256"): TINY,
     ("docs/training.md", "AUG.POLICY"): "", ("docs/MODEL_ZOO.md", "train_net.py --cfg configs/shapes"): "",
@@ -366,7 +367,7 @@ def test_the_page_of_the_models_lists_the_registered_ones():
 
 
 def test_the_page_of_the_commands_lists_all_of_them():
-    names = re.findall(r"^\| `distribuuuu (\w+)` \|", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE)
+    names = re.findall(r"^\| `distribuuuu (\w+)` \|", (ROOT / "docs" / "configuration.md").read_text(), re.MULTILINE)
     assert [name for name in names if not is_deleted(name)] == [*find_commands()]
 
 
