@@ -39,7 +39,7 @@ from distribuuuu.models import build_model, count_parameters
 from distribuuuu.models.freeze import freeze_parts
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-# The examples of docs/extending.md need the files that it describes: tests/test_extending.py runs them.
+# The examples of docs/extending.md need the files that it describes: tests/test_examples.py runs them.
 WITH_COMMANDS = [page for page in PAGES if page.name != "extending.md"]
 README = (ROOT / "README.md").read_text()
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

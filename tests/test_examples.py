@@ -1,9 +1,15 @@
-"""The examples in docs/examples: each resumes bitwise, runs on two processes, is evaluated, and records its values."""
+"""docs/examples: each resumes bitwise, runs on two processes, is evaluated, and records its values.
+
+The examples of docs/extending.md are copied out of the page, counted and run.
+"""
 
 import ast
 import functools
 import json
 import os
+import re
+import shlex
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -11,9 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.processes import on_processes
-from support.runs import ROOT, records
+from support.runs import ROOT, records, run_python
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import distribuuuu
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import ConfigError, load_cfg, registry
 from distribuuuu.data.datasets import shapes
@@ -30,7 +37,7 @@ SMALL_SHAPES = functools.partial(draw_shapes, num_train=NUM_IMAGES, num_val=100)
 QUANTITIES = {
     "crop_position": ({"position_error"}, set()),
     "dino": ({"entropy"}, set()), "distillation_token": ({"token_loss"}, set()),
-    "fixmatch": ({"used", "unlabeled_loss"}, set()), "layer_norms": ({"stem_norm", "fc_norm"}, {"stem_norm"}),
+    "fixmatch": ({"used", "unlabeled_loss"}, set()), "layer_norms": ({"stem_norm", "fc_norm"}, {"trust fc.weight"}),
     "test_time_adaptation": (set(), {"entropy"}), "update_norms": ({"update_norm", "largest_update"}, set()),
     "two_heads": ({"group_right"}, {"group_right"}),
 }  # fmt: skip
@@ -160,3 +167,114 @@ def test_an_example_resumes_bitwise_and_runs_on_two_processes(name, root, tmp_pa
     on_processes(1, run_test, tmp_path / "whole", name)
     result = json.loads((tmp_path / "whole" / "test_results.json").read_text())
     assert result["evaluation"]["count"] == 100
+
+
+@pytest.mark.slow
+def test_soups_are_evaluated_and_saved(shapes_folder, tmp_path):
+    def train(name: str, weights: Path | str, seed: int) -> Path:
+        words = {**SMALL, "DATA.NAME": "imagefolder", "TRAIN.DATASET": shapes_folder, "TEST.DATASET": shapes_folder,
+                 "RNG_SEED": seed, "FINETUNE.WEIGHTS": weights, "OUT_DIR": tmp_path / name}  # fmt: skip
+        train_model(load_cfg(str(EXAMPLES / "soup.yaml"), [str(word) for pair in words.items() for word in pair]))
+        return tmp_path / name
+
+    base = train("base", "", 1)
+    members = [train(f"seed_{seed}", base, seed) for seed in range(3)]
+    script = [EXAMPLES / "soup.py", *members, "--recalibrate", "80", "--out", tmp_path / "out"]
+    done = run_python("-m", "torch.distributed.run", "--nproc_per_node=2", *script)
+    assert done.returncode == 0, done.stderr
+    shown = dict(re.findall(r"(\w+) soup of .+: top1 ([\d.]+);", done.stdout))
+    assert shown.keys() == {"uniform", "greedy"}
+    for kind, value in shown.items():
+        test = distribuuuu.evaluate(members[0], {"MODEL.WEIGHTS": tmp_path / "out" / f"{kind}.pth.tar"})
+        assert f"{test['top1']:.2f}" == value
+    uniform = torch.load(tmp_path / "out" / "uniform.pth.tar")["fc.weight"]
+    states = [torch.load(member / "best.pth.tar")["state_dict"]["fc.weight"] for member in members]
+    assert torch.equal(uniform, torch.stack(states).mean(0))
+
+
+# ------------------------------------------------------------------------------------------- docs/extending.md
+
+PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+SECTIONS = dict(re.findall(r"^## (.+)\n((?:.|\n)*?)(?=^## |\Z)", PAGE, re.MULTILINE))
+ROWS = re.findall(r"^\| .+ \| (\d+) \| (\d+) \| \[example\]\(#(.+)\) \|$", PAGE, re.MULTILINE)
+LIMITS = {anchor: (int(files), int(lines)) for files, lines, anchor in ROWS}
+# The sections with an example; the others describe interfaces.
+TITLES = {title.lower().replace(" ", "-"): title for title in SECTIONS if title.lower().replace(" ", "-") in LIMITS}
+SIMCLR = "A self-supervised task"
+# The examples of one run; those of the second one exclude some of the first.
+SECOND = ["A model", "A loss"]
+TOGETHER = [[title for title in TITLES.values() if title not in (*SECOND, SIMCLR)], SECOND]
+
+
+def files_of(title: str) -> dict[str, str]:
+    """Return the files of a section by path; a difference is by the path of the file that it changes."""
+    return dict(re.findall(r"^```(?:python|yaml|diff)\n# (\S+)\n(.*?)^```", SECTIONS[title], re.MULTILINE | re.DOTALL))
+
+
+def words_of_commands(title: str) -> list[list[str]]:
+    """Return the arguments of the commands of a section, after the script."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", SECTIONS[title], re.MULTILINE | re.DOTALL)
+    return [shlex.split(block.replace("\\\n", " "))[2:] for block in blocks]
+
+
+def write_example(project: Path, title: str) -> None:
+    """Write the files of a section; the added lines of a difference follow the lines before them, which occur once."""
+    for path, text in files_of(title).items():
+        if (file := project / path).exists():
+            lines = text.splitlines(keepends=True)
+            context = "".join(line for line in lines if not line.startswith("+"))
+            assert file.read_text().count(context) == 1
+            text = file.read_text().replace(context, context + "".join(line[1:] for line in lines if line[0] == "+"))
+        file.write_text(text)
+
+
+@pytest.mark.house
+def test_an_example_costs_no_more_files_and_lines_than_the_table_says():
+    assert TITLES.keys() == LIMITS.keys() and len(LIMITS) >= 9
+    for anchor, (most_files, most_lines) in LIMITS.items():
+        files, num = files_of(TITLES[anchor]), 0
+        for path, text in files.items():
+            num += sum(line.startswith("+" * path.endswith("trainer.py")) for line in text.splitlines() if line.strip())
+        assert 1 <= len(files) <= most_files and num <= most_lines, anchor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("titles", TOGETHER, ids=["most", "a model and a loss"])
+def test_the_examples_of_the_page_train(tmp_path, titles):
+    for name in ("distribuuuu", "tools", "configs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    options: dict[str, str] = {}
+    for title in titles:
+        write_example(tmp_path, title)
+        (words,) = words_of_commands(title)
+        assert all(options.get(key, value) == value for key, value in zip(words[::2], words[1::2], strict=True)
+                   if key != "OUT_DIR"), f"{title} excludes another example"  # fmt: skip
+        options |= dict(zip(words[::2], words[1::2], strict=True))
+    options |= {"OPTIM.MAX_EPOCH": "1", "OPTIM.WARMUP_EPOCHS": "0", "TRAIN.WORKERS": "0", "OUT_DIR": "exp"}
+    words = [word for pair in options.items() for word in pair]
+    done = run_python("tools/train_net.py", *words, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    first, *_, last = records(tmp_path / "exp")
+    assert last["kind"] == "eval"
+    if "A metric" in titles:
+        assert "confidence" in first and {"worst_class", "confidence", "fc_norm"} <= last.keys()
+        results = (tmp_path / "exp" / "results.json").read_text()
+        assert all(name in done.stderr and name in results for name in ("worst_class", "confidence"))
+        assert "step 0: gradient norm" in done.stderr
+
+
+@pytest.mark.slow
+def test_simclr_trains_is_the_same_on_two_processes_and_its_features_can_be_probed(tmp_path, monkeypatch):
+    monkeypatch.setattr(shapes, "draw_shapes", SMALL_SHAPES)
+    monkeypatch.chdir(tmp_path)
+    write_example(tmp_path, SIMCLR)
+    (_, config), probe = words_of_commands(SIMCLR)
+    words = [*words_of("sam", tmp_path, tmp_path / "out"), "OPTIM.BASE_LR", "0.01", "TRAIN.PRINT_FREQ", "1"]
+    assert_same_on_processes(load_cfg(config, words), 2)
+    losses = [row["loss"] for row in records(tmp_path / "out" / "1") if row["kind"] == "train"]
+    assert sum(losses[-4:]) < sum(losses[:4])
+    options = dict(zip(probe[2::2], probe[3::2], strict=True))
+    options |= {"FINETUNE.WEIGHTS": tmp_path / "out" / "1" / "best.pth.tar", "OUT_DIR": tmp_path / "probe"}
+    own = [str(word) for pair in options.items() for word in pair]
+    on_processes(1, train_model, load_cfg(str(ROOT / probe[1]), [*words_of("sam", tmp_path, ""), *own]))
+    assert records(tmp_path / "probe")[-1]["kind"] == "eval"

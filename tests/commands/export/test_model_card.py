@@ -1,17 +1,17 @@
-"""Model cards: metadata that the Hub reads, numbers of the run, code that runs; publishing to a local Hub."""
+"""Model cards: metadata that the Hub reads, numbers of the run, code that runs; publishing."""
 
 import json
 import os
 import re
+from unittest.mock import create_autospec
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard
-from support.hub import local_hub
+from huggingface_hub import HfApi, ModelCard
 from support.saved_runs import save_run
 
 from distribuuuu import load_run
-from distribuuuu.commands.export.exporter import export_run
+from distribuuuu.commands.export.exporter import export_run, push_folder
 from distribuuuu.config import ConfigError
 from distribuuuu.trainer import train_model
 
@@ -64,28 +64,19 @@ def test_class_names_cannot_break_the_card(small_cfg, tmp_path, image_folder):
 
 
 @pytest.mark.slow
-def test_a_verified_folder_is_published_in_one_commit(small_cfg, tmp_path, monkeypatch):
-    run = load_run(save_run(small_cfg("MODEL.ARCH", "resnet18", *OTHER)), device="cpu")
-    with local_hub() as hub:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-        monkeypatch.setenv("HF_TOKEN", hub.environment["HF_TOKEN"])
-        export_run(run, "timm", tmp_path / "exported", check_images=2, push="me/ants")
-    files = {path.name: path.read_bytes() for path in (tmp_path / "exported").iterdir()}
-    assert set(files) == {"README.md", "config.json", "export.json", "model.safetensors"}
-    assert hub.repositories == {"me/ants": files} and hub.commits == ["Add model"]
-    assert hub.is_private == {"me/ants": True}
-
-
-@pytest.mark.slow
-def test_a_refused_push_names_the_remedy_and_keeps_the_folder(small_cfg, tmp_path, monkeypatch):
-    run = load_run(save_run(small_cfg(*OTHER)), device="cpu")
-    with local_hub() as hub:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
-        monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-        with pytest.raises(ConfigError, match="--push: me/ants: .*401.*is complete; fix: set HF_TOKEN"):
-            export_run(run, "safetensors", tmp_path / "exported", check_images=2, push="me/ants")
-    assert hub.repositories == {} and (tmp_path / "exported" / "model.safetensors").is_file()
+def test_a_verified_folder_is_published_in_one_commit_and_a_refused_push_keeps_it(small_cfg, tmp_path, monkeypatch):
+    run, out = load_run(save_run(small_cfg("MODEL.ARCH", "resnet18", *OTHER)), device="cpu"), tmp_path / "exported"
+    api = create_autospec(HfApi, instance=True)
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: api)
+    api.upload_folder.side_effect = lambda *args, **words: names.extend(path.name for path in out.iterdir())
+    names: list[str] = []
+    export_run(run, "timm", out, check_images=2, push="me/ants")
+    assert set(names) == {"README.md", "config.json", "export.json", "model.safetensors"}
+    api.create_repo.assert_called_once_with("me/ants", private=True, exist_ok=True)
+    api.upload_folder.assert_called_once_with(repo_id="me/ants", folder_path=out, commit_message="Add model")
+    api.create_repo.side_effect = PermissionError("401 Unauthorized")
+    with pytest.raises(ConfigError, match="--push: me/ants: .*401.*is complete; fix: set HF_TOKEN"):
+        push_folder(out, "me/ants")
 
 
 @pytest.mark.slow

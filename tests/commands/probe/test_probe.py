@@ -11,8 +11,6 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from sklearn.linear_model import LogisticRegression
-from sklearn.neighbors import KNeighborsClassifier
 from support.images import draw_folder
 from torch import nn
 
@@ -39,6 +37,8 @@ def run(*words) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_knn_equals_that_of_scikit_learn(dtype, monkeypatch):
+    from sklearn.neighbors import KNeighborsClassifier  # its import takes seconds
+
     monkeypatch.setattr(probes, "_QUERIES", 64)
     monkeypatch.setattr(probes, "_NEIGHBORS", 190)  # the last block has fewer rows than there are neighbors
     (rows, labels), (queries, _) = draw_features(583, 24, 7, 1), draw_features(300, 24, 7, 2)
@@ -57,6 +57,8 @@ def test_knn_equals_that_of_scikit_learn(dtype, monkeypatch):
 
 @pytest.mark.parametrize("penalty", [0.1, 1e-3])
 def test_the_linear_probe_equals_the_logistic_regression_of_scikit_learn(penalty, monkeypatch):
+    from sklearn.linear_model import LogisticRegression
+
     monkeypatch.setattr(probes, "_ROWS", 100)
     rows, labels = draw_features(450, 12, 4, 1)
     rows[:, 3] = 7.0  # a constant feature
