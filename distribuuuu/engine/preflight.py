@@ -14,7 +14,7 @@ from distribuuuu.config.config_node import changed
 from distribuuuu.config.conflicts import find_problems
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.errors import did_you_mean
-from distribuuuu.config.model_names import find_model_problems, load_table
+from distribuuuu.config.model_names import find_model_problem, load_names
 from distribuuuu.config.options import IMAGENET_CLASSES, OPTIONAL_DECODERS
 from distribuuuu.config.registry import OPTIMIZERS, TRACKERS, dataset_class, dataset_name
 from distribuuuu.config.run_files import CHECKPOINTS, find_path_problem
@@ -157,14 +157,12 @@ def _weights_problems(cfg) -> Iterator[tuple[str, str]]:
 
 def _name_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
     """Yield unknown names of models and optimizers, if an earlier process has cached the known ones."""
-    yield from find_model_problems("MODEL.ARCH", cfg.MODEL.ARCH, "MODEL.KWARGS", cfg.MODEL.KWARGS)
-    if not train:
-        return
-    if cfg.DISTILL.TEACHER:
-        yield from find_model_problems("DISTILL.TEACHER", cfg.DISTILL.TEACHER, "DISTILL.KWARGS", cfg.DISTILL.KWARGS)
-    name, table = cfg.OPTIM.NAME, load_table("optimizers")
-    if table and name not in OPTIMIZERS and name.lower() not in ("sgd", *table.names):
-        yield "OPTIM.NAME", f"unknown optimizer {name!r}{did_you_mean(name, [*table.names, *OPTIMIZERS.names()])}"
+    for key, arch in (("MODEL.ARCH", cfg.MODEL.ARCH), ("DISTILL.TEACHER", train and cfg.DISTILL.TEACHER)):
+        if (arch or key == "MODEL.ARCH") and (problem := find_model_problem(arch)):
+            yield key, problem
+    name, known = cfg.OPTIM.NAME, load_names("optimizers") if train else []
+    if known and name not in OPTIMIZERS and name.lower() not in ("sgd", *known):
+        yield "OPTIM.NAME", f"unknown optimizer {name!r}{did_you_mean(name, [*known, *OPTIMIZERS.names()])}"
 
 
 def _finetune_problems(cfg) -> Iterator[tuple[str, str]]:

@@ -4,7 +4,6 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any
 
 from distribuuuu.config.errors import did_you_mean, near_matches
 from distribuuuu.config.locate import shipped_file
@@ -34,7 +33,7 @@ def normalized(name: str) -> str:
     return name.lower().replace("_", "-").strip("-")
 
 
-def describe_unknown_model(arch: str, names: Mapping[str, Collection[Any]], sources: Collection[str]) -> str:
+def describe_unknown_model(arch: str, names: Mapping[str, Collection[str]], sources: Collection[str]) -> str:
     """Return the message for an unknown model: the nearest names, or the sources that were searched.
 
     Args:

@@ -1,8 +1,8 @@
 """Models by name.
 
 - build.py: `build_model`, MODEL.ARCH to a model; `check_model`, the same checks without memory or downloads.
-- find_architecture.py: MODEL.ARCH to a constructor of this package, timm or torchvision, and its arguments; names.py:
-  all names; input_channels.py: other channels than RGB.
+- find_architecture.py: MODEL.ARCH to a constructor of this package, timm or torchvision, and its arguments.
+- input_channels.py: other channels than RGB.
 - head.py: the layers whose shapes depend on the number of classes (FINETUNE.HEAD_RESET).
 - pretrained.py: published weights of timm and torchvision (MODEL.PRETRAINED).
 - finetune.py: weights trained on other data (FINETUNE.WEIGHTS).

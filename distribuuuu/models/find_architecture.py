@@ -14,13 +14,8 @@ from torch import nn
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.derived import Size
-from distribuuuu.config.model_names import (
-    OWN_KEYS,
-    SOURCES,
-    NameTable,
-    find_objection,
-    keep_table,
-)
+from distribuuuu.config.errors import did_you_mean
+from distribuuuu.config.model_names import SOURCES, keep_names
 from distribuuuu.config.options import IMAGENET_CLASSES
 from distribuuuu.config.registry import MODELS
 
@@ -56,7 +51,7 @@ class ModelSpec:
     Attributes:
         arch: the architecture.
         num_classes: MODEL.NUM_CLASSES.
-        kwargs: MODEL.KWARGS.
+        kwargs: MODEL.KWARGS. The config has been checked: none of them reads files or the network.
         im_size: TRAIN.IM_SIZE under the constructor's name for it; empty if it has none or MODEL.KWARGS sets it.
         channels: DATA.CHANNELS. A constructor without a parameter for it builds a model of three, whose first
             convolution is replaced.
@@ -82,8 +77,9 @@ class ModelSpec:
                 from distribuuuu.models.input_channels import replace_input
 
                 replace_input(model, self.arch.name, self.channels, overrides.keys() & {"pretrained", "weights"})
-            keeps_heads = self.arch.source != "torchvision" or "aux_logits" in self.kwargs
-            return model if keeps_heads else remove_auxiliary_heads(model)
+            if self.arch.source == "torchvision" and "aux_logits" not in self.kwargs:
+                _remove_auxiliary_heads(model)
+            return model
         except ConfigError:
             raise
         except Exception as error:
@@ -130,14 +126,13 @@ def _plain_data_only() -> Iterator[None]:
         os.environ.update({name: value for name, value in saved.items() if value is not None})
 
 
-def remove_auxiliary_heads(model: nn.Module) -> nn.Module:
-    """Remove the auxiliary classifiers of torchvision's GoogLeNet or Inception; return the model."""
+def _remove_auxiliary_heads(model: nn.Module) -> None:
+    """Remove the auxiliary classifiers of torchvision's GoogLeNet or Inception."""
     if getattr(model, "aux_logits", False) is True:
         model.aux_logits = False  # type: ignore[assignment]  # torch types every attribute as a tensor or module
         for name, _ in list(model.named_children()):
             if name.lower().startswith("aux"):
                 setattr(model, name, None)
-    return model
 
 
 def find_architecture(arch: str) -> Architecture:
@@ -153,19 +148,26 @@ def find_architecture(arch: str) -> Architecture:
     sources = [source for source in SOURCES if prefix in ("", source)]
     for source in sources:
         constructor = _FINDERS[source](name)
-        keep_table(source, functools.partial(_list_names, source))
+        keep_names(source, functools.partial(list_names, source))
         if constructor is not None:
             return Architecture(name, source, constructor)
     from distribuuuu.hints.words import describe_unknown_model
 
-    names = {source: _list_names(source).names for source in sources or SOURCES}
+    names = {source: list_names(source) for source in sources or SOURCES}
     raise ConfigError(Problem("MODEL.ARCH", describe_unknown_model(arch, names, SOURCES)))
 
 
-def _list_names(source: str) -> NameTable:
-    from distribuuuu.models.names import list_names
+def list_names(source: str) -> list[str]:
+    """Return the names that a source knows; of this package without those of plug-ins, which other processes lack."""
+    if source == "timm":
+        import timm
 
-    return list_names(source)
+        # Names that is_model() accepts and list_models() omits.
+        deprecated: Callable[[], dict] = getattr(timm.models, "get_deprecated_models", dict)
+        return [*dict.fromkeys([*timm.list_models(), *timm.list_models(include_tags=True), *deprecated()])]
+    if source == "torchvision":
+        return torchvision.models.list_models(module=torchvision.models)
+    return [name for name in MODELS.names() if MODELS.get(name).__module__.partition(".")[0] in SOURCES]
 
 
 def _find_timm(name: str) -> Constructor | None:
@@ -209,11 +211,12 @@ def make_model_spec(
     """Check the names in `kwargs` and return the specification; no real model is built.
 
     Raises:
-        ConfigError: `kwargs` has unknown names, or names by which a model reads files or the network; or the image
-            size grows (TRAIN.IM_SIZE_START) and the model has one fixed size.
+        ConfigError: `kwargs` has unknown names; or the image size grows (TRAIN.IM_SIZE_START) and the model has one
+            fixed size.
     """
     parameters, is_open = find_keywords(arch.constructor, num_classes)
-    _check_names(arch, kwargs, parameters, is_open)
+    if kwargs:
+        _check_names(arch, kwargs, parameters, is_open)
     size_name = next((name for name in SIZE_NAMES if name in parameters), None)
     if size_grows and size_name and not kwargs.get(DYNAMIC_SIZE):
         remedy = f", or MODEL.KWARGS.{DYNAMIC_SIZE} True" if DYNAMIC_SIZE in parameters else ""
@@ -224,17 +227,18 @@ def make_model_spec(
 
 
 def _check_names(arch: Architecture, kwargs: dict[str, Any], parameters: Parameters, is_open: bool) -> None:
-    """Raise ConfigError for names in `kwargs` that read files or the network, else for unknown ones."""
-    # A parameter without a default is not the user's: the entry function passes it.
-    optional = [name for name, parameter in parameters.items() if parameter.default is not parameter.empty]
-    if not kwargs:
-        return
-    from distribuuuu.config.reading_keywords import find_reading_keywords
+    """Raise ConfigError for names in `kwargs` that the constructor does not have, or that have an option."""
+    from distribuuuu.config.reading_keywords import OWN_KEYS
 
-    problems = [Problem(key, message) for key, message in find_reading_keywords("MODEL.KWARGS", kwargs)]
-    for name in kwargs if not problems else ():
-        if (name in OWN_KEYS or not is_open) and (what := find_objection(name, arch.name, parameters, optional)):
-            problems.append(Problem(f"MODEL.KWARGS.{name}", what))
+    # A parameter without a default is not the user's: the entry function passes it.
+    optional = {name for name, parameter in parameters.items() if parameter.default is not parameter.empty}
+    allowed, problems = sorted(optional - OWN_KEYS.keys()), []
+    for name in kwargs:
+        if name in OWN_KEYS:
+            problems.append(Problem(f"MODEL.KWARGS.{name}", f"set {OWN_KEYS[name]} instead"))
+        elif not is_open and name not in parameters:
+            message = f"{arch.name} has no such parameter{did_you_mean(name, allowed)}; it has {', '.join(allowed)}"
+            problems.append(Problem(f"MODEL.KWARGS.{name}", message))
     if problems:
         raise ConfigError(problems)
 

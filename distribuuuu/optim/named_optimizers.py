@@ -1,6 +1,5 @@
 """Optimizers other than SGD: registered ones and those of timm, with the arguments of OPTIM.KWARGS."""
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ from torch import nn
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.conflicts import OPTIM_ARGUMENTS
 from distribuuuu.config.errors import did_you_mean
-from distribuuuu.config.model_names import NameTable, keep_table
+from distribuuuu.config.model_names import keep_names
 from distribuuuu.config.registry import OPTIMIZERS
 
 # adahessian needs second derivatives, which the loop does not compute; lookahead keeps its step count in its settings,
@@ -32,7 +31,7 @@ def find_optimizer(cfg) -> Callable:
     import timm.optim
 
     known = [other for other in map(str, timm.optim.list_optimizers()) if not other.startswith(_UNSUPPORTED)]
-    keep_table("optimizers", functools.partial(NameTable, dict.fromkeys(known)))
+    keep_names("optimizers", lambda: known)
     if name not in known:
         hint = did_you_mean(name, [*known, *OPTIMIZERS.names()])
         raise ConfigError(Problem("OPTIM.NAME", f"unknown optimizer {cfg.OPTIM.NAME!r}{hint}"), cfg.origins)

@@ -199,15 +199,6 @@ def test_downloaded_weights_of_torchvision_are_read_as_plain_data(monkeypatch, t
     build_model(make_cfg("resnet18", pretrained=True))
 
 
-def test_keywords_that_read_files_are_refused_when_a_model_is_built(tmp_path):
-    for name in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir", "checkpoint_path", "pretrained"):
-        cfg = make_cfg("timm/test_efficientnet")
-        cfg.MODEL.KWARGS[name] = str(tmp_path)
-        for function in (check_model, build_model):
-            (problem,) = problems_of(function, cfg)
-            assert problem.startswith(f"MODEL.KWARGS.{name}: ")
-
-
 @pytest.mark.parametrize("arch", ["resnet18", "timm/regnety_002", "timm/test_vit"])
 def test_initial_weights_by_fan_out_are_those_of_pycls(arch):
     words = ["MODEL.ARCH", arch, "MODEL.NUM_CLASSES", "9", "RNG_SEED", "0"]
