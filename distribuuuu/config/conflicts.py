@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from distribuuuu.config.config_node import Config, get_value
-from distribuuuu.config.declaration import AUTO, Option
+from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.derived import (
     CONDITIONS,
     class_weight_beta,
@@ -50,7 +50,8 @@ def check_cfg(cfg: Config) -> None:
 
 def find_problems(cfg: Config) -> list[Problem]:
     """Return a problem for each value that is out of range or conflicts with another."""
-    found = [*_check_values(cfg)]
+    found = [Problem(key, message) for key, option in OPTIONS.items()
+             for message in option.find_wrong(get_value(cfg, key))]  # fmt: skip
     for conflicts in (_images, _augmentation, _labels, _optimizer, _task_and_loss, _distribution):
         found += [Problem(key, f"got {_show(cfg, key)}; {expected}")
                   for key, is_wrong, expected in conflicts(cfg) if is_wrong]  # fmt: skip
@@ -60,12 +61,6 @@ def find_problems(cfg: Config) -> list[Problem]:
 
         found += find_sharding_problems(cfg)
     return [problem.located(cfg.origins) for problem in found]
-
-
-def _check_values(cfg: Config) -> Iterator[Problem]:
-    for find_wrong in (Option.find_wrong_words, Option.find_wrong_number):
-        for key, option in OPTIONS.items():
-            yield from (Problem(key, message) for message in find_wrong(option, get_value(cfg, key)))
 
 
 def _show(cfg: Config, key: str) -> Any:

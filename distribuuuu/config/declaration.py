@@ -75,29 +75,23 @@ class Option:
             return "" if self.most is None else f"at most {self.most}"
         return f"{self.least} or more" if self.most is None else f"{self.least} to {self.most}"
 
-    def find_wrong_words(self, value: Any) -> Iterator[str]:
-        """Yield a message for each word of a value, or of a list, that is not allowed or is given twice."""
-        if value == self.default or (not self.choices and self.names is None):
-            return  # for a default, the sources that register the names are not read
-        allowed = [*self.choices, *(self.names.names() if self.names else ())]
-        words = value if isinstance(value, tuple) else (value,)
-        for word in words:
-            if word not in allowed:
-                from distribuuuu.hints.words import describe_wrong_word
+    def find_wrong(self, value: Any) -> Iterator[str]:
+        """Yield a message for each word that is not allowed or is given twice, and each number that is out of range."""
+        items = value if isinstance(value, tuple) else (value,)
+        # For a default, the sources that register the names are not read.
+        if value != self.default and (self.choices or self.names is not None):
+            allowed = [*self.choices, *(self.names.names() if self.names else ())]
+            for word in items:
+                if word not in allowed:
+                    from distribuuuu.hints.words import describe_wrong_word
 
-                yield describe_wrong_word(word, allowed, self.names.kind if self.names else "")
-        if len(set(words)) < len(words):
-            yield f"got {list(words)}; expected each name once"
-
-    def find_wrong_number(self, value: Any) -> Iterator[str]:
-        """Yield a message for a number, also one of a list, that is out of range."""
-        least, most = self.least, self.most
-        if not self.range:
-            return
-        for number in value if isinstance(value, tuple) else (value,):
-            if number in (None, AUTO):
-                continue
-            if (least is not None and number < least) or (most is not None and number > most):
+                    yield describe_wrong_word(word, allowed, self.names.kind if self.names else "")
+            if len(set(items)) < len(items):
+                yield f"got {list(items)}; expected each name once"
+        for number in items if self.range else ():
+            if number not in (None, AUTO) and not (
+                (self.least is None or self.least <= number) and (self.most is None or number <= self.most)
+            ):
                 yield f"got {number}; expected {self.range}"
 
 

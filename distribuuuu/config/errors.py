@@ -45,11 +45,8 @@ class ConfigError(ValueError):
     status = 2
 
     def __init__(self, problems: str | Problem | Iterable[str | Problem], origins: Mapping[str, str] | None = None):
-        from distribuuuu.hints.weights import without_foreign_advice
-
         given = [problems] if isinstance(problems, (str, Problem)) else problems
         found = [Problem("", problem) if isinstance(problem, str) else problem for problem in given]
-        found = [replace(problem, message=without_foreign_advice(problem.message)) for problem in found]
         self.problems = [problem.located(origins) for problem in found] if origins else found
         super().__init__("\n".join(map(str, self.problems)))
 

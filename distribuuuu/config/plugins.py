@@ -56,8 +56,9 @@ def import_plugins(entries: Sequence[str], found_in: str = "") -> None:
     problems = [Problem("PLUGINS", problem) for entry in waiting if (problem := _import(entry))]
     if problems:
         raise ConfigError(problems)
-    for entry in entries if not found_in else ():
-        _record(entry)
+    for entry in entries:
+        if not (found_in or _is_known(entry)):
+            _record(entry)
 
 
 def hash_plugins(entries: Sequence[str]) -> dict[str, str | None]:
@@ -137,9 +138,7 @@ def _find_line(error: BaseException) -> str:
 
 
 def _record(entry: str) -> None:
-    if _is_known(entry):
-        return
-    with contextlib.suppress(OSError, RuntimeError, ValueError):  # without a record, it must be named each time
+    with contextlib.suppress(OSError, ValueError):  # without a record, it must be named each time
         path, content = _record_of(entry)
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, "wb") as file:
@@ -151,23 +150,18 @@ def _is_known(entry: str) -> bool:
     try:
         path, content = _record_of(entry)
         # The cache folder may be shared with others.
-        return os.lstat(path).st_uid == _user_id() and read_regular(path, len(content)) == content
-    except (OSError, RuntimeError, ValueError):
+        return os.lstat(path).st_uid == os.getuid() and read_regular(path, len(content)) == content
+    except (OSError, ValueError):
         return False
 
 
 def _record_of(entry: str) -> tuple[Path, bytes]:
     """Return the file that records a plug-in, and its content: the file, or the module and where it is found."""
-    if names_file(entry):
-        text = os.path.realpath(entry)
-    else:
+    text = os.path.realpath(entry)
+    if not names_file(entry):
         spec = importlib.util.find_spec(entry.partition(".")[0])  # of a package within, it would import the outer one
         text = f"{entry}\n{spec and (spec.origin or list(spec.submodule_search_locations or ()))}"
-    return cache_folder() / "plugins" / f"{_hash(f'{_user_id()}{text}')[:32]}.txt", os.fsencode(f"{text}\n")
-
-
-def _user_id() -> int:
-    return os.getuid() if hasattr(os, "getuid") else 0
+    return cache_folder() / "plugins" / f"{_hash(f'{os.getuid()}{text}')[:32]}.txt", os.fsencode(f"{text}\n")
 
 
 def _hash(text: str) -> str:

@@ -65,8 +65,7 @@ def read_settings(key: str, declared: type, given: Mapping[str, Any]) -> tuple[A
             except (ValueError, OverflowError) as error:
                 problems.append(Problem(f"{key}.{name}", str(error)))
                 continue
-            wrong = (*options[name].find_wrong_words(values[name]), *options[name].find_wrong_number(values[name]))
-            problems += [Problem(f"{key}.{name}", message) for message in wrong]
+            problems += [Problem(f"{key}.{name}", message) for message in options[name].find_wrong(values[name])]
         return (None, problems) if problems else (declared(**values), [])
     except (TypeError, NameError) as error:
         fix = "fix: give each field of the dataclass a type and a default"
@@ -125,7 +124,7 @@ def find_settings_problems(cfg: Config) -> Iterator[Problem]:
         takes_any = key == "TASK.KWARGS" and name not in (AUTO, *BUILT_IN_TASKS)
         if declared:
             yield from read_settings(key, declared, given)[1]
-        elif not takes_any and not any(OPTIONS[_name_of(key)].find_wrong_words(name)):
+        elif not takes_any and not any(OPTIONS[_name_of(key)].find_wrong(name)):
             message = f"got {', '.join(given)}, but {_name_of(key)} {name} has no settings"
             yield Problem(key, f"{message}; fix: add {key} '{{}}', or set {_name_of(key)} to an entry of your own")
 

@@ -166,7 +166,7 @@ def write_with(value: Any) -> Damage:
     [
         (write_compressed, ".*data.pkl is compressed"),
         (write_with(CIRCLE), ".*more than 1000000 values"),
-        (write_with(np.datetime64("2021-01-01")), ".*objects other than plain data"),
+        (write_with(np.datetime64("2021-01-01")), ".*objects other than plain data; fix: .*torch.save"),
         (write_with(Trap()), ""),
         *((lambda path, content=content: torch.save(content, path), "holds no state dict")
           for content in ({"hello": 3}, torch.ones(3))),

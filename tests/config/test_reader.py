@@ -145,9 +145,9 @@ def test_all_problems_are_reported_at_once_with_origin_and_nearest_key(write):
         f"TRAIN.WORKERS ({file}:3): got 'many'; expected an integer (default 4)",
         f"FOO ({file}:4): no such key; --help-config lists all",
         "BASE_LR (command line): no such key; did you mean OPTIM.BASE_LR?",
+        "TEST.BATCH_SIZE (command line): got 0; expected 1 or more",
         f"OPTIM.LR_POLICY ({file}:6): got 'cosine'; expected one of cos, cos_after_warmup, cos_timm, exp, lin, steps, "
         "tri; did you mean cos?",
-        "TEST.BATCH_SIZE (command line): got 0; expected 1 or more",
     ]
 
 
