@@ -292,7 +292,7 @@ def _sections() -> list[str]:
     return sorted({key.rsplit(".", 1)[0] for key in OPTIONS if "." in key} | set(OPEN_SECTIONS))
 
 
-def _split_key(key: str) -> tuple[str, str]:
+def split_key(key: str) -> tuple[str, str]:
     """Return the section of a key and its name there; names in free-form sections may contain dots."""
     for section in OPEN_SECTIONS:
         if key.startswith(f"{section}."):
@@ -327,7 +327,7 @@ def _empty(cfg: Config, section: str) -> None:
 def _merge(cfg: Config, settings: list[Setting], problems: list[Problem]) -> None:
     """Apply the settings to the tree; append a problem for each that is invalid."""
     for key, value, origin in settings:
-        section, name = _split_key(key)
+        section, name = split_key(key)
         if key in OPEN_SECTIONS and isinstance(value, Config) and not value:
             _empty(cfg, key)
             continue
@@ -342,7 +342,7 @@ def _merge(cfg: Config, settings: list[Setting], problems: list[Problem]) -> Non
                 from distribuuuu.hints.options import describe_unknown_key
 
                 raise ValueError(describe_unknown_key(key))
-        except (ValueError, OverflowError) as error:
+        except (ValueError, OverflowError, RecursionError) as error:
             problems.append(Problem(key, str(error), {key: origin}))
             continue
         (get_value(cfg, section) if section else cfg)[name] = value

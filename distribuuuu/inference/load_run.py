@@ -4,11 +4,10 @@ An exported folder holds `model.safetensors` and `config.json`. The latter has t
 Hub, or an entry `distribuuuu` with the entries of best.pth.tar except the tensors: `classes`, `config` and `weights`.
 """
 
-import contextlib
 import logging
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,11 @@ import torch
 from distribuuuu.checkpoint.io import CheckpointError, is_list_of, read_checkpoint
 from distribuuuu.checkpoint.weights_files import KINDS, RAW, best_paths, build_kinds, find_best, kind_of
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg, load_cfg
-from distribuuuu.config.config_node import changed, iter_options
+from distribuuuu.config.config_node import changed, get_value
 from distribuuuu.config.errors import counted, did_you_mean, first_few
 from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
-from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg
+from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg, split_key
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.config.run_files import CHECKPOINTS, local_run
 from distribuuuu.data.batch import statistics_of
@@ -68,8 +67,14 @@ def load_run(
 
 def find_run(run: str | os.PathLike, cfg_file: CfgFiles = None, overrides: Sequence[str] = ()) -> LoadedRun:
     """Read the files of a trained model without building it; arguments and errors as for `load_run`."""
-    run = local_run(run)
-    name, path = run, Path(run).expanduser()
+    try:
+        return _find_run(local_run(run), cfg_file, overrides)
+    except (InvalidFileError, OSError) as error:
+        raise ConfigError(f"RUN: {error}; expected {EXPECTED}") from error
+
+
+def _find_run(name: str, cfg_file: CfgFiles, overrides: Sequence[str]) -> LoadedRun:
+    path = Path(name).expanduser()
     if path.is_file() and not (path.name == _EXPORT_WEIGHTS and (path.parent / _EXPORT_CONFIG).is_file()):
         return _open_checkpoint(path, None, cfg_file, overrides)
     folder = path.parent if path.is_file() else path
@@ -116,22 +121,12 @@ def _open_export(folder: Path, overrides: Sequence[str]) -> LoadedRun:
     path, weights = folder / _EXPORT_CONFIG, folder / _EXPORT_WEIGHTS
     if not weights.is_file():
         raise ConfigError(f"RUN: {folder} holds {_EXPORT_CONFIG} but no {_EXPORT_WEIGHTS}; fix: export it again")
-    with _named_errors(path):
+    with untrusted(path, "config of a model"):
         settings = parse_json(read_regular(path, MAX_JSON))
         entries = settings.get("distribuuuu")
         entries = _timm_entries(settings.get("architecture"), settings) if entries is None else entries
         content = {"weights": RAW, **entries, "state_dict": read_checkpoint(weights)["state_dict"]}
     return _assemble(str(weights), content, folder, None, overrides)
-
-
-@contextlib.contextmanager
-def _named_errors(source: str | os.PathLike) -> Iterator[None]:
-    """Raise whatever the reading of a model's config in the block raises as a ConfigError."""
-    try:
-        with untrusted(source, "config of a model"):
-            yield
-    except (InvalidFileError, OSError) as error:
-        raise ConfigError(f"RUN: {error}; expected {EXPECTED}") from error
 
 
 def _open_timm(name: str, overrides: Sequence[str]) -> LoadedRun:
@@ -141,7 +136,7 @@ def _open_timm(name: str, overrides: Sequence[str]) -> LoadedRun:
     published = timm.get_pretrained_cfg(name.removeprefix("timm/"))
     if published is None or not published.has_weights:
         raise ConfigError(f"RUN: timm publishes no weights for {name}; expected {EXPECTED}")
-    with _named_errors(name):
+    with untrusted(name, "name of a model"):
         entries = _timm_entries(name.removeprefix("timm/"), {"pretrained_cfg": published.to_dict()})
     return _assemble(name, {"weights": "published", **entries}, None, None, overrides)
 
@@ -193,15 +188,15 @@ def _assemble(
 ) -> LoadedRun:
     """Return the model of the entries of a checkpoint; a config file takes precedence over the config in them."""
     stored = content.get("config")
+    stored = stored if isinstance(stored, dict) else {}
     if cfg_file:
         cfg = load_cfg(cfg_file, overrides)
-    elif isinstance(stored, dict) and stored:
+    elif stored:
         cfg = config_of(stored, source, overrides)
     else:
         what = "holds weights, but not the config that they were trained with"
         raise CheckpointError(f"RUN: {source}: {what}; fix: name it with --cfg FILE")
-    saved = stored if isinstance(stored, dict) else {}
-    cfg = follow(cfg, source, saved)
+    cfg = follow(cfg, source, stored)
     for level, note in cfg.notes:
         logger.log(level, "%s", note)
     classes, has_statistics = content.get("classes"), cfg.DATA.MEAN and cfg.DATA.STD
@@ -264,26 +259,24 @@ def config_of(options: Mapping[str, Any], source: str, overrides: Sequence[str] 
     Raises:
         ConfigError: a value is invalid.
     """
-    known, words, unknown = dict(iter_options(get_cfg())), [], []
-    plugins = options.get("PLUGINS")
+    tree, unknown, plugins = get_cfg(), [], options.get("PLUGINS")
     unneeded = [key for key in _ONLY_TRAINING if "PLUGINS" not in overrides[::2] and _is_unknown(key, options.get(key))]
     for key, value in options.items():
-        if key in ("PLUGINS", *unneeded) or (str(key).startswith("LOSS.KWARGS.") and "LOSS.NAME" in unneeded):
+        section, name = split_key(str(key))
+        if key in ("PLUGINS", *unneeded) or (section == "LOSS.KWARGS" and "LOSS.NAME" in unneeded):
             continue
-        if str(key).startswith(tuple(f"{section}." for section in OPEN_SECTIONS)) or key in known:
-            is_text = isinstance(value, str) and key in known
-            words += [key, value if is_text else repr(value)]
+        if section in OPEN_SECTIONS or (key in OPTIONS and not OPTIONS[key].is_open):
+            (get_value(tree, section) if section else tree)[name] = value
+            tree.origins[key] = source
         else:
             unknown.append(str(key))
     if unknown:
         logger.warning("%s: options of another version are ignored: %s", source, first_few(unknown))
-    cfg, problems = read_cfg(None, [*words, *overrides])
-    origins = {**dict.fromkeys(map(str, options), source), **dict.fromkeys(overrides[::2], COMMAND_LINE)}
+    cfg, problems = read_cfg(tree, overrides)
     if problems and plugins and not cfg.PLUGINS:
         named = ",".join(map(str, plugins)) if isinstance(plugins, (list, tuple)) else str(plugins)
         message = f"{source} was trained with {named}, which is code that no file of weights may import"
         problems.append(Problem("PLUGINS", f"{message}; fix: if you trust it, set PLUGINS {shlex.quote(named)}"))
     if problems:
-        raise ConfigError(problems, origins)
-    cfg.origins.update((key, origins.get(key, source)) for key in cfg.origins)  # an option may set another one
+        raise ConfigError(problems)
     return cfg
