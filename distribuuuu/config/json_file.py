@@ -18,8 +18,6 @@ def load_json(path: str | os.PathLike) -> Any:
     try:
         value = parse_json(read_regular(path, MAX_JSON))
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # raises for NaN and lone surrogates
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:

@@ -27,16 +27,19 @@ def compose(text: str) -> yaml.Node | None:
     """
     if len(text) > MAX_CHARACTERS:
         raise yaml.YAMLError(f"has more than {MAX_CHARACTERS} characters")
-    loader = _Loader(text)
+    too_deep = yaml.YAMLError(f"is nested deeper than {MAX_DEPTH} levels, or an alias refers to its own parent")
     try:
-        root = loader.get_single_node()
-    finally:
-        loader.dispose()
+        root = _Loader(text).get_single_node()
+    except RecursionError:
+        raise too_deep from None
     waiting, num_nodes = [(root, 1)] if root else [], 0
     while waiting:
         node, depth = waiting.pop()
         num_nodes += 1
-        _check_limits(num_nodes, depth)
+        if depth > MAX_DEPTH:
+            raise too_deep
+        if num_nodes > MAX_NODES:
+            raise yaml.YAMLError(f"has more than {MAX_NODES} values with its aliases expanded")
         if isinstance(node, yaml.CollectionNode):
             pairs = node.value if isinstance(node, yaml.MappingNode) else [(item,) for item in node.value]
             waiting += [(child, depth + 1) for pair in pairs for child in pair]
@@ -62,24 +65,12 @@ def load(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that reads numbers as YAML 1.2 does, and stops as soon as a limit is exceeded."""
+    """A loader that reads numbers as YAML 1.2 does."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-
-    def __init__(self, text: str):
-        super().__init__(text)
-        self._num_nodes = self._depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Return the next node."""
-        self._num_nodes, self._depth = self._num_nodes + 1, self._depth + 1
-        _check_limits(self._num_nodes, self._depth)
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
 
     def construct_decimal(self, node: Any) -> int:
         """Return an integer; leading zeros have no meaning."""
@@ -92,10 +83,3 @@ for _tag, _pattern in _NUMBERS.items():
     _Loader.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
     # Texts that are read as numbers are written in quotes.
     yaml.SafeDumper.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
-
-
-def _check_limits(num_nodes: int, depth: int) -> None:
-    if depth > MAX_DEPTH:
-        raise yaml.YAMLError(f"is nested deeper than {MAX_DEPTH} levels, or an alias refers to its own parent")
-    if num_nodes > MAX_NODES:
-        raise yaml.YAMLError(f"has more than {MAX_NODES} values with its aliases expanded")

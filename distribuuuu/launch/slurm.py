@@ -41,6 +41,8 @@ def slurm_launch(env: Mapping[str, str]) -> Launch:
         what = f"this is an interactive shell in a Slurm step of {slurm_num_tasks(env)} tasks, which start no training"
         raise launch_error(f"{what}; fix: start the shell with srun -n 1 --pty, or put srun before the command", env)
     first, last = PORT_RANGE
+    tasks, hosts = slurm_num_tasks(env), expand_hosts(node_list)
+    shares_cores = "none" in env.get("SLURM_CPU_BIND", "" if "SLURM_CPUS_PER_TASK" in env else "none")
     job, step = read_int(env, "SLURM_JOB_ID"), read_int(env, "SLURM_STEP_ID")
     port = first + (job * STEPS_PER_JOB + step) % (last - first)
     port = read_int(env, "MASTER_PORT") if "MASTER_PORT" in env else port
@@ -48,11 +50,11 @@ def slurm_launch(env: Mapping[str, str]) -> Launch:
         "srun",
         read_int(env, "SLURM_PROCID"),
         read_int(env, "SLURM_LOCALID"),
-        slurm_num_tasks(env),
-        env.get("MASTER_ADDR") or expand_hosts(node_list)[0],
+        tasks,
+        env.get("MASTER_ADDR") or hosts[0],
         port,
         f"slurm job {job}, step {step}, start {env.get('SLURM_RESTART_COUNT', '0')}",
-        _slurm_num_tasks_on_cores(env),
+        -(-tasks // len(hosts)) if shares_cores else 1,  # Slurm binds a task to its own cores
     )
 
 
@@ -63,18 +65,6 @@ def _is_shell(env: Mapping[str, str]) -> bool:
     except OSError:
         return False
     return "SLURM_PTY_PORT" in env and parent != "slurmstepd"
-
-
-def _slurm_num_tasks_on_cores(env: Mapping[str, str]) -> int:
-    """Return the number of tasks that share this one's cores: 1 if Slurm binds it, else all tasks of its node."""
-    if "none" not in env.get("SLURM_CPU_BIND", "" if "SLURM_CPUS_PER_TASK" in env else "none"):
-        return 1
-    # 2(x3),1: two tasks on each of three nodes, one on the fourth.
-    tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
-    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
-    per_node = [int(count) for count, times in counts for _ in range(int(times or 1))]
-    node = read_int(env, "SLURM_NODEID") if "SLURM_NODEID" in env else 0
-    return per_node[node] if node < len(per_node) else read_int(env, "SLURM_LOCALID") + 1
 
 
 def expand_hosts(node_list: str) -> list[str]:

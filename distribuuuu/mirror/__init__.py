@@ -13,7 +13,6 @@ import re
 # Protocols of fsspec: in an object store, an object appears when it is complete; a folder replaces a file when
 # another one gets its name.
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "hf")
-FILE_SERVERS = ("file",)
 # Protocols whose host may follow a name and an @; before an @ of others is an access key.
 _WITH_USER = ("abfs", "abfss")
 _FORMS = {"file": "file:///FOLDER", "hf": "hf://buckets/OWNER/BUCKET/FOLDER"}
@@ -26,18 +25,16 @@ def find_url_problem(url: str) -> str | None:
     """
     protocol, _, rest = url.partition(":")
     name = protocol.lower()
-    host, *folders = [part for part in rest.removeprefix("//").split("/") if part] or [""]
+    host, *folders = [part for part in rest.split("/") if part] or [""]
     user, mark, _ = host.rpartition("@")
     if mark and rest.startswith("//") and (":" in user or name not in _WITH_USER):
         return "got a URL with credentials; expected them in the environment; fix: remove them from the URL"
-    if name not in (*OBJECT_STORES, *FILE_SERVERS):
-        known = ", ".join((*OBJECT_STORES, *FILE_SERVERS))
-        local = "" if rest.startswith("/") else f", e.g. ./{url}"
-        return f"got {url}; expected a local path, or a URL of {known}; fix: use a local folder{local}"
+    if name not in (*OBJECT_STORES, "file"):
+        known = ", ".join((*OBJECT_STORES, "file"))
+        return f"got {url}; expected a local path, or a URL of {known}; fix: use a local folder"
     is_plain = protocol == name and rest.isprintable() and not re.search(r"[?#]|(^|/)\.{1,2}(/|$)", rest)
-    is_named = bool(host) and rest.startswith("///" if name == "file" else "//")
-    is_local = (name == "file") == rest.startswith("///")
-    if is_plain and is_named and is_local and (name != "hf" or (host == "buckets" and len(folders) > 2)):
+    has_form = re.match("///?(?=[^/])", rest) and rest.startswith("///") == (name == "file")
+    if is_plain and has_form and (name != "hf" or (host == "buckets" and len(folders) > 2)):
         return None
-    form = _FORMS.get(name, f"{name}://{'BUCKET' if name in OBJECT_STORES else 'HOST'}/FOLDER")
+    form = _FORMS.get(name, f"{name}://BUCKET/FOLDER")
     return f"got {re.split('[?#]', url)[0]}; expected {form} without `.`, `..`, `?` and `#`"

@@ -207,7 +207,7 @@ def test_a_file_that_is_not_valid_is_reported_in_one_line(cfg, path):
     path.write_bytes(b"\xff\xfe{")
     with pytest.raises(ConfigError, match="invalid JSON"):
         read_results(path)
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="No such file"):
         read_results(path.with_name("nothing.json"))
     with pytest.raises(ConfigError, match="cannot be read: not a regular file"):
         read_results(path.parent)
