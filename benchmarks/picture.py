@@ -36,7 +36,7 @@ def shorten_log(run: Path) -> str:
     """Return the commands with the log: the start, the last row and the evaluation of each epoch, the end."""
     lines = [re.sub(r"^\S+ ", "", line, count=1) for line in (run / "train.log").read_text().splitlines()]
     lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in lines]
-    start = [line for line in lines if re.match(r"(distribuuuu|device|model|data|learning rate)", line)][:5]
+    start = [line for line in lines if re.match(r"(distribuuuu|device|model|data|loss|learning rate)", line)][:6]
     rows = [line for line in lines if re.match(r"validation, epoch \d+:", line)]
     end = [line for line in lines if line.startswith("best top1:")]
     shown = ["$ distribuuuu train --cfg shapes/resnet14", *start, "...", *rows, *end[-1:], "",
