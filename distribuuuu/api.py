@@ -147,7 +147,7 @@ class WeightsEvaluation:
         """
         from distribuuuu.checkpoint.io import load_state_dict
         from distribuuuu.engine.precise_bn import compute_precise_statistics
-        from distribuuuu.records.log_table import format_result
+        from distribuuuu.records.metric_writers import format_result
 
         load_state_dict(self.model, dict(state_dict), f"{kind} weights")
         if recalibrate:

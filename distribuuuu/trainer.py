@@ -27,7 +27,6 @@ from distribuuuu.engine.run import (
     begin_epoch,
     choose_images,
     expected_passes,
-    explain_out_of_memory,
     is_evaluated,
     is_finished,
     is_save_due,
@@ -80,7 +79,6 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
     return run.state.best_value
 
 
-@explain_out_of_memory("a training step")
 def train_epoch(run: Run) -> None:
     """Train from the current step to the end of the epoch.
 
@@ -184,7 +182,6 @@ def take_step(training: Training, batches: Iterator[Batch], number: int) -> Step
     return step
 
 
-@explain_out_of_memory("the evaluation", batch="test")
 def evaluate_epoch(run: Run) -> dict[str, dict]:
     """Return count, loss and metrics of each kind of weights, see `weights_files.KINDS`.
 

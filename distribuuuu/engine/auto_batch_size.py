@@ -32,10 +32,10 @@ from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.build import build_run, set_backends
 from distribuuuu.engine.resume import capture
 from distribuuuu.engine.run import OutOfMemory, Run, is_out_of_memory
+from distribuuuu.engine.state import local_peak_bytes
 from distribuuuu.launch.detect import Launch, detect_launch, list_jobs
 from distribuuuu.launch.host import tune_malloc
 from distribuuuu.launch.processes import die_with_parent
-from distribuuuu.records.environment import local_peak_bytes
 from distribuuuu.records.run_log import logging_to
 
 logger = logging.getLogger(__name__)

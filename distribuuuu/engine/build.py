@@ -27,7 +27,7 @@ from distribuuuu.distributed.process_group import process_group
 from distribuuuu.distributed.sharding import build_parallelize_fn
 from distribuuuu.engine.dry_run import dry_run, dry_run_evaluation
 from distribuuuu.engine.resume import begin, check_task_state, restore_task
-from distribuuuu.engine.run import Run, StopRequest, Training, explain_out_of_memory
+from distribuuuu.engine.run import Run, StopRequest, Training, explaining_out_of_memory
 from distribuuuu.engine.run_description import describe_machine, describe_training
 from distribuuuu.engine.run_lock import OutDirLocked, is_shared, lock_out_dir
 from distribuuuu.engine.state import TrainState
@@ -37,8 +37,7 @@ from distribuuuu.models.build import build_model, select_outputs
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.optim.precision import Precision, build_clipper, build_precision
 from distribuuuu.optim.schedules import build_lr, build_weight_decay
-from distribuuuu.records.log_table import format_duration
-from distribuuuu.records.metric_writers import EventFile
+from distribuuuu.records.metric_writers import EventFile, format_duration
 from distribuuuu.records.results import RunResults
 from distribuuuu.records.run_log import Log, append_to_log, logging_to
 from distribuuuu.tasks.base import Task, build_task
@@ -79,7 +78,7 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bo
                 if url:
                     start_mirror(mirror, url, cfg.OUT_DIR)
                 has_log = bool(log_name)
-                with logging_to(cfg.OUT_DIR, log_name):
+                with logging_to(cfg.OUT_DIR, log_name), explaining_out_of_memory(cfg.MODEL.ARCH):
                     describe_machine(launch, device)
                     yield start
                     logger.info("finished in %s; files: %s", format_duration(time.perf_counter() - start), cfg.OUT_DIR)
@@ -218,7 +217,6 @@ def check_warmup(cfg) -> None:
         raise ConfigError(Problem("OPTIM.WARMUP_EPOCHS", f"{message} {fix}", cfg.origins))
 
 
-@explain_out_of_memory("building the model", batch=None)
 def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pretrained: bool) -> TrainState:
     """Return the state before the first step; with published weights or FINETUNE.WEIGHTS if `pretrained`."""
     seed = dist.broadcast_object(draw_seed()) if cfg.RNG_SEED is None else cfg.RNG_SEED
@@ -286,7 +284,6 @@ def build_initial_model(cfg, classes: Sequence[str], pretrained: bool) -> nn.Mod
     return dist.local_main_first(lambda: build_model(cfg, True)) if published else build_model(cfg, False)
 
 
-@explain_out_of_memory("the first passes")
 def prepare_model(cfg, task: Task, model: nn.Module, loader: TrainLoader, val_images: torch.Tensor) -> nn.Module:
     """Return the model for training steps: checked by a dry run, wrapped for several processes, compiled."""
     dummy_batch = loader.zero_images(loader.plan.micro_batch)
@@ -314,7 +311,6 @@ def find_weights(cfg) -> str:
     return cfg.MODEL.WEIGHTS or str(best or best_paths(cfg.OUT_DIR)[RAW])
 
 
-@explain_out_of_memory("building the model", batch=None)
 def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.Module:
     """Return the model to evaluate, on the device; with TEST.LABELS, its logits are restricted to those of the labels.
 

@@ -18,7 +18,6 @@ from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.sharding import inference, is_sharded
 from distribuuuu.engine.build import build_test_model, open_run
 from distribuuuu.engine.preflight import resolve_num_classes, resolve_preprocessing
-from distribuuuu.engine.run import explain_out_of_memory
 from distribuuuu.engine.run_description import describe_images, describe_model
 from distribuuuu.launch.detect import Launch, detect_launch
 from distribuuuu.optim.precision import build_precision
@@ -115,7 +114,6 @@ class Evaluation:
     task: Task
     model: nn.Module
 
-    @explain_out_of_memory("the evaluation", batch="test")
     def evaluate(self, on_output: OnOutput = lambda batch, output: None) -> dict[str, float]:
         """Return count, loss and metrics of the model as it is; `on_output` as for `evaluate`."""
         return evaluate(self.task, self.model, self.loader, on_output, print_freq=self.cfg.TEST.PRINT_FREQ)

@@ -23,9 +23,8 @@ from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import OPEN_SECTIONS
 from distribuuuu.distributed import comm as dist
-from distribuuuu.engine.run import Run, explain_out_of_memory, is_finished
+from distribuuuu.engine.run import Run, is_finished
 from distribuuuu.engine.state import TrainState
-from distribuuuu.launch.detect import list_jobs
 from distribuuuu.tasks.base import Task
 from distribuuuu.tasks.metrics import check_finite
 
@@ -43,7 +42,7 @@ def capture(run: Run) -> dict[str, Any]:
     content = run.state.to_dict()
     check_finite({"loss": sum(float(state["sums"][1]) for state in content["meter"])})
     content["task"] = capture_task(run.task)
-    return {**content, "jobs": list_jobs(), "finished": is_finished(run.cfg, run.state)}
+    return {**content, "finished": is_finished(run.cfg, run.state)}
 
 
 def roll_back(run: Run, error: NonFiniteError) -> None:
@@ -66,12 +65,11 @@ def roll_back(run: Run, error: NonFiniteError) -> None:
                    cfg.TRAIN.MAX_ROLLBACKS, latest)  # fmt: skip
     began = (state.epoch, state.step)
     restore(state, run.task, read_checkpoint(latest), latest)
-    state.reset_row()
+    state.load_meter([])
     state.num_rollbacks = num
     run.log.rewind(state.epoch, state.step, began)
 
 
-@explain_out_of_memory("restoring a checkpoint", batch=None)
 def begin(cfg: Config, state: TrainState, task: Task, latest: Path | None, prepare_task: Callable[[], None]) -> None:
     """Restore state and task from the newest checkpoint of OUT_DIR, else begin with MODEL.WEIGHTS, else anew.
 

@@ -23,7 +23,7 @@ from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import count_parameters
 from distribuuuu.optim.schedules import describe_lr
-from distribuuuu.records.log_table import format_duration
+from distribuuuu.records.metric_writers import format_duration
 
 logger = logging.getLogger(__name__)
 

@@ -25,6 +25,8 @@ The 2021 distribuuuu wrote `epoch`, `state_dict`, `optimizer` and `best_acc1`, w
 
 import logging
 import os
+import resource
+import sys
 import time
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
@@ -39,9 +41,8 @@ from distribuuuu.config.errors import counted
 from distribuuuu.data.seeding import derive_seed
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.sharding import full_state_dict
+from distribuuuu.launch.detect import list_jobs
 from distribuuuu.optim.precision import Precision
-from distribuuuu.records.environment import peak_memory_mib
-from distribuuuu.records.run_log import StepTiming
 from distribuuuu.tasks.metrics import Meter
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ class TrainState:
     averages: "dict[str, Ema]" = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     plugins: dict[str, str | None] = field(default_factory=dict)
-    timing: StepTiming = field(default_factory=StepTiming)
+    timing: dict[str, float] = field(default_factory=lambda: {"images": 0, "seconds": 0.0})
+    jobs: list[str] = field(default_factory=list_jobs)
     data: dict[str, dict[str, Any]] = field(default_factory=dict)
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     evaluated_at: tuple[int, int] | None = None
@@ -99,10 +101,15 @@ class TrainState:
         """Duration of the run so far, over all its starts."""
         return self._seconds_before + time.perf_counter() - self._started
 
-    def peak_memory_mib(self) -> float | None:
-        """Return the peak memory over all starts, see `environment.peak_memory_mib`. Every process must call it."""
+    def peak_memory_mib(self) -> float:
+        """Return the peak memory over all starts: on CUDA the maximum over all processes, else of this process.
+
+        Every process must call it.
+        """
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-        return max(self._peak_before, peak_memory_mib(device) or 0.0) or None
+        peak = float(local_peak_bytes(device))
+        peak = dist.all_reduce_max([peak])[0] if device.type == "cuda" else peak
+        return max(self._peak_before, round(peak / 2**20, 1))
 
     @property
     def stream_seed(self) -> int:
@@ -141,8 +148,9 @@ class TrainState:
             "optimizer": self.optimizer.state_dict(),
             "optimizer_names": self._optimizer_names(),
             "step": self.step,
+            "jobs": self.jobs,
             "seconds": self.seconds,
-            "timing": self.timing.state_dict(),
+            "timing": {**self.timing},
             "peak_memory_mib": self.peak_memory_mib(),
             "meter": dist.gather_objects(self.meter.state_dict()),
             "scaler": self.precision.state_dict(),
@@ -174,9 +182,10 @@ class TrainState:
         self._load_seed(int(content.get("seed", self.seed)))
         self.num_rollbacks = int(content.get("num_rollbacks", 0))
         self.evaluations, self.evaluated_at = content.get("evaluations", {}), content.get("evaluated_at")
-        self.timing.load_state_dict(content.get("timing", {}))
+        if (timing := content.get("timing", self.timing))["seconds"] > self.timing["seconds"]:
+            self.timing.update(images=timing["images"], seconds=timing["seconds"])
         self._peak_before = max(self._peak_before, content.get("peak_memory_mib") or 0.0)
-        self._load_meter(content.get("meter", []))
+        self.load_meter(content.get("meter", []))
         self.num_skipped = int(content.get("num_skipped", 0))
         self.chosen = content.get("chosen")
         self._convert_step(int(content.get("global_batch", self.global_batch)))
@@ -208,12 +217,7 @@ class TrainState:
         """
         return self.meter.read() | ({"skipped_steps": self.num_skipped} if self.num_skipped else {})
 
-    def reset_row(self) -> None:
-        """Start a new row of metrics, without the steps before."""
-        self._load_meter([])
-        self.timing.drop_row()
-
-    def _load_meter(self, states: list[dict[str, torch.Tensor]]) -> None:
+    def load_meter(self, states: list[dict[str, torch.Tensor]]) -> None:
         """Restore the meter of each process; if the number of processes has changed, the main one gets all sums."""
         if len(states) == dist.world_size():
             states = [states[dist.rank()]]
@@ -241,7 +245,7 @@ class TrainState:
         if self.step and old_batch != self.global_batch:
             seen = self.step * old_batch
             self.step = seen // self.global_batch
-            self.reset_row()
+            self.load_meter([])
             logger.warning("global batch changed from %d to %d; repeated in this epoch: %s", old_batch,
                            self.global_batch, counted(seen - self.step * self.global_batch, "image"))  # fmt: skip
 
@@ -266,3 +270,10 @@ class TrainState:
         for kind, metrics in self.evaluations.items():
             self.bests[kind].update(metrics, self.best_metric, self.epoch, self.higher_is_better)
         self.epoch, self.step = self.epoch + 1, 0
+
+
+def local_peak_bytes(device: torch.device) -> int:
+    """Return the peak memory of this process in bytes: on its CUDA device, else on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

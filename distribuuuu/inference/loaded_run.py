@@ -32,7 +32,7 @@ from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.build import set_backends
 from distribuuuu.engine.resume import restore_task
-from distribuuuu.engine.run import explain_out_of_memory
+from distribuuuu.engine.run import explaining_out_of_memory
 from distribuuuu.inference.forward_chunks import ChunkLoader, UnlabeledImages, list_spans, one_behind
 from distribuuuu.inference.image_arguments import list_images
 from distribuuuu.launch.host import count_cores
@@ -266,10 +266,9 @@ class LoadedRun:
                     predictions.append(Prediction(name, labels, tuple(probabilities)))
             yield predictions
 
-    @explain_out_of_memory("the prediction", batch="test")
     def compute_scores(self, images: torch.Tensor) -> torch.Tensor:
         """Return the scores (N, classes) of normalized images (N, 3, H, W) on the device, see `Task.predict_step`."""
-        with inference(self.model):
+        with inference(self.model), explaining_out_of_memory(self.cfg.MODEL.ARCH):
             return self.task.predict_step(self.model, images)
 
 

@@ -1,11 +1,9 @@
-"""Environment of a run: hardware, versions, git commit, peak memory."""
+"""Environment of a run: hardware, versions, git commit."""
 
 import os
 import platform
-import resource
 import socket
 import subprocess
-import sys
 from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -102,17 +100,3 @@ def find_commit(folder: Path = PACKAGE) -> str | None:
         return run_git("rev-parse", "HEAD") + ("+changes" if run_git("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
-
-
-def local_peak_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process in bytes: on its CUDA device, else on the host; 0: unknown."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def peak_memory_mib(device: torch.device) -> float | None:
-    """Return the peak memory in MiB: on CUDA the maximum over all processes, else of this process. A collective."""
-    local = local_peak_bytes(device)
-    peak = dist.all_reduce_max([local])[0] if device.type == "cuda" else local
-    return round(peak / 2**20, 1) or None

@@ -1,10 +1,14 @@
-"""Writers of metrics.jsonl and TensorBoard events, and the reader of records. A full disk does not stop the run."""
+"""Writers of metrics.jsonl and TensorBoard events, the reader of records, and the texts of numbers.
+
+A full disk does not stop the run.
+"""
 
 import json
 import logging
 import math
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +143,44 @@ def parse_record(line: str | bytes) -> dict[str, Any] | None:
 def _find_position(record: dict[str, Any]) -> tuple[int, float]:
     """Return (finished epochs, steps since) of a record; infinite steps for an evaluation."""
     return record["epoch"] - 1, math.inf if record["kind"].startswith("eval") else record["step"]
+
+
+def format_duration(seconds: float) -> str:
+    """Return the two largest units of a duration in at most 6 characters, e.g. '45s', '3m24s', '5h10m' or '12d03h'."""
+    minutes, rest = divmod(round(max(0, min(seconds, 1e12))), 60)  # a number of an untrusted file may be infinite
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days >= 100:
+        return f"{days}d"
+    if days:
+        return f"{days}d{hours:02d}h"
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def format_decimal(value: float, width: int, decimals: int = 4) -> str:
+    """Return a number with `decimals` decimals, or with as many as fit into `width` characters."""
+    texts = (f"{value:.{num}f}" for num in range(decimals, -1, -1))
+    return next((text for text in texts if len(text) <= width), f"{value:.0e}")
+
+
+def format_result(result: Mapping[str, float], labels: Mapping[str, str], decimals: int) -> str:
+    """Return the metrics of an evaluation by display name, further means, and the loss: 'top1 71.32 loss 0.8123'."""
+    metrics = [f"{label} {result[name]:.{decimals}f}" for name, label in labels.items()]
+    others = [name for name in result if name not in ("count", "loss", *labels)]
+    return " ".join([*metrics, *(f"{name} {format_decimal(result[name], 6)}" for name in (*others, "loss"))])
+
+
+def format_lr(lr: float) -> str:
+    """Return a learning rate with two digits in at most 6 characters, e.g. '0.023' or '1.2e-4'."""
+    return f"{lr:.2g}" if lr == 0 or lr >= 1e-3 else f"{lr:.1e}".replace("e-0", "e-")
+
+
+def format_speed(images_per_s: float) -> str:
+    """Return images per second in at most 5 characters, e.g. '3.4', '12345', '123k' or '12M'."""
+    if images_per_s < 9.95:
+        return f"{images_per_s:.1f}"
+    if images_per_s < 99999.5:
+        return f"{images_per_s:.0f}"
+    return f"{images_per_s / 1e3:.0f}k" if images_per_s < 9.9995e6 else f"{images_per_s / 1e6:.0f}M"

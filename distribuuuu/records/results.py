@@ -37,7 +37,7 @@ from distribuuuu.config.json_file import replace_nonfinite
 from distribuuuu.config.options import option_of
 from distribuuuu.config.registry import dataset_name
 from distribuuuu.files.atomic_file import replacing
-from distribuuuu.records.log_table import format_result
+from distribuuuu.records.metric_writers import format_result
 
 logger = logging.getLogger(__name__)
 

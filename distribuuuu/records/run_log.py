@@ -20,20 +20,23 @@ from distribuuuu.config import ConfigError, run_files
 from distribuuuu.distributed import comm as dist
 from distribuuuu.files.atomic_file import open_for_writing
 from distribuuuu.files.untrusted import printable
-from distribuuuu.records.log_table import (
-    LogTable,
+from distribuuuu.records.metric_writers import (
+    RecordFile,
+    drop_records_after,
     format_decimal,
     format_duration,
     format_lr,
     format_result,
     format_speed,
 )
-from distribuuuu.records.metric_writers import RecordFile, drop_records_after
 
 logger = logging.getLogger("distribuuuu")
 
 # Seconds between two logged steps, or evaluation batches, while no metrics are read.
 LOG_INTERVAL_S = 15.0
+# Rows of a table per header, and the width up to which columns are two spaces apart: with the date of train.log, a line
+# then has at most 80 characters.
+_ROWS_PER_HEADER, _MAX_WIDTH = 20, 65
 # Progress bars: the position, the time left of the epoch or the evaluation, then what `Log` appends.
 _BAR_FORMAT = "{desc} |{bar}| {n_fmt}/{total_fmt} [{remaining}{postfix}]"
 _TERMINAL_TIME, _FILE_TIME = "%H:%M:%S", "%m-%d %H:%M:%S"
@@ -151,42 +154,30 @@ def evaluation_bar(items: Collection, every: int) -> Iterator:
             logger.info("validation: batch %d/%d", number, len(items))
 
 
-class StepTiming:
-    """Images and seconds of the training steps, over all starts of a run; a row covers the steps between two reads."""
+class LogTable:
+    """Table of the steps of a run with columns of fixed width, and a header at the start and every 20 rows."""
 
-    def __init__(self):
-        self.images, self.seconds = 0, 0.0
-        self._row_seconds = 0.0
-        self._since: float | None = None
+    def __init__(self, num_epochs: int, num_steps: int, metric_labels: Sequence[str]):
+        totals = {"epoch": num_epochs, "step": num_steps}
+        self._widths = {name: max(len(name), 2 * len(str(total)) + 1) for name, total in totals.items()}
+        self._widths |= {"loss": 6, **{label: max(5, len(label)) for label in metric_labels}}
+        self._widths |= {"lr": 6, "img/s": 5, "data": 4, "eta": 6}
+        self.start()
 
-    def begin(self, now: float) -> None:
-        """Start the clock at `now` (`time.perf_counter()`), before the first step of an epoch or of a start."""
-        self._since = now
+    def start(self) -> None:
+        """Log a header before the next row."""
+        self._num_rows = 0
 
-    def end_row(self, now: float, images: int, is_last: bool) -> float:
-        """Add a row of `images` images and return its seconds; stop the clock after the last row of an epoch."""
-        seconds = self._elapsed(now)
-        self.images, self.seconds, self._row_seconds = self.images + images, self.seconds + seconds, 0.0
-        self._since = None if is_last else now
-        return seconds
+    def add(self, cells: dict[str, str]) -> None:
+        """Log a row; columns without a cell show '-'."""
+        if self._num_rows % _ROWS_PER_HEADER == 0:
+            self._log({name: name for name in self._widths})
+        self._num_rows += 1
+        self._log(cells)
 
-    def _elapsed(self, now: float) -> float:
-        """Return the seconds of the current row."""
-        return self._row_seconds + (0.0 if self._since is None else now - self._since)
-
-    def drop_row(self) -> None:
-        """Discard the seconds since the last row."""
-        self._row_seconds = 0.0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state to store in a checkpoint."""
-        return {"images": self.images, "seconds": self.seconds, "row_seconds": self._elapsed(time.perf_counter())}
-
-    def load_state_dict(self, content: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint; a rollback keeps the totals, which include the discarded steps."""
-        if content.get("seconds", 0.0) >= self.seconds:
-            self.images, self.seconds = content.get("images", 0), content.get("seconds", 0.0)
-        self._row_seconds, self._since = content.get("row_seconds", 0.0), None
+    def _log(self, cells: dict[str, str]) -> None:
+        gap = "  " if sum(self._widths.values()) + 2 * len(self._widths) <= _MAX_WIDTH else " "
+        logger.info("%s", gap.join(f"{cells.get(name, '-'):>{width}}" for name, width in self._widths.items()))
 
 
 class Log:
@@ -201,7 +192,7 @@ class Log:
         total_steps: steps of the run; 0: all epochs are whole.
         images_per_step: images per step of all processes.
         epoch, step: position of this start; later records, from an interrupted run, are removed.
-        timing: timing of the steps; None: a new one.
+        timing: images and seconds of the training steps over all starts, which the log adds to.
         more_entries: returns further entries of a row, e.g. `LayerNorms.pop`.
         writers: TensorBoard events and others that take the rows and the images; none on the other processes.
     """
@@ -217,7 +208,7 @@ class Log:
         images_per_step: int,
         epoch: int = 0,
         step: int = 0,
-        timing: StepTiming | None = None,
+        timing: dict[str, float] | None = None,
         more_entries: Callable[[], dict[str, Any]] = dict,
         total_steps: int = 0,
         writers: Sequence[Any] = (),
@@ -235,7 +226,7 @@ class Log:
         self._records: RecordFile | None = None
         self._writers = writers
         self._stage: str | None = None
-        self._timing = timing or StepTiming()
+        self._timing = {"images": 0, "seconds": 0.0} if timing is None else timing
         self._more_entries = more_entries
         # Where this start resumed and its last rollback began, (epoch from 1, step), in each of its records.
         self._origin = {"resumed": [epoch + 1, step]} if (epoch, step) != (0, 0) else {}
@@ -243,7 +234,7 @@ class Log:
 
     def _build_table(self) -> None:
         labels = (*self.train_metrics.values(), *self._means)
-        self._table = LogTable(logger, self.num_epochs, self.num_steps, labels)
+        self._table = LogTable(self.num_epochs, self.num_steps, labels)
 
     def rewind(self, epoch: int, step: int, began: tuple[int, int] | None = None) -> None:
         """Continue from an earlier position; remove the records after it.
@@ -275,14 +266,12 @@ class Log:
             writer.end()
 
     def steps(self, epoch: int, first: int, end: int | None = None) -> Iterator[int]:
-        """Yield the steps of an epoch from `first` to before `end`, with a progress bar; start the timing of `train`.
+        """Yield the steps of an epoch from `first` to before `end`, with a progress bar; start the clock of `train`.
 
         Without `end`, the epoch is whole.
         """
         self._end = self.num_steps if end is None else end
         self._last_read, self._read_position = time.perf_counter(), epoch * self.num_steps + first
-        if first < self._end:  # otherwise only the evaluation remains
-            self._timing.begin(self._last_read)
         label = f"epoch {epoch + 1}/{self.num_epochs}"
         self._bar = progress(range(first, self._end), label, total=self._end, initial=first)
         self._show_in_bar()
@@ -290,15 +279,16 @@ class Log:
 
     def train(self, epoch: int, step: int, lr: float, metrics: dict, data_time_s: float) -> None:
         """Log the metrics after `step` steps of an epoch, and the seconds spent waiting for data."""
-        now = self._last_read = time.perf_counter()
-        elapsed = self._timing.end_row(now, metrics["count"], is_last=step == self._end)
-        position = epoch * self.num_steps + step
+        now, position = time.perf_counter(), epoch * self.num_steps + step
+        elapsed, images = now - self._last_read, (position - self._read_position) * self._images_per_step
+        self._timing["images"] += images
+        self._timing["seconds"] += elapsed
         speed = {
-            "images_per_s": metrics["count"] / elapsed,
+            "images_per_s": images / elapsed,
             "wait": min(1.0, data_time_s / elapsed),
             "eta_s": self._eta_s(now, position),
         }
-        self._read_position = position
+        self._last_read, self._read_position = now, position
         self._write("train", epoch, step, {"lr": lr, **metrics, **speed, **self._more_entries()})
         known = ("count", "loss", "skipped_steps", *self.train_metrics, *self._means)
         if means := tuple(name for name in metrics if name not in known):

@@ -51,7 +51,7 @@ def finish_epoch(state, results, ema: dict | None = None) -> None:
     evaluations = {"raw": SERIES[state.epoch], **({"ema": ema} if ema else {})}
     state._started -= 900
     state.finish_epoch(evaluations)
-    state.timing.images, state.timing.seconds = 1234, 10.0
+    state.timing.update(images=1234, seconds=10.0)
     bests = {kind: {"epoch": state.bests[kind].epoch + 1, **state.bests[kind].metrics} for kind in evaluations}
     content = {**state.to_dict(), "ema_state_dict": {}, "bests": bests, "finished": state.epoch == 3}
     if dist.is_main():

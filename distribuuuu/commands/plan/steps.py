@@ -26,7 +26,6 @@ from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.engine.build import build_training, open_run
 from distribuuuu.engine.preflight import resolve_num_classes, resolve_preprocessing
-from distribuuuu.engine.run import explain_out_of_memory
 from distribuuuu.engine.run_description import describe_model
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.detect import detect_launch
@@ -99,7 +98,6 @@ class Step:
             average.update(self.state.global_batch, images_seen=self.state.global_batch)
 
 
-@explain_out_of_memory("measuring the steps")
 def measure(step: Step, loader: TrainLoader, num_workers: int) -> dict:
     """Return the seconds and the images/s of each part. A collective."""
     plan = loader.plan

@@ -30,7 +30,7 @@ from distribuuuu.config.json_file import load_json
 from distribuuuu.config.run_files import RESULTS
 from distribuuuu.data.datasets.table_file import csv_line
 from distribuuuu.files.untrusted import printable
-from distribuuuu.records.log_table import format_duration
+from distribuuuu.records.metric_writers import format_duration
 from distribuuuu.records.predictions import FILE_NAME
 from distribuuuu.records.read_results import TEST_FILE_NAME
 
