@@ -95,7 +95,7 @@ def test_the_commands_of_an_installation(programs, tmp_path):
     assert "launcher: --nproc, process 0 of 2" in done.stderr
     results = json.loads((tmp_path / "r" / "results.json").read_text())
     assert (results["config"], results["commit"]) == ("shapes/resnet14", None)
-    words = done.stderr.partition("next: ")[2].partition(";")[0].split()
+    words = done.stderr.partition("next: ")[2].partition("\n")[0].split()
     assert words[:2] == ["distribuuuu", "test"]
     assert "validation of 500 images" in run(command, *words[1:], cwd=tmp_path, **cache).stderr
     assert "| shapes/resnet14, " in run(command, "table", "r", cwd=tmp_path).stdout

@@ -115,8 +115,8 @@ def describe_end(run: Run, started: float) -> None:
         logger.info("best %s%s: %s; weights: %s", name, label, state.bests[kind].describe(metric), path)
     if paths:
         out = shlex.quote(str(cfg.OUT_DIR))
-        commands = ("test {}", "report {}", "predict {} IMAGES", "export {} --format onnx --out FOLDER")
-        logger.info("next: %s", "; ".join(f"distribuuuu {command.format(out)}" for command in commands))
+        for command in ("test {}", "report {}", "predict {} IMAGES", "export {} --format onnx --out FOLDER"):
+            logger.info("next: distribuuuu %s", command.format(out))
     if state.num_skipped:
         num_steps = sum(map(run.train_loader.steps_of, range(state.epoch)))  # the last epoch may end early
         logger.warning("the task applied no gradients in %d of %d steps", state.num_skipped, num_steps)
