@@ -258,7 +258,7 @@ def test_the_last_lines_name_the_best_weights_and_a_command_that_evaluates_them(
     for kind, name in (("raw", "best.pth.tar"), ("ema", "best_ema.pth.tar")):
         best, label = results[kind]["best"], "" if kind == "raw" else "ema "
         assert f"best {label}top1: {best['top1']:.2f} (epoch {best['epoch']}); weights: {out_dir / name}" in lines
-    commands = [shlex.split(line)[1:4] for line in lines if line.startswith("next: ")]
+    commands = [shlex.split(line)[1:4] for line in lines if line.startswith("next: ")][-4:]
     assert commands == [["distribuuuu", name, str(out_dir)] for name in ("test", "report", "predict", "export")]
     command = commands[0]
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
