@@ -104,7 +104,7 @@ def agree(store, world_size: int, seed: int) -> list[str]:
     rng = random.Random(seed)
 
     def one(rank: int) -> str:
-        time.sleep(rng.uniform(0, 0.3))
+        time.sleep(rng.uniform(0, 0.1))
         return rendezvous._agree_on_start(store, Launch("test", rank, rank, world_size), timeout_s=60)
 
     with ThreadPoolExecutor(world_size) as pool:
@@ -113,7 +113,7 @@ def agree(store, world_size: int, seed: int) -> list[str]:
 
 def test_what_an_earlier_start_left_in_the_store_is_not_taken_for_a_process():
     store, seen = torch_dist.HashStore(), set()
-    for number, world_size in enumerate((3, 3, 1, 2, 3)):
+    for number, world_size in enumerate((3, 1, 2, 3)):
         names = agree(store, world_size, number)
         assert len(set(names)) == 1 and names[0] not in seen
         seen.add(names[0])

@@ -32,7 +32,7 @@ ALL_ON = (
     "TEST.BATCH_SIZE", 6, "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 3,
     "OPTIM.NAME", "adamw", "OPTIM.EPS", 1e-4,
     "OPTIM.BASE_LR", 2e-3, "OPTIM.WEIGHT_DECAY", 0.05, "OPTIM.NORM_WEIGHT_DECAY", 0.0, "OPTIM.LAYER_DECAY", 0.8,
-    "OPTIM.CLIP_NORM", 0.5, "EMA.HALF_LIFE", 30, "CHECKPOINT.EVERY_STEPS", 1, "CHECKPOINT.KEEP_LAST", 9,
+    "OPTIM.CLIP_NORM", 0.5, "EMA.HALF_LIFE", 30, "CHECKPOINT.EVERY_STEPS", 3,
 )  # fmt: skip
 needs_fsdp = pytest.mark.skipif(torch.__version__ < (2, 7), reason="FSDP2 on a CPU needs torch 2.7")
 SHARDED = ["zero1", pytest.param("fsdp", marks=needs_fsdp)]
@@ -126,13 +126,13 @@ def test_a_checkpoint_of_one_kind_goes_on_as_another(run, small_cfg, first, seco
     assert_same_content(newest(cfg.OUT_DIR), newest(run("ddp", 1)), 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["zero1", "fsdp"])
+@pytest.mark.parametrize("kind", ["zero1", slow("fsdp")])
 def test_one_process_alone_has_nothing_to_share(run, small_cfg, kind):
     assert_same_content(train_and_read(small_cfg(*ALL_ON, *KINDS[kind])), newest(run("ddp", 1)), 0)
 
 
 @pytest.mark.parametrize(
-    ("kind", "tolerance"), [("ddp", 0), ("zero1", 0), pytest.param("fsdp", 1e-6, marks=needs_fsdp)]
+    ("kind", "tolerance"), [slow("ddp", 0), slow("zero1", 0), pytest.param("fsdp", 1e-6, marks=needs_fsdp)]
 )
 def test_a_group_of_one_trains_like_a_process_without_a_group(run, small_cfg, kind, tolerance):
     """The tolerance is that of the norm by which sharded gradients are clipped."""
@@ -212,6 +212,7 @@ def test_an_optimizer_with_groups_of_its_own_is_refused_by_zero1():
 
 
 @needs_fsdp
+@pytest.mark.slow
 def test_sharpness_aware_minimization_runs_on_sharded_weights(small_cfg, tmp_path):
     """The example computes with weights and gradients, which are sharded tensors then."""
     words = ("PLUGINS", [str(ROOT / "docs" / "examples" / "sam.py")], "TASK.NAME", "sam", *GROUP_NORM,

@@ -14,7 +14,6 @@ import pytest
 import torch
 from support.processes import on_processes, wait_for
 from support.runs import ROOT
-from support.tiers import slow
 
 from distribuuuu import trainer
 from distribuuuu.checkpoint.manager import CheckpointManager
@@ -265,8 +264,7 @@ def test_a_silent_rank_0_is_named(group, monkeypatch, caplog):
     assert "process 0 on here has been silent for" in caplog.text
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("status", [None, 2])
+@pytest.mark.parametrize(("rank", "status"), [(0, 2), (1, None)])
 def test_a_failure_has_its_status_and_precedes_its_consequences(group, rank, status, caplog):
     run = group(3)
     members = run.join(0, 1, 2)
@@ -298,7 +296,8 @@ def stall(timeout_s: float) -> None:
         comm.barrier()
 
 
-@pytest.mark.parametrize("has_package", [True, slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("has_package", [True, False])
 def test_a_stall_ends_all_processes_with_their_stacks_on_disk(monkeypatch, tmp_path, has_package):
     """The package can be deleted: each process then ends by its own timer."""
     monkeypatch.chdir(tmp_path)

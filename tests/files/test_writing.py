@@ -4,8 +4,9 @@ import os
 
 import pytest
 from support.processes import on_processes
-from support.runs import run_tool, small_options
+from support.runs import small_options
 
+from distribuuuu.commands.main import dispatch
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import RUN_FILES
 from distribuuuu.data.packed.cache import DiskCache
@@ -97,14 +98,14 @@ def test_all_processes_report_a_link(small_cfg, tmp_path):
     assert all("train.log is a link" in text for text in on_processes(2, refuse, small_cfg("TRAIN.BATCH_SIZE", 6)))
 
 
-def test_an_evaluation_of_a_downloaded_run_follows_no_link(finished_run, image_folder, tmp_path):
+def test_an_evaluation_of_a_downloaded_run_follows_no_link(finished_run, image_folder, tmp_path, capfd):
     victim = tmp_path / "authorized_keys"
     out = tmp_path / "run"
     out.mkdir()
     (out / "test.log").symlink_to(victim)
     best = next(finished_run.glob("best*.pth.tar"))
-    done = run_tool("test_net.py", *small_options(image_folder, out, "MODEL.WEIGHTS", best))
-    assert done.returncode == 2 and "test.log is a link" in done.stderr and "Traceback" not in done.stderr
+    assert dispatch("distribuuuu", ["test", *small_options(image_folder, out, "MODEL.WEIGHTS", best)]) == 2
+    assert "test.log is a link" in (said := capfd.readouterr().err) and "Traceback" not in said
     assert not victim.exists()
 
 

@@ -172,13 +172,14 @@ def test_the_head_is_what_depends_on_the_number_of_classes(arch, head):
 
 
 def test_weights_of_another_model_are_refused_and_change_nothing(tmp_path):
-    torch.save({"state_dict": trained("resnet50"), "arch": "resnet50"}, tmp_path / "a.pth")
+    weights = trained("resnet50")
+    torch.save({"state_dict": weights, "arch": "resnet50"}, tmp_path / "a.pth")
     said = message_of(start, make_cfg("resnet18", WEIGHTS=tmp_path / "a.pth"))
     assert said.startswith(f"FINETUNE.WEIGHTS (command line): {tmp_path / 'a.pth'} of MODEL.ARCH resnet50 does not fit")
     model = build_model(make_cfg("resnet18"))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(IncompatibleWeightsError):
-        load_backbone(model, trained("resnet50"), head=["fc"])
+        load_backbone(model, weights, head=["fc"])
     assert other_than(model.state_dict(), before) == []
 
 

@@ -26,6 +26,7 @@ def card(small_cfg, tmp_path) -> str:
     return (tmp_path / "exported" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_card_has_valid_metadata_and_the_numbers_of_the_run(card, tmp_path):
     data = ModelCard(card).data
     assert (data.library_name, data.pipeline_tag) == ("distribuuuu", "image-classification")

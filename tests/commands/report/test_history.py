@@ -84,7 +84,7 @@ def test_hostile_records_are_left_out_or_drawn_but_never_an_error(run, tmp_path)
     chance, other = random.Random(0), make_run(tmp_path / "other", 2)
     assert show(run)[0] == [] and "Learning rate" in show(run)[1]
     num_named = 0
-    for results in chance.sample(list(list_changes(RESULTS)), 15):
+    for results in chance.sample(list(list_changes(RESULTS)), 8):
         (run / "results.json").write_text(json.dumps(results))
         changed = json.dumps(chance.choice(list(list_changes({**chance.choice(RECORDS), "resumed": [1, 0]}))))
         line = chance.choice([changed, "[1]", "[" * 10**5, '{"kind": ["train"]}', '{"kind": "train", "epoch": NaN}'])
@@ -96,4 +96,4 @@ def test_hostile_records_are_left_out_or_drawn_but_never_an_error(run, tmp_path)
         comparison = compare_runs({"a": [run], "b": [other]})
         assert "\u202e" not in build_compare_page(comparison)
         json.dumps(list_comparison(comparison), default=str)
-    assert num_named > 5
+    assert num_named > 2
