@@ -16,6 +16,13 @@ def test_cifar_resnets_have_as_many_layers_as_their_name_says(depth):
     assert kernels == [(3, 3)] * (depth - 1)  # shortcuts have no parameters; a linear layer follows
 
 
+def test_the_initial_weights_are_those_of_he_et_al():
+    convs = [layer.weight.detach() for layer in CifarResNet(20).modules() if isinstance(layer, nn.Conv2d)]
+    for weight in convs:
+        assert float(weight.std()) == pytest.approx((2 / (9 * len(weight))) ** 0.5, rel=4 / weight.numel() ** 0.5)
+    assert len(convs) == 19
+
+
 def test_group_norm_leaves_no_batch_statistics():
     torch.manual_seed(0)
     images = torch.randn(4, 3, 32, 32)

@@ -115,19 +115,18 @@ def test_lookahead_replaces_the_weights_by_an_average_with_a_growing_decay(model
 SMALL = ("MODEL.ARCH", "airbench94", "MODEL.KWARGS.width", 24, "TASK.NAME", "airbench", "TASK.KWARGS.frozen_from", 1)
 
 
-@pytest.mark.parametrize("num", [2])
-def test_the_first_layer_is_whitened_and_its_bias_frozen(small_cfg, tmp_path, num):
+@pytest.mark.slow
+def test_the_first_layer_is_whitened_and_its_bias_frozen(small_cfg, tmp_path):
     words = (*SMALL, "TASK.KWARGS.steps", 1, "TASK.KWARGS.decay", 0, "TRAIN.GLOBAL_BATCH_SIZE", 12)
     for name, epochs in (("one", 1), ("two", 2)):
-        on_processes(num, train_and_read, small_cfg(*words, "OPTIM.MAX_EPOCH", epochs, "OUT_DIR", tmp_path / name))
+        on_processes(2, train_and_read, small_cfg(*words, "OPTIM.MAX_EPOCH", epochs, "OUT_DIR", tmp_path / name))
     one, two = (newest(tmp_path / name)["state_dict"] for name in ("one", "two"))
     assert torch.equal(one["whiten.bias"], two["whiten.bias"]) and bool(one["whiten.bias"].abs().min() > 0)
     assert torch.equal(one["whiten.weight"][:12], -one["whiten.weight"][12:])
     assert not torch.equal(one["head.weight"], two["head.weight"])
-    log = (tmp_path / "two" / "train.log").read_text()
-    assert "is not in the state" not in log
 
 
+@pytest.mark.slow
 def test_lookahead_does_not_depend_on_the_number_of_processes(small_cfg, tmp_path):
     words = ("TASK.NAME", "lookahead", "TASK.KWARGS.steps", 3, "OPTIM.BASE_LR", 0.01, *GROUP_NORM)
     words += ("TRAIN.GLOBAL_BATCH_SIZE", 12)

@@ -19,6 +19,20 @@ NAME = "imagenet/plain_vit_small"
 WIDTH, HIDDEN = 384, 1536
 
 
+def test_the_initial_weights_are_those_of_vit_py():
+    glorot, mlp = math.sqrt(2 / (2 * WIDTH)), math.sqrt(2 / (WIDTH + HIDDEN))
+    parameters = dict(initial_model(recipe(NAME)).named_parameters())
+    for key, std in {
+        "patch_embed.proj.weight": math.sqrt(1 / (3 * 16 * 16)), "patch_embed.proj.bias": 0,  # lecun_normal
+        "blocks.0.attn.qkv.weight": glorot, "blocks.5.attn.proj.weight": glorot,  # three kernels
+        "blocks.11.attn.qkv.bias": 0, "blocks.3.mlp.fc1.weight": mlp, "blocks.3.mlp.fc2.weight": mlp,
+        "blocks.3.mlp.fc1.bias": 1e-6, "blocks.3.mlp.fc2.bias": 1e-6, "head.pre_logits.weight": math.sqrt(1 / WIDTH),
+        "head.pre_logits.bias": 0, "head.fc.weight": 0, "head.fc.bias": 0,
+    }.items():  # fmt: skip
+        found = parameters[key].detach()
+        assert float(found.std(correction=0)) == pytest.approx(std, rel=4 / math.sqrt(found.numel())), key
+
+
 def test_activations_positions_and_the_head_are_those_of_vit_py():
     model = initial_model(recipe(NAME))
     x = torch.linspace(-4, 4, 101)

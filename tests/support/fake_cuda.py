@@ -1,8 +1,10 @@
 """Simulated CUDA device without a GPU: fake tensors, stream order, lifetimes of memory, and waits of the host."""
 
+import collections
 import contextlib
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,18 +21,15 @@ class Stream:
     """A stream that records which operations of other streams precede its next one."""
 
     def __init__(self, timeline: "Timeline", device: object = None):
-        self.num = 0
+        self.num, self._timeline = 0, timeline
         self.seen: dict[Stream, int] = {}
-        self._timeline = timeline
 
     def wait_stream(self, other: "Stream") -> None:
-        """Order the next operation after all operations that `other` has received so far."""
         self._timeline.find_early_frees()
         for stream, num in {**other.seen, other: other.num}.items():
             self.seen[stream] = max(num, self.seen.get(stream, 0))
 
     def synchronize(self) -> None:
-        """Let the host wait for all operations."""
         self._timeline.wait_on_host(self, self.num, "synchronize")
 
     def is_ordered_after(self, stream: "Stream", num: int) -> bool:
@@ -46,37 +45,40 @@ class Event:
         self._recorded: tuple[Stream, int] | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        """Record the current position of a stream."""
         stream = stream or self._timeline.current
         self._recorded = stream, stream.num
 
     def synchronize(self) -> None:
-        """Let the host wait for the recorded operations; a wait only if one of them is the newest of its stream."""
         if self._recorded:
             self._timeline.wait_on_host(*self._recorded, "event")
 
     def elapsed_time(self, end: "Event") -> float:
         """Return the milliseconds until another event: one for each operation in between."""
         assert self._recorded and end._recorded, "an event was not recorded"
-        for event in (self, end):
-            assert self._timeline.is_awaited(*event._recorded), "the host has not waited for an event"
+        assert all(self._timeline.is_awaited(*event._recorded) for event in (self, end)), "the host has not waited"
         return float(end._recorded[1] - self._recorded[1])
+
+
+@dataclass
+class Memory:
+    """Storage on the device: its owner, its last writer, the last use of each stream, the streams of record_stream."""
+
+    storage: StorageWeakRef  # keeps the address from being reused
+    owner: Stream
+    writer: tuple[Stream, int] | None = None
+    uses: dict[Stream, tuple[int, str]] = field(default_factory=dict)
+    allowed: set[Stream] = field(default_factory=set)
 
 
 class Timeline(TorchDispatchMode):
     """Records the operations on CUDA tensors by stream.
 
     Attributes:
-        races: names of operations that read what another stream may not have written yet.
-        overwrites: names of operations that write what another stream may not have read or written yet.
-        early_frees: names of the last operations, of another stream than the owner of the memory, that may still run
-            when the memory is freed and reused.
-        unpinned: names of asynchronous copies to or from memory of the host that is not page-locked, and may therefore
-            be reused before the copy ends.
-        incomplete: names of operations on the host that read the target of a copy before it has ended, or overwrite its
-            source.
-        waits: names of operations for which the host waits for the newest operation of a stream.
-        past_waits: numbers of operations that the device still had to run when the host waited for older ones.
+        found: names of operations by fault. `races` read what another stream may not have written yet. `overwrites`
+            write what another stream may not have read or written yet. `early_frees` of another stream than the owner
+            of the memory may still run when the memory is freed. `unpinned` are asynchronous copies of memory of the
+            host that is not page-locked. `incomplete`, on the host, read the target of a copy before it has ended, or
+            overwrite its source. For `waits`, the host waits for the newest operation of a stream.
         recorded: the streams that `record_stream` was called with.
         num_operations: the number of operations so far.
     """
@@ -84,27 +86,25 @@ class Timeline(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.main = self.current = Stream(self)
-        self.races: list[str] = []
-        self.overwrites: list[str] = []
-        self.early_frees: list[str] = []
-        self.unpinned: list[str] = []
-        self.incomplete: list[str] = []
-        self.waits: list[str] = []
-        self.past_waits: list[int] = []
+        self.found: dict[str, list[str]] = collections.defaultdict(list)
         self.recorded: list[Stream] = []
         self.num_operations = 0
-        # By storage: its last writer, and the last operation of each stream that uses it.
-        self._writers: dict[int, tuple[Stream, int]] = {}
-        self._uses: dict[int, dict[Stream, tuple[int, str]]] = {}
-        # The stream that owns the memory, and those that `record_stream` has named.
-        self._owners: dict[int, Stream] = {}
-        self._allowed: dict[int, set[Stream]] = {}
-        # A weak reference keeps the address of a storage from being reused.
-        self._alive: dict[int, StorageWeakRef] = {}
+        self._memory: dict[int, Memory] = {}
         # Copies between the host and the device, by the storage of the host, and the operations known to have ended.
         self._copies: dict[int, list[tuple[Stream, int, bool]]] = {}
         self._kept: list[StorageWeakRef] = []
         self._awaited: dict[Stream, int] = {}
+
+    @property
+    def waits(self) -> list[str]:
+        """The operations that the host has waited for."""
+        return self.found["waits"]
+
+    @property
+    def faults(self) -> dict[str, list[str]]:
+        """The faults and waits so far."""
+        self.find_early_frees()
+        return {kind: names for kind, names in self.found.items() if names}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -112,73 +112,55 @@ class Timeline(TorchDispatchMode):
         is_pinned = bool(kwargs.pop("pin_memory", False))
         # torch has no rule for fused SGD on tensors without values.
         result = None if name == "_fused_sgd_" else func(*args, **kwargs)
-        given, made = _tensors((args, kwargs)), _tensors(result)
-        written = _written(func, args, kwargs)
+        given, made, written = _tensors((args, kwargs)), _tensors(result), _written(func, args, kwargs)
         self.num_operations += 1
         self.find_early_frees()
         if is_pinned:
             _set_pinned(made[0])
-        sources = {_storage_of(tensor) for tensor in given if tensor.is_cuda}
-        is_view = not func._schema.is_mutable and all(
-            _storage_of(tensor) in {_storage_of(other) for other in given} for tensor in made
-        )
-        if not is_view:
-            if any(tensor.is_cuda for tensor in (*given, *made)):
-                self.current.num += 1
-                targets = {_storage_of(tensor) for tensor in [*made, *written] if tensor.is_cuda}
-                self._find_races(name, sources, {key for key in targets if key in self._uses})
-                self._record(name, sources, targets, [*given, *made])
+        storages = {_storage_of(tensor) for tensor in given}
+        if func._schema.is_mutable or any(_storage_of(tensor) not in storages for tensor in made):  # no view
+            self._use(name, given, made, written)
             self._find_host_faults(name, given, written)
         self._find_waits(name, func, given, made, args, kwargs)
         return result
 
-    @property
-    def faults(self) -> dict[str, list[str]]:
-        """The faults and waits so far, by attribute; those without any are left out."""
-        self.find_early_frees()
-        names = ("races", "overwrites", "early_frees", "unpinned", "incomplete", "waits")
-        return {name: getattr(self, name) for name in names if getattr(self, name)}
-
-    def _find_races(self, name: str, sources: set[int], targets: set[int]) -> None:
-        for source in sources & self._writers.keys():
-            if not self.current.is_ordered_after(*self._writers[source]):
-                self.races.append(name)
-        for target in targets:
-            if any(not self.current.is_ordered_after(stream, num) for stream, (num, _) in self._uses[target].items()):
-                self.overwrites.append(name)
-
-    def _record(self, name: str, sources: set[int], targets: set[int], tensors: list[torch.Tensor]) -> None:
-        for tensor in tensors:
-            if tensor.is_cuda and _storage_of(tensor) not in self._alive:
-                self._alive[_storage_of(tensor)] = StorageWeakRef(tensor.untyped_storage())
-                self._owners[_storage_of(tensor)] = self.current
-        for target in targets:
-            self._writers[target] = self.current, self.current.num
+    def _use(self, name: str, given: list, made: list, written: list) -> None:
+        sources, targets = (
+            {_storage_of(tensor) for tensor in each if tensor.is_cuda} for each in (given, made + written)
+        )
+        if not sources | targets:
+            return
+        self.current.num += 1
+        for tensor in (*given, *made):
+            if tensor.is_cuda and _storage_of(tensor) not in self._memory:
+                self._memory[_storage_of(tensor)] = Memory(StorageWeakRef(tensor.untyped_storage()), self.current)
+        for memory in map(self._memory.get, sources):
+            if memory.writer and not self.current.is_ordered_after(*memory.writer):
+                self.found["races"].append(name)
+        for memory in map(self._memory.get, targets):
+            if any(not self.current.is_ordered_after(stream, num) for stream, (num, _) in memory.uses.items()):
+                self.found["overwrites"].append(name)
+            memory.writer = self.current, self.current.num
         for key in sources | targets:
-            self._uses.setdefault(key, {})[self.current] = self.current.num, name
+            self._memory[key].uses[self.current] = self.current.num, name
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Keep the memory of a tensor until a stream no longer uses it."""
         self.recorded.append(stream)
-        self._allowed.setdefault(_storage_of(tensor), set()).add(stream)
+        self._memory[_storage_of(tensor)].allowed.add(stream)
 
     def find_early_frees(self) -> None:
         """Look for memory that was freed since the last call, and that its owner may reuse too early."""
-        for key in [key for key, storage in self._alive.items() if storage.expired()]:
-            owner, allowed = self._owners.pop(key), self._allowed.pop(key, set())
-            for stream, (num, name) in self._uses.pop(key, {}).items():
-                if stream not in allowed and not owner.is_ordered_after(stream, num):
-                    self.early_frees.append(name)
-            del self._alive[key]
-            self._writers.pop(key, None)
+        for key in [key for key, memory in self._memory.items() if memory.storage.expired()]:
+            memory = self._memory.pop(key)
+            for stream, (num, name) in memory.uses.items():
+                if stream not in memory.allowed and not memory.owner.is_ordered_after(stream, num):
+                    self.found["early_frees"].append(name)
 
     def wait_on_host(self, stream: Stream, num: int, name: str) -> None:
         """Let the host wait for an operation of a stream and all before it."""
-        if num and not self.is_awaited(stream, num):
-            if num == stream.num:
-                self.waits.append(name)
-            else:
-                self.past_waits.append(stream.num - num)
+        if num == stream.num and not self.is_awaited(stream, num):
+            self.waits.append(name)
         for other, position in {**stream.seen, stream: num}.items():
             self._awaited[other] = max(position, self._awaited.get(other, 0))
 
@@ -209,7 +191,7 @@ class Timeline(TorchDispatchMode):
             self._copies.setdefault(_storage_of(on_host), []).append((self.current, self.current.num, source.is_cuda))
             return
         if asynchronous:
-            self.unpinned.append(label)
+            self.found["unpinned"].append(label)
         self.wait_on_host(self.current, self.current.num, label)
 
     def _find_host_faults(self, name: str, given: list, written: list) -> None:
@@ -219,7 +201,7 @@ class Timeline(TorchDispatchMode):
         for key in {_storage_of(tensor) for tensor in given} & self._copies.keys():
             left = [copy for copy in self._copies[key] if not self.is_awaited(*copy[:2])]
             if any(from_device or key in changed for _, _, from_device in left):
-                self.incomplete.append(name)
+                self.found["incomplete"].append(name)
 
 
 def _tensors(tree: object) -> list[torch.Tensor]:
@@ -244,11 +226,6 @@ def _set_pinned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy that is treated as page-locked memory."""
-    return _set_pinned(tensor.clone())
-
-
 def is_pinned(tensor: torch.Tensor, device: object = None) -> bool:
     """Tell whether a tensor, or the one that it is a view of, comes from `pin_memory`."""
     return hasattr(tensor.untyped_storage(), "in_locked_pages")
@@ -267,15 +244,14 @@ def fake_cuda(monkeypatch) -> Iterator[Timeline]:
         yield
         timeline.current = before
 
-    monkeypatch.setattr(torch.cuda, "Stream", functools.partial(Stream, timeline))
-    monkeypatch.setattr(torch.cuda, "Event", functools.partial(Event, timeline))
-    monkeypatch.setattr(torch.cuda, "stream", on_stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: timeline.current)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: timeline.current.synchronize())
-    monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *args: True)
+    for name, value in {
+        "Stream": functools.partial(Stream, timeline), "Event": functools.partial(Event, timeline), "stream": on_stream,
+        "current_stream": lambda device=None: timeline.current, "default_generators": (torch.Generator(),),
+        "synchronize": lambda device=None: timeline.current.synchronize(), "is_bf16_supported": lambda *args: True,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: _set_pinned(tensor.clone()))
     monkeypatch.setattr(torch.Tensor, "is_pinned", is_pinned)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: timeline.record_stream(tensor, stream))
     with FakeTensorMode(allow_non_fake_inputs=True), timeline:

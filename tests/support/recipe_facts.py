@@ -3,7 +3,7 @@
 The configs of the same name must have them. A fact is an option or a measure of support/recipe_measures.py; a mapping
 is compared by its keys. `reported`: top-1, and top-5 if it was published, which the header of the file states; `params`
 in M; `lr`: the learning rate at the 12 steps of `positions`, computed by the code of the source; `decay`: weight decay,
-and which parameters are exempt; `init`: standard deviation of tensors.
+and which parameters are exempt.
 """
 
 import math
@@ -30,11 +30,6 @@ def crop(side: int, interpolation: str = "bilinear", scale=(0.08, 1.0), ratio=(3
 def sgd(lr: float, nesterov: bool) -> dict:
     """Return the settings of torch's SGD in all of these recipes."""
     return {"OPTIM.NAME": "sgd", "optimizer": {"lr": lr, "momentum": 0.9, "dampening": 0, "nesterov": nesterov}}
-
-
-def he(*fan: int) -> float:
-    """Return the standard deviation of He et al.: of kernel size (several numbers) and channels."""
-    return math.sqrt(2 / math.prod(fan))
 
 
 # Which parameters have no weight decay.
@@ -74,12 +69,7 @@ ORIGINAL = {
 # is in issue 3995, comment 1013906621; the rates are those of torch's StepLR, LinearLR and CosineAnnealingLR. The
 # average is updated every 32 steps, and its share is multiplied by (images of 32 steps) / epochs.
 V2_SHARE = (1 - 0.99998) * 1024 * 32 / 600
-TORCHVISION_RESNET50 = {
-    "params": 25.557, "TRAIN.AMP": "none", "gammas": {1.0}, "init": {
-        "conv1.weight": he(49, 64), "layer1.0.conv1.weight": he(64), "layer2.0.conv2.weight": he(9, 128),
-        "layer4.0.downsample.0.weight": he(2048), "fc.weight": (3 * 2048) ** -0.5,
-    },
-}  # fmt: skip
+TORCHVISION_RESNET50 = {"params": 25.557, "TRAIN.AMP": "none"}
 TORCHVISION = {
     "resnet50_torchvision_v1": {
         **PLAIN, **TORCHVISION_RESNET50, "reported": ("76.13",), "OPTIM.MAX_EPOCH": 90, "global batch": 256,
@@ -144,10 +134,6 @@ RSB = {
         1e-4, 1e-4, 1e-4, 1.68e-3, 1.68e-3, 7.95075952e-3, 7.95075952e-3, 7.92915786e-3, 6.03641114e-3, 4.0005e-3,
         2.07372618e-3, 2.97351182e-6]),
 }  # fmt: skip
-RSB["resnet50_a2"] |= {"gammas": {0.0, 1.0}, "init": {
-    "conv1.weight": he(49, 64), "layer1.0.conv2.weight": he(9, 64), "layer2.0.downsample.0.weight": he(512),
-    "layer4.2.conv3.weight": he(2048), "fc.weight": (3 * 2048) ** -0.5,
-}}  # fmt: skip
 
 
 # --- DeiT (Touvron et al., arXiv 2012.12877) and DeiT-III (arXiv 2204.07118): facebookresearch/deit, commit 7e160fe4
@@ -159,12 +145,8 @@ def vit(reported, params, width, heads, per_gpu) -> dict:
     return {
         **PLAIN, "reported": (reported,), "params": params, "decay": (0.05, vectors), "TRAIN.AMP": "fp16",
         "optimizer": {"betas": (0.9, 0.999), "eps": 1e-8}, "vit": (12, width, heads, 197, 0), "norms": {(1e-6, None)},
-        "gammas": {1.0}, "AUG.MIXUP": 0.8, "AUG.CUTMIX": 1.0, "AUG.MIX_PROB": 1, "AUG.CUTMIX_SHARE": 0.5,
-        "AUG.MIX_GROUP": per_gpu, "DATA.REPEATS": 3, "crop": crop(224, "bicubic"), "init": {
-            "cls_token": 0.02, "pos_embed": 0.02, "blocks.0.attn.qkv.weight": 0.02, "blocks.11.mlp.fc2.weight": 0.02,
-            "head.weight": 0.02, "patch_embed.proj.weight": (3 * 768) ** -0.5, "head.bias": 0, "norm.bias": 0,
-            "blocks.3.attn.proj.bias": 0, "blocks.7.mlp.fc1.bias": 0,
-        },
+        "AUG.MIXUP": 0.8, "AUG.CUTMIX": 1.0, "AUG.MIX_PROB": 1, "AUG.CUTMIX_SHARE": 0.5, "AUG.MIX_GROUP": per_gpu,
+        "DATA.REPEATS": 3, "crop": crop(224, "bicubic"),
     }  # fmt: skip
 
 
@@ -196,14 +178,11 @@ DEIT = {
         "drop path": [0.05] * 12, "vit": (12, 384, 6, 196, 24), "evaluation": (224, 224, "bicubic", False),
     },
 }  # fmt: skip
-for _fact in ("init", "gammas"):  # as in its smaller models
-    del DEIT["deit_base"][_fact]
 
 
 # --- Plain ViT-S/16 (Beyer et al., 2205.01580): google-research/big_vision at 0127fb6b337e: configs/vit_s16_i1k.py,
 # models/vit.py, optax.py (1e-4 on .*/kernel$, scaled by the schedule but not by the rate of 1e-3), pp/ops_image.py;
 # utils.py, create_learning_rate_schedule: cosine after 10,000 steps. Head: a hidden layer (rep_size True).
-VIT_MLP, VIT_KERNEL = math.sqrt(2 / (384 + 1536)), math.sqrt(2 / (384 + 384))
 PLAIN_VIT = {
     "plain_vit_small": {
         **PLAIN, "reported": ("76.5",), "params": 22.198, "parameters": 22_049_896 + 384 * 384 + 384,
@@ -211,17 +190,10 @@ PLAIN_VIT = {
         "global batch": 1024, "steps": 1251, "OPTIM.LR_UPDATE": "step", "OPTIM.CLIP_NORM": 1, "TRAIN.AMP": "bf16",
         "lr": [0, 1e-07, 0.000125, 0.0001251, 0.0001668, 0.0008757, 0.0009382, 0.000999999985, 0.0008325845,
                0.000576258208, 0.000286730825, 2.34438913e-13],
-        "decay": (1e-4 / 1e-3, vectors), "drop path": [0] * 12, "gammas": {1.0}, "norms": {(1e-6, None)},
+        "decay": (1e-4 / 1e-3, vectors), "drop path": [0] * 12, "norms": {(1e-6, None)},
         "AUG.POLICY": "randaugment_big_vision", "AUG.MIXUP": 0.2, "AUG.MIX_BY": "step", "AUG.MIX_PROB": 1,
         "crop": crop(224, "opencv_linear", (0.05, 1), (0.75, 1.33)), "evaluation": (256, 224, "opencv_area", False),
         "statistics": ((0.5,) * 3, (0.5,) * 3),  # value_range(-1, 1)
-        "init": {
-            "patch_embed.proj.weight": math.sqrt(1 / (3 * 16 * 16)), "patch_embed.proj.bias": 0,  # lecun_normal
-            "blocks.0.attn.qkv.weight": VIT_KERNEL, "blocks.5.attn.proj.weight": VIT_KERNEL,  # three kernels
-            "blocks.11.attn.qkv.bias": 0, "blocks.3.mlp.fc1.weight": VIT_MLP, "blocks.3.mlp.fc2.weight": VIT_MLP,
-            "blocks.3.mlp.fc1.bias": 1e-6, "blocks.3.mlp.fc2.bias": 1e-6, "head.pre_logits.weight": math.sqrt(1 / 384),
-            "head.pre_logits.bias": 0, "head.fc.weight": 0, "head.fc.bias": 0,
-        },
     },
 }  # fmt: skip
 
@@ -231,8 +203,6 @@ PLAIN_VIT = {
 # train_loop. Resolution 160 to 192 by start_ramp and end_ramp. get_center_crop takes 224 / 256 of the shorter side.
 def ffcv(epochs, batch, gpus, first_large, lr, decay, params, max_side, reported, rates) -> dict:
     """Return a recipe of ffcv-imagenet; `first_large`: epoch from which the side is 192."""
-    resnet18 = params < 20
-    kernel, shortcut, width = ((9, 128), 128, 512) if resnet18 else ((9, 128), 512, 2048)
     return {
         **PLAIN, "reported": reported, "params": params, "TRAIN.AMP": "fp16", "MODEL.CHANNELS_LAST": True,
         "LOSS.LABEL_SMOOTHING": 0.1, "OPTIM.MAX_EPOCH": epochs, "global batch": batch * gpus,
@@ -240,11 +210,6 @@ def ffcv(epochs, batch, gpus, first_large, lr, decay, params, max_side, reported
         **sgd(lr, nesterov=False), "lr": rates, "decay": (decay, names_with_bn),
         "sides": [160] * first_large + [192] * (epochs - first_large), "crop": crop(192, "opencv_area"),
         "is only cropped": True, "evaluation": (292, 256, "opencv_area", True), "max side of the pack": max_side,
-        "gammas": {1.0}, "init": {
-            "conv1.weight": he(49, 64), f"layer2.0.conv{1 if resnet18 else 2}.conv.weight": he(*kernel),
-            "layer2.0.downsample.0.conv.weight": he(shortcut), "layer4.1.conv2.weight": he(9, 512),
-            "fc.weight": (3 * width) ** -0.5,
-        },
     }  # fmt: skip
 
 
@@ -310,11 +275,8 @@ def cifar(parameters: int, error: float, warmup: float = 0.1) -> dict:
         "global batch": 128, "images per GPU": {1: 64, 2: 64}, "OPTIM.MAX_EPOCH": 64_000 // 390, **sgd(0.1, False),
         "lr of steps": {0: warmup, 1: warmup, 389: warmup, 500: 0.1, 1000: 0.1, 10_000: 0.1, 31_900: 0.1, 32_000: 0.01,
                         40_000: 0.01, 47_900: 0.01, 48_000: 0.001, 63_900: 0.001},
-        "decay": (1e-4, no_parameter), "gammas": {1.0}, "crop": PaddedCrop(32, 4, 0.5), "is only cropped": True,
-        "evaluation": (32, 32, "bilinear", False), "statistics": ((0.4914, 0.4822, 0.4465), (1, 1, 1)), "init": {
-            "stem.0.weight": he(9, 16), "stage1.0.conv1.weight": he(9, 16), "stage2.0.conv1.weight": he(9, 32),
-            "stage2.1.conv2.weight": he(9, 32), "stage3.1.conv2.weight": he(9, 64),
-        },
+        "decay": (1e-4, no_parameter), "crop": PaddedCrop(32, 4, 0.5), "is only cropped": True,
+        "evaluation": (32, 32, "bilinear", False), "statistics": ((0.4914, 0.4822, 0.4465), (1, 1, 1)),
     }  # fmt: skip
 
 

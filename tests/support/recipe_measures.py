@@ -1,7 +1,7 @@
 """Measurements of the objects that a config builds: an option that is set but not used does not pass."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from support.runs import ROOT
@@ -78,24 +78,15 @@ def images_per_gpu(cfg: Config) -> dict[int, int]:
     }
 
 
-class ParameterOptions(NamedTuple):
-    """Weight decay of a parameter, and the factor of its learning rate."""
-
-    weight_decay: float
-    lr_scale: float
-
-
-def parameter_options(cfg: Config) -> dict[str, ParameterOptions]:
-    """Return the options of each trainable parameter, by name, from the groups of the optimizer."""
+def decay_of_parameters(cfg: Config) -> dict[str, float]:
+    """Return the weight decay of each trainable parameter by name; all have the same learning rate."""
     model = meta_model(cfg)
     optimizer = build_optimizer(cfg, model, global_batch(cfg))
     set_lr(optimizer, 1.0)
+    assert {float(group["lr"]) for group in optimizer.param_groups} == {1.0}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        names[id(parameter)]: ParameterOptions(group["weight_decay"], float(group["lr"]))
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
+    groups = [(group["weight_decay"], parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    return {names[id(parameter)]: decay for decay, parameter in groups}
 
 
 def average(cfg: Config) -> tuple[float, str, int, int] | None:
@@ -135,15 +126,6 @@ def initial_model(cfg: Config) -> nn.Module:
 def count_parameters(cfg: Config) -> int:
     """Return the number of parameters."""
     return sum(parameter.numel() for parameter in meta_model(cfg).parameters())
-
-
-def norm_gammas(cfg: Config) -> dict[str, float]:
-    """Return the initial scale of each norm layer by the layer's name; all channels of a layer have the same."""
-    gammas = {}
-    for name, layer in initial_model(cfg).named_modules():
-        if isinstance(layer, (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)) and layer.weight is not None:
-            (gammas[name],) = set(layer.weight.tolist())
-    return gammas
 
 
 def norm_settings(cfg: Config) -> set[tuple[float, float | None]]:
@@ -220,7 +202,7 @@ MEASURES: dict[str, Callable[[Config], Any]] = {
     "global batch": global_batch, "images per GPU": images_per_gpu, "steps": num_steps,
     "lr": lambda cfg: learning_rates(cfg, positions(cfg)), "lr of steps": rates_by_step,
     "optimizer": lambda cfg: build_optimizer(cfg, meta_model(cfg), global_batch(cfg)).defaults, "average": average,
-    "drop path": drop_path_rates, "norms": norm_settings, "gammas": lambda cfg: set(norm_gammas(cfg).values()),
+    "drop path": drop_path_rates, "norms": norm_settings,
     "vit": vit_sizes, "sides": lambda cfg: [build_im_size(cfg)(epoch) for epoch in range(cfg.OPTIM.MAX_EPOCH)],
     "crop": train_crop, "is only cropped": lambda cfg: train_transform(cfg) == train_crop(cfg),
     "policy": policy_operations, "evaluation": evaluation,
