@@ -157,8 +157,9 @@ def _weights_problems(cfg) -> Iterator[tuple[str, str]]:
 
 def _name_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
     """Yield unknown names of models and optimizers, if an earlier process has cached the known ones."""
-    for key, arch in (("MODEL.ARCH", cfg.MODEL.ARCH), ("DISTILL.TEACHER", train and cfg.DISTILL.TEACHER)):
-        if (arch or key == "MODEL.ARCH") and (problem := find_model_problem(arch)):
+    teacher = {"DISTILL.TEACHER": cfg.DISTILL.TEACHER} if train and cfg.DISTILL.TEACHER else {}
+    for key, arch in {"MODEL.ARCH": cfg.MODEL.ARCH, **teacher}.items():
+        if problem := find_model_problem(arch):
             yield key, problem
     name, known = cfg.OPTIM.NAME, load_names("optimizers") if train else []
     if known and name not in OPTIMIZERS and name.lower() not in ("sgd", *known):

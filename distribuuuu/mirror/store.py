@@ -117,7 +117,7 @@ class Store:
             if time.monotonic() - max(begin, progress.moved_at if progress else 0.0) > limit_s:
                 del self._threads.executor
                 raise OSError(f"no answer for {limit_s:.0f} s: {method} of {url}")
-            concurrent.futures.wait([future], timeout=1.0)
+            concurrent.futures.wait([future], timeout=min(1.0, REQUEST_S))
         return future.result()
 
     def read(self, name: str, most: int = MAX_INDEX) -> bytes | None:

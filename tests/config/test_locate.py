@@ -1,6 +1,5 @@
 """Location of config files: the current folder, ./configs, and those that are shipped with the package."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -37,14 +36,6 @@ def test_a_shipped_config_is_found_by_its_name():
 def test_a_file_of_the_current_folder_wins(mine):
     write(mine)
     assert load_cfg("shapes/resnet14").OUT_DIR == "mine"
-
-
-def test_the_file_itself_wins_over_one_in_configs_but_a_folder_does_not():
-    os.makedirs("shapes/resnet14")
-    assert find_config("shapes/resnet14") == SHIPPED
-    write("configs/shapes/resnet14.yaml", "OUT_DIR: other\n")
-    write("shapes/resnet14.yaml")
-    assert load_cfg("shapes/resnet14.yaml").OUT_DIR == "mine"
 
 
 def test_other_paths_stay_as_they_are():

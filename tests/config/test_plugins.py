@@ -1,6 +1,5 @@
 """Plug-ins: entries outside of the package, imported once, only if the user names them."""
 
-import hashlib
 import os
 import pickle
 import sys
@@ -14,9 +13,9 @@ from distribuuuu import evaluate
 from distribuuuu.commands.arguments import parse_args
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.locate import FoundConfig
-from distribuuuu.config.plugins import ImportedPlugins, hash_plugins, import_plugins
+from distribuuuu.config.plugins import ImportedPlugins, import_plugins
 from distribuuuu.config.reader import read_cfg
-from distribuuuu.config.registry import DATASETS, LOSSES, TASKS
+from distribuuuu.config.registry import LOSSES, TASKS
 from distribuuuu.inference.load_run import load_run
 from distribuuuu.trainer import train_model
 
@@ -47,27 +46,6 @@ class OwnLoss(CrossEntropy):
     class Settings:
         scale: float = 1.0
 """
-# A data set whose objects the loader workers receive.
-DATASET = """\
-import numpy as np
-
-from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.base import ImageDataset
-
-
-@DATASETS.register("own_set")
-class OwnSet(ImageDataset):
-    classes = ("a", "b", "c")
-
-    @classmethod
-    def from_cfg(cls, cfg, train):
-        images = cls()
-        images.labels = np.arange(24) % 3
-        return images
-
-    def read(self, index):
-        return np.full((20, 20), 10 * index, np.uint8)
-"""
 # It leaves a file beside it when it is imported.
 HOSTILE = "from pathlib import Path\nPath(__file__).with_suffix('.imported').touch()\n"
 
@@ -83,7 +61,7 @@ def fresh_process(monkeypatch, tmp_path):
 
 def forget() -> None:
     """Remove the plug-ins from this process, as if it were a new one."""
-    for registry, name in ((TASKS, "own_task"), (LOSSES, "own_loss"), (DATASETS, "own_set")):
+    for registry, name in ((TASKS, "own_task"), (LOSSES, "own_loss")):
         registry._table.pop(name, None)
     for name in [name for name in sys.modules if name.startswith("distribuuuu_plugin_") or "_of_this_test" in name]:
         del sys.modules[name]
@@ -129,9 +107,7 @@ def test_a_module_is_named_as_python_imports_it(tmp_path, monkeypatch):
         (TASK, "TASK.NAME own_task TASK.KWARGS.rho 2", "TASK.KWARGS.rho (command line): got 2.0; expected 0 to 1"),
         ("x = 1\ny = undefined", "", "PLUGINS (command line): .*own.py fails: NameError: .* (.*own.py:2)"),
         ("def broken(:", "", "PLUGINS (command line): .*own.py fails: SyntaxError: .* (.*own.py:1)"),
-        ("import sys\nsys.exit('bye')", "", "PLUGINS (command line): .*own.py fails: SystemExit: bye (.*own.py:2)"),
         ("import no_such_package", "", "PLUGINS .*own.py fails: ModuleNotFoundError: .*no_such_package.* (.*own.py:1)"),
-        (TASK.replace("own_task", "distillation"), "", "PLUGINS .*'distillation' is registered twice: .*(.*py:8)"),
         (TASK + TASK.replace("OwnTask", "B"), "", "PLUGINS .*: task 'own_task' is registered twice: .*own.py:20)"),
         (None, "", "PLUGINS (command line): no such file: .*own.py; did you mean owner.py?"),
     ],
@@ -145,19 +121,9 @@ def test_a_mistake_is_one_message_with_its_place(text, words, message):
         assert part.replace("\\", "") in problem, problem
 
 
-@pytest.mark.parametrize(("entry", "expected"), [("no_such_lab.tasks", "no module named no_such_lab"),
-                                                 ("./folder", "./folder fails: TypeError")])  # fmt: skip
-def test_an_entry_that_is_no_module_is_reported_alone(entry, expected):
-    (problem,) = problems_of("PLUGINS", entry, "TASK.NAME", "own_task")
-    assert expected in problem
-
-
-def test_the_source_of_each_plug_in_is_recorded():
-    own = write("own.py", "x = 1")
-    load_cfg(None, ["PLUGINS", "own.py"])
-    missing = {"no_such_lab": None, "gone.py": None}
-    expected = {"own.py": hashlib.sha256(b"x = 1").hexdigest(), **missing}
-    assert hash_plugins([str(own), "no_such_lab", "/no/gone.py"]) == expected
+def test_an_entry_that_is_no_module_is_reported_alone():
+    (problem,) = problems_of("PLUGINS", "no_such_lab.tasks", "TASK.NAME", "own_task")
+    assert "no module named no_such_lab" in problem
 
 
 def test_an_edited_plugin_is_named_on_a_resume(image_folder, tmp_path):

@@ -136,23 +136,6 @@ def test_an_entry_without_settings_takes_none_but_an_own_task_takes_any(entries)
             load_cfg(None, ["MODEL.NUM_CLASSES", "10", f"{section}.NAME", name, f"{section}.KWARGS.dim", "32"])
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"x": [1]}, "mutable default"),
-        ({"x": None}, "x: got None; expected"),
-        ({"__annotations__": {"x": int}}, "missing"),
-    ],
-)
-def test_a_wrong_declaration_names_the_class(body, message):
-    try:
-        declared = dataclass(type("Settings", (), {"__annotations__": {"x": object}, **body}))
-    except ValueError:  # of the dataclass itself, when the plug-in is imported
-        return
-    settings, (problem,) = read_settings("TASK.KWARGS", declared, {})
-    assert settings is None and message in problem.message and "give each field" in problem.message
-
-
 def test_settings_of_the_package_are_checked_without_torch():
     code = (
         "import sys\nfrom distribuuuu.config.reader import read_cfg\n"

@@ -3,8 +3,6 @@
 import os
 
 import pytest
-from support.processes import on_processes
-from support.runs import small_options
 
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import ConfigError
@@ -13,7 +11,7 @@ from distribuuuu.data.packed.cache import DiskCache
 from distribuuuu.files.atomic_file import make_folder, open_for_writing, replacing
 from distribuuuu.launch.signals import write_stacks
 from distribuuuu.records.run_log import append_to_log, logger, logging_to
-from distribuuuu.trainer import train_model
+from distribuuuu.trainer import evaluate_weights, train_model
 
 
 @pytest.mark.parametrize("name", RUN_FILES)
@@ -86,27 +84,12 @@ def test_a_link_is_replaced_and_a_linked_folder_refused(tmp_path):
     assert not any((tmp_path / "elsewhere").iterdir())
 
 
-def test_all_processes_report_a_link(small_cfg, tmp_path):
+def test_an_evaluation_of_a_downloaded_run_follows_no_link(finished_run, small_cfg, tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "train.log").symlink_to(tmp_path / "victim")
-
-    def refuse(cfg) -> str:
-        with pytest.raises(ConfigError) as caught:
-            train_model(cfg)
-        return str(caught.value)
-
-    assert all("train.log is a link" in text for text in on_processes(2, refuse, small_cfg("TRAIN.BATCH_SIZE", 6)))
-
-
-def test_an_evaluation_of_a_downloaded_run_follows_no_link(finished_run, image_folder, tmp_path, capfd):
-    victim = tmp_path / "authorized_keys"
-    out = tmp_path / "run"
-    out.mkdir()
-    (out / "test.log").symlink_to(victim)
-    best = next(finished_run.glob("best*.pth.tar"))
-    assert dispatch("distribuuuu", ["test", *small_options(image_folder, out, "MODEL.WEIGHTS", best)]) == 2
-    assert "test.log is a link" in (said := capfd.readouterr().err) and "Traceback" not in said
-    assert not victim.exists()
+    (tmp_path / "out" / "test.log").symlink_to(tmp_path / "authorized_keys")
+    with pytest.raises(ConfigError, match="test.log is a link"):
+        evaluate_weights(small_cfg("MODEL.WEIGHTS", next(finished_run.glob("best*.pth.tar"))))
+    assert not (tmp_path / "authorized_keys").exists()
 
 
 def test_the_names_in_a_log_line_start_no_line_of_their_own(tmp_path):

@@ -57,12 +57,8 @@ def test_two_nodes_train_together(build, tmp_path):
     started, port = [], free_port()
     for rank in (0, 1):
         command, env = build(rank, port, tmp_path / "out")
-        env = {
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
-            **env,
-        }
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **env}
         started.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
     errors = [process.communicate(timeout=300)[1] for process in started]
     assert [process.returncode for process in started] == [0, 0], errors

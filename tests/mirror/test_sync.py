@@ -63,10 +63,7 @@ def test_a_damaged_index_is_named_with_its_url(tmp_path):
 def test_objects_without_an_index_are_kept_and_the_start_is_refused(tmp_path):
     mirror_of(write(tmp_path / "one"), tmp_path / "store").upload_changes()
     (tmp_path / "store/mirror.json").unlink()
-    before, said = (
-        read(tmp_path / "store"),
-        r"mirror.json is missing, but objects/ has 5 objects; fix: restore .*OUT_DIR",
-    )
+    before, said = read(tmp_path / "store"), r"mirror.json is missing, but objects/ has 5 objects; fix: restore"
     with pytest.raises(DamagedError, match=f"file://{tmp_path}/store: {said}"):
         mirror_of(tmp_path / "empty", tmp_path / "store").reconcile()
     (tmp_path / "one/checkpoints/ckpt_ep_002.pth.tar").unlink()
@@ -89,9 +86,8 @@ def test_a_first_upload_that_was_killed_is_continued_here_and_on_another_machine
         again.reconcile()
     again.upload_changes(with_logs=True)
     assert {**read(tmp_path / folder), **new} == read(tmp_path / folder)
-    assert {path.name for path in (tmp_path / "store/objects").iterdir()} == {
-        e.sha256 for e in again.index.files.values()
-    }
+    named = {entry.sha256 for entry in again.index.files.values()}
+    assert {path.name for path in (tmp_path / "store/objects").iterdir()} == named
 
 
 def test_the_newer_side_wins_and_two_changed_sides_are_refused(tmp_path):
@@ -167,12 +163,6 @@ def test_an_invalid_index_is_refused(change):
         parse_index(json.dumps(content).encode())
 
 
-def test_an_index_that_is_too_large_is_refused(tmp_path):
-    write(tmp_path / "store", {"mirror.json": b" " * (1 << 23)})
-    with pytest.raises(DamagedError, match="more than"):
-        mirror_of(tmp_path / "two", tmp_path / "store").reconcile()
-
-
 def test_the_local_folder_is_a_function_of_the_url_and_back():
     for url in ("s3://bucket/run", "gs://bucket/a b/c", "file:///mnt/runs/a", "hf://buckets/me/bucket/run",
                 "abfs://container@account.dfs.core.windows.net/run"):  # fmt: skip
@@ -242,18 +232,16 @@ def test_a_request_without_an_answer_fails_and_is_tried_again(tmp_path, monkeypa
         if method == "put_file" and not answered.is_set():
             if "callback" in options:
                 options["callback"].relative_update(3)
-            answered.wait(60)
-            raise OSError("too late")
+            time.sleep(1)
         return call(url, method, *args, **options)
 
+    monkeypatch.setattr(store_module, "REQUEST_S", 0.1)
     monkeypatch.setattr(store_module, "call_filesystem", hang)
     mirror = mirror_of(write(tmp_path / "one"), tmp_path / "store")
     mirror.store._on_progress = progress.append
-    with monkeypatch.context() as patch:
-        patch.setattr(store_module, "REQUEST_S", 0.2)
-        for _ in range(2):
-            with pytest.raises(OSError, match="no answer for 0 s: put_file"):
-                mirror.upload_changes()
+    for _ in range(2):
+        with pytest.raises(OSError, match="no answer for 0 s: put_file"):
+            mirror.upload_changes()
     assert progress == [3]
     answered.set()
     assert mirror.upload_changes()

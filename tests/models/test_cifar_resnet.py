@@ -1,6 +1,5 @@
 """The CIFAR ResNets: sizes, shortcuts and norms."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -8,12 +7,12 @@ from distribuuuu.config.registry import MODELS
 from distribuuuu.models.cifar_resnet import CifarBlock, CifarResNet
 
 
-@pytest.mark.parametrize("depth", [20, 32, 44, 56, 110])
-def test_cifar_resnets_have_as_many_layers_as_their_name_says(depth):
-    with torch.device("meta"):
-        model = MODELS.get(f"resnet{depth}")()
-    kernels = [layer.kernel_size for layer in model.modules() if isinstance(layer, nn.Conv2d)]
-    assert kernels == [(3, 3)] * (depth - 1)  # shortcuts have no parameters; a linear layer follows
+def test_cifar_resnets_have_as_many_layers_as_their_name_says():
+    for depth in (20, 32, 110):
+        with torch.device("meta"):
+            model = MODELS.get(f"resnet{depth}")()
+        kernels = [layer.kernel_size for layer in model.modules() if isinstance(layer, nn.Conv2d)]
+        assert kernels == [(3, 3)] * (depth - 1)  # shortcuts have no parameters; a linear layer follows
 
 
 def test_the_initial_weights_are_those_of_he_et_al():

