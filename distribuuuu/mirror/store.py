@@ -11,7 +11,6 @@ import hashlib
 import os
 import re
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -48,11 +47,6 @@ class Index(NamedTuple):
     id: str
     generation: int
     files: dict[str, Entry]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the content of the object."""
-        files = {name: entry._asdict() for name, entry in self.files.items()}
-        return {"format": 1, "id": self.id, "generation": self.generation, "files": files}
 
 
 class DamagedError(Exception):
@@ -98,7 +92,7 @@ class Store:
 
     def __init__(self, url: str, temporary: Path, on_progress: Callable[[int], None] = lambda size: None):
         self.url, self._temporary, self._on_progress = url, temporary, on_progress
-        self._threads = threading.local()
+        self._executor = concurrent.futures.ThreadPoolExecutor(1)
         # Bytes of each object that an attempt has sent at most: only more of them are progress of a further attempt.
         self._sent: dict[str, int] = {}
 
@@ -108,14 +102,12 @@ class Store:
         Raises:
             OSError, RemoteError: as `call_filesystem`; OSError if the store does not answer.
         """
-        if not hasattr(self._threads, "executor"):
-            self._threads.executor = concurrent.futures.ThreadPoolExecutor(1)
         progress, begin = options.get("callback"), time.monotonic()
         limit_s = REQUEST_S + (size / LEAST_RATE if url.startswith("file:") else 0)
-        future = self._threads.executor.submit(call_filesystem, url, method, *args, **options)
+        future = self._executor.submit(call_filesystem, url, method, *args, **options)
         while not future.done():
             if time.monotonic() - max(begin, progress.moved_at if progress else 0.0) > limit_s:
-                del self._threads.executor
+                self._executor = concurrent.futures.ThreadPoolExecutor(1)
                 raise OSError(f"no answer for {limit_s:.0f} s: {method} of {url}")
             concurrent.futures.wait([future], timeout=min(1.0, REQUEST_S))
         return future.result()
@@ -203,11 +195,7 @@ class Store:
     def delete_others(self, kept: set[str]) -> None:
         """Delete the objects whose hash is not in `kept`, and what interrupted uploads have left."""
         for name in self.list_objects() - kept:
-            self.delete(f"{OBJECTS}/{name}")
-
-    def delete(self, name: str) -> None:
-        """Delete an object."""
-        self._call(f"{self.url}/{name}", "rm_file")
+            self._call(f"{self.url}/{OBJECTS}/{name}", "rm_file")
 
 
 class _Progress(Callback):
@@ -226,10 +214,9 @@ class _Progress(Callback):
 
 
 def hash_file(path: Path) -> Entry:
-    """Return SHA-256 and size of a file, read in parts."""
-    hashed, size = hashlib.sha256(), 0
+    """Return SHA-256 and size of a file."""
+    hashed = hashlib.sha256()
     with open(path, "rb") as file:
         while data := file.read(PART):
             hashed.update(data)
-            size += len(data)
-    return Entry(hashed.hexdigest(), size)
+        return Entry(hashed.hexdigest(), file.tell())

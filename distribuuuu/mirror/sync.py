@@ -16,7 +16,6 @@ from distribuuuu.files.untrusted import MAX_JSON, parse_json, read_regular
 from distribuuuu.mirror.store import (
     INDEX,
     OBJECTS,
-    PART,
     DamagedError,
     Entry,
     Index,
@@ -63,8 +62,6 @@ class Mirror:
         self.state = {**self.state, **changes}
         with replacing(self._private / STATE, "w", encoding="utf-8") as file:
             json.dump(self.state, file)
-
-    # --------------------------------------------------------------------------------------- restoring
 
     def read_index(self) -> Index | None:
         """Return the index at the URL; None if there is none; raises DamagedError, OSError or RemoteError."""
@@ -161,8 +158,6 @@ class Mirror:
             return False
         return True
 
-    # --------------------------------------------------------------------------------------- uploading
-
     def list_files(self) -> list[str]:
         """Return the names of the files to mirror: checkpoints first, so that no other file is older than they are."""
         found = []
@@ -227,7 +222,8 @@ class Mirror:
                                 "keeps this one; fix: set another OUT_DIR")  # fmt: skip
         index = Index(os.urandom(32).hex(), self.index.generation + 1, files)
         self.save_state(ids=[self.index.id, index.id])  # a kill in between: this folder has written either
-        self.store.write(INDEX, json.dumps(index.to_dict()).encode())
+        entries = {name: entry._asdict() for name, entry in files.items()}
+        self.store.write(INDEX, json.dumps({"format": 1, **index._asdict(), "files": entries}).encode())
         self.index = index
         self.save_state(ids=[index.id], files={name: entry.sha256 for name, entry in files.items()})
         self.store.delete_others(named := {entry.sha256 for entry in files.values()})
@@ -256,18 +252,14 @@ def _is_growing(name: str) -> bool:
 
 def _copy(source: Path, copy: Path, size: int | None) -> None:
     """Link a file that is replaced atomically; copy up to `size` bytes of one that grows, of a log whole lines."""
-    if size is None:
-        try:
-            os.link(source, copy)
-        except FileNotFoundError:
-            raise
-        except OSError:  # a file system without links
-            shutil.copyfile(source, copy)
+    if size is not None:
+        with open(source, "rb") as file:
+            data = file.read(size)
+        copy.write_bytes(data[: data.rfind(b"\n") + 1] if source.name in _GROWING else data)
         return
-    end = size
-    with open(source, "rb") as file, open(copy, "wb") as out:
-        while data := file.read(min(PART, size - file.tell())):
-            out.write(data)
-            end = out.tell() - len(data) + data.rfind(b"\n") + 1 if b"\n" in data else end
-        if source.name in _GROWING:
-            out.truncate(end)
+    try:
+        os.link(source, copy)
+    except FileNotFoundError:
+        raise
+    except OSError:  # a file system without links
+        shutil.copyfile(source, copy)
