@@ -64,11 +64,6 @@ class Option:
         return isinstance(self.default, dict)
 
     @property
-    def has_texts(self) -> bool:
-        """Whether it is a list of texts."""
-        return isinstance(self.default, tuple) and (self.of is str or self.names is not None)
-
-    @property
     def range(self) -> str:
         """The range of a number in words; empty: any number."""
         if self.least is None:

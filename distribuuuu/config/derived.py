@@ -31,11 +31,6 @@ def eval_resize(cfg) -> Size:
     return cfg.TEST.IM_SIZE if cfg.TEST.CROP == "center" else eval_crop_size(cfg)
 
 
-def last_epoch_steps(cfg, num_steps: int) -> int:
-    """Return the steps of the last epoch, OPTIM.LAST_EPOCH of the `num_steps` of a whole one, rounded up."""
-    return part_of_epoch(num_steps, cfg.OPTIM.LAST_EPOCH)
-
-
 def part_of_epoch(num_steps: int, fraction: float) -> int:
     """Return the steps of a fraction of an epoch, rounded up."""
     return min(num_steps, math.ceil(num_steps * fraction - 1e-9))  # 0.28 x 25 is 7.000000000000001
@@ -43,7 +38,7 @@ def part_of_epoch(num_steps: int, fraction: float) -> int:
 
 def total_steps(cfg, num_steps: int) -> int:
     """Return the steps of a run, with `num_steps` in a whole epoch."""
-    return cfg.OPTIM.MAX_EPOCH * num_steps - (num_steps - last_epoch_steps(cfg, num_steps))
+    return (cfg.OPTIM.MAX_EPOCH - 1) * num_steps + part_of_epoch(num_steps, cfg.OPTIM.LAST_EPOCH)
 
 
 def training_crop(cfg) -> str | None:

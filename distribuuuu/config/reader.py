@@ -5,7 +5,6 @@
 The options, with their defaults and meaning, are in options.py.
 """
 
-import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -31,6 +30,8 @@ BASE = "_BASE_"
 # Arguments and settings, and the option that selects the model or the entry that they belong to.
 _ARGUMENTS = {"MODEL.KWARGS": "MODEL.ARCH", "DISTILL.KWARGS": "DISTILL.TEACHER", "OPTIM.KWARGS": "OPTIM.NAME"}
 _SELECTED_BY = {**_ARGUMENTS, **{key: f"{key.partition('.')[0]}.NAME" for key in SETTINGS}}
+
+_SECTIONS = {*OPEN_SECTIONS, *(key.rpartition(".")[0] for key in OPTIONS)}
 
 # An option, its value and its origin.
 Setting = tuple[str, Any, str]
@@ -238,7 +239,7 @@ def _walk_yaml(node: yaml.MappingNode, prefix: str, path: str, problems: list[Pr
             yield key, Config(), origin  # {} empties the section
         elif isinstance(value_node, yaml.MappingNode) and not prefix.startswith(OPEN_SECTIONS):
             yield from _walk_yaml(value_node, f"{key}.", path, problems)
-        elif key in _sections() and value_node.tag == "tag:yaml.org,2002:null":
+        elif key in _SECTIONS and value_node.tag == "tag:yaml.org,2002:null":
             continue  # an empty section
         else:
             try:
@@ -285,11 +286,6 @@ def _expand(key: str, text: CliValue) -> list[Setting]:
 
 
 # ------------------------------------------------------------------------------------------ merging
-
-
-@functools.cache
-def _sections() -> list[str]:
-    return sorted({key.rsplit(".", 1)[0] for key in OPTIONS if "." in key} | set(OPEN_SECTIONS))
 
 
 def split_key(key: str) -> tuple[str, str]:

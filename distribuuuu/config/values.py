@@ -74,10 +74,9 @@ def coerce(option: Option, value: Any) -> Any:
             value = float(value)  # YAML reads 5e-5, without a dot, as text
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"got {given}; expected a finite number")
-    if option.has_texts:
-        return _coerce_texts(given)
     if kind is tuple:
-        return _coerce_numbers(value, given, option)
+        is_of_texts = option.of is str or option.names is not None
+        return _coerce_texts(given) if is_of_texts else _coerce_numbers(value, given, option)
     if kind is str and isinstance(value, str):
         return expand_path(value) if option.path else str(value)
     if type(value) is not kind:

@@ -30,15 +30,11 @@ from distribuuuu.files.image_files import (
 _VAL_IMAGE = re.compile(r"ILSVRC2012_val_\d{8}\.")
 # Files that are given in place of a folder: their endings, what they are, and the way in.
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
-TABLES = (".csv", ".tsv", ".parquet", ".arrow")
-ARCHIVES = (".zip", ".tar", *_COMPRESSED)
 _FILES = (
     ((".pth.tar", ".pth", ".pt", ".safetensors", ".ckpt"), "a checkpoint, not data; fix: set MODEL.WEIGHTS to it"),
-    ((".zip",), "a ZIP archive; fix: {read}; or unpack it: python -m zipfile -e {path} {folder}, then use {folder}"),
-    ((".tar",), "a tar archive; fix: {read}; or unpack it: mkdir {folder} && tar -xf {path} -C {folder}, "
-     "then use {folder}"),
-    (_COMPRESSED, "a compressed tar archive; fix: unpack it: mkdir {folder} && tar -xf {path} -C {folder}, "
-     "then use {folder}"),
+    ((".zip",), "a ZIP archive; fix: {read}; or unpack it: {unpack}, then use {folder}"),
+    ((".tar",), "a tar archive; fix: {read}; or unpack it: {unpack}, then use {folder}"),
+    (_COMPRESSED, "a compressed tar archive; fix: unpack it: {unpack}, then use {folder}"),
     ((".csv", ".tsv"), "a table; fix for a list: DATA.NAME list TRAIN.DATASET {parent} TRAIN.SPLIT {stem}"),
     ((".parquet",), "a table; fix for image files in it: distribuuuu pack OUT DATA.NAME parquet TRAIN.DATASET ..."),
     ((".arrow", ".npz", ".npy", ".h5", ".hdf5", ".mat", ".pkl", ".json", ".tfrecord", ".lmdb", ".beton"),
@@ -52,11 +48,18 @@ def describe_file(path: Path) -> str:
     name = path.name
     for endings, text in _FILES:
         if ending := next((ending for ending in endings if name.lower().endswith(ending)), ""):
-            stem = name[: -len(ending)]
-            texts = {"path": path, "folder": path.with_name(stem or "images"), "parent": path.parent, "stem": stem}
+            folder = path.with_name(name[: -len(ending)] or "images")
+            texts = {"path": path, "folder": folder, "parent": path.parent, "stem": name[: -len(ending)]}
             quoted = {key: shlex.quote(str(value)) for key, value in texts.items()}
-            return text.format(**quoted, read=f"set {_archive_options(path)}")
+            return text.format(**quoted, read=f"set {_archive_options(path)}", unpack=_unpack_command(path, folder))
     return "a file; expected a folder"
+
+
+def _unpack_command(path: Path, folder: Path) -> str:
+    archive, target = shlex.quote(str(path)), shlex.quote(str(folder))
+    if path.suffix.lower() == ".zip":
+        return f"python -m zipfile -e {archive} {target}"
+    return f"mkdir {target} && tar -xf {archive} -C {target}"
 
 
 def _archive_options(path: Path) -> str:
@@ -108,11 +111,7 @@ def explain_missing_folder(path: Path, split: str, folders: Collection[str]) -> 
     if found := [each for each in above if similar_splits(split, [each.rpartition("/")[2]])]:
         return f"{problem}; fix: set {split_key(split)} {found[0]}"
     folder = path.with_suffix("")
-    archive, target = shlex.quote(str(path)), shlex.quote(str(folder))
-    unpack = f"mkdir {target} && tar -xf {archive} -C {target}"
-    if path.suffix.lower() == ".zip":
-        unpack = f"python -m zipfile -e {archive} {target}"
-    return f"{problem}; fix: unpack it: {unpack} && {split_command(folder)}"
+    return f"{problem}; fix: unpack it: {_unpack_command(path, folder)} && {split_command(folder)}"
 
 
 def split_key(split: str) -> str:
@@ -128,8 +127,8 @@ def similar_splits(split: str, names: Iterable[str]) -> list[str]:
 
 def describe_parquet(root: Path) -> str:
     """Return '; it holds Parquet files; fix: ...' for a folder with such files, as on the Hugging Face Hub."""
-    splits, words = _parquet_splits(root), ["distribuuuu", "pack", "OUT", "DATA.NAME", "parquet"]
-    words += ["TRAIN.DATASET", str(root)]
+    splits = _parquet_splits(root)
+    words = ["distribuuuu", "pack", "OUT", "DATA.NAME", "parquet", "TRAIN.DATASET", str(root)]
     for split in ("train", "val"):
         if split not in splits and (found := similar_splits(split, splits)):
             words += [split_key(split), found[0]]

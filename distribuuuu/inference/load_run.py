@@ -203,7 +203,13 @@ def _assemble(
     data = dataset_class(cfg)
     is_packed = cfg.DATA.NAME.startswith("packed")  # it keeps the statistics in its files
     if not classes or (is_packed and not has_statistics):
-        data = _open_data(source, cfg, "does not hold DATA.MEAN" if classes else "holds no class names")
+        try:
+            data = open_data(cfg)
+        except (ConfigError, OSError) as error:
+            missing = "does not hold DATA.MEAN" if classes else "holds no class names"
+            what = f"{missing}, and the data of its config cannot be read ({error})"
+            fix = "set TRAIN.DATASET and TEST.DATASET to the data that it was trained on (--set KEY VALUE)"
+            raise CheckpointError(f"RUN: {source}: {what}; fix: {fix}") from error
     classes = classes or data.classes
     if not is_list_of(classes, str):
         raise CheckpointError(f"RUN: {source}: invalid: `classes`: expected a list of texts")
@@ -216,16 +222,6 @@ def _assemble(
     kind, tensors = str(content.get("weights")), content.get("state_dict")
     has_classifier = content.get("has_classifier") is not False
     return LoadedRun(source, kind, cfg, tuple(classes), tensors, folder, None, content.get("task"), has_classifier)
-
-
-def _open_data(source: str, cfg: Config, missing: str) -> ImageDataset:
-    """Return the evaluation set of a config, for a file that lacks what the set knows."""
-    try:
-        return open_data(cfg)
-    except (ConfigError, OSError) as error:
-        what = f"{missing}, and the data of its config cannot be read ({error})"
-        fix = "set TRAIN.DATASET and TEST.DATASET to the data that it was trained on (--set KEY VALUE)"
-        raise CheckpointError(f"RUN: {source}: {what}; fix: {fix}") from error
 
 
 def open_data(cfg: Config, train: bool = False) -> ImageDataset:

@@ -77,12 +77,8 @@ def list_jobs(env: Mapping[str, str] = os.environ, only_restarted: bool = False)
         agent = f"{socket.gethostname()}, pid {os.getppid()}, start {read_stat(os.getppid(), 19)}"
         run_id = env["TORCHELASTIC_RUN_ID"]
         jobs["TORCHELASTIC"] = f"torchrun {agent if run_id == 'none' else run_id}"
-    return [job for name, job in jobs.items() if not only_restarted or _count_restarts(env, name) > 0]
-
-
-def _count_restarts(env: Mapping[str, str], launcher: str) -> int:
-    count = env.get(f"{launcher}_RESTART_COUNT", "0")
-    return int(count) if count.isdigit() else 0
+    first = ("", "0") if only_restarted else ()
+    return [job for name, job in jobs.items() if env.get(f"{name}_RESTART_COUNT", "") not in first]
 
 
 def was_launched(env: Mapping[str, str] = os.environ) -> bool:

@@ -38,11 +38,6 @@ class Architecture:
     source: str
     constructor: Constructor
 
-    @property
-    def is_plug_in(self) -> bool:
-        """Whether a file outside of this package registers it, which may read any file: its author is trusted."""
-        return self.source == "distribuuuu" and self.constructor.__module__.partition(".")[0] not in SOURCES
-
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -70,8 +65,10 @@ class ModelSpec:
             ConfigError: the constructor rejects a value of the config; without such values, its own error.
         """
         arguments = {"num_classes": self.num_classes, **self.im_size, **self._inputs(), **self.kwargs, **overrides}
+        # That of a plug-in may read any file: its author is trusted.
+        is_own = self.arch.source == "distribuuuu" and self.arch.constructor.__module__.partition(".")[0] not in SOURCES
         try:
-            with contextlib.nullcontext() if self.arch.is_plug_in else _plain_data_only():
+            with contextlib.nullcontext() if is_own else _plain_data_only():
                 model = self.arch.constructor(**arguments)
             if self.channels != 3 and not any(name in arguments for name in CHANNEL_NAMES):
                 from distribuuuu.models.input_channels import replace_input
