@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-from distribuuuu.commands.main import dispatch
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import RUN_FILES
 from distribuuuu.data.packed.cache import DiskCache

@@ -1,5 +1,6 @@
 """The CIFAR ResNets: sizes, shortcuts and norms."""
 
+import pytest
 import torch
 from torch import nn
 
