@@ -1,5 +1,6 @@
-"""benchmarks/gpu_check.py: its verdicts, exit status and comparisons; what it checks on a CPU."""
+"""benchmarks/gpu_check.py: its verdicts, exit status and comparisons, what it checks on a CPU; gpu.py without a GPU."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import gpu_check
 import pytest
 import torch
 from bench_support.small_training import draw_images
+from support.runs import ROOT, run_python
 
 
 def save_weights(out_dir: Path, value: float) -> Path:
@@ -60,3 +62,14 @@ def test_wrong_pixels_fail(monkeypatch, tmp_path):
 def test_the_end_of_a_process_is_noticed(tmp_path):
     draw_images(tmp_path / "data")
     assert [passed for *_, passed in gpu_check.check_killed_rank(tmp_path)] == [True]
+
+
+@pytest.mark.slow
+def test_the_loops_are_compared_without_a_gpu():
+    """Each step is logged, like the first one of a block that begins more than 15 seconds after the last block."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); import gpu; sys.exit(gpu.main())"
+    words = "--device cpu --arch resnet8 --im-size 32 --batch 8 --classes 10 --steps 3 --blocks 2 --threads 1"
+    log_all = "from distribuuuu.records import run_log; run_log.LOG_INTERVAL_S = 0;"
+    done = run_python("-c", log_all + code, *words.split(), "--no-compile")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^ours +\d+\.\d", done.stdout, re.MULTILINE) and "no bar: no reference script ran" in done.stdout

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -66,9 +65,3 @@ def test_the_commands_lead_to_an_onnx_file_with_the_answers_of_predict(tmp_path)
     assert printed.returncode == 0, printed.stderr
     assert printed.stdout.split() == [*answers.values()]
     assert {"ant", "bee", "cat"} == {*answers.values()}, "the model has learned the classes"
-
-
-def test_the_page_is_linked():
-    for page in ("README.md", "docs/README.md"):
-        assert "photographs.md" in (ROOT / page).read_text(encoding="utf-8"), page
-    assert Path(ROOT / "docs" / "photographs.md").exists()

