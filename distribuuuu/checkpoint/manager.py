@@ -93,23 +93,20 @@ class CheckpointManager:
             CheckpointError: the write before has failed for `RETRIES_S`.
         """
         path = self.folder / checkpoint_name(content["epoch"] + 1, content["step"])
-        failure, nonfinite = "", None
-        if dist.is_main() and not (failure := self._join(LAST_RETRIES_S if is_last else RETRIES_S)):
-            content = snapshot(content)
-            skipped = ("meter", "task", "evaluations")  # of which NaN may be a regular value
-            nonfinite = find_nonfinite({key: value for key, value in content.items() if key not in skipped})
-            if not nonfinite:
-                self._own &= {path.name for path in self.list()}
-                content["checkpoints"] = sorted(self._own | {path.name})
-                self._error, self._gives_up = "", threading.Event()
-                self._thread = threading.Thread(target=self._work, args=(path, content), name=WRITER_NAME, daemon=True)
-                self._thread.start()
-        failure, nonfinite = dist.broadcast_object((failure, nonfinite))
-        if failure:
-            raise CheckpointError(failure)
-        if nonfinite:
-            raise NonFiniteError(f"the weights are not finite (first {nonfinite}): {path.name} was not written")
+        dist.on_main(lambda: self._start(path, content, LAST_RETRIES_S if is_last else RETRIES_S))
         return path
+
+    def _start(self, path: Path, content: dict[str, Any], retries_s: float) -> None:
+        self._join(retries_s)
+        content = snapshot(content)
+        skipped = ("meter", "task", "evaluations")  # of which NaN may be a regular value
+        if name := find_nonfinite({key: value for key, value in content.items() if key not in skipped}):
+            raise NonFiniteError(f"the weights are not finite (first {name}): {path.name} was not written")
+        self._own &= {path.name for path in self.list()}
+        content["checkpoints"] = sorted(self._own | {path.name})
+        self._error, self._gives_up = "", threading.Event()
+        self._thread = threading.Thread(target=self._work, args=(path, content), name=WRITER_NAME, daemon=True)
+        self._thread.start()
 
     def finish(self) -> None:
         """Return on every process when the last save is on disk.
@@ -117,19 +114,18 @@ class CheckpointManager:
         Raises:
             CheckpointError: it cannot be written.
         """
-        if failure := dist.broadcast_object(self._join(LAST_RETRIES_S) if dist.is_main() else ""):
-            raise CheckpointError(failure)
+        dist.on_main(lambda: self._join(LAST_RETRIES_S))
 
     def close(self) -> None:
         """Wait for the last save, but not if it fails; unlike `finish`, on one process alone, which has an error."""
         with contextlib.suppress(Exception):
             self._join(LAST_RETRIES_S)
 
-    def _join(self, retries_s: float) -> str:
-        """Wait for the write in progress, give it up after so many seconds of failures; return why it has failed."""
+    def _join(self, retries_s: float) -> None:
+        """Wait for the write in progress; raise CheckpointError, and give it up, after so many seconds of failures."""
         thread, deadline = self._thread, time.monotonic() + retries_s
         if thread is None:
-            return ""
+            return
         while thread.is_alive() and not (self._error and time.monotonic() > deadline):
             thread.join(0.02 if self._error else 0.1)
         self._gives_up.set()
@@ -137,8 +133,10 @@ class CheckpointManager:
         if bug := self._bug:
             self._bug = None
             raise bug
-        newest = next(reversed(self.list()), "none") if self._error else ""
-        return self._error and f"the last checkpoint could not be written: {self._error}; the newest one is {newest}"
+        if self._error:
+            newest = next(reversed(self.list()), "none")
+            reason = f"the last checkpoint could not be written: {self._error}; the newest one is {newest}"
+            raise CheckpointError(reason)
 
     def _work(self, path: Path, content: dict[str, Any]) -> None:
         deadline, is_first = time.monotonic() + RETRIES_S, True
@@ -201,18 +199,11 @@ class CheckpointManager:
         Raises:
             CheckpointError: there are checkpoints, but none is valid, or one cannot be read; none is renamed.
         """
-        latest, problem = None, ""
-        if dist.is_main() and (jobs is None or jobs):
-            try:
-                latest = self._find_latest(jobs)
-            except CheckpointError as error:
-                problem = str(error)
-        latest, problem = dist.broadcast_object((latest, problem))
-        if problem:
-            raise CheckpointError(problem)
-        return latest
+        return dist.on_main(lambda: self._find_latest(jobs))
 
     def _find_latest(self, jobs: Collection[str] | None) -> Path | None:
+        if jobs is not None and not jobs:
+            return None
         if self.folder.is_symlink():
             raise CheckpointError(f"OUT_DIR: {self.folder} is a link; fix: make OUT_DIR the link, or use a real folder")
         damaged: dict[Path, CheckpointError] = {}

@@ -138,6 +138,25 @@ def broadcast_object(value: T) -> T:
     return values[0]
 
 
+def on_main(function: Callable[[], T]) -> T:
+    """Return function() of the main process on every process.
+
+    Raises:
+        ConfigError: as raised by the function; on every process.
+    """
+    outcome: Any = None
+    if is_main():
+        try:
+            outcome = function()
+        except ConfigError as error:
+            error.on_all_processes = True
+            outcome = error
+    outcome = broadcast_object(outcome)
+    if isinstance(outcome, ConfigError):
+        raise outcome
+    return outcome
+
+
 def gather_objects(value: T) -> list[T]:
     """Return the `value` of every process in the order of ranks, on every process."""
     if not is_distributed():

@@ -73,7 +73,7 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bo
     try:
         with mirror as mirror, group:  # the mirror of a run at a URL ends last: other processes do not wait for it
             start = time.perf_counter()
-            make_out_dir(cfg.OUT_DIR)
+            dist.on_main(lambda: make_out_dir(cfg.OUT_DIR))
             with lock_out_dir(cfg.OUT_DIR) if locks else contextlib.nullcontext():
                 if url:
                     start_mirror(mirror, url, cfg.OUT_DIR)
@@ -94,8 +94,8 @@ def start_mirror(mirror: Any, url: str, out_dir: str) -> None:
     Raises:
         ConfigError: it cannot be restored, another run uses the URL, or nodes have another folder; on every process.
     """
-    problem = mirror.start() if mirror else None
-    if not (problem := dist.broadcast_object(problem)) and not is_shared(out_dir):
+    problem = dist.broadcast_object(mirror.start() if mirror else None)
+    if not problem and not is_shared(out_dir):
         fix = "set XDG_CACHE_HOME to a folder that they share"
         problem = f"OUT_DIR: got {url}, whose local folder {out_dir} is not the same one on all nodes; fix: {fix}"
     if problem:
@@ -115,22 +115,14 @@ def set_backends(cfg, device: torch.device) -> None:
 
 
 def make_out_dir(out_dir: str) -> None:
-    """Create OUT_DIR on the main process.
-
-    Raises:
-        ConfigError: it cannot be created; on every process.
-    """
-    problem = None
-    if dist.is_main():
-        try:
-            Path(out_dir).mkdir(parents=True, exist_ok=True)
-            if links := [name for name in RUN_FILES if Path(out_dir, name).is_symlink()]:
-                fix = "remove it, or set OUT_DIR to the folder that it refers to"
-                problem = f"OUT_DIR: {Path(out_dir, links[0])} is a link, and a run writes through no link; fix: {fix}"
-        except OSError as error:
-            problem = f"OUT_DIR: cannot create {out_dir}: {error.strerror}"
-    if problem := dist.broadcast_object(problem):
-        raise OutDirLocked(problem)
+    """Create OUT_DIR; raise ConfigError if that fails, or if a file that a run writes is a link."""
+    try:
+        Path(out_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"OUT_DIR: cannot create {out_dir}: {error.strerror}") from error
+    if links := [name for name in RUN_FILES if Path(out_dir, name).is_symlink()]:
+        fix = "remove it, or set OUT_DIR to the folder that it refers to"
+        raise ConfigError(f"OUT_DIR: {Path(out_dir, links[0])} is a link, and a run writes through no link; fix: {fix}")
 
 
 def write_config(cfg) -> None:

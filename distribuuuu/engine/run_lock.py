@@ -40,13 +40,12 @@ def lock_out_dir(out_dir: str | os.PathLike) -> Iterator[None]:
         OutDirLocked: another training holds the lock, or the folder is not writable.
     """
     path = Path(out_dir) / LOCK
-    file, problem = _acquire(path) if dist.is_main() else (None, None)
-    if problem := dist.broadcast_object(problem):
-        raise OutDirLocked(problem)
+    files: list[IO] = []
+    dist.on_main(lambda: files.append(_acquire(path)))
     try:
         yield
     finally:
-        if file:
+        for file in files:
             with contextlib.suppress(OSError), file:
                 path.unlink()
 
@@ -61,8 +60,8 @@ def is_shared(out_dir: str | os.PathLike) -> bool:
     return all(dist.gather_objects(is_seen))
 
 
-def _acquire(path: Path) -> tuple[IO | None, str | None]:
-    """Return the open and locked file, or the problem after `PATIENCE_S`."""
+def _acquire(path: Path) -> IO:
+    """Return the open and locked file; raise OutDirLocked after `PATIENCE_S`."""
     deadline, has_warned = time.monotonic() + PATIENCE_S, False
     while True:
         try:
@@ -70,20 +69,20 @@ def _acquire(path: Path) -> tuple[IO | None, str | None]:
             is_locked = locks.try_lock(file, is_inherited=False)  # loader workers may live longer
         except OSError as error:
             reason = "it is a link" if path.is_symlink() else error.strerror or error
-            return None, f"OUT_DIR: {path} cannot be written: {reason}"
+            raise OutDirLocked(f"OUT_DIR: {path} cannot be written: {reason}") from error
         if is_locked is None:
             logger.warning("OUT_DIR: the file system of %s has no locks: a second training in the same folder is not "
                            "detected", path.parent)  # fmt: skip
         if is_locked is not False and locks.is_at(file, path):  # else its holder has deleted it meanwhile
             locks.write_holder(file, ", ".join(list_jobs()))
-            return file, None
+            return file
         who = locks.read_holder(file)
         file.close()
         if is_locked is not False:
             continue
         if time.monotonic() > deadline:
             fix = f"set another OUT_DIR, or stop the other training; if its host is down, delete {path}"
-            return None, f"OUT_DIR: {path.parent} is in use by another training ({who}); fix: {fix}"
+            raise OutDirLocked(f"OUT_DIR: {path.parent} is in use by another training ({who}); fix: {fix}")
         if not has_warned:
             has_warned = True
             logger.warning("OUT_DIR: another training holds %s; waiting up to %.0f s for its end", path, PATIENCE_S)
