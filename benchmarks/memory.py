@@ -22,7 +22,7 @@ from bench_support.machine import describe_run
 
 from distribuuuu.config import load_cfg
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.activation_checkpoint import build_act_checkpoint
+from distribuuuu.distributed.activation_checkpoint import recompute_blocks
 from distribuuuu.distributed.ddp import wrap_model
 from distribuuuu.distributed.process_group import pick_device, process_group
 from distribuuuu.distributed.sharding import build_parallelize_fn
@@ -90,7 +90,9 @@ def peak_memory(device: torch.device, result: dict) -> Iterator[None]:
 def take_steps(cfg, args: argparse.Namespace, device: torch.device) -> tuple[list[float], int]:
     """Train for some steps; return the seconds of all but the first, and the number of parameters."""
     torch.manual_seed(0)
-    model = build_act_checkpoint(cfg, build_model(cfg, False))
+    model = build_model(cfg, False)
+    if cfg.MODEL.ACT_CHECKPOINT:
+        recompute_blocks(model)
     num_parameters = count_parameters(model)
     model = build_parallelize_fn(cfg, device)(model)
     optimizer, precision = build_optimizer(cfg, model), build_precision(cfg, device)

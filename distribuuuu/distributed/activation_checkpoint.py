@@ -1,7 +1,8 @@
-"""Activation checkpointing: the backward pass recomputes the activations of each block (Chen et al., 1604.06174)."""
+"""Repeated blocks of a model, the units of FSDP and of activation checkpointing (Chen et al., arXiv 1604.06174)."""
 
 import contextlib
 import types
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.distributed.model_blocks import find_blocks
+
+# Containers hold modules and may be indexed instead of called.
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def recompute_blocks(model: nn.Module) -> int:
@@ -20,8 +23,14 @@ def recompute_blocks(model: nn.Module) -> int:
     The result is bitwise the same: the second forward pass draws the same random numbers (dropout, drop path) under the
     same autocast and leaves the running statistics of batch norm alone, which timm's own checkpointing updates twice.
     The names of parameters stay, and copies of the model recompute too.
+
+    Raises:
+        ConfigError: the model has no repeated blocks.
     """
-    blocks = find_blocks(model)
+    if not (blocks := find_blocks(model)):
+        raise ConfigError(
+            Problem("MODEL.ACT_CHECKPOINT", "the model has no repeated blocks; set it False")
+        )
     for block in blocks.values():
         block.forward = types.MethodType(_checkpointed_forward, block)  # a method: a copy of the block gets its own
     return len(blocks)
@@ -49,13 +58,43 @@ def _preserve_statistics(block: nn.Module) -> Iterator[None]:
             layer._buffers.update(buffers)
 
 
-def build_act_checkpoint(cfg, model: nn.Module) -> nn.Module:
-    """Return the model, with activation checkpointing of its blocks if MODEL.ACT_CHECKPOINT is set.
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the repeated blocks of a model by name, in the order of its modules; none lies inside another.
 
-    Raises:
-        ConfigError: the model has no repeated blocks.
+    A block, such as a residual block or a transformer layer, is a member of a container or of a module whose children
+    have one type; its type occurs at least twice there, and it has at least two layers with a weight matrix. Single
+    convolutions with their norm are too small. A module that holds several blocks, such as a stage, is no block.
     """
-    if cfg.MODEL.ACT_CHECKPOINT and not recompute_blocks(model):
-        message = f"{cfg.MODEL.ARCH} has no repeated blocks to recompute; set it False"
-        raise ConfigError(Problem("MODEL.ACT_CHECKPOINT", message), cfg.origins)
-    return model
+    members = {name: module for name, module in _members(model) if _count_weight_layers(module) >= 2}
+    counts = Counter(type(module) for module in members.values())
+    repeated = {name: module for name, module in members.items() if counts[type(module)] >= 2}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name in repeated and not _is_stage(name, repeated) and not _is_inside_block(name, repeated)
+    }
+
+
+def _members(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for prefix, parent in model.named_modules():
+        children = dict(parent.named_children())
+        if isinstance(parent, _CONTAINERS) or len({type(child) for child in children.values()}) == 1:
+            for name, child in children.items():
+                if type(child) not in _CONTAINERS:
+                    yield f"{prefix}.{name}" if prefix else name, child
+
+
+def _count_weight_layers(module: nn.Module) -> int:
+    return sum(any(own.ndim >= 2 for own in layer.parameters(recurse=False)) for layer in module.modules())
+
+
+def _is_stage(name: str, repeated: dict[str, nn.Module]) -> bool:
+    """Tell whether a module holds at least two repeated modules."""
+    return sum(other.startswith(f"{name}.") for other in repeated) >= 2
+
+
+def _is_inside_block(name: str, repeated: dict[str, nn.Module]) -> bool:
+    """Tell whether a module lies inside a block, e.g. as its only squeeze-and-excitation."""
+    parts = name.split(".")
+    parents = (".".join(parts[:end]) for end in range(1, len(parts)))
+    return any(parent in repeated and not _is_stage(parent, repeated) for parent in parents)

@@ -18,7 +18,8 @@ COMPRESSION_HOOKS: dict[str, Callable] = {
     "fp16": default_hooks.fp16_compress_hook,
 }
 
-# Compiled shapes of a model or of the normalization: more than any progressive resizing has sizes.
+# Compiled shapes of a model or of the normalization, after which torch would run eagerly, with other bits: more than
+# any progressive resizing has sizes.
 MAX_GRAPHS = 4096
 
 
@@ -92,12 +93,7 @@ def compile_model(model: nn.Module, mode: str) -> None:
     """
     if mode != "none":
         model.compile(mode=mode, dynamic=False)
-        _allow_graphs(MAX_GRAPHS)
-
-
-def _allow_graphs(num: int) -> None:
-    """Raise the number of shapes after which torch stops compiling and runs eagerly, with other bits."""
-    known = torch._dynamo.config
-    prefix = "recompile" if hasattr(known, "recompile_limit") else "cache_size"  # torch < 2.7
-    for name in (f"{prefix}_limit", f"accumulated_{prefix}_limit"):
-        setattr(known, name, num)
+        known = torch._dynamo.config
+        prefix = "recompile" if hasattr(known, "recompile_limit") else "cache_size"  # torch < 2.7
+        for name in (f"{prefix}_limit", f"accumulated_{prefix}_limit"):
+            setattr(known, name, MAX_GRAPHS)

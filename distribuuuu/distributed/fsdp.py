@@ -13,8 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.activation_checkpoint import find_blocks
 from distribuuuu.distributed.comm import FullStateDict, to_local
-from distribuuuu.distributed.model_blocks import find_blocks
 
 Optimizer = torch.optim.Optimizer
 

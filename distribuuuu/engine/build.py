@@ -223,9 +223,9 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
 
         freeze_parts(cfg, model)
     if cfg.MODEL.ACT_CHECKPOINT:
-        from distribuuuu.distributed.activation_checkpoint import build_act_checkpoint
+        from distribuuuu.distributed.activation_checkpoint import recompute_blocks
 
-        model = build_act_checkpoint(cfg, model)
+        recompute_blocks(model)
     averages: dict[str, Any] = {}
     if cfg.EMA.HALF_LIFE:
         from distribuuuu.optim.ema import build_averages

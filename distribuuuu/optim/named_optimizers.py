@@ -73,12 +73,7 @@ def build_registered(
     options = {name: value for name, value in {**options, **given_options(cfg)}.items() if name in known}
     groups = [{**group, "optimizer": optim.NAME} for group in groups]  # for `_adapt_loaded_state`
     options |= check_arguments(cfg, registered)
-    optimizer = registered(groups, lr=lr, weight_decay=optim.WEIGHT_DECAY, **options)
-    if cfg.DIST.SHARD == "zero1" and len(optimizer.param_groups) != len(groups):
-        fix = "set it to none or fsdp, or make the groups in Task.param_groups"
-        message = f"got zero1, but OPTIM.NAME {optim.NAME} makes parameter groups of its own; fix: {fix}"
-        raise ConfigError(Problem("DIST.SHARD", message), cfg.origins)
-    return optimizer
+    return registered(groups, lr=lr, weight_decay=optim.WEIGHT_DECAY, **options)
 
 
 def build_timm(cfg, groups: list[dict[str, Any]], lr: float, kernels: Callable) -> torch.optim.Optimizer:

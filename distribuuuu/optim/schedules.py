@@ -40,18 +40,19 @@ def warmup_factor(epoch: float, *, warmup_epochs: float, factor: float) -> float
     return factor * (1.0 - done) + done
 
 
-def build_schedule(cfg) -> Callable[..., float]:
+def build_lr(cfg, global_batch: int) -> Callable[..., float]:
     """Return lr_at(epoch, policy): the learning rate at an epoch, from 0, e.g. 3.25, by default of OPTIM.LR_POLICY.
 
-    With OPTIM.LR_UPDATE epoch it is constant during an epoch: lr_at(3.25) is lr_at(3). With OPTIM.LR_LAG n the epochs
-    up to n have the rate of epoch 0.
+    It is scaled by OPTIM.LR_SCALE. With OPTIM.LR_UPDATE epoch it is constant during an epoch: lr_at(3.25) is lr_at(3).
+    With OPTIM.LR_LAG n the epochs up to n have the rate of epoch 0.
     """
     optim = cfg.OPTIM
     max_epoch = optim.MAX_EPOCH - (1 - optim.LAST_EPOCH) if optim.LAST_EPOCH < 1 else optim.MAX_EPOCH
     hold = optim.LR_UPDATE == "epoch"
     known = {"max_epoch": max_epoch, "min_lr": optim.MIN_LR, "steps": optim.STEPS, "lr_mult": optim.LR_MULT,
              "peak": optim.WARMUP_EPOCHS}  # fmt: skip
-    base_lr, lag, warmup_epochs, factor = optim.BASE_LR, optim.LR_LAG, optim.WARMUP_EPOCHS, optim.WARMUP_FACTOR
+    warmup = functools.partial(warmup_factor, warmup_epochs=optim.WARMUP_EPOCHS, factor=optim.WARMUP_FACTOR)
+    base_lr, lag, scale = optim.BASE_LR, optim.LR_LAG, _lr_factor(cfg, global_batch)
 
     @functools.cache
     def factor_of(policy: str) -> Callable[[float], float]:
@@ -61,7 +62,7 @@ def build_schedule(cfg) -> Callable[..., float]:
 
     def lr_at(epoch: float, policy: str = optim.LR_POLICY) -> float:
         epoch = max(0.0, (math.floor(epoch) if hold else epoch) - lag)
-        return base_lr * factor_of(policy)(epoch) * warmup_factor(epoch, warmup_epochs=warmup_epochs, factor=factor)
+        return base_lr * factor_of(policy)(epoch) * warmup(epoch) * scale
 
     return lr_at
 
@@ -89,12 +90,6 @@ def _lr_factor(cfg, global_batch: int) -> float:
 def scaled_lr(cfg, global_batch: int) -> float:
     """Return OPTIM.BASE_LR scaled by OPTIM.LR_SCALE for `global_batch` images per step."""
     return cfg.OPTIM.BASE_LR * _lr_factor(cfg, global_batch)
-
-
-def build_lr(cfg, global_batch: int) -> Callable[..., float]:
-    """Return lr_at(epoch, policy): the learning rate of the schedule, scaled by OPTIM.LR_SCALE."""
-    lr_at, factor = build_schedule(cfg), _lr_factor(cfg, global_batch)
-    return lambda *at: lr_at(*at) * factor
 
 
 def describe_lr(cfg, global_batch: int) -> str:

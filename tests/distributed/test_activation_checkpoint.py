@@ -10,8 +10,7 @@ import torchvision
 from torch import nn
 
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.distributed.activation_checkpoint import build_act_checkpoint, recompute_blocks
-from distribuuuu.distributed.model_blocks import find_blocks
+from distribuuuu.distributed.activation_checkpoint import find_blocks, recompute_blocks
 from distribuuuu.models import build_model
 from distribuuuu.trainer import train_model
 
@@ -137,5 +136,5 @@ def test_a_run_with_it_is_the_run_without_it(small_cfg, tmp_path):
 
 
 def test_a_model_without_blocks_is_answered():
-    with pytest.raises(ConfigError, match="MODEL.ACT_CHECKPOINT.*resnet18 has no repeated blocks"):
-        build_act_checkpoint(load_cfg(None, ["MODEL.ACT_CHECKPOINT", "True"]), nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="MODEL.ACT_CHECKPOINT.*the model has no repeated blocks"):
+        recompute_blocks(nn.Linear(2, 2))

@@ -10,7 +10,7 @@ from torch import nn
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import OPTIMIZERS, SCHEDULES
 from distribuuuu.optim.optimizer import build_optimizer
-from distribuuuu.optim.schedules import build_schedule
+from distribuuuu.optim.schedules import build_lr
 from distribuuuu.trainer import train_model
 
 OPTIMIZER = """\
@@ -61,7 +61,7 @@ def test_one_new_file_is_enough(new_files, small_cfg):
     assert len(OPTIMIZER.splitlines()) <= 8 and len(SCHEDULE.splitlines()) <= 6
     overrides = ("OPTIM.NAME", "rprop", "OPTIM.LR_POLICY", "sqrt", "OPTIM.WARMUP_EPOCHS", 0)
     cfg = small_cfg(*overrides, "OPTIM.MAX_EPOCH", 4, "OPTIM.BASE_LR", 0.1)
-    assert [build_schedule(cfg)(epoch) for epoch in (0, 3)] == [0.1, 0.05]
+    assert [build_lr(cfg, 1)(epoch) for epoch in (0, 3)] == [0.1, 0.05]
     assert type(build_optimizer(cfg, nn.Linear(2, 2))) is torch.optim.Rprop
     train_model(small_cfg(*overrides, "OPTIM.MAX_EPOCH", 1))
     train_model(small_cfg(*overrides, "OPTIM.MAX_EPOCH", 2))  # resumes

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from support.runs import make_cfg
 
-from distribuuuu.optim.schedules import build_schedule
+from distribuuuu.optim.schedules import build_lr
 
 
 def schedule(*words):
-    return build_schedule(make_cfg(*words))
+    return build_lr(make_cfg(*words), 1)
 
 
 def test_cosine_with_warmup_to_the_twelfth_digit():

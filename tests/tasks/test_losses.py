@@ -12,9 +12,8 @@ from support.tiers import pairwise
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.records.read_results import read_results
-from distribuuuu.tasks.class_weights import compute_class_weights
 from distribuuuu.tasks.losses import LOSSES, CrossEntropy, build_loss
-from distribuuuu.tasks.other_losses import BinaryCrossEntropy, Focal
+from distribuuuu.tasks.other_losses import BinaryCrossEntropy, Focal, compute_class_weights
 from distribuuuu.trainer import evaluate_weights as evaluate_run
 from distribuuuu.trainer import train_model
 
