@@ -28,9 +28,7 @@ def recompute_blocks(model: nn.Module) -> int:
         ConfigError: the model has no repeated blocks.
     """
     if not (blocks := find_blocks(model)):
-        raise ConfigError(
-            Problem("MODEL.ACT_CHECKPOINT", "the model has no repeated blocks; set it False")
-        )
+        raise ConfigError(Problem("MODEL.ACT_CHECKPOINT", "the model has no repeated blocks; set it False"))
     for block in blocks.values():
         block.forward = types.MethodType(_checkpointed_forward, block)  # a method: a copy of the block gets its own
     return len(blocks)

@@ -87,9 +87,8 @@ def compile_model(model: nn.Module, mode: str) -> None:
     With dynamic shapes, the code of a step would depend on the shapes that this process has computed before, so a
     resumed run would differ from an uninterrupted one in the last bits.
 
-    Args:
-        model: the result of `wrap_model`: the compiler then splits the backward pass at the all-reduces.
-        mode: 'none' (do nothing), or a mode of torch.compile.
+    `mode` is 'none' (do nothing), or a mode of torch.compile. With the result of `wrap_model`, the compiler splits the
+    backward pass at the all-reduces.
     """
     if mode != "none":
         model.compile(mode=mode, dynamic=False)

@@ -28,12 +28,7 @@ def shard_model(
 
     Weights are gathered in their own type, and autocast decides on the type of each computation: with weights gathered
     as bfloat16 norm layers would compute with rounded weights or, on the CPU, fail.
-
-    Args:
-        model: the model, on any device; it is moved block by block.
-        device: this process's device.
-        reduce_dtype: type in which gradients are sent and summed; None: their own.
-        offload: keep the shards in host memory.
+    The model is moved to the device block by block. With `offload`, the shards are kept in host memory.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()

@@ -79,11 +79,7 @@ class Peak(NamedTuple):
 def resolve_batch_size(cfg: Config, take_step: TakeStep) -> Config:
     """Return the config with a number for TRAIN.BATCH_SIZE auto; the same on all processes, which must all call this.
 
-    A run that is resumed keeps its number. The first process searches for all of them.
-
-    Args:
-        cfg: the config.
-        take_step: the function of trainer.py, (run, batches, step).
+    A run that is resumed keeps its number. The first process searches for all of them, with trainer.py's `take_step`.
 
     Raises:
         ConfigError: no micro-batch fits (`OutOfMemory`), or the config contradicts the data or the model.
@@ -92,17 +88,16 @@ def resolve_batch_size(cfg: Config, take_step: TakeStep) -> Config:
         return cfg
     launch = detect_launch()
     sizes = list_micro_batches(cfg, launch.world_size)
-    number, reason, failure = 0, "kept from the run in OUT_DIR", None
-    if launch.rank == 0 and not (number := _find_kept(cfg, sizes)):
-        reason = "the largest that fits into memory"
-        try:
+    number, reason = 0, "kept from the run in OUT_DIR"
+    try:
+        if launch.rank == 0 and not (number := _find_kept(cfg, sizes)):
+            reason = "the largest that fits into memory"
             number = search_here(cfg, take_step, launch, sizes)
-        except ConfigError as error:
-            failure = error
-            failure.one_process = True
-    number = exchange(launch, number, cfg.DIST.TIMEOUT_S, cfg.DIST.STARTUP_TIMEOUT_S)[0]
-    if failure:
-        raise failure
+    except ConfigError as error:
+        error.one_process = True
+        raise
+    finally:
+        number = exchange(launch, number, cfg.DIST.TIMEOUT_S, cfg.DIST.STARTUP_TIMEOUT_S)[0]
     if not number:
         raise PeerError("TRAIN.BATCH_SIZE: got auto, but another process found no micro-batch that fits")
     return with_number(cfg, number, reason)
@@ -148,14 +143,7 @@ def search_here(cfg: Config, take_step: TakeStep, launch: Launch, sizes: Sequenc
 
 @contextlib.contextmanager
 def trial_run(cfg: Config, launch: Launch, plan: BatchPlan, folder: str) -> Iterator[Run]:
-    """Yield a run as in training, but with random weights and one process that takes its share of each step.
-
-    Args:
-        cfg: the config.
-        launch: the place of this process on its machine; its world size is 1.
-        plan: the images of a step, of which the process takes `plan.per_process`.
-        folder: OUT_DIR of the run.
-    """
+    """Yield a run as in training, but with random weights and one process that takes its share of each step."""
     import_plugins(cfg.PLUGINS)  # in a new process
     batch = {"TRAIN.BATCH_SIZE": plan.micro_batch, "TRAIN.GLOBAL_BATCH_SIZE": plan.per_process}
     random = {"MODEL.WEIGHTS": None, "MODEL.PRETRAINED": False, "FINETUNE.WEIGHTS": ""}

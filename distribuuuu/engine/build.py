@@ -258,12 +258,7 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
 
 
 def build_initial_model(cfg, classes: Sequence[str], pretrained: bool) -> nn.Module:
-    """Return the model at the start of a run, on the CPU.
-
-    Args:
-        cfg: the config.
-        classes: the class names of the data.
-        pretrained: load the weights of MODEL.PRETRAINED or FINETUNE.WEIGHTS; else initialize randomly.
+    """Return the model at the start of a run, on the CPU: with published weights or FINETUNE.WEIGHTS if `pretrained`.
 
     Raises:
         ConfigError: the model cannot be built, or the weights cannot be loaded.
@@ -304,13 +299,10 @@ def find_weights(cfg) -> str:
 
 
 def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.Module:
-    """Return the model to evaluate, on the device; with TEST.LABELS, its logits are restricted to those of the labels.
+    """Return the model to evaluate, on the device, after a dry run of a batch of images.
 
-    Args:
-        cfg: the config.
-        task: the task.
-        weights: a file, or 'pretrained'; empty: the weights are random.
-        images: an evaluation batch for the dry run.
+    `weights` is a file, or 'pretrained'; if it is empty, they are random. With TEST.LABELS, the logits are those of the
+    labels alone.
 
     Raises:
         CheckpointError: the weights do not match the model or the classes of the data.

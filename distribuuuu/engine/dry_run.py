@@ -50,16 +50,10 @@ def dry_run(
 def dry_run_training(
     cfg, model: nn.Module, images: torch.Tensor, num_outputs: int | None, size_key: str = "TRAIN.IM_SIZE"
 ) -> UnusedParameters:
-    """Run a forward and a backward pass of a few images; the model is restored. Return the unused parameters.
+    """Run a forward and a backward pass of two images; the model is restored. Return the unused parameters.
 
     A model may skip layers at random in training: a parameter is unused only if evaluation does not use it either.
-
-    Args:
-        cfg: the config.
-        model: the unwrapped model on its device; if it is sharded every process must call it.
-        images: (N, 3, H, W) on the device; the first two are used.
-        num_outputs: expected columns of the output; None: any number.
-        size_key: the option that sets the image size.
+    If the model is sharded, every process must call it. `size_key` is the option that sets the image size.
 
     Raises:
         ConfigError: the model fails on the images, or does not return one row of logits per image.

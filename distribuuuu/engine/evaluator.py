@@ -121,11 +121,7 @@ class Evaluation:
 
 @contextlib.contextmanager
 def open_evaluation(cfg, weights: str = "") -> Iterator[Evaluation]:
-    """Open process group, OUT_DIR and log for the block, and build loader, task and model; on every process.
-
-    Args:
-        cfg: the config.
-        weights: a file, or 'pretrained'; empty: the weights are random.
+    """Open process group, OUT_DIR and log for the block, and build loader, task and model, see `build_test_model`.
 
     Raises:
         ConfigError: the data, the model or the weights contradict the config.

@@ -73,12 +73,7 @@ def roll_back(run: Run, error: NonFiniteError) -> None:
 def begin(cfg: Config, state: TrainState, task: Task, latest: Path | None, prepare_task: Callable[[], None]) -> None:
     """Restore state and task from the newest checkpoint of OUT_DIR, else begin with MODEL.WEIGHTS, else anew.
 
-    Args:
-        cfg: the config.
-        state: the state before the first step.
-        task: the task.
-        latest: the newest checkpoint.
-        prepare_task: builds what the task needs from the weights; called between them and its state.
+    `prepare_task` builds what the task needs from the weights; it is called between them and the state of the task.
 
     Raises:
         CheckpointError: the file does not match the config; the message lists the options that differ.
@@ -190,13 +185,9 @@ def check_task_state(task: Task) -> None:
 
 
 def restore_task(task: Task, saved: Mapping[str, Any] | None, path: Any, in_training: bool = True) -> None:
-    """Restore the state of a task; log a warning if a part of it is missing.
+    """Restore the state of a task from the entry `task` of a checkpoint; log a warning if there is none.
 
-    Args:
-        task: the task.
-        saved: the entry `task` of a checkpoint, if it has one.
-        path: the checkpoint.
-        in_training: False: the task only evaluates, and what it builds in `prepare_training` is left out.
+    If not `in_training`, the task only evaluates, and what it builds in `prepare_training` is left out.
 
     Raises:
         CheckpointError: the names or the shapes differ from those of the task.

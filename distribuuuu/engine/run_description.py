@@ -94,12 +94,7 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
 
 
 def describe_end(run: Run, started: float) -> None:
-    """Log the best weights of each kind, the commands that use them, and the time of the run over all starts.
-
-    Args:
-        run: the finished run.
-        started: time.perf_counter() at the start, as yielded by `open_run`.
-    """
+    """Log the best weights of each kind, the commands that use them, and the time of the run over all starts."""
     cfg, state = run.cfg, run.state
     metric, _ = run.task.primary_metric
     label = run.log.eval_metrics.get(metric, metric)

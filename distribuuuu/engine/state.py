@@ -50,6 +50,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Entries of a checkpoint that are attributes of the state.
+_PLAIN = ("step", "best_metric", "seed", "num_rollbacks", "num_skipped", "arch", "config", "plugins", "global_batch",
+          "evaluations", "evaluated_at", "data", "jobs", "seconds")  # fmt: skip
+
 
 @dataclass
 class TrainState:
@@ -129,32 +133,19 @@ class TrainState:
     def to_dict(self) -> dict[str, Any]:
         """Return the content of a checkpoint; complete on the main process only. Every process must call it."""
         return {
+            **{name: getattr(self, name) for name in _PLAIN},
             "epoch": self.epoch - 1,
-            "best_metric": self.best_metric,
-            "seed": self.seed,
-            "num_rollbacks": self.num_rollbacks,
             "classes": list(self.classes),
-            "arch": self.arch,
-            "config": self.config,
-            "plugins": self.plugins,
-            "global_batch": self.global_batch,
             **{KINDS[kind].tensors: full_state_dict(model) for kind, model in self.models.items()},
             **{KINDS[kind].value: self.bests[kind].value for kind in self.models},
             **{KINDS[kind].epoch: self.bests[kind].epoch for kind in self.models},
             "bests": {kind: self._describe_best(self.bests[kind]) for kind in self.models},
-            "evaluations": self.evaluations,
-            "evaluated_at": self.evaluated_at,
-            "data": self.data,
             "optimizer": self.optimizer.state_dict(),
             "optimizer_names": self._optimizer_names(),
-            "step": self.step,
-            "jobs": self.jobs,
-            "seconds": self.seconds,
             "timing": {**self.timing},
             "peak_memory_mib": self.peak_memory_mib(),
             "meter": dist.gather_objects(self.meter.state_dict()),
             "scaler": self.precision.state_dict(),
-            "num_skipped": self.num_skipped,
             **({} if self.chosen is None else {"chosen": self.chosen}),
         }
 

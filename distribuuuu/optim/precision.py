@@ -75,13 +75,9 @@ def build_precision(cfg, device: torch.device) -> Precision:
 
 
 def build_clipper(cfg, head: Collection[torch.Tensor] = ()) -> Callable[[Iterable[torch.Tensor]], None]:
-    """Return clip(parameters): clip their gradients as OPTIM.CLIP says; OPTIM.CLIP_NORM 0: do nothing.
+    """Return clip(parameters): clip their gradients as OPTIM.CLIP says, agc without the parameters of the head.
 
     It never waits for the device. A gradient that is NaN stays so.
-
-    Args:
-        cfg: the config.
-        head: parameters that agc leaves out.
     """
     max_norm = cfg.OPTIM.CLIP_NORM
     if cfg.OPTIM.CLIP != "norm":

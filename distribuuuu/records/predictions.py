@@ -45,13 +45,7 @@ _LARGEST_HALF = 65504.0
 
 
 class Recorder:
-    """The answers of an evaluation on this process, until they are gathered and written.
-
-    Args:
-        cfg: the config.
-        task: the task that evaluates.
-        images: the data set.
-    """
+    """The answers of an evaluation of a data set on this process, until they are gathered and written."""
 
     def __init__(self, cfg, task: Any, images: Any):
         self.cfg, self.images = cfg, images
@@ -115,10 +109,7 @@ class Recorder:
     def write(self, device: torch.device, weights: str, epoch: int | None = None) -> None:
         """Write OUT_DIR/predictions.npz; log a warning if that fails. Every process must call it.
 
-        Args:
-            device: the device of the outputs.
-            weights: "raw" or "ema".
-            epoch: the number of finished epochs; None: not the evaluation of a training run.
+        In a training, `epoch` is the number of finished epochs.
         """
         arrays = self.gather(device)
         if arrays is None or not dist.is_main():

@@ -126,11 +126,9 @@ def collect_metadata(cfg: Config, task: Any, model: Any) -> dict[str, Any]:
 
 
 class RunResults:
-    """OUT_DIR/results.json of a training run, rewritten after every evaluation. Every process must create one.
+    """OUT_DIR/results.json of a `Run`, rewritten after every evaluation. Every process must create one.
 
-    Args:
-        run: the run, see engine/run.py.
-        hash_weights: returns a digest of the weights of a kind, by the content of a checkpoint and the kind.
+    `hash_weights` returns a digest of the weights of a kind, by the content of a checkpoint and the kind.
     """
 
     def __init__(self, run: Any, hash_weights: Callable[[dict[str, Any], str], str]):
@@ -193,15 +191,7 @@ class RunResults:
 
 
 def write_test_results(cfg: Config, task: Any, model: Any, weights: str, evaluations: dict[str, dict]) -> None:
-    """Log evaluations and write them to OUT_DIR/test_results.json. Every process must call it.
-
-    Args:
-        cfg: the config.
-        task: the task that computed the metrics.
-        model: the evaluated model.
-        weights: the file of its weights.
-        evaluations: the result of `evaluate` for each kind of weights, e.g. {"raw": ...}.
-    """
+    """Log evaluations, by kind of weights, and write them to OUT_DIR/test_results.json. Every process must call it."""
     metadata = collect_metadata(cfg, task, model)
     size = metadata["evaluation"]
     sides = [show_size(size[name]) for name in ("resize", "crop")]

@@ -141,14 +141,7 @@ class Mean(SumMetric):
 
 
 def build_metrics(key: str, names: Sequence[str], num_classes: int, topk: int, multilabel: bool) -> dict[str, Metric]:
-    """Return metrics by name, in the order of the names.
-
-    Args:
-        key: the option that lists the names, for messages.
-        names: registered names.
-        num_classes: columns of the logits.
-        topk: TRAIN.TOPK.
-        multilabel: whether an image may have several labels.
+    """Return metrics by name, in the order of the names, which the option `key` lists.
 
     Raises:
         ConfigError: a metric is not defined for this kind of targets.
@@ -243,11 +236,6 @@ class Meter:
     All sums are in one tensor on the device: `update` does not synchronize.
     Sums are added over the processes before they are divided, so every image has the same weight. Several batches are
     added at a time: right after a step, each small operation takes long.
-
-    Args:
-        metrics: metrics by name.
-        num_classes: columns of the logits.
-        device: the device of the batches.
     """
 
     def __init__(self, metrics: Mapping[str, Metric], num_classes: int, device: torch.device):

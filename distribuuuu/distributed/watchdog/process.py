@@ -25,13 +25,7 @@ logger = logging.getLogger(__name__)
 class Watchdog(threading.Thread):
     """Thread that ends this process when the monitor says so or rank 0 has died.
 
-    Args:
-        launch: rank and number of processes.
-        timer: has the position of this process.
-        channel: the connection to the monitor.
-        token: the secret of the run.
-        main: host and process id of rank 0.
-        monitor: the monitor, on rank 0.
+    `main` are the host and the process id of rank 0, which has the `monitor` too; `token` is the secret of the run.
     """
 
     def __init__(
@@ -128,11 +122,7 @@ class Watchdog(threading.Thread):
 def start_watchdog(launch: Launch, store: torch_dist.Store, timer: StallTimer, store_host: str) -> Watchdog | None:
     """Start the watchdog of this process, and its monitor on rank 0; None: it cannot connect to rank 0.
 
-    Args:
-        launch: rank and number of processes.
-        store: the store of this start, from which each process reads the place of the monitor.
-        timer: the stall timer of this process.
-        store_host: the machine of the store.
+    Each process reads the place of the monitor from the store of this start, which is on the machine `store_host`.
     """
     host, monitor = socket.gethostname(), None
     store.set(f"watchdog host {launch.rank}", host)

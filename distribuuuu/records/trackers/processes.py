@@ -20,14 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrackerProcesses:
-    """Processes that follow a run; each sends to one tracker, and ends on its own after `end` or the end of this one.
-
-    Args:
-        out_dir: the folder of the run, with its config.
-        names: the trackers.
-        plugins: the value of PLUGINS.
-        num_steps: steps of a whole epoch.
-    """
+    """Processes that follow a run; each sends to one tracker, and ends by itself after `end` or the end of this one."""
 
     def __init__(self, out_dir: str | os.PathLike, names: Sequence[str], plugins: Sequence[str], num_steps: int):
         self._out_dir, self._has_warned = Path(out_dir), False
