@@ -253,16 +253,6 @@ def test_evaluation_does_not_depend_on_the_number_of_processes_or_the_batch_size
             assert result["loss"] == pytest.approx(expected["loss"], abs=1e-6)
 
 
-def test_the_result_of_an_evaluation_is_written_to_test_results_json(finished_run, small_cfg):
-    cfg = small_cfg("MODEL.WEIGHTS", finished_run / "best.pth.tar")
-    result = evaluate_run(cfg)
-    written = json.loads((Path(cfg.OUT_DIR) / "test_results.json").read_text())
-    assert {**written["accuracy"]["raw"], "count": written["evaluation"]["count"]} == result
-    assert (written["evaluation"]["resize"], written["evaluation"]["crop"]) == (18, 16)
-    assert written["weights"] == str(finished_run / "best.pth.tar")
-    assert result["top1"] == newest(finished_run)["best_acc1"]
-
-
 def test_model_weights_resumes_a_full_checkpoint_and_initializes_with_load_opt_false(finished_run, small_cfg, tmp_path):
     checkpoint = finished_run / "checkpoints" / "ckpt_ep_001.pth.tar"
     continued = small_cfg("MODEL.WEIGHTS", checkpoint, "OUT_DIR", tmp_path / "continued")

@@ -12,35 +12,9 @@ from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import load_cfg
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.comm import broadcast_buffers
-from distribuuuu.distributed.ddp import wrap_model
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.trainer import train_model
-
-
-def group_of_a_barrier() -> tuple[str, bool]:
-    with process_group(detect_launch(), torch.device("cpu"), 60), pytest.MonkeyPatch.context() as patch:
-        used = []
-        patch.setattr(dist.torch_dist, "barrier", lambda group=None: used.append(group))
-        dist.barrier()
-        return torch.distributed.get_backend(used[0]), used[0] is not None
-
-
-def test_a_barrier_needs_no_device():
-    """nccl would have to guess the device, and says so."""
-    assert on_processes(2, group_of_a_barrier) == [("gloo", True)] * 2
-
-
-def test_collectives_work_without_a_process_group():
-    assert dist.scaled_all_reduce([torch.ones(1)])[0].item() == 1
-    assert (dist.rank(), dist.world_size(), dist.is_main(), dist.backend()) == (0, 1, True, "none")
-    assert dist.broadcast_object("x") == "x" and dist.gather_objects(3) == [3]
-    assert dist.local_main_first(lambda: 5) == 5
-    dist.barrier()
-    model = nn.BatchNorm1d(2)
-    broadcast_buffers(model)
-    assert wrap_model(model, torch.device("cpu"), torch.ones(2, 2)) is model
-    assert dist.differentiable_sum(torch.ones(1)).item() == 1
 
 
 def use_collectives(log: Path) -> tuple[list[torch.Tensor], list[float], str, str]:

@@ -1,10 +1,8 @@
 """Process group: devices and backends, rendezvous, missing processes."""
 
 import contextlib
-import os
 import random
 import socket
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -66,22 +64,6 @@ def test_nccl_is_told_its_device(monkeypatch):
     assert asked["backend"] == "nccl" and asked["device_id"] == torch.device("cuda", 1)
     asked = enter(monkeypatch, "gloo")
     assert asked["backend"] == "gloo" and asked["device_id"] is None
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="gloo has this option on Linux")
-def test_many_processes_connect_at_their_first_exchange(monkeypatch):
-    """The variable of the user has precedence; torch refuses the option for transports other than TCP."""
-    many = rendezvous.LAZY_FROM
-    for words, transport, own, expected in [
-        ((many, "auto"), None, None, "1"), ((many - 1, "gloo"), None, None, None), ((many, "gloo"), None, "0", "0"),
-        ((many, "gloo"), "TCP_TLS", None, None), ((many, "gloo"), "TCP", None, "1"),
-    ]:  # fmt: skip
-        for name, value in (("TORCH_GLOO_LAZY_INIT", own), ("GLOO_DEVICE_TRANSPORT", transport)):
-            monkeypatch.setenv(name, value or "")
-            if value is None:
-                monkeypatch.delenv(name)
-        enter(monkeypatch, words[1], world_size=words[0])
-        assert os.environ.get("TORCH_GLOO_LAZY_INIT") == expected, (words, transport, own)
 
 
 @pytest.mark.parametrize("shard", ["zero1", "fsdp"])

@@ -246,30 +246,6 @@ def test_a_step_of_zero1_with_an_overflow_is_skipped_by_all():
     assert on_processes(2, skip_a_step) == [[False, False, True, True]] * 2
 
 
-def exchange_odd_parameters() -> list[bool]:
-    """Return whether parameters of several types, memory formats and sizes are those of their owners."""
-    with process_group(detect_launch(), CPU, 60):
-
-        def make(seed: int) -> list[torch.Tensor]:
-            torch.manual_seed(seed)
-            nets = [torch.randn(5, 3, 2, 2).to(memory_format=torch.channels_last), torch.randn(()), torch.empty(0),
-                    torch.randn(7).bfloat16(), torch.randn(3, 4).t(), torch.randn(2).bfloat16()]  # fmt: skip
-            return [torch.nn.Parameter(value) for value in nets]
-
-        own, others = make(dist.rank()), [make(0), make(1), make(2)]
-        groups = [{"params": own[:3]}, {"params": own[3:]}]
-        optimizer = PartitionedOptimizer(groups, functools.partial(torch.optim.SGD, lr=0.1))
-        strides = [parameter.stride() for parameter in own]
-        optimizer.step()  # without gradients
-        assert [parameter.stride() for parameter in own] == strides
-        owner_of = {id(parameter): rank for rank, share in enumerate(optimizer._shares) for parameter in share}
-        return [torch.equal(parameter, others[owner_of[id(parameter)]][index]) for index, parameter in enumerate(own)]
-
-
-def test_the_exchange_of_zero1_keeps_types_and_memory_formats():
-    assert on_processes(3, exchange_odd_parameters) == [[True] * 6] * 3
-
-
 def test_what_does_not_go_together_is_refused_before_the_start():
     for words, message in [
         (("DIST.SHARD", "zero"), "DIST.SHARD .*got 'zero'; expected one of none, zero1, fsdp; did you mean zero1"),

@@ -22,7 +22,7 @@ from distribuuuu.distributed.comm import mark_position
 from distribuuuu.distributed.stall_timer import StallTimer
 from distribuuuu.distributed.watchdog import monitor as monitor_module
 from distribuuuu.distributed.watchdog import process
-from distribuuuu.distributed.watchdog.monitor import UNREACHABLE_S, Channel, Monitor, keep_alive
+from distribuuuu.distributed.watchdog.monitor import Channel, Monitor
 from distribuuuu.distributed.watchdog.process import Watchdog
 from distribuuuu.engine import precise_bn
 from distribuuuu.launch.detect import Launch, detect_launch
@@ -181,17 +181,6 @@ def test_the_monitor_of_one_machine_listens_on_loopback_only(group, tmp_path):
 def test_the_others_reach_rank_0_at_its_address_or_at_that_of_the_store(monkeypatch):
     assert process._find_own_address("localhost") == "", "it is the machine of the store, whose name the others know"
     assert process._find_own_address("192.0.2.1") != "127.0.0.1"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems close a dead connection after their own time")
-def test_the_kernel_closes_a_connection_to_a_vanished_machine():
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
-        keep_alive(connection)
-        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == UNREACHABLE_S * 1000
-        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
-        idle, interval, count = (connection.getsockopt(socket.IPPROTO_TCP, option) for option in options)
-        assert idle + interval * count <= UNREACHABLE_S
 
 
 def hold_interpreter_lock(seconds: float, timeout_s: float) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -209,16 +208,6 @@ def test_sigquit_shows_the_stacks_and_the_run_goes_on(image_folder, tmp_path):
             run.wait_for(lambda run=run, seen=seen: len(run.records()) > seen + 8)
             run.signal_launcher(signal.SIGTERM)
             assert run.wait(RUN_S) == 143 and "worker" not in run.last_lines()
-
-
-@pytest.mark.parametrize("flags, closed", [("", ">&- 2>&- <&-"), ("--nproc 2", "2>&-")])
-def test_a_closed_standard_error_ends_no_run(image_folder, tmp_path, flags, closed):
-    words = " ".join(small_options(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1, "TRAIN.WORKERS", 1))
-    command = f"{sys.executable} {TRAIN_NET} {flags} {words} {closed}"
-    status = subprocess.run(["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], timeout=RUN_S).returncode
-    assert status == 0
-    assert "best top1: " in (tmp_path / "out" / "train.log").read_text()
-    assert read_checkpoint(tmp_path / "out" / "best.pth.tar")
 
 
 def test_torchrun_starts_a_run_that_lost_a_process_again(image_folder, tmp_path):

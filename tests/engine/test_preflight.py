@@ -1,7 +1,6 @@
 """Checks before torch is imported: the number of classes, initial weights, batch sizes, OUT_DIR."""
 
 import pytest
-from support.commands import run_command
 from support.images import draw_folder
 from support.runs import small_options
 
@@ -43,18 +42,6 @@ def test_an_evaluation_counts_the_training_classes_else_its_own(tmp_path):
     assert ask_the_data("TRAIN.DATASET", tmp_path, train=False).MODEL.NUM_CLASSES == 3
     words = ("TRAIN.DATASET", "/no/such", "TEST.DATASET", tmp_path)
     assert ask_the_data(*words, train=False).MODEL.NUM_CLASSES == 2
-
-
-def test_sets_of_a_known_number_are_not_opened(tmp_path):
-    words = ("TRAIN.DATASET", tmp_path / "no", "DATA.NAME", "cifar100")
-    assert ask_the_data(*words).MODEL.NUM_CLASSES == 100
-    assert ask_the_data("DATA.NAME", "shapes", "DATA.CACHE_DIR", tmp_path / "no").MODEL.NUM_CLASSES == 10
-    assert not (tmp_path / "no").exists()
-
-
-@pytest.mark.parametrize("words", ["DATA.NAME dummy", "MODEL.DUMMY_INPUT True", "TEST.LABELS imagenet_a"])
-def test_without_data_of_their_own_the_classes_are_those_of_imagenet(words):
-    assert resolve_num_classes(load_cfg(None, words.split())).MODEL.NUM_CLASSES == 1000
 
 
 def test_a_run_is_trained_and_evaluated_without_a_given_number_of_classes(small_cfg, tmp_path):
@@ -149,18 +136,6 @@ def test_an_evaluation_without_weights_is_reported(problems, tmp_path):
     assert problems(train=False) != [] == problems("EMA.HALF_LIFE", 9, train=False)
     (tmp_path / "run" / "best.pth.tar").touch()
     assert problems(train=False) == []
-
-
-def test_the_images_of_lists_and_packs_are_counted(problems, image_folder, tmp_path):
-    (tmp_path / "train.csv").write_text("image,labels\n1.jpg,a\n2.jpg,b\n")
-    for number in (1, 2):
-        (tmp_path / f"{number}.jpg").touch()
-    several = ("DATA.NAME", "multilabel", "LOSS.NAME", "bce", "MODEL.NUM_CLASSES", 2, "TEST.SPLIT", "train")
-    assert "at most 2, the" in problems(*several, "TRAIN.DATASET", tmp_path, "TRAIN.BATCH_SIZE", 3)[0]
-    assert run_command("pack", tmp_path / "pack", "TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3) == 0
-    packed = ("DATA.NAME", "packed", "TRAIN.DATASET", tmp_path / "pack")
-    assert "at most 48, the" in problems(*packed, "TRAIN.BATCH_SIZE", 49)[0]
-    assert ask_the_data(*packed).MODEL.NUM_CLASSES == 3
 
 
 def test_without_a_compiler_a_compiled_model_is_refused_before_the_start(image_folder, tmp_path, monkeypatch):

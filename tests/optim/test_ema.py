@@ -1,7 +1,5 @@
 """The average of the weights against a loop in float64, whatever the size of a batch."""
 
-import copy
-
 import pytest
 import torch
 from support.runs import newest, records, train_and_read
@@ -43,19 +41,6 @@ def test_it_is_the_loop_in_float64(ramp_up, buffers):
     for key, value in ema.model.state_dict().items():
         torch.testing.assert_close(value.double(), expected[key], rtol=1e-5, atol=1e-6, msg=key)
     assert not any(parameter.requires_grad for parameter in ema.model.parameters()) and not ema.model.training
-
-
-def test_the_average_follows_a_model_whose_weights_were_loaded_and_shares_nothing_with_it():
-    net = make_net()
-    ema = Ema(net, half_life=1)
-    net.load_state_dict({key: torch.ones_like(value) for key, value in make_net().state_dict().items()})
-    ema.update(1000, 1000)
-    assert all((value == 1).all() for key, value in ema.model.state_dict().items())
-    net = make_net()
-    before = copy.deepcopy(net.state_dict())
-    ema = Ema(net, half_life=10)
-    next(walk(net, 1))
-    assert all(torch.equal(value, before[key]) for key, value in ema.model.state_dict().items())
 
 
 def test_it_is_updated_every_few_steps_of_an_epoch_and_copies_before_its_start():

@@ -4,10 +4,9 @@ import sys
 
 import pytest
 import torch
-from support.runs import make_cfg, newest
+from support.runs import newest
 from torch import nn
 
-from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import OPTIMIZERS, SCHEDULES
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.optim.schedules import build_lr
@@ -67,17 +66,3 @@ def test_one_new_file_is_enough(new_files, small_cfg):
     train_model(small_cfg(*overrides, "OPTIM.MAX_EPOCH", 2))  # resumes
     content = newest(cfg.OUT_DIR)
     assert content["epoch"] == 1 and "step_size" in content["optimizer"]["state"][0]
-
-
-def test_a_script_may_register_before_timm_is_asked():
-    @OPTIMIZERS.register("adamw")
-    def build(params, lr, weight_decay, momentum, betas=(0.5, 0.6)):
-        return torch.optim.AdamW(params, lr, betas, weight_decay=weight_decay + momentum)
-
-    model = nn.Linear(2, 2)
-    groups = ("OPTIM.NAME", "adamw", "OPTIM.WEIGHT_DECAY", 1, "OPTIM.MOMENTUM", 0.5)
-    assert build_optimizer(make_cfg(*groups), model).defaults["betas"] == (0.5, 0.6)
-    defaults = build_optimizer(make_cfg(*groups, "OPTIM.BETAS", "[0.7, 0.8]"), model).defaults
-    assert (defaults["betas"], defaults["weight_decay"]) == ((0.7, 0.8), 1.5)
-    with pytest.raises(ConfigError, match=r"OPTIM.EPS \(command line\): adamw has no eps"):
-        build_optimizer(make_cfg(*groups, "OPTIM.EPS", 0.1), model)

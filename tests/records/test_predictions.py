@@ -87,13 +87,6 @@ def test_a_multilabel_run(multilabel_options, small_cfg, tmp_path, num):
     assert np.allclose(content.probabilities(), torch.tensor(content.scores).sigmoid(), atol=1e-6)
 
 
-def test_a_data_set_without_files_is_recorded_by_index(small_cfg, tmp_path):
-    train_model(small_cfg("MODEL.DUMMY_INPUT", True, "OPTIM.MAX_EPOCH", 1))
-    content = read(tmp_path / "out")
-    assert content.path.tolist() == [f"image {index}" for index in range(len(content))]
-    assert content.meta["folder"] == "" and content.meta["data"] == "dummy"
-
-
 def fail(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -120,15 +120,6 @@ def test_results_of_an_earlier_run_are_archived(cfg, path):
     assert read_results(path)["training"]["epochs_done"] == 1
 
 
-def test_nonfinite_numbers_become_null(cfg, path):
-    state, results = start(cfg)
-    state.finish_epoch({"raw": {"count": 37, "loss": float("nan"), "top1": 1.0, "topk": float("inf")}})
-    results.write({**state.to_dict(), "finished": False})
-    text = path.read_text()
-    assert json.loads(text, parse_constant=pytest.fail)["accuracy"]["raw"]["last"]["loss"] is None
-    assert read_results(path)["training"]["images_per_s"] is None
-
-
 def test_an_evaluation_leaves_the_results_of_the_training_alone(cfg, path):
     state, results = start(cfg)
     finish_epoch(state, results)

@@ -10,12 +10,10 @@ import sys
 import types
 
 import pytest
-from support.processes import on_processes
 from support.runs import ROOT, small_options
 
 from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config import load_cfg
-from distribuuuu.data.loader import TrainLoader
 from distribuuuu.records import run_log as log
 from distribuuuu.trainer import train_model
 
@@ -69,17 +67,6 @@ def test_the_first_step_of_a_start_is_logged_at_once_and_then_one_by_time(tmp_pa
     assert [record["step"] for record in records] == [50]
 
 
-def test_a_rollback_is_a_start(tmp_path, clock, logged):
-    run_log = open_log(tmp_path)
-    for position in (10, 11, 12):
-        clock.now += 1.0
-        run_log.show_step(0, position, 0.1)
-    run_log.rewind(0, 5)
-    clock.now += 1.0
-    run_log.show_step(0, 6, 0.1)
-    assert [line.split()[1] for line in logged()] == ["step", "10/1000", "step", "6/1000"]
-
-
 def test_means_that_no_metric_shows_get_columns_once_they_are_known(tmp_path, clock, logged):
     run_log, more = open_log(tmp_path, num_steps=3), {**METRICS, "mask rate": 0.00512}
     for step in run_log.steps(0, 0):
@@ -109,47 +96,6 @@ def test_a_metric_that_is_not_a_number_is_a_warning(tmp_path, clock, logged):
     assert [line for line in logged() if "not a number" in line] == [
         "validation, epoch 1: top1 is not a number and cannot select the best weights"
     ]
-
-
-def test_lines_by_time_read_no_meter_and_change_no_record(small_cfg, tmp_path, monkeypatch):
-    taken, take = [], TrainLoader.pop_data_time
-    monkeypatch.setattr(TrainLoader, "pop_data_time", lambda self: taken.append(1) or take(self))
-    args = ("TRAIN.PRINT_FREQ", 3, "OPTIM.MAX_EPOCH", 1)
-    columns = []
-    for seconds in (1e9, 0.0):
-        monkeypatch.setattr(log, "LOG_INTERVAL_S", seconds)
-        taken.clear()
-        cfg = small_cfg(*args, "OUT_DIR", tmp_path / f"{seconds}")
-        train_model(cfg)
-        columns.append([json.loads(line)["loss"] for line in (tmp_path / f"{seconds}" / "metrics.jsonl").open()])
-        rows = re.findall(r" +1/1 +(\d)/4 +(\S+)", (tmp_path / f"{seconds}" / "train.log").read_text())
-        shown = dict(rows)
-        assert len(taken) == 2 and shown["1"] == "-" and shown["3"] != "-" and shown["4"] != "-"
-        assert ("2" in shown) == (seconds == 0.0)
-    assert columns[0] == columns[1] and len(columns[0]) == 3
-
-
-def count_collectives(args: list[str], seconds: float) -> int:
-    import torch.distributed
-
-    calls, log.LOG_INTERVAL_S = [], seconds
-    for name in ("all_reduce", "broadcast", "barrier", "all_gather", "all_gather_object", "broadcast_object_list"):
-        function = getattr(torch.distributed, name)
-        setattr(torch.distributed, name, lambda *a, f=function, **k: calls.append(1) or f(*a, **k))
-    from distribuuuu.engine.run import StopRequest
-
-    StopRequest.check = lambda self, position: None  # agrees once a second
-    train_model(load_cfg(None, args))
-    return len(calls)
-
-
-@pytest.mark.slow
-def test_lines_by_time_add_no_collective(image_folder, tmp_path):
-    counts = []
-    for seconds in (1e9, 0.0):
-        args = small_options(image_folder, tmp_path / f"{seconds}", "TRAIN.PRINT_FREQ", 100, "TRAIN.BATCH_SIZE", 6)
-        counts.append(on_processes(2, count_collectives, args, seconds))
-    assert counts[0] == counts[1]
 
 
 def test_an_evaluation_is_logged_by_time(clock, logged):

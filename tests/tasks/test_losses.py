@@ -12,8 +12,8 @@ from support.tiers import pairwise
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.records.read_results import read_results
-from distribuuuu.tasks.losses import LOSSES, CrossEntropy, build_loss
-from distribuuuu.tasks.other_losses import BinaryCrossEntropy, Focal, compute_class_weights
+from distribuuuu.tasks.losses import LOSSES
+from distribuuuu.tasks.other_losses import compute_class_weights
 from distribuuuu.trainer import evaluate_weights as evaluate_run
 from distribuuuu.trainer import train_model
 
@@ -77,30 +77,8 @@ def test_each_loss_matches_its_formula_and_its_gradients_are_right_in_any_micro_
     assert torch.autograd.gradcheck(lambda logits: criterion(logits, targets), whole)
 
 
-def test_the_default_loss_is_bitwise_that_of_torch():
-    logits, labels = batch(soft=False, dtype=torch.float32)
-    for train in (True, False):
-        one, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-        loss, expected = build_loss(load_cfg(), train)(one, labels), torch.nn.CrossEntropyLoss()(other, labels)
-        loss.backward()
-        expected.backward()
-        assert torch.equal(loss, expected) and torch.equal(one.grad, other.grad)
-
-
 def configured(*overrides):
     return load_cfg(None, ["MODEL.NUM_CLASSES", "3", *(str(word) for word in overrides)])
-
-
-def test_the_config_selects_the_loss_and_its_options():
-    assert LOSSES.names() == ["bce", "cross_entropy", "focal"]
-    bce = build_loss(configured("LOSS.NAME", "bce", "LOSS.BCE_REDUCTION", "sum", "LOSS.BCE_TARGET_THRESHOLD", 0.2))
-    assert (type(bce), bce.threshold, bce.sum_classes, bce.weights) == (BinaryCrossEntropy, 0.2, True, None)
-    for value in (0, None):
-        assert build_loss(configured("LOSS.NAME", "bce", "LOSS.BCE_TARGET_THRESHOLD", value)).threshold == value
-    assert type(build_loss(configured("LOSS.BCE_TARGET_THRESHOLD", 0))) is CrossEntropy  # as older runs have saved it
-    overrides = ("LOSS.FOCAL_GAMMA", 3, "LOSS.LABEL_SMOOTHING", 0.1, "LOSS.CLASS_WEIGHTS", "[1,2,0]")
-    focal = build_loss(configured("LOSS.NAME", "focal", *overrides))
-    assert (type(focal), focal.gamma, focal.smoothing, focal.weights.tolist()) == (Focal, 3.0, 0.1, [1, 2, 0])
 
 
 THRESHOLD = ("LOSS.NAME", "bce", "LOSS.BCE_TARGET_THRESHOLD")
