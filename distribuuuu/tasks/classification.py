@@ -42,7 +42,7 @@ class Classification(Task):
         self.mix_end = min(stage_without_augmentation(self.cfg), default=math.inf)
         self.criterion = build_loss(self.cfg, images=images).to(self.device)
         if type(self.criterion).prepare is not Loss.prepare:
-            from distribuuuu.tasks.other_losses import count_labels
+            from distribuuuu.tasks.class_weights import count_labels
 
             self.criterion.prepare(count_labels(images))
 

@@ -103,7 +103,7 @@ def build_loss(cfg, train: bool = True, images: ImageDataset | None = None) -> L
         options[loss.NAME] = {"settings": build_settings(cfg, "LOSS.KWARGS", family)}
     weights = loss.CLASS_WEIGHTS
     if isinstance(weights, str):
-        from distribuuuu.tasks.other_losses import find_class_weights
+        from distribuuuu.tasks.class_weights import find_class_weights
 
         weights = find_class_weights(weights, images)
     return family(loss.LABEL_SMOOTHING, weights, **options.get(loss.NAME, {}))

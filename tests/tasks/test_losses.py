@@ -12,8 +12,8 @@ from support.tiers import pairwise
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.records.read_results import read_results
+from distribuuuu.tasks.class_weights import compute_class_weights
 from distribuuuu.tasks.losses import LOSSES
-from distribuuuu.tasks.other_losses import compute_class_weights
 from distribuuuu.trainer import evaluate_weights as evaluate_run
 from distribuuuu.trainer import train_model
 

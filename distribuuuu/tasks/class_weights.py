@@ -1,0 +1,56 @@
+"""LOSS.CLASS_WEIGHTS auto: a weight for each class by its number of training images."""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from distribuuuu.config.derived import class_weight_beta
+from distribuuuu.config.errors import first_few
+from distribuuuu.data.datasets.base import ImageDataset
+
+logger = logging.getLogger(__name__)
+
+# Classes up to which the log shows the weight of each.
+_SHOWN_CLASSES = 20
+
+
+def count_labels(images: ImageDataset) -> torch.Tensor:
+    """Return the number of images of each class: int64 (classes,)."""
+    if images.targets == "labels":
+        rows = (torch.as_tensor(images.label(index)) for index in range(len(images)))
+        return sum((row.ge(0.5).long() for row in rows), torch.zeros(len(images.classes), dtype=torch.int64))
+    labels = torch.tensor([int(images.label(index)) for index in range(len(images))], dtype=torch.int64)
+    return labels.bincount(minlength=len(images.classes))
+
+
+def compute_class_weights(class_counts: torch.Tensor, beta: float) -> torch.Tensor:
+    """Return the weight of each class by its number of images, float32 (classes,).
+
+    The weight is in proportion to `(1 - beta) / (1 - beta ** n)`, the inverse of the effective number of n images (Cui
+    et al., arXiv 1901.05555); with beta 1, its limit, to `1 / n`. The mean over the classes with images is 1. A class
+    without images has the weight 1.
+    """
+    present = class_counts.gt(0)
+    counts = class_counts[present].double()
+    log_beta = torch.tensor(beta, dtype=torch.float64).log()
+    effective = counts if beta == 1 else torch.expm1(counts * log_beta) / (beta - 1)  # accurate for beta near 1
+    weights = torch.ones(len(class_counts), dtype=torch.float64)
+    weights[present] = (1 / effective) / (1 / effective).mean()
+    return weights.float()
+
+
+def find_class_weights(value: str, images: ImageDataset | None) -> Sequence[float]:
+    """Return the numbers of LOSS.CLASS_WEIGHTS auto for each class, and log them; without `images`, none."""
+    if images is None or (beta := class_weight_beta(value)) is None:
+        return ()
+    counts = count_labels(images)
+    weights = compute_class_weights(counts, beta)
+    order = weights.argsort(stable=True).tolist()
+    shown = [f"{images.classes[label]} {weights[label]:.4g} ({counts[label]:,} images)" for label in order]
+    shown = shown if len(shown) <= _SHOWN_CLASSES else [shown[0], "...", shown[-1]]
+    logger.info("LOSS.CLASS_WEIGHTS %s: %s", value, ", ".join(shown))
+    if empty := [name for name, count in zip(images.classes, counts.tolist(), strict=True) if not count]:
+        logger.warning("LOSS.CLASS_WEIGHTS %s: weight 1 for classes without training images: %s", value,
+                       first_few(empty))  # fmt: skip
+    return weights.tolist()
