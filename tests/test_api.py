@@ -113,8 +113,7 @@ def evaluate_average(run: Path, out_dir: Path, recalibrate: int) -> tuple[dict, 
     return results
 
 
-@pytest.mark.parametrize("recalibrate", [0, 24])
-@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize(("num", "recalibrate"), [(1, 0), (2, 24)])
 def test_an_average_is_evaluated_like_its_file(finished_run, tmp_path, num, recalibrate):
     out = tmp_path / "soup"
     results = on_processes(num, evaluate_average, finished_run, out, recalibrate)

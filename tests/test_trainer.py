@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.errors import problems_of
 from support.processes import free_port, on_processes
 from support.runs import (
-    GROUP_NORM,
     ROOT,
     assert_close,
     assert_same_run,
@@ -22,7 +22,6 @@ from support.runs import (
     timeless,
     train_and_read,
 )
-from support.tiers import slow
 
 from distribuuuu import trainer
 from distribuuuu.checkpoint.manager import CheckpointManager
@@ -44,9 +43,8 @@ def test_a_run_that_ends_after_an_epoch_continues_exactly(finished_run, small_cf
     assert finished["finished"] and finished["config_hash"] == results["config_hash"]
 
 
-@pytest.mark.parametrize("workers", [0, slow(2)])
-def test_an_evaluation_period_changes_the_evaluations_only(small_cfg, tmp_path, workers):
-    options = ("OPTIM.MAX_EPOCH", 3, "TRAIN.WORKERS", workers, "EMA.HALF_LIFE", 50, "MODEL.PRECISE_BN", 12)
+def test_an_evaluation_period_changes_the_evaluations_only(small_cfg, tmp_path):
+    options = ("OPTIM.MAX_EPOCH", 3, "EMA.HALF_LIFE", 50, "MODEL.PRECISE_BN", 12)
     train_model(small_cfg(*options, "OUT_DIR", tmp_path / "every"))
     cfg = small_cfg(*options, "TRAIN.EVAL_PERIOD", 2)
     train_model(cfg, stop_epoch=1)
@@ -141,9 +139,8 @@ def test_a_user_without_a_home_trains(image_folder, tmp_path, monkeypatch, home)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("workers", [slow(1), 3])
-def test_the_number_of_workers_does_not_change_the_weights(finished_run, small_cfg, workers):
-    cfg = small_cfg("TRAIN.WORKERS", workers)
+def test_the_number_of_workers_does_not_change_the_weights(finished_run, small_cfg):
+    cfg = small_cfg("TRAIN.WORKERS", 3)
     train_model(cfg)
     assert_same_run(cfg.OUT_DIR, finished_run)
 
@@ -178,19 +175,16 @@ def test_a_rollback_leaves_no_record_of_the_steps_that_it_takes_back(small_cfg, 
     assert rows == [(epoch, step) for epoch in (1, 2) for step in (1, 2, 3, 4)]
 
 
-@pytest.mark.slow
-def test_a_failed_resume_lists_the_changed_options_and_keeps_the_previous_run(copied_run, image_folder):
+def test_a_failed_resume_lists_the_changed_options_and_keeps_the_previous_run(copied_run, small_cfg):
     out_dir = copied_run
-    overrides = small_options(image_folder, out_dir)
     before = {path.name: path.read_bytes() for path in out_dir.glob("*.*") if path.name != "train.log"}
     for config, message in (("config", "MODEL.ARCH resnet8 -> resnet14, OPTIM.BASE_LR 0.1 -> 0.2"), ("", "MODEL.ARCH")):
         for path in CheckpointManager(out_dir).list():
             content = torch.load(path)
             torch.save({key: value for key, value in content.items() if key != "config" or config}, path)
-        done = run_tool("train_net.py", *overrides, "MODEL.ARCH", "resnet14", "OPTIM.BASE_LR", 0.2)
-        assert done.returncode == 2 and "Traceback" not in done.stderr
-        assert done.stderr.count(f"changed since the checkpoint: {message}") == 1
-        assert "another OUT_DIR, or TRAIN.AUTO_RESUME False" in done.stderr
+        (problem,) = problems_of(train_model, small_cfg("MODEL.ARCH", "resnet14", "OPTIM.BASE_LR", 0.2))
+        assert problem.count(f"changed since the checkpoint: {message}") == 1
+        assert "another OUT_DIR, or TRAIN.AUTO_RESUME False" in problem
     assert (out_dir / "train.log").read_text().count("changed since the checkpoint: MODEL.ARCH resnet8") == 2
     assert {path.name: path.read_bytes() for path in out_dir.glob("*.*") if path.name != "train.log"} == before
     assert evaluate_run(load_cfg(str(out_dir / "config.yaml"), ["OUT_DIR", str(out_dir)]))["count"] == 37
@@ -212,21 +206,13 @@ def test_other_options_of_a_finished_run_are_reported(finished_run, copied_run, 
     assert "options changed since the checkpoint: OPTIM.WEIGHT_DECAY 5e-05 -> 0.001" in log
 
 
-@pytest.mark.parametrize("num", [slow(1), 2])
-def test_accumulated_micro_batches_equal_the_full_batch(small_cfg, tmp_path, num):
-    # Rounding across the kink of a ReLU changes a gradient by far more than 1e-5, with about one seed of four.
-    for seed in (3, 5, 7):
-        words = (*GROUP_NORM, "RNG_SEED", seed)
-        whole = train_and_read(small_cfg(*words, "OUT_DIR", tmp_path / f"whole_{seed}"))
-        cfg = small_cfg(*words, "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 3, "OUT_DIR", tmp_path / str(seed))
-        parts = on_processes(num, train_and_read, cfg)[0]
-        try:
-            assert_close(parts, whole, 1e-5)
-            break
-        except AssertionError:
-            if seed == 7:
-                raise
-    assert f"x {4 // num} micro-batches x {num} process" in (Path(cfg.OUT_DIR) / "train.log").read_text()
+def test_accumulated_micro_batches_equal_the_full_batch(small_cfg, tmp_path):
+    # Its activation is smooth: rounding across the kink of a ReLU changes a gradient by far more than 1e-5.
+    words = ("MODEL.ARCH", "timm/test_vit", "MODEL.KWARGS.depth", 2, "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32)
+    whole = train_and_read(small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
+    cfg = small_cfg(*words, "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 3)
+    assert_close(on_processes(2, train_and_read, cfg)[0], whole, 1e-5)
+    assert "x 2 micro-batches x 2 process" in (Path(cfg.OUT_DIR) / "train.log").read_text()
 
 
 @pytest.mark.slow
@@ -241,7 +227,7 @@ def test_two_processes_with_syncbn_equal_one_with_the_full_batch(small_cfg, tmp_
         assert_close(apart, alone, 1e-5)
 
 
-@pytest.mark.parametrize("num", [1, slow(2), 3, slow(5)])
+@pytest.mark.parametrize("num", [1, 3])
 def test_evaluation_does_not_depend_on_the_number_of_processes_or_the_batch_size(finished_run, small_cfg, num):
     weights = ("MODEL.WEIGHTS", finished_run / "best.pth.tar")
     expected = evaluate_run(small_cfg(*weights))
@@ -288,10 +274,9 @@ def test_weights_that_are_not_finite_are_refused_before_the_first_step(small_cfg
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flag", [["--use_env"], []])
-def test_torch_distributed_launch_works(image_folder, tmp_path, flag):
+def test_torch_distributed_launch_works(image_folder, tmp_path):
     overrides = small_options(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1)
-    launcher = ["-W", "ignore", "-m", "torch.distributed.launch", *flag, "--nproc_per_node=1"]
+    launcher = ["-W", "ignore", "-m", "torch.distributed.launch", "--nproc_per_node=1"]
     done = run_python(*launcher, f"--master_port={free_port()}", ROOT / "tools" / "train_net.py", *overrides)
     assert done.returncode == 0, done.stderr
     assert "best top1: " in done.stderr

@@ -1,9 +1,8 @@
-"""Models that fail, hang or hold the interpreter in one step.
+"""Models that fail or hang in one step.
 
 Run a tool with them registered: python tests/support/failing_models.py tools/train_net.py [--nproc N] KEY VALUE ...
 """
 
-import ctypes
 import os
 import runpy
 import sys
@@ -74,12 +73,6 @@ def failing(
 def sleepy(num_classes: int, seconds: float, step: int = 1, rank: int = -1) -> nn.Module:
     """Return a model that sleeps in one step."""
     return FaultyModel(num_classes, lambda model: time.sleep(seconds), step, rank)
-
-
-@MODELS.register
-def holding(num_classes: int, seconds: int, step: int = 2, rank: int = -1) -> nn.Module:
-    """Return a model that holds the interpreter lock in one step."""
-    return FaultyModel(num_classes, lambda model: ctypes.PyDLL(None).sleep(seconds), step, rank)
 
 
 @MODELS.register

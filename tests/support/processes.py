@@ -3,9 +3,11 @@
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from bench_support.training_process import TrainingProcess
 
 from distribuuuu.launch.host import find_free_port as free_port
 from distribuuuu.testing import RESULT_S, on_processes
@@ -16,15 +18,7 @@ __all__ = ["RESULT_S", "free_port", "on_processes"]
 END_S = 60
 
 
-class HasProcesses(Protocol):
-    """A run whose processes can be listed."""
-
-    def list_pids(self) -> list[int]:
-        """Return the processes that are left."""
-        ...
-
-
-def ends(run: HasProcesses, timeout_s: float = END_S) -> bool:
+def ends(run: TrainingProcess, timeout_s: float = END_S) -> bool:
     """Wait until no process of a run is left; return False if some are left after the timeout."""
     try:
         wait_for(lambda: not run.list_pids(), timeout_s=timeout_s)
@@ -41,20 +35,10 @@ def wait_for(condition: Callable[[], Any], *processes: subprocess.Popen, timeout
         time.sleep(0.02)
 
 
-def list_children(pid: int) -> list[int]:
-    """Return the processes that a process has started (Linux)."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def list_trackers(out: Path) -> list[int]:
     """Return the processes that follow a run, started by this process."""
     found = []
-    for pid in list_children(os.getpid()):
+    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        found += [pid] if b"--follow" in words and str(out).encode() in words else []
+        found += [int(pid)] if b"--follow" in words and str(out).encode() in words else []
     return found
-
-
-def have_ended(pids: Iterable[int]) -> bool:
-    """Tell whether none of these processes exists any more."""
-    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
