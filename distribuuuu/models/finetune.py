@@ -1,6 +1,5 @@
 """Fine-tuning: weights of other data, loaded as far as names and shapes match."""
 
-import argparse
 import logging
 import sys
 from collections.abc import Collection, Sequence
@@ -83,8 +82,7 @@ def load_weights_file(cfg, model: nn.Module, classes: Sequence[str]) -> None:
     settings = cfg.FINETUNE
     try:
         path = find_weights_file(settings.WEIGHTS, settings.EMA)
-        with torch.serialization.safe_globals([argparse.Namespace]):  # timm and torchvision store their flags
-            content = read_checkpoint(path)
+        content = read_checkpoint(path)
     except ConfigError as error:  # or a CheckpointError
         raise type(error)(Problem("FINETUNE.WEIGHTS", str(error)), cfg.origins) from error
     averages = [content.get(name) for name in AVERAGES if settings.EMA]
