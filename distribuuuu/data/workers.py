@@ -17,6 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -24,7 +25,6 @@ import numpy as np
 import torch
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.plugins import ImportedPlugins
 from distribuuuu.data.batch import map_leaves
 from distribuuuu.data.make_batch import (
     PREFETCH,
@@ -112,9 +112,10 @@ class ProcessPool(Pool):
         for _ in range(num_workers):
             own, other = context.Pipe()
             pipes.append(own)
-            inherited = pipes if context.get_start_method() == "fork" else ()
-            # A process that is not forked must import the plug-ins before it reads objects of their classes.
-            arguments = ImportedPlugins(), self._sources, self._memory, other, inherited
+            plugins, inherited = None, pipes
+            if context.get_start_method() != "fork":  # it must import the plug-ins before it reads objects of them
+                plugins, inherited = import_module("distribuuuu.config.plugins").ImportedPlugins(), []
+            arguments = plugins, self._sources, self._memory, other, inherited
             self.processes.append(context.Process(target=_work, args=arguments, daemon=True))
             self.processes[-1].start()
             other.close()
