@@ -67,19 +67,12 @@ def read_settings(key: str, declared: type, given: Mapping[str, Any]) -> tuple[A
                 continue
             problems += [Problem(f"{key}.{name}", message) for message in options[name].find_wrong(values[name])]
         return (None, problems) if problems else (declared(**values), [])
-    except (TypeError, NameError) as error:
-        fix = "fix: give each field of the dataclass a type and a default"
-        return None, [Problem(key, f"{declared.__qualname__} is invalid: {error}; {fix}")]
     except ValueError as error:
         return None, [Problem(key, str(error))]
 
 
 def list_options(declared: type) -> Iterator[tuple[str, Option]]:
-    """Yield the name and the declaration of each field of a `Settings` dataclass.
-
-    Raises:
-        TypeError: it is no dataclass, or a field has no default.
-    """
+    """Yield the name and the declaration of each field of a `Settings` dataclass."""
     types, defaults = typing.get_type_hints(declared), declared()
     for field in dataclasses.fields(declared):
         default = getattr(defaults, field.name)
@@ -87,8 +80,6 @@ def list_options(declared: type) -> Iterator[tuple[str, Option]]:
         if type(default) is int and float in given:
             default = float(default)
         of = next((kind for kind in _TYPES if kind in given), None)
-        if not isinstance(default, (*_TYPES, tuple)) and (default is not None or of is None):
-            raise TypeError(f"{field.name}: got {default!r}; expected a number, text, true, false or a tuple of them")
         limits = {name: value for name, value in field.metadata.items() if name in ("least", "most", "choices")}
         yield field.name, Option(default, of=of, **limits)
 

@@ -69,14 +69,10 @@ EQUIVALENTS = {
 }
 BY_NAME = {name: words for names, words in EQUIVALENTS.items() for name in names.split()}
 
-_NO_SERVICE = (
-    "there is no tracker for it; OUT_DIR/metrics.jsonl has the metrics, TensorBoard too (LOG.TENSORBOARD True)"
-)
 # What does not exist here -> what takes its place.
 MISSING = {
     "wandb use-wandb log-wandb wandb-project": "set LOG.TRACKERS [wandb]; WANDB_PROJECT names the project",
     "mlflow": "set LOG.TRACKERS [mlflow]; MLFLOW_TRACKING_URI is the address",
-    "comet comet-ml neptune clearml": _NO_SERVICE,
     "base bases include extends": "a YAML file names its bases in the line `_BASE_: FILE`; on the command line, "
     "--cfg FILE FILE merges files",
     "max-iter max-iters max-steps num-steps iterations num-iterations": "the length of a run is in epochs; set "

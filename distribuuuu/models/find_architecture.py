@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -246,24 +247,16 @@ def find_keywords(constructor: Constructor, num_classes: int) -> tuple[Parameter
     If it accepts **kwargs, they are followed into the class that it builds, from __init__ to the parent's __init__.
     """
     named, is_open = _named_parameters(constructor)
-    built = _find_class(constructor, num_classes) if is_open else None
-    for owner in built.__mro__[: built.__mro__.index(nn.Module)] if built else ():  # nn.Module itself accepts none
+    classes: tuple[type, ...] = ()
+    if is_open:
+        with contextlib.suppress(RuntimeError), torch.device("meta"):  # some compute with real tensors
+            classes = type(constructor(num_classes=num_classes)).__mro__
+    for owner in itertools.takewhile(lambda one: one is not nn.Module, classes):  # which accepts none itself
         if is_open and "__init__" in vars(owner):
             inherited, is_open = _named_parameters(vars(owner)["__init__"])
             named = {**inherited, **named}
     named.pop("self", None)
     return named, is_open
-
-
-def _find_class(constructor: Constructor, num_classes: int) -> type[nn.Module] | None:
-    """Return the class of the model that a constructor builds, without building a real one; None if not known."""
-    try:
-        with torch.device("meta"):
-            return type(constructor(num_classes=num_classes))
-    except RuntimeError:  # it computes with real tensors; its return annotation is the next best source
-        annotated = inspect.signature(constructor).return_annotation
-        is_model = inspect.isclass(annotated) and issubclass(annotated, nn.Module)
-        return annotated if is_model and annotated is not nn.Module else None
 
 
 def _named_parameters(function: Callable) -> tuple[Parameters, bool]:

@@ -183,9 +183,6 @@ WRONG = [
     ("TASK.NAME classification DATA.NAME multilabel LOSS.NAME bce", "the data has several labels"),
     ("TASK.NAME distillation", "there is no teacher"),
     ("TASK.KWARGS.temperature 0.2", "TASK.KWARGS: got temperature, but TASK.NAME auto has no settings"),
-    # torch's DDPOptimizer asserts that a bucket is no smaller than the first, which has 1 MiB.
-    *((f"DIST.BUCKET_MB 0.999 MODEL.COMPILE {mode}", "expected 1 or more with MODEL.COMPILE")
-      for mode in ("default", "reduce-overhead", "max-autotune")),
     # Names of other frameworks.
     *((f"{key} 1", f"no such key; {hint}") for key, hint in {
         **dict.fromkeys(("TRAIN.EARLY_STOPPING", "EARLY_STOPPING.PATIENCE", "train.patience"),
