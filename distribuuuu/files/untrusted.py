@@ -31,8 +31,8 @@ def printable(text: Any, keep: str = "") -> str:
     return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], str(text))
 
 
-def open_regular(path: str | os.PathLike, encoding: str | None = None, **options: Any) -> IO:
-    """Open a regular file for reading, as bytes, or as text in an encoding; `options` are those of `TextIOWrapper`.
+def open_regular(path: str | os.PathLike) -> IO[bytes]:
+    """Open a regular file for reading.
 
     Raises:
         OSError: it cannot be read, or is a folder, a named pipe, a socket or a device; links are followed.
@@ -41,8 +41,7 @@ def open_regular(path: str | os.PathLike, encoding: str | None = None, **options
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-    file = open(descriptor, "rb")
-    return file if encoding is None else io.TextIOWrapper(file, encoding=encoding, **options)
+    return open(descriptor, "rb")
 
 
 class InvalidFileError(ValueError):

@@ -25,10 +25,6 @@ def test_only_regular_files_are_opened(special, tmp_path):
             read(special)
     with pytest.raises(ConfigError, match=f"{special}: cannot be read"):
         load_json(special)
-    regular = tmp_path / "a.txt"
-    regular.write_bytes(b"a\r\nb")
-    with open_regular(regular, "utf-8", newline="") as file:
-        assert file.read() == "a\r\nb"
 
 
 def test_a_file_has_a_largest_size(tmp_path):
