@@ -82,7 +82,7 @@ def _find_run(name: str, cfg_file: CfgFiles, overrides: Sequence[str]) -> Loaded
         return _open_export(folder, overrides)
     if path.is_dir():
         return _open_out_dir(path, cfg_file, overrides)
-    if _is_timm_name(name):
+    if name.startswith("timm/"):
         return _open_timm(name, overrides)
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     raise ConfigError(f"RUN: no such file or folder: {name}{did_you_mean(path.name, beside)}; expected {EXPECTED}")
@@ -133,23 +133,16 @@ def _open_timm(name: str, overrides: Sequence[str]) -> LoadedRun:
     """Return the weights that timm publishes under a name."""
     import timm
 
+    try:
+        find_architecture(name)
+    except ConfigError as error:
+        raise ConfigError(f"RUN: {error}") from error
     published = timm.get_pretrained_cfg(name.removeprefix("timm/"))
     if published is None or not published.has_weights:
         raise ConfigError(f"RUN: timm publishes no weights for {name}; expected {EXPECTED}")
     with untrusted(name, "name of a model"):
         entries = _timm_entries(name.removeprefix("timm/"), {"pretrained_cfg": published.to_dict()})
     return _assemble(name, {"weights": "published", **entries}, None, None, overrides)
-
-
-def _is_timm_name(name: str) -> bool:
-    if name.removeprefix("timm/") != os.path.basename(name):
-        return False
-    try:
-        return find_architecture(f"timm/{os.path.basename(name)}").source == "timm"
-    except ConfigError as error:
-        if name.startswith("timm/"):
-            raise ConfigError(f"RUN: {error}") from error
-        return False
 
 
 def _timm_entries(arch: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
