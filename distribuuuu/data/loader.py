@@ -391,7 +391,7 @@ def build_sampler(
 
         balance = build_class_balance(cfg, images)
     if cfg.DATA.SHUFFLE == "blocks" and not cfg.MODEL.DUMMY_INPUT:
-        from distribuuuu.data.packed.block_order import BlockShuffle
+        from distribuuuu.data.packed.format import BlockShuffle
 
         blocks = BlockShuffle(images)
     alternating = cfg.DATA.FLIP if cfg.DATA.FLIP_MODE == "alternating" else None

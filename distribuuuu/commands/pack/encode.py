@@ -17,8 +17,8 @@ import torchvision.io  # noqa: F401
 from distribuuuu.commands.pack.writer import Record
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import DataError
+from distribuuuu.data.datasets.array_file import Arrays
 from distribuuuu.data.datasets.base import ImageDataset, is_file
-from distribuuuu.data.datasets.index import Arrays
 from distribuuuu.data.decode import decode, open_lazy_image
 from distribuuuu.data.image_file import DEFAULTS, DecodeOptions
 from distribuuuu.data.packed.format import COLUMNS, MAX_RECORD, describe_image, shard_name

@@ -20,8 +20,8 @@ from distribuuuu.commands.pack.writer import PackWriter, find_conflicts, remove_
 from distribuuuu.commands.scan.pool import map_in_order
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.errors import Problem, counted, did_you_mean
+from distribuuuu.data.datasets.array_file import checksum_of
 from distribuuuu.data.datasets.base import get_dataset, is_file
-from distribuuuu.data.datasets.index import checksum_of
 from distribuuuu.data.packed.dataset import NAME_OF, is_url
 from distribuuuu.data.packed.format import (
     FOREIGN_SHARD,

@@ -14,13 +14,7 @@ import numpy as np
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
-from distribuuuu.data.datasets.index import (
-    ArrayFileError,
-    checksum_of,
-    pack_names,
-    read_arrays,
-    write_arrays,
-)
+from distribuuuu.data.datasets.array_file import ArrayFileError, checksum_of, pack_names, read_arrays, write_arrays
 from distribuuuu.data.packed.format import (
     COLUMNS,
     HEADER_SIZE,

@@ -21,8 +21,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.settings import read_settings, setting
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.datasets.index import Index, open_index
-from distribuuuu.data.datasets.indexed import IndexedImages
+from distribuuuu.data.datasets.index import Index, IndexedImages, open_index
 from distribuuuu.data.datasets.table_file import TableSpec, scan_table
 from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.image_files import TABLE_ENDINGS, find_tables

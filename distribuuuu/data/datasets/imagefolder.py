@@ -9,8 +9,8 @@ import numpy as np
 
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, image_extensions
-from distribuuuu.data.datasets.index import Index
-from distribuuuu.data.datasets.indexed import IndexedImages, open_folder, unknown_names
+from distribuuuu.data.datasets.folder_scan import open_folder
+from distribuuuu.data.datasets.index import Index, IndexedImages, unknown_names
 from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.image_files import EXTENSIONS, holds_images, list_classes, walk_images
 

@@ -17,9 +17,10 @@ from distribuuuu.config.errors import first_few
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.archive import Archive, ArchiveSource, open_archives
 from distribuuuu.data.datasets.archive_members import ArchiveError, walk_tar
+from distribuuuu.data.datasets.array_file import pack_names
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.imagefolder import ImageFolder
-from distribuuuu.data.datasets.index import Index, pack_names
+from distribuuuu.data.datasets.index import Index
 from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.image_files import IMAGENET_FOLDERS, IMAGENET_TARS, is_image, list_classes
 from distribuuuu.files.untrusted import InvalidFileError, read_regular, untrusted

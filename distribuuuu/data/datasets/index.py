@@ -1,4 +1,4 @@
-"""The index of the images of a split: where each image is, and its targets.
+"""The index of the images of a split: where each image is, and its targets; and the data sets that have one.
 
 A source of images scans its files once. The index is stored in one file of the user's cache folder. Later runs map that
 file into memory, without an object for each image, as long as no scanned file or folder has changed.
@@ -6,27 +6,25 @@ file into memory, without an object for each image, as long as no scanned file o
 
 import contextlib
 import hashlib
-import itertools
 import json
 import logging
-import math
-import mmap
 import os
 import stat
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from distribuuuu.config.errors import counted, first_few
-from distribuuuu.files.atomic_file import replacing
-from distribuuuu.files.image_files import EXTENSIONS, name_at
+from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import counted, did_you_mean, first_few
+from distribuuuu.data.datasets.array_file import checksum_of, packed_name, read_arrays, write_arrays
+from distribuuuu.data.datasets.base import SplitDataset
+from distribuuuu.files.image_files import EXTENSIONS
 from distribuuuu.files.locks import take_turn
-from distribuuuu.files.untrusted import open_regular, parse_json, untrusted
+from distribuuuu.files.untrusted import untrusted
 
 # More than the cores: on a network disk the threads wait for replies.
 NUM_THREADS = min(16, 4 * (os.cpu_count() or 1))
@@ -169,29 +167,6 @@ def digest_of(meta: dict, arrays: dict[str, np.ndarray]) -> str:
     return found.hexdigest()[:32]
 
 
-def encode_targets(key: str, found: Mapping[str, tuple[Sequence, Sequence[str]]]) -> Content:
-    """Return the meta and the arrays of the targets of images.
-
-    Args:
-        key: label, labels (several of one column by image) or targets (several columns).
-        found: by column, the values, and their names in the order of the classes, to which unknown ones are added.
-    """
-    meta: dict[str, Any] = {"columns": list(found)} if key == "targets" else {}
-    arrays: dict[str, np.ndarray] = {}
-    meta["classes"] = []
-    for number, (values, names) in enumerate(found.values()):
-        flat = [*itertools.chain.from_iterable(values)] if key == "labels" else values
-        numbers = {name: place for place, name in enumerate(dict.fromkeys([*names, *flat]))}
-        indices = np.fromiter((numbers[value] for value in flat), np.int32, len(flat))
-        if key == "targets":
-            arrays |= {**pack_names(f"values{number}", [*map(os.fsencode, numbers)]), f"target{number}": indices}
-            continue
-        meta["classes"], arrays["label"] = list(numbers), indices
-        if key == "labels":
-            arrays["label_offsets"] = np.cumsum([0, *map(len, values)], dtype=np.int64)
-    return meta, arrays
-
-
 # ----------------------------------------------------------------------------------- stored indexes
 
 # The indexes that this process has opened, by their files: each is opened several times in a start.
@@ -280,145 +255,173 @@ def _load(source: str, root: str, path: Path, extensions: tuple[str, ...]) -> In
         return None
 
 
-# ------------------------------------------------------------------------------------ files of arrays
+# -------------------------------------------------------------------------- data sets of an index
 
-# All processes of a machine share the pages of such a file, so loader workers need no copies of an index.
-#
-#     8 bytes   magic
-#     8 bytes   length of the header, little-endian
-#     4 bytes   CRC-32 of the header
-#     JSON      {"kind", "version", "size", "meta", "arrays": {name: [dtype, shape, offset]}}
-#     ...       each array, at a multiple of 64 bytes
-MAGIC = b"DUARRAYS"
-ALIGNMENT = 64
-FIXED = len(MAGIC) + 8 + 4
-# Bytes of the longest header that is read: more than 100,000 shards need.
-MAX_HEADER = 64 << 20
-
-Arrays = Mapping[str, np.ndarray]
+# By column: the names that define the targets, in the order of the classes, or the type of numbers.
+Names = Mapping[str, tuple[str, ...] | str]
 
 
-class Place(NamedTuple):
-    """The type, the shape and the first byte of an array in a file."""
-
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-
-class ArrayFileError(ValueError):
-    """A file of arrays that cannot be used; the message gives the reason without the path."""
-
-
-def write_arrays(path: str | os.PathLike, kind: str, version: int, meta: Mapping[str, Any], arrays: Arrays) -> None:
-    """Write a file atomically.
+class IndexedImages(SplitDataset):
+    """The images of an index; a source defines `open_split`.
 
     Args:
-        path: the file to write; its folder must exist.
-        kind, version: what `read_arrays` must ask for.
-        meta: anything that JSON can represent.
-        arrays: by name, of any shape and of a numeric type.
+        index: the images.
+        trained: what defines the classes, if the index may lack some of them: the index of the training images, or the
+            names of the classes; None: those of the index.
+        order: the images of the index that the set has, int (N,); None: all.
+        labels: the class of each of them, int (N,); None: those of the index.
 
     Raises:
-        OSError: the file cannot be written.
+        ConfigError: the index has a class that is not among those of `trained`.
     """
-    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    header = _make_header(kind, version, dict(meta), arrays)
-    with replacing(Path(path)) as file:
-        file.write(MAGIC + len(header).to_bytes(8, "little") + zlib.crc32(header).to_bytes(4, "little") + header)
-        for array in arrays.values():
-            file.write(b"\0" * (-file.tell() % ALIGNMENT))
-            file.write(array.data)
+
+    # Whether a message on unknown classes names an image that has one.
+    names_places = False
+
+    def __init__(
+        self,
+        index: Index,
+        trained: Index | Sequence[str] | None = None,
+        order: np.ndarray | None = None,
+        labels: np.ndarray | None = None,
+    ):
+        self.index, self._order = index, order
+        self._notes: list[str] = []
+        self._ends: np.ndarray | None = None
+        self.has_files, self.holds_files = not index.is_archive, index.is_archive
+        trained = index if trained is None else trained
+        if labels is not None:
+            self.classes, self.labels = tuple(trained.classes if isinstance(trained, Index) else trained), labels
+            return
+        names = name_targets(trained) if isinstance(trained, Index) else {"label": tuple(trained)}
+        self.classes = next((known for known in names.values() if isinstance(known, tuple)), tuple(names))
+        problems: list[str] = []
+        maps = {column: self._map(column, known, problems) for column, known in names.items()}
+        if problems:
+            raise ConfigError(problems)
+        self._encode(maps)
+
+    def _map(self, column: str, known: tuple[str, ...] | str, problems: list[str]) -> np.ndarray | None:
+        """Return the target of each value of a column, by the names that define the targets; None: they are equal."""
+        values, numbers = own_values(self.index, column), {name: number for number, name in enumerate(known)}
+        if isinstance(known, str):
+            if wrong := [value for value in values if as_number(value) is None]:
+                problems.append(unknown_names(self.index.source, column, wrong, (), self._first_place))
+            return None if wrong else np.array([as_number(value) for value in values], known)
+        if values == known:
+            return None
+        if unknown := [value for value in values if value not in numbers]:
+            from distribuuuu.data.datasets.made_elsewhere import match_forms
+
+            found, notes = match_forms(self.index.source, unknown, numbers)
+            numbers, self._notes = {**numbers, **found}, [*self._notes, *notes]
+        if unknown := [value for value in values if value not in numbers]:
+            problems.append(unknown_names(self.index.source, column, unknown, known, self._first_place))
+            return None
+        return np.array([numbers[value] for value in values], np.int64)
+
+    def _first_place(self, column: str, value: str) -> str:
+        """Return ' (PLACE)' of the first image that has a value, if a table names it."""
+        arrays, columns = self.index.arrays, self.index.meta.get("columns")
+        if not self.names_places:
+            return ""
+        values = arrays[f"target{columns.index(column)}" if columns else "label"]
+        place = int(np.argmax(values == own_values(self.index, column).index(value)))
+        if (ends := arrays.get("label_offsets")) is not None:
+            place = int(np.searchsorted(ends, place, side="right")) - 1
+        return f" ({self.describe(place)})"
+
+    def _encode(self, maps: dict[str, np.ndarray | None]) -> None:
+        """Compute what `label` returns."""
+        arrays = self.index.arrays
+        if self.targets != "structured":
+            (mapped,) = maps.values()
+            self.labels = arrays["label"] if mapped is None else mapped[arrays["label"]]
+            self._ends = arrays.get("label_offsets")
+            return
+        self._targets = {}
+        for number, column in enumerate(self.index.meta["columns"]):
+            values, mapped = arrays[f"target{number}"], maps[column]
+            self._targets[column] = values.astype(np.int64) if mapped is None else mapped[values]
+
+    def __len__(self) -> int:
+        return len(self.index) if self._order is None else len(self._order)
+
+    def place(self, index: int) -> int:
+        """Return the number of image `index` in the index."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"no image {index} among {len(self)}")
+        return index if self._order is None else int(self._order[index])
+
+    def label(self, index: int) -> Any:
+        """Return the class of image `index`; the float32 multi-hot vector (classes,); or its targets by column."""
+        place = self.place(index)
+        if self.targets == "structured":
+            return {column: values[place] for column, values in self._targets.items()}
+        if self._ends is None:
+            return int(self.labels[index])
+        target = np.zeros(len(self.classes), np.float32)
+        target[self.labels[self._ends[place] : self._ends[place + 1]]] = 1
+        return target
+
+    def describe(self, index: int) -> str:
+        """Return the file of image `index`, or its archive and its name in it."""
+        return self.index.describe(self.place(index))
+
+    def check_record(self) -> tuple[Path | None, str]:
+        """Return the file of the index, and the ID of the scan that made it."""
+        return self.index.path, self.index.meta.get("scan", "")
+
+    def notes(self) -> list[str]:
+        """Return warnings about files that were left out, and about class names that look alike."""
+        return [*self.index.notes(), *self._notes]
+
+    @property
+    def digest(self) -> str:
+        """The digest of classes, names, sizes and labels; see `ImageDataset.digest`."""
+        own = self.index.meta.get("digest") or digest_of(self.index.meta, self.index.arrays)
+        order = {} if self._order is None else {"order": np.asarray(self._order), "labels": np.asarray(self.labels)}
+        return digest_of({"classes": [own, *self.classes]}, order)
 
 
-def _make_header(kind: str, version: int, meta: dict, arrays: Arrays) -> bytes:
-    """Return the header; the offsets depend on its length, so it is padded to the length with the largest offsets."""
-    places = {name: [array.dtype.str, array.shape, 1 << 60] for name, array in arrays.items()}
-    header = {"kind": kind, "version": version, "size": 1 << 60, "meta": meta, "arrays": places}
-    length = len(json.dumps(header))
-    end = FIXED + length
-    for name, array in arrays.items():
-        offset = end + -end % ALIGNMENT
-        places[name][2] = offset
-        end = offset + array.nbytes
-    return json.dumps({**header, "size": end}).encode().ljust(length)
+def own_values(index: Index, column: str) -> tuple[str, ...]:
+    """Return the names of a column of an index: its classes, or the values of structured targets."""
+    columns = index.meta.get("columns")
+    return index.names_of(f"values{columns.index(column)}") if columns else index.classes
 
 
-def read_arrays(
-    path: str | os.PathLike, kind: str, version: int | tuple[int, ...]
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the meta and the arrays of a file, read-only and memory-mapped: only the header is read here.
-
-    Raises:
-        ArrayFileError: the file has another format, kind or version, or is truncated or corrupt.
-        OSError: the file cannot be read.
-    """
-    with open_regular(path) as file:
-        meta, places = read_header(file, os.fstat(file.fileno()).st_size, kind, version)
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    try:  # frombuffer refuses objects and places outside of the file
-        return meta, {
-            name: np.frombuffer(mapped, at.dtype, math.prod(at.shape), at.offset).reshape(at.shape)
-            for name, at in places.items()
-        }
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ArrayFileError(f"has an invalid header: {error}") from error
+def name_targets(index: Index) -> Names:
+    """Return the names of the classes; of structured targets, for each column its names or the type of its numbers."""
+    found: dict[str, tuple[str, ...] | str] = {}
+    for column in index.meta.get("columns") or ():
+        values = [as_number(name) for name in own_values(index, column)]
+        is_whole = all(isinstance(value, int) for value in values)
+        found[column] = own_values(index, column) if None in values else "int64" if is_whole else "float32"
+    return found or {"label": index.classes}
 
 
-def read_header(
-    file: IO[bytes], size: int, kind: str, version: int | tuple[int, ...]
-) -> tuple[dict[str, Any], dict[str, Place]]:
-    """Return the meta, whose content is unchecked, and the places of the arrays of a file of `size` bytes.
-
-    `version` is the expected version, or several.
-
-    Raises:
-        ArrayFileError: the header has another kind or version, or is invalid.
-    """
-    length, checksum = read_fixed(file.read(FIXED), size)
-    text = file.read(length)
-    if len(text) != length or zlib.crc32(text) != checksum:
-        raise ArrayFileError("has a corrupt header")
-    versions = version if isinstance(version, tuple) else (version,)
-    try:
-        header = parse_json(text)
-        found, expected, meta = (header["kind"], header["version"]), header["size"], dict(header["meta"])
-        places = {name: Place(np.dtype(at[0]), tuple(at[1]), at[2]) for name, at in header["arrays"].items()}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ArrayFileError(f"has an invalid header: {error}") from error
-    if found[0] != kind or found[1] not in versions:
-        of = f"{str(found[0])[:40]} of version {str(found[1])[:9]}"
-        raise ArrayFileError(f"is {of}, not {kind} of version {versions[0]}")
-    if size != expected:
-        raise ArrayFileError(f"has {counted(size, 'byte')}, expected {expected!s:.20}: it is truncated or corrupt")
-    return meta, places
+def as_number(text: str) -> int | float | None:
+    """Return a text as a number that a tensor can hold; None if it is none."""
+    for kind in (int, float):
+        try:
+            number = kind(text)
+        except ValueError:
+            continue
+        return number if -(2**63) <= number < 2**63 else None
+    return None
 
 
-def read_fixed(fixed: bytes, size: int) -> tuple[int, int]:
-    """Return the length and the CRC-32 of the header from the first bytes of a file; raises ArrayFileError."""
-    if len(fixed) < FIXED or not fixed.startswith(MAGIC):
-        raise ArrayFileError("is not a file of arrays, or is truncated")
-    length = int.from_bytes(fixed[8:16], "little")
-    if length > min(size - FIXED, MAX_HEADER):
-        raise ArrayFileError("is truncated or corrupt")
-    return length, int.from_bytes(fixed[16:FIXED], "little")
-
-
-def checksum_of(arrays: Arrays) -> int:
-    """Return the CRC-32 of all arrays, in the order of their names."""
-    checksum = 0
-    for name in sorted(arrays):
-        checksum = zlib.crc32(np.ascontiguousarray(arrays[name]).view(np.uint8).data, checksum)
-    return checksum
-
-
-def pack_names(prefix: str, names: Sequence[bytes]) -> dict[str, np.ndarray]:
-    """Return names as PREFIX_bytes, uint8 (total,), and PREFIX_offsets, int64 (len(names) + 1,), of their starts."""
-    lengths = np.fromiter(map(len, names), np.int64, len(names))
-    offsets = np.concatenate([[0], lengths.cumsum()])
-    return {f"{prefix}_bytes": np.frombuffer(b"".join(names), np.uint8), f"{prefix}_offsets": offsets}
-
-
-def packed_name(arrays: Arrays, prefix: str, index: int) -> str:
-    """Return name `index` of `pack_names` as text."""
-    return name_at(arrays[f"{prefix}_bytes"], arrays[f"{prefix}_offsets"], index)
+def unknown_names(
+    source: str,
+    column: str,
+    names: Sequence[str],
+    known: Sequence[str],
+    place_of: Callable[[str, str], str] = lambda column, name: "",
+) -> str:
+    """Return the message for evaluation classes that are not among the training classes."""
+    what = "classes" if column == "label" else f"values of {column}"
+    by_case = {name.casefold() for name in known}
+    hint = "; they differ by case: rename them" if any(name.casefold() in by_case for name in names) else ""
+    shown = [f"{ascii(name)[1:-1]}{place_of(column, name)}{'' if hint else did_you_mean(name, known)}"
+             for name in names[:6]]  # fmt: skip
+    return f"{source} has {what} that the training data lacks: {first_few([*shown, *names[6:]])}{hint}"

@@ -20,10 +20,11 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import DataError, did_you_mean
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.settings import setting
+from distribuuuu.data.datasets.array_file import pack_names
 from distribuuuu.data.datasets.base import ImageDataset, SplitDataset
 from distribuuuu.data.datasets.image_list import TableColumns, TableSet
-from distribuuuu.data.datasets.index import Content, Index, encode_targets, find_stamp, pack_names
-from distribuuuu.data.datasets.table_file import TableSpec, parse_labels
+from distribuuuu.data.datasets.index import Content, Index, find_stamp
+from distribuuuu.data.datasets.table_file import TableSpec, encode_targets, parse_labels
 from distribuuuu.files.untrusted import parse_json, printable
 
 # Where the files of a split are, in the order in which they are looked for; {} stands for the split.

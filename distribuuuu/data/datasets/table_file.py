@@ -17,7 +17,8 @@ import numpy as np
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import first_few
-from distribuuuu.data.datasets.index import Content, encode_targets, find_stamp, pack_names
+from distribuuuu.data.datasets.array_file import pack_names
+from distribuuuu.data.datasets.index import Content, find_stamp
 from distribuuuu.data.datasets.made_elsewhere import (
     PathFinder,
     find_delimiter,
@@ -144,6 +145,29 @@ def _to_content(spec: TableSpec, images: list, labels: list, names: list[str], n
         "file": np.array([folders[folder] for folder, _ in images], np.int32),
     }
     return {**meta, "ignored": {}, "num_beside": 0, "notes": notes}, arrays
+
+
+def encode_targets(key: str, found: Mapping[str, tuple[Sequence, Sequence[str]]]) -> Content:
+    """Return the meta and the arrays of the targets of images.
+
+    Args:
+        key: label, labels (several of one column by image) or targets (several columns).
+        found: by column, the values, and their names in the order of the classes, to which unknown ones are added.
+    """
+    meta: dict[str, Any] = {"columns": list(found)} if key == "targets" else {}
+    arrays: dict[str, np.ndarray] = {}
+    meta["classes"] = []
+    for number, (values, names) in enumerate(found.values()):
+        flat = [*itertools.chain.from_iterable(values)] if key == "labels" else values
+        numbers = {name: place for place, name in enumerate(dict.fromkeys([*names, *flat]))}
+        indices = np.fromiter((numbers[value] for value in flat), np.int32, len(flat))
+        if key == "targets":
+            arrays |= {**pack_names(f"values{number}", [*map(os.fsencode, numbers)]), f"target{number}": indices}
+            continue
+        meta["classes"], arrays["label"] = list(numbers), indices
+        if key == "labels":
+            arrays["label_offsets"] = np.cumsum([0, *map(len, values)], dtype=np.int64)
+    return meta, arrays
 
 
 def _name_labels(spec: TableSpec, labels: list[str] | str, names_of: Mapping[str, str]) -> list[str] | str:

@@ -1,6 +1,6 @@
 """Packed data sets, in a folder or at a URL.
 
-- format.py: the index and the shards; block_order.py: the order in which a pack at a URL is read.
+- format.py: the index, the shards, and the order in which a pack at a URL is read.
 - dataset.py: the data set `packed`; remote.py: byte ranges of a pack at a URL; cache.py: their copies on disk;
   transport.py: requests by HTTP, or by fsspec for object stores.
 """

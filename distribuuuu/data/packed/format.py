@@ -14,14 +14,17 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
-from distribuuuu.data.datasets.index import Arrays, Place, packed_name, read_arrays
+from distribuuuu.data.datasets.array_file import Arrays, Place, packed_name, read_arrays
 from distribuuuu.files.untrusted import InvalidFileError, untrusted
+
+if TYPE_CHECKING:
+    import torch
 
 # The second version has targets other than one label per image.
 KIND, VERSION, VERSIONS = "packed images", 1, (1, 2)
@@ -35,6 +38,8 @@ COLUMNS = {
 HEADER_SIZE = 64
 # Bytes of the largest image, which is read as a whole, and of the largest shard.
 MAX_RECORD, _MAX_SHARD = 1 << 30, 1 << 50
+# Size of a block in bytes: the unit of reading over a network; and the blocks within which images are shuffled.
+BLOCK_BYTES, WINDOW = 2 << 20, 1024
 FOREIGN_SHARD = "does not belong to this pack, or its header is corrupt; pack the data again"
 _HEADER = struct.Struct("<8sI8sII")
 _MAGIC = b"DUSHARD\0"
@@ -201,3 +206,45 @@ def find_shard_problems(folder: Path, meta: Meta) -> Iterator[str]:
         if size != shard["size"]:
             sizes = f"{counted(size, 'byte')}, expected {shard['size']:,}"
             yield f"{path} has {sizes}: it was truncated or replaced; pack the data again"
+
+
+# --------------------------------------------------------------- blocks of neighboring images
+
+
+def block_starts(columns: Arrays) -> np.ndarray:
+    """Return the first image of each block, ascending: int64 (blocks,).
+
+    A block has the records that begin in the same BLOCK_BYTES of a shard.
+    """
+    cell = (columns["shard"].astype(np.int64) << 40) + (columns["offset"] - HEADER_SIZE) // BLOCK_BYTES
+    return np.flatnonzero(np.diff(cell, prepend=-1))
+
+
+class BlockShuffle:
+    """Orders of images that visit each block within a short time.
+
+    The blocks are put into a random order. Then each image moves back by a random distance of at most `window` blocks.
+
+    Args:
+        images: the pack.
+        window: in blocks, by default WINDOW; fewer blocks are shuffled as a whole.
+    """
+
+    def __init__(self, images: Any, window: int | None = None):
+        import torch
+
+        self._starts, self._window = torch.from_numpy(block_starts(images.columns)), window or WINDOW
+
+    def draw(self, num: int, generator: "torch.Generator") -> "torch.Tensor":
+        """Return the indices of all `num` images: int64 (num,)."""
+        import torch  # not above: the checks before a run import this file
+
+        num_blocks = len(self._starts)
+        if num_blocks <= self._window:
+            return torch.randperm(num, generator=generator)
+        blocks = torch.randperm(num_blocks, generator=generator)
+        lengths = torch.diff(self._starts, append=torch.tensor([num]))[blocks]
+        positions = torch.arange(num)
+        images = positions + (self._starts[blocks] - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
+        delays = torch.rand(num, dtype=torch.float64, generator=generator) * (num * self._window / num_blocks)
+        return images[(positions + delays).argsort(stable=True)]

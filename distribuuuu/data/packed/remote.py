@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.datasets.index import FIXED, Place, checksum_of, read_fixed, read_header
-from distribuuuu.data.packed import block_order
+from distribuuuu.data.datasets.array_file import FIXED, Place, checksum_of, read_fixed, read_header
 from distribuuuu.data.packed import format as packed_format
 from distribuuuu.data.packed.cache import KEPT, DiskCache
 from distribuuuu.data.packed.format import INDEX, check_index
@@ -86,7 +85,7 @@ class RemotePack:
         self._cache = DiskCache(cache_folder(cache_dir) / "remote", int(cache_gb * 1e9))
         self._key = hashlib.sha256(url.encode()).hexdigest()[:16]
         self.meta, self.columns = self._load_index(f"{url}/{INDEX}")
-        self._starts = block_order.block_starts(self.columns)
+        self._starts = packed_format.block_starts(self.columns)
         with ThreadPoolExecutor(2 * NUM_THREADS) as pool:
             self._versions = list(pool.map(self._check_shard, range(len(self.meta["shards"]))))
         self._is_checked = bytearray(len(self.columns["label"]))
@@ -166,7 +165,7 @@ class RemotePack:
         return np.searchsorted(self._starts, images, side="right") - 1
 
     def _name(self, block: int) -> str:
-        return f"{self._key}/{self.meta['crc32']:08x}-{block_order.BLOCK_BYTES}/{block // 1000}/{block}"
+        return f"{self._key}/{self.meta['crc32']:08x}-{packed_format.BLOCK_BYTES}/{block // 1000}/{block}"
 
     def _fetch_block(self, block: int, retry_s: float | None = None) -> bytes | None:
         first, end = [*self._starts[block : block + 2].tolist(), len(self._is_checked)][:2]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.datasets import index as array_file
-from distribuuuu.data.datasets.index import ArrayFileError, read_arrays, write_arrays
+from distribuuuu.data.datasets import array_file
+from distribuuuu.data.datasets.array_file import ArrayFileError, read_arrays, write_arrays
 from distribuuuu.data.packed.dataset import Packed
 
 # They need the command pack, which may have been deleted.

@@ -14,7 +14,8 @@ from support.processes import free_port
 from support.runs import small_options
 
 from distribuuuu.config import load_cfg
-from distribuuuu.data.packed import block_order, transport
+from distribuuuu.data.packed import format as packed_format
+from distribuuuu.data.packed import transport
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.engine.preflight import find_run_problems
 
@@ -38,7 +39,7 @@ def store(object_server, packed, monkeypatch):
     """The server, with the pack at URL; blocks have a few images, and retries come at once."""
     for name, value in object_server.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(block_order, "BLOCK_BYTES", 4000)
+    monkeypatch.setattr(packed_format, "BLOCK_BYTES", 4000)
     monkeypatch.setattr(transport, "FIRST_PAUSE_S", 0.05)
     object_server.refusal = None
     transport._open_filesystem.cache_clear()
@@ -114,7 +115,7 @@ def test_a_pack_at_a_gs_url_is_the_local_one(packed, tmp_path, monkeypatch):
     port, url = free_port(), "gs://bucket/sets/small"
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
     monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
-    monkeypatch.setattr(block_order, "BLOCK_BYTES", 4000)
+    monkeypatch.setattr(packed_format, "BLOCK_BYTES", 4000)
     transport._open_filesystem.cache_clear()
     server = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
     server.start()

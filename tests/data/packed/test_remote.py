@@ -26,12 +26,12 @@ from support.runs import run_python, small_options
 from support.tiers import slow
 
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.data.packed import block_order, cache, transport
+from distribuuuu.data.packed import cache, transport
 from distribuuuu.data.packed import format as packed_format
 from distribuuuu.data.packed import remote as pack
-from distribuuuu.data.packed.block_order import BlockShuffle
 from distribuuuu.data.packed.cache import DiskCache
 from distribuuuu.data.packed.dataset import Packed
+from distribuuuu.data.packed.format import BlockShuffle
 from distribuuuu.data.packed.transport import RemoteError
 from distribuuuu.engine.preflight import find_run_problems
 
@@ -52,7 +52,7 @@ def packed(tmp_path_factory) -> Path:
 @pytest.fixture
 def source(packed, tmp_path, monkeypatch):
     """A server of a copy of the pack; blocks have a few images, and retries come at once."""
-    monkeypatch.setattr(block_order, "BLOCK_BYTES", 4000)
+    monkeypatch.setattr(packed_format, "BLOCK_BYTES", 4000)
     monkeypatch.setattr(transport, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(pack, "START_S", 0.1)
     shutil.copytree(packed, tmp_path / "served")
@@ -80,7 +80,7 @@ def block_files(tmp_path) -> list[Path]:
 
 @pytest.mark.parametrize(("workers", "kind"), KINDS)
 def test_batches_over_a_faulty_network_are_the_local_ones(source, packed, tmp_path, monkeypatch, workers, kind):
-    monkeypatch.setattr(block_order, "WINDOW", 5)
+    monkeypatch.setattr(packed_format, "WINDOW", 5)
     for shuffle in ["global", "blocks"][kind == "process" :]:
         words = ["DATA.SHUFFLE", shuffle, "TRAIN.WORKERS", str(workers), "DATA.WORKER_KIND", kind]
         local = cfg_of(packed, tmp_path, *words)
@@ -109,16 +109,16 @@ def columns_of(sizes) -> dict[str, np.ndarray]:
     """Return the columns of a pack of one shard, with so many images per block."""
     blocks = np.repeat(np.arange(len(sizes)), sizes)
     places = np.concatenate([np.arange(size) for size in sizes])
-    offsets = packed_format.HEADER_SIZE + blocks * block_order.BLOCK_BYTES + places
+    offsets = packed_format.HEADER_SIZE + blocks * packed_format.BLOCK_BYTES + places
     return {"shard": np.zeros(len(blocks), np.int32), "offset": offsets.astype(np.int64)}
 
 
 def test_blocks_are_read_once_per_epoch_within_a_window():
     sizes = np.random.default_rng(0).integers(1, 9, 200)
     num, columns, block_of = int(sizes.sum()), columns_of(sizes), np.repeat(np.arange(200), sizes)
-    assert block_order.block_starts(columns).tolist() == [0, *np.cumsum(sizes)[:-1]]
+    assert packed_format.block_starts(columns).tolist() == [0, *np.cumsum(sizes)[:-1]]
     columns["shard"][-1] = 1  # begins a block
-    assert len(block_order.block_starts(columns)) == 201
+    assert len(packed_format.block_starts(columns)) == 201
     columns["shard"][-1] = 0
     shuffle = BlockShuffle(SimpleNamespace(columns=columns), 10)
     orders = [shuffle.draw(num, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]

@@ -1,0 +1,158 @@
+"""Files of arrays, mapped into memory: the stored form of indexes, packs and records."""
+
+import json
+import math
+import mmap
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from distribuuuu.config.errors import counted
+from distribuuuu.files.atomic_file import replacing
+from distribuuuu.files.image_files import name_at
+from distribuuuu.files.untrusted import open_regular, parse_json
+
+# All processes of a machine share the pages of such a file, so loader workers need no copies of an index.
+#
+#     8 bytes   magic
+#     8 bytes   length of the header, little-endian
+#     4 bytes   CRC-32 of the header
+#     JSON      {"kind", "version", "size", "meta", "arrays": {name: [dtype, shape, offset]}}
+#     ...       each array, at a multiple of 64 bytes
+MAGIC = b"DUARRAYS"
+ALIGNMENT = 64
+FIXED = len(MAGIC) + 8 + 4
+# Bytes of the longest header that is read: more than 100,000 shards need.
+MAX_HEADER = 64 << 20
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class Place(NamedTuple):
+    """The type, the shape and the first byte of an array in a file."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+class ArrayFileError(ValueError):
+    """A file of arrays that cannot be used; the message gives the reason without the path."""
+
+
+def write_arrays(path: str | os.PathLike, kind: str, version: int, meta: Mapping[str, Any], arrays: Arrays) -> None:
+    """Write a file atomically.
+
+    Args:
+        path: the file to write; its folder must exist.
+        kind, version: what `read_arrays` must ask for.
+        meta: anything that JSON can represent.
+        arrays: by name, of any shape and of a numeric type.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    header = _make_header(kind, version, dict(meta), arrays)
+    with replacing(Path(path)) as file:
+        file.write(MAGIC + len(header).to_bytes(8, "little") + zlib.crc32(header).to_bytes(4, "little") + header)
+        for array in arrays.values():
+            file.write(b"\0" * (-file.tell() % ALIGNMENT))
+            file.write(array.data)
+
+
+def _make_header(kind: str, version: int, meta: dict, arrays: Arrays) -> bytes:
+    """Return the header; the offsets depend on its length, so it is padded to the length with the largest offsets."""
+    places = {name: [array.dtype.str, array.shape, 1 << 60] for name, array in arrays.items()}
+    header = {"kind": kind, "version": version, "size": 1 << 60, "meta": meta, "arrays": places}
+    length = len(json.dumps(header))
+    end = FIXED + length
+    for name, array in arrays.items():
+        offset = end + -end % ALIGNMENT
+        places[name][2] = offset
+        end = offset + array.nbytes
+    return json.dumps({**header, "size": end}).encode().ljust(length)
+
+
+def read_arrays(
+    path: str | os.PathLike, kind: str, version: int | tuple[int, ...]
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return the meta and the arrays of a file, read-only and memory-mapped: only the header is read here.
+
+    Raises:
+        ArrayFileError: the file has another format, kind or version, or is truncated or corrupt.
+        OSError: the file cannot be read.
+    """
+    with open_regular(path) as file:
+        meta, places = read_header(file, os.fstat(file.fileno()).st_size, kind, version)
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    try:  # frombuffer refuses objects and places outside of the file
+        return meta, {
+            name: np.frombuffer(mapped, at.dtype, math.prod(at.shape), at.offset).reshape(at.shape)
+            for name, at in places.items()
+        }
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ArrayFileError(f"has an invalid header: {error}") from error
+
+
+def read_header(
+    file: IO[bytes], size: int, kind: str, version: int | tuple[int, ...]
+) -> tuple[dict[str, Any], dict[str, Place]]:
+    """Return the meta, whose content is unchecked, and the places of the arrays of a file of `size` bytes.
+
+    `version` is the expected version, or several.
+
+    Raises:
+        ArrayFileError: the header has another kind or version, or is invalid.
+    """
+    length, checksum = read_fixed(file.read(FIXED), size)
+    text = file.read(length)
+    if len(text) != length or zlib.crc32(text) != checksum:
+        raise ArrayFileError("has a corrupt header")
+    versions = version if isinstance(version, tuple) else (version,)
+    try:
+        header = parse_json(text)
+        found, expected, meta = (header["kind"], header["version"]), header["size"], dict(header["meta"])
+        places = {name: Place(np.dtype(at[0]), tuple(at[1]), at[2]) for name, at in header["arrays"].items()}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ArrayFileError(f"has an invalid header: {error}") from error
+    if found[0] != kind or found[1] not in versions:
+        of = f"{str(found[0])[:40]} of version {str(found[1])[:9]}"
+        raise ArrayFileError(f"is {of}, not {kind} of version {versions[0]}")
+    if size != expected:
+        raise ArrayFileError(f"has {counted(size, 'byte')}, expected {expected!s:.20}: it is truncated or corrupt")
+    return meta, places
+
+
+def read_fixed(fixed: bytes, size: int) -> tuple[int, int]:
+    """Return the length and the CRC-32 of the header from the first bytes of a file; raises ArrayFileError."""
+    if len(fixed) < FIXED or not fixed.startswith(MAGIC):
+        raise ArrayFileError("is not a file of arrays, or is truncated")
+    length = int.from_bytes(fixed[8:16], "little")
+    if length > min(size - FIXED, MAX_HEADER):
+        raise ArrayFileError("is truncated or corrupt")
+    return length, int.from_bytes(fixed[16:FIXED], "little")
+
+
+def checksum_of(arrays: Arrays) -> int:
+    """Return the CRC-32 of all arrays, in the order of their names."""
+    checksum = 0
+    for name in sorted(arrays):
+        checksum = zlib.crc32(np.ascontiguousarray(arrays[name]).view(np.uint8).data, checksum)
+    return checksum
+
+
+def pack_names(prefix: str, names: Sequence[bytes]) -> dict[str, np.ndarray]:
+    """Return names as PREFIX_bytes, uint8 (total,), and PREFIX_offsets, int64 (len(names) + 1,), of their starts."""
+    lengths = np.fromiter(map(len, names), np.int64, len(names))
+    offsets = np.concatenate([[0], lengths.cumsum()])
+    return {f"{prefix}_bytes": np.frombuffer(b"".join(names), np.uint8), f"{prefix}_offsets": offsets}
+
+
+def packed_name(arrays: Arrays, prefix: str, index: int) -> str:
+    """Return name `index` of `pack_names` as text."""
+    return name_at(arrays[f"{prefix}_bytes"], arrays[f"{prefix}_offsets"], index)
