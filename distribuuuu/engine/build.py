@@ -18,7 +18,7 @@ from distribuuuu.checkpoint.weights_files import KINDS, PUBLISHED, RAW, best_pat
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed, iter_options
 from distribuuuu.config.derived import total_steps
-from distribuuuu.config.run_files import METRICS, PREDICTIONS, RUN_FILES, TRACKERS_FOLDER, url_of
+from distribuuuu.config.run_files import METRICS, PREDICTIONS, RESULTS, RUN_FILES, TRACKERS_FOLDER, url_of
 from distribuuuu.data.batch import statistics_of
 from distribuuuu.data.loader import Loader, TrainLoader, check_same_data
 from distribuuuu.data.seeding import derive_seed, draw_seed, seed_cpu
@@ -331,7 +331,7 @@ def prepare_out_dir(cfg, checkpoints: CheckpointManager, latest: Path | None) ->
     """
     checkpoints.remove_temporary_files()
     is_new = latest is None and not cfg.TRAIN.AUTO_RESUME
-    if is_new and (archive := checkpoints.archive((cfg.CFG_DEST, METRICS, PREDICTIONS, TRACKERS_FOLDER))):
+    if is_new and (archive := checkpoints.archive((cfg.CFG_DEST, METRICS, RESULTS, PREDICTIONS, TRACKERS_FOLDER))):
         logger.info("TRAIN.AUTO_RESUME is False: checkpoints and config of the previous run were moved to %s", archive)
     write_config(cfg)
 

@@ -6,11 +6,11 @@ holds the identifier of the run in the tracker, and the last row of each kind th
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -89,9 +89,7 @@ class Tracker(ABC):
         if not self._is_connected:
             self.note_run(self.connect(self._state["run"]))
             self._is_connected = True
-        for rows in self._new_rows():
-            self.send_rows(rows)
-            self.sent["row"] += len(rows)
+        self._send_rows()
         for path, tag, step in self._new_images():
             self.send_image(path, tag, step)
             self._note_file("image", path)
@@ -117,8 +115,8 @@ class Tracker(ABC):
         with replacing(make_folder(self.run.out_dir, TRACKERS_FOLDER) / f"{self.name}.json", "w") as file:
             json.dump(self._state, file)
 
-    def _new_rows(self) -> Iterator[list[MetricRow]]:
-        """Yield the rows that were not sent, up to `MAX_ROWS` at once; those of an item count as sent after it.
+    def _send_rows(self) -> None:
+        """Send the rows that were not sent, up to `MAX_ROWS` at once, which then count as sent.
 
         Rows up to the last one of their kind are not repeated, even if a rollback or a resume has replaced them.
         """
@@ -128,23 +126,21 @@ class Tracker(ABC):
             status = os.fstat(file.fileno())
             if self._file_id != (status.st_dev, status.st_ino) or status.st_size < self._offset:
                 self._file_id, self._offset = (status.st_dev, status.st_ino), 0  # a rollback replaces the file
-            file.seek(offset := self._offset)
-            rows, last = [], dict(self._state["rows"])
-            for line in iter(lambda: file.readline(MAX_JSON), b""):
-                if not line.endswith(b"\n"):  # it is being written
-                    break
-                offset += len(line)
-                record = parse_record(line)
-                if record and [record["epoch"], record["step"]] > last.get(record["kind"], [0, 0]):
-                    last[record["kind"]] = [record["epoch"], record["step"]]
-                    rows.append(self._make_row(record))
-                if len(rows) == MAX_ROWS:
-                    yield rows
-                    self._note_rows(last, offset)
-                    rows, last = [], dict(last)
-            if rows:
-                yield rows
-                self._note_rows(last, offset)
+            file.seek(self._offset)
+            lines = (line for line in iter(lambda: file.readline(MAX_JSON), b"") if line.endswith(b"\n"))  # else half
+            while chunk := list(itertools.islice(lines, MAX_ROWS)):
+                rows, last = [], dict(self._state["rows"])
+                for record in filter(None, map(parse_record, chunk)):
+                    position = [record["epoch"], record["step"]]
+                    if position > last.get(record["kind"], [0, 0]):
+                        last[record["kind"]] = position
+                        rows.append(self._make_row(record))
+                if rows:
+                    self.send_rows(rows)
+                self.sent["row"] += len(rows)
+                self._state["rows"] = last
+                self._offset += sum(map(len, chunk))
+                self._save()
 
     def _make_row(self, record: dict[str, Any]) -> MetricRow:
         if self.run.num_steps == 0:
@@ -152,10 +148,6 @@ class Tracker(ABC):
         values = {tag: value for tag, value in curves_of(record).items() if type(value) in (int, float)}
         time_s = record["time"] if type(record.get("time")) in (int, float) else 0.0
         return MetricRow((record["epoch"] - 1) * self._state["num_steps"] + record["step"], time_s, values)
-
-    def _note_rows(self, last: dict[str, list[int]], offset: int) -> None:
-        self._state["rows"], self._offset = last, offset
-        self._save()
 
     def _new_images(self) -> list[tuple[Path, str, int]]:
         """Return (path, tag, step) of each image that was not sent."""
