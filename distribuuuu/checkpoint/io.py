@@ -164,7 +164,7 @@ def _load(path: Path, is_zip: bool) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:  # not of this package, or damaged
-        from distribuuuu.checkpoint.foreign_objects import load_without_objects
+        from distribuuuu.checkpoint.foreign_files import load_without_objects
 
         try:
             return load_without_objects(path, is_zip)
@@ -242,7 +242,7 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], path:
     """
     own = model.state_dict()
     if own.keys() != state_dict.keys():
-        from distribuuuu.checkpoint.tensor_names import rename_tensors
+        from distribuuuu.checkpoint.foreign_files import rename_tensors
 
         state_dict = rename_tensors(state_dict, own)
     shapes = {key: (tuple(state_dict[key].shape), tuple(own[key].shape)) for key in own if key in state_dict}

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from distribuuuu.checkpoint.foreign_files import Tensors, rename_tensors
 from distribuuuu.checkpoint.io import find_class_mismatch, is_state_dict, read_checkpoint
-from distribuuuu.checkpoint.tensor_names import Tensors, rename_tensors
 from distribuuuu.checkpoint.weights_files import KINDS, PUBLISHED, find_weights_file
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted

@@ -40,25 +40,19 @@ _ROWS_PER_HEADER, _MAX_WIDTH = 20, 65
 # Progress bars: the position, the time left of the epoch or the evaluation, then what `Log` appends.
 _BAR_FORMAT = "{desc} |{bar}| {n_fmt}/{total_fmt} [{remaining}{postfix}]"
 _TERMINAL_TIME, _FILE_TIME = "%H:%M:%S", "%m-%d %H:%M:%S"
-# ANSI colors of the level names.
-_COLORS = {logging.WARNING: "33", logging.ERROR: "31"}
 
 
 class _LineFormatter(logging.Formatter):
-    """Format of a line: time, rank if it is not 0, level from WARNING on (optionally colored), message."""
+    """Format of a line: time, rank if it is not 0, level from WARNING on, message."""
 
-    def __init__(self, time_format: str, colored: bool = False):
+    def __init__(self, time_format: str):
         super().__init__(f"%(asctime)s {'' if dist.is_main() else f'[rank {dist.rank()}] '}%(message)s", time_format)
-        self._colored = colored
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """Return the line of a record, whose message may name files: further lines of it are indented."""
-        record.message = printable(record.message, keep="\n\t").replace("\n", "\n    ")
-        if record.levelno < logging.WARNING:
-            return super().formatMessage(record)
-        color = _COLORS.get(record.levelno) if self._colored else None
-        level = f"\x1b[{color}m{record.levelname}:\x1b[0m" if color else f"{record.levelname}:"
-        return super().formatMessage(logging.makeLogRecord({**record.__dict__, "message": f"{level} {record.message}"}))
+        level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
+        record.message = level + printable(record.getMessage(), keep="\n\t").replace("\n", "\n    ")
+        return super().formatMessage(record)
 
 
 class _Handler(logging.StreamHandler):
@@ -67,8 +61,7 @@ class _Handler(logging.StreamHandler):
     def __init__(self, path: Path | None = None):
         super().__init__(open_for_writing(path, "a", encoding="utf-8") if path else None)
         self._is_file = path is not None
-        color = not path and supports_color()
-        self.setFormatter(_LineFormatter(_FILE_TIME if path else _TERMINAL_TIME, color))
+        self.setFormatter(_LineFormatter(_FILE_TIME if path else _TERMINAL_TIME))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record while the bar is hidden."""
@@ -122,11 +115,6 @@ def has_progress_bar() -> bool:
     kernel = sys.modules.get("ipykernel.kernelapp")
     is_notebook = kernel is not None and kernel.IPKernelApp.initialized()
     return dist.is_main() and sys.stderr is not None and (is_notebook or sys.stderr.isatty())
-
-
-def supports_color() -> bool:
-    """Return whether standard error is a terminal with colors; NO_COLOR disables them (no-color.org)."""
-    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def progress(

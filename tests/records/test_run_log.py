@@ -163,28 +163,16 @@ def test_numbers_are_short_and_right():
 # Levels
 
 
-@pytest.mark.parametrize(
-    "stream, env, color",
-    [(Terminal, {}, True), (Terminal, {"NO_COLOR": "1"}, False), (Terminal, {"NO_COLOR": ""}, True),
-     (Terminal, {"TERM": "dumb"}, False), (io.StringIO, {}, False)],
-)  # fmt: skip
-def test_warnings_and_errors_name_their_level(tmp_path, monkeypatch, stream, env, color):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    for name, value in {"TERM": "xterm", **env}.items():
-        monkeypatch.setenv(name, value)
-    terminal = stream()
-    monkeypatch.setattr(sys, "stderr", terminal)
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_warnings_and_errors_name_their_level(tmp_path, monkeypatch, stream):
+    monkeypatch.setattr(sys, "stderr", terminal := stream())
     with log.logging_to(tmp_path, "train.log"):
         for level in (logging.INFO, logging.WARNING, logging.ERROR):
             logging.getLogger("distribuuuu.some").log(level, "100 %% of %s", "it")
     plain = ["100 % of it", "WARNING: 100 % of it", "ERROR: 100 % of it"]
     assert [line.split(" ", 2)[2] for line in (tmp_path / "train.log").read_text().splitlines()] == plain
     shown = re.sub(r"\r|\x1b\[K", "", terminal.getvalue()).splitlines()
-    assert any("\x1b[33mWARNING:\x1b[0m 100" in line for line in shown) == color
-    assert any("\x1b[31mERROR:\x1b[0m 100" in line for line in shown) == color
-    if not color:
-        assert "\x1b[3" not in terminal.getvalue()
-        assert [line.split(" ", 1)[1] for line in shown if line] == plain
+    assert [line.split(" ", 1)[1] for line in shown if line] == plain
 
 
 # The last lines
