@@ -356,7 +356,7 @@ def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader) -> Log:
         more_entries = LayerNorms(state.model, state.optimizer, is_read).pop
     writers = build_log_writers(cfg, loader.num_steps) if dist.is_main() else []
     log = Log(
-        cfg.OUT_DIR,
+        out_dir=cfg.OUT_DIR,
         train_metrics=display_names(task.train_metrics),
         eval_metrics=display_names(task.eval_metrics),
         num_epochs=cfg.OPTIM.MAX_EPOCH,

@@ -98,7 +98,7 @@ def _explained(cfg, keys: tuple[str, ...], images: torch.Tensor) -> Iterator[Non
             raise
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_TORCH)]
         place = f"{'/'.join(Path(frames[-1].filename).parts[-3:])}:{frames[-1].lineno}"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         message = f"{cfg.MODEL.ARCH} fails on an input of shape {tuple(images.shape)}: {reason} ({place})"
         raise ConfigError(Problem(("MODEL.ARCH", *keys), message), cfg.origins) from error
 

@@ -1,6 +1,7 @@
 """Exponential moving average of the weights (Polyak and Juditsky, 1992)."""
 
 import copy
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -8,14 +9,15 @@ from torch import nn
 from distribuuuu.distributed.comm import to_local
 
 
+@dataclass(eq=False)
 class Ema:
     """Average of a model's weights with a half-life in images, so that it means the same at any batch size.
 
     A step sets each weight of the average to `decay * average + (1 - decay) * current`, with
     `decay = 0.5 ** (images of the step / half-life)`. Buffers that are not floating-point (counts) are copied.
 
-    Args:
-        model: the model, on its device; the average starts with its weights.
+    Attributes:
+        model: the average; at the construction the model on its device, with whose weights the average starts.
         half_life: in images.
         ramp_up: maximum of the half-life as a share of the images seen, to forget the random initial weights soon
             (Karras et al., arXiv 2206.00364, appendix F); 0: no maximum.
@@ -24,21 +26,15 @@ class Ema:
         start_epoch: epoch at which averaging starts; until its first step, updates copy the weights.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        half_life: float,
-        ramp_up: float = 0.0,
-        buffers: str = "average",
-        every_steps: int = 1,
-        start_epoch: int = 0,
-    ):
-        self.half_life = half_life
-        self.ramp_up = ramp_up
-        self.buffers = buffers
-        self.every_steps = every_steps
-        self.start_epoch = start_epoch
-        self.model = copy.deepcopy(model).eval().requires_grad_(False)
+    model: nn.Module
+    half_life: float
+    ramp_up: float = 0.0
+    buffers: str = "average"
+    every_steps: int = 1
+    start_epoch: int = 0
+
+    def __post_init__(self):
+        model, self.model = self.model, copy.deepcopy(self.model).eval().requires_grad_(False)
         self.pair_with(model)
 
     def pair_with(self, model: nn.Module) -> None:

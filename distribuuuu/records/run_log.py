@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -168,57 +169,49 @@ class LogTable:
         logger.info("%s", gap.join(f"{cells.get(name, '-'):>{width}}" for name, width in self._widths.items()))
 
 
+@dataclass(kw_only=True, eq=False)
 class Log:
     """metrics.jsonl, the TensorBoard events and the table of steps of a run.
 
-    Args:
+    Attributes:
         out_dir: output folder of the run.
         train_metrics, eval_metrics: display names of the metrics, e.g. {"top1": "top1", "topk": "top5"}; the first
             evaluation metric selects the best epoch.
         num_epochs: epochs of the run.
         num_steps: steps per whole epoch.
-        total_steps: steps of the run; 0: all epochs are whole.
         images_per_step: images per step of all processes.
         epoch, step: position of this start; later records, from an interrupted run, are removed.
         timing: images and seconds of the training steps over all starts, which the log adds to.
         more_entries: returns further entries of a row, e.g. `LayerNorms.pop`.
+        total_steps: steps of the run; 0: all epochs are whole.
         writers: TensorBoard events and others that take the rows and the images; none on the other processes.
     """
 
-    def __init__(
-        self,
-        out_dir: str | os.PathLike,
-        *,
-        train_metrics: dict[str, str],
-        eval_metrics: dict[str, str],
-        num_epochs: int,
-        num_steps: int,
-        images_per_step: int,
-        epoch: int = 0,
-        step: int = 0,
-        timing: dict[str, float] | None = None,
-        more_entries: Callable[[], dict[str, Any]] = dict,
-        total_steps: int = 0,
-        writers: Sequence[Any] = (),
-    ):
-        self.train_metrics, self.eval_metrics = train_metrics, eval_metrics
+    out_dir: str | os.PathLike
+    train_metrics: dict[str, str]
+    eval_metrics: dict[str, str]
+    num_epochs: int
+    num_steps: int
+    images_per_step: int
+    epoch: int = 0
+    step: int = 0
+    timing: dict[str, float] = field(default_factory=lambda: {"images": 0, "seconds": 0.0})
+    more_entries: Callable[[], dict[str, Any]] = dict
+    total_steps: int = 0
+    writers: Sequence[Any] = ()
+
+    def __post_init__(self):
         self._means: tuple[str, ...] = ()  # of `StepOutput.sums`, in the rows so far
-        self.num_epochs = num_epochs
-        self.num_steps = self._end = num_steps
-        self._total_steps = total_steps or num_epochs * num_steps
-        self._images_per_step = images_per_step
+        self._end = self.num_steps
         self._build_table()
         self._evaluation = ""  # of the bar
         self._scalars: dict[int, dict[str, float]] = {}  # by epoch
-        self._out_dir = Path(out_dir)
         self._records: RecordFile | None = None
-        self._writers = writers
         self._stage: str | None = None
-        self._timing = {"images": 0, "seconds": 0.0} if timing is None else timing
-        self._more_entries = more_entries
         # Where this start resumed and its last rollback began, (epoch from 1, step), in each of its records.
-        self._origin = {"resumed": [epoch + 1, step]} if (epoch, step) != (0, 0) else {}
-        self.rewind(epoch, step)
+        start = (self.epoch, self.step)
+        self._origin = {"resumed": [self.epoch + 1, self.step]} if start != (0, 0) else {}
+        self.rewind(*start)
 
     def _build_table(self) -> None:
         labels = (*self.train_metrics.values(), *self._means)
@@ -240,17 +233,17 @@ class Log:
         self._table.start()
         if not dist.is_main():
             return
-        path = self._out_dir / run_files.METRICS
+        path = Path(self.out_dir) / run_files.METRICS
         drop_records_after(path, epoch, step)
         self._records = RecordFile(path)
-        for writer in self._writers:
+        for writer in self.writers:
             writer.rewind(self._first_position)
 
     def __enter__(self) -> "Log":
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for writer in self._writers:
+        for writer in self.writers:
             writer.end()
 
     def steps(self, epoch: int, first: int, end: int | None = None) -> Iterator[int]:
@@ -268,16 +261,16 @@ class Log:
     def train(self, epoch: int, step: int, lr: float, metrics: dict, data_time_s: float) -> None:
         """Log the metrics after `step` steps of an epoch, and the seconds spent waiting for data."""
         now, position = time.perf_counter(), epoch * self.num_steps + step
-        elapsed, images = now - self._last_read, (position - self._read_position) * self._images_per_step
-        self._timing["images"] += images
-        self._timing["seconds"] += elapsed
+        elapsed, images = now - self._last_read, (position - self._read_position) * self.images_per_step
+        self.timing["images"] += images
+        self.timing["seconds"] += elapsed
         speed = {
             "images_per_s": images / elapsed,
             "wait": min(1.0, data_time_s / elapsed),
             "eta_s": self._eta_s(now, position),
         }
         self._last_read, self._read_position = now, position
-        self._write("train", epoch, step, {"lr": lr, **metrics, **speed, **self._more_entries()})
+        self._write("train", epoch, step, {"lr": lr, **metrics, **speed, **self.more_entries()})
         known = ("count", "loss", "skipped_steps", *self.train_metrics, *self._means)
         if means := tuple(name for name in metrics if name not in known):
             self._means += means
@@ -307,7 +300,7 @@ class Log:
         now, position = time.perf_counter(), epoch * self.num_steps + step
         if self._eta_origin and now - self._shown_at < LOG_INTERVAL_S:
             return
-        images_per_s = (position - self._read_position) * self._images_per_step / (now - self._last_read)
+        images_per_s = (position - self._read_position) * self.images_per_step / (now - self._last_read)
         eta_s = self._eta_s(now, position) if self._eta_origin else None
         self._add_row(now, position, lr, images_per_s, eta_s, {})
 
@@ -323,7 +316,7 @@ class Log:
     def _eta_s(self, now: float, position: int) -> float:
         """Return the estimated seconds until the end of the run, at the speed of this start."""
         since, first = self._eta_origin or (self._started, self._first_position)
-        return (now - since) / (position - first) * (self._total_steps - position)
+        return (now - since) / (position - first) * ((self.total_steps or self.num_epochs * self.num_steps) - position)
 
     def evaluation(self, epoch: int, results: dict[str, dict], bests: Mapping[str, Any]) -> None:
         """Log the evaluation at the end of an epoch; its seconds count from the last `train`.
@@ -353,11 +346,11 @@ class Log:
 
     def images(self, tag: str, pixels: torch.Tensor, epoch: int = -1) -> None:
         """Pass (N, 3, H, W), uint8 or float from 0 to 1, as a grid to the writers after an epoch; -1: before all."""
-        if self._writers and len(pixels):
+        if self.writers and len(pixels):
             from torchvision.utils import make_grid
 
             grid = make_grid(pixels, nrow=8)
-            for writer in self._writers:
+            for writer in self.writers:
                 writer.image(tag, grid, (epoch + 1) * self.num_steps)
 
     def scalars(self, values: Mapping[str, float | torch.Tensor], epoch: int) -> None:
@@ -378,5 +371,5 @@ class Log:
             stage = {} if self._stage is None else {"stage": self._stage}
             record = {"kind": kind, "epoch": epoch + 1, "step": step, **values, **stage, **self._origin, "time": time_s}
             self._records.append(record)
-            for writer in self._writers:
+            for writer in self.writers:
                 writer.row(record, epoch * self.num_steps + step)

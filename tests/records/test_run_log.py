@@ -44,7 +44,7 @@ def logged(caplog, monkeypatch):
 
 def open_log(out_dir, num_epochs=2, num_steps=1000, labels=LABELS, images_per_step=10, **position) -> log.Log:
     sizes = {"num_epochs": num_epochs, "num_steps": num_steps, "images_per_step": images_per_step}
-    return log.Log(out_dir, train_metrics=labels, eval_metrics=labels, **sizes, **position)
+    return log.Log(out_dir=out_dir, train_metrics=labels, eval_metrics=labels, **sizes, **position)
 
 
 def test_the_first_step_of_a_start_is_logged_at_once_and_then_one_by_time(tmp_path, clock, logged):

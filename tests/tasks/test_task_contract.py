@@ -1,6 +1,5 @@
 """Tasks of a user: state, gradients in parts, stages, any outputs, and scores for predictions."""
 
-import copy
 from collections import deque
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.processes import on_processes
-from support.runs import assert_close, assert_same_run, newest, records
+from support.runs import assert_same_run, newest, records
 from support.tiers import slow
 from torch import nn
 
@@ -180,70 +179,6 @@ def test_stages_of_a_task_and_a_loss_are_recorded_also_after_a_resume(register, 
         path.unlink()
     train_model(small_cfg(*words))
     assert_same_run(tmp_path / "out", tmp_path / "whole")
-
-
-class TwoHeads(Task):
-    """A task whose model returns a dict: one head for the class, one for its parity."""
-
-    default_metrics = ("top1",)
-    num_outputs = None
-
-    def adapt_model(self, model):
-        class Heads(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.body, self.parity = model, nn.Linear(3, 2)
-
-            def forward(self, images):
-                logits = self.body(images)
-                return {"class": logits, "parity": (self.parity(logits), None)}
-
-        return Heads()
-
-    def train_step(self, model, batch, key):
-        outputs = model(batch.images)
-        loss = F.cross_entropy(outputs["class"], batch.targets)
-        loss = loss + F.cross_entropy(outputs["parity"][0], batch.targets % 2)
-        return StepOutput(loss, outputs["class"].detach(), batch.targets)
-
-    def eval_step(self, model, batch):
-        return self.train_step(model, batch, None)
-
-
-def test_models_may_return_anything(register, small_cfg, tmp_path, image_folder):
-    register(TwoHeads)
-    cfg = small_cfg("TASK.NAME", "TwoHeads")
-    on_processes(2, train_model, cfg)
-    assert evaluate_run(cfg)["count"] == 37
-    photo = next(iter(sorted((Path(image_folder) / "val").rglob("*.*"))))
-    with pytest.raises(ConfigError, match="TASK.NAME: got TwoHeads, whose .*; fix: define predict_step in the task"):
-        load_run(tmp_path / "out").predict(photo)
-    TwoHeads.predict_step = lambda self, model, images: model(images)["class"]
-    assert len(load_run(tmp_path / "out").predict(photo)[0].labels) == 3
-
-
-def test_an_evaluation_may_adapt_a_copy_of_the_model(register, small_cfg, tmp_path, finished_run):
-    class Adapting(Classification):
-        eval_gradients = True
-
-        def begin_evaluation(self, model):
-            model = copy.deepcopy(model)
-            self.sgd = torch.optim.SGD(model.parameters(), 0.1)
-            return model
-
-        def eval_step(self, model, batch):
-            logits = model(batch.images)
-            self.sgd.zero_grad()
-            F.softmax(logits, 1).square().sum().neg().backward()
-            self.sgd.step()
-            return super().eval_step(model, batch)
-
-    register(Adapting)
-    train_model(small_cfg("TASK.NAME", "Adapting"))
-    runs = tmp_path / "out", finished_run
-    assert_close(*map(newest, runs), tolerance=0)
-    losses = [[entry["loss"] for entry in records(run) if entry["kind"] == "eval"] for run in runs]
-    assert losses[0] != losses[1]
 
 
 class Prototypes(Task):
