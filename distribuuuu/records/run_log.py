@@ -143,32 +143,6 @@ def evaluation_bar(items: Collection, every: int) -> Iterator:
             logger.info("validation: batch %d/%d", number, len(items))
 
 
-class LogTable:
-    """Table of the steps of a run with columns of fixed width, and a header at the start and every 20 rows."""
-
-    def __init__(self, num_epochs: int, num_steps: int, metric_labels: Sequence[str]):
-        totals = {"epoch": num_epochs, "step": num_steps}
-        self._widths = {name: max(len(name), 2 * len(str(total)) + 1) for name, total in totals.items()}
-        self._widths |= {"loss": 6, **{label: max(5, len(label)) for label in metric_labels}}
-        self._widths |= {"lr": 6, "img/s": 5, "data": 4, "eta": 6}
-        self.start()
-
-    def start(self) -> None:
-        """Log a header before the next row."""
-        self._num_rows = 0
-
-    def add(self, cells: dict[str, str]) -> None:
-        """Log a row; columns without a cell show '-'."""
-        if self._num_rows % _ROWS_PER_HEADER == 0:
-            self._log({name: name for name in self._widths})
-        self._num_rows += 1
-        self._log(cells)
-
-    def _log(self, cells: dict[str, str]) -> None:
-        gap = "  " if sum(self._widths.values()) + 2 * len(self._widths) <= _MAX_WIDTH else " "
-        logger.info("%s", gap.join(f"{cells.get(name, '-'):>{width}}" for name, width in self._widths.items()))
-
-
 @dataclass(kw_only=True, eq=False)
 class Log:
     """metrics.jsonl, the TensorBoard events and the table of steps of a run.
@@ -214,15 +188,23 @@ class Log:
         self.rewind(*start)
 
     def _build_table(self) -> None:
+        """Choose the columns of the table, whose next row has a header."""
+        totals = {"epoch": self.num_epochs, "step": self.num_steps}
+        self._widths = {name: max(len(name), 2 * len(str(total)) + 1) for name, total in totals.items()}
         labels = (*self.train_metrics.values(), *self._means)
-        self._table = LogTable(self.num_epochs, self.num_steps, labels)
+        self._widths |= {"loss": 6, **{label: max(5, len(label)) for label in labels}}
+        self._widths |= {"lr": 6, "img/s": 5, "data": 4, "eta": 6}
+        self._num_rows = 0
+
+    def _log_cells(self, cells: dict[str, str]) -> None:
+        """Log a row of the table; columns without a cell show '-'."""
+        gap = "  " if sum(self._widths.values()) + 2 * len(self._widths) <= _MAX_WIDTH else " "
+        logger.info("%s", gap.join(f"{cells.get(name, '-'):>{width}}" for name, width in self._widths.items()))
 
     def rewind(self, epoch: int, step: int, began: tuple[int, int] | None = None) -> None:
         """Continue from an earlier position; remove the records after it.
 
-        Args:
-            epoch, step: the position.
-            began: the position (epoch from 0, step) at which a rollback began; None: it is none.
+        `began` is the position (epoch from 0, step) at which a rollback began.
         """
         if began:
             self._origin["rollback"] = [began[0] + 1, began[1]]
@@ -230,7 +212,7 @@ class Log:
         self._first_position = self._read_position = epoch * self.num_steps + step
         # Time and position from which the ETA is extrapolated: after the first step, which compiles and allocates.
         self._eta_origin: tuple[float, int] | None = None
-        self._table.start()
+        self._num_rows = 0
         if not dist.is_main():
             return
         path = Path(self.out_dir) / run_files.METRICS
@@ -310,7 +292,10 @@ class Log:
         epoch, step = (position - 1) // self.num_steps, (position - 1) % self.num_steps + 1
         cells = {"epoch": f"{epoch + 1}/{self.num_epochs}", "step": f"{step}/{self._end}", "lr": format_lr(lr)}
         cells |= {"img/s": format_speed(images_per_s)} | ({} if eta_s is None else {"eta": format_duration(eta_s)})
-        self._table.add({**cells, **metrics})
+        if self._num_rows % _ROWS_PER_HEADER == 0:
+            self._log_cells({name: name for name in self._widths})
+        self._num_rows += 1
+        self._log_cells({**cells, **metrics})
         self._shown_at, self._eta_origin = now, self._eta_origin or (now, position)
 
     def _eta_s(self, now: float, position: int) -> float:
