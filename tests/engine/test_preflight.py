@@ -82,13 +82,9 @@ def problems(image_folder, tmp_path):
 def test_problems_of_a_training_are_reported_before_it_starts(problems):
     for words, nproc, parts in [
         (("FINETUNE.WEIGHTS", "/no/such"), 1, ["FINETUNE.WEIGHTS (command line): no such file or folder: /no/such"]),
-        ((*SEVERAL_STARTS[:3], False), 1, []),
-        (("FINETUNE.WEIGHTS", "FILE"), 1, []),
         (SEVERAL_STARTS, 1, ["set MODEL.PRETRAINED False, or leave this option empty"]),
         (("MODEL.WEIGHTS", "FILE", *SEVERAL_STARTS[:2]), 1, ["set MODEL.WEIGHTS null, or leave this option empty"]),
         (("MODEL.WEIGHTS", "FOLDER"), 1, ["MODEL.WEIGHTS (command line): not a file: "]),
-        (("DISTILL.TEACHER", "resnet18", "DISTILL.WEIGHTS", "FOLDER"), 1,
-         ["DISTILL.WEIGHTS (command line): not a file: "]),
         # Gradients do not accumulate over replays of a graph.
         ((*REPLAYED, "reduce-overhead"), 2, []),
         ((*REPLAYED, "default"), 1, []),
@@ -107,9 +103,6 @@ def test_problems_of_a_training_are_reported_before_it_starts(problems):
         (("TRAIN.BATCH_SIZE", 24), 2, []),
         (("TRAIN.BATCH_SIZE", 25), 2, ["TRAIN.BATCH_SIZE (command line): got 50 images per step (global batch 50 = ",
                                        "expected at most 48, the size of the training set; fix: lower it"]),
-        (("MODEL.DUMMY_INPUT", True, "TRAIN.GLOBAL_BATCH_SIZE", 1024), 1,
-         ["TRAIN.GLOBAL_BATCH_SIZE (command line): got 1024 images per step", "at most 1000"]),
-        (("DATA.NAME", "shapes", "MODEL.NUM_CLASSES", 10, "TRAIN.BATCH_SIZE", 1001), 1, []),
         (("DATA.NAME", "shapes", "MODEL.NUM_CLASSES", 10, "TRAIN.BATCH_SIZE", 1001), 2, ["at most 2000, the"]),
         # Also root may not write to a file system that is read-only.
         (("OUT_DIR", "/proc/out"), 1, ["OUT_DIR (command line): /proc cannot be written to: "]),

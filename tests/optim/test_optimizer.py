@@ -13,7 +13,6 @@ from torch import nn
 from distribuuuu.checkpoint.io import CheckpointError, load_optimizer
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.optim.optimizer import build_optimizer, parameter_groups, parameter_kinds
-from distribuuuu.optim.precision import build_clipper
 from distribuuuu.optim.schedules import build_lr, scaled_lr, set_lr
 from distribuuuu.trainer import train_model
 
@@ -155,19 +154,6 @@ def test_the_learning_rate_is_scaled_by_the_batch():
             [factor * plain(e) for e in (0, 3, 50, 99)]
         )
         assert build_optimizer(cfg, small_model(), 1024).defaults["lr"] == scaled_lr(cfg, 1024)
-
-
-def test_gradients_are_clipped_as_torch_does_or_left_alone():
-    for most in [0.0, 0.5, 1e6]:
-        models = small_model(), small_model()
-        for model in models:
-            model(torch.ones(2, 3, 4, 4)).square().sum().backward()
-        assert nn.utils.clip_grad_norm_(models[0].parameters(), math.inf) > 0.5
-        build_clipper(make_cfg("OPTIM.CLIP_NORM", most))(models[0].parameters())
-        if most:
-            nn.utils.clip_grad_norm_(models[1].parameters(), most)
-        for a, b in zip(*(model.parameters() for model in models), strict=True):
-            torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
 
 
 def test_another_optimizer_is_refused_on_resuming(copied_run, small_cfg):

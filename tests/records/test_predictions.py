@@ -12,7 +12,6 @@ from support.commands import command_module
 from support.images import write_label_lists
 from support.predictions import prediction_arrays
 from support.processes import on_processes
-from support.runs import records
 from support.tiers import slow
 
 from distribuuuu.data.batch import Batch
@@ -48,14 +47,6 @@ def test_the_last_evaluation_of_a_run_is_written_image_by_image(finished_run, im
     assert content.loss.mean() == pytest.approx(last["loss"], rel=1e-6)
     expected = F.cross_entropy(torch.tensor(content.scores), torch.tensor(content.label).long(), reduction="none")
     assert np.allclose(content.loss, expected.numpy(), atol=1e-6)
-
-
-def test_the_averaged_weights_are_recorded_if_there_are_some(small_cfg, tmp_path):
-    train_model(small_cfg("EMA.HALF_LIFE", 20, "OPTIM.MAX_EPOCH", 1))
-    content = read(tmp_path / "out")
-    result = [record for record in records(tmp_path / "out") if record["kind"] == "eval_ema"][-1]
-    assert content.meta["weights"] == "ema" and 100 * content.correct.mean() == pytest.approx(result["top1"])
-    assert content.loss.mean() == pytest.approx(result["loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -221,15 +221,6 @@ def test_the_training_knows_of_no_fault_and_track_sends_what_is_missing(
     assert sent == [["config.yaml"], ["results.json"]]
 
 
-def test_a_second_process_does_not_send_at_the_same_time(copied_run, server, monkeypatch, capsys):
-    sending = pytest.importorskip("distribuuuu.commands.track.track").sending
-    run = RunInfo(copied_run, {})
-    with sending(run, "store") as lock:
-        assert lock
-        with sending(run, "store") as other:
-            assert other is None
-
-
 def test_a_process_that_waits_for_another_one_continues_what_that_one_began(copied_run, server, monkeypatch):
     track = pytest.importorskip("distribuuuu.commands.track.track")
 
