@@ -67,7 +67,8 @@ class PartitionedOptimizer(Optimizer):
         Every process must call it. The main process receives the shares in host memory.
         """
         indices = {parameter: index for index, parameter in enumerate(_flatten(self.param_groups))}
-        own = {indices[parameter]: {name: _to_host(value) for name, value in entry.items()}
+        host = lambda value: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value  # noqa: E731
+        own = {indices[parameter]: {name: host(value) for name, value in entry.items()}
                for parameter, entry in self.optim.state.items()}  # fmt: skip
         shares: list[Any] | None = [None] * dist.world_size() if dist.is_main() else None
         torch_dist.gather_object(own, shares, group=dist.GroupState.host_group)
@@ -126,8 +127,3 @@ def _exchange(shares: list[list[torch.Tensor]]) -> None:
             if share and rank != dist.rank():
                 values = flat[: sum(sizes[rank])].split(sizes[rank])
                 torch._foreach_copy_(share, [value.view_as(own) for value, own in zip(values, share, strict=True)])
-
-
-def _to_host(value: Any) -> Any:
-    """Return a tensor on the CPU without the memory that it may be a part of; other values as they are."""
-    return value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

@@ -41,7 +41,8 @@ def capture(run: Run) -> dict[str, Any]:
     """
     content = run.state.to_dict()
     check_finite({"loss": sum(float(state["sums"][1]) for state in content["meter"])})
-    content["task"] = capture_task(run.task)
+    gathered = dist.gather_objects(own := run.task.rank_state_dict())
+    content["task"] = {"shared": run.task.state_dict(), "by_rank": gathered if own else []}
     return {**content, "finished": is_finished(run.cfg, run.state)}
 
 
@@ -161,12 +162,6 @@ def list_changes(before: dict[str, Any], now: dict[str, Any], sections: tuple[st
 
 
 # ------------------------------------------------------------------------------------------- state of the task
-
-
-def capture_task(task: Task) -> dict[str, Any]:
-    """Return the state of a task for a checkpoint, `shared` by the processes and `by_rank`. All must call it."""
-    gathered = dist.gather_objects(own := task.rank_state_dict())
-    return {"shared": task.state_dict(), "by_rank": gathered if own else []}
 
 
 def check_task_state(task: Task) -> None:

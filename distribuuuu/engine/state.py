@@ -170,7 +170,10 @@ class TrainState:
             if not tensors:
                 logger.warning("%s has no %s of the weights; it starts from the raw weights", path,
                                KINDS[kind].average)  # fmt: skip
-        self._load_seed(int(content.get("seed", self.seed)))
+        saved, seed = int(content.get("seed", self.seed)), self.config.get("RNG_SEED")
+        if seed not in (None, saved):
+            logger.warning("RNG_SEED: the checkpoint has seed %d; the run continues with %d", saved, seed)
+        self.seed = saved if seed is None else seed
         self.num_rollbacks = int(content.get("num_rollbacks", 0))
         self.evaluations, self.evaluated_at = content.get("evaluations", {}), content.get("evaluated_at")
         if (timing := content.get("timing", self.timing))["seconds"] > self.timing["seconds"]:
@@ -180,13 +183,6 @@ class TrainState:
         self.num_skipped = int(content.get("num_skipped", 0))
         self.chosen = content.get("chosen")
         self._convert_step(int(content.get("global_batch", self.global_batch)))
-
-    def _load_seed(self, saved: int) -> None:
-        """Continue with the seed of the checkpoint, unless RNG_SEED is set."""
-        seed = self.config.get("RNG_SEED")
-        if seed not in (None, saved):
-            logger.warning("RNG_SEED: the checkpoint has seed %d; the run continues with %d", saved, seed)
-        self.seed = saved if seed is None else seed
 
     def _load_bests(self, content: dict[str, Any], path: str | os.PathLike) -> None:
         """Restore the best evaluations, unless another metric selected them. Without `best_metric`, it is the same."""

@@ -58,10 +58,6 @@ class Lookahead(Classification):
         weights = self.state.model.state_dict()
         return {name: value for name, value in weights.items() if value.is_floating_point()}
 
-    def decay_after(self, num_steps: int) -> float:
-        """Return the decay after a number of steps of the run."""
-        return self.settings.decay * (num_steps / self._total) ** self.settings.power
-
     def update(self, step: Any) -> None:
         """Take the step of the optimizer, then average the weights if it is due."""
         super().update(step)
@@ -71,7 +67,8 @@ class Lookahead(Classification):
         """Average the weights if it is due."""
         num_steps = self.state.epoch * self._num_steps + self.state.step + 1
         if num_steps % self.settings.steps == 0:
-            self.average(1 - self.decay_after(num_steps))
+            decay = self.settings.decay * (num_steps / self._total) ** self.settings.power
+            self.average(1 - decay)
         if num_steps == self._total:
             self.average(0.0)
 

@@ -66,21 +66,6 @@ class MacroF1(_ConfusionMetric):
         return 100 * scores[~scores.isnan()].mean().item()
 
 
-def calibration_sums(confidence: torch.Tensor, is_correct: torch.Tensor) -> torch.Tensor:
-    """Return the images, the sum of confidences and the correct predictions of each bin (low, high].
-
-    Args:
-        confidence: probability of the predicted class, float64 (N,).
-        is_correct: whether it is the label, bool (N,).
-
-    Returns:
-        float64 (3, NUM_BINS).
-    """
-    bins = (confidence * NUM_BINS).ceil().sub(1).clamp(0, NUM_BINS - 1).long()
-    rows = torch.stack([torch.ones_like(confidence), confidence, is_correct.double()])
-    return rows.new_zeros(3, NUM_BINS).index_add_(1, bins, rows)
-
-
 @METRICS.register("ece")
 class ExpectedCalibrationError(SumMetric):
     """Gap between confidence and accuracy in 15 bins of equal width (Guo et al., arXiv 1706.04599): sums (3, 15)."""
@@ -93,9 +78,11 @@ class ExpectedCalibrationError(SumMetric):
         return 3, NUM_BINS
 
     def batch_sums(self, output: StepOutput) -> torch.Tensor:
-        """Return the sums of a batch; the confidence is the largest probability."""
+        """Return images, confidences and hits of each bin (low, high]; the confidence is the largest probability."""
         confidence, predicted = F.softmax(output.logits.float(), dim=1).double().max(dim=1)
-        return calibration_sums(confidence, predicted.eq(output.targets))
+        bins = (confidence * NUM_BINS).ceil().sub(1).clamp(0, NUM_BINS - 1).long()
+        rows = torch.stack([torch.ones_like(confidence), confidence, predicted.eq(output.targets).double()])
+        return rows.new_zeros(3, NUM_BINS).index_add_(1, bins, rows)
 
     def value(self, sums: torch.Tensor, count: float) -> float:
         """Return the mean gap in percent, weighted by the number of images in each bin."""
