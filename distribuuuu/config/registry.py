@@ -13,10 +13,6 @@ from typing import Any
 from distribuuuu.config.errors import ConfigError, did_you_mean
 
 
-class UnknownNameError(LookupError):
-    """A name that is not registered; the message lists the nearest names."""
-
-
 class Registry:
     """A table of one kind of entry, filled by the modules below `package` that use `@NAME.register`.
 
@@ -101,14 +97,14 @@ class Registry:
         """Return the function or class that is registered under `name`.
 
         Raises:
-            UnknownNameError: there is none; the message lists the nearest names, or else all.
+            LookupError: there is none; the message lists the nearest names, or else all.
         """
         if name not in self._table and name in self:
             importlib.import_module(self._declared[name][0])
         if name in self._table:
             return self._table[name]
         hint = did_you_mean(name, self.names()) or f"; known: {', '.join(self.names())}"
-        raise UnknownNameError(f"unknown {self.kind} {name!r}{hint}")
+        raise LookupError(f"unknown {self.kind} {name!r}{hint}")
 
     def settings_of(self, name: str, attribute: str = "Settings") -> type | None:
         """Return a dataclass of settings of an entry, None if it has none; a module without any is not imported."""

@@ -66,13 +66,12 @@ def build_pretrained(spec: ModelSpec, key: str) -> nn.Module:
     """
     published = find_published(spec.arch, key)
     num_classes = published.num_classes or spec.num_classes
-    model = _load(spec, published, num_classes, key)
-    initialized = _reset_by_timm(model, spec.num_classes) if spec.arch.source == "timm" else []
+    model: Any = _load(spec, published, num_classes, key)
+    of_head = model.pretrained_cfg["num_classes"] if spec.arch.source == "timm" else num_classes
     if num_classes != spec.num_classes:
         initial = spec.build()
-        initialized = find_resized_layers(model, initial)
-        replace_layers(model, initial, initialized)
-    note = f"; randomly initialized: {', '.join(initialized)}" if initialized else ""
+        replace_layers(model, initial, find_resized_layers(model, initial))
+    note = "; the head is randomly initialized" if of_head != spec.num_classes else ""
     logger.info("pretrained weights: %s%s", published.source, note)
     return model
 
@@ -100,12 +99,3 @@ def _one_line(error: BaseException | None) -> str:
         named = re.search(r"GLOBAL ([\w.]*\w)", text)
         return f"it holds {named[1] if named else 'Python objects'}, which is not plain data"
     return text if len(text) <= 300 else f"{text[:300]} ..."
-
-
-def _reset_by_timm(model: Any, num_classes: int) -> list[str]:
-    """Return the layers that timm has initialized anew because the weights have another number of classes."""
-    published = model.pretrained_cfg
-    if published["num_classes"] == num_classes or not published.get("classifier"):
-        return []
-    classifier = published["classifier"]
-    return [classifier] if isinstance(classifier, str) else list(classifier)

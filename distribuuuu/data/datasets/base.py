@@ -211,7 +211,7 @@ def get_dataset(name: str) -> type[ImageDataset]:
     """Return the data set class that is registered under a name.
 
     Raises:
-        UnknownNameError: there is none.
+        LookupError: there is none.
     """
     return cast(type[ImageDataset], DATASETS.get(name))
 
