@@ -78,10 +78,8 @@ def train(config: CfgFiles | os.PathLike = None, overrides: Overrides = ()) -> T
     with _run_of_program():
         cfg = _load_checked(source, _as_pairs(overrides), is_training=True)
 
-        from distribuuuu.models import check_model
         from distribuuuu.trainer import take_step, train_model
 
-        check_model(cfg)
         if cfg.TRAIN.BATCH_SIZE == AUTO:
             from distribuuuu.engine.auto_batch_size import resolve_batch_size
 
@@ -111,10 +109,8 @@ def evaluate(
     with _run_of_program():
         cfg = _load_checked(source, [*own_overrides, *_as_pairs(overrides)], is_training=False)
 
-        from distribuuuu.models import check_model
         from distribuuuu.trainer import evaluate_weights
 
-        check_model(cfg)
         return _with_labels(evaluate_weights(cfg), cfg)
 
 
@@ -188,9 +184,7 @@ def open_evaluation(
         cfg = _load_checked(source, words, is_training=False, needs_weights=False)
 
         from distribuuuu.engine import evaluator
-        from distribuuuu.models import check_model
 
-        check_model(cfg)
         with evaluator.open_evaluation(cfg) as opened:
             yield WeightsEvaluation(opened)
 
@@ -238,13 +232,17 @@ def _load_checked(source: CfgFiles, pairs: list[str], is_training: bool, needs_w
     """Return the frozen config with its number of classes.
 
     Raises:
-        ConfigError: with every problem of the options, the file, the paths and the data folders.
+        ConfigError: with every problem of the options, the file, the paths and the data folders; or of the model.
     """
+    from distribuuuu.models import check_model
+
     cfg, problems = read_cfg(source, pairs)
     problems += find_run_problems(cfg, is_training, set_keys_only=bool(problems), needs_weights=needs_weights)
     if problems:
         raise ConfigError([_renamed(problem) for problem in problems])
-    return resolve_num_classes(cfg)
+    cfg = resolve_num_classes(cfg)
+    check_model(cfg)
+    return cfg
 
 
 def _renamed(problem: Problem) -> Problem:

@@ -47,11 +47,9 @@ def find_shipped(name: str) -> list[str]:
 
     Empty: one of them is not a shipped config.
     """
-    parts, folder = [part.removeprefix("configs/") for part in name.split("+")], shipped_file("configs")
-    known = [part for part in parts if _CONFIG_NAME.fullmatch(part)]
-    names = [part if (folder / f"{part}.yaml").is_file() else _new_name(part) for part in known]
-    files = [str(folder / f"{name}.yaml") for name in names]
-    return files if len(files) == len(parts) and all(map(os.path.isfile, files)) else []
+    parts, folder = [part.removeprefix("configs/") for part in name.split("+")], str(shipped_file("configs"))
+    files = [find_base(part, folder) if _CONFIG_NAME.fullmatch(part) else None for part in parts]
+    return [file for file in files if file] if all(files) else []
 
 
 def find_base(name: str, folder: str) -> str | None:

@@ -64,16 +64,6 @@ def lock_file(descriptor: int, timeout_s: float) -> bool:
 
 
 @contextlib.contextmanager
-def try_lock_folder(folder: Path) -> Iterator[bool | None]:
-    """Hold the lock of a folder for the length of the block; yield what `try_lock` returns, or raise as it does."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        yield try_lock(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
 def take_turn(file: Path, timeout_s: float = LONGEST_WAIT_S) -> Iterator[int]:
     """Wait until no other process creates `file`, then yield the time in ns by the clock of its file system.
 

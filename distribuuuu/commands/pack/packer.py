@@ -31,7 +31,7 @@ from distribuuuu.data.packed.format import (
     read_index,
     shard_header,
 )
-from distribuuuu.files.locks import try_lock_folder
+from distribuuuu.files.locks import try_lock
 
 if TYPE_CHECKING:
     import numpy as np
@@ -166,15 +166,17 @@ def _fingerprint(encoder: "Encoder") -> dict[str, Any]:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Create the folder and lock it for the duration of the block."""
-    with contextlib.ExitStack() as stack:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            is_locked = stack.enter_context(try_lock_folder(folder))
-        except OSError as error:
-            raise ConfigError(f"{folder}: {error.strerror}") from error
-        if is_locked is False:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror}") from error
+    try:
+        if try_lock(descriptor) is False:
             raise ConfigError(f"{folder}: another command is packing into it; wait until it ends")
         yield
+    finally:
+        os.close(descriptor)
 
 
 def _append_all(writer: PackWriter, encoder: "Encoder", num_workers: int, skip: bool) -> None:
