@@ -17,13 +17,12 @@ from torchvision.transforms import v2
 from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.registry import AUGMENTATIONS, task_class
 from distribuuuu.data import augment
-from distribuuuu.data.augment import AugmentedCrop, Erasing, build_augmentation, make_jitter
+from distribuuuu.data.augment import AugmentedCrop, Erasing, make_jitter
 from distribuuuu.data.crops import PaddedCrop
 from distribuuuu.data.decode import LazyImage
 from distribuuuu.data.loader import build_loader
 from distribuuuu.data.policies import make_policy
 from distribuuuu.data.seeding import SampleRNG, seed_cpu, seeded_generators
-from distribuuuu.data.transforms import ResizedCrop
 from distribuuuu.trainer import train_model
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -154,16 +153,6 @@ def test_the_policy_comes_first_then_the_others_and_each_draws_the_same_whatever
     alone = AugmentedCrop(whole(), erase=Erasing(1.0, MEAN))(LazyImage(scene()), SampleRNG(2, 7))
     jittered = AugmentedCrop(whole(), jitter=make_jitter((0.0,)), erase=Erasing(1.0, MEAN))
     assert torch.equal(jittered(LazyImage(scene()), SampleRNG(2, 7)), alone)
-
-
-def test_without_augmentation_and_in_an_evaluation_the_transform_is_the_crop(small_cfg):
-    loader = build_loader(small_cfg("AUG.COLOR_JITTER", 0), ALONE, CPU, train=True)
-    assert loader.samples.transform == ResizedCrop(16)
-    crop = whole()
-    assert build_augmentation(small_cfg(), crop, MEAN, STD) is crop
-    words = ("AUG.POLICY", "trivialaugment", "AUG.COLOR_JITTER", 0.4, "AUG.ERASING", 1.0)
-    plain, other = (build_loader(small_cfg(*some), ALONE, CPU, train=False).samples.transform for some in ((), words))
-    assert plain == other
 
 
 # Registered operations

@@ -8,18 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.runs import assert_same_run
 
 from distribuuuu.data import make_batch as workers
-from distribuuuu.data.batch import Normalizer
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.loader import Loader, start_workers
+from distribuuuu.data.loader import start_workers
 from distribuuuu.data.make_batch import Pass, Samples
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
 from distribuuuu.data.transforms import CenterCrop
-from distribuuuu.data.workers import ProcessPool, ThreadPool
-from distribuuuu.trainer import train_model
 
 CPU = torch.device("cpu")
 
@@ -146,49 +142,6 @@ def test_passes_can_be_read_in_turn(kind, num):
     assert list(batches) == []
     pairs = list(zip(pool.read(pool.val), pool.read(pool.val), strict=True))
     assert numbers(one for one, _ in pairs) == numbers(other for _, other in pairs) == expected(pool.val)
-
-
-@pytest.mark.parametrize("kind, num", AHEAD)
-def test_a_batch_made_in_vain_is_neither_counted_nor_an_error(kind, num, caplog):
-    pool = Pool(kind, num, Counted(30, broken=1))
-    normalize = Normalizer(CPU, [0.5] * 3, [0.5] * 3, channels_last=False)
-    train, evaluation = (
-        Loader(one.samples, one.sampler, batches, normalize)
-        for one, batches in ((pool.train, pool.train_batches), (pool.val, pool.val_batches))
-    )
-    for _ in range(2):
-        train.expect([pool.val])
-        assert len(list(train)) == 12
-        pool.wait_for_reads(50)
-    assert train.num_broken == evaluation.num_broken == 0 and not caplog.records
-    assert len(list(evaluation)) == 8
-    assert evaluation.num_broken == len(caplog.records) == 1
-
-
-RUN = ("OPTIM.MAX_EPOCH", 3, "EMA.HALF_LIFE", 5, "MODEL.PRECISE_BN", 20, "TRAIN.IM_SIZE_START", 8,
-       "TRAIN.IM_SIZE_EPOCHS", [0, 2], "TRAIN.IM_SIZE_MULTIPLE", 4)  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_run_requests_the_passes_it_expects(small_cfg, tmp_path, monkeypatch):
-    """Its workers start anew once, at the beginning, though weights differ in kind and images in size."""
-    restarts, children = [], []
-    for kind in (ProcessPool, ThreadPool):
-
-        def clear(self, original=kind.clear):
-            restarts.append(type(self).__name__)
-            children.append({*multiprocessing.active_children()} - before)
-            original(self)
-
-        monkeypatch.setattr(kind, "clear", clear)
-    before = {*multiprocessing.active_children()}  # of other tests, and may end at any time
-    train_model(small_cfg(*RUN, "OUT_DIR", tmp_path / "alone"))
-    for kind in ("process", "thread"):
-        words = ("TRAIN.WORKERS", 2, "DATA.WORKER_KIND", kind, "OUT_DIR", tmp_path / kind)
-        train_model(small_cfg(*RUN, *words))
-        assert_same_run(tmp_path / kind, tmp_path / "alone")
-    assert restarts == ["ProcessPool", "ThreadPool"]
-    assert len(children[0]) == 2, "training and evaluation share their workers"
 
 
 class SlowEnd(Counted):

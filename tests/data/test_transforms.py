@@ -16,7 +16,7 @@ from distribuuuu.data import transforms
 from distribuuuu.data.build_transform import build_transform
 from distribuuuu.data.crops import PaddedCrop, random_padded_corner
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.decode import EncodedImage, LazyImage, open_lazy_image
+from distribuuuu.data.decode import LazyImage, open_lazy_image
 from distribuuuu.data.device_samples import BatchRNG, crop_batch
 from distribuuuu.data.image_file import Box
 from distribuuuu.data.seeding import SampleRNG
@@ -257,14 +257,3 @@ def test_the_config_says_how_crops_are_shaped_and_resized(small_cfg):
     assert build_transform(small_cfg(*words, "DATA.CROP", "pad"), images, True) == PaddedCrop(16, 4, 0.5, "bicubic")
     assert build_transform(small_cfg(*words), images, train=False) == CenterCrop(18, 16, "bicubic")
     assert build_transform(small_cfg(), images, train=True) == ResizedCrop(16)
-
-
-def test_a_transform_leaves_the_image_as_it_is_and_a_file_gives_the_same_sample(tmp_path):
-    scene(90, 120).save(tmp_path / "x.jpg", restart_marker_rows=1)
-    file = EncodedImage((tmp_path / "x.jpg").read_bytes(), "auto")
-    pixels = lazy_image_of(Image.open(tmp_path / "x.jpg"))
-    before = pixels.pixels().clone()
-    for transform in (ResizedCrop(32), PaddedCrop(32), PaddedCrop(90), CenterCrop(40, 32), CenterCrop(90, 90)):
-        for index in range(10):
-            assert torch.equal(transform(file, SampleRNG(1, index)), transform(pixels, SampleRNG(1, index)))
-    assert torch.equal(pixels.pixels(), before)

@@ -76,19 +76,6 @@ def test_views_grow_together_and_only_at_one_size(small_cfg, sizes, monkeypatch)
         build_loader(small_cfg(*sizes, *growing), ALONE, CPU, train=True)
 
 
-def test_what_surrounds_training_gets_the_first_view_or_all_of_them(small_cfg, sizes):
-    loader = build_loader(small_cfg(*sizes), ALONE, CPU, train=True)
-    batch = next(loader.batches_from(3, 0, 0))
-    preview = loader.preview(3, 5)
-    assert torch.equal(loader._normalize(preview), batch.images[0][:5])
-    assert [view.shape for view in loader.sample_batch().images] == [(12, 3, 16, 16)] * 2 + [(12, 3, 12, 12)]
-    assert loader.zero_images(loader.plan.micro_batch).shape == (12, 3, 16, 16)
-    assert torch.equal(next(loader.iter_images(3, 0, 12)), batch.images[0])
-    assert "view 3: random resized crop 12 px" in str(loader.samples.transform)
-    (evaluated,) = batches_of(small_cfg(*sizes, "TEST.BATCH_SIZE", 37), train=False)
-    assert isinstance(evaluated.images, torch.Tensor)
-
-
 class Coordinates(ImageDataset):
     """Images whose red is twice the row and whose green is twice the column of a pixel."""
 

@@ -11,7 +11,6 @@ import threading
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from support.images import draw_folder
 from support.runs import ROOT, run_tool, small_options
 
@@ -163,21 +162,6 @@ def test_batches_that_are_kept_are_not_overwritten_and_all_memory_is_reused(batc
     assert numbers_of(batches) == EXPECTED and {*slots} == set(range(6))
 
 
-@pytest.mark.slow
-def test_a_worker_that_is_killed_is_an_error_and_the_others_end(own_children):
-    running = iter(start("process", 3, Squares(4000)))
-    next(running)
-    with pytest.raises(
-        LoaderWorkerError, match=r"^loader worker \(pid \d+\) was killed by SIGKILL: .*memory"
-    ) as caught:
-        os.kill(sorted(own_children())[1], signal.SIGKILL)
-        list(running)
-    assert caught.value.status == 1 and "\n" not in str(caught.value)
-    del running, caught
-    gc.collect()
-    assert not own_children()
-
-
 @pytest.mark.parametrize("kind, num", SOME_WAYS)
 def test_lack_of_memory_is_no_broken_image(kind, num):
     class Large(Squares):
@@ -246,18 +230,6 @@ def test_workers_end_with_their_loader(used, own_children):
     del batches
     gc.collect()
     assert not own_children()
-
-
-def test_threads_end_with_their_loader():
-    gc.collect()
-    before, batches = {*threading.enumerate()}, start("thread", 3)
-    own = {*threading.enumerate()} - before
-    next(iter(batches))
-    assert len(own) == 3
-    del batches  # without the garbage collector
-    for thread in own:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in own)
 
 
 # Threads of tensors
@@ -365,46 +337,6 @@ def test_an_evaluation_marks_broken_images_and_puts_none_in_their_place(small_cf
 
 
 # Sets of one's own
-
-
-class Items(ImageDataset):
-    """The items of a list, in order."""
-
-    classes = ("all",)
-
-    def __init__(self, items: list):
-        self.items = items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def read(self, index: int):
-        return self.items[index]
-
-    def label(self, index: int) -> int:
-        return 0
-
-
-DRAWN = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
-GRAY = DRAWN[:, :, 0].copy()
-
-
-def one_batch(*items):
-    return next(iter(start("process", 0, Items(list(items)), CenterCrop(20, 20), batch_size=len(items))))
-
-
-@pytest.mark.filterwarnings("error")
-def test_pixels_of_any_kind_are_taken():
-    frozen = DRAWN.copy()
-    frozen.flags.writeable = False  # no warning
-    image, planes = Image.fromarray(DRAWN), torch.from_numpy(DRAWN).permute(2, 0, 1)
-    views = [DRAWN[:, ::-1][:, ::-1], np.asfortranarray(DRAWN), DRAWN.repeat(2, 0)[::2]]
-    (pixels, *_), broken = one_batch(DRAWN, frozen, image, planes, image.convert("RGBA"), *views)
-    assert broken == () and all(torch.equal(pixels[0], other) for other in pixels)
-    assert torch.equal(pixels[0], planes[:, :, 5:25])
-    gray = Image.fromarray(GRAY)
-    (pixels, *_), broken = one_batch(GRAY, GRAY[:, :, None], gray, np.stack([GRAY] * 3, axis=2))
-    assert broken == () and all(torch.equal(pixels[0], other) for other in pixels)
 
 
 class Changing(CenterCrop):

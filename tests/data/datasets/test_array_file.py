@@ -71,17 +71,6 @@ def test_a_header_of_any_length_is_not_read_into_memory(tmp_path, monkeypatch):
         read_arrays(tmp_path / "good.bin", KIND, VERSION)
 
 
-def test_arrays_of_every_shape_are_read_as_they_were_written(tmp_path):
-    arrays = {
-        "a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.zeros((0, 4)), "c": np.array(7), "d": np.zeros(0),
-    }  # fmt: skip
-    write_arrays(tmp_path / "file", KIND, VERSION, {"x": [1, None, float("inf")]}, arrays)
-    meta, found = read_arrays(tmp_path / "file", KIND, VERSION)
-    assert meta == {"x": [1, None, float("inf")]} and list(found) == list(arrays)
-    assert all(found[name].dtype == array.dtype and (found[name] == array).all() for name, array in arrays.items())
-    assert found["a"].shape == (2, 3) and found["b"].shape == (0, 4)
-
-
 @pytest.fixture
 def packed(tmp_path):
     """Return the folder, the meta and the columns of a pack of four raw images, and a function that rewrites it."""

@@ -3,11 +3,9 @@
 import re
 import shutil
 import struct
-import sys
 
 import numpy as np
 import pytest
-import torch
 from support.batches import assert_same_batches, batches_of
 from support.images import draw_folder
 
@@ -129,16 +127,3 @@ def test_unknown_names_and_missing_data(cfg_of, tmp_path):
         cfg_of("DTD", "DATA.KWARGS.partition", 11)
     with pytest.raises(ConfigError, match=f"TRAIN.DATASET: KMNIST is not in {tmp_path}"):
         build_images(cfg_of("KMNIST", "TRAIN.DATASET", tmp_path), train=True)
-
-
-def test_a_missing_package_is_named(cfg_of, monkeypatch):
-    class Needy(torch.utils.data.Dataset):
-        def __init__(self, root, split):
-            raise ModuleNotFoundError("No module named 'scipy'", name="scipy")
-
-    import torchvision.datasets
-
-    monkeypatch.setattr(torchvision.datasets, "SVHN", Needy)
-    with pytest.raises(ConfigError, match="torchvision's SVHN needs another package; fix: pip install scipy"):
-        build_images(cfg_of("SVHN"), train=True)
-    assert "torchvision.datasets" in sys.modules
