@@ -162,16 +162,6 @@ class JpegHeader:
         """Number of channels: 1 gray, 3 color, 4 CMYK."""
         return len(self.sampling)
 
-    @property
-    def block_height(self) -> int:
-        """Height in pixels of the blocks that are coded together (one block if there is one channel)."""
-        return 8 * max(vertical for _, vertical in self.sampling) if self.channels > 1 else 8
-
-    @property
-    def block_width(self) -> int:
-        """Width in pixels of the blocks that are coded together (one block if there is one channel)."""
-        return 8 * max(horizontal for horizontal, _ in self.sampling) if self.channels > 1 else 8
-
 
 def read_jpeg_header(data: Buffer) -> JpegHeader | None:
     """Return the header up to the first scan; None if the data is no JPEG or ends before it."""

@@ -29,12 +29,14 @@ def cut_rows(data: Buffer, header: JpegHeader, top: int, bottom: int) -> tuple[B
     It decodes to the same pixels in the rows [top, bottom). Rows can be dropped where each row of blocks ends in a
     restart marker, as in the files that `distribuuuu pack` writes; other files are returned unchanged.
     """
-    rows = -(-header.height // header.block_height)
+    # The size in pixels of the blocks that are coded together; one block if there is one channel.
+    width, height = (8 * max(factors) if header.channels > 1 else 8 for factors in zip(*header.sampling, strict=True))
+    rows = -(-header.height // height)
     # The decoder interpolates the color channels, which are coarser, between neighboring pixels.
-    margin = header.block_height // 8
-    first = max(0, (top - margin) // header.block_height)
-    last = min(rows, -(-(bottom + margin) // header.block_height))
-    across = -(-header.width // header.block_width)
+    margin = height // 8
+    first = max(0, (top - margin) // height)
+    last = min(rows, -(-(bottom + margin) // height))
+    across = -(-header.width // width)
     can_cut = header.is_baseline and header.restart_interval == across and header.scan_channels == header.channels
     if not can_cut or last - first > 0.9 * rows or bytes(data[-2:]) != END:
         return data, 0
@@ -44,13 +46,13 @@ def cut_rows(data: Buffer, header: JpegHeader, top: int, bottom: int) -> tuple[B
         return data, 0
     starts = [header.scan_at, *(end + 2 for end in ends)]
     ends.append(len(data) - 2)
-    height = min(last * header.block_height, header.height) - first * header.block_height
+    new_height = min(last * height, header.height) - first * height
     at = header.frame_at + 5
-    parts = [data[:at], height.to_bytes(2, "big"), data[at + 2 : header.scan_at]]
+    parts = [data[:at], new_height.to_bytes(2, "big"), data[at + 2 : header.scan_at]]
     for number, row in enumerate(range(first, last)):
         parts += [data[starts[row] : ends[row]], bytes((0xFF, 0xD0 + number % 8))]
     parts[-1] = END
-    return b"".join(parts), first * header.block_height
+    return b"".join(parts), first * height
 
 
 def _decode_simplejpeg(data: Buffer, header: JpegHeader, factor: int = 1) -> torch.Tensor | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, image_extensions
 from distribuuuu.data.datasets.folder_scan import open_folder
@@ -80,9 +81,10 @@ class ImageFolder(IndexedImages):
 
             yield from explain_folder(name, Path(cfg[name].DATASET), cfg[name].SPLIT, extensions)
         elif labels:
-            from distribuuuu.data.datasets.imagenet_labels import find_folder_problems
-
-            yield from find_folder_problems(labels, folder, classes)
+            try:
+                cls.open_split(cfg, name)
+            except ConfigError as error:
+                yield from ((str(problem.key), problem.message) for problem in error.problems)
         elif trained and {*classes} - {*trained}:
             from distribuuuu.data.datasets.made_elsewhere import normal_form
 

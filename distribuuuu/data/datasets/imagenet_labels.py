@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,28 +46,24 @@ def folder_names(labels: str, found: Iterable[str]) -> tuple[str, ...]:
     return tuple(map(str, classes.values())) if has_numbers else tuple(classes)
 
 
-def find_folder_problems(labels: str, folder: Path, found: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) if class folders have other names than the classes of a preset, or timm lacks its files."""
-    try:
-        if labels == "imagenet_real":  # its classes are not read from the folders
-            read_timm_file(f"{labels}_labels.json")
-            return
-        known = folder_names(labels, found)
-    except ConfigError as error:
-        yield "TEST.LABELS", error.problems[0].message
-        return
-    if unknown := sorted({*found} - {*known}):
-        names = f"synsets of {labels}, e.g. {next(iter(read_classes(labels)))}"
-        names += ", or 0 to 999" if labels == "imagenet_v2" else ""
-        yield "TEST.SPLIT", f"{folder} has class folders {first_few(unknown)}; expected {names}"
-
-
 def open_preset(family: Any, cfg) -> ImageDataset:
-    """Return the evaluation images of a folder with the labels of TEST.LABELS; `family` is the class of the folder."""
+    """Return the evaluation images of a folder with the labels of TEST.LABELS; `family` is the class of the folder.
+
+    Raises:
+        ConfigError: class folders have other names than the classes, or timm lacks their files.
+    """
     root, split, cache, labels = cfg.TEST.DATASET, cfg.TEST.SPLIT, cfg.DATA.CACHE_DIR, cfg.TEST.LABELS
     if labels == "imagenet_real":
         return RealLabels(family(root, split, cache_dir=cache))
-    images = family(root, split, folder_names(labels, list_classes(Path(root) / split)), cache)
+    folder = Path(root) / split
+    found = list_classes(folder)
+    known = folder_names(labels, found)
+    if unknown := sorted({*found} - {*known}):
+        names = f"synsets of {labels}, e.g. {next(iter(read_classes(labels)))}"
+        names += ", or 0 to 999" if labels == "imagenet_v2" else ""
+        message = f"{folder} has class folders {first_few(unknown)}; expected {names}"
+        raise ConfigError(Problem("TEST.SPLIT", message))
+    images = family(root, split, known, cache)
     images.classes = tuple(read_classes(labels))
     return images
 
@@ -92,7 +88,7 @@ class RealLabels(ImageDataset):
             match = re.match("ILSVRC2012_val_([0-9]{8})(?![0-9])", Path(path).name)
             if match is None or not 1 <= int(match[1]) <= len(table):
                 expected = f"expected ILSVRC2012_val_00000001.JPEG to {len(table):08d}"
-                raise ConfigError(f"TEST.LABELS: {path} is no ImageNet validation image; {expected}")
+                raise ConfigError(Problem("TEST.LABELS", f"{path} is no ImageNet validation image; {expected}"))
             if right := table[int(match[1]) - 1]:
                 self._files.append((path, right))
 

@@ -4,7 +4,6 @@ A source of images scans its files once. The index is stored in one file of the 
 file into memory, without an object for each image, as long as no scanned file or folder has changed.
 """
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -123,20 +122,9 @@ class Index:
         if num := self.meta["num_beside"]:
             yield f"{where}: {counted(num, 'image')} outside the class folders left out; fix: move them into one"
 
-    def __getstate__(self) -> dict:
-        """Omit the arrays if the file still holds them: another process can map it too."""
-        state = {"source": self.source, "root": self.root, "meta": self.meta, "arrays": None, "path": self.path}
-        with contextlib.suppress(OSError, ValueError):
-            if self.path and read_arrays(self.path, KIND, VERSION)[0] == self.meta:
-                return state
-        return {**state, "path": None, "arrays": self.arrays}
-
-    def __setstate__(self, state: dict) -> None:
-        if state["arrays"] is None:
-            meta, state["arrays"] = read_arrays(state["path"], KIND, VERSION)
-            if meta != state["meta"]:
-                raise RuntimeError(f"{state['path']} was replaced while a process that needs it was started")
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self):
+        # A copy opens its own archives.
+        return Index, (self.source, self.root, self.meta, self.arrays, self.path)
 
 
 def stamp_of(status: os.stat_result) -> tuple[int, int, int]:

@@ -29,8 +29,8 @@ PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}
 STALL_S = 30.0
 # Seconds of the first pause between two attempts, which doubles up to the longest one.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
-# Seconds of failures that are not logged, and between two log lines of a process about a host.
-QUIET_S, LOG_EVERY_S = 3.0, 60.0
+# Seconds of failures that are not logged.
+QUIET_S = 3.0
 # Attempts after which wrong bytes are not an accident of the network.
 MAX_WRONG = 4
 DENIED = "access denied ({}): no credentials, or they have expired; fix: renew them, or make the data readable"
@@ -43,7 +43,6 @@ _PERMANENT = {
     416: "it ends before the bytes that the index names: it was truncated or replaced; fix: upload it again",
 }
 _pauses = random.Random()  # the global generator belongs to the samples
-_logged_at: dict[str, float] = {}
 
 
 class RemoteError(DataError):
@@ -85,7 +84,7 @@ def fetch(
         RemoteError: after `timeout_s`, after `retry_s` of failures, after MAX_WRONG wrong answers, and at once for what
             retries cannot help.
     """
-    read_range, host = _reader_of(url), urlsplit(url).netloc
+    read_range = _reader_of(url)
     begin, pause_s, num_wrong, is_logged = time.monotonic(), FIRST_PAUSE_S, 0, False
     limit_s = timeout_s if retry_s is None else min(retry_s, timeout_s)
     while True:
@@ -104,8 +103,8 @@ def fetch(
         if waited_s >= limit_s:
             fix = "check the URL and the network, or raise DATA.TIMEOUT_S"
             raise RemoteError(f"{url} cannot be read for {waited_s:.0f} s: {reason}; fix: {fix}")
-        if waited_s >= QUIET_S and time.monotonic() - _logged_at.get(host, float("-inf")) >= LOG_EVERY_S:
-            _logged_at[host], is_logged = time.monotonic(), True
+        if waited_s >= QUIET_S and not is_logged:
+            is_logged = True
             logger.warning("%s cannot be read: %s; it is retried for up to %.0f s", url, reason, limit_s)
         time.sleep(min(pause_s * _pauses.uniform(0.5, 1.5), max(0.01, limit_s - waited_s)))
         pause_s, info = min(2 * pause_s, LONGEST_PAUSE_S), True  # shows whether the object was replaced

@@ -190,16 +190,3 @@ def test_of_several_processes_one_scans(root, source, tmp_path, young):
     answers = on_processes(3, open_at_once, root, source, tmp_path / "record")
     assert (tmp_path / "record").read_text() == "scan\n"
     assert all(answer == [*NAMES] for answer in answers)
-
-
-def test_a_pickled_index_is_its_file_and_does_not_become_another(tmp_path, source):
-    names = tuple(f"a/{number:05d}.jpg" for number in range(400))
-    root = write(tmp_path / "data", source, names)
-    index = open_(root, source)
-    pickled = pickle.dumps(index)
-    assert len(pickled) < 3000 and files_of(pickle.loads(pickled)) == [*names]
-    meta, arrays = read_arrays(index.path, KIND, VERSION)
-    write_arrays(index.path, KIND, VERSION, {**meta, "notes": ["another"]}, arrays)
-    with pytest.raises(RuntimeError, match="was replaced"):
-        pickle.loads(pickled)
-    assert files_of(pickle.loads(pickle.dumps(index))) == [*names]
