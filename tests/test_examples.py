@@ -31,7 +31,7 @@ from distribuuuu.trainer import train_model
 EXAMPLES = ROOT / "docs" / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml") if path.stem != "soup")  # a script, not a plug-in
 MAX_LINES = 90
-NUM_IMAGES, NUM_STEPS = 320, 16
+NUM_IMAGES, NUM_STEPS = 160, 8
 SMALL_SHAPES = functools.partial(draw_shapes, num_train=NUM_IMAGES, num_val=100)
 # The quantities that an example records: in training, and in the evaluation.
 QUANTITIES = {
@@ -42,7 +42,7 @@ QUANTITIES = {
     "two_heads": ({"group_right"}, {"group_right"}),
 }  # fmt: skip
 # Options that let a small run do what an example is about: switch the loss, use pseudo-labels.
-OPTIONS = {"ldam_drw": ["LOSS.KWARGS.from_epoch", "1"], "fixmatch": ["TASK.KWARGS.threshold", "0.2"]}
+OPTIONS = {"ldam_drw": ["LOSS.KWARGS.from_epoch", "1"], "fixmatch": ["TASK.KWARGS", "{threshold: 0.2, ratio: 1}"]}
 # Options that make the runs small and, with group norm, independent of the division into processes.
 SMALL = {
     "OPTIM.MAX_EPOCH": 2, "OPTIM.WARMUP_EPOCHS": 0, "OPTIM.BASE_LR": 0.001, "TRAIN.WORKERS": 0, "TRAIN.PRINT_FREQ": 5,
@@ -154,7 +154,7 @@ def test_a_wrong_option_of_an_example_is_one_message(name, words, message, root,
 def test_an_example_resumes_bitwise_and_runs_on_two_processes(name, root, tmp_path, monkeypatch):
     monkeypatch.setattr(shapes, "draw_shapes", SMALL_SHAPES)
     cfg = load_cfg(str(EXAMPLES / f"{name}.yaml"), words_of(name, root, tmp_path))
-    assert_resumes(cfg, [4, 3], by=signal.SIGTERM if name == "sam" else signal.SIGKILL)
+    assert_resumes(cfg, [3, 2], by=signal.SIGTERM if name == "sam" else signal.SIGKILL)
     check_quantities(name, tmp_path / "whole")
     rows = [row for row in records(tmp_path / "whole") if row["kind"] == "train"]
     if name == "ldam_drw":
@@ -265,7 +265,7 @@ def test_the_examples_of_the_page_train(tmp_path, titles):
 
 @pytest.mark.slow
 def test_simclr_trains_is_the_same_on_two_processes_and_its_features_can_be_probed(tmp_path, monkeypatch):
-    monkeypatch.setattr(shapes, "draw_shapes", SMALL_SHAPES)
+    monkeypatch.setattr(shapes, "draw_shapes", functools.partial(draw_shapes, num_train=320, num_val=40))
     monkeypatch.chdir(tmp_path)
     write_example(tmp_path, SIMCLR)
     (_, config), probe = words_of_commands(SIMCLR)

@@ -4,12 +4,13 @@ Tests with the marker `house` are about the code of this project, `pytest -m hou
 """
 
 import ast
+import functools
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from support.imports import imports_of, module_of
 from support.runs import ROOT
 
 from distribuuuu.config import get_cfg
@@ -41,6 +42,24 @@ LAYERS = (
     ("__main__",),
 )
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
+
+
+def module_of(path: Path) -> str:
+    """Return the dotted name of a file of the package."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+@functools.cache
+def imports_of(path: Path, in_functions: bool = True) -> set[str]:
+    """Return the modules of this package that a file imports, as dotted names."""
+    names, found, tree = {module_of(path) for path in MODULES}, set(), ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree) if in_functions else tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("distribuuuu"):
+            parts = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= parts & names | ({node.module} if parts - names else set())
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("distribuuuu")}
+    return found - {"distribuuuu"}
 
 
 def package_of(module: str) -> str:
@@ -106,6 +125,18 @@ def test_the_config_stops_at_the_builders():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and not node.name.startswith(("build_", "parallelize_")):
                 assert "cfg" not in [argument.arg for argument in node.args.args], f"{path.stem}.{node.name} takes cfg"
+
+
+def test_modules_import_at_their_top_only_what_an_installation_without_extras_has():
+    declared = re.search(r"install_requires=\[(.*?)\]", (ROOT / "setup.py").read_text(), re.DOTALL)[1]
+    names = {*re.findall(r'"([\w-]+)[>=]', declared), "PIL"} | {"yaml", "fsspec", "markupsafe"}  # required by those
+    assert "torch" in names
+    for path in MODULES:
+        for node in ast.parse(path.read_text()).body:
+            aliases = node.names if isinstance(node, ast.Import) else []
+            modules = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in aliases]
+            found = {module.partition(".")[0] for module in modules}
+            assert found <= names | {*sys.stdlib_module_names, "distribuuuu"}, f"{path}: {found}"
 
 
 def keys_read_in(source: str) -> set[str]:

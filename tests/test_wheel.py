@@ -1,7 +1,5 @@
 """The wheel: what it contains, and the commands of an installation outside the checkout."""
 
-import contextlib
-import importlib.metadata
 import json
 import os
 import shutil
@@ -9,12 +7,9 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 from support.runs import ROOT
 
 pytestmark = pytest.mark.slow
@@ -87,48 +82,3 @@ def test_the_commands_of_an_installation(programs, tmp_path):
     assert words[:2] == ["distribuuuu", "test"]
     assert "validation of 500 images" in run(command, *words[1:], cwd=tmp_path, **cache).stderr
     assert "| imagenet2021/resnet50 " in run(command, "table", "--configs", "imagenet2021", cwd=tmp_path).stdout
-
-
-def find_needed(lines: Iterable[str], found: set[str]) -> set[str]:
-    """Add the normalized names of requirements without extras, and of what these require; return the set."""
-    for needed in map(Requirement, lines):
-        name = canonicalize_name(needed.name)
-        if name not in found and (needed.marker is None or needed.marker.evaluate({"extra": ""})):
-            found.add(name)
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # e.g. of another platform
-                find_needed(importlib.metadata.requires(name) or (), found)
-    return found
-
-
-# Hides packages as if they were not installed.
-HIDE = """
-from importlib.machinery import PathFinder
-
-find = PathFinder.find_spec
-PathFinder.find_spec = lambda name, *words: None if name.partition(".")[0] in {names!r} else find(name, *words)
-"""
-
-
-@pytest.fixture(scope="module")
-def bare(wheel, tmp_path_factory) -> dict[str, str]:
-    """The environment of commands for which only the declared packages, and what these require, are installed."""
-    content = zipfile.ZipFile(wheel)
-    text = content.read(next(name for name in content.namelist() if name.endswith("/METADATA"))).decode()
-    lines = [line.partition(": ")[2] for line in text.splitlines() if line.startswith("Requires-Dist: ")]
-    declared = find_needed(lines, {"distribuuuu", "pip", "setuptools"})
-    tops = importlib.metadata.packages_distributions()
-    hidden = {top for top, owners in tops.items() if not {canonicalize_name(name) for name in owners} & declared}
-    assert "pytest" in hidden and not {"torch", "PIL", "fsspec", "yaml"} & hidden
-    folder = tmp_path_factory.mktemp("bare")
-    (folder / "sitecustomize.py").write_text(HIDE.format(names=sorted(hidden)))
-    return {"PYTHONPATH": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
-
-
-def test_an_installation_without_extras(programs, bare, tmp_path):
-    command, url = programs / "distribuuuu", f"file://{tmp_path}/store/run"
-    hidden = run(programs / "python", "-c", "import pytest", cwd=tmp_path, check=False, **bare)
-    assert "No module named 'pytest'" in hidden.stderr
-    done = run(command, "train", "--cfg", "shapes/resnet14", "OUT_DIR", url, *SMALL, cwd=tmp_path, **bare)
-    assert f"mirror {url} is complete" in done.stderr
-    assert (tmp_path / "store" / "run" / "mirror.json").is_file()
-    run(command, "report", url, cwd=tmp_path, **bare)

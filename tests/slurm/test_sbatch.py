@@ -88,12 +88,6 @@ def test_a_job_that_loses_a_node_resumes(start_job, uninterrupted):
     assert "resumed from" in job.text()
 
 
-def without_out_dir(overrides: list[str]) -> list[str]:
-    """Return overrides without OUT_DIR, which a sweep sets for each run."""
-    index = overrides.index("OUT_DIR")
-    return overrides[:index] + overrides[index + 2 :]
-
-
 @pytest.mark.parametrize("script", ["sweep.sbatch", "train.sbatch"])
 @pytest.mark.parametrize("array, requeued", [({}, "7"), ({"ARRAY_JOB_ID": "7", "ARRAY_TASK_ID": "3"}, "7_3")])
 def test_the_scripts_requeue_their_own_job_or_element(tmp_path, script, array, requeued):
@@ -114,7 +108,9 @@ def test_torchrun_trains_on_two_nodes_of_a_job(image_folder, tmp_path, uninterru
 
 
 def test_a_sweep_trains_every_run(image_folder, tmp_path):
-    overrides = without_out_dir(small_options(image_folder, tmp_path, *SHARED, "OPTIM.MAX_EPOCH", 1))
+    words = small_options(image_folder, tmp_path, *SHARED, "OPTIM.MAX_EPOCH", 1)
+    place = words.index("OUT_DIR")  # a sweep sets it for each run
+    overrides = words[:place] + words[place + 2 :]
     job = Job("sweep.sbatch", tmp_path, overrides, "--nodes=1", "--array=0,5")
     job.wait_for(lambda: not run("squeue", "-h", "-j", job.id).stdout.strip())
     found = sorted(path.parent.name for path in tmp_path.glob("sweep/*/best.pth.tar"))
