@@ -61,7 +61,8 @@ def test_the_import_imports_nothing_that_takes_time():
         "import sys; import distribuuuu;"
         "assert {'train', 'evaluate', 'predict', 'load_run'} <= set(distribuuuu.__all__);"
         "assert set(distribuuuu.__all__) <= set(dir(distribuuuu));"
-        "sys.exit(bool({'torch', 'numpy', 'yaml', 'yacs', 'distribuuuu.api'} & set(sys.modules)))"
+        "heavy = ('torch', 'numpy', 'yaml', 'yacs', 'distribuuuu.');"
+        "sys.exit(any(name.startswith(heavy) for name in sys.modules))"
     )
     assert run_python("-c", code).returncode == 0
 

@@ -5,10 +5,6 @@ from support.runs import ROOT, small_options
 
 pytestmark = pytest.mark.slow
 
-nbclient = pytest.importorskip("nbclient")
-nbformat = pytest.importorskip("nbformat")
-pytest.importorskip("ipykernel")
-
 INTERRUPT = """
 def interrupt():
     path = os.path.join(options["OUT_DIR"], "metrics.jsonl")
@@ -26,6 +22,7 @@ print(signal.getsignal(signal.SIGINT) is before)
 
 
 def test_a_notebook_trains_stops_resumes_and_continues_after_errors(image_folder, tmp_path):
+    nbformat, nbclient, _ = map(pytest.importorskip, ("nbformat", "nbclient", "ipykernel"))
     words = small_options(image_folder, tmp_path / "out", "TRAIN.WORKERS", 1)
     options = dict(zip(words[::2], words[1::2], strict=True))
     sources = [

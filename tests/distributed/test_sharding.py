@@ -126,7 +126,8 @@ def test_a_checkpoint_of_one_kind_goes_on_as_another(run, small_cfg, first, seco
     assert_same_content(newest(cfg.OUT_DIR), newest(run("ddp", 1)), 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["zero1", slow("fsdp")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["zero1", "fsdp"])
 def test_one_process_alone_has_nothing_to_share(run, small_cfg, kind):
     assert_same_content(train_and_read(small_cfg(*ALL_ON, *KINDS[kind])), newest(run("ddp", 1)), 0)
 

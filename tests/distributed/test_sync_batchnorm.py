@@ -6,7 +6,6 @@ import pytest
 import torch
 from support.processes import on_processes
 from support.runs import assert_close, newest
-from support.tiers import slow
 from torch import nn
 
 from distribuuuu.config import ConfigError
@@ -108,7 +107,8 @@ def compile_layers(backend: str) -> list[list]:
         return results
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_model_has_the_same_statistics(backend):
     for eager, compiled in on_processes(2, compile_layers, backend):
         torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from support.recipe_measures import initial_model, recipe
+from support.tiers import slow
 from torch import nn
 
 from distribuuuu.models.blurpool_resnet import BlurredConv
@@ -37,7 +38,7 @@ def blur(_, inputs):
     return (x,)
 
 
-@pytest.mark.parametrize("family", BLURRED)
+@pytest.mark.parametrize("family", ["resnet18", slow("resnet50")])
 def test_the_strided_convolutions_are_blurred_and_nothing_else_differs_from_torchvision(family):
     model = copy.deepcopy(initial_model(recipe(f"imagenet/{family}_ffcv_16"))).double().eval()
     blurs = {path: layer for path, layer in model.named_modules() if isinstance(layer, BlurredConv)}

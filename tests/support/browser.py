@@ -11,14 +11,8 @@ import time
 from typing import Any
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
-FLAGS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--hide-scrollbars",
-    "--remote-debugging-pipe",
-)
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars",
+         "--remote-debugging-pipe")  # fmt: skip
 # Limit that catches a hang, in seconds: a page takes one or two.
 LOAD_S = 120
 _PROBLEMS = {

@@ -75,8 +75,9 @@ class Job:
         self.id = done.stdout.strip()
 
     def show(self) -> dict[str, str]:
-        """Return the fields of `scontrol show job`."""
-        return show_job(self.id)
+        """Return the fields of `scontrol show job`; of an array, those of its first line."""
+        fields = run("scontrol", "-o", "show", "job", self.id).stdout.partition("\n")[0].split()
+        return dict(field.split("=", 1) for field in fields if "=" in field)
 
     def wait_for(self, condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
         """Poll until a condition is true."""
@@ -99,9 +100,3 @@ class Job:
     def text(self) -> str:
         """Return the log of the job."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
-
-
-def show_job(job_id: str) -> dict[str, str]:
-    """Return the fields of `scontrol show job`; of an array, those of its first line."""
-    fields = run("scontrol", "-o", "show", "job", job_id).stdout.partition("\n")[0].split()
-    return dict(field.split("=", 1) for field in fields if "=" in field)

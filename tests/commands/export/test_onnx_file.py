@@ -1,6 +1,7 @@
 """ONNX files: the preprocessing in the graph, batches and images of any size, and the check that finds mistakes."""
 
 import json
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -17,8 +18,8 @@ from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.inference.loaded_run import EvalTransform
 from distribuuuu.trainer import train_model
 
-for _package in ("onnx", "onnxscript", "onnxruntime"):
-    pytest.importorskip(_package, reason=f"{_package} is not installed (pip install 'distribuuuu[onnx]')")
+if not all(map(find_spec, ("onnx", "onnxscript", "onnxruntime"))):
+    pytest.skip("needs pip install 'distribuuuu[onnx]'", allow_module_level=True)
 from distribuuuu.commands.export.onnx_file import build_onnx  # noqa: E402
 
 MEAN, STD = (0.4, 0.5, 0.3), (0.2, 0.3, 0.25)

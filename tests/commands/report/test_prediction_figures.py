@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from sklearn import metrics as reference
 
 from distribuuuu.commands.report import prediction_figures as analysis
 from distribuuuu.commands.stats.stored_predictions import Predictions
@@ -29,6 +28,8 @@ def single(request):
 
 
 def test_class_figures_equal_those_of_scikit_learn(single):
+    from sklearn import metrics as reference  # its import takes seconds
+
     numbers = list(range(len(single.classes)))
     expected = reference.precision_recall_fscore_support(
         single.label, single.predicted, labels=numbers, zero_division=np.nan
@@ -48,6 +49,8 @@ def test_class_figures_equal_those_of_scikit_learn(single):
 
 
 def test_label_figures_equal_those_of_scikit_learn():
+    from sklearn import metrics as reference
+
     generator = np.random.default_rng(3)
     label = (generator.random((500, 6)) < [0.5, 0.2, 0.05, 0.9, 0.3, 0]).astype(np.uint8)
     scores = np.round(generator.normal(size=(500, 6)) + label, 1)  # with equal scores

@@ -8,10 +8,14 @@ import pytest
 from distribuuuu.commands.stats import significance
 from distribuuuu.commands.stats.significance import mean_interval, paired_interval, permutation_test, wilson_interval
 
-stats = pytest.importorskip("scipy.stats")
+
+@pytest.fixture(scope="module")
+def stats():
+    """The module of scipy, whose import takes a second."""
+    return pytest.importorskip("scipy.stats")
 
 
-def test_the_wilson_interval():
+def test_the_wilson_interval(stats):
     counts = [(0, 7), (7, 7), (1, 1), (0, 1), (57, 124), (9405, 10_000), (1, 10**7)]
     for correct, total in counts:
         expected = stats.binomtest(correct, total).proportion_ci(0.95, method="wilson")
@@ -19,7 +23,7 @@ def test_the_wilson_interval():
     assert wilson_interval(0, 0) == (0, 1), "without images, nothing is known"
 
 
-def test_mcnemar_is_the_exact_binomial_test():
+def test_mcnemar_is_the_exact_binomial_test(stats):
     assert significance.mcnemar_p(0, 0) == 1
     for only_a, only_b in [(0, 1), (3, 3), (3, 4), (12, 30), (0, 40), (500, 431), (20_000, 19_500)]:
         expected = stats.binomtest(only_a, only_a + only_b).pvalue
@@ -39,7 +43,7 @@ def test_the_interval_of_a_difference_covers_it_in_95_percent(only_a, only_b, nu
     assert np.mean((found[:, 0] <= difference) & (difference <= found[:, 1])) > 0.93
 
 
-def test_the_permutation_test_equals_that_of_scipy():
+def test_the_permutation_test_equals_that_of_scipy(stats):
     def distance(x, y, axis):
         return np.abs(x.mean(axis=axis) - y.mean(axis=axis))
 
@@ -55,7 +59,7 @@ def test_the_permutation_test_equals_that_of_scipy():
     assert permutation_test([1.0, 1.0], [1.0, 1.0]) == 1
 
 
-def test_the_t_quantile_and_the_interval_of_a_mean():
+def test_the_t_quantile_and_the_interval_of_a_mean(stats):
     for freedom, probability in itertools.product((1, 2, 3, 4, 5, 9, 30, 101), (0.75, 0.95, 0.975, 0.995)):
         expected = stats.t.ppf(probability, freedom)
         assert significance.t_quantile(probability, freedom) == pytest.approx(expected, rel=1e-9)
