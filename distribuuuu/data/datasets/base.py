@@ -187,7 +187,7 @@ class SplitDataset(ImageDataset):
         except ConfigError as error:
             yield from ((str(problem.key), problem.message) for problem in error.problems)
             return
-        if len(images.classes) != cfg.MODEL.NUM_CLASSES:
+        if len(images.classes) != cfg.MODEL.NUM_CLASSES and not cfg.TEST.LABELS:
             source = f"DATA.NAME {cfg.DATA.NAME}"
             yield "MODEL.NUM_CLASSES", class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(images.classes), source)
 

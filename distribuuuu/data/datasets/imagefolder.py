@@ -2,18 +2,16 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
 
-from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, image_extensions
+from distribuuuu.data.datasets.base import ImageDataset, image_extensions
 from distribuuuu.data.datasets.folder_scan import open_folder
-from distribuuuu.data.datasets.index import Index, IndexedImages, unknown_names
+from distribuuuu.data.datasets.index import Index, IndexedImages
 from distribuuuu.files.cache_folder import cache_folder
-from distribuuuu.files.image_files import EXTENSIONS, holds_images, list_classes, walk_images
+from distribuuuu.files.image_files import EXTENSIONS, holds_images, list_classes
 
 
 @DATASETS.register("imagefolder")
@@ -70,41 +68,21 @@ class ImageFolder(IndexedImages):
 
     @classmethod
     def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for problems with the folders and the classes; no folder is read as a whole."""
-        name, labels = "TRAIN" if train else "TEST", cfg.TEST.LABELS
-        folder, extensions = cls.split_path(cfg[name]), image_extensions(cfg)
-        classes, trained = list_classes(folder), list_classes(cls.split_path(cfg.TRAIN))
-        if train and labels:
-            yield "TEST.LABELS", f"got {labels} in training; fix: leave it empty, and set it for `distribuuuu test`"
+        """Yield (key, message) for problems with the folders and the classes."""
+        name, folder = "TRAIN" if train else "TEST", cls.split_path(cfg.TRAIN if train else cfg.TEST)
+        classes, extensions = list_classes(folder), image_extensions(cfg)
+        if train and cfg.TEST.LABELS:
+            message = f"got {cfg.TEST.LABELS} in training; fix: leave it empty, and set it for `distribuuuu test`"
+            yield "TEST.LABELS", message
         elif not classes or not all(holds_images(folder / each, extensions=extensions) for each in classes):
             from distribuuuu.hints.sources import explain_folder
 
             yield from explain_folder(name, Path(cfg[name].DATASET), cfg[name].SPLIT, extensions)
-        elif labels:
-            try:
-                cls.open_split(cfg, name)
-            except ConfigError as error:
-                yield from ((str(problem.key), problem.message) for problem in error.problems)
-        elif trained and {*classes} - {*trained}:
-            from distribuuuu.data.datasets.made_elsewhere import normal_form
-
-            forms = {*map(normal_form, trained)}
-            if unknown := [each for each in classes if normal_form(each) not in forms]:
-                yield f"{name}.SPLIT", unknown_names(str(folder), "label", unknown, trained)
-        elif len(trained or classes) != cfg.MODEL.NUM_CLASSES:
-            source = str(cls.split_path(cfg.TRAIN) if trained else folder)
-            found = len(trained or classes)
-            yield "MODEL.NUM_CLASSES", class_count_mismatch(cfg.MODEL.NUM_CLASSES, found, source)
+        else:
+            yield from super().find_problems(cfg, train)
 
     @classmethod
     def count_classes(cls, cfg) -> int:
         """Return the number of training classes; without training data, of evaluation classes."""
         counts = (len(list_classes(cls.split_path(section))) for section in (cfg.TRAIN, cfg.TEST))
         return next(filter(None, counts), 0)
-
-    @classmethod
-    def count_images(cls, cfg, most: int) -> int:
-        """Return the number of training images, counted up to `most`."""
-        folder = cls.split_path(cfg.TRAIN)
-        found = (walk_images(folder / name, extensions=image_extensions(cfg)) for name in list_classes(folder))
-        return sum(1 for _ in islice(chain.from_iterable(found), most))
