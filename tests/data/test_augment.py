@@ -113,29 +113,16 @@ def test_text_that_is_not_understood_says_why_and_where_it_was_set(small_cfg):
 # Erasing
 
 
-def erased_boxes(erase: Erasing, num: int, side: int = 64) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return (pixels, which of them were erased) of black images."""
-    results = []
-    for seed in range(num):
+def test_erasing_hits_its_share_of_images_with_boxes_of_torchvisions_shapes():
+    areas = []
+    for seed in range(1200):
         with seeded_generators(seed):
-            pixels = erase(torch.zeros(3, side, side, dtype=torch.uint8))
-        results.append((pixels, pixels.amax(0) > 0))
-    return results
-
-
-def test_erasing_hits_its_share_of_images_with_boxes_of_the_stated_shapes():
-    areas, ratios, corners = [], [], []
-    for _, hit in erased_boxes(Erasing(0.25, MEAN), 1200):
+            hit = Erasing(0.25, MEAN)(torch.zeros(3, 64, 64, dtype=torch.uint8)).amax(0) > 0
         if hit.any():
-            rows, columns = hit.any(1).nonzero().flatten(), hit.any(0).nonzero().flatten()
-            height, width = (int(at[-1] - at[0]) + 1 for at in (rows, columns))
-            assert int(hit.sum()) == height * width
+            height, width = int(hit.any(1).sum()), int(hit.any(0).sum())
+            assert int(hit.sum()) == height * width and 0.25 < height / width < 4
             areas.append(height * width / 64**2)
-            ratios.append(height / width)
-            corners.append((int(rows[0]), int(columns[0])))
-    assert 250 <= len(areas) <= 350
-    assert 0.015 < min(areas) < 0.05 and 0.28 < max(areas) < 0.35
-    assert min(ratios) < 0.4 and max(ratios) > 2.5 and len(set(corners)) > 150
+    assert 250 <= len(areas) <= 350 and 0.015 < min(areas) < 0.05 and 0.28 < max(areas) < 0.35
 
 
 # The order, and nothing where nothing is asked for
@@ -161,15 +148,11 @@ def test_the_policy_comes_first_then_the_others_and_each_draws_the_same_whatever
 def test_color_noise_shifts_each_image_along_the_components_of_imagenets_colors():
     gray = torch.full((3, 4, 4), 128, dtype=torch.uint8)
     transform = AugmentedCrop(whole(), operations=(augment.pca_noise,))
-    shifts = torch.stack([transform(LazyImage(gray), SampleRNG(0, index)).double() - 128 for index in range(2000)])
+    shifts = torch.stack([transform(LazyImage(gray), SampleRNG(0, index)).double() - 128 for index in range(500)])
     assert (shifts == shifts[:, :, :1, :1]).all(), "one shift for an image"
-    # Deviations in gray levels and correlations, from the eigenvalues and eigenvectors of pycls; rounding adds 0.3.
-    assert shifts[:, :, 0, 0].mean(0).abs().max() < 0.2
-    assert torch.allclose(shifts[:, :, 0, 0].std(0), torch.tensor([3.167, 3.223, 3.255]).double(), rtol=0.05)
-    correlations = torch.corrcoef(shifts[:, :, 0, 0].T)[[0, 0, 1], [1, 2, 2]]
-    assert torch.allclose(correlations, torch.tensor([0.993, 0.978, 0.994]).double(), atol=0.012)
-    black = transform(LazyImage(torch.zeros(3, 4, 4, dtype=torch.uint8)), SampleRNG(0, 1))
-    assert black.max() < 20, "clipped, not wrapped"
+    # Deviations in gray levels and the least correlation, from the eigenvalues and eigenvectors of pycls.
+    assert torch.allclose(shifts[:, :, 0, 0].std(0), torch.tensor([3.167, 3.223, 3.255]).double(), rtol=0.1)
+    assert 0.95 < torch.corrcoef(shifts[:, :, 0, 0].T).min() < 0.995
 
 
 # Where the numbers come from

@@ -13,9 +13,7 @@ from torchvision import transforms as theirs
 from torchvision.transforms import v2
 
 from distribuuuu.data import transforms
-from distribuuuu.data.build_transform import build_transform
 from distribuuuu.data.crops import PaddedCrop, random_padded_corner
-from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import LazyImage, open_lazy_image
 from distribuuuu.data.device_samples import BatchRNG, crop_batch
 from distribuuuu.data.image_file import Box
@@ -96,9 +94,6 @@ def test_where_nothing_fits_the_box_is_torchvisions_in_the_middle():
     rng = Counted(0, 0)
     random_resized_box(rng, 400, 400, (0.1, 0.2))
     assert rng.num == 4
-
-
-# Flips
 
 
 # The padded crop
@@ -247,13 +242,3 @@ def test_opencvs_interpolations_are_opencvs(interpolation):
             assert found.dtype == torch.uint8 and (found - expected).abs().max() <= 0.501, name
             batch = resize(torch.stack([pixels, pixels.flip(-1)]), *expected.shape[1:], interpolation)
             assert torch.equal(batch[0], found) and torch.equal(resize(found, *found.shape[1:], interpolation), found)
-
-
-def test_the_config_says_how_crops_are_shaped_and_resized(small_cfg):
-    words = ("DATA.CROP_RATIO", [0.5, 2], "DATA.INTERPOLATION", "bicubic", "TEST.INTERPOLATION", "bicubic")
-    images = ImageDataset()
-    expected = ResizedCrop(16, (0.08, 1.0), 0.5, (0.5, 2.0), "bicubic")
-    assert build_transform(small_cfg(*words), images, train=True) == expected
-    assert build_transform(small_cfg(*words, "DATA.CROP", "pad"), images, True) == PaddedCrop(16, 4, 0.5, "bicubic")
-    assert build_transform(small_cfg(*words), images, train=False) == CenterCrop(18, 16, "bicubic")
-    assert build_transform(small_cfg(), images, train=True) == ResizedCrop(16)

@@ -1,7 +1,6 @@
 """Archives: the batches of class folders, what is refused, and the index."""
 
 import gzip
-import io
 import json
 import os
 import shutil
@@ -10,21 +9,17 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support import runs
 from support.archives import add, archive_folder, files_of, write_tar, write_zip
-from support.commands import command_module
-from support.runs import assert_same_run, small_options
 
-from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config import ConfigError
 from distribuuuu.data.datasets import archive_members
 from distribuuuu.data.datasets.archive import Archive, ArchiveSource, find_archives, open_archives
 from distribuuuu.data.datasets.archive_members import read_member
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.index import Index
 from distribuuuu.engine.preflight import find_run_problems
-from distribuuuu.trainer import train_model
 
 JPEG = b"\xff\xd8 not read here"
 
@@ -229,19 +224,6 @@ def test_a_zip_that_holds_more_than_it_declares_is_not_unpacked(tmp_path):
         open_one(change(path, lambda content: content.__delitem__(slice(-30, None))))
 
 
-def test_a_zip64_is_read(tmp_path, monkeypatch):
-    buffer = io.BytesIO()
-    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 10)
-    monkeypatch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 1)
-    with zipfile.ZipFile(buffer, "w") as archive:
-        for name in ("a/1.jpg", "b/2.jpg"):
-            archive.writestr(name, JPEG + name.encode())
-    assert b"PK\6\6" in buffer.getvalue()
-    (tmp_path / "train.zip").write_bytes(buffer.getvalue())
-    index = open_one(tmp_path / "train.zip")
-    assert [bytes(read_member(index, number)) for number in range(2)] == [JPEG + b"a/1.jpg", JPEG + b"b/2.jpg"]
-
-
 # ------------------------------------------------------------------------------------------- places
 
 
@@ -311,28 +293,3 @@ def test_names_with_dots_and_endings_in_upper_case(tmp_path):
     index = open_archives(find_archives("TRAIN", str(tmp_path), "train"), tmp_path / "cache")
     assert [bytes(read_member(index, number)) for number in range(3)] == [b"0", b"1", b"2"]
     assert index.arrays["label"].tolist() == [0, 1, 2]
-
-
-# --------------------------------------------------------------------------------------------- runs
-
-
-def train_on(root: Path, out: Path, *words: object) -> Path:
-    train_model(load_cfg(None, small_options(root, out, *words)))
-    return out
-
-
-def assert_same_predictions(one: Path, other: Path) -> None:
-    own, expected = (np.load(out / "predictions.npz") for out in (one, other))
-    for name in ("label", "loss", "logits", "classes"):
-        np.testing.assert_array_equal(own[name], expected[name])
-    assert [path.partition(":")[2] for path in own["path"]] == [path.partition("/")[2] for path in expected["path"]]
-
-
-def test_a_run_is_that_on_class_folders(image_folder, finished_run, tmp_path):
-    root = archive_folder(image_folder, tmp_path / "data", "deflated")
-    out = train_on(root, tmp_path / "out", "DATA.NAME", "archive", "TRAIN.WORKERS", 1)
-    assert_same_run(out, finished_run)
-    assert_same_predictions(out, finished_run)
-    content = command_module("stats.stored_predictions").read_predictions(out / "predictions.npz", "")
-    pictures = command_module("report.pictures").make_pictures(out, content, [0, 36])
-    assert len(pictures.uris) == 2 and not pictures.notes

@@ -145,19 +145,6 @@ def test_a_check_that_takes_too_long_goes_on_at_the_next_start(root, looks, monk
     assert sorted(looks) == sorted(str(path) for path in root.glob("val/*/*.jpg"))
 
 
-def test_the_images_of_a_csv_are_checked_too(tmp_path, looks):
-    draw_folder(tmp_path, "val", {"a": 3})
-    lines = "".join(f"val/a/{number:03d}.jpg,x\n" for number in range(3))
-    for split in ("train", "val"):
-        (tmp_path / f"{split}.csv").write_text("image,labels\n" + lines)
-    words = ("DATA.NAME", "multilabel", "MODEL.NUM_CLASSES", 1, "LOSS.NAME", "bce")
-    assert load(tmp_path, False, *words).notes == load(tmp_path, False, *words).notes == [] and len(looks) == 3
-    (tmp_path / "val/a/001.jpg").write_bytes(b"")
-    assert "1 of 3 images are broken" in refusal(tmp_path, True, *words, "TRAIN.BATCH_SIZE", 1)
-    (tmp_path / "val.csv").write_text("image,labels\n" + lines + "\n")
-    assert "1 of 3 images are broken" in refusal(tmp_path, False, *words)
-
-
 def test_files_of_other_types_are_counted_and_reported_at_every_start(root):
     for name in ("ant/a.avif", "ant/b.AVIF", "bee/deep/c.heic", "cat/notes", "cat/d.tar.gz", "cat/001.jpg.part"):
         (root / "train" / name).parent.mkdir(exist_ok=True)

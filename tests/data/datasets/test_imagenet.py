@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.archives import SYNSETS, archive_folder, write_imagenet, write_tar
+from support.archives import SYNSETS, write_imagenet, write_tar
 from support.commands import run_command
 from support.runs import errors_of
 
@@ -81,12 +81,3 @@ def test_a_damaged_meta_is_refused(image_folder, tmp_path, damage):
     (root / "ILSVRC2012_devkit_t12" / "data" / "meta.mat").write_bytes(damage)
     with pytest.raises(ConfigError, match=f"{root}: not a valid folder of validation labels"):
         read_labels(root)
-
-
-def test_archives_are_named_where_folders_are_expected(image_folder, tmp_path):
-    for kind in ("tar", "zip", "shards"):
-        root = archive_folder(image_folder, tmp_path / kind, kind)
-        name = {"tar": "train.tar", "zip": "train.zip", "shards": "train-000000.tar"}[kind]
-        found = errors_of(root, tmp_path)
-        assert f"it holds {name}, a " in found
-        assert f"archive; fix: set DATA.NAME archive TRAIN.DATASET {root} TRAIN.SPLIT train; or unpack" in found

@@ -132,16 +132,6 @@ def test_labels_that_are_no_classes(cfg_of, image_folder, tmp_path):
             build_images(cfg_of("TRAIN.DATASET", tmp_path), train=False)
 
 
-def test_a_missing_package_is_named(root, monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(ConfigError, match="pip install 'distribuuuu\\[parquet\\]'"):
-        import fsspec
-
-        ParquetRows(fsspec.filesystem("file"), [str(root / "data/train-00000-of-00002.parquet")], ["image"])
-
-
 def test_damaged_tables_are_read_or_refused_by_name(tmp_path):
     import fuzz_tables
 

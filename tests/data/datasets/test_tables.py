@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 from support.batches import assert_same_batches, batches_of
-from support.commands import run_command
 from support.sources import DELIMITERS, NAMES, list_rows, write_rows
 from support.tables import each_row
 
@@ -145,15 +144,6 @@ def test_one_table_without_a_split_is_not_both(cfg_of, tables):
     tables("csv")
     (problem,) = find_run_problems(cfg_of("DATA.TABLE.file", "train.csv", "MODEL.NUM_CLASSES", 3), train=True)
     assert problem.key == "TEST.SPLIT" and "is the training table too; fix: DATA.TABLE.split COLUMN" in str(problem)
-
-
-def test_commands_that_take_files_name_the_remedy(image_folder, tmp_path, capsys):
-    write_rows(tmp_path / "train.csv", list_rows(image_folder, "train"))
-    words = [str(tmp_path), "--val", "0.2", "--out", str(tmp_path / "lists")]
-    assert run_command("split", *words) == 2
-    assert (
-        f"it has train.csv, a table; fix: distribuuuu split {tmp_path / 'train.csv'} --val" in capsys.readouterr().err
-    )
 
 
 NO_HEADER = "fix: add DATA.TABLE.columns '[path, label, column_3]', as it has no header"
