@@ -45,12 +45,9 @@ def open_source(source: str, root: str, key: str, download: bool, **arguments: A
     except ImportError as error:
         fix = f"fix: pip install {error.name}" if error.name else error
         raise ConfigError(f"DATA.NAME: torchvision's {source} needs another package; {fix}") from error
-    except (RuntimeError, OSError) as error:
+    except Exception as error:  # torchvision's parsers raise nearly anything
         reason = " ".join(str(error).split()).replace("download=True", "DATA.DOWNLOAD True")
-        problem = f"{source} is not in {root} and cannot be downloaded: {reason}"
-        raise ConfigError(f"{key}: {problem}") from error
-    except (ValueError, LookupError, TypeError, AssertionError, EOFError) as error:  # torchvision's own parsers
-        problem = f"{source} in {root} is damaged: {type(error).__name__}; fix: delete it, download it again"
+        problem = f"{source} is not in {root} or is damaged, and cannot be downloaded: {type(error).__name__}: {reason}"
         raise ConfigError(f"{key}: {problem}") from error
 
 

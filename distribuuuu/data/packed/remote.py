@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.datasets.array_file import FIXED, Place, checksum_of, read_fixed, read_header
+from distribuuuu.data.datasets.array_file import FIXED, checksum_of, read_fixed, read_header
 from distribuuuu.data.packed import format as packed_format
 from distribuuuu.data.packed.cache import KEPT, DiskCache
 from distribuuuu.data.packed.format import INDEX, check_index
@@ -34,15 +34,15 @@ _CHUNK = 16 << 20
 # Seconds of retries and for a request in the checks of a start.
 START_S, START_TIMEOUT_S = 1.5, 20.0
 _CHANGED = "has changed since it was opened or packed; fix: restore it, or start again"
-# The meta of an index, the places of its columns, and the number of images.
-Header = tuple[dict[str, Any], dict[str, Place], int]
 
 
 def read_meta(url: str) -> tuple[dict[str, Any], int]:
     """Return the meta of a pack and its number of images; raise ConfigError if its index cannot be read."""
     path = f"{url}/{INDEX}"
-    meta, _, num = _fetch_header(path, _fetch_start(path, START_TIMEOUT_S, START_S), START_TIMEOUT_S, START_S)
-    return meta, num
+    start = _fetch_start(path, START_TIMEOUT_S, START_S)
+    end = FIXED + read_fixed(start.data, start.size)[0]
+    check = functools.partial(_reason_of, _read_index_header)
+    return _read_index_header(fetch(path, 0, end, START_TIMEOUT_S, check, info=True, retry_s=START_S))
 
 
 def _fetch_start(path: str, timeout_s: float, retry_s: float | None = None) -> Part:
@@ -51,16 +51,9 @@ def _fetch_start(path: str, timeout_s: float, retry_s: float | None = None) -> P
     return fetch(path, 0, FIXED, timeout_s, check, info=True, retry_s=retry_s)
 
 
-def _fetch_header(path: str, start: Part, timeout_s: float, retry_s: float | None = None) -> Header:
-    """Return the checked header of the index that begins with `start`; wrong bytes are fetched again."""
-    end = FIXED + read_fixed(start.data, start.size)[0]
-    check = functools.partial(_reason_of, _read_index_header)
-    return _read_index_header(fetch(path, 0, end, timeout_s, check, info=True, retry_s=retry_s))
-
-
-def _read_index_header(part: Part) -> Header:
+def _read_index_header(part: Part) -> tuple[dict[str, Any], int]:
     meta, places = read_header(io.BytesIO(part.data), part.size, packed_format.KIND, packed_format.VERSIONS)
-    return meta, places, check_index(meta, places)
+    return meta, check_index(meta, places)
 
 
 def _reason_of(read: Callable[[Part], object], part: Part) -> str:
@@ -118,8 +111,7 @@ class RemotePack:
         raise RemoteError(f"{path} is corrupt: {problem}; fix: pack the data again")
 
     def _store_index(self, path: str, name: str, start: Part) -> None:
-        """Copy an index into the cache; its header is read first, as a server may promise any size."""
-        _fetch_header(path, start, self._timeout_s)
+        """Copy an index into the cache."""
         size = start.size
         if size >= KEPT * self._cache.max_bytes:
             limit = f"got {self._cache.max_bytes / 1e9:g}; expected room for the {size:,} bytes of {path}"
