@@ -3,7 +3,6 @@
 import logging
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -26,28 +25,6 @@ AVERAGES = (*(kind.tensors for kind in KINDS.values() if kind.average), "state_d
 
 class IncompatibleWeightsError(ValueError):
     """Weights of another model: more than half of the backbone's tensors, or of its matrices and kernels, mismatch."""
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """Names of the tensors that were loaded or not.
-
-    Attributes:
-        loaded: of the model, loaded.
-        initialized: of the model, not loaded: they keep their initial values.
-        unused: of the file, not loaded.
-        num_missing: how many of `initialized` are in the backbone.
-    """
-
-    loaded: list[str]
-    initialized: list[str]
-    unused: list[str]
-    num_missing: int
-
-    def __str__(self) -> str:
-        total = len(self.loaded) + len(self.initialized)
-        parts = f"{len(self.loaded)} of {counted(total, 'tensor')} loaded; randomly initialized: "
-        return f"{parts}{_abbreviate(self.initialized)}; unused in the file: {_abbreviate(self.unused)}"
 
 
 def _abbreviate(names: list[str]) -> str:
@@ -89,19 +66,22 @@ def load_weights_file(cfg, model: nn.Module, classes: Sequence[str]) -> None:
     average = next((tensors for tensors in averages if tensors and is_state_dict(tensors)), None)
     arch = f" of MODEL.ARCH {content['arch']}" if content.get("arch") else ""
     try:
-        report = load_backbone(model, average or content["state_dict"], find_head(cfg, model), settings.HEAD_RESET)
+        head = find_head(cfg, model)
+        report, num_missing = load_backbone(model, average or content["state_dict"], head, settings.HEAD_RESET)
     except IncompatibleWeightsError as error:
         problem = f"{path}{arch} does not fit {cfg.MODEL.ARCH}: {error}; fix: set MODEL.ARCH to that of the file"
         raise ConfigError(Problem("FINETUNE.WEIGHTS", problem), cfg.origins) from error
     logger.info("fine-tuning from %s%s: %s", path, " (moving average)" if average else "", report)
-    if report.num_missing:
+    if num_missing:
         logger.warning("%s of the backbone randomly initialized: was the file%s trained with another MODEL.ARCH, "
-                       "MODEL.KWARGS or TRAIN.IM_SIZE?", counted(report.num_missing, "tensor"), arch)  # fmt: skip
+                       "MODEL.KWARGS or TRAIN.IM_SIZE?", counted(num_missing, "tensor"), arch)  # fmt: skip
     if not settings.HEAD_RESET and (other := find_class_mismatch(content, classes)):
         logger.warning("the head was trained on other classes: %s; to reset it set FINETUNE.HEAD_RESET True", other)
 
 
-def load_backbone(model: nn.Module, state_dict: Tensors, head: Collection[str], reset_head: bool = False) -> LoadReport:
+def load_backbone(
+    model: nn.Module, state_dict: Tensors, head: Collection[str], reset_head: bool = False
+) -> tuple[str, int]:
     """Load every tensor whose name and shape match; prefixes of wrappers are ignored.
 
     A layer of the head is loaded completely or not at all. If tensors are missing, timm's conversion for the model is
@@ -112,6 +92,9 @@ def load_backbone(model: nn.Module, state_dict: Tensors, head: Collection[str], 
         state_dict: the weights.
         head: the names of the layers of the head.
         reset_head: load no layer of the head.
+
+    Returns:
+        What was loaded, in words, and the number of tensors of the backbone that were not.
 
     Raises:
         IncompatibleWeightsError: more than half of the backbone does not match; the model is unchanged.
@@ -136,12 +119,10 @@ def load_backbone(model: nn.Module, state_dict: Tensors, head: Collection[str], 
             raise IncompatibleWeightsError(f"{len(missing)} of {num} of the backbone do not match, e.g. {example}")
     model.load_state_dict(loaded, strict=False)
 
-    return LoadReport(
-        loaded=list(loaded),
-        initialized=[name for name in own if name not in loaded],
-        unused=[name for name in matched if name not in loaded] + unmatched,
-        num_missing=sum(name not in loaded for name in backbone),
-    )
+    initialized = [name for name in own if name not in loaded]
+    unused = [name for name in matched if name not in loaded] + unmatched
+    text = f"{len(loaded)} of {counted(len(own), 'tensor')} loaded; randomly initialized: {_abbreviate(initialized)}"
+    return f"{text}; unused in the file: {_abbreviate(unused)}", sum(name not in loaded for name in backbone)
 
 
 def adapt_input_of(model: nn.Module, tensors: Tensors) -> Tensors:

@@ -159,8 +159,8 @@ def test_the_first_layer_is_adapted_as_in_timm(channels):
 def test_weights_of_rgb_images_are_adapted():
     rgb = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
     gray = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 2))
-    report = load_backbone(gray, rgb.state_dict(), ["2"])
-    assert "0.weight" in report.loaded and torch.equal(gray[0].weight, rgb[0].weight.sum(1, keepdim=True))
+    load_backbone(gray, rgb.state_dict(), ["2"])
+    assert torch.equal(gray[0].weight, rgb[0].weight.sum(1, keepdim=True))
     replace_input(rgb, "net", 6, keep_weights={"pretrained"})
     assert rgb[0].weight.shape == (4, 6, 3, 3) and rgb(torch.ones(1, 6, 4, 4)).shape == (1, 2)
     with pytest.raises(ConfigError, match="no convolution of three channels"):
