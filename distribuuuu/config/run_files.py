@@ -1,6 +1,5 @@
 """Names of the files of a run, and checks of the paths to which runs and commands write."""
 
-import functools
 import importlib
 import os
 import re
@@ -33,12 +32,6 @@ _REMOTE = re.compile(r"[A-Za-z][\w@+.-]+:([/\\]?)")
 _MIRROR = "distribuuuu.mirror"  # mirrors runs in object storage; it can be deleted
 
 
-@functools.cache
-def has_mirror() -> bool:
-    """Tell whether runs in object storage are supported."""
-    return (Path(__file__).parents[1] / "mirror" / "__init__.py").is_file()
-
-
 def local_folder(path: str | os.PathLike) -> str:
     """Return the local folder of a run at a URL, below the user's cache folder; other paths as they are.
 
@@ -53,7 +46,9 @@ def local_folder(path: str | os.PathLike) -> str:
 
 def find_url_problem(url: str) -> str | None:
     """Return why no run can be at a URL; None if one can. Without the package of mirrors, none can."""
-    return importlib.import_module(_MIRROR).find_url_problem(url) if has_mirror() else "expected a local path"
+    if not (Path(__file__).parents[1] / "mirror" / "__init__.py").is_file():
+        return f"got {url}; expected a local path"
+    return importlib.import_module(_MIRROR).find_url_problem(url)
 
 
 def url_of(folder: str | os.PathLike) -> str | None:
@@ -97,7 +92,7 @@ def find_path_problem(path: str | os.PathLike, is_run: bool = False) -> str | No
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
         return f"got {text!r}; expected a path without control characters"
     if "://" in text or (found := _REMOTE.match(text)) and (found[1] or not os.path.lexists(text)):
-        if is_run and has_mirror() and (problem := find_url_problem(text)):
+        if is_run and (problem := find_url_problem(text)):
             return problem
         if re.search("://[^/]*@", text):
             return "got a URL with credentials; expected them in the environment; fix: remove them from the URL"
