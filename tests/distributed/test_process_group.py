@@ -1,6 +1,5 @@
 """Process group: devices and backends, rendezvous, missing processes."""
 
-import contextlib
 import random
 import socket
 import threading
@@ -37,48 +36,6 @@ def test_a_backend_that_the_device_lacks_is_an_error():
     group = process_group(Launch("test"), torch.device("cpu"), 10, "nccl")
     with pytest.raises(ConfigError, match="DIST.BACKEND: nccl needs CUDA"):
         group.__enter__()
-
-
-def enter(monkeypatch, backend: str, world_size: int = 2, shard: str = "none") -> dict:
-    """Return what torch's process group is asked for on a machine that pretends to have GPUs."""
-    asked = {}
-
-    class Asked(Exception):
-        """Ends what comes after."""
-
-    def ask(**words):
-        asked.update(words)
-        raise Asked
-
-    monkeypatch.setattr(rendezvous, "create_store", lambda launch, timeout_s: torch.distributed.HashStore())
-    monkeypatch.setattr(rendezvous, "watched", lambda *words: contextlib.nullcontext())
-    monkeypatch.setattr(torch.distributed, "init_process_group", ask)
-    launch = Launch("test", 0, 0, world_size, "127.0.0.1", 1)
-    with contextlib.suppress(Asked):
-        process_group(launch, torch.device("cuda", 1), 10, backend, shard=shard).__enter__()
-    return asked
-
-
-def test_nccl_is_told_its_device(monkeypatch):
-    asked = enter(monkeypatch, "auto", shard="fsdp")
-    assert asked["backend"] == "nccl" and asked["device_id"] == torch.device("cuda", 1)
-    asked = enter(monkeypatch, "gloo")
-    assert asked["backend"] == "gloo" and asked["device_id"] is None
-
-
-@pytest.mark.parametrize("shard", ["zero1", "fsdp"])
-def test_gloo_does_not_send_shards_of_cuda_tensors(monkeypatch, shard):
-    with pytest.raises(ConfigError, match=f"DIST.BACKEND: gloo on CUDA does not go with DIST.SHARD {shard}.*use nccl"):
-        enter(monkeypatch, "gloo", shard=shard)
-    assert enter(monkeypatch, "auto", world_size=1, shard=shard) == {}
-
-
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_one_process_opens_a_group_on_request_only(monkeypatch, backend):
-    asked = enter(monkeypatch, backend, world_size=1)
-    assert asked["backend"] == backend and asked["world_size"] == 1
-    assert asked["device_id"] == (torch.device("cuda", 1) if backend == "nccl" else None)
-    assert enter(monkeypatch, "auto", world_size=1) == {}
 
 
 def agree(store, world_size: int, seed: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Evaluation: the last, short batch is padded where another number of images would be compiled."""
+"""Evaluation: views of shifted images, and images that cannot be read."""
 
 import json
 import shutil
@@ -7,39 +7,14 @@ import numpy as np
 import pytest
 import torch
 from support.commands import command_module
-from support.fake_cuda import CUDA, fake_cuda
 from support.processes import on_processes
 from support.tiers import slow
 
-from distribuuuu.data.batch import Batch, Normalizer
-from distribuuuu.data.loader import Loader, build_loader
-from distribuuuu.data.samplers import EvalSampler
-from distribuuuu.engine.evaluator import evaluate
-from distribuuuu.launch.detect import Launch
-from distribuuuu.models import build_model
 from distribuuuu.optim.precision import Precision
 from distribuuuu.tasks.base import build_task
-from distribuuuu.tasks.metrics import Meter
 from distribuuuu.trainer import evaluate_weights as evaluate_run
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("num", [1, 3])
-def test_on_cuda_a_short_batch_has_the_shape_of_the_others(small_cfg, monkeypatch, num):
-    parts = build_loader(cfg := small_cfg("TEST.BATCH_SIZE", 12), Launch("alone"), CPU, train=False)
-    model = build_model(cfg, False)
-    monkeypatch.setattr(Meter, "read", lambda self: {"count": 37})  # fake tensors have no values
-    with fake_cuda(monkeypatch) as timeline:
-        pixels, labels = torch.zeros(12, 3, 16, 16, dtype=torch.uint8).pin_memory(), torch.zeros(12).long().pin_memory()
-        batches = [*[(Batch(pixels, labels), ())] * num, (Batch(pixels[:5], labels[:5]), ())]
-        normalize = Normalizer(CUDA, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), channels_last=True)
-        loader = Loader(parts.samples, EvalSampler(12 * num + 5, 12, 0, 1), batches, normalize)
-        task, shapes = build_task(cfg, parts.images.classes, CUDA, Precision()), []
-        model.to(CUDA).register_forward_pre_hook(lambda module, inputs: shapes.append(len(inputs[0])))
-        timeline.waits.clear()
-        evaluate(task, model, loader)
-    assert shapes == [12] * (num + 1) and timeline.faults == {}
 
 
 def test_the_logits_of_shifted_images_count_half(small_cfg):

@@ -19,7 +19,6 @@ from distribuuuu.config.registry import LOSSES, TASKS
 from distribuuuu.distributed import comm
 from distribuuuu.tasks.base import Task
 from distribuuuu.tasks.classification import Classification
-from distribuuuu.tasks.losses import CrossEntropy
 from distribuuuu.tasks.metrics import StepOutput
 from distribuuuu.trainer import evaluate_weights as evaluate_run
 from distribuuuu.trainer import train_model
@@ -151,34 +150,6 @@ def test_skipped_steps_are_counted_and_keep_their_images(register, small_cfg, tm
     Skipping.update = lambda self, step: step.gradients()
     train_model(small_cfg("TASK.NAME", "Skipping", "OPTIM.LAST_EPOCH", 0.5, "OUT_DIR", tmp_path / "short"))
     assert "the task applied no gradients in 6 of 6 steps" in log_of(tmp_path / "short")
-
-
-def test_stages_of_a_task_and_a_loss_are_recorded_also_after_a_resume(register, small_cfg, tmp_path):
-    class Reweighted(CrossEntropy):
-        """Cross-entropy with deferred class weights (Cao et al., arXiv 1906.07413)."""
-
-        def prepare(self, class_counts):
-            self.counts = class_counts
-
-        def begin_epoch(self, epoch):
-            self.weights = 16 / self.counts.float() * 2 if epoch else None
-            return "reweighted" if epoch else "plain"
-
-    register(Reweighted)
-    words = ("LOSS.NAME", "Reweighted", "CHECKPOINT.EVERY_STEPS", 2, "CHECKPOINT.KEEP_LAST", 20)
-    train_model(small_cfg(*words))
-    (tmp_path / "out").rename(tmp_path / "whole")
-    stages = [(entry["epoch"], entry["stage"]) for entry in records(tmp_path / "whole")]
-    assert {*stages} == {(1, "plain"), (2, "reweighted")}
-    log = log_of(tmp_path / "whole")
-    assert "epoch 1: stage plain" in log and "epoch 2: stage reweighted" in log
-    train_model(small_cfg(*words))
-    for path in (
-        path for path in (tmp_path / "out" / "checkpoints").iterdir() if "ep_001_step_000002" not in path.name
-    ):
-        path.unlink()
-    train_model(small_cfg(*words))
-    assert_same_run(tmp_path / "out", tmp_path / "whole")
 
 
 class Prototypes(Task):
