@@ -118,12 +118,10 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     Raises:
         ConfigError: the model has a batch norm of its own type, which cannot be converted.
     """
-    return _convert(module) if dist.is_distributed() else module
-
-
-def _convert(module: nn.Module) -> nn.Module:
+    if not dist.is_distributed():
+        return module
     for name, child in module.named_children():
-        setattr(module, name, _convert(child))
+        setattr(module, name, convert_sync_batchnorm(child))
     if not isinstance(module, _BatchNorm):
         return module
     is_fused = hasattr(module, "act") and hasattr(module, "drop")

@@ -52,14 +52,10 @@ def hash_config(cfg: Config) -> str:
     # Not sorted: the order of the patterns in FINETUNE.LR_MULT matters.
     options = [(key, value) for key, value in iter_options(cfg) if option_of(key).hashed]
     options = [(key, cfg.replaced.get(key, value) if option_of(key).neutral else value) for key, value in options]
-    values = [(key, AUTO if is_found(cfg, key) else value) for key, value in options]
+    # A value that was `auto` has been found on this machine.
+    values = [(key, AUTO if cfg.origins.get(key, "").startswith(f"{AUTO}, ") else value) for key, value in options]
     values = [(key, value) for key, value in values if value != option_of(key).hash_default]
     return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()
-
-
-def is_found(cfg: Config, key: str) -> bool:
-    """Tell whether the value of an option was `auto` and has been found on this machine."""
-    return cfg.origins.get(key, "").startswith(f"{AUTO}, ")
 
 
 def config_name(cfg: Config) -> str | None:

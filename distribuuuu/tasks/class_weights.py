@@ -11,9 +11,6 @@ from distribuuuu.data.datasets.base import ImageDataset
 
 logger = logging.getLogger(__name__)
 
-# Classes up to which the log shows the weight of each.
-_SHOWN_CLASSES = 20
-
 
 def count_labels(images: ImageDataset) -> torch.Tensor:
     """Return the number of images of each class: int64 (classes,)."""
@@ -48,8 +45,7 @@ def find_class_weights(value: str, images: ImageDataset | None) -> Sequence[floa
     weights = compute_class_weights(counts, beta)
     order = weights.argsort(stable=True).tolist()
     shown = [f"{images.classes[label]} {weights[label]:.4g} ({counts[label]:,} images)" for label in order]
-    shown = shown if len(shown) <= _SHOWN_CLASSES else [shown[0], "...", shown[-1]]
-    logger.info("LOSS.CLASS_WEIGHTS %s: %s", value, ", ".join(shown))
+    logger.info("LOSS.CLASS_WEIGHTS %s: %s", value, first_few(shown, num=20))
     if empty := [name for name, count in zip(images.classes, counts.tolist(), strict=True) if not count]:
         logger.warning("LOSS.CLASS_WEIGHTS %s: weight 1 for classes without training images: %s", value,
                        first_few(empty))  # fmt: skip
