@@ -9,6 +9,7 @@ from support.batches import WAYS, assert_same_batches, batches_of
 from support.processes import on_processes
 from support.runs import assert_same_run, small_options
 from support.sources import SOURCES, write_source
+from support.tiers import slow
 
 from distribuuuu.config import load_cfg
 from distribuuuu.data.loader import build_images
@@ -16,9 +17,9 @@ from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.testing import stop_in_step
 from distribuuuu.trainer import train_model
 
-# Each source with two of the ways in the default tier, with all of them in the slow one.
-CASES = [pytest.param(source, way, marks=() if place in (0, 1 + number % 4) else pytest.mark.slow)
-         for number, source in enumerate(SOURCES) for place, way in enumerate(WAYS)]  # fmt: skip
+# Each source with two of the ways.
+CASES = [(source, WAYS[place]) for number, source in enumerate(SOURCES) for place in (0, 1 + number % 4)]
+FAMILIES = ("archive shards", "archive deflated", "imagenet tars", "list csv", "torchvision")
 EVERY_STEP = ("CHECKPOINT.EVERY_STEPS", 1)
 
 
@@ -45,8 +46,7 @@ def assert_same_predictions(one: Path, other: Path) -> None:
     assert len(own["path"]) == len(set(own["path"])) == len(expected["path"])
 
 
-@pytest.mark.parametrize("source", [pytest.param(source, marks=() if source == "archive shards" else pytest.mark.slow)
-                                    for source in SOURCES])  # fmt: skip
+@pytest.mark.parametrize("source", [slow(source) if source != "archive shards" else source for source in FAMILIES])
 def test_a_killed_run_resumes_bitwise(image_folder, tmp_path, source):
     words, plain = write_source(source, image_folder, tmp_path / "data")
     own, folders = tmp_path / "own", tmp_path / "folders"
@@ -59,7 +59,7 @@ def test_a_killed_run_resumes_bitwise(image_folder, tmp_path, source):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", FAMILIES)
 def test_two_processes_train_as_on_class_folders(image_folder, tmp_path, source):
     words, plain = write_source(source, image_folder, tmp_path / "data")
     one = ("OPTIM.MAX_EPOCH", 1, "TRAIN.BATCH_SIZE", 6)
