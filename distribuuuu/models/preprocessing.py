@@ -161,7 +161,7 @@ def read_published(arch: str) -> dict[str, Any]:
 
         published = timm.get_pretrained_cfg(found.name)
         return of_timm(published.to_dict()) if published else {}
-    preset: Any = getattr(find_published(found).arguments.get("weights"), "transforms", dict)()
+    preset: Any = getattr(find_published(found)[1].get("weights"), "transforms", dict)()
     if not hasattr(preset, "crop_size"):
         return {}
     crop, resize, name = preset.crop_size[0], preset.resize_size[0], preset.interpolation.value

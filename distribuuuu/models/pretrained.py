@@ -4,7 +4,6 @@ import inspect
 import logging
 import pickle
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import torchvision
@@ -17,25 +16,11 @@ from distribuuuu.models.head import find_resized_layers, replace_layers
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class PublishedWeights:
-    """Published weights of an architecture.
+def find_published(arch: Architecture, key: str = "MODEL.PRETRAINED") -> tuple[str, dict[str, Any]]:
+    """Return the URL of the published weights of an architecture, and the arguments of its constructor that load them.
 
-    Attributes:
-        source: their URL, or a description.
-        arguments: the arguments that make the constructor load them.
-        num_classes: the classes of the head that loading requires; None: the constructor adapts the head itself.
-    """
-
-    source: str
-    arguments: dict[str, Any]
-    num_classes: int | None = None
-
-
-def find_published(arch: Architecture, key: str = "MODEL.PRETRAINED") -> PublishedWeights:
-    """Return the published weights of an architecture; nothing is downloaded.
-
-    A registered constructor has some if it has a parameter `pretrained`. `key` is the option that asks for them.
+    Nothing is downloaded. A registered constructor has some if it has a parameter `pretrained`. `key` is the option
+    that asks for them.
 
     Raises:
         ConfigError: there are none.
@@ -48,12 +33,12 @@ def find_published(arch: Architecture, key: str = "MODEL.PRETRAINED") -> Publish
         if published is None or published.has_weights:
             hub_id, url = (published.hf_hub_id, published.url) if published else ("", "")
             source = f"model.safetensors of https://huggingface.co/{hub_id}" if hub_id else str(url)
-            return PublishedWeights(source or f"the weights of {arch.name}", {"pretrained": True})
+            return source or f"the weights of {arch.name}", {"pretrained": True}
     elif "weights" in parameters:
         weights = torchvision.models.get_model_weights(arch.constructor).DEFAULT
-        return PublishedWeights(weights.url, {"weights": weights}, len(weights.meta["categories"]))
+        return weights.url, {"weights": weights}
     elif "pretrained" in parameters:
-        return PublishedWeights(f"the weights of {arch.name}", {"pretrained": True})
+        return f"the weights of {arch.name}", {"pretrained": True}
     remedy = "set MODEL.WEIGHTS or FINETUNE.WEIGHTS to the path of a weights file instead"
     raise ConfigError(Problem(key, f"{arch.name} has no published weights; fix: {remedy}"))
 
@@ -64,27 +49,28 @@ def build_pretrained(spec: ModelSpec, key: str) -> nn.Module:
     Raises:
         ConfigError: there are no weights, they cannot be downloaded, or they do not fit MODEL.KWARGS.
     """
-    published = find_published(spec.arch, key)
-    num_classes = published.num_classes or spec.num_classes
-    model: Any = _load(spec, published, num_classes, key)
+    source, arguments = find_published(spec.arch, key)
+    # torchvision loads them only into a head of their own classes.
+    num_classes = len(arguments["weights"].meta["categories"]) if "weights" in arguments else spec.num_classes
+    model: Any = _load(spec, source, {**arguments, "num_classes": num_classes}, key)
     of_head = model.pretrained_cfg["num_classes"] if spec.arch.source == "timm" else num_classes
     if num_classes != spec.num_classes:
         initial = spec.build()
         replace_layers(model, initial, find_resized_layers(model, initial))
     note = "; the head is randomly initialized" if of_head != spec.num_classes else ""
-    logger.info("pretrained weights: %s%s", published.source, note)
+    logger.info("pretrained weights: %s%s", source, note)
     return model
 
 
-def _load(spec: ModelSpec, published: PublishedWeights, num_classes: int, key: str) -> nn.Module:
+def _load(spec: ModelSpec, source: str, arguments: dict[str, Any], key: str) -> nn.Module:
     try:
-        return spec.build(**published.arguments, num_classes=num_classes)
+        return spec.build(**arguments)
     except (ConfigError, OSError, RuntimeError, pickle.UnpicklingError) as error:
         # With MODEL.KWARGS, an error of loading arrives as a rejection of the keyword arguments.
         cause = error.__cause__ if isinstance(error, ConfigError) else error
         if isinstance(error, ConfigError) and not isinstance(cause, (OSError, RuntimeError, pickle.UnpicklingError)):
             raise
-        reason = f"cannot load {published.source} into {spec.arch.name}: {_one_line(cause) or type(cause).__name__}"
+        reason = f"cannot load {source} into {spec.arch.name}: {_one_line(cause) or type(cause).__name__}"
         fix = (
             "delete a damaged file; without a network, copy the file to this machine and set FINETUNE.WEIGHTS to its"
             " path, or MODEL.WEIGHTS if the classes are the same; or set MODEL.PRETRAINED False"
