@@ -1,4 +1,4 @@
-"""Loader: the images of a step, their transforms, and broken images."""
+"""Loader: the images of a step, their transforms and their normalization."""
 
 import pickle
 from pathlib import Path
@@ -12,6 +12,7 @@ from support.runs import make_cfg
 from torchvision import datasets as torchvision_datasets
 
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.batch import Normalizer
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.decode import open_lazy_image
 from distribuuuu.data.loader import build_loader
@@ -100,3 +101,33 @@ def test_torchvisions_sets_are_read_with_their_statistics(small_cfg, tmp_path, m
     loader = build_loader(cfg, ALONE, CPU, train=True)
     assert (len(loader.images), loader.images.crop, loader.images.mean) == (50, "pad", (0.4914, 0.4822, 0.4465))
     assert loader.images.classes[3] == "name3" and loader.images.read(0).shape == (32, 32, 3)
+
+
+def test_channels_last_gives_the_same_numbers_in_another_layout(small_cfg):
+    for train in (True, False):
+        one, other = (build_loader(small_cfg("MODEL.CHANNELS_LAST", last), ALONE, CPU, train) for last in (False, True))
+        for (images, *_), (others, *_) in zip(one, other, strict=True):
+            assert torch.equal(images, others)
+            assert images.is_contiguous() and others.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_any_layout_of_bytes_is_normalized_alike():
+    pixels = torch.randint(0, 256, (5, 3, 6, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    mean, std = torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1), torch.tensor([0.2, 0.3, 0.4]).view(3, 1, 1)
+    for last in (False, True):
+        normalize = Normalizer(CPU, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), last)
+        for some in (pixels, pixels.contiguous(memory_format=torch.channels_last), pixels[:1], pixels[:0]):
+            expected = (some / 255 - mean) / std
+            torch.testing.assert_close(normalize(some), expected, atol=1e-5, rtol=1e-5)
+        assert normalize(pixels).dtype == torch.float32
+
+
+@pytest.mark.slow
+def test_a_compiled_normalization_has_the_same_bits_and_layout():
+    pixels = torch.randint(0, 256, (5, 3, 6, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for last in (False, True):
+        plain, compiled = (Normalizer(CPU, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), last, flag) for flag in (False, True))
+        gray = pixels[:, :1].expand(-1, 3, -1, -1)
+        for some in (pixels, pixels.contiguous(memory_format=torch.channels_last), pixels[:2], pixels[..., :4], gray):
+            expected, images = plain(some), compiled(some)
+            assert torch.equal(images, expected) and images.stride() == expected.stride()
