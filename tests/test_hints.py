@@ -14,6 +14,8 @@ from support.commands import requires
 from support.runs import ROOT, small_options
 from support.sources import image_rows, to_arrow, write_parquet
 
+from distribuuuu.commands.main import dispatch
+
 pytestmark = [pytest.mark.slow, requires("pack", "split")]
 # Pairs of KEY VALUE in a text.
 _OPTIONS = re.compile(r"(?<!\S)[A-Z]+(?:\.[A-Za-z_]+)+ (?:'[^']*'|[^\s,;]+)")
@@ -58,16 +60,16 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_hints_lead_to_a_training(image_folder, tmp_path, layout):
+def test_the_hints_lead_to_a_training(image_folder, tmp_path, layout, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
     root = LAYOUTS[layout](image_folder, tmp_path / "data")
     options = small_options(root, tmp_path / "out", "OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0)
     said = ""
     for _ in range(5):
-        done = run(shlex.join(["distribuuuu", "train", *options]), tmp_path)
-        if done.returncode == 0:
+        if dispatch("distribuuuu", ["train", *options]) == 0:
             return
-        said += f"\n{options[30:]}: {done.stderr[-1500:]}"
-        options += follow(done.stderr, tmp_path)
+        said += f"\n{options[30:]}: {(error := capfd.readouterr().err)[-1500:]}"
+        options += follow(error, tmp_path)
     pytest.fail(said)
 
 
