@@ -68,31 +68,36 @@ def limit_files(run: TrainingProcess, max_bytes: int) -> None:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (max_bytes, resource.RLIM_INFINITY))
 
 
-@pytest.fixture
-def long_run(image_folder, tmp_path):
-    overrides = ("OPTIM.MAX_EPOCH", 10000, "TRAIN.PRINT_FREQ", 4, "CHECKPOINT.EVERY_STEPS", 2, "LOG.TENSORBOARD", True)
-    command = [sys.executable, str(TRAIN_NET), *small_options(image_folder, tmp_path / "out", *overrides)]
-    run = TrainingProcess(command, tmp_path / "out", 4)
-    run.wait_for(lambda: len(run.records()) > 2)
-    yield run
-    run.kill()
-
-
 @pytest.mark.slow
-def test_a_run_survives_a_full_disk_and_loses_nothing_once_there_is_space(long_run):
-    limit_files(long_run, MAX_FILE_BYTES)
-    long_run.wait_for(lambda: "Cannot write checkpoint" in long_run.last_lines())
-    before = CheckpointManager(long_run.out_dir).list()
-    time.sleep(1)
-    assert CheckpointManager(long_run.out_dir).list() == before and all(is_finite(path) for path in before)
-    limit_files(long_run, resource.RLIM_INFINITY)
-    num = len(long_run.records())
-    long_run.wait_for(lambda: len(long_run.records()) > num + 10)
-    steps = [(record["epoch"], record["step"], record["kind"]) for record in long_run.records()]
-    expected = [(epoch, 4, kind) for epoch in range(1, steps[-1][0] + 1) for kind in ("train", "eval")]
-    assert steps == expected[: len(steps)], "no record is lost"
-    long_run.signal_launcher(15)
-    assert long_run.wait(60) == 143
+def test_a_run_survives_a_full_disk_loses_nothing_once_there_is_space_and_names_the_newest_checkpoint(
+    image_folder, tmp_path
+):
+    words = ("OPTIM.MAX_EPOCH", 10000, "TRAIN.PRINT_FREQ", 4, "CHECKPOINT.EVERY_STEPS", 2, "LOG.TENSORBOARD", True)
+    command = [sys.executable, str(TRAIN_NET), *small_options(image_folder, tmp_path / "out", *words)]
+    run = TrainingProcess(command, tmp_path / "out", 4)
+    try:
+        run.wait_for(lambda: len(run.records()) > 2)
+        limit_files(run, MAX_FILE_BYTES)
+        run.wait_for(lambda: "Cannot write checkpoint" in run.last_lines())
+        before = CheckpointManager(run.out_dir).list()
+        time.sleep(1)
+        assert CheckpointManager(run.out_dir).list() == before and all(is_finite(path) for path in before)
+        limit_files(run, resource.RLIM_INFINITY)
+        num = len(run.records())
+        run.wait_for(lambda: len(run.records()) > num + 10)
+        steps = [(record["epoch"], record["step"], record["kind"]) for record in run.records()]
+        expected = [(epoch, 4, kind) for epoch in range(1, steps[-1][0] + 1) for kind in ("train", "eval")]
+        assert steps == expected[: len(steps)], "no record is lost"
+        limit_files(run, MAX_FILE_BYTES)
+        run.signal_launcher(15)
+        assert run.wait(60) == 2
+    finally:
+        run.kill()
+    newest = CheckpointManager(run.out_dir).list()[-1]
+    assert is_finite(newest)
+    text = Path(f"{run.out_dir}.console").read_text()
+    assert f"could not be written: [Errno 27] File too large; the newest one is {newest}" in text
+    assert "Traceback" not in text
 
 
 def test_a_snapshot_shares_no_memory_and_its_nonfinite_values_are_found():
@@ -142,15 +147,3 @@ def test_records_that_could_not_be_written_are_written_with_the_next(tmp_path, c
     (tmp_path / "folder").mkdir()
     records.append({"n": 3})
     assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == [1, 2, 3]
-
-
-@pytest.mark.slow
-def test_a_run_that_cannot_write_its_last_checkpoint_names_the_newest_one(long_run):
-    limit_files(long_run, MAX_FILE_BYTES)
-    long_run.signal_launcher(15)
-    assert long_run.wait(60) == 2
-    newest = CheckpointManager(long_run.out_dir).list()[-1]
-    assert is_finite(newest)
-    text = Path(f"{long_run.out_dir}.console").read_text()
-    assert f"could not be written: [Errno 27] File too large; the newest one is {newest}" in text
-    assert "Traceback" not in text

@@ -24,13 +24,6 @@ assert not any(name.partition(".")[0] in ("distribuuuu", "torch") for name in sy
 """
 
 
-def test_the_page_has_at_most_seven_commands():
-    assert [line.split()[1] for line in COMMANDS.splitlines() if line.startswith("distribuuuu ")] == [
-        "doctor", "split", "plan", "train", "report", "predict", "export"
-    ]  # fmt: skip
-    assert PAGE.count("```bash") == 1
-
-
 @pytest.mark.slow
 def test_the_commands_lead_to_an_onnx_file_with_the_answers_of_predict(tmp_path):
     pytest.importorskip("onnxruntime")

@@ -20,27 +20,14 @@ class Payload:
         return os.mkdir, (str(self.path),)
 
 
-def list_changes(record: Any) -> Iterator[Any]:
-    """Yield copies of a record, each with the value at one of its paths replaced or removed."""
-    for path in _list_paths(record):
-        for value in ODD_VALUES:
-            changed = copy.deepcopy(record)
-            parent = _find_parent(changed, path)
-            parent[path[-1]] = value
-            yield changed
-        changed = copy.deepcopy(record)
-        del _find_parent(changed, path)[path[-1]]
-        yield changed
-
-
-def _list_paths(value: Any, path: tuple = ()) -> Iterator[tuple]:
+def list_changes(value: Any) -> Iterator[Any]:
+    """Yield copies of a record, each with one value in it replaced or removed."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in items:
-        yield (*path, key)
-        yield from _list_paths(child, (*path, key))
-
-
-def _find_parent(value: Any, path: tuple) -> Any:
-    for key in path[:-1]:
-        value = value[key]
-    return value
+        for other in (*ODD_VALUES, *list_changes(child)):
+            changed = copy.copy(value)
+            changed[key] = other
+            yield changed
+        changed = copy.copy(value)
+        del changed[key]
+        yield changed
