@@ -78,6 +78,7 @@ def train(config: CfgFiles | os.PathLike = None, overrides: Overrides = ()) -> T
     with _run_of_program():
         cfg = _load_checked(source, _as_pairs(overrides), is_training=True)
 
+        from distribuuuu.records.read_results import FILE_NAME, read_results
         from distribuuuu.trainer import take_step, train_model
 
         if cfg.TRAIN.BATCH_SIZE == AUTO:
@@ -85,7 +86,8 @@ def train(config: CfgFiles | os.PathLike = None, overrides: Overrides = ()) -> T
 
             cfg = resolve_batch_size(cfg, take_step)
         best = train_model(cfg)
-        results = _read_results(Path(cfg.OUT_DIR))
+        path = Path(cfg.OUT_DIR) / FILE_NAME
+        results = read_results(path) if is_first_process() and path.exists() else {}
     accuracy = results.get("accuracy", {})
     last = accuracy.get(common_kind([accuracy]), {}).get("last", {})
     metrics = {name: value for name, value in last.items() if name != "epoch"}
@@ -276,14 +278,6 @@ def _find_config(run: Any) -> tuple[str | Config, list[str]]:
 
 
 # ------------------------------------------------------------------------------------------- results
-
-
-def _read_results(out_dir: Path) -> dict[str, Any]:
-    """Return the content of results.json; {} if there is none, or on processes other than the first."""
-    from distribuuuu.records.read_results import FILE_NAME, read_results
-
-    path = out_dir / FILE_NAME
-    return read_results(path) if is_first_process() and path.exists() else {}
 
 
 def _with_labels(values: dict[str, float], cfg: Config) -> dict[str, float]:

@@ -62,12 +62,6 @@ class _Child:
         except OSError:  # a full disk
             pass
 
-    def warn_sometimes(self, problem: str) -> None:
-        """Write a warning unless the last one is younger than WARN_S."""
-        if time.monotonic() - self._warned_at >= WARN_S:
-            self._warned_at = time.monotonic()
-            self.warn(f"{problem}; the run is not affected, and it is tried again")
-
     def retry(self, function: Callable[[], Any], limit_s: float) -> str:
         """Call a function until it succeeds; return the last failure after a time."""
         begin, pause_s = time.monotonic(), 0.5
@@ -121,7 +115,9 @@ class _Child:
                 return self.say(done=False, reason=str(error))
             except (OSError, ConfigError) as error:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S if not is_last else 2.0)
-                self.warn_sometimes(str(error))
+                if time.monotonic() - self._warned_at >= WARN_S:
+                    self._warned_at = time.monotonic()
+                    self.warn(f"{error}; the run is not affected, and it is tried again")
             if not is_last:
                 self.end.wait(pause_s)
             elif pause_s > SCAN_S:
