@@ -40,10 +40,8 @@ class ClassBalance:
         return self._images[self._offsets[chosen] + within]
 
 
-def build_class_balance(cfg, images: ImageDataset) -> ClassBalance | None:
-    """Return the class balance of DATA.SAMPLING; None for `uniform`, where each image appears once per epoch."""
-    if cfg.DATA.SAMPLING not in CLASS_POWERS:
-        return None
+def build_class_balance(cfg, images: ImageDataset) -> ClassBalance:
+    """Return the class balance of DATA.SAMPLING, which is not `uniform`."""
     assert images.targets == "label"  # reported as a conflict in the config
     labels = [int(images.label(index)) for index in range(len(images))]
     return ClassBalance(labels, CLASS_POWERS[cfg.DATA.SAMPLING])

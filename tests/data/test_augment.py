@@ -220,7 +220,7 @@ def test_losses_depend_neither_on_workers_nor_on_earlier_draws(small_cfg, monkey
         )
         return (pixels * 0.5 + 20 * shift).to(torch.uint8)
 
-    for number, (kind, num) in enumerate([("process", 0), ("process", 0), ("process", 2), ("thread", 2)]):
+    for number, (kind, num) in enumerate([("process", 0), ("process", 2), ("thread", 2)]):
         seed_cpu(number)
         out = ("TRAIN.WORKERS", num, "DATA.WORKER_KIND", kind, "OUT_DIR", tmp_path / str(number))
         train_model(small_cfg(*words, "AUG.OPERATIONS", "[shake]", "OPTIM.MAX_EPOCH", 1, *out))

@@ -120,12 +120,3 @@ def test_numbers_of_the_rows_that_fit_no_file_are_refused(packed):
     ]  # fmt: skip
     for changes in wrong:
         assert "not a valid pack: " in refusal(**changes)
-
-
-def test_columns_of_other_types_and_lengths_are_refused(packed):
-    _, columns, refusal = packed
-    for name in columns:
-        for wrong in (columns[name][:-1], columns[name].astype(np.float64), columns[name][None]):
-            if name != "name_bytes" or wrong.ndim > 1 or wrong.dtype != np.uint8:
-                assert "invalid column" in refusal(**{name: wrong})
-    assert "names outside" in refusal(name_bytes=columns["name_bytes"][:-1])
