@@ -417,7 +417,7 @@ def test_the_readme_counts_what_a_default_run_loads():
     rows = {
         name: [*map(int, row.split())] for name, row in re.findall(r"^(\S+) +(\d+ +\d+ +\d+)", output, re.MULTILINE)
     }
-    shown = re.search(r"loads ([\d,]+) lines of this package, (\d+) % of them", README)
+    shown = re.search(r"imports ([\d,]+) lines of this package; (\d+) % of them", README)
     lines, ran = rows["spine"][1:]
     expected = {shown[1]: f"{lines:,}", shown[2]: f"{100 * ran / lines:.0f}"}
     for names, number in re.findall(r"^\| \d+ \| (.+?) \| ([\d,]+) \|", README, re.MULTILINE):
@@ -430,16 +430,16 @@ def test_the_readme_counts_what_a_default_run_loads():
 
 @pytest.mark.house
 def test_the_measured_accuracies_of_the_readme_are_those_of_the_runs():
-    rows = re.findall(r"^\| (\w+/\w+) \| ([\d.]+) \| ([\d.]*) ?\| ([\d.]+) \|$", README, re.MULTILINE)
+    rows = re.findall(r"^\| (\w+/\w+) \| ([\d.]+) \| ([\d.]*) ?\| ([\d.]+) \| (\d+) \|$", README, re.MULTILINE)
     reported = yaml.safe_load((ROOT / "benchmarks" / "reported.yaml").read_text())
     paths = sorted((ROOT / "benchmarks" / "results").rglob("*.json"), reverse=True)
     runs = {record["config"]: record for record in (json.loads(path.read_text()) for path in paths)}  # its first row
     assert {name for name, *_ in rows} == set(runs)
     zoo = (ROOT / "docs" / "MODEL_ZOO.md").read_text()
-    for name, top1, published, epochs in rows:
+    for name, top1, published, epochs, seeds in rows:
         assert published == str(reported.get(name, {}).get("top1", ""))
         row = next(line for line in zoo.splitlines() if line.startswith((f"| {name} |", f"| {name}, ")))
-        assert top1 in row and epochs in row, name
+        assert top1 in row and epochs in row and f"(n = {seeds}" in row, name
         assert math.ceil(float(epochs)) == runs[name]["training"]["epochs_done"]
 
 

@@ -88,7 +88,7 @@ def diagnose_bottleneck(
         remedies: options that make loading an image cheaper, the best first (`find_remedies`).
     """
     figures = f"the model processes {model:,.0f}, the loader provides {loader:,.0f} images/s"
-    if waiting < MAX_DATA_FRACTION:
+    if waiting < MAX_DATA_FRACTION or loader >= 2 * model:  # such a loader waits for the cores of the model, if for any
         return f"{'model-bound' if loader >= model else 'balanced'}: {figures}"
     # The speed of workers grows about linearly up to one per core.
     wanted = min(max_workers, max(workers + 1, math.ceil(model * max(1, workers) / loader)))

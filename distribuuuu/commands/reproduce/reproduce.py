@@ -230,8 +230,8 @@ def describe_possible(row: Sequence[Result], seed: int) -> str:
     if original and original.get("weights_sha256") and original["commit"] == commit:
         parts.insert(0, "bitwise equality with the recorded weights, on the same machine and versions")
     elif original:
-        commits = f"the row is of commit {_shorten(original['commit'])}, this is {_shorten(commit)}"
-        parts.insert(0, f"bitwise equality, although {commits}")
+        commits = f"this checkout is {_shorten(commit)}, that of the row {_shorten(original['commit'])}"
+        parts.insert(0, f"bitwise equality ({commits})")
     return "; ".join(parts)
 
 

@@ -111,6 +111,7 @@ def test_calls_are_timed_when_compiling_and_recording_are_over(monkeypatch):
 
 @pytest.mark.parametrize("speeds, workers, most, remedies, said", [
     ((38, 410, 0.01), 4, 4, REMEDIES, ("model-bound", "38", "410 images/s")),
+    ((91, 235, 0.15), 1, 2, REMEDIES, ("model-bound",)),
     ((3100, 2400, 0.25), 4, 8, REMEDIES, ("loader-bound", "TRAIN.WORKERS 6", "distribuuuu pack")),
     ((3100, 2400, 0.25), 4, 5, REMEDIES, ("TRAIN.WORKERS 5",)),
     ((3100, 2400, 0.25), 8, 8, REMEDIES, ("fix: a packed data set",)),

@@ -83,7 +83,7 @@ def test_the_possible_verdicts_are_named_before_a_training_starts(monkeypatch):
     assert "bitwise" not in command.describe_possible(rows, 7)
     assert "a difference stays undecided" in command.describe_possible(rows[:1], 0)
     monkeypatch.setattr("distribuuuu.records.environment.find_commit", lambda: "f" * 40)
-    assert "bitwise equality, although" in command.describe_possible(rows, 0)
+    assert "bitwise equality (this checkout is " in command.describe_possible(rows, 0)
 
 
 def test_a_row_is_found_by_its_config_with_the_fewest_options(call, tmp_path):
