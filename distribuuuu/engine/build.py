@@ -37,7 +37,7 @@ from distribuuuu.models.build import build_model, select_outputs
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.optim.precision import Precision, build_clipper, build_precision
 from distribuuuu.optim.schedules import build_lr, build_weight_decay
-from distribuuuu.records.metric_writers import EventFile, format_duration
+from distribuuuu.records.metric_writers import format_duration
 from distribuuuu.records.results import RunResults
 from distribuuuu.records.run_log import Log, append_to_log, logging_to
 from distribuuuu.tasks.base import Task, build_task
@@ -336,15 +336,6 @@ def prepare_out_dir(cfg, checkpoints: CheckpointManager, latest: Path | None) ->
     write_config(cfg)
 
 
-def build_log_writers(cfg, num_steps: int) -> list[Any]:
-    """Return the writers of LOG.TENSORBOARD and LOG.TRACKERS."""
-    writers: list[Any] = [EventFile(cfg.OUT_DIR)] if cfg.LOG.TENSORBOARD or "tensorboard" in cfg.LOG.TRACKERS else []
-    if names := [name for name in cfg.LOG.TRACKERS if name != "tensorboard"]:
-        processes = importlib.import_module("distribuuuu.records.trackers.processes")
-        writers.append(processes.TrackerProcesses(cfg.OUT_DIR, names, cfg.PLUGINS, num_steps))
-    return writers
-
-
 def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader) -> Log:
     """Return the log of the run from the position of the state; a new run logs a grid of augmented images."""
     more_entries: Callable[[], dict[str, Any]] = dict
@@ -354,7 +345,14 @@ def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader) -> Log:
         every, end_of = cfg.TRAIN.PRINT_FREQ, loader.steps_of
         is_read = lambda: (state.step + 1) % every == 0 or state.step + 1 == end_of(state.epoch)  # noqa: E731
         more_entries = LayerNorms(state.model, state.optimizer, is_read).pop
-    writers = build_log_writers(cfg, loader.num_steps) if dist.is_main() else []
+    writers: list[Any] = []
+    if dist.is_main() and (cfg.LOG.TENSORBOARD or "tensorboard" in cfg.LOG.TRACKERS):
+        from distribuuuu.records.tensorboard import EventFile
+
+        writers.append(EventFile(cfg.OUT_DIR))
+    if dist.is_main() and (names := [name for name in cfg.LOG.TRACKERS if name != "tensorboard"]):
+        processes = importlib.import_module("distribuuuu.records.trackers.processes")
+        writers.append(processes.TrackerProcesses(cfg.OUT_DIR, names, cfg.PLUGINS, loader.num_steps))
     log = Log(
         out_dir=cfg.OUT_DIR,
         train_metrics=display_names(task.train_metrics),

@@ -18,7 +18,8 @@ from urllib.parse import unquote
 from distribuuuu.config.run_files import METRICS, RESULTS, TEST_RESULTS, TRACKERS_FOLDER
 from distribuuuu.files.atomic_file import make_folder, replacing
 from distribuuuu.files.untrusted import MAX_JSON, open_regular, parse_json, printable, read_regular
-from distribuuuu.records.metric_writers import curves_of, parse_record
+from distribuuuu.records.metric_writers import parse_record
+from distribuuuu.records.tensorboard import curves_of
 
 # Project of the runs if the environment names none.
 PROJECT = "distribuuuu"
