@@ -226,11 +226,16 @@ def open_data(cfg: Config, train: bool = False) -> ImageDataset:
     Raises:
         ConfigError, OSError: it cannot be opened.
     """
-    defaults = {"DATA.CACHE_DIR": "", "DATA.DOWNLOAD": False}
-    own = changed(cfg, {key: value for key, value in defaults.items() if cfg.origins.get(key) != COMMAND_LINE})
+    own = untrusted_data(cfg)
     family = dataset_class(own)
     own = changed(own, {"MODEL.NUM_CLASSES": cfg.MODEL.NUM_CLASSES or family.count_classes(own)})
     return build_images(own, train, family)
+
+
+def untrusted_data(cfg: Config) -> Config:
+    """Return a config of others, whose data is opened with the user's own cache folder and without a download."""
+    defaults = {"DATA.CACHE_DIR": "", "DATA.DOWNLOAD": False}
+    return changed(cfg, {key: value for key, value in defaults.items() if cfg.origins.get(key) != COMMAND_LINE})
 
 
 def _is_unknown(key: str, value: Any) -> bool:

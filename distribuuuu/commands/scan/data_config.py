@@ -31,9 +31,9 @@ def open_images(cfg: Config, train: bool) -> "ImageDataset":
     Raises:
         ConfigError: they cannot be opened.
     """
-    from distribuuuu.inference.load_run import open_data
+    from distribuuuu.inference.load_run import open_data, untrusted_data
 
-    family = dataset_class(cfg)
+    family, cfg = dataset_class(cfg), untrusted_data(cfg)
     cfg = changed(cfg, {"MODEL.NUM_CLASSES": family.count_classes(cfg) or cfg.MODEL.NUM_CLASSES})
     found = [problem for problem in family.find_problems(cfg, train) if problem[0] != "MODEL.NUM_CLASSES"]
     if found:
