@@ -14,7 +14,7 @@ from support.runs import ROOT
 PAGE = (ROOT / "docs" / "photographs.md").read_text(encoding="utf-8")
 COMMANDS = re.search(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]
 # What the page advises without a network.
-FROM_SCRATCH = re.search(r"`(--cfg clothing10/resnet14 .*?)`", PAGE)[1]
+FROM_SCRATCH = " ".join(re.search(r"`(--cfg clothing10/resnet14\s.*?)`", PAGE, re.DOTALL)[1].split())
 # Runs the code of a model card for each image in a process without this package.
 CARD = """
 import runpy, sys
