@@ -88,19 +88,17 @@ def export_run(
         The content of export.json.
 
     Raises:
-        ConfigError: the model cannot be expressed in this format, the evaluation set cannot be read, or the folder
-            cannot be written; nothing is left of it. Or publishing failed; then the folder is complete.
+        ConfigError: the export failed, and nothing is left of it; or publishing did, and the folder is complete.
     """
-    target = Path(out).expanduser()
+    target, file = Path(out).expanduser(), FILES[to]
     run.check_classifier()
     check_format(run, to)
     images = open_evaluation_set(run) if files is None else UnlabeledImages(files)
-    file, write = FILES[to], WRITERS[to]
     run.model.cpu().float().eval().to(memory_format=torch.contiguous_format)
     checked: dict[str, Any] = {"verified": None, "images": 0}
     try:
         with new_folder(target) as folder, torch.inference_mode():
-            write(run, folder)
+            WRITERS[to](run, folder)
             if len(images):
                 checked = check_export(run, images, folder, render_code(run, to, run.cfg.PLUGINS), check_images)
             if checked["verified"] is False:

@@ -74,53 +74,34 @@ def find_groups(scan: Scan, options: DecodeOptions) -> list[DuplicateGroup]:
 
     Near-duplicates are confirmed on the pixels of both images.
     """
-    sets = DisjointSets()
+    group_of: dict[int, list[int]] = {}
     distances: dict[int, int] = {}
+
+    def join(one: int, other: int) -> None:
+        small, large = sorted((group_of.setdefault(index, [index]) for index in (one, other)), key=len)
+        large += small
+        group_of.update(dict.fromkeys(small, large))
+
     flags, is_copy = scan.records["flags"], np.zeros(len(scan.records), bool)
     for one, other in _find_identical(scan.records):
-        sets.join(one, other)
+        join(one, other)
         is_copy[other] = True
     rows = np.flatnonzero((flags & (BROKEN | FLAT) == 0) & ~is_copy)
     pairs = find_near_pairs(scan.records["hash"][rows])
     thumbnail = functools.lru_cache(_CACHED)(functools.partial(_make_thumbnail, scan, options))
     for first, second, distance in pairs[np.lexsort((pairs[:, 1], pairs[:, 0], pairs[:, 2]))].tolist():
         one, other = int(rows[first]), int(rows[second])
-        if sets.find(one) != sets.find(other):
+        if group_of.setdefault(one, [one]) is not group_of.setdefault(other, [other]):
             sides = [scan.records[index][name] for index in (one, other) for name in ("width", "height")]
             if are_alike(thumbnail(one), thumbnail(other), min(sides)):
-                sets.join(one, other)
+                join(one, other)
                 distances[one] = distance
+    found = {id(group): group for group in group_of.values() if len(group) > 1}
     groups = []
-    for images in sets.groups():
+    for images in sorted(map(sorted, found.values())):
         identical = all(scan.records[index] == scan.records[images[0]] for index in images)
         groups.append(DuplicateGroup(images, identical, max(distances.get(index, 0) for index in images)))
     return groups
-
-
-class DisjointSets:
-    """Sets of numbers; at first, each number is in a set of its own (union-find)."""
-
-    def __init__(self) -> None:
-        self._parents: dict[int, int] = {}
-
-    def find(self, number: int) -> int:
-        """Return the smallest number of a set."""
-        while (parent := self._parents.get(number, number)) != number:
-            self._parents[number] = self._parents.get(parent, parent)
-            number = parent
-        return number
-
-    def join(self, one: int, other: int) -> None:
-        """Join the sets of two numbers."""
-        first, second = sorted((self.find(one), self.find(other)))
-        self._parents[second] = self._parents.setdefault(first, first)
-
-    def groups(self) -> list[list[int]]:
-        """Return the sets of several numbers, each ascending, in the order of their smallest numbers."""
-        members: dict[int, list[int]] = {}
-        for number in sorted(self._parents):
-            members.setdefault(self.find(number), []).append(number)
-        return list(members.values())
 
 
 def _find_identical(records: np.ndarray) -> list[tuple[int, int]]:

@@ -18,10 +18,7 @@ from distribuuuu.commands.arguments import parse_args
 from distribuuuu.commands.main import start_command
 from distribuuuu.commands.split import splitting as split_module
 from distribuuuu.commands.split.splitting import (
-    Images,
-    assign,
     list_images,
-    merge_groups,
     plan_split,
     write_split,
 )
@@ -119,25 +116,6 @@ def test_each_image_is_validated_in_one_fold(folder, tmp_path):
         assert len(train) + len(val) + len(test) == sum(COUNTS.values())
         validated += val
     assert len(set(validated)) == len(validated) == sum(COUNTS.values()) - len(test) - 1  # `one` only trains
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_random_groups_and_shares(seed):
-    rng = random.Random(seed)
-    labels = sorted(rng.choices(range(5), k=300))
-    images = Images(Path("x"), [f"{label}/{number}" for number, label in enumerate(labels)], labels, tuple("abcde"))
-    groups = merge_groups([rng.sample(range(300), rng.randint(2, 6)) for _ in range(rng.choice((0, 5, 20)))])
-    shares = {"train": 0.7, "val": 0.2, "test": 0.1}
-    parts = assign(images, shares, groups, seed)
-    split_module.keep_classes_in_training(images, parts, groups)
-    assert set(parts) == set(shares)
-    assert all(len({parts[index] for index in group}) == 1 for group in groups)
-    for part, share in shares.items():
-        assert abs(parts.count(part) - 300 * share) <= 12
-        if not groups:
-            for label in range(5):
-                count = sum(parts[index] == part for index in range(300) if labels[index] == label)
-                assert abs(count - share * labels.count(label)) <= 1
 
 
 def test_the_command(folder, tmp_path, capsys):
