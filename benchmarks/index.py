@@ -23,9 +23,10 @@ from pathlib import Path
 from bench_support.machine import describe_run
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
+from distribuuuu.data.datasets.array_file import NUM_THREADS
 from distribuuuu.data.datasets.folder_scan import scan_folder
 from distribuuuu.data.datasets.imagefolder import ImageFolder
-from distribuuuu.data.datasets.index import NUM_THREADS, YOUNG_NS
+from distribuuuu.data.datasets.index import YOUNG_NS
 
 NUM_CLASSES = 1000
 MOST_SCAN_RATIO, MOST_START_S, MOST_WORKER_MB = 1.5, 1.0, 60

@@ -29,9 +29,9 @@ from distribuuuu.data.datasets.archive_members import (
     walk_archive,
     walk_tar,
 )
-from distribuuuu.data.datasets.array_file import pack_names
+from distribuuuu.data.datasets.array_file import Content, find_stamp, pack_names, stamp_of
 from distribuuuu.data.datasets.base import ImageDataset, image_extensions
-from distribuuuu.data.datasets.index import Content, Index, IndexedImages, find_stamp, open_index, stamp_of
+from distribuuuu.data.datasets.index import Index, IndexedImages, open_index
 from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.image_files import JUNK_FILES, JUNK_FOLDERS, is_class, is_image, sort_splits
 from distribuuuu.files.untrusted import open_regular, parse_json, printable

@@ -1,9 +1,10 @@
-"""Files of arrays, mapped into memory: the stored form of indexes, packs and records."""
+"""Files of arrays, mapped into memory: the stored form of indexes, packs and records; and the stamps of files."""
 
 import json
 import math
 import mmap
 import os
+import stat
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,13 @@ from distribuuuu.config.errors import counted
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.image_files import name_at
 from distribuuuu.files.untrusted import open_regular, parse_json
+
+# More than the cores: on a network disk the threads wait for replies.
+NUM_THREADS = min(16, 4 * (os.cpu_count() or 1))
+# The stamp of a folder that was not listed completely.
+NOT_KNOWN = (-1, -1, -1)
+# What a scan returns: the meta and the arrays of an index.
+Content = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 # All processes of a machine share the pages of such a file, so loader workers need no copies of an index.
 #
@@ -156,3 +164,22 @@ def pack_names(prefix: str, names: Sequence[bytes]) -> dict[str, np.ndarray]:
 def packed_name(arrays: Arrays, prefix: str, index: int) -> str:
     """Return name `index` of `pack_names` as text."""
     return name_at(arrays[f"{prefix}_bytes"], arrays[f"{prefix}_offsets"], index)
+
+
+def stamp_of(status: os.stat_result) -> tuple[int, int, int]:
+    """Return numbers that change with a file, or with the entries of a folder.
+
+    Mounts and restored backups may keep the modification time of a folder to which files are added, but not the time
+    of the change itself.
+    """
+    if stat.S_ISDIR(status.st_mode):
+        return 0, status.st_mtime_ns, status.st_ctime_ns
+    return status.st_size, status.st_mtime_ns, 0
+
+
+def find_stamp(path: str) -> tuple[int, int, int]:
+    """Return the stamp of a file or a folder; NOT_KNOWN if it is missing, which equals no other."""
+    try:
+        return stamp_of(os.stat(path))
+    except (OSError, ValueError):  # ValueError: a path with a NUL
+        return -2, -2, -2

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import first_few
-from distribuuuu.data.datasets.array_file import ArrayFileError, read_arrays, write_arrays
+from distribuuuu.data.datasets.array_file import NUM_THREADS, ArrayFileError, read_arrays, write_arrays
 from distribuuuu.data.datasets.base import ImageDataset, is_file
-from distribuuuu.data.datasets.index import NUM_THREADS
 from distribuuuu.data.decode import decode
 from distribuuuu.data.image_file import (
     Buffer,

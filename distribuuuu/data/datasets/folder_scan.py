@@ -1,30 +1,18 @@
-"""The index of class folders: CLASS/IMAGE, at any depth below CLASS."""
+"""The scan of class folders: CLASS/IMAGE, at any depth below CLASS, into the content of an index."""
 
 import functools
 import logging
 import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import quote
 
 import numpy as np
 
-from distribuuuu.data.datasets.array_file import pack_names
-from distribuuuu.data.datasets.index import NOT_KNOWN, NUM_THREADS, Content, Index, open_index, stamp_of
+from distribuuuu.data.datasets.array_file import NOT_KNOWN, NUM_THREADS, Content, pack_names, stamp_of
 from distribuuuu.files.image_files import EXTENSIONS, JUNK_FILES, JUNK_FOLDERS, is_class, is_folder, is_image
 
 _logger = logging.getLogger(__name__)
-
-
-def open_folder(root: str | os.PathLike, split: str, cache: Path, extensions: tuple[str, ...] = EXTENSIONS) -> Index:
-    """Return the index of ROOT/SPLIT; if the folder does not exist, it is empty. See `open_index`."""
-    folder = str(Path(root) / split)
-    if not os.path.isdir(folder):
-        return Index(folder, folder, *scan_folder(folder, extensions))
-    name, scan = f"index-{quote(os.fsencode(split), safe='')}", functools.partial(scan_folder, folder, extensions)
-    return open_index(folder, root, name, cache, scan, extensions, below=split)
 
 
 class _Listing(NamedTuple):

@@ -8,8 +8,7 @@ import numpy as np
 
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset, image_extensions
-from distribuuuu.data.datasets.folder_scan import open_folder
-from distribuuuu.data.datasets.index import Index, IndexedImages
+from distribuuuu.data.datasets.index import Index, IndexedImages, open_folder
 from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.image_files import EXTENSIONS, holds_images, list_classes
 

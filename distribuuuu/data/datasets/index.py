@@ -8,36 +8,36 @@ import hashlib
 import json
 import logging
 import os
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, did_you_mean, first_few
-from distribuuuu.data.datasets.array_file import checksum_of, packed_name, read_arrays, write_arrays
+from distribuuuu.data.datasets.array_file import (
+    NUM_THREADS,
+    Content,
+    checksum_of,
+    find_stamp,
+    read_arrays,
+    write_arrays,
+)
 from distribuuuu.data.datasets.base import SplitDataset
-from distribuuuu.files.image_files import EXTENSIONS
+from distribuuuu.files.image_files import EXTENSIONS, name_at
 from distribuuuu.files.locks import take_turn
 from distribuuuu.files.untrusted import untrusted
 
-# More than the cores: on a network disk the threads wait for replies.
-NUM_THREADS = min(16, 4 * (os.cpu_count() or 1))
 # A file modified this shortly before the scan may change again without a new time: file systems have coarse clocks.
 YOUNG_NS = 2_000_000_000
-# The stamp of a folder that was not listed completely.
-NOT_KNOWN = (-1, -1, -1)
 KIND, VERSION = "image index", 1
 # What the digest leaves out: it does not change when equal files are copied or packed again.
 _NOT_IN_DIGEST = ("stamps", "offset", "packed", "crc32")
 _logger = logging.getLogger(__name__)
-
-# What a scan returns: the meta and the arrays of an index.
-Content = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
 class Index:
@@ -65,17 +65,20 @@ class Index:
     def __len__(self) -> int:
         return len(self.arrays["file"])
 
+    def _stored_name(self, prefix: str, index: int) -> str:
+        return name_at(self.arrays[f"{prefix}_bytes"], self.arrays[f"{prefix}_offsets"], index)
+
     def file_of(self, index: int) -> str:
         """Return the folder or the archive of image `index`."""
-        return os.path.join(self.root, packed_name(self.arrays, "files", self.arrays["file"][index]))
+        return os.path.join(self.root, self._stored_name("files", self.arrays["file"][index]))
 
     def name(self, index: int) -> str:
         """Return the name of image `index` in its folder or archive."""
-        return packed_name(self.arrays, "names", index)
+        return self._stored_name("names", index)
 
     def relative(self, index: int) -> str:
         """Return the path of image `index` from the root."""
-        return os.path.join(packed_name(self.arrays, "files", self.arrays["file"][index]), self.name(index))
+        return os.path.join(self._stored_name("files", self.arrays["file"][index]), self.name(index))
 
     def describe(self, index: int) -> str:
         """Return the path of image `index`, or its archive and its name in it, e.g. 'train.tar:cat/1.jpg'."""
@@ -84,9 +87,7 @@ class Index:
 
     def names_of(self, prefix: str) -> tuple[str, ...]:
         """Return all names of `pack_names`."""
-        return tuple(
-            packed_name(self.arrays, prefix, number) for number in range(len(self.arrays[f"{prefix}_offsets"]) - 1)
-        )
+        return tuple(self._stored_name(prefix, number) for number in range(len(self.arrays[f"{prefix}_offsets"]) - 1))
 
     def has_current_stamps(self) -> bool:
         """Return whether no file or folder has changed since the scan."""
@@ -125,25 +126,6 @@ class Index:
     def __reduce__(self):
         # A copy opens its own archives.
         return Index, (self.source, self.root, self.meta, self.arrays, self.path)
-
-
-def stamp_of(status: os.stat_result) -> tuple[int, int, int]:
-    """Return numbers that change with a file, or with the entries of a folder.
-
-    Mounts and restored backups may keep the modification time of a folder to which files are added, but not the time
-    of the change itself.
-    """
-    if stat.S_ISDIR(status.st_mode):
-        return 0, status.st_mtime_ns, status.st_ctime_ns
-    return status.st_size, status.st_mtime_ns, 0
-
-
-def find_stamp(path: str) -> tuple[int, int, int]:
-    """Return the stamp of a file or a folder; NOT_KNOWN if it is missing, which equals no other."""
-    try:
-        return stamp_of(os.stat(path))
-    except (OSError, ValueError):  # ValueError: a path with a NUL
-        return -2, -2, -2
 
 
 def digest_of(meta: dict, arrays: dict[str, np.ndarray]) -> str:
@@ -370,6 +352,21 @@ class IndexedImages(SplitDataset):
         own = self.index.meta.get("digest") or digest_of(self.index.meta, self.index.arrays)
         order = {} if self._order is None else {"order": np.asarray(self._order), "labels": np.asarray(self.labels)}
         return digest_of({"classes": [own, *self.classes]}, order)
+
+
+def open_folder(root: str | os.PathLike, split: str, cache: Path, extensions: tuple[str, ...] = EXTENSIONS) -> Index:
+    """Return the index of ROOT/SPLIT; if the folder does not exist, it is empty. See `open_index`."""
+    folder = str(Path(root) / split)
+
+    def scan() -> Content:
+        from distribuuuu.data.datasets.folder_scan import scan_folder
+
+        return scan_folder(folder, extensions)
+
+    if not os.path.isdir(folder):
+        return Index(folder, folder, *scan())
+    name = f"index-{quote(os.fsencode(split), safe='')}"
+    return open_index(folder, root, name, cache, scan, extensions, below=split)
 
 
 def own_values(index: Index, column: str) -> tuple[str, ...]:

@@ -20,10 +20,10 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import DataError, did_you_mean
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.settings import setting
-from distribuuuu.data.datasets.array_file import pack_names
+from distribuuuu.data.datasets.array_file import Content, find_stamp, pack_names
 from distribuuuu.data.datasets.base import ImageDataset, SplitDataset
 from distribuuuu.data.datasets.image_list import TableColumns, TableSet
-from distribuuuu.data.datasets.index import Content, Index, find_stamp
+from distribuuuu.data.datasets.index import Index
 from distribuuuu.data.datasets.table_file import TableSpec, encode_targets, parse_labels
 from distribuuuu.files.untrusted import parse_json, printable
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset, SplitDataset
-from distribuuuu.data.datasets.folder_scan import open_folder
-from distribuuuu.data.datasets.index import IndexedImages
+from distribuuuu.data.datasets.index import IndexedImages, open_folder
 from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.locks import take_turn
 

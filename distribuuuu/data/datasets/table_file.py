@@ -17,8 +17,7 @@ import numpy as np
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import first_few
-from distribuuuu.data.datasets.array_file import pack_names
-from distribuuuu.data.datasets.index import Content, find_stamp
+from distribuuuu.data.datasets.array_file import Content, find_stamp, pack_names
 from distribuuuu.data.datasets.made_elsewhere import (
     PathFinder,
     find_delimiter,

@@ -14,9 +14,8 @@ from support.processes import on_processes
 from distribuuuu.data.datasets import index as index_module
 from distribuuuu.data.datasets.archive import Archive, find_archives, open_archives
 from distribuuuu.data.datasets.array_file import read_arrays, write_arrays
-from distribuuuu.data.datasets.folder_scan import open_folder
 from distribuuuu.data.datasets.image_list import ImageList
-from distribuuuu.data.datasets.index import KIND, VERSION, Index
+from distribuuuu.data.datasets.index import KIND, VERSION, Index, open_folder
 
 NAMES = ("a/1.jpg", "a/2.jpg", "b/4.jpg", "b/deep/3.jpg")
 SOURCES = ("folder", "archive", "list")
