@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import sys
 
 import pytest
 from support.commands import is_deleted
@@ -11,10 +10,7 @@ from support.runs import ROOT, run_python, small_options
 from support.tiers import pairwise
 
 from distribuuuu import __version__
-from distribuuuu.commands import main as commands
-from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.main import dispatch, find_commands
-from distribuuuu.config import ConfigError
 
 COMMANDS = find_commands()
 
@@ -77,35 +73,11 @@ def test_an_unknown_command_is_answered_with_the_nearest(capsys):
         assert (status, out) == (2, "") and said in err and err.startswith("command line: ")
 
 
-def test_errors_of_a_parser_are_config_errors():
-    parser = CommandParser(prog="x", description="About %(prog)s.")
-    parser.add_argument("run", nargs="?")
-    parser.add_argument("--topk", type=int)
-    assert parser.parse_args(["a", "--topk", "3"]).topk == 3
-    wrong = {
-        "--topk a": "invalid int value", "--top 3": "no such flag: --top; did you mean --to", "a b": "too many arg",
-    }  # fmt: skip
-    for args, said in wrong.items():
-        with pytest.raises(ConfigError, match=said):
-            parser.parse_args(args.split())
-    with pytest.raises(ConfigError) as caught:
-        parser.parse_args(["--a", "--b=3"])
-    assert len(caught.value.problems) == 2
-
-
 @pytest.mark.parametrize("tool", sorted((ROOT / "tools").glob("*.py")), ids=lambda path: path.name)
 def test_the_scripts_start_commands(tool):
     name, prog = re.search(r'start_command\("(\w+)", "(\S+)", sys.argv', tool.read_text()).groups()
     assert name in COMMANDS and prog == tool.name
     assert f"`distribuuuu {name}`" in tool.read_text()
-
-
-def test_the_name_in_the_usage_text_is_how_it_was_started(monkeypatch, capsys):
-    for argv, prog in (("/venv/bin/distribuuuu", "distribuuuu"), ("/x/__main__.py", "python -m distribuuuu")):
-        monkeypatch.setattr(sys, "argv", [argv])
-        monkeypatch.setattr(commands.signal, "signal", lambda *args: None)
-        assert commands.main() == 0
-        assert capsys.readouterr().out.startswith(f"usage: {prog} COMMAND")
 
 
 @pytest.mark.slow

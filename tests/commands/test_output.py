@@ -9,7 +9,6 @@ from support.commands import is_deleted, requires, run_command
 from support.runs import ROOT
 
 from distribuuuu.commands.main import dispatch
-from distribuuuu.commands.output import align_columns
 
 
 @pytest.mark.parametrize(
@@ -54,16 +53,6 @@ def test_a_folder_that_is_no_run_is_named_with_what_to_do(command, name, fix, ca
     assert run_command(command, tmp_path, *["photos"] * (command == "predict")) == 2
     said = f"RUN: {tmp_path} holds {name}; expected the OUT_DIR of a run, .*; fix: {fix}"
     assert re.search(said, capsys.readouterr().err)
-
-
-def test_columns_have_the_width_of_their_longest_cell():
-    lines = [["class", "train", "val"], ["ant", "1,000", "", "no image", "of val"], ["a longer name", "-", "7"]]
-    assert align_columns(lines, "<>>") == [
-        "class          train  val",
-        "ant            1,000       no image  of val",
-        "a longer name      -    7",
-    ]
-    assert align_columns([["ant", ""], ["bee", ""]], "<<") == ["ant", "bee"], "no trailing spaces"
 
 
 @requires("reproduce")
