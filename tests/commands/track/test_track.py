@@ -4,7 +4,6 @@ import json
 
 import pytest
 from support.commands import run_command
-from support.runs import run_python
 from support.tables import each_row
 
 from distribuuuu.config.registry import TRACKERS
@@ -83,9 +82,3 @@ def test_mistakes_are_one_line(finished_run, track, capsys, words, message):
     assert track(*(word.format(run=finished_run) for word in words)) == 2
     err = capsys.readouterr().err
     assert message in err and "Traceback" not in err and not SENT
-
-
-def test_the_command_is_listed_and_its_mistakes_need_no_torch(finished_run):
-    code = "import sys; from distribuuuu.commands.main import dispatch\n"
-    code += f"status = dispatch('d', ['track', {str(finished_run)!r}]); print(status, 'torch' in sys.modules)"
-    assert run_python("-c", code).stdout == "2 False\n"
