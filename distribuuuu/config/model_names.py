@@ -9,29 +9,41 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from distribuuuu.config.errors import did_you_mean
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.cache_folder import cache_folder
 
+# Keyword arguments that have an option of their own.
+OWN_KEYS = {
+    "num_classes": "MODEL.NUM_CLASSES",
+    "pretrained": "MODEL.PRETRAINED",
+    "weights": "MODEL.PRETRAINED or MODEL.WEIGHTS",
+    "checkpoint_path": "MODEL.WEIGHTS",
+}
 # Packages with models, in the order in which a name is looked up.
 SOURCES = ("distribuuuu", "timm", "torchvision")
 # The package and its folder of source files on which each list depends.
 _ORIGINS = {**{source: (source, "models") for source in SOURCES}, "optimizers": ("timm", "optim")}
 
 
-def load_names(source: str) -> list[str]:
-    """Return the cached names of a source (of SOURCES, or "optimizers"); empty if there is no valid cache."""
+def load_names(source: str) -> dict[str, list[str] | None]:
+    """Return the cached names of a source (of SOURCES, or "optimizers"), empty if there is no valid cache.
+
+    Each has the keywords that its constructor accepts; None: they are not known, or any are accepted.
+    """
     try:
         names = json.loads(_file_of(source).read_text(encoding="utf-8"))
     except (OSError, RuntimeError, ValueError, ImportError):
-        return []
-    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
+        return {}
+    is_valid = isinstance(names, dict) and all(isinstance(keywords, list | None) for keywords in names.values())
+    return names if is_valid else {}
 
 
-def keep_names(source: str, list_names: Callable[[], Sequence[str]]) -> None:
+def keep_names(source: str, list_names: Callable[[], Mapping[str, list[str] | None]]) -> None:
     """Write the names that a function lists to the cache, unless they are there."""
     if load_names(source):
         return
@@ -39,7 +51,7 @@ def keep_names(source: str, list_names: Callable[[], Sequence[str]]) -> None:
         file = _file_of(source)
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file, "w", encoding="utf-8") as cache:
-            json.dump([*list_names()], cache)
+            json.dump(list_names(), cache)
 
 
 def _file_of(source: str) -> Path:
@@ -59,14 +71,34 @@ def _file_of(source: str) -> Path:
     return cache_folder() / "names" / f"{source}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
 
 
-def find_model_problem(arch: str) -> str | None:
-    """Return the message for an unknown model; None for a known one, or if the names of a source are not cached."""
+def find_model_problems(arch_key: str, arch: str, kwargs_key: str, kwargs: Mapping) -> Iterator[tuple[str, str]]:
+    """Yield (key, message) for an unknown model, and for unknown keywords of a model of this package.
+
+    Nothing is yielded if the names of a source are not cached. The keys are those of the options with the model's name
+    and with the arguments of its constructor.
+    """
     prefix, _, name = arch.rpartition("/")
-    found: dict[str, list[str]] = {}
+    found: dict[str, dict[str, list[str] | None]] = {}
     for source in [source for source in SOURCES if prefix in ("", source)] or SOURCES:
         found[source] = load_names(source)
-        if not found[source] or (name in found[source] and prefix in ("", source)):
-            return None
+        if not found[source]:
+            return
+        if name in found[source] and prefix in ("", source):
+            if (allowed := found[source][name]) is not None:
+                yield from find_unknown_keywords(kwargs_key, kwargs, name, allowed)
+            return
     from distribuuuu.hints.words import describe_unknown_model
 
-    return describe_unknown_model(arch, found, SOURCES)
+    yield arch_key, describe_unknown_model(arch, found, SOURCES)
+
+
+def find_unknown_keywords(
+    kwargs_key: str, kwargs: Mapping, model: str, allowed: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield (key, message) for keywords that the constructor of a model does not have, or that have an option."""
+    for name in kwargs:
+        if name in OWN_KEYS:
+            yield f"{kwargs_key}.{name}", f"set {OWN_KEYS[name]} instead"
+        elif name not in allowed:
+            hint = f"{did_you_mean(name, allowed)}; it has {', '.join(allowed) or 'none'}"
+            yield f"{kwargs_key}.{name}", f"{model} has no such parameter{hint}"

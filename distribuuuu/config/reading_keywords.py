@@ -4,13 +4,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Keyword arguments that have an option of their own.
-OWN_KEYS = {
-    "num_classes": "MODEL.NUM_CLASSES",
-    "pretrained": "MODEL.PRETRAINED",
-    "weights": "MODEL.PRETRAINED or MODEL.WEIGHTS",
-    "checkpoint_path": "MODEL.WEIGHTS",
-}
+from distribuuuu.config.model_names import OWN_KEYS
+
 # They read whatever their value is.
 _READING_KEYS = ("weights_backbone", "pretrained_backbone", "pretrained_cfg", "pretrained_cfg_overlay",
                  "cache_dir", "model_dir", "state_dict", "custom_load")  # fmt: skip

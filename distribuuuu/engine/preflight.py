@@ -14,7 +14,7 @@ from distribuuuu.config.config_node import changed
 from distribuuuu.config.conflicts import find_problems
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.errors import did_you_mean
-from distribuuuu.config.model_names import find_model_problem, load_names
+from distribuuuu.config.model_names import find_model_problems, load_names
 from distribuuuu.config.options import IMAGENET_CLASSES, OPTIONAL_DECODERS
 from distribuuuu.config.registry import OPTIMIZERS, TRACKERS, dataset_class, dataset_name
 from distribuuuu.config.run_files import CHECKPOINTS, find_path_problem
@@ -157,10 +157,9 @@ def _weights_problems(cfg) -> Iterator[tuple[str, str]]:
 
 def _name_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
     """Yield unknown names of models and optimizers, if an earlier process has cached the known ones."""
-    teacher = {"DISTILL.TEACHER": cfg.DISTILL.TEACHER} if train and cfg.DISTILL.TEACHER else {}
-    for key, arch in {"MODEL.ARCH": cfg.MODEL.ARCH, **teacher}.items():
-        if problem := find_model_problem(arch):
-            yield key, problem
+    yield from find_model_problems("MODEL.ARCH", cfg.MODEL.ARCH, "MODEL.KWARGS", cfg.MODEL.KWARGS)
+    if train and cfg.DISTILL.TEACHER:
+        yield from find_model_problems("DISTILL.TEACHER", cfg.DISTILL.TEACHER, "DISTILL.KWARGS", cfg.DISTILL.KWARGS)
     name, known = cfg.OPTIM.NAME, load_names("optimizers") if train else []
     if known and name not in OPTIMIZERS and name.lower() not in ("sgd", *known):
         yield "OPTIM.NAME", f"unknown optimizer {name!r}{did_you_mean(name, [*known, *OPTIMIZERS.names()])}"

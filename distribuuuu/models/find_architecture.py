@@ -15,8 +15,7 @@ from torch import nn
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.derived import Size
-from distribuuuu.config.errors import did_you_mean
-from distribuuuu.config.model_names import SOURCES, keep_names
+from distribuuuu.config.model_names import OWN_KEYS, SOURCES, find_unknown_keywords, keep_names
 from distribuuuu.config.options import IMAGENET_CLASSES
 from distribuuuu.config.registry import MODELS
 
@@ -155,17 +154,30 @@ def find_architecture(arch: str) -> Architecture:
     raise ConfigError(Problem("MODEL.ARCH", describe_unknown_model(arch, names, SOURCES)))
 
 
-def list_names(source: str) -> list[str]:
-    """Return the names that a source knows; of this package without those of plug-ins, which other processes lack."""
+def list_names(source: str) -> dict[str, list[str] | None]:
+    """Return the names that a source knows, those of this package with their keywords, as `load_names`.
+
+    Models of plug-ins are left out: other processes do not know them.
+    """
     if source == "timm":
         import timm
 
         # Names that is_model() accepts and list_models() omits.
         deprecated: Callable[[], dict] = getattr(timm.models, "get_deprecated_models", dict)
-        return [*dict.fromkeys([*timm.list_models(), *timm.list_models(include_tags=True), *deprecated()])]
+        return dict.fromkeys([*timm.list_models(), *timm.list_models(include_tags=True), *deprecated()])
     if source == "torchvision":
-        return torchvision.models.list_models(module=torchvision.models)
-    return [name for name in MODELS.names() if MODELS.get(name).__module__.partition(".")[0] in SOURCES]
+        return dict.fromkeys(torchvision.models.list_models(module=torchvision.models))
+    own = {name: MODELS.get(name) for name in MODELS.names()}
+    keywords = {
+        name: _named_parameters(one) for name, one in own.items() if one.__module__.partition(".")[0] in SOURCES
+    }
+    return {name: None if is_open else _allowed(parameters) for name, (parameters, is_open) in keywords.items()}
+
+
+def _allowed(parameters: Parameters) -> list[str]:
+    """Return the parameters that a user may set: the entry function passes those without a default."""
+    names = [name for name, parameter in parameters.items() if parameter.default is not parameter.empty]
+    return sorted(set(names) - OWN_KEYS.keys())
 
 
 def _find_timm(name: str) -> Constructor | None:
@@ -213,8 +225,9 @@ def make_model_spec(
             fixed size.
     """
     parameters, is_open = find_keywords(arch.constructor, num_classes)
-    if kwargs:
-        _check_names(arch, kwargs, parameters, is_open)
+    allowed = [*_allowed(parameters), *(kwargs.keys() - OWN_KEYS.keys() if is_open else ())]
+    if problems := [Problem(*one) for one in find_unknown_keywords("MODEL.KWARGS", kwargs, arch.name, allowed)]:
+        raise ConfigError(problems)
     size_name = next((name for name in SIZE_NAMES if name in parameters), None)
     if size_grows and size_name and not kwargs.get(DYNAMIC_SIZE):
         remedy = f", or MODEL.KWARGS.{DYNAMIC_SIZE} True" if DYNAMIC_SIZE in parameters else ""
@@ -222,23 +235,6 @@ def make_model_spec(
         raise ConfigError(Problem("TRAIN.IM_SIZE_START", message))
     is_set = not kwargs.keys().isdisjoint(SIZE_NAMES)
     return ModelSpec(arch, num_classes, kwargs, {size_name: im_size} if size_name and not is_set else {})
-
-
-def _check_names(arch: Architecture, kwargs: dict[str, Any], parameters: Parameters, is_open: bool) -> None:
-    """Raise ConfigError for names in `kwargs` that the constructor does not have, or that have an option."""
-    from distribuuuu.config.reading_keywords import OWN_KEYS
-
-    # A parameter without a default is not the user's: the entry function passes it.
-    optional = {name for name, parameter in parameters.items() if parameter.default is not parameter.empty}
-    allowed, problems = sorted(optional - OWN_KEYS.keys()), []
-    for name in kwargs:
-        if name in OWN_KEYS:
-            problems.append(Problem(f"MODEL.KWARGS.{name}", f"set {OWN_KEYS[name]} instead"))
-        elif not is_open and name not in parameters:
-            message = f"{arch.name} has no such parameter{did_you_mean(name, allowed)}; it has {', '.join(allowed)}"
-            problems.append(Problem(f"MODEL.KWARGS.{name}", message))
-    if problems:
-        raise ConfigError(problems)
 
 
 def find_keywords(constructor: Constructor, num_classes: int) -> tuple[Parameters, bool]:

@@ -31,7 +31,7 @@ def find_optimizer(cfg) -> Callable:
     import timm.optim
 
     known = [other for other in map(str, timm.optim.list_optimizers()) if not other.startswith(_UNSUPPORTED)]
-    keep_names("optimizers", lambda: known)
+    keep_names("optimizers", lambda: dict.fromkeys(known))
     if name not in known:
         hint = did_you_mean(name, [*known, *OPTIMIZERS.names()])
         raise ConfigError(Problem("OPTIM.NAME", f"unknown optimizer {cfg.OPTIM.NAME!r}{hint}"), cfg.origins)

@@ -10,7 +10,7 @@ from support.runs import ROOT, run_tool, small_options
 from torch import nn
 
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.config.model_names import SOURCES, find_model_problem, load_names
+from distribuuuu.config.model_names import SOURCES, find_model_problems, load_names
 from distribuuuu.config.reading_keywords import find_reading_keywords
 from distribuuuu.models.find_architecture import find_architecture
 from distribuuuu.optim.optimizer import build_optimizer
@@ -27,12 +27,16 @@ def keep_all() -> None:
         find_architecture("nothing")
 
 
+def problem_of(arch: str, **kwargs) -> str:
+    return "".join(message for _, message in find_model_problems("MODEL.ARCH", arch, "MODEL.KWARGS", kwargs))
+
+
 def test_nothing_is_said_before_the_names_are_kept(cache):
-    assert find_model_problem("resnet5O") is None and not cache.exists()
+    assert not problem_of("resnet5O") and not cache.exists()
     find_architecture("resnet14")  # of our own: timm is not asked
     assert load_names("distribuuuu") and not load_names("timm")
-    assert find_model_problem("resnet5O") is None
-    assert find_model_problem("distribuuuu/resnet5O")
+    assert not problem_of("resnet5O")
+    assert problem_of("distribuuuu/resnet5O")
 
 
 # Also deprecated names, as tv_resnet50, which timm knows but does not list.
@@ -46,12 +50,12 @@ UNKNOWN = ("resnet5O", "resnet50.a1_in1x", "timm/resnet5O", "timm/resnet50.a1_in
 def test_the_cached_names_give_the_answer_of_the_packages():
     keep_all()
     for arch in (*KNOWN, *UNKNOWN):
-        expected = None
+        expected = ""
         try:
             find_architecture(arch)
         except ConfigError as error:
             expected = str(error).removeprefix("MODEL.ARCH: ")
-        assert find_model_problem(arch) == expected and bool(expected) == (arch in UNKNOWN)
+        assert problem_of(arch) == expected and bool(expected) == (arch in UNKNOWN)
 
 
 READING = {
@@ -101,16 +105,16 @@ def test_a_cache_that_cannot_be_read_is_made_again(cache):
     for content in (b"\xff", b'{"a": 3}'):
         for file in cache.iterdir():
             file.write_bytes(content)
-        assert not any(map(load_names, SOURCES)) and find_model_problem("resnet5O") is None
+        assert not any(map(load_names, SOURCES)) and not problem_of("resnet5O")
     keep_all()
-    assert len(list(cache.iterdir())) == 3 and find_model_problem("resnet5O")
+    assert len(list(cache.iterdir())) == 3 and problem_of("resnet5O")
 
 
 def test_where_nothing_can_be_kept_all_is_as_before(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     keep_all()
-    assert find_model_problem("resnet5O") is None
+    assert not problem_of("resnet5O")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # no home at all
@@ -126,11 +130,12 @@ def test_wrong_names_and_keywords_that_read_files_are_reported_without_torch_and
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "torch.py").write_text("raise SystemExit('torch was imported')")
     path = os.pathsep.join([str(tmp_path / "none"), str(ROOT)])
-    words = ["OPTIM.NAME", "adamv", "TRAIN.BATCH_SIZE", 999, "DISTILL.TEACHER", "resnet5O",
+    words = ["MODEL.KWARGS.widht", 3, "OPTIM.NAME", "adamv", "TRAIN.BATCH_SIZE", 999, "DISTILL.TEACHER", "resnet5O",
              "DISTILL.WEIGHTS", "pretrained", "MODEL.KWARGS.pretrained_cfg_overlay", "{file: x.pth.tar}"]  # fmt: skip
     done = run_tool("train_net.py", *small_options(image_folder, "/proc/out", *words), PYTHONPATH=path)
-    assert done.returncode == 2 and done.stderr.startswith("5 problems to solve first:"), done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("7 problems to solve first:"), done.stderr
     for said in (
+        "MODEL.KWARGS.widht (command line): resnet8 has no such parameter; did you mean width?",
         "MODEL.KWARGS.pretrained_cfg_overlay (command line): names a file or an address",
         "OPTIM.NAME (command line): unknown optimizer 'adamv'; did you mean adam",
         "TRAIN.BATCH_SIZE (command line): got 999 images per step",
