@@ -216,7 +216,7 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
 
 @contextlib.contextmanager
 def save_on_stop(run: Run) -> Iterator[None]:
-    """Save a checkpoint if a stop is requested within the block; an error first waits for a save in progress."""
+    """Save a checkpoint if a stop is requested within the block; in any case, wait for a save in progress."""
     try:
         yield
     except RunStopped as stopped:
@@ -250,4 +250,4 @@ def evaluate_weights(cfg) -> dict:
     return result
 
 
-test_model = evaluate_weights  # its name before, in docs/python_api.md
+test_model = evaluate_weights  # alias of an earlier API, see docs/python_api.md

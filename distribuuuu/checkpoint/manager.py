@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two attempts to write; seconds of attempts, below DIST.TIMEOUT_S; of the last save of a run.
 RETRY_S, RETRIES_S, LAST_RETRIES_S = 5.0, 240.0, 10.0
-# The writer waits at its start: the training thread waits for it there, and would then wait for the interpreter's lock.
+# The writer waits at its start, so that Thread.start returns before the writer takes the interpreter's lock.
 YIELD_S = 5e-3
 
 # Entries that files of best weights, which cannot be resumed, do not have.

@@ -26,6 +26,8 @@ BEST_NAMES = re.compile(r"best(_[a-z0-9]+)?\.pth\.tar")
 # Archives of checkpoints and results, damaged and temporary files, trials of a sweep.
 _PATTERNS = re.compile(r"(checkpoints|results|test_results)\..*|.*\.(broken|tmp|partial)|trial_\d+")
 
+# Most file systems allow names of so many bytes.
+_MAX_PART_BYTES = 255
 # A scheme, as in s3://bucket or file:folder, or a host, as in me@host:folder; a single letter is a drive of Windows.
 _REMOTE = re.compile(r"[A-Za-z][\w@+.-]+:([/\\]?)")
 
@@ -97,6 +99,8 @@ def find_path_problem(path: str | os.PathLike, is_run: bool = False) -> str | No
         if re.search("://[^/]*@", text):
             return "got a URL with credentials; expected them in the environment; fix: remove them from the URL"
         return f"got {text}; a URL or a host; expected a local path; fix: use a local folder, and copy it later"
+    if any(len(os.fsencode(part)) > _MAX_PART_BYTES for part in Path(text).parts):
+        return f"got a name of more than {_MAX_PART_BYTES} bytes: {text[:60]}...; expected a shorter one"
     resolved = os.path.realpath(text)
     if resolved == os.path.dirname(resolved):
         return f"got {text}, the root of the file system; expected a folder of its own, e.g. ./exp"

@@ -1,4 +1,4 @@
-"""Image decoding: every decoder, and images that are decoded no further than their crop needs."""
+"""Decoding of 8-bit RGB images, no further than their crop needs; others in raster.py and optional_decoders.py."""
 
 from __future__ import annotations
 

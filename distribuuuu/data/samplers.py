@@ -154,7 +154,7 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
             first_step = 0
 
     def _own_batches(self, run_epoch: int) -> Iterator[BatchKeys]:
-        """Yield the micro-batches; `run_epoch` is the epoch of the run, from which a transform may depend."""
+        """Yield the micro-batches; `run_epoch` is the epoch of the run, on which a transform may depend."""
         plan, order, epoch_seed = self.plan, self.epoch_order(), derive_seed(self.seed, self.epoch)
         num_distinct = -(-plan.global_batch // self.repeats)
         repeat_seeds = [epoch_seed, *(derive_seed(epoch_seed, repeat) for repeat in range(1, self.repeats))]

@@ -102,7 +102,7 @@ class Training:
 
     Attributes:
         model: `state.model`, wrapped for several processes and compiled.
-        lr_at: function from the epoch, e.g. 3.25, to the learning rate.
+        lr_at: function from the epoch, e.g. 3.25, and optionally a policy, to the learning rate.
         decay_at: function from the epoch to the factor of the weight decay.
         clip: function that clips the gradients of parameters.
     """
@@ -112,7 +112,7 @@ class Training:
     state: TrainState
     model: nn.Module
     train_loader: TrainLoader
-    lr_at: Callable[[float], float]
+    lr_at: Callable[..., float]
     decay_at: Callable[[float], float]
     clip: Callable[[Iterable[torch.Tensor]], None]
 
@@ -183,7 +183,8 @@ def expected_passes(run: Run) -> Iterator[Pass]:
 _MESSAGES = re.compile(r"CPUAllocator|out of memory|not enough memory|_STATUS_ALLOC_FAILED|create a primitive(?! desc)")
 _REMEDY = (
     "a smaller TRAIN.BATCH_SIZE with TRAIN.GLOBAL_BATCH_SIZE, which keeps the hyperparameters valid, or a smaller "
-    "TEST.BATCH_SIZE; or MODEL.ACT_CHECKPOINT True, TRAIN.AMP bf16, DIST.SHARD fsdp on several processes"
+    "TEST.BATCH_SIZE; or MODEL.ACT_CHECKPOINT True, TRAIN.AMP bf16, DIST.SHARD fsdp on several processes, or a smaller "
+    "MODEL.ARCH"
 )
 
 

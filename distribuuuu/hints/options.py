@@ -78,6 +78,9 @@ MISSING = {
     "max-iter max-iters max-steps num-steps iterations num-iterations": "the length of a run is in epochs; set "
     "OPTIM.MAX_EPOCH",
     "callbacks hooks": "there are no callbacks; docs/extending.md shows where to change the loop",
+    "tune": "it was removed; run plan with each option, e.g. TRAIN.AMP bf16, and compare the hours",
+    "readme": "it was removed; python tools/make_table.py --readme writes a table into a page, in a checkout",
+    "reported": "it was removed; edit benchmarks/reported.yaml",
     "accelerator device": "CUDA is used where it is available; CUDA_VISIBLE_DEVICES selects the GPUs",
 }
 _BY_MISSING = {name: line for names, line in MISSING.items() for name in names.split()}

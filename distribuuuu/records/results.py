@@ -17,9 +17,11 @@ Epochs count from 1 and accuracies are percentages; null means unknown:
 test_results.json of test_net.py has the same keys except `training` and `seed`, and `weights`, the evaluated file.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Callable
 from importlib import import_module
@@ -126,9 +128,32 @@ class RunResults:
     """
 
     def __init__(self, run: Any, hash_weights: Callable[[dict[str, Any], str], str]):
-        self._run, self._hash_weights = run, hash_weights
-        self.path = Path(run.cfg.OUT_DIR) / FILE_NAME
-        self.metadata = collect_metadata(run.cfg, run.task, run.state.model)
+        # The run is not kept: it holds these results, and its loader workers end when it is deleted.
+        cfg, plan, self._hash_weights = run.cfg, run.train_loader.plan, hash_weights
+        self.path = Path(cfg.OUT_DIR) / FILE_NAME
+        metadata = collect_metadata(cfg, run.task, run.state.model)
+        images = {"num_train": len(run.train_loader.images), "num_val": len(run.val_loader.images)}
+        # What LOSS.CLASS_WEIGHTS auto has found.
+        weights = getattr(getattr(run.task, "criterion", None), "weights", None)
+        is_auto = isinstance(cfg.LOSS.CLASS_WEIGHTS, str)
+        self.metadata = {
+            **metadata,
+            "data": {**metadata["data"], **images},
+            "training": {
+                "px": cfg.TRAIN.IM_SIZE,
+                "epochs_planned": cfg.OPTIM.MAX_EPOCH,
+                "global_batch": plan.global_batch,
+                "processes": plan.world_size,
+                **({"class_weights": weights.tolist()} if weights is not None and is_auto else {}),
+            },
+        }
+        self._memory_of = "cuda" if run.task.device.type == "cuda" else "host"
+        from distribuuuu.distributed import comm as dist
+
+        if dist.is_main() and (run.state.epoch, run.state.step) == (0, 0):
+            # Not to be mistaken for the results of the run that starts.
+            with contextlib.suppress(OSError):
+                os.replace(self.path, self.path.with_name("results.older.json"))
 
     def write(self, content: dict[str, Any]) -> None:
         """Write the results in a checkpoint's content, which follows an evaluation; raises OSError if that fails."""
@@ -138,35 +163,24 @@ class RunResults:
             last = {"epoch": epochs, **_drop_count(result)}
             # Of the best epoch of an older checkpoint, only the selecting metric is known.
             accuracy[kind] = {"last": last, "best": {**dict.fromkeys(last), **content["bests"][kind]}}
-        run, facts, is_finished = self._run, self.metadata, content["finished"]
-        cfg, plan = run.cfg, run.train_loader.plan
-        # What LOSS.CLASS_WEIGHTS auto has found.
-        weights = getattr(getattr(run.task, "criterion", None), "weights", None)
-        is_auto = isinstance(cfg.LOSS.CLASS_WEIGHTS, str)
+        facts, is_finished = self.metadata, content["finished"]
         training = {
-            "px": cfg.TRAIN.IM_SIZE,
-            "epochs_planned": cfg.OPTIM.MAX_EPOCH,
-            "global_batch": plan.global_batch,
-            "processes": plan.world_size,
-            **({"class_weights": weights.tolist()} if weights is not None and is_auto else {}),
+            **facts["training"],
             "epochs_done": epochs,
             "hours": round(content["seconds"] / 3600, 6),
             "images_per_s": timing["images"] / timing["seconds"] if timing["seconds"] else None,
-            **({"ended_early": True} if is_finished and epochs < cfg.OPTIM.MAX_EPOCH else {}),
+            **({"ended_early": True} if is_finished and epochs < facts["training"]["epochs_planned"] else {}),
         }
-        images = {"num_train": len(run.train_loader.images), "num_val": len(run.val_loader.images)}
-        memory_of = "cuda" if run.task.device.type == "cuda" else "host"
         record = {
             "schema": SCHEMA_VERSION,
             "kind": "training",
             "finished": is_finished,
             **facts,
-            "data": {**facts["data"], **images},
             "seed": content["seed"],
             "training": training,
             "evaluation": {**facts["evaluation"], "count": evaluations["raw"]["count"]},
             "accuracy": accuracy,
-            "peak_memory": {"of": memory_of, "mib": content["peak_memory_mib"]},
+            "peak_memory": {"of": self._memory_of, "mib": content["peak_memory_mib"]},
         }
         if is_finished:
             record["weights_sha256"] = {kind: self._hash_weights(content, kind) for kind in evaluations}

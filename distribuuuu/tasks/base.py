@@ -1,6 +1,7 @@
 """Base class of tasks, and `build_task`.
 
-A task computes one micro-batch; the loop in trainer.py does everything else. A new task is one class, decorated with
+A task computes the loss and the metrics of a micro-batch, and may replace the update of a step; the loop in trainer.py
+does everything else. A new task is one class, decorated with
 `@TASKS.register("name")`, in a file of this package or in a separate script. TASK.NAME selects it.
 """
 
@@ -23,7 +24,7 @@ from distribuuuu.tasks.metrics import Metric, StepOutput, build_metrics
 
 
 class StepKey(NamedTuple):
-    """The position of a micro-batch in the run; all random numbers of a step are derived from it."""
+    """Position of a micro-batch in the run; the random numbers of `prepare_batch` and `train_step` derive from it."""
 
     seed: int
     epoch: int

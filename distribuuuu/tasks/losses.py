@@ -95,6 +95,7 @@ def build_loss(cfg, train: bool = True, images: ImageDataset | None = None) -> L
         return LOSSES.get("bce" if dataset_class(cfg).targets == "labels" else "cross_entropy")()
     loss = cfg.LOSS
     family = LOSSES.get(loss.NAME)
+    # Losses with options of their own; a new loss declares `Settings`.
     options: dict[str, dict[str, Any]] = {
         "bce": {"threshold": loss.BCE_TARGET_THRESHOLD, "sum_classes": loss.BCE_REDUCTION == "sum"},
         "focal": {"gamma": loss.FOCAL_GAMMA},

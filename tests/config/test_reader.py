@@ -183,6 +183,8 @@ WRONG = [
     ("TASK.NAME classification DATA.NAME multilabel LOSS.NAME bce", "the data has several labels"),
     ("TASK.NAME distillation", "there is no teacher"),
     ("TASK.KWARGS.temperature 0.2", "TASK.KWARGS: got temperature, but TASK.NAME auto has no settings"),
+    # torch's DDPOptimizer asserts that a bucket is no smaller than the first, which has 1 MiB.
+    ("DIST.BUCKET_MB 0.999 MODEL.COMPILE default", "expected 1 or more with MODEL.COMPILE"),
     # Names of other frameworks.
     *((f"{key} 1", f"no such key; {hint}") for key, hint in {
         **dict.fromkeys(("TRAIN.EARLY_STOPPING", "EARLY_STOPPING.PATIENCE", "train.patience"),

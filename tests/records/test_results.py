@@ -107,6 +107,17 @@ def test_a_resumed_run_knows_its_best_evaluation(cfg, path, is_older):
     finish_epoch(state, results)
     others = {"topk": None, "loss": None} if is_older else {"topk": 99.0, "loss": 0.8}
     assert read_results(path)["accuracy"]["raw"]["best"] == {"epoch": 2, "top1": 60.0, **others}
+    assert not path.with_name("results.older.json").exists()
+
+
+def test_results_of_an_earlier_run_are_archived(cfg, path):
+    state, results = start(cfg)
+    finish_epoch(state, results)
+    content = path.read_text()
+    state, results = start(cfg)
+    assert not path.exists() and path.with_name("results.older.json").read_text() == content
+    finish_epoch(state, results)
+    assert read_results(path)["training"]["epochs_done"] == 1
 
 
 def test_an_evaluation_leaves_the_results_of_the_training_alone(cfg, path):

@@ -128,7 +128,8 @@ class Tracker(ABC):
             if self._file_id != (status.st_dev, status.st_ino) or status.st_size < self._offset:
                 self._file_id, self._offset = (status.st_dev, status.st_ino), 0  # a rollback replaces the file
             file.seek(self._offset)
-            lines = (line for line in iter(lambda: file.readline(MAX_JSON), b"") if line.endswith(b"\n"))  # else half
+            # The last line may be half written.
+            lines = itertools.takewhile(lambda line: line.endswith(b"\n"), iter(lambda: file.readline(MAX_JSON), b""))
             while chunk := list(itertools.islice(lines, MAX_ROWS)):
                 rows, last = [], dict(self._state["rows"])
                 for record in filter(None, map(parse_record, chunk)):
