@@ -132,8 +132,9 @@ def test_one_process_alone_has_nothing_to_share(run, small_cfg, kind):
     assert_same_content(train_and_read(small_cfg(*ALL_ON, *KINDS[kind])), newest(run("ddp", 1)), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "tolerance"), [slow("ddp", 0), slow("zero1", 0), pytest.param("fsdp", 1e-6, marks=needs_fsdp)]
+    ("kind", "tolerance"), [("ddp", 0), ("zero1", 0), pytest.param("fsdp", 1e-6, marks=needs_fsdp)]
 )
 def test_a_group_of_one_trains_like_a_process_without_a_group(run, small_cfg, kind, tolerance):
     """The tolerance is that of the norm by which sharded gradients are clipped."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.processes import on_processes, wait_for
 from support.runs import ROOT
+from support.tiers import slow
 
 from distribuuuu import trainer
 from distribuuuu.checkpoint.manager import CheckpointManager
@@ -196,7 +197,7 @@ def test_a_process_whose_interpreter_lock_is_held_too_long_is_killed(capfd, tmp_
 
 @pytest.mark.parametrize("is_slow, silent, event", [
     (False, False, "has made no step for 1 s (DIST.TIMEOUT_S) after step 7"),
-    (False, True, "has been silent and has made no step for 1 s (DIST.TIMEOUT_S) after step 7"),
+    slow(False, True, "has been silent and has made no step for 1 s (DIST.TIMEOUT_S) after step 7"),
     (True, False, "has made no step for 2 s (DIST.STARTUP_TIMEOUT_S) after step 7"),
 ])  # fmt: skip
 def test_a_process_without_progress_is_named_after_all_have_written_their_stacks(group, caplog, is_slow, silent, event):

@@ -82,7 +82,8 @@ def test_what_a_format_cannot_express_is_refused(small_cfg, tmp_path, to, option
     assert reason in str(caught.value) and left_beside(tmp_path) == []
 
 
-@pytest.mark.parametrize("arch", [slow("botnet50"), "resnet8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["botnet50", "resnet8"])
 def test_a_safetensors_folder_is_a_run(small_cfg, tmp_path, image_folder, arch, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "own.py").write_text("")

@@ -35,7 +35,7 @@ def run(*words) -> int:
     return start_command("probe", "distribuuuu probe", [*map(str, words), "TRAIN.WORKERS", "0"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_knn_equals_that_of_scikit_learn(dtype, monkeypatch):
     from sklearn.neighbors import KNeighborsClassifier  # its import takes seconds
 
