@@ -225,7 +225,9 @@ def make_model_spec(
             fixed size.
     """
     parameters, is_open = find_keywords(arch.constructor, num_classes)
-    allowed = [*_allowed(parameters), *(kwargs.keys() - OWN_KEYS.keys() if is_open else ())]
+    # A model of a plug-in may have parameters without a default.
+    known = kwargs if is_open else parameters
+    allowed = [*_allowed(parameters), *(name for name in kwargs if name in known and name not in OWN_KEYS)]
     if problems := [Problem(*one) for one in find_unknown_keywords("MODEL.KWARGS", kwargs, arch.name, allowed)]:
         raise ConfigError(problems)
     size_name = next((name for name in SIZE_NAMES if name in parameters), None)

@@ -86,6 +86,11 @@ def test_unknown_keywords_are_reported_at_once_with_the_near_ones():
         assert key in problems_of(check_model, cfg)[0]
 
 
+def test_a_parameter_without_a_default_can_be_set():
+    architecture = Architecture("own", "distribuuuu", lambda num_classes, width: nn.Linear(width, num_classes))
+    assert make_model_spec(architecture, 3, {"width": 5}, 224).build().in_features == 5
+
+
 def test_refused_value_names_its_key():
     for options, key, why in [
         ({"arch": "resnet20", "norm": "foo"}, "MODEL.KWARGS.norm", "batch, group"),
