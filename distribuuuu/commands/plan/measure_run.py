@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from distribuuuu.commands.plan.timing import (
+from distribuuuu.commands.plan.steps import (
+    count_ahead,
+    count_own_workers,
     diagnose_bottleneck,
     endless_batches,
-    find_remedies,
     synchronize,
     time_calls,
 )
@@ -23,7 +24,7 @@ from distribuuuu.config.config_node import get_value
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.derived import show_size, total_steps
 from distribuuuu.data.batch_plan import BatchPlan, plan_of
-from distribuuuu.data.make_batch import PREFETCH, count_workers
+from distribuuuu.data.make_batch import count_workers
 from distribuuuu.data.views import build_im_size
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.auto_batch_size import (
@@ -89,7 +90,8 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
         state, device, found = run.state, run.train_loader.device, {"start_s": run.state.seconds, **_describe(run)}
         epochs = epochs_to_measure(sizes)
         first, _ = _train(run, epochs[0], 0.0)
-        ahead, num_steps = count_ahead(run), found["images"]["train"] // plan.global_batch
+        ahead = count_ahead(plan, count_own_workers(cfg, _HERE)[0])
+        num_steps = found["images"]["train"] // plan.global_batch
         found |= {"step_s": {}, "epoch_s": {}}
         for epoch in epochs:
             ends, waited = _train(run, epoch, STEPS_S / len(epochs))
@@ -101,7 +103,7 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
         state.finish_epoch(dict.fromkeys(state.models, result))  # as if each kind of weights were the best
         run.checkpoints.save(capture(run))
         found["checkpoint_s"] = time.perf_counter() - started
-        evaluations = [_evaluate(run, model, plan) for model in state.models.values()]
+        evaluations = [_evaluate(run, model, plan, ahead) for model in state.models.values()]
         run.checkpoints.finish()
         found["unused"] = list_unused_speed(cfg) if device.type == "cuda" else []
         found |= {"peak": read_peak(device), "evaluation_s": sum(evaluations)}
@@ -173,27 +175,21 @@ def _train(run: Run, epoch: int, limit_s: float) -> tuple[list[float], float]:
     return ends, loader.pop_data_time() / ends[-1]
 
 
-def _evaluate(run: Run, model: torch.nn.Module, plan: BatchPlan) -> float:
+def _evaluate(run: Run, model: torch.nn.Module, plan: BatchPlan, ahead: int) -> float:
     """Return the seconds of an evaluation, with the batch-norm statistics before it."""
     cfg, state, loader, seconds = run.cfg, run.state, run.val_loader, 0.0
     if num := cfg.MODEL.PRECISE_BN:
         ends: list[float] = []
         images = _timed(run.train_loader.iter_images(state.stream_seed, 0, num), ends, EVALUATION_S, loader.device)
         compute_precise_statistics(model, images, state.precision.autocast)
-        seconds = extrapolate(ends, -(-num // plan.global_batch) * plan.accum_steps, count_ahead(run))
+        seconds = extrapolate(ends, -(-num // plan.global_batch) * plan.accum_steps, ahead)
     model.eval()
     ends = []
     with inference(model):
         for batch in _timed(loader, ends, EVALUATION_S, loader.device):
             run.task.eval_step(model, batch)
     num_batches = -(-len(loader.images) // (plan.world_size * cfg.TEST.BATCH_SIZE))
-    return seconds + extrapolate(ends, num_batches, count_ahead(run))
-
-
-def count_ahead(run: Run) -> int:
-    """Return the number of steps that the workers prepare ahead."""
-    workers = 0 if run.cfg.DATA.LOADER == "device" else count_workers(run.cfg.TRAIN.WORKERS, _HERE)
-    return max(1, math.ceil(PREFETCH * workers / run.train_loader.plan.accum_steps))
+    return seconds + extrapolate(ends, num_batches, ahead)
 
 
 def _measure_speeds(run: Run, combined: float, waited: float) -> dict[str, Any]:
@@ -208,15 +204,12 @@ def _measure_speeds(run: Run, combined: float, waited: float) -> dict[str, Any]:
     batches = itertools.repeat(loader.sample_batch())
     run.model.train()
     model = plan.per_process / time_calls(lambda: take_step(run, batches, 0), loader.device)
-    speeds = {"model": model, "loader": None, "together": combined}
-    if cfg.DATA.LOADER == "device":
-        return {"images_per_s": speeds, "bottleneck": f"model-bound: the model processes {model:,.0f} images/s"}
-    stream = endless_batches(loader, run.state.stream_seed)
-    seconds = time_calls(lambda: [next(stream) for _ in range(plan.accum_steps)], loader.device, count_ahead(run))
-    speeds["loader"] = rate = plan.per_process / seconds
-    num_workers, most = (count_workers(number, _HERE) for number in (cfg.TRAIN.WORKERS, -1))
-    remedies = find_remedies(cfg, loader.images, num_workers)
-    return {"images_per_s": speeds, "bottleneck": diagnose_bottleneck(model, rate, waited, num_workers, most, remedies)}
+    stream, (num_workers, most) = endless_batches(loader, run.state.stream_seed), count_own_workers(cfg, _HERE)
+    ahead = count_ahead(plan, num_workers)
+    rate = plan.per_process / time_calls(lambda: [next(stream) for _ in range(plan.accum_steps)], loader.device, ahead)
+    speeds = {"model": model, "loader": rate, "together": combined}
+    bottleneck = diagnose_bottleneck(cfg, loader.images, model, rate, waited, num_workers, most)
+    return {"images_per_s": speeds, "bottleneck": bottleneck}
 
 
 # -------------------------------------------------------------------------------------- arithmetic

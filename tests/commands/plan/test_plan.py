@@ -9,7 +9,7 @@ from support.fake_cuda import CUDA, fake_cuda
 from support.runs import make_cfg, small_options
 
 from distribuuuu.commands.main import dispatch
-from distribuuuu.commands.plan import measure_run, timing
+from distribuuuu.commands.plan import measure_run, steps
 from distribuuuu.commands.plan.measure_run import epochs_to_measure, extrapolate, plan_run, sizes_of
 from distribuuuu.config import load_cfg
 from distribuuuu.data.batch_plan import BatchPlan
@@ -68,7 +68,7 @@ def test_a_measurement_waits_for_a_gpu_at_its_end_only(monkeypatch, num):
 def in_this_process(monkeypatch, tmp_path):
     """Measure here, each part for a moment only."""
     for name in ("MEASURE_S", "BLOCK_S", "WARM_UP_S"):
-        monkeypatch.setattr(timing, name, 0.01)
+        monkeypatch.setattr(steps, name, 0.01)
     monkeypatch.setattr(measure_run, "STEPS_S", 0.1)
     monkeypatch.setattr(measure_run, "EVALUATION_S", 0.1)
     monkeypatch.setattr(measure_run, "in_fresh_process", lambda function, *args: function(str(tmp_path), *args))
