@@ -55,10 +55,9 @@ def split(prog: str, args: list[str]) -> int:
                           flags.group_by, flags.seed)  # fmt: skip
     except OSError as error:
         raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    is_new = write_split(plan)
+    write_split(plan)
     total = len(plan.images.names)
-    lines = [] if is_new else [f"finished already: the lists in {flags.out} are those of this command"]
-    lines += [f"{counted(total, 'image')} of {counted(len(plan.images.classes), 'class')} in {flags.folder}"]
+    lines = [f"{counted(total, 'image')} of {counted(len(plan.images.classes), 'class')} in {flags.folder}"]
     sizes = []
     for name, indices in plan.files.items():
         num_classes = len({plan.images.labels[index] for index in indices})

@@ -202,17 +202,12 @@ def assign(images: Images, shares: Mapping[str, float], groups: Sequence[Sequenc
         for index in group:
             parts[index] = chosen
             quotas[labels[index]][chosen] -= 1
-    singles: dict[int, list[int]] = defaultdict(list)
     for index in sorted(range(len(parts)), key=keys.__getitem__):  # stable: equal hashes are in the order of the names
         if not parts[index]:
-            singles[labels[index]].append(index)
-    for label, indices in singles.items():
-        free = {part: max(0, places) for part, places in quotas[label].items()}
-        while sum(free.values()) > len(indices):  # a group took more than the places of its part
-            free[max(free, key=free.__getitem__)] -= 1
-        names = [part for part, places in free.items() for _ in range(places)]
-        for index, part in zip(indices, names, strict=True):
-            parts[index] = part
+            quota = quotas[labels[index]]
+            # A group may have taken more than the places of its part: then the last parts get fewer images.
+            parts[index] = chosen = next(part for part in shares if quota[part] > 0)
+            quota[chosen] -= 1
     return parts
 
 
@@ -325,27 +320,27 @@ def _notes_on_duplicates(images: Images, duplicates: Sequence[Sequence[int]]) ->
         yield f"WARNING: {counted(len(mixed), 'group')} of equal files in several classes: {named}"
 
 
-def write_split(plan: SplitPlan) -> bool:
-    """Write the lists that do not exist yet; return False if all of them exist already.
+def write_split(plan: SplitPlan) -> None:
+    """Write the lists that do not exist yet.
 
     Raises:
         ConfigError: another list has the name of one of them, or one cannot be written.
     """
-    lists = {plan.out / name: _format_list(plan, name) for name in plan.files}
+    missing = {}
     try:
-        existing = {path for path in lists if os.path.lexists(path)}
-        for path in existing:
+        for path, content in {plan.out / name: _format_list(plan, name) for name in plan.files}.items():
+            if not os.path.lexists(path):
+                missing[path] = content
+                continue
             with open_regular(path) as file:
-                is_same = file.read(len(lists[path]) + 1) == lists[path]
-            if not is_same:
-                raise ConfigError(f"--out: {path} exists already and is another list; fix: use another folder")
-        for path in lists.keys() - existing:
+                if file.read(len(content) + 1) != content:
+                    raise ConfigError(f"--out: {path} exists already and is another list; fix: use another folder")
+        for path, content in missing.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as file:
-                file.write(lists[path])
+                file.write(content)
     except OSError as error:
         raise ConfigError(f"--out: {error.filename or plan.out} cannot be written: {error.strerror}") from error
-    return existing != lists.keys()
 
 
 def _format_list(plan: SplitPlan, name: str) -> bytes:

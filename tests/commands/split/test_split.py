@@ -25,7 +25,7 @@ from distribuuuu.commands.split.splitting import (
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.image_list import ImageList
 from distribuuuu.data.loader import build_images
-from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
+from distribuuuu.engine.preflight import find_run_problems
 
 COUNTS = {"ant": 31, "bee": 20, "cat": 7, "dog": 2, "one": 1}
 
@@ -63,18 +63,6 @@ def test_the_classes_keep_their_shares(folder, tmp_path):
             assert abs(counts[label] - share * total) <= 1, (name, label)
         assert abs(len(found[name]) - share * len(names)) <= 2
     assert {label for _, label in found["train"]} == set(COUNTS)
-
-
-def test_the_lists_are_read_as_a_data_set(folder):
-    write_split(plan_split(list_images(folder), folder.parent / "lists", val=0.3))
-    root = folder.parent / "lists"
-    cfg = load_cfg(None, f"DATA.NAME list TRAIN.DATASET {root} TEST.DATASET {root} MODEL.NUM_CLASSES 0".split())
-    cfg = resolve_num_classes(cfg)
-    assert find_run_problems(cfg, train=True) == []
-    train = build_images(cfg, train=True)
-    assert train.classes == tuple(sorted(COUNTS)) and rows_of(root / "train.csv")[0][0].startswith("../images/")
-    for index in range(len(train)):
-        assert Path(train.describe(index)).parts[-3] == train.classes[train.label(index)]
 
 
 def test_a_split_depends_on_names_and_seed_alone(folder, tmp_path):
@@ -129,7 +117,7 @@ def test_the_command(folder, tmp_path, capsys):
     assert (tmp_path / "out" / "val.csv").read_bytes() == before
 
 
-@pytest.mark.parametrize("side", [28, 200, 500])
+@pytest.mark.parametrize("side", [28, 200])
 def test_the_command_to_train_has_the_sizes_that_doctor_suggests(tmp_path, capsys, side, monkeypatch):
     for number in range(24):
         path = tmp_path / "images" / "ab"[number % 2] / f"{number:02d}.png"
@@ -214,31 +202,22 @@ def test_names_of_any_characters_are_read_back_equal(tmp_path, capsys):
     assert not set(printed) & set("\x1b\r\u202e") and "rows" not in printed
 
 
-def test_a_finished_split_says_so(folder, tmp_path, capsys):
+def test_a_split_that_is_killed_is_repeated_and_a_finished_one_stays(folder, tmp_path, monkeypatch):
     words = (folder, "--folds", 3, "--out", tmp_path / "out")
-    assert run(*words) == 0
-    text, before = capsys.readouterr().out, files_of(tmp_path / "out")
-    assert run(*words) == 0 and files_of(tmp_path / "out") == before
-    assert capsys.readouterr().out.splitlines()[1:] == text.splitlines()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "out"]
-
-
-@pytest.mark.parametrize("num_written", [0, 1, 4])
-def test_a_split_that_is_killed_is_repeated(folder, tmp_path, monkeypatch, num_written):
-    assert run(folder, "--folds", 3, "--out", tmp_path / "whole") == 0
     targets, replacing = itertools.count(), split_module.replacing
 
     def write(path):
-        if next(targets) == num_written:
+        if next(targets) == 1:
             raise KeyboardInterrupt
         return replacing(path)
 
     monkeypatch.setattr(split_module, "replacing", write)
     with pytest.raises(KeyboardInterrupt):
-        run(folder, "--folds", 3, "--out", tmp_path / "out")
+        run(*words)
     monkeypatch.undo()
-    assert run(folder, "--folds", 3, "--out", tmp_path / "out") == 0
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert run(*words[:-1], tmp_path / "whole") == run(*words) == 0
+    assert (before := files_of(tmp_path / "out")) == files_of(tmp_path / "whole")
+    assert run(*words) == 0 and files_of(tmp_path / "out") == before
 
 
 def write_table(folder: Path, path: Path, prefix: str = "") -> None:
@@ -251,10 +230,9 @@ def write_table(folder: Path, path: Path, prefix: str = "") -> None:
 COLUMNS = ("DATA.TABLE.path", "id", "DATA.TABLE.label", "breed")
 
 
-@pytest.mark.parametrize("place", ["below", "beside", "absolute"])
+@pytest.mark.parametrize("place", ["beside", "absolute"])
 def test_a_table_is_split_like_the_folder_of_its_images(folder, tmp_path, capsys, place):
-    table = (tmp_path if place == "beside" else folder) / "labels.csv"
-    prefix = {"below": "", "beside": "images/", "absolute": f"{folder}/"}[place]
+    table, prefix = tmp_path / "labels.csv", {"beside": "images/", "absolute": f"{folder}/"}[place]
     write_table(folder, table, prefix)
     (folder / "ant" / "copy.jpg").write_bytes((folder / "bee" / "p0" / "000.jpg").read_bytes())
     with table.open("a") as file:
