@@ -6,7 +6,6 @@ Nothing is written, changed or deleted.
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -112,47 +111,51 @@ def open_cfg(cfg) -> Splits:
 # ------------------------------------------------------------------------------------------- findings
 
 PROBLEM, NOTE = "problem", "note"
+# Severity, message and fix of each kind of finding, in the order of the report; see docs/doctor.md.
+_KINDS = {
+    "image_without_class": (PROBLEM, "ignored: {} outside of the class folders",
+                            "move each into the folder of its class"),
+    "empty_class": (PROBLEM, "{} without an image{}", ""),
+    "one_class": (PROBLEM, "{}: the only class is {!r}", "add images of another class"),
+    "unknown_class": (PROBLEM, "{} of {} not in {}: {}", "rename the folders, or add training images"),
+    "broken": (PROBLEM, "{} empty, damaged, too large, or no image",
+               "replace or remove the files, or train with DATA.ON_BAD_IMAGE skip"),
+    "leakage": (PROBLEM, "{} of copies, {} of identical files, in several splits, so the test measures memory",
+                "keep the copies of one split, e.g. remove those from the training split"),
+    "contradicting_labels": (PROBLEM, "{} of copies, {} of identical files, with different labels",
+                             "decide which label is right, and remove the other copies"),
+    "one_split": (NOTE, "no images to evaluate: {} is the only split", ""),
+    "unicode_form": (NOTE, "{}", "rename the folders"),
+    "left_out": (NOTE, "{}", "convert images of other types to JPEG or PNG; remove what is no image"),
+    "reduced": (NOTE, "{}", "nothing, if this is meant; else convert them"),
+    "rotated": (NOTE, "{} rotated by their EXIF data, which training ignores",
+                "DATA.EXIF_ROTATE True rotates them in training and evaluation"),
+    "duplicates": (NOTE, "{} of copies, {} of identical files, several times in one split with the same label",
+                   "keep one copy of each: the others give an image more weight"),
+}  # fmt: skip
+Finding = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One kind of problem or note.
-
-    Attributes:
-        kind: its name in the JSON output, see docs/doctor.md.
-        severity: "problem" (exit status 2) or "note".
-        message: what was found.
-        fix: what to do.
-        files: the images or folders; an image that is broken is followed by the reason in `reasons`.
-        groups: for duplicates, the copies of each image: {"identical", "distance", "files": [{"file", "split",
-            "classes"}]}.
-        reasons: by file, why it cannot be used.
-    """
-
-    kind: str
-    severity: str
-    message: str
-    fix: str
-    files: list[str] = field(default_factory=list)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    reasons: dict[str, str] = field(default_factory=dict)
+def _found(kind: str, files: Sequence[str], *facts: object, fix: str = "", **details: Any) -> Finding:
+    """Return a finding as in the JSON output, see docs/doctor.md; `facts` are those of the message."""
+    severity, message, usual_fix = _KINDS[kind]
+    finding = {"kind": kind, "severity": severity, "message": message.format(*facts), "fix": fix or usual_fix}
+    return {**finding, "files": [*files], "groups": [], "reasons": {}, **details}
 
 
 def examine(scan: Scan, groups: Sequence[DuplicateGroup], options: DecodeOptions) -> dict[str, Any]:
     """Return the report: counts, statistics, suggested options and findings, of JSON types; see docs/doctor.md."""
     counts = {name: count_classes(images) for name, images in scan.splits.items()}
     findings = [
-        *_folder_findings(scan.splits, counts),
-        *_name_findings(scan.splits, counts),
-        *_note_findings(scan.splits, options),
+        *_class_findings(scan.splits, counts),
         *_image_findings(scan, options),
         *_duplicate_findings(scan, groups),
     ]
-    findings.sort(key=lambda finding: finding.severity != PROBLEM)
+    findings.sort(key=lambda finding: [*_KINDS].index(finding["kind"]))
     statistics = measure_statistics(scan)
     return {
         "version": 1,
-        "status": "problems" if any(finding.severity == PROBLEM for finding in findings) else "clean",
+        "status": "problems" if any(finding["severity"] == PROBLEM for finding in findings) else "clean",
         "images": len(scan.records),
         "splits": {
             name: {"images": len(images), "classes": counts[name], "imbalance": _imbalance(counts[name].values())}
@@ -160,7 +163,7 @@ def examine(scan: Scan, groups: Sequence[DuplicateGroup], options: DecodeOptions
         },
         "statistics": statistics,
         "suggested": suggest_options(statistics),
-        "findings": [asdict(finding) for finding in findings],
+        "findings": findings,
     }
 
 
@@ -188,124 +191,73 @@ def _imbalance(counts: Iterable[int]) -> float | None:
     return round(max(present) / min(present), 2) if present else None
 
 
-# --------------------------------------------------------------------------------- folders and classes
-
-
-def _folder_findings(splits: dict[str, ImageDataset], counts: dict[str, dict[str, int]]) -> Iterator[Finding]:
+def _class_findings(splits: Splits, counts: dict[str, dict[str, int]]) -> Iterator[Finding]:
     folders = {name: images for name, images in splits.items() if isinstance(images, ScannedFolder)}
+    trained, *others = splits
     if outside := [path for images in folders.values() for path in images.list_outside()]:
-        message = f"ignored: {counted(len(outside), 'image')} outside of the class folders"
-        yield Finding("image_without_class", PROBLEM, message, "move each into the folder of its class", outside)
-    trained = next(iter(splits))
+        yield _found("image_without_class", outside, counted(len(outside), "image"))
     empty = [
-        _place(splits, name, label)
+        _place(splits[name], name, label)
         for name, classes in counts.items()
         for label, count in classes.items()
         if not count and (name in folders or splits[name].targets == "label" and name == trained)
     ]
     if empty:
-        held = count_others(Path(), empty)
-        message = f"{counted(len(empty), 'class')} without an image" + held.partition("; fix: ")[0] * ("other" in held)
-        fix = held.partition("; fix: ")[2] if "other" in held else "add images, or remove the folders"
-        yield Finding("empty_class", PROBLEM, message, fix, empty)
-    if trained not in folders:
-        return
-    root = folders[trained].folder
-    inner = find_inner_root(root)
-    present = [name for name, count in counts[trained].items() if count]
-    if len(present) == 1:
-        fix = f"use {inner} in place of {root}" if inner else "add images of another class"
-        message = f"{trained}: the only class is {present[0]!r}"
-        yield Finding("one_class", PROBLEM, message, fix, [str(root / present[0])])
-    if len(counts) == 1 and not inner:
-        message = f"no images to evaluate: {trained} is the only split"
-        yield Finding("one_split", NOTE, message, split_command(root), [str(root)])
-
-
-def _place(splits: dict[str, ImageDataset], split: str, label: str) -> str:
-    """Return the folder of a class, or 'SPLIT: CLASS'."""
-    images = splits[split]
-    return str(images.folder / label) if isinstance(images, ScannedFolder) else f"{split}: {label}"
-
-
-def _name_findings(splits: dict[str, ImageDataset], counts: dict[str, dict[str, int]]) -> Iterator[Finding]:
-    """Yield a finding for the class names of another split that are not those of the training split."""
-    trained = next(iter(counts))
-    for split in [*counts][1:]:
+        held, _, fix = count_others(Path(), empty).partition("; fix: ")
+        yield _found("empty_class", empty, counted(len(empty), "class"), held, fix=f"add images, or {fix}")
+    for split in others:
         unknown = sorted(counts[split].keys() - counts[trained].keys())
         forms, notes = match_forms(split, unknown, counts[trained])
         for note in notes:
-            files = [_place(splits, split, name) for name in forms]
-            yield Finding("unicode_form", NOTE, note, "rename the folders", files)
+            yield _found("unicode_form", [_place(splits[split], split, name) for name in forms], note)
         if names := [name for name in unknown if name not in forms]:
-            message = f"{counted(len(names), 'class')} of {split} not in {trained}: {first_few(names)}"
-            fix = "rename the folders, or add training images"
-            yield Finding("unknown_class", PROBLEM, message, fix, [_place(splits, split, label) for label in names])
+            places = [_place(splits[split], split, name) for name in names]
+            yield _found("unknown_class", places, counted(len(names), "class"), split, trained, first_few(names))
+    if trained in folders:
+        root = folders[trained].folder
+        inner, present = find_inner_root(root), [name for name, count in counts[trained].items() if count]
+        if len(present) == 1:
+            fix = f"use {inner} in place of {root}" if inner else ""
+            yield _found("one_class", [str(root / present[0])], trained, present[0], fix=fix)
+        if not others and not inner:
+            yield _found("one_split", [str(root)], trained, fix=split_command(root))
 
 
-# -------------------------------------------------------------------------------------------- images
-
-
-def _note_findings(splits: dict[str, ImageDataset], options: DecodeOptions) -> Iterator[Finding]:
-    """Yield findings for files that are left out, and for images that lose 16 bits or their transparency."""
-    notes = [note for images in splits.values() for note in images.notes() if "outside the class folders" not in note]
-    reduced = [note for images in splits.values() if (note := find_reduced(images, options))]
-    for kind, found, fix in (
-        ("left_out", notes, "convert images of other types to JPEG or PNG; remove what is no image"),
-        ("reduced", reduced[:1], "nothing, if this is meant; else convert them"),
-    ):
-        if found:
-            yield Finding(kind, NOTE, "; ".join(found), fix)
+def _place(images: ImageDataset, split: str, label: str) -> str:
+    """Return the folder of a class, or 'SPLIT: CLASS'."""
+    return str(images.folder / label) if isinstance(images, ScannedFolder) else f"{split}: {label}"
 
 
 def _image_findings(scan: Scan, options: DecodeOptions) -> Iterator[Finding]:
-    replace = "replace or remove the files, or train with DATA.ON_BAD_IMAGE skip"
-    rotate = "" if options.exif_rotate else "DATA.EXIF_ROTATE True rotates them in training and evaluation"
-    for kind, flag, severity, text, fix in (
-        ("broken", BROKEN, PROBLEM, "empty, damaged, too large, or no image", replace),
-        ("rotated", ROTATED, NOTE, "rotated by their EXIF data, which training ignores", rotate),
-    ):
-        if (found := np.flatnonzero(scan.records["flags"] & flag).tolist()) and fix:
-            files = {index: scan.name(index) for index in found}
-            reasons = {files[index]: scan.reasons[index] for index in found if index in scan.reasons}
-            yield Finding(kind, severity, f"{counted(len(found), 'image')} {text}", fix, [*files.values()],
-                          reasons=reasons)  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------------- duplicates
+    sets = scan.splits.values()
+    if notes := [note for images in sets for note in images.notes() if "outside the class folders" not in note]:
+        yield _found("left_out", [], "; ".join(notes))
+    if reduced := [note for images in sets if (note := find_reduced(images, options))]:
+        yield _found("reduced", [], reduced[0])
+    for kind, flag in (("broken", BROKEN), ("rotated", 0 if options.exif_rotate else ROTATED)):
+        if found := np.flatnonzero(scan.records["flags"] & flag).tolist():
+            files = [scan.name(index) for index in found]
+            pairs = zip(files, map(scan.reasons.get, found), strict=True)
+            reasons = {file: reason for file, reason in pairs if reason is not None}
+            yield _found(kind, files, counted(len(found), "image"), reasons=reasons)
 
 
 def _duplicate_findings(scan: Scan, groups: Sequence[DuplicateGroup]) -> Iterator[Finding]:
-    described = [_describe_group(scan, group) for group in groups]
-    leaking = [group for group in described if len({file["split"] for file in group["files"]}) > 1]
-    contradicting = [group for group in described if len({tuple(file["classes"]) for file in group["files"]}) > 1]
-    within = [group for group in described if _has_copies_within(group)]
-    for kind, severity, found, text, fix in (
-        ("leakage", PROBLEM, leaking, "in several splits, so the test measures memory",
-         "keep the copies of one split, e.g. remove those from the training split"),
-        ("contradicting_labels", PROBLEM, contradicting, "with different labels",
-         "decide which label is right, and remove the other copies"),
-        ("duplicates", NOTE, within, "several times in one split with the same label",
-         "keep one copy of each: the others give an image more weight"),
-    ):  # fmt: skip
-        if found:
-            num_same = sum(group["identical"] for group in found)
-            copies = f"{counted(len(found), 'group')} of copies, {num_same} of identical files,"
-            yield Finding(kind, severity, f"{copies} {text}", fix,
-                          [file["file"] for group in found for file in group["files"]], found)  # fmt: skip
-
-
-def _describe_group(scan: Scan, group: DuplicateGroup) -> dict[str, Any]:
-    files = []
-    for index in group.images:
-        split, images, local = scan.locate(index)
-        files.append({"file": scan.name(index), "split": split, "classes": labels_of(images, local)})
-    return {"identical": group.identical, "distance": group.distance, "files": files}
-
-
-def _has_copies_within(group: dict[str, Any]) -> bool:
-    places = [(file["split"], tuple(file["classes"])) for file in group["files"]]
-    return len(set(places)) < len(places)
+    found: dict[str, list[dict[str, Any]]] = {"leakage": [], "contradicting_labels": [], "duplicates": []}
+    for group in groups:
+        places = [(*scan.locate(index), scan.name(index)) for index in group.images]
+        files = [{"file": file, "split": split, "classes": labels_of(images, local)}
+                 for split, images, local, file in places]  # fmt: skip
+        described = {"identical": group.identical, "distance": group.distance, "files": files}
+        splits, labels = [file["split"] for file in files], [tuple(file["classes"]) for file in files]
+        found["leakage"] += [described] * (len({*splits}) > 1)
+        found["contradicting_labels"] += [described] * (len({*labels}) > 1)
+        found["duplicates"] += [described] * (len({*zip(splits, labels, strict=True)}) < len(files))
+    for kind, copies in found.items():
+        if copies:
+            files = [file["file"] for group in copies for file in group["files"]]
+            num_same = sum(group["identical"] for group in copies)
+            yield _found(kind, files, counted(len(copies), "group"), num_same, groups=copies)
 
 
 # ------------------------------------------------------------------------------- statistics and options
