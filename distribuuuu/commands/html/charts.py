@@ -28,7 +28,6 @@ class Series:
         name: its entry in the legend.
         x, y: its points; a NaN in y is a gap.
         has_dots: whether the points are drawn too.
-        is_joined: whether a line joins the points.
         texts: a text for each point, which appears under the pointer; empty: its values.
     """
 
@@ -36,7 +35,6 @@ class Series:
     x: Sequence[float]
     y: Sequence[float]
     has_dots: bool = False
-    is_joined: bool = True
     texts: Sequence[str] = ()
 
 
@@ -60,13 +58,6 @@ def find_ticks(low: float, high: float, num: int = 5) -> list[float]:
     ]
 
 
-def find_log_ticks(low: float, high: float) -> list[float]:
-    """Return the powers of ten from 10**low to 10**high; with few of them, also 2 and 5 times these."""
-    factors = (1, 2, 5) if high - low < 2 else (1,)
-    ticks = [factor * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for factor in factors]
-    return [tick for tick in ticks if low - 1e-9 <= math.log10(tick) <= high + 1e-9]
-
-
 def format_tick(value: float) -> str:
     """Return a short text of a number on an axis, e.g. '0.05', '12k' or '2e-5'."""
     if abs(value) >= 10_000:
@@ -82,16 +73,14 @@ def _escape(text: str) -> Markup:
 
 
 class _Axes:
-    """The map from values to positions, with the axes and grid of a chart; of a logarithmic axis, x is log10."""
+    """The map from values to positions, with the axes and grid of a chart."""
 
-    def __init__(self, x_range: tuple[float, float], y_range: tuple[float, float], is_log: bool = False,
-                 is_whole: bool = False):  # fmt: skip
-        self.x_range, self.y_range, self.is_log, self.is_whole = x_range, y_range, is_log, is_whole
+    def __init__(self, x_range: tuple[float, float], y_range: tuple[float, float], is_whole: bool = False):
+        self.x_range, self.y_range, self.is_whole = x_range, y_range, is_whole
 
     def x(self, value: float) -> float:
         """Return the horizontal position of a value."""
         low, high = self.x_range
-        value = math.log10(value) if self.is_log else value
         return _LEFT + (value - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
@@ -106,8 +95,7 @@ class _Axes:
             y = self.y(tick)
             parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{format_tick(tick)}</text>')
-        x_ticks = find_log_ticks(*self.x_range) if self.is_log else find_ticks(*self.x_range, num=6)
-        x_ticks = [tick for tick in x_ticks if not (self.is_whole and tick % 1)]
+        x_ticks = [tick for tick in find_ticks(*self.x_range, num=6) if not (self.is_whole and tick % 1)]
         for tick in x_ticks:
             x, text = self.x(tick), format_tick(tick)
             parts.append(f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
@@ -121,12 +109,7 @@ class _Axes:
 
 
 def line_chart(
-    title: str,
-    series: Sequence[Series],
-    x_label: str,
-    y_label: str = "",
-    marks: Sequence[Mark] = (),
-    is_log: bool = False,
+    title: str, series: Sequence[Series], x_label: str, y_label: str = "", marks: Sequence[Mark] = ()
 ) -> str:
     """Return a chart of curves with a legend; an empty text if no curve has a point.
 
@@ -135,18 +118,16 @@ def line_chart(
         series: the curves.
         x_label, y_label: texts on the axes.
         marks: vertical lines.
-        is_log: whether the horizontal axis is logarithmic.
     """
     series = [_shorten(curve) for curve in series]
     points = [(x, y) for curve in series for x, y in zip(curve.x, curve.y, strict=True) if math.isfinite(y)]
     if not points:
         return ""
-    x_values = [math.log10(x) if is_log else x for x, _ in points]
-    low, high = min(x_values), max(x_values)
-    has_zero = not is_log and (0 <= low <= high / 2 or low == high > 0)
+    low, high = min(x for x, _ in points), max(x for x, _ in points)
+    has_zero = 0 <= low <= high / 2 or low == high > 0
     x_range = _widen(0.0 if has_zero else low, high, 0)
     is_whole = all(x % 1 == 0 for x, _ in points)  # e.g. numbers of trials, of which there are no halves
-    axes = _Axes(x_range, _widen(*_spread([y for _, y in points])), is_log, is_whole)
+    axes = _Axes(x_range, _widen(*_spread([y for _, y in points])), is_whole)
     parts = [axes.to_svg(x_label, y_label)]
     for mark in marks:
         x = axes.x(min(max(mark.x, axes.x_range[0]), axes.x_range[1]))
@@ -190,10 +171,7 @@ def _draw(curve: Series, axes: _Axes, color: str) -> str:
         if curve.has_dots or len(curve.x) == 1:
             cx, cy = place.split()
             text = _escape(curve.texts[number]) if curve.texts else f"{x:.4g}: {y:.4g}"
-            size = 2.5 if curve.is_joined else 4
-            dots += f'<circle cx="{cx}" cy="{cy}" r="{size}" fill="{color}"><title>{text}</title></circle>'
-    if not curve.is_joined:
-        return dots
+            dots += f'<circle cx="{cx}" cy="{cy}" r="2.5" fill="{color}"><title>{text}</title></circle>'
     return f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.7" stroke-linejoin="round"/>{dots}'
 
 

@@ -36,11 +36,10 @@ def test_the_page_shows_results_options_seeds_failures_and_cost(sweep, states):
     page = build_sweep_page(sweep, {key: states.get(key, RunState()) for key in _all_runs(sweep)})
     texts = Page(page).texts
     assert "Sweep lr <b>" in texts and HOSTILE in texts and "<script>alert" not in page
-    for section in ("Summary", "Options", "Trials", "Failed runs", "Best config: trial 2"):
+    for section in ("Summary", "Trials", "Failed runs", "Best config: trial 2"):
         assert section in texts
     assert "93.00" in texts and "14 epochs" in texts
     assert "trial 2, BASE_LR 0.1, NAME adamw: 81" in texts  # under the pointer
-    assert {"0.01", "0.1", "0.2"} <= set(re.findall(r'text-anchor="middle">([\w.]+)<', page))
     assert texts.count("rung: epoch 3") == 1 and "trial 4, BASE_LR 0.5, NAME adamw: nan" not in texts
     empty = Page(build_sweep_page(sweep, {key: RunState() for key in _all_runs(sweep)})).texts
     assert any(text.startswith("No trial has a result. 6 trials: 6 waiting") for text in empty)
