@@ -28,7 +28,7 @@ from PIL import Image
 
 from distribuuuu.commands.pack.packer import inspect_pack
 from distribuuuu.commands.pack.writer import PackWriter, Record, find_conflicts
-from distribuuuu.commands.report.run_report import build_report, list_report, read_run
+from distribuuuu.commands.report.run_report import build_report, read_run
 from distribuuuu.commands.stats.run_groups import Result, group_runs
 from distribuuuu.commands.stats.stored_predictions import read_predictions
 from distribuuuu.commands.table.tables import format_table, make_row
@@ -223,7 +223,7 @@ def read_report(run: Path) -> None:
     files = read_run(str(run))
     page = build_report(files)
     assert "\x1b" not in page and all(str(run) in note for note in files.history.notes)
-    json.dumps(replace_nonfinite(list_report(files)), allow_nan=False, default=str)
+    json.dumps(replace_nonfinite(files.figures), allow_nan=False, default=str)
 
 
 def make_report_subjects(run: Path) -> list[Subject]:

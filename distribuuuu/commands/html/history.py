@@ -134,7 +134,7 @@ def draw_curves(runs: Mapping[str, History]) -> str:
             charts += [draw(f"{title}, {name}", key, [kind]) for kind, name in kinds.items()]
     charts += [draw("Learning rate", "lr", ["train"]), draw("Throughput in images/s", "images_per_s", ["train"])]
     drawn = [text for text in charts if text]
-    return html.grid(drawn, "narrow") if drawn else ""
+    return html.grid(drawn) if drawn else ""
 
 
 def _list_metrics(runs: Mapping[str, History]) -> dict[str, None]:

@@ -71,10 +71,11 @@ def build_page(title: str, subtitle: str, sections: Sequence[PageSection], foote
     Args:
         title: its heading, as text.
         subtitle: a line below it, as text.
-        sections: the sections, in order.
+        sections: the sections, in order; empty ones are left out.
         footer: the last line, as text.
     """
     css, js = (Markup((_FOLDER / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
+    sections = [section for section in sections if any(section.parts)]
     template = _environment().get_template("page.html")
     return template.render(title=title, subtitle=subtitle, sections=sections, footer=footer, css=css, js=js) + "\n"
 
@@ -116,27 +117,3 @@ class Column:
     def color(self, value: float) -> str:
         """Return the class of the color of a number."""
         return " bad" if self.signed and value < 0 else " good" if self.signed and value > 0 else ""
-
-
-@dataclass(frozen=True)
-class Card:
-    """An image of a gallery.
-
-    Attributes:
-        title: what is most important about it.
-        lines: further texts.
-        file: its file or index.
-        image: its data URI, if it could be read.
-        is_tiny: whether its pixels are to be seen as squares.
-    """
-
-    title: str
-    lines: Sequence[str] = ()
-    file: str = ""
-    image: str | None = None
-    is_tiny: bool = False
-
-    @property
-    def short_file(self) -> str:
-        """The end of an absolute path, or the whole name."""
-        return f"…/{'/'.join(self.file.split('/')[-3:])}" if self.file.startswith("/") else self.file

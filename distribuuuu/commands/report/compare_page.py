@@ -4,7 +4,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ import numpy as np
 import yaml
 
 from distribuuuu.commands.html.history import MAX_TEXT, draw_curves
-from distribuuuu.commands.html.page import Card, Column, PageSection, build_page, html
-from distribuuuu.commands.report.pictures import Pictures, make_pictures
+from distribuuuu.commands.html.page import Column, PageSection, build_page, html
+from distribuuuu.commands.report.pictures import make_pictures
 from distribuuuu.commands.report.run_report import RunFiles, read_run
 from distribuuuu.commands.stats.significance import (
     Interval,
@@ -43,33 +43,52 @@ class Pair:
     """Two runs on the same images.
 
     Attributes:
-        order: the index in B of each image of A.
+        a, b: the names of the runs.
         values: the accuracy of both, in percent.
-        interval: 95 % interval of the difference, B - A, in points.
-        only_a, only_b: indices in A of the images that only A, or only B, got right.
+        difference: B - A in points.
+        interval: its 95 % interval.
         p: McNemar's exact p-value.
         adjusted_p: `p` adjusted for the number of pairs.
+        chosen: the images that only A, and that only B got right, the most confident mistakes first: for each its
+            index in A and in B.
         by_class: for each class, its images, and how many of them only A and only B got right, int64 (3, classes).
     """
 
-    order: np.ndarray = field(repr=False)
+    a: str
+    b: str
     values: tuple[float, float]
+    difference: float
     interval: Interval
-    only_a: np.ndarray = field(repr=False)
-    only_b: np.ndarray = field(repr=False)
     p: float
-    by_class: np.ndarray = field(repr=False)
+    chosen: tuple[np.ndarray, np.ndarray]
+    by_class: np.ndarray
     adjusted_p: float = math.nan
 
-    @property
-    def difference(self) -> float:
-        """B - A in points."""
-        return self.values[1] - self.values[0]
+    def list_figures(self) -> dict[str, Any]:
+        """Return the figures as plain values, for JSON."""
+        names = ("a", "b", "values", "difference", "interval", "p", "adjusted_p")
+        only_a, only_b = map(len, self.chosen)
+        return {
+            **{name: getattr(self, name) for name in names},
+            "only_a": only_a,
+            "only_b": only_b,
+            "significant": self.adjusted_p < ALPHA,
+            "sentence": self.describe(),
+        }
 
-    @property
-    def is_significant(self) -> bool:
-        """Whether the adjusted p-value is below `ALPHA`."""
-        return self.adjusted_p < ALPHA
+    def describe(self) -> str:
+        """Return the result as a sentence."""
+        low, high = self.interval if self.difference >= 0 else (-self.interval.high, -self.interval.low)
+        return _describe(self.a, self.b, self.difference, self.adjusted_p, f"95 % interval {low:.2f} to {high:.2f}")
+
+
+def _describe(a: str, b: str, difference: float, p: float, basis: str) -> str:
+    """Return the result of a comparison as a sentence; `difference` is B - A, `basis` the origin of the p-value."""
+    better, worse = (b, a) if difference >= 0 else (a, b)
+    gap = f"{abs(difference):.2f} points of top-1 ({basis}, p = {p:{'.1g' if p < 0.001 else '.3f'}})."
+    if p < ALPHA:
+        return f"{better} is better than {worse} by {gap}"
+    return f"No significant difference between {a} and {b}: {better} - {worse} = {gap}"
 
 
 def match_images(first: Predictions, other: Predictions, names: tuple[str, str]) -> np.ndarray:
@@ -114,43 +133,28 @@ def compare_pair(a: Predictions, b: Predictions, names: tuple[str, str]) -> Pair
     order = match_images(a, b, names)
     right_a, right_b, num_classes = a.correct, b.correct[order], len(a.classes)
     only_a, only_b = np.flatnonzero(right_a & ~right_b), np.flatnonzero(right_b & ~right_a)
+    only_a = only_a[np.argsort(-b.confidence[order[only_a]], kind="stable")]
+    only_b = only_b[np.argsort(-a.confidence[only_b], kind="stable")]
     counts = [np.bincount(labels, minlength=num_classes) for labels in (a.label, a.label[only_a], a.label[only_b])]
-    interval = paired_interval(len(only_a), len(only_b), len(a))
+    values = 100 * float(right_a.mean()), 100 * float(right_b.mean())
+    low, high = paired_interval(len(only_a), len(only_b), len(a))
     return Pair(
-        order=order,
-        values=(100 * float(right_a.mean()), 100 * float(right_b.mean())),
-        interval=Interval(100 * interval.low, 100 * interval.high),
-        only_a=only_a,
-        only_b=only_b,
+        *names,
+        values=values,
+        difference=values[1] - values[0],
+        interval=Interval(100 * low, 100 * high),
         p=mcnemar_p(len(only_a), len(only_b)),
+        chosen=(np.stack([only_a, order[only_a]], axis=1), np.stack([only_b, order[only_b]], axis=1)),
         by_class=np.stack(counts),
     )
 
 
-def compare_all(runs: Mapping[str, Predictions]) -> dict[tuple[str, str], Pair]:
+def compare_all(runs: Mapping[str, Predictions]) -> list[Pair]:
     """Return the comparison of every two runs, with p-values adjusted for the number of pairs."""
-    pairs = {(a, b): compare_pair(runs[a], runs[b], (a, b)) for a, b in itertools.combinations(runs, 2)}
-    for pair, adjusted in zip(pairs.values(), holm_adjusted([pair.p for pair in pairs.values()]), strict=True):
+    pairs = [compare_pair(runs[a], runs[b], (a, b)) for a, b in itertools.combinations(runs, 2)]
+    for pair, adjusted in zip(pairs, holm_adjusted([pair.p for pair in pairs]), strict=True):
         pair.adjusted_p = adjusted
     return pairs
-
-
-def describe_pair(names: tuple[str, str], pair: Pair) -> str:
-    """Return the result of a comparison as a sentence."""
-    better, worse = names if pair.difference < 0 else names[::-1]
-    low, high = (-pair.interval.high, -pair.interval.low) if pair.difference < 0 else pair.interval
-    p = f"p = {format_p(pair.adjusted_p)}"
-    if pair.is_significant:
-        points = f"{abs(pair.difference):.2f} points of top-1 (95 % interval {low:.2f} to {high:.2f}, {p})"
-        return f"{better} is better than {worse} by {points}."
-    interval = f"95 % interval {pair.interval.low:+.2f} to {pair.interval.high:+.2f}"
-    gap = f"{names[1]} - {names[0]} = {pair.difference:+.2f} points of top-1"
-    return f"No significant difference between {names[0]} and {names[1]}: {gap} ({interval}, {p})."
-
-
-def format_p(p: float) -> str:
-    """Return a p-value as text, e.g. '0.031' or '3e-12'."""
-    return f"{p:.1g}" if p < 0.001 else f"{p:.3f}"
 
 
 # -------------------------------------------------------------------------------- several seeds
@@ -164,26 +168,16 @@ def compare_groups(values: Mapping[str, Sequence[float]]) -> list[dict[str, Any]
     """
     groups = []
     for a, b in itertools.combinations(values, 2):
-        p = permutation_test(values[a], values[b])
-        smallest = smallest_permutation_p(len(values[a]), len(values[b]))
-        group = {"a": a, "b": b, "values": [list(values[a]), list(values[b])], "p": p, "smallest_p": smallest}
-        groups.append({**group, "sentence": _describe_group(group)})
+        p, sizes = permutation_test(values[a], values[b]), (len(values[a]), len(values[b]))
+        smallest = smallest_permutation_p(*sizes)
+        basis = " and ".join(counted(size, "run") for size in sizes)
+        difference = statistics.fmean(values[b]) - statistics.fmean(values[a])
+        sentence = _describe(a, b, difference, p, f"on average, {basis}")
+        if smallest >= ALPHA:
+            sentence = f"Too few runs to tell {a} and {b} apart, p is never below {smallest:.2f}. {sentence}"
+        groups.append({"a": a, "b": b, "values": [values[a], values[b]], "p": p, "smallest_p": smallest,
+                       "sentence": sentence})  # fmt: skip
     return groups
-
-
-def _describe_group(group: Mapping[str, Any]) -> str:
-    a, b, p, least, (first, second) = (group[key] for key in ("a", "b", "p", "smallest_p", "values"))
-    sizes = f"{counted(len(first), 'run')} and {counted(len(second), 'run')}"
-    difference = statistics.fmean(second) - statistics.fmean(first)
-    gap = f"{difference:+.2f} points of top-1 on average"
-    if least >= ALPHA:
-        reason = f"with {sizes}, no difference could be significant (the smallest possible p is {least:.2f})"
-        return f"Too few runs to tell {a} and {b} apart: {gap}, but {reason}."
-    if p >= ALPHA:
-        return f"No significant difference between {a} and {b}: {gap}, p = {format_p(p)} ({sizes})."
-    better, worse = (b, a) if difference > 0 else (a, b)
-    points = f"{abs(difference):.2f} points of top-1 on average"
-    return f"{better} is better than {worse} by {points}, p = {format_p(p)} ({sizes})."
 
 
 # -------------------------------------------------------------------------------------- all runs
@@ -227,14 +221,13 @@ class Comparison:
     """
 
     sides: dict[str, list[RunFiles]]
-    pairs: dict[tuple[str, str], Pair]
+    pairs: list[Pair]
     groups: list[dict[str, Any]]
     changes: dict[str, list[Any]] | None
 
     def sentences(self) -> list[str]:
         """Return the results in words: of the groups, if there are any, else of the pairs."""
-        pairs = [describe_pair(names, pair) for names, pair in self.pairs.items()]
-        return [group["sentence"] for group in self.groups] or pairs
+        return [group["sentence"] for group in self.groups] or [pair.describe() for pair in self.pairs]
 
 
 def compare_runs(sides: Mapping[str, Sequence[Path]]) -> Comparison:
@@ -244,14 +237,13 @@ def compare_runs(sides: Mapping[str, Sequence[Path]]) -> Comparison:
         ConfigError: a run cannot be read, or the runs were evaluated on different images.
     """
     runs = {name: [read_run(str(folder)) for folder in folders] for name, folders in sides.items()}
-    firsts = {name: members[0].content for name, members in runs.items()}
-    if others := [name for name, content in firsts.items() if content.multilabel or not content.classifies]:
+    firsts = {name: members[0] for name, members in runs.items()}
+    contents = {name: run.content for name, run in firsts.items()}
+    if others := [name for name, content in contents.items() if content.multilabel or not content.classifies]:
         raise ConfigError(f"RUN: {others[0]} does not predict one class per image; fix: compare the metrics by `table`")
-    pairs = compare_all(firsts)
-    found = Comparison(runs, pairs, [], list_changes({name: members[0] for name, members in runs.items()}))
-    if any(len(members) > 1 for members in runs.values()):
-        found.groups = compare_groups({name: _values(members) for name, members in runs.items()})
-    return found
+    pairs, has_seeds = compare_all(contents), any(len(members) > 1 for members in runs.values())
+    groups = compare_groups({name: _values(members) for name, members in runs.items()}) if has_seeds else []
+    return Comparison(runs, pairs, groups, list_changes(firsts))
 
 
 def _values(runs: Sequence[RunFiles]) -> list[float]:
@@ -264,48 +256,34 @@ def _values(runs: Sequence[RunFiles]) -> list[float]:
 
 def list_comparison(comparison: Comparison) -> dict[str, Any]:
     """Return the figures of a comparison as plain values, for JSON."""
-    pairs = [
-        {
-            "a": names[0],
-            "b": names[1],
-            "only_a": len(pair.only_a),
-            "only_b": len(pair.only_b),
-            **{name: getattr(pair, name) for name in ("values", "difference", "interval", "p", "adjusted_p")},
-            "significant": pair.is_significant,
-            "sentence": describe_pair(names, pair),
-        }
-        for names, pair in comparison.pairs.items()
-    ]
     runs = {name: [str(run.out_dir) for run in members] for name, members in comparison.sides.items()}
+    pairs = [pair.list_figures() for pair in comparison.pairs]
     return replace_nonfinite({"runs": runs, "pairs": pairs, "groups": comparison.groups, "config": comparison.changes})
 
 
 def build_compare_page(comparison: Comparison) -> str:
     """Return the page as HTML; of a side with several runs, it shows the curves and images of the first one."""
-    histories = {name: members[0].history for name, members in comparison.sides.items()}
+    firsts = {name: members[0] for name, members in comparison.sides.items()}
     sections = [
         _summary(comparison),
         _config_section(comparison),
-        PageSection("Curves", [curves] if (curves := draw_curves(histories)) else []),
-        _classes(comparison),
-        _changed_images(comparison),
+        PageSection("Curves", [draw_curves({name: run.history for name, run in firsts.items()})]),
+        _classes(comparison.pairs, firsts),
+        _changed_images(comparison.pairs, firsts),
     ]
-    names = " and ".join(comparison.sides) if len(comparison.sides) == 2 else ", ".join(comparison.sides)
-    num = len(next(iter(comparison.sides.values()))[0].content)
-    subtitle = f"{counted(num, 'image')}, the same for every run"
-    return build_page(f"Comparison of {names}", subtitle, [section for section in sections if section.parts])
+    num = counted(len(next(iter(firsts.values())).content), "image")
+    return build_page(f"Comparison of {', '.join(firsts)}", f"{num}, the same for every run", sections)
 
 
 def _summary(comparison: Comparison) -> PageSection:
-    parts = [html.paragraph(sentence.replace(" -", " \N{MINUS SIGN}"), "lead") for sentence in comparison.sentences()]
+    parts = [html.paragraph(sentence, "lead") for sentence in comparison.sentences()]
     parts.append(html.tiles([_tile(name, members) for name, members in comparison.sides.items()]))
     if comparison.groups:
         note = "The tests of single runs on the same images do not include the differences between seeds."
         parts += [html.heading("The first run of each side"), html.paragraph(note, "note")]
-        parts += [html.paragraph(describe_pair(names, pair)) for names, pair in comparison.pairs.items()]
-    adjusted = ", adjusted by Holm's method" if len(comparison.pairs) > 1 else ""
-    note = f"p: McNemar's exact test{adjusted}; significant below {ALPHA}. Interval: Newcombe's, by Wilson limits."
-    parts.append(html.paragraph(note, "note"))
+        parts += [html.paragraph(pair.describe()) for pair in comparison.pairs]
+    note = f"p: McNemar's exact test, of several pairs adjusted by Holm's method; significant below {ALPHA}."
+    parts.append(html.paragraph(f"{note} Interval: Newcombe's, by Wilson limits.", "note"))
     return PageSection("Summary", parts)
 
 
@@ -314,10 +292,10 @@ def _tile(name: str, runs: Sequence[RunFiles]) -> tuple[str, str, str]:
     if len(values) > 1:
         low, high = mean_interval(values)
         detail = f"± {statistics.stdev(values):.2f} over {len(values)} runs, 95 % interval of the mean"
-        return name, f"{statistics.fmean(values):.2f} %", f"{detail} {low:.2f} to {high:.2f}"
-    low, high = (100 * end for end in wilson_interval(int(content.correct.sum()), len(content)))
-    detail = f"top-1, {content.meta.get('weights', 'raw')} weights, 95 % interval {low:.2f} to {high:.2f}"
-    return name, f"{values[0]:.2f} %", detail
+    else:
+        low, high = (100 * end for end in wilson_interval(int(content.correct.sum()), len(content)))
+        detail = f"top-1, {content.meta.get('weights', 'raw')} weights, 95 % interval"
+    return name, f"{statistics.fmean(values):.2f} %", f"{detail} {low:.2f} to {high:.2f}"
 
 
 def _config_section(comparison: Comparison) -> PageSection:
@@ -333,49 +311,34 @@ def _config_section(comparison: Comparison) -> PageSection:
     return PageSection("Config", [part])
 
 
-def _classes(comparison: Comparison) -> PageSection:
+def _classes(pairs: Sequence[Pair], firsts: Mapping[str, RunFiles]) -> PageSection:
     parts: list[str] = []
-    classes = next(iter(comparison.sides.values()))[0].content.classes
-    for names, pair in comparison.pairs.items():
-        if len(comparison.pairs) > 1:
-            parts.append(html.heading(f"{names[0]} and {names[1]}"))
-        images, first, second = pair.by_class
-        counts = (Column(name, ".0f") for name in ("images", *(f"only {name} right" for name in names)))
+    for pair in pairs:
+        images, only_a, only_b = pair.by_class
+        counts = (Column(name, ".0f") for name in ("images", f"only {pair.a} right", f"only {pair.b} right"))
         columns = [Column("class"), *counts, Column("difference in points", "+.2f", signed=True)]
-        change = 100 * (second - first) / np.maximum(1, images)
+        change = 100 * (only_b - only_a) / np.maximum(1, images)
+        figures = (values.tolist() for values in (images, only_a, only_b, change))
+        rows = list(zip(firsts[pair.a].content.classes, *figures, strict=True))
         order = np.argsort(-np.abs(change), kind="stable")[:_MAX_CLASSES]
-        figures = (values.tolist() for values in (images, first, second, change))
-        rows = list(zip(classes, *figures, strict=True))
-        parts.append(html.table(columns, [rows[number] for number in order]))
+        parts += [html.heading(f"{pair.a} and {pair.b}"), html.table(columns, [rows[number] for number in order])]
     return PageSection("Classes", parts)
 
 
-def _changed_images(comparison: Comparison) -> PageSection:
+def _changed_images(pairs: Sequence[Pair], firsts: Mapping[str, RunFiles]) -> PageSection:
     """Return the section of the images that only one of two runs got right, the most confident mistakes first."""
-    parts: list[str] = []
-    for names, pair in comparison.pairs.items():
-        runs = [comparison.sides[name][0] for name in names]
-        places = np.stack([np.arange(len(pair.order)), pair.order])
-        chosen = []
-        for loser, indices in ((1, pair.only_a), (0, pair.only_b)):
-            confidence = runs[loser].content.confidence[places[loser][indices]]
-            chosen.append(indices[np.argsort(-confidence, kind="stable")[:_MAX_CARDS]])
-        pictures = make_pictures(runs[0].out_dir, runs[0].content, np.concatenate(chosen).tolist())
-        for name, indices, shown in zip(names, (pair.only_a, pair.only_b), chosen, strict=True):
-            if len(indices):
-                title = f"Only {name} is right: {counted(len(indices), 'image')}"
-                cards = html.gallery([_card(runs, names, places[:, index], pictures) for index in shown], "small")
-                parts.append(html.details(title, cards) if len(comparison.pairs) > 1 else html.heading(title) + cards)
-        parts += [html.paragraph(note, "note") for note in pictures.notes]
-    return PageSection("Changed answers", parts)
-
-
-def _card(runs: Sequence[RunFiles], names: Sequence[str], places: np.ndarray, pictures: Pictures) -> Card:
-    """Return the card of an image; `places` are its indices in the two runs."""
-    lines = []
-    for name, run, place in zip(names, runs, places, strict=True):
-        content = run.content
-        lines.append(f"{name}: {content.classes[content.predicted[place]]} ({content.confidence[place]:.0%})")
-    index, first = int(places[0]), runs[0].content
-    title, uri = f"label: {first.classes[first.label[index]]}", pictures.uris.get(index)
-    return Card(title, lines, str(first.path[index]), uri, pictures.is_tiny)
+    galleries = []
+    for pair in pairs:
+        a, b = (firsts[name].content for name in (pair.a, pair.b))
+        for right, wrong, places in ((pair.a, pair.b, pair.chosen[0]), (pair.b, pair.a, pair.chosen[1])):
+            cards = []
+            for place_a, place_b in places[:_MAX_CARDS]:
+                lines = [f"{name}: {content.classes[content.predicted[place]]} ({content.confidence[place]:.0%})"
+                         for name, content, place in ((pair.a, a, place_a), (pair.b, b, place_b))]  # fmt: skip
+                cards.append((f"label: {a.classes[a.label[place_a]]}", lines, str(a.path[place_a])))
+            title = f"{right} is right, {wrong} is wrong: {counted(len(places), 'image')}"
+            galleries += [(title, cards)] if cards else []
+    first, names = next(iter(firsts.values())), {card[2] for _, cards in galleries for card in cards}
+    pictures, notes = make_pictures(first.out_dir, first.content, names)
+    parts = [html.heading(title) + html.gallery(cards, pictures) for title, cards in galleries]
+    return PageSection("Changed answers", [*parts, *(html.paragraph(note, "note") for note in notes)])

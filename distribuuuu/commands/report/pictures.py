@@ -1,10 +1,9 @@
-"""Thumbnails of evaluation images, as data URIs."""
+"""Thumbnails of evaluation images, as data URIs: JPEG, or PNG where they are tiny."""
 
 import base64
 import io
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +24,6 @@ from distribuuuu.records.predictions import name_of
 _SIDE, _TINY = 160, 64
 # First letters of the data sets whose images have names, but may not be files.
 _WITHOUT_FILES = ("archive", "imagenet", "packed", "parquet", "torchvision/")
-
-
-@dataclass
-class Pictures:
-    """Pictures of evaluation images.
-
-    Attributes:
-        uris: for each image that could be read, the data URI of its evaluation crop.
-        is_tiny: whether the pixels are to be seen as squares.
-        notes: why pictures are missing.
-    """
-
-    uris: dict[int, str] = field(default_factory=dict)
-    is_tiny: bool = False
-    notes: list[str] = field(default_factory=list)
 
 
 def find_reader(content: Predictions, cfg) -> Any:
@@ -78,31 +62,26 @@ def _read_within(path: str, folder: str) -> bytearray:
     return read_file(path)
 
 
-def make_pictures(out_dir: Path, content: Predictions, indices: Iterable[int]) -> Pictures:
-    """Return pictures of some images of the predictions of a run; what fails is noted."""
-    pictures, failed, indices = Pictures(), list[str](), list(indices)
-    if not indices:
-        return pictures
+def make_pictures(out_dir: Path, content: Predictions, names: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """Return pictures of some images of the predictions of a run, name -> data URI, and why others are missing."""
+    pictures, failed = dict[str, str](), list[str]()
+    if not names:
+        return {}, []
     try:
         run = find_run(out_dir)
         read = find_reader(content, run.cfg)
     except (ConfigError, OSError, ImportError) as error:
-        pictures.notes.append(f"No thumbnails: {' '.join(str(error).split())}")
-        return pictures
-    for index in indices:
+        return pictures, [f"No thumbnails: {' '.join(str(error).split())}"]
+    for index in (index for index, name in enumerate(content.path.tolist()) if name in names):
+        name = str(content.path[index])
         try:
-            crop = run.transform(read(index))
+            pictures[name] = to_uri(_show(run.transform(read(index)), run))
         except Exception as error:  # decoders raise nearly anything
-            failed.append(f"{content.path[index]}: {' '.join(str(error).split())}")
-            continue
-        pixels = _show(crop, run)
-        pictures.is_tiny = max(pixels.shape) < _TINY
-        pictures.uris[index] = to_uri(pixels)
-    if failed:
-        where = content.meta.get("folder") or "the data set"
-        pictures.notes.append(f"No thumbnails of {counted(len(failed), 'image')}, moved or changed since in {where}, "
-                              f"or outside of it, e.g. {failed[0]}")  # fmt: skip
-    return pictures
+            failed.append(f"{name}: {' '.join(str(error).split())}")
+    if not failed:
+        return pictures, []
+    where = f"moved or changed since in {content.meta.get('folder') or 'the data set'}, or outside of it"
+    return pictures, [f"No thumbnails of {counted(len(failed), 'image')}, {where}, e.g. {failed[0]}"]
 
 
 def _show(crop: torch.Tensor, run: LoadedRun) -> np.ndarray:
@@ -123,13 +102,8 @@ def _show(crop: torch.Tensor, run: LoadedRun) -> np.ndarray:
 
 
 def to_uri(pixels: np.ndarray) -> str:
-    """Return an image as a data URI: a JPEG without metadata, or a PNG where it is tiny."""
-    image, file = Image.fromarray(pixels), io.BytesIO()
-    if max(image.size) < _TINY:
-        image.save(file, "PNG")
-        kind = "png"
-    else:
-        image.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)
-        image.save(file, "JPEG", quality=82)
-        kind = "jpeg"
-    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
+    """Return an image as a data URI, without metadata."""
+    image, file, kind = Image.fromarray(pixels), io.BytesIO(), "PNG" if max(pixels.shape) < _TINY else "JPEG"
+    image.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)
+    image.save(file, kind, quality=82)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -30,13 +30,8 @@ def report(prog: str, args: list[str]) -> int:
 
     tune_malloc()
     from distribuuuu.commands.html.page import write_page
-    from distribuuuu.commands.report.run_report import (
-        build_report,
-        describe_accuracy,
-        list_mistakes,
-        list_report,
-        read_run,
-    )
+    from distribuuuu.commands.report.prediction_figures import list_mistakes
+    from distribuuuu.commands.report.run_report import build_report, describe_accuracy, read_run
     from distribuuuu.config.json_file import replace_nonfinite
 
     run = read_run(flags.run)
@@ -48,7 +43,7 @@ def report(prog: str, args: list[str]) -> int:
             for line in (*describe_accuracy(run), f"mistakes: {mistakes}"):
                 print(printable(line))
     else:
-        text = json.dumps(replace_nonfinite(list_report(run)), indent=1, allow_nan=False, default=str) + "\n"
+        text = json.dumps(replace_nonfinite(run.figures), indent=1, allow_nan=False, default=str) + "\n"
         if not flags.out:
             print(text, end="")
             return 0

@@ -3,8 +3,9 @@
 import contextlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,15 @@ import numpy as np
 
 from distribuuuu import __version__
 from distribuuuu.checkpoint.weights_files import KINDS, RAW
-from distribuuuu.commands.html.history import (
-    History,
-    draw_curves,
-    read_facts,
-    read_history,
-    read_lines,
-)
-from distribuuuu.commands.html.page import Card, Column, PageSection, build_page, html, percent
-from distribuuuu.commands.report import prediction_figures as analysis
-from distribuuuu.commands.report.pictures import Pictures, image_folder, make_pictures
-from distribuuuu.commands.stats.significance import wilson_interval
+from distribuuuu.commands.html.history import History, draw_curves, read_facts, read_history, read_lines
+from distribuuuu.commands.html.page import Column, PageSection, build_page, html, percent
+from distribuuuu.commands.report.pictures import image_folder, make_pictures
+from distribuuuu.commands.report.prediction_figures import list_figures, list_values
 from distribuuuu.commands.stats.stored_predictions import Predictions, read_predictions
 from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.errors import counted
 from distribuuuu.config.json_file import load_json
 from distribuuuu.config.run_files import RESULTS
-from distribuuuu.data.datasets.table_file import csv_line
 from distribuuuu.files.untrusted import printable
 from distribuuuu.records.metric_writers import format_duration
 from distribuuuu.records.predictions import FILE_NAME
@@ -36,10 +29,8 @@ from distribuuuu.records.read_results import TEST_FILE_NAME
 
 logger = logging.getLogger(__name__)
 
-# Mistakes and uncertain images in the galleries, and rows of the lists of confused pairs.
-_NUM_MISTAKES, _NUM_UNCERTAIN, _NUM_PAIRS = 16, 8, 20
-# Classes up to which there is a confusion matrix; rows of the errors of a task that does not classify.
-_MAX_MATRIX, _NUM_VALUES = 40, 50
+# Rows of the list of confused pairs, and classes up to which there is a confusion matrix.
+_NUM_PAIRS, _MAX_MATRIX = 20, 40
 
 
 @dataclass
@@ -58,10 +49,19 @@ class RunFiles:
     history: History
     facts: dict[str, Any]
 
-    @property
-    def name(self) -> str:
-        """The name of the folder."""
-        return self.out_dir.resolve().name
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        """All figures of the report as plain values."""
+        content, history = self.content, self.history
+        return {
+            "run": self.out_dir.resolve().name,
+            "predictions": content.meta,
+            **(list_figures(content) if content.classifies else list_values(content, self.facts)),
+            "curves": {"training": history.train, **history.evaluations},
+            "restarts": history.restarts,
+            "rollbacks": history.rollbacks,
+            "results": self.facts,
+        }
 
 
 def read_run(run: str) -> RunFiles:
@@ -76,8 +76,6 @@ def read_run(run: str) -> RunFiles:
     if not any((out_dir / name).exists() for name in (FILE_NAME, RESULTS)):
         raise ConfigError(f"RUN: {run} has no {RESULTS}: no epoch of it has been evaluated yet")
     content = read_predictions(out_dir / FILE_NAME, f"distribuuuu test {run}, which makes it")
-    if not len(content):
-        raise ConfigError(f"RUN: {out_dir / FILE_NAME} holds no image; fix: evaluate a data set with images")
     history = read_history(out_dir)
     facts = history.results
     if content.meta.get("epoch") is None:
@@ -89,257 +87,134 @@ def read_run(run: str) -> RunFiles:
 
 def build_report(run: RunFiles) -> str:
     """Return the report as an HTML document."""
-    content = run.content
+    content, found, facts = run.content, run.figures, run.facts
     if content.classifies:
-        pictures = make_pictures(run.out_dir, content, [*rank_uncertain(content), *rank_mistakes(content)])
-        for note in pictures.notes:
+        names = {answer["image"] for answer in (*found["mistakes"], *found["least_certain"])}
+        pictures, notes = make_pictures(run.out_dir, content, names)
+        for note in notes:
             logger.warning("%s", printable(note))
-        sections = [summarize(run), describe_classes(content), describe_images(content, pictures)]
-        if not content.multilabel:
-            sections[1:1] = [describe_confusions(content)]
+        middle = [_describe_classes(found), _describe_images(found, pictures, notes)]
+        middle[:0] = [_describe_confusions(found)] if "confusions" in found else []
     else:
-        sections = [summarize(run), describe_values(content)]
-    sections.append(describe_provenance(run))
+        middle = [_describe_values(content.classes, found["values"])]
     kind = KINDS.get(content.meta.get("weights", RAW), KINDS[RAW])
     weights = f"{kind.average} of the weights" if kind.average else "trained weights"
     epoch = f"epoch {content.meta['epoch']}" if content.meta.get("epoch") else "a separate evaluation"
-    arch = run.facts["model"]["arch"] if run.facts else "model"
+    arch = facts["model"]["arch"] if facts else "model"
     subtitle = f"{arch} on {content.meta.get('data')}; {weights}, {epoch}; {counted(len(content), 'image')}"
-    return build_page(run.name, subtitle, sections, f"distribuuuu {__version__}, from {FILE_NAME} and metrics.jsonl")
-
-
-def list_report(run: RunFiles) -> dict[str, Any]:
-    """Return the figures of the report as plain values."""
-    history, content = run.history, run.content
-    if content.classifies:
-        mistakes, uncertain = rank_mistakes(content), rank_uncertain(content)
-        figures = analysis.list_figures(content) | {
-            "mistakes": [describe_answer(content, index) for index in mistakes],
-            "least_certain": [describe_answer(content, index) for index in uncertain],
-        }
-    else:
-        figures = {**dict(list_value_figures(content, run.facts)), "values": list_values(content)}
-    return {
-        "run": run.name,
-        "predictions": content.meta,
-        **figures,
-        "curves": {"training": history.train, **history.evaluations},
-        "restarts": history.restarts,
-        "rollbacks": history.rollbacks,
-        "results": run.facts,
-    }
+    sections, footer = [_summarize(run), *middle, _describe_provenance(run)], f"distribuuuu {__version__}, from"
+    return build_page(found["run"], subtitle, sections, f"{footer} {FILE_NAME} and metrics.jsonl")
 
 
 def describe_accuracy(run: RunFiles) -> Iterator[str]:
     """Yield the accuracy and two baselines, as lines: the most frequent class, and k-NN on the features."""
-    content = run.content
-    for name, value, detail in list(_main_figures(content))[:1]:
-        yield f"{name}: {value} ({detail}; {counted(len(content), 'image')})"
-    if not content.multilabel:
-        share = np.bincount(content.label).max() / len(content)
+    name, value, detail = next(_list_tiles(run))
+    yield f"{name}: {value} ({detail}; {counted(len(run.content), 'image')})"
+    if not run.content.multilabel:
+        share = np.bincount(run.content.label).max() / len(run.content)
         yield f"baseline, the most frequent class: {percent(share, 2)}"
-        yield f"baseline, k-NN on the features of the model: {_find_knn(run)}"
+        knn = f"measured by distribuuuu probe {run.out_dir}"
+        with contextlib.suppress(ConfigError, TypeError, KeyError, ValueError):
+            knn = percent(float(load_json(run.out_dir / "probe.json")["top1"]["k-NN"]) / 100, 2)
+        yield f"baseline, k-NN on the features of the model: {knn}"
 
 
-def _find_knn(run: RunFiles) -> str:
-    with contextlib.suppress(ConfigError, TypeError, KeyError, ValueError):
-        found = load_json(run.out_dir / "probe.json")
-        return percent(float(found["top1"]["k-NN"]) / 100, 2)
-    return f"measured by distribuuuu probe {run.out_dir}"
-
-
-def list_mistakes(content: Predictions) -> str:
-    """Return the images with a wrong answer as CSV, the most confident mistakes first."""
-    lines = [csv_line(["path", "labels", "predicted", "probability", "loss"])]
-    for index in rank_mistakes(content, len(content)):
-        answer = describe_answer(content, index)
-        label, probability = next(iter(answer["predicted"].items()))
-        cells = [answer["image"], ";".join(answer["labels"]), label, f"{probability:.6g}", f"{answer['loss']:.6g}"]
-        lines.append(csv_line(cells))
-    return "".join(lines)
-
-
-# ------------------------------------------------------------------------------------- summary
-
-
-def summarize(run: RunFiles) -> PageSection:
+def _summarize(run: RunFiles) -> PageSection:
     """Return the section of the main figures and the curves."""
-    content, history = run.content, run.history
-    entries = list(_main_figures(content)) if content.classifies else [
-        (name, f"{value:.4g}", "") for name, value in list_value_figures(content, run.facts)]  # fmt: skip
-    if history.results:
-        training, starts = history.results["training"], counted(len(history.restarts) + 1, "start")
-        epochs = counted(training["epochs_done"], "epoch")
-        entries.append(("time", format_duration(3600 * training["hours"]), f"{epochs}, {starts}"))
+    history = run.history
     curves = draw_curves({"": history})
     missing = html.paragraph("No curves: this folder has no metrics.jsonl of a training run.", "note")
     notes = (html.paragraph(note, "notice") for note in history.notes)
-    return PageSection("Summary", [html.tiles(entries), *notes, curves or missing])
+    return PageSection("Summary", [html.tiles(list(_list_tiles(run))), *notes, curves or missing])
 
 
-def _main_figures(content: Predictions) -> Iterator[tuple[str, str, str]]:
-    num, classes = len(content), counted(len(content.classes), "class")
-    if content.multilabel:
-        has_all = content.top_class is None
-        precisions = analysis.average_precision(content) if has_all else np.empty(0)
-        yield "mean average precision", percent(analysis.mean_of_known(precisions)), classes
-    else:
-        num_correct = int(content.correct.sum())
-        low, high = wilson_interval(num_correct, num)
-        yield "accuracy", percent(num_correct / num, 2), f"95 % interval {100 * low:.2f} to {100 * high:.2f} %"
+def _list_tiles(run: RunFiles) -> Iterator[tuple[str, str, str]]:
+    """Yield the name and the value of the main figures, and a detail; that of the accuracy is the first."""
+    content, found, results = run.content, run.figures, run.history.results
+    num, classes = counted(len(content), "image"), counted(len(content.classes), "class")
+    for name, value in found.get("metrics", {}).items():
+        yield name, f"{value:.4g}", ""
+    if "map" in found:
+        yield "mean average precision", percent(found["map"]), classes
+    if "accuracy" in found:
+        low, high = found["accuracy_interval"]
+        yield "accuracy", percent(found["accuracy"], 2), f"95 % interval {100 * low:.2f} to {100 * high:.2f} %"
         if len(content.classes) > 5:
-            yield "top-5 accuracy", percent(analysis.top5_accuracy(content), 2), classes
-        yield "mistakes", f"{num - num_correct:,}", f"of {counted(num, 'image')}"
-    f1 = analysis.compute_class_figures(content)["f1"]
-    yield "macro F1", percent(analysis.mean_of_known(f1)), "mean of the classes"
-    yield "loss", f"{content.loss.mean():.4f}", "cross-entropy"
+            yield "top-5 accuracy", percent(found["top5_accuracy"], 2), classes
+        yield "mistakes", f"{(~content.correct).sum():,}", f"of {num}"
+    if content.classifies:
+        yield "macro F1", percent(found["macro_f1"]), "mean of the classes"
+        yield "loss", f"{found['loss']:.4f}", "cross-entropy"
+    if results:
+        training, starts = results["training"], counted(len(run.history.restarts) + 1, "start")
+        yield (
+            "time",
+            format_duration(3600 * training["hours"]),
+            f"{counted(training['epochs_done'], 'epoch')}, {starts}",
+        )
 
 
-# ------------------------------------------------------------------------------------- classes
-
-
-def describe_classes(content: Predictions) -> PageSection:
+def _describe_classes(found: dict[str, Any]) -> PageSection:
     """Return the section with a table of the classes."""
-    figures = analysis.compute_class_figures(content)
     # With soft hyphens, at which narrow displays break the heads.
     columns = [Column("class"), Column("F1", ".1%", bar=True), Column("preci\u00adsion", ".1%"),
                Column("recall", ".1%"), Column("images", ",d"), Column("pre\u00addicted", ",d")]  # fmt: skip
-    values, parts = [content.classes, *(column.tolist() for column in figures.values())], []
-    if content.multilabel and content.top_class is None:
+    parts = []
+    if "map" in found:
         columns.append(Column("average precision", ".1%"))
-        values.append(analysis.average_precision(content).tolist())
         parts.append(html.paragraph("Precision, recall and F1 are those of labels with a probability above 0.5."))
-    rows = list(zip(*values, strict=True))
-    order = np.argsort(figures["f1"], kind="stable")  # NaN last
-    parts.append(html.table(columns, [rows[number] for number in order], ascending_by="F1"))
-    return PageSection("Classes", parts)
+    rows = [[name, *figures.values()] for name, figures in found["classes"].items()]
+    rows.sort(key=lambda row: (row[1] != row[1], row[1]))  # NaN last
+    return PageSection("Classes", [*parts, html.table(columns, rows, ascending_by="F1")])
 
 
-def describe_confusions(content: Predictions) -> PageSection:
+def _describe_confusions(found: dict[str, Any]) -> PageSection:
     """Return the section with the confusion matrix of few classes, and the most confused pairs."""
-    names, support = content.classes, np.bincount(content.label, minlength=len(content.classes))
-    confusions, charts = analysis.list_confusions(content), []
-    if len(names) <= _MAX_MATRIX:
-        counts = np.zeros((len(names), len(names)), np.int64)
-        for row, column, count in confusions:
-            counts[row, column] = count
-        shares = counts / np.maximum(1, support[:, None])
-        charts = [html.heading("Confusion matrix"), html.matrix(names, counts.tolist(), shares.tolist()),
-                  html.paragraph("Hold the pointer over a cell for its share of the row.", "note")]  # fmt: skip
-    wrong = sorted((pair for pair in confusions if pair[0] != pair[1]), key=lambda pair: -pair[2])[:_NUM_PAIRS]
+    support = {name: figures["support"] for name, figures in found["classes"].items()}
+    counts, parts = {(label, answer): count for label, answer, count in found["confusions"]}, []
+    if len(support) <= _MAX_MATRIX:
+        rows = [[counts.get((label, answer), 0) for answer in support] for label in support]
+        shares = [[count / max(1, sum(row)) for count in row] for row in rows]
+        parts = [html.heading("Confusion matrix"), html.matrix(list(support), rows, shares),
+                 html.paragraph("Hold the pointer over a cell for its share of the row.", "note")]  # fmt: skip
+    wrong = sorted((pair for pair in found["confusions"] if pair[0] != pair[1]), key=lambda pair: -pair[2])
     columns = [Column("label"), Column("prediction"), Column("images", ",d"), Column("of the label", ".1%", bar=True)]
-    rows = [[names[row], names[column], count, count / int(support[row])] for row, column, count in wrong]
-    pairs = html.table(columns, rows, sortable=False) if rows else html.paragraph("There is no mistake.")
-    return PageSection("Confusion", [*charts, html.heading("Most confused pairs"), pairs])
+    pairs = [[label, answer, count, count / support[label]] for label, answer, count in wrong[:_NUM_PAIRS]]
+    shown = html.table(columns, pairs, sortable=False) if pairs else html.paragraph("There is no mistake.")
+    return PageSection("Confusion", [*parts, html.heading("Most confused pairs"), shown])
 
 
-# -------------------------------------------------------------------------------------- images
-
-
-def rank_mistakes(content: Predictions, num: int = _NUM_MISTAKES) -> list[int]:
-    """Return the images with the most confident mistakes, the most confident first."""
-    if content.multilabel:
-        errors = (
-            np.abs(content.probabilities() - content.label).max(axis=1) if content.top_class is None else content.loss
-        )
-        return [int(index) for index in np.argsort(-errors, kind="stable")[:num] if errors[index] > 0.5]
-    wrong = np.flatnonzero(~content.correct)
-    return wrong[np.argsort(-content.confidence[wrong], kind="stable")][:num].tolist()
-
-
-def rank_uncertain(content: Predictions) -> list[int]:
-    """Return the least certain images, the least certain first: with several labels, those with one near 0.5."""
-    certainty = np.abs(content.probabilities() - 0.5).min(axis=1) if content.multilabel else content.confidence
-    return np.argsort(certainty, kind="stable")[:_NUM_UNCERTAIN].tolist()
-
-
-def describe_answer(content: Predictions, index: int) -> dict[str, Any]:
-    """Return the file, the labels and the most probable classes of an image."""
-    probabilities = content.probabilities(slice(index, index + 1))[0]
-    order = np.argsort(-probabilities, kind="stable")[:3]
-    numbers = order if content.top_class is None else content.top_class[index, order]
-    labels = np.flatnonzero(content.label[index]) if content.multilabel else [content.label[index]]
-    return {
-        "image": str(content.path[index]),
-        "labels": [content.classes[number] for number in labels],
-        "predicted": {
-            content.classes[number]: float(probabilities[at]) for number, at in zip(numbers, order, strict=True)
-        },
-        "loss": float(content.loss[index]),
-    }
-
-
-def _card(content: Predictions, index: int, pictures: Pictures) -> Card:
-    answer = describe_answer(content, index)
-    # In parentheses: a class may be called 2.
-    texts = [f"{name} ({percent(share)})" for name, share in answer["predicted"].items()]
-    title, lines = f"predicted: {texts[0]}", [f"label: {', '.join(answer['labels']) or 'none'}"]
-    if content.multilabel and content.top_class is None:  # shown for the class with the most error
-        probabilities = content.probabilities(slice(index, index + 1))[0]
-        focus = int(np.abs(probabilities - content.label[index]).argmax())
-        title = f"{content.classes[focus]} ({percent(probabilities[focus])})"
-        lines.append(f"predicted: {', '.join(texts)}")
-    elif len(texts) > 1:
-        lines.append(f"then {', '.join(texts[1:])}")
-    return Card(title, lines, answer["image"], pictures.uris.get(index), pictures.is_tiny)
-
-
-def describe_images(content: Predictions, pictures: Pictures) -> PageSection:
+def _describe_images(found: dict[str, Any], pictures: dict[str, str], notes: Sequence[str]) -> PageSection:
     """Return the section with the galleries."""
-    mistakes, uncertain = rank_mistakes(content), rank_uncertain(content)
-    note = "Wrong labels often appear here first." if mistakes else "There is no mistake."
-    parts = [*(html.paragraph(text, "notice") for text in pictures.notes), html.heading("Most confident mistakes"),
-             html.paragraph(note, "note"),
-             html.gallery([_card(content, index, pictures) for index in mistakes]),
-             html.heading("Least certain images"),
-             html.gallery([_card(content, index, pictures) for index in uncertain])]  # fmt: skip
+
+    def show(answers: Sequence[dict[str, Any]]) -> str:
+        cards = []
+        for answer in answers:
+            # In parentheses: a class may be called 2.
+            first, *others = [f"{name} ({percent(share)})" for name, share in answer["predicted"].items()]
+            lines = [f"label: {', '.join(answer['labels']) or 'none'}", *([f"then {', '.join(others)}"] * bool(others))]
+            cards.append((f"predicted: {first}", lines, answer["image"]))
+        return html.gallery(cards, pictures)
+
+    note = "Wrong labels often appear here first." if found["mistakes"] else "There is no mistake."
+    parts = [*(html.paragraph(text, "notice") for text in notes), html.heading("Most confident mistakes"),
+             html.paragraph(note, "note"), show(found["mistakes"]),
+             html.heading("Least certain images"), show(found["least_certain"])]  # fmt: skip
     return PageSection("Images", parts)
 
 
-# ------------------------------------------------------------------- tasks that do not classify
-
-
-def find_errors(content: Predictions) -> np.ndarray | None:
-    """Return the mean absolute difference of scores and targets of each image; None if they are not comparable."""
-    targets = content.label.reshape(len(content), -1)
-    return np.abs(content.scores - targets).mean(axis=1) if targets.shape == content.scores.shape else None
-
-
-def list_value_figures(content: Predictions, facts: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the name and the value of each metric of the evaluation, and the mean absolute error if there is one."""
-    accuracy = facts.get("accuracy", {}).get(content.meta.get("weights", "raw"), {})
-    for name, value in accuracy.get("last", accuracy).items():
-        if name != "epoch" and isinstance(value, (int, float)):
-            yield name, value
-    if (errors := find_errors(content)) is not None:
-        yield "mean absolute error", float(errors.mean())
-
-
-def list_values(content: Predictions) -> list[dict[str, Any]]:
-    """Return the images with the largest errors: path, target and scores; without errors, the first images."""
-    errors = find_errors(content)
-    order = range(len(content)) if errors is None else np.argsort(-errors, kind="stable")
-    return [
-        {"path": str(content.path[row]), "target": content.label[row].tolist(), "score": content.scores[row].tolist()}
-        for row in order[:_NUM_VALUES]
-    ]
-
-
-def describe_values(content: Predictions) -> PageSection:
-    """Return the section with the table of `list_values`."""
+def _describe_values(names: Sequence[str], values: Sequence[dict[str, Any]]) -> PageSection:
+    """Return the section with the images of a task that does not classify."""
 
     def show(value: Any) -> str:
         return " ".join(f"{part:.4g}" for part in np.ravel(value)[:8])
 
-    columns = [Column("image"), Column("target"), Column(", ".join(content.classes[:8]))]
-    rows = [[row["path"], show(row["target"]), show(row["score"])] for row in list_values(content)]
+    columns = [Column("image"), Column("target"), Column(", ".join(names[:8]))]
+    rows = [[row["path"], show(row["target"]), show(row["score"])] for row in values]
     return PageSection("Images with the largest errors", [html.table(columns, rows)])
 
 
-# ----------------------------------------------------------------------------------- provenance
-
-
-def describe_provenance(run: RunFiles) -> PageSection:
+def _describe_provenance(run: RunFiles) -> PageSection:
     """Return the section on the config and the origin of the run."""
     facts = run.facts or run.history.results
     data = facts.get("data", {})

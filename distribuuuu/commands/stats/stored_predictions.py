@@ -15,11 +15,8 @@ from distribuuuu.records.predictions import SCHEMA_VERSION
 
 # Bytes of all arrays, at most.
 MAX_BYTES = 2**31
-# Names of the arrays, and the kinds of their numbers; "U" stands for texts.
-_KINDS = {
-    "meta": "U", "classes": "U", "path": "U", "label": "iu", "loss": "f", "logits": "f", "top_logits": "f",
-    "top_class": "i", "log_total": "f", "target": "f", "score": "f",
-}  # fmt: skip
+_ENTRIES = [f"{name}.npy" for name in ("meta", "classes", "path", "label", "loss", "logits", "top_logits", "top_class",
+                                       "log_total", "target", "score")]  # fmt: skip
 
 
 @dataclass
@@ -109,54 +106,53 @@ def read_predictions(path: Path, command: str) -> Predictions:
 
 def _read_content(archive: zipfile.ZipFile) -> Predictions:
     """Return the named arrays of a file; raises an error of any type if they are damaged or do not fit together."""
-    entries = [entry for entry in archive.infolist() if entry.filename.removesuffix(".npy") in _KINDS]
-    if (total := sum(entry.file_size for entry in entries)) > MAX_BYTES:
-        raise ValueError(f"its arrays have {total:,} bytes, expected at most {MAX_BYTES:,}")
-    arrays = {entry.filename.removesuffix(".npy"): _read_array(archive, entry) for entry in entries}
-    meta = parse_json(str(arrays["meta"]))
+    arrays = _read_arrays(archive)
+
+    def take(name: str, kinds: str, *shape: int) -> np.ndarray:
+        array = arrays[name]
+        if array.dtype.kind not in kinds or not array.dtype.isnative or array.shape != shape:
+            raise ValueError(f"{name} has the type {array.dtype} and the shape {array.shape}, expected {shape}")
+        return array
+
+    meta, num, columns = parse_json(str(arrays["meta"])), len(arrays["path"]), len(arrays["classes"])
     if meta["schema"] != SCHEMA_VERSION:
         raise ValueError(f"schema {meta['schema']}, expected {SCHEMA_VERSION}")
     texts = (meta.get(name, "") for name in ("weights", "folder", "images", "data"))
     if not all(isinstance(text, str) for text in texts) or type(meta.get("epoch")) not in (int, type(None)):
         raise ValueError(f"meta is {meta}")
-    path, classes, num = arrays["path"], arrays["classes"].tolist(), len(arrays["path"])
+    path, classes = take("path", "U", num), take("classes", "U", columns).tolist()
     path.tolist()  # raises if there are characters that do not exist
     if not meta.get("classifies", True):
-        content = Predictions(path, arrays["target"], np.full(num, np.nan), classes, meta, arrays["score"])
-        if content.scores.shape != (num, len(classes)) or len(content.label) != num:
-            raise ValueError("its arrays do not fit together")
-        return content
-    label, scores = arrays["label"], arrays["logits" if "logits" in arrays else "top_logits"]
-    content = Predictions(path, label, arrays["loss"], classes, meta, scores, arrays.get("top_class"))
-    columns, limit = len(classes), 2 if meta["multilabel"] else len(classes)
-    if "logits" not in arrays:
-        content.log_total, columns = arrays["log_total"], scores.shape[1]
-        if arrays["top_class"].shape != scores.shape or content.log_total.shape != (num,):
-            raise ValueError("its arrays do not fit together")
-        _check_range(arrays["top_class"], len(classes))
-    _check_range(label, limit)
-    shape = (num, len(classes)) if meta["multilabel"] else (num,)
-    if label.shape != shape or content.loss.shape != (num,) or scores.shape != (num, columns) or not columns:
-        raise ValueError("its arrays do not fit together")
-    return content
+        target = take("target", "f", num, *arrays["target"].shape[1:])
+        return Predictions(path, target, np.full(num, np.nan), classes, meta, take("score", "f", num, columns))
+    label = take("label", "iu", *((num, columns) if meta["multilabel"] else (num,)))
+    _check_range(label, 2 if meta["multilabel"] else columns)
+    if "logits" in arrays:
+        scores, top = take("logits", "f", num, columns), {}
+    elif meta["multilabel"]:
+        raise ValueError("of so many images and labels, it has the largest logits only, which tell too little")
+    else:
+        scores = take("top_logits", "f", num, arrays["top_logits"].shape[1])
+        top = {"top_class": take("top_class", "i", *scores.shape), "log_total": take("log_total", "f", num)}
+        _check_range(top["top_class"], columns)
+    if not scores.size:
+        raise ValueError("it holds no image, or no class")
+    return Predictions(path, label, take("loss", "f", num), classes, meta, scores, **top)
 
 
-def _read_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
-    """Return an array; nothing is allocated for a shape that the entry cannot hold."""
-    with archive.open(entry) as file:
-        read_header = np.lib.format.read_array_header_1_0
-        if np.lib.format.read_magic(file) != (1, 0):
-            read_header = np.lib.format.read_array_header_2_0
-        shape, _, dtype = read_header(file)
-    if dtype.kind not in _KINDS[entry.filename.removesuffix(".npy")] or not dtype.isnative:
-        raise ValueError(f"{entry.filename} has the type {dtype.kind}{dtype.itemsize}")
-    size = dtype.itemsize
-    for side in shape:
-        size *= side
-    if size > entry.file_size or min(shape, default=0) < 0:
-        raise ValueError(f"{entry.filename} has the shape {shape} and {entry.file_size:,} bytes")
-    with archive.open(entry) as file:
-        return np.ascontiguousarray(np.lib.format.read_array(file)).reshape(shape)
+def _read_arrays(archive: zipfile.ZipFile) -> dict[str, np.ndarray]:
+    """Return the known arrays of a file; nothing is allocated for a shape that an entry cannot hold."""
+    entries = [entry for entry in archive.infolist() if entry.filename in _ENTRIES]
+    if (total := sum(entry.file_size for entry in entries)) > MAX_BYTES:
+        raise ValueError(f"its arrays have {total:,} bytes, expected at most {MAX_BYTES:,}")
+    arrays = {}
+    for entry in entries:
+        with archive.open(entry) as file:
+            np.lib.format.read_magic(file)
+            shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+            flat = np.frombuffer(bytearray(file.read()), dtype)
+        arrays[entry.filename.removesuffix(".npy")] = flat.reshape(shape, order="F" if is_fortran else "C")
+    return arrays
 
 
 def _check_range(array: np.ndarray, limit: int) -> None:

@@ -41,10 +41,10 @@ def test_the_better_run_is_named_and_a_page_written(tmp_path, capsys):
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "<script>alert" not in page and "&lt;script&gt;alert(1)" in page
     assert not re.search(r"(?:src|href)=\"(?!data:|#)", page)
-    for text in ("OPTIM.BASE_LR", "top1 in percent, validation", "Only b is right: 40 images", "No thumbnails",
+    for text in ("OPTIM.BASE_LR", "top1 in percent, validation", "b is right, a is wrong: 40 images", "No thumbnails",
                  "b is better"):  # fmt: skip
         assert text in page, text
-    assert "OPTIM.MOMENTUM" not in page and "Only a is right" not in page
+    assert "OPTIM.MOMENTUM" not in page and "a is right, b is wrong" not in page
 
 
 def test_json_has_every_figure_and_an_option_that_an_older_run_lacks_counts_as_its_default(tmp_path, capsys):
@@ -63,7 +63,7 @@ def test_seeds_of_two_sides(tmp_path, capsys):
         make_run(tmp_path / "high" / f"seed_{seed}", high)
     assert run(tmp_path / "low/seed_*", tmp_path / "high/seed_*", "--out", tmp_path / "p.html") == 0
     text = capsys.readouterr().out
-    assert re.search(r"high is better than low by 13.67 points .* p = 0.029 \(4 runs and 4 runs\)", text)
+    assert re.search(r"high is better than low by 13.67 points .*\(on average, 4 runs and 4 runs, p = 0.029\)", text)
     assert "over 4 runs" in (tmp_path / "p.html").read_text(encoding="utf-8")
     assert run(tmp_path / "low/seed_[01]", tmp_path / "high/seed_[01]", "--out", tmp_path / "p.html") == 0
     assert "Too few runs to tell" in capsys.readouterr().out

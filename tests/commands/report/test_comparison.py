@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from distribuuuu.commands.report import compare_page as comparison
-from distribuuuu.commands.report.compare_page import compare_pair, describe_pair
+from distribuuuu.commands.report.compare_page import compare_all, compare_pair
 from distribuuuu.commands.stats.stored_predictions import Predictions
 from distribuuuu.config import ConfigError
 
@@ -34,8 +33,8 @@ def test_a_pair_is_tested_by_its_changed_answers(right):
     stats = pytest.importorskip("scipy.stats")
     pair = compare_pair(predictions(right["A"]), predictions(right["C"]), NAMES)
     only_a, only_b = right["A"] & ~right["C"], right["C"] & ~right["A"]
-    assert pair.only_a.tolist() == np.flatnonzero(only_a).tolist()
-    assert pair.only_b.tolist() == np.flatnonzero(only_b).tolist()
+    assert pair.chosen[0][:, 0].tolist() == np.flatnonzero(only_a).tolist()
+    assert pair.chosen[1][:, 0].tolist() == np.flatnonzero(only_b).tolist()
     assert pair.p == pytest.approx(stats.binomtest(int(only_a.sum()), int((only_a | only_b).sum())).pvalue)
     assert pair.difference == pytest.approx(100 * (right["C"].mean() - right["A"].mean()))
     assert pair.interval.low < pair.difference < pair.interval.high
@@ -46,16 +45,15 @@ def test_a_pair_is_tested_by_its_changed_answers(right):
 
 def test_the_sentence_names_the_better_run_or_none(right):
     runs = {name: predictions(found) for name, found in right.items()}
-    pairs = comparison.compare_all(runs)
-    assert list(pairs) == [("A", "B"), ("A", "C"), ("B", "C")]
+    pairs = {pair.a + pair.b: pair for pair in compare_all(runs)}
+    assert list(pairs) == ["AB", "AC", "BC"]
     assert all(pair.adjusted_p >= pair.p for pair in pairs.values())
-    assert pairs["A", "B"].adjusted_p > 0.05 and pairs["A", "C"].adjusted_p < 1e-6
-    assert "No significant difference between A and B" in describe_pair(NAMES, pairs["A", "B"])
+    assert pairs["AB"].adjusted_p > 0.05 and pairs["AC"].adjusted_p < 1e-6
+    assert "No significant difference between A and B: A - B = 0.75 points" in pairs["AB"].describe()
     points = 100 * (right["C"].mean() - right["A"].mean())
     expected = f"C is better than A by {points:.2f} points of top-1 (95 % interval "
-    assert describe_pair(("A", "C"), pairs["A", "C"]).startswith(expected)
-    reverse = comparison.compare_all({"C": runs["C"], "A": runs["A"]})["C", "A"]
-    assert describe_pair(("C", "A"), reverse).startswith(expected)
+    (reverse,) = compare_all({"C": runs["C"], "A": runs["A"]})
+    assert reverse.describe().startswith(expected) and pairs["AC"].describe().startswith(expected)
 
 
 def test_images_in_another_order_are_matched_by_name(right):
@@ -63,7 +61,7 @@ def test_images_in_another_order_are_matched_by_name(right):
     order = np.random.default_rng(1).permutation(len(b))
     shuffled = Predictions(b.path[order], b.label[order], b.loss[order], b.classes, b.meta, b.scores[order])
     found, expected = compare_pair(a, shuffled, NAMES), compare_pair(a, b, NAMES)
-    assert found.only_a.tolist() == expected.only_a.tolist() and found.p == expected.p
+    assert found.chosen[0][:, 0].tolist() == expected.chosen[0][:, 0].tolist() and found.p == expected.p
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from support.tiers import pairwise
 from distribuuuu.commands.html.history import MAX_TEXT
 from distribuuuu.commands.report import run_report
 from distribuuuu.commands.report.compare_page import build_compare_page, compare_runs, list_comparison
-from distribuuuu.commands.report.pictures import Pictures
-from distribuuuu.commands.report.run_report import build_report, list_report, read_run
+from distribuuuu.commands.report.run_report import build_report, read_run
 from distribuuuu.config.json_file import replace_nonfinite
 from distribuuuu.records.predictions import write_npz
 
@@ -30,7 +29,7 @@ RECORDS = [
 @pytest.fixture
 def run(tmp_path, monkeypatch) -> Path:
     """Return the folder of a run made by hand; reports of it have no pictures."""
-    monkeypatch.setattr(run_report, "make_pictures", lambda *args: Pictures())
+    monkeypatch.setattr(run_report, "make_pictures", lambda *args: ({}, []))
     return make_run(tmp_path / "run", 2)
 
 
@@ -48,7 +47,7 @@ def show(folder: Path) -> tuple[list[str], str]:
     """Return the notes and the page of a report; its JSON must be valid too."""
     run = read_run(str(folder))
     page = build_report(run)
-    json.dumps(replace_nonfinite(list_report(run)), allow_nan=False, default=str)
+    json.dumps(replace_nonfinite(run.figures), allow_nan=False, default=str)
     assert "\x1b" not in page and "\u202e" not in page
     return run.history.notes, page
 
