@@ -139,11 +139,11 @@ def pack(folder: Path, kind: str) -> None:
     folder.mkdir(parents=True)
     identity = {"options": {"format": kind}, "source": {"name": "test"}}
     about = {"classes": ["a", "b"], "mean": [0.5] * 3, "std": [0.5] * 3, "crop": "resized"}
-    with PackWriter(folder, identity, max_bytes=100) as writer:
-        for number in range(4):
-            data = bytes(range(48))
-            writer.append(number, Record(data, zlib.crc32(data), number % 2, 4, 4, b"image %d" % number))
-        writer.finish(4, about)
+    writer = PackWriter(folder, identity, max_bytes=100)
+    for number in range(4):
+        data = bytes(range(48))
+        writer.append(number, Record(data, zlib.crc32(data), number % 2, 4, 4, b"image %d" % number))
+    writer.finish(4, about)
 
 
 def read_pack(folder: Path) -> None:

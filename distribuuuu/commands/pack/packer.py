@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distribuuuu.commands.pack.writer import PackWriter, find_conflicts, remove_pack, remove_parts
+from distribuuuu.commands.pack.writer import PackWriter, find_conflicts, remove_files, remove_parts
 from distribuuuu.commands.scan.pool import map_in_order
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.errors import Problem, counted, did_you_mean
@@ -91,7 +91,7 @@ def pack_split(job: PackJob, train: bool) -> None:
     folder, images = job.folder(train), encoder.images
     with _locked(folder):
         if job.flags.overwrite:
-            remove_pack(folder)
+            remove_files(folder)
         if conflicts := find_conflicts(folder, identity):
             raise ConfigError(conflicts)
         if (folder / INDEX).exists():
@@ -104,11 +104,14 @@ def pack_split(job: PackJob, train: bool) -> None:
             finished = counted(len(writer.shards), "finished shard")
             print(f"{folder}: resumed after {finished}, at image {first:,}", flush=True)
         meta = {"classes": images.classes, "mean": images.mean, "std": images.std, "crop": images.crop}
-        with writer:
+        try:
             _append_all(writer, encoder, job.flags.workers, skip=job.cfg.DATA.ON_BAD_IMAGE == "skip")
             if not writer.num_images:
                 raise ConfigError(f"{folder}: no image can be read ({counted(len(images), 'image')})")
             writer.finish(len(images), {**meta, "max_pixels": job.cfg.DATA.MAX_PIXELS})
+        except OSError as error:
+            fix = "finished shards are kept; fix: free some space and run the same command again"
+            raise ConfigError(f"{folder}: {error.strerror or error}; {fix}") from error
     images_per_s = (len(images) - first) / (time.perf_counter() - started)
     packed = f"{counted(writer.num_images, 'image')} of {counted(len(images.classes), 'class')}"
     skipped = f", {writer.num_skipped} broken left out" if writer.num_skipped else ""

@@ -6,14 +6,13 @@ After a kill, packing resumes after the last shard that has a side file; see `pa
 import contextlib
 import os
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.array_file import ArrayFileError, checksum_of, pack_names, read_arrays, write_arrays
 from distribuuuu.data.packed.format import (
     COLUMNS,
@@ -73,17 +72,13 @@ def find_conflicts(folder: Path, identity: Identity) -> list[str]:
     # An option may be present only if it is not the default.
     known = {**identity, "options": {**dict.fromkeys(existing["options"]), **identity["options"]}}
     differences = [
-        f"{key.replace('_', ' ')} {_format_value(existing[part].get(key))}, now {_format_value(value)}"
+        f"{key.replace('_', ' ')} {existing[part].get(key)}, now {value}"
         for part, values in known.items()
         for key, value in values.items()
         if existing[part].get(key) != value
     ]
     fix = "use another folder, or add --overwrite to start again"
     return [f"{folder} holds another pack: {'; '.join(differences)}; {fix}"] if differences else []
-
-
-def _format_value(value: Any) -> str:
-    return "none" if value is None else str(value)
 
 
 def _finished_parts(folder: Path) -> list[tuple[dict[str, Any], dict[str, np.ndarray]]]:
@@ -99,38 +94,24 @@ def _finished_parts(folder: Path) -> list[tuple[dict[str, Any], dict[str, np.nda
     return parts
 
 
-def remove_pack(folder: Path) -> None:
-    """Delete a pack, complete or not; the index goes first, so that no incomplete pack has one."""
-    with contextlib.suppress(FileNotFoundError):
-        (folder / INDEX).unlink()
-    _remove_files(folder)
+def remove_files(folder: Path, keep: Container[str] = ()) -> None:
+    """Delete the files of a pack, except those of the shards with the stems `keep`.
+
+    The index goes first, so that no incomplete pack has one.
+    """
+    for path in sorted(folder.iterdir(), key=lambda path: path.name != INDEX):
+        if _OWN_FILES.fullmatch(path.name) and path.stem not in keep:
+            path.unlink()
 
 
 def remove_parts(folder: Path) -> None:
-    """Delete the side files of a pack that has its index; raises ConfigError as `_remove_files`."""
+    """Delete the side files of a pack that has its index."""
     for path in folder.glob("shard-*.part"):
-        _remove(path)
-
-
-def _remove_files(folder: Path, keep: Container[str] = ()) -> None:
-    """Delete the files of a pack, except those of the shards with the stems `keep`.
-
-    Raises:
-        ConfigError: one of them is a folder, which packing has not made.
-    """
-    for path in folder.iterdir():
-        if _OWN_FILES.fullmatch(path.name) and path.stem not in keep:
-            _remove(path)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        raise ConfigError(f"{path}: got a folder; expected a file of the pack; fix: remove it")
-    path.unlink()
+        path.unlink()
 
 
 class PackWriter:
-    """Appends records to the shards of a folder; a context manager that deletes the unfinished shard at its exit.
+    """Appends records to the shards of a folder, whose unfinished shard the next writer deletes.
 
     Args:
         folder: an existing folder without an index; finished shards are kept.
@@ -154,7 +135,7 @@ class PackWriter:
             self.num_images += meta["shard"]["images"]
             self.num_skipped += meta["num_skipped"]
             self.num_bytes += int(rows["length"].sum())
-        _remove_files(folder, keep={Path(shard["name"]).stem for shard in self.shards})
+        remove_files(folder, keep={Path(shard["name"]).stem for shard in self.shards})
         self._file: IO | None = None
         self._start_shard()
 
@@ -165,19 +146,14 @@ class PackWriter:
         self._end, self._num_skipped = HEADER_SIZE, 0
 
     def append(self, image: int, record: Record) -> None:
-        """Write the record of source image `image`.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
+        """Write the record of source image `image`."""
         if self._rows and self._end + len(record.data) > self.max_bytes:
             self._finish_shard(image)
         number, size = len(self.shards), len(record.data)
-        with self._disk_errors_as_config_errors():
-            if self._file is None:
-                self._file = open_for_writing(self.folder / shard_name(number), "wb", buffering=1 << 20)
-                self._file.write(shard_header(number, self.identity))
-            self._file.write(record.data)
+        if self._file is None:
+            self._file = open_for_writing(self.folder / shard_name(number), "wb", buffering=1 << 20)
+            self._file.write(shard_header(number, self.identity))
+        self._file.write(record.data)
         self._rows.append((number, self._end, size, record.label, record.height, record.width, record.crc32))
         self._names.append(record.name)
         self._targets.append(record.targets)
@@ -200,11 +176,10 @@ class PackWriter:
         columns |= {f"target_{number}": np.stack(parts) for number, parts in enumerate(arrays)}
         shard = {"name": path.name, "size": self._end, "images": len(self._rows)}
         meta = {**self.identity, "shard": shard, "next_image": next_image, "num_skipped": self._num_skipped}
-        with self._disk_errors_as_config_errors():
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            write_arrays(path.with_suffix(".part"), PART_KIND, VERSION, meta, columns)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        write_arrays(path.with_suffix(".part"), PART_KIND, VERSION, meta, columns)
         self._file = None
         self._parts.append((meta, columns))
         self.shards.append(shard)
@@ -216,9 +191,6 @@ class PackWriter:
         Args:
             num_source: number of source images, including those left out.
             meta: what the reader needs besides the rows.
-
-        Raises:
-            ConfigError: a file cannot be written.
         """
         if self._rows:
             self._finish_shard(num_source)
@@ -228,32 +200,7 @@ class PackWriter:
         lengths = np.concatenate([np.diff(rows["name_offsets"]) for _, rows in self._parts])
         columns["name_offsets"] = np.concatenate([[0], lengths.cumsum()])
         counts = {"shards": self.shards, "num_skipped": self.num_skipped, "crc32": checksum_of(columns)}
-        with self._disk_errors_as_config_errors():
-            version = VERSIONS[bool(targets)]
-            write_arrays(self.folder / INDEX, KIND, version, {**meta, **self.identity, **counts}, columns)
-            sync_folder(self.folder)  # the index is durable before the side files are deleted
-            remove_parts(self.folder)
-
-    def __enter__(self) -> "PackWriter":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._abandon()
-
-    def _abandon(self) -> None:
-        """Delete the unfinished shard."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # buffered data that cannot be written is not needed
-                self._file.close()
-            with contextlib.suppress(OSError):
-                (self.folder / shard_name(len(self.shards))).unlink()
-            self._file = None
-
-    @contextlib.contextmanager
-    def _disk_errors_as_config_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self._abandon()
-            kept = f"{counted(len(self.shards), 'finished shard')} kept: free some space and run the same command again"
-            raise ConfigError(f"{self.folder}: {error.strerror or error}; {kept}") from error
+        version = VERSIONS[bool(targets)]
+        write_arrays(self.folder / INDEX, KIND, version, {**meta, **self.identity, **counts}, columns)
+        sync_folder(self.folder)  # the index is durable before the side files are deleted
+        remove_parts(self.folder)
