@@ -67,7 +67,6 @@ def reproduce(prog: str, args: list[str]) -> int:
     command = build_command(record, seed, [*words, "OUT_DIR", out_dir])
     shown = f"distribuuuu {shlex.join(command)}"
     print_report(textwrap.fill(shown, WIDTH, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False))
-    print_report(textwrap.fill(f"possible verdicts: {describe_possible(row, seed)}", WIDTH))
     if status := train_again(command, record):
         return status
     rerun = read_results(Path(out_dir, FILE_NAME))
@@ -119,11 +118,6 @@ def find_row(name: str, rows: Mapping[str, Sequence[Result]], folder: str, prog:
     raise ConfigError(Problem("ROW", f"got {name or 'none'}; expected a row of {folder}{hint}"))
 
 
-def is_option(key: str) -> bool:
-    """Tell whether a key is that of an option, or of a name in an open section."""
-    return key in OPTIONS or key.startswith(tuple(f"{section}." for section in OPEN_SECTIONS))
-
-
 def check_overrides(words: Sequence[str], row: str) -> None:
     """Check that KEY VALUE arguments do not change the result of a row.
 
@@ -132,11 +126,17 @@ def check_overrides(words: Sequence[str], row: str) -> None:
     """
     _, problems = read_cfg(None, words)
     for key in words[::2]:
-        if key in _FIXED or is_option(key) and option_of(key).hashed and not option_of(key).neutral:
+        if key in _FIXED or _is_hashed(key) and not option_of(key).neutral:
             fix = "use --seed" if key == "RNG_SEED" else "remove it, or use the command train"
             problems.append(Problem(key, f"changes the result of {row}, which is to be repeated; fix: {fix}"))
     if problems:
         raise ConfigError(problems)
+
+
+def _is_hashed(key: str) -> bool:
+    """Tell whether a key is that of an option of a recipe, or of a name in an open section."""
+    is_known = key in OPTIONS or key.startswith(tuple(f"{section}." for section in OPEN_SECTIONS))
+    return is_known and option_of(key).hashed
 
 
 def build_command(record: Mapping[str, Any], seed: int, words: Sequence[str]) -> list[str]:
@@ -153,7 +153,7 @@ def build_command(record: Mapping[str, Any], seed: int, words: Sequence[str]) ->
     name, changes = record["config"], record["overrides"]
     if not (paths := find_shipped(str(name))):
         raise ConfigError(Problem("config", f"got {name} in the row; expected a config in {shipped_file('configs')}"))
-    if wrong := [key for key in changes if not (is_option(key) and option_of(key).hashed)]:
+    if wrong := [key for key in changes if not _is_hashed(key)]:
         raise ConfigError(Problem("overrides", f"got {wrong[0]!r} in the row; expected options of a recipe"))
     values = [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in changes.items()]
     processes = record["training"]["processes"]
@@ -215,26 +215,6 @@ def format_rows(rows: Mapping[str, Sequence[Result]]) -> str:
     return "\n".join(align_columns(lines, ">><<<"))
 
 
-def find_original(row: Sequence[Result], seed: int) -> Mapping[str, Any] | None:
-    """Return the results of a row with a seed; None if it has none."""
-    return next((run.record for run in row if run.record["seed"] == seed), None)
-
-
-def describe_possible(row: Sequence[Result], seed: int) -> str:
-    """Return which verdicts a rerun of a row can have, before it is trained."""
-    from distribuuuu.records.environment import find_commit  # imports torch
-
-    original, commit = find_original(row, seed), find_commit()
-    parts = [f"inside or outside the 95 % interval of {len(row)} seeds" if len(row) > 1 else
-             "no interval: the row has one seed, so a difference stays undecided"]  # fmt: skip
-    if original and original.get("weights_sha256") and original["commit"] == commit:
-        parts.insert(0, "bitwise equality with the recorded weights, on the same machine and versions")
-    elif original:
-        commits = f"this checkout is {_shorten(commit)}, that of the row {_shorten(original['commit'])}"
-        parts.insert(0, f"bitwise equality ({commits})")
-    return "; ".join(parts)
-
-
 def compare_run(row: Sequence[Result], rerun: Mapping[str, Any]) -> tuple[bool, str]:
     """Return whether the results of a rerun agree with a row, and the report.
 
@@ -243,7 +223,7 @@ def compare_run(row: Sequence[Result], rerun: Mapping[str, Any]) -> tuple[bool, 
         rerun: results.json of the rerun.
     """
     kind, metric, values, text = read_figure(row)
-    original = find_original(row, rerun["seed"])
+    original = next((run.record for run in row if run.record["seed"] == rerun["seed"]), None)
     differences = list(find_differences(original or row[0].record, rerun))
     value = rerun["accuracy"].get(kind, {}).get("last", {}).get(metric)
     is_inside, verdict = compare_value(value, values)

@@ -64,26 +64,12 @@ def call(capsys):
         (("shapes/resnet14", "OPTIM.BASE_LR", 0.1), "OPTIM.BASE_LR: changes the result of shapes/resnet14"),
         (("shapes/resnet14", "RNG_SEED", 1), "fix: use --seed"),
         (("shapes/resnet14", "PLUGINS", "./evil.py"), "PLUGINS: changes the result"),
-        (("shapes/resnet14", "TRAIN.DATASETS", "x"), "no such key; did you mean TRAIN.DATASET"),
-        (("shapes/resnet14", "TRAIN.DATASET"), "'TRAIN.DATASET' has no value"),
-        (("shapes/resnet14", "--lst"), "no such flag: --lst; did you mean --list?"),
         (("shapes/resnet14", "--lr", "1"), "OPTIM.BASE_LR: changes the result"),
     ],
 )
 def test_mistakes_are_named_before_a_training_starts(args, message, call):
     status, _, error = call(*args)
     assert status == 2 and message in error
-
-
-def test_the_possible_verdicts_are_named_before_a_training_starts(monkeypatch):
-    monkeypatch.setattr("distribuuuu.records.environment.find_commit", lambda: RECORD["commit"])
-    rows = [command.Result(Path("x"), change(RECORD, seed=seed, weights_sha256={"raw": "ab"})) for seed in (0, 1)]
-    found = command.describe_possible(rows, 0)
-    assert "bitwise equality" in found and "of 2 seeds" in found
-    assert "bitwise" not in command.describe_possible(rows, 7)
-    assert "a difference stays undecided" in command.describe_possible(rows[:1], 0)
-    monkeypatch.setattr("distribuuuu.records.environment.find_commit", lambda: "f" * 40)
-    assert "bitwise equality (this checkout is " in command.describe_possible(rows, 0)
 
 
 def test_a_row_is_found_by_its_config_with_the_fewest_options(call, tmp_path):
@@ -119,10 +105,7 @@ def test_the_rows_with_hashes_are_of_the_configs_of_today():
     ("changes", "message"),
     [
         ({"config": "../../evil"}, "config: got ../../evil in the row; expected a config in"),
-        ({"config": None}, "config: got None in the row"),
-        ({"config": "shapes/resnet14+../evil"}, "config: got shapes/resnet14+../evil in the row"),
         ({"overrides": {"PLUGINS": "./evil.py"}}, "overrides: got 'PLUGINS' in the row; expected options of a recipe"),
-        ({"overrides": {"NO.SUCH": 1}}, "overrides: got 'NO.SUCH' in the row"),
         ({"schema": 7}, "got schema 7 and kind"),
         ({"weights_sha256": 7}, "`weights_sha256`: got 7"),
     ],
@@ -139,9 +122,8 @@ def test_a_record_of_others_names_no_code_and_a_damaged_one_is_reported(changes,
 
 def test_the_command_of_a_row_repeats_its_options_and_processes():
     record = change(RECORD, overrides={"OPTIM.BASE_LR": 0.1, "MODEL.KWARGS.width": 8}, training__processes=2)
-    words = command.build_command(record, 3, ["OUT_DIR", "out"])
-    assert words[3:] == ["--nproc", "2", "OPTIM.BASE_LR", "0.1", "MODEL.KWARGS.width", "8", "RNG_SEED", "3",
-                         "OUT_DIR", "out"]  # fmt: skip
+    words = "--nproc 2 OPTIM.BASE_LR 0.1 MODEL.KWARGS.width 8 RNG_SEED 3 OUT_DIR out".split()
+    assert command.build_command(record, 3, ["OUT_DIR", "out"])[3:] == words
 
 
 @each_row(
