@@ -255,9 +255,9 @@ def _duplicate_findings(scan: Scan, groups: Sequence[DuplicateGroup]) -> Iterato
         found["duplicates"] += [described] * (len({*zip(splits, labels, strict=True)}) < len(files))
     for kind, copies in found.items():
         if copies:
-            files = [file["file"] for group in copies for file in group["files"]]
+            names = [file["file"] for group in copies for file in group["files"]]
             num_same = sum(group["identical"] for group in copies)
-            yield _found(kind, files, counted(len(copies), "group"), num_same, groups=copies)
+            yield _found(kind, names, counted(len(copies), "group"), num_same, groups=copies)
 
 
 # ------------------------------------------------------------------------------- statistics and options

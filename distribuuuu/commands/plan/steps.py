@@ -145,8 +145,9 @@ def format_report(result: dict) -> Iterator[str]:
 
 def count_own_workers(cfg, launch: Launch) -> tuple[int, int]:
     """Return the workers of a process during its steps, of which a data set on the device has none, and the most."""
-    return tuple(0 if cfg.DATA.LOADER == "device" else count_workers(number, launch)
-                 for number in (cfg.TRAIN.WORKERS, -1))  # fmt: skip
+    if cfg.DATA.LOADER == "device":
+        return 0, 0
+    return count_workers(cfg.TRAIN.WORKERS, launch), count_workers(-1, launch)
 
 
 def count_ahead(plan: BatchPlan, num_workers: int) -> int:
