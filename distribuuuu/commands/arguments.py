@@ -110,11 +110,7 @@ def expand_run(words: list[str]) -> tuple[str, list[str]]:
     # A relative path need not name the folders above it.
     folder = next((folder for folder in (run, *run.absolute().parents[:2]) if (folder / name).is_file()), None)
     if folder is None or not (run == folder or run.is_file()):
-        found = f"no such file or folder: {run}"
-        if run.is_dir():
-            found = f"{run / name} does not exist"
-        elif run.is_file():
-            found = f"no {name} beside {run} or in the folder above"
+        found = f"no {name} in or above {run}" if run.exists() else f"no such file or folder: {run}"
         raise ConfigError(Problem("RUN", f"{found}; expected the OUT_DIR of a run, or a checkpoint below it"))
     weights = run if run != folder else None
     if other := dict(zip(words[1::2], words[2::2], strict=False)).get("OUT_DIR"):

@@ -38,7 +38,7 @@ def doctor(prog: str, args: list[str]) -> int:
     """Check a data set and print the report; return the exit status."""
     flags, folder, cfg = parse_args(prog, args)
     if flags.statistics:
-        from distribuuuu.commands.doctor.statistics import format_statistics
+        from distribuuuu.commands.doctor.findings import format_statistics
 
         cfg = cfg if folder is None else changed(cfg, {"TRAIN.DATASET": str(folder)})
         print_report(format_statistics(cfg, flags.workers, as_json=flags.format == "json"))

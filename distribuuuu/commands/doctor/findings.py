@@ -3,9 +3,11 @@
 Nothing is written, changed or deleted.
 """
 
+import json
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,19 @@ import numpy as np
 from distribuuuu.commands.scan.data_config import find_splits, open_images
 from distribuuuu.commands.scan.duplicates import DuplicateGroup
 from distribuuuu.commands.scan.scan import BROKEN, ROTATED, Scan, suggest_sizes
-from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.errors import counted, first_few
+from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.data.datasets.base import ImageDataset, SplitDataset, get_dataset
 from distribuuuu.data.datasets.file_check import find_reduced
 from distribuuuu.data.datasets.folder_scan import scan_folder
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.index import Index
 from distribuuuu.data.datasets.made_elsewhere import match_forms
-from distribuuuu.data.image_file import DecodeOptions
+from distribuuuu.data.decode import open_lazy_image
+from distribuuuu.data.image_file import DecodeOptions, build_decode_options
+from distribuuuu.data.loader import BadImageError
+from distribuuuu.data.make_batch import reason_of
 from distribuuuu.files.image_files import is_image, list_classes
 from distribuuuu.hints.sources import (
     access_problem,
@@ -34,6 +40,7 @@ from distribuuuu.hints.sources import (
     missing_split,
     split_command,
 )
+from distribuuuu.records.run_log import progress
 
 Splits = dict[str, ImageDataset]
 
@@ -294,3 +301,35 @@ def suggest_options(statistics: dict[str, Any]) -> dict[str, Any]:
         return {}
     channels = {"DATA.MEAN": statistics["mean"], "DATA.STD": statistics["std"]}
     return {**suggest_sizes(int(statistics["shorter_side"]["p10"])), **channels}
+
+
+def format_statistics(cfg: Config, workers: int, as_json: bool) -> str:
+    """Return mean and standard deviation, in the units of DATA.MEAN, as JSON or YAML; each image has the same weight.
+
+    Raises:
+        ConfigError, BadImageError: the training images, or one of them, cannot be read.
+    """
+    images, options, one = open_images(cfg, train=True), build_decode_options(cfg), PIXEL_RANGES[cfg.DATA.PIXELS]
+
+    def measure(index: int) -> np.ndarray:
+        try:
+            pixels = open_lazy_image(images.read(index), cfg.DATA.DECODER, options).pixels().numpy()
+        except ConfigError:
+            raise
+        except Exception as error:  # decoders raise nearly anything
+            reason = f"{type(error).__name__}: {reason_of(error)}; fix: repair or remove it"
+            raise BadImageError(f"broken image: {images.describe(index)}: {reason}") from error
+        values = pixels.reshape(len(pixels), -1) / np.float64(one)
+        return np.stack([values.mean(1), np.square(values).mean(1)])
+
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        total = sum(progress(pool.map(measure, range(len(images))), "measuring", len(images)))
+    mean, square = total / len(images)
+    deviation = np.sqrt(np.maximum(square - mean**2, 0))
+    rows = [[float(f"{value:.6g}") for value in values] for values in (mean, np.where(deviation, deviation, 1))]
+    # A constant channel is divided by 1.
+    data = {"CHANNELS": cfg.DATA.CHANNELS, "PIXELS": cfg.DATA.PIXELS, "MEAN": rows[0], "STD": rows[1]}
+    if as_json:
+        return json.dumps({"DATA": data})
+    lines = [f"# of {counted(len(images), 'training image')}", "DATA:"]
+    return "\n".join([*lines, *(f"  {name}: {value}" for name, value in data.items())])

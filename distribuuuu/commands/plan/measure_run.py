@@ -20,11 +20,9 @@ from distribuuuu.commands.plan.steps import (
     time_calls,
 )
 from distribuuuu.config import Config, ConfigError, Problem
-from distribuuuu.config.config_node import get_value
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.derived import show_size, total_steps
 from distribuuuu.data.batch_plan import BatchPlan, plan_of
-from distribuuuu.data.make_batch import count_workers
 from distribuuuu.data.views import build_im_size
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.auto_batch_size import (
@@ -53,8 +51,6 @@ _ASSUMED = (
 # Share of the time from which the evaluation is the bottleneck.
 MAX_EVALUATION = 0.5
 _HERE = Launch("plan")
-# Options that make training on a GPU faster without changing the recipe: those of configs/speed/gpu.yaml.
-_SPEED_OPTIONS = {"TRAIN.AMP": "bf16", "MODEL.CHANNELS_LAST": True, "MODEL.COMPILE": "default", "TRAIN.WORKERS": -1}
 
 
 def measure_and_plan(cfg: Config, num_processes: int) -> dict[str, Any]:
@@ -85,7 +81,7 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
         cfg: the config.
         plan: the images of a step, of which this process takes its share.
     """
-    sizes = sizes_of(cfg) or [cfg.TRAIN.IM_SIZE]
+    sizes = sizes_of(cfg)
     with trial_run(cfg, _HERE, plan, folder) as run:
         state, device, found = run.state, run.train_loader.device, {"start_s": run.state.seconds, **_describe(run)}
         epochs = epochs_to_measure(sizes)
@@ -105,19 +101,11 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
         found["checkpoint_s"] = time.perf_counter() - started
         evaluations = [_evaluate(run, model, plan, ahead) for model in state.models.values()]
         run.checkpoints.finish()
-        found["unused"] = list_unused_speed(cfg) if device.type == "cuda" else []
         found |= {"peak": read_peak(device), "evaluation_s": sum(evaluations)}
         found["last_s"] = evaluations[-1] if cfg.TEST.SAVE_PREDICTIONS and device.type == "cpu" else 0.0
         files = {"checkpoint_mib": run.checkpoints.list(), "best_mib": Path(folder).glob("best*")}
         found |= {name: sum(path.stat().st_size for path in paths) / 2**20 for name, paths in files.items()}
         return found | _measure_speeds(run, plan.per_process / found["step_s"][sizes[epochs[-1]]], waited)
-
-
-def list_unused_speed(cfg: Config) -> list[str]:
-    """Return the speed options that a run does not use, as KEY VALUE."""
-    all_workers = cfg.DATA.LOADER == "device" or count_workers(cfg.TRAIN.WORKERS, _HERE) >= count_workers(-1, _HERE)
-    off = {key: get_value(cfg, key) in ("none", False) for key in _SPEED_OPTIONS} | {"TRAIN.WORKERS": not all_workers}
-    return [f"{key} {value}" for key, value in _SPEED_OPTIONS.items() if off[key]]
 
 
 def _describe(run: Run) -> dict[str, Any]:

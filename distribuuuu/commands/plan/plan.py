@@ -107,5 +107,3 @@ def _list_rows(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "bottleneck", result["bottleneck"]
     if result["assumption"]:
         yield "assumption", result["assumption"]
-    if result["unused"]:
-        yield "off", ", ".join(result["unused"])

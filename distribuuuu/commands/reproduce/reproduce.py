@@ -253,21 +253,19 @@ def compare_run(row: Sequence[Result], rerun: Mapping[str, Any]) -> tuple[bool, 
 
 
 def compare_value(value: float | None, values: Sequence[float]) -> tuple[bool, str]:
-    """Return whether a value is inside the 95 % interval of the mean of a row, else of one more run; and the verdict.
+    """Return whether a value is inside the 95 % interval of one more run of a row; and the verdict.
 
-    The latter interval, of prediction, is wider by the factor sqrt(n + 1).
+    This prediction interval is wider than that of the mean by the factor sqrt(n + 1).
     """
     if value is None or not values:
         return False, "not decided: the result is unknown"
     if len(values) == 1:
         return False, "not decided: the row has one seed, and so no interval"
     low, high = mean_interval(values)
-    gap, half = abs(value - (low + high) / 2), (high - low) / 2
+    gap, half = abs(value - (low + high) / 2), (high - low) / 2 * math.sqrt(len(values) + 1)
     if gap <= half + _ROUNDING:
-        return True, "reproduced: inside the 95 % interval of the row"
-    if gap <= half * math.sqrt(len(values) + 1):
-        return True, "reproduced: outside the 95 % interval of the mean, inside that of a single run"
-    return False, "NOT reproduced: outside the 95 % intervals of the mean and of a single run"
+        return True, "reproduced: inside the 95 % interval of a single run"
+    return False, "NOT reproduced: outside the 95 % interval of a single run"
 
 
 def find_differences(original: Mapping[str, Any], rerun: Mapping[str, Any]) -> Iterator[str]:
