@@ -10,7 +10,7 @@ from support.images import find_data
 from support.runs import records, small_options
 
 from distribuuuu.config import load_cfg
-from distribuuuu.data.image_file import DEFAULTS
+from distribuuuu.data.decode import DEFAULTS
 from distribuuuu.data.loader import build_loader
 from distribuuuu.launch.detect import Launch
 from distribuuuu.trainer import train_model

@@ -16,8 +16,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.derived import Size
 from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.registry import AUGMENTATIONS
-from distribuuuu.data.decode import LazyImage
-from distribuuuu.data.image_file import Box
+from distribuuuu.data.decode import Box, LazyImage
 from distribuuuu.data.seeding import SampleRNG, seeded_generators
 from distribuuuu.data.transforms import Transform, to_uint8
 

@@ -1,33 +1,138 @@
-"""Decoding of 8-bit RGB images, no further than their crop needs; others in raster.py and optional_decoders.py."""
+"""Decoding of 8-bit RGB images within limits, and no further than their crop needs.
+
+Other images are read by raster.py; decoders of optional packages are in optional_decoders.py.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+import functools
+import io
+import re
+import warnings
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
 
 from distribuuuu.config.options import OPTIONAL_DECODERS
-from distribuuuu.data.image_file import (
-    DEFAULTS,
-    Box,
-    Buffer,
-    DecodeOptions,
-    bytes_to_tensor,
-    check_size,
-    is_common_jpeg,
-    open_image,
-    read_jpeg_header,
-    silence_decoders,
-)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+Buffer = bytes | bytearray | memoryview
+# The formats that PIL may read, whatever a file's extension. PIL runs external programs for some formats, e.g.
+# Ghostscript for EPS, so no other format is tried.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+
+_START, _RESTART_INTERVAL, _START_OF_SCAN = 0xD8, 0xDD, 0xDA
+# Markers C0 to CF start a frame, except these three: Huffman tables, an extension, arithmetic conditioning.
+_NO_FRAME = (0xC4, 0xC8, 0xCC)
+_BASELINE = (0xC0, 0xC1)
 _EXIF_ORIENTATION = 0x0112
 # Dimensions of (3, H, W) to flip for each EXIF orientation; from 5 on, height and width are swapped first.
 _FLIPS = {2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
+
+
+class Box(NamedTuple):
+    """A region of an image, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+    def crop(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return a view of the region of (3, H, W)."""
+        return pixels[:, self.top : self.top + self.height, self.left : self.left + self.width]
+
+
+class DecodeOptions(NamedTuple):
+    """Options of all decoders.
+
+    Attributes:
+        max_pixels: images of more pixels (width x height) are rejected; by default PIL's limit, twice its
+            MAX_IMAGE_PIXELS.
+        exif_rotate: apply the EXIF orientation.
+        channels, pixels: DATA.CHANNELS and DATA.PIXELS.
+    """
+
+    max_pixels: int = 178_956_970
+    exif_rotate: bool = False
+    channels: int = 3
+    pixels: str = "uint8"
+
+    @property
+    def is_rgb(self) -> bool:
+        """Whether images are 8-bit RGB."""
+        return self.channels == 3 and self.pixels == "uint8"
+
+    @property
+    def is_gray(self) -> bool:
+        """Whether images are 8-bit gray."""
+        return self.channels == 1 and self.pixels == "uint8"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of decoded pixels."""
+        return torch.uint8 if self.pixels == "uint8" else torch.float32
+
+    def check_size(self, width: int, height: int) -> None:
+        """Raise ValueError if an image has more than `max_pixels`."""
+        if width * height > self.max_pixels:
+            raise ValueError(f"{width} x {height} pixels are more than DATA.MAX_PIXELS {self.max_pixels}")
+
+
+DEFAULTS = DecodeOptions()
+
+
+def build_decode_options(cfg) -> DecodeOptions:
+    """Return the options of a config."""
+    return DecodeOptions(cfg.DATA.MAX_PIXELS, cfg.DATA.EXIF_ROTATE, cfg.DATA.CHANNELS, cfg.DATA.PIXELS)
+
+
+def open_image(file: Buffer | IO[bytes], options: DecodeOptions = DEFAULTS) -> Image:
+    """Return a PIL image of which only the header has been read. All image files that PIL reads are opened here.
+
+    Raises:
+        ValueError: it is not of FORMATS, or has more than DATA.MAX_PIXELS.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    silence_decoders()
+    max_pixels = options.max_pixels
+    if Image.MAX_IMAGE_PIXELS is not None and max_pixels > 2 * Image.MAX_IMAGE_PIXELS:
+        Image.MAX_IMAGE_PIXELS = -(-max_pixels // 2)  # PIL rejects more than twice this number
+    try:
+        stream = io.BytesIO(file) if isinstance(file, (bytes, bytearray, memoryview)) else file
+        image = Image.open(stream, formats=FORMATS)
+    except UnidentifiedImageError:
+        raise ValueError(f"not an image of a known format ({', '.join(FORMATS)})") from None
+    except Image.DecompressionBombError as error:
+        num_pixels = re.findall(r"\d+", str(error))[0]
+        raise ValueError(f"{num_pixels} pixels are more than DATA.MAX_PIXELS {max_pixels}") from None
+    options.check_size(*image.size)
+    return image
+
+
+def is_common_jpeg(header: JpegHeader | None, options: DecodeOptions) -> TypeGuard[JpegHeader]:
+    """Tell whether all decoders read a JPEG alike: 8 bits, gray or color; each converts CMYK in its own way."""
+    if header is None:
+        return False
+    options.check_size(header.width, header.height)
+    return header.channels in (1, 3) and header.bits == 8
+
+
+@functools.cache
+def silence_decoders() -> None:
+    """Ignore decoders' warnings: torchvision's will move, an image is large, its EXIF is damaged."""
+    warnings.filterwarnings("ignore", message="The image decoding and encoding capabilities")
+    warnings.filterwarnings("ignore", message="Image size .* exceeds limit")
+    warnings.filterwarnings("ignore", message="Corrupt EXIF data")
+
+
+# --------------------------------------------------------------------------------------- decoding
 
 
 def decode(data: Buffer, decoder: str = "auto", options: DecodeOptions = DEFAULTS) -> torch.Tensor:
@@ -47,12 +152,14 @@ def decode(data: Buffer, decoder: str = "auto", options: DecodeOptions = DEFAULT
     if not len(data):
         raise ValueError("the file is empty")
     silence_decoders()
-    if options.is_rgb:
-        pixels = _decode_rgb(data, decoder, options.max_pixels)
-    else:
+    pixels = _decode_jpeg(data, decoder, options)
+    if pixels is None and options.is_rgb:
+        with open_image(data, options) as image:
+            pixels = pil_to_tensor(image)
+    elif pixels is None:
         from distribuuuu.data.raster import decode_raster
 
-        pixels = decode_raster(data, decoder, options)
+        pixels = decode_raster(data, options, open_image)
     return rotate(pixels, read_orientation(data)) if options.exif_rotate else pixels
 
 
@@ -90,7 +197,7 @@ class EncodedImage(LazyImage):
         # An image that has to be rotated is decoded in full.
         is_cut = decoder != "pil" and not options.exif_rotate
         header = read_jpeg_header(data) if is_cut and (options.is_rgb or options.is_gray) else None
-        self._header = header if is_common_jpeg(header, options.max_pixels) else None
+        self._header = header if is_common_jpeg(header, options) else None
 
     @property
     def size(self) -> tuple[int, int]:
@@ -144,7 +251,7 @@ def open_lazy_image(
 
         pixels = to_pixels(item, options)
     else:
-        check_size(*item.size, options.max_pixels)
+        options.check_size(*item.size)
         if options.is_rgb:
             pixels = pil_to_tensor(item)
         else:
@@ -152,7 +259,7 @@ def open_lazy_image(
 
             pixels = to_pixels(pil_to_array(item, options), options)
         pixels = rotate(pixels, read_orientation(item) if options.exif_rotate else 1)
-    check_size(pixels.shape[2], pixels.shape[1], options.max_pixels)
+    options.check_size(pixels.shape[2], pixels.shape[1])
     return LazyImage(pixels)
 
 
@@ -199,20 +306,88 @@ def pil_to_tensor(image: Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
 
 
-def _decode_rgb(data: Buffer, decoder: str, max_pixels: int) -> torch.Tensor:
-    header, pixels = read_jpeg_header(data), None
-    if decoder in OPTIONAL_DECODERS and is_common_jpeg(header, max_pixels):
+def _decode_jpeg(data: Buffer, decoder: str, options: DecodeOptions) -> torch.Tensor | None:
+    """Return the pixels of a JPEG that all decoders read alike, of a gray one its luminance; None: PIL decodes it."""
+    header = read_jpeg_header(data) if decoder != "pil" and (options.is_rgb or options.is_gray) else None
+    if not is_common_jpeg(header, options):
+        return None
+    if decoder in OPTIONAL_DECODERS and options.is_rgb:
         from distribuuuu.data import optional_decoders
 
-        pixels = optional_decoders.DECODE[decoder](data, header)
-    elif decoder != "pil" and is_common_jpeg(header, max_pixels):
-        with contextlib.suppress(RuntimeError, ImportError):  # rejected, or a torchvision without decoders
-            from torchvision.io import ImageReadMode, decode_jpeg
+        return optional_decoders.DECODE[decoder](data, header)
+    with contextlib.suppress(RuntimeError, ImportError):  # rejected, or a torchvision without decoders
+        from torchvision.io import ImageReadMode, decode_jpeg
 
-            pixels = decode_jpeg(bytes_to_tensor(data), mode=ImageReadMode.RGB)
-    return _decode_pil(data, max_pixels) if pixels is None else pixels
+        # A tensor shares writable memory; read-only bytes are copied.
+        shared = torch.frombuffer(bytearray(data) if memoryview(data).readonly else data, dtype=torch.uint8)
+        return decode_jpeg(shared, mode=ImageReadMode.RGB if options.is_rgb else ImageReadMode.GRAY)
+    return None
 
 
-def _decode_pil(data: Buffer, max_pixels: int) -> torch.Tensor:
-    with open_image(data, max_pixels) as image:
-        return pil_to_tensor(image)
+# ------------------------------------------------------------------------------------ JPEG headers
+
+
+@dataclass
+class JpegHeader:
+    """The frame of a JPEG, and the positions of its parts in the file.
+
+    Attributes:
+        height, width: in pixels.
+        bits: per sample.
+        sampling: (horizontal, vertical) sampling factors of each channel.
+        frame_at: position of the frame's marker.
+        is_baseline: sequential Huffman coding.
+        restart_interval: blocks between two restart markers; 0: none.
+        scan_at: position of the first scan's data; 0: not read yet.
+        scan_channels: channels in the first scan.
+    """
+
+    height: int
+    width: int
+    bits: int
+    sampling: list[tuple[int, int]]
+    frame_at: int
+    is_baseline: bool
+    restart_interval: int = 0
+    scan_at: int = 0
+    scan_channels: int = 0
+
+    @property
+    def channels(self) -> int:
+        """Number of channels: 1 gray, 3 color, 4 CMYK."""
+        return len(self.sampling)
+
+
+def read_jpeg_header(data: Buffer) -> JpegHeader | None:
+    """Return the header up to the first scan; None if the data is no JPEG or ends before it."""
+    if bytes(data[:2]) != bytes((0xFF, _START)):
+        return None
+    header, restart_interval, position, length = None, 0, 2, len(data)
+    while position + 4 <= length:
+        if data[position] != 0xFF:
+            return None
+        marker = data[position + 1]
+        if marker == 0xFF:  # a fill byte
+            position += 1
+            continue
+        end = position + 2 + (data[position + 2] << 8 | data[position + 3])
+        if end > length:
+            return None
+        if 0xC0 <= marker <= 0xCF and marker not in _NO_FRAME:
+            header = _read_frame(data, position)
+        elif marker == _RESTART_INTERVAL:
+            restart_interval = data[position + 4] << 8 | data[position + 5]
+        elif marker == _START_OF_SCAN:
+            if header:
+                header.restart_interval = restart_interval
+                header.scan_at, header.scan_channels = end, data[position + 4]
+            return header
+        position = end
+    return None
+
+
+def _read_frame(data: Buffer, at: int) -> JpegHeader:
+    height, width = (data[at + i] << 8 | data[at + i + 1] for i in (5, 7))
+    factors = [data[at + 11 + 3 * channel] for channel in range(data[at + 9])]
+    sampling = [(factor >> 4, factor & 15) for factor in factors]
+    return JpegHeader(height, width, data[at + 4], sampling, at, data[at + 1] in _BASELINE)

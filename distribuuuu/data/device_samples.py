@@ -14,8 +14,7 @@ from distribuuuu.data.augment import AugmentedCrop
 from distribuuuu.data.batch import Batch, copy_to_device, map_leaves
 from distribuuuu.data.crops import PaddedCrop, random_padded_corner, reflect
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.decode import open_lazy_image
-from distribuuuu.data.image_file import DEFAULTS, DecodeOptions
+from distribuuuu.data.decode import DEFAULTS, DecodeOptions, open_lazy_image
 from distribuuuu.data.make_batch import Allocate, HostBatch, Samples, as_targets, transform_at
 from distribuuuu.data.seeding import STEP, SampleKey, derive_seed, mix
 from distribuuuu.data.transforms import CenterCrop, Transform, crop_ends, draw_flips, resize_to_cover

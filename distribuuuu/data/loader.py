@@ -24,7 +24,7 @@ from distribuuuu.data.batch import Batch, Normalizer, copy_to_device, map_leaves
 from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
 from distribuuuu.data.build_transform import MAIN, build_transform, depends_on_epoch
 from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, get_dataset
-from distribuuuu.data.image_file import build_decode_options
+from distribuuuu.data.decode import build_decode_options
 from distribuuuu.data.make_batch import HostBatch, Pass, Pool, Samples, WorkerBatches, as_targets, count_workers
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
 from distribuuuu.distributed import comm as dist

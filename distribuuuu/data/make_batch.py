@@ -18,8 +18,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.derived import height_and_width
 from distribuuuu.data.batch import Batch, Geometry, map_leaves
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.decode import open_lazy_image
-from distribuuuu.data.image_file import DEFAULTS, DecodeOptions
+from distribuuuu.data.decode import DEFAULTS, DecodeOptions, open_lazy_image
 from distribuuuu.data.samplers import BatchKeys, EvalSampler, ResumableDistributedSampler
 from distribuuuu.data.seeding import SampleKey, SampleRNG, derive_seed
 from distribuuuu.data.transforms import Transform

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from distribuuuu.data.image_file import Box, Buffer, JpegHeader
-
+# Of decode.py, which imports this file: the box of a crop, the bytes of a file and its `JpegHeader`.
+Box = Buffer = JpegHeader = Any
 # The last bytes of a complete file.
 END = b"\xff\xd9"
 _RESTARTS = re.compile(rb"\xff[\xd0-\xd7]")
@@ -71,7 +71,7 @@ def _crop_simplejpeg(data: Buffer, header: JpegHeader, box: Box, size: int) -> t
     """Return a region, downscaled by 2 or 4, whose borders are rounded to multiples of that; None for 1."""
     factor = scale_factor(box, size)
     pixels = _decode_simplejpeg(data, header, factor) if factor > 1 else None
-    return None if pixels is None else Box(*(value // factor for value in box)).crop(pixels)
+    return None if pixels is None else box._make(value // factor for value in box).crop(pixels)
 
 
 def scale_factor(box: Box, size: int) -> int:

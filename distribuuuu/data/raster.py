@@ -2,21 +2,14 @@
 
 import io
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.image_file import (
-    Buffer,
-    DecodeOptions,
-    bytes_to_tensor,
-    check_size,
-    is_common_jpeg,
-    open_image,
-    read_jpeg_header,
-)
 
 NPY = b"\x93NUMPY"
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
@@ -25,8 +18,13 @@ _HEADER = 1 << 14
 _READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
-def decode_raster(data: Buffer, decoder: str, options: DecodeOptions) -> torch.Tensor:
-    """Return the pixels of an image file, see `to_pixels`; gray JPEGs are the luminance that the file stores.
+def decode_raster(data: Any, options: Any, open_image: Callable[..., Image.Image]) -> torch.Tensor:
+    """Return the pixels of an image file, see `to_pixels`.
+
+    Args:
+        data: the bytes of the file.
+        options: `DecodeOptions`.
+        open_image: opens the file by PIL, within the options.
 
     Raises:
         ValueError, RuntimeError, OSError: it is no image, is truncated or too large, or has other channels or pixels.
@@ -35,20 +33,16 @@ def decode_raster(data: Buffer, decoder: str, options: DecodeOptions) -> torch.T
     head = bytes(data[:6])
     if head == NPY:
         return to_pixels(_read_npy(data), options)
-    if decoder != "pil" and options.is_gray and is_common_jpeg(read_jpeg_header(data), options.max_pixels):
-        from torchvision.io import ImageReadMode, decode_jpeg
-
-        return decode_jpeg(bytes_to_tensor(data), mode=ImageReadMode.GRAY)
-    if head[:4] in _TIFF and not (options.pixels == "uint8" and options.channels in (1, 3)):
+    if head[:4] in _TIFF and options.channels != 1 and (options.pixels, options.channels) != ("uint8", 3):
         return to_pixels(_read_tiff(data, options), options)
-    with open_image(data, options.max_pixels) as image:
+    with open_image(data, options) as image:
         is_reduced = bytes(data[:4]) == b"\x89PNG" and data[24] == 16 and not image.mode.startswith("I")
         if is_reduced and options.pixels != "uint8":
             raise ValueError("16-bit color PNG, of which PIL reads 8 bits; fix: convert it to TIFF or .npy")
         return to_pixels(pil_to_array(image, options), options)
 
 
-def pil_to_array(image: Image.Image, options: DecodeOptions) -> np.ndarray:
+def pil_to_array(image: Image.Image, options: Any) -> np.ndarray:
     """Return a PIL image as an array (H, W) or (H, W, C); 8 bits are converted to gray, RGB or RGBA."""
     if options.is_gray:
         if image.mode.startswith("I"):  # 16 bits, which convert("L") would clip
@@ -62,7 +56,7 @@ def pil_to_array(image: Image.Image, options: DecodeOptions) -> np.ndarray:
     return np.array(image.convert(mode) if mode else image)
 
 
-def to_pixels(array: np.ndarray, options: DecodeOptions) -> torch.Tensor:
+def to_pixels(array: np.ndarray, options: Any) -> torch.Tensor:
     """Return an array (H, W), (H, W, C) or (C, H, W) as (C, H, W): uint8, else float32 in the units of the array.
 
     Raises:
@@ -79,7 +73,7 @@ def to_pixels(array: np.ndarray, options: DecodeOptions) -> torch.Tensor:
     planes = array if is_planar else array.transpose(2, 0, 1)
     if len(planes) != options.channels:
         raise ValueError(f"got pixels of shape {array.shape}; expected {options.channels} channels (DATA.CHANNELS)")
-    check_size(planes.shape[2], planes.shape[1], options.max_pixels)
+    options.check_size(planes.shape[2], planes.shape[1])
     if options.pixels == "float32" and array.dtype.kind in "iuf":
         planes = planes.astype(np.float32)
         if not np.isfinite(planes).all():
@@ -91,7 +85,7 @@ def to_pixels(array: np.ndarray, options: DecodeOptions) -> torch.Tensor:
     return torch.from_numpy(values if values.flags.writeable else values.copy()).permute(2, 0, 1)
 
 
-def _read_npy(data: Buffer) -> np.ndarray:
+def _read_npy(data: Any) -> np.ndarray:
     """Return the array of an .npy file: numbers only; no size in its header is trusted."""
     stream = io.BytesIO(bytes(data[:_HEADER]))
     read_header = _READ_HEADER.get(np.lib.format.read_magic(stream))
@@ -107,12 +101,8 @@ def _read_npy(data: Buffer) -> np.ndarray:
     return array.reshape(shape, order="F" if is_fortran else "C")
 
 
-def _read_tiff(data: Buffer, options: DecodeOptions) -> np.ndarray:
-    """Return the first page of a TIFF: by PIL for one channel, else by tifffile; a page refers to no other file."""
-    if options.channels == 1:
-        with open_image(data, options.max_pixels) as image:
-            if image.mode == "F" or image.mode.startswith("I"):
-                return pil_to_array(image, options)
+def _read_tiff(data: Any, options: Any) -> np.ndarray:
+    """Return the first page of a TIFF of several channels; a page refers to no other file."""
     try:
         import tifffile
     except ImportError:
@@ -123,7 +113,7 @@ def _read_tiff(data: Buffer, options: DecodeOptions) -> np.ndarray:
             raise ValueError("a TIFF without an image")
         page = file.pages[0]
         *planes, height, width = page.shape if page.planarconfig == 2 else (1, *page.shape[:2])
-        check_size(width, height, options.max_pixels)
+        options.check_size(width, height)
         if math.prod(page.shape) > options.channels * height * width:
             raise ValueError(f"got pixels of shape {page.shape}; expected {options.channels} channels (DATA.CHANNELS)")
         return page.asarray(maxworkers=1)

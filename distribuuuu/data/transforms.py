@@ -13,8 +13,7 @@ import torch
 from torch.nn.functional import interpolate, pad
 
 from distribuuuu.config.derived import Size, height_and_width, show_size
-from distribuuuu.data.decode import LazyImage
-from distribuuuu.data.image_file import Box
+from distribuuuu.data.decode import Box, LazyImage
 from distribuuuu.data.seeding import SampleRNG
 
 # Least and greatest width over height of a random crop.

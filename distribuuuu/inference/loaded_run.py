@@ -23,8 +23,7 @@ from distribuuuu.config.registry import task_class
 from distribuuuu.data.batch import Normalizer
 from distribuuuu.data.build_transform import build_eval_crop
 from distribuuuu.data.crops import EvalCrop
-from distribuuuu.data.decode import open_lazy_image
-from distribuuuu.data.image_file import DecodeOptions, build_decode_options
+from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_lazy_image
 from distribuuuu.data.loader import BadImageError
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop

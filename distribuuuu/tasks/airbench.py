@@ -13,7 +13,7 @@ from distribuuuu.data.batch import Normalizer, statistics_of
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.build_transform import build_transform
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.image_file import build_decode_options
+from distribuuuu.data.decode import build_decode_options
 from distribuuuu.data.loader import BadImageError
 from distribuuuu.data.make_batch import Samples
 from distribuuuu.distributed import comm as dist

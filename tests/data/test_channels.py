@@ -18,8 +18,7 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.augment import Erasing
 from distribuuuu.data.batch import Normalizer
 from distribuuuu.data.crops import WholeImage
-from distribuuuu.data.decode import open_lazy_image
-from distribuuuu.data.image_file import DecodeOptions
+from distribuuuu.data.decode import DecodeOptions, open_lazy_image
 from distribuuuu.data.loader import build_loader
 from distribuuuu.data.transforms import resize
 from distribuuuu.inference.load_run import load_run

@@ -17,8 +17,17 @@ from support.images import difference, needs, tensor_of, with_png_size
 from support.tiers import pairwise
 
 from distribuuuu.data.datasets.imagefolder import ImageFolder
-from distribuuuu.data.decode import EncodedImage, decode, open_lazy_image, pil_to_tensor
-from distribuuuu.data.image_file import FORMATS, Box, DecodeOptions, open_image, read_jpeg_header
+from distribuuuu.data.decode import (
+    FORMATS,
+    Box,
+    DecodeOptions,
+    EncodedImage,
+    decode,
+    open_image,
+    open_lazy_image,
+    pil_to_tensor,
+    read_jpeg_header,
+)
 from distribuuuu.data.make_batch import Samples
 from distribuuuu.data.optional_decoders import cut_rows, scale_factor
 from distribuuuu.data.seeding import SampleRNG
@@ -186,7 +195,7 @@ def test_the_limit_holds_for_pixels_too_and_may_be_above_pils(monkeypatch):
         with pytest.raises(ValueError, match="60 x 44 pixels are more than DATA.MAX_PIXELS"):
             open_lazy_image(item, "auto", DecodeOptions(max_pixels=60 * 44 - 1))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    assert open_image(PNG, 2640).size == (60, 44)
+    assert open_image(PNG, DecodeOptions(2640)).size == (60, 44)
 
 
 def test_a_postscript_file_with_the_name_of_a_jpeg_starts_no_ghostscript(tmp_path, decoder, monkeypatch):

@@ -14,9 +14,8 @@ from torchvision.transforms import v2
 
 from distribuuuu.data import transforms
 from distribuuuu.data.crops import PaddedCrop, random_padded_corner
-from distribuuuu.data.decode import LazyImage, open_lazy_image
+from distribuuuu.data.decode import Box, LazyImage, open_lazy_image
 from distribuuuu.data.device_samples import BatchRNG, crop_batch
-from distribuuuu.data.image_file import Box
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop, ResizedCrop, random_resized_box, resize
 

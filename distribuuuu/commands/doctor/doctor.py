@@ -51,7 +51,7 @@ def doctor(prog: str, args: list[str]) -> int:
     from distribuuuu.commands.doctor.findings import examine, open_cfg, open_folder
     from distribuuuu.commands.scan.duplicates import find_groups
     from distribuuuu.commands.scan.scan import scan_images
-    from distribuuuu.data.image_file import build_decode_options
+    from distribuuuu.data.decode import build_decode_options
     from distribuuuu.hints.sources import describe_table
     from distribuuuu.records.run_log import progress
 

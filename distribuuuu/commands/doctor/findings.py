@@ -25,8 +25,7 @@ from distribuuuu.data.datasets.folder_scan import scan_folder
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.index import Index
 from distribuuuu.data.datasets.made_elsewhere import match_forms
-from distribuuuu.data.decode import open_lazy_image
-from distribuuuu.data.image_file import DecodeOptions, build_decode_options
+from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_lazy_image
 from distribuuuu.data.loader import BadImageError
 from distribuuuu.data.make_batch import reason_of
 from distribuuuu.files.image_files import is_image, list_classes

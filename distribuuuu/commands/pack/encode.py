@@ -19,8 +19,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import DataError
 from distribuuuu.data.datasets.array_file import Arrays
 from distribuuuu.data.datasets.base import ImageDataset, is_file
-from distribuuuu.data.decode import decode, open_lazy_image
-from distribuuuu.data.image_file import DEFAULTS, DecodeOptions
+from distribuuuu.data.decode import DEFAULTS, DecodeOptions, decode, open_lazy_image
 from distribuuuu.data.packed.format import COLUMNS, MAX_RECORD, describe_image, shard_name
 from distribuuuu.data.transforms import resize
 

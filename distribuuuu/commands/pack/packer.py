@@ -125,7 +125,7 @@ def _build_encoder(job: PackJob, train: bool) -> "Encoder":
     from distribuuuu.commands.pack.encode import Encoder, encode_targets
     from distribuuuu.data.datasets.file_check import find_reduced
     from distribuuuu.data.datasets.imagefolder import ImageFolder
-    from distribuuuu.data.image_file import build_decode_options
+    from distribuuuu.data.decode import build_decode_options
 
     name, encodes = job.cfg.DATA.NAME, job.options["format"] == "raw" or job.options["quality"] is not None
     images = get_dataset(name).from_cfg(job.cfg, train)

@@ -23,7 +23,7 @@ from distribuuuu.config.errors import counted
 from distribuuuu.config.options import option_of
 from distribuuuu.data.datasets.file_check import find_reduced
 from distribuuuu.data.datasets.table_file import csv_line
-from distribuuuu.data.image_file import build_decode_options
+from distribuuuu.data.decode import build_decode_options
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.files.untrusted import printable
 from distribuuuu.inference.forward_chunks import UnlabeledImages, list_spans

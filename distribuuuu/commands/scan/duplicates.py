@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distribuuuu.commands.scan.scan import BROKEN, FLAT, Scan, make_thumbnail
-from distribuuuu.data.image_file import DecodeOptions
+from distribuuuu.data.decode import DecodeOptions
 
 # Hashes of near-duplicates differ in at most this many of their 128 bits. On 1,564 photographs of clothes, copies at
 # JPEG quality 30, at a quarter of the size, in gray or 20 % brighter are within 12; no two photographs are within 18.

@@ -14,8 +14,7 @@ from PIL import Image
 
 from distribuuuu.commands.scan.pool import map_in_order
 from distribuuuu.data.datasets.base import ImageDataset, is_file
-from distribuuuu.data.decode import open_lazy_image, pil_to_tensor
-from distribuuuu.data.image_file import DecodeOptions, open_image
+from distribuuuu.data.decode import DecodeOptions, open_image, open_lazy_image, pil_to_tensor
 from distribuuuu.data.make_batch import reason_of
 
 # What is kept of an image: 33 bytes. The content hash decides together with the perceptual hash and the size.
@@ -156,7 +155,7 @@ def _open(item: Any, options: DecodeOptions) -> Image.Image:
     if is_file(item):
         if not len(item):
             raise ValueError("the file is empty")
-        return open_image(item, options.max_pixels)
+        return open_image(item, options)
     return Image.fromarray(open_lazy_image(item, "pil", options).pixels().permute(1, 2, 0).contiguous().numpy())
 
 

@@ -76,7 +76,7 @@ def split(prog: str, args: list[str]) -> int:
 def _suggest_sizes(paths: Sequence[Path]) -> list[str]:
     """Return the words of the sizes that `distribuuuu doctor` suggests, by the headers of some images; [] of none."""
     from distribuuuu.commands.scan.scan import suggest_sizes
-    from distribuuuu.data.image_file import open_image
+    from distribuuuu.data.decode import open_image
 
     shorter = []
     for path in paths[:: -(-len(paths) // MAX_HEADERS)]:

@@ -17,12 +17,11 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import first_few
 from distribuuuu.data.datasets.array_file import NUM_THREADS, ArrayFileError, read_arrays, write_arrays
 from distribuuuu.data.datasets.base import ImageDataset, is_file
-from distribuuuu.data.decode import decode
-from distribuuuu.data.image_file import (
+from distribuuuu.data.decode import (
     Buffer,
     DecodeOptions,
     build_decode_options,
-    check_size,
+    decode,
     open_image,
     read_jpeg_header,
 )
@@ -90,10 +89,10 @@ def find_reduced(images: ImageDataset, options: DecodeOptions) -> str:
                 images = pickle.loads(pickle.dumps(images))
             if not is_file(data := images.read(index)):
                 return ""
-            if has_16_bits(open_image(data, options.max_pixels), data):
+            if has_16_bits(open_image(data, options), data):
                 fix = "to keep 16 bits set DATA.PIXELS uint16, and DATA.CHANNELS to those of the files"
                 return f"16-bit images, e.g. {images.describe(index)}, are reduced to 8 bits; {fix}"
-            if options.channels == 3 and is_transparent(open_image(data, options.max_pixels)):
+            if options.channels == 3 and is_transparent(open_image(data, options)):
                 shown = "its stored colors are shown where it is transparent"
                 return f"images with transparency, e.g. {images.describe(index)}, lose it: {shown}"
     return ""
@@ -131,10 +130,10 @@ def check_file(path: str, decoder: str, options: DecodeOptions) -> None:
             decode(read_file(path), decoder, options)
             return
         if header := read_jpeg_header(head):
-            check_size(header.width, header.height, options.max_pixels)
+            options.check_size(header.width, header.height)
         else:
             file.seek(0)
-            open_image(file, options.max_pixels)
+            open_image(file, options)
         end = _ENDS.get(head[:2], b"")
         file.seek(-min(len(head), len(end)), os.SEEK_END)
         is_complete = file.read() == end

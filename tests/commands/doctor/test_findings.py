@@ -15,7 +15,7 @@ from distribuuuu.commands.main import start_command
 from distribuuuu.commands.scan.duplicates import find_groups
 from distribuuuu.commands.scan.scan import scan_images
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.data.image_file import DEFAULTS, DecodeOptions
+from distribuuuu.data.decode import DEFAULTS, DecodeOptions
 
 
 def check(root: Path, options: DecodeOptions = DEFAULTS, workers: int = 0) -> dict:

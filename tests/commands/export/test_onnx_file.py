@@ -13,7 +13,7 @@ from torch import nn
 from distribuuuu import load_run
 from distribuuuu.commands.export.export_check import evaluated_model
 from distribuuuu.commands.export.exporter import export_run
-from distribuuuu.data.image_file import DEFAULTS
+from distribuuuu.data.decode import DEFAULTS
 from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.inference.loaded_run import EvalTransform
 from distribuuuu.trainer import train_model

@@ -30,8 +30,7 @@ from distribuuuu.config import get_cfg
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.imagefolder import ImageFolder
-from distribuuuu.data.decode import decode
-from distribuuuu.data.image_file import DecodeOptions
+from distribuuuu.data.decode import DecodeOptions, decode
 from distribuuuu.data.packed import format as pack_file
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.data.transforms import resize

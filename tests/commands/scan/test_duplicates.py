@@ -7,7 +7,7 @@ from distribuuuu.commands.scan import duplicates
 from distribuuuu.commands.scan.duplicates import RADIUS, find_groups, find_near_pairs
 from distribuuuu.commands.scan.scan import RECORD, measure_image, scan_images
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.image_file import DEFAULTS
+from distribuuuu.data.decode import DEFAULTS
 
 
 class Pictures(ImageDataset):

@@ -11,7 +11,7 @@ from support.archives import write_tar
 from support.runs import errors_of, make_cfg
 
 from distribuuuu.data.datasets.file_check import find_reduced
-from distribuuuu.data.image_file import DEFAULTS
+from distribuuuu.data.decode import DEFAULTS
 from distribuuuu.data.loader import build_images
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.inference.image_arguments import list_images
