@@ -1,5 +1,7 @@
 """Transforms from a config: crops, further views of an image, and stages of the augmentation."""
 
+from collections.abc import Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from distribuuuu.config import ConfigError, Problem
@@ -7,7 +9,6 @@ from distribuuuu.config.derived import eval_crop_size
 from distribuuuu.config.options import WHOLE_IMAGE
 from distribuuuu.config.reader import override
 from distribuuuu.config.registry import task_class
-from distribuuuu.data.batch import statistics_of
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.transforms import CenterCrop, ResizedCrop, Transform
 
@@ -96,3 +97,21 @@ def build_view(cfg, images: ImageDataset) -> Transform:
     from distribuuuu.data.augment import build_augmentation
 
     return build_augmentation(cfg, crop, *statistics_of(cfg, images))
+
+
+def statistics_of(cfg, images: ImageDataset) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the mean and the standard deviation per channel, in [0, 1], that images are normalized with.
+
+    Of float32 images (DATA.PIXELS), they are in the units of the files. For one channel, three values are averaged.
+
+    Raises:
+        ConfigError: there are none for the channels.
+    """
+    mean, std = cfg.DATA.MEAN or images.mean, cfg.DATA.STD or images.std
+    if cfg.DATA.CHANNELS == 1:
+        mean, std = (fmean(mean),), (fmean(std),)
+    for key, values in (("DATA.MEAN", mean), ("DATA.STD", std)):
+        if len(values) != cfg.DATA.CHANNELS:
+            message = f"got {list(values)}; expected {cfg.DATA.CHANNELS} numbers, one per channel"
+            raise ConfigError(Problem(key, f"{message}; fix: `distribuuuu doctor --statistics` finds them"))
+    return mean, std

@@ -163,6 +163,11 @@ def decode(data: Buffer, decoder: str = "auto", options: DecodeOptions = DEFAULT
     return rotate(pixels, read_orientation(data)) if options.exif_rotate else pixels
 
 
+def reason_of(error: Exception) -> str:
+    """Return the message of an error, without the path of an OSError."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
 class LazyImage:
     """An image before it is cropped. This class has its pixels in memory; EncodedImage decodes on demand."""
 

@@ -11,11 +11,19 @@ from torch.nn.functional import pad
 from distribuuuu.config import ConfigError
 from distribuuuu.config.derived import height_and_width
 from distribuuuu.data.augment import AugmentedCrop
-from distribuuuu.data.batch import Batch, copy_to_device, map_leaves
+from distribuuuu.data.batch import (
+    Allocate,
+    Batch,
+    HostBatch,
+    Samples,
+    as_targets,
+    copy_to_device,
+    map_leaves,
+    transform_at,
+)
 from distribuuuu.data.crops import PaddedCrop, random_padded_corner, reflect
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, open_lazy_image
-from distribuuuu.data.make_batch import Allocate, HostBatch, Samples, as_targets, transform_at
 from distribuuuu.data.seeding import STEP, SampleKey, derive_seed, mix
 from distribuuuu.data.transforms import CenterCrop, Transform, crop_ends, draw_flips, resize_to_cover
 from distribuuuu.data.views import EpochTransforms

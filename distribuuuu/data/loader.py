@@ -20,15 +20,26 @@ from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.registry import dataset_name, task_class
-from distribuuuu.data.batch import Batch, Normalizer, copy_to_device, map_leaves, statistics_of
+from distribuuuu.data.batch import (
+    Batch,
+    HostBatch,
+    Normalizer,
+    Pass,
+    Pool,
+    Samples,
+    WorkerBatches,
+    as_targets,
+    copy_to_device,
+    map_leaves,
+)
 from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
-from distribuuuu.data.build_transform import MAIN, build_transform, depends_on_epoch
+from distribuuuu.data.build_transform import MAIN, build_transform, depends_on_epoch, statistics_of
 from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, get_dataset
 from distribuuuu.data.decode import build_decode_options
-from distribuuuu.data.make_batch import HostBatch, Pass, Pool, Samples, WorkerBatches, as_targets, count_workers
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
 from distribuuuu.distributed import comm as dist
 from distribuuuu.launch.detect import Launch
+from distribuuuu.launch.host import count_cores
 
 logger = logging.getLogger(__name__)
 
@@ -213,11 +224,17 @@ class TrainLoader(Loader):
     def preview(self, seed: int, num: int) -> torch.Tensor:
         """Return the first training images of a run after augmentation: uint8 (at most num, 3, H, W), else 0 to 1.
 
-        Of several views it is the first. If an image is broken, there are none; the first step reports it.
+        Of several views it is the first, of many channels the first three. If an image is broken, there are none; the
+        first step reports it.
         """
         self.sampler.set_position(seed, epoch=0, first_step=0)
         batch, _ = self.samples.make_batch(next(iter(self.sampler))[:num], torch.Tensor.new_empty)
-        return self._normalize.for_display(batch.first_images.cpu()) if batch else torch.empty(0)
+        if not batch:
+            return torch.empty(0)
+        pixels, normalize = batch.first_images.cpu(), self._normalize
+        if pixels.dtype != torch.uint8:  # black and white are 2.5 standard deviations below and above the mean
+            pixels = ((pixels - normalize.mean.cpu()) * normalize.scale.cpu() / 5 + 0.5).clamp_(0, 1)
+        return pixels[:, : 3 if pixels.shape[1] >= 3 else 1]
 
 
 def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Any:
@@ -245,6 +262,11 @@ def build_loaders(cfg, launch: Launch, device: torch.device, splits: Sequence[bo
         normalize = Normalizer(device, *statistics, cfg.MODEL.CHANNELS_LAST, compiled, one_of)
         loaders.append((TrainLoader if train else Loader)(one.samples, one.sampler, made, normalize, notes))
     return loaders
+
+
+def count_workers(chosen: int, launch: Launch) -> int:
+    """Return TRAIN.WORKERS; for -1, this process's share of the cores available on its machine."""
+    return chosen if chosen >= 0 else max(1, count_cores() // launch.local_world_size)
 
 
 def start_workers(

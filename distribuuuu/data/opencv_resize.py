@@ -3,8 +3,6 @@
 import torch
 from torch.nn.functional import embedding_bag, interpolate
 
-from distribuuuu.data.batch import copy_to_device
-
 
 def resize_as_opencv(pixels: torch.Tensor, height: int, width: int, interpolation: str) -> torch.Tensor:
     """Return float32 (..., C, height, width), by "opencv_linear" or "opencv_area"."""
@@ -28,7 +26,8 @@ def _average(values: torch.Tensor, size: int, dim: int) -> torch.Tensor:
     first, last = edges[:-1, None], edges[1:, None]
     index = first.floor() + torch.arange(num // size + 2)
     shares = (torch.minimum(last, index + 1) - torch.maximum(first, index)).clamp_(min=0) * size / num
-    index, shares = (copy_to_device(part, values.device) for part in (index.long().clamp_(max=num - 1), shares.float()))
+    parts = (index.long().clamp_(max=num - 1), shares.float())
+    index, shares = (part.to(values.device, non_blocking=True) for part in parts)
     rows = values.movedim(dim, 0)
     means = embedding_bag(index, rows.reshape(num, -1), mode="sum", per_sample_weights=shares)
     return means.view(size, *rows.shape[1:]).movedim(0, dim)

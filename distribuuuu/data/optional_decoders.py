@@ -10,13 +10,15 @@ import os
 import re
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 # Of decode.py, which imports this file: the box of a crop, the bytes of a file and its `JpegHeader`.
-Box = Buffer = JpegHeader = Any
+Box: TypeAlias = Any
+Buffer: TypeAlias = Any
+JpegHeader: TypeAlias = Any
 # The last bytes of a complete file.
 END = b"\xff\xd9"
 _RESTARTS = re.compile(rb"\xff[\xd0-\xd7]")

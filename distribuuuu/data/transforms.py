@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn.functional import interpolate, pad
@@ -227,6 +227,38 @@ def center_corner(shape: Sequence[int], size: Size) -> tuple[int, int]:
     return (round(top / 2) if top >= 0 else -(-top // 2)), (round(left / 2) if left >= 0 else -(-left // 2))
 
 
+def crop_ends(pixels: torch.Tensor) -> torch.Tensor:
+    """Return the center of images longer than MAX_ASPECT times their shorter side; other images unchanged."""
+    height, width = pixels.shape[-2:]
+    top, left = max(0, height - MAX_ASPECT * width) // 2, max(0, width - MAX_ASPECT * height) // 2
+    return pixels[..., top : height - top, left : width - left]
+
+
+# ---------------------------------------------------------------------------------------- geometry
+
+
+class Geometry(NamedTuple):
+    """Origin of the pixels of a view, so that dense targets, e.g. masks, can follow them.
+
+    Attributes:
+        box: top, left, height and width of the crop, float32 (N, 4), in pixels of the image; it may extend beyond it.
+        flipped: whether the crop was then flipped horizontally and vertically, bool (N, 2).
+        size: height and width of the image in pixels, int64 (N, 2).
+    """
+
+    box: torch.Tensor
+    flipped: torch.Tensor
+    size: torch.Tensor
+
+
+def as_geometry(found: Sequence[Any], num_views: int) -> Geometry | tuple[Geometry, ...]:
+    """Return the geometry of N samples as in `Batch.geometry`; zeros for a broken image."""
+    views = [[one[view] if one and num_views > 1 else one for one in found] for view in range(num_views)]
+    rows = [torch.tensor([one or (0,) * 8 for one in view], dtype=torch.float32) for view in views]
+    parts = tuple(Geometry(row[:, :4], row[:, 4:6].bool(), row[:, 6:].long()) for row in rows)
+    return parts if num_views > 1 else parts[0]
+
+
 def record_geometry(
     rng: SampleRNG, image: LazyImage, resized: Sequence[int], corner: Sequence[float], size: Size,
     flips: Sequence[bool] = (False, False), ends: bool = True
@@ -238,10 +270,3 @@ def record_geometry(
     starts = [end + first * scale for end, first, scale in zip(cut, corner, scales, strict=True)]
     lengths = [side * scale for side, scale in zip(height_and_width(size), scales, strict=True)]
     rng.geometry = *starts, *lengths, *flips, height, width
-
-
-def crop_ends(pixels: torch.Tensor) -> torch.Tensor:
-    """Return the center of images longer than MAX_ASPECT times their shorter side; other images unchanged."""
-    height, width = pixels.shape[-2:]
-    top, left = max(0, height - MAX_ASPECT * width) // 2, max(0, width - MAX_ASPECT * height) // 2
-    return pixels[..., top : height - top, left : width - left]

@@ -25,8 +25,7 @@ import numpy as np
 import torch
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.batch import map_leaves
-from distribuuuu.data.make_batch import (
+from distribuuuu.data.batch import (
     PREFETCH,
     BatchRequest,
     HostBatch,
@@ -34,6 +33,7 @@ from distribuuuu.data.make_batch import (
     Pool,
     Samples,
     make_batch,
+    map_leaves,
     pinned,
 )
 from distribuuuu.data.samplers import BatchKeys

@@ -22,9 +22,9 @@ from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.options import GRAPH_MODES
 from distribuuuu.config.plugins import import_plugins
 from distribuuuu.config.reader import read_cfg
+from distribuuuu.data.batch import LoaderWorkerError
 from distribuuuu.data.batch_plan import BatchPlan, plan_batches, plan_of
 from distribuuuu.data.loader import build_loaders
-from distribuuuu.data.make_batch import LoaderWorkerError
 from distribuuuu.distributed.comm import PeerError
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.rendezvous import exchange

@@ -19,7 +19,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed, iter_options
 from distribuuuu.config.derived import total_steps
 from distribuuuu.config.run_files import METRICS, PREDICTIONS, RESULTS, RUN_FILES, TRACKERS_FOLDER, url_of
-from distribuuuu.data.batch import statistics_of
+from distribuuuu.data.build_transform import statistics_of
 from distribuuuu.data.loader import Loader, TrainLoader, check_same_data
 from distribuuuu.data.seeding import derive_seed, draw_seed, seed_cpu
 from distribuuuu.distributed import comm as dist

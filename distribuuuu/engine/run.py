@@ -20,9 +20,8 @@ from torch import nn
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.config_node import get_value
-from distribuuuu.data.batch import Batch
+from distribuuuu.data.batch import Batch, Pass
 from distribuuuu.data.loader import Loader, TrainLoader
-from distribuuuu.data.make_batch import Pass
 from distribuuuu.data.seeding import derive_seed, seed_step
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.comm import begin_slow_phase, mark_position

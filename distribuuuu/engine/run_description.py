@@ -15,7 +15,7 @@ from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.errors import counted
 from distribuuuu.config.reader import COMMAND_LINE
 from distribuuuu.config.registry import dataset_name
-from distribuuuu.data.batch import statistics_of
+from distribuuuu.data.build_transform import statistics_of
 from distribuuuu.data.loader import Loader, TrainLoader
 from distribuuuu.distributed import comm as dist
 from distribuuuu.engine.run import Run, is_finished
@@ -55,7 +55,9 @@ def describe_images(cfg, *loaders: Loader) -> None:
         logger.info("%s: %s%s", kind, loader.samples.transform, f"; from {start} px on" if start else "")
         for name, samples in loader.samples.extra.items():
             num = loader.sampler.extra[name].plan.global_batch  # type: ignore[union-attr]  # a training loader
-            logger.info("loader %s: %s, %d per step; %s", name, counted(len(samples), "image"), num, samples.transform)
+            logger.info(
+                "loader %s: %s, %d per step; %s", name, counted(len(samples.images), "image"), num, samples.transform
+            )
     mean, std = (" ".join(f"{value:.3g}" for value in values) for values in statistics_of(cfg, loaders[0].images))
     flips = "; flips: alternating" if cfg.DATA.FLIP_MODE == "alternating" else ""
     sampling = f"; sampling: {cfg.DATA.SAMPLING}{flips}" if len(loaders) > 1 else ""

@@ -4,7 +4,6 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 # Folders that operating systems and tools create, in lower case; they hold no images of the data at any depth.
 JUNK_FOLDERS = (
@@ -75,11 +74,6 @@ def walk_images(
                     waiting.append((entry.path, level + 1))
 
 
-def name_at(text: Any, offsets: Any, index: int) -> str:
-    """Return name `index` of names whose bytes are concatenated, from `offsets[index]` to `offsets[index + 1]`."""
-    return os.fsdecode(bytes(text[offsets[index] : offsets[index + 1]]))
-
-
 def file_stamp(path: str | os.PathLike) -> tuple[int, ...]:
     """Return the size of a file in bytes and its modification time in ns; empty if the file is missing."""
     try:
@@ -87,19 +81,6 @@ def file_stamp(path: str | os.PathLike) -> tuple[int, ...]:
     except (OSError, ValueError):  # ValueError: a path with a NUL
         return ()
     return status.st_size, status.st_mtime_ns
-
-
-def open_nonblocking(path: str, flags: int) -> int:
-    """Open a file without waiting: a named pipe with the name of an image then reads as empty."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
-def read_file(path: str) -> bytearray:
-    """Return the bytes of an image file in writable memory."""
-    with open(path, "rb", opener=open_nonblocking) as file:
-        data = bytearray(os.fstat(file.fileno()).st_size)
-        del data[file.readinto(data) :]
-    return data
 
 
 def find_tables(folder: Path) -> list[str]:

@@ -12,12 +12,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from distribuuuu.data.batch import Batch
-from distribuuuu.data.datasets.base import ImageDataset
+from distribuuuu.data.batch import Batch, Pass, Samples
+from distribuuuu.data.datasets.base import ImageDataset, read_file
 from distribuuuu.data.loader import Loader, count_bytes, start_workers
-from distribuuuu.data.make_batch import Pass, Samples
 from distribuuuu.data.samplers import BatchKeys, EvalSampler
-from distribuuuu.files.image_files import read_file
 
 T = TypeVar("T")
 

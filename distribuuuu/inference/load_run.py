@@ -24,7 +24,7 @@ from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg, split_key
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.config.run_files import CHECKPOINTS, local_run
-from distribuuuu.data.batch import statistics_of
+from distribuuuu.data.build_transform import statistics_of
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import build_images
 from distribuuuu.files.untrusted import MAX_JSON, InvalidFileError, parse_json, read_regular, untrusted

@@ -9,13 +9,12 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.derived import total_steps
 from distribuuuu.config.registry import TASKS
 from distribuuuu.config.settings import setting
-from distribuuuu.data.batch import Normalizer, statistics_of
+from distribuuuu.data.batch import Normalizer, Samples
 from distribuuuu.data.batch_plan import BatchPlan
-from distribuuuu.data.build_transform import build_transform
+from distribuuuu.data.build_transform import build_transform, statistics_of
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import build_decode_options
 from distribuuuu.data.loader import BadImageError
-from distribuuuu.data.make_batch import Samples
 from distribuuuu.distributed import comm as dist
 from distribuuuu.tasks.classification import Classification
 

@@ -16,6 +16,7 @@ from PIL import Image, ImageOps
 from support.images import difference, needs, tensor_of, with_png_size
 from support.tiers import pairwise
 
+from distribuuuu.data.batch import Samples
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.decode import (
     FORMATS,
@@ -28,7 +29,6 @@ from distribuuuu.data.decode import (
     pil_to_tensor,
     read_jpeg_header,
 )
-from distribuuuu.data.make_batch import Samples
 from distribuuuu.data.optional_decoders import cut_rows, scale_factor
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop, random_resized_box, resize

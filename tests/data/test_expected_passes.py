@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from distribuuuu.data import make_batch as workers
+from distribuuuu.data.batch import Pass, Samples
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import start_workers
-from distribuuuu.data.make_batch import Pass, Samples
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
 from distribuuuu.data.transforms import CenterCrop
 

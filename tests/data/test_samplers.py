@@ -11,10 +11,10 @@ from support.batches import ALONE, CPU, assert_same_batches
 from support.images import draw_folder
 
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.batch import Pass
 from distribuuuu.data.batch_plan import plan_batches
 from distribuuuu.data.class_balance import CLASS_POWERS, ClassBalance
 from distribuuuu.data.loader import build_loader
-from distribuuuu.data.make_batch import Pass
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
 from distribuuuu.data.views import progressive_im_size
 from distribuuuu.models import build_model, check_model

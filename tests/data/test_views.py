@@ -7,11 +7,11 @@ from support.batches import ALONE, CPU, WAYS, assert_same_batches, batches_of, o
 from support.runs import assert_same_run, records
 
 from distribuuuu.config import ConfigError
+from distribuuuu.data.batch import Pass, Samples
 from distribuuuu.data.crops import PaddedCrop, WholeImage
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import open_lazy_image
 from distribuuuu.data.loader import build_loader, start_workers
-from distribuuuu.data.make_batch import Pass, Samples
 from distribuuuu.data.samplers import EvalSampler
 from distribuuuu.data.seeding import SampleRNG, derive_seed
 from distribuuuu.data.transforms import CenterCrop, ResizedCrop

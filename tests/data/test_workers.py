@@ -16,9 +16,9 @@ from support.runs import ROOT, run_tool, small_options
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data import workers
+from distribuuuu.data.batch import LoaderWorkerError, Pass, Samples
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import BadImageError, build_loader, start_workers
-from distribuuuu.data.make_batch import LoaderWorkerError, Pass, Samples
 from distribuuuu.data.samplers import EvalSampler
 from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.launch import host
@@ -188,11 +188,11 @@ def test_pinned_batches_are_the_same_and_a_dead_worker_is_an_error(monkeypatch, 
 
 DYING = """
 import multiprocessing, os, runpy, signal, sys
-from distribuuuu.data.make_batch import Samples
+from distribuuuu.data.batch import Samples
 make, num, rank, place = Samples.__getitem__, int(os.environ["NUM"]), os.environ["DYING"], os.environ.get("RANK", "0")
 
 def make_or_die(self, where):
-    if multiprocessing.parent_process() and len(self) == num and place == rank and where[1] == 5:
+    if multiprocessing.parent_process() and len(self.images) == num and place == rank and where[1] == 5:
         os.kill(os.getpid(), signal.SIGKILL)
     return make(self, where)
 

@@ -10,9 +10,8 @@ from torch import nn
 from distribuuuu.config import Config, load_cfg
 from distribuuuu.config.config_node import get_value
 from distribuuuu.data.augment import AugmentedCrop
-from distribuuuu.data.batch import statistics_of
 from distribuuuu.data.batch_plan import plan_batches
-from distribuuuu.data.build_transform import build_transform
+from distribuuuu.data.build_transform import build_transform, statistics_of
 from distribuuuu.data.datasets.base import get_dataset
 from distribuuuu.data.mixup import blend_pairs, soften
 from distribuuuu.data.transforms import CenterCrop, Transform

@@ -25,9 +25,8 @@ from distribuuuu.data.datasets.folder_scan import scan_folder
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.index import Index
 from distribuuuu.data.datasets.made_elsewhere import match_forms
-from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_lazy_image
+from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_lazy_image, reason_of
 from distribuuuu.data.loader import BadImageError
-from distribuuuu.data.make_batch import reason_of
 from distribuuuu.files.image_files import is_image, list_classes
 from distribuuuu.hints.sources import (
     access_problem,

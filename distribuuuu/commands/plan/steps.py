@@ -18,10 +18,9 @@ import torch
 from distribuuuu import trainer
 from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.registry import dataset_name
-from distribuuuu.data.batch import Batch
+from distribuuuu.data.batch import PREFETCH, Batch
 from distribuuuu.data.batch_plan import BatchPlan
-from distribuuuu.data.loader import TrainLoader, build_loader
-from distribuuuu.data.make_batch import PREFETCH, count_workers
+from distribuuuu.data.loader import TrainLoader, build_loader, count_workers
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.engine.build import build_training, open_run

@@ -14,9 +14,9 @@ from distribuuuu.checkpoint.manager import copy_to_host
 from distribuuuu.commands.scan.data_config import open_images
 from distribuuuu.commands.stats.significance import wilson_interval
 from distribuuuu.config import ConfigError
+from distribuuuu.data.batch import as_targets
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.loader import BadImageError
-from distribuuuu.data.make_batch import as_targets, count_workers
+from distribuuuu.data.loader import BadImageError, count_workers
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.inference.forward_chunks import ChunkLoader, list_spans, one_behind
 from distribuuuu.inference.loaded_run import LoadedRun

@@ -15,7 +15,7 @@ from distribuuuu.commands.stats.stored_predictions import Predictions
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted
-from distribuuuu.files.image_files import read_file
+from distribuuuu.data.datasets.base import read_file
 from distribuuuu.inference.load_run import find_run, open_data
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.records.predictions import name_of

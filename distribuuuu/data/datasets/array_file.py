@@ -13,8 +13,8 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from distribuuuu.config.errors import counted
+from distribuuuu.data.datasets.base import name_at
 from distribuuuu.files.atomic_file import replacing
-from distribuuuu.files.image_files import name_at
 from distribuuuu.files.untrusted import open_regular, parse_json
 
 # More than the cores: on a network disk the threads wait for replies.

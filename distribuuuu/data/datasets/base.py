@@ -12,7 +12,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.settings import build_settings
-from distribuuuu.files.image_files import ALL_EXTENSIONS, EXTENSIONS, read_file
+from distribuuuu.files.image_files import ALL_EXTENSIONS, EXTENSIONS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -236,3 +236,21 @@ def image_extensions(cfg) -> tuple[str, ...]:
 def is_file(image: object) -> TypeGuard[bytes | bytearray | memoryview]:
     """Return whether `ImageDataset.read` returned the bytes of an image file rather than pixels."""
     return isinstance(image, (bytes, bytearray, memoryview))
+
+
+def name_at(text: Any, offsets: Any, index: int) -> str:
+    """Return name `index` of names whose bytes are concatenated, from `offsets[index]` to `offsets[index + 1]`."""
+    return os.fsdecode(bytes(text[offsets[index] : offsets[index + 1]]))
+
+
+def open_nonblocking(path: str, flags: int) -> int:
+    """Open a file without waiting: a named pipe with the name of an image then reads as empty."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def read_file(path: str) -> bytearray:
+    """Return the bytes of an image file in writable memory."""
+    with open(path, "rb", opener=open_nonblocking) as file:
+        data = bytearray(os.fstat(file.fileno()).st_size)
+        del data[file.readinto(data) :]
+    return data

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import first_few
 from distribuuuu.data.datasets.array_file import NUM_THREADS, ArrayFileError, read_arrays, write_arrays
-from distribuuuu.data.datasets.base import ImageDataset, is_file
+from distribuuuu.data.datasets.base import ImageDataset, is_file, open_nonblocking, read_file
 from distribuuuu.data.decode import (
     Buffer,
     DecodeOptions,
@@ -24,9 +24,9 @@ from distribuuuu.data.decode import (
     decode,
     open_image,
     read_jpeg_header,
+    reason_of,
 )
-from distribuuuu.data.make_batch import reason_of
-from distribuuuu.files.image_files import file_stamp, open_nonblocking, read_file
+from distribuuuu.files.image_files import file_stamp
 from distribuuuu.files.locks import take_turn
 
 if TYPE_CHECKING:

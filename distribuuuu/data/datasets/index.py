@@ -27,8 +27,8 @@ from distribuuuu.data.datasets.array_file import (
     read_arrays,
     write_arrays,
 )
-from distribuuuu.data.datasets.base import SplitDataset
-from distribuuuu.files.image_files import EXTENSIONS, name_at
+from distribuuuu.data.datasets.base import SplitDataset, name_at
+from distribuuuu.files.image_files import EXTENSIONS
 from distribuuuu.files.locks import take_turn
 from distribuuuu.files.untrusted import untrusted
 

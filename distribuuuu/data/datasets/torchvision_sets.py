@@ -10,8 +10,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.settings import setting
-from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch
-from distribuuuu.files.image_files import name_at, read_file
+from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, name_at, read_file
 from distribuuuu.files.locks import take_turn
 
 # Seconds to wait for another process that downloads.
