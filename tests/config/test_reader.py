@@ -163,6 +163,7 @@ WRONG = [
     ("DATA.NAME huggingface", "did you mean parquet, "), ("DATA.NAME HF", "did you mean parquet, "),
     ("DATA.NAME x", "packed, "), ("DATA.NAME x", "torchvision/NAME; fix"),
     ("AUG.OPERATIONS grayscale,grayscale", "each name once"), ("TRAIN.METRICS top2", "did you mean topk, top1"),
+    ("LOG.TRACKERS mlfow", "did you mean mlflow"),
     ("OPTIM.LR_POLICY steps", "OPTIM.STEPS: expects the epochs"), ("OPTIM.LR_POLICY exp", "OPTIM.MIN_LR: above 0"),
     ("OPTIM.MOMENTUM 0", "OPTIM.NESTEROV: MOMENTUM"), ("OPTIM.MOMENTUM 1.5", "expected 0 to 1"),
     ("TRAIN.IM_SIZE 1", "got 1; expected 2 or more"), ("TEST.IM_SIZE 1 TEST.CROP_SIZE 1", "got 1; expected 2 or more"),

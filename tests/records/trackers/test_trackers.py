@@ -1,7 +1,13 @@
-"""Trackers: each row arrives once at its step, through kills, resumes and rollbacks; the training knows of no fault."""
+"""Trackers: each row arrives once at its step, through kills, resumes and rollbacks; the training knows of no fault.
 
+The real packages: MLflow's sqlite store, Trackio's local store, W&B offline.
+"""
+
+import contextlib
+import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -11,8 +17,8 @@ import pytest
 from support.commands import run_command
 from support.processes import list_trackers, wait_for
 from support.runs import ROOT, TRAIN_NET, assert_same_run, run_tool, small_options, timeless, train_and_stop
+from support.tiers import pairwise, slow
 
-from distribuuuu.config import ConfigError
 from distribuuuu.files.locks import lock_file
 from distribuuuu.records.metric_writers import RecordFile, drop_records_after
 from distribuuuu.records.trackers import base
@@ -92,16 +98,10 @@ def test_a_tracker_receives_rows_images_and_files(small_cfg, tmp_path, finished_
     assert server.read("file") == [["config.yaml"], ["results.json"]]
 
 
-def test_a_name_is_checked(small_cfg):
-    assert small_cfg("LOG.TRACKERS", "tensorboard").LOG.TRACKERS == ("tensorboard",)
-    with pytest.raises(ConfigError, match="did you mean mlflow?"):
-        small_cfg("LOG.TRACKERS", "mlfow")
-
-
 # ------------------------------------------------------------------------------------ steps
 
 
-@pytest.mark.parametrize("place", [(0, 2), (0, 4), (1, 2)])
+@pytest.mark.parametrize("place", [slow((0, 2)), slow((0, 4)), (1, 2)])
 def test_a_resumed_run_continues_the_same_run_at_the_right_step(small_cfg, monkeypatch, place, server):
     words = (*server.words, "CHECKPOINT.EVERY_STEPS", 2)
     train_and_stop(small_cfg(*words), place, monkeypatch)
@@ -192,7 +192,7 @@ def test_files_are_sent_again_if_they_change_and_links_never(tmp_path):
 # ------------------------------------------------------------------------------------ faults
 
 
-@pytest.mark.parametrize("fault", ["connect", "row", "image", "file", "finish", "hangs", "killed"])
+@pytest.mark.parametrize("fault", [*map(slow, ("connect", "image", "file", "finish", "hangs")), "row", "killed"])
 def test_the_training_knows_of_no_fault_and_track_sends_what_is_missing(
     small_cfg, tmp_path, monkeypatch, finished_run, server, fault, capfd
 ):
@@ -243,8 +243,9 @@ def test_no_secret_of_the_address_or_the_environment_is_shown(monkeypatch):
     assert "host:5000/api refused" in text and "https://docs" in text and "\n" not in text
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "trackers/file.json", "results.json"])
-@pytest.mark.parametrize("kind", ["pipe", "zeros"])
+@pytest.mark.parametrize(
+    "name, kind", pairwise(("metrics.jsonl", "trackers/file.json", "results.json"), ("pipe", "zeros"))
+)
 def test_pipes_and_devices_neither_block_nor_fill_the_memory(copied_run, server, name, kind):
     path = copied_run / name
     path.parent.mkdir(exist_ok=True)
@@ -284,3 +285,56 @@ def test_sigkill_of_the_training_at_any_time_loses_no_row(image_folder, tmp_path
     server.wait_for_ends(5)
     expected = {(step, kind) for step in range(1, 49) for kind in ("train", "eval") if kind == "train" or step % 4 == 0}
     assert {*server.rows()} == expected and len(server.rows()) == len(expected)
+
+
+# ------------------------------------------------------------------------------------ real packages
+
+STEPS = [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def load(name: str):
+    return pytest.importorskip(name, reason=f"pip install 'distribuuuu[{name}]'")
+
+
+def check_mlflow(folder: Path, run_id: str) -> None:
+    client = load("mlflow").MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("distribuuuu").experiment_id])
+    history = client.get_metric_history(run_id, "train/loss")
+    assert [metric.step for metric in history] == STEPS and run.info.status == "FINISHED"
+    assert run.data.params["MODEL.ARCH"] == "resnet8" and run.data.metrics["eval/top1"] > 0
+    files = {item.path for item in client.list_artifacts(run_id)}
+    assert files == {"config.yaml", "results.json", "images"}
+
+
+def check_trackio(folder: Path, run_id: str) -> None:
+    query = "SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY step"
+    with contextlib.closing(sqlite3.connect(folder / "store" / "distribuuuu.db")) as store:
+        rows = store.execute(query, (run_id,)).fetchall()
+    assert [step for step, metrics in rows if "train/loss" in str(metrics)] == STEPS
+
+
+def check_wandb(folder: Path, run_id: str) -> None:
+    written = list((folder / "out" / "trackers" / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
+    assert written and b"train/loss" in b"".join(path.read_bytes() for path in written)
+
+
+CHECKS = {"mlflow": check_mlflow, "trackio": check_trackio, "wandb": check_wandb}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_resumed_run_is_one_run_of_the_tracker(small_cfg, tmp_path, monkeypatch, finished_run, name, capfd):
+    load(name)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    words = ("LOG.TRACKERS", name, "CHECKPOINT.EVERY_STEPS", 2)
+    train_and_stop(small_cfg(*words), (0, 2), monkeypatch)
+    train_model(small_cfg(*words))
+    out = tmp_path / "out"
+    wait_for(lambda: not list_trackers(out))
+    assert_same_run(out, finished_run)
+    CHECKS[name](tmp_path, json.loads((out / "trackers" / f"{name}.json").read_text())["run"])
+    assert "LOG.TRACKERS" not in capfd.readouterr().err
