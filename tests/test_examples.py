@@ -16,12 +16,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.errors import problems_of
 from support.processes import on_processes
 from support.runs import ROOT, records, run_python
 
 import distribuuuu
 from distribuuuu.commands.main import dispatch
-from distribuuuu.config import ConfigError, load_cfg, registry
+from distribuuuu.config import load_cfg, registry
 from distribuuuu.data.datasets import shapes
 from distribuuuu.data.datasets.shapes import draw_shapes
 from distribuuuu.testing import assert_resumes, assert_same_on_processes
@@ -133,21 +134,14 @@ def test_an_example_is_short_and_has_a_config(name):
     assert f"./{name}.py" in (EXAMPLES / f"{name}.yaml").read_text() or name == "soup"
 
 
-def problem_of(name: str, root: Path, out_dir: Path, *words: str) -> str:
-    """Return the message of the ConfigError that ends a small run of an example."""
-    with pytest.raises(ConfigError) as caught:
-        run(name, [*words_of(name, root, out_dir), *words])
-    (problem,) = caught.value.problems
-    return str(problem)
-
-
 @pytest.mark.parametrize(("name", "words", "message"), [
     ("dino", "EMA.HALF_LIFE 0", "EMA.HALF_LIFE: got 0; dino expects an average, its teacher; fix: "),
     ("parquet_set", "DATA.KWARGS.image picture", "train.parquet has no column picture; expected one of image, label; "),
 ])  # fmt: skip
 def test_a_wrong_option_of_an_example_is_one_message(name, words, message, root, tmp_path, monkeypatch):
     monkeypatch.setattr(shapes, "draw_shapes", draw_shapes)
-    assert message in problem_of(name, root, tmp_path / "out", *words.split())
+    (problem,) = problems_of(run, name, [*words_of(name, root, tmp_path / "out"), *words.split()])
+    assert message in problem
 
 
 @pytest.mark.slow

@@ -1,13 +1,18 @@
-"""The rules of this project for its own code: what imports what, and that nothing is dead or undocumented.
+"""The rules of this project for its own code, what imports what, and the wheel.
 
 Tests with the marker `house` are about the code of this project, `pytest -m house`; a fork need not pass them.
 """
 
 import ast
 import functools
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -155,18 +160,88 @@ def test_every_key_is_read_somewhere_and_documented():
     assert all(len(comment) > 10 for comment in read_comments().values())
 
 
-@pytest.mark.parametrize(
-    "words", [["--help"], ["--help-config"], ["--dump-config"], ["NO.SUCH", "1"], ["TRAIN.DATASET", "/no/such"]]
-)
-def test_help_and_mistakes_are_answered_without_torch(words):
+def test_help_and_mistakes_are_answered_without_torch():
+    """One after the other in one process."""
+    commands = {"--help": 0, "--help-config": 0, "--dump-config": 0, "NO.SUCH 1": 2, "TRAIN.DATASET /no/such": 2}
     code = (
         "import runpy, sys\n"
-        f"sys.argv = ['train_net.py', *{words!r}]\n"
-        "try:\n    runpy.run_path('tools/train_net.py', run_name='__main__')\n"
-        "except SystemExit as status:\n    print('status', status.code)\n"
-        "print('torch' in sys.modules)\n"
+        f"for words, status in {commands!r}.items():\n"
+        "    sys.argv, found = ['train_net.py', *words.split()], 0\n"
+        "    try:\n        runpy.run_path('tools/train_net.py', run_name='__main__')\n"
+        "    except SystemExit as error:\n        found = error.code or 0\n"
+        "    assert (found, 'torch' in sys.modules) == (status, False), words\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    expected = "0" if words[0].startswith("--") else "2"
-    assert done.stdout.splitlines()[-2:] in ([f"status {expected}", "False"], ["status None", "False"]), done
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done
+
+
+SMALL = ("MODEL.KWARGS.width", 8, "OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0, "TRAIN.WORKERS", 0)
+
+
+def run(*command: object, cwd: Path, check: bool = True, **env: str) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words = [str(word) for word in command]
+    environment |= {"OMP_NUM_THREADS": "1", **env}
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, env=environment, timeout=300)
+    assert not check or done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    pytest.importorskip("setuptools")
+    root = tmp_path_factory.mktemp("build")
+    source = root / "source"
+    source.mkdir()
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("distribuuuu", "configs", "tools", "benchmarks", "docs", "tests"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "shipped"))
+    run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", root, cwd=source)
+    shutil.unpack_archive(next(root.glob("*.tar.gz")), root)
+    unpacked = next(path for path in root.iterdir() if path.is_dir() and path != source)
+    run(sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", root, cwd=unpacked)
+    return next(root.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def programs(wheel, tmp_path_factory) -> Path:
+    """The folder of the programs of a virtual environment with the wheel; its other packages are those of the tests."""
+    root = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", root, cwd=root)
+    packages = next((root / "lib").glob("python*/site-packages"))
+    (packages / "tests.pth").write_text(sysconfig.get_path("purelib"))
+    run(root / "bin" / "python", "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel, cwd=root)
+    return root / "bin"
+
+
+@pytest.mark.slow
+def test_the_wheel_contains_the_shipped_files_and_nothing_else(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    shipped = {name.removeprefix("distribuuuu/shipped/") for name in names if name.startswith("distribuuuu/shipped/")}
+    benchmarks = [ROOT / "benchmarks" / "reported.yaml", *(ROOT / "benchmarks" / "results").rglob("*.json")]
+    expected = [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "tools" / "slurm").iterdir(),
+                *(ROOT / "tools").glob("*/*.yaml"), *benchmarks]  # fmt: skip
+    assert shipped == {str(path.relative_to(ROOT)) for path in expected}
+    code = {name for name in names if name.startswith("distribuuuu/") and not name.startswith("distribuuuu/shipped/")}
+    found = [*(ROOT / "distribuuuu").rglob("*.py"), *(ROOT / "distribuuuu").rglob("templates/*")]
+    assert code == {str(path.relative_to(ROOT)) for path in found}
+    assert all(name.startswith(("distribuuuu/", "distribuuuu-")) for name in names)
+
+
+@pytest.mark.slow
+def test_the_commands_of_an_installation(programs, tmp_path):
+    command = programs / "distribuuuu"
+    assert run(command, cwd=tmp_path).stdout.startswith("usage: distribuuuu COMMAND")
+    wrong = run(command, "train", "--cfg", "shapes/resnet41", cwd=tmp_path, check=False)
+    assert wrong.returncode == 2 and "did you mean shapes/resnet14.yaml" in wrong.stderr
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    train = ("train", "--cfg", "shapes/resnet14", "OUT_DIR", "r", *SMALL)
+    done = run(command, *train, "--nproc", 2, cwd=tmp_path, **cache)
+    assert "launcher: --nproc, process 0 of 2" in done.stderr
+    results = json.loads((tmp_path / "r" / "results.json").read_text())
+    assert (results["config"], results["commit"]) == ("shapes/resnet14", None)
+    words = done.stderr.partition("next: ")[2].partition("\n")[0].split()
+    assert words[:2] == ["distribuuuu", "test"]
+    assert "validation of 500 images" in run(command, *words[1:], cwd=tmp_path, **cache).stderr
+    assert "| imagenet2021/resnet50 " in run(command, "table", "--configs", "imagenet2021", cwd=tmp_path).stdout

@@ -1,7 +1,6 @@
 """Stall timer and watchdog: healthy runs, unknown connections, stalls. Runs that it ends: test_graceful_stop.py."""
 
 import ctypes
-import logging
 import socket
 import subprocess
 import sys
@@ -171,38 +170,29 @@ def test_the_others_reach_rank_0_at_its_address_or_at_that_of_the_store(monkeypa
     assert process._find_own_address("192.0.2.1") != "127.0.0.1"
 
 
-def hold_interpreter_lock(seconds: float, timeout_s: float) -> None:
+def hold_interpreter_lock() -> None:
     """Hold the lock on process 1."""
-    logging.getLogger("distribuuuu").addHandler(logging.StreamHandler())
-    with process_group.process_group(detect_launch(), torch.device("cpu"), timeout_s):
+    with process_group.process_group(detect_launch(), torch.device("cpu"), 60):
         mark_position("step 1")
         time.sleep(0.5)
         if comm.rank() == 1:
-            ctypes.PyDLL(None).usleep(int(1e6 * seconds))
+            ctypes.PyDLL(None).usleep(1_500_000)
         comm.barrier()
 
 
 @pytest.mark.slow
 def test_a_held_interpreter_lock_is_no_death():
-    on_processes(2, hold_interpreter_lock, 1.5, 60)
-
-
-@pytest.mark.slow
-def test_a_process_whose_interpreter_lock_is_held_too_long_is_killed(capfd, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # for the stacks
-    with pytest.raises(AssertionError, match=r"process 1 ended without a result, exit status (-3|-9|1)$"):
-        on_processes(2, hold_interpreter_lock, 600, 5)
-    assert "has been silent and has made no step for 5 s" in capfd.readouterr().err
+    on_processes(2, hold_interpreter_lock)
 
 
 @pytest.mark.parametrize("is_slow, silent, event", [
     (False, False, "has made no step for 1 s (DIST.TIMEOUT_S) after step 7"),
     slow(False, True, "has been silent and has made no step for 1 s (DIST.TIMEOUT_S) after step 7"),
-    (True, False, "has made no step for 2 s (DIST.STARTUP_TIMEOUT_S) after step 7"),
+    (True, False, "has made no step for 1 s (DIST.STARTUP_TIMEOUT_S) after step 7"),
 ])  # fmt: skip
 def test_a_process_without_progress_is_named_after_all_have_written_their_stacks(group, caplog, is_slow, silent, event):
     """A process that ends breaks the collectives of the others: they would no longer be where they were stuck."""
-    run = group(2, (1, 2))
+    run = group(2, (60, 1) if is_slow else (1, 60))
     main, stuck = run.join(0, 1)
     stuck.send(position="step 7", slow=False)
     began, number = time.monotonic(), 0
@@ -213,7 +203,7 @@ def test_a_process_without_progress_is_named_after_all_have_written_their_stacks
             stuck.send()
         time.sleep(0.01)
         assert time.monotonic() < began + 60
-    assert time.monotonic() - began > (2 if is_slow else 1) and not run.ends
+    assert time.monotonic() - began > 1 and not run.ends
     main.send(stacks=True)
     stuck.send(stacks=True)
     wait_for(lambda: run.ends)
@@ -225,7 +215,7 @@ def test_a_suspended_job_has_not_hung(group, monkeypatch):
     run, clock = group(1), time.monotonic
     (member,) = run.join(0)
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
-    for number in range(20):
+    for number in range(8):
         member.send(marks=number)
         time.sleep(PERIOD_S)
     assert not run.ends and run.monitor.is_alive()

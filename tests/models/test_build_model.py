@@ -1,5 +1,6 @@
-"""Models by name: the tables, the arguments, the published weights."""
+"""Models by name: the tables, the arguments, the published weights; and the architectures of this package."""
 
+import itertools
 import logging
 import math
 import os
@@ -16,10 +17,14 @@ from support.errors import problems_of
 from support.hostile import Payload
 from support.tiers import slow
 from torch import nn
+from torchvision.models import resnet50
 
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
+from distribuuuu.config.registry import MODELS
 from distribuuuu.models import build_model, check_model
+from distribuuuu.models.botnet import RelativePosition, botnet50
 from distribuuuu.models.build import initialize
+from distribuuuu.models.cifar_resnet import CifarBlock, CifarResNet
 from distribuuuu.models.find_architecture import Architecture, find_architecture, make_model_spec
 from distribuuuu.models.torchvision_nets import NAMES
 
@@ -219,3 +224,94 @@ def test_weights_that_timm_is_told_to_read_are_plain_data(tmp_path, name):
     with pytest.raises((RuntimeError, pickle.UnpicklingError)):  # the type depends on the version of timm
         spec.build(pretrained=True, **{name: {"file": str(tmp_path / "x.pth"), "architecture": "test_efficientnet"}})
     assert not (tmp_path / "done").exists()
+
+
+@pytest.fixture(scope="module")
+def small_botnet():
+    torch.manual_seed(0)
+    return botnet50(num_classes=3, im_size=64)
+
+
+def test_botnet_rejects_other_sizes(small_botnet):
+    with pytest.raises(ValueError, match=r"got a feature map of 2 x 2; expected 4 x 4"):
+        small_botnet(torch.randn(2, 3, 32, 32))
+
+
+def test_botnet_keeps_the_layout_of_the_original_state_dict():
+    with torch.device("meta"):
+        found, trunk = shapes(botnet50()), nn.Sequential(*list(resnet50().children())[:7])
+    expected = shapes(trunk)
+    convs = {"net.0": (512, 2048), "net.3.to_qk": (1024, 512), "net.3.to_v": (512, 512), "net.7": (2048, 512)}
+    for block in (f"7.net.{index}" for index in range(3)):
+        expected |= {f"{block}.{name}.weight": (*shape, 1, 1) for name, shape in convs.items()}
+        expected |= {f"{block}.net.3.pos_emb.{name}": (27, 128) for name in ("rel_height", "rel_width")}
+        expected |= norm_shapes(f"{block}.net.1", 512) | norm_shapes(f"{block}.net.5", 512)
+        expected |= norm_shapes(f"{block}.net.8", 2048)
+    expected["7.net.0.net.0.weight"] = (512, 1024, 1, 1)
+    expected |= {"7.net.0.shortcut.0.weight": (2048, 1024, 1, 1)} | norm_shapes("7.net.0.shortcut.1", 2048)
+    assert found == expected | {"10.weight": (1000, 2048), "10.bias": (1000,)}
+
+
+def norm_shapes(name, num_channels):
+    parts = ("weight", "bias", "running_mean", "running_var")
+    return {f"{name}.{part}": (num_channels,) for part in parts} | {f"{name}.num_batches_tracked": ()}
+
+
+def test_relative_logits_equal_a_plain_loop():
+    torch.manual_seed(0)
+    size, dim = 4, 8
+    position = RelativePosition(size, dim)
+    q = torch.randn(2, 3, size, size, dim)
+    expected = torch.empty(2, 3, size * size, size * size)
+    cells = list(itertools.product(range(size), range(size)))
+    for (i, (row, column)), (j, (key_row, key_column)) in itertools.product(enumerate(cells), enumerate(cells)):
+        vector = position.rel_height[key_row - row + size - 1] + position.rel_width[key_column - column + size - 1]
+        expected[:, :, i, j] = q[:, :, row, column] @ vector
+    assert torch.allclose(position(q), expected, atol=1e-5)
+
+
+def test_cifar_resnets_have_as_many_layers_as_their_name_says():
+    for depth in (20, 32, 110):
+        with torch.device("meta"):
+            model = MODELS.get(f"resnet{depth}")()
+        kernels = [layer.kernel_size for layer in model.modules() if isinstance(layer, nn.Conv2d)]
+        assert kernels == [(3, 3)] * (depth - 1)  # shortcuts have no parameters; a linear layer follows
+
+
+def test_the_initial_weights_are_those_of_he_et_al():
+    convs = [layer.weight.detach() for layer in CifarResNet(20).modules() if isinstance(layer, nn.Conv2d)]
+    for weight in convs:
+        assert float(weight.std()) == pytest.approx((2 / (9 * len(weight))) ** 0.5, rel=4 / weight.numel() ** 0.5)
+    assert len(convs) == 19
+
+
+def test_group_norm_leaves_no_batch_statistics():
+    torch.manual_seed(0)
+    images = torch.randn(4, 3, 32, 32)
+    grouped, batched = (CifarResNet(8, norm=norm).train() for norm in ("group", "batch"))
+    assert torch.allclose(grouped(images)[:1], grouped(images[:1]), atol=1e-5)
+    assert not torch.allclose(batched(images)[:1], batched(images[:1]), atol=1e-2)
+    assert not list(grouped.buffers())
+    norms = [module for module in grouped.modules() if isinstance(module, nn.GroupNorm)]
+    assert {norm.num_channels // norm.num_groups for norm in norms} == {8}
+
+
+def test_shortcut_has_no_parameters_and_keeps_the_pixels():
+    block = CifarResNet(8).stage2[0]
+    x = torch.randn(1, 16, 7, 7)
+    short = block.shortcut(x)
+    assert short.shape == block(x).shape == (1, 32, 4, 4)
+    assert torch.equal(short[:, 8:24], x[:, :, ::2, ::2]) and short[:, :8].abs().sum() == 0
+    assert CifarResNet(8).stage1[0].shortcut(x) is x
+    narrow = CifarBlock(16, 16, stride=2, norm=nn.BatchNorm2d)
+    assert torch.equal(narrow.shortcut(x), x[:, :, ::2, ::2]) and narrow(x).shape == (1, 16, 4, 4)
+
+
+@pytest.mark.parametrize("name", ["deit_tiny", slow("deit_small"), "deit3_small"])
+def test_with_the_same_weights_the_outputs_are_those_of_timm(name):
+    mine = MODELS.get(name)(num_classes=5, im_size=32).eval()
+    theirs = timm.create_model(f"{name}_patch16_224", num_classes=5, img_size=32).eval()
+    theirs.load_state_dict(mine.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(mine(images), theirs(images))

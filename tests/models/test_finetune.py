@@ -1,8 +1,9 @@
-"""Fine-tuning: file formats, tensors that are loaded or not, frozen parts."""
+"""Fine-tuning: file formats, tensors that are loaded or not, frozen parts, and the preprocessing of the weights."""
 
 import argparse
 import collections
 import copy
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -14,26 +15,31 @@ import torch
 import torchvision
 from support.downloads import serve
 from support.errors import message_of
+from support.images import draw_folder
 from support.processes import on_processes
-from support.runs import assert_close, newest, train_and_read
+from support.runs import assert_close, make_cfg, newest, small_options, train_and_read
 from timm.layers import resample_abs_pos_embed
+from timm.models import save_for_hf
 from torch import nn
 
 from distribuuuu.checkpoint.weights_files import find_weights_file
-from distribuuuu.config import load_cfg
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config.config_node import get_value
 from distribuuuu.engine.build import build_initial_model
 from distribuuuu.engine.precise_bn import compute_precise_statistics
+from distribuuuu.inference.load_run import find_run
 from distribuuuu.models import build_model
 from distribuuuu.models.finetune import load_backbone
 from distribuuuu.models.freeze import freeze
 from distribuuuu.models.head import find_head
-from distribuuuu.trainer import train_model
+from distribuuuu.models.preprocessing import FOLLOWING, follow, resolve_preprocessing
+from distribuuuu.trainer import evaluate_weights, train_model
 
 CLASSES = ("ant", "bee", "cat")
 FLAGS = argparse.Namespace(lr=0.1, model="resnet8")
 
 
-def make_cfg(arch="resnet8", num_classes=3, **finetune):
+def finetuning(arch="resnet8", num_classes=3, **finetune):
     words = [f"FINETUNE.{name}={value}".split("=", 1) for name, value in finetune.items()]
     words = ["MODEL.ARCH", arch, "MODEL.NUM_CLASSES", str(num_classes), *(part for pair in words for part in pair)]
     return load_cfg(None, words)
@@ -52,7 +58,7 @@ def as_constructed(cfg) -> dict[str, torch.Tensor]:
 def trained(arch="resnet8", num_classes=5, seed=7) -> dict[str, torch.Tensor]:
     """Return weights, statistics too, that no constructor leaves."""
     torch.manual_seed(seed)
-    state = build_model(make_cfg(arch, num_classes)).state_dict()
+    state = build_model(finetuning(arch, num_classes)).state_dict()
     return {name: torch.randn_like(value) if value.is_floating_point() else value + 9 for name, value in state.items()}
 
 
@@ -88,7 +94,7 @@ def test_every_kind_of_file_gives_the_backbone_and_leaves_a_head_of_other_classe
         save_file(published, tmp_path / name)
     else:
         torch.save(FORMS[name](published), tmp_path / name)
-    cfg = make_cfg(WEIGHTS=tmp_path / name)
+    cfg = finetuning(WEIGHTS=tmp_path / name)
     state = start(cfg)
     assert other_than(state, published) == ["fc.weight", "fc.bias"]
     fresh = as_constructed(cfg)
@@ -103,16 +109,16 @@ def test_a_folder_of_the_hub_is_read_off_line(tmp_path):
     for revision, state in (("0a1", one), ("7f3", other)):
         (snapshots / revision).mkdir(parents=True)
         save_file(state, snapshots / revision / "model.safetensors")
-    assert other_than(start(make_cfg(WEIGHTS=snapshots / "0a1")), one) == ["fc.weight", "fc.bias"]
-    said = message_of(start, make_cfg(WEIGHTS=snapshots.parent))
+    assert other_than(start(finetuning(WEIGHTS=snapshots / "0a1")), one) == ["fc.weight", "fc.bias"]
+    said = message_of(start, finetuning(WEIGHTS=snapshots.parent))
     assert said.startswith("FINETUNE.WEIGHTS (command line): ") and said.endswith("snapshots: 0a1, 7f3")
     (snapshots.parent / "refs").mkdir()
     (snapshots.parent / "refs" / "main").write_text("7f3")
-    assert other_than(start(make_cfg(WEIGHTS=snapshots.parent)), other) == ["fc.weight", "fc.bias"]
+    assert other_than(start(finetuning(WEIGHTS=snapshots.parent)), other) == ["fc.weight", "fc.bias"]
     (snapshots / "7f3" / "model.safetensors").rename(snapshots / "7f3" / "gone")
     torch.save(one, snapshots / "7f3" / "pytorch_model.bin")
     assert find_weights_file(str(snapshots.parent)).name == "pytorch_model.bin"
-    assert other_than(start(make_cfg(WEIGHTS=snapshots.parent)), one) == ["fc.weight", "fc.bias"]
+    assert other_than(start(finetuning(WEIGHTS=snapshots.parent)), one) == ["fc.weight", "fc.bias"]
 
 
 @pytest.mark.parametrize("has_average", [False, True])
@@ -123,8 +129,8 @@ def test_the_folder_of_a_run_gives_its_best_weights(tmp_path, has_average):
         torch.save({"state_dict": averaged, "weights": "ema", "epoch": 3}, tmp_path / "best_ema.pth.tar")
     (tmp_path / "checkpoints").mkdir()
     chosen = averaged if has_average else raw
-    assert other_than(start(make_cfg(WEIGHTS=tmp_path)), chosen) == ["fc.weight", "fc.bias"]
-    assert other_than(start(make_cfg(WEIGHTS=tmp_path, EMA=False)), raw) == ["fc.weight", "fc.bias"]
+    assert other_than(start(finetuning(WEIGHTS=tmp_path)), chosen) == ["fc.weight", "fc.bias"]
+    assert other_than(start(finetuning(WEIGHTS=tmp_path, EMA=False)), raw) == ["fc.weight", "fc.bias"]
 
 
 def test_a_path_without_weights_says_what_is_there(tmp_path):
@@ -137,17 +143,17 @@ def test_a_moving_average_is_preferred_unless_it_is_not_wanted(tmp_path, key, ca
     raw, average = trained(seed=1), trained(seed=2)
     torch.save({"state_dict": raw, key: prefixed(average, "module.")}, tmp_path / "a.pth")
     with caplog.at_level(logging.INFO, logger="distribuuuu.models.finetune"):
-        assert other_than(start(make_cfg(WEIGHTS=tmp_path / "a.pth")), average) == ["fc.weight", "fc.bias"]
+        assert other_than(start(finetuning(WEIGHTS=tmp_path / "a.pth")), average) == ["fc.weight", "fc.bias"]
     assert " (moving average): " in caplog.text
-    assert other_than(start(make_cfg(WEIGHTS=tmp_path / "a.pth", EMA=False)), raw) == ["fc.weight", "fc.bias"]
+    assert other_than(start(finetuning(WEIGHTS=tmp_path / "a.pth", EMA=False)), raw) == ["fc.weight", "fc.bias"]
 
 
 def test_a_head_of_as_many_classes_is_taken_unless_it_is_reset(tmp_path, caplog):
     published = trained(num_classes=3)
     torch.save({"state_dict": published, "classes": ["ant", "bee", "dog"]}, tmp_path / "a.pth")
-    assert other_than(start(make_cfg(WEIGHTS=tmp_path / "a.pth")), published) == []
+    assert other_than(start(finetuning(WEIGHTS=tmp_path / "a.pth")), published) == []
     assert "other classes: 'dog' where the data has 'cat'; to reset it set FINETUNE.HEAD_RESET True" in caplog.text
-    cfg = make_cfg(WEIGHTS=tmp_path / "a.pth", HEAD_RESET=True)
+    cfg = finetuning(WEIGHTS=tmp_path / "a.pth", HEAD_RESET=True)
     caplog.clear()
     state = start(cfg)
     assert other_than(state, published) == ["fc.weight", "fc.bias"] and "other classes" not in caplog.text
@@ -160,7 +166,7 @@ def test_a_head_of_as_many_classes_is_taken_unless_it_is_reset(tmp_path, caplog)
     ("torchvision/regnet_y_400mf", ["fc"]),  # cannot be built on the meta device
 ])  # fmt: skip
 def test_the_head_is_what_depends_on_the_number_of_classes(arch, head):
-    cfg = make_cfg(arch)
+    cfg = finetuning(arch)
     model = build_model(cfg)
     before = torch.random.get_rng_state()
     assert find_head(cfg, model) == head
@@ -169,7 +175,7 @@ def test_the_head_is_what_depends_on_the_number_of_classes(arch, head):
 
 def test_weights_of_another_model_are_refused(tmp_path):
     torch.save({"state_dict": trained("resnet18"), "arch": "resnet18"}, tmp_path / "a.pth")
-    said = message_of(start, make_cfg("resnet8", WEIGHTS=tmp_path / "a.pth"))
+    said = message_of(start, finetuning("resnet8", WEIGHTS=tmp_path / "a.pth"))
     assert said.startswith(f"FINETUNE.WEIGHTS (command line): {tmp_path / 'a.pth'} of MODEL.ARCH resnet18 does not fit")
 
 
@@ -188,8 +194,8 @@ def test_position_embeddings_are_resampled_to_the_size_of_the_image(tmp_path, ca
 def test_published_weights_are_those_of_model_pretrained_and_the_head_can_be_reset(monkeypatch):
     published = torchvision.models.resnet18().state_dict()
     serve(monkeypatch, published)
-    assert other_than(start(make_cfg("resnet18", 1000, WEIGHTS="pretrained")), published) == []
-    cfg = make_cfg("resnet18", 1000, WEIGHTS="pretrained", HEAD_RESET=True)
+    assert other_than(start(finetuning("resnet18", 1000, WEIGHTS="pretrained")), published) == []
+    cfg = finetuning("resnet18", 1000, WEIGHTS="pretrained", HEAD_RESET=True)
     assert other_than(start(cfg), published) == ["fc.weight", "fc.bias"]
     state = build_initial_model(cfg, CLASSES, pretrained=False).state_dict()
     assert "conv1.weight" in other_than(state, published)
@@ -254,3 +260,128 @@ def test_names_are_matched_whatever_wraps_either_model_and_equal_ones_first():
     other = {name: torch.full_like(value, 3.0) for name, value in model.state_dict().items()}
     report, _ = load_backbone(model, {**prefixed(other, "module."), **exact, **prefixed(other, "model.")}, head=[])
     assert model["backbone"].bias.tolist() == [2.0, 2.0] and "unused in the file: 4 (" in report
+
+
+HALF = (0.5, 0.5, 0.5)
+OF_RUN = {"DATA.MEAN": HALF, "DATA.STD": [0.25, 0.25, 0.25], "TEST.INTERPOLATION": "bicubic", "TRAIN.IM_SIZE": 64,
+          "TEST.IM_SIZE": 72, "TEST.CROP": "center", "OPTIM.BASE_LR": 7.0}  # fmt: skip
+OF_TEST_VIT = {"DATA.MEAN": HALF, "DATA.STD": HALF, "TEST.INTERPOLATION": "bicubic", "DATA.INTERPOLATION": "bicubic",
+               "TRAIN.IM_SIZE": 160, "TEST.IM_SIZE": 168}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with weights of each kind: `run` (an OUT_DIR), file.pth, `hub`, `export`, bare.pth."""
+    root = tmp_path_factory.mktemp("weights")
+    content = {"state_dict": {"a": torch.zeros(1)}, "config": OF_RUN}
+    for name in ("run", "export"):
+        (root / name).mkdir()
+    torch.save(content, root / "file.pth")
+    torch.save(content, root / "run" / "best.pth.tar")
+    torch.save({"a": torch.zeros(1)}, root / "bare.pth")
+    save_for_hf(timm.create_model("test_vit"), root / "hub", safe_serialization=True)
+    settings = json.loads((root / "hub" / "config.json").read_text())
+    settings["pretrained_cfg"].update(mean=HALF, std=HALF, input_size=[3, 160, 160], crop_pct=0.95)
+    (root / "hub" / "config.json").write_text(json.dumps(settings))
+    (root / "export" / "config.json").write_text(json.dumps({"distribuuuu": {"config": OF_RUN}}))
+    (root / "export" / "model.safetensors").write_bytes((root / "hub" / "model.safetensors").read_bytes())
+    return root
+
+
+def notes_of(cfg, level):
+    return [text for own, text in cfg.notes if own == level]
+
+
+@pytest.mark.parametrize("name, expected", [
+    ("run", OF_RUN), ("file.pth", OF_RUN), ("export", OF_RUN), ("hub", OF_TEST_VIT),
+])  # fmt: skip
+def test_unset_options_follow_the_weights_and_the_log_names_them(folder, name, expected):
+    key = "FINETUNE.WEIGHTS"
+    cfg = resolve_preprocessing(make_cfg(key, folder / name))
+    for option, value in expected.items():
+        if not option.startswith("OPTIM"):
+            assert get_value(cfg, option) == (tuple(value) if isinstance(value, list) else value), option
+            assert cfg.origins[option] == f"{key} {folder / name}"
+    assert cfg.OPTIM.BASE_LR == 0.2 and notes_of(cfg, logging.WARNING) == []
+    (note,) = notes_of(cfg, logging.INFO)
+    assert f"{key} {folder / name}" in note and "DATA.MEAN [0.5, 0.5, 0.5]" in note
+    assert resolve_preprocessing(cfg) is cfg
+
+
+@pytest.mark.parametrize("arch, expected", [
+    ("timm/test_vit", {**OF_TEST_VIT, "TEST.IM_SIZE": 168}),
+    ("resnet50", {"DATA.MEAN": (0.485, 0.456, 0.406), "TRAIN.IM_SIZE": 224, "TEST.IM_SIZE": 232}),
+    ("torchvision/efficientnet_b4", {"TRAIN.IM_SIZE": 380, "TEST.IM_SIZE": 384, "TEST.INTERPOLATION": "bicubic"}),
+])  # fmt: skip
+@pytest.mark.parametrize("words", [["MODEL.PRETRAINED", True], ["FINETUNE.WEIGHTS", "pretrained"]])
+def test_published_weights_bring_theirs(arch, expected, words):
+    cfg = resolve_preprocessing(make_cfg("MODEL.ARCH", arch, *words))
+    assert {key: get_value(cfg, key) for key in expected} == expected
+
+
+def test_set_options_stay_and_a_difference_is_a_warning_with_the_words_to_add(folder):
+    words = ("DATA.MEAN", "[0.485,0.456,0.406]", "TRAIN.IM_SIZE", 32, "TEST.INTERPOLATION", "bicubic")
+    cfg = resolve_preprocessing(make_cfg("FINETUNE.WEIGHTS", folder / "file.pth", *words))
+    assert cfg.DATA.MEAN == (0.485, 0.456, 0.406) and cfg.DATA.STD == (0.25, 0.25, 0.25), "one may be set alone"
+    assert (cfg.TRAIN.IM_SIZE, cfg.TEST.IM_SIZE) == (32, 256), "sizes follow together or not at all"
+    (note,) = notes_of(cfg, logging.WARNING)
+    assert "add: DATA.MEAN '[0.5, 0.5, 0.5]' TRAIN.IM_SIZE 64" in note and "INTERPOLATION" not in note
+    same = make_cfg("FINETUNE.WEIGHTS", folder / "file.pth", "DATA.MEAN", "[0.5,0.5,0.5]")
+    assert notes_of(resolve_preprocessing(same), logging.WARNING) == []
+    for theirs in ((0.485, 0.456, 0.406), (0.449,)):  # those of the data set, or their mean
+        empty = resolve_preprocessing(make_cfg("DATA.MEAN", "[]"))
+        assert notes_of(follow(empty, "run", {"DATA.MEAN": theirs}), logging.WARNING) == []
+    (note,) = notes_of(follow(make_cfg("DATA.MEAN", "[]"), "run", {"DATA.MEAN": HALF}), logging.WARNING)
+    assert "than DATA.MEAN [0.485, 0.456, 0.406]" in note
+
+
+def test_weights_that_say_nothing_are_named_and_a_teachers_are_compared(folder):
+    cfg = resolve_preprocessing(make_cfg("MODEL.WEIGHTS", folder / "bare.pth"))
+    assert "not known" in notes_of(cfg, logging.INFO)[0] and cfg.DATA.MEAN == ()
+    teacher = ("DISTILL.TEACHER", "timm/test_vit", "DISTILL.WEIGHTS", "pretrained")
+    assert "DATA.MEAN '[0.5, 0.5, 0.5]'" in notes_of(resolve_preprocessing(make_cfg(*teacher)), logging.WARNING)[0]
+    own = ("DATA.MEAN", "[0.5,0.5,0.5]", "DATA.STD", "[0.5,0.5,0.5]")
+    assert resolve_preprocessing(make_cfg(*teacher, *own)).notes == []
+
+
+def test_training_evaluation_and_prediction_use_the_mean_of_the_weights(image_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    half = ("DATA.MEAN", "[0.5, 0.5, 0.5]", "DATA.STD", "[0.5, 0.5, 0.5]")
+    train_model(load_cfg(None, small_options(image_folder, "a", *half, "OPTIM.MAX_EPOCH", 1)))
+    train_model(load_cfg(None, small_options(image_folder, "b", "FINETUNE.WEIGHTS", "a", "OPTIM.MAX_EPOCH", 1)))
+    log = (tmp_path / "b" / "train.log").read_text()
+    assert "preprocessing of FINETUNE.WEIGHTS a: DATA.MEAN [0.5, 0.5, 0.5]" in log and "mean 0.5 0.5 0.5" in log
+    assert find_run("b").cfg.DATA.MEAN == HALF
+    evaluate_weights(load_cfg(None, small_options(image_folder, "c", "MODEL.WEIGHTS", "a/best.pth.tar")))
+    assert "mean 0.5 0.5 0.5" in (tmp_path / "c" / "test.log").read_text()
+    # A config without the mean, for a checkpoint that has it.
+    (tmp_path / "c.yaml").write_text(
+        "MODEL: {ARCH: resnet8, NUM_CLASSES: 3}\nTRAIN: {IM_SIZE: 16}\nTEST: {IM_SIZE: 18}\n"
+    )
+    assert find_run("a/best.pth.tar", "c.yaml").cfg.DATA.MEAN == HALF
+
+
+@pytest.mark.parametrize("first", [(), ("DATA.MEAN", "[0.1, 0.2, 0.3]", "TEST.INTERPOLATION", "bicubic")])
+def test_a_run_that_is_resumed_keeps_the_preprocessing_it_was_trained_with(first, image_folder, folder, tmp_path):
+    """Also one that was begun before weights brought theirs, whose config has an empty mean or none at all."""
+    trained = load_cfg(None, small_options(image_folder, tmp_path / "out", *first))
+    train_model(trained)
+    words = ("FINETUNE.WEIGHTS", folder / "file.pth")
+    resumed = resolve_preprocessing(load_cfg(None, small_options(image_folder, tmp_path / "out", *map(str, words))))
+    assert [get_value(resumed, key) for key in FOLLOWING] == [get_value(trained, key) for key in FOLLOWING]
+    assert ("TEST.INTERPOLATION bicubic" in str(notes_of(resumed, logging.INFO))) == bool(first)
+    for name, auto_resume in (("new", True), ("out", False)):
+        own = small_options(image_folder, tmp_path / name, *map(str, words), "TRAIN.AUTO_RESUME", str(auto_resume))
+        assert resolve_preprocessing(load_cfg(None, own)).DATA.MEAN == HALF
+    (tmp_path / "out/config.yaml").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        resolve_preprocessing(load_cfg(None, small_options(image_folder, tmp_path / "out", *map(str, words))))
+
+
+@pytest.mark.parametrize("name", ["timm/vit_small_patch14_dinov2"])
+def test_a_backbone_without_a_head_has_no_classifier(name, tmp_path):
+    draw_folder(tmp_path, "val", {"a": 1, "b": 1})
+    run = find_run(name, None, ["TRAIN.DATASET", str(tmp_path)])
+    assert not run.has_classifier and run.classes == ("a", "b")
+    with pytest.raises(ValueError, match="published without a classifier"):
+        run.predict([tmp_path])

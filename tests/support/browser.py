@@ -1,6 +1,6 @@
 """A headless Chromium, driven by its DevTools protocol over two pipes."""
 
-import collections
+import contextlib
 import fcntl
 import json
 import os
@@ -15,12 +15,6 @@ FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "-
          "--remote-debugging-pipe")  # fmt: skip
 # Limit that catches a hang, in seconds: a page takes one or two.
 LOAD_S = 120
-_PROBLEMS = {
-    "Runtime.consoleAPICalled": lambda event: [argument.get("value") for argument in event["args"]],
-    "Runtime.exceptionThrown": lambda event: event["exceptionDetails"],
-    "Log.entryAdded": lambda event: event["entry"],
-    "Network.loadingFailed": lambda event: event,
-}
 
 
 def find_browser() -> str | None:
@@ -29,34 +23,23 @@ def find_browser() -> str | None:
 
 
 class Browser:
-    """A browser with one page; a context manager.
+    """A browser with one page; a context manager."""
 
-    Attributes:
-        requests: the URLs that the page of the last `open` has requested.
-        problems: its messages in the console, exceptions, and requests that failed or had a status of 400 or more.
-    """
-
-    def __init__(self, program: str):
+    def __init__(self, program: str, width: int):
         self._folder = tempfile.mkdtemp()
         (theirs_in, self._out), (self._in, theirs_out) = os.pipe(), os.pipe()
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (theirs_in, theirs_out)]
         actions = [(os.POSIX_SPAWN_DUP2, high[0], 3), (os.POSIX_SPAWN_DUP2, high[1], 4)]
         actions += [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_WRONLY, 0) for fd in (1, 2)]
-        command = [program, *FLAGS, f"--user-data-dir={self._folder}", "about:blank"]
+        command = [program, *FLAGS, f"--window-size={width},900", f"--user-data-dir={self._folder}", "about:blank"]
         self._pid = os.posix_spawn(program, command, os.environ, file_actions=actions)
         for fd in (theirs_in, theirs_out, *high):
             os.close(fd)
         self._buffer, self._number, self._session = b"", 0, {}
-        self._events: collections.deque[dict] = collections.deque()
-        self.requests: list[str] = []
-        self.problems: list[str] = []
 
     def __enter__(self) -> "Browser":
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
-        for name in ("Page", "Network", "Runtime", "Log"):
-            self.call(f"{name}.enable")
-        self.call("Page.setLifecycleEventsEnabled", enabled=True)
         return self
 
     def __exit__(self, *error) -> None:
@@ -82,36 +65,21 @@ class Browser:
         while data:
             data = data[os.write(self._out, data) :]
         while (answer := self._receive()).get("id") != self._number:
-            self._events.append(answer)
+            pass  # an event
         if "error" in answer:
             raise RuntimeError(f"{method}: {answer['error']}")
         return answer["result"]
 
-    def show(self, width: int, scheme: str) -> None:
-        """Set the width of the page in pixels, and the color scheme of the system, "light" or "dark"."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-
     def open(self, url: str) -> None:
-        """Load a page, and wait until it requests nothing more."""
-        self._events.clear()
-        self.requests, self.problems = [], []
-        loader, deadline = self.call("Page.navigate", url=url)["loaderId"], time.monotonic() + LOAD_S
-        while time.monotonic() < deadline:
-            event = self._events.popleft() if self._events else self._receive()
-            params = event.get("params", {})
-            self._note(event.get("method", ""), params)
-            if params.get("name") == "networkIdle" and params.get("loaderId") == loader:
-                return
-        raise TimeoutError(url)
-
-    def _note(self, method: str, params: dict) -> None:
-        if method == "Network.requestWillBeSent":
-            self.requests.append(params["request"]["url"])
-        elif method == "Network.responseReceived" and params["response"]["status"] >= 400:
-            self.problems.append(f"{params['response']['status']} {params['response']['url']}")
-        elif method in _PROBLEMS:
-            self.problems.append(f"{method} {_PROBLEMS[method](params)}")
+        """Load a page, with all that it requests."""
+        self.call("Page.navigate", url=url)
+        deadline = time.monotonic() + LOAD_S
+        found = None
+        while found != [url, "complete"]:
+            assert time.monotonic() < deadline, url
+            time.sleep(0.05)
+            with contextlib.suppress(RuntimeError):  # the page is being replaced
+                found = self.evaluate("[document.URL, document.readyState]")
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of an expression of JavaScript."""

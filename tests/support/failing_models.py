@@ -56,15 +56,11 @@ class Idle(nn.Module):
 
 
 @MODELS.register
-def failing(
-    num_classes: int, step: int = 3, rank: int = 1, text: str = "the flux has run out", is_destroyable: bool = True
-) -> nn.Module:
-    """Return a model that raises an exception; without `is_destroyable`, destroying the process group hangs."""
+def failing(num_classes: int, step: int = 3, rank: int = 1) -> nn.Module:
+    """Return a model that raises an exception."""
 
     def fail(model):
-        if not is_destroyable:
-            torch.distributed.destroy_process_group = lambda: time.sleep(600)
-        raise ArithmeticError(text)
+        raise ArithmeticError("the flux has run out")
 
     return FaultyModel(num_classes, fail, step, rank)
 

@@ -31,7 +31,7 @@ def make_state(num_classes: int = 3, best: tuple[float, int] = (0.0, -1), **posi
     )
 
 
-def original_checkpoint(path: Path, state: TrainState) -> None:
+def original_checkpoint(path: Path, state: TrainState, **options: bool) -> None:
     """Write a checkpoint of the 2021 distribuuuu: numpy scalars in the optimizer's settings, no step, no classes."""
     optimizer = state.optimizer.state_dict()
     for group in optimizer["param_groups"]:
@@ -39,7 +39,7 @@ def original_checkpoint(path: Path, state: TrainState) -> None:
         for name in ("maximize", "foreach", "differentiable", "fused"):
             group.pop(name, None)
     content = {"epoch": 4, "state_dict": state.model.state_dict(), "optimizer": optimizer, "best_acc1": 33.5}
-    torch.save(content, path)
+    torch.save(content, path, **options)
 
 
 def save(folder: CheckpointManager, state: TrainState, is_best: bool = False) -> Path:

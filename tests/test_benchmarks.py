@@ -1,13 +1,14 @@
-"""benchmarks/certificates.py: our loop and the components of references give the same weights, and differences show."""
+"""Scripts of benchmarks: certificates of the loop, what gpu_check.py checks on a CPU, gpu.py without a GPU."""
 
+import re
 import subprocess
 import sys
 
+import certificates
+import gpu_check
 import pytest
-from support.runs import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import certificates  # noqa: E402
+from bench_support.small_training import draw_images
+from support.runs import ROOT, run_python
 
 pytestmark = pytest.mark.slow
 NAMES = list(certificates.CERTIFICATES)
@@ -35,3 +36,23 @@ def test_wrong_arguments_are_one_line():
         done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "certificates.py"), *words],
                               capture_output=True, text=True)  # fmt: skip
         assert done.returncode == 2 and message in done.stderr.splitlines()[-1]
+
+
+def test_batches_on_the_device_have_the_pixels_of_the_host(tmp_path):
+    draw_images(tmp_path / "data")
+    assert [passed for *_, passed in gpu_check.check_batches(tmp_path)] == [True, True]
+
+
+def test_the_end_of_a_process_is_noticed(tmp_path):
+    draw_images(tmp_path / "data")
+    assert [passed for *_, passed in gpu_check.check_killed_rank(tmp_path)] == [True]
+
+
+def test_the_loops_are_compared_without_a_gpu():
+    """Each step is logged, like the first one of a block that begins more than 15 seconds after the last block."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); import gpu; sys.exit(gpu.main())"
+    words = "--device cpu --arch resnet8 --im-size 32 --batch 8 --classes 10 --steps 3 --blocks 2 --threads 1"
+    log_all = "from distribuuuu.records import run_log; run_log.LOG_INTERVAL_S = 0;"
+    done = run_python("-c", log_all + code, *words.split(), "--no-compile")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^ours +\d+\.\d", done.stdout, re.MULTILINE) and "no bar: no reference script ran" in done.stdout

@@ -1,16 +1,87 @@
-"""Files are written through no link, and what they are given as text starts no line of its own in a log."""
+"""Locks, limits of untrusted files, and writing through no link."""
 
+import json
 import os
+import time
 
 import pytest
 
+from distribuuuu.commands.guard import report
 from distribuuuu.config import ConfigError
+from distribuuuu.config.json_file import load_json
 from distribuuuu.config.run_files import RUN_FILES
 from distribuuuu.data.packed.cache import DiskCache
 from distribuuuu.files.atomic_file import make_folder, open_for_writing, replacing
+from distribuuuu.files.locks import lock_file, take_turn, try_lock
+from distribuuuu.files.untrusted import open_regular, printable, read_regular
 from distribuuuu.launch.signals import write_stacks
 from distribuuuu.records.run_log import append_to_log, logger, logging_to
 from distribuuuu.trainer import evaluate_weights, train_model
+
+
+def test_a_lock_has_one_holder_at_a_time(tmp_path):
+    path = tmp_path / "x.lock"
+    first, second = (os.open(path, os.O_CREAT | os.O_RDWR) for _ in range(2))
+    assert lock_file(first, 5.0) and try_lock(second) is False
+    started = time.monotonic()
+    assert lock_file(second, 0.1) is False and time.monotonic() - started >= 0.1
+    os.close(first)
+    assert lock_file(second, 5.0)
+    os.close(second)
+
+
+def test_a_turn_excludes_others_and_yields_the_time_of_the_file_system(tmp_path):
+    with take_turn(tmp_path / "new" / "index.bin") as now_ns:
+        assert abs(now_ns - time.time_ns()) < 60e9
+        descriptor = os.open(tmp_path / "new" / "index.lock", os.O_RDWR)
+        assert try_lock(descriptor) is False
+    assert try_lock(descriptor)
+    os.close(descriptor)
+
+
+@pytest.fixture(params=["pipe", "device", "folder"])
+def special(request, tmp_path):
+    """A path that a plain `open` waits for, never reads to its end, or cannot open."""
+    path = tmp_path / "special"
+    {"pipe": os.mkfifo, "folder": os.mkdir, "device": lambda path: os.symlink("/dev/zero", path)}[request.param](path)
+    return path
+
+
+def test_only_regular_files_are_opened(special, tmp_path):
+    for read in (open_regular, lambda path: read_regular(path, 10)):
+        with pytest.raises(OSError, match="not a regular file"):
+            read(special)
+    with pytest.raises(ConfigError, match=f"{special}: cannot be read"):
+        load_json(special)
+
+
+def test_a_file_has_a_largest_size(tmp_path):
+    (tmp_path / "a").write_bytes(b"12345")
+    assert read_regular(tmp_path / "a", 5) == b"12345"
+    with pytest.raises(OSError, match="more than 4 bytes"):
+        read_regular(tmp_path / "a", 4)
+
+
+def test_json_is_returned_or_named_as_damaged(tmp_path):
+    for content in [b"\xff", b"{", b"NaN", b"[" * 100_000, b"9" * 5000, b'"\\ud800"', b""]:
+        (tmp_path / "a.json").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"a\.json: invalid JSON"):
+            load_json(tmp_path / "a.json")
+    (tmp_path / "a.json").write_text(json.dumps({"a": [1, None]}))
+    assert load_json(tmp_path / "a.json") == {"a": [1, None]}
+
+
+def test_a_name_with_characters_that_a_terminal_acts_on_is_escaped(capsys):
+    for name, shown in [
+        ("\x1b[2J\x07", "\\x1b[2J\\x07"), ("gpj.\u202exe", "gpj.\\u202exe"),
+        ("\u2066a\u2069\u200f\u061c", "\\u2066a\\u2069\\u200f\\u061c"),
+        ("a\r\nb\tc\x85\u2028", "a\\r\\nb\\tc\\x85\\u2028"),
+        ("\udcff", "\\udcff"), ("naïve 猫 \U0001f469\u200d\U0001f52c.jpg", "naïve 猫 \U0001f469\u200d\U0001f52c.jpg"),
+    ]:  # fmt: skip
+        assert printable(name) == shown
+        shown.encode()
+    report(ConfigError("a\n  - b\x1b[1A.jpg: broken"))
+    assert capsys.readouterr().err == "1 problem to solve first:\n  - a\n      - b\\x1b[1A.jpg: broken\n"
 
 
 @pytest.mark.parametrize("name", RUN_FILES)

@@ -1,13 +1,24 @@
-"""Launcher detection from the environment variables that real launchers set."""
+"""Launchers by their environment variables, the end of a process, and the files for Kubernetes and SkyPilot."""
 
+import itertools
+import multiprocessing
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
+import yaml
+from support.processes import free_port
 from support.runs import run_tool, small_options
 
 from distribuuuu.config import ConfigError
+from distribuuuu.config.run_files import TRAIN_LOG
 from distribuuuu.launch.detect import NPROC_MARK, detect_launch, list_jobs
+from distribuuuu.launch.processes import die_with_parent
+from distribuuuu.launch.signals import ECHO_S, SignalState, exit_now
 from distribuuuu.launch.slurm import PORT_RANGE, expand_hosts
 
 BY_HAND = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
@@ -74,8 +85,9 @@ def test_slurm_processes_meet_at_the_first_node_on_a_port_of_the_job():
 
 
 def test_jobs_and_steps_that_may_share_a_node_have_ports_and_stores_of_their_own():
-    near = [{"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(500, 620) for step in range(100)]
-    launches = [detect_launch({**SRUN, **numbers}) for numbers in near]
+    numbers = itertools.product(range(500, 620), range(0, 100, 9))
+    near = [{"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job, step in numbers]
+    launches = [detect_launch({**SRUN, **step}) for step in near]
     assert len({launch.port for launch in launches}) == len({launch.run_id for launch in launches}) == len(near)
     assert detect_launch({**SRUN, "SLURM_RESTART_COUNT": "1"}).run_id != detect_launch(SRUN).run_id
 
@@ -132,3 +144,117 @@ def test_node_lists():
 def test_a_step_that_is_started_in_an_interactive_shell_is_a_launch(monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda path: "slurmstepd\n")
     assert detect_launch({**SRUN, "SLURM_PTY_PORT": "40123"}).world_size == 4
+
+
+@pytest.mark.parametrize(("rank", "has_begun", "said"), [
+    ("0", True, "SIGTERM: ended at once; the newest checkpoint stays\n"),
+    ("0", False, "SIGTERM: ended at once; no step was made, nothing is lost\n"), ("1", True, ""),
+])  # fmt: skip
+def test_a_process_exits_at_once_with_the_status_of_its_signal(monkeypatch, capfd, rank, has_begun, said):
+    state, statuses = SignalState(), []
+    state.has_begun = has_begun
+    monkeypatch.setattr(SignalState, "current", state)
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    monkeypatch.setenv("RANK", rank)
+    exit_now(signal.SIGTERM)
+    assert statuses == [143] and capfd.readouterr().err == said
+    state.receive(signal.SIGTERM)
+    exit_now(signal.SIGTERM)  # the run has stopped on the first signal, and the process is about to exit
+    state.first, state.is_ending = None, True  # it has an error to print, and exits by itself
+    exit_now(signal.SIGTERM)
+    assert statuses == [143] and capfd.readouterr().err == ""
+
+
+def test_a_child_whose_parent_has_exited_before_it_listens_exits_too(monkeypatch):
+    for parent, status in ((os.getpid(), 0), (1, 1)):
+        monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
+        child = multiprocessing.get_context("fork").Process(target=die_with_parent)
+        child.start()
+        child.join()
+        assert child.exitcode == status
+
+
+@pytest.mark.parametrize(("received", "num"), [
+    ([(0.0, 100), (ECHO_S / 2, 100), (3.0, 1)], 0), ([(0.0, 100), (3.0, 1), (3.0 + ECHO_S, 1)], 1),
+    ([(0.0, 100), (30.0, 1)], 1), ([(0.0, 100), (2 * ECHO_S, 100)], 1),
+])  # fmt: skip
+def test_the_signal_of_a_parent_that_takes_seconds_to_exit_is_not_a_second_one(monkeypatch, received, num):
+    second: list[int] = []
+    state = SignalState(second.append)
+    for seconds, parent in received:
+        monkeypatch.setattr(time, "monotonic", lambda seconds=seconds: 50 + seconds)
+        monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
+        assert second == []
+        state.receive(signal.SIGTERM)
+    assert second == [signal.SIGTERM] * num
+
+
+def test_each_thread_of_a_killed_parent_may_send_a_signal_until_the_parent_is_gone(monkeypatch):
+    parent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    second: list[int] = []
+    state = SignalState(second.append)
+    monkeypatch.setattr(os, "getppid", lambda: parent.pid)
+    state.receive(signal.SIGTERM)
+    later = time.monotonic() + 2 * ECHO_S
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    parent.kill()
+    os.waitid(os.P_PID, parent.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    state.receive(signal.SIGTERM)
+    assert second == []
+    parent.communicate()
+    state.receive(signal.SIGTERM)
+    assert second == [signal.SIGTERM]
+
+
+TOOLS = Path(__file__).parents[2] / "tools"
+OPTIONS = ["--cfg", "shapes/resnet14", "MODEL.DUMMY_INPUT", "True", "OPTIM.MAX_EPOCH", "1", "OPTIM.WARMUP_EPOCHS", "0",
+           "MODEL.ARCH", "resnet8", "TRAIN.IM_SIZE", "16", "TEST.IM_SIZE", "16", "TRAIN.WORKERS", "0"]  # fmt: skip
+
+
+def read_kubernetes() -> list[dict]:
+    return list(yaml.safe_load_all((TOOLS / "kubernetes" / "train.yaml").read_text()))
+
+
+def kubernetes_command(rank: int, port: int, out: Path) -> tuple[list[str], dict[str, str]]:
+    """Return the command of the pod with this index, and its environment."""
+    container = read_kubernetes()[1]["spec"]["template"]["spec"]["containers"][0]
+    env = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert env["MASTER_ADDR"] == "distribuuuu-0.distribuuuu"  # JOB-INDEX.SUBDOMAIN
+    env |= {"JOB_COMPLETION_INDEX": str(rank), "GPUS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [*container["command"], *OPTIONS, "OUT_DIR", str(out)], env
+
+
+def skypilot_command(rank: int, port: int, out: Path) -> tuple[list[str], dict[str, str]]:
+    """Return the command of a node, and the environment that SkyPilot sets."""
+    run = yaml.safe_load((TOOLS / "skypilot" / "train.yaml").read_text())["run"]
+    start = run.partition(" --cfg ")[0].replace("--master-port=29500", f"--master-port={port}")
+    env = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NUM_GPUS_PER_NODE": "1",
+           "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2"}  # fmt: skip
+    return ["bash", "-c", f'{start} "$@"', "run", *OPTIONS, "OUT_DIR", str(out)], env
+
+
+def test_the_kubernetes_file_follows_the_schemas():
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    for resource in read_kubernetes():
+        kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_pods_are_selected_and_named_by_the_service():
+    service, job = read_kubernetes()
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    assert job["spec"]["completions"] == job["spec"]["parallelism"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [kubernetes_command, skypilot_command])
+def test_two_nodes_train_together(build, tmp_path):
+    started, port = [], free_port()
+    for rank in (0, 1):
+        command, env = build(rank, port, tmp_path / "out")
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **env}
+        started.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+    errors = [process.communicate(timeout=300)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], errors
+    assert "process 0 of 2" in (tmp_path / "out" / TRAIN_LOG).read_text()

@@ -1,18 +1,22 @@
-"""Bases of configs and several files of --cfg: the order of merging, origins, errors, and what runs store."""
+"""Files of configs and runs: where they are found, bases, several files of --cfg, and names of a run's own files."""
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 from support.commands import command_module
 from support.errors import problems_of
-from support.runs import small_options
+from support.runs import ROOT, small_options
 
 from distribuuuu.commands.arguments import parse_args
-from distribuuuu.config import load_cfg
+from distribuuuu.config import ConfigError, load_cfg, locate, run_files
 from distribuuuu.config.explain import dump_with_origins
-from distribuuuu.config.locate import FoundConfig
+from distribuuuu.config.locate import FoundConfig, find_config, shipped_file
+from distribuuuu.config.run_files import RUN_FILES, find_name_problem, find_path_problem
+from distribuuuu.hints.words import suggest_configs
 from distribuuuu.records.results import config_name
+from distribuuuu.trainer import evaluate_weights as evaluate_model
 from distribuuuu.trainer import train_model
 
 
@@ -134,3 +138,91 @@ def test_a_sweep_stores_the_files_and_their_bases(image_folder, folder):
     trials.open_sweep(plan, sweep.read_files("configs/top.yaml")[1])
     copy = load_cfg("sweep/config/configs/top.yaml")
     assert (copy.OPTIM.MOMENTUM, copy.RNG_SEED, config_name(copy)) == (0.5, 3, "configs/top")
+
+
+SHIPPED = str(ROOT / "configs" / "shapes" / "resnet14.yaml")
+
+
+def write_config(path: str, text: str = "OUT_DIR: mine\n") -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
+
+
+def test_a_shipped_config_is_found_by_its_name():
+    for name in ("shapes/resnet14", "shapes/resnet14.yaml", "configs/shapes/resnet14.yaml",
+                 "./configs/shapes/resnet14", "shapes//resnet14"):  # fmt: skip
+        assert find_config(name) == SHIPPED
+        cfg = load_cfg(name)
+        assert cfg.DATA.NAME == "shapes" and config_name(cfg) == "shapes/resnet14"
+
+
+@pytest.mark.parametrize("mine", ["shapes/resnet14", "shapes/resnet14.yaml", "configs/shapes/resnet14.yaml"])
+def test_a_file_of_the_current_folder_wins(mine):
+    write_config(mine)
+    assert load_cfg("shapes/resnet14").OUT_DIR == "mine"
+
+
+def test_other_paths_stay_as_they_are():
+    for path in ("../shapes/resnet14", "../configs/shapes/resnet14.yaml", "/shapes/resnet14.yaml",
+                 "/configs/shapes/resnet14", "shapes", "resnet14", ""):  # fmt: skip
+        assert find_config(path) == path
+    with pytest.raises(ConfigError, match="no such file"):  # beside the shipped configs
+        load_cfg("../benchmarks/reported.yaml")
+
+
+def test_a_wrong_name_lists_the_nearest_configs(monkeypatch, tmp_path):
+    for path, meant in {
+        "shapes/resnet41": "shapes/resnet14.yaml", "imagnet/resnet50_a1.yaml": "imagenet/resnet50_a1.yaml",
+        "resnet50_a1": "imagenet/resnet50_a1.yaml?", "config/resnet18.yaml": "imagenet2021/resnet18.yaml?",
+        "imagenet2021/botnet5O": "imagenet2021/botnet50.yaml", "shapes": "shapes/resnet14.yaml?",
+    }.items():  # fmt: skip
+        monkeypatch.chdir(tmp_path)
+        assert suggest_configs(path).startswith(f"; did you mean {meant}")
+        assert str(ROOT) not in suggest_configs(path)
+        monkeypatch.chdir(ROOT)
+        assert suggest_configs(f"configs/{path}").startswith(f"; did you mean configs/{meant}")
+
+
+def test_the_files_of_a_wheel_are_in_the_package(monkeypatch, tmp_path):
+    assert shipped_file("configs") == ROOT / "configs"
+    write_config("package/shipped/configs/shapes/resnet14.yaml")
+    monkeypatch.setattr(locate, "_PACKAGE", tmp_path / "package")
+    assert shipped_file("benchmarks/reported.yaml") == tmp_path / "package" / "shipped" / "benchmarks" / "reported.yaml"
+    assert load_cfg("shapes/resnet14").OUT_DIR == "mine"
+    assert suggest_configs("shapes/resnet41") == "; did you mean shapes/resnet14.yaml?"
+
+
+def test_every_file_that_a_run_writes_is_in_the_list(small_cfg, tmp_path):
+    cfg = small_cfg("LOG.TENSORBOARD", True, "EMA.HALF_LIFE", 100, "TRAIN.AUTO_RESUME", False, "OPTIM.MAX_EPOCH", 1)
+    train_model(cfg)
+    train_model(cfg)
+    evaluate_model(cfg)
+    found = {path.name for path in (tmp_path / "out").iterdir()} - {cfg.CFG_DEST}
+    assert [name for name in found if not run_files.is_run_file(name)] == [] and "checkpoints.1" in found
+    assert set(RUN_FILES) - found == {run_files.LOCK, run_files.STACKS, run_files.TRACKERS_FOLDER}, (
+        "written for the length of a run, on a hang, and with LOG.TRACKERS"
+    )
+
+
+def test_a_name_that_is_no_plain_file_name_or_one_of_the_run_is_refused():
+    for name in ("", " ", "..", "a/b", "a\nb", "a\u202eb", "~x", ".x", *RUN_FILES, "best_ema.pth.tar", "x.tmp"):
+        assert "expected" in (find_name_problem(name) or ""), name
+    for name in ("config.yaml", "cfg.txt", "my run.yaml", "\u65e5\u672c.yaml", "bestof.yaml", "console"):
+        assert find_name_problem(name) is None, name
+
+
+def test_a_url_and_the_root_in_any_spelling_are_no_folder_for_a_run(tmp_path, monkeypatch):
+    for scheme in ("s3", "gs", "hf", "http", "https", "file", "S3", "abfs", "host"):
+        for path in (f"{scheme}://bucket/run", f"{scheme}:/bucket"):
+            assert "expected a local path" in find_path_problem(path)
+    for path in ("file:store/a", "s3:bucket/a", "host:runs/a", "me@host:runs", "my.host:a"):
+        assert "a URL or a host; expected a local path; fix: use a local folder" in find_path_problem(path)
+        assert find_path_problem(f"./{path}") is None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "host:runs").mkdir()
+    assert find_path_problem("host:runs") is None, "it exists already"
+    (tmp_path / "link").symlink_to("/")
+    for path in ("/", "//", "/.", "/tmp/..", str(tmp_path / "link")):
+        assert "root of the file system" in find_path_problem(path)
+    for path in ("exp", ".", "/tmp", "C:/runs", "exp/lr=0.1:2", "a:b"):
+        assert find_path_problem(path) is None
