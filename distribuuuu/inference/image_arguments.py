@@ -11,7 +11,7 @@ from typing import Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, did_you_mean
-from distribuuuu.data.datasets.made_elsewhere import PathFinder
+from distribuuuu.data.datasets.table_file import PathFinder
 from distribuuuu.files.image_files import ALL_EXTENSIONS, EXTENSIONS, JUNK_FILES, is_class, is_folder, is_image
 from distribuuuu.files.untrusted import open_text, printable
 

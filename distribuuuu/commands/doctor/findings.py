@@ -24,7 +24,7 @@ from distribuuuu.data.datasets.file_check import find_reduced
 from distribuuuu.data.datasets.folder_scan import scan_folder
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.index import Index
-from distribuuuu.data.datasets.made_elsewhere import match_forms
+from distribuuuu.data.datasets.targets import match_forms
 from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_lazy_image, reason_of
 from distribuuuu.data.loader import BadImageError
 from distribuuuu.files.image_files import is_image, list_classes

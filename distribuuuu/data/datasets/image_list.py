@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
+
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.settings import read_settings, setting
@@ -92,7 +94,7 @@ class TargetsColumns(PathColumns):
 
 
 class TableSet(IndexedImages):
-    """The images of a table; a family defines `open_split`."""
+    """The images of a table, with one or more labels each; a family defines `open_split`."""
 
     Columns: type[Any] = TableColumns
     names_places = True
@@ -111,6 +113,17 @@ class TableSet(IndexedImages):
             message = f"not set; expected columns of the table; fix: DATA.TABLE.{cls.key} '[a, b]'"
             raise ConfigError(Problem(f"DATA.TABLE.{cls.key}", message))
         return columns
+
+    def label(self, index: int) -> Any:
+        """Return the class of image `index`; the float32 multi-hot vector (classes,); or its targets by column."""
+        if self.targets == "label":
+            return super().label(index)
+        place = self.place(index)
+        if self.targets == "structured":
+            return {column: values[place] for column, values in self.labels.items()}
+        ends, target = self.index.arrays["label_offsets"], np.zeros(len(self.classes), np.float32)
+        target[self.labels[ends[place] : ends[place + 1]]] = 1
+        return target
 
 
 @DATASETS.register("list")

@@ -24,7 +24,8 @@ from distribuuuu.data.datasets.array_file import Content, find_stamp, pack_names
 from distribuuuu.data.datasets.base import ImageDataset, SplitDataset
 from distribuuuu.data.datasets.image_list import TableColumns, TableSet
 from distribuuuu.data.datasets.index import Index
-from distribuuuu.data.datasets.table_file import TableSpec, encode_targets, parse_labels
+from distribuuuu.data.datasets.table_file import TableSpec, parse_labels
+from distribuuuu.data.datasets.targets import encode_targets
 from distribuuuu.files.untrusted import parse_json, printable
 
 # Where the files of a split are, in the order in which they are looked for; {} stands for the split.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset, SplitDataset, class_count_mismatch
-from distribuuuu.data.datasets.index import unknown_names
+from distribuuuu.data.datasets.targets import unknown_names
 
 if TYPE_CHECKING:
     import numpy as np
