@@ -51,24 +51,23 @@ def split(prog: str, args: list[str]) -> int:
 
     try:
         images = list_table_images(source, words) if is_table else list_images(source, flags.label_by)
-        plan = plan_split(images, Path(flags.out), flags.val or 0.0, flags.test, flags.folds,
-                          flags.group_by, flags.seed)  # fmt: skip
+        files, notes = plan_split(images, flags.val or 0.0, flags.test, flags.folds, flags.group_by, flags.seed)
     except OSError as error:
         raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    write_split(plan)
-    total = len(plan.images.names)
-    lines = [f"{counted(total, 'image')} of {counted(len(plan.images.classes), 'class')} in {flags.folder}"]
+    write_split(images, Path(flags.out), files)
+    total = len(images.names)
+    lines = [f"{counted(total, 'image')} of {counted(len(images.classes), 'class')} in {flags.folder}"]
     sizes = []
-    for name, indices in plan.files.items():
-        num_classes = len({plan.images.labels[index] for index in indices})
+    for name, indices in files.items():
+        num_classes = len({images.labels[index] for index in indices})
         share = f"{100 * len(indices) / total:.1f} %"
         sizes.append([f"  {name}", f"{len(indices):>9,}", f"{share:>7}", counted(num_classes, "class")])
-    for line in (*lines, *align_columns(sizes, "<>>"), *plan.notes):
+    for line in (*lines, *align_columns(sizes, "<>>"), *notes):
         print(printable(line))
     folder = str(Path(flags.out, "fold_1") if flags.folds else Path(flags.out))
     out_dir = os.path.join("exp", Path(flags.out).resolve().name)
     words = ["DATA.NAME", "list", "TRAIN.DATASET", folder, "TEST.DATASET", folder, "OUT_DIR", out_dir]
-    command = shlex.join(words + _suggest_sizes([plan.images.folder / name for name in plan.images.names]))
+    command = shlex.join(words + _suggest_sizes([images.folder / name for name in images.names]))
     print(printable(f"to train: {prog.rpartition(' ')[0] or 'distribuuuu'} train --cfg photographs {command}"))
     return 0
 

@@ -255,31 +255,13 @@ def keep_classes_in_training(images: Images, parts: list[str], groups: Sequence[
 # -------------------------------------------------------------------------------------- files
 
 
-@dataclass
-class SplitPlan:
-    """A split and where it is written.
-
-    Attributes:
-        images: the images.
-        out: the output folder.
-        files: lists by path below `out`, e.g. "train.csv" or "fold_1/val.csv"; each names its images by index.
-        notes: findings to print.
-    """
-
-    images: Images
-    out: Path
-    files: dict[str, list[int]]
-    notes: list[str]
-
-
 def plan_split(
-    images: Images, out: Path, val: float, test: float = 0.0, folds: int = 0, pattern: str = "", seed: int = 0
-) -> SplitPlan:
-    """Return the split of some images.
+    images: Images, val: float, test: float = 0.0, folds: int = 0, pattern: str = "", seed: int = 0
+) -> tuple[dict[str, list[int]], list[str]]:
+    """Return the lists of a split by their names, e.g. "train.csv" or "fold_1/val.csv", as indices; and notes to print.
 
     Args:
         images: of `list_images` or `list_table_images`.
-        out: the output folder.
         val: share of the validation images; without effect with folds.
         test: share of the test images; 0: none.
         folds: number of folds for cross-validation; 0: one split.
@@ -291,23 +273,20 @@ def plan_split(
     """
     duplicates = find_duplicates(images)
     groups = merge_groups([*duplicates, *(find_named_groups(images, pattern) if pattern else [])])
-    shares = {f"{_FOLD}{number}": (1 - test) / folds for number in range(1, folds + 1)}
-    shares = shares or {TRAIN: 1 - test - val, "val": val}
+    names = [f"{_FOLD}{number}" for number in range(1, folds + 1)]
+    shares = dict.fromkeys(names, (1 - test) / max(1, folds)) or {TRAIN: 1 - test - val, "val": val}
     parts = assign(images, {**shares, **({"test": test} if test else {})}, groups, seed)
     keep_classes_in_training(images, parts, groups)
-    return SplitPlan(images, out, _list_files(parts, folds), list(_notes_on_duplicates(images, duplicates)))
-
-
-def _list_files(parts: Sequence[str], folds: int) -> dict[str, list[int]]:
-    """Return the images of each list."""
     by_part: dict[str, list[int]] = defaultdict(list)
     for index, part in enumerate(parts):
         by_part[part].append(index)
-    files = {} if folds else {f"{part}.csv": by_part[part] for part in (TRAIN, "val") if by_part[part]}
-    for fold in (f"{_FOLD}{number}" for number in range(1, folds + 1)):
+    files = {} if folds else {f"{part}.csv": by_part[part] for part in (TRAIN, "val")}
+    for fold in names:
         others = [index for index, part in enumerate(parts) if part not in (fold, "test")]
         files |= {f"{fold}/{TRAIN}.csv": others, f"{fold}/val.csv": by_part[fold]}
-    return files | ({"test.csv": by_part["test"]} if by_part["test"] else {})
+    files["test.csv"] = by_part["test"]
+    files = {name: indices for name, indices in files.items() if indices or name.startswith(_FOLD)}
+    return files, list(_notes_on_duplicates(images, duplicates))
 
 
 def _notes_on_duplicates(images: Images, duplicates: Sequence[Sequence[int]]) -> Iterator[str]:
@@ -320,15 +299,15 @@ def _notes_on_duplicates(images: Images, duplicates: Sequence[Sequence[int]]) ->
         yield f"WARNING: {counted(len(mixed), 'group')} of equal files in several classes: {named}"
 
 
-def write_split(plan: SplitPlan) -> None:
-    """Write the lists that do not exist yet.
+def write_split(images: Images, out: Path, files: Mapping[str, Sequence[int]]) -> None:
+    """Write the lists of `plan_split` that do not exist yet into a folder.
 
     Raises:
         ConfigError: another list has the name of one of them, or one cannot be written.
     """
     missing = {}
     try:
-        for path, content in {plan.out / name: _format_list(plan, name) for name in plan.files}.items():
+        for path, content in {out / name: _format_list(images, out / name, files[name]) for name in files}.items():
             if not os.path.lexists(path):
                 missing[path] = content
                 continue
@@ -340,17 +319,17 @@ def write_split(plan: SplitPlan) -> None:
             with replacing(path) as file:
                 file.write(content)
     except OSError as error:
-        raise ConfigError(f"--out: {error.filename or plan.out} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"--out: {error.filename or out} cannot be written: {error.strerror}") from error
 
 
-def _format_list(plan: SplitPlan, name: str) -> bytes:
+def _format_list(images: Images, path: Path, indices: Sequence[int]) -> bytes:
     """Return a list; its paths are relative if it is in or beside the folder of the images, else absolute."""
-    images, folder = plan.images, os.path.realpath(plan.images.folder)
-    prefix = os.path.relpath(folder, os.path.realpath((plan.out / name).parent))
+    folder = os.path.realpath(images.folder)
+    prefix = os.path.relpath(folder, os.path.realpath(path.parent))
     prefix = folder if prefix.count("..") > 1 else prefix
     prefix = "" if prefix == "." else prefix.replace(os.sep, "/") + "/"
     lines = [csv_line(("path", "label"))]
-    for index in plan.files[name]:
-        path = images.names[index] if os.path.isabs(images.names[index]) else f"{prefix}{images.names[index]}"
-        lines.append(csv_line((path, images.classes[images.labels[index]])))
+    for index in indices:
+        name = images.names[index]
+        lines.append(csv_line((name if os.path.isabs(name) else prefix + name, images.classes[images.labels[index]])))
     return "".join(lines).encode()

@@ -52,8 +52,8 @@ def run(*args) -> int:
 
 
 def test_the_classes_keep_their_shares(folder, tmp_path):
-    plan = plan_split(list_images(folder), tmp_path / "out", val=0.25, test=0.15)
-    write_split(plan)
+    images = list_images(folder)
+    write_split(images, tmp_path / "out", plan_split(images, val=0.25, test=0.15)[0])
     found = {name: rows_of(tmp_path / "out" / f"{name}.csv") for name in ("train", "val", "test")}
     names = [row for rows in found.values() for row in rows]
     assert len(set(names)) == len(names) == sum(COUNTS.values())
@@ -66,21 +66,21 @@ def test_the_classes_keep_their_shares(folder, tmp_path):
 
 
 def test_a_split_depends_on_names_and_seed_alone(folder, tmp_path):
-    files = plan_split(list_images(folder), tmp_path / "a", val=0.3, seed=4).files
+    files = plan_split(list_images(folder), val=0.3, seed=4)
     copied = tmp_path / "elsewhere"
     for path in sorted(folder.rglob("*.jpg"), reverse=True):
         target = copied / path.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
-    assert plan_split(list_images(copied), tmp_path / "b", val=0.3, seed=4).files == files
-    assert plan_split(list_images(folder), tmp_path / "c", val=0.3, seed=5).files != files
+    assert plan_split(list_images(copied), val=0.3, seed=4) == files
+    assert plan_split(list_images(folder), val=0.3, seed=5) != files
 
 
-def test_a_group_and_equal_files_are_never_divided(folder, tmp_path):
+def test_a_group_and_equal_files_are_never_divided(folder):
     (folder / "ant" / "copy.jpg").write_bytes((folder / "bee" / "p0" / "001.jpg").read_bytes())
-    plan = plan_split(list_images(folder), tmp_path / "out", val=0.3, test=0.2, pattern=r"(p\d+)/")
-    names, part_of = plan.images.names, {}
-    for file, indices in plan.files.items():
+    names, part_of = (images := list_images(folder)).names, {}
+    lists, notes = plan_split(images, val=0.3, test=0.2, pattern=r"(p\d+)/")
+    for file, indices in lists.items():
         part_of |= {names[index]: file for index in indices}
     parts = {}
     for name, file in part_of.items():
@@ -88,13 +88,13 @@ def test_a_group_and_equal_files_are_never_divided(folder, tmp_path):
             parts.setdefault(name.split("/")[1], set()).add(file)
     assert len(parts) == 11 and all(len(files) == 1 for files in parts.values())
     assert part_of["ant/copy.jpg"] == part_of["bee/p0/001.jpg"]
-    assert any("equal files in several classes: ant/copy.jpg = bee/p0/001.jpg" in note for note in plan.notes)
-    assert all(len(indices) > 0.1 * len(names) for indices in plan.files.values())
+    assert any("equal files in several classes: ant/copy.jpg = bee/p0/001.jpg" in note for note in notes)
+    assert all(len(indices) > 0.1 * len(names) for indices in lists.values())
 
 
 def test_each_image_is_validated_in_one_fold(folder, tmp_path):
-    plan = plan_split(list_images(folder), tmp_path / "out", val=0, folds=4, test=0.1)
-    write_split(plan)
+    images = list_images(folder)
+    write_split(images, tmp_path / "out", plan_split(images, val=0, folds=4, test=0.1)[0])
     test = rows_of(tmp_path / "out" / "test.csv")
     validated = []
     for number in range(1, 5):
@@ -177,7 +177,7 @@ def test_folders_that_cannot_be_split(tmp_path, capsys):
     with open(os.fsencode(tmp_path / "empty" / "cat") + b"/\xff.jpg", "wb") as file:
         file.write(b"1")
     with pytest.raises(ConfigError, match="names that a CSV in UTF-8 cannot hold: 'cat/.udcff.jpg'"):
-        plan_split(list_images(tmp_path / "empty"), tmp_path / "out", val=0.5)
+        list_images(tmp_path / "empty")
 
 
 NAMES = ["a\rb.jpg", "a\nb.jpg", "a\r\nb.jpg", " a.jpg", 'a"b.jpg', '"a".jpg', "a,b.jpg", "\ta.jpg", "=cmd().jpg",
