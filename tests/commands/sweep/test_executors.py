@@ -54,9 +54,9 @@ def test_failed_and_killed_runs_are_listed_and_the_rest_goes_on(scripted, tmp_pa
     cores = len(sorted(before))
     assert len(eval((sweep.folder(2, 0) / "cores").read_text())) == max(1, cores // 2)
     (sweep.folder(0, 0) / "failed.txt").unlink()
-    rows = build_rows(sweep, run_sweep(sweep, LocalExecutor(2)))
+    run_sweep(sweep, LocalExecutor(2))
     assert (sweep.folder(0, 0) / "console.log").read_text().count("boom") == 2, "it is tried again"
-    assert (sweep.folder(1, 0) / "starts").read_text() == "x" * MAX_KILLS and rows[0].trial == 2
+    assert (sweep.folder(1, 0) / "starts").read_text() == "x" * MAX_KILLS
 
 
 def test_a_signal_to_the_sweep_ends_its_runs(scripted, tmp_path):
@@ -79,7 +79,6 @@ def test_a_folder_in_use_by_a_run_of_a_killed_sweep_is_waited_for(scripted, tmp_
     sweep = scripted(tmp_path, FINISH)
     folder = sweep.folder(0, 0)
     folder.mkdir(parents=True)
-    assert not is_locked(folder)
     (folder / ".lock").touch()
     assert not is_locked(folder), "a killed run leaves the file"
     code = f"import fcntl, time; file = open({str(folder / '.lock')!r}, 'r+'); fcntl.lockf(file, fcntl.LOCK_EX)"

@@ -54,13 +54,6 @@ def _all_runs(sweep):
     return [(trial.number, seed) for trial in sweep.trials for seed in sweep.seeds]
 
 
-def test_the_objective_may_be_a_loss(sweep):
-    sweep = Sweep(sweep.out_dir, sweep.inputs, sweep.trials[:2], (0,), (), "loss", False)
-    page = build_sweep_page(sweep, {(0, 0): RunState(9, {9: 0.5}), (1, 0): RunState(9, {9: 0.7})})
-    texts = Page(page).texts
-    assert "Best config: trial 0" in texts
-
-
 def test_the_table(sweep, states):
     rows = build_rows(sweep, states, [Job(1, 0, 1, sweep.folder(1, 0), ())])
     lines = [line.split() for line in format_rows(sweep, rows)]

@@ -19,13 +19,10 @@ def test_the_state_of_a_run_is_read_from_its_files_only(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     for name in ("ckpt_ep_001.pth.tar", "ckpt_ep_001_step_000004.pth.tar", ".ckpt_ep_002.pth.tar.1.tmp"):
         (tmp_path / "checkpoints" / name).touch()
-    evaluations = [(1, {"top1": 50.0}), (2, {"top1": 60.0}), (1, {}), (1, {"top1": "60"}), (1, {"top1": None})]
-    records = [{"kind": "train", "epoch": 1, "step": 4, "top1": 1.0}]
-    records += [{"kind": "eval", "epoch": epoch, "step": 4, **values} for epoch, values in evaluations]
-    other = {"kind": "eval_x", "epoch": 1, "step": 4, "top1": 2}
+    found = [("train", 1, 1.0), ("eval", 1, 50.0), ("eval", 2, 60.0), ("eval", 1, "60"), ("eval", 1, None), ("x", 1, 2)]
+    lines = [json.dumps({"kind": kind, "epoch": epoch, "step": 4, "top1": value}) for kind, epoch, value in found]
     hostile = ['{"kind": "eval", "epoch": 1, "top1": ' + value for value in ("", "9" * 500 + "}", "[" * 5000)]
-    lines = [*map(json.dumps, [*records, other]), *hostile]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, *hostile]))
     state = read_state(tmp_path, "top1")
     assert (state.epochs, state.values, state.failure) == (1, {1: 50.0}, ""), "epoch 2 is not in a checkpoint yet"
     assert state.value(1) == 50.0 and state.value(2) is None
@@ -38,26 +35,22 @@ def test_the_state_of_a_run_is_read_from_its_files_only(tmp_path):
 
 
 def test_a_folder_belongs_to_one_sweep(tmp_path):
-    file = tmp_path / "a.yaml"
-    file.write_text("RNG_SEED: 1\n")
     sweep = make_sweep(tmp_path / "out", [{"OPTIM.BASE_LR": "0.1"}, {"OPTIM.BASE_LR": "0.2"}], epochs=2)
     sweep = dataclasses.replace(sweep, inputs={**sweep.inputs, "config": "config/x/a.yaml", "config_sha256": "1"})
     (tmp_path / "out").mkdir()
-    assert open_sweep(sweep, b"RNG_SEED: 1\n") is sweep
-    assert (tmp_path / "out/config/x/a.yaml").read_text() == file.read_text()
-    assert open_sweep(sweep, b"RNG_SEED: 1\n") == sweep, "the description is read as it was written"
+    for _ in range(2):
+        assert open_sweep(sweep, b"RNG_SEED: 1\n") == sweep
+    assert (tmp_path / "out/config/x/a.yaml").read_text() == "RNG_SEED: 1\n"
     other = dataclasses.replace(sweep, inputs={**sweep.inputs, "seeds": 2})
     with pytest.raises(ConfigError, match="describes the sweep of other arguments"):
         open_sweep(other, b"RNG_SEED: 1\n")
     (tmp_path / "out/config/x/a.yaml").write_text("PLUGINS: [./evil.py]")  # the jobs would import it
     with pytest.raises(ConfigError, match="a.yaml is not the config of --cfg, which its runs expect; fix"):
         open_sweep(sweep, b"RNG_SEED: 1\n")
-    (tmp_path / "out/config/x/a.yaml").write_text(file.read_text())
-    whole = (tmp_path / "out/sweep.json").read_text()
-    for content in ("", "[]", '{"schema": 1}', whole.replace("trials", "trails"), "[" * 9999):
+    for content in ("", '{"schema": 1}', "[" * 9999):
         (tmp_path / "out/sweep.json").write_text(content)
         with pytest.raises(ConfigError, match="sweep.json"):
-            open_sweep(sweep, b"RNG_SEED: 1\n")
+            open_sweep(sweep, b"")
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match="is the folder of a run"):
         open_sweep(dataclasses.replace(sweep, out_dir=tmp_path / "run"), b"")
