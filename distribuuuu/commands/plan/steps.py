@@ -25,6 +25,7 @@ from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.engine.build import build_training, open_run
 from distribuuuu.engine.preflight import resolve_num_classes, resolve_preprocessing
+from distribuuuu.engine.run import Training
 from distribuuuu.engine.run_description import describe_model
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.detect import Launch, detect_launch
@@ -62,12 +63,12 @@ def measure_steps(cfg) -> dict:
     device = pick_device(launch.local_rank)
     loader = build_loader(cfg, launch, device, train=True)
     with open_run(cfg, launch, device, log_name=""):
-        step = Step(cfg, loader)
-        describe_model(cfg, step.state.model)
+        training = build_training(cfg, loader, loader.zero_images(loader.plan.micro_batch)[:1], latest=None)
+        describe_model(cfg, training.state.model)
         logger.info("step: %s", loader.plan)
         logger.info("measuring: about a minute if a step takes less than a second")
         num_workers, max_workers = count_own_workers(cfg, launch)
-        result = measure(step, loader, num_workers)
+        result = measure(training, loader, num_workers)
         speeds = result["step"]["images_per_s"], result["loader"]["images_per_s"], result["wait"]
         result["verdict"] = diagnose_bottleneck(cfg, loader.images, *speeds, num_workers, max_workers)
         result |= {"workers": num_workers, "most_workers": max_workers}
@@ -79,49 +80,41 @@ def measure_steps(cfg) -> dict:
     return result
 
 
-class Step:
-    """Parts of a training step. The learning rate is 0, so the weights and therefore the speed stay the same."""
+def measure(training: Training, loader: TrainLoader, num_workers: int) -> dict:
+    """Return the seconds and the images/s of each part. A collective.
 
-    def __init__(self, cfg, loader: TrainLoader):
-        self.training = build_training(cfg, loader, loader.zero_images(loader.plan.micro_batch)[:1], latest=None)
-        self.state, self.task = self.training.state, self.training.task
-        set_lr(self.state.optimizer, 0.0)
-        self.training.model.train()
-        # Not zeros, with which a GPU draws less power, and is therefore faster, than with images.
-        self.batch = loader.sample_batch()
+    The learning rate is 0, so the weights and therefore the speed stay the same.
+    """
+    plan, state = loader.plan, training.state
+    set_lr(state.optimizer, 0.0)
+    training.model.train()
+    # Not zeros, with which a GPU draws less power, and is therefore faster, than with images.
+    in_memory = itertools.repeat(loader.sample_batch())
 
-    def backward(self, all_reduce: bool = True) -> None:
-        """Compute the gradients of a step, with or without their all-reduce."""
-        trainer.Step(self.training, itertools.repeat(self.batch), 0).gradients(all_reduce)
+    def backward(all_reduce: bool = True) -> None:
+        trainer.Step(training, in_memory, 0).gradients(all_reduce)
 
-    def update(self, batches: Iterator) -> None:
-        """Run a complete training step."""
-        trainer.take_step(self.training, batches, 0)
-        for average in self.state.averages.values():
-            average.update(self.state.global_batch, images_seen=self.state.global_batch)
-
-
-def measure(step: Step, loader: TrainLoader, num_workers: int) -> dict:
-    """Return the seconds and the images/s of each part. A collective."""
-    plan = loader.plan
+    def update(batches: Iterator[Batch]) -> None:
+        trainer.take_step(training, batches, 0)
+        for average in state.averages.values():
+            average.update(state.global_batch, images_seen=state.global_batch)
 
     def time_part(call: Callable[[], object], group: int = 1) -> dict:
         seconds = time_calls(call, loader.device, group)
         return {"seconds": seconds, "images": plan.global_batch, "images_per_s": plan.global_batch / seconds}
 
-    parts = {"forward_backward": time_part(step.backward)}
+    parts = {"forward_backward": time_part(backward)}
     if dist.is_distributed():
-        parts["not_exchanged"] = time_part(lambda: step.backward(all_reduce=False))
-    in_memory = itertools.repeat(step.batch)
-    parts |= {"optimizer": time_part(step.state.optimizer.step), "step": time_part(lambda: step.update(in_memory))}
+        parts["not_exchanged"] = time_part(lambda: backward(all_reduce=False))
+    parts |= {"optimizer": time_part(state.optimizer.step), "step": time_part(lambda: update(in_memory))}
     ahead = count_ahead(plan, num_workers)  # shorter blocks would overestimate the loader
-    batches = endless_batches(loader, step.state.stream_seed)
+    batches = endless_batches(loader, state.stream_seed)
     parts["loader"] = time_part(lambda: [next(batches) for _ in range(plan.accum_steps)], ahead)
     if parts["loader"]["seconds"] < parts["step"]["seconds"]:  # batches are always ready, and a few steps suffice
         ahead = min(ahead, max(1, int(MEASURE_S / parts["step"]["seconds"])))
     loader.pop_data_time()
     started = time.perf_counter()
-    parts["together"] = time_part(lambda: step.update(batches), ahead)
+    parts["together"] = time_part(lambda: update(batches), ahead)
     wait = min(1.0, loader.pop_data_time() / (time.perf_counter() - started))
     return {**parts, "wait": dist.all_reduce_max([wait])[0], "processes": plan.world_size}
 

@@ -144,8 +144,6 @@ def test_the_longer_side_is_scaled_down_as_ffcv_does(folder, tmp_path):
     assert np.array_equal(Packed(tmp_path / "raw", "train").read(0), expected)
     data = bytes(Packed(tmp_path / "jpeg", "train").read(0))
     assert data == encode_jpeg(np.ascontiguousarray(expected), 90)
-    pack(tmp_path / "large", "--format", "raw", "--longer-side", 40, *source(folder))
-    assert np.array_equal(Packed(tmp_path / "large", "train").read(0), original.permute(1, 2, 0).numpy())
     assert "longer side 27, now None" in message_of(pack, tmp_path / "raw", "--format", "raw", *source(folder))
 
 
@@ -176,9 +174,8 @@ def test_exif_is_applied_where_pixels_are_packed(folder, tmp_path):
 
 
 def test_images_above_max_pixels_are_not_packed(folder, tmp_path, monkeypatch, capsys):
-    for words in ([], ["--format", "raw"]):
-        message = message_of(pack, tmp_path, *words, "DATA.MAX_PIXELS", 40 * 36 - 1, *source(folder))
-        assert "ant/000.jpg: ValueError: 40 x 36 pixels are more than DATA.MAX_PIXELS 1439" in message
+    message = message_of(pack, tmp_path, "DATA.MAX_PIXELS", 40 * 36 - 1, *source(folder))
+    assert "ant/000.jpg: ValueError: 40 x 36 pixels are more than DATA.MAX_PIXELS 1439" in message
     monkeypatch.setattr(encode, "DEFAULTS", DecodeOptions(max_pixels=10))
     pack(tmp_path / "out", "DATA.MAX_PIXELS", 40 * 36, *source(folder))
     verify_packs(tmp_path / "out", 0)
@@ -230,19 +227,14 @@ def test_evaluation_labels_by_the_training_classes(folder, tmp_path):
     assert "lacks: ant" in message_of(Packed.from_cfg, cfg, False)
 
 
-def many_images(root: Path) -> Path:
-    """Make a folder that takes a while to pack: 2000 names of ten images."""
-    draw_folder(root, "train", {"a": 5, "b": 5})
-    for path in list(root.rglob("*.jpg")):
-        for number in range(199):
-            os.link(path, path.with_stem(f"{path.stem}-{number}"))
-    return root
-
-
 @pytest.mark.slow
 def test_a_killed_packing_goes_on_and_ends_in_the_same_bytes(tmp_path):
     out = tmp_path / "out" / "train"
-    words = ["--shard-mb", "0.05", "--split", "train", "--workers", "2", *source(many_images(tmp_path / "data"))]
+    draw_folder(tmp_path / "data", "train", {"a": 5, "b": 5})
+    for path in list((tmp_path / "data").rglob("*.jpg")):
+        for number in range(199):  # which take a while
+            os.link(path, path.with_stem(f"{path.stem}-{number}"))
+    words = ["--shard-mb", "0.05", "--split", "train", "--workers", "2", *source(tmp_path / "data")]
     command = [sys.executable, "tools/pack_dataset.py", str(out.parent), *words]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     wait_for((out / "shard-00001.part").exists, process)  # its second shard is whole
@@ -440,11 +432,6 @@ def test_pack_verify_and_train_on_the_command_line(folder, tmp_path):
     words = small_options(out, tmp_path / "run", "DATA.NAME", "packed", "TRAIN.WORKERS", 1, "TRAIN.IM_SIZE", 16)
     done = run_tool("train_net.py", *words)
     assert done.returncode == 0 and "validation: 5 images" in done.stderr, done.stderr
-    data = bytearray((out / "val/shard-00000.bin").read_bytes())
-    data[-30] ^= 1
-    (out / "val/shard-00000.bin").write_bytes(data)
-    done = run_tool("pack_dataset.py", "--verify", out, "--workers", 1)
-    assert done.returncode == 2 and "val/cat/002.jpg (image 4 of" in done.stderr and "out/train: 14" in done.stdout
 
 
 def test_options_of_training_alone_are_not_demanded(tmp_path, capsys):
