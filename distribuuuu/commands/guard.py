@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.files.untrusted import printable
-from distribuuuu.launch.detect import has_lost_launcher, was_launched
-from distribuuuu.launch.processes import die_with_parent
+from distribuuuu.launch.detect import was_launched
 from distribuuuu.launch.signals import (
     STATUS_OF,
     RunStopped,
@@ -97,6 +96,8 @@ def run_guarded(run: Callable[[], int]) -> int:
     # torch prints a stack trace in C++ for each request to a store whose host has ended.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if was_launched():  # a killed launcher leaves no process behind
+        from distribuuuu.launch.processes import die_with_parent, has_lost_launcher
+
         die_with_parent(signal.SIGTERM)
         if has_lost_launcher():  # before the line above
             return STATUS_OF[signal.SIGTERM]

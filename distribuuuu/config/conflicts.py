@@ -20,7 +20,7 @@ from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mea
 from distribuuuu.config.options import IMAGENET_CLASSES, OPTIONS
 from distribuuuu.config.registry import OPTIMIZERS, dataset_class
 from distribuuuu.config.run_files import find_name_problem, find_path_problem, url_of
-from distribuuuu.config.settings import BUILT_IN_TASKS, find_settings_problems
+from distribuuuu.config.settings import BUILT_IN_TASKS, SETTINGS
 
 # First words of AUG.POLICY: torchvision's and big_vision's policies by our names, then timm's, which take settings.
 _TORCHVISION_POLICIES = ("autoaugment", "randaugment", "trivialaugment")
@@ -55,7 +55,11 @@ def find_problems(cfg: Config) -> list[Problem]:
     for conflicts in (_images, _augmentation, _labels, _optimizer, _task_and_loss, _distribution):
         found += [Problem(key, f"got {_show(cfg, key)}; {expected}")
                   for key, is_wrong, expected in conflicts(cfg) if is_wrong]  # fmt: skip
-    found += [*find_settings_problems(cfg), *_check_arguments(cfg), *_check_paths(cfg)]
+    if any(get_value(cfg, key) for key in SETTINGS):
+        from distribuuuu.config.read_settings import find_settings_problems
+
+        found += find_settings_problems(cfg)
+    found += [*_check_arguments(cfg), *_check_paths(cfg)]
     if cfg.DIST.SHARD != "none":
         from distribuuuu.config.sharding_conflicts import find_sharding_problems
 

@@ -12,7 +12,8 @@ from distribuuuu.config import options as defaults
 from distribuuuu.config.config_node import Config
 from distribuuuu.config.errors import ConfigError, Problem, did_you_mean
 from distribuuuu.config.options import OPTIONS
-from distribuuuu.config.settings import SETTINGS, find_declared, list_options
+from distribuuuu.config.read_settings import find_declared, list_options
+from distribuuuu.config.settings import SETTINGS
 
 
 def explain_options(section: str, cfg: Config) -> str:

@@ -7,7 +7,7 @@ processes.
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.comm import to_local
 
 logger = logging.getLogger(__name__)
 
@@ -60,35 +59,6 @@ def sum_output(output: Any) -> torch.Tensor:
     """Return the sum () of the values of an output that have a gradient, e.g. of a tuple or a dict of tensors."""
     tensors = [tensor for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
     return torch.stack([tensor.float().sum() for tensor in tensors]).sum()
-
-
-def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> None:
-    """Scale the gradients of parameters, sharded or not, as one vector down to the norm `max_norm`.
-
-    Every process must call it. It never waits for the device, unless the gradients are in host memory.
-    """
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    sharded = [parameter for parameter in parameters if hasattr(parameter, "to_local")]
-    if not sharded:
-        nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
-        return
-    grads = [to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    norm = whole_norms(nn.utils.get_total_norm(grads, foreach=True), sharded[0])
-    torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(grads[0].device))
-
-
-def whole_norms(norms: torch.Tensor, parameter: Any) -> torch.Tensor:
-    """Return the L2 norms of whole tensors from those of this process's rows, if they are sharded like a parameter.
-
-    Every process must call it.
-    """
-    if not hasattr(parameter, "to_local"):
-        return norms
-    from distribuuuu.distributed.fsdp import mesh_device
-
-    squares = norms.square().to(mesh_device(parameter))
-    dist.scaled_all_reduce([squares], scale=1.0)
-    return squares.sqrt()
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ from distribuuuu.data.loader import build_images
 from distribuuuu.files.untrusted import MAX_JSON, InvalidFileError, parse_json, read_regular, untrusted
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.models.find_architecture import find_architecture
-from distribuuuu.models.preprocessing import follow, of_timm
+from distribuuuu.models.preprocessing import follow
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +148,8 @@ def _open_timm(name: str, overrides: Sequence[str]) -> LoadedRun:
 def _timm_entries(arch: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries `classes`, `config` and `has_classifier` of a model described in the format of timm."""
     from timm.data import ImageNetInfo, infer_imagenet_subset
+
+    from distribuuuu.models.pretrained import of_timm
 
     published = settings.get("pretrained_cfg", settings)
     num_classes = int(settings.get("num_classes", published["num_classes"]))

@@ -5,7 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from distribuuuu.launch.detect import NPROC_MARK
@@ -28,6 +29,18 @@ def die_with_parent(signum: int | None = None) -> None:
         os._exit(1)
 
 
+def has_lost_launcher(env: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether the launcher of this process has exited, so that the process has another parent."""
+    if NPROC_MARK in env:
+        return os.getppid() != int(env[NPROC_MARK].split()[0])
+    if os.getppid() != 1:
+        return False
+    try:  # torchrun does not pass its process id; in a container it may be process 1 itself
+        return b"torch" not in Path("/proc/1/cmdline").read_bytes()
+    except OSError:
+        return True
+
+
 def set_up_worker() -> None:
     """Let a loader worker ignore the signals to a run, which needs it until its stop, but exit with its parent.
 
@@ -38,7 +51,7 @@ def set_up_worker() -> None:
 
 
 def start_child(command: Sequence[str], name: str, env: dict[str, str], **streams: Any) -> subprocess.Popen:
-    """Start a command of this package that exits with this process, see `detect.has_lost_launcher`.
+    """Start a command of this package that exits with this process, see `has_lost_launcher`.
 
     It has a session of its own: only this process receives a Ctrl-C. `name` tells its run from others; `streams` are
     arguments of `subprocess.Popen`.

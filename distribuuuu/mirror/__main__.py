@@ -19,8 +19,7 @@ from distribuuuu.data.packed.transport import RemoteError
 from distribuuuu.files.atomic_file import open_for_writing
 from distribuuuu.files.locks import lock_file
 from distribuuuu.files.untrusted import printable
-from distribuuuu.launch.detect import has_lost_launcher
-from distribuuuu.launch.processes import die_with_parent
+from distribuuuu.launch.processes import die_with_parent, has_lost_launcher
 from distribuuuu.launch.signals import ignore_signals
 from distribuuuu.mirror.store import DamagedError, Store
 from distribuuuu.mirror.sync import PRIVATE, ConflictError, Mirror, find_newest, is_checkpoint

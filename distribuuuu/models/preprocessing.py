@@ -4,6 +4,7 @@ import logging
 import math
 import shlex
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -137,58 +138,15 @@ def read_preprocessing(arch: str, weights: str, ema: bool = True) -> Mapping[str
     """
     try:
         if weights == PUBLISHED:
-            return read_published(arch)
+            return import_module("distribuuuu.models.pretrained").read_published(arch)
         path = find_weights_file(weights, ema)
         card = Path(path).with_name("config.json")
         if path.name in HUB_NAMES and card.is_file():
             settings = load_json(card)
-            own = settings.get("distribuuuu")
-            return own["config"] if own else of_timm(settings.get("pretrained_cfg", settings))
+            if own := settings.get("distribuuuu"):
+                return own["config"]
+            return import_module("distribuuuu.models.pretrained").of_timm(settings.get("pretrained_cfg", settings))
         config = read_checkpoint(path).get("config")
         return config if isinstance(config, dict) else {}
     except (ConfigError, OSError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
         return {}  # whoever loads the weights reports what is wrong with them
-
-
-def read_published(arch: str) -> dict[str, Any]:
-    """Return the options of the published weights of a model of timm or torchvision."""
-    from distribuuuu.models.find_architecture import find_architecture
-    from distribuuuu.models.pretrained import find_published
-
-    found = find_architecture(arch)
-    if found.source == "timm":
-        import timm
-
-        published = timm.get_pretrained_cfg(found.name)
-        return of_timm(published.to_dict()) if published else {}
-    preset: Any = getattr(find_published(found)[1].get("weights"), "transforms", dict)()
-    if not hasattr(preset, "crop_size"):
-        return {}
-    crop, resize, name = preset.crop_size[0], preset.resize_size[0], preset.interpolation.value
-    statistics = {"DATA.MEAN": tuple(preset.mean), "DATA.STD": tuple(preset.std)}
-    sizes = {"TRAIN.IM_SIZE": crop, "TEST.IM_SIZE": resize, "TEST.CROP": "center"}
-    return {**statistics, **sizes, "DATA.INTERPOLATION": name, "TEST.INTERPOLATION": name}
-
-
-def of_timm(published: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a `pretrained_cfg` of timm.
-
-    The side before the crop is the crop divided by the crop percentage, rounded down, as in timm.
-
-    Raises:
-        LookupError, TypeError, ValueError, ArithmeticError, AttributeError: it is none.
-    """
-    channels, height, width = published["input_size"]
-    crop_pct, mode = published.get("crop_pct", 0.875), published.get("crop_mode", "center")
-    name = str(published.get("interpolation", "bicubic"))
-    name = name if name in ("bilinear", "bicubic") else "bilinear"
-    resize = [math.floor(side / crop_pct) for side in (height, width)]
-    return {
-        "DATA.CHANNELS": channels,
-        **{f"DATA.{key.upper()}": tuple(map(float, published[key])) for key in ("mean", "std")},
-        "DATA.INTERPOLATION": name,
-        "TEST.INTERPOLATION": name,
-        "TRAIN.IM_SIZE": height if height == width else (height, width),
-        "TEST.IM_SIZE": resize[0] if height == width else tuple(resize),
-        "TEST.CROP": "squash" if mode == "squash" else "center",
-    }

@@ -2,15 +2,17 @@
 
 import inspect
 import logging
+import math
 import pickle
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torchvision
 from torch import nn
 
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.models.find_architecture import Architecture, ModelSpec
+from distribuuuu.models.find_architecture import Architecture, ModelSpec, find_architecture
 from distribuuuu.models.head import find_resized_layers, replace_layers
 
 logger = logging.getLogger(__name__)
@@ -85,3 +87,44 @@ def _one_line(error: BaseException | None) -> str:
         named = re.search(r"GLOBAL ([\w.]*\w)", text)
         return f"it holds {named[1] if named else 'Python objects'}, which is not plain data"
     return text if len(text) <= 300 else f"{text[:300]} ..."
+
+
+def read_published(arch: str) -> dict[str, Any]:
+    """Return the options of the published weights of a model of timm or torchvision."""
+    found = find_architecture(arch)
+    if found.source == "timm":
+        import timm
+
+        published = timm.get_pretrained_cfg(found.name)
+        return of_timm(published.to_dict()) if published else {}
+    preset: Any = getattr(find_published(found)[1].get("weights"), "transforms", dict)()
+    if not hasattr(preset, "crop_size"):
+        return {}
+    crop, resize, name = preset.crop_size[0], preset.resize_size[0], preset.interpolation.value
+    statistics = {"DATA.MEAN": tuple(preset.mean), "DATA.STD": tuple(preset.std)}
+    sizes = {"TRAIN.IM_SIZE": crop, "TEST.IM_SIZE": resize, "TEST.CROP": "center"}
+    return {**statistics, **sizes, "DATA.INTERPOLATION": name, "TEST.INTERPOLATION": name}
+
+
+def of_timm(published: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a `pretrained_cfg` of timm.
+
+    The side before the crop is the crop divided by the crop percentage, rounded down, as in timm.
+
+    Raises:
+        LookupError, TypeError, ValueError, ArithmeticError, AttributeError: it is none.
+    """
+    channels, height, width = published["input_size"]
+    crop_pct, mode = published.get("crop_pct", 0.875), published.get("crop_mode", "center")
+    name = str(published.get("interpolation", "bicubic"))
+    name = name if name in ("bilinear", "bicubic") else "bilinear"
+    resize = [math.floor(side / crop_pct) for side in (height, width)]
+    return {
+        "DATA.CHANNELS": channels,
+        **{f"DATA.{key.upper()}": tuple(map(float, published[key])) for key in ("mean", "std")},
+        "DATA.INTERPOLATION": name,
+        "TEST.INTERPOLATION": name,
+        "TRAIN.IM_SIZE": height if height == width else (height, width),
+        "TEST.IM_SIZE": resize[0] if height == width else tuple(resize),
+        "TEST.CROP": "squash" if mode == "squash" else "center",
+    }

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from distribuuuu.distributed.sharding import to_local, whole_norms
+from distribuuuu.distributed.comm import to_local
+from distribuuuu.optim.clipping import whole_norms
 
 
 class LayerNorms:

@@ -1,13 +1,12 @@
 """Mixed precision and clipping: autocast, loss scaling for float16, and what happens to gradients before a step."""
 
 import contextlib
+import importlib
 import logging
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
-
-from distribuuuu.distributed.sharding import clip_grad_norm
 
 logger = logging.getLogger(__name__)
 
@@ -79,14 +78,8 @@ def build_clipper(cfg, head: Collection[torch.Tensor] = ()) -> Callable[[Iterabl
 
     It never waits for the device. A gradient that is NaN stays so.
     """
-    max_norm = cfg.OPTIM.CLIP_NORM
-    if cfg.OPTIM.CLIP != "norm":
-        from distribuuuu.optim.other_clipping import build_other_clipper
-
-        return build_other_clipper(cfg.OPTIM.CLIP, cfg.OPTIM.CLIP_LIMIT, head)
-
-    def clip(parameters: Iterable[torch.Tensor]) -> None:
-        if max_norm > 0:
-            clip_grad_norm(parameters, max_norm)
-
-    return clip
+    kind, limit = cfg.OPTIM.CLIP, cfg.OPTIM.CLIP_NORM if cfg.OPTIM.CLIP == "norm" else cfg.OPTIM.CLIP_LIMIT
+    if kind == "norm" and not limit:
+        return lambda parameters: None
+    clipping = importlib.import_module("distribuuuu.optim.clipping")
+    return clipping.build_clipper(kind, limit, head)

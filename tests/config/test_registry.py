@@ -11,9 +11,10 @@ from support.runs import ROOT, run_python
 from support.tables import each_row
 
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config.read_settings import read_settings
 from distribuuuu.config.reader import read_cfg
 from distribuuuu.config.registry import DATASETS, LOSSES, TASKS, Registry
-from distribuuuu.config.settings import read_settings, setting
+from distribuuuu.config.settings import setting
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import build_images
 from distribuuuu.tasks.classification import Classification

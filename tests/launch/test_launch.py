@@ -17,9 +17,9 @@ from support.runs import run_tool, small_options
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import TRAIN_LOG
 from distribuuuu.launch.detect import NPROC_MARK, detect_launch, list_jobs
+from distribuuuu.launch.launchers import PORT_RANGE, expand_hosts
 from distribuuuu.launch.processes import die_with_parent
 from distribuuuu.launch.signals import ECHO_S, SignalState, exit_now
-from distribuuuu.launch.slurm import PORT_RANGE, expand_hosts
 
 BY_HAND = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 # As torchrun and python -m torch.distributed.launch set them.

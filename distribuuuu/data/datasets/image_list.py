@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.read_settings import read_settings
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.config.settings import read_settings, setting
+from distribuuuu.config.settings import setting
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.index import Index, IndexedImages, open_index
 from distribuuuu.data.datasets.table_file import TableSpec, scan_table

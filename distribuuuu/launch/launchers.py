@@ -1,11 +1,12 @@
-"""The launch of a task of a Slurm step, from Slurm's variables."""
+"""The launch that the variables of torchrun, --nproc or a Slurm step describe."""
 
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from distribuuuu.launch.detect import Launch, launch_error, read_int
+from distribuuuu.config import ConfigError, Problem
+from distribuuuu.launch.detect import NPROC_MARK, Launch
 
 # Slurm numbers its own steps (interactive, batch, extern, ...) from here; their processes are not ranks.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -13,6 +14,40 @@ FIRST_SPECIAL_STEP = 0xFFFFFFF0
 PORT_RANGE = (20000, 32000)
 # The first steps of this many consecutive jobs get different ports: such jobs may share a node.
 STEPS_PER_JOB = 100
+
+
+def read_launch(env: Mapping[str, str]) -> Launch:
+    """Return the launch that the variables describe; one process in the batch shell of sbatch.
+
+    Raises:
+        ConfigError: the variables are incomplete or conflict with each other; the message shows them.
+    """
+    if "RANK" in env or "WORLD_SIZE" in env:
+        launch = _explicit_launch(env)
+    else:
+        launch = slurm_launch(env) if slurm_num_tasks(env) > 1 else Launch("plain python")
+    if not (0 <= launch.rank < launch.world_size and launch.local_rank >= 0):
+        raise launch_error(f"rank {launch.rank} of {launch.world_size} is out of range", env)
+    return launch
+
+
+def _explicit_launch(env: Mapping[str, str]) -> Launch:
+    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in env]
+    world_size = read_int(env, "WORLD_SIZE") if not missing else 0
+    if world_size > 1:
+        missing += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if missing:
+        raise launch_error(f"{' and '.join(missing)} must be set too", env)
+    rank = read_int(env, "RANK")
+    if "SLURM_STEP_ID" in env and "TORCHELASTIC_RUN_ID" not in env:
+        check_consistency(env, rank, world_size)
+    local_rank = read_int(env, next((name for name in ("LOCAL_RANK", "SLURM_LOCALID") if name in env), "RANK"))
+    local_world_size = read_int(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world_size
+    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "--nproc" if NPROC_MARK in env else "RANK and WORLD_SIZE"
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or world_size == 1:
+        return Launch(launcher, rank, local_rank, world_size, local_world_size=local_world_size)
+    address, port, run_id = env["MASTER_ADDR"], read_int(env, "MASTER_PORT"), env.get(NPROC_MARK, "")
+    return Launch(launcher, rank, local_rank, world_size, address, port, run_id, local_world_size)
 
 
 def check_consistency(env: Mapping[str, str], rank: int, world_size: int) -> None:
@@ -83,3 +118,20 @@ def _expand_brackets(name: str) -> list[str]:
         first, _, last = item.partition("-")
         numbers += [str(i).zfill(len(first)) for i in range(int(first), int(last or first) + 1)]
     return [f"{before}{number}{rest}" for number in numbers for rest in after]
+
+
+def read_int(env: Mapping[str, str], name: str) -> int:
+    """Return the number in a variable; raise ConfigError if it is none."""
+    try:
+        return int(env[name])
+    except ValueError:
+        raise launch_error(f"got {name}={env[name]!r}; expected an integer", env) from None
+
+
+def launch_error(message: str, env: Mapping[str, str]) -> ConfigError:
+    """Return an error of the launcher's variables, which the message shows."""
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    names += sorted(name for name in env if name.startswith("SLURM_") and "STEP" in name)
+    names += ["SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"]
+    shown = " ".join(f"{name}={env[name]}" for name in names if name in env)
+    return ConfigError(Problem("launcher", f"{message}; environment: {shown}"))

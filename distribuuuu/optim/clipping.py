@@ -1,0 +1,84 @@
+"""OPTIM.CLIP: clipping of gradients by their norm, by value, and of each unit by the norm of its weights."""
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.comm import to_local
+
+
+def build_clipper(kind: str, limit: float, head: Collection[torch.Tensor]) -> Callable[[Iterable[torch.Tensor]], None]:
+    """Return clip(parameters).
+
+    Args:
+        kind: a value of OPTIM.CLIP.
+        limit: the largest norm, value or, for `agc`, part of the norm of the weights.
+        head: the parameters that `agc` leaves out.
+    """
+    left_out = {id(parameter) for parameter in head}
+
+    def clip(parameters: Iterable[torch.Tensor]) -> None:
+        if kind == "norm":
+            clip_grad_norm(parameters, limit)
+        elif kind == "agc":
+            clip_adaptively((parameter for parameter in parameters if id(parameter) not in left_out), limit)
+        else:
+            grads = [to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            torch._foreach_clamp_min_(grads, -limit)
+            torch._foreach_clamp_max_(grads, limit)
+
+    return clip
+
+
+def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> None:
+    """Scale the gradients of parameters, sharded or not, as one vector down to the norm `max_norm`.
+
+    Every process must call it. It never waits for the device, unless the gradients are in host memory.
+    """
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    sharded = [parameter for parameter in parameters if hasattr(parameter, "to_local")]
+    if not sharded:
+        nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
+        return
+    grads = [to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    norm = whole_norms(nn.utils.get_total_norm(grads, foreach=True), sharded[0])
+    torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(grads[0].device))
+
+
+def whole_norms(norms: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """Return the L2 norms of whole tensors from those of this process's rows, if they are sharded like a parameter.
+
+    Every process must call it.
+    """
+    if not hasattr(parameter, "to_local"):
+        return norms
+    from distribuuuu.distributed.fsdp import mesh_device
+
+    squares = norms.square().to(mesh_device(parameter))
+    dist.scaled_all_reduce([squares], scale=1.0)
+    return squares.sqrt()
+
+
+@torch.no_grad()
+def clip_adaptively(parameters: Iterable[torch.Tensor], limit: float, eps: float = 1e-3) -> None:
+    """Scale the gradient of each unit down to `limit` times the norm of its weights, `eps` or more.
+
+    A unit is a row (the first dimension) of a weight, or a whole vector (Brock et al., arXiv 2102.06171). Every process
+    must call it.
+    """
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    pairs = [(to_local(weight), to_local(weight.grad)) for weight in parameters if weight.grad is not None]
+    parts = [tensor.norm() for pair in pairs for tensor in pair if tensor.ndim <= 1]
+    # The rows of a vector may be those of several processes.
+    vectors = iter(whole_norms(torch.stack(parts), parameters[0]).to(parts[0].device) if parts else ())
+    for weight, grad in pairs:
+        dims = tuple(range(1, weight.ndim))
+        own, norm = (
+            torch.linalg.vector_norm(tensor, dim=dims, keepdim=True) if dims else next(vectors)
+            for tensor in (weight, grad)
+        )
+        most = own.clamp(min=eps) * limit
+        grad.mul_(torch.where(norm < most, 1.0, most / norm.clamp(min=1e-6)))
