@@ -18,9 +18,8 @@ from distribuuuu.config.derived import (
 )
 from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mean
 from distribuuuu.config.options import IMAGENET_CLASSES, OPTIONS
-from distribuuuu.config.registry import OPTIMIZERS, dataset_class
+from distribuuuu.config.registry import BUILT_IN_TASKS, OPTIMIZERS, SETTINGS, dataset_class
 from distribuuuu.config.run_files import find_name_problem, find_path_problem, url_of
-from distribuuuu.config.settings import BUILT_IN_TASKS, SETTINGS
 
 # First words of AUG.POLICY: torchvision's and big_vision's policies by our names, then timm's, which take settings.
 _TORCHVISION_POLICIES = ("autoaugment", "randaugment", "trivialaugment")

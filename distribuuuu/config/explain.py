@@ -13,7 +13,7 @@ from distribuuuu.config.config_node import Config
 from distribuuuu.config.errors import ConfigError, Problem, did_you_mean
 from distribuuuu.config.options import OPTIONS
 from distribuuuu.config.read_settings import find_declared, list_options
-from distribuuuu.config.settings import SETTINGS
+from distribuuuu.config.registry import SETTINGS
 
 
 def explain_options(section: str, cfg: Config) -> str:

@@ -9,8 +9,7 @@ from distribuuuu.config.config_node import Config, get_value
 from distribuuuu.config.declaration import AUTO, Option
 from distribuuuu.config.errors import Problem, did_you_mean
 from distribuuuu.config.options import OPTIONS
-from distribuuuu.config.registry import task_class
-from distribuuuu.config.settings import BUILT_IN_TASKS, SETTINGS
+from distribuuuu.config.registry import BUILT_IN_TASKS, SETTINGS, task_class
 from distribuuuu.config.values import coerce
 
 _TYPES = (bool, int, float, str)

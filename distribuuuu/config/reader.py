@@ -18,8 +18,8 @@ from distribuuuu.config.declaration import Option
 from distribuuuu.config.errors import ConfigError, Problem
 from distribuuuu.config.locate import FoundConfig, ListedConfig, find_base, find_config
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
+from distribuuuu.config.registry import SETTINGS
 from distribuuuu.config.run_files import local_folder
-from distribuuuu.config.settings import SETTINGS
 from distribuuuu.config.values import CliValue, coerce, frozen, parse
 
 # The origin of options that are set on the command line.

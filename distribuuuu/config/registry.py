@@ -12,6 +12,11 @@ from typing import Any
 
 from distribuuuu.config.errors import ConfigError, did_you_mean
 
+# The options with settings, and the dataclass of an entry that declares them. The options beside them of the name NAME
+# select the entries.
+SETTINGS = {"TASK.KWARGS": "Settings", "LOSS.KWARGS": "Settings", "DATA.KWARGS": "Settings", "DATA.TABLE": "Columns"}
+BUILT_IN_TASKS = ("classification", "distillation", "multilabel")
+
 
 class Registry:
     """A table of one kind of entry, filled by the modules below `package` that use `@NAME.register`.

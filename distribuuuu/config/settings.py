@@ -14,11 +14,7 @@ from typing import Any
 
 from distribuuuu.config.config_node import Config, get_value
 from distribuuuu.config.errors import ConfigError
-
-# The options with settings, and the dataclass of an entry that declares them. The options beside them of the name NAME
-# select the entries.
-SETTINGS = {"TASK.KWARGS": "Settings", "LOSS.KWARGS": "Settings", "DATA.KWARGS": "Settings", "DATA.TABLE": "Columns"}
-BUILT_IN_TASKS = ("classification", "distillation", "multilabel")
+from distribuuuu.config.registry import SETTINGS
 
 
 def setting(
