@@ -16,7 +16,7 @@ from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import build_loaders
 from distribuuuu.data.seeding import derive_seed, own_generators, seed_step
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.comm import begin_slow_phase, without_gradient_sync
+from distribuuuu.distributed.comm import begin_slow_phase, gradient_sync
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.engine.build import Training, build_run, find_weights, open_run
 from distribuuuu.engine.evaluator import evaluate, open_evaluation
@@ -150,7 +150,7 @@ class Step:
         for key, batch in self.micro_batches:
             seed_step(derive_seed(*key, dist.rank()), task.device)
             is_last = key.micro + 1 == accum_steps
-            with without_gradient_sync(model, not (is_last and all_reduce)):
+            with gradient_sync(model, is_last and all_reduce):
                 output = task.train_step(model, batch, key)
                 state.precision.backward(output.loss if accum_steps == 1 else output.loss / accum_steps)
             if in_metrics:

@@ -36,7 +36,7 @@ YIELD_S = 5e-3
 
 # Entries that files of best weights, which cannot be resumed, do not have.
 _ONLY_TO_RESUME = {"optimizer", "step", "seconds", "timing", "peak_memory_mib", "meter", "scaler", "evaluations",
-                   *(kind.tensors for kind in KINDS.values())}  # fmt: skip
+                   *(kind.tensors_key for kind in KINDS.values())}  # fmt: skip
 _NAME = re.compile(r"ckpt_ep_(\d+)(?:_step_(\d+))?\.pth\.tar")
 
 
@@ -165,7 +165,7 @@ class CheckpointManager:
         if content.get("evaluations"):
             self.write_results(content)
             for kind in content["evaluations"]:
-                if content[KINDS[kind].epoch] == content["epoch"]:
+                if content[KINDS[kind].epoch_key] == content["epoch"]:
                     write_atomically(self.bests[kind], weights_of(content, kind))
         write_atomically(path, content)
         self._own.add(path.name)
@@ -270,7 +270,7 @@ class CheckpointManager:
 def weights_of(content: dict[str, Any], kind: str) -> dict[str, Any]:
     """Return the content of a file of best weights of a kind, e.g. "raw"."""
     weights = {key: value for key, value in content.items() if key not in _ONLY_TO_RESUME}
-    return {**weights, "weights": kind, "state_dict": content[KINDS[kind].tensors]}
+    return {**weights, "weights": kind, "state_dict": content[KINDS[kind].tensors_key]}
 
 
 def checkpoint_name(epoch: int, step: int) -> str:

@@ -27,17 +27,17 @@ class WeightsKind:
 
     Attributes:
         file_name: the file of the best ones, in OUT_DIR.
-        tensors: the entry of a checkpoint with the state dict.
-        value: the entry with the best value of the first metric.
-        epoch: the entry with the epoch of that value.
+        tensors_key: the entry of a checkpoint with the state dict.
+        value_key: the entry with the best value of the first metric.
+        epoch_key: the entry with the epoch of that value.
         average: the average that they are, in reports; "": they are the weights that the optimizer updates.
         option: the option without which a run has none; "": every run has them.
     """
 
     file_name: str
-    tensors: str
-    value: str
-    epoch: str
+    tensors_key: str
+    value_key: str
+    epoch_key: str
     average: str = ""
     option: str = ""
 
@@ -105,7 +105,7 @@ def kind_of(path: str | os.PathLike) -> str:
 
 def best_state_dict(content: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict of a checkpoint, of the first kind of weights that it has."""
-    return next(content[kind.tensors] for kind in KINDS.values() if content.get(kind.tensors))
+    return next(content[kind.tensors_key] for kind in KINDS.values() if content.get(kind.tensors_key))
 
 
 def find_weights_file(path: str, ema: bool = True) -> Path:

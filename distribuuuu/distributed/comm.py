@@ -209,13 +209,13 @@ def broadcast_buffers(model: nn.Module) -> None:
             buffer.copy_(values.view_as(buffer))
 
 
-def without_gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContextManager:
-    """Return the context of a micro-batch whose gradients only accumulate if `enabled`, else a null context.
+def gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContextManager:
+    """Return the context of a micro-batch; its gradients are averaged over the processes only if `enabled`.
 
     A sharded model always reduces them: to accumulate them locally would take the memory of the full model.
     """
     no_sync: Any = getattr(model, "no_sync", None)  # of DDP
-    return no_sync() if enabled and no_sync else contextlib.nullcontext()
+    return contextlib.nullcontext() if enabled or not no_sync else no_sync()
 
 
 class FullStateDict(dict):

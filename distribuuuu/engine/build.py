@@ -185,7 +185,7 @@ def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
     log = open_log(cfg, training.task, training.state, train_loader)
     stop = StopRequest(cfg.CHECKPOINT.MAX_HOURS)
     run = Run(**vars(training), val_loader=val_loader, checkpoints=checkpoints, log=log, stop=stop)
-    results = RunResults(run, lambda content, kind: hash_tensors(content[KINDS[kind].tensors]))
+    results = RunResults(run, lambda content, kind: hash_tensors(content[KINDS[kind].tensors_key]))
     checkpoints.write_results = results.write
     return run
 

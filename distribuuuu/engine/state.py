@@ -136,9 +136,9 @@ class TrainState:
             **{name: getattr(self, name) for name in _PLAIN},
             "epoch": self.epoch - 1,
             "classes": list(self.classes),
-            **{KINDS[kind].tensors: full_state_dict(model) for kind, model in self.models.items()},
-            **{KINDS[kind].value: self.bests[kind].value for kind in self.models},
-            **{KINDS[kind].epoch: self.bests[kind].epoch for kind in self.models},
+            **{KINDS[kind].tensors_key: full_state_dict(model) for kind, model in self.models.items()},
+            **{KINDS[kind].value_key: self.bests[kind].value for kind in self.models},
+            **{KINDS[kind].epoch_key: self.bests[kind].epoch for kind in self.models},
             "bests": {kind: self._describe_best(self.bests[kind]) for kind in self.models},
             "optimizer": self.optimizer.state_dict(),
             "optimizer_names": self._optimizer_names(),
@@ -165,7 +165,7 @@ class TrainState:
         self._seconds_before, self._started = seconds, time.perf_counter()
         self.precision.load_state_dict(content.get("scaler", {}))
         for kind, average in self.averages.items():
-            tensors = content.get(KINDS[kind].tensors)
+            tensors = content.get(KINDS[kind].tensors_key)
             load_state_dict(average.model, tensors or content["state_dict"], path)
             if not tensors:
                 logger.warning("%s has no %s of the weights; it starts from the raw weights", path,
@@ -192,8 +192,8 @@ class TrainState:
                            self.best_metric)  # fmt: skip
             return
         for kind, best in self.bests.items():
-            best.value = float(content.get(KINDS[kind].value, 0.0))
-            best.epoch = int(content.get(KINDS[kind].epoch, -1))
+            best.value = float(content.get(KINDS[kind].value_key, 0.0))
+            best.epoch = int(content.get(KINDS[kind].epoch_key, -1))
             metrics = content.get("bests", {}).get(kind, {})
             best.metrics = {name: value for name, value in metrics.items() if name != "epoch"}
 

@@ -20,7 +20,7 @@ from distribuuuu.models.input_channels import adapt_input
 logger = logging.getLogger(__name__)
 
 # Checkpoint entries with an average of the weights: this package's, timm's.
-AVERAGES = (*(kind.tensors for kind in KINDS.values() if kind.average), "state_dict_ema")
+AVERAGES = (*(kind.tensors_key for kind in KINDS.values() if kind.average), "state_dict_ema")
 
 
 class IncompatibleWeightsError(ValueError):

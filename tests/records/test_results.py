@@ -58,7 +58,7 @@ def start(cfg, epochs: int = 0):
         state.finish_epoch({"raw": result})
     task = build_task(cfg, state.classes, device, Precision())
     run = SimpleNamespace(cfg=cfg, task=task, state=state, train_loader=loaders[0], val_loader=loaders[1])
-    return state, RunResults(run, lambda content, kind: hash_tensors(content[KINDS[kind].tensors]))
+    return state, RunResults(run, lambda content, kind: hash_tensors(content[KINDS[kind].tensors_key]))
 
 
 def finish_epoch(state, results, ema: dict | None = None) -> None:
