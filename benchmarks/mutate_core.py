@@ -42,7 +42,7 @@ COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
 }  # fmt: skip
-# Rooms in which a file with this text is part of the core, because it registers an entry.
+# Packages in which a file with this text is part of the core, because it registers an entry.
 REGISTERING = (".register", ("models", "data", "optim", "tasks"))
 # Tests of whole runs; those that a tree does not have are left out.
 TRAINER_TESTS = ("test_trainer.py", "test_resume.py", "test_all_features.py")

@@ -58,7 +58,7 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
     launch = detect_launch()
     device = pick_device(launch.local_rank)
     train_loader, val_loader = build_loaders(cfg, launch, device)
-    with open_run(cfg, launch, device, TRAIN_LOG, locks=True) as started:
+    with open_run(cfg, launch, device, TRAIN_LOG, locks=True) as started_at:
         run = build_run(cfg, train_loader, val_loader)
         with run.stop, run.log, save_on_stop(run):
             while not is_finished(cfg, run.state) and run.state.epoch < (stop_epoch or cfg.OPTIM.MAX_EPOCH):
@@ -75,7 +75,7 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
                 except NonFiniteError as error:
                     roll_back(run, error)
             run.checkpoints.finish()
-        describe_end(run, started)
+        describe_end(run, started_at)
     return run.state.best_value
 
 

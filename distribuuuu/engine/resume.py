@@ -71,7 +71,9 @@ def roll_back(run: Run, error: NonFiniteError) -> None:
     run.log.rewind(state.epoch, state.step, began)
 
 
-def begin(cfg: Config, state: TrainState, task: Task, latest: Path | None, prepare_task: Callable[[], None]) -> None:
+def resume_or_start(
+    cfg: Config, state: TrainState, task: Task, latest: Path | None, prepare_task: Callable[[], None]
+) -> None:
     """Restore state and task from the newest checkpoint of OUT_DIR, else begin with MODEL.WEIGHTS, else anew.
 
     `prepare_task` builds what the task needs from the weights; it is called between them and the state of the task.
@@ -115,7 +117,7 @@ def restore(
     path: str | os.PathLike,
     prepare_task: Callable[[], None] = lambda: None,
 ) -> None:
-    """Restore state and task from the content of a checkpoint; arguments as of `begin`.
+    """Restore state and task from the content of a checkpoint; arguments as of `resume_or_start`.
 
     Raises:
         CheckpointError: it is incomplete or damaged, or does not match the model, the optimizer, the classes, the task.
