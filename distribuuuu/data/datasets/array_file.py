@@ -8,7 +8,7 @@ import stat
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -38,14 +38,6 @@ FIXED = len(MAGIC) + 8 + 4
 MAX_HEADER = 64 << 20
 
 Arrays = Mapping[str, np.ndarray]
-
-
-class Place(NamedTuple):
-    """The type, the shape and the first byte of an array in a file."""
-
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    offset: int
 
 
 class ArrayFileError(ValueError):
@@ -91,59 +83,37 @@ def read_arrays(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return the meta and the arrays of a file, read-only and memory-mapped: only the header is read here.
 
+    `version` is the expected version, or several. The content of the meta is unchecked.
+
     Raises:
         ArrayFileError: the file has another format, kind or version, or is truncated or corrupt.
         OSError: the file cannot be read.
     """
     with open_regular(path) as file:
-        meta, places = read_header(file, os.fstat(file.fileno()).st_size, kind, version)
+        size, fixed = os.fstat(file.fileno()).st_size, file.read(FIXED)
+        if len(fixed) < FIXED or not fixed.startswith(MAGIC):
+            raise ArrayFileError("is not a file of arrays, or is truncated")
+        length = int.from_bytes(fixed[8:16], "little")
+        text = file.read(length) if length <= min(size - FIXED, MAX_HEADER) else b""
+        if len(text) != length or zlib.crc32(text) != int.from_bytes(fixed[16:FIXED], "little"):
+            raise ArrayFileError("is truncated or corrupt")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    try:  # frombuffer refuses objects and places outside of the file
-        return meta, {
-            name: np.frombuffer(mapped, at.dtype, math.prod(at.shape), at.offset).reshape(at.shape)
-            for name, at in places.items()
-        }
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ArrayFileError(f"has an invalid header: {error}") from error
-
-
-def read_header(
-    file: IO[bytes], size: int, kind: str, version: int | tuple[int, ...]
-) -> tuple[dict[str, Any], dict[str, Place]]:
-    """Return the meta, whose content is unchecked, and the places of the arrays of a file of `size` bytes.
-
-    `version` is the expected version, or several.
-
-    Raises:
-        ArrayFileError: the header has another kind or version, or is invalid.
-    """
-    length, checksum = read_fixed(file.read(FIXED), size)
-    text = file.read(length)
-    if len(text) != length or zlib.crc32(text) != checksum:
-        raise ArrayFileError("has a corrupt header")
     versions = version if isinstance(version, tuple) else (version,)
-    try:
+    try:  # frombuffer refuses objects and places outside of the file
         header = parse_json(text)
         found, expected, meta = (header["kind"], header["version"]), header["size"], dict(header["meta"])
-        places = {name: Place(np.dtype(at[0]), tuple(at[1]), at[2]) for name, at in header["arrays"].items()}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        arrays = {
+            name: np.frombuffer(mapped, np.dtype(dtype), math.prod(shape), offset).reshape(shape)
+            for name, (dtype, shape, offset) in header["arrays"].items()
+        }
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ArrayFileError(f"has an invalid header: {error}") from error
     if found[0] != kind or found[1] not in versions:
         of = f"{str(found[0])[:40]} of version {str(found[1])[:9]}"
         raise ArrayFileError(f"is {of}, not {kind} of version {versions[0]}")
     if size != expected:
         raise ArrayFileError(f"has {counted(size, 'byte')}, expected {expected!s:.20}: it is truncated or corrupt")
-    return meta, places
-
-
-def read_fixed(fixed: bytes, size: int) -> tuple[int, int]:
-    """Return the length and the CRC-32 of the header from the first bytes of a file; raises ArrayFileError."""
-    if len(fixed) < FIXED or not fixed.startswith(MAGIC):
-        raise ArrayFileError("is not a file of arrays, or is truncated")
-    length = int.from_bytes(fixed[8:16], "little")
-    if length > min(size - FIXED, MAX_HEADER):
-        raise ArrayFileError("is truncated or corrupt")
-    return length, int.from_bytes(fixed[16:FIXED], "little")
+    return meta, arrays
 
 
 def checksum_of(arrays: Arrays) -> int:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+# Seconds of retries of a URL in the checks before a start.
+START_S = 1.5
 # DATA.NAME of a pack by the kind of its targets.
 NAME_OF = {"label": "packed", "labels": "packed_multilabel", "structured": "packed_structured"}
 
@@ -34,7 +36,7 @@ class Packed(SplitDataset):
         root: the output folder of distribuuuu pack, or its URL.
         split: its sub-folder with the index.
         classes: the class names that define the labels, if they differ from those of the pack; None: its own.
-        remote: DATA.CACHE_DIR, DATA.CACHE_GB and DATA.TIMEOUT_S, for a URL.
+        remote: for a URL, the other arguments of `RemotePack`.
 
     Raises:
         ConfigError: the pack is missing or incomplete, or has a class that is not in `classes`.
@@ -51,9 +53,12 @@ class Packed(SplitDataset):
             self.remote = RemotePack(str(self.folder), *remote)
             self.meta, self.columns = self.remote.meta, self.remote.columns
         else:
-            self.meta, self.columns = _read_index(Path(self.folder), check_rows=True)
-        if problem := self.find_other_targets(self.meta):
-            raise ConfigError(Problem("DATA.NAME", f"{self.folder} {problem}"))
+            from distribuuuu.data.packed.format import read_index  # it imports numpy
+
+            self.meta, self.columns = read_index(Path(self.folder), check_rows=True)
+        if (kind := (self.meta["source"].get("targets") or {}).get("kind", "label")) != self.targets:
+            problem = f"{self.folder} stores targets of the kind {kind}; fix: DATA.NAME {NAME_OF[kind]}"
+            raise ConfigError(Problem("DATA.NAME", problem))
         own = tuple(self.meta["classes"])
         self.classes = classes or own
         if extra := sorted(set(own) - set(self.classes)):
@@ -68,8 +73,8 @@ class Packed(SplitDataset):
         return type(self), self._init_args
 
     @classmethod
-    def open_split(cls, cfg, name: str, trained: ImageDataset | None = None) -> "Packed":
-        """Return the images of cfg.TRAIN or cfg.TEST."""
+    def open_split(cls, cfg, name: str, trained: ImageDataset | None = None, retry_s: float | None = None) -> "Packed":
+        """Return the images of cfg.TRAIN or cfg.TEST; for `retry_s` see `RemotePack`."""
         dataset, split = cfg[name].DATASET, cfg[name].SPLIT
         if not is_url(dataset) and not (Path(dataset) / split).is_dir():
             from distribuuuu.hints.sources import missing_root, missing_split
@@ -78,66 +83,52 @@ class Packed(SplitDataset):
             is_missing = not folder.is_dir()
             problem = missing_root(name, folder, layout) if is_missing else missing_split(name, folder, split, layout)
             raise ConfigError(Problem(*problem))
-        remote = cfg.DATA.CACHE_DIR, cfg.DATA.CACHE_GB, cfg.DATA.TIMEOUT_S
+        remote = cfg.DATA.CACHE_DIR, cfg.DATA.CACHE_GB, cfg.DATA.TIMEOUT_S, retry_s
         return cls(dataset, split, tuple(trained.classes) if trained else None, *remote)
 
     @classmethod
-    def from_cfg(cls, cfg, train: bool) -> ImageDataset:
+    def from_cfg(cls, cfg, train: bool, retry_s: float | None = None) -> "Packed":
         """Return the training or the evaluation set; a network failure must not change the labels."""
-        if train or not is_url(cfg.TRAIN.DATASET):
-            return super().from_cfg(cfg, train)
-        path = _join(cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT)
-        remote = cfg.DATA.CACHE_DIR, cfg.DATA.CACHE_GB, cfg.DATA.TIMEOUT_S
-        return cls(cfg.TEST.DATASET, cfg.TEST.SPLIT, tuple(_read_meta(path)[0]["classes"]), *remote)
+        name, trained = "TRAIN" if train else "TEST", None
+        try:
+            if not train:
+                with contextlib.suppress(*[] if is_url(cfg.TRAIN.DATASET) else [ConfigError]):
+                    trained = cls.open_split(cfg, "TRAIN", None, retry_s)
+            return cls.open_split(cfg, name, trained, retry_s)
+        except ConfigError as error:
+            key = f"{name}.{'DATASET' if is_url(cfg[name].DATASET) else 'SPLIT'}"
+            raise ConfigError([Problem(one.key or key, one.message) for one in error.problems]) from error
 
     @classmethod
     def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for problems with the pack, its classes, and images whose EXIF orientation is lost.
-
-        Of a pack at a URL, only the header of the index is read.
-        """
-        name = "TRAIN" if train else "TEST"
-        folder = _join(cfg[name].DATASET, cfg[name].SPLIT)
-        if not is_url(folder):
-            problems = list(super().find_problems(cfg, train))
-            yield from problems
-            if any(key != "MODEL.NUM_CLASSES" for key, _ in problems):
-                return
+        """Yield (key, message) for problems with the pack, its classes, and images whose EXIF orientation is lost."""
         try:
-            meta = _read_meta(folder)[0]
+            images = cls.from_cfg(cfg, train, START_S)
         except ConfigError as error:
-            yield from ((f"{name}.DATASET", str(problem)) for problem in error.problems)
+            yield from ((str(problem.key), problem.message) for problem in error.problems)
             return
-        if is_url(folder) and (problem := cls.find_other_targets(meta)):
-            yield "DATA.NAME", f"{folder} {problem}"
-        elif is_url(folder) and train and len(meta["classes"]) != cfg.MODEL.NUM_CLASSES:
-            message = class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(meta["classes"]), str(folder))
-            yield "MODEL.NUM_CLASSES", message
-        options = meta["options"]
+        if len(images.classes) != cfg.MODEL.NUM_CLASSES:
+            source = f"DATA.NAME {cfg.DATA.NAME}"
+            yield "MODEL.NUM_CLASSES", class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(images.classes), source)
+        options = images.meta["options"]
         is_encoded = options["format"] == "raw" or options.get("quality") is not None
         if cfg.DATA.EXIF_ROTATE and is_encoded and not options.get("exif_rotate"):
-            fix = f"pack the data again with DATA.EXIF_ROTATE True, or set it to False for {folder}"
+            fix = f"pack the data again with DATA.EXIF_ROTATE True, or set it to False for {images.folder}"
             yield "DATA.EXIF_ROTATE", f"True, but the packed images were encoded without their EXIF; {fix}"
 
     @classmethod
     def count_classes(cls, cfg) -> int:
         """Return the number of training classes; without training data, of evaluation classes."""
-        for section in (cfg.TRAIN, cfg.TEST):
+        for train in (True, False):
             with contextlib.suppress(ConfigError):
-                return len(_read_meta(_join(section.DATASET, section.SPLIT))[0]["classes"])
+                return len(cls.from_cfg(cfg, train, START_S).classes)
         return 0
-
-    @classmethod
-    def find_other_targets(cls, meta: dict) -> str:
-        """Return the problem if a pack has other targets than this class; empty if there is none."""
-        kind = (meta["source"].get("targets") or {}).get("kind", "label")
-        return "" if kind == cls.targets else f"stores targets of the kind {kind}; fix: DATA.NAME {NAME_OF[kind]}"
 
     @classmethod
     def count_images(cls, cfg, most: int) -> int:
         """Return the number of training images; 0 if the pack cannot be read."""
         with contextlib.suppress(ConfigError):
-            return _read_meta(_join(cfg.TRAIN.DATASET, cfg.TRAIN.SPLIT))[1]
+            return len(cls.from_cfg(cfg, True, START_S))
         return 0
 
     def __len__(self) -> int:
@@ -226,19 +217,3 @@ class PackedStructured(Packed):
 
 def _join(root: str | os.PathLike, split: str) -> Path | str:
     return f"{str(root).rstrip('/')}/{split}" if is_url(root) else Path(root) / split
-
-
-def _read_meta(path: Path | str) -> tuple[dict, int]:
-    """Return the meta and the number of images of a pack."""
-    if is_url(path):
-        from distribuuuu.data.packed.remote import read_meta
-
-        return read_meta(str(path))
-    meta, columns = _read_index(Path(path))
-    return meta, len(columns["label"])
-
-
-def _read_index(folder: Path, check_rows: bool = False) -> tuple[dict, dict[str, "np.ndarray"]]:
-    from distribuuuu.data.packed.format import read_index  # it imports numpy
-
-    return read_index(folder, check_rows)

@@ -20,7 +20,7 @@ import numpy as np
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
-from distribuuuu.data.datasets.array_file import Arrays, Place, packed_name, read_arrays
+from distribuuuu.data.datasets.array_file import Arrays, packed_name, read_arrays
 from distribuuuu.files.untrusted import InvalidFileError, untrusted
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def read_index_file(folder: Path, check_rows: bool) -> tuple[Meta, dict[str, np.
     try:
         with untrusted(path, "pack"):
             meta, columns = read_arrays(path, KIND, VERSIONS)
-            check_index(meta, columns)
+            _check_index(meta, columns)
             if check_rows:
                 _check_rows(meta, columns)
             return meta, columns
@@ -105,8 +105,8 @@ def read_index_file(folder: Path, check_rows: bool) -> tuple[Meta, dict[str, np.
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def check_index(meta: Meta, columns: Mapping[str, Place] | Arrays) -> int:
-    """Return the number of images of a pack; raise an exception if its index is invalid: it may be untrusted."""
+def _check_index(meta: Meta, columns: Arrays) -> None:
+    """Raise an exception if the index of a pack is invalid: it may be untrusted."""
     classes, colors = meta["classes"], np.array([meta["mean"], meta["std"]], float)
     if not classes or len({*classes}) < len(classes) or not {*map(type, classes)} <= {str}:
         raise ValueError("invalid classes")
@@ -129,7 +129,6 @@ def check_index(meta: Meta, columns: Mapping[str, Place] | Arrays) -> int:
     for name, (kind, shape) in shapes.items():
         if columns[name].dtype != kind or columns[name].shape != shape:
             raise ValueError(f"invalid column {name}")
-    return num
 
 
 # ------------------------------------------------------------------------------------------ targets
@@ -182,12 +181,10 @@ def _check_rows(meta: Meta, columns: Arrays) -> None:
     if label.min() < 0 or label.max() >= len(meta["classes"]) or shard.min() < 0 or shard.max() >= len(sizes):
         raise ValueError("a label without a class, or an image without a shard")
     is_inside = (start >= HEADER_SIZE) & (0 <= length) & (length <= MAX_RECORD) & (start <= sizes[shard] - length)
-    if not is_inside.all():
-        raise ValueError(f"an image outside its shard, or of more than {MAX_RECORD:,} bytes")
     # The blocks of a pack at a URL are neighboring records.
     is_same = shard[1:] == shard[:-1]
-    if (shard[1:] < shard[:-1]).any() or (is_same & (start[1:] < start[:-1] + length[:-1])).any():
-        raise ValueError("images out of order, or overlapping")
+    if not is_inside.all() or (np.diff(shard) < 0).any() or (is_same & (start[1:] < start[:-1] + length[:-1])).any():
+        raise ValueError("images outside of their shard, out of order, or too large")
     height, width = columns["height"].astype(np.int64), columns["width"].astype(np.int64)
     if meta["options"]["format"] == "raw" and ((height <= 0) | (width <= 0) | (height * width * 3 != length)).any():
         raise ValueError("a number of bytes that differs from the image size")

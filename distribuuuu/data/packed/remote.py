@@ -4,9 +4,7 @@ Each record is compared with its checksum in the index before a process uses it 
 An object that was replaced can therefore stop a run, but never changes what is trained on.
 """
 
-import functools
 import hashlib
-import io
 import os
 import queue
 import threading
@@ -19,62 +17,37 @@ from typing import Any
 import numpy as np
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.datasets.array_file import FIXED, checksum_of, read_fixed, read_header
+from distribuuuu.data.datasets.array_file import checksum_of
 from distribuuuu.data.packed import format as packed_format
 from distribuuuu.data.packed.cache import KEPT, DiskCache
-from distribuuuu.data.packed.format import INDEX, check_index
+from distribuuuu.data.packed.format import INDEX
 from distribuuuu.data.packed.transport import MAX_WRONG, Part, RemoteError, fetch
 from distribuuuu.files.cache_folder import cache_folder
-from distribuuuu.files.untrusted import InvalidFileError, untrusted
 
 # Threads of each process that read ahead; seconds of failures after which they leave a block to its reader.
 NUM_THREADS, AHEAD_S = 4, 2.0
 # Bytes per read of an index.
 _CHUNK = 16 << 20
-# Seconds of retries and for a request in the checks of a start.
-START_S, START_TIMEOUT_S = 1.5, 20.0
 _CHANGED = "has changed since it was opened or packed; fix: restore it, or start again"
 
 
-def read_meta(url: str) -> tuple[dict[str, Any], int]:
-    """Return the meta of a pack and its number of images; raise ConfigError if its index cannot be read."""
-    path = f"{url}/{INDEX}"
-    start = _fetch_start(path, START_TIMEOUT_S, START_S)
-    end = FIXED + read_fixed(start.data, start.size)[0]
-    check = functools.partial(_reason_of, _read_index_header)
-    return _read_index_header(fetch(path, 0, end, START_TIMEOUT_S, check, info=True, retry_s=START_S))
-
-
-def _fetch_start(path: str, timeout_s: float, retry_s: float | None = None) -> Part:
-    """Return the first bytes of an index, with its size and version; wrong bytes are fetched again."""
-    check = functools.partial(_reason_of, lambda part: read_fixed(part.data, part.size))
-    return fetch(path, 0, FIXED, timeout_s, check, info=True, retry_s=retry_s)
-
-
-def _read_index_header(part: Part) -> tuple[dict[str, Any], int]:
-    meta, places = read_header(io.BytesIO(part.data), part.size, packed_format.KIND, packed_format.VERSIONS)
-    return meta, check_index(meta, places)
-
-
-def _reason_of(read: Callable[[Part], object], part: Part) -> str:
-    """Return what is wrong with a part of an index that is read; empty if nothing is."""
-    try:
-        with untrusted("it", "index of a pack"):
-            read(part)
-    except InvalidFileError as error:
-        return str(error).removeprefix("it: ")
-    return ""
-
-
 class RemotePack:
-    """A pack in the folder `url`; the other arguments are DATA.CACHE_DIR, DATA.CACHE_GB and DATA.TIMEOUT_S.
+    """A pack in the folder `url`.
+
+    Args:
+        url: of the pack.
+        cache_dir, cache_gb, timeout_s: DATA.CACHE_DIR, DATA.CACHE_GB and DATA.TIMEOUT_S.
+        retry_s: seconds after which no other attempt begins; None: timeout_s.
 
     Raises:
         ConfigError: the pack is incomplete or cannot be read, or the cache cannot be written to.
     """
 
-    def __init__(self, url: str, cache_dir: str = "", cache_gb: float = 100.0, timeout_s: float = 300.0):
-        self.url, self._timeout_s = url, timeout_s
+    def __init__(
+        self, url: str, cache_dir: str = "", cache_gb: float = 100.0, timeout_s: float = 300.0,
+        retry_s: float | None = None
+    ):  # fmt: skip
+        self.url, self._timeout_s, self._retry_s = url, timeout_s, retry_s
         self._cache = DiskCache(cache_folder(cache_dir) / "remote", int(cache_gb * 1e9))
         self._key = hashlib.sha256(url.encode()).hexdigest()[:16]
         self.meta, self.columns = self._load_index(f"{url}/{INDEX}")
@@ -91,7 +64,7 @@ class RemotePack:
         return [f"{sizes} repeatedly, and with DATA.SHUFFLE blocks once"] if size > limit else []
 
     def _load_index(self, path: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        start = _fetch_start(path, self._timeout_s)
+        start = self._fetch(path, 0, packed_format.HEADER_SIZE, info=True)
         version = hashlib.sha256(f"{start.version} {start.size}".encode()).hexdigest()[:16]
         folder, name, problem = self._cache.folder / self._key / version, f"{self._key}/{version}/{INDEX}", ""
         for _ in range(MAX_WRONG):  # a byte may be wrong, and a copy be damaged, or be evicted by another process
@@ -121,7 +94,7 @@ class RemotePack:
             return "" if (part.size, part.version) in ((size, start.version), (0, "")) else _CHANGED
 
         ranges = ((first, min(first + _CHUNK, size)) for first in range(0, size, _CHUNK))
-        parts = (fetch(path, *ends, self._timeout_s, find_change).data for ends in ranges)
+        parts = (self._fetch(path, *ends, find_change).data for ends in ranges)
         self._cache.fetch(name, lambda: b"".join(parts))
 
     def _check_shard(self, number: int) -> str:
@@ -133,7 +106,7 @@ class RemotePack:
             return "" if is_own else f"its size or its header does not belong to this {INDEX}"
 
         path = f"{self.url}/{shard['name']}"
-        return fetch(path, 0, packed_format.HEADER_SIZE, self._timeout_s, find_problem, info=True).version
+        return self._fetch(path, 0, packed_format.HEADER_SIZE, find_problem, info=True).version
 
     def read(self, index: int) -> np.ndarray:
         """Return the stored bytes of image `index`, writable; raise RemoteError if they are wrong or cannot be read."""
@@ -181,7 +154,13 @@ class RemotePack:
                     return f"the checksum of image {image} does not match"
             return ""
 
-        return fetch(path, starts[0], ends[-1], self._timeout_s, find_problem, retry_s=retry_s).data
+        return self._fetch(path, starts[0], ends[-1], find_problem, retry_s=retry_s).data
+
+    def _fetch(
+        self, path: str, start: int, end: int, check: Callable[[Part], str] = lambda part: "", info: bool = False,
+        retry_s: float | None = None
+    ) -> Part:  # fmt: skip
+        return fetch(path, start, end, self._timeout_s, check, info, retry_s or self._retry_s)
 
     def read_ahead(self, keys: Sequence[Sequence[int]]) -> None:
         """Start to fetch the blocks of a batch that are not in the cache, in the order of their use."""

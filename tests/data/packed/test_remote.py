@@ -26,9 +26,8 @@ from support.runs import run_python, small_options
 from support.tiers import slow
 
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.data.packed import cache, transport
+from distribuuuu.data.packed import cache, dataset, transport
 from distribuuuu.data.packed import format as packed_format
-from distribuuuu.data.packed import remote as pack
 from distribuuuu.data.packed.cache import DiskCache
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.data.packed.format import BlockShuffle
@@ -54,7 +53,7 @@ def source(packed, tmp_path, monkeypatch):
     """A server of a copy of the pack; blocks have a few images, and retries come at once."""
     monkeypatch.setattr(packed_format, "BLOCK_BYTES", 4000)
     monkeypatch.setattr(transport, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(pack, "START_S", 0.1)
+    monkeypatch.setattr(dataset, "START_S", 0.1)
     shutil.copytree(packed, tmp_path / "served")
     with RangeServer(tmp_path / "served") as server:
         yield server
@@ -152,7 +151,7 @@ def test_problems_are_found_before_training_without_torch(source, tmp_path):
     assert "ignores byte ranges" in problems(source.url)
     source.has_ranges = True
     (source.folder / "val" / "index.bin").write_text("<html>Welcome</html>")
-    assert "TEST.DATASET" in (found := problems(source.url)) and "not a valid index of a pack" in found
+    assert "TEST.DATASET" in (found := problems(source.url)) and "not a valid pack" in found
     source.is_gone = True
     assert "cannot be read for" in problems(source.url)
     folders = load_cfg(None, ["TRAIN.DATASET", source.url])
