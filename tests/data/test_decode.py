@@ -243,13 +243,6 @@ def test_a_file_that_is_cut_is_refused_or_complete(name, decoder):
             assert torch.equal(pixels, full), f"cut at {end} of {len(data)}"
 
 
-def test_a_crop_of_a_cut_jpeg_is_refused(decoder):
-    data = encode(scene(40, 150), restart_marker_rows=1)
-    for end in range(read_jpeg_header(data).scan_at, len(data) - 9, 29):
-        with pytest.raises(Exception, match="."):
-            EncodedImage(data[:end], decoder).crop(Box(0, 0, 9, 9), 9)
-
-
 NOISE = random.Random(0).randbytes(500)
 NO_IMAGES = {
     "empty": b"", "text": b"hello, this is a text\n" * 20, "noise": NOISE,
@@ -327,15 +320,6 @@ def test_the_rows_of_a_cut_jpeg_are_those_of_the_whole(mode):
             assert torch.equal(rows, full[:, top:bottom]), (height, width, top, bottom)
             num_cut += bytes(part) != data
     assert num_cut > 20
-
-
-def test_every_crop_of_a_jpeg_with_restarts_is_that_of_the_whole(decoder):
-    image = scene(70, 150)
-    data = encode(image, restart_marker_rows=1, subsampling="4:2:0")
-    full = decode(data, decoder)
-    for number in range(40):
-        box = random_resized_box(SampleRNG(0, number), 150, 70, (0.01, 1))
-        assert torch.equal(EncodedImage(data, decoder).crop(box, 999), box.crop(full))
 
 
 def test_what_cannot_be_cut_comes_back_whole_and_a_part_is_smaller_than_the_file():

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.images import draw_folder
 from support.tables import each_row
 
-from distribuuuu.api import train
-from distribuuuu.commands.main import dispatch
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.build_transform import build_transform
 from distribuuuu.data.crops import PaddedCrop, WholeImage
@@ -22,7 +19,6 @@ from distribuuuu.data.device_samples import BatchRNG, crop_batch
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop, ResizedCrop, resized_size
 from distribuuuu.models import build_model
-from distribuuuu.records.read_results import read_results
 
 SOURCES = [(30, 40), (40, 30), (64, 64), (7, 200), (200, 7), (1, 50), (97, 321), (480, 641)]
 TARGETS = [(96, 320), (320, 96), (32, 32), (2, 9)]
@@ -121,26 +117,3 @@ def test_models_with_position_embeddings_take_rectangles():
         assert build_model(load_cfg(None, [*words, arch]))(torch.zeros(2, 3, 32, 64)).shape == (2, 3)
     with pytest.raises(ConfigError, match="vit_b_16 rejects image_size"):
         build_model(load_cfg(None, [*words, "torchvision/vit_b_16"]))
-
-
-@pytest.mark.slow
-def test_a_letterboxed_set_trains_evaluates_exports_and_reports(tmp_path, capsys):
-    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
-    pytest.importorskip("onnxscript", reason="onnxscript is not installed")
-    for split, num in (("train", 24), ("val", 12)):
-        draw_folder(tmp_path, split, {"ant": num, "bee": num, "cat": num}, (400, 90))
-    out = tmp_path / "out"
-    cfg = load_cfg(None, [str(word) for word in (
-        "MODEL.ARCH", "resnet8", "MODEL.NUM_CLASSES", 3, "TRAIN.DATASET", tmp_path, "TRAIN.IM_SIZE", [96, 320],
-        "DATA.CROP", "letterbox", "TEST.CROP", "letterbox", "DATA.VFLIP", 0.5, "TRAIN.BATCH_SIZE", 12,
-        "TRAIN.WORKERS", 2, "OPTIM.MAX_EPOCH", 2, "OPTIM.WARMUP_EPOCHS", 0, "LOG.TENSORBOARD", False, "OUT_DIR", out,
-    )])  # fmt: skip
-    train(cfg)
-    assert read_results(out / "results.json")["evaluation"]["crop"] == [96, 320]
-    for to in ("onnx", "safetensors"):
-        assert dispatch("distribuuuu", ["export", str(out), "--to", to, str(tmp_path / to)]) == 0, to
-        assert "letterbox" in (tmp_path / to / "README.md").read_text()
-    assert dispatch("distribuuuu", ["report", str(out)]) == 0
-    assert dispatch("distribuuuu", ["predict", str(out), str(tmp_path / "val" / "ant")]) == 0
-    assert dispatch("distribuuuu", ["export", str(out), "--to", "torch", str(tmp_path / "torch")]) == 2
-    assert "cannot express the crop `letterbox 96 x 320 px" in capsys.readouterr().err

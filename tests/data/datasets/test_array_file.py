@@ -34,12 +34,9 @@ def header_with(arrays: object) -> bytes:
 HEADERS = {
     "not UTF-8": b"\xff\xfe{}", "not JSON": b"{", "deep": b"[" * 100_000, "no dict": b"[]", "empty": b"",
     "digits": b'{"version": ' + b"9" * 5000 + b"}",
-    **{str(arrays): header_with(arrays) for arrays in (
-        [], 3, *({"a": place} for place in (
-            [], [["<i4"], [1], 0], ["O", [1], 0], ["<i4", 1, 0], ["<i4", [1.0], 0],
-            ["<i4", [2**63], 0], ["<i4", [1], -4], ["<i4", [1], 2**70], ["<i4", [1], 4093], ["<i4", [1] * 99, 0],
-            ["<i4", [4096] * 8, 0], ["<i4", [0, 2**62], 0],
-        )),
+    **{str(place): header_with({"a": place}) for place in (
+        [], ["O", [1], 0], ["<i4", [1.0], 0], ["<i4", [2**63], 0], ["<i4", [1], -4], ["<i4", [1], 4093],
+        ["<i4", [4096] * 8, 0],
     )},
 }  # fmt: skip
 
@@ -93,11 +90,9 @@ def packed(tmp_path):
 def test_a_value_of_the_meta_that_is_used_anywhere_is_checked(packed):
     shard = {"name": "shard-00000.bin", "size": 160, "images": 4}
     for part, values in {
-        "mean": [[0.5, 0.5], [0.5, 0.5, 10**15], [0.5, 0.5, float("nan")], None], "std": [[0, 1, 1], {"0": 1}],
-        "crc32": ["1", None], "options": [[], {"format": ["raw"]}, None], "classes": [[], ["a", "a"], [1, 2], None],
-        "source": [[], None, {"targets": {"kind": "x"}}],
-        "shards": [None, [None], [{**shard, "name": "../shard-00000.bin"}], [{**shard, "size": 2**63}],
-                   [{**shard, "images": "4"}]],
+        "mean": [[0.5, 0.5], [0.5, 0.5, float("nan")]], "std": [[0, 1, 1]], "crc32": ["1"], "options": [[]],
+        "classes": [[], ["a", "a"], [1, 2]], "source": [None, {"targets": {"kind": "x"}}],
+        "shards": [None, [{**shard, "name": "../shard-00000.bin"}], [{**shard, "size": 2**63}]],
     }.items():  # fmt: skip
         for value in values:
             assert "not a valid pack: " in packed[2](meta={part: value}), value
@@ -112,11 +107,9 @@ def test_numbers_of_the_rows_that_fit_no_file_are_refused(packed):
         return {name: column}
 
     wrong = [
-        changed("length", 1, -(2**63)), changed("length", 1, 2**63 - 1), changed("offset", 2, 2**63 - 1),
-        changed("offset", 0, 0), changed("shard", 0, 1), changed("name_offsets", 0, 1), changed("name_offsets", -1, 9),
-        changed("name_offsets", 2, 0), changed("name_offsets", 1, 2**62), changed("name_offsets", 1, -5),
-        {**changed("height", 1, -4), **changed("width", 1, -4)}, changed("width", 0, 0),
-        {"shard": np.zeros(4, np.int32)}, {name: columns[name][::-1] for name in ("shard", "offset")},
+        changed("length", 1, -(2**63)), changed("length", 1, 2**63 - 1), changed("offset", 0, 0),
+        changed("shard", 0, 1), changed("name_offsets", -1, 9), changed("name_offsets", 2, 0), changed("width", 0, 0),
+        {name: columns[name][::-1] for name in ("shard", "offset")},
     ]  # fmt: skip
     for changes in wrong:
         assert "not a valid pack: " in refusal(**changes)

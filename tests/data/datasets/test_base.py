@@ -8,7 +8,6 @@ import pytest
 import torch
 from support.batches import ALONE, CPU, batches_of
 
-from distribuuuu.config.errors import first_few
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import build_loader
@@ -79,11 +78,3 @@ def test_image_files_need_classes_labels_and_describe(cfg_of, image_folder, tmp_
     (tmp_path / "val.csv").write_text("image,label\nempty.jpg,ant\n")
     with pytest.raises(ValueError, match="1 of 1 images are broken: .*empty.jpg: ValueError: the file is empty"):
         build_loader(cfg, ALONE, CPU, train=False)
-
-
-def test_a_missing_method_is_named_and_long_lists_are_shortened():
-    with pytest.raises(TypeError, match="ImageDataset must define from_cfg"):
-        ImageDataset.from_cfg(None, True)
-    with pytest.raises(TypeError, match="ImageDataset must define read"):
-        ImageDataset().read(0)
-    assert first_few(["a"]) == "a" and first_few(list("abcdefg")) == "a, b, c, d, e and 2 more"

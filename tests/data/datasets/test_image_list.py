@@ -154,16 +154,6 @@ def test_a_row_for_each_label_of_an_image(tmp_path):
     assert images.classes == ("cat", "dog") and images.label(0).tolist() == [1, 1] and len(images) == 1
 
 
-def test_missing_files_and_wrong_numbers_are_reported(small_cfg, root, tmp_path):
-    def message_of(*words) -> str:
-        return "\n".join(map(str, find_run_problems(small_cfg(*words_of(root, *words)), train=True)))
-
-    assert f"no file trian.csv in {root}; it has train, val; did you mean train?" in message_of("TRAIN.SPLIT", "trian")
-    assert f"no such folder: {tmp_path / 'no'}" in message_of("TRAIN.DATASET", tmp_path / "no")
-    assert "TEST.SPLIT: no file val.csv" in message_of("TEST.DATASET", tmp_path)
-    assert "MODEL.NUM_CLASSES" in message_of("MODEL.NUM_CLASSES", 4) and message_of() == ""
-
-
 @pytest.mark.parametrize("words", [(), ("--format", "raw")])
 def test_a_pack_gives_the_same_batches(cfg_of, root, tmp_path, words):
     pack(tmp_path / "pack", *words, "--shard-mb", 0.01, *words_of(root), split="both", workers=2)

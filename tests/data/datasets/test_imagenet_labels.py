@@ -15,7 +15,6 @@ from timm.data import ImageNetInfo, RealLabelsImagenet
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.registry import dataset_class
-from distribuuuu.data.datasets import imagenet_labels
 from distribuuuu.data.loader import build_images
 from distribuuuu.inference.loaded_run import build_eval_transform
 from distribuuuu.trainer import evaluate_weights as evaluate_run
@@ -130,17 +129,6 @@ def test_counts_with_real_labels_equal_those_of_timm(tmp_path):
     kept = [(row, table[n - 1]) for row, n in zip(logits.log_softmax(1), numbers, strict=True) if table[n - 1]]
     assert result["loss"] == pytest.approx(-sum(row[right].mean().item() for row, right in kept) / 35, rel=1e-5)
     assert not (tmp_path / "out" / "predictions.npz").exists()
-
-
-def test_the_synsets_of_timm_are_in_the_order_of_sorted_folders_and_its_files_agree(tmp_path):
-    assert list(imagenet_labels.read_classes("imagenet_v2")) == SYNSETS == sorted(SYNSETS)
-    for labels in ("imagenet_a", "imagenet_r"):
-        classes = imagenet_labels.read_classes(labels)
-        assert list(classes) == folder_classes(labels) and len(classes) == 200
-        assert all(SYNSETS[number] == name for name, number in classes.items())
-    draw_folder(tmp_path, "images", {SYNSETS[10]: 1, SYNSETS[2]: 1})  # accepted as names of V2 too
-    images = build_images(load_cfg(None, options(tmp_path, tmp_path / "out", "imagenet_v2")), train=False)
-    assert [images.label(index) for index in range(2)] == [2, 10]
 
 
 def test_names_of_folders_and_files_that_do_not_fit_are_reported(tmp_path):

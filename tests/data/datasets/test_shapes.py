@@ -1,21 +1,18 @@
 """The drawn data set: the same bytes every time, a whole folder or none, and no work for a linear model."""
 
-import errno
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from PIL import Image
 from support.archives import files_of
 from support.runs import ROOT
 
-from distribuuuu.data.datasets import shapes, shapes_drawing
+from distribuuuu.data.datasets import shapes_drawing
 from distribuuuu.data.datasets.shapes import CLASSES, MARKER, draw_shapes
 
 
@@ -65,13 +62,6 @@ def test_a_killed_process_leaves_no_folder_that_looks_whole(small, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["shapes", "shapes.lock"]
 
 
-def test_another_version_or_number_is_drawn_anew(small, tmp_path, monkeypatch):
-    assert len(files_of(draw_shapes(shutil.copytree(small, tmp_path / "fewer"), 10, 10))) == 21
-    root = shutil.copytree(small, tmp_path / "older")
-    monkeypatch.setattr(shapes, "VERSION", shapes.VERSION + 1)
-    assert files_of(draw_shapes(root, 20, 10))[MARKER] != files_of(small)[MARKER]
-
-
 def test_other_files_are_never_touched(tmp_path):
     for number, name in enumerate(["notes.txt", MARKER]):
         root = tmp_path / str(number) / "shapes"
@@ -84,11 +74,3 @@ def test_other_files_are_never_touched(tmp_path):
     with pytest.raises(OSError, match="Not a directory"):
         draw_shapes(tmp_path / "file", num_train=10, num_val=10)
     assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_a_full_or_read_only_disk_is_named_and_nothing_is_left(tmp_path, monkeypatch):
-    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "shapes")
-    monkeypatch.setattr(Path, "write_bytes", mock.Mock(side_effect=error))
-    with pytest.raises(OSError, match=error.strerror):
-        draw_shapes(tmp_path / "shapes", num_train=10, num_val=10)
-    assert os.listdir(tmp_path) == ["shapes.lock"]

@@ -1,12 +1,10 @@
 """Every source of images: the batches, the killed run and the predictions of class folders with the same images."""
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.batches import WAYS, assert_same_batches, batches_of
-from support.processes import on_processes
 from support.runs import assert_same_run, small_options
 from support.sources import SOURCES, write_source
 from support.tiers import slow
@@ -56,14 +54,3 @@ def test_a_killed_run_resumes_bitwise(image_folder, tmp_path, source):
     train_on(image_folder, folders, *plain)
     assert_same_run(own, folders)
     assert_same_predictions(own, folders)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source", FAMILIES)
-def test_two_processes_train_as_on_class_folders(image_folder, tmp_path, source):
-    words, plain = write_source(source, image_folder, tmp_path / "data")
-    one = ("OPTIM.MAX_EPOCH", 1, "TRAIN.BATCH_SIZE", 6)
-    on_processes(2, partial(train_on, image_folder, tmp_path / "own", *words, *one, "TRAIN.WORKERS", 1))
-    on_processes(2, partial(train_on, image_folder, tmp_path / "folders", *plain, *one))
-    assert_same_run(tmp_path / "own", tmp_path / "folders")
-    assert_same_predictions(tmp_path / "own", tmp_path / "folders")
