@@ -14,9 +14,8 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from support.errors import problems_of
 from support.processes import on_processes
-from support.runs import assert_same_run, newest, run_python, small_options
+from support.runs import assert_same_run, newest, problems_of, run_python, small_options
 from torch import nn
 
 import distribuuuu
@@ -67,18 +66,7 @@ def test_the_import_imports_nothing_that_takes_time():
     assert run_python("-c", code).returncode == 0
 
 
-def test_a_run_predicts_images(image_folder, small_cfg):
-    result = distribuuuu.train(small_cfg("OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0))
-    images = sorted((image_folder / "val").rglob("*.jpg"))
-    expected = distribuuuu.load_run(result.out_dir).predict(images, topk=2)
-    for run in (result, result.out_dir, str(result.weights), distribuuuu.load_run(result.out_dir)):
-        assert distribuuuu.predict(run, images, topk=2) == expected
-    assert len(expected) == 37 and len(expected[0].labels) == 2
-    with pytest.raises(ConfigError, match="no/such"):
-        distribuuuu.predict("no/such/run", images)
-
-
-def test_a_training_returns_its_results_and_can_be_evaluated(options, tmp_path):
+def test_a_training_returns_its_results_and_can_be_evaluated_and_predict(options, image_folder, tmp_path):
     out = tmp_path / "out"
     result = distribuuuu.train(None, {**options, "EMA.HALF_LIFE": 30, "TRAIN.TOPK": 2})
     assert result.out_dir == out and result.weights == out / "best_ema.pth.tar"
@@ -92,6 +80,13 @@ def test_a_training_returns_its_results_and_can_be_evaluated(options, tmp_path):
         assert distribuuuu.evaluate(run) == pytest.approx(expected, abs=1e-5)
     raw = distribuuuu.evaluate(out / "best.pth.tar", ["TEST.BATCH_SIZE", 5])
     assert raw["top1"] == result.results["accuracy"]["raw"]["last"]["top1"] and raw["count"] == 37
+    images = sorted((image_folder / "val").rglob("*.jpg"))
+    predicted = distribuuuu.load_run(out).predict(images, topk=2)
+    for run in (result, out, str(result.weights), distribuuuu.load_run(out)):
+        assert distribuuuu.predict(run, images, topk=2) == predicted
+    assert len(predicted) == 37 and len(predicted[0].labels) == 2
+    with pytest.raises(ConfigError, match="no/such"):
+        distribuuuu.predict("no/such/run", images)
     loaded = types.SimpleNamespace(cfg=load_cfg(str(out / "config.yaml")), source=str(result.weights))
     assert distribuuuu.evaluate(loaded) == pytest.approx(expected, abs=1e-5)
     assert distribuuuu.evaluate(loaded.cfg, {"MODEL.WEIGHTS": result.weights}) == pytest.approx(expected, abs=1e-5)

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.errors import problems_of
 from support.processes import on_processes
-from support.runs import ROOT, records, run_python
+from support.runs import ROOT, problems_of, records, run_python
 
 import distribuuuu
 from distribuuuu.commands.main import dispatch

@@ -1,20 +1,111 @@
-"""The documentation as it is read: the site, the notebooks, and the page about photographs."""
+"""The documentation as it is read: the site in a browser, the notebooks, the page about photographs; and the hints."""
 
+import contextlib
 import csv
+import fcntl
 import functools
 import http.server
+import json
 import os
 import re
+import shlex
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
-from support.browser import Browser, find_browser
+from support.archives import archive_folder, files_of, write_tar, write_zip
+from support.commands import requires
 from support.images import draw_folder
 from support.runs import ROOT, small_options
+from support.sources import image_rows, to_arrow, write_parquet
+
+from distribuuuu.commands.main import dispatch
+
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars",
+         "--remote-debugging-pipe")  # fmt: skip
+# Limit that catches a hang, in seconds: a page takes one or two.
+LOAD_S = 120
+
+
+def find_browser() -> str | None:
+    """Return the path of a Chromium, or None."""
+    return next((path for name in PROGRAMS if (path := shutil.which(name))), None)
+
+
+class Browser:
+    """A browser with one page; a context manager."""
+
+    def __init__(self, program: str, width: int):
+        self._folder = tempfile.mkdtemp()
+        (theirs_in, self._out), (self._in, theirs_out) = os.pipe(), os.pipe()
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (theirs_in, theirs_out)]
+        actions = [(os.POSIX_SPAWN_DUP2, high[0], 3), (os.POSIX_SPAWN_DUP2, high[1], 4)]
+        actions += [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_WRONLY, 0) for fd in (1, 2)]
+        command = [program, *FLAGS, f"--window-size={width},900", f"--user-data-dir={self._folder}", "about:blank"]
+        self._pid = os.posix_spawn(program, command, os.environ, file_actions=actions)
+        for fd in (theirs_in, theirs_out, *high):
+            os.close(fd)
+        self._buffer, self._number, self._session = b"", 0, {}
+
+    def __enter__(self) -> "Browser":
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+        return self
+
+    def __exit__(self, *error) -> None:
+        os.kill(self._pid, signal.SIGTERM)
+        os.waitpid(self._pid, 0)
+        os.close(self._in)
+        os.close(self._out)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _receive(self) -> dict:
+        while b"\0" not in self._buffer:
+            if not (data := os.read(self._in, 1 << 16)):
+                raise ConnectionError("the browser has ended")
+            self._buffer += data
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        return json.loads(message)
+
+    def call(self, method: str, **params: Any) -> dict:
+        """Call a method of the protocol; return its result."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params, **self._session}
+        data = json.dumps(message).encode() + b"\0"
+        while data:
+            data = data[os.write(self._out, data) :]
+        while (answer := self._receive()).get("id") != self._number:
+            pass  # an event
+        if "error" in answer:
+            raise RuntimeError(f"{method}: {answer['error']}")
+        return answer["result"]
+
+    def open(self, url: str) -> None:
+        """Load a page, with all that it requests."""
+        self.call("Page.navigate", url=url)
+        deadline = time.monotonic() + LOAD_S
+        found = None
+        while found != [url, "complete"]:
+            assert time.monotonic() < deadline, url
+            time.sleep(0.05)
+            with contextlib.suppress(RuntimeError):  # the page is being replaced
+                found = self.evaluate("[document.URL, document.readyState]")
+
+    def evaluate(self, expression: str) -> Any:
+        """Return the value of an expression of JavaScript."""
+        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"]["value"]
+
 
 NOTEBOOKS = {
     "photographs_to_onnx": ("my_lists", "model.onnx", "import onnxruntime"),
@@ -121,47 +212,6 @@ def test_each_notebook_is_run():
     assert {path.stem for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")} == set(NOTEBOOKS)
 
 
-INTERRUPT = """
-def interrupt():
-    path = os.path.join(options["OUT_DIR"], "metrics.jsonl")
-    while not os.path.exists(path) or not open(path).read():
-        time.sleep(0.02)
-    os.kill(os.getpid(), signal.SIGINT)
-
-threading.Thread(target=interrupt).start()
-distribuuuu.train(None, {**options, "OPTIM.MAX_EPOCH": 200})
-"""
-LEFT = """
-print(open(f"/proc/self/task/{os.getpid()}/children").read().split())
-print(signal.getsignal(signal.SIGINT) is before)
-"""
-
-
-@pytest.mark.slow
-def test_a_notebook_trains_stops_resumes_and_continues_after_errors(image_folder, tmp_path):
-    nbformat, nbclient, _ = map(pytest.importorskip, ("nbformat", "nbclient", "ipykernel"))
-    words = small_options(image_folder, tmp_path / "out", "TRAIN.WORKERS", 1)
-    options = dict(zip(words[::2], words[1::2], strict=True))
-    sources = [
-        f"import os, signal, sys, threading, time\nsys.path.insert(0, {str(ROOT)!r})\nimport distribuuuu\n"
-        f"options = {options!r}\nbefore = signal.getsignal(signal.SIGINT)",
-        "distribuuuu.train(None, {**options, 'NO.KEY': 1})",
-        INTERRUPT,
-        "result = distribuuuu.train(None, {**options, 'OPTIM.MAX_EPOCH': 1, 'TRAIN.AUTO_RESUME': False})",
-        "print(distribuuuu.evaluate(result)['top1'] == result.metrics['top1'])",
-        LEFT,
-    ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-    nbclient.NotebookClient(notebook, timeout=300, allow_errors=True, kernel_name="python3").execute()
-    outputs = [cell.outputs for cell in notebook.cells]
-    errors = {number: output.ename for number, cell in enumerate(outputs) for output in cell if "ename" in output}
-    assert errors == {1: "ConfigError", 2: "KeyboardInterrupt"}
-    texts = ["".join(str(output.get("text", output.get("data", ""))) for output in cell) for cell in outputs]
-    assert "a checkpoint was saved" in str(outputs[2][-1]) and "epoch 1/1" in texts[3], "the text of the progress bar"
-    assert texts[4].endswith("True\n") and texts[5] == "[]\nTrue\n"
-    assert "can only test a child process" not in "".join(texts)
-
-
 PAGE = (ROOT / "docs" / "photographs.md").read_text(encoding="utf-8")
 COMMANDS = re.search(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]
 # What the page advises without a network.
@@ -209,3 +259,85 @@ def test_the_commands_lead_to_an_onnx_file_with_the_answers_of_predict(tmp_path)
     assert printed.returncode == 0, printed.stderr
     assert printed.stdout.split() == [*answers.values()]
     assert {"ant", "bee", "cat"} == {*answers.values()}, "the model has learned the classes"
+
+
+# Pairs of KEY VALUE in a text.
+_OPTIONS = re.compile(r"(?<!\S)[A-Z]+(?:\.[A-Za-z_]+)+ (?:'[^']*'|[^\s,;]+)")
+
+
+def hub(images: Path, root: Path) -> Path:
+    """Write the data set as the Hugging Face Hub does: Parquet files in data/, and a test split."""
+    for split, name in (("train", "train"), ("val", "test")):
+        write_parquet(root / "data", to_arrow(image_rows(images, split)), f"{name}-{{}}.parquet")
+    return root
+
+
+def kaggle(images: Path, root: Path) -> Path:
+    """Write a table of one split beside a folder of images without endings in it."""
+    (root / "train_images").mkdir(parents=True)
+    rows = ["id,breed"]
+    for path in sorted((images / "train").rglob("*.jpg")):
+        rows.append(f"{path.parent.name}_{path.stem},{path.parent.name}")
+        shutil.copyfile(path, root / "train_images" / f"{path.parent.name}_{path.name}")
+    (root / "labels.csv").write_text("\n".join(rows) + "\n")
+    return root
+
+
+def other_names(images: Path, root: Path) -> Path:
+    """Copy the splits under other names."""
+    shutil.copytree(images / "train", root / "training")
+    shutil.copytree(images / "val", root / "test")
+    return root
+
+
+LAYOUTS = {
+    "parquet files of the hub": hub,
+    "shards": lambda images, root: archive_folder(images, root, "shards"),
+    "ZIP with splits": lambda images, root: archive_folder(images, root, "one zip"),
+    "tar without splits": lambda images, root: write_tar(root / "plain.tar", files_of(images / "train")),
+    "ZIP without splits": lambda images, root: write_zip(root / "plain.zip", files_of(images / "train")),
+    "class folders without splits": lambda images, root: Path(shutil.copytree(images / "train", root)),
+    "folder above": lambda images, root: Path(shutil.copytree(images, root / "tiny")).parent,
+    "splits of other names": other_names,
+    "Kaggle": kaggle,
+}
+
+
+@pytest.mark.slow
+@requires("pack", "split")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_hints_lead_to_a_training(image_folder, tmp_path, layout, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    root = LAYOUTS[layout](image_folder, tmp_path / "data")
+    options = small_options(root, tmp_path / "out", "OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0)
+    said = ""
+    for _ in range(5):
+        if dispatch("distribuuuu", ["train", *options]) == 0:
+            return
+        said += f"\n{options[30:]}: {(error := capfd.readouterr().err)[-1500:]}"
+        options += follow(error, tmp_path)
+    pytest.fail(said)
+
+
+def follow(message: str, folder: Path) -> list[str]:
+    """Run the command that the first fix of a message names, if it does; return the options to set."""
+    fix, _, after = message.partition("fix: ")[2].splitlines()[0].partition("; or")[0].partition(", then ")
+    fix = fix.removeprefix("unpack it: ")
+    if "distribuuuu " not in fix:
+        return [word for pair in _OPTIONS.findall(fix) for word in shlex.split(pair)]
+    while (done := run(fix, folder)).returncode:  # e.g. the columns of a table, which have other names
+        added = _OPTIONS.findall(done.stderr.partition("fix: ")[2])
+        assert added and added[0] not in fix, done.stderr
+        fix = " ".join([fix, *added])
+    named = done.stdout.partition("to train: ")[2].splitlines()[:1] or [after]
+    pairs = [shlex.split(pair) for pair in _OPTIONS.findall(named[0])]
+    return [str(folder / word) if word == "OUT" else word for pair in pairs for word in pair]
+
+
+def run(command: str, folder: Path) -> subprocess.CompletedProcess:
+    """Run a command as a user types it, in a folder."""
+    for word in ("distribuuuu", "python"):
+        module = " -m distribuuuu" if word == "distribuuuu" else ""
+        command = re.sub(rf"(^|&& ){word} ", lambda match, new=module: f"{match[1]}{sys.executable}{new} ", command)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, shell=True, capture_output=True, text=True, cwd=folder, env=env, timeout=300)

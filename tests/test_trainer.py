@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.errors import problems_of
 from support.processes import free_port, on_processes
 from support.runs import (
     ROOT,
     assert_close,
     assert_same_run,
     newest,
+    problems_of,
     records,
     run_python,
     run_tool,

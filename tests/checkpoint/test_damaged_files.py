@@ -33,21 +33,12 @@ def change_bytes(change: Callable[[bytearray], bytes]) -> Damage:
     return lambda path: path.write_bytes(change(bytearray(path.read_bytes())))
 
 
-def flip(find_place: Callable[[zipfile.ZipFile], int], mask: bytes) -> Damage:
-    """Return a function that changes bytes of a zip file, from a place on, by exclusive or."""
-
-    def change(content: bytearray) -> bytes:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            place = find_place(archive)
-        for index, byte in enumerate(mask, start=place):
-            content[index] ^= byte
-        return content
-
-    return change_bytes(change)
-
-
-def largest_entry(archive: zipfile.ZipFile) -> int:
-    return max(archive.infolist(), key=lambda entry: entry.file_size).header_offset + 200
+def flip_a_bit(content: bytearray) -> bytes:
+    """Change a bit of the largest tensor."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        place = max(archive.infolist(), key=lambda entry: entry.file_size).header_offset + 200
+    content[place] ^= 1
+    return content
 
 
 def replace_by(write: Damage) -> Damage:
@@ -56,8 +47,7 @@ def replace_by(write: Damage) -> Damage:
 
 DAMAGES: dict[str, Damage] = {
     "cut in half": change_bytes(lambda content: content[: len(content) // 2]),
-    "bit of a tensor": flip(largest_entry, b"\x01"),
-    "marked as a folder": flip(lambda archive: archive.start_dir + 38, b"\x10"),
+    "bit of a tensor": change_bytes(flip_a_bit),
     "pipe": replace_by(os.mkfifo),
     "weights only": replace_by(lambda path: torch.save(make_state().model.state_dict(), path)),
 }

@@ -9,9 +9,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.errors import problems_of
 from support.images import draw_folder
-from support.runs import ROOT, run_tool, small_options
+from support.runs import ROOT, problems_of, run_tool, small_options
 
 from distribuuuu.commands.arguments import parse_args
 from distribuuuu.commands.main import dispatch

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import yaml
-from support.baselines import FILES
 from support.original_configs import ORIGINAL, ORIGINAL_FILES
+from support.recipe_measures import FILES
 from support.runs import ROOT, run_tool, small_options
 from torch import nn
 

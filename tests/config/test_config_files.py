@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import command_module
-from support.errors import problems_of
-from support.runs import ROOT, small_options
+from support.runs import ROOT, problems_of, small_options
 
 from distribuuuu.commands.arguments import parse_args
 from distribuuuu.config import ConfigError, load_cfg, locate, run_files

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from support.batches import ALONE, CPU, own_task
 from support.runs import assert_same_run
-from support.tiers import pairwise
+from support.tables import pairwise
 from timm.data import auto_augment
 from torchvision.transforms import v2
 

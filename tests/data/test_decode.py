@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 from support.images import difference, needs, tensor_of, with_png_size
-from support.tiers import pairwise
+from support.tables import pairwise
 
 from distribuuuu.data.batch import Samples
 from distribuuuu.data.datasets.imagefolder import ImageFolder

@@ -8,7 +8,7 @@ from support.batches import ALONE, CPU, assert_same_batches, batches_of
 from support.commands import command_module
 from support.images import draw_folder, needs
 from support.packs import pack as make_pack
-from support.tiers import pairwise
+from support.tables import pairwise
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import DATASETS

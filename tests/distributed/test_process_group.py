@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 from support.processes import free_port, on_processes
-from support.runs import assert_close, newest, run_python, run_tool, small_options
+from support.runs import assert_close, newest, small_options
 from torch import nn
 
 from distribuuuu.checkpoint.io import read_checkpoint
@@ -117,36 +117,12 @@ def test_signals_are_heard_while_the_main_thread_waits():
 
 
 @pytest.mark.slow
-def test_an_error_is_printed_although_the_launcher_signals_for_the_ends_of_the_others():
-    code = """
-import os, signal
-from distribuuuu.launch.signals import SignalState, exit_now, handled_by
-try:
-    with handled_by(exit_now):
-        SignalState.current.is_ending = True
-        raise ArithmeticError('the flux has run out')
-finally:
-    os.kill(os.getpid(), signal.SIGTERM)
-"""
-    done = run_python("-c", code)
-    assert done.returncode == 1 and done.stderr.rstrip().endswith("ArithmeticError: the flux has run out")
-
-
-@pytest.mark.slow
 def test_a_process_that_never_comes_is_named():
     for rank, said in ((0, "missing: rank 1"), (1, "missing: rank 0: cannot connect to the rendezvous at 127.0.0.1:")):
         port = free_port()
         with pytest.raises(MissingProcessError, match=rf"within 2 s \(DIST.TIMEOUT_S\); 1 of 2 .* {said}") as caught:
             create_store(Launch("test", rank, rank, 2, "127.0.0.1", port, "mine"), 2)
         assert caught.value.one_process and caught.value.status == 1
-
-
-@pytest.mark.slow
-def test_a_run_without_one_of_its_processes_ends_without_a_traceback(image_folder, tmp_path):
-    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    done = run_tool("train_net.py", *small_options(image_folder, tmp_path / "out", "DIST.TIMEOUT_S", 3), **place)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "1 of 2 processes are missing: rank 1" in done.stderr
 
 
 def use_collectives(log: Path) -> tuple[list[torch.Tensor], list[float], str, str]:

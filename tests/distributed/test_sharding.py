@@ -10,7 +10,7 @@ import torch
 import torchvision
 from support.processes import on_processes
 from support.runs import GROUP_NORM, ROOT, assert_close, make_cfg, newest, records, train_and_kill, train_and_read
-from support.tiers import slow
+from support.tables import slow
 from torch import nn
 
 from distribuuuu.config import ConfigError, load_cfg

@@ -7,13 +7,12 @@ import sys
 import textwrap
 import threading
 import time
-from importlib.util import find_spec
 
 import pytest
 import torch
 from support.processes import on_processes, wait_for
 from support.runs import ROOT
-from support.tiers import slow
+from support.tables import slow
 
 from distribuuuu import trainer
 from distribuuuu.checkpoint.manager import CheckpointManager
@@ -264,12 +263,10 @@ def stall(timeout_s: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_package", [True, False])
-def test_a_stall_ends_all_processes_with_their_stacks_on_disk(monkeypatch, tmp_path, has_package):
-    """The package can be deleted: each process then ends by its own timer."""
+def test_without_the_package_each_process_ends_by_its_own_timer_with_its_stacks_on_disk(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(stall_timer, "LATE_S", 1.0)
-    monkeypatch.setattr(rendezvous, "find_spec", find_spec if has_package else lambda name: None)
+    monkeypatch.setattr(rendezvous, "find_spec", lambda name: None)
     with pytest.raises(AssertionError) as caught:
         on_processes(2, stall, 3)
     assert "exit status 1" in str(caught.value)

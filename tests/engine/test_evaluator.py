@@ -12,7 +12,7 @@ from support.commands import command_module
 from support.failing_models import Idle, hungry
 from support.processes import on_processes
 from support.runs import FAILING_MODELS, TRAIN_NET, newest, run_tool, small_options, train_and_kill, train_and_read
-from support.tiers import slow
+from support.tables import slow
 from torch import nn
 
 from distribuuuu import trainer

@@ -298,16 +298,6 @@ def test_the_largest_size_that_fits_is_found(small_cfg, monkeypatch, room, expec
         assert caught.value.status == 1
 
 
-def test_auto_needs_the_global_batch_and_is_the_only_word():
-    for key, word, said in (
-        ("TRAIN.BATCH_SIZE", "auto", "auto; it needs TRAIN.GLOBAL_BATCH_SIZE"),
-        ("TRAIN.BATCH_SIZE", "Auto", r"got 'Auto'; expected an integer or auto \("),
-        ("TEST.BATCH_SIZE", "auto", r"got 'auto'; expected an integer \("),
-    ):
-        with pytest.raises(ConfigError, match=f"{key} .*{said}"):
-            load_cfg(None, [key, word])
-
-
 def test_sizes_divide_the_share_and_problems_are_found_early(small_cfg):
     cfg = small_cfg(*AUTO, 12)
     assert list_micro_batches(cfg, 1) == [1, 2, 3, 4, 6, 12] and list_micro_batches(cfg, 3) == [1, 2, 4]

@@ -11,7 +11,7 @@ import torch
 from support.commands import command_module
 from support.hostile import Payload
 from support.runs import small_options
-from support.tiers import pairwise
+from support.tables import pairwise
 
 from distribuuuu import load_run
 from distribuuuu.checkpoint.io import read_checkpoint

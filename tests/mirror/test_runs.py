@@ -32,13 +32,10 @@ def undisturbed(sixty_images, tmp_path_factory):
 
 @pytest.fixture
 def store(object_server, tmp_path, monkeypatch):
-    for name, value in {
-        **object_server.environment,
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "OMP_NUM_THREADS": "1",
-    }.items():
+    own = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    for name, value in {**object_server.environment, **own}.items():
         monkeypatch.setenv(name, value)
-    object_server.refusal, object_server.delay_s = None, 0.0
+    object_server.refusal = None
     bucket = fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
     if bucket.exists("bucket"):
         bucket.rm("bucket", recursive=True)

@@ -13,9 +13,9 @@ import timm
 import torch
 import torchvision
 from support.downloads import serve
-from support.errors import problems_of
 from support.hostile import Payload
-from support.tiers import slow
+from support.runs import problems_of
+from support.tables import slow
 from torch import nn
 from torchvision.models import resnet50
 

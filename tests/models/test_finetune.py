@@ -14,10 +14,9 @@ import timm
 import torch
 import torchvision
 from support.downloads import serve
-from support.errors import message_of
 from support.images import draw_folder
 from support.processes import on_processes
-from support.runs import assert_close, make_cfg, newest, small_options, train_and_read
+from support.runs import assert_close, make_cfg, message_of, newest, small_options, train_and_read
 from timm.layers import resample_abs_pos_embed
 from timm.models import save_for_hf
 from torch import nn

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.baselines import BASELINES, FILES
 from support.images import draw_folder
-from support.recipe_facts import FACTS, RECIPES
-from support.recipe_measures import decay_of_parameters, measure, meta_model, recipe
+from support.recipe_facts import BASELINES, FACTS, RECIPES
+from support.recipe_measures import FILES, decay_of_parameters, measure, meta_model, recipe
 from support.runs import ROOT, small_options
-from support.tables import each_row
-from support.tiers import slow
+from support.tables import each_row, slow
 
 from distribuuuu.config import load_cfg
 from distribuuuu.config.locate import find_base, find_config, find_shipped

@@ -17,28 +17,22 @@ import torchvision
 from PIL import Image
 from support.processes import on_processes
 from support.recipe_facts import rand_augment
-from support.recipe_measures import evaluation, initial_model, meta_model, mixed_targets, recipe, train_transform
+from support.recipe_measures import initial_model, meta_model, mixed_targets, recipe, train_transform
 from support.runs import GROUP_NORM, assert_close, newest, train_and_read
-from support.tiers import slow
+from support.tables import slow
 from timm.data import create_transform
 from timm.data.mixup import mixup_target
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
-from torchvision.transforms import functional as tv
 from torchvision.transforms import v2
 
 from distribuuuu.config import ConfigError
 from distribuuuu.data.batch_plan import BatchPlan, plan_batches
 from distribuuuu.data.datasets.dummy import Dummy
-from distribuuuu.data.decode import LazyImage
 from distribuuuu.data.mixup import build_mixer
-from distribuuuu.data.seeding import SampleRNG
-from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.models import build_model, count_parameters
 from distribuuuu.models.airbench import whitening_filters
 from distribuuuu.models.blurpool_resnet import BlurredConv
-from distribuuuu.optim.ema import build_averages
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.optim.precision import Precision
 from distribuuuu.optim.schedules import build_lr, set_lr
@@ -54,9 +48,6 @@ def test_the_initial_model_is_torchvisions():
     theirs, model = torchvision.models.resnet50(), initial_model(recipe(V1))
     assert all(torch.equal(value, theirs.state_dict()[key]) for key, value in model.state_dict().items())
     assert recipe(V1).MODEL.dump() == recipe(V2, "MODEL.CHANNELS_LAST", False).MODEL.dump()
-
-
-# The mixing of V2
 
 
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])
@@ -82,40 +73,6 @@ def test_targets_and_loss_of_a_mixed_pair_are_torchvisions(kind):
         assert float(criterion(logits, targets)) == pytest.approx(float(loss), rel=1e-6)
 
 
-def test_the_average_is_torchs_as_the_script_updates_it():
-    cfg = recipe(V2)
-    # alpha * n_GPUs * images per GPU * steps / epochs
-    share = (1 - 0.99998) * 8 * 128 * 32 / 600
-    net = nn.Linear(1, 1, bias=False).double()
-    theirs = AveragedModel(net, avg_fn=lambda average, new, _: (1 - share) * average + share * new)
-    ours, steps = build_averages(cfg, net)["ema"], 70
-    torch.manual_seed(0)
-    for epoch in range(8):
-        for step in range(steps):
-            nn.init.normal_(net.weight)
-            if step % 32 == 0:
-                theirs.update_parameters(net)
-                if epoch < 5:
-                    theirs.n_averaged.fill_(0)
-            ours.finish_step(epoch, step, (epoch * steps + step + 1) * 1024, 1024)
-            difference = abs(ours.model.weight.item() - theirs.module.weight.item())
-            assert difference < 1e-6 or (epoch, step) == (0, 0), (epoch, step)
-
-
-# Images
-
-
-@pytest.mark.parametrize("name", [V1, V2])
-def test_evaluation_is_torchvisions(name):
-    resize, crop, interpolation, _ = evaluation(recipe(name))
-    rng = np.random.default_rng(0)
-    for size in ((500, 375), (300, 451)):
-        image = Image.fromarray(rng.integers(0, 256, (9, 8, 3), dtype=np.uint8)).resize(size)
-        theirs = tv.pil_to_tensor(tv.center_crop(tv.resize(image, resize), crop))
-        ours = CenterCrop(resize, crop, interpolation)(LazyImage(tv.pil_to_tensor(image)), SampleRNG(0, 0))
-        assert (ours.int() - theirs.int()).abs().max() <= 1
-
-
 # Recipe -> label smoothing, which timm applies when it mixes, and timm's loss.
 BCE = BinaryCrossEntropy(target_threshold=0.2)  # as train.py makes it with mixing
 LOSSES = {
@@ -138,7 +95,6 @@ def test_the_loss_of_a_mixture_is_that_of_timm(name):
 
 
 @pytest.mark.parametrize("name, magnitude, interpolation, resample", [
-    ("resnet50_a1", 7, "random", (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC)),
     ("resnet50_a3", 6, "random", (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC)),
     ("deit_tiny", 9, "bicubic", Image.Resampling.BICUBIC),
 ])  # fmt: skip
@@ -241,16 +197,6 @@ def test_activations_positions_and_the_head_are_those_of_vit_py():
         torch.testing.assert_close(model.forward_head(tokens), hidden @ weight.T, rtol=1e-4, atol=1e-4)
         head.fc.weight.zero_()
     assert isinstance(model.norm, nn.LayerNorm) and isinstance(model.fc_norm, nn.Identity)
-
-
-def test_a_step_has_one_mixing_factor_on_any_number_of_processes():
-    cfg, lams = recipe(PLAIN_VIT), []
-    for step in range(200):
-        drawn = [build_mixer(cfg, plan_batches(128, 1024, world), rank=0).draw(0, 0, step) for world in (1, 4, 8)]
-        assert all(len(each.lam) == 1 and each.mixed.all() and not each.use_cutmix.any() for each in drawn)
-        assert len({float(each.lam[0]) for each in drawn}) == 1
-        lams.append(float(drawn[0].lam[0]))
-    assert np.var(lams) == pytest.approx(1 / (4 * (2 * 0.2 + 1)), rel=0.2)  # of Beta(0.2, 0.2)
 
 
 AIRBENCH = "cifar10/airbench94"

@@ -16,7 +16,7 @@ from support.images import write_label_lists
 from support.predictions import prediction_arrays
 from support.processes import on_processes
 from support.runs import ROOT, small_options
-from support.tiers import slow
+from support.tables import slow
 
 from distribuuuu.checkpoint.manager import hash_tensors
 from distribuuuu.checkpoint.weights_files import KINDS

@@ -20,15 +20,10 @@ OPTIONAL_COMMANDS = {
     "split": ("distribuuuu/commands/split", "tests/commands/split"),
     "sweep": ("distribuuuu/commands/sweep", "tests/commands/sweep", "docs/sweep.md"),
     "table": ("distribuuuu/commands/table", "tests/commands/table", "tools/make_table.py"),
-    "track": (
-        "distribuuuu/commands/track",
-        "distribuuuu/records/trackers",
-        "tests/commands/track",
-        "tests/records/trackers",
-        "docs/trackers.md",
-    ),
+    "track": ("distribuuuu/commands/track", "distribuuuu/records/trackers", "tests/commands/track",
+              "tests/records/trackers", "docs/trackers.md"),
     "time": ("distribuuuu/commands/plan", "tests/commands/plan", "docs/plan.md", "tools/time_net.py"),
-}
+}  # fmt: skip
 
 
 def list_deleted_paths() -> list[str]:

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import logging
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -16,11 +15,10 @@ class ObjectStore:
     Attributes:
         environment: the variables of AWS by which a client finds it.
         refusal: (status, code of S3) that all requests are answered with, or None.
-        delay_s: seconds before each answer.
     """
 
     def __init__(self, server_type):
-        self.port, self.refusal, self.delay_s, self._type = free_port(), None, 0.0, server_type
+        self.port, self.refusal, self._type = free_port(), None, server_type
         credentials = {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "DEFAULT_REGION": "us-east-1"}
         values = {"ENDPOINT_URL": f"http://127.0.0.1:{self.port}", **credentials}
         self.environment = {f"AWS_{name}": value for name, value in values.items()}
@@ -38,7 +36,6 @@ class ObjectStore:
         self._server._server.server_close()
 
     def _answer(self, app, environ, start_response):
-        time.sleep(self.delay_s)
         if self.refusal is None:
             return app(environ, start_response)
         status, code = self.refusal

@@ -80,7 +80,6 @@ class RangeServer:
     """Serves a folder in threads; a context manager.
 
     Attributes:
-        latency_s: pause before each answer.
         failures: the probability of a fault (one of `kinds`) of an answer.
         kinds: "status" (503), "cut" (the connection is closed after some bytes), "truncated" (fewer bytes than
             promised, in a well-formed answer), "corrupt" (a wrong byte), "closed" (no answer).
@@ -93,7 +92,7 @@ class RangeServer:
     """
 
     def __init__(self, folder: Path):
-        self.folder, self.latency_s, self.failures = folder, 0.0, 0.0
+        self.folder, self.failures = folder, 0.0
         self.kinds = ("status", "cut", "truncated", "corrupt", "closed")
         self.status, self.has_ranges, self.is_gone = 0, True, False
         self.requests: list[tuple[str, int, int]] = []
@@ -127,7 +126,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:  # noqa: N802
         server = self.owner
-        time.sleep(server.latency_s)
         fault = ""
         if server.failures and server.random.random() < server.failures:
             fault, server.num_faults = server.random.choice(server.kinds), server.num_faults + 1

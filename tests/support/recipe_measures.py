@@ -21,6 +21,8 @@ from distribuuuu.optim.ema import build_averages
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.optim.schedules import build_lr, set_lr
 
+# The overlays of speed are not runs.
+FILES = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "speed")
 # Training images of the data sets.
 NUM_IMAGES = {"imagefolder": 1_281_167, "cifar10": 50_000}
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from distribuuuu.checkpoint.manager import CheckpointManager
-from distribuuuu.config import Config, load_cfg
+from distribuuuu.config import Config, ConfigError, load_cfg
 from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.testing import list_rows, newest
 from distribuuuu.trainer import evaluate_weights, train_model
@@ -124,3 +125,17 @@ def train_and_kill(cfg, place: tuple[int, int]) -> None:
     """Train until a checkpoint is written, in a process that has no `monkeypatch` fixture."""
     with pytest.MonkeyPatch.context() as patch:
         train_and_stop(cfg, place, patch)
+
+
+def problems_of(function: Callable, *args: Any, **options: Any) -> list[str]:
+    """Return the problems of the ConfigError that a call raises."""
+    with pytest.raises(ConfigError) as caught:
+        function(*args, **options)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def message_of(function: Callable, *args: Any, **options: Any) -> str:
+    """Return the text of the ConfigError that a call raises."""
+    with pytest.raises(ConfigError) as caught:
+        function(*args, **options)
+    return str(caught.value)

@@ -1,9 +1,12 @@
-"""Tests of tables: one test for all rows, e.g. wrong inputs and the words of their messages."""
+"""Tests of tables: one test for all rows, or a parameter for each, of which some belong to the slow tier."""
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import pytest
 
 
 def each_row(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[[Callable], Callable]:
@@ -31,3 +34,17 @@ def each_row(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[[Cal
         return run
 
     return decorate
+
+
+def slow(*values):
+    """Return a parameter set for `pytest.mark.parametrize` that only `pytest -m slow` runs."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def pairwise(rows: Iterable, columns: Sequence) -> list[Any]:
+    """Return all (row, column); the default tier has each row and each column at least once, the slow tier the rest."""
+    rows = list(rows)
+    num = max(len(rows), len(columns))
+    chosen = {(at % len(rows), at % len(columns)) for at in range(num)}
+    places = itertools.product(range(len(rows)), range(len(columns)))
+    return [(rows[i], columns[j]) if (i, j) in chosen else slow(rows[i], columns[j]) for i, j in places]

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from support.images import draw_folder
 from support.runs import make_cfg, records, timeless, train_and_stop
-from support.tiers import pairwise
+from support.tables import pairwise
 from torch import nn
 
-from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config import ConfigError
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.dummy import Dummy
 from distribuuuu.models import build_model
@@ -82,30 +82,6 @@ def test_each_loss_matches_its_formula_and_its_gradients_are_right_in_any_micro_
         (criterion(part, target) / 4).backward()
     torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-12, atol=1e-15)
     assert torch.autograd.gradcheck(lambda logits: criterion(logits, targets), whole)
-
-
-def configured(*overrides):
-    return load_cfg(None, ["MODEL.NUM_CLASSES", "3", *(str(word) for word in overrides)])
-
-
-THRESHOLD = ("LOSS.NAME", "bce", "LOSS.BCE_TARGET_THRESHOLD")
-
-
-def test_invalid_loss_options_are_reported_before_the_run():
-    for overrides, parts in [
-        (("LOSS.NAME", "focall"), ("LOSS.NAME", "did you mean focal")),
-        (("LOSS.BCE_REDUCTION", "none"), ("LOSS.BCE_REDUCTION", "mean, sum")),
-        (("LOSS.CLASS_WEIGHTS", "[1, 2]"), ("LOSS.CLASS_WEIGHTS", "[1, 2]", "3 numbers, MODEL.NUM_CLASSES")),
-        (("LOSS.CLASS_WEIGHTS", "[1, 2, -1]"), ("LOSS.CLASS_WEIGHTS", "0 or more", "-1")),
-        (("LOSS.CLASS_WEIGHTS", "auto:1"), ("LOSS.CLASS_WEIGHTS", "auto:1", "0 <= BETA < 1")),
-        ((*THRESHOLD, 0.02, "LOSS.LABEL_SMOOTHING", 0.3), (THRESHOLD[2], "0.1 and 0.8", "LOSS.LABEL_SMOOTHING 0.3")),
-        # Every target would be 1.
-        ((*THRESHOLD, 0, "LOSS.LABEL_SMOOTHING", 0.1), (THRESHOLD[2], "got 0; expected null, or between 0.0333333")),
-    ]:  # fmt: skip
-        with pytest.raises(ConfigError) as raised:
-            configured(*overrides)
-        assert len(raised.value.problems) == 1
-        assert all(part in str(raised.value) for part in parts), raised.value
 
 
 def losses_of(out_dir, kind: str) -> list[float]:

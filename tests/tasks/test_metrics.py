@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.processes import on_processes
 from support.runs import GROUP_NORM, assert_same_run, records, small_options, timeless, train_and_stop
-from support.tiers import slow
+from support.tables import slow
 
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import ConfigError, load_cfg
@@ -118,44 +118,47 @@ def test_sums_that_no_metric_shows_are_means():
         meter.load_state_dict([])
 
 
+def scored(num: int, seed: int, levels: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return scores and targets (num, 4); few levels give many ties; the fourth class has no image."""
+    random = np.random.default_rng(seed)
+    scores = random.integers(-levels, levels, (num, 4)).astype(np.float32) / 8
+    applies = random.random((num, 4)) < [0.1, 0.5, 0.9, 0.0]
+    applies[0, :3] = True
+    return scores, applies
+
+
+SCORED = scored(41, 3, 10)
+
+
 def read_sums() -> list[dict]:
     with process_group(detect_launch(), CPU, 60):
         meter, rank = classification_meter(3), dist.rank()
+        labels, scores = classification_meter(3), multilabel_meter(4)
+        for number in range(rank):
+            add(labels, *batch(3 + number, 10 * rank + number))
+        if rank:
+            part = slice(0, 5) if rank == 1 else slice(5, None)
+            logits, targets = (torch.from_numpy(array[part]) for array in SCORED)
+            add(scores, torch.tensor(float(rank)), logits, targets.float())
         for number in range(rank):  # rank 0 has no images
             meter.update(with_sums(2, number, rate=float(rank), **({"second": 1.0} if rank == 2 else {})))
         rows = [meter.read()]
         meter.update(with_sums(1, rank, rate=1.0 + rank))
         states = dist.gather_objects(meter.state_dict())
         meter.load_state_dict(states if rank == 1 else [])  # one process continues for all
-        return [*rows, meter.read()]
+        return [*rows, meter.read(), labels.read(), scores.read()]
 
 
-def test_processes_agree_on_the_names_of_sums():
-    for first, second in on_processes(3, read_sums):
-        assert (first["count"], first["rate"], first["second"]) == (6, 5 / 6, 2 / 6)
-        assert (second["count"], second["rate"], second["second"]) == (3, 2.0, 0.0)
-
-
-def read_shares() -> tuple[dict, dict]:
-    with process_group(detect_launch(), CPU, 60):
-        labels, scores = classification_meter(3), multilabel_meter(4)
-        for number in range(dist.rank()):  # rank 0 has no images
-            add(labels, *batch(3 + number, 10 * dist.rank() + number))
-        if dist.rank():
-            part = slice(0, 5) if dist.rank() == 1 else slice(5, 41)
-            logits, targets = (torch.from_numpy(array[part]) for array in scored(41, 3, 10))
-            add(scores, torch.tensor(float(dist.rank())), logits, targets.float())
-        return labels.read(), scores.read()
-
-
-def test_sums_are_reduced_before_division_and_scores_are_joined():
+def test_processes_agree_on_names_reduce_sums_before_division_and_join_scores():
     batches = [batch(3 + number, 10 * rank + number) for rank in range(3) for number in range(rank)]
-    meter, (scores, applies) = multilabel_meter(4), scored(41, 3, 10)
+    meter, (scores, applies) = multilabel_meter(4), SCORED
     add(meter, torch.tensor((5 + 2 * 36) / 41), torch.from_numpy(scores), torch.from_numpy(applies).float())
     expected = meter.read()
-    for of_labels, of_scores in on_processes(3, read_shares):
+    for first, second, of_labels, of_scores in on_processes(3, read_sums):
         assert of_labels == pytest.approx(naive_metrics(batches))
         assert of_scores == pytest.approx(expected) and of_scores["map"] == expected["map"]
+        assert (first["count"], first["rate"], first["second"]) == (6, 5 / 6, 2 / 6)
+        assert (second["count"], second["rate"], second["second"]) == (3, 2.0, 0.0)
 
 
 def naive_average_precision(scores: np.ndarray, applies: np.ndarray) -> float:
@@ -167,15 +170,6 @@ def naive_average_precision(scores: np.ndarray, applies: np.ndarray) -> float:
         total += (hits / applies.sum() - recall) * hits / chosen.sum()
         recall = hits / applies.sum()
     return total
-
-
-def scored(num: int, seed: int, levels: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return scores and targets (num, 4); few levels give many ties; the fourth class has no image."""
-    random = np.random.default_rng(seed)
-    scores = random.integers(-levels, levels, (num, 4)).astype(np.float32) / 8
-    applies = random.random((num, 4)) < [0.1, 0.5, 0.9, 0.0]
-    applies[0, :3] = True
-    return scores, applies
 
 
 @pytest.mark.parametrize("num", [1, 2, 7, 100])

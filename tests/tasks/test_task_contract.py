@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from PIL import Image
 from support.processes import on_processes
 from support.runs import assert_same_run, newest, records
-from support.tiers import slow
+from support.tables import slow
 from torch import nn
 
 import distribuuuu

@@ -14,7 +14,7 @@ from support.images import draw_folder
 from support.processes import wait_for
 from support.runs import ROOT
 from support.saved_runs import save_run
-from support.tiers import slow
+from support.tables import slow
 
 from distribuuuu import load_run
 from distribuuuu.commands.export.export_check import evaluated_model

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.saved_runs import torch_predict
-from support.tiers import slow
+from support.tables import slow
 from torch import nn
 
 from distribuuuu import load_run

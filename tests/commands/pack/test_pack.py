@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.errors import message_of
 from support.images import draw_folder
 from support.packs import pack
 from support.processes import wait_for
-from support.runs import ROOT, run_python, run_tool, small_options
+from support.runs import ROOT, message_of, run_python, run_tool, small_options
 
 from distribuuuu.commands.main import dispatch
 from distribuuuu.commands.pack import encode

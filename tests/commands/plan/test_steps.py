@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.processes import on_processes
 from support.runs import run_python, run_tool, small_options
-from support.tiers import slow
+from support.tables import slow
 
 from distribuuuu.commands.plan import steps as measurement
 from distribuuuu.config import load_cfg

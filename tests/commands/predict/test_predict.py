@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 from support.runs import ROOT
-from support.tiers import slow
+from support.tables import slow
 
 from distribuuuu import load_run
 from distribuuuu.commands.main import start_command

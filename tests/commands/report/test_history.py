@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.hostile import list_changes
 from support.predictions import prediction_arrays
-from support.tiers import pairwise
+from support.tables import pairwise
 
 from distribuuuu.commands.html.history import MAX_TEXT
 from distribuuuu.commands.report import run_report

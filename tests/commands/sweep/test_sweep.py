@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.errors import problems_of
 from support.processes import RESULT_S, wait_for
-from support.runs import ROOT, records, small_options
+from support.runs import ROOT, problems_of, records, small_options
 
 from distribuuuu.commands.sweep import executors
 from distribuuuu.commands.sweep.executors import LocalExecutor, plan_slots

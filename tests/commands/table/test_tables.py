@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.baselines import BASELINES
-from support.recipe_facts import RECIPES
+from support.recipe_facts import BASELINES, RECIPES
 from support.runs import ROOT, run_tool
 
 from distribuuuu.commands.main import start_command

@@ -7,7 +7,7 @@ import pytest
 from support.batches import WAYS, assert_same_batches, batches_of
 from support.runs import assert_same_run, small_options
 from support.sources import SOURCES, write_source
-from support.tiers import slow
+from support.tables import slow
 
 from distribuuuu.config import load_cfg
 from distribuuuu.data.loader import build_images

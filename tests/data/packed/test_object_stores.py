@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from support.batches import assert_same_batches, batches_of
 from support.commands import command_module, run_command
-from support.errors import message_of
 from support.processes import free_port
-from support.runs import small_options
+from support.runs import message_of, small_options
 
 from distribuuuu.config import load_cfg
 from distribuuuu.data.packed import format as packed_format

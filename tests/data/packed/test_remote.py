@@ -17,13 +17,12 @@ import pytest
 import torch
 from support.batches import assert_same_batches, batches_of
 from support.commands import command_module
-from support.errors import message_of
 from support.images import draw_folder
 from support.packs import pack as make_pack
 from support.processes import wait_for
 from support.range_server import RangeServer
-from support.runs import run_python, small_options
-from support.tiers import slow
+from support.runs import message_of, run_python, small_options
+from support.tables import slow
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.packed import cache, dataset, transport

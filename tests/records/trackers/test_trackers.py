@@ -17,7 +17,7 @@ import pytest
 from support.commands import run_command
 from support.processes import list_trackers, wait_for
 from support.runs import ROOT, TRAIN_NET, assert_same_run, run_tool, small_options, timeless, train_and_stop
-from support.tiers import pairwise, slow
+from support.tables import pairwise, slow
 
 from distribuuuu.files.locks import lock_file
 from distribuuuu.records.metric_writers import RecordFile, drop_records_after
