@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from distribuuuu.data import make_batch as workers
-from distribuuuu.data.batch import Pass, Samples
+from distribuuuu.data.batch import PREFETCH, Pass, Samples
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import start_workers
@@ -60,7 +59,7 @@ class Pool:
         self.train = Pass(train, ResumableDistributedSampler(48, BatchPlan(BATCH, 1, 1), 0))
         self.val = Pass(val_samples, EvalSampler(30, BATCH, 0, 1))
         self.train_batches, self.val_batches = start_workers([self.train, self.val], kind, num, pin_memory=False)
-        self.most_ahead = BATCH * workers.PREFETCH * num
+        self.most_ahead = BATCH * PREFETCH * num
 
     def epoch(self, epoch: int, first_step: int = 0, seed: int = 1) -> Pass:
         sampler = replace(self.train.sampler, seed=seed, epoch=epoch, first_step=first_step)
