@@ -12,8 +12,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.launch.processes import die_with_parent
 from distribuuuu.launch.signals import ignore_signals
 
-# Images per task of a worker, and the maximum number of pending tasks per worker.
-CHUNK = 4
+# Maximum number of pending tasks per worker.
 AHEAD = 3
 
 # The function that a worker applies to the index of an image.
@@ -21,7 +20,7 @@ _function: Callable[[int], Any]
 
 
 def map_in_order(
-    function: Callable[[int], Any], indices: range, num_workers: int
+    function: Callable[[int], Any], indices: range, num_workers: int, chunk: int = 4
 ) -> Generator[tuple[range, list[Any]], None, None]:
     """Yield (some indices, the result of each) in order; close the generator to stop the workers early.
 
@@ -29,25 +28,26 @@ def map_in_order(
         function: workers inherit it by fork, so only its results are pickled.
         indices: of the images.
         num_workers: processes; 0: run in this process.
+        chunk: images per task of a worker.
 
     Raises:
         ConfigError: a worker died.
     """
-    chunks = [indices[start : start + CHUNK] for start in range(0, len(indices), CHUNK)]
+    chunks = [indices[start : start + chunk] for start in range(0, len(indices), chunk)]
     if num_workers == 0:
-        yield from ((chunk, [function(index) for index in chunk]) for chunk in chunks)
+        yield from ((part, [function(index) for index in part]) for part in chunks)
         return
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(num_workers, context, _start_worker, (function,))
     pending: deque[tuple[range, Future]] = deque()
     try:
-        for chunk in chunks:
-            pending.append((chunk, pool.submit(_run_chunk, chunk)))
+        for part in chunks:
+            pending.append((part, pool.submit(_run_chunk, part)))
             if len(pending) == AHEAD * num_workers:
                 first, future = pending.popleft()
                 yield first, future.result()
-        for chunk, future in pending:
-            yield chunk, future.result()
+        for part, future in pending:
+            yield part, future.result()
     except BrokenProcessPool as error:
         reason = "the system may be out of memory; run the same command again with fewer --workers"
         raise ConfigError(f"--workers {num_workers}: a worker process was killed: {reason}") from error

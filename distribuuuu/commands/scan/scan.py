@@ -31,8 +31,8 @@ SIDE, BITS = 32, 128
 MIN_COEFFICIENT = 4.0
 # Standard deviation in gray levels below which a thumbnail has no structure to compare.
 FLAT_STD = 2.0
-# Images per task of a worker process, times the pool's own factor.
-BLOCK = 16
+# Images per task of a worker process.
+CHUNK = 64
 # Sides that networks are trained at, and the usual ratio of the crop to the resized image.
 USUAL_SIDE, CROP_RATIO, SIDE_MULTIPLE, SMALL_SIDE = 224, 0.875, 32, 64
 # Reasons that are kept for the report; all damaged images are in the records.
@@ -88,39 +88,31 @@ def scan_images(
     """
     scan = Scan(splits, np.zeros(sum(map(len, splits.values())), RECORD), np.zeros((len(splits), 7)))
     for number, images in enumerate(splits.values()):
-        first = scan.bounds[number]
-        measure = functools.partial(_measure_block, images, options)
-        results = map_in_order(measure, range(-(-len(images) // BLOCK)), num_workers)
-        with contextlib.closing(results):
-            for blocks, measured in results:
-                for block, (records, sums, reasons) in zip(blocks, measured, strict=True):
-                    start = first + block * BLOCK
-                    scan.records[start : start + len(records)] = records
+        first, measure = scan.bounds[number], functools.partial(_measure, images, options)
+        with contextlib.closing(map_in_order(measure, range(len(images)), num_workers, CHUNK)) as results:
+            for indices, measured in results:
+                for index, (record, sums, reason) in zip(indices, measured, strict=True):
+                    scan.records[first + index] = record
                     scan.pixel_sums[number] += sums
-                    if len(scan.reasons) < MAX_REASONS:
-                        scan.reasons.update({start + offset: reason for offset, reason in reasons.items()})
-                    progress(len(records))
+                    if reason and len(scan.reasons) < MAX_REASONS:
+                        scan.reasons[first + index] = reason
+                progress(len(indices))
     return scan
 
 
-def _measure_block(
-    images: ImageDataset, options: DecodeOptions, block: int
-) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
-    """Return the records of BLOCK images, the sums of `Scan.pixel_sums`, and reasons by offset in the block."""
-    indices = range(block * BLOCK, min((block + 1) * BLOCK, len(images)))
-    records, sums, reasons = np.zeros(len(indices), RECORD), np.zeros(7), {}
-    for offset, index in enumerate(indices):
-        try:
-            with warnings.catch_warnings():  # damage is in the records
-                warnings.simplefilter("ignore")
-                sums += measure_image(images.read(index), options, records[offset])
-        except Exception as error:  # decoders raise nearly anything
-            reasons[offset] = f"{type(error).__name__}: {reason_of(error)}"
-            records[offset]["flags"] = BROKEN
-    return records, sums, reasons
+def _measure(images: ImageDataset, options: DecodeOptions, index: int) -> tuple[np.ndarray, np.ndarray, str]:
+    """Return the record of an image, its row of `Scan.pixel_sums`, and the reason if it cannot be used."""
+    record = np.zeros((), RECORD)
+    try:
+        with warnings.catch_warnings():  # damage is in the records
+            warnings.simplefilter("ignore")
+            return record, measure_image(images.read(index), options, record), ""
+    except Exception as error:  # decoders raise nearly anything
+        record["flags"] = BROKEN
+        return record, np.zeros(7), f"{type(error).__name__}: {reason_of(error)}"
 
 
-def measure_image(item: Any, options: DecodeOptions, record: np.void) -> np.ndarray:
+def measure_image(item: Any, options: DecodeOptions, record: Any) -> np.ndarray:
     """Write the measurements of an image into its record; return its row of `Scan.pixel_sums`.
 
     Args:
