@@ -15,7 +15,7 @@ from support.runs import ROOT, problems_of, run_tool, small_options
 from distribuuuu.commands.arguments import parse_args
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import ConfigError, get_cfg
-from distribuuuu.config.config_node import get_value, iter_options
+from distribuuuu.config.config_node import iter_options
 from distribuuuu.hints.options import EQUIVALENTS
 
 WRONG = {
@@ -142,42 +142,27 @@ def test_printing_into_a_closed_pipe_is_no_error_and_a_closed_connection_remains
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
-@pytest.mark.slow
-def test_an_evaluation_reads_the_config_that_the_run_left(image_folder, tmp_path, capsys):
-    out, other = tmp_path / "out", tmp_path / "other"
-    words = small_options(image_folder, out, "OPTIM.MAX_EPOCH", 1, "MODEL.KWARGS.width", 8, "TRAIN.TOPK", 2)
-    assert run_tool("train_net.py", *words).returncode == 0
-    done = run_tool("test_net.py", "TRAIN.DATASET", image_folder, "OUT_DIR", out)
-    assert done.returncode == 0 and "of 37 images" in done.stderr, done.stderr
-    assert f"--cfg is not set; using {out}/config.yaml" in done.stderr
-    draw_folder(other, "val", {"ant": 1, "bee": 1, "cat": 1})
-    cfg, _ = parse_args("", ["OUT_DIR", str(out), "TRAIN.TOPK", "3", "TRAIN.DATASET", str(other)], train=False)
-    assert (cfg.MODEL.ARCH, cfg.MODEL.KWARGS.width, cfg.TRAIN.TOPK) == ("resnet8", 8, 3)
-    assert cfg.TEST.DATASET == cfg.TRAIN.DATASET == str(other)
-    assert get_value(cfg, "TRAIN.IM_SIZE") == 16
-    assert capsys.readouterr().err.count("config.yaml") == 1
-    # What the run started from is not what it came to.
-    text = (out / "config.yaml").read_text()
-    (out / "config.yaml").write_text(text.replace("WEIGHTS: null", "WEIGHTS: /start.pth", 1))
-    cfg, _ = parse_args("", ["OUT_DIR", str(out)], train=False)
-    assert cfg.MODEL.WEIGHTS is None and cfg.is_frozen() and cfg.MODEL.ARCH == "resnet8"
-    cfg, _ = parse_args("", ["OUT_DIR", str(out), "MODEL.WEIGHTS", str(out / "best.pth.tar")], train=False)
-    assert cfg.MODEL.WEIGHTS == str(out / "best.pth.tar")
-    parse_args("", ["OUT_DIR", str(out), "--dump-config"], train=True)  # a training run starts from the defaults
-    assert "ARCH: resnet18\n" in capsys.readouterr().out
-
-
-def test_an_evaluation_takes_a_run_in_place_of_its_folder_and_weights(tmp_path, image_folder, monkeypatch):
+def test_an_evaluation_takes_a_run_in_place_of_its_config_folder_and_weights(
+    tmp_path, image_folder, monkeypatch, capsys
+):
     run = tmp_path / "exp" / "run"
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "ckpt_ep_001.pth.tar").touch()
     (run / "best.pth.tar").touch()
-    (run / "config.yaml").write_text(f"MODEL: {{ARCH: resnet8, NUM_CLASSES: 3}}\nTRAIN: {{DATASET: {image_folder}}}")
-    for words, weights in (([run], None), ([run, "TEST.BATCH_SIZE", 3], None),
+    text = f"MODEL: {{ARCH: resnet8, NUM_CLASSES: 3, WEIGHTS: /start.pth}}\nTRAIN: {{DATASET: {image_folder}}}"
+    (run / "config.yaml").write_text(text)  # what the run started from is not what it came to
+    for words, weights in (([run], None), ([run, "TEST.BATCH_SIZE", 3], None), (["OUT_DIR", run], None),
+                           (["OUT_DIR", run, "MODEL.WEIGHTS", run / "best.pth.tar"], "best.pth.tar"),
                            ([run / "checkpoints" / "ckpt_ep_001.pth.tar"], "ckpt_ep_001.pth.tar")):  # fmt: skip
         cfg, _ = parse_args("", [str(word) for word in words], train=False)
         assert (cfg.OUT_DIR, cfg.MODEL.ARCH) == (str(run), "resnet8")
         assert (cfg.MODEL.WEIGHTS or "").rpartition("/")[2] == (weights or "")
+    assert capsys.readouterr().err.count(f"--cfg is not set; using {run}/config.yaml") == 5
+    parse("OUT_DIR", run, "--dump-config")  # a training run starts from the defaults
+    assert "ARCH: resnet18\n" in capsys.readouterr().out
+    draw_folder(tmp_path / "data", "val", {"ant": 1, "bee": 1, "cat": 1})
+    cfg, _ = parse_args("", ["OUT_DIR", str(run), "TRAIN.DATASET", str(tmp_path / "data")], train=False)
+    assert cfg.TEST.DATASET == cfg.TRAIN.DATASET == str(tmp_path / "data")
     other = str(tmp_path / "other")  # the results go there, config and best weights come from the run
     cfg, _ = parse_args("", [str(run), "TEST.BATCH_SIZE", "3", "OUT_DIR", other], train=False)
     assert (cfg.OUT_DIR, cfg.MODEL.ARCH, cfg.MODEL.WEIGHTS) == (other, "resnet8", str(run / "best.pth.tar"))

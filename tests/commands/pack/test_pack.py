@@ -126,9 +126,7 @@ def test_smaller_jpegs_can_be_decoded_by_rows_and_nothing_is_enlarged(folder, tm
         assert np.abs(np.asarray(image, int) - np.asarray(wanted, int)).mean() < 8
     assert b"\xff\xdd\x00\x04\x00\x02" in data, "a restart marker after each row of two blocks"
     pack(tmp_path / "a", "--quality", 50, "--shorter-side", 300, *source(folder))
-    pack(tmp_path / "b", "--quality", 50, *source(folder))
-    one, other = Packed(tmp_path / "a", "train"), Packed(tmp_path / "b", "train")
-    assert bytes(one.read(2)) == bytes(other.read(2)) and decode(one.read(2)).shape == (3, 36, 40)
+    assert decode(Packed(tmp_path / "a", "train").read(2)).shape == (3, 36, 40)
     monkeypatch.setattr(encode, "MAX_RECORD", 100)
     assert "bytes; a pack holds images of at most 100" in message_of(pack, tmp_path / "c", *source(folder))
 
@@ -194,14 +192,11 @@ def test_a_set_without_files(pixels, tmp_path):
     assert decode(Packed(tmp_path / "b", "train").read(0)).shape == (3, 9, 13)
 
 
-def test_a_pack_can_be_packed_again(folder, tmp_path):
-    pack(tmp_path / "a", *source(folder))
-    pack(tmp_path / "b", "DATA.NAME", "packed", *source(tmp_path / "a"))
-    one, other = Packed(tmp_path / "a", "train"), Packed(tmp_path / "b", "train")
-    assert [bytes(one.read(i)) for i in range(14)] == [bytes(other.read(i)) for i in range(14)]
-    words = ["--overwrite", "DATA.NAME", "packed", *source(tmp_path / "a")]
-    assert "is the source itself" in message_of(pack, tmp_path / "a", *words)
-    assert Packed(tmp_path / "a", "train")
+def test_a_pack_is_not_packed_onto_itself(folder, tmp_path):
+    pack(tmp_path, *source(folder))
+    words = ["--overwrite", "DATA.NAME", "packed", *source(tmp_path)]
+    assert "is the source itself" in message_of(pack, tmp_path, *words)
+    assert len(Packed(tmp_path, "train")) == 14
 
 
 def test_the_number_of_workers_changes_no_byte(folder, tmp_path):

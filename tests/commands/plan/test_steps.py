@@ -63,8 +63,7 @@ def test_the_tool_shows_every_part_and_touches_no_run(image_folder, tmp_path):
     "args",
     [
         ["TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"],
-        slow(["TRAIN.WORKERS", 0, "TRAIN.GLOBAL_BATCH_SIZE", 24, "MODEL.CHANNELS_LAST", True]),
-        slow(["DATA.LOADER", "device"]),
+        slow(["DATA.LOADER", "device", "TRAIN.GLOBAL_BATCH_SIZE", 24]),
     ],
     ids=lambda args: str(args[0]),
 )
