@@ -1,4 +1,4 @@
-"""Decoding of 8-bit RGB images within limits, and no further than their crop needs.
+"""Decoding of JPEGs within limits, and no further than their crop needs.
 
 Other images are read by raster.py; decoders of optional packages are in optional_decoders.py.
 """
@@ -30,9 +30,6 @@ _START, _RESTART_INTERVAL, _START_OF_SCAN = 0xD8, 0xDD, 0xDA
 # Markers C0 to CF start a frame, except these three: Huffman tables, an extension, arithmetic conditioning.
 _NO_FRAME = (0xC4, 0xC8, 0xCC)
 _BASELINE = (0xC0, 0xC1)
-_EXIF_ORIENTATION = 0x0112
-# Dimensions of (3, H, W) to flip for each EXIF orientation; from 5 on, height and width are swapped first.
-_FLIPS = {2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
 
 
 class Box(NamedTuple):
@@ -136,7 +133,7 @@ def silence_decoders() -> None:
 
 
 def decode(data: Buffer, decoder: str = "auto", options: DecodeOptions = DEFAULTS) -> torch.Tensor:
-    """Return the pixels of an image file: uint8 (3, H, W) in RGB, or as the options say (`decode_raster`).
+    """Return the pixels of an image file: uint8 (3, H, W) in RGB, or as the options say (`decode_other`).
 
     Of an animation, it is the first frame.
 
@@ -153,14 +150,13 @@ def decode(data: Buffer, decoder: str = "auto", options: DecodeOptions = DEFAULT
         raise ValueError("the file is empty")
     silence_decoders()
     pixels = _decode_jpeg(data, decoder, options)
-    if pixels is None and options.is_rgb:
-        with open_image(data, options) as image:
-            pixels = pil_to_tensor(image)
-    elif pixels is None:
-        from distribuuuu.data.raster import decode_raster
+    if pixels is None or options.exif_rotate:
+        from distribuuuu.data import raster
 
-        pixels = decode_raster(data, options, open_image)
-    return rotate(pixels, read_orientation(data)) if options.exif_rotate else pixels
+        pixels = raster.decode_other(data, options, open_image) if pixels is None else pixels
+        if options.exif_rotate:
+            pixels = raster.rotate(pixels, raster.read_orientation(data, open_image))
+    return pixels
 
 
 def reason_of(error: Exception) -> str:
@@ -195,8 +191,10 @@ class EncodedImage(LazyImage):
     def __init__(self, data: Buffer, decoder: str, options: DecodeOptions = DEFAULTS):
         self._data = data
         self._decoder = decoder
-        if options.exif_rotate and read_orientation(data) == 1:
-            options = options._replace(exif_rotate=False)
+        if options.exif_rotate:
+            from distribuuuu.data.raster import read_orientation
+
+            options = options._replace(exif_rotate=read_orientation(data, open_image) != 1)
         self._options = options
         self._decoded: torch.Tensor | None = None
         # An image that has to be rotated is decoded in full.
@@ -244,71 +242,11 @@ def open_lazy_image(
     """
     if isinstance(item, (bytes, bytearray, memoryview)):
         return EncodedImage(item, decoder, options)
-    if isinstance(item, torch.Tensor):
-        pixels = item
-        if item.ndim != 3 or len(item) != options.channels or item.dtype != options.dtype or not item.numel():
-            expected = f"expected {options.dtype} ({options.channels}, H, W)"
-            raise ValueError(f"got a tensor of {item.dtype} and shape {tuple(item.shape)}; {expected}")
-    elif isinstance(item, np.ndarray) and options.is_rgb:
-        pixels = _array_to_tensor(item)
-    elif isinstance(item, np.ndarray):
-        from distribuuuu.data.raster import to_pixels
+    from distribuuuu.data.raster import pixels_of
 
-        pixels = to_pixels(item, options)
-    else:
-        options.check_size(*item.size)
-        if options.is_rgb:
-            pixels = pil_to_tensor(item)
-        else:
-            from distribuuuu.data.raster import pil_to_array, to_pixels
-
-            pixels = to_pixels(pil_to_array(item, options), options)
-        pixels = rotate(pixels, read_orientation(item) if options.exif_rotate else 1)
+    pixels = pixels_of(item, options)
     options.check_size(pixels.shape[2], pixels.shape[1])
     return LazyImage(pixels)
-
-
-def _array_to_tensor(array: np.ndarray) -> torch.Tensor:
-    if array.dtype != np.uint8 or array.ndim not in (2, 3) or array.shape[2:] not in ((), (1,), (3,)) or not array.size:
-        raise ValueError(f"got an array of {array.dtype} and shape {array.shape}; expected uint8 (H, W) or (H, W, 3)")
-    # A tensor can share neither read-only memory nor negative strides.
-    pixels = torch.from_numpy(array if array.flags.writeable and min(array.strides) >= 0 else array.copy())
-    return pixels.expand(3, -1, -1) if array.ndim == 2 else pixels.permute(2, 0, 1).expand(3, -1, -1)
-
-
-def read_orientation(data: Buffer | Image) -> int:
-    """Return the EXIF orientation of an image file or of a PIL image, 1 to 8; 1 (upright) if it has none.
-
-    It is 1 for a TIFF too, since PIL applies the orientation of those itself.
-    """
-    try:
-        image = open_image(data) if isinstance(data, (bytes, bytearray, memoryview)) else data
-        orientation = 1 if image.format == "TIFF" else image.getexif().get(_EXIF_ORIENTATION, 1)
-    except Exception:  # PIL raises nearly anything for damaged EXIF; the pixels may be intact
-        return 1
-    return orientation if orientation in _FLIPS else 1
-
-
-def rotate(pixels: torch.Tensor, orientation: int) -> torch.Tensor:
-    """Return (3, H, W) upright: rotated and flipped according to an EXIF orientation."""
-    pixels = pixels.transpose(1, 2) if orientation >= 5 else pixels
-    return pixels.flip(_FLIPS[orientation]) if _FLIPS.get(orientation) else pixels
-
-
-def pil_to_tensor(image: Image) -> torch.Tensor:
-    """Return a PIL image of any mode as uint8 (3, H, W); transparency is dropped, 16 bits become 8.
-
-    Raises:
-        ValueError: its pixels are floating-point numbers, whose range is unknown.
-    """
-    if image.mode == "F":
-        raise ValueError("floating-point pixels: their range is not known")
-    if image.mode.startswith("I"):  # 16 bits, which convert("RGB") would clip to white
-        gray = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
-        return torch.from_numpy(gray).expand(3, -1, -1)
-    if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")
-    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
 
 
 def _decode_jpeg(data: Buffer, decoder: str, options: DecodeOptions) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""Images of other channels or depths than 8-bit RGB: from files and arrays to pixels in the units of the file."""
+"""Images other than JPEGs: those that PIL opens, arrays, and pixels of other channels or depths than 8-bit RGB."""
 
 import io
 import math
@@ -11,6 +11,9 @@ from PIL import Image
 
 from distribuuuu.config import ConfigError
 
+_EXIF_ORIENTATION = 0x0112
+# Dimensions of (3, H, W) to flip for each EXIF orientation; from 5 on, height and width are swapped first.
+_FLIPS = {2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
 NPY = b"\x93NUMPY"
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 # Bytes that contain the header of an .npy file.
@@ -18,8 +21,8 @@ _HEADER = 1 << 14
 _READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
-def decode_raster(data: Any, options: Any, open_image: Callable[..., Image.Image]) -> torch.Tensor:
-    """Return the pixels of an image file, see `to_pixels`.
+def decode_other(data: Any, options: Any, open_image: Callable[..., Image.Image]) -> torch.Tensor:
+    """Return the pixels of an image file: uint8 (3, H, W), or as the options say, see `to_pixels`.
 
     Args:
         data: the bytes of the file.
@@ -30,16 +33,76 @@ def decode_raster(data: Any, options: Any, open_image: Callable[..., Image.Image
         ValueError, RuntimeError, OSError: it is no image, is truncated or too large, or has other channels or pixels.
         ConfigError: it needs tifffile, which is not installed.
     """
+    if options.is_rgb:
+        with open_image(data, options) as image:
+            return pil_to_tensor(image)
     head = bytes(data[:6])
     if head == NPY:
         return to_pixels(_read_npy(data), options)
-    if head[:4] in _TIFF and options.channels != 1 and (options.pixels, options.channels) != ("uint8", 3):
+    if head[:4] in _TIFF and options.channels != 1:
         return to_pixels(_read_tiff(data, options), options)
     with open_image(data, options) as image:
         is_reduced = bytes(data[:4]) == b"\x89PNG" and data[24] == 16 and not image.mode.startswith("I")
         if is_reduced and options.pixels != "uint8":
             raise ValueError("16-bit color PNG, of which PIL reads 8 bits; fix: convert it to TIFF or .npy")
         return to_pixels(pil_to_array(image, options), options)
+
+
+def pixels_of(item: Any, options: Any) -> torch.Tensor:
+    """Return a tensor, an array or a PIL image, see `ImageDataset.read`, as (C, H, W) of the type of the options."""
+    if isinstance(item, torch.Tensor):
+        if item.ndim != 3 or len(item) != options.channels or item.dtype != options.dtype or not item.numel():
+            expected = f"expected {options.dtype} ({options.channels}, H, W)"
+            raise ValueError(f"got a tensor of {item.dtype} and shape {tuple(item.shape)}; {expected}")
+        return item
+    if isinstance(item, np.ndarray):
+        return _array_to_tensor(item) if options.is_rgb else to_pixels(item, options)
+    options.check_size(*item.size)
+    pixels = pil_to_tensor(item) if options.is_rgb else to_pixels(pil_to_array(item, options), options)
+    return rotate(pixels, read_orientation(item, Image.open) if options.exif_rotate else 1)
+
+
+def _array_to_tensor(array: np.ndarray) -> torch.Tensor:
+    if array.dtype != np.uint8 or array.ndim not in (2, 3) or array.shape[2:] not in ((), (1,), (3,)) or not array.size:
+        raise ValueError(f"got an array of {array.dtype} and shape {array.shape}; expected uint8 (H, W) or (H, W, 3)")
+    # A tensor can share neither read-only memory nor negative strides.
+    pixels = torch.from_numpy(array if array.flags.writeable and min(array.strides) >= 0 else array.copy())
+    return pixels.expand(3, -1, -1) if array.ndim == 2 else pixels.permute(2, 0, 1).expand(3, -1, -1)
+
+
+def pil_to_tensor(image: Image.Image) -> torch.Tensor:
+    """Return a PIL image of any mode as uint8 (3, H, W); transparency is dropped, 16 bits become 8.
+
+    Raises:
+        ValueError: its pixels are floating-point numbers, whose range is unknown.
+    """
+    if image.mode == "F":
+        raise ValueError("floating-point pixels: their range is not known")
+    if image.mode.startswith("I"):  # 16 bits, which convert("RGB") would clip to white
+        gray = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
+        return torch.from_numpy(gray).expand(3, -1, -1)
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+
+
+def read_orientation(data: Any, open_image: Callable[..., Image.Image]) -> int:
+    """Return the EXIF orientation of an image file or of a PIL image, 1 to 8; 1 (upright) if it has none.
+
+    It is 1 for a TIFF too, since PIL applies the orientation of those itself.
+    """
+    try:
+        image = open_image(data) if isinstance(data, (bytes, bytearray, memoryview)) else data
+        orientation = 1 if image.format == "TIFF" else image.getexif().get(_EXIF_ORIENTATION, 1)
+    except Exception:  # PIL raises nearly anything for damaged EXIF; the pixels may be intact
+        return 1
+    return orientation if orientation in _FLIPS else 1
+
+
+def rotate(pixels: torch.Tensor, orientation: int) -> torch.Tensor:
+    """Return (3, H, W) upright: rotated and flipped according to an EXIF orientation."""
+    pixels = pixels.transpose(1, 2) if orientation >= 5 else pixels
+    return pixels.flip(_FLIPS[orientation]) if _FLIPS.get(orientation) else pixels
 
 
 def pil_to_array(image: Image.Image, options: Any) -> np.ndarray:

@@ -26,10 +26,10 @@ from distribuuuu.data.decode import (
     decode,
     open_image,
     open_lazy_image,
-    pil_to_tensor,
     read_jpeg_header,
 )
 from distribuuuu.data.optional_decoders import cut_rows, scale_factor
+from distribuuuu.data.raster import pil_to_tensor
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop, random_resized_box, resize
 

@@ -14,7 +14,8 @@ from PIL import Image
 
 from distribuuuu.commands.scan.pool import map_in_order
 from distribuuuu.data.datasets.base import ImageDataset, is_file
-from distribuuuu.data.decode import DecodeOptions, open_image, open_lazy_image, pil_to_tensor, reason_of
+from distribuuuu.data.decode import DecodeOptions, open_image, open_lazy_image, reason_of
+from distribuuuu.data.raster import pil_to_tensor
 
 # What is kept of an image: 33 bytes. The content hash decides together with the perceptual hash and the size.
 RECORD = np.dtype([("content", "u8"), ("hash", "u1", 16), ("width", "u4"), ("height", "u4"), ("flags", "u1")])
