@@ -75,18 +75,18 @@ def _escape(text: str) -> Markup:
 class _Axes:
     """The map from values to positions, with the axes and grid of a chart."""
 
-    def __init__(self, x_range: tuple[float, float], y_range: tuple[float, float], is_whole: bool = False):
-        self.x_range, self.y_range, self.is_whole = x_range, y_range, is_whole
+    def __init__(self, x_range: tuple[float, float], y_range: tuple[float, float]):
+        self.x_range, self.y_range = x_range, y_range
 
     def x(self, value: float) -> float:
-        """Return the horizontal position of a value."""
+        """Return the horizontal position of a value, or that of the nearest end."""
         low, high = self.x_range
-        return _LEFT + (value - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
+        return _LEFT + (min(max(value, low), high) - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
-        """Return the vertical position of a value."""
+        """Return the vertical position of a value, or that of the nearest end."""
         low, high = self.y_range
-        return _HEIGHT - _BOTTOM - (value - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+        return _HEIGHT - _BOTTOM - (min(max(value, low), high) - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
     def to_svg(self, x_label: str, y_label: str) -> str:
         """Return the axes, their numbers and labels, and the grid."""
@@ -95,16 +95,14 @@ class _Axes:
             y = self.y(tick)
             parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{format_tick(tick)}</text>')
-        x_ticks = [tick for tick in find_ticks(*self.x_range, num=6) if not (self.is_whole and tick % 1)]
-        for tick in x_ticks:
-            x, text = self.x(tick), format_tick(tick)
-            parts.append(f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
+        for tick in find_ticks(*self.x_range, num=6):
+            text = format_tick(tick)
+            parts.append(f'<text x="{self.x(tick):.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
         parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"/>')
         middle = (_LEFT + _WIDTH - _RIGHT) / 2
         parts.append(f'<text x="{middle}" y="{_HEIGHT - 4}" text-anchor="middle">{_escape(x_label)}</text>')
-        if y_label:
-            place = f'transform="translate(10 {(_TOP + bottom) / 2}) rotate(-90)"'
-            parts.append(f'<text {place} text-anchor="middle">{_escape(y_label)}</text>')
+        place = f'transform="translate(10 {(_TOP + bottom) / 2}) rotate(-90)"'
+        parts.append(f'<text {place} text-anchor="middle">{_escape(y_label)}</text>')
         return "".join(parts)
 
 
@@ -126,15 +124,15 @@ def line_chart(
     low, high = min(x for x, _ in points), max(x for x, _ in points)
     has_zero = 0 <= low <= high / 2 or low == high > 0
     x_range = _widen(0.0 if has_zero else low, high, 0)
-    is_whole = all(x % 1 == 0 for x, _ in points)  # e.g. numbers of trials, of which there are no halves
-    axes = _Axes(x_range, _widen(*_spread([y for _, y in points])), is_whole)
+    axes = _Axes(x_range, _widen(*_spread([y for _, y in points])))
     parts = [axes.to_svg(x_label, y_label)]
     for mark in marks:
-        x = axes.x(min(max(mark.x, axes.x_range[0]), axes.x_range[1]))
+        x = axes.x(mark.x)
         line = f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
         parts.append(f"<g><title>{_escape(mark.text)}</title>{line}</g>")
-    parts += [_draw(curve, axes, color_of(number)) for number, curve in enumerate(series)]
-    legend = [(curve.name, color_of(number)) for number, curve in enumerate(series) if len(series) > 1]
+    colors = [f"var(--c{number % _NUM_COLORS + 1})" for number in range(len(series))]
+    parts += [_draw(curve, axes, color) for curve, color in zip(series, colors, strict=True)]
+    legend = [(curve.name, color) for curve, color in zip(series, colors, strict=True) if len(series) > 1]
     return html.figure(title, Markup("".join(parts)), _WIDTH, _HEIGHT, legend)
 
 
@@ -160,21 +158,14 @@ def _shorten(curve: Series) -> Series:
 
 
 def _draw(curve: Series, axes: _Axes, color: str) -> str:
-    low, high = axes.y_range
     path, is_gap, dots = "", True, ""
     for number, (x, y) in enumerate(zip(curve.x, curve.y, strict=True)):
         if not math.isfinite(y):
             is_gap = True
             continue
-        place = f"{axes.x(x):.1f} {axes.y(min(max(y, low), high)):.1f}"
-        path, is_gap = f"{path}{'M' if is_gap else 'L'}{place}", False
+        cx, cy = f"{axes.x(x):.1f}", f"{axes.y(y):.1f}"
+        path, is_gap = f"{path}{'M' if is_gap else 'L'}{cx} {cy}", False
         if curve.has_dots or len(curve.x) == 1:
-            cx, cy = place.split()
             text = _escape(curve.texts[number]) if curve.texts else f"{x:.4g}: {y:.4g}"
             dots += f'<circle cx="{cx}" cy="{cy}" r="2.5" fill="{color}"><title>{text}</title></circle>'
     return f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.7" stroke-linejoin="round"/>{dots}'
-
-
-def color_of(number: int) -> str:
-    """Return the color of a series, by its number from 0."""
-    return f"var(--c{number % _NUM_COLORS + 1})"
