@@ -31,7 +31,7 @@ from distribuuuu.commands.pack.writer import PackWriter, Record, find_conflicts
 from distribuuuu.commands.report.run_report import build_report, read_run
 from distribuuuu.commands.stats.run_groups import Result, group_runs
 from distribuuuu.commands.stats.stored_predictions import read_predictions
-from distribuuuu.commands.table.tables import format_table, make_row
+from distribuuuu.commands.table.table import format_table, make_row
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.json_file import replace_nonfinite
 from distribuuuu.config.registry import DATASETS

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from distribuuuu.commands.predict.journal import Journal, print_rows
+from distribuuuu.commands.guard import ending_with_reader
+from distribuuuu.commands.predict.journal import Journal
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import counted
@@ -50,8 +51,8 @@ def predict_files(job: Namespace) -> int:
     selection = choose_selection(run.cfg, len(run.classes), job.topk, job.threshold)
     spans = list_spans(len(job.files), run.cfg.TEST.BATCH_SIZE)
     header = "" if _is_json(job) else csv_line(["path", *list_columns(selection, run.classes)])
-    out = Journal(job.out, hash_job(job, run, selection), header) if job.out else None
-    num_done, num_broken = (out.num_chunks, out.num_broken) if out else (0, 0)
+    out = Journal(job.out, hash_job(job, run, selection)) if job.out else None
+    num_done, num_broken = (out.num_chunks, len(out.broken)) if out else (0, 0)
     if not out:
         print_rows(header)
     print(printable(run.describe()), file=sys.stderr)
@@ -76,7 +77,7 @@ def predict_files(job: Namespace) -> int:
             num_broken += len(errors)
             bar.update(len(span))
         if out:
-            out.finish()
+            out.finish(header)
     finally:
         bar.close()
         if out:
@@ -84,6 +85,13 @@ def predict_files(job: Namespace) -> int:
     if num_broken:
         print(f"broken: {counted(num_broken, 'image')}", file=sys.stderr)
     return num_broken
+
+
+def print_rows(rows: str) -> None:
+    """Print the text of rows; on a terminal with escapes for what would control it."""
+    shown = printable(rows, keep="\n") if sys.stdout.isatty() else rows
+    with ending_with_reader():
+        sys.stdout.buffer.write(shown.encode(errors="surrogateescape"))
 
 
 def _is_json(job: Namespace) -> bool:

@@ -76,7 +76,7 @@ def test_top1_of_the_csv_is_that_of_the_evaluation_to_the_last_image(shapes_run,
     assert all(value == sorted(value, reverse=True) and 0 < sum(value) <= 1 for value in values)
 
 
-def test_map_of_the_csv_is_that_of_the_evaluation(labels_run, shapes_folder, tmp_path):
+def test_map_of_the_csv_is_that_of_the_evaluation(labels_run, shapes_folder, tmp_path, capsys):
     assert run(labels_run, shapes_folder / "val", "--out", tmp_path / "out.csv", "--threshold", 0) == 0
     loaded = load_run(labels_run)
     scores, targets = torch.zeros(70, 12, dtype=torch.float64), torch.zeros(70, 12, dtype=torch.uint8)
@@ -87,34 +87,23 @@ def test_map_of_the_csv_is_that_of_the_evaluation(labels_run, shapes_folder, tmp
             scores[number, column], targets[number, column] = float(probability), label in own
     measured = json.loads((labels_run / "test_results.json").read_text())["accuracy"]["raw"]["map"]
     assert targets.sum() == 140 and MeanAveragePrecision(12).value(scores, targets) == measured
-
-
-def test_labels_above_the_threshold_are_listed_and_topk_is_refused(labels_run, shapes_folder, tmp_path, capsys):
     image = shapes_folder / "val" / "ring" / "0000.jpg"
-    assert run(labels_run, image, "--out", tmp_path / "all.jsonl", "--threshold", 0) == 0
     assert run(labels_run, image, "--out", tmp_path / "some.jsonl") == 0
-    everything, some = (json.loads((tmp_path / f"{name}.jsonl").read_text()) for name in ("all", "some"))
-    assert len(everything["labels"]) == 12 and everything["path"] == str(image)
-    num = sum(value > 0.5 for value in everything["probabilities"])
-    assert some["labels"] == everything["labels"][:num]
-    capsys.readouterr()
-    assert run(labels_run, image, "--topk", 2) == 2
-    assert "--topk: the model" in capsys.readouterr().err
+    some = json.loads((tmp_path / "some.jsonl").read_text())
+    assert some["path"] == str(image) and all(value > 0.5 for value in some["probabilities"])
+    assert run(labels_run, image, "--topk", 2) == 2 and "--topk: the model" in capsys.readouterr().err
 
 
 def odd_images(folder: Path) -> Path:
     """Write photographs of unusual modes as the evaluation images of ten classes, one each."""
-    noise = np.random.default_rng(0).integers(0, 256, (40, 52, 3), dtype=np.uint8)
-    image = Image.fromarray(noise).resize((52, 40)).resize((90, 70))
-    exif = Image.Exif()
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 52, 3), dtype=np.uint8)).resize((90, 70))
+    exif, palette = Image.Exif(), image.convert("P")
     exif[0x0112] = 6
     deep = Image.fromarray((np.asarray(image.convert("L")).astype(np.uint16) << 8) + 17)
-    palette = image.convert("P")
     for number, (name, photo, options) in enumerate([
-        ("cmyk.jpg", image.convert("CMYK"), {}), ("deep.png", deep, {}), ("palette.png", palette, {}),
-        ("clear.png", palette, {"transparency": 3}), ("gray.jpg", image.convert("L"), {}),
-        ("exif.jpg", image, {"exif": exif}), ("alpha.png", image.convert("RGBA"), {}),
-        ("bits.png", image.convert("1"), {}), ("photo.webp", image, {}),
+        ("cmyk.jpg", image.convert("CMYK"), {}), ("deep.png", deep, {}), ("clear.png", palette, {"transparency": 3}),
+        ("gray.jpg", image.convert("L"), {}), ("exif.jpg", image, {"exif": exif}), ("photo.webp", image, {}),
+        ("alpha.png", image.convert("RGBA"), {}), ("bits.png", image.convert("1"), {}), ("palette.png", palette, {}),
         ("photo.tiff", image, {"compression": "tiff_lzw"}),
     ]):  # fmt: skip
         (folder / "val" / f"class{number}").mkdir(parents=True)
@@ -213,13 +202,14 @@ def test_folders_patterns_lists_and_files_are_expanded_in_order(tmp_path, monkey
     ]
 
 
-def test_files_that_are_left_out_are_counted(shapes_run, shapes_folder, tmp_path, capsys):
+def test_files_that_are_left_out_are_counted_and_lost_transparency_is_named(shapes_run, tmp_path, capsys):
     for name in ("photos/1.HEIC", "photos/b/2.heic", "photos/3.mov", "photos/.hidden", "only/4.heic"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    shutil.copy(next((shapes_folder / "val").rglob("*.jpg")), tmp_path / "photos")
+    Image.new("RGBA", (40, 40), (255, 0, 0, 90)).save(tmp_path / "photos" / "clear.png")
     assert run(shapes_run, tmp_path / "photos") == 0
-    assert f"{tmp_path}/photos; 3 files left out: .heic (2), .mov (1)" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/photos; 3 files left out: .heic (2), .mov (1)" in said and "clear.png, lose it" in said
     assert run(shapes_run, tmp_path / "only") == 2
     assert "holds no image; 1 file left out: .heic (1)" in capsys.readouterr().err
 
@@ -236,21 +226,14 @@ def test_file_names_of_any_bytes_are_written_as_they_are_and_read_back_equal(sha
     assert found == set(names)
 
 
-def test_images_that_lose_their_transparency_are_named(shapes_run, tmp_path, capsys):
-    Image.new("RGBA", (40, 40), (255, 0, 0, 90)).save(tmp_path / "clear.png")
-    assert run(shapes_run, tmp_path / "clear.png") == 0
-    assert "clear.png, lose it" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("skip", [False, True])
-def test_broken_images_have_a_status_and_a_file_of_their_own(shapes_run, shapes_folder, tmp_path, skip, capsys):
+def test_broken_images_have_a_status_and_a_file_of_their_own(shapes_run, shapes_folder, tmp_path, capsys):
     good = shapes_folder / "val" / "star"
     (tmp_path / "text.jpg").write_text("hello")
     (tmp_path / "empty.jpg").touch()
     files = (tmp_path / "text.jpg", good, tmp_path / "empty.jpg", tmp_path / "list.txt")
     (tmp_path / "list.txt").write_text(f"{tmp_path / 'gone.jpg'}\n")
-    flags = ("--skip-bad",) if skip else ()
-    assert run(shapes_run, *files, "--out", tmp_path / "out.csv", *flags) == (0 if skip else 3)
+    assert run(shapes_run, *files, "--out", tmp_path / "skip.csv", "--skip-bad") == 0
+    assert run(shapes_run, *files, "--out", tmp_path / "out.csv") == 3
     assert len(read_csv(tmp_path / "out.csv")) == 7
     broken = {Path(row["path"]).name: row["error"] for row in read_csv(tmp_path / "out.csv.errors.csv")}
     assert list(broken) == ["text.jpg", "empty.jpg", "gone.jpg"]
@@ -267,7 +250,7 @@ def unfinished(monkeypatch):
 
     def predict(*words) -> Path:
         with monkeypatch.context() as patch:
-            patch.setattr(journal.Journal, "finish", lambda self: None)
+            patch.setattr(journal.Journal, "finish", lambda *args: None)
             assert run(*words) == 0
         return Path(f"{words[words.index('--out') + 1]}.partial")
 
@@ -324,7 +307,7 @@ def test_a_full_disk_keeps_what_is_finished(shapes_run, shapes_folder, tmp_path,
         raise OSError(28, "No space left on device")
 
     append = journal.Journal._append
-    for num_records, is_kept in ((0, False), (1, False), (3, True)):
+    for num_records, is_kept in ((0, False), (4, True)):
         records = iter([append] * num_records)
         monkeypatch.setattr(journal.Journal, "_append", lambda *args, records=records: next(records, fail)(*args))
         assert run(*words) == 2
@@ -347,19 +330,13 @@ def test_mistakes_are_reported_with_status_2_and_leave_nothing(shapes_run, shape
     os.mkfifo(tmp_path / "list.txt")
     (tmp_path / "whole.csv").touch()
     for words, message in (
-        ([tmp_path / "no", image], "RUN: no such file or folder"),
         ([shapes_run, tmp_path / "no.jpg"], "PATHS: .*no.jpg: no such file"),
-        ([shapes_run], "PATHS"),
         ([shapes_run, tmp_path / "list.txt"], "list.txt: not a regular file"),
         ([shapes_run, image, "--out", tmp_path / "out.txt"], r"--out: got .*out.txt; expected .* .csv or .jsonl"),
         ([shapes_run, image, "--out", tmp_path / "no" / "out.csv"], "--out: no such folder"),
         ([shapes_run, image, "--out", tmp_path / "list.csv"], "list.csv.partial: not a valid partial output"),
         ([shapes_run, image, "--out", tmp_path / "whole.csv"], "whole.csv exists already; fix: remove it"),
-        ([shapes_run, image, "--topk", 0], "--topk: got 0; expected 1 or more"),
-        ([shapes_run, image, "--nproc", 0], "--nproc: got 0"),
         ([shapes_run, image, "--threshold", 0.3], "--threshold: the model"),
-        ([shapes_run, image, "--set", "TEST.IM_SIZ", 3], "TEST.IM_SIZ .*: no such key; did you mean TEST.IM_SIZE"),
-        ([shapes_run, image, "--top", 3], "no such flag: --top; did you mean --topk"),
     ):
         before = sorted(tmp_path.iterdir())
         assert run(*words) == 2, words
@@ -369,14 +346,14 @@ def test_mistakes_are_reported_with_status_2_and_leave_nothing(shapes_run, shape
 
 
 @pytest.mark.slow
-def test_a_prediction_killed_five_times_gives_the_same_bytes(shapes_run, shapes_folder, tmp_path):
-    files = "".join(f"{path}\n" for path in sorted((shapes_folder / "val").rglob("*.jpg"))) * 60
+def test_a_prediction_killed_three_times_gives_the_same_bytes(shapes_run, shapes_folder, tmp_path):
+    files = "".join(f"{path}\n" for path in sorted((shapes_folder / "val").rglob("*.jpg"))) * 30
     (tmp_path / "files.txt").write_text(files)
     words = (shapes_run, tmp_path / "files.txt", "--set", "TEST.BATCH_SIZE", 20, "--workers", 1)
     whole, out = tmp_path / "whole.csv", tmp_path / "out.csv"
     subprocess.run(command(*words, "--out", whole), cwd=ROOT, check=True)
-    sizes, num_kills, step = [0], 0, whole.stat().st_size // 12
-    for kill in range(5):
+    sizes, num_kills, step = [0], 0, whole.stat().st_size // 8
+    for kill in range(3):
         process = subprocess.Popen(slow_command(*words, "--nproc", 1 + kill % 2, "--out", out), cwd=ROOT,
                                    start_new_session=True)  # fmt: skip
         while process.poll() is None and size_of(Path(f"{out}.partial")) < sizes[-1] + step:
@@ -386,7 +363,7 @@ def test_a_prediction_killed_five_times_gives_the_same_bytes(shapes_run, shapes_
             num_kills += 1
         process.wait()
         sizes.append(size_of(Path(f"{out}.partial")))
-    assert num_kills == 5 and sizes == sorted(sizes) and not out.exists()
+    assert num_kills == 3 and sizes == sorted(sizes) and not out.exists()
     done = subprocess.run(command(*words, "--out", out), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "resumed after" in done.stderr
     assert out.read_bytes() == whole.read_bytes()

@@ -74,34 +74,28 @@ def test_a_run_that_is_named_in_two_ways_is_refused(tmp_path, capsys, monkeypatc
     for name in ("run_a", "run_b"):
         make_run(Path(name), 200)
     Path("link").symlink_to("run_a")
-    for sides in (("run*", "run_b"), ("run_a", tmp_path / "run_a"), ("run_a", "link")):
+    for sides in (("run*", "run_b"), ("run_a", "link")):
         assert run(*sides) == 2 and " twice; expected different runs" in capsys.readouterr().err
     assert not Path("compare.html").exists()
 
 
 REFUSED = {
     "were evaluated on other images, 300 images and 299 images": lambda root: make_run(root / "b", 9, 299),
-    "no such folder": lambda root: root / "n*", "no such folder: ": lambda root: root / "none",
-    "expected two or more": lambda root: root / "a", "; expected two or more": lambda root: f"{root}/a/",
+    "no such folder": lambda root: root / "n*",
+    "expected two or more": lambda root: f"{root}/a/",
     "no epoch of it has been evaluated yet": lambda root: (root / "empty").mkdir() or root / "empty",
 }  # fmt: skip
 
 
-def test_runs_that_cannot_be_compared_and_outputs_that_cannot_be_written(tmp_path, capsys):
+def test_runs_that_cannot_be_compared(tmp_path, capsys):
     run_a = make_run(tmp_path / "a", 200)
     for message, second in REFUSED.items():
         assert run(run_a, second(tmp_path), "--out", tmp_path / "p.html") == 2
         assert message in capsys.readouterr().err
         assert not (tmp_path / "p.html").exists()
-    runs = [run_a, make_run(tmp_path / "c", 200)]
     tags, labels = make_run(tmp_path / "tags", 200), np.zeros((300, 3), np.uint8)
     change_predictions(tags, {"multilabel": True}, label=labels)
     assert run(run_a, tags) == 2 and "tags does not predict one class per image" in capsys.readouterr().err
-    assert run(*runs, "--out", tmp_path / "none" / "p.html") == 2
-    assert "--out: no such folder" in capsys.readouterr().err
-    (tmp_path / "p.html").mkdir()
-    assert run(*runs, "--out", tmp_path / "p.html") == 2
-    assert "p.html is no file" in capsys.readouterr().err
 
 
 def test_no_model_is_built_for_a_page_of_several_runs(finished_run, tmp_path, monkeypatch):

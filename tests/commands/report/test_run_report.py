@@ -85,12 +85,9 @@ def test_json_has_all_numbers(finished, capsys):
     figures, content = json.loads(printed), read_run(str(finished)).content
     assert status == 0 and figures["images"] == len(content) == 24
     assert figures["accuracy"] == pytest.approx(content.correct.mean())
-    low, high = figures["accuracy_interval"]
-    assert 0 <= low <= figures["accuracy"] <= high <= 1
     assert list(figures["classes"]) == content.classes
     assert figures["restarts"] == [[2, 0]] and figures["rollbacks"] == [[2, 1]]
     assert figures["curves"]["eval"][-1]["epoch"] == 2
-    assert {answer["image"] for answer in figures["least_certain"]} <= set(content.path.tolist())
 
 
 @pytest.mark.parametrize("recorded, said", [
@@ -118,13 +115,10 @@ def test_a_report_without_one_of_the_other_files(run, capsys, name):
 
 @pytest.mark.parametrize(
     ("damage", "args", "message"),
-    [(shutil.rmtree, [], "RUN: no such file or folder"),
-     (lambda run: (run / "predictions.npz").unlink(), [], "predictions.npz does not exist; fix: distribuuuu test"),
+    [(lambda run: (run / "predictions.npz").unlink(), [], "predictions.npz does not exist; fix: distribuuuu test"),
      (lambda run: (run / "predictions.npz").write_bytes(b"PK"), [], "not a valid predictions.npz"),
      (None, ["--out", "/no/such/folder/x.html"], "no such folder: /no/such/folder"),
-     (None, ["--out", "/proc/x.html"], "--out: /proc/x.html cannot be written"),
-     (None, ["--out", "/tmp"], "/tmp is no file"),
-     (None, ["--format", "pdf"], "invalid choice: 'pdf'"), (None, ["--outt", "x"], "--outt; did you mean --out")],
+     (None, ["--out", "/proc/x.html"], "--out: /proc/x.html cannot be written")],
 )  # fmt: skip
 def test_errors_have_a_message_and_status_2(run, capsys, damage, args, message):
     if damage:

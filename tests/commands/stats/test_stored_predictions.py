@@ -57,13 +57,10 @@ def test_shapes_that_an_entry_cannot_hold_allocate_nothing(path):
 
 
 @pytest.mark.parametrize("changes", [
-    {"path": np.array([{}] * NUM, dtype=object)}, {"label": np.zeros(NUM, ">i4")},
-    {"label": np.zeros((NUM, 3), np.uint8)}, {"label": np.full(NUM, 3, np.int32)}, {"loss": np.zeros((), np.float32)},
-    {"logits": np.zeros((NUM, 2), np.float32)}, {"classes": np.zeros(0, "U1"), "logits": np.zeros((NUM, 0), "f4")},
-    {"classes": None}, {"path": np.array(["a"] * (NUM - 1))},
-    {"path": np.full(NUM, 0x110000, np.uint32).view("U1")}, {"meta": np.array(["{}"])},
-    {"meta": np.array("[" * 5000)}, {"meta": np.array("{}")}, {"meta": np.array(json.dumps({**META, "schema": 2}))},
-    {"meta": np.array(json.dumps({**META, "folder": 3}))}, {"meta": np.array(json.dumps({**META, "epoch": "a"}))},
+    {"path": np.array([{}] * NUM, dtype=object)}, {"label": np.zeros(NUM, ">i4")}, {"classes": None},
+    {"label": np.full(NUM, 3, np.int32)}, {"loss": np.zeros((), np.float32)}, {"path": np.array(["a"] * (NUM - 1))},
+    {"logits": np.zeros((NUM, 2), np.float32)}, {"path": np.full(NUM, 0x110000, np.uint32).view("U1")},
+    {"meta": np.array("[" * 5000)}, {"meta": np.array(json.dumps({**META, "folder": 3}))},
 ])  # fmt: skip
 def test_arrays_of_other_types_or_values_are_refused(path, changes):
     with zipfile.ZipFile(path, "w") as archive:
