@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from string import Template
 
-from distribuuuu.config.derived import height_and_width, show_size
+from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.data.crops import EvalCrop
 from distribuuuu.data.transforms import CenterCrop
@@ -18,21 +18,16 @@ from distribuuuu.inference.loaded_run import LoadedRun
 INSIDE = {
     "timm": (),
     "safetensors": (),
-    "onnx": ("resize", "crop", "normalize", "mirror", "shift"),
+    "onnx": ("crop", "normalize", "mirror", "shift"),
     "torch": ("normalize", "mirror", "shift"),
 }
 
 _LOAD_IMAGE = '''def load_image(path):
-    """Return the pixels of an image file: uint8 (height, width, 3), RGB."""
+    """Return the pixels of an image file: uint8 (height, width, $channels)."""
     image = Image.open(path)
-$exif    if image.mode.startswith("I"):  # 16 bits
+$draft$exif    if image.mode.startswith("I"):  # 16 bits
         image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
-    return np.array(image.convert("RGB"))'''
-_LOAD_GRAY = (
-    _LOAD_IMAGE.replace("(height, width, 3), RGB", "(height, width, 1)")
-    .replace('np.array(image.convert("RGB"))', 'np.array(image.convert("L"))[:, :, None]')
-    .replace("Image.open(path)\n", 'Image.open(path)\n    image.draft("L", None)  # of a JPEG, the luminance\n')
-)
+    return np.array(image.convert("$mode"))$axis'''
 _LOAD_RASTER = '''def load_image(path):
     """Return the pixels of a file (.npy, TIFF or another image): $pixels (height, width, $channels)."""
     if path.lower().endswith(".npy"):
@@ -56,15 +51,20 @@ _UNITS = {
     "float32": "pixels in the units of the files",
 }
 
-_TORCH_PREDICT = '''def predict(path):
+_PREDICT = '''def predict(path):
     """Return pairs of a class and its probability, the most probable class first."""
-    pixels = torch.from_numpy(load_image(path)).permute(2, 0, 1)
+    image = load_image(path)  # of any size
+$scores
+    probabilities = $activation
+    order = np.argsort(-probabilities, kind="stable")
+    return [(classes[index], float(probabilities[index])) for index in order]'''
+_TORCH_SCORES = """    pixels = torch.from_numpy(image).permute(2, 0, 1)
     with torch.inference_mode():
         images = transform(pixels)[None]
         logits = $logits
-    probabilities = logits[0].double().$activation
-    order = probabilities.argsort(descending=True, stable=True).tolist()
-    return [(classes[index], float(probabilities[index])) for index in order]'''
+    scores = logits[0].double().numpy()"""
+_ONNX_SCORES = """    (logits,) = session.run(["logits"], {"images": image[None]})
+    scores = logits[0].astype(np.float64)"""
 
 _CODE = {
     "timm": """import math
@@ -115,15 +115,6 @@ def predict(path):
     return list(zip(found.labels, found.probabilities))''',
 }
 
-_ONNX_PREDICT = '''def predict(path):
-    """Return pairs of a class and its probability, the most probable class first."""
-    image = load_image(path)  # of any size
-    (logits,) = session.run(["logits"], {"images": image[None]})
-    scores = logits[0].astype(np.float64)
-    probabilities = $activation
-    order = np.argsort(-probabilities, kind="stable")
-    return [(classes[index], float(probabilities[index])) for index in order]'''
-
 _MAIN = """if __name__ == "__main__":
     $show"""
 
@@ -141,18 +132,16 @@ def render_code(run: LoadedRun, to: str, plugins: Sequence[str] | None = None) -
     with_plugins = f'{code}run = load_run(".", overrides=["PLUGINS", plugins])'
     multilabel, exif = run.task.multilabel, run.cfg.DATA.EXIF_ROTATE
     options = run.transform.options
-    load = _LOAD_IMAGE if options.is_rgb else _LOAD_GRAY if options.is_gray else _LOAD_RASTER
-    parts = {
-        "timm": (_CODE["timm"], load, _TORCH_PREDICT),
-        "torch": (_CODE["torch"], load, _TORCH_PREDICT),
-        "onnx": (_CODE["onnx"], load, _ONNX_PREDICT),
-        "safetensors": (_CODE["safetensors"],),
-    }[to]
-    activations = ("sigmoid()", "1 / (1 + np.exp(-scores))") if multilabel else (
-        "softmax(0)", "np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()")  # fmt: skip
+    load = _LOAD_IMAGE if options.is_rgb or options.is_gray else _LOAD_RASTER
+    parts = [_CODE[to], *([load, _PREDICT] if to != "safetensors" else []), _MAIN]
+    scores = _ONNX_SCORES if to == "onnx" else _TORCH_SCORES
+    softmax = "np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()"
     mirrors = run.cfg.TEST.FLIP and "mirror" not in INSIDE[to]
     values = {
         **(render_crop(run.transform.crop) or {}),
+        "mode": "L" if options.is_gray else "RGB",
+        "axis": "[:, :, None]" if options.is_gray else "",
+        "draft": '    image.draft("L", None)  # of a JPEG, the luminance\n' if options.is_gray else "",
         "pixels": options.pixels,
         "channels": options.channels,
         "host": "uint8" if options.pixels == "uint8" else "float32",
@@ -163,14 +152,14 @@ def render_code(run: LoadedRun, to: str, plugins: Sequence[str] | None = None) -
         "exif": _EXIF if exif else "",
         "inner_exif": f"    {_EXIF}" if exif else "",
         "logits": "(model(images) + model(images.flip(-1))) / 2  # and mirrored" if mirrors else "model(images)",
-        "activation": activations[to == "onnx"],
+        "activation": "1 / (1 + np.exp(-scores))" if multilabel else softmax,
         "load_run": with_plugins if names else 'run = load_run(".")',
         "selection": "threshold=0" if multilabel else f"topk={len(run.classes)}",
         "show": 'print([pair for pair in predict("image.jpg") if pair[1] > 0.5])'
         if multilabel
         else 'print(predict("image.jpg")[0])',
     }
-    return Template("\n\n\n".join((*parts, _MAIN))).substitute(values)
+    return Template("\n\n\n".join(parts).replace("$scores", scores)).substitute(values)
 
 
 def render_crop(crop: EvalCrop) -> dict[str, str] | None:
@@ -185,23 +174,12 @@ def render_crop(crop: EvalCrop) -> dict[str, str] | None:
     return {"timm_crop": resize, "torch_crop": resize}
 
 
-def _describe_crop(crop: EvalCrop) -> dict[str, str]:
-    how, size = f"({crop.interpolation}, antialiased)", show_size(height_and_width(crop.size))
-    if isinstance(crop, CenterCrop):
-        is_side = isinstance(crop.resize_to, int)
-        sides = f"{'the shorter side to' if is_side else 'to cover'} {show_size(crop.resize_to)} px"
-        return {"resize": f"resize {sides} {how}", "crop": f"crop the central {size} px"}
-    if crop.mode == "squash":
-        return {"resize": f"resize to {size} px {how}"}
-    return {"resize": f"resize to fit into {size} px {how}", "crop": f"center it on a black image of {size} px"}
-
-
 def list_steps(run: LoadedRun) -> dict[str, str]:
     """Return the steps of the preprocessing and of the prediction, in their order, with a description of each."""
     mean, std, shift = list(run.transform.mean), list(run.transform.std), run.cfg.TEST.SHIFT
     return {
         **({"exif": "turn the image upright, as its EXIF orientation says"} if run.cfg.DATA.EXIF_ROTATE else {}),
-        **_describe_crop(run.transform.crop),
+        "crop": f"{run.transform.crop}, antialiased",
         "normalize": f"normalize {_UNITS[run.cfg.DATA.PIXELS]} with mean {mean} and std {std}",
         **({"mirror": "average the logits with those of the mirrored image"} if run.cfg.TEST.FLIP else {}),
         **({"shift": f"average the logits with those of the image shifted by {shift} px"} if shift else {}),

@@ -96,11 +96,6 @@ class TaskScores(nn.Module):
         return self._predict(self.model, images)
 
 
-def has_own_scores(run: LoadedRun) -> bool:
-    """Tell whether the task of a run defines its own `predict_step`."""
-    return type(run.task).predict_step is not Task.predict_step
-
-
 def evaluated_model(run: LoadedRun) -> nn.Module:
     """Return the model of a run as it is evaluated, e.g. with the average of TEST.FLIP: on the CPU, in float32."""
     run = _without_amp(run).build()
@@ -145,9 +140,9 @@ def check_export(run: LoadedRun, images: ImageDataset, folder: Path, code: str, 
     others, errors = _run_code(code, [files[number] for number in kept], folder, temporary, run.task.multilabel)
     own = [list(zip(predicted[number].labels, predicted[number].probabilities, strict=True)) for number in kept]
     shutil.rmtree(temporary)
-    differences = [_difference(one, other, run.task.multilabel) for one, other in zip(own, others, strict=True)]
+    compared = [_compare(one, other, run.task.multilabel) for one, other in zip(own, others, strict=True)]
+    equal, differences = sum(is_equal for is_equal, _ in compared), [difference for _, difference in compared]
     mean = math.fsum(differences) / len(own)
-    equal = sum(map(_are_equal_labels if run.task.multilabel else _are_equal, own, others))
     return {
         "verified": equal >= MIN_EQUAL * len(own) and mean <= MAX_MEAN_DIFFERENCE,
         "images": len(own),
@@ -204,18 +199,17 @@ def _run_code(
     return [one.get("answer", []) for one in results], [one["error"] for one in results if "error" in one]
 
 
-def _are_equal(one: Answer, other: Answer) -> bool:
-    """Tell whether the first class is the same, or equally probable."""
-    return bool(other) and other[0][0] in [label for label, probability in one if probability == one[0][1]]
+def _compare(one: Answer, other: Answer, multilabel: bool) -> tuple[bool, float]:
+    """Tell whether an answer of the code of a card is equal to one of `predict`, and their difference of probability.
 
-
-def _are_equal_labels(one: Answer, other: Answer) -> bool:
-    found, expected = ({label for label, probability in each if probability > 0.5} for each in (other, one))
-    return bool(other) and found == expected
-
-
-def _difference(one: Answer, other: Answer, multilabel: bool) -> float:
-    """Return the difference of the probability of the answer; with several labels, the greatest one of a label."""
+    With one label per image, the first class is the same, or equally probable; the difference is that of the answer.
+    With several labels, those above 0.5 are the same; the difference is the greatest one of a label.
+    """
     given, pairs = dict(other), one if multilabel else one[:1]
-    found = [abs(given.get(label, 0.0) - probability) for label, probability in pairs]
-    return max(value if math.isfinite(value) else 1.0 for value in found)
+    differences = [abs(given.get(label, 0.0) - probability) for label, probability in pairs]
+    if multilabel:
+        found, expected = ({label for label, probability in each if probability > 0.5} for each in (other, one))
+        is_equal = found == expected
+    else:
+        is_equal = bool(other) and other[0][0] in [label for label, probability in one if probability == one[0][1]]
+    return bool(other) and is_equal, max(value if math.isfinite(value) else 1.0 for value in differences)

@@ -18,7 +18,6 @@ from distribuuuu.commands.export.export_check import (
     CropClassifier,
     check_export,
     evaluated_model,
-    has_own_scores,
     zero_crops,
 )
 from distribuuuu.commands.export.model_card import render_card
@@ -37,6 +36,7 @@ from distribuuuu.inference.loaded_run import CPU, LoadedRun
 from distribuuuu.models.find_architecture import ModelSpec, find_architecture, make_model_spec
 from distribuuuu.records.environment import describe_hardware, find_commit, list_versions
 from distribuuuu.records.results import describe_evaluation
+from distribuuuu.tasks.base import Task
 
 _SAFETENSORS = "model.safetensors"
 # Name of the file with the weights, by the format.
@@ -104,7 +104,9 @@ def export_run(
             if checked["verified"] is False:
                 os.replace(folder / file, folder / f"{file}.unverified")
                 file = f"{file}.unverified"
-            record = {"format": to, "file": file, **checked, **describe_export(run)}
+            record = {"format": to, "file": file, **checked, "source": Path(run.source).name, "weights": run.weights,
+                      "precision": "float32", "hardware": describe_hardware(CPU), "versions": list_versions(),
+                      "commit": find_commit()}  # fmt: skip
             _write_json(folder / "export.json", record)
             (folder / "README.md").write_text(render_card(run, record, render_code(run, to)), encoding="utf-8")
     except OSError as error:
@@ -112,12 +114,6 @@ def export_run(
     if push and record["verified"]:
         push_folder(target, push)
     return record
-
-
-def describe_export(run: LoadedRun) -> dict[str, Any]:
-    """Return where an exported model is from: its run, the machine, the versions and the commit."""
-    return {"source": Path(run.source).name, "weights": run.weights, "precision": "float32",
-            "hardware": describe_hardware(CPU), "versions": list_versions(), "commit": find_commit()}  # fmt: skip
 
 
 def open_evaluation_set(run: LoadedRun) -> ImageDataset:
@@ -139,7 +135,8 @@ def check_format(run: LoadedRun, to: str) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    name, interpolation = type(run.task).__name__, run.transform.crop.interpolation
+    task, interpolation = type(run.task), run.transform.crop.interpolation
+    has_own_scores = task.predict_step is not Task.predict_step
     if to != "safetensors" and interpolation not in ("bilinear", "bicubic"):
         raise ConfigError(f"--to {to}: cannot express TEST.INTERPOLATION {interpolation}; {_REMEDY}")
     if to in ("timm", "torch") and render_crop(run.transform.crop) is None:
@@ -147,13 +144,13 @@ def check_format(run: LoadedRun, to: str) -> None:
     if to == "timm":
         if run.cfg.TEST.SHIFT:
             raise ConfigError(f"--to timm: cannot express TEST.SHIFT {run.cfg.TEST.SHIFT}; {_REMEDY}")
-        if has_own_scores(run):
-            raise ConfigError(f"--to timm: cannot express {name}.predict_step; fix: --to onnx or torch")
+        if has_own_scores:
+            raise ConfigError(f"--to timm: cannot express {task.__name__}.predict_step; fix: --to onnx or torch")
         find_timm_model(run)
-    if to == "safetensors" and has_own_scores(run):
+    if to == "safetensors" and has_own_scores:
         with contextlib.suppress(AttributeError):  # of what only a training builds
             if state := run.task.state_dict():
-                what = f"has no place for the state of {name}: {', '.join(state)}"
+                what = f"has no place for the state of {task.__name__}: {', '.join(state)}"
                 raise ConfigError(f"--to safetensors: {what}; fix: --to onnx or torch")
 
 
@@ -207,8 +204,7 @@ def write_timm(run: LoadedRun, folder: Path) -> None:
     from timm.models import save_for_hf
 
     model, model_args = build_timm_model(run)
-    metadata = describe_usage(run)
-    crop, published = run.transform.crop, model.pretrained_cfg
+    metadata, crop, published = describe_usage(run), run.transform.crop, model.pretrained_cfg
     # `save_for_hf` takes the preprocessing from here, not from its argument `model_config`.
     model.pretrained_cfg = {
         **{key: published.get(key) for key in ("architecture", "first_conv", "classifier", "fixed_input_size")},
@@ -219,8 +215,7 @@ def write_timm(run: LoadedRun, folder: Path) -> None:
         "pool_size": None,
         **{key: metadata[key] for key in ("interpolation", "mean", "std")},
     }
-    kept = [key for key in ("flip", "exif_rotate", "pixels") if key in metadata]
-    extra: dict[str, Any] = {"label_names": list(run.classes), **{key: metadata[key] for key in kept}}
+    extra = {key: metadata[key] for key in ("label_names", "flip", "exif_rotate", "pixels") if key in metadata}
     try:
         save_for_hf(model, str(folder), model_config=extra, model_args=model_args, safe_serialization=True)
     except SafetensorError as error:

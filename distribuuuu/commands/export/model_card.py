@@ -24,84 +24,58 @@ def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
         record: the content of export.json.
         code: the code that the check has run.
     """
-    metrics, count = find_metrics(run)
-    data = (run.results or {}).get("data", {})
+    results, arch, to = run.results or {}, run.cfg.MODEL.ARCH, record["format"]
+    data, classes = results.get("data", {}), counted(len(run.classes), "class")
     name = str(data.get("folder") or data.get("name") or run.cfg.DATA.NAME)
-    inside = INSIDE[record["format"]]
-    steps = "\n".join(f"{number}. {text}: {'inside the file' if step in inside else 'in the code above'}"
-                      for number, (step, text) in enumerate(list_steps(run).items(), 1))  # fmt: skip
-    num_classes = counted(len(run.classes), "class")
-    names = json.dumps(list(run.classes[:_MAX_CLASSES]), ensure_ascii=False)  # line breaks are escaped
-    more = f" The first {_MAX_CLASSES}:" if len(run.classes) > _MAX_CLASSES else ""
-    sections = [
-        f"---\n{_front_matter(run, record, metrics, name)}---",
-        f"# {run.cfg.MODEL.ARCH} on {name}",
-        _describe(run, record, name),
-        "## Metrics",
-        _describe_metrics(metrics, count),
-        f"## Use\n\nIn the folder of this card:\n\n```python\n{code}\n```",
-        f"## Preprocessing\n\n{steps}\n\n{_describe_input(run, record['format'])}",
-        f"## Check of this export\n\n{_describe_check(record)}",
-        f"## Classes\n\n{num_classes}, in the order of the logits.{more}\n\n```json\n{names}\n```",
-    ]
-    return "\n\n".join(sections) + "\n"
-
-
-def find_metrics(run: LoadedRun) -> tuple[dict[str, tuple[str, float]], int]:
-    """Return the metrics of the exported weights, name -> (display name, value), and the number of images."""
-    results = run.results or {}
-    kind = results.get("accuracy", {}).get(run.weights)
-    if not kind:
-        return {}, 0
-    labels = list_metrics(results)
-    best = {name: (labels[name], kind["best"][name]) for name in labels if kind["best"].get(name) is not None}
-    return best, results["evaluation"]["count"]
-
-
-def _front_matter(
-    run: LoadedRun, record: Mapping[str, Any], metrics: Mapping[str, tuple[str, float]], data: str
-) -> str:
-    """Return the metadata of the card; https://huggingface.co/docs/hub/model-cards."""
+    library, metrics = _LIBRARIES[to], find_metrics(run)
     result = {
         "task": {"type": "image-classification", "name": "Image classification"},
-        "dataset": {"name": data, "type": run.cfg.DATA.NAME, "split": run.cfg.TEST.SPLIT},
-        "metrics": [{"type": "accuracy" if name == "top1" else name, "name": label, "value": value}
-                    for name, (label, value) in metrics.items()],
+        "dataset": {"name": name, "type": run.cfg.DATA.NAME, "split": run.cfg.TEST.SPLIT},
+        "metrics": [{"type": "accuracy" if key == "top1" else key, "name": label, "value": value}
+                    for key, (label, value) in metrics.items()],
     }  # fmt: skip
-    library = _LIBRARIES[record["format"]]
-    content = {
+    metadata = {  # https://huggingface.co/docs/hub/model-cards
         "library_name": library,
         "pipeline_tag": "image-classification",
         "tags": list(dict.fromkeys(["image-classification", library, "distribuuuu"])),
-        "model-index": [{"name": run.cfg.MODEL.ARCH, "results": [result]}],
+        "model-index": [{"name": arch, "results": [result]}],
     }
-    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
-
-
-def _describe(run: LoadedRun, record: Mapping[str, Any], data: str) -> str:
-    results, classes = run.results or {}, counted(len(run.classes), "class")
     rows = {
-        "architecture": f"`{run.cfg.MODEL.ARCH}`, {count_parameters(run.model) / 1e6:.3f} M parameters",
-        "data": f"{data}, {classes}",
+        "architecture": f"`{arch}`, {count_parameters(run.model) / 1e6:.3f} M parameters",
+        "data": f"{name}, {classes}",
         "weights": f"{run.weights}, `{record['source']}`",
         "code": f"distribuuuu, commit `{results.get('commit') or 'unknown'}`",
     }
     if results:
-        num, training = results["data"], results["training"]
-        images = f"{num['num_train']:,} training and {num['num_val']:,} evaluation images"
-        rows |= {"data": f"{data}, {images}, {classes}",
+        training, images = results["training"], f"{data['num_train']:,} training and {data['num_val']:,} evaluation"
+        rows |= {"data": f"{name}, {images} images, {classes}",
                  "epochs": f"{training['epochs_done']} of {training['epochs_planned']}",
                  "config": f"`{results['config']}`"}  # fmt: skip
-    return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    rows |= {label: f"{value:.2f}" for label, value in metrics.values()}
+    table = "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    note = "\n\nThe metrics are those of the evaluation images, which also selected the weights." if metrics else ""
+    inside = INSIDE[to]
+    steps = "\n".join(f"{number}. {text}: {'inside the file' if step in inside else 'in the code above'}"
+                      for number, (step, text) in enumerate(list_steps(run).items(), 1))  # fmt: skip
+    names = json.dumps(list(run.classes[:_MAX_CLASSES]), ensure_ascii=False)  # line breaks are escaped
+    more = f" The first {_MAX_CLASSES}:" if len(run.classes) > _MAX_CLASSES else ""
+    sections = [
+        f"---\n{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}---",
+        f"# {arch} on {name}\n\n{table}{note}",
+        f"## Use\n\nIn the folder of this card:\n\n```python\n{code}\n```",
+        f"## Preprocessing\n\n{steps}\n\n{_describe_input(run, to)}",
+        f"## Check of this export\n\n{_describe_check(record)}",
+        f"## Classes\n\n{classes}, in the order of the logits.{more}\n\n```json\n{names}\n```",
+    ]
+    return "\n\n".join(sections) + "\n"
 
 
-def _describe_metrics(metrics: Mapping[str, tuple[str, float]], count: int) -> str:
-    if not metrics:
-        return "Not recorded."
-    lines = [f"On {counted(count, 'evaluation image')}, which also selected the weights; percentages.\n",
-             "| metric | value |", "|---|---|"]  # fmt: skip
-    lines += [f"| {label} | {value:.2f} |" for label, value in metrics.values()]
-    return "\n".join(lines)
+def find_metrics(run: LoadedRun) -> dict[str, tuple[str, float]]:
+    """Return the metrics of the exported weights, name -> (display name, value)."""
+    results = run.results or {}
+    best = results.get("accuracy", {}).get(run.weights, {}).get("best", {})
+    labels = list_metrics(results) if best else {}
+    return {name: (label, best[name]) for name, label in labels.items() if best.get(name) is not None}
 
 
 def _describe_input(run: LoadedRun, to: str) -> str:

@@ -12,7 +12,7 @@ import timm
 import torch
 from support.images import draw_folder
 from support.processes import wait_for
-from support.runs import ROOT
+from support.runs import ROOT, small_options
 from support.saved_runs import save_run
 from support.tables import slow
 
@@ -46,9 +46,7 @@ def command(*args) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "arch", ["resnet18", "timm/resnet18", "vit_tiny_patch16_224", "efficientnet_b0", "convnext_atto"]
-)
+@pytest.mark.parametrize("arch", ["resnet18", "vit_tiny_patch16_224", "convnext_atto"])
 def test_a_timm_folder_gives_equal_logits_and_our_preprocessing(small_cfg, tmp_path, arch):
     kwargs = ["MODEL.KWARGS.drop_path_rate", "0.1"] if arch == "convnext_atto" else []
     cfg = small_cfg("MODEL.ARCH", arch, "TEST.INTERPOLATION", "bicubic", *OTHER, *kwargs)
@@ -69,9 +67,9 @@ def test_a_timm_folder_gives_equal_logits_and_our_preprocessing(small_cfg, tmp_p
     [("timm", ("MODEL.ARCH", "resnet8"), "timm has no model resnet8"),
      ("timm", ("MODEL.ARCH", "torchvision/efficientnet_b0"), "is another model: "),
      ("timm", ("MODEL.ARCH", "resnet18"), "computes other outputs"),
-     *((to, ("MODEL.ARCH", "resnet18", "TEST.INTERPOLATION", "opencv_area"),
+     *((to, ("MODEL.ARCH", "resnet8", "TEST.INTERPOLATION", "opencv_area"),
         "cannot express TEST.INTERPOLATION opencv_area") for to in ("timm", "onnx", "torch")),
-     *((to, ("MODEL.ARCH", "resnet18", "TEST.SHIFT", 1), "cannot express TEST.SHIFT 1") for to in ("timm",))],
+     ("timm", ("MODEL.ARCH", "resnet8", "TEST.SHIFT", 1), "cannot express TEST.SHIFT 1")],
 )  # fmt: skip
 def test_what_a_format_cannot_express_is_refused(small_cfg, tmp_path, to, options, reason):
     run = load_run(save_run(small_cfg(*options)), device="cpu")
@@ -125,16 +123,10 @@ def test_a_multi_label_run_is_compared_by_its_labels(tmp_path):
     rows = "".join(f"images/a/{index:03d}.jpg,{'ant;bee' if index % 2 else 'cat'}\n" for index in range(9))
     for split in ("train", "val"):
         (tmp_path / "data" / f"{split}.csv").write_text(f"image,labels\n{rows}")
-    settings = {
-        "DATA.NAME": "multilabel", "MODEL.ARCH": "resnet8", "MODEL.NUM_CLASSES": 3, "TRAIN.IM_SIZE": 16,
-        "TEST.IM_SIZE": 18, "TRAIN.DATASET": tmp_path / "data", "OUT_DIR": tmp_path / "out", "LOSS.NAME": "bce",
-    }  # fmt: skip
-    cfg = load_cfg(None, [str(word) for pair in settings.items() for word in pair])
+    options = ("DATA.NAME", "multilabel", "LOSS.NAME", "bce")
+    cfg = load_cfg(None, small_options(tmp_path / "data", tmp_path / "out", *options))
     record = export_run(load_run(save_run(cfg), device="cpu"), "torch", tmp_path / "exported")
     assert record["verified"] and record["equal_answers"] == 100
-
-
-MEAN = ("DATA.MEAN", (0.9, 0.1, 0.9))
 
 
 @pytest.fixture
@@ -145,24 +137,18 @@ def saved(small_cfg):
 def test_arguments_are_checked_before_the_run_is_read(tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").touch()
-    (tmp_path / "file").touch()
     cases = {
-        ("--to", "timn", "new"): "invalid choice: 'timn'",
-        ("new",): "required: --format/--to",
         ("--to", "timm"): "--out: got nothing; expected one new folder",
         ("--to", "timm", "full"): "is not empty; fix: name a new folder",
-        ("--to", "timm", "file"): "expected a folder, which will hold",
         ("--to", "torch", "new.pt2"): "expected a folder, which will hold model.pt2",
         ("--to", "timm", "new", "--push", "me"): "--push: got me; expected OWNER/NAME",
-        ("--to", "timm", "new", "--check-images", "-1"): "--check-images: got -1; expected 0 or more",
-        ("--to", "timm", "new", "--pussh", "me"): "did you mean --push?",
         ("--to", "timm", "new"): "RUN: no such file or folder: no_run",
     }
     for words, expected in cases.items():
-        folder = [str(tmp_path / word) if word in ("new", "full", "file", "new.pt2") else word for word in words]
+        folder = [str(tmp_path / word) if word in ("new", "full", "new.pt2") else word for word in words]
         assert command("no_run", *folder) == 2
         assert expected in capsys.readouterr().err, words
-    assert left_beside(tmp_path) == ["file", "full"]
+    assert left_beside(tmp_path) == ["full"]
 
 
 def test_a_missing_package_is_named_with_the_pip_line(saved, tmp_path, monkeypatch, capsys):

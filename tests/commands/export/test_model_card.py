@@ -41,7 +41,7 @@ def test_a_card_has_valid_metadata_and_the_numbers_of_the_run(card, tmp_path):
     assert front_matter["model-index"][0]["name"] == "resnet8"
     assert f"| top1 | {best['top1']:.2f} |" in card
     assert "48 training and 37 evaluation images, 3 classes" in card
-    for text in ("| weights | ema, ", "resize the shorter side to 18 px (bilinear",
+    for text in ("| weights | ema, ", "shorter side 18 px, center crop 16 px, bilinear",
                  "mean [0.4, 0.5, 0.3]", "average the logits with those of the mirrored image", '["ant", "bee", "cat"]',
                  "**verified**", results["commit"]):  # fmt: skip
         assert text in card, text

@@ -6,17 +6,15 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from support.saved_runs import torch_predict
+from support.saved_runs import save_run, torch_predict
 from support.tables import slow
 from torch import nn
 
 from distribuuuu import load_run
-from distribuuuu.commands.export.export_check import evaluated_model
 from distribuuuu.commands.export.exporter import export_run
 from distribuuuu.data.decode import DEFAULTS
 from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.inference.loaded_run import EvalTransform
-from distribuuuu.trainer import train_model
 
 if not all(map(find_spec, ("onnx", "onnxscript", "onnxruntime"))):
     pytest.skip("needs pip install 'distribuuuu[onnx]'", allow_module_level=True)
@@ -85,35 +83,19 @@ def test_the_normalization_is_exact(save):
     assert torch.equal(save(nn.Identity(), TRANSFORM)([image]), torch_predict(nn.Identity(), TRANSFORM)([image]))
 
 
-@pytest.fixture
-def trained(small_cfg):
-    def train(*overrides):
-        cfg = small_cfg("DATA.MEAN", list(MEAN), "DATA.STD", list(STD), "OPTIM.BASE_LR", "0.02", *overrides)
-        train_model(cfg)
-        return load_run(cfg.OUT_DIR, device="cpu")
-
-    return train
-
-
 @pytest.mark.slow
-def test_a_described_file_takes_batches_of_any_number_and_images_of_any_size(trained, tmp_path):
-    import onnx
+def test_a_described_file_takes_batches_of_any_number(small_cfg, tmp_path):
     import onnxruntime
 
-    run = trained("TEST.FLIP", "True", "TEST.SHIFT", "1", "TEST.INTERPOLATION", "bicubic")
+    normalization = ("DATA.MEAN", list(MEAN), "DATA.STD", list(STD))
+    options = ("TEST.FLIP", "True", "TEST.SHIFT", "1", "TEST.INTERPOLATION", "bicubic")
+    run = load_run(save_run(small_cfg(*normalization, *options)), device="cpu")
     assert export_run(run, "onnx", tmp_path / "exported")["verified"]
     path = tmp_path / "exported" / "model.onnx"
-    onnx.checker.check_model(str(path), full_check=True)
-    images = [photograph(*size) for size in SIZES]
-    expected = torch_predict(evaluated_model(run), run.transform)(images)
-    found = onnx_predict(path)(images)
-    assert torch.equal(found.argmax(1), expected.argmax(1))
-    torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
     session = onnxruntime.InferenceSession(path)
-    batch = torch.stack([photograph(50 + 0 * seed, 61) for seed in range(9)]).permute(0, 2, 3, 1).numpy()
-    batch = batch + np.arange(9, dtype=np.uint8)[:, None, None, None]  # nine different images
+    batch = photograph(50, 61).permute(1, 2, 0)[None].numpy() + np.arange(9, dtype=np.uint8)[:, None, None, None]
     alone = np.concatenate([session.run(["logits"], {"images": batch[index : index + 1]})[0] for index in range(9)])
-    for num in (1, 7, 8, 9):
+    for num in (1, 8, 9):
         np.testing.assert_allclose(session.run(["logits"], {"images": batch[:num]})[0], alone[:num], atol=1e-5)
     # The file describes itself.
     (images,), (logits,) = session.get_inputs(), session.get_outputs()

@@ -35,28 +35,22 @@ def run(*words) -> int:
     return start_command("probe", "distribuuuu probe", [*map(str, words), "TRAIN.WORKERS", "0"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
-def test_knn_equals_that_of_scikit_learn(dtype, monkeypatch):
+def test_knn_equals_that_of_scikit_learn(monkeypatch):
     from sklearn.neighbors import KNeighborsClassifier  # its import takes seconds
 
     monkeypatch.setattr(probes, "_QUERIES", 64)
     monkeypatch.setattr(probes, "_NEIGHBORS", 190)  # the last block has fewer rows than there are neighbors
     (rows, labels), (queries, _) = draw_features(583, 24, 7, 1), draw_features(300, 24, 7, 2)
-    rows, queries = (F.normalize(own.to(dtype), dim=1) for own in (rows, queries))
+    rows, queries = (F.normalize(own, dim=1) for own in (rows, queries))
     reference = KNeighborsClassifier(20, metric="cosine", weights=lambda distance: np.exp((1 - distance) / 0.07))
     expected = reference.fit(rows.numpy(), labels.numpy()).predict(queries.numpy())
-    assert predict_knn(rows, labels, queries, 7, CPU).tolist() == expected.tolist()
-    uniform = KNeighborsClassifier(20, metric="cosine").fit(rows.numpy(), labels.numpy()).predict(queries.numpy())
-    assert (uniform != expected).any()  # the weights matter on this data
-    monkeypatch.setattr(probes, "_NEIGHBORS", 16384)
     assert predict_knn(rows, labels, queries, 7, CPU).tolist() == expected.tolist()
     # Of fewer rows than neighbors, all vote.
     few = KNeighborsClassifier(5, metric="cosine", weights=reference.weights).fit(rows[:5].numpy(), labels[:5].numpy())
     assert predict_knn(rows[:5], labels[:5], queries, 7, CPU).tolist() == few.predict(queries.numpy()).tolist()
 
 
-@pytest.mark.parametrize("penalty", [0.1, 1e-3])
-def test_the_linear_probe_equals_the_logistic_regression_of_scikit_learn(penalty, monkeypatch):
+def test_the_linear_probe_equals_the_logistic_regression_of_scikit_learn(monkeypatch, penalty=1e-3):
     from sklearn.linear_model import LogisticRegression
 
     monkeypatch.setattr(probes, "_ROWS", 100)
@@ -92,13 +86,10 @@ class Classified(nn.Module):
         self.cfg, self.task = load_cfg(None, ["MODEL.ARCH", "resnet14"]), SimpleNamespace(has_scores=True)
 
 
-SMALL_VIT = {"img_size": 32, "depth": 2}
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("test_resnet", {}), ("test_efficientnet", {}), ("test_convnext", {}), ("mobilenetv3_small_050", {}),
-     ("deit_tiny_patch16_224", SMALL_VIT), ("deit_tiny_distilled_patch16_224", SMALL_VIT)],
+    [("test_resnet", {}), ("test_convnext", {}), ("mobilenetv3_small_050", {}),
+     ("deit_tiny_distilled_patch16_224", {"img_size": 32, "depth": 2})],
 )  # fmt: skip
 def test_features_are_those_that_timm_returns_for_pre_logits(name, options):
     model, inputs = timm.create_model(name, num_classes=5, **options), []
@@ -174,12 +165,8 @@ def break_an_image(folder, data):
 
 @pytest.mark.parametrize(
     ("damage", "words", "message"),
-    [(shutil.rmtree, (), "RUN: no such file or folder"),
-     (None, ("TRAIN.DATASET", "/no/such"), r"TRAIN.DATASET \(command line\): no such folder: /no/such"),
-     (None, ("NO.KEY", "1"), "NO.KEY"), (None, ("--outt", "x"), "did you mean --out"),
+    [(None, ("TRAIN.DATASET", "/no/such"), r"TRAIN.DATASET \(command line\): no such folder: /no/such"),
      (None, ("--out", "/no/such/x.json"), "--out: no such folder: /no/such"),
-     (None, ("--out", "/tmp"), "--out: /tmp is no file"),
-     (None, ("TEST.LABELS", "imagenet_a"), "TEST.LABELS"),
      (nan_weights, ("DATA",), "has features that are not finite; fix: "),
      (break_an_image, ("DATA",), r"broken image: .*000.jpg: .*; fix: repair or remove it")],
 )  # fmt: skip
@@ -187,9 +174,7 @@ def test_errors_have_a_message_and_status_2(shapes_run, tmp_path, capsys, damage
     folder = shutil.copytree(shapes_run, tmp_path / "run")
     for split, num in (("train", 4), ("val", 1)):
         draw_folder(tmp_path / "data", split, {"ant": num, "bee": num})
-    if damage is shutil.rmtree:
-        damage(folder)
-    elif damage:
+    if damage:
         damage(folder, tmp_path / "data")
     data = ("TRAIN.DATASET", tmp_path / "data", "TEST.DATASET", tmp_path / "data")
     assert run(folder, *(data if words == ("DATA",) else words)) == 2

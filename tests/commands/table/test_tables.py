@@ -115,22 +115,16 @@ def test_only_runs_of_one_config_batch_and_data_are_averaged(make, tmp_path):
     save(tmp_path / "d" / "results.json", seed=3, data__num_train=50000)
     save(tmp_path / "e" / "results.json", seed=4, config_hash="e", overrides={"OPTIM.MAX_EPOCH": 9})
     save(tmp_path / "f" / "results.json", seed=5, data__folder="photos")
+    save(tmp_path / "g" / "results.json", accuracy__raw__last__top1=99.0)
     (tmp_path / "e" / "test_results.json").write_text("{}")
-    rows = make(tmp_path, tmp_path / "a", f"{tmp_path}/[b-f]")[1]  # each run once
+    _, rows, err = make(tmp_path, tmp_path / "a", f"{tmp_path}/[b-f]")  # each run and seed once
+    assert f"{tmp_path}/g/results.json: skipped: seed 0 is already in {tmp_path}/a/results.json" in err
     assert {row["top-1 here"] for row in rows} == {ONE_RUN}
     names = sorted(row["config"] for row in rows)
     assert all(name.startswith("fashion_mnist/resnet14 (config a1b2c3d4; ") for name in names[:4])
     assert "50000 + 10000 images" in names[0] and "photos, 60000 + 10000" in names[3]
     assert names[4].startswith("fashion_mnist/resnet14 (config ffff0000; ")
     assert names[5] == "fashion_mnist/resnet14, OPTIM.MAX_EPOCH 9"
-
-
-def test_repeated_seeds_are_skipped_with_a_message(make, tmp_path):
-    save(tmp_path / "a" / "results.json")
-    save(tmp_path / "c" / "results.json", accuracy__raw__last__top1=99.0)
-    status, rows, err = make(tmp_path)
-    assert status == 0 and [row["top-1 here"] for row in rows] == [ONE_RUN]
-    assert f"{tmp_path}/c/results.json: skipped: seed 0 is already in {tmp_path}/a/results.json" in err
 
 
 def test_a_sweep_has_a_row_for_each_finished_trial_and_one_message(make, tmp_path):
@@ -236,14 +230,6 @@ def test_a_block_of_a_readme_is_replaced_in_place_or_left_alone(tmp_path):
     assert text.count(f"<!-- made by: python tools/make_table.py {shlex.join(args)} -->\n") == 1
 
 
-def test_the_command_needs_no_torch_and_says_what_is_wrong(tmp_path):
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    configs = "configs/imagenet2021/resnet50.yaml", "configs/no.yaml"
-    done = run_tool("make_table.py", "--configs", *configs, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 2 and "| 77.252 |" in done.stdout
-    assert done.stderr == "1 problem to solve first:\n  - configs/no.yaml: no such file or folder\n"
-
-
 ZOO = "docs/MODEL_ZOO.md"
 BLOCKS = re.findall(r"^<!-- table (\S+) -->\n<!-- made by: (.+) -->$", (ROOT / ZOO).read_text(), re.MULTILINE)
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*/*/seed_*.json"))
@@ -263,8 +249,6 @@ def test_every_table_of_the_model_zoo_names_its_command_and_every_result_is_in_o
     text = (ROOT / ZOO).read_text()
     assert len(BLOCKS) == len(re.findall("^<!-- table ", text, re.MULTILINE)) > 0
     assert "<!-- table " not in (ROOT / "README.md").read_text()
-    if not RESULTS:
-        pytest.skip("benchmarks/results has no runs yet")
     shown = [word for _, command in BLOCKS for word in shlex.split(command)[2:]]
     for path in RESULTS:
         folders = [str(folder.relative_to(ROOT)) for folder in (path, *path.parents[:3])]
@@ -272,5 +256,3 @@ def test_every_table_of_the_model_zoo_names_its_command_and_every_result_is_in_o
         record = read_results(path)
         assert record["finished"] and path.stem == f"seed_{record['seed']}"
         assert record["commit"] and not record["commit"].endswith("+changes"), f"{path}: of uncommitted code"
-        files = [path.with_suffix(suffix).is_file() for suffix in (".log", ".metrics.jsonl")]
-        assert all(files) or "weights_sha256" not in record, f"{path}: copy train.log and metrics.jsonl beside it"
