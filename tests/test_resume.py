@@ -62,7 +62,7 @@ OPTIONS = {
     "flips": ("DATA.CROP", "letterbox", "DATA.VFLIP", 0.5, "TRAIN.IM_SIZE", "[16, 24]", "TEST.CROP", "squash"),
     "gray": ("DATA.CHANNELS", 1, "DATA.PIXELS", "float32", "DATA.MEAN", [128], "DATA.STD", [64], "AUG.ERASING", 0.5,
              "AUG.ERASING_MODE", "pixel"),
-    "airbench": AIRBENCH, "everything": (*EVERYTHING, *BATCH_NORM),
+    "airbench": AIRBENCH, "everything": (*EVERYTHING, *BATCH_NORM, "TRAIN.BATCH_SIZE", 6),
 }  # fmt: skip
 PLACES = [(0, 1), (0, 3), (0, 4), (1, 0), (1, 2), (1, 4)]  # (finished epochs, steps since), of four steps per epoch
 DEFAULT_TIER = [
@@ -170,7 +170,7 @@ def test_several_processes_resume_bitwise(small_cfg, tmp_path, num, place, words
 
 
 def test_a_run_resumes_with_another_number_of_processes(small_cfg, tmp_path, monkeypatch):
-    shared = ("TRAIN.GLOBAL_BATCH_SIZE", 12, "CHECKPOINT.EVERY_STEPS", 1, *GROUP_NORM)
+    shared = ("TRAIN.GLOBAL_BATCH_SIZE", 12, "CHECKPOINT.EVERY_STEPS", 1, "OPTIM.MAX_EPOCH", 1, *GROUP_NORM)
     alone = train_and_read(small_cfg(*shared, "OUT_DIR", tmp_path / "alone"))
     train_and_stop(small_cfg(*shared), (0, 3), monkeypatch)
     assert_close(on_processes(2, train_and_read, small_cfg(*shared))[0], alone, 1e-5)
@@ -192,7 +192,7 @@ def test_a_run_that_ends_within_an_epoch_is_resumed(small_cfg, tmp_path, monkeyp
 def test_processes_that_share_a_global_batch_train_the_same_model(small_cfg, tmp_path, teacher):
     # Not AdamW: it normalizes gradients, so the rounding of gradients close to zero would decide the sign of steps.
     overrides = (*EVERYTHING, *GROUP_NORM, *teacher, "OPTIM.NAME", "sgd", "OPTIM.BASE_LR", 0.01)
-    alone = train_and_read(small_cfg(*overrides, "OUT_DIR", tmp_path / "alone"))
+    alone = train_and_read(small_cfg(*overrides, "TRAIN.BATCH_SIZE", 6, "OUT_DIR", tmp_path / "alone"))
     shared = on_processes(2, train_and_read, small_cfg(*overrides))[0]
     assert_close(shared, alone, 1e-5)
     averages = ({"state_dict": content["ema_state_dict"]} for content in (shared, alone))

@@ -202,7 +202,8 @@ def test_other_options_of_a_finished_run_are_reported(finished_run, copied_run, 
 
 def test_accumulated_micro_batches_equal_the_full_batch(small_cfg, tmp_path):
     # Its activation is smooth: rounding across the kink of a ReLU changes a gradient by far more than 1e-5.
-    words = ("MODEL.ARCH", "timm/test_vit", "MODEL.KWARGS.depth", 2, "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32)
+    words = ("MODEL.ARCH", "timm/test_vit", "MODEL.KWARGS.depth", 2, "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32,
+             "OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0)  # fmt: skip
     whole = train_and_read(small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
     cfg = small_cfg(*words, "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 3)
     assert_close(on_processes(2, train_and_read, cfg)[0], whole, 1e-5)

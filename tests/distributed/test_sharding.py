@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 # With Adam's own epsilon, gradients that are nothing but rounding (of the keys' biases) would be steps of full size.
 ALL_ON = (
     "MODEL.ARCH", "timm/test_vit", "MODEL.KWARGS.depth", 2, "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32,
-    "TEST.BATCH_SIZE", 6, "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 3,
+    "TEST.BATCH_SIZE", 18, "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 3,
     "OPTIM.NAME", "adamw", "OPTIM.EPS", 1e-4,
     "OPTIM.BASE_LR", 2e-3, "OPTIM.WEIGHT_DECAY", 0.05, "OPTIM.NORM_WEIGHT_DECAY", 0.0, "OPTIM.LAYER_DECAY", 0.8,
     "OPTIM.CLIP_NORM", 0.5, "EMA.HALF_LIFE", 30, "CHECKPOINT.EVERY_STEPS", 3,
@@ -360,7 +360,7 @@ def test_the_blocks_of_known_models():
     for builder, name, expected in [
         (torchvision.models.get_model, "resnet50", {"Bottleneck": 16}),
         (torchvision.models.get_model, "vit_b_16", {"EncoderBlock": 12}),
-        (timm.create_model, "vit_large_patch16_224", {"Block": 24}),
+        (timm.create_model, "vit_tiny_patch16_224", {"Block": 12}),
         (timm.create_model, "convnext_tiny", {"ConvNeXtBlock": 18}),
         (timm.create_model, "swin_tiny_patch4_window7_224", {"SwinTransformerBlock": 12}),
         (timm.create_model, "regnety_160", {"Bottleneck": 18}),

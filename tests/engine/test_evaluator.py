@@ -100,7 +100,10 @@ def test_the_images_of_all_processes_count():
 
 
 def test_a_run_evaluates_and_saves_precise_statistics(small_cfg, tmp_path):
-    words = [("MODEL.PRECISE_BN", num, "EMA.HALF_LIFE", 50, "OUT_DIR", tmp_path / str(num)) for num in (0, 48)]
+    words = [
+        ("MODEL.PRECISE_BN", num, "EMA.HALF_LIFE", 50, "OPTIM.MAX_EPOCH", 1, "OUT_DIR", tmp_path / str(num))
+        for num in (0, 48)
+    ]
     moving, precise = (train_and_read(small_cfg(*some)) for some in words)
     # The weights are the same: training normalizes by the batch.
     assert torch.equal(moving["state_dict"]["fc.weight"], precise["state_dict"]["fc.weight"])

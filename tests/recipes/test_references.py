@@ -43,6 +43,7 @@ from distribuuuu.trainer import train_model
 V1, V2 = "imagenet/resnet50_torchvision_v1", "imagenet/resnet50_torchvision_v2"
 
 
+@pytest.mark.slow
 def test_the_initial_model_is_torchvisions():
     torch.manual_seed(0)
     theirs, model = torchvision.models.resnet50(), initial_model(recipe(V1))
@@ -110,6 +111,7 @@ def test_the_policy_is_that_of_timm(name, magnitude, interpolation, resample):
     assert transform.jitter is None and transform.operations == ()  # with --aa timm makes no color jitter
 
 
+@pytest.mark.slow
 def test_the_model_of_a_recipe_is_timms():
     theirs, model = timm.create_model("resnet50"), meta_model(recipe("imagenet/resnet50_a1"))
     shapes = [{name: value.shape for name, value in each.state_dict().items()} for each in (theirs, model)]
