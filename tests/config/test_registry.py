@@ -125,22 +125,14 @@ def entries(monkeypatch):
 OWN = ("TASK.NAME", "own", "LOSS.NAME", "own", "DATA.NAME", "own")
 
 
-@each_row(
-    ("given", "expected"),
-    [
-        ("TASK.KWARGS.rho 0.25", {"rho": 0.25}),
-        ("TASK.KWARGS.rho 5e-1", {"rho": 0.5}),
-        ("TASK.KWARGS.is_on true", {"is_on": True}),
-        ("TASK.KWARGS {steps:\u00a03,\u00a0kind:\u00a0hard}", {"steps": 3, "kind": "hard"}),
-        ("TASK.KWARGS.scales [0.25,1]", {"scales": (0.25, 1.0)}),
-        ("TASK.KWARGS.layers conv1,fc", {"layers": ("conv1", "fc")}),
-        ("TASK.KWARGS.limit 3", {"limit": 3.0}),
-        ("TASK.KWARGS.limit None", {"limit": None}),
-    ],
-)
-def test_values_have_the_type_of_their_field(given, expected, entries):
-    words = [word.replace("\u00a0", " ") for word in given.split(" ")]
-    cfg = load_cfg(None, ["TASK.NAME", "own", *words])
+@each_row("key, value, expected", [
+    (".rho", "0.25", {"rho": 0.25}), (".rho", "5e-1", {"rho": 0.5}), (".is_on", "true", {"is_on": True}),
+    ("", "{steps: 3, kind: hard}", {"steps": 3, "kind": "hard"}), (".scales", "[0.25,1]", {"scales": (0.25, 1.0)}),
+    (".layers", "conv1,fc", {"layers": ("conv1", "fc")}), (".limit", "3", {"limit": 3.0}),
+    (".limit", "None", {"limit": None}),
+])  # fmt: skip
+def test_values_have_the_type_of_their_field(key, value, expected, entries):
+    cfg = load_cfg(None, ["TASK.NAME", "own", f"TASK.KWARGS{key}", value])
     settings, problems = read_settings("TASK.KWARGS", Settings, cfg.TASK.KWARGS)
     assert settings == Settings(**expected) and not problems
     assert all(type(getattr(settings, name)) is type(value) for name, value in expected.items())

@@ -29,14 +29,6 @@ def draw_folder(root: Path, split: str, counts: dict[str, int], size: tuple[int,
             tiny.resize(size).save(folder / f"{index:03d}.jpg", quality=90)
 
 
-def find_data(name: str) -> Path:
-    """Return DATA_ROOT/NAME; skip the test if it does not exist."""
-    root = os.environ.get("DATA_ROOT")
-    if not root or not (Path(root) / name).exists():
-        pytest.skip(f"DATA_ROOT is not set to a folder that contains {name}")
-    return Path(root) / name
-
-
 def needs(decoder: str) -> None:
     """Skip the test if DATA.DECODER needs a package that is not installed; it is not imported."""
     module = OPTIONAL_DECODERS.get(decoder, "torch")
