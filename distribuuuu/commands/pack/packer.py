@@ -106,16 +106,15 @@ def pack_split(job: PackJob, train: bool) -> None:
         meta = {"classes": images.classes, "mean": images.mean, "std": images.std, "crop": images.crop}
         try:
             _append_all(writer, encoder, job.flags.workers, skip=job.cfg.DATA.ON_BAD_IMAGE == "skip")
-            if not writer.num_images:
-                raise ConfigError(f"{folder}: no image can be read ({counted(len(images), 'image')})")
             writer.finish(len(images), {**meta, "max_pixels": job.cfg.DATA.MAX_PIXELS})
         except OSError as error:
             fix = "finished shards are kept; fix: free some space and run the same command again"
             raise ConfigError(f"{folder}: {error.strerror or error}; {fix}") from error
     images_per_s = (len(images) - first) / (time.perf_counter() - started)
-    packed = f"{counted(writer.num_images, 'image')} of {counted(len(images.classes), 'class')}"
+    num_images, num_bytes = (sum(shard[key] for shard in writer.shards) for key in ("images", "size"))
+    packed = f"{counted(num_images, 'image')} of {counted(len(images.classes), 'class')}"
     skipped = f", {writer.num_skipped} broken left out" if writer.num_skipped else ""
-    size = f"{writer.num_bytes / 1e6:.1f} MB in {counted(len(writer.shards), 'shard')}"
+    size = f"{num_bytes / 1e6:.1f} MB in {counted(len(writer.shards), 'shard')}"
     print(f"{folder}: {packed}{skipped}, {size}; {images_per_s:,.0f} images/s")
     if images.targets != "label":
         print(f"to train: DATA.NAME {NAME_OF[images.targets]}")
@@ -185,7 +184,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def _append_all(writer: PackWriter, encoder: "Encoder", num_workers: int, skip: bool) -> None:
     from distribuuuu.records.run_log import progress
 
-    total, before, started = len(encoder.images), writer.num_bytes, time.perf_counter()
+    total = len(encoder.images)
     results = map_in_order(encoder, range(writer.next_image, total), num_workers)
     bar = progress(None, str(writer.folder), total, writer.next_image, unit="img")
     with bar, contextlib.closing(results):
@@ -199,8 +198,6 @@ def _append_all(writer: PackWriter, encoder: "Encoder", num_workers: int, skip: 
                     raise ConfigError(f"broken image: {record}; {fix}")
                 bar.write(f"broken image left out: {record}", file=sys.stderr)
                 writer.skip()
-            speed = (writer.num_bytes - before) / 1e6 / (time.perf_counter() - started)
-            bar.set_postfix_str(f"{speed:.0f} MB/s", refresh=False)
             bar.update(len(indices))
 
 

@@ -13,6 +13,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.array_file import ArrayFileError, checksum_of, pack_names, read_arrays, write_arrays
 from distribuuuu.data.packed.format import (
     COLUMNS,
@@ -120,24 +121,25 @@ class PackWriter:
 
     Attributes:
         next_image: index of the first source image after the finished shards.
-        num_images, num_bytes, num_skipped: images in the pack, their bytes, and broken images left out.
-        shards: for each finished shard its name, size and number of images.
     """
 
     def __init__(self, folder: Path, identity: Identity, max_bytes: int):
         self.folder, self.identity, self.max_bytes = folder, identity, max_bytes
-        self.next_image = self.num_images = self.num_bytes = self.num_skipped = 0
-        self.shards: list[dict[str, Any]] = []
         self._parts = _finished_parts(folder)
-        for meta, rows in self._parts:
-            self.shards.append(meta["shard"])
-            self.next_image = meta["next_image"]
-            self.num_images += meta["shard"]["images"]
-            self.num_skipped += meta["num_skipped"]
-            self.num_bytes += int(rows["length"].sum())
+        self.next_image = self._parts[-1][0]["next_image"] if self._parts else 0
         remove_files(folder, keep={Path(shard["name"]).stem for shard in self.shards})
         self._file: IO | None = None
         self._start_shard()
+
+    @property
+    def shards(self) -> list[dict[str, Any]]:
+        """For each finished shard its name, size and number of images."""
+        return [meta["shard"] for meta, _ in self._parts]
+
+    @property
+    def num_skipped(self) -> int:
+        """The number of broken images that are left out."""
+        return sum(meta["num_skipped"] for meta, _ in self._parts) + self._num_skipped
 
     def _start_shard(self) -> None:
         self._rows: list[tuple[int, ...]] = []
@@ -149,7 +151,7 @@ class PackWriter:
         """Write the record of source image `image`."""
         if self._rows and self._end + len(record.data) > self.max_bytes:
             self._finish_shard(image)
-        number, size = len(self.shards), len(record.data)
+        number, size = len(self._parts), len(record.data)
         if self._file is None:
             self._file = open_for_writing(self.folder / shard_name(number), "wb", buffering=1 << 20)
             self._file.write(shard_header(number, self.identity))
@@ -158,17 +160,14 @@ class PackWriter:
         self._names.append(record.name)
         self._targets.append(record.targets)
         self._end += size
-        self.num_images += 1
-        self.num_bytes += size
 
     def skip(self) -> None:
         """Count an image that is left out."""
         self._num_skipped += 1
-        self.num_skipped += 1
 
     def _finish_shard(self, next_image: int) -> None:
         assert self._file is not None
-        path = self.folder / shard_name(len(self.shards))
+        path = self.folder / shard_name(len(self._parts))
         rows = dict(zip(COLUMNS, zip(*self._rows, strict=True), strict=True))
         columns = {name: np.array(rows[name], kind) for name, kind in COLUMNS.items()}
         columns |= pack_names("name", self._names)
@@ -182,7 +181,6 @@ class PackWriter:
         write_arrays(path.with_suffix(".part"), PART_KIND, VERSION, meta, columns)
         self._file = None
         self._parts.append((meta, columns))
-        self.shards.append(shard)
         self._start_shard()
 
     def finish(self, num_source: int, meta: Mapping[str, Any]) -> None:
@@ -191,9 +189,14 @@ class PackWriter:
         Args:
             num_source: number of source images, including those left out.
             meta: what the reader needs besides the rows.
+
+        Raises:
+            ConfigError: no image has been appended.
         """
         if self._rows:
             self._finish_shard(num_source)
+        if not self._parts:
+            raise ConfigError(f"{self.folder}: no image can be read ({counted(num_source, 'image')})")
         targets = [name for name in self._parts[0][1] if name.startswith("target_")]
         names = [*COLUMNS, "name_bytes", *targets]
         columns = {name: np.concatenate([rows[name] for _, rows in self._parts]) for name in names}
