@@ -14,24 +14,25 @@ from distribuuuu.checkpoint.weights_files import RAW, kind_of
 from distribuuuu.config.run_files import TRAIN_LOG
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import build_loaders
-from distribuuuu.data.seeding import derive_seed, own_generators, seed_step
+from distribuuuu.data.seeding import derive_seed, locked_generators, seed_step
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.comm import begin_slow_phase, gradient_sync
 from distribuuuu.distributed.process_group import pick_device
-from distribuuuu.engine.build import Training, build_run, find_weights, open_run
+from distribuuuu.engine.build import build_run, find_weights, open_run
 from distribuuuu.engine.evaluator import evaluate, open_evaluation
 from distribuuuu.engine.preflight import resolve_num_classes, resolve_preprocessing
-from distribuuuu.engine.resume import capture, roll_back
+from distribuuuu.engine.resume import checkpoint_content, roll_back
 from distribuuuu.engine.run import (
     Run,
+    Training,
     begin_epoch,
+    call_log_hook,
     choose_images,
     expected_passes,
-    is_evaluated,
+    is_evaluation_due,
     is_finished,
+    is_last_evaluation,
     is_save_due,
-    log_epoch,
-    may_be_last,
 )
 from distribuuuu.engine.run_description import describe_end
 from distribuuuu.launch.detect import detect_launch
@@ -59,19 +60,20 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
     device = pick_device(launch.local_rank)
     train_loader, val_loader = build_loaders(cfg, launch, device)
     with open_run(cfg, launch, device, TRAIN_LOG, locks=True) as started_at:
-        run = build_run(cfg, train_loader, val_loader)
+        run = build_run(cfg, train_loader, val_loader)  # restored from the newest checkpoint, if there is one
         with run.stop, run.log, save_on_stop(run):
             while not is_finished(cfg, run.state) and run.state.epoch < (stop_epoch or cfg.OPTIM.MAX_EPOCH):
                 try:
                     train_epoch(run)
-                    if is_evaluated(cfg, run.state.epoch):
-                        run.checkpoints.save(capture(run))  # if the evaluation fails, no training step is lost
+                    if is_evaluation_due(cfg, run.state.epoch):
+                        # If the evaluation fails, no training step is lost.
+                        run.checkpoints.save(checkpoint_content(run))
                         evaluations = evaluate_epoch(run)
                         run.state.finish_epoch(evaluations)
-                        run.log.evaluation(run.state.epoch - 1, evaluations, run.state.bests)
+                        run.log.add_evaluation_rows(run.state.epoch - 1, evaluations, run.state.bests)
                     else:
                         run.state.finish_epoch()
-                    run.checkpoints.save(capture(run))
+                    run.checkpoints.save(checkpoint_content(run))
                 except NonFiniteError as error:
                     roll_back(run, error)
             run.checkpoints.finish()
@@ -104,12 +106,12 @@ def train_epoch(run: Run) -> None:
         is_last = state.step == end
         if state.step % print_freq == 0 or is_last:
             recorded = {name: float(value) for name, value in step.recorded.items()}
-            metrics = {**recorded, **check_finite(state.read_metrics())}
-            run.log.train(epoch, state.step, lr, metrics, loader.pop_data_time())
+            metrics = {**recorded, **check_finite(state.pop_metrics())}
+            run.log.add_train_row(epoch, state.step, lr, metrics, loader.pop_data_time())
         else:
             run.log.show_step(epoch, state.step, lr)
         if is_save_due(cfg, state.step) and not is_last:
-            run.checkpoints.save(capture(run))
+            run.checkpoints.save(checkpoint_content(run))
         run.stop.check(f"epoch {epoch + 1}, step {state.step}")
 
 
@@ -120,7 +122,7 @@ class Step:
         number: the step in the epoch, from 0.
         micro_batches: the key and the images of each micro-batch of the global batch, mixed: an iterator, or a list if
             the task computes gradients more than once.
-        is_applied: whether the weights have been updated.
+        is_applied: whether the task has called `apply`.
     """
 
     def __init__(self, training: Training, batches: Iterator[Batch], number: int):
@@ -172,7 +174,7 @@ class Step:
 def take_step(training: Training, batches: Iterator[Batch], number: int) -> Step:
     """Let the task update the weights with one global batch, by default with its gradients; see `Task.update`."""
     state = training.state
-    with own_generators():
+    with locked_generators():
         seed_step(derive_seed(state.stream_seed, state.epoch, number, dist.rank()), training.task.device)
         step = Step(training, batches, number)
         training.task.update(step)
@@ -195,7 +197,8 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
             from distribuuuu.engine.precise_bn import recompute_statistics
 
             recompute_statistics(run, model)
-        recorder = build_recorder(cfg, task, run.val_loader.images) if may_be_last(cfg, state, kind) else None
+            run.stop.begin_phase()
+        recorder = build_recorder(cfg, task, run.val_loader.images) if is_last_evaluation(cfg, state, kind) else None
 
         def on_output(batch: Batch, output: StepOutput, recorder: Recorder | None = recorder) -> None:
             first_batch[:] = first_batch or [batch]
@@ -205,12 +208,11 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
         def check(position: str) -> None:
             run.stop.check(f"epoch {state.epoch + 1}, {position}")
 
-        run.stop.begin_phase()
         results[kind] = evaluate(task, model, run.val_loader, on_output, check, cfg.TEST.PRINT_FREQ)
         begin_slow_phase()  # what is written or drawn until the next step takes its own time
         if recorder:
             recorder.write(task.device, kind, state.epoch + 1)
-    log_epoch(run, *first_batch)
+    call_log_hook(run, *first_batch)
     return results
 
 
@@ -221,7 +223,7 @@ def save_on_stop(run: Run) -> Iterator[None]:
         yield
     except RunStopped as stopped:
         try:
-            path: Path | None = run.checkpoints.save(capture(run), is_last=True)
+            path: Path | None = run.checkpoints.save(checkpoint_content(run), is_last=True)
         except NonFiniteError as error:
             path = run.checkpoints.find_latest()
             logger.error("%s; the checkpoint is an older one", error)

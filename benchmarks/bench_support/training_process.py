@@ -24,9 +24,10 @@ class RunEnded(Exception):
     """The training ended before the expected moment."""
 
 
-def _restore_sighup() -> None:
-    """Undo the effect of `nohup` on this process and so on its children."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def _restore_signals() -> None:
+    """Undo the effect of `nohup`, and of a shell's `&`, on this process and so on its children."""
+    for signum in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(signum, signal.SIG_DFL)
 
 
 class TrainingProcess:
@@ -54,7 +55,7 @@ class TrainingProcess:
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", name: value},
             start_new_session=True,
-            preexec_fn=_restore_sighup,
+            preexec_fn=_restore_signals,
         )
         self._writer: int | None = None
 

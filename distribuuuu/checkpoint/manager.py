@@ -84,13 +84,13 @@ class CheckpointManager:
     def save(self, content: dict[str, Any], is_last: bool = False) -> Path:
         """Copy the content of a checkpoint, write it while training continues, and return its file.
 
-        Every process must call it, and waits until the write before has ended. In this order are written: the results
-        and the best weights, if the content follows an evaluation, and the checkpoint. Then older ones are removed.
-        With `is_last`, the write before has failed after `LAST_RETRIES_S`.
+        Every process must call it. It waits for the previous write, with `is_last` for `LAST_RETRIES_S` at most. Then it
+        writes the results and the best weights, if the content follows an evaluation, then the checkpoint, and removes
+        older ones.
 
         Raises:
             NonFiniteError: the weights are infinite or NaN; nothing is written.
-            CheckpointError: the write before has failed for `RETRIES_S`.
+            CheckpointError: the previous write has failed for `RETRIES_S`.
         """
         path = self.folder / checkpoint_name(content["epoch"] + 1, content["step"])
         dist.on_main(lambda: self._start(path, content, LAST_RETRIES_S if is_last else RETRIES_S))

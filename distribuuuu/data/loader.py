@@ -101,7 +101,7 @@ class Loader:
         return map(self.to_device, self.host_batches())
 
     def expect(self, passes: Iterable[Pass]) -> None:
-        """Let workers make batches of the passes that probably follow the next one; see `Workers.expected`."""
+        """Let workers make batches of the passes that probably follow the next one; see `Pool.expected`."""
         if isinstance(self._batches, WorkerBatches):
             self._batches.pool.expected = passes
 

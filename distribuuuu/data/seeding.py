@@ -103,7 +103,7 @@ _OWN = threading.local()
 
 
 @contextlib.contextmanager
-def own_generators() -> Iterator[None]:
+def locked_generators() -> Iterator[None]:
     """Keep other threads from seeding the global generators within the block, e.g. loader workers during a step."""
     with _GENERATORS:
         _OWN.depth = getattr(_OWN, "depth", 0) + 1
@@ -114,7 +114,7 @@ def own_generators() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lend_generators() -> Iterator[None]:
+def unlocked_generators() -> Iterator[None]:
     """Let other threads own the generators within the block, in which this thread waits for them."""
     depth = getattr(_OWN, "depth", 0)
     for _ in range(depth):
@@ -129,7 +129,7 @@ def lend_generators() -> Iterator[None]:
 @contextlib.contextmanager
 def seeded_generators(seed: int) -> Iterator[None]:
     """Seed what this thread draws from torch, numpy and random within the block; restore the generators afterwards."""
-    with own_generators():
+    with locked_generators():
         states = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
         seed_cpu(seed)
         try:

@@ -37,7 +37,7 @@ from distribuuuu.data.batch import (
     pinned,
 )
 from distribuuuu.data.samplers import BatchKeys
-from distribuuuu.data.seeding import lend_generators
+from distribuuuu.data.seeding import unlocked_generators
 from distribuuuu.launch.processes import set_up_worker
 
 # Seconds within which the system reports the death of a process whose connection is closed.
@@ -75,12 +75,12 @@ class ThreadPool(Pool):
 
     def take(self) -> HostBatch:
         """Wait for the oldest batch and return it."""
-        with lend_generators():
+        with unlocked_generators():
             return self._submitted.popleft().result()
 
     def clear(self) -> None:
         """Discard all batches, after those that are being made."""
-        with lend_generators():
+        with unlocked_generators():
             wait([future for future in self._submitted if not future.cancel()])
         super().clear()
 

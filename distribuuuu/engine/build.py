@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bool = False) -> Iterator[float]:
-    """Open the process group, OUT_DIR and the log for the duration of the block; yield its time.perf_counter().
+    """Open the process group, OUT_DIR and the log for the duration of the block; yield the time of its start.
 
     Args:
         cfg: the config.

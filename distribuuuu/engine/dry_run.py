@@ -1,4 +1,4 @@
-"""Dry run: one training step and one evaluation batch before training, to fail early."""
+"""Dry run: one forward and backward pass and one evaluation batch before training, to fail early."""
 
 import contextlib
 import logging

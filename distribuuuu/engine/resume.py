@@ -1,4 +1,4 @@
-"""Resuming: capture the state of a run for a checkpoint, restore it, or begin a new run."""
+"""The content of a checkpoint of a run, and its restoration: a run is resumed, rolled back, or begins anew."""
 
 import io
 import logging
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _NEW_RUN = "set another OUT_DIR, or TRAIN.AUTO_RESUME False to start a new run in this one"
 
 
-def capture(run: Run) -> dict[str, Any]:
+def checkpoint_content(run: Run) -> dict[str, Any]:
     """Return the content of a checkpoint, see state.py; complete on the main process only. Every process must call it.
 
     Raises:
@@ -76,7 +76,7 @@ def resume_or_start(
 ) -> None:
     """Restore state and task from the newest checkpoint of OUT_DIR, else begin with MODEL.WEIGHTS, else anew.
 
-    `prepare_task` builds what the task needs from the weights; it is called between them and the state of the task.
+    `prepare_task` is called after the weights are loaded, and before the state of the task is.
 
     Raises:
         CheckpointError: the file does not match the config; the message lists the options that differ.

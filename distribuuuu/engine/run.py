@@ -73,7 +73,7 @@ class StopRequest:
     def check(self, position: str) -> None:
         """Record the position for the watchdog, and stop if any process has a reason to.
 
-        Processes communicate about once a second, at a call on which they agreed the time before; one stops at once.
+        Several processes communicate about once a second; a single one stops at the next call.
 
         Raises:
             RunStopped: on every process, after the same call.
@@ -149,7 +149,7 @@ def describe_augmentation(cfg: Config, task: Task, epoch: int) -> str:
     return ", ".join(f"{key} {value}" for key, value in options.items() if value != get_value(cfg, key))
 
 
-def log_epoch(run: Run, batch: Batch | None = None) -> None:
+def call_log_hook(run: Run, batch: Batch | None = None) -> None:
     """Let the task log what it wants after an evaluation, with its first batch; every process must call it."""
     task, state = run.task, run.state
     if type(task).log_epoch is not Task.log_epoch:
@@ -172,7 +172,7 @@ def expected_passes(run: Run) -> Iterator[Pass]:
             if epoch > epochs[0]:
                 yield Pass(samples, steps)
             precise = [Pass(samples, steps, num_precise)] if num_precise else []
-            if is_evaluated(cfg, epoch):
+            if is_evaluation_due(cfg, epoch):
                 yield from [*precise, evaluation] * len(kinds)
 
     return passes()
@@ -218,7 +218,7 @@ def explaining_out_of_memory(arch: str) -> Iterator[None]:
 # state, so a resumed run decides as the run that it continues.
 
 
-def is_evaluated(cfg: Config, epoch: int) -> bool:
+def is_evaluation_due(cfg: Config, epoch: int) -> bool:
     """Tell whether the model is evaluated after an epoch, from 0."""
     return (epoch + 1) % cfg.TRAIN.EVAL_PERIOD == 0 or epoch + 1 == cfg.OPTIM.MAX_EPOCH
 
@@ -234,7 +234,7 @@ def is_save_due(cfg: Config, step: int) -> bool:
 
 def is_out_of_patience(cfg: Config, state: TrainState, epoch: int) -> bool:
     """Tell whether an epoch, from 0, is evaluated, and TRAIN.PATIENCE epochs or more after the best one."""
-    if not cfg.TRAIN.PATIENCE or not is_evaluated(cfg, epoch):
+    if not cfg.TRAIN.PATIENCE or not is_evaluation_due(cfg, epoch):
         return False
     best = max(state.bests[kind].epoch for kind in state.models)
     return best >= 0 and epoch - best >= cfg.TRAIN.PATIENCE
@@ -245,7 +245,7 @@ def is_finished(cfg: Config, state: TrainState) -> bool:
     return state.epoch >= cfg.OPTIM.MAX_EPOCH or (state.step == 0 and is_out_of_patience(cfg, state, state.epoch - 1))
 
 
-def may_be_last(cfg: Config, state: TrainState, kind: str) -> bool:
+def is_last_evaluation(cfg: Config, state: TrainState, kind: str) -> bool:
     """Tell whether the evaluation of a kind of weights after this epoch may be the last one of the run."""
     is_last_epoch = state.epoch + 1 == cfg.OPTIM.MAX_EPOCH or is_out_of_patience(cfg, state, state.epoch)
     return is_last_epoch and kind == list(state.models)[-1]

@@ -197,7 +197,7 @@ class TrainState:
             metrics = content.get("bests", {}).get(kind, {})
             best.metrics = {name: value for name, value in metrics.items() if name != "epoch"}
 
-    def read_metrics(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call, see `Meter.read`, and the number of skipped steps, if there are any.
 
         Every process must call it.

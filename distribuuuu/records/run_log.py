@@ -229,9 +229,9 @@ class Log:
             writer.end()
 
     def steps(self, epoch: int, first: int, end: int | None = None) -> Iterator[int]:
-        """Yield the steps of an epoch from `first` to before `end`, with a progress bar; start the clock of `train`.
+        """Yield the steps of an epoch from `first` to before `end`, with a progress bar.
 
-        Without `end`, the epoch is whole.
+        The clock of `add_train_row` starts. Without `end`, the epoch is whole.
         """
         self._end = self.num_steps if end is None else end
         self._last_read, self._read_position = time.perf_counter(), epoch * self.num_steps + first
@@ -240,7 +240,7 @@ class Log:
         self._show_in_bar()
         yield from self._bar
 
-    def train(self, epoch: int, step: int, lr: float, metrics: dict, data_time_s: float) -> None:
+    def add_train_row(self, epoch: int, step: int, lr: float, metrics: dict, data_time_s: float) -> None:
         """Log the metrics after `step` steps of an epoch, and the seconds spent waiting for data."""
         now, position = time.perf_counter(), epoch * self.num_steps + step
         elapsed, images = now - self._last_read, (position - self._read_position) * self.images_per_step
@@ -303,7 +303,7 @@ class Log:
         since, first = self._eta_origin or (self._started, self._first_position)
         return (now - since) / (position - first) * ((self.total_steps or self.num_epochs * self.num_steps) - position)
 
-    def evaluation(self, epoch: int, results: dict[str, dict], bests: Mapping[str, Any]) -> None:
+    def add_evaluation_rows(self, epoch: int, results: dict[str, dict], bests: Mapping[str, Any]) -> None:
         """Log the evaluation at the end of an epoch; its seconds count from the last `train`.
 
         Args:

@@ -235,7 +235,7 @@ class Meter:
 
     All sums are in one tensor on the device: `update` does not synchronize.
     Sums are added over the processes before they are divided, so every image has the same weight. Several batches are
-    added at a time: right after a step, each small operation takes long.
+    added at a time, because each small operation right after a step is slow.
     """
 
     def __init__(self, metrics: Mapping[str, Metric], num_classes: int, device: torch.device):

@@ -278,7 +278,7 @@ SLEEP_S = 5.0
 
 
 def sleep_in_log_epoch(monkeypatch) -> None:
-    monkeypatch.setattr(trainer, "log_epoch", lambda run, *batch: time.sleep(SLEEP_S if run.state.epoch else 0))
+    monkeypatch.setattr(trainer, "call_log_hook", lambda run, *batch: time.sleep(SLEEP_S if run.state.epoch else 0))
 
 
 def sleep_in_the_last_write(monkeypatch) -> None:

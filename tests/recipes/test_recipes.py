@@ -130,7 +130,7 @@ def test_two_steps_of_a_recipe(name, twenty_images, tmp_path):
     state, rows = run.state, []
     before = [parameter.detach().clone() for parameter in state.model.parameters()]
     with run.stop, run.log:
-        run.log.train = lambda *record: rows.append(record[3])
+        run.log.add_train_row = lambda *record: rows.append(record[3])
         train_epoch(run)
     assert state.step == loader.num_steps == 2 and rows[-1]["count"] == 16 and math.isfinite(rows[-1]["loss"])
     changed = [not torch.equal(old, new) for old, new in zip(before, state.model.parameters(), strict=True)]

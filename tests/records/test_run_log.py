@@ -52,7 +52,7 @@ def test_the_first_step_of_a_start_is_logged_at_once_and_then_one_by_time(tmp_pa
     for step in run_log.steps(0, 0):
         clock.now += 60.0 if step == 0 else 4.0
         if step + 1 == 50:
-            run_log.train(0, 50, 0.1, METRICS, 0.0)
+            run_log.add_train_row(0, 50, 0.1, METRICS, 0.0)
         else:
             run_log.show_step(0, step + 1, 0.1)
     rows = [line.split() for line in logged()]
@@ -71,8 +71,8 @@ def test_means_that_no_metric_shows_get_columns_once_they_are_known(tmp_path, cl
     run_log, more = open_log(tmp_path, num_steps=3), {**METRICS, "mask rate": 0.00512}
     for step in run_log.steps(0, 0):
         clock.now += 1.0
-        run_log.train(0, step + 1, 0.1, METRICS if step == 0 else more, 0.0)
-    run_log.evaluation(0, {"raw": more}, {"raw": Best(50.0, 0)})
+        run_log.add_train_row(0, step + 1, 0.1, METRICS if step == 0 else more, 0.0)
+    run_log.add_evaluation_rows(0, {"raw": more}, {"raw": Best(50.0, 0)})
     rows = [line.split() for line in logged() if line.startswith(("epoch", "  1/2"))]
     assert [len(row) for row in rows] == [9, 9, 11, 10, 10], rows
     assert rows[2][2:7] == ["loss", "top1", "top5", "mask", "rate"] and rows[3][5] == "0.0051"
@@ -84,7 +84,7 @@ def test_means_that_no_metric_shows_get_columns_once_they_are_known(tmp_path, cl
 def test_a_run_with_a_loss_only_names_it_once_with_its_decimals(tmp_path, clock, logged):
     run_log = open_log(tmp_path, labels={})
     list(run_log.steps(0, 1000))
-    run_log.evaluation(0, {"raw": {"count": 10, "loss": 0.01234}}, {"raw": Best(0.01234, 0)})
+    run_log.add_evaluation_rows(0, {"raw": {"count": 10, "loss": 0.01234}}, {"raw": Best(0.01234, 0)})
     assert logged() == ["validation, epoch 1: loss 0.0123", "best loss so far: 0.0123 (epoch 1)"]
     assert run_log._evaluation == "val 0.0123"
 
@@ -92,7 +92,7 @@ def test_a_run_with_a_loss_only_names_it_once_with_its_decimals(tmp_path, clock,
 def test_a_metric_that_is_not_a_number_is_a_warning(tmp_path, clock, logged):
     run_log = open_log(tmp_path)
     for value in (50.0, float("nan")):
-        run_log.evaluation(0, {"raw": METRICS | {"top1": value}}, {"raw": Best(value, 0)})
+        run_log.add_evaluation_rows(0, {"raw": METRICS | {"top1": value}}, {"raw": Best(value, 0)})
     assert [line for line in logged() if "not a number" in line] == [
         "validation, epoch 1: top1 is not a number and cannot select the best weights"
     ]
@@ -134,9 +134,9 @@ def test_a_terminal_shows_the_rows_of_the_file_above_the_bar(tmp_path, clock, mo
             for step in run_log.steps(epoch, 0):
                 clock.now += 1.0
                 if step % 2:
-                    run_log.train(epoch, step + 1, 0.1, METRICS, 0.5)
+                    run_log.add_train_row(epoch, step + 1, 0.1, METRICS, 0.5)
             run_log._bar.refresh()
-            run_log.evaluation(epoch, {"raw": {**METRICS, "top1": 77.25}}, {"raw": Best(77.25, epoch)})
+            run_log.add_evaluation_rows(epoch, {"raw": {**METRICS, "top1": 77.25}}, {"raw": Best(77.25, epoch)})
     rows = shown_rows(terminal.getvalue())
     assert rows == [line.split()[2:] for line in (tmp_path / "train.log").read_text().splitlines()]
     assert rows[0][:4] == ["epoch", "step", "loss", "top1"] and [row[0] for row in rows].count("epoch") == 2
