@@ -84,9 +84,9 @@ class CheckpointManager:
     def save(self, content: dict[str, Any], is_last: bool = False) -> Path:
         """Copy the content of a checkpoint, write it while training continues, and return its file.
 
-        Every process must call it. It waits for the previous write, with `is_last` for `LAST_RETRIES_S` at most. Then it
-        writes the results and the best weights, if the content follows an evaluation, then the checkpoint, and removes
-        older ones.
+        Every process must call it. It waits for the previous write, with `is_last` for `LAST_RETRIES_S` at most. Then
+        it writes the results and the best weights, if the content follows an evaluation, and the checkpoint, and
+        removes older ones.
 
         Raises:
             NonFiniteError: the weights are infinite or NaN; nothing is written.
