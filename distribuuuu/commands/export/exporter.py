@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from distribuuuu.commands.export.card_code import render_code, render_crop
 from distribuuuu.commands.export.export_check import (
     CropClassifier,
     check_export,
     evaluated_model,
     zero_crops,
 )
-from distribuuuu.commands.export.model_card import render_card
+from distribuuuu.commands.export.model_card import render_card, render_code, render_crop
 from distribuuuu.commands.export.onnx_file import build_onnx, require_onnx
 from distribuuuu.commands.scan.data_config import open_images
 from distribuuuu.config import ConfigError

@@ -86,7 +86,7 @@ class Journal:
 
     def finish(self, header: str) -> None:
         """Write the output file and, if images are broken, the file that lists them; remove the partial file."""
-        texts = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
+        texts: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
         errors = self.out.with_name(f"{self.out.name}.errors.csv")
         with self._explained(), untrusted(self.path, "partial output"):
             errors.unlink(missing_ok=True)

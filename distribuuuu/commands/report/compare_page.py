@@ -12,8 +12,7 @@ import numpy as np
 
 from distribuuuu.commands.html.history import draw_curves
 from distribuuuu.commands.html.page import Column, PageSection, build_page, html
-from distribuuuu.commands.report.pictures import make_pictures
-from distribuuuu.commands.report.run_report import RunFiles, read_run
+from distribuuuu.commands.report.run_report import RunFiles, make_pictures, read_run
 from distribuuuu.commands.stats.significance import (
     Interval,
     holm_adjusted,

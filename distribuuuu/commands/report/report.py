@@ -30,8 +30,8 @@ def report(prog: str, args: list[str]) -> int:
 
     tune_malloc()
     from distribuuuu.commands.html.page import write_page
-    from distribuuuu.commands.report.prediction_figures import list_mistakes
     from distribuuuu.commands.report.run_report import build_report, describe_accuracy, read_run
+    from distribuuuu.commands.stats.stored_predictions import list_mistakes
     from distribuuuu.config.json_file import replace_nonfinite
 
     run = read_run(flags.run)

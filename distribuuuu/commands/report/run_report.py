@@ -1,30 +1,37 @@
-"""The report of one run: what it was, how it trained, and which classes and images it gets wrong."""
+"""The report of one run: how it trained, which classes and images it gets wrong; thumbnails are data URIs."""
 
+import base64
 import contextlib
+import io
 import json
 import logging
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from PIL import Image
 
 from distribuuuu import __version__
 from distribuuuu.checkpoint.weights_files import KINDS, RAW
 from distribuuuu.commands.html.history import History, draw_curves, read_facts, read_history, read_lines
 from distribuuuu.commands.html.page import Column, PageSection, build_page, html, percent
-from distribuuuu.commands.report.pictures import image_folder, make_pictures
-from distribuuuu.commands.report.prediction_figures import list_figures, list_values
-from distribuuuu.commands.stats.stored_predictions import Predictions, read_predictions
+from distribuuuu.commands.stats.stored_predictions import Predictions, list_figures, list_values, read_predictions
 from distribuuuu.config import ConfigError, get_cfg
+from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted
 from distribuuuu.config.json_file import load_json
 from distribuuuu.config.run_files import RESULTS
+from distribuuuu.data.datasets.base import read_file
 from distribuuuu.files.untrusted import printable
+from distribuuuu.inference.load_run import find_run, open_data
+from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.records.metric_writers import format_duration
-from distribuuuu.records.predictions import FILE_NAME
+from distribuuuu.records.predictions import FILE_NAME, name_of
 from distribuuuu.records.read_results import TEST_FILE_NAME
 
 logger = logging.getLogger(__name__)
@@ -234,3 +241,92 @@ def _describe_provenance(run: RunFiles) -> PageSection:
     if facts:
         parts.append(html.details("All results", html.preformatted(json.dumps(facts, indent=2, default=str)[:20_000])))
     return PageSection("Provenance", parts)
+
+
+# Largest side of a thumbnail, and the side below which its pixels are shown as squares, in pixels.
+_SIDE, _TINY = 160, 64
+# First letters of the data sets whose images have names, but may not be files.
+_WITHOUT_FILES = ("archive", "imagenet", "packed", "parquet", "torchvision/")
+
+
+def find_reader(content: Predictions, cfg) -> Any:
+    """Return a function from the index of an evaluation image to its bytes or pixels.
+
+    Raises:
+        ConfigError: the data cannot be opened, or is not the one of the predictions.
+    """
+    folder = content.meta.get("folder") or ""
+    if folder and not str(content.meta.get("data")).startswith(_WITHOUT_FILES):
+        return lambda index: _read_within(os.path.join(folder, str(content.path[index])), image_folder(content))
+    images = open_data(changed(cfg, {"TEST.DATASET": folder or cfg.TEST.DATASET}))
+    if images.has_files and not folder:  # a config names files that the predictions do not
+        raise ConfigError("the predictions do not record the folder of the images")
+    step = max(1, len(content) // 100)
+    for index in range(0, len(content), step):
+        if len(images) != len(content) or name_of(images, index, folder) != content.path[index]:
+            raise ConfigError(f"the data now holds {counted(len(images), 'other image')}")
+    return images.read
+
+
+def image_folder(content: Predictions) -> str:
+    """Return the only folder of which files are shown: it holds all images of the run; links are followed."""
+    return str(content.meta.get("images") or content.meta.get("folder") or "")
+
+
+def _read_within(path: str, folder: str) -> bytearray:
+    """Return the bytes of an image.
+
+    Raises:
+        PermissionError: it is not in a folder, links followed, or the folder is one above the user's own files.
+    """
+    root, home = (Path(os.path.realpath(each)) for each in (folder, Path.home()))
+    if home.is_relative_to(root) or not Path(os.path.realpath(path)).is_relative_to(root):
+        raise PermissionError(f"not in {folder}, the recorded folder of the images")
+    return read_file(path)
+
+
+def make_pictures(out_dir: Path, content: Predictions, names: Collection[str]) -> tuple[dict[str, str], list[str]]:
+    """Return pictures of some images of the predictions of a run, name -> data URI, and why others are missing."""
+    pictures, failed = dict[str, str](), list[str]()
+    if not names:
+        return {}, []
+    try:
+        run = find_run(out_dir)
+        read = find_reader(content, run.cfg)
+    except (ConfigError, OSError, ImportError) as error:
+        return pictures, [f"No thumbnails: {' '.join(str(error).split())}"]
+    for index in (index for index, name in enumerate(content.path.tolist()) if name in names):
+        name = str(content.path[index])
+        try:
+            pictures[name] = to_uri(_show(run.transform(read(index)), run))
+        except Exception as error:  # decoders raise nearly anything
+            failed.append(f"{name}: {' '.join(str(error).split())}")
+    if not failed:
+        return pictures, []
+    where = f"moved or changed since in {content.meta.get('folder') or 'the data set'}, or outside of it"
+    return pictures, [f"No thumbnails of {counted(len(failed), 'image')}, {where}, e.g. {failed[0]}"]
+
+
+def _show(crop: torch.Tensor, run: LoadedRun) -> np.ndarray:
+    """Return a normalized crop (C, H, W) of a run as uint8 (H, W, 3).
+
+    Of other numbers of channels than 1 and 3, the first three or the first one are shown. Of other pixels than 8 bits,
+    black and white are 2.5 standard deviations below and above the mean.
+    """
+    num, transform = 3 if len(crop) >= 3 else 1, run.transform
+    values = crop[:num].double()
+    if transform.options.pixels == "uint8":
+        mean, std = (torch.tensor(numbers[:num]).view(num, 1, 1) for numbers in (transform.mean, transform.std))
+        values = values * std + mean
+    else:
+        values = values / 5 + 0.5
+    pixels = (values * 255).round().clamp(0, 255).to(torch.uint8).expand(3, -1, -1)
+    return pixels.permute(1, 2, 0).contiguous().numpy()
+
+
+def to_uri(pixels: np.ndarray) -> str:
+    """Return an image as a data URI, without metadata."""
+    image, file, kind = Image.fromarray(pixels), io.BytesIO(), "PNG" if max(pixels.shape) < _TINY else "JPEG"
+    image.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)
+    image.save(file, kind, quality=82)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from distribuuuu.commands.report import prediction_figures as analysis
+from distribuuuu.commands.stats import stored_predictions as analysis
 from distribuuuu.commands.stats.stored_predictions import Predictions
 
 
