@@ -113,9 +113,7 @@ def describe_unknown(prog: str, name: str) -> str:
 
     commands = find_commands()
     if name.startswith("-"):
-        near = near_matches(name, ["--help", "--version"])
-        hint = near[0] if near else f"{prog} train {name} ..."
-        return f"got {name} instead of a command; did you mean {hint}?"
+        return f"got {name} instead of a command; did you mean {prog} train {name} ...?"
     stem = name.lower().replace("-", "_").partition("_")[0]  # train_net, pack_dataset
     meant = [stem] if stem in commands else near_matches(name, commands)
     hint = f"did you mean {', '.join(meant)}?" if meant else f"expected one of {', '.join(commands)}"

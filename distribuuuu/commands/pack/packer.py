@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from distribuuuu.commands.pack.writer import PackWriter, find_conflicts, remove_files, remove_parts
 from distribuuuu.commands.scan.pool import map_in_order
 from distribuuuu.config import Config, ConfigError
-from distribuuuu.config.errors import Problem, counted, did_you_mean
+from distribuuuu.config.errors import Problem, counted
 from distribuuuu.data.datasets.array_file import checksum_of
 from distribuuuu.data.datasets.base import get_dataset, is_file
 from distribuuuu.data.packed.dataset import NAME_OF, is_url
@@ -213,9 +213,7 @@ def verify_packs(out: Path, num_workers: int) -> None:
     folders = [out, *sorted(path for path in out.iterdir() if path.is_dir())] if out.is_dir() else []
     folders = [folder for folder in folders if (folder / INDEX).exists() or any(folder.glob("shard-*"))]
     if not folders:
-        siblings = [path.name for path in out.absolute().parent.glob("*/")]
-        problem = "holds no packed data" if out.is_dir() else "is not a folder"
-        raise ConfigError(f"--verify: {out} {problem}{did_you_mean(out.name, siblings)}")
+        raise ConfigError(f"--verify: {out} {'holds no packed data' if out.is_dir() else 'is not a folder'}")
     problems: list[str | Problem] = []
     for folder in folders:
         try:

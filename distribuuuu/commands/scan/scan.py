@@ -36,8 +36,6 @@ FLAT_STD = 2.0
 CHUNK = 64
 # Sides that networks are trained at, and the usual ratio of the crop to the resized image.
 USUAL_SIDE, CROP_RATIO, SIDE_MULTIPLE, SMALL_SIDE = 224, 0.875, 32, 64
-# Reasons that are kept for the report; all damaged images are in the records.
-MAX_REASONS = 10_000
 
 
 @dataclass
@@ -95,7 +93,7 @@ def scan_images(
                 for index, (record, sums, reason) in zip(indices, measured, strict=True):
                     scan.records[first + index] = record
                     scan.pixel_sums[number] += sums
-                    if reason and len(scan.reasons) < MAX_REASONS:
+                    if reason:
                         scan.reasons[first + index] = reason
                 progress(len(indices))
     return scan
