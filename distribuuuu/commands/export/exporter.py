@@ -28,7 +28,6 @@ from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.json_file import replace_nonfinite
 from distribuuuu.config.options import option_of
 from distribuuuu.data.crops import EvalCrop
-from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.files.new_folder import new_folder
 from distribuuuu.inference.forward_chunks import UnlabeledImages
 from distribuuuu.inference.loaded_run import CPU, LoadedRun
@@ -92,7 +91,11 @@ def export_run(
     target, file = Path(out).expanduser(), FILES[to]
     run.check_classifier()
     check_format(run, to)
-    images = open_evaluation_set(run) if files is None else UnlabeledImages(files)
+    try:
+        images = open_images(run.cfg, train=False) if files is None else UnlabeledImages(files)
+    except ConfigError as error:
+        fix = "set TEST.DATASET FOLDER, or check it on other images by --images FOLDER, or add --no-check"
+        raise ConfigError([*error.problems, f"the check of an export needs the evaluation set; fix: {fix}"]) from error
     run.model.cpu().float().eval().to(memory_format=torch.contiguous_format)
     checked: dict[str, Any] = {"verified": None, "images": 0}
     try:
@@ -113,19 +116,6 @@ def export_run(
     if push and record["verified"]:
         push_folder(target, push)
     return record
-
-
-def open_evaluation_set(run: LoadedRun) -> ImageDataset:
-    """Return the evaluation set of a run.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        return open_images(run.cfg, train=False)
-    except ConfigError as error:
-        fix = "set TEST.DATASET FOLDER, or check it on other images by --images FOLDER, or add --no-check"
-        raise ConfigError([*error.problems, f"the check of an export needs the evaluation set; fix: {fix}"]) from error
 
 
 def check_format(run: LoadedRun, to: str) -> None:

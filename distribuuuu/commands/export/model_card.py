@@ -208,7 +208,9 @@ def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
     results, arch, to = run.results or {}, run.cfg.MODEL.ARCH, record["format"]
     data, classes = results.get("data", {}), counted(len(run.classes), "class")
     name = str(data.get("folder") or data.get("name") or run.cfg.DATA.NAME)
-    library, metrics = _LIBRARIES[to], find_metrics(run)
+    best = results.get("accuracy", {}).get(run.weights, {}).get("best", {})
+    labels, library = list_metrics(results) if best else {}, _LIBRARIES[to]
+    metrics = {key: (label, best[key]) for key, label in labels.items() if best.get(key) is not None}
     result = {
         "task": {"type": "image-classification", "name": "Image classification"},
         "dataset": {"name": name, "type": run.cfg.DATA.NAME, "split": run.cfg.TEST.SPLIT},
@@ -249,14 +251,6 @@ def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
         f"## Classes\n\n{classes}, in the order of the logits.{more}\n\n```json\n{names}\n```",
     ]
     return "\n\n".join(sections) + "\n"
-
-
-def find_metrics(run: LoadedRun) -> dict[str, tuple[str, float]]:
-    """Return the metrics of the exported weights, name -> (display name, value)."""
-    results = run.results or {}
-    best = results.get("accuracy", {}).get(run.weights, {}).get("best", {})
-    labels = list_metrics(results) if best else {}
-    return {name: (label, best[name]) for name, label in labels.items() if best.get(name) is not None}
 
 
 def _describe_input(run: LoadedRun, to: str) -> str:
