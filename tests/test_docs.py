@@ -144,7 +144,7 @@ PARSE_WITH = {
 }  # fmt: skip
 
 
-@pytest.mark.house
+@pytest.mark.project
 @pytest.mark.parametrize("page", dict.fromkeys(page if page.endswith(".md") else "headers" for page, _ in COMMANDS))
 def test_every_command_is_accepted_by_its_tool(page, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -156,7 +156,7 @@ def test_every_command_is_accepted_by_its_tool(page, monkeypatch):
                 pytest.fail(f"{where}: {command}: {error}")
 
 
-@pytest.mark.house
+@pytest.mark.project
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_paths_and_options_exist(page):
     prose = re.sub(r"^```.*?^```$|<!--.*?-->", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -180,7 +180,7 @@ def test_links_paths_and_options_exist(page):
         assert key in options or key in OPEN_SECTIONS, f"there is no option {key}"
 
 
-@pytest.mark.house
+@pytest.mark.project
 def test_config_files_in_the_pages_are_accepted(tmp_path):
     found = [block for page in WITH_COMMANDS for block in blocks_of(page, "yaml") if re.match(r"[A-Z]+:", block)]
     for number, block in enumerate(found):
@@ -225,7 +225,7 @@ def options_page() -> str:
     return "\n".join([*lines, ""])
 
 
-@pytest.mark.house
+@pytest.mark.project
 @pytest.mark.skipif(bool(list_deleted_paths()), reason="names of deleted entries are on the page")
 def test_the_page_of_the_options_is_made_from_their_table():
     page = ROOT / "docs" / "options.md"
@@ -313,7 +313,7 @@ def test_the_log_of_fine_tuning_is_the_one_shown(tmp_path, caplog, monkeypatch):
     assert_same_sample(page, expected, logged)
 
 
-@pytest.mark.house
+@pytest.mark.project
 def test_the_page_of_the_models_lists_the_registered_ones():
     page = ROOT / "docs" / "MODEL_ZOO.md"
     rows = ["| `MODEL.ARCH` | parameters (M) | `MODEL.KWARGS` |", "|---|---|---|"]
@@ -362,7 +362,7 @@ def test_the_names_that_stay_can_be_imported():
         assert module.startswith(gone) or hasattr(importlib.import_module(module), name), f"{module}.{name}"
 
 
-@pytest.mark.house
+@pytest.mark.project
 def test_the_docs_import_only_names_that_stay():
     stay = names_that_stay()
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
@@ -377,7 +377,7 @@ def test_the_docs_import_only_names_that_stay():
             assert (module, name.split()[0]) in stay, f"from {module} import {names}"
 
 
-@pytest.mark.house
+@pytest.mark.project
 def test_the_readme_is_short_and_names_every_package():
     assert len(README.splitlines()) <= 150
     for path in (ROOT / "distribuuuu").iterdir():
@@ -387,7 +387,7 @@ def test_the_readme_is_short_and_names_every_package():
     assert f"{len(lessons)} self-contained lessons" in README
 
 
-@pytest.mark.house
+@pytest.mark.project
 @pytest.mark.skipif(bool(list_deleted_paths()), reason="fewer lines are loaded")
 def test_the_readme_counts_what_a_default_run_loads():
     output = subprocess.run([sys.executable, ROOT / "benchmarks" / "spine.py"], capture_output=True, text=True).stdout
@@ -405,7 +405,7 @@ def test_the_readme_counts_what_a_default_run_loads():
         assert is_near, f"README.md says {number}, benchmarks/spine.py counts {value}"
 
 
-@pytest.mark.house
+@pytest.mark.project
 def test_the_measured_accuracies_of_the_readme_are_those_of_the_runs():
     rows = re.findall(r"^\| (\w+/\w+) \| ([\d.]+) \| ([\d.]*) ?\| ([\d.]+) \| (\d+) \|$", README, re.MULTILINE)
     reported = yaml.safe_load((ROOT / "benchmarks" / "reported.yaml").read_text())
@@ -420,7 +420,7 @@ def test_the_measured_accuracies_of_the_readme_are_those_of_the_runs():
         assert math.ceil(float(epochs)) == runs[name]["training"]["epochs_done"]
 
 
-@pytest.mark.house
+@pytest.mark.project
 def test_the_speeds_of_the_readme_are_in_the_output_of_the_benchmarks():
     output = "".join(path.read_text() for path in (ROOT / "benchmarks" / "results").glob("*.txt"))
     rows = re.search(r"- \*\*Exact resume.*?- \*\*Tools", README, re.DOTALL)[0]

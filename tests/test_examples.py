@@ -123,7 +123,7 @@ def check_quantities(name: str, out_dir: Path) -> None:
         assert all(f" {quantity} " in log and f"{kind}/{quantity}" in tags for quantity in (*names, "loss"))
 
 
-@pytest.mark.house
+@pytest.mark.project
 @pytest.mark.parametrize("name", [*NAMES, "soup"])
 def test_an_example_is_short_and_has_a_config(name):
     source = (EXAMPLES / f"{name}.py").read_text()
@@ -224,7 +224,7 @@ def write_example(project: Path, title: str) -> None:
         file.write_text(text)
 
 
-@pytest.mark.house
+@pytest.mark.project
 def test_an_example_costs_no_more_files_and_lines_than_the_table_says():
     assert TITLES.keys() == LIMITS.keys() and len(LIMITS) >= 9
     for anchor, (most_files, most_lines) in LIMITS.items():

@@ -1,6 +1,6 @@
 """The rules of this project for its own code, what imports what, and the wheel.
 
-Tests with the marker `house` are about the code of this project, `pytest -m house`; a fork need not pass them.
+Tests with the marker `project` are about the code of this project, `pytest -m project`; a fork need not pass them.
 """
 
 import ast
@@ -77,13 +77,13 @@ def layer_of(package: str) -> int:
     return LAYER_OF.get(package, LAYER_OF["commands"])
 
 
-@pytest.mark.house
+@pytest.mark.project
 def test_every_package_has_its_layer():
     packages = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert packages <= {name for name in LAYER_OF if "." not in name} | {"__init__"}
 
 
-@pytest.mark.house
+@pytest.mark.project
 def test_imports_go_down_only():
     for path in MODULES:
         own = module_of(path)
@@ -95,7 +95,7 @@ def test_imports_go_down_only():
                 assert is_below, f"{own} imports {name}, which is not below it"
 
 
-@pytest.mark.house
+@pytest.mark.project
 def test_no_file_imports_itself_by_way_of_others():
     graph = {module_of(path): imports_of(path) for path in MODULES}
     # A package's own __init__ offers names of its files; a file that uses them would be a cycle with it.
@@ -105,7 +105,7 @@ def test_no_file_imports_itself_by_way_of_others():
     assert not graph.keys() - done, f"these files import each other: {sorted(graph.keys() - done)}"
 
 
-@pytest.mark.house
+@pytest.mark.project
 def test_only_one_package_knows_torch_distributed():
     users = [path for path in MODULES if re.search(r"torch\.distributed|DistributedDataParallel", path.read_text())]
     assert {package_of(module_of(path)) for path in users} <= {"distributed", "launch"}
@@ -118,7 +118,7 @@ def test_the_lowest_packages_import_without_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-@pytest.mark.house
+@pytest.mark.project
 def test_the_config_stops_at_the_builders():
     paths = [
         path

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.slow
 SHARED = [f"{folder}/commands/{name}" for folder in ("distribuuuu", "tests") for name in ("html", "scan", "stats")]
 SHARED += ["distribuuuu/commands/output.py", "tests/commands/test_output.py"]
 IGNORED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "*.egg-info", "exp", "data")
-# Tests of the house and of the list of commands.
+# Tests of the project's rules and of the list of commands.
 ALWAYS = ("tests/test_repo.py", "tests/commands/test_main.py", "tests/commands/test_output.py")
-DEFAULT_TIER = "not slow and not slurm and not tutorial and not real_data and not house"
+DEFAULT_TIER = "not slow and not slurm and not tutorial and not real_data and not project"
 
 
 def copy_project(target: Path) -> Path:
@@ -59,9 +59,9 @@ def check_rest(root: Path, deleted, *more: str) -> None:
     assert done.returncode == 0, done.stdout[-5000:]
 
 
-def check_house(root: Path, *files: str) -> None:
-    """Check the rules of the house; what holds without all commands holds without one of them."""
-    done = run(root, "-m", "pytest", "-n", "0", "-q", "-m", "house", "tests/test_repo.py", *files)
+def check_project(root: Path, *files: str) -> None:
+    """Check the rules of the project; what holds without all commands holds without one of them."""
+    done = run(root, "-m", "pytest", "-n", "0", "-q", "-m", "project", "tests/test_repo.py", *files)
     assert done.returncode == 0, done.stdout[-5000:]
 
 
@@ -84,7 +84,7 @@ def test_all_optional_commands_can_be_deleted(tmp_path):
     delete(root, [path for paths in OPTIONAL_COMMANDS.values() for path in paths] + SHARED)
     check_collection(root)  # with all of them deleted, this need not be repeated for each
     check_rest(root, list(OPTIONAL_COMMANDS), "tests/test_docs.py")
-    check_house(root, "tests/test_docs.py")
+    check_project(root, "tests/test_docs.py")
 
 
 def test_the_mirror_of_runs_can_be_deleted(tmp_path):
@@ -94,7 +94,7 @@ def test_the_mirror_of_runs_can_be_deleted(tmp_path):
     assert refused.returncode == 2 and "OUT_DIR" in refused.stderr and "expected a local path" in refused.stderr
     check_collection(root)
     check_rest(root, [], "tests/config/test_reader.py", "tests/inference/test_load_run.py")
-    check_house(root)
+    check_project(root)
 
 
 def test_the_watchdog_can_be_deleted(tmp_path):

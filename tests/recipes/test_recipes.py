@@ -78,7 +78,7 @@ def near(expected):
     return pytest.approx(expected, rel=1e-6) if isinstance(expected, float) else expected
 
 
-@pytest.mark.house
+@pytest.mark.project
 @each_row("name", FACTS)
 def test_a_recipe_has_the_published_facts(name):
     cfg = recipe(name)

@@ -67,7 +67,7 @@ def test_every_file_is_a_lesson():
     assert len(run_all.LESSONS) == 24
 
 
-@pytest.mark.house
+@pytest.mark.project
 @pytest.mark.parametrize("name", run_all.LESSONS)
 def test_a_lesson_is_short_self_contained_and_says_how_to_run_it(name):
     text = (TUTORIAL / f"{name}.py").read_text()
