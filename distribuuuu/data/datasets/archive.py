@@ -247,11 +247,8 @@ class _Found:
         if not len(order):
             beside = f"; {counted(self.num_beside, 'image')} at the top have no class" if self.num_beside else ""
             expected = "expected CLASS/IMAGE, or IMAGE with its label in .cls or .json"
-            held = (
-                f"; it holds {first_few([f'{end} ({num})' for end, num in self.ignored.most_common()])}"
-                if self.ignored
-                else ""
-            )
+            endings = first_few([f"{end} ({num})" for end, num in self.ignored.most_common()])
+            held = f"; it holds {endings}" if endings else ""
             raise ArchiveError(f"{self.source}: has no images in class folders{beside}{held}; {expected}")
         columns = {name: np.array(column)[[*order]] for name, column in self._columns.items()}
         arrays = {**pack_names("names", [os.fsencode(self._name_of(image)) for image in order]), **columns}

@@ -194,16 +194,16 @@ class SplitDataset(ImageDataset):
     @classmethod
     def count_classes(cls, cfg) -> int:
         """Return the number of training classes; without training data, of evaluation classes."""
-        for train in (True, False):
+        for train in (True, False) if not cls.num_classes else ():
             with contextlib.suppress(ConfigError):
                 return len(cls.from_cfg(cfg, train).classes)
-        return 0
+        return cls.num_classes
 
     @classmethod
     def count_images(cls, cfg, most: int) -> int:
         """Return the number of training images; 0 if they cannot be read."""
         with contextlib.suppress(ConfigError):
-            return len(cls.from_cfg(cfg, train=True))
+            return cls.num_images or len(cls.from_cfg(cfg, train=True))
         return 0
 
 

@@ -36,16 +36,6 @@ class Shapes(IndexedImages):
         return super(SplitDataset, cls).find_problems(cfg, train)
 
     @classmethod
-    def count_classes(cls, cfg) -> int:
-        """Return the number of classes."""
-        return cls.num_classes
-
-    @classmethod
-    def count_images(cls, cfg, most: int) -> int:
-        """Return the number of training images."""
-        return cls.num_images
-
-    @classmethod
     def open_split(cls, cfg, name: str, trained: ImageDataset | None = None) -> "Shapes":
         """Return the set; draw it if it does not exist yet."""
         cache = cache_folder(cfg.DATA.CACHE_DIR)
