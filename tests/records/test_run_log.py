@@ -15,6 +15,7 @@ from support.runs import ROOT, small_options
 from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config import load_cfg
 from distribuuuu.records import run_log as log
+from distribuuuu.records.metric_writers import RecordFile, drop_records_after
 from distribuuuu.trainer import train_model
 
 METRICS = {"count": 10, "loss": 1.0, "top1": 50.0, "topk": 90.0}
@@ -197,3 +198,21 @@ def test_the_last_lines_name_the_best_weights_and_a_command_that_evaluates_them(
     command = commands[0]
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and f"validation of 37 images, ema weights: top1 {best['top1']:.3f} " in done.stderr
+
+
+def test_the_records_after_a_position_are_removed(tmp_path):
+    steps = [("train", 1, 2), ("train", 1, 4), ("eval", 1, 4), ("train", 2, 2), ("train", 2, 4)]
+    path = tmp_path / "metrics.jsonl"
+    file = RecordFile(path)
+    for kind, epoch, step in steps:
+        file.append({"kind": kind, "epoch": epoch, "step": step})
+    drop_records_after(path, 1, 3)
+    assert [(one["kind"], one["epoch"], one["step"]) for one in map(json.loads, path.open())] == steps[:4]
+    drop_records_after(path, 0, 4)  # the evaluation of the epoch is made again
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_the_best_value_is_shown_with_its_epoch_from_1():
+    assert (
+        Best(98.4, 2).describe("top1") == "98.40 (epoch 3)" and Best(0.5).describe("loss") == "0.5000 (epoch unknown)"
+    )
