@@ -77,9 +77,6 @@ def problems_of(*words: str, cfg_file: str | None = None) -> list[str]:
     return [str(problem) for problem in read_cfg(cfg_file, words)[1]]
 
 
-# ------------------------------------------------------------------------------------------ names of entries
-
-
 def test_a_path_is_relative_to_the_file_that_names_it_and_is_stored_absolute(tmp_path):
     own = write("lab/own.py", TASK)
     write("lab/own.yaml", "PLUGINS: [./own.py]\nTASK:\n  NAME: own_task\n  KWARGS: {rho: 0.5}\n")
@@ -161,9 +158,6 @@ def test_objects_of_a_plug_in_can_be_read_in_a_process_that_is_not_forked():
     code = "import pickle; print(pickle.load(open('content', 'rb'))[1].rho)"
     done = run_python("-c", code, cwd=Path.cwd())
     assert done.stdout == "0.25\n", done
-
-
-# ------------------------------------------------------------------------------------------------- trust
 
 
 def test_the_commands_on_a_run_know_its_plug_ins(image_folder, tmp_path):

@@ -62,9 +62,6 @@ def states() -> tuple:
     return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
 
-# What the policies do
-
-
 @pytest.mark.parametrize("text", ["rand-m7-mstd0.5-inc1", "augmix-m5-w4-d2", "original"])
 def test_timms_text_gives_what_timm_gives(text):
     made = {"r": auto_augment.rand_augment_transform, "a": auto_augment.augment_and_mix_transform}
@@ -110,9 +107,6 @@ def test_text_that_is_not_understood_says_why_and_where_it_was_set(small_cfg):
     build_loader(small_cfg("AUG.POLICY", "none-1"), ALONE, CPU, train=False)
 
 
-# Erasing
-
-
 def test_erasing_hits_its_share_of_images_with_boxes_of_torchvisions_shapes():
     areas = []
     for seed in range(1200):
@@ -123,9 +117,6 @@ def test_erasing_hits_its_share_of_images_with_boxes_of_torchvisions_shapes():
             assert int(hit.sum()) == height * width and 0.25 < height / width < 4
             areas.append(height * width / 64**2)
     assert 250 <= len(areas) <= 350 and 0.015 < min(areas) < 0.05 and 0.28 < max(areas) < 0.35
-
-
-# The order, and nothing where nothing is asked for
 
 
 def test_the_policy_comes_first_then_the_others_and_each_draws_the_same_whatever_they_are():
@@ -142,9 +133,6 @@ def test_the_policy_comes_first_then_the_others_and_each_draws_the_same_whatever
     assert torch.equal(jittered(LazyImage(scene()), SampleRNG(2, 7)), alone)
 
 
-# Registered operations
-
-
 def test_color_noise_shifts_each_image_along_the_components_of_imagenets_colors():
     gray = torch.full((3, 4, 4), 128, dtype=torch.uint8)
     transform = AugmentedCrop(whole(), operations=(augment.pca_noise,))
@@ -153,9 +141,6 @@ def test_color_noise_shifts_each_image_along_the_components_of_imagenets_colors(
     # Deviations in gray levels and the least correlation, from the eigenvalues and eigenvectors of pycls.
     assert torch.allclose(shifts[:, :, 0, 0].std(0), torch.tensor([3.167, 3.223, 3.255]).double(), rtol=0.1)
     assert 0.95 < torch.corrcoef(shifts[:, :, 0, 0].T).min() < 0.995
-
-
-# Where the numbers come from
 
 
 WAYS = [("process", 2), ("thread", 3)]

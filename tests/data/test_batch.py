@@ -18,8 +18,6 @@ from distribuuuu.tasks.classification import Classification
 from distribuuuu.tasks.metrics import StepOutput
 from distribuuuu.trainer import train_model
 
-# The index
-
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("broken", [False, True])
@@ -53,9 +51,6 @@ def test_the_index_of_a_training_image_is_that_of_its_key_for_every_order(small_
         assert batch.targets.tolist() == [loader.images.label(index) for index in batch.index.tolist()]
     for way in WAYS[1:]:
         assert_same_batches(batches_of(small_cfg(*words, *way)), batches)
-
-
-# Targets
 
 
 class Boxes(ImageDataset):

@@ -268,9 +268,6 @@ def test_a_jpeg_with_bytes_too_many_is_read_by_every_decoder(decoder):
     assert EncodedImage(data, decoder).crop(Box(0, 0, 44, 60), 5).shape[0] == 3
 
 
-# Crops
-
-
 def pil_crop(image: Image.Image, box: Box, size: int) -> torch.Tensor:
     part = image.convert("RGB").crop((box.left, box.top, box.left + box.width, box.top + box.height))
     return tensor_of(part.resize((size, size), Image.Resampling.BILINEAR))
@@ -301,9 +298,6 @@ def test_pixels_of_any_kind_are_taken():
     gray = drawn[:, :, 0].copy()
     for item in (gray, gray[:, :, None], Image.fromarray(gray)):
         assert torch.equal(open_lazy_image(item, "auto").pixels(), planes[:1].expand(3, -1, -1))
-
-
-# Rows cut out of a JPEG
 
 
 @pytest.mark.parametrize("mode", [*SUBSAMPLINGS, "gray"])

@@ -107,9 +107,6 @@ def test_the_shares_are_drawn_from_beta_and_each_kind_has_its_own():
     assert len(set(mixer(mixup=0.8).draw(0, 0, 0).lam.tolist())) == 12
 
 
-# From the config
-
-
 def mixing_cfg(*words):
     return make_cfg("MODEL.NUM_CLASSES", NUM_CLASSES, *words)
 

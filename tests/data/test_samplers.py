@@ -92,9 +92,6 @@ def test_evaluation_takes_each_image_exactly_once():
         assert [len(sampler) for sampler in parts] == [len(list(sampler)) for sampler in parts]
 
 
-# Progressive resizing
-
-
 def test_sizes_are_those_of_ffcv_with_ends_as_they_were_set_and_multiples_between():
     for start, end, first, last in [(160, 192, 65, 76), (160, 192, 12, 14), (96, 224, 0, 33)]:
         for epoch in range(100):

@@ -54,11 +54,6 @@ def lazy_image_of(image: Image.Image) -> LazyImage:
     return open_lazy_image(image, "auto")
 
 
-# Random numbers
-
-
-# The random resized crop
-
 ODD_SIZES = [(1, 1), (1, 5000), (5000, 1), (2, 3), (1, 2), (7, 7), (500, 375), (3, 20000), (64, 4097), (224, 224)]
 
 
@@ -86,9 +81,6 @@ def test_where_nothing_fits_the_box_is_torchvisions_in_the_middle():
     rng = Counted(0, 0)
     random_resized_box(rng, 400, 400, (0.1, 0.2))
     assert rng.num == 4
-
-
-# The padded crop
 
 
 def test_a_padded_crop_is_torchvisions_at_the_same_corner():
@@ -136,9 +128,6 @@ def test_a_batch_is_cropped_as_its_images_are():
                 assert torch.equal(transform(LazyImage(image), SampleRNG(*position)), result)
 
 
-# Evaluation
-
-
 def evaluated(image: Image.Image, resize_to: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return an image as we evaluate it and as torchvision does."""
     other = tensor_of(theirs.CenterCrop(size)(theirs.Resize(resize_to)(image)))
@@ -170,9 +159,6 @@ def test_odd_shapes_are_evaluated_in_the_same_place_and_trained_on():
             assert rng.num == 0, "evaluation draws nothing"
             pixels = transform(lazy_image, rng)
             assert pixels.shape == (3, 32, 32) and (pixels == 77).all()
-
-
-# Resizing and cutting
 
 
 def layouts(image: Image.Image) -> dict[str, torch.Tensor]:

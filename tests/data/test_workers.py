@@ -95,9 +95,6 @@ def own_children():
     return lambda: children() - before
 
 
-# The same batches
-
-
 @pytest.mark.parametrize("kind, num", WAYS)
 def test_an_epoch_is_entered_at_any_step_and_left_at_any(small_cfg, reference, kind, num):
     loader = build_loader(small_cfg(*way_words(kind, num)), ALONE, CPU, train=True)
@@ -109,9 +106,6 @@ def test_an_epoch_is_entered_at_any_step_and_left_at_any(small_cfg, reference, k
         assert not taken or same_batches(here, expected), (epoch, first_step)
     assert same_batches(loader.batches_from(3, 1, 0), reference[1])
     assert same_batches(loader.batches_from(3, 0, 2), reference[0][2:])
-
-
-# What goes wrong
 
 
 class Fails(Squares):
@@ -218,9 +212,6 @@ def test_a_run_whose_worker_is_killed_ends_with_one_message(image_folder, tmp_pa
     assert "Traceback" not in done.stderr and "see below" not in done.stderr
 
 
-# What they leave behind
-
-
 @pytest.mark.parametrize("used", [0, 2])
 def test_workers_end_with_their_loader(used, own_children):
     batches = start("process", 2)
@@ -230,9 +221,6 @@ def test_workers_end_with_their_loader(used, own_children):
     del batches
     gc.collect()
     assert not own_children()
-
-
-# Threads of tensors
 
 
 class CountsThreads(Squares):
@@ -265,9 +253,6 @@ def test_a_worker_computes_on_one_thread_and_the_model_on_as_many_as_before(thre
     assert seen == [3]
 
 
-# How many
-
-
 def fake_cores(monkeypatch, cores: int, quota: str | None) -> None:
     """Have the machine offer so many cores, and its control group say `quota`, or nothing."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
@@ -288,9 +273,6 @@ def test_cores_are_those_of_the_set_and_no_more_than_the_quota(monkeypatch):
     ]:  # fmt: skip
         fake_cores(monkeypatch, cores, quota)
         assert count_cores() == expected, (cores, quota)
-
-
-# Bad files in the whole loader
 
 
 @pytest.mark.parametrize("way", SOME_WAYS)
@@ -334,9 +316,6 @@ def test_an_evaluation_marks_broken_images_and_puts_none_in_their_place(small_cf
     assert first.targets.tolist() == [0, 0, 0] and first.index.tolist() == [0, 1, 2]
     assert not first.images[:num_bad].any() and torch.equal(first.images[num_bad:], whole[0].images[num_bad:])
     assert same_batches(others, whole[1:])
-
-
-# Sets of one's own
 
 
 class Changing(CenterCrop):

@@ -204,9 +204,6 @@ def with_gradients(scale: float = 1.0) -> nn.Module:
     return model
 
 
-# ------------------------------------------------------------------------------------------------- arguments
-
-
 @each_row(("words", "said"), [
     ("OPTIM.NAME adamw OPTIM.KWARGS.betas [0.9,0.9]", "OPTIM.KWARGS.betas (command line): is an option; fix"),
     ("OPTIM.KWARGS.weight_decay 1", "fix: set OPTIM.WEIGHT_DECAY instead"), ("OPTIM.KWARGS.lr 1", "set OPTIM.BASE_LR"),
@@ -221,9 +218,6 @@ def with_gradients(scale: float = 1.0) -> nn.Module:
 def test_what_an_option_sets_and_what_conflicts_is_refused_when_the_config_is_read(words, said):
     (problem,) = problems_of(load_cfg, None, words.split())
     assert said in problem
-
-
-# -------------------------------------------------------------------------------------------------- clipping
 
 
 @pytest.mark.parametrize("limit", [1e-3, 0.01, 10.0])
@@ -251,9 +245,6 @@ def test_values_are_clipped_as_torch_does_and_nan_stays():
         nn.utils.clip_grad_value_(theirs.parameters(), 0.01)
         for mine, peer in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, peer.grad, rtol=0, atol=0, equal_nan=True)
-
-
-# ---------------------------------------------------------------------------------------------- weight decay
 
 
 def dino_schedule(base: float, final: float, epochs: int, steps: int) -> list[float]:

@@ -77,9 +77,6 @@ def test_json_beside_images_in_class_folders_is_an_annotation(tmp_path):
     assert index.classes == ("a",)
 
 
-# ------------------------------------------------------------------------------------------ refused
-
-
 def tar_of(path: Path, *members: tuple, **options) -> Path:
     with tarfile.open(path, "w", **options) as archive:
         for name, data, *rest in members:
@@ -204,9 +201,6 @@ def test_a_zip_that_holds_more_than_it_declares_is_not_unpacked(tmp_path):
         read_member(index, 0)
     with pytest.raises(ConfigError, match="is no ZIP, or is truncated"):
         open_one(change(path, lambda content: content[:-30]))
-
-
-# ------------------------------------------------------------------------------------------- places
 
 
 def errors_of(root: Path, tmp_path: Path, *words: object) -> str:
