@@ -3,6 +3,7 @@
 import collections
 import errno
 import io
+import itertools
 import os
 import re
 import zipfile
@@ -93,10 +94,7 @@ class Rebuilt:
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
-@pytest.mark.parametrize(
-    ("size", "stride"),
-    [((1 << 34,), (1,)), ((1 << 40,), (0,)), ((-4,), (1,))],
-)
+@pytest.mark.parametrize(("size", "stride"), [((1 << 34,), (1,)), ((1 << 40,), (0,)), ((-4,), (1,))])
 def test_a_tensor_that_claims_more_than_its_file_has_is_refused(tmp_path, size, stride, is_zip):
     path = tmp_path / "huge.pth"
     torch.save({"state_dict": {"w": Rebuilt(size, stride)}}, path, _use_new_zipfile_serialization=is_zip)
@@ -126,17 +124,14 @@ def write_with(value: Any) -> Damage:
     return lambda path: torch.save({"state_dict": {"w": torch.ones(1)}, "x": value}, path)
 
 
-@pytest.mark.parametrize(
-    ("write", "words"),
-    [
-        (write_compressed, ".*data.pkl is compressed"),
-        (write_with(CIRCLE), ".*more than 1000000 values"),
-        (write_with(np.datetime64("2021-01-01")), ".*objects other than plain data; fix: .*torch.save"),
-        (write_with(Trap()), ""),
-        *((lambda path, content=content: torch.save(content, path), "holds no state dict")
-          for content in ({"hello": 3}, torch.ones(3))),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("write", "words"), [
+    (write_compressed, ".*data.pkl is compressed"),
+    (write_with(CIRCLE), ".*more than 1000000 values"),
+    (write_with(np.datetime64("2021-01-01")), ".*objects other than plain data; fix: .*torch.save"),
+    (write_with(Trap()), ""),
+    *((lambda path, content=content: torch.save(content, path), "holds no state dict")
+      for content in ({"hello": 3}, torch.ones(3))),
+])  # fmt: skip
 def test_content_that_is_no_checkpoint_is_refused(tmp_path, monkeypatch, write, words):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "bad.pth")
@@ -225,12 +220,9 @@ def test_a_full_disk_leaves_the_old_records_and_the_old_config(tmp_path, monkeyp
     assert path.read_text() == "broken\n" and config.read_text() == "old" and len(os.listdir(tmp_path)) == 2
 
 
-LAUGHS = "a: &a [x, x]\n" + "".join(
-    f"{chr(98 + n)}: &{chr(98 + n)} [*{chr(97 + n)}, *{chr(97 + n)}]\n" for n in range(20)
-)
-MERGES = "a: &a {x: 1}\n" + "".join(
-    f"{chr(98 + n)}: &{chr(98 + n)}\n  <<: [*{chr(97 + n)}, *{chr(97 + n)}]\n" for n in range(20)
-)
+PAIRS = list(itertools.pairwise("abcdefghijklmnopqrstu"))
+LAUGHS = "a: &a [x, x]\n" + "".join(f"{new}: &{new} [*{old}, *{old}]\n" for old, new in PAIRS)
+MERGES = "a: &a {x: 1}\n" + "".join(f"{new}: &{new}\n  <<: [*{old}, *{old}]\n" for old, new in PAIRS)
 DEEP = "nested deeper than 50 levels"
 
 

@@ -20,11 +20,7 @@ from torch import nn
 from distribuuuu.checkpoint import io as checkpoint_io
 from distribuuuu.checkpoint import manager as checkpoint
 from distribuuuu.checkpoint.io import CheckpointError, load_state_dict, read_checkpoint, write_atomically
-from distribuuuu.checkpoint.manager import (
-    CheckpointManager,
-    NonFiniteError,
-    checkpoint_name,
-)
+from distribuuuu.checkpoint.manager import CheckpointManager, NonFiniteError, checkpoint_name
 from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config import load_cfg
 from distribuuuu.engine.state import TrainState
@@ -56,9 +52,7 @@ def test_the_newest_is_found_by_number_not_by_name(tmp_path):
     assert folder.find_latest().name == "ckpt_ep_1000_step_000003.pth.tar"
 
 
-@pytest.mark.parametrize(
-    ("keep", "saved", "kept"), [((2, 3), (1, 2, 3, 4, 5, 6, 7), (3, 6, 7)), ((1, 0), (9, 2), (2, 9))]
-)
+@pytest.mark.parametrize(("keep", "saved", "kept"), [((2, 3), range(1, 8), (3, 6, 7)), ((1, 0), (9, 2), (2, 9))])
 def test_the_newest_and_every_kth_checkpoint_are_kept(tmp_path, keep, saved, kept):
     """The one just written too, beside newer numbers."""
     folder = CheckpointManager(tmp_path, *keep)

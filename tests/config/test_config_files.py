@@ -27,8 +27,12 @@ def folder(tmp_path, monkeypatch):
 
 def write(**files: str) -> None:
     for name, text in files.items():
-        with open(f"{name}.yaml", "w") as file:
-            file.write(text)
+        write_config(f"{name}.yaml", text)
+
+
+def write_config(path: str, text: str = "OUT_DIR: mine\n") -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
 
 
 def test_later_files_win_and_a_shared_base_is_merged_once():
@@ -77,8 +81,7 @@ def test_the_evaluation_set_follows_a_training_set_of_a_later_file(test, expecte
 
 
 def test_a_base_may_be_a_shipped_config_and_plug_ins_are_beside_their_own_file(folder):
-    (folder / "base").mkdir()
-    (folder / "base" / "plug.py").write_text("")
+    write_config("base/plug.py", "")
     write(**{"base/a": "PLUGINS: [plug.py]\n", "top": "_BASE_: [shapes/resnet14, base/a]\nOUT_DIR: x\n"})
     cfg = load_cfg("top.yaml")
     assert cfg.PLUGINS == (str(folder / "base" / "plug.py"),) and cfg.DATA.NAME == "shapes"
@@ -113,25 +116,16 @@ def test_a_config_in_the_folder_of_a_run_names_no_base():
     assert read_configs(["config.yaml"], [])[0].RNG_SEED == 1, "a folder of configs, which the user names, may"
 
 
-def test_a_run_stores_the_merged_config(image_folder, folder):
-    (folder / "configs").mkdir()
-    write(
-        **{"configs/base": "OPTIM: {BASE_LR: 0.01, MOMENTUM: 0.5}\n", "configs/top": "_BASE_: base.yaml\nRNG_SEED: 3\n"}
-    )
+def test_a_run_stores_the_merged_config_and_a_sweep_the_files_and_their_bases(image_folder, folder):
+    write(**{"configs/base": "OPTIM: {MOMENTUM: 0.5}\n", "configs/top": "_BASE_: base.yaml\nRNG_SEED: 3\n"})
     small = small_options(image_folder, folder / "out")
     cfg = load_cfg("configs/top.yaml", small)
     train_model(cfg)
     stored = (folder / "out" / "config.yaml").read_text()
     assert "_BASE_" not in stored and load_cfg(str(folder / "out" / "config.yaml")) == cfg
     assert json.loads((folder / "out" / "results.json").read_text())["config"] == "configs/top"
-
-
-def test_a_sweep_stores_the_files_and_their_bases(image_folder, folder):
     sweep, trials = command_module("sweep.sweep"), command_module("sweep.trials")
-    (folder / "configs").mkdir()
-    write(**{"configs/base": "OPTIM: {MOMENTUM: 0.5}\n", "configs/top": "_BASE_: base.yaml\nRNG_SEED: 3\n"})
     (folder / "sweep").mkdir()
-    small = small_options(image_folder, folder / "out")
     words = ["--cfg", "configs/top.yaml", "OPTIM.NESTEROV=true,false", *small[:-2], "OUT_DIR", "sweep"]
     plan = sweep.plan_sweep(*sweep.parse_args("sweep", words))
     trials.open_sweep(plan, sweep.read_files("configs/top.yaml")[1])
@@ -140,11 +134,6 @@ def test_a_sweep_stores_the_files_and_their_bases(image_folder, folder):
 
 
 SHIPPED = str(ROOT / "configs" / "shapes" / "resnet14.yaml")
-
-
-def write_config(path: str, text: str = "OUT_DIR: mine\n") -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text)
 
 
 def test_a_shipped_config_is_found_by_its_name():

@@ -96,19 +96,16 @@ def test_a_module_is_named_as_python_imports_it(tmp_path, monkeypatch):
     assert cfg.PLUGINS == ("my_lab_of_this_test.tasks",)
 
 
-@pytest.mark.parametrize(
-    ("text", "words", "message"),
-    [
-        (TASK, "TASK.NAME own_tsk", "TASK.NAME (command line): got 'own_tsk'; .*; did you mean own_task?"),
-        (TASK, "TASK.NAME own_task TASK.KWARGS.roh 1", "TASK.KWARGS.roh (command line): no such.* mean rho?"),
-        (TASK, "TASK.NAME own_task TASK.KWARGS.rho 2", "TASK.KWARGS.rho (command line): got 2.0; expected 0 to 1"),
-        ("x = 1\ny = undefined", "", "PLUGINS (command line): .*own.py fails: NameError: .* (.*own.py:2)"),
-        ("def broken(:", "", "PLUGINS (command line): .*own.py fails: SyntaxError: .* (.*own.py:1)"),
-        ("import no_such_package", "", "PLUGINS .*own.py fails: ModuleNotFoundError: .*no_such_package.* (.*own.py:1)"),
-        (TASK + TASK.replace("OwnTask", "B"), "", "PLUGINS .*: task 'own_task' is registered twice: .*own.py:20)"),
-        (None, "", "PLUGINS (command line): no such file: .*own.py; did you mean owner.py?"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "words", "message"), [
+    (TASK, "TASK.NAME own_tsk", "TASK.NAME (command line): got 'own_tsk'; .*; did you mean own_task?"),
+    (TASK, "TASK.NAME own_task TASK.KWARGS.roh 1", "TASK.KWARGS.roh (command line): no such.* mean rho?"),
+    (TASK, "TASK.NAME own_task TASK.KWARGS.rho 2", "TASK.KWARGS.rho (command line): got 2.0; expected 0 to 1"),
+    ("x = 1\ny = undefined", "", "PLUGINS (command line): .*own.py fails: NameError: .* (.*own.py:2)"),
+    ("def broken(:", "", "PLUGINS (command line): .*own.py fails: SyntaxError: .* (.*own.py:1)"),
+    ("import no_such_package", "", "PLUGINS .*own.py fails: ModuleNotFoundError: .*no_such_package.* (.*own.py:1)"),
+    (TASK + TASK.replace("OwnTask", "B"), "", "PLUGINS .*: task 'own_task' is registered twice: .*own.py:20)"),
+    (None, "", "PLUGINS (command line): no such file: .*own.py; did you mean owner.py?"),
+])  # fmt: skip
 def test_a_mistake_is_one_message_with_its_place(text, words, message):
     write("owner.py", "")
     if text is not None:

@@ -239,10 +239,7 @@ def test_a_pair_may_be_joined_by_an_equals_sign():
     assert cfg.FINETUNE.LR_MULT == {"layer[12].*": 2.0}
 
 
-PATHS = [key for key, option in OPTIONS.items() if option.path]
-
-
-@pytest.mark.parametrize("key", PATHS)
+@pytest.mark.parametrize("key", [key for key, option in OPTIONS.items() if option.path])
 def test_every_path_expands_the_home_folder_and_variables(key, write, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     more = ["DISTILL.TEACHER", "resnet8"] if key == "DISTILL.WEIGHTS" else []
@@ -259,10 +256,8 @@ def test_every_path_expands_the_home_folder_and_variables(key, write, monkeypatc
 def test_a_missing_or_unreadable_file_names_its_neighbours(tmp_path):
     (tmp_path / "resnet50.yaml").touch()
     assert f"did you mean {tmp_path}/resnet50.yaml" in problems_of(load_cfg, str(tmp_path / "resnet5O.yaml"))[0]
-    assert (
-        f"cannot be read: Is a directory; did you mean {tmp_path}/resnet50.yaml?"
-        in problems_of(load_cfg, str(tmp_path))[0]
-    )
+    said = f"cannot be read: Is a directory; did you mean {tmp_path}/resnet50.yaml?"
+    assert said in problems_of(load_cfg, str(tmp_path))[0]
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert "binary.yaml" in problems_of(load_cfg, str(tmp_path / "binary.yaml"))[0]
 

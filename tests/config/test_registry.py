@@ -1,13 +1,12 @@
 """Tables of names: discovered late, a typo answered with what is near; and the settings of their entries."""
 
-import subprocess
 import sys
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from support.runs import ROOT, run_python
+from support.runs import run_python
 from support.tables import each_row
 
 from distribuuuu.config import ConfigError, load_cfg
@@ -21,15 +20,6 @@ from distribuuuu.tasks.classification import Classification
 from distribuuuu.tasks.losses import CrossEntropy, build_loss
 from distribuuuu.trainer import train_model
 
-
-def make_package(root, name, files):
-    package = root / name
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    for file, text in files.items():
-        (package / file).write_text(text)
-
-
 REGISTERS = "from {package} import TABLE\n@TABLE.register\ndef {name}(): return {name!r}\n"
 
 
@@ -38,9 +28,10 @@ def table(tmp_path, monkeypatch):
     """A registry over a package of two files that register, and one that must not be imported."""
     monkeypatch.syspath_prepend(tmp_path)
     name = f"things_{tmp_path.name}"
-    make_package(tmp_path, name, {"slow.py": "raise ImportError('must be left alone')\n"})
-    table = Registry("TABLE", "thing", name)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "slow.py").write_text("raise ImportError('must be left alone')\n")
     (tmp_path / name / "__init__.py").write_text("TABLE = None\n")
+    table = Registry("TABLE", "thing", name)
     module = __import__(name)
     module.TABLE = table
     for thing in ("apple", "pear"):
@@ -138,20 +129,17 @@ def test_values_have_the_type_of_their_field(key, value, expected, entries):
     assert all(type(getattr(settings, name)) is type(value) for name, value in expected.items())
 
 
-@each_row(
-    ("key", "value", "message"),
-    [
-        ("KWARGS.roh", "1", "no such setting; did you mean rho?; expected one of rho, steps, kind, is_on, "),
-        ("KWARGS.rho", "many", "got 'many'; expected a number (default 1.0)"),
-        ("KWARGS.rho", "-1", "got -1.0; expected 0 or more"),
-        ("KWARGS.steps", "6", "got 6; expected at most 5"),
-        ("KWARGS.steps", "2.5", "got 2.5; expected an integer (default 2)"),
-        ("KWARGS.kind", "hrd", "got 'hrd'; expected one of soft, hard; did you mean hard?"),
-        ("KWARGS.is_on", "2", "got 2; expected true or false (default False)"),
-        ("KWARGS.scales", "[0.5, 2]", "got 2.0; expected 0.1 to 1"),
-        ("KWARGS", "{kind: hard, is_on: True}", "is_on: got True with kind hard; expected kind soft"),
-    ],
-)
+@each_row(("key", "value", "message"), [
+    ("KWARGS.roh", "1", "no such setting; did you mean rho?; expected one of rho, steps, kind, is_on, "),
+    ("KWARGS.rho", "many", "got 'many'; expected a number (default 1.0)"),
+    ("KWARGS.rho", "-1", "got -1.0; expected 0 or more"),
+    ("KWARGS.steps", "6", "got 6; expected at most 5"),
+    ("KWARGS.steps", "2.5", "got 2.5; expected an integer (default 2)"),
+    ("KWARGS.kind", "hrd", "got 'hrd'; expected one of soft, hard; did you mean hard?"),
+    ("KWARGS.is_on", "2", "got 2; expected true or false (default False)"),
+    ("KWARGS.scales", "[0.5, 2]", "got 2.0; expected 0.1 to 1"),
+    ("KWARGS", "{kind: hard, is_on: True}", "is_on: got True with kind hard; expected kind soft"),
+])  # fmt: skip
 @each_row("section", ["TASK", "LOSS", "DATA"])
 def test_each_mistake_is_reported_with_its_origin(section, key, value, message, entries):
     words = ["MODEL.NUM_CLASSES", "3", *OWN, "LOSS.LABEL_SMOOTHING", "2", f"{section}.{key}", value]
@@ -188,5 +176,5 @@ def test_settings_of_the_package_are_checked_without_torch():
         "words = ['LOSS.NAME', 'focal', 'LOSS.KWARGS.x', '1', 'TASK.KWARGS.y', '2', 'DATA.KWARGS.z', '3']\n"
         "print(len(read_cfg(None, words)[1]), 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = run_python("-c", code)
     assert done.stdout == "3 False\n", done
