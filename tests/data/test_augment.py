@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from support.batches import ALONE, CPU, own_task
+from support.images import tensor_of
 from support.runs import assert_same_run
 from support.tables import pairwise
 from timm.data import auto_augment
@@ -30,16 +31,11 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 def scene(side: int = 48, seed: int = 0) -> torch.Tensor:
     coarse = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
-    smooth = Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC)
-    return torch.from_numpy(np.array(smooth)).permute(2, 0, 1)
+    return tensor_of(Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC))
 
 
 def image_of(pixels: torch.Tensor) -> Image.Image:
     return Image.fromarray(pixels.permute(1, 2, 0).numpy())
-
-
-def pil_to_tensor(image: Image.Image) -> torch.Tensor:
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 def whole(size: int = 48) -> PaddedCrop:
@@ -76,8 +72,8 @@ def test_timms_text_gives_what_timm_gives(text):
         for seed in range(40):
             random.seed(seed)
             np.random.seed(seed)
-            expected = pil_to_tensor(theirs(image))
-            assert torch.equal(pil_to_tensor(mine(image, seed)), expected)
+            expected = tensor_of(theirs(image))
+            assert torch.equal(tensor_of(mine(image, seed)), expected)
             changed += not torch.equal(expected, scene())
         assert changed > 20
 
@@ -92,7 +88,7 @@ def test_torchvisions_names_give_what_torchvision_gives():
         mine = policy(text)
         for seed in range(40):
             torch.manual_seed(seed)
-            assert torch.equal(pil_to_tensor(mine(image, seed)), pil_to_tensor(theirs(image))), text
+            assert torch.equal(tensor_of(mine(image, seed)), tensor_of(theirs(image))), text
 
 
 def test_text_that_is_not_understood_says_why_and_where_it_was_set(small_cfg):
@@ -208,20 +204,18 @@ def test_losses_depend_neither_on_workers_nor_on_earlier_draws(small_cfg, monkey
         assert_same_run(tmp_path / str(number), tmp_path / "0")
 
 
-@pytest.mark.parametrize("way", [("process", 0), ("process", 1), ("thread", 1)])
-def test_an_error_of_an_operation_is_not_taken_for_a_broken_image(small_cfg, monkeypatch, way):
+@pytest.mark.parametrize("kind, num", [("process", 0), ("process", 1), ("thread", 1)])
+def test_an_error_of_an_operation_is_not_taken_for_a_broken_image(small_cfg, monkeypatch, kind, num):
     monkeypatch.setattr(AUGMENTATIONS, "_table", {})
 
     @AUGMENTATIONS.register
     def fails(pixels: torch.Tensor) -> torch.Tensor:
         raise KeyError("gamma")
 
-    words = ("AUG.OPERATIONS", "[fails]", "DATA.ON_BAD_IMAGE", "skip", "DATA.WORKER_KIND", way[0])
-    words = (*words, "TRAIN.WORKERS", way[1])
+    words = ("AUG.OPERATIONS", "[fails]", "DATA.ON_BAD_IMAGE", "skip", "DATA.WORKER_KIND", kind, "TRAIN.WORKERS", num)
     loader = build_loader(small_cfg(*words), ALONE, CPU, train=True)
-    with pytest.raises(
-        ConfigError, match=r"AUG.* failed in fails, .*test_augment.py, line \d+: KeyError: 'gamma'"
-    ) as caught:
+    said = r"AUG.* failed in fails, .*test_augment.py, line \d+: KeyError: 'gamma'"
+    with pytest.raises(ConfigError, match=said) as caught:
         next(loader.batches_from(3, 0, 0))
     assert "Traceback" not in str(caught.value) and loader.num_broken == 0
 

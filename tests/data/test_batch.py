@@ -91,9 +91,8 @@ class Located(Classification):
     def both(self, model, batch):
         logits = model(batch.images)
         box = F.l1_loss(logits.float(), batch.targets["box"][:, :3] / 30)
-        return StepOutput(
-            F.cross_entropy(logits, batch.targets["class"]) + box, logits.detach(), batch.targets["class"]
-        )
+        labels = batch.targets["class"]
+        return StepOutput(F.cross_entropy(logits, labels) + box, logits.detach(), labels)
 
     def train_step(self, model, batch, key):
         return self.both(model, batch)

@@ -7,9 +7,11 @@ import pytest
 import torch
 from PIL import Image
 from support.archives import files_of, write_tar
+from support.batches import assert_same_batches, batches_of
 from support.images import deep_png
 from support.runs import make_cfg
 from support.tables import each_row
+from timm.models import adapt_input_conv
 from torch import nn
 
 from distribuuuu.api import train
@@ -144,8 +146,6 @@ def test_normalization_and_erasing_use_the_range_of_the_pixels():
 
 @pytest.mark.parametrize("channels", [1, 2, 5])
 def test_the_first_layer_is_adapted_as_in_timm(channels):
-    from timm.models import adapt_input_conv
-
     weight = torch.randn(8, 3, 3, 3)
     assert torch.allclose(adapt_input(weight, channels), adapt_input_conv(channels, weight), atol=1e-6)
     words = ["DATA.CHANNELS", channels, "DATA.MEAN", [0] * channels, "DATA.STD", [1] * channels, "MODEL.NUM_CLASSES", 3]
@@ -185,18 +185,12 @@ def bands_cfg(bands, small_cfg):
     return lambda *words: small_cfg("TRAIN.DATASET", bands, "MODEL.NUM_CLASSES", 2, "AUG.ERASING", 0.5, *FIVE, *words)
 
 
-def batches(cfg) -> list:
-    loader = build_loader(cfg, Launch("alone"), CPU, train=True)
-    return [batch.images for epoch in (0, 1) for batch in loader.batches_from(3, epoch, 0)]
-
-
 @pytest.mark.parametrize("crop", ["resized", "pad"])
 def test_batches_do_not_depend_on_workers(bands_cfg, crop):
-    expected = batches(bands_cfg("DATA.CROP", crop))
-    assert expected[0].shape == (12, 5, 16, 16)
+    expected = batches_of(bands_cfg("DATA.CROP", crop))
+    assert expected[0].images.shape == (12, 5, 16, 16)
     for words in (("TRAIN.WORKERS", 2), ("TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"), ("DATA.LOADER", "device")):
-        found = batches(bands_cfg("DATA.CROP", crop, *words))
-        assert all(map(torch.equal, found, expected)) and len(found) == len(expected), words
+        assert_same_batches(batches_of(bands_cfg("DATA.CROP", crop, *words)), expected)
 
 
 def test_16_bit_files_are_reported_where_they_are_reduced(tmp_path, small_cfg):

@@ -89,10 +89,6 @@ def see_through() -> Image.Image:
     return image
 
 
-def gray_16() -> Image.Image:
-    return Image.fromarray(np.asarray(SCENE.convert("L")).astype(np.uint16) * 257)
-
-
 def oriented(kind: str, orientation: int = 6) -> bytes:
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -132,10 +128,10 @@ def test_every_decoder_reads_what_pil_reads(decoder):
 
 
 def test_other_kinds_of_pixels_are_converted_or_refused():
-    expected = tensor_of(SCENE.convert("L"))
-    pairs = [(kind, decoder) for kind in ("PNG", "TIFF", "PPM") for decoder in ("auto", "pil")]
-    for kind, decoder in pairs:
-        assert torch.equal(decode(encode(gray_16(), kind), decoder), expected), (kind, decoder)
+    gray = SCENE.convert("L")
+    deep = Image.fromarray(np.asarray(gray).astype(np.uint16) * 257)
+    for kind, decoder in itertools.product(("PNG", "TIFF", "PPM"), ("auto", "pil")):
+        assert torch.equal(decode(encode(deep, kind), decoder), tensor_of(gray)), (kind, decoder)
     with pytest.raises(ValueError, match="floating-point"):
         pil_to_tensor(Image.new("F", (4, 4)))
 
@@ -201,9 +197,8 @@ def test_the_limit_holds_for_pixels_too_and_may_be_above_pils(monkeypatch):
 def test_a_postscript_file_with_the_name_of_a_jpeg_starts_no_ghostscript(tmp_path, decoder, monkeypatch):
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args: pytest.fail("a program was started"))
     (tmp_path / "train" / "a").mkdir(parents=True)
-    (tmp_path / "train" / "a" / "x.jpg").write_bytes(
-        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n"
-    )
+    text = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n"
+    (tmp_path / "train" / "a" / "x.jpg").write_bytes(text)
     sample = Samples(ImageFolder(tmp_path, "train"), CenterCrop(8, 8), decoder, skip_broken=False)[0, 0]
     assert sample.broken[0].endswith(f"a/x.jpg: ValueError: not an image of a known format ({', '.join(FORMATS)})")
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,14 +23,9 @@ from distribuuuu.data.transforms import CenterCrop, ResizedCrop, random_resized_
 SCALE = (0.08, 1.0)
 
 
-class Fixed:
-    """Random numbers that are known beforehand."""
-
-    def __init__(self, *numbers: float):
-        self.numbers = list(numbers)
-
-    def uniform(self) -> float:
-        return self.numbers.pop(0)
+def fixed(*numbers: float) -> SimpleNamespace:
+    """Return random numbers that are known beforehand."""
+    return SimpleNamespace(uniform=iter(numbers).__next__)
 
 
 class Counted(SampleRNG):
@@ -65,10 +61,10 @@ def test_a_box_is_always_within_the_image():
         assert 0 <= box.top <= height - box.height and 0 <= box.left <= width - box.width
         assert box.height >= 1 and box.width >= 1 and all(type(value) is int for value in box)
     for extreme in (0.0, 1 - 2**-53):  # the first and the last place
-        box = random_resized_box(Fixed(extreme, extreme, 0.2, 0.5), 100, 80, SCALE)
+        box = random_resized_box(fixed(extreme, extreme, 0.2, 0.5), 100, 80, SCALE)
         assert (box.top, box.left) == ((0, 0) if extreme == 0 else (100 - box.height, 80 - box.width))
     assert random_resized_box(SampleRNG(0, 0), 300, 300, (1.0, 1.0)).height <= 300
-    assert random_resized_box(Fixed(0.5, 0.5, 1.0, 0.5), 300, 300, (1.0, 1.0)) == Box(0, 0, 300, 300)
+    assert random_resized_box(fixed(0.5, 0.5, 1.0, 0.5), 300, 300, (1.0, 1.0)) == Box(0, 0, 300, 300)
 
 
 def test_where_nothing_fits_the_box_is_torchvisions_in_the_middle():
@@ -105,15 +101,13 @@ def test_a_padded_crop_is_torchvisions_at_the_same_corner():
 
 def test_a_reflected_padding_is_that_of_numpy():
     for height, width, size, padding in [(32, 32, 32, 2), (40, 32, 32, 4), (32, 51, 32, 31), (8, 8, 8, 7)]:
-        image = np.asarray(scene(height, width)).transpose(2, 0, 1)
-        padded = torch.from_numpy(np.pad(image, ((0, 0), (padding,) * 2, (padding,) * 2), mode="reflect"))
+        image = scene(height, width)
+        padded = torch.from_numpy(np.pad(tensor_of(image), ((0, 0), (padding,) * 2, (padding,) * 2), mode="reflect"))
         for index in range(25):
             rng = SampleRNG(9, index)
             rng.uniform()
             top, left = (int(at) + padding for at in random_padded_corner(rng, height, width, size, padding))
-            pixels = PaddedCrop(size, padding, 0, mode="reflect")(
-                lazy_image_of(scene(height, width)), SampleRNG(9, index)
-            )
+            pixels = PaddedCrop(size, padding, 0, mode="reflect")(lazy_image_of(image), SampleRNG(9, index))
             assert torch.equal(pixels, padded[:, top : top + size, left : left + size])
 
 

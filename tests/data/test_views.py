@@ -55,10 +55,8 @@ def test_a_view_is_that_of_a_loader_of_its_own_with_the_seed_of_the_view(small_c
 
 def test_data_views_repeats_the_augmentation_with_other_numbers(small_cfg, monkeypatch):
     words = (*own_task(monkeypatch), "AUG.POLICY", "randaugment", "AUG.ERASING", 0.5)
-    (one, two, three), expected = (
-        batches_of(small_cfg(*words, "DATA.VIEWS", 3))[0].images,
-        batches_of(small_cfg(*words)),
-    )
+    one, two, three = batches_of(small_cfg(*words, "DATA.VIEWS", 3))[0].images
+    expected = batches_of(small_cfg(*words))
     assert torch.equal(one, expected[0].images) and not any(torch.equal(one, other) for other in (two, three))
     assert not torch.equal(two, three)
     with pytest.raises(ConfigError, match="DATA.VIEWS.*: got 2; TASK.NAME auto takes one view"):

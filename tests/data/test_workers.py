@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -84,15 +85,11 @@ def reference(image_folder, tmp_path_factory):
     return [list(loader.batches_from(3, epoch, 0)) for epoch in range(2)]
 
 
-def children() -> set[int]:
-    return {child.pid for child in multiprocessing.active_children()}
-
-
 @pytest.fixture
 def own_children():
     """Return own_children(): the processes that were started since the beginning of the test."""
-    before = children()
-    return lambda: children() - before
+    before = {child.pid for child in multiprocessing.active_children()}
+    return lambda: {child.pid for child in multiprocessing.active_children()} - before
 
 
 @pytest.mark.parametrize("kind, num", WAYS)
@@ -138,9 +135,7 @@ def slots(monkeypatch) -> list[int | None]:
 def test_batches_that_are_kept_are_not_overwritten_and_all_memory_is_reused(batch_bytes, slots):
     batches = start("process", 2, batch_bytes=batch_bytes)
     kept = list(batches)  # more than there are slots
-    assert numbers_of(kept) == EXPECTED and all(
-        (batch.images == batch.images[:, :1, :1, :1]).all() for batch, _ in kept
-    )
+    assert numbers_of(kept) == EXPECTED and all((images == images[:, :1, :1, :1]).all() for (images, *_), _ in kept)
     assert [batch.targets.tolist() for batch, _ in kept] == [[0, 1, 0, 1]] * 10
     assert {*slots} - {None} == set(range(6)) and (None in slots) == (batch_bytes == 4 * 8 * 8 * 3)
     part = kept[0][0].images[1:, :, 2]
@@ -238,13 +233,11 @@ def three_threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(
-    "kind, num, expected", [("thread", 1, 1), ("thread", 3, 1), ("process", 2, 1), ("thread", 0, 3)]
-)
-def test_a_worker_computes_on_one_thread_and_the_model_on_as_many_as_before(three_threads, kind, num, expected):
+@pytest.mark.parametrize("kind, num, wanted", [("thread", 1, 1), ("thread", 3, 1), ("process", 2, 1), ("thread", 0, 3)])
+def test_a_worker_computes_on_one_thread_and_the_model_on_as_many_as_before(three_threads, kind, num, wanted):
     batches = start(kind, num, CountsThreads())
     for _ in range(2):
-        assert {number for batch in numbers_of(batches) for number in batch} == {expected}
+        assert {number for batch in numbers_of(batches) for number in batch} == {wanted}
         assert torch.get_num_threads() == 3
     seen = []
     thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
@@ -253,26 +246,16 @@ def test_a_worker_computes_on_one_thread_and_the_model_on_as_many_as_before(thre
     assert seen == [3]
 
 
-def fake_cores(monkeypatch, cores: int, quota: str | None) -> None:
-    """Have the machine offer so many cores, and its control group say `quota`, or nothing."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-
-    def opened(path, *words):
-        assert path == "/sys/fs/cgroup/cpu.max"
-        if quota is None:
-            raise FileNotFoundError(path)
-        return io.StringIO(quota)
-
-    monkeypatch.setattr(host, "open", opened, raising=False)
-
-
 def test_cores_are_those_of_the_set_and_no_more_than_the_quota(monkeypatch):
     for cores, quota, expected in [
         (16, None, 16), (16, "max 100000\n", 16), (16, "400000 100000\n", 4), (2, "400000 100000\n", 2),
         (16, "10000 100000\n", 1), (16, "nonsense", 16),
     ]:  # fmt: skip
-        fake_cores(monkeypatch, cores, quota)
+        opened = mock.Mock(side_effect=FileNotFoundError if quota is None else [io.StringIO(quota)])
+        monkeypatch.setattr(host, "open", opened, raising=False)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False)
         assert count_cores() == expected, (cores, quota)
+        assert opened.call_args.args[0] == "/sys/fs/cgroup/cpu.max"
 
 
 @pytest.mark.parametrize("way", SOME_WAYS)

@@ -211,9 +211,7 @@ def test_missing_archives_are_reported_before_the_start(image_folder, tmp_path):
     root = archive_folder(image_folder, tmp_path / "data", "tars")
     assert not errors_of(root, tmp_path, "TRAIN.SPLIT", "train-{000..002}.tar", "TEST.SPLIT", "val-{000..002}.tar")
     pattern = f"{root}/train-{{000..002}}.tar"
-    assert "TEST.DATASET (command line): got" in errors_of(
-        root, tmp_path, "TRAIN.DATASET", pattern, "TEST.DATASET", pattern
-    )
+    assert "TEST.DATASET (command line)" in errors_of(root, tmp_path, "TRAIN.DATASET", pattern, "TEST.DATASET", pattern)
     assert not errors_of(root, tmp_path, "TRAIN.DATASET", pattern, "TEST.DATASET", root)
     for words, message in {
         ("TRAIN.SPLIT", "train-{000..003}.tar"): "no such files: train-003.tar; fix: check the first and the last",

@@ -26,9 +26,8 @@ def test_it_does_not_depend_on_the_folder_and_changes_with_an_image(image_folder
 
 
 def start(action, roots, out):
-    action(
-        load_cfg(None, small_options(roots[int(os.environ["RANK"])], out, "OPTIM.MAX_EPOCH", 1, "TRAIN.BATCH_SIZE", 4))
-    )
+    words = small_options(roots[int(os.environ["RANK"])], out, "OPTIM.MAX_EPOCH", 1, "TRAIN.BATCH_SIZE", 4)
+    action(load_cfg(None, words))
 
 
 @pytest.mark.parametrize("action, log", [(train_model, "train.log"), (evaluate_weights, "test.log")])

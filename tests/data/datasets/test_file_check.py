@@ -193,9 +193,8 @@ def test_classes_without_evaluation_images_are_reported(root, tmp_path):
 def test_one_class_alone_is_noted(tmp_path):
     draw_folder(tmp_path, "train", {"ant": 1})
     draw_folder(tmp_path, "val", {"ant": 1})
-    assert (
-        "there is only one class, ant" in load(tmp_path, True, "MODEL.NUM_CLASSES", 1, "TRAIN.BATCH_SIZE", 1).notes[0]
-    )
+    notes = load(tmp_path, True, "MODEL.NUM_CLASSES", 1, "TRAIN.BATCH_SIZE", 1).notes
+    assert "there is only one class, ant" in notes[0]
 
 
 @pytest.mark.parametrize("closed", ["train", "train/bee"])

@@ -1,5 +1,6 @@
 """Data sets of torchvision by name: splits, files, labels and settings, and damaged or untrusted files."""
 
+import inspect
 import pickle
 import re
 import shutil
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from support.batches import assert_same_batches, batches_of
 from support.images import draw_folder
+from torchvision import datasets
 from torchvision.datasets.mnist import FashionMNIST
 
 from distribuuuu.config import ConfigError, load_cfg
@@ -60,12 +62,8 @@ def cfg_of(small_cfg, root):
 
 
 def test_names_exist_in_torchvision_with_their_arguments():
-    import inspect
-
-    import torchvision.datasets
-
     for name, source in SOURCES.items():
-        arguments = inspect.signature(getattr(torchvision.datasets, name).__init__).parameters
+        arguments = inspect.signature(getattr(datasets, name).__init__).parameters
         keyword = [source.keyword] if source.splits else []
         assert all(argument in arguments or "kwargs" in arguments for argument in (*keyword, *source.settings)), name
 
@@ -107,16 +105,13 @@ def test_files_are_read_as_they_are(cfg_of, name, num):
     assert len(images.classes) == (43 if name == "GTSRB" else 2)
 
 
-@pytest.mark.parametrize(
-    "name, words, message",
-    [
-        ("EuroSAT", (), "DATA.NAME .*has no evaluation images; fix: DATA.KWARGS.val 0.2, or .*split .*2750"),
-        ("SVHN", ("TEST.SPLIT", "tets"), "TEST.SPLIT .*got 'tets'; .* has train, test, extra; did you mean test"),
-        ("DTD", ("DATA.KWARGS.size", "full"), "DATA.KWARGS.size .*no such setting of .*; expected one of partition"),
-        ("KMNIST", ("DATA.KWARGS.val", 0.2), "DATA.KWARGS.val .*it has none"),
-        ("KMNIST", ("MODEL.NUM_CLASSES", 3), "MODEL.NUM_CLASSES .*3, but DATA.NAME torchvision/KMNIST has 10 classes"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, words, message", [
+    ("EuroSAT", (), "DATA.NAME .*has no evaluation images; fix: DATA.KWARGS.val 0.2, or .*split .*2750"),
+    ("SVHN", ("TEST.SPLIT", "tets"), "TEST.SPLIT .*got 'tets'; .* has train, test, extra; did you mean test"),
+    ("DTD", ("DATA.KWARGS.size", "full"), "DATA.KWARGS.size .*no such setting of .*; expected one of partition"),
+    ("KMNIST", ("DATA.KWARGS.val", 0.2), "DATA.KWARGS.val .*it has none"),
+    ("KMNIST", ("MODEL.NUM_CLASSES", 3), "MODEL.NUM_CLASSES .*3, but DATA.NAME torchvision/KMNIST has 10 classes"),
+])  # fmt: skip
 def test_mistakes_are_reported_before_the_start(cfg_of, name, words, message):
     (problem,) = map(str, find_run_problems(cfg_of(name, *words), train=True))
     assert re.search(message, problem), problem

@@ -126,15 +126,12 @@ def test_a_long_field_is_cut_in_a_message(cfg_of, tmp_path):
     assert problems and all(len(problem) < 1000 for problem in problems)
 
 
-@each_row(
-    "table, message",
-    [
-        ("{lable: a}", "DATA.TABLE.lable .*no such setting; did you mean label"),
-        ("{file: ../a.csv}", "DATA.TABLE: .*below the folder of the data"),
-        ("{delimiter: ab}", "DATA.TABLE: .*expected one character"),
-        ("{columns: [path, path]}", "DATA.TABLE: .*a different name for each column"),
-    ],
-)
+@each_row("table, message", [
+    ("{lable: a}", "DATA.TABLE.lable .*no such setting; did you mean label"),
+    ("{file: ../a.csv}", "DATA.TABLE: .*below the folder of the data"),
+    ("{delimiter: ab}", "DATA.TABLE: .*expected one character"),
+    ("{columns: [path, path]}", "DATA.TABLE: .*a different name for each column"),
+])  # fmt: skip
 def test_wrong_words(table, message):
     with pytest.raises(ConfigError, match=message):
         load_cfg(None, ["DATA.NAME", "list", "DATA.TABLE", table])

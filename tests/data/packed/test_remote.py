@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from support.batches import assert_same_batches, batches_of
-from support.commands import command_module
 from support.images import draw_folder
 from support.packs import pack as make_pack
 from support.processes import wait_for
@@ -32,8 +31,6 @@ from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.data.packed.format import BlockShuffle
 from distribuuuu.data.packed.transport import RemoteError
 from distribuuuu.engine.preflight import find_run_problems
-
-parse_args, pack_split = command_module("pack.pack").parse_args, command_module("pack.packer").pack_split
 
 KINDS = [(0, "thread"), (2, "thread"), slow(2, "process")]
 
