@@ -2,6 +2,7 @@
 
 import copy
 import random
+import signal
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as torch_dist
 from support.processes import free_port, on_processes
 from support.runs import assert_close, newest, small_options
+from timm.layers import BatchNormAct2d
 from torch import nn
 
 from distribuuuu.checkpoint.io import read_checkpoint
@@ -26,6 +28,7 @@ from distribuuuu.distributed.sync_batchnorm import ProcessBatchNorm, convert_syn
 from distribuuuu.launch.detect import Launch, detect_launch
 from distribuuuu.launch.host import find_port_problem
 from distribuuuu.launch.nproc import without_nproc
+from distribuuuu.launch.signals import handled_by
 from distribuuuu.trainer import train_model
 
 
@@ -96,10 +99,6 @@ def test_the_processes_get_the_command_without_nproc():
 
 
 def test_signals_are_heard_while_the_main_thread_waits():
-    import signal
-
-    from distribuuuu.launch.signals import handled_by
-
     heard, before = [], signal.getsignal(signal.SIGUSR1)
     came = threading.Event()
 
@@ -213,10 +212,8 @@ def test_it_equals_batch_norm_over_the_whole_batch(momentum, mean, std):
     torch.testing.assert_close(out, expected[0], rtol=0, atol=tolerance)
     torch.testing.assert_close(grad, expected[1], rtol=0, atol=tolerance * grad.abs().max().item())
     for number in (2, 3):
-        total = (shares[0][number] + shares[1][number]).double()
-        torch.testing.assert_close(
-            total, expected[number], rtol=0, atol=10 * tolerance * expected[2].abs().max().item()
-        )
+        both = (shares[0][number] + shares[1][number]).double()
+        torch.testing.assert_close(both, expected[number], rtol=0, atol=10 * tolerance * expected[2].abs().max().item())
     for share in shares:
         torch.testing.assert_close(share[4].double(), expected[4], rtol=1e-6, atol=0)
         torch.testing.assert_close(share[5].double(), expected[5], rtol=1e-3, atol=0)
@@ -225,7 +222,6 @@ def test_it_equals_batch_norm_over_the_whole_batch(momentum, mean, std):
 
 def convert_timm_and_odd() -> tuple[bool, str]:
     with process_group(detect_launch(), CPU, 60):
-        from timm.layers import BatchNormAct2d
 
         class OwnNorm(nn.BatchNorm2d):
             pass

@@ -133,9 +133,7 @@ def test_a_checkpoint_of_one_kind_goes_on_as_another(run, small_cfg, first, seco
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", "gloo"])
-@pytest.mark.parametrize(
-    ("kind", "tolerance"), [("ddp", 0), ("zero1", 0), pytest.param("fsdp", 1e-6, marks=needs_fsdp)]
-)
+@pytest.mark.parametrize("kind, tolerance", [("ddp", 0), ("zero1", 0), pytest.param("fsdp", 1e-6, marks=needs_fsdp)])
 def test_one_process_alone_or_in_a_group_has_nothing_to_share(run, small_cfg, kind, tolerance, backend):
     """The tolerance is that of the norm by which sharded gradients are clipped."""
     cfg = small_cfg(*ALL_ON, *KINDS[kind], "DIST.BACKEND", backend)
@@ -146,15 +144,11 @@ def test_one_process_alone_or_in_a_group_has_nothing_to_share(run, small_cfg, ki
 
 @pytest.mark.slow
 @needs_fsdp
-@pytest.mark.parametrize(
-    ("words", "tolerance"),
-    [
-        (("MODEL.SYNCBN", True, "MODEL.PRECISE_BN", 24), 1e-5),
-        (("OPTIM.NAME", "lamb", "OPTIM.BASE_LR", 0.01, "OPTIM.NESTEROV", False), 1e-5),
-        (("DIST.COMPRESS", "bf16", "TRAIN.AMP", "bf16"), 1e-3),
-    ],
-    ids=["sgd, batch norm", "lamb", "bf16"],
-)
+@pytest.mark.parametrize(("words", "tolerance"), [
+    (("MODEL.SYNCBN", True, "MODEL.PRECISE_BN", 24), 1e-5),
+    (("OPTIM.NAME", "lamb", "OPTIM.BASE_LR", 0.01, "OPTIM.NESTEROV", False), 1e-5),
+    (("DIST.COMPRESS", "bf16", "TRAIN.AMP", "bf16"), 1e-3),
+], ids=["sgd, batch norm", "lamb", "bf16"])  # fmt: skip
 def test_fsdp_goes_with_other_options(small_cfg, tmp_path, words, tolerance):
     words = ("TRAIN.GLOBAL_BATCH_SIZE", 12, "EMA.HALF_LIFE", 40, "MODEL.CHANNELS_LAST", True, "OPTIM.BASE_LR", 0.05,
              *words)  # fmt: skip
@@ -352,11 +346,7 @@ def test_the_statistics_of_a_momentum_free_batch_norm_and_of_a_frozen_one_stay_r
     assert results[1]["stage2.0.norm1.num_batches_tracked"] == 0
 
 
-def blocks_of(model: nn.Module) -> dict[str, int]:
-    return Counter(type(block).__name__ for block in find_blocks(model).values())
-
-
-def test_the_blocks_of_known_models():
+def test_the_blocks_of_known_models_and_a_model_without_blocks_is_answered():
     for builder, name, expected in [
         (torchvision.models.get_model, "resnet50", {"Bottleneck": 16}),
         (torchvision.models.get_model, "vit_b_16", {"EncoderBlock": 12}),
@@ -368,7 +358,10 @@ def test_the_blocks_of_known_models():
         (torchvision.models.get_model, "vgg11", {}),
     ]:  # fmt: skip
         with torch.device("meta"):
-            assert blocks_of(builder(name)) == expected
+            blocks = find_blocks(builder(name)).values()
+        assert Counter(type(block).__name__ for block in blocks) == expected
+    with pytest.raises(ConfigError, match="MODEL.ACT_CHECKPOINT.*the model has no repeated blocks"):
+        recompute_blocks(nn.Linear(2, 2))
 
 
 def test_a_run_with_it_is_the_run_without_it(small_cfg, tmp_path):
@@ -378,8 +371,3 @@ def test_a_run_with_it_is_the_run_without_it(small_cfg, tmp_path):
     for name, on in (("with", True), ("without", False)):
         train_model(small_cfg(*words, "MODEL.ACT_CHECKPOINT", on, "OUT_DIR", tmp_path / name))
     assert_same_run(tmp_path / "with", tmp_path / "without")
-
-
-def test_a_model_without_blocks_is_answered():
-    with pytest.raises(ConfigError, match="MODEL.ACT_CHECKPOINT.*the model has no repeated blocks"):
-        recompute_blocks(nn.Linear(2, 2))

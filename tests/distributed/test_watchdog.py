@@ -36,16 +36,14 @@ class Member:
     def __init__(self, monitor: Monitor, rank: int):
         self.rank = rank
         self.channel = Channel(socket.create_connection(("127.0.0.1", monitor.port), timeout=60))
-        self.channel.send(token="secret", rank=rank, host="here", pid=rank)
+        self.send = self.channel.send
+        self.send(token="secret", rank=rank, host="here", pid=rank)
         self.orders: list[dict] = []
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         while not self.channel.broken:
             self.orders += [order for order in self.channel.receive() if order]
-
-    def send(self, **message) -> None:
-        self.channel.send(**message)
 
     def was_told(self, name: str) -> bool:
         return any(order.get(name) is not None for order in self.orders)

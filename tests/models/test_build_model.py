@@ -54,14 +54,11 @@ def test_registered_classics_have_the_state_dict_of_torchvision(arch):
     assert shapes(build_on_meta(arch)) == shapes(theirs)
 
 
-def test_tables_are_asked_in_order():
+def test_tables_are_asked_in_order_and_a_prefix_forces_one():
     assert find_architecture("resnet50").source == "distribuuuu"  # in all three
     assert find_architecture("convnext_tiny").source == "timm"  # in timm and torchvision
     assert find_architecture("vit_b_16").source == "torchvision"
     assert find_architecture("resnet18.a1_in1k").source == "timm"  # a name with a tag of its weights
-
-
-def test_prefix_forces_a_table():
     check_model(make_cfg("torchvision/regnet_y_400mf"))  # its constructor cannot run on the meta device
     assert type(build_on_meta("timm/resnet18")).__module__ == "timm.models.resnet"
     assert type(build_on_meta("torchvision/convnext_tiny")).__module__ == "torchvision.models.convnext"
@@ -226,15 +223,9 @@ def test_weights_that_timm_is_told_to_read_are_plain_data(tmp_path, name):
     assert not (tmp_path / "done").exists()
 
 
-@pytest.fixture(scope="module")
-def small_botnet():
-    torch.manual_seed(0)
-    return botnet50(num_classes=3, im_size=64)
-
-
-def test_botnet_rejects_other_sizes(small_botnet):
+def test_botnet_rejects_other_sizes():
     with pytest.raises(ValueError, match=r"got a feature map of 2 x 2; expected 4 x 4"):
-        small_botnet(torch.randn(2, 3, 32, 32))
+        botnet50(num_classes=3, im_size=64)(torch.randn(2, 3, 32, 32))
 
 
 def test_botnet_keeps_the_layout_of_the_original_state_dict():

@@ -111,21 +111,15 @@ def test_it_is_the_loop_in_float64(ramp_up, buffers):
 def test_it_is_updated_every_few_steps_of_an_epoch_and_copies_before_its_start():
     net, batch, num_steps = nn.Linear(1, 1, bias=False), 4, 5
     ema, expected = Ema(net, half_life=16, every_steps=2, start_epoch=1), net.weight.item()
-    for number, _ in enumerate(walk_weights(net, 3 * num_steps)):
+    torch.manual_seed(2)
+    for number in range(3 * num_steps):
+        nn.init.normal_(net.weight)
         epoch, step = divmod(number, num_steps)
         ema.finish_step(epoch, step, (number + 1) * batch, batch)
         if step in (0, 2, 4):
             share = 1 if (epoch, step) <= (1, 0) else 1 - 2.0 ** (-8 / 16)
             expected += share * (net.weight.item() - expected)
         assert ema.model.weight.item() == pytest.approx(expected, abs=1e-6), (epoch, step)
-
-
-def walk_weights(net: nn.Module, num: int):
-    """Yield after each of `num` random values of a net's only weight."""
-    torch.manual_seed(2)
-    for _ in range(num):
-        nn.init.normal_(net.weight)
-        yield
 
 
 EMA = ("EMA.HALF_LIFE", 30, "EMA.RAMP_UP", 0)
@@ -154,9 +148,7 @@ def test_a_run_without_an_average_may_continue_with_one_and_vice_versa(copied_ru
     assert "ema_state_dict" not in train_and_read(small_cfg("OPTIM.MAX_EPOCH", 4))
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("none", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
-)
+@pytest.mark.parametrize("name, dtype", [("none", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_the_forward_pass_computes_in_the_type_and_the_weights_stay_float32(name, dtype):
     precision, net = Precision(name), nn.Linear(4, 2)
     with precision.autocast():
