@@ -391,9 +391,8 @@ def test_the_readme_is_short_and_names_every_package():
 @pytest.mark.skipif(bool(list_deleted_paths()), reason="fewer lines are loaded")
 def test_the_readme_counts_what_a_default_run_loads():
     output = subprocess.run([sys.executable, ROOT / "benchmarks" / "spine.py"], capture_output=True, text=True).stdout
-    rows = {
-        name: [*map(int, row.split())] for name, row in re.findall(r"^(\S+) +(\d+ +\d+ +\d+)", output, re.MULTILINE)
-    }
+    found = re.findall(r"^(\S+) +(\d+ +\d+ +\d+)", output, re.MULTILINE)
+    rows = {name: [*map(int, row.split())] for name, row in found}
     shown = re.search(r"imports ([\d,]+) lines of this package; (\d+) % of them", README)
     lines, ran = rows["spine"][1:]
     expected = {shown[1]: f"{lines:,}", shown[2]: f"{100 * ran / lines:.0f}"}

@@ -188,8 +188,6 @@ def test_soups_are_evaluated_and_saved(shapes_folder, tmp_path):
     assert torch.equal(uniform, torch.stack(states).mean(0))
 
 
-# ------------------------------------------------------------------------------------------- docs/extending.md
-
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (.+)\n((?:.|\n)*?)(?=^## |\Z)", PAGE, re.MULTILINE))
 ROWS = re.findall(r"^\| .+ \| (\d+) \| (\d+) \| \[example\]\(#(.+)\) \|$", PAGE, re.MULTILINE)

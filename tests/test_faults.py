@@ -22,15 +22,6 @@ if sys.platform != "linux":
 
 from bench_support.training_process import TrainingProcess
 
-# The weights turn into NaN in the second step of the second epoch, where a checkpoint is due.
-EXPLODING = (
-    "MODEL.ARCH", "exploding", "CHECKPOINT.EVERY_STEPS", 2, "TRAIN.PRINT_FREQ", 4, "OPTIM.MAX_EPOCH", 3,
-)  # fmt: skip
-
-
-def train_failing_model(root: Path, out_dir: Path, *overrides):
-    return run_tool(FAILING_MODELS, TRAIN_NET, *small_options(root, out_dir, *overrides))
-
 
 def is_finite(path: Path) -> bool:
     return find_nonfinite(read_checkpoint(path)) is None
@@ -38,30 +29,28 @@ def is_finite(path: Path) -> bool:
 
 @pytest.mark.slow
 def test_a_nan_without_a_rollback_stops_the_run_with_one_message(image_folder, tmp_path):
-    done = train_failing_model(image_folder, tmp_path / "out", "--nproc", 2, *EXPLODING, "TRAIN.BATCH_SIZE", 6)
+    # The weights turn into NaN in the second step of the second epoch, where a checkpoint is due.
+    words = ("MODEL.ARCH", "exploding", "CHECKPOINT.EVERY_STEPS", 2, "TRAIN.PRINT_FREQ", 4, "OPTIM.MAX_EPOCH", 3)
+    options = small_options(image_folder, tmp_path / "out", "--nproc", 2, *words, "TRAIN.BATCH_SIZE", 6)
+    done = run_tool(FAILING_MODELS, TRAIN_NET, *options)
     assert done.returncode == 2 and done.stderr.count("the training loss is nan") == 1
     assert "set TRAIN.ON_NAN rollback" in done.stderr
 
 
-# Enough for the log and the records, not for a checkpoint.
-MAX_FILE_BYTES = 200_000
-
-
-def limit_files(run: TrainingProcess, max_bytes: int) -> None:
+def limit_files(run: TrainingProcess, max_bytes: int = 200_000) -> None:
+    """Limit them, by default to what is enough for the log and the records, not for a checkpoint."""
     for pid in run.list_pids():
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (max_bytes, resource.RLIM_INFINITY))
 
 
 @pytest.mark.slow
-def test_a_run_survives_a_full_disk_loses_nothing_once_there_is_space_and_names_the_newest_checkpoint(
-    image_folder, tmp_path
-):
+def test_a_run_survives_a_full_disk_loses_nothing_and_names_the_newest_checkpoint(image_folder, tmp_path):
     words = ("OPTIM.MAX_EPOCH", 10000, "TRAIN.PRINT_FREQ", 4, "CHECKPOINT.EVERY_STEPS", 2, "LOG.TENSORBOARD", True)
     command = [sys.executable, str(TRAIN_NET), *small_options(image_folder, tmp_path / "out", *words)]
     run = TrainingProcess(command, tmp_path / "out", 4)
     try:
         run.wait_for(lambda: len(run.records()) > 2)
-        limit_files(run, MAX_FILE_BYTES)
+        limit_files(run)
         run.wait_for(lambda: "Cannot write checkpoint" in run.last_lines())
         before = CheckpointManager(run.out_dir).list()
         time.sleep(1)
@@ -72,7 +61,7 @@ def test_a_run_survives_a_full_disk_loses_nothing_once_there_is_space_and_names_
         steps = [(record["epoch"], record["step"], record["kind"]) for record in run.records()]
         expected = [(epoch, 4, kind) for epoch in range(1, steps[-1][0] + 1) for kind in ("train", "eval")]
         assert steps == expected[: len(steps)], "no record is lost"
-        limit_files(run, MAX_FILE_BYTES)
+        limit_files(run)
         run.signal_launcher(15)
         assert run.wait(60) == 2
     finally:

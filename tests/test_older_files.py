@@ -13,8 +13,7 @@ from distribuuuu import load_run
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import load_cfg
-from distribuuuu.trainer import evaluate_weights as evaluate_run
-from distribuuuu.trainer import train_model
+from distribuuuu.trainer import evaluate_weights, train_model
 
 OLDER = Path(__file__).parent / "older_files"
 PACK = OLDER / "pack"
@@ -33,7 +32,8 @@ def words_of(run: Path) -> list[str]:
 def test_a_run_is_evaluated_to_its_recorded_result(run):
     recorded = json.loads((run / "results.json").read_text())["accuracy"]
     for name, kind in (("best.pth.tar", "raw"), ("best_ema.pth.tar", "ema")):
-        result = evaluate_run(load_cfg(str(run / "config.yaml"), [*words_of(run), "MODEL.WEIGHTS", str(run / name)]))
+        words = [*words_of(run), "MODEL.WEIGHTS", str(run / name)]
+        result = evaluate_weights(load_cfg(str(run / "config.yaml"), words))
         best = recorded[kind]["best"]
         assert result["count"] == 7 and result["top1"] == best["top1"]
         assert result["loss"] == pytest.approx(best["loss"], rel=1e-4)

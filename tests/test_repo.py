@@ -120,11 +120,8 @@ def test_the_lowest_packages_import_without_torch():
 
 @pytest.mark.project
 def test_the_config_stops_at_the_builders():
-    paths = [
-        path
-        for package in ("distributed", "checkpoint", "files", "launch")
-        for path in (PACKAGE / package).rglob("*.py")
-    ]
+    packages = ("distributed", "checkpoint", "files", "launch")
+    paths = [path for package in packages for path in (PACKAGE / package).rglob("*.py")]
     leaf = ("records/run_log", "records/metric_writers", "engine/state", "data/seeding")
     for path in paths + [path for name in leaf if (path := PACKAGE / f"{name}.py").exists()]:
         for node in ast.walk(ast.parse(path.read_text())):

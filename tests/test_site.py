@@ -36,11 +36,6 @@ FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "-
 LOAD_S = 120
 
 
-def find_browser() -> str | None:
-    """Return the path of a Chromium, or None."""
-    return next((path for name in PROGRAMS if (path := shutil.which(name))), None)
-
-
 class Browser:
     """A browser with one page; a context manager."""
 
@@ -115,13 +110,8 @@ NOTEBOOKS = {
 FETCHED = re.compile(r"""<(?:script|img|link|iframe|source)\b[^>]*\b(?:src|href)=["']?https?://""")
 
 
-@pytest.fixture
-def environment(monkeypatch):
-    """Commands of this Python and of this checkout."""
-    set_environment(monkeypatch)
-
-
 def set_environment(monkeypatch) -> None:
+    """Let commands be those of this Python and of this checkout."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -162,7 +152,7 @@ def test_the_site_has_the_pages_that_are_generated(site):
 
 @pytest.fixture
 def browser():
-    if not (program := find_browser()):
+    if not (program := next((path for name in PROGRAMS if (path := shutil.which(name))), None)):
         pytest.skip("Chromium is not installed")
     with Browser(program, width=1280) as browser:
         yield browser
@@ -197,7 +187,8 @@ def test_commands_and_the_measured_column_are_whole_on_a_laptop(address, browser
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_runs(name, tmp_path, environment):
+def test_a_notebook_runs(name, tmp_path, monkeypatch):
+    set_environment(monkeypatch)
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")

@@ -26,8 +26,7 @@ from support.runs import (
 from distribuuuu import trainer
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.trainer import evaluate_weights as evaluate_run
-from distribuuuu.trainer import train_model
+from distribuuuu.trainer import evaluate_weights, train_model
 
 
 def test_a_run_that_ends_after_an_epoch_continues_exactly(finished_run, small_cfg, tmp_path):
@@ -132,9 +131,8 @@ def test_a_user_without_a_home_trains(image_folder, tmp_path, monkeypatch, home)
     for name in ("HOME", "XDG_CACHE_HOME", "USER", "LOGNAME", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     # The system does not know the user either.
-    (tmp_path / "sitecustomize.py").write_text(
-        "import pwd\ndef unknown(uid): raise KeyError(uid)\npwd.getpwuid = unknown"
-    )
+    code = "import pwd\ndef unknown(uid): raise KeyError(uid)\npwd.getpwuid = unknown"
+    (tmp_path / "sitecustomize.py").write_text(code)
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "TMPDIR": str(tmp_path), **({"HOME": home} if home else {})}
     options = small_options(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1)
     done = run_python("-m", "distribuuuu", "train", *options, **env)
@@ -142,9 +140,8 @@ def test_a_user_without_a_home_trains(image_folder, tmp_path, monkeypatch, home)
 
 
 def test_a_corrupt_evaluation_image_loses_no_training_step(finished_run, image_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "distribuuuu.data.datasets.file_check.check_images", lambda *args: ("", "")
-    )  # it breaks after the check
+    check = "distribuuuu.data.datasets.file_check.check_images"
+    monkeypatch.setattr(check, lambda *args: ("", ""))  # it breaks after the check
     root, out_dir = tmp_path / "images", tmp_path / "out"
     shutil.copytree(image_folder, root)
     broken = root / "val" / "cat" / "005.jpg"
@@ -175,7 +172,7 @@ def test_a_failed_resume_lists_the_changed_options_and_keeps_the_previous_run(co
         assert "another OUT_DIR, or TRAIN.AUTO_RESUME False" in problem
     assert (out_dir / "train.log").read_text().count("changed since the checkpoint: MODEL.ARCH resnet8") == 2
     assert {path.name: path.read_bytes() for path in out_dir.glob("*.*") if path.name != "train.log"} == before
-    assert evaluate_run(load_cfg(str(out_dir / "config.yaml"), ["OUT_DIR", str(out_dir)]))["count"] == 37
+    assert evaluate_weights(load_cfg(str(out_dir / "config.yaml"), ["OUT_DIR", str(out_dir)]))["count"] == 37
 
 
 def test_the_previous_run_is_archived_only_when_the_new_one_starts(finished_run, copied_run, small_cfg):
@@ -219,10 +216,10 @@ def test_two_processes_with_syncbn_equal_one_with_the_full_batch(small_cfg, tmp_
 @pytest.mark.parametrize("num", [1, 3])
 def test_evaluation_does_not_depend_on_the_number_of_processes_or_the_batch_size(finished_run, small_cfg, num):
     weights = ("MODEL.WEIGHTS", finished_run / "best.pth.tar")
-    expected = evaluate_run(small_cfg(*weights))
+    expected = evaluate_weights(small_cfg(*weights))
     assert expected["count"] == 37
     for batch_size in (1, 7, 64) if num == 1 else (7,):
-        results = on_processes(num, evaluate_run, small_cfg(*weights, "TEST.BATCH_SIZE", batch_size))
+        results = on_processes(num, evaluate_weights, small_cfg(*weights, "TEST.BATCH_SIZE", batch_size))
         for result in results:
             assert (result["count"], result["top1"], result["topk"]) == (37, expected["top1"], expected["topk"])
             assert result["loss"] == pytest.approx(expected["loss"], abs=1e-6)
@@ -272,6 +269,6 @@ def test_evaluation_with_more_processes_than_images(finished_run, image_folder, 
         (folder / "0.jpg").write_bytes((image_folder / "val" / name / "000.jpg").read_bytes())
     (root / "train").symlink_to(image_folder / "train")
     overrides = ("TRAIN.DATASET", root, "TEST.DATASET", root, "MODEL.WEIGHTS", finished_run / "best.pth.tar")
-    alone, together = evaluate_run(small_cfg(*overrides)), on_processes(3, evaluate_run, small_cfg(*overrides))
+    alone, together = evaluate_weights(small_cfg(*overrides)), on_processes(3, evaluate_weights, small_cfg(*overrides))
     assert alone["count"] == 2
     assert [result["top1"] for result in together] == [alone["top1"]] * 3

@@ -142,9 +142,7 @@ def test_printing_into_a_closed_pipe_is_no_error_and_a_closed_connection_remains
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
-def test_an_evaluation_takes_a_run_in_place_of_its_config_folder_and_weights(
-    tmp_path, image_folder, monkeypatch, capsys
-):
+def test_an_evaluation_takes_a_run_in_place_of_its_files(tmp_path, image_folder, monkeypatch, capsys):
     run = tmp_path / "exp" / "run"
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "ckpt_ep_001.pth.tar").touch()
@@ -175,11 +173,8 @@ def test_an_evaluation_takes_a_run_in_place_of_its_config_folder_and_weights(
         cfg, _ = parse_args("", [file], train=False)
         assert (cfg.OUT_DIR, cfg.MODEL.ARCH, cfg.MODEL.WEIGHTS) == (str(run), "resnet8", file)
     (foreign := tmp_path / "exp" / "foreign.pth").touch()
-    for word, said in (
-        (tmp_path / "exp", "no config.yaml in or above"),
-        (tmp_path / "none", "no such file or folder"),
-        (foreign, "no config.yaml in or above .*foreign.pth"),
-    ):
+    lacks = "no config.yaml in or above"
+    for word, said in ((foreign.parent, lacks), (tmp_path / "none", "no such"), (foreign, f"{lacks} .*foreign.pth")):
         with pytest.raises(ConfigError, match=f"^RUN: .*{said}.*; expected the OUT_DIR of a run"):
             parse_args("", [str(word)], train=False)
     with pytest.raises(ConfigError, match="'TEST.BATCH_SIZE' has no value"):  # named, not the run

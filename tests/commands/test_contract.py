@@ -43,14 +43,8 @@ def refuse(capsys):
 
 @pytest.fixture
 def places(tmp_path, shapes_run, image_folder) -> dict[str, object]:
-    image = next(image_folder.rglob("*.jpg"))
-    return {
-        "run": shapes_run,
-        "other": tmp_path,
-        "images": image_folder / "train",
-        "image": image,
-        "out": tmp_path / "o",
-    }
+    images = {"images": image_folder / "train", "image": next(image_folder.rglob("*.jpg"))}
+    return {"run": shapes_run, "other": tmp_path, "out": tmp_path / "o", **images}
 
 
 @pytest.mark.parametrize("name", find_commands())

@@ -19,7 +19,6 @@ SHARED += ["distribuuuu/commands/output.py", "tests/commands/test_output.py"]
 IGNORED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "*.egg-info", "exp", "data")
 # Tests of the project's rules and of the list of commands.
 ALWAYS = ("tests/test_repo.py", "tests/commands/test_main.py", "tests/commands/test_output.py")
-DEFAULT_TIER = "not slow and not slurm and not tutorial and not real_data and not project"
 
 
 def copy_project(target: Path) -> Path:
@@ -34,10 +33,8 @@ def delete(root: Path, paths) -> None:
 
 
 def run(root: Path, *words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, *words]
-    return subprocess.run(
-        command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True
-    )
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    return subprocess.run([sys.executable, *words], cwd=root, env=env, capture_output=True, text=True)
 
 
 def find_tests(root: Path, words) -> list[str]:
@@ -55,7 +52,7 @@ def check_rest(root: Path, deleted, *more: str) -> None:
     names = re.findall(r"^  (\w+)  ", listed.stdout, re.MULTILINE)
     assert {"train", "test"} <= {*names} and not {*names} & {*deleted}, listed
     files = [*(name for name in ALWAYS if (root / name).exists()), *more, *find_tests(root, deleted)]
-    done = run(root, "-m", "pytest", "-n", "0", "-q", "-m", DEFAULT_TIER, *files)
+    done = run(root, "-m", "pytest", "-n", "0", "-q", *files)
     assert done.returncode == 0, done.stdout[-5000:]
 
 

@@ -24,8 +24,7 @@ from distribuuuu.engine.run import OutOfMemory, is_out_of_memory
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.optim.precision import Precision
 from distribuuuu.tasks.base import build_task
-from distribuuuu.trainer import evaluate_weights as evaluate_run
-from distribuuuu.trainer import train_model
+from distribuuuu.trainer import evaluate_weights, train_model
 
 CPU = torch.device("cpu")
 
@@ -42,23 +41,17 @@ def test_the_logits_of_shifted_images_count_half(small_cfg):
         torch.testing.assert_close(task.predict_step(model, images), expected)
 
 
-def write_broken(image_folder, folder, *names: str) -> list[str]:
-    """Copy the images to a folder, some of them damaged; return the options that evaluate them."""
-    shutil.copytree(image_folder, folder)
-    for name in names:
-        (folder / "val" / name).write_bytes(b"damaged")
-    return ["TEST.DATASET", str(folder), "DATA.ON_BAD_IMAGE", "skip"]
-
-
 @pytest.mark.parametrize("num", [1, slow(2)])
 @pytest.mark.parametrize("answer", ["wrong", "left_out"])
 def test_a_broken_image_counts_as_wrong_or_is_left_out(finished_run, image_folder, small_cfg, tmp_path, answer, num):
     weights = ("MODEL.WEIGHTS", finished_run / "best.pth.tar", "TEST.METRICS", "[top1, macro_recall, map]")
-    evaluate_run(small_cfg(*weights, "OUT_DIR", tmp_path / "whole"))
+    evaluate_weights(small_cfg(*weights, "OUT_DIR", tmp_path / "whole"))
     broken = ["ant/000.jpg", "bee/003.jpg"]  # the first one is alone in its batch
-    words = write_broken(image_folder, tmp_path / "data", *broken)
-    cfg = small_cfg(*weights, *words, "TEST.BROKEN", answer, "TEST.BATCH_SIZE", 1)
-    result = on_processes(num, evaluate_run, cfg)[0]
+    shutil.copytree(image_folder, tmp_path / "data")
+    for name in broken:
+        (tmp_path / "data" / "val" / name).write_bytes(b"damaged")
+    words = ("TEST.DATASET", tmp_path / "data", "TEST.BATCH_SIZE", 1, "DATA.ON_BAD_IMAGE", "skip")
+    result = on_processes(num, evaluate_weights, small_cfg(*weights, *words, "TEST.BROKEN", answer))[0]
     read = command_module("stats.stored_predictions").read_predictions
     whole, content = (read(tmp_path / name / "predictions.npz", "") for name in ("whole", "out"))
     rows = {path: row for row, path in enumerate(content.path)}
@@ -100,11 +93,8 @@ def test_the_images_of_all_processes_count():
 
 
 def test_a_run_evaluates_and_saves_precise_statistics(small_cfg, tmp_path):
-    words = [
-        ("MODEL.PRECISE_BN", num, "EMA.HALF_LIFE", 50, "OPTIM.MAX_EPOCH", 1, "OUT_DIR", tmp_path / str(num))
-        for num in (0, 48)
-    ]
-    moving, precise = (train_and_read(small_cfg(*some)) for some in words)
+    words = ("EMA.HALF_LIFE", 50, "OPTIM.MAX_EPOCH", 1, "MODEL.PRECISE_BN")
+    moving, precise = (train_and_read(small_cfg(*words, num, "OUT_DIR", tmp_path / str(num))) for num in (0, 48))
     # The weights are the same: training normalizes by the batch.
     assert torch.equal(moving["state_dict"]["fc.weight"], precise["state_dict"]["fc.weight"])
     names = [name for name in precise["state_dict"] if name.endswith("running_var")]
@@ -113,8 +103,6 @@ def test_a_run_evaluates_and_saves_precise_statistics(small_cfg, tmp_path):
 
 
 PATIENT = ("OPTIM.MAX_EPOCH", 9, "TRAIN.PATIENCE", 2, "CHECKPOINT.EVERY_STEPS", 1, "CHECKPOINT.KEEP_LAST", 99)
-
-
 VALUES = [50, 60, 60, 70, 70, 10, 99, 99, 99]
 
 
@@ -217,7 +205,7 @@ def test_an_evaluation_says_so_and_the_epoch_is_kept(small_cfg):
     (saved,) = CheckpointManager(cfg.OUT_DIR).list()
     assert saved.name == "ckpt_ep_000_step_000004.pth.tar"
     with pytest.raises(OutOfMemory, match=said):
-        evaluate_run(small_cfg("MODEL.ARCH", "hungry_in_evaluation", "MODEL.WEIGHTS", saved))
+        evaluate_weights(small_cfg("MODEL.ARCH", "hungry_in_evaluation", "MODEL.WEIGHTS", saved))
 
 
 @pytest.mark.parametrize(("error", "is_one"), [

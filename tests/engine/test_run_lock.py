@@ -23,8 +23,7 @@ from distribuuuu.engine.build import open_run
 from distribuuuu.engine.run_lock import OutDirLocked, lock_out_dir
 from distribuuuu.files import locks
 from distribuuuu.launch.detect import detect_launch
-from distribuuuu.trainer import evaluate_weights as evaluate_run
-from distribuuuu.trainer import train_model
+from distribuuuu.trainer import evaluate_weights, train_model
 
 if sys.platform != "linux":
     pytest.skip("kills and finds processes as on Linux", allow_module_level=True)
@@ -136,7 +135,7 @@ def test_beside_a_running_training_another_is_refused_and_an_evaluation_is_not(i
         run.wait_for((out_dir / "best.pth.tar").exists)
         temporary = out_dir / "checkpoints" / ".ckpt_ep_000.pth.tar.0123456789abcdef.tmp"  # that of a save
         temporary.write_bytes(b"half")
-        assert evaluate_run(load_cfg(None, words))["count"] == 37
+        assert evaluate_weights(load_cfg(None, words))["count"] == 37
         with pytest.raises(OutDirLocked, match="in use by another training"):
             train_model(load_cfg(None, words))
         assert temporary.exists()

@@ -24,7 +24,6 @@ from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.engine.run import OutOfMemory
 from distribuuuu.models import build_model
 from distribuuuu.trainer import evaluate_weights, take_step, train_model
-from distribuuuu.trainer import evaluate_weights as evaluate_model
 
 
 def test_initial_weights_depend_on_the_seed_whichever_generator_a_model_draws_from():
@@ -60,7 +59,7 @@ def test_the_start_logs_what_reaches_the_model(small_cfg):
     train_model(cfg)
     for line in lines:
         assert f" {line}\n" in log_of(cfg)
-    evaluate_model(cfg)
+    evaluate_weights(cfg)
     assert f" {lines[1]}\n" in log_of(cfg, "test.log")
     assert f" {lines[2].partition(';')[0]}\n" in log_of(cfg, "test.log") and "training:" not in log_of(cfg, "test.log")
 

@@ -256,24 +256,11 @@ def test_the_rate_and_the_decay_of_each_step(model):
         assert (group["momentum"], group["nesterov"]) == (0.85, True)
 
 
-class State:
-    """The part of a training state that a task uses."""
-
-    def __init__(self, model):
-        self.model, self.models, self.epoch, self.step = model, {"raw": model}, 0, 0
-
-
-def prepared(model, *words):
-    """Return the task of the recipe before the first step, whose state it keeps."""
-    cpu = torch.device("cpu")
-    task = build_task(recipe(AIRBENCH, *words), [str(number) for number in range(10)], cpu, Precision())
-    task.state = State(model)
-    task.prepare_training(BatchPlan(1024, 1, 1), Dummy(32, 10, 20), NUM_STEPS)
-    return task
-
-
 def test_lookahead_replaces_the_weights_by_an_average_with_a_growing_decay(model):
-    task, weight, norm = prepared(model), model.head.weight, model.groups[0].norm1
+    task = build_task(recipe(AIRBENCH), [str(number) for number in range(10)], torch.device("cpu"), Precision())
+    task.state = SimpleNamespace(model=model, models={"raw": model}, epoch=0, step=0)
+    task.prepare_training(BatchPlan(1024, 1, 1), Dummy(32, 10, 20), NUM_STEPS)
+    weight, norm = model.head.weight, model.groups[0].norm1
     slow, stepped = weight.detach().clone(), []
 
     @torch.no_grad()

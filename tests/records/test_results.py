@@ -35,8 +35,7 @@ from distribuuuu.records.read_results import read_results
 from distribuuuu.records.results import RunResults, config_name, hash_config, list_overrides, write_test_results
 from distribuuuu.tasks.base import build_task
 from distribuuuu.tasks.metrics import Meter, StepOutput
-from distribuuuu.trainer import evaluate_weights as evaluate_run
-from distribuuuu.trainer import train_model
+from distribuuuu.trainer import evaluate_weights, train_model
 
 # What `evaluate` returns after each epoch: the second is the best.
 SERIES = [
@@ -269,16 +268,6 @@ def test_hardware_is_counted_once_though_processes_share_it(monkeypatch):
     assert describe_hardware(torch.device("cpu")) == "2 x H100 + H200"
 
 
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def multilabel_options(image_folder, tmp_path_factory):
-    """Return the options of a multi-label run of three classes, in which some images have no label."""
-    root = write_label_lists(image_folder, tmp_path_factory.mktemp("multilabel"))
-    return "TRAIN.DATASET", root, "DATA.NAME", "multilabel", "LOSS.NAME", "bce"
-
-
 def read(out_dir):
     return command_module("stats.stored_predictions").read_predictions(out_dir / "predictions.npz", "run it")
 
@@ -297,15 +286,12 @@ def test_the_last_evaluation_of_a_run_is_written_image_by_image(finished_run, im
 
 
 @pytest.mark.parametrize(
-    ("num", "batch_size", "options"),
-    [(1, 1, ()), slow(1, 64, ("DATA.LOADER", "device")), (2, 7, ()), slow(3, 16, ())],
+    "num, size, words", [(1, 1, ()), slow(1, 64, ("DATA.LOADER", "device")), (2, 7, ()), slow(3, 16, ())]
 )
-def test_the_values_depend_on_neither_batch_size_nor_processes(
-    finished_run, small_cfg, tmp_path, num, batch_size, options
-):
-    weights = ("MODEL.WEIGHTS", finished_run / "best.pth.tar", *options)
-    evaluate_run(small_cfg(*weights, "OUT_DIR", tmp_path / "reference"))
-    results = on_processes(num, evaluate_run, small_cfg(*weights, "TEST.BATCH_SIZE", batch_size))
+def test_the_values_depend_on_neither_batch_size_nor_processes(finished_run, small_cfg, tmp_path, num, size, words):
+    weights = ("MODEL.WEIGHTS", finished_run / "best.pth.tar", *words)
+    evaluate_weights(small_cfg(*weights, "OUT_DIR", tmp_path / "reference"))
+    results = on_processes(num, evaluate_weights, small_cfg(*weights, "TEST.BATCH_SIZE", size))
     files = [tmp_path / name / "predictions.npz" for name in ("out", "reference")]
     content, other = (read(file.parent) for file in files)
     assert content.path.tolist() == other.path.tolist() and content.label.tolist() == other.label.tolist()
@@ -315,9 +301,9 @@ def test_the_values_depend_on_neither_batch_size_nor_processes(
 
 
 @pytest.mark.parametrize("num", [1, slow(3)])
-def test_a_multilabel_run(multilabel_options, small_cfg, tmp_path, num):
-    cfg = small_cfg(*multilabel_options, "OPTIM.MAX_EPOCH", 1)
-    on_processes(num, train_model, cfg)
+def test_a_multilabel_run(image_folder, small_cfg, tmp_path, num):
+    words = ("TRAIN.DATASET", write_label_lists(image_folder, tmp_path), "DATA.NAME", "multilabel", "LOSS.NAME", "bce")
+    on_processes(num, train_model, small_cfg(*words, "OPTIM.MAX_EPOCH", 1))
     content, last = read(tmp_path / "out"), read_results(tmp_path / "out" / "results.json")["accuracy"]["raw"]["last"]
     assert content.label.shape == content.scores.shape == (37, 3)
     assert content.label.sum(axis=1).tolist()[:4] == [0, 1, 2, 1]
@@ -348,7 +334,7 @@ def record(logits: torch.Tensor, targets: torch.Tensor, *sizes: int, classes: in
     recorder, index = Recorder(None, task, range(len(logits))), torch.arange(len(logits)).flip(0)
     for part in index.split(sizes or [5, len(logits) - 5]):
         recorder.add(Batch(None, None, part), StepOutput(torch.tensor(0.0), logits[part], targets[part]))
-    return recorder.gather(CPU)
+    return recorder.gather(torch.device("cpu"))
 
 
 def as_file(tmp_path, arrays, num_classes):
@@ -368,11 +354,7 @@ def test_large_sets_are_stored_in_half_precision_relative_to_the_largest_logit(t
     assert content.predicted.tolist() == logits.argmax(1).tolist()
     assert np.allclose(content.probabilities(), logits.double().softmax(1), atol=1e-3)
     assert np.allclose(content.loss, F.cross_entropy(logits, targets, reduction="none"), rtol=1e-6)
-
-
-def test_still_larger_sets_keep_the_largest_logits(tmp_path, monkeypatch):
-    monkeypatch.setattr(predictions, "MAX_FLOAT32", 100)
-    monkeypatch.setattr(predictions, "MAX_LOGITS", 100)
+    monkeypatch.setattr(predictions, "MAX_LOGITS", 100)  # still larger sets keep the largest logits
     logits, targets = 3 * torch.randn(40, 12), torch.randint(12, (40,))
     content = as_file(tmp_path, record(logits, targets), 12)
     assert content.top_class.shape == content.scores.shape == (40, 10)

@@ -113,9 +113,6 @@ def test_an_evaluation_is_logged_by_time(clock, logged):
     assert logged() == [f"validation: batch {number}/20" for number in (4, 8, 12, 16, 20)]
 
 
-# On a terminal
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -145,9 +142,6 @@ def test_a_terminal_shows_the_rows_of_the_file_above_the_bar(tmp_path, clock, mo
     assert bars[-1].endswith(", run 40s, loss 1.000, top1 50.0, val 77.25]"), bars[-1]
 
 
-# What fits
-
-
 def test_numbers_are_short_and_right():
     for function, texts in (
         (log.format_duration, {0: "0s", 59.6: "1m00s", 204: "3m24s", 3599: "59m59s", 18600: "5h10m", 86399: "23h59m",
@@ -161,9 +155,6 @@ def test_numbers_are_short_and_right():
         assert {value: function(value) for value in texts} == texts
 
 
-# Levels
-
-
 @pytest.mark.parametrize("stream", [Terminal, io.StringIO])
 def test_warnings_and_errors_name_their_level(tmp_path, monkeypatch, stream):
     monkeypatch.setattr(sys, "stderr", terminal := stream())
@@ -174,9 +165,6 @@ def test_warnings_and_errors_name_their_level(tmp_path, monkeypatch, stream):
     assert [line.split(" ", 2)[2] for line in (tmp_path / "train.log").read_text().splitlines()] == plain
     shown = re.sub(r"\r|\x1b\[K", "", terminal.getvalue()).splitlines()
     assert [line.split(" ", 1)[1] for line in shown if line] == plain
-
-
-# The last lines
 
 
 @pytest.mark.slow
@@ -213,6 +201,5 @@ def test_the_records_after_a_position_are_removed(tmp_path):
 
 
 def test_the_best_value_is_shown_with_its_epoch_from_1():
-    assert (
-        Best(98.4, 2).describe("top1") == "98.40 (epoch 3)" and Best(0.5).describe("loss") == "0.5000 (epoch unknown)"
-    )
+    assert Best(98.4, 2).describe("top1") == "98.40 (epoch 3)"
+    assert Best(0.5).describe("loss") == "0.5000 (epoch unknown)"

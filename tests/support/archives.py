@@ -1,5 +1,6 @@
 """Archives of small image folders: tars, ZIPs, shards, and ImageNet as it is distributed."""
 
+import gzip
 import io
 import tarfile
 import zipfile
@@ -73,8 +74,6 @@ def archive_folder(source: Path, root: Path, kind: str) -> Path:
     return root
 
 
-# ------------------------------------------------------------------------------------------ ImageNet
-
 SYNSETS = {"ant": "n00000003", "bee": "n00000001", "cat": "n00000002"}
 
 
@@ -114,7 +113,7 @@ def write_imagenet(source: Path, root: Path, layout: str) -> tuple[Path, Path]:
         write_tar(root / "ILSVRC2012_img_train.tar", tars)
         write_tar(root / "ILSVRC2012_img_val.tar", val)
         (root / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(
-            _gzip(_tar_bytes({f"ILSVRC2012_devkit_t12/data/{name}": data for name, data in kit.items()}))
+            gzip.compress(_tar_bytes({f"ILSVRC2012_devkit_t12/data/{name}": data for name, data in kit.items()}))
         )
         flat = {}
     elif layout == "kaggle":
@@ -127,11 +126,6 @@ def write_imagenet(source: Path, root: Path, layout: str) -> tuple[Path, Path]:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(data)
     return root, plain
-
-
-def _gzip(data: bytes) -> bytes:
-    stream = zlib.compressobj(wbits=16 + zlib.MAX_WBITS)
-    return stream.compress(data) + stream.flush()
 
 
 def _tar_bytes(files: dict[str, bytes]) -> bytes:

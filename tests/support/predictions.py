@@ -1,5 +1,6 @@
-"""Files of predictions made by hand, and the HTML of pages about them."""
+"""Files of results and predictions made by hand, and the HTML of pages about them."""
 
+import copy
 import json
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,6 +21,17 @@ def prediction_arrays(num: int = 40, entries: dict[str, Any] | None = None, **ch
         "path": np.array([f"val/{index}.jpg" for index in range(num)]), "label": label,
         "loss": np.ones(num, np.float32), "logits": np.eye(3, dtype=np.float32)[label], **changes,
     }  # fmt: skip
+
+
+def change(record: dict, **changes: Any) -> dict:
+    """Return a copy of a record with changes: `training__hours=2` is record["training"]["hours"] = 2."""
+    record = copy.deepcopy(record)
+    for name, value in changes.items():
+        place, (*folders, key) = record, name.split("__")
+        for folder in folders:
+            place = place[folder]
+        place[key] = value
+    return record
 
 
 def change_predictions(run: Path, meta: dict[str, Any], **changes: np.ndarray) -> None:

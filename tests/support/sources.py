@@ -46,9 +46,6 @@ def write_source(source: str, image_folder: Path, root: Path) -> tuple[list[Any]
     return [*words, "TRAIN.DATASET", root, *both], ["TRAIN.DATASET", plain, *both]
 
 
-# ----------------------------------------------------------------------------------------- tables
-
-
 def list_rows(image_folder: Path, split: str) -> list[dict]:
     """Return for each image its name in several forms, its class in several forms, and a split."""
     rows = []
@@ -67,9 +64,6 @@ def write_rows(path: Path, rows: list[dict], delimiter: str = ",") -> None:
         writer = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
         writer.writeheader()
         writer.writerows(rows)
-
-
-# ------------------------------------------------------------------------------ parquet and Arrow
 
 
 def image_rows(image_folder: Path, split: str) -> list[dict]:

@@ -21,8 +21,7 @@ from distribuuuu.tasks.base import build_task
 from distribuuuu.tasks.class_weights import compute_class_weights
 from distribuuuu.tasks.distillation import Distillation
 from distribuuuu.tasks.losses import LOSSES
-from distribuuuu.trainer import evaluate_weights as evaluate_run
-from distribuuuu.trainer import train_model
+from distribuuuu.trainer import evaluate_weights, train_model
 
 NUM, CLASSES = 12, 5
 WEIGHTS = (0.5, 2, 1.0, 0.0, 3.0)
@@ -84,20 +83,17 @@ def test_each_loss_matches_its_formula_and_its_gradients_are_right_in_any_micro_
     assert torch.autograd.gradcheck(lambda logits: criterion(logits, targets), whole)
 
 
-def losses_of(out_dir, kind: str) -> list[float]:
-    return [entry["loss"] for entry in records(out_dir) if entry["kind"] == kind]
-
-
 def test_a_run_trains_with_its_loss_and_evaluates_with_cross_entropy(small_cfg, tmp_path):
     cfg = small_cfg("LOSS.NAME", "bce", "LOSS.BCE_REDUCTION", "sum", "LOSS.LABEL_SMOOTHING", 0.1)
     train_model(cfg)
-    trained, evaluated = (losses_of(cfg.OUT_DIR, kind) for kind in ("train", "eval"))
+    rows = records(cfg.OUT_DIR)
+    trained, evaluated = ([row["loss"] for row in rows if row["kind"] == kind] for kind in ("train", "eval"))
     # At initialization, the sum of three binary cross-entropies exceeds the cross-entropy of three classes.
     assert trained[0] > 1.7 > evaluated[0] and len(evaluated) == 2
     last = sorted((tmp_path / "out" / "checkpoints").glob("*.pth.tar"))[-1]
     for name in ("cross_entropy", "focal"):
         words = ("MODEL.WEIGHTS", last, "LOSS.NAME", name, "OUT_DIR", tmp_path / name)
-        assert evaluate_run(small_cfg(*words))["loss"] == pytest.approx(evaluated[-1], abs=1e-12)
+        assert evaluate_weights(small_cfg(*words))["loss"] == pytest.approx(evaluated[-1], abs=1e-12)
 
 
 def test_class_weights_by_the_number_of_images():
@@ -136,12 +132,6 @@ def softmax(values: np.ndarray) -> np.ndarray:
     return exps / exps.sum(axis=1, keepdims=True)
 
 
-def distilled_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(0)
-    images, logits = torch.randn(5, 3, 2, 2, generator=draw), torch.randn(5, 4, generator=draw) * 3
-    return images, logits, torch.tensor([0, 3, 1, 1, 2])
-
-
 class Teacher(nn.Module):
     """A model whose logits are the first pixels, and differ in training mode."""
 
@@ -154,15 +144,6 @@ class Teacher(nn.Module):
         return logits + 100 if self.training else logits
 
 
-def distillation_from(teacher: nn.Module, kind: str, alpha: float, temperature: float = 1.0) -> Distillation:
-    """Return a distillation task with a teacher of four classes."""
-    overrides = ("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", "x", "DISTILL.KIND", kind, "DISTILL.ALPHA", alpha)
-    cfg = make_cfg(*overrides, "DISTILL.TEMPERATURE", temperature)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distribuuuu.tasks.distillation.build_teacher", lambda cfg, classes: teacher)
-        return prepared(cfg, "abcd")
-
-
 def prepared(cfg, classes) -> Distillation:
     device = torch.device("cpu")
     task = build_task(cfg, tuple(classes), device, Precision())
@@ -170,19 +151,20 @@ def prepared(cfg, classes) -> Distillation:
     return task
 
 
-def test_the_loss_matches_its_definition():
+def test_the_loss_matches_its_definition(monkeypatch):
+    monkeypatch.setattr("distribuuuu.tasks.distillation.build_teacher", lambda cfg, classes: Teacher())
+    draw, labels = torch.Generator().manual_seed(0), torch.tensor([0, 3, 1, 1, 2])
+    images, logits = torch.randn(5, 3, 2, 2, generator=draw), torch.randn(5, 4, generator=draw) * 3
+    student, teacher = (values.detach().double().numpy() for values in (logits, Teacher().eval()(images)))
+    options = ("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", "x", "DISTILL.ALPHA", 0.3)
     for kind, temperature in [("soft", 1.0), ("soft", 4.0), ("hard", 1.0)]:
-        images, logits, labels = distilled_batch()
-        student, teacher = (
-            logits.numpy().astype(np.float64),
-            Teacher().eval()(images).detach().numpy().astype(np.float64),
-        )
         own = -np.log(softmax(student))[np.arange(5), labels].mean()
         p, q = softmax(student / temperature), softmax(teacher / temperature)
         of_teacher = temperature**2 * (q * (np.log(q) - np.log(p))).sum(axis=1).mean()
         if kind == "hard":
             of_teacher = -np.log(softmax(student))[np.arange(5), teacher.argmax(1)].mean()
-        loss = distillation_from(Teacher(), kind, 0.3, temperature).compute_loss(images, logits, labels)
+        cfg = make_cfg(*options, "DISTILL.KIND", kind, "DISTILL.TEMPERATURE", temperature)
+        loss = prepared(cfg, "abcd").compute_loss(images, logits, labels)
         assert loss.item() == pytest.approx(0.7 * own + 0.3 * of_teacher, rel=1e-5)
 
 

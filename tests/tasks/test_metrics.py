@@ -21,8 +21,7 @@ from distribuuuu.optim.layer_norms import LayerNorms
 from distribuuuu.tasks.class_metrics import average_precisions
 from distribuuuu.tasks.classification import Classification
 from distribuuuu.tasks.metrics import Mean, Meter, StepOutput, SumMetric, build_metrics, hard_labels
-from distribuuuu.trainer import evaluate_weights as evaluate_run
-from distribuuuu.trainer import train_model
+from distribuuuu.trainer import evaluate_weights, train_model
 
 CPU = torch.device("cpu")
 
@@ -71,13 +70,11 @@ def test_batches_are_weighted_by_their_number_of_images():
     assert meter.read()["count"] == 0
 
 
-NAMES = ("top1", "topk", "macro_recall", "macro_f1", "ece")
-
-
 @pytest.mark.parametrize("at_once", [1, 4, 64])
 def test_batches_added_together_give_the_same_sums_to_the_last_bit(at_once, monkeypatch):
     monkeypatch.setattr("distribuuuu.tasks.metrics._MAX_PENDING", at_once)
-    metrics = build_metrics("TEST.METRICS", NAMES, 7, 3, multilabel=False) | {"mean": Mean("extra")}
+    names = ("top1", "topk", "macro_recall", "macro_f1", "ece")
+    metrics = build_metrics("TEST.METRICS", names, 7, 3, multilabel=False) | {"mean": Mean("extra")}
     meter, other = Meter(metrics, 7, CPU), Meter(metrics, 7, CPU)
     expected = torch.zeros_like(meter._sums)
     for number in range(37):
@@ -318,7 +315,7 @@ def test_the_means_and_numbers_of_a_task_appear_everywhere(small_cfg, tmp_path):
     assert last["raw"]["last"]["confidence"] == rows[-2]["confidence"] and "confidence" in last["ema"]["best"]
     log = (out / "train.log").read_text()
     assert " confidence " in log and f" confidence {rows[-2]['confidence']:.4f} loss " in log
-    evaluate_run(cfg)
+    evaluate_weights(cfg)
     assert json.loads((out / "test_results.json").read_text())["accuracy"]["ema"]["confidence"] == pytest.approx(
         rows[-1]["confidence"])  # fmt: skip
     assert f" confidence {rows[-1]['confidence']:.4f} loss " in (out / "test.log").read_text()
@@ -337,8 +334,6 @@ def test_a_resumed_run_logs_the_same(small_cfg, tmp_path, monkeypatch, place):
     train_model(small_cfg(*words))
     assert timeless(tmp_path / "out") == timeless(tmp_path / "whole")
 
-
-# Norms of each layer
 
 NORMS = ("LOG.LAYER_NORMS", True, "OPTIM.MOMENTUM", 0, "OPTIM.NESTEROV", False, "OPTIM.WEIGHT_DECAY", 0,
          "OPTIM.NORM_WEIGHT_DECAY", 0, "OPTIM.MAX_EPOCH", 1, "TRAIN.GLOBAL_BATCH_SIZE", 12)  # fmt: skip

@@ -25,7 +25,6 @@ from distribuuuu.data.loader import build_images, build_loader
 from distribuuuu.launch.detect import Launch
 
 CPU = torch.device("cpu")
-TEXTS = ("README.md", "export.json", "config.json")
 # Neither ImageNet's nor timm's defaults.
 OTHER = ("DATA.MEAN", "[0.4, 0.5, 0.3]", "DATA.STD", "[0.2, 0.3, 0.25]", "TRAIN.IM_SIZE", "32", "TEST.IM_SIZE", "37")
 

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import io
+import itertools
 import os
 import pickle
 import shutil
@@ -15,14 +16,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.archives import files_of
 from support.images import draw_folder
 from support.packs import pack
 from support.processes import wait_for
-from support.runs import ROOT, message_of, run_python, run_tool, small_options
+from support.runs import ROOT, message_of, run_python, run_tool
 
 from distribuuuu.commands.main import dispatch
-from distribuuuu.commands.pack import encode
-from distribuuuu.commands.pack import writer as pack_writer
+from distribuuuu.commands.pack import encode, writer
 from distribuuuu.commands.pack.encode import encode_jpeg
 from distribuuuu.commands.pack.packer import verify_packs
 from distribuuuu.config import get_cfg
@@ -79,17 +80,9 @@ def source(root) -> list[str]:
     return ["TRAIN.DATASET", str(root)]
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def shards(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("shard-*.bin"))
-
-
 def test_files_are_kept_byte_by_byte_with_labels_and_names(folder, tmp_path):
     pack(tmp_path, "--shard-mb", TINY_MB, *source(folder), split="both")
-    assert len(shards(tmp_path / "train")) > 2 and not list(tmp_path.rglob("*.part"))
+    assert len([*(tmp_path / "train").glob("shard-*.bin")]) > 2 and not list(tmp_path.rglob("*.part"))
     cfg = get_cfg()
     cfg.TRAIN.DATASET = cfg.TEST.DATASET = str(tmp_path)
     for train, split in ((True, "train"), (False, "val")):
@@ -165,7 +158,7 @@ def test_exif_is_applied_where_pixels_are_packed(folder, tmp_path):
         cfg = get_cfg()
         cfg.TRAIN.DATASET, cfg.DATA.EXIF_ROTATE, cfg.MODEL.NUM_CLASSES = str(tmp_path / name), True, 3
         assert ("DATA.EXIF_ROTATE" in dict(Packed.find_problems(cfg, train=True))) == (name == "raw")
-    assert contents(tmp_path / "files/train") == contents(tmp_path / "kept/train")
+    assert files_of(tmp_path / "files/train") == files_of(tmp_path / "kept/train")
     words = ["--format", "raw", *source(tmp_path / "data")]
     assert "exif rotate True, now None" in message_of(pack, tmp_path / "rotated", *words)
 
@@ -203,7 +196,7 @@ def test_the_number_of_workers_changes_no_byte(folder, tmp_path):
     for workers in (0, 2):
         words = ["--shard-mb", TINY_MB, "--shorter-side", 20, *source(folder)]
         pack(tmp_path / str(workers), *words, workers=workers)
-    assert contents(tmp_path / "0" / "train") == contents(tmp_path / "2" / "train")
+    assert files_of(tmp_path / "0" / "train") == files_of(tmp_path / "2" / "train")
 
 
 def test_evaluation_labels_by_the_training_classes(folder, tmp_path):
@@ -238,52 +231,39 @@ def test_a_killed_packing_goes_on_and_ends_in_the_same_bytes(tmp_path):
     done = run_tool("pack_dataset.py", out.parent, *words)
     assert done.returncode == 0 and "resumed after" in done.stdout, done.stderr
     pack(tmp_path / "whole", *words)
-    assert contents(out) == contents(tmp_path / "whole" / "train")
+    assert files_of(out) == files_of(tmp_path / "whole" / "train")
     assert "nothing to do" in run_tool("pack_dataset.py", out.parent, *words).stdout
 
 
-def pack_until(num_records: int, *arguments) -> str:
-    """Pack until the disk is full, after some records; return the message."""
-    write, count = pack_writer.PackWriter.append, [0]
+def test_a_full_disk_is_reported_and_loses_one_shard(folder, tmp_path, monkeypatch):
+    words, append, numbers = ["--shard-mb", TINY_MB, *source(folder)], writer.PackWriter.append, itertools.count()
 
     class FullFile(io.BytesIO):
         def write(self, data):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    def append(self, image, record):
-        count[0] += 1
-        self._file = FullFile() if count[0] > num_records and self._file else self._file
-        write(self, image, record)
+    def append_or_fail(self, image, record):
+        self._file = FullFile() if next(numbers) >= 6 and self._file else self._file
+        append(self, image, record)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pack_writer.PackWriter, "append", append)
-        return message_of(pack, *arguments)
-
-
-@pytest.fixture(scope="module")
-def whole(folder, tmp_path_factory) -> dict[str, bytes]:
-    out = tmp_path_factory.mktemp("whole")
-    pack(out, "--shard-mb", TINY_MB, *source(folder))
-    return contents(out / "train")
-
-
-def test_a_full_disk_is_reported_and_loses_one_shard(folder, tmp_path, whole):
-    words = ["--shard-mb", TINY_MB, *source(folder)]
-    message = pack_until(6, tmp_path, *words)
+    pack(tmp_path / "whole", *words)
+    monkeypatch.setattr(writer.PackWriter, "append", append_or_fail)
+    message = message_of(pack, tmp_path, *words)
     assert "No space left on device" in message and "run the same command again" in message
     assert "packing is not finished" in message_of(Packed, tmp_path, "train")
+    monkeypatch.undo()
     pack(tmp_path, *words)
-    assert contents(tmp_path / "train") == whole
+    assert files_of(tmp_path / "train") == files_of(tmp_path / "whole" / "train")
 
 
 def test_other_options_or_another_source_are_refused(folder, tmp_path):
     pack(tmp_path, *source(folder))
-    before = contents(tmp_path / "train")
+    before = files_of(tmp_path / "train")
     message = message_of(pack, tmp_path, "--shorter-side", 18, *source(folder))
     assert "shorter side None, now 18; quality None, now 90" in message and "--overwrite" in message
     shutil.copytree(folder, tmp_path / "copy")
     assert f"now {tmp_path / 'copy'}" in message_of(pack, tmp_path, *source(tmp_path / "copy"))
-    assert contents(tmp_path / "train") == before
+    assert files_of(tmp_path / "train") == before
     words = ["--overwrite", "--shorter-side", 18]
     pack(tmp_path, *words, *source(tmp_path / "copy"))
     (tmp_path / "copy/train/cat/003.jpg").rename(tmp_path / "copy/train/cat/006.jpg")  # as many as before
@@ -311,7 +291,7 @@ def test_a_broken_image_stops_the_packing_or_is_left_out(folder, tmp_path, capsy
     broken = ["--shard-mb", TINY_MB, *source(tmp_path / "data")]
     message = message_of(lambda: pack(tmp_path / "out", *broken, workers=2))
     assert "broken image: " in message and "bee/002.jpg" in message and "DATA.ON_BAD_IMAGE skip" in message
-    assert shards(tmp_path / "out/train"), "finished shards stay"
+    assert list((tmp_path / "out/train").glob("shard-*.bin")), "finished shards stay"
     pack(tmp_path / "out", *broken, "DATA.ON_BAD_IMAGE", "skip", workers=2)
     packed, printed = Packed(tmp_path / "out", "train"), capsys.readouterr()
     assert len(packed) == 13 and packed.meta["num_skipped"] == 1
@@ -334,16 +314,6 @@ def test_a_worker_that_is_killed_is_reported(folder, tmp_path, monkeypatch):
     assert "a worker process was killed" in message and "fewer --workers" in message
 
 
-def spoil(out: Path, how: str) -> None:
-    path = out / "train" / ("index.bin" if how == "index" else "shard-00001.bin")
-    data = bytearray(path.read_bytes())
-    place = {"flipped": pack_file.HEADER_SIZE + 400, "exchanged": 20, "index": -2}.get(how, 0)
-    data[place] ^= 4
-    path.write_bytes(data[:-10] if how == "cut" else data)
-    if how == "lost":
-        path.unlink()
-
-
 @pytest.fixture
 def several(folder, tmp_path) -> Path:
     pack(tmp_path / "out", "--shard-mb", TINY_MB, *source(folder))
@@ -360,7 +330,12 @@ def test_verify_names_what_is_not_sound(several, capsys, how, said, is_read):
     assert "14 images in" in capsys.readouterr().out
     packed = Packed(several, "train")
     index = list(packed.columns["shard"]).index(1)
-    spoil(several, how)
+    path = several / "train" / ("index.bin" if how == "index" else "shard-00001.bin")
+    data = bytearray(path.read_bytes())
+    data[{"flipped": pack_file.HEADER_SIZE + 400, "exchanged": 20, "index": -2}.get(how, 0)] ^= 4
+    path.write_bytes(data[:-10] if how == "cut" else data)
+    if how == "lost":
+        path.unlink()
     message = message_of(verify_packs, several, 0)
     assert said in message and (how != "flipped" or packed.describe(index) in message)
     if how == "exchanged":
@@ -413,19 +388,6 @@ def test_a_mistake_is_answered_with_its_remedy_and_without_torch(folder, tmp_pat
     for said, answer in zip(WRONG.values(), answers[:-1], strict=True):
         assert said in answer, answer
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_pack_verify_and_train_on_the_command_line(folder, tmp_path):
-    out = tmp_path / "out"
-    done = run_tool("pack_dataset.py", out, "--workers", 2, *source(folder))
-    assert done.returncode == 0, done.stderr
-    assert f"{out}/train: 14 images of 3 classes" in done.stdout
-    assert f"{out}/val: 5 images of 3 classes" in done.stdout and "images/s" in done.stdout
-    assert run_tool("pack_dataset.py", "--verify", out).returncode == 0
-    words = small_options(out, tmp_path / "run", "DATA.NAME", "packed", "TRAIN.WORKERS", 1, "TRAIN.IM_SIZE", 16)
-    done = run_tool("train_net.py", *words)
-    assert done.returncode == 0 and "validation: 5 images" in done.stderr, done.stderr
 
 
 def test_options_of_training_alone_are_not_demanded(tmp_path, capsys):

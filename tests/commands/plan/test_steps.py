@@ -59,14 +59,8 @@ def test_the_tool_shows_every_part_and_touches_no_run(image_folder, tmp_path):
     check_result(result, 1, 12)
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"],
-        slow(["DATA.LOADER", "device", "TRAIN.GLOBAL_BATCH_SIZE", 24]),
-    ],
-    ids=lambda args: str(args[0]),
-)
+@pytest.mark.parametrize("args", [["TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"],
+                                  slow(["DATA.LOADER", "device", "TRAIN.GLOBAL_BATCH_SIZE", 24])])  # fmt: skip
 def test_every_kind_of_loader_is_measured(small_cfg, monkeypatch, args):
     hurry(monkeypatch)
     cfg = small_cfg(*args)

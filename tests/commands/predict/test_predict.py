@@ -27,7 +27,6 @@ from distribuuuu.inference.image_arguments import list_images
 from distribuuuu.launch.detect import Launch
 from distribuuuu.tasks.class_metrics import MeanAveragePrecision
 
-CPU = torch.device("cpu")
 # Several chunks, of which the last one is smaller.
 SMALL_CHUNKS = ("--set", "TEST.BATCH_SIZE", 16)
 SLOW_PREDICT = """
@@ -116,7 +115,7 @@ def test_unusual_photographs_are_answered_as_in_an_evaluation(shapes_run, tmp_pa
     folder = odd_images(tmp_path)
     settings = ("TRAIN.DATASET", str(tmp_path), "TEST.DATASET", str(tmp_path), "TEST.BATCH_SIZE", "64", *options)
     loaded = load_run(shapes_run, overrides=settings)
-    (batch,) = build_loader(loaded.cfg, Launch("alone"), CPU, train=False)
+    (batch,) = build_loader(loaded.cfg, Launch("alone"), torch.device("cpu"), train=False)
     with torch.inference_mode():
         logits = loaded.task.predict_step(loaded.model, batch.images)
     expected = logits.double().softmax(1)

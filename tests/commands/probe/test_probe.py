@@ -129,9 +129,7 @@ def test_a_whole_run(shapes_run, tmp_path, capsys, monkeypatch):
     assert not (folder / "probe.json").exists()
 
 
-def test_images_of_other_classes_are_probed_without_the_classifier(
-    shapes_run, image_folder, tmp_path, capsys, monkeypatch
-):
+def test_images_of_other_classes_have_no_classifier(shapes_run, image_folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(probes, "PENALTIES", (0.1,))
     data = "TRAIN.DATASET", image_folder, "TEST.DATASET", image_folder, "TEST.FLIP", "True"
     results = []

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.hostile import list_changes
 from support.predictions import prediction_arrays
+from support.runs import ROOT
 
 from distribuuuu.commands.html.history import MAX_TEXT
 from distribuuuu.commands.report import run_report
@@ -16,7 +17,6 @@ from distribuuuu.commands.report.run_report import build_report, read_run
 from distribuuuu.config.json_file import replace_nonfinite
 from distribuuuu.records.predictions import write_npz
 
-ROOT = Path(__file__).parents[3]
 RESULTS = json.loads(sorted((ROOT / "benchmarks" / "results").rglob("*.json"))[0].read_text())
 RECORDS = [
     {"kind": kind, "epoch": epoch, "step": 5, "loss": 1 / epoch, "top1": 50.0, "count": 320, "time": 1.0,

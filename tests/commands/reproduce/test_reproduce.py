@@ -1,11 +1,11 @@
 """The command reproduce: rows, refused options, the verdict, and a rerun that is stopped, resumed and compared."""
 
-import copy
 import json
 from pathlib import Path
 
 import pytest
 from support.commands import command_module
+from support.predictions import change
 from support.runs import ROOT, run_tool
 from support.tables import each_row
 
@@ -25,18 +25,6 @@ HASHED = {
     "environment": {"device": "cpu", "threads": 1, "deterministic": True},
     "commit": "c" * 40,
 }
-
-
-def change(record: dict, **changes) -> dict:
-    """Return a copy of a record with changes: `training__hours=2` is record["training"]["hours"] = 2."""
-    record = copy.deepcopy(record)
-    for name, value in changes.items():
-        place = record
-        *folders, key = name.split("__")
-        for folder in folders:
-            place = place[folder]
-        place[key] = value
-    return record
 
 
 def make_row(*values: float | None, **changes) -> list:
@@ -122,10 +110,8 @@ def test_the_rows_with_hashes_are_of_the_configs_of_today():
 def test_a_record_of_others_names_no_code_and_a_damaged_one_is_reported(changes, message, call, tmp_path):
     record = change(RECORD, **changes)
     (tmp_path / "results.json").write_text(json.dumps(record))
-    name = ", ".join(
-        [record["config"] or "resnet14", *(f"{key} {value}" for key, value in record["overrides"].items())]
-    )
-    status, _, error = call(name, "--results", tmp_path)
+    name = [record["config"] or "resnet14", *(f"{key} {value}" for key, value in record["overrides"].items())]
+    status, _, error = call(", ".join(name), "--results", tmp_path)
     assert status == 2 and message in error
 
 

@@ -17,11 +17,7 @@ from support.commands import run_command
 from distribuuuu.commands.arguments import parse_args
 from distribuuuu.commands.main import start_command
 from distribuuuu.commands.split import splitting as split_module
-from distribuuuu.commands.split.splitting import (
-    list_images,
-    plan_split,
-    write_split,
-)
+from distribuuuu.commands.split.splitting import list_images, plan_split, write_split
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.image_list import ImageList
 from distribuuuu.data.loader import build_images
@@ -148,10 +144,8 @@ def test_the_command_that_is_printed_is_one_that_trains(tmp_path, capsys):
     cfg, _ = parse_args("", words, train=True)
     assert cfg.OUT_DIR == "exp/lists" and cfg.OPTIM.MAX_EPOCH <= 30 and cfg.MODEL.NUM_CLASSES == 2
     assert build_images(cfg, train=True).classes == ("cat", "dog")
-    for pattern, said in (
-        ("^([a-z]+)_", "matches no name; the first is 'cat.00.png'"),
-        ("^(cat)", "finds no class in 30"),
-    ):
+    wrong = {"^([a-z]+)_": "matches no name; the first is 'cat.00.png'", "^(cat)": "finds no class in 30"}
+    for pattern, said in wrong.items():
         assert run(tmp_path / "photos", "--label-by", pattern, "--val", 0.25, "--out", tmp_path / "new") == 2
         assert said in capsys.readouterr().err
 
@@ -169,8 +163,6 @@ def test_wrong_flags(folder, tmp_path, capsys):
 
 
 def test_folders_that_cannot_be_split(tmp_path, capsys):
-    assert run(tmp_path / "non", "--val", 0.2, "--out", tmp_path / "out") == 2
-    assert "no such folder" in capsys.readouterr().err
     (tmp_path / "empty" / "cat").mkdir(parents=True)
     assert run(tmp_path / "empty", "--val", 0.2, "--out", tmp_path / "out") == 2
     assert "has no images in class folders" in capsys.readouterr().err

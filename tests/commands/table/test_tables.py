@@ -1,6 +1,5 @@
 """Tables of results: statistics, grouping of runs, messages, and blocks of a README."""
 
-import copy
 import json
 import re
 import shlex
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.predictions import change
 from support.recipe_facts import BASELINES, RECIPES
 from support.runs import ROOT, run_tool
 
@@ -34,16 +34,9 @@ RECORD = {
 
 
 def save(path: Path, **changes) -> Path:
-    """Write a record with changes: `training__hours=2` is record["training"]["hours"] = 2."""
-    record = copy.deepcopy(RECORD)
-    for name, value in changes.items():
-        place = record
-        *folders, key = name.split("__")
-        for folder in folders:
-            place = place[folder]
-        place[key] = value
+    """Write a record with changes, e.g. `training__hours=2`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record))
+    path.write_text(json.dumps(change(RECORD, **changes)))
     return path
 
 

@@ -98,9 +98,6 @@ def test_a_tracker_receives_rows_images_and_files(small_cfg, tmp_path, finished_
     assert server.read("file") == [["config.yaml"], ["results.json"]]
 
 
-# ------------------------------------------------------------------------------------ steps
-
-
 @pytest.mark.parametrize("place", [slow((0, 2)), slow((0, 4)), (1, 2)])
 def test_a_resumed_run_continues_the_same_run_at_the_right_step(small_cfg, monkeypatch, place, server):
     words = (*server.words, "CHECKPOINT.EVERY_STEPS", 2)
@@ -189,13 +186,9 @@ def test_files_are_sent_again_if_they_change_and_links_never(tmp_path):
     assert one.items == ["results.json", "results.json"]
 
 
-# ------------------------------------------------------------------------------------ faults
-
-
 @pytest.mark.parametrize("fault", [*map(slow, ("connect", "image", "file", "finish", "hangs")), "row", "killed"])
-def test_the_training_knows_of_no_fault_and_track_sends_what_is_missing(
-    small_cfg, tmp_path, monkeypatch, finished_run, server, fault, capfd
-):
+def test_the_training_knows_of_no_fault(small_cfg, tmp_path, monkeypatch, finished_run, server, fault, capfd):
+    """The command track sends what is missing."""
     out = tmp_path / "out"
     monkeypatch.setenv("FAULT", fault)
     began = time.monotonic()
@@ -286,8 +279,6 @@ def test_sigkill_of_the_training_at_any_time_loses_no_row(image_folder, tmp_path
     expected = {(step, kind) for step in range(1, 49) for kind in ("train", "eval") if kind == "train" or step % 4 == 0}
     assert {*server.rows()} == expected and len(server.rows()) == len(expected)
 
-
-# ------------------------------------------------------------------------------------ real packages
 
 STEPS = [1, 2, 3, 4, 5, 6, 7, 8]
 
