@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.hostile import Payload
 from support.runs import newest, records
 from support.states import load, make_state, original_checkpoint, save
 
@@ -115,11 +116,6 @@ CIRCLE: list = []
 CIRCLE.append(CIRCLE)
 
 
-class Trap:
-    def __reduce__(self):
-        return os.mkdir, ("executed",)  # in the current folder
-
-
 def write_with(value: Any) -> Damage:
     return lambda path: torch.save({"state_dict": {"w": torch.ones(1)}, "x": value}, path)
 
@@ -128,7 +124,7 @@ def write_with(value: Any) -> Damage:
     (write_compressed, ".*data.pkl is compressed"),
     (write_with(CIRCLE), ".*more than 1000000 values"),
     (write_with(np.datetime64("2021-01-01")), ".*objects other than plain data; fix: .*torch.save"),
-    (write_with(Trap()), ""),
+    (write_with(Payload(Path("executed"))), ""),  # in the current folder
     *((lambda path, content=content: torch.save(content, path), "holds no state dict")
       for content in ({"hello": 3}, torch.ones(3))),
 ])  # fmt: skip

@@ -20,21 +20,15 @@ from distribuuuu.data.loader import build_loader
 class Pixels(ImageDataset):
     """Forty images in memory, of one size and gray, of one size in color, or of many sizes."""
 
-    classes = ("a", "b", "c")
+    classes, labels = ("a", "b", "c"), np.arange(40) % 3
 
     def __init__(self, kind: str):
         random = np.random.default_rng(0)
         shapes = {"gray": [(20, 20)], "color": [(20, 24, 3)], "sizes": [(20, 31, 3), (40, 18, 3), (25, 25)]}[kind]
         self.pixels = [random.integers(0, 256, shapes[i % len(shapes)], np.uint8) for i in range(40)]
 
-    def __len__(self) -> int:
-        return len(self.pixels)
-
     def read(self, index: int) -> np.ndarray:
         return self.pixels[index]
-
-    def label(self, index: int) -> int:
-        return index % 3
 
 
 @pytest.fixture(params=["gray", "color", "sizes"])

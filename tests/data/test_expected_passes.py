@@ -29,15 +29,12 @@ class Counted(ImageDataset):
     classes = ("all",)
 
     def __init__(self, num: int, broken: int = -1):
-        self.num, self.broken = num, broken
+        self.labels, self.broken = np.zeros(num, int), broken
         self._reads = multiprocessing.Value("q", 0)
 
     @property
     def num_reads(self) -> int:
         return self._reads.value
-
-    def __len__(self) -> int:
-        return self.num
 
     def read(self, index: int) -> np.ndarray:
         with self._reads:
@@ -45,9 +42,6 @@ class Counted(ImageDataset):
         if index == self.broken:
             raise OSError("cannot be read")
         return np.full((8, 8, 3), index, dtype=np.uint8)
-
-    def label(self, index: int) -> int:
-        return 0
 
 
 class Pool:
@@ -147,7 +141,7 @@ class SlowEnd(Counted):
     """The last image takes so long that later batches of other workers arrive before it."""
 
     def read(self, index: int) -> np.ndarray:
-        time.sleep(0.5 * (index == self.num - 1))
+        time.sleep(0.5 * (index == len(self) - 1))
         return super().read(index)
 
 

@@ -40,19 +40,10 @@ def way_words(kind: str, num: int) -> tuple:
 class Squares(ImageDataset):
     """Gray squares, each of its number."""
 
-    classes = ("even", "odd")
-
-    def __init__(self, num: int = 40):
-        self.num = num
-
-    def __len__(self) -> int:
-        return self.num
+    classes, labels = ("even", "odd"), np.arange(40) % 2
 
     def read(self, index: int) -> np.ndarray:
         return np.full((8, 8, 3), index, dtype=np.uint8)
-
-    def label(self, index: int) -> int:
-        return index % 2
 
 
 def start(kind: str, num: int, images: ImageDataset | None = None, transform=None, batch_size: int = 4,

@@ -4,6 +4,7 @@ import shutil
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.images import draw_folder
@@ -97,22 +98,10 @@ def test_a_look_up_or_a_handshake_that_hangs_ends_at_the_deadline(monkeypatch):
         assert "is no valid URL" in refusal_of(url)
 
 
-class HostileStore:
-    def __init__(self, **methods):
-        self.__dict__.update(methods)
-
-    def _strip_protocol(self, url):
-        return url
-
-    def info(self, url):
-        return {"size": 200, "ETag": "1"}
-
-    def cat_file(self, url, start, end):
-        return bytes(range(start, end))
-
-
 def refusal_of_store(monkeypatch, **methods) -> str:
-    monkeypatch.setattr(transport, "_open_filesystem", lambda *args: HostileStore(**methods))
+    usual = {"_strip_protocol": lambda url: url, "info": lambda url: {"size": 200, "ETag": "1"},
+             "cat_file": lambda url, start, end: bytes(range(start, end))}  # fmt: skip
+    monkeypatch.setattr(transport, "_open_filesystem", lambda *args: SimpleNamespace(**{**usual, **methods}))
     error = outcome_of(transport.fetch, "s3://bucket/loop", 10, 40, 0.2, info=True)
     if isinstance(error, transport.Part):
         return ""

@@ -100,17 +100,12 @@ def test_what_a_batch_reads_is_fetched_ahead(source, open_pack):
     wait_for(lambda: {int(path.name) for path in block_files(source.folder.parent)} == blocks, timeout_s=10)
 
 
-def columns_of(sizes) -> dict[str, np.ndarray]:
-    """Return the columns of a pack of one shard, with so many images per block."""
-    blocks = np.repeat(np.arange(len(sizes)), sizes)
-    places = np.concatenate([np.arange(size) for size in sizes])
-    offsets = packed_format.HEADER_SIZE + blocks * packed_format.BLOCK_BYTES + places
-    return {"shard": np.zeros(len(blocks), np.int32), "offset": offsets.astype(np.int64)}
-
-
 def test_blocks_are_read_once_per_epoch_within_a_window():
     sizes = np.random.default_rng(0).integers(1, 9, 200)
-    num, columns, block_of = int(sizes.sum()), columns_of(sizes), np.repeat(np.arange(200), sizes)
+    num, block_of = int(sizes.sum()), np.repeat(np.arange(200), sizes)
+    places = np.concatenate([np.arange(size) for size in sizes])
+    offsets = packed_format.HEADER_SIZE + block_of * packed_format.BLOCK_BYTES + places
+    columns = {"shard": np.zeros(num, np.int32), "offset": offsets.astype(np.int64)}
     assert packed_format.block_starts(columns).tolist() == [0, *np.cumsum(sizes)[:-1]]
     columns["shard"][-1] = 1  # begins a block
     assert len(packed_format.block_starts(columns)) == 201
