@@ -11,14 +11,13 @@ from support.runs import ROOT
 from distribuuuu.commands.main import dispatch
 
 
-@pytest.mark.parametrize(
-    "command",
-    [("predict", "run", "photos", "--out", "s3://bucket/a.csv"),
-     ("report", "run", "--out", "gs://bucket/a.html"), ("compare", "a", "b", "--out", "http://host/a.html"),
-     ("split", "photos", "--val", "0.1", "--out", "s3://bucket/a"),
-     ("export", "run", "s3://bucket/a", "--to", "timm"), ("split", "photos", "--val", "0.1", "--out", "/"),
-     ("pack", "/", "MODEL.DUMMY_INPUT", "True")],
-)  # fmt: skip
+@pytest.mark.parametrize("command", [
+    ("predict", "run", "photos", "--out", "s3://bucket/a.csv"),
+    ("report", "run", "--out", "gs://bucket/a.html"), ("compare", "a", "b", "--out", "http://host/a.html"),
+    ("split", "photos", "--val", "0.1", "--out", "s3://bucket/a"),
+    ("export", "run", "s3://bucket/a", "--to", "timm"), ("split", "photos", "--val", "0.1", "--out", "/"),
+    ("pack", "/", "MODEL.DUMMY_INPUT", "True"),
+])  # fmt: skip
 def test_commands_write_to_no_url_and_not_to_the_root(command, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     if is_deleted(command[0]):

@@ -81,11 +81,10 @@ def wait_for_phase(run: TrainingProcess, phase: str) -> None:
         run.wait_for(run.is_evaluating)
 
 
-@pytest.mark.parametrize(
-    ("phase", "signum"),
-    [*((phase, signal.SIGTERM) for phase in ("start-up", "epoch", "save", "evaluation")),
-     ("epoch", signal.SIGHUP), ("evaluation", signal.SIGINT)],
-)  # fmt: skip
+@pytest.mark.parametrize("phase, signum", [
+    *((phase, signal.SIGTERM) for phase in ("start-up", "epoch", "save", "evaluation")),
+    ("epoch", signal.SIGHUP), ("evaluation", signal.SIGINT),
+])  # fmt: skip
 def test_a_signal_saves_and_ends_two_processes_in_any_phase(slow_to_evaluate, tmp_path, phase, signum):
     slow = ("TEST.BATCH_SIZE", 1) if phase == "evaluation" else ()
     with started(slow_to_evaluate, tmp_path / "out", *slow) as run:

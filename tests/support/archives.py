@@ -112,9 +112,8 @@ def write_imagenet(source: Path, root: Path, layout: str) -> tuple[Path, Path]:
                 for synset in sorted(SYNSETS.values(), reverse=True)}  # fmt: skip
         write_tar(root / "ILSVRC2012_img_train.tar", tars)
         write_tar(root / "ILSVRC2012_img_val.tar", val)
-        (root / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(
-            gzip.compress(_tar_bytes({f"ILSVRC2012_devkit_t12/data/{name}": data for name, data in kit.items()}))
-        )
+        kit = _tar_bytes({f"ILSVRC2012_devkit_t12/data/{name}": data for name, data in kit.items()})
+        (root / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(gzip.compress(kit))
         flat = {}
     elif layout == "kaggle":
         lines = [f"{name[:-5]},{synset} 1 2 3 4" for name, synset in zip(val, truth, strict=True)]

@@ -73,10 +73,8 @@ def rates_by_step(cfg: Config) -> dict[int, float]:
 
 def images_per_gpu(cfg: Config) -> dict[int, int]:
     """Map numbers of GPUs to the images that each takes at a time, of which batch norm computes its statistics."""
-    worlds = (1, 2, 4, 8, 64)
-    return {
-        world: plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, world).micro_batch for world in worlds
-    }
+    sizes = cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE
+    return {world: plan_batches(*sizes, world).micro_batch for world in (1, 2, 4, 8, 64)}
 
 
 def decay_of_parameters(cfg: Config) -> dict[str, float]:

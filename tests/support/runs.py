@@ -66,9 +66,8 @@ def assert_same_run(one: Path | str, other: Path | str) -> None:
     one, other = newest(one), newest(other)
     assert one["state_dict"].keys() == other["state_dict"].keys()
     assert all(torch.equal(one["state_dict"][key], other["state_dict"][key]) for key in one["state_dict"])
-    buffers = [
-        [entry["momentum_buffer"] for entry in content["optimizer"]["state"].values()] for content in (one, other)
-    ]
+    states = [content["optimizer"]["state"].values() for content in (one, other)]
+    buffers = [[entry["momentum_buffer"] for entry in state] for state in states]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*buffers, strict=True))
     assert one["best_acc1"] == other["best_acc1"]
     assert one["optimizer"]["param_groups"] == other["optimizer"]["param_groups"]

@@ -61,15 +61,14 @@ def test_a_timm_folder_gives_equal_logits_and_our_preprocessing(small_cfg, tmp_p
     assert math.floor(32 / found["crop_pct"]) == 37
 
 
-@pytest.mark.parametrize(
-    ("to", "options", "reason"),
-    [("timm", ("MODEL.ARCH", "resnet8"), "timm has no model resnet8"),
-     ("timm", ("MODEL.ARCH", "torchvision/efficientnet_b0"), "is another model: "),
-     ("timm", ("MODEL.ARCH", "resnet18"), "computes other outputs"),
-     *((to, ("MODEL.ARCH", "resnet8", "TEST.INTERPOLATION", "opencv_area"),
-        "cannot express TEST.INTERPOLATION opencv_area") for to in ("timm", "onnx", "torch")),
-     ("timm", ("MODEL.ARCH", "resnet8", "TEST.SHIFT", 1), "cannot express TEST.SHIFT 1")],
-)  # fmt: skip
+@pytest.mark.parametrize("to, options, reason", [
+    ("timm", ("MODEL.ARCH", "resnet8"), "timm has no model resnet8"),
+    ("timm", ("MODEL.ARCH", "torchvision/efficientnet_b0"), "is another model: "),
+    ("timm", ("MODEL.ARCH", "resnet18"), "computes other outputs"),
+    *((to, ("MODEL.ARCH", "resnet8", "TEST.INTERPOLATION", "opencv_area"),
+       "cannot express TEST.INTERPOLATION opencv_area") for to in ("timm", "onnx", "torch")),
+    ("timm", ("MODEL.ARCH", "resnet8", "TEST.SHIFT", 1), "cannot express TEST.SHIFT 1"),
+])  # fmt: skip
 def test_what_a_format_cannot_express_is_refused(small_cfg, tmp_path, to, options, reason):
     run = load_run(save_run(small_cfg(*options)), device="cpu")
     if "other outputs" in reason:

@@ -141,14 +141,13 @@ def test_a_mistake_in_a_card_ends_with_status_1_and_no_usable_file(turned_run, t
     assert names == {"README.md", "export.json", "model.pt2.unverified"}
 
 
-@pytest.mark.parametrize(
-    ("code", "error"),
-    [("import nothing", "48 images: ModuleNotFoundError: No module named 'nothing'"),
-     ("raise SystemExit(3)", "ended with status 3"),
-     ("def predict(path):\n    raise OSError('no such decoder')", "48 images: OSError: no such decoder"),
-     ("print('hello')\ndef predict(path):\n    return [('ant', float('nan'))]", None),
-     ("def predict(path):\n    return []", None)],
-)  # fmt: skip
+@pytest.mark.parametrize("code, error", [
+    ("import nothing", "48 images: ModuleNotFoundError: No module named 'nothing'"),
+    ("raise SystemExit(3)", "ended with status 3"),
+    ("def predict(path):\n    raise OSError('no such decoder')", "48 images: OSError: no such decoder"),
+    ("print('hello')\ndef predict(path):\n    return [('ant', float('nan'))]", None),
+    ("def predict(path):\n    return []", None),
+])  # fmt: skip
 def test_code_that_fails_is_not_verified(turned_run, tmp_path, code, error):
     run = turned_run("resnet8")
     found = check_export(run, build_images(run.cfg, train=False), tmp_path, code)

@@ -86,11 +86,10 @@ class Classified(nn.Module):
         self.cfg, self.task = load_cfg(None, ["MODEL.ARCH", "resnet14"]), SimpleNamespace(has_scores=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("test_resnet", {}), ("test_convnext", {}), ("mobilenetv3_small_050", {}),
-     ("deit_tiny_distilled_patch16_224", {"img_size": 32, "depth": 2})],
-)  # fmt: skip
+@pytest.mark.parametrize("name, options", [
+    ("test_resnet", {}), ("test_convnext", {}), ("mobilenetv3_small_050", {}),
+    ("deit_tiny_distilled_patch16_224", {"img_size": 32, "depth": 2}),
+])  # fmt: skip
 def test_features_are_those_that_timm_returns_for_pre_logits(name, options):
     model, inputs = timm.create_model(name, num_classes=5, **options), []
     images = torch.randn(2, 3, 32, 32)
@@ -161,13 +160,12 @@ def break_an_image(folder, data):
     (data / "train" / "ant" / "000.jpg").write_bytes(b"no image")
 
 
-@pytest.mark.parametrize(
-    ("damage", "words", "message"),
-    [(None, ("TRAIN.DATASET", "/no/such"), r"TRAIN.DATASET \(command line\): no such folder: /no/such"),
-     (None, ("--out", "/no/such/x.json"), "--out: no such folder: /no/such"),
-     (nan_weights, ("DATA",), "has features that are not finite; fix: "),
-     (break_an_image, ("DATA",), r"broken image: .*000.jpg: .*; fix: repair or remove it")],
-)  # fmt: skip
+@pytest.mark.parametrize("damage, words, message", [
+    (None, ("TRAIN.DATASET", "/no/such"), r"TRAIN.DATASET \(command line\): no such folder: /no/such"),
+    (None, ("--out", "/no/such/x.json"), "--out: no such folder: /no/such"),
+    (nan_weights, ("DATA",), "has features that are not finite; fix: "),
+    (break_an_image, ("DATA",), r"broken image: .*000.jpg: .*; fix: repair or remove it"),
+])  # fmt: skip
 def test_errors_have_a_message_and_status_2(shapes_run, tmp_path, capsys, damage, words, message):
     folder = shutil.copytree(shapes_run, tmp_path / "run")
     for split, num in (("train", 4), ("val", 1)):

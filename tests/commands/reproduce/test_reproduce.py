@@ -44,17 +44,14 @@ def call(capsys):
     return start
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ((), "ROW: got none; expected a row of"),
-        (("shape/resnet14",), "did you mean shapes/resnet14"),
-        (("shapes/resnet14", "OPTIM.BASE_LR", 0.1), "OPTIM.BASE_LR: changes the result of shapes/resnet14"),
-        (("shapes/resnet14", "RNG_SEED", 1), "fix: use --seed"),
-        (("shapes/resnet14", "PLUGINS", "./evil.py"), "PLUGINS: changes the result"),
-        (("shapes/resnet14", "--lr", "1"), "OPTIM.BASE_LR: changes the result"),
-    ],
-)
+@pytest.mark.parametrize("args, message", [
+    ((), "ROW: got none; expected a row of"),
+    (("shape/resnet14",), "did you mean shapes/resnet14"),
+    (("shapes/resnet14", "OPTIM.BASE_LR", 0.1), "OPTIM.BASE_LR: changes the result of shapes/resnet14"),
+    (("shapes/resnet14", "RNG_SEED", 1), "fix: use --seed"),
+    (("shapes/resnet14", "PLUGINS", "./evil.py"), "PLUGINS: changes the result"),
+    (("shapes/resnet14", "--lr", "1"), "OPTIM.BASE_LR: changes the result"),
+])  # fmt: skip
 def test_mistakes_are_named_before_a_training_starts(args, message, call):
     status, _, error = call(*args)
     assert status == 2 and message in error
@@ -98,15 +95,12 @@ def test_the_rows_with_hashes_are_of_the_configs_of_today():
         assert hash_config(load_cfg(file, words)) == run.record["config_hash"], run.path
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"config": "../../evil"}, "config: got ../../evil in the row; expected a config in"),
-        ({"overrides": {"PLUGINS": "./evil.py"}}, "overrides: got 'PLUGINS' in the row; expected options of a recipe"),
-        ({"schema": 7}, "got schema 7 and kind"),
-        ({"weights_sha256": 7}, "`weights_sha256`: got 7"),
-    ],
-)
+@pytest.mark.parametrize("changes, message", [
+    ({"config": "../../evil"}, "config: got ../../evil in the row; expected a config in"),
+    ({"overrides": {"PLUGINS": "./evil.py"}}, "overrides: got 'PLUGINS' in the row; expected options of a recipe"),
+    ({"schema": 7}, "got schema 7 and kind"),
+    ({"weights_sha256": 7}, "`weights_sha256`: got 7"),
+])  # fmt: skip
 def test_a_record_of_others_names_no_code_and_a_damaged_one_is_reported(changes, message, call, tmp_path):
     record = change(RECORD, **changes)
     (tmp_path / "results.json").write_text(json.dumps(record))
@@ -121,23 +115,20 @@ def test_the_command_of_a_row_repeats_its_options_and_processes():
     assert command.build_command(record, 3, ["OUT_DIR", "out"])[3:] == words
 
 
-@each_row(
-    ("row", "rerun", "is_reproduced", "texts"),
-    [
-        # The interval of 90, 91, 92 is 91 +- 2.48, that of one more run 91 +- 4.97.
-        ((90, 91, 92), {}, True, ["bitwise equal, sha256 aaaa", "reproduced: bitwise"]),
-        ((90, 91, 92), {"weights_sha256": {"raw": "b" * 64}}, False, ["no recorded condition differs", "NOT repro"]),
-        ((90, 91, 92), {"weights_sha256": {"raw": "b"}, "environment__threads": 2}, True,
-         ["environment.threads: 1 in the row, 2 here", "reproduced: inside the 95 % interval"]),
-        ((90, 91, 92), {"weights_sha256": {"raw": "b"}, "versions__torch": "9"}, True, ["versions.torch: 2.14.1"]),
-        ((90, 91, 92), {"weights_sha256": {"raw": "b"}, "commit": "d" * 40}, True, ["cccccccc in the row, dddddddd"]),
-        ((90, 91, 92), {"weights_sha256": {"raw": "b"}, "environment__deterministic": False}, True, ["deterministic"]),
-        ((90, 91, 92), {"seed": 7, "accuracy__raw__last__top1": 95}, True, ["not have this seed", "of a single run"]),
-        ((90, 91, 92), {"seed": 7, "accuracy__raw__last__top1": 97}, False, ["NOT reproduced: outside"]),
-        ((90, 91, 92), {"seed": 7, "accuracy__raw__last__top1": None}, False, ["not decided: the result is unknown"]),
-        ((90,), {"seed": 7}, False, ["not decided: the row has one seed"]),
-    ],
-)  # fmt: skip
+@each_row("row, rerun, is_reproduced, texts", [
+    # The interval of 90, 91, 92 is 91 +- 2.48, that of one more run 91 +- 4.97.
+    ((90, 91, 92), {}, True, ["bitwise equal, sha256 aaaa", "reproduced: bitwise"]),
+    ((90, 91, 92), {"weights_sha256": {"raw": "b" * 64}}, False, ["no recorded condition differs", "NOT repro"]),
+    ((90, 91, 92), {"weights_sha256": {"raw": "b"}, "environment__threads": 2}, True,
+     ["environment.threads: 1 in the row, 2 here", "reproduced: inside the 95 % interval"]),
+    ((90, 91, 92), {"weights_sha256": {"raw": "b"}, "versions__torch": "9"}, True, ["versions.torch: 2.14.1"]),
+    ((90, 91, 92), {"weights_sha256": {"raw": "b"}, "commit": "d" * 40}, True, ["cccccccc in the row, dddddddd"]),
+    ((90, 91, 92), {"weights_sha256": {"raw": "b"}, "environment__deterministic": False}, True, ["deterministic"]),
+    ((90, 91, 92), {"seed": 7, "accuracy__raw__last__top1": 95}, True, ["not have this seed", "of a single run"]),
+    ((90, 91, 92), {"seed": 7, "accuracy__raw__last__top1": 97}, False, ["NOT reproduced: outside"]),
+    ((90, 91, 92), {"seed": 7, "accuracy__raw__last__top1": None}, False, ["not decided: the result is unknown"]),
+    ((90,), {"seed": 7}, False, ["not decided: the row has one seed"]),
+])  # fmt: skip
 def test_the_verdict(row, rerun, is_reproduced, texts):
     runs = make_row(*row)
     found, text = command.compare_run(runs, change(runs[0].record, **rerun))
