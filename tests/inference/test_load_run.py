@@ -117,7 +117,6 @@ def test_nothing_is_written_to_a_folder_that_a_checkpoint_names(shapes_run, shap
     assert sorted(map(str, (tmp_path / "data").rglob("*"))) == before and not (tmp_path / "theirs").exists()
     run, probe = load_run(tmp_path / "foreign.pth.tar"), command_module("probe.feature_probe")
     assert len(probe.open_labeled_images(run, False)) and len(probe.open_labeled_images(run, True))
-    assert len(command_module("export.exporter").open_evaluation_set(run))
     assert sorted(map(str, (tmp_path / "data").rglob("*"))) == before and not (tmp_path / "theirs").exists()
     content["config"] |= {"DATA.NAME": "cifar10", "TEST.DATASET": str(tmp_path / "data")}
     torch.save(content, tmp_path / "foreign.pth.tar")
@@ -153,6 +152,26 @@ def nested(depth: int) -> dict:
     for _ in range(depth):
         value = {"a": [value]}
     return value
+
+
+def test_hostile_values_in_the_config_of_an_export_are_named(timm_folder):
+    path = timm_folder / "config.json"
+    whole = json.loads(path.read_text())
+    own = {"classes": ["x", "y", "z"], "weights": "raw", "config": {"MODEL.ARCH": "resnet18"}}
+    changes = [("model_args", "abc"), ("architecture", {}), ("num_classes", "many"), ("pretrained_cfg", "x"),
+               ("label_names", [1, 2, 3]), ("distribuuuu", "x")]  # fmt: skip
+    cases = [{**whole, key: value} for key, value in changes]
+    published = [("mean", ["a", "b", "c"]), ("input_size", [3, 10**9, 10**9]), ("input_size", [3, 64]),
+                 ("crop_pct", 0), ("crop_pct", 1e-30)]  # fmt: skip
+    cases += [{**whole, "pretrained_cfg": {**whole["pretrained_cfg"], key: value}} for key, value in published]
+    hostile = [("config", [1]), ("classes", [1, 2, 3])]
+    cases += [{**whole, "distribuuuu": {**own, key: value}} for key, value in hostile]
+    texts = [json.dumps(content) for content in cases]
+    for text in (*texts, json.dumps({**whole, "model_args": nested(100)}), "[" * 10**5, '{"a": 1', "\udcff", "[]", ""):
+        path.write_bytes(text.encode(errors="surrogateescape"))
+        with pytest.raises(ConfigError, match=r"config\.json|safetensors") as caught:
+            load_run(timm_folder)
+        assert len(str(caught.value)) < 800, text
 
 
 def test_hostile_options_in_the_config_of_an_export_are_config_errors(timm_folder):

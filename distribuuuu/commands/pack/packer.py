@@ -108,6 +108,7 @@ def pack_split(job: PackJob, train: bool) -> None:
             _append_all(writer, encoder, job.flags.workers, skip=job.cfg.DATA.ON_BAD_IMAGE == "skip")
             writer.finish(len(images), {**meta, "max_pixels": job.cfg.DATA.MAX_PIXELS})
         except OSError as error:
+            remove_files(folder, keep={Path(shard["name"]).stem for shard in writer.shards})  # the unfinished shard
             fix = "finished shards are kept; fix: free some space and run the same command again"
             raise ConfigError(f"{folder}: {error.strerror or error}; {fix}") from error
     images_per_s = (len(images) - first) / (time.perf_counter() - started)

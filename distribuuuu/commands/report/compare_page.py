@@ -3,14 +3,15 @@
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
-from distribuuuu.commands.html.history import draw_curves
+from distribuuuu.commands.html.history import MAX_TEXT, draw_curves
 from distribuuuu.commands.html.page import Column, PageSection, build_page, html
 from distribuuuu.commands.report.run_report import RunFiles, make_pictures, read_run
 from distribuuuu.commands.stats.significance import (
@@ -24,13 +25,11 @@ from distribuuuu.commands.stats.significance import (
     wilson_interval,
 )
 from distribuuuu.commands.stats.stored_predictions import Predictions
-from distribuuuu.config import ConfigError
-from distribuuuu.config.config_node import iter_options
+from distribuuuu.config import ConfigError, yaml_file
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.json_file import replace_nonfinite
-from distribuuuu.config.locate import FoundConfig
-from distribuuuu.config.options import option_of
-from distribuuuu.config.reader import read_cfg
+from distribuuuu.config.options import OPTIONS
+from distribuuuu.files.untrusted import read_regular
 
 # A difference is called significant if its p-value is below this.
 ALPHA = 0.05
@@ -184,14 +183,29 @@ def compare_groups(values: Mapping[str, Sequence[float]]) -> list[dict[str, Any]
 
 
 def list_changes(runs: Mapping[str, RunFiles]) -> dict[str, list[Any]] | None:
-    """Return the options that differ: option -> its value in each run; None if a config.yaml cannot be read."""
-    found = [read_cfg(FoundConfig(run.out_dir / "config.yaml")) for run in runs.values()]
-    if any(str(problem.key).startswith("--cfg") for _, problems in found for problem in problems):
+    """Return the options that differ: option -> its value in each run; None if a config.yaml cannot be read.
+
+    Options that are missing in the config of an older version have their defaults.
+    """
+    try:
+        contents = [yaml_file.load(read_regular(run.out_dir / "config.yaml", MAX_TEXT).decode("utf-8"))
+                    for run in runs.values()]  # fmt: skip
+        configs = [dict(_flatten(content)) for content in contents]
+    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
         return None
-    configs = [dict(iter_options(cfg)) for cfg, _ in found]
-    keys = dict.fromkeys(key for config in configs for key in config if option_of(key).compared)
-    rows = {key: [config.get(key) for config in configs] for key in keys}
+    given = {key: option.default for key, option in OPTIONS.items()}
+    defaults = {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}  # as in YAML
+    keys = dict.fromkeys(key for config in configs for key in config if key not in OPTIONS or OPTIONS[key].compared)
+    rows = {key: [config.get(key, defaults.get(key)) for config in configs] for key in keys}
     return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
+
+
+def _flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 @dataclass

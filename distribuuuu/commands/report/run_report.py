@@ -139,8 +139,9 @@ def _list_tiles(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     """Yield the name and the value of the main figures, and a detail; that of the accuracy is the first."""
     content, found, results = run.content, run.figures, run.history.results
     num, classes = counted(len(content), "image"), counted(len(content.classes), "class")
-    for name, value in found.get("metrics", {}).items():
-        yield name, f"{value:.4g}", ""
+    for name, value in () if content.classifies else list_values(content, run.facts).items():
+        if name != "values":
+            yield name, f"{value:.4g}", ""
     if "map" in found:
         yield "mean average precision", percent(found["map"]), classes
     if "accuracy" in found:

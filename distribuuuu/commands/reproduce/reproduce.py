@@ -283,10 +283,11 @@ def compare_value(value: float | None, values: Sequence[float]) -> tuple[bool, s
     if len(values) == 1:
         return False, "not decided: the row has one seed, and so no interval"
     low, high = mean_interval(values)
-    gap, half = abs(value - (low + high) / 2), (high - low) / 2 * math.sqrt(len(values) + 1)
+    mean, half = (low + high) / 2, (high - low) / 2 * math.sqrt(len(values) + 1)
+    gap, limits = abs(value - mean), f"{mean - half:.2f} to {mean + half:.2f}"
     if gap <= half + _ROUNDING:
-        return True, "reproduced: inside the 95 % interval of a single run"
-    return False, "NOT reproduced: outside the 95 % interval of a single run"
+        return True, f"reproduced: inside the 95 % interval of a single run, {limits}"
+    return False, f"NOT reproduced: outside the 95 % interval of a single run, {limits}"
 
 
 def find_differences(original: Mapping[str, Any], rerun: Mapping[str, Any]) -> Iterator[str]:

@@ -272,7 +272,7 @@ def list_mistakes(content: Predictions) -> str:
 
 
 def list_values(content: Predictions, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a task that does not classify, and the images with the largest errors.
+    """Return the metrics of a task that does not classify, and as `values` the images with the largest errors.
 
     The error of an image is the mean absolute difference of scores and targets; where these are not comparable, the
     first images are listed.
@@ -290,4 +290,4 @@ def list_values(content: Predictions, facts: dict[str, Any]) -> dict[str, Any]:
         order, metrics["mean absolute error"] = np.argsort(-errors, kind="stable"), float(errors.mean())
     values = [{"path": str(content.path[row]), "target": content.label[row].tolist(),
                "score": content.scores[row].tolist()} for row in order[:_NUM_VALUES]]  # fmt: skip
-    return {"metrics": metrics, "values": values}
+    return {**metrics, "values": values}

@@ -102,18 +102,19 @@ def read_arrays(
     try:  # frombuffer refuses objects and places outside of the file
         header = parse_json(text)
         found, expected, meta = (header["kind"], header["version"]), header["size"], dict(header["meta"])
-        arrays = {
+        if found[0] != kind or found[1] not in versions:
+            of = f"{str(found[0])[:40]} of version {str(found[1])[:9]}"
+            raise ArrayFileError(f"is {of}, not {kind} of version {versions[0]}")
+        if size != expected:
+            raise ArrayFileError(f"has {counted(size, 'byte')}, expected {expected!s:.20}: it is truncated or corrupt")
+        return meta, {
             name: np.frombuffer(mapped, np.dtype(dtype), math.prod(shape), offset).reshape(shape)
             for name, (dtype, shape, offset) in header["arrays"].items()
         }
+    except ArrayFileError:
+        raise
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ArrayFileError(f"has an invalid header: {error}") from error
-    if found[0] != kind or found[1] not in versions:
-        of = f"{str(found[0])[:40]} of version {str(found[1])[:9]}"
-        raise ArrayFileError(f"is {of}, not {kind} of version {versions[0]}")
-    if size != expected:
-        raise ArrayFileError(f"has {counted(size, 'byte')}, expected {expected!s:.20}: it is truncated or corrupt")
-    return meta, arrays
 
 
 def checksum_of(arrays: Arrays) -> int:

@@ -89,11 +89,12 @@ class Packed(SplitDataset):
     @classmethod
     def from_cfg(cls, cfg, train: bool, retry_s: float | None = None) -> "Packed":
         """Return the training or the evaluation set; a network failure must not change the labels."""
-        name, trained = "TRAIN" if train else "TEST", None
+        name, trained = "TRAIN", None
         try:
             if not train:
                 with contextlib.suppress(*[] if is_url(cfg.TRAIN.DATASET) else [ConfigError]):
-                    trained = cls.open_split(cfg, "TRAIN", None, retry_s)
+                    trained = cls.open_split(cfg, name, None, retry_s)
+                name = "TEST"
             return cls.open_split(cfg, name, trained, retry_s)
         except ConfigError as error:
             key = f"{name}.{'DATASET' if is_url(cfg[name].DATASET) else 'SPLIT'}"

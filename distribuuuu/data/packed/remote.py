@@ -26,6 +26,8 @@ from distribuuuu.files.cache_folder import cache_folder
 
 # Threads of each process that read ahead; seconds of failures after which they leave a block to its reader.
 NUM_THREADS, AHEAD_S = 4, 2.0
+# The longest request in a check before a start, in seconds.
+START_TIMEOUT_S = 20.0
 # Bytes per read of an index.
 _CHUNK = 16 << 20
 _CHANGED = "has changed since it was opened or packed; fix: restore it, or start again"
@@ -37,7 +39,7 @@ class RemotePack:
     Args:
         url: of the pack.
         cache_dir, cache_gb, timeout_s: DATA.CACHE_DIR, DATA.CACHE_GB and DATA.TIMEOUT_S.
-        retry_s: seconds after which no other attempt begins; None: timeout_s.
+        retry_s: of a check before a start, the seconds after which no other attempt begins; the shards are left out.
 
     Raises:
         ConfigError: the pack is incomplete or cannot be read, or the cache cannot be written to.
@@ -47,13 +49,15 @@ class RemotePack:
         self, url: str, cache_dir: str = "", cache_gb: float = 100.0, timeout_s: float = 300.0,
         retry_s: float | None = None
     ):  # fmt: skip
-        self.url, self._timeout_s, self._retry_s = url, timeout_s, retry_s
+        self.url, self._retry_s = url, retry_s
+        self._timeout_s = min(timeout_s, START_TIMEOUT_S) if retry_s else timeout_s
         self._cache = DiskCache(cache_folder(cache_dir) / "remote", int(cache_gb * 1e9))
         self._key = hashlib.sha256(url.encode()).hexdigest()[:16]
         self.meta, self.columns = self._load_index(f"{url}/{INDEX}")
         self._starts = packed_format.block_starts(self.columns)
         with ThreadPoolExecutor(2 * NUM_THREADS) as pool:
-            self._versions = list(pool.map(self._check_shard, range(len(self.meta["shards"]))))
+            shards = range(0 if retry_s else len(self.meta["shards"]))
+            self._versions = list(pool.map(self._check_shard, shards))
         self._is_checked = bytearray(len(self.columns["label"]))
         self._pid = 0
 

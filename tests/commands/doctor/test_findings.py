@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.images import draw_folder
+from support.packs import pack
 
 from distribuuuu.commands.doctor.findings import examine, open_cfg, open_folder
 from distribuuuu.commands.main import start_command
@@ -154,6 +155,14 @@ def test_lists_with_one_label(root):
     expected = ("broken", "unknown_class", "leakage", "contradicting_labels")
     assert found.keys() == {*expected}
     assert report["splits"]["val"]["classes"] == {"y": 1, "z": 1} and names(found["broken"], root) == ["no.jpg"]
+
+
+def test_packed_data(root):
+    shutil.copy(root / "train/ant/003.jpg", root / "val/ant/x.jpg")
+    pack(root / "packed", "TRAIN.DATASET", root, split="both")
+    cfg = load_cfg(None, ["DATA.NAME", "packed", "TRAIN.DATASET", str(root / "packed"), "MODEL.NUM_CLASSES", "2"])
+    (leak,) = kinds(report_on(open_cfg(cfg)))["leakage"]["groups"]
+    assert ["003.jpg" in leak["files"][0]["file"], "x.jpg" in leak["files"][1]["file"]] == [True, True]
 
 
 def test_the_sets_of_a_config(root):

@@ -67,13 +67,14 @@ def test_a_timm_folder_gives_equal_logits_and_our_preprocessing(small_cfg, tmp_p
     ("timm", ("MODEL.ARCH", "resnet18"), "computes other outputs"),
     *((to, ("MODEL.ARCH", "resnet8", "TEST.INTERPOLATION", "opencv_area"),
        "cannot express TEST.INTERPOLATION opencv_area") for to in ("timm", "onnx", "torch")),
+    ("torch", ("MODEL.ARCH", "resnet8", "TEST.CROP", "letterbox"), "cannot express the crop"),
     ("timm", ("MODEL.ARCH", "resnet8", "TEST.SHIFT", 1), "cannot express TEST.SHIFT 1"),
 ])  # fmt: skip
 def test_what_a_format_cannot_express_is_refused(small_cfg, tmp_path, to, options, reason):
     run = load_run(save_run(small_cfg(*options)), device="cpu")
     if "other outputs" in reason:
         run.model.maxpool = torch.nn.AvgPool2d(3, 2, 1)
-    with pytest.raises(ConfigError, match="--to safetensors") as caught:
+    with pytest.raises(ConfigError, match="fix: .*safetensors") as caught:
         export_run(run, to, tmp_path / "exported")
     assert reason in str(caught.value) and left_beside(tmp_path) == []
 

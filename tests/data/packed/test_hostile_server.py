@@ -12,7 +12,7 @@ from support.packs import pack as make_pack
 from support.range_server import CONTRADICTIONS, ENDLESS, RangeServer, wrong_range
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.packed import transport
+from distribuuuu.data.packed import remote, transport
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.data.packed.transport import RemoteError
 
@@ -144,6 +144,15 @@ def test_a_size_that_contradicts_the_index_is_refused_before_it_is_read(source, 
     assert str(open_pack(source, tmp_path, gb=1e-6)).startswith("DATA.CACHE_GB: got 1e-06; expected room for the ")
     source.attack = wrong_range("bytes {first}-{last}/1000000000000000")
     assert "expected room for the 1,000,000,000,000,000 bytes of" in str(open_pack(source, tmp_path))
+
+
+def test_the_check_before_a_start_names_the_set_and_does_not_wait_as_long_as_a_run(source, monkeypatch, small_cfg):
+    monkeypatch.setattr(remote, "START_TIMEOUT_S", 0.2)
+    source.attack = ENDLESS["dripped body"]
+    cfg = small_cfg("DATA.NAME", "packed", "TRAIN.DATASET", source.url, "TEST.DATASET", f"{source.url}/../other")
+    for train in (True, False):
+        (problem,) = outcome_of(lambda train=train: list(Packed.find_problems(cfg, train)))
+        assert problem[0] == "TRAIN.DATASET" and f"{source.url}/train/" in problem[1]
 
 
 def test_a_hostile_server_of_packs_is_given_up(source, tmp_path, monkeypatch):
