@@ -5,6 +5,7 @@ Tests with the marker `project` are about the code of this project, `pytest -m p
 
 import ast
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -242,3 +243,14 @@ def test_the_commands_of_an_installation(programs, tmp_path):
     assert words[:2] == ["distribuuuu", "test"]
     assert "validation of 500 images" in run(command, *words[1:], cwd=tmp_path, **cache).stderr
     assert "| imagenet2021/resnet50 " in run(command, "table", "--configs", "imagenet2021", cwd=tmp_path).stdout
+
+
+@pytest.mark.project
+def test_the_scripts_import_names_that_exist():
+    for path in (one for folder in ("benchmarks", "docs", "tools") for one in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("distribuuuu"):
+                module = importlib.import_module(node.module)
+                for name in (alias.name for alias in node.names):
+                    is_there = hasattr(module, name) or importlib.util.find_spec(f"{node.module}.{name}")
+                    assert is_there, f"{path.name} imports {name} of {node.module}"

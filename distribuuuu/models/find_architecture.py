@@ -230,6 +230,11 @@ def make_model_spec(
     allowed = [*_allowed(parameters), *(name for name in kwargs if name in known and name not in OWN_KEYS)]
     if problems := [Problem(*one) for one in find_unknown_keywords("MODEL.KWARGS", kwargs, arch.name, allowed)]:
         raise ConfigError(problems)
+    given = {*kwargs, *OWN_KEYS, *SIZE_NAMES}
+    required = (name for name, one in _named_parameters(arch.constructor)[0].items() if one.default is one.empty)
+    if missing := [name for name in required if name not in given]:
+        fix = f"fix: set MODEL.KWARGS.{missing[0]}"
+        raise ConfigError(Problem("MODEL.KWARGS", f"{arch.name} has no default for {', '.join(missing)}; {fix}"))
     size_name = next((name for name in SIZE_NAMES if name in parameters), None)
     if size_grows and size_name and not kwargs.get(DYNAMIC_SIZE):
         remedy = f", or MODEL.KWARGS.{DYNAMIC_SIZE} True" if DYNAMIC_SIZE in parameters else ""

@@ -91,6 +91,8 @@ def test_unknown_keywords_are_reported_at_once_with_the_near_ones():
 def test_a_parameter_without_a_default_can_be_set():
     architecture = Architecture("own", "distribuuuu", lambda num_classes, width: nn.Linear(width, num_classes))
     assert make_model_spec(architecture, 3, {"width": 5}, 224).build().in_features == 5
+    with pytest.raises(ConfigError, match="own has no default for width; fix: set MODEL.KWARGS.width"):
+        make_model_spec(architecture, 3, {}, 224)
 
 
 def test_refused_value_names_its_key():
