@@ -1,4 +1,4 @@
-"""Batches: how tasks receive them, how they are made of images and normalized on the device, and who makes them.
+"""Batches: their form, how they are made from images, normalization on the device, and the pools that make them.
 
 A `Pool` makes batches in the calling thread; those of workers.py make identical ones in processes and threads.
 """

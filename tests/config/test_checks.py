@@ -1,4 +1,4 @@
-"""What is known without torch: names of models and optimizers, and options that are set without effect."""
+"""Checks that do not import torch: names of models and optimizers, and options that have no effect."""
 
 import inspect
 import os

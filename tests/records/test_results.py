@@ -1,4 +1,4 @@
-"""What a run records: results.json, predictions.npz, and its environment."""
+"""The records of a run: results.json, predictions.npz, and the environment."""
 
 import errno
 import json
