@@ -1,5 +1,6 @@
 """Runs at a URL: kills of the run and of the server, a store that is down, other stores than S3, several nodes."""
 
+import http.server
 import os
 import random
 import shutil
@@ -115,6 +116,7 @@ def google(monkeypatch):
     pytest.importorskip("gcsfs", reason="gcsfs is not installed")
     emulator = pytest.importorskip("gcp_storage_emulator.server", reason="gcp-storage-emulator is not installed")
     port = free_port()
+    monkeypatch.setattr(http.server, "HTTPServer", http.server.ThreadingHTTPServer)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # these requests leave the emulator
     monkeypatch.setenv("FSSPEC_GS_TOKEN", "anon")

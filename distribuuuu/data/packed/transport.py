@@ -25,8 +25,9 @@ logger = logging.getLogger(__name__)
 
 # Protocols of fsspec with their package; the extra of setup.py has the name of the protocol.
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}
-# Seconds without a byte after which a connection counts as cut.
-STALL_S = 30.0
+# Seconds without a byte after which a connection counts as cut; a request that has lasted this long and is slower than
+# SLOWEST bytes per second is made again, since the packages of fsspec wait for minutes.
+STALL_S, SLOWEST = 30.0, 100_000
 # Seconds of the first pause between two attempts, which doubles up to the longest one.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 # Seconds of failures that are not logged.
@@ -89,7 +90,8 @@ def fetch(
     limit_s = timeout_s if retry_s is None else min(retry_s, timeout_s)
     while True:
         try:
-            part = _wait_for(functools.partial(read_range, url, start, end, info), begin + timeout_s)
+            attempt_end = time.monotonic() + STALL_S + (end - start) / SLOWEST
+            part = _wait_for(functools.partial(read_range, url, start, end, info), min(begin + timeout_s, attempt_end))
             if missing := (min(end, part.size) if part.size else end) - start - len(part.data):
                 raise http.client.IncompleteRead(b"", missing)
             if not (reason := check(part)):

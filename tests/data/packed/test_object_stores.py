@@ -1,6 +1,7 @@
 """Packed data on servers of the S3 and the Google Cloud protocol: read bitwise, clear errors."""
 
 import contextlib
+import http.server
 import time
 from pathlib import Path
 
@@ -112,6 +113,7 @@ def test_a_pack_at_a_gs_url_is_the_local_one(packed, tmp_path, monkeypatch):
     pytest.importorskip("gcsfs", reason="gcsfs is not installed")
     emulator = pytest.importorskip("gcp_storage_emulator.server", reason="gcp-storage-emulator is not installed")
     port, url = free_port(), "gs://bucket/sets/small"
+    monkeypatch.setattr(http.server, "HTTPServer", http.server.ThreadingHTTPServer)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
     monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
     monkeypatch.setattr(packed_format, "BLOCK_BYTES", 4000)

@@ -213,6 +213,22 @@ def test_an_outage_is_waited_for_and_logged_and_has_a_limit(source, open_pack, p
     assert "DATA.TIMEOUT_S" in found
 
 
+def test_a_request_that_gets_no_answer_is_made_again(source, open_pack, packed, monkeypatch):
+    images, read, hung = open_pack(timeout_s=60), transport._read_http, []
+
+    def read_or_hang(*args):
+        if not hung:
+            hung.append(args)
+            threading.Event().wait(60)
+        return read(*args)
+
+    monkeypatch.setattr(transport, "_read_http", read_or_hang)
+    monkeypatch.setattr(transport, "STALL_S", 0.5)
+    begin = time.monotonic()
+    assert bytes(images.read(50)) == bytes(Packed(packed, "train").read(50)) and hung
+    assert time.monotonic() - begin < 50
+
+
 def test_the_cache_is_bounded_and_evicts_what_was_not_used_for_longest(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "TOUCH_S", 0)
     files = DiskCache(tmp_path, 1000)
