@@ -57,6 +57,11 @@ class DataError(ConfigError):
     one_process = True
     status = 1
 
+    @classmethod
+    def of_read(cls, path: str, error: OSError) -> "DataError":
+        """Return the error for a read that failed, which is no damage of the file."""
+        return cls(f"{path}: cannot be read: {error.strerror or error}; fix: check the disk and the permissions")
+
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun in singular or plural, e.g. '1 image', '2,000 images', '3 classes'."""

@@ -179,8 +179,8 @@ class Samples:
         images: the data set.
         transform: from an image and its random numbers to uint8 (3, H, W), or to several views; or that of each epoch.
         decoder: see `decode`.
-        skip_broken: go on if an image cannot be read. In training, another one takes its place, always the same one. In
-            an evaluation nothing does: its pixels are zeros, and `Batch.broken` marks it.
+        skip_broken: go on if an image cannot be read. In training, another one takes its place, which depends on the
+            seed and the epoch. In an evaluation nothing does: its pixels are zeros, and `Batch.broken` marks it.
         options: see `decode`.
         extra: by name, the samples of other data sets that come along with each batch, see `JointKeys`.
         substitutes: whether the samples are for training.

@@ -110,8 +110,9 @@ def explain_missing_folder(path: Path, split: str, folders: Collection[str]) -> 
     above = ("/".join(each[:end]) for each in parts for end in range(1, len(each)))
     if found := [each for each in above if similar_splits(split, [each.rpartition("/")[2]])]:
         return f"{problem}; fix: set {split_key(split)} {found[0]}"
-    folder = path.with_suffix("")
-    return f"{problem}; fix: unpack it: {_unpack_command(path, folder)} && {split_command(folder)}"
+    folder, tops = path.with_suffix(""), {each[0] for each in parts}
+    inner = folder / tops.pop() if len(tops) == 1 and max(map(len, parts)) > 1 else folder
+    return f"{problem}; fix: unpack it: {_unpack_command(path, folder)} && {split_command(inner)}"
 
 
 def split_key(split: str) -> str:
@@ -167,9 +168,8 @@ def describe_table(root: Path) -> str:
 
 def _split_table(table: Path) -> str:
     """Return the ways to divide a table into training and validation images."""
-    command = f"distribuuuu split {shlex.quote(str(table))} --val 0.2 --out {table.parent.resolve().name}_lists"
-    words = f"DATA.NAME list DATA.TABLE.file {table.name} DATA.TABLE.split COLUMN"
-    return f"{command}; or, if a column has the split of each row: {words}"
+    words = f"DATA.NAME list DATA.TABLE.file {shlex.quote(table.name)} DATA.TABLE.split COLUMN"
+    return f"{split_command(table, table.parent)}; or, if a column has the split of each row: {words}"
 
 
 def describe_imagenet(root: Path) -> str:
@@ -216,10 +216,10 @@ def missing_split(name: str, root: Path, split: str, layout: str) -> tuple[str, 
     return key, f"{problem}; {has}" + (f"; fix: {split_command(root / splits[0])}" if splits else "")
 
 
-def split_command(folder: Path) -> str:
-    """Return the command that splits a folder of classes into lists in the current folder."""
-    out = f"{Path(os.path.abspath(folder)).name}_lists"
-    return shlex.join(["distribuuuu", "split", str(folder), "--val", "0.2", "--out", out])
+def split_command(source: Path, folder: Path | None = None) -> str:
+    """Return the command that splits a folder of classes, or a table in `folder`, into lists in the current folder."""
+    out = f"{Path(os.path.abspath(folder or source)).name}_lists"
+    return shlex.join(["distribuuuu", "split", str(source), "--val", "0.2", "--out", out])
 
 
 # --------------------------------------------------------------------------- folders in class folders

@@ -55,7 +55,7 @@ class Encoder:
             data, height, width = self._encode(self.images.read(index))
             if len(data) > MAX_RECORD:
                 raise ValueError(f"{len(data):,} bytes; a pack holds images of at most {MAX_RECORD:,}")
-        except DataError:  # the network's or the disk's fault
+        except (DataError, MemoryError):  # the fault of the network, the disk or the machine
             raise
         except Exception as error:  # decoders raise nearly anything; the message names the image and the cause
             return f"{self.images.describe(index)}: {type(error).__name__}: {error}"

@@ -54,14 +54,13 @@ class Archive(IndexedImages):
     def open_split(cls, cfg, name: str, trained: ImageDataset | None = None) -> ImageDataset:
         """Return the images of cfg.TRAIN or cfg.TEST."""
         section = cfg[name]
-        if name == "TEST" and "{" in section.DATASET and section.DATASET == cfg.TRAIN.DATASET:
-            message = (
-                f"got {section.DATASET}, the archives of the training images; fix: set it to those of the evaluation"
-            )
-            raise ConfigError(Problem("TEST.DATASET", message))
         source = find_archives(name, section.DATASET, section.SPLIT)._replace(extensions=image_extensions(cfg))
         index = open_archives(source, cache_folder(cfg.DATA.CACHE_DIR))
-        return cls(index, trained.index if isinstance(trained, Archive) else None)
+        known = trained.index if isinstance(trained, Archive) else None
+        if known and section.SPLIT != cfg.TRAIN.SPLIT and index.meta["digest"] == known.meta["digest"]:
+            found = f"{source} has the training images: it has no folder {section.SPLIT}"
+            raise ConfigError(Problem("TEST.DATASET", f"{found}; fix: set it to the archives of the evaluation"))
+        return cls(index, known)
 
     def read(self, index: int) -> Any:
         """Return the bytes of the file of image `index`."""
@@ -292,11 +291,15 @@ class _Found:
 
         raise ArchiveError(explain_missing_folder(Path(self.source.paths[0]), chosen, folders))
 
-    def _order_shards(self) -> tuple[range, list[int], list[str]]:
-        """Return the images in the order of the shards, with their labels and the classes."""
+    def _order_shards(self) -> tuple[list[int], list[int], list[str]]:
+        """Return the images in the order of the shards, with their labels and the classes; only the split, if any."""
         seen: set[tuple[int, str]] = set()
         found: list[int | str] = []
-        for image, (folder, name) in enumerate(zip(self._folders, self._names, strict=True)):
+        start = f"{self.source.folder}/" if self.source.is_inside else ""
+        order = [image for image, folder in enumerate(self._folders) if f"{folder}/".startswith(start)]
+        order = order or [*range(len(self._folders))]
+        for image in order:
+            folder, name = self._folders[image], self._names[image]
             # A key is the name up to its first dot; names with dots of their own have labels up to the last.
             number = self._columns["file"][image]
             key = number, f"{folder}/{os.path.splitext(name)[0]}"
@@ -310,7 +313,7 @@ class _Found:
             found.append(label)
         for ending in (".cls", ".json"):
             del self.ignored[ending]
-        order, values = range(len(found)), [label for label in found if isinstance(label, int)]
+        values = [label for label in found if isinstance(label, int)]
         if len(values) == len(found) and (highest := max(values, default=0)) < MAX_CLASSES:
             return order, values, [*map(str, range(highest + 1))]
         classes = sorted({*map(str, found)})

@@ -219,7 +219,10 @@ def read_member(index: Index, number: int) -> bytearray:
     arrays, archive = index.arrays, int(index.arrays["file"][number])
     size, packed = int(arrays["size"][number]), int(arrays["packed"][number])
     path, file = index.file_of(number), _open(index, archive)
-    data = os.pread(file.fileno(), packed or size, int(arrays["offset"][number]))
+    try:
+        data = os.pread(file.fileno(), packed or size, int(arrays["offset"][number]))
+    except OSError as error:
+        raise DataError.of_read(path, error) from error
     is_same = stamp_of(os.fstat(file.fileno())) == tuple(arrays["stamps"][archive].tolist())
     if not is_same or len(data) < (packed or size):
         raise DataError(f"{path}: has changed since the start of the run; fix: start it again")
@@ -236,7 +239,7 @@ def _open(index: Index, archive: int) -> Any:
         try:
             file = open_regular(path)
         except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+            raise DataError.of_read(path, error) from error
         if len(index.opened) >= _MAX_OPEN:
             index.opened = {}  # a thread that reads one still holds it open
         index.opened[archive] = file

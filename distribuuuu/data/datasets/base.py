@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.config.errors import counted
+from distribuuuu.config.errors import DataError, counted
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.settings import build_settings
 from distribuuuu.files.image_files import ALL_EXTENSIONS, EXTENSIONS
@@ -249,8 +249,13 @@ def open_nonblocking(path: str, flags: int) -> int:
 
 
 def read_file(path: str) -> bytearray:
-    """Return the bytes of an image file in writable memory."""
-    with open(path, "rb", opener=open_nonblocking) as file:
-        data = bytearray(os.fstat(file.fileno()).st_size)
-        del data[file.readinto(data) :]
+    """Return the bytes of an image file in writable memory; raise DataError if the disk or the network fails."""
+    try:
+        with open(path, "rb", opener=open_nonblocking) as file:
+            data = bytearray(os.fstat(file.fileno()).st_size)
+            del data[file.readinto(data) :]
+    except FileNotFoundError:  # the image was deleted
+        raise
+    except OSError as error:
+        raise DataError.of_read(path, error) from error
     return data

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset, SplitDataset
 from distribuuuu.data.datasets.index import IndexedImages, open_folder
@@ -39,7 +40,12 @@ class Shapes(IndexedImages):
     def open_split(cls, cfg, name: str, trained: ImageDataset | None = None) -> "Shapes":
         """Return the set; draw it if it does not exist yet."""
         cache = cache_folder(cfg.DATA.CACHE_DIR)
-        return cls(open_folder(draw_shapes(cache / "shapes"), "train" if name == "TRAIN" else "val", cache))
+        try:
+            root = draw_shapes(cache / "shapes")
+        except OSError as error:
+            problem = f"{cache / 'shapes'} cannot be drawn: {error.strerror or error}; fix: set it to another folder"
+            raise ConfigError(Problem("DATA.CACHE_DIR", problem)) from error
+        return cls(open_folder(root, "train" if name == "TRAIN" else "val", cache))
 
 
 def draw_shapes(root: str | os.PathLike, num_train: int = 2000, num_val: int = 500) -> Path:

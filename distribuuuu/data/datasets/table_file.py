@@ -151,7 +151,8 @@ def _name_labels(spec: TableSpec, labels: list[str] | str, names_of: Mapping[str
     if not names_of or isinstance(labels, str):
         return labels
     known = [names_of.get(label.removesuffix(".0"), "") for label in labels]
-    return list(dict.fromkeys(known)) if all(known) else f"has labels without a name in {spec.names[0]}"
+    known = known if spec.key == "targets" else list(dict.fromkeys(known))
+    return known if all(known) else f"has labels without a name in {spec.names[0]}"
 
 
 def _read_names(folder: str, file: str, label: str, name: str) -> dict[str, str]:

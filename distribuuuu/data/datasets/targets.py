@@ -71,6 +71,8 @@ def _match(images: Any, column: str, known: Any, problems: list[str], notes: lis
     source, values = images.index.source, _values_of(images.index, column)
     if isinstance(known, str):  # a type of numbers
         found: dict[str, Any] = {value: _as_number(value) for value in values}
+        found = {value: None if known == "int64" and isinstance(number, float) else number
+                 for value, number in found.items()}  # fmt: skip
         dtype, known = known, ()
     else:
         numbers, dtype = {name: number for number, name in enumerate(known)}, "int64"

@@ -33,14 +33,24 @@ def open_source(source: str, root: str, key: str, download: bool, **arguments: A
     try:
         import torchvision.datasets
 
-        dataset = getattr(torchvision.datasets, source)
+        dataset, found = getattr(torchvision.datasets, source), None
+        # Exists while a process downloads; torchvision takes a folder that is half unpacked for the whole.
+        part = Path(root) / f".{source}.part"
+        is_partial = part.exists()
         try:
-            return dataset(root, **arguments)
+            found = dataset(root, **arguments)
+            if not is_partial:
+                return found
         except (RuntimeError, OSError):
             if not download:
                 raise
         with take_turn(Path(root) / f".{source}", DOWNLOAD_WAIT_S):
-            return dataset(root, **arguments, download=True)
+            if found and part.exists():
+                raise RuntimeError(f"its download was interrupted; fix: delete its folder and {part}")
+            part.touch()
+            found = dataset(root, **arguments, download=True)
+            part.unlink()
+            return found
     except ImportError as error:
         fix = f"fix: pip install {error.name}" if error.name else error
         raise ConfigError(f"DATA.NAME: torchvision's {source} needs another package; {fix}") from error

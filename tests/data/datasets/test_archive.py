@@ -1,5 +1,6 @@
 """Archives: the batches of class folders, what is refused, and the index."""
 
+import errno
 import gzip
 import json
 import os
@@ -14,6 +15,7 @@ from support import runs
 from support.archives import add, archive_folder, files_of, write_tar, write_zip
 
 from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import DataError
 from distribuuuu.data.datasets import archive_members
 from distribuuuu.data.datasets.archive import Archive, ArchiveSource, find_archives, open_archives
 from distribuuuu.data.datasets.archive_members import read_member
@@ -263,3 +265,26 @@ def test_names_with_dots_and_endings_in_upper_case(tmp_path):
     index = open_archives(find_archives("TRAIN", str(tmp_path), "train"), tmp_path / "cache")
     assert [bytes(read_member(index, number)) for number in range(3)] == [b"0", b"1", b"2"]
     assert index.arrays["label"].tolist() == [0, 1, 2]
+
+
+def test_an_archive_of_samples_is_not_both_training_and_evaluation_data(tmp_path):
+    samples = {f"{number}.{end}": JPEG if end == "jpg" else b"%d" % (number % 2)
+               for number in range(4) for end in ("jpg", "cls")}  # fmt: skip
+    path = write_tar(tmp_path / "all.tar", samples)
+    assert "TEST.DATASET" in (said := errors_of(path, tmp_path)) and "it has no folder val" in said
+    other = write_tar(tmp_path / "other.tar", dict([*samples.items()][:4]))
+    assert not errors_of(path, tmp_path, "TEST.DATASET", other, "MODEL.NUM_CLASSES", 2, "TRAIN.BATCH_SIZE", 2)
+    both = {f"{'val' if name[0] == '3' else 'train'}/{name}": data for name, data in samples.items()}
+    both = write_tar(tmp_path / "both.tar", both)
+    assert not errors_of(both, tmp_path, "MODEL.NUM_CLASSES", 2, "TRAIN.BATCH_SIZE", 2)
+    parts = [open_one(both, folder=split, is_inside=True) for split in ("train", "val")]
+    assert [names_of(index) for index in parts] == [[f"train/{number}.jpg" for number in range(3)], ["val/3.jpg"]]
+    assert [index.arrays["label"].tolist() for index in parts] == [[0, 1, 0], [1]]
+
+
+def test_a_read_that_fails_is_no_damage(tmp_path, monkeypatch):
+    index = open_one(write_tar(tmp_path / "train.tar", {"a/1.jpg": JPEG}))
+    read_member(index, 0)
+    monkeypatch.setattr(os, "pread", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(DataError, match="train.tar: cannot be read: Input/output error"):
+        read_member(index, 0)

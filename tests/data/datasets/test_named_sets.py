@@ -154,3 +154,23 @@ def test_a_pickle_of_others_is_not_read(tmp_path):
         (folder / name).write_bytes(pickle.dumps(Attack()))
     with pytest.raises(ConfigError, match="TRAIN.DATASET: CIFAR10 is not in"):
         open_source("CIFAR10", str(tmp_path), "TRAIN.DATASET", False, train=True)
+
+
+def test_an_interrupted_download_is_not_taken_for_the_whole_set(tmp_path, monkeypatch):
+    def unpack(self, is_whole=True):
+        draw_folder(tmp_path / "eurosat", "2750", dict.fromkeys(EUROSAT if is_whole else EUROSAT[:3], 2))
+        if not is_whole:
+            raise KeyboardInterrupt
+
+    def open_it():
+        return open_source("EuroSAT", str(tmp_path), "TRAIN.DATASET", download=True)
+
+    monkeypatch.setattr(datasets.EuroSAT, "download", lambda self: self._check_exists() or unpack(self, False))
+    with pytest.raises(KeyboardInterrupt):
+        open_it()
+    monkeypatch.setattr(datasets.EuroSAT, "download", lambda self: self._check_exists() or unpack(self))
+    with pytest.raises(ConfigError, match=r"its download was interrupted; fix: delete its folder and .*EuroSAT\.part"):
+        open_it()
+    shutil.rmtree(tmp_path / "eurosat")
+    (tmp_path / ".EuroSAT.part").unlink()
+    assert len(open_it()) == len(open_it()) == 20 and not (tmp_path / ".EuroSAT.part").exists()

@@ -12,8 +12,10 @@ from PIL import Image
 from support.archives import files_of
 from support.runs import ROOT
 
+from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets import shapes_drawing
 from distribuuuu.data.datasets.shapes import CLASSES, MARKER, draw_shapes
+from distribuuuu.data.loader import build_images
 
 
 def start_drawing(root: Path, num_train: int) -> subprocess.Popen:
@@ -74,3 +76,10 @@ def test_other_files_are_never_touched(tmp_path):
     with pytest.raises(OSError, match="Not a directory"):
         draw_shapes(tmp_path / "file", num_train=10, num_val=10)
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    words = ["DATA.NAME", "shapes", "DATA.CACHE_DIR", str(tmp_path / "file"), "MODEL.ARCH", "resnet14"]
+    with pytest.raises(ConfigError, match=r"DATA.CACHE_DIR: .* cannot be drawn: .*another folder"):
+        build_images(load_cfg(None, [*words, "MODEL.NUM_CLASSES", "10"]), train=True)

@@ -11,6 +11,7 @@ from support.tables import each_row
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.config_node import changed
+from distribuuuu.data.datasets.table_file import TableSpec, scan_table
 from distribuuuu.data.loader import build_images
 from distribuuuu.engine.preflight import find_run_problems
 
@@ -87,9 +88,10 @@ def test_several_targets(small_cfg, image_folder, tmp_path):
     batch = batches_of(cfg)[0]
     assert batch.targets["weight"].dtype == torch.float32 and batch.targets["kind"].shape == (12,)
     assert pickle.loads(pickle.dumps(val)).label(3) == val.label(3)
-    write_rows(tmp_path / "val.csv", [{**class_of["val"][0], "kind": "z", "weight": "heavy"}])
+    write_rows(tmp_path / "val.csv", [{**class_of["val"][0], "kind": "z", "weight": "heavy", "number": 1.5}])
     text = " ".join(text for _, text in type(train).find_problems(cfg, False))
     assert "values of kind that the training data lacks: z" in text and "values of weight" in text and "heavy" in text
+    assert "values of number that the training data lacks: 1.5" in text
 
 
 WRONG = {
@@ -173,3 +175,7 @@ def test_numbers_get_the_names_of_another_table(cfg_of, small_cfg, image_folder,
     # A table that changes is read again, and several labels may have one name.
     write_rows(tmp_path / "classes.csv", [*names[:2], {**names[2], "class": names[1]["class"]}])
     assert build_images(changed(cfg, {"MODEL.NUM_CLASSES": 2}), train=True).classes == NAMES[:2]
+    rows = [{"path": row["path"], "left": "1", "right": "2"} for row in list_rows(image_folder, "train")]
+    write_rows(tmp_path / "pairs.csv", rows)
+    spec = TableSpec(key="targets", columns=("left", "right"), names=("classes.csv", "id", "class"))
+    assert scan_table(str(tmp_path / "pairs.csv"), spec)[1]["target1"].tolist() == [0] * len(rows)
