@@ -1,7 +1,7 @@
 """The Python API, for programs and notebooks: `train`, `evaluate`, `open_evaluation` and `predict`.
 
-Errors are exceptions, nothing exits the process, and a run leaves the state of the process as it was: random numbers,
-signal handlers, loggers, settings of torch.
+Errors are exceptions, nothing exits the process, and a training or an evaluation leaves the state of the process as it
+was: random numbers, signal handlers, loggers, settings of torch.
 """
 
 import contextlib

@@ -242,7 +242,7 @@ def evaluate_weights(cfg) -> dict:
         ConfigError: there are no weights, or they do not match the model or the classes of the data.
     """
     weights = find_weights(cfg)
-    kind = kind_of(weights) if Path(weights).parent == Path(cfg.OUT_DIR) else RAW
+    kind = kind_of(weights) if Path(weights).resolve().parent == Path(cfg.OUT_DIR).resolve() else RAW
     with open_evaluation(cfg, weights) as run:
         recorder = build_recorder(run.cfg, run.task, run.loader.images)
         result = run.evaluate(*([recorder.add] if recorder else []))

@@ -270,7 +270,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, content: dict[str, Any], pa
     settings = []
     for group in optimizer.param_groups:
         scheduled = {"lr", "weight_decay"} if "full_decay" in group else {"lr"}
-        settings.append({key: group[key] for key in group if key in {*optimizer.defaults, "lr_scale"} - scheduled})
+        settings.append({key: group[key] for key in group if key in {*optimizer.defaults} - scheduled})
     try:
         optimizer.load_state_dict(content)
         _match_strides(optimizer)

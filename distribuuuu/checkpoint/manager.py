@@ -175,11 +175,13 @@ class CheckpointManager:
         self._remove_old(path)
 
     def _remove_old(self, newest: Path) -> None:
+        """Remove what CHECKPOINT does not keep, and later positions, which a larger global batch has left behind."""
         own = [path for path in self.list() if path.name in self._own]
+        kept = [path for path in own if position_of(path) <= position_of(newest)]
         for path in own:
             epoch, step = position_of(path)
             is_kth = self.keep_every > 0 and step == 0 and epoch % self.keep_every == 0
-            if path not in (*own[-self.keep_last :], newest) and not is_kth:
+            if path not in kept[-self.keep_last :] and not (is_kth and path in kept):
                 try:
                     path.unlink(missing_ok=True)
                 except OSError as error:

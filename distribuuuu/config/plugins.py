@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -49,7 +50,8 @@ def import_plugins(entries: Sequence[str], found_in: str = "") -> None:
     waiting = [entry for entry in dict.fromkeys(entries) if not _is_imported(entry)]
     unknown = [entry for entry in waiting if found_in and not _is_known(entry)]
     if unknown:
-        run, words = shlex.quote(os.path.dirname(found_in) or "."), shlex.quote(",".join(entries))
+        text = json.dumps([*entries]) if any("," in entry for entry in entries) else ",".join(entries)
+        run, words = shlex.quote(os.path.dirname(found_in) or "."), shlex.quote(text)
         message = f"got {', '.join(unknown)}, which is code; expected plug-ins that you have named yourself before"
         fix = f"fix: if you trust this code, run once: distribuuuu test {run} PLUGINS {words}"
         raise ConfigError(Problem("PLUGINS", f"{message}; {fix}"))

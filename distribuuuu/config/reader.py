@@ -301,14 +301,15 @@ def _merge_file(cfg: Config, settings: list[Setting], problems: list[Problem]) -
     """Apply the settings of a file.
 
     Arguments and settings for another model or entry than its own are removed. A TEST.DATASET that repeats
-    TRAIN.DATASET, as in a dumped config, or the default, as in the files of 2021, follows TRAIN.DATASET.
+    TRAIN.DATASET, as in a dumped config, or the default, as in the files of 2021, which have no DATA.NAME, follows
+    TRAIN.DATASET.
     """
     given = {key: value for key, value, _ in settings}
     for section, name in _SELECTED_BY.items():
         if given.get(name, get_value(cfg, name)) != get_value(cfg, name):
             _empty(cfg, section)
     _merge(cfg, settings, problems)
-    unset = (cfg.TRAIN.DATASET, OPTIONS["TRAIN.DATASET"].default)
+    unset = [cfg.TRAIN.DATASET] if "DATA.NAME" in given else [cfg.TRAIN.DATASET, OPTIONS["TRAIN.DATASET"].default]
     if os.path.normpath(cfg.TEST.DATASET) in map(os.path.normpath, unset):
         cfg.TEST.DATASET = ""
 
@@ -326,6 +327,7 @@ def _merge(cfg: Config, settings: list[Setting], problems: list[Problem]) -> Non
         section, name = split_key(key)
         if key in OPEN_SECTIONS and isinstance(value, Config) and not value:
             _empty(cfg, key)
+            cfg.origins[key] = origin
             continue
         try:
             if section in OPEN_SECTIONS and OPTIONS[section].of is float:

@@ -31,7 +31,7 @@ from distribuuuu.distributed.rendezvous import exchange
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.build import build_run, set_backends
 from distribuuuu.engine.resume import checkpoint_content
-from distribuuuu.engine.run import OutOfMemory, Run, is_out_of_memory
+from distribuuuu.engine.run import OutOfMemory, Run, begin_epoch, is_out_of_memory
 from distribuuuu.engine.state import local_peak_bytes
 from distribuuuu.launch.detect import Launch, detect_launch, list_jobs
 from distribuuuu.launch.host import tune_malloc
@@ -147,7 +147,7 @@ def trial_run(cfg: Config, launch: Launch, plan: BatchPlan, folder: str) -> Iter
     import_plugins(cfg.PLUGINS)  # in a new process
     batch = {"TRAIN.BATCH_SIZE": plan.micro_batch, "TRAIN.GLOBAL_BATCH_SIZE": plan.per_process}
     random = {"MODEL.WEIGHTS": None, "MODEL.PRETRAINED": False, "FINETUNE.WEIGHTS": ""}
-    cfg = changed(cfg, {**batch, **random, "OUT_DIR": folder})
+    cfg = changed(cfg, {**batch, **random, "OUT_DIR": folder, "LOG.TRACKERS": ()})
     device = pick_device(launch.local_rank)
     set_backends(cfg, device)
     run = build_run(cfg, *build_loaders(cfg, launch, device))
@@ -160,7 +160,7 @@ def measure_steps(folder: str, cfg: Config, take_step: TakeStep, launch: Launch,
     with trial_run(cfg, launch, plan, folder) as run:
         loader, state = run.train_loader, run.state
         batches = loader.batches_from(state.stream_seed, 0, 0)
-        run.model.train()
+        begin_epoch(run)
         for step in range(min(_STEPS, loader.steps_of(0))):
             take_step(run, batches, step)
             state.finish_step(loader.num_steps)

@@ -62,7 +62,6 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bo
     """
     set_backends(cfg, device)
     settings = cfg.DIST
-    has_log = False
     limits = {"timeout_s": settings.TIMEOUT_S, "startup_timeout_s": settings.STARTUP_TIMEOUT_S}
     group = process_group(
         launch, device, backend=settings.BACKEND, report_dir=cfg.OUT_DIR, shard=settings.SHARD, **limits
@@ -70,22 +69,21 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bo
     mirror: Any = contextlib.nullcontext()
     if (url := url_of(cfg.OUT_DIR) if locks else None) and launch.rank == 0:
         mirror = importlib.import_module("distribuuuu.mirror.client").MirrorClient(cfg.OUT_DIR)
-    try:
-        with mirror as mirror, group:  # the mirror of a run at a URL ends last: other processes do not wait for it
-            start = time.perf_counter()
-            dist.on_main(lambda: make_out_dir(cfg.OUT_DIR))
-            with lock_out_dir(cfg.OUT_DIR) if locks else contextlib.nullcontext():
-                if url:
-                    start_mirror(mirror, url, cfg.OUT_DIR)
-                has_log = bool(log_name)
+    with mirror as mirror, group:  # the mirror of a run at a URL ends last: other processes do not wait for it
+        start = time.perf_counter()
+        dist.on_main(lambda: make_out_dir(cfg.OUT_DIR))
+        with lock_out_dir(cfg.OUT_DIR) if locks else contextlib.nullcontext():
+            if url:
+                start_mirror(mirror, url, cfg.OUT_DIR)
+            try:
                 with logging_to(cfg.OUT_DIR, log_name), explaining_out_of_memory(cfg.MODEL.ARCH):
                     describe_machine(launch, device)
                     yield start
                     logger.info("finished in %s; files: %s", format_duration(time.perf_counter() - start), cfg.OUT_DIR)
-    except ConfigError as error:
-        if has_log and (launch.rank == 0 or error.one_process):  # the command prints it to the terminal
-            append_to_log(cfg.OUT_DIR, log_name, *map(str, error.problems))
-        raise
+            except ConfigError as error:
+                if log_name and (launch.rank == 0 or error.one_process):  # the command prints it to the terminal
+                    append_to_log(cfg.OUT_DIR, log_name, *map(str, error.problems))
+                raise
 
 
 def start_mirror(mirror: Any, url: str, out_dir: str) -> None:
@@ -205,10 +203,9 @@ def check_warmup(cfg) -> None:
     optim = cfg.OPTIM
     follows = optim.LR_POLICY in ("tri", "cos_after_warmup")  # the policy begins after the warm-up
     if 0 < optim.MAX_EPOCH < optim.WARMUP_EPOCHS + follows:
-        limit = "less than" if follows else "at most"
-        message = f"got {optim.WARMUP_EPOCHS:g}; expected {limit} OPTIM.MAX_EPOCH {optim.MAX_EPOCH}, or the"
-        fix = "rate never reaches OPTIM.BASE_LR; fix: set it to 0"
-        raise ConfigError(Problem("OPTIM.WARMUP_EPOCHS", f"{message} {fix}", cfg.origins))
+        limit = f"OPTIM.MAX_EPOCH {optim.MAX_EPOCH}{f' - 1 with {optim.LR_POLICY}' if follows else ''}"
+        message = f"got {optim.WARMUP_EPOCHS:g}; expected at most {limit}, to reach OPTIM.BASE_LR; fix: set it to 0"
+        raise ConfigError(Problem("OPTIM.WARMUP_EPOCHS", message, cfg.origins))
 
 
 def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pretrained: bool) -> TrainState:

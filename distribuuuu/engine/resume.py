@@ -18,7 +18,8 @@ from distribuuuu.checkpoint.io import (
     load_state_dict,
     read_checkpoint,
 )
-from distribuuuu.checkpoint.manager import NonFiniteError
+from distribuuuu.checkpoint.manager import NonFiniteError, snapshot
+from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import OPEN_SECTIONS
@@ -41,7 +42,7 @@ def checkpoint_content(run: Run) -> dict[str, Any]:
     """
     content = run.state.to_dict()
     check_finite({"loss": sum(float(state["sums"][1]) for state in content["meter"])})
-    gathered = dist.gather_objects(own := run.task.rank_state_dict())
+    gathered = dist.gather_objects(own := snapshot(run.task.rank_state_dict()))
     content["task"] = {"shared": run.task.state_dict(), "by_rank": gathered if own else []}
     return {**content, "finished": is_finished(run.cfg, run.state)}
 
@@ -107,6 +108,7 @@ def resume_or_start(
         logger.info("resumed from %s: epoch %d, step %d", path, state.epoch + 1, state.step)
         _describe_changes(state, content, before)
     else:
+        state.bests = {kind: Best() for kind in state.bests}  # their files are in another folder
         logger.info("resumed from %s: epoch %d; TRAIN.LOAD_OPT False loads its weights only", path, state.epoch + 1)
 
 

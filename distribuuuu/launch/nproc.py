@@ -11,8 +11,9 @@ from distribuuuu.launch.host import LOOPBACK, count_cores, find_free_port
 from distribuuuu.launch.processes import start_child
 from distribuuuu.launch.signals import handled_by
 
-# Seconds that the other processes have to exit after one has failed; the watchdog stops them within two.
-GRACE_S = 5.0
+# Seconds that the other processes have to exit after one has failed: the watchdog stops them within two, but the first
+# one may be mirroring its last files.
+GRACE_S = 30.0
 POLL_S = 0.05
 
 

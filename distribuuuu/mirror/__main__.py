@@ -89,7 +89,10 @@ class _Child:
         if find_newest(self.mirror.list_files()) and not self.mirror.state["is_restoring"]:
             self.mirror.reconcile()
         else:
-            self.mirror.restore(index, lambda other: other == name or not is_checkpoint(other))
+            while self.mirror.restore(index, lambda other: other == name or not is_checkpoint(other)):
+                if (newer := self.mirror.read_index()) is None or newer.id == index.id:
+                    break
+                index = newer  # the run has replaced files meanwhile
 
     def listen(self) -> None:
         """Note the end that the run requests; if the run ends otherwise, this process ends too."""

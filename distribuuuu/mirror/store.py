@@ -123,7 +123,7 @@ class Store:
             size, _ = self._call(f"{self.url}/{name}", "info")
             if size > most:
                 raise DamagedError(f"{name} has {size:,} bytes, more than {most:,}")
-            return self._call(f"{self.url}/{name}", "cat_file", start=0, end=size) if size else b""
+            return self._call(f"{self.url}/{name}", "cat_file", start=0, end=most) if size else b""
         except MissingObjectError:
             return None
 

@@ -117,8 +117,8 @@ class Mirror:
         known, names = self.state["files"], [name for name in self.list_files() if is_checkpoint(name)]
         return any(known.get(name) != hash_file(self.folder / name).sha256 for name in names)
 
-    def restore(self, index: Index, is_wanted: Callable[[str], bool] = lambda name: True) -> None:
-        """Download the files of an index, the newest checkpoint first; damaged ones are skipped with a warning.
+    def restore(self, index: Index, is_wanted: Callable[[str], bool] = lambda name: True) -> set[str]:
+        """Download the files of an index, the newest checkpoint first; return the damaged ones, which are skipped.
 
         Raises:
             ConflictError: it names checkpoints, but all are damaged.
@@ -138,6 +138,7 @@ class Mirror:
         if {*names} == {*index.files}:
             files = {name: entry.sha256 for name, entry in index.files.items()}
             self.save_state(is_restoring=False, files=files)
+        return damaged
 
     def _has(self, name: str, entry: Entry) -> bool:
         path = self.folder / name
@@ -197,6 +198,8 @@ class Mirror:
     def _copy_changes(self) -> dict[str, tuple[Path, Entry]]:
         """Return a file with unchanging content, and its hash, for each name; links are made before any is hashed."""
         copies: dict[str, tuple[Path, tuple[int, int, int] | None]] = {}
+        for left in self._private.glob("*.copy"):  # of an upload that was killed or failed
+            left.unlink(missing_ok=True)
         for name in self.list_files():
             source, copy = self.folder / name, self._private / f"{os.urandom(8).hex()}.copy"
             with contextlib.suppress(FileNotFoundError):  # deleted meanwhile

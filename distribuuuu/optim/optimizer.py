@@ -124,7 +124,11 @@ def _adapt_loaded_state(optimizer: torch.optim.Optimizer, content: dict[str, Any
     groups = [{**group, **settings} for group in content["param_groups"]]
     if len(groups) == len(optimizer.param_groups):  # else torch refuses them
         for group, mine in zip(groups, optimizer.param_groups, strict=True):
-            group.update({key: mine[key] for key in (FULL_DECAY,) if key in mine})
+            for key in (FULL_DECAY, "lr_scale", "schedule"):  # of the config, not of the checkpoint
+                if key in mine:
+                    group[key] = mine[key]
+                else:
+                    group.pop(key, None)
     return {**content, "param_groups": groups}
 
 

@@ -13,7 +13,7 @@ def cos_timm_factor(epoch: float, *, max_epoch: int, min_lr: float, peak: float)
 @SCHEDULES.register("cos_after_warmup")
 def cos_after_warmup_factor(epoch: float, *, max_epoch: int, min_lr: float, peak: float) -> float:
     """Return 1 until the epoch `peak`, then half a cosine to `min_lr`, as in torchvision's training and big_vision."""
-    return cos_factor(max(0.0, epoch - peak), max_epoch=max_epoch - peak, min_lr=min_lr)
+    return cos_factor(max(0.0, epoch - peak), max_epoch=max_epoch - peak or 1, min_lr=min_lr)
 
 
 @SCHEDULES.register("exp")
@@ -34,4 +34,4 @@ def tri_factor(epoch: float, *, max_epoch: int, min_lr: float, peak: float) -> f
 
     Used by ffcv-imagenet (Leclerc et al., arXiv 2306.12517) and by short trainings (Smith, arXiv 1708.07120).
     """
-    return 1.0 - (1.0 - min_lr) * max(0.0, epoch - peak) / (max_epoch - peak)
+    return 1.0 - (1.0 - min_lr) * max(0.0, epoch - peak) / (max_epoch - peak or 1)

@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from distribuuuu.config import Config, run_files
-from distribuuuu.config.config_node import iter_options
+from distribuuuu.config.config_node import get_value, iter_options
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.derived import eval_crop_size, eval_resize, show_size
 from distribuuuu.config.errors import counted
 from distribuuuu.config.json_file import replace_nonfinite
-from distribuuuu.config.options import option_of
+from distribuuuu.config.options import OPEN_SECTIONS, option_of
 from distribuuuu.config.registry import dataset_name
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.records.metric_writers import format_result
@@ -73,8 +73,9 @@ def config_name(cfg: Config) -> str | None:
 
 def list_overrides(cfg: Config) -> dict[str, Any]:
     """Map the options of the command line to their values, except `neutral` ones and those that are not `hashed`."""
-    given = [(key, value) for key, value in iter_options(cfg) if cfg.origins.get(key) == "command line"]
-    return {key: value for key, value in given if option_of(key).hashed and not option_of(key).neutral}
+    given = [key for key, origin in cfg.origins.items() if origin == "command line"]
+    kept = [key for key in given if option_of(key).hashed and not option_of(key).neutral]
+    return {key: {} if key in OPEN_SECTIONS else get_value(cfg, key) for key in kept}
 
 
 def describe_evaluation(cfg: Config) -> dict[str, Any]:

@@ -215,9 +215,9 @@ def check_finite(metrics: dict[str, float]) -> dict[str, float]:
     """Return the values that a meter has read, unchanged.
 
     Raises:
-        NonFiniteLoss: the mean loss is infinite or NaN.
+        NonFiniteLoss: the mean loss is infinite or NaN, of at least one image.
     """
-    if not math.isfinite(metrics["loss"]):
+    if metrics.get("count", 1) and not math.isfinite(metrics["loss"]):
         raise NonFiniteLoss(f"the training loss is {metrics['loss']}")
     return metrics
 

@@ -314,7 +314,7 @@ def test_what_is_dumped_loads_back_and_tells_where_each_value_came_from(write):
     ((None, None), (None, None), "./data/ILSVRC/"), ((None, None), ("a", None), "a"), ((None, None), ("a", "b"), "b"),
     (("x", None), (None, None), "x"), (("x", None), ("a", None), "a"), (("x", "x/"), ("a", None), "a"),
     (("x", "x"), ("a", "x"), "x"), (("x", "y"), ("a", None), "y"), (("x", "y"), ("a", ""), "a"),
-    (("x", "./data/ILSVRC"), ("a", None), "a"),
+    (("x", "./data/ILSVRC"), ("a", None), "a"), (("x", None), (None, "./data/ILSVRC"), "./data/ILSVRC"),
 ])  # fmt: skip
 def test_the_evaluation_folder_follows_the_training_folder_unless_it_is_set(of_file, of_words, expected, write):
     sections = ("TRAIN", "TEST")

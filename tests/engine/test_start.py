@@ -37,10 +37,10 @@ def test_initial_weights_depend_on_the_seed_whichever_generator_a_model_draws_fr
 
 @pytest.mark.parametrize("words", ["OPTIM.MAX_EPOCH 2", "OPTIM.MAX_EPOCH 5 OPTIM.LR_POLICY tri"])
 def test_a_new_run_is_longer_than_its_warmup(words, small_cfg):
-    with pytest.raises(ConfigError, match=r"OPTIM.WARMUP_EPOCHS: got 5; expected (at most|less than) OPTIM.MAX_EPOCH"):
+    with pytest.raises(ConfigError, match=r"OPTIM.WARMUP_EPOCHS: got 5; expected at most OPTIM.MAX_EPOCH"):
         check_warmup(load_cfg(None, words.split()))
     check_warmup(load_cfg(None, ["OPTIM.MAX_EPOCH", "5"]))
-    with pytest.raises(ConfigError, match="never reaches"):
+    with pytest.raises(ConfigError, match="to reach OPTIM.BASE_LR"):
         train_model(small_cfg("OPTIM.WARMUP_EPOCHS", 5, *words.split()))
 
 

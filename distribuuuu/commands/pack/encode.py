@@ -158,7 +158,8 @@ def find_stored_problem(folder: Path, meta: Mapping[str, Any], columns: Arrays, 
         if zlib.crc32(data) != row["crc32"]:
             problem = "its checksum does not match: bytes were changed"
         elif meta["options"]["format"] == "jpeg":  # the index is checked for the sizes of raw pixels
-            decode(data, options=DecodeOptions(meta.get("max_pixels", DEFAULTS.max_pixels)))
+            given = {name: meta[name] for name in ("max_pixels", "channels", "pixels") if name in meta}
+            decode(data, options=DEFAULTS._replace(**given))
     except Exception as error:  # decoders raise nearly anything
         problem = f"{type(error).__name__}: {error}"
     return f"{describe_image(folder, columns, index)}, in {shard}: {problem}" if problem else None

@@ -106,7 +106,9 @@ def pack_split(job: PackJob, train: bool) -> None:
         meta = {"classes": images.classes, "mean": images.mean, "std": images.std, "crop": images.crop}
         try:
             _append_all(writer, encoder, job.flags.workers, skip=job.cfg.DATA.ON_BAD_IMAGE == "skip")
-            writer.finish(len(images), {**meta, "max_pixels": job.cfg.DATA.MAX_PIXELS})
+            data = job.cfg.DATA
+            stored = {"max_pixels": data.MAX_PIXELS, "channels": data.CHANNELS, "pixels": data.PIXELS}
+            writer.finish(len(images), {**meta, **stored})
         except OSError as error:
             remove_files(folder, keep={Path(shard["name"]).stem for shard in writer.shards})  # the unfinished shard
             fix = "finished shards are kept; fix: free some space and run the same command again"

@@ -36,7 +36,7 @@ from distribuuuu.engine.auto_batch_size import (
 )
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.engine.resume import checkpoint_content
-from distribuuuu.engine.run import Run
+from distribuuuu.engine.run import Run, begin_epoch
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import check_model, count_parameters
 from distribuuuu.optim.schedules import set_lr
@@ -154,7 +154,7 @@ def _train(run: Run, epoch: int, limit_s: float) -> tuple[list[float], float]:
     ends: list[float] = []
     loader.pop_data_time()
     batches = loader.batches_from(state.stream_seed, epoch, 0)
-    run.model.train()
+    begin_epoch(run)
     for step in _timed(range(loader.steps_of(epoch)), ends, limit_s, loader.device):
         set_lr(state.optimizer, run.lr_at(epoch + step / loader.num_steps))
         take_step(run, batches, step)

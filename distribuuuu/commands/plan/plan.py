@@ -53,7 +53,9 @@ def build_parser(prog: str | None = None) -> CommandParser:
     """Return the parser of the flags; the remaining arguments are KEY VALUE pairs."""
     parser = arguments.build_parser(_DESCRIPTION, prog)
     parser.add_argument("--steps", action="store_true", help="measure the parts of a step instead, as distribuuuu time")
-    parser.add_argument("--format", choices=FORMATS, default="text", help="output on standard output (text)")
+    parser.add_argument(
+        "--format", choices=FORMATS, default="text", help="of the output, not with --steps (text)"
+    )
     return parser
 
 

@@ -1,10 +1,11 @@
 """The command probe: top-1 of k-NN and of a linear classifier on the features of a run."""
 
 import json
+import os
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
-from distribuuuu.commands.output import check_out_file, check_run
+from distribuuuu.commands.output import check_out_file, check_run, print_report
 from distribuuuu.launch.host import tune_malloc
 
 _DESCRIPTION = """Measure the features of a trained model without training it: classify the
@@ -26,17 +27,17 @@ def probe(prog: str, args: list[str]) -> int:
     from distribuuuu.inference.load_run import find_run
 
     run = find_run(flags.run, flags.cfg, flags.overrides)
-    out = Path(flags.out or f"{run.cfg.OUT_DIR}/probe.json")
+    folder = run.cfg.OUT_DIR if os.path.isdir(run.cfg.OUT_DIR) else "."  # of published weights
+    out = Path(flags.out or Path(folder, "probe.json"))
     check_out_file(out)
     result = probe_run(run)
     text = json.dumps(result, indent=1) + "\n"
     write_page(out, text)
-    if flags.format == "json":
-        print(text, end="")
-        return 0
-    print("{features:,} features per image; {num_train:,} training and {num_test:,} evaluation images".format(**result))
+    counts = "{features:,} features per image; {num_train:,} training and {num_test:,} evaluation images"
+    lines = [counts.format(**result)]
     for name, (low, high) in result["interval"].items():
-        print(f"{name:<12}  top-1 {result['top1'][name]:6.2f}   95 % interval {low:.2f} to {high:.2f}")
+        lines.append(f"{name:<12}  top-1 {result['top1'][name]:6.2f}   95 % interval {low:.2f} to {high:.2f}")
+    print_report(text.rstrip() if flags.format == "json" else "\n".join(lines))
     return 0
 
 

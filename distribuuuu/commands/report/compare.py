@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
-from distribuuuu.commands.output import check_out_file, check_run
+from distribuuuu.commands.output import check_out_file, check_run, print_report
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.run_files import local_run
-from distribuuuu.files.untrusted import printable
 
 _DESCRIPTION = """Compare two or more finished runs on the same evaluation images: difference of
 accuracy with its significance, changed answers, classes, curves and configs.
@@ -35,12 +34,10 @@ def compare(prog: str, args: list[str]) -> int:
 
     comparison = compare_runs(sides)
     if flags.format == "json":
-        print(json.dumps(list_comparison(comparison), indent=2, default=str))
+        print_report(json.dumps(list_comparison(comparison), indent=2, default=str))
         return 0
-    for sentence in comparison.sentences():
-        print(printable(sentence))
     write_page(out, build_compare_page(comparison))
-    print(printable(f"written: {out}"))
+    print_report("\n".join([*comparison.sentences(), f"written: {out}"]))
     return 0
 
 

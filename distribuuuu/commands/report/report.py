@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
-from distribuuuu.commands.output import check_out_file, check_run
+from distribuuuu.commands.output import check_out_file, check_run, print_report
 from distribuuuu.config.run_files import local_run
-from distribuuuu.files.untrusted import printable
 
 _DESCRIPTION = """Make a report of a run: one HTML file with its curves, the figures of each
 class, the confusion matrix and the most confident mistakes.
@@ -40,15 +39,14 @@ def report(prog: str, args: list[str]) -> int:
         if run.content.classifies:
             mistakes = out.with_name(f"{out.stem}_mistakes.csv")
             write_page(mistakes, list_mistakes(run.content))
-            for line in (*describe_accuracy(run), f"mistakes: {mistakes}"):
-                print(printable(line))
+            print_report("\n".join([*describe_accuracy(run), f"mistakes: {mistakes}"]))
     else:
         text = json.dumps(replace_nonfinite(run.figures), indent=1, allow_nan=False, default=str) + "\n"
         if not flags.out:
-            print(text, end="")
+            print_report(text.rstrip())
             return 0
         write_page(out, text)
-    print(printable(out))
+    print_report(str(out))
     return 0
 
 

@@ -275,7 +275,8 @@ def plan_split(
     groups = merge_groups([*duplicates, *(find_named_groups(images, pattern) if pattern else [])])
     names = [f"{_FOLD}{number}" for number in range(1, folds + 1)]
     shares = dict.fromkeys(names, (1 - test) / max(1, folds)) or {TRAIN: 1 - test - val, "val": val}
-    parts = assign(images, {**shares, **({"test": test} if test else {})}, groups, seed)
+    shares |= {"test": test} if test else {}
+    parts = assign(images, shares, groups, seed)
     keep_classes_in_training(images, parts, groups)
     by_part: dict[str, list[int]] = defaultdict(list)
     for index, part in enumerate(parts):
@@ -284,8 +285,11 @@ def plan_split(
     for fold in names:
         others = [index for index, part in enumerate(parts) if part not in (fold, "test")]
         files |= {f"{fold}/{TRAIN}.csv": others, f"{fold}/val.csv": by_part[fold]}
-    files["test.csv"] = by_part["test"]
-    files = {name: indices for name, indices in files.items() if indices or name.startswith(_FOLD)}
+    if empty := [part for part in shares if part != TRAIN and not by_part[part]]:
+        what = f"none of {counted(len(images.names), 'image')} is left for {empty[0]}"
+        raise ConfigError(f"{what}; fix: other --val, --test, --folds or --group-by: equal files stay together")
+    if test:
+        files["test.csv"] = by_part["test"]
     return files, list(_notes_on_duplicates(images, duplicates))
 
 

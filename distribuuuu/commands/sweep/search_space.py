@@ -86,6 +86,8 @@ def parse_dimension(text: str) -> Dimension:
         kind, *ends = match.groups()
         if kind not in ("log", "lin", "int"):
             raise ValueError(f"got {text}; no such range{did_you_mean(kind, ['log', 'lin', 'int'])}; {_EXPECTED}")
+        if kind == "int" and not all(re.fullmatch(r"[+-]?[0-9]+", end) for end in ends):
+            raise ValueError(f"got {text}; expected whole numbers")
         low, high = map(int if kind == "int" else float, ends)
         if not -math.inf < low < high < math.inf:
             raise ValueError(f"got {text}; expected LOW < HIGH")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
+from distribuuuu.commands.output import print_report
 from distribuuuu.commands.sweep.search_space import Dimension, list_trials, parse_space
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.json_file import replace_nonfinite
@@ -70,8 +71,9 @@ def sweep(prog: str, args: list[str]) -> int:
     except OSError as error:
         what = f"{error.filename} cannot be written" if error.filename else f"a run in {plan.out_dir} cannot be started"
         raise ConfigError(f"OUT_DIR: {what}: {error.strerror or error}") from error
-    print(*format_rows(plan, rows), sep="\n")
-    print(f"best config: {plan.out_dir / BEST_FILE}; page: {plan.out_dir / PAGE_FILE}")
+    is_any_done = any(row.objective is not None for row in rows)
+    best = f"best config: {plan.out_dir / BEST_FILE}; " if is_any_done else ""
+    print_report("\n".join([*format_rows(plan, rows), f"{best}page: {plan.out_dir / PAGE_FILE}"]))
     return int(all(row.status == FAILED for row in rows))
 
 
