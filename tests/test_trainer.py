@@ -230,6 +230,9 @@ def test_model_weights_resumes_a_full_checkpoint_and_initializes_with_load_opt_f
     continued = small_cfg("MODEL.WEIGHTS", checkpoint, "OUT_DIR", tmp_path / "continued")
     train_model(continued)
     assert_same_run(continued.OUT_DIR, finished_run)
+    worse = small_cfg("MODEL.WEIGHTS", checkpoint, "OUT_DIR", tmp_path / "worse", "OPTIM.BASE_LR", 0)
+    train_model(worse)
+    assert (tmp_path / "worse" / "best.pth.tar").exists()  # though the checkpoint had the same accuracy
     fresh = small_cfg("MODEL.WEIGHTS", checkpoint, "TRAIN.LOAD_OPT", False)
     train_model(fresh)
     assert len(records(fresh.OUT_DIR)) == 10

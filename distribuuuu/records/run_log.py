@@ -241,7 +241,9 @@ class Log:
         yield from self._bar
 
     def add_train_row(self, epoch: int, step: int, lr: float, metrics: dict, data_time_s: float) -> None:
-        """Log the metrics after `step` steps of an epoch, and the seconds spent waiting for data."""
+        """Log the metrics after `step` steps of an epoch, if any, and the seconds spent waiting for data."""
+        if not metrics["count"]:
+            return
         now, position = time.perf_counter(), epoch * self.num_steps + step
         elapsed, images = now - self._last_read, (position - self._read_position) * self.images_per_step
         self.timing["images"] += images

@@ -14,6 +14,7 @@ from support.runs import assert_close, assert_same_run, newest, run_tool, small_
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.registry import MODELS
+from distribuuuu.data.batch_plan import plan_batches
 from distribuuuu.data.loader import build_images
 from distribuuuu.data.seeding import seed_cpu
 from distribuuuu.engine import auto_batch_size
@@ -22,7 +23,9 @@ from distribuuuu.engine.build import check_warmup
 from distribuuuu.engine.dry_run import dry_run_training
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.engine.run import OutOfMemory
+from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model
+from distribuuuu.tasks.classification import Classification
 from distribuuuu.trainer import evaluate_weights, take_step, train_model
 
 
@@ -295,6 +298,18 @@ def test_the_largest_size_that_fits_is_found(small_cfg, monkeypatch, room, expec
         with pytest.raises(OutOfMemory, match=r"TRAIN.BATCH_SIZE: .*micro-batch of 1 does not fit.*; fix: ") as caught:
             auto_batch_size.resolve_batch_size(cfg, take_step)
         assert caught.value.status == 1
+
+
+def test_a_trial_prepares_the_task_and_starts_no_tracker(small_cfg, tmp_path, monkeypatch):
+    begun: list[int] = []
+    (tmp_path / "trial").mkdir()
+    monkeypatch.setattr(Classification, "begin_epoch", lambda self, epoch: begun.append(epoch))
+    plan = plan_batches(4, 4, 1)
+    cfg = small_cfg("LOG.TRACKERS", "[trackio]")
+    with auto_batch_size.trial_run(cfg, detect_launch(), plan, str(tmp_path / "trial")) as run:
+        assert run.cfg.LOG.TRACKERS == ()
+    auto_batch_size.measure_steps(str(tmp_path / "trial"), small_cfg(), take_step, detect_launch(), plan)
+    assert begun == [0]
 
 
 def test_sizes_divide_the_share_and_problems_are_found_early(small_cfg):

@@ -104,6 +104,21 @@ def test_a_store_that_stays_down_is_reported_by_status_and_last_line(store, sixt
     finish(start(sixty_images))
 
 
+@pytest.mark.parametrize("num", [1, 2])
+def test_the_error_that_ends_a_run_is_in_the_mirrored_log(sixty_images, tmp_path, monkeypatch, num):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = f"file://{tmp_path}/store/run"
+    slow = "from distribuuuu.mirror import client; import time; stop = client.MirrorClient.__exit__; "
+    slow += "client.MirrorClient.__exit__ = lambda *args: (time.sleep(7), stop(*args))[1]; "
+    words = [*small_options(sixty_images, url, *MORE, "OPTIM.NAME", "sgd", "OPTIM.BASE_LR", 1e30), "--nproc", num]
+    done = run_python("-c", slow + START, "train", *map(str, words))
+    assert done.returncode == 2 and "the training loss is" in done.stderr, done
+    assert f"mirror {url} is complete" in done.stderr
+    shutil.rmtree(local_folder(url))
+    run_python("-c", START, "report", url)
+    assert "the training loss is" in open(f"{local_folder(url)}/train.log").read()
+
+
 def test_a_bucket_that_does_not_exist_is_named(store, sixty_images):
     words = [str(word) for word in small_options(sixty_images, "s3://nobucket/x", *MORE)]
     done = run_python("-c", START, "train", *words)

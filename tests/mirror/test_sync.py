@@ -247,3 +247,28 @@ def test_a_request_without_an_answer_fails_and_is_tried_again(tmp_path, monkeypa
     assert progress == [3]
     answered.set()
     assert mirror.upload_changes()
+
+
+def test_copies_that_a_killed_upload_has_left_are_removed(tmp_path):
+    mirror = mirror_of(write(tmp_path / "one"), tmp_path / "store")
+    (tmp_path / "one" / PRIVATE / "left.copy").write_bytes(b"large")
+    assert mirror.upload_changes() and not list((tmp_path / "one" / PRIVATE).glob("*.copy"))
+
+
+def test_files_that_the_run_replaces_while_they_are_read_are_read_again(tmp_path, monkeypatch):
+    writer = mirror_of(write(tmp_path / "one"), tmp_path / "store")
+    writer.upload_changes(with_logs=True)
+    reader = _Child(tmp_path / "other")
+    reader.mirror = mirror_of(tmp_path / "other", tmp_path / "store")
+    read_index = reader.mirror.read_index
+
+    def read_an_old_index():
+        index = read_index()
+        monkeypatch.setattr(reader.mirror, "read_index", read_index)
+        write(tmp_path / "one", {"best.pth.tar": b"better"})
+        assert writer.upload_changes(with_logs=True)
+        return index
+
+    monkeypatch.setattr(reader.mirror, "read_index", read_an_old_index)
+    reader.fetch("")
+    assert read(tmp_path / "other")["best.pth.tar"] == b"better"

@@ -17,7 +17,7 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.models.head import head_parameters
 from distribuuuu.optim.optimizer import build_optimizer, parameter_groups, parameter_kinds
 from distribuuuu.optim.precision import build_clipper
-from distribuuuu.optim.schedules import build_lr, build_weight_decay, scaled_lr, set_lr
+from distribuuuu.optim.schedules import build_lr, build_weight_decay, scaled_lr, set_lr, set_weight_decay
 from distribuuuu.trainer import train_model
 
 TINY = ["test_vit", "test_vit2", "test_resnet", "test_efficientnet", "test_convnext"]
@@ -257,3 +257,21 @@ def test_weight_decay_follows_the_cosine_of_dino(base, final):
     assert [base * factor_at(step / 7) for step in range(35)] == expected
     held = build_weight_decay(make_cfg(*words))
     assert [held(step / 7) for step in range(35)] == [factor_at(step // 7) for step in range(35)]
+
+
+def test_a_resume_takes_factors_and_schedules_from_the_config_and_not_from_the_checkpoint():
+    words = ("OPTIM.WEIGHT_DECAY", 0.04, "OPTIM.MAX_EPOCH", 5)
+    before = build_optimizer(make_cfg(*words, "OPTIM.WEIGHT_DECAY_END", 0.4), small_model(), 1)
+    for group in before.param_groups:
+        group["lr_scale"] = 10.0
+    after = build_optimizer(make_cfg(*words[2:], "OPTIM.WEIGHT_DECAY", 0.1), small_model(), 1)
+    load_optimizer(after, before.state_dict(), "x")
+    set_lr(after, 0.5)
+    set_weight_decay(after, 3.0)
+    assert [(group["lr"], group["weight_decay"]) for group in after.param_groups] == [(0.5, 0.1)]
+
+
+@pytest.mark.parametrize("policy", ["tri", "cos_after_warmup"])
+def test_a_resumed_run_may_end_with_its_warm_up(policy):
+    lr_at = build_lr(make_cfg("OPTIM.LR_POLICY", policy, "OPTIM.MAX_EPOCH", 5, "OPTIM.WARMUP_EPOCHS", 5), 1)
+    assert lr_at(1) < lr_at(3) < lr_at(4.9)

@@ -1,6 +1,8 @@
 """Learning rates, the average of the weights, and bf16 and fp16, against their formulas."""
 
+import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from distribuuuu.config.registry import MODELS
 from distribuuuu.optim.ema import Ema
 from distribuuuu.optim.precision import Precision
 from distribuuuu.optim.schedules import build_lr
-from distribuuuu.trainer import train_model
+from distribuuuu.trainer import evaluate_weights, train_model
 
 
 def schedule(*words):
@@ -139,6 +141,8 @@ def test_both_kinds_of_weights_are_evaluated_saved_and_have_a_best_each(small_cf
     assert raw["state_dict"].keys() == averaged["state_dict"].keys() == content["ema_state_dict"].keys()
     assert not torch.equal(raw["state_dict"]["fc.weight"], averaged["state_dict"]["fc.weight"])
     assert "optimizer" not in averaged and "ema_state_dict" not in averaged
+    evaluate_weights(small_cfg(*EMA, "MODEL.WEIGHTS", os.path.relpath(tmp_path / "out" / "best_ema.pth.tar")))
+    assert list(json.loads((tmp_path / "out" / "test_results.json").read_text())["accuracy"]) == ["ema"]
 
 
 def test_a_run_without_an_average_may_continue_with_one_and_vice_versa(copied_run, small_cfg):

@@ -142,11 +142,15 @@ def test_skipped_steps_are_counted_and_keep_their_images(register, small_cfg, tm
     seen, all_seen = [], []
     register(Skipping)
     train_model(small_cfg("TASK.NAME", "Skipping", "TRAIN.PRINT_FREQ", 2))
+    first = seen.copy()
     rows = [entry["skipped_steps"] for entry in records(tmp_path / "out") if entry["kind"] == "train"]
     assert rows == [2, 3, 5, 6] and newest(tmp_path / "out")["num_skipped"] == 6
     assert "the task applied no gradients in 6 of 8 steps" in log_of(tmp_path / "out")
+    train_model(small_cfg("TASK.NAME", "Skipping", "TRAIN.PRINT_FREQ", 1, "OUT_DIR", str(tmp_path / "each")))
+    rows = [(entry["epoch"], entry["step"]) for entry in records(tmp_path / "each") if entry["kind"] == "train"]
+    assert rows == [(1, 1), (1, 3), (2, 1), (2, 3)]  # a step without images has no row
     (tmp_path / "out").rename(tmp_path / "skipping")
-    Skipping.update, all_seen = Classification.update, seen.copy()
+    Skipping.update, all_seen = Classification.update, first
     seen.clear()
     train_model(small_cfg("TASK.NAME", "Skipping"))
     assert all_seen == [entry for entry in seen if entry[1] % 2 == 0]

@@ -53,9 +53,7 @@ def build_parser(prog: str | None = None) -> CommandParser:
     """Return the parser of the flags; the remaining arguments are KEY VALUE pairs."""
     parser = arguments.build_parser(_DESCRIPTION, prog)
     parser.add_argument("--steps", action="store_true", help="measure the parts of a step instead, as distribuuuu time")
-    parser.add_argument(
-        "--format", choices=FORMATS, default="text", help="of the output, not with --steps (text)"
-    )
+    parser.add_argument("--format", choices=FORMATS, default="text", help="of the output, not with --steps (text)")
     return parser
 
 

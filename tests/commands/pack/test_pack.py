@@ -400,3 +400,13 @@ def test_options_of_training_alone_are_not_demanded(tmp_path, capsys):
     assert "DATA.MEAN" not in capsys.readouterr().err
     assert dispatch("distribuuuu", ["pack", str(tmp_path / "non"), *five, "DATA.MEAN", "[1]"]) == 2
     assert "DATA.MEAN (command line): got" in capsys.readouterr().err
+
+
+def test_images_of_other_channels_and_types_are_verified_as_they_were_packed(tmp_path, capsys):
+    for split in ("train", "val"):
+        for number, name in enumerate(("ant", "bee")):
+            (tmp_path / "images" / split / name).mkdir(parents=True)
+            np.save(tmp_path / "images" / split / name / "0.npy", np.full((8, 8, 5), 1000 * number, np.uint16))
+    pack(tmp_path / "out", *source(tmp_path / "images"), "DATA.CHANNELS", 5, "DATA.PIXELS", "uint16")
+    verify_packs(tmp_path / "out", 0)
+    assert "2 images in" in capsys.readouterr().out

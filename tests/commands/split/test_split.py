@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 from support.archives import files_of
 from support.commands import run_command
+from support.images import draw_folder
 
 from distribuuuu.commands.arguments import parse_args
 from distribuuuu.commands.main import start_command
@@ -258,3 +259,10 @@ def test_tables_that_cannot_be_split(folder, tmp_path, capsys):
     ]:
         assert run(source, "--val", 0.2, "--out", tmp_path / "out", *words) == 2
         assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_part_without_images_is_refused(tmp_path, capsys):
+    draw_folder(tmp_path, "few", {"cat": 2, "dog": 2})
+    for words in ("--val 0.1", "--folds 5", "--val 0.2 --group-by jpg", "--val 0.5 --test 0.01"):
+        assert run(tmp_path / "few", *words.split(), "--out", tmp_path / "out") == 2
+        assert "none of 4 images is left for" in capsys.readouterr().err and not (tmp_path / "out").exists()

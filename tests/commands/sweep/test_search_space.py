@@ -17,7 +17,8 @@ def test_arguments_are_divided_into_fixed_and_swept_ones():
 WRONG = {
     "A.B=": "expected values a,b,c or a range", "A.B=1": "to fix a value, write KEY VALUE",
     "A.B=1,,2": "expected values a,b,c", "A.B=1,1": "expected values a,b,c", "A.B=log:1:1": "LOW < HIGH",
-    "A.B=lin:nan:1": "LOW < HIGH", "A.B=lin:1:inf": "LOW < HIGH", "A.B=lin:a:b": "float", "A.B=int:1:2.5": "int",
+    "A.B=lin:nan:1": "LOW < HIGH", "A.B=lin:1:inf": "LOW < HIGH", "A.B=lin:a:b": "float",
+    "A.B=int:1:2.5": "whole",
     "A.B=log:0:1": "LOW > 0", "A.B=lgo:1:2": "did you mean log?", "A.B=1,2 A.B=3,4": "is swept twice",
     "A.B=1,2 A.B 3": "is both fixed and swept", "RNG_SEED=1,2": "--seeds N", "OUT_DIR x": "no option is swept",
 }  # fmt: skip
