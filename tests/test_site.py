@@ -1,23 +1,13 @@
 """The documentation as it is read: the site in a browser, the notebooks, the page about photographs; and the hints."""
 
-import contextlib
 import csv
-import fcntl
-import functools
-import http.server
-import json
 import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
-import threading
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -30,78 +20,7 @@ from support.sources import image_rows, to_arrow, write_parquet
 from distribuuuu.commands.main import dispatch
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars",
-         "--remote-debugging-pipe")  # fmt: skip
-# Limit that catches a hang, in seconds: a page takes one or two.
-LOAD_S = 120
-
-
-class Browser:
-    """A browser with one page; a context manager."""
-
-    def __init__(self, program: str, width: int):
-        self._folder = tempfile.mkdtemp()
-        (theirs_in, self._out), (self._in, theirs_out) = os.pipe(), os.pipe()
-        high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (theirs_in, theirs_out)]
-        actions = [(os.POSIX_SPAWN_DUP2, high[0], 3), (os.POSIX_SPAWN_DUP2, high[1], 4)]
-        actions += [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_WRONLY, 0) for fd in (1, 2)]
-        command = [program, *FLAGS, f"--window-size={width},900", f"--user-data-dir={self._folder}", "about:blank"]
-        self._pid = os.posix_spawn(program, command, os.environ, file_actions=actions)
-        for fd in (theirs_in, theirs_out, *high):
-            os.close(fd)
-        self._buffer, self._number, self._session = b"", 0, {}
-
-    def __enter__(self) -> "Browser":
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
-        return self
-
-    def __exit__(self, *error) -> None:
-        os.kill(self._pid, signal.SIGTERM)
-        os.waitpid(self._pid, 0)
-        os.close(self._in)
-        os.close(self._out)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _receive(self) -> dict:
-        while b"\0" not in self._buffer:
-            if not (data := os.read(self._in, 1 << 16)):
-                raise ConnectionError("the browser has ended")
-            self._buffer += data
-        message, _, self._buffer = self._buffer.partition(b"\0")
-        return json.loads(message)
-
-    def call(self, method: str, **params: Any) -> dict:
-        """Call a method of the protocol; return its result."""
-        self._number += 1
-        message = {"id": self._number, "method": method, "params": params, **self._session}
-        data = json.dumps(message).encode() + b"\0"
-        while data:
-            data = data[os.write(self._out, data) :]
-        while (answer := self._receive()).get("id") != self._number:
-            pass  # an event
-        if "error" in answer:
-            raise RuntimeError(f"{method}: {answer['error']}")
-        return answer["result"]
-
-    def open(self, url: str) -> None:
-        """Load a page, with all that it requests."""
-        self.call("Page.navigate", url=url)
-        deadline = time.monotonic() + LOAD_S
-        found = None
-        while found != [url, "complete"]:
-            assert time.monotonic() < deadline, url
-            time.sleep(0.05)
-            with contextlib.suppress(RuntimeError):  # the page is being replaced
-                found = self.evaluate("[document.URL, document.readyState]")
-
-    def evaluate(self, expression: str) -> Any:
-        """Return the value of an expression of JavaScript."""
-        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in result, result
-        return result["result"]["value"]
-
-
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--window-size=1280,900", "--dump-dom")
 NOTEBOOKS = {
     "photographs_to_onnx": ("my_lists", "model.onnx", "import onnxruntime"),
     "fork_and_add_a_loss": ("did you mean epsilon", "poly"),
@@ -150,39 +69,26 @@ def test_the_site_has_the_pages_that_are_generated(site):
     assert "sharpness" in pages["source/examples/sam.py/index.html"].lower()
 
 
-@pytest.fixture
-def browser():
-    if not (program := next((path for name in PROGRAMS if (path := shutil.which(name))), None)):
+def evaluate(page: Path, expression: str) -> float:
+    """Return the number of an expression of JavaScript, once a page of the site is loaded in a browser."""
+    if not (program := next(filter(None, map(shutil.which, PROGRAMS)), None)):
         pytest.skip("Chromium is not installed")
-    with Browser(program, width=1280) as browser:
-        yield browser
-
-
-class QuietHandler(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *words) -> None:
-        """Print nothing."""
-
-
-@pytest.fixture
-def address(site):
-    """The URL of the site, from a server in a thread."""
-    handler = functools.partial(QuietHandler, directory=str(site))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
+    script = f"<script>addEventListener('load', () => document.body.dataset.found = {expression})</script>"
+    changed = page.with_name("measured.html")
+    changed.write_text(page.read_text(encoding="utf-8").replace("</body>", f"{script}</body>"), encoding="utf-8")
+    command = [program, *FLAGS, f"--user-data-dir={page.parent / 'profile'}", changed.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return float(re.search(r'data-found="([-0-9.e]+)"', done.stdout)[1])
 
 
 @pytest.mark.slow
-def test_commands_and_the_measured_column_are_whole_on_a_laptop(address, browser):
-    for page in ("", "photographs/", "predict/", "launchers/"):
-        browser.open(address + page)
-        cut = "[...document.querySelectorAll('pre > code')].filter(one => one.scrollWidth > one.clientWidth + 1).length"
-        assert browser.evaluate(cut) == 0, page
-    browser.open(f"{address}MODEL_ZOO/")
+def test_commands_and_the_measured_column_are_whole_on_a_laptop(site):
+    cut = "[...document.querySelectorAll('pre > code')].filter(one => one.scrollWidth > one.clientWidth + 1).length"
+    for page in ("", "photographs", "predict", "launchers"):
+        assert evaluate(site / page / "index.html", cut) == 0, page
     headers = "[...document.querySelectorAll('th')].filter(one => one.textContent == 'top-1 here')"
     over = "one.getBoundingClientRect().right - one.closest('.md-typeset__table').getBoundingClientRect().right"
-    assert max(browser.evaluate(f"{headers}.map(one => {over})")) <= 1
+    assert evaluate(site / "MODEL_ZOO" / "index.html", f"Math.max(...{headers}.map(one => {over}))") <= 1
 
 
 @pytest.mark.slow
