@@ -14,6 +14,7 @@ from support.processes import RESULT_S, free_port, wait_for
 from support.runs import ROOT, assert_same_run, run_python, small_options
 
 from distribuuuu.config.run_files import local_folder
+from distribuuuu.data.packed import transport
 
 pytestmark = pytest.mark.slow
 
@@ -155,6 +156,8 @@ def test_a_run_is_mirrored_restored_and_continued(google, sixty_images, tmp_path
     shutil.rmtree(folder)
     resumed = run_python("-c", START, *train)
     assert resumed.returncode == 0 and f"mirror {url} is complete" in resumed.stderr, resumed
+    part = transport.fetch(f"{url}/mirror.json", 2, 10, timeout_s=60, info=True)  # as packs are read
+    assert len(part.data) == 8 and part.size > 10 and part.version
     assert "resumed from" in resumed.stderr
     assert_same_run(plain, folder)
     shutil.rmtree(folder)

@@ -1,7 +1,6 @@
 """Packed data on servers of the S3 and the Google Cloud protocol: read bitwise, clear errors."""
 
 import contextlib
-import http.server
 import time
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 from support.batches import assert_same_batches, batches_of
 from support.commands import command_module, run_command
-from support.processes import free_port
 from support.runs import message_of, small_options
 
 from distribuuuu.config import load_cfg
@@ -106,26 +104,3 @@ def test_missing_objects_and_refused_access_are_reported_before_training(store, 
         assert f"{URL}/train/index.bin: access denied" in found and "fix: renew them" in found, found
         begin = time.monotonic()
         assert "access denied" in message_of(images.read, 59) and time.monotonic() - begin < 10
-
-
-def test_a_pack_at_a_gs_url_is_the_local_one(packed, tmp_path, monkeypatch):
-    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # these requests leave the emulator
-    pytest.importorskip("gcsfs", reason="gcsfs is not installed")
-    emulator = pytest.importorskip("gcp_storage_emulator.server", reason="gcp-storage-emulator is not installed")
-    port, url = free_port(), "gs://bucket/sets/small"
-    monkeypatch.setattr(http.server, "HTTPServer", http.server.ThreadingHTTPServer)
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
-    monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
-    monkeypatch.setattr(packed_format, "BLOCK_BYTES", 4000)
-    transport._open_filesystem.cache_clear()
-    server = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
-    server.start()
-    try:
-        fsspec.filesystem("gs").put(f"{packed}/", f"{url}/", recursive=True)
-        for kind in ("thread", "process"):
-            words = ["TRAIN.WORKERS", 2, "DATA.WORKER_KIND", kind]
-            remote = batches_of(cfg_of(url, tmp_path, *words, "DATA.CACHE_DIR", tmp_path / kind))
-            assert_same_batches(remote, batches_of(cfg_of(packed, tmp_path, *words)))
-        assert "gs://bucket/none/train/index.bin: no such object" in problem_of("gs://bucket/none", tmp_path)
-    finally:
-        server.stop()
