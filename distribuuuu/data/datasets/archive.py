@@ -58,8 +58,8 @@ class Archive(IndexedImages):
         index = open_archives(source, cache_folder(cfg.DATA.CACHE_DIR))
         known = trained.index if isinstance(trained, Archive) else None
         if known and section.SPLIT != cfg.TRAIN.SPLIT and index.meta["digest"] == known.meta["digest"]:
-            found = f"{source} has the training images: it has no folder {section.SPLIT}"
-            raise ConfigError(Problem("TEST.DATASET", f"{found}; fix: set it to the archives of the evaluation"))
+            fix = f"set it to the archives of the evaluation, or to one with a folder {section.SPLIT}"
+            raise ConfigError(Problem("TEST.DATASET", f"{source} has the training images; fix: {fix}"))
         return cls(index, known)
 
     def read(self, index: int) -> Any:

@@ -271,7 +271,7 @@ def test_an_archive_of_samples_is_not_both_training_and_evaluation_data(tmp_path
     samples = {f"{number}.{end}": JPEG if end == "jpg" else b"%d" % (number % 2)
                for number in range(4) for end in ("jpg", "cls")}  # fmt: skip
     path = write_tar(tmp_path / "all.tar", samples)
-    assert "TEST.DATASET" in (said := errors_of(path, tmp_path)) and "it has no folder val" in said
+    assert "TEST.DATASET" in (said := errors_of(path, tmp_path)) and "with a folder val" in said
     other = write_tar(tmp_path / "other.tar", dict([*samples.items()][:4]))
     assert not errors_of(path, tmp_path, "TEST.DATASET", other, "MODEL.NUM_CLASSES", 2, "TRAIN.BATCH_SIZE", 2)
     both = {f"{'val' if name[0] == '3' else 'train'}/{name}": data for name, data in samples.items()}
