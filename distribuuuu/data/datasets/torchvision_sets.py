@@ -46,8 +46,8 @@ def open_source(source: str, root: str, key: str, download: bool, **arguments: A
                 raise
         with take_turn(Path(root) / f".{source}", DOWNLOAD_WAIT_S):
             if found and part.exists():
-                fix = f"delete {part}, and its folder unless it is whole"
-                raise RuntimeError(f"its download was interrupted; fix: {fix}")
+                left = f"delete {part}, and its folder unless it is whole"
+                raise RuntimeError(f"its download was interrupted; fix: {left}")
             part.touch()
             found = dataset(root, **arguments, download=True)
             part.unlink()
