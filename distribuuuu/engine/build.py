@@ -69,21 +69,25 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bo
     mirror: Any = contextlib.nullcontext()
     if (url := url_of(cfg.OUT_DIR) if locks else None) and launch.rank == 0:
         mirror = importlib.import_module("distribuuuu.mirror.client").MirrorClient(cfg.OUT_DIR)
-    with mirror as mirror, group:  # the mirror of a run at a URL ends last: other processes do not wait for it
-        start = time.perf_counter()
-        dist.on_main(lambda: make_out_dir(cfg.OUT_DIR))
-        with lock_out_dir(cfg.OUT_DIR) if locks else contextlib.nullcontext():
-            if url:
-                start_mirror(mirror, url, cfg.OUT_DIR)
-            try:
-                with logging_to(cfg.OUT_DIR, log_name), explaining_out_of_memory(cfg.MODEL.ARCH):
-                    describe_machine(launch, device)
-                    yield start
-                    logger.info("finished in %s; files: %s", format_duration(time.perf_counter() - start), cfg.OUT_DIR)
-            except ConfigError as error:
-                if log_name and (launch.rank == 0 or error.one_process):  # the command prints it to the terminal
-                    append_to_log(cfg.OUT_DIR, log_name, *map(str, error.problems))
-                raise
+    has_log = False
+    with mirror as mirror:  # the mirror of a run at a URL ends last: other processes do not wait for it
+        try:
+            with group:
+                start = time.perf_counter()
+                dist.on_main(lambda: make_out_dir(cfg.OUT_DIR))
+                with lock_out_dir(cfg.OUT_DIR) if locks else contextlib.nullcontext():
+                    if url:
+                        start_mirror(mirror, url, cfg.OUT_DIR)
+                    has_log = bool(log_name)
+                    with logging_to(cfg.OUT_DIR, log_name), explaining_out_of_memory(cfg.MODEL.ARCH):
+                        describe_machine(launch, device)
+                        yield start
+                        duration = format_duration(time.perf_counter() - start)
+                        logger.info("finished in %s; files: %s", duration, cfg.OUT_DIR)
+        except ConfigError as error:  # after the group, which knows whose error it is
+            if has_log and (launch.rank == 0 or error.one_process):  # the command prints it to the terminal
+                append_to_log(cfg.OUT_DIR, log_name, *map(str, error.problems))
+            raise
 
 
 def start_mirror(mirror: Any, url: str, out_dir: str) -> None:
