@@ -140,7 +140,7 @@ EVERYTHING = ("AUG.MIXUP", 0.2, "AUG.CUTMIX", 1.0, "LOSS.LABEL_SMOOTHING", 0.1, 
 STEPS = [
     ("LOSS.NAME", "bce", "AUG.MIX_BY", "step"),
     ("TRAIN.AMP", "bf16", "MODEL.CHANNELS_LAST", True, "LOSS.CLASS_WEIGHTS", [1, 2, 3]),
-    ("TRAIN.AMP", "fp16", "OPTIM.NAME", "adamw"),
+    pytest.param(("TRAIN.AMP", "fp16", "OPTIM.NAME", "adamw"), marks=pytest.mark.slow),
 ]
 
 

@@ -73,6 +73,23 @@ def test_an_operation_on_positions_is_its_formula_in_both_directions():
         assert 7 <= signs.count(1) <= 23, name
 
 
+def blend(base: int, pixels: np.ndarray) -> np.ndarray:
+    return np.clip(base + 1.9 * (pixels.astype(np.float32) - base), 0, 255)
+
+
+COLORS = {
+    "Invert": lambda pixels: 255 - pixels, "Posterize": lambda pixels: pixels // 16 * 16,  # 4 bits
+    "Solarize": lambda pixels: 255 - pixels,  # the threshold 256 is 0 in a byte
+    "SolarizeAdd": lambda pixels: np.where(pixels < 128, pixels.astype(int) + 110, pixels).clip(0, 255),
+    "Contrast": lambda pixels: blend(HEIGHT * WIDTH // 256, pixels), "Brightness": lambda pixels: blend(0, pixels),
+}  # fmt: skip
+
+
+def test_an_operation_on_colors_is_its_formula():
+    for name, formula in COLORS.items():
+        assert (applied(name, scene()) == formula(scene()).astype(int)).all(), name
+
+
 def test_cutout_is_a_gray_square_of_80_pixels_that_the_border_cuts_off():
     white = Image.new("RGB", (200, 150), "white")
     for x, y in ((0, 0), (100, 70), (199, 149), (20, 100)):

@@ -44,9 +44,10 @@ def test_a_process_takes_its_own_card_or_the_only_one_it_sees(monkeypatch):
 
 
 def test_a_backend_that_the_device_lacks_is_an_error():
-    group = process_group(Launch("test"), torch.device("cpu"), 10, "nccl")
     with pytest.raises(ConfigError, match="DIST.BACKEND: nccl needs CUDA"):
-        group.__enter__()
+        process_group(Launch("test"), torch.device("cpu"), 1, "nccl").__enter__()
+    with pytest.raises(ConfigError, match="gloo cannot send shards of CUDA tensors"):
+        process_group(Launch("test", world_size=2), torch.device("cuda", 0), 1, "gloo", shard="fsdp").__enter__()
 
 
 def agree(store, world_size: int, seed: int) -> list[str]:

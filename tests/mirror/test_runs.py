@@ -126,9 +126,7 @@ def test_a_bucket_that_does_not_exist_is_named(store, sixty_images):
     assert done.returncode == 2 and "s3://nobucket/x: the bucket does not exist; fix: create it" in done.stderr
 
 
-@pytest.fixture
-def google(monkeypatch):
-    """An emulator of Google Cloud Storage; yields the URL of a bucket."""
+def test_a_run_is_mirrored_restored_and_continued(sixty_images, tmp_path, monkeypatch, request):
     pytest.importorskip("gcsfs", reason="gcsfs is not installed")
     emulator = pytest.importorskip("gcp_storage_emulator.server", reason="gcp-storage-emulator is not installed")
     port = free_port()
@@ -138,12 +136,8 @@ def google(monkeypatch):
     monkeypatch.setenv("FSSPEC_GS_TOKEN", "anon")
     server = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
     server.start()
-    yield "gs://bucket"
-    server.stop()
-
-
-def test_a_run_is_mirrored_restored_and_continued(google, sixty_images, tmp_path, monkeypatch):
-    url = f"{google}/runs/small"
+    request.addfinalizer(server.stop)
+    url = "gs://bucket/runs/small"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     words = ["OPTIM.MAX_EPOCH", "3", "CHECKPOINT.EVERY_STEPS", "2"]

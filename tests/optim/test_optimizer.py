@@ -269,9 +269,6 @@ def test_a_resume_takes_factors_and_schedules_from_the_config_and_not_from_the_c
     set_lr(after, 0.5)
     set_weight_decay(after, 3.0)
     assert [(group["lr"], group["weight_decay"]) for group in after.param_groups] == [(0.5, 0.1)]
-
-
-@pytest.mark.parametrize("policy", ["tri", "cos_after_warmup"])
-def test_a_resumed_run_may_end_with_its_warm_up(policy):
-    lr_at = build_lr(make_cfg("OPTIM.LR_POLICY", policy, "OPTIM.MAX_EPOCH", 5, "OPTIM.WARMUP_EPOCHS", 5), 1)
-    assert lr_at(1) < lr_at(3) < lr_at(4.9)
+    for policy in ("tri", "cos_after_warmup"):  # it may end with its warm-up
+        lr_at = build_lr(make_cfg("OPTIM.LR_POLICY", policy, "OPTIM.MAX_EPOCH", 5, "OPTIM.WARMUP_EPOCHS", 5), 1)
+        assert lr_at(1) < lr_at(3) < lr_at(4.9)

@@ -108,12 +108,11 @@ def twenty_images(tmp_path_factory):
 
 
 # One of each source and family of models.
-QUICK = ("imagenet/resnet18_ffcv_16", "cifar10/resnet20")
-OTHERS = ("deit_tiny", "regnetx_004_pycls", "resnet50_torchvision_v2", "resnet50_a1", "deit3_small", "plain_vit_small",
-          "efficientnet_b0_pycls")  # fmt: skip
+OTHERS = ("resnet18_ffcv_16", "deit_tiny", "regnetx_004_pycls", "resnet50_torchvision_v2", "resnet50_a1", "deit3_small",
+          "plain_vit_small", "efficientnet_b0_pycls")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(slow(f"imagenet/{name}") for name in OTHERS)])
+@pytest.mark.parametrize("name", ["cifar10/resnet20", *(slow(f"imagenet/{name}") for name in OTHERS)])
 def test_two_steps_of_a_recipe(name, twenty_images, tmp_path):
     is_cifar = name.startswith("cifar10")
     words = ["TRAIN.DATASET", twenty_images, "DATA.NAME", "imagefolder", "MODEL.NUM_CLASSES", 10, "TRAIN.WORKERS", 0,
