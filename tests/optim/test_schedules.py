@@ -132,11 +132,11 @@ def test_both_kinds_of_weights_are_evaluated_saved_and_have_a_best_each(small_cf
     best = train_model(cfg)
     content, log = newest(cfg.OUT_DIR), (tmp_path / "out" / "train.log").read_text()
     evaluations = {kind: [e for e in records(cfg.OUT_DIR) if e["kind"] == kind] for kind in ("eval", "eval_ema")}
-    assert [len(found) for found in evaluations.values()] == [2, 2]
     tops = {kind: max(entry["top1"] for entry in found) for kind, found in evaluations.items()}
     assert (content["best_acc1"], content["best_ema_acc1"]) == (tops["eval"], tops["eval_ema"])
-    assert best == max(tops.values())
-    assert ", ema: top1" in log and "best ema top1: " in log and "best_ema.pth.tar" in log
+    assert best == max(tops.values()) and [len(found) for found in evaluations.values()] == [2, 2]
+    named = f"best ema top1: {tops['eval_ema']:.2f} (epoch {content['best_ema_epoch'] + 1}); weights: "
+    assert ", ema: top1" in log and named in log and "best_ema.pth.tar" in log
     raw, averaged = (read_checkpoint(tmp_path / "out" / name) for name in ("best.pth.tar", "best_ema.pth.tar"))
     assert raw["state_dict"].keys() == averaged["state_dict"].keys() == content["ema_state_dict"].keys()
     assert not torch.equal(raw["state_dict"]["fc.weight"], averaged["state_dict"]["fc.weight"])
