@@ -16,7 +16,7 @@ from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.reader import COMMAND_LINE, read_cfg
-from distribuuuu.config.run_files import RESULTS, local_run
+from distribuuuu.config.run_files import RESULTS, local_run, url_of
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.host import tune_malloc
@@ -40,7 +40,7 @@ def run_on_config(prog: str, args: Sequence[str], description: str, start: Calla
     if flags.nproc > 1:
         from distribuuuu.launch.nproc import own_command, run_processes, without_nproc
 
-        return run_processes(flags.nproc, without_nproc(own_command()))
+        return run_processes(flags.nproc, without_nproc(own_command()), bool(url_of(cfg.OUT_DIR)))
     if cfg is not None:
         tune_malloc()
         gc.disable()  # in these imports, the search for garbage takes a quarter of the time and finds little
