@@ -40,7 +40,7 @@ def run_on_config(prog: str, args: Sequence[str], description: str, start: Calla
     if flags.nproc > 1:
         from distribuuuu.launch.nproc import own_command, run_processes, without_nproc
 
-        return run_processes(flags.nproc, without_nproc(own_command()), bool(url_of(cfg.OUT_DIR)))
+        return run_processes(flags.nproc, without_nproc(own_command()), bool(cfg and url_of(cfg.OUT_DIR)))
     if cfg is not None:
         tune_malloc()
         gc.disable()  # in these imports, the search for garbage takes a quarter of the time and finds little
