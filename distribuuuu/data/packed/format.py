@@ -117,9 +117,8 @@ def _check_index(meta: Meta, columns: Arrays) -> None:
         numbers += [shard["size"], shard["images"]]
         if shard["name"] != shard_name(number):
             raise ValueError("invalid shards")
-    if meta["options"]["format"] not in FORMATS or any(
-        type(one) is not int or not 0 <= one < _MAX_SHARD for one in numbers
-    ):
+    is_known = meta["options"]["format"] in FORMATS and type(meta["crop"]) is str
+    if not is_known or any(type(one) is not int or not 0 <= one < _MAX_SHARD for one in numbers):
         raise ValueError("invalid options or numbers")
     num = columns["label"].shape[0]
     shapes: dict[str, tuple[type, tuple[int, ...]]] = {name: (kind, (num,)) for name, kind in COLUMNS.items()}
