@@ -35,6 +35,7 @@ from distribuuuu.config.derived import eval_crop_size, eval_resize, show_size
 from distribuuuu.config.errors import counted
 from distribuuuu.config.json_file import replace_nonfinite
 from distribuuuu.config.options import OPEN_SECTIONS, option_of
+from distribuuuu.config.reader import split_key
 from distribuuuu.config.registry import dataset_name
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.records.metric_writers import format_result
@@ -75,7 +76,9 @@ def list_overrides(cfg: Config) -> dict[str, Any]:
     """Map the options of the command line to their values, except `neutral` ones and those that are not `hashed`."""
     given = [key for key, origin in cfg.origins.items() if origin == "command line"]
     kept = [key for key in given if option_of(key).hashed and not option_of(key).neutral]
-    return {key: {} if key in OPEN_SECTIONS else get_value(cfg, key) for key in kept}
+    places = {key: split_key(key) for key in kept}
+    return {key: {} if key in OPEN_SECTIONS else get_value(cfg, section)[name] if section else cfg[name]
+            for key, (section, name) in places.items()}  # fmt: skip
 
 
 def describe_evaluation(cfg: Config) -> dict[str, Any]:

@@ -188,8 +188,8 @@ def test_a_config_is_named_by_its_file_and_what_the_command_line_changed(tmp_pat
     (tmp_path / "mine.yaml").write_text("TRAIN: {DATASET: x}")  # the origin of TEST.DATASET names another key
     assert config_name(load_cfg(str(tmp_path / "mine.yaml"))) == f"{tmp_path.name}/mine"
     assert list_overrides(cfg) == {"MODEL.KWARGS.width": 8, "OPTIM.MAX_EPOCH": 2}
-    other = load_cfg(str(path), ["MODEL.ARCH", "resnet8", "MODEL.KWARGS", "{}", "MODEL.KWARGS.a", "{b: 1}"])
-    assert list_overrides(other) == {"MODEL.ARCH": "resnet8", "MODEL.KWARGS": {}, "MODEL.KWARGS.a": {"b": 1}}
+    other = load_cfg(str(path), ["MODEL.KWARGS", "{}", "MODEL.KWARGS.a", "{b: 1}", "FINETUNE.LR_MULT", "{a.0.*: 2}"])
+    assert list_overrides(other) == {"MODEL.KWARGS": {}, "MODEL.KWARGS.a": {"b": 1}, "FINETUNE.LR_MULT.a.0.*": 2.0}
     assert config_name(load_cfg(None, ["TRAIN.DATASET", "x:7"])) is None
 
 
