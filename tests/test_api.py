@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.processes import on_processes
 from support.runs import assert_same_run, newest, problems_of, run_python, small_options
+from support.tables import slow
 from torch import nn
 
 import distribuuuu
@@ -109,7 +110,7 @@ def evaluate_average(run: Path, out_dir: Path, recalibrate: int) -> tuple[dict, 
     return results
 
 
-@pytest.mark.parametrize(("num", "recalibrate"), [(1, 0), (2, 24)])
+@pytest.mark.parametrize(("num", "recalibrate"), [slow(1, 0), (2, 24)])
 def test_an_average_is_evaluated_like_its_file(finished_run, tmp_path, num, recalibrate):
     out = tmp_path / "soup"
     results = on_processes(num, evaluate_average, finished_run, out, recalibrate)

@@ -66,8 +66,7 @@ OPTIONS = {
 }  # fmt: skip
 PLACES = [(0, 1), (0, 3), (0, 4), (1, 0), (1, 2), (1, 4)]  # (finished epochs, steps since), of four steps per epoch
 DEFAULT_TIER = [
-    ("default", "killed", (0, 3)), ("default", "signal", (0, 2)), ("default", "evaluation", (0, 4)),
-    ("dropout", "killed", (0, 3)), ("everything", "killed", (1, 0)),
+    ("default", "killed", (0, 3)), ("default", "signal", (0, 2)), ("everything", "killed", (1, 0)),
 ]  # fmt: skip
 SLOW_TIER = [
     *((name, "killed", (0, 2 if "rows" in name else 3)) for name in OPTIONS),

@@ -42,6 +42,7 @@ def test_a_run_that_ends_after_an_epoch_continues_exactly(finished_run, small_cf
     assert finished["finished"] and finished["config_hash"] == results["config_hash"]
 
 
+@pytest.mark.slow
 def test_an_evaluation_period_changes_the_evaluations_only(small_cfg, tmp_path):
     options = ("OPTIM.MAX_EPOCH", 3, "EMA.HALF_LIFE", 50, "MODEL.PRECISE_BN", 12)
     train_model(small_cfg(*options, "OUT_DIR", tmp_path / "every"))

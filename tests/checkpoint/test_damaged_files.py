@@ -17,6 +17,7 @@ import torch
 from support.hostile import Payload
 from support.runs import newest, records
 from support.states import load, make_state, original_checkpoint, save
+from support.tables import slow
 
 from distribuuuu.checkpoint.io import CheckpointError, load_optimizer, read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager, checkpoint_name
@@ -188,8 +189,8 @@ def test_loaded_momentum_has_the_strides_of_its_parameter(small_cfg):
 
 
 @pytest.mark.parametrize("module, name, number", [
-    ("checkpoints", "fuzz", 60), ("readback", "fuzz", 60), ("readback", "fuzz_archives", 40),
-    ("readback", "fuzz_exports", 30),
+    ("checkpoints", "fuzz", 60), slow("readback", "fuzz", 60), slow("readback", "fuzz_archives", 40),
+    slow("readback", "fuzz_exports", 30),
 ])  # fmt: skip
 def test_random_damage_is_refused_or_repaired_or_changes_nothing(tmp_path, module, name, number):
     fuzzer = pytest.importorskip(f"fuzz_{module}")  # one reads the files of all commands, which may be deleted

@@ -90,7 +90,7 @@ def run(image_folder, tmp_path_factory):
 
 @pytest.mark.parametrize("num", [2, slow(3)])
 @pytest.mark.parametrize(
-    "kind", [*SHARDED, pytest.param("fsdp, recomputed, offloaded", marks=[needs_fsdp, pytest.mark.slow])]
+    "kind", ["zero1", *(pytest.param(kind, marks=[needs_fsdp, pytest.mark.slow]) for kind in KINDS if "fsdp" in kind)]
 )
 def test_a_sharded_run_is_the_run_of_ddp(run, kind, num):
     if num == 3 and "," in kind:
@@ -110,7 +110,8 @@ def test_adaptive_clipping_and_the_schedule_of_weight_decay_are_those_of_ddp(run
     assert_same_content(newest(run(kind, 2, *words)), newest(run("ddp", 2, *words)), 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["zero1", pytest.param("fsdp", marks=[needs_fsdp, pytest.mark.slow])])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SHARDED)
 def test_a_sharded_run_resumes_bitwise(run, small_cfg, kind):
     on_processes(2, train_and_kill, small_cfg(*ALL_ON, *KINDS[kind], *DROPS), (0, 3))
     cfg = small_cfg(*ALL_ON, *KINDS[kind], *DROPS)

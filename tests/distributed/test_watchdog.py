@@ -185,7 +185,7 @@ def test_a_held_interpreter_lock_is_no_death():
 @pytest.mark.parametrize("is_slow, silent, event", [
     (False, False, "has made no step for 1 s (DIST.TIMEOUT_S) after step 7"),
     slow(False, True, "has been silent and has made no step for 1 s (DIST.TIMEOUT_S) after step 7"),
-    (True, False, "has made no step for 1 s (DIST.STARTUP_TIMEOUT_S) after step 7"),
+    slow(True, False, "has made no step for 1 s (DIST.STARTUP_TIMEOUT_S) after step 7"),
 ])  # fmt: skip
 def test_a_process_without_progress_is_named_after_all_have_written_their_stacks(group, caplog, is_slow, silent, event):
     """A process that ends breaks the collectives of the others: they would no longer be where they were stuck."""
@@ -228,7 +228,7 @@ def test_a_silent_rank_0_is_named(group, monkeypatch, caplog):
     assert "process 0 on here has been silent for" in caplog.text
 
 
-@pytest.mark.parametrize(("rank", "status"), [(0, 2), (1, None)])
+@pytest.mark.parametrize(("rank", "status"), [(0, 2), slow(1, None)])
 def test_a_failure_has_its_status_and_precedes_its_consequences(group, rank, status, caplog):
     run = group(3)
     members = run.join(0, 1, 2)

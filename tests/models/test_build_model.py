@@ -302,7 +302,7 @@ def test_shortcut_has_no_parameters_and_keeps_the_pixels():
     assert torch.equal(narrow.shortcut(x), x[:, :, ::2, ::2]) and narrow(x).shape == (1, 16, 4, 4)
 
 
-@pytest.mark.parametrize("name", ["deit_tiny", slow("deit_small"), "deit3_small"])
+@pytest.mark.parametrize("name", ["deit_tiny", slow("deit_small"), slow("deit3_small")])
 def test_with_the_same_weights_the_outputs_are_those_of_timm(name):
     mine = MODELS.get(name)(num_classes=5, im_size=32).eval()
     theirs = timm.create_model(f"{name}_patch16_224", num_classes=5, img_size=32).eval()

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 from support.images import draw_folder
 from support.packs import pack
+from support.tables import slow
 
 from distribuuuu.commands.doctor.findings import examine, open_cfg, open_folder
 from distribuuuu.commands.main import start_command
@@ -57,7 +58,7 @@ def test_workers_find_the_same(root):
     assert check(root, workers=2) == check(root)
 
 
-@pytest.mark.parametrize("size, tolerance", [((60, 50), 1e-4), ((700, 560), 2e-3)])
+@pytest.mark.parametrize("size, tolerance", [((60, 50), 1e-4), slow((700, 560), 2e-3)])
 def test_mean_and_std_are_those_of_the_training_pixels_though_large_jpegs_are_scaled(tmp_path, size, tolerance):
     draw_folder(tmp_path, "train", {"ant": 12, "bee": 3}, size)
     pixels = [np.asarray(Image.open(path)) / 255 for path in sorted(tmp_path.glob("train/*/*.jpg"))]

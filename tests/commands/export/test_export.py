@@ -64,7 +64,7 @@ def test_a_timm_folder_gives_equal_logits_and_our_preprocessing(small_cfg, tmp_p
 @pytest.mark.parametrize("to, options, reason", [
     ("timm", ("MODEL.ARCH", "resnet8"), "timm has no model resnet8"),
     ("timm", ("MODEL.ARCH", "torchvision/efficientnet_b0"), "is another model: "),
-    ("timm", ("MODEL.ARCH", "resnet18"), "computes other outputs"),
+    slow("timm", ("MODEL.ARCH", "resnet18"), "computes other outputs"),
     *((to, ("MODEL.ARCH", "resnet8", "TEST.INTERPOLATION", "opencv_area"),
        "cannot express TEST.INTERPOLATION opencv_area") for to in ("timm", "onnx", "torch")),
     ("torch", ("MODEL.ARCH", "resnet8", "TEST.CROP", "letterbox"), "cannot express the crop"),
@@ -173,6 +173,7 @@ def test_a_full_disk_leaves_nothing_behind(small_cfg, tmp_path, monkeypatch, to)
     assert left_beside(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_images_that_cannot_be_read_leave_nothing_behind(saved, tmp_path, capsys):
     folder = tmp_path / "out" / "data"
     draw_folder(folder, "val", {"ant": 1, "bee": 1, "cat": 1})

@@ -142,7 +142,6 @@ def test_a_mistake_in_a_card_ends_with_status_1_and_no_usable_file(turned_run, t
 
 
 @pytest.mark.parametrize("code, error", [
-    ("import nothing", "48 images: ModuleNotFoundError: No module named 'nothing'"),
     ("raise SystemExit(3)", "ended with status 3"),
     ("def predict(path):\n    raise OSError('no such decoder')", "48 images: OSError: no such decoder"),
     ("print('hello')\ndef predict(path):\n    return [('ant', float('nan'))]", None),

@@ -127,7 +127,7 @@ def test_unusual_photographs_are_answered_as_in_an_evaluation(shapes_run, tmp_pa
 
 
 @pytest.mark.parametrize("words", [
-    ("--workers", 0, "--batch-size", 1), ("--workers", 2, "--batch-size", 7),
+    slow(("--workers", 0, "--batch-size", 1)), ("--workers", 2, "--batch-size", 7),
     *[slow(("--nproc", nproc, "--workers", workers)) for nproc, workers in ((2, 0), (3, 1))],
 ])  # fmt: skip
 def test_the_bytes_do_not_depend_on_processes_workers_and_batch_size(shapes_run, shapes_folder, tmp_path, words):

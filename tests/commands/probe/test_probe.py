@@ -35,6 +35,7 @@ def run(*words) -> int:
     return start_command("probe", "distribuuuu probe", [*map(str, words), "TRAIN.WORKERS", "0"])
 
 
+@pytest.mark.slow
 def test_knn_equals_that_of_scikit_learn(monkeypatch):
     from sklearn.neighbors import KNeighborsClassifier  # its import takes seconds
 

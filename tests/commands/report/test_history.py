@@ -10,7 +10,6 @@ from support.hostile import list_changes
 from support.predictions import prediction_arrays
 from support.runs import ROOT
 
-from distribuuuu.commands.html.charts import format_tick
 from distribuuuu.commands.html.history import MAX_TEXT
 from distribuuuu.commands.report import run_report
 from distribuuuu.commands.report.compare_page import build_compare_page, compare_runs, list_comparison
@@ -78,6 +77,7 @@ def test_files_that_are_not_regular_or_too_large_are_named(run, name, kind):
     assert name == "config.yaml" or str(path) in notes[0] and notes[0] in page
 
 
+@pytest.mark.slow
 def test_hostile_records_are_left_out_or_drawn_but_never_an_error(run, tmp_path):
     """A change of a value is either read, as that of a free text, or named with its file."""
     chance, other = random.Random(0), make_run(tmp_path / "other", 2)
@@ -96,7 +96,3 @@ def test_hostile_records_are_left_out_or_drawn_but_never_an_error(run, tmp_path)
         assert "\u202e" not in build_compare_page(comparison)
         json.dumps(list_comparison(comparison), default=str)
     assert num_named > 2
-
-
-def test_labels_of_an_axis_are_short_and_none_is_cut():
-    assert [format_tick(value) for value in (2e-5, 5e-4, 0.05, 12000)] == ["2e-5", "5e-4", "0.05", "12k"]

@@ -11,6 +11,7 @@ import timm
 import torch
 from support.images import draw_folder
 from support.saved_runs import save_run
+from support.tables import slow
 from timm.data import ImageNetInfo, RealLabelsImagenet
 
 from distribuuuu.config import ConfigError, load_cfg
@@ -58,7 +59,7 @@ def folder_classes(labels: str) -> list[str]:
     return [str(number) for number in range(1000)] if labels == "imagenet_v2" else SYNSETS
 
 
-@pytest.mark.parametrize("labels", ["imagenet_r", "imagenet_v2", "imagenet_sketch"])
+@pytest.mark.parametrize("labels", ["imagenet_r", slow("imagenet_v2"), slow("imagenet_sketch")])
 def test_counts_equal_those_of_timms_masking_on_folders_that_lack_most_classes(tmp_path, labels):
     classes = folder_classes(labels)
     # timm restricts the outputs to the lines of this file, and labels the folders of the full set in sorted order.

@@ -122,12 +122,6 @@ def test_mistakes_are_reported_before_the_start(cfg_of, tmp_path, message):
     assert not any(problem.endswith(": line 1") for problem in problems)
 
 
-def test_a_long_field_is_cut_in_a_message(cfg_of, tmp_path):
-    (tmp_path / "train.csv").write_text(f"path,label\n{'x' * 90_000}.jpg,a\n")
-    problems = [str(problem) for problem in find_run_problems(cfg_of("TEST.SPLIT", "train"), train=True)]
-    assert problems and all(len(problem) < 1000 for problem in problems)
-
-
 @each_row("table, message", [
     ("{lable: a}", "DATA.TABLE.lable .*no such setting; did you mean label"),
     ("{file: ../a.csv}", "DATA.TABLE: .*below the folder of the data"),

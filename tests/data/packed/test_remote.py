@@ -199,6 +199,7 @@ def test_a_lost_shard_ends_the_run_even_where_broken_images_are_skipped(source, 
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_an_outage_is_waited_for_and_logged_and_has_a_limit(source, open_pack, packed, monkeypatch, caplog):
     monkeypatch.setattr(transport, "QUIET_S", 0.1)
     images, expected = open_pack(timeout_s=20), bytes(Packed(packed, "train").read(50))

@@ -186,7 +186,7 @@ def test_files_are_sent_again_if_they_change_and_links_never(tmp_path):
     assert one.items == ["results.json", "results.json"]
 
 
-@pytest.mark.parametrize("fault", [*map(slow, ("connect", "image", "file", "finish", "hangs")), "row", "killed"])
+@pytest.mark.parametrize("fault", [*map(slow, ("connect", "image", "file", "finish", "hangs", "row")), "killed"])
 def test_the_training_knows_of_no_fault(small_cfg, tmp_path, monkeypatch, finished_run, server, fault, capfd):
     """The command track sends what is missing."""
     out = tmp_path / "out"
