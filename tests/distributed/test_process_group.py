@@ -62,7 +62,6 @@ def agree(store, world_size: int, seed: int) -> list[str]:
         return list(pool.map(one, range(world_size)))
 
 
-@pytest.mark.slow
 def test_what_an_earlier_start_left_in_the_store_is_not_taken_for_a_process():
     store, seen = torch_dist.HashStore(), set()
     for number, world_size in enumerate((3, 1, 2, 3)):

@@ -110,8 +110,7 @@ def test_adaptive_clipping_and_the_schedule_of_weight_decay_are_those_of_ddp(run
     assert_same_content(newest(run(kind, 2, *words)), newest(run("ddp", 2, *words)), 1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", SHARDED)
+@pytest.mark.parametrize("kind", ["zero1", pytest.param("fsdp", marks=[needs_fsdp, pytest.mark.slow])])
 def test_a_sharded_run_resumes_bitwise(run, small_cfg, kind):
     on_processes(2, train_and_kill, small_cfg(*ALL_ON, *KINDS[kind], *DROPS), (0, 3))
     cfg = small_cfg(*ALL_ON, *KINDS[kind], *DROPS)
