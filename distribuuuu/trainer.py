@@ -31,7 +31,7 @@ from distribuuuu.engine.run import (
     expected_passes,
     is_evaluation_due,
     is_finished,
-    is_last_evaluation,
+    is_recording_due,
     is_save_due,
 )
 from distribuuuu.engine.run_description import describe_end
@@ -91,16 +91,16 @@ def train_epoch(run: Run) -> None:
     cfg, state, loader, epoch = run.cfg, run.state, run.train_loader, run.state.epoch
     choose_images(run)
     num_steps, end, print_freq = loader.num_steps, loader.steps_of(epoch), cfg.TRAIN.PRINT_FREQ
+    loader.expect(expected_passes(run))  # by workers that have no batch left to make of the pass that begins here
     batches = loader.batches_from(state.stream_seed, epoch, state.step)
-    loader.expect(expected_passes(run))
     begin_epoch(run)
     # With progressive resizing, an epoch may compile again for a new image size: each one is a new phase.
     run.stop.begin_phase(f"training, epoch {epoch}" if cfg.TRAIN.IM_SIZE_START else "training")
     for number in run.log.steps(epoch, state.step, end):
-        position = epoch + number / num_steps
-        lr = run.lr_at(position)
-        set_lr(state.optimizer, lr, functools.partial(run.lr_at, position))
-        set_weight_decay(state.optimizer, run.decay_at(position))
+        exact_epoch = epoch + number / num_steps
+        lr = run.lr_at(exact_epoch)
+        set_lr(state.optimizer, lr, functools.partial(run.lr_at, exact_epoch))
+        set_weight_decay(state.optimizer, run.decay_at(exact_epoch))
         step = take_step(run, batches, number)
         state.finish_step(num_steps)
         is_last = state.step == end
@@ -191,6 +191,10 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
     """
     cfg, task, state, results = run.cfg, run.task, run.state, {}
     first_batch: list[Batch] = []
+
+    def check(position: str) -> None:
+        run.stop.check(f"epoch {state.epoch + 1}, {position}")
+
     for kind, model in state.models.items():
         run.stop.begin_phase(f"evaluation of {kind}")
         if cfg.MODEL.PRECISE_BN:
@@ -198,15 +202,12 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
 
             recompute_statistics(run, model)
             run.stop.begin_phase()
-        recorder = build_recorder(cfg, task, run.val_loader.images) if is_last_evaluation(cfg, state, kind) else None
+        recorder = build_recorder(cfg, task, run.val_loader.images) if is_recording_due(cfg, state, kind) else None
 
         def on_output(batch: Batch, output: StepOutput, recorder: Recorder | None = recorder) -> None:
             first_batch[:] = first_batch or [batch]
             if recorder:
                 recorder.add(batch, output)
-
-        def check(position: str) -> None:
-            run.stop.check(f"epoch {state.epoch + 1}, {position}")
 
         results[kind] = evaluate(task, model, run.val_loader, on_output, check, cfg.TEST.PRINT_FREQ)
         begin_slow_phase()  # what is written or drawn until the next step takes its own time

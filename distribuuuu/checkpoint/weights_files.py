@@ -67,14 +67,12 @@ class Best:
         epoch = self.epoch + 1 if self.epoch >= 0 else "unknown"
         return f"{self.value:.{4 if metric == 'loss' else 2}f} (epoch {epoch})"
 
-    def update(self, metrics: dict[str, float], metric: str, epoch: int, higher_is_better: bool = True) -> bool:
-        """Record an evaluation if its metric of a name is the best; return whether it is."""
+    def update(self, metrics: dict[str, float], metric: str, epoch: int, higher_is_better: bool = True) -> None:
+        """Record an evaluation if its metric of a name is the best."""
         value, is_unset = metrics[metric], math.isnan(self.value) or (self.value == 0 and self.epoch < 0)
-        is_best = is_unset or (value > self.value if higher_is_better else value < self.value)
-        if is_best:
+        if is_unset or (value > self.value if higher_is_better else value < self.value):
             self.value, self.epoch = value, epoch
             self.metrics = {name: number for name, number in metrics.items() if name != "count"}
-        return is_best
 
 
 def build_kinds(cfg) -> list[str]:

@@ -63,15 +63,16 @@ def evaluate(
             if batch := next(batches, None):  # else other processes have more images
                 readable, broken = split_broken(batch)
                 output = task.eval_step(model, readable or batch)
-                parts: list[tuple[Batch | None, StepOutput | None]] = [(readable, output)]
+                answers = [(readable, output)] if readable else []  # else the output shows the form of an answer
                 if broken:
-                    wrong = task.wrong_output(broken, output)
-                    parts, num = [*parts, (broken, wrong)], len(broken.images)
-                    num_broken, num_left_out = num_broken + num, num_left_out + (0 if wrong else num)
-                for part, answer in parts:
-                    if part and answer:
-                        meter.update(answer)
-                        on_output(part, answer)
+                    num_broken += len(broken.images)
+                    if wrong := task.wrong_output(broken, output):
+                        answers.append((broken, wrong))
+                    else:
+                        num_left_out += len(broken.images)
+                for part, answer in answers:
+                    meter.update(answer)
+                    on_output(part, answer)
             elif is_sharded(model):  # all processes take part in each forward pass
                 task.eval_step(model, Batch(loader.zero_images(1), loader.zero_targets(1)))
             check(f"evaluation, batch {number + 1}")

@@ -27,7 +27,7 @@ from distribuuuu.distributed import comm as dist
 from distribuuuu.engine.run import Run, is_finished
 from distribuuuu.engine.state import TrainState
 from distribuuuu.tasks.base import Task
-from distribuuuu.tasks.metrics import check_finite
+from distribuuuu.tasks.metrics import check_finite, loss_in
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def checkpoint_content(run: Run) -> dict[str, Any]:
         NonFiniteLoss: the loss of a step since the last row of metrics is infinite or NaN.
     """
     content = run.state.to_dict()
-    check_finite({"loss": sum(float(state["sums"][1]) for state in content["meter"])})
+    check_finite({"loss": sum(map(loss_in, content["meter"]))})
     gathered = dist.gather_objects(own := snapshot(run.task.rank_state_dict()))
     content["task"] = {"shared": run.task.state_dict(), "by_rank": gathered if own else []}
     return {**content, "finished": is_finished(run.cfg, run.state)}

@@ -160,7 +160,7 @@ def call_log_hook(run: Run, batch: Batch | None = None) -> None:
 
 
 def expected_passes(run: Run) -> Iterator[Pass]:
-    """Return the passes over the data after the steps of this epoch, if the run is not rolled back."""
+    """Return the passes over the data after the steps of this epoch, as `train_model` takes them without a rollback."""
     cfg, train, plan, seed = run.cfg, run.train_loader, run.train_loader.plan, run.state.stream_seed
     samples, sampler, evaluation = train.samples, train.sampler, Pass(run.val_loader.samples, run.val_loader.sampler)
     num_precise = -(-cfg.MODEL.PRECISE_BN // plan.global_batch) * plan.accum_steps
@@ -245,7 +245,7 @@ def is_finished(cfg: Config, state: TrainState) -> bool:
     return state.epoch >= cfg.OPTIM.MAX_EPOCH or (state.step == 0 and is_out_of_patience(cfg, state, state.epoch - 1))
 
 
-def is_last_evaluation(cfg: Config, state: TrainState, kind: str) -> bool:
-    """Tell whether the evaluation of a kind of weights after this epoch may be the last one of the run."""
+def is_recording_due(cfg: Config, state: TrainState, kind: str) -> bool:
+    """Tell whether predictions are recorded: of the last kind of weights, after the epoch that may be the last one."""
     is_last_epoch = state.epoch + 1 == cfg.OPTIM.MAX_EPOCH or is_out_of_patience(cfg, state, state.epoch)
     return is_last_epoch and kind == list(state.models)[-1]

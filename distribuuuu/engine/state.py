@@ -198,7 +198,7 @@ class TrainState:
             best.metrics = {name: value for name, value in metrics.items() if name != "epoch"}
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call, see `Meter.read`, and the number of skipped steps, if there are any.
+        """Return the metrics since the last call, see `Meter.read`, and how many steps the run has skipped, if any.
 
         Every process must call it.
         """

@@ -211,6 +211,11 @@ class NonFiniteLoss(NonFiniteError):
     """The training loss is infinite or NaN; raised by every process at the same read of the meter."""
 
 
+def loss_in(state: dict[str, Any]) -> float:
+    """Return the sum of the losses in the state of a meter, see `Meter._split`."""
+    return float(state["sums"][1])
+
+
 def check_finite(metrics: dict[str, float]) -> dict[str, float]:
     """Return the values that a meter has read, unchanged.
 
