@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.fake_cuda import CUDA, Timeline, fake_cuda
 from support.processes import on_processes
+from support.tables import slow
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -80,7 +81,7 @@ def test_memory_that_is_not_pinned_is_copied_before_the_next_batch(small_cfg, mo
 
 
 @pytest.mark.parametrize("crop, interpolation, together", [
-    ("resized", "random", False), ("resized", "bilinear", True), ("center", "bilinear", True)
+    ("resized", "random", False), slow("resized", "bilinear", True), ("center", "bilinear", True)
 ])  # fmt: skip
 def test_crops_on_the_device_are_normalized_without_a_race(small_cfg, monkeypatch, crop, interpolation, together):
     """Images that are on the device and are resized there: a batch together, or image by image."""

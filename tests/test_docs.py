@@ -197,6 +197,7 @@ SAMPLES = [
 ]
 
 
+@pytest.mark.project
 @pytest.mark.parametrize(("page", "command", "output"), SAMPLES, ids=[page.name for page, _, _ in SAMPLES])
 def test_sample_messages_are_what_the_command_prints(page, command, output):
     words = [sys.executable, *shlex.split(command)[1:]]
@@ -297,6 +298,7 @@ def test_the_commands_of_a_page_run(page, checkout):
         assert "shapes/resnet14" in (checkout / "docs" / "MODEL_ZOO.md").read_text()
 
 
+@pytest.mark.project
 def test_the_log_of_fine_tuning_is_the_one_shown(tmp_path, caplog, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = ROOT / "docs" / "training.md"

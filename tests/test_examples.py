@@ -18,6 +18,7 @@ import pytest
 import torch
 from support.processes import on_processes
 from support.runs import ROOT, problems_of, records, run_python
+from support.tables import slow
 
 import distribuuuu
 from distribuuuu.commands.main import dispatch
@@ -135,7 +136,7 @@ def test_an_example_is_short_and_has_a_config(name):
 
 @pytest.mark.parametrize(("name", "words", "message"), [
     ("dino", "EMA.HALF_LIFE 0", "EMA.HALF_LIFE: got 0; dino expects an average, its teacher; fix: "),
-    ("parquet_set", "DATA.KWARGS.image picture", "train.parquet has no column picture; expected one of image, label; "),
+    slow("parquet_set", "DATA.KWARGS.image picture", "train.parquet has no column picture; expected one of image"),
 ])  # fmt: skip
 def test_a_wrong_option_of_an_example_is_one_message(name, words, message, root, tmp_path, monkeypatch):
     monkeypatch.setattr(shapes, "draw_shapes", draw_shapes)

@@ -120,6 +120,7 @@ def test_the_config_stops_at_the_builders():
                 assert "cfg" not in [argument.arg for argument in node.args.args], f"{path.stem}.{node.name} takes cfg"
 
 
+@pytest.mark.project
 def test_modules_import_at_their_top_only_what_an_installation_without_extras_has():
     declared = re.search(r"install_requires=\[(.*?)\]", (ROOT / "setup.py").read_text(), re.DOTALL)[1]
     names = {*re.findall(r'"([\w-]+)[>=]', declared), "PIL"} | {"yaml", "fsspec", "markupsafe"}  # required by those

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.images import draw_folder
-from support.recipe_facts import BASELINES, FACTS, RECIPES
+from support.recipe_facts import BASELINES, FACTS
 from support.recipe_measures import FILES, decay_of_parameters, measure, meta_model, recipe
 from support.runs import ROOT, small_options
 from support.tables import each_row, slow
@@ -22,10 +22,6 @@ from distribuuuu.trainer import train_epoch, train_model
 
 # Facts that are compared by tests of their own.
 TESTED_ALONE = {"reported", "decay", "max side of the pack"}
-# Small models of each family; their large ones differ in the architecture only.
-SMALL_PYCLS = ("resnet50_py", "resnext50", "regnetx_004", "regnety_004", "efficientnet_b0")
-LARGE = {f"imagenet/{name}" for name in RECIPES if "pycls" in name and not name.startswith(SMALL_PYCLS)}
-LARGE |= {f"imagenet2021/{name}" for name in BASELINES if "reg" in name}
 # What every recipe states, also where it is the default.
 STATED = ("MODEL.ARCH", "TRAIN.BATCH_SIZE", "TRAIN.IM_SIZE", "TEST.IM_SIZE", "DATA.CROP", "DATA.FLIP", "AUG.POLICY",
           "OPTIM.NAME", "OPTIM.MAX_EPOCH", "OPTIM.LR_POLICY", "OPTIM.BASE_LR", "OPTIM.WARMUP_EPOCHS",
@@ -90,7 +86,8 @@ def test_a_recipe_has_the_published_facts(name):
             assert found == near(expected), fact
 
 
-@pytest.mark.parametrize("name", [slow(name) if name in LARGE else name for name in FACTS])
+@pytest.mark.project
+@pytest.mark.parametrize("name", FACTS)
 def test_a_parameter_has_the_published_weight_decay(name):
     decay, is_exempt = FACTS[name]["decay"]
     trainable = {key: value for key, value in meta_model(recipe(name)).named_parameters() if value.requires_grad}
