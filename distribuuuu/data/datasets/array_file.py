@@ -8,21 +8,23 @@ import stat
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.base import name_at
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import open_regular, parse_json
 
+# Otherwise imported where arrays are used: a mistake in a config is answered without it, in half the time.
+if TYPE_CHECKING:
+    import numpy as np
+
 # More than the cores: on a network disk the threads wait for replies.
 NUM_THREADS = min(16, 4 * (os.cpu_count() or 1))
 # The stamp of a folder that was not listed completely.
 NOT_KNOWN = (-1, -1, -1)
 # What a scan returns: the meta and the arrays of an index.
-Content = tuple[dict[str, Any], dict[str, np.ndarray]]
+Content: TypeAlias = "tuple[dict[str, Any], dict[str, np.ndarray]]"
 
 # All processes of a machine share the pages of such a file, so loader workers need no copies of an index.
 #
@@ -37,7 +39,7 @@ FIXED = len(MAGIC) + 8 + 4
 # Bytes of the longest header that is read: more than 100,000 shards need.
 MAX_HEADER = 64 << 20
 
-Arrays = Mapping[str, np.ndarray]
+Arrays: TypeAlias = "Mapping[str, np.ndarray]"
 
 
 class ArrayFileError(ValueError):
@@ -56,6 +58,8 @@ def write_arrays(path: str | os.PathLike, kind: str, version: int, meta: Mapping
     Raises:
         OSError: the file cannot be written.
     """
+    import numpy as np
+
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     header = _make_header(kind, version, dict(meta), arrays)
     with replacing(Path(path)) as file:
@@ -78,9 +82,7 @@ def _make_header(kind: str, version: int, meta: dict, arrays: Arrays) -> bytes:
     return json.dumps({**header, "size": end}).encode().ljust(length)
 
 
-def read_arrays(
-    path: str | os.PathLike, kind: str, version: int | tuple[int, ...]
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def read_arrays(path: str | os.PathLike, kind: str, version: int | tuple[int, ...]) -> Content:
     """Return the meta and the arrays of a file, read-only and memory-mapped: only the header is read here.
 
     `version` is the expected version, or several. The content of the meta is unchecked.
@@ -89,6 +91,8 @@ def read_arrays(
         ArrayFileError: the file has another format, kind or version, or is truncated or corrupt.
         OSError: the file cannot be read.
     """
+    import numpy as np
+
     with open_regular(path) as file:
         size, fixed = os.fstat(file.fileno()).st_size, file.read(FIXED)
         if len(fixed) < FIXED or not fixed.startswith(MAGIC):
@@ -119,14 +123,18 @@ def read_arrays(
 
 def checksum_of(arrays: Arrays) -> int:
     """Return the CRC-32 of all arrays, in the order of their names."""
+    import numpy as np
+
     checksum = 0
     for name in sorted(arrays):
         checksum = zlib.crc32(np.ascontiguousarray(arrays[name]).view(np.uint8).data, checksum)
     return checksum
 
 
-def pack_names(prefix: str, names: Sequence[bytes]) -> dict[str, np.ndarray]:
+def pack_names(prefix: str, names: Sequence[bytes]) -> "dict[str, np.ndarray]":
     """Return names as PREFIX_bytes, uint8 (total,), and PREFIX_offsets, int64 (len(names) + 1,), of their starts."""
+    import numpy as np
+
     lengths = np.fromiter(map(len, names), np.int64, len(names))
     offsets = np.concatenate([[0], lengths.cumsum()])
     return {f"{prefix}_bytes": np.frombuffer(b"".join(names), np.uint8), f"{prefix}_offsets": offsets}

@@ -4,8 +4,6 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset, image_extensions
 from distribuuuu.data.datasets.index import Index, IndexedImages, open_folder
@@ -39,6 +37,8 @@ class ImageFolder(IndexedImages):
 
     def use_index(self, index: Index, classes: Sequence[str] | None = None) -> None:
         """Read the images of an index, in the order of the labels."""
+        import numpy as np
+
         IndexedImages.__init__(self, index, classes)
         if len(self.labels) and (np.diff(self.labels) < 0).any():
             self._order = np.argsort(self.labels, kind="stable")

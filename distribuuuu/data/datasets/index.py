@@ -12,10 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
-
-import numpy as np
 
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.data.datasets.array_file import (
@@ -30,6 +28,9 @@ from distribuuuu.data.datasets.base import SplitDataset, name_at
 from distribuuuu.files.image_files import EXTENSIONS
 from distribuuuu.files.locks import take_turn
 from distribuuuu.files.untrusted import untrusted
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # A file modified this shortly before the scan may change again without a new time: file systems have coarse clocks.
 YOUNG_NS = 2_000_000_000
@@ -55,7 +56,7 @@ class Index:
         path: the file that the arrays are mapped from; None: they are in memory.
     """
 
-    def __init__(self, source: str, root: str, meta: dict, arrays: dict[str, np.ndarray], path: Path | None = None):
+    def __init__(self, source: str, root: str, meta: dict, arrays: "dict[str, np.ndarray]", path: Path | None = None):
         self.source, self.root, self.meta, self.arrays, self.path = source, root, meta, arrays, path
         self.classes: tuple[str, ...] = tuple(meta["classes"])
         self.is_archive = "offset" in arrays
@@ -127,8 +128,10 @@ class Index:
         return Index, (self.source, self.root, self.meta, self.arrays, self.path)
 
 
-def digest_of(meta: dict, arrays: dict[str, np.ndarray]) -> str:
+def digest_of(meta: dict, arrays: "dict[str, np.ndarray]") -> str:
     """Return 128 bits of a SHA-256 of the classes, and of names, labels and stored sizes, in hexadecimal digits."""
+    import numpy as np
+
     found = hashlib.sha256(json.dumps(meta["classes"]).encode())
     for name in sorted({*arrays}.difference(_NOT_IN_DIGEST)):
         found.update(name.encode())
@@ -249,8 +252,8 @@ class IndexedImages(SplitDataset):
         self,
         index: Index,
         trained: Index | Sequence[str] | None = None,
-        order: np.ndarray | None = None,
-        labels: np.ndarray | None = None,
+        order: "np.ndarray | None" = None,
+        labels: "np.ndarray | None" = None,
     ):
         self.index, self._order, self._notes = index, order, list[str]()
         self.has_files, self.holds_files = not index.is_archive, index.is_archive
@@ -287,6 +290,8 @@ class IndexedImages(SplitDataset):
     @property
     def digest(self) -> str:
         """The digest of classes, names, sizes and labels; see `ImageDataset.digest`."""
+        import numpy as np
+
         own = self.index.meta.get("digest") or digest_of(self.index.meta, self.index.arrays)
         order = {} if self._order is None else {"order": np.asarray(self._order), "labels": np.asarray(self.labels)}
         return digest_of({"classes": [own, *self.classes]}, order)
