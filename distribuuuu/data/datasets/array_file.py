@@ -15,7 +15,7 @@ from distribuuuu.data.datasets.base import name_at
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import open_regular, parse_json
 
-# Otherwise imported where arrays are used: a mistake in a config is answered without it, in half the time.
+# Imported where arrays are used, so that a mistake in a config is answered without it.
 if TYPE_CHECKING:
     import numpy as np
 

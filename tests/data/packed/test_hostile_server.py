@@ -77,7 +77,7 @@ def test_an_answer_that_contradicts_the_request_is_refused_at_once(server):
 
 
 @pytest.mark.parametrize(("status", "said"), [
-    *((status, "cannot be read for") for status in (429, 500)), (404, "no such object"), (416, "it ends"),
+    *((status, "cannot be read for") for status in (408, 429, 500, 503)), (404, "no such object"), (416, "it ends"),
 ])  # fmt: skip
 def test_temporary_errors_of_a_server_are_told_from_those_that_last(server, status, said):
     server.status, url = status, f"{server.url}/loop"
