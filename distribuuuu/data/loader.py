@@ -116,7 +116,7 @@ class Loader:
                 return
             batch, broken = made
             if batch is None:
-                fix = "repair or remove it, or set DATA.ON_BAD_IMAGE skip"
+                fix = "repair or remove it" + ("" if self.samples.skip_broken else ", or set DATA.ON_BAD_IMAGE skip")
                 raise BadImageError(f"broken image: {broken[-1]}; fix: {fix}")
             for message in broken:
                 self.num_broken += 1
