@@ -20,7 +20,7 @@ from fuzz_readback import draw_images
 
 from distribuuuu.config import Config, ConfigError, load_cfg
 from distribuuuu.config.config_node import changed
-from distribuuuu.data.datasets.base import get_dataset
+from distribuuuu.config.registry import DATASETS
 
 ODD_TEXT = ['"', '""', "\0", ",,", ";", "\t", "\r", "\n\n", "\ufeff", "../../x", "/etc/passwd", "nan", "1e999",
             "9" * 5000, "x" * 200_000, "{}", "a,b,c\n", "\u202e", "-1", " "]  # fmt: skip
@@ -77,7 +77,7 @@ def write_sources(folder: Path) -> dict[Path, tuple[Config, Callable | None]]:
 
 def read_set(cfg: Config) -> None:
     """Check and open the training set of a config, and read it; a broken image may raise anything."""
-    family = get_dataset(cfg.DATA.NAME)
+    family = DATASETS.get(cfg.DATA.NAME)
     find = getattr(family, "find_pack_problems", family.find_problems)
     problems = [str(problem) for _, problem in find(cfg, train=True)]
     try:

@@ -154,15 +154,9 @@ class Erasing:
 
 
 def build_augmentation(cfg, crop: Transform, mean: Sequence[float], std: Sequence[float]) -> Transform:
-    """Return the crop followed by the config's augmentation; the crop itself if there is none.
+    """Return a crop followed by the config's augmentation; raise ConfigError if AUG.POLICY is not understood.
 
-    Args:
-        cfg: the config.
-        crop: crop and flip.
-        mean, std: per channel, in [0, 1], as images are normalized.
-
-    Raises:
-        ConfigError: AUG.POLICY is not understood.
+    The mean and the deviation are those of normalization, per channel, in [0, 1].
     """
     aug = cfg.AUG
     policy = None
@@ -174,8 +168,6 @@ def build_augmentation(cfg, crop: Transform, mean: Sequence[float], std: Sequenc
     operations = tuple(AUGMENTATIONS.get(name) for name in aug.OPERATIONS)
     noise = tuple(std) if aug.ERASING_MODE == "pixel" else None
     erase = Erasing(aug.ERASING, tuple(mean), noise, PIXEL_RANGES[cfg.DATA.PIXELS]) if aug.ERASING else None
-    if not (policy or jitter or operations or erase):
-        return crop
     return AugmentedCrop(crop, policy, jitter, operations, erase)
 
 

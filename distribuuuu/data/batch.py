@@ -15,7 +15,6 @@ import torch
 from torch.nn.functional import pad
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.derived import height_and_width
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, open_lazy_image, reason_of
 from distribuuuu.data.samplers import BatchKeys, EvalSampler, ResumableDistributedSampler
@@ -244,15 +243,15 @@ class Samples:
                 view[row].copy_(image)
         if unread and (not self.skip_broken or self.substitutes):
             return None, broken
-        sizes = [height_and_width(view.size) for view in transform_at(self.transform, keys[0]).views]
         if not views:
             example = torch.empty(0, dtype=self.options.dtype)
-            views = [allocate(example, (len(keys), *size, self.options.channels)) for size in sizes]
+            shapes = [view.shape for view in transform_at(self.transform, keys[0]).views]
+            views = [allocate(example, (len(keys), *shape, self.options.channels)) for shape in shapes]
         images = tuple(view.permute(0, 3, 1, 2) for view in views)
         targets = as_targets(labels, self.images.targets)
-        batch = Batch(images if len(sizes) > 1 else images[0], targets, torch.tensor(index))
+        batch = Batch(images if len(views) > 1 else images[0], targets, torch.tensor(index))
         if self.keeps_geometry:
-            batch = batch._replace(geometry=as_geometry(geometry, len(sizes)))
+            batch = batch._replace(geometry=as_geometry(geometry, len(views)))
         if unread:
             marks = torch.zeros(len(keys), dtype=torch.bool).index_fill_(0, torch.tensor(unread), True)
             for view in views:

@@ -9,7 +9,6 @@ import torch
 from torch.nn.functional import pad
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.derived import height_and_width
 from distribuuuu.data.augment import AugmentedCrop
 from distribuuuu.data.batch import (
     Allocate,
@@ -179,7 +178,7 @@ def crop_batch(crop: Transform, pixels: torch.Tensor, rng: BatchRNG) -> torch.Te
     pixels = resize_to_cover(crop_ends(pixels), crop.size, crop.interpolation)
     height, width = pixels.shape[-2:]
     top, left = random_padded_corner(rng, height, width, crop.size, crop.padding)
-    down, across = map(np.arange, height_and_width(crop.size))
+    down, across = map(np.arange, crop.shape)
     columns = np.where(is_flipped, across[::-1], across) + left.astype(np.int64)[:, None]
     rows = np.where(is_vflipped, down[::-1], down) + top.astype(np.int64)[:, None]
     if crop.mode == "reflect":

@@ -16,10 +16,9 @@ import torch
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.declaration import AUTO
-from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.options import PIXEL_RANGES
-from distribuuuu.config.registry import dataset_name, task_class
+from distribuuuu.config.registry import DATASETS, dataset_name, task_class
 from distribuuuu.data.batch import (
     Batch,
     HostBatch,
@@ -34,7 +33,7 @@ from distribuuuu.data.batch import (
 )
 from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
 from distribuuuu.data.build_transform import MAIN, build_transform, depends_on_epoch, statistics_of
-from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, get_dataset
+from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch
 from distribuuuu.data.decode import build_decode_options
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
 from distribuuuu.distributed import comm as dist
@@ -156,8 +155,8 @@ class Loader:
 
     def zero_images(self, num: int) -> torch.Tensor:
         """Return zeros in the shape of `num` images, of the first view: float32 (num, 3, H, W) on the device."""
-        size = self.samples.transform.views[0].size
-        return self._normalize.empty((num, self.samples.options.channels, *height_and_width(size))).zero_()
+        shape = self.samples.options.channels, *self.samples.transform.views[0].shape
+        return self._normalize.empty((num, *shape)).zero_()
 
     def zero_targets(self, num: int) -> Any:
         """Return zeros in the form of the targets of `num` images, that of the first label, on the device."""
@@ -317,7 +316,7 @@ def check_same_data(*loaders: Loader) -> None:
 
 def count_bytes(samples: Samples, sampler: Any) -> int:
     """Return the size of the images of a batch, with those of other data sets that come along with it."""
-    num_pixels = sum(math.prod(height_and_width(view.size)) for view in samples.transform.views)
+    num_pixels = sum(math.prod(view.shape) for view in samples.transform.views)
     others = (count_bytes(one, sampler.extra[name]) for name, one in samples.extra.items())
     pixel_bytes = samples.options.channels * samples.options.dtype.itemsize
     return pixel_bytes * num_pixels * sampler.batch_size + sum(others)
@@ -358,7 +357,7 @@ def build_images(cfg, train: bool, family: type[ImageDataset] | None = None, is_
 
     The number of classes is that of MODEL.NUM_CLASSES, except for a further loader; else a ConfigError is raised.
     """
-    images = (family or get_dataset(dataset_name(cfg))).from_cfg(cfg, train)
+    images = (family or DATASETS.get(dataset_name(cfg))).from_cfg(cfg, train)
     if len(images.classes) != cfg.MODEL.NUM_CLASSES and not cfg.TEST.LABELS and is_main:
         mismatch = class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(images.classes), f"DATA.NAME {cfg.DATA.NAME}")
         raise ConfigError(f"MODEL.NUM_CLASSES: {mismatch}")

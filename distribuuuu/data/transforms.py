@@ -3,6 +3,7 @@
 Random transforms draw their numbers in this order: the flips, the position of the crop, its shape, its interpolation.
 """
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -39,6 +40,11 @@ class Transform(ABC):
     @abstractmethod
     def __call__(self, image: LazyImage, rng: SampleRNG) -> Any:
         """Return uint8 (3, height, width); with several views, a tuple of them."""
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, int]:
+        """Height and width of the output."""
+        return height_and_width(self.size)
 
     @property
     def views(self) -> "tuple[Transform, ...]":
@@ -87,7 +93,7 @@ class ResizedCrop(Transform):
         if interpolation == "random":
             interpolation = "bilinear" if rng.uniform() < 0.5 else "bicubic"
         rng.geometry = *box, is_flipped, is_vflipped, height, width
-        pixels = resize(image.crop(box, max(height_and_width(self.size))), *height_and_width(self.size), interpolation)
+        pixels = resize(image.crop(box, max(self.shape)), *self.shape, interpolation)
         return flip_each(pixels, is_flipped, is_vflipped)
 
 

@@ -9,10 +9,10 @@ from torch import nn
 
 from distribuuuu.config import Config, load_cfg
 from distribuuuu.config.config_node import get_value
+from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.augment import AugmentedCrop
 from distribuuuu.data.batch_plan import plan_batches
 from distribuuuu.data.build_transform import build_transform, statistics_of
-from distribuuuu.data.datasets.base import get_dataset
 from distribuuuu.data.mixup import blend_pairs, soften
 from distribuuuu.data.transforms import CenterCrop, Transform
 from distribuuuu.data.views import EpochTransforms, build_im_size
@@ -152,7 +152,7 @@ def vit_sizes(cfg: Config) -> tuple[int, int, int, int, int]:
 
 
 def _transform(cfg: Config, train: bool) -> Transform:
-    images: Any = get_dataset(cfg.DATA.NAME)  # the class: its mean, std and crop are attributes of the class
+    images: Any = DATASETS.get(cfg.DATA.NAME)  # the class: its mean, std and crop are attributes of the class
     return build_transform(cfg, images, train)
 
 
@@ -205,5 +205,5 @@ MEASURES: dict[str, Callable[[Config], Any]] = {
     "vit": vit_sizes, "sides": lambda cfg: [build_im_size(cfg)(epoch) for epoch in range(cfg.OPTIM.MAX_EPOCH)],
     "crop": train_crop, "is only cropped": lambda cfg: train_transform(cfg) == train_crop(cfg),
     "policy": policy_operations, "evaluation": evaluation,
-    "statistics": lambda cfg: statistics_of(cfg, get_dataset(cfg.DATA.NAME)),
+    "statistics": lambda cfg: statistics_of(cfg, DATASETS.get(cfg.DATA.NAME)),
 }  # fmt: skip

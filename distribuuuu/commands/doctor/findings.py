@@ -19,7 +19,8 @@ from distribuuuu.commands.scan.scan import BROKEN, ROTATED, Scan, suggest_sizes
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.options import PIXEL_RANGES
-from distribuuuu.data.datasets.base import ImageDataset, SplitDataset, get_dataset
+from distribuuuu.config.registry import DATASETS
+from distribuuuu.data.datasets.base import ImageDataset, SplitDataset
 from distribuuuu.data.datasets.file_check import find_reduced
 from distribuuuu.data.datasets.folder_scan import scan_folder
 from distribuuuu.data.datasets.imagefolder import ImageFolder
@@ -85,7 +86,7 @@ def open_cfg(cfg) -> Splits:
     Raises:
         ConfigError: a set cannot be opened.
     """
-    dataset, problems = get_dataset(cfg.DATA.NAME), []
+    dataset, problems = DATASETS.get(cfg.DATA.NAME), []
     splits: Splits = {}
     for key, train in (("TRAIN", True), ("TEST", False)):
         section = cfg[key]

@@ -15,7 +15,6 @@ from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.run_files import find_path_problem
-from distribuuuu.data.datasets.base import get_dataset
 from distribuuuu.data.packed.format import FORMATS
 from distribuuuu.launch.host import count_cores
 from distribuuuu.launch.signals import handled_by
@@ -121,7 +120,7 @@ def _source_problems(job: PackJob, set_keys_only: bool) -> Iterator[Problem]:
     cfg = job.cfg
     if cfg.DATA.NAME not in DATASETS:  # reported already
         return
-    dataset = get_dataset(cfg.DATA.NAME)
+    dataset = DATASETS.get(cfg.DATA.NAME)
     find = getattr(dataset, "find_pack_problems", dataset.find_problems)
     for key, message in dict.fromkeys(found for train in job.trains for found in find(cfg, train)):
         if key != "MODEL.NUM_CLASSES" and (key in cfg.origins or not set_keys_only):

@@ -20,8 +20,9 @@ from distribuuuu.commands.pack.writer import PackWriter, find_conflicts, remove_
 from distribuuuu.commands.scan.pool import map_in_order
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.errors import Problem, counted
+from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.array_file import checksum_of
-from distribuuuu.data.datasets.base import get_dataset, is_file
+from distribuuuu.data.datasets.base import is_file
 from distribuuuu.data.packed.dataset import NAME_OF, is_url
 from distribuuuu.data.packed.format import (
     FOREIGN_SHARD,
@@ -130,7 +131,7 @@ def _build_encoder(job: PackJob, train: bool) -> "Encoder":
     from distribuuuu.data.decode import build_decode_options
 
     name, encodes = job.cfg.DATA.NAME, job.options["format"] == "raw" or job.options["quality"] is not None
-    images = get_dataset(name).from_cfg(job.cfg, train)
+    images = DATASETS.get(name).from_cfg(job.cfg, train)
     if not len(images):
         raise ConfigError(f"DATA.NAME {name}: there is no image to pack")
     decoding = build_decode_options(job.cfg)

@@ -6,11 +6,10 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import DataError, counted
-from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.settings import build_settings
 from distribuuuu.files.image_files import ALL_EXTENSIONS, EXTENSIONS
 
@@ -83,8 +82,8 @@ class ImageDataset:
         return cls.num_classes
 
     @classmethod
-    def count_images(cls, cfg, most: int) -> int:
-        """Return the number of training images, counted up to `most`, or 0 if the set must be opened to count them."""
+    def count_images(cls, cfg) -> int:
+        """Return the number of training images, or 0 if the set must be opened to count them."""
         return cls.num_images
 
     def __len__(self) -> int:
@@ -200,20 +199,11 @@ class SplitDataset(ImageDataset):
         return cls.num_classes
 
     @classmethod
-    def count_images(cls, cfg, most: int) -> int:
+    def count_images(cls, cfg) -> int:
         """Return the number of training images; 0 if they cannot be read."""
         with contextlib.suppress(ConfigError):
             return cls.num_images or len(cls.from_cfg(cfg, train=True))
         return 0
-
-
-def get_dataset(name: str) -> type[ImageDataset]:
-    """Return the data set class that is registered under a name.
-
-    Raises:
-        LookupError: there is none.
-    """
-    return cast(type[ImageDataset], DATASETS.get(name))
 
 
 # ------------------------------------------------------------------------------------- messages

@@ -21,10 +21,11 @@ from distribuuuu.data.datasets.array_file import (
     Content,
     checksum_of,
     find_stamp,
+    packed_name,
     read_arrays,
     write_arrays,
 )
-from distribuuuu.data.datasets.base import SplitDataset, name_at
+from distribuuuu.data.datasets.base import SplitDataset
 from distribuuuu.files.image_files import EXTENSIONS
 from distribuuuu.files.locks import take_turn
 from distribuuuu.files.untrusted import untrusted
@@ -65,20 +66,17 @@ class Index:
     def __len__(self) -> int:
         return len(self.arrays["file"])
 
-    def _stored_name(self, prefix: str, index: int) -> str:
-        return name_at(self.arrays[f"{prefix}_bytes"], self.arrays[f"{prefix}_offsets"], index)
-
     def file_of(self, index: int) -> str:
         """Return the folder or the archive of image `index`."""
-        return os.path.join(self.root, self._stored_name("files", self.arrays["file"][index]))
+        return os.path.join(self.root, packed_name(self.arrays, "files", self.arrays["file"][index]))
 
     def name(self, index: int) -> str:
         """Return the name of image `index` in its folder or archive."""
-        return self._stored_name("names", index)
+        return packed_name(self.arrays, "names", index)
 
     def relative(self, index: int) -> str:
         """Return the path of image `index` from the root."""
-        return os.path.join(self._stored_name("files", self.arrays["file"][index]), self.name(index))
+        return os.path.join(packed_name(self.arrays, "files", self.arrays["file"][index]), self.name(index))
 
     def describe(self, index: int) -> str:
         """Return the path of image `index`, or its archive and its name in it, e.g. 'train.tar:cat/1.jpg'."""
@@ -87,7 +85,8 @@ class Index:
 
     def names_of(self, prefix: str) -> tuple[str, ...]:
         """Return all names of `pack_names`."""
-        return tuple(self._stored_name(prefix, number) for number in range(len(self.arrays[f"{prefix}_offsets"]) - 1))
+        num = len(self.arrays[f"{prefix}_offsets"]) - 1
+        return tuple(packed_name(self.arrays, prefix, number) for number in range(num))
 
     def has_current_stamps(self) -> bool:
         """Return whether no file or folder has changed since the scan."""

@@ -126,7 +126,7 @@ class Packed(SplitDataset):
         return 0
 
     @classmethod
-    def count_images(cls, cfg, most: int) -> int:
+    def count_images(cls, cfg) -> int:
         """Return the number of training images; 0 if the pack cannot be read."""
         with contextlib.suppress(ConfigError):
             return len(cls.from_cfg(cfg, True, START_S))

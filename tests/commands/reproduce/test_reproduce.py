@@ -11,8 +11,7 @@ from support.tables import each_row
 
 from distribuuuu.commands.main import start_command
 from distribuuuu.config import load_cfg
-from distribuuuu.config.registry import dataset_name
-from distribuuuu.data.datasets.base import get_dataset
+from distribuuuu.config.registry import dataset_class
 from distribuuuu.records.results import hash_config
 
 command = command_module("reproduce.reproduce")
@@ -91,7 +90,7 @@ def test_the_rows_with_hashes_are_of_the_configs_of_today():
             own_batch = cfg.TRAIN.BATCH_SIZE * training["processes"]
             assert cfg.TRAIN.GLOBAL_BATCH_SIZE == training["global_batch"] == own_batch, run.path
             words += ["TRAIN.GLOBAL_BATCH_SIZE", "0"]
-            words += ["DATA.CROP", "auto"] if cfg.DATA.CROP == "resized" == get_dataset(dataset_name(cfg)).crop else []
+            words += ["DATA.CROP", "auto"] if cfg.DATA.CROP == "resized" == dataset_class(cfg).crop else []
         assert hash_config(load_cfg(file, words)) == run.record["config_hash"], run.path
 
 

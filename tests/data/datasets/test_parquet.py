@@ -9,7 +9,7 @@ from support.sources import NAMES, image_rows, to_arrow, write_parquet
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import changed
-from distribuuuu.data.datasets.base import get_dataset
+from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.parquet_set import ParquetRows
 from distribuuuu.data.loader import build_images
 from distribuuuu.engine.preflight import find_run_problems
@@ -32,7 +32,7 @@ def cfg_of(small_cfg, root):
 
 
 def problems_of(cfg) -> list[str]:
-    family = get_dataset(cfg.DATA.NAME)
+    family = DATASETS.get(cfg.DATA.NAME)
     return [message for train in (True, False) for _, message in family.find_pack_problems(cfg, train)]
 
 
