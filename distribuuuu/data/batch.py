@@ -81,11 +81,8 @@ class Normalizer:
     """Moves batches to the device and normalizes them there.
 
     Args:
-        device: where the images are normalized.
-        mean, std: per channel, in units of `one`.
-        channels_last: the memory layout of the images.
+        mean, std: per channel, in units of `one`, the value of a pixel that counts as 1, see PIXEL_RANGES.
         compiled: whether one compiled kernel converts and normalizes, with the same bits as the operations of torch.
-        one: the value of a pixel that counts as 1, see PIXEL_RANGES.
     """
 
     def __init__(
@@ -157,10 +154,8 @@ class Sample(NamedTuple):
 
     Attributes:
         pixels: uint8 (3, H, W), with several views a tuple of them; None: no image could be read, see `Samples`.
-        label: see `ImageDataset.label`.
         index: the image in the data set, that of the substitute for a broken one.
         broken: a message for each image that could not be read.
-        geometry: that of the pixels, see `SampleRNG.geometry`.
     """
 
     pixels: torch.Tensor | tuple[torch.Tensor, ...] | None
@@ -175,12 +170,10 @@ class Samples:
     """Samples of a data set by their key, on which all randomness depends: the same in every worker.
 
     Attributes:
-        images: the data set.
         transform: from an image and its random numbers to uint8 (3, H, W), or to several views; or that of each epoch.
-        decoder: see `decode`.
+        decoder, options: see `decode`.
         skip_broken: go on if an image cannot be read. In training, another one takes its place, which depends on the
             seed and the epoch. In an evaluation nothing does: its pixels are zeros, and `Batch.broken` marks it.
-        options: see `decode`.
         extra: by name, the samples of other data sets that come along with each batch, see `JointKeys`.
         substitutes: whether the samples are for training.
         keeps_geometry: return `Batch.geometry`.
@@ -196,11 +189,7 @@ class Samples:
     keeps_geometry: bool = False
 
     def batch(self, keys: Any, allocate: Allocate = torch.Tensor.new_empty) -> HostBatch:
-        """Return the batch of some keys, a list of `SampleKey`; with other data sets, the batches of `JointKeys`.
-
-        Raises:
-            ValueError: the transform returned images of different sizes or types, or structured labels differ in form.
-        """
+        """Return the batch of some keys, a list of `SampleKey`; with other data sets, the batches of `JointKeys`."""
         batch, broken = self.make_batch(keys, allocate)
         if not self.extra:
             return batch, broken
@@ -325,8 +314,6 @@ BatchRequest = tuple[Samples, BatchKeys]
 
 class Pool:
     """Makers of batches in the order of their submission: here the calling thread, in subclasses workers.
-
-    They make the batches of several data sets, the `sources`, one pass after the other.
 
     Attributes:
         num_ahead: how many batches besides the next one may be submitted before one is taken.

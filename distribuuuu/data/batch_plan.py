@@ -36,11 +36,8 @@ class BatchPlan:
 def plan_batches(batch_size: int, global_batch_size: int, world_size: int) -> BatchPlan:
     """Return the plan for TRAIN.BATCH_SIZE and TRAIN.GLOBAL_BATCH_SIZE (0: not set) on `world_size` processes.
 
-    The micro-batch is the largest divisor of the images per process that is at most `batch_size`.
-
-    Raises:
-        ConfigError: the global batch is not divisible by the processes, or the images per process divide only into
-            micro-batches of less than half of `batch_size`; names a size near it that fits.
+    The micro-batch is the largest divisor of the images per process that is at most `batch_size`. If it is less than
+    half of that, or the processes do not divide the global batch, a ConfigError names a size near it that fits.
     """
     if not global_batch_size:
         return BatchPlan(batch_size, 1, world_size)
@@ -59,7 +56,7 @@ def plan_batches(batch_size: int, global_batch_size: int, world_size: int) -> Ba
 
 
 def plan_of(cfg, world_size: int) -> BatchPlan:
-    """Return the plan of a config; with TRAIN.BATCH_SIZE auto, without accumulation. Errors as `plan_batches`."""
+    """Return the plan of a config; with TRAIN.BATCH_SIZE auto, without accumulation."""
     size, global_batch_size = cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE
     size = max(1, global_batch_size // world_size) if size == AUTO else size
     return plan_batches(size, global_batch_size, world_size)

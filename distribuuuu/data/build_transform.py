@@ -29,11 +29,7 @@ def depends_on_epoch(cfg) -> bool:
 
 
 def build_transform(cfg, images: ImageDataset, train: bool, name: str = MAIN) -> Transform:
-    """Return the transform from an image to uint8 (3, H, W), or to several views of a training image.
-
-    Raises:
-        ConfigError: AUG.POLICY is not understood, or the options of a view or a stage have problems.
-    """
+    """Return the transform from an image to uint8 (3, H, W), or to several views of a training image."""
     if not train:
         return build_eval_crop(cfg)
     stages = {0: build_views(cfg, images, name)}
@@ -47,7 +43,7 @@ def build_transform(cfg, images: ImageDataset, train: bool, name: str = MAIN) ->
 
 
 def build_views(cfg, images: ImageDataset, name: str) -> Transform:
-    """Return the transform of the training images of a loader; errors as `build_transform`."""
+    """Return the transform of the training images of a loader."""
     views = []
     for number, options in enumerate(task_class(cfg).views(cfg, name), 1):
         own = override(cfg, options, f"view {number} of loader {name}", _OF_VIEW) if options else cfg
@@ -75,7 +71,7 @@ def build_eval_crop(cfg) -> "EvalCrop":
 
 
 def build_view(cfg, images: ImageDataset) -> Transform:
-    """Return the transform of a training image to uint8 (3, H, W); errors as `build_transform`."""
+    """Return the transform of a training image to uint8 (3, H, W)."""
     data = cfg.DATA
     im_size = cfg.TRAIN.IM_SIZE
     crop: Transform
@@ -103,9 +99,6 @@ def statistics_of(cfg, images: ImageDataset) -> tuple[Sequence[float], Sequence[
     """Return the mean and the standard deviation per channel, in [0, 1], that images are normalized with.
 
     Of float32 images (DATA.PIXELS), they are in the units of the files. For one channel, three values are averaged.
-
-    Raises:
-        ConfigError: there are none for the channels.
     """
     mean, std = cfg.DATA.MEAN or images.mean, cfg.DATA.STD or images.std
     if cfg.DATA.CHANNELS == 1:

@@ -15,10 +15,8 @@ class ClassBalance:
 
     A class is drawn in proportion to its weight, and the images of a class are equally likely.
 
-    Args:
-        labels: the class of each image, from 0.
-        power: a class of n images has the weight `n ** power`, or 0 if n is 0; a power of 0 makes all classes equally
-            likely, 1 all images.
+    A class of n images has the weight `n ** power`, or 0 if n is 0: a power of 0 makes all classes equally likely, and
+    1 all images.
     """
 
     def __init__(self, labels: Sequence[int], power: float):

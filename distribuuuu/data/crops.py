@@ -31,11 +31,9 @@ class WholeImage(Transform):
     """The whole image, resized and randomly flipped; for evaluation, without flips.
 
     Attributes:
-        size: of the output, see `Transform`.
         mode: "squash": resized to `size`; "letterbox": resized to the largest size within `size` that has the aspect
             ratio of the image, and centered between black borders.
         flip, vflip: probability of a horizontal and of a vertical flip.
-        interpolation: see `resize`.
     """
 
     size: Size
@@ -75,9 +73,7 @@ class PaddedCrop(Transform):
     Attributes:
         size: of the output, see `Transform`; an image is first resized to the smallest size that covers it.
         padding: pixels on each side.
-        flip: probability of a horizontal flip.
-        interpolation: see `resize`.
-        vflip: probability of a vertical flip.
+        flip, vflip: probability of a horizontal and of a vertical flip.
         mode: content of the padding, "zeros" or "reflect"; the latter needs a padding smaller than the sides of `size`.
     """
 

@@ -46,14 +46,7 @@ class Box(NamedTuple):
 
 
 class DecodeOptions(NamedTuple):
-    """Options of all decoders.
-
-    Attributes:
-        max_pixels: images of more pixels (width x height) are rejected; by default PIL's limit, twice its
-            MAX_IMAGE_PIXELS.
-        exif_rotate: apply the EXIF orientation.
-        channels, pixels: DATA.CHANNELS and DATA.PIXELS.
-    """
+    """Options of all decoders, see DATA.MAX_PIXELS (by default PIL's limit), EXIF_ROTATE, CHANNELS and PIXELS."""
 
     max_pixels: int = 178_956_970
     exif_rotate: bool = False
@@ -90,11 +83,7 @@ def build_decode_options(cfg) -> DecodeOptions:
 
 
 def open_image(file: Buffer | IO[bytes], options: DecodeOptions = DEFAULTS) -> Image:
-    """Return a PIL image of which only the header has been read. All image files that PIL reads are opened here.
-
-    Raises:
-        ValueError: it is not of FORMATS, or has more than DATA.MAX_PIXELS.
-    """
+    """Return a PIL image of which only the header has been read. All image files that PIL reads are opened here."""
     from PIL import Image, UnidentifiedImageError
 
     silence_decoders()
@@ -141,7 +130,6 @@ def decode(data: Buffer, decoder: str = "auto", options: DecodeOptions = DEFAULT
         data: the file's bytes.
         decoder: "auto", or "torchvision": torchvision for the JPEGs that it decodes as PIL does, else PIL; "pil";
             "simplejpeg", "nvimgcodec": for JPEGs, else PIL.
-        options: the size limit, and whether EXIF applies.
 
     Raises:
         ValueError, RuntimeError, OSError: it is no image, is truncated, or has too many pixels.
@@ -235,11 +223,7 @@ class EncodedImage(LazyImage):
 def open_lazy_image(
     item: Buffer | np.ndarray | torch.Tensor | Image, decoder: str, options: DecodeOptions = DEFAULTS
 ) -> LazyImage:
-    """Return the result of `ImageDataset.read` as a LazyImage.
-
-    Raises:
-        ValueError: an array that is no image, or more pixels than the options allow.
-    """
+    """Return the result of `ImageDataset.read` as a LazyImage; raise ValueError for an array that is no image."""
     if isinstance(item, (bytes, bytearray, memoryview)):
         return EncodedImage(item, decoder, options)
     from distribuuuu.data.raster import pixels_of
@@ -275,14 +259,10 @@ class JpegHeader:
     """The frame of a JPEG, and the positions of its parts in the file.
 
     Attributes:
-        height, width: in pixels.
-        bits: per sample.
         sampling: (horizontal, vertical) sampling factors of each channel.
-        frame_at: position of the frame's marker.
         is_baseline: sequential Huffman coding.
         restart_interval: blocks between two restart markers; 0: none.
-        scan_at: position of the first scan's data; 0: not read yet.
-        scan_channels: channels in the first scan.
+        scan_at, scan_channels: position and channels of the first scan's data; 0: not read yet.
     """
 
     height: int

@@ -34,20 +34,10 @@ _CHUNK = 256
 class DeviceDataset(ImageDataset):
     """The images of another data set, decoded and kept on a device as uint8.
 
-    Args:
-        images: the data set to read.
-        decoder: see `decode`.
-        device: where the pixels are kept.
-        num_threads: threads that read and decode.
-        options: see `decode`.
-
     Attributes:
         same_size: all images as uint8 (N, C, H, W) if they have one size and none is broken, else None; C is 1 for
             gray images.
         labels: the targets of all images on the device, see `Batch.targets`.
-
-    Raises:
-        ConfigError: the device has too little memory.
     """
 
     labels: Any

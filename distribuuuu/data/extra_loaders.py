@@ -18,11 +18,7 @@ _OF_LOADER = ("TRAIN.BATCH_SIZE", "TRAIN.DATASET", "TRAIN.SPLIT", "TRAIN.IM_SIZE
 def configs_of_extra(
     cfg, loaders: Mapping[str, Mapping[str, Any]], plan: BatchPlan
 ) -> Iterator[tuple[str, Any, BatchPlan]]:
-    """Yield name, config and plan of the further loaders of a task, whose steps follow a plan.
-
-    Raises:
-        ConfigError: their options or data have problems, or their batches cannot be divided as those of the plan.
-    """
+    """Yield name, config and plan of the further loaders of a task, whose steps follow a plan."""
     for name, options in loaders.items():
         if name == MAIN:
             raise ConfigError(f"TASK.NAME: got a task with an extra loader {MAIN}; expected another name for it")

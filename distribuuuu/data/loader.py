@@ -50,13 +50,7 @@ class BadImageError(ConfigError):
 
 
 class Loader:
-    """Batches of normalized images on the device.
-
-    Attributes:
-        images: the ImageDataset.
-        notes: warnings about the data, to be logged when the run starts.
-        num_broken: broken images so far on this process.
-    """
+    """Batches of normalized images on the device, with warnings about the data (`notes`) to log when a run starts."""
 
     def __init__(
         self,
@@ -92,11 +86,6 @@ class Loader:
         return self.sampler.max_num_batches
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches on the device.
-
-        Raises:
-            BadImageError: an image cannot be read, and DATA.ON_BAD_IMAGE is not skip.
-        """
         return map(self.to_device, self.host_batches())
 
     def expect(self, passes: Iterable[Pass]) -> None:
@@ -192,11 +181,8 @@ class TrainLoader(Loader):
         """Let the following epochs take these images only, each once and in random order; None: all of them.
 
         Call it before `batches_from`, on every process with the same images; after a resume within an epoch, with those
-        that the epoch began with. `num_steps` and `steps_of` follow.
-
-        Raises:
-            ConfigError: the images are fewer than one step takes, or no distinct indices of the data set, or the
-                processes chose different ones.
+        that the epoch began with. `num_steps` and `steps_of` follow. Images that are not distinct, or fewer than one
+        step takes, are a ConfigError.
         """
         self.sampler.choose(indices)
         if len(set(dist.gather_objects(self.sampler.choice))) > 1:
@@ -237,11 +223,7 @@ class TrainLoader(Loader):
 
 
 def build_loader(cfg, launch: Launch, device: torch.device, train: bool) -> Any:
-    """Return the TrainLoader or the evaluation Loader of a config, before the process group is created.
-
-    Raises:
-        ConfigError: the data contradicts the config.
-    """
+    """Return the TrainLoader or the evaluation Loader of a config, before the process group is created."""
     return build_loaders(cfg, launch, device, (train,))[0]
 
 
@@ -274,10 +256,8 @@ def start_workers(
     """Return for each pass an iterable over its batches; the same workers make all of them.
 
     Args:
-        passes: each iteration starts at the position that the sampler then has.
         kind: "process" (forked now, kept until the end) or "thread".
         num_workers: 0: this process makes the batches itself.
-        pin_memory: put the batches into page-locked memory.
         batch_bytes: size of the images of the largest batch, for which processes share memory; 0: unknown.
     """
     sources = [one.samples for one in passes]
@@ -365,11 +345,7 @@ def build_images(cfg, train: bool, family: type[ImageDataset] | None = None, is_
 
 
 def find_notes(cfg, images: ImageDataset, launch: Launch, train: bool, name: str = MAIN) -> Iterator[str]:
-    """Yield warnings about the data.
-
-    Raises:
-        BadImageError: files are broken, and DATA.ON_BAD_IMAGE is not skip.
-    """
+    """Yield warnings about the data; raise BadImageError for broken files if DATA.ON_BAD_IMAGE is not skip."""
     key = ("TRAIN.DATASET" if train else "TEST.DATASET") + (f" of loader {name}" if name != MAIN else "")
     yield from (f"{key}: {note}" for note in images.notes())
     if images.has_files or images.holds_files:

@@ -67,8 +67,6 @@ class PairMixer:
 
     Attributes:
         plan: how a step is divided into processes and micro-batches, whose size is even.
-        rank: this process's rank.
-        num_classes: of the targets.
         mixup, cutmix: the alpha of each; 0: off.
         probability: fraction of the groups that are mixed.
         cutmix_share: fraction of CutMix when both are on.
@@ -88,15 +86,10 @@ class PairMixer:
     def __call__(
         self, images: torch.Tensor, labels: torch.Tensor, seed: int, epoch: int, step: int, micro: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mix a micro-batch in place and return it with soft targets, which are not smoothed. Does not synchronize.
+        """Mix a micro-batch in place and return it with soft targets, float32 (N, classes), which are not smoothed.
 
-        Args:
-            images: any float type (N, C, H, W), N the plan's micro_batch; modified.
-            labels: int64 (N,), or soft targets (N, classes).
-            seed, epoch, step, micro: the position of the batch in the run.
-
-        Returns:
-            The images, and float32 (N, classes).
+        It does not synchronize. The images are of any float type, (N, C, H, W), N the plan's micro_batch; the labels
+        are int64 (N,), or soft targets (N, classes).
         """
         if not isinstance(images, torch.Tensor) or not isinstance(labels, torch.Tensor):
             message = "got structured targets or several views; expected labels and one view"
@@ -126,13 +119,7 @@ class PairMixer:
 
 
 def build_mixer(cfg, plan: BatchPlan, rank: int | None = None) -> Mixer:
-    """Return mixer(images, labels, seed, epoch, step, micro) -> (images, targets).
-
-    `rank` defaults to that of the process group.
-
-    Raises:
-        ConfigError: a micro-batch has an odd number of images.
-    """
+    """Return the mixer of a config, of a rank of the process group (by default this one)."""
     aug = cfg.AUG
     check_pairs(cfg, plan)
     return PairMixer(

@@ -41,14 +41,13 @@ def make_policy(text: str, interpolation: str, mean: Sequence[float], im_size: S
     """Return the policy of AUG.POLICY.
 
     Args:
-        text: the name, with the settings of a policy of timm.
         interpolation: of rotations and shears, "bilinear", "bicubic", or, for policies of timm, "random".
         mean: per channel, in [0, 1]; timm's policies fill uncovered areas with it, torchvision's with black, and
             big_vision's with gray.
         im_size: side of the image in pixels, for timm's translations, which depend on the shorter side.
 
     Raises:
-        ValueError: it is not understood; says why.
+        ValueError: the text is not understood.
     """
     name, *settings = text.split("-")
     if settings and (name in ("none", "3augment", BIG_VISION) or name in TORCHVISION_POLICIES):

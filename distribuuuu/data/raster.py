@@ -24,14 +24,8 @@ _READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.form
 def decode_other(data: Any, options: Any, open_image: Callable[..., Image.Image]) -> torch.Tensor:
     """Return the pixels of an image file: uint8 (3, H, W), or as the options say, see `to_pixels`.
 
-    Args:
-        data: the bytes of the file.
-        options: `DecodeOptions`.
-        open_image: opens the file by PIL, within the options.
-
-    Raises:
-        ValueError, RuntimeError, OSError: it is no image, is truncated or too large, or has other channels or pixels.
-        ConfigError: it needs tifffile, which is not installed.
+    `open_image` opens it by PIL, within the options (`DecodeOptions`). A file that is no image, is truncated or too
+    large, or has other channels or pixels raises ValueError, RuntimeError or OSError.
     """
     if options.is_rgb:
         with open_image(data, options) as image:
@@ -71,11 +65,7 @@ def _array_to_tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def pil_to_tensor(image: Image.Image) -> torch.Tensor:
-    """Return a PIL image of any mode as uint8 (3, H, W); transparency is dropped, 16 bits become 8.
-
-    Raises:
-        ValueError: its pixels are floating-point numbers, whose range is unknown.
-    """
+    """Return a PIL image of any mode as uint8 (3, H, W); transparency is dropped, 16 bits become 8."""
     if image.mode == "F":
         raise ValueError("floating-point pixels: their range is not known")
     if image.mode.startswith("I"):  # 16 bits, which convert("RGB") would clip to white

@@ -35,14 +35,10 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
     epoch's order, distributed by micro-batch, then by rank. The last incomplete chunk of an epoch is dropped.
 
     With repeats (Hoffer et al., arXiv 1901.09335) a step has m = global_batch / repeats distinct images, rounded up,
-    and its position p takes image p mod m with an augmentation of its own; so neighbors are distinct images. Where
-    repeats does not divide the global batch, some images appear once less. The number of steps per epoch stays the
-    same, and an epoch covers 1 / repeats of the images.
+    and its position p takes image p mod m with an augmentation of its own; so neighbors are distinct images. The number
+    of steps per epoch stays the same, and an epoch covers 1 / repeats of the images.
 
     Attributes:
-        num_images: images of the data set.
-        plan: how a step is divided into processes and micro-batches.
-        rank: this process's rank.
         repeats: how often each image appears in a step.
         keys_have_epoch: whether a key tells the epoch, for a transform that depends on it.
         balance: a `ClassBalance`, which draws the images of an epoch with replacement, `num_images` of them, each draw

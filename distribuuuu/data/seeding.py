@@ -43,11 +43,9 @@ class SampleRNG:
 
     The object holds all of its state, so threads can draw at the same time. A number takes a microsecond; seeding a
     generator of numpy or torch takes ten.
-
-    Attributes:
-        geometry: what the transform of the sample records, see `transforms.record_geometry`.
     """
 
+    # What the transform of the sample records, see `transforms.record_geometry`.
     geometry: Any = None
 
     def __init__(self, seed: int, index: int, *chosen: int):

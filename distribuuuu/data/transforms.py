@@ -65,12 +65,10 @@ class ResizedCrop(Transform):
     """A crop of random area and aspect ratio, resized, randomly flipped (Szegedy et al., arXiv 1409.4842).
 
     Attributes:
-        size: of the output, see `Transform`.
         scale: least and greatest fraction of the image's area.
-        flip: probability of a horizontal flip.
         ratio: least and greatest width over height.
         interpolation: see `resize`; or "random", one of them for each image, equally likely, which is timm's default.
-        vflip: probability of a vertical flip.
+        flip, vflip: probability of a horizontal and of a vertical flip.
     """
 
     size: Size

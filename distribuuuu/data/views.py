@@ -70,11 +70,7 @@ class EpochTransforms(Transform):
 def progressive_im_size(epoch: int, start: int, end: int, first: float, last: float, multiple: int) -> int:
     """Return the side of an epoch's images, in pixels: linear in the epoch, to the nearest multiple (as in ffcv).
 
-    Args:
-        epoch: from 0.
-        start, end: the side up to epoch `first`, and from epoch `last`.
-        first, last: epochs between which the side grows.
-        multiple: sides in between are multiples of it, within `start` and `end`.
+    It is `start` up to the epoch `first`, and `end` from the epoch `last`; epochs count from 0.
     """
     progress = min(1.0, max(0.0, (epoch - first) / (last - first)))
     if progress in (0.0, 1.0):

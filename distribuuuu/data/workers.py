@@ -151,12 +151,8 @@ class ProcessPool(Pool):
 class BatchMemory:
     """Slots for the images of a batch, shared with processes that are forked later.
 
-    It is mapped once. A slot is used again when no tensor refers to its images any more. It is anonymous, so the size
-    of /dev/shm does not limit it.
-
-    Args:
-        num_slots: number of batches.
-        slot_bytes: largest size of the images of a batch; larger ones are sent in the pipe.
+    It is mapped once. A slot is used again when no tensor refers to its images any more; larger images than fit into it
+    are sent in the pipe. The memory is anonymous, so the size of /dev/shm does not limit it.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int):

@@ -81,14 +81,8 @@ def find_archives(name: str, dataset: str, split: str) -> ArchiveSource:
     """Return the archives of a DATASET and a SPLIT.
 
     These are a brace pattern; or an archive with a folder for each split; or, in a folder, the file SPLIT, SPLIT.tar,
-    SPLIT.zip or SPLIT-*.tar, in upper or lower case; or the only archive of the folder, if it has none of these.
-
-    Args:
-        name: TRAIN or TEST.
-        dataset, split: of the section.
-
-    Raises:
-        ConfigError: there is none, or there are several.
+    SPLIT.zip or SPLIT-*.tar, in upper or lower case; or the only archive of the folder, if it has none of these. If
+    there is none, or there are several, a ConfigError is raised. `name` is TRAIN or TEST.
     """
     root, folder = Path(dataset), re.split(r"[-_.{]", os.path.basename(split))[0]
     if "{" in dataset and not root.exists():
@@ -146,14 +140,8 @@ def scan_archives(source: ArchiveSource, names: Sequence[str]) -> Content:
     """Return the content of an index; each archive is read once, in the order of its bytes.
 
     Images in class folders are ordered by class, then path of the folder, then name, as those of a folder; those of
-    shards by archive and place. Hidden files and files of operating systems are ignored.
-
-    Args:
-        source: the archives.
-        names: their paths relative to the folder of the first.
-
-    Raises:
-        ArchiveError: an archive is missing or cannot be used, or a name or a label is invalid.
+    shards by archive and place. Hidden files and files of operating systems are ignored. The names are the paths of the
+    archives relative to the folder of the first.
     """
     from tqdm import tqdm
 
@@ -322,11 +310,7 @@ class _Found:
 
 
 def _clean_folder(raw: str, member: Member, path: str) -> str | None:
-    """Return a folder of an archive without empty parts; None: it is one of an operating system.
-
-    Raises:
-        ArchiveError: it leads out of the archive.
-    """
+    """Return a folder of an archive without empty parts; None: it is one of an operating system."""
     parts = [part for part in raw.split("/") if part not in ("", ".")]
     if member.name[:1] == "/" or ".." in parts or "\0" in member.name:
         raise member_error(path, member.name, "leads out of the archive; fix: pack it again with relative names")

@@ -47,17 +47,7 @@ class ArrayFileError(ValueError):
 
 
 def write_arrays(path: str | os.PathLike, kind: str, version: int, meta: Mapping[str, Any], arrays: Arrays) -> None:
-    """Write a file atomically.
-
-    Args:
-        path: the file to write; its folder must exist.
-        kind, version: what `read_arrays` must ask for.
-        meta: anything that JSON can represent.
-        arrays: by name, of any shape and of a numeric type.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a file of arrays of numbers atomically, with a meta that JSON can represent; its folder must exist."""
     import numpy as np
 
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 # Images whose names and labels enter the digest of a data set without an index.
 DIGEST_SAMPLES = 10_000
-# Kinds of targets, see `ImageDataset.targets`.
-TARGETS = ("label", "labels", "structured")
 
 
 class ImageDataset:
@@ -147,15 +145,9 @@ class SplitDataset(ImageDataset):
 
     @classmethod
     def open_split(cls, cfg, name: str, trained: ImageDataset | None = None) -> ImageDataset:
-        """Return the images of cfg.TRAIN or cfg.TEST.
+        """Return the images of cfg.TRAIN or cfg.TEST; raise ConfigError with all problems, of which `fault` is the key.
 
-        Args:
-            cfg: the config.
-            name: TRAIN or TEST.
-            trained: the training images, which define the labels; None: the split has classes of its own.
-
-        Raises:
-            ConfigError: with all problems of the split; `fault` is the key of one without a key.
+        The training images define the labels of the others; without any, a split has classes of its own.
         """
         raise TypeError(f"{cls.__name__} must define open_split")
 

@@ -117,11 +117,7 @@ def is_transparent(image: "Image") -> bool:
 
 
 def check_file(path: str, decoder: str, options: DecodeOptions) -> None:
-    """Read the header and the end of an image file; decode it unless it ends like a complete file.
-
-    Raises:
-        Exception: it is broken.
-    """
+    """Read the header and the end of an image file; decode it unless it ends like a complete file; raise any error."""
     with open(path, "rb", opener=open_nonblocking) as file:
         head = file.read(_HEAD)
         if not head:
@@ -146,12 +142,7 @@ def _check_in_turn(
 ) -> tuple[dict[int, str], int]:
     """Return the broken files by index, and the number of checked files; one of several processes does the work.
 
-    Args:
-        images: the set.
-        what: the kind of check, which has a record of its own.
-        key: what the result depends on besides the files.
-        find_problem: returns the problem with a file, or None.
-        limit_s: seconds after which no more files are checked.
+    Each kind of check (`what`) has a record of its own. Besides the files, its result depends on the `key`.
     """
     index, version = images.check_record()
     if index is None:

@@ -37,11 +37,7 @@ def scan_folder(folder: str, extensions: tuple[str, ...] = EXTENSIONS) -> Conten
     """Return the content of an index: images by class, then path of the folder, then name.
 
     Each folder is listed once, and no file is read. Links are followed, except to a folder above them. A folder that
-    cannot be listed has no images.
-
-    Args:
-        folder: the folder of the classes; it need not exist.
-        extensions: those of image files.
+    cannot be listed, or does not exist, has no images.
     """
     found: dict[str, _Listing] = {}
     waiting, list_folder = [_Folder("")], functools.partial(_list_folder, extensions=extensions)

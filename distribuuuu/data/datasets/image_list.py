@@ -104,11 +104,7 @@ class TableSet(IndexedImages):
 
     @classmethod
     def read_columns(cls, cfg) -> Any:
-        """Return DATA.TABLE; the default if it is invalid, which is reported elsewhere.
-
-        Raises:
-            ConfigError: it names no columns of labels.
-        """
+        """Return DATA.TABLE, which must name columns of labels; the default if it is invalid (reported elsewhere)."""
         columns = read_settings("DATA.TABLE", cls.Columns, cfg.DATA.TABLE)[0] or cls.Columns()
         if not getattr(columns, cls.key):
             message = f"not set; expected columns of the table; fix: DATA.TABLE.{cls.key} '[a, b]'"

@@ -13,15 +13,7 @@ from distribuuuu.files.image_files import EXTENSIONS, holds_images, list_classes
 
 @DATASETS.register("imagefolder")
 class ImageFolder(IndexedImages):
-    """The images below root/split; labels follow the sorted class names.
-
-    Args:
-        root: the folder of the data.
-        split: its sub-folder with the class folders.
-        classes: the class names that define the labels, if the split may lack some of them; None: its own.
-        cache_dir: DATA.CACHE_DIR.
-        extensions: those of image files.
-    """
+    """The images below root/split; labels follow the sorted class names, or `classes`, of which it may lack some."""
 
     has_files = True
 

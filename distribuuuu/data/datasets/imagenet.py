@@ -89,10 +89,8 @@ def _label(names: list[str], known: dict[str, str], classes: Sequence[str], sour
     """Return the classes, the order of images by class and name, and their labels in this order.
 
     Args:
-        names: of the images.
         known: the synset of each image by its name without extension.
         classes: the classes of the training images; empty: those of the labels.
-        source: of the images, for messages.
     """
     stems = [os.path.basename(name).partition(".")[0] for name in names]
     if missing := [name for name, stem in zip(names, stems, strict=True) if stem not in known]:
@@ -111,11 +109,7 @@ def _label(names: list[str], known: dict[str, str], classes: Sequence[str], sour
 
 
 def read_labels(root: Path) -> dict[str, str]:
-    """Return the synset of each validation image by its name, from Kaggle's solution file or the development kit.
-
-    Raises:
-        ArchiveError: there is neither, or it is damaged.
-    """
+    """Return the synset of each validation image by its name, from Kaggle's solution file or the development kit."""
     try:
         with untrusted(root, "folder of validation labels"):
             for folder in (root, *root.absolute().parents[:3]):  # three above Data/CLS-LOC

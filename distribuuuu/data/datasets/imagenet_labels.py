@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def read_timm_file(name: str) -> str:
-    """Return the text of a file about ImageNet that timm contains; imports neither timm nor torch.
-
-    Raises:
-        ConfigError: the installed timm has no such file.
-    """
+    """Return the text of a file about ImageNet that timm contains; imports neither timm nor torch."""
     spec = find_spec("timm")
     path = Path(spec.origin if spec and spec.origin else "timm").with_name("data") / "_info" / name
     try:
@@ -47,11 +43,7 @@ def folder_names(labels: str, found: Iterable[str]) -> tuple[str, ...]:
 
 
 def open_preset(family: Any, cfg) -> ImageDataset:
-    """Return the evaluation images of a folder with the labels of TEST.LABELS; `family` is the class of the folder.
-
-    Raises:
-        ConfigError: class folders have other names than the classes, or timm lacks their files.
-    """
+    """Return the evaluation images of a folder with the labels of TEST.LABELS; `family` is the class of the folder."""
     root, split, cache, labels = cfg.TEST.DATASET, cfg.TEST.SPLIT, cfg.DATA.CACHE_DIR, cfg.TEST.LABELS
     if labels == "imagenet_real":
         return RealLabels(family(root, split, cache_dir=cache))
@@ -72,9 +64,6 @@ class RealLabels(ImageDataset):
     """The ImageNet validation images with their ReaL labels (Beyer et al., arXiv 2006.07159), one or several each.
 
     The number in a file name selects the labels. Images without a label are left out. A target is uint8 (1000,).
-
-    Raises:
-        ConfigError: a file name has no number, or timm lacks the labels.
     """
 
     has_files = True

@@ -45,7 +45,6 @@ class Index:
     """The images of a split.
 
     Args:
-        source: the name in messages.
         root: the folder that the names of files are relative to.
         meta: `classes`, their names; `columns`, those of structured targets; `notes` and `ignored`, what the scan left
             out, in words and by the endings of files; `num_beside`, images outside of class folders; `scanned`, its
@@ -159,10 +158,7 @@ def open_index(
 
     Args:
         source: the name in messages.
-        root: the folder of the data.
-        name: of the index among those of this folder.
-        cache: the cache folder.
-        scan: returns the content of a new index.
+        name: of the index among those of the folder `root`.
         extensions: those of image files; an index of others is not used.
         below: the folder below root that the names of files are relative to.
     """
@@ -233,14 +229,10 @@ class IndexedImages(SplitDataset):
     """The images of an index; a source defines `open_split`.
 
     Args:
-        index: the images.
         trained: what defines the classes, if the index may lack some of them: the index of the training images, or the
             names of the classes; None: those of the index.
         order: the images of the index that the set has, int (N,); None: all.
         labels: the class of each of them, int (N,); None: those of the index.
-
-    Raises:
-        ConfigError: the index has a class that is not among those of `trained`.
     """
 
     labels: Any

@@ -176,8 +176,7 @@ class ParquetRows:
 
     Args:
         system: the file system of fsspec.
-        paths: the files.
-        columns: the columns that each of them must have; the first holds image files.
+        columns: the columns that each file must have; the first holds image files.
 
     Attributes:
         places: the file of each row group, and its number in the file.
@@ -254,9 +253,6 @@ def scan_rows(rows: ParquetRows, spec: TableSpec) -> tuple[np.ndarray, Content]:
     """Return the rows of a split, and the content of their index; images are not read.
 
     The names of a column are those in its metadata; without them, the sorted labels, numbers by value.
-
-    Raises:
-        ConfigError: a file cannot be read, or the values of a column are no labels.
     """
     path, kind = rows.paths[0], rows.schema.field(spec.path).type
     if "binary" not in str(kind):
@@ -293,14 +289,7 @@ def scan_rows(rows: ParquetRows, spec: TableSpec) -> tuple[np.ndarray, Content]:
 def _read_column(values: Sequence[Any], own: Sequence[str], key: str, path: str) -> tuple[list[Any], Sequence[str]]:
     """Return the labels of a column as texts, and the names of the classes in their order.
 
-    Args:
-        values: numbers or names; lists of them for several classes.
-        own: the names of numbers in this file; empty: none.
-        key: label, labels or targets.
-        path: the file, for messages.
-
-    Raises:
-        ConfigError: a target is missing, or the values of several classes are no lists.
+    The values are numbers or names, or lists of them for several classes; `own` are the names of numbers in this file.
     """
     if key == "labels" and not all(isinstance(value, (list, type(None))) for value in values):
         raise ConfigError(f"{path}: expected lists of labels")

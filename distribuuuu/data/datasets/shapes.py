@@ -52,14 +52,8 @@ def draw_shapes(root: str | os.PathLike, num_train: int = 2000, num_val: int = 5
     """Draw root/train/<class>/<nnnn>.jpg and root/val/<class>/<nnnn>.jpg once, and return root.
 
     A complete folder with as many images is returned at once; any other drawing is replaced. Any number of processes
-    may call this at the same time and may be killed: `root` is complete or does not exist.
-
-    Args:
-        root: the folder to create, with its parents.
-        num_train, num_val: images of the split over all classes, a multiple of their number.
-
-    Raises:
-        OSError: the folder cannot be written, or holds other files.
+    may call this at the same time and may be killed: `root` is complete or does not exist. The numbers of images are
+    those of a split over all classes. If the folder holds other files, an OSError is raised.
     """
     root = Path(root).expanduser().resolve()
     marker = (

@@ -65,11 +65,7 @@ class TableSpec:
 
 
 def scan_table(path: str, spec: TableSpec) -> Content:
-    """Return the content of an index of the images of a table, in its order.
-
-    Raises:
-        ConfigError: with every kind of problem of the table.
-    """
+    """Return the content of an index of the images of a table, in its order; raise ConfigError with all problems."""
     folder, problems = os.path.dirname(path), Problems()
     finder, places, images = PathFinder(folder), dict[tuple[str, str], tuple[int, int]](), list[tuple[str, str]]()
     labels: list[list[str]] = []
@@ -202,11 +198,7 @@ def sentences(path: str | os.PathLike, problems: Mapping[str, Sequence[str]]) ->
 
 
 def _read_rows(path: str, spec: TableSpec, problems: Problems) -> Iterator[tuple[int, str, list[str]]]:
-    """Yield line, path and labels of the rows of a split; add invalid lines to `problems`.
-
-    Raises:
-        ConfigError: the header lacks a column, or the file is no text; the message has no key.
-    """
+    """Yield line, path and labels of the rows of a split; add invalid lines to `problems`."""
     values: set[str] = set()
     is_empty = True
     try:
@@ -315,11 +307,7 @@ def _normal_form(name: str) -> str:
 
 
 class PathFinder:
-    """The files that a table names, as they are or as another system writes their paths; a folder is listed once.
-
-    Args:
-        root: the folder that paths are relative to.
-    """
+    """The files below a root that a table names, also as another system writes their paths; a folder is listed once."""
 
     def __init__(self, root: str):
         self._root = root

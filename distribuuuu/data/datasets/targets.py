@@ -42,12 +42,8 @@ def encode_targets(key: str, found: Mapping[str, tuple[Sequence, Sequence[str]]]
 def match_targets(images: Any, trained: Any) -> tuple[tuple[str, ...], Any, list[str]]:
     """Return the classes, the labels and warnings of the images of an index, by the names of the training images.
 
-    Args:
-        images: an `IndexedImages`, whose `classes` are those of the training images.
-        trained: the index of the training images; None: only their classes are known.
-
-    Raises:
-        ConfigError: names that the training images lack.
+    `trained` is the index of these; None: only their classes are known, which are those of the `IndexedImages`. A name
+    that they lack is a ConfigError.
     """
     names = _name_targets(trained) if trained else {"label": images.classes}
     problems: list[str] = []

@@ -18,17 +18,9 @@ DOWNLOAD_WAIT_S = 3600
 
 
 def open_source(source: str, root: str, key: str, download: bool, **arguments: Any) -> Any:
-    """Return a data set of torchvision; one of several processes downloads it while the others wait.
+    """Return a data set of torchvision, by the name of its class; raise ConfigError, with the key, if that fails.
 
-    Args:
-        source: the name of its class.
-        root: the folder of the data.
-        key: the option of the root, for messages.
-        download: download missing data.
-        arguments: further arguments of the constructor.
-
-    Raises:
-        ConfigError: the data is missing or damaged, cannot be downloaded, or needs another package.
+    One of several processes downloads it while the others wait.
     """
     try:
         import torchvision.datasets
@@ -130,16 +122,7 @@ _OTHER_NAMES = {"train": ("trainval", "train-standard"), "val": ("valid", "test"
 @DATASETS.register("torchvision/SUN397")
 @DATASETS.register("torchvision/StanfordCars")
 class NamedSet(ImageDataset):
-    """The set DATA.NAME torchvision/NAME below TRAIN.DATASET and TEST.DATASET.
-
-    Args:
-        name: its name in torchvision.
-        data: its data set.
-        key: the option of its folder, for messages.
-
-    Raises:
-        ConfigError: it has no images, or labels outside of its classes.
-    """
+    """The set DATA.NAME torchvision/NAME below TRAIN.DATASET and TEST.DATASET."""
 
     # The name in torchvision of a set with a DATA.NAME of its own.
     source = ""

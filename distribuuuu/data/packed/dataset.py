@@ -37,9 +37,6 @@ class Packed(SplitDataset):
         split: its sub-folder with the index.
         classes: the class names that define the labels, if they differ from those of the pack; None: its own.
         remote: for a URL, the other arguments of `RemotePack`.
-
-    Raises:
-        ConfigError: the pack is missing or incomplete, or has a class that is not in `classes`.
     """
 
     holds_files = True

@@ -68,14 +68,9 @@ def describe_image(folder: Path | str, columns: Arrays, index: int) -> str:
 
 
 def read_index(folder: Path, check_rows: bool = False) -> tuple[Meta, dict[str, np.ndarray]]:
-    """Return the meta and the columns of a pack, whose shards exist and have the right sizes.
+    """Return the meta and the columns of a pack, whose shards exist; raise ConfigError with every problem of the pack.
 
-    Args:
-        folder: of the pack.
-        check_rows: also check the values of all rows.
-
-    Raises:
-        ConfigError: with every problem of the pack.
+    With `check_rows`, the values of all rows are checked too.
     """
     meta, columns = read_index_file(folder, check_rows)
     if problems := list(find_shard_problems(folder, meta)):

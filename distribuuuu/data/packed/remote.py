@@ -34,15 +34,9 @@ _CHANGED = "has changed since it was opened or packed; fix: restore it, or start
 
 
 class RemotePack:
-    """A pack in the folder `url`.
+    """A pack in the folder `url`, see DATA.CACHE_DIR, DATA.CACHE_GB and DATA.TIMEOUT_S.
 
-    Args:
-        url: of the pack.
-        cache_dir, cache_gb, timeout_s: DATA.CACHE_DIR, DATA.CACHE_GB and DATA.TIMEOUT_S.
-        retry_s: of a check before a start, the seconds after which no other attempt begins; the shards are left out.
-
-    Raises:
-        ConfigError: the pack is incomplete or cannot be read, or the cache cannot be written to.
+    Of a check before a start, `retry_s` are the seconds after which no other attempt begins; the shards are left out.
     """
 
     def __init__(

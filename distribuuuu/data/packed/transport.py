@@ -74,7 +74,6 @@ def fetch(
     """Return the bytes from `start` to `end` of an object, or to its end; failures are retried with growing pauses.
 
     Args:
-        url, start, end: the object, and the range in bytes.
         timeout_s: seconds for all attempts together.
         check: returns what is wrong with the bytes, or "".
         info: whether the size and the version must be known.
