@@ -127,7 +127,6 @@ def decode(data: Buffer, decoder: str = "auto", options: DecodeOptions = DEFAULT
     Of an animation, it is the first frame.
 
     Args:
-        data: the file's bytes.
         decoder: "auto", or "torchvision": torchvision for the JPEGs that it decodes as PIL does, else PIL; "pil";
             "simplejpeg", "nvimgcodec": for JPEGs, else PIL.
 

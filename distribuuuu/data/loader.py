@@ -339,8 +339,7 @@ def build_images(cfg, train: bool, family: type[ImageDataset] | None = None, is_
     """
     images = (family or DATASETS.get(dataset_name(cfg))).from_cfg(cfg, train)
     if len(images.classes) != cfg.MODEL.NUM_CLASSES and not cfg.TEST.LABELS and is_main:
-        mismatch = class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(images.classes), f"DATA.NAME {cfg.DATA.NAME}")
-        raise ConfigError(f"MODEL.NUM_CLASSES: {mismatch}")
+        raise ConfigError(f"MODEL.NUM_CLASSES: {class_count_mismatch(cfg, len(images.classes))}")
     return images
 
 

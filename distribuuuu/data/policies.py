@@ -38,16 +38,13 @@ def build_policy(cfg, mean: Sequence[float]) -> ImageOp:
 
 
 def make_policy(text: str, interpolation: str, mean: Sequence[float], im_size: Size) -> ImageOp:
-    """Return the policy of AUG.POLICY.
+    """Return the policy of AUG.POLICY; raise ValueError, with the reason, if the text is not understood.
 
     Args:
         interpolation: of rotations and shears, "bilinear", "bicubic", or, for policies of timm, "random".
         mean: per channel, in [0, 1]; timm's policies fill uncovered areas with it, torchvision's with black, and
             big_vision's with gray.
         im_size: side of the image in pixels, for timm's translations, which depend on the shorter side.
-
-    Raises:
-        ValueError: the text is not understood.
     """
     name, *settings = text.split("-")
     if settings and (name in ("none", "3augment", BIG_VISION) or name in TORCHVISION_POLICIES):

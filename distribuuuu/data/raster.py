@@ -110,12 +110,7 @@ def pil_to_array(image: Image.Image, options: Any) -> np.ndarray:
 
 
 def to_pixels(array: np.ndarray, options: Any) -> torch.Tensor:
-    """Return an array (H, W), (H, W, C) or (C, H, W) as (C, H, W): uint8, else float32 in the units of the array.
-
-    Raises:
-        ValueError: other channels or pixels than DATA.CHANNELS and DATA.PIXELS, values that are not finite, or more
-            pixels than DATA.MAX_PIXELS.
-    """
+    """Return an array (H, W), (H, W, C) or (C, H, W) as (C, H, W): uint8, else float32 in the units of the array."""
     if array.ndim == 2:
         array = array[:, :, None]
     if array.ndim != 3 or not array.size:

@@ -97,12 +97,7 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
         self.seed, self.epoch, self.first_step = seed, epoch, first_step
 
     def choose(self, indices: Any) -> None:
-        """Let the epochs from the next iteration on take these images only, each once; None: all.
-
-        Raises:
-            ConfigError: they are not distinct images of the data set or fewer than one step takes, or DATA.SAMPLING
-                draws the images.
-        """
+        """Let the epochs from the next iteration on take these images only; None: all. See `TrainLoader.choose`."""
         self.chosen, self.choice = None, 0
         if indices is None:
             return

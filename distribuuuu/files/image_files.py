@@ -74,15 +74,6 @@ def walk_images(
                     waiting.append((entry.path, level + 1))
 
 
-def file_stamp(path: str | os.PathLike) -> tuple[int, ...]:
-    """Return the size of a file in bytes and its modification time in ns; empty if the file is missing."""
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError):  # ValueError: a path with a NUL
-        return ()
-    return status.st_size, status.st_mtime_ns
-
-
 def find_tables(folder: Path) -> list[str]:
     """Return the names of the tables in a folder, sorted; of the .txt files those that have the name of a split."""
     tables = [path for path in folder.glob("*") if path.suffix.lower() in TABLE_ENDINGS]

@@ -42,11 +42,9 @@ class ArchiveSource(NamedTuple):
     """Archives, and what of them is a data set.
 
     Attributes:
-        paths: the archives.
         folder: the folder in the archives with the class folders, if it is the only one at the top; empty: none.
         is_inside: whether `folder` is one of several: the archive holds all splits.
         layout: classes (class folders or shards), tars (an archive of one tar per class), or flat (no classes).
-        extensions: those of image files.
     """
 
     paths: tuple[str, ...]
@@ -64,7 +62,6 @@ class Member(NamedTuple):
     """A file in an archive.
 
     Attributes:
-        name: as in the archive.
         offset: its first byte.
         size: in bytes, without compression.
         packed: bytes of the deflated member; 0: it is stored as it is.
@@ -88,8 +85,7 @@ def member_error(path: str, name: str, problem: str) -> ArchiveError:
 def walk_archive(path: str, file: IO[bytes], size: int) -> Iterator[Member]:
     """Yield the files of a tar or a ZIP archive of so many bytes, in the order of a tar, or of the directory of a ZIP.
 
-    Raises:
-        ArchiveError: it is neither, is truncated or corrupt, or has members of a kind that cannot be read.
+    An archive that is neither, or is truncated or corrupt, is an ArchiveError.
     """
     if file.read(4) in (b"PK\3\4", b"PK\5\6") or path.lower().endswith(".zip"):
         return _walk_zip(path, file)

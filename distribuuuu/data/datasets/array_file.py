@@ -146,8 +146,8 @@ def stamp_of(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, 0
 
 
-def find_stamp(path: str) -> tuple[int, int, int]:
-    """Return the stamp of a file or a folder; NOT_KNOWN if it is missing, which equals no other."""
+def find_stamp(path: str | os.PathLike) -> tuple[int, int, int]:
+    """Return the stamp of a file or a folder; if it is missing, numbers below 0 that no scan stores."""
     try:
         return stamp_of(os.stat(path))
     except (OSError, ValueError):  # ValueError: a path with a NUL

@@ -71,8 +71,7 @@ class ImageDataset:
     def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for each conflict between the config and the files; imports no torch."""
         if cls.num_classes and cfg.MODEL.NUM_CLASSES != cls.num_classes:
-            source = f"DATA.NAME {cfg.DATA.NAME}"
-            yield "MODEL.NUM_CLASSES", class_count_mismatch(cfg.MODEL.NUM_CLASSES, cls.num_classes, source)
+            yield "MODEL.NUM_CLASSES", class_count_mismatch(cfg, cls.num_classes)
 
     @classmethod
     def count_classes(cls, cfg) -> int:
@@ -142,6 +141,8 @@ class SplitDataset(ImageDataset):
 
     # The option, of TRAIN and TEST, that is at fault in messages.
     fault = "SPLIT"
+    # Further arguments of `from_cfg` in the checks before a start.
+    check_options: tuple[Any, ...] = ()
 
     @classmethod
     def open_split(cls, cfg, name: str, trained: ImageDataset | None = None) -> ImageDataset:
@@ -174,36 +175,36 @@ class SplitDataset(ImageDataset):
     def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for problems with the files and the classes; a split without an index is scanned."""
         try:
-            images = cls.from_cfg(cfg, train)
+            images = cls.from_cfg(cfg, train, *cls.check_options)
         except ConfigError as error:
             yield from ((str(problem.key), problem.message) for problem in error.problems)
             return
         if len(images.classes) != cfg.MODEL.NUM_CLASSES and not cfg.TEST.LABELS:
-            source = f"DATA.NAME {cfg.DATA.NAME}"
-            yield "MODEL.NUM_CLASSES", class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(images.classes), source)
+            yield "MODEL.NUM_CLASSES", class_count_mismatch(cfg, len(images.classes))
 
     @classmethod
     def count_classes(cls, cfg) -> int:
         """Return the number of training classes; without training data, of evaluation classes."""
         for train in (True, False) if not cls.num_classes else ():
             with contextlib.suppress(ConfigError):
-                return len(cls.from_cfg(cfg, train).classes)
+                return len(cls.from_cfg(cfg, train, *cls.check_options).classes)
         return cls.num_classes
 
     @classmethod
     def count_images(cls, cfg) -> int:
         """Return the number of training images; 0 if they cannot be read."""
         with contextlib.suppress(ConfigError):
-            return cls.num_images or len(cls.from_cfg(cfg, train=True))
+            return cls.num_images or len(cls.from_cfg(cfg, True, *cls.check_options))
         return 0
 
 
 # ------------------------------------------------------------------------------------- messages
 
 
-def class_count_mismatch(num_classes: int, found: int, source: str) -> str:
+def class_count_mismatch(cfg, found: int) -> str:
     """Return the message for a MODEL.NUM_CLASSES that differs from the number of classes in the data."""
-    return f"{num_classes}, but {source} has {counted(found, 'class')}; set MODEL.NUM_CLASSES {found}"
+    source = f"{cfg.MODEL.NUM_CLASSES}, but DATA.NAME {cfg.DATA.NAME}"
+    return f"{source} has {counted(found, 'class')}; set MODEL.NUM_CLASSES {found}"
 
 
 # ---------------------------------------------------------------------------------------- files

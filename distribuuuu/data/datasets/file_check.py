@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import first_few
-from distribuuuu.data.datasets.array_file import NUM_THREADS, ArrayFileError, read_arrays, write_arrays
+from distribuuuu.data.datasets.array_file import NUM_THREADS, ArrayFileError, find_stamp, read_arrays, write_arrays
 from distribuuuu.data.datasets.base import ImageDataset, is_file, open_nonblocking, read_file
 from distribuuuu.data.decode import (
     Buffer,
@@ -26,7 +26,6 @@ from distribuuuu.data.decode import (
     read_jpeg_header,
     reason_of,
 )
-from distribuuuu.files.image_files import file_stamp
 from distribuuuu.files.locks import take_turn
 
 if TYPE_CHECKING:
@@ -56,10 +55,8 @@ def check_images(cfg, images: ImageDataset, train: bool) -> tuple[str, str]:
         try:
             if not train:
                 check_file(path, decoder, options)
-            elif not (stamp := file_stamp(path)):
-                return f"{path}: the file cannot be found"
-            elif not stamp[0]:
-                return f"{path}: the file is empty"
+            elif (size := find_stamp(path)[0]) <= 0:
+                return f"{path}: the file {'cannot be found' if size else 'is empty'}"
         except ConfigError:  # a missing package; the message is complete
             raise
         except Exception as error:  # decoders raise nearly anything
@@ -149,12 +146,12 @@ def _check_in_turn(
         broken, done = _check(len(images), find_problem, limit_s, 0)
         return broken, min(done * _CHUNK, len(images))
     record, key = index.with_suffix(f".{what}"), [version, *key]
-    stamp, (broken, done) = file_stamp(record), _load(record, key)
+    stamp, (broken, done) = find_stamp(record), _load(record, key)
     if broken or done * _CHUNK < len(images):
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
                 stack.enter_context(take_turn(record))
-            if file_stamp(record) != stamp:  # another process has continued meanwhile
+            if find_stamp(record) != stamp:  # another process has continued meanwhile
                 broken, done = _load(record, key)
             else:  # broken files may have been repaired
                 broken, done = _check(len(images), find_problem, limit_s, 0 if broken else done)

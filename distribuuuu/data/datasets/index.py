@@ -174,7 +174,7 @@ def open_index(
 
 
 def _open(source: str, root: str, path: Path, scan: Callable[[], Content], extensions: tuple[str, ...]) -> Index:
-    stamp = find_stamp(os.fspath(path))
+    stamp = find_stamp(path)
     index = _load(source, root, path, extensions)
     if index is not None and index.is_current():
         _logger.info("%s: %s, from %s", source, index.count(), path)
@@ -184,7 +184,7 @@ def _open(source: str, root: str, path: Path, scan: Callable[[], Content], exten
         with take_turn(path) as now_ns:
             # Another process has scanned meanwhile. Its index is used even if a folder has changed since: all
             # processes of a run must see the same images.
-            if find_stamp(os.fspath(path)) != stamp and (index := _load(source, root, path, extensions)):
+            if find_stamp(path) != stamp and (index := _load(source, root, path, extensions)):
                 _logger.info("%s: %s, from %s of another process", source, index.count(), path)
                 return index
             content = _sealed(scan(), extensions, now_ns)

@@ -182,8 +182,7 @@ class NamedSet(ImageDataset):
         name, section, settings = cls._name_of(cfg), "TRAIN" if train else "TEST", cfg.DATA.KWARGS
         source, split = SOURCES[name], cfg[section].SPLIT
         if source.num_classes and cfg.MODEL.NUM_CLASSES != source.num_classes:
-            message = class_count_mismatch(cfg.MODEL.NUM_CLASSES, source.num_classes, f"DATA.NAME {cfg.DATA.NAME}")
-            yield "MODEL.NUM_CLASSES", message
+            yield "MODEL.NUM_CLASSES", class_count_mismatch(cfg, source.num_classes)
         own = {*source.settings, *(() if source.splits else ("val",))}
         for setting_name in sorted({*settings} - own):
             expected = f"expected one of {', '.join(sorted(own))}" if own else "it has none"

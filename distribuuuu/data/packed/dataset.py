@@ -40,6 +40,7 @@ class Packed(SplitDataset):
     """
 
     holds_files = True
+    check_options = (START_S,)
 
     def __init__(self, root: str | os.PathLike, split: str, classes: tuple[str, ...] | None = None, *remote: Any):
         self._init_args = (root, split, classes, *remote)
@@ -106,28 +107,12 @@ class Packed(SplitDataset):
             yield from ((str(problem.key), problem.message) for problem in error.problems)
             return
         if len(images.classes) != cfg.MODEL.NUM_CLASSES:
-            source = f"DATA.NAME {cfg.DATA.NAME}"
-            yield "MODEL.NUM_CLASSES", class_count_mismatch(cfg.MODEL.NUM_CLASSES, len(images.classes), source)
+            yield "MODEL.NUM_CLASSES", class_count_mismatch(cfg, len(images.classes))
         options = images.meta["options"]
         is_encoded = options["format"] == "raw" or options.get("quality") is not None
         if cfg.DATA.EXIF_ROTATE and is_encoded and not options.get("exif_rotate"):
             fix = f"pack the data again with DATA.EXIF_ROTATE True, or set it to False for {images.folder}"
             yield "DATA.EXIF_ROTATE", f"True, but the packed images were encoded without their EXIF; {fix}"
-
-    @classmethod
-    def count_classes(cls, cfg) -> int:
-        """Return the number of training classes; without training data, of evaluation classes."""
-        for train in (True, False):
-            with contextlib.suppress(ConfigError):
-                return len(cls.from_cfg(cfg, train, START_S).classes)
-        return 0
-
-    @classmethod
-    def count_images(cls, cfg) -> int:
-        """Return the number of training images; 0 if the pack cannot be read."""
-        with contextlib.suppress(ConfigError):
-            return len(cls.from_cfg(cfg, True, START_S))
-        return 0
 
     def __len__(self) -> int:
         return len(self.columns["label"])
