@@ -26,21 +26,14 @@ from distribuuuu.launch.signals import is_first_process
 def run_on_config(prog: str, args: Sequence[str], description: str, start: Callable[..., object], train: bool) -> int:
     """Read --cfg and KEY VALUE arguments, check the run, then call start(cfg), with --nproc in several processes.
 
-    Args:
-        prog: the name in the usage text.
-        args: the arguments of the command.
-        description: text of --help.
-        start: called with the checked config and, for training, the value of --stop-epoch.
-        train: check for training; else for an evaluation.
-
-    Returns:
-        The exit status of the started processes, or 0.
+    Returns the exit status of these processes, or 0. For training (`train`), start receives --stop-epoch too.
     """
     cfg, flags = parse_args(description, args, train, prog)
     if flags.nproc > 1:
-        from distribuuuu.launch.nproc import own_command, run_processes, without_nproc
+        from distribuuuu.launch.nproc import run_processes, without_nproc
 
-        return run_processes(flags.nproc, without_nproc(own_command()), bool(cfg and url_of(cfg.OUT_DIR)))
+        command = [sys.executable, *without_nproc(sys.orig_argv[1:])]
+        return run_processes(flags.nproc, command, bool(cfg and url_of(cfg.OUT_DIR)))
     if cfg is not None:
         tune_malloc()
         gc.disable()  # in these imports, the search for garbage takes a quarter of the time and finds little
@@ -61,8 +54,7 @@ def parse_args(
 ) -> tuple[Config | None, argparse.Namespace]:
     """Return the checked config of a command line (None after printing only) and the flags of a parser.
 
-    Raises:
-        ConfigError: with every problem of the flags, the options, the file, the paths and the data folders.
+    Its ConfigError has every problem of the flags, the options, the file, the paths and the data folders.
     """
     flags, overrides, problems = parse_flags(parser or build_parser(description, prog, train), args)
     prints = flags.dump_config or flags.help_config is not None
@@ -96,10 +88,7 @@ def parse_args(
 def expand_run(words: list[str]) -> tuple[str, list[str]]:
     """Return the folder of the run that the first word of an evaluation names, or "", and KEY VALUE arguments.
 
-    With an OUT_DIR of their own, the results are written there.
-
-    Raises:
-        ConfigError: it is neither the OUT_DIR of a run nor a checkpoint below one; or OUT_DIR is that of another run.
+    With an OUT_DIR of their own, the results are written there, unless that is another run's.
     """
     words = [local_run(words[i]) if i == 0 or words[i - 1] == "OUT_DIR" else words[i] for i in range(len(words))]
     is_path = words and os.path.exists(words[0])

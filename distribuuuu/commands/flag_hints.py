@@ -23,11 +23,7 @@ class CommandParser(argparse.ArgumentParser):
 
     Options of the config are given to every command in the same way, at any place: KEY VALUE, KEY=VALUE or --set KEY
     VALUE, and by the flags of COMMON_FLAGS. `overrides` of the parsed arguments has them as KEY VALUE words.
-
-    Args:
-        prog: the name in the usage text.
-        joined: whether KEY=VALUE is an option.
-        options: those of ArgumentParser.
+    Without `joined`, KEY=VALUE is no option.
     """
 
     def __init__(self, prog: str | None = None, joined: bool = True, **options: Any):
@@ -36,14 +32,12 @@ class CommandParser(argparse.ArgumentParser):
 
     @property
     def flags(self) -> list[str]:
-        """The names of the flags."""
         return [option for action in self._actions for option in action.option_strings]
 
     def parse_known_args(self, args=None, namespace=None):
         """Return the parsed and the remaining arguments; of `--cfg FILE FILE`, all files as a tuple.
 
-        Raises:
-            ConfigError: --cfg is repeated, of which argparse would use the last one only; or an invalid argument.
+        A repeated --cfg is an error: argparse would use the last one only.
         """
         words, more = _split_files(args or ())
         words, overrides = self._split_options(words)
@@ -77,11 +71,7 @@ class CommandParser(argparse.ArgumentParser):
         return rest, overrides
 
     def parse_args(self, args=None, namespace=None):
-        """Return the parsed arguments.
-
-        Raises:
-            ConfigError: with each unknown flag, or the first other error.
-        """
+        """Return the parsed arguments; raise ConfigError with each unknown flag, or the first other error."""
         parsed, rest, problems = parse_flags(self, args)
         if rest := rest[: len(rest) - len(parsed.overrides)]:
             problems.append(Problem(COMMAND_LINE, f"too many arguments: {shlex.join(rest)}"))
@@ -90,7 +80,6 @@ class CommandParser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Raise a ConfigError."""
         raise ConfigError(Problem(COMMAND_LINE, message.replace("cfg: expected one argument", "cfg: expected files")))
 
 

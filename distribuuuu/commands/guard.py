@@ -32,13 +32,11 @@ class _TolerantStream(io.TextIOWrapper):
     """Standard error that drops what cannot be written, e.g. because its reader has exited."""
 
     def write(self, text: str) -> int:
-        """Write a text, or drop it."""
         with contextlib.suppress(OSError):
             super().write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Write the buffered text, or drop it."""
         with contextlib.suppress(OSError):
             super().flush()
 
@@ -62,13 +60,10 @@ def open_standard_streams() -> None:
 def ending_with_reader() -> Iterator[None]:
     """End the process without an error if the reader of what the block prints, e.g. `head`, has gone.
 
-    The block only prints: any connection that its other side closes would end the process too.
-
-    Raises:
-        ConfigError: standard output cannot be written, e.g. because a disk is full.
+    The block only prints: any connection that its other side closes would end the process too. ConfigError: standard
+    output cannot be written, e.g. because a disk is full.
     """
-    name = getattr(signal, "SIGPIPE", None)  # None: Windows
-    previous = name and signal.signal(name, signal.SIG_DFL)
+    previous = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         yield
         sys.stdout.flush()
@@ -77,16 +72,13 @@ def ending_with_reader() -> Iterator[None]:
         message = f"cannot be written: {error.strerror}; fix: redirect it to another file"
         raise ConfigError(Problem("standard output", message)) from error
     finally:
-        if name:
-            signal.signal(name, previous)
+        signal.signal(signal.SIGPIPE, previous)
 
 
 def run_guarded(run: Callable[[], int]) -> int:
     """Call a function that returns an exit status; handle signals, and print the errors that the user can fix.
 
-    Returns:
-        The exit status. 2: an error that the user can fix, described on standard error; 130, 143 or 129: stopped by
-        SIGINT, SIGTERM or SIGHUP; 75: stopped, to be started again (see signals.py); else that of the function.
+    The exit status is that of the function, of a ConfigError (2 by default), or of a signal, see signals.py.
     """
     open_standard_streams()
     print_stacks_on_quit()

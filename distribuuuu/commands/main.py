@@ -1,6 +1,5 @@
 """The console command: its table of commands, their list, and the start of one."""
 
-import functools
 import importlib
 import signal
 import sys
@@ -14,12 +13,7 @@ USAGE_ERROR = 2
 
 
 class Command(NamedTuple):
-    """A command.
-
-    Attributes:
-        module: the module with its function, which has the name of the command.
-        summary: its line in the list.
-    """
+    """A command: the module with its function, which has the name of the command, and its line in the list."""
 
     module: str
     summary: str
@@ -61,7 +55,6 @@ def main() -> int:
     return dispatch(prog, sys.argv[1:])
 
 
-@functools.cache
 def find_commands() -> dict[str, Command]:
     """Return the commands by name, in the order of the list, with the full names of their modules."""
     folder = Path(__file__).parent

@@ -22,11 +22,7 @@ WIDTH = 80
 
 
 def check_out(flag: str, out: str | os.PathLike) -> None:
-    """Check the path of a command's output, the value of the argument `flag`.
-
-    Raises:
-        ConfigError: it is no local path, or a file of a run.
-    """
+    """Raise ConfigError if a command's output, the value of `flag`, is no local path, or is a file of a run."""
     problem = find_path_problem(out)
     name = Path(out).name
     is_of_run = name in (*RUN_FILES, "config.yaml") or BEST_NAMES.fullmatch(name)
@@ -46,11 +42,7 @@ def check_out_file(out: Path) -> None:
 
 
 def check_run(run: str) -> None:
-    """Check that the argument RUN of a command may be a trained model, before torch is imported.
-
-    Raises:
-        ConfigError: it is a path that does not exist, or a folder that holds neither weights nor a config.
-    """
+    """Raise ConfigError, without torch, if the argument RUN is a missing path, or a folder without a trained model."""
     path = Path(local_folder(run)).expanduser()
     if path.is_file() or str(path) != run and not path.exists() or run.startswith("timm/"):
         return

@@ -7,7 +7,7 @@
 - conflicts.py, sharding_conflicts.py: options that contradict each other. errors.py: problems and their wording.
 - explain.py: --help-config.
 - registry.py: tables of entries by name. settings.py: their KWARGS. plugins.py: code that PLUGINS names.
-- model_names.py: names of models and optimizers without torch. reading_keywords.py: arguments that no model may get.
+- model_names.py: names of models and optimizers without torch, and arguments that no model may get.
 """
 
 from distribuuuu.config.config_node import Config, get_cfg

@@ -1,6 +1,5 @@
 """The config tree: a yacs node that freezes for good and records where each value was set."""
 
-import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -42,11 +41,8 @@ class Config(CfgNode):
         """Return the tree as YAML in its own order, on which FINETUNE.LR_MULT depends."""
         return super().dump(**{"sort_keys": False, **options})
 
-    def __reduce__(self):
+    def __reduce__(self):  # for copies too
         return _rebuild, (dict(self), dict(self.__dict__))
-
-    def __deepcopy__(self, memo: dict) -> "Config":
-        return _rebuild(copy.deepcopy(dict(self), memo), copy.deepcopy(dict(self.__dict__), memo))
 
 
 # A dict in a list is a Config too, which yacs passes on to yaml.
@@ -73,13 +69,7 @@ def get_cfg() -> Config:
 
 
 def changed(cfg: Config, options: Mapping[str, Any], origin: str | None = None) -> Config:
-    """Return a frozen copy of a config with other values of some options.
-
-    Args:
-        cfg: the config, which is not changed.
-        options: the values by key, 'SECTION.KEY'.
-        origin: the origin of the values; None: the origins remain.
-    """
+    """Return a frozen copy with other values of some options, by 'SECTION.KEY'; without `origin`, theirs remain."""
     copied = cfg.clone()
     copied.defrost()
     for key, value in options.items():

@@ -76,10 +76,7 @@ def first_few(names: Sequence[str], separator: str = ", ", num: int = 5) -> str:
 
 
 def near_matches(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """Return at most 3 names whose similarity to `name`, 0 to 1, is at least `cutoff`, the most similar first.
-
-    Case is ignored.
-    """
+    """Return at most 3 names whose similarity to `name`, 0 to 1, is at least `cutoff`, nearest first; ignore case."""
     by_folded = {known.lower(): known for known in names}
     found = difflib.get_close_matches(name.lower(), by_folded, n=3, cutoff=cutoff)
     return [by_folded[folded] for folded in found]

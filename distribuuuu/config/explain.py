@@ -17,12 +17,9 @@ from distribuuuu.config.registry import SETTINGS
 
 
 def explain_options(section: str, cfg: Config) -> str:
-    """Return the options of a section (all: '') with their defaults and meaning.
+    """Return the options of a section (all: '') with their defaults and meaning; raise ConfigError if it is unknown.
 
     The settings of the entries that the config selects follow their option, e.g. TASK.KWARGS.
-
-    Raises:
-        ConfigError: unknown section.
     """
     comments = read_comments()
     chosen = [key for key in OPTIONS if not section or f"{key}.".startswith(f"{section}.")]

@@ -31,15 +31,15 @@ def find_config(path: str) -> str:
     'shapes/resnet14', 'shapes/resnet14.yaml' and 'configs/shapes/resnet14.yaml' name the same shipped config.
     """
     name = os.path.normpath(path).removeprefix(f"configs{os.sep}")
-    roots = [] if name.startswith("..") else ["configs", str(shipped_file("configs"))]
-    places = [path, *(os.path.join(root, own) for root in roots for own in (name, _new_name(name)))]
-    return next((file for place in places for file in (place, f"{place}.yaml") if os.path.isfile(file)), path)
+    return _find_file(path, name, "configs", str(shipped_file("configs"))) or path
 
 
-def _new_name(name: str) -> str:
-    """Return the name that a shipped config of this name has if it was moved."""
+def _find_file(first: str, name: str, *roots: str) -> str | None:
+    """Return `first`, or the file of a name, or of its new name if it was moved, in one of the folders."""
     folder, _, own = name.partition("/")
-    return f"{_MOVED.get(folder, folder)}/{own}"
+    names = [] if name.startswith("..") else [name, f"{_MOVED.get(folder, folder)}/{own}"]
+    places = [first, *(os.path.join(root, each) for root in roots for each in names)]
+    return next((file for place in places for file in (place, f"{place}.yaml") if os.path.isfile(file)), None)
 
 
 def find_shipped(name: str) -> list[str]:
@@ -54,6 +54,4 @@ def find_shipped(name: str) -> list[str]:
 
 def find_base(name: str, folder: str) -> str | None:
     """Return the file of `_BASE_: NAME` in a config of `folder`: relative to it, else shipped; None: there is none."""
-    shipped = [] if name.startswith("..") else [str(shipped_file("configs") / own) for own in (name, _new_name(name))]
-    places = [os.path.join(folder, name), *shipped]
-    return next((file for place in places for file in (place, f"{place}.yaml") if os.path.isfile(file)), None)
+    return _find_file(os.path.join(folder, name), name, str(shipped_file("configs")))

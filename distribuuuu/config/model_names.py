@@ -1,4 +1,4 @@
-"""Cached names of models and optimizers, so that a wrong name is reported without importing torch.
+"""Names of models and optimizers, and keyword arguments of their constructors, checked without importing torch.
 
 The names in timm and torchvision are known only after an import that takes seconds. A process that has imported them
 writes them to the user's cache folder, where later processes read them. The name of the cache file depends on the
@@ -9,9 +9,11 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.files.atomic_file import replacing
@@ -24,6 +26,14 @@ OWN_KEYS = {
     "weights": "MODEL.PRETRAINED or MODEL.WEIGHTS",
     "checkpoint_path": "MODEL.WEIGHTS",
 }
+# They read whatever their value is.
+_READING_KEYS = ("weights_backbone", "pretrained_backbone", "pretrained_cfg", "pretrained_cfg_overlay",
+                 "cache_dir", "model_dir", "state_dict", "custom_load")  # fmt: skip
+# Words in the names of such keywords, if the value is text or a mapping: a drop_path_rate is a number.
+_READING_WORDS = {"file", "files", "filename", "path", "paths", "url", "urls", "uri", "dir", "directory", "folder",
+                  "hub", "repo", "cache", "checkpoint", "ckpt", "weights", "pretrained"}  # fmt: skip
+# Text that is a path, an address, a model of the Hugging Face Hub, or a file of weights.
+_PLACE = re.compile(r"[/\\]|^~|^[\w-]+:|\.(pth|pt2?|tar|bin|npz|npy|pkl|pickle|ckpt|safetensors)$", re.IGNORECASE)
 # Packages with models, in the order in which a name is looked up.
 SOURCES = ("distribuuuu", "timm", "torchvision")
 # The package and its folder of source files on which each list depends.
@@ -55,12 +65,7 @@ def keep_names(source: str, list_names: Callable[[], Mapping[str, list[str] | No
 
 
 def _file_of(source: str) -> Path:
-    """Return the cache file of a source.
-
-    Raises:
-        ImportError: the package is not installed.
-        OSError, RuntimeError: its source files, or the user's home, do not exist.
-    """
+    """Return the cache file of a source; raise an error if its package or the user's home does not exist."""
     package, folder = _ORIGINS[source]
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -102,3 +107,26 @@ def find_unknown_keywords(
         elif name not in allowed:
             hint = f"{did_you_mean(name, allowed)}; it has {', '.join(allowed) or 'none'}"
             yield f"{kwargs_key}.{name}", f"{model} has no such parameter{hint}"
+
+
+def find_reading_keywords(section: str, kwargs: Mapping) -> Iterator[tuple[str, str]]:
+    """Yield (key, message) for each keyword in a section, nested ones too, that reads a file or the network."""
+    for name, value in kwargs.items():
+        key = f"{section}.{name}"
+        if name in OWN_KEYS and name != "num_classes":
+            yield key, f"set {OWN_KEYS[name]} instead"
+        elif _reads(str(name), value):
+            what = "names a file or an address, which no constructor may read"
+            fix = "remove it; weights are set by MODEL.PRETRAINED, MODEL.WEIGHTS, FINETUNE.WEIGHTS or DISTILL.WEIGHTS"
+            yield key, f"{what}; fix: {fix}"
+        elif isinstance(value, (Mapping, list, tuple)):
+            yield from find_reading_keywords(key, value if isinstance(value, Mapping) else dict(enumerate(value)))
+
+
+def _reads(name: str, value: Any) -> bool:
+    items = value if isinstance(value, (list, tuple)) else (value,)
+    holds_text = any(isinstance(item, (str, Mapping)) for item in items)
+    words = {word.lower() for word in re.findall(r"[A-Z]*[a-z]+|[A-Z]+", name)}
+    is_switch = value is True and "pretrained" in words
+    is_place = isinstance(value, str) and _PLACE.search(value)
+    return bool(name.lower() in _READING_KEYS or (words & _READING_WORDS and (holds_text or is_switch)) or is_place)

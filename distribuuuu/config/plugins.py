@@ -38,14 +38,10 @@ def names_file(entry: str) -> bool:
 
 
 def import_plugins(entries: Sequence[str], found_in: str = "") -> None:
-    """Import the plug-ins that this process has not imported yet.
+    """Import the plug-ins, absolute paths of files and names of modules, that this process has not imported yet.
 
-    Args:
-        entries: absolute paths of files, and names of modules.
-        found_in: the config in the folder of a run that names them; empty: the user does.
-
-    Raises:
-        ConfigError: with each plug-in that is missing, fails, or is not known to be the user's.
+    The ConfigError has each plug-in that is missing, that fails, or that is not known to be the user's, if the config
+    in the folder of a run (`found_in`), not the user, names it.
     """
     waiting = [entry for entry in dict.fromkeys(entries) if not _is_imported(entry)]
     unknown = [entry for entry in waiting if found_in and not _is_known(entry)]

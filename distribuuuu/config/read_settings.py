@@ -18,10 +18,7 @@ _TYPES = (bool, int, float, str)
 def read_settings(key: str, declared: type, given: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
     """Return an instance of a `Settings` dataclass with the given values, and every problem; None if there is one.
 
-    Args:
-        key: the option that holds the values, for messages.
-        declared: the dataclass. A ValueError of its `__post_init__` is a problem of `key`.
-        given: the values by field.
+    A ValueError of its `__post_init__` is a problem of `key`, the option that holds the values.
     """
     problems, values = [], {}
     try:

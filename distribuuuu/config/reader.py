@@ -31,6 +31,8 @@ BASE = "_BASE_"
 _ARGUMENTS = {"MODEL.KWARGS": "MODEL.ARCH", "DISTILL.KWARGS": "DISTILL.TEACHER", "OPTIM.KWARGS": "OPTIM.NAME"}
 _SELECTED_BY = {**_ARGUMENTS, **{key: f"{key.partition('.')[0]}.NAME" for key in SETTINGS}}
 
+# Options that are names of registered entries.
+_ENTRIES = {key for key, option in OPTIONS.items() if option.names}
 _SECTIONS = {*OPEN_SECTIONS, *(key.rpartition(".")[0] for key in OPTIONS)}
 
 # An option, its value and its origin.
@@ -80,7 +82,7 @@ def read_cfg(cfg_file: CfgFiles = None, overrides: Sequence[str] = ()) -> tuple[
     failures = _find_plugin_problems(cfg, cfg_file)
     problems += [*failures, *_find_inherited_arguments(cfg, of_file)]
     # An unknown name may be that of a plug-in that is missing.
-    found = [problem for problem in find_problems(cfg) if not (failures and _names_entry(problem.key))]
+    found = [problem for problem in find_problems(cfg) if not (failures and problem.key in _ENTRIES)]
     refused = {problem.key for problem in problems}  # an option whose value was refused has its default
     problems += [problem for problem in found if problem.key not in refused]
     cfg.freeze()
@@ -95,10 +97,9 @@ def list_files(cfg_file: CfgFiles) -> list[str]:
 
 
 def override(cfg: Config, options: Mapping[str, Any], origin: str, allowed: tuple[str, ...]) -> Config:
-    """Return a frozen copy of a config with other values of some options, whose keys begin with one of `allowed`.
+    """Return a frozen copy with other values of some options, whose keys begin with one of `allowed`.
 
-    Raises:
-        ConfigError: a key is unknown or not allowed, or a value is invalid; `origin` is named.
+    ConfigError, which names `origin`: a key is unknown or not allowed, or a value is invalid.
     """
     copied, found = cfg.clone(), list[Problem]()
     copied.defrost()
@@ -132,11 +133,6 @@ def _find_plugin_problems(cfg: Config, cfg_file: CfgFiles) -> list[Problem]:
     return []
 
 
-def _names_entry(key: str | tuple[str, ...]) -> bool:
-    """Tell whether an option is the name of a registered entry."""
-    return isinstance(key, str) and key in OPTIONS and OPTIONS[key].names is not None
-
-
 def _find_inherited_arguments(cfg: Config, of_file: Config) -> Iterator[Problem]:
     """Yield a problem if a file's arguments of a constructor meet another model, named on the command line."""
     for section, name in _ARGUMENTS.items():
@@ -154,13 +150,9 @@ def _find_inherited_arguments(cfg: Config, of_file: Config) -> Iterator[Problem]
 
 
 def _read_file(path: str, problems: list[Problem], seen: set[str], chain: tuple[str, ...] = ()) -> list[Layer]:
-    """Return the layers of a file: its bases that were not read yet, then its own settings.
+    """Return the layers of a file: its bases that are not in `seen`, the real paths of files, then its own settings.
 
-    Args:
-        path: the file.
-        problems: receives the problems.
-        seen: the files that were read, by their real paths.
-        chain: 'FILE:LINE' of each `_BASE_` that leads to the file, beginning with a file of --cfg.
+    `chain` is 'FILE:LINE' of each `_BASE_` that leads to the file, beginning with a file of --cfg.
     """
     seen.add(os.path.realpath(path))
     settings, layers = _read_yaml(path, problems), list[Layer]()

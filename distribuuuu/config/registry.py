@@ -99,11 +99,7 @@ class Registry:
         return name in self.names()
 
     def get(self, name: str) -> Any:
-        """Return the function or class that is registered under `name`.
-
-        Raises:
-            LookupError: there is none; the message lists the nearest names, or else all.
-        """
+        """Return the entry of a name; raise LookupError with the nearest names, or else all, if there is none."""
         if name not in self._table and name in self:
             importlib.import_module(self._declared[name][0])
         if name in self._table:

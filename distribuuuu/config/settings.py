@@ -34,11 +34,7 @@ def setting(
 
 
 def build_settings(cfg: Config, key: str, entry: Any) -> Any:
-    """Return the settings of a registered entry as it declares them; a dict of the given values if it does not.
-
-    Raises:
-        ConfigError: a name or a value is not allowed.
-    """
+    """Return the settings of an entry as it declares them, or a dict; raise ConfigError if a value is not allowed."""
     declared, given = getattr(entry, SETTINGS[key], None), get_value(cfg, key)
     if declared is None:
         return dict(given)

@@ -32,11 +32,7 @@ def parse(text: str) -> Any:
 
 
 def frozen(value: Any) -> Any:
-    """Return a value with lists as tuples and dicts as configs.
-
-    Raises:
-        ValueError: a config cannot contain it.
-    """
+    """Return a value with lists as tuples and dicts as configs; raise ValueError if a config cannot contain it."""
     if isinstance(value, (list, tuple)):
         return tuple(frozen(item) for item in value)
     if isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value):
@@ -52,11 +48,7 @@ _TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str:
 
 
 def coerce(option: Option, value: Any) -> Any:
-    """Return `value` as the type of its option.
-
-    Raises:
-        ValueError: it cannot be converted.
-    """
+    """Return `value` as the type of its option; raise ValueError if it cannot be converted."""
     is_nullable = option.default is None
     if is_nullable and (value is None or (isinstance(value, CliValue) and value.lower() in ("none", "null"))):
         return None
@@ -87,11 +79,7 @@ def coerce(option: Option, value: Any) -> Any:
 
 
 def expand_path(path: str) -> str:
-    """Return a path, or a URL, with `~` and `$VARIABLE` expanded.
-
-    Raises:
-        ValueError: the home folder or the variable is unknown.
-    """
+    """Return a path or a URL with `~` and `$VARIABLE` expanded; raise ValueError if one of them is unknown."""
     expanded = str(os.path.expanduser(os.path.expandvars(path)))
     if unknown := re.search(r"\$(\w+|\{\w+\})", expanded):
         raise ValueError(f"got {path}; the variable {unknown[0]} is not set; fix: set it, or write a whole path")

@@ -20,11 +20,7 @@ MAX_CHARACTERS, MAX_NODES, MAX_DEPTH = 1 << 17, 5_000, 50
 
 
 def compose(text: str) -> yaml.Node | None:
-    """Return the root node of a text, None if it is empty.
-
-    Raises:
-        yaml.YAMLError: the text is not YAML, or exceeds a limit with its aliases expanded.
-    """
+    """Return the root node of a text, None if it is empty; raise YAMLError if it is not YAML or exceeds a limit."""
     if len(text) > MAX_CHARACTERS:
         raise yaml.YAMLError(f"has more than {MAX_CHARACTERS} characters")
     too_deep = yaml.YAMLError(f"is nested deeper than {MAX_DEPTH} levels, or an alias refers to its own parent")
@@ -47,11 +43,7 @@ def compose(text: str) -> yaml.Node | None:
 
 
 def construct(node: yaml.Node) -> Any:
-    """Return the value of a node.
-
-    Raises:
-        yaml.YAMLError: it has none.
-    """
+    """Return the value of a node; raise YAMLError if it has none."""
     try:
         return _Loader("").construct_object(node, deep=True)
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:  # e.g. of `!!bool 3`

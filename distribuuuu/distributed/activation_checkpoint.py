@@ -22,10 +22,7 @@ def recompute_blocks(model: nn.Module) -> int:
 
     The result is bitwise the same: the second forward pass draws the same random numbers (dropout, drop path) under the
     same autocast and leaves the running statistics of batch norm alone, which timm's own checkpointing updates twice.
-    The names of parameters stay, and copies of the model recompute too.
-
-    Raises:
-        ConfigError: the model has no repeated blocks.
+    The names of parameters stay, and copies of the model recompute too. A model without such blocks is a ConfigError.
     """
     if not (blocks := find_blocks(model)):
         raise ConfigError(Problem("MODEL.ACT_CHECKPOINT", "the model has no repeated blocks; set it False"))
@@ -66,11 +63,12 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     members = {name: module for name, module in _members(model) if _count_weight_layers(module) >= 2}
     counts = Counter(type(module) for module in members.values())
     repeated = {name: module for name, module in members.items() if counts[type(module)] >= 2}
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if name in repeated and not _is_stage(name, repeated) and not _is_inside_block(name, repeated)
-    }
+    blocks: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():  # a module comes before those inside it
+        is_inside = any(name.startswith(f"{block}.") for block in blocks)
+        if name in repeated and not is_inside and not _is_stage(name, repeated):
+            blocks[name] = module
+    return blocks
 
 
 def _members(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -89,10 +87,3 @@ def _count_weight_layers(module: nn.Module) -> int:
 def _is_stage(name: str, repeated: dict[str, nn.Module]) -> bool:
     """Tell whether a module holds at least two repeated modules."""
     return sum(other.startswith(f"{name}.") for other in repeated) >= 2
-
-
-def _is_inside_block(name: str, repeated: dict[str, nn.Module]) -> bool:
-    """Tell whether a module lies inside a block, e.g. as its only squeeze-and-excitation."""
-    parts = name.split(".")
-    parents = (".".join(parts[:end]) for end in range(1, len(parts)))
-    return any(parent in repeated and not _is_stage(parent, repeated) for parent in parents)

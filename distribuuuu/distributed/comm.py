@@ -107,14 +107,12 @@ class _DifferentiableSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the processes, in the shape of `tensor`."""
         total = tensor.clone()
         torch_dist.all_reduce(total)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the gradients over the processes."""
         return _DifferentiableSum.forward(ctx, grad)
 
 
@@ -139,11 +137,7 @@ def broadcast_object(value: T) -> T:
 
 
 def on_main(function: Callable[[], T]) -> T:
-    """Return function() of the main process on every process.
-
-    Raises:
-        ConfigError: as raised by the function; on every process.
-    """
+    """Return function() of the main process, or raise its ConfigError, on every process."""
     outcome: Any = None
     if is_main():
         try:

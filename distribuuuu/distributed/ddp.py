@@ -37,8 +37,6 @@ def wrap_model(
     Buffers (running statistics of batch norm) are not synchronized in a step: see `comm.broadcast_buffers`.
 
     Args:
-        model: the model, on `device`.
-        device: this process's device.
         example: images (N, 3, H, W) on `device`, of the size of training.
         bucket_mb: MiB of gradients in one all-reduce.
         compress: type of the gradients sent: 'none' (their own), 'bf16' or 'fp16'.

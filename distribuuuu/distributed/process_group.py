@@ -16,15 +16,7 @@ from distribuuuu.launch.signals import SignalState
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """Return this process's device and make it current, see `find_device`; on a GPU, this creates a CUDA context."""
-    device = find_device(local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
-
-
-def find_device(local_rank: int) -> torch.device:
-    """Return the device of a process, without using it: one CUDA GPU per process, else MPS, else the CPU.
+    """Return this process's device and make it current: one CUDA GPU per process, else MPS, else the CPU.
 
     Raises:
         ConfigError: the node has fewer GPUs than processes.
@@ -35,7 +27,9 @@ def find_device(local_rank: int) -> torch.device:
             error = ConfigError(f"launcher: process {local_rank + 1} of this node has no GPU: {num_gpus} are visible")
             error.one_process = local_rank == num_gpus
             raise error
-        return torch.device("cuda", local_rank % num_gpus)  # with one visible GPU, each process was given its own
+        device = torch.device("cuda", local_rank % num_gpus)  # with one visible GPU, each process was given its own
+        torch.cuda.set_device(device)
+        return device
     if torch.backends.mps.is_available() and "RANK" not in os.environ:
         return torch.device("mps")
     return torch.device("cpu")
@@ -60,12 +54,10 @@ def process_group(
     interpreter deadlocks the child.
 
     Args:
-        launch, device: rank and world size of this process, and its device.
         timeout_s: seconds to wait for the other processes.
         backend: 'nccl', 'gloo', or 'auto': nccl on CUDA, else gloo.
         report_dir: receives the stacks of all processes on a time-out.
         startup_timeout_s: seconds to wait in the first step and the first evaluation, if greater.
-        shard: 'none', 'zero1' or 'fsdp'.
 
     Raises:
         ConfigError: the backend does not support the device, or the port is taken.
@@ -86,8 +78,8 @@ def process_group(
             yield
         return
     backend = ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
-    store = rendezvous.join(launch, timeout_s)
-    rendezvous.join.cache_clear()
+    store = rendezvous.create_store(launch, timeout_s)
+    rendezvous.create_store.cache_clear()
     limits = (timeout_s, max(timeout_s, startup_timeout_s))
-    with rendezvous.watched(launch, store, limits, report_dir), rendezvous.join_group(launch, store, backend, device):
+    with rendezvous.watched(launch, store, limits), rendezvous.join_group(launch, store, backend, device):
         yield

@@ -39,12 +39,6 @@ MAX_RANKS_NAMED = 10
 MAX_POLLS_PER_S = 4096
 
 
-@functools.cache
-def join(launch: Launch, timeout_s: float) -> torch_dist.PrefixStore:
-    """Return the store of this start, which a process joins once: before the process group if it has to `exchange`."""
-    return create_store(launch, timeout_s)
-
-
 def exchange(launch: Launch, value: Any, timeout_s: float, startup_timeout_s: float) -> list[Any]:
     """Return the JSON value of every process in the order of ranks, before `process_group`, on every process.
 
@@ -52,7 +46,7 @@ def exchange(launch: Launch, value: Any, timeout_s: float, startup_timeout_s: fl
     """
     if launch.world_size == 1:
         return [value]
-    store = join(launch, timeout_s)
+    store = create_store(launch, timeout_s)
     turn = store.add(f"turn of {launch.rank}", 1)
     store.set(f"value {turn} of {launch.rank}", json.dumps(value))
     keys = [f"value {turn} of {rank}" for rank in range(launch.world_size)]
@@ -61,10 +55,10 @@ def exchange(launch: Launch, value: Any, timeout_s: float, startup_timeout_s: fl
 
 
 @contextlib.contextmanager
-def watched(launch: Launch, store: torch_dist.PrefixStore, limits: tuple[float, float], out_dir: str) -> Iterator[None]:
+def watched(launch: Launch, store: torch_dist.PrefixStore, limits: tuple[float, float]) -> Iterator[None]:
     """Run the stall timer and, if the package is there, the watchdog, which learns of an exception in the block."""
     watchdog = None
-    with StallTimer(launch.rank, limits, out_dir) as timer:
+    with StallTimer(launch.rank, limits, SignalState.current.stacks_file) as timer:
         try:
             if find_spec(_WATCHDOG):
                 shared = store.underlying_store
@@ -117,8 +111,11 @@ class _JoinTimeout:
         raise error
 
 
+@functools.cache
 def create_store(launch: Launch, timeout_s: float) -> torch_dist.PrefixStore:
-    """Return a key-value store that all processes of this start share, after all of them have joined.
+    """Return the key-value store of this start, after all processes have joined it, which they do once.
+
+    It is cached for the process group: `exchange` may join it before.
 
     Raises:
         MissingProcessError: a process did not join within `timeout_s` seconds.

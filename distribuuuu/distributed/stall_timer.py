@@ -5,13 +5,11 @@ it cannot reach rank 0, each process ends by its own timer.
 """
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.config.run_files import STACKS
 from distribuuuu.distributed.comm import GroupState
 from distribuuuu.launch.signals import end_process, write_stacks
 
@@ -28,9 +26,8 @@ class StallTimer(threading.Thread):
     Time is counted in periods, not in seconds: a process that was suspended has not missed any.
 
     Args:
-        rank: rank of the process.
         limits: seconds without progress, and the same for slow phases: the first step, an evaluation, a save.
-        out_dir: folder of the run, for `stacks/rank_N.txt`.
+        stacks_file: the file for the stacks of all threads.
 
     Attributes:
         position: the last step, e.g. 'epoch 2, step 14'.
@@ -39,12 +36,12 @@ class StallTimer(threading.Thread):
         is_watched: tells whether the watchdog decides instead.
     """
 
-    def __init__(self, rank: int, limits: tuple[float, float], out_dir: str | os.PathLike):
+    def __init__(self, rank: int, limits: tuple[float, float], stacks_file: Path | None):
         super().__init__(name="stall timer", daemon=True)
         self.rank, self.limits = rank, limits
         self.position, self.num_marks, self.is_slow = "its start", 0, True
         self.is_watched: Callable[[], bool] = lambda: False
-        self._stacks_file = Path(out_dir) / STACKS / f"rank_{rank}.txt"
+        self._stacks_file = stacks_file
         self._is_over = threading.Event()
 
     def __enter__(self) -> "StallTimer":
@@ -57,16 +54,13 @@ class StallTimer(threading.Thread):
         self._is_over.set()
 
     def mark(self, position: str) -> None:
-        """Note progress, e.g. 'epoch 2, step 14'."""
         self.position, self.is_slow = position, False
         self.num_marks += 1
 
     def write_stacks(self) -> None:
-        """Write the stacks of all threads to OUT_DIR/stacks."""
         write_stacks(self._stacks_file, f"process {self.rank}, after {self.position}")
 
     def run(self) -> None:
-        """Count the periods without a mark."""
         num_stalled, seen = 0, -1
         while not self._is_over.wait(PERIOD_S):
             num_stalled = num_stalled + 1 if seen == self.num_marks else 0

@@ -113,11 +113,7 @@ def _global_statistics(images: torch.Tensor, axes: list[int]) -> tuple[torch.Ten
 
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Return the model with every batch norm synchronized; the state dict keeps its keys.
-
-    Raises:
-        ConfigError: the model has a batch norm of its own type, which cannot be converted.
-    """
+    """Return the model with every batch norm synchronized; raise ConfigError for one that cannot be converted."""
     if not dist.is_distributed():
         return module
     for name, child in module.named_children():

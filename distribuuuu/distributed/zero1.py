@@ -25,12 +25,7 @@ class PartitionedOptimizer(Optimizer):
 
     `optim` is the optimizer of this process's share.
 
-    Args:
-        groups: parameter groups.
-        build: builds the optimizer of one process; its update of a parameter must not depend on other parameters.
-
-    Raises:
-        ConfigError: the optimizer makes parameter groups of its own.
+    The optimizer's update of a parameter must not depend on other parameters. ConfigError: it makes groups of its own.
     """
 
     def __init__(self, groups: list[dict[str, Any]], build: Build):

@@ -16,14 +16,7 @@ def replacing(path: Path, mode: str = "wb", survives_power_failure: bool = True,
 
     Its name, `.NAME.RANDOM.tmp` beside `path`, is unique, so that several processes can write the same file.
 
-    Args:
-        path: the file to replace; its folder must exist.
-        mode: mode of `open`, for writing.
-        survives_power_failure: wait until the content is on the disk.
-        options: other arguments of `open`.
-
-    Raises:
-        OSError: the file cannot be written.
+    The folder must exist. With `survives_power_failure`, the end of the block waits until the content is on the disk.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     try:
@@ -47,11 +40,7 @@ def remove_temporary_files(folder: Path) -> None:
 
 
 def open_for_writing(path: str | os.PathLike, mode: str, **options: Any) -> IO:
-    """Open a regular file for writing, as `open`; never through a link, e.g. of a run folder that was downloaded.
-
-    Raises:
-        OSError: it cannot be written, or is a link, a named pipe or a device.
-    """
+    """Open a regular file for writing, as `open`; raise OSError for a link, e.g. of a downloaded run, or a device."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK
     file = open(path, mode, opener=lambda name, others: os.open(name, others | flags, 0o666), **options)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -61,11 +50,7 @@ def open_for_writing(path: str | os.PathLike, mode: str, **options: Any) -> IO:
 
 
 def make_folder(root: Path, *names: str) -> Path:
-    """Create a folder below another one and return it; neither it nor a folder between them may be a link.
-
-    Raises:
-        OSError: it cannot be created, or is a link.
-    """
+    """Create a folder below another one and return it; raise OSError if it, or a folder between them, is a link."""
     for name in names:
         root = root / name
         if root.is_symlink():

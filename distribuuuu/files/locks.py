@@ -24,17 +24,10 @@ _MAX_CHARACTERS = 400
 
 
 def try_lock(file: int | IO, is_inherited: bool = True) -> bool | None:
-    """Lock an open file or folder until it is closed or the process ends.
+    """Lock an open file or folder until it is closed or the process ends; return whether it is locked.
 
-    Args:
-        file: the file or its descriptor; without `is_inherited` it must be open for writing.
-        is_inherited: child processes that inherit the file hold the lock too, and may live longer.
-
-    Returns:
-        Whether it is locked; False: another process holds the lock; None: the file system has no locks.
-
-    Raises:
-        OSError: the file system failed.
+    False: another process holds the lock; None: the file system has no locks. With `is_inherited`, child processes that
+    inherit the file hold the lock too, and may live longer; without, the file must be open for writing.
     """
     lock = fcntl.flock if is_inherited else fcntl.lockf
     try:
@@ -49,11 +42,7 @@ def try_lock(file: int | IO, is_inherited: bool = True) -> bool | None:
 
 
 def lock_file(descriptor: int, timeout_s: float) -> bool:
-    """Lock an open file or folder until it is closed or the process ends.
-
-    Returns:
-        False if another process holds the lock until the timeout; True also where locks are not supported.
-    """
+    """Lock as `try_lock`, but wait for other processes; False: the time is over. True also if there are no locks."""
     deadline = time.monotonic() + timeout_s
     with contextlib.suppress(OSError):
         while try_lock(descriptor) is False:
@@ -65,11 +54,7 @@ def lock_file(descriptor: int, timeout_s: float) -> bool:
 
 @contextlib.contextmanager
 def take_turn(file: Path, timeout_s: float = LONGEST_WAIT_S) -> Iterator[int]:
-    """Wait until no other process creates `file`, then yield the time in ns by the clock of its file system.
-
-    Raises:
-        OSError: the folder cannot be written to.
-    """
+    """Wait until no other process creates `file`, then yield the time in ns by the clock of its file system."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with open_for_writing(file.with_suffix(".lock"), "ab") as lock:
         lock_file(lock.fileno(), timeout_s)

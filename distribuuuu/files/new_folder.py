@@ -17,13 +17,9 @@ def temporary_folder(target: Path) -> Path:
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `target`, which takes its name when the block ends; else it is deleted.
+    """Yield a temporary folder, which becomes `target` when the block ends; after an exception it is deleted.
 
-    Args:
-        target: a path that does not exist, or is an empty folder.
-
-    Raises:
-        OSError: it cannot be written.
+    `target` does not exist, or is an empty folder.
     """
     temporary = temporary_folder(target)
     shutil.rmtree(temporary, ignore_errors=True)  # of a killed process with this number

@@ -22,22 +22,13 @@ _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\
 
 
 def printable(text: Any, keep: str = "") -> str:
-    """Return a text for a terminal or a page: control and direction characters are written as escape sequences.
-
-    Args:
-        text: the text, e.g. a file name.
-        keep: characters that are left as they are, e.g. line breaks of a message.
-    """
+    """Return a text with its control and direction characters, except those to keep, as escape sequences."""
     return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], str(text))
 
 
 def open_regular(path: str | os.PathLike) -> IO[bytes]:
-    """Open a regular file for reading.
-
-    Raises:
-        OSError: it cannot be read, or is a folder, a named pipe, a socket or a device; links are followed.
-    """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    """Open a file for reading, through links too; raise OSError for a folder, a named pipe, a socket or a device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
@@ -65,11 +56,7 @@ def untrusted(path: str | os.PathLike, what: str) -> Iterator[None]:
 
 
 def open_text(path: str | os.PathLike, **options: Any) -> IO[str]:
-    """Open a regular text file in UTF-8, or in UTF-16 if it begins with the mark of it; marks are no part of the text.
-
-    Raises:
-        OSError: as `open_regular`.
-    """
+    """Open a regular text file in UTF-8, or in UTF-16 if it begins with its mark; marks are no part of the text."""
     file = open_regular(path)
     head = file.read(3)
     file.seek(0)
@@ -87,11 +74,7 @@ def read_regular(path: str | os.PathLike, most: int) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text in UTF-8.
-
-    Raises:
-        ValueError: it is not JSON, is nested deeper than `MAX_DEPTH`, or has an integer of `MAX_INTEGER` or more.
-    """
+    """Return the value of a JSON text in UTF-8; raise ValueError if it is not JSON, or exceeds the limits above."""
     try:
         value = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
     except RecursionError as error:

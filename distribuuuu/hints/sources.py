@@ -251,13 +251,7 @@ def access_problem(folder: Path) -> str:
 
 
 def explain_folder(name: str, root: Path, split: str, extensions: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) for missing folders, folders that cannot be listed, and classes without an image.
-
-    Args:
-        name: TRAIN or TEST.
-        root, split: of the section.
-        extensions: those of image files.
-    """
+    """Yield (key, message) for missing and closed folders, and classes without an image; `name` is TRAIN or TEST."""
     folder, layout, key = root / split, f"{split}/CLASS/IMAGE", f"{name}.SPLIT"
     if reason := access_problem(root):
         yield f"{name}.DATASET", f"{root} cannot be listed: {reason}"
@@ -356,11 +350,7 @@ def _suggest_words(spec: Any, header: Sequence[str]) -> Iterator[str]:
 def explain_missing_images(folder: str, places: Sequence[str], has_found: bool, template: str) -> str:
     """Return ' (fix: ...)' for images of a table that do not exist: a template of their paths, if there is one.
 
-    Args:
-        folder: of the table.
-        places: of the missing images, as "line 3, 'a'".
-        has_found: whether other images of the table exist.
-        template: DATA.TABLE.template.
+    `places` of the missing images are like "line 3, 'a'"; `has_found`: other images of the table exist.
     """
     name = re.sub(r"^line \d+, ", "", places[0])[1:-1]
     if has_found or template != "{}" or "/" in name or not is_class(name):

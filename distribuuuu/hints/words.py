@@ -34,12 +34,9 @@ def normalized(name: str) -> str:
 
 
 def describe_unknown_model(arch: str, names: Mapping[str, Collection[str]], sources: Collection[str]) -> str:
-    """Return the message for an unknown model: the nearest names, or the sources that were searched.
+    """Return the message for an unknown model: the nearest of the `names` in each source that was searched, or these.
 
-    Args:
-        arch: the unknown name.
-        names: the names of each source that was searched; of all sources if the prefix is unknown.
-        sources: the prefixes that exist.
+    With an unknown prefix, all sources were searched; `sources` are the prefixes that exist.
     """
     prefix, _, name = arch.rpartition("/")
     near = near_matches(name, {known for source in names.values() for known in source})

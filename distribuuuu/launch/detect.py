@@ -47,11 +47,7 @@ class Launch:
 
 
 def detect_launch(env: Mapping[str, str] = os.environ) -> Launch:
-    """Return the launch that the environment describes.
-
-    Raises:
-        ConfigError: the variables are incomplete or conflict with each other; the message shows them.
-    """
+    """Return the launch that the environment describes; raise ConfigError if variables are missing or conflict."""
     if env.keys() & {"RANK", "WORLD_SIZE", "SLURM_STEP_ID"}:
         return importlib.import_module(_LAUNCHERS).read_launch(env)
     return Launch("plain python")

@@ -17,11 +17,7 @@ STEPS_PER_JOB = 100
 
 
 def read_launch(env: Mapping[str, str]) -> Launch:
-    """Return the launch that the variables describe; one process in the batch shell of sbatch.
-
-    Raises:
-        ConfigError: the variables are incomplete or conflict with each other; the message shows them.
-    """
+    """Return the launch that the variables describe; one process in the batch shell of sbatch."""
     if "RANK" in env or "WORLD_SIZE" in env:
         launch = _explicit_launch(env)
     else:

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 
@@ -71,8 +70,3 @@ def without_nproc(args: Sequence[str]) -> list[str]:
             kept.append(arg)
         skip = arg == "--nproc"
     return kept
-
-
-def own_command() -> list[str]:
-    """Return the command of this process: the interpreter with its flags, the script and its arguments."""
-    return [sys.executable, *sys.orig_argv[1:]]

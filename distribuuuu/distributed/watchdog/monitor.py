@@ -48,7 +48,6 @@ class Channel:
         keep_alive(connection)
 
     def fileno(self) -> int:
-        """Return the descriptor, for a selector."""
         return self.socket.fileno()
 
     def send(self, **message: Any) -> None:
@@ -57,11 +56,7 @@ class Channel:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Yield the objects that have arrived, after a selector has found some or the end of the connection.
-
-        Raises:
-            ValueError: the other end is no process of the run.
-        """
+        """Yield the objects that a selector has found; raise ValueError if the other end is no process of the run."""
         try:
             data = self.socket.recv(_MAX_LINE)
         except OSError as error:
@@ -79,7 +74,6 @@ class Channel:
             yield message
 
     def close(self) -> None:
-        """Close the connection."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for it
         self.socket.close()
@@ -110,7 +104,6 @@ class Peer:
     """A process of the run, with its last state.
 
     Attributes:
-        channel: the connection to it.
         position: its last step, e.g. 'epoch 2, step 14'.
         marks: grows with each step.
         slow: the limit of slow phases applies.
@@ -152,7 +145,6 @@ class Monitor(threading.Thread):
 
     Args:
         token: a secret of the run, which each process sends first.
-        num_processes: number of processes.
         timer: the stall timer of rank 0.
         is_local: all processes are on this machine.
     """
@@ -205,7 +197,8 @@ class Monitor(threading.Thread):
         """Take the messages that arrive within some seconds."""
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
-                self._accept()
+                channel = Channel(self._listener.accept()[0])
+                self._selector.register(channel, selectors.EVENT_READ, (channel, None))
                 continue
             channel, peer = key.data
             try:
@@ -226,10 +219,6 @@ class Monitor(threading.Thread):
         while len(self._peers) < self._num_processes and time.monotonic() < deadline:
             with contextlib.suppress(OSError):
                 self._receive(0.1)
-
-    def _accept(self) -> None:
-        channel = Channel(self._listener.accept()[0])
-        self._selector.register(channel, selectors.EVENT_READ, (channel, None))
 
     def _greet(self, channel: Channel, token: str, rank: int, host: str, pid: int) -> Peer:
         if token != self._token:

@@ -41,12 +41,7 @@ class Watchdog(threading.Thread):
         channel.send(token=token, rank=launch.rank, host=socket.gethostname(), pid=os.getpid())
 
     def fail(self, status: int | None, is_consequence: bool) -> None:
-        """Report an exception of this process; return when this process may print it.
-
-        Args:
-            status: exit status of all processes for a ConfigError, whose message is complete; None for other errors.
-            is_consequence: the error may result from the end of another process, which is then reported instead.
-        """
+        """Report an exception of this process; return when this process may print it; see `Peer` for the arguments."""
         self._has_failed = not is_consequence
         self._channel.send(failed=True, status=status, is_consequence=is_consequence, position=self._timer.position)
         self._may_raise.wait(CAUSE_WAIT_S + EXIT_GRACE_S + 5)
