@@ -19,7 +19,6 @@ from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import load_cfg
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan
-from distribuuuu.engine.resume import checkpoint_content
 from distribuuuu.trainer import train_epoch
 
 # Limit of the ratio of step times, with a checkpoint to without.
@@ -54,7 +53,8 @@ class Training:
     def time_save(self) -> float:
         """Return the seconds of one synchronous save."""
         start = time.perf_counter()
-        self.saving.save(checkpoint_content(self.run))
+        self.run.checkpoints = self.saving
+        self.run.save()
         self.saving.finish()
         return time.perf_counter() - start
 

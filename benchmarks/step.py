@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from bench_support.machine import describe_run, show_spread
@@ -106,8 +107,9 @@ def build_memory_run(cfg, loader) -> Run:
     """Return a run that trains on the batches of a memory loader and writes no checkpoint of its own."""
     training = build_training(cfg, loader, loader.batch[0][:1], latest=None)
     log = open_log(cfg, training.task, training.state, loader)
+    checkpoints, results = CheckpointManager(cfg.OUT_DIR), SimpleNamespace(write=None)
     return Run(
-        **vars(training), val_loader=loader, checkpoints=CheckpointManager(cfg.OUT_DIR), log=log, stop=StopRequest()
+        **vars(training), val_loader=loader, checkpoints=checkpoints, results=results, log=log, stop=StopRequest()
     )
 
 

@@ -21,7 +21,7 @@ from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.engine.build import build_run, find_weights, open_run
 from distribuuuu.engine.evaluator import evaluate, open_evaluation
 from distribuuuu.engine.preflight import resolve_num_classes, resolve_preprocessing
-from distribuuuu.engine.resume import checkpoint_content, roll_back
+from distribuuuu.engine.resume import roll_back
 from distribuuuu.engine.run import (
     Run,
     Training,
@@ -67,13 +67,13 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
                     train_epoch(run)
                     if is_evaluation_due(cfg, run.state.epoch):
                         # If the evaluation fails, no training step is lost.
-                        run.checkpoints.save(checkpoint_content(run))
+                        run.save()
                         evaluations = evaluate_epoch(run)
                         run.state.finish_epoch(evaluations)
                         run.log.add_evaluation_rows(run.state.epoch - 1, evaluations, run.state.bests)
                     else:
                         run.state.finish_epoch()
-                    run.checkpoints.save(checkpoint_content(run))
+                    run.save()
                 except NonFiniteError as error:
                     roll_back(run, error)
             run.checkpoints.finish()
@@ -111,7 +111,7 @@ def train_epoch(run: Run) -> None:
         else:
             run.log.show_step(epoch, state.step, lr)
         if is_save_due(cfg, state.step) and not is_last:
-            run.checkpoints.save(checkpoint_content(run))
+            run.save()
         run.stop.check(f"epoch {epoch + 1}, step {state.step}")
 
 
@@ -224,7 +224,7 @@ def save_on_stop(run: Run) -> Iterator[None]:
         yield
     except RunStopped as stopped:
         try:
-            path: Path | None = run.checkpoints.save(checkpoint_content(run), is_last=True)
+            path: Path | None = run.save(is_last=True)
         except NonFiniteError as error:
             path = run.checkpoints.find_latest()
             logger.error("%s; the checkpoint is an older one", error)

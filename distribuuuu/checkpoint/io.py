@@ -1,4 +1,4 @@
-"""Checkpoint files: atomic writing, reading with verification, and loading into a model and an optimizer.
+"""Checkpoint files: reading with verification, and loading into a model and an optimizer.
 
 torch's zip files have a CRC-32 of every entry, so any damage is detected. torch's format before 1.6 and safetensors
 have no checksums: damage to their structure is detected, changed values of tensors are not. Only plain data is
@@ -24,7 +24,6 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.distributed.comm import to_local
 from distribuuuu.distributed.sharding import load_full_state_dict
-from distribuuuu.files.atomic_file import replacing, sync_folder
 from distribuuuu.files.untrusted import InvalidFileError, untrusted
 
 logger = logging.getLogger(__name__)
@@ -59,26 +58,6 @@ def find_class_mismatch(content: dict[str, Any], classes: Sequence[str]) -> str 
         return None
     pairs = zip(saved, classes, strict=True)
     return next((f"{other!r} where the data has {own!r}" for other, own in pairs if other != own), None)
-
-
-def write_atomically(path: Path, content: dict[str, Any]) -> None:
-    """Write a file completely or not at all, with `torch.save`: temporary file, fsync, rename, fsync of the folder.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    failure = None
-    with replacing(path) as file:
-        try:
-            torch.save(content, file)
-        except RuntimeError as error:  # torch's own, in place of that of the file
-            if not isinstance(error.__context__, OSError):
-                raise
-            # Not the exception: its traceback holds the content.
-            failure = error.__context__.errno, error.__context__.strerror
-        if failure:
-            raise OSError(*failure)
-    sync_folder(path.parent)
 
 
 def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:

@@ -13,21 +13,17 @@ from typing import Any
 
 import torch
 
-from distribuuuu.checkpoint.io import (
-    CheckpointError,
-    UnreadableError,
-    check_resumable,
-    read_checkpoint,
-    write_atomically,
-)
+from distribuuuu.checkpoint.io import CheckpointError, UnreadableError, check_resumable, read_checkpoint
 from distribuuuu.checkpoint.weights_files import KINDS, best_paths
 from distribuuuu.config import ConfigError, run_files
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.comm import FullStateDict, to_local
-from distribuuuu.files.atomic_file import remove_temporary_files
+from distribuuuu.files.atomic_file import remove_temporary_files, replacing, sync_folder
 from distribuuuu.launch.signals import WRITER_NAME
 
 logger = logging.getLogger(__name__)
+
+WriteResults = Callable[[dict[str, Any]], None]
 
 # Seconds between two attempts to write; seconds of attempts, below DIST.TIMEOUT_S; of the last save of a run.
 RETRY_S, RETRIES_S, LAST_RETRIES_S = 5.0, 240.0, 10.0
@@ -57,20 +53,12 @@ class CheckpointManager:
         out_dir: the folder of the run.
         keep_last: number of newest checkpoints of this run to keep; files of other runs always stay.
         keep_every: also keep those of every Kth epoch; 0: none.
-        write_results: called with the content of a checkpoint that follows an evaluation, before it is written.
     """
 
-    def __init__(
-        self,
-        out_dir: str | os.PathLike,
-        keep_last: int = 3,
-        keep_every: int = 0,
-        write_results: Callable[[dict[str, Any]], None] = lambda content: None,
-    ):
+    def __init__(self, out_dir: str | os.PathLike, keep_last: int = 3, keep_every: int = 0):
         self.folder = Path(out_dir) / run_files.CHECKPOINTS
         self.bests = best_paths(out_dir)
         self.keep_last, self.keep_every = keep_last, keep_every
-        self.write_results = write_results
         self._thread: threading.Thread | None = None
         # The text of the last error of the write in progress: its traceback would keep the content of the checkpoint.
         self._error = ""
@@ -81,23 +69,23 @@ class CheckpointManager:
 
     # --------------------------------------------------------------------------------------- saving
 
-    def save(self, content: dict[str, Any], is_last: bool = False) -> Path:
+    def save(self, content: dict[str, Any], is_last: bool = False, write_results: WriteResults | None = None) -> Path:
         """Copy the content of a checkpoint, write it while training continues, and return its file.
 
-        Every process must call it. It waits for the previous write, with `is_last` for `LAST_RETRIES_S` at most. Then
-        it writes the results and the best weights, if the content follows an evaluation, and the checkpoint, and
-        removes older ones.
+        Every process must call it. It waits for the previous write, with `is_last` for `LAST_RETRIES_S` at most. Then,
+        if the content follows an evaluation, it calls `write_results` with it and writes the best weights. Last, it
+        writes the checkpoint and removes older ones.
 
         Raises:
             NonFiniteError: the weights are infinite or NaN; nothing is written.
             CheckpointError: the previous write has failed for `RETRIES_S`.
         """
         path = self.folder / checkpoint_name(content["epoch"] + 1, content["step"])
-        dist.on_main(lambda: self._start(path, content, LAST_RETRIES_S if is_last else RETRIES_S))
+        dist.on_main(lambda: self._start(path, content, is_last, write_results))
         return path
 
-    def _start(self, path: Path, content: dict[str, Any], retries_s: float) -> None:
-        self._join(retries_s)
+    def _start(self, path: Path, content: dict[str, Any], is_last: bool, write_results: WriteResults | None) -> None:
+        self._join(LAST_RETRIES_S if is_last else RETRIES_S)
         content = snapshot(content)
         skipped = ("meter", "task", "evaluations")  # of which NaN may be a regular value
         if name := find_nonfinite({key: value for key, value in content.items() if key not in skipped}):
@@ -105,7 +93,8 @@ class CheckpointManager:
         self._own &= {path.name for path in self.list()}
         content["checkpoints"] = sorted(self._own | {path.name})
         self._error, self._gives_up = "", threading.Event()
-        self._thread = threading.Thread(target=self._work, args=(path, content), name=WRITER_NAME, daemon=True)
+        work = (path, content, write_results)
+        self._thread = threading.Thread(target=self._work, args=work, name=WRITER_NAME, daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
@@ -138,13 +127,13 @@ class CheckpointManager:
             reason = f"the last checkpoint could not be written: {self._error}; the newest one is {newest}"
             raise CheckpointError(reason)
 
-    def _work(self, path: Path, content: dict[str, Any]) -> None:
+    def _work(self, path: Path, content: dict[str, Any], write_results: WriteResults | None) -> None:
         deadline, is_first = time.monotonic() + RETRIES_S, True
         time.sleep(YIELD_S)
         while True:
             try:
                 self._error = ""  # an attempt is not given up
-                self._write(path, content)
+                self._write(path, content, write_results)
                 if not is_first:
                     logger.info("checkpoint %s was saved after further attempts", path.name)
                 return
@@ -160,10 +149,11 @@ class CheckpointManager:
             if time.monotonic() > deadline or self._gives_up.wait(RETRY_S):
                 return
 
-    def _write(self, path: Path, content: dict[str, Any]) -> None:
+    def _write(self, path: Path, content: dict[str, Any], write_results: WriteResults | None) -> None:
         self.folder.mkdir(exist_ok=True)
         if content.get("evaluations"):
-            self.write_results(content)
+            if write_results:
+                write_results(content)
             for kind in content["evaluations"]:
                 if content[KINDS[kind].epoch_key] == content["epoch"]:
                     write_atomically(self.bests[kind], weights_of(content, kind))
@@ -267,6 +257,26 @@ class CheckpointManager:
         except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted((self.folder / name for name in names if _NAME.fullmatch(name)), key=position_of)
+
+
+def write_atomically(path: Path, content: dict[str, Any]) -> None:
+    """Write a file completely or not at all, with `torch.save`: temporary file, fsync, rename, fsync of the folder.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    failure = None
+    with replacing(path) as file:
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:  # torch's own, in place of that of the file
+            if not isinstance(error.__context__, OSError):
+                raise
+            # Not the exception: its traceback holds the content.
+            failure = error.__context__.errno, error.__context__.strerror
+        if failure:
+            raise OSError(*failure)
+    sync_folder(path.parent)
 
 
 def weights_of(content: dict[str, Any], kind: str) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.rendezvous import exchange
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.build import build_run, set_backends
-from distribuuuu.engine.resume import checkpoint_content
 from distribuuuu.engine.run import OutOfMemory, Run, begin_epoch, is_out_of_memory
 from distribuuuu.engine.state import local_peak_bytes
 from distribuuuu.launch.detect import Launch, detect_launch, list_jobs
@@ -164,7 +163,7 @@ def measure_steps(folder: str, cfg: Config, take_step: TakeStep, launch: Launch,
         for step in range(min(_STEPS, loader.steps_of(0))):
             take_step(run, batches, step)
             state.finish_step(loader.num_steps)
-        run.checkpoints.save(checkpoint_content(run))
+        run.save()
         state.model.eval()
         with inference(state.model):
             for batch in itertools.islice(run.val_loader, 1):

@@ -188,10 +188,10 @@ def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
     prepare_out_dir(cfg, checkpoints, latest)
     log = open_log(cfg, training.task, training.state, train_loader)
     stop = StopRequest(cfg.CHECKPOINT.MAX_HOURS)
-    run = Run(**vars(training), val_loader=val_loader, checkpoints=checkpoints, log=log, stop=stop)
-    results = RunResults(run, lambda content, kind: hash_tensors(content[KINDS[kind].tensors_key]))
-    checkpoints.write_results = results.write
-    return run
+    results = RunResults(
+        training, val_loader.images, lambda content, kind: hash_tensors(content[KINDS[kind].tensors_key])
+    )
+    return Run(**vars(training), val_loader=val_loader, checkpoints=checkpoints, results=results, log=log, stop=stop)
 
 
 def check_finite_weights(state: TrainState) -> None:

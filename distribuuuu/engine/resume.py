@@ -1,4 +1,4 @@
-"""The content of a checkpoint of a run, and its restoration: a run is resumed, rolled back, or begins anew."""
+"""Restoration of a checkpoint: a run is resumed, rolled back, or begins anew."""
 
 import io
 import logging
@@ -18,33 +18,19 @@ from distribuuuu.checkpoint.io import (
     load_state_dict,
     read_checkpoint,
 )
-from distribuuuu.checkpoint.manager import NonFiniteError, snapshot
+from distribuuuu.checkpoint.manager import NonFiniteError
 from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import OPEN_SECTIONS
 from distribuuuu.distributed import comm as dist
-from distribuuuu.engine.run import Run, is_finished
+from distribuuuu.engine.run import Run
 from distribuuuu.engine.state import TrainState
 from distribuuuu.tasks.base import Task
-from distribuuuu.tasks.metrics import check_finite, loss_in
 
 logger = logging.getLogger(__name__)
 
 _NEW_RUN = "set another OUT_DIR, or TRAIN.AUTO_RESUME False to start a new run in this one"
-
-
-def checkpoint_content(run: Run) -> dict[str, Any]:
-    """Return the content of a checkpoint, see state.py; complete on the main process only. Every process must call it.
-
-    Raises:
-        NonFiniteLoss: the loss of a step since the last row of metrics is infinite or NaN.
-    """
-    content = run.state.to_dict()
-    check_finite({"loss": sum(map(loss_in, content["meter"]))})
-    gathered = dist.gather_objects(own := snapshot(run.task.rank_state_dict()))
-    content["task"] = {"shared": run.task.state_dict(), "by_rank": gathered if own else []}
-    return {**content, "finished": is_finished(run.cfg, run.state)}
 
 
 def roll_back(run: Run, error: NonFiniteError) -> None:

@@ -12,12 +12,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint.manager import CheckpointManager
+from distribuuuu.checkpoint.manager import CheckpointManager, snapshot
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.config_node import get_value
 from distribuuuu.data.batch import Batch, Pass
@@ -28,8 +29,10 @@ from distribuuuu.distributed.comm import begin_slow_phase, mark_position
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.signals import OUT_OF_TIME, RunStopped, SignalState, handled_by
+from distribuuuu.records.results import RunResults
 from distribuuuu.records.run_log import Log
 from distribuuuu.tasks.base import Task
+from distribuuuu.tasks.metrics import check_finite, loss_in
 
 # The processes exchange their stop requests about this often, and at least every so many calls: steps may turn slower.
 AGREE_EVERY_S = 1.0
@@ -122,8 +125,22 @@ class Run(Training):
 
     val_loader: Loader
     checkpoints: CheckpointManager
+    results: RunResults
     log: Log
     stop: StopRequest
+
+    def save(self, is_last: bool = False) -> Path:
+        """Save state and task as a checkpoint, see `CheckpointManager.save`, and return its file.
+
+        Raises:
+            NonFiniteError: the weights, or the loss of a step since the last row of metrics, are infinite or NaN.
+        """
+        content = self.state.to_dict()
+        check_finite({"loss": sum(map(loss_in, content["meter"]))})
+        gathered = dist.gather_objects(own := snapshot(self.task.rank_state_dict()))
+        content["task"] = {"shared": self.task.state_dict(), "by_rank": gathered if own else []}
+        content["finished"] = is_finished(self.cfg, self.state)
+        return self.checkpoints.save(content, is_last=is_last, write_results=self.results.write)
 
 
 def choose_images(run: Run) -> None:

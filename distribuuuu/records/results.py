@@ -23,7 +23,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -126,19 +126,19 @@ def collect_metadata(cfg: Config, task: Any, model: Any) -> dict[str, Any]:
 
 
 class RunResults:
-    """OUT_DIR/results.json of a `Run`, rewritten after every evaluation. Every process must create one.
+    """OUT_DIR/results.json of a run, rewritten after every evaluation. Every process must create one.
 
     `hash_weights` returns a digest of the weights of a kind, by the content of a checkpoint and the kind.
     """
 
-    def __init__(self, run: Any, hash_weights: Callable[[dict[str, Any], str], str]):
-        # The run is not kept: it holds these results, and its loader workers end when it is deleted.
-        cfg, plan, self._hash_weights = run.cfg, run.train_loader.plan, hash_weights
+    def __init__(self, training: Any, val_images: Sized, hash_weights: Callable[[dict[str, Any], str], str]):
+        # `training` is not kept: the run holds these results, and its loader workers end when it is deleted.
+        cfg, plan, self._hash_weights = training.cfg, training.train_loader.plan, hash_weights
         self.path = Path(cfg.OUT_DIR) / FILE_NAME
-        metadata = collect_metadata(cfg, run.task, run.state.model)
-        images = {"num_train": len(run.train_loader.images), "num_val": len(run.val_loader.images)}
+        metadata = collect_metadata(cfg, training.task, training.state.model)
+        images = {"num_train": len(training.train_loader.images), "num_val": len(val_images)}
         # What LOSS.CLASS_WEIGHTS auto has found.
-        weights = getattr(getattr(run.task, "criterion", None), "weights", None)
+        weights = getattr(getattr(training.task, "criterion", None), "weights", None)
         is_auto = isinstance(cfg.LOSS.CLASS_WEIGHTS, str)
         self.metadata = {
             **metadata,
@@ -151,10 +151,10 @@ class RunResults:
                 **({"class_weights": weights.tolist()} if weights is not None and is_auto else {}),
             },
         }
-        self._memory_of = "cuda" if run.task.device.type == "cuda" else "host"
+        self._memory_of = "cuda" if training.task.device.type == "cuda" else "host"
         from distribuuuu.distributed import comm as dist
 
-        if dist.is_main() and (run.state.epoch, run.state.step) == (0, 0):
+        if dist.is_main() and (training.state.epoch, training.state.step) == (0, 0):
             # Not to be mistaken for the results of the run that starts.
             with contextlib.suppress(OSError):
                 os.replace(self.path, self.path.with_name("results.older.json"))

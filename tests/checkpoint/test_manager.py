@@ -2,6 +2,7 @@
 
 import builtins
 import errno
+import functools
 import io
 import os
 import threading
@@ -19,7 +20,7 @@ from torch import nn
 
 from distribuuuu.checkpoint import io as checkpoint_io
 from distribuuuu.checkpoint import manager as checkpoint
-from distribuuuu.checkpoint.io import CheckpointError, load_state_dict, read_checkpoint, write_atomically
+from distribuuuu.checkpoint.io import CheckpointError, load_state_dict, read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager, NonFiniteError, checkpoint_name
 from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config import load_cfg
@@ -70,17 +71,18 @@ def test_the_checkpoint_of_an_epochs_steps_gives_way_to_that_of_its_evaluation(t
         is_main = threading.current_thread() is threading.main_thread()
         seen.append((is_main, [path.name for path in folder.list()], folder.bests["raw"].exists()))
 
-    folder, state = CheckpointManager(tmp_path, 2, write_results=write_results), make_state(step=2)
-    save(folder, state)
+    folder, state = CheckpointManager(tmp_path, 2), make_state(step=2)
+    write = functools.partial(save, folder, state, write_results=write_results)
+    write()
     state.step = 4
-    save(folder, state)
+    write()
     state.finish_epoch({"raw": {"top1": 10.0, "count": 3}})
-    save(folder, state)
+    write()
     assert seen == [(False, [checkpoint_name(0, 2), checkpoint_name(0, 4)], False)]
     assert [path.name for path in folder.list()] == [checkpoint_name(0, 2), checkpoint_name(1, 0)]
     assert read_checkpoint(folder.bests["raw"])["best_epoch"] == 0
     state.finish_epoch({"raw": {"top1": 9.0, "count": 3}})
-    save(folder, state)
+    write()
     assert read_checkpoint(folder.bests["raw"])["epoch"] == 0 and len(seen) == 2
 
 
@@ -200,7 +202,7 @@ class _FullFile(io.FileIO):
 
 def test_a_save_that_fails_in_the_middle_is_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "RETRY_S", 0.001)
-    write, open_file, is_full, num_tries = write_atomically, builtins.open, [True], []
+    write, open_file, is_full, num_tries = checkpoint.write_atomically, builtins.open, [True], []
 
     def note_try(*args) -> None:
         num_tries.append(1)

@@ -56,8 +56,9 @@ def start(cfg, epochs: int = 0):
     for result in SERIES[:epochs]:
         state.finish_epoch({"raw": result})
     task = build_task(cfg, state.classes, device, Precision())
-    run = SimpleNamespace(cfg=cfg, task=task, state=state, train_loader=loaders[0], val_loader=loaders[1])
-    return state, RunResults(run, lambda content, kind: hash_tensors(content[KINDS[kind].tensors_key]))
+    run = SimpleNamespace(cfg=cfg, task=task, state=state, train_loader=loaders[0])
+    hash_weights = lambda content, kind: hash_tensors(content[KINDS[kind].tensors_key])  # noqa: E731
+    return state, RunResults(run, loaders[1].images, hash_weights)
 
 
 def finish_epoch(state, results, ema: dict | None = None) -> None:

@@ -35,7 +35,6 @@ from distribuuuu.engine.auto_batch_size import (
     with_number,
 )
 from distribuuuu.engine.precise_bn import compute_precise_statistics
-from distribuuuu.engine.resume import checkpoint_content
 from distribuuuu.engine.run import Run, begin_epoch
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import check_model, count_parameters
@@ -97,7 +96,7 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
         started = time.perf_counter()
         result = {"count": 1, "loss": 1.0, **dict.fromkeys(run.task.eval_metrics, 1.0)}
         state.finish_epoch(dict.fromkeys(state.models, result))  # as if each kind of weights were the best
-        run.checkpoints.save(checkpoint_content(run))
+        run.save()
         found["checkpoint_s"] = time.perf_counter() - started
         evaluations = [_evaluate(run, model, plan, ahead) for model in state.models.values()]
         run.checkpoints.finish()
