@@ -30,11 +30,7 @@ SCAN_S, LONGEST_PAUSE_S, START_S, WARN_S, LOCK_S = 1.0, 20.0, 30.0, 30.0, 10.0
 
 
 class _Child:
-    """The mirror of one folder, with its messages to the run.
-
-    Args:
-        folder: OUT_DIR.
-    """
+    """The mirror of one folder, an OUT_DIR, with its messages to the run."""
 
     def __init__(self, folder: Path):
         self.folder, self.end, self._warned_at = folder, threading.Event(), float("-inf")
@@ -78,9 +74,7 @@ class _Child:
 
     def fetch(self, name: str) -> None:
         """Download what the commands need: all but checkpoints, and the one of a name."""
-        if (index := self.mirror.read_index()) is None and (objects := self.mirror.store.list_objects()):
-            raise self.mirror.describe_lost_index(objects)
-        if index is None or not index.files:
+        if (index := self.mirror.find_index()) is None or not index.files:
             raise ConflictError(f"{self.mirror.store.url}: no run is there; fix: check the URL")
         if name and name not in index.files:
             raise ConflictError(f"{self.mirror.store.url}/{name}: no such file; it has {', '.join(index.files)[:400]}")

@@ -82,13 +82,7 @@ def parse_index(data: bytes) -> Index:
 
 
 class Store:
-    """The objects of a run below a URL.
-
-    Args:
-        url: the URL, without a slash at its end.
-        temporary: a local folder for temporary files.
-        on_progress: called with the bytes of each part that was sent or received.
-    """
+    """The objects of a run below a URL without a slash at its end; `on_progress` gets the bytes of each part."""
 
     def __init__(self, url: str, temporary: Path, on_progress: Callable[[int], None] = lambda size: None):
         self.url, self._temporary, self._on_progress = url, temporary, on_progress
@@ -112,23 +106,22 @@ class Store:
             concurrent.futures.wait([future], timeout=min(1.0, REQUEST_S))
         return future.result()
 
-    def read(self, name: str, most: int = MAX_INDEX) -> bytes | None:
+    def read(self, name: str) -> bytes | None:
         """Return a small object; None if there is none.
 
         Raises:
-            DamagedError: it is larger than `most` bytes.
+            DamagedError: it is larger than `MAX_INDEX` bytes.
             OSError, RemoteError: it cannot be read.
         """
         try:
             size, _ = self._call(f"{self.url}/{name}", "info")
-            if size > most:
-                raise DamagedError(f"{name} has {size:,} bytes, more than {most:,}")
-            return self._call(f"{self.url}/{name}", "cat_file", start=0, end=most) if size else b""
+            if size > MAX_INDEX:
+                raise DamagedError(f"{name} has {size:,} bytes, more than {MAX_INDEX:,}")
+            return self._call(f"{self.url}/{name}", "cat_file", start=0, end=MAX_INDEX) if size else b""
         except MissingObjectError:
             return None
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small object."""
         with tempfile.NamedTemporaryFile(dir=self._temporary) as file:
             file.write(data)
             file.flush()
@@ -163,11 +156,11 @@ class Store:
         if size != entry.size:
             raise OSError(f"{name} has {size:,} bytes after its upload, expected {entry.size:,}")
 
-    def hash(self, entry: Entry, write: Callable[[bytes], Any] = lambda data: None) -> str:
-        """Read an object in parts, pass each to `write`, and return the SHA-256.
+    def download(self, entry: Entry, write: Callable[[bytes], Any]) -> None:
+        """Read an object in parts and pass each to `write`.
 
         Raises:
-            DamagedError: it is missing or has another size.
+            DamagedError: it is missing or has another size or content.
         """
         url, hashed = f"{self.url}/{OBJECTS}/{entry.sha256}", hashlib.sha256()
         try:
@@ -181,7 +174,8 @@ class Store:
             hashed.update(data)
             write(data)
             self._on_progress(len(data))
-        return hashed.hexdigest()
+        if hashed.hexdigest() != entry.sha256:
+            raise DamagedError("its object has another content")
 
     def list_objects(self) -> set[str]:
         """Return the names of the objects with content, and of what interrupted uploads have left."""

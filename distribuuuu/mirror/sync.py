@@ -37,13 +37,7 @@ class ConflictError(Exception):
 
 
 class Mirror:
-    """The folder of a run and its mirror.
-
-    Args:
-        folder: OUT_DIR.
-        store: the store of its URL.
-        warn: called with a problem that does not end the mirror.
-    """
+    """The folder of a run and the store of its URL; `warn` gets the problems that do not end the mirror."""
 
     def __init__(self, folder: Path, store: Store, warn: Callable[[str], None]):
         self.folder, self.store, self._warn = folder, store, warn
@@ -71,6 +65,15 @@ class Mirror:
         except DamagedError as error:
             raise DamagedError(f"{self.store.url}: {error}; fix: set another OUT_DIR") from error
 
+    def find_index(self) -> Index | None:
+        """Return the index as `read_index` does; raises DamagedError if it is missing although there are objects."""
+        index = self.read_index()
+        if index is None and (objects := self.store.list_objects()):
+            what = f"{INDEX} is missing, but {OBJECTS}/ has {counted(len(objects), 'object')}"
+            fix = f"restore {INDEX}, delete {OBJECTS}/ if no run is to be kept, or set another OUT_DIR"
+            raise DamagedError(f"{self.store.url}: {what}; fix: {fix}")
+        return index
+
     def reconcile(self) -> None:
         """Restore the folder if the mirror is newer; the folder wins if it is the mirror's, with or without new steps.
 
@@ -78,8 +81,9 @@ class Mirror:
             ConflictError: both have changed.
             DamagedError: the index is damaged, or missing although there are objects.
         """
-        if (found := self.read_index()) is None:
-            self._begin()
+        if (found := self.find_index()) is None:
+            self.save_state(is_restoring=False)
+            self._write_index({})  # only with an index, here one without files, can a first upload be continued
             return
         self.index, self._stored = found, {entry.sha256 for entry in found.files.values()}
         if not found.files:  # the first upload has not ended
@@ -98,19 +102,6 @@ class Mirror:
             fix = f"delete {self.folder} to continue the run of the URL, or set another OUT_DIR"
             raise ConflictError(f"{self.store.url}: {what}; fix: {fix}")
         self.restore(found)
-
-    def _begin(self) -> None:
-        """Write an index without files at a URL without objects: only with it can a first upload be continued."""
-        if objects := self.store.list_objects():
-            raise self.describe_lost_index(objects)
-        self.save_state(is_restoring=False)
-        self._write_index({})
-
-    def describe_lost_index(self, objects: set[str]) -> DamagedError:
-        """Return the error for a URL with objects but without an index."""
-        what = f"{INDEX} is missing, but {OBJECTS}/ has {counted(len(objects), 'object')}"
-        fix = f"restore {INDEX}, delete {OBJECTS}/ if no run is to be kept, or set another OUT_DIR"
-        return DamagedError(f"{self.store.url}: {what}; fix: {fix}")
 
     def _has_changed(self) -> bool:
         """Tell whether the folder has a checkpoint that the last known index does not name."""
@@ -152,8 +143,7 @@ class Mirror:
             if not path.resolve().is_relative_to(self.folder.resolve()):
                 raise DamagedError("its folder is a link")
             with replacing(path) as file:
-                if self.store.hash(entry, file.write) != entry.sha256:
-                    raise DamagedError("its object has another content")
+                self.store.download(entry, file.write)
         except DamagedError as error:
             self._warn(f"{name} is damaged in the mirror and was skipped: {error}")
             return False
@@ -220,7 +210,7 @@ class Mirror:
 
     def _write_index(self, files: dict[str, Entry]) -> None:
         remote = self.read_index()
-        if (remote.id if remote else "") not in {self.index.id, *self.state["ids"]} and remote:
+        if remote and remote.id not in {self.index.id, *self.state["ids"]}:
             raise ConflictError(f"{self.store.url}: another machine has continued this run; the folder {self.folder} "
                                 "keeps this one; fix: set another OUT_DIR")  # fmt: skip
         index = Index(os.urandom(32).hex(), self.index.generation + 1, files)
