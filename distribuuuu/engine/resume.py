@@ -38,7 +38,7 @@ def checkpoint_content(run: Run) -> dict[str, Any]:
     """Return the content of a checkpoint, see state.py; complete on the main process only. Every process must call it.
 
     Raises:
-        NonFiniteLoss: the loss of a step since the last row of metrics is infinite or NaN.
+        NonFiniteError: the loss of a step since the last row of metrics is infinite or NaN.
     """
     content = run.state.to_dict()
     check_finite({"loss": sum(map(loss_in, content["meter"]))})

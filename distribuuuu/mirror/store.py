@@ -49,8 +49,8 @@ class Index(NamedTuple):
     files: dict[str, Entry]
 
 
-class DamagedError(Exception):
-    """An object or an index that is not what it should be; retries cannot help."""
+class MirrorError(Exception):
+    """What retries cannot help: an object or an index is damaged, or another run has written to the URL."""
 
 
 def is_mirrored(name: str) -> bool:
@@ -65,19 +65,19 @@ def parse_index(data: bytes) -> Index:
     """Return the index in a JSON text.
 
     Raises:
-        DamagedError: it is none, or exceeds a limit, or names a file outside of a run.
+        MirrorError: it is none, or exceeds a limit, or names a file outside of a run.
     """
     try:
         content = parse_json(data)
         if content["format"] != 1:
-            raise DamagedError(f"{INDEX} has another format; fix: use a newer version of distribuuuu")
+            raise MirrorError(f"{INDEX} has another format; fix: use a newer version of distribuuuu")
         files = {name: Entry(entry["sha256"], entry["size"]) for name, entry in content["files"].items()}
         index = Index(content["id"], int(content["generation"]), files)
         is_valid = all(_SHA256.fullmatch(entry.sha256) and 0 <= entry.size < MAX_SIZE for entry in files.values())
         if not (is_valid and _SHA256.fullmatch(index.id) and len(files) <= MAX_FILES and all(map(is_mirrored, files))):
             raise ValueError("an entry is invalid, or no file of a run")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{INDEX} is not an index of a run: {error!r:.200}") from error
+        raise MirrorError(f"{INDEX} is not an index of a run: {error!r:.200}") from error
     return index
 
 
@@ -110,13 +110,13 @@ class Store:
         """Return a small object; None if there is none.
 
         Raises:
-            DamagedError: it is larger than `MAX_INDEX` bytes.
+            MirrorError: it is larger than `MAX_INDEX` bytes.
             OSError, RemoteError: it cannot be read.
         """
         try:
             size, _ = self._call(f"{self.url}/{name}", "info")
             if size > MAX_INDEX:
-                raise DamagedError(f"{name} has {size:,} bytes, more than {MAX_INDEX:,}")
+                raise MirrorError(f"{name} has {size:,} bytes, more than {MAX_INDEX:,}")
             return self._call(f"{self.url}/{name}", "cat_file", start=0, end=MAX_INDEX) if size else b""
         except MissingObjectError:
             return None
@@ -160,22 +160,22 @@ class Store:
         """Read an object in parts and pass each to `write`.
 
         Raises:
-            DamagedError: it is missing or has another size or content.
+            MirrorError: it is missing or has another size or content.
         """
         url, hashed = f"{self.url}/{OBJECTS}/{entry.sha256}", hashlib.sha256()
         try:
             size, _ = self._call(url, "info")
         except MissingObjectError as error:
-            raise DamagedError("its object is missing") from error
+            raise MirrorError("its object is missing") from error
         if size != entry.size:
-            raise DamagedError(f"its object has {size:,} bytes, expected {entry.size:,}")
+            raise MirrorError(f"its object has {size:,} bytes, expected {entry.size:,}")
         for start in range(0, size, PART):
             data = self._call(url, "cat_file", start=start, end=min(start + PART, size))
             hashed.update(data)
             write(data)
             self._on_progress(len(data))
         if hashed.hexdigest() != entry.sha256:
-            raise DamagedError("its object has another content")
+            raise MirrorError("its object has another content")
 
     def list_objects(self) -> set[str]:
         """Return the names of the objects with content, and of what interrupted uploads have left."""

@@ -197,10 +197,6 @@ class Top1(TopK):
         return self.hits(output)[:, 0].sum()
 
 
-class NonFiniteLoss(NonFiniteError):
-    """The training loss is infinite or NaN; raised by every process at the same read of the meter."""
-
-
 def loss_in(state: dict[str, Any]) -> float:
     """Return the sum of the losses in the state of a meter, see `Meter._split`."""
     return float(state["sums"][1])
@@ -210,10 +206,10 @@ def check_finite(metrics: dict[str, float]) -> dict[str, float]:
     """Return the values that a meter has read, unchanged.
 
     Raises:
-        NonFiniteLoss: the mean loss is infinite or NaN, of at least one image.
+        NonFiniteError: the mean loss is infinite or NaN, of at least one image; on every process at the same read.
     """
     if metrics.get("count", 1) and not math.isfinite(metrics["loss"]):
-        raise NonFiniteLoss(f"the training loss is {metrics['loss']}")
+        raise NonFiniteError(f"the training loss is {metrics['loss']}")
     return metrics
 
 
