@@ -89,8 +89,7 @@ def test_unknown_keywords_are_reported_at_once_with_the_near_ones():
 
 
 def test_a_parameter_without_a_default_can_be_set(monkeypatch):
-    own = lambda num_classes, width: nn.Linear(width, num_classes)  # noqa: E731
-    monkeypatch.setitem(MODELS._table, "own", own)
+    monkeypatch.setitem(MODELS._table, "own", lambda num_classes, width: nn.Linear(width, num_classes))
     assert build_model_spec(make_cfg("own", 3, width=5)).build().in_features == 5
     with pytest.raises(ConfigError, match="own has no default for width; fix: set MODEL.KWARGS.width"):
         build_model_spec(make_cfg("own", 3))
@@ -126,9 +125,8 @@ def test_bug_in_a_constructor_is_not_hidden(monkeypatch, error):
         raise error
 
     monkeypatch.setitem(MODELS._table, "broken", broken)
-    spec = build_model_spec(make_cfg("broken"))
     with pytest.raises(type(error)) as caught:
-        spec.build()
+        build_model_spec(make_cfg("broken")).build()
     assert caught.value is error
 
 

@@ -97,8 +97,7 @@ def test_factors_multiply_the_rate_of_what_their_patterns_match_and_the_first_co
     set_lr(optimizer, 0.2)
     expected = {"0.weight": 0.1, "0.bias": 0.1, "1.weight": 0.1, "1.bias": 0.1, "4.weight": 2.0, "4.bias": 1.0}
     assert rates_of(model, optimizer) == pytest.approx(expected)
-    groups = parameter_groups(make_cfg("FINETUNE.LR_MULT.4", 3), model)
-    assert settings_of(model, groups)["0.weight"] == (5e-5, 1.0)
+    assert settings_of(model, parameter_groups(make_cfg("FINETUNE.LR_MULT.4", 3), model))["0.weight"] == (5e-5, 1.0)
 
 
 def test_each_kind_has_its_own_weight_decay():
