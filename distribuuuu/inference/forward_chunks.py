@@ -66,7 +66,6 @@ class SpanSampler(EvalSampler):
         return sum(map(self.num_batches, self.spans))
 
     def num_batches(self, span: range) -> int:
-        """Return the number of batches of a chunk."""
         return -(-len(span) // self.batch_size)
 
     def __iter__(self) -> Iterator[BatchKeys]:
@@ -76,16 +75,10 @@ class SpanSampler(EvalSampler):
 
 
 class ChunkLoader(Loader):
-    """The chunks of a list of images on a device.
+    """The chunks `spans` of a list of images on a device, transformed by an `EvalTransform`.
 
-    Args:
-        images: the images.
-        transform: the evaluation transform, an EvalTransform.
-        spans: the chunks to load.
-        device: where to put the images.
-        batch_size: images that a worker loads at a time; it does not change the result.
-        workers: the number of workers; 0: none.
-        kind: "process" or "thread".
+    A worker loads `batch_size` images at a time, which does not change the result; it is of a `kind`, "process" or
+    "thread".
     """
 
     sampler: SpanSampler

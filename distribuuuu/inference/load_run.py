@@ -224,9 +224,6 @@ def open_data(cfg: Config, train: bool = False) -> ImageDataset:
 
     The index of a folder or an archive is kept in the user's cache folder, and nothing is downloaded, unless an option
     of the command line says so.
-
-    Raises:
-        ConfigError, OSError: it cannot be opened.
     """
     own = untrusted_data(cfg)
     family = dataset_class(own)
@@ -251,9 +248,6 @@ def config_of(options: Mapping[str, Any], source: str, overrides: Sequence[str] 
 
     Options of other versions of this package are left out, with a warning. Plug-ins are too, as a file imports no code;
     and, unless `overrides` name them, entries that only a training needs and that this process does not know.
-
-    Raises:
-        ConfigError: a value is invalid.
     """
     tree, unknown, plugins = get_cfg(), [], options.get("PLUGINS")
     unneeded = [key for key in _ONLY_TRAINING if "PLUGINS" not in overrides[::2] and _is_unknown(key, options.get(key))]

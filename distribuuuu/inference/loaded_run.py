@@ -106,11 +106,9 @@ class Prediction:
 
 
 class Selection(NamedTuple):
-    """The number of classes, or the threshold, of a prediction; with neither, it is the values of a task.
+    """The number of classes or, with several labels per image, the least probability, exclusive, of a prediction.
 
-    Attributes:
-        topk: number of the most probable classes; None with several labels per image.
-        threshold: least probability, exclusive, with several labels per image; else None.
+    With neither, it is the values of a task.
     """
 
     topk: int | None = None
@@ -145,17 +143,14 @@ class LoadedRun:
 
     @cached_property
     def device(self) -> torch.device:
-        """The device of the model."""
         return self.given_device or pick_device(0)
 
     @cached_property
     def transform(self) -> EvalTransform:
-        """The evaluation transform of the run."""
         return build_eval_transform(self.cfg)
 
     @cached_property
     def task(self) -> Task:
-        """The task of the run."""
         return build_task(self.cfg, self.classes, self.device, build_precision(self.cfg, self.device))
 
     @cached_property
@@ -238,14 +233,7 @@ class LoadedRun:
     def predict_chunks(
         self, items: Sequence[Image], spans: Sequence[range], selection: Selection, *loading: Any
     ) -> Iterator[list[Prediction]]:
-        """Yield the predictions of each chunk of some images.
-
-        Args:
-            items: all images.
-            spans: the positions of the images of each chunk.
-            selection: the classes to name.
-            loading: batch size, number and kind of the workers, see `ChunkLoader`.
-        """
+        """Yield the predictions of each chunk; `loading`: batch size, number and kind of workers of `ChunkLoader`."""
         self.check_classifier()
         images = UnlabeledImages(items)
         loader = ChunkLoader(images, self.transform, spans, self.device, *loading)

@@ -21,8 +21,8 @@ from distribuuuu.files.locks import lock_file
 from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.processes import die_with_parent, has_lost_launcher
 from distribuuuu.launch.signals import ignore_signals
-from distribuuuu.mirror.store import DamagedError, Store
-from distribuuuu.mirror.sync import PRIVATE, ConflictError, Mirror, find_newest, is_checkpoint
+from distribuuuu.mirror.store import MirrorError, Store
+from distribuuuu.mirror.sync import PRIVATE, Mirror, find_newest, is_checkpoint
 
 # Seconds between two scans of the folder; of the longest pause after a failure; of the attempts at the start; between
 # two warnings; and of waiting for the child of a training that has just ended.
@@ -30,11 +30,7 @@ SCAN_S, LONGEST_PAUSE_S, START_S, WARN_S, LOCK_S = 1.0, 20.0, 30.0, 30.0, 10.0
 
 
 class _Child:
-    """The mirror of one folder, with its messages to the run.
-
-    Args:
-        folder: OUT_DIR.
-    """
+    """The mirror of one folder, an OUT_DIR, with its messages to the run."""
 
     def __init__(self, folder: Path):
         self.folder, self.end, self._warned_at = folder, threading.Event(), float("-inf")
@@ -78,12 +74,10 @@ class _Child:
 
     def fetch(self, name: str) -> None:
         """Download what the commands need: all but checkpoints, and the one of a name."""
-        if (index := self.mirror.read_index()) is None and (objects := self.mirror.store.list_objects()):
-            raise self.mirror.describe_lost_index(objects)
-        if index is None or not index.files:
-            raise ConflictError(f"{self.mirror.store.url}: no run is there; fix: check the URL")
+        if (index := self.mirror.find_index()) is None or not index.files:
+            raise MirrorError(f"{self.mirror.store.url}: no run is there; fix: check the URL")
         if name and name not in index.files:
-            raise ConflictError(f"{self.mirror.store.url}/{name}: no such file; it has {', '.join(index.files)[:400]}")
+            raise MirrorError(f"{self.mirror.store.url}/{name}: no such file; it has {', '.join(index.files)[:400]}")
         if index.id in self.mirror.state["ids"] and not self.mirror.state["is_restoring"] and not name:
             return  # the folder has the run that it mirrors, or its newer files
         if find_newest(self.mirror.list_files()) and not self.mirror.state["is_restoring"]:
@@ -111,7 +105,7 @@ class _Child:
                 if is_last:
                     files = self.mirror.index.files
                     return self.say(done=True, files=len(files), bytes=sum(entry.size for entry in files.values()))
-            except (ConflictError, DamagedError) as error:
+            except MirrorError as error:
                 self.warn(f"{error}; nothing more is uploaded")
                 self.end.wait()
                 return self.say(done=False, reason=str(error))
@@ -140,7 +134,7 @@ def main(folder: Path, mode: str, name: str = "") -> None:
             return child.say(problem=f"{folder} is in use by another training of this machine; fix: wait for its end")
         try:
             problem = child.retry(child.mirror.reconcile if mode == "train" else lambda: child.fetch(name), START_S)
-        except (ConflictError, DamagedError) as error:
+        except MirrorError as error:
             problem = str(error)
         if problem or mode == "fetch":
             return child.say(problem=problem) if problem else child.say(ready=True)

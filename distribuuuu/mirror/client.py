@@ -28,11 +28,7 @@ class MirrorIncomplete(ConfigError):
 
 
 class MirrorClient:
-    """The mirror of a run, open for the length of a block; its end waits for the uploads.
-
-    Args:
-        folder: OUT_DIR, of which `url_of` knows the URL.
-    """
+    """The mirror of an OUT_DIR, open for the length of a block; its end waits for the uploads."""
 
     def __init__(self, folder: str | os.PathLike):
         self._folder, self._url = Path(folder), url_of(folder)
@@ -73,11 +69,7 @@ class MirrorClient:
 
 
 def fetch(path: Path) -> str:
-    """Download the run of a path of `local_folder`, or of a checkpoint or weights below it; return the local path.
-
-    Raises:
-        ConfigError: it cannot be downloaded.
-    """
+    """Download the run of a path of `local_folder`, or of a checkpoint or weights below it; return the local path."""
     folder = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent if ".pth" in path.name else path
     process = _start(folder, "fetch", *([path.relative_to(folder).as_posix()] if path != folder else []))
     answer = _read_line(process, None)

@@ -49,8 +49,8 @@ class Index(NamedTuple):
     files: dict[str, Entry]
 
 
-class DamagedError(Exception):
-    """An object or an index that is not what it should be; retries cannot help."""
+class MirrorError(Exception):
+    """What retries cannot help: an object or an index is damaged, or another run has written to the URL."""
 
 
 def is_mirrored(name: str) -> bool:
@@ -65,30 +65,24 @@ def parse_index(data: bytes) -> Index:
     """Return the index in a JSON text.
 
     Raises:
-        DamagedError: it is none, or exceeds a limit, or names a file outside of a run.
+        MirrorError: it is none, or exceeds a limit, or names a file outside of a run.
     """
     try:
         content = parse_json(data)
         if content["format"] != 1:
-            raise DamagedError(f"{INDEX} has another format; fix: use a newer version of distribuuuu")
+            raise MirrorError(f"{INDEX} has another format; fix: use a newer version of distribuuuu")
         files = {name: Entry(entry["sha256"], entry["size"]) for name, entry in content["files"].items()}
         index = Index(content["id"], int(content["generation"]), files)
         is_valid = all(_SHA256.fullmatch(entry.sha256) and 0 <= entry.size < MAX_SIZE for entry in files.values())
         if not (is_valid and _SHA256.fullmatch(index.id) and len(files) <= MAX_FILES and all(map(is_mirrored, files))):
             raise ValueError("an entry is invalid, or no file of a run")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{INDEX} is not an index of a run: {error!r:.200}") from error
+        raise MirrorError(f"{INDEX} is not an index of a run: {error!r:.200}") from error
     return index
 
 
 class Store:
-    """The objects of a run below a URL.
-
-    Args:
-        url: the URL, without a slash at its end.
-        temporary: a local folder for temporary files.
-        on_progress: called with the bytes of each part that was sent or received.
-    """
+    """The objects of a run below a URL without a slash at its end; `on_progress` gets the bytes of each part."""
 
     def __init__(self, url: str, temporary: Path, on_progress: Callable[[int], None] = lambda size: None):
         self.url, self._temporary, self._on_progress = url, temporary, on_progress
@@ -112,23 +106,22 @@ class Store:
             concurrent.futures.wait([future], timeout=min(1.0, REQUEST_S))
         return future.result()
 
-    def read(self, name: str, most: int = MAX_INDEX) -> bytes | None:
+    def read(self, name: str) -> bytes | None:
         """Return a small object; None if there is none.
 
         Raises:
-            DamagedError: it is larger than `most` bytes.
+            MirrorError: it is larger than `MAX_INDEX` bytes.
             OSError, RemoteError: it cannot be read.
         """
         try:
             size, _ = self._call(f"{self.url}/{name}", "info")
-            if size > most:
-                raise DamagedError(f"{name} has {size:,} bytes, more than {most:,}")
-            return self._call(f"{self.url}/{name}", "cat_file", start=0, end=most) if size else b""
+            if size > MAX_INDEX:
+                raise MirrorError(f"{name} has {size:,} bytes, more than {MAX_INDEX:,}")
+            return self._call(f"{self.url}/{name}", "cat_file", start=0, end=MAX_INDEX) if size else b""
         except MissingObjectError:
             return None
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small object."""
         with tempfile.NamedTemporaryFile(dir=self._temporary) as file:
             file.write(data)
             file.flush()
@@ -163,25 +156,26 @@ class Store:
         if size != entry.size:
             raise OSError(f"{name} has {size:,} bytes after its upload, expected {entry.size:,}")
 
-    def hash(self, entry: Entry, write: Callable[[bytes], Any] = lambda data: None) -> str:
-        """Read an object in parts, pass each to `write`, and return the SHA-256.
+    def download(self, entry: Entry, write: Callable[[bytes], Any]) -> None:
+        """Read an object in parts and pass each to `write`.
 
         Raises:
-            DamagedError: it is missing or has another size.
+            MirrorError: it is missing or has another size or content.
         """
         url, hashed = f"{self.url}/{OBJECTS}/{entry.sha256}", hashlib.sha256()
         try:
             size, _ = self._call(url, "info")
         except MissingObjectError as error:
-            raise DamagedError("its object is missing") from error
+            raise MirrorError("its object is missing") from error
         if size != entry.size:
-            raise DamagedError(f"its object has {size:,} bytes, expected {entry.size:,}")
+            raise MirrorError(f"its object has {size:,} bytes, expected {entry.size:,}")
         for start in range(0, size, PART):
             data = self._call(url, "cat_file", start=start, end=min(start + PART, size))
             hashed.update(data)
             write(data)
             self._on_progress(len(data))
-        return hashed.hexdigest()
+        if hashed.hexdigest() != entry.sha256:
+            raise MirrorError("its object has another content")
 
     def list_objects(self) -> set[str]:
         """Return the names of the objects with content, and of what interrupted uploads have left."""

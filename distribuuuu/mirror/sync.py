@@ -16,9 +16,9 @@ from distribuuuu.files.untrusted import MAX_JSON, parse_json, read_regular
 from distribuuuu.mirror.store import (
     INDEX,
     OBJECTS,
-    DamagedError,
     Entry,
     Index,
+    MirrorError,
     Store,
     hash_file,
     is_mirrored,
@@ -32,18 +32,8 @@ LOGS_EVERY_S = 30.0
 _GROWING = (TRAIN_LOG, TEST_LOG, METRICS)
 
 
-class ConflictError(Exception):
-    """Another run has written to the URL."""
-
-
 class Mirror:
-    """The folder of a run and its mirror.
-
-    Args:
-        folder: OUT_DIR.
-        store: the store of its URL.
-        warn: called with a problem that does not end the mirror.
-    """
+    """The folder of a run and the store of its URL; `warn` gets the problems that do not end the mirror."""
 
     def __init__(self, folder: Path, store: Store, warn: Callable[[str], None]):
         self.folder, self.store, self._warn = folder, store, warn
@@ -64,22 +54,31 @@ class Mirror:
             json.dump(self.state, file)
 
     def read_index(self) -> Index | None:
-        """Return the index at the URL; None if there is none; raises DamagedError, OSError or RemoteError."""
+        """Return the index at the URL; None if there is none; raises MirrorError, OSError or RemoteError."""
         try:
             data = self.store.read(INDEX)
             return None if data is None else parse_index(data)
-        except DamagedError as error:
-            raise DamagedError(f"{self.store.url}: {error}; fix: set another OUT_DIR") from error
+        except MirrorError as error:
+            raise MirrorError(f"{self.store.url}: {error}; fix: set another OUT_DIR") from error
+
+    def find_index(self) -> Index | None:
+        """Return the index as `read_index` does; raises MirrorError if it is missing although there are objects."""
+        index = self.read_index()
+        if index is None and (objects := self.store.list_objects()):
+            what = f"{INDEX} is missing, but {OBJECTS}/ has {counted(len(objects), 'object')}"
+            fix = f"restore {INDEX}, delete {OBJECTS}/ if no run is to be kept, or set another OUT_DIR"
+            raise MirrorError(f"{self.store.url}: {what}; fix: {fix}")
+        return index
 
     def reconcile(self) -> None:
         """Restore the folder if the mirror is newer; the folder wins if it is the mirror's, with or without new steps.
 
         Raises:
-            ConflictError: both have changed.
-            DamagedError: the index is damaged, or missing although there are objects.
+            MirrorError: both have changed, or the index is damaged, or missing although there are objects.
         """
-        if (found := self.read_index()) is None:
-            self._begin()
+        if (found := self.find_index()) is None:
+            self.save_state(is_restoring=False)
+            self._write_index({})  # only with an index, here one without files, can a first upload be continued
             return
         self.index, self._stored = found, {entry.sha256 for entry in found.files.values()}
         if not found.files:  # the first upload has not ended
@@ -96,21 +95,8 @@ class Mirror:
             what = f"it was continued by another machine, and {self.folder} has other checkpoints"
         if what:
             fix = f"delete {self.folder} to continue the run of the URL, or set another OUT_DIR"
-            raise ConflictError(f"{self.store.url}: {what}; fix: {fix}")
+            raise MirrorError(f"{self.store.url}: {what}; fix: {fix}")
         self.restore(found)
-
-    def _begin(self) -> None:
-        """Write an index without files at a URL without objects: only with it can a first upload be continued."""
-        if objects := self.store.list_objects():
-            raise self.describe_lost_index(objects)
-        self.save_state(is_restoring=False)
-        self._write_index({})
-
-    def describe_lost_index(self, objects: set[str]) -> DamagedError:
-        """Return the error for a URL with objects but without an index."""
-        what = f"{INDEX} is missing, but {OBJECTS}/ has {counted(len(objects), 'object')}"
-        fix = f"restore {INDEX}, delete {OBJECTS}/ if no run is to be kept, or set another OUT_DIR"
-        return DamagedError(f"{self.store.url}: {what}; fix: {fix}")
 
     def _has_changed(self) -> bool:
         """Tell whether the folder has a checkpoint that the last known index does not name."""
@@ -121,7 +107,7 @@ class Mirror:
         """Download the files of an index, the newest checkpoint first; return the damaged ones, which are skipped.
 
         Raises:
-            ConflictError: it names checkpoints, but all are damaged.
+            MirrorError: it names checkpoints, but all are damaged.
         """
         self.save_state(is_restoring=True, ids=[index.id])
         older = [name for name in self.list_files()
@@ -131,7 +117,7 @@ class Mirror:
         damaged = {name for name in missing if not self._download(name, index.files[name])}
         checkpoints = {*filter(is_checkpoint, names)}
         if checkpoints and checkpoints <= damaged:
-            raise ConflictError(f"{self.store.url}: all checkpoints are damaged; fix: set another OUT_DIR")
+            raise MirrorError(f"{self.store.url}: all checkpoints are damaged; fix: set another OUT_DIR")
         self._stored -= {index.files[name].sha256 for name in damaged}
         for name in older if checkpoints - damaged else ():  # of an older state of the mirror
             (self.folder / name).unlink(missing_ok=True)
@@ -150,11 +136,10 @@ class Mirror:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             if not path.resolve().is_relative_to(self.folder.resolve()):
-                raise DamagedError("its folder is a link")
+                raise MirrorError("its folder is a link")
             with replacing(path) as file:
-                if self.store.hash(entry, file.write) != entry.sha256:
-                    raise DamagedError("its object has another content")
-        except DamagedError as error:
+                self.store.download(entry, file.write)
+        except MirrorError as error:
             self._warn(f"{name} is damaged in the mirror and was skipped: {error}")
             return False
         return True
@@ -172,7 +157,7 @@ class Mirror:
         """Upload what has changed, then the index; return whether anything was written.
 
         Raises:
-            ConflictError: another machine has written the index.
+            MirrorError: another machine has written the index.
             OSError, RemoteError: the store cannot be written to.
         """
         copies = self._copy_changes()
@@ -220,8 +205,8 @@ class Mirror:
 
     def _write_index(self, files: dict[str, Entry]) -> None:
         remote = self.read_index()
-        if (remote.id if remote else "") not in {self.index.id, *self.state["ids"]} and remote:
-            raise ConflictError(f"{self.store.url}: another machine has continued this run; the folder {self.folder} "
+        if remote and remote.id not in {self.index.id, *self.state["ids"]}:
+            raise MirrorError(f"{self.store.url}: another machine has continued this run; the folder {self.folder} "
                                 "keeps this one; fix: set another OUT_DIR")  # fmt: skip
         index = Index(os.urandom(32).hex(), self.index.generation + 1, files)
         self.save_state(ids=[self.index.id, index.id])  # a kill in between: this folder has written either

@@ -42,12 +42,8 @@ class ConvGroup(nn.Module):
 class Airbench(nn.Module):
     """A 2x2 whitening layer, three groups of convolutions and a linear head on the maxima of the feature maps.
 
-    The filters of the whitening layer are constant, see `initialize_from`; its bias is trained.
-
-    Args:
-        num_classes: outputs of the head.
-        width: channels of the first group; the others have four times as many.
-        scale: factor of the logits.
+    The filters of the whitening layer are constant, see `initialize_from`; its bias is trained. `width` is the channels
+    of the first group, the others have four times as many; `scale` is a factor of the logits.
 
     Raises:
         ValueError: `width` is below the 24 outputs of the whitening layer.
@@ -78,18 +74,11 @@ class Airbench(nn.Module):
 
 
 def whitening_filters(images: torch.Tensor, side: int, eps: float = 5e-4) -> torch.Tensor:
-    """Return filters whose outputs for patches of the images are uncorrelated and have a second moment of about 1.
+    """Map images (N, C, H, W) to filters (C * side * side, C, side, side) that whiten their patches, both float32.
 
-    They are the eigenvectors of the second moments of all patches, the largest eigenvalue first, each divided by the
-    square root of its eigenvalue (as in Page, How to train your ResNet, myrtle.ai, 2019).
-
-    Args:
-        images: float32 (N, C, H, W).
-        side: of the patches, in pixels.
-        eps: added to the eigenvalues; directions of less variance are not amplified to 1.
-
-    Returns:
-        float32 (C * side * side, C, side, side).
+    The outputs are uncorrelated and have a second moment of about 1. The filters are the eigenvectors of the second
+    moments of all patches, the largest eigenvalue first, each divided by the square root of its eigenvalue (as in Page,
+    How to train your ResNet, myrtle.ai, 2019), to which `eps` is added: directions of less variance are not amplified.
     """
     num_values, num_patches = images.shape[1] * side**2, 0
     moments = torch.zeros(num_values, num_values, dtype=torch.float64)

@@ -6,7 +6,7 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -144,7 +144,7 @@ def find_architecture(arch: str) -> Architecture:
     prefix, _, name = arch.rpartition("/")
     sources = [source for source in SOURCES if prefix in ("", source)]
     for source in sources:
-        constructor = _FINDERS[source](name)
+        constructor = _find_constructor(source, name)
         keep_names(source, functools.partial(list_names, source))
         if constructor is not None:
             return Architecture(name, source, constructor)
@@ -180,34 +180,18 @@ def _allowed(parameters: Parameters) -> list[str]:
     return sorted(set(names) - OWN_KEYS.keys())
 
 
-def _find_timm(name: str) -> Constructor | None:
-    import timm
+def _find_constructor(source: str, name: str) -> Constructor | None:
+    if source == "timm":
+        import timm
 
-    # is_model() ignores the tag after the dot: it accepts resnet50.no_such_tag.
-    known = timm.is_model(name) and ("." not in name or name in timm.list_models(include_tags=True))
-    return functools.partial(timm.create_model, name) if known else None
-
-
-def _find_torchvision(name: str) -> Constructor | None:
-    # The classifiers; models for other tasks are in sub-modules.
-    names = torchvision.models.list_models(module=torchvision.models)
-    return torchvision.models.get_model_builder(name) if name in names else None
-
-
-_FINDERS: dict[str, Callable[[str], Constructor | None]] = {
-    "distribuuuu": lambda name: MODELS.get(name) if name in MODELS else None,
-    "timm": _find_timm,
-    "torchvision": _find_torchvision,
-}
-
-
-def build_model_spec(cfg) -> ModelSpec:
-    """Return the specification of MODEL.ARCH; errors as those of `find_architecture` and `make_model_spec`."""
-    arch = find_architecture(cfg.MODEL.ARCH)
-    kwargs, train = _to_plain_dict(cfg.MODEL.KWARGS), cfg.TRAIN
-    num_classes = cfg.MODEL.NUM_CLASSES or IMAGENET_CLASSES  # 0: there is no data that would tell
-    spec = make_model_spec(arch, num_classes, kwargs, train.IM_SIZE, size_grows=train.IM_SIZE_START > 0)
-    return replace(spec, channels=cfg.DATA.CHANNELS)
+        # is_model() ignores the tag after the dot: it accepts resnet50.no_such_tag.
+        known = timm.is_model(name) and ("." not in name or name in timm.list_models(include_tags=True))
+        return functools.partial(timm.create_model, name) if known else None
+    if source == "torchvision":
+        # The classifiers; models for other tasks are in sub-modules.
+        names = torchvision.models.list_models(module=torchvision.models)
+        return torchvision.models.get_model_builder(name) if name in names else None
+    return MODELS.get(name) if name in MODELS else None
 
 
 def _to_plain_dict(value: Any) -> Any:
@@ -215,15 +199,15 @@ def _to_plain_dict(value: Any) -> Any:
     return {key: _to_plain_dict(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def make_model_spec(
-    arch: Architecture, num_classes: int, kwargs: dict[str, Any], im_size: Size, size_grows: bool = False
-) -> ModelSpec:
-    """Check the names in `kwargs` and return the specification; no real model is built.
+def build_model_spec(cfg) -> ModelSpec:
+    """Check the names in MODEL.KWARGS and return the specification of MODEL.ARCH; no real model is built.
 
     Raises:
-        ConfigError: `kwargs` has unknown names; or the image size grows (TRAIN.IM_SIZE_START) and the model has one
-            fixed size.
+        ConfigError: MODEL.ARCH or a name in MODEL.KWARGS is unknown; or the image size grows (TRAIN.IM_SIZE_START) and
+            the model has one fixed size.
     """
+    arch, kwargs = find_architecture(cfg.MODEL.ARCH), _to_plain_dict(cfg.MODEL.KWARGS)
+    num_classes = cfg.MODEL.NUM_CLASSES or IMAGENET_CLASSES  # 0: there is no data that would tell
     parameters, is_open = find_keywords(arch.constructor, num_classes)
     # A model of a plug-in may have parameters without a default.
     known = kwargs if is_open else parameters
@@ -236,12 +220,13 @@ def make_model_spec(
         fix = f"fix: set MODEL.KWARGS.{missing[0]}"
         raise ConfigError(Problem("MODEL.KWARGS", f"{arch.name} has no default for {', '.join(missing)}; {fix}"))
     size_name = next((name for name in SIZE_NAMES if name in parameters), None)
-    if size_grows and size_name and not kwargs.get(DYNAMIC_SIZE):
+    if cfg.TRAIN.IM_SIZE_START and size_name and not kwargs.get(DYNAMIC_SIZE):
         remedy = f", or MODEL.KWARGS.{DYNAMIC_SIZE} True" if DYNAMIC_SIZE in parameters else ""
         message = f"{arch.name} has one fixed image size, its {size_name}; fix: set TRAIN.IM_SIZE_START 0{remedy}"
         raise ConfigError(Problem("TRAIN.IM_SIZE_START", message))
     is_set = not kwargs.keys().isdisjoint(SIZE_NAMES)
-    return ModelSpec(arch, num_classes, kwargs, {size_name: im_size} if size_name and not is_set else {})
+    im_size = {size_name: cfg.TRAIN.IM_SIZE} if size_name and not is_set else {}
+    return ModelSpec(arch, num_classes, kwargs, im_size, cfg.DATA.CHANNELS)
 
 
 def find_keywords(constructor: Constructor, num_classes: int) -> tuple[Parameters, bool]:

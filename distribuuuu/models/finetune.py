@@ -84,14 +84,8 @@ def load_backbone(
 ) -> tuple[str, int]:
     """Load every tensor whose name and shape match; prefixes of wrappers are ignored.
 
-    A layer of the head is loaded completely or not at all. If tensors are missing, timm's conversion for the model is
-    tried too: it also resamples position embeddings to another image size.
-
-    Args:
-        model: the model; tensors that are not loaded stay unchanged.
-        state_dict: the weights.
-        head: the names of the layers of the head.
-        reset_head: load no layer of the head.
+    A layer of the head, of which `head` has the names, is loaded completely or, as with `reset_head`, not at all. If
+    tensors are missing, timm's conversion for the model is tried too: it also resamples position embeddings.
 
     Returns:
         What was loaded, in words, and the number of tensors of the backbone that were not.

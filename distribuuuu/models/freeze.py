@@ -26,11 +26,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
     A batch norm is frozen if all of its parameters are, or if a pattern matches its name. Its statistics are then
     constant, even after `model.train()`. Call it after every conversion of layers (MODEL.SYNCBN). Copies and wrappers
-    of the model stay frozen; the state dict does not record it.
-
-    Args:
-        model: the model.
-        patterns: fnmatch patterns of full names, of parameters or of modules that contain them.
+    of the model stay frozen; the state dict does not record it. Patterns are matched as by `is_match`.
 
     Raises:
         ConfigError: a pattern matches nothing, or nothing is left to train.

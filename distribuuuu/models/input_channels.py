@@ -9,14 +9,7 @@ from distribuuuu.config import ConfigError, Problem
 def replace_input(model: nn.Module, arch: str, channels: int, keep_weights: object) -> None:
     """Let the first convolution of a model, of three channels, take another number of them.
 
-    Args:
-        model: the model, which is modified.
-        arch: its name.
-        channels: the number.
-        keep_weights: adapt its weights, see `adapt_input`; else new ones are drawn with their standard deviation.
-
-    Raises:
-        ConfigError: the model has no such convolution.
+    With `keep_weights`, its weights are adapted, see `adapt_input`; else new ones are drawn with their deviation.
     """
     conv = find_input(model)
     if conv is None:

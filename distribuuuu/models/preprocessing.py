@@ -28,9 +28,7 @@ FOLLOWING = (*STATISTICS, "DATA.INTERPOLATION", "TEST.INTERPOLATION", *SIZES)
 def resolve_preprocessing(cfg: Config, weights: str = "") -> Config:
     """Return a config that follows the preprocessing of its weights; `cfg.notes` says what does, and what differs.
 
-    Args:
-        cfg: a frozen config.
-        weights: the weights of an evaluation, a file or `pretrained`; empty: those that a training starts with.
+    `weights` are those of an evaluation, a file or `pretrained`; empty: those that a training starts with.
     """
     if cfg.notes:  # it was resolved before
         return cfg
@@ -52,11 +50,7 @@ def resolve_preprocessing(cfg: Config, weights: str = "") -> Config:
 
 
 def _keep(cfg: Config, file: Path) -> Config:
-    """Return a config whose options that are not set are those that a run was trained with, from its stored config.
-
-    Raises:
-        ConfigError: the stored config cannot be read.
-    """
+    """Return a config whose options that are not set are those that a run was trained with, from its stored config."""
     trained, problems = read_cfg(FoundConfig(file))
     if not trained.origins:  # nothing of it can be read; an option of another version is no reason
         raise ConfigError(problems)
@@ -70,15 +64,9 @@ def _keep(cfg: Config, file: Path) -> Config:
 
 
 def follow(cfg: Config, source: str, theirs: Mapping[str, Any]) -> Config:
-    """Return a config whose options that are not set are those of weights.
+    """Return a config whose options that are not set are those of weights, which messages call `source`.
 
-    Args:
-        cfg: a frozen config.
-        source: the weights, for messages.
-        theirs: options of the weights, which may be untrusted; others than `FOLLOWING` are ignored.
-
-    Raises:
-        ConfigError: an option of the weights is invalid.
+    The options of the weights, `theirs`, may be untrusted; others than `FOLLOWING` are ignored.
     """
     known = {key: theirs[key] for key in FOLLOWING if theirs.get(key) not in (None, (), [])}
     has_channels = cfg.DATA.CHANNELS in (1, theirs.get("DATA.CHANNELS", 3))
@@ -131,10 +119,7 @@ def _is_same(one: Any, other: Any) -> bool:
 def read_preprocessing(arch: str, weights: str, ema: bool = True) -> Mapping[str, Any]:
     """Return the options of weights by key, as far as they are known.
 
-    Args:
-        arch: the name of the model, for published weights.
-        weights: `pretrained`, a file, or the folder of a run or of a model of the Hub.
-        ema: of a run, the file of the averaged weights.
+    The weights are `pretrained`, a file, or the folder of a run (with `ema`, the averaged ones) or of a Hub's model.
     """
     try:
         if weights == PUBLISHED:

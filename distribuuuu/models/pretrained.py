@@ -23,9 +23,6 @@ def find_published(arch: Architecture, key: str = "MODEL.PRETRAINED") -> tuple[s
 
     Nothing is downloaded. A registered constructor has some if it has a parameter `pretrained`. `key` is the option
     that asks for them.
-
-    Raises:
-        ConfigError: there are none.
     """
     parameters = inspect.signature(arch.constructor).parameters
     if arch.source == "timm":

@@ -1,6 +1,6 @@
 """OPTIM.CLIP: clipping of gradients by their norm, by value, and of each unit by the norm of its weights."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -10,27 +10,11 @@ from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.comm import to_local
 
 
-def build_clipper(kind: str, limit: float, head: Collection[torch.Tensor]) -> Callable[[Iterable[torch.Tensor]], None]:
-    """Return clip(parameters).
-
-    Args:
-        kind: a value of OPTIM.CLIP.
-        limit: the largest norm, value or, for `agc`, part of the norm of the weights.
-        head: the parameters that `agc` leaves out.
-    """
-    left_out = {id(parameter) for parameter in head}
-
-    def clip(parameters: Iterable[torch.Tensor]) -> None:
-        if kind == "norm":
-            clip_grad_norm(parameters, limit)
-        elif kind == "agc":
-            clip_adaptively((parameter for parameter in parameters if id(parameter) not in left_out), limit)
-        else:
-            grads = [to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-            torch._foreach_clamp_min_(grads, -limit)
-            torch._foreach_clamp_max_(grads, limit)
-
-    return clip
+def clip_values(parameters: Iterable[torch.Tensor], limit: float) -> None:
+    """Clamp the gradients of parameters, sharded or not, to `limit` and its negative."""
+    grads = [to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    torch._foreach_clamp_min_(grads, -limit)
+    torch._foreach_clamp_max_(grads, limit)
 
 
 def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> None:
@@ -63,13 +47,14 @@ def whole_norms(norms: torch.Tensor, parameter: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def clip_adaptively(parameters: Iterable[torch.Tensor], limit: float, eps: float = 1e-3) -> None:
-    """Scale the gradient of each unit down to `limit` times the norm of its weights, `eps` or more.
+def clip_adaptively(parameters: Iterable[torch.Tensor], limit: float, head: Collection[torch.Tensor]) -> None:
+    """Scale the gradient of each unit, but for the head's, down to `limit` times the norm of its weights, 1e-3 or more.
 
     A unit is a row (the first dimension) of a weight, or a whole vector (Brock et al., arXiv 2102.06171). Every process
     must call it.
     """
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    left_out = {id(parameter) for parameter in head}
+    parameters = [weight for weight in parameters if weight.grad is not None and id(weight) not in left_out]
     pairs = [(to_local(weight), to_local(weight.grad)) for weight in parameters if weight.grad is not None]
     parts = [tensor.norm() for pair in pairs for tensor in pair if tensor.ndim <= 1]
     # The rows of a vector may be those of several processes.
@@ -80,5 +65,5 @@ def clip_adaptively(parameters: Iterable[torch.Tensor], limit: float, eps: float
             torch.linalg.vector_norm(tensor, dim=dims, keepdim=True) if dims else next(vectors)
             for tensor in (weight, grad)
         )
-        most = own.clamp(min=eps) * limit
+        most = own.clamp(min=1e-3) * limit
         grad.mul_(torch.where(norm < most, 1.0, most / norm.clamp(min=1e-6)))

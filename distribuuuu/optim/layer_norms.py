@@ -14,12 +14,8 @@ class LayerNorms:
     """L2 norms of each trained parameter before a step, of its gradient and of its update, for LOG.LAYER_NORMS.
 
     The gradient is what the optimizer gets: averaged over the processes, without loss scaling, and clipped. The norms
-    stay on the device until they are read. A step that is due takes the memory of a copy of the parameters.
-
-    Args:
-        model: the unwrapped model, sharded or not.
-        optimizer: updates the model; a step that it skips has no norms.
-        is_due: tells whether the norms of the current step will be read.
+    stay on the device until they are read. A step that is due takes the memory of a copy of the parameters; one that
+    the optimizer skips has no norms. The model may be sharded, and has no wrapper.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, is_due: Callable[[], bool]):

@@ -11,11 +11,7 @@ from distribuuuu.config.errors import did_you_mean
 
 
 def layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
-    """Return each parameter's learning-rate factor: `layer_decay` to the power of the number of layers after it.
-
-    Raises:
-        ConfigError: the model has no group matcher, by which timm's models define their layers.
-    """
+    """Return each parameter's learning-rate factor: `layer_decay` to the power of the number of layers after it."""
     group_matcher: Any = getattr(model, "group_matcher", None)
     if group_matcher is None:
         message = f"{type(model).__name__} has no group matcher to define its layers; use a model of timm"
@@ -43,11 +39,7 @@ def no_match(pattern: str, names: Iterable[str]) -> str:
 
 
 def exempt_parameters(model: nn.Module, patterns: Collection[str]) -> set[str]:
-    """Return the names of the parameters that a pattern of OPTIM.NO_WEIGHT_DECAY matches.
-
-    Raises:
-        ConfigError: with a message for each pattern without parameters.
-    """
+    """Return the names of the parameters that a pattern of OPTIM.NO_WEIGHT_DECAY matches."""
     names = [name for name, _ in model.named_parameters()]
     matched = {pattern: {name for name in names if is_match(name, pattern)} for pattern in patterns}
     if missing := [pattern for pattern in patterns if not matched[pattern]]:
@@ -56,11 +48,7 @@ def exempt_parameters(model: nn.Module, patterns: Collection[str]) -> set[str]:
 
 
 def lr_multipliers(model: nn.Module, lr_mult: Mapping[str, float]) -> dict[str, float]:
-    """Return the learning-rate factor of each trainable parameter that a pattern matches; the first match counts.
-
-    Raises:
-        ConfigError: with a message for each pattern that is the first match of no parameter.
-    """
+    """Return the learning-rate factor of each trainable parameter that a pattern matches; the first match counts."""
     names = [name for name, _ in model.named_parameters()]
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     first = {name: next((pattern for pattern in lr_mult if is_match(name, pattern)), None) for name in trained}

@@ -45,11 +45,7 @@ def given_options(cfg) -> dict[str, Any]:
 
 
 def check_arguments(cfg, constructor: Callable) -> dict[str, Any]:
-    """Return OPTIM.KWARGS as keyword arguments of an optimizer's constructor.
-
-    Raises:
-        ConfigError: with each name that is not a parameter of it.
-    """
+    """Return OPTIM.KWARGS as keyword arguments of an optimizer's constructor."""
     known = inspect.signature(constructor).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         free = [name for name in known if name not in OPTIM_ARGUMENTS] or ["none"]

@@ -17,7 +17,7 @@ keyword it also gets those of `momentum`, `dampening`, `nesterov`, `betas` and `
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -41,20 +41,15 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer OPTIM.NAME of all trainable parameters; `set_lr` sets its learning rate before every step.
 
-    Args:
-        cfg: the config.
-        model: the model, on its device.
-        global_batch: images per step, for OPTIM.LR_SCALE: some optimizers relate weight decay to the initial rate.
-        regroup: returns other groups of the same parameters, see `Task.param_groups`.
+    The initial rate depends on the images per step (OPTIM.LR_SCALE): some optimizers relate weight decay to it.
+    `regroup` returns other groups of the same parameters, see `Task.param_groups`.
 
     Raises:
         ConfigError: an unknown name, an option that the optimizer does not have, a model without layers for
             OPTIM.LAYER_DECAY, or a pattern of FINETUNE.LR_MULT or OPTIM.NO_WEIGHT_DECAY without parameters.
     """
     optim = cfg.OPTIM
-    decays = (optim.WEIGHT_DECAY, optim.NORM_WEIGHT_DECAY, optim.BIAS_WEIGHT_DECAY)
-    groups = parameter_groups(model, *decays, optim.LAYER_DECAY, cfg.FINETUNE.LR_MULT, optim.NO_WEIGHT_DECAY)
-    groups = regroup(groups)
+    groups = regroup(parameter_groups(cfg, model))
     if optim.WEIGHT_DECAY_END >= 0:
         groups = [{**group, FULL_DECAY: group["weight_decay"]} for group in groups]
     lr, kernels = scaled_lr(cfg, global_batch), functools.partial(_kernels, model=model)
@@ -132,43 +127,25 @@ def _adapt_loaded_state(optimizer: torch.optim.Optimizer, content: dict[str, Any
     return {**content, "param_groups": groups}
 
 
-def parameter_groups(
-    model: nn.Module,
-    weight_decay: float,
-    norm_decay: float = -1,
-    bias_decay: float = -1,
-    layer_decay: float = 1,
-    lr_mult: Mapping[str, float] | None = None,
-    no_decay: Collection[str] = (),
-) -> list[dict[str, Any]]:
+def parameter_groups(cfg, model: nn.Module) -> list[dict[str, Any]]:
     """Return one group of trainable parameters for each learning-rate factor and weight decay.
 
-    Args:
-        model: the model.
-        weight_decay: of `weight` parameters.
-        norm_decay: of `norm` parameters; below 0: `weight_decay`.
-        bias_decay: of `bias` parameters; below 0: `weight_decay`.
-        layer_decay: factor of a layer's learning rate relative to the next layer (Clark et al., arXiv 2003.10555; Bao
-            et al., arXiv 2106.08254). Unless it is 1, groups have an `lr_scale`.
-        lr_mult: learning-rate factors by name pattern (see `lr_multipliers`), which multiply those of `layer_decay`;
-            if there are any, groups have an `lr_scale`.
-        no_decay: name patterns of parameters without weight decay, whatever their kind.
-
-    Raises:
-        ConfigError: `layer_decay` for a model that does not define its layers, or a pattern without parameters.
+    A group has an `lr_scale` with OPTIM.LAYER_DECAY (Clark et al., arXiv 2003.10555; Bao et al., arXiv 2106.08254) or
+    FINETUNE.LR_MULT, whose factors are multiplied.
     """
-    decays = {"weight": weight_decay, "norm": norm_decay, "bias": bias_decay}
-    decays = {kind: decay if decay >= 0 else weight_decay for kind, decay in decays.items()}
+    optim, lr_mult = cfg.OPTIM, cfg.FINETUNE.LR_MULT
+    decays = {"weight": optim.WEIGHT_DECAY, "norm": optim.NORM_WEIGHT_DECAY, "bias": optim.BIAS_WEIGHT_DECAY}
+    decays = {kind: decay if decay >= 0 else optim.WEIGHT_DECAY for kind, decay in decays.items()}
     scales: dict[str, float] = {}
     exempt: set[str] = set()
-    if layer_decay != 1 or lr_mult or no_decay:
+    if optim.LAYER_DECAY != 1 or lr_mult or optim.NO_WEIGHT_DECAY:
         from distribuuuu.optim.name_patterns import exempt_parameters, layer_scales, lr_multipliers
 
-        scales = layer_scales(model, layer_decay) if layer_decay != 1 else {}
+        scales = layer_scales(model, optim.LAYER_DECAY) if optim.LAYER_DECAY != 1 else {}
         if lr_mult:
             factors = lr_multipliers(model, lr_mult)
             scales = {name: scales.get(name, 1.0) * factors.get(name, 1.0) for name, _ in model.named_parameters()}
-        exempt = exempt_parameters(model, no_decay)
+        exempt = exempt_parameters(model, optim.NO_WEIGHT_DECAY)
     kinds = parameter_kinds(model) if len(set(decays.values())) > 1 else {}
     groups: dict[tuple[float, float], list[torch.Tensor]] = {}
     for name, parameter in model.named_parameters():

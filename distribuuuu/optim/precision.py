@@ -1,7 +1,6 @@
 """Mixed precision and clipping: autocast, loss scaling for float16, and what happens to gradients before a step."""
 
 import contextlib
-import importlib
 import logging
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -32,7 +31,6 @@ class Precision:
         self._scaler = torch.amp.GradScaler(self._device_type) if name == "fp16" else None
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """Return the context of a forward pass."""
         if not self._dtype:
             return contextlib.nullcontext()
         return torch.autocast(self._device_type, self._dtype, cache_enabled=self._cache)
@@ -78,8 +76,13 @@ def build_clipper(cfg, head: Collection[torch.Tensor] = ()) -> Callable[[Iterabl
 
     It never waits for the device. A gradient that is NaN stays so.
     """
-    kind, limit = cfg.OPTIM.CLIP, cfg.OPTIM.CLIP_NORM if cfg.OPTIM.CLIP == "norm" else cfg.OPTIM.CLIP_LIMIT
-    if kind == "norm" and not limit:
+    kind, norm, limit = cfg.OPTIM.CLIP, cfg.OPTIM.CLIP_NORM, cfg.OPTIM.CLIP_LIMIT
+    if kind == "norm" and not norm:
         return lambda parameters: None
-    clipping = importlib.import_module("distribuuuu.optim.clipping")
-    return clipping.build_clipper(kind, limit, head)
+    from distribuuuu.optim.clipping import clip_adaptively, clip_grad_norm, clip_values
+
+    if kind == "norm":
+        return lambda parameters: clip_grad_norm(parameters, norm)
+    if kind == "agc":
+        return lambda parameters: clip_adaptively(parameters, limit, head)
+    return lambda parameters: clip_values(parameters, limit)

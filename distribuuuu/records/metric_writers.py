@@ -25,7 +25,6 @@ class RecordFile:
         self._unwritten: list[str] = []
 
     def append(self, record: dict[str, Any]) -> None:
-        """Append a record as a line."""
         self._unwritten.append(json.dumps(record) + "\n")
         try:
             self._write("".join(self._unwritten).encode())

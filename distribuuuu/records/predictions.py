@@ -54,7 +54,6 @@ class Recorder:
         self._fits = True  # whether all outputs had one column for each class
 
     def add(self, batch: Any, output: Any) -> None:
-        """Keep the output of a batch."""
         logits, targets = output.logits.detach().float(), output.targets
         if not self.classifies:
             self._fits &= logits.shape == (len(targets), len(self.classes))
@@ -88,8 +87,7 @@ class Recorder:
     def gather(self, device: torch.device) -> dict[str, np.ndarray] | None:
         """Return the arrays of all processes in the order of the data set; every process must call it.
 
-        Returns:
-            None if an output of some process did not have one column for each class.
+        They are None if an output of some process did not have one column for each class.
         """
         if dist.all_reduce_max([not self._fits])[0]:
             return None
@@ -163,9 +161,6 @@ def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
     """Write arrays atomically in the format of `numpy.savez`; the same arrays give the same bytes.
 
     Logits, which do not compress well, are stored as they are.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     with replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays.items():

@@ -65,7 +65,6 @@ class _Handler(logging.StreamHandler):
         self.setFormatter(_LineFormatter(_FILE_TIME if path else _TERMINAL_TIME))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record while the bar is hidden."""
         with tqdm.external_write_mode(file=sys.stderr):
             super().emit(record)
 
@@ -121,12 +120,9 @@ def has_progress_bar() -> bool:
 def progress(
     items: Iterable | None, label: str, total: int | None = None, initial: int = 0, every: int = 1, **options: Any
 ) -> tqdm:
-    """Wrap the items in a progress bar that is updated every `every` items; it is hidden off a terminal.
+    """Wrap the items, of which `initial` are done, in a progress bar; it is hidden off a terminal.
 
-    Args:
-        items: the items; None: the caller updates the bar.
-        label, total, initial: the text before the bar, the number of items, and how many are done.
-        options: arguments of tqdm, e.g. `unit` to show a rate.
+    Without items, the caller updates the bar. `options` are arguments of tqdm, e.g. `unit` to show a rate.
     """
     style: dict[str, Any] = {"disable": not has_progress_bar(), "leave": False, "dynamic_ncols": True}
     style["bar_format"] = None if "unit" in options else _BAR_FORMAT
@@ -306,12 +302,9 @@ class Log:
         return (now - since) / (position - first) * ((self.total_steps or self.num_epochs * self.num_steps) - position)
 
     def add_evaluation_rows(self, epoch: int, results: dict[str, dict], bests: Mapping[str, Any]) -> None:
-        """Log the evaluation at the end of an epoch; its seconds count from the last `train`.
+        """Log the evaluation at the end of an epoch, from 0; its seconds count from the last `train`.
 
-        Args:
-            epoch: from 0.
-            results: results of `evaluate` for each kind of weights, "raw" and "ema".
-            bests: best evaluation of each kind: `value` of the first metric; its text includes the epoch.
+        `results` are those of `evaluate` by kind of weights, "raw" or "ema"; `bests` the best evaluation of each kind.
         """
         seconds, best_texts = time.perf_counter() - self._last_read, []
         selecting = next(iter(self.eval_metrics.values()), "loss")

@@ -36,7 +36,6 @@ class EventFile:
         self._call(None, purge_step=step + 1)
 
     def row(self, record: dict[str, Any], step: int) -> None:
-        """Add a point to each curve of a record."""
         for tag, value in curves_of(record).items():
             self._call("add_scalar", tag, value, step)
 
@@ -45,7 +44,6 @@ class EventFile:
         self._call("add_image", tag, pixels, step)
 
     def end(self) -> None:
-        """Flush and close the file."""
         if self._writer:
             self._call("close")
 

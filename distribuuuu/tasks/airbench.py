@@ -40,11 +40,7 @@ class Lookahead(Classification):
         power: float = setting(3.0, "power of the share of the run by which the decay grows", least=0)
 
     def prepare_training(self, plan: BatchPlan, images: ImageDataset, num_steps: int) -> None:
-        """Build the loss, and copy the initial weights.
-
-        Raises:
-            ConfigError: the weights are sharded.
-        """
+        """Build the loss, and copy the initial weights."""
         super().prepare_training(plan, images, num_steps)
         if self.cfg.DIST.SHARD == "fsdp":
             message = f"got fsdp; TASK.NAME {self.cfg.TASK.NAME} expects whole weights; fix: set it to none or zero1"
@@ -58,12 +54,10 @@ class Lookahead(Classification):
         return {name: value for name, value in weights.items() if value.is_floating_point()}
 
     def update(self, step: Any) -> None:
-        """Take the step of the optimizer, then average the weights if it is due."""
         super().update(step)
         self.finish_step()
 
     def finish_step(self) -> None:
-        """Average the weights if it is due."""
         num_steps = self.state.epoch * self._num_steps + self.state.step + 1
         if num_steps % self.settings.steps == 0:
             decay = self.settings.decay * (num_steps / self._total) ** self.settings.power
@@ -79,11 +73,9 @@ class Lookahead(Classification):
         torch._foreach_copy_(trained, slow)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the slow weights, and the state of the loss."""
         return super().state_dict() | {f"{_SLOW}{name}": value for name, value in self.slow.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the slow weights, and the state of the loss."""
         super().load_state_dict(state)
         for name, value in self.slow.items():
             value.copy_(state[f"{_SLOW}{name}"])
@@ -102,11 +94,7 @@ class AirbenchTraining(Lookahead):
         frozen_from: int = setting(3, "the epoch, from 0, from which it is frozen", least=0)
 
     def prepare_training(self, plan: BatchPlan, images: ImageDataset, num_steps: int) -> None:
-        """Initialize a new model from training images.
-
-        Raises:
-            ConfigError: the model cannot be initialized from images, or lacks the frozen parameter.
-        """
+        """Initialize a new model from training images."""
         cfg, state = self.cfg, self.state
         names = dict(state.model.named_parameters())
         if not hasattr(state.model, "initialize_from") or self.settings.frozen not in names:
@@ -120,11 +108,7 @@ class AirbenchTraining(Lookahead):
             self.slow = {name: value.clone() for name, value in self.trained().items()}
 
     def read_images(self, images: ImageDataset) -> torch.Tensor:
-        """Return evenly spaced images without augmentation, normalized: float32 (N, 3, H, W) on the device.
-
-        Raises:
-            BadImageError: an image cannot be read.
-        """
+        """Return evenly spaced images without augmentation, normalized: float32 (N, 3, H, W) on the device."""
         cfg, num = self.cfg, min(self.settings.images, len(images))
         transform, options = build_transform(cfg, images, train=False), build_decode_options(cfg)
         samples = Samples(images, transform, cfg.DATA.DECODER, cfg.DATA.ON_BAD_IMAGE == "skip", options)
@@ -135,17 +119,14 @@ class AirbenchTraining(Lookahead):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the parameter is frozen in the current epoch."""
         return self.state.epoch >= self.settings.frozen_from
 
     def begin_epoch(self, epoch: int) -> str | None:
-        """Freeze the parameter when its epoch has come."""
         if not dist.is_distributed():  # DDP expects the gradients of all parameters that were trainable at the start
             self.state.model.get_parameter(self.settings.frozen).requires_grad_(not self.is_frozen)
         return super().begin_epoch(epoch)
 
     def update(self, step: Any) -> None:
-        """Take a step without the gradient of the frozen parameter."""
         step.gradients()
         if self.is_frozen:
             self.state.model.get_parameter(self.settings.frozen).grad = None

@@ -25,11 +25,9 @@ class _ConfusionMetric(SumMetric):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(3, classes)."""
         return 3, self.num_classes
 
     def batch_sums(self, output: StepOutput) -> torch.Tensor:
-        """Return the counts of a batch."""
         logits, targets = output.logits, one_hot(output.targets, self.num_classes)
         is_multilabel = output.targets.ndim == 2
         predicted = logits.gt(0).to(torch.uint8) if is_multilabel else one_hot(logits.argmax(1), self.num_classes)
@@ -74,7 +72,6 @@ class ExpectedCalibrationError(SumMetric):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(3, bins)."""
         return 3, NUM_BINS
 
     def batch_sums(self, output: StepOutput) -> torch.Tensor:

@@ -29,11 +29,7 @@ class Distillation(Classification):
     """
 
     def prepare_training(self, plan: BatchPlan, images: ImageDataset, num_steps: int) -> None:
-        """Build the mixer, the loss and the teacher, which stays in evaluation mode.
-
-        Raises:
-            ConfigError: see `build_teacher`.
-        """
+        """Build the mixer, the loss and the teacher, which stays in evaluation mode."""
         super().prepare_training(plan, images, num_steps)
         self.teacher = build_teacher(self.cfg, self.classes).to(self.device).eval().requires_grad_(False)
 

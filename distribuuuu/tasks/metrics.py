@@ -132,20 +132,14 @@ class Mean(SumMetric):
         self.higher_is_better = higher_is_better
 
     def batch_sums(self, output: StepOutput) -> torch.Tensor:
-        """Return the sum that the task computed."""
         return output.sums[self.key]
 
     def value(self, sums: torch.Tensor, count: float) -> float:
-        """Return the mean."""
         return sums.item() / count if count else math.nan
 
 
 def build_metrics(key: str, names: Sequence[str], num_classes: int, topk: int, multilabel: bool) -> dict[str, Metric]:
-    """Return metrics by name, in the order of the names, which the option `key` lists.
-
-    Raises:
-        ConfigError: a metric is not defined for this kind of targets.
-    """
+    """Return metrics by name, in the order of the names, which the option `key` lists."""
     metrics = {name: METRICS.get(name)(num_classes, topk) for name in names}
     flag = "for_multilabel" if multilabel else "for_labels"
     undefined = [name for name, metric in metrics.items() if not getattr(metric, flag)]
@@ -180,11 +174,9 @@ class TopK(SumMetric):
     is_count = True
 
     def label(self, name: str) -> str:
-        """Return e.g. 'top5'."""
         return f"top{self.topk}"
 
     def batch_sums(self, output: StepOutput) -> torch.Tensor:
-        """Return the number of hits."""
         hits = self.hits(output)
         return (hits.any(1) if output.targets.ndim == 2 else hits).sum()
 
@@ -199,16 +191,10 @@ class Top1(TopK):
     """Accuracy: share of the images whose label has the largest logit; ties are ordered as in `topk`."""
 
     def label(self, name: str) -> str:
-        """Return 'top1'."""
         return name
 
     def batch_sums(self, output: StepOutput) -> torch.Tensor:
-        """Return the number of hits."""
         return self.hits(output)[:, 0].sum()
-
-
-class NonFiniteLoss(NonFiniteError):
-    """The training loss is infinite or NaN; raised by every process at the same read of the meter."""
 
 
 def loss_in(state: dict[str, Any]) -> float:
@@ -220,10 +206,10 @@ def check_finite(metrics: dict[str, float]) -> dict[str, float]:
     """Return the values that a meter has read, unchanged.
 
     Raises:
-        NonFiniteLoss: the mean loss is infinite or NaN, of at least one image.
+        NonFiniteError: the mean loss is infinite or NaN, of at least one image; on every process at the same read.
     """
     if metrics.get("count", 1) and not math.isfinite(metrics["loss"]):
-        raise NonFiniteLoss(f"the training loss is {metrics['loss']}")
+        raise NonFiniteError(f"the training loss is {metrics['loss']}")
     return metrics
 
 
@@ -283,11 +269,7 @@ class Meter:
             self._scores.append((output.logits.float(), one_hot(output.targets, output.logits.shape[1])))
 
     def _add_others(self, sums: Mapping[str, torch.Tensor]) -> None:
-        """Add sums that no metric shows.
-
-        Raises:
-            ConfigError: a new one has a reserved name or more than one value.
-        """
+        """Add sums that no metric shows."""
         for name, value in sums.items():
             if name in self._shown:
                 continue

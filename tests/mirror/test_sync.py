@@ -14,8 +14,8 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.run_files import find_path_problem, local_folder, local_run, url_of
 from distribuuuu.mirror import store as store_module
 from distribuuuu.mirror.__main__ import _Child
-from distribuuuu.mirror.store import DamagedError, Store, hash_file, is_mirrored, parse_index
-from distribuuuu.mirror.sync import PRIVATE, ConflictError, Mirror
+from distribuuuu.mirror.store import MirrorError, Store, hash_file, is_mirrored, parse_index
+from distribuuuu.mirror.sync import PRIVATE, Mirror
 
 FILES = {"checkpoints/ckpt_ep_001.pth.tar": b"one", "checkpoints/ckpt_ep_002.pth.tar": b"two", "best.pth.tar": b"best",
          "config.yaml": b"OUT_DIR: x", "metrics.jsonl": b"{}\n"}  # fmt: skip
@@ -56,7 +56,7 @@ def test_an_empty_folder_is_restored_and_unchanged_files_are_not_uploaded_again(
 
 def test_a_damaged_index_is_named_with_its_url(tmp_path):
     write(tmp_path / "store", {"mirror.json": b"\xff{"})
-    with pytest.raises(DamagedError, match=f"file://{tmp_path}/store: mirror.json is not an index .*; fix: "):
+    with pytest.raises(MirrorError, match=f"file://{tmp_path}/store: mirror.json is not an index .*; fix: "):
         mirror_of(tmp_path / "one", tmp_path / "store").reconcile()
 
 
@@ -64,10 +64,10 @@ def test_objects_without_an_index_are_kept_and_the_start_is_refused(tmp_path):
     mirror_of(write(tmp_path / "one"), tmp_path / "store").upload_changes()
     (tmp_path / "store/mirror.json").unlink()
     before, said = read(tmp_path / "store"), r"mirror.json is missing, but objects/ has 5 objects; fix: restore"
-    with pytest.raises(DamagedError, match=f"file://{tmp_path}/store: {said}"):
+    with pytest.raises(MirrorError, match=f"file://{tmp_path}/store: {said}"):
         mirror_of(tmp_path / "empty", tmp_path / "store").reconcile()
     (tmp_path / "one/checkpoints/ckpt_ep_002.pth.tar").unlink()
-    with pytest.raises(DamagedError, match=said):  # the folder lacks the newest checkpoint
+    with pytest.raises(MirrorError, match=said):  # the folder lacks the newest checkpoint
         mirror_of(tmp_path / "one", tmp_path / "store").reconcile()
     assert read(tmp_path / "store") == before and len(before) == 5
 
@@ -100,7 +100,7 @@ def test_the_newer_side_wins_and_two_changed_sides_are_refused(tmp_path):
     other = mirror_of(tmp_path / "b", tmp_path / "store")
     other.reconcile()
     assert other.upload_changes()
-    with pytest.raises(ConflictError, match="another machine has continued this run"):
+    with pytest.raises(MirrorError, match="another machine has continued this run"):
         write(tmp_path / "one", {"best.pth.tar": b"mine"})
         one.upload_changes()
     mirror_of(tmp_path / "one", tmp_path / "store").reconcile()  # no new checkpoint: the mirror wins
@@ -108,7 +108,7 @@ def test_the_newer_side_wins_and_two_changed_sides_are_refused(tmp_path):
     write(tmp_path / "b", {"checkpoints/ckpt_ep_004.pth.tar": b"four"})
     other.upload_changes()
     write(tmp_path / "one", {"checkpoints/ckpt_ep_004.pth.tar": b"mine"})
-    with pytest.raises(ConflictError, match=r"continued by another machine, .*; fix: delete"):
+    with pytest.raises(MirrorError, match=r"continued by another machine, .*; fix: delete"):
         mirror_of(tmp_path / "one", tmp_path / "store").reconcile()
 
 
@@ -134,7 +134,7 @@ def test_damaged_objects_are_skipped_and_the_previous_checkpoint_remains(tmp_pat
         assert {*FILES} - {*read(folder)} == {"checkpoints/ckpt_ep_002.pth.tar"} and "is damaged" in warnings[0]
     previous = tmp_path / "store/objects" / hash_file(tmp_path / "one/checkpoints/ckpt_ep_001.pth.tar").sha256
     previous.unlink()
-    with pytest.raises(ConflictError, match="all checkpoints are damaged"):
+    with pytest.raises(MirrorError, match="all checkpoints are damaged"):
         mirror_of(tmp_path / "none", tmp_path / "store").reconcile()
 
 
@@ -146,7 +146,7 @@ def test_damaged_objects_are_skipped_and_the_previous_checkpoint_remains(tmp_pat
 def test_only_files_of_a_run_are_mirrored(name):
     assert not is_mirrored(name)
     content = {"format": 1, "id": HASH, "generation": 1, "files": {name: {"sha256": HASH, "size": 1}}}
-    with pytest.raises(DamagedError):
+    with pytest.raises(MirrorError):
         parse_index(json.dumps(content).encode())
 
 
@@ -159,7 +159,7 @@ def test_only_files_of_a_run_are_mirrored(name):
 )  # fmt: skip
 def test_an_invalid_index_is_refused(change):
     content = {"format": 1, "id": HASH, "generation": 1, "files": {}, **change}
-    with pytest.raises(DamagedError):
+    with pytest.raises(MirrorError):
         parse_index(json.dumps(content).encode())
 
 
@@ -201,7 +201,7 @@ def test_an_index_that_is_older_than_the_folder_is_refused_and_deletes_nothing(t
     files = read(tmp_path / "one")
     again = mirror_of(tmp_path / "one", tmp_path / "store")
     again.save_state(is_restoring=is_restoring)
-    with pytest.raises(ConflictError, match="mirror.json is older than .*ckpt_ep_003"):
+    with pytest.raises(MirrorError, match="mirror.json is older than .*ckpt_ep_003"):
         again.reconcile()
     assert (read(tmp_path / "one"), read(tmp_path / "store")) == (files, before)
 
@@ -216,7 +216,7 @@ def test_no_checkpoint_is_deleted_before_the_newer_ones_are_verified(tmp_path):
     other.upload_changes()
     stored = tmp_path / "store/objects" / other.index.files["checkpoints/ckpt_ep_003.pth.tar"].sha256
     stored.write_bytes(b"damag")
-    with pytest.raises(ConflictError, match="all checkpoints are damaged"):
+    with pytest.raises(MirrorError, match="all checkpoints are damaged"):
         mirror_of(tmp_path / "one", tmp_path / "store").reconcile()
     assert FILES.keys() <= read(tmp_path / "one").keys()
     stored.write_bytes(b"three")

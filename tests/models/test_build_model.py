@@ -25,7 +25,7 @@ from distribuuuu.models import build_model, check_model
 from distribuuuu.models.botnet import RelativePosition, botnet50
 from distribuuuu.models.build import initialize
 from distribuuuu.models.cifar_resnet import CifarBlock, CifarResNet
-from distribuuuu.models.find_architecture import Architecture, find_architecture, make_model_spec
+from distribuuuu.models.find_architecture import build_model_spec, find_architecture
 from distribuuuu.models.torchvision_nets import NAMES
 
 
@@ -88,11 +88,11 @@ def test_unknown_keywords_are_reported_at_once_with_the_near_ones():
         assert key in problems_of(check_model, cfg)[0]
 
 
-def test_a_parameter_without_a_default_can_be_set():
-    architecture = Architecture("own", "distribuuuu", lambda num_classes, width: nn.Linear(width, num_classes))
-    assert make_model_spec(architecture, 3, {"width": 5}, 224).build().in_features == 5
+def test_a_parameter_without_a_default_can_be_set(monkeypatch):
+    monkeypatch.setitem(MODELS._table, "own", lambda num_classes, width: nn.Linear(width, num_classes))
+    assert build_model_spec(make_cfg("own", 3, width=5)).build().in_features == 5
     with pytest.raises(ConfigError, match="own has no default for width; fix: set MODEL.KWARGS.width"):
-        make_model_spec(architecture, 3, {}, 224)
+        build_model_spec(make_cfg("own", 3))
 
 
 def test_refused_value_names_its_key():
@@ -120,13 +120,13 @@ def test_image_size_reaches_the_constructors_that_take_one():
 
 
 @pytest.mark.parametrize("error", [TypeError("b"), ValueError("c")])
-def test_bug_in_a_constructor_is_not_hidden(error):
+def test_bug_in_a_constructor_is_not_hidden(monkeypatch, error):
     def broken(num_classes, width=8):
         raise error
 
-    spec = make_model_spec(Architecture("broken", "distribuuuu", broken), 10, {}, 224)
+    monkeypatch.setitem(MODELS._table, "broken", broken)
     with pytest.raises(type(error)) as caught:
-        spec.build()
+        build_model_spec(make_cfg("broken")).build()
     assert caught.value is error
 
 
@@ -219,7 +219,7 @@ def test_initial_weights_by_fan_out_are_those_of_pycls(arch):
 def test_weights_that_timm_is_told_to_read_are_plain_data(tmp_path, name):
     """Below the check of the keywords, which refuses these names."""
     torch.save({"state_dict": Payload(tmp_path / "done")}, tmp_path / "x.pth")
-    spec = make_model_spec(find_architecture("timm/test_efficientnet"), 3, {}, 224)
+    spec = build_model_spec(make_cfg("timm/test_efficientnet", 3))
     with pytest.raises((RuntimeError, pickle.UnpicklingError)):  # the type depends on the version of timm
         spec.build(pretrained=True, **{name: {"file": str(tmp_path / "x.pth"), "architecture": "test_efficientnet"}})
     assert not (tmp_path / "done").exists()

@@ -78,10 +78,10 @@ def test_without_decay_of_norms_and_biases_the_groups_are_those_of_timm(name):
     model = tiny(name)
     exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
     expected = timm.optim.param_groups_weight_decay(model, 0.05, no_weight_decay_list=exempt)
-    groups = parameter_groups(model, 0.05, norm_decay=0, bias_decay=0)
+    groups = parameter_groups(make_cfg("OPTIM.WEIGHT_DECAY", 0.05, *NO_DECAY), model)
     assert settings_of(model, groups) == settings_of(model, expected) and len(groups) == 2
     expected = timm.optim.param_groups_layer_decay(model, 0.05, exempt, layer_decay=0.65)
-    groups = parameter_groups(model, 0.05, norm_decay=0, bias_decay=0, layer_decay=0.65)
+    groups = parameter_groups(make_cfg("OPTIM.WEIGHT_DECAY", 0.05, *NO_DECAY, "OPTIM.LAYER_DECAY", 0.65), model)
     assert settings_of(model, groups) == settings_of(model, expected)
 
 
@@ -97,7 +97,7 @@ def test_factors_multiply_the_rate_of_what_their_patterns_match_and_the_first_co
     set_lr(optimizer, 0.2)
     expected = {"0.weight": 0.1, "0.bias": 0.1, "1.weight": 0.1, "1.bias": 0.1, "4.weight": 2.0, "4.bias": 1.0}
     assert rates_of(model, optimizer) == pytest.approx(expected)
-    assert settings_of(model, parameter_groups(model, 0.1, lr_mult={"4": 3.0}))["0.weight"] == (0.1, 1.0)
+    assert settings_of(model, parameter_groups(make_cfg("FINETUNE.LR_MULT.4", 3), model))["0.weight"] == (5e-5, 1.0)
 
 
 def test_each_kind_has_its_own_weight_decay():

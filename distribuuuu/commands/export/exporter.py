@@ -7,7 +7,6 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from distribuuuu.data.crops import EvalCrop
 from distribuuuu.files.new_folder import new_folder
 from distribuuuu.inference.forward_chunks import UnlabeledImages
 from distribuuuu.inference.loaded_run import CPU, LoadedRun
-from distribuuuu.models.find_architecture import ModelSpec, find_architecture, make_model_spec
+from distribuuuu.models.find_architecture import ModelSpec, build_model_spec, find_architecture
 from distribuuuu.records.environment import describe_hardware, find_commit, list_versions
 from distribuuuu.records.results import describe_evaluation
 from distribuuuu.tasks.base import Task
@@ -223,8 +222,7 @@ def find_timm_model(run: LoadedRun) -> ModelSpec:
     if not timm.is_model(arch.name):
         raise ConfigError(f"--to timm: timm has no model {arch.name}; {_REMEDY}")
     if arch.source == "timm":
-        spec = make_model_spec(arch, len(run.classes), dict(cfg.MODEL.KWARGS), cfg.TRAIN.IM_SIZE)
-        return replace(spec, channels=cfg.DATA.CHANNELS)
+        return build_model_spec(cfg)
     return ModelSpec(find_architecture(f"timm/{arch.name}"), len(run.classes), {}, {}, cfg.DATA.CHANNELS)
 
 

@@ -64,11 +64,9 @@ class MLflow(Tracker):
         self._client.log_artifact(self._run_id, str(path), "images")
 
     def send_file(self, path: Path) -> None:
-        """Send a file as an artifact."""
         self._client.log_artifact(self._run_id, str(path))
 
     def finish(self) -> None:
-        """Set the status of the run."""
         self._client.set_terminated(self._run_id)
 
 

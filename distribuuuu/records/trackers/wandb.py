@@ -44,7 +44,6 @@ class Wandb(Tracker):
         self._run.log({f"images/{tag}": self._api.Image(str(path))}, step=max(step, newest))
 
     def send_file(self, path: Path) -> None:
-        """Log a file as an artifact of the run."""
         artifact = self._api.Artifact(f"{self._identifier}-{path.stem}", type="result")
         artifact.add_file(str(path))
         self._run.log_artifact(artifact)
