@@ -84,7 +84,6 @@ def plugin(tmp_path_factory) -> Path:
 @pytest.fixture
 def server(tmp_path, monkeypatch, plugin) -> Server:
     monkeypatch.setenv("SERVER", str(tmp_path / "server"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return Server(tmp_path / "server", plugin)
 
 
@@ -319,7 +318,6 @@ def test_a_resumed_run_is_one_run_of_the_tracker(small_cfg, tmp_path, monkeypatc
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
     words = ("LOG.TRACKERS", name, "CHECKPOINT.EVERY_STEPS", 2)
     train_and_stop(small_cfg(*words), (0, 2), monkeypatch)
