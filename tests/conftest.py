@@ -1,4 +1,4 @@
-"""Fixtures of all tests: small images, and the config of a small run."""
+"""Fixtures of all tests. They import what needs torch themselves: a process that hands tests to others needs none."""
 
 import fcntl
 import gc
@@ -11,23 +11,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from support.images import draw_folder
-from support.object_store import ObjectStore, object_store
-from support.runs import small_options, train_and_evaluate
 
 from distribuuuu.config import load_cfg
-from distribuuuu.data.datasets.shapes_drawing import draw_all
 from distribuuuu.launch.signals import SignalState
-from distribuuuu.trainer import train_model
 
-# Forked processes must not inherit a thread pool, and small tensors are faster without one.
-torch.set_num_threads(1)
-# If the first backward pass of a process comes after an export of torch, it starts threads for devices that the export
-# has registered, and no process that is forked later could compute gradients.
-torch.zeros((), requires_grad=True).backward()
+
+def pytest_collectstart():
+    """Prepare a process that runs tests: forked ones must not inherit a thread pool, and small tensors need none."""
+    import torch
+
+    torch.set_num_threads(1)
+    # If the first backward pass of a process comes after an export of torch, it starts threads for devices that the
+    # export has registered, and no process that is forked later could compute gradients.
+    torch.zeros((), requires_grad=True).backward()
 
 
 def pytest_collection_finish():
@@ -39,6 +36,9 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def isolated_state():
     """Start each test with the same random state; restore the environment and the settings that a run changes."""
+    import numpy as np
+    import torch
+
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(9876)  # not a seed that a test sets itself
     environment, cudnn = dict(os.environ), torch.backends.cudnn
@@ -74,6 +74,8 @@ def one_test_on_the_cluster(request):
 @pytest.fixture(scope="session")
 def image_folder(tmp_path_factory) -> Path:
     """A folder of 48 training and 37 validation images in three classes; 37 is a prime number."""
+    from support.images import draw_folder
+
     root = tmp_path_factory.mktemp("images")
     draw_folder(root, "train", {"ant": 16, "bee": 16, "cat": 16})
     draw_folder(root, "val", {"ant": 12, "bee": 12, "cat": 13})
@@ -83,6 +85,8 @@ def image_folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def sixty_images(tmp_path_factory) -> Path:
     """A folder of 60 training and 20 validation images in three classes."""
+    from support.images import draw_folder
+
     root = tmp_path_factory.mktemp("sixty_images")
     draw_folder(root, "train", {"ant": 20, "bee": 20, "cat": 20})
     draw_folder(root, "val", {"ant": 6, "bee": 7, "cat": 7})
@@ -90,8 +94,10 @@ def sixty_images(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def object_server() -> Iterator[ObjectStore]:
+def object_server() -> Iterator:
     """A server of the S3 protocol; the test is skipped if a package is missing."""
+    from support.object_store import object_store
+
     with object_store() as server:
         yield server
 
@@ -99,6 +105,7 @@ def object_server() -> Iterator[ObjectStore]:
 @pytest.fixture
 def small_cfg(image_folder, tmp_path) -> Callable:
     """Return small_cfg(KEY, VALUE, ...): the config of a run that takes a second; OUT_DIR is `tmp_path / "out"`."""
+    from support.runs import small_options
 
     def make(*overrides: Any):
         return load_cfg(None, small_options(image_folder, tmp_path / "out", *overrides))
@@ -109,6 +116,8 @@ def small_cfg(image_folder, tmp_path) -> Callable:
 @pytest.fixture(scope="session")
 def finished_run(image_folder, tmp_path_factory) -> Path:
     """OUT_DIR of a finished run of the config of `small_cfg`; tests do not change it."""
+    from support.runs import small_options, train_model
+
     out_dir = tmp_path_factory.mktemp("finished")
     train_model(load_cfg(None, small_options(image_folder, out_dir)))
     return out_dir
@@ -123,6 +132,8 @@ def copied_run(finished_run, tmp_path) -> Path:
 @pytest.fixture(scope="session")
 def shapes_folder(tmp_path_factory) -> Path:
     """A folder of 200 training and 70 evaluation images of ten shapes."""
+    from distribuuuu.data.datasets.shapes_drawing import draw_all
+
     root = tmp_path_factory.mktemp("shapes")
     draw_all(root, {"train": 200, "val": 70}, 40, 0)
     return root
@@ -131,12 +142,16 @@ def shapes_folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def shapes_run(shapes_folder, tmp_path_factory) -> Path:
     """OUT_DIR of a run on the shapes that is right on some images and wrong on others."""
+    from support.runs import train_and_evaluate
+
     return train_and_evaluate(shapes_folder, tmp_path_factory.mktemp("run") / "out", "OPTIM.MAX_EPOCH", 3)
 
 
 @pytest.fixture(scope="session")
 def labels_run(shapes_folder, tmp_path_factory) -> Path:
     """OUT_DIR of a run with several labels per image."""
+    from support.runs import train_and_evaluate
+
     root = tmp_path_factory.mktemp("labels")
     for split in ("train", "val"):
         (root / split).symlink_to(shapes_folder / split)

@@ -31,8 +31,8 @@ from distribuuuu.trainer import train_model
 EXAMPLES = ROOT / "docs" / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml") if path.stem != "soup")  # a script, not a plug-in
 MAX_LINES = 90
-NUM_IMAGES, NUM_STEPS = 160, 8
-SMALL_SHAPES = functools.partial(draw_shapes, num_train=NUM_IMAGES, num_val=100)
+NUM_IMAGES, NUM_STEPS, NUM_EVALUATED = 160, 8, 40
+SMALL_SHAPES = functools.partial(draw_shapes, num_train=NUM_IMAGES, num_val=NUM_EVALUATED)
 # The quantities that an example records: in training, and in the evaluation.
 QUANTITIES = {
     "crop_position": ({"position_error"}, set()),
@@ -54,7 +54,7 @@ def write_parquet(folder: Path) -> None:
     """Write the shapes into train.parquet and val.parquet."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    root = draw_shapes(folder / "shapes", NUM_IMAGES, 100)
+    root = draw_shapes(folder / "shapes", NUM_IMAGES, NUM_EVALUATED)
     for split in ("train", "val"):
         images = sorted((root / split).rglob("*.jpg"))
         columns = {"image": [image.read_bytes() for image in images], "label": [image.parent.name for image in images]}
@@ -69,7 +69,8 @@ def words_of(name: str, root: Path, out_dir: Path) -> list[str]:
     if cfg.DATA.NAME == "parquet_rows":
         write_parquet(root)
         words += ["TRAIN.DATASET", str(root), "TEST.DATASET", str(root)]
-    words += ["MODEL.KWARGS.norm", "group"] if cfg.MODEL.ARCH.startswith("resnet") else []
+    if cfg.MODEL.ARCH.startswith("resnet"):
+        words += ["MODEL.KWARGS", "{norm: group, width: 8}", "TRAIN.IM_SIZE", "16"]
     words += OPTIONS.get(name, [])
     return words + (["DISTILL.WEIGHTS", str(root / "teacher.pth.tar")] if cfg.DISTILL.TEACHER else [])
 
@@ -163,7 +164,7 @@ def test_an_example_resumes_bitwise_and_runs_on_two_processes(name, root, tmp_pa
     assert_same_on_processes(cfg, 2)
     on_processes(1, run_test, tmp_path / "whole", name)
     result = json.loads((tmp_path / "whole" / "test_results.json").read_text())
-    assert result["evaluation"]["count"] == 100
+    assert result["evaluation"]["count"] == NUM_EVALUATED
 
 
 @pytest.mark.slow

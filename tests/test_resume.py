@@ -7,20 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import runs
 from support.processes import on_processes
-from support.runs import (
-    GROUP_NORM,
-    Stopped,
-    assert_close,
-    assert_same_run,
-    newest,
-    records,
-    small_options,
-    timeless,
-    train_and_kill,
-    train_and_read,
-    train_and_stop,
-)
+from support.runs import GROUP_NORM, assert_close, assert_same_run, records, small_options, timeless, train_and_read
 from support.tables import slow
 from torch.utils._pytree import tree_flatten
 
@@ -106,7 +95,7 @@ def uninterrupted(image_folder, tmp_path_factory, options_of):
 def stop_run(cfg, way: str, place: tuple[int, int], monkeypatch) -> None:
     """Train up to a place: killed after its checkpoint, stopped by a signal, or killed in the evaluation after it."""
     if way == "killed":
-        train_and_stop(cfg, place, monkeypatch)
+        runs.train_and_stop(cfg, place, monkeypatch)
         return
     set_lr, evaluate, num_steps = trainer.set_lr, trainer.evaluate, itertools.count(1)
 
@@ -117,10 +106,10 @@ def stop_run(cfg, way: str, place: tuple[int, int], monkeypatch) -> None:
 
     def evaluate_or_die(*args):
         if way == "evaluation" and (Path(cfg.OUT_DIR) / "best.pth.tar").exists() == bool(place[0]):
-            raise Stopped
+            raise runs.Stopped
         return evaluate(*args)
 
-    with monkeypatch.context() as patch, pytest.raises((RunStopped, Stopped)) as stopped:
+    with monkeypatch.context() as patch, pytest.raises((RunStopped, runs.Stopped)) as stopped:
         patch.setattr(trainer, "set_lr", set_lr_or_signal)
         patch.setattr(trainer, "evaluate", evaluate_or_die)
         train_model(cfg)
@@ -134,7 +123,7 @@ def assert_same_checkpoint(one: Path, other: Path) -> None:
     """Compare the newest checkpoints of two runs, but for the times, the folder and the number of workers."""
     # `checkpoints` lists the checkpoints in the folder: a stopped run has one more.
     left_out = {"seconds", "timing", "peak_memory_mib", "config", "checkpoints", "meter"}
-    contents = [{key: value for key, value in newest(out).items() if key not in left_out} for out in (one, other)]
+    contents = [{key: value for key, value in runs.newest(out).items() if key not in left_out} for out in (one, other)]
     (leaves, form), (others, other_form) = map(tree_flatten, contents)
     assert form == other_form
     for mine, theirs in zip(leaves, others, strict=True):
@@ -162,7 +151,7 @@ def test_a_resumed_run_is_the_whole_one(uninterrupted, options_of, small_cfg, tm
 def test_several_processes_resume_bitwise(small_cfg, tmp_path, num, place, words):
     words = (*words, "CHECKPOINT.EVERY_STEPS", 1, "TRAIN.GLOBAL_BATCH_SIZE", 12)
     on_processes(num, train_and_read, small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
-    on_processes(num, train_and_kill, small_cfg(*words), place)
+    on_processes(num, runs.train_and_kill, small_cfg(*words), place)
     on_processes(num, train_and_read, small_cfg(*words))
     assert_same_checkpoint(tmp_path / "out", tmp_path / "whole")
     assert timeless(tmp_path / "out") == timeless(tmp_path / "whole")
@@ -171,7 +160,7 @@ def test_several_processes_resume_bitwise(small_cfg, tmp_path, num, place, words
 def test_a_run_resumes_with_another_number_of_processes(small_cfg, tmp_path, monkeypatch):
     shared = ("TRAIN.GLOBAL_BATCH_SIZE", 12, "CHECKPOINT.EVERY_STEPS", 1, "OPTIM.MAX_EPOCH", 1, *GROUP_NORM)
     alone = train_and_read(small_cfg(*shared, "OUT_DIR", tmp_path / "alone"))
-    train_and_stop(small_cfg(*shared), (0, 3), monkeypatch)
+    runs.train_and_stop(small_cfg(*shared), (0, 3), monkeypatch)
     assert_close(on_processes(2, train_and_read, small_cfg(*shared))[0], alone, 1e-5)
 
 
@@ -182,7 +171,7 @@ def test_a_run_that_ends_within_an_epoch_is_resumed(small_cfg, tmp_path, monkeyp
     rows = [(row["kind"], row["epoch"], row["step"]) for row in timeless(tmp_path / "whole")]
     assert rows[4:] == [("eval", 1, 4), ("train", 2, 1), ("train", 2, 2), ("eval", 2, 2)]
     assert (whole["epoch"], whole["step"], timeless(tmp_path / "whole")[-2]["lr"]) == (1, 0, pytest.approx(0.1 / 26))
-    train_and_stop(small_cfg(*words), (1, 1), monkeypatch)
+    runs.train_and_stop(small_cfg(*words), (1, 1), monkeypatch)
     train_model(small_cfg(*words, "TRAIN.WORKERS", 2))
     assert_same_checkpoint(tmp_path / "out", tmp_path / "whole")
     assert timeless(tmp_path / "out") == timeless(tmp_path / "whole")
@@ -205,8 +194,8 @@ def test_processes_that_share_a_global_batch_train_the_same_model(small_cfg, tmp
 
 def test_a_drawn_seed_is_kept_when_the_run_is_resumed(small_cfg, monkeypatch):
     cfg = small_cfg("RNG_SEED", "null", "CHECKPOINT.EVERY_STEPS", 2)
-    train_and_stop(cfg, (0, 2), monkeypatch)
-    seed = newest(cfg.OUT_DIR)["seed"]
+    runs.train_and_stop(cfg, (0, 2), monkeypatch)
+    seed = runs.newest(cfg.OUT_DIR)["seed"]
     assert train_and_read(cfg)["seed"] == seed
 
 
@@ -218,7 +207,7 @@ COMPILED = ("MODEL.COMPILE", "default", "TEST.BATCH_SIZE", 14, "EMA.HALF_LIFE", 
 def test_a_compiled_run_resumes_bitwise(small_cfg, tmp_path, monkeypatch):
     train_model(small_cfg(*COMPILED, "OUT_DIR", tmp_path / "uninterrupted"))
     torch._dynamo.reset()
-    train_and_stop(small_cfg(*COMPILED), (0, 2), monkeypatch)
+    runs.train_and_stop(small_cfg(*COMPILED), (0, 2), monkeypatch)
     torch._dynamo.reset()
     train_model(small_cfg(*COMPILED))
     assert_same_run(tmp_path / "uninterrupted", tmp_path / "out")

@@ -8,20 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import runs
 from support.processes import free_port, on_processes
-from support.runs import (
-    ROOT,
-    assert_close,
-    assert_same_run,
-    newest,
-    problems_of,
-    records,
-    run_python,
-    run_tool,
-    small_options,
-    timeless,
-    train_and_read,
-)
+from support.runs import ROOT, assert_close, assert_same_run, records, small_options, timeless, train_and_read
 
 from distribuuuu import trainer
 from distribuuuu.checkpoint.manager import CheckpointManager
@@ -32,7 +21,7 @@ from distribuuuu.trainer import evaluate_weights, train_model
 def test_a_run_that_ends_after_an_epoch_continues_exactly(finished_run, small_cfg, tmp_path):
     for _ in range(2):  # the second start has nothing to do
         train_model(small_cfg(), stop_epoch=1)
-        assert newest(tmp_path / "out")["epoch"] == 0
+        assert runs.newest(tmp_path / "out")["epoch"] == 0
         results = json.loads((tmp_path / "out" / "results.json").read_text())
         assert (results["finished"], results["training"]["epochs_done"]) == (False, 1)
     train_model(small_cfg(), stop_epoch=9)
@@ -48,9 +37,9 @@ def test_an_evaluation_period_changes_the_evaluations_only(small_cfg, tmp_path):
     train_model(small_cfg(*options, "OUT_DIR", tmp_path / "every"))
     cfg = small_cfg(*options, "TRAIN.EVAL_PERIOD", 2)
     train_model(cfg, stop_epoch=1)
-    assert newest(cfg.OUT_DIR)["epoch"] == 0 and not (Path(cfg.OUT_DIR) / "results.json").exists()
+    assert runs.newest(cfg.OUT_DIR)["epoch"] == 0 and not (Path(cfg.OUT_DIR) / "results.json").exists()
     train_model(cfg)
-    every, mine = newest(tmp_path / "every"), newest(cfg.OUT_DIR)
+    every, mine = runs.newest(tmp_path / "every"), runs.newest(cfg.OUT_DIR)
     for key in ("state_dict", "ema_state_dict"):
         assert all(torch.equal(every[key][name], tensor) for name, tensor in mine[key].items())
     assert mine["best_epoch"] in (1, 2) and mine["checkpoints"] == every["checkpoints"]
@@ -62,7 +51,7 @@ def test_an_evaluation_period_changes_the_evaluations_only(small_cfg, tmp_path):
 def test_a_run_writes_the_expected_files(finished_run):
     files = " ".join(sorted(path.name for path in finished_run.iterdir()))
     assert files == "best.pth.tar checkpoints config.yaml metrics.jsonl predictions.npz results.json train.log"
-    content = newest(finished_run)
+    content = runs.newest(finished_run)
     assert (content["epoch"], content["step"], content["classes"]) == (1, 0, ["ant", "bee", "cat"])
     kinds = [(entry["kind"], entry["epoch"], entry["step"], entry["count"]) for entry in records(finished_run)]
     expected = [[("train", epoch, step, 12) for step in (1, 2, 3, 4)] + [("eval", epoch, 4, 37)] for epoch in (1, 2)]
@@ -77,8 +66,8 @@ def test_the_same_seed_gives_the_same_run_and_zero_is_a_valid_seed(finished_run,
     assert_same_run(cfg.OUT_DIR, finished_run)
     cfg = small_cfg("RNG_SEED", 0, "TRAIN.AUTO_RESUME", False, "OPTIM.MAX_EPOCH", 1)
     train_model(cfg)
-    assert newest(cfg.OUT_DIR)["seed"] == 0
-    weights = [newest(out)["state_dict"]["fc.weight"] for out in (cfg.OUT_DIR, finished_run)]
+    assert runs.newest(cfg.OUT_DIR)["seed"] == 0
+    weights = [runs.newest(out)["state_dict"]["fc.weight"] for out in (cfg.OUT_DIR, finished_run)]
     assert not torch.equal(*weights)
     assert (Path(cfg.OUT_DIR) / "checkpoints.1" / "best.pth.tar").exists()
 
@@ -136,7 +125,7 @@ def test_a_user_without_a_home_trains(image_folder, tmp_path, monkeypatch, home)
     (tmp_path / "sitecustomize.py").write_text(code)
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "TMPDIR": str(tmp_path), **({"HOME": home} if home else {})}
     options = small_options(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1)
-    done = run_python("-m", "distribuuuu", "train", *options, **env)
+    done = runs.run_python("-m", "distribuuuu", "train", *options, **env)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
 
@@ -168,7 +157,7 @@ def test_a_failed_resume_lists_the_changed_options_and_keeps_the_previous_run(co
         for path in CheckpointManager(out_dir).list():
             content = torch.load(path)
             torch.save({key: value for key, value in content.items() if key != "config" or config}, path)
-        (problem,) = problems_of(train_model, small_cfg("MODEL.ARCH", "resnet14", "OPTIM.BASE_LR", 0.2))
+        (problem,) = runs.problems_of(train_model, small_cfg("MODEL.ARCH", "resnet14", "OPTIM.BASE_LR", 0.2))
         assert problem.count(f"changed since the checkpoint: {message}") == 1
         assert "another OUT_DIR, or TRAIN.AUTO_RESUME False" in problem
     assert (out_dir / "train.log").read_text().count("changed since the checkpoint: MODEL.ARCH resnet8") == 2
@@ -245,11 +234,11 @@ def test_model_weights_resumes_a_full_checkpoint_and_initializes_with_load_opt_f
 def test_the_command_trains_and_evaluates_under_torchrun(image_folder, tmp_path, module):
     overrides = small_options(image_folder, tmp_path / "out", "TRAIN.WORKERS", 1)
     launcher = ["-W", "ignore", "-m", f"torch.distributed.{module}", "--nproc_per_node=2"]
-    trained = run_python(*launcher, f"--master_port={free_port()}", ROOT / "tools" / "train_net.py", *overrides)
+    trained = runs.run_python(*launcher, f"--master_port={free_port()}", ROOT / "tools" / "train_net.py", *overrides)
     assert trained.returncode == 0, trained.stderr
     assert "launcher: torchrun, process 0 of 2; backend gloo" in trained.stderr
     assert "global batch 24 = 12 images x 1 micro-batch x 2 processes" in trained.stderr
-    tested = run_tool("test_net.py", *overrides)
+    tested = runs.run_tool("test_net.py", *overrides)
     assert tested.returncode == 0 and "of 37 images" in tested.stderr
 
 

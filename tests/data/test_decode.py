@@ -16,18 +16,10 @@ from PIL import Image, ImageOps
 from support.images import difference, needs, tensor_of, with_png_size
 from support.tables import pairwise
 
+from distribuuuu.data import decode as own
 from distribuuuu.data.batch import Samples
 from distribuuuu.data.datasets.imagefolder import ImageFolder
-from distribuuuu.data.decode import (
-    FORMATS,
-    Box,
-    DecodeOptions,
-    EncodedImage,
-    decode,
-    open_image,
-    open_lazy_image,
-    read_jpeg_header,
-)
+from distribuuuu.data.decode import Box, DecodeOptions, EncodedImage, decode, open_lazy_image, read_jpeg_header
 from distribuuuu.data.optional_decoders import cut_rows, scale_factor
 from distribuuuu.data.raster import pil_to_tensor
 from distribuuuu.data.seeding import SampleRNG
@@ -191,7 +183,7 @@ def test_the_limit_holds_for_pixels_too_and_may_be_above_pils(monkeypatch):
         with pytest.raises(ValueError, match="60 x 44 pixels are more than DATA.MAX_PIXELS"):
             open_lazy_image(item, "auto", DecodeOptions(max_pixels=60 * 44 - 1))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    assert open_image(PNG, DecodeOptions(2640)).size == (60, 44)
+    assert own.open_image(PNG, DecodeOptions(2640)).size == (60, 44)
 
 
 def test_a_postscript_file_with_the_name_of_a_jpeg_starts_no_ghostscript(tmp_path, decoder, monkeypatch):
@@ -200,7 +192,7 @@ def test_a_postscript_file_with_the_name_of_a_jpeg_starts_no_ghostscript(tmp_pat
     text = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n"
     (tmp_path / "train" / "a" / "x.jpg").write_bytes(text)
     sample = Samples(ImageFolder(tmp_path, "train"), CenterCrop(8, 8), decoder, skip_broken=False)[0, 0]
-    assert sample.broken[0].endswith(f"a/x.jpg: ValueError: not an image of a known format ({', '.join(FORMATS)})")
+    assert sample.broken[0].endswith(f"a/x.jpg: ValueError: not an image of a known format ({', '.join(own.FORMATS)})")
 
 
 @pytest.mark.parametrize("kind, decoder", pairwise(("JPEG", "PNG", "WEBP", "TIFF"), DECODERS))

@@ -147,7 +147,7 @@ def test_one_process_alone_or_in_a_group_has_nothing_to_share(run, small_cfg, ki
 @pytest.mark.parametrize(("words", "tolerance"), [
     (("MODEL.SYNCBN", True, "MODEL.PRECISE_BN", 24), 1e-5),
     (("OPTIM.NAME", "lamb", "OPTIM.BASE_LR", 0.01, "OPTIM.NESTEROV", False), 1e-5),
-    (("DIST.COMPRESS", "bf16", "TRAIN.AMP", "bf16"), 1e-3),
+    (("DIST.COMPRESS", "bf16", "TRAIN.AMP", "bf16", "MODEL.KWARGS.width", 8), 1e-3),
 ], ids=["sgd, batch norm", "lamb", "bf16"])  # fmt: skip
 def test_fsdp_goes_with_other_options(small_cfg, tmp_path, words, tolerance):
     words = ("TRAIN.GLOBAL_BATCH_SIZE", 12, "EMA.HALF_LIFE", 40, "MODEL.CHANNELS_LAST", True, "OPTIM.BASE_LR", 0.05,

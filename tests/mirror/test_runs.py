@@ -64,7 +64,7 @@ def test_runs_that_are_killed_resume_bitwise_on_an_empty_machine(store, sixty_im
     for _ in range(3):
         process = start(sixty_images)
         wait_for(lambda: os.path.exists(f"{folder}/train.log"), timeout_s=60)
-        time.sleep(rng.uniform(0, 8))
+        time.sleep(rng.uniform(0, 4))
         process.kill()
         process.communicate()
         shutil.rmtree(folder)
@@ -83,7 +83,7 @@ def test_a_store_that_is_down_for_a_while_changes_nothing(store, sixty_images, u
     folder = local_folder(URL)
     wait_for(lambda: os.path.exists(f"{folder}/checkpoints"), timeout_s=60)
     store.stop()
-    time.sleep(8)
+    time.sleep(5)
     store.start()
     finish(process)
     assert_same_run(undisturbed, folder)

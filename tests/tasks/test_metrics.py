@@ -381,7 +381,7 @@ def test_norms_do_not_depend_on_the_processes(alone, small_cfg, words):
 
 def test_norms_are_computed_for_rows_alone_after_clipping_and_change_nothing(small_cfg, tmp_path, monkeypatch):
     due, begin = [], LayerNorms._begin
-    words = ("TRAIN.PRINT_FREQ", 3, "TRAIN.AMP", "bf16", "OPTIM.CLIP_NORM", 0.01)
+    words = ("TRAIN.PRINT_FREQ", 3, "TRAIN.AMP", "bf16", "OPTIM.CLIP_NORM", 0.01, "MODEL.KWARGS.width", 8)
     train_model(small_cfg(*words, "OUT_DIR", tmp_path / "plain"))
     monkeypatch.setattr(LayerNorms, "_begin", lambda self, *args: begin(self, *args) or due.append(bool(self._trained)))
     train_model(small_cfg(*words, "LOG.LAYER_NORMS", True))
