@@ -15,7 +15,8 @@ from typing import IO, Any, NamedTuple
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import DataError
-from distribuuuu.data.datasets.array_file import packed_name, stamp_of
+from distribuuuu.data.datasets.array_file import stamp_of
+from distribuuuu.data.datasets.base import packed_name
 from distribuuuu.data.datasets.index import Index
 from distribuuuu.files.image_files import EXTENSIONS
 from distribuuuu.files.untrusted import open_regular, printable

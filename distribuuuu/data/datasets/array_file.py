@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from distribuuuu.config.errors import counted
-from distribuuuu.data.datasets.base import name_at
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import open_regular, parse_json
 
@@ -128,11 +127,6 @@ def pack_names(prefix: str, names: Sequence[bytes]) -> "dict[str, np.ndarray]":
     lengths = np.fromiter(map(len, names), np.int64, len(names))
     offsets = np.concatenate([[0], lengths.cumsum()])
     return {f"{prefix}_bytes": np.frombuffer(b"".join(names), np.uint8), f"{prefix}_offsets": offsets}
-
-
-def packed_name(arrays: Arrays, prefix: str, index: int) -> str:
-    """Return name `index` of `pack_names` as text."""
-    return name_at(arrays[f"{prefix}_bytes"], arrays[f"{prefix}_offsets"], index)
 
 
 def stamp_of(status: os.stat_result) -> tuple[int, int, int]:

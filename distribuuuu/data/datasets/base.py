@@ -4,7 +4,7 @@ import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -224,6 +224,11 @@ def is_file(image: object) -> TypeGuard[bytes | bytearray | memoryview]:
 def name_at(text: Any, offsets: Any, index: int) -> str:
     """Return name `index` of names whose bytes are concatenated, from `offsets[index]` to `offsets[index + 1]`."""
     return os.fsdecode(bytes(text[offsets[index] : offsets[index + 1]]))
+
+
+def packed_name(arrays: Mapping[str, Any], prefix: str, index: int) -> str:
+    """Return name `index` of the arrays of `pack_names`."""
+    return name_at(arrays[f"{prefix}_bytes"], arrays[f"{prefix}_offsets"], index)
 
 
 def open_nonblocking(path: str, flags: int) -> int:

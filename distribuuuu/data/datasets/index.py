@@ -21,11 +21,10 @@ from distribuuuu.data.datasets.array_file import (
     Content,
     checksum_of,
     find_stamp,
-    packed_name,
     read_arrays,
     write_arrays,
 )
-from distribuuuu.data.datasets.base import SplitDataset
+from distribuuuu.data.datasets.base import SplitDataset, packed_name
 from distribuuuu.files.image_files import EXTENSIONS
 from distribuuuu.files.locks import take_turn
 from distribuuuu.files.untrusted import untrusted

@@ -20,7 +20,8 @@ import numpy as np
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
-from distribuuuu.data.datasets.array_file import Arrays, packed_name, read_arrays
+from distribuuuu.data.datasets.array_file import Arrays, read_arrays
+from distribuuuu.data.datasets.base import packed_name
 from distribuuuu.files.untrusted import InvalidFileError, untrusted
 
 if TYPE_CHECKING:
