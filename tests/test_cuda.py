@@ -129,6 +129,7 @@ def take_steps(cfg, parts, state, device: torch.device, num: int, begin: Callabl
         cfg, task, state, state.model, loader, build_lr(cfg, loader.plan.global_batch), lambda epoch: 1.0,
         build_clipper(cfg), loader,
         checkpoints=None,
+        results=None,
         log=SimpleNamespace(steps=lambda epoch, step, end: range(num), show_step=lambda *position: None,
                             set_stage=lambda *stage: None),
         stop=SimpleNamespace(begin_phase=lambda phase: None, check=lambda position: next(checks) == 2 and begin()),
