@@ -5,6 +5,7 @@ import pytest
 import torch
 from support.batches import ALONE, CPU, WAYS, assert_same_batches, batches_of, own_task
 from support.runs import assert_same_run, records
+from support.tables import pairwise
 
 from distribuuuu.config import ConfigError
 from distribuuuu.data.batch import Pass, Samples
@@ -28,8 +29,7 @@ def sizes(monkeypatch):
     return own_task(monkeypatch, views=lambda cfg, loader: SIZES)
 
 
-@pytest.mark.parametrize("crop", ["resized", "pad"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way, crop", pairwise(WAYS, ["resized", "pad"]))
 def test_views_are_bitwise_equal_however_they_are_made_and_the_first_is_that_of_one_view(small_cfg, sizes, way, crop):
     cfg = small_cfg(*sizes, "DATA.CROP", crop)
     expected = batches_of(cfg)
@@ -127,8 +127,7 @@ def epoch_of(cfg, epoch: int):
     return list(build_loader(cfg, ALONE, CPU, train=True).batches_from(5, epoch, 0))
 
 
-@pytest.mark.parametrize("sizes", [(), GROWING], ids=["one size", "growing"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way, sizes", pairwise(WAYS, [(), GROWING]))
 def test_the_last_epochs_are_those_of_a_run_without_augmentation_and_the_others_of_one_with_it(small_cfg, way, sizes):
     words = ("OPTIM.MAX_EPOCH", 4, *sizes)
     loader = build_loader(small_cfg(*AUGMENTED, *words, *way, "AUG.OFF_EPOCHS", 2), ALONE, CPU, train=True)

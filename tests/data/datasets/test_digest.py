@@ -8,6 +8,7 @@ import pytest
 from support.processes import on_processes
 from support.runs import small_options
 from support.sources import SOURCES, write_source
+from support.tables import pairwise
 
 from distribuuuu.config import load_cfg
 from distribuuuu.data.loader import build_images
@@ -30,9 +31,8 @@ def start(action, roots, out):
     action(load_cfg(None, words))
 
 
-@pytest.mark.parametrize("action, log", [(train_model, "train.log"), (evaluate_weights, "test.log")])
-@pytest.mark.parametrize("change", ["more", "label"])
-def test_processes_that_see_other_images_stop(image_folder, tmp_path, action, log, change):
+@pytest.mark.parametrize("change, action", pairwise(["more", "label"], [train_model, evaluate_weights]))
+def test_processes_that_see_other_images_stop(image_folder, tmp_path, change, action):
     for root in ("one", "other"):
         shutil.copytree(image_folder, tmp_path / root)
     for split in ("train", "val"):
@@ -43,6 +43,6 @@ def test_processes_that_see_other_images_stop(image_folder, tmp_path, action, lo
         train_model(load_cfg(None, small_options(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1)))
     with pytest.raises(AssertionError, match="exit status 2"):
         on_processes(2, partial(start, action, roots, tmp_path / "out"))
-    text = (tmp_path / "out" / log).read_text()
+    text = (tmp_path / "out" / ("test.log" if action is evaluate_weights else "train.log")).read_text()
     assert "the processes do not see the same images" in text
     assert ("names or labels differ" in text) == (change == "label")
