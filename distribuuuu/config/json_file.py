@@ -10,7 +10,7 @@ from distribuuuu.files.untrusted import MAX_JSON, parse_json, read_regular
 
 
 def load_json(path: str | os.PathLike) -> Any:
-    """Return the value in a JSON file; ConfigError: it cannot be read, is too large, is not JSON, or has NaN."""
+    """Return the value in a JSON file; ConfigError: it cannot be read, is too large, or is not JSON, e.g. with NaN."""
     try:
         value = parse_json(read_regular(path, MAX_JSON))
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # raises for NaN and lone surrogates

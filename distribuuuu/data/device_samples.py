@@ -114,7 +114,7 @@ class DeviceSamples(Samples):
         cls, images: ImageDataset, device: torch.device, num_threads: int, transform: Any, decoder: str,
         skip_broken: bool, options: DecodeOptions, **others: Any
     ) -> "DeviceSamples":  # fmt: skip
-        """Return the samples of a data set; for the arguments see `DeviceDataset` and `Samples`.
+        """Return the samples of a data set; for the other arguments see `Samples`.
 
         Augmentation runs on the host, where the pixels then are: from the device they would be copied back image by
         image.

@@ -181,8 +181,8 @@ class TrainLoader(Loader):
         """Let the following epochs take these images only, each once and in random order; None: all of them.
 
         Call it before `batches_from`, on every process with the same images; after a resume within an epoch, with those
-        that the epoch began with. `num_steps` and `steps_of` follow. Images that are not distinct, or fewer than one
-        step takes, are a ConfigError.
+        that the epoch began with. `num_steps` and `steps_of` follow. A ConfigError is raised for images that are
+        not distinct or fewer than one step takes, that differ between processes, or that DATA.SAMPLING would draw.
         """
         self.sampler.choose(indices)
         if len(set(dist.gather_objects(self.sampler.choice))) > 1:

@@ -134,6 +134,7 @@ class Run(Training):
 
         Raises:
             NonFiniteError: the weights, or the loss of a step since the last row of metrics, are infinite or NaN.
+            CheckpointError: the previous checkpoint could not be written.
         """
         content = self.state.to_dict()
         check_finite({"loss": sum(map(loss_in, content["meter"]))})

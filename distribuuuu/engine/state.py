@@ -1,4 +1,4 @@
-"""Training state: the content of a checkpoint. `resume.py` restores it.
+"""Training state: the content of a checkpoint, to which `Run.save` adds the task. `resume.py` restores it.
 
 A checkpoint is a dict:
 

@@ -77,7 +77,7 @@ class EvalTransform:
         return self.normalizer()(pixels[None])[0]
 
     def normalizer(self, device: torch.device = CPU, channels_last: bool = False) -> Normalizer:
-        """Return the normalization of uint8 crops (N, 3, H, W); arguments as for `Normalizer`."""
+        """Return the normalization of uint8 crops (N, 3, H, W) on a device, in a memory layout."""
         return Normalizer(device, self.mean, self.std, channels_last, one=PIXEL_RANGES[self.options.pixels])
 
 
@@ -143,14 +143,17 @@ class LoadedRun:
 
     @cached_property
     def device(self) -> torch.device:
+        """The device of the model."""
         return self.given_device or pick_device(0)
 
     @cached_property
     def transform(self) -> EvalTransform:
+        """The evaluation transform of the run."""
         return build_eval_transform(self.cfg)
 
     @cached_property
     def task(self) -> Task:
+        """The task of the run."""
         return build_task(self.cfg, self.classes, self.device, build_precision(self.cfg, self.device))
 
     @cached_property

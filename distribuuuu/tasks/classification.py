@@ -33,6 +33,7 @@ class Classification(Task):
         self.eval_criterion = build_loss(cfg, train=False)
 
     def prepare_training(self, plan: BatchPlan, images: ImageDataset, num_steps: int) -> None:
+        """Build the mixer and the loss."""
         check_accumulation(self.cfg, plan)
         if self.cfg.AUG.MIXUP or self.cfg.AUG.CUTMIX:
             from distribuuuu.data.mixup import build_mixer
@@ -46,15 +47,18 @@ class Classification(Task):
             self.criterion.prepare(count_labels(images))
 
     def begin_epoch(self, epoch: int) -> str | None:
+        """Prepare the loss for an epoch; return the name of its stage, if it has any."""
         return self.criterion.begin_epoch(epoch)
 
     def prepare_batch(self, batch: Batch, key: StepKey) -> Batch:
+        """Return a micro-batch, mixed by Mixup or CutMix."""
         if not self.mix or key.epoch >= self.mix_end:
             return batch
         images, targets = self.mix(batch.images, batch.targets, *key)
         return batch._replace(images=images, targets=targets)
 
     def train_step(self, model: nn.Module, batch: Batch, key: StepKey) -> StepOutput:
+        """Return the training loss of a micro-batch and the inputs of the metrics."""
         with self.autocast():
             logits = model(batch.images)
         loss = self.compute_loss(batch.images, logits, batch.targets)
@@ -65,6 +69,7 @@ class Classification(Task):
         return self.criterion(logits, targets)
 
     def eval_step(self, model: nn.Module, batch: Batch) -> StepOutput:
+        """Return the evaluation loss of a batch and the inputs of the metrics."""
         images, num = batch.images, len(batch.images)
         if images.is_cuda or getattr(model, "_compiled_call_impl", None):
             # The last, short batch compiles nothing and measures no algorithms. A CPU would gain nothing.

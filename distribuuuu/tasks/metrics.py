@@ -132,9 +132,11 @@ class Mean(SumMetric):
         self.higher_is_better = higher_is_better
 
     def batch_sums(self, output: StepOutput) -> torch.Tensor:
+        """Return the sum that the task computed."""
         return output.sums[self.key]
 
     def value(self, sums: torch.Tensor, count: float) -> float:
+        """Return the mean."""
         return sums.item() / count if count else math.nan
 
 

@@ -54,7 +54,7 @@ class Group:
 
     def __init__(self, tmp_path, num: int, limits=(60.0, 60.0)):
         self.ends: list[int] = []
-        self.timers = [StallTimer(rank, limits, tmp_path) for rank in range(num)]
+        self.timers = [StallTimer(rank, limits, None) for rank in range(num)]
         self.monitor = Monitor("secret", num, self.timers[0], is_local=True)
         self.monitor.start()
         self.num, self.dogs = num, list[Watchdog]()
@@ -157,7 +157,7 @@ def test_unknown_connections_are_closed_and_end_no_run(group, words):
 
 def test_the_monitor_of_one_machine_listens_on_loopback_only(group, tmp_path):
     assert group(1).monitor._listener.getsockname()[0] == "127.0.0.1"
-    monitor = Monitor("secret", 2, StallTimer(0, (1, 1), tmp_path), is_local=False)
+    monitor = Monitor("secret", 2, StallTimer(0, (1, 1), None), is_local=False)
     socket.create_connection(("127.0.0.1", monitor.port), timeout=60).close()
     monitor._listener.close()
 

@@ -55,7 +55,7 @@ def check_images(cfg, images: ImageDataset, train: bool) -> tuple[str, str]:
         try:
             if not train:
                 check_file(path, decoder, options)
-            elif (size := find_stamp(path)[0]) <= 0:
+            elif (size := find_stamp(path)[0]) <= 0 and not os.path.isdir(path):
                 return f"{path}: the file {'cannot be found' if size else 'is empty'}"
         except ConfigError:  # a missing package; the message is complete
             raise
@@ -114,7 +114,7 @@ def is_transparent(image: "Image") -> bool:
 
 
 def check_file(path: str, decoder: str, options: DecodeOptions) -> None:
-    """Read the header and the end of an image file; decode it unless it ends like a complete file; raise any error."""
+    """Read the header and the end of an image file; decode it unless it ends like a complete file; raise its errors."""
     with open(path, "rb", opener=open_nonblocking) as file:
         head = file.read(_HEAD)
         if not head:

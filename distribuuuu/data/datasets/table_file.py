@@ -307,7 +307,7 @@ def _normal_form(name: str) -> str:
 
 
 class PathFinder:
-    """The files below a root that a table names, also as another system writes their paths; a folder is listed once."""
+    """The files that a table names, relative to a root or as another system writes them; a folder is listed once."""
 
     def __init__(self, root: str):
         self._root = root
