@@ -23,12 +23,12 @@ from distribuuuu.launch.host import tune_malloc
 from distribuuuu.launch.signals import is_first_process
 
 
-def run_on_config(prog: str, args: Sequence[str], description: str, start: Callable[..., object], train: bool) -> int:
-    """Read --cfg and KEY VALUE arguments, check the run, then call start(cfg), with --nproc in several processes.
+def run_on_config(parser: CommandParser, args: Sequence[str], start: Callable[..., object], train: bool) -> int:
+    """Read --cfg and KEY VALUE arguments, check the run, then call start(cfg, flags), as --nproc processes.
 
-    Returns the exit status of these processes, or 0. For training (`train`), start receives --stop-epoch too.
+    Returns the exit status of these processes, or 0.
     """
-    cfg, flags = parse_args(description, args, train, prog)
+    cfg, flags = parse_args(parser, args, train)
     if flags.nproc > 1:
         from distribuuuu.launch.nproc import run_processes, without_nproc
 
@@ -41,22 +41,18 @@ def run_on_config(prog: str, args: Sequence[str], description: str, start: Calla
 
         gc.freeze()
         gc.enable()
-        start(cfg, *((flags.stop_epoch,) if train else ()))
+        start(cfg, flags)
     return 0
 
 
 def parse_args(
-    description: str,
-    args: Sequence[str],
-    train: bool,
-    prog: str | None = None,
-    parser: CommandParser | None = None,
+    parser: CommandParser | None, args: Sequence[str], train: bool
 ) -> tuple[Config | None, argparse.Namespace]:
     """Return the checked config of a command line (None after printing only) and the flags of a parser.
 
     Its ConfigError has every problem of the flags, the options, the file, the paths and the data folders.
     """
-    flags, overrides, problems = parse_flags(parser or build_parser(description, prog, train), args)
+    flags, overrides, problems = parse_flags(parser or build_parser("", train=train), args)
     prints = flags.dump_config or flags.help_config is not None
     run, overrides = ("", overrides) if train else expand_run(overrides)
     is_needed = not flags.cfg and not train and flags.help_config is None
@@ -147,8 +143,5 @@ def build_parser(description: str, prog: str | None = None, train: bool = True) 
     add("--help-config", metavar="SECTION", nargs="?", const="", help="explain the options (of a section) and exit")
     add("--dump-config", action="store_true", help="print the resolved config, with the origin of each value, and exit")
     add("--nproc", metavar="N", type=at_least(1), help="start N processes, like torchrun --nproc_per_node=N")
-    stop = "end after epoch N with a checkpoint; the same command without this flag continues"
-    if train:
-        add("--stop-epoch", metavar="N", type=at_least(1), help=stop)
     add("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # added by older launchers
     return parser

@@ -1,6 +1,8 @@
 """The command test: evaluate a run, a checkpoint or published weights."""
 
-from distribuuuu.commands.arguments import run_on_config
+from argparse import Namespace
+
+from distribuuuu.commands.arguments import build_parser, run_on_config
 from distribuuuu.config import Config
 
 _DESCRIPTION = """Evaluate a run by its OUT_DIR or a checkpoint below it; or MODEL.WEIGHTS, or
@@ -13,10 +15,10 @@ published weights (MODEL.PRETRAINED True).
 
 def test(prog: str, args: list[str]) -> int:
     """Check the model, then evaluate it; return the exit status."""
-    return run_on_config(prog, args, _DESCRIPTION, _start, train=False)
+    return run_on_config(build_parser(_DESCRIPTION, prog, train=False), args, _start, train=False)
 
 
-def _start(cfg: Config) -> None:
+def _start(cfg: Config, flags: Namespace) -> None:
     from distribuuuu.models import check_model
     from distribuuuu.trainer import evaluate_weights
 

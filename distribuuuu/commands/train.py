@@ -1,6 +1,9 @@
 """The command train: train a model, or resume a run."""
 
-from distribuuuu.commands.arguments import run_on_config
+from argparse import Namespace
+
+from distribuuuu.commands.arguments import build_parser, run_on_config
+from distribuuuu.commands.flag_hints import at_least
 from distribuuuu.config import Config
 from distribuuuu.config.declaration import AUTO
 
@@ -15,10 +18,13 @@ or under torchrun and srun.
 
 def train(prog: str, args: list[str]) -> int:
     """Check the model, then train it; return the exit status."""
-    return run_on_config(prog, args, _DESCRIPTION, _start, train=True)
+    parser = build_parser(_DESCRIPTION, prog)
+    stop = "end after epoch N with a checkpoint; the same command without this flag continues"
+    parser.add_argument("--stop-epoch", metavar="N", type=at_least(1), help=stop)
+    return run_on_config(parser, args, _start, train=True)
 
 
-def _start(cfg: Config, stop_epoch: int | None) -> None:
+def _start(cfg: Config, flags: Namespace) -> None:
     from distribuuuu.models import check_model
     from distribuuuu.trainer import take_step, train_model
 
@@ -27,4 +33,4 @@ def _start(cfg: Config, stop_epoch: int | None) -> None:
         from distribuuuu.engine.auto_batch_size import resolve_batch_size
 
         cfg = resolve_batch_size(cfg, take_step)
-    train_model(cfg, stop_epoch)
+    train_model(cfg, flags.stop_epoch)

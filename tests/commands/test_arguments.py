@@ -69,7 +69,7 @@ def test_one_process_of_many_tells_the_mistake():
 
 
 def parse(*words: object) -> None:
-    parse_args("", [str(word) for word in words], train=True)
+    parse_args(None, [str(word) for word in words], train=True)
 
 
 def test_a_flag_of_another_framework_is_answered_with_its_key():
@@ -132,7 +132,7 @@ def test_the_words_for_flags_are_options():
 
 def test_printing_into_a_closed_pipe_is_no_error_and_a_closed_connection_remains_one(capsys):
     before = signal.getsignal(signal.SIGPIPE)
-    assert parse_args("", ["--dump-config"], train=True)[0] is None and capsys.readouterr().out
+    assert parse_args(None, ["--dump-config"], train=True)[0] is None and capsys.readouterr().out
     assert signal.getsignal(signal.SIGPIPE) == before
     read, write = os.pipe()
     os.close(read)
@@ -152,32 +152,32 @@ def test_an_evaluation_takes_a_run_in_place_of_its_files(tmp_path, image_folder,
     for words, weights in (([run], None), ([run, "TEST.BATCH_SIZE", 3], None), (["OUT_DIR", run], None),
                            (["OUT_DIR", run, "MODEL.WEIGHTS", run / "best.pth.tar"], "best.pth.tar"),
                            ([run / "checkpoints" / "ckpt_ep_001.pth.tar"], "ckpt_ep_001.pth.tar")):  # fmt: skip
-        cfg, _ = parse_args("", [str(word) for word in words], train=False)
+        cfg, _ = parse_args(None, [str(word) for word in words], train=False)
         assert (cfg.OUT_DIR, cfg.MODEL.ARCH) == (str(run), "resnet8")
         assert (cfg.MODEL.WEIGHTS or "").rpartition("/")[2] == (weights or "")
     assert capsys.readouterr().err.count(f"--cfg is not set; using {run}/config.yaml") == 5
     parse("OUT_DIR", run, "--dump-config")  # a training run starts from the defaults
     assert "ARCH: resnet18\n" in capsys.readouterr().out
     draw_folder(tmp_path / "data", "val", {"ant": 1, "bee": 1, "cat": 1})
-    cfg, _ = parse_args("", ["OUT_DIR", str(run), "TRAIN.DATASET", str(tmp_path / "data")], train=False)
+    cfg, _ = parse_args(None, ["OUT_DIR", str(run), "TRAIN.DATASET", str(tmp_path / "data")], train=False)
     assert cfg.TEST.DATASET == cfg.TRAIN.DATASET == str(tmp_path / "data")
     other = str(tmp_path / "other")  # the results go there, config and best weights come from the run
-    cfg, _ = parse_args("", [str(run), "TEST.BATCH_SIZE", "3", "OUT_DIR", other], train=False)
+    cfg, _ = parse_args(None, [str(run), "TEST.BATCH_SIZE", "3", "OUT_DIR", other], train=False)
     assert (cfg.OUT_DIR, cfg.MODEL.ARCH, cfg.MODEL.WEIGHTS) == (other, "resnet8", str(run / "best.pth.tar"))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "results.json").touch()  # of a training: another run
     with pytest.raises(ConfigError, match="OUT_DIR: .*other holds another run, whose files stay"):
-        parse_args("", [str(run), "OUT_DIR", other], train=False)
+        parse_args(None, [str(run), "OUT_DIR", other], train=False)
     for folder, file in ((run, "best.pth.tar"), (run / "checkpoints", "ckpt_ep_001.pth.tar")):
         monkeypatch.chdir(folder)
-        cfg, _ = parse_args("", [file], train=False)
+        cfg, _ = parse_args(None, [file], train=False)
         assert (cfg.OUT_DIR, cfg.MODEL.ARCH, cfg.MODEL.WEIGHTS) == (str(run), "resnet8", file)
     (foreign := tmp_path / "exp" / "foreign.pth").touch()
     lacks = "no config.yaml in or above"
     for word, said in ((foreign.parent, lacks), (tmp_path / "none", "no such"), (foreign, f"{lacks} .*foreign.pth")):
         with pytest.raises(ConfigError, match=f"^RUN: .*{said}.*; expected the OUT_DIR of a run"):
-            parse_args("", [str(word)], train=False)
+            parse_args(None, [str(word)], train=False)
     with pytest.raises(ConfigError, match="'TEST.BATCH_SIZE' has no value"):  # named, not the run
-        parse_args("", [str(run), "TEST.BATCH_SIZE"], train=False)
+        parse_args(None, [str(run), "TEST.BATCH_SIZE"], train=False)
     with pytest.raises(ConfigError, match="^(?!RUN).*TRAIN.TOPKK"):  # an option without its value is no run
-        parse_args("", ["TRAIN.TOPKK"], train=False)
+        parse_args(None, ["TRAIN.TOPKK"], train=False)

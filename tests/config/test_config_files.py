@@ -56,7 +56,7 @@ def test_later_files_win_and_a_shared_base_is_merged_once():
 def test_several_files_follow_one_flag(capsys):
     write(a="RNG_SEED: 1\nOUT_DIR: a\n", b="RNG_SEED: 2\n")
     for words in (["--cfg", "a.yaml", "b.yaml"], ["--cfg=a.yaml", "./b.yaml"], ["--cfg", "a", "b"]):
-        parse_args("", [*words, "--dump-config", "OPTIM.BASE_LR", "3"], train=True)
+        parse_args(None, [*words, "--dump-config", "OPTIM.BASE_LR", "3"], train=True)
         out = capsys.readouterr().out
         assert "RNG_SEED: 2" in out and "OUT_DIR: a " in out and "BASE_LR: 3.0" in out
     assert config_name(load_cfg(["a", "b"])).count("+") == 1

@@ -143,7 +143,7 @@ def test_a_script_that_names_itself_is_not_imported_again():
 
 def test_help_lists_the_settings_of_the_selected_entry(capsys):
     write("own.py", TASK)
-    parse_args("", ["PLUGINS", "own.py", "TASK.NAME", "own_task", "--help-config", "TASK"], train=True)
+    parse_args(None, ["PLUGINS", "own.py", "TASK.NAME", "own_task", "--help-config", "TASK"], train=True)
     assert "TASK.KWARGS.rho: 0.05\n    radius of the perturbation (0 to 1)\n" in capsys.readouterr().out
 
 
@@ -164,7 +164,7 @@ def test_the_commands_on_a_run_know_its_plug_ins(image_folder, tmp_path):
     cfg = load_cfg(None, small_options(image_folder, out_dir, *words))
     train_model(cfg)
     forget()
-    cfg, _ = parse_args("", [str(out_dir)], train=False)
+    cfg, _ = parse_args(None, [str(out_dir)], train=False)
     assert cfg.PLUGINS == (str(own),) and "own_task" in TASKS
     forget()
     assert load_run(out_dir).cfg.TASK.KWARGS.rho == 0.5
@@ -182,7 +182,7 @@ def test_the_folder_of_a_stranger_imports_nothing_until_the_user_names_it(read, 
     config = copied_run / "config.yaml"
     config.write_text(config.read_text().replace("PLUGINS: []\n", f"PLUGINS: [{name}]\n"))
     readers = {
-        "test": lambda: parse_args("", [str(copied_run)], train=False),
+        "test": lambda: parse_args(None, [str(copied_run)], train=False),
         "load_run": lambda: load_run(copied_run),
         "evaluate": lambda: evaluate(copied_run),
     }
@@ -191,7 +191,7 @@ def test_the_folder_of_a_stranger_imports_nothing_until_the_user_names_it(read, 
     (problem,) = map(str, error.value.problems)
     assert f"{name}, which is code" in problem and f"distribuuuu test {copied_run} PLUGINS " in problem
     assert not evil.with_suffix(".imported").exists()
-    parse_args("", [str(copied_run), "PLUGINS", str(evil) if name.endswith(".py") else name], train=False)
+    parse_args(None, [str(copied_run), "PLUGINS", str(evil) if name.endswith(".py") else name], train=False)
     assert evil.with_suffix(".imported").exists()
 
 
@@ -205,7 +205,7 @@ def test_the_file_of_a_stranger_imports_nothing(copied_run, small_cfg):
     torch.save({**content, "config": {**content["config"], "PLUGINS": (str(evil),)}}, path)
     assert load_run(path).cfg.PLUGINS == ()
     for key in ("MODEL.WEIGHTS", "FINETUNE.WEIGHTS"):
-        parse_args("", _words(small_cfg(key, str(path), "OUT_DIR", "new")), train=True)
+        parse_args(None, _words(small_cfg(key, str(path), "OUT_DIR", "new")), train=True)
     assert not evil.with_suffix(".imported").exists()
 
 

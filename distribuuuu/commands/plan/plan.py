@@ -3,6 +3,7 @@
 import json
 import sys
 import textwrap
+from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,7 +36,7 @@ def plan(prog: str, args: list[str]) -> int:
     """Plan a run, or measure its steps, and print the result; return the exit status."""
     if "--steps" in args:
         return time(prog, [word for word in args if word != "--steps"])
-    cfg, flags = parse_args("", args, train=True, parser=build_parser(prog))
+    cfg, flags = parse_args(build_parser(prog), args, train=True)
     if cfg is None:
         return 0
     if cfg.OPTIM.MAX_EPOCH < 1:
@@ -59,10 +60,10 @@ def build_parser(prog: str | None = None) -> CommandParser:
 
 def time(prog: str, args: list[str]) -> int:
     """Measure the parts of a training step; return the exit status."""
-    return run_on_config(prog, args, _DESCRIPTION, _measure_steps, train=True)
+    return run_on_config(arguments.build_parser(_DESCRIPTION, prog), args, _measure_steps, train=True)
 
 
-def _measure_steps(cfg: Config, stop_epoch: None = None) -> None:
+def _measure_steps(cfg: Config, flags: Namespace) -> None:
     from distribuuuu.commands.plan.steps import measure_steps
     from distribuuuu.engine.auto_batch_size import resolve_batch_size
     from distribuuuu.models import check_model
