@@ -251,6 +251,7 @@ def _renamed(problem: Problem) -> Problem:
     """Return a problem whose options were set in Python, not on a command line."""
     origins = {key: origin.replace(COMMAND_LINE, "overrides") for key, origin in problem.origins.items()}
     key = "overrides" if problem.key == COMMAND_LINE else problem.key
+    key = key.removeprefix("--cfg ") if isinstance(key, str) else key
     return dataclasses.replace(problem, key=key, origins=origins)
 
 
