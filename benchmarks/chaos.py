@@ -15,8 +15,8 @@ Limits on lost steps, which are recorded before the event and repeated by the ne
 
 - SIGTERM, SIGINT, SIGUSR1 (to the launcher; "to all": to every process, loader workers included): 0.
 - kill -9 of a rank, the launcher or all: E.
-- truncate (kill -9 of all, then the newest checkpoint is truncated): E, plus the unavoidable steps between the
-  truncated file and the newest valid one.
+- truncate (kill -9 of all, then the newest of several checkpoints is truncated; a run whose only one is damaged does
+  not start): E, plus the unavoidable steps between the truncated file and the newest valid one.
 - disk full (for some steps no file may grow to the size of a checkpoint): 0, the same process continues and writes a
   checkpoint within 2 E steps after the disk has space again.
 - full, kill -9 all: E, plus the unavoidable steps made while the disk was full.

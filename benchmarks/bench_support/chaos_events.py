@@ -267,9 +267,9 @@ def record_cost(event: Event, run: TrainingProcess, progress: Progress, rng: ran
         if event.name in FULL_DISKS:  # the disk was full until the end
             event.unavoidable += reached - event.reached
         event.reached = reached
-    if event.name == "truncate" and progress.valid():
-        *older, newest = progress.valid()
-        event.unavoidable = progress.of_file(newest) - (progress.of_file(older[-1]) if older else 0)
+    if event.name == "truncate" and len(valid := progress.valid()) > 1:
+        newest = valid[-1]
+        event.unavoidable = progress.of_file(newest) - progress.of_file(valid[-2])
         with open(newest, "r+b") as file:
             file.truncate(rng.randrange(newest.stat().st_size))
     event.left = progress.saved()
