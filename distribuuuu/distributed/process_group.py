@@ -78,8 +78,8 @@ def process_group(
             yield
         return
     backend = ("nccl" if device.type == "cuda" else "gloo") if backend == "auto" else backend
-    store = rendezvous.create_store(launch, timeout_s)
-    rendezvous.create_store.cache_clear()
+    store = rendezvous.join(launch, timeout_s)
+    rendezvous.join.cache_clear()
     limits = (timeout_s, max(timeout_s, startup_timeout_s))
     with rendezvous.watched(launch, store, limits), rendezvous.join_group(launch, store, backend, device):
         yield

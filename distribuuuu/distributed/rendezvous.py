@@ -46,7 +46,7 @@ def exchange(launch: Launch, value: Any, timeout_s: float, startup_timeout_s: fl
     """
     if launch.world_size == 1:
         return [value]
-    store = create_store(launch, timeout_s)
+    store = join(launch, timeout_s)
     turn = store.add(f"turn of {launch.rank}", 1)
     store.set(f"value {turn} of {launch.rank}", json.dumps(value))
     keys = [f"value {turn} of {rank}" for rank in range(launch.world_size)]
@@ -111,11 +111,8 @@ class _JoinTimeout:
         raise error
 
 
-@functools.cache
 def create_store(launch: Launch, timeout_s: float) -> torch_dist.PrefixStore:
-    """Return the key-value store of this start, after all processes have joined it, which they do once.
-
-    It is cached for the process group: `exchange` may join it before.
+    """Return a key-value store that all processes of this start share, after all of them have joined.
 
     Raises:
         MissingProcessError: a process did not join within `timeout_s` seconds.
@@ -131,6 +128,10 @@ def create_store(launch: Launch, timeout_s: float) -> torch_dist.PrefixStore:
         store = torch_dist.PrefixStore(launch.run_id, shared)
     _wait_for_all(store, timeout)
     return store
+
+
+# The store of this start, which a process joins once: before the process group if it has to `exchange`.
+join = functools.cache(create_store)
 
 
 def _connect(address: str, port: int, timeout: _JoinTimeout, is_master: bool) -> torch_dist.TCPStore:
