@@ -236,8 +236,8 @@ def test_the_page_of_the_options_is_made_from_their_table():
     assert_same_sample(page, mark + shown, done.stdout)
 
 
-SMALL = "OPTIM.MAX_EPOCH 1 OPTIM.WARMUP_EPOCHS 0 TRAIN.WORKERS 0 LOG.TENSORBOARD False TRAIN.IM_SIZE 16"
-TINY = "MODEL.ARCH resnet8 MODEL.PRETRAINED False TEST.IM_SIZE 18"
+SMALL = "OPTIM.MAX_EPOCH 1 OPTIM.WARMUP_EPOCHS 0 TRAIN.WORKERS 0 LOG.TENSORBOARD False"
+TINY = "MODEL.ARCH resnet8 MODEL.PRETRAINED False TRAIN.IM_SIZE 16 TEST.IM_SIZE 18"
 RUN = {
     ("README.md", "train --cfg shapes"): "", ("README.md", "test exp/"): None,
     ("docs/configuration.md", "train --cfg shapes"): "", ("docs/configuration.md", "test r"): None,
