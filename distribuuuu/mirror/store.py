@@ -50,7 +50,7 @@ class Index(NamedTuple):
 
 
 class MirrorError(Exception):
-    """What retries cannot help: an object or an index is damaged, or another run has written to the URL."""
+    """An object or the index is damaged, or another run has written to the URL; trying again does not help."""
 
 
 def is_mirrored(name: str) -> bool:
