@@ -39,7 +39,7 @@ def isolated_state():
     import numpy as np
     import torch
 
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
+    for seed in (random.seed, np.random.seed, torch.default_generator.manual_seed):
         seed(9876)  # not a seed that a test sets itself
     environment, cudnn = dict(os.environ), torch.backends.cudnn
     flags, precision = (cudnn.benchmark, cudnn.deterministic), torch.get_float32_matmul_precision()

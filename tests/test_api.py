@@ -110,7 +110,7 @@ def evaluate_average(run: Path, out_dir: Path, recalibrate: int) -> tuple[dict, 
     return results
 
 
-@pytest.mark.parametrize(("num", "recalibrate"), [slow(1, 0), (2, 24)])
+@pytest.mark.parametrize(("num", "recalibrate"), [slow(1, 0), slow(2, 24)])
 def test_an_average_is_evaluated_like_its_file(finished_run, tmp_path, num, recalibrate):
     out = tmp_path / "soup"
     results = on_processes(num, evaluate_average, finished_run, out, recalibrate)
@@ -205,6 +205,7 @@ def state_of_the_process() -> dict:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_runs_leave_no_state_and_are_equal(options, tmp_path):
     handler = logging.StreamHandler(sys.stdout)
     logging.getLogger("distribuuuu").addHandler(handler)

@@ -27,7 +27,7 @@ EVERYTHING = (
     "TRAIN.IM_SIZE_MULTIPLE", 4, "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 2,
     "TEST.FLIP", True, "FINETUNE.LR_MULT.stem", 0.5,
 )  # fmt: skip
-BATCH_NORM = ("MODEL.PRECISE_BN", 24, "TRAIN.AMP", "bf16", "MODEL.CHANNELS_LAST", True)
+BATCH_NORM = ("MODEL.PRECISE_BN", 24, "MODEL.CHANNELS_LAST", True)
 TINY_VIT = ("MODEL.ARCH", "timm/test_vit", "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32)
 LAYER_DECAY = ("OPTIM.BASE_LR", 0.001, "OPTIM.WEIGHT_DECAY", 0.05, "OPTIM.NORM_WEIGHT_DECAY", 0, "OPTIM.CLIP_NORM", 0.5,
                "OPTIM.BIAS_WEIGHT_DECAY", 0, "OPTIM.LAYER_DECAY", 0.7, "OPTIM.LR_UPDATE", "step")  # fmt: skip
@@ -47,7 +47,8 @@ OPTIONS = {
                            "OPTIM.KWARGS.amsgrad", True),
     "muon": (*TINY_VIT, *LAYER_DECAY, "OPTIM.NAME", "muon"),
     "lr factors": ("FINETUNE.LR_MULT.fc", 4, "FINETUNE.LR_MULT.*", 0.5),
-    "frozen": ("FINETUNE.FREEZE", "stem,stage1,stage2.0.conv1.weight"), "fp16": ("TRAIN.AMP", "fp16"),
+    "frozen": ("FINETUNE.FREEZE", "stem,stage1,stage2.0.conv1.weight"),
+    "fp16": ("TRAIN.AMP", "fp16"), "bf16": ("TRAIN.AMP", "bf16"),
     "flips": ("DATA.CROP", "letterbox", "DATA.VFLIP", 0.5, "TRAIN.IM_SIZE", "[16, 24]", "TEST.CROP", "squash"),
     "gray": ("DATA.CHANNELS", 1, "DATA.PIXELS", "float32", "DATA.MEAN", [128], "DATA.STD", [64], "AUG.ERASING", 0.5,
              "AUG.ERASING_MODE", "pixel"),
@@ -164,6 +165,7 @@ def test_a_run_resumes_with_another_number_of_processes(small_cfg, tmp_path, mon
     assert_close(on_processes(2, train_and_read, small_cfg(*shared))[0], alone, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_within_an_epoch_is_resumed(small_cfg, tmp_path, monkeypatch):
     words = ("OPTIM.LAST_EPOCH", 0.3, "OPTIM.LR_POLICY", "lin", "OPTIM.LR_UPDATE", "step", "CHECKPOINT.EVERY_STEPS", 1)
     whole = train_and_read(small_cfg(*words, "OUT_DIR", tmp_path / "whole"))

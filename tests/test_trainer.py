@@ -11,6 +11,7 @@ import torch
 from support import runs
 from support.processes import free_port, on_processes
 from support.runs import ROOT, assert_close, assert_same_run, records, small_options, timeless, train_and_read
+from support.tables import slow
 
 from distribuuuu import trainer
 from distribuuuu.checkpoint.manager import CheckpointManager
@@ -72,7 +73,7 @@ def test_the_same_seed_gives_the_same_run_and_zero_is_a_valid_seed(finished_run,
     assert (Path(cfg.OUT_DIR) / "checkpoints.1" / "best.pth.tar").exists()
 
 
-@pytest.mark.parametrize("job", ["7", "8"])
+@pytest.mark.parametrize("job", ["7", slow("8")])
 def test_a_restart_by_the_launcher_resumes_its_own_run_despite_auto_resume_false(small_cfg, tmp_path, monkeypatch, job):
     cfg = small_cfg("TRAIN.AUTO_RESUME", False)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -203,7 +204,7 @@ def test_two_processes_with_syncbn_equal_one_with_the_full_batch(small_cfg, tmp_
         assert_close(apart, alone, 1e-5)
 
 
-@pytest.mark.parametrize("num", [1, 3])
+@pytest.mark.parametrize("num", [slow(1), 3])
 def test_evaluation_does_not_depend_on_the_number_of_processes_or_the_batch_size(finished_run, small_cfg, num):
     weights = ("MODEL.WEIGHTS", finished_run / "best.pth.tar")
     expected = evaluate_weights(small_cfg(*weights))

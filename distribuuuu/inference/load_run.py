@@ -76,7 +76,7 @@ def find_run(run: str | os.PathLike, cfg_file: CfgFiles = None, overrides: Seque
 def _find_run(name: str, cfg_file: CfgFiles, overrides: Sequence[str]) -> LoadedRun:
     path = Path(name).expanduser()
     if path.is_file() and not (path.name == _EXPORT_WEIGHTS and (path.parent / _EXPORT_CONFIG).is_file()):
-        return _open_checkpoint(path, None, cfg_file, overrides)
+        return _open_checkpoint(path, None, load_cfg(cfg_file, overrides) if cfg_file else None, overrides)
     folder = path.parent if path.is_file() else path
     if (folder / _EXPORT_CONFIG).is_file():
         return _open_export(folder, overrides)
@@ -102,10 +102,10 @@ def _open_out_dir(folder: Path, cfg_file: CfgFiles, overrides: Sequence[str]) ->
         kept = sorted((folder / CHECKPOINTS).glob("*.pth.tar"))
         fix = f"; fix: name a checkpoint, e.g. {kept[-1]}" if kept else f"; expected {EXPECTED}"
         raise ConfigError(f"RUN: {folder} holds no {KINDS[RAW].file_name}, but {has}{fix}")
-    return _open_checkpoint(best, folder, cfg_file, overrides)
+    return _open_checkpoint(best, folder, cfg, overrides)
 
 
-def _open_checkpoint(path: Path, folder: Path | None, cfg_file: CfgFiles, overrides: Sequence[str]) -> LoadedRun:
+def _open_checkpoint(path: Path, folder: Path | None, cfg: Config | None, overrides: Sequence[str]) -> LoadedRun:
     """Return the weights of a file; of a training checkpoint, those that were trained, not their moving average."""
     try:
         content = read_checkpoint(path)
@@ -113,7 +113,7 @@ def _open_checkpoint(path: Path, folder: Path | None, cfg_file: CfgFiles, overri
         raise CheckpointError(f"RUN: {error}") from error
     if folder is None and path in best_paths(path.parent).values() and (path.parent / _CONFIG).is_file():
         folder = path.parent
-    return _assemble(str(path), {"weights": kind_of(path), **content}, folder, cfg_file, overrides)
+    return _assemble(str(path), {"weights": kind_of(path), **content}, folder, cfg, overrides)
 
 
 def _open_export(folder: Path, overrides: Sequence[str]) -> LoadedRun:
@@ -179,16 +179,14 @@ def _timm_entries(arch: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _assemble(
-    source: str, content: dict[str, Any], folder: Path | None, cfg_file: CfgFiles, overrides: Sequence[str]
+    source: str, content: dict[str, Any], folder: Path | None, cfg: Config | None, overrides: Sequence[str]
 ) -> LoadedRun:
-    """Return the model of the entries of a checkpoint; a config file takes precedence over the config in them."""
+    """Return the model of the entries of a checkpoint; a given config takes precedence over the config in them."""
     stored = content.get("config")
     stored = stored if isinstance(stored, dict) else {}
-    if cfg_file:
-        cfg = load_cfg(cfg_file, overrides)
-    elif stored:
+    if cfg is None and stored:
         cfg = config_of(stored, source, overrides)
-    else:
+    if cfg is None:
         what = "holds weights, but not the config that they were trained with"
         raise CheckpointError(f"RUN: {source}: {what}; fix: name it with --cfg FILE")
     cfg = follow(cfg, source, stored)

@@ -180,6 +180,7 @@ def test_the_files_of_a_wheel_are_in_the_package(monkeypatch, tmp_path):
     assert suggest_configs("shapes/resnet41") == "; did you mean shapes/resnet14.yaml?"
 
 
+@pytest.mark.slow
 def test_every_file_that_a_run_writes_is_in_the_list(small_cfg, tmp_path):
     cfg = small_cfg("LOG.TENSORBOARD", True, "EMA.HALF_LIFE", 100, "TRAIN.AUTO_RESUME", False, "OPTIM.MAX_EPOCH", 1)
     train_model(cfg)

@@ -187,6 +187,7 @@ class Draws(task_class(get_cfg())):
         return output
 
 
+@pytest.mark.slow
 def test_losses_depend_neither_on_workers_nor_on_earlier_draws(small_cfg, monkeypatch, tmp_path):
     monkeypatch.setattr(AUGMENTATIONS, "_table", {})
     words = own_task(monkeypatch, base=Draws)

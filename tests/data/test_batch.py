@@ -116,6 +116,7 @@ def test_structured_targets_are_stacked_by_kind(small_cfg, boxes, way, train):
             assert [number[row], half[row]] == [*label["parts"][:2]] and (mask[row] == label["parts"][0]).all()
 
 
+@pytest.mark.slow
 def test_a_run_on_structured_targets_resumes_and_is_evaluated_and_recorded(small_cfg, boxes, tmp_path):
     words = (*boxes, "CHECKPOINT.EVERY_STEPS", 1, "TEST.BATCH_SIZE", 7, "TRAIN.WORKERS", 1)
     train_and_kill(small_cfg(*words, "OUT_DIR", tmp_path / "resumed"), (1, 1))

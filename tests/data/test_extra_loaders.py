@@ -7,6 +7,7 @@ import torch
 from support.batches import ALONE, CPU, WAYS, assert_same_batches, batches_of, own_task
 from support.images import draw_folder
 from support.runs import assert_same_run, train_and_kill
+from support.tables import slow
 
 from distribuuuu.config import ConfigError
 from distribuuuu.data.loader import BadImageError, build_loader
@@ -42,6 +43,7 @@ def indices_from(loader, epoch: int, step: int) -> list[list[int]]:
     return [batch.extra["unlabeled"].index.tolist() for batch in loader.batches_from(3, epoch, step)]
 
 
+@pytest.mark.slow
 def test_a_short_set_wraps_around_with_a_new_order_and_another_augmentation_from_any_step(small_cfg, task):
     loader = build_loader(small_cfg(*task), ALONE, CPU, train=True)
     epochs = [indices_from(loader, epoch, 0) for epoch in range(3)]
@@ -57,7 +59,7 @@ def test_a_short_set_wraps_around_with_a_new_order_and_another_augmentation_from
             seen[index] = image
 
 
-@pytest.mark.parametrize("num, accum", [(1, 3), (3, 2)])
+@pytest.mark.parametrize("num, accum", [(1, 3), slow(3, 2)])
 def test_a_step_has_the_same_images_for_any_division(small_cfg, task, unlabeled, tmp_path, num, accum):
     draw_folder(tmp_path / "more", "unlabeled", {"any": 60})
     unlabeled["TRAIN.BATCH_SIZE"] = 24  # twice the images of the config, as TRAIN.BATCH_SIZE is 12

@@ -111,6 +111,7 @@ def test_conflicts_of_shapes(words, message):
         load_cfg(None, words)
 
 
+@pytest.mark.slow
 def test_models_with_position_embeddings_take_rectangles():
     words = ["TRAIN.IM_SIZE", "[32, 64]", "TEST.CROP", "squash", "MODEL.NUM_CLASSES", "3", "MODEL.ARCH"]
     for arch in ("timm/vit_tiny_patch16_224", "plain_vit_small"):

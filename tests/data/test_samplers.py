@@ -103,7 +103,7 @@ def test_sizes_are_those_of_ffcv_with_ends_as_they_were_set_and_multiples_betwee
     assert set(sizes) == {88, 96, 128, 160, 176}
 
 
-@pytest.mark.parametrize("crop", [slow("resized"), "pad"])
+@pytest.mark.parametrize("crop", [slow("resized"), slow("pad")])
 def test_workers_that_were_started_once_make_images_of_each_epochs_size(small_cfg, crop):
     expected = None
     for way in WAYS:

@@ -150,6 +150,7 @@ def test_a_task_changes_the_augmentation_of_all_its_views_by_epoch(small_cfg, mo
     assert not torch.equal(expected[0][0].images[0], expected[1][0].images[0])
 
 
+@pytest.mark.slow
 def test_the_end_of_mixing_and_augmentation_is_recorded_and_resumes_bitwise(small_cfg, tmp_path):
     words = (*AUGMENTED, "AUG.MIXUP", 0.8, "OPTIM.MAX_EPOCH", 3, "AUG.OFF_EPOCHS", 2)
     whole, parts = (small_cfg(*words, "OUT_DIR", str(tmp_path / name)) for name in ("whole", "parts"))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as torch_dist
 from support.processes import free_port, on_processes
 from support.runs import assert_close, newest, small_options
+from support.tables import slow
 from timm.layers import BatchNormAct2d
 from torch import nn
 
@@ -62,6 +63,7 @@ def agree(store, world_size: int, seed: int) -> list[str]:
         return list(pool.map(one, range(world_size)))
 
 
+@pytest.mark.slow
 def test_what_an_earlier_start_left_in_the_store_is_not_taken_for_a_process():
     store, seen = torch_dist.HashStore(), set()
     for number, world_size in enumerate((3, 1, 2, 3)):
@@ -156,6 +158,7 @@ def test_collectives_of_three_processes(tmp_path):
         assert error == ("PeerError" if rank else "ZeroDivisionError") + ": division by zero"
 
 
+@pytest.mark.slow
 def test_buckets_and_compression_of_gradients(image_folder, tmp_path):
     """Shorter numbers round the sums, whatever the buckets."""
     weights = {}
@@ -202,7 +205,7 @@ def run_share(momentum: float | None, mean: float, std: float) -> tuple[torch.Te
         return run_layer(converted, own_share(make_images(mean, std)))
 
 
-@pytest.mark.parametrize(("momentum", "mean", "std"), [(0.1, 5, 3), (None, 5, 3), (1.0, 30, 0.01)])
+@pytest.mark.parametrize(("momentum", "mean", "std"), [slow(0.1, 5, 3), slow(None, 5, 3), (1.0, 30, 0.01)])
 def test_it_equals_batch_norm_over_the_whole_batch(momentum, mean, std):
     """In float64 of the rounded images; a variance that is small beside the mean is not lost."""
     images = make_images(mean, std).double().requires_grad_()
@@ -263,6 +266,7 @@ def test_a_compiled_model_has_the_same_statistics():
         torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_in_a_group_of_one_is_that_without_a_group(small_cfg, tmp_path):
     for name, words in {"group": ("MODEL.SYNCBN", True, "DIST.BACKEND", "gloo"), "alone": ()}.items():
         cfg = small_cfg("OPTIM.BASE_LR", 0.01, "OPTIM.MAX_EPOCH", 1, *words, "OUT_DIR", tmp_path / name)

@@ -10,7 +10,6 @@ import torch
 import torchvision
 from support.processes import on_processes
 from support.runs import GROUP_NORM, ROOT, assert_close, make_cfg, newest, records, train_and_kill, train_and_read
-from support.tables import slow
 from torch import nn
 
 from distribuuuu.config import ConfigError, load_cfg
@@ -40,7 +39,7 @@ ALL_ON = (
     "OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0,
 )  # fmt: skip
 needs_fsdp = pytest.mark.skipif(torch.__version__ < (2, 7), reason="FSDP2 on a CPU needs torch 2.7")
-SHARDED = ["zero1", pytest.param("fsdp", marks=needs_fsdp)]
+SHARDED = ["zero1", pytest.param("fsdp", marks=[needs_fsdp, pytest.mark.slow])]
 DROPS = ("MODEL.KWARGS.drop_path_rate", 0.3, "MODEL.KWARGS.proj_drop_rate", 0.2)
 KINDS = {
     "ddp": (), "zero1": ("DIST.SHARD", "zero1"), "fsdp": ("DIST.SHARD", "fsdp"),
@@ -88,10 +87,9 @@ def run(image_folder, tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("num", [2, slow(3)])
-@pytest.mark.parametrize(
-    "kind", ["zero1", *(pytest.param(kind, marks=[needs_fsdp, pytest.mark.slow]) for kind in KINDS if "fsdp" in kind)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [2, 3])
+@pytest.mark.parametrize("kind", ["zero1", *(pytest.param(kind, marks=needs_fsdp) for kind in KINDS if "fsdp" in kind)])
 def test_a_sharded_run_is_the_run_of_ddp(run, kind, num):
     if num == 3 and "," in kind:
         pytest.skip("2 processes tell")
@@ -110,7 +108,8 @@ def test_adaptive_clipping_and_the_schedule_of_weight_decay_are_those_of_ddp(run
     assert_same_content(newest(run(kind, 2, *words)), newest(run("ddp", 2, *words)), 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["zero1", pytest.param("fsdp", marks=[needs_fsdp, pytest.mark.slow])])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SHARDED)
 def test_a_sharded_run_resumes_bitwise(run, small_cfg, kind):
     on_processes(2, train_and_kill, small_cfg(*ALL_ON, *KINDS[kind], *DROPS), (0, 3))
     cfg = small_cfg(*ALL_ON, *KINDS[kind], *DROPS)
@@ -346,6 +345,7 @@ def test_the_statistics_of_a_momentum_free_batch_norm_and_of_a_frozen_one_stay_r
     assert results[1]["stage2.0.norm1.num_batches_tracked"] == 0
 
 
+@pytest.mark.slow
 def test_the_blocks_of_known_models_and_a_model_without_blocks_is_answered():
     for builder, name, expected in [
         (torchvision.models.get_model, "resnet50", {"Bottleneck": 16}),

@@ -92,6 +92,7 @@ def test_the_images_of_all_processes_count():
         torch.testing.assert_close(share, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_and_saves_precise_statistics(small_cfg, tmp_path):
     words = ("EMA.HALF_LIFE", 50, "OPTIM.MAX_EPOCH", 1, "MODEL.PRECISE_BN")
     moving, precise = (train_and_read(small_cfg(*words, num, "OUT_DIR", tmp_path / str(num))) for num in (0, 48))

@@ -46,6 +46,7 @@ def is_refused(out_dir: Path) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_the_lock_remains_after_the_check_that_all_processes_see_it(tmp_path):
     with lock_out_dir(tmp_path):
         assert run_lock.is_shared(tmp_path) and on_processes(1, is_refused, tmp_path) == [True]
@@ -117,6 +118,7 @@ def be_refused(cfg) -> str:
         return str(error)
 
 
+@pytest.mark.slow
 def test_every_process_of_a_refused_run_gets_the_error(small_cfg):
     cfg = small_cfg()
     Path(cfg.OUT_DIR).mkdir()

@@ -268,6 +268,7 @@ def test_unused_parameters_are_logged_and_do_not_change_a_run(small_cfg, tmp_pat
     assert len(two["optimizer"]["state"]) == len(one["optimizer"]["state"]) == 4
 
 
+@pytest.mark.slow
 def test_layers_that_some_steps_skip_are_trained(small_cfg, tmp_path):
     """DDP waits for all gradients in each step unless it looks for unused parameters."""
     words = ("MODEL.ARCH", "skipping", "LOSS.LABEL_SMOOTHING", 0.1, "OPTIM.MAX_EPOCH", 1, "TRAIN.BATCH_SIZE", 6)

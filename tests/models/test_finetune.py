@@ -18,6 +18,7 @@ from support.downloads import serve
 from support.images import draw_folder
 from support.processes import on_processes
 from support.runs import assert_close, make_cfg, message_of, newest, small_options, train_and_read
+from support.tables import slow
 from timm.layers import resample_abs_pos_embed
 from timm.models import save_for_hf
 from torch import nn
@@ -158,7 +159,7 @@ def test_a_head_of_as_many_classes_is_taken_unless_it_is_reset(tmp_path, caplog)
 
 @pytest.mark.parametrize("arch, head", [
     ("resnet18", ["fc"]),
-    ("timm/deit_tiny_distilled_patch16_224", ["head", "head_dist"]),
+    slow("timm/deit_tiny_distilled_patch16_224", ["head", "head_dist"]),
     ("torchvision/regnet_y_400mf", ["fc"]),  # cannot be built on the meta device
 ])  # fmt: skip
 def test_the_head_is_what_depends_on_the_number_of_classes(arch, head):
@@ -236,6 +237,7 @@ def test_what_is_frozen_stays_bitwise_and_the_weights_are_read_at_the_start_only
     assert [name for name in after if name not in other_than(after, before)] == frozen
 
 
+@pytest.mark.slow
 def test_frozen_parts_on_two_processes_give_the_run_of_one(finished_run, small_cfg, tmp_path):
     words = ("FINETUNE.WEIGHTS", finished_run, "FINETUNE.FREEZE", "[!f]*", "OPTIM.MAX_EPOCH", 1)
     train_model(small_cfg(*words, "OUT_DIR", tmp_path / "one"))

@@ -147,7 +147,7 @@ def blur(_, inputs):
     return (x,)
 
 
-@pytest.mark.parametrize("family", ["resnet18", slow("resnet50")])
+@pytest.mark.parametrize("family", [slow("resnet18"), slow("resnet50")])
 def test_the_strided_convolutions_are_blurred_and_nothing_else_differs_from_torchvision(family):
     model = copy.deepcopy(initial_model(recipe(f"imagenet/{family}_ffcv_16"))).double().eval()
     blurs = {path: layer for path, layer in model.named_modules() if isinstance(layer, BlurredConv)}

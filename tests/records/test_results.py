@@ -289,7 +289,7 @@ def test_the_last_evaluation_of_a_run_is_written_image_by_image(finished_run, im
 
 
 @pytest.mark.parametrize(
-    "num, size, words", [(1, 1, ()), slow(1, 64, ("DATA.LOADER", "device")), (2, 7, ()), slow(3, 16, ())]
+    "num, size, words", [(1, 1, ()), slow(1, 64, ("DATA.LOADER", "device")), slow(2, 7, ()), slow(3, 16, ())]
 )
 def test_the_values_depend_on_neither_batch_size_nor_processes(finished_run, small_cfg, tmp_path, num, size, words):
     weights = ("MODEL.WEIGHTS", finished_run / "best.pth.tar", *words)

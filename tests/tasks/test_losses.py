@@ -111,6 +111,7 @@ def test_class_weights_by_the_number_of_images():
     assert compute_class_weights(torch.zeros(2, dtype=torch.int64), 1.0).tolist() == [1.0] * 2
 
 
+@pytest.mark.slow
 def test_class_weights_from_the_training_labels(small_cfg, tmp_path, monkeypatch):
     for split in ("train", "val"):
         draw_folder(tmp_path / "data", split, {"ant": 16, "bee": 4, "cat": 28})

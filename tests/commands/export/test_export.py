@@ -63,7 +63,7 @@ def test_a_timm_folder_gives_equal_logits_and_our_preprocessing(small_cfg, tmp_p
 
 @pytest.mark.parametrize("to, options, reason", [
     ("timm", ("MODEL.ARCH", "resnet8"), "timm has no model resnet8"),
-    ("timm", ("MODEL.ARCH", "torchvision/efficientnet_b0"), "is another model: "),
+    slow("timm", ("MODEL.ARCH", "torchvision/efficientnet_b0"), "is another model: "),
     slow("timm", ("MODEL.ARCH", "resnet18"), "computes other outputs"),
     *((to, ("MODEL.ARCH", "resnet8", "TEST.INTERPOLATION", "opencv_area"),
        "cannot express TEST.INTERPOLATION opencv_area") for to in ("timm", "onnx", "torch")),
@@ -157,7 +157,7 @@ def test_a_missing_package_is_named_with_the_pip_line(saved, tmp_path, monkeypat
     assert expected in capsys.readouterr().err and left_beside(tmp_path) == []
 
 
-@pytest.mark.parametrize("to", ["timm", slow("torch")])
+@pytest.mark.parametrize("to", [slow("timm"), slow("torch")])
 def test_a_full_disk_leaves_nothing_behind(small_cfg, tmp_path, monkeypatch, to):
     from safetensors import SafetensorError
 

@@ -78,6 +78,7 @@ def test_the_graph_crops_as_the_evaluation_does(save, interpolation, resize, cro
     assert num_different < 0.03 * num_values
 
 
+@pytest.mark.slow
 def test_the_normalization_is_exact(save):
     image = photograph(32, 32)  # not resized
     assert torch.equal(save(nn.Identity(), TRANSFORM)([image]), torch_predict(nn.Identity(), TRANSFORM)([image]))

@@ -74,6 +74,7 @@ def test_top1_of_the_csv_is_that_of_the_evaluation_to_the_last_image(shapes_run,
     assert all(value == sorted(value, reverse=True) and 0 < sum(value) <= 1 for value in values)
 
 
+@pytest.mark.slow
 def test_map_of_the_csv_is_that_of_the_evaluation(labels_run, shapes_folder, tmp_path, capsys):
     assert run(labels_run, shapes_folder / "val", "--out", tmp_path / "out.csv", "--threshold", 0) == 0
     loaded = load_run(labels_run)
@@ -127,7 +128,7 @@ def test_unusual_photographs_are_answered_as_in_an_evaluation(shapes_run, tmp_pa
 
 
 @pytest.mark.parametrize("words", [
-    slow(("--workers", 0, "--batch-size", 1)), ("--workers", 2, "--batch-size", 7),
+    slow(("--workers", 0, "--batch-size", 1)), slow(("--workers", 2, "--batch-size", 7)),
     *[slow(("--nproc", nproc, "--workers", workers)) for nproc, workers in ((2, 0), (3, 1))],
 ])  # fmt: skip
 def test_the_bytes_do_not_depend_on_processes_workers_and_batch_size(shapes_run, shapes_folder, tmp_path, words):

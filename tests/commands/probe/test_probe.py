@@ -51,6 +51,7 @@ def test_knn_equals_that_of_scikit_learn(monkeypatch):
     assert predict_knn(rows[:5], labels[:5], queries, 7, CPU).tolist() == few.predict(queries.numpy()).tolist()
 
 
+@pytest.mark.slow
 def test_the_linear_probe_equals_the_logistic_regression_of_scikit_learn(monkeypatch, penalty=1e-3):
     from sklearn.linear_model import LogisticRegression
 

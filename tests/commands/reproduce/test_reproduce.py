@@ -77,6 +77,7 @@ def test_a_row_is_found_by_its_config_with_the_fewest_options(call, tmp_path):
     assert status == 2 and "got d/owe; expected a row of" in error and "did you mean d/one" in error
 
 
+@pytest.mark.project
 def test_the_rows_with_hashes_are_of_the_configs_of_today():
     """If this fails after a recipe was edited, measure its row again; after an option was added, see `hash_default`."""
     runs = [run for row in command.read_rows(str(ROWS))[0].values() for run in row if "weights_sha256" in run.record]

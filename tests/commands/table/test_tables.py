@@ -210,6 +210,7 @@ BEFORE = "# Title\n\n<!-- table small -->\nold\n<!-- /table -->\n\nbetween `<!--
 AFTER = "\n<!-- table other -->\n<!-- /table -->\nend"
 
 
+@pytest.mark.slow
 def test_a_block_of_a_readme_is_replaced_in_place_or_left_alone(tmp_path):
     seeds(tmp_path / "runs", 93.0, 94.0)
     readme = tmp_path / "README.md"

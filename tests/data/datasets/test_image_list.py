@@ -10,6 +10,7 @@ from support.batches import assert_same_batches, batches_of
 from support.packs import pack
 from support.processes import on_processes
 from support.runs import assert_same_run, newest, records, run_tool, small_options, timeless, train_and_stop
+from support.tables import slow
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets import image_list
@@ -154,7 +155,7 @@ def test_a_row_for_each_label_of_an_image(tmp_path):
     assert images.classes == ("cat", "dog") and images.label(0).tolist() == [1, 1] and len(images) == 1
 
 
-@pytest.mark.parametrize("words", [(), ("--format", "raw")])
+@pytest.mark.parametrize("words", [(), slow(("--format", "raw"))])
 def test_a_pack_gives_the_same_batches(cfg_of, root, tmp_path, words):
     pack(tmp_path / "pack", *words, "--shard-mb", 0.01, *words_of(root), split="both", workers=2)
     packed = "DATA.NAME", "packed_multilabel", "TRAIN.DATASET", tmp_path / "pack", "TEST.DATASET", tmp_path / "pack"
@@ -179,6 +180,7 @@ def reference(root, image_folder, tmp_path_factory):
 WHOLE = ("AUG.MIXUP", 0.4, "CHECKPOINT.EVERY_STEPS", 1, "EMA.HALF_LIFE", 24)
 
 
+@pytest.mark.slow
 def test_map_is_the_figure_of_merit_wherever_one_is(reference, capsys):
     evaluations = [entry for entry in records(reference) if entry["kind"].startswith("eval")]
     assert [entry["count"] for entry in evaluations] == [37] * 4 and not any("top1" in entry for entry in evaluations)
@@ -209,6 +211,7 @@ def test_a_stopped_run_goes_on_bitwise(reference, cfg_of, monkeypatch):
     assert timeless(cfg.OUT_DIR) == timeless(reference)
 
 
+@pytest.mark.slow
 def test_evaluation_is_the_same_on_any_number_of_processes_and_batch_sizes(reference, cfg_of):
     cfg = cfg_of("MODEL.WEIGHTS", reference / "best.pth.tar")
     expected = evaluate_run(cfg)

@@ -105,6 +105,7 @@ def draw_validation(root: Path, numbers: list[int]) -> list[Path]:
     return renamed
 
 
+@pytest.mark.slow
 def test_counts_with_real_labels_equal_those_of_timm(tmp_path):
     table = json.loads((INFO / "imagenet_real_labels.json").read_text())
     single = [number for number, right in enumerate(table, 1) if len(right) == 1]

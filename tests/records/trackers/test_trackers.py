@@ -97,7 +97,7 @@ def test_a_tracker_receives_rows_images_and_files(small_cfg, tmp_path, finished_
     assert server.read("file") == [["config.yaml"], ["results.json"]]
 
 
-@pytest.mark.parametrize("place", [slow((0, 2)), slow((0, 4)), (1, 2)])
+@pytest.mark.parametrize("place", [slow((0, 2)), slow((0, 4)), slow((1, 2))])
 def test_a_resumed_run_continues_the_same_run_at_the_right_step(small_cfg, monkeypatch, place, server):
     words = (*server.words, "CHECKPOINT.EVERY_STEPS", 2)
     train_and_stop(small_cfg(*words), place, monkeypatch)
