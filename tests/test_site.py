@@ -105,10 +105,6 @@ def test_a_notebook_runs(name, tmp_path, monkeypatch):
     assert all(words in text for words in NOTEBOOKS[name]), text
 
 
-def test_each_notebook_is_run():
-    assert {path.stem for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")} == set(NOTEBOOKS)
-
-
 PAGE = (ROOT / "docs" / "photographs.md").read_text(encoding="utf-8")
 COMMANDS = re.search(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]
 # What the page advises without a network.

@@ -1,6 +1,5 @@
 """Lists of images: valid and invalid CSV files, and multi-label runs, evaluated by mean average precision."""
 
-import json
 import os
 import pickle
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import pytest
 from support.batches import assert_same_batches, batches_of
 from support.packs import pack
-from support.processes import on_processes
 from support.runs import assert_same_run, newest, records, run_tool, small_options, timeless, train_and_stop
 from support.tables import slow
 
@@ -20,7 +18,6 @@ from distribuuuu.data.loader import build_images
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.records.read_results import read_results
-from distribuuuu.trainer import evaluate_weights as evaluate_run
 from distribuuuu.trainer import train_model
 
 # By number of an image, in turn; the names are not in the order of the alphabet.
@@ -209,16 +206,3 @@ def test_a_stopped_run_goes_on_bitwise(reference, cfg_of, monkeypatch):
     train_model(cfg)
     assert_same_run(cfg.OUT_DIR, reference)
     assert timeless(cfg.OUT_DIR) == timeless(reference)
-
-
-@pytest.mark.slow
-def test_evaluation_is_the_same_on_any_number_of_processes_and_batch_sizes(reference, cfg_of):
-    cfg = cfg_of("MODEL.WEIGHTS", reference / "best.pth.tar")
-    expected = evaluate_run(cfg)
-    assert expected["map"] == newest(reference)["best_acc1"] and set(expected) == {"count", "loss", "map"}
-    written = json.loads((Path(cfg.OUT_DIR) / "test_results.json").read_text())
-    assert written["accuracy"]["raw"] == {"loss": expected["loss"], "map": expected["map"]}
-    cfg = cfg_of("MODEL.WEIGHTS", reference / "best.pth.tar", "TEST.BATCH_SIZE", 5)
-    for result in on_processes(3, evaluate_run, cfg):
-        assert (result["count"], result["map"]) == (37, expected["map"])
-        assert result["loss"] == pytest.approx(expected["loss"], abs=1e-6)
