@@ -46,7 +46,7 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: str | Problem | Iterable[str | Problem], origins: Mapping[str, str] | None = None):
         given = [problems] if isinstance(problems, (str, Problem)) else problems
-        found = [Problem("", problem) if isinstance(problem, str) else problem for problem in given]
+        found = [Problem("", problem) if isinstance(problem, str) else problem for problem in dict.fromkeys(given)]
         self.problems = [problem.located(origins) for problem in found] if origins else found
         super().__init__("\n".join(map(str, self.problems)))
 

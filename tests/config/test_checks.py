@@ -193,6 +193,7 @@ def test_an_option_without_effect_is_named_with_what_it_needs_and_each_condition
     assert set(needs.values()) == set(CONDITIONS)
 
 
+@pytest.mark.project
 def test_configs_that_are_there_have_no_such_option(tmp_path):
     words = ["DATA.NAME", "packed", "DATA.CROP_PADDING", "2", "DATA.CROP_SCALE", "[0.5, 1]"]
     assert find_unused_options(load_cfg(None, words)) == [], "a pack tells its crop only when it is opened"

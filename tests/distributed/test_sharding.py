@@ -10,6 +10,7 @@ import torch
 import torchvision
 from support.processes import on_processes
 from support.runs import GROUP_NORM, ROOT, assert_close, make_cfg, newest, records, train_and_kill, train_and_read
+from support.tables import slow
 from torch import nn
 
 from distribuuuu.config import ConfigError, load_cfg
@@ -298,7 +299,7 @@ def train_steps(model: nn.Module, autocast: torch.dtype | None) -> dict[str, tor
 STEPS = {"resnet8": None, "test_resnet": torch.bfloat16, "test_vit": torch.bfloat16, "test_convnext": None}
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", ["resnet8", "test_vit", slow("test_resnet"), slow("test_convnext")])
 def test_a_recomputed_step_is_the_same_to_the_last_bit(name):
     plain, recomputed = build_small(name), build_small(name)
     assert recompute_blocks(recomputed) >= 2

@@ -167,6 +167,7 @@ PLAIN_VIT = "imagenet/plain_vit_small"
 WIDTH, HIDDEN = 384, 1536
 
 
+@pytest.mark.slow
 def test_the_initial_weights_are_those_of_vit_py():
     glorot, mlp = math.sqrt(2 / (2 * WIDTH)), math.sqrt(2 / (WIDTH + HIDDEN))
     parameters = dict(initial_model(recipe(PLAIN_VIT)).named_parameters())
