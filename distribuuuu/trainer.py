@@ -66,14 +66,14 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
                 try:
                     train_epoch(run)
                     if is_evaluation_due(cfg, run.state.epoch):
-                        # If the evaluation fails, no training step is lost.
-                        run.save()
+                        run.save()  # if the evaluation fails, no training step is lost
                         evaluations = evaluate_epoch(run)
                         run.state.finish_epoch(evaluations)
                         run.log.add_evaluation_rows(run.state.epoch - 1, evaluations, run.state.bests)
+                        run.save(evaluations)
                     else:
                         run.state.finish_epoch()
-                    run.save()
+                        run.save()
                 except NonFiniteError as error:
                     roll_back(run, error)
             run.checkpoints.finish()

@@ -129,8 +129,10 @@ class Run(Training):
     log: Log
     stop: StopRequest
 
-    def save(self, is_last: bool = False) -> Path:
+    def save(self, evaluations: dict[str, dict] | None = None, is_last: bool = False) -> Path:
         """Save state and task as a checkpoint, see `CheckpointManager.save`, and return its file.
+
+        `evaluations` are the results, by kind of weights, of the evaluation after the steps of the last checkpoint.
 
         Raises:
             NonFiniteError: the weights, or the loss of a step since the last row of metrics, are infinite or NaN.
@@ -141,6 +143,9 @@ class Run(Training):
         gathered = dist.gather_objects(own := snapshot(self.task.rank_state_dict()))
         content["task"] = {"shared": self.task.state_dict(), "by_rank": gathered if own else []}
         content["finished"] = is_finished(self.cfg, self.state)
+        if evaluations:
+            epoch = self.state.epoch - 1
+            content |= {"evaluations": evaluations, "evaluated_at": (epoch, self.train_loader.steps_of(epoch))}
         return self.checkpoints.save(content, is_last=is_last, write_results=self.results.write)
 
 

@@ -12,8 +12,8 @@ A checkpoint is a dict:
   `num_rollbacks`, `classes`, `arch`, `global_batch`. Files of best weights also have `weights`: "raw" or "ema".
 - `meter`: for each process, its sums since the last row of metrics. `num_skipped`: steps that the task has skipped.
 - `bests`: loss, metrics and epoch, from 1, of the best evaluation of each kind of weights.
-- `evaluations`, `evaluated_at`: the results of an evaluation that precedes the next step; the epoch and the step of the
-  checkpoint before it. `finished`: whether no epoch is left.
+- `evaluations`, `evaluated_at`: the results of the evaluation that precedes it, if there is one; the epoch and the step
+  of the checkpoint before that evaluation. `finished`: whether no epoch is left.
 - `chosen`: the images that the epoch takes, if the task chose some.
 - `task`: the state of the task: `shared` by the processes, and `by_rank` where they differ.
 - `data`: number of images and digest of the training and the evaluation data; `jobs`: the launcher's job.
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 # Entries of a checkpoint that are attributes of the state.
 _PLAIN = ("step", "best_metric", "seed", "num_rollbacks", "num_skipped", "arch", "config", "plugins", "global_batch",
-          "evaluations", "evaluated_at", "data", "jobs", "seconds")  # fmt: skip
+          "data", "jobs", "seconds")  # fmt: skip
 
 
 @dataclass
@@ -67,8 +67,6 @@ class TrainState:
         chosen: the images that this epoch takes, see `Task.choose_images`; None: all.
         averages: averages of the weights by kind, e.g. "ema".
         data: the number of images and the digest of the data, by "train" and "val".
-        evaluations: the results of the evaluation that precedes the next step, by kind of weights.
-        evaluated_at: the epoch and the step of that evaluation.
     """
 
     model: nn.Module
@@ -90,8 +88,6 @@ class TrainState:
     timing: dict[str, float] = field(default_factory=lambda: {"images": 0, "seconds": 0.0})
     jobs: list[str] = field(default_factory=list_jobs)
     data: dict[str, dict[str, Any]] = field(default_factory=dict)
-    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
-    evaluated_at: tuple[int, int] | None = None
     best_metric: str = "top1"
     higher_is_better: bool = True
     bests: dict[str, Best] = field(default_factory=lambda: {kind: Best() for kind in KINDS})
@@ -175,7 +171,6 @@ class TrainState:
             logger.warning("RNG_SEED: the checkpoint has seed %d; the run continues with %d", saved, seed)
         self.seed = saved if seed is None else seed
         self.num_rollbacks = int(content.get("num_rollbacks", 0))
-        self.evaluations, self.evaluated_at = content.get("evaluations", {}), content.get("evaluated_at")
         if (timing := content.get("timing", self.timing))["seconds"] > self.timing["seconds"]:
             self.timing.update(images=timing["images"], seconds=timing["seconds"])
         self._peak_before = max(self._peak_before, content.get("peak_memory_mib") or 0.0)
@@ -245,16 +240,13 @@ class TrainState:
     def finish_step(self, num_steps: int) -> None:
         """Count a step of an epoch of `num_steps` as done, and update the averages of the weights."""
         self.step += 1
-        self.evaluations, self.evaluated_at = {}, None
         for average in self.averages.values():
             images_seen = (self.epoch * num_steps + self.step) * self.global_batch
             average.finish_step(self.epoch, self.step - 1, images_seen, self.global_batch)
 
     def finish_epoch(self, evaluations: dict[str, dict[str, float]] | None = None) -> None:
         """Count the epoch as done, and evaluated if there are results by kind of weights, which may be the best."""
-        self.evaluations = evaluations or {}
-        self.evaluated_at = (self.epoch, self.step) if evaluations else None
-        for kind, metrics in self.evaluations.items():
+        for kind, metrics in (evaluations or {}).items():
             self.bests[kind].update(metrics, self.best_metric, self.epoch, self.higher_is_better)
         self.epoch, self.step = self.epoch + 1, 0
 

@@ -76,13 +76,13 @@ def test_the_checkpoint_of_an_epochs_steps_gives_way_to_that_of_its_evaluation(t
     write()
     state.step = 4
     write()
-    state.finish_epoch({"raw": {"top1": 10.0, "count": 3}})
-    write()
+    state.finish_epoch(results := {"raw": {"top1": 10.0, "count": 3}})
+    write(entries={"evaluations": results, "evaluated_at": (0, 4)})
     assert seen == [(False, [checkpoint_name(0, 2), checkpoint_name(0, 4)], False)]
     assert [path.name for path in folder.list()] == [checkpoint_name(0, 2), checkpoint_name(1, 0)]
     assert read_checkpoint(folder.bests["raw"])["best_epoch"] == 0
-    state.finish_epoch({"raw": {"top1": 9.0, "count": 3}})
-    write()
+    state.finish_epoch(results := {"raw": {"top1": 9.0, "count": 3}})
+    write(entries={"evaluations": results})
     assert read_checkpoint(folder.bests["raw"])["epoch"] == 0 and len(seen) == 2
 
 

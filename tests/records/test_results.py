@@ -63,12 +63,12 @@ def start(cfg, epochs: int = 0):
 
 def finish_epoch(state, results, ema: dict | None = None) -> None:
     """Finish an epoch of a quarter of an hour and write the results."""
-    evaluations = {"raw": SERIES[state.epoch], **({"ema": ema} if ema else {})}
+    new = {"raw": SERIES[state.epoch], **({"ema": ema} if ema else {})}
     state._started -= 900
-    state.finish_epoch(evaluations)
+    state.finish_epoch(new)
     state.timing.update(images=1234, seconds=10.0)
-    bests = {kind: {"epoch": state.bests[kind].epoch + 1, **state.bests[kind].metrics} for kind in evaluations}
-    content = {**state.to_dict(), "ema_state_dict": {}, "bests": bests, "finished": state.epoch == 3}
+    bests = {kind: {"epoch": state.bests[kind].epoch + 1, **state.bests[kind].metrics} for kind in new}
+    content = state.to_dict() | {"evaluations": new, "ema_state_dict": {}, "bests": bests, "finished": state.epoch == 3}
     if dist.is_main():
         results.write(content)
 

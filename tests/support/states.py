@@ -42,9 +42,9 @@ def original_checkpoint(path: Path, state: TrainState, **options: bool) -> None:
     torch.save(content, path, **options)
 
 
-def save(folder: CheckpointManager, state: TrainState, is_best: bool = False, **options) -> Path:
+def save(folder: CheckpointManager, state: TrainState, is_best: bool = False, entries=(), **options) -> Path:
     """Save a state, as after an evaluation that was the best one if it `is_best`, and wait until it is on disk."""
-    content = state.to_dict()
+    content = {**state.to_dict(), **dict(entries)}
     if is_best:
         content |= {"evaluations": {"raw": {"top1": 1.0}}, "best_epoch": content["epoch"]}
     path = folder.save(content, **options)

@@ -95,8 +95,9 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
         found["start_s"] += max(0.0, first[-1] - len(first) * found["step_s"][sizes[epochs[0]]])  # the warm-up
         started = time.perf_counter()
         result = {"count": 1, "loss": 1.0, **dict.fromkeys(run.task.eval_metrics, 1.0)}
-        state.finish_epoch(dict.fromkeys(state.models, result))  # as if each kind of weights were the best
-        run.save()
+        results = dict.fromkeys(state.models, result)  # as if each kind of weights were the best
+        state.finish_epoch(results)
+        run.save(results)
         found["checkpoint_s"] = time.perf_counter() - started
         evaluations = [_evaluate(run, model, plan, ahead) for model in state.models.values()]
         run.checkpoints.finish()
