@@ -42,8 +42,8 @@ LAYERS = (
     ("api",),
     ("testing",),
     # What several commands share, then the commands, each of which is a layer entry of its own.
-    ("commands.main", "commands.guard", "commands.flag_hints", "commands.html", "commands.scan", "commands.stats"),
-    ("commands.arguments", "commands.output"),
+    ("commands.main", "commands.guard", "commands.flag_hints", "commands.output"),
+    ("commands.arguments", "commands.html", "commands.scan", "commands.stats"),
     ("commands",),
     ("__main__",),
 )

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from distribuuuu.checkpoint.weights_files import RAW, best_paths, find_best
 from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
-from distribuuuu.commands.guard import ending_with_reader
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.locate import FoundConfig
@@ -74,6 +73,7 @@ def parse_args(
     flags.nproc = flags.nproc or 1
     if not prints:
         return resolve_num_classes(cfg), flags
+    from distribuuuu.commands.output import ending_with_reader
     from distribuuuu.config.explain import dump_with_origins, explain_options
 
     with ending_with_reader():

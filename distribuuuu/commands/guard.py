@@ -7,9 +7,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.detect import was_launched
@@ -54,25 +54,6 @@ def open_standard_streams() -> None:
     if sys.stderr is None or sys.stderr is sys.__stderr__:
         raw, encoding = io.BufferedWriter(io.FileIO(2, "w", closefd=False)), getattr(sys.stderr, "encoding", "utf-8")
         sys.stderr = _TolerantStream(raw, encoding=encoding, errors="backslashreplace", line_buffering=True)
-
-
-@contextlib.contextmanager
-def ending_with_reader() -> Iterator[None]:
-    """End the process without an error if the reader of what the block prints, e.g. `head`, has gone.
-
-    The block only prints: any connection that its other side closes would end the process too. ConfigError: standard
-    output cannot be written, e.g. because a disk is full.
-    """
-    previous = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    try:
-        yield
-        sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the rest of the buffer, which is written at exit
-        message = f"cannot be written: {error.strerror}; fix: redirect it to another file"
-        raise ConfigError(Problem("standard output", message)) from error
-    finally:
-        signal.signal(signal.SIGPIPE, previous)
 
 
 def run_guarded(run: Callable[[], int]) -> int:

@@ -78,7 +78,9 @@ def dispatch(prog: str, args: Sequence[str]) -> int:
     elif name in ("-V", "--version"):
         print(f"distribuuuu {__version__}")
     else:
-        print(f"command line: {describe_unknown(prog, name)}", file=sys.stderr)
+        from distribuuuu.hints.options import describe_unknown_command
+
+        print(f"command line: {describe_unknown_command(name, find_commands(), prog)}", file=sys.stderr)
         return USAGE_ERROR
     return 0
 
@@ -98,16 +100,3 @@ def list_commands(prog: str) -> str:
         if names := [name for name in group if name in commands]:
             lines += ["", f"{title}:", *(f"  {name:<{width}}  {group[name].summary}" for name in names)]
     return "\n".join([*lines, "", f"{prog} help COMMAND describes a command."])
-
-
-def describe_unknown(prog: str, name: str) -> str:
-    """Return the message for a first argument that is no command."""
-    from distribuuuu.config.errors import near_matches
-
-    commands = find_commands()
-    if name.startswith("-"):
-        return f"got {name} instead of a command; did you mean {prog} train {name} ...?"
-    stem = name.lower().replace("-", "_").partition("_")[0]  # train_net, pack_dataset
-    meant = [stem] if stem in commands else near_matches(name, commands)
-    hint = f"did you mean {', '.join(meant)}?" if meant else f"expected one of {', '.join(commands)}"
-    return f"no such command: {name}; {hint}"

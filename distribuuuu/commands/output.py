@@ -5,11 +5,10 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from distribuuuu.commands.guard import ending_with_reader
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.run_files import BEST_NAMES, RUN_FILES, find_path_problem, local_folder
 from distribuuuu.files.untrusted import printable
@@ -67,6 +66,25 @@ def align_columns(lines: Sequence[Sequence[str]], sides: str) -> list[str]:
     formats = [f"{side}{max(len(line[column]) for line in lines)}" for column, side in enumerate(sides)]
     table = ([*map(format, line, formats), *line[len(sides) :]] for line in lines)
     return ["  ".join(cells).rstrip() for cells in table]
+
+
+@contextlib.contextmanager
+def ending_with_reader() -> Iterator[None]:
+    """End the process without an error if the reader of what the block prints, e.g. `head`, has gone.
+
+    The block only prints: any connection that its other side closes would end the process too. ConfigError: standard
+    output cannot be written, e.g. because a disk is full.
+    """
+    previous = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the rest of the buffer, which is written at exit
+        message = f"cannot be written: {error.strerror}; fix: redirect it to another file"
+        raise ConfigError(Problem("standard output", message)) from error
+    finally:
+        signal.signal(signal.SIGPIPE, previous)
 
 
 def print_report(text: str) -> None:

@@ -1,7 +1,7 @@
-"""Unknown options: the equivalent of another framework's name, similar names, or a line about what is missing."""
+"""Unknown options and commands: another framework's name, similar names, or a line about what is missing."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from distribuuuu.config.errors import near_matches
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
@@ -89,6 +89,16 @@ _BY_MISSING = {name: line for names, line in MISSING.items() for name in names.s
 def describe_missing(key: str) -> str | None:
     """Return a line about what a flag or a key of another framework asks for, if it does not exist here."""
     return next((_BY_MISSING[name] for name in map(normalized, key.split(".")) if name in _BY_MISSING), None)
+
+
+def describe_unknown_command(name: str, commands: Collection[str], prog: str) -> str:
+    """Return the message for a first argument that is no command."""
+    if name.startswith("-"):
+        return f"got {name} instead of a command; did you mean {prog} train {name} ...?"
+    stem = name.lower().replace("-", "_").partition("_")[0]  # train_net, pack_dataset
+    meant = [stem] if stem in commands else near_matches(name, commands)
+    hint = f"did you mean {', '.join(meant)}?" if meant else f"expected one of {', '.join(commands)}"
+    return f"no such command: {name}; {hint}"
 
 
 def describe_unknown_flag(flag: str, value: str, known: Sequence[str]) -> str:

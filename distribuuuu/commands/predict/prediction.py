@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from distribuuuu.commands.guard import ending_with_reader
+from distribuuuu.commands.output import ending_with_reader
 from distribuuuu.commands.predict.journal import Journal
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import iter_options
