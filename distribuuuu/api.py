@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from distribuuuu.checkpoint.weights_files import RAW, common_kind, find_best
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import changed
-from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
@@ -79,12 +78,8 @@ def train(config: CfgFiles | os.PathLike = None, overrides: Overrides = ()) -> T
         cfg = _load_checked(source, _as_pairs(overrides), is_training=True)
 
         from distribuuuu.records.read_results import FILE_NAME, read_results
-        from distribuuuu.trainer import take_step, train_model
+        from distribuuuu.trainer import train_model
 
-        if cfg.TRAIN.BATCH_SIZE == AUTO:
-            from distribuuuu.engine.auto_batch_size import resolve_batch_size
-
-            cfg = resolve_batch_size(cfg, take_step)
         best = train_model(cfg)
         path = Path(cfg.OUT_DIR) / FILE_NAME
         results = read_results(path) if is_first_process() and path.exists() else {}
@@ -234,17 +229,13 @@ def _load_checked(source: CfgFiles, pairs: list[str], is_training: bool, needs_w
     """Return the frozen config with its number of classes.
 
     Raises:
-        ConfigError: with every problem of the options, the file, the paths and the data folders; or of the model.
+        ConfigError: with every problem of the options, the file, the paths and the data folders.
     """
-    from distribuuuu.models import check_model
-
     cfg, problems = read_cfg(source, pairs)
     problems += find_run_problems(cfg, is_training, set_keys_only=bool(problems), needs_weights=needs_weights)
     if problems:
         raise ConfigError([_renamed(problem) for problem in problems])
-    cfg = resolve_num_classes(cfg)
-    check_model(cfg)
-    return cfg
+    return resolve_num_classes(cfg)
 
 
 def _renamed(problem: Problem) -> Problem:

@@ -11,6 +11,7 @@ import torch
 
 from distribuuuu.checkpoint.manager import NonFiniteError
 from distribuuuu.checkpoint.weights_files import RAW, kind_of
+from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.run_files import TRAIN_LOG
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import build_loaders
@@ -20,7 +21,7 @@ from distribuuuu.distributed.comm import begin_slow_phase, gradient_sync
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.engine.build import build_run, find_weights, open_run
 from distribuuuu.engine.evaluator import evaluate, open_evaluation
-from distribuuuu.engine.preflight import resolve_num_classes, resolve_preprocessing
+from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.engine.resume import roll_back
 from distribuuuu.engine.run import (
     Run,
@@ -55,7 +56,11 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
         ConfigError: the data, the model or a checkpoint contradicts the config.
         RunStopped: a signal or CHECKPOINT.MAX_HOURS stopped the run.
     """
-    cfg = resolve_preprocessing(resolve_num_classes(cfg))
+    cfg = resolve_cfg(cfg)
+    if cfg.TRAIN.BATCH_SIZE == AUTO:
+        from distribuuuu.engine.auto_batch_size import resolve_batch_size
+
+        cfg = resolve_batch_size(cfg, take_step)
     launch = detect_launch()
     device = pick_device(launch.local_rank)
     train_loader, val_loader = build_loaders(cfg, launch, device)

@@ -23,7 +23,7 @@ class Command(NamedTuple):
 GROUPS = {
     "Run": {
         "train": Command("train", "train a model, or resume a run that was stopped"),
-        "test": Command("test", "evaluate a trained model"),
+        "test": Command("train", "evaluate a trained model"),
         "sweep": Command("sweep.sweep", "search the best options by many runs, resumable"),
         "reproduce": Command("reproduce.reproduce", "train a published result again, and compare"),
     },

@@ -17,7 +17,7 @@ from distribuuuu.distributed.comm import broadcast_buffers, gather_objects, mark
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.sharding import inference, is_sharded
 from distribuuuu.engine.build import build_test_model, open_run
-from distribuuuu.engine.preflight import resolve_num_classes, resolve_preprocessing
+from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.engine.run_description import describe_images, describe_model
 from distribuuuu.launch.detect import Launch, detect_launch
 from distribuuuu.optim.precision import build_precision
@@ -127,7 +127,7 @@ def open_evaluation(cfg, weights: str = "") -> Iterator[Evaluation]:
     Raises:
         ConfigError: the data, the model or the weights contradict the config.
     """
-    cfg = resolve_preprocessing(resolve_num_classes(cfg), weights)
+    cfg = resolve_cfg(cfg, weights)
     launch = detect_launch()
     device = pick_device(launch.local_rank)
     loader = build_loader(cfg, launch, device, train=False)

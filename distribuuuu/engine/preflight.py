@@ -85,8 +85,18 @@ def resolve_num_classes(cfg: Config) -> Config:
     return resolved
 
 
-def resolve_preprocessing(cfg: Config, weights: str = "") -> Config:
-    """Return the config with the preprocessing of its weights, see models/preprocessing.py; without any, itself."""
+def resolve_cfg(cfg: Config, weights: str = "") -> Config:
+    """Return the config of a run: with the number of classes of the data and the preprocessing of its weights.
+
+    `weights` are those of an evaluation; empty: those that a training starts with, see models/preprocessing.py.
+
+    Raises:
+        ConfigError: as `resolve_num_classes` and `check_model`, or the weights cannot be read.
+    """
+    from distribuuuu.models import check_model
+
+    cfg = resolve_num_classes(cfg)
+    check_model(cfg)
     if not (weights or cfg.MODEL.WEIGHTS or cfg.FINETUNE.WEIGHTS or cfg.MODEL.PRETRAINED or cfg.DISTILL.WEIGHTS):
         return cfg
     from distribuuuu.models import preprocessing

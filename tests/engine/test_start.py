@@ -15,7 +15,7 @@ from support.runs import assert_close, assert_same_run, newest, run_tool, small_
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.registry import MODELS
 from distribuuuu.data.batch_plan import plan_batches
-from distribuuuu.data.loader import build_images
+from distribuuuu.data.loader import build_images, build_loaders
 from distribuuuu.data.seeding import seed_cpu
 from distribuuuu.engine import auto_batch_size
 from distribuuuu.engine.auto_batch_size import Peak, list_micro_batches
@@ -322,7 +322,7 @@ def test_sizes_divide_the_share_and_problems_are_found_early(small_cfg):
     (problem,) = find_run_problems(cfg, train=True, nproc=5)
     assert "got 12 on 5 processes" in str(problem)
     with pytest.raises(ConfigError, match="TRAIN.BATCH_SIZE: got auto; expected a number"):
-        train_model(cfg)
+        build_loaders(cfg, detect_launch(), torch.device("cpu"))
 
 
 @pytest.mark.slow

@@ -35,9 +35,10 @@ from distribuuuu.engine.auto_batch_size import (
     with_number,
 )
 from distribuuuu.engine.precise_bn import compute_precise_statistics
+from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.engine.run import Run, begin_epoch
 from distribuuuu.launch.detect import Launch
-from distribuuuu.models import check_model, count_parameters
+from distribuuuu.models import count_parameters
 from distribuuuu.optim.schedules import set_lr
 from distribuuuu.records.run_log import progress
 from distribuuuu.trainer import take_step
@@ -58,7 +59,7 @@ def measure_and_plan(cfg: Config, num_processes: int) -> dict[str, Any]:
     Raises:
         ConfigError: the config contradicts the model or the data, or memory does not suffice.
     """
-    check_model(cfg)
+    cfg = resolve_cfg(cfg)
     if cfg.TRAIN.BATCH_SIZE == AUTO:
         cfg = with_number(cfg, search_here(cfg, take_step, _HERE, list_micro_batches(cfg, num_processes)))
     plan = plan_of(cfg, num_processes)

@@ -13,7 +13,6 @@ from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.output import FORMATS, WIDTH, print_report
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.errors import counted
-from distribuuuu.engine.preflight import resolve_preprocessing
 
 _DESCRIPTION = """Predict what a run needs before it starts: parameters, FLOPs, steps, memory,
 hours, disk, and its bottleneck. It measures the steps for about a minute,
@@ -45,7 +44,7 @@ def plan(prog: str, args: list[str]) -> int:
     print("measuring the steps for about a minute", file=sys.stderr, flush=True)
     from distribuuuu.commands.plan.measure_run import measure_and_plan
 
-    result = {"config": flags.cfg, **measure_and_plan(resolve_preprocessing(cfg), flags.nproc)}
+    result = {"config": flags.cfg, **measure_and_plan(cfg, flags.nproc)}
     print_report(json.dumps(result, indent=1) if flags.format == "json" else format_text(result))
     return 0
 
@@ -65,12 +64,8 @@ def time(prog: str, args: list[str]) -> int:
 
 def _measure_steps(cfg: Config, flags: Namespace) -> None:
     from distribuuuu.commands.plan.steps import measure_steps
-    from distribuuuu.engine.auto_batch_size import resolve_batch_size
-    from distribuuuu.models import check_model
-    from distribuuuu.trainer import take_step
 
-    check_model(cfg)
-    measure_steps(resolve_batch_size(cfg, take_step))
+    measure_steps(cfg)
 
 
 # ----------------------------------------------------------------------------------------- text

@@ -23,8 +23,9 @@ from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.loader import TrainLoader, build_loader, count_workers
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.process_group import pick_device
+from distribuuuu.engine.auto_batch_size import resolve_batch_size
 from distribuuuu.engine.build import build_training, open_run
-from distribuuuu.engine.preflight import resolve_num_classes, resolve_preprocessing
+from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.engine.run import Training
 from distribuuuu.engine.run_description import describe_model
 from distribuuuu.files.atomic_file import replacing
@@ -58,7 +59,7 @@ def measure_steps(cfg) -> dict:
     Raises:
         ConfigError: the data or the model contradicts the config, or an image is broken.
     """
-    cfg = resolve_preprocessing(resolve_num_classes(cfg))
+    cfg = resolve_batch_size(resolve_cfg(cfg), trainer.take_step)
     launch = detect_launch()
     device = pick_device(launch.local_rank)
     loader = build_loader(cfg, launch, device, train=True)
