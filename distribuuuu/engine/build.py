@@ -29,7 +29,7 @@ from distribuuuu.engine.dry_run import dry_run, dry_run_evaluation
 from distribuuuu.engine.resume import check_task_state, restore_task, resume_or_start
 from distribuuuu.engine.run import Run, StopRequest, Training, explaining_out_of_memory
 from distribuuuu.engine.run_description import describe_machine, describe_training
-from distribuuuu.engine.run_lock import OutDirLocked, is_shared, lock_out_dir
+from distribuuuu.engine.run_lock import lock_out_dir
 from distribuuuu.engine.state import TrainState
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.detect import Launch, list_jobs
@@ -66,18 +66,18 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bo
     group = process_group(
         launch, device, backend=settings.BACKEND, report_dir=cfg.OUT_DIR, shard=settings.SHARD, **limits
     )
-    mirror: Any = contextlib.nullcontext()
-    if (url := url_of(cfg.OUT_DIR) if locks else None) and launch.rank == 0:
+    mirror: Any = None
+    if locks and url_of(cfg.OUT_DIR):
         mirror = importlib.import_module("distribuuuu.mirror.client").MirrorClient(cfg.OUT_DIR)
     has_log = False
-    with mirror as mirror:  # the mirror of a run at a URL ends last: other processes do not wait for it
+    with mirror or contextlib.nullcontext():  # the mirror ends last: other processes do not wait for it
         try:
             with group:
                 start = time.perf_counter()
                 dist.on_main(lambda: make_out_dir(cfg.OUT_DIR))
                 with lock_out_dir(cfg.OUT_DIR) if locks else contextlib.nullcontext():
-                    if url:
-                        start_mirror(mirror, url, cfg.OUT_DIR)
+                    if mirror:
+                        mirror.start()
                     has_log = bool(log_name)
                     with logging_to(cfg.OUT_DIR, log_name), explaining_out_of_memory(cfg.MODEL.ARCH):
                         describe_machine(launch, device)
@@ -88,20 +88,6 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bo
             if has_log and (launch.rank == 0 or error.one_process):  # the command prints it to the terminal
                 append_to_log(cfg.OUT_DIR, log_name, *map(str, error.problems))
             raise
-
-
-def start_mirror(mirror: Any, url: str, out_dir: str) -> None:
-    """Restore OUT_DIR from its URL and start to mirror it, on the main process.
-
-    Raises:
-        ConfigError: it cannot be restored, another run uses the URL, or nodes have another folder; on every process.
-    """
-    problem = dist.broadcast_object(mirror.start() if mirror else None)
-    if not problem and not is_shared(out_dir):
-        fix = "set XDG_CACHE_HOME to a folder that they share"
-        problem = f"OUT_DIR: got {url}, whose local folder {out_dir} is not the same one on all nodes; fix: {fix}"
-    if problem:
-        raise OutDirLocked(problem)
 
 
 def set_backends(cfg, device: torch.device) -> None:

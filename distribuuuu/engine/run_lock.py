@@ -50,16 +50,6 @@ def lock_out_dir(out_dir: str | os.PathLike) -> Iterator[None]:
                 path.unlink()
 
 
-def is_shared(out_dir: str | os.PathLike) -> bool:
-    """Tell whether every process sees the lock of the main process, and so its checkpoints. All must call it."""
-    # Not opened: the kernel releases the lock when its holder closes any descriptor of the file.
-    path, deadline = Path(out_dir, LOCK), time.monotonic() + PATIENCE_S
-    expected = dist.broadcast_object(path.exists() and path.stat().st_mtime_ns)
-    while not (is_seen := path.exists() and path.stat().st_mtime_ns == expected) and time.monotonic() < deadline:
-        time.sleep(POLL_S)  # on network file systems this takes seconds
-    return all(dist.gather_objects(is_seen))
-
-
 def _acquire(path: Path) -> IO:
     """Return the open and locked file; raise OutDirLocked after `PATIENCE_S`."""
     deadline, has_warned = time.monotonic() + PATIENCE_S, False

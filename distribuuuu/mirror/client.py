@@ -13,11 +13,13 @@ from typing import Any
 import distribuuuu
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
-from distribuuuu.config.run_files import CHECKPOINTS, url_of
+from distribuuuu.config.run_files import CHECKPOINTS, LOCK, url_of
 from distribuuuu.launch.processes import start_child
 
 # Seconds without progress after which the end of a run no longer waits, and seconds of a run that is stopped in all.
 NO_PROGRESS_S, STOP_S = 600.0, 20.0
+# Seconds in which a new file appears on other nodes, and between two looks at it.
+APPEARS_S, POLL_S = 10.0, 0.2
 
 
 class MirrorIncomplete(ConfigError):
@@ -28,14 +30,32 @@ class MirrorIncomplete(ConfigError):
 
 
 class MirrorClient:
-    """The mirror of an OUT_DIR, open for the length of a block; its end waits for the uploads."""
+    """The mirror of an OUT_DIR, open for the length of a block, whose end waits for the uploads; on every process."""
 
     def __init__(self, folder: str | os.PathLike):
         self._folder, self._url = Path(folder), url_of(folder)
         self._process: subprocess.Popen | None = None
 
-    def start(self) -> str | None:
-        """Start the child process, which restores the folder; return why the run cannot start, or None."""
+    def start(self) -> None:
+        """Start, on the main process, the child process, which restores the folder; the run has locked it.
+
+        Raises:
+            ConfigError: on every process: it cannot be restored, is in use, or is not the same folder on all nodes.
+        """
+        from distribuuuu.distributed import comm as dist
+
+        problem = dist.broadcast_object(self._start_child() if dist.is_main() else None)
+        if not problem and not is_shared(self._folder):
+            fix = "set XDG_CACHE_HOME to a folder that they share"
+            problem = f"OUT_DIR: got {self._url}, whose local folder {self._folder} is not the same one on all nodes"
+            problem += f"; fix: {fix}"
+        if problem:
+            error = ConfigError(problem)
+            error.on_all_processes = True
+            raise error
+
+    def _start_child(self) -> str | None:
+        """Return why the run cannot start, or None."""
         self._process = _start(self._folder, "train")
         answer = _read_line(self._process, None)
         if answer.get("ready"):
@@ -66,6 +86,18 @@ class MirrorClient:
         if kind is None:
             raise MirrorIncomplete(problem)
         print(problem, file=sys.stderr)
+
+
+def is_shared(out_dir: str | os.PathLike) -> bool:
+    """Tell whether every process sees the lock of the main process, and so its checkpoints. All must call it."""
+    from distribuuuu.distributed import comm as dist
+
+    # Not opened: the kernel releases the lock when its holder closes any descriptor of the file.
+    path, deadline = Path(out_dir, LOCK), time.monotonic() + APPEARS_S
+    expected = dist.broadcast_object(path.exists() and path.stat().st_mtime_ns)
+    while not (is_seen := path.exists() and path.stat().st_mtime_ns == expected) and time.monotonic() < deadline:
+        time.sleep(POLL_S)  # on network file systems this takes seconds
+    return all(dist.gather_objects(is_seen))
 
 
 def fetch(path: Path) -> str:
