@@ -43,9 +43,10 @@ from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.dummy import Dummy
 from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.comm import StopRequest
 from distribuuuu.distributed.process_group import pick_device, process_group
 from distribuuuu.engine.build import build_training, open_log
-from distribuuuu.engine.run import Run, StopRequest
+from distribuuuu.engine.run import Run
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import find_free_port, tune_malloc
 from distribuuuu.records.run_log import logging_to

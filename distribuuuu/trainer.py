@@ -33,7 +33,6 @@ from distribuuuu.engine.run import (
     is_evaluation_due,
     is_finished,
     is_recording_due,
-    is_save_due,
 )
 from distribuuuu.engine.run_description import describe_end
 from distribuuuu.launch.detect import detect_launch
@@ -95,7 +94,8 @@ def train_epoch(run: Run) -> None:
     """
     cfg, state, loader, epoch = run.cfg, run.state, run.train_loader, run.state.epoch
     choose_images(run)
-    num_steps, end, print_freq = loader.num_steps, loader.steps_of(epoch), cfg.TRAIN.PRINT_FREQ
+    num_steps, end = loader.num_steps, loader.steps_of(epoch)
+    print_freq, every = cfg.TRAIN.PRINT_FREQ, cfg.CHECKPOINT.EVERY_STEPS
     loader.expect(expected_passes(run))  # by workers that have no batch left to make of the pass that begins here
     batches = loader.batches_from(state.stream_seed, epoch, state.step)
     begin_epoch(run)
@@ -115,7 +115,8 @@ def train_epoch(run: Run) -> None:
             run.log.add_train_row(epoch, state.step, lr, metrics, loader.pop_data_time())
         else:
             run.log.show_step(epoch, state.step, lr)
-        if is_save_due(cfg, state.step) and not is_last:
+        # Halfway too: while a checkpoint is being written, the one before is at most EVERY_STEPS steps old.
+        if every and state.step % every in (0, every // 2) and not is_last:
             run.save()
         run.stop.check(f"epoch {epoch + 1}, step {state.step}")
 

@@ -24,8 +24,7 @@ from distribuuuu import api
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.config.registry import MODELS
-from distribuuuu.distributed.comm import GroupState
-from distribuuuu.engine.run import StopRequest
+from distribuuuu.distributed.comm import GroupState, StopRequest
 from distribuuuu.launch import signals
 from distribuuuu.launch.signals import SignalState
 

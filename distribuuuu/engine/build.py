@@ -23,11 +23,12 @@ from distribuuuu.data.build_transform import statistics_of
 from distribuuuu.data.loader import Loader, TrainLoader, check_same_data
 from distribuuuu.data.seeding import derive_seed, draw_seed, seed_cpu
 from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.comm import StopRequest
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.distributed.sharding import build_parallelize_fn
 from distribuuuu.engine.dry_run import dry_run, dry_run_evaluation
 from distribuuuu.engine.resume import check_task_state, restore_task, resume_or_start
-from distribuuuu.engine.run import Run, StopRequest, Training, explaining_out_of_memory
+from distribuuuu.engine.run import Run, Training, explaining_out_of_memory
 from distribuuuu.engine.run_description import describe_machine, describe_training
 from distribuuuu.engine.run_lock import lock_out_dir
 from distribuuuu.engine.state import TrainState

@@ -1,19 +1,12 @@
-"""The objects of a training run, its graceful stop on a signal or after CHECKPOINT.MAX_HOURS, and lack of memory.
-
-What happens on SIGTERM: `handled_by` of launch/signals.py passes it to this process's `SignalState`; the next `check`
-on which the processes agree raises `RunStopped` on all of them; the trainer saves a checkpoint; the command exits with
-the status of the signal. A second signal ends the process at once.
-"""
+"""The objects of a training run, what surrounds its steps, when it evaluates and ends, and lack of memory."""
 
 import contextlib
 import re
 import socket
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,77 +18,13 @@ from distribuuuu.data.batch import Batch, Pass
 from distribuuuu.data.loader import Loader, TrainLoader
 from distribuuuu.data.seeding import derive_seed, seed_step
 from distribuuuu.distributed import comm as dist
-from distribuuuu.distributed.comm import begin_slow_phase, mark_position
+from distribuuuu.distributed.comm import StopRequest
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.state import TrainState
-from distribuuuu.launch.signals import OUT_OF_TIME, RunStopped, SignalState, handled_by
 from distribuuuu.records.results import RunResults
 from distribuuuu.records.run_log import Log
 from distribuuuu.tasks.base import Task
 from distribuuuu.tasks.metrics import check_finite, loss_in
-
-# The processes exchange their stop requests about this often, and at least every so many calls: steps may turn slower.
-AGREE_EVERY_S = 1.0
-MAX_CALLS = 50
-_NO_REASON = 0
-
-
-class StopRequest:
-    """A request of any process to stop; every process calls `check` equally often and stops at the same call.
-
-    Args:
-        max_hours: stop so many hours after the start of the process, or of a later run in it; 0: never.
-    """
-
-    def __init__(self, max_hours: float = 0.0):
-        self._signals = SignalState.current.begin_run()
-        self._deadline = self._signals.started + 3600 * max_hours if max_hours else float("inf")
-        self._handling = handled_by(self._signals.receive)
-        self._begun = {""}
-        self.begin_phase()
-
-    def __enter__(self) -> "StopRequest":
-        self._handling.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._handling.__exit__(*error)
-        self._signals.started = time.monotonic()
-
-    def begin_phase(self, name: str = "") -> None:
-        """Exchange stop requests at the next call, because the calls of a new phase may be slower or faster.
-
-        Args:
-            name: if new in this start, the start-up timeout applies until the next call: it may include a compilation.
-        """
-        if name not in self._begun:
-            self._begun.add(name)
-            begin_slow_phase()
-        self._agreed_at, self._calls, self._calls_to_wait = time.monotonic(), 0, 1
-
-    def check(self, position: str) -> None:
-        """Record the position for the watchdog, and stop if any process has a reason to.
-
-        Several processes communicate about once a second; a single one stops at the next call.
-
-        Raises:
-            RunStopped: on every process, after the same call.
-        """
-        mark_position(position)
-        self._calls += 1
-        if self._calls < self._calls_to_wait and (self._signals.first is None or dist.is_distributed()):
-            return
-        now = time.monotonic()
-        reason, call_s = dist.all_reduce_max([self._reason(now), (now - self._agreed_at) / self._calls])
-        if reason != _NO_REASON:
-            raise RunStopped(int(reason))
-        self._agreed_at, self._calls = now, 0
-        self._calls_to_wait = min(max(int(AGREE_EVERY_S / max(call_s, 1e-6)), 1), MAX_CALLS)
-
-    def _reason(self, now: float) -> int:
-        if self._signals.first is not None:
-            return int(self._signals.first)
-        return OUT_OF_TIME if now > self._deadline else _NO_REASON
 
 
 @dataclass
@@ -244,15 +173,6 @@ def explaining_out_of_memory(arch: str) -> Iterator[None]:
 def is_evaluation_due(cfg: Config, epoch: int) -> bool:
     """Tell whether the model is evaluated after an epoch, from 0."""
     return (epoch + 1) % cfg.TRAIN.EVAL_PERIOD == 0 or epoch + 1 == cfg.OPTIM.MAX_EPOCH
-
-
-def is_save_due(cfg: Config, step: int) -> bool:
-    """Tell whether to save after the steps of an epoch: at each multiple of CHECKPOINT.EVERY_STEPS and halfway between.
-
-    While a checkpoint is being written, the one before is thus at most that many steps old.
-    """
-    every = cfg.CHECKPOINT.EVERY_STEPS
-    return every > 0 and step % every in (0, every // 2)
 
 
 def is_out_of_patience(cfg: Config, state: TrainState, epoch: int) -> bool:
