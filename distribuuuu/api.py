@@ -139,6 +139,7 @@ class WeightsEvaluation:
             ConfigError: the weights do not match the model, or there are no training images.
         """
         from distribuuuu.checkpoint.io import load_state_dict
+        from distribuuuu.engine import evaluator
         from distribuuuu.engine.precise_bn import compute_precise_statistics
         from distribuuuu.records.metric_writers import format_result
 
@@ -146,7 +147,7 @@ class WeightsEvaluation:
         if recalibrate:
             images = self._train_loader.iter_images(self.cfg.RNG_SEED or 0, 0, recalibrate)
             compute_precise_statistics(self.model, images, self._run.task.autocast)
-        result = _with_labels(self._run.evaluate(), self.cfg)
+        result = _with_labels(evaluator.evaluate(self._run.task, self.model, self._run.loader), self.cfg)
         shown = {name: name for name in result if name not in ("count", "loss")}
         logging.getLogger(__name__).info("validation of %s weights: %s", kind, format_result(result, shown, 3))
         return result

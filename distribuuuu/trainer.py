@@ -215,7 +215,7 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
             if recorder:
                 recorder.add(batch, output)
 
-        results[kind] = evaluate(task, model, run.val_loader, on_output, check, cfg.TEST.PRINT_FREQ)
+        results[kind] = evaluate(task, model, run.val_loader, on_output, check)
         begin_slow_phase()  # what is written or drawn until the next step takes its own time
         if recorder:
             recorder.write(task.device, kind, state.epoch + 1)
@@ -252,7 +252,7 @@ def evaluate_weights(cfg) -> dict:
     kind = kind_of(weights) if Path(weights).resolve().parent == Path(cfg.OUT_DIR).resolve() else RAW
     with open_evaluation(cfg, weights) as run:
         recorder = build_recorder(run.cfg, run.task, run.loader.images)
-        result = run.evaluate(*([recorder.add] if recorder else []))
+        result = evaluate(run.task, run.model, run.loader, recorder.add if recorder else None)
         if recorder:
             recorder.write(run.task.device, kind)
         write_test_results(run.cfg, run.task, run.model, weights, {kind: result})

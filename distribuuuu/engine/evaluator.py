@@ -34,9 +34,8 @@ def evaluate(
     task: Task,
     model: nn.Module,
     loader: Loader,
-    on_output: OnOutput = lambda batch, output: None,
+    on_output: OnOutput | None = None,
     check: Callable[[str], None] = mark_position,
-    print_freq: int = 10,
 ) -> dict[str, float]:
     """Return count, loss and the evaluation metrics of a model over a data set. Every process must call it.
 
@@ -48,7 +47,6 @@ def evaluate(
         loader: the evaluation loader; each process reads its share, which may be empty.
         on_output: called with each batch and the output of the task.
         check: called with the position after each batch, equally often on every process, e.g. to stop the run.
-        print_freq: batches between two updates of the progress bar.
 
     Raises:
         RuntimeError: the number of evaluated images is not the size of the data set.
@@ -59,7 +57,7 @@ def evaluate(
     meter, batches = Meter(task.eval_metrics, len(task.classes), loader.device), iter(loader)
     num_broken = num_left_out = 0
     with contextlib.nullcontext() if task.eval_gradients else inference(model):
-        for number in evaluation_bar(range(loader.max_num_batches), print_freq):
+        for number in evaluation_bar(range(loader.max_num_batches), task.cfg.TEST.PRINT_FREQ):
             if batch := next(batches, None):  # else other processes have more images
                 readable, broken = split_broken(batch)
                 output = task.eval_step(model, readable or batch)
@@ -72,7 +70,8 @@ def evaluate(
                         num_left_out += len(broken.images)
                 for part, answer in answers:
                     meter.update(answer)
-                    on_output(part, answer)
+                    if on_output:
+                        on_output(part, answer)
             elif is_sharded(model):  # all processes take part in each forward pass
                 task.eval_step(model, Batch(loader.zero_images(1), loader.zero_targets(1)))
             check(f"evaluation, batch {number + 1}")
@@ -111,13 +110,9 @@ class Evaluation:
 
     cfg: Config
     launch: Launch
-    loader: Loader
     task: Task
     model: nn.Module
-
-    def evaluate(self, on_output: OnOutput = lambda batch, output: None) -> dict[str, float]:
-        """Return count, loss and metrics of the model as it is; `on_output` as for `evaluate`."""
-        return evaluate(self.task, self.model, self.loader, on_output, print_freq=self.cfg.TEST.PRINT_FREQ)
+    loader: Loader
 
 
 @contextlib.contextmanager
@@ -137,4 +132,4 @@ def open_evaluation(cfg, weights: str = "") -> Iterator[Evaluation]:
         model = build_test_model(cfg, task, weights, loader.zero_images(1))
         describe_model(cfg, model, loader)
         describe_images(cfg, loader)
-        yield Evaluation(cfg, launch, loader, task, model)
+        yield Evaluation(cfg, launch, task, model, loader)

@@ -57,16 +57,12 @@ _PLAIN = ("step", "best_metric", "seed", "num_rollbacks", "num_skipped", "arch",
 
 @dataclass
 class TrainState:
-    """The content of a checkpoint.
+    """The content of a checkpoint, see above.
 
     Attributes:
         meter: loss and metrics of the training steps since the last row of metrics.
-        epoch: number of finished epochs.
-        step: number of steps since.
-        config: every option by its key, e.g. "MODEL.ARCH". plugins: the SHA-256 of each plug-in, see `hash_plugins`.
-        chosen: the images that this epoch takes, see `Task.choose_images`; None: all.
+        epoch: number of finished epochs. step: number of steps since.
         averages: averages of the weights by kind, e.g. "ema".
-        data: the number of images and the digest of the data, by "train" and "val".
     """
 
     model: nn.Module
