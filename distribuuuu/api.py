@@ -24,14 +24,16 @@ from distribuuuu.config.config_node import changed
 from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
+from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.signals import RunStopped, SignalState, is_first_process
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
-    from distribuuuu.data.loader import TrainLoader
-    from distribuuuu.engine.evaluator import Evaluation
+    from distribuuuu.data.loader import Loader, TrainLoader
     from distribuuuu.inference.loaded_run import LoadedRun, Prediction
+    from distribuuuu.tasks.base import Task
 
 Overrides = Mapping[str, Any] | Sequence[Any]
 
@@ -119,8 +121,9 @@ class WeightsEvaluation:
         model: the model with the weights evaluated last, on its device.
     """
 
-    def __init__(self, run: "Evaluation"):
-        self._run, self.cfg, self.model = run, run.cfg, run.model
+    def __init__(self, task: "Task", model: "nn.Module", loader: "Loader"):
+        self.cfg, self.model = task.cfg, model
+        self._task, self._loader = task, loader
 
     def evaluate(
         self, state_dict: "Mapping[str, torch.Tensor]", kind: str = RAW, recalibrate: int = 0
@@ -146,8 +149,8 @@ class WeightsEvaluation:
         load_state_dict(self.model, dict(state_dict), f"{kind} weights")
         if recalibrate:
             images = self._train_loader.iter_images(self.cfg.RNG_SEED or 0, 0, recalibrate)
-            compute_precise_statistics(self.model, images, self._run.task.autocast)
-        result = _with_labels(evaluator.evaluate(self._run.task, self.model, self._run.loader), self.cfg)
+            compute_precise_statistics(self.model, images, self._task.autocast)
+        result = _with_labels(evaluator.evaluate(self._task, self.model, self._loader), self.cfg)
         shown = {name: name for name in result if name not in ("count", "loss")}
         logging.getLogger(__name__).info("validation of %s weights: %s", kind, format_result(result, shown, 3))
         return result
@@ -158,7 +161,7 @@ class WeightsEvaluation:
         from distribuuuu.data.loader import build_loader
 
         cfg = changed(self.cfg, {"DATA.WORKER_KIND": "thread"})
-        return build_loader(cfg, self._run.launch, self._run.loader.device, train=True)
+        return build_loader(cfg, detect_launch(), self._loader.device, train=True)
 
 
 @contextlib.contextmanager
@@ -184,7 +187,7 @@ def open_evaluation(
         from distribuuuu.engine import evaluator
 
         with evaluator.open_evaluation(cfg) as opened:
-            yield WeightsEvaluation(opened)
+            yield WeightsEvaluation(*opened)
 
 
 def predict(

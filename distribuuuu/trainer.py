@@ -250,12 +250,12 @@ def evaluate_weights(cfg) -> dict:
     """
     weights = find_weights(cfg)
     kind = kind_of(weights) if Path(weights).resolve().parent == Path(cfg.OUT_DIR).resolve() else RAW
-    with open_evaluation(cfg, weights) as run:
-        recorder = build_recorder(run.cfg, run.task, run.loader.images)
-        result = evaluate(run.task, run.model, run.loader, recorder.add if recorder else None)
+    with open_evaluation(cfg, weights) as (task, model, loader):
+        recorder = build_recorder(task.cfg, task, loader.images)
+        result = evaluate(task, model, loader, recorder.add if recorder else None)
         if recorder:
-            recorder.write(run.task.device, kind)
-        write_test_results(run.cfg, run.task, run.model, weights, {kind: result})
+            recorder.write(task.device, kind)
+        write_test_results(task.cfg, task, model, weights, {kind: result})
     return result
 
 

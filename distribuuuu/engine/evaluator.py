@@ -3,12 +3,10 @@
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from distribuuuu.config import Config
 from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import TEST_LOG
 from distribuuuu.data.batch import Batch, map_leaves
@@ -19,7 +17,7 @@ from distribuuuu.distributed.sharding import inference, is_sharded
 from distribuuuu.engine.build import build_test_model, open_run
 from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.engine.run_description import describe_images, describe_model
-from distribuuuu.launch.detect import Launch, detect_launch
+from distribuuuu.launch.detect import detect_launch
 from distribuuuu.optim.precision import build_precision
 from distribuuuu.records.run_log import evaluation_bar
 from distribuuuu.tasks.base import Task, build_task
@@ -104,20 +102,9 @@ def split_broken(batch: Batch) -> tuple[Batch | None, Batch | None]:
     return take((~batch.broken).nonzero()[:, 0]), take(batch.broken.nonzero()[:, 0])
 
 
-@dataclass
-class Evaluation:
-    """The objects of an evaluation; the weights of `model` may be replaced between two calls of `evaluate`."""
-
-    cfg: Config
-    launch: Launch
-    task: Task
-    model: nn.Module
-    loader: Loader
-
-
 @contextlib.contextmanager
-def open_evaluation(cfg, weights: str = "") -> Iterator[Evaluation]:
-    """Open process group, OUT_DIR and log for the block, and build loader, task and model, see `build_test_model`.
+def open_evaluation(cfg, weights: str = "") -> Iterator[tuple[Task, nn.Module, Loader]]:
+    """Open process group, OUT_DIR and log for the block, and build task, model (`build_test_model`) and loader.
 
     Raises:
         ConfigError: the data, the model or the weights contradict the config.
@@ -132,4 +119,4 @@ def open_evaluation(cfg, weights: str = "") -> Iterator[Evaluation]:
         model = build_test_model(cfg, task, weights, loader.zero_images(1))
         describe_model(cfg, model, loader)
         describe_images(cfg, loader)
-        yield Evaluation(cfg, launch, task, model, loader)
+        yield task, model, loader
