@@ -18,7 +18,7 @@ from distribuuuu.checkpoint.weights_files import KINDS, best_paths
 from distribuuuu.config import ConfigError, run_files
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.comm import FullStateDict, to_local
-from distribuuuu.files.atomic_file import remove_temporary_files, replacing, sync_folder
+from distribuuuu.files.atomic_file import replacing, sync_folder
 from distribuuuu.launch.signals import WRITER_NAME
 
 logger = logging.getLogger(__name__)
@@ -226,12 +226,6 @@ class CheckpointManager:
 
     # --------------------------------------------------------------------------------------- the folder
 
-    def remove_temporary_files(self) -> None:
-        """Remove the temporary files of a killed run; call it only while this one holds the lock on OUT_DIR."""
-        if dist.is_main():
-            for folder in (self.folder.parent, self.folder):
-                remove_temporary_files(folder)
-
     def archive(self, names: Sequence[str] = ()) -> Path | None:
         """Move checkpoints and best weights of an older run to checkpoints.N, for a new run in the same OUT_DIR.
 
@@ -240,7 +234,7 @@ class CheckpointManager:
         Args:
             names: other files of OUT_DIR to move.
         """
-        if not dist.is_main() or not self.list():
+        if not self.list():
             return None
         for path in (*self.bests.values(), *(self.folder.parent / name for name in names)):
             if path.exists():

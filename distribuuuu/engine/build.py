@@ -32,7 +32,7 @@ from distribuuuu.engine.run import Run, Training, explaining_out_of_memory
 from distribuuuu.engine.run_description import describe_machine, describe_training
 from distribuuuu.engine.run_lock import lock_out_dir
 from distribuuuu.engine.state import TrainState
-from distribuuuu.files.atomic_file import replacing
+from distribuuuu.files.atomic_file import remove_temporary_files, replacing
 from distribuuuu.launch.detect import Launch, list_jobs
 from distribuuuu.models.build import build_model, select_outputs
 from distribuuuu.optim.optimizer import build_optimizer
@@ -116,10 +116,9 @@ def make_out_dir(out_dir: str) -> None:
 
 def write_config(cfg) -> None:
     """Write all options to OUT_DIR/CFG_DEST, from which the run can be repeated."""
-    if dist.is_main():
-        with replacing(Path(cfg.OUT_DIR) / cfg.CFG_DEST, "w", encoding="utf-8", newline="") as file:
-            # Of a run at a URL it can be read on any machine.
-            file.write(changed(cfg, {"OUT_DIR": url_of(cfg.OUT_DIR) or cfg.OUT_DIR}).dump())
+    with replacing(Path(cfg.OUT_DIR) / cfg.CFG_DEST, "w", encoding="utf-8", newline="") as file:
+        # Of a run at a URL it can be read on any machine.
+        file.write(changed(cfg, {"OUT_DIR": url_of(cfg.OUT_DIR) or cfg.OUT_DIR}).dump())
 
 
 def build_training(
@@ -172,7 +171,8 @@ def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
     training = build_training(cfg, train_loader, val_loader.zero_images(1), latest, data)
     check_finite_weights(training.state)
     describe_training(cfg, training.state, train_loader, val_loader)
-    prepare_out_dir(cfg, checkpoints, latest)
+    if dist.is_main():
+        prepare_out_dir(cfg, checkpoints, latest)
     log = open_log(cfg, training.task, training.state, train_loader)
     stop = StopRequest(cfg.CHECKPOINT.MAX_HOURS)
     results = RunResults(
@@ -315,11 +315,12 @@ def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.
 
 
 def prepare_out_dir(cfg, checkpoints: CheckpointManager, latest: Path | None) -> None:
-    """Archive the files of the previous run if this one does not resume it, and write the config.
+    """Archive the files of the previous run if this one does not resume it, and write the config; on the main process.
 
     It is called once the run is certain to start. Before that, the previous run in OUT_DIR is not changed.
     """
-    checkpoints.remove_temporary_files()
+    for folder in (checkpoints.folder.parent, checkpoints.folder):
+        remove_temporary_files(folder)  # of a killed run: this one holds the lock
     is_new = latest is None and not cfg.TRAIN.AUTO_RESUME
     if is_new and (archive := checkpoints.archive((cfg.CFG_DEST, METRICS, RESULTS, PREDICTIONS, TRACKERS_FOLDER))):
         logger.info("TRAIN.AUTO_RESUME is False: checkpoints and config of the previous run were moved to %s", archive)
