@@ -150,7 +150,6 @@ def test_every_key_is_read_somewhere_and_documented():
 
 
 def test_help_and_mistakes_are_answered_without_torch():
-    """One after the other in one process."""
     commands = {"--help": 0, "--help-config": 0, "--dump-config": 0, "NO.SUCH 1": 2, "TRAIN.DATASET /no/such": 2}
     code = (
         "import runpy, sys\n"

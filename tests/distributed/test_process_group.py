@@ -160,7 +160,6 @@ def test_collectives_of_three_processes(tmp_path):
 
 @pytest.mark.slow
 def test_buckets_and_compression_of_gradients(image_folder, tmp_path):
-    """Shorter numbers round the sums, whatever the buckets."""
     weights = {}
     for name, words in {"plain": (), "fp16": ("DIST.COMPRESS", "fp16", "DIST.BUCKET_MB", 0.01)}.items():
         settings = ("TRAIN.GLOBAL_BATCH_SIZE", 12, "OPTIM.MAX_EPOCH", 1, *words)

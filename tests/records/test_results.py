@@ -323,7 +323,6 @@ def fail(*_):
     [("write_npz", fail, "CANNOT BE WRITTEN"), ("MAX_IMAGES", 36, "is not written for more than 36 images")],
 )
 def test_a_run_ends_without_predictions(small_cfg, tmp_path, monkeypatch, name, value, message):
-    """On a full disk, and with more than a million images."""
     monkeypatch.setattr(predictions, name, value)
     train_model(small_cfg("OPTIM.MAX_EPOCH", 1))
     assert read_results(tmp_path / "out" / "results.json")["finished"]
