@@ -42,9 +42,9 @@ def refuse(capsys):
 
 
 @pytest.fixture
-def places(tmp_path, shapes_run, image_folder) -> dict[str, object]:
+def places(tmp_path, finished_run, image_folder) -> dict[str, object]:
     images = {"images": image_folder / "train", "image": next(image_folder.rglob("*.jpg"))}
-    return {"run": shapes_run, "other": tmp_path, "out": tmp_path / "o", **images}
+    return {"run": finished_run, "other": tmp_path, "out": tmp_path / "o", **images}
 
 
 @pytest.mark.parametrize("name", find_commands())

@@ -11,7 +11,7 @@ from PIL import Image
 from support.batches import ALONE, CPU, own_task
 from support.images import tensor_of
 from support.runs import assert_same_run
-from support.tables import pairwise
+from support.tables import slow
 from timm.data import auto_augment
 from torchvision.transforms import v2
 
@@ -152,7 +152,8 @@ def batches_of(cfg, epoch: int = 1) -> list[torch.Tensor]:
     return [batch.images for batch in build_loader(cfg, ALONE, CPU, train=True).batches_from(3, epoch, 0)]
 
 
-@pytest.mark.parametrize("mix, crop", pairwise(MIXES, ["resized", "pad"]))
+@pytest.mark.parametrize("crop", ["resized", slow("pad")])
+@pytest.mark.parametrize("mix", ["timm", "torchvision", slow("operations"), slow("3augment")])
 def test_any_worker_and_the_device_loader_augment_alike(small_cfg, mix, crop):
     words = (*MIXES[mix], "DATA.CROP", crop)
     here, plain = batches_of(small_cfg(*words)), batches_of(small_cfg("DATA.CROP", crop))

@@ -8,6 +8,7 @@ from support.batches import ALONE, CPU, WAYS, assert_same_batches, batches_of, o
 from support.images import draw_folder
 from support.packs import pack
 from support.runs import assert_same_run, train_and_kill
+from support.tables import pairwise, slow
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import DATASETS
@@ -19,8 +20,7 @@ from distribuuuu.tasks.metrics import StepOutput
 from distribuuuu.trainer import train_model
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("broken, way", pairwise([False, True], WAYS))
 def test_the_index_is_that_of_the_image_shown_and_a_broken_one_is_marked(small_cfg, tmp_path, way, broken):
     for split in ("train", "val"):
         draw_folder(tmp_path / "data", split, {"ant": 12, "bee": 12})
@@ -38,7 +38,8 @@ def test_the_index_is_that_of_the_image_shown_and_a_broken_one_is_marked(small_c
 
 
 @pytest.mark.parametrize("words", [
-    (), ("DATA.REPEATS", 3), ("DATA.SAMPLING", "balanced"), ("DATA.SHUFFLE", "blocks"), ("TRAIN.GLOBAL_BATCH_SIZE", 24),
+    (), slow(("DATA.REPEATS", 3)), ("DATA.SAMPLING", "balanced"), ("DATA.SHUFFLE", "blocks"),
+    slow(("TRAIN.GLOBAL_BATCH_SIZE", 24)),
 ], ids=str)  # fmt: skip
 def test_the_index_of_a_training_image_is_that_of_its_key_for_every_order(small_cfg, image_folder, tmp_path, words):
     pack(tmp_path / "pack", "TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3, split="both")

@@ -125,7 +125,6 @@ def test_what_is_requested_is_read_whatever_was_expected(kind, num):
 
 @pytest.mark.parametrize("kind, num", WAYS)
 def test_passes_can_be_read_in_turn(kind, num):
-    """A loop that evaluates within an epoch continues the epoch afterwards."""
     pool = Pool(kind, num)
     pool.train_batches.pool.expected = [pool.val, pool.epoch(1)]
     batches, keys = pool.read(pool.epoch(0)), expected(pool.epoch(0))

@@ -256,7 +256,6 @@ def test_errors_of_an_evaluation_and_of_the_first_image_size_are_reported_early(
 
 
 def test_unused_parameters_are_logged_and_do_not_change_a_run(small_cfg, tmp_path):
-    """On one process, and with DDP, which waits for the gradient of every trainable parameter."""
     words = ("MODEL.ARCH", "idle", "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 3, "OPTIM.MAX_EPOCH", 1)
     for num in (1, 2):
         cfg = small_cfg(*words, "OUT_DIR", tmp_path / f"{num}")

@@ -11,7 +11,7 @@ import torch
 from support.commands import command_module
 from support.hostile import Payload
 from support.runs import small_options
-from support.tables import pairwise
+from support.tables import pairwise, slow
 
 from distribuuuu import load_run
 from distribuuuu.checkpoint.io import read_checkpoint
@@ -136,7 +136,7 @@ def timm_folder(tmp_path) -> Path:
     return tmp_path / "hub"
 
 
-@pytest.mark.parametrize("named", ["folder", "file"])
+@pytest.mark.parametrize("named", ["folder", slow("file")])
 def test_a_folder_of_timm_is_a_run(timm_folder, named):
     run = load_run(timm_folder if named == "folder" else timm_folder / "model.safetensors")
     other = timm.create_model(f"local-dir:{timm_folder}", pretrained=True).eval()

@@ -391,7 +391,6 @@ def test_a_mistake_is_answered_with_its_remedy_and_without_torch(folder, tmp_pat
 
 
 def test_options_of_training_alone_are_not_demanded(tmp_path, capsys):
-    """The statistics of five channels, for example; a wrong value that is set is reported."""
     for split in ("train", "val"):
         (tmp_path / "bands" / split / "x").mkdir(parents=True)
         np.save(tmp_path / "bands" / split / "x" / "a.npy", np.zeros((8, 9, 5), np.uint16))

@@ -8,12 +8,13 @@ import pytest
 from support.archives import SYNSETS, write_imagenet, write_tar
 from support.commands import run_command
 from support.runs import errors_of
+from support.tables import slow
 
 from distribuuuu.config import ConfigError
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.imagenet import ImageNet, read_labels
 
-LAYOUTS = ("tars", "kaggle", "flat")
+LAYOUTS = ("tars", slow("kaggle"), "flat")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
