@@ -26,10 +26,8 @@ from distribuuuu.engine.resume import roll_back
 from distribuuuu.engine.run import (
     Run,
     Training,
-    begin_epoch,
     call_log_hook,
-    choose_images,
-    expected_passes,
+    epoch_batches,
     is_evaluation_due,
     is_finished,
     is_recording_due,
@@ -93,14 +91,9 @@ def train_epoch(run: Run) -> None:
         NonFiniteError: the mean loss or, where a checkpoint is due, the weights are infinite or NaN.
     """
     cfg, state, loader, epoch = run.cfg, run.state, run.train_loader, run.state.epoch
-    choose_images(run)
+    batches = epoch_batches(run)
     num_steps, end = loader.num_steps, loader.steps_of(epoch)
     print_freq, every = cfg.TRAIN.PRINT_FREQ, cfg.CHECKPOINT.EVERY_STEPS
-    loader.expect(expected_passes(run))  # by workers that have no batch left to make of the pass that begins here
-    batches = loader.batches_from(state.stream_seed, epoch, state.step)
-    begin_epoch(run)
-    # With progressive resizing, an epoch may compile again for a new image size: each one is a new phase.
-    run.stop.begin_phase(f"training, epoch {epoch}" if cfg.TRAIN.IM_SIZE_START else "training")
     for number in run.log.steps(epoch, state.step, end):
         exact_epoch = epoch + number / num_steps
         lr = run.lr_at(exact_epoch)

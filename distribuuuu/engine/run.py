@@ -78,12 +78,22 @@ class Run(Training):
         return self.checkpoints.save(content, is_last=is_last, write_results=self.results.write)
 
 
-def choose_images(run: Run) -> None:
-    """Let the task choose the images of an epoch before its first step; a checkpoint within it holds the choice."""
-    if run.state.step == 0:
-        chosen = run.task.choose_images(run.state.epoch)
-        run.state.chosen = None if chosen is None else torch.as_tensor(chosen).cpu()
-    run.train_loader.choose(run.state.chosen)
+def epoch_batches(run: Run) -> Iterator[Batch]:
+    """Prepare task, model and loader for what is left of an epoch; return an iterator over its micro-batches.
+
+    The task chooses the images before the first step, and thereby the number of steps; a checkpoint holds its choice.
+    """
+    state, loader = run.state, run.train_loader
+    if state.step == 0:
+        chosen = run.task.choose_images(state.epoch)
+        state.chosen = None if chosen is None else torch.as_tensor(chosen).cpu()
+    loader.choose(state.chosen)
+    loader.expect(expected_passes(run))  # workers that have made the last batch of an epoch begin with the next pass
+    batches = loader.batches_from(state.stream_seed, state.epoch, state.step)
+    begin_epoch(run)
+    # With progressive resizing, an epoch may compile again for a new image size: each one is a new phase.
+    run.stop.begin_phase(f"training, epoch {state.epoch}" if run.cfg.TRAIN.IM_SIZE_START else "training")
+    return batches
 
 
 def begin_epoch(run: Run) -> None:
