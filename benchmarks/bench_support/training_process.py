@@ -17,7 +17,7 @@ from pathlib import Path
 
 MARK = "DISTRIBUUUU_BENCHMARK_RUN"
 POLL_S = 0.0001
-HANGS_AFTER_S = 120
+HANGS_AFTER_S = 300
 
 
 class RunEnded(Exception):
