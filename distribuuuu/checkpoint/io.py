@@ -142,12 +142,12 @@ def _load(path: Path, is_zip: bool) -> Any:
     """Return the plain data of a file, also of one with objects of other programs."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:  # not of this package, or damaged
+    except (pickle.UnpicklingError, LookupError):  # not of this package, or damaged
         from distribuuuu.checkpoint.foreign_files import load_without_objects
 
         try:
             return load_without_objects(path, is_zip)
-        except pickle.UnpicklingError:
+        except (pickle.UnpicklingError, LookupError):
             # Not torch's text, which advises to unpickle anything.
             tensors = "torch.load(FILE, weights_only=False)['state_dict']"
             fix = f"if you trust the file, save its tensors alone: torch.save({tensors}, NEW_FILE)"

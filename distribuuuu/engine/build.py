@@ -27,7 +27,7 @@ from distribuuuu.distributed.comm import StopRequest
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.distributed.sharding import build_parallelize_fn
 from distribuuuu.engine.dry_run import dry_run, dry_run_evaluation
-from distribuuuu.engine.resume import check_task_state, restore_task, resume_or_start
+from distribuuuu.engine.resume import check_task_state, load_start, restore_task
 from distribuuuu.engine.run import Run, Training, explaining_out_of_memory
 from distribuuuu.engine.run_description import describe_machine, describe_training
 from distribuuuu.engine.run_lock import lock_out_dir
@@ -140,9 +140,10 @@ def build_training(
     task = build_task(cfg, loader.images.classes, loader.device, precision)
     state = task.state = build_state(cfg, task, loader, precision, pretrained=latest is None)
     state.data = data or {}
-    resume_or_start(
-        cfg, state, task, latest, lambda: task.prepare_training(loader.plan, loader.images, loader.num_steps)
-    )
+    content = load_start(cfg, state, latest)
+    task.prepare_training(loader.plan, loader.images, loader.num_steps)
+    if content:
+        restore_task(task, content.get("task"), latest or cfg.MODEL.WEIGHTS)
     check_task_state(task)
     model = prepare_model(cfg, task, state.model, loader, val_images)
     for evaluated in set(state.models.values()) - {model}:  # evaluations use neither the wrapper nor its compiled code

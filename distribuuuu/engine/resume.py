@@ -4,7 +4,7 @@ import io
 import logging
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,26 +52,25 @@ def roll_back(run: Run, error: NonFiniteError) -> None:
     logger.warning("%s in epoch %d, by step %d: rollback %d of %d, to %s", error, state.epoch + 1, state.step, num,
                    cfg.TRAIN.MAX_ROLLBACKS, latest)  # fmt: skip
     began = (state.epoch, state.step)
-    restore(state, run.task, read_checkpoint(latest), latest)
+    content = read_checkpoint(latest)
+    restore(state, content, latest)
+    restore_task(run.task, content.get("task"), latest)
     state.load_meter([])
     state.num_rollbacks = num
     run.log.rewind(state.epoch, state.step, began)
 
 
-def resume_or_start(
-    cfg: Config, state: TrainState, task: Task, latest: Path | None, prepare_task: Callable[[], None]
-) -> None:
-    """Restore state and task from the newest checkpoint of OUT_DIR, else begin with MODEL.WEIGHTS, else anew.
+def load_start(cfg: Config, state: TrainState, latest: Path | None) -> dict[str, Any]:
+    """Restore the state from the newest checkpoint of OUT_DIR, else load MODEL.WEIGHTS, else leave it as it is.
 
-    `prepare_task` is called after the weights are loaded, and before the state of the task is.
+    Return the content of the checkpoint from which the run continues, whose task is not restored yet; empty: none.
 
     Raises:
         CheckpointError: the file does not match the config; the message lists the options that differ.
     """
     path = latest or cfg.MODEL.WEIGHTS
     if not path:
-        prepare_task()
-        return
+        return {}
     content = read_checkpoint(path)
     if not latest and not (cfg.TRAIN.LOAD_OPT and "optimizer" in content):
         for model in state.models.values():
@@ -79,11 +78,10 @@ def resume_or_start(
         if mismatch := find_class_mismatch(content, state.classes):
             logger.warning("%s: was trained on other classes: %s", path, mismatch)
         logger.info("initial weights: %s", path)
-        prepare_task()
-        return
+        return {}
     before = content.get("config", {"MODEL.ARCH": content.get("arch", state.arch)})
     try:
-        restore(state, task, content, path, prepare_task)
+        restore(state, content, path)
     except CheckpointError as error:
         if not latest:
             raise
@@ -96,19 +94,14 @@ def resume_or_start(
     else:
         state.bests = {kind: Best() for kind in state.bests}  # their files are in another folder
         logger.info("resumed from %s: epoch %d; TRAIN.LOAD_OPT False loads its weights only", path, state.epoch + 1)
+    return content
 
 
-def restore(
-    state: TrainState,
-    task: Task,
-    content: dict[str, Any],
-    path: str | os.PathLike,
-    prepare_task: Callable[[], None] = lambda: None,
-) -> None:
-    """Restore state and task from the content of a checkpoint; arguments as of `resume_or_start`.
+def restore(state: TrainState, content: dict[str, Any], path: str | os.PathLike) -> None:
+    """Restore the state from the content of a checkpoint.
 
     Raises:
-        CheckpointError: it is incomplete or damaged, or does not match the model, the optimizer, the classes, the task.
+        CheckpointError: it is incomplete or damaged, or does not match the model, the optimizer or the classes.
     """
     check_resumable(content, path)
     if mismatch := find_class_mismatch(content, state.classes):
@@ -119,8 +112,6 @@ def restore(
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path}: not a valid checkpoint: {type(error).__name__}: {error!s:.200}") from error
-    prepare_task()
-    restore_task(task, content.get("task"), path)
 
 
 def _describe_changes(state: TrainState, content: dict[str, Any], before: dict[str, Any]) -> None:

@@ -17,13 +17,11 @@ from support.processes import on_processes
 from support.runs import ROOT, small_options
 
 from distribuuuu.config import load_cfg
-from distribuuuu.distributed.process_group import process_group
 from distribuuuu.engine import run_lock
 from distribuuuu.engine.build import open_run
 from distribuuuu.engine.run_lock import OutDirLocked, lock_out_dir
 from distribuuuu.files import locks
 from distribuuuu.launch.detect import detect_launch
-from distribuuuu.mirror.client import is_shared
 from distribuuuu.trainer import evaluate_weights, train_model
 
 if sys.platform != "linux":
@@ -45,19 +43,6 @@ def is_refused(out_dir: Path) -> bool:
             return False
     except OutDirLocked:
         return True
-
-
-@pytest.mark.slow
-def test_the_lock_remains_after_the_check_that_all_processes_see_it(tmp_path):
-    with lock_out_dir(tmp_path):
-        assert is_shared(tmp_path) and on_processes(1, is_refused, tmp_path) == [True]
-        assert on_processes(2, is_seen_by_all, tmp_path) == [True, True]
-    assert on_processes(1, is_refused, tmp_path) == [False]
-
-
-def is_seen_by_all(out_dir: Path) -> bool:
-    with process_group(detect_launch(), torch.device("cpu"), 60):
-        return is_shared(out_dir)
 
 
 def hold(out_dir: Path, is_held, seconds: float) -> None:

@@ -1,5 +1,6 @@
 """Runs at a URL: kills of the run and of the server, a store that is down, other stores than S3, several nodes."""
 
+import contextlib
 import http.server
 import os
 import random
@@ -10,11 +11,17 @@ import time
 
 import fsspec
 import pytest
-from support.processes import RESULT_S, free_port, wait_for
+import torch
+from support.processes import RESULT_S, free_port, on_processes, wait_for
 from support.runs import ROOT, assert_same_run, run_python, small_options
 
 from distribuuuu.config.run_files import local_folder
 from distribuuuu.data.packed import transport
+from distribuuuu.distributed.process_group import process_group
+from distribuuuu.engine import run_lock
+from distribuuuu.engine.run_lock import OutDirLocked, lock_out_dir
+from distribuuuu.launch.detect import detect_launch
+from distribuuuu.mirror.client import is_shared
 
 pytestmark = pytest.mark.slow
 
@@ -176,3 +183,22 @@ def test_several_nodes_need_one_local_folder(caches, sixty_images, tmp_path):
         assert statuses == [0, 0] and f"mirror {url} is complete: " in said[0], said
     else:
         assert statuses == [2, 2] and "is not the same one on all nodes; fix: set XDG_CACHE_HOME" in said[0], said
+
+
+def is_refused(out_dir):
+    with contextlib.suppress(OutDirLocked), lock_out_dir(out_dir):
+        return False
+    return True
+
+
+def is_seen_by_all(out_dir):
+    with process_group(detect_launch(), torch.device("cpu"), 60):
+        return is_shared(out_dir)
+
+
+def test_the_lock_remains_after_the_check_that_all_processes_see_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.3)
+    with lock_out_dir(tmp_path):
+        assert is_shared(tmp_path) and on_processes(2, is_seen_by_all, tmp_path) == [True, True]
+        assert on_processes(1, is_refused, tmp_path) == [True]
+    assert on_processes(1, is_refused, tmp_path) == [False]
