@@ -71,26 +71,24 @@ def one_test_on_the_cluster(request):
         yield
 
 
+def draw_splits(root: Path, train: list[int], val: list[int]) -> Path:
+    from support.images import draw_folder
+
+    for split, numbers in (("train", train), ("val", val)):
+        draw_folder(root, split, dict(zip(("ant", "bee", "cat"), numbers, strict=True)))
+    return root
+
+
 @pytest.fixture(scope="session")
 def image_folder(tmp_path_factory) -> Path:
     """A folder of 48 training and 37 validation images in three classes; 37 is a prime number."""
-    from support.images import draw_folder
-
-    root = tmp_path_factory.mktemp("images")
-    draw_folder(root, "train", {"ant": 16, "bee": 16, "cat": 16})
-    draw_folder(root, "val", {"ant": 12, "bee": 12, "cat": 13})
-    return root
+    return draw_splits(tmp_path_factory.mktemp("images"), [16, 16, 16], [12, 12, 13])
 
 
 @pytest.fixture(scope="session")
 def sixty_images(tmp_path_factory) -> Path:
     """A folder of 60 training and 20 validation images in three classes."""
-    from support.images import draw_folder
-
-    root = tmp_path_factory.mktemp("sixty_images")
-    draw_folder(root, "train", {"ant": 20, "bee": 20, "cat": 20})
-    draw_folder(root, "val", {"ant": 6, "bee": 7, "cat": 7})
-    return root
+    return draw_splits(tmp_path_factory.mktemp("sixty_images"), [20, 20, 20], [6, 7, 7])
 
 
 @pytest.fixture(scope="module")

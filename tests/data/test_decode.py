@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
-from support.images import difference, needs, tensor_of, with_png_size
+from support.images import difference, needs, scene, tensor_of, with_png_size
 from support.tables import pairwise
 
 from distribuuuu.data import decode as own
@@ -33,14 +33,6 @@ SUBSAMPLINGS = ("4:4:4", "4:2:2", "4:2:0")
 def decoder(request) -> str:
     needs(request.param)
     return request.param
-
-
-def scene(width: int, height: int, seed: int = 0) -> Image.Image:
-    """Draw something like a photograph: smooth colors, edges and a little noise."""
-    draw = np.random.default_rng(seed)
-    coarse = draw.integers(0, 256, (max(2, height // 12), max(2, width // 12), 3), dtype=np.uint8)
-    smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)).astype(np.int64)
-    return Image.fromarray((smooth + draw.integers(-6, 7, smooth.shape)).clip(0, 255).astype(np.uint8))
 
 
 def encode(image: Image.Image, kind: str = "JPEG", **words) -> bytes:

@@ -29,6 +29,14 @@ def draw_folder(root: Path, split: str, counts: dict[str, int], size: tuple[int,
             tiny.resize(size).save(folder / f"{index:03d}.jpg", quality=90)
 
 
+def scene(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Draw something like a photograph: smooth colors, edges and a little noise."""
+    draw = np.random.default_rng(seed)
+    coarse = draw.integers(0, 256, (max(2, height // 12), max(2, width // 12), 3), dtype=np.uint8)
+    smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)).astype(np.int64)
+    return Image.fromarray((smooth + draw.integers(-6, 7, smooth.shape)).clip(0, 255).astype(np.uint8))
+
+
 def needs(decoder: str) -> None:
     """Skip the test if DATA.DECODER needs a package that is not installed; it is not imported."""
     module = OPTIONAL_DECODERS.get(decoder, "torch")

@@ -45,7 +45,7 @@ def assert_same_predictions(one: Path, other: Path) -> None:
     assert len(own["path"]) == len(set(own["path"])) == len(expected["path"])
 
 
-@pytest.mark.parametrize("source", map(slow, FAMILIES))
+@pytest.mark.parametrize("source", [*map(slow, FAMILIES)])
 def test_a_killed_run_resumes_bitwise(image_folder, tmp_path, source):
     words, plain = write_source(source, image_folder, tmp_path / "data")
     own, folders = tmp_path / "own", tmp_path / "folders"
