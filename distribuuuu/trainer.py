@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from distribuuuu.checkpoint.manager import NonFiniteError
 from distribuuuu.checkpoint.weights_files import RAW, kind_of
 from distribuuuu.config.declaration import AUTO
+from distribuuuu.config.errors import NonFiniteError
 from distribuuuu.config.run_files import TRAIN_LOG
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import build_loaders
@@ -101,15 +101,15 @@ def train_epoch(run: Run) -> None:
         set_weight_decay(state.optimizer, run.decay_at(exact_epoch))
         step = take_step(run, batches, number)
         state.finish_step(num_steps)
-        is_last = state.step == end
-        if state.step % print_freq == 0 or is_last:
+        ends_epoch = state.step == end
+        if state.step % print_freq == 0 or ends_epoch:
             recorded = {name: float(value) for name, value in step.recorded.items()}
             metrics = {**recorded, **check_finite(state.pop_metrics())}
             run.log.add_train_row(epoch, state.step, lr, metrics, loader.pop_data_time())
         else:
             run.log.show_step(epoch, state.step, lr)
         # Halfway too: while a checkpoint is being written, the one before is at most EVERY_STEPS steps old.
-        if every and state.step % every in (0, every // 2) and not is_last:
+        if every and state.step % every in (0, every // 2) and not ends_epoch:
             run.save()
         run.stop.check(f"epoch {epoch + 1}, step {state.step}")
 
@@ -150,8 +150,7 @@ class Step:
         key = None
         for key, batch in self.micro_batches:
             seed_step(derive_seed(*key, dist.rank()), task.device)
-            is_last = key.micro + 1 == accum_steps
-            with gradient_sync(model, is_last and all_reduce):
+            with gradient_sync(model, all_reduce and key.micro + 1 == accum_steps):
                 output = task.train_step(model, batch, key)
                 state.precision.backward(output.loss if accum_steps == 1 else output.loss / accum_steps)
             if in_metrics:
@@ -223,7 +222,7 @@ def save_on_stop(run: Run) -> Iterator[None]:
         yield
     except RunStopped as stopped:
         try:
-            path: Path | None = run.save(is_last=True)
+            path: Path | None = run.save(ends_run=True)
         except NonFiniteError as error:
             path = run.checkpoints.find_latest()
             logger.error("%s; the checkpoint is an older one", error)

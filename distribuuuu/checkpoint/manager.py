@@ -15,7 +15,8 @@ import torch
 
 from distribuuuu.checkpoint.io import CheckpointError, UnreadableError, check_resumable, read_checkpoint
 from distribuuuu.checkpoint.weights_files import KINDS, best_paths
-from distribuuuu.config import ConfigError, run_files
+from distribuuuu.config import run_files
+from distribuuuu.config.errors import NonFiniteError
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.comm import FullStateDict, to_local
 from distribuuuu.files.atomic_file import replacing, sync_folder
@@ -34,16 +35,6 @@ YIELD_S = 5e-3
 _ONLY_TO_RESUME = {"optimizer", "step", "seconds", "timing", "peak_memory_mib", "meter", "scaler", "evaluations",
                    *(kind.tensors_key for kind in KINDS.values())}  # fmt: skip
 _NAME = re.compile(r"ckpt_ep_(\d+)(?:_step_(\d+))?\.pth\.tar")
-
-
-class NonFiniteError(ConfigError):
-    """The training loss or the weights are infinite or NaN; raised by every process at the same place."""
-
-    on_all_processes = True
-
-    def located(self, position: str, remedy: str) -> "NonFiniteError":
-        """Return the error with the position in the run and a remedy besides a lower learning rate."""
-        return NonFiniteError(f"{self} {position}; fix: lower OPTIM.BASE_LR, lengthen OPTIM.WARMUP_EPOCHS, or {remedy}")
 
 
 class CheckpointManager:
@@ -69,10 +60,10 @@ class CheckpointManager:
 
     # --------------------------------------------------------------------------------------- saving
 
-    def save(self, content: dict[str, Any], is_last: bool = False, write_results: WriteResults | None = None) -> Path:
+    def save(self, content: dict[str, Any], ends_run: bool = False, write_results: WriteResults | None = None) -> Path:
         """Copy the content of a checkpoint, write it while training continues, and return its file.
 
-        Every process must call it. It waits for the previous write, with `is_last` for `LAST_RETRIES_S` at most. Then,
+        Every process must call it. It waits for the previous write, with `ends_run` for `LAST_RETRIES_S` at most. Then,
         if the content follows an evaluation, it calls `write_results` with it and writes the best weights. Last, it
         writes the checkpoint and removes older ones.
 
@@ -81,11 +72,11 @@ class CheckpointManager:
             CheckpointError: the previous write has failed for `RETRIES_S`.
         """
         path = self.folder / checkpoint_name(content["epoch"] + 1, content["step"])
-        dist.on_main(lambda: self._start(path, content, is_last, write_results))
+        dist.on_main(lambda: self._start(path, content, ends_run, write_results))
         return path
 
-    def _start(self, path: Path, content: dict[str, Any], is_last: bool, write_results: WriteResults | None) -> None:
-        self._join(LAST_RETRIES_S if is_last else RETRIES_S)
+    def _start(self, path: Path, content: dict[str, Any], ends_run: bool, write_results: WriteResults | None) -> None:
+        self._join(LAST_RETRIES_S if ends_run else RETRIES_S)
         content = snapshot(content)
         skipped = ("meter", "task", "evaluations")  # of which NaN may be a regular value
         if name := find_nonfinite({key: value for key, value in content.items() if key not in skipped}):

@@ -51,6 +51,16 @@ class ConfigError(ValueError):
         super().__init__("\n".join(map(str, self.problems)))
 
 
+class NonFiniteError(ConfigError):
+    """The training loss or the weights are infinite or NaN; raised by every process at the same place."""
+
+    on_all_processes = True
+
+    def located(self, position: str, remedy: str) -> "NonFiniteError":
+        """Return the error with the position in the run and a remedy besides a lower learning rate."""
+        return NonFiniteError(f"{self} {position}; fix: lower OPTIM.BASE_LR, lengthen OPTIM.WARMUP_EPOCHS, or {remedy}")
+
+
 class DataError(ConfigError):
     """Data that cannot be read, or is not what it was at the start: it ends a run with status 1."""
 

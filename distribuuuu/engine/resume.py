@@ -18,10 +18,9 @@ from distribuuuu.checkpoint.io import (
     load_state_dict,
     read_checkpoint,
 )
-from distribuuuu.checkpoint.manager import NonFiniteError
 from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config import Config, ConfigError, Problem
-from distribuuuu.config.errors import counted
+from distribuuuu.config.errors import NonFiniteError, counted
 from distribuuuu.config.options import OPEN_SECTIONS
 from distribuuuu.distributed import comm as dist
 from distribuuuu.engine.run import Run

@@ -58,7 +58,7 @@ class Run(Training):
     log: Log
     stop: StopRequest
 
-    def save(self, evaluations: dict[str, dict] | None = None, is_last: bool = False) -> Path:
+    def save(self, evaluations: dict[str, dict] | None = None, ends_run: bool = False) -> Path:
         """Save state and task as a checkpoint, see `CheckpointManager.save`, and return its file.
 
         `evaluations` are the results, by kind of weights, of the evaluation after the steps of the last checkpoint.
@@ -75,7 +75,7 @@ class Run(Training):
         if evaluations:
             epoch = self.state.epoch - 1
             content |= {"evaluations": evaluations, "evaluated_at": (epoch, self.train_loader.steps_of(epoch))}
-        return self.checkpoints.save(content, is_last=is_last, write_results=self.results.write)
+        return self.checkpoints.save(content, ends_run=ends_run, write_results=self.results.write)
 
 
 def epoch_batches(run: Run) -> Iterator[Batch]:

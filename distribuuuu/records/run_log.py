@@ -130,7 +130,7 @@ def progress(
 
 
 def evaluation_bar(items: Collection, every: int) -> Iterator:
-    """Yield the batches of an evaluation with a progress bar, moved every `every` batches; log the position by time."""
+    """Yield the batches of an evaluation; show a progress bar on a terminal, and log the position from time to time."""
     shown_at = time.perf_counter()
     for number, item in enumerate(progress(items, label="validation", every=every), 1):
         yield item

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from distribuuuu.checkpoint.manager import NonFiniteError
 from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import NonFiniteError
 from distribuuuu.config.registry import METRICS
 from distribuuuu.distributed.comm import gather_objects, gather_rows, scaled_all_reduce
 

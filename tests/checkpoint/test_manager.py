@@ -21,9 +21,10 @@ from torch import nn
 from distribuuuu.checkpoint import io as checkpoint_io
 from distribuuuu.checkpoint import manager as checkpoint
 from distribuuuu.checkpoint.io import CheckpointError, load_state_dict, read_checkpoint
-from distribuuuu.checkpoint.manager import CheckpointManager, NonFiniteError, checkpoint_name
+from distribuuuu.checkpoint.manager import CheckpointManager, checkpoint_name
 from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config import load_cfg
+from distribuuuu.config.errors import NonFiniteError
 from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.signals import WRITER_NAME
 from distribuuuu.optim.optimizer import build_optimizer

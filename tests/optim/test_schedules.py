@@ -12,7 +12,8 @@ from support.runs import make_cfg, newest, records, train_and_read
 from torch import nn
 
 from distribuuuu.checkpoint.io import read_checkpoint
-from distribuuuu.checkpoint.manager import CheckpointManager, NonFiniteError, find_nonfinite
+from distribuuuu.checkpoint.manager import CheckpointManager, find_nonfinite
+from distribuuuu.config.errors import NonFiniteError
 from distribuuuu.config.registry import MODELS
 from distribuuuu.optim.ema import Ema
 from distribuuuu.optim.precision import Precision
