@@ -23,6 +23,7 @@ from pathlib import Path
 from bench_support.machine import describe_run
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
+from distribuuuu.data.datasets import index
 from distribuuuu.data.datasets.array_file import NUM_THREADS
 from distribuuuu.data.datasets.folder_scan import scan_folder
 from distribuuuu.data.datasets.imagefolder import ImageFolder
@@ -71,15 +72,19 @@ def list_ways(root: Path) -> dict[str, Callable]:
     """Return the functions to measure, in order."""
     folder = str(root / "train")
 
+    def start():
+        index._opened.clear()  # as in a new process
+        return ImageFolder(root, "train", cache_dir=str(root))
+
     def start_first():
         shutil.rmtree(root / "index", ignore_errors=True)
-        return ImageFolder(root, "train", cache_dir=str(root))
+        return start()
 
     ways = {
         BARE: lambda: walk(folder),
         SCAN: lambda: scan_folder(folder),
         FIRST: start_first,
-        LATER: lambda: ImageFolder(root, "train", cache_dir=str(root)),
+        LATER: start,
         TORCHVISION: lambda: make_dataset(folder, find_classes(folder)[1], IMG_EXTENSIONS),
     }
     try:
@@ -138,10 +143,10 @@ def measure_memory(ways: dict[str, Callable]) -> Iterator[tuple[str, float, floa
     """Yield name, bytes per item, and the growth of a worker in MB: after some images and after all."""
     images = ways[LATER]()
     size = sum(array.nbytes for array in images.index.arrays.values()) / len(images)
-    yield LATER, size, *grow_worker(len(images), lambda index: (images.describe(index), images.label(index)))
+    yield LATER, size, *grow_worker(len(images), lambda number: (images.describe(number), images.label(number)))
     samples = ways[TORCHVISION]()
     size = sum(8 + sys.getsizeof(sample) + sys.getsizeof(sample[0]) for sample in samples) / len(samples)
-    yield TORCHVISION, size, *grow_worker(len(samples), lambda index: (samples[index][0], samples[index][1]))
+    yield TORCHVISION, size, *grow_worker(len(samples), lambda number: (samples[number][0], samples[number][1]))
 
 
 def report(seconds: dict[str, list[float]], memory: list[tuple[str, float, float, float]]) -> None:
