@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from distribuuuu.commands.scan.pool import map_in_order
+from distribuuuu.config.errors import DataError
 from distribuuuu.data.datasets.base import ImageDataset, is_file
 from distribuuuu.data.decode import DecodeOptions, open_image, open_lazy_image, reason_of
 from distribuuuu.data.raster import pil_to_tensor
@@ -83,7 +84,7 @@ def scan_images(
         progress: called with the number of newly measured images.
 
     Raises:
-        ConfigError: a worker was killed.
+        ConfigError: a worker was killed, or a file cannot be read.
     """
     scan = Scan(splits, np.zeros(sum(map(len, splits.values())), RECORD), np.zeros((len(splits), 7)))
     for number, images in enumerate(splits.values()):
@@ -106,6 +107,8 @@ def _measure(images: ImageDataset, options: DecodeOptions, index: int) -> tuple[
         with warnings.catch_warnings():  # damage is in the records
             warnings.simplefilter("ignore")
             return record, measure_image(images.read(index), options, record), ""
+    except DataError:  # the disk fails, which is no damage of the image
+        raise
     except Exception as error:  # decoders raise nearly anything
         record["flags"] = BROKEN
         return record, np.zeros(7), f"{type(error).__name__}: {reason_of(error)}"

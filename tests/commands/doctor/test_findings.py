@@ -151,11 +151,12 @@ def test_lists_with_one_label(root):
     (root / "val.csv").write_text("path,label\ntrain/ant/000.jpg,y\nno.jpg,z\n")
     (root / "no.jpg").touch()
     cfg = load_cfg(None, ["DATA.NAME", "list", "TRAIN.DATASET", str(root)])
-    report = report_on(open_cfg(cfg))
-    found = kinds(report)
-    expected = ("broken", "unknown_class", "leakage", "contradicting_labels")
-    assert found.keys() == {*expected}
+    found = kinds(report := report_on(open_cfg(cfg)))
+    assert found.keys() == {"broken", "unknown_class", "leakage", "contradicting_labels"}
     assert report["splits"]["val"]["classes"] == {"y": 1, "z": 1} and names(found["broken"], root) == ["no.jpg"]
+    (root / "val.csv").write_text("path,label\nval,x\n")
+    with pytest.raises(ConfigError, match="val: cannot be read"):  # which is no damage
+        report_on(open_cfg(cfg))
 
 
 def test_packed_data(root):
