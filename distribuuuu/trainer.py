@@ -26,11 +26,12 @@ from distribuuuu.engine.resume import roll_back
 from distribuuuu.engine.run import (
     Run,
     Training,
+    begin_epoch,
     call_log_hook,
-    epoch_batches,
     is_evaluation_due,
     is_finished,
     is_recording_due,
+    open_batches,
 )
 from distribuuuu.engine.run_description import describe_end
 from distribuuuu.launch.detect import detect_launch
@@ -39,7 +40,7 @@ from distribuuuu.optim.schedules import set_lr, set_weight_decay
 from distribuuuu.records.predictions import Recorder, build_recorder
 from distribuuuu.records.results import write_test_results
 from distribuuuu.tasks.base import StepKey
-from distribuuuu.tasks.metrics import StepOutput, check_finite
+from distribuuuu.tasks.metrics import StepOutput, check_loss
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +61,13 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
         cfg = resolve_batch_size(cfg, take_step)
     launch = detect_launch()
     device = pick_device(launch.local_rank)
-    train_loader, val_loader = build_loaders(cfg, launch, device)
+    train_loader, val_loader = build_loaders(cfg, launch, device)  # before the process group: workers fork
     with open_run(cfg, launch, device, TRAIN_LOG, locks=True) as started_at:
         run = build_run(cfg, train_loader, val_loader)  # restored from the newest checkpoint, if there is one
         with run.stop, run.log, save_on_stop(run):
             while not is_finished(cfg, run.state) and run.state.epoch < (stop_epoch or cfg.OPTIM.MAX_EPOCH):
                 try:
-                    train_epoch(run)
+                    train_epoch(run)  # no step if a resume has left the evaluation of the epoch alone
                     if is_evaluation_due(cfg, run.state.epoch):
                         run.save()  # if the evaluation fails, no training step is lost
                         evaluations = evaluate_epoch(run)
@@ -91,20 +92,22 @@ def train_epoch(run: Run) -> None:
         NonFiniteError: the mean loss or, where a checkpoint is due, the weights are infinite or NaN.
     """
     cfg, state, loader, epoch = run.cfg, run.state, run.train_loader, run.state.epoch
-    batches = epoch_batches(run)
+    batches = open_batches(run)
+    begin_epoch(run)
     num_steps, end = loader.num_steps, loader.steps_of(epoch)
     print_freq, every = cfg.TRAIN.PRINT_FREQ, cfg.CHECKPOINT.EVERY_STEPS
     for number in run.log.steps(epoch, state.step, end):
         exact_epoch = epoch + number / num_steps
         lr = run.lr_at(exact_epoch)
-        set_lr(state.optimizer, lr, functools.partial(run.lr_at, exact_epoch))
+        lr_of = functools.partial(run.lr_at, exact_epoch)  # for groups that have a schedule of their own
+        set_lr(state.optimizer, lr, lr_of)
         set_weight_decay(state.optimizer, run.decay_at(exact_epoch))
         step = take_step(run, batches, number)
         state.finish_step(num_steps)
         ends_epoch = state.step == end
         if state.step % print_freq == 0 or ends_epoch:
             recorded = {name: float(value) for name, value in step.recorded.items()}
-            metrics = {**recorded, **check_finite(state.pop_metrics())}
+            metrics = {**recorded, **check_loss(state.pop_metrics())}
             run.log.add_train_row(epoch, state.step, lr, metrics, loader.pop_data_time())
         else:
             run.log.show_step(epoch, state.step, lr)
@@ -172,7 +175,7 @@ class Step:
 def take_step(training: Training, batches: Iterator[Batch], number: int) -> Step:
     """Let the task update the weights with one global batch, by default with its gradients; see `Task.update`."""
     state = training.state
-    with locked_generators():
+    with locked_generators():  # seeded for the draws of `update` itself; `gradients` seeds each micro-batch
         seed_step(derive_seed(state.stream_seed, state.epoch, number, dist.rank()), training.task.device)
         step = Step(training, batches, number)
         training.task.update(step)

@@ -87,9 +87,9 @@ def test_a_restart_by_the_launcher_resumes_its_own_run_despite_auto_resume_false
 
 def lose_a_step(monkeypatch, row: int) -> itertools.count:
     """Let the loss of a row be NaN; return the counter of the rows."""
-    num_rows, check_finite = itertools.count(1), trainer.check_finite
-    fail = lambda metrics: check_finite({**metrics, "loss": math.nan} if next(num_rows) == row else metrics)  # noqa: E731
-    monkeypatch.setattr(trainer, "check_finite", fail)
+    num_rows, check_loss = itertools.count(1), trainer.check_loss
+    fail = lambda metrics: check_loss({**metrics, "loss": math.nan} if next(num_rows) == row else metrics)  # noqa: E731
+    monkeypatch.setattr(trainer, "check_loss", fail)
     return num_rows
 
 

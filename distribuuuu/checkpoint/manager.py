@@ -81,7 +81,7 @@ class CheckpointManager:
         skipped = ("meter", "task", "evaluations")  # of which NaN may be a regular value
         if name := find_nonfinite({key: value for key, value in content.items() if key not in skipped}):
             raise NonFiniteError(f"the weights are not finite (first {name}): {path.name} was not written")
-        self._own &= {path.name for path in self.list()}
+        self._own &= {one.name for one in self.list()}
         content["checkpoints"] = sorted(self._own | {path.name})
         self._error, self._gives_up = "", threading.Event()
         work = (path, content, write_results)
@@ -146,7 +146,7 @@ class CheckpointManager:
             if write_results:
                 write_results(content)
             for kind in content["evaluations"]:
-                if content[KINDS[kind].epoch_key] == content["epoch"]:
+                if content[KINDS[kind].epoch_key] == content["epoch"]:  # this evaluation is the best one
                     write_atomically(self.bests[kind], weights_of(content, kind))
         write_atomically(path, content)
         self._own.add(path.name)

@@ -30,7 +30,8 @@ from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.rendezvous import exchange
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.build import build_run, set_backends
-from distribuuuu.engine.run import OutOfMemory, Run, begin_epoch, is_out_of_memory
+from distribuuuu.engine.out_of_memory import OutOfMemory, is_out_of_memory
+from distribuuuu.engine.run import Run, begin_epoch
 from distribuuuu.engine.state import local_peak_bytes
 from distribuuuu.launch.detect import Launch, detect_launch, list_jobs
 from distribuuuu.launch.host import tune_malloc

@@ -27,8 +27,9 @@ from distribuuuu.distributed.comm import StopRequest
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.distributed.sharding import build_parallelize_fn
 from distribuuuu.engine.dry_run import dry_run, dry_run_evaluation
-from distribuuuu.engine.resume import check_task_state, load_start, restore_task
-from distribuuuu.engine.run import Run, Training, explaining_out_of_memory
+from distribuuuu.engine.out_of_memory import explaining_out_of_memory
+from distribuuuu.engine.resume import check_task_state, restore_task, resume_or_load_weights
+from distribuuuu.engine.run import Run, Training
 from distribuuuu.engine.run_description import describe_machine, describe_training
 from distribuuuu.engine.run_lock import lock_out_dir
 from distribuuuu.engine.state import TrainState
@@ -140,7 +141,7 @@ def build_training(
     task = build_task(cfg, loader.images.classes, loader.device, precision)
     state = task.state = build_state(cfg, task, loader, precision, pretrained=latest is None)
     state.data = data or {}
-    content = load_start(cfg, state, latest)
+    content = resume_or_load_weights(cfg, state, latest)
     task.prepare_training(loader.plan, loader.images, loader.num_steps)
     if content:
         restore_task(task, content.get("task"), latest or cfg.MODEL.WEIGHTS)

@@ -15,7 +15,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.distributed.comm import is_communication_error
 from distribuuuu.distributed.sharding import inference, is_sharded, restored, sum_output
-from distribuuuu.engine.run import is_out_of_memory
+from distribuuuu.engine.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 

@@ -52,14 +52,14 @@ def roll_back(run: Run, error: NonFiniteError) -> None:
                    cfg.TRAIN.MAX_ROLLBACKS, latest)  # fmt: skip
     began = (state.epoch, state.step)
     content = read_checkpoint(latest)
-    restore(state, content, latest)
+    restore_state(state, content, latest)
     restore_task(run.task, content.get("task"), latest)
     state.load_meter([])
     state.num_rollbacks = num
     run.log.rewind(state.epoch, state.step, began)
 
 
-def load_start(cfg: Config, state: TrainState, latest: Path | None) -> dict[str, Any]:
+def resume_or_load_weights(cfg: Config, state: TrainState, latest: Path | None) -> dict[str, Any]:
     """Restore the state from the newest checkpoint of OUT_DIR, else load MODEL.WEIGHTS, else leave it as it is.
 
     Return the content of the checkpoint from which the run continues, whose task is not restored yet; empty: none.
@@ -80,7 +80,7 @@ def load_start(cfg: Config, state: TrainState, latest: Path | None) -> dict[str,
         return {}
     before = content.get("config", {"MODEL.ARCH": content.get("arch", state.arch)})
     try:
-        restore(state, content, path)
+        restore_state(state, content, path)
     except CheckpointError as error:
         if not latest:
             raise
@@ -96,7 +96,7 @@ def load_start(cfg: Config, state: TrainState, latest: Path | None) -> dict[str,
     return content
 
 
-def restore(state: TrainState, content: dict[str, Any], path: str | os.PathLike) -> None:
+def restore_state(state: TrainState, content: dict[str, Any], path: str | os.PathLike) -> None:
     """Restore the state from the content of a checkpoint.
 
     Raises:

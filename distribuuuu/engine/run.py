@@ -1,9 +1,6 @@
-"""The objects of a training run, what surrounds its steps, when it evaluates and ends, and lack of memory."""
+"""The objects of a training run, what surrounds its steps, and when it evaluates and ends."""
 
 import contextlib
-import re
-import socket
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +9,7 @@ import torch
 from torch import nn
 
 from distribuuuu.checkpoint.manager import CheckpointManager, snapshot
-from distribuuuu.config import Config, ConfigError
+from distribuuuu.config import Config
 from distribuuuu.config.config_node import get_value
 from distribuuuu.data.batch import Batch, Pass
 from distribuuuu.data.loader import Loader, TrainLoader
@@ -24,7 +21,7 @@ from distribuuuu.engine.state import TrainState
 from distribuuuu.records.results import RunResults
 from distribuuuu.records.run_log import Log
 from distribuuuu.tasks.base import Task
-from distribuuuu.tasks.metrics import check_finite, loss_in
+from distribuuuu.tasks.metrics import check_loss, loss_in
 
 
 @dataclass
@@ -68,8 +65,9 @@ class Run(Training):
             CheckpointError: the previous checkpoint could not be written.
         """
         content = self.state.to_dict()
-        check_finite({"loss": sum(map(loss_in, content["meter"]))})
-        gathered = dist.gather_objects(own := snapshot(self.task.rank_state_dict()))
+        check_loss({"loss": sum(map(loss_in, content["meter"]))})
+        own = snapshot(self.task.rank_state_dict())
+        gathered = dist.gather_objects(own)
         content["task"] = {"shared": self.task.state_dict(), "by_rank": gathered if own else []}
         content["finished"] = is_finished(self.cfg, self.state)
         if evaluations:
@@ -78,8 +76,8 @@ class Run(Training):
         return self.checkpoints.save(content, ends_run=ends_run, write_results=self.results.write)
 
 
-def epoch_batches(run: Run) -> Iterator[Batch]:
-    """Prepare task, model and loader for what is left of an epoch; return an iterator over its micro-batches.
+def open_batches(run: Run) -> Iterator[Batch]:
+    """Return an iterator over the micro-batches of what is left of an epoch.
 
     The task chooses the images before the first step, and thereby the number of steps; a checkpoint holds its choice.
     """
@@ -89,19 +87,17 @@ def epoch_batches(run: Run) -> Iterator[Batch]:
         state.chosen = None if chosen is None else torch.as_tensor(chosen).cpu()
     loader.choose(state.chosen)
     loader.expect(expected_passes(run))  # workers that have made the last batch of an epoch begin with the next pass
-    batches = loader.batches_from(state.stream_seed, state.epoch, state.step)
-    begin_epoch(run)
-    # With progressive resizing, an epoch may compile again for a new image size: each one is a new phase.
-    run.stop.begin_phase(f"training, epoch {state.epoch}" if run.cfg.TRAIN.IM_SIZE_START else "training")
-    return batches
+    return loader.batches_from(state.stream_seed, state.epoch, state.step)
 
 
 def begin_epoch(run: Run) -> None:
-    """Prepare the task and the model for the steps of an epoch, also for those that are left after a resume."""
+    """Prepare the task for an epoch, also for what a resume has left of it, and set the model to training mode."""
     task, state = run.task, run.state
     stages = [task.begin_epoch(state.epoch), describe_augmentation(run.cfg, task, state.epoch)]
     run.log.set_stage(state.epoch, "; ".join(filter(None, stages)) or None)
     task.train_mode(run.model)
+    # With progressive resizing, an epoch may compile again for a new image size: each one is a new phase.
+    run.stop.begin_phase(f"training, epoch {state.epoch}" if run.cfg.TRAIN.IM_SIZE_START else "training")
 
 
 def describe_augmentation(cfg: Config, task: Task, epoch: int) -> str:
@@ -122,7 +118,10 @@ def call_log_hook(run: Run, batch: Batch | None = None) -> None:
 
 
 def expected_passes(run: Run) -> Iterator[Pass]:
-    """Return the passes over the data after the steps of this epoch, as `train_model` takes them without a rollback."""
+    """Return the passes over the data after the steps of this epoch, as `train_model` takes them without a rollback.
+
+    Batches that are made ahead for a pass that does not follow are discarded.
+    """
     cfg, train, plan, seed = run.cfg, run.train_loader, run.train_loader.plan, run.state.stream_seed
     samples, sampler, evaluation = train.samples, train.sampler, Pass(run.val_loader.samples, run.val_loader.sampler)
     num_precise = -(-cfg.MODEL.PRECISE_BN // plan.global_batch) * plan.accum_steps
@@ -138,42 +137,6 @@ def expected_passes(run: Run) -> Iterator[Pass]:
                 yield from [*precise, evaluation] * len(kinds)
 
     return passes()
-
-
-# Messages of torch's plain RuntimeErrors: the CPU allocator, MPS, the CUDA runtime and its libraries, oneDNN.
-_MESSAGES = re.compile(r"CPUAllocator|out of memory|not enough memory|_STATUS_ALLOC_FAILED|create a primitive(?! desc)")
-_REMEDY = (
-    "a smaller TRAIN.BATCH_SIZE with TRAIN.GLOBAL_BATCH_SIZE, which keeps the hyperparameters valid, or a smaller "
-    "TEST.BATCH_SIZE; or MODEL.ACT_CHECKPOINT True, TRAIN.AMP bf16, DIST.SHARD fsdp on several processes, or a smaller "
-    "MODEL.ARCH"
-)
-
-
-class OutOfMemory(ConfigError):
-    """A failed allocation of this process; the message names options that need less memory."""
-
-    status = 1
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an exception reports a failed allocation of host or device memory."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and bool(_MESSAGES.search(str(error)))
-
-
-@contextlib.contextmanager
-def explaining_out_of_memory(arch: str) -> Iterator[None]:
-    """Raise out-of-memory errors of the block as `OutOfMemory`, and release the memory that its frames hold."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        traceback.clear_frames(error.__traceback__)
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        place = f"{arch}, process {dist.rank()} on {socket.gethostname()}"
-        raise OutOfMemory(f"out of memory: {place}; fix: {_REMEDY} ({reason})") from None
 
 
 # The epochs after which a model is evaluated, and the one after which a run ends: functions of the config and the

@@ -1,4 +1,4 @@
-"""Training state: the content of a checkpoint, to which `Run.save` adds the task. `resume.py` restores it.
+"""Training state: the content of a checkpoint; `Run.save` adds the task and what is known of the evaluation.
 
 A checkpoint is a dict:
 
@@ -12,8 +12,8 @@ A checkpoint is a dict:
   `num_rollbacks`, `classes`, `arch`, `global_batch`. Files of best weights also have `weights`: "raw" or "ema".
 - `meter`: for each process, its sums since the last row of metrics. `num_skipped`: steps that the task has skipped.
 - `bests`: loss, metrics and epoch, from 1, of the best evaluation of each kind of weights.
-- `evaluations`, `evaluated_at`: the results of the evaluation that precedes it, if there is one; the epoch and the step
-  of the checkpoint before that evaluation. `finished`: whether no epoch is left.
+- `evaluations`, `evaluated_at`: the results of the evaluation that precedes it, if there is one; the position, as in
+  its file name, of the checkpoint before that evaluation. `finished`: whether no epoch is left.
 - `chosen`: the images that the epoch takes, if the task chose some.
 - `task`: the state of the task: `shared` by the processes, and `by_rank` where they differ.
 - `data`: number of images and digest of the training and the evaluation data; `jobs`: the launcher's job.
@@ -146,7 +146,7 @@ class TrainState:
         return {"epoch": epoch, **(best.metrics or {self.best_metric: best.value})}
 
     def load_dict(self, content: dict[str, Any], path: str | os.PathLike) -> None:
-        """Restore the content of a checkpoint of this version or of the 2021 distribuuuu; see `resume.restore`."""
+        """Restore the content of a checkpoint of this version or of the 2021 distribuuuu; see `resume.restore_state`."""
         load_state_dict(self.model, content["state_dict"], path)
         load_optimizer(self.optimizer, content["optimizer"], path)
         self._check_groups(content, path)
@@ -168,7 +168,7 @@ class TrainState:
         self.seed = saved if seed is None else seed
         self.num_rollbacks = int(content.get("num_rollbacks", 0))
         if (timing := content.get("timing", self.timing))["seconds"] > self.timing["seconds"]:
-            self.timing.update(images=timing["images"], seconds=timing["seconds"])
+            self.timing.update(images=timing["images"], seconds=timing["seconds"])  # in place: the log has it too
         self._peak_before = max(self._peak_before, content.get("peak_memory_mib") or 0.0)
         self.load_meter(content.get("meter", []))
         self.num_skipped = int(content.get("num_skipped", 0))

@@ -30,8 +30,8 @@ from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.build import set_backends
+from distribuuuu.engine.out_of_memory import explaining_out_of_memory
 from distribuuuu.engine.resume import restore_task
-from distribuuuu.engine.run import explaining_out_of_memory
 from distribuuuu.inference.forward_chunks import ChunkLoader, UnlabeledImages, list_spans, one_behind
 from distribuuuu.inference.image_arguments import list_images
 from distribuuuu.launch.host import count_cores

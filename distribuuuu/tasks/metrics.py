@@ -204,7 +204,7 @@ def loss_in(state: dict[str, Any]) -> float:
     return float(state["sums"][1])
 
 
-def check_finite(metrics: dict[str, float]) -> dict[str, float]:
+def check_loss(metrics: dict[str, float]) -> dict[str, float]:
     """Return the values that a meter has read, unchanged.
 
     Raises:

@@ -19,8 +19,8 @@ from distribuuuu import trainer
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config.registry import MODELS
 from distribuuuu.distributed.process_group import process_group
+from distribuuuu.engine.out_of_memory import OutOfMemory, is_out_of_memory
 from distribuuuu.engine.precise_bn import compute_precise_statistics
-from distribuuuu.engine.run import OutOfMemory, is_out_of_memory
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.optim.precision import Precision
 from distribuuuu.tasks.base import build_task

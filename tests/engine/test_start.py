@@ -21,8 +21,8 @@ from distribuuuu.engine import auto_batch_size
 from distribuuuu.engine.auto_batch_size import Peak, list_micro_batches
 from distribuuuu.engine.build import check_warmup
 from distribuuuu.engine.dry_run import dry_run_training
+from distribuuuu.engine.out_of_memory import OutOfMemory
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
-from distribuuuu.engine.run import OutOfMemory
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model
 from distribuuuu.tasks.classification import Classification

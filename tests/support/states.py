@@ -11,7 +11,7 @@ from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config.reader import load_cfg
-from distribuuuu.engine.resume import restore, restore_task
+from distribuuuu.engine.resume import restore_state, restore_task
 from distribuuuu.engine.state import TrainState
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.tasks.metrics import Meter
@@ -54,5 +54,5 @@ def save(folder: CheckpointManager, state: TrainState, is_best: bool = False, en
 
 def load(state: TrainState, path: Path) -> None:
     """Restore a state, without a task, from a file."""
-    restore(state, content := read_checkpoint(path), path)
+    restore_state(state, content := read_checkpoint(path), path)
     restore_task(SimpleNamespace(state_dict=dict, rank_state_dict=dict), content.get("task"), path)
