@@ -58,7 +58,8 @@ def test_a_run_writes_the_expected_files(finished_run):
     expected = [[("train", epoch, step, 12) for step in (1, 2, 3, 4)] + [("eval", epoch, 4, 37)] for epoch in (1, 2)]
     assert kinds == sum(expected, [])
     assert load_cfg(str(finished_run / "config.yaml")).OUT_DIR == str(finished_run)
-    assert f"best top1: {content['best_acc1']:.2f} " in (finished_run / "train.log").read_text()
+    log = (finished_run / "train.log").read_text()
+    assert f"best top1: {content['best_acc1']:.2f} " in log and "learning rate: 0.1, " in log
 
 
 def test_the_same_seed_gives_the_same_run_and_zero_is_a_valid_seed(finished_run, small_cfg):

@@ -146,7 +146,7 @@ class TrainState:
         return {"epoch": epoch, **(best.metrics or {self.best_metric: best.value})}
 
     def load_dict(self, content: dict[str, Any], path: str | os.PathLike) -> None:
-        """Restore the content of a checkpoint of this version or of the 2021 distribuuuu; see `resume.restore_state`."""
+        """Restore the content of a checkpoint of this version or of the 2021 distribuuuu, for `restore_state`."""
         load_state_dict(self.model, content["state_dict"], path)
         load_optimizer(self.optimizer, content["optimizer"], path)
         self._check_groups(content, path)

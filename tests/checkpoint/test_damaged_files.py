@@ -65,8 +65,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_for_the_one_before(tmp_path, dam
         load(make_state(), bad)
     with caplog.at_level("WARNING"):
         assert folder.find_latest() == good
-    assert f"{bad}: " in caplog.text
-    assert Path(f"{bad}.broken").exists() and not bad.exists()
+    assert f"{bad}: " in caplog.text and Path(f"{bad}.broken").exists() and not bad.exists()
     good.write_bytes(b"x")
     for _ in range(2):  # a run does not start anew, not even the next time
         with pytest.raises(CheckpointError, match="none of the 1 checkpoints .* is valid"):
@@ -164,8 +163,7 @@ def test_a_run_of_2021_goes_on_and_its_best_stays_until_it_is_beaten(small_cfg):
     assert train_model(small_cfg("OPTIM.MAX_EPOCH", 3)) == 100.0
     accuracy = read_results(out_dir / "results.json")["accuracy"]["raw"]
     assert accuracy["best"] == {"epoch": None, "top1": 100.0, "topk": None, "loss": None}
-    assert accuracy["last"]["epoch"] == 3
-    assert (out_dir / "best.pth.tar").read_bytes() == best
+    assert accuracy["last"]["epoch"] == 3 and (out_dir / "best.pth.tar").read_bytes() == best
     assert "best top1: 100.00 (epoch unknown); weights: " in (out_dir / "train.log").read_text()
     assert records(out_dir)[-1]["best_top1"] == 100.0
     assert (newest(out_dir)["best_acc1"], newest(out_dir)["best_epoch"]) == (100.0, -1)
@@ -200,7 +198,8 @@ def test_random_damage_is_refused_or_repaired_or_changes_nothing(tmp_path, modul
     assert name == "fuzz" or all(verdicts["refused"] for verdicts in counts.values())
 
 
-def test_a_full_disk_leaves_the_old_records_and_the_old_config(tmp_path, monkeypatch, small_cfg):
+@pytest.mark.parametrize("call", ["replace", "fsync"])
+def test_a_full_disk_leaves_the_old_records_and_the_old_config(call, tmp_path, monkeypatch, small_cfg):
     path = tmp_path / "metrics.jsonl"
     path.write_text("broken\n")
     config = tmp_path / "config.yaml"
@@ -210,7 +209,7 @@ def test_a_full_disk_leaves_the_old_records_and_the_old_config(tmp_path, monkeyp
     def refuse(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", refuse)
+    monkeypatch.setattr(os, call, refuse)
     drop_records_after(path, 1, 0)
     with pytest.raises(OSError, match="No space left"):
         write_config(cfg)

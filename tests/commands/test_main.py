@@ -68,8 +68,7 @@ def test_an_unknown_command_is_answered_with_the_nearest(capsys):
 @pytest.mark.parametrize("tool", sorted((ROOT / "tools").glob("*.py")), ids=lambda path: path.name)
 def test_the_scripts_start_commands(tool):
     name, prog = re.search(r'start_command\("(\w+)", "(\S+)", sys.argv', tool.read_text()).groups()
-    assert name in COMMANDS and prog == tool.name
-    assert f"`distribuuuu {name}`" in tool.read_text()
+    assert name in COMMANDS and prog == tool.name and f"`distribuuuu {name}`" in tool.read_text()
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from support.batches import ALONE, CPU, own_task
-from support.images import tensor_of
+from support.images import scene, tensor_of
 from support.runs import assert_same_run
 from support.tables import slow
 from timm.data import auto_augment
@@ -27,11 +27,7 @@ from distribuuuu.data.seeding import SampleRNG, seed_cpu, seeded_generators
 from distribuuuu.trainer import train_model
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-
-def scene(side: int = 48, seed: int = 0) -> torch.Tensor:
-    coarse = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
-    return tensor_of(Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC))
+SCENE = tensor_of(scene(48, 48))
 
 
 def image_of(pixels: torch.Tensor) -> Image.Image:
@@ -61,7 +57,7 @@ def states() -> tuple:
 @pytest.mark.parametrize("text", ["rand-m7-mstd0.5-inc1", "augmix-m5-w4-d2", "original"])
 def test_timms_text_gives_what_timm_gives(text):
     made = {"r": auto_augment.rand_augment_transform, "a": auto_augment.augment_and_mix_transform}
-    image = image_of(scene())
+    image = image_of(SCENE)
     for interpolation in ("bicubic", "random"):
         hparams = {"translate_const": 21, "img_mean": (124, 116, 104)}
         hparams |= {"translate_pct": 0.3} if text[0] == "a" else {}
@@ -74,12 +70,12 @@ def test_timms_text_gives_what_timm_gives(text):
             np.random.seed(seed)
             expected = tensor_of(theirs(image))
             assert torch.equal(tensor_of(mine(image, seed)), expected)
-            changed += not torch.equal(expected, scene())
+            changed += not torch.equal(expected, SCENE)
         assert changed > 20
 
 
 def test_torchvisions_names_give_what_torchvision_gives():
-    mode, image = v2.InterpolationMode.BILINEAR, image_of(scene())
+    mode, image = v2.InterpolationMode.BILINEAR, image_of(SCENE)
     for text, theirs in {
         "autoaugment": v2.AutoAugment(v2.AutoAugmentPolicy.IMAGENET, interpolation=mode),
         "randaugment": v2.RandAugment(2, 9, interpolation=mode),
@@ -122,11 +118,11 @@ def test_the_policy_comes_first_then_the_others_and_each_draws_the_same_whatever
         return lambda value: (steps.append(name), value)[1]
 
     transform = AugmentedCrop(whole(), note("policy"), note("jitter"), (note("one"), note("two")), note("erase"))
-    transform(LazyImage(scene()), SampleRNG(0, 0))
+    transform(LazyImage(SCENE), SampleRNG(0, 0))
     assert steps == ["policy", "jitter", "one", "two", "erase"]
-    alone = AugmentedCrop(whole(), erase=Erasing(1.0, MEAN))(LazyImage(scene()), SampleRNG(2, 7))
+    alone = AugmentedCrop(whole(), erase=Erasing(1.0, MEAN))(LazyImage(SCENE), SampleRNG(2, 7))
     jittered = AugmentedCrop(whole(), jitter=make_jitter((0.0,)), erase=Erasing(1.0, MEAN))
-    assert torch.equal(jittered(LazyImage(scene()), SampleRNG(2, 7)), alone)
+    assert torch.equal(jittered(LazyImage(SCENE), SampleRNG(2, 7)), alone)
 
 
 def test_color_noise_shifts_each_image_along_the_components_of_imagenets_colors():

@@ -4,18 +4,13 @@ from collections import Counter
 
 import numpy as np
 from PIL import Image
+from support.images import scene
 
 from distribuuuu.data.policies import OPERATIONS, cutout, make_policy
 from distribuuuu.data.seeding import seeded_generators
 
 HEIGHT, WIDTH = 224, 208
-
-
-def scene(height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
-    """Return smooth colors with some noise, uint8 (H, W, 3), of a limited range."""
-    rng = np.random.default_rng(0)
-    coarse = Image.fromarray(rng.integers(20, 230, (7, 6, 3), dtype=np.uint8)).resize((width, height))
-    return np.clip(np.array(coarse) + rng.integers(-9, 10, (height, width, 3)), 3, 241).astype(np.uint8)
+SCENE = np.clip(np.array(scene(WIDTH, HEIGHT)), 3, 241)  # of a limited range
 
 
 def applied(name: str, pixels: np.ndarray, seed: int = 0) -> np.ndarray:
@@ -61,7 +56,7 @@ GEOMETRY = {
 
 
 def test_an_operation_on_positions_is_its_formula_in_both_directions():
-    pixels = scene()
+    pixels = SCENE
     for name, formula in GEOMETRY.items():
         references, signs = {sign: formula(pixels, sign) for sign in (-1, 1)}, []
         for seed in range(30):
@@ -87,7 +82,7 @@ COLORS = {
 
 def test_an_operation_on_colors_is_its_formula():
     for name, formula in COLORS.items():
-        assert (applied(name, scene()) == formula(scene()).astype(int)).all(), name
+        assert (applied(name, SCENE) == formula(SCENE).astype(int)).all(), name
 
 
 def test_cutout_is_a_gray_square_of_80_pixels_that_the_border_cuts_off():

@@ -25,6 +25,7 @@ from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.launch import host
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import count_cores
+from distribuuuu.trainer import train_model
 
 CPU = torch.device("cpu")
 ALONE = Launch("alone")
@@ -307,3 +308,10 @@ def test_images_of_a_batch_are_alike_and_of_any_type(kind, num):
         list(start(kind, num, transform=Changing(8, 8, "sizes"), batch_bytes=4 * 8 * 8 * 3))
     for (pixels, *_), _ in start(kind, num, transform=Changing(8, 8), batch_bytes=4 * 8 * 8 * 3):
         assert pixels.dtype == torch.float32 and pixels.unique().tolist() == [0.5]
+
+
+def test_a_run_requests_the_passes_it_expects(small_cfg):
+    """Batches that were made ahead are discarded at its start alone."""
+    with mock.patch.object(workers.ThreadPool, "clear", autospec=True) as clear:
+        train_model(small_cfg("EMA.HALF_LIFE", 5, "TRAIN.WORKERS", 2, "DATA.WORKER_KIND", "thread"))
+    assert clear.call_count == 1

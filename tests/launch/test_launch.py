@@ -16,10 +16,11 @@ from support.runs import run_tool, small_options
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import TRAIN_LOG
+from distribuuuu.distributed.comm import StopRequest
 from distribuuuu.launch.detect import NPROC_MARK, detect_launch, list_jobs
 from distribuuuu.launch.launchers import PORT_RANGE, expand_hosts
 from distribuuuu.launch.processes import die_with_parent
-from distribuuuu.launch.signals import ECHO_S, SignalState, exit_now
+from distribuuuu.launch.signals import ECHO_S, RunStopped, SignalState, exit_now
 
 BY_HAND = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 # As torchrun and python -m torch.distributed.launch set them.
@@ -204,6 +205,17 @@ def test_each_thread_of_a_killed_parent_may_send_a_signal_until_the_parent_is_go
     parent.communicate()
     state.receive(signal.SIGTERM)
     assert second == [signal.SIGTERM]
+
+
+def test_a_process_that_is_alone_asks_rarely_and_stops_at_the_call_after_a_signal(monkeypatch):
+    questions, stop = [], StopRequest()
+    monkeypatch.setattr("distribuuuu.distributed.comm.all_reduce_max", lambda values: questions.append(0) or values)
+    for _ in range(40):
+        stop.check("a step")
+    assert len(questions) <= 2
+    stop._signals.receive(signal.SIGTERM)
+    with pytest.raises(RunStopped):
+        stop.check("the next step")
 
 
 TOOLS = Path(__file__).parents[2] / "tools"

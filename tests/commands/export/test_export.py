@@ -258,8 +258,7 @@ def test_the_scores_of_a_task_are_exported(run_of_plugin, tmp_path, to):
     means = torch.tensor([[0.1, 0.9, 0.0], [0.7, 0.0, 0.2], [0.0, 0.3, 1.2]])  # not those of a new task
     run_of_plugin(f"own_scores_{to}", MEANS, {"shared": {"means": means}}, "MODEL.ARCH", "resnet18")
     run = load_run(tmp_path / "out", device="cpu")
-    assert torch.equal(run.task.means, means)
-    assert export_run(run, to, tmp_path / to)["verified"]
+    assert torch.equal(run.task.means, means) and export_run(run, to, tmp_path / to)["verified"]
     with pytest.raises(ConfigError, match="--to timm: cannot express Own.predict_step; fix: --to onnx or torch"):
         export_run(run, "timm", tmp_path / "timm")
     with pytest.raises(ConfigError, match="--to safetensors: has no place for the state of Own: means; fix: --to onnx"):

@@ -317,8 +317,7 @@ def test_a_full_disk_keeps_what_is_finished(shapes_run, shapes_folder, tmp_path,
     monkeypatch.setattr("distribuuuu.commands.predict.journal.replacing", fail)
     assert run(*words) == 2 and sorted(path.name for path in tmp_path.iterdir()) == ["out.csv.partial"]
     monkeypatch.undo()
-    assert run(*words) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.csv"]
+    assert run(*words) == 0 and sorted(path.name for path in tmp_path.iterdir()) == ["out.csv"]
 
 
 def test_mistakes_are_reported_with_status_2_and_leave_nothing(shapes_run, shapes_folder, tmp_path, capsys):

@@ -4,6 +4,7 @@ import io
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,8 +137,7 @@ def test_later_starts_look_again_only_if_a_file_was_broken(root, looks):
 def test_a_check_that_takes_too_long_goes_on_at_the_next_start(root, looks, monkeypatch):
     monkeypatch.setattr(file_check, "_CHUNK", 5)
     monkeypatch.setattr(file_check, "NUM_THREADS", 1)
-    clock = iter(range(100))
-    monkeypatch.setattr(file_check.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(file_check, "time", SimpleNamespace(monotonic=iter(range(100)).__next__))
     monkeypatch.setattr(file_check, "HEADERS_LIMIT_S", 1.5)
     assert load(root).notes == ["TEST.DATASET: the headers of 5 of 12 files have been checked; the next run continues"]
     assert load(root).notes == ["TEST.DATASET: the headers of 10 of 12 files have been checked; the next run continues"]
