@@ -59,7 +59,7 @@ def test_a_run_writes_the_expected_files(finished_run):
     assert kinds == sum(expected, [])
     assert load_cfg(str(finished_run / "config.yaml")).OUT_DIR == str(finished_run)
     log = (finished_run / "train.log").read_text()
-    assert f"best top1: {content['best_acc1']:.2f} " in log and "learning rate: 0.1, " in log
+    assert f"best top1: {content['best_acc1']:.2f} (epoch {content['best_epoch'] + 1})" in log and "rate: 0.1, " in log
 
 
 def test_the_same_seed_gives_the_same_run_and_zero_is_a_valid_seed(finished_run, small_cfg):

@@ -114,8 +114,8 @@ def test_bare_weights_under_any_usual_name(tmp_path, wrap):
 
 def test_weights_and_states_that_do_not_fit_are_described(tmp_path):
     model, path = make_state(num_classes=3).model, save(CheckpointManager(tmp_path), make_state())
-    with pytest.raises(CheckpointError, match="w: has 5 classes .* MODEL.NUM_CLASSES is 3"):
-        load_state_dict(model, make_state(num_classes=5).model.state_dict(), "w")
+    with pytest.raises(CheckpointError, match="w: has 6 classes .* MODEL.NUM_CLASSES is 3"):
+        load_state_dict(model, make_state(num_classes=6).model.state_dict(), "w")
     with pytest.raises(CheckpointError, match="lacks 9 tensors, e.g. 0.weight; has 1 that the model lacks, e.g. z"):
         load_state_dict(model, {"z": torch.ones(1)}, "w")
     other = make_state()

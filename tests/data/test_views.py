@@ -35,7 +35,7 @@ def test_views_are_bitwise_equal_however_they_are_made_and_the_first_is_that_of_
     expected = batches_of(cfg)
     assert_same_batches(batches_of(small_cfg(*sizes, *way, "DATA.CROP", crop)), expected)
     plain = batches_of(small_cfg("DATA.CROP", crop))
-    assert_same_batches([batch._replace(images=batch.images[0]) for batch in expected], plain)
+    assert_same_batches([batch._replace(images=batch.first_images) for batch in expected], plain)
     assert [view.shape[2] for view in expected[0].images] == [16, 16, 12]
 
 
