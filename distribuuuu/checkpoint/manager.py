@@ -106,16 +106,21 @@ class CheckpointManager:
         thread, deadline = self._thread, time.monotonic() + retries_s
         if thread is None:
             return
-        while thread.is_alive() and not (self._error and time.monotonic() > deadline):
-            thread.join(0.02 if self._error else 0.1)
+        while thread.is_alive():
+            error = self._error  # read once: the next attempt to write clears it
+            if error and time.monotonic() > deadline:
+                break
+            thread.join(0.02 if error else 0.1)
+        else:
+            error = self._error
         self._gives_up.set()
         self._thread = None
         if bug := self._bug:
             self._bug = None
             raise bug
-        if self._error:
+        if error:
             newest = next(reversed(self.list()), "none")
-            reason = f"the last checkpoint could not be written: {self._error}; the newest one is {newest}"
+            reason = f"the last checkpoint could not be written: {error}; the newest one is {newest}"
             raise CheckpointError(reason)
 
     def _work(self, path: Path, content: dict[str, Any], write_results: WriteResults | None) -> None:
