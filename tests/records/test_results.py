@@ -107,6 +107,7 @@ def test_the_file_has_the_facts_and_the_results_of_the_run(cfg, path):
                               "num_train": 48, "num_val": 37}  # fmt: skip
     assert record["model"] == {"arch": "resnet8", "params_m": count_parameters(state.model) / 1e6}
     weights = {"raw": hash_tensors(state.model.state_dict()), "ema": hash_tensors({})}
+    assert len({hash_tensors({name: value}) for name in "ab" for value in (torch.ones(2), torch.ones(1, 2))}) == 4
     assert record["weights_sha256"] == weights and record["environment"]["threads"] == torch.get_num_threads()
     assert record["config_hash"] == hash_config(cfg) and record["peak_memory"]["mib"] > 50
     assert record["versions"]["torch"] == torch.__version__ and record["hardware"].rstrip("s").endswith(" core")
