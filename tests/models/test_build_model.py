@@ -67,8 +67,8 @@ def test_tables_are_asked_in_order_and_a_prefix_forces_one():
 def test_patterns_of_fine_tuning_are_checked_before_anything_is_built_and_all_at_once():
     words = ["FINETUNE.FREEZE", "layr1,conv1", "FINETUNE.LR_MULT.layer4.*", "2", "FINETUNE.LR_MULT.head", "9"]
     problems = problems_of(check_model, load_cfg(None, [*words, "OPTIM.NO_WEIGHT_DECAY", "*norm*"]))
-    keys = ["FINETUNE.FREEZE", "FINETUNE.LR_MULT.head", "OPTIM.NO_WEIGHT_DECAY"]
-    assert [problem.partition(": ")[0] for problem in problems] == [f"{key} (command line)" for key in keys]
+    keys = [f"{key} (command line)" for key in ("FINETUNE.FREEZE", "FINETUNE.LR_MULT.head", "OPTIM.NO_WEIGHT_DECAY")]
+    assert [problem.partition(": ")[0] for problem in problems] == keys and "did you mean layer1" in problems[0]
     words = ["MODEL.ARCH", "resnet8", "FINETUNE.WEIGHTS", "pretrained"]
     (problem,) = problems_of(check_model, load_cfg(None, words))
     assert problem.startswith("FINETUNE.WEIGHTS (command line): resnet8 has no published weights")
