@@ -67,7 +67,7 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
         with run.stop, run.log, save_on_stop(run):
             while not is_finished(cfg, run.state) and run.state.epoch < (stop_epoch or cfg.OPTIM.MAX_EPOCH):
                 try:
-                    train_epoch(run)  # no step if a resume has left the evaluation of the epoch alone
+                    train_epoch(run)  # no step if a stop has come before the evaluation of the epoch
                     if is_evaluation_due(cfg, run.state.epoch):
                         run.save()  # if the evaluation fails, no training step is lost
                         evaluations = evaluate_epoch(run)
@@ -175,7 +175,8 @@ class Step:
 def take_step(training: Training, batches: Iterator[Batch], number: int) -> Step:
     """Let the task update the weights with one global batch, by default with its gradients; see `Task.update`."""
     state = training.state
-    with locked_generators():  # seeded for the draws of `update` itself; `gradients` seeds each micro-batch
+    with locked_generators():
+        # For what `update` itself draws: `gradients` seeds each micro-batch.
         seed_step(derive_seed(state.stream_seed, state.epoch, number, dist.rank()), training.task.device)
         step = Step(training, batches, number)
         training.task.update(step)
