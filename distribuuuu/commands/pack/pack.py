@@ -53,6 +53,7 @@ def parse_args(words: list[str], prog: str | None = None) -> PackJob:
     args, rest, unknown = parse_flags(parser, words)
     if unknown:
         raise ConfigError(unknown)
+    rest = [args.out, *rest] if args.out else rest
     if not rest or rest[0] in dict(iter_options(get_cfg())):
         raise ConfigError(f"command line: name the folder of the packed data first: {parser.prog} OUT ...")
     cfg, found = read_data_cfg(args.cfg, rest[1:])
@@ -76,6 +77,7 @@ def build_parser(prog: str | None = None) -> CommandParser:
     )
     add = parser.add_argument
     add("--cfg", metavar="FILE", help="YAML file that names the source: DATA.NAME, TRAIN.DATASET, TEST.DATASET ...")
+    add("--out", metavar="OUT", help="the folder of the packed data; OUT alone, as the first argument, is the same")
     add("--format", choices=FORMATS, default="jpeg", help="files (jpeg, the default) or pixels (raw)")
     side = parser.add_mutually_exclusive_group().add_argument
     side("--shorter-side", metavar="N", type=at_least(1), help="scale larger images down to this many pixels")
