@@ -380,8 +380,7 @@ def test_the_docs_import_only_names_that_stay():
 
 
 @pytest.mark.project
-def test_the_readme_is_short_and_names_every_package():
-    assert len(README.splitlines()) <= 150
+def test_the_readme_names_every_package():
     for path in (ROOT / "distribuuuu").iterdir():
         if path.suffix == ".py" and path.stem != "__init__" or (path / "__init__.py").exists():
             assert f"`{path.name}{'/' if path.is_dir() else ''}`" in README, f"the code map lacks {path.name}"

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import functools
 import gc
 import itertools
 import math
@@ -71,7 +72,8 @@ class ThreadPool(Pool):
     def submit(self, request: BatchRequest) -> None:
         """Let a thread make a batch."""
         request[0].read_ahead(request[1])
-        self._submitted.append(self._threads.submit(make_batch, *request, self._pin_memory))
+        self._submitted.append(future := self._threads.submit(make_batch, *request, self._pin_memory))
+        future.add_done_callback(functools.partial(_cancel_after_error, self._submitted))
 
     def take(self) -> HostBatch:
         """Wait for the oldest batch and return it."""
@@ -83,6 +85,13 @@ class ThreadPool(Pool):
         with unlocked_generators():
             wait([future for future in self._submitted if not future.cancel()])
         super().clear()
+
+
+def _cancel_after_error(submitted: deque[Future], done: Future) -> None:
+    """Begin no batch after one that failed: the process ends when its threads do, and each may wait for a server."""
+    if not done.cancelled() and done.exception():
+        for future in [*submitted]:
+            future.cancel()
 
 
 # --------------------------------------------------------------------------------------- processes

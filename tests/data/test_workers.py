@@ -7,11 +7,13 @@ import os
 import signal
 import sys
 import threading
+from concurrent import futures
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from support.batches import ALONE, CPU
 from support.images import draw_folder
 from support.runs import ROOT, run_tool, small_options
 
@@ -23,12 +25,9 @@ from distribuuuu.data.loader import BadImageError, build_loader, start_workers
 from distribuuuu.data.samplers import EvalSampler
 from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.launch import host
-from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import count_cores
 from distribuuuu.trainer import train_model
 
-CPU = torch.device("cpu")
-ALONE = Launch("alone")
 # Ways of making batches, with more and with fewer workers than cores.
 WAYS = [("process", 0), ("process", 1), ("process", 3), ("thread", 1), ("thread", 3)]
 SOME_WAYS = [("process", 0), ("process", 2), ("thread", 2)]
@@ -112,6 +111,15 @@ def test_an_error_of_a_worker_reaches_who_waits_for_its_batch_and_the_workers_go
         assert numbers_of([next(running), next(running)]) == EXPECTED[:2]
         with pytest.raises(ConfigError, match="^TRAIN.DATASET: the share is gone; fix: mount it$"):
             next(running)
+
+
+def test_threads_begin_no_batch_after_an_error(monkeypatch):
+    seen, batches = [], start("thread", 1, Fails())
+    monkeypatch.setattr(Squares, "read", lambda self, index: seen.append(index) or np.zeros((8, 8, 3), np.uint8))
+    with pytest.raises(ConfigError):
+        list(batches)
+    futures.wait(batches.pool._submitted, 60)
+    assert seen == [*range(9)]
 
 
 @pytest.fixture

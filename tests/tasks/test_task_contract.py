@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from support.processes import on_processes
-from support.runs import assert_same_run, newest, records
+from support.runs import ROOT, assert_same_run, newest, records
 from support.tables import slow
 from torch import nn
 
@@ -239,22 +239,11 @@ class Faces(ImageDataset):
         return float(AGES[index])
 
 
-class Age(Task):
-    default_metrics = ()
-
-    def train_step(self, model, batch, key) -> StepOutput:
-        return self.eval_step(model, batch)
-
-    def eval_step(self, model, batch) -> StepOutput:
-        scores = self.predict_step(model, batch.images).float()
-        return StepOutput(F.mse_loss(scores[:, 0], batch.targets), scores.detach(), batch.targets)
-
-
 @pytest.fixture
 def run(tmp_path, monkeypatch, small_cfg):
     monkeypatch.setitem(DATASETS._table, "faces", Faces)
-    monkeypatch.setitem(TASKS._table, "age", Age)
-    cfg = small_cfg("DATA.NAME", "faces", "TASK.NAME", "age", "MODEL.NUM_CLASSES", 1, "OPTIM.BASE_LR", 1e-4)
+    example = ("PLUGINS", [str(ROOT / "docs" / "examples" / "regression.py")], "TASK.NAME", "regression")
+    cfg = small_cfg(*example, "DATA.NAME", "faces", "MODEL.NUM_CLASSES", 1, "OPTIM.BASE_LR", 1e-4)
     train_model(cfg)
     return cfg
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.batches import assert_same_batches, batches_of
+from support.batches import ALONE, CPU, assert_same_batches, batches_of
 from support.images import draw_folder
 from support.packs import pack as make_pack
 from support.processes import wait_for
@@ -24,6 +24,7 @@ from support.runs import message_of, run_python, small_options
 from support.tables import slow
 
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.data.loader import build_loader
 from distribuuuu.data.packed import cache, dataset, transport
 from distribuuuu.data.packed import format as packed_format
 from distribuuuu.data.packed.cache import DiskCache
@@ -193,8 +194,10 @@ def test_a_lost_shard_ends_the_run_even_where_broken_images_are_skipped(source, 
     words = ["DATA.ON_BAD_IMAGE", "skip", "TRAIN.WORKERS", str(workers), "DATA.WORKER_KIND", kind]
     for shard in (source.folder / "train").glob("shard-*.bin"):
         shard.write_bytes(shard.read_bytes()[:-1] + b"!")  # wrong from the start
+    loader = build_loader(cfg_of(source.url, tmp_path, *words), ALONE, CPU, True)
     with pytest.raises(RemoteError) as error:
-        batches_of(cfg_of(source.url, tmp_path, *words))
+        list(loader.batches_from(5, 1, 1))
+    loader._batches.pool.clear()  # a thread that still reads would log in another test
     assert str(error.value).startswith(source.url) and str(error.value).endswith("4 times; fix: upload this file again")
     assert "\n" not in str(error.value)
 
