@@ -43,25 +43,17 @@ def decode_other(data: Any, options: Any, open_image: Callable[..., Image.Image]
 
 
 def pixels_of(item: Any, options: Any) -> torch.Tensor:
-    """Return a tensor, an array or a PIL image, see `ImageDataset.read`, as (C, H, W) of the type of the options."""
+    """Return a tensor, an array or a PIL image as (C, H, W) of the type of the options; see `open_lazy_image`."""
     if isinstance(item, torch.Tensor):
         if item.ndim != 3 or len(item) != options.channels or item.dtype != options.dtype or not item.numel():
             expected = f"expected {options.dtype} ({options.channels}, H, W)"
             raise ValueError(f"got a tensor of {item.dtype} and shape {tuple(item.shape)}; {expected}")
         return item
     if isinstance(item, np.ndarray):
-        return _array_to_tensor(item) if options.is_rgb else to_pixels(item, options)
+        return to_pixels(item, options)
     options.check_size(*item.size)
     pixels = pil_to_tensor(item) if options.is_rgb else to_pixels(pil_to_array(item, options), options)
     return rotate(pixels, read_orientation(item, Image.open) if options.exif_rotate else 1)
-
-
-def _array_to_tensor(array: np.ndarray) -> torch.Tensor:
-    if array.dtype != np.uint8 or array.ndim not in (2, 3) or array.shape[2:] not in ((), (1,), (3,)) or not array.size:
-        raise ValueError(f"got an array of {array.dtype} and shape {array.shape}; expected uint8 (H, W) or (H, W, 3)")
-    # A tensor can share neither read-only memory nor negative strides.
-    pixels = torch.from_numpy(array if array.flags.writeable and min(array.strides) >= 0 else array.copy())
-    return pixels.expand(3, -1, -1) if array.ndim == 2 else pixels.permute(2, 0, 1).expand(3, -1, -1)
 
 
 def pil_to_tensor(image: Image.Image) -> torch.Tensor:

@@ -215,14 +215,14 @@ def read_member(index: Index, number: int) -> bytearray:
     """Return the bytes of image `number` of an index of archives; raises DataError if its archive has changed since."""
     arrays, archive = index.arrays, int(index.arrays["file"][number])
     size, packed = int(arrays["size"][number]), int(arrays["packed"][number])
-    path, file = index.file_of(number), _open(index, archive)
+    file = _open(index, archive)
     try:
         data = os.pread(file.fileno(), packed or size, int(arrays["offset"][number]))
     except OSError as error:
-        raise DataError.of_read(path, error) from error
+        raise DataError.of_read(index.file_of(number), error) from error
     is_same = stamp_of(os.fstat(file.fileno())) == tuple(arrays["stamps"][archive].tolist())
     if not is_same or len(data) < (packed or size):
-        raise DataError(f"{path}: has changed since the start of the run; fix: start it again")
+        raise DataError(f"{index.file_of(number)}: has changed since the start of the run; fix: start it again")
     data = inflate(data, size) if packed else data
     if (expected := int(arrays["crc32"][number])) and zlib.crc32(data) != expected:
         raise ValueError("the archive is corrupt: the checksum of this file does not match")
