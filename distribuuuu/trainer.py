@@ -28,10 +28,10 @@ from distribuuuu.engine.run import (
     Training,
     begin_epoch,
     call_log_hook,
+    expected_passes,
     is_evaluation_due,
     is_finished,
     is_recording_due,
-    open_batches,
 )
 from distribuuuu.engine.run_description import describe_end
 from distribuuuu.launch.detect import detect_launch
@@ -115,6 +115,20 @@ def train_epoch(run: Run) -> None:
         if every and state.step % every in (0, every // 2) and not ends_epoch:
             run.save()
         run.stop.check(f"epoch {epoch + 1}, step {state.step}")
+
+
+def open_batches(run: Run) -> Iterator[Batch]:
+    """Return an iterator over the micro-batches of what is left of an epoch.
+
+    The task chooses the images before the first step, and thereby the number of steps; a checkpoint holds its choice.
+    """
+    state, loader = run.state, run.train_loader
+    if state.step == 0:
+        chosen = run.task.choose_images(state.epoch)
+        state.chosen = None if chosen is None else torch.as_tensor(chosen).cpu()
+    loader.choose(state.chosen)
+    loader.expect(expected_passes(run))  # workers that have made the last batch of an epoch begin with the next pass
+    return loader.batches_from(state.stream_seed, state.epoch, state.step)
 
 
 class Step:

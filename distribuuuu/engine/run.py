@@ -76,20 +76,6 @@ class Run(Training):
         return self.checkpoints.save(content, ends_run=ends_run, write_results=self.results.write)
 
 
-def open_batches(run: Run) -> Iterator[Batch]:
-    """Return an iterator over the micro-batches of what is left of an epoch.
-
-    The task chooses the images before the first step, and thereby the number of steps; a checkpoint holds its choice.
-    """
-    state, loader = run.state, run.train_loader
-    if state.step == 0:
-        chosen = run.task.choose_images(state.epoch)
-        state.chosen = None if chosen is None else torch.as_tensor(chosen).cpu()
-    loader.choose(state.chosen)
-    loader.expect(expected_passes(run))  # workers that have made the last batch of an epoch begin with the next pass
-    return loader.batches_from(state.stream_seed, state.epoch, state.step)
-
-
 def begin_epoch(run: Run) -> None:
     """Prepare the task for an epoch, also for what a resume has left of it, and set the model to training mode."""
     task, state = run.task, run.state
