@@ -67,12 +67,12 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
         with run.stop, run.log, save_on_stop(run):
             while not is_finished(cfg, run.state) and run.state.epoch < (stop_epoch or cfg.OPTIM.MAX_EPOCH):
                 try:
-                    train_epoch(run)  # no step if a stop has come before the evaluation of the epoch
+                    train_epoch(run)  # no step if the run was stopped after the last one
                     if is_evaluation_due(cfg, run.state.epoch):
                         run.save()  # if the evaluation fails, no training step is lost
                         evaluations = evaluate_epoch(run)
-                        run.state.finish_epoch(evaluations)
-                        run.log.add_evaluation_rows(run.state.epoch - 1, evaluations, run.state.bests)
+                        epoch = run.state.finish_epoch(evaluations)
+                        run.log.add_evaluation_rows(epoch, evaluations, run.state.bests)
                         run.save(evaluations)
                     else:
                         run.state.finish_epoch()
@@ -127,7 +127,7 @@ def open_batches(run: Run) -> Iterator[Batch]:
         chosen = run.task.choose_images(state.epoch)
         state.chosen = None if chosen is None else torch.as_tensor(chosen).cpu()
     loader.choose(state.chosen)
-    loader.expect(expected_passes(run))  # workers that have made the last batch of an epoch begin with the next pass
+    loader.expect(expected_passes(run))  # for speed alone: at the end, workers go on with the batches of what follows
     return loader.batches_from(state.stream_seed, state.epoch, state.step)
 
 

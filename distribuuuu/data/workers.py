@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import functools
 import gc
 import itertools
 import math
@@ -17,7 +16,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -53,7 +52,7 @@ class ThreadPool(Pool):
     def __init__(self, sources: Sequence[Samples], num_workers: int, pin_memory: bool):
         super().__init__(sources, pin_memory)
         self.num_ahead = PREFETCH * num_workers
-        self._threads = ThreadPoolExecutor(num_workers, "loader")
+        self._threads, self._has_failed = ThreadPoolExecutor(num_workers, "loader"), threading.Event()
         weakref.finalize(self, self._threads.shutdown, wait=False, cancel_futures=True)
         # torch uses one thread within each worker: the other cores belong to the other workers and to the model. It
         # stores the number per thread that has set it, and the last number set for all others.
@@ -72,8 +71,7 @@ class ThreadPool(Pool):
     def submit(self, request: BatchRequest) -> None:
         """Let a thread make a batch."""
         request[0].read_ahead(request[1])
-        self._submitted.append(future := self._threads.submit(make_batch, *request, self._pin_memory))
-        future.add_done_callback(functools.partial(_cancel_after_error, self._submitted))
+        self._submitted.append(self._threads.submit(_make_batch, self._has_failed, *request, self._pin_memory))
 
     def take(self) -> HostBatch:
         """Wait for the oldest batch and return it."""
@@ -84,14 +82,19 @@ class ThreadPool(Pool):
         """Discard all batches, after those that are being made."""
         with unlocked_generators():
             wait([future for future in self._submitted if not future.cancel()])
+        self._has_failed = threading.Event()
         super().clear()
 
 
-def _cancel_after_error(submitted: deque[Future], done: Future) -> None:
-    """Begin no batch after one that failed: the process ends when its threads do, and each may wait for a server."""
-    if not done.cancelled() and done.exception():
-        for future in [*submitted]:
-            future.cancel()
+def _make_batch(has_failed: threading.Event, *request: Any) -> HostBatch:
+    """Make a batch, but none after one that failed: a process ends when its threads do, and each may await a server."""
+    if has_failed.is_set():
+        raise CancelledError
+    try:
+        return make_batch(*request)
+    except BaseException:
+        has_failed.set()
+        raise
 
 
 # --------------------------------------------------------------------------------------- processes

@@ -143,7 +143,7 @@ def build_training(
     state.data = data or {}
     content = resume_or_load_weights(cfg, state, latest)
     task.prepare_training(loader.plan, loader.images, loader.num_steps)
-    if content:
+    if content:  # only now, for `prepare_training` may have made the tensors of the task
         restore_task(task, content.get("task"), latest or cfg.MODEL.WEIGHTS)
     check_task_state(task)
     model = prepare_model(cfg, task, state.model, loader, val_images)
@@ -354,12 +354,11 @@ def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader) -> Log:
         num_steps=loader.num_steps,
         total_steps=total_steps(cfg, loader.num_steps),
         images_per_step=loader.plan.global_batch,
-        epoch=state.epoch,
-        step=state.step,
         timing=state.timing,
         more_entries=more_entries,
         writers=writers,
     )
+    log.rewind(state.epoch, state.step)
     if writers and (state.epoch, state.step) == (0, 0):
         log.images("train/augmented", loader.preview(state.seed, cfg.LOG.NUM_IMAGES))
     return log

@@ -240,11 +240,12 @@ class TrainState:
             images_seen = (self.epoch * num_steps + self.step) * self.global_batch
             average.finish_step(self.epoch, self.step - 1, images_seen, self.global_batch)
 
-    def finish_epoch(self, evaluations: dict[str, dict[str, float]] | None = None) -> None:
-        """Count the epoch as done, and evaluated if there are results by kind of weights, which may be the best."""
+    def finish_epoch(self, evaluations: dict[str, dict[str, float]] | None = None) -> int:
+        """Count the epoch as done, with the results of its evaluation by kind of weights, if any; return it, from 0."""
         for kind, metrics in (evaluations or {}).items():
             self.bests[kind].update(metrics, self.best_metric, self.epoch, self.higher_is_better)
         self.epoch, self.step = self.epoch + 1, 0
+        return self.epoch - 1
 
 
 def local_peak_bytes(device: torch.device) -> int:

@@ -150,7 +150,6 @@ class Log:
         num_epochs: epochs of the run.
         num_steps: steps per whole epoch.
         images_per_step: images per step of all processes.
-        epoch, step: position of this start; later records, from an interrupted run, are removed.
         timing: images and seconds of the training steps over all starts, which the log adds to.
         more_entries: returns further entries of a row, e.g. `LayerNorms.pop`.
         total_steps: steps of the run; 0: all epochs are whole.
@@ -163,8 +162,6 @@ class Log:
     num_epochs: int
     num_steps: int
     images_per_step: int
-    epoch: int = 0
-    step: int = 0
     timing: dict[str, float] = field(default_factory=lambda: {"images": 0, "seconds": 0.0})
     more_entries: Callable[[], dict[str, Any]] = dict
     total_steps: int = 0
@@ -179,9 +176,7 @@ class Log:
         self._records: RecordFile | None = None
         self._stage: str | None = None
         # Where this start resumed and its last rollback began, (epoch from 1, step), in each of its records.
-        start = (self.epoch, self.step)
-        self._origin = {"resumed": [self.epoch + 1, self.step]} if start != (0, 0) else {}
-        self.rewind(*start)
+        self._origin: dict[str, list[int]] = {}
 
     def _build_table(self) -> None:
         """Choose the columns of the table, whose next row has a header."""
@@ -198,12 +193,14 @@ class Log:
         logger.info("%s", gap.join(f"{cells.get(name, '-'):>{width}}" for name, width in self._widths.items()))
 
     def rewind(self, epoch: int, step: int, began: tuple[int, int] | None = None) -> None:
-        """Continue from an earlier position; remove the records after it.
+        """Begin or continue at a position; remove the records after it, which an interrupted run has left.
 
-        `began` is the position (epoch from 0, step) at which a rollback began.
+        `began` is the position (epoch from 0, step) at which a rollback began; None: the run starts or resumes.
         """
         if began:
             self._origin["rollback"] = [began[0] + 1, began[1]]
+        elif (epoch, step) != (0, 0):
+            self._origin["resumed"] = [epoch + 1, step]
         self._started = self._last_read = self._shown_at = time.perf_counter()
         self._first_position = self._read_position = epoch * self.num_steps + step
         # Time and position from which the ETA is extrapolated: after the first step, which compiles and allocates.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 from support.archives import files_of, write_tar
-from support.batches import assert_same_batches, batches_of
+from support.batches import CPU, assert_same_batches, batches_of
 from support.images import deep_png
 from support.runs import make_cfg
 from support.tables import each_row, slow
@@ -29,7 +29,6 @@ from distribuuuu.models import build_model
 from distribuuuu.models.finetune import load_backbone
 from distribuuuu.models.input_channels import adapt_input, find_input, replace_input
 
-CPU = torch.device("cpu")
 BANDS = np.random.default_rng(0).integers(0, 1 << 16, (9, 12, 5)).astype(np.uint16)
 FIVE = ("DATA.CHANNELS", 5, "DATA.PIXELS", "uint16", "DATA.MEAN", [0.5] * 5, "DATA.STD", [0.25] * 5)
 

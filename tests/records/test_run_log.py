@@ -43,9 +43,11 @@ def logged(caplog, monkeypatch):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def open_log(out_dir, num_epochs=2, num_steps=1000, labels=LABELS, images_per_step=10, **position) -> log.Log:
+def open_log(out_dir, num_epochs=2, num_steps=1000, labels=LABELS, images_per_step=10, epoch=0, step=0) -> log.Log:
     sizes = {"num_epochs": num_epochs, "num_steps": num_steps, "images_per_step": images_per_step}
-    return log.Log(out_dir=out_dir, train_metrics=labels, eval_metrics=labels, **sizes, **position)
+    opened = log.Log(out_dir=out_dir, train_metrics=labels, eval_metrics=labels, **sizes)
+    opened.rewind(epoch, step)
+    return opened
 
 
 def test_the_first_step_of_a_start_is_logged_at_once_and_then_one_by_time(tmp_path, clock, logged):
