@@ -64,7 +64,7 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
     train_loader, val_loader = build_loaders(cfg, launch, device)  # before the process group: workers fork
     with open_run(cfg, launch, device, TRAIN_LOG, locks=True) as started_at:
         run = build_run(cfg, train_loader, val_loader)  # restored from the newest checkpoint, if there is one
-        with run.stop, run.log, save_on_stop(run):
+        with run.stop, run.log, save_on_stop(run):  # signals are still handled while the last checkpoint is written
             while not is_finished(cfg, run.state) and run.state.epoch < (stop_epoch or cfg.OPTIM.MAX_EPOCH):
                 try:
                     train_epoch(run)  # no step if the run was stopped after the last one
@@ -92,7 +92,7 @@ def train_epoch(run: Run) -> None:
         NonFiniteError: the mean loss or, where a checkpoint is due, the weights are infinite or NaN.
     """
     cfg, state, loader, epoch = run.cfg, run.state, run.train_loader, run.state.epoch
-    batches = open_batches(run)
+    batches = open_batches(run)  # first: the task may choose images, and thereby the number of steps
     begin_epoch(run)
     num_steps, end = loader.num_steps, loader.steps_of(epoch)
     print_freq, every = cfg.TRAIN.PRINT_FREQ, cfg.CHECKPOINT.EVERY_STEPS
@@ -226,7 +226,7 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
                 recorder.add(batch, output)
 
         results[kind] = evaluate(task, model, run.val_loader, on_output, check)
-        begin_slow_phase()  # what is written or drawn until the next step takes its own time
+        begin_slow_phase()  # what is written or drawn until the next step may take longer than a step
         if recorder:
             recorder.write(task.device, kind, state.epoch + 1)
     call_log_hook(run, *first_batch)

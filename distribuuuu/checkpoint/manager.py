@@ -179,7 +179,8 @@ class CheckpointManager:
     def find_latest(self, jobs: Collection[str] | None = None) -> Path | None:
         """Return the newest valid checkpoint on every process; None: there are no checkpoints.
 
-        Damaged ones that are newer are renamed to *.broken, with a warning.
+        Damaged ones that are newer are renamed to *.broken, with a warning. From now on, the run owns, and may remove,
+        the checkpoints that its content names.
 
         Args:
             jobs: consider only the checkpoints that one of these jobs has written; None: all.
