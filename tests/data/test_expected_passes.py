@@ -16,8 +16,6 @@ from distribuuuu.data.loader import start_workers
 from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
 from distribuuuu.data.transforms import CenterCrop
 
-CPU = torch.device("cpu")
-
 BATCH = 4
 WAYS = [("process", 0), ("process", 2), ("thread", 3)]
 AHEAD = WAYS[1:]

@@ -137,6 +137,10 @@ def use_collectives(log: Path) -> tuple[list[torch.Tensor], list[float], str, st
         return "fetched"
 
     with process_group(detect_launch(), torch.device("cpu"), 60):
+        time.sleep(0.2 * dist.rank())
+        log.with_name(f"came_{dist.rank()}").touch()
+        dist.barrier()
+        assert len([*log.parent.glob("came_*")]) == 3
         model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm1d(2))
         for number, buffer in enumerate(model.buffers()):
             buffer.fill_(10 * dist.rank() + number)

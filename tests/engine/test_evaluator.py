@@ -26,8 +26,6 @@ from distribuuuu.optim.precision import Precision
 from distribuuuu.tasks.base import build_task
 from distribuuuu.trainer import evaluate_weights, train_model
 
-CPU = torch.device("cpu")
-
 
 def test_the_logits_of_shifted_images_count_half(small_cfg):
     images = torch.arange(2 * 3 * 5 * 6.0).view(2, 3, 5, 6)
@@ -35,7 +33,7 @@ def test_the_logits_of_shifted_images_count_half(small_cfg):
     views = images, padded[..., :5, :6], padded[..., 4:, 4:]
     model = lambda view: view[:, :, 1, 2] ** 2  # noqa: E731
     for flip in (False, True):
-        task = build_task(small_cfg("TEST.SHIFT", 2, "TEST.FLIP", flip), ("a", "b", "c"), CPU, Precision())
+        task = build_task(small_cfg("TEST.SHIFT", 2, "TEST.FLIP", flip), [*"abc"], torch.device("cpu"), Precision())
         plain = [(model(view) + model(view.flip(-1))) / 2 if flip else model(view) for view in views]
         expected = plain[0] / 2 + (plain[1] + plain[2]) / 4
         torch.testing.assert_close(task.predict_step(model, images), expected)
