@@ -28,6 +28,7 @@ from distribuuuu.engine.run import (
     Training,
     begin_epoch,
     call_log_hook,
+    check_first_loss,
     expected_passes,
     is_evaluation_due,
     is_finished,
@@ -103,6 +104,8 @@ def train_epoch(run: Run) -> None:
         set_lr(state.optimizer, lr, lr_of)
         set_weight_decay(state.optimizer, run.decay_at(exact_epoch))
         step = take_step(run, batches, number)
+        if epoch == number == 0:
+            check_first_loss(run)
         state.finish_step(num_steps)
         ends_epoch = state.step == end
         if state.step % print_freq == 0 or ends_epoch:

@@ -1,6 +1,8 @@
 """The objects of a training run, what surrounds its steps, and when it evaluates and ends."""
 
 import contextlib
+import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from torch import nn
 from distribuuuu.checkpoint.manager import CheckpointManager, snapshot
 from distribuuuu.config import Config
 from distribuuuu.config.config_node import get_value
+from distribuuuu.config.declaration import AUTO
 from distribuuuu.data.batch import Batch, Pass
 from distribuuuu.data.loader import Loader, TrainLoader
 from distribuuuu.data.seeding import derive_seed, seed_step
@@ -22,6 +25,8 @@ from distribuuuu.records.results import RunResults
 from distribuuuu.records.run_log import Log
 from distribuuuu.tasks.base import Task
 from distribuuuu.tasks.metrics import check_loss, loss_in
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -84,6 +89,19 @@ def begin_epoch(run: Run) -> None:
     task.train_mode(run.model)
     # With progressive resizing, an epoch may compile again for a new image size: each one is a new phase.
     run.stop.begin_phase(f"training, epoch {state.epoch}" if run.cfg.TRAIN.IM_SIZE_START else "training")
+
+
+def check_first_loss(run: Run) -> None:
+    """Warn if the first step of a classification has a loss far above that of guessing, as a badly scaled head does."""
+    cfg, guess = run.cfg, math.log(len(run.task.classes))
+    is_plain = cfg.TASK.NAME in (AUTO, "classification") and not (cfg.DISTILL.TEACHER or cfg.LOSS.CLASS_WEIGHTS)
+    if is_plain and cfg.LOSS.NAME == "cross_entropy" and dist.is_main():
+        count, loss = run.state.meter.state_dict()["sums"][:2].tolist()
+        if loss > count * (guess + 1):
+            advice = "check the initial weights of the head, DATA.MEAN and DATA.STD"
+            logger.warning(
+                "the loss of the first step is %.2f, that of guessing is %.2f: %s", loss / count, guess, advice
+            )
 
 
 def describe_augmentation(cfg: Config, task: Task, epoch: int) -> str:

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.distributed import comm as dist
 from distribuuuu.models.build import build_model
-from distribuuuu.models.head import find_head, layer_of, replace_layers
+from distribuuuu.models.head import find_head, initialize_head, layer_of, replace_layers
 from distribuuuu.models.input_channels import adapt_input
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ def build_finetuned(cfg, classes: Sequence[str]) -> nn.Module:
     if cfg.FINETUNE.HEAD_RESET:
         head = find_head(cfg, model)
         replace_layers(model, build_model(cfg, pretrained=False), head)
+        initialize_head(model, head)
         names = [name for name in model.state_dict() if layer_of(name) in head]
         logger.info("FINETUNE.HEAD_RESET: the head is randomly initialized: %s", _abbreviate(names))
     return model
@@ -67,7 +68,8 @@ def load_weights_file(cfg, model: nn.Module, classes: Sequence[str]) -> None:
     arch = f" of MODEL.ARCH {content['arch']}" if content.get("arch") else ""
     try:
         head = find_head(cfg, model)
-        report, num_missing = load_backbone(model, average or content["state_dict"], head, settings.HEAD_RESET)
+        both = (classes, content.get("classes") or ())
+        report, num_missing = load_backbone(model, average or content["state_dict"], head, settings.HEAD_RESET, both)
     except IncompatibleWeightsError as error:
         problem = f"{path}{arch} does not fit {cfg.MODEL.ARCH}: {error}; fix: set MODEL.ARCH to that of the file"
         raise ConfigError(Problem("FINETUNE.WEIGHTS", problem), cfg.origins) from error
@@ -75,17 +77,23 @@ def load_weights_file(cfg, model: nn.Module, classes: Sequence[str]) -> None:
     if num_missing:
         logger.warning("%s of the backbone randomly initialized: was the file%s trained with another MODEL.ARCH, "
                        "MODEL.KWARGS or TRAIN.IM_SIZE?", counted(num_missing, "tensor"), arch)  # fmt: skip
-    if not settings.HEAD_RESET and (other := find_class_mismatch(content, classes)):
+    if not settings.HEAD_RESET and not {*both[0]} & {*both[1]} and (other := find_class_mismatch(content, classes)):
         logger.warning("the head was trained on other classes: %s; to reset it set FINETUNE.HEAD_RESET True", other)
 
 
 def load_backbone(
-    model: nn.Module, state_dict: Tensors, head: Collection[str], reset_head: bool = False
+    model: nn.Module,
+    state_dict: Tensors,
+    head: Collection[str],
+    reset_head: bool = False,
+    classes: tuple[Sequence[str], Sequence[str]] = ((), ()),
 ) -> tuple[str, int]:
     """Load every tensor whose name and shape match; prefixes of wrappers are ignored.
 
-    A layer of the head, of which `head` has the names, is loaded completely or, as with `reset_head`, not at all. If
+    A layer of the head, of which `head` has the names, is loaded completely or, as with `reset_head`, drawn anew. If
     tensors are missing, timm's conversion for the model is tried too: it also resamples position embeddings.
+    `classes` are the names of those of the model and of the file. If they differ, the head keeps the rows of the
+    classes that both have.
 
     Returns:
         What was loaded, in words, and the number of tensors of the backbone that were not.
@@ -95,13 +103,14 @@ def load_backbone(
     """
     own = model.state_dict()
     theirs = adapt_input_of(model, rename_tensors(state_dict, own))
-    matched, unmatched = match_tensors(own, theirs)
     backbone = [name for name in own if layer_of(name) not in head]
-    if any(name not in matched for name in backbone):
-        converted = match_tensors(own, rename_tensors(convert_by_timm(model, theirs), own))
-        matched, unmatched = max((matched, unmatched), converted, key=lambda match: len(match[0]))
+    if any(name not in match_tensors(own, theirs)[0] for name in backbone):
+        converted = rename_tensors(convert_by_timm(model, theirs), own)
+        theirs = max(theirs, converted, key=lambda tensors: len(match_tensors(own, tensors)[0]))
+    matched, unmatched = match_tensors(own, theirs)
 
-    skipped = {layer_of(name) for name in own if reset_head or name not in matched} & {*head}
+    rows = {} if reset_head else _find_shared_rows(*classes)
+    skipped = {layer_of(name) for name in own if reset_head or rows or name not in matched} & {*head}
     loaded = {name: tensor for name, tensor in matched.items() if layer_of(name) not in skipped}
     kernels = [name for name in backbone if own[name].ndim > 1]
     for names in (backbone, kernels):  # vectors match by chance: those of norms even between ResNet-50 and ResNet-18
@@ -112,11 +121,30 @@ def load_backbone(
             example = f"{name}: expected {tuple(own[name].shape)}, got {got}"
             raise IncompatibleWeightsError(f"{len(missing)} of {num} of the backbone do not match, e.g. {example}")
     model.load_state_dict(loaded, strict=False)
+    initialize_head(model, skipped)
+    new_head = {name: tensor for name, tensor in own.items() if layer_of(name) in skipped}
+    is_kept = [_copy_rows(tensor, theirs[name], rows, *classes) for name, tensor in new_head.items() if name in theirs]
 
     initialized = [name for name in own if name not in loaded]
+    kept = f"; the head keeps {len(rows)} of {counted(len(classes[0]), 'class')}" if any(is_kept) else ""
     unused = [name for name in matched if name not in loaded] + unmatched
     text = f"{len(loaded)} of {counted(len(own), 'tensor')} loaded; randomly initialized: {_abbreviate(initialized)}"
-    return f"{text}; unused in the file: {_abbreviate(unused)}", sum(name not in loaded for name in backbone)
+    return f"{text}{kept}; unused in the file: {_abbreviate(unused)}", sum(name not in loaded for name in backbone)
+
+
+def _find_shared_rows(classes: Sequence[str], others: Sequence[str]) -> dict[int, int]:
+    """Return, by the index of each class that is among the others, its index there; empty if they are the same."""
+    index = {name: row for row, name in enumerate(others)}
+    return {} if [*classes] == [*others] else {row: index[name] for row, name in enumerate(classes) if name in index}
+
+
+def _copy_rows(own: torch.Tensor, given: torch.Tensor, rows: Mapping[int, int], *classes: Sequence[str]) -> bool:
+    """Copy the rows of shared classes into a tensor of a new head with a row for each class; tell whether it has."""
+    shapes = [(len(names), *given.shape[1:]) for names in classes]
+    if not rows or [tuple(own.shape), tuple(given.shape)] != shapes:
+        return False
+    own[[*rows]] = given[[*rows.values()]].to(own)
+    return True
 
 
 def adapt_input_of(model: nn.Module, tensors: Tensors) -> Tensors:

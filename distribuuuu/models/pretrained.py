@@ -13,7 +13,7 @@ from torch import nn
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.models.find_architecture import Architecture, ModelSpec, find_architecture
-from distribuuuu.models.head import find_resized_layers, replace_layers
+from distribuuuu.models.head import find_head_of, find_resized_layers, initialize_head, replace_layers
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,10 @@ def build_pretrained(spec: ModelSpec, key: str) -> nn.Module:
     if num_classes != spec.num_classes:
         initial = spec.build()
         replace_layers(model, initial, find_resized_layers(model, initial))
-    note = "; the head is randomly initialized" if of_head != spec.num_classes else ""
+    is_new = of_head != spec.num_classes
+    if is_new:
+        initialize_head(model, find_head_of(spec, model))
+    note = "; the head is randomly initialized" if is_new else ""
     logger.info("pretrained weights: %s%s", source, note)
     return model
 

@@ -139,6 +139,7 @@ def test_torchvision_weights_keep_all_but_a_head_of_other_classes(monkeypatch, c
     state = model.state_dict()
     fresh = [name for name in state if not torch.equal(state[name], published[name])]
     assert fresh == ["fc.weight", "fc.bias"] and state["fc.weight"].shape == (3, 512)
+    assert state["fc.weight"].std() < 0.015 and not state["fc.bias"].any()
     assert caplog.messages[0].endswith("the head is randomly initialized")
     whole = build_model(make_cfg("resnet18", pretrained=True)).state_dict()
     assert all(torch.equal(whole[name], published[name]) for name in published)
@@ -152,6 +153,7 @@ def test_timm_weights_load_and_the_fresh_head_is_logged(monkeypatch, caplog):
         state = build_model(load_cfg(None, words)).state_dict()
     fresh = [name for name in state if not torch.equal(state[name], published[name])]
     assert fresh == ["classifier.weight", "classifier.bias"]
+    assert state["classifier.weight"].std() < 0.015 and not state["classifier.bias"].any(), "timm's has 0.3"
     assert any(message.endswith("the head is randomly initialized") for message in caplog.messages)
 
 
