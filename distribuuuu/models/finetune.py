@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint.foreign_files import Tensors, rename_tensors
+from distribuuuu.checkpoint.foreign_files import OrderError, Tensors, match_in_order, strip_wrappers
 from distribuuuu.checkpoint.io import find_class_mismatch, is_state_dict, read_checkpoint
 from distribuuuu.checkpoint.weights_files import KINDS, PUBLISHED, find_weights_file
 from distribuuuu.config import ConfigError, Problem
@@ -91,7 +91,8 @@ def load_backbone(
     """Load every tensor whose name and shape match; prefixes of wrappers are ignored.
 
     A layer of the head, of which `head` has the names, is loaded completely or, as with `reset_head`, drawn anew. If
-    tensors are missing, timm's conversion for the model is tried too: it also resamples position embeddings.
+    tensors are missing, timm's conversion for the model is tried too: it also resamples position embeddings. If most
+    of the backbone is missing, the tensors are matched by their order, see `match_in_order`.
     `classes` are the names of those of the model and of the file. If they differ, the head keeps the rows of the
     classes that both have.
 
@@ -102,11 +103,16 @@ def load_backbone(
         IncompatibleWeightsError: more than half of the backbone does not match; the model is unchanged.
     """
     own = model.state_dict()
-    theirs = adapt_input_of(model, rename_tensors(state_dict, own))
+    theirs, order = adapt_input_of(model, strip_wrappers(state_dict, own)), ""
     backbone = [name for name in own if layer_of(name) not in head]
-    if any(name not in match_tensors(own, theirs)[0] for name in backbone):
-        converted = rename_tensors(convert_by_timm(model, theirs), own)
+    if not {*backbone} <= match_tensors(own, theirs)[0].keys():
+        converted = strip_wrappers(convert_by_timm(model, theirs), own)
         theirs = max(theirs, converted, key=lambda tensors: len(match_tensors(own, tensors)[0]))
+    if 2 * len({*backbone} & match_tensors(own, theirs)[0].keys()) < len(backbone):
+        try:
+            theirs = adapt_input_of(model, match_in_order(model, state_dict, head))
+        except OrderError as error:
+            order = f"; {error}"
     matched, unmatched = match_tensors(own, theirs)
 
     rows = {} if reset_head else _find_shared_rows(*classes)
@@ -119,7 +125,9 @@ def load_backbone(
             name, num = missing[0], counted(len(names), "tensor")
             got = tuple(theirs[name].shape) if name in theirs else "missing"
             example = f"{name}: expected {tuple(own[name].shape)}, got {got}"
-            raise IncompatibleWeightsError(f"{len(missing)} of {num} of the backbone do not match, e.g. {example}")
+            raise IncompatibleWeightsError(
+                f"{len(missing)} of {num} of the backbone do not match, e.g. {example}{order}"
+            )
     model.load_state_dict(loaded, strict=False)
     initialize_head(model, skipped)
     new_head = {name: tensor for name, tensor in own.items() if layer_of(name) in skipped}

@@ -23,6 +23,7 @@ from timm.layers import resample_abs_pos_embed
 from timm.models import save_for_hf
 from torch import nn
 
+from distribuuuu.checkpoint.io import load_state_dict
 from distribuuuu.checkpoint.weights_files import find_weights_file
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.config_node import get_value
@@ -277,6 +278,63 @@ def test_names_are_matched_whatever_wraps_either_model_and_equal_ones_first():
     other = {name: torch.full_like(value, 3.0) for name, value in model.state_dict().items()}
     report, _ = load_backbone(model, {**prefixed(other, "module."), **exact, **prefixed(other, "model.")}, head=[])
     assert model["backbone"].bias.tolist() == [2.0, 2.0] and "unused in the file: 4 (" in report
+
+
+def of_another_program(arch="resnet20") -> dict[str, torch.Tensor]:
+    """Return weights with batch statistics of noise, their layers named by another program; the names are in order."""
+    torch.manual_seed(3)
+    model = build_model(finetuning(arch, 5)).train()
+    for _ in range(30):
+        model(torch.randn(8, 3, 32, 32))
+    names: dict[str, str] = {}
+    return {
+        f"net.{names.setdefault(layer, str(len(names)))}.{role}": tensor
+        for (layer, _, role), tensor in ((name.rpartition("."), value) for name, value in model.state_dict().items())
+    }
+
+
+def exchange_equal_shapes(state):
+    groups: dict[tuple, list[str]] = {}
+    for name, tensor in state.items():
+        groups.setdefault((tuple(tensor.shape), name.rpartition(".")[2]), []).append(name)
+    exchanged = {name: state[names[index - 1]] for names in groups.values() for index, name in enumerate(names)}
+    return {name: exchanged[name] for name in state}
+
+
+def renamed(state, old, new):
+    return {name.replace(old, new): tensor for name, tensor in state.items()}
+
+
+def test_names_of_another_program_are_matched_by_order_and_the_log_says_so(tmp_path, caplog):
+    theirs = of_another_program()
+    torch.save(prefixed(theirs, "module."), tmp_path / "a.pth")
+    with caplog.at_level(logging.INFO):
+        state = start(finetuning("resnet20", WEIGHTS=tmp_path / "a.pth"))
+    assert all(torch.equal(*pair) for pair in list(zip(state.values(), theirs.values(), strict=True))[:-2])
+    assert (
+        "by order and shape (net.0.weight -> stem.0.weight, " in caplog.text and "batch statistics agree" in caplog.text
+    )
+    old = {name: value for name, value in theirs.items() if "num_batches" not in name and not name.startswith("net.38")}
+    torch.save(old, tmp_path / "old.pth")  # without a head too
+    state = start(finetuning("resnet20", WEIGHTS=tmp_path / "old.pth"))
+    assert torch.equal(state["stage3.2.norm2.running_var"], theirs["net.37.running_var"])
+    whole = build_model(finetuning("resnet20", 5))
+    load_state_dict(whole, theirs, "a.pth")
+    assert all(map(torch.equal, whole.state_dict().values(), theirs.values()))
+
+
+@pytest.mark.parametrize("alter, reason", [
+    (exchange_equal_shapes, "-?0.[012][0-9] between its batch stat"),
+    (lambda state: dict(sorted(state.items())), "tensor 2 of the file is net.1.bias"),
+    (lambda state: renamed(state, "net.3.", "net.99."), "net.99 precedes net.4.weight"),
+    (lambda state: renamed(state, "net.1.weight", "net.0.scale"), "tensor 2 .* expected stem.1.weight"),
+    (lambda state: dict(list(state.items())[:-7]), "the file has 109 tensors in 37 layers, the model 114"),
+    (lambda state: {**state, "net.2.weight": torch.zeros(16, 16, 5, 5)}, "5, 5.; expected stage1.0.conv1.weight"),
+])  # fmt: skip
+def test_an_order_that_contradicts_is_refused_with_the_first_difference(tmp_path, alter, reason):
+    torch.save(alter(of_another_program()), tmp_path / "a.pth")
+    with pytest.raises(ConfigError, match=f"tensors of the backbone do not match, .*{reason}"):
+        start(finetuning("resnet20", WEIGHTS=tmp_path / "a.pth"))
 
 
 HALF = (0.5, 0.5, 0.5)
