@@ -242,12 +242,13 @@ def save_on_stop(run: Run) -> Iterator[None]:
     try:
         yield
     except RunStopped as stopped:
+        path: Path | None = None
         try:
-            path: Path | None = run.save(ends_run=True)
+            path = run.save(ends_run=True)
         except NonFiniteError as error:
-            path = run.checkpoints.find_latest()
             logger.error("%s; the checkpoint is an older one", error)
         run.checkpoints.finish()
+        path = path or run.checkpoints.find_latest()
         logger.info("%s: stopped in epoch %d after step %d; checkpoint: %s; run the same command again to resume",
                     stopped, run.state.epoch + 1, run.state.step, path)  # fmt: skip
         raise

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.fake_cuda import CUDA, Timeline, fake_cuda
+from support.fake_cuda import CUDA, SECOND, Timeline, fake_cuda
 from support.processes import on_processes
 from support.tables import slow
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -172,9 +172,10 @@ def test_the_matmul_precision_is_set_only_on_cuda(small_cfg, monkeypatch):
     assert calls == [("medium", CUDA)]
 
 
-def test_a_checkpoint_is_copied_from_the_device_with_one_wait(monkeypatch):
+@pytest.mark.parametrize("device", [CUDA, SECOND])
+def test_a_checkpoint_is_copied_from_the_device_with_one_wait(monkeypatch, device):
     with fake_cuda(monkeypatch) as timeline:
-        weights = [torch.zeros(3, 4, device=CUDA) for _ in range(20)]
+        weights = [torch.zeros(3, 4, device=device) for _ in range(20)]
         content = manager.snapshot({"model": dict(enumerate(weights)), "step": torch.ones(2), "lr": 0.1})
         weights[0].add_(1)  # the next step
         copies = [*content["model"].values(), content["step"]]

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import re
@@ -13,7 +14,13 @@ from typing import Any
 
 import torch
 
-from distribuuuu.checkpoint.io import CheckpointError, UnreadableError, check_resumable, read_checkpoint
+from distribuuuu.checkpoint.io import (
+    CheckpointError,
+    UnreadableError,
+    check_readable,
+    check_resumable,
+    read_checkpoint,
+)
 from distribuuuu.checkpoint.weights_files import KINDS, best_paths
 from distribuuuu.config import run_files
 from distribuuuu.config.errors import NonFiniteError
@@ -51,6 +58,8 @@ class CheckpointManager:
         self.bests = best_paths(out_dir)
         self.keep_last, self.keep_every = keep_last, keep_every
         self._thread: threading.Thread | None = None
+        # The saves that are not on disk, the oldest first: one, or two after a failure.
+        self._works: list[tuple[Path, dict[str, Any], WriteResults | None]] = []
         # The text of the last error of the write in progress: its traceback would keep the content of the checkpoint.
         self._error = ""
         self._bug: BaseException | None = None
@@ -65,28 +74,33 @@ class CheckpointManager:
 
         Every process must call it. It waits for the previous write, with `ends_run` for `LAST_RETRIES_S` at most. Then,
         if the content follows an evaluation, it calls `write_results` with it and writes the best weights. Last, it
-        writes the checkpoint and removes older ones.
+        writes the checkpoint and removes older ones. After a write that has failed, it waits for this one too.
 
         Raises:
             NonFiniteError: the weights are infinite or NaN; nothing is written.
-            CheckpointError: the previous write has failed for `RETRIES_S`.
+            CheckpointError: neither the previous write nor this one has succeeded within `RETRIES_S`.
         """
         path = self.folder / checkpoint_name(content["epoch"] + 1, content["step"])
         dist.on_main(lambda: self._start(path, content, ends_run, write_results))
         return path
 
     def _start(self, path: Path, content: dict[str, Any], ends_run: bool, write_results: WriteResults | None) -> None:
-        self._join(LAST_RETRIES_S if ends_run else RETRIES_S)
-        content = snapshot(content)
+        deadline = time.monotonic() + (LAST_RETRIES_S if ends_run else RETRIES_S)
         skipped = ("meter", "task", "evaluations")  # of which NaN may be a regular value
         if name := find_nonfinite({key: value for key, value in content.items() if key not in skipped}):
             raise NonFiniteError(f"the weights are not finite (first {name}): {path.name} was not written")
+        if has_failed := self._join(deadline):
+            logger.error("%s; trying to write %s", has_failed, path.name)
+        self._works = [work for work in self._works if work[1].get("evaluations")]  # with results and best weights
+        content = snapshot(content)
         self._own &= {one.name for one in self.list()}
-        content["checkpoints"] = sorted(self._own | {path.name})
+        content["checkpoints"] = sorted(self._own | {work[0].name for work in self._works} | {path.name})
+        self._works.append((path, content, write_results))
         self._error, self._gives_up = "", threading.Event()
-        work = (path, content, write_results)
-        self._thread = threading.Thread(target=self._work, args=work, name=WRITER_NAME, daemon=True)
+        self._thread = threading.Thread(target=self._work, name=WRITER_NAME, daemon=True)
         self._thread.start()
+        if has_failed and (problem := self._join(deadline)):
+            raise CheckpointError(problem)
 
     def finish(self) -> None:
         """Return on every process when the last save is on disk.
@@ -94,44 +108,44 @@ class CheckpointManager:
         Raises:
             CheckpointError: it cannot be written.
         """
-        dist.on_main(lambda: self._join(LAST_RETRIES_S))
+
+        def join() -> None:
+            if problem := self._join(time.monotonic() + LAST_RETRIES_S):
+                raise CheckpointError(problem)
+
+        dist.on_main(join)
 
     def close(self) -> None:
         """Wait for the last save, but not if it fails; unlike `finish`, on one process alone, which has an error."""
         with contextlib.suppress(Exception):
-            self._join(LAST_RETRIES_S)
+            self._join(time.monotonic() + LAST_RETRIES_S)
 
-    def _join(self, retries_s: float) -> None:
-        """Wait for the write in progress; raise CheckpointError, and give it up, after so many seconds of failures."""
-        thread, deadline = self._thread, time.monotonic() + retries_s
-        if thread is None:
-            return
-        while thread.is_alive():
-            error = self._error  # read once: the next attempt to write clears it
-            if error and time.monotonic() > deadline:
-                break
-            thread.join(0.02 if error else 0.1)
-        else:
-            error = self._error
-        self._gives_up.set()
+    def _join(self, deadline: float) -> str:
+        """Wait for the write in progress; return why it has failed. After the deadline it makes no other attempt."""
+        thread = self._thread
+        while thread and thread.is_alive():
+            if self._error and time.monotonic() > deadline:
+                self._gives_up.set()
+            thread.join(0.02 if self._error else 0.1)
         self._thread = None
         if bug := self._bug:
             self._bug = None
             raise bug
-        if error:
-            newest = next(reversed(self.list()), "none")
-            reason = f"the last checkpoint could not be written: {error}; the newest one is {newest}"
-            raise CheckpointError(reason)
+        newest = next(reversed(self.list()), "none")
+        reason = f"the last checkpoint could not be written: {self._error}; the newest one is {newest}"
+        return reason if thread and self._error else ""
 
-    def _work(self, path: Path, content: dict[str, Any], write_results: WriteResults | None) -> None:
+    def _work(self) -> None:
         deadline, is_first = time.monotonic() + RETRIES_S, True
         time.sleep(YIELD_S)
         while True:
             try:
                 self._error = ""  # an attempt is not given up
-                self._write(path, content, write_results)
-                if not is_first:
-                    logger.info("checkpoint %s was saved after further attempts", path.name)
+                while self._works:
+                    self._write(*self._works[0])
+                    path, *_ = self._works.pop(0)
+                    if not is_first:
+                        logger.info("checkpoint %s was saved after further attempts", path.name)
                 return
             except OSError as error:
                 self._error = str(error)
@@ -140,12 +154,13 @@ class CheckpointManager:
                 return
             if is_first:
                 logger.warning("Cannot write checkpoint %s: %s; training continues, and writing is retried for %.0f s",
-                               path.name, self._error, RETRIES_S)  # fmt: skip
+                               self._works[0][0].name, self._error, RETRIES_S)  # fmt: skip
             is_first = False
             if time.monotonic() > deadline or self._gives_up.wait(RETRY_S):
                 return
 
     def _write(self, path: Path, content: dict[str, Any], write_results: WriteResults | None) -> None:
+        check_readable({"task": content.get("task")})  # the only part that is not known to be
         self.folder.mkdir(exist_ok=True)
         if content.get("evaluations"):
             if write_results:
@@ -191,6 +206,7 @@ class CheckpointManager:
         return dist.on_main(lambda: self._find_latest(jobs))
 
     def _find_latest(self, jobs: Collection[str] | None) -> Path | None:
+        self._works = []  # what is not on disk is lost by a rollback
         if jobs is not None and not jobs:
             return None
         if self.folder.is_symlink():
@@ -314,9 +330,14 @@ def _copy(value: Any, copies: dict[int, torch.Tensor]) -> Any:
 
 def find_nonfinite(value: Any) -> str | None:
     """Return the path, e.g. 'state_dict/fc.weight', of the first tensor with an infinity or a NaN, or None."""
+    groups: dict[Any, dict[str, torch.Tensor]] = {}
     for path, tensor in _iter_tensors(value, ""):
-        if tensor.is_floating_point() and not torch.isfinite(to_local(tensor)).all():
-            return path
+        if tensor.is_floating_point() and tensor.numel():
+            groups.setdefault((tensor.device, tensor.dtype), {})[path] = to_local(tensor).detach()
+    for tensors in groups.values():  # the host waits once for each
+        largest = torch.stack(torch._foreach_norm(list(tensors.values()), float("inf")))
+        if not largest.isfinite().all():
+            return next(itertools.compress(tensors, (~largest.isfinite()).tolist()))
     return None
 
 
@@ -338,18 +359,19 @@ def _iter_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def copy_to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-    """Start to copy tensors of the current GPU to the host; return a function that waits for the copies, once.
+    """Start to copy tensors of GPUs to the host; return a function that waits for the copies, once for each GPU.
 
     The copies are in page-locked memory. Tensors that are on the CPU are returned themselves.
     """
-    if not any(tensor.is_cuda for tensor in tensors):
-        copies = [tensor.cpu() for tensor in tensors]
-        return lambda: copies
-    copies, copied = [*map(_copy_to_pinned, tensors)], torch.cuda.Event(blocking=True)
-    copied.record()
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    copies = [_copy_to_pinned(tensor) if tensor.is_cuda else tensor.cpu() for tensor in tensors]
+    copied = [torch.cuda.Event(blocking=True) for _ in devices]
+    for event, device in zip(copied, devices, strict=True):  # which need not be the current one
+        event.record(torch.cuda.current_stream(device))
 
     def wait() -> list[torch.Tensor]:
-        copied.synchronize()
+        for event in copied:
+            event.synchronize()
         return copies
 
     return wait

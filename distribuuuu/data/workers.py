@@ -143,13 +143,13 @@ class ProcessPool(Pool):
         with contextlib.suppress(ConnectionError):  # it has ended, as `take` will report
             pipe.send((self._sources.index(request[0]), request[1], slot))
         sent = pipe, process, slot, self._memory
-        self._submitted.append(self._pinning.submit(_receive, *sent) if self._pinning else sent)
+        self._submitted.append(self._pinning.submit(_receive_pinned, *sent) if self._pinning else sent)
 
     def take(self) -> HostBatch:
         """Wait for the oldest batch and return it."""
         sent = self._submitted.popleft()
         if isinstance(sent, Future):
-            return pinned(sent.result())
+            return sent.result()
         with torch.inference_mode(False):  # an evaluation may be running, and the batch be for training
             return _receive(*sent)
 
@@ -217,6 +217,10 @@ def _receive(pipe: Connection, process: Any, slot: int | None, memory: BatchMemo
         return torch.from_numpy(part).view(leaf.dtype).view(leaf.shape).permute(0, 3, 1, 2)
 
     return map_leaves((_Pixels, np.ndarray), unpack, batch), broken
+
+
+def _receive_pinned(*sent: Any) -> HostBatch:
+    return pinned(_receive(*sent))
 
 
 def _end_workers(parent: int, pipes: Sequence[Connection], processes: Sequence[Any]) -> None:

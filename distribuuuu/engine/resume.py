@@ -1,9 +1,7 @@
 """Restoration of a checkpoint: a run is resumed, rolled back, or begins anew."""
 
-import io
 import logging
 import os
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 from distribuuuu.checkpoint.io import (
     WEIGHTS_ONLY,
     CheckpointError,
+    check_readable,
     check_resumable,
     find_class_mismatch,
     load_state_dict,
@@ -39,7 +38,10 @@ def roll_back(run: Run, error: NonFiniteError) -> None:
         NonFiniteError: TRAIN.ON_NAN or TRAIN.MAX_ROLLBACKS does not allow a rollback, or there is no checkpoint.
     """
     cfg, state = run.cfg, run.state
-    run.checkpoints.finish()
+    try:
+        run.checkpoints.finish()
+    except CheckpointError as unwritten:
+        logger.error("%s", unwritten)
     latest, num = run.checkpoints.find_latest(), state.num_rollbacks + 1
     position = f"in epoch {state.epoch + 1}, by step {state.step}"
     if latest is None:
@@ -146,13 +148,11 @@ def list_changes(before: dict[str, Any], now: dict[str, Any], sections: tuple[st
 
 def check_task_state(task: Task) -> None:
     """Raise ConfigError, on every process, if a checkpoint could not hold the state of a task, or not be read back."""
-    buffer, problem = io.BytesIO(), ""
+    problem = ""
     try:
-        torch.save({**task.state_dict(), **task.rank_state_dict()}, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
-    except (pickle.PickleError, TypeError, AttributeError) as error:
-        problem = f"{type(task).__name__}.state_dict: a checkpoint cannot hold it: {str(error).splitlines()[0]:.200}"
+        check_readable({"shared": task.state_dict(), "by_rank": [task.rank_state_dict()] * dist.world_size()})
+    except CheckpointError as error:
+        problem = f"{type(task).__name__}.state_dict: {error}"
     if problem := next(filter(None, dist.gather_objects(problem)), ""):
         fix = "save what it consists of, e.g. torch.from_numpy(array), list(deque), number.item()"
         expected = "dense tensors, numbers, texts, and dicts, lists and tuples of them"

@@ -47,7 +47,8 @@ def lock_out_dir(out_dir: str | os.PathLike) -> Iterator[None]:
     finally:
         for file in files:
             with contextlib.suppress(OSError), file:
-                path.unlink()
+                if locks.is_at(file, path):  # else it was deleted, and the one there is that of another training
+                    path.unlink()
 
 
 def _acquire(path: Path) -> IO:

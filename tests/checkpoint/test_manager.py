@@ -21,7 +21,7 @@ from torch import nn
 from distribuuuu.checkpoint import io as checkpoint_io
 from distribuuuu.checkpoint import manager as checkpoint
 from distribuuuu.checkpoint.io import CheckpointError, load_state_dict, read_checkpoint
-from distribuuuu.checkpoint.manager import CheckpointManager, checkpoint_name
+from distribuuuu.checkpoint.manager import CheckpointManager, checkpoint_name, find_nonfinite
 from distribuuuu.checkpoint.weights_files import Best
 from distribuuuu.config import load_cfg
 from distribuuuu.config.errors import NonFiniteError
@@ -235,8 +235,10 @@ def test_a_write_that_fails_for_too_long_ends_the_run_and_a_bug_at_once(tmp_path
     monkeypatch.setattr(checkpoint, "write_atomically", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
     folder = CheckpointManager(tmp_path)
     folder.save(make_state(epoch=1).to_dict())
+    begin = time.monotonic()
     with pytest.raises(CheckpointError, match="could not be written: .*No space left"):
         folder.save(make_state(epoch=2).to_dict())
+    assert time.monotonic() - begin < 10
     monkeypatch.setattr(checkpoint, "RETRIES_S", 600.0)  # the process ends soon if another error ends the run
     monkeypatch.setattr(checkpoint, "LAST_RETRIES_S", 0.05)
     folder.save(make_state(epoch=2).to_dict())
@@ -249,11 +251,42 @@ def test_a_write_that_fails_for_too_long_ends_the_run_and_a_bug_at_once(tmp_path
         folder.finish()
 
 
-def test_weights_that_are_not_finite_are_refused_at_once_and_a_task_may_hold_a_nan(tmp_path):
+@pytest.mark.parametrize("ends_run", [False, True])
+def test_after_a_write_that_failed_the_new_state_is_tried(tmp_path, monkeypatch, caplog, ends_run):
+    """The best weights of an evaluation whose checkpoint could not be written are written with the next one."""
+    folder, states = CheckpointManager(tmp_path), [make_state(epoch=epoch) for epoch in (1, 2)]
+    for name, value in (("RETRY_S", 0.001), ("RETRIES_S", 0.05), ("LAST_RETRIES_S", 0.05)):
+        monkeypatch.setattr(checkpoint, name, value)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_atomically", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+        folder.save({**states[0].to_dict(), "evaluations": {"raw": {"top1": 1.0}}, "best_epoch": 0})
+        wait_for(lambda: not folder._thread.is_alive())
+    folder.save(states[1].to_dict(), ends_run=ends_run)
+    folder.finish()
+    assert "could not be written: [Errno 28] No space left; the newest one is none; trying to write" in caplog.text
+    assert [path.name for path in folder.list()] == [checkpoint_name(1, 0), checkpoint_name(2, 0)]
+    assert read_checkpoint(folder.bests["raw"])["epoch"] == 0
+    assert read_checkpoint(folder.list()[1])["checkpoints"] == [checkpoint_name(1, 0), checkpoint_name(2, 0)]
+
+
+def test_a_state_of_a_task_that_becomes_unreadable_ends_the_run(tmp_path):
+    folder = CheckpointManager(tmp_path)
+    for held in (torch.eye(3), torch.eye(3).to_sparse()):
+        folder.finish()
+        folder.save({**make_state(epoch=1).to_dict(), "task": {"shared": {"held": held}, "by_rank": []}})
+    with pytest.raises(CheckpointError, match="cannot hold the state of the task: a tensor is not a dense one"):
+        folder.finish()
+    assert folder.find_latest() == folder.list()[0]
+
+
+def test_weights_that_are_not_finite_are_refused_at_once_and_a_task_may_hold_a_nan(tmp_path, monkeypatch):
     folder, state = CheckpointManager(tmp_path), make_state(epoch=1)
     save_content = {**state.to_dict(), "task": {"shared": {"seen": torch.tensor(float("nan"))}, "by_rank": []}}
     folder.save(save_content)
     folder.finish()
+    reads, read = [], torch.Tensor.__bool__
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: reads.append(1) or read(tensor))
+    assert find_nonfinite(state.model.state_dict()) is None and len(reads) == 1, "the host waits for the device once"
     state.model[0].weight.data[0, 0] = float("inf")
     with pytest.raises(NonFiniteError, match="first state_dict/0.weight"):
         folder.save(state.to_dict())

@@ -163,12 +163,15 @@ def test_lack_of_memory_is_no_broken_image(kind, num):
 
 @pytest.mark.parametrize("kind, num", [("process", 2), ("thread", 2)])
 def test_pinned_batches_are_the_same_and_a_dead_worker_is_an_error(monkeypatch, own_children, kind, num):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
+    threads = set()
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", lambda tensor: threads.add(threading.current_thread()) or tensor.clone()
+    )
     samples = Samples(Squares(), CenterCrop(8, 8), "auto", skip_broken=False)
     (batches,) = start_workers([Pass(samples, EvalSampler(40, 4, 0, 1))], kind, num, pin_memory=True, batch_bytes=768)
     assert numbers_of(batches) == EXPECTED
     next(iter(batches))
-    assert numbers_of(batches) == EXPECTED
+    assert numbers_of(batches) == EXPECTED and threads and threading.current_thread() not in threads
     for pid in own_children():
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(LoaderWorkerError, match="SIGKILL"):

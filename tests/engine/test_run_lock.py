@@ -82,6 +82,14 @@ def test_a_killed_run_leaves_a_file_but_no_lock(tmp_path, signum):
     assert list(tmp_path.iterdir()) == [], "a run that ends by itself leaves nothing"
 
 
+def test_a_run_whose_lock_was_deleted_leaves_that_of_another_run(tmp_path):
+    with contextlib.ExitStack() as stack:
+        with lock_out_dir(tmp_path):
+            (tmp_path / ".lock").unlink()
+            stack.enter_context(held(tmp_path))
+        assert is_refused(tmp_path)
+
+
 def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(locks.fcntl, "lockf", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with lock_out_dir(tmp_path):

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-CUDA = torch.device("cuda", 0)
+CUDA, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 # Operations whose result the host needs: a value, or a shape that depends on values.
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero")
 
@@ -86,6 +86,7 @@ class Timeline(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.main = self.current = Stream(self)
+        self.second = Stream(self)  # that of the device cuda:1, which is never the current one
         self.found: dict[str, list[str]] = collections.defaultdict(list)
         self.recorded: list[Stream] = []
         self.num_operations = 0
@@ -115,6 +116,8 @@ class Timeline(TorchDispatchMode):
         given, made, written = _tensors((args, kwargs)), _tensors(result), _written(func, args, kwargs)
         self.num_operations += 1
         self.find_early_frees()
+        before, is_second = self.current, any(tensor.is_cuda and tensor.device.index == 1 for tensor in given + made)
+        self.current = self.second if is_second else before
         if is_pinned:
             _set_pinned(made[0])
         storages = {_storage_of(tensor) for tensor in given}
@@ -122,6 +125,7 @@ class Timeline(TorchDispatchMode):
             self._use(name, given, made, written)
             self._find_host_faults(name, given, written)
         self._find_waits(name, func, given, made, args, kwargs)
+        self.current = before
         return result
 
     def _use(self, name: str, given: list, made: list, written: list) -> None:
@@ -246,7 +250,8 @@ def fake_cuda(monkeypatch) -> Iterator[Timeline]:
 
     for name, value in {
         "Stream": functools.partial(Stream, timeline), "Event": functools.partial(Event, timeline), "stream": on_stream,
-        "current_stream": lambda device=None: timeline.current, "default_generators": (torch.Generator(),),
+        "current_stream": lambda device=None: timeline.second if device == SECOND else timeline.current,
+        "default_generators": (torch.Generator(),),
         "synchronize": lambda device=None: timeline.current.synchronize(), "is_bf16_supported": lambda *args: True,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)

@@ -23,7 +23,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import DATASETS, LOSSES, TASKS
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.distributed import comm
-from distribuuuu.tasks.base import Task
+from distribuuuu.tasks.base import StepKey, Task
 from distribuuuu.tasks.classification import Classification
 from distribuuuu.tasks.metrics import StepOutput
 from distribuuuu.trainer import evaluate_weights, train_model
@@ -112,16 +112,23 @@ def test_entries_that_differ_between_processes_are_saved_for_each(register, smal
     assert "written by 2 processes; all continue with the state of the first one: " in log_of(tmp_path / "out")
 
 
-@pytest.mark.parametrize("value", [np.zeros(3), deque([1])], ids=["array", "deque"])
-@pytest.mark.parametrize("num", [1, slow(2)])
-def test_a_value_that_a_checkpoint_cannot_hold_is_refused_before_the_first_step(register, small_cfg, value, num):
+UNREADABLE = {
+    "array": np.zeros(3), "deque": deque([1]), "sparse": torch.eye(3).to_sparse(), "long": [0] * 600_000,
+    "pair": StepKey(0, 0, 0, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("num, name", [*((1, name) for name in UNREADABLE if name != "long"), slow(2, "long")])
+def test_a_value_that_a_checkpoint_cannot_hold_is_refused_before_the_first_step(register, small_cfg, num, name):
+    value = UNREADABLE[name]
+
     class Holding(Classification):
-        def state_dict(self):
+        def rank_state_dict(self):
             return {"held": {"rows": [value if comm.rank() == num - 1 else 0]}}
 
     register(Holding)
     cfg, said = small_cfg("TASK.NAME", "Holding", "TRAIN.BATCH_SIZE", 6), "TASK.NAME: Holding.state_dict: a checkpoint"
-    with pytest.raises((ConfigError, AssertionError), match=f"{said} cannot hold it: .*; fix: save"):
+    with pytest.raises((ConfigError, AssertionError), match=f"{said} cannot hold the state .*; fix: save"):
         train_model(cfg) if num == 1 else on_processes(num, train_model, cfg)
     assert not (Path(cfg.OUT_DIR) / "checkpoints").exists()
 
