@@ -74,16 +74,27 @@ def test_the_same_seed_gives_the_same_run_and_zero_is_a_valid_seed(finished_run,
     assert (Path(cfg.OUT_DIR) / "checkpoints.1" / "best.pth.tar").exists()
 
 
-@pytest.mark.parametrize("job", ["7", slow("8")])
-def test_a_restart_by_the_launcher_resumes_its_own_run_despite_auto_resume_false(small_cfg, tmp_path, monkeypatch, job):
-    cfg = small_cfg("TRAIN.AUTO_RESUME", False)
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    train_model(cfg, stop_epoch=1)
+def name_job(monkeypatch, job: str, agent: int) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", job)
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr("os.getppid", lambda: agent)
+
+
+@pytest.mark.parametrize("job, agent", [("7", 1), slow("8", 1), ("8", 2)])
+def test_a_restart_by_the_launcher_resumes_its_own_run_despite_auto_resume_false(
+    small_cfg, tmp_path, monkeypatch, job, agent
+):
+    """Slurm counts its restarts; torchrun starts its processes again without counting if nodes come or go."""
+    cfg, is_own = small_cfg("TRAIN.AUTO_RESUME", False), job == "7" or agent == 1
+    name_job(monkeypatch, "7", 1)
+    train_model(cfg, stop_epoch=1)
+    name_job(monkeypatch, job, agent)
+    if job == "7":
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        name_job(monkeypatch, "7", 2)
     train_model(cfg)
     log = (tmp_path / "out" / "train.log").read_text()
-    assert ("resumed from" in log) == (job == "7") and (tmp_path / "out" / "checkpoints.1").exists() == (job == "8")
+    assert ("resumed from" in log) == is_own and (tmp_path / "out" / "checkpoints.1").exists() != is_own
 
 
 def lose_a_step(monkeypatch, row: int) -> itertools.count:

@@ -205,6 +205,16 @@ class CheckpointManager:
         """
         return dist.on_main(lambda: self._find_latest(jobs))
 
+    def has_any(self, jobs: Collection[str] | None = None) -> bool:
+        """Tell whether there are checkpoints, of one of these jobs unless None, by the newest one that can be read."""
+        for path in reversed(self.list()):
+            if jobs is None:
+                return True
+            with contextlib.suppress(Exception):  # it may be damaged
+                content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # without the tensors
+                return bool({*jobs} & {*content.get("jobs", ())})
+        return False
+
     def _find_latest(self, jobs: Collection[str] | None) -> Path | None:
         self._works = []  # what is not on disk is lost by a rollback
         if jobs is not None and not jobs:

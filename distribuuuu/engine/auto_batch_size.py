@@ -110,7 +110,7 @@ def with_number(cfg: Config, number: int, reason: str = "") -> Config:
 
 def _find_kept(cfg: Config, sizes: Sequence[int]) -> int:
     """Return the micro-batch of the run in OUT_DIR that is resumed; 0: there is none, or it does not divide a step."""
-    if not ((cfg.TRAIN.AUTO_RESUME or list_jobs(only_restarted=True)) and CheckpointManager(cfg.OUT_DIR).list()):
+    if not CheckpointManager(cfg.OUT_DIR).has_any(None if cfg.TRAIN.AUTO_RESUME else list_jobs(only_restarted=True)):
         return 0
     number = read_cfg(FoundConfig(Path(cfg.OUT_DIR) / cfg.CFG_DEST))[0].TRAIN.BATCH_SIZE
     return number if number in sizes else 0

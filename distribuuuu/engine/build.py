@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import itertools
 import logging
 import os
 import time
@@ -165,7 +166,7 @@ def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
     keep = cfg.CHECKPOINT
     checkpoints = CheckpointManager(cfg.OUT_DIR, keep.KEEP_LAST, keep.KEEP_EVERY)
     # With TRAIN.AUTO_RESUME False, a job that was restarted resumes its own run.
-    latest = checkpoints.find_latest(None if cfg.TRAIN.AUTO_RESUME else list_jobs(only_restarted=True))
+    latest = checkpoints.find_latest(None if cfg.TRAIN.AUTO_RESUME else _gather(list_jobs(only_restarted=True)))
     if latest is None:
         check_warmup(cfg)
     sets = {"train": train_loader.images, "val": val_loader.images}
@@ -181,6 +182,11 @@ def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
         training, val_loader.images, lambda content, kind: hash_tensors(content[KINDS[kind].tensors_key])
     )
     return Run(**vars(training), val_loader=val_loader, checkpoints=checkpoints, results=results, log=log, stop=stop)
+
+
+def _gather(jobs: list[str]) -> list[str]:
+    """Return the jobs of all processes: those of several nodes have several agents, of which some may be lost."""
+    return sorted(set(itertools.chain(*dist.gather_objects(jobs))))
 
 
 def check_finite_weights(state: TrainState) -> None:
@@ -246,6 +252,7 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
         meter=Meter(task.train_metrics, len(task.classes), loader.device),
         best_metric=best_metric,
         higher_is_better=higher_is_better,
+        jobs=_gather(list_jobs()),
     )
 
 

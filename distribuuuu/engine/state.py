@@ -16,7 +16,8 @@ A checkpoint is a dict:
   its file name, of the checkpoint before that evaluation. `finished`: whether no epoch is left.
 - `chosen`: the images that the epoch takes, if the task chose some.
 - `task`: the state of the task: `shared` by the processes, and `by_rank` where they differ.
-- `data`: number of images and digest of the training and the evaluation data; `jobs`: the launcher's job.
+- `data`: number of images and digest of the training and the evaluation data; `jobs`: those of the
+  launcher that wrote it, see `list_jobs`.
 - `seconds`, `timing`, `peak_memory_mib`: time and memory over all starts of the run.
 - `checkpoints`: names of the checkpoints that the run wrote and keeps.
 
@@ -41,7 +42,6 @@ from distribuuuu.config.errors import counted
 from distribuuuu.data.seeding import derive_seed
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.sharding import full_state_dict
-from distribuuuu.launch.detect import list_jobs
 from distribuuuu.optim.precision import Precision
 from distribuuuu.tasks.metrics import Meter
 
@@ -82,7 +82,7 @@ class TrainState:
     config: dict[str, Any] = field(default_factory=dict)
     plugins: dict[str, str | None] = field(default_factory=dict)
     timing: dict[str, float] = field(default_factory=lambda: {"images": 0, "seconds": 0.0})
-    jobs: list[str] = field(default_factory=list_jobs)
+    jobs: list[str] = field(default_factory=list)
     data: dict[str, dict[str, Any]] = field(default_factory=dict)
     best_metric: str = "top1"
     higher_is_better: bool = True

@@ -54,19 +54,19 @@ def detect_launch(env: Mapping[str, str] = os.environ) -> Launch:
 
 
 def list_jobs(env: Mapping[str, str] = os.environ, only_restarted: bool = False) -> list[str]:
-    """Return the job of Slurm and the run of torchrun that this process belongs to; the same after a restart.
+    """Return the job of Slurm, and the run and the agent of torchrun, that this process belongs to.
 
-    With `only_restarted`, without those that this is the first start of.
+    They are the same after a restart. With `only_restarted`, without a job or a run that this is the first start of,
+    which may follow others of the same name. An agent has one run; it starts its processes anew when nodes come or go.
     """
-    jobs = {}
-    if "SLURM_JOB_ID" in env:
-        jobs["SLURM"] = f"Slurm job {env['SLURM_JOB_ID']}"
-    if "TORCHELASTIC_RUN_ID" in env:  # "none" by default; the agent that restarts processes is their parent
-        agent = f"{socket.gethostname()}, pid {os.getppid()}, start {read_stat(os.getppid(), 19)}"
-        run_id = env["TORCHELASTIC_RUN_ID"]
-        jobs["TORCHELASTIC"] = f"torchrun {agent if run_id == 'none' else run_id}"
-    first = ("", "0") if only_restarted else ()
-    return [job for name, job in jobs.items() if env.get(f"{name}_RESTART_COUNT", "") not in first]
+    jobs = []
+    for name, title, key in (("SLURM", "Slurm job", "JOB_ID"), ("TORCHELASTIC", "torchrun", "RUN_ID")):
+        job, is_first = env.get(f"{name}_{key}", "none"), env.get(f"{name}_RESTART_COUNT", "") in ("", "0")
+        if job != "none" and not (only_restarted and is_first):
+            jobs.append(f"{title} {job}")
+    if "TORCHELASTIC_RUN_ID" in env:  # "none" by default; the agent is the parent
+        jobs.append(f"torchrun {socket.gethostname()}, pid {os.getppid()}, start {read_stat(os.getppid(), 19)}")
+    return jobs
 
 
 def was_launched(env: Mapping[str, str] = os.environ) -> bool:

@@ -34,8 +34,8 @@ def resolve_preprocessing(cfg: Config, weights: str = "") -> Config:
         return cfg
     start = [("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS), ("FINETUNE.WEIGHTS", cfg.FINETUNE.WEIGHTS),
              ("MODEL.PRETRAINED", PUBLISHED if cfg.MODEL.PRETRAINED else "")]  # fmt: skip
-    is_continued = cfg.TRAIN.AUTO_RESUME or list_jobs(only_restarted=True)
-    is_resumed = not weights and is_continued and bool(CheckpointManager(cfg.OUT_DIR).list())
+    jobs = None if cfg.TRAIN.AUTO_RESUME else list_jobs(only_restarted=True)
+    is_resumed = not weights and CheckpointManager(cfg.OUT_DIR).has_any(jobs)
     key, weights = next((pair for pair in start if pair[1]), ("", "")) if not weights else ("weights", weights)
     if is_resumed and (file := Path(cfg.OUT_DIR) / cfg.CFG_DEST).is_file():
         cfg = _keep(cfg, file)

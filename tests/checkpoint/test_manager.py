@@ -327,8 +327,10 @@ def test_a_restarted_job_resumes_only_its_own_checkpoints(tmp_path):
     assert folder.find_latest(["Slurm job 7"]) is None
     folder.save({**make_state(epoch=1).to_dict(), "jobs": ["Slurm job 6"]})
     folder.finish()
-    assert folder.find_latest(["Slurm job 7"]) is None and folder.find_latest([]) is None
-    assert folder.find_latest(["Slurm job 6"]) == folder.find_latest() == folder.list()[0]
+    for jobs, is_own in ((["Slurm job 7"], False), ([], False), (["torchrun a", "Slurm job 6"], True), (None, True)):
+        assert folder.find_latest(jobs) == (folder.list()[0] if is_own else None) and folder.has_any(jobs) == is_own
+    (tmp_path / "checkpoints" / checkpoint_name(2, 0)).write_bytes(b"damaged")
+    assert folder.has_any(["Slurm job 6"]) and not folder.has_any(["Slurm job 7"])
 
 
 def test_a_folder_of_checkpoints_that_is_a_link_is_refused(tmp_path):

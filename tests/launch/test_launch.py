@@ -94,14 +94,15 @@ def test_jobs_and_steps_that_may_share_a_node_have_ports_and_stores_of_their_own
 
 
 def test_a_start_by_the_launcher_itself_is_known():
-    for env, again in [
-        ({}, False), (TORCHRUN, False), ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}, True), (SRUN, False),
-        ({**SRUN, "SLURM_RESTART_COUNT": "1"}, True),
+    """An agent of torchrun starts its processes again with a RESTART_COUNT of 0 when nodes come or go."""
+    (agent,) = list_jobs({"TORCHELASTIC_RUN_ID": "none"})
+    assert f"pid {os.getppid()}" in agent
+    for env, jobs in [
+        ({}, []), (TORCHRUN, [agent]), (SRUN, []), ({**SRUN, "SLURM_RESTART_COUNT": "1"}, ["Slurm job 7"]),
+        ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_RUN_ID": "9"}, ["torchrun 9", agent]),
     ]:  # fmt: skip
-        assert bool(list_jobs(env, only_restarted=True)) is again
+        assert list_jobs(env, only_restarted=True) == jobs
     assert list_jobs({"SLURM_JOB_ID": "5"}) == ["Slurm job 5"]
-    own = list_jobs({"TORCHELASTIC_RUN_ID": "none"})
-    assert own == list_jobs({"TORCHELASTIC_RUN_ID": "none"}) and f"pid {os.getppid()}" in own[0]
 
 
 def test_contradictions_are_errors_that_show_the_variables():
