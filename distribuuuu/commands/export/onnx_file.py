@@ -36,11 +36,13 @@ preprocessing ($type[batch, height, width, $channels] images) => ($type[batch, $
 <
     int64[1] zero = {0}, int64[1] two = {2}, int64[1] longest = {$max_aspect},
     int64[1] to_height = {$to_height}, int64[1] to_width = {$to_width}, int64[2] target = {$to_height, $to_width},
-    int64[2] crop = {$rows, $columns}, int64[2] rows_columns = {1, 2}, int64[2] last_two = {2, 3}
+    int64[2] crop = {$rows, $columns}, int64[2] rows_columns = {1, 2}, int64[2] last_two = {2, 3}, int64[2] none = {0, 0}
 >
 {
     size = Shape <start = 1, end = 3> (images)
-    shorter = ReduceMin (size, zero)
+    full_height = Shape <start = 1, end = 2> (images)
+    full_width = Shape <start = 2, end = 3> (images)
+    shorter = Min (full_height, full_width)
     limit = Mul (shorter, longest)
     over = Sub (size, limit)
     excess = Max (over, zero)
@@ -75,8 +77,8 @@ preprocessing ($type[batch, height, width, $channels] images) => ($type[batch, $
     stop = Add (start, crop)
     beyond = Sub (stop, new_size)
     after = Max (beyond, zero)
-    padding = Concat <axis = 0> (before, after)
-    padded = Pad (resized, padding, , last_two)
+    padding = Concat <axis = 0> (none, before, none, after)
+    padded = Pad (resized, padding)
     from = Add (start, before)
     to = Add (from, crop)
     cropped = Slice (padded, from, to, last_two)
@@ -126,6 +128,9 @@ def build_onnx(model: nn.Module, transform: EvalTransform, metadata: Mapping[str
     before = _build_preprocessing(transform, classifier)
     merged = onnx.compose.merge_models(before, classifier, io_map=[("cropped", classifier.graph.input[0].name)])
     merged.graph.name, merged.producer_name = "classifier", "distribuuuu"
+    versions = {entry.domain: entry.version for entry in merged.opset_import}
+    del merged.opset_import[:]  # `merge_models` repeats equal ones, which onnxruntime's quantization refuses
+    merged.opset_import.extend(onnx.helper.make_opsetid(*pair) for pair in versions.items())
     onnx.helper.set_model_props(
         merged, {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
     )

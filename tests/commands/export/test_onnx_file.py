@@ -55,7 +55,9 @@ def save(tmp_path):
 
     def save(model: nn.Module, transform: EvalTransform):
         path = tmp_path / "model.onnx"
-        path.write_bytes(build_onnx(model.eval(), transform, {"label_names": ["a"]}).SerializeToString())
+        content = build_onnx(model.eval(), transform, {"label_names": ["a"]})
+        assert len(content.opset_import) == 1
+        path.write_bytes(content.SerializeToString())
         return onnx_predict(path)
 
     return save
@@ -82,6 +84,32 @@ def test_the_graph_crops_as_the_evaluation_does(save, interpolation, resize, cro
 def test_the_normalization_is_exact(save):
     image = photograph(32, 32)  # not resized
     assert torch.equal(save(nn.Identity(), TRANSFORM)([image]), torch_predict(nn.Identity(), TRANSFORM)([image]))
+
+
+@pytest.mark.slow
+def test_a_file_can_be_quantized_and_inferred(tmp_path):
+    import onnx
+    from onnxruntime.quantization import CalibrationDataReader, quantize_dynamic, quantize_static
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    class Images(CalibrationDataReader):
+        images = iter([{"images": photograph(50, 61).permute(1, 2, 0)[None].numpy()}])
+
+        def get_next(self):
+            return next(self.images, None)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    content = build_onnx(model.eval(), EvalTransform(CenterCrop(37, 32), "auto", DEFAULTS, MEAN, STD), {})
+    paths = {name: str(tmp_path / f"{name}.onnx") for name in ("exported", "dynamic", "prepared", "static")}
+    onnx.save(content, paths["exported"])
+    onnx.checker.check_model(paths["exported"], full_check=True)
+    quantize_dynamic(paths["exported"], paths["dynamic"])
+    quant_pre_process(paths["exported"], paths["prepared"])  # symbolic inference of shapes, and onnxruntime's optimizer
+    quantize_static(paths["prepared"], paths["static"], Images())
+    expected, *others = (onnx_predict(path)([photograph(64, 80)]) for path in paths.values())
+    for logits in others:
+        np.testing.assert_allclose(logits, expected, atol=0.2)
 
 
 @pytest.mark.slow
