@@ -352,6 +352,7 @@ def _preserved_state() -> Iterator[None]:
     values = [getattr(owner, name) for owner, name in places]
     on, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     precision, level, workspace = torch.get_float32_matmul_precision(), logger.level, "CUBLAS_WORKSPACE_CONFIG"
+    num_threads = torch.get_num_threads()
     has_workspace, generators = workspace in os.environ, (random.getstate(), np.random.get_state())
     # Otherwise, this call would create a CUDA context, whose memory the trials of TRAIN.BATCH_SIZE auto would lack.
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -364,6 +365,7 @@ def _preserved_state() -> Iterator[None]:
             setattr(owner, name, value)
         torch.use_deterministic_algorithms(on, warn_only=warns)
         torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads(num_threads)
         logger.setLevel(level)
         if not has_workspace:
             os.environ.pop(workspace, None)

@@ -22,7 +22,7 @@ from distribuuuu.config.errors import first_few
 from distribuuuu.distributed.comm import GroupState, PeerError, is_communication_error
 from distribuuuu.distributed.stall_timer import StallTimer
 from distribuuuu.launch.detect import Launch
-from distribuuuu.launch.host import find_port_problem
+from distribuuuu.launch.ports import find_port_problem
 from distribuuuu.launch.signals import SignalState
 
 # The stall timer ends a process first, with a report, and does not count the time in which a job is suspended.
@@ -205,9 +205,29 @@ def _agree_on_start(store: torch_dist.Store, launch: Launch, timeout_s: float) -
         time.sleep(POLL_S)
 
 
+def check_gpus(launch: Launch, store: torch_dist.Store, gpu: str) -> None:
+    """Raise ConfigError, on every process, if several use the same GPU, of which `gpu` is a unique name.
+
+    nccl does not support that, and its own error names neither the cause nor an option.
+    """
+    if store.add(f"GPU {gpu}", 1) > 1:
+        store.set("shared GPU", gpu)
+    if store.add("number of GPUs", 1) == launch.world_size:
+        store.set("all GPUs", "named")
+    store.wait(["all GPUs"])
+    if store.check(["shared GPU"]):
+        shared = f"several of the {launch.world_size} processes use GPU {store.get('shared GPU').decode()}"
+        fix = "start one process per GPU, or set DIST.BACKEND gloo"
+        error = ConfigError(f"DIST.BACKEND: {shared}, which nccl does not support; fix: {fix}")
+        error.on_all_processes = True
+        raise error
+
+
 @contextlib.contextmanager
 def join_group(launch: Launch, store: torch_dist.Store, backend: str, device: torch.device) -> Iterator[None]:
     """Initialize torch's process group for the length of the block."""
+    if backend == "nccl":
+        check_gpus(launch, store, str(torch.cuda.get_device_properties(device).uuid))
     is_tcp = sys.platform == "linux" and os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") == "TCP"
     if launch.world_size >= LAZY_FROM and is_tcp:  # torch raises an error for other transports
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")

@@ -36,6 +36,7 @@ from distribuuuu.engine.run_lock import lock_out_dir
 from distribuuuu.engine.state import TrainState
 from distribuuuu.files.atomic_file import remove_temporary_files, replacing
 from distribuuuu.launch.detect import Launch, list_jobs
+from distribuuuu.launch.host import count_cores
 from distribuuuu.models.build import build_model, select_outputs
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.optim.precision import Precision, build_clipper, build_precision
@@ -94,7 +95,9 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bo
 
 
 def set_backends(cfg, device: torch.device) -> None:
-    """Apply CUDNN.BENCHMARK, CUDNN.DETERMINISTIC and, on CUDA, TRAIN.MATMUL_PRECISION."""
+    """Apply CUDNN.BENCHMARK, CUDNN.DETERMINISTIC and, on CUDA, TRAIN.MATMUL_PRECISION; and a quota of CPU cores."""
+    if "OMP_NUM_THREADS" not in os.environ and (cores := count_cores()) < torch.get_num_threads():
+        torch.set_num_threads(cores)  # torch does not know the quotas of containers
     if device.type == "cuda":  # not on CPUs: torch would lower the precision on some of them, and change the results
         torch.set_float32_matmul_precision(cfg.TRAIN.MATMUL_PRECISION)
     deterministic = cfg.CUDNN.DETERMINISTIC

@@ -20,7 +20,6 @@ from distribuuuu.config.registry import OPTIMIZERS, TRACKERS, dataset_class, dat
 from distribuuuu.config.run_files import CHECKPOINTS, find_path_problem
 from distribuuuu.data.batch_plan import check_accumulation, check_auto, check_num_images, check_pairs, plan_of
 from distribuuuu.launch.detect import detect_launch
-from distribuuuu.launch.host import find_port_problem
 
 
 def find_run_problems(
@@ -49,9 +48,11 @@ def find_run_problems(
     ]
     try:
         launch = detect_launch()
-        address, port = launch.address, launch.port
-        if launch.rank == 0 and address and port and (problem := find_port_problem(address, port)):
-            problems.append(Problem("launcher", problem))
+        if launch.rank == 0 and launch.address and launch.port:
+            from distribuuuu.launch.ports import find_port_problem
+
+            problem = find_port_problem(launch.address, launch.port)
+            problems += [Problem("launcher", problem)] if problem else []
         world_size = nproc or launch.world_size
         if train and cfg.TRAIN.GLOBAL_BATCH_SIZE >= 0 and (cfg.TRAIN.BATCH_SIZE == AUTO or cfg.TRAIN.BATCH_SIZE > 0):
             plan = plan_of(cfg, world_size)

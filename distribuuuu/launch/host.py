@@ -1,10 +1,13 @@
-"""Resources of this machine: its CPU cores, memory allocation, TCP ports."""
+"""Resources of this machine: its CPU cores and memory allocation."""
 
+import contextlib
 import ctypes
+import math
 import os
-import socket
+from collections.abc import Iterator
+from pathlib import Path
 
-LOOPBACK = "127.0.0.1"
+_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 # Constants of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -13,14 +16,23 @@ _MMAP_THRESHOLD, _MMAP_THRESHOLD_IN_OLD_GLIBC = 1 << 30, 1 << 25
 
 
 def count_cores() -> int:
-    """Return the number of CPU cores that this process may use: its affinity, limited by its control group's quota."""
+    """Return the number of CPU cores that this process may use: its affinity, limited by its control groups' quotas."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        with open("/sys/fs/cgroup/cpu.max") as file:
-            quota, period = file.read().split()
-    except (OSError, ValueError):
-        return allowed
-    return allowed if quota == "max" else max(1, min(allowed, round(int(quota) / int(period))))
+    return max(1, round(min(allowed, *_list_quotas())))
+
+
+def _list_quotas() -> Iterator[float]:
+    """Yield the limits, in cores, of the control groups (v1, v2) of this process and of those above, then infinity."""
+    with contextlib.suppress(OSError):
+        for line in _OWN_GROUPS.read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+            own = _GROUPS.joinpath(controllers, group.lstrip("/"))  # of a container, it may be the root
+            for folder in (own, *own.parents):
+                with contextlib.suppress(OSError, ValueError):  # no quota: `max` is no number, -1 is no limit
+                    quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
+                    yield quota / period if quota > 0 else math.inf
+    yield math.inf
 
 
 def tune_malloc() -> None:
@@ -36,18 +48,3 @@ def tune_malloc() -> None:
     if not mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD):
         mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_IN_OLD_GLIBC)
     mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
-
-
-def find_free_port() -> int:
-    """Return a free port of this machine."""
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
-
-
-def find_port_problem(address: str, port: int) -> str | None:
-    """Return why this machine cannot listen on a port; None if it can."""
-    try:
-        socket.create_server(("", port)).close()
-    except OSError as error:
-        return f"MASTER_PORT {port} on {address}: {error.strerror}; fix: set MASTER_PORT to a free port"
-    return None

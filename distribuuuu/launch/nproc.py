@@ -6,7 +6,8 @@ import subprocess
 import time
 from collections.abc import Sequence
 
-from distribuuuu.launch.host import LOOPBACK, count_cores, find_free_port
+from distribuuuu.launch.host import count_cores
+from distribuuuu.launch.ports import LOOPBACK, find_free_port
 from distribuuuu.launch.processes import start_child
 from distribuuuu.launch.signals import handled_by
 

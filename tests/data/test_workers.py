@@ -1,7 +1,6 @@
 """Workers: processes, threads or none make the same batches, say what went wrong, and leave nothing behind."""
 
 import gc
-import io
 import multiprocessing
 import os
 import signal
@@ -24,8 +23,6 @@ from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import BadImageError, build_loader, start_workers
 from distribuuuu.data.samplers import EvalSampler
 from distribuuuu.data.transforms import CenterCrop
-from distribuuuu.launch import host
-from distribuuuu.launch.host import count_cores
 from distribuuuu.trainer import train_model
 
 # Ways of making batches, with more and with fewer workers than cores.
@@ -247,18 +244,6 @@ def test_a_worker_computes_on_one_thread_and_the_model_on_as_many_as_before(thre
     thread.start()
     thread.join()
     assert seen == [3]
-
-
-def test_cores_are_those_of_the_set_and_no_more_than_the_quota(monkeypatch):
-    for cores, quota, expected in [
-        (16, None, 16), (16, "max 100000\n", 16), (16, "400000 100000\n", 4), (2, "400000 100000\n", 2),
-        (16, "10000 100000\n", 1), (16, "nonsense", 16),
-    ]:  # fmt: skip
-        opened = mock.Mock(side_effect=FileNotFoundError if quota is None else [io.StringIO(quota)])
-        monkeypatch.setattr(host, "open", opened, raising=False)
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False)
-        assert count_cores() == expected, (cores, quota)
-        assert opened.call_args.args[0] == "/sys/fs/cgroup/cpu.max"
 
 
 @pytest.mark.parametrize("way", SOME_WAYS)

@@ -1,6 +1,7 @@
 """Process group: devices, rendezvous, missing processes; collectives, and batch norm over processes."""
 
 import copy
+import functools
 import random
 import signal
 import socket
@@ -8,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -27,8 +29,8 @@ from distribuuuu.distributed.process_group import pick_device, process_group
 from distribuuuu.distributed.rendezvous import MissingProcessError, create_store
 from distribuuuu.distributed.sync_batchnorm import ProcessBatchNorm, convert_sync_batchnorm
 from distribuuuu.launch.detect import Launch, detect_launch
-from distribuuuu.launch.host import find_port_problem
 from distribuuuu.launch.nproc import without_nproc
+from distribuuuu.launch.ports import find_port_problem
 from distribuuuu.launch.signals import handled_by
 from distribuuuu.trainer import train_model
 
@@ -49,6 +51,24 @@ def test_a_backend_that_the_device_lacks_is_an_error():
         process_group(Launch("test"), torch.device("cpu"), 1, "nccl").__enter__()
     with pytest.raises(ConfigError, match="gloo cannot send shards of CUDA tensors"):
         process_group(Launch("test", world_size=2), torch.device("cuda", 0), 1, "gloo", shard="fsdp").__enter__()
+
+
+def test_processes_that_share_a_gpu_are_refused_together_before_nccl(monkeypatch):
+    monkeypatch.setattr(rendezvous.torch_dist, "init_process_group", mock.Mock(side_effect=InterruptedError))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mock.Mock(uuid=f"GPU-{device.index}"))
+
+    def join(store, backend: str, rank: int, index: int) -> BaseException | None:
+        group = rendezvous.join_group(Launch("test", rank, rank, 2), store, backend, torch.device("cuda", index))
+        with pytest.raises((ConfigError, InterruptedError)) as caught:
+            group.__enter__()
+        return caught.value
+
+    shared = "several of the 2 processes use GPU GPU-0, which nccl does not support; fix: start one process per GPU"
+    for backend, indices, message in (("nccl", (0, 1), ""), ("gloo", (0, 0), ""), ("nccl", (0, 0), shared)):
+        with ThreadPoolExecutor(2) as pool:
+            errors = list(pool.map(functools.partial(join, torch_dist.HashStore(), backend), range(2), indices))
+        assert all(isinstance(error, ConfigError) == bool(message) and message in str(error) for error in errors)
+    assert all(error.on_all_processes for error in errors)
 
 
 def agree(store, world_size: int, seed: int) -> list[str]:

@@ -17,7 +17,7 @@ from support.runs import FAILING_MODELS, TRAIN_NET, small_options
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.distributed.comm import StopRequest
-from distribuuuu.launch.host import find_port_problem
+from distribuuuu.launch.ports import find_port_problem
 from distribuuuu.launch.signals import RunStopped, SignalState
 
 if sys.platform != "linux":

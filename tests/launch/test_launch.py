@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from support.processes import free_port
 from support.runs import run_tool, small_options
@@ -17,6 +18,8 @@ from support.runs import run_tool, small_options
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import TRAIN_LOG
 from distribuuuu.distributed.comm import StopRequest
+from distribuuuu.engine.build import set_backends
+from distribuuuu.launch import host
 from distribuuuu.launch.detect import NPROC_MARK, detect_launch, list_jobs
 from distribuuuu.launch.launchers import PORT_RANGE, expand_hosts
 from distribuuuu.launch.processes import die_with_parent
@@ -132,6 +135,36 @@ def test_an_error_of_a_process_before_the_group_exists_is_printed(tmp_path):
     done = run_tool("train_net.py", *small_options(tmp_path / "missing", tmp_path / "out"), **env)
     assert done.returncode == 2 and "process 3 on " in done.stderr and "missing" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_cores_and_threads_are_those_of_the_set_and_no_more_than_the_quotas(small_cfg, monkeypatch, tmp_path):
+    v1, own = "4:memory:/a\n2:cpu,cpuacct:/a/b\n", "cpu,cpuacct/a/b/cpu.cfs_"
+    for number, (cores, groups, files, expected) in enumerate([
+        (16, "", {}, 16), (16, "0::/", {"cpu.max": "max 100000\n"}, 16),
+        (16, "0::/", {"cpu.max": "400000 100000\n"}, 4),
+        (2, "0::/", {"cpu.max": "400000 100000\n"}, 2), (16, "0::/", {"cpu.max": "10000 100000\n"}, 1),
+        (16, "0::/", {"cpu.max": "nonsense"}, 16), (16, "0::/../x", {"cpu.max": "300000 100000\n"}, 3),
+        (16, "0::/a/b\n", {"a/cpu.max": "500000 100000\n", "a/b/cpu.max": "max 100000\n"}, 5),
+        (16, v1, {f"{own}quota_us": "250000\n", f"{own}period_us": "50000\n"}, 5),
+        (16, v1, {f"{own}quota_us": "-1\n", f"{own}period_us": "50000\n"}, 16),
+        (16, v1, {"cpu,cpuacct/cpu.cfs_quota_us": "200000\n", "cpu,cpuacct/cpu.cfs_period_us": "100000\n"}, 2),
+    ]):  # fmt: skip
+        root = tmp_path / str(number)
+        for name, text in {**files, "own": groups}.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
+        monkeypatch.setattr(host, "_GROUPS", root)
+        monkeypatch.setattr(host, "_OWN_GROUPS", root / "own")
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False)
+        assert host.count_cores() == expected, (cores, groups, files)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    chosen = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    set_backends(small_cfg(), torch.device("cpu"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "16")
+    set_backends(small_cfg(), torch.device("cpu"))
+    assert chosen == [2]
 
 
 def test_node_lists():

@@ -36,7 +36,8 @@ preprocessing ($type[batch, height, width, $channels] images) => ($type[batch, $
 <
     int64[1] zero = {0}, int64[1] two = {2}, int64[1] longest = {$max_aspect},
     int64[1] to_height = {$to_height}, int64[1] to_width = {$to_width}, int64[2] target = {$to_height, $to_width},
-    int64[2] crop = {$rows, $columns}, int64[2] rows_columns = {1, 2}, int64[2] last_two = {2, 3}, int64[2] none = {0, 0}
+    int64[2] crop = {$rows, $columns}, int64[2] rows_columns = {1, 2}, int64[2] last_two = {2, 3},
+    int64[2] none = {0, 0}
 >
 {
     size = Shape <start = 1, end = 3> (images)

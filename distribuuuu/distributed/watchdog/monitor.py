@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distribuuuu.distributed.stall_timer import PERIOD_S, StallTimer
-from distribuuuu.launch.host import LOOPBACK
+from distribuuuu.launch.ports import LOOPBACK
 from distribuuuu.launch.signals import end_process
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import torch.distributed as torch_dist
 from distribuuuu.distributed.stall_timer import LATE_S, PERIOD_S, StallTimer
 from distribuuuu.distributed.watchdog.monitor import CAUSE_WAIT_S, EXIT_GRACE_S, Channel, Monitor, kill_here
 from distribuuuu.launch.detect import Launch
-from distribuuuu.launch.host import LOOPBACK
+from distribuuuu.launch.ports import LOOPBACK
 from distribuuuu.launch.signals import end_process
 
 logger = logging.getLogger(__name__)
