@@ -16,9 +16,11 @@ from torch import nn
 
 from distribuuuu.commands.main import start_command
 from distribuuuu.commands.probe import feature_probe as probes
-from distribuuuu.commands.probe.feature_probe import find_classifiers, fit_linear, predict_knn, standardize
 from distribuuuu.commands.stats.significance import wilson_interval
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.inference import linear_probe
+from distribuuuu.inference.features import find_classifiers
+from distribuuuu.inference.linear_probe import fit_linear, predict_knn, standardize
 from distribuuuu.inference.load_run import find_run
 
 CPU = torch.device("cpu")
@@ -39,8 +41,8 @@ def run(*words) -> int:
 def test_knn_equals_that_of_scikit_learn(monkeypatch):
     from sklearn.neighbors import KNeighborsClassifier  # its import takes seconds
 
-    monkeypatch.setattr(probes, "_QUERIES", 64)
-    monkeypatch.setattr(probes, "_NEIGHBORS", 190)  # the last block has fewer rows than there are neighbors
+    monkeypatch.setattr(linear_probe, "_QUERIES", 64)
+    monkeypatch.setattr(linear_probe, "_NEIGHBORS", 190)  # the last block has fewer rows than there are neighbors
     (rows, labels), (queries, _) = draw_features(583, 24, 7, 1), draw_features(300, 24, 7, 2)
     rows, queries = (F.normalize(own, dim=1) for own in (rows, queries))
     reference = KNeighborsClassifier(20, metric="cosine", weights=lambda distance: np.exp((1 - distance) / 0.07))
@@ -55,7 +57,7 @@ def test_knn_equals_that_of_scikit_learn(monkeypatch):
 def test_the_linear_probe_equals_the_logistic_regression_of_scikit_learn(monkeypatch, penalty=1e-3):
     from sklearn.linear_model import LogisticRegression
 
-    monkeypatch.setattr(probes, "_ROWS", 100)
+    monkeypatch.setattr(linear_probe, "_ROWS", 100)
     rows, labels = draw_features(450, 12, 4, 1)
     rows[:, 3] = 7.0  # a constant feature
     expected = (rows - rows.mean(0)) / rows.std(0, correction=0).where(rows.std(0) > 0, torch.tensor(1.0))
@@ -78,7 +80,7 @@ def test_the_linear_probe_equals_the_logistic_regression_of_scikit_learn(monkeyp
     theirs = torch.from_numpy(reference.coef_).T, torch.from_numpy(reference.intercept_)
     assert loss(weights[:-1], weights[-1]) == pytest.approx(loss(*theirs), abs=1e-9)
     torch.testing.assert_close(weights[:-1], theirs[0], atol=1e-4, rtol=1e-3)
-    assert probes.predict_linear(rows, weights).tolist() == reference.predict(rows.double().numpy()).tolist()
+    assert linear_probe.predict_linear(rows, weights).tolist() == reference.predict(rows.double().numpy()).tolist()
 
 
 class Classified(nn.Module):
@@ -112,7 +114,7 @@ def test_a_model_that_does_not_end_with_a_linear_layer_is_reported():
 
 
 def test_a_whole_run(shapes_run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(probes, "PENALTIES", (0.1, 0.01))  # for speed
+    monkeypatch.setattr(linear_probe, "PENALTIES", (0.1, 0.01))  # for speed
     folder = shutil.copytree(shapes_run, tmp_path / "run")
     assert run(folder, "TEST.BATCH_SIZE", 3) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -131,7 +133,7 @@ def test_a_whole_run(shapes_run, tmp_path, capsys, monkeypatch):
 
 
 def test_images_of_other_classes_have_no_classifier(shapes_run, image_folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(probes, "PENALTIES", (0.1,))
+    monkeypatch.setattr(linear_probe, "PENALTIES", (0.1,))
     data = "TRAIN.DATASET", image_folder, "TEST.DATASET", image_folder, "TEST.FLIP", "True"
     results = []
     for most in (2**28, 100):  # features in float32, and in float16
@@ -145,7 +147,7 @@ def test_images_of_other_classes_have_no_classifier(shapes_run, image_folder, tm
 
 @pytest.mark.parametrize("reason", ["published without a head", "a task that does not classify"])
 def test_answers_that_are_no_classes_are_not_counted(shapes_run, monkeypatch, reason):
-    monkeypatch.setattr(probes, "PENALTIES", (0.1,))
+    monkeypatch.setattr(linear_probe, "PENALTIES", (0.1,))
     run = replace(find_run(shapes_run), has_classifier=reason != "published without a head")
     run.task.classifies = reason != "a task that does not classify"
     assert list(probes.probe_run(run)["top1"]) == ["k-NN", "linear probe"]

@@ -1,0 +1,80 @@
+"""Features of images: the input of the layer that makes the logits of a trained model."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from distribuuuu.checkpoint.manager import copy_to_host
+from distribuuuu.config import ConfigError
+from distribuuuu.distributed.sharding import inference
+from distribuuuu.inference.forward_chunks import ChunkLoader, one_behind
+from distribuuuu.inference.loaded_run import LoadedRun
+from distribuuuu.records.run_log import progress
+from distribuuuu.tasks.metrics import rank_classes
+
+# Images of a forward pass.
+CHUNK = 64
+
+
+def has_classifier(run: LoadedRun) -> bool:
+    """Tell whether a run has answers to be compared with labels."""
+    return run.has_classifier and run.task.has_scores and run.task.classifies
+
+
+def feature_model(run: LoadedRun) -> nn.Module:
+    """Return the part of the model whose features are used: that named `backbone` of a model without answers."""
+    return run.model if run.task.has_scores else getattr(run.model, "backbone", run.model)
+
+
+def find_classifiers(run: LoadedRun, images: Tensor) -> list[nn.Module]:
+    """Return the layer whose output is that of the model, or layers whose mean it is, as in a distilled DeiT."""
+    found: list[tuple[nn.Module, Tensor]] = []
+    model = feature_model(run)
+    hooks = [layer.register_forward_hook(lambda own, _, output: found.append((own, output)))
+             for layer in model.modules() if isinstance(layer, (nn.Linear, nn.Conv2d))]  # fmt: skip
+    with inference(run.model):
+        logits = model(images)
+    for hook in hooks:
+        hook.remove()
+    found = [(layer, output.reshape(logits.shape)) for layer, output in found if output.numel() == logits.numel()]
+    for chosen in (found[-1:], found):
+        if chosen and torch.allclose(torch.stack([output for _, output in chosen]).mean(0), logits, equal_nan=True):
+            return [layer for layer, _ in chosen]
+    raise ConfigError(f"MODEL.ARCH: {run.cfg.MODEL.ARCH} does not end with a linear layer; fix: add an nn.Linear")
+
+
+def iter_features(run: LoadedRun, loader: ChunkLoader) -> Iterator[tuple[range, Tensor, Tensor, dict[int, str]]]:
+    """Yield of each chunk its positions, features, the classifier's classes, and the causes of its broken images.
+
+    Features, float32 (N, dim), and classes, int64 (N,), -1 without a classifier, are on the CPU.
+
+    Raises:
+        ConfigError: the features are not finite, or the model does not end with a linear layer.
+    """
+    inputs: list[Tensor] = []
+    layers = find_classifiers(run, loader.zero_images(1))
+    hooks = [layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].float())) for layer in layers]
+
+    def start(pixels: Tensor) -> Callable[[], list[Tensor]]:
+        if has_classifier(run):
+            predicted = rank_classes(run.compute_scores(pixels), run.cfg.TRAIN.TOPK)[:, 0]  # ties as in the metric top1
+        else:
+            predicted = torch.full((len(pixels),), -1, device=pixels.device)
+            with inference(run.model), run.task.autocast():
+                feature_model(run)(pixels)
+        features = torch.stack(inputs[: len(layers)]).mean(0).flatten(1)  # TEST.FLIP adds those of mirrored images
+        inputs.clear()
+        return copy_to_host([features, features.isfinite().all(), predicted])
+
+    chunks = progress(loader.chunks(), label="features", total=len(loader.sampler.spans))
+    try:
+        started = ((span, causes, start(pixels)) for span, pixels, causes in chunks)
+        for span, causes, wait in one_behind(started, run.device):
+            features, is_finite, predicted = wait()
+            if not is_finite:
+                raise ConfigError(f"RUN: {run.source} has features that are not finite; fix: name another checkpoint")
+            yield span, features, predicted, causes
+    finally:
+        for hook in hooks:
+            hook.remove()

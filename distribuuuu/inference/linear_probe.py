@@ -1,0 +1,98 @@
+"""Classifiers of stored features: k-nearest neighbors and multinomial logistic regression.
+
+Sizes of blocks are constants, so a result depends neither on a batch size nor on a number of workers.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distribuuuu.records.run_log import progress
+
+# Neighbors, and the temperature of their votes (Wu et al., arXiv 1805.01978; the same in DINO, arXiv 2104.14294).
+NUM_NEIGHBORS, TEMPERATURE = 20, 0.07
+# L2 penalties of the linear probe; to select one, every fifth training image of a class is held out.
+PENALTIES, HELD_OUT = (1.0, 0.1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6), 5
+# Queries and neighbors of a block of similarities; images of a block of the linear probe.
+_QUERIES, _NEIGHBORS, _ROWS = 1024, 16384, 8192
+
+
+@torch.no_grad()
+def predict_knn(rows: Tensor, labels: Tensor, queries: Tensor, num_classes: int, device: torch.device) -> Tensor:
+    """Return the class of each query (M, dim), int64 (M,), by votes of its neighbors among the rows (N, dim).
+
+    A vote has the weight exp(cosine / temperature). Features have length 1; similarities are computed on the device.
+    """
+    dtype, found, predicted = torch.promote_types(rows.dtype, torch.float32), [], []
+    for block in progress(queries.split(_QUERIES), label="k-NN"):
+        block, start = block.to(device, dtype), 0
+        best, indices = block.new_empty(len(block), 0), torch.empty(len(block), 0, dtype=torch.int64, device=device)
+        for part in rows.split(_NEIGHBORS):
+            similarities = torch.cat([best, block @ part.to(device, dtype).T], dim=1)
+            own = torch.arange(start, start + len(part), device=device).expand(len(block), -1)
+            best, order = similarities.topk(min(NUM_NEIGHBORS, similarities.shape[1]))
+            indices, start = torch.cat([indices, own], dim=1).gather(1, order), start + len(part)
+        found.append((best, indices))
+    best, indices = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
+    for similar, nearest in zip(best.split(_QUERIES), indices.split(_QUERIES), strict=True):
+        weights = (similar.double() / TEMPERATURE).exp()  # on the CPU, the order of a sum does not vary
+        votes = weights.new_zeros(len(weights), num_classes).scatter_add_(1, labels[nearest], weights)
+        predicted.append(votes.argmax(dim=1))
+    return torch.cat(predicted)
+
+
+def standardize(rows: Tensor, *others: Tensor) -> None:
+    """Standardize features (N, dim) in place, and others by the same means and deviations."""
+    sums = torch.zeros(2, rows.shape[1], dtype=torch.float64)
+    for part in rows.split(_ROWS):
+        sums += torch.stack([part.double().sum(0), part.double().square().sum(0)])
+    mean, square = sums / len(rows)
+    deviation = (square - mean.square()).clamp(min=0).sqrt()
+    for part in (part for own in (rows, *others) for part in own.split(_ROWS)):
+        part.copy_((part - mean) * torch.where(deviation > 1e-6, 1 / deviation, 0))
+
+
+def fit_linear(rows: Tensor, labels: Tensor, shares: Tensor, penalty: float, start: Tensor) -> Tensor:
+    """Return the weights (dim + 1, classes) of multinomial logistic regression by L-BFGS; the last row: biases.
+
+    The loss is the cross-entropy of features (N, dim), weighted by the share (N,) of each image, plus `penalty / 2`
+    times the sum of the squared weights without the biases, in the type and on the device of the initial weights.
+    """
+    weights = start.clone()
+    optimizer = torch.optim.LBFGS([weights], max_iter=200, history_size=10, line_search_fn="strong_wolfe",
+                                  tolerance_grad=1e-6, tolerance_change=1e-12)  # fmt: skip
+
+    def compute_loss() -> Tensor:
+        gradient = penalty * weights
+        gradient[-1] = 0
+        loss = (gradient * weights).sum() / 2
+        for part, own, share in zip(rows.split(_ROWS), labels.split(_ROWS), shares.split(_ROWS), strict=True):
+            inputs, own, share = F.pad(part.to(weights), (0, 1), value=1.0), own.to(weights.device), share.to(weights)
+            log_p = (inputs @ weights).log_softmax(1)
+            loss -= log_p.gather(1, own[:, None])[:, 0] @ share
+            gradient += inputs.T @ ((log_p.exp() - F.one_hot(own, log_p.shape[1])) * share[:, None])
+        weights.grad = gradient
+        return loss
+
+    optimizer.step(compute_loss)
+    return weights
+
+
+def predict_linear(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return the class of each row of features (M, dim): int64 (M,) on the CPU."""
+    logits = (part.to(weights) @ weights[:-1] + weights[-1] for part in rows.split(_ROWS))
+    return torch.cat([part.argmax(1) for part in logits]).cpu()
+
+
+def fit_selected(rows: Tensor, labels: Tensor, num_classes: int, device: torch.device) -> tuple[Tensor, float]:
+    """Return weights, fitted on all images, and their penalty: the largest of the best ones on held-out images."""
+    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    weights = torch.zeros(rows.shape[1] + 1, num_classes, dtype=dtype, device=device)
+    is_held_out = torch.zeros(len(rows), dtype=torch.bool)
+    is_held_out[labels.argsort(stable=True)[HELD_OUT - 1 :: HELD_OUT]] = True
+    found: list[tuple[int, float, Tensor]] = []
+    for penalty in progress(PENALTIES, label="linear probe"):
+        weights = fit_linear(rows, labels, ~is_held_out / (~is_held_out).sum(), penalty, weights)
+        found.append((int((predict_linear(rows, weights).eq(labels) & is_held_out).sum()), penalty, weights))
+    _, penalty, weights = max(found, key=lambda entry: entry[:2])
+    return fit_linear(rows, labels, torch.full((len(rows),), 1 / len(rows)), penalty, weights), penalty
