@@ -311,6 +311,10 @@ def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.
     """
     if cfg.TEST.LABELS:
         from distribuuuu.data.datasets.imagenet_labels import read_classes
+    if weights == PUBLISHED:
+        from distribuuuu.models.pretrained import check_published_head
+
+        check_published_head(cfg.MODEL.ARCH, read_classes() if cfg.TEST.LABELS else task.classes, "MODEL.PRETRAINED")
     model = task.adapt_model(build_model(cfg, pretrained=weights == "pretrained")).to(task.device)
     if weights not in ("", "pretrained"):
         content = read_checkpoint(weights)

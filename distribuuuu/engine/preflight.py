@@ -19,7 +19,7 @@ from distribuuuu.config.options import IMAGENET_CLASSES, OPTIONAL_DECODERS
 from distribuuuu.config.registry import OPTIMIZERS, TRACKERS, dataset_class, dataset_name
 from distribuuuu.config.run_files import CHECKPOINTS, find_path_problem
 from distribuuuu.data.batch_plan import check_accumulation, check_auto, check_num_images, check_pairs, plan_of
-from distribuuuu.launch.detect import detect_launch
+from distribuuuu.launch.detect import detect_launch, list_jobs
 
 
 def find_run_problems(
@@ -98,11 +98,18 @@ def resolve_cfg(cfg: Config, weights: str = "") -> Config:
 
     cfg = resolve_num_classes(cfg)
     check_model(cfg)
-    if not (weights or cfg.MODEL.WEIGHTS or cfg.FINETUNE.WEIGHTS or cfg.MODEL.PRETRAINED or cfg.DISTILL.WEIGHTS):
+    named = weights or cfg.MODEL.WEIGHTS or cfg.FINETUNE.WEIGHTS or cfg.MODEL.PRETRAINED or cfg.DISTILL.WEIGHTS
+    if not (named or _may_resume(cfg)):
         return cfg
     from distribuuuu.models import preprocessing
 
     return preprocessing.resolve_preprocessing(cfg, weights)
+
+
+def _may_resume(cfg: Config) -> bool:
+    """Tell whether a training in OUT_DIR may continue from a checkpoint; finding its job in the files takes torch."""
+    is_continued = cfg.TRAIN.AUTO_RESUME or list_jobs(only_restarted=True)
+    return bool(is_continued) and any(Path(cfg.OUT_DIR, CHECKPOINTS).glob("*.pth.tar"))
 
 
 def _with_num_classes(cfg: Config, num_classes: int) -> Config:
@@ -143,15 +150,18 @@ def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str,
         message = f"got {cfg.MODEL.COMPILE}, but there is no C++ compiler, which torch.compile needs"
         yield "MODEL.COMPILE", f"{message}; fix: {fix}"
     yield from find_missing_trackers(cfg) if train else ()
-    teacher = "" if cfg.DISTILL.WEIGHTS == "pretrained" else cfg.DISTILL.WEIGHTS
-    for key, path in (("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS), ("DISTILL.WEIGHTS", teacher)):
-        if path and not os.path.isfile(path):
-            what = "not a file" if os.path.exists(path) else "no such file"
-            yield key, f"{what}: {path}"
+    is_start = train and not _may_resume(cfg)  # only a start reads initial weights
+    weights = {"MODEL.WEIGHTS": cfg.MODEL.WEIGHTS if is_start or not train else ""}
     if train:
-        yield from _finetune_problems(cfg)
+        yield from _finetune_problems(cfg, is_start)
+        weights["DISTILL.WEIGHTS"] = "" if cfg.DISTILL.WEIGHTS == PUBLISHED else cfg.DISTILL.WEIGHTS
     elif needs_weights:
         yield from _weights_problems(cfg)
+    for key, path in weights.items():
+        if path and not os.path.isfile(path):
+            what = "not a file" if os.path.exists(path) else "no such file"
+            need = "; fix: restore it, as every training step needs the teacher, which no checkpoint holds"
+            yield key, f"{what}: {path}{need if key == 'DISTILL.WEIGHTS' else ''}"
     # With torch imported, names are checked without the cached tables, later, and so are those of plug-ins.
     if "torch" not in sys.modules and not cfg.PLUGINS:
         yield from _name_problems(cfg, train)
@@ -176,7 +186,7 @@ def _name_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
         yield "OPTIM.NAME", f"unknown optimizer {name!r}{did_you_mean(name, [*known, *OPTIMIZERS.names()])}"
 
 
-def _finetune_problems(cfg) -> Iterator[tuple[str, str]]:
+def _finetune_problems(cfg, is_start: bool) -> Iterator[tuple[str, str]]:
     weights = cfg.FINETUNE.WEIGHTS
     if not weights:
         return
@@ -184,7 +194,7 @@ def _finetune_problems(cfg) -> Iterator[tuple[str, str]]:
     for key, value, off in others:
         if value:
             yield "FINETUNE.WEIGHTS", f"{key} is set too; fix: set {key} {off}, or leave this option empty"
-    if weights != PUBLISHED:
+    if weights != PUBLISHED and is_start:
         try:
             find_weights_file(weights, cfg.FINETUNE.EMA)
         except (ConfigError, OSError) as error:

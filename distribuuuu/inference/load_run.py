@@ -142,7 +142,9 @@ def _open_timm(name: str, overrides: Sequence[str]) -> LoadedRun:
         raise ConfigError(f"RUN: timm publishes no weights for {name}; expected {EXPECTED}")
     with untrusted(name, "name of a model"):
         entries = _timm_entries(name.removeprefix("timm/"), {"pretrained_cfg": published.to_dict()})
-    return _assemble(name, {"weights": "published", **entries}, None, None, overrides)
+    run = _assemble(name, {"weights": "published", **entries}, None, None, overrides)
+    is_own_head = len(run.classes) == entries["config"]["MODEL.NUM_CLASSES"]
+    return replace(run, has_classifier=run.has_classifier and is_own_head)
 
 
 def _timm_entries(arch: Any, settings: Mapping[str, Any]) -> dict[str, Any]:

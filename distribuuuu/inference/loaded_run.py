@@ -230,7 +230,7 @@ class LoadedRun:
             raise ConfigError(f"TASK.NAME: got {self.cfg.TASK.NAME}, {reason}")
         if not self.has_classifier:
             fix = f"FINETUNE.WEIGHTS pretrained MODEL.ARCH {self.cfg.MODEL.ARCH}"
-            message = f"{self.source} is published without a classifier: only `probe` can use it"
+            message = f"{self.source} is published without a classifier of these classes: only `probe` can use it"
             raise ConfigError(f"RUN: {message}; fix: train a head first, distribuuuu train {fix} TRAIN.DATASET FOLDER")
 
     def predict_chunks(

@@ -52,7 +52,7 @@ def resolve_preprocessing(cfg: Config, weights: str = "") -> Config:
 def _keep(cfg: Config, file: Path) -> Config:
     """Return a config whose options that are not set are those that a run was trained with, from its stored config."""
     trained, problems = read_cfg(FoundConfig(file))
-    if not trained.origins:  # nothing of it can be read; an option of another version is no reason
+    if problems and not trained.origins:  # nothing of it can be read; an option of another version is no reason
         raise ConfigError(problems)
     unset = {key: get_value(trained, key) for key in FOLLOWING if key not in cfg.origins}
     kept = {key: value for key, value in unset.items() if value != get_value(cfg, key)}

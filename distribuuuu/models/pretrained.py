@@ -5,13 +5,14 @@ import logging
 import math
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torchvision
 from torch import nn
 
 from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.errors import counted
 from distribuuuu.models.find_architecture import Architecture, ModelSpec, find_architecture
 from distribuuuu.models.head import find_head_of, find_resized_layers, initialize_head, replace_layers
 
@@ -40,6 +41,46 @@ def find_published(arch: Architecture, key: str = "MODEL.PRETRAINED") -> tuple[s
         return f"the weights of {arch.name}", {"pretrained": True}
     remedy = "set MODEL.WEIGHTS or FINETUNE.WEIGHTS to the path of a weights file instead"
     raise ConfigError(Problem(key, f"{arch.name} has no published weights; fix: {remedy}"))
+
+
+def check_published_head(arch: str, classes: Sequence[str], key: str) -> None:
+    """Check that the head of published weights answers with the classes of the data, in their order.
+
+    Names are compared with the synsets and words of ImageNet if it has their number; numbers are taken for its own.
+
+    Raises:
+        ConfigError: there are no weights, or their head is one of other classes; `key` asks for them.
+    """
+    from timm import get_pretrained_cfg
+    from timm.data import ImageNetInfo, infer_imagenet_subset
+
+    found = find_architecture(arch)
+    weights = find_published(found, key)[1].get("weights")
+    published = get_pretrained_cfg(found.name) if found.source == "timm" else None
+    if not (weights or published):
+        return
+    num, problem = len(weights.meta["categories"]) if weights else published.num_classes, ""
+    subset = infer_imagenet_subset({"num_classes": num})
+    if num != len(classes):
+        problem = f"has {counted(num, 'class')}, the data has {len(classes):,}"
+    elif subset and not getattr(published, "label_names", None):
+        info = ImageNetInfo(subset)
+        names = zip(classes, info.label_names(), info.label_descriptions(), strict=True)
+        others = [
+            f"{words!r} where the data has {name!r}"
+            for number, (name, synset, words) in enumerate(names)
+            if name != synset and not _is_named(name, words, number)
+        ]
+        problem = f"has other classes, e.g. {others[0]}" if 2 * len(others) > num else ""
+    if problem:
+        fix = "fine-tune them on this data first (FINETUNE.WEIGHTS pretrained), and use the weights of that run"
+        raise ConfigError(Problem(key, f"the head of the published weights of {arch} {problem}; fix: {fix}"))
+
+
+def _is_named(name: str, words: str, number: int) -> bool:
+    """Tell whether a name is the first of the words of a class, or ends with its number."""
+    plain = name.lower().replace("_", " ")
+    return plain == words.partition(",")[0].lower() or bool(re.search(rf"(^|\D)0*{number}$", plain))
 
 
 def build_pretrained(spec: ModelSpec, key: str) -> nn.Module:

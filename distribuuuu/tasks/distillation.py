@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, load_state_dict, read_checkpoint
-from distribuuuu.checkpoint.weights_files import best_state_dict
+from distribuuuu.checkpoint.weights_files import PUBLISHED, best_state_dict
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.registry import TASKS
@@ -61,7 +61,10 @@ def build_teacher(cfg, classes: Sequence[str]) -> nn.Module:
     own = {"MODEL.ARCH": cfg.DISTILL.TEACHER, "MODEL.KWARGS": cfg.DISTILL.KWARGS.clone(), "FINETUNE.WEIGHTS": ""}
     teacher_cfg = changed(cfg, own)
     try:
-        if weights == "pretrained":
+        if weights == PUBLISHED:
+            from distribuuuu.models.pretrained import check_published_head
+
+            check_published_head(cfg.DISTILL.TEACHER, classes, "DISTILL.WEIGHTS")
             return dist.local_main_first(lambda: build_model(teacher_cfg, pretrained=True))
         teacher = build_model(teacher_cfg, pretrained=False)
     except ConfigError as error:
@@ -80,6 +83,6 @@ def build_teacher(cfg, classes: Sequence[str]) -> nn.Module:
 def _as_teacher_problem(problem: Problem) -> Problem:
     """Return a problem of MODEL.* under the key of DISTILL.* that sets the same for the teacher."""
     first = problem.key if isinstance(problem.key, str) else problem.key[0]
-    if first == "MODEL.PRETRAINED":
+    if first in ("MODEL.PRETRAINED", "DISTILL.WEIGHTS"):
         return Problem("DISTILL.WEIGHTS", problem.message)
     return Problem("DISTILL.KWARGS" if first.startswith("MODEL.KWARGS") else "DISTILL.TEACHER", problem.message)

@@ -121,6 +121,7 @@ def test_a_conflict_with_the_number_found_is_reported(image_folder):
 REPLAYED = ("TRAIN.BATCH_SIZE", 12, "TRAIN.GLOBAL_BATCH_SIZE", 24, "MODEL.COMPILE")
 SHARDED = ("TRAIN.BATCH_SIZE", "auto", "TRAIN.GLOBAL_BATCH_SIZE", 24, "DIST.SHARD")
 MIXED = ("AUG.MIXUP", 0.2, "TRAIN.BATCH_SIZE", 6, "TRAIN.GLOBAL_BATCH_SIZE", 18)
+TAUGHT = ("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", "/no/such")
 SEVERAL_STARTS = ("FINETUNE.WEIGHTS", "pretrained", "MODEL.PRETRAINED", True)
 
 
@@ -143,6 +144,7 @@ def test_problems_of_a_training_are_reported_before_it_starts(problems):
         (SEVERAL_STARTS, 1, ["set MODEL.PRETRAINED False, or leave this option empty"]),
         (("MODEL.WEIGHTS", "FILE", *SEVERAL_STARTS[:2]), 1, ["set MODEL.WEIGHTS null, or leave this option empty"]),
         (("MODEL.WEIGHTS", "FOLDER"), 1, ["MODEL.WEIGHTS (command line): not a file: "]),
+        (TAUGHT, 1, ["/no/such; fix: restore it, as every training"]),
         # Gradients do not accumulate over replays of a graph.
         ((*REPLAYED, "reduce-overhead"), 2, []),
         ((*REPLAYED, "default"), 1, []),
@@ -169,8 +171,18 @@ def test_problems_of_a_training_are_reported_before_it_starts(problems):
         assert len(found) == bool(parts) and all(part in found[0] for part in parts), found
 
 
+def test_a_resumed_run_needs_its_teacher_but_no_initial_weights(problems, tmp_path):
+    gone = ("FINETUNE.WEIGHTS", "/no/such"), ("MODEL.WEIGHTS", "/no/such")
+    assert all("/no/such" in str(problems(*words)) for words in gone)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "ckpt_ep_001.pth.tar").touch()
+    assert [problems(*words) for words in gone] == [[], []]
+    for words in (*(("TRAIN.AUTO_RESUME", "False", *each) for each in gone), TAUGHT):
+        assert "/no/such" in str(problems(*words))
+
+
 def test_problems_of_a_training_do_not_concern_an_evaluation(problems, tmp_path):
-    for words in (("FINETUNE.WEIGHTS", "/no/such"), SEVERAL_STARTS, MIXED):
+    for words in (("FINETUNE.WEIGHTS", "/no/such"), SEVERAL_STARTS, MIXED, TAUGHT):
         assert problems(*words, *EVALUATED, train=False) == []
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").touch()

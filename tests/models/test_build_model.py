@@ -16,17 +16,21 @@ from support.downloads import serve
 from support.hostile import Payload
 from support.runs import problems_of
 from support.tables import slow
+from timm.data import ImageNetInfo
 from torch import nn
 from torchvision.models import resnet50
 
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.config.registry import MODELS
+from distribuuuu.inference.load_run import find_run
 from distribuuuu.models import build_model, check_model
 from distribuuuu.models.botnet import RelativePosition, botnet50
 from distribuuuu.models.build import initialize
 from distribuuuu.models.cifar_resnet import CifarBlock, CifarResNet
 from distribuuuu.models.find_architecture import build_model_spec, find_architecture
+from distribuuuu.models.pretrained import check_published_head
 from distribuuuu.models.torchvision_nets import NAMES
+from distribuuuu.trainer import evaluate_weights
 
 
 def make_cfg(arch, num_classes=1000, im_size=224, pretrained=False, **kwargs):
@@ -155,6 +159,29 @@ def test_timm_weights_load_and_the_fresh_head_is_logged(monkeypatch, caplog):
     assert fresh == ["classifier.weight", "classifier.bias"]
     assert state["classifier.weight"].std() < 0.015 and not state["classifier.bias"].any(), "timm's has 0.3"
     assert any(message.endswith("the head is randomly initialized") for message in caplog.messages)
+
+
+def test_a_published_head_is_used_only_for_its_own_classes(small_cfg, monkeypatch):
+    synsets, words = (getattr(ImageNetInfo(), name)() for name in ("label_names", "label_descriptions"))
+    accepted = (
+        synsets, [f"class_{number}" for number in range(1000)], [f"{number:04}" for number in range(1000)],
+        [name.partition(",")[0].replace(" ", "_") for name in words],
+    )  # fmt: skip
+    for arch in ("resnet18", "timm/mobilenetv3_small_050"):
+        for classes in accepted:
+            check_published_head(arch, classes, "KEY")
+        for classes, said in [
+            (["ant", "bee"], "has 1,000 classes, the data has 2"),
+            (synsets[1:] + synsets[:1], "other classes, e.g. 'tench, Tinca tinca' where the data has 'n01443537'"),
+            ([f"mine {number}a" for number in range(1000)], "has other classes"),
+        ]:
+            with pytest.raises(ConfigError, match=f"^KEY: the head of the published weights of {arch} .*{said}"):
+                check_published_head(arch, classes, "KEY")
+    serve(monkeypatch, AssertionError("nothing is downloaded"))
+    with pytest.raises(ConfigError, match=r"^MODEL.PRETRAINED: .* has 1,000 classes, the data has 3; fix: fine-tune"):
+        evaluate_weights(small_cfg("MODEL.ARCH", "resnet18", "MODEL.PRETRAINED", True))
+    with pytest.raises(ConfigError, match="names 1,000 classes"):
+        find_run("timm/test_vit", None, ["MODEL.NUM_CLASSES", "3", "DATA.NAME", "dummy"])
 
 
 def test_norms_keep_their_scales_only_if_asked():

@@ -29,6 +29,7 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.config_node import get_value
 from distribuuuu.engine.build import build_initial_model
 from distribuuuu.engine.precise_bn import compute_precise_statistics
+from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.inference.load_run import find_run
 from distribuuuu.models import build_model
 from distribuuuu.models.finetune import load_backbone
@@ -443,6 +444,8 @@ def test_a_run_that_is_resumed_keeps_the_preprocessing_it_was_trained_with(first
     resumed = resolve_preprocessing(load_cfg(None, small_options(image_folder, tmp_path / "out", *map(str, words))))
     assert [get_value(resumed, key) for key in FOLLOWING] == [get_value(trained, key) for key in FOLLOWING]
     assert ("TEST.INTERPOLATION bicubic" in str(notes_of(resumed, logging.INFO))) == bool(first)
+    without = resolve_cfg(load_cfg(None, small_options(image_folder, tmp_path / "out")))
+    assert [get_value(without, key) for key in FOLLOWING] == [get_value(trained, key) for key in FOLLOWING]
     for name, auto_resume in (("new", True), ("out", False)):
         own = small_options(image_folder, tmp_path / name, *map(str, words), "TRAIN.AUTO_RESUME", str(auto_resume))
         assert resolve_preprocessing(load_cfg(None, own)).DATA.MEAN == HALF

@@ -186,6 +186,7 @@ def test_errors_of_the_teacher_name_the_options_of_distillation(small_cfg, tmp_p
         (("DISTILL.KWARGS.widht", 8), r"^DISTILL.KWARGS.*: resnet8 has no such parameter; did you mean width"),
         ((), r"^DISTILL.WEIGHTS \(command line\): .*does not fit the model"),
         (("DISTILL.WEIGHTS", "pretrained"), "^DISTILL.WEIGHTS .*resnet8 has no published weights"),
+        (("DISTILL.WEIGHTS", "pretrained", "DISTILL.TEACHER", "resnet18"), "^DISTILL.WEIGHTS .* has 1,000 classes"),
     ]:  # fmt: skip
         torch.save({"w": torch.ones(1)}, tmp_path / "weights.pth")
         with pytest.raises(ConfigError, match=said):
