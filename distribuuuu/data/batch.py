@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from distribuuuu.config import ConfigError
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.decode import DEFAULTS, DecodeOptions, open_lazy_image, reason_of
+from distribuuuu.data.decode import DEFAULTS, DecodeOptions, open_lazy_image
 from distribuuuu.data.samplers import BatchKeys, EvalSampler, ResumableDistributedSampler
 from distribuuuu.data.seeding import SampleKey, SampleRNG, derive_seed
 from distribuuuu.data.transforms import Transform, as_geometry
@@ -143,8 +143,8 @@ MAX_SUBSTITUTES = 20
 # Batches that each worker prepares ahead; more than two cost memory and gain nothing.
 PREFETCH = 2
 
-# A batch of uint8 images, None if one of them could not be read; and a message for each broken image.
-HostBatch = tuple[Batch | None, tuple[str, ...]]
+# A batch of uint8 images, None if one of them could not be read; and the `ImageFault` of each broken image.
+HostBatch = tuple[Batch | None, tuple[Any, ...]]
 # From an image (H, W, 3) and a shape (N, H, W, 3) to uninitialized memory for a batch.
 Allocate = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 
@@ -155,13 +155,13 @@ class Sample(NamedTuple):
     Attributes:
         pixels: uint8 (3, H, W), with several views a tuple of them; None: no image could be read, see `Samples`.
         index: the image in the data set, that of the substitute for a broken one.
-        broken: a message for each image that could not be read.
+        broken: the `ImageFault` of each image that could not be read.
     """
 
     pixels: torch.Tensor | tuple[torch.Tensor, ...] | None
     label: Any
     index: int  # type: ignore[assignment]  # in place of the method of tuples
-    broken: tuple[str, ...] = ()
+    broken: tuple[Any, ...] = ()
     geometry: Any = None
 
 
@@ -213,7 +213,7 @@ class Samples:
         """
         views: list[torch.Tensor] = []
         labels, index, unread, geometry = [], [], [], []
-        broken: tuple[str, ...] = ()
+        broken: tuple[Any, ...] = ()
         for row, sample in enumerate(map(self.__getitem__, keys)):
             labels.append(sample.label)
             geometry.append(sample.geometry)
@@ -251,7 +251,7 @@ class Samples:
     def __getitem__(self, key: SampleKey) -> Sample:
         seed, index, *_ = key
         transform = transform_at(self.transform, key)
-        broken: list[str] = []
+        broken: list[Any] = []
         for attempt in range(1 + MAX_SUBSTITUTES * (self.skip_broken and self.substitutes)):
             chosen = index if attempt == 0 else derive_seed(seed, index, attempt) % len(self.images)
             try:
@@ -263,7 +263,9 @@ class Samples:
             except ConfigError:  # the fault of the network, the disk or an augmentation; the message is complete
                 raise
             except Exception as error:  # decoders raise nearly anything; the loader reports the file and the cause
-                broken.append(f"{self.images.describe(chosen)}: {type(error).__name__}: {reason_of(error)}")
+                from distribuuuu.data.image_faults import explain_fault
+
+                broken.append(explain_fault(self.images.describe(chosen), error))
                 continue
             return Sample(pixels, self.images.label(chosen), chosen, tuple(broken), rng.geometry)
         return Sample(None, self.images.label(index), index, tuple(broken))

@@ -71,7 +71,9 @@ class DecodeOptions(NamedTuple):
     def check_size(self, width: int, height: int) -> None:
         """Raise ValueError if an image has more than `max_pixels`."""
         if width * height > self.max_pixels:
-            raise ValueError(f"{width} x {height} pixels are more than DATA.MAX_PIXELS {self.max_pixels}")
+            from distribuuuu.data.image_faults import too_large
+
+            raise too_large(f"{width} x {height}", width * height, self.max_pixels)
 
 
 DEFAULTS = DecodeOptions()
@@ -86,19 +88,28 @@ def open_image(file: Buffer | IO[bytes], options: DecodeOptions = DEFAULTS) -> I
     """Return a PIL image of which only the header has been read. All image files that PIL reads are opened here."""
     from PIL import Image, UnidentifiedImageError
 
-    silence_decoders()
+    set_up_decoders()
     max_pixels = options.max_pixels
     if Image.MAX_IMAGE_PIXELS is not None and max_pixels > 2 * Image.MAX_IMAGE_PIXELS:
         Image.MAX_IMAGE_PIXELS = -(-max_pixels // 2)  # PIL rejects more than twice this number
     try:
         stream = io.BytesIO(file) if isinstance(file, (bytes, bytearray, memoryview)) else file
-        image = Image.open(stream, formats=FORMATS)
-    except UnidentifiedImageError:
-        raise ValueError(f"not an image of a known format ({', '.join(FORMATS)})") from None
+        try:
+            image = Image.open(stream, formats=FORMATS)
+        except (UnidentifiedImageError, KeyError):  # KeyError: a compression of TIFF
+            from distribuuuu.data.image_faults import open_rare
+
+            image = open_rare(file, options, FORMATS)
     except Image.DecompressionBombError as error:
+        from distribuuuu.data.image_faults import too_large
+
         num_pixels = re.findall(r"\d+", str(error))[0]
-        raise ValueError(f"{num_pixels} pixels are more than DATA.MAX_PIXELS {max_pixels}") from None
+        raise too_large(num_pixels, int(num_pixels), max_pixels) from None
     options.check_size(*image.size)
+    if image.mode in ("F", "I") and options.pixels == "uint8":
+        from distribuuuu.data.image_faults import check_depth
+
+        check_depth(image)
     return image
 
 
@@ -111,11 +122,15 @@ def is_common_jpeg(header: JpegHeader | None, options: DecodeOptions) -> TypeGua
 
 
 @functools.cache
-def silence_decoders() -> None:
-    """Ignore decoders' warnings: torchvision's will move, an image is large, its EXIF is damaged."""
+def set_up_decoders() -> None:
+    """Ignore decoders' warnings (torchvision's will move, an image is large, its EXIF is damaged); raise a limit."""
+    from PIL import PngImagePlugin
+
     warnings.filterwarnings("ignore", message="The image decoding and encoding capabilities")
     warnings.filterwarnings("ignore", message="Image size .* exceeds limit")
     warnings.filterwarnings("ignore", message="Corrupt EXIF data")
+    # The text and the color profile of a PNG are not the pixels: up to 64 MiB of them, PIL's limit for all texts.
+    PngImagePlugin.MAX_TEXT_CHUNK = max(PngImagePlugin.MAX_TEXT_CHUNK, PngImagePlugin.MAX_TEXT_MEMORY)
 
 
 # --------------------------------------------------------------------------------------- decoding
@@ -135,7 +150,7 @@ def decode(data: Buffer, decoder: str = "auto", options: DecodeOptions = DEFAULT
     """
     if not len(data):
         raise ValueError("the file is empty")
-    silence_decoders()
+    set_up_decoders()
     pixels = _decode_jpeg(data, decoder, options)
     if pixels is None or options.exif_rotate:
         from distribuuuu.data import raster
@@ -144,11 +159,6 @@ def decode(data: Buffer, decoder: str = "auto", options: DecodeOptions = DEFAULT
         if options.exif_rotate:
             pixels = raster.rotate(pixels, raster.read_orientation(data, open_image))
     return pixels
-
-
-def reason_of(error: Exception) -> str:
-    """Return the message of an error, without the path of an OSError."""
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 class LazyImage:

@@ -16,7 +16,7 @@ import torch
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.declaration import AUTO
-from distribuuuu.config.errors import counted, first_few
+from distribuuuu.config.errors import BadImageError, counted, first_few
 from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.registry import DATASETS, dataset_name, task_class
 from distribuuuu.data.batch import (
@@ -41,12 +41,6 @@ from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import count_cores
 
 logger = logging.getLogger(__name__)
-
-
-class BadImageError(ConfigError):
-    """An image that cannot be read; names the file."""
-
-    one_process = True
 
 
 class Loader:
@@ -104,12 +98,13 @@ class Loader:
                 return
             batch, broken = made
             if batch is None:
-                fix = "repair or remove it" + ("" if self.samples.skip_broken else ", or set DATA.ON_BAD_IMAGE skip")
-                raise BadImageError(f"broken image: {broken[-1]}; fix: {fix}")
-            for message in broken:
+                raise broken[-1].error(can_skip=not self.samples.skip_broken)
+            for fault in broken:
+                if not fault.is_damaged:
+                    raise fault.error()
                 self.num_broken += 1
                 answer = "substituted" if self.samples.substitutes else "not evaluated"
-                logger.warning("broken image (%d so far), %s: %s", self.num_broken, answer, message)
+                logger.warning("broken image (%d so far), %s: %s", self.num_broken, answer, fault)
             yield batch
 
     def to_device(self, batch: Batch) -> Batch:
@@ -197,7 +192,7 @@ class TrainLoader(Loader):
         """Return a micro-batch on the device, with all views and further batches, made by this process for a test."""
         batch, broken = self.samples.batch(next(iter(self.sampler)))
         if batch is None:
-            raise BadImageError(f"broken image: {broken[-1]}; fix: repair or remove it")
+            raise broken[-1].error()
         return self.to_device(batch)
 
     def iter_images(self, seed: int, epoch: int, num: int) -> Iterator[torch.Tensor]:
@@ -350,11 +345,13 @@ def find_notes(cfg, images: ImageDataset, launch: Launch, train: bool, name: str
     if images.has_files or images.holds_files:
         from distribuuuu.data.datasets.file_check import check_images, find_reduced
 
-        broken, unknown = check_images(cfg, images, train)
-        if broken and cfg.DATA.ON_BAD_IMAGE != "skip":
-            error = BadImageError(f"{key}: {broken}; fix: repair or remove them, or set DATA.ON_BAD_IMAGE skip")
+        try:
+            broken, unknown = check_images(cfg, images, train)
+            if broken and cfg.DATA.ON_BAD_IMAGE != "skip":
+                raise BadImageError(f"{key}: {broken}; fix: repair or remove them, or set DATA.ON_BAD_IMAGE skip")
+        except BadImageError as error:
             error.one_process = launch.local_rank == 0  # the disk may be local to this machine
-            raise error
+            raise
         reduced = find_reduced(images, build_decode_options(cfg))
         yield from (f"{key}: {note}" for note in (broken, unknown, reduced) if note)
     if train and len(images.classes) == 1 and name == MAIN:

@@ -10,12 +10,13 @@ import torch
 from PIL import Image
 
 from distribuuuu.config import ConfigError
+from distribuuuu.config.options import PIXEL_RANGES
+from distribuuuu.data.image_faults import TIFF, IntactImageError, check_depth, read_page
 
 _EXIF_ORIENTATION = 0x0112
 # Dimensions of (3, H, W) to flip for each EXIF orientation; from 5 on, height and width are swapped first.
 _FLIPS = {2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
 NPY = b"\x93NUMPY"
-_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 # Bytes that contain the header of an .npy file.
 _HEADER = 1 << 14
 _READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
@@ -33,12 +34,12 @@ def decode_other(data: Any, options: Any, open_image: Callable[..., Image.Image]
     head = bytes(data[:6])
     if head == NPY:
         return to_pixels(_read_npy(data), options)
-    if head[:4] in _TIFF and options.channels != 1:
+    if head[:4] in TIFF and options.channels != 1:
         return to_pixels(_read_tiff(data, options), options)
     with open_image(data, options) as image:
         is_reduced = bytes(data[:4]) == b"\x89PNG" and data[24] == 16 and not image.mode.startswith("I")
         if is_reduced and options.pixels != "uint8":
-            raise ValueError("16-bit color PNG, of which PIL reads 8 bits; fix: convert it to TIFF or .npy")
+            raise IntactImageError("16-bit color PNG, of which PIL reads 8 bits; fix: convert it to TIFF or .npy")
         return to_pixels(pil_to_array(image, options), options)
 
 
@@ -58,9 +59,8 @@ def pixels_of(item: Any, options: Any) -> torch.Tensor:
 
 def pil_to_tensor(image: Image.Image) -> torch.Tensor:
     """Return a PIL image of any mode as uint8 (3, H, W); transparency is dropped, 16 bits become 8."""
-    if image.mode == "F":
-        raise ValueError("floating-point pixels: their range is not known")
-    if image.mode.startswith("I"):  # 16 bits, which convert("RGB") would clip to white
+    if image.mode[0] in "FI":
+        check_depth(image)  # 16 bits, which convert("RGB") would clip to white
         gray = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
         return torch.from_numpy(gray).expand(3, -1, -1)
     if image.mode == "P" and "transparency" in image.info:
@@ -112,14 +112,16 @@ def to_pixels(array: np.ndarray, options: Any) -> torch.Tensor:
     is_planar = array.shape[2] != options.channels and array.shape[0] == options.channels
     planes = array if is_planar else array.transpose(2, 0, 1)
     if len(planes) != options.channels:
-        raise ValueError(f"got pixels of shape {array.shape}; expected {options.channels} channels (DATA.CHANNELS)")
+        raise _other_channels(array.shape, options)
     options.check_size(planes.shape[2], planes.shape[1])
     if options.pixels == "float32" and array.dtype.kind in "iuf":
         planes = planes.astype(np.float32)
         if not np.isfinite(planes).all():
             raise ValueError("has pixels that are NaN or infinite; fix: replace them in the file")
     elif array.dtype.newbyteorder("=") != options.pixels:
-        raise ValueError(f"got {array.dtype.name} pixels; expected {options.pixels} (DATA.PIXELS)")
+        other = array.dtype.name if array.dtype.name in PIXEL_RANGES else "float32"
+        expected = f"expected {options.pixels} (DATA.PIXELS); fix: set DATA.PIXELS {other}"
+        raise IntactImageError(f"got {array.dtype.name} pixels; {expected}")
     # The channels of a pixel are adjacent in memory, as in other images.
     values = np.ascontiguousarray(planes.transpose(1, 2, 0), np.uint8 if options.pixels == "uint8" else np.float32)
     return torch.from_numpy(values if values.flags.writeable else values.copy()).permute(2, 0, 1)
@@ -155,5 +157,10 @@ def _read_tiff(data: Any, options: Any) -> np.ndarray:
         *planes, height, width = page.shape if page.planarconfig == 2 else (1, *page.shape[:2])
         options.check_size(width, height)
         if math.prod(page.shape) > options.channels * height * width:
-            raise ValueError(f"got pixels of shape {page.shape}; expected {options.channels} channels (DATA.CHANNELS)")
-        return page.asarray(maxworkers=1)
+            raise _other_channels(page.shape, options)
+        return read_page(page)
+
+
+def _other_channels(shape: tuple[int, ...], options: Any) -> IntactImageError:
+    expected = f"expected {options.channels} channels (DATA.CHANNELS); fix: set DATA.CHANNELS to that of the files"
+    return IntactImageError(f"got pixels of shape {shape}; {expected}")

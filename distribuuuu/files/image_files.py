@@ -13,7 +13,8 @@ JUNK_FOLDERS = (
 MAX_DEPTH = 1000
 # Files that operating systems create, in lower case; like hidden files they are not counted as left out.
 JUNK_FILES = ("thumbs.db", "desktop.ini")
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif", ".jfif")
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif", ".jfif",
+              ".avif", ".heic", ".heif")  # fmt: skip
 ALL_EXTENSIONS = (*EXTENSIONS, ".npy")
 # Names of folders and CSVs that are splits, in lower case and in the usual order.
 TRAIN_NAMES = ("train", "training")

@@ -1,6 +1,7 @@
 """Features of images: the input of the layer that makes the logits of a trained model."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +45,8 @@ def find_classifiers(run: LoadedRun, images: Tensor) -> list[nn.Module]:
     raise ConfigError(f"MODEL.ARCH: {run.cfg.MODEL.ARCH} does not end with a linear layer; fix: add an nn.Linear")
 
 
-def iter_features(run: LoadedRun, loader: ChunkLoader) -> Iterator[tuple[range, Tensor, Tensor, dict[int, str]]]:
-    """Yield of each chunk its positions, features, the classifier's classes, and the causes of its broken images.
+def iter_features(run: LoadedRun, loader: ChunkLoader) -> Iterator[tuple[range, Tensor, Tensor, dict[int, Any]]]:
+    """Yield of each chunk its positions, features, predicted classes, and the `ImageFault` of each image not read.
 
     Features, float32 (N, dim), and classes, int64 (N,), -1 without a classifier, are on the CPU.
 

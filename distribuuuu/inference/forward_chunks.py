@@ -14,6 +14,7 @@ import torch
 
 from distribuuuu.data.batch import Batch, Pass, Samples
 from distribuuuu.data.datasets.base import ImageDataset, read_file
+from distribuuuu.data.image_faults import ImageFault
 from distribuuuu.data.loader import Loader, count_bytes, start_workers
 from distribuuuu.data.samplers import BatchKeys, EvalSampler
 
@@ -98,20 +99,19 @@ class ChunkLoader(Loader):
         pin_memory, batch_bytes = device.type == "cuda", count_bytes(samples, sampler)
         (batches,) = start_workers([Pass(samples, sampler)], kind, workers, pin_memory, batch_bytes)
         super().__init__(samples, sampler, batches, transform.normalizer(device, transform.channels_last))
-        # The cause of each broken image, by its position, until its chunk is taken.
-        self._causes: dict[int, str] = {}
+        # The fault of each image that cannot be read, by its position, until its chunk is taken.
+        self._causes: dict[int, ImageFault] = {}
 
     def host_batches(self) -> Iterator[Batch]:
         """Yield batches of uint8 images (N, 3, H, W) as they come from the workers."""
-        for batch, messages in self._batches:
+        for batch, faults in self._batches:
             assert batch is not None and batch.index is not None  # broken images are zeros
             broken = batch.index[batch.broken].tolist() if batch.broken is not None else []
-            for index, message in zip(broken, messages, strict=True):
-                self._causes[index] = message.removeprefix(f"{self.images.describe(index)}: ")
+            self._causes.update(zip(broken, faults, strict=True))
             yield batch
 
-    def chunks(self) -> Iterator[tuple[range, torch.Tensor, dict[int, str]]]:
-        """Yield each chunk: its positions, its images float32 (N, 3, H, W), and the causes of broken ones."""
+    def chunks(self) -> Iterator[tuple[range, torch.Tensor, dict[int, ImageFault]]]:
+        """Yield each chunk: its positions, its images float32 (N, 3, H, W), and the faults of those not read."""
         batches = iter(self)
         for span in self.sampler.spans:
             parts = [batch.images for batch in itertools.islice(batches, self.sampler.num_batches(span))]

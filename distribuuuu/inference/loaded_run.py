@@ -220,7 +220,8 @@ class LoadedRun:
         predictions = [prediction for chunk in chunks for prediction in chunk]
         bad = next((prediction for prediction in predictions if prediction.error), None)
         if bad and not skip_bad:
-            raise BadImageError(f"broken image: {bad.image}: {bad.error}; fix: remove it, or pass skip_bad=True")
+            what, fix = ("cannot read", ", or") if "; fix: " in bad.error else ("broken image:", "; fix: remove it, or")
+            raise BadImageError(f"{what} {bad.image}: {bad.error}{fix} pass skip_bad=True")
         return predictions
 
     def check_classifier(self) -> None:
@@ -250,7 +251,7 @@ class LoadedRun:
             for index, (numbers, probabilities) in zip(span, finish(), strict=True):
                 name = images.describe(index)
                 if index in causes:
-                    predictions.append(Prediction(name, error=causes[index]))
+                    predictions.append(Prediction(name, error=causes[index].reason))
                 else:
                     labels = tuple(self.classes[number] for number in numbers)
                     predictions.append(Prediction(name, labels, tuple(probabilities)))

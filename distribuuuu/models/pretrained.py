@@ -6,13 +6,16 @@ import math
 import pickle
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 import torchvision
 from torch import nn
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
+from distribuuuu.files.file_kinds import explain_no_weights
 from distribuuuu.models.find_architecture import Architecture, ModelSpec, find_architecture
 from distribuuuu.models.head import find_head_of, find_resized_layers, initialize_head, replace_layers
 
@@ -113,6 +116,9 @@ def _load(spec: ModelSpec, source: str, arguments: dict[str, Any], key: str) -> 
         cause = error.__cause__ if isinstance(error, ConfigError) else error
         if isinstance(error, ConfigError) and not isinstance(cause, (OSError, RuntimeError, pickle.UnpicklingError)):
             raise
+        cached = Path(torch.hub.get_dir(), "checkpoints", source.rpartition("/")[2])
+        if cached.is_file() and (what := explain_no_weights(cached, "")):
+            raise ConfigError(Problem(key, what)) from None
         reason = f"cannot load {source} into {spec.arch.name}: {_one_line(cause) or type(cause).__name__}"
         fix = (
             "delete a damaged file; without a network, copy the file to this machine and set FINETUNE.WEIGHTS to its"
@@ -126,7 +132,8 @@ def _one_line(error: BaseException | None) -> str:
     text = " ".join(str(error).split())
     if "weights_only" in text:  # torch's refusal of a file, with the advice to unpickle it
         named = re.search(r"GLOBAL ([\w.]*\w)", text)
-        return f"it holds {named[1] if named else 'Python objects'}, which is not plain data"
+        found = f"holds {named[1]}, which is not plain data" if named else "is damaged, or holds more than plain data"
+        return f"it {found}"
     return text if len(text) <= 300 else f"{text[:300]} ..."
 
 

@@ -14,7 +14,6 @@ from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.build_transform import build_transform, statistics_of
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import build_decode_options
-from distribuuuu.data.loader import BadImageError
 from distribuuuu.distributed import comm as dist
 from distribuuuu.tasks.classification import Classification
 
@@ -114,7 +113,7 @@ class AirbenchTraining(Lookahead):
         samples = Samples(images, transform, cfg.DATA.DECODER, cfg.DATA.ON_BAD_IMAGE == "skip", options)
         batch, broken = samples.batch([(0, number * len(images) // num) for number in range(num)])
         if batch is None:
-            raise BadImageError(f"broken image: {broken[-1]}; fix: repair or remove it")
+            raise broken[-1].error()
         return Normalizer(self.device, *statistics_of(cfg, images), channels_last=False)(batch.first_images)
 
     @property

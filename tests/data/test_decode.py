@@ -116,7 +116,7 @@ def test_other_kinds_of_pixels_are_converted_or_refused():
     deep = Image.fromarray(np.asarray(gray).astype(np.uint16) * 257)
     for kind, decoder in itertools.product(("PNG", "TIFF", "PPM"), ("auto", "pil")):
         assert torch.equal(decode(encode(deep, kind), decoder), tensor_of(gray)), (kind, decoder)
-    with pytest.raises(ValueError, match="floating-point"):
+    with pytest.raises(ValueError, match="float32"):
         pil_to_tensor(Image.new("F", (4, 4)))
 
 
@@ -184,7 +184,9 @@ def test_a_postscript_file_with_the_name_of_a_jpeg_starts_no_ghostscript(tmp_pat
     text = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n"
     (tmp_path / "train" / "a" / "x.jpg").write_bytes(text)
     sample = Samples(ImageFolder(tmp_path, "train"), CenterCrop(8, 8), decoder, skip_broken=False)[0, 0]
-    assert sample.broken[0].endswith(f"a/x.jpg: ValueError: not an image of a known format ({', '.join(own.FORMATS)})")
+    assert str(sample.broken[0]).endswith(
+        f"a/x.jpg: ValueError: not an image of a known format ({', '.join(own.FORMATS)})"
+    )
 
 
 @pytest.mark.parametrize("kind, decoder", pairwise(("JPEG", "PNG", "WEBP", "TIFF"), DECODERS))

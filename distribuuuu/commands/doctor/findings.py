@@ -15,7 +15,7 @@ import numpy as np
 
 from distribuuuu.commands.scan.data_config import find_splits, open_images
 from distribuuuu.commands.scan.duplicates import DuplicateGroup
-from distribuuuu.commands.scan.scan import BROKEN, ROTATED, Scan, suggest_sizes
+from distribuuuu.commands.scan.scan import BROKEN, INTACT, ROTATED, Scan, suggest_sizes
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.options import PIXEL_RANGES
@@ -26,8 +26,8 @@ from distribuuuu.data.datasets.folder_scan import scan_folder
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.index import Index
 from distribuuuu.data.datasets.targets import match_forms
-from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_lazy_image, reason_of
-from distribuuuu.data.loader import BadImageError
+from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_lazy_image
+from distribuuuu.data.image_faults import explain_fault
 from distribuuuu.files.image_files import is_image, list_classes
 from distribuuuu.hints.sources import (
     access_problem,
@@ -124,7 +124,8 @@ _KINDS = {
     "empty_class": (PROBLEM, "{} without an image{}", ""),
     "one_class": (PROBLEM, "{}: the only class is {!r}", "add images of another class"),
     "unknown_class": (PROBLEM, "{} of {} not in {}: {}", "rename the folders, or add training images"),
-    "broken": (PROBLEM, "{} empty, damaged, too large, or no image",
+    "not_read": (PROBLEM, "{} intact, but not readable without another option, a higher limit or a package", ""),
+    "broken": (PROBLEM, "{} empty, damaged, or no image",
                "replace or remove the files, or train with DATA.ON_BAD_IMAGE skip"),
     "leakage": (PROBLEM, "{} of copies, {} of identical files, in several splits, so the test measures memory",
                 "keep the copies of one split, e.g. remove those from the training split"),
@@ -240,12 +241,15 @@ def _image_findings(scan: Scan, options: DecodeOptions) -> Iterator[Finding]:
         yield _found("left_out", [], "; ".join(notes))
     if reduced := [note for images in sets if (note := find_reduced(images, options))]:
         yield _found("reduced", [], reduced[0])
-    for kind, flag in (("broken", BROKEN), ("rotated", 0 if options.exif_rotate else ROTATED)):
-        if found := np.flatnonzero(scan.records["flags"] & flag).tolist():
+    flags = scan.records["flags"] & (BROKEN | INTACT | (0 if options.exif_rotate else ROTATED))
+    for kind, flag in (("broken", BROKEN), ("not_read", BROKEN | INTACT), ("rotated", ROTATED)):
+        if found := np.flatnonzero(flags == flag).tolist():
             files = [scan.name(index) for index in found]
             pairs = zip(files, map(scan.reasons.get, found), strict=True)
             reasons = {file: reason for file, reason in pairs if reason is not None}
-            yield _found(kind, files, counted(len(found), "image"), reasons=reasons)
+            fixes = dict.fromkeys(reason.rpartition("; fix: ")[2] for reason in reasons.values())
+            fix = first_few([*fixes], "; ", 3) if kind == "not_read" else ""
+            yield _found(kind, files, counted(len(found), "image"), reasons=reasons, fix=fix)
 
 
 def _duplicate_findings(scan: Scan, groups: Sequence[DuplicateGroup]) -> Iterator[Finding]:
@@ -316,8 +320,7 @@ def format_statistics(cfg: Config, workers: int, as_json: bool) -> str:
         except ConfigError:
             raise
         except Exception as error:  # decoders raise nearly anything
-            reason = f"{type(error).__name__}: {reason_of(error)}; fix: repair or remove it"
-            raise BadImageError(f"broken image: {images.describe(index)}: {reason}") from error
+            raise explain_fault(images.describe(index), error).error() from error
         values = pixels.reshape(len(pixels), -1) / np.float64(one)
         return np.stack([values.mean(1), np.square(values).mean(1)])
 

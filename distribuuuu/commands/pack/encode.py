@@ -20,6 +20,7 @@ from distribuuuu.config.errors import DataError
 from distribuuuu.data.datasets.array_file import Arrays
 from distribuuuu.data.datasets.base import ImageDataset, is_file
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, decode, open_lazy_image
+from distribuuuu.data.image_faults import ImageFault, explain_fault
 from distribuuuu.data.packed.format import COLUMNS, MAX_RECORD, describe_image, shard_name
 from distribuuuu.data.transforms import resize
 
@@ -49,8 +50,8 @@ class Encoder:
         """Return the name of image `index`, relative to `root`."""
         return self.images.describe(index).removeprefix(os.path.join(self.root, ""))
 
-    def __call__(self, index: int) -> Record | str:
-        """Return the record of image `index`, or why it is broken."""
+    def __call__(self, index: int) -> Record | ImageFault:
+        """Return the record of image `index`, or why it cannot be read."""
         try:
             data, height, width = self._encode(self.images.read(index))
             if len(data) > MAX_RECORD:
@@ -58,13 +59,14 @@ class Encoder:
         except (DataError, MemoryError):  # the fault of the network, the disk or the machine
             raise
         except Exception as error:  # decoders raise nearly anything; the message names the image and the cause
-            return f"{self.images.describe(index)}: {type(error).__name__}: {error}"
+            return explain_fault(self.images.describe(index), error)
         name, label = os.fsencode(self.name(index)), self.images.label(index)
         if self.images.targets == "label":
             return Record(data, zlib.crc32(data), int(label), height, width, name)
         targets, arrays = encode_targets(label, self.images.targets)
         if targets != self.targets:
-            return f"{self.images.describe(index)}: its targets have another form than those of the first image"
+            reason = "its targets have another form than those of the first image"
+            return ImageFault(self.images.describe(index), reason)
         return Record(data, zlib.crc32(data), 0, height, width, name, arrays)
 
     def _encode(self, image: Any) -> tuple[bytes, int, int]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distribuuuu.commands.pack.writer import PackWriter, find_conflicts, remove_files, remove_parts
+from distribuuuu.commands.pack.writer import PackWriter, Record, find_conflicts, remove_files, remove_parts
 from distribuuuu.commands.scan.pool import map_in_order
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.errors import Problem, counted
@@ -194,12 +194,11 @@ def _append_all(writer: PackWriter, encoder: "Encoder", num_workers: int, skip: 
     with bar, contextlib.closing(results):
         for indices, records in results:
             for index, record in zip(indices, records, strict=True):
-                if not isinstance(record, str):
+                if isinstance(record, Record):
                     writer.append(index, record)
                     continue
-                if not skip:
-                    fix = "repair it and run the same command again, or add DATA.ON_BAD_IMAGE skip"
-                    raise ConfigError(f"broken image: {record}; {fix}")
+                if not (skip and record.is_damaged):
+                    raise record.error(can_skip=True)
                 bar.write(f"broken image left out: {record}", file=sys.stderr)
                 writer.skip()
             bar.update(len(indices))

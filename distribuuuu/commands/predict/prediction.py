@@ -69,7 +69,8 @@ def predict_files(job: Namespace) -> int:
     try:
         for span, (rows, errors) in zip(left, predict_spans(job, run, selection, left), strict=True):
             for path, cause in errors:
-                bar.write(printable(f"broken image: {path}: {cause}"), file=sys.stderr)
+                what = "cannot read" if "; fix: " in cause else "broken image:"
+                bar.write(printable(f"{what} {path}: {cause}"), file=sys.stderr)
             if out:
                 out.append(rows, errors)
             else:

@@ -11,7 +11,7 @@ from distribuuuu.commands.stats.significance import wilson_interval
 from distribuuuu.config import ConfigError
 from distribuuuu.data.batch import as_targets
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.loader import BadImageError, count_workers
+from distribuuuu.data.loader import count_workers
 from distribuuuu.inference.features import CHUNK, has_classifier, iter_features
 from distribuuuu.inference.forward_chunks import ChunkLoader, list_spans
 from distribuuuu.inference.linear_probe import (
@@ -76,8 +76,8 @@ def extract_features(run: LoadedRun, loader: ChunkLoader) -> tuple[Tensor, Tenso
     images, num_right, rows = loader.images, 0, torch.empty(0)
     labels = as_targets([images.label(index) for index in range(len(images))])
     for span, features, predicted, causes in iter_features(run, loader):
-        for index, cause in causes.items():
-            raise BadImageError(f"broken image: {images.describe(index)}: {cause}; fix: repair or remove it")
+        for fault in causes.values():
+            raise fault.error()
         if not len(rows):
             size = len(images), features.shape[1]
             rows = torch.empty(size, dtype=torch.float32 if size[0] * size[1] <= _MAX_FLOAT32 else torch.float16)

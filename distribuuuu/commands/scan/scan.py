@@ -15,13 +15,14 @@ from PIL import Image
 from distribuuuu.commands.scan.pool import map_in_order
 from distribuuuu.config.errors import DataError
 from distribuuuu.data.datasets.base import ImageDataset, is_file
-from distribuuuu.data.decode import DecodeOptions, open_image, open_lazy_image, reason_of
+from distribuuuu.data.decode import DecodeOptions, open_image, open_lazy_image
+from distribuuuu.data.image_faults import explain_fault
 from distribuuuu.data.raster import pil_to_tensor
 
 # What is kept of an image: 33 bytes. The content hash decides together with the perceptual hash and the size.
 RECORD = np.dtype([("content", "u8"), ("hash", "u1", 16), ("width", "u4"), ("height", "u4"), ("flags", "u1")])
-# Flags of a record. FLAT: of one color, so without a perceptual hash.
-BROKEN, FLAT, ROTATED = (1 << number for number in range(3))
+# Flags of a record. FLAT: of one color, so without a perceptual hash; INTACT: BROKEN, but its bytes are not damaged.
+BROKEN, FLAT, ROTATED, INTACT = (1 << number for number in range(4))
 
 # JPEGs are scaled down while they are decoded, by 2, 4 or 8, but not below this shorter side. On photographs of 400 px,
 # the standard deviation of the pixels is 0.8 % smaller at half the size.
@@ -110,8 +111,9 @@ def _measure(images: ImageDataset, options: DecodeOptions, index: int) -> tuple[
     except DataError:  # the disk fails, which is no damage of the image
         raise
     except Exception as error:  # decoders raise nearly anything
-        record["flags"] = BROKEN
-        return record, np.zeros(7), f"{type(error).__name__}: {reason_of(error)}"
+        fault = explain_fault("", error)
+        record["flags"] = BROKEN if fault.is_damaged else BROKEN | INTACT
+        return record, np.zeros(7), fault.reason
 
 
 def measure_image(item: Any, options: DecodeOptions, record: Any) -> np.ndarray:

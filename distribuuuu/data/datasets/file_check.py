@@ -24,7 +24,6 @@ from distribuuuu.data.decode import (
     decode,
     open_image,
     read_jpeg_header,
-    reason_of,
 )
 from distribuuuu.files.locks import take_turn
 
@@ -45,7 +44,11 @@ _SAMPLES = 8
 
 
 def check_images(cfg, images: ImageDataset, train: bool) -> tuple[str, str]:
-    """Return messages on the broken files of a set and on the files that are not checked yet; empty if none."""
+    """Return messages on the broken files of a set and on the files that are not checked yet; empty if none.
+
+    Raises:
+        BadImageError: a file is intact, but cannot be read, see `IntactImageError`.
+    """
     if not images.has_files:
         return "", ""
     options, decoder = build_decode_options(cfg), cfg.DATA.DECODER
@@ -60,7 +63,12 @@ def check_images(cfg, images: ImageDataset, train: bool) -> tuple[str, str]:
         except ConfigError:  # a missing package; the message is complete
             raise
         except Exception as error:  # decoders raise nearly anything
-            return f"{path}: {type(error).__name__}: {reason_of(error)}"
+            from distribuuuu.data.image_faults import explain_fault
+
+            fault = explain_fault(path, error)
+            if not fault.is_damaged:
+                raise fault.error() from error
+            return str(fault)
         return None
 
     if train:
@@ -101,7 +109,7 @@ def has_16_bits(image: "Image", file: Buffer = b"") -> bool:
         return bytes(file[24:25]) == b"\x10"  # the header: PIL opens colors of 16 bits as those of 8
     if image.format == "TIFF":
         bits: Any = getattr(image, "tag_v2", {}).get(258, (8,))  # BitsPerSample
-        return max(bits) > 8
+        return max(bits) == 16
     return image.mode.startswith("I")
 
 

@@ -200,15 +200,15 @@ def test_folders_patterns_lists_and_files_are_expanded_in_order(tmp_path, monkey
 
 
 def test_files_that_are_left_out_are_counted_and_lost_transparency_is_named(shapes_run, tmp_path, capsys):
-    for name in ("photos/1.HEIC", "photos/b/2.heic", "photos/3.mov", "photos/.hidden", "only/4.heic"):
+    for name in ("photos/1.JXL", "photos/b/2.jxl", "photos/3.mov", "photos/.hidden", "only/4.jxl"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     Image.new("RGBA", (40, 40), (255, 0, 0, 90)).save(tmp_path / "photos" / "clear.png")
     assert run(shapes_run, tmp_path / "photos") == 0
     said = capsys.readouterr().err
-    assert f"{tmp_path}/photos; 3 files left out: .heic (2), .mov (1)" in said and "clear.png, lose it" in said
+    assert f"{tmp_path}/photos; 3 files left out: .jxl (2), .mov (1)" in said and "clear.png, lose it" in said
     assert run(shapes_run, tmp_path / "only") == 2
-    assert "holds no image; 1 file left out: .heic (1)" in capsys.readouterr().err
+    assert "holds no image; 1 file left out: .jxl (1)" in capsys.readouterr().err
 
 
 def test_file_names_of_any_bytes_are_written_as_they_are_and_read_back_equal(shapes_run, shapes_folder, tmp_path):

@@ -149,16 +149,16 @@ def test_a_list_of_paths(root, tmp_path, encoding, monkeypatch, caplog):
 
 def test_class_folders_whose_files_have_other_endings(root, tmp_path):
     for split in ("train", "val"):
-        for name, ending in (("cartoon", ".gif"), ("portrait", ".jfif"), ("scraped", ""), ("phone", ".heic")):
+        for name, ending in (("cartoon", ".gif"), ("portrait", ".jfif"), ("scraped", ""), ("phone", ".jxl")):
             (root / split / name).mkdir(parents=True)
             image = root / split / name / f"1{ending}"
-            if ending == ".heic":
-                image.write_bytes(b"\0\0\0\x18ftypheic")
+            if ending == ".jxl":
+                image.write_bytes(b"\0\0\0\x18JXL ")
             else:
                 Image.new("RGB", (8, 8)).save(image, format="GIF" if ending == ".gif" else "JPEG")
     message = errors_of(root, tmp_path)
     assert "without an image: phone, scraped; they hold other files" in message
-    assert "no ending (1)" in message and "rename" in message and ".heic (1)" in message and "convert" in message
+    assert "no ending (1)" in message and "rename" in message and ".jxl (1)" in message and "convert" in message
     for split in ("train", "val"):
         shutil.rmtree(root / split / "scraped")
         shutil.rmtree(root / split / "phone")
