@@ -1,5 +1,6 @@
 """Conflicts between options, and options without effect."""
 
+import json
 import reprlib
 from collections.abc import Iterator
 from typing import Any
@@ -181,14 +182,18 @@ def _task_and_loss(cfg: Config) -> Iterator[Conflict]:
         yield "LOSS.NAME", loss.NAME != "bce" and targets == "labels", f"expected bce, {reason}"
         yield "DATA.SAMPLING", cfg.DATA.SAMPLING != "uniform", f"expected uniform, {reason}"
         yield "DISTILL.TEACHER", cfg.DISTILL.TEACHER, f"expected none, {reason}"
-    weights, threshold = loss.CLASS_WEIGHTS, loss.BCE_TARGET_THRESHOLD
-    if isinstance(weights, str):
-        expected = "expected auto, auto:BETA with 0 <= BETA < 1, or one number per class"
-        yield "LOSS.CLASS_WEIGHTS", class_weight_beta(weights) is None, expected
-    else:
-        is_other = num_classes and len(weights) not in (0, num_classes)
-        yield "LOSS.CLASS_WEIGHTS", is_other, f"expected {counted(num_classes, 'number')}, MODEL.NUM_CLASSES"
-        yield "LOSS.CLASS_WEIGHTS", weights and (min(weights) < 0 or max(weights) == 0), "expected 0 or more, not all 0"
+    threshold = loss.BCE_TARGET_THRESHOLD
+    for key, weights in (("LOSS.CLASS_WEIGHTS", loss.CLASS_WEIGHTS), ("LOSS.POSITIVE_WEIGHT", loss.POSITIVE_WEIGHT)):
+        numbers = weights
+        if isinstance(weights, str):
+            numbers = [*json.loads(weights).values()] if weights.startswith("{") else []
+            is_auto = class_weight_beta(weights) is not None and (key == "LOSS.CLASS_WEIGHTS" or weights == AUTO)
+            form = "auto, auto:BETA with 0 <= BETA < 1" if key == "LOSS.CLASS_WEIGHTS" else "auto"
+            yield key, not (is_auto or numbers), f"expected {form}, one number per class, or numbers by name"
+        elif key == "LOSS.CLASS_WEIGHTS" or len(weights) > 1:
+            is_other = num_classes and len(weights) not in (0, num_classes)
+            yield key, is_other, f"expected {counted(num_classes, 'number')}, MODEL.NUM_CLASSES"
+        yield key, numbers and (min(numbers) < 0 or max(numbers) == 0), "expected 0 or more, not all 0"
     if num_classes and loss.NAME == "bce" and threshold is not None:
         # Beyond these two every target would be 0, or every target 1; without smoothing no absent class is above 0.
         lowest = loss.LABEL_SMOOTHING / num_classes

@@ -253,7 +253,11 @@ _C.LOSS.NAME = Option("cross_entropy", names=LOSSES)
 _C.LOSS.LABEL_SMOOTHING = Option(0.0, least=0, most=1)
 # Weight of each class, in the order of the classes; the loss remains a mean over images. Empty: none. auto: in
 # proportion to 1 / n for n training images. auto:BETA: in proportion to (1 - BETA) / (1 - BETA ** n), 0 <= BETA < 1.
+# {cat: 2}: by name, 1 for the others.
 _C.LOSS.CLASS_WEIGHTS = Option((), auto=True)
+# Weight of the positive term of each class in bce: a number for all, one for each class, {NAME: NUMBER}, or auto (the
+# number of training images without the class by that of images with it). Empty: 1.
+_C.LOSS.POSITIVE_WEIGHT = Option((), auto=True, needs="LOSS.NAME bce", hash_default=())
 # Reduction of bce over the classes of an image: mean or sum.
 _C.LOSS.BCE_REDUCTION = Option("mean", choices=("mean", "sum"), needs="LOSS.NAME bce")
 # With bce, smoothed targets above this become 1 and all others 0, 0 to 1; 0: all classes of a mixture; null: off.

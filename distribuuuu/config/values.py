@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import json
 import math
 import os
 import re
@@ -55,6 +56,8 @@ def coerce(option: Option, value: Any) -> Any:
     kind, given = option.kind, value
     if option.auto and (value == AUTO or (kind is tuple and str(value).startswith(f"{AUTO}:"))):
         return str(value)
+    if option.auto and kind is tuple and (isinstance(value, dict) or str(value).startswith("{")):
+        return _numbers_by_name(value)
     if isinstance(value, CliValue) and kind is not str:
         value = value.lower() == "true" if kind is bool and value.lower() in ("true", "false") else parse(value)
     if option.shape and isinstance(value, (list, tuple)):
@@ -96,6 +99,14 @@ def _coerce_numbers(value: Any, given: Any, option: Any) -> tuple:
         expected = f"expected a list of numbers, e.g. [30, 60]{auto} (default {list(default)})"
         raise ValueError(f"got {_show(given)}; {expected}")
     return tuple(float(item) for item in numbers) if default and type(default[0]) is float else tuple(numbers)
+
+
+def _numbers_by_name(value: Any) -> str:
+    """Return numbers by name as JSON, in which a config keeps them."""
+    found = value if isinstance(value, dict) else parse(str(value))
+    if not isinstance(found, dict) or not all(type(number) in (int, float) for number in found.values()):
+        raise ValueError(f"got {_show(value)}; expected numbers by the names of classes, e.g. {{cat: 2, dog: 0.5}}")
+    return json.dumps(dict(found), ensure_ascii=False)
 
 
 def _coerce_shape(value: Any, given: Any) -> Any:

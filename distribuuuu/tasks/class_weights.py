@@ -1,12 +1,14 @@
-"""LOSS.CLASS_WEIGHTS auto: a weight for each class by its number of training images."""
+"""LOSS.CLASS_WEIGHTS and LOSS.POSITIVE_WEIGHT: by name, or by the number of training images of each class."""
 
+import json
 import logging
 from collections.abc import Sequence
 
 import torch
 
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.derived import class_weight_beta
-from distribuuuu.config.errors import first_few
+from distribuuuu.config.errors import did_you_mean, first_few
 from distribuuuu.data.datasets.base import ImageDataset
 
 logger = logging.getLogger(__name__)
@@ -37,16 +39,32 @@ def compute_class_weights(class_counts: torch.Tensor, beta: float) -> torch.Tens
     return weights.float()
 
 
-def find_class_weights(value: str, images: ImageDataset | None) -> Sequence[float]:
-    """Return the numbers of LOSS.CLASS_WEIGHTS auto for each class, and log them; without `images`, none."""
-    if images is None or (beta := class_weight_beta(value)) is None:
+def find_class_weights(key: str, value: str | Sequence[float], images: ImageDataset | None) -> Sequence[float]:
+    """Return the numbers of LOSS.CLASS_WEIGHTS or LOSS.POSITIVE_WEIGHT for each class; log those of auto.
+
+    Without `images`, `auto` and numbers by name give none.
+
+    Raises:
+        ConfigError: a name is that of no class.
+    """
+    if not isinstance(value, str):
+        return value
+    if images is None:
         return ()
-    counts = count_labels(images)
-    weights = compute_class_weights(counts, beta)
+    if value.startswith("{"):
+        given = json.loads(value)
+        unknown = [f"{name}{did_you_mean(name, images.classes)}" for name in given if name not in images.classes]
+        if unknown:
+            raise ConfigError(Problem(key, f"names classes that the data lacks: {first_few(unknown)}"))
+        return [float(given.get(name, 1)) for name in images.classes]
+    counts, beta = count_labels(images), class_weight_beta(value)
+    if key == "LOSS.POSITIVE_WEIGHT":
+        weights = torch.where(counts > 0, (len(images) - counts) / counts.clamp(min=1), 1.0)
+    else:
+        weights = compute_class_weights(counts, 1.0 if beta is None else beta)
     order = weights.argsort(stable=True).tolist()
     shown = [f"{images.classes[label]} {weights[label]:.4g} ({counts[label]:,} images)" for label in order]
-    logger.info("LOSS.CLASS_WEIGHTS %s: %s", value, first_few(shown, num=20))
+    logger.info("%s %s: %s", key, value, first_few(shown, num=20))
     if empty := [name for name, count in zip(images.classes, counts.tolist(), strict=True) if not count]:
-        logger.warning("LOSS.CLASS_WEIGHTS %s: weight 1 for classes without training images: %s", value,
-                       first_few(empty))  # fmt: skip
+        logger.warning("%s %s: weight 1 for classes without training images: %s", key, value, first_few(empty))
     return weights.tolist()

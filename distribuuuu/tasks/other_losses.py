@@ -22,6 +22,7 @@ class BinaryCrossEntropy(Loss):
             None: targets are not changed.
         sum_classes: sum over the classes, as in Composer, instead of their mean, as in timm. The sum is larger by the
             number of classes, which matters for optimizers whose step depends on the gradient's scale, e.g. SGD.
+        positive: a factor of the positive term, for all classes or for each; empty: none.
     """
 
     def __init__(
@@ -30,8 +31,11 @@ class BinaryCrossEntropy(Loss):
         weights: Sequence[float] = (),
         threshold: float | None = None,
         sum_classes: bool = False,
+        positive: Sequence[float] = (),
     ):
         super().__init__(smoothing, weights)
+        factors = torch.tensor(positive, dtype=torch.float32) if positive else None
+        self.register_buffer("positive", factors, persistent=False)
         self.threshold = threshold
         self.sum_classes = sum_classes
 
@@ -41,7 +45,9 @@ class BinaryCrossEntropy(Loss):
         targets = self.smooth_targets(targets, logits)
         if self.threshold is not None:
             targets = targets.gt(self.threshold).to(logits.dtype)
-        losses = F.binary_cross_entropy_with_logits(logits, targets, self.weights, reduction="none")
+        losses = F.binary_cross_entropy_with_logits(
+            logits, targets, self.weights, reduction="none", pos_weight=self.positive
+        )
         if reduction == "none":
             return losses.sum(dim=1) if self.sum_classes else losses.mean(dim=1)
         return losses.sum(dim=1).mean() if self.sum_classes else losses.mean()

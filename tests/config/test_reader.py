@@ -167,7 +167,9 @@ WRONG = [
     ("LOG.TRACKERS mlfow", "did you mean mlflow"),
     ("LOSS.NAME focall", "did you mean focal"), ("LOSS.BCE_REDUCTION none", "mean, sum"),
     ("MODEL.NUM_CLASSES 3 LOSS.CLASS_WEIGHTS [1,2]", "LOSS.CLASS_WEIGHTS: 3 numbers, MODEL.NUM_CLASSES"),
-    ("LOSS.CLASS_WEIGHTS [1,2,-1]", "0 or more"), ("LOSS.CLASS_WEIGHTS auto:1", "0 <= BETA < 1"),
+    ("LOSS.CLASS_WEIGHTS {cat:x}", "numbers by the names of"), ('LOSS.CLASS_WEIGHTS {"cat":-1}', "0 or more"),
+    ("LOSS.POSITIVE_WEIGHT auto:0.9 LOSS.NAME bce", "expected auto, one"), ("LOSS.CLASS_WEIGHTS [1,2,-1]", "0 or more"),
+    ("LOSS.CLASS_WEIGHTS auto:1", "0 <= BETA < 1"),
     ("LOSS.BCE_TARGET_THRESHOLD 0.02 MODEL.NUM_CLASSES 3 LOSS.NAME bce LOSS.LABEL_SMOOTHING 0.3", "0.1 and 0.8"),
     # Every target would be 1.
     ("LOSS.BCE_TARGET_THRESHOLD 0 MODEL.NUM_CLASSES 3 LOSS.NAME bce LOSS.LABEL_SMOOTHING 0.1", "expected null, or"),

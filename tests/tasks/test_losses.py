@@ -11,16 +11,17 @@ from support.runs import make_cfg, records, timeless, train_and_stop
 from support.tables import pairwise
 from torch import nn
 
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.dummy import Dummy
+from distribuuuu.data.loader import build_images
 from distribuuuu.models import build_model
 from distribuuuu.optim.precision import Precision
 from distribuuuu.records.read_results import read_results
 from distribuuuu.tasks.base import build_task
 from distribuuuu.tasks.class_weights import compute_class_weights
 from distribuuuu.tasks.distillation import Distillation
-from distribuuuu.tasks.losses import LOSSES
+from distribuuuu.tasks.losses import LOSSES, build_loss
 from distribuuuu.trainer import evaluate_weights, train_model
 
 NUM, CLASSES = 12, 5
@@ -109,6 +110,24 @@ def test_class_weights_by_the_number_of_images():
     assert compute_class_weights(counts, 0.0).tolist() == [1.0] * 4
     assert torch.allclose(compute_class_weights(counts, 1 - 1e-12), weights, rtol=1e-6)
     assert compute_class_weights(torch.zeros(2, dtype=torch.int64), 1.0).tolist() == [1.0] * 2
+
+
+def test_weights_by_name_and_positive_weights(small_cfg, image_folder):
+    images = build_images(small_cfg("TRAIN.DATASET", image_folder), train=True)
+    names = list(images.classes)
+    cfg = small_cfg("LOSS.CLASS_WEIGHTS", f"{{{names[1]}: 3}}")
+    assert load_cfg(None, ["LOSS.CLASS_WEIGHTS", cfg.LOSS.CLASS_WEIGHTS]).LOSS.CLASS_WEIGHTS == cfg.LOSS.CLASS_WEIGHTS
+    assert build_loss(cfg, images=images).weights.tolist() == [1, 3, 1]
+    with pytest.raises(ConfigError, match="LOSS.CLASS_WEIGHTS: names classes that the data lacks: ant1; did you mean"):
+        build_loss(small_cfg("LOSS.CLASS_WEIGHTS", "{ant1: 3}"), images=images)
+    logits, targets = torch.randn(5, 3), torch.randint(0, 2, (5, 3)).float()
+    counts = torch.tensor(np.bincount(images.labels))
+    auto = ((len(images) - counts) / counts).tolist()
+    rows = ((2, [2.0] * 3), ("[1, 2, 3]", [1.0, 2, 3]), (f"{{{names[0]}: 4}}", [4.0, 1, 1]), ("auto", auto))
+    for value, factors in rows:
+        loss = build_loss(small_cfg("LOSS.NAME", "bce", "LOSS.POSITIVE_WEIGHT", value), images=images)
+        expected = F.binary_cross_entropy_with_logits(logits, targets, pos_weight=torch.tensor(factors))
+        assert torch.allclose(loss(logits, targets), expected) and not loss.state_dict()
 
 
 @pytest.mark.slow

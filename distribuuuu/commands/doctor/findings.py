@@ -133,6 +133,7 @@ _KINDS = {
                              "decide which label is right, and remove the other copies"),
     "one_split": (NOTE, "no images to evaluate: {} is the only split", ""),
     "unicode_form": (NOTE, "{}", "rename the folders"),
+    "names_alike": (NOTE, "{}", "rename one of them, if they are one class"),
     "left_out": (NOTE, "{}", "convert images of other types to JPEG or PNG; remove what is no image"),
     "reduced": (NOTE, "{}", "nothing, if this is meant; else convert them"),
     "rotated": (NOTE, "{} rotated by their EXIF data, which training ignores",
@@ -237,8 +238,10 @@ def _place(images: ImageDataset, split: str, label: str) -> str:
 
 def _image_findings(scan: Scan, options: DecodeOptions) -> Iterator[Finding]:
     sets = scan.splits.values()
-    if notes := [note for images in sets for note in images.notes() if "outside the class folders" not in note]:
-        yield _found("left_out", [], "; ".join(notes))
+    notes = [note for images in sets for note in images.notes() if "outside the class folders" not in note]
+    for kind, alike in (("names_alike", True), ("left_out", False)):
+        if found := [note for note in notes if ("differ in case" in note) is alike]:
+            yield _found(kind, [], "; ".join(found))
     if reduced := [note for images in sets if (note := find_reduced(images, options))]:
         yield _found("reduced", [], reduced[0])
     flags = scan.records["flags"] & (BROKEN | INTACT | (0 if options.exif_rotate else ROTATED))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distribuuuu.data.datasets.array_file import NOT_KNOWN, NUM_THREADS, Content, pack_names, stamp_of
+from distribuuuu.data.datasets.targets import note_alike
 from distribuuuu.files.image_files import EXTENSIONS, JUNK_FILES, JUNK_FOLDERS, is_class, is_folder, is_image
 
 _logger = logging.getLogger(__name__)
@@ -72,8 +73,8 @@ def scan_folder(folder: str, extensions: tuple[str, ...] = EXTENSIONS) -> Conten
         "file": file,
         "label": classes_of[file],
     }
-    meta = {"classes": classes, "notes": [], "ignored": dict(ignored), "num_beside": num_beside}
-    return meta, arrays
+    notes = note_alike(folder, classes)
+    return {"classes": classes, "notes": notes, "ignored": dict(ignored), "num_beside": num_beside}, arrays
 
 
 def _list_folder(path: str, extensions: tuple[str, ...] = EXTENSIONS) -> _Listing:

@@ -12,7 +12,7 @@ DATA.TABLE names the file and the columns if they are others.
 
 import hashlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
@@ -82,6 +82,8 @@ class LabelsColumns(PathColumns):
 
     path: str = setting("image", "column of the paths of the images")
     labels: tuple[str, ...] = setting(("labels",), "column of the classes; several: a column of 0 and 1 for each class")
+    separator: str = setting("", "between the labels in a field; default: ';', or '|', ',' or '/' if parts repeat")
+    uncertain: int = setting(-1, "in columns of one class each, the value of -1: 0 or 1; empty fields are 0", -1, 1)
 
 
 @dataclass
@@ -145,7 +147,7 @@ class ImageList(TableSet):
         """Return the meaning of a table's columns by the settings of DATA.TABLE and the name of the split."""
         names, value = (columns.path, cls.key, getattr(columns, cls.key)), value if columns.split else ""
         options = columns.template, columns.delimiter, columns.split, value, columns.columns, columns.names
-        return TableSpec(*names, *options)
+        return TableSpec(*names, *options, getattr(columns, "separator", ""), getattr(columns, "uncertain", -1))
 
     @classmethod
     def locate(cls, cfg, name: str) -> tuple[Path, TableSpec]:
@@ -173,8 +175,10 @@ class ImageList(TableSet):
 
             problem = missing_table(name, path) if root.is_dir() else missing_root(name, root, path.name)
             raise ConfigError(Problem(*problem))
-        index = cls.open_table(path, spec, cfg.DATA.CACHE_DIR)
-        return cls(index, trained.index if isinstance(trained, IndexedImages) else None)
+        known = trained.index if isinstance(trained, IndexedImages) else None
+        separator = known.meta.get("separator") if known else ""
+        spec = replace(spec, separator=separator) if separator and not spec.separator else spec
+        return cls(cls.open_table(path, spec, cfg.DATA.CACHE_DIR), known)
 
 
 @DATASETS.register("multilabel")

@@ -269,7 +269,8 @@ def scan_rows(rows: ParquetRows, spec: TableSpec) -> tuple[np.ndarray, Content]:
     if spec.key == "targets" or len(spec.columns) == 1:
         found = {name: _read_column(cells[name], rows.class_names(name), spec.key, path) for name in spec.columns}
     else:  # a column of 0 and 1 for each class
-        texts = zip(*([_to_text(value) for value in values] for values in cells.values()), strict=True)
+        texts = zip(*(["" if value is None else _to_text(value) for value in values] for values in cells.values()),
+                    strict=True)  # fmt: skip
         labels = [parse_labels(spec, row) for row in texts]
         if wrong := [label for label in labels if isinstance(label, str)]:
             raise ConfigError(f"{path} {wrong[0]}")

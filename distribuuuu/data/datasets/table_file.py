@@ -12,7 +12,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.data.datasets.array_file import Content, find_stamp, pack_names
-from distribuuuu.data.datasets.targets import encode_targets
+from distribuuuu.data.datasets.targets import encode_targets, note_alike
 from distribuuuu.files.image_files import TABLE_ENDINGS
 from distribuuuu.files.untrusted import open_text, printable
 
@@ -32,7 +32,10 @@ _PLAIN = r'(?!\s)[^,"\r\n]*(?<!\s)'
 # Characters that are read at a time, and those of a place in a message, which has the text of a field.
 _MAX_LINE, _MAX_PLACE = 1 << 20, 300
 # Texts of 0 and 1 in columns of one class each.
-_BITS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
+_BITS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1, "": 0, "nan": 0}
+_UNCERTAIN = ("-1", "-1.0")
+# Separators of the labels in a field that are found by the labels: a name may contain one.
+_SEPARATORS = ("|", ",", "/")
 # The places of each kind of problem, e.g. "line 3, 'a.jpg'".
 Problems = dict[str, list[str]]
 
@@ -46,6 +49,8 @@ class TableSpec:
         columns: the columns of the labels; several of one class each hold 0 or 1.
         split, value: the column that selects rows, and its value; empty: all rows.
         header: DATA.TABLE.columns.
+        separator: between the labels in a field; empty: a semicolon, or what the labels tell.
+        uncertain: the value of -1 in columns of one class each, 0 or 1; -1: an error.
     """
 
     path: str = "path"
@@ -57,6 +62,8 @@ class TableSpec:
     value: str = ""
     header: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
+    separator: str = ""
+    uncertain: int = -1
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -91,6 +98,7 @@ def scan_table(path: str, spec: TableSpec) -> Content:
     except OSError as error:
         raise ConfigError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
     notes = finder.notes(path, problems)
+    separator = "" if names_of else _separate(spec, labels, path, notes)
     names = _find_classes(spec, labels, names_of, problems)
     if problems:
         if missing := problems.get("names images that do not exist"):
@@ -101,9 +109,43 @@ def scan_table(path: str, spec: TableSpec) -> Content:
         raise ConfigError([*sentences(path, problems)])
     if not images:
         raise ConfigError(f"{path} has no line{'' if spec.header else ' but its header'}")
-    return _to_content(
-        spec, images, labels, names, notes, [path, *(os.path.join(folder, name) for name in spec.names[:1])]
-    )
+    notes += note_alike(path, names)
+    inputs = [path, *(os.path.join(folder, name) for name in spec.names[:1])]
+    meta, arrays = _to_content(spec, images, labels, names, notes, inputs)
+    return {**meta, "separator": separator}, arrays
+
+
+def _separate(spec: TableSpec, labels: list[list[str]], path: str, notes: list[str]) -> str:
+    """Separate the labels of each image that several names stand in, and return their separator; add a warning."""
+    if spec.key == "targets" or len(spec.columns) > 1 or spec.separator:
+        return ""
+    separator = find_separator({label for row in labels for label in row})
+    if separator and spec.key == "labels":
+        for row in labels:
+            row[:] = dict.fromkeys(part for label in row for part in _split(label, separator))
+        notes.append(f"{path}: labels are separated by {separator!r}; DATA.TABLE.separator sets another one")
+    elif separator:
+        several = f"labels seem to be several names, separated by {separator!r}, and each combination is one class"
+        notes.append(f"{path}: {several}; for several classes per image: DATA.NAME multilabel LOSS.NAME bce")
+    return separator
+
+
+def find_separator(labels: Iterable[str]) -> str:
+    """Return the separator of the names that labels consist of, by the repetition of these; empty if there is none.
+
+    Their parts repeat if there are fewer of them than labels, or if each part is in several labels.
+    """
+    known = set(labels)
+    for separator in _SEPARATORS:
+        parts = Counter(part for label in known for part in {*_split(label, separator)})
+        joined = {part for label in known if len(_split(label, separator)) > 1 for part in _split(label, separator)}
+        if joined and (len(parts) < len(known) or all(parts[part] > 1 for part in joined)):
+            return separator
+    return ""
+
+
+def _split(field: str, separator: str) -> list[str]:
+    return [part for part in map(str.strip, field.split(separator)) if part]
 
 
 def _find_classes(spec: TableSpec, labels: list[list[str]], names_of: dict, problems: Problems) -> list[str]:
@@ -112,15 +154,23 @@ def _find_classes(spec: TableSpec, labels: list[list[str]], names_of: dict, prob
         return []
     without_fractions(labels)
     found = {label for row in labels for label in row}
-    if spec.key == "labels" and len(spec.columns) == 1:
+    if spec.key == "labels" and len(spec.columns) == 1 and not spec.separator:
         several = [label for label in sorted(found) if " " in label and {*label.split()} <= found]
         if several:
-            problems["has labels that are several names, to be separated by semicolons"] = several
+            fix = "fix: separate them by semicolons, or set DATA.TABLE.separator ' '"
+            problems[f"has labels that are several names; {fix}"] = several
     if len(spec.columns) > 1:  # also a column without a 1 is a class
         found |= {names_of.get(name, name) for name in spec.columns}
     if not found and labels:
         problems["has no label on any line"] = [""]
-    return sorted(found)
+    return sort_labels(found)
+
+
+def sort_labels(names: Iterable[str]) -> list[str]:
+    """Return names in the order of their numbers if all are numbers, else in that of their texts."""
+    names = sorted(names)
+    is_number = all(re.fullmatch(r"-?\d+(\.\d+)?", name) for name in names)
+    return sorted(names, key=float) if is_number else names
 
 
 def _to_content(spec: TableSpec, images: list, labels: list, names: list[str], notes: list, inputs: list) -> Content:
@@ -167,6 +217,10 @@ def parse_labels(spec: TableSpec, cells: Sequence[Any]) -> list[str] | str:
     if spec.key == "targets":
         return [*cells] if all(cells) else "has images without a target"
     if len(cells) > 1:
+        if any(cell in _UNCERTAIN for cell in cells):
+            if spec.uncertain < 0:
+                return "has -1 for an uncertain label; fix: set DATA.TABLE.uncertain 0, or 1"
+            cells = [str(spec.uncertain) if cell in _UNCERTAIN else cell for cell in cells]
         bits = [_BITS.get(cell.lower()) for cell in cells]
         if None in bits:
             return "has values other than 0 and 1 in columns of one class each"
@@ -174,7 +228,7 @@ def parse_labels(spec: TableSpec, cells: Sequence[Any]) -> list[str] | str:
         return names if spec.key == "labels" or len(names) == 1 else "has images without exactly one 1"
     parts = cells
     if spec.key == "labels":
-        parts = cells[0] if isinstance(cells[0], list) else [*map(str.strip, cells[0].split(";"))]
+        parts = cells[0] if isinstance(cells[0], list) else _split(cells[0], spec.separator or ";")
     names = list(dict.fromkeys(name for name in parts if name))
     return names if names or spec.key == "labels" else "has images without a label"
 

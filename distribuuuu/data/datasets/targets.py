@@ -119,6 +119,15 @@ def _as_number(text: str) -> int | float | None:
     return None
 
 
+def note_alike(source: str, names: Sequence[str]) -> list[str]:
+    """Return a warning about class names that differ in case or spaces only; empty if there are none."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(name.casefold().strip(), []).append(name)
+    shown = first_few([" and ".join(map(ascii, same)) for same in alike.values() if len(same) > 1], "; ")
+    return [f"{source}: classes whose names differ in case or spaces only: {shown}"] if shown else []
+
+
 def match_forms(source: str, unknown: Sequence[str], numbers: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
     """Return the numbers of names that are known in another Unicode form, and a warning about them if there are any."""
     forms: dict[str, list[str]] = {}

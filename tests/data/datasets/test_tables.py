@@ -2,6 +2,7 @@
 
 import pickle
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -120,6 +121,58 @@ def test_mistakes_are_reported_before_the_start(cfg_of, tmp_path, message):
     problems = [str(problem) for problem in find_run_problems(cfg_of("TEST.SPLIT", "train", *words), train=True)]
     assert any(f"{tmp_path / 'train.csv'} " in problem and message in problem for problem in problems), problems
     assert not any(problem.endswith(": line 1") for problem in problems)
+
+
+def scan_text(folder, text: str, spec: TableSpec) -> dict:
+    for name in "abcdef":
+        (folder / f"{name}.jpg").touch()
+    (folder / "t.csv").write_text(text)
+    return scan_table(str(folder / "t.csv"), spec)[0]
+
+
+SEVERAL = TableSpec(key="labels")
+
+
+@each_row(("labels", "spec", "classes", "note"), [
+    ("A|B;B;A|B|C;C;A", SEVERAL, "A B C", "separated by '|'"),
+    ("A|B;B|C;A|C", SEVERAL, "A B C", "separated by '|'"),
+    ('"A,B";B;A;C', SEVERAL, "A B C", "separated by ','"),
+    ("A/B;B;A;C", SEVERAL, "A B C", "separated by '/'"),
+    ("dog/poodle;dog/pug;cat", SEVERAL, "cat dog/poodle dog/pug", ""),
+    ("A B;B;C", replace(SEVERAL, separator=" "), "A B C", ""),
+    ("A|B;A;B", replace(SEVERAL, separator="/"), "A A|B B", ""),
+    ("A|B;B;A", TableSpec(), "A A|B B", "DATA.NAME multilabel"),
+    ("10;2;1", TableSpec(), "1 2 10", ""),
+    ("10;2;x", TableSpec(), "10 2 x", ""),
+    ("Cat;cat;dog", TableSpec(), "Cat cat dog", "'Cat' and 'cat'"),
+])  # fmt: skip
+def test_labels_are_separated_sorted_and_compared(tmp_path, labels, spec, classes, note):
+    rows = [f"{name}.jpg,{label}\n" for name, label in zip("abcdef", labels.split(";"), strict=False)]
+    meta = scan_text(tmp_path, "path,label\n" + "".join(rows), spec)
+    assert meta["classes"] == classes.split() and note in " ".join(meta["notes"]) and bool(meta["notes"]) == bool(note)
+
+
+def test_the_evaluation_table_has_the_separator_of_the_training_table(small_cfg, image_folder, tmp_path):
+    files = sorted((image_folder / "train" / "ant").glob("*.jpg"))
+    for split, labels in (("train", ["x|y", "x", "y"]), ("val", ["x|y"])):
+        write_rows(
+            tmp_path / f"{split}.csv",
+            [{"image": file, "labels": label} for file, label in zip(files, labels, strict=False)],
+        )
+    cfg = small_cfg("DATA.NAME", "multilabel", "LOSS.NAME", "bce", "TRAIN.DATASET", tmp_path, "MODEL.NUM_CLASSES", 2)
+    assert build_images(cfg, train=False).label(0).tolist() == [1, 1]
+
+
+def test_one_hot_tables_may_have_empty_fields_and_with_an_option_minus_one(tmp_path):
+    text = "path,x,y\na.jpg,,1.0\nb.jpg,-1.0,\n"
+    spec = TableSpec(key="labels", columns=("x", "y"))
+    with pytest.raises(ConfigError, match="has -1 for an uncertain label; fix: set DATA.TABLE.uncertain 0, or 1"):
+        scan_text(tmp_path, text, spec)
+    for value, labels in ((0, [1]), (1, [1, 0])):
+        scan_text(tmp_path, text, replace(spec, uncertain=value))
+        assert scan_table(str(tmp_path / "t.csv"), replace(spec, uncertain=value))[1]["label"].tolist() == labels
+    words = ["DATA.NAME", "multilabel", "LOSS.NAME", "bce", "DATA.TABLE", "{uncertain: 1, separator: '|'}"]
+    assert load_cfg(None, words).DATA.TABLE.uncertain == 1
 
 
 @each_row("table, message", [
