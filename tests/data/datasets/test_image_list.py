@@ -115,9 +115,10 @@ WRONG = {
     "names images that do not exist: line 3, 'c.jpg'": "image,labels\na.jpg,x\nc.jpg,x\n",
     "names images that do not exist: line 2, '0.jpg'; line 3, '1.jpg'; line 4, '2.jpg'; line 5, '3.jpg'; line 6,"
     " '4.jpg' and 2 more": "image,labels\n" + "".join(f"{number}.jpg,x\n" for number in range(7)),
-    "has labels that are several names; fix: separate them by semicolons, or set DATA.TABLE.separator ' ': x y": "image,labels\na.jpg,x y\nb.jpg,x;y\n",
+    "has labels that are several names; fix: separate them by semicolons, or set DATA.TABLE.separator ' ': x y":
+        "image,labels\na.jpg,x y\nb.jpg,x;y\n",
     "is not a CSV in UTF-8": "image,labels\na.jpg,\udcff\n",
-}
+}  # fmt: skip
 
 
 def test_a_wrong_csv_is_reported_before_the_start(small_cfg, tmp_path):
