@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distribuuuu.checkpoint.weights_files import RAW, common_kind, find_best
+from distribuuuu.checkpoint.weights_files import RAW, common_kind, find_best, find_card
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.locate import FoundConfig
@@ -258,6 +258,10 @@ def _find_config(run: Any) -> tuple[str | Config, list[str]]:
     """
     if isinstance(run, Config):
         return run, []
+    if isinstance(run, (str, os.PathLike)) and find_card(run):
+        from distribuuuu.inference.load_run import find_run
+
+        run = find_run(run)
     if hasattr(run, "cfg"):
         is_file = os.path.isfile(run.source)
         return run.cfg, ["MODEL.WEIGHTS", run.source] if is_file else ["MODEL.PRETRAINED", "True"]

@@ -131,6 +131,13 @@ def find_weights_file(path: str, ema: bool = True) -> Path:
     raise ConfigError(f"{path} is a folder without {names}; fix: name the file")
 
 
+def find_card(path: str | os.PathLike) -> Path | None:
+    """Return the config.json of an exported folder at a path, or with the weights there; None: there is none."""
+    weights = Path(path) if Path(path).name == HUB_NAMES[0] else Path(path) / HUB_NAMES[0]
+    card = weights.with_name("config.json")
+    return card if weights.is_file() and card.is_file() else None
+
+
 def _find_snapshots(repository: Path) -> list[Path]:
     """Return the folder of the revision to use of a repository in the Hub's cache; none: it is no such repository."""
     revisions = sorted(folder for folder in repository.glob("snapshots/*") if folder.is_dir())

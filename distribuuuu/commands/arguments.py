@@ -9,12 +9,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from distribuuuu.checkpoint.weights_files import RAW, best_paths, find_best
+from distribuuuu.checkpoint.weights_files import HUB_NAMES, RAW, best_paths, find_best, find_card
 from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.locate import FoundConfig
-from distribuuuu.config.reader import COMMAND_LINE, read_cfg
+from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg
 from distribuuuu.config.run_files import RESULTS, local_run, url_of
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.launch.detect import detect_launch
@@ -59,7 +59,12 @@ def parse_args(
     if run_config and flags.nproc in (None, 1) and is_first_process():  # else the started processes print it
         with contextlib.suppress(OSError):
             print(f"--cfg is not set; using {run_config}, the config of the run", file=sys.stderr, flush=True)
-    cfg, found = read_cfg(flags.cfg or run_config, overrides)
+    source: CfgFiles = flags.cfg or run_config
+    if run and not source:  # a folder for other programs
+        from distribuuuu.inference.load_run import find_run
+
+        source = find_run(run, None, overrides[4:]).cfg
+    cfg, found = read_cfg(source, overrides)
     if run_config and cfg.origins.get("MODEL.WEIGHTS") != COMMAND_LINE:
         cfg = changed(cfg, {"MODEL.WEIGHTS": None})  # they initialized the run; its best weights are to be evaluated
     problems += [*found, *_find_nproc_problems(flags.nproc)]
@@ -94,9 +99,14 @@ def expand_run(words: list[str]) -> tuple[str, list[str]]:
     run, name = Path(words[0]), get_cfg().CFG_DEST
     # A relative path need not name the folders above it.
     folder = next((folder for folder in (run, *run.absolute().parents[:2]) if (folder / name).is_file()), None)
+    if folder is None and (card := find_card(run)):
+        own = ["OUT_DIR", str(card.parent), "MODEL.WEIGHTS", str(card.with_name(HUB_NAMES[0]))]
+        return str(card.parent), [*own, *words[1:]]
     if folder is None or not (run == folder or run.is_file()):
         found = f"no {name} in or above {run}" if run.exists() else f"no such file or folder: {run}"
-        raise ConfigError(Problem("RUN", f"{found}; expected the OUT_DIR of a run, or a checkpoint below it"))
+        raise ConfigError(
+            Problem("RUN", f"{found}; expected the OUT_DIR of a run, a checkpoint below it, or an exported folder")
+        )
     weights = run if run != folder else None
     if other := dict(zip(words[1::2], words[2::2], strict=False)).get("OUT_DIR"):
         if Path(other, RESULTS).is_file() and not os.path.samefile(other, folder):

@@ -23,8 +23,8 @@ COMMAND_FILES = ("timing.json", "probe.json", "report.html", "report.json", "swe
                  "sweep.html", "best.yaml", "console.log", "failed.txt", "report_mistakes.csv")  # fmt: skip
 # Best weights of each kind.
 BEST_NAMES = re.compile(r"best(_[a-z0-9]+)?\.pth\.tar")
-# Archives of checkpoints and results, damaged and temporary files, trials of a sweep.
-_PATTERNS = re.compile(r"(checkpoints|results|test_results)\..*|.*\.(broken|tmp|partial)|trial_\d+")
+# Archives of checkpoints and results, predictions of further sets, damaged and temporary files, trials of a sweep.
+_PATTERNS = re.compile(r"(checkpoints|results|test_results)\..*|predictions_.*\.npz|.*\.(broken|tmp|partial)|trial_\d+")
 
 # Most file systems allow names of so many bytes.
 _MAX_PART_BYTES = 255

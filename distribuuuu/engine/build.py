@@ -15,7 +15,15 @@ from torch import nn
 
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, load_state_dict, read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager, find_nonfinite, hash_tensors
-from distribuuuu.checkpoint.weights_files import KINDS, PUBLISHED, RAW, best_paths, build_kinds, find_best
+from distribuuuu.checkpoint.weights_files import (
+    KINDS,
+    PUBLISHED,
+    RAW,
+    best_paths,
+    build_kinds,
+    find_best,
+    find_weights_file,
+)
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed, iter_options
 from distribuuuu.config.derived import total_steps
@@ -296,8 +304,10 @@ def _compile(cfg, model: nn.Module) -> None:
 
 def find_weights(cfg) -> str:
     """Return the file that `evaluate_weights` evaluates, or 'pretrained'."""
+    if cfg.MODEL.WEIGHTS:
+        return str(find_weights_file(cfg.MODEL.WEIGHTS))
     best = find_best(cfg.OUT_DIR, build_kinds(cfg)) or (PUBLISHED if cfg.MODEL.PRETRAINED else "")
-    return cfg.MODEL.WEIGHTS or str(best or best_paths(cfg.OUT_DIR)[RAW])
+    return str(best or best_paths(cfg.OUT_DIR)[RAW])
 
 
 def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.Module:
@@ -309,17 +319,23 @@ def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.
     Raises:
         CheckpointError: the weights do not match the model or the classes of the data.
     """
+    classes = task.classes
     if cfg.TEST.LABELS:
         from distribuuuu.data.datasets.imagenet_labels import read_classes
+
+        classes = tuple(read_classes())
     if weights == PUBLISHED:
         from distribuuuu.models.pretrained import check_published_head
 
-        check_published_head(cfg.MODEL.ARCH, read_classes() if cfg.TEST.LABELS else task.classes, "MODEL.PRETRAINED")
+        check_published_head(cfg.MODEL.ARCH, classes, "MODEL.PRETRAINED")
     model = task.adapt_model(build_model(cfg, pretrained=weights == "pretrained")).to(task.device)
     if weights not in ("", "pretrained"):
+        from distribuuuu.models.preprocessing import read_card
+
         content = read_checkpoint(weights)
+        content["classes"] = read_card(Path(weights)).get("classes", content.get("classes"))
         load_state_dict(model, content["state_dict"], weights)
-        if mismatch := find_class_mismatch(content, tuple(read_classes()) if cfg.TEST.LABELS else task.classes):
+        if mismatch := find_class_mismatch(content, classes):
             raise CheckpointError(f"{weights}: was trained on other classes: {mismatch}")
         restore_task(task, content.get("task"), weights, in_training=False)
     if cfg.TEST.LABELS:
@@ -338,7 +354,8 @@ def prepare_out_dir(cfg, checkpoints: CheckpointManager, latest: Path | None) ->
     for folder in (checkpoints.folder.parent, checkpoints.folder):
         remove_temporary_files(folder)  # of a killed run: this one holds the lock
     is_new = latest is None and not cfg.TRAIN.AUTO_RESUME
-    if is_new and (archive := checkpoints.archive((cfg.CFG_DEST, METRICS, RESULTS, PREDICTIONS, TRACKERS_FOLDER))):
+    names = [path.name for path in Path(cfg.OUT_DIR).glob(f"{Path(PREDICTIONS).stem}*.npz")]
+    if is_new and (archive := checkpoints.archive((cfg.CFG_DEST, METRICS, RESULTS, *names, TRACKERS_FOLDER))):
         logger.info("TRAIN.AUTO_RESUME is False: checkpoints and config of the previous run were moved to %s", archive)
     write_config(cfg)
 

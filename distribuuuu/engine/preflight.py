@@ -97,13 +97,13 @@ def resolve_cfg(cfg: Config, weights: str = "") -> Config:
     from distribuuuu.models import check_model
 
     cfg = resolve_num_classes(cfg)
-    check_model(cfg)
     named = weights or cfg.MODEL.WEIGHTS or cfg.FINETUNE.WEIGHTS or cfg.MODEL.PRETRAINED or cfg.DISTILL.WEIGHTS
-    if not (named or _may_resume(cfg)):
-        return cfg
-    from distribuuuu.models import preprocessing
+    if named or _may_resume(cfg):
+        from distribuuuu.models import preprocessing
 
-    return preprocessing.resolve_preprocessing(cfg, weights)
+        cfg = preprocessing.resolve_preprocessing(cfg, weights)
+    check_model(cfg)
+    return cfg
 
 
 def _may_resume(cfg: Config) -> bool:
@@ -151,17 +151,15 @@ def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str,
         yield "MODEL.COMPILE", f"{message}; fix: {fix}"
     yield from find_missing_trackers(cfg) if train else ()
     is_start = train and not _may_resume(cfg)  # only a start reads initial weights
-    weights = {"MODEL.WEIGHTS": cfg.MODEL.WEIGHTS if is_start or not train else ""}
+    if cfg.MODEL.WEIGHTS and (is_start or not train):
+        yield from _find_file_problem("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS)
     if train:
         yield from _finetune_problems(cfg, is_start)
-        weights["DISTILL.WEIGHTS"] = "" if cfg.DISTILL.WEIGHTS == PUBLISHED else cfg.DISTILL.WEIGHTS
+        if cfg.DISTILL.WEIGHTS not in ("", PUBLISHED) and not os.path.isfile(cfg.DISTILL.WEIGHTS):
+            fix = "restore it, as every training step needs the teacher, which no checkpoint holds"
+            yield "DISTILL.WEIGHTS", f"no such file: {cfg.DISTILL.WEIGHTS}; fix: {fix}"
     elif needs_weights:
         yield from _weights_problems(cfg)
-    for key, path in weights.items():
-        if path and not os.path.isfile(path):
-            what = "not a file" if os.path.exists(path) else "no such file"
-            need = "; fix: restore it, as every training step needs the teacher, which no checkpoint holds"
-            yield key, f"{what}: {path}{need if key == 'DISTILL.WEIGHTS' else ''}"
     # With torch imported, names are checked without the cached tables, later, and so are those of plug-ins.
     if "torch" not in sys.modules and not cfg.PLUGINS:
         yield from _name_problems(cfg, train)
@@ -195,10 +193,15 @@ def _finetune_problems(cfg, is_start: bool) -> Iterator[tuple[str, str]]:
         if value:
             yield "FINETUNE.WEIGHTS", f"{key} is set too; fix: set {key} {off}, or leave this option empty"
     if weights != PUBLISHED and is_start:
-        try:
-            find_weights_file(weights, cfg.FINETUNE.EMA)
-        except (ConfigError, OSError) as error:
-            yield "FINETUNE.WEIGHTS", str(error)
+        yield from _find_file_problem("FINETUNE.WEIGHTS", weights, cfg.FINETUNE.EMA)
+
+
+def _find_file_problem(key: str, path: str, ema: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield a problem of an option that names a file or a folder of weights."""
+    try:
+        find_weights_file(path, ema)
+    except (ConfigError, OSError) as error:
+        yield key, str(error)
 
 
 def _out_dir_problems(out_dir: Path, train: bool) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from distribuuuu.checkpoint.io import (
     load_state_dict,
     read_checkpoint,
 )
-from distribuuuu.checkpoint.weights_files import Best
+from distribuuuu.checkpoint.weights_files import Best, find_weights_file
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.errors import NonFiniteError, counted
 from distribuuuu.config.options import OPEN_SECTIONS
@@ -69,9 +69,9 @@ def resume_or_load_weights(cfg: Config, state: TrainState, latest: Path | None) 
     Raises:
         CheckpointError: the file does not match the config; the message lists the options that differ.
     """
-    path = latest or cfg.MODEL.WEIGHTS
-    if not path:
+    if not (latest or cfg.MODEL.WEIGHTS):
         return {}
+    path = latest or find_weights_file(cfg.MODEL.WEIGHTS)
     content = read_checkpoint(path)
     if not latest and not (cfg.TRAIN.LOAD_OPT and "optimizer" in content):
         for model in state.models.values():

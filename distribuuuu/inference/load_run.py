@@ -74,15 +74,17 @@ def find_run(run: str | os.PathLike, cfg_file: CfgFiles = None, overrides: Seque
 
 
 def _find_run(name: str, cfg_file: CfgFiles, overrides: Sequence[str]) -> LoadedRun:
-    path = Path(name).expanduser()
+    path, cfg = Path(name).expanduser(), load_cfg(cfg_file, overrides) if cfg_file else None
     if path.is_file() and not (path.name == _EXPORT_WEIGHTS and (path.parent / _EXPORT_CONFIG).is_file()):
-        return _open_checkpoint(path, None, load_cfg(cfg_file, overrides) if cfg_file else None, overrides)
+        return _open_checkpoint(path, None, cfg, overrides)
     folder = path.parent if path.is_file() else path
     if (folder / _EXPORT_CONFIG).is_file():
-        return _open_export(folder, overrides)
+        return _open_export(folder, cfg, overrides)
     if path.is_dir():
-        return _open_out_dir(path, cfg_file, overrides)
+        return _open_out_dir(path, cfg, overrides)
     if name.startswith("timm/"):
+        if cfg:
+            raise ConfigError(f"--cfg: {name} brings its own config; fix: remove --cfg, and set options as KEY VALUE")
         return _open_timm(name, overrides)
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     raise ConfigError(f"RUN: no such file or folder: {name}{did_you_mean(path.name, beside)}; expected {EXPECTED}")
@@ -91,11 +93,10 @@ def _find_run(name: str, cfg_file: CfgFiles, overrides: Sequence[str]) -> Loaded
 # ------------------------------------------------------------------------------------ kinds of runs
 
 
-def _open_out_dir(folder: Path, cfg_file: CfgFiles, overrides: Sequence[str]) -> LoadedRun:
+def _open_out_dir(folder: Path, cfg: Config | None, overrides: Sequence[str]) -> LoadedRun:
     """Return the best weights of a run with the config in its folder, with which an evaluation would load them."""
-    own = folder / _CONFIG
-    cfg_file = cfg_file or (FoundConfig(own) if own.is_file() else None)
-    cfg = load_cfg(cfg_file, overrides) if cfg_file else None
+    if cfg is None and (own := folder / _CONFIG).is_file():
+        cfg = load_cfg(FoundConfig(own), overrides)
     best = find_best(folder, build_kinds(cfg) if cfg else KINDS)
     if best is None:
         has = first_few(sorted(entry.name for entry in folder.iterdir())) or "nothing"
@@ -116,7 +117,7 @@ def _open_checkpoint(path: Path, folder: Path | None, cfg: Config | None, overri
     return _assemble(str(path), {"weights": kind_of(path), **content}, folder, cfg, overrides)
 
 
-def _open_export(folder: Path, overrides: Sequence[str]) -> LoadedRun:
+def _open_export(folder: Path, cfg: Config | None, overrides: Sequence[str]) -> LoadedRun:
     """Return an exported folder: ours, or one in the format of timm."""
     path, weights = folder / _EXPORT_CONFIG, folder / _EXPORT_WEIGHTS
     if not weights.is_file():
@@ -126,7 +127,7 @@ def _open_export(folder: Path, overrides: Sequence[str]) -> LoadedRun:
         entries = settings.get("distribuuuu")
         entries = _timm_entries(settings.get("architecture"), settings) if entries is None else entries
         content = {"weights": RAW, **entries, "state_dict": read_checkpoint(weights)["state_dict"]}
-    return _assemble(str(weights), content, folder, None, overrides)
+    return _assemble(str(weights), content, folder, cfg, overrides)
 
 
 def _open_timm(name: str, overrides: Sequence[str]) -> LoadedRun:

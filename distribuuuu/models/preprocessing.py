@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import shlex
 from collections.abc import Mapping
 from importlib import import_module
@@ -10,15 +11,17 @@ from typing import Any
 
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
-from distribuuuu.checkpoint.weights_files import HUB_NAMES, PUBLISHED, find_weights_file
+from distribuuuu.checkpoint.weights_files import HUB_NAMES, PUBLISHED, find_card, find_weights_file
 from distribuuuu.config import Config, ConfigError
-from distribuuuu.config.config_node import get_value
+from distribuuuu.config.config_node import get_value, iter_options
 from distribuuuu.config.json_file import load_json
 from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.reader import override, read_cfg
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.launch.detect import list_jobs
 
+# What a file of others may raise.
+_ERRORS = (ConfigError, OSError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
 STATISTICS = ("DATA.MEAN", "DATA.STD")
 # They follow together: if one is set, the others keep their values.
 SIZES = ("TRAIN.IM_SIZE", "TEST.IM_SIZE", "TEST.CROP_SIZE", "TEST.CROP")
@@ -41,7 +44,10 @@ def resolve_preprocessing(cfg: Config, weights: str = "") -> Config:
         cfg = _keep(cfg, file)
     elif weights:
         source = f"{key} {cfg.MODEL.ARCH if weights == PUBLISHED else weights}"
-        cfg = follow(cfg, source, read_preprocessing(cfg.MODEL.ARCH, weights, cfg.FINETUNE.EMA))
+        theirs = read_preprocessing(cfg.MODEL.ARCH, weights, cfg.FINETUNE.EMA)
+        if os.path.isdir(weights) or find_card(weights):
+            cfg = _take_model(cfg, source, theirs)
+        cfg = follow(cfg, source, theirs)
     if cfg.DISTILL.TEACHER and cfg.DISTILL.WEIGHTS and key != "weights":
         theirs = read_preprocessing(cfg.DISTILL.TEACHER, cfg.DISTILL.WEIGHTS)
         own = {key: _value_of(cfg, key) for key in STATISTICS if key in theirs}
@@ -54,12 +60,23 @@ def _keep(cfg: Config, file: Path) -> Config:
     trained, problems = read_cfg(FoundConfig(file))
     if problems and not trained.origins:  # nothing of it can be read; an option of another version is no reason
         raise ConfigError(problems)
+    cfg = _take_model(cfg, str(file), dict(iter_options(trained)))
     unset = {key: get_value(trained, key) for key in FOLLOWING if key not in cfg.origins}
     kept = {key: value for key, value in unset.items() if value != get_value(cfg, key)}
     if kept:
         cfg = override(cfg, kept, str(file), FOLLOWING)
         shown = ", ".join(f"{key} {_show(value)}" for key, value in kept.items())
         cfg.notes.append((logging.INFO, f"preprocessing of the run that is resumed, {file}: {shown}"))
+    return cfg
+
+
+def _take_model(cfg: Config, source: str, theirs: Mapping[str, Any]) -> Config:
+    """Return a config with the architecture of a run or of a folder of weights, unless MODEL.ARCH is set."""
+    model = {key: theirs[key] for key in theirs if key.startswith(("MODEL.ARCH", "MODEL.KWARGS."))}
+    if "MODEL.ARCH" in cfg.origins or model.get("MODEL.ARCH", cfg.MODEL.ARCH) == cfg.MODEL.ARCH:
+        return cfg
+    cfg = override(cfg, model, source, ("MODEL.ARCH", "MODEL.KWARGS."))
+    cfg.notes.append((logging.INFO, f"model of {source}: {cfg.MODEL.ARCH}"))
     return cfg
 
 
@@ -125,13 +142,26 @@ def read_preprocessing(arch: str, weights: str, ema: bool = True) -> Mapping[str
         if weights == PUBLISHED:
             return import_module("distribuuuu.models.pretrained").read_published(arch)
         path = find_weights_file(weights, ema)
-        card = Path(path).with_name("config.json")
-        if path.name in HUB_NAMES and card.is_file():
-            settings = load_json(card)
-            if own := settings.get("distribuuuu"):
-                return own["config"]
-            return import_module("distribuuuu.models.pretrained").of_timm(settings.get("pretrained_cfg", settings))
-        config = read_checkpoint(path).get("config")
+        config = (read_card(path) or read_checkpoint(path)).get("config")
         return config if isinstance(config, dict) else {}
-    except (ConfigError, OSError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
+    except _ERRORS:
         return {}  # whoever loads the weights reports what is wrong with them
+
+
+def read_card(path: Path) -> dict[str, Any]:
+    """Return the entries `config` and `classes` of the config.json beside weights of a folder; {} if there is none."""
+    card = path.with_name("config.json")
+    if path.name not in HUB_NAMES or not card.is_file():
+        return {}
+    try:
+        settings = load_json(card)
+        if own := settings.get("distribuuuu"):
+            return {"config": own["config"], "classes": own.get("classes")}
+        published = settings.get("pretrained_cfg", settings)
+        model = {"MODEL.ARCH": f"timm/{settings['architecture']}"} if "architecture" in settings else {}
+        arguments = settings.get("model_args") or {}
+        model |= {f"MODEL.KWARGS.{key}": value for key, value in arguments.items() if key != "num_classes"}
+        options = {**model, **import_module("distribuuuu.models.pretrained").of_timm(published)}
+        return {"config": options, "classes": settings.get("label_names") or published.get("label_names")}
+    except _ERRORS:
+        return {}

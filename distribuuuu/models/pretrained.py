@@ -60,9 +60,9 @@ def check_published_head(arch: str, classes: Sequence[str], key: str) -> None:
     found = find_architecture(arch)
     weights = find_published(found, key)[1].get("weights")
     published = get_pretrained_cfg(found.name) if found.source == "timm" else None
-    if not (weights or published):
+    num, problem = len(weights.meta["categories"]) if weights else published.num_classes if published else None, ""
+    if num is None:  # of a plug-in
         return
-    num, problem = len(weights.meta["categories"]) if weights else published.num_classes, ""
     subset = infer_imagenet_subset({"num_classes": num})
     if num != len(classes):
         problem = f"has {counted(num, 'class')}, the data has {len(classes):,}"

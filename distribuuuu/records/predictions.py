@@ -12,7 +12,8 @@ Arrays of N images and C classes, to be opened with `numpy.load`:
 - `loss` float32 (N,): cross-entropy, or with several labels per image the mean binary cross-entropy of the classes.
 - of a task that does not classify, `score` (N, C) and `target` (N, ...), float32, in place of the last four.
 - `classes` (C,): the names. `meta`: JSON with `weights` (raw or ema), `epoch` (null after a separate evaluation),
-  `folder`, `data`, `multilabel` and `schema`; and `images`, the folder of all images, if some are outside of `folder`.
+  `folder`, `data`, `digest` of the set, `multilabel` and `schema`; and `images`, the folder of all images, if some are
+  outside of `folder`.
 
 Images that cannot be read are left out, or have an answer that counts as wrong, see TEST.BROKEN.
 """
@@ -22,6 +23,7 @@ import logging
 import os
 import re
 import zipfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +109,7 @@ class Recorder:
     def write(self, device: torch.device, weights: str, epoch: int | None = None) -> None:
         """Write OUT_DIR/predictions.npz; log a warning if that fails. Every process must call it.
 
-        In a training, `epoch` is the number of finished epochs.
+        In a training, `epoch` is the number of finished epochs. A separate evaluation of another set has its own file.
         """
         arrays = self.gather(device)
         if arrays is None or not dist.is_main():
@@ -115,10 +117,12 @@ class Recorder:
         cfg, images = self.cfg, self.images
         folder = os.path.abspath(cfg.TEST.DATASET) if images.describe(0) != "image 0" else ""
         meta = {"schema": SCHEMA_VERSION, "weights": weights, "epoch": epoch, "folder": folder,
-                "data": dataset_name(cfg), "multilabel": self.multilabel,
+                "data": dataset_name(cfg), "digest": images.digest, "multilabel": self.multilabel,
                 **({} if self.classifies else {"classifies": False}),
                 **({"images": outside} if (outside := find_outside_folder(images, folder)) else {})}  # fmt: skip
         path, names = Path(cfg.OUT_DIR) / FILE_NAME, arrays.pop("index").tolist()
+        if epoch is None:
+            path = import_module("distribuuuu.records.evaluated_sets").choose_file(cfg.OUT_DIR, meta)
         names = [name_of(images, index, cfg.TEST.DATASET) for index in names]
         texts = {"meta": json.dumps(meta, sort_keys=True), "classes": images.classes, "path": names}
         try:

@@ -27,7 +27,7 @@ WRONG = {
     "an unknown model": (["MODEL.ARCH", "resnet5O"], "did you mean resnet56, resnet50"),
     "an indivisible global batch": (["TRAIN.GLOBAL_BATCH_SIZE", 37], "fix: set it to"),
     "two of different kinds": (["TRAIN.FOO", 1, "TRAIN.SPLIT", "nowhere"], ("TRAIN.FOO", "no folder 'nowhere'")),
-    "weights that are not there": (["MODEL.WEIGHTS", "/no/such.pth"], "no such file: /no/such.pth"),
+    "weights that are not there": (["MODEL.WEIGHTS", "/no/such.pth"], "no such file or folder: /no/such.pth"),
     "an output folder that is a file": (["OUT_DIR", "/etc/hostname/x"], "/etc/hostname is a file"),
 }
 

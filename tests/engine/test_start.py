@@ -143,7 +143,7 @@ def test_problems_of_a_training_are_reported_before_it_starts(problems):
         (("FINETUNE.WEIGHTS", "/no/such"), 1, ["FINETUNE.WEIGHTS (command line): no such file or folder: /no/such"]),
         (SEVERAL_STARTS, 1, ["set MODEL.PRETRAINED False, or leave this option empty"]),
         (("MODEL.WEIGHTS", "FILE", *SEVERAL_STARTS[:2]), 1, ["set MODEL.WEIGHTS null, or leave this option empty"]),
-        (("MODEL.WEIGHTS", "FOLDER"), 1, ["MODEL.WEIGHTS (command line): not a file: "]),
+        (("MODEL.WEIGHTS", "FOLDER"), 1, ["MODEL.WEIGHTS (command line): ", "is a folder without best.pth"]),
         (TAUGHT, 1, ["/no/such; fix: restore it, as every training"]),
         # Gradients do not accumulate over replays of a graph.
         ((*REPLAYED, "reduce-overhead"), 2, []),

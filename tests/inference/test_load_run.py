@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from safetensors.torch import save_file
 from support.commands import command_module
 from support.hostile import Payload
 from support.runs import small_options
 from support.tables import pairwise, slow
 
-from distribuuuu import load_run
+from distribuuuu import evaluate, load_run
 from distribuuuu.checkpoint.io import read_checkpoint
+from distribuuuu.commands.arguments import parse_args
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.shapes import CLASSES
 from distribuuuu.data.loader import build_loader
+from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.launch.detect import Launch
 from distribuuuu.trainer import train_model
 
@@ -152,6 +155,35 @@ def nested(depth: int) -> dict:
     for _ in range(depth):
         value = {"a": [value]}
     return value
+
+
+def test_an_exported_folder_is_evaluated_and_initializes_a_model_as_a_run_does(shapes_run, tmp_path):
+    content, folder = read_checkpoint(shapes_run / "best.pth.tar"), tmp_path / "export"
+    folder.mkdir()
+    save_file(content["state_dict"], folder / "model.safetensors")
+    entries = {name: content[name] for name in ("classes", "config", "weights")}
+    (folder / "config.json").write_text(json.dumps({"distribuuuu": entries}))
+    expected, data = evaluate(shapes_run), content["config"]["TRAIN.DATASET"]
+    words = ["TRAIN.DATASET", data, "MODEL.NUM_CLASSES", "0", "OUT_DIR", str(tmp_path / "o")]
+    assert evaluate(folder) == expected and (folder / "predictions.npz").exists()
+    for weights in (folder, folder / "model.safetensors"):
+        cfg, _ = parse_args(None, [str(weights)], train=False)
+        assert (cfg.MODEL.ARCH, cfg.OUT_DIR) == ("resnet8", str(folder))
+        cfg = resolve_cfg(load_cfg(None, ["MODEL.WEIGHTS", str(weights), *words]))
+        assert (cfg.MODEL.ARCH, cfg.TEST.IM_SIZE) == ("resnet8", 28)
+    assert evaluate(load_cfg(None, ["MODEL.WEIGHTS", str(folder), *words]))["top1"] == expected["top1"]
+    assert parse_args(None, ["MODEL.WEIGHTS", str(folder), *words], train=True)[0].MODEL.WEIGHTS == str(folder)
+    (folder / "config.json").write_text(json.dumps({"distribuuuu": {**entries, "classes": entries["classes"][::-1]}}))
+    with pytest.raises(ConfigError, match="was trained on other classes"):
+        evaluate(folder)
+    (tmp_path / "c.yaml").write_text("MODEL: {ARCH: resnet14}")
+    for run, file, said in [
+        (folder, "nosuch", "--cfg nosuch: no such file"), ("timm/test_vit", "nosuch", "--cfg nosuch: no such file"),
+        ("timm/test_vit", tmp_path / "c.yaml", "--cfg: timm/test_vit brings its own config"),
+        (folder, tmp_path / "c.yaml", "does not fit the model"),
+    ]:  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            load_run(run, file)
 
 
 def test_hostile_values_in_the_config_of_an_export_are_named(timm_folder):

@@ -379,7 +379,8 @@ def test_unset_options_follow_the_weights_and_the_log_names_them(folder, name, e
             assert get_value(cfg, option) == (tuple(value) if isinstance(value, list) else value), option
             assert cfg.origins[option] == f"{key} {folder / name}"
     assert cfg.OPTIM.BASE_LR == 0.2 and notes_of(cfg, logging.WARNING) == []
-    (note,) = notes_of(cfg, logging.INFO)
+    *of_model, note = notes_of(cfg, logging.INFO)
+    assert of_model == ([f"model of {key} {folder / name}: timm/test_vit"] if name == "hub" else [])
     assert f"{key} {folder / name}" in note and "DATA.MEAN [0.5, 0.5, 0.5]" in note
     assert resolve_preprocessing(cfg) is cfg
 

@@ -48,7 +48,7 @@ def probe_run(run: LoadedRun) -> dict[str, Any]:
     counts["linear probe"] = int(predict_linear(test_rows, weights).eq(test_labels).sum())
     return {
         "source": run.source, "weights": run.weights, "arch": run.cfg.MODEL.ARCH, "features": rows.shape[1],
-        "classes": len(classes), "num_train": len(rows), "num_test": num, "k": NUM_NEIGHBORS,
+        "classes": len(classes), "num_train": len(rows), "num_test": num, "digest": sets[1].digest, "k": NUM_NEIGHBORS,
         "temperature": TEMPERATURE, "penalty": penalty, "correct": counts,
         "top1": {name: 100 * count / num for name, count in counts.items()},
         "interval": {name: [100 * end for end in wilson_interval(count, num)] for name, count in counts.items()},

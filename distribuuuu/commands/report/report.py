@@ -33,7 +33,7 @@ def report(prog: str, args: list[str]) -> int:
     from distribuuuu.commands.stats.stored_predictions import list_mistakes
     from distribuuuu.config.json_file import replace_nonfinite
 
-    run = read_run(flags.run)
+    run = read_run(flags.run, flags.predictions)
     if flags.format == "html":
         write_page(out, build_report(run))
         if run.content.classifies:
@@ -56,5 +56,6 @@ def build_parser(prog: str | None = None) -> CommandParser:
     add = parser.add_argument
     add("run", metavar="RUN", help="the OUT_DIR of a run")
     add("--out", metavar="FILE", help="the file to write (default: report.html in RUN; JSON: standard output)")
+    add("--predictions", metavar="FILE", default="", help="the predictions of one evaluated set (default: the latest)")
     add("--format", choices=("html", "json"), default="html", help="html (default) or json")
     return parser

@@ -1,7 +1,6 @@
 """The report of one run: how it trained, which classes and images it gets wrong; thumbnails are data URIs."""
 
 import base64
-import contextlib
 import io
 import json
 import logging
@@ -30,6 +29,7 @@ from distribuuuu.data.datasets.base import read_file
 from distribuuuu.files.untrusted import printable
 from distribuuuu.inference.load_run import find_run, open_data
 from distribuuuu.inference.loaded_run import LoadedRun
+from distribuuuu.records.evaluated_sets import list_predictions
 from distribuuuu.records.metric_writers import format_duration
 from distribuuuu.records.predictions import FILE_NAME, name_of
 from distribuuuu.records.read_results import TEST_FILE_NAME
@@ -46,15 +46,42 @@ class RunFiles:
 
     Attributes:
         out_dir: its folder.
-        content: its predictions.
+        content: its predictions of one evaluated set.
         history: its records.
         facts: content of results.json or, if the predictions are of a later evaluation, of test_results.json.
+        file: the file of the predictions; a run has one for each evaluated set.
     """
 
     out_dir: Path
     content: Predictions
     history: History
     facts: dict[str, Any]
+    file: Path
+
+    @cached_property
+    def evaluated(self) -> str:
+        """The evaluated set, as text: its number of images, and where they are."""
+        where = self.content.meta.get("folder") or self.content.meta.get("data")
+        return f"{counted(len(self.content), 'image')} of {where}"
+
+    @cached_property
+    def probed(self) -> dict[str, float]:
+        """The top-1, in percent, of k-NN and the linear probe on the features of these images; empty: not measured."""
+        try:
+            content, meta = load_json(self.out_dir / "probe.json"), self.content.meta
+            digests = {content.get("digest"), meta.get("digest")} - {None}  # of older files
+            if len(digests) > 1 or content["num_test"] != len(self.content):  # another set was evaluated
+                return {}
+            return {name: float(content["top1"][name]) for name in ("k-NN", "linear probe")}
+        except (ConfigError, TypeError, KeyError, ValueError):
+            return {}
+
+    def compare_probe(self) -> Iterator[str]:
+        """Yield a sentence for each classifier of the features that is better than the model."""
+        for name, value in self.probed.items() if "accuracy" in self.figures else ():
+            if value > 100 * self.figures["accuracy"]:
+                better = f"{name} on the features of the model is better than the model: {value:.2f} %"
+                yield f"{better} against {percent(self.figures['accuracy'], 2)}; its head may need more training"
 
     @cached_property
     def figures(self) -> dict[str, Any]:
@@ -63,6 +90,7 @@ class RunFiles:
         return {
             "run": self.out_dir.resolve().name,
             "predictions": content.meta,
+            "probe": self.probed,
             **(list_figures(content) if content.classifies else list_values(content, self.facts)),
             "curves": {"training": history.train, **history.evaluations},
             "restarts": history.restarts,
@@ -71,8 +99,8 @@ class RunFiles:
         }
 
 
-def read_run(run: str) -> RunFiles:
-    """Return the files of a run.
+def read_run(run: str, predictions: str = "") -> RunFiles:
+    """Return the files of a run, with the given file of predictions; empty: the one written last.
 
     Raises:
         ConfigError: it is no folder, or has no predictions.
@@ -82,14 +110,19 @@ def read_run(run: str) -> RunFiles:
         raise ConfigError(f"RUN: no such folder: {run}; expected the OUT_DIR of a run")
     if not any((out_dir / name).exists() for name in (FILE_NAME, RESULTS)):
         raise ConfigError(f"RUN: {run} has no {RESULTS}: no epoch of it has been evaluated yet")
-    content = read_predictions(out_dir / FILE_NAME, f"distribuuuu test {run}, which makes it")
+    files = list_predictions(out_dir)
+    latest = next(iter(files), out_dir / FILE_NAME)
+    file = out_dir / Path(predictions).name if predictions else latest
+    content = read_predictions(file, f"distribuuuu test {run}, which makes it")
     history = read_history(out_dir)
     facts = history.results
     if content.meta.get("epoch") is None:
         facts = read_facts(out_dir / TEST_FILE_NAME, "evaluation", history.notes)
+        if file != latest or facts.get("evaluation", {}).get("count") != len(content):
+            facts = {}  # of another evaluation
     for note in history.notes:
         logger.warning("%s", printable(note))
-    return RunFiles(out_dir, content, history, facts)
+    return RunFiles(out_dir, content, history, facts, file)
 
 
 def build_report(run: RunFiles) -> str:
@@ -107,32 +140,37 @@ def build_report(run: RunFiles) -> str:
     kind = KINDS.get(content.meta.get("weights", RAW), KINDS[RAW])
     weights = f"{kind.average} of the weights" if kind.average else "trained weights"
     epoch = f"epoch {content.meta['epoch']}" if content.meta.get("epoch") else "a separate evaluation"
-    arch = facts["model"]["arch"] if facts else "model"
-    subtitle = f"{arch} on {content.meta.get('data')}; {weights}, {epoch}; {counted(len(content), 'image')}"
+    arch = (facts or run.history.results or {"model": {"arch": "model"}})["model"]["arch"]
+    subtitle = f"{arch} on {content.meta.get('data')}; {weights}, {epoch}; {run.evaluated}"
     sections, footer = [_summarize(run), *middle, _describe_provenance(run)], f"distribuuuu {__version__}, from"
-    return build_page(found["run"], subtitle, sections, f"{footer} {FILE_NAME} and metrics.jsonl")
+    return build_page(found["run"], subtitle, sections, f"{footer} {run.file.name} and metrics.jsonl")
 
 
 def describe_accuracy(run: RunFiles) -> Iterator[str]:
     """Yield the accuracy and two baselines, as lines: the most frequent class, and k-NN on the features."""
     name, value, detail = next(_list_tiles(run))
-    yield f"{name}: {value} ({detail}; {counted(len(run.content), 'image')})"
+    yield f"{name}: {value} ({detail}; {run.evaluated})"
     if not run.content.multilabel:
         share = np.bincount(run.content.label).max() / len(run.content)
         yield f"baseline, the most frequent class: {percent(share, 2)}"
-        knn = f"measured by distribuuuu probe {run.out_dir}"
-        with contextlib.suppress(ConfigError, TypeError, KeyError, ValueError):
-            knn = percent(float(load_json(run.out_dir / "probe.json")["top1"]["k-NN"]) / 100, 2)
+        knn = f"{run.probed['k-NN']:.2f} %" if run.probed else f"measured by distribuuuu probe {run.out_dir}"
         yield f"baseline, k-NN on the features of the model: {knn}"
+        yield from run.compare_probe()
+    if others := [path.name for path in list_predictions(run.out_dir) if path != run.file]:
+        yield f"other evaluated sets (--predictions FILE): {', '.join(others)}"
 
 
 def _summarize(run: RunFiles) -> PageSection:
     """Return the section of the main figures and the curves."""
     history = run.history
-    curves = draw_curves({"": history})
+    curves, trained = draw_curves({"": history}), history.results.get("data", {})
+    about = f"Figures: {run.evaluated}."
+    if curves and run.content.meta.get("epoch") is None:
+        about += f" Curves: the training, which evaluated {counted(trained.get('num_val', 0), 'image')} of its own."
     missing = html.paragraph("No curves: this folder has no metrics.jsonl of a training run.", "note")
-    notes = (html.paragraph(note, "notice") for note in history.notes)
-    return PageSection("Summary", [html.tiles(list(_list_tiles(run))), *notes, curves or missing])
+    notes = [html.paragraph(note, "notice") for note in (*run.compare_probe(), *history.notes)]
+    tiles = html.tiles(list(_list_tiles(run)))
+    return PageSection("Summary", [tiles, html.paragraph(about, "note"), *notes, curves or missing])
 
 
 def _list_tiles(run: RunFiles) -> Iterator[tuple[str, str, str]]:
@@ -149,6 +187,8 @@ def _list_tiles(run: RunFiles) -> Iterator[tuple[str, str, str]]:
         yield "accuracy", percent(found["accuracy"], 2), f"95 % interval {100 * low:.2f} to {100 * high:.2f} %"
         if len(content.classes) > 5:
             yield "top-5 accuracy", percent(found["top5_accuracy"], 2), classes
+        for kind, value in run.probed.items():
+            yield kind, f"{value:.2f}\N{NO-BREAK SPACE}%", "on the features of the model"
         yield "mistakes", f"{(~content.correct).sum():,}", f"of {num}"
     if content.classifies:
         yield "macro F1", percent(found["macro_f1"]), "mean of the classes"

@@ -12,11 +12,13 @@ from support.images import draw_folder, write_label_lists
 from support.predictions import Page, change_predictions
 from support.runs import small_options
 
+from distribuuuu import evaluate
 from distribuuuu.commands.html.history import read_history
 from distribuuuu.commands.html.page import percent
 from distribuuuu.commands.main import start_command
 from distribuuuu.commands.report.run_report import read_run
 from distribuuuu.config import load_cfg
+from distribuuuu.config.errors import counted
 from distribuuuu.trainer import train_model
 
 HOSTILE = "<script>alert(1)</script> & 'so' \"on\""
@@ -78,6 +80,31 @@ def test_a_report_is_one_file_that_requests_nothing(finished, tmp_path, capsys):
     assert page.tags.count("script") == 1 and "<b>run" not in text and "<script>alert" not in text
     assert not re.search(r"url\(|@import|https?://", text.replace("http://www.w3.org/2000/svg", ""))
     assert any("default-src 'none'" in (value or "") for _, value in page.attributes)
+
+
+def test_each_evaluated_set_has_predictions_of_its_own_and_a_better_probe_is_named(run, data, tmp_path, capsys):
+    content, held_out = read_run(str(run)).content, tmp_path / "held out"
+    draw_folder(held_out, "val", dict.fromkeys(content.classes, 2))
+    top1 = {"k-NN": 99.5, "linear probe": 0.0}
+    probe = {"num_test": len(content), "digest": content.meta["digest"], "top1": top1}
+    (run / "probe.json").write_text(json.dumps(probe))
+    better = "k-NN on the features of the model is better than the model: 99.50 % against"
+    own = f"{counted(len(content), 'image')} of {data}"
+    for words in ((), ("--predictions", str(run / "predictions.npz"))):
+        _, printed = make(run, capsys, *words)
+        page = (run / "report.html").read_text()
+        assert better in printed and own in printed and better in page and f"Figures: {own}." in page
+        assert "linear probe on the features" not in printed
+        evaluate(run, {"TEST.DATASET": held_out})
+        evaluate(run, {"TEST.DATASET": held_out})  # the second time it replaces its own
+    (other,) = run.glob("predictions_held-out_*.npz")
+    _, printed = make(run, capsys)
+    page, other_set = (run / "report.html").read_text(), f"{2 * len(content.classes)} images of {held_out}"
+    assert other_set in printed and "better" not in printed + page and "FILE): predictions.npz" in printed
+    assert f"Figures: {other_set}. Curves: the training, which evaluated {counted(len(content), 'image')} of" in page
+    assert other.name in page and json.loads(make(run, capsys, "--format", "json")[1])["probe"] == {}
+    evaluate(run)
+    assert read_run(str(run)).file.name == "predictions.npz" and len(list(run.glob("predictions*.npz"))) == 2
 
 
 def test_json_has_all_numbers(finished, capsys):
