@@ -9,6 +9,8 @@ from setuptools.command.build_py import build_py
 
 # `distribuuuu export --to onnx` writes and runs ONNX files.
 ONNX = ("onnx>=1.16", "onnxscript>=0.2", "onnxruntime>=1.18")
+# Reads and writes object stores.
+REMOTE = ("obstore>=0.11",)
 # `mkdocs build` makes the documentation site.
 DOCS = ("mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.26")
 HERE = Path(__file__).parent
@@ -85,9 +87,10 @@ setup(
         "onnx": [*ONNX],
         "tiff": ["tifffile>=2023.7", "imagecodecs>=2023.7"],  # TIFF files of any channels or compression
         "heif": ["pillow-heif>=0.16", "pillow>=11.3"],  # HEIC, the photographs of phones; and AVIF
-        # Packed data and runs at s3://, gs:// and hf:// URLs; torch requires fsspec, and http:// needs nothing.
-        "s3": ["s3fs>=2023.12"],
-        "gs": ["gcsfs>=2023.12"],
+        # Packed data and runs at URLs; two former names of this extra; parquet files of the Hugging Face Hub.
+        "remote": [*REMOTE],
+        "s3": [*REMOTE],
+        "gs": [*REMOTE],
         "hf": ["huggingface_hub>=0.23"],
         "parquet": ["pyarrow>=16"],  # parquet and Arrow files
         "docs": [*DOCS],
@@ -103,9 +106,8 @@ setup(
             *ONNX,
             # The references that our metrics and statistics are tested against.
             *("torchmetrics>=1.4", "scipy>=1.10", "scikit-learn>=1.3", "statsmodels>=0.14", "captum>=0.7"),
-            # Servers of S3, Google Cloud Storage and FTP, for the tests of data and runs at URLs.
-            *("s3fs>=2023.12", "moto[s3]>=5", "flask", "flask-cors"),
-            *("gcsfs>=2023.12", "gcp-storage-emulator"),
+            # Data and runs at URLs, and a server of S3 with conditional writes for their tests.
+            *(*REMOTE, "moto[s3]>=5.0.16", "flask", "flask-cors"),
             *("tifffile>=2023.7", "pyarrow>=16"),
             *("nbclient>=0.10", "ipykernel>=6"),  # run the notebooks
             *DOCS,

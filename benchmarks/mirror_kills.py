@@ -17,7 +17,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import fsspec
 import torch
 
 ROOT = Path(__file__).parents[1]
@@ -72,7 +71,7 @@ def main() -> int:
     with object_store() as store:
         os.environ |= {**store.environment, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
         os.environ["PYTHONPATH"] = str(ROOT)
-        fsspec.filesystem("s3").mkdir("bucket")
+        store.reset()
         assert start(str(folder / "plain"), folder / "plain.log").wait() == 0, (folder / "plain.log").read_text()
         done = disturb(store, flags.kills, random.Random(flags.seed), folder / "log")
         shutil.rmtree(local_folder(URL))

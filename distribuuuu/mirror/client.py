@@ -3,18 +3,16 @@
 import contextlib
 import json
 import os
-import select
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import distribuuuu
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import CHECKPOINTS, LOCK, url_of
-from distribuuuu.launch.processes import start_child
+from distribuuuu.data.packed.store import start_python
 
 # Seconds without progress after which the end of a run no longer waits, and seconds of a run that is stopped in all.
 NO_PROGRESS_S, STOP_S = 600.0, 20.0
@@ -44,7 +42,7 @@ class MirrorClient:
         """
         from distribuuuu.distributed import comm as dist
 
-        problem = dist.broadcast_object(self._start_child() if dist.is_main() else None)
+        problem = dist.broadcast_object(self._start_child() if dist.is_main() else "")
         if not problem and not is_shared(self._folder):
             fix = "set XDG_CACHE_HOME to a folder that they share"
             problem = f"OUT_DIR: got {self._url}, whose local folder {self._folder} is not the same one on all nodes"
@@ -54,15 +52,14 @@ class MirrorClient:
             error.on_all_processes = True
             raise error
 
-    def _start_child(self) -> str | None:
-        """Return why the run cannot start, or None."""
-        self._process = _start(self._folder, "train")
-        answer = _read_line(self._process, None)
-        if answer.get("ready"):
-            return None
-        self._process.wait()
-        self._process = None
-        return f"OUT_DIR: {answer.get('problem', 'the process of the mirror has ended')}"
+    def _start_child(self) -> str:
+        """Return why the run cannot start, or ""."""
+        process = _start(self._folder, "train")
+        if problem := _read_answer(process)["problem"]:
+            process.wait()
+            return f"OUT_DIR: {problem}"
+        self._process = process
+        return ""
 
     def __enter__(self) -> "MirrorClient":
         return self
@@ -71,18 +68,16 @@ class MirrorClient:
         if (process := self._process) is None:
             return
         with contextlib.suppress(OSError):
-            process.stdin.write(b"end\n")  # type: ignore[union-attr]  # it is a pipe
-            process.stdin.flush()  # type: ignore[union-attr]
-        answer = _wait(process, stop_s=STOP_S if kind else float("inf"))
+            process.stdin.write(f"{NO_PROGRESS_S} {STOP_S if kind else 'inf'}\n".encode())  # type: ignore[union-attr]
+        answer = _read_answer(process)
         process.kill()
         process.wait()
-        if answer.get("done"):
-            size = f"{answer['bytes'] / 1e6:,.1f} MB"
-            print(f"mirror {self._url} is complete: {counted(answer['files'], 'file')}, {size}", file=sys.stderr)
+        if not answer["problem"]:
+            size = f"{counted(answer['files'], 'file')}, {answer['bytes'] / 1e6:,.1f} MB"
+            print(f"mirror {self._url} is complete: {size}", file=sys.stderr)
             return
-        reason = answer.get("reason", "the store does not answer in time")
-        problem = f"mirror {self._url} is NOT complete: {reason}; all files are in {self._folder}; fix: run the same "
-        problem += "command again, which uploads the rest"
+        problem = f"mirror {self._url} is NOT complete: {answer['problem']}; all files are in {self._folder}; fix: run "
+        problem += "the same command again, which uploads the rest"
         if kind is None:
             raise MirrorIncomplete(problem)
         print(problem, file=sys.stderr)
@@ -104,36 +99,19 @@ def fetch(path: Path) -> str:
     """Download the run of a path of `local_folder`, or of a checkpoint or weights below it; return the local path."""
     folder = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent if ".pth" in path.name else path
     process = _start(folder, "fetch", *([path.relative_to(folder).as_posix()] if path != folder else []))
-    answer = _read_line(process, None)
+    problem = _read_answer(process)["problem"]
     process.wait()
-    if not answer.get("ready"):
-        raise ConfigError(f"RUN: {answer.get('problem', f'{url_of(folder)} cannot be read')}")
+    if problem:
+        raise ConfigError(f"RUN: {problem}")
     print(f"{url_of(folder)}: the local copy is {path}", file=sys.stderr)
     return str(path)
 
 
 def _start(folder: Path, *words: str) -> subprocess.Popen:
-    root = str(Path(distribuuuu.__file__).parents[1])
-    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", __package__, str(folder), *words]
-    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return start_child(command, "mirror", {"PYTHONPATH": paths}, bufsize=0, **streams)
+    return start_python("-m", __package__, str(folder), *words)
 
 
-def _read_line(process: subprocess.Popen, timeout_s: float | None) -> dict[str, Any]:
-    """Return the next line of the child, {} after its end; raises TimeoutError."""
-    assert process.stdout
-    if not select.select([process.stdout], [], [], timeout_s)[0]:
-        raise TimeoutError
+def _read_answer(process: subprocess.Popen) -> dict[str, Any]:
+    assert process.stdout, "it is a pipe"
     line = process.stdout.readline()
-    return json.loads(line) if line else {}
-
-
-def _wait(process: subprocess.Popen, stop_s: float) -> dict[str, Any]:
-    """Return the last answer of the child; {} if it makes no progress for NO_PROGRESS_S, or has `stop_s` in all."""
-    deadline = time.monotonic() + stop_s
-    with contextlib.suppress(TimeoutError):
-        while "progress" in (answer := _read_line(process, max(0.0, min(NO_PROGRESS_S, deadline - time.monotonic())))):
-            pass
-        return answer or {"reason": "the process of the mirror has ended"}
-    return {}
+    return json.loads(line) if line else {"problem": "the process of the mirror has ended"}

@@ -1,221 +1,216 @@
 """Synchronization of a run's folder with its mirror: restoring at the start, and uploading."""
 
 import contextlib
+import hashlib
 import json
 import os
-import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import CHECKPOINTS, METRICS, TENSORBOARD, TEST_LOG, TRAIN_LOG
-from distribuuuu.files.atomic_file import replacing
-from distribuuuu.files.untrusted import MAX_JSON, parse_json, read_regular
-from distribuuuu.mirror.store import (
-    INDEX,
-    OBJECTS,
-    Entry,
-    Index,
-    MirrorError,
-    Store,
-    hash_file,
-    is_mirrored,
-    parse_index,
-)
+from distribuuuu.files.atomic_file import open_for_writing, replacing
+from distribuuuu.files.untrusted import MAX_JSON, parse_json, printable, read_regular
+from distribuuuu.mirror.states import Entry, MirrorError, State, StateLog, is_mirrored
 
-# Private files of the mirror in the folder of the run, and what they hold: the last index of this folder.
-PRIVATE, STATE = ".mirror", "state.json"
+# Private files of the mirror in the folder of the run, and what they hold: the last state of this folder.
+PRIVATE, KNOWN = ".mirror", "state.json"
 # Seconds between two uploads of files that only grow, unless another file is new.
 LOGS_EVERY_S = 30.0
 _GROWING = (TRAIN_LOG, TEST_LOG, METRICS)
 
 
 class Mirror:
-    """The folder of a run and the store of its URL; `warn` gets the problems that do not end the mirror."""
+    """The folder of a run and the log at a URL.
 
-    def __init__(self, folder: Path, store: Store, warn: Callable[[str], None]):
-        self.folder, self.store, self._warn = folder, store, warn
-        self._private = folder / PRIVATE
-        self.state: dict[str, Any] = {"ids": [], "is_restoring": False, "files": {}}
+    Attributes:
+        newest: the newest known state at the URL.
+        known: of this folder: number, id and files (name -> SHA-256) of its last state; ids of states that may still
+            arrive; and whether it is being restored.
+    """
+
+    def __init__(self, folder: Path, url: str):
+        self.folder, self.log, self.newest = folder, StateLog(url), State(0, "", {})
+        (folder / PRIVATE).mkdir(parents=True, exist_ok=True)
+        self.known: dict[str, Any] = {"number": 0, "id": "", "files": {}, "sent": [], "is_restoring": False}
         with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
-            found = parse_json(read_regular(self._private / STATE, MAX_JSON))
-            self.state = {key: type(value)(found[key]) for key, value in self.state.items()}
-        # The newest known index, the objects that are there, and (size, time, inode) of hashed files.
-        self.index, self._stored = Index("", 0, {}), set[str]()
-        self._hashed: dict[str, tuple[tuple[int, int, int], Entry]] = {}
+            found = parse_json(read_regular(folder / PRIVATE / KNOWN, MAX_JSON))
+            found = {"number": 0, "id": "", "sent": found.get("ids"), **found}  # earlier versions had ids only
+            self.known = {key: type(value)(found[key]) for key, value in self.known.items()}
+        self._stored = set[str]()  # objects that are there
+        self._hashed: dict[str, tuple[tuple[int, int, int], Entry]] = {}  # with size, time and inode of the file
         self._logs_at = float("-inf")
 
-    def save_state(self, **changes: Any) -> None:
-        """Change the state and write it to the folder."""
-        self.state = {**self.state, **changes}
-        with replacing(self._private / STATE, "w", encoding="utf-8") as file:
-            json.dump(self.state, file)
+    def warn(self, problem: str) -> None:
+        """Write a warning to the terminal and to the log of the run."""
+        text = f"WARNING: OUT_DIR: mirror {self.log.url}: {printable(problem)}\n"
+        sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}")
+        with contextlib.suppress(OSError), open_for_writing(self.folder / TRAIN_LOG, "a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%m-%d %H:%M:%S')} {text}")
 
-    def read_index(self) -> Index | None:
-        """Return the index at the URL; None if there is none; raises MirrorError, OSError or RemoteError."""
-        try:
-            data = self.store.read(INDEX)
-            return None if data is None else parse_index(data)
-        except MirrorError as error:
-            raise MirrorError(f"{self.store.url}: {error}; fix: set another OUT_DIR") from error
+    def _note(self, state: State | None = None, **changes: Any) -> None:
+        """Change what is known and write it to the folder; `state` is the last one of this folder."""
+        if state:
+            changes |= {"number": state.number, "id": state.id}
+            changes["files"] = {name: entry.sha256 for name, entry in state.files.items()}
+        self.known |= changes
+        with replacing(self.folder / PRIVATE / KNOWN, "w", encoding="utf-8") as file:
+            json.dump(self.known, file)
 
-    def find_index(self) -> Index | None:
-        """Return the index as `read_index` does; raises MirrorError if it is missing although there are objects."""
-        index = self.read_index()
-        if index is None and (objects := self.store.list_objects()):
-            what = f"{INDEX} is missing, but {OBJECTS}/ has {counted(len(objects), 'object')}"
-            fix = f"restore {INDEX}, delete {OBJECTS}/ if no run is to be kept, or set another OUT_DIR"
-            raise MirrorError(f"{self.store.url}: {what}; fix: {fix}")
-        return index
+    def is_own(self, state: State) -> bool:
+        """Tell whether a state is that of this folder, which may have newer files."""
+        return state.id in (self.known["id"], *self.known["sent"]) and not self.known["is_restoring"]
 
     def reconcile(self) -> None:
         """Restore the folder if the mirror is newer; the folder wins if it is the mirror's, with or without new steps.
 
         Raises:
-            MirrorError: both have changed, or the index is damaged, or missing although there are objects.
+            MirrorError: both have changed, or the newest state is damaged, or older than the last one of this folder.
         """
-        if (found := self.find_index()) is None:
-            self.save_state(is_restoring=False)
-            self._write_index({})  # only with an index, here one without files, can a first upload be continued
-            return
-        self.index, self._stored = found, {entry.sha256 for entry in found.files.values()}
-        if not found.files:  # the first upload has not ended
-            self.save_state(is_restoring=False, ids=[*self.state["ids"], found.id])
-            return
+        if (found := self.log.find_newest()) is None:
+            self._note(is_restoring=False)
+            self._append({})  # only after a state, here one without files, can a first upload be continued
+            if self.log.create(State(self.newest.number, "", {})).id != self.newest.id:
+                problem = "the store replaces objects that it should only create"
+                raise MirrorError(f"{self.log.url}: {problem}; fix: use a store with conditional writes")
+            return None
+        self.newest, self._stored = found, found.objects
         own, remote = find_newest(self.list_files()), find_newest(found.files)
-        is_known = found.id in self.state["ids"] and not self.state["is_restoring"]
-        if is_known and _position(own) >= _position(remote):
-            return
-        what = ""
-        if _position(own) > _position(remote):
-            what = f"its {INDEX} is older than {self.folder}, which has {own}"
-        elif not is_known and not self.state["is_restoring"] and own and self._has_changed():
+        is_own, what = self.is_own(found), ""
+        if not found.files or is_own and _position(own) >= _position(remote):
+            return self._note(found, is_restoring=False)
+        if found.number < self.known["number"]:
+            what = f"its newest state, {found.number}, is older than {self.known['number']}, that of {self.folder}"
+        elif own and not (is_own or self.known["is_restoring"]) and self._is_ahead_of(remote):
             what = f"it was continued by another machine, and {self.folder} has other checkpoints"
         if what:
             fix = f"delete {self.folder} to continue the run of the URL, or set another OUT_DIR"
-            raise MirrorError(f"{self.store.url}: {what}; fix: {fix}")
+            raise MirrorError(f"{self.log.url}: {what}; fix: {fix}")
         self.restore(found)
+        return None
 
-    def _has_changed(self) -> bool:
-        """Tell whether the folder has a checkpoint that the last known index does not name."""
-        known, names = self.state["files"], [name for name in self.list_files() if is_checkpoint(name)]
-        return any(known.get(name) != hash_file(self.folder / name).sha256 for name in names)
+    def _is_ahead_of(self, remote: str) -> bool:
+        """Tell whether the folder has a newer checkpoint, or one that its last state does not name."""
+        names, known = [name for name in self.list_files() if is_checkpoint(name)], self.known["files"]
+        is_newer = _position(find_newest(names)) > _position(remote)
+        return is_newer or any(self._entry(name).sha256 != known.get(name) for name in names)
 
-    def restore(self, index: Index, is_wanted: Callable[[str], bool] = lambda name: True) -> set[str]:
-        """Download the files of an index, the newest checkpoint first; return the damaged ones, which are skipped.
+    def fetch(self, name: str) -> None:
+        """Download what the commands need: all but checkpoints, and the file of a name."""
+        state = self.log.find_newest()
+        if state is None or not state.files:
+            raise MirrorError(f"{self.log.url}: no run is there; fix: check the URL")
+        if name and name not in state.files:
+            raise MirrorError(f"{self.log.url}/{name}: no such file; it has {', '.join(state.files)[:400]}")
+        if find_newest(self.list_files()) and not self.known["is_restoring"]:
+            return None if self.is_own(state) and not name else self.reconcile()
+        while self.restore(state, lambda other: other == name or not is_checkpoint(other)):
+            if (newer := self.log.find_newest()) is None or newer.id == state.id:
+                break
+            state = newer  # the run has deleted objects meanwhile
+        return None
+
+    def restore(self, state: State, is_wanted: Callable[[str], bool] = lambda name: True) -> set[str]:
+        """Download the files of a state, the newest checkpoint first; return the damaged ones, which are skipped.
 
         Raises:
             MirrorError: it names checkpoints, but all are damaged.
         """
-        self.save_state(is_restoring=True, ids=[index.id])
-        older = [name for name in self.list_files()
-                 if is_checkpoint(name) and name not in index.files and name in self.state["files"]]  # fmt: skip
-        names = sorted(filter(is_wanted, index.files), key=lambda name: (is_checkpoint(name), _position(name)))
-        missing = [name for name in reversed(names) if not self._has(name, index.files[name])]
-        damaged = {name for name in missing if not self._download(name, index.files[name])}
+        self._note(state, is_restoring=True)
+        names = sorted(filter(is_wanted, state.files), key=lambda name: (is_checkpoint(name), _position(name)))
+        damaged = {name for name in reversed(names) if not self._download(name, state.files[name])}
         checkpoints = {*filter(is_checkpoint, names)}
         if checkpoints and checkpoints <= damaged:
-            raise MirrorError(f"{self.store.url}: all checkpoints are damaged; fix: set another OUT_DIR")
-        self._stored -= {index.files[name].sha256 for name in damaged}
-        for name in older if checkpoints - damaged else ():  # of an older state of the mirror
-            (self.folder / name).unlink(missing_ok=True)
-        if {*names} == {*index.files}:
-            files = {name: entry.sha256 for name, entry in index.files.items()}
-            self.save_state(is_restoring=False, files=files)
+            raise MirrorError(f"{self.log.url}: all checkpoints are damaged; fix: set another OUT_DIR")
+        self._stored -= {state.files[name].sha256 for name in damaged}
+        if {*names} == {*state.files}:
+            self._note(is_restoring=False)
         return damaged
 
-    def _has(self, name: str, entry: Entry) -> bool:
-        path = self.folder / name
-        return path.is_file() and path.stat().st_size == entry.size and hash_file(path) == entry
-
     def _download(self, name: str, entry: Entry) -> bool:
-        """Download a file; return False after a warning if it is damaged."""
+        """Download a file unless it is there; return False after a warning if it is damaged."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             if not path.resolve().is_relative_to(self.folder.resolve()):
                 raise MirrorError("its folder is a link")
-            with replacing(path) as file:
-                self.store.download(entry, file.write)
+            if not path.is_file() or path.stat().st_size != entry.size or self._entry(name) != entry:
+                with replacing(path) as file:
+                    self.log.download(entry, file.write)
         except MirrorError as error:
-            self._warn(f"{name} is damaged in the mirror and was skipped: {error}")
+            self.warn(f"{name} is damaged in the mirror and was skipped: {error}")
             return False
         return True
 
     def list_files(self) -> list[str]:
-        """Return the names of the files to mirror: checkpoints first, so that no other file is older than they are."""
+        """Return the names of the files to mirror: the newest checkpoint first, so that no other file is older."""
         found = []
         for root, folders, names in os.walk(self.folder):
             folders[:] = [name for name in folders if not name.startswith(".")]
             relative = Path(root).relative_to(self.folder)
             found += [(relative / name).as_posix() for name in names if not (Path(root) / name).is_symlink()]
-        return sorted(filter(is_mirrored, found), key=lambda name: (not is_checkpoint(name), name))
+        return sorted(filter(is_mirrored, found), key=lambda name: (is_checkpoint(name), _position(name)), reverse=True)
 
     def upload_changes(self, with_logs: bool = False) -> bool:
-        """Upload what has changed, then the index; return whether anything was written.
+        """Upload what has changed, then the state; return whether anything was written.
 
         Raises:
-            MirrorError: another machine has written the index.
+            MirrorError: another machine has created this state.
             OSError, RemoteError: the store cannot be written to.
         """
-        copies = self._copy_changes()
-        try:
-            new = {name: copy[1] for name, copy in copies.items()}
-            replaced = {name: entry for name, entry in new.items() if not _is_growing(name)}
-            is_new = replaced != {name: entry for name, entry in self.index.files.items() if not _is_growing(name)}
-            is_due = with_logs or time.monotonic() - self._logs_at >= LOGS_EVERY_S
-            if new == self.index.files or not (is_new or is_due):
-                return False
-            for path, entry in copies.values():
-                if entry.sha256 not in self._stored:
-                    self.store.upload(path, entry)
-                    self._stored.add(entry.sha256)
-            self._write_index(new)
-            self._logs_at = time.monotonic()
-        finally:
-            for path, _ in copies.values():
-                if path.parent == self._private:
-                    path.unlink(missing_ok=True)
+        names, before = self.list_files(), self.newest.files
+        files = self._upload(name for name in names if not _is_growing(name))
+        is_new = files != {name: entry for name, entry in before.items() if not _is_growing(name)}
+        if not (is_new or with_logs or time.monotonic() - self._logs_at >= LOGS_EVERY_S):
+            return False
+        files |= self._upload(filter(_is_growing, names))
+        self._logs_at = time.monotonic()
+        if files == before:
+            return False
+        self._append(files)
         return True
 
-    def _copy_changes(self) -> dict[str, tuple[Path, Entry]]:
-        """Return a file with unchanging content, and its hash, for each name; links are made before any is hashed."""
-        copies: dict[str, tuple[Path, tuple[int, int, int] | None]] = {}
-        for left in self._private.glob("*.copy"):  # of an upload that was killed or failed
-            left.unlink(missing_ok=True)
-        for name in self.list_files():
-            source, copy = self.folder / name, self._private / f"{os.urandom(8).hex()}.copy"
-            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                status = source.stat()
-                known = (status.st_size, status.st_mtime_ns, status.st_ino)
-                if name in self._hashed and self._hashed[name][0] == known:
-                    copies[name] = (source, None)
-                    if self._hashed[name][1].sha256 in self._stored:
-                        continue
-                _copy(source, copy, status.st_size if _is_growing(name) else None)
-                copies[name] = (copy, known)
+    def _upload(self, names: Iterable[str]) -> dict[str, Entry]:
+        """Upload the files that the store lacks; return the content of all that exist."""
         found = {}
-        for name, (path, version) in copies.items():
-            if version is not None:
-                self._hashed[name] = (version, hash_file(path))
-            found[name] = (path, self._hashed[name][1])
+        for name in names:
+            # Open, its content remains although the run replaces or deletes it.
+            with contextlib.suppress(FileNotFoundError), open(self.folder / name, "rb") as file:
+                entry = self._entry(name, file)
+                if entry.sha256 not in self._stored:
+                    self.log.upload(file, entry)
+                    self._stored.add(entry.sha256)
+                found[name] = entry
         return found
 
-    def _write_index(self, files: dict[str, Entry]) -> None:
-        remote = self.read_index()
-        if remote and remote.id not in {self.index.id, *self.state["ids"]}:
-            raise MirrorError(f"{self.store.url}: another machine has continued this run; the folder {self.folder} "
-                                "keeps this one; fix: set another OUT_DIR")  # fmt: skip
-        index = Index(os.urandom(32).hex(), self.index.generation + 1, files)
-        self.save_state(ids=[self.index.id, index.id])  # a kill in between: this folder has written either
-        entries = {name: entry._asdict() for name, entry in files.items()}
-        self.store.write(INDEX, json.dumps({"format": 1, **index._asdict(), "files": entries}).encode())
-        self.index = index
-        self.save_state(ids=[index.id], files={name: entry.sha256 for name, entry in files.items()})
-        self.store.delete_others(named := {entry.sha256 for entry in files.values()})
-        self._stored &= named
+    def _entry(self, name: str, file: IO[bytes] | None = None) -> Entry:
+        """Return the hash of a file, which is computed again if it has changed."""
+        with contextlib.nullcontext(file) if file else open(self.folder / name, "rb") as opened:
+            status = os.fstat(opened.fileno())
+            version = (status.st_size, status.st_mtime_ns, status.st_ino)
+            if self._hashed.get(name, (None,))[0] != version:
+                hashed, size = hashlib.sha256(), 0
+                while data := opened.read(1 << 20):
+                    hashed.update(data)
+                    size += len(data)
+                self._hashed[name] = version, Entry(hashed.hexdigest(), size)
+        return self._hashed[name][1]
+
+    def _append(self, files: dict[str, Entry]) -> None:
+        """Create the next state."""
+        state = State(self.newest.number + 1, os.urandom(32).hex(), files)
+        self._note(sent=[*self.known["sent"], state.id][-1000:])  # it may arrive although its answer is late
+        while (found := self.log.create(state)).id != state.id:
+            if found.id not in self.known["sent"]:
+                raise MirrorError(f"{self.log.url}: another machine has continued this run; the folder {self.folder} "
+                                  "keeps this one; fix: set another OUT_DIR")  # fmt: skip
+            state = state._replace(number=found.number + 1)  # the number has an earlier state of this folder
+        self.newest = state
+        self._note(state, sent=[])  # none of them can get its number any more
+        self.log.prune(state)
+        self._stored &= state.objects
 
 
 def is_checkpoint(name: str) -> bool:
@@ -236,18 +231,3 @@ def _position(name: str) -> tuple[int, ...]:
 
 def _is_growing(name: str) -> bool:
     return name in _GROWING or name.startswith(f"{TENSORBOARD}/")
-
-
-def _copy(source: Path, copy: Path, size: int | None) -> None:
-    """Link a file that is replaced atomically; copy up to `size` bytes of one that grows, of a log whole lines."""
-    if size is not None:
-        with open(source, "rb") as file:
-            data = file.read(size)
-        copy.write_bytes(data[: data.rfind(b"\n") + 1] if source.name in _GROWING else data)
-        return
-    try:
-        os.link(source, copy)
-    except FileNotFoundError:
-        raise
-    except OSError:  # a file system without links
-        shutil.copyfile(source, copy)

@@ -1,6 +1,5 @@
-"""Runs at a URL: kills of the run and of the server, a store that is down, other stores than S3, several nodes."""
+"""Runs at a URL: kills of the run and of the server, a store that is down, a folder as a store, several nodes."""
 
-import http.server
 import os
 import random
 import shutil
@@ -8,14 +7,12 @@ import subprocess
 import sys
 import time
 
-import fsspec
 import pytest
 import torch
 from support.processes import RESULT_S, free_port, on_processes, wait_for
 from support.runs import ROOT, assert_same_run, run_python, small_options
 
 from distribuuuu.config.run_files import local_folder
-from distribuuuu.data.packed import transport
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.engine import run_lock
 from distribuuuu.engine.run_lock import OutDirLocked, lock_out_dir
@@ -43,11 +40,7 @@ def store(object_server, tmp_path, monkeypatch):
     own = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     for name, value in {**object_server.environment, **own}.items():
         monkeypatch.setenv(name, value)
-    object_server.refusal = None
-    bucket = fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
-    if bucket.exists("bucket"):
-        bucket.rm("bucket", recursive=True)
-    bucket.mkdir("bucket")
+    object_server.reset()
     return object_server
 
 
@@ -130,39 +123,6 @@ def test_a_bucket_that_does_not_exist_is_named(store, sixty_images):
     words = [str(word) for word in small_options(sixty_images, "s3://nobucket/x", *MORE)]
     done = run_python("-c", START, "train", *words)
     assert done.returncode == 2 and "s3://nobucket/x: the bucket does not exist; fix: create it" in done.stderr
-
-
-def test_a_run_is_mirrored_restored_and_continued(sixty_images, tmp_path, monkeypatch, request):
-    pytest.importorskip("gcsfs", reason="gcsfs is not installed")
-    emulator = pytest.importorskip("gcp_storage_emulator.server", reason="gcp-storage-emulator is not installed")
-    port = free_port()
-    monkeypatch.setattr(http.server, "HTTPServer", http.server.ThreadingHTTPServer)
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
-    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # these requests leave the emulator
-    monkeypatch.setenv("FSSPEC_GS_TOKEN", "anon")
-    server = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
-    server.start()
-    request.addfinalizer(server.stop)
-    url = "gs://bucket/runs/small"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    words = ["OPTIM.MAX_EPOCH", "3", "CHECKPOINT.EVERY_STEPS", "2"]
-    plain, folder = tmp_path / "plain", local_folder(url)
-    assert folder.startswith(str(tmp_path / "cache"))
-    assert run_python("-c", START, "train", *small_options(sixty_images, plain, *words)).returncode == 0
-    train = ["train", *map(str, small_options(sixty_images, url, *words))]
-    stopped = run_python("-c", START, *train, "--stop-epoch", "2")
-    assert stopped.returncode == 0 and f"mirror {url} is complete" in stopped.stderr, stopped
-    shutil.rmtree(folder)
-    resumed = run_python("-c", START, *train)
-    assert resumed.returncode == 0 and f"mirror {url} is complete" in resumed.stderr, resumed
-    part = transport.fetch(f"{url}/mirror.json", 2, 10, timeout_s=60, info=True)  # as packs are read
-    assert len(part.data) == 8 and part.size > 10 and part.version
-    assert "resumed from" in resumed.stderr
-    assert_same_run(plain, folder)
-    shutil.rmtree(folder)
-    tested = run_python("-c", START, "test", url)
-    assert tested.returncode == 0 and os.path.isfile(f"{folder}/test_results.json"), tested
 
 
 @pytest.mark.parametrize("caches", [("cache", "cache"), ("cache", "other")])

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -30,6 +31,13 @@ class ObjectStore:
         self._server.start()
         self._server._server.app = functools.partial(self._answer, self._server._server.app)
 
+    def reset(self) -> None:
+        """Leave one object store: an empty bucket."""
+        self.refusal = None
+        url = self.environment["AWS_ENDPOINT_URL"]
+        for method, path in (("POST", "moto-api/reset"), ("PUT", "bucket")):
+            urllib.request.urlopen(urllib.request.Request(f"{url}/{path}", method=method)).close()
+
     def stop(self) -> None:
         """Close the port."""
         self._server.stop()
@@ -47,7 +55,7 @@ class ObjectStore:
 @contextlib.contextmanager
 def object_store() -> Iterator[ObjectStore]:
     """Run a server for the length of a block; skip the test if a package is missing."""
-    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    pytest.importorskip("obstore", reason="obstore is not installed")
     moto = pytest.importorskip("moto.server", reason="moto[server] is not installed")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     store = ObjectStore(moto.ThreadedMotoServer)

@@ -89,6 +89,7 @@ class RangeServer:
         requests: (path, first byte, last byte) of each answered request.
         attack: the pieces of each answer, if it is not None; see ENDLESS and CONTRADICTIONS.
         num_sent: bytes of the answers of attacks.
+        token: the Authorization of the last request.
     """
 
     def __init__(self, folder: Path):
@@ -97,7 +98,7 @@ class RangeServer:
         self.status, self.has_ranges, self.is_gone = 0, True, False
         self.requests: list[tuple[str, int, int]] = []
         self.attack: Attack | None = None
-        self.num_sent, self.is_over = 0, False
+        self.num_sent, self.is_over, self.token = 0, False, None
         self.random, self.num_faults = random.Random(0), 0
         handler = type("Handler", (_Handler,), {"owner": self})
         server = type("Server", (http.server.ThreadingHTTPServer,), {"request_queue_size": 128})
@@ -126,7 +127,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:  # noqa: N802
         server = self.owner
-        fault = ""
+        fault, server.token = "", self.headers["Authorization"]
         if server.failures and server.random.random() < server.failures:
             fault, server.num_faults = server.random.choice(server.kinds), server.num_faults + 1
         path = server.folder / self.path.lstrip("/")

@@ -145,7 +145,7 @@ def _naming(path: str) -> Iterator[None]:
     except ConfigError:
         raise
     except ImportError as error:
-        fix = f"fix: pip install 'distribuuuu[parquet]', of a URL also 'distribuuuu[{path.partition(':')[0]}]'"
+        fix = "fix: pip install 'distribuuuu[parquet]', for hf:// also 'distribuuuu[hf]'"
         raise ConfigError(f"DATA.NAME: {path} needs a package that is not installed: {error}; {fix}") from error
     except Exception as error:  # they raise nearly anything for a damaged file
         reason = printable(" ".join(str(error).split()))[:200]

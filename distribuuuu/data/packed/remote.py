@@ -21,7 +21,7 @@ from distribuuuu.data.datasets.array_file import checksum_of
 from distribuuuu.data.packed import format as packed_format
 from distribuuuu.data.packed.cache import KEPT, DiskCache
 from distribuuuu.data.packed.format import INDEX
-from distribuuuu.data.packed.transport import MAX_WRONG, Part, RemoteError, fetch
+from distribuuuu.data.packed.store import MAX_WRONG, Part, RemoteError, fetch
 from distribuuuu.files.cache_folder import cache_folder
 
 # Threads of each process that read ahead; seconds of failures after which they leave a block to its reader.
@@ -62,7 +62,7 @@ class RemotePack:
         return [f"{sizes} repeatedly, and with DATA.SHUFFLE blocks once"] if size > limit else []
 
     def _load_index(self, path: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        start = self._fetch(path, 0, packed_format.HEADER_SIZE, info=True)
+        start = self._fetch(path, 0, packed_format.HEADER_SIZE)
         version = hashlib.sha256(f"{start.version} {start.size}".encode()).hexdigest()[:16]
         folder, name, problem = self._cache.folder / self._key / version, f"{self._key}/{version}/{INDEX}", ""
         for _ in range(MAX_WRONG):  # a byte may be wrong, and a copy be damaged, or be evicted by another process
@@ -89,7 +89,7 @@ class RemotePack:
             raise ConfigError(f"DATA.CACHE_GB: {limit}; fix: raise it")
 
         def find_change(part: Part) -> str:
-            return "" if (part.size, part.version) in ((size, start.version), (0, "")) else _CHANGED
+            return "" if (part.size, part.version) == (size, start.version) else _CHANGED
 
         ranges = ((first, min(first + _CHUNK, size)) for first in range(0, size, _CHUNK))
         parts = (self._fetch(path, *ends, find_change).data for ends in ranges)
@@ -104,7 +104,7 @@ class RemotePack:
             return "" if is_own else f"its size or its header does not belong to this {INDEX}"
 
         path = f"{self.url}/{shard['name']}"
-        return self._fetch(path, 0, packed_format.HEADER_SIZE, find_problem, info=True).version
+        return self._fetch(path, 0, packed_format.HEADER_SIZE, find_problem).version
 
     def read(self, index: int) -> np.ndarray:
         """Return the stored bytes of image `index`, writable; raise RemoteError if they are wrong or cannot be read."""
@@ -142,12 +142,12 @@ class RemotePack:
         ends = (columns["offset"][first:end] + columns["length"][first:end]).tolist()
 
         def find_problem(part: Part) -> str:
-            if part.size not in (0, size):
+            if part.size != size:
                 raise RemoteError(f"{path} {_CHANGED} ({part.size:,} bytes, expected {size:,})")
             view = memoryview(part.data)
             for image, start, stop in zip(range(first, end), starts, ends, strict=True):
                 if zlib.crc32(view[start - starts[0] : stop - starts[0]]) != columns["crc32"][image]:
-                    if part.version != self._versions[number] and part.version:
+                    if part.version != self._versions[number]:
                         raise RemoteError(f"{path} {_CHANGED} (version {part.version}, was {self._versions[number]})")
                     return f"the checksum of image {image} does not match"
             return ""
@@ -155,10 +155,10 @@ class RemotePack:
         return self._fetch(path, starts[0], ends[-1], find_problem, retry_s=retry_s).data
 
     def _fetch(
-        self, path: str, start: int, end: int, check: Callable[[Part], str] = lambda part: "", info: bool = False,
+        self, path: str, start: int, end: int, check: Callable[[Part], str] = lambda part: "",
         retry_s: float | None = None
     ) -> Part:  # fmt: skip
-        return fetch(path, start, end, self._timeout_s, check, info, retry_s or self._retry_s)
+        return fetch(path, start, end, self._timeout_s, check, retry_s or self._retry_s)
 
     def read_ahead(self, keys: Sequence[Sequence[int]]) -> None:
         """Start to fetch the blocks of a batch that are not in the cache, in the order of their use."""

@@ -4,17 +4,16 @@ import shutil
 import socket
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from support.images import draw_folder
 from support.packs import pack as make_pack
-from support.range_server import CONTRADICTIONS, ENDLESS, RangeServer, wrong_range
+from support.range_server import CONTRADICTIONS, ENDLESS, RangeServer, redirect, with_headers, wrong_range
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.packed import remote, transport
+from distribuuuu.data.packed import remote, store
 from distribuuuu.data.packed.dataset import Packed
-from distribuuuu.data.packed.transport import RemoteError
+from distribuuuu.data.packed.store import RemoteError
 
 # Far more than any of these reads takes: a read that hangs fails the test.
 PATIENCE_S = 30
@@ -24,7 +23,7 @@ MAX_SENT = 100 << 20
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(transport, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(store, "FIRST_PAUSE_S", 0.001)
 
 
 @pytest.fixture
@@ -56,7 +55,7 @@ def outcome_of(function, *args, **kwargs):
 
 def refusal_of(url: str, timeout_s: float = 0.4) -> str:
     """Return the error of reading a range of a URL: one printable line."""
-    error = outcome_of(transport.fetch, url, 10, 40, timeout_s)
+    error = outcome_of(store.fetch, url, 10, 40, timeout_s)
     assert isinstance(error, RemoteError) and str(error).startswith(url) and str(error).isprintable()
     return str(error)
 
@@ -83,41 +82,34 @@ def test_temporary_errors_of_a_server_are_told_from_those_that_last(server, stat
     server.status, url = status, f"{server.url}/loop"
     assert said in refusal_of(url)
     server.status = 0
-    assert transport.fetch(url, 10, 40, 5.0).data == bytes(range(10, 40))
+    assert store.fetch(url, 10, 40, 5.0).data == bytes(range(10, 40))
 
 
-def test_a_look_up_or_a_handshake_that_hangs_ends_at_the_deadline(monkeypatch):
+def test_a_handshake_that_hangs_ends_at_the_deadline_and_wrong_urls_are_named():
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"https://127.0.0.1:{listening.getsockname()[1]}/x"
         assert "no complete answer in time" in refusal_of(url, timeout_s=0.2)
-    is_over = threading.Event()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: is_over.wait(PATIENCE_S) and [])
-    assert "no complete answer in time" in refusal_of("http://host.invalid/x", timeout_s=0.2)
-    is_over.set()
-    for url in ("http://", "http://[::1/x", "http://host:99999999/x", "http://a b/x"):
-        assert "is no valid URL" in refusal_of(url)
+    for url in ("http:///x", "http://[::1/x", "http://host:99999999/x", "http://a b/x", "hf://OWNER/NAME/x"):
+        assert "is no valid URL" in str(outcome_of(store.fetch, url, 10, 40, 5.0))
 
 
-def refusal_of_store(monkeypatch, **methods) -> str:
-    usual = {"_strip_protocol": lambda url: url, "info": lambda url: {"size": 200, "ETag": "1"},
-             "cat_file": lambda url, start, end: bytes(range(start, end))}  # fmt: skip
-    monkeypatch.setattr(transport, "_open_filesystem", lambda *args: SimpleNamespace(**{**usual, **methods}))
-    error = outcome_of(transport.fetch, "s3://bucket/loop", 10, 40, 0.2, info=True)
-    if isinstance(error, transport.Part):
-        return ""
-    assert isinstance(error, RemoteError) and str(error).startswith("s3://bucket/loop")
-    return str(error)
+def test_an_answer_that_is_longer_than_the_range_is_refused(server):
+    server.attack = with_headers("Content-Length: 1000000", body=lambda _: bytes(1_000_000))
+    assert "sends more than the bytes 10 to 39; fix: use another server" in refusal_of(f"{server.url}/loop", PATIENCE_S)
 
 
-def test_an_object_store_has_the_same_limits(monkeypatch):
-    assert refusal_of_store(monkeypatch) == ""
-    is_over = threading.Event()
-    hangs = {"cat_file": lambda *args, **kwargs: is_over.wait(PATIENCE_S)}
-    assert "no complete answer in time" in refusal_of_store(monkeypatch, **hangs)
-    is_over.set()
-    assert "more than the bytes 10 to 39" in refusal_of_store(monkeypatch, cat_file=lambda *_, **__: bytes(31))
-    for found in ({}, {"size": -1}, {"size": "9"}):
-        assert "does not tell its size" in refusal_of_store(monkeypatch, info=lambda _, found=found: found)
+def test_a_hub_is_read_by_its_address_and_a_token_is_not_sent_to_the_server_of_a_redirect(tmp_path, monkeypatch):
+    """Files of the Hugging Face Hub are stored elsewhere."""
+    path = tmp_path / "datasets/me/set/resolve/v1/train"
+    path.mkdir(parents=True)
+    (path / "x").write_bytes(bytes(range(50)))
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    with RangeServer(tmp_path) as hub, RangeServer(tmp_path) as other:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        for attack, found in ((None, hub), (redirect(f"{other.url}/{path.relative_to(tmp_path)}/x"), other)):
+            hub.attack = attack
+            assert store.fetch("hf://datasets/me/set@v1/train/x", 10, 40, 5.0).data == bytes(range(10, 40))
+            assert found.requests and [one.token for one in (hub, other)] == ["Bearer secret", None]
 
 
 @pytest.fixture(scope="module")

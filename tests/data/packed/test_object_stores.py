@@ -1,10 +1,8 @@
-"""Packed data on servers of the S3 and the Google Cloud protocol: read bitwise, clear errors."""
+"""Packed data on a server of the S3 protocol: read bitwise, clear errors."""
 
-import contextlib
 import time
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pytest
 from support.batches import assert_same_batches, batches_of
@@ -13,7 +11,7 @@ from support.runs import message_of, small_options
 
 from distribuuuu.config import load_cfg
 from distribuuuu.data.packed import format as packed_format
-from distribuuuu.data.packed import transport
+from distribuuuu.data.packed import store as packed_store
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.engine.preflight import find_run_problems
 
@@ -38,18 +36,15 @@ def store(object_server, packed, monkeypatch):
     for name, value in object_server.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(packed_format, "BLOCK_BYTES", 4000)
-    monkeypatch.setattr(transport, "FIRST_PAUSE_S", 0.05)
-    object_server.refusal = None
-    transport._open_filesystem.cache_clear()
-    with contextlib.suppress(FileNotFoundError):
-        files().rm("bucket", recursive=True)
-    files().mkdir("bucket")
-    files().put(f"{packed}/", f"{URL}/", recursive=True)
+    monkeypatch.setattr(packed_store, "FIRST_PAUSE_S", 0.05)
+    object_server.reset()
+    for path in filter(Path.is_file, packed.rglob("*")):
+        files().put(path.relative_to(packed).as_posix(), path)
     return object_server
 
 
 def files():
-    return fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
+    return packed_store.open_store(URL, 60.0)
 
 
 def cfg_of(root, tmp_path, *overrides):
@@ -79,15 +74,15 @@ def test_the_batches_of_an_uploaded_pack_are_those_of_the_local_one(store, packe
 def test_a_replaced_object_is_reported_and_never_mixed_in(store, packed, tmp_path):
     images = Packed(URL, "train", None, str(tmp_path / "cache"), 1.0, 30.0)
     local, shard, bucket = Packed(packed, "train"), f"{URL}/train/shard-00001.bin", files()
-    content = bytearray(bucket.cat_file(shard))
+    content = bytearray(bucket.get("train/shard-00001.bin").bytes())
     last = int(np.flatnonzero(local.columns["shard"] == 1)[-1])
     content[-1] ^= 1
-    bucket.pipe_file(shard, bytes(content))
+    bucket.put("train/shard-00001.bin", bytes(content))
     assert f"{shard} has changed since" in (found := message_of(images.read, last)) and "version" in found
     begin = time.monotonic()
-    bucket.pipe_file(shard, bytes(content[:80]))
+    bucket.put("train/shard-00001.bin", bytes(content[:80]))
     assert f"{shard}: it ends before" in message_of(images.read, last)
-    bucket.rm_file(shard)
+    bucket.delete("train/shard-00001.bin")
     assert f"{shard}: no such object" in message_of(images.read, last)
     assert time.monotonic() - begin < 10  # at once
     assert bytes(images.read(0)) == bytes(local.read(0))

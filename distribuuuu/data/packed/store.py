@@ -1,0 +1,293 @@
+"""Objects at URLs through obstore: http(s)://, s3://, gs://, az:// and file:///; hf:// is read by its HTTPS address.
+
+Servers are not trusted: the time for a range and the bytes that are kept of an answer are limited. The threads of
+obstore do not survive a fork: `fetch` reads in a child process, which serves this process and all forks of it.
+"""
+
+import contextlib
+import datetime
+import functools
+import logging
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+import distribuuuu
+from distribuuuu.config.errors import DataError
+from distribuuuu.files.untrusted import printable
+from distribuuuu.launch.processes import start_child
+from distribuuuu.launch.signals import ignore_signals
+
+logger = logging.getLogger(__name__)
+
+READABLE = ("https", "http", "s3", "gs", "az", "hf")
+# Seconds without a byte after which a connection counts as cut; a request that has lasted this long and is slower than
+# SLOWEST bytes per second is made again.
+STALL_S, SLOWEST = 30.0, 100_000
+# Seconds of the first pause between two attempts, which doubles up to the longest one; of failures that are not logged.
+FIRST_PAUSE_S, LONGEST_PAUSE_S, QUIET_S = 0.1, 10.0, 3.0
+# Attempts after which wrong bytes are not an accident of the network.
+MAX_WRONG = 4
+# What retries cannot help: patterns of an error of obstore, its name with the status of the answer or its text.
+_MISSING = "no such object; fix: check the URL"
+_PERMANENT = {
+    "FileNotFound| (404|410)": _MISSING,
+    # S3 answers an expired token with 400; without credentials, obstore asks the machine's server for them.
+    r" (400|401|403|407)|169\.254\.|metadata\.google|redential":
+        "access denied ({}): no credentials, or they have expired; fix: renew them, or make the data readable",
+    " 416": "it ends before the bytes that the index names: it was truncated or replaced; fix: upload it again",
+    "NotSupported": "the server ignores byte ranges; fix: use one that supports them, e.g. nginx",
+    "Requested .* got|CONTENT_RANGE|Content-Length":
+        "the server sends other bytes than requested ({}); fix: use another server",
+    " [34](?!08|25|29)[0-9]{2}$|redirect": "the server answers {}; fix: check the URL, or use another server",
+}  # fmt: skip
+_pauses = random.Random()  # the global generator belongs to the samples
+
+
+class RemoteError(DataError):
+    """Remote data that cannot be read, or is not what it was; the message names the URL."""
+
+
+class MissingObjectError(RemoteError):
+    """An object that does not exist in its object store."""
+
+
+class Part(NamedTuple):
+    """A byte range of an object, with the object's size in bytes and version (ETag or time)."""
+
+    data: bytes
+    size: int
+    version: str
+
+
+@functools.cache
+def open_store(url: str, timeout_s: float, num_retries: int = 0) -> Any:
+    """Return the store of obstore at a URL; credentials are those of the environment.
+
+    Args:
+        timeout_s: seconds for a request, and for its retries together.
+
+    Raises:
+        RemoteError: the URL is invalid, or obstore is not installed.
+    """
+    try:
+        from obstore import store
+    except ImportError as error:
+        fix = "pip install 'distribuuuu[remote]'"
+        raise RemoteError(f"{url} needs obstore, which is not installed; fix: {fix}") from error
+    limit, stall = datetime.timedelta(seconds=timeout_s), datetime.timedelta(seconds=min(timeout_s, STALL_S))
+    client: dict[str, Any] = {"allow_http": True, "timeout": limit, "read_timeout": stall}
+    options: Any = {"client_options": client, "retry_config": {"max_retries": num_retries, "retry_timeout": limit}}
+    protocol = url.partition(":")[0]
+    try:
+        if protocol == "file":
+            return store.LocalStore(unquote(urlsplit(url).path), mkdir=True)
+        if protocol == "hf":
+            if token := os.environ.get("HF_TOKEN"):
+                client["default_headers"] = {"Authorization": f"Bearer {token}"}
+            return store.HTTPStore(_address_on_hub(url), **options)
+        if protocol in ("http", "https"):
+            return store.HTTPStore(url, **options)
+        return store.from_url(url, credential_provider=_profile() if protocol.startswith("s3") else None, **options)
+    except Exception as error:  # those of obstore, ValueError, OSError
+        reason = shorten(str(error).partition("\n\n")[0])
+        raise RemoteError(f"{printable(url)} is no valid URL ({reason}); fix: check the URL and its port") from error
+
+
+def _address_on_hub(url: str) -> str:
+    found = re.fullmatch(r"hf://(datasets/[^/@]+/[^/@]+)(?:@([^/]+))?(/.*)?", url)
+    if not found:
+        raise ValueError("expected hf://datasets/OWNER/NAME/FOLDER")
+    host = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    return f"{host}/{found[1]}/resolve/{found[2] or 'main'}{found[3] or ''}"
+
+
+def _profile() -> Any:
+    """Return credentials of the profiles of AWS, which need boto3; None: those of the environment or of the machine."""
+    if "AWS_ACCESS_KEY_ID" in os.environ or "AWS_SKIP_SIGNATURE" in os.environ:
+        return None
+    with contextlib.suppress(ImportError, ValueError):  # boto3 is not installed, or there is no profile
+        from obstore.auth.boto3 import Boto3CredentialProvider
+
+        return Boto3CredentialProvider()
+    return None
+
+
+def explain(error: Exception, url: str) -> Exception:
+    """Return the RemoteError for an error of obstore that retries cannot help; OSError for other failures."""
+    text, _, details = str(error).partition("\n\nDebug source")
+    reason = re.sub(".*Error performing [A-Z]+ .*? in [^ ]+ - (Server returned non-2xx status code: )?", "", text)
+    status = re.search("status code: ([0-9]{3})", text)
+    reason = shorten(f"HTTP {reason}" if status else reason).rstrip(":")
+    found = f"{type(error).__name__} {status[1] if status else text}"
+    for pattern, message in _PERMANENT.items():
+        if re.search(pattern, found):
+            kind = MissingObjectError if message is _MISSING else RemoteError
+            return kind(f"{url}: {message.format(reason)}")
+    causes = re.findall(r"\b(TimedOut|Timeout|Connect[A-Z]\w+|dns error)", details)
+    return OSError(f"{reason} ({causes[-1]})" if causes else reason)
+
+
+def shorten(text: str) -> str:
+    """Return text of a server as it may be logged: one line of at most 200 characters, without control characters."""
+    return printable(" ".join(text.split())[:200])
+
+
+def read_range(folder: str, name: str, start: int, end: int, timeout_s: float, num_retries: int = 0) -> Part:
+    """Return the bytes from `start` to `end` of an object, or to its end; for the other arguments see `open_store`.
+
+    Raises:
+        RemoteError, OSError: as `explain` returns them.
+    """
+    store, data, url = open_store(folder, timeout_s, num_retries), bytearray(), f"{folder}/{name}"
+    try:
+        answer = store.get(name, options={"range": (start, end)})
+        for chunk in answer.stream(min_chunk_size=1 << 20):
+            data += chunk
+            if len(data) > end - start:
+                break
+        meta = answer.meta
+    except Exception as error:
+        raise explain(error, url) from error
+    if len(data) > end - start:
+        raise RemoteError(f"{url}: the server sends more than the bytes {start} to {end - 1}; fix: use another server")
+    return Part(bytes(data), meta["size"], shorten(str(meta["e_tag"] or meta["last_modified"])))
+
+
+def fetch(
+    url: str,
+    start: int,
+    end: int,
+    timeout_s: float,
+    check: Callable[[Part], str] = lambda part: "",
+    retry_s: float | None = None,
+) -> Part:
+    """Return the bytes from `start` to `end` of an object, or to its end; failures are retried with growing pauses.
+
+    Args:
+        timeout_s: seconds for all attempts together.
+        check: returns what is wrong with the bytes, or "".
+        retry_s: seconds after which no other attempt begins; None: timeout_s.
+
+    Raises:
+        RemoteError: after `timeout_s`, after `retry_s` of failures, after MAX_WRONG wrong answers, and at once for what
+            retries cannot help.
+    """
+    if (protocol := url.partition("://")[0]) not in READABLE:
+        raise RemoteError(f"{printable(url)}: got the protocol {protocol}; expected one of {', '.join(READABLE)}")
+    begin, pause_s, num_wrong, is_logged, reason = time.monotonic(), FIRST_PAUSE_S, 0, False, ""
+    limit_s = timeout_s if retry_s is None else min(retry_s, timeout_s)
+    while True:
+        try:
+            wait_s = min(begin + timeout_s - time.monotonic(), STALL_S + (end - start) / SLOWEST)
+            part = _read_in_child((*url.rsplit("/", 1), start, end, timeout_s), wait_s)
+            if len(part.data) < min(end, part.size) - start:
+                raise OSError("the answer is cut")
+            if not (reason := check(part)):
+                break
+            num_wrong += 1
+        except TimeoutError as error:  # of a last, short attempt: the failure before it says more
+            reason = reason or str(error)
+        except OSError as error:
+            reason = str(error)
+        waited_s = time.monotonic() - begin
+        if num_wrong == MAX_WRONG:
+            raise RemoteError(f"{url}: {reason}, {num_wrong} times; fix: upload this file again")
+        if waited_s >= limit_s:
+            fix = "check the URL and the network, or raise DATA.TIMEOUT_S"
+            raise RemoteError(f"{url} cannot be read for {waited_s:.0f} s: {reason}; fix: {fix}")
+        if waited_s >= QUIET_S and not is_logged:
+            is_logged = True
+            logger.warning("%s cannot be read: %s; it is retried for up to %.0f s", url, reason, limit_s)
+        time.sleep(min(pause_s * _pauses.uniform(0.5, 1.5), max(0.01, limit_s - waited_s)))
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    if is_logged:
+        logger.warning("%s can be read again after %.0f s", url, time.monotonic() - begin)
+    return part
+
+
+# ------------------------------------------------------------------------------------- the reader
+
+
+class _Reader(NamedTuple):
+    """The child process that reads, the variables with which it was started, and its address."""
+
+    process: subprocess.Popen
+    env: dict[str, str]
+    address: str
+
+
+_reader: _Reader | None = None
+_thread = threading.local()  # the connection of each thread, and what it belongs to
+
+
+def _read_in_child(request: tuple[Any, ...], wait_s: float) -> Part:
+    """Return what `read_range` does; raise OSError after `wait_s`, or if the child process has ended."""
+    global _reader
+    if _reader is None or _reader.env != os.environ:  # credentials may be set later
+        if _reader and _reader.process.stdin:
+            _reader.process.stdin.close()
+        process = start_python("-c", f"from {__name__} import serve; serve()")
+        assert process.stdout, "it is a pipe"
+        _reader = _Reader(process, {**os.environ}, process.stdout.readline().decode().strip())
+    try:
+        if getattr(_thread, "owner", None) != (os.getpid(), _reader.address):
+            _thread.connection = Client(_reader.address)
+            _thread.owner = os.getpid(), _reader.address
+        _thread.connection.send(request)
+        is_answered = _thread.connection.poll(max(0.0, wait_s))
+        answer = _thread.connection.recv() if is_answered else None
+    except (OSError, EOFError) as error:
+        _reader, _thread.owner = None, None
+        raise OSError(f"the reading process has ended: {error}") from error
+    if answer is None:
+        _thread.owner = None
+        raise TimeoutError("no complete answer in time")
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def start_python(*words: str) -> subprocess.Popen:
+    """Start Python, which finds this package, with pipes as its input and output."""
+    root = str(Path(distribuuuu.__file__).parents[1])
+    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return start_child([sys.executable, *words], "store", {"PYTHONPATH": paths}, bufsize=0, **streams)
+
+
+def serve() -> None:
+    """Read for other processes, each thread of which has a connection, until all that hold the input have ended."""
+    ignore_signals()
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # the path of a socket has at most 100 characters
+        listener = Listener(f"{folder}/reader", backlog=128)
+        print(listener.address, flush=True)
+        threading.Thread(target=_accept, args=(listener,), daemon=True).start()
+        sys.stdin.read()
+    os._exit(0)
+
+
+def _accept(listener: Listener) -> None:
+    while True:
+        threading.Thread(target=_answer, args=(listener.accept(),), daemon=True).start()
+
+
+def _answer(connection: Connection) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            request = connection.recv()
+            try:
+                answer: Part | Exception = read_range(*request)
+            except (RemoteError, OSError) as error:
+                answer = type(error)(str(error))
+            connection.send(answer)

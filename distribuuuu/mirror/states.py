@@ -1,0 +1,226 @@
+"""Log of the states of a mirrored run, with the objects that they name.
+
+    URL/states/000123.json  state 123: its id, and name -> SHA-256 and size of each file; created if the number is free
+    URL/objects/SHA256      the content of a file; never overwritten with another one
+
+Nothing that arrives late can replace anything. A store is not trusted: a state has limits, its names are files of a
+run, and content is used after its hash matches.
+"""
+
+import datetime
+import hashlib
+import itertools
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO, Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from distribuuuu.config.run_files import is_run_file
+from distribuuuu.data.packed.store import MissingObjectError, RemoteError, explain, open_store, read_range
+from distribuuuu.files.untrusted import parse_json
+
+STATES, OBJECTS = "states", "objects"
+# States of which nothing is deleted; an object that no state names may belong to an upload that has just begun.
+KEPT_STATES, UNNAMED = 3, datetime.timedelta(days=1)
+# Limits of a state: its bytes, files, levels of folders, and the bytes of a file; and of a list: answers of a server.
+MAX_STATE, MAX_FILES, MAX_LEVELS, MAX_SIZE, MAX_PAGES = 1 << 22, 10_000, 5, 1 << 44, 20_000
+# Bytes of a part, which is held in memory; a multipart upload has at most 5,000 parts here (S3: 10,000).
+PART = 1 << 23
+# Seconds after which a request has failed, and its retries.
+REQUEST_S, NUM_RETRIES = 60.0, 3
+_PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+=@%-]{0,199}")
+_SHA256 = re.compile("[0-9a-f]{64}")
+_FORMER_INDEX = "mirror.json"  # of earlier versions, which have replaced it: it is read as state 0
+
+
+class Entry(NamedTuple):
+    """Content of a file: its SHA-256 and its size in bytes."""
+
+    sha256: str
+    size: int
+
+
+class State(NamedTuple):
+    """State of a run: its number, a random identifier, and the files by name."""
+
+    number: int
+    id: str
+    files: dict[str, Entry]
+
+    @property
+    def objects(self) -> set[str]:
+        """The names of its objects."""
+        return {entry.sha256 for entry in self.files.values()}
+
+
+class MirrorError(Exception):
+    """An object or a state is damaged, or another run has written to the URL; trying again does not help."""
+
+
+def is_mirrored(name: str) -> bool:
+    """Tell whether a file is mirrored, by its path relative to OUT_DIR with `/`: those of a run, no hidden ones."""
+    parts = name.split("/")
+    is_plain = len(parts) <= MAX_LEVELS and all(_PART_NAME.fullmatch(part) for part in parts)
+    is_config = len(parts) == 1 and name.endswith((".yaml", ".yml"))
+    return is_plain and not name.endswith((".tmp", ".partial", ".broken")) and (is_run_file(parts[0]) or is_config)
+
+
+def parse_state(number: int, data: bytes) -> State:
+    """Return the state in a JSON text; raise MirrorError if it is none, exceeds a limit or names other files."""
+    try:
+        content = parse_json(data)
+        if content["format"] not in (1, 2):
+            raise MirrorError("it has another format; fix: use a newer version of distribuuuu")
+        files = {name: Entry(entry["sha256"], entry["size"]) for name, entry in content["files"].items()}
+        is_valid = all(_SHA256.fullmatch(entry.sha256) and 0 <= entry.size < MAX_SIZE for entry in files.values())
+        is_valid = is_valid and len(files) <= MAX_FILES and all(map(is_mirrored, files))
+        if not (is_valid and _SHA256.fullmatch(content["id"])):
+            raise ValueError("an entry is invalid, or no file of a run")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise MirrorError(f"it is no state of a run: {error!r:.200}") from error
+    return State(number, content["id"], files)
+
+
+class StateLog:
+    """The states and the objects of a run at a URL.
+
+    Its methods raise MirrorError, RemoteError for what trying again does not help, and OSError otherwise.
+
+    Attributes:
+        moved_at: the time of the last progress (monotonic).
+    """
+
+    def __init__(self, url: str):
+        self.url, self.moved_at = url, 0.0
+        # Bytes of each object that an attempt has sent at most: only more of them are progress of a further attempt.
+        self._sent: dict[str, int] = {}
+        self._known: dict[int, State] = {}
+
+    def _call(self, name: str, function: Callable[[Any], Any]) -> Any:
+        """Return the result of a function of the store of obstore."""
+        try:
+            return function(open_store(self.url, REQUEST_S, NUM_RETRIES))
+        except (FileExistsError, RemoteError):
+            raise
+        except Exception as error:
+            raise explain(error, f"{self.url}/{name}") from error
+
+    def _list(self, folder: str, pattern: str) -> dict[str, Any]:
+        """Return what the group of a pattern matches in the names of a folder, with the times of the objects."""
+        try:
+            pages = self._call(folder, lambda store: [*itertools.islice(store.list(folder), MAX_PAGES)])
+        except MissingObjectError as error:
+            raise RemoteError(f"{self.url}: the bucket does not exist; fix: create it, or check the URL") from error
+        names = [(meta["path"].rpartition("/")[2], meta["last_modified"]) for page in pages for meta in page]
+        return {found[1]: time for name, time in names if (found := re.fullmatch(pattern, name))}
+
+    def _numbers(self) -> list[int]:
+        return sorted(map(int, self._list(STATES, r"(\d{6,9})\.json")))
+
+    def read(self, number: int) -> State | None:
+        """Return a state; None if there is none."""
+        name = f"{STATES}/{number:06d}.json" if number else _FORMER_INDEX
+        try:
+            part = read_range(self.url, name, 0, MAX_STATE, REQUEST_S, NUM_RETRIES)
+            if part.size > MAX_STATE:
+                raise MirrorError(f"it has {part.size:,} bytes, more than {MAX_STATE:,}")
+            return parse_state(number, part.data)
+        except MissingObjectError:
+            return None
+        except MirrorError as error:
+            fix = f"delete {name} to use the state before it, or set another OUT_DIR"
+            raise MirrorError(f"{self.url}/{name}: {error}; fix: {fix}") from error
+
+    def find_newest(self) -> State | None:
+        """Return the newest state; None if there is none, nor objects."""
+        if self.url.startswith("file:") and not os.path.isdir(unquote(urlsplit(self.url).path)):
+            return None
+        number = max(self._numbers(), default=0)
+        newest = self.read(number)
+        if newest is None and (number or self._list(OBJECTS, "(.*)")):
+            fix = f"restore the newest state, delete {OBJECTS}/ if no run is to be kept, or set another OUT_DIR"
+            raise MirrorError(f"{self.url}: {STATES}/ lacks a state, but {OBJECTS}/ has objects; fix: {fix}")
+        for _ in range(10):  # created since, or missing in an old listing
+            if (newer := self.read(number + 1)) is None:
+                break
+            number, newest = number + 1, newer
+        return newest
+
+    def create(self, state: State) -> State:
+        """Create a state unless its number is taken; return the state that has the number."""
+        entries = {name: entry._asdict() for name, entry in state.files.items()}
+        data = json.dumps({"format": 2, "id": state.id, "files": entries}).encode()
+        name = f"{STATES}/{state.number:06d}.json"
+
+        def put(store: Any) -> None:
+            from obstore.exceptions import AlreadyExistsError
+
+            try:
+                store.put(name, data, mode="create")
+            except AlreadyExistsError as error:
+                raise FileExistsError from error
+
+        try:
+            self._call(name, put)
+            return state
+        except FileExistsError:
+            if found := self.read(state.number):
+                return found
+            raise OSError(f"{name} exists and cannot be read") from None
+
+    def upload(self, file: IO[bytes], entry: Entry) -> None:
+        """Upload the beginning of an open file, and verify its size; OSError is raised if it has changed."""
+        name, part, hashed = f"{OBJECTS}/{entry.sha256}", max(PART, entry.size // 5000), hashlib.sha256()
+
+        def parts() -> Iterator[bytes]:
+            for start in range(0, entry.size, part):
+                hashed.update(data := file.read(min(part, entry.size - start)))
+                if (sent := start + len(data)) > self._sent.get(entry.sha256, 0):
+                    self._sent[entry.sha256], self.moved_at = sent, time.monotonic()
+                yield data
+
+        file.seek(0)
+        content = parts() if entry.size > part else b"".join(parts())
+        self._call(name, lambda store: store.put(name, content, chunk_size=part, max_concurrency=2))
+        if hashed.hexdigest() != entry.sha256:
+            raise OSError(f"{file.name} has changed during its upload")
+        if (size := self._call(name, lambda store: store.head(name))["size"]) != entry.size:
+            raise OSError(f"{name} has {size:,} bytes after its upload, expected {entry.size:,}")
+
+    def download(self, entry: Entry, write: Callable[[bytes], Any]) -> None:
+        """Read an object in parts and pass each to `write`; MirrorError is raised if it is not what it should be."""
+        name, hashed = f"{OBJECTS}/{entry.sha256}", hashlib.sha256()
+        for start in range(0, entry.size, PART):
+            try:
+                end = min(start + PART, entry.size)
+                part = read_range(self.url, name, start, end, REQUEST_S, NUM_RETRIES)
+            except MissingObjectError as error:
+                raise MirrorError("its object is missing") from error
+            if part.size != entry.size:
+                raise MirrorError(f"its object has {part.size:,} bytes, expected {entry.size:,}")
+            hashed.update(part.data)
+            write(part.data)
+        if hashed.hexdigest() != entry.sha256:
+            raise MirrorError("its object has another content")
+
+    def prune(self, newest: State) -> None:
+        """Delete the states before the last KEPT_STATES, and the objects that only they name, or none since a day."""
+        numbers = [number for number in self._numbers() if number < newest.number]
+        kept, dropped = numbers[1 - KEPT_STATES :], numbers[: 1 - KEPT_STATES]
+        for number in {*numbers} - {*self._known}:
+            self._known[number] = self.read(number) or State(number, "", {})
+        self._known = {number: self._known[number] for number in numbers} | {newest.number: newest}
+        named = newest.objects.union(*(self._known[number].objects for number in kept))
+        old = set[str]().union(*(self._known[number].objects for number in dropped)) - named
+        times = self._list(OBJECTS, f"({_SHA256.pattern})")
+        day_before = max(times.values(), default=datetime.datetime.max) - UNNAMED
+        gone = [name for name, at in times.items() if name in old or name not in named and at < day_before]
+        self._delete(f"{OBJECTS}/{name}" for name in gone)
+        self._delete(f"{STATES}/{number:06d}.json" for number in dropped)  # last: a kill in between repeats the rest
+
+    def _delete(self, names: Iterable[str]) -> None:
+        if paths := [*names]:
+            self._call(paths[0], lambda store: store.delete(paths))
