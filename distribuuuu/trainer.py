@@ -137,6 +137,9 @@ def open_batches(run: Run) -> Iterator[Batch]:
 class Step:
     """One step of the training, as `Task.update` gets it.
 
+    What `Task.update` draws from the global generators is equal on all processes; what a model draws in `gradients`,
+    e.g. dropout, is not.
+
     Attributes:
         number: the step in the epoch, from 0.
         micro_batches: the key and the images of each micro-batch of the global batch, mixed: an iterator, or a list if
@@ -145,7 +148,7 @@ class Step:
     """
 
     def __init__(self, training: Training, batches: Iterator[Batch], number: int):
-        self.training, self.number, self.is_applied = training, number, False
+        self.training, self.number, self.is_applied, self._num_passes = training, number, False, 0
         self.recorded: dict[str, Any] = {}
         self.micro_batches: Iterable[tuple[StepKey, Batch]] = self._prepare(batches)
         if training.task.gradient_passes > 1:
@@ -178,6 +181,13 @@ class Step:
         if key is None:
             fix = "set gradient_passes to 2 or more"
             raise TypeError(f"{type(task).__name__}: the images of this step are gone; fix: {fix}")
+        self._num_passes += 1
+        self.seed()
+
+    def seed(self) -> None:
+        """Seed what `Task.update` and the optimizer draw, until the next call of `gradients`."""
+        state = self.training.state
+        seed_step(derive_seed(state.stream_seed, state.epoch, self.number, self._num_passes), self.training.task.device)
 
     def apply(self) -> None:
         """Unscale and clip the gradients, and update the weights."""
@@ -193,9 +203,8 @@ def take_step(training: Training, batches: Iterator[Batch], number: int) -> Step
     """Let the task update the weights with one global batch, by default with its gradients; see `Task.update`."""
     state = training.state
     with locked_generators():
-        # For what `update` itself draws: `gradients` seeds each micro-batch.
-        seed_step(derive_seed(state.stream_seed, state.epoch, number, dist.rank()), training.task.device)
         step = Step(training, batches, number)
+        step.seed()
         training.task.update(step)
         state.num_skipped += not step.is_applied
         for _ in step.micro_batches:  # if the task has not computed gradients, the next step still gets its own images

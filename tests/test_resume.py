@@ -34,8 +34,6 @@ LAYER_DECAY = ("OPTIM.BASE_LR", 0.001, "OPTIM.WEIGHT_DECAY", 0.05, "OPTIM.NORM_W
 AIRBENCH = ("MODEL.ARCH", "airbench94", "MODEL.KWARGS.width", 24, "TASK.NAME", "airbench", "TASK.KWARGS.steps", 3,
             "TASK.KWARGS.frozen_from", 1, "DATA.CROP", "pad", "DATA.CROP_PADDING_MODE", "reflect",
             "DATA.FLIP_MODE", "alternating", "TEST.SHIFT", 1, "EMA.HALF_LIFE", 40)  # fmt: skip
-# Without it, the statistics of batch norm of other processes than the first are not restored.
-SYNCBN = ("MODEL.SYNCBN", True)
 # Options with random numbers or state of their own: add a row for a new one.
 OPTIONS = {
     "default": (), "rows of 3 steps": ("TRAIN.PRINT_FREQ", 3),
@@ -146,8 +144,8 @@ def test_a_resumed_run_is_the_whole_one(uninterrupted, options_of, small_cfg, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num, place, words", [
-    (2, (1, 1), (*EVERYTHING, *BATCH_NORM, *SYNCBN)), (3, (0, 2), ("TRAIN.PRINT_FREQ", 3)),
-    (2, (1, 4), (*AIRBENCH, *SYNCBN)),
+    (2, (1, 1), (*EVERYTHING, *BATCH_NORM)), (3, (0, 2), ("TRAIN.PRINT_FREQ", 3)),
+    (2, (1, 4), AIRBENCH),
 ])  # fmt: skip
 def test_several_processes_resume_bitwise(small_cfg, tmp_path, num, place, words):
     words = (*words, "CHECKPOINT.EVERY_STEPS", 1, "TRAIN.GLOBAL_BATCH_SIZE", 12)

@@ -39,8 +39,8 @@ RETRY_S, RETRIES_S, LAST_RETRIES_S = 5.0, 240.0, 10.0
 YIELD_S = 5e-3
 
 # Entries that files of best weights, which cannot be resumed, do not have.
-_ONLY_TO_RESUME = {"optimizer", "step", "seconds", "timing", "peak_memory_mib", "meter", "scaler", "evaluations",
-                   *(kind.tensors_key for kind in KINDS.values())}  # fmt: skip
+_ONLY_TO_RESUME = {"optimizer", "step", "seconds", "timing", "peak_memory_mib", "meter", "buffers", "scaler",
+                   "evaluations", *(kind.tensors_key for kind in KINDS.values())}  # fmt: skip
 _NAME = re.compile(r"ckpt_ep_(\d+)(?:_step_(\d+))?\.pth\.tar")
 
 
@@ -86,7 +86,7 @@ class CheckpointManager:
 
     def _start(self, path: Path, content: dict[str, Any], ends_run: bool, write_results: WriteResults | None) -> None:
         deadline = time.monotonic() + (LAST_RETRIES_S if ends_run else RETRIES_S)
-        skipped = ("meter", "task", "evaluations")  # of which NaN may be a regular value
+        skipped = ("meter", "task", "evaluations", "buffers")  # of which NaN may be a regular value
         if name := find_nonfinite({key: value for key, value in content.items() if key not in skipped}):
             raise NonFiniteError(f"the weights are not finite (first {name}): {path.name} was not written")
         if has_failed := self._join(deadline):

@@ -198,18 +198,6 @@ def is_communication_error(error: Exception) -> bool:
     return isinstance(error, torch_dist.DistError) or any(word in text for word in ("gloo", "nccl", "closed by peer"))
 
 
-def broadcast_buffers(model: nn.Module) -> None:
-    """Copy the main process's buffers, which are evaluated and saved, to every process: one broadcast for each type."""
-    groups: dict[tuple, list[torch.Tensor]] = {}
-    for buffer in model.buffers() if is_distributed() else ():
-        groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-    for buffers in groups.values():
-        joined = torch.cat([buffer.flatten() for buffer in buffers])
-        torch_dist.broadcast(joined, src=0)
-        for buffer, values in zip(buffers, joined.split([buffer.numel() for buffer in buffers]), strict=True):
-            buffer.copy_(values.view_as(buffer))
-
-
 def gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContextManager:
     """Return the context of a micro-batch; its gradients are averaged over the processes only if `enabled`.
 

@@ -34,7 +34,7 @@ def wrap_model(
 ) -> nn.Module:
     """Return the model wrapped in DDP; the model itself if there is one process or it is sharded.
 
-    Buffers (running statistics of batch norm) are not synchronized in a step: see `comm.broadcast_buffers`.
+    Buffers (running statistics of batch norm) are not synchronized in a step: see replicas.py.
 
     Args:
         example: images (N, 3, H, W) on `device`, of the size of training.
@@ -53,14 +53,15 @@ def wrap_model(
     settings: dict[str, Any] = {sync_buffers: False}
     if "batched_grad_copy" in known and device.type == "cuda":  # one kernel for the gradients of a bucket
         settings["batched_grad_copy"] = True
-    wrapped = DistributedDataParallel(
-        model,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        bucket_cap_mb=bucket_mb,
-        gradient_as_bucket_view=True,
-        find_unused_parameters=bool(all_reduce_max([find_unused])[0]),
-        **settings,
-    )
+    with restored(model):  # of a run that is resumed, each process has its own buffers
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            bucket_cap_mb=bucket_mb,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=bool(all_reduce_max([find_unused])[0]),
+            **settings,
+        )
     if compress != "none":
         wrapped.register_comm_hook(None, COMPRESSION_HOOKS[compress])
     _warm_up_buckets(wrapped, example[:2])  # two images are enough for batch norm, and take little memory

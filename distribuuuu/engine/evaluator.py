@@ -11,7 +11,7 @@ from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import TEST_LOG
 from distribuuuu.data.batch import Batch, map_leaves
 from distribuuuu.data.loader import Loader, build_loader, check_same_data
-from distribuuuu.distributed.comm import broadcast_buffers, gather_objects, mark_position
+from distribuuuu.distributed.comm import gather_objects, is_distributed, mark_position
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.sharding import inference, is_sharded
 from distribuuuu.engine.build import build_test_model, open_run
@@ -48,8 +48,13 @@ def evaluate(
 
     Raises:
         RuntimeError: the number of evaluated images is not the size of the data set.
+        ReplicasDifferError: the processes have other weights than the first one.
     """
-    broadcast_buffers(model)
+    if is_distributed():
+        from distribuuuu.distributed.replicas import broadcast_buffers, check_replicas
+
+        check_replicas(model)
+        broadcast_buffers(model)
     model = task.begin_evaluation(model)
     model.eval()
     meter, batches = Meter(task.eval_metrics, len(task.classes), loader.device), iter(loader)

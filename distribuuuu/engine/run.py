@@ -75,6 +75,10 @@ class Run(Training):
         gathered = dist.gather_objects(own)
         content["task"] = {"shared": self.task.state_dict(), "by_rank": gathered if own else []}
         content["finished"] = is_finished(self.cfg, self.state)
+        if dist.is_distributed():
+            from distribuuuu.distributed.replicas import gather_buffers
+
+            content["buffers"] = gather_buffers(self.state.models)
         if evaluations:
             epoch = self.state.epoch - 1
             content |= {"evaluations": evaluations, "evaluated_at": (epoch, self.train_loader.steps_of(epoch))}

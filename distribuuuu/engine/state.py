@@ -10,6 +10,7 @@ A checkpoint is a dict:
 - `scaler`: state of the gradient scaler; empty without one.
 - `config`: every option, DATA.MEAN and DATA.STD as used; `plugins`: the SHA-256 of each; also `seed`,
   `num_rollbacks`, `classes`, `arch`, `global_batch`. Files of best weights also have `weights`: "raw" or "ema".
+- `buffers`: for each process, the buffers of the models that differ from those of the first one.
 - `meter`: for each process, its sums since the last row of metrics. `num_skipped`: steps that the task has skipped.
 - `bests`: loss, metrics and epoch, from 1, of the best evaluation of each kind of weights.
 - `evaluations`, `evaluated_at`: the results of the evaluation that precedes it, if there is one; the position, as in
@@ -162,6 +163,10 @@ class TrainState:
             if not tensors:
                 logger.warning("%s has no %s of the weights; it starts from the raw weights", path,
                                KINDS[kind].average)  # fmt: skip
+        if dist.is_distributed():
+            from distribuuuu.distributed.replicas import load_buffers
+
+            load_buffers(self.models, content.get("buffers", ()))
         saved, seed = int(content.get("seed", self.seed)), self.config.get("RNG_SEED")
         if seed not in (None, saved):
             logger.warning("RNG_SEED: the checkpoint has seed %d; the run continues with %d", saved, seed)

@@ -24,9 +24,9 @@ from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed import rendezvous
-from distribuuuu.distributed.comm import broadcast_buffers
 from distribuuuu.distributed.process_group import pick_device, process_group
 from distribuuuu.distributed.rendezvous import MissingProcessError, create_store
+from distribuuuu.distributed.replicas import broadcast_buffers
 from distribuuuu.distributed.sync_batchnorm import ProcessBatchNorm, convert_sync_batchnorm
 from distribuuuu.launch.detect import Launch, detect_launch
 from distribuuuu.launch.nproc import without_nproc

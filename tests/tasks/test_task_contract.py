@@ -1,6 +1,8 @@
 """Tasks of a user: state, gradients in parts, stages, any outputs, and scores for predictions."""
 
+import contextlib
 import csv
+import dataclasses
 import json
 from collections import deque
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from support.processes import on_processes
-from support.runs import ROOT, assert_same_run, newest, records
+from support.runs import ROOT, assert_same_run, newest, records, train_and_kill
 from support.tables import slow
 from torch import nn
 
@@ -110,6 +112,40 @@ def test_entries_that_differ_between_processes_are_saved_for_each(register, smal
     assert [part["of_rank"].tolist() for part in newest(tmp_path / "out")["task"]["by_rank"]] == [[8, 8], [9, 9]]
     train_model(small_cfg("TASK.NAME", "Centered", "OPTIM.MAX_EPOCH", 3))
     assert "written by 2 processes; all continue with the state of the first one: " in log_of(tmp_path / "out")
+
+
+@pytest.mark.parametrize("is_equal", [True, slow(False)])
+def test_what_update_draws_is_equal_on_all_processes_and_other_replicas_end_the_run(register, small_cfg, is_equal):
+    class Noisy(Classification):
+        def update(self, step):
+            step.gradients()
+            for weight in self.state.model.parameters():
+                weight.grad.add_(torch.randn_like(weight), alpha=0.1 if is_equal else 0.1 * comm.rank())
+            step.apply()
+
+    register(Noisy)
+    cfg = small_cfg("TASK.NAME", "Noisy", "TRAIN.BATCH_SIZE", 6, "OPTIM.MAX_EPOCH", 1)
+    said = r"trained different models: .* is [\d.]+ on process 0 and [\d.]+ on process 1; fix: make what `Task.update`"
+    with contextlib.nullcontext() if is_equal else pytest.raises(AssertionError, match=said):
+        on_processes(2, train_model, cfg)
+
+
+@pytest.mark.slow
+def test_statistics_that_a_task_uses_are_restored_on_each_process(register, small_cfg, tmp_path):
+    class Consistent(Classification):
+        def train_step(self, model, batch, key):
+            output, net = super().train_step(model, batch, key), self.state.model
+            with torch.no_grad():
+                share = net.eval()(batch.images).softmax(1).amax(1).mean()
+            net.train()
+            return dataclasses.replace(output, loss=output.loss * share)
+
+    register(Consistent)
+    words = ("TASK.NAME", "Consistent", "TRAIN.BATCH_SIZE", 6, "CHECKPOINT.EVERY_STEPS", 1, "OPTIM.MAX_EPOCH", 1)
+    on_processes(2, train_model, small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
+    on_processes(2, train_and_kill, small_cfg(*words), (0, 2))
+    on_processes(2, train_model, small_cfg(*words))
+    assert_same_run(tmp_path / "out", tmp_path / "whole")
 
 
 UNREADABLE = {

@@ -1,0 +1,83 @@
+"""Replicas of a model, one on each process: equal weights, and buffers (batch norm statistics) that may differ."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+
+from distribuuuu.config import ConfigError
+from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.sharding import is_sharded
+
+# Relative difference of the sums of weights that rounding on other hardware may cause.
+TOLERANCE = 1e-5
+
+# Buffers by the kind of weights and their name.
+Buffers = dict[str, dict[str, torch.Tensor]]
+
+
+class ReplicasDifferError(ConfigError):
+    """Weights that differ between the processes, each of which would evaluate another model."""
+
+    on_all_processes = True
+    status = 1
+
+
+def check_replicas(model: nn.Module) -> None:
+    """Compare the sum of the absolute weights of the processes, one number of each. Every process must call it.
+
+    Raises:
+        ReplicasDifferError: on every process.
+    """
+    weights = [weight.detach() for weight in model.parameters() if weight.is_floating_point() and weight.numel()]
+    if not weights or is_sharded(model):
+        return
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(weights, 1)])
+    sums = dist.gather_objects(norms.sum().item())
+    rank = max(range(len(sums)), key=lambda rank: abs(sums[rank] - sums[0]))
+    if abs(sums[rank] - sums[0]) > TOLERANCE * abs(sums[0]):  # not if they are NaN
+        found = f"the sum of the absolute weights is {sums[0]:.6g} on process 0 and {sums[rank]:.6g} on process {rank}"
+        cause = "make what `Task.update`, `begin_epoch` or an optimizer draws or computes equal on all processes, and "
+        fix = f"{cause}average over them what depends on their images, see comm.scaled_all_reduce"
+        raise ReplicasDifferError(f"the processes have trained different models: {found}; fix: {fix}")
+
+
+def broadcast_buffers(model: nn.Module) -> None:
+    """Copy the main process's buffers, which are evaluated and saved, to every process: one broadcast for each type."""
+    groups: dict[tuple, list[torch.Tensor]] = {}
+    for buffer in model.buffers():
+        groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    for buffers in groups.values():
+        joined = torch.cat([buffer.flatten() for buffer in buffers])
+        torch_dist.broadcast(joined, src=0)
+        for buffer, values in zip(buffers, joined.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(values.view_as(buffer))
+
+
+def gather_buffers(models: Mapping[str, nn.Module]) -> list[Buffers]:
+    """Return for each process the saved buffers that differ from those of the main one. Every process must call it.
+
+    Training normalizes by the batch, but a task may use the statistics, which are those of a process's own images.
+    """
+    own = {kind: {name: model.get_buffer(name).cpu() for name in _saved(model)} for kind, model in models.items()}
+    parts = dist.gather_objects(own)
+    return [
+        {kind: {name: value for name, value in named.items() if not torch.equal(value, parts[0][kind][name])}
+         for kind, named in part.items()}
+        for part in parts
+    ]  # fmt: skip
+
+
+def _saved(model: nn.Module) -> list[str]:
+    saved = model.state_dict().keys()
+    return [name for name, _ in model.named_buffers() if name in saved]
+
+
+def load_buffers(models: Mapping[str, nn.Module], parts: Sequence[Buffers]) -> None:
+    """Restore the buffers of this process, once those of the main one are; of another number of processes, none."""
+    if len(parts) != dist.world_size():
+        return
+    for kind, named in parts[dist.rank()].items():
+        for name, value in named.items() if kind in models else ():
+            models[kind].get_buffer(name).copy_(value)
