@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distribuuuu.checkpoint.weights_files import RAW, common_kind, find_best, find_card
+from distribuuuu.checkpoint.weights_files import RAW, build_kinds, common_kind, find_best, find_card
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.locate import FoundConfig
@@ -88,7 +88,8 @@ def train(config: CfgFiles | os.PathLike = None, overrides: Overrides = ()) -> T
     accuracy = results.get("accuracy", {})
     last = accuracy.get(common_kind([accuracy]), {}).get("last", {})
     metrics = {name: value for name, value in last.items() if name != "epoch"}
-    return TrainResult(Path(cfg.OUT_DIR), best, find_best(cfg.OUT_DIR), _with_labels(metrics, cfg), results)
+    weights = find_best(cfg.OUT_DIR, build_kinds(cfg))
+    return TrainResult(Path(cfg.OUT_DIR), best, weights, _with_labels(metrics, cfg), results)
 
 
 def evaluate(
@@ -149,7 +150,7 @@ class WeightsEvaluation:
         load_state_dict(self.model, dict(state_dict), f"{kind} weights")
         if recalibrate:
             images = self._train_loader.iter_images(self.cfg.RNG_SEED or 0, 0, recalibrate)
-            compute_precise_statistics(self.model, images, self._task.autocast)
+            compute_precise_statistics(self.model, images, self._task.autocast, self._task.train_mode)
         result = _with_labels(evaluator.evaluate(self._task, self.model, self._loader), self.cfg)
         shown = {name: name for name in result if name not in ("count", "loss")}
         logging.getLogger(__name__).info("validation of %s weights: %s", kind, format_result(result, shown, 3))

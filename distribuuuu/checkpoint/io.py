@@ -37,6 +37,8 @@ _FOLDER_ATTRIBUTE = 0x10  # of MS-DOS, in a zip entry
 # What torch reports as a RuntimeError if memory does not suffice.
 _NO_MEMORY = re.compile("allocate memory|not enough memory|bad_alloc")
 
+# The entry with the average of the weights in files of DeiT, ConvNeXt and torchvision, which have them under `model`.
+AVERAGE = "model_ema"
 # The remedy when weights may be used, but not the rest of a checkpoint.
 WEIGHTS_ONLY = "to take only its weights name it as MODEL.WEIGHTS, with TRAIN.LOAD_OPT False and another OUT_DIR"
 
@@ -87,7 +89,7 @@ def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     state_dict = _find_state_dict(content)
     if state_dict is None:
         raise CheckpointError(f"{path}: holds no state dict of a model, but a {type(content).__name__}")
-    entries = content if "state_dict" in content else {}
+    entries = content if "state_dict" in content else {key: content[key] for key in (AVERAGE,) if key in content}
     return {**entries, "state_dict": {key.removeprefix("module."): value for key, value in state_dict.items()}}
 
 

@@ -214,7 +214,9 @@ class Samples:
         views: list[torch.Tensor] = []
         labels, index, unread, geometry = [], [], [], []
         broken: tuple[Any, ...] = ()
-        for row, sample in enumerate(map(self.__getitem__, keys)):
+        substitutes = getattr(keys, "substitutes", ())
+        samples = (self.make(key, substitutes) for key in keys) if substitutes else map(self.__getitem__, keys)
+        for row, sample in enumerate(samples):
             labels.append(sample.label)
             geometry.append(sample.geometry)
             index.append(sample.index)
@@ -249,11 +251,17 @@ class Samples:
         return batch, broken
 
     def __getitem__(self, key: SampleKey) -> Sample:
+        return self.make(key)
+
+    def make(self, key: SampleKey, substitutes: Sequence[int] = ()) -> Sample:
+        """Return a sample; the substitute of a broken image is one of some images, by default of all."""
         seed, index, *_ = key
         transform = transform_at(self.transform, key)
         broken: list[Any] = []
         for attempt in range(1 + MAX_SUBSTITUTES * (self.skip_broken and self.substitutes)):
-            chosen = index if attempt == 0 else derive_seed(seed, index, attempt) % len(self.images)
+            drawn = derive_seed(seed, index, attempt) if attempt else 0
+            others = substitutes or range(len(self.images))
+            chosen = others[drawn % len(others)] if attempt else index
             try:
                 image = open_lazy_image(self.images.read(chosen), self.decoder, self.options)
                 rng = SampleRNG(*key)

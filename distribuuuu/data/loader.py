@@ -35,7 +35,7 @@ from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batche
 from distribuuuu.data.build_transform import MAIN, build_transform, depends_on_epoch, statistics_of
 from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch
 from distribuuuu.data.decode import build_decode_options
-from distribuuuu.data.samplers import EvalSampler, ResumableDistributedSampler
+from distribuuuu.data.samplers import WHOLE, EvalSampler, ResumableDistributedSampler
 from distribuuuu.distributed import comm as dist
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import count_cores
@@ -196,10 +196,17 @@ class TrainLoader(Loader):
         return self.to_device(batch)
 
     def iter_images(self, seed: int, epoch: int, num: int) -> Iterator[torch.Tensor]:
-        """Yield this process's images (N, 3, H, W) of the first steps that together hold at least `num` images."""
-        num_steps = -(-num // self.plan.global_batch)
-        for batch in itertools.islice(self.batches_from(seed, epoch, 0), num_steps * self.plan.accum_steps):
-            yield batch.first_images
+        """Yield this process's images (N, 3, H, W) of the first steps that together hold at least `num` images.
+
+        The steps are those of a whole epoch: the task may have chosen fewer images.
+        """
+        num_steps, before = -(-num // self.plan.global_batch), {name: getattr(self.sampler, name) for name in WHOLE}
+        vars(self.sampler).update(WHOLE)
+        try:
+            for batch in itertools.islice(self.batches_from(seed, epoch, 0), num_steps * self.plan.accum_steps):
+                yield batch.first_images
+        finally:
+            vars(self.sampler).update(before)
 
     def preview(self, seed: int, num: int) -> torch.Tensor:
         """Return the first training images of a run after augmentation: uint8 (at most num, 3, H, W), else 0 to 1.

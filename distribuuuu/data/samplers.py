@@ -6,7 +6,7 @@ Workers are started once, so the epoch travels in the key if the transform depen
 
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,10 +21,22 @@ from distribuuuu.data.seeding import SampleKey, SampleRNG, derive_seed
 BatchKeys = list[SampleKey]
 
 
+# Attributes of a sampler whose epochs take all images.
+WHOLE: dict[str, Any] = {"chosen": None, "choice": 0, "last": None}
+# How many substitutes for a broken image are drawn for a step, if the task chose images.
+_NUM_SUBSTITUTES = 21
+
+
 class JointKeys(BatchKeys):
-    """The keys of a batch, and by name those of the batches of other data sets that come along with it."""
+    """The keys of a batch, and what comes along with it.
+
+    Attributes:
+        extra: the keys of the batches of other data sets by name.
+        substitutes: images that may take the place of broken ones; empty: all.
+    """
 
     extra: Mapping[str, BatchKeys]
+    substitutes: Sequence[int] = ()
 
 
 @dataclass
@@ -131,7 +143,7 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
         others = {name: sampler._follow(self, name, position) for name, sampler in self.extra.items()}
         for keys in self._own_batches(self.epoch):
             if others:
-                keys = JointKeys(keys)
+                keys = keys if isinstance(keys, JointKeys) else JointKeys(keys)
                 keys.extra = {name: next(batches) for name, batches in others.items()}
             yield keys
 
@@ -151,6 +163,8 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
         repeat_seeds = [epoch_seed, *(derive_seed(epoch_seed, repeat) for repeat in range(1, self.repeats))]
         epoch = (run_epoch,) if self.keys_have_epoch else ()
         for step in range(self.first_step, self.steps_of(self.epoch)):
+            draws = range(_NUM_SUBSTITUTES if self.chosen is not None else 0)
+            substitutes = [int(order[derive_seed(epoch_seed, step, draw) % len(order)]) for draw in draws]
             for micro in range(plan.accum_steps):
                 start = (micro * plan.world_size + self.rank) * plan.micro_batch
                 positions = torch.arange(start, start + plan.micro_batch)
@@ -164,6 +178,9 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
                     drawn = [SampleRNG(self.seed, index).uniform() < self.alternating for index in indices]
                     flipped = [one != bool(self.epoch % 2) for one in drawn]
                     keys = [(*key[:2], run_epoch, flip) for key, flip in zip(keys, flipped, strict=True)]
+                if substitutes:
+                    keys = JointKeys(keys)
+                    keys.substitutes = substitutes
                 yield keys
 
 

@@ -353,6 +353,9 @@ def prepare_out_dir(cfg, checkpoints: CheckpointManager, latest: Path | None) ->
     """
     for folder in (checkpoints.folder.parent, checkpoints.folder):
         remove_temporary_files(folder)  # of a killed run: this one holds the lock
+    for kind in KINDS.keys() - build_kinds(cfg) if latest else ():
+        with contextlib.suppress(FileNotFoundError):  # of an earlier part of the run, which readers would take
+            os.replace(checkpoints.bests[kind], checkpoints.folder / checkpoints.bests[kind].name)
     is_new = latest is None and not cfg.TRAIN.AUTO_RESUME
     names = [path.name for path in Path(cfg.OUT_DIR).glob(f"{Path(PREDICTIONS).stem}*.npz")]
     if is_new and (archive := checkpoints.archive((cfg.CFG_DEST, METRICS, RESULTS, *names, TRACKERS_FOLDER))):

@@ -14,20 +14,25 @@ from distribuuuu.engine.run import Run
 def recompute_statistics(run: Run, model: nn.Module) -> None:
     """Compute the statistics of a model of a run over MODEL.PRECISE_BN training images of its epoch."""
     images = run.train_loader.iter_images(run.state.stream_seed, run.state.epoch, run.cfg.MODEL.PRECISE_BN)
-    compute_precise_statistics(model, marked(images, "precise batch norm"), run.state.precision.autocast)
+    batches = marked(images, "precise batch norm")
+    compute_precise_statistics(model, batches, run.state.precision.autocast, run.task.train_mode)
 
 
 @torch.no_grad()
 def compute_precise_statistics(
-    model: nn.Module, batches: Iterable[torch.Tensor], autocast: Callable = contextlib.nullcontext
+    model: nn.Module,
+    batches: Iterable[torch.Tensor],
+    autocast: Callable = contextlib.nullcontext,
+    train_mode: Callable[[nn.Module], object] = nn.Module.train,
 ) -> None:
     """Set the running statistics of batch-norm layers to those of their inputs over the given batches (N, 3, H, W).
 
     Batch norm normalizes by the batch meanwhile, as in training; other layers are in evaluation mode (no dropout).
-    Frozen batch norms keep their statistics, and all layers their batch counters. Every process must call it with the
-    unwrapped model and its own images; all of them count. `autocast` is the context of a forward pass.
+    Batch norms that are frozen, or that `train_mode` keeps in evaluation mode, keep their statistics, and all layers
+    their batch counters. Every process must call it with the unwrapped model and its own images; all of them count.
+    `autocast` is the context of a forward pass.
     """
-    model.train()
+    train_mode(model)
     norms = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats]
     sums = {layer: _zeros(layer) for layer in norms if layer.training}
     counters = {layer: layer.get_buffer("num_batches_tracked").clone() for layer in sums}

@@ -16,6 +16,7 @@ from distribuuuu.config.config_node import get_value
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.data.batch import Batch, Pass
 from distribuuuu.data.loader import Loader, TrainLoader
+from distribuuuu.data.samplers import WHOLE
 from distribuuuu.data.seeding import derive_seed, seed_step
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.comm import StopRequest
@@ -140,7 +141,8 @@ def expected_passes(run: Run) -> Iterator[Pass]:
             steps = replace(sampler, seed=seed, epoch=epoch, first_step=0)
             if epoch > epochs[0]:
                 yield Pass(samples, steps)
-            precise = [Pass(samples, steps, num_precise)] if num_precise else []
+            whole = replace(steps, **WHOLE)
+            precise = [Pass(samples, whole, num_precise)] if num_precise else []
             if is_evaluation_due(cfg, epoch):
                 yield from [*precise, evaluation] * len(kinds)
 

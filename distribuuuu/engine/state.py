@@ -12,6 +12,7 @@ A checkpoint is a dict:
   `num_rollbacks`, `classes`, `arch`, `global_batch`. Files of best weights also have `weights`: "raw" or "ema".
 - `buffers`: for each process, the buffers of the models that differ from those of the first one.
 - `meter`: for each process, its sums since the last row of metrics. `num_skipped`: steps that the task has skipped.
+  `images_seen`: images of all steps, of which epochs may have different numbers.
 - `bests`: loss, metrics and epoch, from 1, of the best evaluation of each kind of weights.
 - `evaluations`, `evaluated_at`: the results of the evaluation that precedes it, if there is one; the position, as in
   its file name, of the checkpoint before that evaluation. `finished`: whether no epoch is left.
@@ -52,8 +53,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Entries of a checkpoint that are attributes of the state.
-_PLAIN = ("step", "best_metric", "seed", "num_rollbacks", "num_skipped", "arch", "config", "plugins", "global_batch",
-          "data", "jobs", "seconds")  # fmt: skip
+_PLAIN = ("step", "best_metric", "seed", "num_rollbacks", "num_skipped", "images_seen", "arch", "config", "plugins",
+          "global_batch", "data", "jobs", "seconds")  # fmt: skip
 
 
 @dataclass
@@ -77,6 +78,7 @@ class TrainState:
     step: int = 0
     num_rollbacks: int = 0
     num_skipped: int = 0
+    images_seen: int = 0
     chosen: torch.Tensor | None = None
     precision: Precision = field(default_factory=Precision)
     averages: "dict[str, Ema]" = field(default_factory=dict)
@@ -176,7 +178,7 @@ class TrainState:
             self.timing.update(images=timing["images"], seconds=timing["seconds"])  # in place: the log has it too
         self._peak_before = max(self._peak_before, content.get("peak_memory_mib") or 0.0)
         self.load_meter(content.get("meter", []))
-        self.num_skipped = int(content.get("num_skipped", 0))
+        self.num_skipped, self.images_seen = int(content.get("num_skipped", 0)), int(content.get("images_seen", -1))
         self.chosen = content.get("chosen")
         self._convert_step(int(content.get("global_batch", self.global_batch)))
 
@@ -240,10 +242,11 @@ class TrainState:
 
     def finish_step(self, num_steps: int) -> None:
         """Count a step of an epoch of `num_steps` as done, and update the averages of the weights."""
-        self.step += 1
+        if self.images_seen < 0:  # of a checkpoint that does not tell
+            self.images_seen = (self.epoch * num_steps + self.step) * self.global_batch
+        self.step, self.images_seen = self.step + 1, self.images_seen + self.global_batch
         for average in self.averages.values():
-            images_seen = (self.epoch * num_steps + self.step) * self.global_batch
-            average.finish_step(self.epoch, self.step - 1, images_seen, self.global_batch)
+            average.finish_step(self.epoch, self.step - 1, self.images_seen, self.global_batch)
 
     def finish_epoch(self, evaluations: dict[str, dict[str, float]] | None = None) -> int:
         """Count the epoch as done, with the results of its evaluation by kind of weights, if any; return it, from 0."""

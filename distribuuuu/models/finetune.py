@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from distribuuuu.checkpoint.foreign_files import OrderError, Tensors, match_in_order, strip_wrappers
-from distribuuuu.checkpoint.io import find_class_mismatch, is_state_dict, read_checkpoint
+from distribuuuu.checkpoint.io import AVERAGE, find_class_mismatch, is_state_dict, read_checkpoint
 from distribuuuu.checkpoint.weights_files import KINDS, PUBLISHED, find_weights_file
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
@@ -19,8 +19,8 @@ from distribuuuu.models.input_channels import adapt_input
 
 logger = logging.getLogger(__name__)
 
-# Checkpoint entries with an average of the weights: this package's, timm's.
-AVERAGES = (*(kind.tensors_key for kind in KINDS.values() if kind.average), "state_dict_ema")
+# Checkpoint entries with an average of the weights: this package's, timm's, those of others.
+AVERAGES = (*(kind.tensors_key for kind in KINDS.values() if kind.average), "state_dict_ema", AVERAGE)
 
 
 class IncompatibleWeightsError(ValueError):

@@ -48,11 +48,10 @@ def build_lr(cfg, global_batch: int) -> Callable[..., float]:
     """
     optim = cfg.OPTIM
     max_epoch = optim.MAX_EPOCH - (1 - optim.LAST_EPOCH) if optim.LAST_EPOCH < 1 else optim.MAX_EPOCH
-    hold = optim.LR_UPDATE == "epoch"
     known = {"max_epoch": max_epoch, "min_lr": optim.MIN_LR, "steps": optim.STEPS, "lr_mult": optim.LR_MULT,
              "peak": optim.WARMUP_EPOCHS}  # fmt: skip
     warmup = functools.partial(warmup_factor, warmup_epochs=optim.WARMUP_EPOCHS, factor=optim.WARMUP_FACTOR)
-    base_lr, lag, scale = optim.BASE_LR, optim.LR_LAG, _lr_factor(cfg, global_batch)
+    base_lr, scale = optim.BASE_LR, _lr_factor(cfg, global_batch)
 
     @functools.cache
     def factor_of(policy: str) -> Callable[[float], float]:
@@ -61,7 +60,7 @@ def build_lr(cfg, global_batch: int) -> Callable[..., float]:
         return functools.partial(factor_at, **settings)
 
     def lr_at(epoch: float, policy: str = optim.LR_POLICY) -> float:
-        epoch = max(0.0, (math.floor(epoch) if hold else epoch) - lag)
+        epoch = _scheduled(cfg, epoch)
         return base_lr * factor_of(policy)(epoch) * warmup(epoch) * scale
 
     return lr_at
@@ -70,15 +69,20 @@ def build_lr(cfg, global_batch: int) -> Callable[..., float]:
 def build_weight_decay(cfg) -> Callable[[float], float]:
     """Return factor_at(epoch) of every weight decay, 1 to OPTIM.WEIGHT_DECAY_END / OPTIM.WEIGHT_DECAY.
 
-    Half a cosine over the run, as in DINO (Caron et al., arXiv 2104.14294), held for an epoch with OPTIM.LR_UPDATE
-    epoch; 1 without OPTIM.WEIGHT_DECAY_END.
+    Half a cosine over the run, as in DINO (Caron et al., arXiv 2104.14294), with OPTIM.LR_UPDATE and OPTIM.LR_LAG as
+    for the learning rate; 1 without OPTIM.WEIGHT_DECAY_END.
     """
     optim = cfg.OPTIM
     if optim.WEIGHT_DECAY_END < 0:
         return lambda epoch: 1.0
     settings = {"max_epoch": optim.MAX_EPOCH - (1 - optim.LAST_EPOCH),
                 "min_lr": optim.WEIGHT_DECAY_END / optim.WEIGHT_DECAY}  # fmt: skip
-    return lambda epoch: cos_factor(math.floor(epoch) if optim.LR_UPDATE == "epoch" else epoch, **settings)
+    return lambda epoch: cos_factor(_scheduled(cfg, epoch), **settings)
+
+
+def _scheduled(cfg, epoch: float) -> float:
+    """Return the place in the schedules at an epoch, by OPTIM.LR_UPDATE and OPTIM.LR_LAG."""
+    return max(0.0, (math.floor(epoch) if cfg.OPTIM.LR_UPDATE == "epoch" else epoch) - cfg.OPTIM.LR_LAG)
 
 
 def _lr_factor(cfg, global_batch: int) -> float:

@@ -99,7 +99,9 @@ class Recorder:
         if self.classifies:
             first |= {"label": label, "loss": empty[:, 0], **self._pack(empty)}
         else:
-            first |= {"target": self._parts[0]["target"][:0] if self._parts else empty[:, 0], "score": empty}
+            own = tuple(self._parts[0]["target"].shape[1:]) if self._parts else None
+            shapes = [shape for shape in dist.gather_objects(own) if shape is not None]  # others have no images
+            first |= {"target": empty.new_zeros(0, *next(iter(shapes), ())), "score": empty}
         parts, self._parts = [first, *self._parts], []
         columns = {name: torch.cat([part.pop(name) for part in parts]) for name in list(first)}  # frees the parts
         arrays = {name: dist.gather_rows(columns.pop(name)).cpu().numpy() for name in list(columns)}

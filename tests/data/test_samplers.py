@@ -1,5 +1,6 @@
 """The division of a step, class balance, chosen images, and image sizes that grow over the epochs, in any worker."""
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import replace
@@ -149,6 +150,19 @@ def test_an_alternating_flip_is_undone_in_the_next_epoch(small_cfg, way):
     first, second, third = (flipped["alternating", epoch] for epoch in range(3))
     assert first == third and first.isdisjoint(second) and len(first | second) == 48 and 12 < len(first) < 36
     assert len({frozenset(flipped["random", epoch]) for epoch in range(3)} | {frozenset(first)}) == 4
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_substitute_is_one_of_the_chosen_images_and_precise_batch_norm_takes_all(small_cfg, chosen_data, way):
+    (chosen_data[1] / "train" / "ant" / "003.jpg").write_bytes(b"damaged")
+    words = (*chosen_data, "DATA.ON_BAD_IMAGE", "skip", *way)
+    loader, other = (build_loader(small_cfg(*words), launch, CPU, train=True) for launch in (ALONE, ALONE))
+    loader.choose(range(5))
+    taken = [batch.index.tolist() for epoch in range(8) for batch in loader.batches_from(3, epoch, 0)]
+    assert loader.num_broken and set(itertools.chain(*taken)) == {0, 1, 2, 4}
+    assert sum(map(len, loader.iter_images(3, 0, 24))) == 24 and loader.num_steps == 1
+    for mine, theirs in zip(loader.iter_images(3, 1, 24), other.iter_images(3, 1, 24), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -90,6 +90,13 @@ def test_the_images_of_all_processes_count():
         torch.testing.assert_close(share, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_layer_that_the_task_keeps_in_evaluation_mode_keeps_its_statistics():
+    net = make_net()
+    before = net[1].running_mean.clone()
+    compute_precise_statistics(net, whole_set().split(5), train_mode=lambda net: net.train() and net[1].eval())
+    assert torch.equal(net[1].running_mean, before) and not torch.equal(net[4].running_mean, before)
+
+
 @pytest.mark.slow
 def test_a_run_evaluates_and_saves_precise_statistics(small_cfg, tmp_path):
     words = ("EMA.HALF_LIFE", 50, "OPTIM.MAX_EPOCH", 1, "MODEL.PRECISE_BN")

@@ -136,10 +136,13 @@ def test_a_path_without_weights_says_what_is_there(tmp_path):
     assert "is a folder without best.pth.tar, " in message_of(find_weights_file, str(tmp_path))
 
 
-@pytest.mark.parametrize("key", ["ema_state_dict", "state_dict_ema"])
-def test_a_moving_average_is_preferred_unless_it_is_not_wanted(tmp_path, key, caplog):
+@pytest.mark.parametrize("raw_key, key", [
+    ("state_dict", "ema_state_dict"), ("state_dict", "state_dict_ema"), ("model", "model_ema")
+])  # fmt: skip
+def test_a_moving_average_is_preferred_unless_it_is_not_wanted(tmp_path, raw_key, key, caplog):
     raw, average = trained(seed=1), trained(seed=2)
-    torch.save({"state_dict": raw, key: prefixed(average, "module.")}, tmp_path / "a.pth")
+    counter = {"n_averaged": torch.tensor(5)} if key == "model_ema" else {}  # that of torchvision
+    torch.save({raw_key: raw, key: {**prefixed(average, "module."), **counter}}, tmp_path / "a.pth")
     with caplog.at_level(logging.INFO, logger="distribuuuu.models.finetune"):
         assert other_than(start(finetuning(WEIGHTS=tmp_path / "a.pth")), average) == ["fc.weight", "fc.bias"]
     assert " (moving average): " in caplog.text

@@ -3,21 +3,25 @@
 import json
 import math
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from support.failing_models import FaultyModel
-from support.runs import make_cfg, newest, records, train_and_read
+from support.runs import make_cfg, newest, records
+from support.states import make_state
 from torch import nn
 
+import distribuuuu
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager, find_nonfinite
+from distribuuuu.checkpoint.weights_files import find_weights_file
 from distribuuuu.config.errors import NonFiniteError
 from distribuuuu.config.registry import MODELS
 from distribuuuu.optim.ema import Ema
 from distribuuuu.optim.precision import Precision
-from distribuuuu.optim.schedules import build_lr
+from distribuuuu.optim.schedules import build_lr, build_weight_decay
 from distribuuuu.trainer import evaluate_weights, train_model
 
 
@@ -52,6 +56,12 @@ def test_the_rate_is_held_for_the_epoch_unless_it_is_updated_by_step():
     assert held(7.99) == held(7)
     assert moving(7.99) < moving(7.5) < moving(7) == held(7)
     assert schedule("OPTIM.WARMUP_EPOCHS", 0)(0) == 0.2
+
+
+def test_the_weight_decay_follows_the_updates_and_the_lag_of_the_rate():
+    words = ("OPTIM.WEIGHT_DECAY", 0.1, "OPTIM.WEIGHT_DECAY_END", 0.4, "OPTIM.MAX_EPOCH", 10, "OPTIM.LR_LAG", 2)
+    held, moving = (build_weight_decay(make_cfg(*words, "OPTIM.LR_UPDATE", update)) for update in ("epoch", "step"))
+    assert held(2) == moving(1.5) == moving(2) == 1 and held(7.9) == moving(7) == pytest.approx(2.5)
 
 
 def test_in_timm_the_warmup_replaces_the_cosine():
@@ -125,6 +135,23 @@ def test_it_is_updated_every_few_steps_of_an_epoch_and_copies_before_its_start()
         assert ema.model.weight.item() == pytest.approx(expected, abs=1e-6), (epoch, step)
 
 
+@pytest.mark.parametrize("is_older", [False, True])
+def test_it_counts_the_images_of_epochs_of_different_lengths(tmp_path, is_older):
+    state, seen = make_state(), []
+    state.averages = {"ema": SimpleNamespace(model=state.model, finish_step=lambda *place: seen.append(place[2]))}
+    for num_steps in (1, 3, 2):
+        for _ in range(num_steps):
+            state.finish_step(num_steps)
+        state.finish_epoch()
+    assert seen == [8, 16, 24, 32, 40, 48]
+    content = state.to_dict()
+    if is_older:
+        del content["images_seen"]
+    state.load_dict(content, tmp_path)
+    state.finish_step(4)
+    assert seen[-1] == (8 * (3 * 4 + 1) if is_older else 56)
+
+
 EMA = ("EMA.HALF_LIFE", 30, "EMA.RAMP_UP", 0)
 
 
@@ -150,7 +177,12 @@ def test_a_run_without_an_average_may_continue_with_one_and_vice_versa(copied_ru
     train_model(small_cfg(*EMA, "OPTIM.MAX_EPOCH", 3))
     assert "the weights; it starts from the raw weights" in (copied_run / "train.log").read_text()
     assert "ema_state_dict" in newest(copied_run)
-    assert "ema_state_dict" not in train_and_read(small_cfg("OPTIM.MAX_EPOCH", 4))
+    assert (copied_run / "best_ema.pth.tar").exists()
+    assert distribuuuu.train(cfg := small_cfg("OPTIM.MAX_EPOCH", 4)).weights == copied_run / "best.pth.tar"
+    assert "ema_state_dict" not in newest(cfg.OUT_DIR)
+    assert find_weights_file(cfg.OUT_DIR) == copied_run / "best.pth.tar", (
+        "not the average of an earlier part of the run"
+    )
 
 
 @pytest.mark.parametrize("name, dtype", [("none", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])

@@ -24,6 +24,7 @@ from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import build_loader
 from distribuuuu.distributed import comm as dist
+from distribuuuu.distributed.process_group import process_group
 from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model, count_parameters
@@ -339,6 +340,19 @@ def record(logits: torch.Tensor, targets: torch.Tensor, *sizes: int, classes: in
     for part in index.split(sizes or [5, len(logits) - 5]):
         recorder.add(Batch(None, None, part), StepOutput(torch.tensor(0.0), logits[part], targets[part]))
     return recorder.gather(torch.device("cpu"))
+
+
+def record_boxes() -> dict[str, np.ndarray] | None:
+    task, rank = SimpleNamespace(classes=range(4), multilabel=False, classifies=False), detect_launch().rank
+    recorder, boxes = Recorder(None, task, range(1)), torch.ones(1, 2, 2)
+    if rank == 0:  # the only image
+        recorder.add(Batch(None, None, torch.tensor([0])), StepOutput(torch.tensor(0.0), boxes.view(1, 4), boxes))
+    with process_group(detect_launch(), torch.device("cpu"), 60):
+        return recorder.gather(torch.device("cpu"))
+
+
+def test_a_process_without_images_has_targets_of_the_shape_of_the_others():
+    assert [arrays["target"].shape for arrays in on_processes(2, record_boxes)] == [(1, 2, 2)] * 2
 
 
 def as_file(tmp_path, arrays, num_classes):
