@@ -7,6 +7,7 @@ Nothing that arrives late can replace anything. A store is not trusted: a state 
 run, and content is used after its hash matches.
 """
 
+import contextlib
 import datetime
 import hashlib
 import itertools
@@ -103,7 +104,7 @@ class StateLog:
         """Return the result of a function of the store of obstore."""
         try:
             return function(open_store(self.url, REQUEST_S, NUM_RETRIES))
-        except (FileExistsError, RemoteError):
+        except RemoteError:
             raise
         except Exception as error:
             raise explain(error, f"{self.url}/{name}") from error
@@ -154,22 +155,12 @@ class StateLog:
         entries = {name: entry._asdict() for name, entry in state.files.items()}
         data = json.dumps({"format": 2, "id": state.id, "files": entries}).encode()
         name = f"{STATES}/{state.number:06d}.json"
-
-        def put(store: Any) -> None:
-            from obstore.exceptions import AlreadyExistsError
-
-            try:
-                store.put(name, data, mode="create")
-            except AlreadyExistsError as error:
-                raise FileExistsError from error
-
-        try:
-            self._call(name, put)
+        with contextlib.suppress(FileExistsError):
+            self._call(name, lambda store: store.put(name, data, mode="create"))
             return state
-        except FileExistsError:
-            if found := self.read(state.number):
-                return found
-            raise OSError(f"{name} exists and cannot be read") from None
+        if found := self.read(state.number):
+            return found
+        raise OSError(f"{name} exists and cannot be read")
 
     def upload(self, file: IO[bytes], entry: Entry) -> None:
         """Upload the beginning of an open file, and verify its size; OSError is raised if it has changed."""

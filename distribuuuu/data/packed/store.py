@@ -41,15 +41,15 @@ MAX_WRONG = 4
 # What retries cannot help: patterns of an error of obstore, its name with the status of the answer or its text.
 _MISSING = "no such object; fix: check the URL"
 _PERMANENT = {
-    "FileNotFound| (404|410)": _MISSING,
+    "FileNotFound|status (404|410)": _MISSING,
     # S3 answers an expired token with 400; without credentials, obstore asks the machine's server for them.
-    r" (400|401|403|407)|169\.254\.|metadata\.google|redential":
+    r"status (400|401|403|407)|169\.254\.|metadata\.google|redential":
         "access denied ({}): no credentials, or they have expired; fix: renew them, or make the data readable",
-    " 416": "it ends before the bytes that the index names: it was truncated or replaced; fix: upload it again",
+    "status 416": "it ends before the bytes that the index names: it was truncated or replaced; fix: upload it again",
     "NotSupported": "the server ignores byte ranges; fix: use one that supports them, e.g. nginx",
     "Requested .* got|CONTENT_RANGE|Content-Length":
         "the server sends other bytes than requested ({}); fix: use another server",
-    " [34](?!08|25|29)[0-9]{2}$|redirect": "the server answers {}; fix: check the URL, or use another server",
+    "status [34](?!08|25|29)|redirect": "the server answers {}; fix: check the URL, or use another server",
 }  # fmt: skip
 _pauses = random.Random()  # the global generator belongs to the samples
 
@@ -124,12 +124,17 @@ def _profile() -> Any:
 
 
 def explain(error: Exception, url: str) -> Exception:
-    """Return the RemoteError for an error of obstore that retries cannot help; OSError for other failures."""
-    text, _, details = str(error).partition("\n\nDebug source")
+    """Return the RemoteError for an error of obstore that retries cannot help; OSError for other failures.
+
+    FileExistsError: an object that should only be created.
+    """
+    if type(error).__name__ == "AlreadyExistsError":
+        return FileExistsError(url)
+    text, _, details = re.sub("(://[^/ ]+)/[^ ]*", r"\1", str(error)).partition("\n\nDebug source")  # without paths
     reason = re.sub(".*Error performing [A-Z]+ .*? in [^ ]+ - (Server returned non-2xx status code: )?", "", text)
     status = re.search("status code: ([0-9]{3})", text)
     reason = shorten(f"HTTP {reason}" if status else reason).rstrip(":")
-    found = f"{type(error).__name__} {status[1] if status else text}"
+    found = f"{type(error).__name__} {f'status {status[1]}' if status else text}"
     for pattern, message in _PERMANENT.items():
         if re.search(pattern, found):
             kind = MissingObjectError if message is _MISSING else RemoteError
@@ -240,19 +245,20 @@ def _read_in_child(request: tuple[Any, ...], wait_s: float) -> Part:
         process = start_python("-c", f"from {__name__} import serve; serve()")
         assert process.stdout, "it is a pipe"
         _reader = _Reader(process, {**os.environ}, process.stdout.readline().decode().strip())
+    owner = os.getpid(), _reader.address
     try:
-        if getattr(_thread, "owner", None) != (os.getpid(), _reader.address):
-            _thread.connection = Client(_reader.address)
-            _thread.owner = os.getpid(), _reader.address
-        _thread.connection.send(request)
-        is_answered = _thread.connection.poll(max(0.0, wait_s))
-        answer = _thread.connection.recv() if is_answered else None
+        connection = _thread.connection if getattr(_thread, "owner", None) == owner else Client(_reader.address)
+        _thread.owner = None  # after an interruption, the late answer is not that of the next request
+        connection.send(request)
+        if not connection.poll(max(0.0, wait_s)):
+            raise TimeoutError("no complete answer in time")
+        answer = connection.recv()
+    except TimeoutError:
+        raise
     except (OSError, EOFError) as error:
-        _reader, _thread.owner = None, None
+        _reader = None
         raise OSError(f"the reading process has ended: {error}") from error
-    if answer is None:
-        _thread.owner = None
-        raise TimeoutError("no complete answer in time")
+    _thread.connection, _thread.owner = connection, owner
     if isinstance(answer, Exception):
         raise answer
     return answer

@@ -85,6 +85,11 @@ def test_temporary_errors_of_a_server_are_told_from_those_that_last(server, stat
     assert store.fetch(url, 10, 40, 5.0).data == bytes(range(10, 40))
 
 
+def test_a_time_or_a_name_in_an_error_is_no_status():
+    text = "Error performing GET http://host/credentials/redirect in 404.1ms - HTTP error: error sending request"
+    assert str(store.explain(Exception(text), "http://host/x")) == "HTTP error: error sending request"
+
+
 def test_a_handshake_that_hangs_ends_at_the_deadline_and_wrong_urls_are_named():
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"https://127.0.0.1:{listening.getsockname()[1]}/x"
