@@ -63,6 +63,7 @@ setup(
         "Topic :: Scientific/Engineering :: Image Recognition",
     ],
     packages=find_packages(include=["distribuuuu", "distribuuuu.*"]),
+    package_dir={"": "."},  # makes an editable install a path, so that no folder of the same name hides the package
     package_data={"distribuuuu": ["**/templates/*"]},
     cmdclass={"build_py": BuildWithFiles},
     entry_points={"console_scripts": ["distribuuuu = distribuuuu.commands.main:main"]},

@@ -1,7 +1,7 @@
 """distribuuuu: config-driven image-classification training.
 
-The Python API: `train`, `evaluate`, `open_evaluation`, `predict`, `load_run`, and the exceptions `ConfigError` and
-`RunStopped`.
+The Python API: `train`, `evaluate`, `open_evaluation`, `predict`, `load_run`, the commands `export`, `probe`, `report`,
+`doctor` and `split`, and the exceptions `ConfigError` and `RunStopped`.
 """
 
 import importlib
@@ -20,6 +20,7 @@ _MODULE_OF = {
     "open_evaluation": "distribuuuu.api",
     "predict": "distribuuuu.api",
     "load_run": "distribuuuu.inference.load_run",
+    **dict.fromkeys(("export", "probe", "report", "doctor", "split"), "distribuuuu.commands.python_api"),
     "ConfigError": "distribuuuu.config",
     "RunStopped": "distribuuuu.launch.signals",
 }

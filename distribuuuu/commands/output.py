@@ -5,6 +5,7 @@ import io
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -75,6 +76,9 @@ def ending_with_reader() -> Iterator[None]:
     The block only prints: any connection that its other side closes would end the process too. ConfigError: standard
     output cannot be written, e.g. because a disk is full.
     """
+    if threading.current_thread() is not threading.main_thread():  # of a program, which has signals of its own
+        yield
+        return
     previous = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         yield

@@ -51,7 +51,7 @@ def iter_features(run: LoadedRun, loader: ChunkLoader) -> Iterator[tuple[range, 
     Features, float32 (N, dim), and classes, int64 (N,), -1 without a classifier, are on the CPU.
 
     Raises:
-        ConfigError: the features are not finite, or the model does not end with a linear layer.
+        ConfigError: features or scores are not finite, or the model does not end with a linear layer.
     """
     inputs: list[Tensor] = []
     layers = find_classifiers(run, loader.zero_images(1))
@@ -59,14 +59,16 @@ def iter_features(run: LoadedRun, loader: ChunkLoader) -> Iterator[tuple[range, 
 
     def start(pixels: Tensor) -> Callable[[], list[Tensor]]:
         if has_classifier(run):
-            predicted = rank_classes(run.compute_scores(pixels), run.cfg.TRAIN.TOPK)[:, 0]  # ties as in the metric top1
+            scores = run.compute_scores(pixels)
+            predicted = rank_classes(scores, run.cfg.TRAIN.TOPK)[:, 0]  # ties as in the metric top1
         else:
+            scores = pixels[:0]
             predicted = torch.full((len(pixels),), -1, device=pixels.device)
             with inference(run.model), run.task.autocast():
                 feature_model(run)(pixels)
         features = torch.stack(inputs[: len(layers)]).mean(0).flatten(1)  # TEST.FLIP adds those of mirrored images
         inputs.clear()
-        return copy_to_host([features, features.isfinite().all(), predicted])
+        return copy_to_host([features, features.isfinite().all() & scores.isfinite().all(), predicted])
 
     chunks = progress(loader.chunks(), label="features", total=len(loader.sampler.spans))
     try:
@@ -74,7 +76,9 @@ def iter_features(run: LoadedRun, loader: ChunkLoader) -> Iterator[tuple[range, 
         for span, causes, wait in one_behind(started, run.device):
             features, is_finite, predicted = wait()
             if not is_finite:
-                raise ConfigError(f"RUN: {run.source} has features that are not finite; fix: name another checkpoint")
+                raise ConfigError(
+                    f"RUN: {run.source} has features or scores that are not finite; fix: name another checkpoint"
+                )
             yield span, features, predicted, causes
     finally:
         for hook in hooks:

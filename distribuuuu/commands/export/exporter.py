@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from distribuuuu.checkpoint.manager import find_nonfinite
 from distribuuuu.commands.export.export_check import (
     CropClassifier,
     check_export,
@@ -96,6 +97,8 @@ def export_run(
         fix = "set TEST.DATASET FOLDER, or check it on other images by --images FOLDER, or add --no-check"
         raise ConfigError([*error.problems, f"the check of an export needs the evaluation set; fix: {fix}"]) from error
     run.model.cpu().float().eval().to(memory_format=torch.contiguous_format)
+    if name := find_nonfinite({run.weights: run.model.state_dict()}):
+        raise ConfigError(f"RUN: {run.source}: {name} is not finite; fix: name another checkpoint")
     checked: dict[str, Any] = {"verified": None, "images": 0}
     try:
         with new_folder(target) as folder, torch.inference_mode():

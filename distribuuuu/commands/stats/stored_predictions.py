@@ -93,11 +93,11 @@ def read_predictions(path: Path, command: str) -> Predictions:
         command: the command that makes it, for messages.
 
     Raises:
-        ConfigError: the file does not exist, cannot be read, or is damaged.
+        ConfigError: the file does not exist, cannot be read, or is damaged, or its scores are not finite.
     """
     try:
         with open_regular(path) as file, untrusted(path, "predictions.npz"), zipfile.ZipFile(file) as archive:
-            return _read_content(archive)
+            content = _read_content(archive)
     except FileNotFoundError:
         note = "a task without predict_step, whose model has no score for each class, has none"
         raise ConfigError(f"RUN: {path} does not exist; fix: {command}; {note}") from None
@@ -105,6 +105,9 @@ def read_predictions(path: Path, command: str) -> Predictions:
         raise ConfigError(f"RUN: {error}; fix: {command}") from error
     except OSError as error:
         raise ConfigError(f"RUN: {path} cannot be read: {error.strerror or error}") from error
+    if not np.isfinite(content.scores).all():
+        raise ConfigError(f"RUN: {path} has scores that are not finite; fix: evaluate another checkpoint of this run")
+    return content
 
 
 def _read_content(archive: zipfile.ZipFile) -> Predictions:

@@ -87,7 +87,7 @@ def test_the_normalization_is_exact(save):
 
 
 @pytest.mark.slow
-def test_a_file_can_be_quantized_and_inferred(tmp_path):
+def test_a_file_can_be_quantized_and_inferred(tmp_path, monkeypatch):
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, quantize_dynamic, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -99,6 +99,7 @@ def test_a_file_can_be_quantized_and_inferred(tmp_path):
             return next(self.images, None)
 
     torch.manual_seed(0)
+    monkeypatch.chdir(tmp_path)  # onnxruntime writes temporary files there
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
     content = build_onnx(model.eval(), EvalTransform(CenterCrop(37, 32), "auto", DEFAULTS, MEAN, STD), {})
     paths = {name: str(tmp_path / f"{name}.onnx") for name in ("exported", "dynamic", "prepared", "static")}

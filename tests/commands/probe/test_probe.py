@@ -167,7 +167,7 @@ def break_an_image(folder, data):
 @pytest.mark.parametrize("damage, words, message", [
     (None, ("TRAIN.DATASET", "/no/such"), r"TRAIN.DATASET \(command line\): no such folder: /no/such"),
     (None, ("--out", "/no/such/x.json"), "--out: no such folder: /no/such"),
-    (nan_weights, ("DATA",), "has features that are not finite; fix: "),
+    (nan_weights, ("DATA",), "has features or scores that are not finite; fix: "),
     (break_an_image, ("DATA",), r"broken image: .*000.jpg: .*; fix: repair or remove it"),
 ])  # fmt: skip
 def test_errors_have_a_message_and_status_2(shapes_run, tmp_path, capsys, damage, words, message):
