@@ -120,9 +120,7 @@ def _load(spec: ModelSpec, source: str, arguments: dict[str, Any], key: str) -> 
         if cached.is_file() and (what := explain_no_weights(cached, "")):
             raise ConfigError(Problem(key, what)) from None
         reason = f"cannot load {source} into {spec.arch.name}: {_one_line(cause) or type(cause).__name__}"
-        others = (
-            "MODEL.PRETRAINED False and FINETUNE.WEIGHTS to its path, or MODEL.WEIGHTS for the same classes"
-        )
+        others = "MODEL.PRETRAINED False and FINETUNE.WEIGHTS to its path, or MODEL.WEIGHTS for the same classes"
         own = others if key == "MODEL.PRETRAINED" else f"{key} to its path"
         fix = f"delete a damaged file; without a network, copy the file to this machine, and set {own}"
         # Without its cause, whose text may advise to unpickle the file.
