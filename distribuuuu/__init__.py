@@ -1,7 +1,7 @@
 """distribuuuu: config-driven image-classification training.
 
-The Python API: `train`, `evaluate`, `open_evaluation`, `predict`, `load_run`, the commands `export`, `probe`, `report`,
-`doctor` and `split`, and the exceptions `ConfigError` and `RunStopped`.
+The Python API: `train`, `evaluate`, `open_evaluation`, `predict`, `load_run`, the commands `finetune`, `export`,
+`probe`, `report`, `doctor` and `split`, and the exceptions `ConfigError` and `RunStopped`.
 """
 
 import importlib
@@ -16,6 +16,7 @@ if sys.platform == "win32":
 # Imported on first use, because they import torch.
 _MODULE_OF = {
     "train": "distribuuuu.api",
+    "finetune": "distribuuuu.commands.finetune.api",
     "evaluate": "distribuuuu.api",
     "open_evaluation": "distribuuuu.api",
     "predict": "distribuuuu.api",

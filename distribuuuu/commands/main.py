@@ -24,6 +24,7 @@ GROUPS = {
     "Run": {
         "train": Command("train", "train a model, or resume a run that was stopped"),
         "test": Command("train", "evaluate a trained model"),
+        "finetune": Command("finetune.finetune", "make the best model of your photographs in some minutes"),
         "sweep": Command("sweep.sweep", "search the best options by many runs, resumable"),
         "reproduce": Command("reproduce.reproduce", "train a published result again, and compare"),
     },
@@ -37,6 +38,7 @@ GROUPS = {
         "predict": Command("predict.predict", "classify your images with a trained model"),
         "export": Command("export.export", "convert a model to ONNX, timm or torch.export"),
         "probe": Command("probe.probe", "measure how good the features of a model are"),
+        "embed": Command("finetune.embed", "write the features of images to a file"),
         "table": Command("table.table", "make a table of finished runs"),
         "track": Command("track.track", "send a run to MLflow, W&B or Trackio"),
     },

@@ -276,6 +276,8 @@ _C.FINETUNE.WEIGHTS = Option("", path=True)
 _C.FINETUNE.EMA = Option(True, needs="FINETUNE.WEIGHTS")
 # Initialize the head randomly even if the file's fits.
 _C.FINETUNE.HEAD_RESET = Option(False, needs="FINETUNE.WEIGHTS")
+# Initial head: a file of `distribuuuu finetune`, probe.pth.tar; probe: the one in OUT_DIR. Empty: that of the weights.
+_C.FINETUNE.HEAD = Option("", path=True, needs="FINETUNE.WEIGHTS", hash_default="")
 # Layers to freeze: patterns of parameter or module names, e.g. [conv1, 'layer1.*']; matching batch norms also keep
 # their statistics.
 _C.FINETUNE.FREEZE = Option((), of=str)

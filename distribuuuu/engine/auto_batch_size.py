@@ -146,7 +146,7 @@ def trial_run(cfg: Config, launch: Launch, plan: BatchPlan, folder: str) -> Iter
     """Yield a run as in training, but with random weights and one process that takes its share of each step."""
     import_plugins(cfg.PLUGINS)  # in a new process
     batch = {"TRAIN.BATCH_SIZE": plan.micro_batch, "TRAIN.GLOBAL_BATCH_SIZE": plan.per_process}
-    random = {"MODEL.WEIGHTS": None, "MODEL.PRETRAINED": False, "FINETUNE.WEIGHTS": ""}
+    random = {"MODEL.WEIGHTS": None, "MODEL.PRETRAINED": False, "FINETUNE.WEIGHTS": "", "FINETUNE.HEAD": ""}
     cfg = changed(cfg, {**batch, **random, "OUT_DIR": folder, "LOG.TRACKERS": ()})
     device = pick_device(launch.local_rank)
     set_backends(cfg, device)

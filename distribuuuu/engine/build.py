@@ -222,7 +222,10 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
     """Return the state before the first step; with published weights or FINETUNE.WEIGHTS if `pretrained`."""
     seed = dist.broadcast_object(draw_seed()) if cfg.RNG_SEED is None else cfg.RNG_SEED
     seed_cpu(derive_seed(seed))
-    model = task.adapt_model(build_initial_model(cfg, loader.images.classes, pretrained))
+    model = build_initial_model(cfg, loader.images.classes, pretrained)
+    if pretrained and cfg.FINETUNE.HEAD:
+        importlib.import_module("distribuuuu.models.finetune").load_head(cfg, model, loader.images.classes)
+    model = task.adapt_model(model)
     if cfg.MODEL.SYNCBN:
         from distribuuuu.distributed.sync_batchnorm import convert_sync_batchnorm
 

@@ -11,7 +11,6 @@ from distribuuuu.config import ConfigError
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.inference.forward_chunks import ChunkLoader, one_behind
 from distribuuuu.inference.loaded_run import LoadedRun
-from distribuuuu.records.run_log import progress
 from distribuuuu.tasks.metrics import rank_classes
 
 # Images of a forward pass.
@@ -70,9 +69,8 @@ def iter_features(run: LoadedRun, loader: ChunkLoader) -> Iterator[tuple[range, 
         inputs.clear()
         return copy_to_host([features, features.isfinite().all() & scores.isfinite().all(), predicted])
 
-    chunks = progress(loader.chunks(), label="features", total=len(loader.sampler.spans))
     try:
-        started = ((span, causes, start(pixels)) for span, pixels, causes in chunks)
+        started = ((span, causes, start(pixels)) for span, pixels, causes in loader.chunks())
         for span, causes, wait in one_behind(started, run.device):
             features, is_finite, predicted = wait()
             if not is_finite:

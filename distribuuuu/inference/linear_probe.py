@@ -80,8 +80,12 @@ def fit_linear(rows: Tensor, labels: Tensor, shares: Tensor, penalty: float, sta
 
 def predict_linear(rows: Tensor, weights: Tensor) -> Tensor:
     """Return the class of each row of features (M, dim): int64 (M,) on the CPU."""
-    logits = (part.to(weights) @ weights[:-1] + weights[-1] for part in rows.split(_ROWS))
-    return torch.cat([part.argmax(1) for part in logits]).cpu()
+    return compute_logits(rows, weights).argmax(1)
+
+
+def compute_logits(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return the logits (M, classes) of features (M, dim), on the CPU."""
+    return torch.cat([(part.to(weights) @ weights[:-1] + weights[-1]).cpu() for part in rows.split(_ROWS)])
 
 
 def fit_selected(rows: Tensor, labels: Tensor, num_classes: int, device: torch.device) -> tuple[Tensor, float]:
@@ -96,3 +100,42 @@ def fit_selected(rows: Tensor, labels: Tensor, num_classes: int, device: torch.d
         found.append((int((predict_linear(rows, weights).eq(labels) & is_held_out).sum()), penalty, weights))
     _, penalty, weights = max(found, key=lambda entry: entry[:2])
     return fit_linear(rows, labels, torch.full((len(rows),), 1 / len(rows)), penalty, weights), penalty
+
+
+def fit_cross_validated(rows: Tensor, labels: Tensor, num_classes: int, device: torch.device) -> tuple[Tensor, float]:
+    """Return weights, fitted on all images, and their penalty: that of the least loss on the held-out folds.
+
+    The penalties are tried in descending order, until the loss rises; a fold has its share of each class.
+    """
+    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    starts = [torch.zeros(rows.shape[1] + 1, num_classes, dtype=dtype, device=device)] * HELD_OUT
+    folds = torch.empty_like(labels)
+    folds[labels.argsort(stable=True)] = torch.arange(len(labels)) % HELD_OUT
+    least, chosen = float("inf"), PENALTIES[0]
+    for penalty in progress(PENALTIES, label="linear probe"):
+        loss = 0.0
+        for fold, start in enumerate(starts):
+            kept = folds != fold
+            starts[fold] = weights = fit_linear(rows, labels, kept / kept.sum(), penalty, start)
+            logits = compute_logits(rows[~kept], weights)
+            loss += float(F.cross_entropy(logits, labels[~kept], reduction="sum"))
+        if loss >= least:
+            break
+        least, chosen = loss, penalty
+    shares = torch.full((len(rows),), 1 / len(rows))
+    return fit_linear(rows, labels, shares, chosen, torch.stack(starts).mean(0)), chosen
+
+
+def fit_temperature(logits: Tensor, labels: Tensor) -> float:
+    """Return the temperature, 0.5 to 20, by which logits (N, C) divided have the least cross-entropy.
+
+    Guo et al., arXiv 1706.04599. The loss is convex in the inverse of the temperature: golden-section search. Without
+    the lower bound, few images that are all right would ask for certainty.
+    """
+    ratio, low, high = (5**0.5 - 1) / 2, 0.05, 2.0
+    logits = logits.double()
+    for _ in range(60):
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        losses = [float(F.cross_entropy(logits * scale, labels)) for scale in (left, right)]
+        low, high = (low, right) if losses[0] <= losses[1] else (left, high)
+    return 2 / (low + high)

@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -21,6 +22,10 @@ logger = logging.getLogger(__name__)
 
 # Checkpoint entries with an average of the weights: this package's, timm's, those of others.
 AVERAGES = (*(kind.tensors_key for kind in KINDS.values() if kind.average), "state_dict_ema", AVERAGE)
+
+
+# The head of FINETUNE.HEAD probe.
+PROBE_FILE = "probe.pth.tar"
 
 
 class IncompatibleWeightsError(ValueError):
@@ -49,6 +54,33 @@ def build_finetuned(cfg, classes: Sequence[str]) -> nn.Module:
         names = [name for name in model.state_dict() if layer_of(name) in head]
         logger.info("FINETUNE.HEAD_RESET: the head is randomly initialized: %s", _abbreviate(names))
     return model
+
+
+def load_head(cfg, model: nn.Module, classes: Sequence[str]) -> None:
+    """Load FINETUNE.HEAD, the `weight` (classes, features) and the `bias` of a linear classifier, into the head.
+
+    Raises:
+        ConfigError: there is no such file, or it is the head of other classes or of another backbone.
+    """
+    named = cfg.FINETUNE.HEAD
+    path = Path(cfg.OUT_DIR, PROBE_FILE) if named == "probe" else Path(named).expanduser()
+    fix = f"fix: name the {PROBE_FILE} of a fine-tuning of this backbone, or leave the option empty"
+    try:
+        if not path.is_file():
+            raise ConfigError(f"no such file: {path}")
+        content = read_checkpoint(path)
+        if other := find_class_mismatch(content, classes):
+            raise ConfigError(f"{path} is the head of other classes: {other}")
+        for name in find_head(cfg, model):
+            layer = model.get_submodule(name)
+            for key in ("weight", "bias"):
+                own, given = getattr(layer, key, None), content["state_dict"].get(key)
+                if own is None or given is None or own.numel() != given.numel():
+                    raise ConfigError(f"{path} does not fit the layer {name} of {cfg.MODEL.ARCH}")
+                own.data.copy_(given.reshape(own.shape))
+    except ConfigError as error:
+        raise type(error)(Problem("FINETUNE.HEAD", f"{error}; {fix}"), cfg.origins) from error
+    logger.info("the head is that of %s", path)
 
 
 def load_weights_file(cfg, model: nn.Module, classes: Sequence[str]) -> None:

@@ -14,11 +14,26 @@ from distribuuuu.commands.main import dispatch, find_commands
 BEFORE = {
     "predict": ["{run}", "{image}"], "export": ["{run}", "--format", "torch", "--out", "{out}"], "probe": ["{run}"],
     "report": ["{run}"], "compare": ["{run}", "{other}"], "track": ["{run}"], "table": ["{run}"], "test": ["{run}"],
+    "finetune": ["{images}"], "embed": ["{run}", "{image}", "--out", "{out}.npz"],
     "split": ["{images}", "--val", "0.2", "--out", "{out}"], "doctor": ["{images}"], "pack": ["{out}"],
     "sweep": ["OPTIM.BASE_LR=1,2", "OUT_DIR", "{out}"], "reproduce": ["shapes/resnet14"],
 }  # fmt: skip
-TAKE_OPTIONS = ("train", "test", "plan", "time", "sweep", "predict", "export", "probe", "pack", "doctor", "reproduce")
-READ_RUNS = ("test", "predict", "export", "probe", "report", "compare", "track", "table")
+TAKE_OPTIONS = (
+    "train",
+    "test",
+    "plan",
+    "time",
+    "sweep",
+    "predict",
+    "export",
+    "probe",
+    "pack",
+    "doctor",
+    "reproduce",
+    "finetune",
+    "embed",
+)
+READ_RUNS = ("test", "predict", "export", "probe", "report", "compare", "track", "table", "embed")
 
 
 def words_of(name: str, **places: object) -> list[str]:
@@ -59,7 +74,7 @@ def test_a_misspelled_option_is_answered_with_the_nearest(name, refuse, places):
 
 def test_a_wrong_folder_is_reported_before_torch_is_imported(tmp_path):
     places = dict.fromkeys(("run", "other", "images", "image"), tmp_path / "no" / "such") | {"out": tmp_path / "out"}
-    lines = [words_of(name, **places) for name in (*READ_RUNS, "doctor", "split") if not is_deleted(name)]
+    lines = [words_of(name, **places) for name in (*READ_RUNS, "doctor", "split", "finetune") if not is_deleted(name)]
     lines.append(["pack", str(tmp_path / "out"), "TRAIN.DATASET", str(tmp_path / "no" / "such")])
     code = "import json, sys; from distribuuuu.commands.main import dispatch\n"
     code += "for words in json.loads(sys.argv[1]): print(words[0], dispatch('d', words), 'torch' in sys.modules)"

@@ -24,6 +24,7 @@ from distribuuuu.inference.linear_probe import (
 )
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.launch.detect import detect_launch
+from distribuuuu.records.run_log import progress
 
 _MAX_FLOAT32 = 2**28  # more values of features are kept in float16
 
@@ -75,7 +76,8 @@ def extract_features(run: LoadedRun, loader: ChunkLoader) -> tuple[Tensor, Tenso
     """
     images, num_right, rows = loader.images, 0, torch.empty(0)
     labels = as_targets([images.label(index) for index in range(len(images))])
-    for span, features, predicted, causes in iter_features(run, loader):
+    chunks = progress(iter_features(run, loader), label="features", total=len(loader.sampler.spans))
+    for span, features, predicted, causes in chunks:
         for fault in causes.values():
             raise fault.error()
         if not len(rows):

@@ -1,1 +1,1 @@
-"""Measurement of the images of a data set, shared by the commands doctor and split."""
+"""Measurement of the images of a data set, and their splits, shared by the commands doctor, split and finetune."""

@@ -47,7 +47,7 @@ def split(prog: str, args: list[str]) -> int:
     check_out("--out", flags.out)
     if not source.exists():
         raise ConfigError(Problem(*missing_root("FOLDER", source, "CLASS/IMAGE")))
-    from distribuuuu.commands.split.splitting import list_images, list_table_images, plan_split, write_split
+    from distribuuuu.commands.scan.splitting import list_images, list_table_images, plan_split, write_split
 
     try:
         images = list_table_images(source, words) if is_table else list_images(source, flags.label_by)

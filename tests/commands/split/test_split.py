@@ -17,8 +17,8 @@ from support.images import draw_folder
 
 from distribuuuu.commands.arguments import parse_args
 from distribuuuu.commands.main import start_command
-from distribuuuu.commands.split import splitting as split_module
-from distribuuuu.commands.split.splitting import list_images, plan_split, write_split
+from distribuuuu.commands.scan import splitting as split_module
+from distribuuuu.commands.scan.splitting import list_images, plan_split, write_split
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.image_list import ImageList
 from distribuuuu.data.loader import build_images

@@ -1,0 +1,70 @@
+"""Choice among the probe, the fine-tuned model and interpolations of both, by the validation images."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distribuuuu.checkpoint.io import load_state_dict, read_checkpoint
+from distribuuuu.checkpoint.weights_files import find_best
+from distribuuuu.config import Config
+from distribuuuu.config.config_node import changed
+from distribuuuu.data.batch import Batch
+from distribuuuu.engine.evaluator import evaluate, open_evaluation
+from distribuuuu.inference.linear_probe import fit_temperature
+from distribuuuu.models.head import find_head
+from distribuuuu.tasks.metrics import StepOutput, rank_classes
+
+Tensors = dict[str, Tensor]
+# Shares of the fine-tuned weights (WiSE-FT, arXiv 2109.01903). Of equally good candidates, the first is taken: the
+# probe needs no training, and the interpolations are chosen by the same few images.
+SHARES = (0.0, 1.0, 0.75, 0.5, 0.25)
+
+
+def name_of(share: float) -> str:
+    """Return the name of a candidate by its share of the fine-tuned weights."""
+    return {0.0: "probe", 1.0: "fine-tuned"}.get(share, f"{share:.0%} fine-tuned")
+
+
+def interpolate(probe: Tensors, tuned: Tensors, share: float) -> Tensors:
+    """Return the weights between those of the probe (share 0) and the fine-tuned ones (share 1)."""
+    if share in (0, 1):
+        return tuned if share else probe
+    return {
+        name: torch.lerp(tensor, tuned[name], share) if tensor.is_floating_point() else tuned[name]
+        for name, tensor in probe.items()
+    }
+
+
+def read_tuned(cfg: Config) -> Tensors:
+    """Return the best weights of the training, of their moving average if there is one."""
+    path = find_best(cfg.OUT_DIR)
+    assert path, cfg.OUT_DIR  # a finished training has evaluated an epoch
+    return read_checkpoint(path)["state_dict"]
+
+
+def compare(cfg: Config, probe: Tensors, tuned: Tensors) -> dict[str, Any]:
+    """Return the right answers of each candidate on the validation images, the share chosen, and its temperature."""
+    correct, temperatures = dict[str, int](), dict[float, float]()
+    with open_evaluation(changed(cfg, {"DATA.WORKER_KIND": "thread"})) as (task, model, loader):
+        for share in SHARES:
+            load_state_dict(model, interpolate(probe, tuned, share), name_of(share))
+            outputs: list[tuple[Tensor, Tensor]] = []
+
+            def keep(_batch: Batch, output: StepOutput, outputs: list[tuple[Tensor, Tensor]] = outputs) -> None:
+                outputs.append((output.logits.float().cpu(), output.targets.cpu()))
+
+            evaluate(task, model, loader, keep)
+            logits, labels = (torch.cat(parts) for parts in zip(*outputs, strict=True))
+            correct[name_of(share)] = int(rank_classes(logits, cfg.TRAIN.TOPK)[:, 0].eq(labels).sum())
+            temperatures[share] = fit_temperature(logits, labels)
+    best = max(SHARES, key=lambda share: correct[name_of(share)])
+    return {"correct": correct, "share": best, "temperature": temperatures[best]}
+
+
+def scale_head(cfg: Config, tensors: Tensors, temperature: float) -> Tensors:
+    """Return weights whose logits are divided by a temperature."""
+    from distribuuuu.models.build import build_model
+
+    names = [f"{layer}.{kind}" for layer in find_head(cfg, build_model(cfg, False)) for kind in ("weight", "bias")]
+    return {**tensors, **{name: tensors[name] / temperature for name in names if name in tensors}}

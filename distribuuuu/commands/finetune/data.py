@@ -1,0 +1,177 @@
+"""Images of a fine-tuning: existing splits, or new ones; broken images and copies are left out by name."""
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distribuuuu.commands.scan.data_config import find_splits
+from distribuuuu.commands.scan.duplicates import find_groups
+from distribuuuu.commands.scan.scan import scan_images
+from distribuuuu.commands.scan.splitting import (
+    TRAIN,
+    Images,
+    assign,
+    find_named_groups,
+    list_images,
+    list_table_images,
+    merge_groups,
+)
+from distribuuuu.config import ConfigError, get_cfg
+from distribuuuu.config.errors import counted, first_few
+from distribuuuu.data.decode import build_decode_options
+from distribuuuu.files.image_files import SPLIT_NAMES, TABLE_ENDINGS, TRAIN_NAMES, find_tables, list_classes
+from distribuuuu.hints.sources import describe_archives
+from distribuuuu.inference.forward_chunks import UnlabeledImages
+
+PARTS = (TRAIN, "val", "test")
+# Share of the images of a new split, and the fewest images of a class that can be divided.
+SHARE, MIN_IMAGES = 0.15, 5
+_TEST_NAMES = ("eval", "test", "testing")
+
+
+def list_sources(source: Path, words: Sequence[str]) -> tuple[Images, dict[str, list[int]]]:
+    """Return the images of a folder or a table, and the indices of each split that it has; {} without splits.
+
+    A folder has classes, splits with classes, or tables with the names of splits. `words` name the columns of a table.
+
+    Raises:
+        ConfigError: there are no images or fewer than two classes, or a split has other classes than the training.
+    """
+    if source.is_file():
+        if source.suffix.lower() not in TABLE_ENDINGS:
+            hint = "fix: unpack it, and name the folder"
+            raise ConfigError(f"FOLDER: got the file {source}; expected a folder or a table; {hint}")
+        found, given = {"": list_table_images(source, words)}, source.parent
+    else:
+        given, names = source, find_splits(list_classes(source), source)
+        tables = [name for name in find_tables(source) if Path(name).stem.lower() in SPLIT_NAMES]
+        if names:
+            found = {name: list_images(source / name) for name in names}
+        elif tables:
+            found = {Path(name).stem: list_table_images(source / name, words) for name in tables}
+        elif archives := describe_archives(source):
+            raise ConfigError(f"FOLDER: {source} has no class folders{archives}; fix: unpack them first")
+        else:
+            found = {"": list_images(source)}
+    images, parts = _merge(given, found)
+    if parts and TRAIN not in parts:
+        raise ConfigError(f"FOLDER: {source} has the splits {first_few(list(found))}, but none to train on")
+    if len(images.classes) < 2:
+        fix = "fix: name a folder with one sub-folder of images for each class"
+        raise ConfigError(f"FOLDER: {source} has one class, {images.classes[0]}; expected two or more; {fix}")
+    return images, parts
+
+
+def _merge(folder: Path, found: dict[str, Images]) -> tuple[Images, dict[str, list[int]]]:
+    """Return the images of all splits as one, and the indices of each part; with one other split, it is the test."""
+    names, labels, parts = list[str](), list[str](), dict[str, list[int]]()
+    for split, own in found.items():
+        low = split.lower()
+        part = TRAIN if low in TRAIN_NAMES else "test" if low in _TEST_NAMES else "val"
+        if split:
+            parts.setdefault(part, []).extend(range(len(names), len(names) + len(own.names)))
+        names += [os.path.relpath(own.folder / name, folder) for name in own.names]
+        labels += [own.classes[label] for label in own.labels]
+    classes = tuple(sorted({labels[index] for index in parts.get(TRAIN, range(len(labels)))}))
+    if unknown := sorted({*labels} - {*classes}):
+        raise ConfigError(f"FOLDER: classes without a training image: {first_few(unknown)}; fix: remove or rename them")
+    if "test" not in parts and "val" in parts:  # the last number has to be of images that nothing was chosen by
+        parts["test"] = parts.pop("val")
+    numbers = {name: number for number, name in enumerate(classes)}
+    return Images(folder, names, [numbers[label] for label in labels], classes, not parts), parts
+
+
+def hash_images(images: Images) -> str:
+    """Return a hash of the names, classes and sizes of images."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, label in zip(images.names, images.labels, strict=True):
+        size = os.stat(images.folder / name).st_size if os.path.exists(images.folder / name) else -1
+        digest.update(repr((name, images.classes[label], size)).encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def divide(
+    images: Images,
+    parts: dict[str, list[int]],
+    pattern: str,
+    seed: int,
+    workers: int,
+    progress: Callable[[int], Any],
+) -> tuple[dict[str, list[int]], list[str], list[str]]:
+    """Return the indices of the parts, notes about the images, and the broken ones, `path: cause`.
+
+    Every image is decoded once. Existing parts are kept; copies of test or validation images are left out of the
+    training, with one label or several. Without a validation part, the training images are divided; without any part,
+    all are. Copies and groups of `pattern` (`find_named_groups`) stay together.
+
+    Raises:
+        ConfigError: a class has too few images.
+    """
+    dataset = UnlabeledImages([images.folder / name for name in images.names])
+    dataset.has_files = True
+    options = build_decode_options(get_cfg())
+    scan = scan_images({"": dataset}, options, workers, progress)
+    copies = [group.images for group in find_groups(scan, options)]
+    groups = merge_groups([*copies, *(find_named_groups(images, pattern) if pattern else [])])
+    usable = [index for index in range(len(images.names)) if index not in scan.reasons]
+    notes = list(_describe_copies(images, copies))
+    if parts:
+        parts = {part: [index for index in own if index not in scan.reasons] for part, own in parts.items()}
+        evaluated = {index for part in parts if part != TRAIN for index in parts[part]}
+        leaked = {index for group in groups if evaluated & {*group} for index in group} - evaluated
+        if leaked:
+            notes.append(f"{counted(len(leaked), 'training image')} with a copy in another split are left out")
+        parts[TRAIN] = [index for index in parts[TRAIN] if index not in leaked]
+    if "val" not in parts:
+        own, test = parts.get(TRAIN, usable), parts.get("test")
+        shares = {TRAIN: 1 - SHARE, "val": SHARE} if test else {TRAIN: 1 - 2 * SHARE, "val": SHARE, "test": SHARE}
+        divided = _assign(images, own, shares, groups, seed)
+        parts = {**divided, **({"test": test} if test else {})}
+        sizes = ", ".join(f"{len(parts[part]):,} for {part}" for part in PARTS)
+        notes.append(f"divided by class: {sizes}; copies stay together")
+    counts = Counter(images.labels[index] for index in parts[TRAIN])
+    if few := [name for number, name in enumerate(images.classes) if counts[number] < 2]:
+        raise ConfigError(f"FOLDER: fewer than two usable training images of {first_few(few)}; fix: add images")
+    return parts, notes, [f"{images.names[index]}: {reason}" for index, reason in scan.reasons.items()]
+
+
+def _assign(
+    images: Images, own: Sequence[int], shares: dict[str, float], groups: Sequence[Sequence[int]], seed: int
+) -> dict[str, list[int]]:
+    """Return the parts of some images; each class has at least one image in each part, as far as groups allow."""
+    counts = Counter(images.labels[index] for index in own)
+    if few := [f"{images.classes[label]} ({count})" for label, count in sorted(counts.items()) if count < MIN_IMAGES]:
+        need = f"expected {MIN_IMAGES} or more of each class, to divide them"
+        raise ConfigError(f"FOLDER: classes with too few images: {first_few(few)}; {need}; fix: add images or splits")
+    places = {index: place for place, index in enumerate(own)}
+    kept = Images(images.folder, [images.names[index] for index in own], [images.labels[index] for index in own],
+                  images.classes, images.in_class_folders)  # fmt: skip
+    inner = [[places[index] for index in group if index in places] for group in groups]
+    inner = [group for group in inner if len(group) > 1]
+    found, single = (
+        assign(kept, shares, inner, seed),
+        {*range(len(own))} - {index for group in inner for index in group},
+    )
+    for label in counts:
+        mine = [place for place in range(len(own)) if kept.labels[place] == label]
+        for part in shares:
+            if all(found[place] != part for place in mine):
+                sizes = Counter(found[place] for place in mine)
+                movable = [place for place in mine if place in single and sizes[found[place]] > 1]
+                if movable:
+                    found[max(movable, key=lambda place: (sizes[found[place]], place))] = part
+    return {part: [index for index, name in zip(own, found, strict=True) if name == part] for part in shares}
+
+
+def _describe_copies(images: Images, copies: Sequence[Sequence[int]]) -> Iterator[str]:
+    if copies:
+        example = " = ".join(images.names[index] for index in copies[0][:2])
+        yield f"{counted(int(np.sum([len(group) for group in copies])), 'image')} are copies of others, e.g. {example}"
+    if mixed := [group for group in copies if len({images.labels[index] for index in group}) > 1]:
+        example = " = ".join(images.names[index] for index in mixed[0][:2])
+        yield f"WARNING: {counted(len(mixed), 'group')} of copies in several classes, e.g. {example}"

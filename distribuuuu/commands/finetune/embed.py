@@ -1,0 +1,72 @@
+"""The command embed: features of image files, by a trained model, as .npz or .parquet."""
+
+import os
+import sys
+from pathlib import Path
+
+from distribuuuu.commands.flag_hints import CommandParser, at_least
+from distribuuuu.commands.output import check_out_file, check_run, stop_with
+from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import counted
+from distribuuuu.files.untrusted import printable
+from distribuuuu.launch.host import count_cores, tune_malloc
+from distribuuuu.launch.signals import handled_by
+
+# Exit status if images are broken.
+BROKEN_IMAGES = 3
+
+_DESCRIPTION = """Write the features of images: the input of the last layer of a trained model.
+PATHS are files, folders, patterns, and lists of paths (.txt), as for predict.
+
+  %(prog)s exp/r50 my_images --out features.npz
+  %(prog)s timm/resnet50 'album/*.jpg' --out features.parquet
+
+The file has the columns path, label (the name of the folder of the image) and
+features, and describes the weights and the preprocessing. Rerun the same
+command to resume it after a stop. The exit status is 3 if images are broken.
+"""
+
+
+def embed(prog: str, args: list[str]) -> int:
+    """Read the command line, then write the features; return the exit status."""
+    flags = build_parser(prog).parse_args(args)
+    out = Path(flags.out)
+    check_out_file(out)
+    if out.suffix not in (".npz", ".parquet"):
+        raise ConfigError(f"--out: got {out}; expected a file name that ends with .npz or .parquet")
+    if os.path.lexists(out):
+        raise ConfigError(f"--out: {out} exists already; fix: remove it, or name another file")
+    check_run(flags.run)
+    from distribuuuu.inference.image_arguments import list_images
+
+    files = list_images(flags.paths)
+    tune_malloc()
+    from distribuuuu.commands.finetune.feature_file import compute_features, describe, write_features
+    from distribuuuu.inference.load_run import find_run
+    from distribuuuu.records.run_log import progress
+
+    run = find_run(flags.run, flags.cfg, flags.overrides)
+    print(printable(run.describe()), file=sys.stderr)
+    left = "finished images are kept: rerun the same command to resume"
+    with handled_by(stop_with(left)), progress(None, "embed", len(files), unit="image") as bar:
+        found = compute_features(run, files, out, flags.workers, bar)
+    write_features(out, found, [os.path.basename(os.path.dirname(path)) for path in files], describe(run))
+    out.with_name(f"{out.name}.partial").unlink(missing_ok=True)
+    for path, cause in found.broken.items():
+        print(printable(f"broken image: {path}: {cause}"), file=sys.stderr)
+    num, dim = len(files) - len(found.broken), found.rows.shape[1]
+    print(printable(f"{out}: {dim:,} features of {counted(num, 'image')}"))
+    return BROKEN_IMAGES if found.broken else 0
+
+
+def build_parser(prog: str | None = None) -> CommandParser:
+    """Return the parser of the arguments."""
+    usage = "%(prog)s RUN PATHS --out FILE [flags] [KEY VALUE ...]"
+    parser = CommandParser(prog, description=_DESCRIPTION, usage=usage)
+    add = parser.add_argument
+    add("run", metavar="RUN", help="a run, a checkpoint, an exported folder, or timm/NAME")
+    add("paths", metavar="PATHS", nargs="+", help="files, folders, patterns, and lists of paths")
+    add("--out", metavar="FILE", required=True, help="output file, .npz or .parquet")
+    add("--workers", metavar="N", type=at_least(0), default=count_cores(), help="threads that load images (cores)")
+    add("--cfg", metavar="FILE", help="config for weights that contain none")
+    return parser

@@ -1,0 +1,84 @@
+"""The command finetune: the best classifier of one's own images that some minutes allow."""
+
+import argparse
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
+from distribuuuu.commands.output import check_out, stop_with
+from distribuuuu.commands.scan.data_config import read_data_cfg
+from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.reader import COMMAND_LINE
+from distribuuuu.hints.sources import missing_root
+from distribuuuu.launch.host import count_cores, tune_malloc
+from distribuuuu.launch.signals import handled_by
+
+_DESCRIPTION = """Make the best classifier of your images that some minutes allow: fit a head to
+the features of a published backbone, fine-tune all of it from there, keep what
+is best on validation images, and test it once.
+
+  %(prog)s my_images                 CLASS/IMAGE or SPLIT/CLASS/IMAGE below it
+  %(prog)s my_images --minutes 20 --backbone timm/convnext_tiny --out exp/mine
+  %(prog)s photos.csv DATA.TABLE.path file OPTIM.BASE_LR 5e-5
+
+Rerun the same command to resume it after a stop; the result is the same.
+OUT is then a run for test, predict, report and export.
+"""
+
+
+def finetune(prog: str, args: list[str]) -> int:
+    """Read the command line, then fine-tune; return the exit status."""
+    flags = prepare(build_parser(prog), args)
+    tune_malloc()
+    from distribuuuu.commands.finetune.stages import run_stages
+
+    left = f"finished stages are kept in {flags.out}: rerun the same command to resume"
+    with handled_by(stop_with(left)):
+        run_stages(flags)
+    return 0
+
+
+def prepare(parser: CommandParser, args: Sequence[str]) -> argparse.Namespace:
+    """Return the flags of a command line, with `folder` and `out` as paths, and `overrides`.
+
+    Raises:
+        ConfigError: with every problem that is known before torch is imported.
+    """
+    flags, rest, problems = parse_flags(parser, args)
+    flags.overrides, flags.folder = rest, Path(flags.folder)
+    if len(rest) % 2:
+        problems.append(Problem(COMMAND_LINE, f"got {' '.join(rest)}; expected FOLDER and KEY VALUE pairs"))
+    else:
+        problems += read_data_cfg(None, rest)[1]
+    if not flags.folder.exists():
+        problems.append(Problem(*missing_root("FOLDER", flags.folder, "CLASS/IMAGE or SPLIT/CLASS/IMAGE")))
+    if problems:
+        raise ConfigError(problems)
+    flags.out = Path(flags.out or os.path.join("exp", flags.folder.resolve().stem))
+    check_out("--out", flags.out)
+    return flags
+
+
+def build_parser(prog: str | None = None) -> CommandParser:
+    """Return the parser of the arguments; it leaves KEY VALUE pairs that change the training."""
+    parser = CommandParser(prog, description=_DESCRIPTION, usage="%(prog)s FOLDER [flags] [KEY VALUE ...]")
+    add = parser.add_argument
+    add("folder", metavar="FOLDER", help="folder of images, in folders of classes or of splits; or a table")
+    add("--backbone", metavar="NAME", nargs="+", help="timm/NAME, a run or a file; the best of several is fine-tuned")
+    add("--minutes", metavar="M", type=_minutes, default=10.0, help="time for all of it, roughly (10)")
+    add("--out", metavar="FOLDER", help="folder of the run (exp/NAME of the images)")
+    add("--group-by", metavar="REGEX", default="", help="images with the same match in their names stay in one split")
+    add("--nproc", metavar="N", type=at_least(1), default=1, help="processes of the training, one per GPU (1)")
+    add("--workers", metavar="N", type=at_least(0), default=count_cores(), help="loaders of images (one per core)")
+    add("--seed", metavar="N", type=at_least(0), default=0, help="seed of the split and the training (0)")
+    add("--probe-only", action="store_true", help="do not fine-tune")
+    return parser
+
+
+def _minutes(text: str) -> float:
+    """Return the value of a flag."""
+    if not 0 < (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text}; expected more than 0 minutes")
+    return value

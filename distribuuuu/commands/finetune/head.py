@@ -1,0 +1,125 @@
+"""Probe of a backbone as a model: features of all images, a logistic regression as its head, and its baselines."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distribuuuu.checkpoint.manager import write_atomically
+from distribuuuu.checkpoint.weights_files import RAW, best_paths
+from distribuuuu.commands.finetune.decisions import cannot_write
+from distribuuuu.config import Config, ConfigError
+from distribuuuu.config.config_node import changed, iter_options
+from distribuuuu.data.seeding import derive_seed, seed_cpu
+from distribuuuu.engine.build import build_initial_model, write_config
+from distribuuuu.inference.features import find_classifiers
+from distribuuuu.inference.linear_probe import (
+    compute_logits,
+    fit_cross_validated,
+    fit_temperature,
+    predict_knn,
+    standardize,
+)
+from distribuuuu.inference.loaded_run import LoadedRun
+from distribuuuu.models.finetune import PROBE_FILE
+
+CPU = torch.device("cpu")
+
+
+class Part(NamedTuple):
+    """Features (N, dim) and labels (N,) of the images of a split."""
+
+    rows: Tensor
+    labels: Tensor
+
+
+class Probe(NamedTuple):
+    """A fitted head and its answers.
+
+    Attributes:
+        weight, bias: of the linear layer, (classes, dim) and (classes,), divided by the temperature.
+        penalty, temperature: by cross-validation on the training images, and on the validation images.
+        correct: right answers by method and part, e.g. {"probe": {"val": 150, "test": 320}}.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    penalty: float
+    temperature: float
+    correct: dict[str, dict[str, int]]
+
+
+def open_backbone(cfg: Config, classes: Sequence[str], source: str) -> LoadedRun:
+    """Return the model of a config with its initial weights, and a random head, which depends on the seed."""
+    seed_cpu(derive_seed(cfg.RNG_SEED))
+    model = build_initial_model(cfg, tuple(classes), pretrained=True)
+    tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return LoadedRun(source, RAW, cfg, tuple(classes), tensors, has_classifier=False)
+
+
+def fit_probe(parts: dict[str, Part], num_classes: int) -> Probe:
+    """Fit the head to the training features and its temperature to the validation features; classify all others."""
+    train, others = parts["train"], {name: part for name, part in parts.items() if name != "train"}
+    torch.set_float32_matmul_precision("highest")
+    scaled = train.rows.clone()
+    standardize(scaled)
+    weights, penalty = fit_cross_validated(scaled, train.labels, num_classes, CPU)
+    rows = train.rows.double()
+    mean, deviation = rows.mean(0), rows.std(0, correction=0)
+    matrix = weights[:-1] * torch.where(deviation > 1e-6, 1 / deviation, 0)[:, None]
+    folded = torch.cat([matrix, (weights[-1] - mean @ matrix)[None]])  # for features that are not standardized
+    logits = {name: compute_logits(part.rows, folded) for name, part in others.items()}
+    temperature = fit_temperature(logits["val"], others["val"].labels)
+    unit = F.normalize(train.rows, dim=1)
+    correct: dict[str, dict[str, int]] = {"most frequent class": {}, "k-NN": {}, "probe": {}}
+    frequent = train.labels.bincount().argmax()
+    for name, part in others.items():
+        nearest = predict_knn(unit, train.labels, F.normalize(part.rows, dim=1), num_classes, CPU)
+        answers = {"most frequent class": frequent, "k-NN": nearest, "probe": logits[name].argmax(1)}
+        for method, answer in answers.items():
+            correct[method][name] = int(part.labels.eq(answer).sum())
+    folded = (folded / temperature).float()
+    return Probe(folded[:-1].T.contiguous(), folded[-1].clone(), penalty, temperature, correct)
+
+
+def set_head(run: LoadedRun, probe: Probe) -> dict[str, Tensor]:
+    """Return the weights of a run with the head of its probe."""
+    side = run.transform.crop.size
+    height, width = (side, side) if isinstance(side, int) else side
+    layers = find_classifiers(run, torch.zeros(1, run.cfg.DATA.CHANNELS, height, width, device=run.device))
+    names = [name for name, layer in run.model.named_modules() if any(layer is one for one in layers)]
+    tensors = dict(run.state_dict or {})
+    for name in names:
+        if f"{name}.bias" not in tensors:
+            raise ConfigError(f"--backbone: the last layer of {run.cfg.MODEL.ARCH} has no bias; fix: another backbone")
+        shape = tensors[f"{name}.weight"].shape
+        tensors |= {f"{name}.weight": probe.weight.reshape(shape), f"{name}.bias": probe.bias}
+    return tensors
+
+
+def write_probe(folder: Path, probe: Probe, run: LoadedRun) -> Path:
+    """Write the head as the file that FINETUNE.HEAD names."""
+    path = folder / PROBE_FILE
+    tensors = {"weight": probe.weight, "bias": probe.bias}
+    try:
+        write_atomically(path, {"state_dict": tensors, "classes": list(run.classes), "arch": run.cfg.MODEL.ARCH})
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    return path
+
+
+def write_model(cfg: Config, tensors: dict[str, Tensor], classes: Sequence[str], facts: dict[str, Any]) -> None:
+    """Write weights and the config, with OUT_DIR, as those of a run that is evaluated on the test images."""
+    cfg = changed(cfg, {"TEST.SPLIT": "test"})
+    config = dict(iter_options(cfg))
+    content = {"epoch": 0, "arch": cfg.MODEL.ARCH, "seed": cfg.RNG_SEED, "classes": list(classes), "config": config,
+               "weights": RAW, "finetune": facts, "state_dict": tensors}  # fmt: skip
+    path = best_paths(cfg.OUT_DIR)[RAW]
+    try:
+        write_atomically(path, content)
+        write_config(cfg)
+    except OSError as error:
+        raise cannot_write(path, error) from error

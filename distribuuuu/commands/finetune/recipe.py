@@ -1,0 +1,130 @@
+"""Recipe of a fine-tuning: options by the kind of the backbone, the number of images, and the minutes that are left.
+
+Sources: AutoGluon's MultiModalPredictor (AdamW 1e-4, layer decay 0.9, cosine, 20 epochs); MAE (arXiv 2111.06377) and
+DINOv2 (arXiv 2304.07193): layer decay 0.65 to 0.75 for transformers; BiT (arXiv 1912.11370): neither mixup nor strong
+augmentation for few images; LP-FT (arXiv 2202.10054): start from the head of the probe, with a low rate; statistics of
+batch norm are kept, as those of 32 images are noisy (big transfer uses group norm for that reason); lower layers are
+frozen for few images, as in surgical fine-tuning (arXiv 2210.11466), which also saves much of the time on a CPU.
+"""
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from distribuuuu.config import Config
+from distribuuuu.data.batch_plan import plan_of
+from distribuuuu.engine.auto_batch_size import trial_run
+from distribuuuu.engine.run import begin_epoch
+from distribuuuu.launch.detect import Launch
+from distribuuuu.optim.name_patterns import is_match
+from distribuuuu.trainer import take_step
+
+# The longest training; the share of the layers that is frozen, and the number of images from which none is.
+MAX_EPOCHS, FROZEN, MANY_IMAGES = 20, 1 / 3, 5000
+# Seconds of the measurement of training steps.
+_MEASURE_S = 6.0
+BATCH = 32
+
+
+class Kind(NamedTuple):
+    """Options that depend on the kind of the backbone; rates are for AdamW and 32 images."""
+
+    name: str
+    lr: float
+    layer_decay: float
+    weight_decay: float
+
+
+KINDS = (
+    Kind("transformer", 5e-5, 0.75, 0.05),
+    Kind("convolutional with batch norm", 1e-4, 0.9, 0.05),
+    Kind("convolutional with layer norm", 5e-5, 0.9, 0.05),
+)
+
+
+def find_kind(model: nn.Module) -> Kind:
+    """Return the kind of a backbone by its layers."""
+    transformer, batch_norm, layer_norm = KINDS
+    if any(isinstance(layer, _NormBase) for layer in model.modules()):
+        return batch_norm
+    return transformer if hasattr(model, "pos_embed") or hasattr(model, "cls_token") else layer_norm
+
+
+def build_recipe(model: nn.Module, num_images: int, epochs: int) -> dict[str, Any]:
+    """Return the options of a fine-tuning of a backbone for a number of training images and of epochs."""
+    kind, norms = find_kind(model), list(_norm_patterns(model))
+    lower = list(_lower_layers(model)) if num_images < MANY_IMAGES else []
+    return {
+        "TRAIN.GLOBAL_BATCH_SIZE": min(BATCH, num_images),
+        "TRAIN.BATCH_SIZE": min(BATCH, num_images),
+        "TRAIN.PATIENCE": max(5, epochs // 2),
+        "DATA.CROP": "resized",
+        "DATA.CROP_SCALE": [0.35, 1.0],
+        "LOSS.LABEL_SMOOTHING": 0.1,
+        "FINETUNE.FREEZE": [*lower, *norms],
+        "EMA.HALF_LIFE": float(num_images),
+        "OPTIM.NAME": "adamw",
+        "OPTIM.BASE_LR": kind.lr,
+        "OPTIM.LAYER_DECAY": kind.layer_decay if hasattr(model, "group_matcher") else 1.0,
+        "OPTIM.WEIGHT_DECAY": kind.weight_decay,
+        "OPTIM.NORM_WEIGHT_DECAY": 0.0,
+        "OPTIM.BIAS_WEIGHT_DECAY": 0.0,
+        "OPTIM.LR_POLICY": "cos",
+        "OPTIM.LR_UPDATE": "step",
+        "OPTIM.WARMUP_EPOCHS": 0.5,
+        "OPTIM.MAX_EPOCH": epochs,
+    }
+
+
+def _norm_patterns(model: nn.Module) -> Iterator[str]:
+    """Yield patterns of the names of the batch norms and of nothing else."""
+    names = [name for name, _ in model.named_modules() if name]
+    norms = [name for name, layer in model.named_modules() if isinstance(layer, _NormBase)]
+    others = {name for name in names if name not in norms}
+    patterns = dict.fromkeys(f"*{name.rpartition('.')[2]}" for name in norms)
+    safe = [pattern for pattern in patterns if not any(is_match(name, pattern) for name in others)]
+    yield from safe
+    yield from (name for name in norms if not any(is_match(name, pattern) for pattern in safe))
+
+
+def _lower_layers(model: Any) -> Iterator[str]:
+    """Yield the names of the lowest third of the layers of a model of timm; none of another."""
+    if not hasattr(model, "group_matcher"):
+        return
+    from timm.models import group_parameters
+
+    layers = group_parameters(model, model.group_matcher(coarse=False))
+    for number in sorted(layers)[: int(FROZEN * len(layers))]:
+        owners = [name.rpartition(".")[0] or name for name in layers[number]]
+        common = os.path.commonprefix([owner.split(".") for owner in owners])
+        yield from [".".join(common)] if common else dict.fromkeys(owners)
+
+
+def measure_epoch(folder: str, cfg: Config) -> float:
+    """Return the seconds of an epoch of a training, measured in a few steps of a trial run in a temporary folder."""
+    with trial_run(cfg, Launch("plan"), plan_of(cfg, 1), folder) as run:
+        loader, state, seconds = run.train_loader, run.state, list[float]()
+        begin_epoch(run)
+        batches, steps = loader.batches_from(state.stream_seed, 0, 0), loader.steps_of(0)
+        for step in range(steps):
+            started = time.perf_counter()
+            take_step(run, batches, step)
+            seconds.append(time.perf_counter() - started)
+            if sum(seconds[1:]) > _MEASURE_S and step > 2:
+                break
+        return steps * statistics.median(seconds[1:] or seconds)
+
+
+def choose_epochs(left_s: float, epoch_s: float, evaluation_s: float) -> int:
+    """Return the number of epochs that fit into the seconds that are left, at most MAX_EPOCHS; 0: none fits.
+
+    After each epoch, the trained weights and their average are evaluated; at the end, three interpolations and the
+    test images are.
+    """
+    return max(0, min(MAX_EPOCHS, math.floor((left_s - 6 * evaluation_s) / (epoch_s + 2 * evaluation_s))))

@@ -1,0 +1,233 @@
+"""Stages of a fine-tuning, from images to a tested model. Each is stored when it is finished, and not repeated."""
+
+import contextlib
+import signal
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distribuuuu.checkpoint.weights_files import RAW, best_paths
+from distribuuuu.commands.finetune.backbones import backbone_options, default_backbone, license_of
+from distribuuuu.commands.finetune.choose import compare, interpolate, name_of, read_tuned, scale_head
+from distribuuuu.commands.finetune.data import PARTS, divide, hash_images, list_sources
+from distribuuuu.commands.finetune.decisions import Decisions, cannot_write
+from distribuuuu.commands.finetune.feature_file import compute_features
+from distribuuuu.commands.finetune.head import Part, Probe, fit_probe, open_backbone, set_head, write_model, write_probe
+from distribuuuu.commands.finetune.recipe import build_recipe, choose_epochs, find_kind, measure_epoch
+from distribuuuu.commands.finetune.summary import format_backbones, format_choice, next_commands
+from distribuuuu.commands.scan.splitting import Images, write_split
+from distribuuuu.config import Config, ConfigError, load_cfg
+from distribuuuu.config.config_node import changed
+from distribuuuu.config.errors import counted, first_few
+from distribuuuu.config.registry import dataset_class
+from distribuuuu.data.build_transform import statistics_of
+from distribuuuu.engine.auto_batch_size import in_fresh_process
+from distribuuuu.engine.fast_mode import find_fast_mode
+from distribuuuu.engine.preflight import resolve_cfg
+from distribuuuu.files.atomic_file import replacing
+from distribuuuu.files.locks import lock_file
+from distribuuuu.files.untrusted import printable
+from distribuuuu.inference.loaded_run import LoadedRun
+from distribuuuu.launch.nproc import run_processes
+from distribuuuu.launch.signals import STATUS_OF, RunStopped
+from distribuuuu.models import count_parameters
+from distribuuuu.records.run_log import progress
+from distribuuuu.trainer import evaluate_weights
+
+# Images of the measurement of the fast mode.
+_MODE_IMAGES = 16
+TRAINING = "finetune"
+
+
+def say(*lines: str) -> None:
+    """Print lines to standard output."""
+    for line in lines:
+        print(printable(line), flush=True)
+
+
+def run_stages(flags: Namespace) -> dict[str, Any]:
+    """Run the stages that are not finished yet; return the decisions and results, the content of finetune.json.
+
+    Raises:
+        ConfigError: the images, the backbone or the folder cannot be used.
+    """
+    started, out = time.monotonic(), flags.out
+    images, parts = list_sources(flags.folder, flags.overrides)
+    backbones = flags.backbone or [default_backbone()]
+    job = {"images": hash_images(images), "backbones": backbones, "minutes": flags.minutes, "options": flags.overrides,
+           "groups": flags.group_by, "seed": flags.seed, "version of torch": torch.__version__,
+           "fine-tuning": not flags.probe_only}  # fmt: skip
+    with locked(out):
+        decisions = Decisions(out, job)
+        data = decisions.once("data", lambda: split_images(flags, images, parts))
+        say(*data["notes"])
+        files = {f"{part}.csv": data["parts"][part] for part in PARTS}
+        write_split(images, out / "lists", files)
+        probes = {name: Candidate(flags, decisions, images, data["parts"], name) for name in backbones}
+        found = {name: probe.run(decisions) for name, probe in probes.items()}
+        chosen = max(backbones, key=lambda name: found[name]["correct"]["probe"]["val"])
+        if len(backbones) > 1:
+            say(*format_backbones(found, len(data["parts"]["val"])))
+        best = probes[chosen]
+        result = finish(flags, decisions, best, found[chosen], started)
+        sizes = {part: len(data["parts"][part]) for part in PARTS}
+        say(*format_choice(result, found[chosen], sizes), *next_commands(out, TRAINING))
+        return decisions.content
+
+
+@contextlib.contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Create the folder, and lock it against other fine-tunings for the block."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file = open(out / ".finetune.lock", "ab")
+    except OSError as error:
+        raise cannot_write(out, error) from error
+    with file:
+        if not lock_file(file.fileno(), timeout_s=0.0):
+            raise ConfigError(f"--out: another process fine-tunes in {out}; fix: wait for it, or name another folder")
+        yield
+
+
+def split_images(flags: Namespace, images: Images, parts: dict[str, list[int]]) -> dict[str, Any]:
+    """Return the indices of the images of each part, and the notes to print."""
+    with progress(None, "checking", len(images.names), unit="image") as bar:
+        parts, notes, broken = divide(images, parts, flags.group_by, flags.seed, flags.workers, bar.update)
+    if broken:
+        notes.append(f"WARNING: {counted(len(broken), 'broken image')} left out: {first_few(broken, '; ')}")
+    head = f"{counted(len(images.names), 'image')} of {counted(len(images.classes), 'class')} in {flags.folder}: "
+    head += ", ".join(f"{len(parts[part]):,} for {part}" for part in PARTS)
+    return {"parts": parts, "notes": [head, *notes], "broken": broken}
+
+
+class Candidate:
+    """A backbone on these images: its config, its features and its probe."""
+
+    def __init__(self, flags: Namespace, decisions: Decisions, images: Images, parts: dict[str, list[int]], name: str):
+        self.flags, self.images, self.parts, self.name = flags, images, parts, name
+        lists = str(flags.out / "lists")
+        options = {
+            "DATA.NAME": "list", "TRAIN.DATASET": lists, "TEST.DATASET": lists, "TEST.SPLIT": "val",
+            "DATA.EXIF_ROTATE": True, "RNG_SEED": flags.seed, "TRAIN.WORKERS": flags.workers,
+            "LOG.TENSORBOARD": False, **backbone_options(name),
+        }  # fmt: skip
+        self.words = [str(word) for pair in options.items() for word in pair]
+        table = {key for key in flags.overrides[::2] if key.startswith("DATA.TABLE")}
+        pairs = zip(flags.overrides[::2], flags.overrides[1::2], strict=True)
+        self.own = [word for pair in pairs if pair[0] not in table for word in pair]
+        cfg = resolve_cfg(load_cfg(None, [*self.words, *self.own]))
+        mean, std = statistics_of(cfg, dataset_class(cfg))
+        self.cfg = changed(cfg, {"DATA.MEAN": tuple(mean), "DATA.STD": tuple(std)})
+        self.key = f"backbone {name}"
+
+    def run(self, decisions: Decisions) -> dict[str, Any]:
+        """Compute the features and fit the probe; return its facts."""
+        plain = open_backbone(self.cfg, self.images.classes, self.name)
+        mode = decisions.once(f"{self.key}: mode", lambda: self.find_mode(plain))
+        image_s = mode["image_s"]
+        mode = {key: mode[key] for key in ("MODEL.CHANNELS_LAST", "TRAIN.AMP") if key not in self.own}
+        self.words += [str(word) for pair in mode.items() for word in pair]
+        self.backbone = open_backbone(changed(self.cfg, mode), self.images.classes, self.name)
+        files = [str(self.images.folder / self.images.names[index]) for part in PARTS for index in self.parts[part]]
+        out = self.flags.out / f"features_{list(decisions.content).index(f'{self.key}: mode')}"
+        with progress(None, "features", len(files), unit="image") as bar:
+            rows = torch.from_numpy(compute_features(self.backbone, files, out, self.flags.workers, bar).rows)
+        ends, labels, features = 0, self.images.labels, {}
+        for part in PARTS:
+            own = self.parts[part]
+            features[part] = Part(rows[ends : ends + len(own)], torch.tensor([labels[index] for index in own]))
+            ends += len(own)
+        self.probe: Probe = fit_probe(features, len(self.images.classes))
+        facts = {"correct": self.probe.correct, "penalty": self.probe.penalty, "temperature": self.probe.temperature,
+                 "params_m": count_parameters(self.backbone.model) / 1e6, "license": license_of(self.name),
+                 "image_s": image_s}  # fmt: skip
+        return decisions.once(f"{self.key}: probe", lambda: facts)
+
+    def find_mode(self, plain: LoadedRun) -> dict[str, Any]:
+        """Return the fast mode of this machine."""
+        size = plain.transform.crop.size
+        height, width = (size, size) if isinstance(size, int) else size
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(_MODE_IMAGES, self.cfg.DATA.CHANNELS, height, width, generator=generator)
+        mode = find_fast_mode(plain.model, images.to(plain.device))
+        layout = "channels_last" if mode["MODEL.CHANNELS_LAST"] else "contiguous"
+        say(f"{self.name}: {layout}, AMP {mode['TRAIN.AMP']}: {mode['speedup']} x the speed of the plain mode")
+        return mode
+
+
+def finish(
+    flags: Namespace, decisions: Decisions, best: Candidate, facts: dict[str, Any], started: float
+) -> dict[str, Any]:
+    """Fine-tune the best backbone from its probe, choose, write the model and test it; return the choice."""
+    out, num = flags.out, len(best.parts["val"])
+    head = write_probe(out, best.probe, best.backbone)
+    probe = set_head(best.backbone, best.probe)
+    model, num_train = best.backbone.model, len(best.parts["train"])
+
+    def read(epochs: int) -> Config:
+        recipe = {**build_recipe(model, num_train, epochs), "FINETUNE.HEAD": str(head), "OUT_DIR": str(out / TRAINING)}
+        words = [*best.words, *(str(word) for pair in recipe.items() for word in pair), *best.own]
+        cfg, own = resolve_cfg(load_cfg(None, words)), best.cfg.DATA
+        return changed(cfg, {"DATA.MEAN": own.MEAN, "DATA.STD": own.STD})
+
+    cfg = read(1)
+    if "choice" not in decisions.content:
+        write_model(changed(cfg, {"OUT_DIR": str(out)}), probe, best.images.classes, facts)
+        right = facts["correct"]["probe"]["val"]
+        say(f"probe of {best.name}: {right} of {num} validation images right ({100 * right / num:.1f} %), in {out}")
+    epochs = 0
+    if not flags.probe_only:
+        given = dict(zip(best.own[::2], best.own[1::2], strict=True)).get("OPTIM.MAX_EPOCH")
+        plan = decisions.once("training", lambda: plan_training(flags, cfg, facts, num, started)) if not given else {}
+        epochs = int(given or plan["epochs"])
+    if epochs:
+        cfg = read(epochs)
+        path = out / f"{TRAINING}.yaml"
+        with replacing(path, "w", encoding="utf-8") as file:
+            file.write(cfg.dump())
+        train(path, flags.nproc)
+        tuned = read_tuned(cfg)
+    choice = decisions.once("choice", lambda: compare(cfg, probe, tuned) if epochs else choose_probe(facts))
+    tensors = interpolate(probe, tuned, choice["share"]) if epochs else probe
+    final = changed(cfg, {"OUT_DIR": str(out), "TEST.SPLIT": "test", "DATA.WORKER_KIND": "thread"})
+    write_model(final, scale_head(final, tensors, choice["temperature"]), best.images.classes, {**facts, **choice})
+    final = changed(final, {"MODEL.WEIGHTS": str(best_paths(out)[RAW])})
+    return {**choice, "test": decisions.once("test", lambda: evaluate_weights(final)), "epochs": epochs,
+            "kind": find_kind(model).name}  # fmt: skip
+
+
+def choose_probe(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the choice without a fine-tuning."""
+    return {"correct": {name_of(0.0): facts["correct"]["probe"]["val"]}, "share": 0.0, "temperature": 1.0}
+
+
+def plan_training(flags: Namespace, cfg: Config, facts: dict[str, Any], num_val: int, started: float) -> dict[str, Any]:
+    """Return the number of epochs that fit into the minutes, and the measurements behind it."""
+    epoch_s = in_fresh_process(measure_epoch, cfg)
+    if isinstance(epoch_s, str):
+        raise ConfigError(f"--minutes: out of memory in a training step: {epoch_s}; fix: TRAIN.BATCH_SIZE 8")
+    evaluation_s = facts["image_s"] * num_val
+    left_s = 60 * flags.minutes - (time.monotonic() - started)
+    epochs = choose_epochs(left_s, epoch_s / flags.nproc, evaluation_s)
+    reason = "fits" if epochs == 1 else "fit"
+    say(f"fine-tuning: an epoch takes {epoch_s:.0f} s; {counted(epochs, 'epoch')} {reason} into {flags.minutes:g} min")
+    return {"epochs": epochs, "epoch_s": epoch_s, "evaluation_s": evaluation_s, "left_s": left_s}
+
+
+def train(path: Path, nproc: int) -> None:
+    """Run or resume the training of a config in processes of its own.
+
+    Raises:
+        RunStopped, ConfigError: it was stopped by a signal, or has failed.
+    """
+    status = run_processes(nproc, [sys.executable, "-m", "distribuuuu", "train", "--cfg", str(path)])
+    stopped = [signum for signum, value in STATUS_OF.items() if value == status]
+    if stopped:
+        raise RunStopped(signal.Signals(stopped[0]).name)
+    if status:
+        raise ConfigError(f"the training has failed with status {status}; fix: see above, then rerun the same command")

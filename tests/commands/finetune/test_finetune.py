@@ -1,0 +1,297 @@
+"""The commands finetune and embed: splits, features, the choice, resuming, errors."""
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import timm
+import torch
+from support.images import draw_folder
+from support.runs import ROOT, train_model
+from support.tables import each_row
+
+from distribuuuu import load_run
+from distribuuuu.checkpoint.io import read_checkpoint
+from distribuuuu.commands.finetune import choose, feature_file, recipe, stages
+from distribuuuu.commands.finetune.data import divide, list_sources
+from distribuuuu.commands.main import start_command
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.engine.fast_mode import find_fast_mode
+from distribuuuu.inference.linear_probe import fit_temperature
+from distribuuuu.models.freeze import freeze
+
+COUNTS = {"ant": 12, "bee": 12, "cat": 14}
+WORDS = ("TRAIN.IM_SIZE", 16, "TEST.IM_SIZE", 18, "OPTIM.MAX_EPOCH", 2, "TEST.BATCH_SIZE", 16, "EMA.HALF_LIFE", 0)
+
+
+def run(*words) -> int:
+    return start_command("finetune", "distribuuuu finetune", [*map(str, words), "--workers", "0"])
+
+
+def embed(*words) -> int:
+    return start_command("embed", "distribuuuu embed", [*map(str, words), "--workers", "0"])
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """CLASS/IMAGE, with a copy of an image and a broken one."""
+    draw_folder(tmp_path, "photos", COUNTS)
+    shutil.copy(tmp_path / "photos/ant/000.jpg", tmp_path / "photos/ant/copy.jpg")
+    (tmp_path / "photos/bee/broken.jpg").write_bytes(b"\xff\xd8\xff no image")
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Train in this process, and in a fixed mode: the fastest one depends on the load of the machine."""
+    monkeypatch.setattr(stages, "train", lambda path, nproc: train_model(load_cfg(str(path))))
+    mode = {"MODEL.CHANNELS_LAST": True, "TRAIN.AMP": "none", "speedup": 2.0, "image_s": 0.001}
+    monkeypatch.setattr(stages, "find_fast_mode", lambda model, images: mode)
+    monkeypatch.setattr(feature_file, "CHUNK", 8)
+
+
+def names_in(out, part: str) -> set[str]:
+    return {line.partition(",")[0].rpartition("photos/")[2] for line in (out / "lists" / f"{part}.csv").read_text()
+            .splitlines()[1:]}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------- images
+
+
+def split(source, *words, seed=0):
+    images, parts = list_sources(source, words)
+    parts, notes, broken = divide(images, parts, "", seed, 0, lambda number: None)
+    return images, {part: {images.names[index] for index in own} for part, own in parts.items()}, notes, broken
+
+
+def test_a_folder_of_classes_is_divided(photos):
+    images, parts, notes, broken = split(photos)
+    assert sum(map(len, parts.values())) == len(images.names) - 1 and broken[0].startswith("bee/broken.jpg: ")
+    for part in ("train", "val", "test"):
+        assert {name.partition("/")[0] for name in parts[part]} == {*COUNTS}, "a class is missing"
+    twins = {"ant/000.jpg", "ant/copy.jpg"}
+    assert any(twins <= part for part in parts.values())
+    assert "are copies of others" in notes[0] and parts != split(photos, seed=1)[1]
+
+
+@pytest.mark.parametrize("other", ["val", "test"])
+def test_existing_splits_are_kept(tmp_path, other):
+    draw_folder(tmp_path, "train", COUNTS)
+    draw_folder(tmp_path, other, dict.fromkeys(COUNTS, 3))
+    shutil.copy(tmp_path / other / "bee/000.jpg", tmp_path / "train/bee/copy.jpg")
+    _, parts, notes, _ = split(tmp_path)
+    assert {name.partition("/")[0] for name in parts["test"]} == {other} and len(parts["test"]) == 9
+    assert len(parts["val"]) >= 3 and len(parts["train"]) + len(parts["val"]) == 38
+    assert any("1 training image with a copy in another split" in note for note in notes)
+    draw_folder(tmp_path, "valid" if other == "test" else "test", dict.fromkeys(COUNTS, 2))
+    parts = split(tmp_path)[1]
+    assert [len(parts[part]) for part in ("train", "val", "test")] == [38, 6 if other == "test" else 9, 15 - len(
+        parts["val"])]  # fmt: skip
+
+
+def test_a_table_is_divided(photos, tmp_path):
+    rows = [f"{path.relative_to(tmp_path)},{path.parent.name}" for path in sorted(photos.rglob("0*.jpg"))]
+    (tmp_path / "images.csv").write_text("\n".join(["file,label", *rows]))
+    images, parts, _, _ = split(tmp_path / "images.csv", "DATA.TABLE.path", "file")
+    assert sum(map(len, parts.values())) == 38 and images.classes == ("ant", "bee", "cat")
+
+
+def one_class(folder):
+    draw_folder(folder.parent, folder.name, {"ant": 9})
+
+
+def three_images(folder):
+    draw_folder(folder.parent, folder.name, {"ant": 9, "bee": 3})
+
+
+def no_images(folder):
+    folder.mkdir()
+    (folder / "x.csv").write_text("path,label\n")
+
+
+@each_row("make, words, message", [
+    (one_class, (), r"FOLDER: .* has one class"),
+    (three_images, (), r"FOLDER: classes with too few images: bee \(3\); expected 5 or more"),
+    (no_images, ("x.csv",), r"has no line but its header"),
+    (None, (), r"FOLDER.*no such"),
+    (three_images, ("--minutes", "0"), r"--minutes: got 0; expected more than 0"),
+    (three_images, ("OPTIM.BASE_LR",), r"KEY VALUE"),
+])  # fmt: skip
+def test_errors_are_one_message(make, words, message, tmp_path_factory, finished_run, capsys):
+    folder = tmp_path_factory.mktemp("data") / "photos"
+    if make:
+        make(folder)
+    source = folder / words[0] if words and words[0].endswith(".csv") else folder
+    rest = () if source != folder else words
+    assert run(source, "--backbone", finished_run, "--out", folder.parent / "out", *rest) == 2
+    printed = capsys.readouterr().err
+    assert re.search(message, printed) and printed.count("\n  - ") == 1 and "Traceback" not in printed, printed
+
+
+# --------------------------------------------------------------------------------------- the whole way
+
+
+def test_a_fine_tuning_is_tested_once_and_gives_a_run(photos, finished_run, tmp_path, capsys, here):
+    out = tmp_path / "out"
+    words = (photos, "--backbone", finished_run, "--out", out, *WORDS)
+    assert run(*words) == 0
+    printed = capsys.readouterr().out
+    for text in ("1 broken image left out: bee/broken.jpg", "k-NN", "most frequent class", "in OUT: ", "predict"):
+        assert text in printed, printed
+    content = json.loads((out / "finetune.json").read_text())
+    assert set(content["choice"]["correct"]) == {
+        "probe",
+        "fine-tuned",
+        *("25% 50% 75%".replace("%", "% fine-tuned").replace("tuned ", "tuned,").split(",")),
+    }
+    assert not names_in(out, "train") & names_in(out, "test") and "bee/broken.jpg" not in names_in(out, "train")
+    tested = content["test"]["top1"]
+    assert start_command("test", "distribuuuu test", [str(out)]) == 0
+    assert json.loads((out / "test_results.json").read_text())["accuracy"]["raw"]["top1"] == pytest.approx(tested)
+    assert load_run(out).predict([photos / "cat/000.jpg"])[0].labels[0] in COUNTS
+    before = read_checkpoint(out / "best.pth.tar")["state_dict"]
+    assert run(*words) == 0, "a finished one prints its table again"
+    assert capsys.readouterr().out.split("top-1 in %")[1] == printed.split("top-1 in %")[1]
+    after = read_checkpoint(out / "best.pth.tar")["state_dict"]
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert run(*words, "TRAIN.TOPK", 2) == 2 and "other options; fix: name another folder" in capsys.readouterr().err
+    # The written config repeats the training, from the head of the probe.
+    again = load_cfg(str(out / "finetune.yaml"), ["OUT_DIR", str(tmp_path / "again")])
+    train_model(again)
+    assert_same_weights(tmp_path / "again/best.pth.tar", out / "finetune/best.pth.tar")
+    assert "the head is that of" in (tmp_path / "again/train.log").read_text()
+    with pytest.raises(ConfigError, match="FINETUNE.HEAD.* no such file"):
+        train_model(load_cfg(str(out / "finetune.yaml"), ["OUT_DIR", str(tmp_path / "x"), "FINETUNE.HEAD", "probe"]))
+
+
+def assert_same_weights(one, other) -> None:
+    tensors = read_checkpoint(one)["state_dict"], read_checkpoint(other)["state_dict"]
+    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
+
+
+def test_a_stop_at_any_stage_changes_nothing(photos, finished_run, tmp_path, here, monkeypatch):
+    """Each stage ends with an error at its first call; the command is repeated until none is left."""
+    expected, out = tmp_path / "expected", tmp_path / "out"
+    assert run(photos, "--backbone", finished_run, "--out", expected, *WORDS) == 0
+    places = [(stages, name) for name in ("split_images", "fit_probe", "write_probe", "set_head", "train", "read_tuned",
+                                          "compare", "scale_head", "evaluate_weights", "format_choice")]  # fmt: skip
+    places.append((feature_file.PartialFeatures, "append"))
+    left = {name for _, name in places}
+
+    def stopping(name, call):
+        def stop_once(*args, **options):
+            result = call(*args, **options)
+            if name in left:
+                left.remove(name)
+                raise ConfigError(f"stopped after {name}")
+            return result
+
+        return stop_once
+
+    for owner, name in places:
+        monkeypatch.setattr(owner, name, stopping(name, getattr(owner, name)))
+    statuses = [run(photos, "--backbone", finished_run, "--out", out, *WORDS) for _ in range(len(places) + 1)]
+    assert statuses == [2] * len(places) + [0] and not left
+    assert_same_weights(out / "best.pth.tar", expected / "best.pth.tar")
+    contents = [json.loads((folder / "finetune.json").read_text()) for folder in (out, expected)]
+    assert contents[0] == contents[1]
+
+
+def test_the_best_of_several_backbones_is_fine_tuned(photos, finished_run, shapes_run, tmp_path, capsys, here):
+    out = tmp_path / "out"
+    assert run(photos, "--backbone", finished_run, shapes_run, "--out", out, "--probe-only", *WORDS) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"backbone +validation +params +ms/image +license", printed)
+    content = json.loads((out / "finetune.json").read_text())
+    right = {name: content[f"backbone {name}: probe"]["correct"]["probe"]["val"] for name in map(str, (
+        finished_run, shapes_run))}  # fmt: skip
+    arch = read_checkpoint(out / "best.pth.tar")["arch"]
+    assert arch == {str(finished_run): "resnet8", str(shapes_run): "resnet14"}[max(right, key=right.__getitem__)]
+
+
+@pytest.mark.slow
+def test_a_killed_command_is_resumed_bitwise(photos, finished_run, tmp_path):
+    words = [sys.executable, "-m", "distribuuuu", "finetune", str(photos), "--backbone", str(finished_run), "--workers",
+             "0", *map(str, WORDS), "TRAIN.AMP", "none", "MODEL.CHANNELS_LAST", "False", "--out"]  # fmt: skip
+    assert subprocess.run([*words, tmp_path / "expected"], cwd=ROOT, timeout=600).returncode == 0
+    for seconds in itertools.count(4, 3):
+        try:
+            done = subprocess.run([*words, tmp_path / "out"], cwd=ROOT, timeout=seconds)  # killed at the time-out
+        except subprocess.TimeoutExpired:
+            continue
+        assert done.returncode == 0
+        break
+    assert_same_weights(tmp_path / "out/best.pth.tar", tmp_path / "expected/best.pth.tar")
+
+
+# ------------------------------------------------------------------------------------------- parts
+
+
+def test_embed_is_resumed_and_refuses_other_weights(photos, finished_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(feature_file, "CHUNK", 8)
+    assert embed(finished_run, photos, "--out", tmp_path / "a.npz") == 3, "an image is broken"
+    append, calls = feature_file.PartialFeatures.append, []
+
+    def stop(self, *args):
+        append(self, *args)
+        calls.append(args)
+        if len(calls) == 2:
+            raise ConfigError("stopped")
+
+    monkeypatch.setattr(feature_file.PartialFeatures, "append", stop)
+    assert embed(finished_run, photos, "--out", tmp_path / "b.npz") == 2
+    with open(tmp_path / "b.npz.partial", "ab") as file:
+        file.write(b"[8, 64, {}, ")  # cut by a kill
+    assert embed(finished_run, photos, "--out", tmp_path / "b.npz", "TEST.IM_SIZE", "20") == 2
+    assert "features of other weights, images or preprocessing" in capsys.readouterr().err
+    assert embed(finished_run, photos, "--out", tmp_path / "b.npz") == 3 and len(calls) == 5
+    assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
+    with np.load(tmp_path / "a.npz") as content:
+        assert content["features"].shape == (39, 64) and set(content["label"]) == {*COUNTS}
+        meta = json.loads(str(content["meta"]))
+    assert meta["arch"] == "resnet8" and len(meta["weights_sha256"]) == 64
+
+
+def test_embed_writes_parquet(photos, finished_run, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    assert embed(finished_run, photos / "ant", "--out", tmp_path / "a.parquet") == 0
+    table = parquet.read_table(tmp_path / "a.parquet")
+    assert table.column_names == ["path", "label", "features"] and len(table) == 13
+    assert b"weights_sha256" in table.schema.metadata[b"distribuuuu"]
+
+
+@each_row("name, kind", [
+    ("test_efficientnet", "convolutional with batch norm"), ("test_convnext", "convolutional with layer norm"),
+    ("test_vit", "transformer"), ("test_resnet", "convolutional with batch norm"),
+])  # fmt: skip
+def test_the_recipe_freezes_norms_and_lower_layers(name, kind):
+    model = timm.create_model(name, num_classes=3)
+    options = recipe.build_recipe(model, 100, 10)
+    assert recipe.find_kind(model).name == kind
+    freeze(model, options["FINETUNE.FREEZE"])
+    model.train()
+    assert not any(layer.training for layer in model.modules() if isinstance(layer, torch.nn.BatchNorm2d))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    total = len(list(model.named_parameters()))
+    assert 0.2 * total < len(trained) < total and all(f"{model.pretrained_cfg['classifier']}.{kind}" in trained
+                                                      for kind in ("weight", "bias"))  # fmt: skip
+
+
+def test_small_parts():
+    logits = torch.randn(500, 4, generator=torch.Generator().manual_seed(0))
+    labels = (logits + torch.randn(500, 4, generator=torch.Generator().manual_seed(1))).argmax(1)
+    assert fit_temperature(5 * logits, labels) == pytest.approx(5 * fit_temperature(logits, labels), rel=1e-3)
+    assert fit_temperature(logits, logits.argmax(1)) == pytest.approx(0.5), "all right: bounded"
+    assert recipe.choose_epochs(600, 40, 2) == 13 and recipe.choose_epochs(30, 40, 2) == 0
+    assert recipe.choose_epochs(1e6, 1, 0) == recipe.MAX_EPOCHS
+    mixed = choose.interpolate(
+        {"x": torch.zeros(2), "n": torch.tensor(1)}, {"x": torch.ones(2), "n": torch.tensor(3)}, 0.25
+    )
+    assert mixed["x"].tolist() == [0.25, 0.25] and mixed["n"] == 3
+    mode = find_fast_mode(timm.create_model("test_resnet", num_classes=3).eval(), torch.randn(2, 3, 32, 32))
+    assert mode["TRAIN.AMP"] in ("none", "bf16") and mode["speedup"] >= 1
