@@ -14,7 +14,7 @@ from pathlib import Path
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import url_of
-from distribuuuu.data.packed.store import RemoteError
+from distribuuuu.data.packed.store import RemoteError, limit_memory
 from distribuuuu.files.atomic_file import open_for_writing
 from distribuuuu.files.locks import lock_file
 from distribuuuu.launch.processes import die_with_parent, has_lost_launcher
@@ -89,6 +89,7 @@ def work(mirror: Mirror, end: threading.Event) -> None:
 def main(folder: Path, mode: str, name: str = "") -> None:
     """Serve one run."""
     ignore_signals()
+    limit_memory()
     die_with_parent(signal.SIGKILL)
     if has_lost_launcher():
         return

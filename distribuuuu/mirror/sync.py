@@ -209,7 +209,8 @@ class Mirror:
             state = state._replace(number=found.number + 1)  # the number has an earlier state of this folder
         self.newest = state
         self._note(state, sent=[])  # none of them can get its number any more
-        self.log.prune(state)
+        with contextlib.suppress(MirrorError):  # an old state is damaged: nothing is deleted
+            self.log.prune(state)
         self._stored &= state.objects
 
 

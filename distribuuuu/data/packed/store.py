@@ -1,7 +1,8 @@
 """Objects at URLs through obstore: http(s)://, s3://, gs://, az:// and file:///; hf:// is read by its HTTPS address.
 
 Servers are not trusted: the time for a range and the bytes that are kept of an answer are limited. The threads of
-obstore do not survive a fork: `fetch` reads in a child process, which serves this process and all forks of it.
+obstore do not survive a fork, and it reads the text of an error whole: `fetch` reads in a child process with limited
+memory, which serves this process and all forks of it.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import logging
 import os
 import random
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -36,6 +38,8 @@ READABLE = ("https", "http", "s3", "gs", "az", "hf")
 STALL_S, SLOWEST = 30.0, 100_000
 # Seconds of the first pause between two attempts, which doubles up to the longest one; of failures that are not logged.
 FIRST_PAUSE_S, LONGEST_PAUSE_S, QUIET_S = 0.1, 10.0, 3.0
+# Bytes of memory of a process that uses obstore; of the stack of each of its threads, one for a connection.
+MAX_MEMORY, STACK_BYTES = 8 << 30, 1 << 20
 # Attempts after which wrong bytes are not an accident of the network.
 MAX_WRONG = 4
 # What retries cannot help: patterns of an error of obstore, its name with the status of the answer or its text.
@@ -269,12 +273,22 @@ def start_python(*words: str) -> subprocess.Popen:
     root = str(Path(distribuuuu.__file__).parents[1])
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return start_child([sys.executable, *words], "store", {"PYTHONPATH": paths}, bufsize=0, **streams)
+    env = {"PYTHONPATH": paths, "RUST_BACKTRACE": "0"}
+    return start_child([sys.executable, *words], "store", env, bufsize=0, **streams)
+
+
+def limit_memory() -> None:
+    """End this process when a server makes it use more than MAX_MEMORY."""
+    most = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    limit = MAX_MEMORY if most == resource.RLIM_INFINITY else min(MAX_MEMORY, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
 
 
 def serve() -> None:
     """Read for other processes, each thread of which has a connection, until all that hold the input have ended."""
     ignore_signals()
+    limit_memory()
+    threading.stack_size(STACK_BYTES)
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # the path of a socket has at most 100 characters
         listener = Listener(f"{folder}/reader", backlog=128)
         print(listener.address, flush=True)

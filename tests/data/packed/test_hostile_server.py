@@ -1,5 +1,6 @@
 """Untrusted servers: whatever they answer, and however slowly, a read ends in time with an error that names the URL."""
 
+import itertools
 import shutil
 import socket
 import threading
@@ -101,6 +102,12 @@ def test_a_handshake_that_hangs_ends_at_the_deadline_and_wrong_urls_are_named():
 def test_an_answer_that_is_longer_than_the_range_is_refused(server):
     server.attack = with_headers("Content-Length: 1000000", body=lambda _: bytes(1_000_000))
     assert "sends more than the bytes 10 to 39; fix: use another server" in refusal_of(f"{server.url}/loop", PATIENCE_S)
+
+
+def test_an_error_whose_text_is_larger_than_the_memory_ends_the_reading_process_only(server):
+    start = b"HTTP/1.1 403 No\r\nContent-Length: 99000000000\r\n\r\n"
+    server.attack = lambda *_: itertools.chain([start], itertools.repeat(bytes(1 << 16)))
+    assert "the reading process has ended" in refusal_of(f"{server.url}/loop", 2.0)
 
 
 def test_a_hub_is_read_by_its_address_and_a_token_is_not_sent_to_the_server_of_a_redirect(tmp_path, monkeypatch):
