@@ -152,6 +152,7 @@ class WeightsEvaluation:
             images = self._train_loader.iter_images(self.cfg.RNG_SEED or 0, 0, recalibrate)
             compute_precise_statistics(self.model, images, self._task.autocast, self._task.train_mode)
         result = _with_labels(evaluator.evaluate(self._task, self.model, self._loader), self.cfg)
+        evaluator.check_finite(result, "evaluate")
         shown = {name: name for name in result if name not in ("count", "loss")}
         logging.getLogger(__name__).info("validation of %s weights: %s", kind, format_result(result, shown, 3))
         return result

@@ -20,7 +20,7 @@ from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.comm import begin_slow_phase, gradient_sync
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.engine.build import build_run, find_weights, open_run
-from distribuuuu.engine.evaluator import evaluate, open_evaluation
+from distribuuuu.engine.evaluator import check_finite, evaluate, open_evaluation
 from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.engine.resume import roll_back
 from distribuuuu.engine.run import (
@@ -275,7 +275,7 @@ def evaluate_weights(cfg) -> dict:
     kind = kind_of(weights) if Path(weights).resolve().parent == Path(cfg.OUT_DIR).resolve() else RAW
     with open_evaluation(cfg, weights) as (task, model, loader):
         recorder = build_recorder(task.cfg, task, loader.images)
-        result = evaluate(task, model, loader, recorder.add if recorder else None)
+        result = check_finite(evaluate(task, model, loader, recorder.add if recorder else None), str(weights))
         if recorder:
             recorder.write(task.device, kind)
         write_test_results(task.cfg, task, model, weights, {kind: result})

@@ -17,7 +17,7 @@ WHOLE_IMAGE = ("squash", "letterbox")
 # The values of DATA.PIXELS, and the value of a pixel that counts as 1 in DATA.MEAN and DATA.STD.
 PIXEL_RANGES = {"uint8": 255, "uint16": 65535, "float32": 1}
 IMAGENET_CLASSES = 1000
-TEST_SETS = ("imagenet_a", "imagenet_r", "imagenet_v2", "imagenet_sketch", "imagenet_real")
+TEST_SETS = ("imagenet", "imagenet_a", "imagenet_r", "imagenet_v2", "imagenet_sketch", "imagenet_real")
 _SAME_METRIC = "all trials need the same metric on the same images"
 
 _C = Section()
@@ -131,12 +131,13 @@ _C.TEST.FLIP = False
 _C.TEST.SHIFT = Option(0, least=0)
 # Interpolation when evaluation images are resized: values as for DATA.INTERPOLATION.
 _C.TEST.INTERPOLATION = Option("bilinear", choices=INTERPOLATIONS)
-# Metrics of the evaluation: top1, topk, macro_recall, macro_f1, ece, map, or names of your own. The first one selects
-# the best checkpoint. Empty: those of the task (top1 and topk, or map).
+# Metrics of the evaluation: top1, topk, macro_recall, macro_f1, ece, map, loss, or names of your own. The first one
+# selects the best checkpoint. Empty: those of the task (top1 and topk, or map).
 _C.TEST.METRICS = Option((), names=METRICS, not_swept=_SAME_METRIC)
-# Evaluate a model of the 1000 ImageNet classes on folders of another test set, in test_net.py only: imagenet_a,
-# imagenet_r (both restrict the logits to 200 classes), imagenet_v2, imagenet_sketch, or imagenet_real (the validation
-# images, with several right labels each). Labels come from timm. Empty: the labels of the data set.
+# Evaluate a model of the 1000 ImageNet classes on folders of another test set, in test_net.py only: imagenet (folders
+# of any of the synsets), imagenet_a, imagenet_r (both restrict the logits to 200 classes), imagenet_v2,
+# imagenet_sketch, or imagenet_real (the validation images, with several right labels each). Labels come from timm.
+# Empty: the labels of the data set.
 _C.TEST.LABELS = Option("", choices=("", *TEST_SETS), hashed=False, not_swept=_SAME_METRIC)
 # Evaluation images that cannot be read, with DATA.ON_BAD_IMAGE skip: wrong (they count as wrong answers) or left_out.
 # results.json has their number, `broken`. A task that does not classify leaves them out.

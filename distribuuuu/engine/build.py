@@ -337,7 +337,12 @@ def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.
 
         content = read_checkpoint(weights)
         content["classes"] = read_card(Path(weights)).get("classes", content.get("classes"))
-        load_state_dict(model, content["state_dict"], weights)
+        try:
+            load_state_dict(model, content["state_dict"], weights)
+        except CheckpointError as error:
+            from distribuuuu.data.datasets.imagenet_labels import explain_more_classes
+
+            raise CheckpointError(f"{error}{explain_more_classes(content, classes)}") from error
         if mismatch := find_class_mismatch(content, classes):
             raise CheckpointError(f"{weights}: was trained on other classes: {mismatch}")
         restore_task(task, content.get("task"), weights, in_training=False)

@@ -2,12 +2,13 @@
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
-from distribuuuu.config.errors import counted
+from distribuuuu.config.errors import NonFiniteError, counted
 from distribuuuu.config.run_files import TEST_LOG
 from distribuuuu.data.batch import Batch, map_leaves
 from distribuuuu.data.loader import Loader, build_loader, check_same_data
@@ -79,6 +80,14 @@ def evaluate(
                 task.eval_step(model, Batch(loader.zero_images(1), loader.zero_targets(1)))
             check(f"evaluation, batch {number + 1}")
     return count_images(meter.read(), len(loader.images), num_broken, num_left_out)
+
+
+def check_finite(result: dict[str, float], source: str) -> dict[str, float]:
+    """Return the result of an evaluation; raise NonFiniteError if its loss, so its scores, are infinite or NaN."""
+    if not math.isfinite(result["loss"]):
+        fix = "fix: name another checkpoint, or set TRAIN.AMP to none or bf16 if the scores exceed fp16"
+        raise NonFiniteError(f"{source}: the model has scores that are not finite (loss {result['loss']}); {fix}")
+    return result
 
 
 def count_images(result: dict[str, float], num_images: int, num_broken: int, num_left_out: int) -> dict[str, float]:

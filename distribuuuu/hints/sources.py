@@ -35,6 +35,8 @@ _FILES = (
     ((".zip",), "a ZIP archive; fix: {read}; or unpack it: {unpack}, then use {folder}"),
     ((".tar",), "a tar archive; fix: {read}; or unpack it: {unpack}, then use {folder}"),
     (_COMPRESSED, "a compressed tar archive; fix: unpack it: {unpack}, then use {folder}"),
+    ((".7z", ".rar"), "an archive of a kind that is not read; fix: unpack it by 7-Zip or unrar, then use {folder}"),
+    ((".xlsx", ".xls", ".ods"), "a spreadsheet; fix: save it as CSV, then DATA.NAME list TRAIN.DATASET {parent}"),
     ((".csv", ".tsv"), "a table; fix for a list: DATA.NAME list TRAIN.DATASET {parent} TRAIN.SPLIT {stem}"),
     ((".parquet",), "a table; fix for image files in it: distribuuuu pack OUT DATA.NAME parquet TRAIN.DATASET ..."),
     ((".arrow", ".npz", ".npy", ".h5", ".hdf5", ".mat", ".pkl", ".json", ".tfrecord", ".lmdb", ".beton"),
@@ -174,6 +176,9 @@ def _split_table(table: Path) -> str:
 
 def describe_imagenet(root: Path) -> str:
     """Return '; it holds ...; fix: ...' for a folder with ImageNet as it is distributed, or an empty string."""
+    if table := next(root.glob("*/val_annotations.txt"), None):
+        move = "while read -r f c x; do mkdir -p $c && mv images/$f $c/; done < val_annotations.txt && rmdir images"
+        return f"; {table} has the classes, as in Tiny ImageNet; fix: (cd {shlex.quote(str(table.parent))} && {move})"
     found = next((name for name in IMAGENET_TARS if (root / name).is_file()), "")
     found = "" if all(list_classes(root / name) for name in ("train", "val")) else found
     found = next((name for name in IMAGENET_FOLDERS if (root / name).is_dir()), found)
@@ -190,7 +195,8 @@ def missing_root(name: str, root: Path, layout: str) -> tuple[str, str]:
         return key, f"{root} is {describe_file(root)}"
     siblings = list_classes(root.absolute().parent)
     hint = "; for a URL set DATA.NAME packed" if ":/" in str(root) else did_you_mean(root.name, siblings)
-    return key, f"no such folder: {root}; it should hold {layout}{hint}"
+    where = "" if root.is_absolute() else f" in {os.getcwd()}"
+    return key, f"no such folder: {root}{where}; it should hold {layout}{hint}"
 
 
 def missing_split(name: str, root: Path, split: str, layout: str) -> tuple[str, str]:
@@ -261,7 +267,7 @@ def explain_folder(name: str, root: Path, split: str, extensions: tuple[str, ...
         yield key, f"{folder} cannot be listed: {reason}"
     elif not folder.is_dir():
         yield missing_split(name, root, split, layout)
-    elif not (classes := list_classes(folder)):
+    elif not (classes := list_classes(folder)) or (classes == ("images",) and "Tiny" in describe_imagenet(root)):
         hint = describe_imagenet(root) or describe_archives(folder) or describe_table(root)
         yield key, f"{folder} has no class folders; it should hold CLASS/IMAGE{hint}"
     else:

@@ -33,6 +33,10 @@ def list_images(paths: Sequence[str]) -> list[str]:
     for path in paths:
         try:
             own = list(_expand(path, EXTENSIONS)) or list(_expand(path, ALL_EXTENSIONS))
+            is_text = len(paths) > 1 and path.lower().endswith(".txt")
+            if is_text and not any(os.path.lexists(line) or is_image(line, ALL_EXTENSIONS) for line in own):
+                logger.warning("%s is left out: a text whose lines name no image", printable(path))
+                continue
             found += own
             if not own:
                 problems.append(f"PATHS: {path}: holds no image{describe_left_out(path)}")
@@ -75,7 +79,9 @@ def _expand(path: str, extensions: tuple[str, ...]) -> Iterator[str]:
         else:
             yield path
     elif glob.has_magic(path):
-        for match in sorted(glob.glob(path, recursive=True)):
+        # A name may have brackets: [1] then stands for itself.
+        matches = glob.glob(path, recursive=True) or glob.glob(path.replace("[", "[[]"), recursive=True)
+        for match in sorted(matches):
             if not os.path.isdir(match):
                 yield from [match] if is_image(os.path.basename(match), extensions) else ()
             elif "**" not in path:

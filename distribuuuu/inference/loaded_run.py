@@ -17,7 +17,7 @@ from distribuuuu.checkpoint.manager import copy_to_host
 from distribuuuu.checkpoint.weights_files import KINDS
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.derived import show_size
-from distribuuuu.config.errors import counted
+from distribuuuu.config.errors import NonFiniteError, counted
 from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.registry import task_class
 from distribuuuu.data.batch import Normalizer
@@ -300,6 +300,8 @@ def start_selection(
         logits, first = wait()
         logits = logits.double()
         num = logits.shape[1]
+        if (logits.isnan() | logits.eq(torch.inf)).any():
+            raise NonFiniteError("RUN: the model has scores that are not finite; fix: name another checkpoint")
         if selection.topk is not None:
             order = logits.scatter(1, first, torch.inf).topk(min(selection.topk, num)).indices
             return list(zip(order.tolist(), logits.softmax(dim=1).gather(1, order).tolist(), strict=True))

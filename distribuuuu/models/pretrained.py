@@ -61,11 +61,15 @@ def check_published_head(arch: str, classes: Sequence[str], key: str) -> None:
     weights = find_published(found, key)[1].get("weights")
     published = get_pretrained_cfg(found.name) if found.source == "timm" else None
     num, problem = len(weights.meta["categories"]) if weights else published.num_classes if published else None, ""
+    fix = ""
     if num is None:  # of a plug-in
         return
     subset = infer_imagenet_subset({"num_classes": num})
     if num != len(classes):
+        from distribuuuu.data.datasets.imagenet_labels import explain_more_classes
+
         problem = f"has {counted(num, 'class')}, the data has {len(classes):,}"
+        fix = explain_more_classes({}, classes)
     elif subset and not getattr(published, "label_names", None):
         info = ImageNetInfo(subset)
         names = zip(classes, info.label_names(), info.label_descriptions(), strict=True)
@@ -76,8 +80,8 @@ def check_published_head(arch: str, classes: Sequence[str], key: str) -> None:
         ]
         problem = f"has other classes, e.g. {others[0]}" if 2 * len(others) > num else ""
     if problem:
-        fix = "fine-tune them on this data first (FINETUNE.WEIGHTS pretrained), and use the weights of that run"
-        raise ConfigError(Problem(key, f"the head of the published weights of {arch} {problem}; fix: {fix}"))
+        tune = "; fix: fine-tune them on this data first (FINETUNE.WEIGHTS pretrained), and use the weights of that run"
+        raise ConfigError(Problem(key, f"the head of the published weights of {arch} {problem}{fix or tune}"))
 
 
 def _is_named(name: str, words: str, number: int) -> bool:

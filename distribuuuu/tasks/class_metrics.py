@@ -44,6 +44,21 @@ def class_f1_scores(sums: torch.Tensor) -> torch.Tensor:
     return 2 * sums[0] / (sums[1] + sums[2])
 
 
+@METRICS.register("loss")
+class MeanLoss(SumMetric):
+    """Mean loss over the images, which is shown in any case; as the first metric, the lowest one selects the best."""
+
+    higher_is_better, for_multilabel = False, True
+
+    def batch_sums(self, output: StepOutput) -> torch.Tensor:
+        """Return the sum of the losses of a batch."""
+        return output.loss.detach().double() * output.num_images
+
+    def value(self, sums: torch.Tensor, count: float) -> float:
+        """Return the mean; NaN without images."""
+        return sums.item() / count if count else math.nan
+
+
 @METRICS.register("macro_recall")
 class MacroRecall(_ConfusionMetric):
     """Balanced accuracy as in scikit-learn: the recall, averaged over the classes with at least one image."""

@@ -212,6 +212,13 @@ RECORDED = {"top1": 20.0, "topk": 60.666668, "macro_recall": 20.086977, "macro_f
             "map": 21.583292}  # fmt: skip
 
 
+def test_the_loss_may_select_the_best(small_cfg, tmp_path):
+    train_model(small_cfg("TEST.METRICS", "[loss, top1]"))
+    losses = [row["loss"] for row in records(tmp_path / "out") if row["kind"] == "eval"]
+    found = json.loads((tmp_path / "out" / "results.json").read_text())["accuracy"]["raw"]
+    assert found["best"]["loss"] == min(losses) and found["last"]["loss"] == losses[-1]
+
+
 @pytest.mark.parametrize("seed", [0, slow(1)])
 def test_metrics_of_one_label_match_torchmetrics(seed):
     draw = torch.Generator().manual_seed(seed)

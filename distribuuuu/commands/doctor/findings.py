@@ -69,7 +69,8 @@ def open_folder(root: Path) -> Splits:
         raise ConfigError(Problem("FOLDER", f"{root} cannot be listed: {reason}"))
     if hint := describe_imagenet(root):
         command = f"distribuuuu doctor DATA.NAME imagenet TRAIN.DATASET {shlex.quote(str(root))}"
-        raise ConfigError(Problem("FOLDER", f"got {root}{hint}, as in: {command}"))
+        as_in = f", as in: {command}" if "DATA.NAME imagenet" in hint else ""
+        raise ConfigError(Problem("FOLDER", f"got {root}{hint}{as_in}"))
     folders = list_classes(root)
     if names := find_splits(folders, root):
         return {name: ScannedFolder(root / name) for name in names}

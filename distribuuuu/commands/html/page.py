@@ -87,7 +87,9 @@ def write_page(path: Path, text: str) -> None:
         ConfigError: it cannot be written.
     """
     try:
-        with replacing(path, "w", encoding="utf-8", newline="") as file:
+        # Names of files that are not UTF-8 are kept as they are in a CSV.
+        errors = "surrogateescape" if path.suffix == ".csv" else "backslashreplace"
+        with replacing(path, "w", encoding="utf-8", errors=errors, newline="") as file:
             file.write(text)
     except OSError as error:
         fix = "set --out to a file in an existing folder that is writable"

@@ -73,15 +73,19 @@ def split(prog: str, args: list[str]) -> int:
 
 
 def _suggest_sizes(paths: Sequence[Path]) -> list[str]:
-    """Return the words of the sizes that `distribuuuu doctor` suggests, by the headers of some images; [] of none."""
-    from distribuuuu.commands.scan.scan import suggest_sizes
+    """Return the words of the sizes that suit the images, by the headers of some; [] for those of the config.
+
+    Small images are enlarged to 128 px: the weights of the config were trained with 224.
+    """
+    from distribuuuu.commands.scan.scan import LEAST_SIDE, USUAL_SIDE, suggest_sizes
     from distribuuuu.data.decode import open_image
 
     shorter = []
     for path in paths[:: -(-len(paths) // MAX_HEADERS)]:
         with contextlib.suppress(Exception), open_regular(path) as file:  # the images are checked by doctor
             shorter.append(min(open_image(file).size))
-    sizes = suggest_sizes(sorted(shorter)[round((len(shorter) - 1) / 10)]) if shorter else {}
+    least = sorted(shorter)[round((len(shorter) - 1) / 10)] if shorter else USUAL_SIDE
+    sizes = suggest_sizes(max(least, LEAST_SIDE)) if least < USUAL_SIDE else {}
     return [str(word) for size in sizes.items() for word in size]
 
 

@@ -213,7 +213,11 @@ def list_figures(content: Predictions) -> dict[str, Any]:
     """Return all figures of predictions of classes, for JSON and for the page."""
     columns, names = compute_class_figures(content), content.classes
     result: dict[str, Any] = {"images": len(content), "loss": float(content.loss.mean())}
-    result |= {f"macro_{name}": mean_of_known(columns[name]) for name in ("precision", "recall", "f1")}
+    # As in scikit-learn, a class that occurs and is never predicted has the precision 0.
+    occurs = (columns["support"] > 0) | (columns["predicted"] > 0)
+    precision = np.where(occurs, np.nan_to_num(columns["precision"]), np.nan)
+    means = {"precision": precision, "recall": columns["recall"], "f1": columns["f1"]}
+    result |= {f"macro_{name}": mean_of_known(values) for name, values in means.items()}
     rows = zip(*(values.tolist() for values in columns.values()), strict=True)
     result["classes"] = {name: dict(zip(columns, row, strict=True)) for name, row in zip(names, rows, strict=True)}
     if content.multilabel:

@@ -204,7 +204,8 @@ class SplitDataset(ImageDataset):
 def class_count_mismatch(cfg, found: int) -> str:
     """Return the message for a MODEL.NUM_CLASSES that differs from the number of classes in the data."""
     source = f"{cfg.MODEL.NUM_CLASSES}, but DATA.NAME {cfg.DATA.NAME}"
-    return f"{source} has {counted(found, 'class')}; set MODEL.NUM_CLASSES {found}"
+    some = "; to evaluate on some of the ImageNet classes set TEST.LABELS imagenet" * (cfg.MODEL.NUM_CLASSES == 1000)
+    return f"{source} has {counted(found, 'class')}; set MODEL.NUM_CLASSES {found}{some}"
 
 
 # ---------------------------------------------------------------------------------------- files

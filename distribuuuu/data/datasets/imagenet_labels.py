@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,17 @@ def folder_names(labels: str, found: Iterable[str]) -> tuple[str, ...]:
     classes = read_classes(labels)
     has_numbers = labels == "imagenet_v2" and all(re.fullmatch("[0-9]+", name) for name in found)
     return tuple(map(str, classes.values())) if has_numbers else tuple(classes)
+
+
+def explain_more_classes(content: Mapping[str, Any], classes: Sequence[str]) -> str:
+    """Return '; fix: ...' for an evaluation of weights on some of their classes, which `content` may name; else ''."""
+    known = content.get("classes") or ()
+    if {*classes} <= {*known} and len(classes) < len(known):
+        fix = "TRAIN.DATASET and TRAIN.SPLIT to the training data, which defines all classes, and TEST.DATASET to these"
+        return f"; the images are of some of its classes; fix: set {fix}"
+    if not known and {*classes} <= {*read_classes()}:
+        return "; fix: set TEST.LABELS imagenet, for weights of the 1000 ImageNet classes, whose synsets these are"
+    return ""
 
 
 def open_preset(family: Any, cfg) -> ImageDataset:

@@ -106,7 +106,12 @@ def _check_index(meta: Meta, columns: Arrays) -> None:
     classes, colors = meta["classes"], np.array([meta["mean"], meta["std"]], float)
     if not classes or len({*classes}) < len(classes) or not {*map(type, classes)} <= {str}:
         raise ValueError("invalid classes")
-    if colors.shape != (2, 3) or not (np.abs(colors) < 1e6).all() or colors[1].min() < 1e-6:
+    if (
+        colors.ndim != 2
+        or colors.shape[1] not in (1, 3, meta.get("channels"))
+        or not (np.abs(colors) < 1e6).all()
+        or colors[1].min() < 1e-6
+    ):
         raise ValueError("invalid mean or std")
     numbers = [meta["crc32"], meta.get("max_pixels", 0)]
     for number, shard in enumerate(meta["shards"]):

@@ -21,11 +21,12 @@ from support.tables import slow
 from distribuuuu import load_run
 from distribuuuu.commands.main import start_command
 from distribuuuu.commands.predict import journal
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.loader import BadImageError, build_loader
 from distribuuuu.inference.image_arguments import list_images
 from distribuuuu.launch.detect import Launch
 from distribuuuu.tasks.class_metrics import MeanAveragePrecision
+from distribuuuu.trainer import evaluate_weights
 
 # Several chunks, of which the last one is smaller.
 SMALL_CHUNKS = ("--set", "TEST.BATCH_SIZE", 16)
@@ -209,6 +210,31 @@ def test_files_that_are_left_out_are_counted_and_lost_transparency_is_named(shap
     assert f"{tmp_path}/photos; 3 files left out: .jxl (2), .mov (1)" in said and "clear.png, lose it" in said
     assert run(shapes_run, tmp_path / "only") == 2
     assert "holds no image; 1 file left out: .jxl (1)" in capsys.readouterr().err
+
+
+def test_scores_that_are_not_finite_are_an_error_and_never_an_answer(shapes_run, shapes_folder, tmp_path, capsys):
+    content = torch.load(shapes_run / "best.pth.tar", weights_only=True)
+    for tensor in content["state_dict"].values():
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+    torch.save(content, tmp_path / "nan.pth.tar")
+    assert run(tmp_path / "nan.pth.tar", shapes_folder / "val" / "star") == 2
+    assert "RUN: the model has scores that are not finite; fix: name another checkpoint" in capsys.readouterr().err
+    words = ["MODEL.WEIGHTS", str(tmp_path / "nan.pth.tar"), "OUT_DIR", str(tmp_path / "out")]
+    with pytest.raises(ConfigError, match=r"nan.pth.tar: the model has scores that are not finite \(loss nan\); fix"):
+        evaluate_weights(load_cfg(shapes_run / "config.yaml", words))
+
+
+def test_a_text_beside_images_is_no_list_and_a_pattern_may_have_brackets(shapes_folder, tmp_path, caplog):
+    folder, image = tmp_path / "a[1]", shapes_folder / "val" / "star" / "0000.jpg"
+    folder.mkdir()
+    shutil.copy(image, folder / "1.jpg")
+    (tmp_path / "notes.txt").write_text("taken in May\n")
+    assert list_images([str(folder / "1.jpg"), str(tmp_path / "notes.txt")]) == [str(folder / "1.jpg")]
+    assert "notes.txt is left out: a text whose lines name no image" in caplog.text
+    assert list_images([str(folder / "*.jpg")]) == [str(folder / "1.jpg")]
+    (tmp_path / "list.txt").write_text(f"{image}\n")
+    assert list_images([str(image), str(tmp_path / "list.txt")]) == [str(image)] * 2
 
 
 def test_file_names_of_any_bytes_are_written_as_they_are_and_read_back_equal(shapes_run, shapes_folder, tmp_path):

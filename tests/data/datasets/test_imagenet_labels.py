@@ -16,7 +16,9 @@ from timm.data import ImageNetInfo, RealLabelsImagenet
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.registry import dataset_class
+from distribuuuu.data.datasets.imagenet_labels import explain_more_classes, read_classes
 from distribuuuu.data.loader import build_images
+from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.inference.loaded_run import build_eval_transform
 from distribuuuu.trainer import evaluate_weights as evaluate_run
 
@@ -147,3 +149,13 @@ def test_names_of_folders_and_files_that_do_not_fit_are_reported(tmp_path):
     cfg = load_cfg(None, options(tmp_path / "0", tmp_path / "out", "imagenet_real"))
     with pytest.raises(ConfigError, match=r"TEST.LABELS: .*000.jpg is no ImageNet validation image"):
         build_images(cfg, train=False)
+
+
+def test_weights_of_more_classes_than_the_images_have_lead_to_the_option(tmp_path, image_folder):
+    some = explain_more_classes({}, ["n01440764", "n02102040"])
+    assert some.startswith("; fix: set TEST.LABELS imagenet, ")
+    assert "fix: set TRAIN.DATASET" in explain_more_classes({"classes": ["ant", "bee", "cat"]}, ["ant", "cat"])
+    assert explain_more_classes({"classes": ["ant"]}, ["ant", "cat"]) == explain_more_classes({}, ["ant"]) == ""
+    cfg = load_cfg(None, ["MODEL.NUM_CLASSES", "1000", "TRAIN.DATASET", str(image_folder)])
+    assert "set TEST.LABELS imagenet" in str(find_run_problems(cfg, train=False)[0])
+    assert [*read_classes("imagenet").values()] == [*range(1000)]
