@@ -123,10 +123,11 @@ class CheckpointManager:
     def _join(self, deadline: float) -> str:
         """Wait for the write in progress; return why it has failed. After the deadline it makes no other attempt."""
         thread = self._thread
-        while thread and thread.is_alive():
-            if self._error and time.monotonic() > deadline:
-                self._gives_up.set()
-            thread.join(0.02 if self._error else 0.1)
+        with dist.unlimited_phase("writing a checkpoint"):
+            while thread and thread.is_alive():
+                if self._error and time.monotonic() > deadline:
+                    self._gives_up.set()
+                thread.join(0.02 if self._error else 0.1)
         self._thread = None
         if bug := self._bug:
             self._bug = None

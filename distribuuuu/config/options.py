@@ -403,10 +403,10 @@ _C.DIST.PROCESSES = Option(0, least=0, hashed=False, neutral=True, compared=Fals
 # Communication backend: nccl, gloo or auto (nccl on CUDA, else gloo). A single process opens a process group, of one,
 # only with nccl or gloo.
 _C.DIST.BACKEND = Option("auto", choices=("auto", "nccl", "gloo"), neutral=True)
-# Watchdog timeout: seconds without progress, 1 or more, after which all processes write their stacks to OUT_DIR/stacks
-# and exit; also the seconds to wait for the processes at the start.
+# Seconds without progress, 1 or more, after which all processes write their stacks to OUT_DIR/stacks and exit; also the
+# seconds to wait for the processes at the start.
 _C.DIST.TIMEOUT_S = Option(300, least=1, neutral=True)
-# Watchdog timeout, if larger, until the first step and the first batch of evaluation, which may compile the model and
+# The same, if larger, until the first step and the first batch of evaluation, which may compile the model and
 # download weights.
 _C.DIST.STARTUP_TIMEOUT_S = Option(1800, least=1, neutral=True)
 # Size of the gradient buckets that DDP reduces during the backward pass, in MiB; 1 or more with MODEL.COMPILE.

@@ -91,9 +91,10 @@ class Loader:
         """Yield batches of uint8 images (N, 3, H, W) as they come from the workers."""
         batches = iter(self._batches)
         while True:
-            start = time.perf_counter()
+            start, dist.GroupState.phase = time.perf_counter(), "waiting for data"
             made = next(batches, None)
             self._data_time_s += time.perf_counter() - start
+            dist.GroupState.phase = ""
             if made is None:
                 return
             batch, broken = made

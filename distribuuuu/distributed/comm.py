@@ -1,6 +1,7 @@
 """Rank, world size, progress, stops and collectives. Without a process group, all act as in a world of one process."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -27,11 +28,13 @@ class GroupState:
         rank, local_rank: the rank in the group, and the one on this node.
         host_group: a gloo group for values of the host, whose collectives never wait for the device.
         stall_timer: the thread that ends this process if it makes no progress; None: there is one process.
+        phase: what this process does between two steps, for reports, e.g. 'waiting for data'; '' if it computes.
     """
 
     rank = local_rank = 0
     host_group: torch_dist.ProcessGroup | None = None
     stall_timer: Any = None
+    phase = ""
 
 
 def is_distributed() -> bool:
@@ -218,6 +221,7 @@ def to_local(tensor: Any) -> torch.Tensor:
 
 def mark_position(position: str) -> None:
     """Report progress, e.g. 'epoch 2, step 14', which is logged if this process dies or stalls."""
+    GroupState.phase = ""
     if GroupState.stall_timer:
         GroupState.stall_timer.mark(position)
 
@@ -225,8 +229,18 @@ def mark_position(position: str) -> None:
 def begin_slow_phase() -> None:
     """Apply DIST.STARTUP_TIMEOUT_S, if larger than DIST.TIMEOUT_S, until the next position."""
     if timer := GroupState.stall_timer:
-        timer.is_slow = True
-        timer.num_marks += 1
+        timer.begin_phase(timer.limits[1])
+
+
+@contextlib.contextmanager
+def unlimited_phase(name: str) -> Iterator[None]:
+    """Let the other processes wait for this one within the block, e.g. while it writes to a slow disk."""
+    timer, GroupState.phase = GroupState.stall_timer, name
+    before = timer.begin_phase(math.inf) if timer else 0.0
+    yield
+    GroupState.phase = ""
+    if timer:
+        timer.begin_phase(before)
 
 
 class StopRequest:
@@ -267,7 +281,7 @@ class StopRequest:
         self._agreed_at, self._calls, self._calls_to_wait = time.monotonic(), 0, 1
 
     def check(self, position: str) -> None:
-        """Record the position for the watchdog, and stop if any process has a reason to.
+        """Record the position for the stall timer, and stop if any process has a reason to.
 
         Several processes communicate about once a second; a single one stops at the next call.
 

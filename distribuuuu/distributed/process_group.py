@@ -45,10 +45,10 @@ def process_group(
     startup_timeout_s: float = 0.0,
     shard: str = "none",
 ) -> Iterator[None]:
-    """Join the process group and run the watchdog for the length of the block.
+    """Join the process group and run the stall timer for the length of the block.
 
-    A single process joins nothing if `backend` is 'auto', else a group of one, without a watchdog: the way to run DDP,
-    sharding and nccl on one GPU.
+    A single process joins nothing if `backend` is 'auto', else a group of one, without a stall timer: the way to run
+    DDP, sharding and nccl on one GPU.
 
     The group starts threads. Fork data loader workers before: a fork while such a thread holds a lock of the
     interpreter deadlocks the child.

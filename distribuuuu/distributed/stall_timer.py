@@ -1,14 +1,22 @@
-"""Stall timer: ends this process when it makes no progress, with its stacks on disk.
+"""Stall timer: ends a process whose run makes no progress, and reports where every process of the run is.
 
-The package `watchdog`, if it is there, ends all processes together and names the one that stalled. Without it, or when
-it cannot reach rank 0, each process ends by its own timer.
+A thread of each process counts the seconds since the last step and writes its state to the store of the run once a
+second. A process whose time is over reads the states of the others: as long as one of them makes progress, or does
+something that has an end of its own, it is waited for. There is no server; the launcher ends what is left.
 """
 
+import contextlib
+import json
 import logging
+import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as torch_dist
 
 from distribuuuu.distributed.comm import GroupState
 from distribuuuu.launch.signals import end_process, write_stacks
@@ -16,36 +24,78 @@ from distribuuuu.launch.signals import end_process, write_stacks
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
-# Seconds after the time-out that the watchdog has to end all processes together.
-LATE_S = 15.0
+# Periods between two readings of the states; a process whose state is the same in both has died or was stopped.
+PERIODS_BETWEEN = 3
+# Seconds for the store to answer: if process 0 was stopped, it never does.
+ANSWER_S = 10.0
+# The number of processes in a report.
+MAX_NAMED = 10
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """State of a process, as the others read it.
+
+    Attributes:
+        number: grows with each state that is written.
+        position: the last step, e.g. 'epoch 2, step 14'.
+        phase: what it does since then, e.g. 'waiting for data'; '' if it computes.
+        stalled_s: seconds since the last step.
+        limit_s: seconds after which no step is a stall.
+        has_failed: it has raised an error, which it prints.
+        time: time.time() of the writing process.
+    """
+
+    rank: int
+    host: str
+    number: int
+    position: str
+    phase: str
+    stalled_s: float
+    limit_s: float
+    has_failed: bool
+    time: float
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the process has made no step for longer than it may."""
+        return self.stalled_s > self.limit_s
+
+    def describe(self, is_silent: bool) -> str:
+        """Return a line of a report."""
+        age_s = max(0.0, time.time() - self.time)
+        seen = f"does not respond; last seen {age_s:.0f} s ago" if is_silent else f"no step for {self.stalled_s:.0f} s"
+        place = f"after {self.position}" + (f", {self.phase}" if self.phase else "")
+        return f"process {self.rank} on {self.host}: {seen} {place}"
+
+
+States = dict[int, ProcessState]  # by rank
 
 
 class StallTimer(threading.Thread):
-    """Thread that ends the process after a time without `mark`.
+    """Thread that ends the process when no process of the run makes progress.
 
     Time is counted in periods, not in seconds: a process that was suspended has not missed any.
 
     Args:
-        limits: seconds without progress, and the same for slow phases: the first step, an evaluation, a save.
+        rank, world_size: the number of this process, and of all.
+        limits: seconds without progress, and the same for slow phases: the first step, an evaluation.
+        store: a connection to the store of the run that nothing else uses: a request on it may never be answered.
         stacks_file: the file for the stacks of all threads.
-
-    Attributes:
-        position: the last step, e.g. 'epoch 2, step 14'.
-        num_marks: grows with each step.
-        is_slow: the limit of slow phases applies.
-        is_watched: tells whether the watchdog decides instead.
     """
 
-    def __init__(self, rank: int, limits: tuple[float, float], stacks_file: Path | None):
+    def __init__(self, rank: int, world_size: int, limits: tuple[float, float], store: Any, stacks_file: Path | None):
         super().__init__(name="stall timer", daemon=True)
-        self.rank, self.limits = rank, limits
-        self.position, self.num_marks, self.is_slow = "its start", 0, True
-        self.is_watched: Callable[[], bool] = lambda: False
-        self._stacks_file = stacks_file
-        self._is_over = threading.Event()
+        self.rank, self.world_size, self.limits = rank, world_size, limits
+        self._store, self._stacks_file, self._host = store, stacks_file, socket.gethostname()
+        self._position, self._num_marks, self._limit_s = "its start", 0, limits[1]
+        self._num_stalled = self._number = 0
+        self._has_failed = self._has_warned = False
+        self._is_over, self._lock = threading.Event(), threading.Lock()
 
     def __enter__(self) -> "StallTimer":
         GroupState.stall_timer = self
+        self.write_state()
         self.start()
         return self
 
@@ -54,19 +104,122 @@ class StallTimer(threading.Thread):
         self._is_over.set()
 
     def mark(self, position: str) -> None:
-        self.position, self.is_slow = position, False
-        self.num_marks += 1
+        """Record a step."""
+        self._position, self._limit_s = position, self.limits[0]
+        self._num_marks += 1
 
-    def write_stacks(self) -> None:
-        write_stacks(self._stacks_file, f"process {self.rank}, after {self.position}")
+    def begin_phase(self, limit_s: float) -> float:
+        """Apply another limit until the next step, and return the one before."""
+        before, self._limit_s = self._limit_s, limit_s
+        self._num_marks += 1
+        return before
+
+    def write_state(self) -> None:
+        """Write the state of this process to the store; without an answer, so that it waits for nothing."""
+        with self._lock, contextlib.suppress(torch_dist.DistError):  # process 0 has ended
+            self._number += 1
+            values = (self.rank, self._host, self._number, self._position, GroupState.phase,
+                      self._num_stalled * PERIOD_S, self._limit_s, self._has_failed, time.time())  # fmt: skip
+            self._store.set(_key(self.rank), json.dumps(values))
 
     def run(self) -> None:
-        num_stalled, seen = 0, -1
+        """Count, and write the state once in a period, until the run is over or has stalled."""
+        seen, before = -1, States()
         while not self._is_over.wait(PERIOD_S):
-            num_stalled = num_stalled + 1 if seen == self.num_marks else 0
-            seen, limit_s = self.num_marks, self.limits[self.is_slow]
-            if num_stalled * PERIOD_S > limit_s + LATE_S and not self.is_watched():
-                self.write_stacks()
-                logger.error("process %d has made no step for %.0f s after %s and ends; stacks: %s",
-                             self.rank, limit_s, self.position, self._stacks_file)  # fmt: skip
-                end_process(1)
+            marks = self._num_marks
+            self._num_stalled = self._num_stalled + 1 if seen == marks else 0
+            seen, excess = marks, self._num_stalled - self._limit_s / PERIOD_S
+            if 0 < excess <= 1:
+                write_stacks(self._stacks_file, f"process {self.rank}, after {self._position}")
+            self.write_state()
+            if excess > 0 and int(excess) % PERIODS_BETWEEN == 0:
+                states = self.read_states()
+                self._judge(states, before)
+                before = states
+
+    def read_states(self) -> States:
+        """Return the states of all processes by rank; none: the store does not answer, so process 0 is lost."""
+        found: States = {}
+
+        def read() -> None:
+            with contextlib.suppress(torch_dist.DistError):
+                keys = [_key(rank) for rank in range(self.world_size)]
+                keys = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
+                states = [ProcessState(*json.loads(text)) for text in self._store.multi_get(keys)]
+                found.update({state.rank: state for state in states})
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        reader.join(ANSWER_S)
+        return dict(found)
+
+    def _judge(self, states: States, before: States) -> None:
+        """End the process if each other one is overdue or does not respond."""
+        silent = find_silent(states, before)
+        responding = [state for state in states.values() if state.rank not in silent]
+        if working := [state for state in responding if not state.is_overdue]:
+            if self.rank == 0 and not self._has_warned:
+                self._has_warned = True
+                logger.warning("waiting for other processes:%s", _list_states(working, set()))
+            return
+        if states and not before:  # the next reading shows who does not respond
+            return
+        name = "DIST.TIMEOUT_S" if self._limit_s == self.limits[0] else "DIST.STARTUP_TIMEOUT_S"
+        where = f"; stacks: {self._stacks_file.parent}" if self._stacks_file else ""
+        if not states:
+            where += "; process 0, which hosts the store, does not respond; before:"
+        if self.rank == min([state.rank for state in responding], default=min(self.rank, 1)):
+            logger.error("no process has made a step for %.0f s (%s), all stop%s%s",
+                         self._limit_s, name, where, _list_states([*(states or before).values()], silent))  # fmt: skip
+        time.sleep(PERIOD_S * (1 if self.rank else 1 + PERIODS_BETWEEN))  # the store is there until the others end
+        end_process(1)
+
+    def announce_failure(self) -> None:
+        """Tell the others that this process ends with an error of its own."""
+        self._has_failed = True
+        self.write_state()
+
+    def end_after_others(self, status: int) -> None:
+        """End this process, whose communication has failed, if another one has ended, which one process reports.
+
+        Returns if no other process has ended: then the error is a cause of its own.
+        """
+        before = states = self.read_states()
+        if states and not _list_failed(states):
+            time.sleep(PERIODS_BETWEEN * PERIOD_S)
+            states = self.read_states()
+        if not states:
+            if self.rank == 1:
+                logger.error("process 0 has ended after %s; the others stop", self._position)
+            end_process(status)
+        failed, lost = _list_failed(states), find_silent(states, before) - {self.rank} if states is not before else ()
+        ended = failed or [states[rank] for rank in sorted(lost)]
+        if not ended:
+            return
+        if self.rank == min({*states} - {state.rank for state in ended}):
+            event = "failed, see its error," if failed else "died"
+            logger.error("process %d on %s %s after %s; the others stop",
+                         ended[0].rank, ended[0].host, event, ended[0].position)  # fmt: skip
+        end_process(status)
+
+
+def _key(rank: int) -> str:
+    return f"state {rank}"
+
+
+def _list_failed(states: States) -> list[ProcessState]:
+    return [state for state in states.values() if state.has_failed]
+
+
+def find_silent(states: States, before: States) -> set[int]:
+    """Return the ranks whose state is the same in two readings."""
+    return {rank for rank, state in states.items() if rank in before and before[rank].number == state.number}
+
+
+def _list_states(states: Sequence[ProcessState], silent: set[int]) -> str:
+    """Return a line for each state: those that do not respond first, then those that have made no step the longest."""
+    states = sorted(states, key=lambda state: (state.rank not in silent, -state.stalled_s, state.rank))
+    lines = [state.describe(state.rank in silent) for state in states[:MAX_NAMED]]
+    if len(states) > MAX_NAMED:
+        lines.append(f"{len(states) - MAX_NAMED} others")
+    return "".join(f"\n  {line}" for line in lines)

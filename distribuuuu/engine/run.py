@@ -122,7 +122,8 @@ def call_log_hook(run: Run, batch: Batch | None = None) -> None:
     if type(task).log_epoch is not Task.log_epoch:
         run.stop.begin_phase("log_epoch")
         seed_step(derive_seed(state.stream_seed, state.epoch, dist.rank()), task.device)
-        with contextlib.nullcontext() if task.eval_gradients else inference(state.model):
+        context = contextlib.nullcontext() if task.eval_gradients else inference(state.model)
+        with context, dist.unlimited_phase("log_epoch"):
             task.log_epoch(run.log, state.model, batch)
 
 

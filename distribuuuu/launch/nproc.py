@@ -11,9 +11,9 @@ from distribuuuu.launch.ports import LOOPBACK, find_free_port
 from distribuuuu.launch.processes import start_child
 from distribuuuu.launch.signals import handled_by
 
-# Seconds that the other processes have to exit after one has failed: the watchdog stops them within two, but with a
-# mirror, the first one uploads the last files.
-GRACE_S, MIRROR_GRACE_S = 5.0, 30.0
+# Seconds that the other processes have to exit after one has failed: they find out which one within about four, but
+# with a mirror, the first one uploads the last files.
+GRACE_S, MIRROR_GRACE_S = 10.0, 30.0
 POLL_S = 0.05
 
 

@@ -11,8 +11,14 @@ def find_free_port() -> int:
         return server.getsockname()[1]
 
 
+# Ports on which this process serves the store of its groups until it ends.
+SERVED_PORTS: set[int] = set()
+
+
 def find_port_problem(address: str, port: int) -> str | None:
-    """Return why this machine cannot listen on a port; None if it can."""
+    """Return why this process cannot listen on a port; None if it can, or does."""
+    if port in SERVED_PORTS:
+        return None
     try:
         socket.create_server(("", port)).close()
     except OSError as error:

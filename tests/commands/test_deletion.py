@@ -92,13 +92,3 @@ def test_the_mirror_of_runs_can_be_deleted(tmp_path):
     check_collection(root)
     check_rest(root, [], "tests/config/test_reader.py", "tests/inference/test_load_run.py")
     check_project(root)
-
-
-def test_the_watchdog_can_be_deleted(tmp_path):
-    root = copy_project(tmp_path / "copy")
-    delete(root, ["distribuuuu/distributed/watchdog", "tests/distributed/test_watchdog.py"])
-    words = "MODEL.DUMMY_INPUT True MODEL.ARCH resnet8 MODEL.NUM_CLASSES 10 TRAIN.IM_SIZE 16 TEST.IM_SIZE 16"
-    words += " OUT_DIR out TRAIN.BATCH_SIZE 64 TRAIN.WORKERS 0 OPTIM.MAX_EPOCH 1 OPTIM.WARMUP_EPOCHS 0"
-    done = run(root, "-m", "distribuuuu", "train", "--nproc", "2", *words.split())
-    assert done.returncode == 0 and "best top1" in done.stderr, done.stderr
-    check_collection(root)

@@ -71,13 +71,14 @@ def test_processes_that_share_a_gpu_are_refused_together_before_nccl(monkeypatch
     assert all(error.on_all_processes for error in errors)
 
 
-def agree(store, world_size: int, seed: int) -> list[str]:
+def join_all(store, world_size: int, seed: int) -> list[str]:
     """Return what each process takes for the name of this start; they come one after the other."""
-    rng = random.Random(seed)
+    rng, ends = random.Random(seed), time.monotonic() + 60
 
     def one(rank: int) -> str:
         time.sleep(rng.uniform(0, 0.1))
-        return rendezvous._agree_on_start(store, Launch("test", rank, rank, world_size), timeout_s=60)
+        join = rendezvous._join_others if rank else rendezvous._gather_all
+        return join(store, Launch("test", rank, rank, world_size), 60, ends)
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(one, range(world_size)))
@@ -87,22 +88,19 @@ def agree(store, world_size: int, seed: int) -> list[str]:
 def test_what_an_earlier_start_left_in_the_store_is_not_taken_for_a_process():
     store, seen = torch_dist.HashStore(), set()
     for number, world_size in enumerate((3, 1, 2, 3)):
-        names = agree(store, world_size, number)
+        names = join_all(store, world_size, number)
         assert len(set(names)) == 1 and names[0] not in seen
         seen.add(names[0])
-    store = torch_dist.HashStore()
-    agree(store, 2, 0)  # an earlier start, of which process 1 left its name
-    with pytest.raises(ConfigError, match="did not all join within 1 s"):
-        rendezvous._agree_on_start(store, Launch("test", 0, 0, 2), timeout_s=1)
+    with pytest.raises(ConfigError, match="did not all join within 1 s"):  # process 1 of an earlier start left its name
+        rendezvous._gather_all(store, Launch("test", 0, 0, 2), 1, time.monotonic() + 1)
 
 
 @pytest.mark.slow
 def test_the_store_of_another_run_is_recognised():
     port = free_port()
-    mine = Launch("test", 0, 0, 1, "127.0.0.1", port, "mine")
-    store = create_store(mine, 5)  # noqa: F841  # keeps the port
-    with pytest.raises(ConfigError, match=f"MASTER_PORT {port} on 127.0.0.1 is used by another run"):
-        create_store(Launch("test", 1, 1, 2, "127.0.0.1", port, "another's"), 2)
+    server = torch_dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)  # noqa: F841  # keeps the port
+    with pytest.raises(ConfigError, match=f"rank 0: the store at MASTER_PORT {port} is that of another run"):
+        create_store(Launch("test", 1, 1, 2, "127.0.0.1", port, "mine"), 2)
 
 
 def test_a_taken_port_is_an_error_with_a_fix():
