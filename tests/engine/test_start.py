@@ -1,6 +1,7 @@
 """Before the first step: problems found without torch, the dry run, the search of a batch size, and the log."""
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from support.processes import on_processes
 from support.runs import assert_close, assert_same_run, newest, run_tool, small_options
 
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.config.registry import MODELS
+from distribuuuu.config.registry import MODELS, dataset_class
 from distribuuuu.data.batch_plan import plan_batches
 from distribuuuu.data.loader import build_images, build_loaders
 from distribuuuu.data.seeding import seed_cpu
@@ -188,6 +189,19 @@ def test_problems_of_a_training_do_not_concern_an_evaluation(problems, tmp_path)
     (tmp_path / "run" / "checkpoints").touch()
     (problem,) = problems()
     assert problem.endswith(f"{tmp_path}/run/checkpoints is a file, not a folder")
+
+
+def test_a_folder_of_the_trained_classes_is_a_test_set(problems, image_folder, tmp_path):
+    words = ("TEST.DATASET", shutil.copytree(image_folder / "val", tmp_path / "photos"), *EVALUATED)
+    cfg = load_cfg(None, list(map(str, ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3, *words))))
+    images, expected = (dataset_class(cfg).from_cfg(each, False) for each in (cfg, load_cfg(None, [
+        "TRAIN.DATASET", str(image_folder), "MODEL.NUM_CLASSES", "3"])))  # fmt: skip
+    assert images.labels.tolist() == expected.labels.tolist() and images.classes == expected.classes
+    assert images.describe(0).startswith(f"{tmp_path}/photos/ant/")
+    assert problems(*words, train=False) == []
+    assert "no folder 'val'" in str(problems(*words, "TEST.SPLIT", "val", train=False))
+    (tmp_path / "photos" / "wasp").mkdir()
+    assert "no folder 'val'" in str(problems(*words, train=False))
 
 
 def test_an_evaluation_without_weights_is_reported(problems, tmp_path):

@@ -4,11 +4,12 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from distribuuuu.config.reader import COMMAND_LINE
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset, image_extensions
 from distribuuuu.data.datasets.index import Index, IndexedImages, open_folder
 from distribuuuu.files.cache_folder import cache_folder
-from distribuuuu.files.image_files import EXTENSIONS, holds_images, list_classes
+from distribuuuu.files.image_files import EXTENSIONS, SPLIT_NAMES, holds_images, list_classes
 
 
 @DATASETS.register("imagefolder")
@@ -39,13 +40,15 @@ class ImageFolder(IndexedImages):
     @classmethod
     def open_split(cls, cfg, name: str, trained: ImageDataset | None = None) -> ImageDataset:
         """Return the images of cfg.TRAIN or cfg.TEST; the training folder is not scanned to label the other."""
-        section, labels = cfg[name], cfg.TEST.LABELS if name == "TEST" else ""
+        labels = cfg.TEST.LABELS if name == "TEST" else ""
         if labels:
             from distribuuuu.data.datasets.imagenet_labels import open_preset
 
             return open_preset(cls, cfg)
-        classes = (list_classes(cls.split_path(cfg.TRAIN)) or None) if name == "TEST" else None
-        return cls(section.DATASET, section.SPLIT, classes, cfg.DATA.CACHE_DIR, image_extensions(cfg))
+        classes = (list_classes(cls.split_path(cfg, "TRAIN")) or None) if name == "TEST" else None
+        folder = cls.split_path(cfg, name)
+        root, split = (cfg[name].DATASET, cfg[name].SPLIT) if folder.name == cfg[name].SPLIT else os.path.split(folder)
+        return cls(root, split, classes, cfg.DATA.CACHE_DIR, image_extensions(cfg))
 
     @classmethod
     def open_training(cls, cfg) -> None:
@@ -53,14 +56,24 @@ class ImageFolder(IndexedImages):
         return
 
     @classmethod
-    def split_path(cls, section) -> Path:
-        """Return the folder of the classes of cfg.TRAIN or cfg.TEST."""
-        return Path(section.DATASET) / section.SPLIT
+    def split_path(cls, cfg, name: str) -> Path:
+        """Return the folder of the classes of cfg.TRAIN or cfg.TEST.
+
+        It is TEST.DATASET itself if that has no TEST.SPLIT, but folders of the trained classes alone.
+        """
+        root, folder = Path(cfg[name].DATASET), Path(cfg[name].DATASET, cfg[name].SPLIT)
+        is_chosen = cfg.TEST.DATASET == cfg.TRAIN.DATASET or cfg.origins.get("TEST.SPLIT") == COMMAND_LINE
+        if name == "TRAIN" or is_chosen or folder.exists() or not root.name:
+            return folder
+        found, trained = {*list_classes(root)}, {*list_classes(cls.split_path(cfg, "TRAIN"))}
+        is_set = found <= trained if trained else len(found) == cfg.MODEL.NUM_CLASSES and not found & {*SPLIT_NAMES}
+        return root if found and is_set else folder
 
     @classmethod
     def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for problems with the folders and the classes."""
-        name, folder = "TRAIN" if train else "TEST", cls.split_path(cfg.TRAIN if train else cfg.TEST)
+        name = "TRAIN" if train else "TEST"
+        folder = cls.split_path(cfg, name)
         classes, extensions = list_classes(folder), image_extensions(cfg)
         if train and cfg.TEST.LABELS:
             message = f"got {cfg.TEST.LABELS} in training; fix: leave it empty, and set it for `distribuuuu test`"
@@ -80,5 +93,5 @@ class ImageFolder(IndexedImages):
     @classmethod
     def count_classes(cls, cfg) -> int:
         """Return the number of training classes; without training data, of evaluation classes."""
-        counts = (len(list_classes(cls.split_path(section))) for section in (cfg.TRAIN, cfg.TEST))
+        counts = (len(list_classes(cls.split_path(cfg, name))) for name in ("TRAIN", "TEST"))
         return next(filter(None, counts), 0)
