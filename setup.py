@@ -13,6 +13,8 @@ ONNX = ("onnx>=1.16", "onnxscript>=0.2", "onnxruntime>=1.18")
 REMOTE = ("obstore>=0.11",)
 # `mkdocs build` makes the documentation site.
 DOCS = ("mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.26")
+# Searches of options; scipy draws Sobol sequences.
+SWEEP = ("optuna>=4.2", "scipy>=1.10")
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "distribuuuu" / "__init__.py").read_text())[1]
 # Copied to distribuuuu/shipped/ of a wheel; distribuuuu/config/locate.py finds them there, or in the checkout.
@@ -95,6 +97,7 @@ setup(
         "hf": ["huggingface_hub>=0.23"],
         "parquet": ["pyarrow>=16"],  # parquet and Arrow files
         "docs": [*DOCS],
+        "sweep": [*SWEEP],
         # Experiment trackers: LOG.TRACKERS.
         "mlflow": ["mlflow>=2.14"],
         "wandb": ["wandb>=0.17"],
@@ -112,6 +115,7 @@ setup(
             *("tifffile>=2023.7", "pyarrow>=16"),
             *("nbclient>=0.10", "ipykernel>=6"),  # run the notebooks
             *DOCS,
+            *SWEEP,
             "kubernetes-validate>=1.30",  # holds the schemas of Kubernetes' files
         ],
     },

@@ -89,8 +89,8 @@ def split_command(command: str) -> tuple[str, str, list[str]]:
             return "distribuuuu", name, args[: args.index(">")] if ">" in args else args
         if SCRIPT.fullmatch(word):
             text = (ROOT / word).read_text() if (ROOT / word).exists() else ""
-            started = re.search(r'start_command\("(\w+)"', text)
-            name = started[1] if started else "train" if word.endswith(".sbatch") else ""
+            started = re.search(r'start_command\("(\w+)"|-m distribuuuu (\w+) "\$@"', text)
+            name = started[started.lastindex] if started else "train" if word.endswith(".sbatch") else ""
             return word, name, words[number + 1 :]
     return "", words[0].removeprefix(".venv/bin/"), []
 
@@ -126,8 +126,7 @@ def parse_table(module: ModuleType, args: list[str]) -> None:
 def parse_sweep(module: ModuleType, args: list[str]) -> None:
     flags, words, problems = parse_flags(module.build_parser(""), args)
     fixed, space, found = module.parse_space(words)
-    values = {key: dimension.at(0.0) for key, dimension in space.items()}
-    assert not [*problems, *found, *module.read_trials(flags.cfg, fixed, [values])[1]]
+    assert not [*problems, *found, *module.read_trials(flags.cfg, fixed, module.list_ends(space))[1]]
 
 
 def parse_split(module: ModuleType, args: list[str]) -> None:

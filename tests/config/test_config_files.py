@@ -116,7 +116,7 @@ def test_a_config_in_the_folder_of_a_run_names_no_base():
     assert read_configs(["config.yaml"], [])[0].RNG_SEED == 1, "a folder of configs, which the user names, may"
 
 
-def test_a_run_stores_the_merged_config_and_a_sweep_the_files_and_their_bases(image_folder, folder):
+def test_a_run_stores_the_merged_config(image_folder, folder):
     write(**{"configs/base": "OPTIM: {MOMENTUM: 0.5}\n", "configs/top": "_BASE_: base.yaml\nRNG_SEED: 3\n"})
     small = small_options(image_folder, folder / "out")
     cfg = load_cfg("configs/top.yaml", small)
@@ -124,13 +124,6 @@ def test_a_run_stores_the_merged_config_and_a_sweep_the_files_and_their_bases(im
     stored = (folder / "out" / "config.yaml").read_text()
     assert "_BASE_" not in stored and load_cfg(str(folder / "out" / "config.yaml")) == cfg
     assert json.loads((folder / "out" / "results.json").read_text())["config"] == "configs/top"
-    sweep, trials = command_module("sweep.sweep"), command_module("sweep.trials")
-    (folder / "sweep").mkdir()
-    words = ["--cfg", "configs/top.yaml", "OPTIM.NESTEROV=true,false", *small[:-2], "OUT_DIR", "sweep"]
-    plan = sweep.plan_sweep(*sweep.parse_args("sweep", words))
-    trials.open_sweep(plan, sweep.read_files("configs/top.yaml")[1])
-    copy = load_cfg("sweep/config/configs/top.yaml")
-    assert (copy.OPTIM.MOMENTUM, copy.RNG_SEED, config_name(copy)) == (0.5, 3, "configs/top")
 
 
 SHIPPED = str(ROOT / "configs" / "shapes" / "resnet14.yaml")

@@ -1,6 +1,7 @@
 """Trainings on a Slurm cluster: by srun, by the scripts of tools/slurm, and by elastic torchrun."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -169,14 +170,15 @@ def test_torchrun_trains_on_two_nodes_of_a_job(image_folder, tmp_path, uninterru
     assert "launcher: torchrun, process 0 of 4" in job.text()
 
 
-def test_a_sweep_trains_every_run(image_folder, tmp_path):
-    words = small_options(image_folder, tmp_path, *SHARED, "OPTIM.MAX_EPOCH", 1)
-    place = words.index("OUT_DIR")  # a sweep sets it for each run
-    overrides = words[:place] + words[place + 2 :]
-    job = Job("sweep.sbatch", tmp_path, overrides, "--nodes=1", "--array=0,5")
+def test_the_tasks_of_an_array_join_a_sweep(image_folder, tmp_path):
+    words = [
+        *small_options(image_folder, tmp_path / "sweep", *SHARED, "OPTIM.MAX_EPOCH", 2),
+        "OPTIM.MOMENTUM=0.5,0.7,0.9",
+    ]
+    job = Job("sweep.sbatch", tmp_path, words, "--nodes=1", "--array=0,1")
     job.wait_for(lambda: not run("squeue", "-h", "-j", job.id).stdout.strip())
-    found = sorted(path.parent.name for path in tmp_path.glob("sweep/*/best.pth.tar"))
-    assert found == ["lr0.1_seed1", "lr0.4_seed2"], job.text()
+    rows = json.loads((tmp_path / "sweep" / "sweep_results.json").read_text())["rows"]
+    assert [row["status"] for row in rows] == ["finished"] * 3, job.text()
 
 
 ELASTIC = (

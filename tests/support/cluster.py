@@ -65,7 +65,6 @@ class Job:
         self.log = folder / "job.log"
         text = (ROOT / "tools" / "slurm" / script).read_text()
         text = re.sub(r"#SBATCH --(gres|cpus-per-gpu|partition)=.*\n", "", text)
-        text = text.replace("exp/sweep", f"{folder}/sweep")
         path = folder / script
         path.write_text(text.replace("python ", f"{sys.executable} "))
         tasks = () if "torchrun" in script else ("--ntasks-per-node=2",)

@@ -1,1 +1,1 @@
-"""Searches of options by many runs, on this machine or as Slurm jobs."""
+"""Searches of options by many runs, with Optuna, on one machine or several."""

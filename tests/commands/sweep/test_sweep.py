@@ -1,22 +1,36 @@
-"""The command sweep: its errors, the best config, the cores of jobs, and a sweep that is killed and stopped."""
+"""The command sweep: its errors, the choices of Optuna, failures, kills, several processes, the table and the page."""
 
-import errno
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support.predictions import Page
 from support.processes import RESULT_S, wait_for
-from support.runs import ROOT, problems_of, records, small_options
+from support.runs import ROOT, assert_same_run, problems_of, records, small_options
+from support.tables import each_row
 
-from distribuuuu.commands.sweep import executors
-from distribuuuu.commands.sweep.executors import LocalExecutor, plan_slots
-from distribuuuu.commands.sweep.sweep import parse_args, plan_sweep, sweep, write_outcome
-from distribuuuu.commands.sweep.trials import Job, RunState, build_rows
+pytest.importorskip("optuna", reason="pip install 'distribuuuu[sweep]'")
+from distribuuuu.commands.sweep import study as module
+from distribuuuu.commands.sweep import sweep as command
+from distribuuuu.commands.sweep.plan import Plan, open_sweep, plan_rungs
+from distribuuuu.commands.sweep.results import Row, build_sweep_page, format_rows, summarize
+from distribuuuu.commands.sweep.search_space import list_ends, parse_space
+from distribuuuu.commands.sweep.study import MAX_KILLS, NUM_SEEDED, Study, share_machine
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.config.config_node import iter_options
+from distribuuuu.files.untrusted import InvalidFileError
+from distribuuuu.launch.signals import RunStopped
+from distribuuuu.trainer import train_model
+
+LR = "OPTIM.BASE_LR=log:0.001:1"
 
 
 def fixed_options(images: Path, *overrides) -> list[str]:
@@ -26,11 +40,28 @@ def fixed_options(images: Path, *overrides) -> list[str]:
     return [word for key in pairs if key not in ("OUT_DIR", "OPTIM.BASE_LR") for word in (key, pairs[key])]
 
 
-def parse(*words) -> None:
-    parse_args("sweep", [str(word) for word in words])
+def parse(*words):
+    return command.parse_args("sweep", [str(word) for word in words])
 
 
-def test_all_problems_are_reported_at_once(image_folder, tmp_path):
+@pytest.fixture
+def make_plan(image_folder, tmp_path):
+    """Return make_plan(WORD, ...): the plan of a sweep of runs of eight epochs, which is begun in tmp_path/out."""
+
+    def make(*words, epochs: int = 8) -> Plan:
+        options = fixed_options(image_folder, "OPTIM.MAX_EPOCH", epochs)
+        plan = Plan(*parse(*words, *options, "OUT_DIR", tmp_path / "out"))
+        plan.out_dir.mkdir(exist_ok=True)
+        open_sweep(plan)
+        return plan
+
+    return make
+
+
+# ------------------------------------------------------------------------------------ command line
+
+
+def test_all_problems_are_reported_at_once(image_folder, tmp_path, monkeypatch):
     small = fixed_options(image_folder)
     words = ("OPTIM.MOMENTM=0.8,0.9", "OPTIM.WEIGHT_DECAY=log:0:1", "DATA.FLIP=lin:0:1")
     assert problems_of(parse, "--tirals", "3", *words, *small) == [
@@ -43,59 +74,285 @@ def test_all_problems_are_reported_at_once(image_folder, tmp_path):
     swept = ("OPTIM.MAX_EPOCH=3,4", "OPTIM.WARMUP_EPOCHS", 0, "TRAIN.AUTO_RESUME", False, "OUT_DIR", tmp_path)
     asha, resume = problems_of(parse, *swept, "--asha", 3, "TRAIN.DATASET", image_folder)
     assert asha.startswith("OPTIM.MAX_EPOCH: cannot be swept with --asha") and resume.startswith("TRAIN.AUTO_RESUME")
-    (none,) = problems_of(parse, *small, "OUT_DIR", tmp_path, "OPTIM.BASE_LR=1,2", "OPTIM.MAX_EPOCH", "0")
-    assert none == "OPTIM.MAX_EPOCH: got 0; expected 1 or more: a trial without epochs has no result"
-    assert "has no value" in problems_of(parse, "OPTIM.BASE_LR=1,2", *small, "OUT_DIR")[-1]
-    (url,) = problems_of(parse, "OPTIM.BASE_LR=1,2", *small, "OUT_DIR", "s3://bucket/sweep")
-    assert url.startswith("OUT_DIR") and "expected a local path" in url
-    for flags, said in ((("--trials", "9"), "--trials: got 9"), (("--asha", "3"), "--asha: got 3 for 2 trials of 2")):
-        args = parse_args("sweep", [*flags, "OPTIM.BASE_LR=1,2", *small, "OUT_DIR", str(tmp_path)])
-        with pytest.raises(ConfigError, match=said):
-            plan_sweep(*args)
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    assert problems_of(parse, *words) == ["sweep: optuna is not installed; fix: pip install 'distribuuuu[sweep]'"]
 
 
-def test_names_of_all_trials_are_checked_before_the_first_start(image_folder, tmp_path):
-    small = fixed_options(image_folder, "OPTIM.KWARGS.caution", True, "MODEL.NUM_CLASSES", 0)
-    small = [word for word in small if word not in ("MODEL.ARCH", "resnet8")]
-    words = ["OPTIM.NAME=sgd,adamw,adamm", "MODEL.ARCH=resnet8,resnte14", *small, "OUT_DIR", str(tmp_path)]
-    args = parse_args("sweep", words)
-    expected = [
-        "OPTIM.KWARGS.caution (command line): sgd has no such argument; ",
-        "MODEL.ARCH (command line): unknown model 'resnte14'; did you mean resnet14",
-        "OPTIM.KWARGS.caution (command line): adamw has no such argument; ",
-        "OPTIM.NAME (command line): unknown optimizer 'adamm'; did you mean adam",
-    ]
-    for problem, start in zip(problems_of(plan_sweep, *args), expected, strict=True):
-        assert problem.startswith(start)
-    (tmp_path / "sweep.json").write_text("{}")
-    assert len(plan_sweep(*args).trials) == 6, "a sweep that has begun continues"
+@each_row("words, message", [
+    ("OPTIM.BASE_LR=1,2 OPTIM.MAX_EPOCH 0", "OPTIM.MAX_EPOCH: got 0; expected 1 or more"),
+    ("OPTIM.BASE_LR=1,2 OUT_DIR s3://bucket/sweep", "expected a local path"),
+    ("OPTIM.BASE_LR=1,2 --trials 9", "--trials: got 9 trials; expected at most 2"),
+    ("OPTIM.BASE_LR=1,2 --asha 3", "--asha: got 3 for 2 trials of 2 epochs"),
+    ("OPTIM.BASE_LR=1,2 --asha 3 --hyperband 3", "--hyperband: got it with --asha"),
+    ("OPTIM.BASE_LR=1,2 --slurm gpu", "--slurm: is gone: jobs join a sweep; fix: start this command as the tasks"),
+    ("OPTIM.NAME=sgd,adamm", "OPTIM.NAME (command line): unknown optimizer 'adamm'; did you mean adam"),
+    ("MODEL.ARCH=resnet8,resnte14", "MODEL.ARCH (command line): unknown model 'resnte14'; did you mean resnet14"),
+    ("OPTIM.KWARGS.caution True OPTIM.NAME=sgd,adamw", "OPTIM.KWARGS.caution (command line): sgd has no such argument"),
+])  # fmt: skip
+def test_mistakes_are_found_before_the_first_start(image_folder, tmp_path, words, message):
+    keys = [word.partition("=")[0] for word in words.split()]
+    small = fixed_options(image_folder)
+    small = [word for pair in zip(small[::2], small[1::2], strict=True) if pair[0] not in keys for word in pair]
+    out_dir = () if "OUT_DIR" in keys else ("OUT_DIR", tmp_path)
+    problems = problems_of(lambda: Plan(*parse(*words.split(), *small, *out_dir)))
+    assert any(message in problem for problem in problems), problems
 
 
-def test_the_best_config_is_a_config_file_of_what_differs_from_the_defaults(image_folder, tmp_path):
-    small = fixed_options(image_folder, "MODEL.KWARGS.width", 4)
-    words = [*small, "FINETUNE.LR_MULT", "{'layer1.*': 2}", "OPTIM.STEPS", "[1, 2]", "TEST.METRICS", "topk,top1"]
-    args = ["OPTIM.BASE_LR=0.1,0.2", "OPTIM.NESTEROV=true,false", *words, "OUT_DIR", str(tmp_path), "--seeds", "2"]
-    plan = plan_sweep(*parse_args("sweep", args))
-    assert (plan.metric, plan.higher_is_better, plan.seeds, plan.rungs) == ("top3", True, (3, 4), ())
-    values = {0: 3.0, 1: 5.0, 2: 9.0, 3: float("nan")}
-    write_outcome(plan, build_rows(plan, {(trial, 3): RunState(2, {2: value}) for trial, value in values.items()}))
-    best = load_cfg(str(tmp_path / "best.yaml"))
-    expected = load_cfg(None, [*words, "OPTIM.BASE_LR", "0.2", "OUT_DIR", f"{tmp_path}/best"])
-    assert best == expected and best.OPTIM.BASE_LR == 0.2 and best.OPTIM.NESTEROV
-    assert len((tmp_path / "best.yaml").read_text().splitlines()) < 45 < len(list(iter_options(get_cfg())))
-    rows = json.loads((tmp_path / "sweep_results.json").read_text())["rows"]
-    assert [(row["trial"], row["objective"]) for row in rows] == [(2, 9.0), (1, 5.0), (0, 3.0), (3, None)]
+@each_row("words, message", [
+    ("A.B=", "expected values a,b,c or a range"), ("A.B=1", "to fix a value, write KEY VALUE"),
+    ("A.B=1,,2", "expected values a,b,c"), ("A.B=1,1", "expected values a,b,c"), ("A.B=log:1:1", "LOW < HIGH"),
+    ("A.B=lin:nan:1", "LOW < HIGH"), ("A.B=lin:1:inf", "LOW < HIGH"), ("A.B=lin:a:b", "float"),
+    ("A.B=int:1:2.5", "whole"), ("A.B=log:0:1", "LOW > 0"), ("A.B=lgo:1:2", "did you mean log?"),
+    ("A.B=1,2 A.B=3,4", "is swept twice"), ("A.B=1,2 A.B 3", "is both fixed and swept"),
+    ("RNG_SEED=1,2", "--seeds N"), ("OUT_DIR x", "no option is swept"),
+])  # fmt: skip
+def test_a_wrong_space_is_explained(words, message):
+    _, _, problems = parse_space(words.split())
+    assert len(problems) == 1 and message in str(problems[0])
 
 
-def test_jobs_share_the_cores_and_the_gpus_evenly(monkeypatch):
+def test_arguments_are_divided_into_fixed_and_swept_ones():
+    words = ["OUT_DIR", "exp/lr=1", "OPTIM.BASE_LR=0.1, 0.2", "OPTIM.STEPS=[1, 2],[3]", "RNG_SEED", "3"]
+    fixed, space, problems = parse_space([*words, "FINETUNE.LR_MULT.layer[12].*=log:1e-3:1"])
+    assert fixed == ["OUT_DIR", "exp/lr=1", "RNG_SEED", "3"] and problems == []
+    assert space["OPTIM.BASE_LR"].choices == ("0.1", "0.2") and space["OPTIM.STEPS"].choices == ("[1, 2]", "[3]")
+    ends = [trial["FINETUNE.LR_MULT.layer[12].*"] for trial in list_ends(space)]
+    assert ends == ["0.001", "1"]
+
+
+def test_rungs_leave_a_trial_for_the_last_epoch():
+    assert plan_rungs(14, 3, 20) == (2, 6) and plan_rungs(14, 3, 8) == (5,) and plan_rungs(14, 3, 2) == ()
+    assert plan_rungs(14, 3, 20, 4) == (4, 12) and plan_rungs(14, 3, 20, 14) == ()
+    assert plan_rungs(2, 3, 20) == () and plan_rungs(9, 3, 81) == (1, 3) and plan_rungs(9, 0, 81) == ()
+
+
+def test_runs_share_the_cores_and_the_gpus_evenly(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    cores, gpus = [0, 1, 2, 3, 6, 7], ["4", "5", "6", "7"]
-    slots = [(own, env["OMP_NUM_THREADS"]) for own, env in plan_slots(2, 1, cores, [])]
-    assert slots == [({0, 1, 2}, "3"), ({3, 6, 7}, "3")]
-    slots = [env for _, env in plan_slots(2, 2, cores, gpus)]
-    assert [env["CUDA_VISIBLE_DEVICES"] for env in slots] == ["4,5", "6,7"] and slots[0]["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 6, 7})
+    monkeypatch.setattr(module, "count_cores", lambda: 6)
+    assert share_machine(2, 1) == [({0, 1, 2}, {"OMP_NUM_THREADS": "3"}), ({3, 6, 7}, {"OMP_NUM_THREADS": "3"})]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    shares = [env for _, env in share_machine(2, 2)]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in shares] == ["4,5", "6,7"] and shares[0]["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert plan_slots(1, 1, cores, [])[0][1] == {"OMP_NUM_THREADS": "5"}
+    assert share_machine(1, 1)[0][1]["OMP_NUM_THREADS"] == "5"
+
+
+def test_a_folder_belongs_to_one_sweep(make_plan, tmp_path):
+    plan = make_plan(LR, "--trials", 3)
+    make_plan(LR, "--trials", 5)  # more trials continue a sweep
+    for more in (("--seeds", 2), ("OPTIM.MOMENTUM", 0.5), ("--asha", 2)):
+        with pytest.raises(ConfigError, match="describes the sweep of other arguments, or of another --cfg; fix"):
+            make_plan(LR, "--trials", 3, *more)
+    for content, message in (("", "sweep.json"), ('{"schema": 1}', f"read it by distribuuuu table {tmp_path}/out")):
+        (tmp_path / "out/sweep.json").write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            open_sweep(plan)
+    (tmp_path / "out/checkpoints").mkdir()
+    with pytest.raises(ConfigError, match="is the folder of a run"):
+        open_sweep(plan)
+
+
+def test_a_config_that_is_edited_meanwhile_ends_the_sweep(make_plan, monkeypatch, tmp_path):
+    (tmp_path / "own.yaml").write_text("OPTIM: {MOMENTUM: 0.5}\n")
+    study = Study(make_plan("--cfg", tmp_path / "own.yaml", "OPTIM.BASE_LR=0.1,0.2"))
+    runs = Runs(monkeypatch, lambda lr, epoch: (tmp_path / "own.yaml").write_text("OPTIM: {MOMENTUM: 0.9}\n") / 1)
+    with pytest.raises(ConfigError, match="describes the sweep of other arguments, or of another --cfg"):
+        study.run()
+    assert len(runs.started) == 1
+
+
+# ------------------------------------------------------------------------------- trials, without training
+
+
+class Runs:
+    """Runs whose objective is a function of (learning rate, epoch); a status instead of one ends the run early."""
+
+    def __init__(self, monkeypatch, objective):
+        self.objective, self.started, self.options = objective, [], []
+        monkeypatch.setattr(module, "start_child", self.start)
+        monkeypatch.setattr(module, "POLL_S", 0.001)
+
+    def start(self, words, name, env, **streams):
+        words = words[words.index("train") + 1 :]
+        stop = int(words[words.index("--stop-epoch") + 1]) if "--stop-epoch" in words else None
+        options = dict(zip(words[-2::-2], words[::-2], strict=False))
+        folder, epochs = Path(options["OUT_DIR"]), stop or int(options["OPTIM.MAX_EPOCH"])
+        self.started.append((folder.parent.name, folder.name, epochs))
+        self.options.append(options)
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        done = len(list((folder / "checkpoints").iterdir()))
+        for epoch in range(done + 1, epochs + 1):
+            value = self.objective(float(options.get("OPTIM.BASE_LR", 0)), epoch)
+            if isinstance(value, int):
+                return self.Ended(value)
+            with open(folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"kind": "eval", "epoch": epoch, "step": 4, "top1": value}) + "\n")
+            (folder / "checkpoints" / f"ckpt_ep_{epoch:03d}.pth.tar").touch()
+        return self.Ended(0)
+
+    class Ended:
+        pid = -1
+
+        def __init__(self, status):
+            self.status = status
+
+        def wait(self):
+            return self.status
+
+        def send_signal(self, signum):
+            """Do nothing: it has ended."""
+
+
+def good_at(lr: float, epoch: int) -> float:
+    """Return an objective that is best at 0.1."""
+    return 90.0 - abs(math.log10(lr) + 1) * 10 + epoch
+
+
+def values_of(rows) -> list[str]:
+    return [row.values_of["OPTIM.BASE_LR"] for row in sorted(rows, key=lambda row: row.trial)]
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "sobol"])
+def test_a_sampler_continues_after_a_restart_and_with_more_trials(make_plan, monkeypatch, sampler, tmp_path):
+    runs = Runs(monkeypatch, good_at)
+    words = (LR, "OPTIM.NAME=sgd,adamw", "--sampler", sampler)
+    Study(make_plan(*words, "--trials", 6)).run()
+    study = Study(make_plan(*words, "--trials", 14))
+    study.run()
+    found = values_of(study.rows())
+    assert len(runs.started) == 14 and len({*found}) == 14 and all(0.001 <= float(lr) <= 1 for lr in found)
+    assert {options["OPTIM.NAME"] for options in runs.options} == {"sgd", "adamw"}
+    assert study.rows()[0].objective > 90 and study.importance().keys() == {"OPTIM.BASE_LR", "OPTIM.NAME"}
+    if sampler != "tpe":  # they do not depend on results
+        (tmp_path / "out").rename(tmp_path / "first")
+        study = Study(make_plan(*words, "--trials", 14))
+        study.run()
+        assert values_of(study.rows()) == found
+
+
+@pytest.mark.parametrize("flag", ["--asha", "--hyperband"])
+def test_pruned_trials_are_paused_and_the_best_are_repeated(make_plan, monkeypatch, flag):
+    runs = Runs(monkeypatch, good_at)
+    study = Study(make_plan(LR, "--trials", 16, flag, 2, "--sampler", "sobol", "--seeds", 3))
+    study.run()
+    rows = study.rows()
+    assert Counter(row.status for row in rows).keys() == {"paused", "finished"}
+    assert {row.epochs for row in rows if row.status == "paused"} <= {1, 2, 4}
+    finished = [row for row in rows if row.status == "finished"]
+    num_repeated = sum(row.seeds.keys() == {3, 4, 5} for row in rows)
+    assert rows[: len(finished)] == finished and num_repeated == min(NUM_SEEDED, len(finished)) > 1
+    ends = Counter(runs.started)
+    assert max(ends.values()) == 1, "each part of a run is trained once"
+    before = len(runs.started)
+    Study(make_plan(LR, "--trials", 16, flag, 2, "--sampler", "sobol", "--seeds", 3)).run()
+    assert len(runs.started) == before
+
+
+def test_failed_killed_and_diverged_runs_are_listed_and_the_rest_goes_on(make_plan, monkeypatch, tmp_path):
+    def objective(lr: float, epoch: int):
+        return {0.1: 1, 0.2: -9, 0.3: math.nan if epoch == 8 else 5.0, 0.4: 50.0}[lr]
+
+    runs = Runs(monkeypatch, objective)
+    plan = make_plan("OPTIM.BASE_LR=0.1,0.2,0.3,0.4", "--jobs", 2)
+    Study(plan).run()
+    study = Study(plan)
+    rows = {row.trial: row for row in study.rows()}
+    assert [rows[trial].status for trial in range(4)] == ["failed", "failed", "finished", "finished"]
+    assert rows[0].failures == {3: "no output"} and (tmp_path / "out/trial_000/seed_3/failed.txt").read_text() == "1\n"
+    assert Counter(runs.started)["trial_001", "seed_3", 8] == MAX_KILLS
+    assert rows[3].seeds == {3: 50.0} and [row.trial for row in study.rows()][0] == 3
+    (tmp_path / "out/trial_000/seed_3/failed.txt").unlink()
+    Study(plan).run()
+    assert Counter(runs.started)["trial_000", "seed_3", 8] == 2 and len(study.rows()) == 4, "it is tried again"
+
+
+def test_values_of_an_earlier_trial_are_skipped(make_plan, monkeypatch):
+    runs = Runs(monkeypatch, good_at)
+    study = Study(make_plan("OPTIM.BASE_LR=0.01,0.1,0.5", "--trials", 3, "--sampler", "random"))
+    study.run()
+    distinct = {*values_of(study.rows())}
+    assert len(runs.started) == len(distinct) <= 3
+    assert sum(row.status == "skipped" for row in study.rows()) == 3 - len(distinct)
+
+
+def test_several_processes_share_the_trials(make_plan, monkeypatch):
+    runs = Runs(monkeypatch, lambda lr, epoch: time.sleep(0.01) or good_at(lr, epoch))
+    studies = [Study(make_plan(LR, "--trials", 12, "--asha", 2)) for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        assert [one.result() for one in [pool.submit(study.run) for study in studies]] == [None] * 3
+    assert max(Counter(runs.started).values()) == 1 and len({trial for trial, *_ in runs.started}) == 12
+    assert all(row.status in ("paused", "finished") for row in studies[0].rows())
+
+
+def test_a_torn_line_of_the_journal_is_removed_and_a_damaged_one_reported(make_plan, monkeypatch, tmp_path):
+    runs = Runs(monkeypatch, good_at)
+    plan = make_plan("OPTIM.BASE_LR=0.1,0.2")
+    Study(plan).run()
+    journal = tmp_path / "out/study.journal"
+    content = journal.read_bytes()
+    journal.write_bytes(content + b'{"op_code": 4, "study')
+    study = Study(plan)
+    study.run()
+    assert len(study.rows()) == len(runs.started) == 2
+    journal.write_bytes(b"[1]\n" + content)
+    with pytest.raises(InvalidFileError, match="study.journal: not a valid journal of Optuna"):
+        Study(plan)
+
+
+def test_the_output_of_a_run_is_not_written_through_a_link(make_plan, tmp_path):
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "out/trial_000/seed_3").mkdir(parents=True)
+    (tmp_path / "out/trial_000/seed_3/console.log").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="console.log"):
+        Study(make_plan("OPTIM.BASE_LR=0.1,0.2")).run()
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+# ------------------------------------------------------------------------------------------ results
+
+
+def test_the_table_and_the_page(make_plan, tmp_path):
+    hostile = "RuntimeError: <script>alert(1)</script>"
+    plan = make_plan(LR, "OPTIM.NAME=sgd,adamw", "--trials", 9, "--asha", 3, "--seeds", 2, epochs=9)
+    curve = {epoch: 80.0 + epoch for epoch in range(1, 10)}
+    values = {"OPTIM.BASE_LR": "0.1", "OPTIM.NAME": "adamw"}
+    rows = [Row(2, "finished", 9, 9, curve, {3: 92.0, 4: 94.0}, 93.0, {}, values),
+            Row(3, "paused", 3, 9, {1: 80.0, 2: 81.0, 3: 81.5}, {}, 81.5, {}, values),
+            Row(4, "failed", 1, 9, {1: math.nan}, {}, None, {3: hostile}, values),
+            Row(5, "waiting", 0, 9, {}, {}, None, {}, {})]  # fmt: skip
+    page = build_sweep_page(plan, rows, {"OPTIM.BASE_LR": 0.7, "OPTIM.NAME": 0.3})
+    texts = Page(page).texts
+    assert hostile in texts and "<script>alert" not in page
+    for text in ("Summary", "Trials", "Failed runs", "Best config: trial 2", "Importance of the options", "70 %",
+                 "93.00", "13 epochs", "trial 2, BASE_LR 0.1, NAME adamw: 81", "rung: epoch 3"):  # fmt: skip
+        assert text in texts, text
+    empty = Page(build_sweep_page(plan, rows[3:], {})).texts
+    assert any(text.startswith("No trial has a result. 1 trial: 1 waiting") for text in empty)
+    lines = [line.split() for line in format_rows(plan, rows)]
+    assert lines[0] == ["trial", "status", "epochs", "top1", "seeds", "BASE_LR", "NAME"] and len(lines) == 5
+    assert lines[1] == ["2", "finished", "9/9", "93", "2", "0.1", "adamw"]
+    summary = "best: trial 2; 4 trials: 1 waiting, 1 paused, 1 finished, 1 failed; 13 of 36 epochs"
+    assert summarize(rows) == summary
+
+
+def test_the_best_config_is_a_file_of_what_differs_from_the_defaults(image_folder, tmp_path, monkeypatch, capsys):
+    Runs(monkeypatch, lambda lr, epoch: {0.1: 3.0, 0.2: 9.0}[lr])
+    words = [*fixed_options(image_folder, "MODEL.KWARGS.width", 4), "FINETUNE.LR_MULT", "{'layer1.*': 2}"]
+    (tmp_path / "own.py").write_text("")
+    (tmp_path / "own.yaml").write_text("PLUGINS: [./own.py]\n")
+    out = ["--cfg", str(tmp_path / "own.yaml"), "OUT_DIR", str(tmp_path / "out")]
+    assert command.sweep("sweep", ["OPTIM.BASE_LR=0.1,0.2", *words, *out]) == 0
+    best = load_cfg(str(tmp_path / "out/best.yaml"))
+    assert best == load_cfg(out[1], [*words, "OPTIM.BASE_LR", "0.2", "OUT_DIR", f"{tmp_path}/out/best"])
+    assert len((tmp_path / "out/best.yaml").read_text().splitlines()) < 45 < len(list(iter_options(get_cfg())))
+    rows = json.loads((tmp_path / "out/sweep_results.json").read_text())["rows"]
+    assert [(row["trial"], row["objective"], row["values_of"]) for row in rows] == [
+        (1, 9.0, {"OPTIM.BASE_LR": "0.2"}), (0, 3.0, {"OPTIM.BASE_LR": "0.1"})]  # fmt: skip
+    assert "best config" in capsys.readouterr().out and (tmp_path / "out/sweep.html").is_file()
+
+
+# -------------------------------------------------------------------------------------- real runs
 
 
 @pytest.fixture
@@ -103,10 +360,9 @@ def start():
     started = []
 
     def run(out: Path, *words: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "distribuuuu", "sweep", *words, "OUT_DIR", str(out)]
+        line = [sys.executable, "-m", "distribuuuu", "sweep", *words, "OUT_DIR", str(out)]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        started.append(subprocess.Popen(command, cwd=ROOT, env=env, **streams))
+        started.append(subprocess.Popen(line, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, **streams))
         return started[-1]
 
     yield run
@@ -129,50 +385,55 @@ def read(path: Path) -> bytes:
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_leaves_no_run_and_continues_and_a_failed_trial_is_listed(start, image_folder, tmp_path):
+def test_a_killed_sweep_leaves_no_run_and_continues_bitwise(start, image_folder, tmp_path):
     small = fixed_options(image_folder, "MODEL.KWARGS.width", 4, "OPTIM.MAX_EPOCH", 12)
     out, words = tmp_path / "out", ("MODEL.KWARGS.norm=group,nope", *small)
     folder = out / "trial_000" / "seed_3"
-    sweep = start(out, *words)
-    wait_for(lambda: (folder / "metrics.jsonl").exists() and len(records(folder)) > 5)
-    sweep.kill()
-    sweep.communicate()
-    wait_for(lambda: not list_runs(out))
-    assert "SIGTERM: stopped in epoch" in (folder / "console.log").read_text().splitlines()[-1]
+    for stop, status in ((signal.SIGKILL, -9), (signal.SIGINT, 130)):
+        known = len(records(folder)) if (folder / "metrics.jsonl").exists() else 0
+        sweep = start(out, *words)
+        wait_for(lambda known=known: (folder / "metrics.jsonl").exists() and len(records(folder)) > known + 5)
+        sweep.send_signal(stop)
+        sweep.communicate()
+        wait_for(lambda: not list_runs(out))
+        assert sweep.returncode == status and ": stopped in epoch" in (folder / "console.log").read_text()
     sweep = start(out, *words)
     output = sweep.communicate(timeout=RESULT_S)[0]
     assert sweep.returncode == 0, output
-    assert (folder / "console.log").read_text().count("resumed from") == 1
+    assert (folder / "console.log").read_text().count("resumed from") == 2
     rows = json.loads((out / "sweep_results.json").read_text())["rows"]
     assert [(row["trial"], row["status"], row["epochs"]) for row in rows] == [(0, "finished", 12), (1, "failed", 0)]
     assert "got norm 'nope'" in rows[1]["failures"]["3"] and "got norm 'nope'" in output
-    assert (out / "trial_001" / "seed_3" / "failed.txt").read_text() == "2\n"
-    assert load_cfg(str(out / "best.yaml")).MODEL.KWARGS.norm == "group"
+    best = load_cfg(str(out / "best.yaml"))
+    train_model(best)
+    assert_same_run(best.OUT_DIR, folder)
 
 
-def test_the_runs_of_a_sweep_know_its_plug_ins_by_absolute_paths(image_folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "own.py").write_text("")
-    (tmp_path / "own.yaml").write_text("PLUGINS: [./own.py]\n")
-    words = ["--cfg", str(tmp_path / "own.yaml"), "OPTIM.BASE_LR=0.1,0.2", *fixed_options(image_folder)]
-    plan = plan_sweep(*parse_args("sweep", [*words, "OUT_DIR", str(tmp_path / "out")]))
-    command = plan.job(0, 3, 1).command
-    assert command[command.index("PLUGINS") + 1] == f"['{tmp_path}/own.py']"
+@pytest.mark.slow
+def test_processes_join_a_sweep_and_continue_the_run_of_a_killed_one(start, image_folder, tmp_path):
+    words = (
+        LR,
+        *fixed_options(image_folder, "MODEL.KWARGS.width", 4, "OPTIM.MAX_EPOCH", 6),
+        "--trials",
+        "3",
+        "--asha",
+        "2",
+    )
+    out = tmp_path / "out"
+    first = start(out, *words)
+    wait_for(lambda: (out / "trial_000/seed_3/metrics.jsonl").exists())
+    second = start(out, *words)
+    wait_for(lambda: (out / "trial_001/seed_3/metrics.jsonl").exists())
+    first.kill()
+    assert second.wait(timeout=RESULT_S) == 0, second.stdout.read()
+    rows = json.loads((out / "sweep_results.json").read_text())["rows"]
+    assert len(rows) == 3 and all(row["status"] in ("paused", "finished") for row in rows)
 
 
-def test_a_run_that_the_system_does_not_start_is_reported_as_that(image_folder, tmp_path, monkeypatch):
-    def refuse(*args, **options):
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
-    monkeypatch.setattr(executors, "start_child", refuse)
-    words = ["OPTIM.BASE_LR=0.1,0.2", *map(str, fixed_options(image_folder)), "OUT_DIR", str(tmp_path / "out")]
-    (problem,) = problems_of(sweep, "sweep", words)
-    assert problem.startswith(f"OUT_DIR: a run in {tmp_path / 'out'} cannot be started: Resource temporarily")
-
-
-def test_the_output_of_a_run_is_not_written_through_a_link(tmp_path):
-    (tmp_path / "victim").write_text("mine")
-    (tmp_path / "console.log").symlink_to(tmp_path / "victim")
-    with pytest.raises(OSError, match="console.log"):
-        LocalExecutor(1).update([Job(0, 0, 1, tmp_path, (sys.executable, "-c", "print(1)"))])
-    assert (tmp_path / "victim").read_text() == "mine"
+def test_a_signal_between_two_runs_stops_the_sweep(make_plan, monkeypatch):
+    runs = Runs(monkeypatch, good_at)
+    study = Study(make_plan("OPTIM.BASE_LR=0.1,0.2"))
+    runs.objective = lambda lr, epoch: study._stop(signal.SIGTERM) or 5.0
+    with pytest.raises(RunStopped, match="SIGTERM"):
+        study.run()
+    assert len(runs.started) == 1
