@@ -43,7 +43,7 @@ GROUPS = {
         "track": Command("track.track", "send a run to MLflow, W&B or Trackio"),
     },
     "Data": {
-        "doctor": Command("doctor.doctor", "find damaged images, duplicates and wrong labels"),
+        "doctor": Command("doctor.doctor", "find damaged images, duplicates and contradicting labels"),
         "split": Command("split.split", "divide images into training and validation lists"),
         "pack": Command("pack.pack", "store a data set in a few large files, which load faster"),
     },

@@ -401,7 +401,10 @@ def test_options_of_training_alone_are_not_demanded(tmp_path, capsys):
     assert "DATA.MEAN (command line): got" in capsys.readouterr().err
 
 
-def test_images_of_other_channels_and_types_are_verified_as_they_were_packed(tmp_path, capsys):
+@pytest.mark.parametrize("own", [False, True])
+def test_images_of_other_channels_and_types_are_verified_as_they_were_packed(tmp_path, capsys, monkeypatch, own):
+    for name in ("mean", "std") if own else ():  # statistics of the data set's own
+        monkeypatch.setattr(ImageFolder, name, (0.5,) * 5)
     for split in ("train", "val"):
         for number, name in enumerate(("ant", "bee")):
             (tmp_path / "images" / split / name).mkdir(parents=True)

@@ -14,7 +14,7 @@ from support.runs import small_options
 
 from distribuuuu import evaluate
 from distribuuuu.commands.html.history import read_history
-from distribuuuu.commands.html.page import percent
+from distribuuuu.commands.html.page import percent, write_page
 from distribuuuu.commands.main import start_command
 from distribuuuu.commands.report.run_report import read_run
 from distribuuuu.config import load_cfg
@@ -22,6 +22,12 @@ from distribuuuu.config.errors import counted
 from distribuuuu.trainer import train_model
 
 HOSTILE = "<script>alert(1)</script> & 'so' \"on\""
+
+
+def test_names_that_are_not_utf8_are_written(tmp_path):
+    for name, wanted in (("a.csv", b"\xff.jpg"), ("a.html", b"\\udcff.jpg")):
+        write_page(tmp_path / name, "\udcff.jpg")
+        assert (tmp_path / name).read_bytes() == wanted
 
 
 @pytest.fixture(scope="module")
