@@ -353,7 +353,6 @@ def _preserved_state() -> Iterator[None]:
     places: list[tuple[Any, str]] = [
         (cudnn, "benchmark"), (cudnn, "deterministic"), (logger, "handlers"), (logger, "propagate"),
         (SignalState, "current"), (GroupState, "local_rank"), (PIL.Image, "MAX_IMAGE_PIXELS"),
-        (threading, "excepthook"),
     ]  # fmt: skip
     values = [getattr(owner, name) for owner, name in places]
     on, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

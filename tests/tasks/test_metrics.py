@@ -386,6 +386,18 @@ def test_norms_do_not_depend_on_the_processes(alone, small_cfg, words):
             assert two[name] == pytest.approx(norms, rel=1e-3, abs=1e-5), name
 
 
+def test_a_step_whose_gradients_are_not_finite_has_no_norms():
+    """A fused optimizer skips it in its kernel, after the hooks."""
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters())
+    norms = LayerNorms(net, optimizer, lambda: True)
+    for value, names in ((1.0, {"weight", "bias"}), (torch.inf, set()), (1.0, {"weight", "bias"})):
+        net.weight.grad, net.bias.grad = torch.full((1, 2), value), torch.ones(1)
+        optimizer.step()
+        assert norms.pop().get("layer_norms", {}).keys() == names
+        torch.nn.init.ones_(net.weight)
+
+
 def test_norms_are_computed_for_rows_alone_after_clipping_and_change_nothing(small_cfg, tmp_path, monkeypatch):
     due, begin = [], LayerNorms._begin
     words = ("TRAIN.PRINT_FREQ", 3, "TRAIN.AMP", "bf16", "OPTIM.CLIP_NORM", 0.01, "MODEL.KWARGS.width", 8)
