@@ -66,7 +66,7 @@ setup(
     ],
     packages=find_packages(include=["distribuuuu", "distribuuuu.*"]),
     package_dir={"": "."},  # makes an editable install a path, so that no folder of the same name hides the package
-    package_data={"distribuuuu": ["**/templates/*"]},
+    package_data={"distribuuuu": ["**/templates/*", "**/*.zip"]},
     cmdclass={"build_py": BuildWithFiles},
     entry_points={"console_scripts": ["distribuuuu = distribuuuu.commands.main:main"]},
     python_requires=">=3.10",

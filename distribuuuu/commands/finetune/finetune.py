@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from distribuuuu.commands.finetune.clothes import NAME, unpack_clothes
 from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
 from distribuuuu.commands.output import check_out, stop_with
 from distribuuuu.commands.scan.data_config import read_data_cfg
@@ -19,6 +20,7 @@ _DESCRIPTION = """Make the best classifier of your images that some minutes allo
 the features of a published backbone, fine-tune all of it from there, keep what
 is best on validation images, and test it once.
 
+  %(prog)s clothes                   400 photographs that come with the package
   %(prog)s my_images                 CLASS/IMAGE or SPLIT/CLASS/IMAGE below it
   %(prog)s my_images --minutes 20 --backbone timm/convnext_tiny --out exp/mine
   %(prog)s photos.csv DATA.TABLE.path file OPTIM.BASE_LR 5e-5
@@ -52,6 +54,8 @@ def prepare(parser: CommandParser, args: Sequence[str]) -> argparse.Namespace:
         problems.append(Problem(COMMAND_LINE, f"got {' '.join(rest)}; expected FOLDER and KEY VALUE pairs"))
     else:
         problems += read_data_cfg(None, rest)[1]
+    if str(flags.folder) == NAME and not flags.folder.exists():
+        flags.folder = unpack_clothes()
     if not flags.folder.exists():
         problems.append(Problem(*missing_root("FOLDER", flags.folder, "CLASS/IMAGE or SPLIT/CLASS/IMAGE")))
     if problems:
