@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from distribuuuu.checkpoint.io import load_state_dict, read_checkpoint
-from distribuuuu.checkpoint.weights_files import find_best
+from distribuuuu.checkpoint.manager import CheckpointManager
+from distribuuuu.checkpoint.weights_files import best_state_dict
 from distribuuuu.config import Config
 from distribuuuu.config.config_node import changed
 from distribuuuu.data.batch import Batch
@@ -37,10 +38,13 @@ def interpolate(probe: Tensors, tuned: Tensors, share: float) -> Tensors:
 
 
 def read_tuned(cfg: Config) -> Tensors:
-    """Return the best weights of the training, of their moving average if there is one."""
-    path = find_best(cfg.OUT_DIR)
-    assert path, cfg.OUT_DIR  # a finished training has evaluated an epoch
-    return read_checkpoint(path)["state_dict"]
+    """Return the last weights of the training, of their moving average if there is one.
+
+    With a rate that falls to 0, they are the best ones; the best epoch on few images would be a matter of chance.
+    """
+    path = CheckpointManager(cfg.OUT_DIR).find_latest()
+    assert path, cfg.OUT_DIR  # the training is finished
+    return best_state_dict(read_checkpoint(path))
 
 
 def compare(cfg: Config, probe: Tensors, tuned: Tensors) -> dict[str, Any]:

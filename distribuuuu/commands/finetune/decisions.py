@@ -1,8 +1,9 @@
 """Decisions and measurements of a fine-tuning, stored when they are made: a rerun repeats none and takes the same."""
 
+import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +36,21 @@ class Decisions:
             raise ConfigError(f"--out: {reason}; fix: name another folder, or remove this one")
 
     def once(self, name: str, decide: Callable[[], Any]) -> Any:
-        """Return a decision as JSON; it is made and stored at the first call.
-
-        Raises:
-            ConfigError: it cannot be stored.
-        """
+        """Return a decision as JSON; it is made and stored at the first call."""
         if name not in self.content:
             content = {**self.content, name: decide()}
-            try:
-                with replacing(self.path, "w", encoding="utf-8") as file:
-                    file.write(json.dumps(content, indent=1) + "\n")
-            except OSError as error:
-                raise cannot_write(self.path, error) from error
+            with replacing(self.path, "w", encoding="utf-8") as file:
+                file.write(json.dumps(content, indent=1) + "\n")
             self.content = json.loads(json.dumps(content))
         return self.content[name]
 
 
-def cannot_write(path: Path, error: OSError) -> ConfigError:
-    """Return the error of a file that cannot be written."""
-    fix = "make room or name another folder, then rerun the same command: finished stages are kept"
-    return ConfigError(f"--out: {error.filename or path} cannot be written: {error.strerror or error}; fix: {fix}")
+@contextlib.contextmanager
+def explaining_disk(out: Path) -> Iterator[None]:
+    """Raise an error of a file in the block as ConfigError: a full disk, a folder that is not writable."""
+    try:
+        yield
+    except OSError as error:
+        fix = "make room or name another folder, then rerun the same command: finished stages are kept"
+        reason = f"{error.filename or out} cannot be used: {error.strerror or error}"
+        raise ConfigError(f"--out: {reason}; fix: {fix}") from error

@@ -41,6 +41,7 @@ def embed(prog: str, args: list[str]) -> int:
 
     files = list_images(flags.paths)
     tune_malloc()
+    from distribuuuu.commands.finetune.decisions import explaining_disk
     from distribuuuu.commands.finetune.feature_file import compute_features, describe, write_features
     from distribuuuu.inference.load_run import find_run
     from distribuuuu.records.run_log import progress
@@ -48,10 +49,12 @@ def embed(prog: str, args: list[str]) -> int:
     run = find_run(flags.run, flags.cfg, flags.overrides)
     print(printable(run.describe()), file=sys.stderr)
     left = "finished images are kept: rerun the same command to resume"
-    with handled_by(stop_with(left)), progress(None, "embed", len(files), unit="image") as bar:
-        found = compute_features(run, files, out, flags.workers, bar)
-    write_features(out, found, [os.path.basename(os.path.dirname(path)) for path in files], describe(run))
-    out.with_name(f"{out.name}.partial").unlink(missing_ok=True)
+    labels = [os.path.basename(os.path.dirname(path)) for path in files]
+    with handled_by(stop_with(left)), explaining_disk(out):
+        with progress(None, "embed", len(files), unit="image") as bar:
+            found = compute_features(run, files, out, flags.workers, bar)
+        write_features(out, found, labels, describe(run))
+        out.with_name(f"{out.name}.partial").unlink(missing_ok=True)
     for path, cause in found.broken.items():
         print(printable(f"broken image: {path}: {cause}"), file=sys.stderr)
     num, dim = len(files) - len(found.broken), found.rows.shape[1]

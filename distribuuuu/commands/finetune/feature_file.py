@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from distribuuuu.checkpoint.manager import hash_tensors
-from distribuuuu.commands.finetune.decisions import cannot_write
 from distribuuuu.config import ConfigError
 from distribuuuu.files.atomic_file import open_for_writing, replacing
 from distribuuuu.files.locks import lock_file
@@ -51,10 +50,7 @@ class PartialFeatures:
 
     def __init__(self, out: Path, job: str):
         self.path = out.with_name(f"{out.name}.partial")
-        try:
-            self._file = open_for_writing(self.path, "a+b", buffering=0)
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
+        self._file = open_for_writing(self.path, "a+b", buffering=0)
         if not lock_file(self._file.fileno(), timeout_s=0.0):
             raise ConfigError(f"--out: another process writes {self.path}; fix: wait for it, or name another file")
         self.chunks, header = list[Chunk](), json.dumps(job).encode() + b"\n"
@@ -78,17 +74,12 @@ class PartialFeatures:
         self.chunks.append((data, broken))
 
     def _append(self, content: bytes) -> None:
-        try:
-            while content:
-                content = content[self._file.write(content) :]
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
+        while content:
+            content = content[self._file.write(content) :]
 
-    def close(self, removes: bool = False) -> None:
+    def close(self) -> None:
         """Release the lock."""
         self._file.close()
-        if removes:
-            self.path.unlink(missing_ok=True)
 
 
 def _read_chunks(content: bytes, start: int) -> Iterator[tuple[Chunk, int]]:
@@ -108,7 +99,7 @@ def compute_features(run: LoadedRun, files: Sequence[str], out: Path, workers: i
     """Return the features of image files, resumed from the partial file of `out`, which stays for `finish`.
 
     Raises:
-        ConfigError: the features on disk are those of another job, or cannot be written.
+        ConfigError: the features on disk are those of another job.
     """
     images, spans = UnlabeledImages(list(files)), list_spans(len(files), CHUNK)
     partial = PartialFeatures(out, hash_job(run, files))
@@ -143,24 +134,21 @@ def write_features(out: Path, found: Features, labels: Sequence[str], meta: dict
     """Write the features, paths and labels of the images that are not broken as .npz or .parquet.
 
     Raises:
-        ConfigError: the file cannot be written, or pyarrow is missing.
+        ConfigError: pyarrow is missing.
     """
     kept = [index for index, path in enumerate(found.path) if path not in found.broken]
     rows, names = found.rows[kept], [found.path[index] for index in kept]
     classes, text = [labels[index] for index in kept], json.dumps(meta, sort_keys=True)
+    if out.suffix == ".npz":
+        arrays = {"path": np.array(names), "label": np.array(classes), "features": rows, "meta": np.array(text)}
+        write_npz(out, arrays)
+        return
     try:
-        if out.suffix == ".npz":
-            arrays = {"path": np.array(names), "label": np.array(classes), "features": rows, "meta": np.array(text)}
-            write_npz(out, arrays)
-            return
-        try:
-            import pyarrow as pa
-            from pyarrow import parquet
-        except ImportError as error:
-            raise ConfigError(f"--out: {out} needs pyarrow; fix: pip install pyarrow, or name a .npz file") from error
-        flat = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
-        table = pa.table({"path": names, "label": classes, "features": flat})
-        with replacing(out) as file:
-            parquet.write_table(table.replace_schema_metadata({"distribuuuu": text}), file)
-    except OSError as error:
-        raise cannot_write(out, error) from error
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ConfigError(f"--out: {out} needs pyarrow; fix: pip install pyarrow, or name a .npz file") from error
+    flat = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
+    table = pa.table({"path": names, "label": classes, "features": flat})
+    with replacing(out) as file:
+        parquet.write_table(table.replace_schema_metadata({"distribuuuu": text}), file)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from distribuuuu.checkpoint.manager import write_atomically
 from distribuuuu.checkpoint.weights_files import RAW, best_paths
-from distribuuuu.commands.finetune.decisions import cannot_write
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.config_node import changed, iter_options
 from distribuuuu.data.seeding import derive_seed, seed_cpu
@@ -104,10 +103,7 @@ def write_probe(folder: Path, probe: Probe, run: LoadedRun) -> Path:
     """Write the head as the file that FINETUNE.HEAD names."""
     path = folder / PROBE_FILE
     tensors = {"weight": probe.weight, "bias": probe.bias}
-    try:
-        write_atomically(path, {"state_dict": tensors, "classes": list(run.classes), "arch": run.cfg.MODEL.ARCH})
-    except OSError as error:
-        raise cannot_write(path, error) from error
+    write_atomically(path, {"state_dict": tensors, "classes": list(run.classes), "arch": run.cfg.MODEL.ARCH})
     return path
 
 
@@ -117,9 +113,5 @@ def write_model(cfg: Config, tensors: dict[str, Tensor], classes: Sequence[str],
     config = dict(iter_options(cfg))
     content = {"epoch": 0, "arch": cfg.MODEL.ARCH, "seed": cfg.RNG_SEED, "classes": list(classes), "config": config,
                "weights": RAW, "finetune": facts, "state_dict": tensors}  # fmt: skip
-    path = best_paths(cfg.OUT_DIR)[RAW]
-    try:
-        write_atomically(path, content)
-        write_config(cfg)
-    except OSError as error:
-        raise cannot_write(path, error) from error
+    write_atomically(best_paths(cfg.OUT_DIR)[RAW], content)
+    write_config(cfg)

@@ -1,10 +1,10 @@
 """Recipe of a fine-tuning: options by the kind of the backbone, the number of images, and the minutes that are left.
 
-Sources: AutoGluon's MultiModalPredictor (AdamW 1e-4, layer decay 0.9, cosine, 20 epochs); MAE (arXiv 2111.06377) and
-DINOv2 (arXiv 2304.07193): layer decay 0.65 to 0.75 for transformers; BiT (arXiv 1912.11370): neither mixup nor strong
-augmentation for few images; LP-FT (arXiv 2202.10054): start from the head of the probe, with a low rate; statistics of
-batch norm are kept, as those of 32 images are noisy (big transfer uses group norm for that reason); lower layers are
-frozen for few images, as in surgical fine-tuning (arXiv 2210.11466), which also saves much of the time on a CPU.
+Sources: AutoGluon's MultiModalPredictor (AdamW 1e-4, layer decay 0.9, cosine, 20 epochs, TrivialAugment); MAE (arXiv
+2111.06377) and DINOv2 (arXiv 2304.07193): layer decay 0.65 to 0.75 for transformers; BiT (arXiv 1912.11370): no mixup
+for few images; LP-FT (arXiv 2202.10054): start from the head of the probe, with a low rate. The statistics of batch
+norm are kept, as those of 32 images are noisy. For few images, lower layers are frozen, as in surgical fine-tuning
+(arXiv 2210.11466), which also saves much of the time on a CPU.
 """
 
 import math
@@ -66,6 +66,7 @@ def build_recipe(model: nn.Module, num_images: int, epochs: int) -> dict[str, An
         "TRAIN.PATIENCE": max(5, epochs // 2),
         "DATA.CROP": "resized",
         "DATA.CROP_SCALE": [0.35, 1.0],
+        "AUG.POLICY": "trivialaugment",
         "LOSS.LABEL_SMOOTHING": 0.1,
         "FINETUNE.FREEZE": [*lower, *norms],
         "EMA.HALF_LIFE": float(num_images),

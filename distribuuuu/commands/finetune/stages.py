@@ -1,11 +1,10 @@
 """Stages of a fine-tuning, from images to a tested model. Each is stored when it is finished, and not repeated."""
 
-import contextlib
 import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from distribuuuu.checkpoint.weights_files import RAW, best_paths
 from distribuuuu.commands.finetune.backbones import backbone_options, default_backbone, license_of
 from distribuuuu.commands.finetune.choose import compare, interpolate, name_of, read_tuned, scale_head
 from distribuuuu.commands.finetune.data import PARTS, divide, hash_images, list_sources
-from distribuuuu.commands.finetune.decisions import Decisions, cannot_write
+from distribuuuu.commands.finetune.decisions import Decisions, explaining_disk
 from distribuuuu.commands.finetune.feature_file import compute_features
 from distribuuuu.commands.finetune.head import Part, Probe, fit_probe, open_backbone, set_head, write_model, write_probe
 from distribuuuu.commands.finetune.recipe import build_recipe, choose_epochs, find_kind, measure_epoch
@@ -27,10 +26,11 @@ from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.build_transform import statistics_of
 from distribuuuu.engine.auto_batch_size import in_fresh_process
+from distribuuuu.engine.build import make_out_dir
 from distribuuuu.engine.fast_mode import find_fast_mode
 from distribuuuu.engine.preflight import resolve_cfg
+from distribuuuu.engine.run_lock import lock_out_dir
 from distribuuuu.files.atomic_file import replacing
-from distribuuuu.files.locks import lock_file
 from distribuuuu.files.untrusted import printable
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.launch.nproc import run_processes
@@ -62,7 +62,8 @@ def run_stages(flags: Namespace) -> dict[str, Any]:
     job = {"images": hash_images(images), "backbones": backbones, "minutes": flags.minutes, "options": flags.overrides,
            "groups": flags.group_by, "seed": flags.seed, "version of torch": torch.__version__,
            "fine-tuning": not flags.probe_only}  # fmt: skip
-    with locked(out):
+    make_out_dir(str(out))
+    with lock_out_dir(out), explaining_disk(out):
         decisions = Decisions(out, job)
         data = decisions.once("data", lambda: split_images(flags, images, parts))
         say(*data["notes"])
@@ -78,20 +79,6 @@ def run_stages(flags: Namespace) -> dict[str, Any]:
         sizes = {part: len(data["parts"][part]) for part in PARTS}
         say(*format_choice(result, found[chosen], sizes), *next_commands(out, TRAINING))
         return decisions.content
-
-
-@contextlib.contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Create the folder, and lock it against other fine-tunings for the block."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        file = open(out / ".finetune.lock", "ab")
-    except OSError as error:
-        raise cannot_write(out, error) from error
-    with file:
-        if not lock_file(file.fileno(), timeout_s=0.0):
-            raise ConfigError(f"--out: another process fine-tunes in {out}; fix: wait for it, or name another folder")
-        yield
 
 
 def split_images(flags: Namespace, images: Images, parts: dict[str, list[int]]) -> dict[str, Any]:
@@ -132,7 +119,7 @@ class Candidate:
         image_s = mode["image_s"]
         mode = {key: mode[key] for key in ("MODEL.CHANNELS_LAST", "TRAIN.AMP") if key not in self.own}
         self.words += [str(word) for pair in mode.items() for word in pair]
-        self.backbone = open_backbone(changed(self.cfg, mode), self.images.classes, self.name)
+        self.backbone = replace(plain, cfg=changed(self.cfg, mode))
         files = [str(self.images.folder / self.images.names[index]) for part in PARTS for index in self.parts[part]]
         out = self.flags.out / f"features_{list(decisions.content).index(f'{self.key}: mode')}"
         with progress(None, "features", len(files), unit="image") as bar:
