@@ -77,20 +77,6 @@ def test_runs_that_are_killed_resume_bitwise_on_an_empty_machine(store, sixty_im
     assert_same_run(undisturbed, folder)
 
 
-def test_a_store_that_is_down_for_a_while_changes_nothing(store, sixty_images, undisturbed):
-    process = start(sixty_images)
-    folder = local_folder(URL)
-    wait_for(lambda: os.path.exists(f"{folder}/checkpoints"), timeout_s=60)
-    store.stop()
-    time.sleep(5)
-    store.start()
-    finish(process)
-    assert_same_run(undisturbed, folder)
-    shutil.rmtree(folder)
-    finish(start(sixty_images))
-    assert_same_run(undisturbed, folder)
-
-
 def test_a_store_that_stays_down_is_reported_by_status_and_last_line(store, sixty_images, undisturbed):
     process, folder = start(sixty_images, before=IMPATIENT), local_folder(URL)
     wait_for(lambda: os.path.exists(f"{folder}/checkpoints"), timeout_s=60)
@@ -102,6 +88,9 @@ def test_a_store_that_stays_down_is_reported_by_status_and_last_line(store, sixt
     finally:
         store.start()
     finish(start(sixty_images))
+    shutil.rmtree(folder)
+    finish(start(sixty_images))
+    assert_same_run(undisturbed, folder)
 
 
 @pytest.mark.parametrize("num", [1, 2])

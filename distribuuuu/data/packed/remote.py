@@ -62,12 +62,22 @@ class RemotePack:
         return [f"{sizes} repeatedly, and with DATA.SHUFFLE blocks once"] if size > limit else []
 
     def _load_index(self, path: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        start = self._fetch(path, 0, packed_format.HEADER_SIZE)
+        start, limit = self._fetch(path, 0, packed_format.HEADER_SIZE), self._cache.max_bytes
+        if start.size >= KEPT * limit:
+            sizes = f"got {limit / 1e9:g}; expected room for the {start.size:,} bytes of {path}"
+            raise ConfigError(f"DATA.CACHE_GB: {sizes}; fix: raise it")
+
+        def find_change(part: Part) -> str:
+            return "" if (part.size, part.version) == (start.size, start.version) else _CHANGED
+
+        def download() -> bytes:
+            ranges = ((first, min(first + _CHUNK, start.size)) for first in range(0, start.size, _CHUNK))
+            return b"".join(self._fetch(path, *ends, find_change).data for ends in ranges)
+
         version = hashlib.sha256(f"{start.version} {start.size}".encode()).hexdigest()[:16]
         folder, name, problem = self._cache.folder / self._key / version, f"{self._key}/{version}/{INDEX}", ""
         for _ in range(MAX_WRONG):  # a byte may be wrong, and a copy be damaged, or be evicted by another process
-            if not (folder / INDEX).exists():
-                self._store_index(path, name, start)
+            self._cache.fetch(name, download)
             if not self._cache.is_writable:
                 raise ConfigError(f"DATA.CACHE_DIR: {folder} has no space for the index; fix: free some space")
             try:
@@ -80,20 +90,6 @@ class RemotePack:
                 problem = str(error)
             self._cache.drop(name)
         raise RemoteError(f"{path} is corrupt: {problem}; fix: pack the data again")
-
-    def _store_index(self, path: str, name: str, start: Part) -> None:
-        """Copy an index into the cache."""
-        size = start.size
-        if size >= KEPT * self._cache.max_bytes:
-            limit = f"got {self._cache.max_bytes / 1e9:g}; expected room for the {size:,} bytes of {path}"
-            raise ConfigError(f"DATA.CACHE_GB: {limit}; fix: raise it")
-
-        def find_change(part: Part) -> str:
-            return "" if (part.size, part.version) == (size, start.version) else _CHANGED
-
-        ranges = ((first, min(first + _CHUNK, size)) for first in range(0, size, _CHUNK))
-        parts = (self._fetch(path, *ends, find_change).data for ends in ranges)
-        self._cache.fetch(name, lambda: b"".join(parts))
 
     def _check_shard(self, number: int) -> str:
         """Return the version of a shard; raise RemoteError if it is missing or of another pack."""

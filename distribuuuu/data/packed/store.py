@@ -237,32 +237,25 @@ class _Reader(NamedTuple):
 
 
 _reader: _Reader | None = None
-_thread = threading.local()  # the connection of each thread, and what it belongs to
 
 
 def _read_in_child(request: tuple[Any, ...], wait_s: float) -> Part:
     """Return what `read_range` does; raise OSError after `wait_s`, or if the child process has ended."""
     global _reader
-    if _reader is None or _reader.env != os.environ:  # credentials may be set later
-        if _reader and _reader.process.stdin:
-            _reader.process.stdin.close()
+    reader = _reader  # another thread may replace it
+    if reader is None or reader.env != os.environ:  # credentials may be set later
+        if reader and reader.process.stdin:
+            reader.process.stdin.close()
         process = start_python("-c", f"from {__name__} import serve; serve()")
         assert process.stdout, "it is a pipe"
-        _reader = _Reader(process, {**os.environ}, process.stdout.readline().decode().strip())
-    owner = os.getpid(), _reader.address
+        reader = _reader = _Reader(process, {**os.environ}, process.stdout.readline().decode().strip())
     try:
-        connection = _thread.connection if getattr(_thread, "owner", None) == owner else Client(_reader.address)
-        _thread.owner = None  # after an interruption, the late answer is not that of the next request
-        connection.send(request)
-        if not connection.poll(max(0.0, wait_s)):
-            raise TimeoutError("no complete answer in time")
-        answer = connection.recv()
-    except TimeoutError:
-        raise
+        with Client(reader.address) as connection:
+            connection.send(request)
+            answer = connection.recv() if connection.poll(max(0.0, wait_s)) else TimeoutError("no answer in time")
     except (OSError, EOFError) as error:
-        _reader = None
+        _reader = None if _reader is reader else _reader
         raise OSError(f"the reading process has ended: {error}") from error
-    _thread.connection, _thread.owner = connection, owner
     if isinstance(answer, Exception):
         raise answer
     return answer
@@ -285,7 +278,7 @@ def limit_memory() -> None:
 
 
 def serve() -> None:
-    """Read for other processes, each thread of which has a connection, until all that hold the input have ended."""
+    """Read for other processes, with a connection for each request, until all that hold the input have ended."""
     ignore_signals()
     limit_memory()
     threading.stack_size(STACK_BYTES)
@@ -303,11 +296,10 @@ def _accept(listener: Listener) -> None:
 
 
 def _answer(connection: Connection) -> None:
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            request = connection.recv()
-            try:
-                answer: Part | Exception = read_range(*request)
-            except (RemoteError, OSError) as error:
-                answer = type(error)(str(error))
-            connection.send(answer)
+    with contextlib.suppress(EOFError, OSError), connection:
+        request = connection.recv()
+        try:
+            answer: Part | Exception = read_range(*request)
+        except (RemoteError, OSError) as error:
+            answer = type(error)(str(error))
+        connection.send(answer)

@@ -3,7 +3,6 @@
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support.batches import assert_same_batches, batches_of
 from support.commands import command_module, run_command
@@ -69,23 +68,6 @@ def test_the_batches_of_an_uploaded_pack_are_those_of_the_local_one(store, packe
             remote = batches_of(cfg_of(URL, tmp_path, *words, "DATA.CACHE_DIR", tmp_path / kind), train)
             assert_same_batches(remote, batches_of(cfg_of(packed, tmp_path, *words), train))
         assert len([path for path in (tmp_path / kind).rglob("*") if path.name.isdigit() and path.is_file()]) > 10
-
-
-def test_a_replaced_object_is_reported_and_never_mixed_in(store, packed, tmp_path):
-    images = Packed(URL, "train", None, str(tmp_path / "cache"), 1.0, 30.0)
-    local, shard, bucket = Packed(packed, "train"), f"{URL}/train/shard-00001.bin", files()
-    content = bytearray(bucket.get("train/shard-00001.bin").bytes())
-    last = int(np.flatnonzero(local.columns["shard"] == 1)[-1])
-    content[-1] ^= 1
-    bucket.put("train/shard-00001.bin", bytes(content))
-    assert f"{shard} has changed since" in (found := message_of(images.read, last)) and "version" in found
-    begin = time.monotonic()
-    bucket.put("train/shard-00001.bin", bytes(content[:80]))
-    assert f"{shard}: it ends before" in message_of(images.read, last)
-    bucket.delete("train/shard-00001.bin")
-    assert f"{shard}: no such object" in message_of(images.read, last)
-    assert time.monotonic() - begin < 10  # at once
-    assert bytes(images.read(0)) == bytes(local.read(0))
 
 
 def test_missing_objects_and_refused_access_are_reported_before_training(store, tmp_path):
