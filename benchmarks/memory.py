@@ -90,7 +90,7 @@ def peak_memory(device: torch.device, result: dict) -> Iterator[None]:
 def take_steps(cfg, args: argparse.Namespace, device: torch.device) -> tuple[list[float], int]:
     """Train for some steps; return the seconds of all but the first, and the number of parameters."""
     torch.manual_seed(0)
-    model = build_model(cfg, False)
+    model = build_model(cfg)
     if cfg.MODEL.ACT_CHECKPOINT:
         recompute_blocks(model)
     num_parameters = count_parameters(model)

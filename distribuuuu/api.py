@@ -266,7 +266,7 @@ def _find_config(run: Any) -> tuple[str | Config, list[str]]:
         run = find_run(run)
     if hasattr(run, "cfg"):
         is_file = os.path.isfile(run.source)
-        return run.cfg, ["MODEL.WEIGHTS", run.source] if is_file else ["MODEL.PRETRAINED", "True"]
+        return run.cfg, [*(() if is_file else ("MODEL.ARCH", run.source)), "MODEL.WEIGHTS", run.source]
     path = Path(run.out_dir if isinstance(run, TrainResult) else run)
     if not path.is_dir() and (path.suffix in (".yaml", ".yml") or not path.is_file()):
         return str(path), []

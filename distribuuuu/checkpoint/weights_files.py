@@ -15,8 +15,6 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import get_value
 
 RAW = "raw"
-# Value of an option that selects the weights published by timm or torchvision instead of a file.
-PUBLISHED = "pretrained"
 # File names of weights in a model's repository on the Hugging Face Hub, in the order of preference.
 HUB_NAMES = ("model.safetensors", "pytorch_model.bin")
 

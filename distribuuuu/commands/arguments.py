@@ -14,6 +14,7 @@ from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.locate import FoundConfig
+from distribuuuu.config.model_names import is_published
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg
 from distribuuuu.config.run_files import RESULTS, local_run, url_of
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
@@ -92,6 +93,8 @@ def expand_run(words: list[str]) -> tuple[str, list[str]]:
     With an OUT_DIR of their own, the results are written there, unless that is another run's.
     """
     words = [local_run(words[i]) if i == 0 or words[i - 1] == "OUT_DIR" else words[i] for i in range(len(words))]
+    if len(words) % 2 and is_published(words[0]):
+        return "", ["MODEL.ARCH", words[0], "MODEL.WEIGHTS", words[0], *words[1:]]
     is_path = words and os.path.exists(words[0])
     is_key = words and re.fullmatch(r"[A-Z_]+(\.\w+)*", words[0])
     if not is_path and (is_key or len(words) % 2 == 0):

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import did_you_mean
+from distribuuuu.config.model_names import is_published
 from distribuuuu.config.run_files import BEST_NAMES, RUN_FILES, find_path_problem, local_folder
 from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.signals import STATUS_OF
 
-EXPECTED = "the OUT_DIR of a run, a checkpoint, an exported folder, or timm/NAME"
+EXPECTED = "the OUT_DIR of a run, a checkpoint, an exported folder, or a backbone such as timm/NAME"
 # Values of --format, and the columns of a text.
 FORMATS = ("text", "json")
 WIDTH = 80
@@ -44,7 +45,7 @@ def check_out_file(out: Path) -> None:
 def check_run(run: str) -> None:
     """Raise ConfigError, without torch, if the argument RUN is a missing path, or a folder without a trained model."""
     path = Path(local_folder(run)).expanduser()
-    if path.is_file() or str(path) != run and not path.exists() or run.startswith("timm/"):
+    if path.is_file() or str(path) != run and not path.exists() or is_published(run):
         return
     if not path.exists() and (os.sep in run or "." in run):
         beside = os.listdir(path.parent) if path.parent.is_dir() else []

@@ -18,6 +18,7 @@ from distribuuuu.config.derived import (
     training_crop,
 )
 from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mean
+from distribuuuu.config.model_names import is_published, names_backbone
 from distribuuuu.config.options import IMAGENET_CLASSES, OPTIONS
 from distribuuuu.config.registry import BUILT_IN_TASKS, OPTIMIZERS, SETTINGS, dataset_class
 from distribuuuu.config.run_files import find_name_problem, find_path_problem, url_of
@@ -201,7 +202,8 @@ def _task_and_loss(cfg: Config) -> Iterator[Conflict]:
         is_between = lowest < threshold < highest or threshold == lowest == 0
         expected = f"expected null, or between {lowest:g} and {highest:g}, the targets with LOSS.LABEL_SMOOTHING"
         yield "LOSS.BCE_TARGET_THRESHOLD", not is_between, f"{expected} {loss.LABEL_SMOOTHING:g}"
-    lacks = cfg.DISTILL.TEACHER and not cfg.DISTILL.WEIGHTS
+    teacher = cfg.DISTILL.TEACHER
+    lacks = teacher and not (cfg.DISTILL.WEIGHTS or is_published(teacher) or names_backbone(teacher))
     yield "DISTILL.WEIGHTS", lacks, "expected the file of the teacher's weights, or pretrained"
     is_own = name not in (AUTO, *BUILT_IN_TASKS)
     is_other = name in BUILT_IN_TASKS and (targets == "labels") != (name == "multilabel")

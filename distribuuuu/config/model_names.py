@@ -36,6 +36,10 @@ _READING_WORDS = {"file", "files", "filename", "path", "paths", "url", "urls", "
 _PLACE = re.compile(r"[/\\]|^~|^[\w-]+:|\.(pth|pt2?|tar|bin|npz|npy|pkl|pickle|ckpt|safetensors)$", re.IGNORECASE)
 # Packages with models, in the order in which a name is looked up.
 SOURCES = ("distribuuuu", "timm", "torchvision")
+# Value of an option that selects the weights published for the architecture.
+PUBLISHED = "pretrained"
+# Beginnings of names of weights, see models/pretrained.py; those of SOURCES are names of architectures too.
+_BACKBONES = ("pypi/", "hf-hub:", "local-dir:")
 # The package and its folder of source files on which each list depends.
 _ORIGINS = {**{source: (source, "models") for source in SOURCES}, "optimizers": ("timm", "optim")}
 
@@ -72,8 +76,20 @@ def _file_of(source: str) -> Path:
         raise ImportError(package)
     root = Path(spec.submodule_search_locations[0]) / folder
     files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in root.glob("*.py"))
-    identity = json.dumps([source, os.fspath(root), files])
+    identity = json.dumps([2, source, os.fspath(root), files])  # 2: with the weights of torchvision
     return cache_folder() / "names" / f"{source}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
+
+
+def is_published(weights: str) -> bool:
+    """Tell whether an option names published weights, not a file or the folder of a run."""
+    has_prefix = weights.startswith((*_BACKBONES, "timm/", "torchvision/"))
+    return weights == PUBLISHED or (has_prefix and not os.path.exists(weights))
+
+
+def names_backbone(arch: str) -> bool:
+    """Tell whether the value of MODEL.ARCH names weights, or is a file or a folder with them, not an architecture."""
+    is_path = os.path.isfile(arch) or (os.sep in arch and os.path.exists(arch))
+    return is_path or arch.startswith(_BACKBONES)
 
 
 def find_model_problems(arch_key: str, arch: str, kwargs_key: str, kwargs: Mapping) -> Iterator[tuple[str, str]]:
@@ -82,6 +98,8 @@ def find_model_problems(arch_key: str, arch: str, kwargs_key: str, kwargs: Mappi
     Nothing is yielded if the names of a source are not cached. The keys are those of the options with the model's name
     and with the arguments of its constructor.
     """
+    if names_backbone(arch):
+        return
     prefix, _, name = arch.rpartition("/")
     found: dict[str, dict[str, list[str] | None]] = {}
     for source in [source for source in SOURCES if prefix in ("", source)] or SOURCES:

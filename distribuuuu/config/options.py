@@ -38,6 +38,8 @@ _C.MODEL.INIT = Option("own", choices=("own", "fan_out", "fan_out_own_norms"), n
 _C.MODEL.SYNCBN = False
 # Checkpoint or state dict with the initial weights (.pth.tar, .pth, .safetensors); null: none.
 _C.MODEL.WEIGHTS = Option(None, of=str, path=True)
+# License of the weights that the model starts with, for the records; empty: what their publisher says.
+_C.MODEL.LICENSE = Option("", hashed=False, recipe=False, compared=False)
 # Training images from which the batch-norm statistics are recomputed before each evaluation; 0: use the moving average.
 _C.MODEL.PRECISE_BN = Option(0, least=0)
 # Activation checkpointing: recompute the activations of each block in the backward pass; less memory, slower.

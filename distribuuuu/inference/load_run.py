@@ -1,4 +1,4 @@
-"""Loading of trained models: a run's folder, a checkpoint, an exported folder, or a name of timm.
+"""Loading of trained models: a run's folder, a checkpoint, an exported folder, or the name of published weights.
 
 An exported folder holds `model.safetensors` and `config.json`. The latter has the format of timm on the Hugging Face
 Hub, or an entry `distribuuuu` with the entries of best.pth.tar except the tensors: `classes`, `config` and `weights`.
@@ -20,6 +20,7 @@ from distribuuuu.config import Config, ConfigError, Problem, get_cfg, load_cfg
 from distribuuuu.config.config_node import changed, get_value
 from distribuuuu.config.errors import counted, did_you_mean, first_few
 from distribuuuu.config.locate import FoundConfig
+from distribuuuu.config.model_names import is_published
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg, split_key
 from distribuuuu.config.registry import dataset_class
@@ -29,15 +30,13 @@ from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import build_images
 from distribuuuu.files.untrusted import MAX_JSON, InvalidFileError, parse_json, read_regular, untrusted
 from distribuuuu.inference.loaded_run import LoadedRun
-from distribuuuu.models.find_architecture import find_architecture
 from distribuuuu.models.preprocessing import follow
 
 logger = logging.getLogger(__name__)
 
-EXPECTED = "the OUT_DIR of a run, a checkpoint, an exported folder, or timm/NAME"
+EXPECTED = "the OUT_DIR of a run, a checkpoint, an exported folder, or a backbone such as timm/NAME"
 # Names of registered entries that a prediction does not need.
 _ONLY_TRAINING = ("LOSS.NAME", "AUG.OPERATIONS", "OPTIM.LR_POLICY", "TRAIN.METRICS", "TEST.METRICS")
-_MAX_SIDE = 8192  # of the images of an export, in pixels
 _CONFIG, _EXPORT_CONFIG, _EXPORT_WEIGHTS = get_cfg().CFG_DEST, "config.json", "model.safetensors"
 
 
@@ -53,7 +52,7 @@ def load_run(
 
     Args:
         run: the OUT_DIR of a run (its best weights; the averaged ones if it has some), a checkpoint, an exported
-            folder, or `timm/NAME` for weights that timm publishes.
+            folder, or the name of published weights, e.g. `timm/NAME`, see models/pretrained.py.
         cfg_file: the config, for weights without one, such as the state dicts of the 2021 distribuuuu.
         overrides: KEY VALUE pairs that change the config, e.g. ("TEST.IM_SIZE", "288").
         device: where to put the model; None: a GPU if there is one.
@@ -82,10 +81,10 @@ def _find_run(name: str, cfg_file: CfgFiles, overrides: Sequence[str]) -> Loaded
         return _open_export(folder, cfg, overrides)
     if path.is_dir():
         return _open_out_dir(path, cfg, overrides)
-    if name.startswith("timm/"):
+    if is_published(name):
         if cfg:
             raise ConfigError(f"--cfg: {name} brings its own config; fix: remove --cfg, and set options as KEY VALUE")
-        return _open_timm(name, overrides)
+        return _open_published(name, overrides)
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     raise ConfigError(f"RUN: no such file or folder: {name}{did_you_mean(path.name, beside)}; expected {EXPECTED}")
 
@@ -123,59 +122,35 @@ def _open_export(folder: Path, cfg: Config | None, overrides: Sequence[str]) -> 
     if not weights.is_file():
         raise ConfigError(f"RUN: {folder} holds {_EXPORT_CONFIG} but no {_EXPORT_WEIGHTS}; fix: export it again")
     with untrusted(path, "config of a model"):
-        settings = parse_json(read_regular(path, MAX_JSON))
-        entries = settings.get("distribuuuu")
-        entries = _timm_entries(settings.get("architecture"), settings) if entries is None else entries
+        entries = parse_json(read_regular(path, MAX_JSON)).get("distribuuuu")
+    if entries is None:
+        entries = _entries_of(f"local-dir:{folder}")
+    with untrusted(path, "config of a model"):
         content = {"weights": RAW, **entries, "state_dict": read_checkpoint(weights)["state_dict"]}
     return _assemble(str(weights), content, folder, cfg, overrides)
 
 
-def _open_timm(name: str, overrides: Sequence[str]) -> LoadedRun:
-    """Return the weights that timm publishes under a name."""
-    import timm
-
-    try:
-        find_architecture(name)
-    except ConfigError as error:
-        raise ConfigError(f"RUN: {error}") from error
-    published = timm.get_pretrained_cfg(name.removeprefix("timm/"))
-    if published is None or not published.has_weights:
-        raise ConfigError(f"RUN: timm publishes no weights for {name}; expected {EXPECTED}")
-    with untrusted(name, "name of a model"):
-        entries = _timm_entries(name.removeprefix("timm/"), {"pretrained_cfg": published.to_dict()})
+def _open_published(name: str, overrides: Sequence[str]) -> LoadedRun:
+    """Return weights by name, see models/pretrained.py."""
+    entries = _entries_of(name)
     run = _assemble(name, {"weights": "published", **entries}, None, None, overrides)
     is_own_head = len(run.classes) == entries["config"]["MODEL.NUM_CLASSES"]
     return replace(run, has_classifier=run.has_classifier and is_own_head)
 
 
-def _timm_entries(arch: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries `classes`, `config` and `has_classifier` of a model described in the format of timm."""
-    from timm.data import ImageNetInfo, infer_imagenet_subset
+def _entries_of(name: str) -> dict[str, Any]:
+    """Return the entries `classes`, `config` and `has_classifier` of published weights."""
+    from distribuuuu.models.pretrained import resolve_backbone
 
-    from distribuuuu.models.pretrained import of_timm
-
-    published = settings.get("pretrained_cfg", settings)
-    num_classes = int(settings.get("num_classes", published["num_classes"]))
-    _, height, width = published["input_size"]
-    crop_pct, mode = published.get("crop_pct", 0.875), published.get("crop_mode", "center")
-    if not max(height, width, height / crop_pct, width / crop_pct) <= _MAX_SIDE:
-        raise ValueError(f"images of more than {_MAX_SIDE} px")
-    if mode != "center" and (crop_pct < 1 or (height != width and mode != "squash")):
-        raise ValueError(f"its crop_mode {mode} of {height} x {width} pixels is not supported")
-    arguments: dict[str, Any] = settings.get("model_args") or {}
-    classes = settings.get("label_names") or published.get("label_names")
-    if not classes and (subset := infer_imagenet_subset({"num_classes": num_classes})):
-        classes = ImageNetInfo(subset).label_descriptions()
-    options = {
-        **{f"MODEL.KWARGS.{key}": value for key, value in arguments.items() if key != "num_classes"},
-        "MODEL.ARCH": f"timm/{arch}",
-        "MODEL.NUM_CLASSES": num_classes,
-        **of_timm(published),
-        "DATA.PIXELS": settings.get("pixels") or "uint8",
-        "TEST.FLIP": bool(settings.get("flip")),
-        "DATA.EXIF_ROTATE": bool(settings.get("exif_rotate")),
-    }
-    return {"classes": list(classes) if classes else None, "config": options, "has_classifier": num_classes > 0}
+    try:
+        backbone = resolve_backbone(name)
+    except ConfigError as error:
+        raise ConfigError(f"RUN: {error}") from error
+    if backbone.problem:
+        raise ConfigError(f"RUN: {backbone.source}: {backbone.problem}")
+    num_classes = backbone.num_classes or 0
+    options = {**backbone.options, "MODEL.ARCH": backbone.arch, "MODEL.NUM_CLASSES": num_classes}
+    return {"classes": backbone.classes, "config": options, "has_classifier": num_classes > 0}
 
 
 # --------------------------------------------------------------------------------- config and classes

@@ -36,6 +36,7 @@ from distribuuuu.inference.forward_chunks import ChunkLoader, UnlabeledImages, l
 from distribuuuu.inference.image_arguments import list_images
 from distribuuuu.launch.host import count_cores
 from distribuuuu.models import build_model
+from distribuuuu.models.finetune import load_weights
 from distribuuuu.optim.precision import build_precision
 from distribuuuu.records.read_results import FILE_NAME, read_results
 from distribuuuu.tasks.base import Task, build_task, has_classes
@@ -166,7 +167,10 @@ class LoadedRun:
         set_backends(self.cfg, self.device)
         # The algorithm must not depend on measurements of the process.
         torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
-        model = self.task.adapt_model(build_model(self.cfg, pretrained=self.state_dict is None))
+        model = build_model(self.cfg)
+        if self.state_dict is None:
+            load_weights(self.cfg, model, self.source, self.classes, "RUN", needs_head=self.has_classifier)
+        model = self.task.adapt_model(model)
         if self.state_dict is not None:
             load_state_dict(model, self.state_dict, self.source)
             restore_task(self.task, self.task_state, self.source, in_training=False)
@@ -230,7 +234,7 @@ class LoadedRun:
             reason = "whose model has no score for each class; fix: define predict_step in the task"
             raise ConfigError(f"TASK.NAME: got {self.cfg.TASK.NAME}, {reason}")
         if not self.has_classifier:
-            fix = f"FINETUNE.WEIGHTS pretrained MODEL.ARCH {self.cfg.MODEL.ARCH}"
+            fix = f"FINETUNE.WEIGHTS {self.source} MODEL.ARCH {self.cfg.MODEL.ARCH}"
             message = f"{self.source} is published without a classifier of these classes: only `probe` can use it"
             raise ConfigError(f"RUN: {message}; fix: train a head first, distribuuuu train {fix} TRAIN.DATASET FOLDER")
 

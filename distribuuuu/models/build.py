@@ -6,35 +6,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint.weights_files import PUBLISHED
 from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.model_names import PUBLISHED, is_published, names_backbone
 from distribuuuu.models.find_architecture import build_model_spec
 
 
-def build_model(cfg, pretrained: bool | None = None) -> nn.Module:
-    """Return the model of MODEL.ARCH: images (N, 3, H, W) of TRAIN.IM_SIZE -> logits (N, NUM_CLASSES).
+def build_model(cfg) -> nn.Module:
+    """Return the model of MODEL.ARCH, randomly initialized: images (N, 3, H, W) -> logits (N, NUM_CLASSES).
 
-    The constructor gets MODEL.KWARGS, and TRAIN.IM_SIZE if it has an image-size parameter that they do not set. With
-    `pretrained` (None: MODEL.PRETRAINED) the model has the published weights; its head is randomly initialized if the
-    classes differ.
+    The constructor gets MODEL.KWARGS, and TRAIN.IM_SIZE if it has an image-size parameter that they do not set.
 
     Raises:
-        ConfigError: an unknown name or keyword, a value that the constructor rejects, or weights that do not exist or
-            cannot be downloaded.
+        ConfigError: an unknown name or keyword, or a value that the constructor rejects.
     """
     try:
-        spec = build_model_spec(cfg)
-        pretrained = cfg.MODEL.PRETRAINED if pretrained is None else pretrained
-        if pretrained:
-            from distribuuuu.models.pretrained import build_pretrained
-
-            model = build_pretrained(spec, _key_of_published(cfg))
-        else:
-            model = spec.build()
-        if cfg.MODEL.INIT != "own" and not pretrained:
-            initialize(model, keep_norms=cfg.MODEL.INIT == "fan_out_own_norms")
+        model = build_model_spec(cfg).build()
     except ConfigError as error:
         raise ConfigError(error.problems, cfg.origins) from error
+    if cfg.MODEL.INIT != "own":
+        initialize(model, keep_norms=cfg.MODEL.INIT == "fan_out_own_norms")
     return model.to(memory_format=torch.channels_last) if cfg.MODEL.CHANNELS_LAST else model
 
 
@@ -67,25 +57,27 @@ def check_model(cfg) -> None:
     """Check everything that `build_model` checks except downloads; the model takes no memory (meta device).
 
     Raises:
-        ConfigError: as `build_model`; or a pattern does not match the model (FINETUNE.FREEZE, FINETUNE.LR_MULT,
-            OPTIM.NO_WEIGHT_DECAY).
+        ConfigError: as `build_model`; the named weights do not exist; or a pattern does not match the model
+            (FINETUNE.FREEZE, FINETUNE.LR_MULT, OPTIM.NO_WEIGHT_DECAY).
     """
     try:
         spec = build_model_spec(cfg)
         model = spec.build_on_meta()
-        if cfg.MODEL.PRETRAINED or cfg.FINETUNE.WEIGHTS == PUBLISHED:
-            from distribuuuu.models.pretrained import find_published
+        weights = cfg.FINETUNE.WEIGHTS or (PUBLISHED if cfg.MODEL.PRETRAINED else "")
+        name = cfg.MODEL.ARCH if weights == PUBLISHED else weights
+        if is_published(weights) and not names_backbone(name):  # those are found when they are read
+            from distribuuuu.models.pretrained import check_backbone
 
-            find_published(spec.arch, _key_of_published(cfg))
+            check_backbone(name, find_weights_key(cfg))
     except ConfigError as error:
         raise ConfigError(error.problems, cfg.origins) from error
     if problems := list(_pattern_problems(cfg, model)):
         raise ConfigError(problems, cfg.origins)
 
 
-def _key_of_published(cfg) -> str:
-    """Return the option that asks for published weights."""
-    return "FINETUNE.WEIGHTS" if cfg.FINETUNE.WEIGHTS == PUBLISHED else "MODEL.PRETRAINED"
+def find_weights_key(cfg) -> str:
+    """Return the option that names the initial weights."""
+    return "FINETUNE.WEIGHTS" if cfg.FINETUNE.WEIGHTS else "MODEL.PRETRAINED"
 
 
 def _pattern_problems(cfg, model: nn.Module | None) -> Iterator[Problem]:

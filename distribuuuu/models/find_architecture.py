@@ -166,7 +166,10 @@ def list_names(source: str) -> dict[str, list[str] | None]:
         deprecated: Callable[[], dict] = getattr(timm.models, "get_deprecated_models", dict)
         return dict.fromkeys([*timm.list_models(), *timm.list_models(include_tags=True), *deprecated()])
     if source == "torchvision":
-        return dict.fromkeys(torchvision.models.list_models(module=torchvision.models))
+        # The classifiers, also with the name of their weights; models for other tasks are in sub-modules.
+        names = torchvision.models.list_models(module=torchvision.models)
+        tags = (f"{name}.{one.name}" for name in names for one in torchvision.models.get_model_weights(name))
+        return dict.fromkeys([*names, *tags])
     own = {name: MODELS.get(name) for name in MODELS.names()}
     keywords = {
         name: _named_parameters(one) for name, one in own.items() if one.__module__.partition(".")[0] in SOURCES
@@ -188,9 +191,7 @@ def _find_constructor(source: str, name: str) -> Constructor | None:
         known = timm.is_model(name) and ("." not in name or name in timm.list_models(include_tags=True))
         return functools.partial(timm.create_model, name) if known else None
     if source == "torchvision":
-        # The classifiers; models for other tasks are in sub-modules.
-        names = torchvision.models.list_models(module=torchvision.models)
-        return torchvision.models.get_model_builder(name) if name in names else None
+        return torchvision.models.get_model_builder(name.partition(".")[0]) if name in list_names(source) else None
     return MODELS.get(name) if name in MODELS else None
 
 

@@ -10,13 +10,15 @@ from torch import nn
 
 from distribuuuu.checkpoint.foreign_files import OrderError, Tensors, match_in_order, strip_wrappers
 from distribuuuu.checkpoint.io import AVERAGE, find_class_mismatch, is_state_dict, read_checkpoint
-from distribuuuu.checkpoint.weights_files import KINDS, PUBLISHED, find_weights_file
+from distribuuuu.checkpoint.weights_files import KINDS, find_weights_file
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
+from distribuuuu.config.model_names import PUBLISHED, is_published
 from distribuuuu.distributed import comm as dist
-from distribuuuu.models.build import build_model
-from distribuuuu.models.head import find_head, initialize_head, layer_of, replace_layers
+from distribuuuu.models.build import build_model, find_weights_key
+from distribuuuu.models.head import find_head, initialize_head, layer_of
 from distribuuuu.models.input_channels import adapt_input
+from distribuuuu.models.pretrained import check_published_head, read_backbone, resolve_backbone
 
 logger = logging.getLogger(__name__)
 
@@ -41,18 +43,9 @@ def _abbreviate(names: list[str]) -> str:
 
 
 def build_finetuned(cfg, classes: Sequence[str]) -> nn.Module:
-    """Return the model with the weights of FINETUNE.WEIGHTS; see `build_initial_model`."""
-    if cfg.FINETUNE.WEIGHTS != PUBLISHED:
-        model = build_model(cfg, pretrained=False)
-        load_weights_file(cfg, model, classes)
-        return model
-    model = dist.local_main_first(lambda: build_model(cfg, pretrained=True))
-    if cfg.FINETUNE.HEAD_RESET:
-        head = find_head(cfg, model)
-        replace_layers(model, build_model(cfg, pretrained=False), head)
-        initialize_head(model, head)
-        names = [name for name in model.state_dict() if layer_of(name) in head]
-        logger.info("FINETUNE.HEAD_RESET: the head is randomly initialized: %s", _abbreviate(names))
+    """Return the model with the weights of FINETUNE.WEIGHTS or MODEL.PRETRAINED; see `build_initial_model`."""
+    model = build_model(cfg)
+    load_weights(cfg, model, cfg.FINETUNE.WEIGHTS or PUBLISHED, classes, find_weights_key(cfg))
     return model
 
 
@@ -83,33 +76,52 @@ def load_head(cfg, model: nn.Module, classes: Sequence[str]) -> None:
     logger.info("the head is that of %s", path)
 
 
-def load_weights_file(cfg, model: nn.Module, classes: Sequence[str]) -> None:
-    """Load the matching tensors of the file FINETUNE.WEIGHTS into a newly built model.
+def load_weights(
+    cfg, model: nn.Module, weights: str, classes: Sequence[str], key: str, needs_head: bool = False
+) -> None:
+    """Load the matching tensors of a file or of published weights into a newly built model. Every process must call it.
+
+    Args:
+        cfg: the config.
+        model: the model of MODEL.ARCH.
+        weights: a name, see models/pretrained.py, or `pretrained`: those of MODEL.ARCH.
+        classes: the classes of the data.
+        key: the option that names the weights.
+        needs_head: the weights are published, and a head of other classes is an error; else it is drawn anew.
 
     Raises:
-        ConfigError: the file does not exist, is damaged, or belongs to another model.
+        ConfigError: the weights do not exist, are damaged, cannot be downloaded, or belong to another model.
     """
-    settings = cfg.FINETUNE
+    settings, name = cfg.FINETUNE, cfg.MODEL.ARCH if weights == PUBLISHED else weights
+    if needs_head:
+        check_published_head(name, classes, key)
     try:
-        path = find_weights_file(settings.WEIGHTS, settings.EMA)
-        content = read_checkpoint(path)
+        if is_published(weights):
+            backbone = resolve_backbone(name)
+            content = dist.local_main_first(lambda: read_backbone(backbone, cfg.MODEL.NUM_CLASSES))
+            path = backbone.source
+        else:
+            path = str(find_weights_file(weights, settings.EMA))
+            content = read_checkpoint(path)
     except ConfigError as error:  # or a CheckpointError
-        raise type(error)(Problem("FINETUNE.WEIGHTS", str(error)), cfg.origins) from error
+        raise type(error)(Problem(key, str(error)), cfg.origins) from error
     averages = [content.get(name) for name in AVERAGES if settings.EMA]
     average = next((tensors for tensors in averages if tensors and is_state_dict(tensors)), None)
     arch = f" of MODEL.ARCH {content['arch']}" if content.get("arch") else ""
+    reset = settings.HEAD_RESET and not needs_head
     try:
         head = find_head(cfg, model)
-        both = (classes, content.get("classes") or ())
-        report, num_missing = load_backbone(model, average or content["state_dict"], head, settings.HEAD_RESET, both)
+        both = (classes, () if needs_head else content.get("classes") or ())
+        report, num_missing = load_backbone(model, average or content["state_dict"], head, reset, both)
     except IncompatibleWeightsError as error:
         problem = f"{path}{arch} does not fit {cfg.MODEL.ARCH}: {error}; fix: set MODEL.ARCH to that of the file"
-        raise ConfigError(Problem("FINETUNE.WEIGHTS", problem), cfg.origins) from error
-    logger.info("fine-tuning from %s%s: %s", path, " (moving average)" if average else "", report)
+        raise ConfigError(Problem(key, problem), cfg.origins) from error
+    logger.info("%s %s%s: %s", "weights:" if needs_head else "fine-tuning from", path,
+                " (moving average)" if average else "", report)  # fmt: skip
     if num_missing:
         logger.warning("%s of the backbone randomly initialized: was the file%s trained with another MODEL.ARCH, "
                        "MODEL.KWARGS or TRAIN.IM_SIZE?", counted(num_missing, "tensor"), arch)  # fmt: skip
-    if not settings.HEAD_RESET and not {*both[0]} & {*both[1]} and (other := find_class_mismatch(content, classes)):
+    if not reset and not {*both[0]} & {*both[1]} and (other := find_class_mismatch(content, classes)):
         logger.warning("the head was trained on other classes: %s; to reset it set FINETUNE.HEAD_RESET True", other)
 
 

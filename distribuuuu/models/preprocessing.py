@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import re
 import shlex
 from collections.abc import Mapping
 from importlib import import_module
@@ -11,11 +12,12 @@ from typing import Any
 
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
-from distribuuuu.checkpoint.weights_files import HUB_NAMES, PUBLISHED, find_card, find_weights_file
+from distribuuuu.checkpoint.weights_files import HUB_NAMES, find_card, find_weights_file
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.config_node import get_value, iter_options
 from distribuuuu.config.json_file import load_json
 from distribuuuu.config.locate import FoundConfig
+from distribuuuu.config.model_names import PUBLISHED, is_published
 from distribuuuu.config.reader import override, read_cfg
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.launch.detect import list_jobs
@@ -25,7 +27,9 @@ _ERRORS = (ConfigError, OSError, LookupError, TypeError, ValueError, ArithmeticE
 STATISTICS = ("DATA.MEAN", "DATA.STD")
 # They follow together: if one is set, the others keep their values.
 SIZES = ("TRAIN.IM_SIZE", "TEST.IM_SIZE", "TEST.CROP_SIZE", "TEST.CROP")
-FOLLOWING = (*STATISTICS, "DATA.INTERPOLATION", "TEST.INTERPOLATION", *SIZES)
+FOLLOWING = (*STATISTICS, "DATA.INTERPOLATION", "TEST.INTERPOLATION", *SIZES, "MODEL.LICENSE")
+# Parts of names of licenses that forbid commercial use: cc-by-nc, Apple's for research (AMLR), those of SEER and SWAG.
+_NON_COMMERCIAL = re.compile(r"\bnc\b|non-?commercial|research|amlr|seer|swag", re.IGNORECASE)
 
 
 def resolve_preprocessing(cfg: Config, weights: str = "") -> Config:
@@ -45,13 +49,15 @@ def resolve_preprocessing(cfg: Config, weights: str = "") -> Config:
     elif weights:
         source = f"{key} {cfg.MODEL.ARCH if weights == PUBLISHED else weights}"
         theirs = read_preprocessing(cfg.MODEL.ARCH, weights, cfg.FINETUNE.EMA)
-        if os.path.isdir(weights) or find_card(weights):
+        if weights != PUBLISHED and (is_published(weights) or os.path.isdir(weights) or find_card(weights)):
             cfg = _take_model(cfg, source, theirs)
         cfg = follow(cfg, source, theirs)
-    if cfg.DISTILL.TEACHER and cfg.DISTILL.WEIGHTS and key != "weights":
-        theirs = read_preprocessing(cfg.DISTILL.TEACHER, cfg.DISTILL.WEIGHTS)
+    if cfg.DISTILL.TEACHER and key != "weights":
+        theirs = read_preprocessing(cfg.DISTILL.TEACHER, cfg.DISTILL.WEIGHTS or PUBLISHED)
         own = {key: _value_of(cfg, key) for key in STATISTICS if key in theirs}
-        _note_differences(cfg, f"DISTILL.WEIGHTS {cfg.DISTILL.WEIGHTS}", theirs, own)
+        source = f"DISTILL.WEIGHTS {cfg.DISTILL.WEIGHTS}"
+        _note_differences(cfg, source, theirs, own)
+        _note_license(cfg, source, theirs.get("MODEL.LICENSE"))
     return cfg
 
 
@@ -91,7 +97,8 @@ def follow(cfg: Config, source: str, theirs: Mapping[str, Any]) -> Config:
         known = {key: value for key, value in known.items() if key not in STATISTICS}
     own = {*cfg.origins, *(SIZES if any(key in cfg.origins for key in SIZES) else ())}
     followed = {key: value for key, value in known.items() if key not in own}
-    given = {key: _value_of(cfg, key) for key in known if key in cfg.origins and key != "DATA.INTERPOLATION"}
+    ignored = ("DATA.INTERPOLATION", "MODEL.LICENSE")
+    given = {key: _value_of(cfg, key) for key in known if key in cfg.origins and key not in ignored}
     if followed:
         cfg = override(cfg, followed, source, FOLLOWING)
         shown = ", ".join(f"{key} {_show(get_value(cfg, key))}" for key in followed)
@@ -100,7 +107,14 @@ def follow(cfg: Config, source: str, theirs: Mapping[str, Any]) -> Config:
         text = f"{source}: it is not known how its images were preprocessed; the options of this config are used"
         cfg.notes.append((logging.INFO, text))
     _note_differences(cfg, source, known, given)
+    _note_license(cfg, source, cfg.MODEL.LICENSE)
     return cfg
+
+
+def _note_license(cfg: Config, source: str, license: object) -> None:
+    if isinstance(license, str) and _NON_COMMERCIAL.search(license):
+        text = f"the license of the weights, {license}, forbids commercial use, also of what is trained from them"
+        cfg.notes.append((logging.WARNING, f"{source}: {text}"))
 
 
 def _value_of(cfg: Config, key: str) -> Any:
@@ -139,8 +153,11 @@ def read_preprocessing(arch: str, weights: str, ema: bool = True) -> Mapping[str
     The weights are `pretrained`, a file, or the folder of a run (with `ema`, the averaged ones) or of a Hub's model.
     """
     try:
-        if weights == PUBLISHED:
-            return import_module("distribuuuu.models.pretrained").read_published(arch)
+        if is_published(weights):
+            found = import_module("distribuuuu.models.pretrained").resolve_backbone(
+                arch if weights == PUBLISHED else weights
+            )
+            return {"MODEL.ARCH": found.arch, **found.options}
         path = find_weights_file(weights, ema)
         config = (read_card(path) or read_checkpoint(path)).get("config")
         return config if isinstance(config, dict) else {}
@@ -162,6 +179,7 @@ def read_card(path: Path) -> dict[str, Any]:
         arguments = settings.get("model_args") or {}
         model |= {f"MODEL.KWARGS.{key}": value for key, value in arguments.items() if key != "num_classes"}
         options = {**model, **import_module("distribuuuu.models.pretrained").of_timm(published)}
+        options["MODEL.LICENSE"] = str(published.get("license") or "")
         return {"config": options, "classes": settings.get("label_names") or published.get("label_names")}
     except _ERRORS:
         return {}

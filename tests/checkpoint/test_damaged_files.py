@@ -175,7 +175,7 @@ def test_loaded_momentum_has_the_strides_of_its_parameter(small_cfg):
     contents, optimizers = [], []
     for memory_format in (torch.channels_last, torch.contiguous_format):
         torch.manual_seed(0)
-        model = build_model(small_cfg(), False).to(memory_format=memory_format)
+        model = build_model(small_cfg()).to(memory_format=memory_format)
         optimizers.append(optimizer := build_optimizer(small_cfg(), model))
         model(torch.randn(4, 3, 16, 16).to(memory_format=memory_format)).sum().backward()
         optimizer.step()

@@ -164,7 +164,7 @@ def measure_parts(cfg) -> dict:
     """Return what one of two processes holds after a step, clipped to 0.5, and what it gives for a checkpoint."""
     with process_group(detect_launch(), CPU, 60):
         torch.manual_seed(0)
-        model = build_parallelize_fn(cfg, CPU)(build_model(cfg, False))
+        model = build_parallelize_fn(cfg, CPU)(build_model(cfg))
         optimizer = build_optimizer(cfg, model)
         model(torch.ones(2, 3, 32, 32)).square().sum().backward()
         if not is_sharded(model):
@@ -196,7 +196,7 @@ def test_each_process_holds_its_part_and_only_the_main_one_gathers(small_cfg, ki
         assert part["norm"] == pytest.approx(0.5, rel=1e-4)
     assert sum(part["momentum"] for part in parts) == parts[0]["all"]
     if kind == "fsdp":
-        assert [part["saved"] for part in parts] == [len(build_model(small_cfg(*words), False).state_dict()), 0]
+        assert [part["saved"] for part in parts] == [len(build_model(small_cfg(*words)).state_dict()), 0]
 
 
 def test_an_optimizer_with_groups_of_its_own_is_refused_by_zero1():
@@ -256,7 +256,7 @@ def test_what_does_not_go_together_is_refused_before_the_start():
 def evaluate_twice(cfg) -> tuple[float, float]:
     """Return the greatest logit before and after the weights of the head are made zero, with a bias of 7."""
     with process_group(detect_launch(), CPU, 60):
-        model = build_parallelize_fn(cfg, CPU)(build_model(cfg, False)).eval()
+        model = build_parallelize_fn(cfg, CPU)(build_model(cfg)).eval()
         found = []
         for _ in range(2):
             with inference(model):
@@ -276,7 +276,7 @@ def test_an_evaluation_sees_what_the_weights_have_become(small_cfg):
 def build_small(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name == "resnet8":
-        return build_model(load_cfg(None, ["MODEL.ARCH", "resnet8", "MODEL.NUM_CLASSES", "5"]), False)
+        return build_model(load_cfg(None, ["MODEL.ARCH", "resnet8", "MODEL.NUM_CLASSES", "5"]))
     drops = {"drop_path_rate": 0.5, "proj_drop_rate": 0.3} if "vit" in name else {"drop_path_rate": 0.5}
     return timm.create_model(name, num_classes=5, **drops, **({"img_size": 32} if "vit" in name else {}))
 

@@ -133,7 +133,7 @@ def timm_folder(tmp_path) -> Path:
     """A folder as timm saves it for the Hugging Face Hub."""
     model = timm.create_model("resnet18", num_classes=3, pretrained_cfg_overlay={
         "mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6), "input_size": (3, 64, 64), "crop_pct": 0.8,
-        "interpolation": "bicubic"})  # fmt: skip
+        "test_input_size": (3, 96, 96), "test_crop_pct": 0.75, "interpolation": "bicubic"})  # fmt: skip
     labels = {"label_names": ["x", "y", "z"]}
     timm.models.save_for_hf(model, str(tmp_path / "hub"), model_config=labels, safe_serialization=True)
     return tmp_path / "hub"
@@ -146,7 +146,8 @@ def test_a_folder_of_timm_is_a_run(timm_folder, named):
     images = torch.randn(2, 3, 64, 64)
     assert torch.equal(run.model(images), other(images)) and run.classes == ("x", "y", "z")
     crop = run.transform.crop
-    assert (crop.resize_to, crop.size, crop.interpolation) == (80, 64, "bicubic")
+    assert (crop.resize_to, crop.size, crop.interpolation) == (128, 96, "bicubic")
+    assert (run.cfg.TRAIN.IM_SIZE, run.cfg.MODEL.LICENSE) == (64, "apache-2.0")
     assert (run.transform.mean, run.transform.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
 
 
@@ -269,7 +270,7 @@ def test_published_weights_of_timm_bring_their_preprocessing_and_class_names(mon
     assert run.weights == "published" and len(run.classes) == 1000 and run.classes[0] == "tench, Tinca tinca"
     published = timm.get_pretrained_cfg("resnet10t")
     crop = run.transform.crop
-    size = published.input_size[-1]
-    assert crop.size == size and crop.resize_to == int(size / published.crop_pct)
+    size = published.test_input_size[-1]
+    assert crop.size == size and crop.resize_to == int(size / published.test_crop_pct)
     with pytest.raises(ConfigError, match="RUN: .*unknown model 'timm/resnet10x'; did you mean"):
         load_run("timm/resnet10x")

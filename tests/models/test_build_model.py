@@ -22,6 +22,7 @@ from torchvision.models import resnet50
 
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.config.registry import MODELS
+from distribuuuu.engine.build import build_initial_model
 from distribuuuu.inference.load_run import find_run
 from distribuuuu.models import build_model, check_model
 from distribuuuu.models.botnet import RelativePosition, botnet50
@@ -40,6 +41,10 @@ def make_cfg(arch, num_classes=1000, im_size=224, pretrained=False, **kwargs):
     for name, value in kwargs.items():
         cfg.MODEL.KWARGS[name] = value
     return cfg
+
+
+def start(cfg):
+    return build_initial_model(cfg, (), pretrained=True)
 
 
 def build_on_meta(arch, **options):
@@ -138,14 +143,14 @@ def test_bug_in_a_constructor_is_not_hidden(monkeypatch, error):
 def test_torchvision_weights_keep_all_but_a_head_of_other_classes(monkeypatch, caplog):
     published = torchvision.models.resnet18().state_dict()
     serve(monkeypatch, published)
-    with caplog.at_level(logging.INFO, logger="distribuuuu.models.pretrained"):
-        model = build_model(make_cfg("resnet18", num_classes=3, pretrained=True))
+    with caplog.at_level(logging.INFO, logger="distribuuuu.models.finetune"):
+        model = start(make_cfg("resnet18", num_classes=3, pretrained=True))
     state = model.state_dict()
     fresh = [name for name in state if not torch.equal(state[name], published[name])]
     assert fresh == ["fc.weight", "fc.bias"] and state["fc.weight"].shape == (3, 512)
     assert state["fc.weight"].std() < 0.015 and not state["fc.bias"].any()
-    assert caplog.messages[0].endswith("the head is randomly initialized")
-    whole = build_model(make_cfg("resnet18", pretrained=True)).state_dict()
+    assert "randomly initialized: 2 (fc.weight, fc.bias)" in caplog.text
+    whole = start(make_cfg("resnet18", pretrained=True)).state_dict()
     assert all(torch.equal(whole[name], published[name]) for name in published)
 
 
@@ -153,12 +158,12 @@ def test_timm_weights_load_and_the_fresh_head_is_logged(monkeypatch, caplog):
     published = timm.create_model("mobilenetv3_small_050").state_dict()
     monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", lambda *args, **options: dict(published))
     words = ["MODEL.ARCH", "mobilenetv3_small_050", "MODEL.NUM_CLASSES", "3", "MODEL.PRETRAINED", "True"]
-    with caplog.at_level(logging.INFO, logger="distribuuuu.models.pretrained"):
-        state = build_model(load_cfg(None, words)).state_dict()
+    with caplog.at_level(logging.INFO, logger="distribuuuu.models.finetune"):
+        state = start(load_cfg(None, words)).state_dict()
     fresh = [name for name in state if not torch.equal(state[name], published[name])]
     assert fresh == ["classifier.weight", "classifier.bias"]
     assert state["classifier.weight"].std() < 0.015 and not state["classifier.bias"].any(), "timm's has 0.3"
-    assert any(message.endswith("the head is randomly initialized") for message in caplog.messages)
+    assert "randomly initialized: 2 (classifier.weight, classifier.bias)" in caplog.text
 
 
 def test_a_published_head_is_used_only_for_its_own_classes(small_cfg, monkeypatch):
@@ -195,7 +200,7 @@ def test_norms_keep_their_scales_only_if_asked():
 
 def test_missing_weights_are_an_error():
     for arch in ["botnet50", "resnet20", "mobilenetv2_035"]:
-        for function in (check_model, build_model):
+        for function in (check_model, start):
             (problem,) = problems_of(function, make_cfg(arch, pretrained=True))
             assert problem.startswith("MODEL.PRETRAINED: ") and "has no published weights" in problem
 
@@ -203,7 +208,7 @@ def test_missing_weights_are_an_error():
 @pytest.mark.parametrize("error", [urllib.error.URLError("no route"), RuntimeError('invalid hash value (got "00")')])
 def test_failed_download_names_the_file_and_the_remedy(monkeypatch, error):
     serve(monkeypatch, error)
-    (problem,) = problems_of(build_model, make_cfg("resnet18", pretrained=True))
+    (problem,) = problems_of(start, make_cfg("resnet18", pretrained=True))
     assert problem.startswith("MODEL.PRETRAINED: cannot load https://") and "resnet18-" in problem
     assert "MODEL.WEIGHTS" in problem
 
@@ -216,14 +221,14 @@ def test_downloaded_weights_of_torchvision_are_read_as_plain_data(monkeypatch, t
     cached.parent.mkdir(parents=True)
     torch.save(Payload(tmp_path / "done"), cached)
     with pytest.raises(ConfigError) as caught:
-        build_model(make_cfg("resnet18", pretrained=True))
+        start(make_cfg("resnet18", pretrained=True))
     assert not (tmp_path / "done").exists() and os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1"
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
     assert f"{os.mkdir.__module__}.mkdir, which is not plain data" in str(caught.value)
     whole = "".join(traceback.format_exception(caught.value))
     assert "weights_only" not in whole and "safe_globals" not in whole
     torch.save(torchvision.models.resnet18().state_dict(), cached)
-    build_model(make_cfg("resnet18", pretrained=True))
+    start(make_cfg("resnet18", pretrained=True))
 
 
 @pytest.mark.parametrize("arch", ["resnet18", "timm/regnety_002", "timm/test_vit"])

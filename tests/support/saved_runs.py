@@ -21,7 +21,7 @@ def save_run(cfg, classes: tuple[str, ...] = ("ant", "bee", "cat"), **entries: A
     make_out_dir(cfg.OUT_DIR)
     write_config(cfg)
     torch.manual_seed(0)
-    model = build_model(cfg, pretrained=False)
+    model = build_model(cfg)
     for name, tensor in model.state_dict().items():
         if name.endswith("running_var"):
             tensor.uniform_(0.5, 2.0)

@@ -70,5 +70,5 @@ def scale_head(cfg: Config, tensors: Tensors, temperature: float) -> Tensors:
     """Return weights whose logits are divided by a temperature."""
     from distribuuuu.models.build import build_model
 
-    names = [f"{layer}.{kind}" for layer in find_head(cfg, build_model(cfg, False)) for kind in ("weight", "bias")]
+    names = [f"{layer}.{kind}" for layer in find_head(cfg, build_model(cfg)) for kind in ("weight", "bias")]
     return {**tensors, **{name: tensors[name] / temperature for name in names if name in tensors}}

