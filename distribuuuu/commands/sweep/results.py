@@ -1,5 +1,6 @@
 """Results of a sweep: the rows of its trials, read from the files of their runs, as a table and as a page."""
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from distribuuuu.commands.html.charts import Mark, Series, line_chart
 from distribuuuu.commands.html.history import read_history, read_lines
 from distribuuuu.commands.html.page import Column, PageSection, build_page, html
 from distribuuuu.commands.output import align_columns
-from distribuuuu.commands.sweep.plan import Plan
+from distribuuuu.commands.sweep.plan import MAX_TRIALS, Plan
 from distribuuuu.commands.sweep.search_space import to_texts
 from distribuuuu.config.errors import counted
 from distribuuuu.files.untrusted import printable
@@ -54,13 +55,19 @@ def build_row(plan: Plan, trial: Any) -> Row:
     return Row(number, status, epochs, planned, curve, seeds, objective, failures, values)
 
 
-def read_values(folder: Path, metric: str) -> tuple[int, dict[int, float]]:
+def read_values(folder: Path, metric: str) -> tuple[int, Mapping[int, float]]:
     """Return the epochs of a run that are in a checkpoint, and the objective after each; that of an EMA, if any."""
     saved = CheckpointManager(folder).list()
-    epochs, found = position_of(saved[-1])[0] if saved else 0, read_history(folder).evaluations if saved else {}
+    epochs = position_of(saved[-1])[0] if saved else 0
+    return epochs, _read_curve(folder, metric, epochs) if epochs else {}
+
+
+@functools.lru_cache(maxsize=4 * MAX_TRIALS)
+def _read_curve(folder: Path, metric: str, epochs: int) -> Mapping[int, float]:
+    found = read_history(folder).evaluations
     rows = [row for kind in reversed(KINDS) for row in found.get("eval" if kind == RAW else f"eval_{kind}", [])]
     known = {row["epoch"]: row.get(metric) for row in rows if row["epoch"] <= epochs}
-    return epochs, {epoch: float(value) for epoch, value in known.items() if isinstance(value, (int, float))}
+    return {epoch: float(value) for epoch, value in known.items() if isinstance(value, (int, float))}
 
 
 def read_failure(folder: Path) -> str:

@@ -110,7 +110,7 @@ class Study:
 
     def _stop(self, signum: int) -> None:
         self._signals.append(signum)
-        for process in self._processes:
+        for process in [*self._processes]:  # other threads change the list
             process.send_signal(signum)
 
     def rows(self) -> list[Row]:
