@@ -21,9 +21,8 @@ from distribuuuu.files.untrusted import MAX_JSON, open_regular, parse_json, prin
 from distribuuuu.records.metric_writers import parse_record
 from distribuuuu.records.tensorboard import curves_of
 
-# Project of the runs if the environment names none.
-PROJECT = "distribuuuu"
-IMAGES = "images"
+# Project of the runs if the environment names none, and the folder of the images.
+PROJECT, IMAGES = "distribuuuu", "images"
 # Rows that are sent at once, bytes of a file that is sent, characters of an error.
 MAX_ROWS, _MAX_FILE, _MAX_ERROR = 200, 1 << 26, 200
 _SECRET = re.compile("KEY|TOKEN|PASS|SECRET|CREDENTIAL")
@@ -91,13 +90,18 @@ class Tracker(ABC):
             self.note_run(self.connect(self._state["run"]))
             self._is_connected = True
         self._send_rows()
-        for path, tag, step in self._new_images():
-            self.send_image(path, tag, step)
-            self._note_file("image", path)
+        for path in sorted((self.run.out_dir / TRACKERS_FOLDER / IMAGES).glob("[0-9]*_*.png")):
+            if path.name not in self._state["files"] and _is_own_file(path):
+                step, _, tag = path.stem.partition("_")
+                self.send_image(path, unquote(tag), int(step))
+                self._note_file("image", path)
         if with_files:
-            for path, digest in self._new_files():
-                self.send_file(path)
-                self._note_file("file", path, digest)
+            for name in (str(self.run.options["CFG_DEST"]), RESULTS, TEST_RESULTS):
+                if _is_own_file(path := self.run.out_dir / name):
+                    digest = hashlib.sha256(read_regular(path, _MAX_FILE)).hexdigest()
+                    if self._state["files"].get(name) != digest:
+                        self.send_file(path)
+                        self._note_file("file", path, digest)
             self.finish()
             self._is_connected = False
 
@@ -150,19 +154,6 @@ class Tracker(ABC):
         values = {tag: value for tag, value in curves_of(record).items() if type(value) in (int, float)}
         time_s = record["time"] if type(record.get("time")) in (int, float) else 0.0
         return MetricRow((record["epoch"] - 1) * self._state["num_steps"] + record["step"], time_s, values)
-
-    def _new_images(self) -> list[tuple[Path, str, int]]:
-        """Return (path, tag, step) of each image that was not sent."""
-        paths = sorted((self.run.out_dir / TRACKERS_FOLDER / IMAGES).glob("*_*.png"))
-        new = [path for path in paths if path.name not in self._state["files"] and _is_own_file(path)]
-        return [(path, unquote(path.stem[10:]), int(path.name[:9])) for path in new if path.name[:9].isdecimal()]
-
-    def _new_files(self) -> list[tuple[Path, str]]:
-        """Return (path, hash) of the config and the results that were not sent, or in another version."""
-        names = (str(self.run.options["CFG_DEST"]), RESULTS, TEST_RESULTS)
-        paths = [path for name in names if _is_own_file(path := self.run.out_dir / name)]
-        hashes = [(path, hashlib.sha256(read_regular(path, _MAX_FILE)).hexdigest()) for path in paths]
-        return [(path, digest) for path, digest in hashes if self._state["files"].get(path.name) != digest]
 
 
 def _is_own_file(path: Path) -> bool:
