@@ -95,7 +95,7 @@ def open_image(file: Buffer | IO[bytes], options: DecodeOptions = DEFAULTS) -> I
     try:
         stream = io.BytesIO(file) if isinstance(file, (bytes, bytearray, memoryview)) else file
         try:
-            image = Image.open(stream, formats=FORMATS)
+            image: Image.Image = Image.open(stream, formats=FORMATS)
         except (UnidentifiedImageError, KeyError):  # KeyError: a compression of TIFF
             from distribuuuu.data.image_faults import open_rare
 

@@ -4,7 +4,7 @@ import io
 from typing import IO, Any, NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from distribuuuu.config.errors import BadImageError
 from distribuuuu.files.file_kinds import HEAD, LFS_POINTER, describe_content
@@ -61,7 +61,11 @@ def open_rare(file: Any, options: Any, formats: tuple[str, ...]) -> Image.Image:
     head = stream.read(HEAD)
     stream.seek(0)
     if head[4:8] == b"ftyp" and head[8:12] in _HEIF + _AVIF:
-        return Image.open(stream, formats=[_register(head[8:12])])
+        kind = _register(head[8:12])
+        try:
+            return Image.open(stream, formats=[kind])
+        except UnidentifiedImageError:
+            raise ValueError(f"a damaged {kind} image") from None
     if head[:4] in TIFF:
         return _open_tiff(stream, options)
     what = describe_content(head)

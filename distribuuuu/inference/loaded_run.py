@@ -224,7 +224,9 @@ class LoadedRun:
         predictions = [prediction for chunk in chunks for prediction in chunk]
         bad = next((prediction for prediction in predictions if prediction.error), None)
         if bad and not skip_bad:
-            what, fix = ("cannot read", ", or") if "; fix: " in bad.error else ("broken image:", "; fix: remove it, or")
+            what, fix = (
+                ("cannot read", ", or") if "; fix: " in str(bad.error) else ("broken image:", "; fix: remove it, or")
+            )
             raise BadImageError(f"{what} {bad.image}: {bad.error}{fix} pass skip_bad=True")
         return predictions
 

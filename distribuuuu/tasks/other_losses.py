@@ -25,6 +25,8 @@ class BinaryCrossEntropy(Loss):
         positive: a factor of the positive term, for all classes or for each; empty: none.
     """
 
+    positive: torch.Tensor | None
+
     def __init__(
         self,
         smoothing: float = 0.0,
