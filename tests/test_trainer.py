@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from support.tables import slow
 from distribuuuu import trainer
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config.explain import read_comments
+from distribuuuu.config.options import OPTIONS
 from distribuuuu.trainer import evaluate_weights, train_model
 
 
@@ -47,6 +50,28 @@ def test_an_evaluation_period_changes_the_evaluations_only(small_cfg, tmp_path):
     is_expected = [row["kind"] == "train" or row["epoch"] > 1 for row in timeless(tmp_path / "every")]
     rows = [{**row, "best_top1": None} for row in itertools.compress(timeless(tmp_path / "every"), is_expected)]
     assert [{**row, "best_top1": None} for row in timeless(cfg.OUT_DIR)] == rows
+
+
+def off_values() -> dict[str, list[str]]:
+    """Return the values with which an option is off, as its comment says: "0: none", "Empty: ...", "negative: ..."."""
+    found = {key: re.findall(r"\b(-?\d+|empty|null|negative): ", text.lower().replace(" -1", " negative"))
+             for key, text in read_comments().items()}  # fmt: skip
+    words = {key: {"negative": "-1", "empty": "[]" if OPTIONS[key].default == () else ""} for key in found}
+    return {key: [words[key].get(value, value) for value in values] for key, values in found.items() if values}
+
+
+@pytest.mark.parametrize("last, words", [
+    (False, {"OPTIM.NAME": "adamw", "LOG.TENSORBOARD": True}),
+    (True, {"LOSS.NAME": "bce", "EMA.HALF_LIFE": 20, "AUG.MIXUP": 0.2}),
+    (False, {"LOSS.NAME": "focal", "OPTIM.MAX_EPOCH": 0}), (True, {"LOSS.NAME": "focal"}),
+])  # fmt: skip
+def test_every_documented_off_value_trains(small_cfg, last, words):
+    values = {key: found[-last] for key, found in off_values().items()}
+    assert len(values) > 40 and {"LOG.NUM_IMAGES", "EMA.RAMP_UP", "OPTIM.BIAS_WEIGHT_DECAY"} < values.keys()
+    values |= {"OPTIM.MAX_EPOCH": 1, "MODEL.NUM_CLASSES": 3} | words
+    cfg = small_cfg(*itertools.chain(*values.items()))
+    train_model(cfg)
+    assert (Path(cfg.OUT_DIR) / "results.json").exists() == (cfg.OPTIM.MAX_EPOCH > 0)
 
 
 def test_a_run_writes_the_expected_files(finished_run):

@@ -132,6 +132,12 @@ def _augmentation(cfg: Config) -> Iterator[Conflict]:
     expected = f"expected a policy that begins with one of {', '.join(POLICIES)}{near}"
     yield "AUG.POLICY", name not in POLICIES, expected
     yield "AUG.MIX_GROUP", aug.MIX_GROUP % 2, "expected an even number, since images are mixed in pairs; fix: add 1"
+    is_mixed, is_both = aug.MIXUP or aug.CUTMIX, aug.MIXUP and aug.CUTMIX
+    yield "AUG.MIX_PROB", is_mixed and not aug.MIX_PROB, "expected more than 0 with AUG.MIXUP or AUG.CUTMIX"
+    is_one = is_both and aug.CUTMIX_SHARE in (0, 1)
+    yield "AUG.CUTMIX_SHARE", is_one, "expected between 0 and 1 with both; fix: set AUG.MIXUP or AUG.CUTMIX to 0"
+    is_group = aug.MIX_GROUP and aug.MIX_BY == "step"
+    yield "AUG.MIX_BY", is_group, "expected pair with AUG.MIX_GROUP; fix: set one of them back"
     yield "AUG.OFF_EPOCHS", 0 < aug.OFF_EPOCHS >= last, f"expected less than OPTIM.MAX_EPOCH {last}"
     if start := train.IM_SIZE_START:
         final, epochs = train.IM_SIZE, train.IM_SIZE_EPOCHS
@@ -139,6 +145,7 @@ def _augmentation(cfg: Config) -> Iterator[Conflict]:
         yield "TRAIN.IM_SIZE_START", not is_square, "expected a square TRAIN.IM_SIZE; fix: set it to 0"
         expected = f"expected at most TRAIN.IM_SIZE {final}, the final size"
         yield "TRAIN.IM_SIZE_START", is_square and start > final, expected
+        yield "TRAIN.IM_SIZE_START", start == 1, "expected 0, or 2 or more"  # as TRAIN.IM_SIZE
         is_range = len(epochs) == 2 and 0 <= epochs[0] < epochs[1]
         expected = "expected the first and the last epoch of the growth, 0 <= first < last, e.g. [0, 80]"
         yield "TRAIN.IM_SIZE_EPOCHS", not is_range, expected
@@ -171,6 +178,8 @@ def _optimizer(cfg: Config) -> Iterator[Conflict]:
     yield "OPTIM.MIN_LR", is_zero, "OPTIM.LR_POLICY exp expects a factor above 0, e.g. 0.001"
     has_limit = optim.CLIP not in ("value", "agc") or optim.CLIP_LIMIT
     yield "OPTIM.CLIP_LIMIT", not has_limit, f"OPTIM.CLIP {optim.CLIP} expects a number above 0, e.g. 0.01"
+    is_other = optim.CLIP != "norm" and optim.CLIP_NORM
+    yield "OPTIM.CLIP_NORM", is_other, f"expected 0 with OPTIM.CLIP {optim.CLIP}; fix: set OPTIM.CLIP_LIMIT instead"
     is_idle = optim.WEIGHT_DECAY_END >= 0 and not optim.WEIGHT_DECAY
     yield "OPTIM.WEIGHT_DECAY_END", is_idle, "expected -1, or an OPTIM.WEIGHT_DECAY above 0, the start"
 
@@ -205,7 +214,13 @@ def _task_and_loss(cfg: Config) -> Iterator[Conflict]:
     teacher = cfg.DISTILL.TEACHER
     lacks = teacher and not (cfg.DISTILL.WEIGHTS or is_published(teacher) or names_backbone(teacher))
     yield "DISTILL.WEIGHTS", lacks, "expected the file of the teacher's weights, or pretrained"
+    lacks = cfg.DISTILL.WEIGHTS and not cfg.DISTILL.TEACHER
+    yield "DISTILL.WEIGHTS", lacks, "expected none without a teacher; fix: set DISTILL.TEACHER to their model"
+    lacks = cfg.FINETUNE.HEAD_RESET and not cfg.FINETUNE.WEIGHTS
+    yield "FINETUNE.HEAD_RESET", lacks, "expected False without weights; fix: set FINETUNE.WEIGHTS"
     is_own = name not in (AUTO, *BUILT_IN_TASKS)
+    is_unused = cfg.DISTILL.TEACHER and name in BUILT_IN_TASKS and name != "distillation"
+    yield "DISTILL.TEACHER", is_unused, f"expected none with TASK.NAME {name}; fix: set TASK.NAME auto"
     is_other = name in BUILT_IN_TASKS and (targets == "labels") != (name == "multilabel")
     labels = {"labels": "several labels per image", "label": "one label per image"}.get(targets, "structured targets")
     fix = f"fix: set {'a task of your own' if targets == 'structured' else 'TASK.NAME auto'}"
@@ -260,9 +275,15 @@ def _check_paths(cfg: Config) -> Iterator[Problem]:
 
 
 def find_unused_options(cfg: Config) -> list[Problem]:
-    """Return a problem for each option that differs from its default but has no effect in this config."""
+    """Return a problem for each option that is not the default and has no effect, e.g. an epoch after the last one."""
     found = []
     for key, option in OPTIONS.items():
-        if option.needs and get_value(cfg, key) != option.default and not CONDITIONS[option.needs](cfg):
+        if (value := get_value(cfg, key)) == option.default:
+            continue
+        last = max(value if isinstance(value, tuple) else (value,)) if option.is_epoch else -1
+        if option.needs and not CONDITIONS[option.needs](cfg):
             found.append(Problem(key, f"{_show(cfg, key)} has no effect; it needs {option.needs}", cfg.origins))
+        elif 0 < cfg.OPTIM.MAX_EPOCH <= last:
+            message = f"epoch {last} is not reached; it needs OPTIM.MAX_EPOCH above {last}"
+            found.append(Problem(key, message, cfg.origins))
     return found

@@ -26,6 +26,7 @@ class Option:
         auto: `AUTO` is allowed; for a list also `auto:NUMBER`.
         shape: two numbers are allowed too, a height and a width in pixels.
         needs: the condition without which it has no effect, a key of `CONDITIONS`; empty: none.
+        is_epoch: it is an epoch, from 0, or several, which a run may end before.
         path: it is a file or a folder.
         hashed: it is part of the hash by which runs count as seeds of one config.
         hash_default: the value with which it is left out of the hash: the first default of an option that was added
@@ -45,6 +46,7 @@ class Option:
     auto: bool = False
     shape: bool = False
     needs: str = ""
+    is_epoch: bool = False
     path: bool = False
     hashed: bool = True
     hash_default: Any = ...

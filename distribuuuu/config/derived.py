@@ -5,8 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 from distribuuuu.config.declaration import AUTO
-from distribuuuu.config.registry import dataset_class
+from distribuuuu.config.registry import dataset_class, task_class
 
+# The module of the class `Task`, which is not imported here: its `predict_step` applies TEST.FLIP and TEST.SHIFT.
+_BASE_TASK = "distribuuuu.tasks.base"
 # A side of a square, or a height and a width, in pixels.
 Size = int | tuple[int, int]
 
@@ -94,7 +96,6 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     "LOSS.NAME focal": lambda cfg: cfg.LOSS.NAME == "focal",
     "MODEL.PRETRAINED False": lambda cfg: not cfg.MODEL.PRETRAINED,
     "MODEL.WEIGHTS": lambda cfg: cfg.MODEL.WEIGHTS,
-    "OPTIM.CLIP norm": lambda cfg: cfg.OPTIM.CLIP == "norm",
     "OPTIM.CLIP value or agc": lambda cfg: cfg.OPTIM.CLIP != "norm",
     "OPTIM.LR_POLICY steps": lambda cfg: cfg.OPTIM.LR_POLICY == "steps",
     "an OPTIM.LR_POLICY other than steps": lambda cfg: cfg.OPTIM.LR_POLICY != "steps",
@@ -102,6 +103,7 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     "an OPTIM.NAME other than sgd": lambda cfg: cfg.OPTIM.NAME.lower() != "sgd",
     "OPTIM.NAME sgd": lambda cfg: cfg.OPTIM.NAME.lower() == "sgd",
     "OPTIM.WARMUP_EPOCHS above 0": lambda cfg: cfg.OPTIM.WARMUP_EPOCHS,
+    "a task without a predict_step of its own": lambda cfg: task_class(cfg).predict_step.__module__ == _BASE_TASK,
     "TEST.CROP center": lambda cfg: cfg.TEST.CROP == "center",
     "TRAIN.IM_SIZE_START": lambda cfg: cfg.TRAIN.IM_SIZE_START,
     "TRAIN.ON_NAN rollback": lambda cfg: cfg.TRAIN.ON_NAN == "rollback",

@@ -74,7 +74,7 @@ _C.TRAIN.IM_SIZE = Option(224, least=2, shape=True)  # torch's antialiased resiz
 # Progressive resizing: side at the start of the run, in pixels, which grows to TRAIN.IM_SIZE, a square; 0: off.
 _C.TRAIN.IM_SIZE_START = Option(0, least=0)
 # Epoch up to which the side is TRAIN.IM_SIZE_START, and epoch from which it is TRAIN.IM_SIZE, e.g. [0, 80].
-_C.TRAIN.IM_SIZE_EPOCHS = Option((), needs="TRAIN.IM_SIZE_START")
+_C.TRAIN.IM_SIZE_EPOCHS = Option((), needs="TRAIN.IM_SIZE_START", is_epoch=True)
 # Sides in between are multiples of this many pixels.
 _C.TRAIN.IM_SIZE_MULTIPLE = Option(32, least=1, needs="TRAIN.IM_SIZE_START")
 # Folder of the data: with TRAIN.SPLIT/CLASS/IMAGE beneath for `imagefolder`, the root for the other data sets; for
@@ -106,7 +106,8 @@ _C.TRAIN.MAX_ROLLBACKS = Option(3, least=0, needs="TRAIN.ON_NAN rollback")
 _C.TRAIN.EVAL_PERIOD = Option(1, least=1)
 # Epochs without a better first metric after which the run ends, counted at evaluations; 0: never. Of little use with a
 # schedule that decays to the end, such as cos: the last epochs are the best.
-_C.TRAIN.PATIENCE = Option(0, least=0, not_swept="the trials need the same epochs; --asha stops trials early")
+_C.TRAIN.PATIENCE = Option(0, least=0, is_epoch=True,
+                           not_swept="the trials need the same epochs; --asha stops trials early")  # fmt: skip
 # The k of top-k accuracy; limited to the number of classes.
 _C.TRAIN.TOPK = Option(5, least=1, not_swept=_SAME_METRIC)
 # Metrics of the training batches, by name, e.g. [top1, ece]. Empty: those of the task (top1 and topk, or map).
@@ -127,10 +128,10 @@ _C.TEST.CROP_SIZE = Option(0, least=0, shape=True)
 # without (squash) or with its aspect ratio and black borders (letterbox).
 _C.TEST.CROP = Option("center", choices=("center", *WHOLE_IMAGE))
 # Test-time augmentation: average the logits of each evaluation image and its horizontal flip.
-_C.TEST.FLIP = False
+_C.TEST.FLIP = Option(False, needs="a task without a predict_step of its own")
 # Test-time augmentation: also shift each evaluation image by this many pixels to the top left and to the bottom right,
 # reflected at the border. The mean of both logits and the logits of the image count half each. 0: off.
-_C.TEST.SHIFT = Option(0, least=0)
+_C.TEST.SHIFT = Option(0, least=0, needs="a task without a predict_step of its own")
 # Interpolation when evaluation images are resized: values as for DATA.INTERPOLATION.
 _C.TEST.INTERPOLATION = Option("bilinear", choices=INTERPOLATIONS)
 # Metrics of the evaluation: top1, topk, macro_recall, macro_f1, ece, map, loss, or names of your own. The first one
@@ -278,7 +279,7 @@ _C.FINETUNE.WEIGHTS = Option("", path=True)
 # Use the moving average of the weights (EMA) if the file has one.
 _C.FINETUNE.EMA = Option(True, needs="FINETUNE.WEIGHTS")
 # Initialize the head randomly even if the file's fits.
-_C.FINETUNE.HEAD_RESET = Option(False, needs="FINETUNE.WEIGHTS")
+_C.FINETUNE.HEAD_RESET = False
 # Initial head: a file of `distribuuuu finetune`, probe.pth.tar; probe: the one in OUT_DIR. Empty: that of the weights.
 _C.FINETUNE.HEAD = Option("", path=True, needs="FINETUNE.WEIGHTS", hash_default="")
 # Layers to freeze: patterns of parameter or module names, e.g. [conv1, 'layer1.*']; matching batch norms also keep
@@ -291,7 +292,7 @@ _C.DISTILL = Section()
 # Teacher model for knowledge distillation, named as in MODEL.ARCH; empty: none.
 _C.DISTILL.TEACHER = ""
 # Weights of the teacher: a file as for MODEL.WEIGHTS, or pretrained (those of timm or torchvision).
-_C.DISTILL.WEIGHTS = Option("", path=True, needs="a DISTILL.TEACHER")
+_C.DISTILL.WEIGHTS = Option("", path=True)
 # Keyword arguments of the teacher's constructor, as MODEL.KWARGS.
 _C.DISTILL.KWARGS = Option({}, needs="a DISTILL.TEACHER")
 # Targets from the teacher: soft (its probabilities) or hard (its predicted class).
@@ -311,7 +312,7 @@ _C.EMA.BUFFERS = Option("average", choices=("average", "copy"), needs="EMA.HALF_
 # Steps from one update of the average to the next, counted from the first step of the epoch, 1 or more.
 _C.EMA.EVERY_STEPS = Option(1, least=1, needs="EMA.HALF_LIFE above 0")
 # Epoch at which averaging starts; until its first step, updates copy the weights.
-_C.EMA.START_EPOCH = Option(0, least=0, needs="EMA.HALF_LIFE above 0")
+_C.EMA.START_EPOCH = Option(0, least=0, needs="EMA.HALF_LIFE above 0", is_epoch=True)
 
 _C.OPTIM = Section()
 # Epochs to train; 0: only write the config.
@@ -324,7 +325,7 @@ _C.OPTIM.LR_POLICY = Option("cos", names=SCHEDULES)
 # Update the learning rate every epoch or every step.
 _C.OPTIM.LR_UPDATE = Option("epoch", choices=("epoch", "step"))
 # Epochs by which the schedule lags, as if the first epoch were repeated, 0 or more.
-_C.OPTIM.LR_LAG = Option(0, least=0)
+_C.OPTIM.LR_LAG = Option(0, least=0, is_epoch=True)
 # Base learning rate, multiplied by the factors of the schedule; OPTIM.LR_SCALE may scale it with the batch size.
 _C.OPTIM.BASE_LR = Option(0.2, least=0)
 # Scaling of BASE_LR with the images per step: none, linear (x images / LR_SCALE_BATCH) or sqrt (x its square root).
@@ -334,7 +335,7 @@ _C.OPTIM.LR_SCALE_BATCH = Option(256, least=1, needs="OPTIM.LR_SCALE linear or s
 # Final factor of BASE_LR with every schedule but steps, 0 to 1; above 0 with exp.
 _C.OPTIM.MIN_LR = Option(0.0, least=0, most=1, needs="an OPTIM.LR_POLICY other than steps")
 # Epochs at which `steps` multiplies the learning rate by LR_MULT, ascending; a leading 0 has no effect.
-_C.OPTIM.STEPS = Option((), needs="OPTIM.LR_POLICY steps")
+_C.OPTIM.STEPS = Option((), needs="OPTIM.LR_POLICY steps", is_epoch=True)
 # Factor of the learning rate at each of the `steps`.
 _C.OPTIM.LR_MULT = Option(0.1, least=0, needs="OPTIM.LR_POLICY steps")
 # Optimizer: sgd, a registered one (docs/extending.md), or one of timm: adamw, lamb, lars, lion, adan, muon, ...
@@ -372,7 +373,7 @@ _C.OPTIM.LAYER_DECAY = Option(1.0, least=0.001, most=1)
 # in the head (Brock et al., arXiv 2102.06171).
 _C.OPTIM.CLIP = Option("norm", choices=("norm", "value", "agc"))
 # Maximum norm of all gradients as one vector; 0: off.
-_C.OPTIM.CLIP_NORM = Option(0.0, least=0, needs="OPTIM.CLIP norm")
+_C.OPTIM.CLIP_NORM = Option(0.0, least=0)
 # Limit of value, the largest absolute number, or of agc, the largest ratio of the two norms, e.g. 0.01; above 0.
 _C.OPTIM.CLIP_LIMIT = Option(0.0, least=0, needs="OPTIM.CLIP value or agc")
 

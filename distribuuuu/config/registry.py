@@ -15,7 +15,7 @@ from distribuuuu.config.errors import ConfigError, did_you_mean
 # The options with settings, and the dataclass of an entry that declares them. The options beside them of the name NAME
 # select the entries.
 SETTINGS = {"TASK.KWARGS": "Settings", "LOSS.KWARGS": "Settings", "DATA.KWARGS": "Settings", "DATA.TABLE": "Columns"}
-BUILT_IN_TASKS = ("classification", "distillation", "multilabel")
+BUILT_IN_TASKS = ("airbench", "classification", "distillation", "lookahead", "multilabel")
 
 
 class Registry:

@@ -395,6 +395,6 @@ def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader) -> Log:
         writers=writers,
     )
     log.rewind(state.epoch, state.step)
-    if writers and (state.epoch, state.step) == (0, 0):
+    if writers and cfg.LOG.NUM_IMAGES and (state.epoch, state.step) == (0, 0):
         log.images("train/augmented", loader.preview(state.seed, cfg.LOG.NUM_IMAGES))
     return log

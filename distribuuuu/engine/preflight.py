@@ -93,7 +93,7 @@ def resolve_cfg(cfg: Config, weights: str = "") -> Config:
     `weights` are those of an evaluation; empty: those that a training starts with, see models/preprocessing.py.
 
     Raises:
-        ConfigError: as `resolve_num_classes` and `check_model`, or the weights cannot be read.
+        ConfigError: as `resolve_num_classes` and `check_model`, or the optimizer or the weights are wrong.
     """
     from distribuuuu.models import check_model
 
@@ -108,6 +108,10 @@ def resolve_cfg(cfg: Config, weights: str = "") -> Config:
 
         cfg = preprocessing.resolve_preprocessing(cfg, weights)
     check_model(cfg)
+    if cfg.OPTIM.KWARGS and not weights:
+        from distribuuuu.optim.named_optimizers import take_trial_step
+
+        take_trial_step(cfg)
     return cfg
 
 
@@ -138,9 +142,9 @@ def find_missing_trackers(cfg) -> Iterator[tuple[str, str]]:
 
 
 def find_compiler() -> str | None:
-    """Return the path of the C++ compiler that torch.compile would call; None if there is none."""
-    names = (os.environ.get("CXX"), os.environ.get("CC"), "g++", "gcc", "clang++", "clang")
-    return next(filter(None, map(shutil.which, filter(None, names))), None)
+    """Return the path of the C++ compiler that torch.compile calls, which tries no other; None if there is none."""
+    name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    return shutil.which(name.split()[0])  # e.g. ccache g++
 
 
 def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str, str]]:

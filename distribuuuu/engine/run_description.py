@@ -58,6 +58,9 @@ def describe_images(cfg, *loaders: Loader) -> None:
             logger.info(
                 "loader %s: %s, %d per step; %s", name, counted(len(samples.images), "image"), num, samples.transform
             )
+    for problem in find_unused_options(cfg):
+        if len(loaders) > 1 or problem.key.startswith("TEST."):
+            logger.warning("%s", problem)
     mean, std = (" ".join(f"{value:.3g}" for value in values) for values in statistics_of(cfg, loaders[0].images))
     flips = "; flips: alternating" if cfg.DATA.FLIP_MODE == "alternating" else ""
     sampling = f"; sampling: {cfg.DATA.SAMPLING}{flips}" if len(loaders) > 1 else ""
@@ -83,12 +86,16 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
     if (found := cfg.origins.get("TRAIN.BATCH_SIZE", "")).startswith(AUTO):
         logger.info("TRAIN.BATCH_SIZE %d: %s", cfg.TRAIN.BATCH_SIZE, found)
     last = f", {train_loader.steps_of(cfg.OPTIM.MAX_EPOCH - 1)} in the last one" if cfg.OPTIM.LAST_EPOCH < 1 else ""
-    logger.info("step: %s; %s per epoch%s", plan, counted(train_loader.num_steps, "step"), last)
+    most = cfg.TRAIN.BATCH_SIZE
+    less = f" (TRAIN.BATCH_SIZE {most} rounded down)" if most not in (AUTO, plan.micro_batch) else ""
+    # Incomplete steps are dropped; the copies of an image are in one step.
+    seen = train_loader.num_steps * -(-plan.global_batch // cfg.DATA.REPEATS)
+    is_part = cfg.DATA.SAMPLING == "uniform" and seen < len(train_loader.images)
+    left = f", with {seen:,} of the {num_train}" if is_part else ""
+    logger.info("step: %s%s; %s per epoch%s%s", plan, less, counted(train_loader.num_steps, "step"), left, last)
     learned = f"loss: {cfg.LOSS.NAME}" if cfg.TASK.NAME == "auto" else f"task: {cfg.TASK.NAME}"
     logger.info("%s; optimizer: %s", learned, cfg.OPTIM.NAME)
     logger.info("learning rate: %s; seed %d", describe_lr(cfg, plan.global_batch), state.seed)
-    for problem in find_unused_options(cfg):
-        logger.warning("%s", problem)
     if is_finished(cfg, state):
         done, patience = counted(state.epoch, "epoch"), f", TRAIN.PATIENCE {cfg.TRAIN.PATIENCE}"
         limits = f"{cfg.OPTIM.MAX_EPOCH}{patience if state.epoch < cfg.OPTIM.MAX_EPOCH else ''}"

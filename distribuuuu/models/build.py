@@ -43,14 +43,15 @@ def initialize(model: nn.Module, keep_norms: bool = False) -> None:
     The groups of a convolution do not divide its fan-out, unlike in timm since 0.6. Biases of convolutions start as in
     torch. With `keep_norms`, norms keep their scales: timm's regnet.py before 0.6 had zeros at the ends of blocks.
     """
+    from distribuuuu.models.head import draw_small_weights
+
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d) or (isinstance(layer, nn.BatchNorm2d) and not keep_norms):
             layer.reset_parameters()
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
         elif isinstance(layer, nn.Linear):
-            nn.init.normal_(layer.weight, std=0.01)
-            nn.init.zeros_(layer.bias)
+            draw_small_weights(layer)
 
 
 def check_model(cfg) -> None:

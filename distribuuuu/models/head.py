@@ -9,6 +9,13 @@ from torch import nn
 from distribuuuu.models.find_architecture import ModelSpec, build_model_spec
 
 
+def draw_small_weights(layer: nn.Linear | nn.modules.conv._ConvNd) -> None:
+    """Draw the weights of a layer with a deviation of 0.01, and set its biases to 0."""
+    nn.init.normal_(layer.weight, std=0.01)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+
+
 def find_head(cfg, model: nn.Module) -> list[str]:
     """Return the names of the layers of the head."""
     return find_head_of(build_model_spec(cfg), model)
@@ -54,9 +61,7 @@ def initialize_head(model: nn.Module, names: Collection[str]) -> None:
     for name in names:
         layer = model.get_submodule(name)
         if isinstance(layer, (nn.Linear, nn.modules.conv._ConvNd)):
-            nn.init.normal_(layer.weight, std=0.01)
-            if layer.bias is not None:
-                nn.init.zeros_(layer.bias)
+            draw_small_weights(layer)
 
 
 def layer_of(tensor: str) -> str:

@@ -2,13 +2,16 @@
 
 import inspect
 import os
+import re
 import sys
 
 import pytest
+import torch
 import yaml
 from support.original_configs import ORIGINAL, ORIGINAL_FILES
 from support.recipe_measures import FILES
-from support.runs import ROOT, run_tool, small_options
+from support.runs import ROOT, message_of, problems_of, run_tool, small_options
+from support.tables import each_row
 from torch import nn
 
 from distribuuuu.config import ConfigError, load_cfg
@@ -16,8 +19,11 @@ from distribuuuu.config.conflicts import find_unused_options
 from distribuuuu.config.derived import CONDITIONS
 from distribuuuu.config.model_names import SOURCES, find_model_problems, find_reading_keywords, load_names
 from distribuuuu.config.options import OPTIONS
+from distribuuuu.config.registry import BUILT_IN_TASKS, TASKS
+from distribuuuu.engine.preflight import find_compiler, resolve_cfg
 from distribuuuu.models.find_architecture import find_architecture
 from distribuuuu.optim.optimizer import build_optimizer
+from distribuuuu.tasks.classification import Classification
 from distribuuuu.trainer import train_model
 
 
@@ -163,11 +169,11 @@ CASES = {
     "DIST.BUCKET_MB 5 DIST.SHARD fsdp": "DIST.SHARD zero1", "DISTILL.KIND hard": TEACHER,
     "DISTILL.ALPHA 0.2": TEACHER, "DISTILL.KWARGS.width 3": TEACHER, "DISTILL.TEMPERATURE 2": TEACHER,
     **{f"EMA.{words}": "EMA.HALF_LIFE 10" for words in ("RAMP_UP 0", "BUFFERS copy", "EVERY_STEPS 2", "START_EPOCH 1")},
-    "FINETUNE.EMA False": "FINETUNE.WEIGHTS pretrained", "FINETUNE.HEAD_RESET True": "FINETUNE.WEIGHTS pretrained",
+    "FINETUNE.EMA False": "FINETUNE.WEIGHTS pretrained",
     "LOSS.BCE_REDUCTION sum": "LOSS.NAME bce", "LOSS.BCE_TARGET_THRESHOLD 0": "LOSS.NAME bce",
-    "DISTILL.WEIGHTS pretrained": TEACHER, "DIST.CPU_OFFLOAD True": "DIST.SHARD fsdp",
+    "DIST.CPU_OFFLOAD True": "DIST.SHARD fsdp",
     "OPTIM.BETAS [0.9,0.9]": "OPTIM.NAME adamw", "OPTIM.EPS 1e-6": "OPTIM.NAME adamw",
-    "OPTIM.CLIP_NORM 1 OPTIM.CLIP agc OPTIM.CLIP_LIMIT 0.1": "OPTIM.CLIP norm OPTIM.CLIP_LIMIT 0",
+    "TEST.FLIP True TASK.NAME own_scores": "TASK.NAME auto", "TEST.SHIFT 1 TASK.NAME own_scores": "TASK.NAME auto",
     "MODEL.INIT fan_out MODEL.PRETRAINED True": "MODEL.PRETRAINED False",
     "LOG.NUM_IMAGES 3 LOG.TENSORBOARD False": "LOG.TRACKERS [tensorboard]",
     "LOSS.FOCAL_GAMMA 3": "LOSS.NAME focal",
@@ -183,6 +189,12 @@ CASES = {
 }  # fmt: skip
 
 
+@TASKS.register("own_scores")
+class OwnScores(Classification):
+    def predict_step(self, model, images):
+        return model(images)
+
+
 def test_an_option_without_effect_is_named_with_what_it_needs_and_each_condition_has_a_case():
     for unused, more in CASES.items():
         (problem,) = find_unused_options(load_cfg(None, unused.split()))
@@ -191,6 +203,76 @@ def test_an_option_without_effect_is_named_with_what_it_needs_and_each_condition
     needs = {key: option.needs for key, option in OPTIONS.items() if option.needs}
     assert len(needs) == len(CASES) and all(any(case.startswith(key) for case in CASES) for key in needs)
     assert set(needs.values()) == set(CONDITIONS)
+
+
+@each_row(("words", "key"), [
+    ("OPTIM.LR_POLICY steps OPTIM.STEPS [1,30,60]", "OPTIM.STEPS: epoch 60"),
+    ("OPTIM.LR_LAG 3", "OPTIM.LR_LAG: epoch 3"),
+    ("EMA.HALF_LIFE 9 EMA.START_EPOCH 9", "EMA.START_EPOCH: epoch 9"), ("TRAIN.PATIENCE 3", "TRAIN.PATIENCE: epoch 3"),
+    ("TRAIN.IM_SIZE_START 64 TRAIN.IM_SIZE_EPOCHS [0,9]", "TRAIN.IM_SIZE_EPOCHS: epoch 9"),
+    ("OPTIM.LR_POLICY steps OPTIM.STEPS [1,2]", ""), ("OPTIM.LR_LAG 2", ""), ("OPTIM.LR_LAG 3 OPTIM.MAX_EPOCH 0", ""),
+])  # fmt: skip
+def test_an_epoch_after_the_end_of_the_run_is_named(words, key):
+    found = find_unused_options(load_cfg(None, ["OPTIM.MAX_EPOCH", "3", *words.split()]))
+    texts = [str(problem).replace(" (command line)", "") for problem in found]
+    assert texts == ([f"{key} is not reached; it needs OPTIM.MAX_EPOCH above {key.split()[-1]}"] if key else [])
+
+
+MIXED = "AUG.MIXUP 0.2 AUG.CUTMIX 1"
+
+
+@each_row(("words", "key"), [
+    ("AUG.MIXUP 0.2 AUG.MIX_PROB 0", "AUG.MIX_PROB"), ("AUG.CUTMIX 1 AUG.MIX_PROB 0", "AUG.MIX_PROB"),
+    (f"{MIXED} AUG.CUTMIX_SHARE 0", "AUG.CUTMIX_SHARE"), (f"{MIXED} AUG.CUTMIX_SHARE 1", "AUG.CUTMIX_SHARE"),
+    ("AUG.MIXUP 1 AUG.MIX_BY step AUG.MIX_GROUP 2", "AUG.MIX_BY"),
+    ("TRAIN.IM_SIZE_START 1 TRAIN.IM_SIZE_EPOCHS [0,2]", "TRAIN.IM_SIZE_START"),
+    ("OPTIM.CLIP_NORM 1 OPTIM.CLIP agc OPTIM.CLIP_LIMIT 0.1", "OPTIM.CLIP_NORM"),
+    ("DISTILL.WEIGHTS pretrained", "DISTILL.WEIGHTS"), ("FINETUNE.HEAD_RESET True", "FINETUNE.HEAD_RESET"),
+    (f"{TEACHER} TASK.NAME lookahead", "DISTILL.TEACHER"), (f"{TEACHER} TASK.NAME classification", "DISTILL.TEACHER"),
+    *((f"TASK.NAME {name} DATA.VIEWS 3", "DATA.VIEWS") for name in BUILT_IN_TASKS if name != "distillation"),
+    *((f"TASK.NAME {name} DATA.NAME multilabel LOSS.NAME bce", "TASK.NAME") for name in ("airbench", "lookahead")),
+])  # fmt: skip
+def test_a_run_without_what_was_asked_for_does_not_start(words, key):
+    problems = [text.partition(" ")[0] for text in problems_of(load_cfg, None, words.split())]
+    assert problems in ([key], ["TASK.NAME", key])
+
+
+def test_every_task_of_the_package_is_checked_as_built_in():
+    assert {*BUILT_IN_TASKS} == {
+        name for name in TASKS.names() if TASKS.get(name).__module__.startswith("distribuuuu.")
+    }
+
+
+@each_row(("name", "kwargs", "said"), [
+    ("adamw", "{amsgrad: abc}", "OPTIM.KWARGS.amsgrad: got abc; expected True or False"),
+    ("adamw", "{amsgrad: 1}", "got 1; expected True or False"), ("sgd", "{maximize: x}", "expected True or False"),
+    ("lamb", "{max_grad_norm: x}", "OPTIM.KWARGS.max_grad_norm: got x; expected a finite number"),
+    ("muon", "{ns_coefficients: [1]}", "OPTIM.KWARGS: got {'ns_coefficients': (1,)}; muon fails in its first step: "),
+    ("muon", "{ns_steps: 5}", ""), ("adamw", "{amsgrad: true}", ""), ("sgd", "{maximize: true}", ""),
+])  # fmt: skip
+def test_arguments_of_an_optimizer_are_tried_before_the_data_is_opened(name, kwargs, said):
+    cfg = load_cfg(
+        None, ["OPTIM.NAME", name, "OPTIM.KWARGS", kwargs, "MODEL.ARCH", "resnet8", "MODEL.NUM_CLASSES", "2"]
+    )
+    before = torch.random.get_rng_state()
+    if said:
+        assert said in message_of(resolve_cfg, cfg).replace(" (command line)", "")
+    else:
+        resolve_cfg(cfg)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("tools, found", [("gcc", False), ("g++", True), ("cc c++ clang++ clang", False)])
+def test_the_compiler_is_the_one_that_torch_calls(tmp_path, monkeypatch, tools, found):
+    for name in tools.split():
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "linux")
+    for key in ("CC", "CXX"):
+        monkeypatch.delenv(key, raising=False)
+    assert bool(find_compiler()) == found
+    monkeypatch.setenv("CXX", f"{tmp_path / tools.split()[0]} -O2")
+    assert find_compiler()
 
 
 @pytest.mark.project
@@ -205,9 +287,15 @@ def test_configs_that_are_there_have_no_such_option(tmp_path):
     assert find_unused_options(load_cfg(str(tmp_path / "dump.yaml"))) == [], path
 
 
-def test_the_log_names_such_options_and_the_folders(small_cfg, tmp_path, image_folder):
-    train_model(small_cfg("OPTIM.STEPS", "[1]", "OPTIM.MAX_EPOCH", 1, "TEST.DATASET", f"{image_folder}/."))
+def test_the_log_names_such_options_and_the_folders(small_cfg, finished_run, tmp_path, image_folder):
+    words = ("DATA.REPEATS", 2, "TRAIN.BATCH_SIZE", 9, "TRAIN.GLOBAL_BATCH_SIZE", 10, "OPTIM.WARMUP_EPOCHS", 0)
+    train_model(small_cfg("OPTIM.STEPS", "[1]", "OPTIM.MAX_EPOCH", 1, "TEST.DATASET", f"{image_folder}/.", *words))
     log = (tmp_path / "out" / "train.log").read_text()
     assert "OPTIM.STEPS (command line): [1] has no effect; it needs OPTIM.LR_POLICY steps" in log
     assert log.count("has no effect") == 1
+    step = (
+        "global batch 10 = 5 images x 2 micro-batches x 1 process (TRAIN.BATCH_SIZE 9 rounded down); 4 steps per epoch"
+    )
+    assert f"step: {step}, with 20 of the 48 images" in log, "5 images a step, each twice"
+    assert "images" not in re.search("step: (.*)", (finished_run / "train.log").read_text())[1].partition("epoch")[2]
     assert f"validation data: {image_folder}/. (TEST.DATASET), training data: {image_folder}" in log
