@@ -84,7 +84,7 @@ def assert_same_on_processes(cfg: Config, num: int, tolerance: float = 1e-3) -> 
         on_processes(world_size, trainer.train_model, own)
         found.append(newest(own.OUT_DIR)["state_dict"])
     for name, tensor in found[0].items():
-        torch.testing.assert_close(found[1][name], tensor, rtol=tolerance, atol=tolerance, msg=name)
+        _assert_close(name, found[1][name], tensor, tolerance, 10 * tolerance)
 
 
 def newest(out_dir: str | os.PathLike) -> dict[str, Any]:
@@ -104,8 +104,23 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
         pairs = [tree_leaves(content.get(name)) for content in (found, expected)]
         assert len(pairs[0]) == len(pairs[1]), name
         for own, other in zip(*pairs, strict=True):
-            same = torch.equal(own, other) if isinstance(own, torch.Tensor) else own == other
-            assert same, f"{name} differs after a resume"
+            if isinstance(own, torch.Tensor):
+                _assert_close(f"{name} after a resume", own, other, 0, 1e-5)
+            else:
+                assert own == other, f"{name} after a resume: got {own}; expected {other}"
+
+
+def _assert_close(name: str, own: torch.Tensor, other: torch.Tensor, tolerance: float, rounding: float) -> None:
+    """Compare tensors; `rounding` is the share of the largest value up to which a difference looks like rounding."""
+
+    def explain(text: str) -> str:
+        if own.shape != other.shape or not own.is_floating_point():
+            return f"{name}: {text}"
+        ratio = float((own - other).abs().max() / other.abs().max())
+        kind = "looks like rounding" if ratio <= rounding else "is more than rounding"
+        return f"{name}: {text}\nThe largest difference is {ratio:.1e} of the largest value, which {kind}."
+
+    torch.testing.assert_close(own, other, rtol=tolerance, atol=tolerance, equal_nan=tolerance > 0, msg=explain)
 
 
 def stop_in_step(step: int, function: Callable, *args: Any, by: int = signal.SIGKILL) -> None:

@@ -283,7 +283,7 @@ _C.FINETUNE.HEAD_RESET = False
 # Initial head: a file of `distribuuuu finetune`, probe.pth.tar; probe: the one in OUT_DIR. Empty: that of the weights.
 _C.FINETUNE.HEAD = Option("", path=True, needs="FINETUNE.WEIGHTS", hash_default="")
 # Layers to freeze: patterns of parameter or module names, e.g. [conv1, 'layer1.*']; matching batch norms also keep
-# their statistics.
+# their statistics. backbone: all but the head, with dropout and drop path off, which makes a linear probe.
 _C.FINETUNE.FREEZE = Option((), of=str)
 # Factors of the learning rate, above 0, by such patterns, e.g. {fc: 10, layer4: 2, '*': 1}; the first match applies.
 _C.FINETUNE.LR_MULT = Option({}, of=float)

@@ -159,7 +159,7 @@ def build_training(
     if cfg.OPTIM.CLIP == "agc":
         from distribuuuu.models.head import head_parameters
 
-        head = head_parameters(cfg, state.model)
+        head = head_parameters(cfg, state.model, task)
     clip = build_clipper(cfg, head)
     return Training(cfg, task, state, model, loader, lr_at, decay_at, clip)
 
@@ -226,7 +226,7 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
     if cfg.FINETUNE.FREEZE:
         from distribuuuu.models.freeze import freeze_parts
 
-        freeze_parts(cfg, model)
+        freeze_parts(cfg, model, task)
     if cfg.MODEL.ACT_CHECKPOINT:
         from distribuuuu.distributed.activation_checkpoint import recompute_blocks
 

@@ -59,7 +59,7 @@ def describe_images(cfg, *loaders: Loader) -> None:
                 "loader %s: %s, %d per step; %s", name, counted(len(samples.images), "image"), num, samples.transform
             )
     for problem in find_unused_options(cfg):
-        if len(loaders) > 1 or problem.key.startswith("TEST."):
+        if len(loaders) > 1 or str(problem.key).startswith("TEST."):
             logger.warning("%s", problem)
     mean, std = (" ".join(f"{value:.3g}" for value in values) for values in statistics_of(cfg, loaders[0].images))
     flips = "; flips: alternating" if cfg.DATA.FLIP_MODE == "alternating" else ""

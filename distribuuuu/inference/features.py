@@ -11,6 +11,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.inference.forward_chunks import ChunkLoader, one_behind
 from distribuuuu.inference.loaded_run import LoadedRun
+from distribuuuu.models.head import find_head
 from distribuuuu.tasks.metrics import rank_classes
 
 # Images of a forward pass.
@@ -28,19 +29,30 @@ def feature_model(run: LoadedRun) -> nn.Module:
 
 
 def find_classifiers(run: LoadedRun, images: Tensor) -> list[nn.Module]:
-    """Return the layer whose output is that of the model, or layers whose mean it is, as in a distilled DeiT."""
+    """Return the layer whose output is that of the model, or layers whose mean it is, as in a distilled DeiT.
+
+    If there is none, it is the first linear layer of the head, e.g. one with an output for each of two label sets.
+    """
     found: list[tuple[nn.Module, Tensor]] = []
     model = feature_model(run)
     hooks = [layer.register_forward_hook(lambda own, _, output: found.append((own, output)))
              for layer in model.modules() if isinstance(layer, (nn.Linear, nn.Conv2d))]  # fmt: skip
     with inference(run.model):
         logits = model(images)
+    calls = found
     for hook in hooks:
         hook.remove()
-    found = [(layer, output.reshape(logits.shape)) for layer, output in found if output.numel() == logits.numel()]
+    found = (
+        []
+        if not isinstance(logits, Tensor)
+        else [(layer, output.reshape(logits.shape)) for layer, output in found if output.numel() == logits.numel()]
+    )
     for chosen in (found[-1:], found):
         if chosen and torch.allclose(torch.stack([output for _, output in chosen]).mean(0), logits, equal_nan=True):
             return [layer for layer, _ in chosen]
+    head = {run.model.get_submodule(name) for name in find_head(run.cfg, run.model, run.task)}
+    if first := next((layer for layer, _ in calls if layer in head and isinstance(layer, nn.Linear)), None):
+        return [first]
     raise ConfigError(f"MODEL.ARCH: {run.cfg.MODEL.ARCH} does not end with a linear layer; fix: add an nn.Linear")
 
 

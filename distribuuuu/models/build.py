@@ -84,10 +84,11 @@ def find_weights_key(cfg) -> str:
 def _pattern_problems(cfg, model: nn.Module | None) -> Iterator[Problem]:
     if model is None or not (cfg.FINETUNE.FREEZE or cfg.FINETUNE.LR_MULT or cfg.OPTIM.NO_WEIGHT_DECAY):
         return
-    from distribuuuu.models.freeze import freeze
+    from distribuuuu.models.freeze import BACKBONE, freeze
     from distribuuuu.optim.name_patterns import exempt_parameters, lr_multipliers
 
-    checks = ((freeze, cfg.FINETUNE.FREEZE), (lr_multipliers, cfg.FINETUNE.LR_MULT),
+    named: Any = [pattern for pattern in cfg.FINETUNE.FREEZE if pattern != BACKBONE]
+    checks = ((freeze, named), (lr_multipliers, cfg.FINETUNE.LR_MULT),
               (exempt_parameters, cfg.OPTIM.NO_WEIGHT_DECAY))  # fmt: skip
     for check, patterns in checks:
         try:

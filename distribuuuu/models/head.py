@@ -1,7 +1,9 @@
 """The head of a model: the layers whose shapes depend on the number of classes."""
 
+import copy
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +18,26 @@ def draw_small_weights(layer: nn.Linear | nn.modules.conv._ConvNd) -> None:
         nn.init.zeros_(layer.bias)
 
 
-def find_head(cfg, model: nn.Module) -> list[str]:
-    """Return the names of the layers of the head."""
-    return find_head_of(build_model_spec(cfg), model)
+def find_head(cfg, model: nn.Module, task: Any = None) -> list[str]:
+    """Return the names of the layers of the head; of a model that a task has adapted, also of those that it has added.
+
+    The layers of a backbone that the task has kept are found by adapting a new model with a copy of the task.
+    """
+    spec = build_model_spec(cfg)
+    if task is None:
+        return find_head_of(spec, model)
+    with torch.random.fork_rng(devices=[]):
+        initial = spec.build()
+        head = find_head_of(spec, initial)
+        kept = [layer for name, layer in initial.named_modules() if name not in head]
+        layers, tensors = {id(layer) for layer in kept}, {id(own) for layer in kept for own in _own(layer)}
+        adapted = copy.copy(task).adapt_model(initial)
+    return [name for name, layer in adapted.named_modules()
+            if id(layer) not in layers or any(id(own) not in tensors for own in _own(layer))]  # fmt: skip
+
+
+def _own(layer: nn.Module) -> list[nn.Parameter]:
+    return list(layer.parameters(recurse=False))
 
 
 def find_head_of(spec: ModelSpec, model: nn.Module) -> list[str]:
@@ -29,10 +48,9 @@ def find_head_of(spec: ModelSpec, model: nn.Module) -> list[str]:
         return find_resized_layers(model, other.build() if resized is None else resized)
 
 
-def head_parameters(cfg, model: nn.Module) -> list[torch.Tensor]:
-    """Return the parameters of the head, also of a model that a task has changed or that is sharded."""
-    layers = [model.get_submodule(name) for name in find_head(cfg, model)]
-    return [parameter for layer in layers for parameter in layer.parameters(recurse=False)]
+def head_parameters(cfg, model: nn.Module, task: Any = None) -> list[torch.Tensor]:
+    """Return the parameters of the head, see `find_head`, also of a model that is sharded."""
+    return [own for name in find_head(cfg, model, task) for own in _own(model.get_submodule(name))]
 
 
 def find_resized_layers(model: nn.Module, other: nn.Module) -> list[str]:
@@ -42,7 +60,7 @@ def find_resized_layers(model: nn.Module, other: nn.Module) -> list[str]:
 
 
 def _shapes(layer: nn.Module) -> list[tuple[int, ...]]:
-    return [tuple(parameter.shape) for parameter in layer.parameters(recurse=False)]
+    return [tuple(own.shape) for own in _own(layer)]
 
 
 def replace_layers(model: nn.Module, other: nn.Module, names: Collection[str]) -> None:

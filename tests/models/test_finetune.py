@@ -18,7 +18,7 @@ from support.downloads import serve
 from support.images import draw_folder
 from support.processes import on_processes
 from support.runs import assert_close, make_cfg, message_of, newest, small_options, train_and_read
-from support.tables import slow
+from support.tables import each_row, slow
 from timm.layers import resample_abs_pos_embed
 from timm.models import save_for_hf
 from torch import nn
@@ -27,15 +27,21 @@ from distribuuuu.checkpoint.io import load_state_dict
 from distribuuuu.checkpoint.weights_files import find_weights_file
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.config_node import get_value
+from distribuuuu.config.registry import TASKS
+from distribuuuu.data.seeding import derive_seed
 from distribuuuu.engine.build import build_initial_model
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.inference.load_run import find_run
-from distribuuuu.models import build_model
+from distribuuuu.models import build_model, check_model
+from distribuuuu.models.find_architecture import build_model_spec
 from distribuuuu.models.finetune import load_backbone
-from distribuuuu.models.freeze import freeze
+from distribuuuu.models.freeze import freeze, freeze_backbone
 from distribuuuu.models.head import find_head
 from distribuuuu.models.preprocessing import FOLLOWING, follow, resolve_preprocessing
+from distribuuuu.optim.precision import build_precision
+from distribuuuu.tasks.base import build_task
+from distribuuuu.tasks.classification import Classification
 from distribuuuu.trainer import evaluate_weights, train_model
 
 CLASSES = ("ant", "bee", "cat")
@@ -235,6 +241,79 @@ def test_patterns_freeze_parameters_and_whole_modules_by_their_whole_names():
     assert modes == {name: not name.startswith(("layer1.", "layer2.", "layer3.")) for name in modes}
 
 
+@each_row(("arch", "head"), [
+    ("resnet8", ["fc"]), ("timm/test_vit", ["head"]), ("timm/test_convnext", ["head.fc"]),
+    ("torchvision/densenet121", ["classifier"]), ("torchvision/vgg11", ["classifier.6"]),
+    ("torchvision/mobilenet_v3_small", ["classifier.3"]), ("torchvision/squeezenet1_1", ["classifier.1"]),
+    ("timm/deit_tiny_distilled_patch16_224", ["head", "head_dist"]),
+])  # fmt: skip
+def test_a_frozen_backbone_leaves_the_head_and_is_never_in_training_mode(arch, head):
+    cfg = finetuning(arch, FREEZE="backbone")
+    check_model(cfg)
+    model = build_model_spec(cfg).build_on_meta()
+    freeze_backbone(model, find_head(cfg, model))
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained == [f"{layer}.{name}" for layer in head for name in ("weight", "bias")]
+    modes = {name: layer.training for name, layer in model.train().named_modules()}
+    parents = {""} | {layer[:end] for layer in head for end in range(len(layer)) if layer[end] == "."}
+    assert {name for name, is_training in modes.items() if is_training} == {*head, *parents}
+
+
+class Coral(nn.Module):
+    """An ordinal head: one weight per feature and a bias for each threshold (CORAL, arXiv 1901.07884)."""
+
+    def __init__(self, backbone, num_classes):
+        super().__init__()
+        self.weight, self.bias = (
+            nn.Linear(backbone.fc.in_features, 1, bias=False),
+            nn.Parameter(torch.zeros(num_classes)),
+        )
+        self.backbone, backbone.fc = backbone, nn.Identity()
+
+    def forward(self, images):
+        return self.weight(self.backbone(images)) + self.bias
+
+
+class Adapter(nn.Module):
+    """A low-rank update beside a layer (LoRA, arXiv 2106.09685)."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.down, self.up = layer, nn.Conv2d(32, 2, 1), nn.Conv2d(2, 32, 1)
+
+    def forward(self, images):
+        return self.layer(images) + self.up(self.down(images))
+
+
+@TASKS.register("coral")
+class CoralTask(Classification):
+    def adapt_model(self, model):
+        return Coral(model, len(self.classes))
+
+
+@TASKS.register("adapters")
+class AdapterTask(Classification):
+    def adapt_model(self, model):
+        model.stage2[0].conv2 = Adapter(model.stage2[0].conv2)
+        return model
+
+
+@pytest.mark.parametrize("task, trained", [
+    ("coral", ["bias", "weight.weight"]),
+    ("adapters", ["fc.bias", "fc.weight", *(f"stage2.0.conv2.{layer}" for layer in
+                                            ("down.bias", "down.weight", "up.bias", "up.weight"))]),
+])  # fmt: skip
+def test_the_head_of_a_task_is_found_for_freezing_and_clipping(small_cfg, task, trained):
+    words = ("OPTIM.CLIP", "agc", "OPTIM.CLIP_LIMIT", 1e-9, "OPTIM.MAX_EPOCH", 1, "TASK.NAME", task)
+    train_model(cfg := small_cfg(*words, "FINETUNE.FREEZE", "backbone"))
+    build = build_task(cfg, CLASSES, torch.device("cpu"), build_precision(cfg, torch.device("cpu")))
+    torch.manual_seed(derive_seed(3))
+    before, after = build.adapt_model(build_model(cfg)).state_dict(), newest(cfg.OUT_DIR)["state_dict"]
+    assert sorted(other_than(after, before)) == trained
+    moved = max((after[name] - before[name]).abs().max() for name in trained)
+    assert moved > 1e-3, "the head is not clipped"
+
+
 def test_copies_wrappers_and_conversions_keep_what_is_frozen_apart():
     model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3))
     freeze(model, ("0",))
@@ -263,7 +342,7 @@ def test_what_is_frozen_stays_bitwise_and_the_weights_are_read_at_the_start_only
 
 @pytest.mark.slow
 def test_frozen_parts_on_two_processes_give_the_run_of_one(finished_run, small_cfg, tmp_path):
-    words = ("FINETUNE.WEIGHTS", finished_run, "FINETUNE.FREEZE", "[!f]*", "OPTIM.MAX_EPOCH", 1)
+    words = ("FINETUNE.WEIGHTS", finished_run, "FINETUNE.FREEZE", "backbone", "OPTIM.MAX_EPOCH", 1)
     train_model(small_cfg(*words, "OUT_DIR", tmp_path / "one"))
     on_processes(2, train_model, small_cfg(*words, "TRAIN.BATCH_SIZE", 6, "MODEL.SYNCBN", True))
     one, two = newest(tmp_path / "one"), newest(tmp_path / "out")

@@ -22,6 +22,7 @@ from distribuuuu.inference import linear_probe
 from distribuuuu.inference.features import find_classifiers
 from distribuuuu.inference.linear_probe import fit_linear, predict_knn, standardize
 from distribuuuu.inference.load_run import find_run
+from distribuuuu.models import build_model
 
 CPU = torch.device("cpu")
 
@@ -87,7 +88,8 @@ class Classified(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model, self.source = model.eval(), "it"
-        self.cfg, self.task = load_cfg(None, ["MODEL.ARCH", "resnet14"]), SimpleNamespace(has_scores=True)
+        self.cfg = load_cfg(None, ["MODEL.ARCH", "resnet14"])
+        self.task = SimpleNamespace(has_scores=True, adapt_model=lambda initial: model)
 
 
 @pytest.mark.parametrize("name, options", [
@@ -151,6 +153,28 @@ def test_answers_that_are_no_classes_are_not_counted(shapes_run, monkeypatch, re
     run = replace(find_run(shapes_run), has_classifier=reason != "published without a head")
     run.task.classifies = reason != "a task that does not classify"
     assert list(probes.probe_run(run)["top1"]) == ["k-NN", "linear probe"]
+
+
+class Heads(nn.Module):
+    """A network with a head for each of two label sets, or with another output than that of its last linear layer."""
+
+    def __init__(self, backbone, is_dict):
+        super().__init__()
+        self.one, self.other, self.is_dict = nn.Linear(64, 3), nn.Linear(64, 2), is_dict
+        self.backbone, backbone.fc = backbone, nn.Identity()
+
+    def forward(self, images):
+        features = self.backbone(images)
+        one, other = self.one(features), self.other(features)
+        return {"one": one, "other": other} if self.is_dict else one.cumsum(1)
+
+
+@pytest.mark.parametrize("is_dict", [True, False])
+def test_the_features_are_the_input_of_the_head_that_a_task_has_added(is_dict):
+    cfg = load_cfg(None, ["MODEL.ARCH", "resnet8", "MODEL.NUM_CLASSES", "3"])
+    task = SimpleNamespace(has_scores=True, adapt_model=lambda model: Heads(model, is_dict))
+    run = SimpleNamespace(cfg=cfg, task=task, model=task.adapt_model(build_model(cfg)))
+    assert find_classifiers(run, torch.zeros(1, 3, 16, 16)) == [run.model.one]
 
 
 def nan_weights(folder, data):
