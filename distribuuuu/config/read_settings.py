@@ -9,7 +9,7 @@ from distribuuuu.config.config_node import Config, get_value
 from distribuuuu.config.declaration import AUTO, Option
 from distribuuuu.config.errors import Problem, did_you_mean
 from distribuuuu.config.options import OPTIONS
-from distribuuuu.config.registry import BUILT_IN_TASKS, SETTINGS, task_class
+from distribuuuu.config.registry import BUILT_IN_TASKS, SETTINGS, TASKS, task_class, task_name
 from distribuuuu.config.values import coerce
 
 _TYPES = (bool, int, float, str)
@@ -55,7 +55,8 @@ def list_options(declared: type) -> Iterator[tuple[str, Option]]:
 def find_declared(cfg: Config, key: str) -> type | None:
     """Return what the entry that a config selects declares for an option; None if nothing, or if it is unknown."""
     if key == "TASK.KWARGS" and cfg.TASK.MIXINS:
-        return getattr(task_class(cfg), SETTINGS[key], None)
+        is_known = task_name(cfg) in TASKS and not _has_unknown_mixin(cfg, key)
+        return getattr(task_class(cfg), SETTINGS[key], None) if is_known else None
     registry = OPTIONS[_name_of(key)].names
     return registry.settings_of(get_value(cfg, _name_of(key)), SETTINGS[key]) if registry else None
 
@@ -68,9 +69,13 @@ def find_settings_problems(cfg: Config) -> Iterator[Problem]:
         takes_any = key == "TASK.KWARGS" and name not in (AUTO, *BUILT_IN_TASKS)
         if declared:
             yield from read_settings(key, declared, given)[1]
-        elif not takes_any and not any(OPTIONS[_name_of(key)].find_wrong(name)):
+        elif not takes_any and not any(OPTIONS[_name_of(key)].find_wrong(name)) and not _has_unknown_mixin(cfg, key):
             message = f"got {', '.join(given)}, but {_name_of(key)} {name} has no settings"
             yield Problem(key, f"{message}; fix: add {key} '{{}}', or set {_name_of(key)} to an entry of your own")
+
+
+def _has_unknown_mixin(cfg: Config, key: str) -> bool:
+    return key == "TASK.KWARGS" and any(name not in TASKS for name in cfg.TASK.MIXINS)
 
 
 def _name_of(key: str) -> str:

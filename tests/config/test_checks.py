@@ -229,6 +229,7 @@ MIXED = "AUG.MIXUP 0.2 AUG.CUTMIX 1"
     ("OPTIM.CLIP_NORM 1 OPTIM.CLIP agc OPTIM.CLIP_LIMIT 0.1", "OPTIM.CLIP_NORM"),
     ("DISTILL.WEIGHTS pretrained", "DISTILL.WEIGHTS"), ("FINETUNE.HEAD_RESET True", "FINETUNE.HEAD_RESET"),
     (f"{TEACHER} TASK.NAME lookahead", "DISTILL.TEACHER"), (f"{TEACHER} TASK.NAME classification", "DISTILL.TEACHER"),
+    ("TASK.MIXINS unknown TASK.KWARGS.rank 3", "TASK.MIXINS"),
     *((f"TASK.NAME {name} DATA.VIEWS 3", "DATA.VIEWS") for name in BUILT_IN_TASKS if name != "distillation"),
     *((f"TASK.NAME {name} DATA.NAME multilabel LOSS.NAME bce", "TASK.NAME") for name in ("airbench", "lookahead")),
 ])  # fmt: skip

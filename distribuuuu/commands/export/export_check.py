@@ -190,7 +190,14 @@ def _run_code(
     (temporary / "code.py").write_text(code, encoding="utf-8")
     num_pairs = 1 << 30 if multilabel else 4 * _TOPK
     words = [sys.executable, "-c", _RUNNER, str(temporary / "code.py"), str(num_pairs)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    # Plug-ins that are modules are found as here, e.g. in the folder from which `python -m distribuuuu` was started.
+    paths = os.pathsep.join(map(os.path.abspath, sys.path))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": paths,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }
     done = subprocess.run(words, input=json.dumps(files), capture_output=True, cwd=folder, env=environment,
                           encoding="utf-8", errors="replace")  # fmt: skip
     results = [json.loads(line) for line in done.stdout.splitlines()]

@@ -13,7 +13,7 @@ from support.saved_runs import save_run
 
 from distribuuuu import load_run
 from distribuuuu.commands.export import exporter as export
-from distribuuuu.commands.export.export_check import check_export
+from distribuuuu.commands.export.export_check import _run_code, check_export
 from distribuuuu.commands.export.exporter import export_run
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import load_cfg
@@ -193,3 +193,12 @@ def test_images_without_files_of_their_own_are_written_as_they_are(small_cfg, tm
     images.read = lambda index: b"" if index == 3 else paths[index].read_bytes()
     with pytest.raises(BadImageError, match="broken image: .*/003.jpg: .*the file is empty; fix: repair it"):
         check_export(run, images, tmp_path, code)
+
+
+def test_the_code_of_a_card_finds_the_modules_of_plug_ins(tmp_path, monkeypatch):
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "own_plug_in.py").write_text("NAME = 'ant'")
+    monkeypatch.chdir(tmp_path / "lab")
+    monkeypatch.syspath_prepend("")  # as of `python -m distribuuuu`
+    code = "import own_plug_in\ndef predict(file):\n    return [(own_plug_in.NAME, 1.0)]"
+    assert _run_code(code, ["a.png"], tmp_path, tmp_path, False) == ([[["ant", 1.0]]], [])
