@@ -1,6 +1,5 @@
 """Conflicts between options, and options without effect."""
 
-import json
 import reprlib
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +8,6 @@ from distribuuuu.config.config_node import Config, get_value
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.derived import (
     CONDITIONS,
-    class_weight_beta,
     eval_crop_size,
     eval_resize,
     height_and_width,
@@ -18,8 +16,7 @@ from distribuuuu.config.derived import (
     training_crop,
 )
 from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mean
-from distribuuuu.config.model_names import is_published, names_backbone
-from distribuuuu.config.options import IMAGENET_CLASSES, OPTIONS
+from distribuuuu.config.options import OPTIONS
 from distribuuuu.config.registry import BUILT_IN_TASKS, OPTIMIZERS, SETTINGS, dataset_class
 from distribuuuu.config.run_files import find_name_problem, find_path_problem, url_of
 
@@ -38,6 +35,10 @@ OPTIM_ARGUMENTS = {
     "dampening": "OPTIM.DAMPENING", "nesterov": "OPTIM.NESTEROV",
 }  # fmt: skip
 
+# Options that are off by default, whose conflicts are in a file of their own.
+_FEATURES = ("AUG.MIXUP", "AUG.CUTMIX", "TRAIN.IM_SIZE_START", "TEST.LABELS", "LOSS.CLASS_WEIGHTS",
+             "LOSS.POSITIVE_WEIGHT", "DISTILL.TEACHER", "DISTILL.WEIGHTS", "FINETUNE.HEAD_RESET")  # fmt: skip
+
 # An option, whether its value is in conflict with others, and what is expected.
 Conflict = tuple[str, object, str]
 
@@ -53,7 +54,12 @@ def find_problems(cfg: Config) -> list[Problem]:
     """Return a problem for each value that is out of range or conflicts with another."""
     found = [Problem(key, message) for key, option in OPTIONS.items()
              for message in option.find_wrong(get_value(cfg, key))]  # fmt: skip
-    for conflicts in (_images, _augmentation, _labels, _optimizer, _task_and_loss, _distribution):
+    groups = [_images, _augmentation, _optimizer, _task_and_loss, _distribution]
+    if any(get_value(cfg, key) for key in _FEATURES):
+        from distribuuuu.config.feature_conflicts import find_conflicts
+
+        groups.append(find_conflicts)
+    for conflicts in groups:
         found += [Problem(key, f"got {_show(cfg, key)}; {expected}")
                   for key, is_wrong, expected in conflicts(cfg) if is_wrong]  # fmt: skip
     if any(get_value(cfg, key) for key in SETTINGS):
@@ -116,7 +122,7 @@ def _images(cfg: Config) -> Iterator[Conflict]:
 
 
 def _augmentation(cfg: Config) -> Iterator[Conflict]:
-    data, aug, train, last = cfg.DATA, cfg.AUG, cfg.TRAIN, cfg.OPTIM.MAX_EPOCH
+    data, aug, last = cfg.DATA, cfg.AUG, cfg.OPTIM.MAX_EPOCH
     if (data.CHANNELS, data.PIXELS) != (3, "uint8"):
         expected = f"with DATA.CHANNELS {data.CHANNELS} and DATA.PIXELS {data.PIXELS}, expected"
         yield "AUG.POLICY", aug.POLICY != "none", f"{expected} none, since it needs 8-bit RGB"
@@ -132,38 +138,7 @@ def _augmentation(cfg: Config) -> Iterator[Conflict]:
     expected = f"expected a policy that begins with one of {', '.join(POLICIES)}{near}"
     yield "AUG.POLICY", name not in POLICIES, expected
     yield "AUG.MIX_GROUP", aug.MIX_GROUP % 2, "expected an even number, since images are mixed in pairs; fix: add 1"
-    is_mixed, is_both = aug.MIXUP or aug.CUTMIX, aug.MIXUP and aug.CUTMIX
-    yield "AUG.MIX_PROB", is_mixed and not aug.MIX_PROB, "expected more than 0 with AUG.MIXUP or AUG.CUTMIX"
-    is_one = is_both and aug.CUTMIX_SHARE in (0, 1)
-    yield "AUG.CUTMIX_SHARE", is_one, "expected between 0 and 1 with both; fix: set AUG.MIXUP or AUG.CUTMIX to 0"
-    is_group = aug.MIX_GROUP and aug.MIX_BY == "step"
-    yield "AUG.MIX_BY", is_group, "expected pair with AUG.MIX_GROUP; fix: set one of them back"
     yield "AUG.OFF_EPOCHS", 0 < aug.OFF_EPOCHS >= last, f"expected less than OPTIM.MAX_EPOCH {last}"
-    if start := train.IM_SIZE_START:
-        final, epochs = train.IM_SIZE, train.IM_SIZE_EPOCHS
-        is_square = isinstance(final, int)
-        yield "TRAIN.IM_SIZE_START", not is_square, "expected a square TRAIN.IM_SIZE; fix: set it to 0"
-        expected = f"expected at most TRAIN.IM_SIZE {final}, the final size"
-        yield "TRAIN.IM_SIZE_START", is_square and start > final, expected
-        yield "TRAIN.IM_SIZE_START", start == 1, "expected 0, or 2 or more"  # as TRAIN.IM_SIZE
-        is_range = len(epochs) == 2 and 0 <= epochs[0] < epochs[1]
-        expected = "expected the first and the last epoch of the growth, 0 <= first < last, e.g. [0, 80]"
-        yield "TRAIN.IM_SIZE_EPOCHS", not is_range, expected
-
-
-def _labels(cfg: Config) -> Iterator[Conflict]:
-    """Yield the conflicts of TEST.LABELS."""
-    if not (labels := cfg.TEST.LABELS):
-        return
-    with_labels = f"with TEST.LABELS {labels}"
-    is_other = cfg.MODEL.NUM_CLASSES not in (0, IMAGENET_CLASSES)
-    yield "MODEL.NUM_CLASSES", is_other, f"expected {IMAGENET_CLASSES} {with_labels}"
-    yield "DATA.NAME", cfg.DATA.NAME != "imagefolder", f"expected imagefolder {with_labels}"
-    yield "MODEL.DUMMY_INPUT", cfg.MODEL.DUMMY_INPUT, f"expected False {with_labels}"
-    is_real = labels == "imagenet_real"
-    yield "TEST.METRICS", is_real and {*cfg.TEST.METRICS} - {"top1", "topk"}, f"expected top1 or topk {with_labels}"
-    is_task = cfg.TASK.NAME in (AUTO, "classification", "distillation")
-    yield "TASK.NAME", is_real and not is_task, f"expected classification {with_labels}; fix: set TASK.NAME auto"
 
 
 def _optimizer(cfg: Config) -> Iterator[Conflict]:
@@ -193,17 +168,6 @@ def _task_and_loss(cfg: Config) -> Iterator[Conflict]:
         yield "DATA.SAMPLING", cfg.DATA.SAMPLING != "uniform", f"expected uniform, {reason}"
         yield "DISTILL.TEACHER", cfg.DISTILL.TEACHER, f"expected none, {reason}"
     threshold = loss.BCE_TARGET_THRESHOLD
-    for key, weights in (("LOSS.CLASS_WEIGHTS", loss.CLASS_WEIGHTS), ("LOSS.POSITIVE_WEIGHT", loss.POSITIVE_WEIGHT)):
-        numbers = weights
-        if isinstance(weights, str):
-            numbers = [*json.loads(weights).values()] if weights.startswith("{") else []
-            is_auto = class_weight_beta(weights) is not None and (key == "LOSS.CLASS_WEIGHTS" or weights == AUTO)
-            form = "auto, auto:BETA with 0 <= BETA < 1" if key == "LOSS.CLASS_WEIGHTS" else "auto"
-            yield key, not (is_auto or numbers), f"expected {form}, one number per class, or numbers by name"
-        elif key == "LOSS.CLASS_WEIGHTS" or len(weights) > 1:
-            is_other = num_classes and len(weights) not in (0, num_classes)
-            yield key, is_other, f"expected {counted(num_classes, 'number')}, MODEL.NUM_CLASSES"
-        yield key, numbers and (min(numbers) < 0 or max(numbers) == 0), "expected 0 or more, not all 0"
     if num_classes and loss.NAME == "bce" and threshold is not None:
         # Beyond these two every target would be 0, or every target 1; without smoothing no absent class is above 0.
         lowest = loss.LABEL_SMOOTHING / num_classes
@@ -211,16 +175,7 @@ def _task_and_loss(cfg: Config) -> Iterator[Conflict]:
         is_between = lowest < threshold < highest or threshold == lowest == 0
         expected = f"expected null, or between {lowest:g} and {highest:g}, the targets with LOSS.LABEL_SMOOTHING"
         yield "LOSS.BCE_TARGET_THRESHOLD", not is_between, f"{expected} {loss.LABEL_SMOOTHING:g}"
-    teacher = cfg.DISTILL.TEACHER
-    lacks = teacher and not (cfg.DISTILL.WEIGHTS or is_published(teacher) or names_backbone(teacher))
-    yield "DISTILL.WEIGHTS", lacks, "expected the file of the teacher's weights, or pretrained"
-    lacks = cfg.DISTILL.WEIGHTS and not cfg.DISTILL.TEACHER
-    yield "DISTILL.WEIGHTS", lacks, "expected none without a teacher; fix: set DISTILL.TEACHER to their model"
-    lacks = cfg.FINETUNE.HEAD_RESET and not cfg.FINETUNE.WEIGHTS
-    yield "FINETUNE.HEAD_RESET", lacks, "expected False without weights; fix: set FINETUNE.WEIGHTS"
     is_own = name not in (AUTO, *BUILT_IN_TASKS)
-    is_unused = cfg.DISTILL.TEACHER and name in BUILT_IN_TASKS and name != "distillation"
-    yield "DISTILL.TEACHER", is_unused, f"expected none with TASK.NAME {name}; fix: set TASK.NAME auto"
     is_other = name in BUILT_IN_TASKS and (targets == "labels") != (name == "multilabel")
     labels = {"labels": "several labels per image", "label": "one label per image"}.get(targets, "structured targets")
     fix = f"fix: set {'a task of your own' if targets == 'structured' else 'TASK.NAME auto'}"

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 BACKBONE = "backbone"
 
 
-def freeze_parts(cfg, model: nn.Module, task: Any) -> None:
+def freeze_parts(cfg, model: nn.Module, task: Any = None) -> None:
     """Freeze the parts that FINETUNE.FREEZE matches and log their size; raises as `freeze`."""
     patterns = cfg.FINETUNE.FREEZE
     if BACKBONE in patterns:

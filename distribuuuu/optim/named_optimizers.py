@@ -1,7 +1,6 @@
 """Optimizers other than SGD: registered ones and those of timm, with the arguments of OPTIM.KWARGS."""
 
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +16,6 @@ from distribuuuu.config.registry import OPTIMIZERS
 # adahessian needs second derivatives, which the loop does not compute; lookahead keeps its step count in its settings,
 # which a resumed run takes from the config.
 _UNSUPPORTED = ("adahessian", "lookahead")
-# The beginnings of the names of optimizers whose kernels run on a GPU only.
-_GPU_ONLY = ("bnb", "fused")
 
 
 def find_optimizer(cfg) -> Callable:
@@ -48,56 +45,18 @@ def given_options(cfg) -> dict[str, Any]:
 
 
 def check_arguments(cfg, constructor: Callable) -> dict[str, Any]:
-    """Return OPTIM.KWARGS as keyword arguments of an optimizer's constructor.
-
-    Raises:
-        ConfigError: it has no such argument, or one whose default is True or False, or a number, and the value is not.
-    """
+    """Return OPTIM.KWARGS as keyword arguments of an optimizer's constructor."""
     known = inspect.signature(constructor).parameters
-    problems = []
-    for name in cfg.OPTIM.KWARGS.keys() & known.keys():
-        default, value = known[name].default, cfg.OPTIM.KWARGS[name]
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if isinstance(default, bool) and not isinstance(value, bool):
-            problems.append(Problem(f"OPTIM.KWARGS.{name}", f"got {value}; expected True or False"))
-        elif type(default) in (int, float) and not (is_number or value is None):
-            problems.append(Problem(f"OPTIM.KWARGS.{name}", f"got {value}; expected a finite number"))
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         free = [name for name in known if name not in OPTIM_ARGUMENTS] or ["none"]
-        problems += [
+        problems = [
             Problem(f"OPTIM.KWARGS.{name}", f"{cfg.OPTIM.NAME} has no such argument{did_you_mean(name, free)}; "
                     f"expected one of {', '.join(free)}")
             for name in cfg.OPTIM.KWARGS if name not in known
         ]  # fmt: skip
-    if problems:
-        raise ConfigError(problems, cfg.origins)
+        if problems:
+            raise ConfigError(problems, cfg.origins)
     return dict(cfg.OPTIM.KWARGS)
-
-
-def take_trial_step(cfg) -> None:
-    """Take a step with a small model, before the data is opened; a registered optimizer may need its own model.
-
-    Raises:
-        ConfigError: the optimizer rejects OPTIM.KWARGS, when it is built or in its first step.
-    """
-    constructor = find_optimizer(cfg)
-    arguments = check_arguments(cfg, constructor)
-    if cfg.OPTIM.NAME in OPTIMIZERS or cfg.OPTIM.NAME.lower().startswith(_GPU_ONLY):
-        return
-    with torch.random.fork_rng(devices=[]):
-        model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(4, 2))
-        groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "weight_decay": cfg.OPTIM.WEIGHT_DECAY}]
-        try:
-            is_sgd = constructor is torch.optim.SGD
-            optimizer = (torch.optim.SGD(groups, lr=0.1, momentum=cfg.OPTIM.MOMENTUM, **arguments) if is_sgd
-                         else build_timm(cfg, groups, 0.1, lambda _: {}))  # fmt: skip
-            model(torch.ones(2, 3, 2, 2)).square().sum().backward()
-            optimizer.step()
-        except ConfigError:
-            raise
-        except Exception as error:  # of another package
-            message = f"got {dict(cfg.OPTIM.KWARGS)}; {cfg.OPTIM.NAME} fails in its first step: {error}"
-            raise ConfigError(Problem("OPTIM.KWARGS", message), cfg.origins) from error
 
 
 def build_registered(
