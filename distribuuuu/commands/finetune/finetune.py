@@ -70,7 +70,12 @@ def build_parser(prog: str | None = None) -> CommandParser:
     parser = CommandParser(prog, description=_DESCRIPTION, usage="%(prog)s FOLDER [flags] [KEY VALUE ...]")
     add = parser.add_argument
     add("folder", metavar="FOLDER", help="folder of images, in folders of classes or of splits; or a table")
-    add("--backbone", metavar="NAME", nargs="+", help="timm/NAME, a run or a file; the best of several is fine-tuned")
+    add(
+        "--backbone",
+        metavar="NAME",
+        nargs="+",
+        help="pypi/NAME, timm/NAME, a run ...; the best of several is tuned",
+    )
     add("--minutes", metavar="M", type=_minutes, default=10.0, help="time for all of it, roughly (10)")
     add("--out", metavar="FOLDER", help="folder of the run (exp/NAME of the images)")
     add("--group-by", metavar="REGEX", default="", help="images with the same match in their names stay in one split")
