@@ -1,26 +1,37 @@
-"""Backbones by name: their options, their licenses, and the default of this machine."""
+"""Backbones by name: their options, and the default of this machine."""
 
 from typing import Any
 
 import torch
 
 from distribuuuu.checkpoint.published_files import DEFAULT
-from distribuuuu.models.pretrained import resolve_backbone
+from distribuuuu.config import ConfigError, Problem
+from distribuuuu.models.pretrained import Backbone, read_backbone, resolve_backbone
+
+# The default with a GPU; Apache-2.0.
+LARGE, IMAGENET_CLASSES = "timm/convnext_tiny", 1000
 
 
-def backbone_options(name: str) -> dict[str, Any]:
-    """Return MODEL.ARCH, MODEL.KWARGS and FINETUNE.WEIGHTS of a backbone, see models/pretrained.py."""
-    backbone = resolve_backbone(name)
+def find_backbone(name: str) -> Backbone:
+    """Return the backbone of a name; errors are those of --backbone."""
+    try:
+        return resolve_backbone(name)
+    except ConfigError as error:
+        raise ConfigError(Problem("--backbone", str(error))) from error
+
+
+def backbone_options(backbone: Backbone) -> dict[str, Any]:
+    """Return the options of a training that starts with a backbone."""
     own = {key: value for key, value in backbone.options.items() if key.startswith("MODEL.KWARGS.")}
-    arch = {"MODEL.ARCH": backbone.arch} if backbone.arch else {}
-    return {**own, **arch, "FINETUNE.WEIGHTS": name}
+    return {**own, **({"MODEL.ARCH": backbone.arch} if backbone.arch else {}), "FINETUNE.WEIGHTS": backbone.name}
 
 
-def default_backbone() -> str:
-    """Return the default backbone: a larger one with a GPU."""
-    return "timm/convnext_tiny" if torch.cuda.is_available() else DEFAULT
-
-
-def license_of(name: str) -> str:
-    """Return the license of a backbone; empty if it is not known."""
-    return resolve_backbone(name).license
+def default_backbone() -> tuple[str, str]:
+    """Return the default backbone, and why it is the default: with a GPU a larger one, if its weights can be had."""
+    if not torch.cuda.is_available():
+        return DEFAULT, "without a GPU"
+    try:
+        read_backbone(resolve_backbone(LARGE), IMAGENET_CLASSES)
+    except ConfigError:
+        return DEFAULT, f"as {LARGE} cannot be downloaded"
+    return LARGE, "with a GPU"

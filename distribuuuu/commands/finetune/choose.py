@@ -13,7 +13,6 @@ from distribuuuu.config.config_node import changed
 from distribuuuu.data.batch import Batch
 from distribuuuu.engine.evaluator import evaluate, open_evaluation
 from distribuuuu.inference.linear_probe import fit_temperature
-from distribuuuu.models.head import find_head
 from distribuuuu.tasks.metrics import StepOutput, rank_classes
 
 Tensors = dict[str, Tensor]
@@ -64,11 +63,3 @@ def compare(cfg: Config, probe: Tensors, tuned: Tensors) -> dict[str, Any]:
             temperatures[share] = fit_temperature(logits, labels)
     best = max(SHARES, key=lambda share: correct[name_of(share)])
     return {"correct": correct, "share": best, "temperature": temperatures[best]}
-
-
-def scale_head(cfg: Config, tensors: Tensors, temperature: float) -> Tensors:
-    """Return weights whose logits are divided by a temperature."""
-    from distribuuuu.models.build import build_model
-
-    names = [f"{layer}.{kind}" for layer in find_head(cfg, build_model(cfg)) for kind in ("weight", "bias")]
-    return {**tensors, **{name: tensors[name] / temperature for name in names if name in tensors}}

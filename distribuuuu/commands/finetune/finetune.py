@@ -74,7 +74,7 @@ def build_parser(prog: str | None = None) -> CommandParser:
         "--backbone",
         metavar="NAME",
         nargs="+",
-        help="pypi/NAME, timm/NAME, a run ...; the best of several is tuned",
+        help="pypi/NAME, timm/NAME, hf-hub:NAME, a run, a file; the best one is used",
     )
     add("--minutes", metavar="M", type=_minutes, default=10.0, help="time for all of it, roughly (10)")
     add("--out", metavar="FOLDER", help="folder of the run (exp/NAME of the images)")

@@ -84,19 +84,35 @@ def fit_probe(parts: dict[str, Part], num_classes: int) -> Probe:
     return Probe(folded[:-1].T.contiguous(), folded[-1].clone(), penalty, temperature, correct)
 
 
-def set_head(run: LoadedRun, probe: Probe) -> dict[str, Tensor]:
-    """Return the weights of a run with the head of its probe."""
-    side = run.transform.crop.size
-    height, width = (side, side) if isinstance(side, int) else side
-    layers = find_classifiers(run, torch.zeros(1, run.cfg.DATA.CHANNELS, height, width, device=run.device))
+def find_head_names(run: LoadedRun) -> list[str]:
+    """Return the names of the last layers of a run, see `find_classifiers`."""
+    layers = find_classifiers(run, zero_image(run))
     names = [name for name, layer in run.model.named_modules() if any(layer is one for one in layers)]
+    if any(f"{name}.bias" not in (run.state_dict or {}) for name in names):
+        raise ConfigError(f"--backbone: the last layer of {run.cfg.MODEL.ARCH} has no bias; fix: another backbone")
+    return names
+
+
+def set_head(run: LoadedRun, names: Sequence[str], probe: Probe) -> dict[str, Tensor]:
+    """Return the weights of a run with the head of its probe."""
     tensors = dict(run.state_dict or {})
     for name in names:
-        if f"{name}.bias" not in tensors:
-            raise ConfigError(f"--backbone: the last layer of {run.cfg.MODEL.ARCH} has no bias; fix: another backbone")
         shape = tensors[f"{name}.weight"].shape
         tensors |= {f"{name}.weight": probe.weight.reshape(shape), f"{name}.bias": probe.bias}
     return tensors
+
+
+def scale_head(tensors: dict[str, Tensor], names: Sequence[str], temperature: float) -> dict[str, Tensor]:
+    """Return weights whose logits are divided by a temperature."""
+    own = [f"{name}.{kind}" for name in names for kind in ("weight", "bias")]
+    return {**tensors, **{name: tensors[name] / temperature for name in own}}
+
+
+def zero_image(run: LoadedRun, num: int = 1) -> Tensor:
+    """Return black images of the size of the evaluation, on the device."""
+    size = run.transform.crop.size
+    height, width = (size, size) if isinstance(size, int) else size
+    return torch.zeros(num, run.cfg.DATA.CHANNELS, height, width, device=run.device)
 
 
 def write_probe(folder: Path, probe: Probe, run: LoadedRun) -> Path:

@@ -11,12 +11,23 @@ from typing import Any
 import torch
 
 from distribuuuu.checkpoint.weights_files import RAW, best_paths
-from distribuuuu.commands.finetune.backbones import backbone_options, default_backbone, license_of
-from distribuuuu.commands.finetune.choose import compare, interpolate, name_of, read_tuned, scale_head
+from distribuuuu.commands.finetune.backbones import backbone_options, default_backbone, find_backbone
+from distribuuuu.commands.finetune.choose import compare, interpolate, name_of, read_tuned
 from distribuuuu.commands.finetune.data import PARTS, divide, hash_images, list_sources
 from distribuuuu.commands.finetune.decisions import Decisions, explaining_disk
 from distribuuuu.commands.finetune.feature_file import compute_features
-from distribuuuu.commands.finetune.head import Part, Probe, fit_probe, open_backbone, set_head, write_model, write_probe
+from distribuuuu.commands.finetune.head import (
+    Part,
+    Probe,
+    find_head_names,
+    fit_probe,
+    open_backbone,
+    scale_head,
+    set_head,
+    write_model,
+    write_probe,
+    zero_image,
+)
 from distribuuuu.commands.finetune.recipe import build_recipe, choose_epochs, find_kind, measure_epoch
 from distribuuuu.commands.finetune.summary import format_backbones, format_choice, next_commands
 from distribuuuu.commands.scan.splitting import Images, write_split
@@ -58,7 +69,11 @@ def run_stages(flags: Namespace) -> dict[str, Any]:
     """
     started, out = time.monotonic(), flags.out
     images, parts = list_sources(flags.folder, flags.overrides)
-    backbones = flags.backbone or [default_backbone()]
+    if not flags.backbone:
+        name, reason = default_backbone()
+        flags.backbone = [name]
+        say(f"backbone: {name}, the default {reason}")
+    backbones = flags.backbone
     job = {"images": hash_images(images), "backbones": backbones, "minutes": flags.minutes, "options": flags.overrides,
            "groups": flags.group_by, "seed": flags.seed, "version of torch": torch.__version__,
            "fine-tuning": not flags.probe_only}  # fmt: skip
@@ -97,11 +112,11 @@ class Candidate:
 
     def __init__(self, flags: Namespace, decisions: Decisions, images: Images, parts: dict[str, list[int]], name: str):
         self.flags, self.images, self.parts, self.name = flags, images, parts, name
-        lists = str(flags.out / "lists")
+        lists, self.license = str(flags.out / "lists"), (backbone := find_backbone(name)).license
         options = {
             "DATA.NAME": "list", "TRAIN.DATASET": lists, "TEST.DATASET": lists, "TEST.SPLIT": "val",
             "DATA.EXIF_ROTATE": True, "RNG_SEED": flags.seed, "TRAIN.WORKERS": flags.workers,
-            "LOG.TENSORBOARD": False, **backbone_options(name),
+            "LOG.TENSORBOARD": False, **backbone_options(backbone),
         }  # fmt: skip
         self.words = [str(word) for pair in options.items() for word in pair]
         table = {key for key in flags.overrides[::2] if key.startswith("DATA.TABLE")}
@@ -131,17 +146,15 @@ class Candidate:
             ends += len(own)
         self.probe: Probe = fit_probe(features, len(self.images.classes))
         facts = {"correct": self.probe.correct, "penalty": self.probe.penalty, "temperature": self.probe.temperature,
-                 "params_m": count_parameters(self.backbone.model) / 1e6, "license": license_of(self.name),
+                 "params_m": count_parameters(self.backbone.model) / 1e6, "license": self.license,
                  "image_s": image_s}  # fmt: skip
         return decisions.once(f"{self.key}: probe", lambda: facts)
 
     def find_mode(self, plain: LoadedRun) -> dict[str, Any]:
         """Return the fast mode of this machine."""
-        size = plain.transform.crop.size
-        height, width = (size, size) if isinstance(size, int) else size
-        generator = torch.Generator().manual_seed(0)
-        images = torch.randn(_MODE_IMAGES, self.cfg.DATA.CHANNELS, height, width, generator=generator)
-        mode = find_fast_mode(plain.model, images.to(plain.device))
+        images = zero_image(plain, _MODE_IMAGES)
+        images.copy_(torch.randn(images.shape, generator=torch.Generator().manual_seed(0)))
+        mode = find_fast_mode(plain.model, images)
         layout = "channels_last" if mode["MODEL.CHANNELS_LAST"] else "contiguous"
         say(f"{self.name}: {layout}, AMP {mode['TRAIN.AMP']}: {mode['speedup']} x the speed of the plain mode")
         return mode
@@ -153,7 +166,8 @@ def finish(
     """Fine-tune the best backbone from its probe, choose, write the model and test it; return the choice."""
     out, num = flags.out, len(best.parts["val"])
     head = write_probe(out, best.probe, best.backbone)
-    probe = set_head(best.backbone, best.probe)
+    names = find_head_names(best.backbone)
+    probe = set_head(best.backbone, names, best.probe)
     model, num_train = best.backbone.model, len(best.parts["train"])
 
     def read(epochs: int) -> Config:
@@ -182,7 +196,7 @@ def finish(
     choice = decisions.once("choice", lambda: compare(cfg, probe, tuned) if epochs else choose_probe(facts))
     tensors = interpolate(probe, tuned, choice["share"]) if epochs else probe
     final = changed(cfg, {"OUT_DIR": str(out), "TEST.SPLIT": "test", "DATA.WORKER_KIND": "thread"})
-    write_model(final, scale_head(final, tensors, choice["temperature"]), best.images.classes, {**facts, **choice})
+    write_model(final, scale_head(tensors, names, choice["temperature"]), best.images.classes, {**facts, **choice})
     final = changed(final, {"MODEL.WEIGHTS": str(best_paths(out)[RAW])})
     return {**choice, "test": decisions.once("test", lambda: evaluate_weights(final)), "epochs": epochs,
             "kind": find_kind(model).name}  # fmt: skip
