@@ -1,6 +1,5 @@
 """Stages of a fine-tuning, from images to a tested model. Each is stored when it is finished, and not repeated."""
 
-import signal
 import sys
 import time
 from argparse import Namespace
@@ -229,6 +228,6 @@ def train(path: Path, nproc: int) -> None:
     status = run_processes(nproc, [sys.executable, "-m", "distribuuuu", "train", "--cfg", str(path)])
     stopped = [signum for signum, value in STATUS_OF.items() if value == status]
     if stopped:
-        raise RunStopped(signal.Signals(stopped[0]).name)
+        raise RunStopped(stopped[0])
     if status:
         raise ConfigError(f"the training has failed with status {status}; fix: see above, then rerun the same command")

