@@ -29,7 +29,7 @@ class FinetuneResult:
 def finetune(
     folder: str | os.PathLike,
     minutes: float = 10.0,
-    backbone: str | Sequence[str] = (),
+    backbone: str | os.PathLike | Sequence[str] = (),
     out: str | os.PathLike | None = None,
     overrides: Overrides = (),
     seed: int = 0,
@@ -49,7 +49,7 @@ def finetune(
     """
     from distribuuuu.commands.finetune.finetune import build_parser, prepare
 
-    names = [backbone] if isinstance(backbone, str) else list(backbone)
+    names = [os.fspath(backbone)] if isinstance(backbone, (str, os.PathLike)) else list(backbone)
     words = [os.fspath(folder), "--minutes", str(minutes), "--seed", str(seed), "--workers", str(count_cores())]
     words += ["--out", os.fspath(out)] if out else []
     flags: Namespace = prepare(build_parser("finetune"), [*words, *_as_pairs(overrides)])

@@ -1,11 +1,13 @@
 """The commands finetune and embed: splits, features, the choice, resuming, errors."""
 
-import itertools
+import contextlib
+import errno
 import json
 import re
 import shutil
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -15,9 +17,10 @@ from support.images import draw_folder
 from support.runs import ROOT, train_model
 from support.tables import each_row
 
+import distribuuuu
 from distribuuuu import load_run
 from distribuuuu.checkpoint.io import read_checkpoint
-from distribuuuu.commands.finetune import backbones, choose, feature_file, recipe, stages
+from distribuuuu.commands.finetune import backbones, choose, feature_file, head, recipe, stages
 from distribuuuu.commands.finetune.data import divide, list_sources
 from distribuuuu.commands.main import start_command
 from distribuuuu.config import ConfigError, load_cfg
@@ -214,19 +217,44 @@ def test_the_best_of_several_backbones_is_fine_tuned(photos, finished_run, shape
     assert arch == {str(finished_run): "resnet8", str(shapes_run): "resnet14"}[max(right, key=right.__getitem__)]
 
 
+def test_the_python_function_returns_the_run_and_its_accuracy(photos, finished_run, tmp_path, here):
+    pairs = {**dict(zip(WORDS[::2], WORDS[1::2], strict=True)), "OPTIM.MAX_EPOCH": 0}
+    result = distribuuuu.finetune(photos, backbone=finished_run, out=tmp_path / "out", overrides=pairs)
+    assert result.top1 == result.results["test"]["top1"] == distribuuuu.evaluate(result.out_dir)["top1"]
+
+
 @pytest.mark.slow
 def test_a_killed_command_is_resumed_bitwise(photos, finished_run, tmp_path):
     words = [sys.executable, "-m", "distribuuuu", "finetune", str(photos), "--backbone", str(finished_run), "--workers",
              "0", *map(str, WORDS), "TRAIN.AMP", "none", "MODEL.CHANNELS_LAST", "False", "--out"]  # fmt: skip
+    started = time.monotonic()
     assert subprocess.run([*words, tmp_path / "expected"], cwd=ROOT, timeout=600).returncode == 0
-    for seconds in itertools.count(4, 3):
-        try:
-            done = subprocess.run([*words, tmp_path / "out"], cwd=ROOT, timeout=seconds)  # killed at the time-out
-        except subprocess.TimeoutExpired:
-            continue
-        assert done.returncode == 0
-        break
+    duration = time.monotonic() - started
+    for share in (0.4, 0.6, 0.8):
+        with contextlib.suppress(subprocess.TimeoutExpired):  # killed at the time-out
+            subprocess.run([*words, tmp_path / "out"], cwd=ROOT, timeout=share * duration)
+    assert subprocess.run([*words, tmp_path / "out"], cwd=ROOT, timeout=600).returncode == 0
     assert_same_weights(tmp_path / "out/best.pth.tar", tmp_path / "expected/best.pth.tar")
+
+
+@pytest.mark.slow
+def test_the_minutes_give_the_epochs(photos, finished_run, tmp_path, capsys, here):
+    words = [word for word in WORDS if word not in ("OPTIM.MAX_EPOCH", 2)]
+    assert run(photos, "--backbone", finished_run, "--out", tmp_path / "out", "--minutes", 3, *words) == 0
+    plan = json.loads((tmp_path / "out/finetune.json").read_text())["training"]
+    assert 1 <= plan["epochs"] <= recipe.MAX_EPOCHS and plan["epoch_s"] > 0
+    assert load_cfg(str(tmp_path / "out/finetune.yaml")).OPTIM.MAX_EPOCH == plan["epochs"]
+    assert re.search(r"an epoch takes \d+ s; \d+ epochs? fits? into 3 min", capsys.readouterr().out)
+
+
+def test_a_full_disk_is_one_message(photos, finished_run, tmp_path, capsys, here, monkeypatch):
+    def fail(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(head, "write_atomically", fail)
+    assert run(photos, "--backbone", finished_run, "--out", tmp_path / "out", "--probe-only", *WORDS) == 2
+    printed = capsys.readouterr().err
+    assert "--out: " in printed and "No space left on device; fix: make room" in printed, printed
 
 
 @pytest.mark.slow
