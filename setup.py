@@ -20,6 +20,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "distribuuuu" / "__init__.p
 # Copied to distribuuuu/shipped/ of a wheel; distribuuuu/config/locate.py finds them there, or in the checkout.
 SHIPPED = (
     "configs/**/*.yaml",
+    "configs/**/*.py",
     "tools/slurm/*.sbatch",
     "tools/*/*.yaml",
     "benchmarks/reported.yaml",

@@ -29,6 +29,7 @@ from distribuuuu.commands.flag_hints import parse_flags
 from distribuuuu.commands.main import find_commands
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.config.explain import read_comments, show_default
+from distribuuuu.config.locate import RECIPE_PLUGINS
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.reader import iter_options, read_cfg
 from distribuuuu.config.registry import MODELS
@@ -319,7 +320,8 @@ def test_the_page_of_the_models_lists_the_registered_ones():
     page = ROOT / "docs" / "MODEL_ZOO.md"
     rows = ["| `MODEL.ARCH` | parameters (M) | `MODEL.KWARGS` |", "|---|---|---|"]
     # Other tests of this process register models too.
-    names = [name for name in MODELS.names() if re.match("distribuuuu|torchvision", MODELS.get(name).__module__)]
+    names = [name for name in MODELS.names() if re.match(r"distribuuuu\.|torchvision", MODELS.get(name).__module__)]
+    names += [name for entries in RECIPE_PLUGINS.values() for name in entries if name not in ("airbench", "lookahead")]
     for name in sorted(names, key=lambda name: [int(part) if part.isdigit() else part
                                                         for part in re.split(r"(\d+)", name)]):  # fmt: skip
         with torch.device("meta"):

@@ -208,8 +208,8 @@ def test_the_wheel_contains_the_shipped_files_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     shipped = {name.removeprefix("distribuuuu/shipped/") for name in names if name.startswith("distribuuuu/shipped/")}
     benchmarks = [ROOT / "benchmarks" / "reported.yaml", *(ROOT / "benchmarks" / "results").rglob("*.json")]
-    expected = [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "tools" / "slurm").iterdir(),
-                *(ROOT / "tools").glob("*/*.yaml"), *benchmarks]  # fmt: skip
+    configs = [path for path in (ROOT / "configs").rglob("*.*") if path.suffix in (".yaml", ".py")]
+    expected = [*configs, *(ROOT / "tools" / "slurm").iterdir(), *(ROOT / "tools").glob("*/*.yaml"), *benchmarks]
     assert shipped == {str(path.relative_to(ROOT)) for path in expected}
     code = {name for name in names if name.startswith("distribuuuu/") and not name.startswith("distribuuuu/shipped/")}
     found = [*(ROOT / "distribuuuu").rglob("*.py"), *(ROOT / "distribuuuu").rglob("templates/*")]
@@ -237,7 +237,7 @@ def test_the_commands_of_an_installation(programs, tmp_path):
 
 @pytest.mark.project
 def test_the_scripts_import_names_that_exist():
-    for path in (one for folder in ("benchmarks", "docs", "tools") for one in (ROOT / folder).rglob("*.py")):
+    for path in (one for folder in ("benchmarks", "configs", "docs", "tools") for one in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("distribuuuu"):
                 _, *parts = node.module.split(".")[:3]

@@ -7,6 +7,13 @@ from pathlib import Path
 _PACKAGE = Path(__file__).parents[1]
 # Folders of configs that were once in another one, by that one.
 _MOVED = {"imagenet": "imagenet2021"}
+# The plug-ins of shipped recipes, below configs/, and the names of the entries that each registers.
+RECIPE_PLUGINS = {
+    "cifar10/airbench94.py": {"airbench94", "airbench", "lookahead"},
+    "imagenet/blurpool_resnet.py": {"resnet18_blurpool", "resnet50_blurpool"},
+    "imagenet/deit.py": {"deit_tiny", "deit_small", "deit_base", "deit3_small"},
+    "imagenet/plain_vit.py": {"plain_vit_tiny", "plain_vit_small"},
+}
 # The folder and the name of a config in results, which may come from others.
 _CONFIG_NAME = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)?")
 

@@ -2,7 +2,8 @@
 
 A plug-in is code. It is imported if the user names it: on the command line, in a file of --cfg, or in Python. The
 config in the folder of a run may be of others: of its plug-ins, only those are imported that this user has named
-before, which the user's cache folder records. A checkpoint, an export or a pack never causes an import.
+before, which the user's cache folder records. A checkpoint, an export or a pack never causes an import. The plug-ins of
+the shipped recipes are part of this installation and need no such permission, also if a run names those of another one.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from distribuuuu.config.errors import ConfigError, Problem, did_you_mean
+from distribuuuu.config.locate import RECIPE_PLUGINS, shipped_file
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.untrusted import read_regular
@@ -29,7 +31,20 @@ _PREFIX = "distribuuuu_plugin_"
 def resolve_plugins(entries: Iterable[str], folder: str | os.PathLike = "") -> tuple[str, ...]:
     """Return the entries of PLUGINS with absolute paths; relative ones refer to a folder (default: the current one)."""
     paths = {entry: os.path.expanduser(os.path.expandvars(entry)) for entry in entries if names_file(entry)}
-    return tuple(os.path.abspath(os.path.join(folder, paths[entry])) if entry in paths else entry for entry in entries)
+    return tuple(_find_own(os.path.join(folder, paths[entry])) if entry in paths else entry for entry in entries)
+
+
+def _find_own(path: str) -> str:
+    """Return the absolute path of a plug-in; if it is missing, of the one that this installation ships in its place."""
+    path = os.path.abspath(path)
+    own = shipped_file("configs") / path.rpartition("/configs/")[2]
+    return path if os.path.exists(path) or not is_shipped(str(own)) else str(own)
+
+
+def is_shipped(entry: str) -> bool:
+    """Tell whether an entry of PLUGINS is the plug-in of a recipe of this installation."""
+    real = os.path.realpath(entry)
+    return any(real == os.path.realpath(shipped_file("configs") / file) for file in RECIPE_PLUGINS)
 
 
 def names_file(entry: str) -> bool:
@@ -144,7 +159,9 @@ def _record(entry: str) -> None:
 
 
 def _is_known(entry: str) -> bool:
-    """Tell whether this user has named a plug-in before, and it was imported."""
+    """Tell whether this user has named a plug-in before, and it was imported; those of shipped recipes are known."""
+    if is_shipped(entry):
+        return True
     try:
         path, content = _record_of(entry)
         # The cache folder may be shared with others.

@@ -16,7 +16,7 @@ from distribuuuu.config.config_node import Config, get_cfg, get_value, iter_opti
 from distribuuuu.config.conflicts import find_problems
 from distribuuuu.config.declaration import Option
 from distribuuuu.config.errors import ConfigError, Problem
-from distribuuuu.config.locate import FoundConfig, ListedConfig, find_base, find_config
+from distribuuuu.config.locate import RECIPE_PLUGINS, FoundConfig, ListedConfig, find_base, find_config, shipped_file
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.registry import SETTINGS
 from distribuuuu.config.run_files import local_folder
@@ -74,6 +74,7 @@ def read_cfg(cfg_file: CfgFiles = None, overrides: Sequence[str] = ()) -> tuple[
     cfg.replaced.update((key, value) for key, value in iter_options(of_file) if cfg.origins.get(key) == COMMAND_LINE)
     cfg.replaced.update(getattr(cfg_file, "replaced", {}))
     _resolve_plugins(cfg)
+    _add_recipe_plugins(cfg)
     if not cfg.TEST.DATASET:
         cfg.TEST.DATASET = cfg.TRAIN.DATASET
         if "TRAIN.DATASET" in cfg.origins:
@@ -117,6 +118,13 @@ def _resolve_plugins(cfg: Config, folder: str = "") -> None:
         from distribuuuu.config.plugins import resolve_plugins
 
         cfg.PLUGINS = resolve_plugins(cfg.PLUGINS, folder)
+
+
+def _add_recipe_plugins(cfg: Config) -> None:
+    """Add the plug-in of a shipped recipe if the config names its entries without it."""
+    names = {cfg.MODEL.ARCH.removeprefix("distribuuuu/"), cfg.DISTILL.TEACHER, cfg.TASK.NAME, *cfg.TASK.MIXINS}
+    files = (str(shipped_file("configs") / file) for file, entries in RECIPE_PLUGINS.items() if names & entries)
+    cfg.PLUGINS = tuple(dict.fromkeys((*cfg.PLUGINS, *files)))
 
 
 def _find_plugin_problems(cfg: Config, cfg_file: CfgFiles) -> list[Problem]:

@@ -11,11 +11,12 @@ from support.runs import run_python, small_options
 
 from distribuuuu import evaluate
 from distribuuuu.commands.arguments import parse_args
+from distribuuuu.commands.export.exporter import export_run
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.config.locate import FoundConfig
+from distribuuuu.config.locate import RECIPE_PLUGINS, FoundConfig, shipped_file
 from distribuuuu.config.plugins import ImportedPlugins, import_plugins
 from distribuuuu.config.reader import read_cfg
-from distribuuuu.config.registry import LOSSES, TASKS
+from distribuuuu.config.registry import LOSSES, MODELS, TASKS
 from distribuuuu.inference.load_run import load_run
 from distribuuuu.trainer import train_model
 
@@ -61,8 +62,9 @@ def fresh_process(monkeypatch, tmp_path):
 
 def forget() -> None:
     """Remove the plug-ins from this process, as if it were a new one."""
-    for registry, name in ((TASKS, "own_task"), (LOSSES, "own_loss")):
-        registry._table.pop(name, None)
+    for registry in (TASKS, LOSSES, MODELS):
+        for name in ("own_task", "own_loss", "airbench", "lookahead", "airbench94"):
+            registry._table.pop(name, None)
     for name in [name for name in sys.modules if name.startswith("distribuuuu_plugin_") or "_of_this_test" in name]:
         del sys.modules[name]
 
@@ -221,6 +223,38 @@ def test_a_checkpoint_predicts_without_the_plug_ins_that_only_its_training_neede
     forget()
     cfg = load_run(tmp_path / "out" / "best.pth.tar").cfg
     assert (cfg.LOSS.NAME, cfg.LOSS.KWARGS, cfg.PLUGINS) == ("cross_entropy", {}, ()) and "own_loss" not in LOSSES
+
+
+def test_the_plug_ins_of_shipped_recipes_register_the_names_that_find_them():
+    folder = shipped_file("configs")
+    assert {*RECIPE_PLUGINS} == {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
+    for file, names in RECIPE_PLUGINS.items():
+        for name in names:
+            cfg = load_cfg(None, ["TASK.NAME" if name in ("airbench", "lookahead") else "MODEL.ARCH", name])
+            assert cfg.PLUGINS == (str(folder / file),) and (name in MODELS or name in TASKS)
+
+
+def test_a_run_of_a_shipped_recipe_is_found_again_without_a_word(image_folder, tmp_path):
+    words = ("MODEL.ARCH", "airbench94", "MODEL.KWARGS.width", 24, "TASK.NAME", "airbench", "OPTIM.MAX_EPOCH", 1)
+    out_dir = tmp_path / "out"
+    cfg = load_cfg(None, small_options(image_folder, out_dir, *words))
+    train_model(cfg)
+    config, (own,) = out_dir / "config.yaml", cfg.PLUGINS
+    text, checkpoint = config.read_text(), torch.load(out_dir / "best.pth.tar", weights_only=True)
+    # Of this installation, of a version whose package contained the code, and of another machine.
+    for plugins in ([own], [], ["/other/machine/configs/cifar10/airbench94.py"]):
+        forget()
+        config.write_text(text.replace(f"- {own}\n", "").replace("PLUGINS:\n", f"PLUGINS: {plugins}\n"))
+        assert f"PLUGINS: {plugins}" in config.read_text()
+        assert parse_args(None, [str(out_dir)], train=False)[0].PLUGINS == (own,)
+        forget()
+        alone = tmp_path / "alone.pth.tar"
+        torch.save({**checkpoint, "config": {**checkpoint["config"], "PLUGINS": tuple(plugins)}}, alone)
+        assert load_run(alone).cfg.PLUGINS == (own,)
+    assert export_run(load_run(out_dir), "safetensors", tmp_path / "exported")["verified"]
+    assert "PLUGINS" not in (tmp_path / "exported" / "README.md").read_text()
+    forget()
+    assert load_run(tmp_path / "exported").cfg.TASK.NAME == "airbench"
 
 
 def test_a_record_counts_for_its_owner_and_its_path_only(tmp_path):

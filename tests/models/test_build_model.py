@@ -339,7 +339,8 @@ def test_shortcut_has_no_parameters_and_keeps_the_pixels():
 
 @pytest.mark.parametrize("name", ["deit_tiny", slow("deit_small"), slow("deit3_small")])
 def test_with_the_same_weights_the_outputs_are_those_of_timm(name):
-    mine = MODELS.get(name)(num_classes=5, im_size=32).eval()
+    words = ["MODEL.ARCH", name, "MODEL.NUM_CLASSES", "5", "TRAIN.IM_SIZE", "32", "MODEL.KWARGS.drop_path_rate", "0"]
+    mine = build_model(load_cfg(None, words)).eval()
     theirs = timm.create_model(f"{name}_patch16_224", num_classes=5, img_size=32).eval()
     theirs.load_state_dict(mine.state_dict())
     images = torch.randn(2, 3, 32, 32)

@@ -104,7 +104,7 @@ def export_run(
         with new_folder(target) as folder, torch.inference_mode():
             WRITERS[to](run, folder)
             if len(images):
-                checked = check_export(run, images, folder, render_code(run, to, run.cfg.PLUGINS), check_images)
+                checked = check_export(run, images, folder, render_code(run, to, has_paths=True), check_images)
             if checked["verified"] is False:
                 os.replace(folder / file, folder / f"{file}.unverified")
                 file = f"{file}.unverified"

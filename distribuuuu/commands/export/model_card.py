@@ -6,7 +6,7 @@ runs in the exported folder. What the file of a format cannot do, the code does.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from string import Template
 from typing import Any
 
@@ -15,6 +15,7 @@ import yaml
 from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import PIXEL_RANGES
+from distribuuuu.config.plugins import is_shipped
 from distribuuuu.data.crops import EvalCrop
 from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.inference.loaded_run import LoadedRun
@@ -126,15 +127,15 @@ _MAIN = """if __name__ == "__main__":
     $show"""
 
 
-def render_code(run: LoadedRun, to: str, plugins: Sequence[str] | None = None) -> str:
+def render_code(run: LoadedRun, to: str, has_paths: bool = False) -> str:
     """Return the code of the card of a run in a format.
 
     Args:
         run: the run.
         to: the format.
-        plugins: the plug-ins that the code of safetensors imports; None: those of the run, files by their names alone.
+        has_paths: the code of safetensors imports the plug-ins of the run by their paths; else by their names alone.
     """
-    names = [os.path.basename(entry) for entry in run.cfg.PLUGINS] if plugins is None else plugins
+    names = [entry if has_paths else os.path.basename(entry) for entry in run.cfg.PLUGINS if not is_shipped(entry)]
     code = f"plugins = {','.join(names)!r}  # code that this folder does not contain: set the paths of the files\n"
     with_plugins = f'{code}run = load_run(".", overrides=["PLUGINS", plugins])'
     multilabel, exif = run.task.multilabel, run.cfg.DATA.EXIF_ROTATE
