@@ -61,6 +61,7 @@ def write_sources(folder: Path) -> dict[Path, tuple[Config, Callable | None]]:
 
     def cfg_of(name: str, root: Path, **table: Any) -> Config:
         cfg = load_cfg(None, ["DATA.NAME", "list", "TRAIN.DATASET", str(root), "MODEL.NUM_CLASSES", "2"])
+        cfg = changed(cfg, {"DATA.CACHE_DIR": str(folder / "cache")})
         return changed(cfg, {"DATA.NAME": name, **{f"DATA.TABLE.{key}": value for key, value in table.items()}})
 
     return {
@@ -78,8 +79,7 @@ def write_sources(folder: Path) -> dict[Path, tuple[Config, Callable | None]]:
 def read_set(cfg: Config) -> None:
     """Check and open the training set of a config, and read it; a broken image may raise anything."""
     family = DATASETS.get(cfg.DATA.NAME)
-    find = getattr(family, "find_pack_problems", family.find_problems)
-    problems = [str(problem) for _, problem in find(cfg, train=True)]
+    problems = [str(problem) for _, problem in family.find_problems(cfg, train=True)]
     try:
         images = family.from_cfg(cfg, train=True)
     except ConfigError:

@@ -38,8 +38,8 @@ _FILES = (
     ((".7z", ".rar"), "an archive of a kind that is not read; fix: unpack it by 7-Zip or unrar, then use {folder}"),
     ((".xlsx", ".xls", ".ods"), "a spreadsheet; fix: save it as CSV, then DATA.NAME list TRAIN.DATASET {parent}"),
     ((".csv", ".tsv"), "a table; fix for a list: DATA.NAME list TRAIN.DATASET {parent} TRAIN.SPLIT {stem}"),
-    ((".parquet",), "a table; fix for image files in it: distribuuuu pack OUT DATA.NAME parquet TRAIN.DATASET ..."),
-    ((".arrow", ".npz", ".npy", ".h5", ".hdf5", ".mat", ".pkl", ".json", ".tfrecord", ".lmdb", ".beton"),
+    ((".parquet", ".arrow"), "a table; fix for image files in it: DATA.NAME parquet TRAIN.DATASET {parent}"),
+    ((".npz", ".npy", ".h5", ".hdf5", ".mat", ".pkl", ".json", ".tfrecord", ".lmdb", ".beton"),
      "no folder of images; fix: a data set of your own, see docs/data.md, 'Arrays and tables'"),
     ((".yaml", ".yml"), "a config file; fix: --cfg {path}"),
 )  # fmt: skip
@@ -129,18 +129,17 @@ def similar_splits(split: str, names: Iterable[str]) -> list[str]:
 
 
 def describe_parquet(root: Path) -> str:
-    """Return '; it holds Parquet files; fix: ...' for a folder with such files, as on the Hugging Face Hub."""
+    """Return '; it holds parquet files; fix: ...' for a folder with such files, as on the Hugging Face Hub."""
     splits = _parquet_splits(root)
-    words = ["distribuuuu", "pack", "OUT", "DATA.NAME", "parquet", "TRAIN.DATASET", str(root)]
+    words = ["DATA.NAME", "parquet", "TRAIN.DATASET", str(root)]
     for split in ("train", "val"):
         if split not in splits and (found := similar_splits(split, splits)):
             words += [split_key(split), found[0]]
-    text = f"; it holds Parquet files; fix: {shlex.join(words)}, then DATA.NAME packed TRAIN.DATASET OUT"
-    return text if splits else ""
+    return f"; it holds parquet files; fix: {shlex.join(words)}" if splits else ""
 
 
 def explain_parquet(root: Path, split: str) -> str:
-    """Return '; it has A, B; fix: ...' for a folder without the Parquet files of a split."""
+    """Return '; it has A, B; fix: ...' for a folder without the parquet files of a split."""
     splits = _parquet_splits(root)
     fix = next((f"; fix: set {split_key(split)} {found}" for found in similar_splits(split, splits)), "")
     return f"; it has {first_few(splits)}{fix}" if splits else ""

@@ -12,7 +12,7 @@ from distribuuuu.config.locate import shipped_file
 DATA_NAMES = {
     "webdataset wds tar tars zip shards": "archive, which reads shards of tar files, {000..009}.tar, and ZIP files",
     "csv tsv txt table file-list filelist kaggle dataframe": "list, which reads DATASET/SPLIT.csv",
-    "huggingface hf hf-datasets datasets hub arrow": "parquet, which `distribuuuu pack` imports",
+    "huggingface hf hf-datasets datasets hub arrow": "parquet, which reads parquet and Arrow files",
     "folder folders directory image-folder imagefolders": "imagefolder, for one sub-folder per class",
     "ilsvrc ilsvrc2012 imagenet1k imagenet-1k": "imagenet, for its archives, or imagefolder, for class folders",
 }

@@ -122,8 +122,7 @@ def _source_problems(job: PackJob, set_keys_only: bool) -> Iterator[Problem]:
     cfg = job.cfg
     if cfg.DATA.NAME not in DATASETS:  # reported already
         return
-    dataset = DATASETS.get(cfg.DATA.NAME)
-    find = getattr(dataset, "find_pack_problems", dataset.find_problems)
+    find = DATASETS.get(cfg.DATA.NAME).find_problems
     for key, message in dict.fromkeys(found for train in job.trains for found in find(cfg, train)):
         if key != "MODEL.NUM_CLASSES" and (key in cfg.origins or not set_keys_only):
             yield Problem(key, message, cfg.origins)

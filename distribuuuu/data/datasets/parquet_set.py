@@ -1,39 +1,50 @@
-"""Images in parquet files, in the layout of the Hugging Face Hub: a column of image files, others of labels.
+"""Images in parquet and Arrow files, as the Hugging Face Hub and its package `datasets` write them.
 
     train-00000-of-00001.parquet    image: {bytes, path} or bytes; label: int64 with class names, or text
 
-A row group is read for an image, so `distribuuuu pack` imports them before a training. TRAIN.DATASET is a folder or
-hf://datasets/OWNER/NAME. See docs/large_data.md.
+Arrow files hold the bytes of images as they are: an index has their places, and a training reads them as those of an
+archive. A parquet file is copied into an Arrow file in the cache once. See docs/large_data.md.
 """
 
 import contextlib
 import glob
+import hashlib
 import os
+import re
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.errors import DataError, did_you_mean
+from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.settings import setting
+from distribuuuu.data.datasets.archive_members import read_member
 from distribuuuu.data.datasets.array_file import Content, find_stamp, pack_names
-from distribuuuu.data.datasets.base import ImageDataset, SplitDataset
+from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.image_list import TableColumns, TableSet
-from distribuuuu.data.datasets.index import Index
+from distribuuuu.data.datasets.index import open_index
 from distribuuuu.data.datasets.table_file import TableSpec, parse_labels
 from distribuuuu.data.datasets.targets import encode_targets
+from distribuuuu.files.atomic_file import replacing
+from distribuuuu.files.cache_folder import cache_folder
+from distribuuuu.files.locks import take_turn
 from distribuuuu.files.untrusted import parse_json, printable
 
-# Where the files of a split are, in the order in which they are looked for; {} stands for the split.
+# Where the files of a split are, in the order in which they are looked for; {} stands for the split. The last four are
+# those of `save_to_disk` and of the cache of the package `datasets`.
 _PATTERNS = ("{}.parquet", "{}-*.parquet", "{}/*.parquet", "data/{}-*.parquet", "data/{}/*.parquet", "*/{}-*.parquet",
-             "*/{}/*.parquet")  # fmt: skip
-_ALL_PATTERNS = ("*.parquet", "data/*.parquet")
+             "*/{}/*.parquet", "{}.arrow", "{}/data-*.arrow", "*-{}.arrow", "*-{}-[0-9]*.arrow")  # fmt: skip
+_ALL_PATTERNS = ("*.parquet", "data/*.parquet", "data-*.arrow")
 # Bytes of the texts and entries in the metadata of a file, and of the largest row group, uncompressed.
 _MAX_METADATA, _MAX_GROUP = 64 << 20, 4 << 30
+# Seconds to wait for another process that copies the same file; its lock ends with it.
+_LONGEST_COPY_S = 86_400.0
 
 
 @dataclass
@@ -71,11 +82,6 @@ class ParquetSet(TableSet):
     Columns: type[Any] = ParquetLabel
     fault = "DATASET"
 
-    def __init__(self, rows: "ParquetRows", numbers: np.ndarray, index: Index, trained: Index | None):
-        super().__init__(index, trained)
-        self._rows, self._numbers = rows, numbers
-        self.has_files, self.holds_files = False, True
-
     @classmethod
     def open_split(cls, cfg, name: str, trained: ImageDataset | None = None) -> ImageDataset:
         """Return the images of cfg.TRAIN or cfg.TEST."""
@@ -84,40 +90,21 @@ class ParquetSet(TableSet):
             fix = "fix: DATA.TABLE.split COLUMN, or put {} for the split into DATA.TABLE.file"
             raise ConfigError(f"{columns.file} has the training images too; {fix}")
         spec = TableSpec(columns.image, cls.key, getattr(columns, cls.key), split=columns.split, value=split)
-        rows = ParquetRows(*find_files(root, split, columns), tuple(dict.fromkeys(spec.needed)))
-        numbers, content = scan_rows(rows, spec)
-        return cls(rows, numbers, Index(root, "", *content), trained.index if isinstance(trained, ParquetSet) else None)
+        cache = cache_folder(cfg.DATA.CACHE_DIR)
+        paths = find_arrow_files(root, split, columns, spec, cache)
+        folder = os.path.commonpath([os.path.dirname(path) for path in paths])
+        names = [os.path.relpath(path, folder) for path in paths]
+        words = hashlib.sha256(repr((names, spec)).encode("utf-8", "surrogateescape")).hexdigest()[:32]
+        scan = partial(scan_files, folder, names, spec)
+        index = open_index(f"{root}, split {split}", folder, f"arrow-{words}", cache, scan)
+        return cls(index, trained.index if isinstance(trained, ParquetSet) else None)
 
-    @classmethod
-    def find_pack_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) if the files cannot be opened, or the classes do not fit."""
-        yield from SplitDataset.find_problems.__func__(cls, cfg, train)  # type: ignore[attr-defined]
-
-    @classmethod
-    def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
-        """Yield that the files are imported first."""
-        if train:
-            packed = {"label": "packed", "labels": "packed_multilabel"}.get(cls.key, "packed_structured")
-            fix = f"fix: distribuuuu pack OUT DATA.NAME {cfg.DATA.NAME} TRAIN.DATASET {cfg.TRAIN.DATASET}"
-            yield "DATA.NAME", f"parquet files are packed before a training; {fix}, then DATA.NAME {packed}"
-
-    @classmethod
-    def count_classes(cls, cfg) -> int:
-        """Return 0: the files are opened to count the classes."""
-        return 0
-
-    def read(self, index: int) -> bytes:
+    def read(self, index: int) -> bytearray:
         """Return the bytes of an image file."""
-        value = self._rows.read(int(self._numbers[self.place(index)]))
-        data = value.get("bytes") if isinstance(value, dict) else value
-        if not isinstance(data, bytes):
+        data = read_member(self.index, self.place(index))
+        if not data:
             raise ValueError("has no bytes; a path in the file is not followed")
         return data
-
-    def describe(self, index: int) -> str:
-        """Return the file and the row, from 1, of image `index`."""
-        place = self.place(index)
-        return f"{os.path.basename(self.index.file_of(place))}, {self.index.name(place)}"
 
 
 @DATASETS.register("parquet_multilabel")
@@ -152,11 +139,12 @@ def _naming(path: str) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be read: {type(error).__name__}: {reason}") from error
 
 
-def find_files(root: str, split: str, columns: Any) -> tuple[Any, list[str]]:
-    """Return the file system of fsspec and the paths of a split; raises ConfigError if there are none."""
+def find_arrow_files(root: str, split: str, columns: Any, spec: TableSpec, cache: Path) -> list[str]:
+    """Return the paths of the Arrow files of a split, or of the copies of its parquet files; ConfigError: none."""
     patterns = [columns.file] if columns.file else [*_PATTERNS, *(_ALL_PATTERNS if columns.split else ())]
     with _naming(root):
         import fsspec
+        import pyarrow.parquet  # noqa: F401
 
         system, base = fsspec.url_to_fs(root)
         names = (f"{glob.escape(base)}/{pattern.replace('{}', glob.escape(split))}" for pattern in patterns)
@@ -164,110 +152,128 @@ def find_files(root: str, split: str, columns: Any) -> tuple[Any, list[str]]:
     if not paths:
         from distribuuuu.hints.sources import explain_parquet
 
-        raise ConfigError(f"{root} has no Parquet files of the split {split}{explain_parquet(Path(root), split)}")
+        has = explain_parquet(Path(root), split)
+        raise ConfigError(f"{root} has no parquet or Arrow files of the split {split}{has}")
     if len({os.path.dirname(path) for path in paths}) > 1 and not columns.file:
         fix = f"fix: DATA.TABLE.file '{os.path.basename(os.path.dirname(paths[0]))}/{{}}-*.parquet'"
         raise ConfigError(f"{root} has several configurations with the split {split}; {fix}")
-    return system, paths
+    return [os.path.abspath(path) if path.endswith(".arrow") else copy_parquet(system, path, spec, cache)
+            for path in paths]  # fmt: skip
 
 
-class ParquetRows:
-    """The rows of several files in their order. The sizes of untrusted files are limited.
+def copy_parquet(system: Any, path: str, spec: TableSpec, cache: Path) -> str:
+    """Return the path of the uncompressed Arrow file with the rows of a parquet file, which is written once.
 
-    Args:
-        system: the file system of fsspec.
-        columns: the columns that each file must have; the first holds image files.
-
-    Attributes:
-        places: the file of each row group, and its number in the file.
-        starts: the index of the first row of each row group, and the number of rows, int64 (groups + 1,).
+    It is written again if the parquet file changes. The sizes of untrusted files are limited.
     """
+    import pyarrow.parquet
+    from tqdm import tqdm
 
-    def __init__(self, system: Any, paths: Sequence[str], columns: Sequence[str]):
-        self.paths, self.columns, self._system = list(paths), tuple(columns), system
-        self.places: list[tuple[int, int]] = []
-        rows: list[int] = []
-        for number, path in enumerate(self.paths):
-            with _naming(path), self._open(number) as file:
-                schema = file.schema_arrow
-                if missing := [name for name in columns if name not in schema.names]:
-                    has = f"it has {', '.join(schema.names)}{did_you_mean(missing[0], schema.names)}"
-                    raise ConfigError(f"{path} has no column {', '.join(missing)}; {has}; fix: see DATA.TABLE")
-                groups = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
-                if any(group.total_byte_size > _MAX_GROUP for group in groups):
-                    raise ValueError(f"a row group of more than {_MAX_GROUP >> 30} GiB")
-                if sum(group.num_rows for group in groups) > self._system.size(path):  # each image has at least a byte
-                    raise ValueError("more rows than bytes")
-            if number == 0:
-                self.schema = schema
-            self.places += [(number, group) for group in range(len(groups))]
-            rows += [group.num_rows for group in groups]
-        self.starts = np.cumsum([0, *rows], dtype=np.int64)
-        self._kept: tuple[int, list[Any]] = -1, []
-
-    def _open(self, number: int) -> Any:
-        import pyarrow.parquet
-
+    own = hashlib.sha256(os.fsencode(f"{system.protocol}\0{os.path.dirname(path)}")).hexdigest()[:32]
+    copy = cache / "arrow" / own / f"{os.path.splitext(os.path.basename(path))[0]}.arrow"
+    with _naming(path), take_turn(copy, _LONGEST_COPY_S):
+        info = system.info(path)
+        version = repr([info.get(key) for key in ("size", "mtime", "blob_id", "ETag")]).encode()
+        with contextlib.suppress(OSError, pyarrow.ArrowInvalid), pyarrow.memory_map(str(copy)) as file:
+            if pyarrow.ipc.open_stream(file).schema.metadata.get(b"source") == version:
+                return str(copy)
         limits = {"thrift_string_size_limit": _MAX_METADATA, "thrift_container_size_limit": _MAX_METADATA >> 6}
-        return pyarrow.parquet.ParquetFile(self._system.open(self.paths[number], "rb"), **limits)
+        with system.open(path, "rb") as opened, pyarrow.parquet.ParquetFile(opened, **limits) as file:
+            check_columns(path, file.schema_arrow, spec)
+            groups = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
+            if any(group.total_byte_size > _MAX_GROUP for group in groups):
+                raise ValueError(f"a row group of more than {_MAX_GROUP >> 30} GiB")
+            if sum(group.num_rows for group in groups) > info["size"]:  # each image has at least a byte
+                raise ValueError("more rows than bytes")
+            needed, free = sum(group.total_byte_size for group in groups), shutil.disk_usage(copy.parent).free
+            if needed > free:
+                fix = "fix: DATA.CACHE_DIR FOLDER, or distribuuuu pack on a machine with more space"
+                raise ConfigError(f"{copy} needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; {fix}")
+            schema = file.schema_arrow.with_metadata({**(file.schema_arrow.metadata or {}), b"source": version})
+            with replacing(copy) as target, pyarrow.ipc.new_stream(target, schema) as writer:
+                for number in tqdm(range(len(groups)), desc=f"{path} to {copy}", unit="group", leave=False, delay=1):
+                    writer.write_table(file.read_row_group(number, use_threads=False).cast(schema))
+    return str(copy)
 
-    def _read_group(self, group: int, column: str) -> list[Any]:
-        number, place = self.places[group]
-        with self._open(number) as file:
-            return file.read_row_group(place, columns=[column], use_threads=False).column(column).to_pylist()
 
-    def read(self, row: int) -> Any:
-        """Return the image of a row; the row group that was read last is kept."""
-        group = int(self.starts.searchsorted(row, side="right")) - 1
-        if self._kept[0] != group:
-            try:
-                self._kept = group, self._read_group(group, self.columns[0])
-            except OSError as error:  # the fault of the disk or the network, not of the image
-                raise DataError(f"{self.paths[self.places[group][0]]} cannot be read: {error}") from error
-        return self._kept[1][row - int(self.starts[group])]
+def check_columns(path: str, schema: Any, spec: TableSpec) -> None:
+    """Raise ConfigError if a file lacks a column, or if that of the images holds none."""
+    if missing := [name for name in spec.needed if name not in schema.names]:
+        has = f"it has {', '.join(schema.names)}{did_you_mean(missing[0], schema.names)}"
+        raise ConfigError(f"{path} has no column {', '.join(missing)}; {has}; fix: see DATA.TABLE")
+    kind = str(schema.field(spec.path).type)
+    if not re.fullmatch(r"(large_)?binary|struct<(.*, )?bytes: (large_)?binary(,.*)?>", kind):
+        fix = "fix: DATA.TABLE.image COLUMN; save a table of paths as CSV, for DATA.NAME list"
+        raise ConfigError(f"{path}: column {spec.path} has {kind}; expected bytes of images; {fix}")
 
-    def read_all(self, column: str) -> list[Any]:
-        """Return the values of a column, which must be small."""
-        values: list[Any] = []
-        for group, (number, _) in enumerate(self.places):
-            with _naming(self.paths[number]):
-                values += self._read_group(group, column)
-        return values
 
-    def class_names(self, column: str) -> tuple[str, ...]:
-        """Return the names of the classes in a column, which the package `datasets` stores; empty if there are none."""
-        try:
-            content = parse_json((self.schema.metadata or {}).get(b"huggingface", b"{}"))
-            feature = content["info"]["features"][column]
-            names = feature.get("feature", feature)["names"]
-        except (ValueError, LookupError, TypeError, AttributeError):
-            return ()
-        is_valid = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        return tuple(names) if is_valid and len(set(names)) == len(names) else ()
+def find_images(column: Any, whole: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the offsets in a file and the sizes of the images of a column, int64; those without bytes have the size 0.
+
+    `whole` is the file, mapped into memory, which the column points into.
+    """
+    offsets, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for chunk in column.chunks:
+        values = chunk.flatten()[chunk.type.get_field_index("bytes")] if chunk.type.num_fields else chunk
+        _, ends, data = values.buffers()
+        width = np.int64 if str(values.type) == "large_binary" else np.int32
+        ends = np.frombuffer(ends, width, len(values) + 1, values.offset * np.dtype(width).itemsize).astype(np.int64)
+        first = data.address - whole.address if data else 0
+        if len(values) and not 0 <= first <= first + int(ends[-1]) <= whole.size:
+            raise ValueError("it is compressed; expected an Arrow file as `datasets` writes it")
+        offsets.append(first + ends[:-1])
+        sizes.append(np.diff(ends) * values.is_valid().to_numpy(zero_copy_only=False))
+    return np.concatenate(offsets), np.concatenate(sizes)
+
+
+def class_names(metadata: Any, column: str) -> tuple[str, ...]:
+    """Return the names of the classes in a column, which the package `datasets` stores; empty if there are none."""
+    try:
+        content = parse_json((metadata or {}).get(b"huggingface", b"{}"))
+        feature = content["info"]["features"][column]
+        names = feature.get("feature", feature)["names"]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return ()
+    is_valid = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return tuple(names) if is_valid and len(set(names)) == len(names) else ()
 
 
 # ------------------------------------------------------------------------------------------ labels
 
 
-def scan_rows(rows: ParquetRows, spec: TableSpec) -> tuple[np.ndarray, Content]:
-    """Return the rows of a split, and the content of their index; images are not read.
+def scan_files(folder: str, names: Sequence[str], spec: TableSpec) -> Content:
+    """Return the content of the index of a split; images are not read.
 
-    The names of a column are those in its metadata; without them, the sorted labels, numbers by value.
+    The names of a column are those in the metadata; without them, the sorted labels, numbers by value.
     """
-    path, kind = rows.paths[0], rows.schema.field(spec.path).type
-    if "binary" not in str(kind):
-        fix = "fix: DATA.TABLE.image COLUMN; save a table of paths as CSV, for DATA.NAME list"
-        raise ConfigError(f"{path}: column {spec.path} has {kind}; expected bytes of images; {fix}")
-    numbers = np.arange(rows.starts[-1])
+    import pyarrow
+
+    path, tables, places = os.path.join(folder, names[0]), list[Any](), list[tuple[np.ndarray, np.ndarray]]()
+    stamps = [find_stamp(os.path.join(folder, name)) for name in names]
+    for name in names:
+        with _naming(os.path.join(folder, name)), pyarrow.memory_map(os.path.join(folder, name)) as file:
+            whole = file.read_buffer()
+            is_file = whole.slice(0, 6).to_pybytes() == b"ARROW1"
+            table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(whole).read_all()
+            check_columns(os.path.join(folder, name), table.schema, spec)
+            tables.append(table.select([*dict.fromkeys(spec.needed)]))
+            tables[-1].validate(full=True)
+            places.append(find_images(table[spec.path], whole))
+    rows = np.concatenate([np.arange(len(table)) for table in tables])
+    file_of = np.arange(len(tables), dtype=np.int32).repeat([*map(len, tables)])
+
+    def read_all(column: str) -> list[Any]:
+        return [value for table in tables for value in table[column].to_pylist()]
+
+    kept = np.arange(len(rows))
     if spec.split:
-        values = rows.read_all(spec.split)
-        numbers = np.array([row for row, value in enumerate(values) if str(value) == spec.value], np.int64)
-    if not len(numbers):
+        kept = np.array([row for row, value in enumerate(read_all(spec.split)) if str(value) == spec.value], np.int64)
+    if not len(kept):
         raise ConfigError(f"{path} has no image of the split {spec.value}")
-    values_of = {column: rows.read_all(column) for column in spec.columns}
-    cells = {column: [values[row] for row in numbers] for column, values in values_of.items()}
+    cells = {column: [values[row] for row in kept] for column in spec.columns for values in [read_all(column)]}
     if spec.key == "targets" or len(spec.columns) == 1:
-        found = {name: _read_column(cells[name], rows.class_names(name), spec.key, path) for name in spec.columns}
+        metadata = tables[0].schema.metadata
+        found = {name: _read_column(cells[name], class_names(metadata, name), spec.key, path) for name in spec.columns}
     else:  # a column of 0 and 1 for each class
         texts = zip(*(["" if value is None else _to_text(value) for value in values] for values in cells.values()),
                     strict=True)  # fmt: skip
@@ -276,15 +282,17 @@ def scan_rows(rows: ParquetRows, spec: TableSpec) -> tuple[np.ndarray, Content]:
             raise ConfigError(f"{path} {wrong[0]}")
         found = {"label": (labels if spec.key == "labels" else [names[0] for names in labels], spec.columns)}
     meta, arrays = encode_targets(spec.key, found)
-    file = np.array([number for number, _ in rows.places], np.int32).repeat(np.diff(rows.starts))
-    rows_in_file = (numbers - np.searchsorted(file, file)[numbers]).tolist()
     arrays |= {
-        **pack_names("files", [*map(os.fsencode, rows.paths)]),
-        "stamps": np.array([find_stamp(path) for path in rows.paths], np.int64),
-        **pack_names("names", [b"row %d" % (row + 1) for row in rows_in_file]),
-        "file": file[numbers],
+        **pack_names("files", [*map(os.fsencode, names)]),
+        "stamps": np.array(stamps, np.int64),
+        **pack_names("names", [b"row %d" % (row + 1) for row in rows[kept].tolist()]),
+        "file": file_of[kept],
+        "offset": np.concatenate([offsets for offsets, _ in places])[kept],
+        "size": np.concatenate([sizes for _, sizes in places])[kept],
+        "packed": np.zeros(len(kept), np.uint32),
+        "crc32": np.zeros(len(kept), np.uint32),
     }
-    return numbers, ({**meta, "notes": [], "ignored": {}, "num_beside": 0}, arrays)
+    return {**meta, "notes": [], "ignored": {}, "num_beside": 0}, arrays
 
 
 def _read_column(values: Sequence[Any], own: Sequence[str], key: str, path: str) -> tuple[list[Any], Sequence[str]]:

@@ -21,7 +21,7 @@ FILES = {
     "train-01.tar": "is a tar archive; fix: set DATA.NAME archive TRAIN.DATASET {parent} TRAIN.SPLIT train; or unpack",
     "my images.tgz": "is a compressed tar archive; fix: unpack it",
     "ILSVRC2012_img_train.tar": "is a tar archive; fix: set DATA.NAME imagenet TRAIN.DATASET {parent}; or",
-    "images.parquet": "is a table; fix for image files in it: distribuuuu pack OUT DATA.NAME parquet",
+    "images.parquet": "is a table; fix for image files in it: DATA.NAME parquet TRAIN.DATASET",
     "images.npz": "is no folder of images; fix: a data set of your own, see docs/data.md",
     "train.csv": "is a table; fix for a list: DATA.NAME list TRAIN.DATASET",
     "best.pth.tar": "is a checkpoint, not data", "recipe.yaml": "is a config file; fix: --cfg",

@@ -1,6 +1,8 @@
-"""Images in parquet files: imported by the command pack, with class names, splits, several targets, from URLs."""
+"""Images in parquet and Arrow files: read and packed, with class names, splits, several targets, from URLs."""
 
 import re
+import shutil
+from types import SimpleNamespace
 
 import pytest
 from support.batches import assert_same_batches, batches_of
@@ -10,9 +12,7 @@ from support.sources import NAMES, image_rows, to_arrow, write_parquet
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.parquet_set import ParquetRows
 from distribuuuu.data.loader import build_images
-from distribuuuu.engine.preflight import find_run_problems
 
 pyarrow = pytest.importorskip("pyarrow")
 
@@ -27,18 +27,40 @@ def root(image_folder, tmp_path_factory):
 
 
 @pytest.fixture
-def cfg_of(small_cfg, root):
-    return lambda *words: small_cfg("DATA.NAME", "parquet", "TRAIN.DATASET", root, *words)
+def cfg_of(small_cfg, root, tmp_path):
+    own = "DATA.NAME", "parquet", "TRAIN.DATASET", root, "DATA.CACHE_DIR", tmp_path / "cache"
+    return lambda *words: small_cfg(*own, *words)
 
 
 def problems_of(cfg) -> list[str]:
     family = DATASETS.get(cfg.DATA.NAME)
-    return [message for train in (True, False) for _, message in family.find_pack_problems(cfg, train)]
+    return [message for train in (True, False) for _, message in family.find_problems(cfg, train)]
 
 
-def test_a_training_names_the_command_that_packs(cfg_of, root):
-    (problem,) = map(str, find_run_problems(cfg_of(), train=True))
-    assert f"fix: distribuuuu pack OUT DATA.NAME parquet TRAIN.DATASET {root}, then DATA.NAME packed" in problem
+def test_a_training_reads_the_files(cfg_of, small_cfg, root, tmp_path, image_folder):
+    """Parquet is copied into the cache once, and again when it changes; folders of `datasets` are read as they are."""
+    words = "DATA.CACHE_DIR", tmp_path / "cache"
+    rows = to_arrow(image_rows(image_folder, "train")), to_arrow(image_rows(image_folder, "val"))
+    for table, split in zip(rows, ("train", "val"), strict=True):
+        for name in (f"disk/{split}/data-00000-of-00001.arrow", f"cached/name-{split}.arrow"):
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = pyarrow.ipc.new_file if "cached" in name else pyarrow.ipc.new_stream
+            with new(str(path), table.schema) as writer:
+                writer.write_table(table, max_chunksize=9)
+    for folder in (root, tmp_path / "disk", tmp_path / "cached"):
+        for train in (True, False):
+            found = batches_of(cfg_of("TRAIN.DATASET", folder, *words), train)
+            assert_same_batches(found, batches_of(small_cfg(), train))
+    copies = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.arrow")}
+    assert len(copies) == 4
+    build_images(cfg_of(*words), train=True)
+    assert copies == {path: path.stat().st_mtime_ns for path in copies}
+    shutil.copytree(root, tmp_path / "changed")
+    words = "DATA.CACHE_DIR", tmp_path / "cache", "TRAIN.DATASET", tmp_path / "changed"
+    assert len(build_images(cfg_of(*words), train=True)) == 48
+    write_parquet(tmp_path / "changed/data", to_arrow(image_rows(image_folder, "train")[:25]), "train-{}.parquet")
+    assert len(build_images(cfg_of(*words), train=True)) == 25
 
 
 def test_names_and_one_file_with_a_column_of_the_split(cfg_of, small_cfg, image_folder, tmp_path):
@@ -51,7 +73,7 @@ def test_names_and_one_file_with_a_column_of_the_split(cfg_of, small_cfg, image_
         assert problems_of(cfg) == []
         assert build_images(cfg, train=False).classes == NAMES
         assert_same_batches(batches_of(cfg), batches_of(small_cfg()))
-    assert build_images(cfg_of(), train=True).describe(21) == "train-00001-of-00002.parquet, row 2"
+    assert build_images(cfg_of(), train=True).describe(21) == "train-00001-of-00002.arrow:row 2"
 
 
 def test_labels_without_names_are_sorted_by_value(cfg_of, image_folder, tmp_path):
@@ -74,16 +96,18 @@ def test_a_pack_gives_the_same_batches(small_cfg, root, tmp_path, url):
         assert_same_batches(batches_of(packed, train), batches_of(small_cfg(), train))
 
 
-def test_a_network_failure_is_no_broken_image_which_would_be_left_out(root, tmp_path, monkeypatch):
-    def fail(self, group, column):
-        if column == "image":
-            raise OSError("connection reset")
-        return read_group(self, group, column)
+@pytest.mark.parametrize(("name", "value", "message"), [
+    ("pyarrow.parquet.ParquetFile.read_row_group", OSError("connection reset"), "cannot be read: .*connection reset"),
+    ("shutil.disk_usage", None, "needs 0.0 GB, and 0.0 GB are free; fix: DATA.CACHE_DIR FOLDER"),
+])  # fmt: skip
+def test_a_copy_that_fails_leaves_no_file(cfg_of, tmp_path, monkeypatch, name, value, message):
+    def fail(*_, **__):
+        raise value
 
-    read_group = ParquetRows._read_group
-    monkeypatch.setattr(ParquetRows, "_read_group", fail)
-    with pytest.raises(ConfigError, match="cannot be read: connection reset"):
-        pack(tmp_path, "DATA.NAME", "parquet", "TRAIN.DATASET", root, "DATA.ON_BAD_IMAGE", "skip")
+    monkeypatch.setattr(name, fail if isinstance(value, Exception) else lambda path: SimpleNamespace(free=5))
+    with pytest.raises(ConfigError, match=message):
+        build_images(cfg_of("DATA.CACHE_DIR", tmp_path), train=True)
+    assert not [*tmp_path.rglob("*.arrow"), *tmp_path.rglob("*.tmp")]
 
 
 def test_several_labels_and_targets(cfg_of, root, tmp_path):
@@ -107,9 +131,9 @@ def test_several_labels_and_targets(cfg_of, root, tmp_path):
 
 
 WRONG = {
-    "has no Parquet files of the split vall; it has": ("TEST.SPLIT", "vall"),
+    "has no parquet or Arrow files of the split vall; it has": ("TEST.SPLIT", "vall"),
     "has no column img; it has image, label": ("DATA.TABLE.image", "img"),
-    "parquet: column name has string; expected bytes of images; fix: .* DATA.NAME list": (
+    "column name has string; expected bytes of images; fix: .* DATA.NAME list": (
         "DATA.TABLE.image", "name"),
     "has no column is_ant, is_bee; it has": ("DATA.TABLE.label", "[is_ant, is_bee]"),
     "3 classes; set MODEL.NUM_CLASSES 3": ("MODEL.NUM_CLASSES", 4),
@@ -128,7 +152,7 @@ def test_labels_that_are_no_classes(cfg_of, image_folder, tmp_path):
     write_parquet(tmp_path, to_arrow(rows), "train-{}.parquet")
     for wrong in (-1, 3, None):
         write_parquet(tmp_path, to_arrow([*rows[:-1], {**rows[-1], "label": wrong}]), "val-{}.parquet")
-        with pytest.raises(ConfigError, match=rf"lacks: (number )?{wrong} \(val-00001-of-00002.parquet, row 28\)"):
+        with pytest.raises(ConfigError, match=rf"lacks: (number )?{wrong} \(val-00001-of-00002.arrow:row 28\)"):
             build_images(cfg_of("TRAIN.DATASET", tmp_path), train=False)
 
 
