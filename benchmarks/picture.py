@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
-"""Draw the README's picture: the log of a run in a terminal beside the page of its report, in light and dark.
+"""Draw the README's picture: the output of a fine-tuning beside the page of its report, in light and dark.
 
-    distribuuuu train --cfg shapes/resnet14 && distribuuuu report exp/shapes/resnet14
-    python benchmarks/picture.py exp/shapes/resnet14
+    distribuuuu finetune clothes > finetune.txt && distribuuuu report exp/clothes
+    python benchmarks/picture.py exp/clothes finetune.txt
 
-The log is that of the run's `train.log`, shortened to the evaluations, without times, which depend on the load of the
-machine. Needs Chromium, which takes the screenshots.
+Needs Chromium, which takes the screenshots.
 """
 
 import argparse
@@ -32,22 +31,17 @@ iframe {{ border: 0; width: 860px; height: 920px; transform: scale(0.75); transf
 <section style="width: 645px"><header>report.html</header><iframe src="{report}"></iframe></section>"""
 
 
-def shorten_log(run: Path) -> str:
-    """Return the commands with the log: the start, the last row and the evaluation of each epoch, the end."""
-    lines = [re.sub(r"^\S+ ", "", line, count=1) for line in (run / "train.log").read_text().splitlines()]
-    lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in lines]
-    start = [line for line in lines if re.match(r"(distribuuuu|device|model|data|loss|learning rate)", line)][:6]
-    rows = [line for line in lines if re.match(r"validation, epoch \d+:", line)]
-    end = [line for line in lines if line.startswith("best top1:")]
-    shown = ["$ distribuuuu train --cfg shapes/resnet14", *start, "...", *rows, *end[-1:], "",
-             "$ distribuuuu report exp/shapes/resnet14", "exp/shapes/resnet14/report.html"]  # fmt: skip
-    return html.escape("\n".join(shown))
+def show_output(path: Path) -> str:
+    """Return the commands with the standard output of the fine-tuning, without the log of its training."""
+    output = re.sub(r"/\S+/(?=distribuuuu/clothes)", "~/.cache/", path.read_text(encoding="utf-8")).rstrip()
+    return html.escape(f"$ distribuuuu finetune clothes\n{output}\n\n$ distribuuuu report exp/clothes")
 
 
 def main() -> None:
     """Write docs/images/first_run_light.png and first_run_dark.png."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="folder of a finished run with its report.html")
+    parser.add_argument("output", type=Path, help="file with the standard output of the fine-tuning")
     args = parser.parse_args()
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if not browser:
@@ -63,7 +57,7 @@ def main() -> None:
                 report = report.replace("@media screen and (prefers-color-scheme: dark)", "@media screen")
             (Path(folder) / "report.html").write_text(report, encoding="utf-8")
             page = PAGE.format(back=back, panel=panel, ink=ink, edge=edge, faint=faint,
-                               log=shorten_log(args.run), report="report.html")  # fmt: skip
+                               log=show_output(args.output), report="report.html")  # fmt: skip
             (Path(folder) / "page.html").write_text(page, encoding="utf-8")
             command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
                        f"--window-size={WIDTH},{HEIGHT}", "--allow-file-access-from-files",

@@ -212,7 +212,7 @@ def test_the_wheel_contains_the_shipped_files_and_nothing_else(wheel):
     expected = [*configs, *(ROOT / "tools" / "slurm").iterdir(), *(ROOT / "tools").glob("*/*.yaml"), *benchmarks]
     assert shipped == {str(path.relative_to(ROOT)) for path in expected}
     code = {name for name in names if name.startswith("distribuuuu/") and not name.startswith("distribuuuu/shipped/")}
-    found = [*(ROOT / "distribuuuu").rglob("*.py"), *(ROOT / "distribuuuu").rglob("templates/*")]
+    found = [path for pattern in ("*.py", "templates/*", "*.zip") for path in (ROOT / "distribuuuu").rglob(pattern)]
     assert code == {str(path.relative_to(ROOT)) for path in found}
     assert all(name.startswith(("distribuuuu/", "distribuuuu-")) for name in names)
 

@@ -8,8 +8,8 @@ from distribuuuu.commands.main import find_commands, start_command
 
 # Name -> what is deleted with it, relative to the root of the project.
 OPTIONAL_COMMANDS = {
-    "finetune": ("distribuuuu/commands/finetune", "tests/commands/finetune", "docs/finetune.md"),
-    "embed": ("distribuuuu/commands/finetune", "tests/commands/finetune", "docs/finetune.md"),
+    "finetune": ("distribuuuu/commands/finetune", "tests/commands/finetune", "docs/photographs.md"),
+    "embed": ("distribuuuu/commands/finetune", "tests/commands/finetune", "docs/photographs.md"),
     "doctor": ("distribuuuu/commands/doctor", "tests/commands/doctor", "docs/doctor.md"),
     "export": ("distribuuuu/commands/export", "tests/commands/export"),
     "pack": ("distribuuuu/commands/pack", "tests/commands/pack", "tools/pack_dataset.py"),
