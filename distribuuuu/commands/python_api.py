@@ -8,15 +8,15 @@ import importlib
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from distribuuuu.api import Overrides, _as_pairs
 from distribuuuu.commands.main import find_commands
 from distribuuuu.config import ConfigError
 
 Run = str | os.PathLike
-Overrides = Mapping[str, Any] | Sequence[Any]
 
 
 def export(
@@ -43,14 +43,14 @@ def export(
     Raises:
         ConfigError: it cannot be exported.
     """
-    words = [run, "--format", format, "--out", out, *_pairs(overrides)]
+    words = [run, "--format", format, "--out", out, *_as_pairs(overrides)]
     _call("export", [*words, *([] if check else ["--no-check"]), *(["--images", *images] if images else [])])
     return json.loads(Path(out).expanduser().joinpath("export.json").read_text(encoding="utf-8"))
 
 
 def probe(run: Run, overrides: Overrides = ()) -> dict[str, Any]:
     """Measure the features of a model by k-NN and a linear probe, like `distribuuuu probe`; return probe.json."""
-    return json.loads(_call("probe", [run, "--format", "json", *_pairs(overrides)]))
+    return json.loads(_call("probe", [run, "--format", "json", *_as_pairs(overrides)]))
 
 
 def report(run: Run, out: str | os.PathLike | None = None) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def doctor(data: str | os.PathLike | None = None, overrides: Overrides = ()) -> 
         data: the folder; None: the data of the overrides.
         overrides: options as for `train`, e.g. {"TRAIN.DATASET": "photos", "DATA.NAME": "list"}.
     """
-    return json.loads(_call("doctor", [*([data] if data else []), *_pairs(overrides), "--format", "json"]))
+    return json.loads(_call("doctor", [*([data] if data else []), *_as_pairs(overrides), "--format", "json"]))
 
 
 def split(
@@ -97,12 +97,8 @@ def split(
     """
     flags = {"val": val, "test": test, "folds": folds, "label-by": label_by, "group-by": group_by, "seed": seed}
     words = [word for name, value in flags.items() if value for word in (f"--{name}", value)]
-    _call("split", [source, *_pairs(overrides), "--out", out, *words])
+    _call("split", [source, *_as_pairs(overrides), "--out", out, *words])
     return sorted(Path(out).rglob("*.csv"))
-
-
-def _pairs(overrides: Overrides) -> list[Any]:
-    return [item for pair in overrides.items() for item in pair] if isinstance(overrides, Mapping) else list(overrides)
 
 
 def _call(name: str, words: Sequence[Any]) -> str:
@@ -111,7 +107,5 @@ def _call(name: str, words: Sequence[Any]) -> str:
         raise ConfigError(f"the command {name} is not part of this installation")
     function = getattr(importlib.import_module(command.module), name)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        function(
-            f"distribuuuu {name}", [os.fspath(each) if isinstance(each, os.PathLike) else str(each) for each in words]
-        )
+        function(f"distribuuuu {name}", _as_pairs(words))
     return printed.getvalue()

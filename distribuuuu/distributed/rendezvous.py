@@ -49,11 +49,15 @@ def exchange(launch: Launch, value: Any, timeout_s: float, startup_timeout_s: fl
     """
     if launch.world_size == 1:
         return [value]
-    store = join(launch, timeout_s)
+    return _share(launch, join(launch, timeout_s), value, datetime.timedelta(seconds=startup_timeout_s))
+
+
+def _share(launch: Launch, store: torch_dist.Store, value: Any, *timeout: datetime.timedelta) -> list[Any]:
+    """Return the JSON value of every process in the order of ranks."""
     turn = store.add(f"turn of {launch.rank}", 1)
     store.set(f"value {turn} of {launch.rank}", json.dumps(value))
     keys = [f"value {turn} of {rank}" for rank in range(launch.world_size)]
-    store.wait(keys, datetime.timedelta(seconds=startup_timeout_s))
+    store.wait(keys, *timeout)
     return [json.loads(store.get(key)) for key in keys]
 
 
@@ -147,21 +151,16 @@ def _join_others(store: torch_dist.Store, launch: Launch, timeout_s: float, ends
     return start
 
 
-def connect_again(store: torch_dist.PrefixStore, launch: Launch, name: str) -> torch_dist.PrefixStore:
-    """Return a further connection to a store, for keys below a name: requests on it block no others."""
-    server: Any = store.underlying_store.underlying_store  # type: ignore[attr-defined]  # of two prefixes
-    key = "prefix of further connections"
-    if launch.rank == 0:
-        store.set(key, uuid.uuid4().hex)
-    limit = datetime.timedelta(seconds=ANSWER_S)
-    own = torch_dist.TCPStore(server.host, server.port, None, False, limit, wait_for_workers=False)
-    return torch_dist.PrefixStore(f"{store.get(key).decode()}/{name}", own)
-
-
 @contextlib.contextmanager
 def watched(launch: Launch, store: torch_dist.PrefixStore, limits: tuple[float, float]) -> Iterator[None]:
     """Run the stall timer; if another process has ended, end this one with it."""
-    states = connect_again(store, launch, "states")
+    # A connection of its own, so that its requests block no others; the name is not that of an earlier start.
+    server: Any = store.underlying_store.underlying_store  # type: ignore[attr-defined]  # of two prefixes
+    limit = datetime.timedelta(seconds=ANSWER_S)
+    connection = torch_dist.TCPStore(server.host, server.port, None, False, limit, wait_for_workers=False)
+    if launch.rank == 0:
+        store.set("name of the states", uuid.uuid4().hex)
+    states = torch_dist.PrefixStore(store.get("name of the states").decode(), connection)
     with StallTimer(launch.rank, launch.world_size, limits, states, SignalState.current.stacks_file) as timer:
         try:
             yield
@@ -181,15 +180,11 @@ def check_gpus(launch: Launch, store: torch_dist.Store, gpu: str) -> None:
 
     nccl does not support that, and its own error names neither the cause nor an option.
     """
-    if store.add(f"GPU {gpu}", 1) > 1:
-        store.set("shared GPU", gpu)
-    if store.add("number of GPUs", 1) == launch.world_size:
-        store.set("all GPUs", "named")
-    store.wait(["all GPUs"])
-    if store.check(["shared GPU"]):
-        shared = f"several of the {launch.world_size} processes use GPU {store.get('shared GPU').decode()}"
+    names = _share(launch, store, gpu)
+    if shared := next((name for name in names if names.count(name) > 1), ""):
+        used = f"several of the {launch.world_size} processes use GPU {shared}"
         fix = "start one process per GPU, or set DIST.BACKEND gloo"
-        error = ConfigError(f"DIST.BACKEND: {shared}, which nccl does not support; fix: {fix}")
+        error = ConfigError(f"DIST.BACKEND: {used}, which nccl does not support; fix: {fix}")
         error.on_all_processes = True
         raise error
 

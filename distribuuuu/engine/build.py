@@ -326,11 +326,12 @@ def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.
         load_weights(cfg, model, weights, classes, "MODEL.PRETRAINED", needs_head=True)
     model = task.adapt_model(model).to(task.device)
     if weights and not is_published(weights):
-        from distribuuuu.models.preprocessing import read_card
+        from distribuuuu.models.pretrained import read_card
 
         weights = str(find_weights_file(weights, cfg.FINETUNE.EMA))
         content = read_checkpoint(weights)
-        content["classes"] = read_card(Path(weights)).get("classes", content.get("classes"))
+        if card := read_card(Path(weights)):
+            content["classes"] = card.classes
         try:
             load_state_dict(model, content["state_dict"], weights)
         except CheckpointError as error:

@@ -33,22 +33,18 @@ def find_classifiers(run: LoadedRun, images: Tensor) -> list[nn.Module]:
 
     If there is none, it is the first linear layer of the head, e.g. one with an output for each of two label sets.
     """
-    found: list[tuple[nn.Module, Tensor]] = []
+    calls: list[tuple[nn.Module, Tensor]] = []
     model = feature_model(run)
-    hooks = [layer.register_forward_hook(lambda own, _, output: found.append((own, output)))
+    hooks = [layer.register_forward_hook(lambda own, _, output: calls.append((own, output)))
              for layer in model.modules() if isinstance(layer, (nn.Linear, nn.Conv2d))]  # fmt: skip
     with inference(run.model):
         logits = model(images)
-    calls = found
     for hook in hooks:
         hook.remove()
-    found = (
-        []
-        if not isinstance(logits, Tensor)
-        else [(layer, output.reshape(logits.shape)) for layer, output in found if output.numel() == logits.numel()]
-    )
-    for chosen in (found[-1:], found):
-        if chosen and torch.allclose(torch.stack([output for _, output in chosen]).mean(0), logits, equal_nan=True):
+    same = [call for call in calls if isinstance(logits, Tensor) and call[1].numel() == logits.numel()]
+    for chosen in (same[-1:], same):
+        outputs = [output.reshape(logits.shape) for _, output in chosen]
+        if outputs and torch.allclose(torch.stack(outputs).mean(0), logits, equal_nan=True):
             return [layer for layer, _ in chosen]
     head = {run.model.get_submodule(name) for name in find_head(run.cfg, run.model, run.task)}
     if first := next((layer for layer, _ in calls if layer in head and isinstance(layer, nn.Linear)), None):

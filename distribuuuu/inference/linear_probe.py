@@ -78,11 +78,6 @@ def fit_linear(rows: Tensor, labels: Tensor, shares: Tensor, penalty: float, sta
     return weights
 
 
-def predict_linear(rows: Tensor, weights: Tensor) -> Tensor:
-    """Return the class of each row of features (M, dim): int64 (M,) on the CPU."""
-    return compute_logits(rows, weights).argmax(1)
-
-
 def compute_logits(rows: Tensor, weights: Tensor) -> Tensor:
     """Return the logits (M, classes) of features (M, dim), on the CPU."""
     return torch.cat([(part.to(weights) @ weights[:-1] + weights[-1]).cpu() for part in rows.split(_ROWS)])
@@ -97,7 +92,7 @@ def fit_selected(rows: Tensor, labels: Tensor, num_classes: int, device: torch.d
     found: list[tuple[int, float, Tensor]] = []
     for penalty in progress(PENALTIES, label="linear probe"):
         weights = fit_linear(rows, labels, ~is_held_out / (~is_held_out).sum(), penalty, weights)
-        found.append((int((predict_linear(rows, weights).eq(labels) & is_held_out).sum()), penalty, weights))
+        found.append((int((compute_logits(rows, weights).argmax(1).eq(labels) & is_held_out).sum()), penalty, weights))
     _, penalty, weights = max(found, key=lambda entry: entry[:2])
     return fit_linear(rows, labels, torch.full((len(rows),), 1 / len(rows)), penalty, weights), penalty
 

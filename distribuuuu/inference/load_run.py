@@ -150,7 +150,7 @@ def _entries_of(name: str) -> dict[str, Any]:
         raise ConfigError(f"RUN: {backbone.source}: {backbone.problem}")
     num_classes = backbone.num_classes or 0
     options = {**backbone.options, "MODEL.ARCH": backbone.arch, "MODEL.NUM_CLASSES": num_classes}
-    return {"classes": backbone.classes, "config": options, "has_classifier": num_classes > 0}
+    return {"classes": backbone.labels, "config": options, "has_classifier": num_classes > 0}
 
 
 # --------------------------------------------------------------------------------- config and classes

@@ -11,12 +11,6 @@ The folder can be deleted: a URL is then refused as OUT_DIR, see config/run_file
 import re
 
 STORES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "file")
-# What users of a store of earlier versions do now.
-_FORMER = {
-    "hf": "use an object store, and copy the finished run with `hf upload`",
-    "gcs": "write gs://",
-    **dict.fromkeys(("oci", "oss"), "use its S3 interface: s3://BUCKET/FOLDER with AWS_ENDPOINT_URL"),
-}
 
 
 def find_url_problem(url: str) -> str | None:
@@ -27,8 +21,7 @@ def find_url_problem(url: str) -> str | None:
     if mark and rest.startswith("//") and (":" in user or name not in ("abfs", "abfss")):
         return "got a URL with credentials; expected them in the environment; fix: remove them from the URL"
     if name not in STORES:
-        fix = _FORMER.get(name, "use a local folder")
-        return f"got {url}; expected a local path, or a URL of {', '.join(STORES)}; fix: {fix}"
+        return f"got {url}; expected a local path, or a URL of {', '.join(STORES)}; fix: use a local folder"
     is_plain = protocol == name and rest.isprintable() and not re.search(r"[?#]|(^|/)\.{1,2}(/|$)", rest)
     if is_plain and re.match("///?(?=[^/])", rest) and rest.startswith("///") == (name == "file"):
         return None

@@ -63,13 +63,6 @@ def _shapes(layer: nn.Module) -> list[tuple[int, ...]]:
     return [tuple(own.shape) for own in _own(layer)]
 
 
-def replace_layers(model: nn.Module, other: nn.Module, names: Collection[str]) -> None:
-    """Replace some layers of a model by those of `other`; all other layers and attributes are kept."""
-    for name in names:
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, other.get_submodule(name))
-
-
 def initialize_head(model: nn.Module, names: Collection[str]) -> None:
     """Draw the weights of linear layers and convolutions of the head with a deviation of 0.01, and set biases to 0.
 

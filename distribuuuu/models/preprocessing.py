@@ -6,24 +6,19 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
-from distribuuuu.checkpoint.weights_files import HUB_NAMES, find_card, find_weights_file
+from distribuuuu.checkpoint.weights_files import find_card, find_weights_file
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.config_node import get_value, iter_options
-from distribuuuu.config.json_file import load_json
 from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.model_names import PUBLISHED, is_published
 from distribuuuu.config.reader import override, read_cfg
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.launch.detect import list_jobs
 
-# What a file of others may raise.
-_ERRORS = (ConfigError, OSError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
 STATISTICS = ("DATA.MEAN", "DATA.STD")
 # They follow together: if one is set, the others keep their values.
 SIZES = ("TRAIN.IM_SIZE", "TEST.IM_SIZE", "TEST.CROP_SIZE", "TEST.CROP")
@@ -152,34 +147,12 @@ def read_preprocessing(arch: str, weights: str, ema: bool = True) -> Mapping[str
 
     The weights are `pretrained`, a file, or the folder of a run (with `ema`, the averaged ones) or of a Hub's model.
     """
+    from distribuuuu.models.pretrained import read_card, resolve_backbone
+
     try:
-        if is_published(weights):
-            found = import_module("distribuuuu.models.pretrained").resolve_backbone(
-                arch if weights == PUBLISHED else weights
-            )
-            return {"MODEL.ARCH": found.arch, **found.options}
-        path = find_weights_file(weights, ema)
-        config = (read_card(path) or read_checkpoint(path)).get("config")
-        return config if isinstance(config, dict) else {}
-    except _ERRORS:
+        path = None if is_published(weights) else find_weights_file(weights, ema)
+        card = path and read_card(path)
+        found = card or resolve_backbone(str(path or (arch if weights == PUBLISHED else weights)))
+    except (ConfigError, OSError):
         return {}  # whoever loads the weights reports what is wrong with them
-
-
-def read_card(path: Path) -> dict[str, Any]:
-    """Return the entries `config` and `classes` of the config.json beside weights of a folder; {} if there is none."""
-    card = path.with_name("config.json")
-    if path.name not in HUB_NAMES or not card.is_file():
-        return {}
-    try:
-        settings = load_json(card)
-        if own := settings.get("distribuuuu"):
-            return {"config": own["config"], "classes": own.get("classes")}
-        published = settings.get("pretrained_cfg", settings)
-        model = {"MODEL.ARCH": f"timm/{settings['architecture']}"} if "architecture" in settings else {}
-        arguments = settings.get("model_args") or {}
-        model |= {f"MODEL.KWARGS.{key}": value for key, value in arguments.items() if key != "num_classes"}
-        options = {**model, **import_module("distribuuuu.models.pretrained").of_timm(published)}
-        options["MODEL.LICENSE"] = str(published.get("license") or "")
-        return {"config": options, "classes": settings.get("label_names") or published.get("label_names")}
-    except _ERRORS:
-        return {}
+    return {**({"MODEL.ARCH": found.arch} if found.arch else {}), **found.options}

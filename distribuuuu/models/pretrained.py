@@ -22,7 +22,7 @@ import torchvision
 
 from distribuuuu.checkpoint.io import is_list_of, read_checkpoint
 from distribuuuu.checkpoint.published_files import DEFAULT, PACKAGES, locate
-from distribuuuu.checkpoint.weights_files import find_weights_file
+from distribuuuu.checkpoint.weights_files import HUB_NAMES, find_weights_file
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted
@@ -45,7 +45,7 @@ class Backbone:
         source: where the weights are from: an address, or the path of a file.
         options: MODEL.KWARGS.*, the preprocessing and MODEL.LICENSE, as far as they are known.
         num_classes: of its head; 0: it has none; None: unknown.
-        classes: the names of the classes; None: unknown.
+        classes: the names of the classes, if they are published with the weights.
         path: the file of weights; None: the source downloads them.
         problem: why images cannot be preprocessed as for these weights; empty: they can.
     """
@@ -63,6 +63,14 @@ class Backbone:
     def license(self) -> str:
         """The license of the weights; empty: unknown."""
         return self.options.get("MODEL.LICENSE", "")
+
+    @property
+    def labels(self) -> list[str] | None:
+        """The names of the classes, by default those of the subset of ImageNet of this size; None: unknown."""
+        from timm.data import ImageNetInfo, infer_imagenet_subset
+
+        subset = None if self.classes else infer_imagenet_subset({"num_classes": self.num_classes})
+        return list(ImageNetInfo(subset).label_descriptions()) if subset else self.classes
 
 
 def resolve_backbone(name: str, ema: bool = True) -> Backbone:
@@ -97,16 +105,13 @@ def resolve_backbone(name: str, ema: bool = True) -> Backbone:
         return Backbone(name, name, source)
     # The package's license unless the weights have their own.
     options = {**_of_torchvision(weights), "MODEL.LICENSE": weights.meta.get("license", "bsd-3-clause")}
-    num_classes = len(weights.meta["categories"])
-    return Backbone(name, name.partition(".")[0], source, options, num_classes, _imagenet_classes(num_classes))
+    return Backbone(name, name.partition(".")[0], source, options, len(weights.meta["categories"]))
 
 
-def _imagenet_classes(num_classes: int | None) -> list[str] | None:
-    """Return the names of the classes of the subset of ImageNet of a size; None if there is none."""
-    from timm.data import ImageNetInfo, infer_imagenet_subset
-
-    subset = infer_imagenet_subset({"num_classes": num_classes})
-    return list(ImageNetInfo(subset).label_descriptions()) if subset else None
+def read_card(path: Path) -> Backbone | None:
+    """Return what the config.json beside weights of a folder tells; None if there is none."""
+    has_card = path.name in HUB_NAMES and path.with_name("config.json").is_file()
+    return resolve_backbone(f"local-dir:{path.parent}") if has_card else None
 
 
 def _timm_cfg(arch: str) -> dict[str, Any]:
@@ -120,10 +125,9 @@ def _timm_cfg(arch: str) -> dict[str, Any]:
 def _from_content(name: str, content: Mapping[str, Any], path: Path) -> Backbone:
     """Return the backbone of the entries of a checkpoint, or of those that `export` has written."""
     config, classes = content.get("config"), content.get("classes")
-    config, classes = config if isinstance(config, dict) else {}, classes if is_list_of(classes, str) else None
+    config, classes = config if isinstance(config, dict) else {}, classes if is_list_of(classes, str) else []
     arch = config.get("MODEL.ARCH") or content.get("arch") or ""
-    num_classes, classes = (len(classes), list(classes)) if classes else (None, None)
-    return Backbone(name, str(arch), str(path), dict(config), num_classes, classes, path)
+    return Backbone(name, str(arch), str(path), dict(config), len(classes) or None, [*classes] or None, path)
 
 
 def _from_timm(name: str, arch: str, settings: Mapping[str, Any], source: str, path: Path | None = None) -> Backbone:
@@ -136,7 +140,7 @@ def _from_timm(name: str, arch: str, settings: Mapping[str, Any], source: str, p
     num_classes = settings.get("num_classes", published.get("num_classes"))
     num_classes = None if num_classes is None else int(num_classes)
     classes = settings.get("label_names") or published.get("label_names")
-    classes = list(classes) if classes else _imagenet_classes(num_classes)
+    classes = list(classes) if classes else None
     arguments: dict[str, Any] = settings.get("model_args") or {}
     options = {f"MODEL.KWARGS.{key}": value for key, value in arguments.items() if key != "num_classes"}
     options |= of_timm(published) if published else {}
@@ -162,10 +166,10 @@ def _find_crop_problem(published: Mapping[str, Any]) -> str:
     return ""
 
 
-def check_backbone(name: str, key: str) -> None:
-    """Raise ConfigError, with the option that names it, if there is no such backbone."""
+def check_backbone(name: str, key: str) -> Backbone:
+    """Return the backbone of a name; raise ConfigError, with the option that names it, if there is none."""
     try:
-        resolve_backbone(name)
+        return resolve_backbone(name)
     except ConfigError as error:
         raise ConfigError(Problem(key, str(error))) from error
 
@@ -226,9 +230,8 @@ def check_published_head(name: str, classes: Sequence[str], key: str) -> None:
     """
     from timm.data import ImageNetInfo, infer_imagenet_subset
 
-    check_backbone(name, key)
-    backbone = resolve_backbone(name)
-    num, labels, problem, fix = backbone.num_classes, backbone.classes, "", ""
+    backbone = check_backbone(name, key)
+    num, labels, problem, fix = backbone.num_classes, backbone.labels, "", ""
     if num not in (None, len(classes)):
         from distribuuuu.data.datasets.imagenet_labels import explain_more_classes
 

@@ -17,9 +17,9 @@ from distribuuuu.inference.forward_chunks import ChunkLoader, list_spans
 from distribuuuu.inference.linear_probe import (
     NUM_NEIGHBORS,
     TEMPERATURE,
+    compute_logits,
     fit_selected,
     predict_knn,
-    predict_linear,
     standardize,
 )
 from distribuuuu.inference.loaded_run import LoadedRun
@@ -46,7 +46,7 @@ def probe_run(run: LoadedRun) -> dict[str, Any]:
     counts["k-NN"] = int(predict_knn(rows, labels, test_rows, len(classes), run.device).eq(test_labels).sum())
     standardize(rows, test_rows)
     weights, penalty = fit_selected(rows, labels, len(classes), run.device)
-    counts["linear probe"] = int(predict_linear(test_rows, weights).eq(test_labels).sum())
+    counts["linear probe"] = int(compute_logits(test_rows, weights).argmax(1).eq(test_labels).sum())
     return {
         "source": run.source, "weights": run.weights, "arch": run.cfg.MODEL.ARCH, "features": rows.shape[1],
         "classes": len(classes), "num_train": len(rows), "num_test": num, "digest": sets[1].digest, "k": NUM_NEIGHBORS,

@@ -10,7 +10,6 @@ import queue
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -36,7 +35,7 @@ _CHANGED = "has changed since it was opened or packed; fix: restore it, or start
 class RemotePack:
     """A pack in the folder `url`, see DATA.CACHE_DIR, DATA.CACHE_GB and DATA.TIMEOUT_S.
 
-    Of a check before a start, `retry_s` are the seconds after which no other attempt begins; the shards are left out.
+    Of a check before a start, `retry_s` are the seconds after which no other attempt begins.
     """
 
     def __init__(
@@ -49,9 +48,7 @@ class RemotePack:
         self._key = hashlib.sha256(url.encode()).hexdigest()[:16]
         self.meta, self.columns = self._load_index(f"{url}/{INDEX}")
         self._starts = packed_format.block_starts(self.columns)
-        with ThreadPoolExecutor(2 * NUM_THREADS) as pool:
-            shards = range(0 if retry_s else len(self.meta["shards"]))
-            self._versions = list(pool.map(self._check_shard, shards))
+        self._versions: dict[int, str] = {}  # of each shard, at its first use
         self._is_checked = bytearray(len(self.columns["label"]))
         self._pid = 0
 
@@ -91,17 +88,6 @@ class RemotePack:
             self._cache.drop(name)
         raise RemoteError(f"{path} is corrupt: {problem}; fix: pack the data again")
 
-    def _check_shard(self, number: int) -> str:
-        """Return the version of a shard; raise RemoteError if it is missing or of another pack."""
-        shard, header = self.meta["shards"][number], packed_format.shard_header(number, self.meta)
-
-        def find_problem(part: Part) -> str:
-            is_own = (part.size, part.data) == (shard["size"], header)
-            return "" if is_own else f"its size or its header does not belong to this {INDEX}"
-
-        path = f"{self.url}/{shard['name']}"
-        return self._fetch(path, 0, packed_format.HEADER_SIZE, find_problem).version
-
     def read(self, index: int) -> np.ndarray:
         """Return the stored bytes of image `index`, writable; raise RemoteError if they are wrong or cannot be read."""
         block = int(self.blocks_of(index))
@@ -140,11 +126,11 @@ class RemotePack:
         def find_problem(part: Part) -> str:
             if part.size != size:
                 raise RemoteError(f"{path} {_CHANGED} ({part.size:,} bytes, expected {size:,})")
-            view = memoryview(part.data)
+            view, version = memoryview(part.data), self._versions.setdefault(number, part.version)
             for image, start, stop in zip(range(first, end), starts, ends, strict=True):
                 if zlib.crc32(view[start - starts[0] : stop - starts[0]]) != columns["crc32"][image]:
-                    if part.version != self._versions[number]:
-                        raise RemoteError(f"{path} {_CHANGED} (version {part.version}, was {self._versions[number]})")
+                    if part.version != version:
+                        raise RemoteError(f"{path} {_CHANGED} (version {part.version}, was {version})")
                     return f"the checksum of image {image} does not match"
             return ""
 

@@ -102,7 +102,7 @@ def open_store(url: str, timeout_s: float, num_retries: int = 0) -> Any:
             return store.HTTPStore(_address_on_hub(url), **options)
         if protocol in ("http", "https"):
             return store.HTTPStore(url, **options)
-        return store.from_url(url, credential_provider=_profile() if protocol.startswith("s3") else None, **options)
+        return store.from_url(url, **options)
     except Exception as error:  # those of obstore, ValueError, OSError
         reason = shorten(str(error).partition("\n\n")[0])
         raise RemoteError(f"{printable(url)} is no valid URL ({reason}); fix: check the URL and its port") from error
@@ -114,17 +114,6 @@ def _address_on_hub(url: str) -> str:
         raise ValueError("expected hf://datasets/OWNER/NAME/FOLDER")
     host = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     return f"{host}/{found[1]}/resolve/{found[2] or 'main'}{found[3] or ''}"
-
-
-def _profile() -> Any:
-    """Return credentials of the profiles of AWS, which need boto3; None: those of the environment or of the machine."""
-    if "AWS_ACCESS_KEY_ID" in os.environ or "AWS_SKIP_SIGNATURE" in os.environ:
-        return None
-    with contextlib.suppress(ImportError, ValueError):  # boto3 is not installed, or there is no profile
-        from obstore.auth.boto3 import Boto3CredentialProvider
-
-        return Boto3CredentialProvider()
-    return None
 
 
 def explain(error: Exception, url: str) -> Exception:

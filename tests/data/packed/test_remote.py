@@ -153,14 +153,14 @@ def test_problems_are_found_before_training_without_torch(source, tmp_path):
         load_cfg(None, ["DATA.SHUFFLE", "blocks"])
 
 
-def test_a_pack_whose_shards_do_not_fit_is_refused(source, open_pack, tmp_path):
+def test_a_shard_that_does_not_fit_is_refused_when_it_is_read(source, open_pack, packed, tmp_path):
     shard = source.folder / "train" / "shard-00001.bin"
-    content = shard.read_bytes()
-    for wrong in (content[:-1], b"\0" + content[1:]):
+    content, inside = shard.read_bytes(), int(np.flatnonzero(Packed(packed, "train").columns["shard"] == 1)[0])
+    for wrong, said in ((content[:-1], "bytes, expected"), (bytes(len(content)), "does not match, 4 times")):
         shard.write_bytes(wrong)
-        assert "shard-00001.bin: its size or its header does not belong to this index.bin" in message_of(open_pack)
+        assert said in message_of(open_pack().read, inside)
     shard.unlink()
-    assert "shard-00001.bin: no such object" in message_of(open_pack)
+    assert "shard-00001.bin: no such object" in message_of(open_pack().read, inside)
     (tmp_path / "cache").chmod(0o500)
     if os.getuid():
         assert "DATA.CACHE_DIR" in message_of(DiskCache, tmp_path / "cache" / "new", 10)
