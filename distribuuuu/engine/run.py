@@ -98,15 +98,13 @@ def begin_epoch(run: Run) -> None:
 
 def check_first_loss(run: Run) -> None:
     """Warn if the first step of a classification has a loss far above that of guessing, as a badly scaled head does."""
-    cfg, guess = run.cfg, math.log(len(run.task.classes))
+    cfg = run.cfg
     is_plain = cfg.TASK.NAME in (AUTO, "classification") and not (cfg.DISTILL.TEACHER or cfg.LOSS.CLASS_WEIGHTS)
     if is_plain and cfg.LOSS.NAME == "cross_entropy" and dist.is_main():
         count, loss = run.state.meter.state_dict()["sums"][:2].tolist()
-        if loss > count * (guess + 1):
-            advice = "check the initial weights of the head, DATA.MEAN and DATA.STD"
-            logger.warning(
-                "the loss of the first step is %.2f, that of guessing is %.2f: %s", loss / count, guess, advice
-            )
+        if loss > count * ((guess := math.log(len(run.task.classes))) + 1):
+            logger.warning("the loss of the first step is %.2f, that of guessing is %.2f: check the initial weights of "
+                           "the head, DATA.MEAN and DATA.STD", loss / count, guess)  # fmt: skip
 
 
 def describe_augmentation(cfg: Config, task: Task, epoch: int) -> str:

@@ -5,19 +5,11 @@ from typing import Any
 import torch
 
 from distribuuuu.checkpoint.published_files import DEFAULT
-from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config import ConfigError
 from distribuuuu.models.pretrained import Backbone, read_backbone, resolve_backbone
 
 # The default with a GPU; Apache-2.0.
 LARGE, IMAGENET_CLASSES = "timm/convnext_tiny", 1000
-
-
-def find_backbone(name: str) -> Backbone:
-    """Return the backbone of a name; errors are those of --backbone."""
-    try:
-        return resolve_backbone(name)
-    except ConfigError as error:
-        raise ConfigError(Problem("--backbone", str(error))) from error
 
 
 def backbone_options(backbone: Backbone) -> dict[str, Any]:

@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser, at_least
-from distribuuuu.commands.output import check_out_file, check_run, stop_with
-from distribuuuu.config import ConfigError
+from distribuuuu.commands.output import check_run, stop_with
 from distribuuuu.config.errors import counted
 from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.host import count_cores, tune_malloc
@@ -30,12 +29,10 @@ command to resume it after a stop. The exit status is 3 if images are broken.
 def embed(prog: str, args: list[str]) -> int:
     """Read the command line, then write the features; return the exit status."""
     flags = build_parser(prog).parse_args(args)
+    from distribuuuu.commands.scan.journal import check_output_file
+
     out = Path(flags.out)
-    check_out_file(out)
-    if out.suffix not in (".npz", ".parquet"):
-        raise ConfigError(f"--out: got {out}; expected a file name that ends with .npz or .parquet")
-    if os.path.lexists(out):
-        raise ConfigError(f"--out: {out} exists already; fix: remove it, or name another file")
+    check_output_file(out, (".npz", ".parquet"))
     check_run(flags.run)
     from distribuuuu.inference.image_arguments import list_images
 

@@ -1,13 +1,9 @@
-"""Files of features: made chunk by chunk and resumable, then written as .npz or .parquet.
+"""Files of features: made chunk by chunk and resumable, then written as .npz or .parquet."""
 
-The partial file is append-only: a line of JSON with the hash of the job, then for each chunk a line of JSON and the
-bytes of its features, float32. A chunk that a kill has cut off is computed again.
-"""
-
-import contextlib
+import base64
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,16 +11,14 @@ import numpy as np
 import torch
 
 from distribuuuu.checkpoint.manager import hash_tensors
+from distribuuuu.commands.scan.journal import Journal
 from distribuuuu.config import ConfigError
-from distribuuuu.files.atomic_file import open_for_writing, replacing
-from distribuuuu.files.locks import lock_file
+from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import untrusted
 from distribuuuu.inference.features import CHUNK, iter_features
 from distribuuuu.inference.forward_chunks import ChunkLoader, UnlabeledImages, list_spans
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.records.predictions import write_npz
-
-Chunk = tuple[np.ndarray, dict[str, str]]
 
 
 class Features(NamedTuple):
@@ -45,66 +39,16 @@ def hash_job(run: LoadedRun, files: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-class PartialFeatures:
-    """The finished chunks of a file of features, locked against other processes until it is closed."""
-
-    def __init__(self, out: Path, job: str):
-        self.path = out.with_name(f"{out.name}.partial")
-        self._file = open_for_writing(self.path, "a+b", buffering=0)
-        if not lock_file(self._file.fileno(), timeout_s=0.0):
-            raise ConfigError(f"--out: another process writes {self.path}; fix: wait for it, or name another file")
-        self.chunks, header = list[Chunk](), json.dumps(job).encode() + b"\n"
-        if not self._file.tell():
-            self._append(header)
-        with untrusted(self.path, "partial file of features"):
-            self._file.seek(0)
-            content = self._file.read()
-        if not content.startswith(header):
-            reason = f"{self.path} has features of other weights, images or preprocessing"
-            raise ConfigError(f"--out: {reason}; fix: remove it, or name another file")
-        found = list(_read_chunks(content, len(header)))
-        self.chunks += [chunk for chunk, _ in found]
-        self._file.truncate(found[-1][1] if found else len(header))
-
-    def append(self, rows: np.ndarray, broken: dict[str, str]) -> None:
-        """Add the next chunk."""
-        data = np.ascontiguousarray(rows, np.float32)
-        digest = hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()
-        self._append(json.dumps([*data.shape, broken, digest]).encode() + b"\n" + data.tobytes())
-        self.chunks.append((data, broken))
-
-    def _append(self, content: bytes) -> None:
-        while content:
-            content = content[self._file.write(content) :]
-
-    def close(self) -> None:
-        """Release the lock."""
-        self._file.close()
-
-
-def _read_chunks(content: bytes, start: int) -> Iterator[tuple[Chunk, int]]:
-    """Yield the complete chunks of a partial file, and the end of each."""
-    while (newline := content.find(b"\n", start)) > 0:
-        with contextlib.suppress(ValueError, TypeError):
-            num, dim, broken, digest = json.loads(content[start:newline])
-            start = newline + 1 + 4 * num * dim
-            data = content[newline + 1 : start]
-            if len(data) == 4 * num * dim and hashlib.blake2b(data, digest_size=8).hexdigest() == digest:
-                yield (np.frombuffer(data, np.float32).reshape(num, dim), dict(broken)), start
-                continue
-        return
-
-
 def compute_features(run: LoadedRun, files: Sequence[str], out: Path, workers: int, progress: Any) -> Features:
-    """Return the features of image files, resumed from the partial file of `out`, which stays for `finish`.
+    """Return the features of image files, resumed from the partial file of `out`, which stays.
 
     Raises:
         ConfigError: the features on disk are those of another job.
     """
     images, spans = UnlabeledImages(list(files)), list_spans(len(files), CHUNK)
-    partial = PartialFeatures(out, hash_job(run, files))
+    journal = Journal(out, hash_job(run, files))
     try:
-        left = spans[len(partial.chunks) :]
+        left = spans[journal.num_chunks :]
         progress.update(len(files) - sum(map(len, left)))
         if left:
             loader = ChunkLoader(images, run.transform, left, run.device, CHUNK, workers, "thread")
@@ -113,13 +57,15 @@ def compute_features(run: LoadedRun, files: Sequence[str], out: Path, workers: i
                     if not fault.is_damaged:  # the disk fails
                         raise fault.error()
                     features[index - span.start] = 0
-                partial.append(features.numpy(), {files[index]: fault.reason for index, fault in causes.items()})
+                text = base64.b64encode(features.numpy().tobytes()).decode()
+                journal.append(text, [[files[index], fault.reason] for index, fault in causes.items()])
                 progress.update(len(span))
+        with untrusted(journal.path, "partial output"):
+            chunks = [np.frombuffer(base64.b64decode(text), np.float32) for text in journal.rows()]
+            rows = np.concatenate([chunk.reshape(len(span), -1) for chunk, span in zip(chunks, spans, strict=True)])
     finally:
-        partial.close()
-    rows = np.concatenate([rows for rows, _ in partial.chunks])
-    broken = {path: cause for _, own in partial.chunks for path, cause in own.items()}
-    return Features(rows, [str(file) for file in files], broken)
+        journal.close()
+    return Features(rows, [str(file) for file in files], dict(journal.broken))
 
 
 def describe(run: LoadedRun) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distribuuuu.checkpoint.weights_files import RAW, best_paths
-from distribuuuu.commands.finetune.backbones import backbone_options, default_backbone, find_backbone
+from distribuuuu.commands.finetune.backbones import backbone_options, default_backbone
 from distribuuuu.commands.finetune.choose import compare, interpolate, name_of, read_tuned
 from distribuuuu.commands.finetune.data import PARTS, divide, hash_images, list_sources
 from distribuuuu.commands.finetune.decisions import Decisions, explaining_disk
@@ -46,6 +46,7 @@ from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.launch.nproc import run_processes
 from distribuuuu.launch.signals import STATUS_OF, RunStopped
 from distribuuuu.models import count_parameters
+from distribuuuu.models.pretrained import check_backbone
 from distribuuuu.records.run_log import progress
 from distribuuuu.trainer import evaluate_weights
 
@@ -83,7 +84,7 @@ def run_stages(flags: Namespace) -> dict[str, Any]:
         say(*data["notes"])
         files = {f"{part}.csv": data["parts"][part] for part in PARTS}
         write_split(images, out / "lists", files)
-        probes = {name: Candidate(flags, decisions, images, data["parts"], name) for name in backbones}
+        probes = {name: Candidate(flags, images, data["parts"], name) for name in backbones}
         found = {name: probe.run(decisions) for name, probe in probes.items()}
         chosen = max(backbones, key=lambda name: found[name]["correct"]["probe"]["val"])
         if len(backbones) > 1:
@@ -109,9 +110,9 @@ def split_images(flags: Namespace, images: Images, parts: dict[str, list[int]]) 
 class Candidate:
     """A backbone on these images: its config, its features and its probe."""
 
-    def __init__(self, flags: Namespace, decisions: Decisions, images: Images, parts: dict[str, list[int]], name: str):
+    def __init__(self, flags: Namespace, images: Images, parts: dict[str, list[int]], name: str):
         self.flags, self.images, self.parts, self.name = flags, images, parts, name
-        lists, self.license = str(flags.out / "lists"), (backbone := find_backbone(name)).license
+        lists, self.license = str(flags.out / "lists"), (backbone := check_backbone(name, "--backbone")).license
         options = {
             "DATA.NAME": "list", "TRAIN.DATASET": lists, "TEST.DATASET": lists, "TEST.SPLIT": "val",
             "DATA.EXIF_ROTATE": True, "RNG_SEED": flags.seed, "TRAIN.WORKERS": flags.workers,

@@ -29,12 +29,12 @@ are broken; they are listed with their cause.
 def predict(prog: str, args: list[str]) -> int:
     """Read the command line, then predict."""
     flags = build_parser(prog).parse_args(args)
-    from distribuuuu.commands.predict.journal import check_output_file
+    from distribuuuu.commands.scan.journal import check_output_file
     from distribuuuu.inference.image_arguments import describe_left_out, list_images
 
     flags.out = Path(flags.out) if flags.out else None
     if flags.out:
-        check_output_file(flags.out)
+        check_output_file(flags.out, (".csv", ".jsonl"))
     check_run(flags.run)
     flags.files = list_images(flags.paths)
     for path in filter(os.path.isdir, flags.paths):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from distribuuuu.commands.output import ending_with_reader
-from distribuuuu.commands.predict.journal import Journal
+from distribuuuu.commands.scan.journal import Journal
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import counted

@@ -183,7 +183,7 @@ def test_a_stop_at_any_stage_changes_nothing(photos, finished_run, tmp_path, her
     assert run(photos, "--backbone", finished_run, "--out", expected, *WORDS) == 0
     places = [(stages, name) for name in ("split_images", "fit_probe", "write_probe", "set_head", "train", "read_tuned",
                                           "compare", "scale_head", "evaluate_weights", "format_choice")]  # fmt: skip
-    places.append((feature_file.PartialFeatures, "append"))
+    places.append((feature_file.Journal, "append"))
     left = {name for _, name in places}
 
     def stopping(name, call):
@@ -285,7 +285,7 @@ def test_the_default_backbone_depends_on_the_machine(monkeypatch):
 def test_embed_is_resumed_and_refuses_other_weights(photos, finished_run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(feature_file, "CHUNK", 8)
     assert embed(finished_run, photos, "--out", tmp_path / "a.npz") == 3, "an image is broken"
-    append, calls = feature_file.PartialFeatures.append, []
+    append, calls = feature_file.Journal.append, []
 
     def stop(self, *args):
         append(self, *args)
@@ -293,12 +293,12 @@ def test_embed_is_resumed_and_refuses_other_weights(photos, finished_run, tmp_pa
         if len(calls) == 2:
             raise ConfigError("stopped")
 
-    monkeypatch.setattr(feature_file.PartialFeatures, "append", stop)
+    monkeypatch.setattr(feature_file.Journal, "append", stop)
     assert embed(finished_run, photos, "--out", tmp_path / "b.npz") == 2
     with open(tmp_path / "b.npz.partial", "ab") as file:
-        file.write(b"[8, 64, {}, ")  # cut by a kill
+        file.write(b'["AAAA')  # cut by a kill
     assert embed(finished_run, photos, "--out", tmp_path / "b.npz", "TEST.IM_SIZE", "20") == 2
-    assert "features of other weights, images or preprocessing" in capsys.readouterr().err
+    assert "rows of another model, other options or other images" in capsys.readouterr().err
     assert embed(finished_run, photos, "--out", tmp_path / "b.npz") == 3 and len(calls) == 5
     assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
     with np.load(tmp_path / "a.npz") as content:

@@ -20,7 +20,7 @@ from support.tables import slow
 
 from distribuuuu import load_run
 from distribuuuu.commands.main import start_command
-from distribuuuu.commands.predict import journal
+from distribuuuu.commands.scan import journal
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.loader import BadImageError, build_loader
 from distribuuuu.inference.image_arguments import list_images
@@ -33,7 +33,7 @@ SMALL_CHUNKS = ("--set", "TEST.BATCH_SIZE", 16)
 SLOW_PREDICT = """
 import sys, time
 from distribuuuu.commands.main import main
-from distribuuuu.commands.predict.journal import Journal
+from distribuuuu.commands.scan.journal import Journal
 
 append = Journal.append
 Journal.append = lambda *args: (append(*args), time.sleep(0.03))
@@ -305,7 +305,7 @@ def test_partial_files_of_others_are_refused(shapes_run, labels_run, shapes_fold
     ):
         capsys.readouterr()
         assert run(*other) == 2
-        assert "belongs to a prediction with another model" in capsys.readouterr().err
+        assert "has rows of another model" in capsys.readouterr().err
         assert Path(f"{out}.partial").read_bytes() == content and not out.exists()
     assert run(*words) == 0 and out.exists()
 
@@ -340,7 +340,7 @@ def test_a_full_disk_keeps_what_is_finished(shapes_run, shapes_folder, tmp_path,
         monkeypatch.undo()
     assert run(*words) == 0 and "resumed after 48 of 70 images" in capsys.readouterr().err
     (tmp_path / "out.csv").unlink()
-    monkeypatch.setattr("distribuuuu.commands.predict.journal.replacing", fail)
+    monkeypatch.setattr("distribuuuu.commands.scan.journal.replacing", fail)
     assert run(*words) == 2 and sorted(path.name for path in tmp_path.iterdir()) == ["out.csv.partial"]
     monkeypatch.undo()
     assert run(*words) == 0 and sorted(path.name for path in tmp_path.iterdir()) == ["out.csv"]

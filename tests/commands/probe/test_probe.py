@@ -81,7 +81,8 @@ def test_the_linear_probe_equals_the_logistic_regression_of_scikit_learn(monkeyp
     theirs = torch.from_numpy(reference.coef_).T, torch.from_numpy(reference.intercept_)
     assert loss(weights[:-1], weights[-1]) == pytest.approx(loss(*theirs), abs=1e-9)
     torch.testing.assert_close(weights[:-1], theirs[0], atol=1e-4, rtol=1e-3)
-    assert linear_probe.compute_logits(rows, weights).argmax(1).tolist() == reference.predict(rows.double().numpy()).tolist()
+    predicted = linear_probe.compute_logits(rows, weights).argmax(1)
+    assert predicted.tolist() == reference.predict(rows.double().numpy()).tolist()
 
 
 class Classified(nn.Module):

@@ -1,6 +1,6 @@
-"""The partial output of a prediction: an append-only file of finished chunks, from which a killed job resumes.
+"""The partial output of a pass over images: an append-only file of finished chunks, from which a killed job resumes.
 
-Its lines are JSON: first the hash of the job, then the text of the rows and the broken images of each chunk.
+Its lines are JSON: first the hash of the job, then the rows, as text, and the broken images of each chunk.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from distribuuuu.files.untrusted import InvalidFileError, parse_json, untrusted
 _FIX = "fix: remove it, or name another file"
 
 
-def check_output_file(out: Path) -> None:
+def check_output_file(out: Path, endings: tuple[str, str]) -> None:
     """Raise ConfigError if a path cannot be that of a new output file, or of one to resume."""
     check_out_file(out)
-    if out.suffix not in (".csv", ".jsonl"):
-        raise ConfigError(f"--out: got {out}; expected a file name that ends with .csv or .jsonl")
+    if out.suffix not in endings:
+        raise ConfigError(f"--out: got {out}; expected a file name that ends with {' or '.join(endings)}")
     if os.path.lexists(out):
         raise ConfigError(f"--out: {out} exists already; {_FIX}")
 
@@ -60,7 +60,7 @@ class Journal:
                 for _, errors in map(parse_json, lines):
                     self._count(errors)
             if found != job:
-                what = f"{self.path} belongs to a prediction with another model, other options or other images"
+                what = f"{self.path} has rows of another model, other options or other images"
                 raise ConfigError(f"--out: {what}; {_FIX}")
             self._file.truncate(sum(map(len, self._lines())))
 
@@ -72,6 +72,10 @@ class Journal:
     def _count(self, errors: list[list[str]]) -> None:
         self.num_chunks += 1
         self.broken += errors
+
+    def rows(self) -> Iterator[str]:
+        """Yield the rows of each finished chunk."""
+        yield from (rows for rows, _ in map(parse_json, itertools.islice(self._lines(), 1, None)))
 
     def append(self, rows: str, errors: list[list[str]]) -> None:
         """Add the next chunk: the text of its rows, and [path, cause] of each broken image."""
@@ -95,8 +99,7 @@ class Journal:
                     file.writelines(map(csv_line, (["path", "error"], *self.broken)))
             with replacing(self.out, "w", **texts) as file:
                 file.write(header)
-                chunks = map(parse_json, itertools.islice(self._lines(), 1, None))
-                file.writelines(rows for rows, _ in chunks)
+                file.writelines(self.rows())
             self.path.unlink()
 
     def close(self) -> None:
