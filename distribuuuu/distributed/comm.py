@@ -237,10 +237,12 @@ def unlimited_phase(name: str) -> Iterator[None]:
     """Let the other processes wait for this one within the block, e.g. while it writes to a slow disk."""
     timer, GroupState.phase = GroupState.stall_timer, name
     before = timer.begin_phase(math.inf) if timer else 0.0
-    yield
-    GroupState.phase = ""
-    if timer:
-        timer.begin_phase(before)
+    try:
+        yield
+    finally:
+        GroupState.phase = ""
+        if timer:
+            timer.begin_phase(before)
 
 
 class StopRequest:

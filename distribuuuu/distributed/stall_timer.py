@@ -34,27 +34,17 @@ MAX_NAMED = 10
 
 @dataclass(frozen=True)
 class ProcessState:
-    """State of a process, as the others read it.
-
-    Attributes:
-        number: grows with each state that is written.
-        position: the last step, e.g. 'epoch 2, step 14'.
-        phase: what it does since then, e.g. 'waiting for data'; '' if it computes.
-        stalled_s: seconds since the last step.
-        limit_s: seconds after which no step is a stall.
-        has_failed: it has raised an error, which it prints.
-        time: time.time() of the writing process.
-    """
+    """State of a process, as the others read it."""
 
     rank: int
     host: str
-    number: int
-    position: str
-    phase: str
-    stalled_s: float
-    limit_s: float
-    has_failed: bool
-    time: float
+    number: int  # grows with each state that is written
+    position: str  # the last step, e.g. 'epoch 2, step 14'
+    phase: str  # what it does since then, e.g. 'waiting for data'; '' if it computes
+    stalled_s: float  # since the last step
+    limit_s: float  # after which no step is a stall
+    has_failed: bool  # it has raised an error, which it prints
+    time: float  # time.time() of the writing process
 
     @property
     def is_overdue(self) -> bool:
@@ -105,8 +95,8 @@ class StallTimer(threading.Thread):
 
     def mark(self, position: str) -> None:
         """Record a step."""
-        self._position, self._limit_s = position, self.limits[0]
-        self._num_marks += 1
+        self._position = position
+        self.begin_phase(self.limits[0])
 
     def begin_phase(self, limit_s: float) -> float:
         """Apply another limit until the next step, and return the one before."""

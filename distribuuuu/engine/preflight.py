@@ -166,7 +166,7 @@ def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str,
     for key in (key for key, is_read in read.items() if is_read and get_value(cfg, key)):
         if problem := _find_weights_problem(get_value(cfg, key), needs_file=train and key == "MODEL.WEIGHTS"):
             fix = "; fix: restore it, as every training step needs the teacher, which no checkpoint holds"
-            yield key, problem + fix * (key == "DISTILL.WEIGHTS")
+            yield key, problem + fix * (key == "DISTILL.WEIGHTS" and "; fix: " not in problem)
     if train:
         yield from _finetune_problems(cfg)
     elif needs_weights:

@@ -116,6 +116,13 @@ def test_a_stopped_process_0_stops_the_store_and_the_run_ends(group, caplog):
     assert [message for message in caplog.messages if "process 0, which hosts the store, does not respond" in message]
 
 
+def test_a_phase_that_ends_with_an_error_is_limited_again(group):
+    (timer,) = group[0](1)
+    with pytest.raises(ValueError), comm.unlimited_phase("log_epoch"):
+        raise ValueError
+    assert timer._limit_s == timer.limits[0] and not comm.GroupState.phase
+
+
 def test_a_suspended_job_has_not_hung(group, monkeypatch):
     """After an hour's suspension all clocks jump, and no process has stalled."""
     start, ends, _ = group

@@ -128,10 +128,12 @@ SEVERAL_STARTS = ("FINETUNE.WEIGHTS", "pretrained", "MODEL.PRETRAINED", True)
 
 @pytest.fixture
 def problems(image_folder, tmp_path):
-    """Return a function from overrides to the problems of a run; FILE in them is a file, and FOLDER a folder."""
+    """Return a function from overrides to the problems of a run; FILE, FOLDER and RUN in them are such paths."""
     own = ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3, "OUT_DIR", tmp_path / "run")
     (tmp_path / "weights.pth").write_bytes(b"any")
-    paths = {"FILE": tmp_path / "weights.pth", "FOLDER": image_folder}
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher" / "best.pth.tar").write_bytes(b"any")
+    paths = {"FILE": tmp_path / "weights.pth", "FOLDER": image_folder, "RUN": tmp_path / "teacher"}
 
     def find(*words, train=True, nproc=None) -> list[str]:
         return run_problems(load_cfg(None, [str(paths.get(word, word)) for word in (*own, *words)]), train, nproc)
@@ -146,6 +148,7 @@ def test_problems_of_a_training_are_reported_before_it_starts(problems):
         (("MODEL.WEIGHTS", "FILE", *SEVERAL_STARTS[:2]), 1, ["set MODEL.WEIGHTS null, or leave this option empty"]),
         (("MODEL.WEIGHTS", "FOLDER"), 1, ["MODEL.WEIGHTS (command line): ", "is a folder without best.pth"]),
         (TAUGHT, 1, ["/no/such; fix: restore it, as every training"]),
+        ((*TAUGHT[:3], "RUN"), 1, []),
         # Gradients do not accumulate over replays of a graph.
         ((*REPLAYED, "reduce-overhead"), 2, []),
         ((*REPLAYED, "default"), 1, []),
