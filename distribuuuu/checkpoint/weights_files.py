@@ -136,6 +136,11 @@ def find_card(path: str | os.PathLike) -> Path | None:
     return card if weights.is_file() and card.is_file() else None
 
 
+def has_card(path: Path) -> bool:
+    """Tell whether a file of weights has a config.json, so that `local-dir:FOLDER` names them."""
+    return path.name in HUB_NAMES and path.with_name("config.json").is_file()
+
+
 def _find_snapshots(repository: Path) -> list[Path]:
     """Return the folder of the revision to use of a repository in the Hub's cache; none: it is no such repository."""
     revisions = sorted(folder for folder in repository.glob("snapshots/*") if folder.is_dir())

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, load_state_dict, read_checkpoint
+from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, load_state_dict
 from distribuuuu.checkpoint.manager import CheckpointManager, find_nonfinite, hash_tensors
 from distribuuuu.checkpoint.weights_files import KINDS, RAW, best_paths, build_kinds, find_best, find_weights_file
 from distribuuuu.config import ConfigError, Problem
@@ -326,12 +326,10 @@ def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.
         load_weights(cfg, model, weights, classes, "MODEL.PRETRAINED", needs_head=True)
     model = task.adapt_model(model).to(task.device)
     if weights and not is_published(weights):
-        from distribuuuu.models.pretrained import read_card
+        from distribuuuu.models.preprocessing import read_weights
 
         weights = str(find_weights_file(weights, cfg.FINETUNE.EMA))
-        content = read_checkpoint(weights)
-        if card := read_card(Path(weights)):
-            content["classes"] = card.classes
+        content = read_weights(Path(weights))
         try:
             load_state_dict(model, content["state_dict"], weights)
         except CheckpointError as error:

@@ -22,7 +22,7 @@ import torchvision
 
 from distribuuuu.checkpoint.io import is_list_of, read_checkpoint
 from distribuuuu.checkpoint.published_files import DEFAULT, PACKAGES, locate
-from distribuuuu.checkpoint.weights_files import HUB_NAMES, find_weights_file
+from distribuuuu.checkpoint.weights_files import find_weights_file
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted
@@ -106,12 +106,6 @@ def resolve_backbone(name: str, ema: bool = True) -> Backbone:
     # The package's license unless the weights have their own.
     options = {**_of_torchvision(weights), "MODEL.LICENSE": weights.meta.get("license", "bsd-3-clause")}
     return Backbone(name, name.partition(".")[0], source, options, len(weights.meta["categories"]))
-
-
-def read_card(path: Path) -> Backbone | None:
-    """Return what the config.json beside weights of a folder tells; None if there is none."""
-    has_card = path.name in HUB_NAMES and path.with_name("config.json").is_file()
-    return resolve_backbone(f"local-dir:{path.parent}") if has_card else None
 
 
 def _timm_cfg(arch: str) -> dict[str, Any]:

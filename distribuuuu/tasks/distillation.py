@@ -1,12 +1,13 @@
 """Knowledge distillation: the task loss plus a loss against the outputs of a teacher."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, load_state_dict, read_checkpoint
+from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, load_state_dict
 from distribuuuu.checkpoint.weights_files import best_state_dict, find_weights_file
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed
@@ -15,6 +16,7 @@ from distribuuuu.config.registry import TASKS
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.models import build_model
+from distribuuuu.models.preprocessing import read_weights
 from distribuuuu.tasks.classification import Classification
 from distribuuuu.tasks.losses import Loss
 
@@ -76,7 +78,7 @@ def build_teacher(cfg, classes: Sequence[str]) -> nn.Module:
         raise ConfigError(map(_as_teacher_problem, error.problems), cfg.origins) from error
     try:
         weights = str(find_weights_file(weights, cfg.FINETUNE.EMA))
-        content = read_checkpoint(weights)
+        content = read_weights(Path(weights))
         load_state_dict(teacher, best_state_dict(content), weights)
         if mismatch := find_class_mismatch(content, classes):
             remedy = "if they mean the same, use a file that holds only the state dict"

@@ -1,6 +1,7 @@
 """Losses and distillation compared with plain float64 implementations of their formulas."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -212,13 +213,17 @@ def test_errors_of_the_teacher_name_the_options_of_distillation(small_cfg, tmp_p
             prepared(small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", tmp_path / "weights.pth", *words), ())
 
 
-def test_a_teacher_with_other_classes_is_rejected(small_cfg, tmp_path):
-    weights = tmp_path / "teacher.pth"
+@pytest.mark.parametrize("name", ["teacher.pth", "pytorch_model.bin"])
+def test_a_teacher_with_other_classes_is_rejected(small_cfg, tmp_path, name):
+    weights = tmp_path / name
     cfg = small_cfg("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", weights)
     content = {"state_dict": build_model(cfg).state_dict(), "classes": ["ant", "wasp", "cat"]}
-    torch.save(content, weights)
+    torch.save(content if name == "teacher.pth" else content["state_dict"], weights)
+    card = tmp_path / "config.json"  # of an exported folder
+    card.write_text(json.dumps({"distribuuuu": {"classes": content["classes"]}}))
     with pytest.raises(ConfigError, match="^DISTILL.WEIGHTS .*other classes: 'wasp' where the data has 'bee'"):
         prepared(cfg, ("ant", "bee", "cat"))
     prepared(cfg, ("ant", "wasp", "cat"))
     torch.save(content["state_dict"], weights)
+    card.write_text("{}")
     prepared(cfg, ("ant", "bee", "cat"))
