@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from support import runs
+from support.batches import ALONE, CPU
+from support.calls import count_calls
 from support.processes import free_port, on_processes
 from support.runs import ROOT, assert_close, assert_same_run, records, small_options, timeless, train_and_read
 from support.tables import slow
@@ -19,7 +21,10 @@ from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.explain import read_comments
 from distribuuuu.config.options import OPTIONS
-from distribuuuu.trainer import evaluate_weights, train_model
+from distribuuuu.data.loader import build_loader
+from distribuuuu.engine.build import build_training
+from distribuuuu.optim.schedules import set_lr
+from distribuuuu.trainer import evaluate_weights, take_step, train_model
 
 
 def test_a_run_that_ends_after_an_epoch_continues_exactly(finished_run, small_cfg, tmp_path):
@@ -50,6 +55,22 @@ def test_an_evaluation_period_changes_the_evaluations_only(small_cfg, tmp_path):
     is_expected = [row["kind"] == "train" or row["epoch"] > 1 for row in timeless(tmp_path / "every")]
     rows = [{**row, "best_top1": None} for row in itertools.compress(timeless(tmp_path / "every"), is_expected)]
     assert [{**row, "best_top1": None} for row in timeless(cfg.OUT_DIR)] == rows
+
+
+@pytest.mark.parametrize("arch", ["resnet8", "resnet20"])
+def test_a_step_costs_the_host_as_many_calls_for_any_model(small_cfg, arch):
+    loader = build_loader(small_cfg("MODEL.ARCH", arch), ALONE, CPU, train=True)
+    training = build_training(small_cfg("MODEL.ARCH", arch), loader, loader.zero_images(2), latest=None)
+    state, batches = training.state, itertools.repeat(loader.sample_batch())
+
+    def step(number: int = 1) -> None:
+        set_lr(state.optimizer, 0.1)
+        take_step(training, batches, number)
+        state.finish_step(loader.num_steps)
+
+    step(0)
+    parts = (training.task, "train_step"), (state.precision, "backward"), (state.optimizer, "step")
+    assert count_calls(step, *parts, (state.optimizer, "zero_grad")) <= 150
 
 
 def off_values() -> dict[str, list[str]]:

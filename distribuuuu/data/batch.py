@@ -82,6 +82,7 @@ class Normalizer:
 
     Args:
         mean, std: per channel, in units of `one`, the value of a pixel that counts as 1, see PIXEL_RANGES.
+        in_parts: whether workers use the other cores: a CPU then takes parts that one thread does.
         compiled: whether one compiled kernel converts and normalizes, with the same bits as the operations of torch.
     """
 
@@ -93,13 +94,14 @@ class Normalizer:
         channels_last: bool,
         compiled: bool = False,
         one: float = 255,
+        in_parts: bool = True,
     ):
         self.device = device
         self.mean = torch.tensor(mean, dtype=torch.float32, device=device).view(-1, 1, 1) * one
         self.scale = 1 / (torch.tensor(std, dtype=torch.float32, device=device).view(-1, 1, 1) * one)
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         self._normalize = torch.compile(_normalize, dynamic=False) if compiled else None
-        self._most_images = 0
+        self._most_images, self._in_parts = 0, in_parts and device.type == "cpu"
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return float32 (N, C, H, W) on the device from uint8 or float32 (N, C, H, W) on any device."""
@@ -111,7 +113,7 @@ class Normalizer:
             return self._normalize(padded, self.mean, self.scale, self._format)[:num]
         images = self.empty(pixels.shape)
         num = rows = max(1, *pixels.shape)
-        if self.device.type == "cpu":
+        if self._in_parts:
             num = max(1, _ONE_THREAD // max(1, pixels[0:1].numel()))
             rows = max(1, _ONE_THREAD // (max(1, pixels.shape[1]) * num * max(1, pixels.shape[3])))
         for part, image in zip(pixels.split(num), images.split(num), strict=True):
@@ -174,7 +176,7 @@ class Samples:
         decoder, options: see `decode`.
         skip_broken: go on if an image cannot be read. In training, another one takes its place, which depends on the
             seed and the epoch. In an evaluation nothing does: its pixels are zeros, and `Batch.broken` marks it.
-        extra: by name, the samples of other data sets that come along with each batch, see `JointKeys`.
+        extra: by name, the samples of other data sets that come along with each batch, see `BatchKeys`.
         substitutes: whether the samples are for training.
         keeps_geometry: return `Batch.geometry`.
     """
@@ -189,7 +191,8 @@ class Samples:
     keeps_geometry: bool = False
 
     def batch(self, keys: Any, allocate: Allocate = torch.Tensor.new_empty) -> HostBatch:
-        """Return the batch of some keys, a list of `SampleKey`; with other data sets, the batches of `JointKeys`."""
+        """Return the batch of some keys, `BatchKeys` or a list of `SampleKey`, and of the keys of other data sets."""
+        keys = keys if isinstance(keys, BatchKeys) else BatchKeys(keys)
         batch, broken = self.make_batch(keys, allocate)
         if not self.extra:
             return batch, broken
@@ -205,7 +208,7 @@ class Samples:
         for name, one in self.extra.items():
             one.read_ahead(keys.extra[name])
 
-    def make_batch(self, keys: Sequence[SampleKey], allocate: Allocate) -> HostBatch:
+    def make_batch(self, keys: BatchKeys, allocate: Allocate) -> HostBatch:
         """Return the batch of some keys of this data set.
 
         The channels of a pixel are adjacent in memory, as decoders and resizing return them. Each image is copied into
@@ -214,9 +217,7 @@ class Samples:
         views: list[torch.Tensor] = []
         labels, index, unread, geometry = [], [], [], []
         broken: tuple[Any, ...] = ()
-        substitutes = getattr(keys, "substitutes", ())
-        samples = (self.make(key, substitutes) for key in keys) if substitutes else map(self.__getitem__, keys)
-        for row, sample in enumerate(samples):
+        for row, sample in enumerate(self.make(key, keys.substitutes) for key in keys):
             labels.append(sample.label)
             geometry.append(sample.geometry)
             index.append(sample.index)
@@ -236,7 +237,7 @@ class Samples:
             return None, broken
         if not views:
             example = torch.empty(0, dtype=self.options.dtype)
-            shapes = [view.shape for view in transform_at(self.transform, keys[0]).views]
+            shapes = [view.shape for view in transform_at(self.transform, next(iter(keys))).views]
             views = [allocate(example, (len(keys), *shape, self.options.channels)) for shape in shapes]
         images = tuple(view.permute(0, 3, 1, 2) for view in views)
         targets = as_targets(labels, self.images.targets)
@@ -249,9 +250,6 @@ class Samples:
                 view[marks] = 0
             batch = batch._replace(broken=marks)
         return batch, broken
-
-    def __getitem__(self, key: SampleKey) -> Sample:
-        return self.make(key)
 
     def make(self, key: SampleKey, substitutes: Sequence[int] = ()) -> Sample:
         """Return a sample; the substitute of a broken image is one of some images, by default of all."""

@@ -23,8 +23,9 @@ from distribuuuu.data.batch import (
 from distribuuuu.data.crops import PaddedCrop, random_padded_corner, reflect
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, open_lazy_image
-from distribuuuu.data.seeding import STEP, SampleKey, derive_seed, mix
-from distribuuuu.data.transforms import CenterCrop, Transform, crop_ends, draw_flips, resize_to_cover
+from distribuuuu.data.samplers import BatchKeys
+from distribuuuu.data.seeding import SampleRNG
+from distribuuuu.data.transforms import CenterCrop, Transform, crop_ends, draw_flips, resize_to_cover, resized_size
 from distribuuuu.data.views import EpochTransforms
 
 # Images that a thread decodes at a time.
@@ -108,6 +109,8 @@ class DeviceSamples(Samples):
     """Samples of a DeviceDataset, made on the device: the workers' pixels, up to a GPU's rounding when it resizes."""
 
     images: DeviceDataset
+    # The keys of some batches, and what was drawn for them.
+    _drawn: tuple[Any, list[torch.Tensor]] = None, []
 
     @classmethod
     def load(
@@ -125,58 +128,66 @@ class DeviceSamples(Samples):
         decoded = DeviceDataset(images, decoder, device, num_threads, options)
         return cls(decoded, transform, decoder, skip_broken, options, **others)
 
-    def make_batch(self, keys: Sequence[SampleKey], allocate: Allocate) -> HostBatch:
+    def make_batch(self, keys: BatchKeys, allocate: Allocate) -> HostBatch:
         """Return the batch of some keys; images of one size are cropped together if the crops allow that."""
-        views, pixels = transform_at(self.transform, keys[0]).views, self.images.same_size
+        views, pixels = transform_at(self.transform, keys.rows[0].tolist()).views, self.images.same_size
         can_batch = all(isinstance(view, PaddedCrop | CenterCrop) for view in views)
         if pixels is None or self.keeps_geometry or not can_batch:
             return super().make_batch(keys, allocate)
-        index = copy_to_device(torch.tensor([index for _, index, *_ in keys]), pixels.device)
-        images = []
-        for number, view in enumerate(views):
-            rng = BatchRNG([(derive_seed(*key[:2]), number) for key in keys] if number else keys)  # as in `Views`
-            images.append(crop_batch(view, pixels[index], rng).expand(-1, self.options.channels, -1, -1))
+        if self._drawn[0] is not keys.block:
+            self._drawn = keys.block, draw_crops(views, pixels[:1], keys.block)
+        (index,), *drawn = (part[:, keys.first : keys.first + len(keys)] for part in self._drawn[1])
+        images = tuple(
+            crop_batch(view, pixels[index], one).expand(-1, self.options.channels, -1, -1)
+            for view, one in zip(views, drawn, strict=True)
+        )
         targets = map_leaves(torch.Tensor, lambda target: target[index], self.images.labels)
-        return Batch(tuple(images) if len(images) > 1 else images[0], targets, index), ()
+        return Batch(images if len(images) > 1 else images[0], targets, index), ()
 
 
-class BatchRNG:
-    """The same random numbers for many samples at a time, as arrays: float64 (N,)."""
+def draw_crops(views: Sequence[Transform], pixels: torch.Tensor, keys: np.ndarray) -> list[torch.Tensor]:
+    """Return the images (1, N) of keys (N, 2 to 4), and for the crop of each view (4, N), see `crop_batch`.
 
-    def __init__(self, keys: Sequence[SampleKey]):
-        seeds, indices = np.array([key[:2] for key in keys], dtype=np.uint64).T
-        self._state = mix(mix(seeds + STEP) + indices + STEP) >> 1  # derive_seed of each key
-        self._flipped = np.array([key[3] for key in keys if len(key) > 3], dtype=bool)
+    They are int64 on the device of some pixels of the images, computed on the host and copied in one transfer.
+    """
+    seeds, indices, *chosen = keys.T.astype(np.uint64)
+    parts = [keys[:, 1][None]]
+    for view, rng in zip(views, SampleRNG(seeds, indices, *chosen).split(len(views)), strict=True):
+        drawn = np.empty((0, len(keys)), np.int64)
+        if isinstance(view, PaddedCrop):
+            flips = (np.broadcast_to(flipped, len(keys)) for flipped in reversed(draw_flips(rng, view)))
+            cover = resized_size("cover", crop_ends(pixels).shape[-2:], view.size)
+            corner = random_padded_corner(rng, *cover, view.size, view.padding)
+            sides = zip(corner, flips, view.shape, strict=True)
+            drawn = np.array([
+                part for start, flipped, side in sides for part in (start + flipped * (side - 1), 1 - 2 * flipped)
+            ]).astype(np.int64)  # fmt: skip
+        parts.append(drawn)
+    moved = copy_to_device(torch.from_numpy(np.concatenate(parts)), pixels.device)
+    return list(moved.split([len(part) for part in parts]))
 
-    def flip(self, probability: float) -> np.ndarray:
-        """Return whether to flip each sample, see `SampleRNG.flip`: bool (N,)."""
-        drawn = self.uniform() < probability
-        return self._flipped if len(self._flipped) else drawn
 
-    def uniform(self) -> np.ndarray:
-        """Return the next number of each sample."""
-        self._state = self._state + STEP
-        return (mix(self._state) >> 11) * 2.0**-53
+def crop_batch(crop: Transform, pixels: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """Return uint8 (N, C, height, width) from images of one size; per image the same as from a call of the crop.
 
-
-def crop_batch(crop: Transform, pixels: torch.Tensor, rng: BatchRNG) -> torch.Tensor:
-    """Return uint8 (N, C, height, width) from images of one size; per image the same as from a call of the crop."""
+    `drawn` is int64 (4, N): the first row of a crop and the step to the next one, -1 if it is flipped; the same of its
+    columns. It is empty for a `CenterCrop`.
+    """
     if isinstance(crop, CenterCrop):
         return crop.crop(pixels)
     assert isinstance(crop, PaddedCrop)
-    is_flipped, is_vflipped = (np.asarray(flipped)[..., None] for flipped in draw_flips(rng, crop))
     pixels = resize_to_cover(crop_ends(pixels), crop.size, crop.interpolation)
     height, width = pixels.shape[-2:]
-    top, left = random_padded_corner(rng, height, width, crop.size, crop.padding)
-    down, across = map(np.arange, crop.shape)
-    columns = np.where(is_flipped, across[::-1], across) + left.astype(np.int64)[:, None]
-    rows = np.where(is_vflipped, down[::-1], down) + top.astype(np.int64)[:, None]
+    top, down, left, across = drawn[..., None]
+    rows, columns = (
+        first + step * torch.arange(side, device=pixels.device)
+        for first, step, side in zip((top, left), (down, across), crop.shape, strict=True)
+    )
     if crop.mode == "reflect":
         padded, rows, columns = pixels, reflect(rows, height), reflect(columns, width)
     else:
         padded, rows, columns = pad(pixels, [crop.padding] * 4), rows + crop.padding, columns + crop.padding
-    rows, columns = (copy_to_device(torch.from_numpy(at), pixels.device) for at in (rows, columns))
     # index (N, 1, 1), rows (N, height, 1) and columns (N, 1, width) together select (N, height, width) pixels, each
-    # of C adjacent values. A flip is a descending row of columns.
+    # of C adjacent values.
     index = torch.arange(len(pixels), device=pixels.device)[:, None, None]
     return padded.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

@@ -243,7 +243,7 @@ def build_loaders(cfg, launch: Launch, device: torch.device, splits: Sequence[bo
         # After the workers have been forked.
         compiled, one_of = cfg.MODEL.COMPILE != "none", PIXEL_RANGES[cfg.DATA.PIXELS]
         statistics = statistics_of(cfg, one.samples.images)
-        normalize = Normalizer(device, *statistics, cfg.MODEL.CHANNELS_LAST, compiled, one_of)
+        normalize = Normalizer(device, *statistics, cfg.MODEL.CHANNELS_LAST, compiled, one_of, is_on_host)
         loaders.append((TrainLoader if train else Loader)(one.samples, one.sampler, made, normalize, notes))
     return loaders
 

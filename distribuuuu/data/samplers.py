@@ -1,7 +1,7 @@
 """Samplers: which images a step takes, in which order, and at which size.
 
-Both samplers yield micro-batches as lists of sample keys; a key identifies the image and seeds its augmentation.
-Workers are started once, so the epoch travels in the key if the transform depends on it.
+Both samplers yield micro-batches as sample keys; a key identifies the image and seeds its augmentation. Workers are
+started once, so the epoch travels in the key if the transform depends on it.
 """
 
 import itertools
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Sampler
 
@@ -18,25 +19,54 @@ from distribuuuu.config.derived import part_of_epoch
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.seeding import SampleKey, SampleRNG, derive_seed
 
-BatchKeys = list[SampleKey]
-
-
 # Attributes of a sampler whose epochs take all images.
 WHOLE: dict[str, Any] = {"chosen": None, "choice": 0, "last": None}
 # How many substitutes for a broken image are drawn for a step, if the task chose images.
 _NUM_SUBSTITUTES = 21
+# Keys that are computed at a time.
+_BLOCK = 2**16
 
 
-class JointKeys(BatchKeys):
+class BatchKeys:
     """The keys of a batch, and what comes along with it.
 
     Attributes:
+        rows: a `SampleKey` in each row: int64 (N, 2 to 4).
         extra: the keys of the batches of other data sets by name.
         substitutes: images that may take the place of broken ones; empty: all.
+        block, first: the rows of this and neighboring batches, and the first one of this batch among them.
     """
 
-    extra: Mapping[str, BatchKeys]
-    substitutes: Sequence[int] = ()
+    def __init__(
+        self, rows: Any, extra: "Mapping[str, BatchKeys] | None" = None, substitutes: Sequence[int] = (),
+        block: Any = None, first: int = 0
+    ):  # fmt: skip
+        self.rows, self.extra, self.substitutes = np.asarray(rows, np.int64), extra or {}, substitutes
+        self.block, self.first = self.rows if block is None else block, first
+
+    def __reduce__(self) -> Any:  # without the block
+        return BatchKeys, (self.rows, self.extra, self.substitutes)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[SampleKey]:
+        return map(tuple, self.rows.tolist())
+
+    def __getitem__(self, rows: slice) -> "BatchKeys":
+        return BatchKeys(self.rows[rows])
+
+
+def split_block(block: np.ndarray, size: int) -> Iterator[BatchKeys]:
+    """Yield keys (N, 2 to 4) in batches of a size; the last one may be smaller."""
+    for first in range(0, len(block), size):
+        yield BatchKeys(block[first : first + size], block=block, first=first)
+
+
+def split_images(indices: range, size: int) -> Iterator[BatchKeys]:
+    """Yield the keys of images that are evaluated, in batches of a size; the last one may be smaller."""
+    index = np.arange(indices.start, indices.stop, indices.step)
+    return split_block(np.stack([np.zeros_like(index), index], axis=1), size)
 
 
 @dataclass
@@ -142,9 +172,7 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
         position = self.epoch * (self.num_images // self.plan.global_batch) + self.first_step
         others = {name: sampler._follow(self, name, position) for name, sampler in self.extra.items()}
         for keys in self._own_batches(self.epoch):
-            if others:
-                keys = keys if isinstance(keys, JointKeys) else JointKeys(keys)
-                keys.extra = {name: next(batches) for name, batches in others.items()}
+            keys.extra = {name: next(batches) for name, batches in others.items()}
             yield keys
 
     def _follow(self, other: "ResumableDistributedSampler", name: str, position: int) -> Iterator[BatchKeys]:
@@ -159,29 +187,34 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
     def _own_batches(self, run_epoch: int) -> Iterator[BatchKeys]:
         """Yield the micro-batches; `run_epoch` is the epoch of the run, on which a transform may depend."""
         plan, order, epoch_seed = self.plan, self.epoch_order(), derive_seed(self.seed, self.epoch)
-        num_distinct = -(-plan.global_batch // self.repeats)
-        repeat_seeds = [epoch_seed, *(derive_seed(epoch_seed, repeat) for repeat in range(1, self.repeats))]
-        epoch = (run_epoch,) if self.keys_have_epoch else ()
-        for step in range(self.first_step, self.steps_of(self.epoch)):
-            draws = range(_NUM_SUBSTITUTES if self.chosen is not None else 0)
-            substitutes = [int(order[derive_seed(epoch_seed, step, draw) % len(order)]) for draw in draws]
-            for micro in range(plan.accum_steps):
-                start = (micro * plan.world_size + self.rank) * plan.micro_batch
-                positions = torch.arange(start, start + plan.micro_batch)
-                chosen = step * num_distinct + positions % num_distinct
-                seeds = [repeat_seeds[repeat] for repeat in (positions // num_distinct).tolist()]
-                if self.balance:  # the same image may be drawn again
-                    seeds = [derive_seed(seed, draw) for seed, draw in zip(seeds, chosen.tolist(), strict=True)]
-                indices = order[chosen].tolist()
-                keys: BatchKeys = [(seed, index, *epoch) for seed, index in zip(seeds, indices, strict=True)]
-                if self.alternating is not None:
-                    drawn = [SampleRNG(self.seed, index).uniform() < self.alternating for index in indices]
-                    flipped = [one != bool(self.epoch % 2) for one in drawn]
-                    keys = [(*key[:2], run_epoch, flip) for key, flip in zip(keys, flipped, strict=True)]
-                if substitutes:
-                    keys = JointKeys(keys)
+        first, end, per_block = self.first_step, self.steps_of(self.epoch), max(1, _BLOCK // self.plan.per_process)
+        for start in range(first, end, per_block):
+            steps = range(start, min(start + per_block, end))
+            batches = split_block(self._draw_block(order.numpy(), epoch_seed, steps, run_epoch), plan.micro_batch)
+            for step in steps:
+                draws = range(_NUM_SUBSTITUTES if self.chosen is not None else 0)
+                substitutes = [int(order[derive_seed(epoch_seed, step, draw) % len(order)]) for draw in draws]
+                for keys in itertools.islice(batches, plan.accum_steps):
                     keys.substitutes = substitutes
-                yield keys
+                    yield keys
+
+    def _draw_block(self, order: np.ndarray, epoch_seed: int, steps: range, run_epoch: int) -> np.ndarray:
+        """Return the keys of this process in some steps, step by step: int64 (N, 2 to 4)."""
+        plan, num_distinct = self.plan, -(-self.plan.global_batch // self.repeats)
+        repeat_seeds = [epoch_seed, *(derive_seed(epoch_seed, repeat) for repeat in range(1, self.repeats))]
+        micros = (np.arange(plan.accum_steps) * plan.world_size + self.rank) * plan.micro_batch
+        repeat, within = np.divmod(micros[:, None] + np.arange(plan.micro_batch), num_distinct)
+        chosen = (np.array(steps)[:, None, None] * num_distinct + within).ravel()
+        seeds, indices = np.tile(np.array(repeat_seeds, np.uint64)[repeat.ravel()], len(steps)), order[chosen]
+        if self.balance:  # the same image may be drawn again
+            seeds = derive_seed(seeds, chosen.astype(np.uint64))
+        columns = [seeds.astype(np.int64), indices]
+        if self.keys_have_epoch or self.alternating is not None:
+            columns.append(np.full_like(indices, run_epoch))
+        if self.alternating is not None:
+            is_flipped = SampleRNG(self.seed, indices.astype(np.uint64)).uniform() < self.alternating
+            columns.append((is_flipped != bool(self.epoch % 2)).astype(np.int64))
+        return np.stack(columns, axis=1)
 
 
 class EvalSampler(Sampler[BatchKeys]):
@@ -200,5 +233,4 @@ class EvalSampler(Sampler[BatchKeys]):
         return -(-len(self.indices) // self.batch_size)
 
     def __iter__(self) -> Iterator[BatchKeys]:
-        for start in range(0, len(self.indices), self.batch_size):
-            yield [(0, index) for index in self.indices[start : start + self.batch_size]]
+        return split_images(self.indices, self.batch_size)

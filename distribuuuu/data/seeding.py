@@ -23,9 +23,9 @@ STEP = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def derive_seed(*parts: int) -> int:
-    """Return 63 well-mixed bits from integers, e.g. (RNG_SEED, epoch, sample index)."""
-    state = 0
+def derive_seed(*parts: Any) -> Any:
+    """Return 63 well-mixed bits from integers, e.g. (RNG_SEED, epoch, sample index); of arrays of uint64, an array."""
+    state: Any = 0
     for part in parts:
         state = mix((state + part + STEP) & _MASK)
     return state >> 1
@@ -39,7 +39,7 @@ def mix(state: Any) -> Any:
 
 
 class SampleRNG:
-    """The random numbers of one sample.
+    """The random numbers of one sample; or of many, as arrays, from arrays of uint64 in place of each part of a key.
 
     The object holds all of its state, so threads can draw at the same time. A number takes a microsecond; seeding a
     generator of numpy or torch takes ten.
@@ -48,15 +48,15 @@ class SampleRNG:
     # What the transform of the sample records, see `transforms.record_geometry`.
     geometry: Any = None
 
-    def __init__(self, seed: int, index: int, *chosen: int):
+    def __init__(self, seed: Any, index: Any, *chosen: Any):
         self._state, self._chosen = derive_seed(seed, index), chosen
 
-    def flip(self, probability: float) -> bool:
+    def flip(self, probability: float) -> Any:
         """Return whether to flip: as the key says, whose end is `chosen`; else with a probability."""
         is_drawn = self.uniform() < probability  # in any case, so that the other numbers stay the same
-        return bool(self._chosen[1]) if len(self._chosen) > 1 else is_drawn
+        return self._chosen[1] != 0 if len(self._chosen) > 1 else is_drawn
 
-    def uniform(self) -> float:
+    def uniform(self) -> Any:
         """Return the next number in [0, 1)."""
         self._state = (self._state + STEP) & _MASK
         return (mix(self._state) >> 11) * 2.0**-53

@@ -16,7 +16,7 @@ from distribuuuu.data.batch import Batch, Pass, Samples
 from distribuuuu.data.datasets.base import ImageDataset, read_file
 from distribuuuu.data.image_faults import ImageFault
 from distribuuuu.data.loader import Loader, count_bytes, start_workers
-from distribuuuu.data.samplers import BatchKeys, EvalSampler
+from distribuuuu.data.samplers import BatchKeys, EvalSampler, split_images
 
 T = TypeVar("T")
 
@@ -71,8 +71,7 @@ class SpanSampler(EvalSampler):
 
     def __iter__(self) -> Iterator[BatchKeys]:
         for span in self.spans:
-            for first in range(0, len(span), self.batch_size):
-                yield [(0, index) for index in span[first : first + self.batch_size]]
+            yield from split_images(span, self.batch_size)
 
 
 class ChunkLoader(Loader):

@@ -1,10 +1,13 @@
-"""Sets on the device, and packs: the batches of workers, bit by bit."""
+"""Sets on the device, and packs: the batches of workers, bit by bit; the cost of a batch on the host."""
+
+import functools
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.batches import ALONE, CPU, assert_same_batches, batches_of
+from support.batches import ALONE, CPU, assert_same_batches, batches_of, own_task
+from support.calls import count_calls
 from support.commands import command_module
 from support.images import draw_folder, needs
 from support.packs import pack as make_pack
@@ -18,20 +21,22 @@ from distribuuuu.data.loader import build_loader
 
 
 class Pixels(ImageDataset):
-    """Forty images in memory, of one size and gray, of one size in color, or of many sizes."""
+    """Images in memory, of one size and gray, of one size in color, or of many sizes; or a thousand small ones."""
 
-    classes, labels = ("a", "b", "c"), np.arange(40) % 3
+    classes, labels = ("a", "b", "c"), np.arange(1000) % 3
 
     def __init__(self, kind: str):
         random = np.random.default_rng(0)
-        shapes = {"gray": [(20, 20)], "color": [(20, 24, 3)], "sizes": [(20, 31, 3), (40, 18, 3), (25, 25)]}[kind]
-        self.pixels = [random.integers(0, 256, shapes[i % len(shapes)], np.uint8) for i in range(40)]
+        self.labels = self.labels[: 1000 if kind == "many" else 40]
+        shapes = {"gray": [(20, 20)], "color": [(20, 24, 3)], "sizes": [(20, 31, 3), (40, 18, 3), (25, 25)],
+                  "many": [(9, 8, 3)]}[kind]  # fmt: skip
+        self.pixels = [random.integers(0, 256, shapes[i % len(shapes)], np.uint8) for i in range(len(self.labels))]
 
     def read(self, index: int) -> np.ndarray:
         return self.pixels[index]
 
 
-@pytest.fixture(params=["gray", "color", "sizes"])
+@pytest.fixture(params=["gray", "color", "sizes"])  # or by indirect parametrization
 def pixel_set(request, monkeypatch):
     """Register Pixels as the set `pixels` for the length of a test."""
 
@@ -53,6 +58,20 @@ def test_a_set_on_the_device_gives_the_batches_of_workers(small_cfg, pixel_set, 
         for train in (True, False):
             host = batches_of(small_cfg(*words), train)
             assert_same_batches(batches_of(small_cfg(*words, "DATA.LOADER", "device"), train), host)
+
+
+@pytest.mark.parametrize("pixel_set", ["many"], indirect=True)
+@pytest.mark.parametrize("num_views", [1, 2])
+def test_a_batch_costs_the_host_as_many_calls_at_any_size(small_cfg, pixel_set, num_views, monkeypatch):
+    task = own_task(monkeypatch, views=lambda cfg, loader: [{}] * num_views)
+    words = ("MODEL.DUMMY_INPUT", True, "DATA.CROP", "pad", "TRAIN.IM_SIZE", 8, "DATA.LOADER", "device",
+             "DATA.FLIP_MODE", "alternating", "DATA.VFLIP", 0.5, *task)  # fmt: skip
+    counts = []
+    for size in (10, 500):
+        batches = build_loader(small_cfg(*words, "TRAIN.BATCH_SIZE", size), ALONE, CPU, True).batches_from(5, 1, 0)
+        next(batches)  # also draws for those that follow
+        counts.append(count_calls(functools.partial(next, batches)))
+    assert counts[0] == counts[1] <= 300
 
 
 @pytest.mark.parametrize("words", [(), ("AUG.OPERATIONS", ["grayscale"])])

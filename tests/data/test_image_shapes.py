@@ -15,7 +15,7 @@ from distribuuuu.data.build_transform import build_transform
 from distribuuuu.data.crops import PaddedCrop, WholeImage
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import LazyImage
-from distribuuuu.data.device_samples import BatchRNG, crop_batch
+from distribuuuu.data.device_samples import crop_batch, draw_crops
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop, ResizedCrop, resized_size
 from distribuuuu.models import build_model
@@ -84,7 +84,8 @@ def test_training_crops_have_the_size_and_all_flips(crop):
         counts = [sum(torch.equal(image, one) for image in single) for one in flipped]
         assert sum(counts) == len(keys) and min(counts) > 0
     if isinstance(crop, PaddedCrop):
-        batch = crop_batch(crop, pixels.expand(len(keys), -1, -1, -1), BatchRNG(keys))
+        _, drawn = draw_crops([crop], pixels, np.array(keys))
+        batch = crop_batch(crop, pixels.expand(len(keys), -1, -1, -1), drawn)
         assert torch.equal(batch, torch.stack(single))
 
 

@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 from distribuuuu.data import transforms
 from distribuuuu.data.crops import PaddedCrop, random_padded_corner
 from distribuuuu.data.decode import Box, LazyImage, open_lazy_image
-from distribuuuu.data.device_samples import BatchRNG, crop_batch
+from distribuuuu.data.device_samples import crop_batch, draw_crops
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop, ResizedCrop, random_resized_box, resize
 
@@ -109,7 +109,7 @@ def test_a_batch_is_cropped_as_its_images_are():
         pixels = torch.randint(0, 256, (20, channels, 32, 40), dtype=torch.uint8, generator=generator)
         crops = [PaddedCrop(size, padding), *([PaddedCrop(size, padding, mode="reflect")] if padding < size else [])]
         for transform in (*crops, CenterCrop(size + 4, size), CenterCrop(size, size + 9)):
-            together = crop_batch(transform, pixels, BatchRNG(positions))
+            together = crop_batch(transform, pixels, draw_crops([transform], pixels, np.array(positions))[1])
             for image, position, result in zip(pixels, positions, together, strict=True):
                 assert torch.equal(transform(LazyImage(image), SampleRNG(*position)), result)
 
