@@ -379,8 +379,8 @@ def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader) -> Log:
 
         writers.append(EventFile(cfg.OUT_DIR))
     if dist.is_main() and (names := [name for name in cfg.LOG.TRACKERS if name != "tensorboard"]):
-        processes = importlib.import_module("distribuuuu.records.trackers.processes")
-        writers.append(processes.TrackerProcesses(cfg.OUT_DIR, names, cfg.PLUGINS, loader.num_steps))
+        trackers = importlib.import_module("distribuuuu.records.trackers.base")
+        writers.append(trackers.TrackerProcesses(cfg.OUT_DIR, names, cfg.PLUGINS))
     log = Log(
         out_dir=cfg.OUT_DIR,
         train_metrics=display_names(task.train_metrics),

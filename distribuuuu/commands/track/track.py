@@ -1,13 +1,12 @@
 """The command track: send the rows, images and results of a run that its trackers have not received."""
 
-import argparse
 import contextlib
 import os
 import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -22,7 +21,7 @@ from distribuuuu.engine.preflight import find_missing_trackers
 from distribuuuu.files.atomic_file import make_folder, open_for_writing
 from distribuuuu.files.locks import is_at, lock_file
 from distribuuuu.launch.signals import ignore_signals
-from distribuuuu.records.trackers.base import RunInfo, describe_error
+from distribuuuu.records.trackers.base import RunInfo, Tracker, describe_error
 
 _DESCRIPTION = """Send the rows of metrics.jsonl, the images and the results of a run that its
 trackers have not received, e.g. because a server was down. LOG.TRACKERS adds
@@ -42,61 +41,46 @@ def track(prog: str, args: list[str]) -> int:
     flags, words, problems = parse_flags(build_parser(prog), args)
     if problems:
         raise ConfigError(problems)
-    if not (folder := Path(local_run(flags.run))).is_dir():
-        raise ConfigError(f"RUN: no such folder: {folder}; expected the OUT_DIR of a run")
-    if not (own := folder / get_cfg().CFG_DEST).is_file():
-        raise ConfigError(f"RUN: {folder} holds no {own.name}; expected the OUT_DIR of a run")
+    own = Path(local_run(flags.run)) / get_cfg().CFG_DEST
+    if not own.is_file():
+        raise ConfigError(f"RUN: no such file: {own}; expected the OUT_DIR of a run")
     cfg = load_cfg(FoundConfig(own), words)
     if keys := [key for key in words[::2] if key not in _OWN_OPTIONS]:
         message = f"is sent as the run had it; expected {' or '.join(_OWN_OPTIONS)}; fix: remove it"
         raise ConfigError([Problem(key, message) for key in keys], cfg.origins)
     names = [name for name in cfg.LOG.TRACKERS if name != "tensorboard"]  # the run has written its events
     if not names:
-        known = ", ".join(name for name in TRACKERS.names() if name != "tensorboard")
         fix = f"fix: {prog} {flags.run} LOG.TRACKERS NAME"
-        raise ConfigError(f"LOG.TRACKERS: got {list(cfg.LOG.TRACKERS)}; expected some of {known}; {fix}")
+        raise ConfigError(f"LOG.TRACKERS: got {list(cfg.LOG.TRACKERS)}; expected some of {TRACKERS.names()}; {fix}")
     if missing := [": ".join(problem) for problem in find_missing_trackers(cfg)]:
         raise ConfigError(missing)
-    run = RunInfo(folder, dict(iter_options(cfg)), flags.num_steps)
+    run = RunInfo(own.parent, dict(iter_options(cfg)))
     if flags.follow:
         return follow(run, names[0])
-    return send_all(run, names)
-
-
-def send_all(run: RunInfo, names: Sequence[str]) -> int:
-    """Send to each tracker what it lacks, and print how much it was; return the exit status.
-
-    Raises:
-        ConfigError: some of the trackers failed.
-    """
     failures = []
     for name in names:
-        with sending(run, name) as lock:
-            if not lock:
-                failures.append(f"LOG.TRACKERS: {name}: another process sends this run; fix: wait until it has ended")
-                continue
-            tracker = TRACKERS.get(name)(run)
-            print(f"{name}: connecting", flush=True)  # which may take a while, if its address is dead
-            try:
+        print(f"{name}: connecting", flush=True)  # which may take a while, if its address is dead
+        try:
+            with sending(run, name) as (tracker, _):
                 tracker.send_missing()
-            except Exception as error:  # of any service: the others are still sent
-                fix = "see docs/trackers.md, and run this again"
-                failures.append(f"LOG.TRACKERS: {name}: {describe_error(error)}; fix: {fix}")
-        print(f"{name}: sent {', '.join(counted(number, noun) for noun, number in tracker.sent.items())}")
+            print(f"{name}: sent {', '.join(counted(number, noun) for noun, number in tracker.sent.items())}")
+        except Exception as error:  # of any service: the others are still sent
+            failures.append(f"LOG.TRACKERS: {name}: {describe_error(error)}; fix: see docs/trackers.md")
     if failures:
         raise ConfigError(failures)
     return 0
 
 
 @contextlib.contextmanager
-def sending(run: RunInfo, name: str, timeout_s: float = 0.0) -> Iterator[IO | None]:
-    """Hold the lock of the processes that send a run to a tracker; yield its file, None: another one has it.
+def sending(run: RunInfo, name: str, timeout_s: float = 0.0) -> Iterator[tuple[Tracker, IO]]:
+    """Hold the lock of the processes that send a run to a tracker; yield the tracker and the file of the lock.
 
-    A `Tracker` is made under the lock: it reads what the process before it has sent.
+    The tracker is made under the lock: it reads what the process before it has sent.
     """
-    path = make_folder(run.out_dir, TRACKERS_FOLDER) / f".{name}.lock"
-    with open_for_writing(path, "ab") as lock:
-        yield lock if lock_file(lock.fileno(), timeout_s) else None
+    with open_for_writing(make_folder(run.out_dir, TRACKERS_FOLDER) / f".{name}.lock", "ab") as lock:
+        if not lock_file(lock.fileno(), timeout_s):
+            raise BlockingIOError("another process sends this run; wait until it has ended")
+        yield TRACKERS.get(name)(run), lock
 
 
 def follow(run: RunInfo, name: str) -> int:
@@ -105,38 +89,35 @@ def follow(run: RunInfo, name: str) -> int:
     The first failure is one line on standard error; the next attempt follows after `RETRY_S` seconds.
     """
     ignore_signals()  # they are meant for the training, whose end is read from standard input
-    ended, has_warned = threading.Event(), False
+    ended, problems = threading.Event(), []
 
     def warn(problem: str) -> None:
-        fix = f"after the run, distribuuuu track {shlex.quote(str(run.out_dir))}"
-        text = f"LOG.TRACKERS: {name}: {problem}; the run is not affected, and OUT_DIR keeps what is missing"
-        print(f"{time.strftime('%H:%M:%S')} WARNING: {text}; fix: {fix}", file=sys.stderr, flush=True)
+        problems.append(problem)
+        if len(problems) == 1:
+            fix = f"after the run, distribuuuu track {shlex.quote(str(run.out_dir))}"
+            text = f"LOG.TRACKERS: {name}: {problem}; the run is not affected, and OUT_DIR keeps what is missing"
+            print(f"{time.strftime('%H:%M:%S')} WARNING: {text}; fix: {fix}", file=sys.stderr, flush=True)
 
     def wait_for_end() -> None:
         sys.stdin.buffer.read(1)
         ended.set()
         time.sleep(END_S)
-        if not has_warned:
-            warn(f"not everything was sent within {END_S:.0f} s after the end")
+        warn(f"not everything was sent within {END_S:.0f} s after the end")
         os._exit(1)
 
     threading.Thread(target=wait_for_end, daemon=True).start()
-    with sending(run, name, timeout_s=2 * END_S) as lock:
-        tracker = TRACKERS.get(name)(run)
-        while lock and is_at(lock, Path(lock.name)):  # else the run was archived, and another one begins
+    with sending(run, name, timeout_s=2 * END_S) as (tracker, lock):
+        is_last = False
+        while not is_last and is_at(lock, Path(lock.name)):  # else the run was archived, and another one begins
             is_last, pause_s = ended.is_set(), SEND_EVERY_S
             try:
-                tracker.send_missing(is_last)
+                tracker.send_missing(with_files=is_last)
             except Exception as error:  # of any service
-                if not has_warned:
-                    warn(describe_error(error))
-                has_warned, pause_s = True, RETRY_S
-                if is_last:
-                    return 1
-            if is_last:
-                return 0
-            ended.wait(pause_s)
-    return 1
+                warn(describe_error(error))
+                pause_s = RETRY_S
+            if not is_last:
+                ended.wait(pause_s)
+    return 0
 
 
 def build_parser(prog: str | None = None) -> CommandParser:
@@ -145,5 +126,4 @@ def build_parser(prog: str | None = None) -> CommandParser:
     parser = CommandParser(prog, description=_DESCRIPTION, usage="%(prog)s RUN [KEY VALUE ...]", epilog=text)
     parser.add_argument("run", metavar="RUN", help="the OUT_DIR of a run")
     parser.add_argument("--follow", action="store_true", help="send what a training writes until standard input ends")
-    parser.add_argument("--num-steps", type=int, default=0, help=argparse.SUPPRESS)
     return parser

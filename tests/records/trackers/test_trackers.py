@@ -17,9 +17,8 @@ import pytest
 from support.commands import run_command
 from support.processes import list_trackers, wait_for
 from support.runs import ROOT, TRAIN_NET, assert_same_run, run_tool, small_options, timeless, train_and_stop
-from support.tables import pairwise, slow
+from support.tables import slow
 
-from distribuuuu.files.locks import lock_file
 from distribuuuu.records.metric_writers import RecordFile, drop_records_after
 from distribuuuu.records.trackers import base
 from distribuuuu.records.trackers.base import RunInfo, Tracker, describe_error
@@ -97,7 +96,8 @@ def test_a_tracker_receives_rows_images_and_files(small_cfg, tmp_path, finished_
     assert server.read("file") == [["config.yaml"], ["results.json"]]
 
 
-@pytest.mark.parametrize("place", [slow((0, 2)), slow((0, 4)), slow((1, 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [(0, 4), (1, 2)])
 def test_a_resumed_run_continues_the_same_run_at_the_right_step(small_cfg, monkeypatch, place, server):
     words = (*server.words, "CHECKPOINT.EVERY_STEPS", 2)
     train_and_stop(small_cfg(*words), place, monkeypatch)
@@ -113,12 +113,11 @@ class Store(Tracker):
 
     name = "store"
 
-    def __init__(self, folder: Path, num_steps: int = 4):
-        super().__init__(RunInfo(folder, {"CFG_DEST": "config.yaml"}, num_steps))
-        self.steps, self.values, self.items, self.run_ids = [], [], [], []
+    def __init__(self, folder: Path):
+        super().__init__(RunInfo(folder, {"CFG_DEST": "config.yaml"}))
+        self.steps, self.values, self.items = [], [], []
 
     def connect(self, run_id):
-        self.run_ids.append(run_id)
         return run_id or "id"
 
     def send_rows(self, rows):
@@ -161,28 +160,25 @@ def test_rows_that_a_rollback_replaces_are_not_sent_twice(tmp_path):
 
 
 def test_rows_are_read_in_whole_lines_and_limited_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(base, "MAX_ROWS", 2)
+    monkeypatch.setattr(base, "MAX_BYTES", 150)
     write(tmp_path, (1, 1), (1, 2), (1, 3))
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "epoch": 2')
-    one = Store(tmp_path, num_steps=0)
+    one = Store(tmp_path)
     assert [one.take(), one.take()] == [[1, 2, 3], []]
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write(', "step": 1, "loss": "x", "top1": true, "a": NaN}\nnot JSON\n')
     assert one.take() == [4] and list(one.values[-1]) == ["train/a"], "3 steps per epoch; only numbers are curves"
 
 
-def test_files_are_sent_again_if_they_change_and_links_never(tmp_path):
-    (tmp_path / "secret").write_text("2")
-    (tmp_path / "config.yaml").symlink_to(tmp_path / "secret")
+def test_links_are_never_sent(tmp_path):
     (tmp_path / "trackers" / "images").mkdir(parents=True)
-    (tmp_path / "trackers" / "images" / "000000001_a.png").symlink_to(tmp_path / "secret")
+    for name in ("config.yaml", "trackers/images/000000001_a.png"):
+        (tmp_path / name).symlink_to("/etc/hostname")
+    (tmp_path / "results.json").write_text("1")
     one = Store(tmp_path)
-    for text in ("1", "2"):
-        (tmp_path / "results.json").write_text(text)
-        one.send_missing()
-        one.send_missing()
-    assert one.items == ["results.json", "results.json"]
+    one.send_missing()
+    assert one.items == ["results.json"]
 
 
 @pytest.mark.parametrize("fault", [*map(slow, ("connect", "image", "file", "finish", "hangs", "row")), "killed"])
@@ -191,12 +187,10 @@ def test_the_training_knows_of_no_fault(small_cfg, tmp_path, monkeypatch, finish
     out = tmp_path / "out"
     monkeypatch.setenv("FAULT", fault)
     began = time.monotonic()
-    log = (finished_run / "train.log").read_text()
     train_model(small_cfg(*server.words))
     assert time.monotonic() - began < 60, "the end of the training waits for nothing"
     assert_same_run(out, finished_run)
     assert timeless(out) == timeless(finished_run)
-    assert len((out / "train.log").read_text().splitlines()) == len(log.splitlines())
     if fault in ("hangs", "killed"):
         for pid in list_trackers(out):
             os.kill(pid, signal.SIGKILL)
@@ -207,24 +201,7 @@ def test_the_training_knows_of_no_fault(small_cfg, tmp_path, monkeypatch, finish
     monkeypatch.delenv("FAULT")
     assert run_command("track", out, *server.words) == 0
     assert sorted(server.rows()) == sorted(WHOLE) and len(server.read("image")) == 1
-    sent = sorted(server.read("file"))
-    if fault == "killed":  # between sending a file and noting it: that file is sent once more
-        sent = sorted([list(names) for names in {tuple(names) for names in sent}])
-    assert sent == [["config.yaml"], ["results.json"]]
-
-
-def test_a_process_that_waits_for_another_one_continues_what_that_one_began(copied_run, server, monkeypatch):
-    track = pytest.importorskip("distribuuuu.commands.track.track")
-
-    def wait_and_send(file, timeout_s):  # the other process sends while this one waits for its lock
-        Store(copied_run).take()
-        return lock_file(file, timeout_s)
-
-    made = []
-    monkeypatch.setattr(track, "lock_file", wait_and_send)
-    monkeypatch.setattr(track.TRACKERS, "get", lambda name: lambda run: made.append(Store(run.out_dir)) or made[-1])
-    assert track.send_all(RunInfo(copied_run, {}), ["store"]) == 0
-    assert made[0].run_ids == ["id"] and made[0].steps == [], "no other run, and no row twice"
+    assert {name for (name,) in server.read("file")} == {"config.yaml", "results.json"}
 
 
 def test_no_secret_of_the_address_or_the_environment_is_shown(monkeypatch):
@@ -235,9 +212,7 @@ def test_no_secret_of_the_address_or_the_environment_is_shown(monkeypatch):
     assert "host:5000/api refused" in text and "https://docs" in text and "\n" not in text
 
 
-@pytest.mark.parametrize(
-    "name, kind", pairwise(("metrics.jsonl", "trackers/file.json", "results.json"), ("pipe", "zeros"))
-)
+@pytest.mark.parametrize("name, kind", [("metrics.jsonl", "pipe"), ("trackers/file.json", "zeros")])
 def test_pipes_and_devices_neither_block_nor_fill_the_memory(copied_run, server, name, kind):
     path = copied_run / name
     path.parent.mkdir(exist_ok=True)
