@@ -1,4 +1,4 @@
-"""The description of a sweep, and the checks of its trials before the first one is started."""
+"""The plan of a sweep: its search space, its trials and their checks before the first one is started."""
 
 import argparse
 import contextlib
@@ -6,24 +6,96 @@ import hashlib
 import itertools
 import json
 import math
-import shlex
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.commands.sweep.search_space import is_list, list_ends
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.json_file import load_json
+from distribuuuu.config.options import OPTIONS
 from distribuuuu.config.reader import CfgFiles, list_files, read_cfg
 from distribuuuu.config.run_files import CHECKPOINTS
 from distribuuuu.engine.preflight import resolve_num_classes
 from distribuuuu.files.atomic_file import replacing
 
 SWEEP_FILE, MAX_TRIALS = "sweep.json", 1000
+_EXPECTED = "expected values a,b,c or a range log:LOW:HIGH, lin:LOW:HIGH or int:LOW:HIGH"
+_KEY = re.compile(r"[a-zA-Z]\w*(\.[^=]+)?")
+_RANGE = re.compile(r"(log|lin|int):([^:]*):([^:]*)")
+_TOP_LEVEL_COMMA = re.compile(r",(?![^\[({]*[\])}])")
+
+
+def parse_space(words: Sequence[str]) -> tuple[list[str], dict[str, Any], list[Problem]]:
+    """Return the KEY VALUE arguments, the distributions of the KEY=VALUES arguments, and the problems of both."""
+    fixed, problems, rest = list[str](), list[Problem](), list(words)
+    space: dict[str, Any] = {}
+    while rest:
+        word = rest.pop(0)
+        key, sign, text = word.partition("=")
+        if not sign or not _KEY.fullmatch(key):
+            fixed += [word, *rest[:1]]
+            del rest[:1]
+            continue
+        if key in space:
+            problems.append(Problem(key, "is swept twice; fix: remove one"))
+        elif key in OPTIONS and OPTIONS[key].not_swept:
+            problems.append(Problem(key, f"cannot be swept: {OPTIONS[key].not_swept}"))
+        else:
+            try:
+                space[key] = parse_values(text)
+            except ValueError as error:
+                problems.append(Problem(key, f"got {text!r}; {error}"))
+    problems += [Problem(key, "is both fixed and swept; fix: remove one") for key in space if key in fixed[::2]]
+    if not space and not problems:
+        problems.append(Problem("command line", f"no option is swept; {_EXPECTED}, e.g. OPTIM.BASE_LR=0.1,0.2"))
+    return fixed, space, problems
+
+
+def parse_values(text: str) -> Any:
+    """Return the distribution of a text: categorical, with texts, for a list.
+
+    Raises:
+        ValueError: it is invalid; the message says what is expected.
+    """
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if match := _RANGE.fullmatch(text):
+        kind, *ends = match.groups()
+        low, high = map(int if kind == "int" else float, ends)
+        if not -math.inf < low < high < math.inf:
+            raise ValueError("expected LOW < HIGH")
+        return IntDistribution(low, high) if kind == "int" else FloatDistribution(low, high, log=kind == "log")
+    values = tuple(value.strip() for value in _TOP_LEVEL_COMMA.split(text))
+    if "" in values or len({*values}) < max(2, len(values)):
+        raise ValueError(f"{_EXPECTED}; to fix a value, write KEY VALUE")
+    return CategoricalDistribution(values)
+
+
+def is_list(distribution: Any) -> bool:
+    """Tell whether a distribution is that of a list."""
+    return hasattr(distribution, "choices")
+
+
+def to_texts(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return values as the texts that a run gets: numbers of ranges with four significant digits."""
+    return {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in values.items()}
+
+
+def list_ends(space: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return trials that have each value of a list, and both ends of a range, at least once."""
+    ends = [value.choices if is_list(value) else (value.low, value.high) for value in space.values()]
+    trials = range(max(map(len, ends), default=1))
+    return [to_texts({key: end[trial % len(end)] for key, end in zip(space, ends, strict=True)}) for trial in trials]
+
+
+def to_words(options: Mapping[str, str]) -> list[str]:
+    """Return options as KEY VALUE arguments."""
+    return [word for pair in options.items() for word in pair]
 
 
 class Plan:
-    """The description of a sweep; its arguments are the result of `parse_args`.
+    """The plan of a sweep; its arguments are the result of `parse_args`.
 
     Raises:
         ConfigError: with every problem of the configs of the trials that are known; names are checked before the first
@@ -34,15 +106,14 @@ class Plan:
         self.flags, self.space = flags, space
         options = dict(zip(fixed[::2], fixed[1::2], strict=True))
         self.out_dir = Path(options.pop("OUT_DIR"))
-        self.options = [word for pair in options.items() for word in pair]
-        # The values of all trials; none: Optuna samples them.
+        self.options = to_words(options)
         lists = [values.choices for values in space.values() if is_list(values)]
+        self.num_trials = flags.trials or math.prod(map(len, lists))
+        if self.num_trials > MAX_TRIALS:
+            got = f"got {self.num_trials:,} trials; expected at most {MAX_TRIALS:,}"
+            raise ConfigError(Problem("--trials", f"{got}; fix: --trials {MAX_TRIALS}"))
+        # The values of all trials; none: Optuna samples them.
         grid = [] if flags.trials else itertools.product(*lists)
-        most = math.prod(map(len, lists)) if len(lists) == len(space) else MAX_TRIALS
-        self.num_trials = flags.trials or most
-        if self.num_trials > (most := min(most, MAX_TRIALS)):
-            fix = f"expected at most {most:,}, the number of combinations or {MAX_TRIALS:,}; fix: --trials {most}"
-            raise ConfigError(Problem("--trials", f"got {self.num_trials:,} trials; {fix}"))
         self.grid = [dict(zip(space, values, strict=True)) for values in grid]
         cfgs, problems = read_trials(flags.cfg, fixed, self.grid or list_ends(space))
         if problems or (not (self.out_dir / SWEEP_FILE).exists() and (problems := find_name_problems(cfgs))):
@@ -72,8 +143,8 @@ class Plan:
         flags: list[object] = ["--cfg", *files] if files else []
         flags += ["--nproc", nproc] if nproc > 1 else []
         flags += ["--stop-epoch", epoch] if epoch < self.last_epoch(values) else []
-        words = [word for pair in values.items() for word in pair]
-        return ["train", *map(str, [*flags, *self.options, *words, "RNG_SEED", seed, "OUT_DIR", folder])]
+        words = [*flags, *self.options, *to_words(values), "RNG_SEED", seed, "OUT_DIR", folder]
+        return ["train", *map(str, words)]
 
 
 def plan_rungs(epochs: int, eta: int, num_trials: int, period: int = 1) -> tuple[int, ...]:
@@ -90,25 +161,24 @@ def read_trials(
     cfg_file: CfgFiles, fixed: Sequence[str], trials: Sequence[Mapping[str, str]]
 ) -> tuple[list[Config], list[Problem]]:
     """Return the config of each trial, and each problem once."""
-    pairs = [[word for pair in values.items() for word in pair] for values in trials]
-    cfgs, problems = zip(*(read_cfg(cfg_file, [*words, *fixed]) for words in pairs), strict=True)
+    cfgs, problems = zip(*(read_cfg(cfg_file, [*to_words(values), *fixed]) for values in trials), strict=True)
     return list(cfgs), list({str(problem): problem for found in problems for problem in found}.values())
 
 
 def find_name_problems(cfgs: Sequence[Config]) -> list[Problem]:
-    """Return the problems of the models and optimizers that trials name, and of the names of their arguments."""
+    """Return the first problem of each model and optimizer that trials name, and of the names of their arguments."""
     from distribuuuu.models.find_architecture import build_model_spec
     from distribuuuu.optim.named_optimizers import check_arguments, find_optimizer
 
     named = {(cfg.MODEL.ARCH, *cfg.MODEL.KWARGS, cfg.OPTIM.NAME, *cfg.OPTIM.KWARGS): cfg for cfg in cfgs}
     problems = dict[str, Problem]()
     for cfg in map(resolve_num_classes, named.values()):
-        for check in (build_model_spec, lambda cfg: check_arguments(cfg, find_optimizer(cfg))):
-            try:
-                with contextlib.suppress(AssertionError, ImportError):  # a GPU or package that the nodes may have
-                    check(cfg)
-            except ConfigError as error:
-                problems |= {str(one): one for one in (problem.located(cfg.origins) for problem in error.problems)}
+        try:
+            with contextlib.suppress(AssertionError, ImportError):  # a GPU or package that the nodes may have
+                build_model_spec(cfg)
+                check_arguments(cfg, find_optimizer(cfg))
+        except ConfigError as error:
+            problems |= {str(one): one for one in (problem.located(cfg.origins) for problem in error.problems)}
     return list(problems.values())
 
 
@@ -140,9 +210,6 @@ def open_sweep(plan: Plan) -> None:
     if not path.exists():
         with replacing(path, "w", encoding="utf-8") as file:
             file.write(json.dumps(record, indent=2) + "\n")
-    found = load_json(path)
-    if isinstance(found, dict) and found.get("schema") == 1:
-        read = f"read it by distribuuuu table {shlex.quote(str(plan.out_dir))}"
-        raise ConfigError(f"OUT_DIR: {path} is of a sweep of an older version; {fix}, or {read}")
-    if found != record:
-        raise ConfigError(f"OUT_DIR: {path} describes the sweep of other arguments, or of another --cfg; {fix}")
+    if load_json(path) != record:
+        message = f"{path} describes the sweep of other arguments, of another --cfg or of an older version"
+        raise ConfigError(f"OUT_DIR: {message}; {fix}")

@@ -1,10 +1,11 @@
-"""Results of a sweep: the rows of its trials, read from the files of their runs, as a table and as a page."""
+"""Results of a sweep: the rows of its trials, read from the files of their runs, as a table, a page and files."""
 
 import functools
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from distribuuuu.commands.html.charts import Mark, Series, line_chart
 from distribuuuu.commands.html.history import read_history, read_lines
 from distribuuuu.commands.html.page import Column, PageSection, build_page, html
 from distribuuuu.commands.output import align_columns
-from distribuuuu.commands.sweep.plan import MAX_TRIALS, Plan
-from distribuuuu.commands.sweep.search_space import to_texts
+from distribuuuu.commands.sweep.plan import MAX_TRIALS, Plan, to_texts, to_words
+from distribuuuu.config import load_cfg
+from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted
+from distribuuuu.config.json_file import replace_nonfinite
+from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import printable
 
-CONSOLE_FILE, FAILED_FILE, BEST_FILE = "console.log", "failed.txt", "best.yaml"
+CONSOLE_FILE, FAILED_FILE = "console.log", "failed.txt"
 # Status of a trial by that in Optuna; one that failed without a failed run has the values of another trial.
 STATUSES = {"RUNNING": "running", "WAITING": "waiting", "PRUNED": "paused", "COMPLETE": "finished", "FAIL": "skipped"}
 # Points of a curve at most.
@@ -78,12 +82,6 @@ def read_failure(folder: Path) -> str:
     return printable((output or ["no output"])[-1].strip().removeprefix("- "))
 
 
-def short_names(plan: Plan) -> list[str]:
-    """Return the names of the swept options without their sections, as far as they stay distinct."""
-    last = [key.rpartition(".")[2] for key in plan.space]
-    return [key if last.count(name) > 1 else name for key, name in zip(plan.space, last, strict=True)]
-
-
 def summarize(rows: Sequence[Row]) -> str:
     """Return the best trial, the number of trials of each status, and the epochs of the search, as a line."""
     counts = Counter(row.status for row in rows)
@@ -95,7 +93,7 @@ def summarize(rows: Sequence[Row]) -> str:
 
 def format_rows(plan: Plan, rows: Sequence[Row]) -> list[str]:
     """Return the lines of a table, the heading first."""
-    lines = [["trial", "status", "epochs", plan.metric, "seeds", *short_names(plan)]]
+    lines = [["trial", "status", "epochs", plan.metric, "seeds", *plan.space]]
     for row in rows:
         objective = "" if row.objective is None else f"{row.objective:.4g}"
         cells = [row.trial, row.status, f"{row.epochs}/{row.planned}", objective, len(row.seeds) or ""]
@@ -104,33 +102,46 @@ def format_rows(plan: Plan, rows: Sequence[Row]) -> list[str]:
     return align_columns(lines, ">" * len(lines[0]))
 
 
+def write_results(plan: Plan, rows: Sequence[Row], importance: Mapping[str, float]) -> list[Path]:
+    """Write the table of a finished sweep, its page and the config of its best run; return the paths."""
+    record = {"schema": 2, "metric": plan.metric, "higher_is_better": plan.higher_is_better, "rungs": plan.rungs,
+              "seeds": [*plan.seeds], "rows": replace_nonfinite([asdict(row) for row in rows])}  # fmt: skip
+    texts = {"sweep.html": build_sweep_page(plan, rows, importance),
+             "sweep_results.json": json.dumps(record, indent=2) + "\n"}  # fmt: skip
+    if (best := rows[0]).seeds:
+        cfg = load_cfg(plan.flags.cfg, [*plan.options, *to_words(best.values_of)])
+        header = f"# Trial {best.trial} of a sweep: {plan.metric} {best.objective:.3f} on its evaluation images.\n"
+        texts["best.yaml"] = header + changed(cfg, {"OUT_DIR": str(plan.out_dir / "best")}).dump()
+    for name, text in texts.items():
+        with replacing(plan.out_dir / name, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    return [plan.out_dir / name for name in texts]
+
+
 def build_sweep_page(plan: Plan, rows: Sequence[Row], importance: Mapping[str, float]) -> str:
     """Return OUT_DIR/sweep.html, a page in the style of a report."""
-    summary = [html.paragraph(f"No trial has a result. {summarize(rows)}.")]
-    if rows[0].objective is not None:
-        summary = _summary(plan, rows)
+    best, note = rows[0], "The best trial was selected by these values, which are therefore optimistic."
+    summary = [html.paragraph(f"{summarize(rows)}."), html.grid([_chart(plan, rows)])]
+    if best.objective is not None:
+        tiles = [(f"best {plan.metric}", f"{best.objective:.2f}", counted(len(best.seeds), "seed"))]
+        command = f"distribuuuu train --cfg {plan.out_dir / 'best.yaml'} OUT_DIR DIR"
+        summary = [html.tiles(tiles), *summary, html.heading(f"Best config: trial {best.trial}"),
+                   html.pairs(best.values_of), html.paragraph(note, "note"), html.preformatted(command)]  # fmt: skip
     if importance:
-        shares = [[name, share] for name, share in importance.items()]
         columns = [Column("option"), Column("share", ".0%", bar=True)]
-        summary += [html.heading("Importance of the options"), html.table(columns, shares)]
+        summary += [html.heading("Importance of the options"), html.table(columns, [*importance.items()])]
+    columns = [Column("trial", "d"), Column("status"), Column("epochs", "d"), Column(plan.metric, ".2f"),
+               Column("seeds", "d"), *map(Column, plan.space)]  # fmt: skip
+    cells = [[row.trial, row.status, row.epochs, row.objective, len(row.seeds),
+              *(row.values_of.get(key, "") for key in plan.space)] for row in rows]  # fmt: skip
+    trials = [html.table(columns, cells)]
+    if failures := [[row.trial, seed, error, str(plan.folder(row.trial, seed) / CONSOLE_FILE)]
+                    for row in rows for seed, error in row.failures.items()]:  # fmt: skip
+        columns = [Column("trial", "d"), Column("seed", "d"), Column("error"), Column("output")]
+        trials += [html.heading("Failed runs"), html.table(columns, failures)]
     subtitle = f"{counted(len(rows), 'trial')} of {counted(len(plan.space), 'option')}, compared by {plan.metric}"
-    sections = [PageSection("Summary", summary), _trials(plan, rows)]
+    sections = [PageSection("Summary", summary), PageSection("Trials", trials)]
     return build_page(f"Sweep {plan.out_dir.resolve().name}", subtitle, sections, f"distribuuuu {__version__}")
-
-
-def _summary(plan: Plan, rows: Sequence[Row]) -> list[str]:
-    best = rows[0]
-    spent, total = sum(row.epochs for row in rows), sum(row.planned for row in rows)
-    entries = [
-        (f"best {plan.metric}", f"{best.objective:.2f}", counted(len(best.seeds), "seed")),
-        ("trials", f"{len(rows):,}", f"{sum(bool(row.seeds) for row in rows):,} trained to the last epoch"),
-        ("search", counted(spent, "epoch"), f"{spent / total:.0%} of {total:,}, to train every trial to the end"),
-    ]
-    selected = "The best trial was selected by these values, which are therefore optimistic."
-    command = f"distribuuuu train --cfg {plan.out_dir / BEST_FILE} OUT_DIR DIR"
-    config = html.heading(f"Best config: trial {best.trial}"), html.pairs(best.values_of)
-    chart = html.grid([_chart(plan, rows)])
-    return [html.tiles(entries), chart, *config, html.paragraph(selected, "note"), html.preformatted(command)]
 
 
 def _chart(plan: Plan, rows: Sequence[Row]) -> str:
@@ -138,24 +149,11 @@ def _chart(plan: Plan, rows: Sequence[Row]) -> str:
     groups: dict[str, list[tuple[float, float, str]]] = {"not continued": [], "last epoch reached": [], "best": []}
     step = -(-max(row.planned for row in rows) // _MAX_POINTS)
     for row in rows:
-        options = zip(short_names(plan), row.values_of.values(), strict=False)
-        name = f"trial {row.trial}, {', '.join(f'{key} {value}' for key, value in options)}"
-        group = groups["best" if row is rows[0] else "last epoch reached" if row.seeds else "not continued"]
-        points = sorted(row.curve.items())[::-step][::-1]
-        group += [*((epoch, value, f"{name}: {value:.4g}") for epoch, value in points), (math.nan, math.nan, "")]
+        name = f"trial {row.trial}, {', '.join(f'{key} {value}' for key, value in row.values_of.items())}"
+        points = [(epoch, value, f"{name}: {value:.4g}") for epoch, value in sorted(row.curve.items())[::-step][::-1]]
+        group = "best" if row is rows[0] else "last epoch reached" if row.seeds else "not continued"
+        groups[group] += [*points, (math.nan, math.nan, "")]
     curves = [Series(name, [x for x, _, _ in group], [y for _, y, _ in group], has_dots=True,
                      texts=[text for *_, text in group]) for name, group in groups.items()]  # fmt: skip
     marks = [Mark(epoch, f"rung: epoch {epoch}") for epoch in plan.rungs]
     return line_chart("Results by epoch", curves, "epoch", plan.metric, marks=marks)
-
-
-def _trials(plan: Plan, rows: Sequence[Row]) -> PageSection:
-    columns = [Column("trial", "d"), Column("status"), Column("epochs", "d"), Column(plan.metric, ".2f"),
-               Column("seeds", "d"), *map(Column, short_names(plan))]  # fmt: skip
-    cells = [[row.trial, row.status, row.epochs, row.objective, len(row.seeds),
-              *(row.values_of.get(key, "") for key in plan.space)] for row in rows]  # fmt: skip
-    failures = [[row.trial, seed, error, str(plan.folder(row.trial, seed) / CONSOLE_FILE)]
-                for row in rows for seed, error in row.failures.items()]  # fmt: skip
-    failed = [Column("trial", "d"), Column("seed", "d"), Column("error"), Column("output")]
-    shown = [html.heading("Failed runs"), html.table(failed, failures)] if failures else []
-    return PageSection("Trials", [html.table(columns, cells), *shown])

@@ -11,19 +11,17 @@ Results are read from the files of a run. So any process of the sweep continues 
 
 import contextlib
 import math
-import os
 import subprocess
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.commands.sweep.plan import Plan, open_sweep
+from distribuuuu.commands.sweep.plan import Plan, is_list, open_sweep, to_texts
 from distribuuuu.commands.sweep.results import (
     CONSOLE_FILE,
     FAILED_FILE,
@@ -33,12 +31,10 @@ from distribuuuu.commands.sweep.results import (
     read_values,
     summarize,
 )
-from distribuuuu.commands.sweep.search_space import is_list, to_texts
 from distribuuuu.config.run_files import CHECKPOINTS, LOCK
 from distribuuuu.files.atomic_file import make_folder, open_for_writing, replacing
 from distribuuuu.files.locks import take_turn, try_lock
 from distribuuuu.files.untrusted import untrusted
-from distribuuuu.launch.host import count_cores
 from distribuuuu.launch.processes import start_child
 from distribuuuu.launch.signals import RunStopped, handled_by
 
@@ -54,7 +50,7 @@ class RunFailed(Exception):
 
 
 class Study:
-    """The trials of a sweep, and the threads that run them.
+    """The trials of a sweep, which this process runs one after the other.
 
     Raises:
         InvalidFileError: the journal is damaged.
@@ -67,9 +63,9 @@ class Study:
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.plan, self._optuna, self._states = plan, optuna, optuna.trial.TrialState
-        self._turn = partial(take_turn, plan.out_dir / "study")  # one thread of one process at a time
-        self._signals: list[int] = []
-        self._processes: list[subprocess.Popen] = []
+        self._turn = partial(take_turn, plan.out_dir / "study")  # one process at a time
+        self._signum, self._shown = 0, ""
+        self._process: subprocess.Popen | None = None
         path, pruner = plan.out_dir.resolve() / "study.journal", optuna.pruners.NopPruner()
         if plan.flags.asha:
             pruner = optuna.pruners.SuccessiveHalvingPruner(plan.rungs[0], plan.flags.asha)
@@ -92,26 +88,14 @@ class Study:
         Raises:
             RunStopped: a signal stopped the sweep and its runs, which have saved their checkpoints.
         """
-        shares, shown = share_machine(self.plan.flags.jobs, self.plan.flags.nproc), ""
-        with handled_by(self._stop), ThreadPoolExecutor(len(shares)) as pool:
-            for work in (self._run_trials, self._repeat_best):
-                workers, shown_at = [pool.submit(work, *share) for share in shares], -math.inf
-                while not all(worker.done() for worker in workers):
-                    if time.monotonic() - shown_at > REFRESH_S:
-                        shown_at = time.monotonic()
-                        if (line := summarize(self.rows())) != shown:
-                            print(line, file=sys.stderr, flush=True)
-                            shown = line
-                    time.sleep(POLL_S)
-                for worker in workers:
-                    worker.result()
-                if self._signals:
-                    raise RunStopped(self._signals[0])
+        with handled_by(self._stop):
+            self._run_trials()
+            self._repeat_best()
 
     def _stop(self, signum: int) -> None:
-        self._signals.append(signum)
-        for process in [*self._processes]:  # other threads change the list
-            process.send_signal(signum)
+        self._signum = signum
+        if self._process:
+            self._process.send_signal(signum)
 
     def rows(self) -> list[Row]:
         """Return the rows of the table: finished trials first, by seeds and objective, then by epochs and objective."""
@@ -135,16 +119,14 @@ class Study:
         evaluator = self._optuna.importance.PedAnovaImportanceEvaluator()
         return self._optuna.importance.get_param_importances(self._study, evaluator=evaluator)
 
-    # ------------------------------------------------------------------------------------ trials and runs
-
     def _trials(self) -> dict[int, Any]:
         """Return the trials of Optuna by number; one that continues another has its number, and replaces it."""
         return {trial.user_attrs["number"]: trial for trial in self._study.get_trials()}
 
-    def _run_trials(self, *share: Any) -> None:
-        """Run trials until none is left that no other thread or process runs."""
+    def _run_trials(self) -> None:
+        """Run trials until none is left that no other process runs."""
         first, states = self.plan.seeds[0], self._states
-        while not self._signals:
+        while True:
             with contextlib.ExitStack() as held:
                 with self._turn():
                     self._continue_trials()
@@ -159,7 +141,7 @@ class Study:
                         self._study.tell(trial, state=states.FAIL)  # the sampler ignores it
                         continue
                 try:
-                    value = self._train_trial(trial, number, values, share)
+                    value = self._train_trial(trial, number, values)
                     self._study.tell(trial, value, None if value is not None else states.PRUNED)
                 except RunFailed:
                     self._study.tell(trial, state=states.FAIL)
@@ -196,17 +178,17 @@ class Study:
         sobol.infer_relative_search_space = lambda study, trial: ranges  # also before a trial has ended
         return sobol
 
-    def _train_trial(self, trial: Any, number: int, values: Mapping[str, str], share: tuple) -> float | None:
+    def _train_trial(self, trial: Any, number: int, values: Mapping[str, str]) -> float | None:
         """Return the objective after the last epoch; None: the pruner pauses the trial, or the objective is NaN."""
         last = self.plan.last_epoch(values)
         for epoch in (*self.plan.rungs, last):
-            value = self._train(number, self.plan.seeds[0], values, epoch, *share)
+            value = self._train(number, self.plan.seeds[0], values, epoch)
             trial.report(value, epoch)
             if epoch < last and trial.should_prune():
                 return None
         return None if math.isnan(value) else value
 
-    def _repeat_best(self, *share: Any) -> None:
+    def _repeat_best(self) -> None:
         """Repeat the best trials with the other seeds, unless another process still runs trials."""
         (first, *others), rows = self.plan.seeds, self.rows()
         if any(row.status in ("running", "waiting") for row in rows):
@@ -216,7 +198,7 @@ class Study:
             for seed in others:
                 with self._holding(row.trial, seed) as is_free, contextlib.suppress(RunFailed):
                     if is_free:
-                        self._train(row.trial, seed, row.values_of, row.planned, *share)
+                        self._train(row.trial, seed, row.values_of, row.planned)
 
     @contextlib.contextmanager
     def _holding(self, number: int, seed: int) -> Iterator[bool]:
@@ -226,9 +208,7 @@ class Study:
         with open_for_writing(path, "ab") as lock:
             yield try_lock(lock) is not False
 
-    def _train(
-        self, number: int, seed: int, values: Mapping[str, str], epoch: int, cores: set[int], env: dict[str, str]
-    ) -> float:
+    def _train(self, number: int, seed: int, values: Mapping[str, str], epoch: int) -> float:
         """Return the objective of a run after an epoch, up to which it is trained unless that is known.
 
         Raises:
@@ -237,10 +217,10 @@ class Study:
             RunStopped: a signal stopped the sweep and the run, which has saved its checkpoint.
         """
         folder, kills = self.plan.folder(number, seed), Counter[tuple]()
-        command = self.plan.command(folder, seed, values, epoch)
+        command = [sys.executable, "-m", "distribuuuu", *self.plan.command(folder, seed, values, epoch)]
         while epoch not in (known := read_values(folder, self.plan.metric)[1]):
-            if self._signals:
-                raise RunStopped(self._signals[0])
+            if self._signum:
+                raise RunStopped(self._signum)
             if read_failure(folder):
                 raise RunFailed
             if _is_in_use(folder):
@@ -249,22 +229,26 @@ class Study:
             open_sweep(self.plan)  # the config may have been edited
             with open_for_writing(make_folder(folder.parent, folder.name) / CONSOLE_FILE, "ab") as console:
                 streams = {"stdin": subprocess.DEVNULL, "stdout": console, "stderr": console}
-                process = start_child([sys.executable, "-m", "distribuuuu", *command], "sweep", env, **streams)
-            self._processes.append(process)
-            for signum in self._signals[:1]:  # it came meanwhile
-                process.send_signal(signum)
-            if hasattr(os, "sched_setaffinity"):
-                with contextlib.suppress(OSError):  # it has ended
-                    os.sched_setaffinity(process.pid, cores)
-            status = process.wait()
-            self._processes.remove(process)
+                self._process = start_child(command, "sweep", {}, **streams)
+            if self._signum:  # it came meanwhile
+                self._process.send_signal(self._signum)
+            status = self._wait(self._process)
             progress = tuple(sorted((folder / CHECKPOINTS).glob("*")))
             kills[progress] += 1
             has_ended = status in (0, 1, 2) or kills[progress] == MAX_KILLS
-            if has_ended and not self._signals and epoch not in read_values(folder, self.plan.metric)[1]:
+            if has_ended and not self._signum and epoch not in read_values(folder, self.plan.metric)[1]:
                 with replacing(folder / FAILED_FILE, "w") as file:
                     file.write(f"{status}\n")
         return known[epoch]
+
+    def _wait(self, process: subprocess.Popen) -> int:
+        """Return the exit status of a run; print the progress of the sweep whenever it changes."""
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(REFRESH_S)
+            if (line := summarize(self.rows())) != self._shown:
+                print(line, file=sys.stderr, flush=True)
+                self._shown = line
 
 
 def _is_in_use(folder: Path) -> bool:
@@ -283,27 +267,3 @@ def _drop_torn_line(path: Path, lock: Any) -> None:
             file.truncate(file.read().rfind(b"\n") + 1)
     finally:
         lock.release()
-
-
-def share_machine(num: int, nproc: int) -> list[tuple[set[int], dict[str, str]]]:
-    """Return the cores and the environment of each of `num` runs of `nproc` processes; too few are shared.
-
-    OMP_NUM_THREADS, unless it is set, divides the cores of a run among its processes.
-    """
-    import torch
-
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(count_cores())
-    cores, visible = sorted(allowed)[: count_cores()], os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
-
-    def share(items: Sequence, run: int, size: int) -> list:
-        return [items[(run * size + index) % len(items)] for index in range(size)]
-
-    shares = []
-    for run in range(num):
-        own = share(cores, run, max(1, len(cores) // num))
-        env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, len(own) // nproc))}
-        if gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(share(gpus, run, min(nproc, len(gpus))))
-        shares.append(({*own}, env))
-    return shares
