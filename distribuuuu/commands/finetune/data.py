@@ -11,7 +11,7 @@ import numpy as np
 
 from distribuuuu.commands.scan.data_config import find_splits
 from distribuuuu.commands.scan.duplicates import find_groups
-from distribuuuu.commands.scan.scan import scan_images
+from distribuuuu.commands.scan.scan import INTACT, scan_images
 from distribuuuu.commands.scan.splitting import (
     TRAIN,
     Images,
@@ -110,12 +110,15 @@ def divide(
     all are. Copies and groups of `pattern` (`find_named_groups`) stay together.
 
     Raises:
-        ConfigError: a class has too few images.
+        ConfigError: a class has too few images, or an image is intact, but cannot be read.
     """
     dataset = UnlabeledImages([images.folder / name for name in images.names])
     dataset.has_files = True
     options = build_decode_options(get_cfg())
     scan = scan_images({"": dataset}, options, workers, progress)
+    if intact := [index for index in scan.reasons if scan.records["flags"][index] & INTACT]:
+        first = f"{images.names[intact[0]]}: {scan.reasons[intact[0]]}"
+        raise ConfigError(f"FOLDER: cannot read {counted(len(intact), 'image')}, e.g. {first}")
     copies = [group.images for group in find_groups(scan, options)]
     groups = merge_groups([*copies, *(find_named_groups(images, pattern) if pattern else [])])
     usable = [index for index in range(len(images.names)) if index not in scan.reasons]

@@ -1,6 +1,5 @@
 """The command embed: features of image files, by a trained model, as .npz or .parquet."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -46,17 +45,16 @@ def embed(prog: str, args: list[str]) -> int:
     run = find_run(flags.run, flags.cfg, flags.overrides)
     print(printable(run.describe()), file=sys.stderr)
     left = "finished images are kept: rerun the same command to resume"
-    labels = [os.path.basename(os.path.dirname(path)) for path in files]
     with handled_by(stop_with(left)), explaining_disk(out):
         with progress(None, "embed", len(files), unit="image") as bar:
-            found = compute_features(run, files, out, flags.workers, bar)
-        write_features(out, found, labels, describe(run))
+            rows, broken = compute_features(run, files, out, flags.workers, bar)
+        write_features(out, files, rows, broken, describe(run))
         out.with_name(f"{out.name}.partial").unlink(missing_ok=True)
-    for path, cause in found.broken.items():
+    for path, cause in broken.items():
         print(printable(f"broken image: {path}: {cause}"), file=sys.stderr)
-    num, dim = len(files) - len(found.broken), found.rows.shape[1]
-    print(printable(f"{out}: {dim:,} features of {counted(num, 'image')}"))
-    return BROKEN_IMAGES if found.broken else 0
+    num = len(files) - len(broken)
+    print(printable(f"{out}: {rows.shape[1]:,} features of {counted(num, 'image')}"))
+    return BROKEN_IMAGES if broken else 0
 
 
 def build_parser(prog: str | None = None) -> CommandParser:

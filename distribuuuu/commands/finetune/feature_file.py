@@ -3,9 +3,9 @@
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,14 +21,6 @@ from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.records.predictions import write_npz
 
 
-class Features(NamedTuple):
-    """Features (N, dim), float32, of the images at `path`, and the causes of broken ones, whose features are zeros."""
-
-    rows: np.ndarray
-    path: list[str]
-    broken: dict[str, str]
-
-
 def hash_job(run: LoadedRun, files: Sequence[str]) -> str:
     """Return a hash of what features depend on: weights, preprocessing, mode, images and the version of torch."""
     cfg, sizes = run.cfg, [Path(file).stat().st_size if Path(file).exists() else -1 for file in files]
@@ -39,8 +31,12 @@ def hash_job(run: LoadedRun, files: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def compute_features(run: LoadedRun, files: Sequence[str], out: Path, workers: int, progress: Any) -> Features:
-    """Return the features of image files, resumed from the partial file of `out`, which stays.
+def compute_features(
+    run: LoadedRun, files: Sequence[str], out: Path, workers: int, progress: Any
+) -> tuple[np.ndarray, dict[str, str]]:
+    """Return features (N, dim), float32, of image files, and the causes of broken ones, whose features are zeros.
+
+    They are resumed from the partial file of `out`, which stays.
 
     Raises:
         ConfigError: the features on disk are those of another job.
@@ -65,7 +61,7 @@ def compute_features(run: LoadedRun, files: Sequence[str], out: Path, workers: i
             rows = np.concatenate([chunk.reshape(len(span), -1) for chunk, span in zip(chunks, spans, strict=True)])
     finally:
         journal.close()
-    return Features(rows, [str(file) for file in files], dict(journal.broken))
+    return rows, dict(journal.broken)
 
 
 def describe(run: LoadedRun) -> dict[str, Any]:
@@ -76,15 +72,17 @@ def describe(run: LoadedRun) -> dict[str, Any]:
             "amp": run.cfg.TRAIN.AMP}  # fmt: skip
 
 
-def write_features(out: Path, found: Features, labels: Sequence[str], meta: dict[str, Any]) -> None:
-    """Write the features, paths and labels of the images that are not broken as .npz or .parquet.
+def write_features(
+    out: Path, files: Sequence[str], rows: np.ndarray, broken: Collection[str], meta: dict[str, Any]
+) -> None:
+    """Write the features and paths of the images that are not broken, and their folders as labels: .npz or .parquet.
 
     Raises:
         ConfigError: pyarrow is missing.
     """
-    kept = [index for index, path in enumerate(found.path) if path not in found.broken]
-    rows, names = found.rows[kept], [found.path[index] for index in kept]
-    classes, text = [labels[index] for index in kept], json.dumps(meta, sort_keys=True)
+    kept = [index for index, path in enumerate(files) if path not in broken]
+    rows, names, text = rows[kept], [files[index] for index in kept], json.dumps(meta, sort_keys=True)
+    classes = [Path(name).parent.name for name in names]
     if out.suffix == ".npz":
         arrays = {"path": np.array(names), "label": np.array(classes), "features": rows, "meta": np.array(text)}
         write_npz(out, arrays)

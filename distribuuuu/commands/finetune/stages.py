@@ -138,7 +138,7 @@ class Candidate:
         files = [str(self.images.folder / self.images.names[index]) for part in PARTS for index in self.parts[part]]
         out = self.flags.out / f"features_{list(decisions.content).index(f'{self.key}: mode')}"
         with progress(None, "features", len(files), unit="image") as bar:
-            rows = torch.from_numpy(compute_features(self.backbone, files, out, self.flags.workers, bar).rows)
+            rows = torch.from_numpy(compute_features(self.backbone, files, out, self.flags.workers, bar)[0])
         ends, labels, features = 0, self.images.labels, {}
         for part in PARTS:
             own = self.parts[part]

@@ -117,7 +117,13 @@ def no_images(folder):
     (folder / "x.csv").write_text("path,label\n")
 
 
+def pointers(folder):
+    draw_folder(folder.parent, folder.name, {"ant": 9, "bee": 9})
+    (folder / "ant" / "p.jpg").write_text("version https://git-lfs.github.com/spec/v1\n")
+
+
 @each_row("make, words, message", [
+    (pointers, (), r"cannot read 1 image, e.g. ant/p.jpg: .* Git LFS.*; fix: git lfs install"),
     (one_class, (), r"FOLDER: .* has one class"),
     (three_images, (), r"FOLDER: classes with too few images: bee \(3\); expected 5 or more"),
     (no_images, ("x.csv",), r"has no line but its header"),
