@@ -73,7 +73,7 @@ class Backbone:
         return list(ImageNetInfo(subset).label_descriptions()) if subset else self.classes
 
 
-def resolve_backbone(name: str, ema: bool = True) -> Backbone:
+def resolve_backbone(name: str) -> Backbone:
     """Return the backbone of a name. Only a model of the Hugging Face Hub is downloaded.
 
     Raises:
@@ -94,7 +94,7 @@ def resolve_backbone(name: str, ema: bool = True) -> Backbone:
         except (InvalidFileError, OSError) as error:
             raise ConfigError(str(error)) from error
     if not is_published(name) and Path(name).expanduser().exists():
-        path = find_weights_file(name, ema)
+        path = find_weights_file(name)
         return _from_content(name, read_checkpoint(path), path)
     found = find_architecture(name)
     source, arguments = find_published(found)
