@@ -84,9 +84,14 @@ def build_timm(cfg, groups: list[dict[str, Any]], lr: float, kernels: Callable) 
         if betas and own and isinstance(own.default, tuple) and len(own.default) != len(betas):  # fails in a step
             message = f"{optim.NAME} takes {len(own.default)}, not {list(betas)}"
             raise ConfigError(Problem("OPTIM.BETAS", message), cfg.origins)
-        options |= {**kernels(optimizer_class), **check_arguments(cfg, optimizer_class)}
+        options |= check_arguments(cfg, optimizer_class)
         return timm.optim.create_optimizer_v2(
-            groups, name, lr=lr, weight_decay=optim.WEIGHT_DECAY, momentum=optim.MOMENTUM, **options
+            groups,
+            name,
+            lr=lr,
+            weight_decay=optim.WEIGHT_DECAY,
+            momentum=optim.MOMENTUM,
+            **{**kernels(optimizer_class), **options},
         )
     except ConfigError:
         raise

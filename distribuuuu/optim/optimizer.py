@@ -97,12 +97,16 @@ def _build_sgd(cfg, groups: list[dict[str, Any]], lr: float, kernels: Callable) 
 
 
 def _kernels(optimizer: Callable, model: nn.Module) -> dict[str, bool]:
-    """Return the keyword for an update of all parameters at once: fused, or foreach for sharded parameters."""
-    sharded = is_sharded(model)
-    if optimizer in (_FUSED_SHARDED if sharded else _FUSED) and all(weight.is_cuda for weight in model.parameters()):
+    """Return the keyword for an update of all parameters at once: fused, or foreach on a CPU and if sharded.
+
+    On a CPU, foreach has the bits of an update of one parameter after the other; fused has others.
+    """
+    sharded, devices = is_sharded(model), {weight.device.type for weight in model.parameters()}
+    if optimizer in (_FUSED_SHARDED if sharded else _FUSED) and devices == {"cuda"}:
         return {"fused": True}
     is_torchs = getattr(optimizer, "__module__", "").startswith("torch.optim")
-    return {"foreach": True} if sharded and is_torchs and "foreach" in inspect.signature(optimizer).parameters else {}
+    at_once = sharded and is_torchs and "foreach" in inspect.signature(optimizer).parameters
+    return {"foreach": True} if at_once or (optimizer in _FUSED and devices == {"cpu"}) else {}
 
 
 def _adapt_loaded_state(optimizer: torch.optim.Optimizer, content: dict[str, Any]) -> dict[str, Any]:

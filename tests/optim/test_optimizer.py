@@ -64,13 +64,25 @@ def test_the_default_is_sgd_with_one_group_to_the_bit():
     expected = torch.optim.SGD(groups, lr=0.2, momentum=0.9, dampening=0.0, nesterov=True)
     optimizer = build_optimizer(make_cfg(), ours)
     assert type(optimizer) is torch.optim.SGD
-    assert optimizer.state_dict() == expected.state_dict()
     take_steps(ours, optimizer)
     take_steps(theirs, expected)
     assert_equal_parameters(ours, theirs)
     assert build_optimizer(make_cfg("OPTIM.KWARGS.maximize", True), ours).defaults["maximize"]
     before, after = (item.state_dict() for item in (expected, optimizer))
-    assert before["param_groups"] == after["param_groups"] and before["state"].keys() == after["state"].keys()
+    at_once = [{**group, "foreach": True} for group in before["param_groups"]]
+    assert at_once == after["param_groups"] and before["state"].keys() == after["state"].keys()
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_an_update_of_all_parameters_at_once_has_the_bits_of_one_after_the_other(name):
+    models = small_model(), small_model()
+    optimizers = [build_optimizer(make_cfg("OPTIM.NAME", name), model) for model in models]
+    for group in optimizers[1].param_groups:
+        assert group["foreach"]
+        group["foreach"] = False
+    for pair in zip(models, optimizers, strict=True):
+        take_steps(*pair)
+    assert_equal_parameters(*models)
 
 
 @pytest.mark.parametrize("name", TINY)
