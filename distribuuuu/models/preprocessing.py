@@ -89,7 +89,7 @@ def follow(cfg: Config, source: str, theirs: Mapping[str, Any]) -> Config:
 
     The options of the weights, `theirs`, may be untrusted; others than `FOLLOWING` are ignored.
     """
-    known = {key: theirs[key] for key in FOLLOWING if theirs.get(key) not in (None, (), [])}
+    known = {key: theirs[key] for key in FOLLOWING if theirs.get(key) not in (None, "", (), [])}
     has_channels = cfg.DATA.CHANNELS in (1, theirs.get("DATA.CHANNELS", 3))
     if not has_channels or theirs.get("DATA.PIXELS", cfg.DATA.PIXELS) != cfg.DATA.PIXELS:
         known = {key: value for key, value in known.items() if key not in STATISTICS}

@@ -21,7 +21,7 @@ import torch
 import torchvision
 
 from distribuuuu.checkpoint.io import is_list_of, read_checkpoint
-from distribuuuu.checkpoint.published_files import DEFAULT, PACKAGES, locate
+from distribuuuu.checkpoint.published_files import DEFAULT, PACKAGES, locate, quick_without_network
 from distribuuuu.checkpoint.weights_files import find_weights_file
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.config_node import changed
@@ -264,7 +264,7 @@ def read_backbone(backbone: Backbone, num_classes: int) -> dict[str, Any]:
     arch = find_architecture(backbone.name)
     source, arguments = find_published(arch)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), quick_without_network():
             model = ModelSpec(
                 arch, num_classes if backbone.num_classes is None else backbone.num_classes, {}, {}
             ).build(**arguments)

@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 import torchvision
+from huggingface_hub import constants
 from safetensors.torch import save_file
 from support.downloads import serve
 from support.runs import make_cfg, message_of
@@ -18,7 +19,7 @@ from distribuuuu.engine.build import build_initial_model
 from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.inference.load_run import find_run
 from distribuuuu.models.preprocessing import resolve_preprocessing
-from distribuuuu.models.pretrained import resolve_arch, resolve_backbone
+from distribuuuu.models.pretrained import read_backbone, resolve_arch, resolve_backbone
 from distribuuuu.tasks.distillation import build_teacher
 
 LITE = "pypi/efficientnet_lite0"
@@ -88,6 +89,21 @@ def test_the_license_is_recorded_and_one_that_forbids_commercial_use_is_a_warnin
 ])  # fmt: skip
 def test_unknown_names_are_answered(name, said):
     assert said in message_of(resolve_backbone, name)
+
+
+@pytest.mark.parametrize("name", ["timm/resnet18.a1_in1k", "hf-hub:timm/no_such"])
+def test_a_missing_network_is_an_error_at_once_and_a_proxy_is_asked(name, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(published_files, "getproxies", dict)
+    assert "127.0.0.1 cannot be reached, and the files are not in the cache" in message_of(
+        lambda: read_backbone(resolve_backbone(name), 5)
+    )
+    assert not constants.HF_HUB_OFFLINE
+    monkeypatch.setattr(published_files, "getproxies", lambda: {"https": "http://proxy"})
+    with published_files.quick_without_network():
+        assert not constants.HF_HUB_OFFLINE
 
 
 def test_other_bytes_and_a_missing_package_are_refused(tmp_path, monkeypatch):
