@@ -19,6 +19,7 @@ from distribuuuu.commands.stats.run_groups import (
     describe_data,
     find_files,
     group_runs,
+    is_fold,
     read_runs,
     row_name,
 )
@@ -32,8 +33,8 @@ from distribuuuu.records.read_results import list_metrics
 from distribuuuu.records.results import config_name, describe_evaluation, hash_config
 
 _DESCRIPTION = """Make a table of runs, in Markdown unless it is for a terminal. Each config
-has one row: the mean and standard deviation over its seeds, beside published
-results. Unfinished runs are omitted.
+has one row: the mean and standard deviation over its seeds and folds, beside
+published results. Unfinished runs are omitted.
 
   %(prog)s exp
   %(prog)s 'exp/*/resnet*' --epoch best
@@ -153,7 +154,9 @@ def make_row(group: Sequence[Result], epoch: str, reported: dict[str, dict]) -> 
     published = {} if changes else published
     kind = common_kind([record["accuracy"] for record in records])
     evaluations = [record["accuracy"][kind][epoch] for record in records]
-    count = f"(n = {len(group)})" if kind == RAW else f"(n = {len(group)}, {kind.upper()})"
+    folds = len({run.record["data"]["folder"] for run in group if is_fold(run.record)})
+    counts = [f"n = {len(group)}", f"{folds} folds" if folds > 1 else "", kind.upper() if kind != RAW else ""]
+    count = f"({', '.join(filter(None, counts))})"
     peaks = [record["peak_memory"]["mib"] for record in records if record["peak_memory"]["mib"] is not None]
     return Row(
         name=row_name(first, changes),
@@ -298,8 +301,8 @@ def _arrange(rows: Sequence[Row], epoch: str) -> tuple[list[list[str]], str]:
         lines.append([name, *(row.cells.get(column, EMPTY) for column in columns)])
     legend = [f"Reported by {sources.pop()}."] if len(sources) == 1 else []
     if any("hours" in row.cells for row in rows):
-        legend += [f"Here: of the {epoch} epoch, the mean ± the sample standard deviation over n seeds."]
-        legend += ["In brackets: the 95 % interval, over seeds by Student's t, with n = 1 over images by Wilson."]
+        legend += [f"Here: of the {epoch} epoch, the mean ± the sample standard deviation over n runs."]
+        legend += ["In brackets: the 95 % interval, over runs by Student's t, with n = 1 Wilson's over images."]
     averages = {row.weights for row in rows} - {RAW}
     legend += [f"{kind.upper()}: of the averaged weights." for kind in KINDS if kind in averages]
     return lines, " ".join(legend)
