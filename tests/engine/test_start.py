@@ -14,6 +14,7 @@ from support.processes import on_processes
 from support.runs import assert_close, assert_same_run, newest, run_tool, small_options
 
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config.config_node import changed
 from distribuuuu.config.registry import MODELS, dataset_class
 from distribuuuu.data.batch_plan import plan_batches
 from distribuuuu.data.loader import build_images, build_loaders
@@ -194,7 +195,7 @@ def test_problems_of_a_training_do_not_concern_an_evaluation(problems, tmp_path)
     assert problem.endswith(f"{tmp_path}/run/checkpoints is a file, not a folder")
 
 
-def test_a_folder_of_the_trained_classes_is_a_test_set(problems, image_folder, tmp_path):
+def test_a_folder_of_the_trained_classes_is_a_test_set(problems, image_folder, tmp_path, monkeypatch):
     words = ("TEST.DATASET", shutil.copytree(image_folder / "val", tmp_path / "photos"), *EVALUATED)
     cfg = load_cfg(None, list(map(str, ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", 3, *words))))
     images, expected = (dataset_class(cfg).from_cfg(each, False) for each in (cfg, load_cfg(None, [
@@ -202,6 +203,9 @@ def test_a_folder_of_the_trained_classes_is_a_test_set(problems, image_folder, t
     assert images.labels.tolist() == expected.labels.tolist() and images.classes == expected.classes
     assert images.describe(0).startswith(f"{tmp_path}/photos/ant/")
     assert problems(*words, train=False) == []
+    monkeypatch.chdir(tmp_path / "photos")
+    here = dataset_class(cfg).from_cfg(changed(cfg, {"TEST.DATASET": "."}), False)
+    assert here.describe(0) == images.describe(0) and problems("TEST.DATASET", ".", *EVALUATED, train=False) == []
     assert "no folder 'val'" in str(problems(*words, "TEST.SPLIT", "val", train=False))
     (tmp_path / "photos" / "wasp").mkdir()
     assert "no folder 'val'" in str(problems(*words, train=False))

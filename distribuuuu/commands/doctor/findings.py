@@ -17,6 +17,7 @@ from distribuuuu.commands.scan.data_config import find_splits, open_images
 from distribuuuu.commands.scan.duplicates import DuplicateGroup
 from distribuuuu.commands.scan.scan import BROKEN, INTACT, ROTATED, Scan, suggest_sizes
 from distribuuuu.config import Config, ConfigError, Problem
+from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.registry import DATASETS
@@ -106,6 +107,8 @@ def open_cfg(cfg) -> Splits:
                 splits[name] = ScannedFolder(root / section.SPLIT)
             elif issubclass(dataset, SplitDataset):  # unknown classes are findings
                 splits[name] = dataset.open_split(cfg, key)
+                if dataset.targets == "labels" and (found := splits[name].index.meta.get("separator")):
+                    cfg = changed(cfg, {"DATA.TABLE.separator": found})  # as in a training, also for evaluation
             else:
                 splits[name] = open_images(cfg, train)
         except ConfigError as error:

@@ -1,7 +1,7 @@
 """Check of the image files before the first epoch, limited in time; later runs continue it.
 
 The header and the end of each evaluation image are read, since a broken one would stop a run only after its first
-epoch; of training images only the file sizes are read. An intact file is checked once.
+epoch; of training images only the file sizes are read, and a few files. An intact file is checked once.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _HEAD = 1 << 14
 _ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89P": b"IEND\xaeB`\x82"}
 # Files per task of a thread.
 _CHUNK = 64
-# Files in which 16-bit pixels are looked for.
+# Files in which 16-bit pixels and other kinds of pixels are looked for.
 _SAMPLES = 8
 
 
@@ -53,10 +53,10 @@ def check_images(cfg, images: ImageDataset, train: bool) -> tuple[str, str]:
         return "", ""
     options, decoder = build_decode_options(cfg), cfg.DATA.DECODER
 
-    def find_problem(index: int) -> str | None:
+    def find_problem(index: int, in_depth: bool = not train) -> str | None:
         path = images.describe(index)
         try:
-            if not train:
+            if in_depth:
                 check_file(path, decoder, options)
             elif (size := find_stamp(path)[0]) <= 0 and not os.path.isdir(path):
                 return f"{path}: the file {'cannot be found' if size else 'is empty'}"
@@ -73,6 +73,8 @@ def check_images(cfg, images: ImageDataset, train: bool) -> tuple[str, str]:
 
     if train:
         what, key, limit_s = "sizes", [], SIZES_LIMIT_S
+        for index in range(0, len(images), -(-len(images) // _SAMPLES) or 1):
+            find_problem(index, in_depth=True)  # raises the errors of intact files, which concern all of a kind
     else:
         what, key, limit_s = "headers", [decoder, *options[: 2 if options.is_rgb else 4]], HEADERS_LIMIT_S
     broken, num = _check_in_turn(images, what, key, find_problem, limit_s)

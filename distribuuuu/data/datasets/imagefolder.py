@@ -61,7 +61,9 @@ class ImageFolder(IndexedImages):
 
         It is TEST.DATASET itself if that has no TEST.SPLIT, but folders of the trained classes alone.
         """
-        root, folder = Path(cfg[name].DATASET), Path(cfg[name].DATASET, cfg[name].SPLIT)
+        root = Path(cfg[name].DATASET)
+        root = root if root.name not in ("", "..") else root.resolve()
+        folder = root / cfg[name].SPLIT
         is_chosen = cfg.TEST.DATASET == cfg.TRAIN.DATASET or cfg.origins.get("TEST.SPLIT") == COMMAND_LINE
         if name == "TRAIN" or is_chosen or folder.exists() or not root.name:
             return folder

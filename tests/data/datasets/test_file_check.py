@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -108,14 +109,19 @@ def test_sound_files_of_every_format_pass_without_being_decoded(root, monkeypatc
     assert load(root).notes == []
 
 
-def test_an_empty_training_image_is_reported_at_the_start_and_no_other_is_opened(root, looks):
+def test_an_empty_training_image_is_reported_at_the_start_and_few_are_opened(root, looks):
     (root / "train/bee/003.jpg").write_bytes(b"no image")
-    assert load(root, True).notes == [] and not looks
+    assert load(root, True).notes == [] and len(looks) == 8
     clear(root)
     (root / "train/bee/003.jpg").write_bytes(b"")
     message = refusal(root, True)
     assert f"TRAIN.DATASET: 1 of 15 images are broken: {root}/train/bee/003.jpg: the file is empty" in message
-    assert "1 of 15 images are broken" in load(root, True, "DATA.ON_BAD_IMAGE", "skip").notes[0] and not looks
+    assert "1 of 15 images are broken" in load(root, True, "DATA.ON_BAD_IMAGE", "skip").notes[0]
+    Image.fromarray(np.zeros((9, 9), np.float32)).save(root / "train/ant/001.tif")  # intact, but not read
+    for path in (root / "train").glob("*/*.jpg"):
+        path.unlink()
+    clear(root)
+    assert "float32 pixels" in (message := refusal(root, True)) and "DATA.PIXELS float32" in message
 
 
 def test_later_starts_look_again_only_if_a_file_was_broken(root, looks):
