@@ -28,10 +28,11 @@ def feature_model(run: LoadedRun) -> nn.Module:
     return run.model if run.task.has_scores else getattr(run.model, "backbone", run.model)
 
 
-def find_classifiers(run: LoadedRun, images: Tensor) -> list[nn.Module]:
+def find_classifiers(run: LoadedRun, images: Tensor, averaged: bool = False) -> list[nn.Module]:
     """Return the layer whose output is that of the model, or layers whose mean it is, as in a distilled DeiT.
 
-    If there is none, it is the first linear layer of the head, e.g. one with an output for each of two label sets.
+    If there is none, it is the first linear layer of the head, e.g. one with an output for each of two label sets; if
+    `averaged`, also a convolution, e.g. that of SqueezeNet, whose output is averaged over the positions.
     """
     calls: list[tuple[nn.Module, Tensor]] = []
     model = feature_model(run)
@@ -47,7 +48,8 @@ def find_classifiers(run: LoadedRun, images: Tensor) -> list[nn.Module]:
         if outputs and torch.allclose(torch.stack(outputs).mean(0), logits, equal_nan=True):
             return [layer for layer, _ in chosen]
     head = {run.model.get_submodule(name) for name in find_head(run.cfg, run.model, run.task)}
-    if first := next((layer for layer, _ in calls if layer in head and isinstance(layer, nn.Linear)), None):
+    kinds = (nn.Linear, nn.Conv2d) if averaged else nn.Linear
+    if first := next((layer for layer, _ in calls if layer in head and isinstance(layer, kinds)), None):
         return [first]
     raise ConfigError(f"MODEL.ARCH: {run.cfg.MODEL.ARCH} does not end with a linear layer; fix: add an nn.Linear")
 
@@ -61,7 +63,7 @@ def iter_features(run: LoadedRun, loader: ChunkLoader) -> Iterator[tuple[range, 
         ConfigError: features or scores are not finite, or the model does not end with a linear layer.
     """
     inputs: list[Tensor] = []
-    layers = find_classifiers(run, loader.zero_images(1))
+    layers = find_classifiers(run, loader.zero_images(1), averaged=True)
     hooks = [layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].float())) for layer in layers]
 
     def start(pixels: Tensor) -> Callable[[], list[Tensor]]:
@@ -73,7 +75,8 @@ def iter_features(run: LoadedRun, loader: ChunkLoader) -> Iterator[tuple[range, 
             predicted = torch.full((len(pixels),), -1, device=pixels.device)
             with inference(run.model), run.task.autocast():
                 feature_model(run)(pixels)
-        features = torch.stack(inputs[: len(layers)]).mean(0).flatten(1)  # TEST.FLIP adds those of mirrored images
+        used = [one.mean((2, 3)) if one.ndim == 4 else one for one in inputs[: len(layers)]]
+        features = torch.stack(used).mean(0).flatten(1)  # TEST.FLIP adds those of mirrored images
         inputs.clear()
         return copy_to_host([features, features.isfinite().all() & scores.isfinite().all(), predicted])
 

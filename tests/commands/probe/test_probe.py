@@ -1,5 +1,6 @@
 """The command probe: k-NN and the linear probe against scikit-learn, features against timm, whole runs, errors."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -19,7 +20,7 @@ from distribuuuu.commands.probe import feature_probe as probes
 from distribuuuu.commands.stats.significance import wilson_interval
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.inference import linear_probe
-from distribuuuu.inference.features import find_classifiers
+from distribuuuu.inference.features import find_classifiers, iter_features
 from distribuuuu.inference.linear_probe import fit_linear, predict_knn, standardize
 from distribuuuu.inference.load_run import find_run
 from distribuuuu.models import build_model
@@ -176,6 +177,18 @@ def test_the_features_are_the_input_of_the_head_that_a_task_has_added(is_dict):
     task = SimpleNamespace(has_scores=True, adapt_model=lambda model: Heads(model, is_dict))
     run = SimpleNamespace(cfg=cfg, task=task, model=task.adapt_model(build_model(cfg)))
     assert find_classifiers(run, torch.zeros(1, 3, 16, 16)) == [run.model.one]
+
+
+def test_a_convolution_whose_output_is_averaged_has_the_mean_of_its_input_as_features():
+    cfg = load_cfg(None, ["MODEL.ARCH", "torchvision/squeezenet1_1", "MODEL.NUM_CLASSES", "3"])
+    task = SimpleNamespace(has_scores=True, adapt_model=lambda model: model, autocast=contextlib.nullcontext)
+    run = SimpleNamespace(cfg=cfg, task=task, model=build_model(cfg).eval(), has_classifier=False, device=CPU)
+    images = torch.randn(2, 3, 64, 64)
+    loader = SimpleNamespace(zero_images=lambda num: images[:num], chunks=lambda: iter([(range(2), images, {})]))
+    ((_, features, _, _),) = iter_features(run, loader)
+    torch.testing.assert_close(features, run.model.features(images).mean((2, 3)))
+    with pytest.raises(ConfigError, match="does not end with a linear layer"):
+        find_classifiers(run, images)
 
 
 def nan_weights(folder, data):
