@@ -202,8 +202,8 @@ def predict(
     """Return the prediction of each image, in order, like the command `distribuuuu predict`.
 
     Args:
-        run: as for `evaluate`, but no config; or an exported folder, or `timm/NAME` for published weights. What
-            `load_run` has returned is read and built once for many calls.
+        run: as for `evaluate`, but no config; or an exported folder, or the name of published weights, e.g.
+            `timm/NAME`. What `load_run` has returned is read and built once for many calls.
         images: an image or several ones: paths of files or folders, PIL images, uint8 pixels (H, W, 3) or (H, W).
         topk: the number of classes (5), for a model with one label per image.
         threshold: the least probability of a label (0.5), for a model with several labels per image.

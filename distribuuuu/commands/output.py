@@ -12,11 +12,10 @@ from pathlib import Path
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import is_published
-from distribuuuu.config.run_files import BEST_NAMES, RUN_FILES, find_path_problem, local_folder
+from distribuuuu.config.run_files import BEST_NAMES, RUN_FILES, RUN_KINDS, find_path_problem, local_folder
 from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.signals import STATUS_OF
 
-EXPECTED = "the OUT_DIR of a run, a checkpoint, an exported folder, or a backbone such as timm/NAME"
 # Values of --format, and the columns of a text.
 FORMATS = ("text", "json")
 WIDTH = 80
@@ -49,13 +48,13 @@ def check_run(run: str) -> None:
         return
     if not path.exists() and (os.sep in run or "." in run):
         beside = os.listdir(path.parent) if path.parent.is_dir() else []
-        raise ConfigError(f"RUN: no such file or folder: {run}{did_you_mean(path.name, beside)}; expected {EXPECTED}")
+        raise ConfigError(f"RUN: no such file or folder: {run}{did_you_mean(path.name, beside)}; expected {RUN_KINDS}")
     names = set(os.listdir(path)) if path.is_dir() else {"config.yaml"}
     if found := sorted(names & {"model.onnx", "model.pt2", "sweep.json"}):
         fix = "name the run that was exported"
         if "sweep.json" in found:
             fix = f"distribuuuu table {run}, or open {run}/sweep.html"
-        raise ConfigError(f"RUN: {run} holds {found[0]}; expected {EXPECTED}; fix: {fix}")
+        raise ConfigError(f"RUN: {run} holds {found[0]}; expected {RUN_KINDS}; fix: {fix}")
 
 
 def align_columns(lines: Sequence[Sequence[str]], sides: str) -> list[str]:

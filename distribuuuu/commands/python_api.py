@@ -30,7 +30,7 @@ def export(
     """Write a trained model to a new folder for other programs, and check it, like `distribuuuu export`.
 
     Args:
-        run: the OUT_DIR of a run, a checkpoint, an exported folder, or timm/NAME.
+        run: the OUT_DIR of a run, a checkpoint, an exported folder, or the name of published weights, e.g. timm/NAME.
         format: timm, safetensors, onnx or torch.
         out: the new folder.
         images: files or folders to check it on; empty: the evaluation set.

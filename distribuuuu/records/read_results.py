@@ -10,7 +10,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.json_file import load_json
 from distribuuuu.records.results import FILE_NAME, SCHEMA_VERSION, TEST_FILE_NAME
 
-__all__ = ["FILE_NAME", "TEST_FILE_NAME", "list_metrics", "read_results"]
+__all__ = ["FILE_NAME", "TEST_FILE_NAME", "check_results", "list_metrics", "read_results"]
 
 _NUMBER, _MAYBE_NUMBER, _MAYBE_TEXT = (int, float), (int, float, type(None)), (str, type(None))
 _SIZE = (int, list)  # a side, or [height, width]
@@ -41,7 +41,7 @@ def read_results(path: str | os.PathLike, kind: str = "training") -> dict:
     """
     record = load_json(path)
     try:
-        _check(record, kind)
+        check_results(record, kind)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         reason = error if isinstance(error, ValueError) else repr(error)
         raise ConfigError(f"{path}: not a valid {FILE_NAME}: {reason}") from error
@@ -55,7 +55,7 @@ def list_metrics(record: dict) -> dict[str, str]:
     return evaluation.get("metrics", older)
 
 
-def _check(record: Any, kind: str) -> None:
+def check_results(record: Any, kind: str = "training") -> None:
     """Raise an error if a value is missing or has another type than the readers expect."""
     if (record["schema"], record["kind"]) != (SCHEMA_VERSION, kind):
         got, expected = f"schema {record['schema']!r} and kind {record['kind']!r}", f"{SCHEMA_VERSION} and {kind!r}"

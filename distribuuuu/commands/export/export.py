@@ -10,6 +10,7 @@ from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
 from distribuuuu.commands.output import check_out, check_run
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
+from distribuuuu.config.run_files import RUN_KINDS
 from distribuuuu.files.new_folder import temporary_folder
 from distribuuuu.launch.signals import exit_now, handled_by
 
@@ -69,7 +70,7 @@ def build_parser(prog: str | None = None) -> CommandParser:
     usage = "%(prog)s RUN --format FORMAT --out FOLDER [KEY VALUE ...]"
     parser = CommandParser(prog=prog, description=_DESCRIPTION, usage=usage)
     add = parser.add_argument
-    add("run", metavar="RUN", help="an OUT_DIR, a checkpoint, an exported folder, or timm/NAME")
+    add("run", metavar="RUN", help=RUN_KINDS)
     add("--out", metavar="FOLDER", default="", help="the new folder")
     add("--format", "--to", dest="to", choices=FORMATS, required=True, help="the format")
     add("--images", metavar="PATH", nargs="+", help="check it on these images instead of the evaluation set")

@@ -41,7 +41,7 @@ _SAFETENSORS = "model.safetensors"
 FILES = {"timm": _SAFETENSORS, "safetensors": _SAFETENSORS, "onnx": "model.onnx", "torch": "model.pt2"}
 # Images of the check, evenly spaced over the evaluation set.
 CHECK_IMAGES = 1000
-_REMEDY = "fix: --to safetensors, which takes any model"
+_REMEDY = "fix: --to safetensors, whose card loads the model with this package"
 
 
 def describe_usage(run: LoadedRun) -> dict[str, Any]:
@@ -181,6 +181,8 @@ def write_safetensors(run: LoadedRun, folder: Path) -> None:
     }
     options["PLUGINS"] = [os.path.basename(entry) for entry in run.cfg.PLUGINS]
     own = {"classes": list(run.classes), "config": options, "weights": run.weights}
+    if run.results:  # without what describes this machine
+        own["results"] = {**run.results, "overrides": {}, "environment": {}}
     content = {"model_args": dict(run.cfg.MODEL.KWARGS), "image_size": run.cfg.TRAIN.IM_SIZE, "distribuuuu": own}
     _write_json(folder / "config.json", {**describe_usage(run), **content})
 

@@ -228,6 +228,7 @@ def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
         "architecture": f"`{arch}`, {count_parameters(run.model) / 1e6:.3f} M parameters",
         "data": f"{name}, {classes}",
         "weights": f"{run.weights}, `{record['source']}`",
+        **({"license of the initial weights": license} if (license := run.cfg.MODEL.LICENSE) else {}),
         "code": f"distribuuuu, commit `{results.get('commit') or 'unknown'}`",
     }
     if results:

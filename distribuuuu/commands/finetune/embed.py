@@ -6,6 +6,7 @@ from pathlib import Path
 from distribuuuu.commands.flag_hints import CommandParser, at_least
 from distribuuuu.commands.output import check_run, stop_with
 from distribuuuu.config.errors import counted
+from distribuuuu.config.run_files import RUN_KINDS
 from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.host import count_cores, tune_malloc
 from distribuuuu.launch.signals import handled_by
@@ -62,7 +63,7 @@ def build_parser(prog: str | None = None) -> CommandParser:
     usage = "%(prog)s RUN PATHS --out FILE [flags] [KEY VALUE ...]"
     parser = CommandParser(prog, description=_DESCRIPTION, usage=usage)
     add = parser.add_argument
-    add("run", metavar="RUN", help="a run, a checkpoint, an exported folder, or timm/NAME")
+    add("run", metavar="RUN", help=RUN_KINDS)
     add("paths", metavar="PATHS", nargs="+", help="files, folders, patterns, and lists of paths")
     add("--out", metavar="FILE", required=True, help="output file, .npz or .parquet")
     add("--workers", metavar="N", type=at_least(0), default=count_cores(), help="threads that load images (cores)")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser, at_least
 from distribuuuu.commands.output import check_run, stop_with
+from distribuuuu.config.run_files import RUN_KINDS
 from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.host import count_cores, tune_malloc
 from distribuuuu.launch.signals import handled_by
@@ -14,7 +15,7 @@ from distribuuuu.launch.signals import handled_by
 BROKEN_IMAGES = 3
 
 _DESCRIPTION = """Predict the classes of images with a trained model. RUN is the OUT_DIR of a run,
-a checkpoint, an exported folder, or timm/NAME for weights that timm publishes.
+a checkpoint, an exported folder, or the name of published weights (timm/NAME).
 PATHS are files, folders, quoted patterns, and text files (.txt) with a path per
 line; - reads the paths from standard input.
 
@@ -56,7 +57,7 @@ def build_parser(prog: str | None = None) -> CommandParser:
     usage = "%(prog)s RUN PATHS [flags] [KEY VALUE ...]"
     parser = CommandParser(prog, description=_DESCRIPTION, usage=usage)
     add = parser.add_argument
-    add("run", metavar="RUN", help="a run, a checkpoint, an exported folder, or timm/NAME")
+    add("run", metavar="RUN", help=RUN_KINDS)
     add("paths", metavar="PATHS", nargs="+", help="files, folders, patterns, and lists of paths")
     add("--out", metavar="FILE", help="output file, .csv or .jsonl (default: CSV on standard output)")
     add("--topk", metavar="K", type=at_least(1), help="number of classes per image (5)")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.output import check_out_file, check_run, print_report
+from distribuuuu.config.run_files import RUN_KINDS
 from distribuuuu.launch.host import tune_malloc
 
 _DESCRIPTION = """Measure the features of a trained model without training it: classify the
@@ -45,7 +46,7 @@ def build_parser(prog: str | None = None) -> CommandParser:
     """Return the parser of the arguments."""
     parser = CommandParser(prog, description=_DESCRIPTION, usage="%(prog)s RUN [flags] [KEY VALUE ...]")
     add = parser.add_argument
-    add("run", metavar="RUN", help="a run, a checkpoint, an exported folder, or timm/NAME")
+    add("run", metavar="RUN", help=RUN_KINDS)
     add("--out", metavar="FILE", help="the file to write (default: probe.json beside the weights)")
     add("--format", choices=("text", "json"), default="text", help="text (default) or json")
     add("--cfg", metavar="FILE", help="config for weights that contain none")

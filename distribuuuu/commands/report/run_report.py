@@ -271,6 +271,7 @@ def _describe_provenance(run: RunFiles) -> PageSection:
         "config": facts.get("config"),
         "changed on the command line": ", ".join(f"{key} {value}" for key, value in facts.get("overrides", {}).items()),
         "model": "{arch}, {params_m:.3f} M parameters".format(**facts["model"]) if facts else "",
+        "license of the initial weights": facts["model"].get("license") if facts else "",
         "data": ", ".join(str(part) for part in (data.get("name"), run.content.meta.get("folder")) if part),
         "pictures from": image_folder(run.content),
         **{name: facts.get(name) for name in ("seed", "weights", "commit", "hardware")},

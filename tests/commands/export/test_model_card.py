@@ -12,6 +12,7 @@ from support.saved_runs import save_run
 
 from distribuuuu import load_run
 from distribuuuu.commands.export.exporter import export_run, push_folder
+from distribuuuu.commands.export.model_card import render_card
 from distribuuuu.config import ConfigError
 from distribuuuu.trainer import train_model
 
@@ -20,7 +21,7 @@ OTHER = ("DATA.MEAN", "[0.4, 0.5, 0.3]", "DATA.STD", "[0.2, 0.3, 0.25]")
 
 @pytest.fixture
 def card(small_cfg, tmp_path) -> str:
-    cfg = small_cfg("EMA.HALF_LIFE", "40", "AUG.MIXUP", "0.2", "TEST.FLIP", "True", *OTHER)
+    cfg = small_cfg("EMA.HALF_LIFE", "40", "AUG.MIXUP", "0.2", "TEST.FLIP", "True", "MODEL.LICENSE", "mit", *OTHER)
     train_model(cfg)
     export_run(load_run(cfg.OUT_DIR, device="cpu"), "safetensors", tmp_path / "exported")
     return (tmp_path / "exported" / "README.md").read_text()
@@ -40,6 +41,11 @@ def test_a_card_has_valid_metadata_and_the_numbers_of_the_run(card, tmp_path):
     assert ModelCard(f"---\n{data.to_yaml()}\n---\n").data.to_dict() == data.to_dict()
     assert front_matter["model-index"][0]["name"] == "resnet8"
     assert f"| top1 | {best['top1']:.2f} |" in card
+    assert "| license of the initial weights | mit |" in card and results["model"]["license"] == "mit"
+    again = load_run(tmp_path / "exported")  # whose card keeps the figures
+    assert again.results == {**results, "overrides": {}, "environment": {}}
+    record = {"format": "onnx", "verified": None, "source": ""}
+    assert f"| top1 | {best['top1']:.2f} |" in render_card(again, record, "")
     assert "48 training and 37 evaluation images, 3 classes" in card
     for text in ("| weights | ema, ", "shorter side 18 px, center crop 16 px, bilinear",
                  "mean [0.4, 0.5, 0.3]", "average the logits with those of the mirrored image", '["ant", "bee", "cat"]',

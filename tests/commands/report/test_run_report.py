@@ -43,7 +43,8 @@ def data(tmp_path_factory) -> Path:
 def finished(data, tmp_path_factory) -> Path:
     """Return OUT_DIR of a run, whose records tell of a restart and a rollback."""
     out_dir = tmp_path_factory.mktemp("runs") / "a <b>run</b>"
-    train_model(load_cfg(None, small_options(data, out_dir, "MODEL.ARCH", "resnet8", "OPTIM.BASE_LR", 1e-4)))
+    words = ("MODEL.ARCH", "resnet8", "OPTIM.BASE_LR", 1e-4, "MODEL.LICENSE", "x-license")
+    train_model(load_cfg(None, small_options(data, out_dir, *words)))
     metrics = out_dir / "metrics.jsonl"
     *lines, last = map(json.loads, metrics.read_text().splitlines())
     last |= {"resumed": [2, 0], "rollback": [2, 1]}
@@ -82,7 +83,7 @@ def test_a_report_is_one_file_that_requests_nothing(finished, tmp_path, capsys):
     assert page.tags.count("img") == len(re.findall('class="card"', text))
     assert any("restart at epoch 2, step 0" in one for one in page.texts)
     assert any("rollback at epoch 2, step 1" in one for one in page.texts)
-    assert len(text) < 5e6
+    assert len(text) < 5e6 and "x-license" in page.texts
     assert page.tags.count("script") == 1 and "<b>run" not in text and "<script>alert" not in text
     assert not re.search(r"url\(|@import|https?://", text.replace("http://www.w3.org/2000/svg", ""))
     assert any("default-src 'none'" in (value or "") for _, value in page.attributes)
