@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from distribuuuu.commands.flag_hints import CommandParser, parse_flags
-from distribuuuu.config import ConfigError, Problem, get_cfg, load_cfg
+from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.errors import counted
 from distribuuuu.config.locate import FoundConfig
@@ -32,8 +32,6 @@ trackers that the training did not have. A training starts it with --follow.
 """
 # With --follow: seconds between two requests with rows, after a failure, and for what is left after the end.
 SEND_EVERY_S, RETRY_S, END_S = 5.0, 30.0, 60.0
-# The options that may be set; the others are those of the run, which the trackers receive.
-_OWN_OPTIONS = ("LOG.TRACKERS", "PLUGINS")
 
 
 def track(prog: str, args: list[str]) -> int:
@@ -45,9 +43,6 @@ def track(prog: str, args: list[str]) -> int:
     if not own.is_file():
         raise ConfigError(f"RUN: no such file: {own}; expected the OUT_DIR of a run")
     cfg = load_cfg(FoundConfig(own), words)
-    if keys := [key for key in words[::2] if key not in _OWN_OPTIONS]:
-        message = f"is sent as the run had it; expected {' or '.join(_OWN_OPTIONS)}; fix: remove it"
-        raise ConfigError([Problem(key, message) for key in keys], cfg.origins)
     names = [name for name in cfg.LOG.TRACKERS if name != "tensorboard"]  # the run has written its events
     if not names:
         fix = f"fix: {prog} {flags.run} LOG.TRACKERS NAME"

@@ -66,7 +66,6 @@ def test_a_tracker_that_fails_does_not_stop_the_others(copied_run, track, capsys
     (["{run}"], "LOG.TRACKERS: got []; expected some of "),
     (["{run}", "LOG.TRACKERS", "[wandbb]"], "did you mean wandb?"),
     (["{run}", "--trackers", "store"], "no such flag: --trackers; did you mean LOG.TRACKERS store?"),
-    (["{run}", "LOG.TRACKERS", "store", "OPTIM.BASE_LR", "9"], "OPTIM.BASE_LR (command line): is sent as the run"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(finished_run, track, capsys, words, message):
     assert track(*(word.format(run=finished_run) for word in words)) == 2
