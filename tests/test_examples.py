@@ -25,6 +25,8 @@ from distribuuuu.commands.main import dispatch
 from distribuuuu.config import load_cfg, registry
 from distribuuuu.data.datasets import shapes
 from distribuuuu.data.datasets.shapes import draw_shapes
+from distribuuuu.inference.load_run import load_run
+from distribuuuu.models import build_model
 from distribuuuu.testing import assert_resumes, assert_same_on_processes
 from distribuuuu.trainer import train_model
 
@@ -105,8 +107,6 @@ def forget_plugins():
 def root(tmp_path_factory) -> Path:
     """A folder with the data and a teacher."""
     root = tmp_path_factory.mktemp("examples")
-    from distribuuuu.models import build_model
-
     torch.save(build_model(load_cfg(None, ["MODEL.ARCH", "resnet14", "MODEL.NUM_CLASSES", "10"])).state_dict(),
                root / "teacher.pth.tar")  # fmt: skip
     return root
@@ -162,22 +162,31 @@ def test_an_example_resumes_bitwise_and_runs_on_two_processes(name, root, tmp_pa
     if name == "data_pruning":
         assert [row["step"] for row in rows if row["epoch"] == 2][-1] == NUM_STEPS // 4
     assert_same_on_processes(cfg, 2)
+    if name == "lora":
+        from distribuuuu.commands.export.exporter import export_run
+
+        loaded = load_run(tmp_path / "whole", device="cpu")
+        assert [*loaded.model.state_dict()] == [*build_model(loaded.cfg).state_dict()]
+        assert export_run(loaded, "safetensors", tmp_path / "exported")["verified"]
     on_processes(1, run_test, tmp_path / "whole", name)
     result = json.loads((tmp_path / "whole" / "test_results.json").read_text())
     assert result["evaluation"]["count"] == NUM_EVALUATED
 
 
 @pytest.mark.slow
-def test_soups_are_evaluated_and_saved(shapes_folder, tmp_path):
+def test_soups_are_evaluated_and_saved(shapes_folder, tmp_path, capsys):
     def train(name: str, weights: Path | str, seed: int) -> Path:
         words = {**SMALL, "DATA.NAME": "imagefolder", "TRAIN.DATASET": shapes_folder, "TEST.DATASET": shapes_folder,
                  "RNG_SEED": seed, "FINETUNE.WEIGHTS": weights, "OUT_DIR": tmp_path / name}  # fmt: skip
         train_model(load_cfg(str(EXAMPLES / "soup.yaml"), [str(word) for pair in words.items() for word in pair]))
         return tmp_path / name
 
+    assert dispatch("distribuuuu", ["sauce", "PLUGINS", str(EXAMPLES / "soup.py")]) == 2
+    assert "command line: unknown command 'sauce'; known: soup" in capsys.readouterr().err
     base = train("base", "", 1)
     members = [train(f"seed_{seed}", base, seed) for seed in range(3)]
-    script = [EXAMPLES / "soup.py", *members, "--recalibrate", "80", "--out", tmp_path / "out"]
+    soup = ["-m", "distribuuuu", "soup", "PLUGINS", EXAMPLES / "soup.py"]
+    script = [*soup, *members, "--recalibrate", "80", "--out", tmp_path / "out"]
     done = run_python("-m", "torch.distributed.run", "--nproc_per_node=2", *script)
     assert done.returncode == 0, done.stderr
     shown = dict(re.findall(r"(\w+) soup of .+: top1 ([\d.]+);", done.stdout))

@@ -122,6 +122,7 @@ AUGMENTATIONS = Registry("AUGMENTATIONS", "augmentation", "distribuuuu.data")
 METRICS = Registry("METRICS", "metric", "distribuuuu.tasks")
 TASKS = Registry("TASKS", "task", "distribuuuu.tasks")
 TRACKERS = Registry("TRACKERS", "tracker", "distribuuuu.records")
+COMMANDS = Registry("COMMANDS", "command", "distribuuuu.commands")
 
 
 def dataset_name(cfg) -> str:

@@ -219,6 +219,9 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
     if pretrained and cfg.FINETUNE.HEAD:
         importlib.import_module("distribuuuu.models.finetune").load_head(cfg, model, loader.images.classes)
     model = task.adapt_model(model)
+    if cfg.DIST.SHARD == "fsdp" and type(task).deploy_model is not Task.deploy_model:
+        fix = f"{type(task).__name__}.deploy_model needs whole weights; fix: set it to none or zero1"
+        raise ConfigError(Problem("DIST.SHARD", f"got fsdp; {fix}", cfg.origins))
     if cfg.MODEL.SYNCBN:
         from distribuuuu.distributed.sync_batchnorm import convert_sync_batchnorm
 

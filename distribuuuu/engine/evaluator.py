@@ -21,7 +21,7 @@ from distribuuuu.engine.run_description import describe_images, describe_model
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.optim.precision import build_precision
 from distribuuuu.records.run_log import evaluation_bar
-from distribuuuu.tasks.base import Task, build_task
+from distribuuuu.tasks.base import Task, build_task, deploy_copy
 from distribuuuu.tasks.metrics import Meter, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def evaluate(
 
         check_replicas(model)
         broadcast_buffers(model)
-    model = task.begin_evaluation(model)
+    model = task.begin_evaluation(deploy_copy(task, model))
     model.eval()
     meter, batches = Meter(task.eval_metrics, len(task.classes), loader.device), iter(loader)
     num_broken = num_left_out = 0

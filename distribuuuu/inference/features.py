@@ -47,7 +47,8 @@ def find_classifiers(run: LoadedRun, images: Tensor, averaged: bool = False) -> 
         outputs = [output.reshape(logits.shape) for _, output in chosen]
         if outputs and torch.allclose(torch.stack(outputs).mean(0), logits, equal_nan=True):
             return [layer for layer, _ in chosen]
-    head = {run.model.get_submodule(name) for name in find_head(run.cfg, run.model, run.task)}
+    layers = dict(run.model.named_modules())  # without those that `deploy_model` has removed
+    head = {layers[name] for name in find_head(run.cfg, run.model, run.task) if name in layers}
     kinds = (nn.Linear, nn.Conv2d) if averaged else nn.Linear
     if first := next((layer for layer, _ in calls if layer in head and isinstance(layer, kinds)), None):
         return [first]

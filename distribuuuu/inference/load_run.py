@@ -194,8 +194,8 @@ def _assemble(
     own = {"MODEL.WEIGHTS": None, "OUT_DIR": str(folder or Path(source).parent)}
     cfg = changed(cfg, {"MODEL.NUM_CLASSES": len(classes), "DATA.MEAN": mean, "DATA.STD": std, **own})
     kind, tensors = str(content.get("weights")), content.get("state_dict")
-    has_classifier = content.get("has_classifier") is not False
-    return LoadedRun(source, kind, cfg, tuple(classes), tensors, folder, None, content.get("task"), has_classifier)
+    flags = content.get("has_classifier") is not False, content.get("deployed") is True
+    return LoadedRun(source, kind, cfg, tuple(classes), tensors, folder, None, content.get("task"), *flags)
 
 
 def open_data(cfg: Config, train: bool = False) -> ImageDataset:

@@ -130,6 +130,7 @@ class LoadedRun:
         given_device: the device of the model; None: a GPU if there is one.
         task_state: the state of the task in the file; None: there is none.
         has_classifier: whether the weights include a head; else its random weights are of no use.
+        is_deployed: whether the weights are those of `Task.deploy_model`, as in an export.
         exported_results: the results of the run that an exported folder was written from; None: unknown.
     """
 
@@ -142,6 +143,7 @@ class LoadedRun:
     given_device: torch.device | None = None
     task_state: Mapping[str, Any] | None = None
     has_classifier: bool = True
+    is_deployed: bool = False
     exported_results: dict | None = None
 
     @cached_property
@@ -173,9 +175,11 @@ class LoadedRun:
         if self.state_dict is None:
             load_weights(self.cfg, model, self.source, self.classes, "RUN", needs_head=self.has_classifier)
         model = self.task.adapt_model(model)
+        model = self.task.deploy_model(model) if self.is_deployed else model
         if self.state_dict is not None:
             load_state_dict(model, self.state_dict, self.source)
             restore_task(self.task, self.task_state, self.source, in_training=False)
+        model = model if self.is_deployed else self.task.deploy_model(model)
         return model.to(self.device).eval()
 
     def build(self) -> "LoadedRun":

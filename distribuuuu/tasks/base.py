@@ -5,6 +5,7 @@ does everything else. A new task is one class, decorated with
 `@TASKS.register("name")`, in a file of this package or in a separate script. TASK.NAME selects it.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -130,6 +131,14 @@ class Task:
 
     def adapt_model(self, model: nn.Module) -> nn.Module:
         """Return the model to train: that of MODEL.ARCH, unchanged or adapted, e.g. with another head."""
+        return model
+
+    def deploy_model(self, model: nn.Module) -> nn.Module:
+        """Return the form of a trained model that is evaluated, exported and predicted with, e.g. without a projection.
+
+        Args:
+            model: a copy of that of `adapt_model`, with its weights; it may be changed.
+        """
         return model
 
     def prepare_training(self, plan: BatchPlan, images: ImageDataset, num_steps: int) -> None:
@@ -271,6 +280,12 @@ class Task:
         """Restore what `state_dict` and `rank_state_dict` returned; the names and the shapes are the same."""
         if state:
             raise TypeError(f"{type(self).__name__} defines no load_state_dict")
+
+
+def deploy_copy(task: Task, model: nn.Module) -> nn.Module:
+    """Return the form of a model to evaluate; the model itself, if its task has no other form."""
+    has_form = type(task).deploy_model is not Task.deploy_model
+    return task.deploy_model(copy.deepcopy(model)) if has_form else model
 
 
 def has_classes(cfg, num_classes: int) -> bool:

@@ -8,17 +8,16 @@ accuracy does not fall. It is chosen by the evaluation images, so judge it on ot
     python tools/train_net.py --cfg docs/examples/soup.yaml RNG_SEED 1 OUT_DIR exp/soup/seed_1
     python tools/train_net.py --cfg docs/examples/soup.yaml RNG_SEED 2 OUT_DIR exp/soup/seed_2
     python tools/train_net.py --cfg docs/examples/soup.yaml RNG_SEED 3 OUT_DIR exp/soup/seed_3
-    python docs/examples/soup.py --out exp/soup/out exp/soup/seed_*
+    distribuuuu soup PLUGINS docs/examples/soup.py --out exp/soup/out exp/soup/seed_*
     distribuuuu test exp/soup/seed_1 MODEL.WEIGHTS exp/soup/out/greedy.pth.tar
 
-It runs on several processes too: torchrun --nproc_per_node=2 docs/examples/soup.py ...
+It runs on several processes too: torchrun --nproc_per_node=2 -m distribuuuu soup PLUGINS docs/examples/soup.py ...
 
 Measured on the 500 evaluation images of shapes, with recomputed statistics: the runs (n = 3) have a top-1 of 99.0,
 99.2 and 99.0 % and a mean loss of 0.059, the uniform soup 99.0 % and 0.051, the greedy soup 99.2 % and 0.049.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,6 +26,7 @@ import torch
 import distribuuuu
 from distribuuuu.api import WeightsEvaluation
 from distribuuuu.checkpoint.io import read_checkpoint
+from distribuuuu.config.registry import COMMANDS
 from distribuuuu.distributed import comm
 
 StateDict = dict[str, torch.Tensor]
@@ -43,18 +43,19 @@ def average(members: Sequence[StateDict]) -> StateDict:
 def cook_greedily(run: WeightsEvaluation, members: dict[str, StateDict], metric: str, recalibrate: int) -> list[str]:
     """Return the names of the members of the greedy soup, the best one first."""
     values = {name: run.evaluate(member, name, recalibrate)[metric] for name, member in members.items()}
-    chosen, *others = sorted(values, key=values.__getitem__, reverse=True)
-    soup, best = [chosen], values[chosen]
+    first, *others = sorted(values, key=values.__getitem__, reverse=True)
+    chosen, best = [first], values[first]
     for name in others:
-        value = run.evaluate(average([members[one] for one in (*soup, name)]), f"soup with {name}", recalibrate)[metric]
-        if value >= best:
-            soup, best = [*soup, name], value
-    return soup
+        tried = average([members[one] for one in (*chosen, name)])
+        if (value := run.evaluate(tried, f"soup with {name}", recalibrate)[metric]) >= best:
+            chosen, best = [*chosen, name], value
+    return chosen
 
 
-def main(args: list[str]) -> None:
-    """Evaluate the members and both soups, and save the soups for MODEL.WEIGHTS."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@COMMANDS.register
+def soup(prog: str, args: list[str]) -> int:
+    """Evaluate the members and both soups, and save the soups for MODEL.WEIGHTS; return the exit status."""
+    parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="OUT_DIR of each run, with its best weights")
     parser.add_argument("--out", default="exp/soup", help="folder of the soups (%(default)s)")
     parser.add_argument("--metric", default="top1", help="display name of the metric; the highest is the best")
@@ -69,7 +70,4 @@ def main(args: list[str]) -> None:
                 path = Path(options.out) / f"{kind}.pth.tar"
                 torch.save(run.model.state_dict(), path)
                 print(f"{kind} soup of {', '.join(names)}: {options.metric} {result[options.metric]:.2f}; {path}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    return 0

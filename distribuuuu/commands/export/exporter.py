@@ -180,7 +180,7 @@ def write_safetensors(run: LoadedRun, folder: Path) -> None:
         key: Path(value).name if value and option_of(key).path else value for key, value in iter_options(run.cfg)
     }
     options["PLUGINS"] = [os.path.basename(entry) for entry in run.cfg.PLUGINS]
-    own = {"classes": list(run.classes), "config": options, "weights": run.weights}
+    own = {"classes": list(run.classes), "config": options, "weights": run.weights, "deployed": True}
     if run.results:  # without what describes this machine
         own["results"] = {**run.results, "overrides": {}, "environment": {}}
     content = {"model_args": dict(run.cfg.MODEL.KWARGS), "image_size": run.cfg.TRAIN.IM_SIZE, "distribuuuu": own}
