@@ -228,41 +228,26 @@ def git(folder, *args: str) -> str:
     return subprocess.run(["git", "-C", folder, *identity, *args], capture_output=True, text=True, check=True).stdout
 
 
-@pytest.fixture
-def checkout(tmp_path):
+def test_the_commit_is_that_of_the_code_or_none(tmp_path, monkeypatch, capfd):
     package = tmp_path / "repository" / "package"
-    package.mkdir(parents=True)
-    (package / "code.py").write_text("1\n")
+    installed = package.parent / ".venv" / "package"  # in a repository that is not its own
+    for folder in (package, installed):
+        folder.mkdir(parents=True)
+        (folder / "code.py").write_text("1\n")
     git(package.parent, "init", "-q")
     git(package, "add", ".")
     git(package, "commit", "-qm", "first")
-    return package
-
-
-def test_the_commit_is_that_of_the_code_and_says_if_the_code_was_changed(checkout, capfd):
-    head = git(checkout, "rev-parse", "HEAD").strip()
-    assert find_commit(checkout) == head
-    (checkout.parent / "notes.txt").write_text("not code")
-    assert find_commit(checkout) == head
-    (checkout / "my_net.py").write_text("a new model\n")
-    assert find_commit(checkout) == f"{head}+changes"
-    (checkout / "my_net.py").unlink()
-    (checkout / "code.py").write_text("2\n")
-    assert find_commit(checkout) == f"{head}+changes"
-    assert capfd.readouterr() == ("", "")
-
-
-def test_no_commit_is_made_up(checkout, tmp_path, monkeypatch):
-    assert find_commit(tmp_path) is None  # no repository
-    installed = checkout.parent / ".venv" / "package"  # in a repository that is not its own
-    installed.mkdir(parents=True)
-    (installed / "code.py").write_text("1\n")
-    assert find_commit(installed) is None
-    monkeypatch.setenv("GIT_DIR", str(checkout.parent / ".git"))  # as in a hook of that repository
+    head = git(package, "rev-parse", "HEAD").strip()
+    (package.parent / "notes.txt").write_text("not code")
+    assert find_commit(package) == head and find_commit(installed) is find_commit(tmp_path) is None
+    for name, before in (("my_net.py", None), ("code.py", "1\n")):
+        (package / name).write_text("2\n")
+        assert find_commit(package) == f"{head}+changes"
+        (package / name).write_text(before) if before else (package / name).unlink()
+    monkeypatch.setenv("GIT_DIR", str(package.parent / ".git"))  # as in a hook of that repository
     assert find_commit(tmp_path) is None
-    monkeypatch.delenv("GIT_DIR")
     monkeypatch.setenv("PATH", str(tmp_path))  # no git
-    assert find_commit(checkout) is None
+    assert find_commit(package) is None and capfd.readouterr() == ("", "")
 
 
 def test_hardware_is_counted_once_though_processes_share_it(monkeypatch):
@@ -382,9 +367,9 @@ def test_large_sets_are_stored_in_half_precision_relative_to_the_largest_logit(t
     assert np.allclose(content.confidence, expected[:, 0], atol=1e-3)
 
 
-def test_logits_that_are_not_finite_are_recorded_and_outputs_without_a_column_for_each_class_are_not(tmp_path):
+def test_logits_that_are_not_finite_are_refused_and_outputs_without_a_column_for_each_class_not_recorded(tmp_path):
     logits = torch.randn(8, 3)
     logits[2], logits[3, 1] = torch.nan, torch.inf
-    content = as_file(tmp_path, record(logits, torch.zeros(8).long()), 3)
-    assert np.isnan(content.scores[2]).all() and np.isinf(content.scores[3, 1])
+    with pytest.raises(ConfigError, match="scores that are not finite; fix: evaluate another checkpoint"):
+        as_file(tmp_path, record(logits, torch.zeros(8).long()), 3)
     assert record(torch.zeros(4, 5), torch.zeros(4).long(), 4, classes=3) is None
