@@ -69,6 +69,6 @@ def list_jobs(env: Mapping[str, str] = os.environ, only_restarted: bool = False)
     return jobs
 
 
-def was_launched(env: Mapping[str, str] = os.environ) -> bool:
+def was_launched() -> bool:
     """Tell whether torchrun or --nproc, which wait for their processes, has started this one."""
-    return "TORCHELASTIC_RUN_ID" in env or NPROC_MARK in env
+    return "TORCHELASTIC_RUN_ID" in os.environ or NPROC_MARK in os.environ

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,10 @@ def die_with_parent(signum: int | None = None) -> None:
         os._exit(1)
 
 
-def has_lost_launcher(env: Mapping[str, str] = os.environ) -> bool:
+def has_lost_launcher() -> bool:
     """Tell whether the launcher of this process has exited, so that the process has another parent."""
-    if NPROC_MARK in env:
-        return os.getppid() != int(env[NPROC_MARK].split()[0])
+    if NPROC_MARK in os.environ:
+        return os.getppid() != int(os.environ[NPROC_MARK].split()[0])
     if os.getppid() != 1:
         return False
     try:  # torchrun does not pass its process id; in a container it may be process 1 itself

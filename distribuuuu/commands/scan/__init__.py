@@ -1,1 +1,1 @@
-"""Measurement of the images of a data set, and their splits, shared by the commands doctor, split and finetune."""
+"""Passes over the images of a data set, shared by several commands: measurements, splits, and resumable output."""
