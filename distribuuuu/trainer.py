@@ -22,7 +22,6 @@ from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.engine.build import build_run, find_weights, open_run
 from distribuuuu.engine.evaluator import check_finite, evaluate, open_evaluation
 from distribuuuu.engine.preflight import resolve_cfg
-from distribuuuu.engine.resume import roll_back
 from distribuuuu.engine.run import (
     Run,
     Training,
@@ -79,6 +78,8 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
                         run.state.finish_epoch()
                         run.save()
                 except NonFiniteError as error:
+                    from distribuuuu.engine.rollback import roll_back
+
                     roll_back(run, error)
             run.checkpoints.finish()
         describe_end(run, started_at)

@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -250,24 +250,6 @@ class CheckpointManager:
 
     # --------------------------------------------------------------------------------------- the folder
 
-    def archive(self, names: Sequence[str] = ()) -> Path | None:
-        """Move checkpoints and best weights of an older run to checkpoints.N, for a new run in the same OUT_DIR.
-
-        The other files are moved into that folder before it is renamed, so that a repeated call completes a killed one.
-
-        Args:
-            names: other files of OUT_DIR to move.
-        """
-        if not self.list():
-            return None
-        for path in (*self.bests.values(), *(self.folder.parent / name for name in names)):
-            if path.exists():
-                os.replace(path, self.folder / path.name)
-        numbered = (Path(f"{self.folder}.{number}") for number in range(1, 10**6))
-        archived = next(path for path in numbered if not path.exists())
-        os.replace(self.folder, archived)
-        return archived
-
     def list(self) -> list[Path]:
         """Return the checkpoints ordered by epoch and step as numbers: 1000 is after 999."""
         try:
@@ -324,8 +306,11 @@ def snapshot(value: Any) -> Any:
     Tensors of a GPU are copied together, and the host waits for them once.
     """
     tensors = [tensor for _, tensor in _iter_tensors(value, "") if tensor.is_cuda]
-    copies = copy_to_host(tensors)() if tensors else ()
-    return _copy(value, dict(zip(map(id, tensors), copies, strict=True)))
+    if not tensors:
+        return _copy(value, {})
+    from distribuuuu.checkpoint.host_copy import copy_to_host
+
+    return _copy(value, dict(zip(map(id, tensors), copy_to_host(tensors)(), strict=True)))
 
 
 def _copy(value: Any, copies: dict[int, torch.Tensor]) -> Any:
@@ -367,30 +352,3 @@ def _iter_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, (dict, list, tuple)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _iter_tensors(item, f"{name}/{key}" if name else str(key))
-
-
-def copy_to_host(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-    """Start to copy tensors of GPUs to the host; return a function that waits for the copies, once for each GPU.
-
-    The copies are in page-locked memory. Tensors that are on the CPU are returned themselves.
-    """
-    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-    copies = [_copy_to_pinned(tensor) if tensor.is_cuda else tensor.cpu() for tensor in tensors]
-    copied = [torch.cuda.Event(blocking=True) for _ in devices]
-    for event, device in zip(copied, devices, strict=True):  # which need not be the current one
-        event.record(torch.cuda.current_stream(device))
-
-    def wait() -> list[torch.Tensor]:
-        for event in copied:
-            event.synchronize()
-        return copies
-
-    return wait
-
-
-def _copy_to_pinned(tensor: torch.Tensor) -> torch.Tensor:
-    try:
-        target = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    except RuntimeError:  # so much memory cannot be page-locked: the copy then waits for the device
-        target = torch.empty_like(tensor, device="cpu")
-    return target.copy_(tensor.detach(), non_blocking=target.is_pinned())

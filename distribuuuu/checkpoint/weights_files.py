@@ -119,7 +119,9 @@ def find_weights_file(path: str, ema: bool = True) -> Path:
         return found
     if not found.is_dir():
         raise ConfigError(f"no such file or folder: {path}")
-    for folder in (found, *_find_snapshots(found)):
+    from distribuuuu.checkpoint.hub_cache import find_snapshots
+
+    for folder in (found, *find_snapshots(found)):
         if best := find_best(folder, sorted(KINDS, key=lambda kind: kind != RAW and not ema)):
             return best
         for name in HUB_NAMES:
@@ -139,16 +141,3 @@ def find_card(path: str | os.PathLike) -> Path | None:
 def has_card(path: Path) -> bool:
     """Tell whether a file of weights has a config.json, so that `local-dir:FOLDER` names them."""
     return path.name in HUB_NAMES and path.with_name("config.json").is_file()
-
-
-def _find_snapshots(repository: Path) -> list[Path]:
-    """Return the folder of the revision to use of a repository in the Hub's cache; none: it is no such repository."""
-    revisions = sorted(folder for folder in repository.glob("snapshots/*") if folder.is_dir())
-    if len(revisions) < 2:
-        return revisions
-    main = repository / "refs" / "main"
-    name = main.read_text(encoding="utf-8", errors="replace").strip() if main.is_file() else ""
-    if chosen := [folder for folder in revisions if folder.name == name]:
-        return chosen
-    names = ", ".join(folder.name for folder in revisions[:5])
-    raise ConfigError(f"{repository} holds several revisions; name one of {repository}/snapshots: {names}")

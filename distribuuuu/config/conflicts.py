@@ -212,7 +212,7 @@ def _check_arguments(cfg: Config) -> Iterator[Problem]:
             yield Problem(f"OPTIM.KWARGS.{name}", message)
     for section in ("MODEL.KWARGS", "DISTILL.KWARGS", "OPTIM.KWARGS"):
         if kwargs := get_value(cfg, section):
-            from distribuuuu.config.model_names import find_reading_keywords
+            from distribuuuu.config.reading_keywords import find_reading_keywords
 
             yield from (Problem(*found) for found in find_reading_keywords(section, kwargs))
 

@@ -12,6 +12,11 @@ _BASE_TASK = "distribuuuu.tasks.base"
 # A side of a square, or a height and a width, in pixels.
 Size = int | tuple[int, int]
 
+# Options of preprocessing that follow initial weights unless they are set; of the sizes, all do or none.
+STATISTICS = ("DATA.MEAN", "DATA.STD")
+SIZES = ("TRAIN.IM_SIZE", "TEST.IM_SIZE", "TEST.CROP_SIZE", "TEST.CROP")
+FOLLOWING = (*STATISTICS, "DATA.INTERPOLATION", "TEST.INTERPOLATION", *SIZES, "MODEL.LICENSE")
+
 
 def height_and_width(size: Size) -> tuple[int, int]:
     """Return the height and the width of a size."""

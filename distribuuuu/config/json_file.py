@@ -1,7 +1,6 @@
 """JSON files from users and from others."""
 
 import json
-import math
 import os
 from typing import Any
 
@@ -19,12 +18,3 @@ def load_json(path: str | os.PathLike) -> Any:
     except ValueError as error:
         raise ConfigError(f"{path}: invalid JSON: {' '.join(str(error).split())}") from error
     return value
-
-
-def replace_nonfinite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON cannot represent, by None."""
-    if isinstance(value, dict):
-        return {key: replace_nonfinite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [replace_nonfinite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -6,7 +6,7 @@ The options, with their defaults and meaning, are in options.py.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import yaml
@@ -70,7 +70,7 @@ def read_cfg(cfg_file: CfgFiles = None, overrides: Sequence[str] = ()) -> tuple[
         _merge_file(cfg, settings, problems)
         _resolve_plugins(cfg, folder)
     of_file = cfg.clone()
-    _merge(cfg, _read_overrides(overrides, problems), problems)
+    merge(cfg, _read_overrides(overrides, problems), problems)
     cfg.replaced.update((key, value) for key, value in iter_options(of_file) if cfg.origins.get(key) == COMMAND_LINE)
     cfg.replaced.update(getattr(cfg_file, "replaced", {}))
     _resolve_plugins(cfg)
@@ -95,22 +95,6 @@ def list_files(cfg_file: CfgFiles) -> list[str]:
     if isinstance(cfg_file, Config) or not cfg_file:
         return []
     return [cfg_file] if isinstance(cfg_file, (str, os.PathLike)) else list(cfg_file)
-
-
-def override(cfg: Config, options: Mapping[str, Any], origin: str, allowed: tuple[str, ...]) -> Config:
-    """Return a frozen copy with other values of some options, whose keys begin with one of `allowed`.
-
-    ConfigError, which names `origin`: a key is unknown or not allowed, or a value is invalid.
-    """
-    copied, found = cfg.clone(), list[Problem]()
-    copied.defrost()
-    _merge(copied, [(key, value, origin) for key, value in options.items()], found)
-    message = f"has no effect here; expected {', '.join(allowed)}"
-    found += [Problem(key, message, {key: origin}) for key in options if not key.startswith(allowed)]
-    if problems := found or find_problems(copied):
-        raise ConfigError(problems)
-    copied.freeze()
-    return copied
 
 
 def _resolve_plugins(cfg: Config, folder: str = "") -> None:
@@ -168,30 +152,18 @@ def _read_file(path: str, problems: list[Problem], seen: set[str], chain: tuple[
         for name in (value if isinstance(value, list) and value else [value]) if key == BASE else ():
             name = os.path.expanduser(os.path.expandvars(name)) if isinstance(name, str) else name
             base = find_base(name, os.path.dirname(path)) if isinstance(name, str) else None
-            if problem := _find_base_problem(name, base, path, (*chain, origin)):
+            above = {os.path.realpath(user.rpartition(":")[0]) for user in (*chain, origin)}
+            is_complete = isinstance(path, FoundConfig) and not isinstance(path, ListedConfig)
+            if base is None or is_complete or os.path.realpath(base) in above:
+                from distribuuuu.hints.words import describe_base_problem
+
+                problem = describe_base_problem(name, base, path, (*chain, origin))
                 problems.append(Problem(BASE, problem, {BASE: origin}))
-            elif base and os.path.realpath(base) not in seen:
+            elif os.path.realpath(base) not in seen:
                 layers += _read_file(base, problems, seen, (*chain, origin))
     users = "".join(f", base of {user}" for user in reversed(chain))
     own = [(key, value, f"{origin}{users}") for key, value, origin in settings if key != BASE]
     return [*layers, (own, os.path.dirname(path))]
-
-
-def _find_base_problem(name: Any, base: str | None, path: str, chain: tuple[str, ...]) -> str | None:
-    """Return why a base cannot be read, with the files that lead to it; None if it can."""
-    if isinstance(path, FoundConfig) and not isinstance(path, ListedConfig):
-        return f"got {name!r} in the folder of a run, whose config is complete; fix: name your own with --cfg"
-    if not isinstance(name, str):
-        return f"got {name!r}; expected the path of a YAML file, or a list of paths"
-    files = [user.rpartition(":")[0] for user in chain]
-    shown = " -> ".join([*files, base or name])
-    if base is None:
-        from distribuuuu.hints.words import suggest_configs
-
-        return f"no such file: {shown}{suggest_configs(os.path.join(os.path.dirname(path), name))}"
-    if os.path.realpath(base) in map(os.path.realpath, files):
-        return f"got a file that is its own base: {shown}; fix: remove one of these lines"
-    return None
 
 
 def _read_yaml(path: str, problems: list[Problem]) -> list[Setting]:
@@ -308,7 +280,7 @@ def _merge_file(cfg: Config, settings: list[Setting], problems: list[Problem]) -
     for section, name in _SELECTED_BY.items():
         if given.get(name, get_value(cfg, name)) != get_value(cfg, name):
             _empty(cfg, section)
-    _merge(cfg, settings, problems)
+    merge(cfg, settings, problems)
     unset = [cfg.TRAIN.DATASET] if "DATA.NAME" in given else [cfg.TRAIN.DATASET, OPTIONS["TRAIN.DATASET"].default]
     if os.path.normpath(cfg.TEST.DATASET) in map(os.path.normpath, unset):
         cfg.TEST.DATASET = ""
@@ -321,7 +293,7 @@ def _empty(cfg: Config, section: str) -> None:
     dict.clear(get_value(cfg, section))
 
 
-def _merge(cfg: Config, settings: list[Setting], problems: list[Problem]) -> None:
+def merge(cfg: Config, settings: list[Setting], problems: list[Problem]) -> None:
     """Apply the settings to the tree; append a problem for each that is invalid."""
     for key, value, origin in settings:
         section, name = split_key(key)

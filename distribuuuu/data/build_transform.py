@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.derived import eval_crop_size
 from distribuuuu.config.options import WHOLE_IMAGE
-from distribuuuu.config.reader import override
 from distribuuuu.config.registry import task_class
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.transforms import CenterCrop, ResizedCrop, Transform
@@ -34,6 +33,8 @@ def build_transform(cfg, images: ImageDataset, train: bool, name: str = MAIN) ->
         return build_eval_crop(cfg)
     stages = {0: build_views(cfg, images, name)}
     for epoch, options in sorted(task_class(cfg).augmentation_stages(cfg).items()):
+        from distribuuuu.config.override import override
+
         stages[epoch] = build_views(override(cfg, options, f"stage from epoch {epoch}", _OF_STAGE), images, name)
     if not depends_on_epoch(cfg):
         return stages[0]
@@ -46,7 +47,11 @@ def build_views(cfg, images: ImageDataset, name: str) -> Transform:
     """Return the transform of the training images of a loader."""
     views = []
     for number, options in enumerate(task_class(cfg).views(cfg, name), 1):
-        own = override(cfg, options, f"view {number} of loader {name}", _OF_VIEW) if options else cfg
+        own = cfg
+        if options:
+            from distribuuuu.config.override import override
+
+            own = override(cfg, options, f"view {number} of loader {name}", _OF_VIEW)
         if cfg.TRAIN.IM_SIZE_START and own.TRAIN.IM_SIZE != cfg.TRAIN.IM_SIZE:
             message = f"got {cfg.TRAIN.IM_SIZE_START}; with views of several sizes, expected 0; fix: set it to 0"
             raise ConfigError(Problem("TRAIN.IM_SIZE_START", message), cfg.origins)

@@ -13,9 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, load_state_dict
+from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, load_state_dict, read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager, find_nonfinite, hash_tensors
-from distribuuuu.checkpoint.weights_files import KINDS, RAW, best_paths, build_kinds, find_best, find_weights_file
+from distribuuuu.checkpoint.weights_files import (
+    KINDS,
+    RAW,
+    best_paths,
+    build_kinds,
+    find_best,
+    find_weights_file,
+    has_card,
+)
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed, iter_options
 from distribuuuu.config.derived import total_steps
@@ -329,10 +337,13 @@ def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.
         load_weights(cfg, model, weights, classes, "MODEL.PRETRAINED", needs_head=True)
     model = task.adapt_model(model).to(task.device)
     if weights and not is_published(weights):
-        from distribuuuu.models.preprocessing import read_weights
-
         weights = str(find_weights_file(weights, cfg.FINETUNE.EMA))
-        content = read_weights(Path(weights))
+        if has_card(Path(weights)):
+            from distribuuuu.models.preprocessing import read_weights
+
+            content = read_weights(Path(weights))
+        else:
+            content = read_checkpoint(weights)
         try:
             load_state_dict(model, content["state_dict"], weights)
         except CheckpointError as error:
@@ -360,10 +371,13 @@ def prepare_out_dir(cfg, checkpoints: CheckpointManager, latest: Path | None) ->
     for kind in KINDS.keys() - build_kinds(cfg) if latest else ():
         with contextlib.suppress(FileNotFoundError):  # of an earlier part of the run, which readers would take
             os.replace(checkpoints.bests[kind], checkpoints.folder / checkpoints.bests[kind].name)
-    is_new = latest is None and not cfg.TRAIN.AUTO_RESUME
-    names = [path.name for path in Path(cfg.OUT_DIR).glob(f"{Path(PREDICTIONS).stem}*.npz")]
-    if is_new and (archive := checkpoints.archive((cfg.CFG_DEST, METRICS, RESULTS, *names, TRACKERS_FOLDER))):
-        logger.info("TRAIN.AUTO_RESUME is False: checkpoints and config of the previous run were moved to %s", archive)
+    if latest is None and not cfg.TRAIN.AUTO_RESUME:
+        from distribuuuu.checkpoint.archive import archive_run
+
+        names = [path.name for path in Path(cfg.OUT_DIR).glob(f"{Path(PREDICTIONS).stem}*.npz")]
+        if archive := archive_run(checkpoints, (cfg.CFG_DEST, METRICS, RESULTS, *names, TRACKERS_FOLDER)):
+            text = "TRAIN.AUTO_RESUME is False: checkpoints and config of the previous run were moved to %s"
+            logger.info(text, archive)
     write_config(cfg)
 
 

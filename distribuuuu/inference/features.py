@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distribuuuu.checkpoint.manager import copy_to_host
+from distribuuuu.checkpoint.host_copy import copy_to_host
 from distribuuuu.config import ConfigError
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.inference.forward_chunks import ChunkLoader, one_behind

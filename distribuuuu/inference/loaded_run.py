@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from distribuuuu.checkpoint.host_copy import copy_to_host
 from distribuuuu.checkpoint.io import load_state_dict
-from distribuuuu.checkpoint.manager import copy_to_host
 from distribuuuu.checkpoint.weights_files import KINDS
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.derived import show_size

@@ -24,6 +24,8 @@ def build_model(cfg) -> nn.Module:
     except ConfigError as error:
         raise ConfigError(error.problems, cfg.origins) from error
     if cfg.MODEL.INIT != "own":
+        from distribuuuu.models.initialization import initialize
+
         initialize(model, keep_norms=cfg.MODEL.INIT == "fan_out_own_norms")
     return model.to(memory_format=torch.channels_last) if cfg.MODEL.CHANNELS_LAST else model
 
@@ -35,23 +37,6 @@ def select_outputs(model: nn.Module, columns: torch.Tensor, num_classes: int) ->
         return logits[:, columns] if getattr(logits, "shape", ())[1:] == (num_classes,) else logits
 
     model.register_forward_hook(select)
-
-
-def initialize(model: nn.Module, keep_norms: bool = False) -> None:
-    """Initialize as pycls does (models/blocks.py): N(0, 2 / fan-out) and N(0, 0.01) for linear layers, scales of 1.
-
-    The groups of a convolution do not divide its fan-out, unlike in timm since 0.6. Biases of convolutions start as in
-    torch. With `keep_norms`, norms keep their scales: timm's regnet.py before 0.6 had zeros at the ends of blocks.
-    """
-    from distribuuuu.models.head import draw_small_weights
-
-    for layer in model.modules():
-        if isinstance(layer, nn.Conv2d) or (isinstance(layer, nn.BatchNorm2d) and not keep_norms):
-            layer.reset_parameters()
-        if isinstance(layer, nn.Conv2d):
-            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
-        elif isinstance(layer, nn.Linear):
-            draw_small_weights(layer)
 
 
 def check_model(cfg) -> None:

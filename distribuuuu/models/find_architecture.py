@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ from distribuuuu.config.derived import Size
 from distribuuuu.config.model_names import OWN_KEYS, SOURCES, find_unknown_keywords, keep_names
 from distribuuuu.config.options import IMAGENET_CLASSES
 from distribuuuu.config.registry import MODELS
+from distribuuuu.models.constructor_keywords import find_keywords, named_parameters, settable_parameters
 
 Constructor = Callable[..., nn.Module]
-Parameters = dict[str, inspect.Parameter]
 
 # Names of the image-size parameter in this package, timm and torchvision.
 SIZE_NAMES = ("im_size", "img_size", "image_size")
@@ -145,42 +144,19 @@ def find_architecture(arch: str) -> Architecture:
     sources = [source for source in SOURCES if prefix in ("", source)]
     for source in sources:
         constructor = _find_constructor(source, name)
-        keep_names(source, functools.partial(list_names, source))
+        keep_names(source, lambda source=source: _list_names(source))
         if constructor is not None:
             return Architecture(name, source, constructor)
     from distribuuuu.hints.words import describe_unknown_model
 
-    names = {source: list_names(source) for source in sources or SOURCES}
+    names = {source: _list_names(source) for source in sources or SOURCES}
     raise ConfigError(Problem("MODEL.ARCH", describe_unknown_model(arch, names, SOURCES)))
 
 
-def list_names(source: str) -> dict[str, list[str] | None]:
-    """Return the names that a source knows, those of this package with their keywords, as `load_names`.
+def _list_names(source: str) -> dict[str, list[str] | None]:
+    from distribuuuu.models.list_names import list_names
 
-    Models of plug-ins are left out: other processes do not know them.
-    """
-    if source == "timm":
-        import timm
-
-        # Names that is_model() accepts and list_models() omits.
-        deprecated: Callable[[], dict] = getattr(timm.models, "get_deprecated_models", dict)
-        return dict.fromkeys([*timm.list_models(), *timm.list_models(include_tags=True), *deprecated()])
-    if source == "torchvision":
-        # The classifiers, also with the name of their weights; models for other tasks are in sub-modules.
-        names = torchvision.models.list_models(module=torchvision.models)
-        tags = (f"{name}.{one.name}" for name in names for one in torchvision.models.get_model_weights(name))
-        return dict.fromkeys([*names, *tags])
-    own = {name: MODELS.get(name) for name in MODELS.names()}
-    keywords = {
-        name: _named_parameters(one) for name, one in own.items() if one.__module__.partition(".")[0] in SOURCES
-    }
-    return {name: None if is_open else _allowed(parameters) for name, (parameters, is_open) in keywords.items()}
-
-
-def _allowed(parameters: Parameters) -> list[str]:
-    """Return the parameters that a user may set: the entry function passes those without a default."""
-    names = [name for name, parameter in parameters.items() if parameter.default is not parameter.empty]
-    return sorted(set(names) - OWN_KEYS.keys())
+    return list_names(source)
 
 
 def _find_constructor(source: str, name: str) -> Constructor | None:
@@ -191,7 +167,7 @@ def _find_constructor(source: str, name: str) -> Constructor | None:
         known = timm.is_model(name) and ("." not in name or name in timm.list_models(include_tags=True))
         return functools.partial(timm.create_model, name) if known else None
     if source == "torchvision":
-        return torchvision.models.get_model_builder(name.partition(".")[0]) if name in list_names(source) else None
+        return torchvision.models.get_model_builder(name.partition(".")[0]) if name in _list_names(source) else None
     return MODELS.get(name) if name in MODELS else None
 
 
@@ -212,11 +188,11 @@ def build_model_spec(cfg) -> ModelSpec:
     parameters, is_open = find_keywords(arch.constructor, num_classes)
     # A model of a plug-in may have parameters without a default.
     known = kwargs if is_open else parameters
-    allowed = [*_allowed(parameters), *(name for name in kwargs if name in known and name not in OWN_KEYS)]
+    allowed = [*settable_parameters(parameters), *(name for name in kwargs if name in known and name not in OWN_KEYS)]
     if problems := [Problem(*one) for one in find_unknown_keywords("MODEL.KWARGS", kwargs, arch.name, allowed)]:
         raise ConfigError(problems)
     given = {*kwargs, *OWN_KEYS, *SIZE_NAMES}
-    required = (name for name, one in _named_parameters(arch.constructor)[0].items() if one.default is one.empty)
+    required = (name for name, one in named_parameters(arch.constructor)[0].items() if one.default is one.empty)
     if missing := [name for name in required if name not in given]:
         fix = f"fix: set MODEL.KWARGS.{missing[0]}"
         raise ConfigError(Problem("MODEL.KWARGS", f"{arch.name} has no default for {', '.join(missing)}; {fix}"))
@@ -228,29 +204,3 @@ def build_model_spec(cfg) -> ModelSpec:
     is_set = not kwargs.keys().isdisjoint(SIZE_NAMES)
     im_size = {size_name: cfg.TRAIN.IM_SIZE} if size_name and not is_set else {}
     return ModelSpec(arch, num_classes, kwargs, im_size, cfg.DATA.CHANNELS)
-
-
-def find_keywords(constructor: Constructor, num_classes: int) -> tuple[Parameters, bool]:
-    """Return the keyword parameters of a constructor, and whether it accepts unlisted ones too.
-
-    If it accepts **kwargs, they are followed into the class that it builds, from __init__ to the parent's __init__.
-    """
-    named, is_open = _named_parameters(constructor)
-    classes: tuple[type, ...] = ()
-    if is_open:
-        with contextlib.suppress(RuntimeError), torch.device("meta"):  # some compute with real tensors
-            classes = type(constructor(num_classes=num_classes)).__mro__
-    for owner in itertools.takewhile(lambda one: one is not nn.Module, classes):  # which accepts none itself
-        if is_open and "__init__" in vars(owner):
-            inherited, is_open = _named_parameters(vars(owner)["__init__"])
-            named = {**inherited, **named}
-    named.pop("self", None)
-    return named, is_open
-
-
-def _named_parameters(function: Callable) -> tuple[Parameters, bool]:
-    """Return the parameters that can be passed by name, and whether **kwargs is among the parameters."""
-    parameters = inspect.signature(function).parameters
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    named = {name: parameter for name, parameter in parameters.items() if parameter.kind in by_name}
-    return named, any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -16,16 +16,14 @@ from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.checkpoint.weights_files import find_card, find_weights_file, has_card
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.config_node import get_value, iter_options
+from distribuuuu.config.derived import FOLLOWING, SIZES, STATISTICS
 from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.model_names import PUBLISHED, is_published
-from distribuuuu.config.reader import override, read_cfg
+from distribuuuu.config.override import override
+from distribuuuu.config.reader import read_cfg
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.launch.detect import list_jobs
 
-STATISTICS = ("DATA.MEAN", "DATA.STD")
-# They follow together: if one is set, the others keep their values.
-SIZES = ("TRAIN.IM_SIZE", "TEST.IM_SIZE", "TEST.CROP_SIZE", "TEST.CROP")
-FOLLOWING = (*STATISTICS, "DATA.INTERPOLATION", "TEST.INTERPOLATION", *SIZES, "MODEL.LICENSE")
 # Parts of names of licenses that forbid commercial use: cc-by-nc, Apple's for research (AMLR), those of SEER and SWAG.
 _NON_COMMERCIAL = re.compile(r"\bnc\b|non-?commercial|research|amlr|seer|swag", re.IGNORECASE)
 

@@ -21,6 +21,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Sized
@@ -33,7 +34,6 @@ from distribuuuu.config.config_node import get_value, iter_options
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.derived import eval_crop_size, eval_resize, show_size
 from distribuuuu.config.errors import counted
-from distribuuuu.config.json_file import replace_nonfinite
 from distribuuuu.config.options import OPEN_SECTIONS, option_of
 from distribuuuu.config.reader import split_key
 from distribuuuu.config.registry import dataset_name
@@ -231,3 +231,12 @@ def _write_json(path: Path, record: dict) -> None:
     text = json.dumps(replace_nonfinite(record), indent=2, default=str, allow_nan=False) + "\n"
     with replacing(path, "w", encoding="utf-8", newline="") as file:
         file.write(text)
+
+
+def replace_nonfinite(value: Any) -> Any:
+    """Replace NaN and infinity, which JSON cannot represent, by None."""
+    if isinstance(value, dict):
+        return {key: replace_nonfinite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [replace_nonfinite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -20,6 +20,7 @@ from torch import nn
 
 from distribuuuu.checkpoint import io as checkpoint_io
 from distribuuuu.checkpoint import manager as checkpoint
+from distribuuuu.checkpoint.archive import archive_run
 from distribuuuu.checkpoint.io import CheckpointError, load_state_dict, read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager, checkpoint_name, find_nonfinite
 from distribuuuu.checkpoint.weights_files import Best
@@ -160,14 +161,14 @@ def test_an_older_run_is_set_aside_whole(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         replace(*paths)
 
-    assert folder.archive() is None
+    assert archive_run(folder) is None
     for number in (1, 2):
         save(folder, make_state(epoch=1), is_best=True)
         (tmp_path / "config.yaml").write_text("x")
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(os, "replace", move)
-            folder.archive(["config.yaml"])
-        folder.archive(["config.yaml"])
+            archive_run(folder, ["config.yaml"])
+        archive_run(folder, ["config.yaml"])
         names = {path.name for path in (tmp_path / f"checkpoints.{number}").iterdir()}
         assert names == {checkpoint_name(1, 0), "best.pth.tar", "config.yaml"}
         assert folder.list() == [] and not folder.bests["raw"].exists()

@@ -17,8 +17,9 @@ from torch import nn
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.conflicts import find_unused_options
 from distribuuuu.config.derived import CONDITIONS
-from distribuuuu.config.model_names import SOURCES, find_model_problems, find_reading_keywords, load_names
+from distribuuuu.config.model_names import SOURCES, find_model_problems, load_names
 from distribuuuu.config.options import OPTIONS
+from distribuuuu.config.reading_keywords import find_reading_keywords
 from distribuuuu.config.registry import BUILT_IN_TASKS, TASKS
 from distribuuuu.engine.preflight import find_compiler, resolve_cfg
 from distribuuuu.models.find_architecture import find_architecture

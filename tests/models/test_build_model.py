@@ -26,9 +26,9 @@ from distribuuuu.engine.build import build_initial_model
 from distribuuuu.inference.load_run import find_run
 from distribuuuu.models import build_model, check_model
 from distribuuuu.models.botnet import RelativePosition, botnet50
-from distribuuuu.models.build import initialize
 from distribuuuu.models.cifar_resnet import CifarBlock, CifarResNet
 from distribuuuu.models.find_architecture import build_model_spec, find_architecture
+from distribuuuu.models.initialization import initialize
 from distribuuuu.models.pretrained import check_published_head
 from distribuuuu.models.torchvision_nets import NAMES
 from distribuuuu.trainer import evaluate_weights

@@ -25,7 +25,6 @@ from distribuuuu.commands.scan.data_config import open_images
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.derived import height_and_width
-from distribuuuu.config.json_file import replace_nonfinite
 from distribuuuu.config.options import option_of
 from distribuuuu.data.crops import EvalCrop
 from distribuuuu.files.new_folder import new_folder
@@ -33,7 +32,7 @@ from distribuuuu.inference.forward_chunks import UnlabeledImages
 from distribuuuu.inference.loaded_run import CPU, LoadedRun
 from distribuuuu.models.find_architecture import ModelSpec, build_model_spec, find_architecture
 from distribuuuu.records.environment import describe_hardware, find_commit, list_versions
-from distribuuuu.records.results import describe_evaluation
+from distribuuuu.records.results import describe_evaluation, replace_nonfinite
 from distribuuuu.tasks.base import Task
 
 _SAFETENSORS = "model.safetensors"

@@ -27,9 +27,9 @@ from distribuuuu.commands.stats.significance import (
 from distribuuuu.commands.stats.stored_predictions import Predictions
 from distribuuuu.config import ConfigError, yaml_file
 from distribuuuu.config.errors import counted, first_few
-from distribuuuu.config.json_file import replace_nonfinite
 from distribuuuu.config.options import OPTIONS
 from distribuuuu.files.untrusted import read_regular
+from distribuuuu.records.results import replace_nonfinite
 
 # A difference is called significant if its p-value is below this.
 ALPHA = 0.05

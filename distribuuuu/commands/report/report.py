@@ -31,7 +31,7 @@ def report(prog: str, args: list[str]) -> int:
     from distribuuuu.commands.html.page import write_page
     from distribuuuu.commands.report.run_report import build_report, describe_accuracy, read_run
     from distribuuuu.commands.stats.stored_predictions import list_mistakes
-    from distribuuuu.config.json_file import replace_nonfinite
+    from distribuuuu.records.results import replace_nonfinite
 
     run = read_run(flags.run, flags.predictions)
     if flags.format == "html":
