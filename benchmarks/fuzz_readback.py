@@ -33,7 +33,6 @@ from distribuuuu.commands.stats.run_groups import Result, group_runs
 from distribuuuu.commands.stats.stored_predictions import read_predictions
 from distribuuuu.commands.table.table import format_table, make_row
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.config.json_file import replace_nonfinite
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.image_list import Multilabel
 from distribuuuu.data.packed.dataset import Packed
@@ -41,6 +40,7 @@ from distribuuuu.data.packed.format import INDEX
 from distribuuuu.records.metric_writers import drop_records_after
 from distribuuuu.records.predictions import write_npz as save_arrays
 from distribuuuu.records.read_results import read_results
+from distribuuuu.records.results import replace_nonfinite
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from support.archives import archive_folder, write_imagenet

@@ -161,7 +161,8 @@ class CheckpointManager:
                 return
 
     def _write(self, path: Path, content: dict[str, Any], write_results: WriteResults | None) -> None:
-        check_readable({"task": content.get("task")})  # the only part that is not known to be
+        if task := content.get("task"):  # the only part that is not known to be readable
+            check_readable({"task": task})
         self.folder.mkdir(exist_ok=True)
         if content.get("evaluations"):
             if write_results:
