@@ -144,7 +144,7 @@ def find_architecture(arch: str) -> Architecture:
     sources = [source for source in SOURCES if prefix in ("", source)]
     for source in sources:
         constructor = _find_constructor(source, name)
-        keep_names(source, lambda source=source: _list_names(source))
+        keep_names(source, functools.partial(_list_names, source))
         if constructor is not None:
             return Architecture(name, source, constructor)
     from distribuuuu.hints.words import describe_unknown_model
