@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.registry import dataset_class, task_class
 
 # The module of the class `Task`, which is not imported here: its `predict_step` applies TEST.FLIP and TEST.SHIFT.
@@ -59,17 +58,6 @@ def stage_without_augmentation(cfg) -> dict[int, dict[str, Any]]:
     """Return, by its first epoch from 0, the options of the stage of AUG.OFF_EPOCHS; empty if there is none."""
     off = {"AUG.POLICY": "none", "AUG.COLOR_JITTER": (), "AUG.OPERATIONS": (), "AUG.ERASING": 0.0}
     return {math.ceil(cfg.OPTIM.MAX_EPOCH) - cfg.AUG.OFF_EPOCHS: off} if cfg.AUG.OFF_EPOCHS else {}
-
-
-def class_weight_beta(text: str) -> float | None:
-    """Return BETA of LOSS.CLASS_WEIGHTS auto:BETA; 1, its limit, for auto; None if the text is neither."""
-    word, colon, number = text.partition(":")
-    if word != AUTO or not colon:
-        return 1.0 if text == AUTO else None
-    try:
-        return beta if 0 <= (beta := float(number)) < 1 else None
-    except ValueError:
-        return None
 
 
 def needs_statistics(cfg) -> bool:

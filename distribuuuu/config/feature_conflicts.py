@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 from distribuuuu.config.config_node import Config
 from distribuuuu.config.declaration import AUTO
-from distribuuuu.config.derived import class_weight_beta
 from distribuuuu.config.errors import counted
 from distribuuuu.config.model_names import is_published, names_backbone
 from distribuuuu.config.options import IMAGENET_CLASSES
@@ -86,3 +85,14 @@ def _labels(cfg: Config) -> Iterator[Conflict]:
     yield "TEST.METRICS", is_real and {*cfg.TEST.METRICS} - {"top1", "topk"}, f"expected top1 or topk {with_labels}"
     is_task = cfg.TASK.NAME in (AUTO, "classification", "distillation")
     yield "TASK.NAME", is_real and not is_task, f"expected classification {with_labels}; fix: set TASK.NAME auto"
+
+
+def class_weight_beta(text: str) -> float | None:
+    """Return BETA of LOSS.CLASS_WEIGHTS auto:BETA; 1, its limit, for auto; None if the text is neither."""
+    word, colon, number = text.partition(":")
+    if word != AUTO or not colon:
+        return 1.0 if text == AUTO else None
+    try:
+        return beta if 0 <= (beta := float(number)) < 1 else None
+    except ValueError:
+        return None

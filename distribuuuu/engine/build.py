@@ -46,7 +46,7 @@ from distribuuuu.engine.state import TrainState
 from distribuuuu.files.atomic_file import remove_temporary_files, replacing
 from distribuuuu.launch.detect import Launch, list_jobs
 from distribuuuu.launch.host import count_cores
-from distribuuuu.models.build import build_model, select_outputs
+from distribuuuu.models.build import build_model
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.optim.precision import Precision, build_clipper, build_precision
 from distribuuuu.optim.schedules import build_lr, build_weight_decay
@@ -354,6 +354,8 @@ def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.
             raise CheckpointError(f"{weights}: was trained on other classes: {mismatch}")
         restore_task(task, content.get("task"), weights, in_training=False)
     if cfg.TEST.LABELS:
+        from distribuuuu.models.head import select_outputs
+
         columns = torch.tensor(list(read_classes(cfg.TEST.LABELS).values()), device=task.device)
         select_outputs(model, columns, cfg.MODEL.NUM_CLASSES)
     dry_run_evaluation(cfg, model, images, task.num_outputs)

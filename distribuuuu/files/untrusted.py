@@ -4,10 +4,8 @@ A named pipe or a device blocks a plain `open` or never ends, and a name may hol
 acts on.
 """
 
-import codecs
 import contextlib
 import errno
-import io
 import json
 import os
 import re
@@ -53,15 +51,6 @@ def untrusted(path: str | os.PathLike, what: str) -> Iterator[None]:
         text = " ".join(str(error).split())
         reason = text if isinstance(error, ValueError) and text else f"{type(error).__name__} {text}".strip()
         raise InvalidFileError(f"{printable(path)}: not a valid {what}: {printable(reason)[:300]}") from error
-
-
-def open_text(path: str | os.PathLike, **options: Any) -> IO[str]:
-    """Open a regular text file in UTF-8, or in UTF-16 if it begins with its mark; marks are no part of the text."""
-    file = open_regular(path)
-    head = file.read(3)
-    file.seek(0)
-    is_utf16 = head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    return io.TextIOWrapper(file, encoding="utf-16" if is_utf16 else "utf-8-sig", **options)
 
 
 def read_regular(path: str | os.PathLike, most: int) -> bytes:

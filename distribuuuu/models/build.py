@@ -30,15 +30,6 @@ def build_model(cfg) -> nn.Module:
     return model.to(memory_format=torch.channels_last) if cfg.MODEL.CHANNELS_LAST else model
 
 
-def select_outputs(model: nn.Module, columns: torch.Tensor, num_classes: int) -> None:
-    """Restrict the logits (N, num_classes) of a model to some columns, on its device; other outputs are unchanged."""
-
-    def select(_module: nn.Module, _inputs: Any, logits: Any) -> Any:
-        return logits[:, columns] if getattr(logits, "shape", ())[1:] == (num_classes,) else logits
-
-    model.register_forward_hook(select)
-
-
 def check_model(cfg) -> None:
     """Check everything that `build_model` checks except downloads; the model takes no memory (meta device).
 

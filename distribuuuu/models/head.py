@@ -78,3 +78,12 @@ def initialize_head(model: nn.Module, names: Collection[str]) -> None:
 def layer_of(tensor: str) -> str:
     """Return the name of the layer that has a tensor."""
     return tensor.rpartition(".")[0]
+
+
+def select_outputs(model: nn.Module, columns: torch.Tensor, num_classes: int) -> None:
+    """Restrict the logits (N, num_classes) of a model to some columns, on its device; other outputs are unchanged."""
+
+    def select(_module: nn.Module, _inputs: Any, logits: Any) -> Any:
+        return logits[:, columns] if getattr(logits, "shape", ())[1:] == (num_classes,) else logits
+
+    model.register_forward_hook(select)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.config.derived import class_weight_beta
 from distribuuuu.config.errors import did_you_mean, first_few
+from distribuuuu.config.feature_conflicts import class_weight_beta
 from distribuuuu.data.datasets.base import ImageDataset
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from distribuuuu.config.options import OPTIONS
 from distribuuuu.config.reader import CfgFiles, read_cfg
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.files.image_files import TRAIN_NAMES, list_classes, sort_splits
-from distribuuuu.hints.sources import holds_images
+from distribuuuu.files.image_folders import holds_images
 
 if TYPE_CHECKING:
     from distribuuuu.data.datasets.base import ImageDataset

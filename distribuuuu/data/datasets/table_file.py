@@ -23,7 +23,8 @@ from distribuuuu.config.errors import counted, first_few
 from distribuuuu.data.datasets.array_file import Content, find_stamp, pack_names
 from distribuuuu.data.datasets.targets import encode_targets, note_alike
 from distribuuuu.files.image_files import TABLE_ENDINGS
-from distribuuuu.files.untrusted import open_text, printable
+from distribuuuu.files.text_file import open_text
+from distribuuuu.files.untrusted import printable
 
 # The line in which Excel names the separator of a CSV.
 _SEPARATOR_LINE = re.compile(r"sep=(.)\s*")
