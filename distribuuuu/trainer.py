@@ -128,9 +128,12 @@ def open_batches(run: Run) -> Iterator[Batch]:
     """
     state, loader = run.state, run.train_loader
     if state.step == 0:
-        chosen = run.task.choose_images(state.epoch)
+        generator = torch.Generator().manual_seed(derive_seed(state.stream_seed, state.epoch))
+        order = run.task.order_images(state.epoch, generator, loader.plan)
+        state.ordered = order is not None
+        chosen = order if state.ordered else run.task.choose_images(state.epoch)
         state.chosen = None if chosen is None else torch.as_tensor(chosen).cpu()
-    loader.choose(state.chosen)
+    loader.choose(state.chosen, state.ordered)
     loader.expect(expected_passes(run))  # for speed alone: at the end, workers go on with the batches of what follows
     return loader.batches_from(state.stream_seed, state.epoch, state.step)
 

@@ -173,14 +173,15 @@ class TrainLoader(Loader):
         """Return the steps of an epoch, from 0; the last one may be shorter."""
         return self.sampler.steps_of(epoch)
 
-    def choose(self, indices: Sequence[int] | torch.Tensor | None) -> None:
+    def choose(self, indices: Sequence[int] | torch.Tensor | None, in_order: bool = False) -> None:
         """Let the following epochs take these images only, each once and in random order; None: all of them.
 
+        With `in_order`, an epoch takes them in their order, and they may occur repeatedly.
         Call it before `batches_from`, on every process with the same images; after a resume within an epoch, with those
         that the epoch began with. `num_steps` and `steps_of` follow. A ConfigError is raised for images that are
         not distinct or fewer than one step takes, that differ between processes, or that DATA.SAMPLING would draw.
         """
-        self.sampler.choose(indices)
+        self.sampler.choose(indices, in_order)
         if len(set(dist.gather_objects(self.sampler.choice))) > 1:
             raise ConfigError("TASK.NAME: the task chose different images for an epoch on different processes")
 

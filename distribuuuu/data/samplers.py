@@ -20,7 +20,7 @@ from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.seeding import SampleKey, SampleRNG, derive_seed
 
 # Attributes of a sampler whose epochs take all images.
-WHOLE: dict[str, Any] = {"chosen": None, "choice": 0, "last": None}
+WHOLE: dict[str, Any] = {"chosen": None, "order": None, "choice": 0, "last": None}
 # How many substitutes for a broken image are drawn for a step, if the task chose images.
 _NUM_SUBSTITUTES = 21
 # Keys that are computed at a time.
@@ -94,6 +94,8 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
         seed, epoch, first_step: where the next iteration starts.
         chosen: which images an epoch takes, bool (num_images,), see `choose`; None: all. Samplers with other choices
             differ by `choice`, so no batch that was made ahead under one is used under another.
+        order: the images of an epoch in order, int64, which may occur repeatedly, each time with an augmentation of its
+            own; None: a permutation.
     """
 
     num_images: int
@@ -110,6 +112,7 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
     epoch: int = 0
     first_step: int = 0
     chosen: torch.Tensor | None = field(default=None, compare=False)
+    order: torch.Tensor | None = field(default=None, compare=False)
     choice: int = 0
 
     @property
@@ -120,6 +123,8 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
     @property
     def num_steps(self) -> int:
         """Steps per whole epoch; fewer if some images are chosen."""
+        if self.order is not None:
+            return len(self.order) // self.plan.global_batch
         num_images = self.num_images if self.chosen is None else int(self.chosen.sum())
         return num_images // self.plan.global_batch
 
@@ -138,9 +143,9 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
         """Set where the next iteration starts."""
         self.seed, self.epoch, self.first_step = seed, epoch, first_step
 
-    def choose(self, indices: Any) -> None:
+    def choose(self, indices: Any, in_order: bool = False) -> None:
         """Let the epochs from the next iteration on take these images only; None: all. See `TrainLoader.choose`."""
-        self.chosen, self.choice = None, 0
+        self.chosen, self.order, self.choice = None, None, 0
         if indices is None:
             return
         wanted = torch.as_tensor(indices, dtype=torch.int64, device="cpu")
@@ -149,16 +154,24 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
             problem = "DATA.SAMPLING draws the images; expected uniform"
         elif len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < self.num_images:
             problem = f"expected indices from 0 to {self.num_images - 1}"
-        elif len(wanted.unique()) < max(len(wanted), self.plan.global_batch):
-            problem = f"expected at least {self.plan.global_batch} distinct ones, which a step takes"
+        elif in_order and self.repeats > 1:
+            problem = "DATA.REPEATS repeats the images; expected 1"
+        elif len(wanted if in_order else wanted.unique()) < max(len(wanted), self.plan.global_batch):
+            kind = "" if in_order else "distinct "
+            problem = f"expected at least {self.plan.global_batch} {kind}ones, which a step takes"
         if problem:
             raise ConfigError(f"TASK.NAME: the task chose {len(wanted)} images for an epoch; {problem}")
+        if in_order:
+            self.order, self.choice = wanted, 1 + zlib.crc32(wanted.numpy().tobytes())
+            return
         self.chosen = torch.zeros(self.num_images, dtype=torch.bool).index_fill_(0, wanted, True)
         self.choice = 1 + zlib.crc32(self.chosen.numpy().tobytes())
 
     def epoch_order(self) -> torch.Tensor:
         """Return the image indices of the epoch in order: int64 (N,), a function of (seed, epoch) and the choice."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
+        if self.order is not None:
+            return self.order
         if self.balance:
             return self.balance.draw(self.num_images, generator)
         draw = self.blocks.draw if self.blocks else torch.randperm
@@ -192,7 +205,7 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
             steps = range(start, min(start + per_block, end))
             batches = split_block(self._draw_block(order.numpy(), epoch_seed, steps, run_epoch), plan.micro_batch)
             for step in steps:
-                draws = range(_NUM_SUBSTITUTES if self.chosen is not None else 0)
+                draws = range(_NUM_SUBSTITUTES if self.choice else 0)
                 substitutes = [int(order[derive_seed(epoch_seed, step, draw) % len(order)]) for draw in draws]
                 for keys in itertools.islice(batches, plan.accum_steps):
                     keys.substitutes = substitutes
@@ -206,7 +219,7 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
         repeat, within = np.divmod(micros[:, None] + np.arange(plan.micro_batch), num_distinct)
         chosen = (np.array(steps)[:, None, None] * num_distinct + within).ravel()
         seeds, indices = np.tile(np.array(repeat_seeds, np.uint64)[repeat.ravel()], len(steps)), order[chosen]
-        if self.balance:  # the same image may be drawn again
+        if self.balance or self.order is not None:  # the same image may be drawn again
             seeds = derive_seed(seeds, chosen.astype(np.uint64))
         columns = [seeds.astype(np.int64), indices]
         if self.keys_have_epoch or self.alternating is not None:

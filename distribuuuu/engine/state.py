@@ -16,7 +16,7 @@ A checkpoint is a dict:
 - `bests`: loss, metrics and epoch, from 1, of the best evaluation of each kind of weights.
 - `evaluations`, `evaluated_at`: the results of the evaluation that precedes it, if there is one; the position, as in
   its file name, of the checkpoint before that evaluation. `finished`: whether no epoch is left.
-- `chosen`: the images that the epoch takes, if the task chose some.
+- `chosen`: the images that the epoch takes, if the task chose some; `ordered`: whether they are in order.
 - `task`: the state of the task: `shared` by the processes, and `by_rank` where they differ.
 - `data`: number of images and digest of the training and the evaluation data; `jobs`: those of the
   launcher that wrote it, see `list_jobs`.
@@ -80,6 +80,7 @@ class TrainState:
     num_skipped: int = 0
     images_seen: int = 0
     chosen: torch.Tensor | None = None
+    ordered: bool = False
     precision: Precision = field(default_factory=Precision)
     averages: "dict[str, Ema]" = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
@@ -141,7 +142,7 @@ class TrainState:
             "peak_memory_mib": self.peak_memory_mib(),
             "meter": dist.gather_objects(self.meter.state_dict()),
             "scaler": self.precision.state_dict(),
-            **({} if self.chosen is None else {"chosen": self.chosen}),
+            **({} if self.chosen is None else {"chosen": self.chosen, "ordered": self.ordered}),
         }
 
     def _describe_best(self, best: Best) -> dict[str, Any]:
@@ -179,7 +180,7 @@ class TrainState:
         self._peak_before = max(self._peak_before, content.get("peak_memory_mib") or 0.0)
         self.load_meter(content.get("meter", []))
         self.num_skipped, self.images_seen = int(content.get("num_skipped", 0)), int(content.get("images_seen", -1))
-        self.chosen = content.get("chosen")
+        self.chosen, self.ordered = content.get("chosen"), bool(content.get("ordered"))
         self._convert_step(int(content.get("global_batch", self.global_batch)))
 
     def _load_bests(self, content: dict[str, Any], path: str | os.PathLike) -> None:

@@ -167,6 +167,15 @@ class Task:
         within the epoch holds the choice.
         """
 
+    def order_images(
+        self, epoch: int, generator: torch.Generator, plan: BatchPlan
+    ) -> Sequence[int] | torch.Tensor | None:
+        """Return the indices of the training images of an epoch in order; None: see `choose_images`.
+
+        Step k takes the k-th `plan.global_batch` of them; an image may occur repeatedly. It is called and stored like
+        `choose_images`; what is drawn from the generator is the same on all processes.
+        """
+
     def param_groups(self, model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the parameter groups of the optimizer: `groups`, those of the options, or others of these parameters.
 

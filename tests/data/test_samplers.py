@@ -191,14 +191,17 @@ def chosen_data(tmp_path):
     return ("TRAIN.DATASET", tmp_path, "MODEL.NUM_CLASSES", 2, "TRAIN.BATCH_SIZE", 4)
 
 
-def test_processes_share_the_chosen_images_of_a_step():
+@pytest.mark.parametrize(("images", "in_order"), [(torch.arange(100, 350), False), (torch.arange(250) % 7, True)])
+def test_processes_share_the_chosen_images_of_a_step(images, in_order):
     alone, *shared = (
         ResumableDistributedSampler(500, plan_batches(4, 24, world_size), rank)
         for world_size, rank in ((1, 0), (3, 0), (3, 1), (3, 2))
     )
     for one in (alone, *shared):
-        one.choose(torch.arange(100, 350))
+        one.choose(images, in_order)
     assert epoch_of([alone]) == epoch_of(shared) and len(epoch_of([alone])) == 10
+    rows = [tuple(row) for keys in alone for row in keys.rows.tolist()]
+    assert len({*rows}) == 240 and (not in_order or [row[1] for row in rows] == images[:240].tolist())
 
 
 @pytest.mark.parametrize("chosen", [[*range(12), 0], range(11), range(12, 25)])
@@ -207,6 +210,8 @@ def test_images_that_cannot_be_chosen_are_an_error(chosen):
         ResumableDistributedSampler(24, plan_batches(12, 12, 1), 0).choose(chosen)
     with pytest.raises(ConfigError, match="DATA.SAMPLING"):
         sampler(24, 1, 0).choose(range(100))
+    with pytest.raises(ConfigError, match="DATA.REPEATS"):
+        ResumableDistributedSampler(24, plan_batches(12, 12, 1), 0, repeats=2).choose([0] * 24, in_order=True)
 
 
 def test_a_global_batch_falls_into_equal_parts():
