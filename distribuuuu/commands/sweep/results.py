@@ -20,9 +20,9 @@ from distribuuuu.commands.sweep.plan import MAX_TRIALS, Plan, to_texts, to_words
 from distribuuuu.config import load_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted
-from distribuuuu.config.json_file import replace_nonfinite
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import printable
+from distribuuuu.records.results import replace_nonfinite
 
 CONSOLE_FILE, FAILED_FILE = "console.log", "failed.txt"
 # Status of a trial by that in Optuna; one that failed without a failed run has the values of another trial.

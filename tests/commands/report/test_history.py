@@ -14,8 +14,8 @@ from distribuuuu.commands.html.history import MAX_TEXT
 from distribuuuu.commands.report import run_report
 from distribuuuu.commands.report.compare_page import build_compare_page, compare_runs, list_comparison
 from distribuuuu.commands.report.run_report import build_report, read_run
-from distribuuuu.config.json_file import replace_nonfinite
 from distribuuuu.records.predictions import write_npz
+from distribuuuu.records.results import replace_nonfinite
 
 RESULTS = json.loads(sorted((ROOT / "benchmarks" / "results").rglob("*.json"))[0].read_text())
 RECORDS = [
