@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -115,7 +116,7 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     for is_local, names in ((True, HUB_NAMES), (False, HUB_NAMES[:1]), (False, HUB_NAMES[1:])):
-        options = {"revision": found[2], "allow_patterns": ["config.json", *names], "local_files_only": is_local}
+        options: Any = {"revision": found[2], "allow_patterns": ["config.json", *names], "local_files_only": is_local}
         try:
             with contextlib.nullcontext() if is_local else quick_without_network():
                 path = snapshot_download(found[1], **options)

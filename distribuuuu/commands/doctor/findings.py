@@ -25,7 +25,7 @@ from distribuuuu.data.datasets.base import ImageDataset, SplitDataset
 from distribuuuu.data.datasets.file_check import find_reduced
 from distribuuuu.data.datasets.folder_scan import scan_folder
 from distribuuuu.data.datasets.imagefolder import ImageFolder
-from distribuuuu.data.datasets.index import Index
+from distribuuuu.data.datasets.index import Index, IndexedImages
 from distribuuuu.data.datasets.targets import match_forms
 from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_lazy_image
 from distribuuuu.data.image_faults import explain_fault
@@ -106,8 +106,9 @@ def open_cfg(cfg) -> Splits:
                     raise ConfigError(Problem(*missing_split(key, root, section.SPLIT, layout)))
                 splits[name] = ScannedFolder(root / section.SPLIT)
             elif issubclass(dataset, SplitDataset):  # unknown classes are findings
-                splits[name] = dataset.open_split(cfg, key)
-                if dataset.targets == "labels" and (found := splits[name].index.meta.get("separator")):
+                images = splits[name] = dataset.open_split(cfg, key)
+                is_table = dataset.targets == "labels" and isinstance(images, IndexedImages)
+                if is_table and (found := images.index.meta.get("separator")):
                     cfg = changed(cfg, {"DATA.TABLE.separator": found})  # as in a training, also for evaluation
             else:
                 splits[name] = open_images(cfg, train)
