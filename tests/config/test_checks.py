@@ -241,9 +241,8 @@ def test_a_run_without_what_was_asked_for_does_not_start(words, key):
 
 
 def test_every_task_of_the_package_is_checked_as_built_in():
-    assert {*BUILT_IN_TASKS} == {
-        name for name in TASKS.names() if TASKS.get(name).__module__.startswith("distribuuuu.")
-    }
+    own = {name for name in TASKS.names() if TASKS.get(name).__module__.startswith("distribuuuu.")}
+    assert {*BUILT_IN_TASKS} == own | {"airbench", "lookahead"}, "the latter are those of a shipped recipe"
 
 
 @each_row(("name", "kwargs", "said"), [
