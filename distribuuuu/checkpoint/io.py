@@ -14,7 +14,6 @@ import stat
 import time
 import zipfile
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -139,7 +138,7 @@ def _read_verified(path: Path) -> Any:
         if _NO_MEMORY.search(str(error)):
             raise MemoryError from error
         raise
-    _verify_content(content, status.st_size)
+    verify_content(content, status.st_size)
     return content
 
 
@@ -177,7 +176,7 @@ def _verify_zip(path: Path, size: int) -> None:
         raise zipfile.BadZipFile(f"checksum of {damaged} does not match")
 
 
-def _verify_content(content: Any, size: int) -> None:
+def verify_content(content: Any, size: int) -> None:
     """Raise ValueError for an unusual tensor, one with more bytes than the file, or containers without end."""
     stack, num_values = [content], 0
     while stack:
@@ -210,19 +209,6 @@ def _find_state_dict(content: Any) -> dict[str, torch.Tensor] | None:
         if isinstance(content.get(key), dict):
             return _find_state_dict(content[key])
     return content if content and is_state_dict(content) else None
-
-
-def check_readable(content: dict[str, Any]) -> None:
-    """Raise CheckpointError if a checkpoint with this state of a task could not be read, by doing so in memory."""
-    buffer = BytesIO()
-    try:
-        torch.save(content, buffer)
-        size = buffer.tell()
-        buffer.seek(0)
-        _verify_content(torch.load(buffer, map_location="cpu", weights_only=True), size)
-    except Exception as error:  # pickling and reading raise many kinds
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"a checkpoint cannot hold the state of the task: {reason:.200}") from None
 
 
 def check_resumable(content: dict[str, Any], path: str | os.PathLike) -> None:

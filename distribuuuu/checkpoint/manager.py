@@ -17,7 +17,6 @@ import torch
 from distribuuuu.checkpoint.io import (
     CheckpointError,
     UnreadableError,
-    check_readable,
     check_resumable,
     read_checkpoint,
 )
@@ -161,8 +160,10 @@ class CheckpointManager:
                 return
 
     def _write(self, path: Path, content: dict[str, Any], write_results: WriteResults | None) -> None:
-        if task := content.get("task"):  # the only part that is not known to be readable
-            check_readable({"task": task})
+        if any((task := content.get("task") or {}).values()):  # the only part that is not known to be readable
+            from distribuuuu.checkpoint.readable import check_readable
+
+            check_readable(task)
         self.folder.mkdir(exist_ok=True)
         if content.get("evaluations"):
             if write_results:

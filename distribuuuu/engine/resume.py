@@ -11,7 +11,6 @@ import torch
 from distribuuuu.checkpoint.io import (
     WEIGHTS_ONLY,
     CheckpointError,
-    check_readable,
     check_resumable,
     find_class_mismatch,
     load_state_dict,
@@ -119,7 +118,11 @@ def check_task_state(task: Task) -> None:
     """Raise ConfigError, on every process, if a checkpoint could not hold the state of a task, or not be read back."""
     problem = ""
     try:
-        check_readable({"shared": task.state_dict(), "by_rank": [task.rank_state_dict()] * dist.world_size()})
+        shared, own = task.state_dict(), task.rank_state_dict()
+        if shared or own:
+            from distribuuuu.checkpoint.readable import check_readable
+
+            check_readable({"shared": shared, "by_rank": [own] * dist.world_size()})
     except CheckpointError as error:
         problem = f"{type(task).__name__}.state_dict: {error}"
     if problem := next(filter(None, dist.gather_objects(problem)), ""):
