@@ -86,7 +86,7 @@ class MemoryLoader:
         """Return an iterator over micro-batches."""
         return itertools.repeat(self.batch)
 
-    def choose(self, indices) -> None:
+    def choose(self, indices, in_order=False) -> None:
         """Ignore which images the task chooses."""
 
     def expect(self, passes) -> None:

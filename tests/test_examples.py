@@ -274,7 +274,7 @@ def test_simclr_trains_is_the_same_on_two_processes_and_its_features_can_be_prob
     monkeypatch.chdir(tmp_path)
     write_example(tmp_path, SIMCLR)
     (_, config), probe = words_of_commands(SIMCLR)
-    words = [*words_of("sam", tmp_path, tmp_path / "out"), "OPTIM.BASE_LR", "0.01", "TRAIN.PRINT_FREQ", "1"]
+    words = [*words_of("sam", tmp_path, tmp_path / "out"), "OPTIM.BASE_LR", "0.005", "TRAIN.PRINT_FREQ", "1"]
     assert_same_on_processes(load_cfg(config, words), 2)
     losses = [row["loss"] for row in records(tmp_path / "out" / "1") if row["kind"] == "train"]
     assert sum(losses[-4:]) < sum(losses[:4])

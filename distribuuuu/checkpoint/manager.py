@@ -330,8 +330,8 @@ def find_nonfinite(value: Any) -> str | None:
     """Return the path, e.g. 'state_dict/fc.weight', of the first tensor with an infinity or a NaN, or None."""
     groups: dict[Any, dict[str, torch.Tensor]] = {}
     for path, tensor in _iter_tensors(value, ""):
-        if tensor.is_floating_point() and tensor.numel():
-            groups.setdefault((tensor.device, tensor.dtype), {})[path] = to_local(tensor).detach()
+        if tensor.is_floating_point() and (own := to_local(tensor)).numel():  # of a shard, a process may have no rows
+            groups.setdefault((own.device, own.dtype), {})[path] = own.detach()
     for tensors in groups.values():  # the host waits once for each
         largest = torch.stack(torch._foreach_norm(list(tensors.values()), float("inf")))
         if not largest.isfinite().all():

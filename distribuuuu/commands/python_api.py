@@ -90,8 +90,11 @@ def split(
     Args:
         source: FOLDER/CLASS/IMAGE, or a table.
         out: the folder of the lists.
-        val, test: shares of the images; folds: the number of splits for cross-validation, instead of `val`.
-        label_by, group_by: regular expressions for the class and the group in the name of a file.
+        val: share of the images.
+        test: share of the images.
+        folds: the number of splits for cross-validation, instead of `val`.
+        label_by: regular expression for the class in the name of a file.
+        group_by: regular expression for the group in the name of a file.
         seed: another one gives another split.
         overrides: of a table, its columns: {"DATA.TABLE.path": "id"}.
     """

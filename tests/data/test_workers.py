@@ -178,14 +178,14 @@ def test_pinned_batches_are_the_same_and_a_dead_worker_is_an_error(monkeypatch, 
 DYING = """
 import multiprocessing, os, runpy, signal, sys
 from distribuuuu.data.batch import Samples
-make, num, rank, place = Samples.__getitem__, int(os.environ["NUM"]), os.environ["DYING"], os.environ.get("RANK", "0")
+make, num, rank, place = Samples.make, int(os.environ["NUM"]), os.environ["DYING"], os.environ.get("RANK", "0")
 
-def make_or_die(self, where):
-    if multiprocessing.parent_process() and len(self.images) == num and place == rank and where[1] == 5:
+def make_or_die(self, key, *rest):
+    if multiprocessing.parent_process() and len(self.images) == num and place == rank and key[1] == 5:
         os.kill(os.getpid(), signal.SIGKILL)
-    return make(self, where)
+    return make(self, key, *rest)
 
-Samples.__getitem__ = make_or_die
+Samples.make = make_or_die
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

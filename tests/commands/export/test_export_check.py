@@ -143,7 +143,7 @@ def card_of(folder) -> str:
 def test_a_mistake_in_a_card_ends_with_status_1_and_no_usable_file(turned_run, tmp_path, monkeypatch, capsys):
     run, render = turned_run("resnet8"), export.render_code
     right, wrong = MISTAKES["torch"]["exif"]
-    monkeypatch.setattr(export, "render_code", lambda *args: render(*args).replace(right, wrong))
+    monkeypatch.setattr(export, "render_code", lambda *args, **kwargs: render(*args, **kwargs).replace(right, wrong))
     assert dispatch("distribuuuu", ["export", run.cfg.OUT_DIR, "--to", "torch", str(tmp_path / "exported")]) == 1
     shown = capsys.readouterr()
     assert "NOT VERIFIED" in shown.err
