@@ -73,7 +73,8 @@ def test_an_answer_that_contradicts_the_request_is_refused_at_once(server):
         server.attack = attack
         server.requests.clear()
         assert "use another server" in (found := refusal_of(f"{server.url}/loop", PATIENCE_S)) or "HTTP 302" in found
-        assert len(server.requests) == 1 or name == "loop"
+        # A pooled connection that the server has just closed is opened once more.
+        assert len(server.requests) <= 2 or name == "loop"
 
 
 @pytest.mark.parametrize(("status", "said"), [
