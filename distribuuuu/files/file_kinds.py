@@ -1,4 +1,4 @@
-"""What a file is by its first bytes, where it is not what its name says; imports no torch."""
+"""Kinds of files by their first bytes, where these contradict the name; imports no torch."""
 
 import os
 import re
