@@ -6,7 +6,7 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[1]
 # Folders of configs that were once in another one, by that one.
-_MOVED = {"imagenet": "imagenet2021"}
+_MOVED = {"imagenet": "imagenet2021", "transfer": "from_scratch"}
 # The plug-ins of shipped recipes, below configs/, and the names of the entries that each registers.
 RECIPE_PLUGINS = {
     "cifar10/airbench94.py": {"airbench94", "airbench", "lookahead"},

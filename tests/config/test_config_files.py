@@ -135,6 +135,7 @@ def test_a_shipped_config_is_found_by_its_name():
         assert find_config(name) == SHIPPED
         cfg = load_cfg(name)
         assert cfg.DATA.NAME == "shapes" and config_name(cfg) == "shapes/resnet14"
+    assert find_config("configs/transfer/grocery.yaml") == str(ROOT / "configs/from_scratch/grocery.yaml"), "moved"
 
 
 @pytest.mark.parametrize("mine", ["shapes/resnet14", "shapes/resnet14.yaml", "configs/shapes/resnet14.yaml"])
