@@ -25,7 +25,7 @@ RUN_FILES = (CHECKPOINTS, LOCK, TRAIN_LOG, TEST_LOG, METRICS, PREDICTIONS, RESUL
              TENSORBOARD, STACKS, TRACKERS_FOLDER)  # fmt: skip
 # What commands write there: time, probe, report, sweep.
 COMMAND_FILES = ("timing.json", "probe.json", "report.html", "report.json", "sweep.json", "sweep_results.json",
-                 "sweep.html", "best.yaml", "console.log", "failed.txt", "report_mistakes.csv")  # fmt: skip
+                 "sweep.html", "best.yaml", "console.log", "report_mistakes.csv")  # fmt: skip
 # Best weights of each kind.
 BEST_NAMES = re.compile(r"best(_[a-z0-9]+)?\.pth\.tar")
 # Archives of checkpoints and results, predictions of further sets, damaged and temporary files, trials of a sweep.

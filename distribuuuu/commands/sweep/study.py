@@ -1,52 +1,102 @@
-"""The study of a sweep: its trials in Optuna's journal, which all processes of the sweep share, and their runs.
+"""The study of a sweep: its trials in Optuna's journal, which all processes of the sweep share, their runs and results.
 
     OUT_DIR/sweep.json               the description, written once at the first start
     OUT_DIR/study.journal            the trials
     OUT_DIR/trial_000/seed_0/        an ordinary run: config.yaml, metrics.jsonl, results.json, checkpoints, ...
                      /seed_0.lock    locked by the process that works on the run
-                     /seed_0/console.log, failed.txt    its output, and its exit status if it has failed
+                     /seed_0/console.log    its output
 
-Results are read from the files of a run. So any process of the sweep continues the runs of one that was killed.
+A trial whose process was killed, or whose run has failed, is still running for Optuna: another process continues it.
 """
 
 import contextlib
+import json
 import math
+import statistics
 import subprocess
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.commands.sweep.plan import Plan, is_list, open_sweep, to_texts
-from distribuuuu.commands.sweep.results import (
-    CONSOLE_FILE,
-    FAILED_FILE,
-    Row,
-    build_row,
-    read_failure,
-    read_values,
-    summarize,
-)
-from distribuuuu.config.run_files import CHECKPOINTS, LOCK
+from distribuuuu import __version__
+from distribuuuu.checkpoint.weights_files import common_kind
+from distribuuuu.commands.html.history import draw_curves, read_facts, read_history
+from distribuuuu.commands.html.page import Column, PageSection, build_page, html
+from distribuuuu.commands.output import align_columns
+from distribuuuu.commands.sweep.sweep import Plan, is_list, open_sweep, to_texts, to_words
+from distribuuuu.config import load_cfg
+from distribuuuu.config.config_node import changed
+from distribuuuu.config.errors import counted
+from distribuuuu.config.run_files import CHECKPOINTS, LOCK, RESULTS
 from distribuuuu.files.atomic_file import make_folder, open_for_writing, replacing
 from distribuuuu.files.locks import take_turn, try_lock
-from distribuuuu.files.untrusted import untrusted
+from distribuuuu.files.untrusted import printable, untrusted
 from distribuuuu.launch.processes import start_child
 from distribuuuu.launch.signals import RunStopped, handled_by
+from distribuuuu.records.read_results import list_metrics, read_results
+from distribuuuu.records.results import replace_nonfinite
 
-# The best trials of the search are repeated with the other seeds.
-NUM_SEEDED = 3
+CONSOLE_FILE = "console.log"
+# The best trials of the search are repeated with the other seeds, and have their curves in the page.
+NUM_SEEDED, NUM_DRAWN = 3, 8
 # A run that is killed this often without a new checkpoint has failed.
 MAX_KILLS = 5
-POLL_S, REFRESH_S = 0.2, 2.0
+POLL_S = 0.2
+# Status of a trial by that in Optuna. Paused: stopped early by the pruner.
+STATUSES = {"RUNNING": "running", "PRUNED": "paused", "COMPLETE": "finished"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A trial in the table."""
+
+    trial: int
+    status: str  # of `STATUSES`, or "failed"
+    epochs: int  # finished ones of the run of the first seed
+    planned: int  # OPTIM.MAX_EPOCH
+    seeds: Mapping[int, float]  # the objective of each finished run, by seed
+    objective: float | None  # mean over `seeds`; without a finished run, the newest value, if any
+    error: str  # the last line of the output of the run of the first seed, if it has failed
+    values_of: Mapping[str, str]  # the swept options
+
+
+def build_row(plan: Plan, trial: Any) -> Row:
+    """Return the row of a trial of Optuna."""
+    values, first = to_texts(trial.params), plan.seeds[0]
+    paths = {seed: plan.folder(trial.number, seed) / RESULTS for seed in plan.seeds}
+    runs = {seed: run for seed, path in paths.items() if (run := read_facts(path, "training", []))}
+    known = {seed: read_objective(run) for seed, run in runs.items()}
+    seeds = {seed: known[seed] for seed, run in runs.items() if run["finished"]}
+    objective = statistics.fmean(seeds.values()) if seeds else known.get(first)
+    status = "finished" if first in seeds else STATUSES[trial.state.name]
+    error = trial.user_attrs.get("error", "") if status == "running" else ""
+    epochs = runs[first]["training"]["epochs_done"] if first in runs else 0
+    return Row(trial.number, "failed" if error else status, epochs, plan.last_epoch(values), seeds, objective, error,
+               values)  # fmt: skip
+
+
+def read_objective(run: dict[str, Any]) -> float:
+    """Return the first metric of the newest evaluation in the results of a run, of an average if it has one."""
+    value = run["accuracy"][common_kind([run["accuracy"]])]["last"][next(iter(list_metrics(run)), "loss")]
+    return math.nan if value is None else float(value)
+
+
+def summarize(rows: Sequence[Row]) -> str:
+    """Return the best trial, the number of trials of each status, and the epochs of the search, as a line."""
+    counts = Counter(row.status for row in rows)
+    statuses = ", ".join(f"{counts[name]} {name}" for name in (*STATUSES.values(), "failed") if counts[name])
+    epochs = f"{sum(row.epochs for row in rows)} of {counted(sum(row.planned for row in rows), 'epoch')}"
+    best = f"best: trial {rows[0].trial}; " if rows[0].objective is not None else ""
+    return f"{best}{counted(len(rows), 'trial')}: {statuses}; {epochs}"
 
 
 class RunFailed(Exception):
-    """A run has ended with an error that a restart does not solve."""
+    """A run has ended with an error, the message, that a restart does not solve."""
 
 
 class Study:
@@ -63,33 +113,30 @@ class Study:
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.plan, self._optuna, self._states = plan, optuna, optuna.trial.TrialState
-        self._turn = partial(take_turn, plan.out_dir / "study")  # one process at a time
-        self._signum, self._shown = 0, ""
+        self._signum = 0
         self._process: subprocess.Popen | None = None
-        path, pruner = plan.out_dir.resolve() / "study.journal", optuna.pruners.NopPruner()
-        if plan.flags.asha:
-            pruner = optuna.pruners.SuccessiveHalvingPruner(plan.rungs[0], plan.flags.asha)
-        elif plan.flags.hyperband:
-            pruner = optuna.pruners.HyperbandPruner(plan.rungs[0], plan.epochs, plan.flags.hyperband)
-        with self._turn(), untrusted(path, "journal of Optuna"):
+        eta, path = plan.flags.asha, plan.out_dir.resolve() / "study.journal"
+        pruner = optuna.pruners.SuccessiveHalvingPruner(plan.rungs[0], eta) if eta else optuna.pruners.NopPruner()
+        direction = "maximize" if plan.higher_is_better else "minimize"
+        with take_turn(plan.out_dir / "study"), untrusted(path, "journal of Optuna"):
             lock = journal.JournalFileOpenLock(str(path))
             _drop_torn_line(path, lock)
-            storage = JournalStorage(journal.JournalFileBackend(str(path), lock))
-            direction = "maximize" if plan.higher_is_better else "minimize"
+            self._storage = JournalStorage(journal.JournalFileBackend(str(path), lock))
             self._study = optuna.create_study(
-                storage=storage, pruner=pruner, study_name="sweep", direction=direction, load_if_exists=True
+                storage=self._storage, pruner=pruner, study_name="sweep", direction=direction, load_if_exists=True
             )
-            for number in range(len(self._trials()), plan.num_trials):
-                self._study.enqueue_trial(dict(plan.grid[number]) if plan.grid else {}, {"number": number})
+            # Failed trials, which this process tries again.
+            self._failed = {trial.number for trial in self._study.get_trials() if "error" in trial.user_attrs}
 
     def run(self) -> None:
-        """Run the trials that no other process of the sweep runs, with a line on standard error when any changes.
+        """Run the trials that no other process of the sweep runs, with a line on standard error before each.
 
         Raises:
             RunStopped: a signal stopped the sweep and its runs, which have saved their checkpoints.
         """
         with handled_by(self._stop):
-            self._run_trials()
+            while self._run_trial():
+                pass
             self._repeat_best()
 
     def _stop(self, signum: int) -> None:
@@ -101,10 +148,9 @@ class Study:
         """Return the rows of the table: finished trials first, by seeds and objective, then by epochs and objective."""
 
         def rank(row: Row) -> tuple:
-            is_done = bool(row.seeds)
-            return not is_done, -len(row.seeds), -row.epochs * (not is_done), -self._score(row.objective), row.trial
+            return -len(row.seeds), -row.epochs * (not row.seeds), -self._score(row.objective), row.trial
 
-        return sorted((build_row(self.plan, trial) for trial in self._trials().values()), key=rank)
+        return sorted((build_row(self.plan, trial) for trial in self._study.get_trials()), key=rank)
 
     def _score(self, value: float | None) -> float:
         """Return an objective as a number of which higher is better; None and NaN are the worst."""
@@ -119,83 +165,76 @@ class Study:
         evaluator = self._optuna.importance.PedAnovaImportanceEvaluator()
         return self._optuna.importance.get_param_importances(self._study, evaluator=evaluator)
 
-    def _trials(self) -> dict[int, Any]:
-        """Return the trials of Optuna by number; one that continues another has its number, and replaces it."""
-        return {trial.user_attrs["number"]: trial for trial in self._study.get_trials()}
+    def _run_trial(self) -> bool:
+        """Run a trial that no other process works on; return False if there is none."""
+        with contextlib.ExitStack() as held:
+            with take_turn(self.plan.out_dir / "study"):  # one process at a time
+                if (trial := self._take_trial(held)) is None:
+                    return False
+                for key, values in self.plan.space.items():
+                    _suggest(trial, key, values)
+            try:
+                value = self._train_trial(trial)
+                self._study.tell(trial, value, None if value is not None else self._states.PRUNED)
+            except RunFailed as error:
+                trial.set_user_attr("error", str(error))
+        return True
 
-    def _run_trials(self) -> None:
-        """Run trials until none is left that no other process runs."""
-        first, states = self.plan.seeds[0], self._states
-        while True:
-            with contextlib.ExitStack() as held:
-                with self._turn():
-                    self._continue_trials()
-                    if not (waiting := self._study.get_trials(states=[states.WAITING])):
-                        return
-                    number = waiting[0].user_attrs["number"]
-                    self._study.sampler = self._build_sampler(number)
-                    trial = self._study.ask(self.plan.space)
-                    held.enter_context(self._holding(number, first))
-                    values, known = to_texts(trial.params), {**self._trials(), number: waiting[0]}
-                    if any(to_texts(other.params) == values for other in known.values()):
-                        self._study.tell(trial, state=states.FAIL)  # the sampler ignores it
-                        continue
-                try:
-                    value = self._train_trial(trial, number, values)
-                    self._study.tell(trial, value, None if value is not None else states.PRUNED)
-                except RunFailed:
-                    self._study.tell(trial, state=states.FAIL)
-
-    def _continue_trials(self) -> None:
-        """Queue again the trials whose process was killed, and the failed ones whose FAILED_FILE was deleted.
-
-        The values and the folder stay the same, in which the run resumes.
-        """
-        first = self.plan.seeds[0]
-        for number, trial in self._trials().items():
-            folder = self.plan.folder(number, first)
-            if trial.state.name == "RUNNING":
-                with self._holding(number, first) as is_free:
-                    if not is_free or self._trials()[number].state.name != "RUNNING":  # it ended meanwhile
-                        continue
-                    self._study.tell(trial.number, state=self._states.FAIL)
-            elif trial.state.name != "FAIL" or not folder.exists() or read_failure(folder):
-                continue
-            self._study.enqueue_trial(trial.params, {"number": number})
+    def _take_trial(self, held: contextlib.ExitStack) -> Any:
+        """Return a trial whose process was killed, or a new one; None: there is none. `held` keeps it locked."""
+        first, number = self.plan.seeds[0], len(self._study.get_trials())
+        for running in self._study.get_trials(states=[self._states.RUNNING]):
+            is_free = held.enter_context(self._holding(running.number, first))
+            trial = self._study.get_trials()[running.number]  # it may have ended or failed meanwhile
+            is_left = "error" not in trial.user_attrs or trial.number in self._failed
+            if is_free and is_left and trial.state == self._states.RUNNING:
+                self._failed.discard(trial.number)
+                study_id = self._storage.get_study_id_from_name(self._study.study_name)
+                key = self._storage.get_trial_id_from_study_id_trial_number(study_id, trial.number)
+                return self._optuna.trial.Trial(self._study, key)
+        if number >= self.plan.num_trials:
+            return None
+        if self.plan.grid:
+            self._study.enqueue_trial(self.plan.grid[number])
+        held.enter_context(self._holding(number, first))
+        self._study.sampler = self._build_sampler(number)
+        return self._study.ask()
 
     def _build_sampler(self, number: int) -> Any:
         """Return the sampler of a trial. Its seed depends on the trial: a restart does not repeat earlier values."""
         samplers, seed = self._optuna.samplers, self.plan.seeds[0]
         if self.plan.flags.sampler == "tpe":
             return samplers.TPESampler(seed=seed + 7919 * number, multivariate=True, constant_liar=True)
-        random = samplers.RandomSampler(seed + 7919 * number)
-        if self.plan.flags.sampler == "random":
-            return random
-        sobol = samplers.QMCSampler(
-            scramble=True, seed=seed, independent_sampler=random, warn_independent_sampling=False
-        )
-        ranges = {key: values for key, values in self.plan.space.items() if not is_list(values)}
-        sobol.infer_relative_search_space = lambda study, trial: ranges  # also before a trial has ended
-        return sobol
+        sampler = samplers.RandomSampler(seed + 7919 * number)
+        if self.plan.flags.sampler == "sobol":
+            sampler = samplers.QMCSampler(scramble=True, seed=seed, independent_sampler=sampler)
+            ranges = {key: values for key, values in self.plan.space.items() if not is_list(values)}
+            sampler.infer_relative_search_space = lambda study, trial: ranges  # also before a trial has ended
+        return sampler
 
-    def _train_trial(self, trial: Any, number: int, values: Mapping[str, str]) -> float | None:
-        """Return the objective after the last epoch; None: the pruner pauses the trial, or the objective is NaN."""
-        last = self.plan.last_epoch(values)
+    def _train_trial(self, trial: Any) -> float | None:
+        """Return the objective after the last epoch; None: the pruner pauses the trial, or the objective is NaN.
+
+        Rungs whose objective was reported before the process of the trial was killed are not repeated.
+        """
+        values, known = to_texts(trial.params), dict(self._study.get_trials()[trial.number].intermediate_values)
+        last, newest = self.plan.last_epoch(values), max(known, default=0)
         for epoch in (*self.plan.rungs, last):
-            value = self._train(number, self.plan.seeds[0], values, epoch)
-            trial.report(value, epoch)
-            if epoch < last and trial.should_prune():
+            if epoch not in known:
+                known[epoch] = self._train(trial.number, self.plan.seeds[0], values, epoch)
+                trial.report(known[epoch], epoch)
+            if newest <= epoch < last and trial.should_prune():
                 return None
-        return None if math.isnan(value) else value
+        return None if math.isnan(known[last]) else known[last]
 
     def _repeat_best(self) -> None:
         """Repeat the best trials with the other seeds, unless another process still runs trials."""
         (first, *others), rows = self.plan.seeds, self.rows()
-        if any(row.status in ("running", "waiting") for row in rows):
+        if any(row.status == "running" for row in rows):
             return
         found = [row for row in rows if self._score(row.seeds.get(first)) > -math.inf]
         for row in sorted(found, key=lambda row: -self._score(row.seeds[first]))[:NUM_SEEDED]:
-            for seed in others:
+            for seed in sorted({*others} - {*row.seeds}):
                 with self._holding(row.trial, seed) as is_free, contextlib.suppress(RunFailed):
                     if is_free:
                         self._train(row.trial, seed, row.values_of, row.planned)
@@ -209,46 +248,44 @@ class Study:
             yield try_lock(lock) is not False
 
     def _train(self, number: int, seed: int, values: Mapping[str, str], epoch: int) -> float:
-        """Return the objective of a run after an epoch, up to which it is trained unless that is known.
+        """Return the objective of a run after an epoch, up to which it is trained.
 
         Raises:
             ConfigError: the config of the sweep was edited meanwhile.
-            RunFailed: it has ended with an error, now or before.
+            RunFailed: it has ended with an error.
             RunStopped: a signal stopped the sweep and the run, which has saved its checkpoint.
         """
-        folder, kills = self.plan.folder(number, seed), Counter[tuple]()
+        folder, progress = self.plan.folder(number, seed), list[list[Path]]()
         command = [sys.executable, "-m", "distribuuuu", *self.plan.command(folder, seed, values, epoch)]
-        while epoch not in (known := read_values(folder, self.plan.metric)[1]):
+        print(summarize(self.rows()), file=sys.stderr, flush=True)
+        console = make_folder(folder.parent, folder.name) / CONSOLE_FILE
+        while True:
+            while _is_in_use(folder) and not self._signum:  # by a training of a killed sweep, which saves its state
+                time.sleep(POLL_S)
             if self._signum:
                 raise RunStopped(self._signum)
-            if read_failure(folder):
-                raise RunFailed
-            if _is_in_use(folder):
-                time.sleep(POLL_S)
-                continue
             open_sweep(self.plan)  # the config may have been edited
-            with open_for_writing(make_folder(folder.parent, folder.name) / CONSOLE_FILE, "ab") as console:
-                streams = {"stdin": subprocess.DEVNULL, "stdout": console, "stderr": console}
-                self._process = start_child(command, "sweep", {}, **streams)
+            with open_for_writing(console, "ab") as file:
+                streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+                self._process = process = start_child(command, "sweep", {}, **streams)
             if self._signum:  # it came meanwhile
-                self._process.send_signal(self._signum)
-            status = self._wait(self._process)
-            progress = tuple(sorted((folder / CHECKPOINTS).glob("*")))
-            kills[progress] += 1
-            has_ended = status in (0, 1, 2) or kills[progress] == MAX_KILLS
-            if has_ended and not self._signum and epoch not in read_values(folder, self.plan.metric)[1]:
-                with replacing(folder / FAILED_FILE, "w") as file:
-                    file.write(f"{status}\n")
-        return known[epoch]
+                process.send_signal(self._signum)
+            if (status := process.wait()) == 0:
+                return read_objective(read_results(folder / RESULTS))
+            progress.append(sorted((folder / CHECKPOINTS).glob("*")))
+            if not self._signum and (status in (1, 2) or progress.count(progress[-1]) == MAX_KILLS):
+                last_line = console.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+                raise RunFailed(printable(last_line.strip(" -")) or f"exit status {status}")
 
-    def _wait(self, process: subprocess.Popen) -> int:
-        """Return the exit status of a run; print the progress of the sweep whenever it changes."""
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(REFRESH_S)
-            if (line := summarize(self.rows())) != self._shown:
-                print(line, file=sys.stderr, flush=True)
-                self._shown = line
+
+def _suggest(trial: Any, key: str, values: Any) -> None:
+    """Sample an option of a trial from a distribution, unless the trial has its value."""
+    if is_list(values):
+        trial.suggest_categorical(key, values.choices)
+    elif isinstance(values.low, int):
+        trial.suggest_int(key, values.low, values.high)
+    else:
+        trial.suggest_float(key, values.low, values.high, log=values.log)
 
 
 def _is_in_use(folder: Path) -> bool:
@@ -267,3 +304,55 @@ def _drop_torn_line(path: Path, lock: Any) -> None:
             file.truncate(file.read().rfind(b"\n") + 1)
     finally:
         lock.release()
+
+
+# ------------------------------------------------------------------------------------------ results
+
+
+def format_rows(plan: Plan, rows: Sequence[Row]) -> list[str]:
+    """Return the lines of a table, the heading first."""
+    lines = [["trial", "status", "epochs", plan.metric, "seeds", *plan.space]]
+    for row in rows:
+        objective = "" if row.objective is None else f"{row.objective:.4g}"
+        cells = row.trial, row.status, f"{row.epochs}/{row.planned}", objective, len(row.seeds) or ""
+        lines.append([*map(str, cells), *row.values_of.values(), row.error])
+    return align_columns(lines, ">" * len(lines[0]))
+
+
+def write_results(plan: Plan, rows: Sequence[Row], importance: Mapping[str, float]) -> list[Path]:
+    """Write the table of a finished sweep, its page and the config of its best run; return the paths."""
+    record = {"schema": 3, "metric": plan.metric, "higher_is_better": plan.higher_is_better, "rungs": plan.rungs,
+              "seeds": [*plan.seeds], "rows": replace_nonfinite([asdict(row) for row in rows])}  # fmt: skip
+    texts = {"sweep.html": build_sweep_page(plan, rows, importance),
+             "sweep_results.json": json.dumps(record, indent=2) + "\n"}  # fmt: skip
+    if (best := rows[0]).seeds:
+        cfg = load_cfg(plan.flags.cfg, [*plan.options, *to_words(best.values_of)])
+        header = f"# Trial {best.trial} of a sweep: {plan.metric} {best.objective:.3f} on its evaluation images.\n"
+        texts["best.yaml"] = header + changed(cfg, {"OUT_DIR": str(plan.out_dir / "best")}).dump()
+    for name, text in texts.items():
+        with replacing(plan.out_dir / name, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    return [plan.out_dir / name for name in texts]
+
+
+def build_sweep_page(plan: Plan, rows: Sequence[Row], importance: Mapping[str, float]) -> str:
+    """Return OUT_DIR/sweep.html, a page in the style of a report."""
+    best, summary = rows[0], [html.paragraph(f"{summarize(rows)}.")]
+    if best.objective is not None:
+        tiles = [(f"best {plan.metric}", f"{best.objective:.2f}", counted(len(best.seeds), "seed"))]
+        note = "The best trial was selected by these values, which are therefore optimistic."
+        command = f"distribuuuu train --cfg {plan.out_dir / 'best.yaml'} OUT_DIR DIR"
+        summary += [html.tiles(tiles), html.heading(f"Best config: trial {best.trial}"),
+                    html.pairs(best.values_of), html.paragraph(note, "note"), html.preformatted(command)]  # fmt: skip
+    if importance:
+        columns = [Column("option"), Column("share", ".0%", bar=True)]
+        summary += [html.heading("Importance of the options"), html.table(columns, [*importance.items()])]
+    columns = [Column("trial", "d"), Column("status"), Column("epochs", "d"), Column(plan.metric, ".2f"),
+               Column("seeds", "d"), *map(Column, plan.space), Column("error")]  # fmt: skip
+    trials = [[row.trial, row.status, row.epochs, row.objective, len(row.seeds), *row.values_of.values(), row.error]
+              for row in rows]  # fmt: skip
+    runs = {f"trial {row.trial}": read_history(plan.folder(row.trial, plan.seeds[0])) for row in rows[:NUM_DRAWN]}
+    subtitle = f"{counted(len(rows), 'trial')} of {counted(len(plan.space), 'option')}, compared by {plan.metric}"
+    sections = [PageSection("Summary", summary), PageSection("Trials", [html.table(columns, trials)]),
+                PageSection("Curves of the best trials", [draw_curves(runs)])]  # fmt: skip
+    return build_page(f"Sweep {plan.out_dir.resolve().name}", subtitle, sections, f"distribuuuu {__version__}")

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.predictions import Page
+from support.predictions import Page, change
 from support.processes import RESULT_S, wait_for
 from support.runs import ROOT, assert_same_run, problems_of, records, small_options
 from support.tables import each_row
@@ -21,15 +21,23 @@ from support.tables import each_row
 pytest.importorskip("optuna", reason="pip install 'distribuuuu[sweep]'")
 from distribuuuu.commands.sweep import study as module
 from distribuuuu.commands.sweep import sweep as command
-from distribuuuu.commands.sweep.plan import Plan, list_ends, open_sweep, parse_space, plan_rungs
-from distribuuuu.commands.sweep.results import Row, build_sweep_page, format_rows, summarize
-from distribuuuu.commands.sweep.study import MAX_KILLS, NUM_SEEDED, Study
+from distribuuuu.commands.sweep.study import (
+    MAX_KILLS,
+    NUM_SEEDED,
+    Row,
+    Study,
+    build_sweep_page,
+    format_rows,
+    summarize,
+)
+from distribuuuu.commands.sweep.sweep import Plan, list_ends, open_sweep, parse_space, plan_rungs
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.files.untrusted import InvalidFileError
 from distribuuuu.launch.signals import RunStopped
 from distribuuuu.trainer import train_model
 
 LR = "OPTIM.BASE_LR=log:0.001:1"
+RECORD = json.loads((ROOT / "benchmarks/results/shapes/resnet14/seed_0.json").read_text())
 
 
 def fixed_options(images: Path, *overrides) -> list[str]:
@@ -39,8 +47,8 @@ def fixed_options(images: Path, *overrides) -> list[str]:
     return [word for key in pairs if key not in ("OUT_DIR", "OPTIM.BASE_LR") for word in (key, pairs[key])]
 
 
-def parse(*words):
-    return command.parse_args("sweep", [str(word) for word in words])
+def parse(*words) -> Plan:
+    return Plan("sweep", [str(word) for word in words])
 
 
 @pytest.fixture
@@ -49,8 +57,7 @@ def make_plan(image_folder, tmp_path):
 
     def make(*words, epochs: int = 8) -> Plan:
         options = fixed_options(image_folder, "OPTIM.MAX_EPOCH", epochs)
-        plan = Plan(*parse(*words, *options, "OUT_DIR", tmp_path / "out"))
-        plan.out_dir.mkdir(exist_ok=True)
+        plan = parse(*words, *options, "OUT_DIR", tmp_path / "out")
         open_sweep(plan)
         return plan
 
@@ -71,19 +78,16 @@ def test_all_problems_are_reported_at_once(image_folder, tmp_path, monkeypatch):
         "OUT_DIR: is missing; fix: add OUT_DIR exp/my_sweep",
         "OPTIM.MOMENTM (command line): no such key; did you mean OPTIM.MOMENTUM?",
     ]
-    swept = ("OPTIM.MAX_EPOCH=3,4", "OPTIM.WARMUP_EPOCHS", 0, "TRAIN.AUTO_RESUME", False, "OUT_DIR", tmp_path)
-    asha, resume = problems_of(parse, *swept, "--asha", 3, "TRAIN.DATASET", image_folder)
-    assert asha.startswith("OPTIM.MAX_EPOCH: cannot be swept with --asha") and resume.startswith("TRAIN.AUTO_RESUME")
+    swept = ("OPTIM.MAX_EPOCH=3,4", "OPTIM.WARMUP_EPOCHS", 0, "OUT_DIR", tmp_path)
+    (asha,) = problems_of(parse, *swept, "--asha", 3, "TRAIN.DATASET", image_folder)
+    assert asha.startswith("OPTIM.MAX_EPOCH: cannot be swept with --asha")
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     assert problems_of(parse, *words) == ["sweep: optuna is not installed; fix: pip install 'distribuuuu[sweep]'"]
 
 
 @each_row("words, message", [
     ("OPTIM.BASE_LR=1,2 OUT_DIR s3://bucket/sweep", "expected a local path"),
-    ("OPTIM.BASE_LR=1,2 --trials 9999", "--trials: got 9,999 trials; expected at most 1,000"),
-    ("OPTIM.BASE_LR=1,2 TRAIN.PATIENCE 2", "TRAIN.PATIENCE: got 2; expected 0"),
     ("OPTIM.BASE_LR=1,2 --asha 3", "--asha: got 3 for 2 trials of 2 epochs"),
-    ("OPTIM.BASE_LR=1,2 --asha 3 --hyperband 3", "argument --hyperband: not allowed with argument --asha"),
     ("OPTIM.NAME=sgd,adamm", "OPTIM.NAME (command line): unknown optimizer 'adamm'; did you mean adam"),
     ("MODEL.ARCH=resnet8,resnte14", "MODEL.ARCH (command line): unknown model 'resnte14'; did you mean resnet14"),
     ("OPTIM.KWARGS.caution True OPTIM.NAME=sgd,adamw", "OPTIM.KWARGS.caution (command line): sgd has no such argument"),
@@ -93,7 +97,7 @@ def test_mistakes_are_found_before_the_first_start(image_folder, tmp_path, words
     small = fixed_options(image_folder)
     small = [word for pair in zip(small[::2], small[1::2], strict=True) if pair[0] not in keys for word in pair]
     out_dir = () if "OUT_DIR" in keys else ("OUT_DIR", tmp_path)
-    problems = problems_of(lambda: Plan(*parse(*words.split(), *small, *out_dir)))
+    problems = problems_of(parse, *words.split(), *small, *out_dir)
     assert any(message in problem for problem in problems), problems
 
 
@@ -102,7 +106,7 @@ def test_mistakes_are_found_before_the_first_start(image_folder, tmp_path, words
     ("A.B=1,,2", "expected values a,b,c"), ("A.B=1,1", "expected values a,b,c"), ("A.B=log:1:1", "LOW < HIGH"),
     ("A.B=lin:nan:1", "LOW < HIGH"), ("A.B=lin:1:inf", "LOW < HIGH"), ("A.B=lin:a:b", "float"),
     ("A.B=int:1:2.5", "'2.5'"), ("A.B=log:0:1", "low > 0"), ("A.B=lgo:1:2", "or a range log:LOW:HIGH"),
-    ("A.B=1,2 A.B=3,4", "is swept twice"), ("A.B=1,2 A.B 3", "is both fixed and swept"),
+    ("A.B=1,2 A.B=3,4", "is given twice"), ("A.B=1,2 A.B 3", "is given twice"),
     ("RNG_SEED=1,2", "--seeds N"), ("OUT_DIR x", "no option is swept"),
 ])  # fmt: skip
 def test_a_wrong_space_is_explained(words, message):
@@ -169,12 +173,14 @@ class Runs:
         self.options.append(options)
         (folder / "checkpoints").mkdir(exist_ok=True)
         done = len(list((folder / "checkpoints").iterdir()))
+        planned = int(options["OPTIM.MAX_EPOCH"])
         for epoch in range(done + 1, epochs + 1):
             value = self.objective(float(options.get("OPTIM.BASE_LR", 0)), epoch)
             if isinstance(value, int):
                 return self.Ended(value)
-            with open(folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({"kind": "eval", "epoch": epoch, "step": 4, "top1": value}) + "\n")
+            record = change(RECORD, finished=epoch == planned, training__epochs_done=epoch,
+                            accuracy__raw__last__top1=None if math.isnan(value) else value)  # fmt: skip
+            (folder / "results.json").write_text(json.dumps(record))
             (folder / "checkpoints" / f"ckpt_ep_{epoch:03d}.pth.tar").touch()
         return self.Ended(0)
 
@@ -182,7 +188,7 @@ class Runs:
         def __init__(self, status):
             self.status = status
 
-        def wait(self, timeout):
+        def wait(self):
             return self.status
 
         def send_signal(self, signum):
@@ -216,10 +222,10 @@ def test_a_sampler_continues_after_a_restart_and_with_more_trials(make_plan, mon
         assert values_of(study.rows()) == found
 
 
-@pytest.mark.parametrize("flag", ["--asha", "--hyperband"])
-def test_pruned_trials_are_paused_and_the_best_are_repeated(make_plan, monkeypatch, flag):
+def test_pruned_trials_are_paused_and_the_best_are_repeated(make_plan, monkeypatch):
     runs = Runs(monkeypatch, good_at)
-    study = Study(make_plan(LR, "--trials", 16, flag, 2, "--sampler", "sobol", "--seeds", 3))
+    words = (LR, "--trials", 16, "--asha", 2, "--sampler", "sobol", "--seeds", 3)
+    study = Study(make_plan(*words))
     study.run()
     rows = study.rows()
     assert Counter(row.status for row in rows).keys() == {"paused", "finished"}
@@ -230,35 +236,63 @@ def test_pruned_trials_are_paused_and_the_best_are_repeated(make_plan, monkeypat
     ends = Counter(runs.started)
     assert max(ends.values()) == 1, "each part of a run is trained once"
     before = len(runs.started)
-    Study(make_plan(LR, "--trials", 16, flag, 2, "--sampler", "sobol", "--seeds", 3)).run()
+    Study(make_plan(*words)).run()
     assert len(runs.started) == before
 
 
-def test_failed_killed_and_diverged_runs_are_listed_and_the_rest_goes_on(make_plan, monkeypatch, tmp_path):
+class Killed(BaseException):
+    """The process of a sweep is killed."""
+
+
+@pytest.mark.parametrize("place", ["ask", "report", "should_prune", "tell"])
+def test_a_trial_whose_process_is_killed_is_continued_and_counts_once(make_plan, monkeypatch, place):
+    """The rungs are those of an undisturbed sweep: a continued trial has one value in each."""
+    words = (LR, "--trials", 8, "--asha", 2, "--sampler", "random")
+    runs, calls = Runs(monkeypatch, good_at), Counter()
+    import optuna
+
+    owner = optuna.study.Study if place in ("ask", "tell") else optuna.trial.Trial
+    original = getattr(owner, place)
+
+    def call(self, *args, **options):
+        calls[place] += 1
+        if calls[place] == 4 and place != "ask":
+            raise Killed
+        result = original(self, *args, **options)
+        if calls[place] == 4:
+            raise Killed
+        return result
+
+    monkeypatch.setattr(owner, place, call)
+    with pytest.raises(Killed):
+        Study(make_plan(*words)).run()
+    study = Study(make_plan(*words))
+    study.run()
+    trials = study._study.get_trials()
+    assert [trial.number for trial in trials] == list(range(8)) and len({*values_of(study.rows())}) == 8
+    assert all(trial.state.name in ("PRUNED", "COMPLETE") for trial in trials)
+    reached = Counter(key for trial in trials for key in trial.system_attrs if key.startswith("completed_rung"))
+    assert reached["completed_rung_0"] == 8
+    assert max(Counter(runs.started).values()) <= 1 + (place == "report")
+
+
+def test_failed_killed_and_diverged_runs_are_listed_and_the_rest_goes_on(make_plan, monkeypatch):
     def objective(lr: float, epoch: int):
         return {0.1: 1, 0.2: -9, 0.3: math.nan if epoch == 8 else 5.0, 0.4: 50.0}[lr]
 
     runs = Runs(monkeypatch, objective)
     plan = make_plan("OPTIM.BASE_LR=0.1,0.2,0.3,0.4")
-    Study(plan).run()
     study = Study(plan)
+    study.run()
     rows = {row.trial: row for row in study.rows()}
     assert [rows[trial].status for trial in range(4)] == ["failed", "failed", "finished", "finished"]
-    assert rows[0].failures == {3: "no output"} and (tmp_path / "out/trial_000/seed_3/failed.txt").read_text() == "1\n"
-    assert Counter(runs.started)["trial_001", "seed_3", 8] == MAX_KILLS
+    assert rows[0].error == "exit status 1" and Counter(runs.started)["trial_001", "seed_3", 8] == MAX_KILLS
     assert rows[3].seeds == {3: 50.0} and [row.trial for row in study.rows()][0] == 3
-    (tmp_path / "out/trial_000/seed_3/failed.txt").unlink()
-    Study(plan).run()
-    assert Counter(runs.started)["trial_000", "seed_3", 8] == 2 and len(study.rows()) == 4, "it is tried again"
-
-
-def test_values_of_an_earlier_trial_are_skipped(make_plan, monkeypatch):
-    runs = Runs(monkeypatch, good_at)
-    study = Study(make_plan("OPTIM.BASE_LR=0.01,0.1,0.5", "--trials", 3, "--sampler", "random"))
+    runs.objective = lambda lr, epoch: 60.0
+    study = Study(plan)
     study.run()
-    distinct = {*values_of(study.rows())}
-    assert len(runs.started) == len(distinct) <= 3
-    assert sum(row.status == "skipped" for row in study.rows()) == 3 - len(distinct)
+    assert Counter(runs.started)["trial_000", "seed_3", 8] == 2, "a new start tries it again"
+    assert [row.status for row in study.rows()] == ["finished"] * 4 and len(runs.started) == MAX_KILLS + 5
 
 
 def test_several_processes_share_the_trials(make_plan, monkeypatch):
@@ -292,25 +326,29 @@ def test_a_torn_line_of_the_journal_is_removed_and_a_damaged_one_reported(make_p
 def test_the_table_and_the_page(make_plan, tmp_path):
     hostile = "RuntimeError: <script>alert(1)</script>"
     plan = make_plan(LR, "OPTIM.NAME=sgd,adamw", "--trials", 9, "--asha", 3, "--seeds", 2, epochs=9)
-    curve = {epoch: 80.0 + epoch for epoch in range(1, 10)}
     values = {"OPTIM.BASE_LR": "0.1", "OPTIM.NAME": "adamw"}
-    rows = [Row(2, "finished", 9, 9, curve, {3: 92.0, 4: 94.0}, 93.0, {}, values),
-            Row(3, "paused", 3, 9, {1: 80.0, 2: 81.0, 3: 81.5}, {}, 81.5, {}, values),
-            Row(4, "failed", 1, 9, {1: math.nan}, {}, None, {3: hostile}, values),
-            Row(5, "waiting", 0, 9, {}, {}, None, {}, {})]  # fmt: skip
+    rows = [Row(2, "finished", 9, 9, {3: 92.0, 4: 94.0}, 93.0, "", values),
+            Row(3, "paused", 3, 9, {}, 81.5, "", values),
+            Row(4, "failed", 1, 9, {}, None, hostile, values)]  # fmt: skip
+    for row in rows:
+        folder = plan.folder(row.trial, 3)
+        folder.mkdir(parents=True)
+        lines = [
+            {"kind": "eval", "epoch": epoch, "step": 4, "top1": 80.0 + epoch} for epoch in range(1, row.epochs + 1)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     page = build_sweep_page(plan, rows, {"OPTIM.BASE_LR": 0.7, "OPTIM.NAME": 0.3})
     texts = Page(page).texts
     assert hostile in texts and "<script>alert" not in page
-    for text in ("Summary", "Trials", "Failed runs", "Best config: trial 2", "Importance of the options", "70 %",
-                 "93.00", "trial 2, OPTIM.BASE_LR 0.1, OPTIM.NAME adamw: 81", "rung: epoch 3"):  # fmt: skip
+    for text in ("Summary", "Trials", "Best config: trial 2", "Importance of the options", "70 %", "93.00",
+                 "Curves of the best trials", "trial 3"):  # fmt: skip
         assert text in texts, text
-    empty = Page(build_sweep_page(plan, rows[3:], {})).texts
-    assert any(text.startswith("1 trial: 1 waiting") for text in empty)
+    empty = Page(build_sweep_page(plan, [Row(5, "running", 0, 9, {}, None, "", {})], {})).texts
+    assert any(text.startswith("1 trial: 1 running") for text in empty)
     lines = [line.split() for line in format_rows(plan, rows)]
-    assert lines[0] == ["trial", "status", "epochs", "top1", "seeds", *values] and len(lines) == 5
+    assert lines[0] == ["trial", "status", "epochs", "top1", "seeds", *values] and len(lines) == 4
     assert lines[1] == ["2", "finished", "9/9", "93", "2", "0.1", "adamw"]
-    summary = "best: trial 2; 4 trials: 1 waiting, 1 paused, 1 finished, 1 failed; 13 of 36 epochs"
-    assert summarize(rows) == summary
+    assert summarize(rows) == "best: trial 2; 3 trials: 1 paused, 1 finished, 1 failed; 13 of 27 epochs"
 
 
 def test_the_best_config_and_the_table_are_files(image_folder, tmp_path, monkeypatch, capsys):
@@ -379,7 +417,7 @@ def test_a_killed_sweep_leaves_no_run_and_continues_bitwise(start, image_folder,
     assert (folder / "console.log").read_text().count("resumed from") == 2
     rows = json.loads((out / "sweep_results.json").read_text())["rows"]
     assert [(row["trial"], row["status"], row["epochs"]) for row in rows] == [(0, "finished", 12), (1, "failed", 0)]
-    assert "got norm 'nope'" in rows[1]["failures"]["3"] and "got norm 'nope'" in output
+    assert "got norm 'nope'" in rows[1]["error"] and "got norm 'nope'" in output
     best = load_cfg(str(out / "best.yaml"))
     train_model(best)
     assert_same_run(best.OUT_DIR, folder)
