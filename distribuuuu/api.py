@@ -18,10 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distribuuuu.checkpoint.weights_files import RAW, build_kinds, common_kind, find_best, find_card
-from distribuuuu.config import Config, ConfigError, Problem, get_cfg
+from distribuuuu.checkpoint.weights_files import RAW, build_kinds, common_kind, find_best
+from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.config_node import changed
-from distribuuuu.config.locate import FoundConfig
+from distribuuuu.config.model_names import is_published
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.launch.detect import detect_launch
@@ -260,23 +260,20 @@ def _find_config(run: Any) -> tuple[str | Config, list[str]]:
     """
     if isinstance(run, Config):
         return run, []
-    if isinstance(run, (str, os.PathLike)) and find_card(run):
+    if not hasattr(run, "cfg"):
+        path = os.fspath(run.out_dir if isinstance(run, TrainResult) else run)
+        if path.endswith((".yaml", ".yml")) or not (os.path.exists(path) or is_published(path)):
+            return path, []
+        from distribuuuu.inference.locate_run import locate_run
+
+        files = locate_run(path)
+        if not (files.is_export or files.is_published):
+            return files.config, ["OUT_DIR", str(files.folder), "MODEL.WEIGHTS", str(files.weights)]
         from distribuuuu.inference.load_run import find_run
 
-        run = find_run(run)
-    if hasattr(run, "cfg"):
-        is_file = os.path.isfile(run.source)
-        return run.cfg, [*(() if is_file else ("MODEL.ARCH", run.source)), "MODEL.WEIGHTS", run.source]
-    path = Path(run.out_dir if isinstance(run, TrainResult) else run)
-    if not path.is_dir() and (path.suffix in (".yaml", ".yml") or not path.is_file()):
-        return str(path), []
-    folders = [path] if path.is_dir() else [path.parent, path.parent.parent]
-    name = get_cfg().CFG_DEST
-    folder = next((folder for folder in folders if (folder / name).is_file()), None)
-    if folder is None:
-        fix = "pass the OUT_DIR of a run, or a config and {'MODEL.WEIGHTS': FILE}"
-        raise ConfigError(f"{path}: {folders[0] / name} does not exist; fix: {fix}")
-    return FoundConfig(folder / name), ["OUT_DIR", str(folder), "MODEL.WEIGHTS", "None" if path.is_dir() else str(path)]
+        run = find_run(path)
+    is_file = os.path.isfile(run.source)
+    return run.cfg, [*(() if is_file else ("MODEL.ARCH", run.source)), "MODEL.WEIGHTS", run.source]
 
 
 # ------------------------------------------------------------------------------------------- results

@@ -147,9 +147,9 @@ def test_all_problems_are_raised_and_name_their_origin(options):
 
 
 def test_what_cannot_be_evaluated(options, tmp_path):
-    assert "config.yaml does not exist; fix: pass the OUT_DIR" in problems_of(distribuuuu.evaluate, tmp_path)[0]
+    assert f"RUN: no config.yaml in or above {tmp_path};" in problems_of(distribuuuu.evaluate, tmp_path)[0]
     (tmp_path / "x.pth").write_bytes(b"x")
-    assert "does not exist; fix: pass the OUT_DIR" in problems_of(distribuuuu.evaluate, tmp_path / "x.pth")[0]
+    assert "RUN: no config.yaml in or above" in problems_of(distribuuuu.evaluate, tmp_path / "x.pth")[0]
     assert "no such file" in problems_of(distribuuuu.evaluate, tmp_path / "none")[0]
     result = distribuuuu.train(None, {**options, "OPTIM.MAX_EPOCH": 0})
     assert (result.metrics, result.results, result.weights) == ({}, {}, None)

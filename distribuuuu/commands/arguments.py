@@ -9,12 +9,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from distribuuuu.checkpoint.weights_files import HUB_NAMES, RAW, best_paths, find_best, find_card
+from distribuuuu.checkpoint.weights_files import RAW, best_paths, find_best
 from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.locate import FoundConfig
-from distribuuuu.config.model_names import is_published
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg
 from distribuuuu.config.run_files import RESULTS, local_run, url_of
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
@@ -93,29 +92,21 @@ def expand_run(words: list[str]) -> tuple[str, list[str]]:
     With an OUT_DIR of their own, the results are written there, unless that is another run's.
     """
     words = [local_run(words[i]) if i == 0 or words[i - 1] == "OUT_DIR" else words[i] for i in range(len(words))]
-    if len(words) % 2 and is_published(words[0]):
-        return "", ["MODEL.ARCH", words[0], "MODEL.WEIGHTS", words[0], *words[1:]]
-    is_path = words and os.path.exists(words[0])
     is_key = words and re.fullmatch(r"[A-Z_]+(\.\w+)*", words[0])
-    if not is_path and (is_key or len(words) % 2 == 0):
+    if not (words and os.path.exists(words[0])) and (is_key or len(words) % 2 == 0):
         return "", words
-    run, name = Path(words[0]), get_cfg().CFG_DEST
-    # A relative path need not name the folders above it.
-    folder = next((folder for folder in (run, *run.absolute().parents[:2]) if (folder / name).is_file()), None)
-    if folder is None and (card := find_card(run)):
-        own = ["OUT_DIR", str(card.parent), "MODEL.WEIGHTS", str(card.with_name(HUB_NAMES[0]))]
-        return str(card.parent), [*own, *words[1:]]
-    if folder is None or not (run == folder or run.is_file()):
-        found = f"no {name} in or above {run}" if run.exists() else f"no such file or folder: {run}"
-        raise ConfigError(
-            Problem("RUN", f"{found}; expected the OUT_DIR of a run, a checkpoint below it, or an exported folder")
-        )
-    weights = run if run != folder else None
-    if other := dict(zip(words[1::2], words[2::2], strict=False)).get("OUT_DIR"):
+    from distribuuuu.inference.locate_run import locate_run
+
+    files = locate_run(words[0])
+    if files.is_published:
+        return "", ["MODEL.ARCH", words[0], "MODEL.WEIGHTS", words[0], *words[1:]]
+    folder, weights = str(files.folder if files.is_export else Path(files.config).parent), files.weights
+    other = dict(zip(words[1::2], words[2::2], strict=False)).get("OUT_DIR")
+    if other and not files.is_export:
         if Path(other, RESULTS).is_file() and not os.path.samefile(other, folder):
             raise ConfigError(Problem("OUT_DIR", f"{other} holds another run, whose files stay; expected a new folder"))
         weights = weights or find_best(folder) or best_paths(folder)[RAW]
-    return str(folder), ["OUT_DIR", str(folder), *(("MODEL.WEIGHTS", str(weights)) if weights else ()), *words[1:]]
+    return folder, ["OUT_DIR", folder, *(("MODEL.WEIGHTS", str(weights)) if weights else ()), *words[1:]]
 
 
 def find_run_config(overrides: Sequence[str]) -> str | None:

@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.config.errors import did_you_mean
-from distribuuuu.config.model_names import is_published
-from distribuuuu.config.run_files import BEST_NAMES, RUN_FILES, RUN_KINDS, find_path_problem, local_folder
+from distribuuuu.config.run_files import BEST_NAMES, RUN_FILES, find_path_problem
 from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.signals import STATUS_OF
 
@@ -39,22 +37,6 @@ def check_out_file(out: Path) -> None:
         raise ConfigError(f"--out: no such folder: {out.parent}; fix: create it, or name another file")
     if out.exists() and not out.is_file():  # a device would be replaced by a file
         raise ConfigError(f"--out: {out} is no file; fix: name another one")
-
-
-def check_run(run: str) -> None:
-    """Raise ConfigError, without torch, if the argument RUN is a missing path, or a folder without a trained model."""
-    path = Path(local_folder(run)).expanduser()
-    if path.is_file() or str(path) != run and not path.exists() or is_published(run):
-        return
-    if not path.exists() and (os.sep in run or "." in run):
-        beside = os.listdir(path.parent) if path.parent.is_dir() else []
-        raise ConfigError(f"RUN: no such file or folder: {run}{did_you_mean(path.name, beside)}; expected {RUN_KINDS}")
-    names = set(os.listdir(path)) if path.is_dir() else {"config.yaml"}
-    if found := sorted(names & {"model.onnx", "model.pt2", "sweep.json"}):
-        fix = "name the run that was exported"
-        if "sweep.json" in found:
-            fix = f"distribuuuu table {run}, or open {run}/sweep.html"
-        raise ConfigError(f"RUN: {run} holds {found[0]}; expected {RUN_KINDS}; fix: {fix}")
 
 
 def align_columns(lines: Sequence[Sequence[str]], sides: str) -> list[str]:

@@ -18,18 +18,18 @@ from distribuuuu.checkpoint.io import CheckpointError, is_list_of, read_checkpoi
 from distribuuuu.checkpoint.weights_files import KINDS, RAW, best_paths, build_kinds, find_best, kind_of
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg, load_cfg
 from distribuuuu.config.config_node import changed, get_value
-from distribuuuu.config.errors import counted, did_you_mean, first_few
+from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.locate import FoundConfig
-from distribuuuu.config.model_names import is_published
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg, split_key
 from distribuuuu.config.registry import dataset_class
-from distribuuuu.config.run_files import CHECKPOINTS, RUN_KINDS, local_run
+from distribuuuu.config.run_files import CHECKPOINTS, RUN_KINDS
 from distribuuuu.data.build_transform import statistics_of
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import build_images
 from distribuuuu.files.untrusted import MAX_JSON, InvalidFileError, parse_json, read_regular, untrusted
 from distribuuuu.inference.loaded_run import LoadedRun
+from distribuuuu.inference.locate_run import EXPORT_CONFIG, EXPORT_WEIGHTS, locate_run
 from distribuuuu.models.preprocessing import follow
 from distribuuuu.records.read_results import check_results
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 # Names of registered entries that a prediction does not need.
 _ONLY_TRAINING = ("LOSS.NAME", "AUG.OPERATIONS", "OPTIM.LR_POLICY", "TRAIN.METRICS", "TEST.METRICS")
-_CONFIG, _EXPORT_CONFIG, _EXPORT_WEIGHTS = get_cfg().CFG_DEST, "config.json", "model.safetensors"
+_CONFIG = get_cfg().CFG_DEST
 
 
 def load_run(
@@ -66,27 +66,19 @@ def load_run(
 
 def find_run(run: str | os.PathLike, cfg_file: CfgFiles = None, overrides: Sequence[str] = ()) -> LoadedRun:
     """Read the files of a trained model without building it; arguments and errors as for `load_run`."""
+    files, cfg = locate_run(run), load_cfg(cfg_file, overrides) if cfg_file else None
     try:
-        return _find_run(local_run(run), cfg_file, overrides)
+        if files.is_export and files.folder:
+            return _open_export(files.folder, cfg, overrides)
+        if files.weights:
+            return _open_checkpoint(files.weights, None, cfg, overrides)
+        if files.folder:
+            return _open_out_dir(files.folder, cfg, overrides)
     except (InvalidFileError, OSError) as error:
         raise ConfigError(f"RUN: {error}; expected {RUN_KINDS}") from error
-
-
-def _find_run(name: str, cfg_file: CfgFiles, overrides: Sequence[str]) -> LoadedRun:
-    path, cfg = Path(name).expanduser(), load_cfg(cfg_file, overrides) if cfg_file else None
-    if path.is_file() and not (path.name == _EXPORT_WEIGHTS and (path.parent / _EXPORT_CONFIG).is_file()):
-        return _open_checkpoint(path, None, cfg, overrides)
-    folder = path.parent if path.is_file() else path
-    if (folder / _EXPORT_CONFIG).is_file():
-        return _open_export(folder, cfg, overrides)
-    if path.is_dir():
-        return _open_out_dir(path, cfg, overrides)
-    if is_published(name):
-        if cfg:
-            raise ConfigError(f"--cfg: {name} brings its own config; fix: remove --cfg, and set options as KEY VALUE")
-        return _open_published(name, overrides)
-    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    raise ConfigError(f"RUN: no such file or folder: {name}{did_you_mean(path.name, beside)}; expected {RUN_KINDS}")
+    if cfg:
+        raise ConfigError(f"--cfg: {files.name} brings its own config; fix: remove --cfg, and set options as KEY VALUE")
+    return _open_published(files.name, overrides)
 
 
 # ------------------------------------------------------------------------------------ kinds of runs
@@ -118,9 +110,7 @@ def _open_checkpoint(path: Path, folder: Path | None, cfg: Config | None, overri
 
 def _open_export(folder: Path, cfg: Config | None, overrides: Sequence[str]) -> LoadedRun:
     """Return an exported folder: ours, or one in the format of timm."""
-    path, weights = folder / _EXPORT_CONFIG, folder / _EXPORT_WEIGHTS
-    if not weights.is_file():
-        raise ConfigError(f"RUN: {folder} holds {_EXPORT_CONFIG} but no {_EXPORT_WEIGHTS}; fix: export it again")
+    path, weights = folder / EXPORT_CONFIG, folder / EXPORT_WEIGHTS
     with untrusted(path, "config of a model"):
         entries = parse_json(read_regular(path, MAX_JSON)).get("distribuuuu")
     if entries is None:

@@ -12,14 +12,15 @@ from distribuuuu.commands.main import dispatch
 
 
 @pytest.mark.parametrize("command", [
-    ("predict", "run", "photos", "--out", "s3://bucket/a.csv"),
-    ("report", "run", "--out", "gs://bucket/a.html"), ("compare", "a", "b", "--out", "http://host/a.html"),
+    ("predict", "{run}", "photos", "--out", "s3://bucket/a.csv"),
+    ("report", "{run}", "--out", "gs://bucket/a.html"), ("compare", "{run}", "{run}", "--out", "http://host/a.html"),
     ("split", "photos", "--val", "0.1", "--out", "s3://bucket/a"),
-    ("export", "run", "s3://bucket/a", "--to", "timm"), ("split", "photos", "--val", "0.1", "--out", "/"),
+    ("export", "{run}", "s3://bucket/a", "--to", "timm"), ("split", "photos", "--val", "0.1", "--out", "/"),
     ("pack", "/", "MODEL.DUMMY_INPUT", "True"),
 ])  # fmt: skip
-def test_commands_write_to_no_url_and_not_to_the_root(command, capsys, monkeypatch, tmp_path):
+def test_commands_write_to_no_url_and_not_to_the_root(command, capsys, monkeypatch, tmp_path, finished_run):
     monkeypatch.chdir(tmp_path)
+    command = [word.format(run=finished_run) for word in command]
     if is_deleted(command[0]):
         pytest.skip(f"{command[0]} has been deleted")
     assert dispatch("distribuuuu", command) == 2
@@ -27,20 +28,20 @@ def test_commands_write_to_no_url_and_not_to_the_root(command, capsys, monkeypat
     assert not any(tmp_path.iterdir())
 
 
-def test_a_command_replaces_no_file_of_a_run(capsys, monkeypatch, tmp_path):
+def test_a_command_replaces_no_file_of_a_run(capsys, monkeypatch, tmp_path, finished_run):
     monkeypatch.chdir(tmp_path)
-    for name, command in (("metrics.jsonl", ("predict", "run", "photos")), ("results.json", ("report", "run"))):
+    for name, command in (("metrics.jsonl", ("predict", "photos")), ("results.json", ("report",))):
         if is_deleted(command[0]):
             continue
         (tmp_path / name).write_text("mine")
-        assert dispatch("distribuuuu", (*command, "--out", name)) == 2
+        assert dispatch("distribuuuu", (command[0], str(finished_run), *command[1:], "--out", name)) == 2
         assert "is a file of a run" in capsys.readouterr().err and (tmp_path / name).read_text() == "mine"
 
 
 @requires("predict")
 def test_a_command_creates_no_parent_of_a_missing_folder(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert dispatch("distribuuuu", ("predict", "run", "photos", "--out", "new/../a.csv")) == 2
+    assert dispatch("distribuuuu", ("predict", "{run}", "photos", "--out", "new/../a.csv")) == 2
     assert "no such folder: new/.." in capsys.readouterr().err and not any(tmp_path.iterdir())
 
 

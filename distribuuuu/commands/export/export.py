@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
-from distribuuuu.commands.output import check_out, check_run
+from distribuuuu.commands.output import check_out
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import RUN_KINDS
 from distribuuuu.files.new_folder import temporary_folder
+from distribuuuu.inference.locate_run import locate_run
 from distribuuuu.launch.signals import exit_now, handled_by
 
 _DESCRIPTION = """Write the model of a run to a new folder, and check it: the code of its model
@@ -41,7 +42,7 @@ def export(prog: str, args: list[str]) -> int:
         raise ConfigError(problems or f"--out: got {' '.join(folders) or 'nothing'}; expected one new folder")
     if flags.images and flags.no_check:
         raise ConfigError("--images, --no-check: both are given; fix: remove one of them")
-    check_run(flags.run)
+    locate_run(flags.run)
     from distribuuuu.commands.export.exporter import check_arguments, export_run
     from distribuuuu.inference.image_arguments import list_images
     from distribuuuu.inference.load_run import find_run

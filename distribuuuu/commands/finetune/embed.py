@@ -4,10 +4,11 @@ import sys
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser, at_least
-from distribuuuu.commands.output import check_run, stop_with
+from distribuuuu.commands.output import stop_with
 from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import RUN_KINDS
 from distribuuuu.files.untrusted import printable
+from distribuuuu.inference.locate_run import locate_run
 from distribuuuu.launch.host import count_cores, tune_malloc
 from distribuuuu.launch.signals import handled_by
 
@@ -33,7 +34,7 @@ def embed(prog: str, args: list[str]) -> int:
 
     out = Path(flags.out)
     check_output_file(out, (".npz", ".parquet"))
-    check_run(flags.run)
+    locate_run(flags.run)
     from distribuuuu.inference.image_arguments import list_images
 
     files = list_images(flags.paths)

@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser, at_least
-from distribuuuu.commands.output import check_run, stop_with
+from distribuuuu.commands.output import stop_with
 from distribuuuu.config.run_files import RUN_KINDS
 from distribuuuu.files.untrusted import printable
+from distribuuuu.inference.locate_run import locate_run
 from distribuuuu.launch.host import count_cores, tune_malloc
 from distribuuuu.launch.signals import handled_by
 
@@ -36,7 +37,7 @@ def predict(prog: str, args: list[str]) -> int:
     flags.out = Path(flags.out) if flags.out else None
     if flags.out:
         check_output_file(flags.out, (".csv", ".jsonl"))
-    check_run(flags.run)
+    locate_run(flags.run)
     flags.files = list_images(flags.paths)
     for path in filter(os.path.isdir, flags.paths):
         if text := describe_left_out(path):

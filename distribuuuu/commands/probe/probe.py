@@ -5,8 +5,9 @@ import os
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
-from distribuuuu.commands.output import check_out_file, check_run, print_report
+from distribuuuu.commands.output import check_out_file, print_report
 from distribuuuu.config.run_files import RUN_KINDS
+from distribuuuu.inference.locate_run import locate_run
 from distribuuuu.launch.host import tune_malloc
 
 _DESCRIPTION = """Measure the features of a trained model without training it: classify the
@@ -21,7 +22,7 @@ that is fitted to the training images.
 def probe(prog: str, args: list[str]) -> int:
     """Read the command line, then print and write the result."""
     flags = build_parser(prog).parse_args(args)
-    check_run(flags.run)
+    locate_run(flags.run)
     tune_malloc()
     from distribuuuu.commands.html.page import write_page
     from distribuuuu.commands.probe.feature_probe import probe_run

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
-from distribuuuu.commands.output import check_out_file, check_run, print_report
+from distribuuuu.commands.output import check_out_file, print_report
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.run_files import local_run
+from distribuuuu.inference.locate_run import locate_run
 
 _DESCRIPTION = """Compare two or more finished runs on the same evaluation images: difference of
 accuracy with its significance, changed answers, classes, curves and configs.
@@ -28,7 +29,7 @@ def compare(prog: str, args: list[str]) -> int:
     check_out_file(out)
     sides = find_sides(flags.runs)
     for folder in (folder for folders in sides.values() for folder in folders):
-        check_run(str(folder))
+        locate_run(str(folder))
     from distribuuuu.commands.html.page import write_page
     from distribuuuu.commands.report.compare_page import build_compare_page, compare_runs, list_comparison
 

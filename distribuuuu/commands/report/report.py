@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
-from distribuuuu.commands.output import check_out_file, check_run, print_report
+from distribuuuu.commands.output import check_out_file, print_report
 from distribuuuu.config.run_files import local_run
+from distribuuuu.inference.locate_run import locate_run
 
 _DESCRIPTION = """Make a report of a run: one HTML file with its curves, the figures of each
 class, the confusion matrix and the most confident mistakes.
@@ -20,7 +21,7 @@ RUN is its OUT_DIR with predictions.npz, which distribuuuu test RUN makes.
 def report(prog: str, args: list[str]) -> int:
     """Read the command line, then write the report."""
     flags = build_parser(prog).parse_args(args)
-    check_run(flags.run)
+    locate_run(flags.run)
     flags.run = local_run(flags.run)
     out = Path(flags.out).expanduser() if flags.out else Path(flags.run) / f"report.{flags.format}"
     if flags.out:

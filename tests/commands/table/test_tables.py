@@ -13,8 +13,8 @@ from support.recipe_facts import BASELINES, RECIPES
 from support.runs import ROOT, run_tool
 
 from distribuuuu.commands.main import start_command
-from distribuuuu.commands.output import check_run
 from distribuuuu.config import ConfigError
+from distribuuuu.inference.locate_run import locate_run
 from distribuuuu.records.read_results import read_results
 
 REPORTED = ROOT / "benchmarks" / "reported.yaml"
@@ -137,7 +137,7 @@ def test_a_sweep_has_a_row_for_each_finished_trial_and_one_message(make, tmp_pat
             save(tmp_path / f"trial_00{trial}" / f"seed_{seed}" / "results.json", seed=seed,
                  accuracy__raw__last__top1=top1, **changes)  # fmt: skip
     with pytest.raises(ConfigError) as error:  # names this command
-        check_run(str(tmp_path))
+        locate_run(str(tmp_path))
     status, rows, err = make(re.search(r"fix: distribuuuu table (\S+), or open \S+/sweep.html$", str(error.value))[1])
     found = [(row["config"].partition(", ")[2], row["top-1 here"].partition(" (")[2]) for row in rows]
     assert (status, found) == (0, [("OPTIM.BASE_LR 0", "n = 3)"), ("OPTIM.BASE_LR 1", "n = 1)")])
