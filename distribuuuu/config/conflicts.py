@@ -17,7 +17,7 @@ from distribuuuu.config.derived import (
 )
 from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mean
 from distribuuuu.config.options import OPTIONS
-from distribuuuu.config.registry import BUILT_IN_TASKS, OPTIMIZERS, SETTINGS, dataset_class
+from distribuuuu.config.registry import BUILT_IN_TASKS, SETTINGS, dataset_class
 from distribuuuu.config.run_files import find_name_problem, find_path_problem, url_of
 
 # First words of AUG.POLICY: torchvision's and big_vision's policies by our names, then timm's, which take settings.
@@ -28,16 +28,10 @@ POLICIES = ("none", *_TORCHVISION_POLICIES, "randaugment_big_vision", "3augment"
 # Operations of this package that need three channels of 8 bits.
 _RGB_OPERATIONS = ("grayscale", "pca_noise")
 
-# Arguments of optimizers that are options, the last two for sgd and registered ones only, or that the trainer sets.
-OPTIM_ARGUMENTS = {
-    "lr": "OPTIM.BASE_LR", "weight_decay": "OPTIM.WEIGHT_DECAY", "momentum": "OPTIM.MOMENTUM", "betas": "OPTIM.BETAS",
-    "eps": "OPTIM.EPS", **dict.fromkeys(("params", "fused", "foreach", "capturable", "differentiable"), ""),
-    "dampening": "OPTIM.DAMPENING", "nesterov": "OPTIM.NESTEROV",
-}  # fmt: skip
-
 # Options that are off by default, whose conflicts are in a file of their own.
 _FEATURES = ("AUG.MIXUP", "AUG.CUTMIX", "TRAIN.IM_SIZE_START", "TEST.LABELS", "LOSS.CLASS_WEIGHTS",
-             "LOSS.POSITIVE_WEIGHT", "DISTILL.TEACHER", "DISTILL.WEIGHTS", "FINETUNE.HEAD_RESET")  # fmt: skip
+             "LOSS.POSITIVE_WEIGHT", "DISTILL.TEACHER", "DISTILL.WEIGHTS", "FINETUNE.HEAD_RESET", "FINETUNE.LR_MULT",
+             "MODEL.KWARGS", "DISTILL.KWARGS", "OPTIM.KWARGS")  # fmt: skip
 
 # An option, whether its value is in conflict with others, and what is expected.
 Conflict = tuple[str, object, str]
@@ -55,10 +49,11 @@ def find_problems(cfg: Config) -> list[Problem]:
     found = [Problem(key, message) for key, option in OPTIONS.items()
              for message in option.find_wrong(get_value(cfg, key))]  # fmt: skip
     groups = [_images, _augmentation, _optimizer, _task_and_loss, _distribution]
-    if any(get_value(cfg, key) for key in _FEATURES):
-        from distribuuuu.config.feature_conflicts import find_conflicts
+    if cfg.DIST.SHARD != "none" or any(get_value(cfg, key) for key in _FEATURES):
+        from distribuuuu.config import feature_conflicts
 
-        groups.append(find_conflicts)
+        groups.append(feature_conflicts.find_conflicts)
+        found += [*feature_conflicts.check_arguments(cfg), *feature_conflicts.find_sharding_problems(cfg)]
     for conflicts in groups:
         found += [Problem(key, f"got {_show(cfg, key)}; {expected}")
                   for key, is_wrong, expected in conflicts(cfg) if is_wrong]  # fmt: skip
@@ -66,11 +61,7 @@ def find_problems(cfg: Config) -> list[Problem]:
         from distribuuuu.config.read_settings import find_settings_problems
 
         found += find_settings_problems(cfg)
-    found += [*_check_arguments(cfg), *_check_paths(cfg)]
-    if cfg.DIST.SHARD != "none":
-        from distribuuuu.config.sharding_conflicts import find_sharding_problems
-
-        found += find_sharding_problems(cfg)
+    found += _check_paths(cfg)
     return [problem.located(cfg.origins) for problem in found]
 
 
@@ -197,24 +188,6 @@ def _distribution(cfg: Config) -> Iterator[Conflict]:
     yield "TRAIN.BATCH_SIZE", is_auto and url_of(cfg.OUT_DIR), "expected a number with OUT_DIR at a URL"
     expected = "it needs TRAIN.GLOBAL_BATCH_SIZE, the images per step; fix: set that, e.g. 256, or a number here"
     yield "TRAIN.BATCH_SIZE", is_auto and not cfg.TRAIN.GLOBAL_BATCH_SIZE, expected
-
-
-def _check_arguments(cfg: Config) -> Iterator[Problem]:
-    for pattern, factor in cfg.FINETUNE.LR_MULT.items():
-        if factor <= 0:
-            message = f"got {factor:g}; expected a number above 0; to freeze parameters set FINETUNE.FREEZE"
-            yield Problem(f"FINETUNE.LR_MULT.{pattern}", message)
-    is_ours = cfg.OPTIM.NAME.lower() == "sgd" or cfg.OPTIM.NAME in OPTIMIZERS
-    for name in cfg.OPTIM.KWARGS:
-        if name in OPTIM_ARGUMENTS and (is_ours or name not in ("dampening", "nesterov")):
-            option = OPTIM_ARGUMENTS[name]
-            message = f"is an option; fix: set {option} instead" if option else "is set by the trainer; fix: remove it"
-            yield Problem(f"OPTIM.KWARGS.{name}", message)
-    for section in ("MODEL.KWARGS", "DISTILL.KWARGS", "OPTIM.KWARGS"):
-        if kwargs := get_value(cfg, section):
-            from distribuuuu.config.reading_keywords import find_reading_keywords
-
-            yield from (Problem(*found) for found in find_reading_keywords(section, kwargs))
 
 
 def _check_paths(cfg: Config) -> Iterator[Problem]:

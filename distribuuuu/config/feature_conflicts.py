@@ -1,14 +1,45 @@
-"""Conflicts of options that are off by default: mixing, growing images, class weights, teachers, other test sets."""
+"""Conflicts of options that are off by default: mixing, growing images, class weights, teachers, other test sets,
+arguments of constructors, DIST.SHARD.
+"""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from distribuuuu.config.config_node import Config
+from distribuuuu.config.config_node import Config, get_value
 from distribuuuu.config.declaration import AUTO
-from distribuuuu.config.errors import counted
-from distribuuuu.config.model_names import is_published, names_backbone
-from distribuuuu.config.options import IMAGENET_CLASSES
-from distribuuuu.config.registry import BUILT_IN_TASKS
+from distribuuuu.config.errors import Problem, counted
+from distribuuuu.config.model_names import OWN_KEYS, is_published, names_backbone
+from distribuuuu.config.options import GRAPH_MODES, IMAGENET_CLASSES
+from distribuuuu.config.registry import BUILT_IN_TASKS, OPTIMIZERS
+
+# Arguments of optimizers that are options, the last two for sgd and registered ones only, or that the trainer sets.
+OPTIM_ARGUMENTS = {
+    "lr": "OPTIM.BASE_LR", "weight_decay": "OPTIM.WEIGHT_DECAY", "momentum": "OPTIM.MOMENTUM", "betas": "OPTIM.BETAS",
+    "eps": "OPTIM.EPS", **dict.fromkeys(("params", "fused", "foreach", "capturable", "differentiable"), ""),
+    "dampening": "OPTIM.DAMPENING", "nesterov": "OPTIM.NESTEROV",
+}  # fmt: skip
+
+# They read whatever their value is.
+_READING_KEYS = ("weights_backbone", "pretrained_backbone", "pretrained_cfg", "pretrained_cfg_overlay",
+                 "cache_dir", "model_dir", "state_dict", "custom_load")  # fmt: skip
+# Words in the names of such keywords, if the value is text or a mapping: a drop_path_rate is a number.
+_READING_WORDS = {"file", "files", "filename", "path", "paths", "url", "urls", "uri", "dir", "directory", "folder",
+                  "hub", "repo", "cache", "checkpoint", "ckpt", "weights", "pretrained"}  # fmt: skip
+# Text that is a path, an address, a model of the Hugging Face Hub, or a file of weights.
+_PLACE = re.compile(r"[/\\]|^~|^[\w-]+:|\.(pth|pt2?|tar|bin|npz|npy|pkl|pickle|ckpt|safetensors)$", re.IGNORECASE)
+
+# Optimizers that give the same weights with FSDP as without, with any of the suffixes. Others need more of a weight
+# than the rows of one process, in operations that torch's sharded tensors do not support.
+_FSDP_OPTIMIZERS = (
+    "adabelief", "adadelta", "adagrad", "adam", "adamax", "adamw", "adan", "adopt", "lamb", "laprop", "larc", "lars",
+    "lion", "madgrad", "momentum", "nadam", "nesterov", "nlarc", "nlars", "radabelief", "radam", "rmsprop", "rmsproptf",
+    "sgd",
+)  # fmt: skip
+_SUFFIXES = ("", "c", "cd", "cw", "w", "legacy")
+# These scale a step by the norm of all gradients, or use random numbers; a process has its own share only.
+_NOT_FOR_ZERO1 = ("clamb", "kron", "lamb")
 
 # An option, whether its value is in conflict with others, and what is expected.
 Conflict = tuple[str, object, str]
@@ -96,3 +127,61 @@ def class_weight_beta(text: str) -> float | None:
         return beta if 0 <= (beta := float(number)) < 1 else None
     except ValueError:
         return None
+
+
+def check_arguments(cfg: Config) -> Iterator[Problem]:
+    """Yield a problem for each argument of a constructor that is an option, reads files, or freezes parameters."""
+    for pattern, factor in cfg.FINETUNE.LR_MULT.items():
+        if factor <= 0:
+            message = f"got {factor:g}; expected a number above 0; to freeze parameters set FINETUNE.FREEZE"
+            yield Problem(f"FINETUNE.LR_MULT.{pattern}", message)
+    is_ours = cfg.OPTIM.NAME.lower() == "sgd" or cfg.OPTIM.NAME in OPTIMIZERS
+    for name in cfg.OPTIM.KWARGS:
+        if name in OPTIM_ARGUMENTS and (is_ours or name not in ("dampening", "nesterov")):
+            option = OPTIM_ARGUMENTS[name]
+            message = f"is an option; fix: set {option} instead" if option else "is set by the trainer; fix: remove it"
+            yield Problem(f"OPTIM.KWARGS.{name}", message)
+    for section in ("MODEL.KWARGS", "DISTILL.KWARGS", "OPTIM.KWARGS"):
+        yield from (Problem(*found) for found in find_reading_keywords(section, get_value(cfg, section)))
+
+
+def find_reading_keywords(section: str, kwargs: Mapping) -> Iterator[tuple[str, str]]:
+    """Yield (key, message) for each keyword in a section, nested ones too, that reads a file or the network."""
+    for name, value in kwargs.items():
+        key = f"{section}.{name}"
+        if name in OWN_KEYS and name != "num_classes":
+            yield key, f"set {OWN_KEYS[name]} instead"
+        elif _reads(str(name), value):
+            what = "names a file or an address, which no constructor may read"
+            fix = "remove it; weights are set by MODEL.PRETRAINED, MODEL.WEIGHTS, FINETUNE.WEIGHTS or DISTILL.WEIGHTS"
+            yield key, f"{what}; fix: {fix}"
+        elif isinstance(value, (Mapping, list, tuple)):
+            yield from find_reading_keywords(key, value if isinstance(value, Mapping) else dict(enumerate(value)))
+
+
+def _reads(name: str, value: Any) -> bool:
+    items = value if isinstance(value, (list, tuple)) else (value,)
+    holds_text = any(isinstance(item, (str, Mapping)) for item in items)
+    words = {word.lower() for word in re.findall(r"[A-Z]*[a-z]+|[A-Z]+", name)}
+    is_switch = value is True and "pretrained" in words
+    is_place = isinstance(value, str) and _PLACE.search(value)
+    return bool(name.lower() in _READING_KEYS or (words & _READING_WORDS and (holds_text or is_switch)) or is_place)
+
+
+def find_sharding_problems(cfg: Config) -> Iterator[Problem]:
+    """Yield a problem for each option that does not work with DIST.SHARD zero1 or fsdp."""
+    shard, name = cfg.DIST.SHARD, cfg.OPTIM.NAME.lower()
+    if shard == "zero1" and name.startswith(_NOT_FOR_ZERO1):
+        message = f"{name} needs all gradients, but DIST.SHARD zero1 gives it a part; set DIST.SHARD fsdp or none"
+        yield Problem("OPTIM.NAME", message)
+    if shard != "fsdp":
+        return
+    if name not in [base + suffix for base in _FSDP_OPTIMIZERS for suffix in _SUFFIXES]:
+        message = f"{name} does not work with DIST.SHARD fsdp; set DIST.SHARD zero1, or one of"
+        yield Problem("OPTIM.NAME", f"{message} {', '.join(_FSDP_OPTIMIZERS)}")
+    if cfg.MODEL.COMPILE in GRAPH_MODES:  # the weights are gathered in other memory in each step
+        message = f"got {cfg.MODEL.COMPILE}, which replays CUDA graphs, with DIST.SHARD fsdp; expected none or default"
+        yield Problem("MODEL.COMPILE", f"{message}; fix: set it to default, or DIST.SHARD to zero1 or none")
+    if cfg.TRAIN.AMP == "fp16":
+        message = "fp16 does not work with DIST.SHARD fsdp, where each process would scale its loss alone; use bf16"
+        yield Problem("TRAIN.AMP", message)

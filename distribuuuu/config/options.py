@@ -106,8 +106,7 @@ _C.TRAIN.MAX_ROLLBACKS = Option(3, least=0, needs="TRAIN.ON_NAN rollback")
 _C.TRAIN.EVAL_PERIOD = Option(1, least=1)
 # Epochs without a better first metric after which the run ends, counted at evaluations; 0: never. Of little use with a
 # schedule that decays to the end, such as cos: the last epochs are the best.
-_C.TRAIN.PATIENCE = Option(0, least=0, is_epoch=True,
-                           not_swept="the trials need the same epochs; --asha stops trials early")  # fmt: skip
+_C.TRAIN.PATIENCE = Option(0, least=0, not_swept="the trials need the same epochs; --asha stops trials early")
 # The k of top-k accuracy; limited to the number of classes.
 _C.TRAIN.TOPK = Option(5, least=1, not_swept=_SAME_METRIC)
 # Metrics of the training batches, by name, e.g. [top1, ece]. Empty: those of the task (top1 and topk, or map).

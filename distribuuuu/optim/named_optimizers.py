@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.config.conflicts import OPTIM_ARGUMENTS
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import keep_names
 from distribuuuu.config.registry import OPTIMIZERS
@@ -47,15 +46,15 @@ def given_options(cfg) -> dict[str, Any]:
 def check_arguments(cfg, constructor: Callable) -> dict[str, Any]:
     """Return OPTIM.KWARGS as keyword arguments of an optimizer's constructor."""
     known = inspect.signature(constructor).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    if unknown := [] if takes_any else [name for name in cfg.OPTIM.KWARGS if name not in known]:
+        from distribuuuu.config.feature_conflicts import OPTIM_ARGUMENTS
+
         free = [name for name in known if name not in OPTIM_ARGUMENTS] or ["none"]
-        problems = [
-            Problem(f"OPTIM.KWARGS.{name}", f"{cfg.OPTIM.NAME} has no such argument{did_you_mean(name, free)}; "
-                    f"expected one of {', '.join(free)}")
-            for name in cfg.OPTIM.KWARGS if name not in known
-        ]  # fmt: skip
-        if problems:
-            raise ConfigError(problems, cfg.origins)
+        expected = f"expected one of {', '.join(free)}"
+        messages = [f"{cfg.OPTIM.NAME} has no such argument{did_you_mean(name, free)}; {expected}" for name in unknown]
+        keys = [f"OPTIM.KWARGS.{name}" for name in unknown]
+        raise ConfigError(map(Problem, keys, messages), cfg.origins)
     return dict(cfg.OPTIM.KWARGS)
 
 

@@ -17,9 +17,9 @@ from torch import nn
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.conflicts import find_unused_options
 from distribuuuu.config.derived import CONDITIONS
+from distribuuuu.config.feature_conflicts import find_reading_keywords
 from distribuuuu.config.model_names import SOURCES, find_model_problems, load_names
 from distribuuuu.config.options import OPTIONS
-from distribuuuu.config.reading_keywords import find_reading_keywords
 from distribuuuu.config.registry import BUILT_IN_TASKS, TASKS
 from distribuuuu.engine.preflight import find_compiler, resolve_cfg
 from distribuuuu.models.find_architecture import find_architecture
@@ -210,7 +210,7 @@ def test_an_option_without_effect_is_named_with_what_it_needs_and_each_condition
 @each_row(("words", "key"), [
     ("OPTIM.LR_POLICY steps OPTIM.STEPS [1,30,60]", "OPTIM.STEPS: epoch 60"),
     ("OPTIM.LR_LAG 3", "OPTIM.LR_LAG: epoch 3"),
-    ("EMA.HALF_LIFE 9 EMA.START_EPOCH 9", "EMA.START_EPOCH: epoch 9"), ("TRAIN.PATIENCE 3", "TRAIN.PATIENCE: epoch 3"),
+    ("EMA.HALF_LIFE 9 EMA.START_EPOCH 9", "EMA.START_EPOCH: epoch 9"), ("TRAIN.PATIENCE 3", ""),
     ("TRAIN.IM_SIZE_START 64 TRAIN.IM_SIZE_EPOCHS [0,9]", "TRAIN.IM_SIZE_EPOCHS: epoch 9"),
     ("OPTIM.LR_POLICY steps OPTIM.STEPS [1,2]", ""), ("OPTIM.LR_LAG 2", ""), ("OPTIM.LR_LAG 3 OPTIM.MAX_EPOCH 0", ""),
 ])  # fmt: skip

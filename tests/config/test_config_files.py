@@ -182,9 +182,7 @@ def test_every_file_that_a_run_writes_is_in_the_list(small_cfg, tmp_path):
     evaluate_model(cfg)
     found = {path.name for path in (tmp_path / "out").iterdir()} - {cfg.CFG_DEST}
     assert [name for name in found if not run_files.is_run_file(name)] == [] and "checkpoints.1" in found
-    assert set(RUN_FILES) - found == {run_files.LOCK, run_files.STACKS, run_files.TRACKERS_FOLDER}, (
-        "written for the length of a run, on a hang, and with LOG.TRACKERS"
-    )
+    assert set(RUN_FILES) - found == {run_files.STACKS, run_files.TRACKERS_FOLDER}, "on a hang, and with LOG.TRACKERS"
 
 
 def test_a_name_that_is_no_plain_file_name_or_one_of_the_run_is_refused():
