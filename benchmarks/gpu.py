@@ -112,7 +112,8 @@ def build_other(cfg, batches: Batches, build_loop: Callable) -> Contestant:
     """Return another loop on a copy of the model, with the same optimizer, loss and autocast."""
     loader = build_memory_loader(batches, cfg.MODEL.NUM_CLASSES)
     state = build_training(cfg, loader, loader.batch[0][:1], latest=None).state
-    compile_model(state.model, cfg.MODEL.COMPILE)
+    if cfg.MODEL.COMPILE != "none":
+        compile_model(state.model, cfg.MODEL.COMPILE)
     loop = build_loop(state.model, state.optimizer, build_loss(cfg), batches, state.precision.autocast)
     held = [*state.model.parameters(), *state.model.buffers(), *batches.batch]
     return Contestant(loop, state.optimizer, held)

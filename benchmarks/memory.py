@@ -27,7 +27,7 @@ from distribuuuu.distributed.ddp import wrap_model
 from distribuuuu.distributed.process_group import pick_device, process_group
 from distribuuuu.distributed.sharding import build_parallelize_fn
 from distribuuuu.launch.detect import Launch
-from distribuuuu.launch.ports import find_free_port
+from distribuuuu.launch.nproc import find_free_port
 from distribuuuu.models import build_model, count_parameters
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.optim.precision import build_precision

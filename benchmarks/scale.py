@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as torch_dist
 from bench_support.machine import describe_run
 
-from distribuuuu.launch.ports import find_free_port
+from distribuuuu.launch.nproc import find_free_port
 
 # Offset of tcpi_bytes_acked and tcpi_bytes_received in struct tcp_info of linux/tcp.h.
 TCP_INFO_BYTES = 120

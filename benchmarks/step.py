@@ -49,7 +49,7 @@ from distribuuuu.engine.build import build_training, open_log
 from distribuuuu.engine.run import Run
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import tune_malloc
-from distribuuuu.launch.ports import find_free_port
+from distribuuuu.launch.nproc import find_free_port
 from distribuuuu.records.run_log import logging_to
 from distribuuuu.tasks.losses import build_loss
 from distribuuuu.trainer import train_epoch

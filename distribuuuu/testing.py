@@ -32,7 +32,7 @@ from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import Config
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.run_files import CHECKPOINTS, METRICS
-from distribuuuu.launch.ports import find_free_port
+from distribuuuu.launch.nproc import find_free_port
 
 # A limit that catches a hang, in seconds.
 RESULT_S = 300

@@ -84,14 +84,11 @@ def compile_model(model: nn.Module, mode: str) -> None:
     """Compile a model in place at its first forward pass, for each shape separately; names and weights stay.
 
     With dynamic shapes, the code of a step would depend on the shapes that this process has computed before, so a
-    resumed run would differ from an uninterrupted one in the last bits.
-
-    `mode` is 'none' (do nothing), or a mode of torch.compile. With the result of `wrap_model`, the compiler splits the
-    backward pass at the all-reduces.
+    resumed run would differ from an uninterrupted one in the last bits. `mode` is one of torch.compile. With the result
+    of `wrap_model`, the compiler splits the backward pass at the all-reduces.
     """
-    if mode != "none":
-        model.compile(mode=mode, dynamic=False)
-        known = torch._dynamo.config
-        prefix = "recompile" if hasattr(known, "recompile_limit") else "cache_size"  # torch < 2.7
-        for name in (f"{prefix}_limit", f"accumulated_{prefix}_limit"):
-            setattr(known, name, MAX_GRAPHS)
+    model.compile(mode=mode, dynamic=False)
+    known = torch._dynamo.config
+    prefix = "recompile" if hasattr(known, "recompile_limit") else "cache_size"  # torch < 2.7
+    for name in (f"{prefix}_limit", f"accumulated_{prefix}_limit"):
+        setattr(known, name, MAX_GRAPHS)

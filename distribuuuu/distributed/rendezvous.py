@@ -21,7 +21,6 @@ from distribuuuu.config.errors import first_few
 from distribuuuu.distributed.comm import GroupState, PeerError, is_communication_error
 from distribuuuu.distributed.stall_timer import ANSWER_S, MAX_NAMED, StallTimer
 from distribuuuu.launch.detect import Launch
-from distribuuuu.launch.ports import SERVED_PORTS, find_port_problem
 from distribuuuu.launch.signals import SignalState
 
 # The stall timer ends a process first, with a report, and does not count the time in which a job is suspended.
@@ -49,40 +48,37 @@ def exchange(launch: Launch, value: Any, timeout_s: float, startup_timeout_s: fl
     """
     if launch.world_size == 1:
         return [value]
-    return _share(launch, join(launch, timeout_s), value, datetime.timedelta(seconds=startup_timeout_s))
+    return share(launch, join(launch, timeout_s), value, datetime.timedelta(seconds=startup_timeout_s))
 
 
-def _share(launch: Launch, store: torch_dist.Store, value: Any, *timeout: datetime.timedelta) -> list[Any]:
+def share(launch: Launch, store: torch_dist.Store, value: Any, *timeout: datetime.timedelta) -> list[Any]:
     """Return the JSON value of every process in the order of ranks."""
     turn = store.add(f"turn of {launch.rank}", 1)
     store.set(f"value {turn} of {launch.rank}", json.dumps(value))
     keys = [f"value {turn} of {rank}" for rank in range(launch.world_size)]
     store.wait(keys, *timeout)
-    return [json.loads(store.get(key)) for key in keys]
+    return [json.loads(found) for found in store.multi_get(keys)]
 
 
-def create_store(launch: Launch, timeout_s: float) -> torch_dist.PrefixStore:
+@functools.cache
+def join(launch: Launch, timeout_s: float) -> torch_dist.PrefixStore:
     """Return a key-value store that all processes of this start share, after all of them have joined.
 
-    Each process publishes a random name. Process 0 answers with the names that it has read and a name of the start; the
-    others accept an answer that lists their own: torchrun keeps one store over its restarts, so the keys of a killed
-    process look like those of a living one, and its count of restarts does not grow when a node joins or leaves.
+    It is joined once for each group: before the process group if the processes have to `exchange` values.
 
     Raises:
         MissingProcessError: a process did not join within `timeout_s` seconds, or process 0 has ended.
-        ConfigError: the port is taken by another process.
+        ConfigError: process 0 cannot listen on the port.
     """
     ends, number = time.monotonic() + timeout_s, next(_group_numbers)
     try:
-        store = torch_dist.PrefixStore(f"{launch.run_id}/{number}", _connect(launch, timeout_s, ends))
-        start = _gather_all(store, launch, timeout_s, ends) if launch.rank == 0 else ""
-        return torch_dist.PrefixStore(start or _join_others(store, launch, timeout_s, ends), store)
+        server = _connect(launch, timeout_s, ends)
+        name = _sign(torch_dist.PrefixStore(f"{launch.run_id}/{number}", server), launch, timeout_s, ends)
+        return torch_dist.PrefixStore(name, server)
     except torch_dist.DistError as error:
         raise MissingProcessError(f"launcher: the store of process 0 is lost: {str(error).splitlines()[0]}") from error
 
 
-# The store of this start, which a process joins once: before the process group if it has to `exchange`.
-join = functools.cache(create_store)
 # The server of process 0 lives as long as the process: the next group of the same processes may reach it first.
 _open_store = functools.cache(torch_dist.TCPStore)
 
@@ -97,16 +93,37 @@ def _connect(launch: Launch, timeout_s: float, ends: float) -> torch_dist.TCPSto
         except OSError as error:
             reason = f": cannot connect to the rendezvous at {address}:{port}: {error}"
             _check_time(launch, timeout_s, ends, [0], reason)
-            time.sleep(4 * POLL_S)
     try:
         limit = datetime.timedelta(seconds=timeout_s)
-        store = _open_store(address, port, None, is_master, limit, wait_for_workers=False)
+        return _open_store(address, port, None, is_master, limit, wait_for_workers=False)
     except torch_dist.DistError as error:
-        if taken := find_port_problem(address, port) if is_master else None:
-            raise ConfigError(taken) from error
-        raise
-    SERVED_PORTS.update([port] if is_master else [])
-    return store
+        if not is_master:
+            raise
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"MASTER_PORT {port} on {address}: {reason}; fix: set MASTER_PORT to a free port") from error
+
+
+def _sign(store: torch_dist.Store, launch: Launch, timeout_s: float, ends: float) -> str:
+    """Return the name of this start, below which every process has signed.
+
+    Process 0 draws it, and withdraws it when all have signed. torchrun keeps one store over its restarts, and its count
+    of them does not grow when a node joins or leaves: a name that is left there is of a start that has not begun.
+    """
+    name, missing = "", [*range(1, launch.world_size)]
+    if launch.rank == 0:
+        name = uuid.uuid4().hex
+        while missing:
+            store.set("start", name)
+            missing = [rank for rank in missing if not store.check([f"{name}/{rank}"])]
+            _check_time(launch, timeout_s, ends, missing)
+        store.set("start", "")
+        store.set(f"{name}/all", "")
+    while not (name and store.check([f"{name}/all"])):
+        if store.check(["start"]) and (name := store.get("start").decode() or name):
+            store.set(f"{name}/{launch.rank}", "")
+        used = f": the store at MASTER_PORT {launch.port} is that of another run" if launch.port and not name else ""
+        _check_time(launch, timeout_s, ends, [0], used)
+    return name
 
 
 def _check_time(launch: Launch, timeout_s: float, ends: float, missing: list[int], reason: str = "") -> None:
@@ -125,37 +142,11 @@ def _check_time(launch: Launch, timeout_s: float, ends: float, missing: list[int
     raise error
 
 
-def _gather_all(store: torch_dist.Store, launch: Launch, timeout_s: float, ends: float) -> str:
-    """Return the name of this start when every process has accepted it, on process 0."""
-    start, missing = uuid.uuid4().hex, [*range(1, launch.world_size)]
-    while missing:
-        keys = [f"name {rank}" for rank in range(1, launch.world_size)]
-        names = [store.get(key).decode() for key in keys if store.check([key])]
-        store.set("answer", " ".join([*names, start]))
-        missing = [rank for rank in missing if not store.check([f"{start}/accepted {rank}"])]
-        _check_time(launch, timeout_s, ends, missing)
-    store.set(f"{start}/all", "accepted")
-    return start
-
-
-def _join_others(store: torch_dist.Store, launch: Launch, timeout_s: float, ends: float) -> str:
-    """Return the name of this start when every process has accepted it, on another process than 0."""
-    own, start = uuid.uuid4().hex, ""
-    store.set(f"name {launch.rank}", own)
-    while not (start and store.check([f"{start}/all"])):
-        if not start and store.check(["answer"]) and own in (names := store.get("answer").decode().split()):
-            start = names[-1]
-            store.set(f"{start}/accepted {launch.rank}", "yes")
-        used = f": the store at MASTER_PORT {launch.port} is that of another run" if launch.port else ""
-        _check_time(launch, timeout_s, ends, [0], "" if start else used)
-    return start
-
-
 @contextlib.contextmanager
 def watched(launch: Launch, store: torch_dist.PrefixStore, limits: tuple[float, float]) -> Iterator[None]:
     """Run the stall timer; if another process has ended, end this one with it."""
-    # A connection of its own, so that its requests block no others; the name is not that of an earlier start.
-    server: Any = store.underlying_store.underlying_store  # type: ignore[attr-defined]  # of two prefixes
+    # A connection of its own, so that its requests block no others.
+    server: Any = store.underlying_store
     limit = datetime.timedelta(seconds=ANSWER_S)
     connection = torch_dist.TCPStore(server.host, server.port, None, False, limit, wait_for_workers=False)
     if launch.rank == 0:
@@ -180,7 +171,7 @@ def check_gpus(launch: Launch, store: torch_dist.Store, gpu: str) -> None:
 
     nccl does not support that, and its own error names neither the cause nor an option.
     """
-    names = _share(launch, store, gpu)
+    names = share(launch, store, gpu)
     if shared := next((name for name in names if names.count(name) > 1), ""):
         used = f"several of the {launch.world_size} processes use GPU {shared}"
         fix = "start one process per GPU, or set DIST.BACKEND gloo"

@@ -2,7 +2,7 @@
 
 A thread of each process counts the seconds since the last step and writes its state to the store of the run once a
 second. A process whose time is over reads the states of the others: as long as one of them makes progress, or does
-something that has an end of its own, it is waited for. There is no server; the launcher ends what is left.
+something that has an end of its own, it is waited for.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,25 +38,12 @@ class ProcessState:
 
     rank: int
     host: str
-    number: int  # grows with each state that is written
     position: str  # the last step, e.g. 'epoch 2, step 14'
     phase: str  # what it does since then, e.g. 'waiting for data'; '' if it computes
     stalled_s: float  # since the last step
-    limit_s: float  # after which no step is a stall
+    is_overdue: bool  # it has made no step for longer than it may
     has_failed: bool  # it has raised an error, which it prints
     time: float  # time.time() of the writing process
-
-    @property
-    def is_overdue(self) -> bool:
-        """Whether the process has made no step for longer than it may."""
-        return self.stalled_s > self.limit_s
-
-    def describe(self, is_silent: bool) -> str:
-        """Return a line of a report."""
-        age_s = max(0.0, time.time() - self.time)
-        seen = f"does not respond; last seen {age_s:.0f} s ago" if is_silent else f"no step for {self.stalled_s:.0f} s"
-        place = f"after {self.position}" + (f", {self.phase}" if self.phase else "")
-        return f"process {self.rank} on {self.host}: {seen} {place}"
 
 
 States = dict[int, ProcessState]  # by rank
@@ -77,11 +64,9 @@ class StallTimer(threading.Thread):
     def __init__(self, rank: int, world_size: int, limits: tuple[float, float], store: Any, stacks_file: Path | None):
         super().__init__(name="stall timer", daemon=True)
         self.rank, self.world_size, self.limits = rank, world_size, limits
-        self._store, self._stacks_file, self._host = store, stacks_file, socket.gethostname()
-        self._position, self._num_marks, self._limit_s = "its start", 0, limits[1]
-        self._num_stalled = self._number = 0
-        self._has_failed = self._has_warned = False
-        self._is_over, self._lock = threading.Event(), threading.Lock()
+        self._store, self._stacks_file = store, stacks_file
+        self._position, self._num_marks, self._num_stalled, self._limit_s = "its start", 0, 0, limits[1]
+        self._has_failed, self._is_over, self._lock = False, threading.Event(), threading.Lock()
 
     def __enter__(self) -> "StallTimer":
         GroupState.stall_timer = self
@@ -107,10 +92,10 @@ class StallTimer(threading.Thread):
     def write_state(self) -> None:
         """Write the state of this process to the store; without an answer, so that it waits for nothing."""
         with self._lock, contextlib.suppress(torch_dist.DistError):  # process 0 has ended
-            self._number += 1
-            values = (self.rank, self._host, self._number, self._position, GroupState.phase,
-                      self._num_stalled * PERIOD_S, self._limit_s, self._has_failed, time.time())  # fmt: skip
-            self._store.set(_key(self.rank), json.dumps(values))
+            stalled_s = self._num_stalled * PERIOD_S
+            values = (self.rank, socket.gethostname(), self._position, GroupState.phase, stalled_s,
+                      stalled_s > self._limit_s, self._has_failed, time.time())  # fmt: skip
+            self._store.set(f"state {self.rank}", json.dumps(values))
 
     def run(self) -> None:
         """Count, and write the state once in a period, until the run is over or has stalled."""
@@ -133,8 +118,7 @@ class StallTimer(threading.Thread):
 
         def read() -> None:
             with contextlib.suppress(torch_dist.DistError):
-                keys = [_key(rank) for rank in range(self.world_size)]
-                keys = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
+                keys = [f"state {rank}" for rank in range(self.world_size) if self._store.check([f"state {rank}"])]
                 states = [ProcessState(*json.loads(text)) for text in self._store.multi_get(keys)]
                 found.update({state.rank: state for state in states})
 
@@ -147,20 +131,15 @@ class StallTimer(threading.Thread):
         """End the process if each other one is overdue or does not respond."""
         silent = find_silent(states, before)
         responding = [state for state in states.values() if state.rank not in silent]
-        if working := [state for state in responding if not state.is_overdue]:
-            if self.rank == 0 and not self._has_warned:
-                self._has_warned = True
-                logger.warning("waiting for other processes:%s", _list_states(working, set()))
-            return
-        if states and not before:  # the next reading shows who does not respond
+        # Without an earlier reading, the next one shows who does not respond.
+        if (states and not before) or not all(state.is_overdue for state in responding):
             return
         name = "DIST.TIMEOUT_S" if self._limit_s == self.limits[0] else "DIST.STARTUP_TIMEOUT_S"
         where = f"; stacks: {self._stacks_file.parent}" if self._stacks_file else ""
-        if not states:
-            where += "; process 0, which hosts the store, does not respond; before:"
+        where += "" if states else "; process 0, which hosts the store, does not respond; before:"
         if self.rank == min([state.rank for state in responding], default=min(self.rank, 1)):
             logger.error("no process has made a step for %.0f s (%s), all stop%s%s",
-                         self._limit_s, name, where, _list_states([*(states or before).values()], silent))  # fmt: skip
+                         self._limit_s, name, where, _describe((states or before).values(), silent))  # fmt: skip
         time.sleep(PERIOD_S * (1 if self.rank else 1 + PERIODS_BETWEEN))  # the store is there until the others end
         end_process(1)
 
@@ -175,15 +154,15 @@ class StallTimer(threading.Thread):
         Returns if no other process has ended: then the error is a cause of its own.
         """
         before = states = self.read_states()
-        if states and not _list_failed(states):
+        if states and not any(state.has_failed for state in states.values()):
             time.sleep(PERIODS_BETWEEN * PERIOD_S)
             states = self.read_states()
         if not states:
             if self.rank == 1:
                 logger.error("process 0 has ended after %s; the others stop", self._position)
             end_process(status)
-        failed, lost = _list_failed(states), find_silent(states, before) - {self.rank} if states is not before else ()
-        ended = failed or [states[rank] for rank in sorted(lost)]
+        failed = [state for state in states.values() if state.has_failed]
+        ended = failed or [states[rank] for rank in sorted(find_silent(states, before) - {self.rank})]
         if not ended:
             return
         if self.rank == min({*states} - {state.rank for state in ended}):
@@ -193,23 +172,17 @@ class StallTimer(threading.Thread):
         end_process(status)
 
 
-def _key(rank: int) -> str:
-    return f"state {rank}"
-
-
-def _list_failed(states: States) -> list[ProcessState]:
-    return [state for state in states.values() if state.has_failed]
-
-
 def find_silent(states: States, before: States) -> set[int]:
     """Return the ranks whose state is the same in two readings."""
-    return {rank for rank, state in states.items() if rank in before and before[rank].number == state.number}
+    return {rank for rank, state in states.items() if rank in before and before[rank].time == state.time}
 
 
-def _list_states(states: Sequence[ProcessState], silent: set[int]) -> str:
+def _describe(states: Iterable[ProcessState], silent: set[int]) -> str:
     """Return a line for each state: those that do not respond first, then those that have made no step the longest."""
-    states = sorted(states, key=lambda state: (state.rank not in silent, -state.stalled_s, state.rank))
-    lines = [state.describe(state.rank in silent) for state in states[:MAX_NAMED]]
-    if len(states) > MAX_NAMED:
-        lines.append(f"{len(states) - MAX_NAMED} others")
-    return "".join(f"\n  {line}" for line in lines)
+    text = ""
+    for state in sorted(states, key=lambda state: (state.rank not in silent, -state.stalled_s, state.rank))[:MAX_NAMED]:
+        is_silent, age_s = state.rank in silent, max(0.0, time.time() - state.time)
+        seen = f"does not respond; last seen {age_s:.0f} s ago" if is_silent else f"no step for {state.stalled_s:.0f} s"
+        place = f"after {state.position}" + (f", {state.phase}" if state.phase else "")
+        text += f"\n  process {state.rank} on {state.host}: {seen} {place}"
+    return text

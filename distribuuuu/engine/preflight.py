@@ -50,13 +50,7 @@ def find_run_problems(
         Problem(key, message, cfg.origins) for key, message in found if key in cfg.origins or not set_keys_only
     ]
     try:
-        launch = detect_launch()
-        if launch.rank == 0 and launch.address and launch.port:
-            from distribuuuu.launch.ports import find_port_problem
-
-            problem = find_port_problem(launch.address, launch.port)
-            problems += [Problem("launcher", problem)] if problem else []
-        world_size = nproc or launch.world_size
+        world_size = nproc or detect_launch().world_size
         if train and cfg.TRAIN.GLOBAL_BATCH_SIZE >= 0 and (cfg.TRAIN.BATCH_SIZE == AUTO or cfg.TRAIN.BATCH_SIZE > 0):
             plan = plan_of(cfg, world_size)
             check_pairs(cfg, plan)

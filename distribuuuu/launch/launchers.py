@@ -72,7 +72,7 @@ def slurm_launch(env: Mapping[str, str]) -> Launch:
         what = f"this is an interactive shell in a Slurm step of {slurm_num_tasks(env)} tasks, which start no training"
         raise launch_error(f"{what}; fix: start the shell with srun -n 1 --pty, or put srun before the command", env)
     first, last = PORT_RANGE
-    tasks, hosts = slurm_num_tasks(env), expand_hosts(node_list)
+    tasks, num_nodes = slurm_num_tasks(env), int(env.get("SLURM_STEP_NUM_NODES", 1))
     shares_cores = "none" in env.get("SLURM_CPU_BIND", "" if "SLURM_CPUS_PER_TASK" in env else "none")
     job, step = read_int(env, "SLURM_JOB_ID"), read_int(env, "SLURM_STEP_ID")
     port = first + (job * STEPS_PER_JOB + step) % (last - first)
@@ -82,10 +82,10 @@ def slurm_launch(env: Mapping[str, str]) -> Launch:
         read_int(env, "SLURM_PROCID"),
         read_int(env, "SLURM_LOCALID"),
         tasks,
-        env.get("MASTER_ADDR") or hosts[0],
+        env.get("MASTER_ADDR") or first_host(node_list),
         port,
         f"slurm job {job}, step {step}, start {env.get('SLURM_RESTART_COUNT', '0')}",
-        -(-tasks // len(hosts)) if shares_cores else 1,  # Slurm binds a task to its own cores
+        -(-tasks // num_nodes) if shares_cores else 1,  # Slurm binds a task to its own cores
     )
 
 
@@ -98,22 +98,10 @@ def _is_shell(env: Mapping[str, str]) -> bool:
     return "SLURM_PTY_PORT" in env and parent != "slurmstepd"
 
 
-def expand_hosts(node_list: str) -> list[str]:
-    """Return the host names of a Slurm node list, e.g. `node[1-3,07],login` gives node1 node2 node3 node07 login."""
-    parts = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", node_list)
-    return [host for part in parts for host in _expand_brackets(part)]
-
-
-def _expand_brackets(name: str) -> list[str]:
-    match = re.search(r"\[([^\]]*)\]", name)
-    if not match:
-        return [name]
-    before, after = name[: match.start()], _expand_brackets(name[match.end() :])
-    numbers = []
-    for item in match.group(1).split(","):
-        first, _, last = item.partition("-")
-        numbers += [str(i).zfill(len(first)) for i in range(int(first), int(last or first) + 1)]
-    return [f"{before}{number}{rest}" for number in numbers for rest in after]
+def first_host(node_list: str) -> str:
+    """Return the first host name of a Slurm node list, e.g. node08-ib of `node[08-10,12]-ib,login`."""
+    name = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)[0]  # type: ignore[index]  # it matches any text
+    return re.sub(r"\[(\w*)[^\]]*\]", r"\1", name)
 
 
 def read_int(env: Mapping[str, str], name: str) -> int:

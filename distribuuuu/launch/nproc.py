@@ -2,12 +2,12 @@
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Sequence
 
 from distribuuuu.launch.host import count_cores
-from distribuuuu.launch.ports import LOOPBACK, find_free_port
 from distribuuuu.launch.processes import start_child
 from distribuuuu.launch.signals import handled_by
 
@@ -15,6 +15,12 @@ from distribuuuu.launch.signals import handled_by
 # with a mirror, the first one uploads the last files.
 GRACE_S, MIRROR_GRACE_S = 10.0, 30.0
 POLL_S = 0.05
+
+
+def find_free_port() -> int:
+    """Return a free port of this machine."""
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
 
 
 def run_processes(num: int, command: Sequence[str], has_mirror: bool = False) -> int:
@@ -26,7 +32,7 @@ def run_processes(num: int, command: Sequence[str], has_mirror: bool = False) ->
     shared = {
         "WORLD_SIZE": str(num),
         "LOCAL_WORLD_SIZE": str(num),
-        "MASTER_ADDR": LOOPBACK,
+        "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(find_free_port()),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, count_cores() // num)),
     }

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +18,6 @@ from support.runs import FAILING_MODELS, TRAIN_NET, small_options
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.distributed.comm import StopRequest
-from distribuuuu.launch.ports import find_port_problem
 from distribuuuu.launch.signals import RunStopped, SignalState
 
 if sys.platform != "linux":
@@ -135,7 +135,7 @@ def test_a_signal_ends_a_process_that_waits_for_the_others(image_folder, tmp_pat
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))
     with started(image_folder, tmp_path / "out", launcher=(sys.executable,)) as run:
-        wait_for(lambda: find_port_problem("localhost", place["MASTER_PORT"]), timeout_s=60)
+        wait_for(lambda: not socket.socket().connect_ex(("127.0.0.1", place["MASTER_PORT"])), timeout_s=60)
         time.sleep(1)
         run.signal_launcher(signal.SIGTERM)
         assert ends(run) and run.wait(10) == 143

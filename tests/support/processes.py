@@ -9,7 +9,7 @@ from typing import Any
 
 from bench_support.training_process import TrainingProcess
 
-from distribuuuu.launch.ports import find_free_port as free_port
+from distribuuuu.launch.nproc import find_free_port as free_port
 from distribuuuu.testing import RESULT_S, on_processes
 
 __all__ = ["RESULT_S", "free_port", "on_processes"]
