@@ -231,22 +231,14 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
         fix = f"{type(task).__name__}.deploy_model needs whole weights; fix: set it to none or zero1"
         raise ConfigError(Problem("DIST.SHARD", f"got fsdp; {fix}", cfg.origins))
     if cfg.MODEL.SYNCBN:
-        from distribuuuu.distributed.sync_batchnorm import convert_sync_batchnorm
-
-        model = convert_sync_batchnorm(model)
+        model = importlib.import_module("distribuuuu.distributed.sync_batchnorm").convert_sync_batchnorm(model)
     if cfg.FINETUNE.FREEZE:
-        from distribuuuu.models.freeze import freeze_parts
-
-        freeze_parts(cfg, model, task)
+        importlib.import_module("distribuuuu.models.freeze").freeze_parts(cfg, model, task)
     if cfg.MODEL.ACT_CHECKPOINT:
-        from distribuuuu.distributed.activation_checkpoint import recompute_blocks
-
-        recompute_blocks(model)
+        importlib.import_module("distribuuuu.distributed.activation_checkpoint").recompute_blocks(model)
     averages: dict[str, Any] = {}
     if cfg.EMA.HALF_LIFE:
-        from distribuuuu.optim.ema import build_averages
-
-        averages = build_averages(cfg, model)
+        averages = importlib.import_module("distribuuuu.optim.ema").build_averages(cfg, model)
     parallelize = build_parallelize_fn(cfg, loader.device)
     parallelize(model)
     for average in averages.values():
@@ -290,12 +282,12 @@ def build_initial_model(cfg, classes: Sequence[str], pretrained: bool) -> nn.Mod
 def prepare_model(cfg, task: Task, model: nn.Module, loader: TrainLoader, val_images: torch.Tensor) -> nn.Module:
     """Return the model for training steps: checked by a dry run, wrapped for several processes, compiled."""
     dummy_batch = loader.zero_images(loader.plan.micro_batch)
-    unused = dry_run(cfg, model, dummy_batch, val_images, task.num_outputs)
+    unused, find_unused = dry_run(cfg, model, dummy_batch, val_images, task.num_outputs)
     if dist.is_distributed():
         from distribuuuu.distributed.ddp import wrap_model
 
-        model = wrap_model(model, loader.device, dummy_batch, cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS,
-                           unused=unused.names, find_unused=unused.varies)  # fmt: skip
+        settings = (cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS, unused, find_unused)
+        model = wrap_model(model, loader.device, dummy_batch, *settings)
     _compile(cfg, model)
     return model
 

@@ -6,7 +6,6 @@ import os
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -24,22 +23,10 @@ MAX_IMAGES = 2
 _TORCH = str(Path(torch.__file__).parent) + os.sep  # not torchvision
 
 
-class UnusedParameters(NamedTuple):
-    """Trainable parameters without a gradient in the dry run.
-
-    Attributes:
-        names: the parameters that neither training nor evaluation uses.
-        varies: whether training skipped others, which may get a gradient in other steps.
-    """
-
-    names: list[str]
-    varies: bool
-
-
 def dry_run(
     cfg, model: nn.Module, train_images: torch.Tensor, test_images: torch.Tensor, num_outputs: int | None
-) -> UnusedParameters:
-    """Run an evaluation batch, then a training step of the first and of the last image size."""
+) -> tuple[list[str], bool]:
+    """Run an evaluation batch, then a training step of the first and of the last image size, see `dry_run_training`."""
     dry_run_evaluation(cfg, model, test_images, num_outputs)
     if start := cfg.TRAIN.IM_SIZE_START:
         small_images = torch.zeros_like(train_images[:MAX_IMAGES, :, :start, :start])
@@ -49,11 +36,12 @@ def dry_run(
 
 def dry_run_training(
     cfg, model: nn.Module, images: torch.Tensor, num_outputs: int | None, size_key: str = "TRAIN.IM_SIZE"
-) -> UnusedParameters:
-    """Run a forward and a backward pass of two images; the model is restored. Return the unused parameters.
+) -> tuple[list[str], bool]:
+    """Run a forward and a backward pass of two images; the model is restored.
 
-    A model may skip layers at random in training: a parameter is unused only if evaluation does not use it either.
-    If the model is sharded, every process must call it. `size_key` is the option that sets the image size.
+    Return the names of the trainable parameters that neither training nor evaluation uses, and whether training has
+    skipped others, which may get a gradient in other steps: a model may skip layers at random. If the model is sharded,
+    every process must call it. `size_key` is the option that sets the image size.
 
     Raises:
         ConfigError: the model fails on the images, or does not return one row of logits per image.
@@ -72,7 +60,7 @@ def dry_run_training(
     if unused:
         names = ", ".join(unused[:4]) + (", ..." if len(unused) > 4 else "")
         logger.warning("%s without a gradient, not trained: %s", counted(len(unused), "parameter"), names)
-    return UnusedParameters(unused, varies=len(skipped) > len(unused))
+    return unused, len(skipped) > len(unused)
 
 
 def _without_gradient(model: nn.Module) -> list[str]:

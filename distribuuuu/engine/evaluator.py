@@ -56,8 +56,7 @@ def evaluate(
 
         check_replicas(model)
         broadcast_buffers(model)
-    model = task.begin_evaluation(deploy_copy(task, model))
-    model.eval()
+    model = task.begin_evaluation(deploy_copy(task, model)).eval()
     meter, batches = Meter(task.eval_metrics, len(task.classes), loader.device), iter(loader)
     num_broken = num_left_out = 0
     with contextlib.nullcontext() if task.eval_gradients else inference(model):

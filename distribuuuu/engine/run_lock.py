@@ -40,15 +40,13 @@ def lock_out_dir(out_dir: str | os.PathLike) -> Iterator[None]:
         OutDirLocked: another training holds the lock, or the folder is not writable.
     """
     path = Path(out_dir) / LOCK
-    files: list[IO] = []
-    dist.on_main(lambda: files.append(_acquire(path)))
-    try:
+    with contextlib.ExitStack() as held:
+
+        def acquire() -> None:
+            held.enter_context(_acquire(path))
+
+        dist.on_main(acquire)
         yield
-    finally:
-        for file in files:
-            with contextlib.suppress(OSError), file:
-                if locks.is_at(file, path):  # else it was deleted, and the one there is that of another training
-                    path.unlink()
 
 
 def _acquire(path: Path) -> IO:
@@ -59,18 +57,15 @@ def _acquire(path: Path) -> IO:
             file = open_for_writing(path, "a+", encoding="utf-8")
             is_locked = locks.try_lock(file, is_inherited=False)  # loader workers may live longer
         except OSError as error:
-            reason = "it is a link" if path.is_symlink() else error.strerror or error
-            raise OutDirLocked(f"OUT_DIR: {path} cannot be written: {reason}") from error
+            raise OutDirLocked(f"OUT_DIR: {path} cannot be written: {error.strerror or error}") from error
         if is_locked is None:
             logger.warning("OUT_DIR: the file system of %s has no locks: a second training in the same folder is not "
                            "detected", path.parent)  # fmt: skip
-        if is_locked is not False and locks.is_at(file, path):  # else its holder has deleted it meanwhile
+        if is_locked is not False:
             locks.write_holder(file, ", ".join(list_jobs()))
             return file
         who = locks.read_holder(file)
         file.close()
-        if is_locked is not False:
-            continue
         if time.monotonic() > deadline:
             fix = f"set another OUT_DIR, or stop the other training; if its host is down, delete {path}"
             raise OutDirLocked(f"OUT_DIR: {path.parent} is in use by another training ({who}); fix: {fix}")

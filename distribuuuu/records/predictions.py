@@ -1,21 +1,7 @@
 """predictions.npz: the answer of a model for every evaluation image, in the order of the data set.
 
-Arrays of N images and C classes, to be opened with `numpy.load`:
-
-- `path` (N,): the file relative to the data folder (`folder` in `meta`), or "image 17" of a data set without files.
-- `label`: the class of each image, int32 (N,); of a multi-label set uint8 (N, C), 1 for the classes of an image.
-- `logits` (N, C): float32. Of more than 4 million values, float16; with one label per image they are then relative to
-  the largest of the image, where float16 is most precise.
-- instead of `logits`, where they would exceed 110 MB: `top_class` int32 (N, 10) and `top_logits` float16 (N, 10), the
-  largest of each image in descending order, and `log_total` float32 (N,), the logarithm of the sum of exp(logits). Both
-  are relative to the largest logit if an image has one label.
-- `loss` float32 (N,): cross-entropy, or with several labels per image the mean binary cross-entropy of the classes.
-- of a task that does not classify, `score` (N, C) and `target` (N, ...), float32, in place of the last four.
-- `classes` (C,): the names. `meta`: JSON with `weights` (raw or ema), `epoch` (null after a separate evaluation),
-  `folder`, `data`, `digest` of the set, `multilabel` and `schema`; and `images`, the folder of all images, if some are
-  outside of `folder`.
-
-Images that cannot be read are left out, or have an answer that counts as wrong, see TEST.BROKEN.
+docs/report.md describes the arrays. Images that cannot be read are left out, or have an answer that counts as wrong, see
+TEST.BROKEN.
 """
 
 import json

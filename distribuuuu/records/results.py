@@ -1,20 +1,9 @@
-"""results.json of a run: its content, and writing it; read_results.py reads it.
+"""results.json of a run: writing it; docs/MODEL_ZOO.md describes its content, read_results.py reads it.
 
-Epochs count from 1 and accuracies are percentages; null means unknown:
-
-- `config`: the config file, e.g. `fashion_mnist/resnet14`; `overrides`: its options changed on the command line;
-  `config_hash`: equal for all seeds of one config, see `hash_config`.
-- `accuracy`: loss and metrics of the `raw` weights and, if there is one, of their moving average, `ema`; each of the
-  last and of the best epoch. The best one is selected on the same images, so it is optimistic.
-- `evaluation.metrics`: metrics and display names; the first selects the best epoch. `evaluation.k`: k of `topk`.
-- `training.hours`: over all starts, including evaluation; `training.images_per_s`: training steps of all starts.
-- `weights_sha256`: of the weights of the last planned epoch by kind, independent of the file format (`hash_tensors`);
-  `environment`: with `hardware` and `versions`, what their last bits depend on. Files of older versions have neither.
-- `plugins`: the SHA-256 of the file of each plug-in, if there are any.
-- `peak_memory.mib`: maximum over all starts of the memory allocated by a process on its GPU (`of`: "cuda"), else of the
-  host memory of the main process ("host").
-
-test_results.json of test_net.py has the same keys except `training` and `seed`, and `weights`, the evaluated file.
+Epochs count from 1 and accuracies are percentages; null means unknown. `accuracy` has the last and the best epoch of each
+kind of weights; the best one is selected on the same images, so it is optimistic. `peak_memory.mib` is the maximum over
+all starts of the memory allocated by a process on its GPU (`of`: "cuda"), else of the host memory of the main process
+("host"). test_results.json has the same keys except `training` and `seed`, and `weights`, the evaluated file.
 """
 
 import contextlib

@@ -37,14 +37,6 @@ def impatient(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def is_refused(out_dir: Path) -> bool:
-    try:
-        with lock_out_dir(out_dir):
-            return False
-    except OutDirLocked:
-        return True
-
-
 def hold(out_dir: Path, is_held, seconds: float) -> None:
     with lock_out_dir(out_dir):
         is_held.set()
@@ -79,15 +71,6 @@ def test_a_killed_run_leaves_a_file_but_no_lock(tmp_path, signum):
         holder.join()
         with lock_out_dir(tmp_path):
             assert f"pid {os.getpid()}," in (tmp_path / ".lock").read_text()
-    assert list(tmp_path.iterdir()) == [], "a run that ends by itself leaves nothing"
-
-
-def test_a_run_whose_lock_was_deleted_leaves_that_of_another_run(tmp_path):
-    with contextlib.ExitStack() as stack:
-        with lock_out_dir(tmp_path):
-            (tmp_path / ".lock").unlink()
-            stack.enter_context(held(tmp_path))
-        assert is_refused(tmp_path)
 
 
 def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):
@@ -99,7 +82,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
 def test_a_lock_that_is_a_link_is_refused_and_its_target_is_unchanged(tmp_path):
     (tmp_path / "precious").write_text("content")
     (tmp_path / ".lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(OutDirLocked, match="it is a link"), lock_out_dir(tmp_path):
+    with pytest.raises(OutDirLocked, match="cannot be written"), lock_out_dir(tmp_path):
         pass
     assert (tmp_path / "precious").read_text() == "content"
 
