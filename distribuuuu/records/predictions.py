@@ -1,7 +1,7 @@
 """predictions.npz: the answer of a model for every evaluation image, in the order of the data set.
 
-docs/report.md describes the arrays. Images that cannot be read are left out, or have an answer that counts as wrong, see
-TEST.BROKEN.
+docs/report.md describes the arrays. Images that cannot be read are left out, or have an answer that counts as
+wrong, see TEST.BROKEN.
 """
 
 import json

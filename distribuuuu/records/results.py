@@ -1,9 +1,9 @@
 """results.json of a run: writing it; docs/MODEL_ZOO.md describes its content, read_results.py reads it.
 
-Epochs count from 1 and accuracies are percentages; null means unknown. `accuracy` has the last and the best epoch of each
-kind of weights; the best one is selected on the same images, so it is optimistic. `peak_memory.mib` is the maximum over
-all starts of the memory allocated by a process on its GPU (`of`: "cuda"), else of the host memory of the main process
-("host"). test_results.json has the same keys except `training` and `seed`, and `weights`, the evaluated file.
+Epochs count from 1, accuracies are percentages, and null means unknown. `accuracy` has the last and the best epoch of
+each kind of weights; the best one is selected on the same images, so it is optimistic. `peak_memory.mib` is the maximum
+over all starts of the memory allocated by a process on its GPU (`of`: "cuda"), else of the host memory of the main
+process ("host"). test_results.json has the same keys except `training` and `seed`, and `weights`, the evaluated file.
 """
 
 import contextlib
