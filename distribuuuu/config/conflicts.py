@@ -20,9 +20,9 @@ from distribuuuu.config.options import OPTIONS
 from distribuuuu.config.registry import BUILT_IN_TASKS, SETTINGS, dataset_class
 from distribuuuu.config.run_files import find_name_problem, find_path_problem, url_of
 
-# First words of AUG.POLICY: torchvision's and big_vision's policies by our names, then timm's, which take settings.
+# First words of AUG.POLICY: torchvision's policies by our names, then timm's, which take settings.
 _TORCHVISION_POLICIES = ("autoaugment", "randaugment", "trivialaugment")
-POLICIES = ("none", *_TORCHVISION_POLICIES, "randaugment_big_vision", "3augment",
+POLICIES = ("none", *_TORCHVISION_POLICIES, "3augment",
             "rand", "augmix", "original", "originalr", "v0", "v0r", "3a")  # fmt: skip
 
 # Operations of this package that need three channels of 8 bits.

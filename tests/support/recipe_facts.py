@@ -205,7 +205,7 @@ PLAIN_VIT = {
         "lr": [0, 1e-07, 0.000125, 0.0001251, 0.0001668, 0.0008757, 0.0009382, 0.000999999985, 0.0008325845,
                0.000576258208, 0.000286730825, 2.34438913e-13],
         "decay": (1e-4 / 1e-3, vectors), "drop path": [0] * 12, "norms": {(1e-6, None)},
-        "AUG.POLICY": "randaugment_big_vision", "AUG.MIXUP": 0.2, "AUG.MIX_BY": "step", "AUG.MIX_PROB": 1,
+        "AUG.OPERATIONS": ("randaugment_big_vision",), "AUG.MIXUP": 0.2, "AUG.MIX_BY": "step", "AUG.MIX_PROB": 1,
         "crop": crop(224, "opencv_linear", (0.05, 1), (0.75, 1.33)), "evaluation": (256, 224, "opencv_area", False),
         "statistics": ((0.5,) * 3, (0.5,) * 3),  # value_range(-1, 1)
     },

@@ -1,13 +1,21 @@
 """RandAugment of big_vision: each operation against its formula, written out with numpy."""
 
+import sys
 from collections import Counter
 
 import numpy as np
+import torch
 from PIL import Image
 from support.images import scene
+from support.recipe_measures import recipe
 
-from distribuuuu.data.policies import OPERATIONS, cutout, make_policy
+from distribuuuu.config.registry import AUGMENTATIONS
 from distribuuuu.data.seeding import seeded_generators
+
+recipe("imagenet/plain_vit_small")  # imports the plug-in
+randaugment = AUGMENTATIONS.get("randaugment_big_vision")
+plugin = sys.modules[randaugment.__module__]
+OPERATIONS, cutout = plugin.OPERATIONS, plugin.cutout
 
 HEIGHT, WIDTH = 224, 208
 SCENE = np.clip(np.array(scene(WIDTH, HEIGHT)), 3, 241)  # of a limited range
@@ -101,10 +109,10 @@ def test_two_of_sixteen_operations_are_drawn_and_always_applied(monkeypatch):
     drawn = []
     for name in OPERATIONS:
         monkeypatch.setitem(OPERATIONS, name, lambda image, name=name: drawn.append(name) or image)
-    policy, image = make_policy("randaugment_big_vision", "bilinear", (0.5,) * 3, 224), Image.new("RGB", (4, 4))
+    pixels = torch.zeros(3, 4, 4, dtype=torch.uint8)
     for seed in range(2000):
         with seeded_generators(seed):
-            policy(image)
+            assert torch.equal(randaugment(pixels), pixels)
     assert len(OPERATIONS) == 16 and len(drawn) == 4000
     assert all(180 < count < 320 for count in Counter(drawn).values()) and len(Counter(drawn)) == 16
     pairs = Counter(zip(drawn[::2], drawn[1::2], strict=True))
