@@ -86,8 +86,7 @@ setup(
         "jinja2>=3.0",  # the pages of report, compare and sweep; torch requires it
     ],
     extras_require={
-        # JPEG decoders: scaling while decoding, and decoding a region only.
-        "simplejpeg": ["simplejpeg>=1.7"],
+        # A JPEG decoder that decodes a region only.
         "nvimgcodec": ["nvidia-nvimgcodec-cu13>=0.9; sys_platform == 'linux'"],
         "backbone": [*BACKBONE],
         "onnx": [*ONNX],
@@ -107,7 +106,7 @@ setup(
         "trackio": ["trackio>=0.20"],
         "figures": ["matplotlib>=3.8"],  # draws the tutorial's pictures
         "dev": [
-            *("pytest>=8", "pytest-xdist>=3.7", "pytest-randomly>=3.15", "ruff>=0.6", "simplejpeg>=1.7"),
+            *("pytest>=8", "pytest-xdist>=3.7", "pytest-randomly>=3.15", "ruff>=0.6"),
             "nvidia-nvimgcodec-cu13>=0.9; sys_platform == 'linux'",
             *("mypy>=1.10", "types-PyYAML", "types-tqdm"),
             *ONNX,

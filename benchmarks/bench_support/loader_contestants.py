@@ -185,7 +185,7 @@ def floor(folder, overrides=(), workers=0):
         torch.set_num_threads(1)
         batch = torch.empty(len(indices), SIZE, SIZE, 3, dtype=torch.uint8)
         for pixels, index in zip(batch, indices, strict=True):
-            pixels.copy_(resize(encoded[index].crop(boxes[index], SIZE), SIZE, SIZE).permute(1, 2, 0))
+            pixels.copy_(resize(encoded[index].crop(boxes[index]), SIZE, SIZE).permute(1, 2, 0))
         return batch.permute(0, 3, 1, 2)
 
     batches = [range(first, min(first + BATCH, len(encoded))) for first in range(0, len(encoded), BATCH)]

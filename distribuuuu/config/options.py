@@ -10,7 +10,7 @@ from distribuuuu.config.registry import AUGMENTATIONS, DATASETS, LOSSES, METRICS
 # The values of MODEL.COMPILE that replay CUDA graphs.
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 # The decoders of optional packages, and the module that each one needs.
-OPTIONAL_DECODERS = {"simplejpeg": "simplejpeg", "nvimgcodec": "nvidia.nvimgcodec"}
+OPTIONAL_DECODERS = {"nvimgcodec": "nvidia.nvimgcodec"}
 INTERPOLATIONS = ("bilinear", "bicubic", "opencv_linear", "opencv_area")
 # Crops that keep the whole image.
 WHOLE_IMAGE = ("squash", "letterbox")
@@ -158,8 +158,8 @@ _C.DATA.NAME = Option("imagefolder", names=DATASETS, not_swept=_SAME_METRIC)
 _C.DATA.LOADER = Option("host", choices=("host", "device"))
 # Type of the loader workers: process or thread (cheaper; decoding releases Python's interpreter lock).
 _C.DATA.WORKER_KIND = Option("process", choices=("process", "thread"), neutral=True)
-# Image decoder: auto (torchvision for JPEG, PIL for others; torchvision means the same), pil, simplejpeg (scales while
-# it decodes) or nvimgcodec (decodes only the crop).
+# Image decoder: auto (torchvision for JPEG, PIL for others; torchvision means the same), pil, or nvimgcodec (decodes
+# only the crop).
 _C.DATA.DECODER = Option("auto", choices=("auto", "torchvision", "pil", *OPTIONAL_DECODERS))
 # Maximum pixels (width x height) of an image, 1 or more; a larger one is not decoded and stops the run.
 _C.DATA.MAX_PIXELS = Option(178_956_970, least=1)
@@ -223,7 +223,7 @@ _C.DATA.TABLE = Option({})
 
 _C.AUG = Section()
 # Augmentation policy after crop and flip: none; autoaugment, randaugment or trivialaugment (torchvision); 3augment;
-# randaugment_big_vision; or a policy string of timm: rand-m9-mstd0.5-inc1, augmix-m5-w4-d2, original, v0, ...
+# or a policy string of timm: rand-m9-mstd0.5-inc1, augmix-m5-w4-d2, original, v0, ...
 _C.AUG.POLICY = "none"
 # Color jitter: one factor for brightness, contrast and saturation, or three, or a fourth for the hue; empty: none.
 _C.AUG.COLOR_JITTER = ()

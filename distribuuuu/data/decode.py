@@ -143,7 +143,7 @@ def decode(data: Buffer, decoder: str = "auto", options: DecodeOptions = DEFAULT
 
     Args:
         decoder: "auto", or "torchvision": torchvision for the JPEGs that it decodes as PIL does, else PIL; "pil";
-            "simplejpeg", "nvimgcodec": for JPEGs, else PIL.
+            "nvimgcodec": for JPEGs, else PIL.
 
     Raises:
         ValueError, RuntimeError, OSError: it is no image, is truncated, or has too many pixels.
@@ -177,8 +177,8 @@ class LazyImage:
         """Return the full image: uint8 (3, H, W)."""
         return self._pixels
 
-    def crop(self, box: Box, size: int) -> torch.Tensor:
-        """Return a region that will be resized to `size`: uint8 (3, H, W), possibly downscaled already."""
+    def crop(self, box: Box) -> torch.Tensor:
+        """Return a region: uint8 (3, H, W)."""
         return box.crop(self.pixels())
 
 
@@ -210,15 +210,14 @@ class EncodedImage(LazyImage):
             self._decoded = decode(self._data, self._decoder, self._options)
         return self._decoded
 
-    def crop(self, box: Box, size: int) -> torch.Tensor:
+    def crop(self, box: Box) -> torch.Tensor:
         """Return the pixels of a region, decoding only the rows around it where the file allows that."""
         if not self._header:
-            return super().crop(box, size)
+            return super().crop(box)
         if self._decoder in OPTIONAL_DECODERS and self._options.is_rgb:
-            from distribuuuu.data import optional_decoders
+            from distribuuuu.data.optional_decoders import crop_nvimgcodec
 
-            pixels = optional_decoders.CROP[self._decoder](self._data, self._header, box, size)
-            if pixels is not None:
+            if (pixels := crop_nvimgcodec(self._data, self._header, box)) is not None:
                 return pixels
         data: Buffer = self._data
         if self._header.restart_interval:
@@ -259,9 +258,9 @@ def _decode_jpeg(data: Buffer, decoder: str, options: DecodeOptions) -> torch.Te
     if not is_common_jpeg(header, options):
         return None
     if decoder in OPTIONAL_DECODERS and options.is_rgb:
-        from distribuuuu.data import optional_decoders
+        from distribuuuu.data.optional_decoders import decode_nvimgcodec
 
-        return optional_decoders.DECODE[decoder](data, header)
+        return decode_nvimgcodec(data)
     with contextlib.suppress(RuntimeError, ImportError):  # rejected, or a torchvision without decoders
         from torchvision.io import ImageReadMode, decode_jpeg
 

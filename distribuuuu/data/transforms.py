@@ -91,7 +91,7 @@ class ResizedCrop(Transform):
         if interpolation == "random":
             interpolation = "bilinear" if rng.uniform() < 0.5 else "bicubic"
         rng.geometry = *box, is_flipped, is_vflipped, height, width
-        pixels = resize(image.crop(box, max(self.shape)), *self.shape, interpolation)
+        pixels = resize(image.crop(box), *self.shape, interpolation)
         return flip_each(pixels, is_flipped, is_vflipped)
 
 
@@ -168,7 +168,7 @@ def resize(pixels: torch.Tensor, height: int, width: int, interpolation: str = "
     if tuple(pixels.shape[-2:]) == (height, width):
         return pixels
     if interpolation.startswith("opencv"):
-        from distribuuuu.data.opencv_resize import resize_as_opencv
+        from distribuuuu.data.crops import resize_as_opencv
 
         values = resize_as_opencv(pixels, height, width, interpolation)
         return to_uint8(values) if pixels.dtype == torch.uint8 else values

@@ -108,7 +108,7 @@ def folder_and_packs(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("pack, decoder", pairwise(["files", "pixels"], ["auto", "simplejpeg"]))
+@pytest.mark.parametrize("pack, decoder", pairwise(["files", "pixels"], ["auto", "nvimgcodec"]))
 def test_a_pack_gives_the_batches_of_its_folder(small_cfg, folder_and_packs, pack, decoder):
     needs(decoder)
     words = ("MODEL.NUM_CLASSES", 3, "DATA.DECODER", decoder)
