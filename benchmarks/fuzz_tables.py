@@ -50,12 +50,11 @@ def write_sources(folder: Path) -> dict[Path, tuple[Config, Callable | None]]:
     table = pyarrow.Table.from_pylist(rows)
     features = {"label": {"names": ["a", "b"], "_type": "ClassLabel"}}
     table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
-    for name in ("one", "several", "targets"):
+    for name in ("one", "several"):
         (folder / name).mkdir()
         pyarrow.parquet.write_table(table, folder / name / "train.parquet", row_group_size=2)
     lines = [f"{row['path']},{row['name']},{row['value']},{row['label']},{1 - row['label']}" for row in rows]
     header = "path,label,value,x,y"
-    (folder / "train.csv").write_text("\n".join([header, *lines, ""]))
     (folder / "hot.csv").write_text("\n".join([header, *lines, ""]))
     (folder / "train.tsv").write_text("\n".join([header, *lines, ""]).replace(",", "\t"))
 
@@ -67,9 +66,6 @@ def write_sources(folder: Path) -> dict[Path, tuple[Config, Callable | None]]:
     return {
         folder / "one/train.parquet": (cfg_of("parquet", folder / "one"), None),
         folder / "several/train.parquet": (cfg_of("parquet_multilabel", folder / "several", labels="tags"), None),
-        folder / "targets/train.parquet":
-            (cfg_of("parquet_structured", folder / "targets", targets=("name", "value")), None),
-        folder / "train.csv": (cfg_of("structured", folder, file="train.csv", targets=("label", "value")), craft_text),
         folder / "hot.csv": (cfg_of("list", folder, file="hot.csv", label=("x", "y")), craft_text),
         folder / "train.tsv":
             (cfg_of("multilabel", folder, file="train.tsv", path="path", labels=("label",)), craft_text),

@@ -183,7 +183,9 @@ class TrainLoader(Loader):
         """
         self.sampler.choose(indices, in_order)
         if len(set(dist.gather_objects(self.sampler.choice))) > 1:
-            raise ConfigError("TASK.NAME: the task chose different images for an epoch on different processes")
+            error = ConfigError("TASK.NAME: the task chose different images for an epoch on different processes")
+            error.on_all_processes = True
+            raise error
 
     def batches_from(self, seed: int, epoch: int, first_step: int) -> Iterator[Batch]:
         """Return an iterator over this process's micro-batches, starting at a step of an epoch."""
@@ -295,7 +297,9 @@ def check_same_data(*loaders: Loader) -> None:
             fix = "fix: let all nodes have the same files, and start again when nothing changes them"
             problems.append(f"{key}: the processes do not see the same images: {counts}{differ}; {fix}")
     if problems:
-        raise ConfigError(problems)
+        error = ConfigError(problems)
+        error.on_all_processes = True
+        raise error
 
 
 def count_bytes(samples: Samples, sampler: Any) -> int:

@@ -5,20 +5,18 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.config.errors import did_you_mean, first_few, near_matches
+from distribuuuu.config.errors import did_you_mean, first_few
 from distribuuuu.files.image_files import (
-    EXTENSIONS,
     IMAGENET_FOLDERS,
     IMAGENET_TARS,
     JUNK_FILES,
     SPLIT_NAMES,
     TRAIN_NAMES,
     find_tables,
-    is_class,
     is_folder,
     is_image,
     list_classes,
@@ -29,16 +27,14 @@ from distribuuuu.files.image_folders import holds_images
 # Names of the validation images of ImageNet.
 _VAL_IMAGE = re.compile(r"ILSVRC2012_val_\d{8}\.")
 # Files that are given in place of a folder: their endings, what they are, and the way in.
-_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
 _FILES = (
     ((".pth.tar", ".pth", ".pt", ".safetensors", ".ckpt"), "a checkpoint, not data; fix: set MODEL.WEIGHTS to it"),
-    ((".zip",), "a ZIP archive; fix: {read}; or unpack it: {unpack}, then use {folder}"),
-    ((".tar",), "a tar archive; fix: {read}; or unpack it: {unpack}, then use {folder}"),
-    (_COMPRESSED, "a compressed tar archive; fix: unpack it: {unpack}, then use {folder}"),
-    ((".7z", ".rar"), "an archive of a kind that is not read; fix: unpack it by 7-Zip or unrar, then use {folder}"),
-    ((".xlsx", ".xls", ".ods"), "a spreadsheet; fix: save it as CSV, then DATA.NAME list TRAIN.DATASET {parent}"),
-    ((".csv", ".tsv"), "a table; fix for a list: DATA.NAME list TRAIN.DATASET {parent} TRAIN.SPLIT {stem}"),
+    ((".zip", ".tar"), "an archive; fix: set {archive}"),
+    ((".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".7z", ".rar"),
+     "an archive of a kind that is not read; fix: unpack it, e.g. by tar -xf or 7-Zip, and use the folder"),
+    ((".csv", ".tsv"), "a table; fix for a list: DATA.NAME list TRAIN.DATASET {parent}, or, to divide it: {split}"),
     ((".parquet", ".arrow"), "a table; fix for image files in it: DATA.NAME parquet TRAIN.DATASET {parent}"),
+    ((".xlsx", ".xls", ".ods"), "a table; fix: save it as CSV, then DATA.NAME list TRAIN.DATASET {parent}"),
     ((".npz", ".npy", ".h5", ".hdf5", ".mat", ".pkl", ".json", ".tfrecord", ".lmdb", ".beton"),
      "no folder of images; fix: a data set of your own, see docs/data.md, 'Arrays and tables'"),
     ((".yaml", ".yml"), "a config file; fix: --cfg {path}"),
@@ -47,32 +43,16 @@ _FILES = (
 
 def describe_file(path: Path) -> str:
     """Return what a file is that is given in place of a folder of images, and the way in."""
-    name = path.name
     for endings, text in _FILES:
-        if ending := next((ending for ending in endings if name.lower().endswith(ending)), ""):
-            folder = path.with_name(name[: -len(ending)] or "images")
-            texts = {"path": path, "folder": folder, "parent": path.parent, "stem": name[: -len(ending)]}
-            quoted = {key: shlex.quote(str(value)) for key, value in texts.items()}
-            return text.format(**quoted, read=f"set {_archive_options(path)}", unpack=_unpack_command(path, folder))
+        if path.name.lower().endswith(endings):
+            parent, shown = shlex.quote(str(path.parent)), shlex.quote(str(path))
+            archive = f"archive TRAIN.DATASET {shown}, which reads its folders train/ and val/"
+            if split_of_archive(path.name).lower() in SPLIT_NAMES:
+                archive = f"archive TRAIN.DATASET {parent}"
+            archive = f"imagenet TRAIN.DATASET {parent}" if path.name in IMAGENET_TARS else archive
+            split = split_command(path, path.parent)
+            return text.format(path=shown, parent=parent, archive=f"DATA.NAME {archive}", split=split)
     return "a file; expected a folder"
-
-
-def _unpack_command(path: Path, folder: Path) -> str:
-    archive, target = shlex.quote(str(path)), shlex.quote(str(folder))
-    if path.suffix.lower() == ".zip":
-        return f"python -m zipfile -e {archive} {target}"
-    return f"mkdir {target} && tar -xf {archive} -C {target}"
-
-
-def _archive_options(path: Path) -> str:
-    """Return the options that train on an archive: on one for each split, or on one with a folder for each."""
-    if path.name in IMAGENET_TARS:
-        return f"DATA.NAME imagenet TRAIN.DATASET {shlex.quote(str(path.parent))}"
-    split = split_of_archive(path.name)
-    if split.lower() not in SPLIT_NAMES:
-        return f"DATA.NAME archive TRAIN.DATASET {shlex.quote(str(path))}, which reads its folders train/ and val/"
-    key = "TRAIN" if split.lower() in TRAIN_NAMES else "TEST"
-    return f"DATA.NAME archive {key}.DATASET {shlex.quote(str(path.parent))} {key}.SPLIT {split}"
 
 
 def split_of_archive(name: str) -> str:
@@ -80,97 +60,35 @@ def split_of_archive(name: str) -> str:
     return re.sub(r"(-\d+)?\.(tar|zip)$", "", name, flags=re.IGNORECASE)
 
 
-def describe_archives(folder: Path, split: str = "") -> str:
-    """Return '; it holds X, a ZIP archive; fix: ...' for the first archive in a folder, of a split if it is given."""
+def describe_files(folder: Path) -> str:
+    """Return '; it holds X, an archive; fix: ...' for a folder without class folders and its archives, else tables."""
+    folders = list_classes(folder)
+    is_flat = len(folders) < 2 or len(sort_splits(folders)) == len(folders)
+    if not is_flat or any(list_classes(folder / name) for name in folders):
+        return ""
     with contextlib.suppress(OSError), os.scandir(os.fspath(folder)) as entries:
-        for name in sorted(entry.name for entry in entries if not is_folder(entry)):
-            is_meant = not split or re.match(rf"{re.escape(split)}[-.]", name)
-            if is_meant and "archive" in (text := describe_file(folder / name)):
-                return f"; it holds {name}, {text}"
+        names = sorted(entry.name for entry in entries if not is_folder(entry))
+        texts = {name: describe_file(folder / name) for name in names}
+        found = [name for kind in ("an archive", "a table") for name in names if texts[name].startswith(kind)]
+        return f"; it holds {found[0]}, {texts[found[0]]}" if found else ""
     return ""
 
 
 def explain_archives(name: str, root: Path, split: str) -> tuple[str, str]:
     """Return (key, message) for a folder without the archive of a split."""
-    key, expected = f"{name}.SPLIT", f"no {split}.tar, {split}.zip or {split}-*.tar in {root}"
-    if hint := describe_archives(root, split):
-        return key, f"{expected}{hint}"
     archives = sorted(entry for entry in os.listdir(root) if entry.lower().endswith((".tar", ".zip")))
-    splits = [*dict.fromkeys(map(split_of_archive, archives))]
-    if len(archives) == 1 and not sort_splits(splits):  # it may hold all splits
-        fix = f"fix: set {name}.DATASET {root / archives[0]}, which reads its folder {split}/"
-        return key, f"{expected}; it has {archives[0]}; {fix}"
-    fitting = similar_splits(name, splits)
-    fix = f"; fix: set {key} {fitting[0]}" if fitting else ""
-    return key, f"{expected}; it has {first_few(splits) if splits else 'no archive'}{fix}"
+    stems, fix = [*dict.fromkeys(map(split_of_archive, archives))], ""
+    if fitting := similar_splits(name, stems):
+        fix = f"; fix: set {name}.SPLIT {fitting[0]}"
+    elif len(archives) == 1 and not sort_splits(stems):  # it may hold all splits
+        fix = f"; fix: set {name}.DATASET {root / archives[0]}, which reads its folder {split}/"
+    expected = f"no {split}.tar, {split}.zip or {split}-*.tar in {root}; it has {first_few(archives) or 'no archive'}"
+    return f"{name}.SPLIT", f"{expected}{fix or ('' if archives else describe_files(root))}"
 
 
-def explain_missing_folder(path: Path, split: str, folders: Collection[str]) -> str:
-    """Return the message for an archive without the folder of a split; `folders` hold its images."""
-    parts = [each.split("/") for each in sorted(folders)]
-    problem = f"{path}: has no folder {split}; it has {first_few([*dict.fromkeys(each[0] for each in parts)])}"
-    above = ("/".join(each[:end]) for each in parts for end in range(1, len(each)))
-    if found := [each for each in above if similar_splits(split, [each.rpartition("/")[2]])]:
-        return f"{problem}; fix: set {split_key(split)} {found[0]}"
-    folder, tops = path.with_suffix(""), {each[0] for each in parts}
-    inner = folder / tops.pop() if len(tops) == 1 and max(map(len, parts)) > 1 else folder
-    return f"{problem}; fix: unpack it: {_unpack_command(path, folder)} && {split_command(inner)}"
-
-
-def split_key(split: str) -> str:
-    """Return the option of a split."""
-    return "TRAIN.SPLIT" if split.lower() in TRAIN_NAMES else "TEST.SPLIT"
-
-
-def similar_splits(split: str, names: Iterable[str]) -> list[str]:
-    """Return the splits that may take the place of a missing one: those to train on, or the others."""
-    is_known = split.lower() in SPLIT_NAMES
-    return [each for each in sort_splits(names) if is_known and split_key(each) == split_key(split)]
-
-
-def describe_parquet(root: Path) -> str:
-    """Return '; it holds parquet files; fix: ...' for a folder with such files, as on the Hugging Face Hub."""
-    splits = _parquet_splits(root)
-    words = ["DATA.NAME", "parquet", "TRAIN.DATASET", str(root)]
-    for split in ("train", "val"):
-        if split not in splits and (found := similar_splits(split, splits)):
-            words += [split_key(split), found[0]]
-    return f"; it holds parquet files; fix: {shlex.join(words)}" if splits else ""
-
-
-def explain_parquet(root: Path, split: str) -> str:
-    """Return '; it has A, B; fix: ...' for a folder without the parquet files of a split."""
-    splits = _parquet_splits(root)
-    fix = next((f"; fix: set {split_key(split)} {found}" for found in similar_splits(split, splits)), "")
-    return f"; it has {first_few(splits)}{fix}" if splits else ""
-
-
-def _parquet_splits(root: Path) -> list[str]:
-    found = [path.name for pattern in ("*.parquet", "data/*.parquet") for path in root.glob(pattern)]
-    return sorted({name.removesuffix(".parquet").partition("-")[0] for name in found})
-
-
-def describe_table(root: Path) -> str:
-    """Return '; it has X, a table; fix: ...' for a folder with a table of its images and no class folders."""
-    folders = list_classes(root)
-    is_flat = len(folders) == 1 or len(sort_splits(folders)) == len(folders)
-    tables = find_tables(root) if root.is_dir() else []
-    if not tables or not is_flat or any(list_classes(root / name) for name in folders):
-        return ""
-    by_stem = {name.rpartition(".")[0]: name for name in tables}
-    splits = sort_splits(by_stem)
-    trained = next((name for name in splits if name.lower() in TRAIN_NAMES), "")
-    name = by_stem.get(trained, tables[0])
-    if trained and (others := [name for name in splits if name.lower() not in TRAIN_NAMES]):
-        words = f"TRAIN.SPLIT {trained} TEST.SPLIT {others[0]}"
-        return f"; it has {name}, a table; fix: DATA.NAME list TRAIN.DATASET {shlex.quote(str(root))} {words}"
-    return f"; it has {name}, a table; fix: {_split_table(root / name)}"
-
-
-def _split_table(table: Path) -> str:
-    """Return the ways to divide a table into training and validation images."""
-    words = f"DATA.NAME list DATA.TABLE.file {shlex.quote(table.name)} DATA.TABLE.split COLUMN"
-    return f"{split_command(table, table.parent)}; or, if a column has the split of each row: {words}"
+def similar_splits(name: str, names: Iterable[str]) -> list[str]:
+    """Return the splits that may take the place of that of TRAIN or TEST: those to train on, or the others."""
+    return [each for each in sort_splits(names) if (each.lower() in TRAIN_NAMES) == (name == "TRAIN")]
 
 
 def describe_imagenet(root: Path) -> str:
@@ -200,25 +118,23 @@ def missing_root(name: str, root: Path, layout: str) -> tuple[str, str]:
 
 def missing_split(name: str, root: Path, split: str, layout: str) -> tuple[str, str]:
     """Return (key, message) for a missing SPLIT folder: its other name, or the command that makes a split."""
-    key, problem, existing = f"{name}.SPLIT", f"no folder {split!r} in {root}", list_classes(root)
-    hint = describe_imagenet(root) or describe_archives(root, split) or describe_table(root) or describe_parquet(root)
-    if hint:
+    key, existing = f"{name}.SPLIT", list_classes(root)
+    has = f"it has {first_few(existing)}" if existing else f"it should hold {layout}"
+    problem = f"no folder {split!r} in {root}; {has}"
+    if hint := describe_imagenet(root) or describe_files(root):
         return key, f"{problem}{hint}"
-    has = f"it has {first_few(existing)}" if existing else f"it should hold {layout}{describe_archives(root)}"
     if (inner := find_inner_root(root)) and split in list_classes(inner):
-        return key, f"{problem}; {has}; fix: set {name}.DATASET {inner}"
+        return key, f"{problem}; fix: set {name}.DATASET {inner}"
+    if fitting := similar_splits(name, existing):
+        return key, f"{problem}; fix: set {key} {fitting[0]}"
     classes = [entry for entry in existing if holds_images(root / entry, depth=1)]
-    splits = [entry for entry in sort_splits(existing) if list_classes(root / entry)]
-    if fitting := similar_splits(name, splits):
-        return key, f"{problem}; {has}; fix: set {key} {fitting[0]}"
     if near := did_you_mean(split, [entry for entry in existing if entry not in classes]):
-        return key, f"{problem}; {has}{near}"
+        return key, f"{problem}{near}"
     if classes and root.name == split:
-        return key, f"{problem}; {root} has class folders itself; set {name}.DATASET {root.parent}"
-    if classes:
-        named = f"these look like class folders: {first_few(classes)}"
-        return key, f"{problem}; {named}; fix: {split_command(root)}"
-    return key, f"{problem}; {has}" + (f"; fix: {split_command(root / splits[0])}" if splits else "")
+        return key, f"{problem}, which are classes; fix: set {name}.DATASET {root.parent}"
+    splits = [entry for entry in sort_splits(existing) if list_classes(root / entry)]
+    source = root if classes else root / splits[0] if splits else None
+    return key, f"{problem}; fix: {split_command(source)}" if source else problem
 
 
 def split_command(source: Path, folder: Path | None = None) -> str:
@@ -267,7 +183,7 @@ def explain_folder(name: str, root: Path, split: str, extensions: tuple[str, ...
     elif not folder.is_dir():
         yield missing_split(name, root, split, layout)
     elif not (classes := list_classes(folder)) or (classes == ("images",) and "Tiny" in describe_imagenet(root)):
-        hint = describe_imagenet(root) or describe_archives(folder) or describe_table(root)
+        hint = describe_imagenet(root) or describe_files(folder) or describe_files(root)
         yield key, f"{folder} has no class folders; it should hold CLASS/IMAGE{hint}"
     else:
         empty = [each for each in classes if not holds_images(folder / each, extensions=extensions)]
@@ -293,75 +209,27 @@ def count_others(folder: Path, names: Iterable[str]) -> str:
 
 # --------------------------------------------------------------------------------------------- tables
 
-# Usual names of columns, in lower case.
-_USUAL = {
-    "path": ("path", "image", "file", "filename", "file_name", "filepath", "image_path", "image_name", "image_id",
-             "img", "id"),
-    "label": ("label", "labels", "class", "classes", "category", "target", "tags", "breed", "species"),
-}  # fmt: skip
-
 
 def missing_table(name: str, path: Path) -> tuple[str, str]:
     """Return (key, message) for a table that does not exist; `name` is TRAIN or TEST."""
     existing = find_tables(path.parent)
     stems = [other.rpartition(".")[0] for other in existing]
     problem = f"no file {path.name} in {path.parent}; it has {first_few(stems) or 'no .csv file'}"
-    hint = did_you_mean(path.stem, [stem for stem in stems if name == "TRAIN" or stem.lower() not in TRAIN_NAMES])
-    if hint or not existing:
-        return f"{name}.SPLIT", f"{problem}{hint}"
     if splits := similar_splits(name, stems):
         return f"{name}.SPLIT", f"{problem}; fix: {name}.SPLIT {splits[0]}"
-    trained = (each for each in existing if each.rpartition(".")[0].lower() in TRAIN_NAMES)
-    return f"{name}.SPLIT", f"{problem}; fix: {_split_table(path.parent / next(trained, existing[0]))}"
+    fix = f"; fix: {split_command(path.parent / existing[0], path.parent)}" if existing else ""
+    return f"{name}.SPLIT", f"{problem}{fix}"
 
 
 def explain_columns(spec: Any, header: Sequence[str]) -> str:
     """Return the problem with the columns of a table, and the words that name the right ones; see `TableSpec`."""
     missing = [name for name in dict.fromkeys(spec.needed) if name not in header]
-    other = next((mark for mark in ("\t", ";", "|", ",", " ") if len(header) == 1 and mark in header[0]), "")
-    fields = [field.strip() for field in header[0].split(other)] if other else header
-    words = [f"DATA.TABLE.delimiter {other!r}"] if other else []
-    if not spec.header and any(map(is_image, fields)):
-        names = [f"column_{number}" for number in range(1, len(fields) + 1)]
-        path = next(place for place, field in enumerate(fields) if is_image(field))
-        names[path] = spec.path
-        if len(fields) > 1 and spec.columns:
-            names[1 if path == 0 else 0] = spec.columns[0]
-        words.append(f"DATA.TABLE.columns '[{', '.join(names)}]', as it has no header")
-    elif header and not other:
-        words += _suggest_words(spec, header)
-    known = f"its columns are {first_few(header, num=20)}" if header else "it has no columns"
-    fix = f"; fix: add {' '.join(words)}" if words else ""
-    return f"has no column {' and no column '.join(missing)}; {known}{fix}"
-
-
-def _suggest_words(spec: Any, header: Sequence[str]) -> Iterator[str]:
-    """Yield the KEY VALUE pairs that name columns of the header in the place of missing ones."""
-    rest = [name for name in header if name and name not in spec.needed]
-    wanted = {"path": (spec.path,), spec.key: spec.columns, "split": (spec.split,)}
-    for key, names in wanted.items():
-        if len(names) != 1 or not names[0] or names[0] in header:
-            continue
-        usual_names = _USUAL.get(key.rstrip("s"), ())
-        usual = [name for name in rest if name.lower() in usual_names]
-        similar = near_matches(names[0], rest)
-        # A name that was given comes close to the right one, a default one may not.
-        near = [*usual, *similar] if names[0] in usual_names else [*similar, *usual]
-        near += rest if len(rest) == 1 else ()
-        yield f"DATA.TABLE.{key} {near[0] if near else 'COLUMN'}"
-        rest = [name for name in rest if name not in near[:1]]
-
-
-def explain_missing_images(folder: str, places: Sequence[str], has_found: bool, template: str) -> str:
-    """Return ' (fix: ...)' for images of a table that do not exist: a template of their paths, if there is one.
-
-    `places` of the missing images are like "line 3, 'a'"; `has_found`: other images of the table exist.
-    """
-    name = re.sub(r"^line \d+, ", "", places[0])[1:-1]
-    if has_found or template != "{}" or "/" in name or not is_class(name):
-        return ""
-    root, parts = Path(folder), ["", *(f"{part}/" for part in list_classes(folder or ".")[:50])]
-    endings = ("", *EXTENSIONS, *(ending.upper() for ending in EXTENSIONS))
-    found = (f"{part}{{}}{ending}" for part in parts for ending in endings)
-    fix = next((text for text in found if os.path.isfile(root / text.replace("{}", name))), "")
-    return f" (fix: DATA.TABLE.template {fix!r})" if fix else ""
+    words = [f"DATA.TABLE.{key} COLUMN" for key, names in (("path", [spec.path]), (spec.key, spec.columns),
+             ("split", [spec.split])) if {*names} & {*missing}]  # fmt: skip
+    if not spec.header and any(map(is_image, re.split(r"[\t;|, ]", header[0]) if len(header) == 1 else header)):
+        words = [f"DATA.TABLE.columns '[{', '.join(spec.needed)}]', as it has no header"]
+    if not header:
+        return f"has no column {' and no column '.join(missing)}; it has no columns: it is empty"
+    known = f"its columns are {first_few(header, num=20)}{did_you_mean(missing[0], header)}"
+    other = "; or set DATA.TABLE.delimiter, if it is no comma" if len(header) == 1 else ""
+    return f"has no column {' and no column '.join(missing)}; {known}; fix: {' '.join(words)}{other}"

@@ -52,7 +52,7 @@ def doctor(prog: str, args: list[str]) -> int:
     from distribuuuu.commands.scan.duplicates import find_groups
     from distribuuuu.commands.scan.scan import scan_images
     from distribuuuu.data.decode import build_decode_options
-    from distribuuuu.hints.sources import describe_table
+    from distribuuuu.hints.sources import describe_files
     from distribuuuu.records.run_log import progress
 
     options, started = build_decode_options(cfg), time.perf_counter()
@@ -61,7 +61,7 @@ def doctor(prog: str, args: list[str]) -> int:
         raise ConfigError(Problem("DATA.NAME", f"got {cfg.DATA.NAME} with structured targets; expected labels"))
     if not (total := sum(map(len, splits.values()))):
         root = folder or Path(cfg.TRAIN.DATASET)
-        hint = describe_table(root)
+        hint = describe_files(root)
         raise ConfigError(Problem("FOLDER", f"{root}: no images; expected CLASS/IMAGE{hint}"))
     with progress(None, "measuring", total, unit="img") as bar:
         scan = scan_images(splits, options, flags.workers, bar.update)

@@ -17,7 +17,6 @@ from distribuuuu.commands.scan.data_config import find_splits, open_images
 from distribuuuu.commands.scan.duplicates import DuplicateGroup
 from distribuuuu.commands.scan.scan import BROKEN, INTACT, ROTATED, Scan, suggest_sizes
 from distribuuuu.config import Config, ConfigError, Problem
-from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.registry import DATASETS
@@ -25,7 +24,7 @@ from distribuuuu.data.datasets.base import ImageDataset, SplitDataset
 from distribuuuu.data.datasets.file_check import find_reduced
 from distribuuuu.data.datasets.folder_scan import scan_folder
 from distribuuuu.data.datasets.imagefolder import ImageFolder
-from distribuuuu.data.datasets.index import Index, IndexedImages
+from distribuuuu.data.datasets.index import Index
 from distribuuuu.data.datasets.targets import match_forms
 from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_lazy_image
 from distribuuuu.data.image_faults import explain_fault
@@ -33,7 +32,7 @@ from distribuuuu.files.image_files import is_image, list_classes
 from distribuuuu.hints.sources import (
     access_problem,
     count_others,
-    describe_archives,
+    describe_files,
     describe_imagenet,
     find_inner_root,
     missing_root,
@@ -78,7 +77,7 @@ def open_folder(root: Path) -> Splits:
     if folders:
         return {"all": ScannedFolder(root)}
     command = f"distribuuuu doctor DATA.NAME list (or packed) TRAIN.DATASET {shlex.quote(str(root))}"
-    expected = f"has no class folders; expected SPLIT/CLASS/IMAGE or CLASS/IMAGE{describe_archives(root)}"
+    expected = f"has no class folders; expected SPLIT/CLASS/IMAGE or CLASS/IMAGE{describe_files(root)}"
     raise ConfigError(Problem("FOLDER", f"{root} {expected}; fix: for a list (or a pack): {command}"))
 
 
@@ -106,10 +105,7 @@ def open_cfg(cfg) -> Splits:
                     raise ConfigError(Problem(*missing_split(key, root, section.SPLIT, layout)))
                 splits[name] = ScannedFolder(root / section.SPLIT)
             elif issubclass(dataset, SplitDataset):  # unknown classes are findings
-                images = splits[name] = dataset.open_split(cfg, key)
-                is_table = dataset.targets == "labels" and isinstance(images, IndexedImages)
-                if is_table and (found := images.index.meta.get("separator")):
-                    cfg = changed(cfg, {"DATA.TABLE.separator": found})  # as in a training, also for evaluation
+                splits[name] = dataset.open_split(cfg, key)
             else:
                 splits[name] = open_images(cfg, train)
         except ConfigError as error:

@@ -25,7 +25,7 @@ from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.data.decode import build_decode_options
 from distribuuuu.files.image_files import SPLIT_NAMES, TABLE_ENDINGS, TRAIN_NAMES, find_tables, list_classes
-from distribuuuu.hints.sources import describe_archives
+from distribuuuu.hints.sources import describe_files
 from distribuuuu.inference.forward_chunks import UnlabeledImages
 
 PARTS = (TRAIN, "val", "test")
@@ -54,7 +54,7 @@ def list_sources(source: Path, words: Sequence[str]) -> tuple[Images, dict[str, 
             found = {name: list_images(source / name) for name in names}
         elif tables:
             found = {Path(name).stem: list_table_images(source / name, words) for name in tables}
-        elif archives := describe_archives(source):
+        elif "an archive" in (archives := describe_files(source)):
             raise ConfigError(f"FOLDER: {source} has no class folders{archives}; fix: unpack them first")
         else:
             found = {"": list_images(source)}

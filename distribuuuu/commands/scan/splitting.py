@@ -23,12 +23,7 @@ from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.image_files import list_classes
 from distribuuuu.files.image_folders import walk_images
 from distribuuuu.files.untrusted import open_regular
-from distribuuuu.hints.sources import (
-    describe_archives,
-    describe_table,
-    find_inner_root,
-    missing_root,
-)
+from distribuuuu.hints.sources import describe_files, find_inner_root, missing_root
 
 TRAIN, _FOLD = "train", "fold_"
 
@@ -98,8 +93,8 @@ def list_images(folder: Path, label_by: str = "") -> Images:
         for path in walk_images(root)
     )
     if not names:
-        hint = describe_table(folder) or describe_archives(folder)
-        raise ConfigError(f"FOLDER: {folder} has no images in class folders; expected CLASS/IMAGE{hint}")
+        expected = f"expected CLASS/IMAGE{describe_files(folder)}"
+        raise ConfigError(f"FOLDER: {folder} has no images in class folders; {expected}")
     if bad := [ascii(name) for name in names if name.encode(errors="replace").decode() != name]:
         raise ConfigError(f"{folder}: has names that a CSV in UTF-8 cannot hold: {first_few(bad)}; fix: rename them")
     if label_by:

@@ -2,7 +2,6 @@
 
 import contextlib
 import glob
-import hashlib
 import itertools
 import os
 import re
@@ -60,7 +59,7 @@ class Archive(IndexedImages):
         if known and section.SPLIT != cfg.TRAIN.SPLIT and index.meta["digest"] == known.meta["digest"]:
             fix = f"set it to the archives of the evaluation, or to one with a folder {section.SPLIT}"
             raise ConfigError(Problem("TEST.DATASET", f"{source} has the training images; fix: {fix}"))
-        return cls(index, known)
+        return cls(index, trained.classes if trained else None)
 
     def read(self, index: int) -> Any:
         """Return the bytes of the file of image `index`."""
@@ -71,10 +70,9 @@ def open_archives(source: ArchiveSource, cache: Path) -> Index:
     """Return the index of archives, see `open_index`; raises ArchiveError if one is missing or cannot be used."""
     root = os.path.dirname(source.paths[0])
     names = [os.path.relpath(path, root) for path in source.paths]
-    words = "\0".join([*names, source.folder, str(source.is_inside), source.layout])
-    name = f"archive-{hashlib.sha256(os.fsencode(words)).hexdigest()[:32]}"
-    scan = partial(scan_archives, source, names)
-    return open_index(str(source), root, name, cache, scan, source.extensions)
+    return open_index(
+        str(source), root, f"{names} {source._replace(paths=())!r}", cache, partial(scan_archives, source, names)
+    )
 
 
 def find_archives(name: str, dataset: str, split: str) -> ArchiveSource:
@@ -275,9 +273,11 @@ class _Found:
         start = f"{chosen}/"
         if any(f"{folder}/".startswith(start) for folder in folders):
             return start
-        from distribuuuu.hints.sources import explain_missing_folder
-
-        raise ArchiveError(explain_missing_folder(Path(self.source.paths[0]), chosen, folders))
+        has = f"has no folder {chosen}; it has {first_few(sorted(tops))}"
+        fix = (
+            "fix: set SPLIT to the one above the class folders; if there is none, unpack it, and use distribuuuu split"
+        )
+        raise ArchiveError(f"{self.source.paths[0]}: {has}; {fix}")
 
     def _order_shards(self) -> tuple[list[int], list[int], list[str]]:
         """Return the images in the order of the shards, with their labels and the classes; only the split, if any."""

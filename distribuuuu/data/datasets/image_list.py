@@ -1,5 +1,4 @@
-"""Lists of images: a table names the images and their class (`list`), any number of classes (`multilabel`), or several
-targets (`structured`).
+"""Lists of images: a table names the images and their class (`list`), or any number of classes (`multilabel`).
 
     path,label                  image,labels
     beach/001.jpg,sea           beach/001.jpg,person;surf board;sea
@@ -10,9 +9,8 @@ may contain spaces; an image without labels has no class. The classes are the so
 DATA.TABLE names the file and the columns if they are others.
 """
 
-import hashlib
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
@@ -38,11 +36,8 @@ class TableColumns:
     split: str = setting("", "column that selects the rows of TRAIN.SPLIT and TEST.SPLIT")
 
     def __post_init__(self) -> None:
-        self._check_file("file", self.file)
-
-    def _check_file(self, key: str, file: str) -> None:
-        if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
-            raise ValueError(f"got {key} {file!r}; expected a path below the folder of the data")
+        if PurePath(self.file).is_absolute() or ".." in PurePath(self.file).parts:
+            raise ValueError(f"got file {self.file!r}; expected a path below the folder of the data")
 
 
 @dataclass
@@ -53,7 +48,6 @@ class PathColumns(TableColumns):
     template: str = setting("{}", "path of an image, with the field of the column in the place of {}")
     delimiter: str = setting("", "between the fields; default: a comma, or a tab in a .tsv")
     columns: tuple[str, ...] = setting((), "names of all columns of a text without a header")
-    names: tuple[str, ...] = setting((), "table of class names: its file, its column of labels, its column of names")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,10 +57,6 @@ class PathColumns(TableColumns):
             raise ValueError(f"got delimiter {self.delimiter!r}; expected one character, e.g. ';'")
         if len({*self.columns}) < len(self.columns):
             raise ValueError(f"got columns {[*self.columns]}; expected a different name for each column")
-        if len(self.names) not in (0, 3):
-            raise ValueError(f"got names {[*self.names]}; expected a file and two of its columns: [FILE, LABEL, NAME]")
-        if self.names:
-            self._check_file("names", self.names[0])
 
 
 @dataclass
@@ -82,15 +72,8 @@ class LabelsColumns(PathColumns):
 
     path: str = setting("image", "column of the paths of the images")
     labels: tuple[str, ...] = setting(("labels",), "column of the classes; several: a column of 0 and 1 for each class")
-    separator: str = setting("", "between the labels in a field; default: ';', or '|', ',' or '/' if parts repeat")
+    separator: str = setting("", "between the labels in a field; default: ';'")
     uncertain: int = setting(-1, "in columns of one class each, the value of -1: 0 or 1; empty fields are 0", -1, 1)
-
-
-@dataclass
-class TargetsColumns(PathColumns):
-    """The keys of DATA.TABLE for several targets per image."""
-
-    targets: tuple[str, ...] = setting((), "columns of the targets: numbers, or names, which become class indices")
 
 
 # ------------------------------------------------------------------------------------------- kinds
@@ -114,13 +97,11 @@ class TableSet(IndexedImages):
         return columns
 
     def label(self, index: int) -> Any:
-        """Return the class of image `index`; the float32 multi-hot vector (classes,); or its targets by column."""
+        """Return the class of image `index`, or the float32 multi-hot vector (classes,)."""
         if self.targets == "label":
             return super().label(index)
-        place = self.place(index)
-        if self.targets == "structured":
-            return {column: values[place] for column, values in self.labels.items()}
-        ends, target = self.index.arrays["label_offsets"], np.zeros(len(self.classes), np.float32)
+        place, ends = self.place(index), self.index.arrays["label_offsets"]
+        target = np.zeros(len(self.classes), np.float32)
         target[self.labels[ends[place] : ends[place + 1]]] = 1
         return target
 
@@ -137,16 +118,14 @@ class ImageList(TableSet):
         """Return the index of a table, by default with the usual columns; raise ConfigError if it is invalid."""
         path = os.fspath(path)
         spec = spec or cls.build_spec(cls.Columns(), "")
-        words = repr((os.path.basename(path), spec))
-        name = f"list-{hashlib.sha256(words.encode('utf-8', 'surrogateescape')).hexdigest()[:32]}"
-        scan, root = partial(scan_table, path, spec), os.path.dirname(path)
-        return open_index(path, root, name, cache_folder(cache_dir), scan)
+        name, scan = f"{os.path.basename(path)} {spec}", partial(scan_table, path, spec)
+        return open_index(path, os.path.dirname(path), name, cache_folder(cache_dir), scan)
 
     @classmethod
     def build_spec(cls, columns: Any, value: str) -> TableSpec:
         """Return the meaning of a table's columns by the settings of DATA.TABLE and the name of the split."""
         names, value = (columns.path, cls.key, getattr(columns, cls.key)), value if columns.split else ""
-        options = columns.template, columns.delimiter, columns.split, value, columns.columns, columns.names
+        options = columns.template, columns.delimiter, columns.split, value, columns.columns
         return TableSpec(*names, *options, getattr(columns, "separator", ""), getattr(columns, "uncertain", -1))
 
     @classmethod
@@ -175,10 +154,7 @@ class ImageList(TableSet):
 
             problem = missing_table(name, path) if root.is_dir() else missing_root(name, root, path.name)
             raise ConfigError(Problem(*problem))
-        known = trained.index if isinstance(trained, IndexedImages) else None
-        separator = known.meta.get("separator") if known else ""
-        spec = replace(spec, separator=separator) if separator and not spec.separator else spec
-        return cls(cls.open_table(path, spec, cfg.DATA.CACHE_DIR), known)
+        return cls(cls.open_table(path, spec, cfg.DATA.CACHE_DIR), trained.classes if trained else None)
 
 
 @DATASETS.register("multilabel")
@@ -186,14 +162,3 @@ class Multilabel(ImageList):
     """The images of a table of paths with any number of classes each."""
 
     targets, key, Columns = "labels", "labels", LabelsColumns
-
-
-@DATASETS.register("structured")
-class StructuredList(ImageList):
-    """The images of a table of paths with several targets each: a dict by the names of the columns.
-
-    The targets of a column are numbers, int64 or float32, if all its training fields are; else indices of its sorted
-    training names. The classes of the set are the names of the first column that has any, else the columns.
-    """
-
-    targets, key, Columns = "structured", "targets", TargetsColumns

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.data.datasets.array_file import (
@@ -45,13 +44,11 @@ class Index:
 
     Args:
         root: the folder that the names of files are relative to.
-        meta: `classes`, their names; `columns`, those of structured targets; `notes` and `ignored`, what the scan left
-            out, in words and by the endings of files; `num_beside`, images outside of class folders; `scanned`, its
-            time in ns.
+        meta: `classes`, their names; `notes` and `ignored`, what the scan left out, in words and by the endings of
+            files; `num_beside`, images outside of class folders; `scanned`, its time in ns.
         arrays: `files_*`, see `pack_names`: folders of image files, or archives; `stamps`, int64 (F, 3), of each. By
             image: `file`, the number of its folder or archive; `names_*`; in archives `offset`, `size`, `packed` (0:
-            stored as it is) and `crc32` (0: unknown). `label`, one by image; with `label_offsets`, any number; or
-            `target0` ..., indices into `values0_*` ..., for each of the columns.
+            stored as it is) and `crc32` (0: unknown). `label`, one by image; with `label_offsets`, any number.
         path: the file that the arrays are mapped from; None: they are in memory.
     """
 
@@ -142,39 +139,29 @@ def digest_of(meta: dict, arrays: "dict[str, np.ndarray]") -> str:
 _opened: dict[tuple, Index] = {}
 
 
-def open_index(
-    source: str,
-    root: str | os.PathLike,
-    name: str,
-    cache: Path,
-    scan: Callable[[], Content],
-    extensions: tuple[str, ...] = EXTENSIONS,
-    below: str = "",
-) -> Index:
+def open_index(source: str, root: str, name: str, cache: Path, scan: Callable[[], Content]) -> Index:
     """Return the index of a source from its file if that is current, otherwise from a new scan that is stored.
 
     Of several processes one scans, and the others wait for its result.
 
     Args:
         source: the name in messages.
-        name: of the index among those of the folder `root`.
-        extensions: those of image files; an index of others is not used.
-        below: the folder below root that the names of files are relative to.
+        root: the folder that the names of files are relative to.
+        name: of the index among those of the folder, with all that the content depends on besides the files.
     """
-    own = hashlib.sha256(os.fsencode(f"{os.path.realpath(root)}\0{name}")).hexdigest()[:32]
-    path, base = cache / "index" / f"{own}.bin", str(Path(root, below))
-    key = path, base, extensions
-    if (index := _opened.get(key)) is not None and index.has_current_stamps():
+    words = f"{os.path.realpath(root)}\0{name}".encode("utf-8", "surrogateescape")
+    path = cache / "index" / f"{hashlib.sha256(words).hexdigest()[:32]}.bin"
+    if (index := _opened.get((path, root))) is not None and index.has_current_stamps():
         return index
     if len(_opened) > 8:
         _opened.clear()
-    _opened[key] = index = _open(source, base, path, scan, extensions)
+    _opened[path, root] = index = _open(source, root, path, scan)
     return index
 
 
-def _open(source: str, root: str, path: Path, scan: Callable[[], Content], extensions: tuple[str, ...]) -> Index:
+def _open(source: str, root: str, path: Path, scan: Callable[[], Content]) -> Index:
     stamp = find_stamp(path)
-    index = _load(source, root, path, extensions)
+    index = _load(source, root, path)
     if index is not None and index.is_current():
         _logger.info("%s: %s, from %s", source, index.count(), path)
         return index
@@ -183,36 +170,36 @@ def _open(source: str, root: str, path: Path, scan: Callable[[], Content], exten
         with take_turn(path) as now_ns:
             # Another process has scanned meanwhile. Its index is used even if a folder has changed since: all
             # processes of a run must see the same images.
-            if find_stamp(path) != stamp and (index := _load(source, root, path, extensions)):
+            if find_stamp(path) != stamp and (index := _load(source, root, path)):
                 _logger.info("%s: %s, from %s of another process", source, index.count(), path)
                 return index
-            content = _sealed(scan(), extensions, now_ns)
+            content = _sealed(scan(), now_ns)
             write_arrays(path, KIND, VERSION, *content)
     except OSError as error:
         reason = error.strerror or str(error)
     seconds = f"scanned in {time.monotonic() - start:.1f} s"
     # Mapped from its file, the index shares its memory with other processes.
-    if content is not None and (index := _load(source, root, path, extensions)) is not None:
+    if content is not None and (index := _load(source, root, path)) is not None:
         _logger.info("%s: %s, %s, stored in %s", source, index.count(), seconds, path)
         return index
     _logger.warning("%s is scanned at every start, since its index cannot be stored: %s: %s", source, path, reason)
-    return Index(source, root, *(content or _sealed(scan(), extensions, time.time_ns())))
+    return Index(source, root, *(content or _sealed(scan(), time.time_ns())))
 
 
-def _sealed(content: Content, extensions: tuple[str, ...], now_ns: int) -> Content:
-    """Return the content of a scan with its ID, its time, the extensions, the digest and the checksum."""
+def _sealed(content: Content, now_ns: int) -> Content:
+    """Return the content of a scan with its ID, its time, the digest and the checksum."""
     meta, arrays = content
-    sealed = {"scan": os.urandom(8).hex(), "scanned": now_ns, "extensions": list(extensions)}
+    sealed = {"scan": os.urandom(8).hex(), "scanned": now_ns}
     return {**meta, **sealed, "digest": digest_of(meta, arrays), "crc32": checksum_of(arrays)}, arrays
 
 
-def _load(source: str, root: str, path: Path, extensions: tuple[str, ...]) -> Index | None:
+def _load(source: str, root: str, path: Path) -> Index | None:
     """Return the index in a file, even if it is stale; None if the file is missing or cannot be used."""
     try:
         with untrusted(path, "index"):
             meta, arrays = read_arrays(path, KIND, VERSION)
-            if meta["extensions"] != list(extensions) or meta["crc32"] != checksum_of(arrays):
-                raise ValueError("it was made with other extensions of image files, or its checksum does not match")
+            if meta["crc32"] != checksum_of(arrays):
+                raise ValueError("its checksum does not match")
             return Index(source, root, meta, arrays, path)
     except FileNotFoundError:
         return None
@@ -228,8 +215,7 @@ class IndexedImages(SplitDataset):
     """The images of an index; a source defines `open_split`.
 
     Args:
-        trained: what defines the classes, if the index may lack some of them: the index of the training images, or the
-            names of the classes; None: those of the index.
+        classes: those of the training images, of which the index may lack some; None: those of the index.
         order: the images of the index that the set has, int (N,); None: all.
         labels: the class of each of them, int (N,); None: those of the index.
     """
@@ -241,20 +227,18 @@ class IndexedImages(SplitDataset):
     def __init__(
         self,
         index: Index,
-        trained: Index | Sequence[str] | None = None,
+        classes: Sequence[str] | None = None,
         order: "np.ndarray | None" = None,
         labels: "np.ndarray | None" = None,
     ):
         self.index, self._order, self._notes = index, order, list[str]()
         self.has_files, self.holds_files = not index.is_archive, index.is_archive
-        trained = index if trained is None else trained
-        self.classes = tuple(trained.classes if isinstance(trained, Index) else trained)
-        self.labels = index.arrays.get("label") if labels is None else labels
-        if labels is None and (self.classes != index.classes or self.targets == "structured"):
-            from distribuuuu.data.datasets.targets import match_targets
+        self.classes = index.classes if classes is None else tuple(classes)
+        self.labels = index.arrays["label"] if labels is None else labels
+        if labels is None and self.classes != index.classes:
+            from distribuuuu.data.datasets.targets import match_labels
 
-            known = trained if isinstance(trained, Index) else None
-            self.classes, self.labels, self._notes = match_targets(self, known)
+            self.labels, self._notes = match_labels(self)
 
     def __len__(self) -> int:
         return len(self.index) if self._order is None else len(self._order)
@@ -298,5 +282,4 @@ def open_folder(root: str | os.PathLike, split: str, cache: Path, extensions: tu
 
     if not os.path.isdir(folder):
         return Index(folder, folder, *scan())
-    name = f"index-{quote(os.fsencode(split), safe='')}"
-    return open_index(folder, root, name, cache, scan, extensions, below=split)
+    return open_index(folder, folder, f"folder {extensions}", cache, scan)

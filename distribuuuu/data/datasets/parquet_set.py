@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.errors import did_you_mean
+from distribuuuu.config.errors import did_you_mean, first_few
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.settings import setting
 from distribuuuu.data.datasets.archive_members import read_member
@@ -30,7 +30,7 @@ from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.image_list import TableColumns, TableSet
 from distribuuuu.data.datasets.index import open_index
 from distribuuuu.data.datasets.table_file import TableSpec, parse_labels
-from distribuuuu.data.datasets.targets import encode_targets
+from distribuuuu.data.datasets.targets import encode_labels
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.locks import take_turn
@@ -68,13 +68,6 @@ class ParquetLabels(ParquetColumns):
     labels: tuple[str, ...] = setting(("labels",), "column of lists of classes; several: a column of 0 and 1 for each")
 
 
-@dataclass
-class ParquetTargets(ParquetColumns):
-    """The keys of DATA.TABLE for several targets per image."""
-
-    targets: tuple[str, ...] = setting((), "columns of numbers or of names")
-
-
 @DATASETS.register("parquet")
 class ParquetSet(TableSet):
     """The images of parquet files with one class each."""
@@ -94,10 +87,9 @@ class ParquetSet(TableSet):
         paths = find_arrow_files(root, split, columns, spec, cache)
         folder = os.path.commonpath([os.path.dirname(path) for path in paths])
         names = [os.path.relpath(path, folder) for path in paths]
-        words = hashlib.sha256(repr((names, spec)).encode("utf-8", "surrogateescape")).hexdigest()[:32]
         scan = partial(scan_files, folder, names, spec)
-        index = open_index(f"{root}, split {split}", folder, f"arrow-{words}", cache, scan)
-        return cls(index, trained.index if isinstance(trained, ParquetSet) else None)
+        index = open_index(f"{root}, split {split}", folder, f"{names} {spec}", cache, scan)
+        return cls(index, trained.classes if trained else None)
 
     def read(self, index: int) -> bytearray:
         """Return the bytes of an image file."""
@@ -112,13 +104,6 @@ class ParquetMultilabel(ParquetSet):
     """The images of parquet files with any number of classes each."""
 
     targets, key, Columns = "labels", "labels", ParquetLabels
-
-
-@DATASETS.register("parquet_structured")
-class ParquetStructured(ParquetSet):
-    """The images of parquet files with several targets each."""
-
-    targets, key, Columns = "structured", "targets", ParquetTargets
 
 
 # ------------------------------------------------------------------------------------------- files
@@ -150,9 +135,8 @@ def find_arrow_files(root: str, split: str, columns: Any, spec: TableSpec, cache
         names = (f"{glob.escape(base)}/{pattern.replace('{}', glob.escape(split))}" for pattern in patterns)
         paths = next(filter(None, (sorted(filter(system.isfile, system.glob(name))) for name in names)), [])
     if not paths:
-        from distribuuuu.hints.sources import explain_parquet
-
-        has = explain_parquet(Path(root), split)
+        held = sorted({path.name for pattern in _ALL_PATTERNS for path in Path(root).glob(pattern)})
+        has = f"; it has {first_few(held)}; fix: set SPLIT to what such a name begins with" if held else ""
         raise ConfigError(f"{root} has no parquet or Arrow files of the split {split}{has}")
     if len({os.path.dirname(path) for path in paths}) > 1 and not columns.file:
         fix = f"fix: DATA.TABLE.file '{os.path.basename(os.path.dirname(paths[0]))}/{{}}-*.parquet'"
@@ -246,47 +230,31 @@ def scan_files(folder: str, names: Sequence[str], spec: TableSpec) -> Content:
 
     The names of a column are those in the metadata; without them, the sorted labels, numbers by value.
     """
-    import pyarrow
-
-    path, tables, places = os.path.join(folder, names[0]), list[Any](), list[tuple[np.ndarray, np.ndarray]]()
+    tables, places = list[Any](), list[tuple[np.ndarray, np.ndarray]]()
     stamps = [find_stamp(os.path.join(folder, name)) for name in names]
     for name in names:
-        with _naming(os.path.join(folder, name)), pyarrow.memory_map(os.path.join(folder, name)) as file:
-            whole = file.read_buffer()
-            is_file = whole.slice(0, 6).to_pybytes() == b"ARROW1"
-            table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(whole).read_all()
-            check_columns(os.path.join(folder, name), table.schema, spec)
-            tables.append(table.select([*dict.fromkeys(spec.needed)]))
-            tables[-1].validate(full=True)
-            places.append(find_images(table[spec.path], whole))
-    rows = np.concatenate([np.arange(len(table)) for table in tables])
-    file_of = np.arange(len(tables), dtype=np.int32).repeat([*map(len, tables)])
+        table, found = _read_table(os.path.join(folder, name), spec)
+        tables.append(table)
+        places.append(found)
 
     def read_all(column: str) -> list[Any]:
         return [value for table in tables for value in table[column].to_pylist()]
 
-    kept = np.arange(len(rows))
+    is_kept = np.ones(sum(map(len, tables)), bool)
     if spec.split:
-        kept = np.array([row for row, value in enumerate(read_all(spec.split)) if str(value) == spec.value], np.int64)
+        is_kept = np.array([str(value) == spec.value for value in read_all(spec.split)], bool)
+    kept, path = np.flatnonzero(is_kept), os.path.join(folder, names[0])
     if not len(kept):
         raise ConfigError(f"{path} has no image of the split {spec.value}")
-    cells = {column: [values[row] for row in kept] for column in spec.columns for values in [read_all(column)]}
-    if spec.key == "targets" or len(spec.columns) == 1:
-        metadata = tables[0].schema.metadata
-        found = {name: _read_column(cells[name], class_names(metadata, name), spec.key, path) for name in spec.columns}
-    else:  # a column of 0 and 1 for each class
-        texts = zip(*(["" if value is None else _to_text(value) for value in values] for values in cells.values()),
-                    strict=True)  # fmt: skip
-        labels = [parse_labels(spec, row) for row in texts]
-        if wrong := [label for label in labels if isinstance(label, str)]:
-            raise ConfigError(f"{path} {wrong[0]}")
-        found = {"label": (labels if spec.key == "labels" else [names[0] for names in labels], spec.columns)}
-    meta, arrays = encode_targets(spec.key, found)
+    columns = [[values[row] for row in kept] for values in map(read_all, spec.columns)]
+    labels, classes = _read_labels(columns, class_names(tables[0].schema.metadata, spec.columns[0]), spec, path)
+    meta, arrays = encode_labels(labels, classes, several=spec.key == "labels")
+    rows = np.concatenate([np.arange(1, 1 + len(table)) for table in tables])
     arrays |= {
         **pack_names("files", [*map(os.fsencode, names)]),
         "stamps": np.array(stamps, np.int64),
-        **pack_names("names", [b"row %d" % (row + 1) for row in rows[kept].tolist()]),
-        "file": file_of[kept],
+        **pack_names("names", [b"row %d" % row for row in rows[kept].tolist()]),
+        "file": np.arange(len(tables), dtype=np.int32).repeat([*map(len, tables)])[kept],
         "offset": np.concatenate([offsets for offsets, _ in places])[kept],
         "size": np.concatenate([sizes for _, sizes in places])[kept],
         "packed": np.zeros(len(kept), np.uint32),
@@ -295,21 +263,43 @@ def scan_files(folder: str, names: Sequence[str], spec: TableSpec) -> Content:
     return {**meta, "notes": [], "ignored": {}, "num_beside": 0}, arrays
 
 
-def _read_column(values: Sequence[Any], own: Sequence[str], key: str, path: str) -> tuple[list[Any], Sequence[str]]:
-    """Return the labels of a column as texts, and the names of the classes in their order.
+def _read_table(path: str, spec: TableSpec) -> tuple[Any, tuple[np.ndarray, np.ndarray]]:
+    """Return the needed columns of an Arrow file, and the places of its images, see `find_images`."""
+    with _naming(path):
+        import pyarrow
 
-    The values are numbers or names, or lists of them for several classes; `own` are the names of numbers in this file.
+        with pyarrow.memory_map(path) as file:
+            whole = file.read_buffer()
+            is_file = whole.slice(0, 6).to_pybytes() == b"ARROW1"
+            table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(whole).read_all()
+            check_columns(path, table.schema, spec)
+            needed = table.select([*dict.fromkeys(spec.needed)])
+            needed.validate(full=True)
+            return needed, find_images(table[spec.path], whole)
+
+
+def _read_labels(
+    columns: Sequence[Sequence[Any]], own: Sequence[str], spec: TableSpec, path: str
+) -> tuple[list[list[str]], Sequence[str]]:
+    """Return the labels of each image as texts, and the names of the classes in their order.
+
+    The values of a column are numbers or names, or lists of them for several classes; `own` are the names of numbers in
+    this file. Several columns of one class each hold 0 and 1.
     """
-    if key == "labels" and not all(isinstance(value, (list, type(None))) for value in values):
+    if len(columns) > 1:
+        rows = zip(*columns, strict=True)
+        found = [parse_labels(spec, ["" if value is None else _to_text(value) for value in row]) for row in rows]
+        if wrong := [labels for labels in found if isinstance(labels, str)]:
+            raise ConfigError(f"{path} {wrong[0]}")
+        return [[*labels] for labels in found], spec.columns
+    (values,) = columns
+    if spec.key == "labels" and not all(isinstance(value, (list, type(None))) for value in values):
         raise ConfigError(f"{path}: expected lists of labels")
-    if key == "targets" and any(value is None or isinstance(value, (list, dict)) for value in values):
-        raise ConfigError(f"{path}: expected numbers or names as targets, and no null")
-    lists = [value or [] for value in values] if key == "labels" else [[value] for value in values]
-    known = {value for labels in lists for value in labels}
+    lists = [value or [] for value in values] if spec.key == "labels" else [[value] for value in values]
+    known = {value for several in lists for value in several}
     has_numbers = all(isinstance(value, (int, float)) for value in known)
     names = map(_to_text, sorted(known)) if has_numbers else sorted(map(str, known))
-    texts = [[_to_text(value, own) for value in labels] for labels in lists]
-    return texts if key == "labels" else [text for (text,) in texts], tuple(own) or tuple(names)
+    return [[_to_text(value, own) for value in several] for several in lists], tuple(own) or tuple(names)
 
 
 def _to_text(value: Any, own: Sequence[str] = ()) -> str:

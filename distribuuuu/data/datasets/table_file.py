@@ -1,7 +1,7 @@
 """Tables of images: CSV and TSV files with a column of paths and one or more columns of labels.
 
 A text is in UTF-8 or UTF-16 and has a header, unless the names of its columns are given; other columns are ignored.
-Spaces around a field are ignored, unless it is quoted.
+Spaces around a field are ignored, but for those at the start of a quoted one.
 """
 
 import contextlib
@@ -21,13 +21,11 @@ import numpy as np
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.data.datasets.array_file import Content, find_stamp, pack_names
-from distribuuuu.data.datasets.targets import encode_targets, note_alike
-from distribuuuu.files.image_files import TABLE_ENDINGS
+from distribuuuu.data.datasets.targets import encode_labels, note_alike
+from distribuuuu.files.image_files import EXTENSIONS, TABLE_ENDINGS
 from distribuuuu.files.text_file import open_text
 from distribuuuu.files.untrusted import printable
 
-# The line in which Excel names the separator of a CSV.
-_SEPARATOR_LINE = re.compile(r"sep=(.)\s*")
 # A field that needs no quotes.
 _PLAIN = r'(?!\s)[^,"\r\n]*(?<!\s)'
 # Characters that are read at a time, and those of a place in a message, which has the text of a field.
@@ -35,8 +33,7 @@ _MAX_LINE, _MAX_PLACE = 1 << 20, 300
 # Texts of 0 and 1 in columns of one class each.
 _BITS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1, "": 0, "nan": 0}
 _UNCERTAIN = ("-1", "-1.0")
-# Separators of the labels in a field that are found by the labels: a name may contain one.
-_SEPARATORS = ("|", ",", "/")
+_MISSING = "names images that do not exist"
 # The places of each kind of problem, e.g. "line 3, 'a.jpg'".
 Problems = dict[str, list[str]]
 
@@ -46,11 +43,11 @@ class TableSpec:
     """The meaning of the columns of a table, see DATA.TABLE.
 
     Attributes:
-        key: "label", one class per image; "labels", any number; or "targets", a value of each column.
+        key: "label", one class per image; or "labels", any number.
         columns: the columns of the labels; several of one class each hold 0 or 1.
         split, value: the column that selects rows, and its value; empty: all rows.
         header: DATA.TABLE.columns.
-        separator: between the labels in a field; empty: a semicolon, or what the labels tell.
+        separator: between the labels in a field; empty: a semicolon.
         uncertain: the value of -1 in columns of one class each, 0 or 1; -1: an error.
     """
 
@@ -62,7 +59,6 @@ class TableSpec:
     split: str = ""
     value: str = ""
     header: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
     separator: str = ""
     uncertain: int = -1
 
@@ -75,96 +71,86 @@ class TableSpec:
 def scan_table(path: str, spec: TableSpec) -> Content:
     """Return the content of an index of the images of a table, in its order; raise ConfigError with all problems."""
     folder, problems = os.path.dirname(path), Problems()
-    finder, places, images = PathFinder(folder), dict[tuple[str, str], tuple[int, int]](), list[tuple[str, str]]()
-    labels: list[list[str]] = []
+    finder, lines, labels = PathFinder(folder), dict[tuple[str, str], int](), dict[tuple[str, str], list[str]]()
     try:
-        names_of = _read_names(folder, *spec.names) if spec.names else {}
         for line, text, cells in _read_rows(path, spec, problems):
-            place = finder.find(spec.template.replace("{}", text))
-            found = _name_labels(spec, parse_labels(spec, cells), names_of)
+            problem, place = "", finder.find(spec.template.replace("{}", text))
+            found, also = parse_labels(spec, cells), ""
             if isinstance(found, str):
-                problems.setdefault(found, []).append(f"line {line}, {text!r}")
+                problem = found
             elif place is None:
-                problems.setdefault("names images that do not exist", []).append(f"line {line}, {text!r}")
-            elif place not in places:
-                places[place] = line, len(images)
-                images.append(place)
-                labels.append(found)
+                problem = _MISSING
+            elif place not in labels:
+                lines[place], labels[place] = line, found
             elif spec.key == "labels" and len(spec.columns) == 1:  # a row for each label
-                known = labels[places[place][1]]
-                known += [label for label in found if label not in known]
+                labels[place] += [label for label in found if label not in labels[place]]
             else:
-                where = f"line {line}, {text!r} as in line {places[place][0]}"
-                problems.setdefault("names an image again", []).append(where)
+                problem, also = "names an image again", f" as in line {lines[place]}"
+            if problem:
+                problems.setdefault(problem, []).append(f"line {line}, {text!r}{also}")
     except OSError as error:
         raise ConfigError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
     notes = finder.notes(path, problems)
-    separator = "" if names_of else _separate(spec, labels, path, notes)
-    names = _find_classes(spec, labels, names_of, problems)
+    names = _find_classes(path, spec, [*labels.values()], notes, problems)
+    has_ids = _MISSING in problems and not labels and not problems[_MISSING][0][:-1].lower().endswith(EXTENSIONS)
+    if has_ids and spec.template == "{}":
+        problems[f"{_MISSING} (fix: DATA.TABLE.template, e.g. 'images/{{}}.jpg')"] = problems.pop(_MISSING)
     if problems:
-        if missing := problems.get("names images that do not exist"):
-            from distribuuuu.hints.sources import explain_missing_images
-
-            fix = explain_missing_images(folder, missing, bool(images), spec.template)
-            problems = {f"{kind}{fix}" if found is missing else kind: found for kind, found in problems.items()}
         raise ConfigError([*sentences(path, problems)])
-    if not images:
+    if not labels:
         raise ConfigError(f"{path} has no line{'' if spec.header else ' but its header'}")
-    notes += note_alike(path, names)
-    inputs = [path, *(os.path.join(folder, name) for name in spec.names[:1])]
-    meta, arrays = _to_content(spec, images, labels, names, notes, inputs)
-    return {**meta, "separator": separator}, arrays
+    folders = {name: number for number, name in enumerate(dict.fromkeys(name for name, _ in labels))}
+    # The table is the last of the files, so that a change of it is noticed.
+    files = [*folders, os.path.basename(path)]
+    meta, arrays = encode_labels([*labels.values()], names, several=spec.key == "labels")
+    arrays |= {
+        **pack_names("files", [*map(os.fsencode, files)]),
+        "stamps": np.array([find_stamp(os.path.join(folder, name)) for name in files], np.int64),
+        **pack_names("names", [os.fsencode(name) for _, name in labels]),
+        "file": np.array([folders[name] for name, _ in labels], np.int32),
+    }
+    return {**meta, "ignored": {}, "num_beside": 0, "notes": notes}, arrays
 
 
-def _separate(spec: TableSpec, labels: list[list[str]], path: str, notes: list[str]) -> str:
-    """Separate the labels of each image that several names stand in, and return their separator; add a warning."""
-    if spec.key == "targets" or len(spec.columns) > 1 or spec.separator:
-        return ""
-    separator = find_separator({label for row in labels for label in row})
+def _find_classes(
+    path: str, spec: TableSpec, labels: list[list[str]], notes: list[str], problems: Problems
+) -> list[str]:
+    """Return the sorted names of the classes; add warnings and problems."""
+    without_fractions(labels)
+    found = {label for row in labels for label in row}
+    separator = "" if spec.separator or len(spec.columns) > 1 else find_separator(found)
     if separator and spec.key == "labels":
-        for row in labels:
-            row[:] = dict.fromkeys(part for label in row for part in _split(label, separator))
-        notes.append(f"{path}: labels are separated by {separator!r}; DATA.TABLE.separator sets another one")
+        fix = f"fix: set DATA.TABLE.separator {separator!r}, or ';' if each is one name"
+        problems[f"has labels that are several names; {fix}"] = sorted(name for name in found if separator in name)
     elif separator:
         several = f"labels seem to be several names, separated by {separator!r}, and each combination is one class"
         notes.append(f"{path}: {several}; for several classes per image: DATA.NAME multilabel LOSS.NAME bce")
-    return separator
+    if len(spec.columns) > 1:  # also a column without a 1 is a class
+        found |= {*spec.columns}
+    if not found and labels:
+        problems["has no label on any line"] = [""]
+    notes += note_alike(path, names := sort_labels(found))
+    return names
 
 
-def find_separator(labels: Iterable[str]) -> str:
-    """Return the separator of the names that labels consist of, by the repetition of these; empty if there is none.
+def find_separator(labels: set[str]) -> str:
+    """Return the separator of the names that labels seem to consist of; empty if there is none.
 
-    Their parts repeat if there are fewer of them than labels, or if each part is in several labels.
+    The parts of one are labels themselves. Or, as a name may have spaces, for another than a space, they repeat: there
+    are fewer of them than labels, or each is in several labels.
     """
-    known = set(labels)
-    for separator in _SEPARATORS:
-        parts = Counter(part for label in known for part in {*_split(label, separator)})
-        joined = {part for label in known if len(_split(label, separator)) > 1 for part in _split(label, separator)}
-        if joined and (len(parts) < len(known) or all(parts[part] > 1 for part in joined)):
+    for separator in ("|", ",", "/", " "):
+        parts_of = {label: {*_split(label, separator)} for label in labels}
+        joined = [parts for parts in parts_of.values() if len(parts) > 1]
+        parts = Counter(itertools.chain.from_iterable(parts_of.values()))
+        is_repeated = len(parts) < len(labels) or all(parts[part] > 1 for several in joined for part in several)
+        if any(several <= labels for several in joined) or (joined and is_repeated and separator != " "):
             return separator
     return ""
 
 
 def _split(field: str, separator: str) -> list[str]:
     return [part for part in map(str.strip, field.split(separator)) if part]
-
-
-def _find_classes(spec: TableSpec, labels: list[list[str]], names_of: dict, problems: Problems) -> list[str]:
-    """Return the sorted names of the classes."""
-    if spec.key == "targets":
-        return []
-    without_fractions(labels)
-    found = {label for row in labels for label in row}
-    if spec.key == "labels" and len(spec.columns) == 1 and not spec.separator:
-        several = [label for label in sorted(found) if " " in label and {*label.split()} <= found]
-        if several:
-            fix = "fix: separate them by semicolons, or set DATA.TABLE.separator ' '"
-            problems[f"has labels that are several names; {fix}"] = several
-    if len(spec.columns) > 1:  # also a column without a 1 is a class
-        found |= {names_of.get(name, name) for name in spec.columns}
-    if not found and labels:
-        problems["has no label on any line"] = [""]
-    return sort_labels(found)
 
 
 def sort_labels(names: Iterable[str]) -> list[str]:
@@ -174,49 +160,15 @@ def sort_labels(names: Iterable[str]) -> list[str]:
     return sorted(names, key=float) if is_number else names
 
 
-def _to_content(spec: TableSpec, images: list, labels: list, names: list[str], notes: list, inputs: list) -> Content:
-    """Return the content of an index; the tables are the last of its files, so that a change of them is noticed."""
-    folders = {folder: number for number, folder in enumerate(dict.fromkeys(folder for folder, _ in images))}
-    root = os.path.dirname(inputs[0])
-    files = [*folders, *(os.path.relpath(path, root or ".") for path in inputs)]
-    found = {"label": (labels if spec.key == "labels" else [row[0] for row in labels], names)}
-    if spec.key == "targets":
-        columns = [[*values] for values in zip(*labels, strict=True)]
-        found = {name: (values, sorted({*values})) for name, values in zip(spec.columns, columns, strict=True)}
-    meta, arrays = encode_targets(spec.key, found)
-    arrays |= {
-        **pack_names("files", [*map(os.fsencode, files)]),
-        "stamps": np.array([find_stamp(os.path.join(root, name)) for name in files], np.int64),
-        **pack_names("names", [os.fsencode(name) for _, name in images]),
-        "file": np.array([folders[folder] for folder, _ in images], np.int32),
-    }
-    return {**meta, "ignored": {}, "num_beside": 0, "notes": notes}, arrays
-
-
-def _name_labels(spec: TableSpec, labels: list[str] | str, names_of: Mapping[str, str]) -> list[str] | str:
-    """Return labels by the names of another table, or what is wrong with them."""
-    if not names_of or isinstance(labels, str):
-        return labels
-    known = [names_of.get(label.removesuffix(".0"), "") for label in labels]
-    known = known if spec.key == "targets" else list(dict.fromkeys(known))
-    return known if all(known) else f"has labels without a name in {spec.names[0]}"
-
-
-def _read_names(folder: str, file: str, label: str, name: str) -> dict[str, str]:
-    """Return the name of each label in a table of both."""
-    path, names, problems = os.path.join(folder, file), dict[str, str](), Problems()
-    for line, text, (named,) in _read_rows(path, TableSpec(label, "name", (name,)), problems):
-        if not named or names.setdefault(text.removesuffix(".0"), named) != named:
-            problems.setdefault("has labels without one name", []).append(f"line {line}, {text!r}")
-    if problems:
-        raise ConfigError([*sentences(path, problems)])
-    return names
+def without_fractions(labels: list[list[str]]) -> None:
+    """Replace labels such as 1.0 by 1 if all are whole: a spreadsheet with an empty cell has made floats of them."""
+    if all(re.fullmatch(r"-?\d+\.0+", label) for row in labels for label in row):
+        for row in labels:
+            row[:] = [label.partition(".")[0] for label in row]
 
 
 def parse_labels(spec: TableSpec, cells: Sequence[Any]) -> list[str] | str:
     """Return the labels in the fields of an image, or what is wrong with them; a field may be a list of labels."""
-    if spec.key == "targets":
-        return [*cells] if all(cells) else "has images without a target"
     if len(cells) > 1:
         if any(cell in _UNCERTAIN for cell in cells):
             if spec.uncertain < 0:
@@ -235,7 +187,7 @@ def parse_labels(spec: TableSpec, cells: Sequence[Any]) -> list[str] | str:
 
 
 def csv_line(cells: Sequence[str]) -> str:
-    """Return a line of a CSV, which is read back as it is: a cell with line breaks or spaces at its ends is quoted."""
+    """Return a line of a CSV: a cell with a comma, a quote, a line break or a space at its ends is quoted."""
     return ",".join(cell if re.fullmatch(_PLAIN, cell) else _quote(cell) for cell in cells) + "\n"
 
 
@@ -266,7 +218,7 @@ def _read_rows(path: str, spec: TableSpec, problems: Problems) -> Iterator[tuple
                 if value != spec.value:
                     continue
             is_empty = False
-            if image.strip():
+            if image:
                 yield line, image, labels
             else:
                 problems.setdefault("has lines without an image", []).append(f"line {line}")
@@ -278,23 +230,18 @@ def _read_rows(path: str, spec: TableSpec, problems: Problems) -> Iterator[tuple
 
 def _read_csv(path: str, spec: TableSpec, problems: Problems) -> Iterator[tuple[int, list[str]]]:
     """Yield the line and the fields of the needed columns of each row of a text."""
-    delimiter = spec.delimiter or TABLE_ENDINGS.get(os.path.splitext(path)[1].lower(), ",")
     with open_text(path, newline="") as file:
-        source: list[str] = []  # the lines of the current row
         # A longer line, which no list has, is read in pieces, of which one is invalid: a file may have a single line.
         lines = iter(functools.partial(file.readline, _MAX_LINE), "")
-        if not spec.delimiter:
-            named, first = without_separator_line(lines)
-            if first and not spec.header:
-                delimiter = find_delimiter(first[0], delimiter, spec.needed)
-            delimiter, lines = named or delimiter, itertools.chain(first, lines)
-        reader = csv.reader(_noted(lines, source), strict=True, delimiter=delimiter)
+        first, delimiter = next(lines, ""), spec.delimiter
+        if not delimiter and (named := re.fullmatch(r"sep=(.)\s*", first)):  # the first line in a CSV of Excel
+            first, delimiter = next(lines, ""), named[1]
+        delimiter = delimiter or find_delimiter(path, first, spec)
+        rows = itertools.chain([first] if first else [], lines)
+        reader = csv.reader(rows, strict=True, delimiter=delimiter, skipinitialspace=delimiter != " ")
         header = [*spec.header] or [name.strip() for name in next(reader, [])]
         places = find_columns(spec, header, path)
-        source.clear()
         for row in reader:
-            text = "".join(source)
-            source.clear()
             if not any(map(str.strip, row)):  # an empty line, or one of a spreadsheet
                 continue
             while len(row) > len(header) and not row[-1].strip():
@@ -305,14 +252,16 @@ def _read_csv(path: str, spec: TableSpec, problems: Problems) -> Iterator[tuple[
                 kind += f" (a {'comma' if delimiter == ',' else 'delimiter'} within a name needs " + '"quotes")'
                 problems.setdefault(kind, []).append(f"line {reader.line_num} has {len(row)}")
             else:
-                yield reader.line_num, [row[at] if _quote(row[at]) in text else row[at].strip() for at in places]
+                yield reader.line_num, [row[at].rstrip() for at in places]
 
 
-def _noted(lines: Iterator[str], source: list[str]) -> Iterator[str]:
-    """Yield the lines, and append each to `source`."""
-    for line in lines:
-        source.append(line)
-        yield line
+def find_delimiter(path: str, first: str, spec: TableSpec) -> str:
+    """Return the delimiter of a text: that of its ending, unless only another one finds all columns in its header."""
+    usual, needed = TABLE_ENDINGS.get(os.path.splitext(path)[1].lower(), ","), {*map(str.casefold, spec.needed)}
+    for delimiter in (usual, "\t", ";", "|", ",") if not spec.header else ():
+        if needed <= {field.strip().strip('"').casefold() for field in first.split(delimiter)}:
+            return delimiter
+    return usual
 
 
 def find_columns(spec: TableSpec, header: Sequence[str], path: str) -> list[int]:
@@ -323,42 +272,16 @@ def find_columns(spec: TableSpec, header: Sequence[str], path: str) -> list[int]
     if any(name not in header for name in names):
         from distribuuuu.hints.sources import explain_columns
 
-        problem = explain_columns(spec, header)
-        raise ConfigError(f"{path} {problem}{'' if header else ': it is empty'}")
+        raise ConfigError(f"{path} {explain_columns(spec, header)}")
     return [header.index(name) for name in names]
-
-
-def find_delimiter(first: str, usual: str, needed: Sequence[str]) -> str:
-    """Return the delimiter of a text by its header: another than the usual one if only that finds all columns."""
-
-    def fits(delimiter: str) -> bool:
-        fields = {field.strip().strip('"').casefold() for field in first.split(delimiter)}
-        return {*map(str.casefold, needed)} <= fields
-
-    others = [delimiter for delimiter in ("\t", ";", "|", ",") if fits(delimiter)]
-    return usual if fits(usual) or len(others) != 1 else others[0]
-
-
-def without_separator_line(lines: Iterator[str]) -> tuple[str, list[str]]:
-    """Return the separator that a first line "sep=;" names, else "", and the lines that were read but are not that."""
-    first = next(lines, "")
-    named = _SEPARATOR_LINE.fullmatch(first)
-    return (named[1], []) if named else ("", [first])
-
-
-def without_fractions(labels: list[list[str]]) -> None:
-    """Replace labels such as 1.0 by 1 if all are whole: a spreadsheet with an empty cell has made floats of them."""
-    if all(re.fullmatch(r"-?\d+\.0+", label) for row in labels for label in row):
-        for row in labels:
-            row[:] = [label.partition(".")[0] for label in row]
 
 
 # ---------------------------------------------------------------------------------- paths of other systems
 
 
-def _normal_form(name: str) -> str:
-    """Return a name in the Unicode form NFC: macOS and some archives write the same letters as NFD."""
-    return unicodedata.normalize("NFC", name)
+def _folded(name: str) -> str:
+    """Return a name in lower case and the Unicode form NFC: macOS and some archives write the same letters as NFD."""
+    return unicodedata.normalize("NFC", name).casefold()
 
 
 class PathFinder:
@@ -367,8 +290,7 @@ class PathFinder:
     def __init__(self, root: str):
         self._root = root
         self._listed: dict[str, dict[str, Any]] = {}
-        self._forms: Counter[str] = Counter()
-        self._examples: dict[str, str] = {}
+        self._num_read_otherwise, self._example = 0, ""
         self._prefixes: set[str] = set()
 
     def find(self, text: str) -> tuple[str, str] | None:
@@ -380,7 +302,9 @@ class PathFinder:
         is_absolute = bool(re.match(r"[/\\]|[A-Za-z]:", text))
         for start in range(len(parts) if is_absolute else min(1, len(parts))):
             if found := self._walk(parts[start:]):
-                self._note(text, parts[:start], parts[start:], found, is_absolute)
+                self._prefixes |= {"/".join(parts[:start]) or "/"} if is_absolute else set()
+                self._num_read_otherwise += 1
+                self._example = self._example or f"{text} is read as {os.path.join(*found)}"
                 return os.path.split(os.path.join(*found))
         return None
 
@@ -389,7 +313,7 @@ class PathFinder:
         found: list[str] = []
         for part in parts:
             entries = self._list(os.path.join("", *found))
-            alike = [part] if part in entries[""] or part == ".." else entries.get(_normal_form(part).casefold(), [])
+            alike = [part] if part in entries[""] or part == ".." else entries.get(_folded(part), [])
             if len(alike) != 1:
                 return []
             found += alike
@@ -403,27 +327,14 @@ class PathFinder:
                 names = os.listdir(os.path.join(self._root, folder) or ".")
             entries: dict[str, Any] = {"": set(names)}
             for name in names:
-                entries.setdefault(_normal_form(name).casefold(), []).append(name)
+                entries.setdefault(_folded(name), []).append(name)
             self._listed[folder] = entries
         return self._listed[folder]
 
-    def _note(self, text: str, dropped: Sequence[str], parts: Sequence[str], found: list[str], absolute: bool) -> None:
-        own, others = [*map(_normal_form, parts)], [*map(_normal_form, found)]
-        forms = {
-            "paths of another system, whose separator is no slash here": "\\" in text,
-            "absolute paths of another machine": absolute,
-            "names in another Unicode form (NFC, NFD)": own == others and [*parts] != found,
-            "names in another case": own != others,
-        }
-        if absolute:
-            self._prefixes.add("/".join(dropped) or "/")
-        for form in (form for form, applies in forms.items() if applies):
-            self._forms[form] += 1
-            self._examples.setdefault(form, f"{text} is read as {os.path.join(*found)}")
-
     def notes(self, path: str, problems: dict[str, list[str]]) -> list[str]:
-        """Return warnings about the paths; add a problem if those of several other folders would become one."""
+        """Return a warning about the paths; add a problem if those of several other folders would become one."""
         if len(self._prefixes) > 1:
             problems["has absolute paths of another machine, of several folders"] = sorted(self._prefixes)
-        found = self._forms.items()
-        return [f"{path}: {counted(num, 'row')} with {form}: {self._examples[form]}" for form, num in found]
+        other = "paths of another system or machine, or in another case or Unicode form (NFC, NFD)"
+        note = f"{path}: {counted(self._num_read_otherwise, 'row')} with {other}: {self._example}"
+        return [note] if self._num_read_otherwise else []

@@ -60,7 +60,7 @@ class Packed(SplitDataset):
         own = tuple(self.meta["classes"])
         self.classes = classes or own
         if extra := sorted(set(own) - set(self.classes)):
-            raise ConfigError(unknown_names(str(self.folder), "label", extra, self.classes))
+            raise ConfigError(unknown_names(str(self.folder), extra, self.classes))
         self.mean, self.std, self.crop = tuple(self.meta["mean"]), tuple(self.meta["std"]), self.meta["crop"]
         number_of = {name: number for number, name in enumerate(self.classes)}
         self._label_of = [number_of[name] for name in own]

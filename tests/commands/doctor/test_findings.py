@@ -159,14 +159,6 @@ def test_lists_with_one_label(root):
         report_on(open_cfg(cfg))
 
 
-def test_labels_of_both_tables_have_the_separator_of_the_training_table(root):
-    rows = [f"train/ant/{number:03}.jpg,{label}" for number, label in enumerate(["a|b", "b|c", "a|c", "c"])]
-    (root / "train.csv").write_text("\n".join(["path,labels", *rows]))
-    (root / "val.csv").write_text("path,labels\nval/ant/000.jpg,a|b\n")
-    words = ["DATA.NAME", "multilabel", "TRAIN.DATASET", str(root), "DATA.TABLE.path", "path", "LOSS.NAME", "bce"]
-    assert list(open_cfg(load_cfg(None, words))["val"].classes) == ["a", "b"]
-
-
 def test_packed_data(root):
     shutil.copy(root / "train/ant/003.jpg", root / "val/ant/x.jpg")
     pack(root / "packed", "TRAIN.DATASET", root, split="both")

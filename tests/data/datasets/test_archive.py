@@ -169,7 +169,7 @@ def test_a_compressed_tar_is_refused_with_the_command(image_folder, small_cfg, t
     (tmp_path / "gz" / "train.tar.gz").write_bytes(gzip.compress(tar.read_bytes(), 1))
     cfg = small_cfg("DATA.NAME", "archive", "TRAIN.DATASET", tmp_path / "gz")
     message = "\n".join(map(str, find_run_problems(cfg, train=True)))
-    assert "a compressed tar archive; fix: unpack it: mkdir" in message
+    assert "train.tar.gz, an archive of a kind that is not read; fix: unpack it" in message
     shutil.copy(tmp_path / "gz" / "train.tar.gz", tmp_path / "gz" / "train.tar")
     with pytest.raises(ConfigError, match=r"train.tar: is compressed, so no member can be read alone; fix: decompress"):
         open_one(tmp_path / "gz" / "train.tar")
@@ -234,7 +234,9 @@ def test_missing_archives_are_reported_before_the_start(image_folder, tmp_path):
     splits = errors_of(one.parent, tmp_path, "TRAIN.SPLIT", "data", "TEST.SPLIT", "data")
     assert f"has the splits train, val, no classes; fix: set DATASET {one}" in splits
     deep = write_zip(tmp_path / "deep.zip", {f"tiny/{name}": data for name, data in files_of(image_folder).items()})
-    assert "has no folder train; it has tiny; fix: set TRAIN.SPLIT tiny/train" in errors_of(deep, tmp_path)
+    assert "has no folder train; it has tiny; fix: set SPLIT to the one above the class folders" in errors_of(
+        deep, tmp_path
+    )
     assert not errors_of(deep, tmp_path, "TRAIN.SPLIT", "tiny/train", "TEST.SPLIT", "tiny/val")
     archive_folder(image_folder, root, "zip")
     assert "has train-000.tar, train.zip for train; fix: set TRAIN.SPLIT to one" in errors_of(root, tmp_path)

@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.batches import ALONE, CPU, batches_of
+from support.batches import ALONE, CPU, assert_same_batches, batches_of
+from support.packs import pack
 
+from distribuuuu.config.config_node import changed
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import build_loader
@@ -78,3 +80,32 @@ def test_image_files_need_classes_labels_and_describe(cfg_of, image_folder, tmp_
     (tmp_path / "val.csv").write_text("image,label\nempty.jpg,ant\n")
     with pytest.raises(ValueError, match="1 of 1 images are broken: .*empty.jpg: ValueError: the file is empty"):
         build_loader(cfg, ALONE, CPU, train=False)
+
+
+PLUGIN = """
+from distribuuuu.config.registry import DATASETS, TASKS
+from distribuuuu.data.datasets.imagefolder import ImageFolder
+from distribuuuu.tasks.base import Task
+
+TASKS.register("own")(type("Own", (Task,), {"__module__": __name__}))
+
+
+@DATASETS.register("numbered")
+class Numbered(ImageFolder):
+    targets = "structured"
+
+    def label(self, index):
+        return {"number": index % 5, "weights": (index / 8, 0.5)}
+"""
+
+
+def test_a_pack_of_structured_targets_gives_the_same_batches(small_cfg, image_folder, tmp_path):
+    (tmp_path / "own.py").write_text(PLUGIN)
+    words = "PLUGINS", tmp_path / "own.py", "DATA.NAME", "numbered", "TASK.NAME", "own", "TRAIN.DATASET", image_folder
+    pack(tmp_path / "pack", *words, "--shard-mb", 0.01, split="both", workers=2)
+    cfg, folder = small_cfg(), str(tmp_path / "pack")
+    packed = changed(cfg, {"DATA.NAME": "packed_structured", "TRAIN.DATASET": folder, "TEST.DATASET": folder})
+    for train in (True, False):
+        found = batches_of(changed(cfg, {"DATA.NAME": "numbered"}), train)
+        assert found[0].targets["weights"][0].dtype == torch.float32
+        assert_same_batches(batches_of(packed, train), found)

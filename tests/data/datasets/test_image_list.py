@@ -105,7 +105,7 @@ def test_an_image_of_a_list_has_one_label_which_may_contain_a_semicolon(tmp_path
 
 
 WRONG = {
-    "has no column labels; its columns are image, label; fix: add DATA.TABLE.labels label": "image,label\na.jpg,x\n",
+    "has no column labels; its columns are image, label; did you mean label?": "image,label\na.jpg,x\n",
     "has no column image and no column labels; it has no columns: it is empty": "",
     "has no line but its header": "image,labels\n",
     "has no label on any line": "image,labels\na.jpg,\n",
@@ -115,7 +115,7 @@ WRONG = {
     "names images that do not exist: line 3, 'c.jpg'": "image,labels\na.jpg,x\nc.jpg,x\n",
     "names images that do not exist: line 2, '0.jpg'; line 3, '1.jpg'; line 4, '2.jpg'; line 5, '3.jpg'; line 6,"
     " '4.jpg' and 2 more": "image,labels\n" + "".join(f"{number}.jpg,x\n" for number in range(7)),
-    "has labels that are several names; fix: separate them by semicolons, or set DATA.TABLE.separator ' ': x y":
+    "has labels that are several names; fix: set DATA.TABLE.separator ' ', or ';' if each is one name: x y":
         "image,labels\na.jpg,x y\nb.jpg,x;y\n",
     "is not a CSV in UTF-8": "image,labels\na.jpg,\udcff\n",
 }  # fmt: skip
