@@ -359,14 +359,14 @@ def find_notes(cfg, images: ImageDataset, launch: Launch, train: bool, name: str
         from distribuuuu.data.datasets.file_check import check_images, find_reduced
 
         try:
-            broken, unknown = check_images(cfg, images, train)
+            broken = check_images(cfg, images, train)
             if broken and cfg.DATA.ON_BAD_IMAGE != "skip":
                 raise BadImageError(f"{key}: {broken}; fix: repair or remove them, or set DATA.ON_BAD_IMAGE skip")
         except BadImageError as error:
             error.one_process = launch.local_rank == 0  # the disk may be local to this machine
             raise
         reduced = find_reduced(images, build_decode_options(cfg))
-        yield from (f"{key}: {note}" for note in (broken, unknown, reduced) if note)
+        yield from (f"{key}: {note}" for note in (broken, reduced) if note)
     if train and len(images.classes) == 1 and name == MAIN:
         yield f"{key}: there is only one class, {images.classes[0]}: every model has a top-1 of 100"
     if train or images.targets != "label":

@@ -1,13 +1,13 @@
-"""Check of the image files before the first epoch, limited in time; later runs continue it.
+"""Check of the image files before the first epoch.
 
 The header and the end of each evaluation image are read, since a broken one would stop a run only after its first
-epoch; of training images only the file sizes are read, and a few files. An intact file is checked once.
+epoch; of training images only the file sizes are read, and a few files. Of a large set, evenly spaced files are
+checked. Intact files are checked once.
 """
 
 import contextlib
 import os
 import pickle
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,27 +30,25 @@ from distribuuuu.files.locks import take_turn
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-KIND, VERSION = "checked files", 1
-# Seconds after which the rest is left to the next run.
-HEADERS_LIMIT_S, SIZES_LIMIT_S = 20.0, 5.0
+KIND, VERSION = "checked files", 2
+# The most files that are checked.
+MAX_FILES = 50_000
 # Bytes that contain the header of nearly every JPEG.
 _HEAD = 1 << 14
 # First and last bytes of a complete file; one with another end is decoded.
 _ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89P": b"IEND\xaeB`\x82"}
-# Files per task of a thread.
-_CHUNK = 64
 # Files in which 16-bit pixels and other kinds of pixels are looked for.
 _SAMPLES = 8
 
 
-def check_images(cfg, images: ImageDataset, train: bool) -> tuple[str, str]:
-    """Return messages on the broken files of a set and on the files that are not checked yet; empty if none.
+def check_images(cfg, images: ImageDataset, train: bool) -> str:
+    """Return a message on the broken files of a set; empty if there are none.
 
     Raises:
         BadImageError: a file is intact, but cannot be read, see `IntactImageError`.
     """
     if not images.has_files:
-        return "", ""
+        return ""
     options, decoder = build_decode_options(cfg), cfg.DATA.DECODER
 
     def find_problem(index: int, in_depth: bool = not train) -> str | None:
@@ -72,18 +70,14 @@ def check_images(cfg, images: ImageDataset, train: bool) -> tuple[str, str]:
         return None
 
     if train:
-        what, key, limit_s = "sizes", [], SIZES_LIMIT_S
+        what, key = "sizes", []
         for index in range(0, len(images), -(-len(images) // _SAMPLES) or 1):
             find_problem(index, in_depth=True)  # raises the errors of intact files, which concern all of a kind
     else:
-        what, key, limit_s = "headers", [decoder, *options[: 2 if options.is_rgb else 4]], HEADERS_LIMIT_S
-    broken, num = _check_in_turn(images, what, key, find_problem, limit_s)
-    problem = rest = ""
-    if broken:
-        problem = f"{len(broken)} of {num} images are broken: {first_few([broken[i] for i in sorted(broken)], '; ')}"
-    if num < len(images):
-        rest = f"the {what} of {num} of {len(images)} files have been checked; the next run continues"
-    return problem, rest
+        what, key = "headers", [decoder, *options[: 2 if options.is_rgb else 4]]
+    step = -(-len(images) // MAX_FILES) or 1
+    broken, num = _check_in_turn(images, what, key, find_problem, step), len(range(0, len(images), step))
+    return f"{len(broken)} of {num} images are broken: {first_few(broken, '; ')}" if broken else ""
 
 
 def find_reduced(images: ImageDataset, options: DecodeOptions) -> str:
@@ -145,56 +139,45 @@ def check_file(path: str, decoder: str, options: DecodeOptions) -> None:
 
 
 def _check_in_turn(
-    images: ImageDataset, what: str, key: list, find_problem: Callable[[int], str | None], limit_s: float
-) -> tuple[dict[int, str], int]:
-    """Return the broken files by index, and the number of checked files; one of several processes does the work.
+    images: ImageDataset, what: str, key: list, find_problem: Callable[[int], str | None], step: int
+) -> list[str]:
+    """Return the problems of every `step`-th file; one of several processes does the work.
 
     Each kind of check (`what`) has a record of its own. Besides the files, its result depends on the `key`.
     """
+
+    def check() -> list[str]:
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            parts = pool.map(lambda part: [*filter(None, map(find_problem, part))], _split(len(images), step))
+            return [problem for part in parts for problem in part]
+
     index, version = images.check_record()
     if index is None:
-        broken, done = _check(len(images), find_problem, limit_s, 0)
-        return broken, min(done * _CHUNK, len(images))
+        return check()
     record, key = index.with_suffix(f".{what}"), [version, *key]
-    stamp, (broken, done) = find_stamp(record), _load(record, key)
-    if broken or done * _CHUNK < len(images):
-        with contextlib.ExitStack() as stack:
+    stamp, broken = find_stamp(record), _load(record, key)
+    if broken == []:
+        return []
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            stack.enter_context(take_turn(record))
+        # Broken files may have been repaired, unless another process has just checked them.
+        broken = _load(record, key) if find_stamp(record) != stamp else None
+        if broken is None:
+            broken = check()
             with contextlib.suppress(OSError):
-                stack.enter_context(take_turn(record))
-            if find_stamp(record) != stamp:  # another process has continued meanwhile
-                broken, done = _load(record, key)
-            else:  # broken files may have been repaired
-                broken, done = _check(len(images), find_problem, limit_s, 0 if broken else done)
-                with contextlib.suppress(OSError):
-                    write_arrays(record, KIND, VERSION, {"key": key, "done": done, "broken": [*broken.items()]}, {})
-    return broken, min(done * _CHUNK, len(images))
+                write_arrays(record, KIND, VERSION, {"key": key, "broken": broken}, {})
+    return broken
 
 
-def _load(record: Path, key: list) -> tuple[dict[int, str], int]:
-    """Return the broken files and the number of checked chunks; a missing, corrupt or stale record has none."""
+def _split(num: int, step: int) -> list[range]:
+    """Return every `step`-th number below `num`, in parts for threads."""
+    return [range(first, min(first + 64 * step, num), step) for first in range(0, num, 64 * step)]
+
+
+def _load(record: Path, key: list) -> list[str] | None:
+    """Return the problems in a record; None: it is missing, corrupt or stale."""
     with contextlib.suppress(OSError, ArrayFileError):
         meta, _ = read_arrays(record, KIND, VERSION)
-        if meta["key"] == key:
-            return dict(meta["broken"]), meta["done"]
-    return {}, 0
-
-
-def _check(
-    num: int, find_problem: Callable[[int], str | None], limit_s: float, done: int
-) -> tuple[dict[int, str], int]:
-    """Check the chunks after the first `done`; return the broken files and the new number of chunks."""
-    deadline, broken = time.monotonic() + limit_s, dict[int, str]()
-
-    def check_chunk(first: int) -> dict[int, str] | None:
-        if time.monotonic() > deadline:
-            return None
-        indices = range(first * _CHUNK, min((first + 1) * _CHUNK, num))
-        return {index: problem for index in indices if (problem := find_problem(index))}
-
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        for found in pool.map(check_chunk, range(done, -(-num // _CHUNK))):
-            if found is None:  # and so are all that follow
-                break
-            broken.update(found)
-            done += 1
-    return broken, done
+        return [*meta["broken"]] if meta["key"] == key else None
+    return None

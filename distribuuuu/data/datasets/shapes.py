@@ -1,6 +1,5 @@
 """The built-in data set `shapes`: ten classes of small JPEGs, drawn once into the cache folder."""
 
-import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,10 +12,6 @@ from distribuuuu.data.datasets.index import IndexedImages, open_folder
 from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.locks import take_turn
 
-# To be increased with any change of a pixel: a folder of another version is drawn again.
-VERSION = 1
-MARKER = "README.txt"
-HEADING = "shapes: a data set drawn by distribuuuu"
 CLASSES = ("arrow", "circle", "crescent", "cross", "heart", "hourglass", "ring", "square", "star", "triangle")
 # The side of an image in pixels, and the seed of all.
 SIZE, SEED = 72, 0
@@ -49,47 +44,20 @@ class Shapes(IndexedImages):
 
 
 def draw_shapes(root: str | os.PathLike, num_train: int = 2000, num_val: int = 500) -> Path:
-    """Draw root/train/<class>/<nnnn>.jpg and root/val/<class>/<nnnn>.jpg once, and return root.
+    """Draw root/train/<class>/<nnnn>.jpg and root/val/<class>/<nnnn>.jpg, unless the folder exists; return root.
 
-    A complete folder with as many images is returned at once; any other drawing is replaced. Any number of processes
-    may call this at the same time and may be killed: `root` is complete or does not exist. The numbers of images are
-    those of a split over all classes. If the folder holds other files, an OSError is raised.
+    Any number of processes may call this at the same time and may be killed: `root` is complete or does not exist. The
+    numbers of images are those of a split over all classes.
     """
     root = Path(root).expanduser().resolve()
-    marker = (
-        f"{HEADING}\n\nversion {VERSION}\nseed {SEED}\nsize {SIZE} px\n"
-        f"train {num_train} images\nval {num_val} images\nclasses {', '.join(CLASSES)}\n\n"
-        "This file was written last: the folder is whole. Delete the folder and it will be drawn again.\n"
-    )
-    if _read_marker(root) != marker:
+    if not root.exists():
+        from distribuuuu.data.datasets.shapes_drawing import draw_all
+
+        part = root.with_name(f".{root.name}.part")
         with take_turn(root):
-            _draw_and_install(root, {"train": num_train, "val": num_val}, marker)
+            shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+            if not root.exists():
+                part.mkdir()
+                draw_all(part, {"train": num_train, "val": num_val}, SIZE, SEED)
+                os.replace(part, root)
     return root
-
-
-def _read_marker(root: Path) -> str:
-    try:
-        return (root / MARKER).read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
-
-
-def _draw_and_install(root: Path, counts: dict[str, int], marker: str) -> None:
-    """Draw into a sibling of `root` and rename it, unless another process has done so."""
-    from distribuuuu.data.datasets.shapes_drawing import draw_all
-
-    if (existing := _read_marker(root)) == marker:
-        return
-    if root.exists() and os.listdir(root) and not existing.startswith(HEADING):
-        raise FileExistsError(errno.EEXIST, "the folder holds other files, which are not changed", str(root))
-    for left in root.parent.glob(f".{root.name}.*.part"):  # by a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    part = root.parent / f".{root.name}.{os.urandom(8).hex()}.part"
-    try:
-        part.mkdir()
-        draw_all(part, counts, SIZE, SEED)
-        (part / MARKER).write_text(marker, encoding="utf-8")
-        shutil.rmtree(root, ignore_errors=True)
-        os.replace(part, root)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)

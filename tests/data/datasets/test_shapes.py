@@ -14,7 +14,7 @@ from support.runs import ROOT
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets import shapes_drawing
-from distribuuuu.data.datasets.shapes import CLASSES, MARKER, draw_shapes
+from distribuuuu.data.datasets.shapes import CLASSES, draw_shapes
 from distribuuuu.data.loader import build_images
 
 
@@ -30,7 +30,7 @@ def small(tmp_path_factory) -> Path:
 
 def test_layout_and_counts(small, monkeypatch):
     classes = {f"{split}/{name}/0000.jpg" for split in ("train", "val") for name in CLASSES}
-    assert set(files_of(small)) == classes | {f"train/{name}/0001.jpg" for name in CLASSES} | {MARKER}
+    assert set(files_of(small)) == classes | {f"train/{name}/0001.jpg" for name in CLASSES}
     assert tuple(shapes_drawing.SHAPES) == CLASSES
     with Image.open(small / "train/heart/0001.jpg") as image:
         assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (72, 72))
@@ -40,13 +40,12 @@ def test_layout_and_counts(small, monkeypatch):
 
 def test_the_bytes_depend_on_split_class_and_index_alone(small, tmp_path):
     more = files_of(draw_shapes(tmp_path / "more", num_train=30, num_val=20))
-    images = {name: data for name, data in files_of(small).items() if name != MARKER}
+    images = files_of(small)
     assert images.items() <= more.items() and len(set(images.values())) == 30
 
 
-def test_processes_at_the_same_time_replace_a_folder_by_a_whole_one(small, tmp_path):
+def test_of_processes_at_the_same_time_one_draws(small, tmp_path):
     root = tmp_path / "cache" / "shapes"
-    draw_shapes(root, num_train=10, num_val=10)
     drawing = [start_drawing(root, num_train=20) for _ in range(2)]
     assert [process.wait() for process in drawing] == [0, 0]
     assert files_of(root) == files_of(small)
@@ -56,26 +55,12 @@ def test_processes_at_the_same_time_replace_a_folder_by_a_whole_one(small, tmp_p
 def test_a_killed_process_leaves_no_folder_that_looks_whole(small, tmp_path):
     root = tmp_path / "shapes"
     process = start_drawing(root, num_train=20_000)
-    while not list(tmp_path.glob(".shapes.*.part/train/arrow/0009.jpg")) and process.poll() is None:
+    while not list(tmp_path.glob(".shapes.part/train/arrow/0009.jpg")) and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL and not root.exists()
     assert files_of(draw_shapes(root, num_train=20, num_val=10)) == files_of(small)
     assert sorted(os.listdir(tmp_path)) == ["shapes", "shapes.lock"]
-
-
-def test_other_files_are_never_touched(tmp_path):
-    for number, name in enumerate(["notes.txt", MARKER]):
-        root = tmp_path / str(number) / "shapes"
-        (root / name).parent.mkdir(parents=True)
-        (root / name).write_text("mine")
-        with pytest.raises(FileExistsError, match="holds other files.*shapes"):
-            draw_shapes(root, num_train=10, num_val=10)
-        assert files_of(root) == {name: b"mine"}
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(OSError, match="Not a directory"):
-        draw_shapes(tmp_path / "file", num_train=10, num_val=10)
-    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(tmp_path):
