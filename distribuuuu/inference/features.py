@@ -55,10 +55,13 @@ def find_classifiers(run: LoadedRun, images: Tensor, averaged: bool = False) -> 
     raise ConfigError(f"MODEL.ARCH: {run.cfg.MODEL.ARCH} does not end with a linear layer; fix: add an nn.Linear")
 
 
-def iter_features(run: LoadedRun, loader: ChunkLoader) -> Iterator[tuple[range, Tensor, Tensor, dict[int, Any]]]:
+def iter_features(
+    run: LoadedRun, loader: ChunkLoader, mirrored: int | None = None
+) -> Iterator[tuple[range, Tensor, Tensor, dict[int, Any]]]:
     """Yield of each chunk its positions, features, predicted classes, and the `ImageFault` of each image not read.
 
-    Features, float32 (N, dim), and classes, int64 (N,), -1 without a classifier, are on the CPU.
+    Features, float32 (N, dim), and classes, int64 (N,), -1 without a classifier, are on the CPU. The images of chunks
+    from the position `mirrored` on are mirrored.
 
     Raises:
         ConfigError: features or scores are not finite, or the model does not end with a linear layer.
@@ -82,7 +85,10 @@ def iter_features(run: LoadedRun, loader: ChunkLoader) -> Iterator[tuple[range, 
         return copy_to_host([features, features.isfinite().all() & scores.isfinite().all(), predicted])
 
     try:
-        started = ((span, causes, start(pixels)) for span, pixels, causes in loader.chunks())
+        started = (
+            (span, causes, start(pixels if mirrored is None or span.start < mirrored else pixels.flip(3)))
+            for span, pixels, causes in loader.chunks()
+        )
         for span, causes, wait in one_behind(started, run.device):
             features, is_finite, predicted = wait()
             if not is_finite:

@@ -97,15 +97,20 @@ def fit_selected(rows: Tensor, labels: Tensor, num_classes: int, device: torch.d
     return fit_linear(rows, labels, torch.full((len(rows),), 1 / len(rows)), penalty, weights), penalty
 
 
-def fit_cross_validated(rows: Tensor, labels: Tensor, num_classes: int, device: torch.device) -> tuple[Tensor, float]:
+def fit_cross_validated(
+    rows: Tensor, labels: Tensor, num_classes: int, device: torch.device, views: int = 1
+) -> tuple[Tensor, float]:
     """Return weights, fitted on all images, and their penalty: that of the least loss on the held-out folds.
 
-    The penalties are tried in descending order, until the loss rises; a fold has its share of each class.
+    The penalties are tried in descending order, until the loss rises; a fold has its share of each class. Of several
+    views of the images, rows and labels are those of the first view of all, then those of the second one.
     """
     dtype = torch.float64 if device.type == "cpu" else torch.float32
     starts = [torch.zeros(rows.shape[1] + 1, num_classes, dtype=dtype, device=device)] * HELD_OUT
-    folds = torch.empty_like(labels)
-    folds[labels.argsort(stable=True)] = torch.arange(len(labels)) % HELD_OUT
+    own = labels[: len(labels) // views]
+    folds = torch.empty_like(own)
+    folds[own.argsort(stable=True)] = torch.arange(len(own)) % HELD_OUT
+    folds = folds.repeat(views)  # the views of an image are in one fold
     least, chosen = float("inf"), PENALTIES[0]
     for penalty in progress(PENALTIES, label="linear probe"):
         loss = 0.0

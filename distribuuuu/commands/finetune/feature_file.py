@@ -32,23 +32,26 @@ def hash_job(run: LoadedRun, files: Sequence[str]) -> str:
 
 
 def compute_features(
-    run: LoadedRun, files: Sequence[str], out: Path, workers: int, progress: Any
+    run: LoadedRun, files: Sequence[str], out: Path, workers: int, progress: Any, mirrored: int = 0
 ) -> tuple[np.ndarray, dict[str, str]]:
     """Return features (N, dim), float32, of image files, and the causes of broken ones, whose features are zeros.
 
-    They are resumed from the partial file of `out`, which stays.
+    Those of the last `mirrored` files are of their mirror images. They are resumed from the partial file of `out`,
+    which stays.
 
     Raises:
         ConfigError: the features on disk are those of another job.
     """
-    images, spans = UnlabeledImages(list(files)), list_spans(len(files), CHUNK)
-    journal = Journal(out, hash_job(run, files))
+    images, plain = UnlabeledImages(list(files)), len(files) - mirrored
+    spans = list_spans(plain, CHUNK)
+    spans += [range(plain + span.start, plain + span.stop) for span in list_spans(mirrored, CHUNK)]
+    journal = Journal(out, f"{hash_job(run, files)} {mirrored}")
     try:
         left = spans[journal.num_chunks :]
         progress.update(len(files) - sum(map(len, left)))
         if left:
             loader = ChunkLoader(images, run.transform, left, run.device, CHUNK, workers, "thread")
-            for span, features, _, causes in iter_features(run.build(), loader):
+            for span, features, _, causes in iter_features(run.build(), loader, plain):
                 for index, fault in causes.items():
                     if not fault.is_damaged:  # the disk fails
                         raise fault.error()

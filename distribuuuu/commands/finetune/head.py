@@ -13,6 +13,7 @@ from distribuuuu.checkpoint.weights_files import RAW, best_paths
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.config_node import changed, iter_options
 from distribuuuu.data.seeding import derive_seed, seed_cpu
+from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.build import build_initial_model, write_config
 from distribuuuu.inference.features import find_classifiers
 from distribuuuu.inference.linear_probe import (
@@ -29,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 class Part(NamedTuple):
-    """Features (N, dim) and labels (N,) of the images of a split."""
+    """Features (N, dim) and labels (N,) of images."""
 
     rows: Tensor
     labels: Tensor
@@ -60,23 +61,28 @@ def open_backbone(cfg: Config, classes: Sequence[str], source: str) -> LoadedRun
 
 
 def fit_probe(parts: dict[str, Part], num_classes: int) -> Probe:
-    """Fit the head to the training features and its temperature to the validation features; classify all others."""
-    train, others = parts["train"], {name: part for name, part in parts.items() if name != "train"}
+    """Fit the head to the training features and its temperature to the validation features; classify all others.
+
+    The part `mirrored`, if there is one, has the mirror images of the training images.
+    """
+    views = [parts[name] for name in ("train", "mirrored") if name in parts]
+    others = {name: part for name, part in parts.items() if name not in ("train", "mirrored")}
+    train, nearest_of = Part(*(torch.cat(own) for own in zip(*views, strict=True))), parts["train"]
     torch.set_float32_matmul_precision("highest")
     scaled = train.rows.clone()
     standardize(scaled)
-    weights, penalty = fit_cross_validated(scaled, train.labels, num_classes, CPU)
+    weights, penalty = fit_cross_validated(scaled, train.labels, num_classes, CPU, len(views))
     rows = train.rows.double()
     mean, deviation = rows.mean(0), rows.std(0, correction=0)
     matrix = weights[:-1] * torch.where(deviation > 1e-6, 1 / deviation, 0)[:, None]
     folded = torch.cat([matrix, (weights[-1] - mean @ matrix)[None]])  # for features that are not standardized
     logits = {name: compute_logits(part.rows, folded) for name, part in others.items()}
     temperature = fit_temperature(logits["val"], others["val"].labels)
-    unit = F.normalize(train.rows, dim=1)
+    unit = F.normalize(nearest_of.rows, dim=1)
     correct: dict[str, dict[str, int]] = {"most frequent class": {}, "k-NN": {}, "probe": {}}
     frequent = train.labels.bincount().argmax()
     for name, part in others.items():
-        nearest = predict_knn(unit, train.labels, F.normalize(part.rows, dim=1), num_classes, CPU)
+        nearest = predict_knn(unit, nearest_of.labels, F.normalize(part.rows, dim=1), num_classes, CPU)
         answers = {"most frequent class": frequent, "k-NN": nearest, "probe": logits[name].argmax(1)}
         for method, answer in answers.items():
             correct[method][name] = int(part.labels.eq(answer).sum())
@@ -113,6 +119,16 @@ def zero_image(run: LoadedRun, num: int = 1) -> Tensor:
     size = run.transform.crop.size
     height, width = (size, size) if isinstance(size, int) else size
     return torch.zeros(num, run.cfg.DATA.CHANNELS, height, width, device=run.device)
+
+
+def accepts(run: LoadedRun, side: int) -> bool:
+    """Tell whether a model takes square images of another size; those with position embeddings often do not."""
+    try:
+        with inference(run.model):
+            run.model(torch.zeros(1, run.cfg.DATA.CHANNELS, side, side, device=run.device))
+    except (AssertionError, RuntimeError, ValueError):  # as the model's code says it
+        return False
+    return True
 
 
 def write_probe(folder: Path, probe: Probe, run: LoadedRun) -> Path:

@@ -18,6 +18,7 @@ from distribuuuu.commands.finetune.feature_file import compute_features
 from distribuuuu.commands.finetune.head import (
     Part,
     Probe,
+    accepts,
     find_head_names,
     fit_probe,
     open_backbone,
@@ -50,6 +51,8 @@ from distribuuuu.models.pretrained import check_backbone
 from distribuuuu.records.run_log import progress
 from distribuuuu.trainer import evaluate_weights
 
+# Size of the evaluated images by that of the training; share of the minutes that features may take.
+_LARGER, _FEATURES_SHARE = 1.29, 0.6
 # Images of the measurement of the fast mode.
 _MODE_IMAGES = 16
 TRAINING = "finetune"
@@ -133,22 +136,45 @@ class Candidate:
         mode = decisions.once(f"{self.key}: mode", lambda: self.find_mode(plain))
         image_s = mode["image_s"]
         mode = {key: mode[key] for key in ("MODEL.CHANNELS_LAST", "TRAIN.AMP") if key not in self.own}
-        self.words += [str(word) for pair in mode.items() for word in pair]
-        self.backbone = replace(plain, cfg=changed(self.cfg, mode))
-        files = [str(self.images.folder / self.images.names[index]) for part in PARTS for index in self.parts[part]]
+        views = decisions.once(f"{self.key}: views", lambda: self.choose_views(plain, image_s))
+        self.cfg = changed(self.cfg, options := mode | views["options"])
+        self.words += [str(word) for pair in options.items() for word in pair]
+        self.backbone = replace(plain, cfg=self.cfg)
+        parts = {part: self.parts[part] for part in PARTS}
+        parts |= {"mirrored": parts["train"]} if views["mirrored"] else {}
+        files = [str(self.images.folder / self.images.names[index]) for own in parts.values() for index in own]
         out = self.flags.out / f"features_{list(decisions.content).index(f'{self.key}: mode')}"
         with progress(None, "features", len(files), unit="image") as bar:
-            rows = torch.from_numpy(compute_features(self.backbone, files, out, self.flags.workers, bar)[0])
-        ends, labels, features = 0, self.images.labels, {}
-        for part in PARTS:
-            own = self.parts[part]
-            features[part] = Part(rows[ends : ends + len(own)], torch.tensor([labels[index] for index in own]))
-            ends += len(own)
+            rows, _ = compute_features(
+                self.backbone, files, out, self.flags.workers, bar, len(parts.get("mirrored", ()))
+            )
+        split = torch.from_numpy(rows).split([len(own) for own in parts.values()])
+        labels = torch.tensor(self.images.labels)
+        features = {part: Part(own, labels[parts[part]]) for part, own in zip(parts, split, strict=True)}
         self.probe: Probe = fit_probe(features, len(self.images.classes))
         facts = {"correct": self.probe.correct, "penalty": self.probe.penalty, "temperature": self.probe.temperature,
                  "params_m": count_parameters(self.backbone.model) / 1e6, "license": self.license,
-                 "image_s": image_s}  # fmt: skip
+                 "image_s": image_s * views["scale"]}  # fmt: skip
         return decisions.once(f"{self.key}: probe", lambda: facts)
+
+    def choose_views(self, plain: LoadedRun, image_s: float) -> dict[str, Any]:
+        """Return the size of the evaluated images, and whether the probe is fitted to mirrored images, too.
+
+        Both cost time. A network that was trained with random crops sees objects larger in training than in a
+        center crop, so it is better at a larger size (FixRes, arXiv 1906.06423).
+        """
+        side, resized = self.cfg.TRAIN.IM_SIZE, self.cfg.TEST.IM_SIZE
+        is_given = self.cfg.TEST.CROP_SIZE or any(key.startswith(("TEST.IM_SIZE", "TEST.CROP")) for key in self.own)
+        sizes, scale = dict[str, int](), 1.0
+        if not is_given and isinstance(side, int) and isinstance(resized, int):
+            larger = round(_LARGER * side / 32) * 32
+            if larger > side and accepts(plain, larger):
+                sizes, scale = {"TEST.IM_SIZE": round(resized * larger / side), "TEST.CROP_SIZE": larger}, larger / side
+        num_train, num = len(self.parts["train"]), sum(len(part) for part in self.parts.values())
+        for options, factor, mirrored in ((sizes, scale**2, True), (sizes, scale**2, False), ({}, 1.0, True)):
+            if factor * image_s * (num + mirrored * num_train) <= _FEATURES_SHARE * 60 * self.flags.minutes:
+                return {"options": options, "mirrored": mirrored, "scale": factor}
+        return {"options": {}, "mirrored": False, "scale": 1.0}
 
     def find_mode(self, plain: LoadedRun) -> dict[str, Any]:
         """Return the fast mode of this machine."""

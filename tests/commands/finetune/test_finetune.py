@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from support.images import draw_folder
 from support.runs import ROOT, train_model
 from support.tables import each_row
@@ -20,12 +21,13 @@ from support.tables import each_row
 import distribuuuu
 from distribuuuu import load_run
 from distribuuuu.checkpoint.io import read_checkpoint
-from distribuuuu.commands.finetune import backbones, choose, feature_file, head, recipe, stages
+from distribuuuu.commands.finetune import backbones, choose, feature_file, finetune, head, recipe, stages
 from distribuuuu.commands.finetune.data import divide, list_sources
 from distribuuuu.commands.main import start_command
+from distribuuuu.commands.scan.splitting import write_split
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.engine.fast_mode import find_fast_mode
-from distribuuuu.inference.linear_probe import fit_temperature
+from distribuuuu.inference.linear_probe import fit_cross_validated, fit_temperature
 from distribuuuu.models.freeze import freeze
 
 COUNTS = {"ant": 12, "bee": 12, "cat": 14}
@@ -319,6 +321,56 @@ def test_embed_writes_parquet(photos, finished_run, tmp_path):
     table = parquet.read_table(tmp_path / "a.parquet")
     assert table.column_names == ["path", "label", "features"] and len(table) == 13
     assert b"weights_sha256" in table.schema.metadata[b"distribuuuu"]
+
+
+@pytest.fixture
+def candidate(photos, finished_run, tmp_path):
+    """A backbone on 12 images, 6 of them for training."""
+    flags = finetune.build_parser().parse_args([str(photos), "--minutes", "1"])
+    flags.out = tmp_path
+    flags.overrides = ["TRAIN.IM_SIZE", "64", "TEST.IM_SIZE", "72"]
+    images, _ = list_sources(photos, [])
+    parts = {"train": [*range(6)], "val": [*range(6, 9)], "test": [*range(9, 12)]}
+    write_split(images, tmp_path / "lists", {f"{part}.csv": own for part, own in parts.items()})
+    return stages.Candidate(flags, images, parts, str(finished_run))
+
+
+@each_row("image_s, options, mirrored", [
+    (0.3, {"TEST.IM_SIZE": 108, "TEST.CROP_SIZE": 96}, True), (1.2, {"TEST.IM_SIZE": 108, "TEST.CROP_SIZE": 96}, False),
+    (1.9, {}, True), (2.5, {}, False),
+])  # fmt: skip
+def test_views_depend_on_the_time_of_an_image(image_s, options, mirrored, candidate):
+    candidate.own, plain = [], head.open_backbone(candidate.cfg, candidate.images.classes, candidate.name)
+    found = candidate.choose_views(plain, image_s)
+    assert (found["options"], found["mirrored"]) == (options, mirrored)
+
+
+def test_a_given_size_is_kept(candidate):
+    plain = head.open_backbone(candidate.cfg, candidate.images.classes, candidate.name)
+    assert candidate.choose_views(plain, 0.001) == {"options": {}, "mirrored": True, "scale": 1.0}
+
+
+def test_features_of_mirrored_images(candidate, tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (72, 72, 3), dtype=np.uint8)
+    files = [str(tmp_path / name) for name in ("plain.png", "mirrored.png")]
+    for file, one in zip(files, (pixels, pixels[:, ::-1]), strict=True):
+        Image.fromarray(one).save(file)
+    plain = head.open_backbone(candidate.cfg, candidate.images.classes, candidate.name)
+    bar = contextlib.nullcontext()
+    bar.update = lambda count: None
+    rows, _ = feature_file.compute_features(plain, [*files, files[0]], tmp_path / "features", 0, bar, mirrored=1)
+    torch.testing.assert_close(rows[2], rows[1])
+    assert not np.allclose(rows[0], rows[1])
+
+
+def test_views_of_an_image_are_held_out_together():
+    generator = torch.Generator().manual_seed(0)
+    rows, labels = torch.randn(63, 60, generator=generator), torch.arange(63) % 3
+    weights, penalty = fit_cross_validated(rows, labels, 3, head.CPU)
+    twice, same = fit_cross_validated(rows.repeat(2, 1), labels.repeat(2), 3, head.CPU, views=2)
+    assert penalty == same
+    torch.testing.assert_close(weights, twice, rtol=1e-3, atol=1e-4)
+    assert fit_cross_validated(rows.repeat(2, 1), labels.repeat(2), 3, head.CPU)[1] < penalty
 
 
 @each_row("name, kind", [
