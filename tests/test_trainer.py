@@ -240,16 +240,6 @@ def test_other_options_of_a_finished_run_are_reported(finished_run, copied_run, 
     assert "options changed since the checkpoint: OPTIM.WEIGHT_DECAY 5e-05 -> 0.001" in log
 
 
-def test_accumulated_micro_batches_equal_the_full_batch(small_cfg, tmp_path):
-    # Its activation is smooth: rounding across the kink of a ReLU changes a gradient by far more than 1e-5.
-    words = ("MODEL.ARCH", "timm/test_vit", "MODEL.KWARGS.depth", 2, "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32,
-             "OPTIM.MAX_EPOCH", 1, "OPTIM.WARMUP_EPOCHS", 0)  # fmt: skip
-    whole = train_and_read(small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
-    cfg = small_cfg(*words, "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 3)
-    assert_close(on_processes(2, train_and_read, cfg)[0], whole, 1e-5)
-    assert "x 2 micro-batches x 2 process" in (Path(cfg.OUT_DIR) / "train.log").read_text()
-
-
 @pytest.mark.slow
 def test_two_processes_with_syncbn_equal_one_with_the_full_batch(small_cfg, tmp_path):
     # Rounding across the kink of a ReLU would change a gradient by far more; with this seed it does not happen.

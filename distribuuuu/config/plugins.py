@@ -105,8 +105,6 @@ def _import(entry: str) -> str | None:
         else:
             importlib.import_module(entry)
     except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and f"{entry}.".startswith(f"{error.name}."):
-            return f"no module named {error.name}; expected one that is installed or on PYTHONPATH, or a .py file"
         return f"{entry} fails: {type(error).__name__}: {' '.join(str(error).split())}{_find_line(error)}"
     return None
 
@@ -140,11 +138,10 @@ def _is_imported(entry: str) -> bool:
 
 
 def _find_line(error: BaseException) -> str:
-    """Return ' (FILE:LINE)' of the innermost line of a module that an error comes from, or of the syntax error."""
-    if isinstance(error, SyntaxError):
-        return f" ({error.filename}:{error.lineno})"
+    """Return ' (FILE:LINE)' of the innermost line of a module that an error comes from; a syntax error has its own."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    is_shown = frames and not isinstance(error, SyntaxError)
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if is_shown else ""
 
 
 # ------------------------------------------------------------------------- plug-ins that the user has named

@@ -60,13 +60,17 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     have one type; its type occurs at least twice there, and it has at least two layers with a weight matrix. Single
     convolutions with their norm are too small. A module that holds several blocks, such as a stage, is no block.
     """
-    members = {name: module for name, module in _members(model) if _count_weight_layers(module) >= 2}
+    members = {
+        name: module for name, module in _members(model)
+        if sum(any(own.ndim >= 2 for own in layer.parameters(recurse=False)) for layer in module.modules()) >= 2
+    }  # fmt: skip
     counts = Counter(type(module) for module in members.values())
     repeated = {name: module for name, module in members.items() if counts[type(module)] >= 2}
     blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():  # a module comes before those inside it
         is_inside = any(name.startswith(f"{block}.") for block in blocks)
-        if name in repeated and not is_inside and not _is_stage(name, repeated):
+        is_stage = sum(other.startswith(f"{name}.") for other in repeated) >= 2
+        if name in repeated and not is_inside and not is_stage:
             blocks[name] = module
     return blocks
 
@@ -78,12 +82,3 @@ def _members(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             for name, child in children.items():
                 if type(child) not in _CONTAINERS:
                     yield f"{prefix}.{name}" if prefix else name, child
-
-
-def _count_weight_layers(module: nn.Module) -> int:
-    return sum(any(own.ndim >= 2 for own in layer.parameters(recurse=False)) for layer in module.modules())
-
-
-def _is_stage(name: str, repeated: dict[str, nn.Module]) -> bool:
-    """Tell whether a module holds at least two repeated modules."""
-    return sum(other.startswith(f"{name}.") for other in repeated) >= 2

@@ -121,8 +121,7 @@ def _sign(store: torch_dist.Store, launch: Launch, timeout_s: float, ends: float
     while not (name and store.check([f"{name}/all"])):
         if store.check(["start"]) and (name := store.get("start").decode() or name):
             store.set(f"{name}/{launch.rank}", "")
-        used = f": the store at MASTER_PORT {launch.port} is that of another run" if launch.port and not name else ""
-        _check_time(launch, timeout_s, ends, [0], used)
+        _check_time(launch, timeout_s, ends, [0])
     return name
 
 

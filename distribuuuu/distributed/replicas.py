@@ -17,18 +17,11 @@ TOLERANCE = 1e-5
 Buffers = dict[str, dict[str, torch.Tensor]]
 
 
-class ReplicasDifferError(ConfigError):
-    """Weights that differ between the processes, each of which would evaluate another model."""
-
-    on_all_processes = True
-    status = 1
-
-
 def check_replicas(model: nn.Module) -> None:
     """Compare the sum of the absolute weights of the processes, one number of each. Every process must call it.
 
     Raises:
-        ReplicasDifferError: on every process.
+        ConfigError: they differ, on every process, with exit status 1.
     """
     weights = [weight.detach() for weight in model.parameters() if weight.is_floating_point() and weight.numel()]
     if not weights or is_sharded(model):
@@ -40,7 +33,9 @@ def check_replicas(model: nn.Module) -> None:
         found = f"the sum of the absolute weights is {sums[0]:.6g} on process 0 and {sums[rank]:.6g} on process {rank}"
         cause = "make what `Task.update`, `begin_epoch` or an optimizer draws or computes equal on all processes, and "
         fix = f"{cause}average over them what depends on their images, see comm.scaled_all_reduce"
-        raise ReplicasDifferError(f"the processes have trained different models: {found}; fix: {fix}")
+        error = ConfigError(f"the processes have trained different models: {found}; fix: {fix}")
+        error.on_all_processes, error.status = True, 1
+        raise error
 
 
 def broadcast_buffers(model: nn.Module) -> None:

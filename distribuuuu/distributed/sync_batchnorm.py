@@ -57,21 +57,15 @@ class ProcessBatchNorm(_BatchNorm):
         # As in torch's batch norm, half precision (autocast) is input and output, but nothing is summed in it.
         images = images.to(torch.promote_types(dtype, torch.float32))
         mean, var, total = _global_statistics(images, axes)
-        self._update_running_statistics(mean.detach(), (var.detach() * total / (total - 1)))
+        if self.running_mean is not None and self.running_var is not None:
+            momentum = self._next_momentum()
+            self.running_mean.lerp_(mean.detach(), momentum)
+            self.running_var.lerp_(var.detach() * total / (total - 1), momentum)
         scale = torch.rsqrt(var + self.eps)
         scale = scale if self.weight is None else scale * self.weight
         shift = -mean * scale if self.bias is None else self.bias - mean * scale
         shape = [1, -1] + [1] * (images.dim() - 2)
         return (images * scale.view(shape) + shift.view(shape)).to(dtype)
-
-    @torch.no_grad()
-    def _update_running_statistics(self, mean: torch.Tensor, unbiased_var: torch.Tensor) -> None:
-        if not self.track_running_stats:
-            return
-        assert self.running_mean is not None and self.running_var is not None
-        momentum = self._next_momentum()
-        self.running_mean.lerp_(mean, momentum)
-        self.running_var.lerp_(unbiased_var, momentum)
 
 
 class _FusedNorm(SyncBatchNorm):

@@ -49,7 +49,7 @@ def evaluate(
 
     Raises:
         RuntimeError: the number of evaluated images is not the size of the data set.
-        ReplicasDifferError: the processes have other weights than the first one.
+        ConfigError: the processes have other weights than the first one.
     """
     if is_distributed():
         from distribuuuu.distributed.replicas import broadcast_buffers, check_replicas

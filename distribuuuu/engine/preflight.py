@@ -170,21 +170,15 @@ def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str,
         from distribuuuu.engine.weights_preflight import find_weights_problems
 
         yield from find_weights_problems(cfg, train, is_start)
-    if not train and needs_weights:
-        yield from _weights_problems(cfg)
+    is_named = cfg.MODEL.WEIGHTS or cfg.MODEL.PRETRAINED or names_backbone(cfg.MODEL.ARCH)
+    if not train and needs_weights and not (is_named or find_best(cfg.OUT_DIR, build_kinds(cfg))):
+        remedy = "set it to the file to evaluate, or OUT_DIR to that of a run"
+        yield "MODEL.WEIGHTS", f"is not set, and {best_paths(cfg.OUT_DIR)[RAW]} does not exist; fix: {remedy}"
     # With torch imported, names are checked without the cached tables, later, and so are those of plug-ins.
     if "torch" not in sys.modules and not cfg.PLUGINS:
         yield from _name_problems(cfg, train)
     if not find_path_problem(cfg.OUT_DIR):  # else it was reported with the config
         yield from _out_dir_problems(Path(cfg.OUT_DIR), train)
-
-
-def _weights_problems(cfg) -> Iterator[tuple[str, str]]:
-    """Yield a problem if an evaluation has no weights."""
-    is_named = cfg.MODEL.PRETRAINED or names_backbone(cfg.MODEL.ARCH)
-    if not (cfg.MODEL.WEIGHTS or is_named or find_best(cfg.OUT_DIR, build_kinds(cfg))):
-        remedy = "set it to the file to evaluate, or OUT_DIR to that of a run"
-        yield "MODEL.WEIGHTS", f"is not set, and {best_paths(cfg.OUT_DIR)[RAW]} does not exist; fix: {remedy}"
 
 
 def _name_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:

@@ -135,7 +135,14 @@ class TrainState:
             **{KINDS[kind].tensors_key: full_state_dict(model) for kind, model in self.models.items()},
             **{KINDS[kind].value_key: self.bests[kind].value for kind in self.models},
             **{KINDS[kind].epoch_key: self.bests[kind].epoch for kind in self.models},
-            "bests": {kind: self._describe_best(self.bests[kind]) for kind in self.models},
+            "bests": {
+                kind: {
+                    "epoch": best.epoch + 1 if best.epoch >= 0 else None,
+                    **(best.metrics or {self.best_metric: best.value}),
+                }
+                for kind, best in self.bests.items()
+                if kind in self.models
+            },
             "optimizer": self.optimizer.state_dict(),
             "optimizer_names": self._optimizer_names(),
             "timing": {**self.timing},
@@ -144,10 +151,6 @@ class TrainState:
             "scaler": self.precision.state_dict(),
             **({} if self.chosen is None else {"chosen": self.chosen, "ordered": self.ordered}),
         }
-
-    def _describe_best(self, best: Best) -> dict[str, Any]:
-        epoch = best.epoch + 1 if best.epoch >= 0 else None
-        return {"epoch": epoch, **(best.metrics or {self.best_metric: best.value})}
 
     def load_dict(self, content: dict[str, Any], path: str | os.PathLike) -> None:
         """Restore the content of a checkpoint of this version or of the 2021 distribuuuu, for `restore_state`."""

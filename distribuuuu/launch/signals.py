@@ -56,9 +56,8 @@ def exit_now(signum: int) -> None:
     if SignalState.current.is_ending or SignalState.current.record_echo():
         return
     if is_first_process():
-        left = "the newest checkpoint stays" if SignalState.current.has_begun else "no step was made, nothing is lost"
         with contextlib.suppress(OSError):  # standard error may be closed
-            os.write(2, f"{signal.Signals(signum).name}: ended at once; {left}\n".encode())
+            os.write(2, f"{signal.Signals(signum).name}: ended at once; checkpoints stay\n".encode())
     os._exit(STATUS_OF[signum])
 
 
@@ -164,7 +163,6 @@ class SignalState:
         current: the state of this process.
         started: time.monotonic() when the first run of this process began to start; later runs begin with their set-up.
         first: the first signal since the start of the run.
-        has_begun: whether a run has had something to save.
         is_ending: whether this process has an error to print and exits by itself; the launcher's signals are ignored.
         stacks_file: the file for this process's stacks.
     """
@@ -174,13 +172,13 @@ class SignalState:
     def __init__(self, on_second_signal: Callable[[int], None] = exit_now):
         self.started = time.monotonic()
         self.first: int | None = None
-        self.has_begun, self.is_ending = False, False
+        self.is_ending = False
         self.stacks_file: Path | None = None
         self._on_second_signal, self._received_at, self._parent = on_second_signal, float("-inf"), 0
 
     def begin_run(self) -> "SignalState":
         """Forget the signals of an earlier run; return the state."""
-        self.first, self.has_begun, self._received_at = None, True, float("-inf")
+        self.first, self._received_at = None, float("-inf")
         return self
 
     def receive(self, signum: int) -> None:

@@ -122,18 +122,6 @@ def test_a_cache_that_cannot_be_read_is_made_again(cache):
     assert len(list(cache.iterdir())) == 3 and problem_of("resnet5O")
 
 
-def test_where_nothing_can_be_kept_all_is_as_before(monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    keep_all()
-    assert not problem_of("resnet5O")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # no home at all
-    monkeypatch.chdir(tmp_path)
-    keep_all()
-
-
 def test_wrong_names_and_keywords_that_read_files_are_reported_without_torch_and_all_at_once(image_folder, tmp_path):
     keep_all()
     with pytest.raises(ConfigError, match="unknown optimizer 'adamv'"):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 from support.processes import free_port, on_processes
-from support.runs import assert_close, newest, small_options
+from support.runs import small_options
 from support.tables import slow
 from timm.layers import BatchNormAct2d
 from torch import nn
@@ -93,14 +93,6 @@ def test_what_an_earlier_start_left_in_the_store_is_not_taken_for_a_process():
         with pytest.raises(ConfigError, match="did not all join within 1 s"):
             rendezvous._sign(store, Launch("test", rank, rank, 3), 1, time.monotonic() + 1)
     assert join_all(store, 3, 4)[0] not in seen
-
-
-@pytest.mark.slow
-def test_the_store_of_another_run_is_recognised():
-    port = free_port()
-    server = torch_dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)  # noqa: F841  # keeps the port
-    with pytest.raises(ConfigError, match=f"rank 0: the store at MASTER_PORT {port} is that of another run"):
-        join(Launch("test", 1, 1, 2, "127.0.0.1", port, "mine"), 2)
 
 
 def test_a_taken_port_is_an_error_with_a_fix():
@@ -284,11 +276,3 @@ def compile_layers() -> list[list]:
 def test_a_compiled_model_has_the_same_statistics():
     for eager, compiled in on_processes(2, compile_layers):
         torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_a_run_in_a_group_of_one_is_that_without_a_group(small_cfg, tmp_path):
-    for name, words in {"group": ("MODEL.SYNCBN", True, "DIST.BACKEND", "gloo"), "alone": ()}.items():
-        cfg = small_cfg("OPTIM.BASE_LR", 0.01, "OPTIM.MAX_EPOCH", 1, *words, "OUT_DIR", tmp_path / name)
-        on_processes(1, train_model, cfg)
-    assert_close(newest(tmp_path / "group"), newest(tmp_path / "alone"), 1e-4)

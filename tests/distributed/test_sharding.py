@@ -9,7 +9,7 @@ import timm.optim
 import torch
 import torchvision
 from support.processes import on_processes
-from support.runs import GROUP_NORM, ROOT, assert_close, make_cfg, newest, records, train_and_kill, train_and_read
+from support.runs import assert_close, make_cfg, newest, records, train_and_kill
 from support.tables import slow
 from torch import nn
 
@@ -205,19 +205,6 @@ def test_an_optimizer_with_groups_of_its_own_is_refused_by_zero1():
 
     with pytest.raises(ConfigError, match="^DIST.SHARD: got zero1; SGD makes parameter groups of its own; fix: "):
         PartitionedOptimizer([{"params": list(torch.nn.Linear(2, 2).parameters())}], split)
-
-
-@needs_fsdp
-@pytest.mark.slow
-def test_sharpness_aware_minimization_runs_on_sharded_weights(small_cfg, tmp_path):
-    """The example computes with weights and gradients, which are sharded tensors then."""
-    words = ("PLUGINS", [str(ROOT / "docs" / "examples" / "sam.py")], "TASK.NAME", "sam", *GROUP_NORM,
-             "TRAIN.GLOBAL_BATCH_SIZE", 12, "OPTIM.MAX_EPOCH", 1)  # fmt: skip
-    contents = []
-    for kind in ("none", "fsdp"):
-        cfg = small_cfg(*words, *KINDS.get(kind, ()), "OUT_DIR", tmp_path / kind)
-        contents.append(on_processes(2, train_and_read, cfg)[0])
-    assert_close(*contents, 1e-4)
 
 
 def skip_a_step() -> list[bool]:

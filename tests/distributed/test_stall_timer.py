@@ -1,6 +1,5 @@
 """Stall timer: healthy runs, stalls, processes that do not respond. Runs that it ends: test_graceful_stop.py."""
 
-import ctypes
 import math
 import re
 import subprocess
@@ -10,17 +9,14 @@ import threading
 import time
 
 import pytest
-import torch
 from support.processes import on_processes, wait_for
 from support.runs import ROOT
 
 from distribuuuu.api import evaluate
 from distribuuuu.checkpoint import manager
-from distribuuuu.distributed import comm, process_group, rendezvous, stall_timer
-from distribuuuu.distributed.comm import mark_position
+from distribuuuu.distributed import comm, rendezvous, stall_timer
 from distribuuuu.distributed.stall_timer import StallTimer
 from distribuuuu.engine import precise_bn
-from distribuuuu.launch.detect import detect_launch
 from distribuuuu.tasks.classification import Classification
 from distribuuuu.trainer import train_model
 
@@ -164,21 +160,6 @@ def test_an_error_of_communication_without_a_lost_process_is_an_error(group):
         each.begin_phase(math.inf)
     timer.end_after_others(1)
     assert not ends
-
-
-def hold_interpreter_lock() -> None:
-    """Hold the lock on process 1."""
-    with process_group.process_group(detect_launch(), torch.device("cpu"), 60):
-        mark_position("step 1")
-        time.sleep(0.5)
-        if comm.rank() == 1:
-            ctypes.PyDLL(None).usleep(1_500_000)
-        comm.barrier()
-
-
-@pytest.mark.slow
-def test_a_held_interpreter_lock_is_no_death():
-    on_processes(2, hold_interpreter_lock)
 
 
 SLEEP_S = 6.0

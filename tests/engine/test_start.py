@@ -24,9 +24,9 @@ from distribuuuu.engine.auto_batch_size import Peak, list_micro_batches
 from distribuuuu.engine.build import check_warmup
 from distribuuuu.engine.dry_run import dry_run_training
 from distribuuuu.engine.out_of_memory import OutOfMemory
-from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
+from distribuuuu.engine.preflight import find_run_problems, resolve_cfg, resolve_num_classes
 from distribuuuu.launch.detect import detect_launch
-from distribuuuu.models import build_model
+from distribuuuu.models import build_model, preprocessing
 from distribuuuu.tasks.classification import Classification
 from distribuuuu.trainer import evaluate_weights, take_step, train_model
 
@@ -184,6 +184,19 @@ def test_a_resumed_run_needs_its_teacher_but_no_initial_weights(problems, tmp_pa
     assert [problems(*words) for words in gone] == [[], []]
     for words in (*(("TRAIN.AUTO_RESUME", "False", *each) for each in gone), TAUGHT):
         assert "/no/such" in str(problems(*words))
+
+
+def test_a_run_that_goes_on_with_its_own_preprocessing_does_not_search_for_it(copied_run, monkeypatch):
+    searched: list[str] = []
+    monkeypatch.setattr(preprocessing, "resolve_preprocessing", lambda cfg, weights: searched.append(weights) or cfg)
+    cfg, own = load_cfg(str(copied_run / "config.yaml"), ["OUT_DIR", str(copied_run)]), str(copied_run / "best.pth.tar")
+    for weights in ("", own):
+        resolve_cfg(cfg, weights)
+    assert not searched
+    for options in ({"DATA.MEAN": (0.1, 0.1, 0.1)}, {"TEST.CROP": "squash"}, {"MODEL.LICENSE": "mit"}):
+        resolve_cfg(changed(cfg, options), own)
+    resolve_cfg(changed(cfg, {"MODEL.WEIGHTS": own}))
+    assert searched == [own, own, own, ""]
 
 
 def test_problems_of_a_training_do_not_concern_an_evaluation(problems, tmp_path):
