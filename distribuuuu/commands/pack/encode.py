@@ -36,7 +36,6 @@ class Encoder:
             larger images are scaled down (None: keep the size); quality of the JPEGs (None: keep the files unchanged).
         check: decode the files that are kept.
         options: see `decode`.
-        targets: the form of the targets, see `encode_targets`.
     """
 
     images: ImageDataset
@@ -44,7 +43,6 @@ class Encoder:
     pack: Mapping[str, Any]
     check: bool
     options: DecodeOptions
-    targets: dict[str, Any]
 
     def name(self, index: int) -> str:
         """Return the name of image `index`, relative to `root`."""
@@ -63,11 +61,7 @@ class Encoder:
         name, label = os.fsencode(self.name(index)), self.images.label(index)
         if self.images.targets == "label":
             return Record(data, zlib.crc32(data), int(label), height, width, name)
-        targets, arrays = encode_targets(label, self.images.targets)
-        if targets != self.targets:
-            reason = "its targets have another form than those of the first image"
-            return ImageFault(self.images.describe(index), reason)
-        return Record(data, zlib.crc32(data), 0, height, width, name, arrays)
+        return Record(data, zlib.crc32(data), 0, height, width, name, pack_labels(label))
 
     def _encode(self, image: Any) -> tuple[bytes, int, int]:
         is_raw, quality = self.pack["format"] == "raw", self.pack["quality"]
@@ -82,36 +76,11 @@ class Encoder:
         return (pixels.tobytes(), *pixels.shape[:2]) if is_raw else (encode_jpeg(pixels, quality), 0, 0)
 
 
-def encode_targets(label: Any, kind: str) -> tuple[dict[str, Any], tuple[np.ndarray, ...]]:
-    """Return the description of targets other than one label, as in the source of a pack, and their arrays.
-
-    Raises:
-        ConfigError: several labels are not 0 or 1.
-    """
-    if kind == "structured":
-        form, arrays = _describe_structure(label)
-        return {"kind": kind, "form": form}, tuple(arrays)
-    hot = np.asarray(label)
+def pack_labels(hot: Any) -> np.ndarray:
+    """Return a multi-hot vector as bits; raise ConfigError if it is not of 0 and 1."""
     if not np.isin(hot, (0, 1)).all():
         raise ConfigError("a pack stores labels of 0 and 1; fix: train from the files")
-    return {"kind": kind}, (np.packbits(hot.astype(bool)),)
-
-
-def _describe_structure(label: Any) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Return the form of a structured target, see `read_target`, and its arrays, int64 or float32, in order."""
-    arrays: list[np.ndarray] = []
-
-    def form_of(part: Any) -> dict[str, Any]:
-        if isinstance(part, Mapping):
-            return {"dict": {str(name): form_of(value) for name, value in part.items()}}
-        if isinstance(part, tuple):
-            return {"tuple": [form_of(value) for value in part]}
-        array = np.asarray(part)
-        is_float = array.dtype.kind == "f"
-        arrays.append(array.astype(np.float32 if is_float else np.int64))
-        return {"array": len(arrays) - 1, "shape": list(array.shape), "float": is_float}
-
-    return form_of(label), arrays
+    return np.packbits(np.asarray(hot).astype(bool))
 
 
 def scale_down(pixels: np.ndarray, shorter_side: int | None) -> np.ndarray:

@@ -125,7 +125,7 @@ def pack_split(job: PackJob, train: bool) -> None:
 
 
 def _build_encoder(job: PackJob, train: bool) -> "Encoder":
-    from distribuuuu.commands.pack.encode import Encoder, encode_targets
+    from distribuuuu.commands.pack.encode import Encoder
     from distribuuuu.data.datasets.file_check import find_reduced
     from distribuuuu.data.datasets.imagefolder import ImageFolder
     from distribuuuu.data.decode import build_decode_options
@@ -134,6 +134,9 @@ def _build_encoder(job: PackJob, train: bool) -> "Encoder":
     images = DATASETS.get(name).from_cfg(job.cfg, train)
     if not len(images):
         raise ConfigError(f"DATA.NAME {name}: there is no image to pack")
+    if images.targets not in NAME_OF:
+        found = f"got {images.targets} targets; expected labels; fix: train from the files"
+        raise ConfigError(f"DATA.NAME {name}: {found}")
     decoding = build_decode_options(job.cfg)
     if encodes and not decoding.is_rgb:
         found = f"got {decoding.channels} with DATA.PIXELS {decoding.pixels}; expected 8-bit RGB to encode images again"
@@ -150,22 +153,19 @@ def _build_encoder(job: PackJob, train: bool) -> "Encoder":
             raise ConfigError(f"--format jpeg: {name} has pixels but no files to keep unchanged; {fix}")
     # The folder above that of the images is removed from their names, so that they are valid on any machine.
     root = str(Path(images.index.root).parent) if isinstance(images, ImageFolder) else ""
-    targets = {} if images.targets == "label" else encode_targets(images.label(0), images.targets)[0]
-    return Encoder(images, root, job.options, not job.flags.no_check, decoding, targets)
+    return Encoder(images, root, job.options, not job.flags.no_check, decoding)
 
 
 def _fingerprint(encoder: "Encoder") -> dict[str, Any]:
-    """Return numbers that identify a list of images, and the form of targets other than labels."""
-    from distribuuuu.commands.pack.encode import encode_targets
+    """Return numbers that identify a list of images, and the kind of several labels per image."""
+    from distribuuuu.commands.pack.encode import pack_labels
 
-    images = encoder.images
-    checksum = zlib.crc32("\0".join(encoder.images.classes).encode(errors="replace"))
-    for index in range(len(encoder.images)):
-        label = "" if encoder.targets else images.label(index)
-        checksum = zlib.crc32(f"{encoder.name(index)}\0{label}\n".encode(errors="replace"), checksum)
-        for array in encode_targets(images.label(index), images.targets)[1] if encoder.targets else ():
-            checksum = zlib.crc32(array.tobytes(), checksum)
-    targets = {"targets": encoder.targets} if encoder.targets else {}
+    images, is_single = encoder.images, encoder.images.targets == "label"
+    checksum = zlib.crc32("\0".join(images.classes).encode(errors="replace"))
+    for index in range(len(images)):
+        label, hot = (images.label(index), b"") if is_single else ("", pack_labels(images.label(index)).tobytes())
+        checksum = zlib.crc32(f"{encoder.name(index)}\0{label}\n".encode(errors="replace") + hot, checksum)
+    targets = {} if is_single else {"targets": {"kind": images.targets}}
     return {"images": len(images), "checksum_of_names_and_labels": checksum, **targets}
 
 
@@ -233,7 +233,7 @@ def inspect_pack(folder: Path) -> tuple[Meta, dict[str, "np.ndarray"]]:
     Raises:
         ConfigError: the index or a shard is missing, incomplete or of another pack.
     """
-    meta, columns = read_index(folder, check_rows=True)
+    meta, columns = read_index(folder)
     if meta["crc32"] != checksum_of(columns):
         raise ConfigError(f"{folder / INDEX} is corrupt: its checksum does not match; pack the data again")
     for number, shard in enumerate(meta["shards"]):

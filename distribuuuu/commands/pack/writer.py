@@ -36,7 +36,7 @@ _OWN_FILES = re.compile(r"index\.bin|shard-\d+\.(bin|part)|\.(index\.bin|shard-\
 class Record(NamedTuple):
     """An image as it is stored; height and width are those of the pixels of format raw, else 0.
 
-    `targets` are the arrays of targets other than one label; the label is then 0.
+    `hot` are several labels, a bit for each class; the label is then 0.
     """
 
     data: bytes
@@ -45,7 +45,7 @@ class Record(NamedTuple):
     height: int
     width: int
     name: bytes
-    targets: tuple[np.ndarray, ...] = ()
+    hot: np.ndarray | None = None
 
 
 def find_foreign_files(folder: Path) -> list[str]:
@@ -65,7 +65,7 @@ def find_conflicts(folder: Path, identity: Identity) -> list[str]:
     try:
         has_index = (folder / INDEX).exists()
         parts = [] if has_index else _finished_parts(folder)
-        existing: Identity | None = read_index_file(folder, False)[0] if has_index else parts[0][0] if parts else None
+        existing: Identity | None = read_index_file(folder)[0] if has_index else parts[0][0] if parts else None
     except ConfigError as error:
         return [f"{error}; or use another folder, or add --overwrite to replace it"]
     if existing is None:
@@ -143,7 +143,7 @@ class PackWriter:
 
     def _start_shard(self) -> None:
         self._rows: list[tuple[int, ...]] = []
-        self._targets: list[tuple[np.ndarray, ...]] = []
+        self._hot: list[np.ndarray] = []
         self._names: list[bytes] = []
         self._end, self._num_skipped = HEADER_SIZE, 0
 
@@ -158,7 +158,8 @@ class PackWriter:
         self._file.write(record.data)
         self._rows.append((number, self._end, size, record.label, record.height, record.width, record.crc32))
         self._names.append(record.name)
-        self._targets.append(record.targets)
+        if record.hot is not None:
+            self._hot.append(record.hot)
         self._end += size
 
     def skip(self) -> None:
@@ -171,8 +172,8 @@ class PackWriter:
         rows = dict(zip(COLUMNS, zip(*self._rows, strict=True), strict=True))
         columns = {name: np.array(rows[name], kind) for name, kind in COLUMNS.items()}
         columns |= pack_names("name", self._names)
-        arrays = zip(*self._targets, strict=True)
-        columns |= {f"target_{number}": np.stack(parts) for number, parts in enumerate(arrays)}
+        if self._hot:
+            columns["target_0"] = np.stack(self._hot)
         shard = {"name": path.name, "size": self._end, "images": len(self._rows)}
         meta = {**self.identity, "shard": shard, "next_image": next_image, "num_skipped": self._num_skipped}
         self._file.flush()
@@ -197,13 +198,12 @@ class PackWriter:
             self._finish_shard(num_source)
         if not self._parts:
             raise ConfigError(f"{self.folder}: no image can be read ({counted(num_source, 'image')})")
-        targets = [name for name in self._parts[0][1] if name.startswith("target_")]
-        names = [*COLUMNS, "name_bytes", *targets]
+        names = [name for name in self._parts[0][1] if name != "name_offsets"]
         columns = {name: np.concatenate([rows[name] for _, rows in self._parts]) for name in names}
         lengths = np.concatenate([np.diff(rows["name_offsets"]) for _, rows in self._parts])
         columns["name_offsets"] = np.concatenate([[0], lengths.cumsum()])
         counts = {"shards": self.shards, "num_skipped": self.num_skipped, "crc32": checksum_of(columns)}
-        version = VERSIONS[bool(targets)]
+        version = VERSIONS["target_0" in columns]
         write_arrays(self.folder / INDEX, KIND, version, {**meta, **self.identity, **counts}, columns)
         sync_folder(self.folder)  # the index is durable before the side files are deleted
         remove_parts(self.folder)

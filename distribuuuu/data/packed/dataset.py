@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Seconds of retries of a URL in the checks before a start.
 START_S = 1.5
 # DATA.NAME of a pack by the kind of its targets.
-NAME_OF = {"label": "packed", "labels": "packed_multilabel", "structured": "packed_structured"}
+NAME_OF = {"label": "packed", "labels": "packed_multilabel"}
 
 
 def is_url(root: str | os.PathLike) -> bool:
@@ -53,7 +53,7 @@ class Packed(SplitDataset):
         else:
             from distribuuuu.data.packed.format import read_index  # it imports numpy
 
-            self.meta, self.columns = read_index(Path(self.folder), check_rows=True)
+            self.meta, self.columns = read_index(Path(self.folder))
         if (kind := (self.meta["source"].get("targets") or {}).get("kind", "label")) != self.targets:
             problem = f"{self.folder} stores targets of the kind {kind}; fix: DATA.NAME {NAME_OF[kind]}"
             raise ConfigError(Problem("DATA.NAME", problem))
@@ -183,19 +183,6 @@ class PackedMultilabel(Packed):
         target = np.zeros(len(self.classes), np.float32)
         target[self._label_of] = np.unpackbits(self.columns["target_0"][index], count=len(self._label_of))
         return target
-
-
-@DATASETS.register("packed_structured")
-class PackedStructured(Packed):
-    """A pack of images with a structured target each."""
-
-    targets = "structured"
-
-    def label(self, index: int) -> Any:
-        """Return the dict or tuple of numbers and arrays of image `index`."""
-        from distribuuuu.data.packed.format import read_target
-
-        return read_target(self.meta["source"]["targets"]["form"], self.columns, index)
 
 
 def _join(root: str | os.PathLike, split: str) -> Path | str:

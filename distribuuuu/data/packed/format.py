@@ -27,7 +27,7 @@ from distribuuuu.files.untrusted import InvalidFileError, untrusted
 if TYPE_CHECKING:
     import torch
 
-# The second version has targets other than one label per image.
+# The second version has several labels per image: in the column target_0 a bit for each class, as of numpy.packbits.
 KIND, VERSION, VERSIONS = "packed images", 1, (1, 2)
 FORMATS = ("jpeg", "raw")
 INDEX = "index.bin"
@@ -45,7 +45,8 @@ FOREIGN_SHARD = "does not belong to this pack, or its header is corrupt; pack th
 _HEADER = struct.Struct("<8sI8sII")
 _MAGIC = b"DUSHARD\0"
 # The source and the options of a pack: two dicts that JSON can represent, under "options" and "source". The source of a
-# pack with targets other than labels has them as "targets", see `read_target`.
+# pack of several labels per image has them as "targets".
+SEVERAL_LABELS = {"kind": "labels"}
 Identity = Mapping[str, Mapping[str, Any]]
 Meta = dict[str, Any]
 
@@ -68,26 +69,21 @@ def describe_image(folder: Path | str, columns: Arrays, index: int) -> str:
     return f"{packed_name(columns, 'name', index)} (image {index} of {folder})"
 
 
-def read_index(folder: Path, check_rows: bool = False) -> tuple[Meta, dict[str, np.ndarray]]:
-    """Return the meta and the columns of a pack, whose shards exist; raise ConfigError with every problem of the pack.
-
-    With `check_rows`, the values of all rows are checked too.
-    """
-    meta, columns = read_index_file(folder, check_rows)
+def read_index(folder: Path) -> tuple[Meta, dict[str, np.ndarray]]:
+    """Return the meta and the columns of a pack, whose shards exist; raise ConfigError with all of its problems."""
+    meta, columns = read_index_file(folder)
     if problems := list(find_shard_problems(folder, meta)):
         raise ConfigError(problems)
     return meta, columns
 
 
-def read_index_file(folder: Path, check_rows: bool) -> tuple[Meta, dict[str, np.ndarray]]:
+def read_index_file(folder: Path) -> tuple[Meta, dict[str, np.ndarray]]:
     """Return the meta and the columns of a pack, whose shards may be missing; raise ConfigError with its problems."""
     path = folder / INDEX
     try:
         with untrusted(path, "pack"):
             meta, columns = read_arrays(path, KIND, VERSIONS)
             _check_index(meta, columns)
-            if check_rows:
-                _check_rows(meta, columns)
             return meta, columns
     except FileNotFoundError:
         if any(folder.glob("shard-*")):
@@ -103,91 +99,53 @@ def read_index_file(folder: Path, check_rows: bool) -> tuple[Meta, dict[str, np.
 
 def _check_index(meta: Meta, columns: Arrays) -> None:
     """Raise an exception if the index of a pack is invalid: it may be untrusted."""
-    classes, colors = meta["classes"], np.array([meta["mean"], meta["std"]], float)
-    if not classes or len({*classes}) < len(classes) or not {*map(type, classes)} <= {str}:
-        raise ValueError("invalid classes")
-    if (
-        colors.ndim != 2
-        or colors.shape[1] not in (1, 3, meta.get("channels"))
-        or not (np.abs(colors) < 1e6).all()
-        or colors[1].min() < 1e-6
-    ):
-        raise ValueError("invalid mean or std")
+    classes, shards, colors = meta["classes"], meta["shards"], np.array([meta["mean"], meta["std"]], float)
     numbers = [meta["crc32"], meta.get("max_pixels", 0)]
-    for number, shard in enumerate(meta["shards"]):
-        numbers += [shard["size"], shard["images"]]
-        if shard["name"] != shard_name(number):
-            raise ValueError("invalid shards")
-    is_known = meta["options"]["format"] in FORMATS and type(meta["crop"]) is str
-    if not is_known or any(type(one) is not int or not 0 <= one < _MAX_SHARD for one in numbers):
-        raise ValueError("invalid options or numbers")
+    numbers += [shard[key] for shard in shards for key in ("size", "images")]
+    is_valid = (
+        0 < len({*classes}) == len(classes)
+        and {*map(type, classes)} == {type(meta["crop"])} == {str}
+        and colors.ndim == 2
+        and colors.shape[1] in (1, 3, meta.get("channels"))
+        and (np.abs(colors) < 1e6).all()
+        and colors[1].min() >= 1e-6
+        and meta["options"]["format"] in FORMATS
+        and meta["source"].get("targets") in (None, SEVERAL_LABELS)
+        and [shard["name"] for shard in shards] == [shard_name(number) for number in range(len(shards))]
+        and all(type(one) is int and 0 <= one < _MAX_SHARD for one in numbers)
+    )
+    if not is_valid:
+        raise ValueError("an invalid class, mean, shard or option")
     num = columns["label"].shape[0]
     shapes: dict[str, tuple[type, tuple[int, ...]]] = {name: (kind, (num,)) for name, kind in COLUMNS.items()}
     shapes |= {"name_offsets": (np.int64, (num + 1,)), "name_bytes": (np.uint8, columns["name_bytes"].shape[:1])}
-    targets = list_arrays(meta["source"].get("targets"), len(classes))
-    shapes |= {name: (kind, (num, *shape)) for name, (kind, shape) in targets.items()}
+    if meta["source"].get("targets"):
+        shapes["target_0"] = np.uint8, (num, -(-len(classes) // 8))
     for name, (kind, shape) in shapes.items():
         if columns[name].dtype != kind or columns[name].shape != shape:
             raise ValueError(f"invalid column {name}")
-
-
-# ------------------------------------------------------------------------------------------ targets
-
-
-def read_target(form: Mapping[str, Any], columns: Arrays, index: int) -> Any:
-    """Return the structured target of image `index`.
-
-    Its form is {"array": NUMBER, "shape", "float"}, {"dict": {NAME: FORM}} or {"tuple": [FORM, ...]}.
-    """
-    if "dict" in form:
-        return {name: read_target(part, columns, index) for name, part in form["dict"].items()}
-    if "tuple" in form:
-        return tuple(read_target(part, columns, index) for part in form["tuple"])
-    return columns[f"target_{form['array']}"][index]
-
-
-def list_arrays(targets: Mapping[str, Any] | None, num_classes: int) -> dict[str, tuple[type, tuple[int, ...]]]:
-    """Return the type and the shape for an image of each array of the targets, by the name of its column.
-
-    Those of several labels are a bit for each class, as numpy.packbits has them.
-    """
-    if not targets:
-        return {}
-    if targets["kind"] == "labels":
-        return {"target_0": (np.uint8, (-(-num_classes // 8),))}
-    if targets["kind"] != "structured":
-        raise ValueError("unknown targets")
-    found: dict[str, tuple[type, tuple[int, ...]]] = {}
-    waiting = [targets["form"]]
-    while waiting:
-        form = waiting.pop()
-        parts = form.get("dict", {}).values() if "dict" in form else form.get("tuple", ())
-        waiting += parts
-        if "array" in form:
-            kind = np.float32 if form["float"] else np.int64
-            found[f"target_{form['array']}"] = kind, tuple(form["shape"])
-    return found
+    if num:
+        _check_rows(meta, columns)
 
 
 def _check_rows(meta: Meta, columns: Arrays) -> None:
     """Raise ValueError for impossible values among the rows."""
     sizes = np.array([shard["size"] for shard in meta["shards"]], np.int64)
     shard, start, length, label = (columns[name] for name in ("shard", "offset", "length", "label"))
-    ends = columns["name_offsets"]
-    if ends[0] != 0 or ends[-1] != len(columns["name_bytes"]) or not (0 <= np.diff(ends)).all():
-        raise ValueError("names outside of their column")
-    if not len(label):
-        return
-    if label.min() < 0 or label.max() >= len(meta["classes"]) or shard.min() < 0 or shard.max() >= len(sizes):
-        raise ValueError("a label without a class, or an image without a shard")
-    is_inside = (start >= HEADER_SIZE) & (0 <= length) & (length <= MAX_RECORD) & (start <= sizes[shard] - length)
+    height, width, ends = columns["height"].astype(np.int64), columns["width"].astype(np.int64), columns["name_offsets"]
     # The blocks of a pack at a URL are neighboring records.
     is_same = shard[1:] == shard[:-1]
-    if not is_inside.all() or (np.diff(shard) < 0).any() or (is_same & (start[1:] < start[:-1] + length[:-1])).any():
-        raise ValueError("images outside of their shard, out of order, or too large")
-    height, width = columns["height"].astype(np.int64), columns["width"].astype(np.int64)
-    if meta["options"]["format"] == "raw" and ((height <= 0) | (width <= 0) | (height * width * 3 != length)).any():
-        raise ValueError("a number of bytes that differs from the image size")
+    is_valid = (
+        (ends[0] == 0 and ends[-1] == len(columns["name_bytes"]) and (np.diff(ends) >= 0).all())
+        and (label.min() >= 0 and label.max() < len(meta["classes"]))
+        and (shard.min() >= 0 and shard.max() < len(sizes) and (np.diff(shard) >= 0).all())
+        and ((start >= HEADER_SIZE) & (0 <= length) & (length <= MAX_RECORD) & (start <= sizes[shard] - length)).all()
+        and not (is_same & (start[1:] < start[:-1] + length[:-1])).any()
+    )
+    if is_valid and meta["options"]["format"] == "raw":
+        is_valid = ((height > 0) & (width > 0) & (height * width * 3 == length)).all()
+    if not is_valid:
+        raise ValueError("a row with an impossible name, label or place")
 
 
 def find_shard_problems(folder: Path, meta: Meta) -> Iterator[str]:
