@@ -10,7 +10,6 @@ from distribuuuu.commands.guard import report
 from distribuuuu.config import ConfigError
 from distribuuuu.config.json_file import load_json
 from distribuuuu.config.run_files import RUN_FILES
-from distribuuuu.data.packed.cache import DiskCache
 from distribuuuu.files.atomic_file import make_folder, open_for_writing, replacing
 from distribuuuu.files.locks import lock_file, take_turn, try_lock
 from distribuuuu.files.untrusted import open_regular, printable, read_regular
@@ -94,16 +93,6 @@ def test_a_run_refuses_a_folder_with_a_link_in_the_place_of_its_own_files(small_
         train_model(small_cfg())
     assert not any(victim.iterdir()) if victim.is_dir() else victim.read_text() == "mine"
     assert [path.name for path in out.iterdir()] == [name]
-
-
-@pytest.mark.parametrize("name", ["usage", "usage.lock"])
-def test_the_cache_of_packs_writes_through_no_link(tmp_path, name):
-    (tmp_path / "victim").write_text("mine")
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / name).symlink_to(tmp_path / "victim")
-    with pytest.raises(ConfigError, match="DATA.CACHE_DIR"):
-        DiskCache(tmp_path / "cache", 100)
-    assert (tmp_path / "victim").read_text() == "mine"
 
 
 def open_and_close(path) -> None:

@@ -16,8 +16,8 @@ DRIP_S = 0.05
 
 
 def partial_answer(body: bytes | Iterator[bytes], *headers: str) -> Iterator[bytes]:
-    """Yield an answer of status 206 with any headers."""
-    yield "\r\n".join(["HTTP/1.1 206 Partial Content", *headers, "", ""]).encode("latin-1")
+    """Yield an answer of status 206 with any headers, after which the server closes the connection."""
+    yield "\r\n".join(["HTTP/1.1 206 Partial Content", "Connection: close", *headers, "", ""]).encode("latin-1")
     yield from [body] if isinstance(body, bytes) else body
 
 
@@ -35,7 +35,12 @@ def drip(data: bytes) -> Iterator[bytes]:
 
 def redirect(location: str | None) -> Attack:
     """Return an attack that redirects to a URL, or does not tell where."""
-    lines = ["HTTP/1.1 302 Found", "Content-Length: 0", *([] if location is None else [f"Location: {location}"])]
+    lines = [
+        "HTTP/1.1 302 Found",
+        "Connection: close",
+        "Content-Length: 0",
+        *([] if location is None else [f"Location: {location}"]),
+    ]
     return lambda *_: iter(["\r\n".join([*lines, "", ""]).encode("utf-8")])
 
 

@@ -7,6 +7,8 @@ reader checks the contents, which a power failure may damage.
 import contextlib
 import logging
 import os
+import random
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,26 +18,26 @@ from distribuuuu.files.atomic_file import open_for_writing, replacing
 from distribuuuu.files.locks import lock_file
 
 logger = logging.getLogger(__name__)
+_random = random.SystemRandom()  # forks of one process draw different numbers
 
-# Part of the size that remains after files were evicted.
-KEPT = 0.9
+# Parts of the size: what is kept when files are evicted, and what is written, on average, between two scans for that.
+KEPT, SCAN_PART = 0.9, 0.01
 # Seconds between two updates of the time of last use, to wait for a lock, until a file of a killed process is deleted,
 # and without attempts to write after a disk was full.
 TOUCH_S, LOCK_S, STALE_S, REST_S = 10.0, 60.0, 3600.0, 30.0
 
 
 class DiskCache:
-    """Files of at most `max_bytes` in a folder; raises ConfigError if it cannot be written to."""
+    """Files of about `max_bytes` at most in a folder; raises ConfigError if it cannot be written to."""
 
     def __init__(self, folder: Path, max_bytes: int):
         self.folder, self.max_bytes, self._rests_until = folder, max_bytes, 0.0
-        self._usage = folder / "usage"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with self._lock("usage.lock"):
-                self._note_usage(sum(size for _, size, _ in self._scan()))
+            tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             raise ConfigError(f"DATA.CACHE_DIR: {folder}: {error.strerror}; fix: set it to another folder") from error
+        self._evict(0)
 
     @property
     def is_writable(self) -> bool:
@@ -71,7 +73,9 @@ class DiskCache:
         if not self.is_writable or len(data) >= KEPT * self.max_bytes:
             return
         try:
-            self._reserve(len(data))
+            # Whatever the number of processes, once per SCAN_PART of the size on average.
+            if _random.random() * SCAN_PART * self.max_bytes < len(data):
+                self._evict(len(data))
             with replacing(path, survives_power_failure=False) as file:
                 file.write(data)
         except OSError as error:
@@ -84,35 +88,21 @@ class DiskCache:
         with contextlib.suppress(OSError):
             (self.folder / name).unlink()
 
-    def _reserve(self, size: int) -> None:
-        """Add the size of a new file to the bytes in use; delete files if there is no room for it."""
-        with self._lock("usage.lock"):
-            try:
-                used = int(self._usage.read_bytes()) + size
-            except (OSError, ValueError):  # a kill has interrupted the writing
-                used = self.max_bytes + 1
-            self._note_usage(used if size <= used <= self.max_bytes else self._evict(size))
-
-    def _note_usage(self, num_bytes: int) -> None:
-        with open_for_writing(self._usage, "w") as file:
-            file.write(str(num_bytes))
-
-    def _evict(self, num_new: int) -> int:
-        """Delete files to make room for `num_new` bytes; return the bytes in use, with the new ones."""
+    def _evict(self, num_new: int) -> None:
+        """Delete the least recently used files to make room for `num_new` bytes."""
         files = sorted(self._scan())
-        used = sum(size for _, size, _ in files) + num_new
+        excess = sum(size for _, size, _ in files) + num_new - KEPT * self.max_bytes
         for _, size, path in files:
-            if used <= KEPT * self.max_bytes:
+            if excess <= 0:
                 break
             with contextlib.suppress(OSError):
                 os.unlink(path)
-                used -= size
-        return used
+            excess -= size
 
     def _scan(self) -> Iterator[tuple[float, int, str]]:
         """Yield (time of last use, size, path) of each file; delete what killed processes have left."""
         for folder, _, names in os.walk(self.folder):
-            for path in (os.path.join(folder, name) for name in names if not name.startswith("usage")):
+            for path in (os.path.join(folder, name) for name in names):
                 with contextlib.suppress(OSError):
                     status = os.stat(path)
                     if not path.endswith((".tmp", ".lock")):

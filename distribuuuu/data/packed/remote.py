@@ -29,7 +29,6 @@ NUM_THREADS, AHEAD_S = 4, 2.0
 START_TIMEOUT_S = 20.0
 # Bytes per read of an index.
 _CHUNK = 16 << 20
-_CHANGED = "has changed since it was opened or packed; fix: restore it, or start again"
 
 
 class RemotePack:
@@ -48,7 +47,6 @@ class RemotePack:
         self._key = hashlib.sha256(url.encode()).hexdigest()[:16]
         self.meta, self.columns = self._load_index(f"{url}/{INDEX}")
         self._starts = packed_format.block_starts(self.columns)
-        self._versions: dict[int, str] = {}  # of each shard, at its first use
         self._is_checked = bytearray(len(self.columns["label"]))
         self._pid = 0
 
@@ -64,12 +62,9 @@ class RemotePack:
             sizes = f"got {limit / 1e9:g}; expected room for the {start.size:,} bytes of {path}"
             raise ConfigError(f"DATA.CACHE_GB: {sizes}; fix: raise it")
 
-        def find_change(part: Part) -> str:
-            return "" if (part.size, part.version) == (start.size, start.version) else _CHANGED
-
         def download() -> bytes:
             ranges = ((first, min(first + _CHUNK, start.size)) for first in range(0, start.size, _CHUNK))
-            return b"".join(self._fetch(path, *ends, find_change).data for ends in ranges)
+            return b"".join(self._fetch(path, *ends).data for ends in ranges)
 
         version = hashlib.sha256(f"{start.version} {start.size}".encode()).hexdigest()[:16]
         folder, name, problem = self._cache.folder / self._key / version, f"{self._key}/{version}/{INDEX}", ""
@@ -79,7 +74,7 @@ class RemotePack:
                 raise ConfigError(f"DATA.CACHE_DIR: {folder} has no space for the index; fix: free some space")
             try:
                 os.utime(folder / INDEX)
-                meta, columns = packed_format.read_index_file(folder, check_rows=True)
+                meta, columns = packed_format.read_index_file(folder)
                 if meta["crc32"] == checksum_of(columns):
                     return meta, columns
                 problem = "its checksum does not match"
@@ -125,16 +120,15 @@ class RemotePack:
 
         def find_problem(part: Part) -> str:
             if part.size != size:
-                raise RemoteError(f"{path} {_CHANGED} ({part.size:,} bytes, expected {size:,})")
-            view, version = memoryview(part.data), self._versions.setdefault(number, part.version)
+                sizes = f"it has {part.size:,} bytes, expected {size:,}"
+                raise RemoteError(f"{path}: {sizes}: it was truncated or replaced; fix: restore it, or upload it again")
+            view = memoryview(part.data)
             for image, start, stop in zip(range(first, end), starts, ends, strict=True):
                 if zlib.crc32(view[start - starts[0] : stop - starts[0]]) != columns["crc32"][image]:
-                    if part.version != version:
-                        raise RemoteError(f"{path} {_CHANGED} (version {part.version}, was {version})")
                     return f"the checksum of image {image} does not match"
             return ""
 
-        return self._fetch(path, starts[0], ends[-1], find_problem, retry_s=retry_s).data
+        return self._fetch(path, starts[0], ends[-1], find_problem, retry_s).data
 
     def _fetch(
         self, path: str, start: int, end: int, check: Callable[[Part], str] = lambda part: "",

@@ -10,7 +10,6 @@ import datetime
 import functools
 import logging
 import os
-import random
 import re
 import resource
 import subprocess
@@ -49,13 +48,9 @@ _PERMANENT = {
     # S3 answers an expired token with 400; without credentials, obstore asks the machine's server for them.
     r"status (400|401|403|407)|169\.254\.|metadata\.google|redential":
         "access denied ({}): no credentials, or they have expired; fix: renew them, or make the data readable",
-    "status 416": "it ends before the bytes that the index names: it was truncated or replaced; fix: upload it again",
-    "NotSupported": "the server ignores byte ranges; fix: use one that supports them, e.g. nginx",
-    "Requested .* got|CONTENT_RANGE|Content-Length":
-        "the server sends other bytes than requested ({}); fix: use another server",
-    "status [34](?!08|25|29)|redirect": "the server answers {}; fix: check the URL, or use another server",
+    r"NotSupported|Requested .* got|CONTENT_RANGE|Content-Length|status [34](?!08|25|29)|redirect":
+        "the server does not send the requested bytes ({}); fix: check the URL and the file, or use another server",
 }  # fmt: skip
-_pauses = random.Random()  # the global generator belongs to the samples
 
 
 class RemoteError(DataError):
@@ -183,7 +178,7 @@ def fetch(
     """
     if (protocol := url.partition("://")[0]) not in READABLE:
         raise RemoteError(f"{printable(url)}: got the protocol {protocol}; expected one of {', '.join(READABLE)}")
-    begin, pause_s, num_wrong, is_logged, reason = time.monotonic(), FIRST_PAUSE_S, 0, False, ""
+    begin, pause_s, num_wrong, is_logged = time.monotonic(), FIRST_PAUSE_S, 0, False
     limit_s = timeout_s if retry_s is None else min(retry_s, timeout_s)
     while True:
         try:
@@ -192,54 +187,39 @@ def fetch(
             if len(part.data) < min(end, part.size) - start:
                 raise OSError("the answer is cut")
             if not (reason := check(part)):
-                break
+                return part
             num_wrong += 1
-        except TimeoutError as error:  # of a last, short attempt: the failure before it says more
-            reason = reason or str(error)
         except OSError as error:
             reason = str(error)
         waited_s = time.monotonic() - begin
         if num_wrong == MAX_WRONG:
             raise RemoteError(f"{url}: {reason}, {num_wrong} times; fix: upload this file again")
-        if waited_s >= limit_s:
+        if waited_s + pause_s >= limit_s:
             fix = "check the URL and the network, or raise DATA.TIMEOUT_S"
             raise RemoteError(f"{url} cannot be read for {waited_s:.0f} s: {reason}; fix: {fix}")
         if waited_s >= QUIET_S and not is_logged:
             is_logged = True
             logger.warning("%s cannot be read: %s; it is retried for up to %.0f s", url, reason, limit_s)
-        time.sleep(min(pause_s * _pauses.uniform(0.5, 1.5), max(0.01, limit_s - waited_s)))
+        time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-    if is_logged:
-        logger.warning("%s can be read again after %.0f s", url, time.monotonic() - begin)
-    return part
 
 
-# ------------------------------------------------------------------------------------- the reader
-
-
-class _Reader(NamedTuple):
-    """The child process that reads, the variables with which it was started, and its address."""
-
-    process: subprocess.Popen
-    env: dict[str, str]
-    address: str
-
-
-_reader: _Reader | None = None
+# The child process that reads, the variables with which it was started, and its address.
+_reader: tuple[subprocess.Popen, dict[str, str], str] | None = None
 
 
 def _read_in_child(request: tuple[Any, ...], wait_s: float) -> Part:
     """Return what `read_range` does; raise OSError after `wait_s`, or if the child process has ended."""
     global _reader
     reader = _reader  # another thread may replace it
-    if reader is None or reader.env != os.environ:  # credentials may be set later
-        if reader and reader.process.stdin:
-            reader.process.stdin.close()
+    if reader is None or reader[1] != os.environ:  # credentials may be set later
+        if reader and reader[0].stdin:
+            reader[0].stdin.close()
         process = start_python("-c", f"from {__name__} import serve; serve()")
         assert process.stdout, "it is a pipe"
-        reader = _reader = _Reader(process, {**os.environ}, process.stdout.readline().decode().strip())
+        reader = _reader = process, {**os.environ}, process.stdout.readline().decode().strip()
     try:
-        with Client(reader.address) as connection:
+        with Client(reader[2]) as connection:
             connection.send(request)
             answer = connection.recv() if connection.poll(max(0.0, wait_s)) else TimeoutError("no answer in time")
     except (OSError, EOFError) as error:
@@ -281,7 +261,10 @@ def serve() -> None:
 
 def _accept(listener: Listener) -> None:
     while True:
-        threading.Thread(target=_answer, args=(listener.accept(),), daemon=True).start()
+        try:
+            threading.Thread(target=_answer, args=(listener.accept(),), daemon=True).start()
+        except (OSError, RuntimeError):  # no descriptor or thread is left until another request has been answered
+            time.sleep(0.1)
 
 
 def _answer(connection: Connection) -> None:

@@ -31,7 +31,7 @@ from distribuuuu.data.packed import format as packed_format
 from distribuuuu.data.packed.cache import DiskCache
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.data.packed.format import BlockShuffle
-from distribuuuu.data.packed.store import RemoteError
+from distribuuuu.data.packed.store import Part, RemoteError
 from distribuuuu.engine.preflight import find_run_problems
 
 KINDS = [(0, "thread"), (2, "thread"), slow(2, "process")]
@@ -141,7 +141,7 @@ def test_problems_are_found_before_training_without_torch(source, tmp_path):
     assert "access denied (HTTP 403 " in problems(source.url)
     source.status = 0
     source.has_ranges = False
-    assert "ignores byte ranges" in problems(source.url)
+    assert "does not send the requested bytes" in problems(source.url)
     source.has_ranges = True
     (source.folder / "val" / "index.bin").write_text("<html>Welcome</html>")
     assert "TEST.DATASET" in (found := problems(source.url)) and "not a valid pack" in found
@@ -178,13 +178,11 @@ def test_a_changed_object_is_reported_and_never_mixed_in(source, open_pack, pack
     assert bytes(images.read(inside[0])) == bytes(local.read(inside[0]))
     content[-1] ^= 1
     shard.write_bytes(content)
-    assert "shard-00001.bin has changed since" in message_of(images.read, inside[-1])
+    assert "does not match, 4 times" in message_of(images.read, inside[-1])
     shard.write_bytes(content + b"0")
-    assert "expected" in message_of(images.read, inside[-1])
-    shard.write_bytes(content[:80])
     assert "truncated or replaced" in message_of(images.read, inside[-1])
-    shard.unlink()
-    assert "no such object" in message_of(images.read, inside[-1])
+    shard.write_bytes(content[:80])
+    assert "does not send the requested bytes (HTTP 416" in message_of(images.read, inside[-1])
     assert bytes(images.read(inside[0])) == bytes(local.read(inside[0]))  # from the cache
     source.status = 401
     assert "access denied (HTTP 401 " in message_of(images.read, 0)
@@ -211,11 +209,8 @@ def test_an_outage_is_waited_for_and_logged_and_has_a_limit(source, open_pack, p
     threading.Timer(0.6, setattr, (source, "is_gone", False)).start()
     with caplog.at_level(logging.WARNING, "distribuuuu"):
         assert bytes(images.read(50)) == expected
-    assert [
-        "cannot be read: HTTP error: error sending request" in caplog.text,
-        "can be read again after" in caplog.text,
-    ] == [True] * 2
-    assert len([record for record in caplog.records if source.url in record.getMessage()]) == 2
+    (message,) = (text for text in map(logging.LogRecord.getMessage, caplog.records) if source.url in text)
+    assert "cannot be read: HTTP error: error sending request" in message
     images, source.is_gone = open_pack(timeout_s=0.3), True
     assert f"{source.url}/train/shard-00000.bin cannot be read for" in (found := message_of(images.read, 0))
     assert "DATA.TIMEOUT_S" in found
@@ -246,14 +241,30 @@ def test_the_reading_process_serves_forks_and_is_started_again(source, open_pack
     for child in children:
         child.join(30)
     assert [child.exitcode for child in children] == [0] * 3
-    first = store._reader.process
+    first = store._reader[0]
     first.kill()
     first.wait()
     check()
     monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
-    second = store._reader.process
+    second = store._reader[0]
     check()
-    assert second.wait(10) == 0 and store._reader.env["AWS_SKIP_SIGNATURE"] == "true"  # no process is left behind
+    assert second.wait(10) == 0 and store._reader[1]["AWS_SKIP_SIGNATURE"] == "true"  # no process is left behind
+
+
+def test_the_reading_process_outlives_a_lack_of_descriptors(monkeypatch):
+    own, other = multiprocessing.Pipe()
+    found = iter([OSError(errno.EMFILE, "too many open files"), other, SystemExit()])
+
+    def accept():
+        if isinstance(item := next(found), BaseException):
+            raise item
+        return item
+
+    monkeypatch.setattr(store, "read_range", lambda *request: Part(b"data", 4, "version"))
+    own.send(())
+    with pytest.raises(SystemExit):
+        store._accept(SimpleNamespace(accept=accept))
+    assert own.poll(10) and own.recv().data == b"data"
 
 
 def test_the_cache_is_bounded_and_evicts_what_was_not_used_for_longest(tmp_path, monkeypatch):
@@ -270,9 +281,6 @@ def test_the_cache_is_bounded_and_evicts_what_was_not_used_for_longest(tmp_path,
     for name in (9, 10):
         files.fetch(f"a/{name}", lambda: bytes(100))
     assert {path.name for path in (tmp_path / "a").iterdir()} == {"0", *map(str, range(3, 11))}
-    (tmp_path / "usage").write_text("")  # a kill while it was written
-    files.fetch("a/11", lambda: bytes(100))
-    assert sum(path.stat().st_size for path in (tmp_path / "a").iterdir()) <= 1000
     assert DiskCache(tmp_path, 50).fetch("large", lambda: bytes(100)) and not (tmp_path / "large").exists()
 
 
