@@ -1,5 +1,6 @@
 """Checks of paths, data and batch sizes before torch is imported and the process group is created."""
 
+import importlib
 import os
 import shutil
 import sys
@@ -20,7 +21,7 @@ from distribuuuu.config.model_names import find_model_problems, load_names, name
 from distribuuuu.config.options import IMAGENET_CLASSES, OPTIONAL_DECODERS
 from distribuuuu.config.reader import read_cfg
 from distribuuuu.config.registry import OPTIMIZERS, TRACKERS, dataset_class, dataset_name
-from distribuuuu.config.run_files import CHECKPOINTS, find_path_problem
+from distribuuuu.config.run_files import CHECKPOINTS, find_path_problem, url_of
 from distribuuuu.data.batch_plan import check_accumulation, check_auto, check_num_images, check_pairs, plan_of
 from distribuuuu.launch.detect import detect_launch, list_jobs
 
@@ -93,6 +94,8 @@ def resolve_cfg(cfg: Config, weights: str = "") -> Config:
     """
     from distribuuuu.models import check_model
 
+    if not weights and url_of(cfg.OUT_DIR):  # the preprocessing of a run that is resumed is that of its config.yaml
+        importlib.import_module("distribuuuu.mirror.client").restore(cfg.OUT_DIR)
     cfg = resolve_num_classes(cfg)
     if names_backbone(cfg.MODEL.ARCH):
         from distribuuuu.models.pretrained import resolve_arch

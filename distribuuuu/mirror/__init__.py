@@ -10,20 +10,15 @@ The folder can be deleted: a URL is then refused as OUT_DIR, see config/run_file
 
 import re
 
-STORES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "file")
+_URL = re.compile(r"((s3a?|gs|az|abfss?)://|file:///)[^/?#]+(/[^?#]*)?")
+_FORMS = "s3://BUCKET/FOLDER, s3a://, gs://, az://, abfs://, abfss:// or file:///FOLDER"
 
 
 def find_url_problem(url: str) -> str | None:
     """Return why no run can be mirrored to a URL; None if one can."""
-    protocol, _, rest = url.partition(":")
-    name, (host, *_) = protocol.lower(), [part for part in rest.split("/") if part] or [""]
-    user, mark, _ = host.rpartition("@")
-    if mark and rest.startswith("//") and (":" in user or name not in ("abfs", "abfss")):
+    user, mark, _ = url.partition("://")[2].partition("/")[0].rpartition("@")
+    if mark and (":" in user or not url.lower().startswith("abfs")):
         return "got a URL with credentials; expected them in the environment; fix: remove them from the URL"
-    if name not in STORES:
-        return f"got {url}; expected a local path, or a URL of {', '.join(STORES)}; fix: use a local folder"
-    is_plain = protocol == name and rest.isprintable() and not re.search(r"[?#]|(^|/)\.{1,2}(/|$)", rest)
-    if is_plain and re.match("///?(?=[^/])", rest) and rest.startswith("///") == (name == "file"):
+    if _URL.fullmatch(url) and url.isprintable() and not {".", ".."} & {*url.split("/")}:
         return None
-    form = "file:///FOLDER" if name == "file" else f"{name}://BUCKET/FOLDER"
-    return f"got {re.split('[?#]', url)[0]}; expected {form} without `.`, `..`, `?` and `#`"
+    return f"got {re.split('[?#]', url)[0]}; expected a local path, or {_FORMS} without `.`, `..`, `?` and `#`"

@@ -1,4 +1,4 @@
-"""The child process of a mirrored run: `python -m distribuuuu.mirror FOLDER train|fetch [NAME]`.
+"""The child process of a mirrored run: `python -m distribuuuu.mirror FOLDER train|restore|fetch [NAME]`.
 
 It writes a JSON line when the folder is restored, and another one at the end, which a line in its input requests.
 """
@@ -9,42 +9,26 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import url_of
 from distribuuuu.data.packed.store import RemoteError, limit_memory
 from distribuuuu.files.atomic_file import open_for_writing
-from distribuuuu.files.locks import lock_file
+from distribuuuu.files.locks import lock_file, take_turn
 from distribuuuu.launch.processes import die_with_parent, has_lost_launcher
 from distribuuuu.launch.signals import ignore_signals
 from distribuuuu.mirror.states import MirrorError, StateLog
 from distribuuuu.mirror.sync import PRIVATE, Mirror
 
-# Seconds between two scans of the folder; of the longest pause after a failure; of the attempts at the start; between
-# two warnings; and of waiting for the child of a training that has just ended.
-SCAN_S, LONGEST_PAUSE_S, START_S, WARN_S, LOCK_S = 1.0, 20.0, 30.0, 30.0, 10.0
+# Seconds between two scans of the folder; of the longest pause after a failure; between two warnings; and of waiting
+# for the child of a training that has just ended.
+SCAN_S, LONGEST_PAUSE_S, WARN_S, LOCK_S = 1.0, 20.0, 30.0, 10.0
 
 
 def say(problem: str = "", **content: int) -> None:
     """Write a line to the run."""
     print(json.dumps({"problem": problem, **content}), flush=True)
-
-
-def retry(function: Callable[[], object], url: str) -> str:
-    """Call a function, for START_S again if the network fails; return why it failed, or ""."""
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            function()
-            return ""
-        except (MirrorError, RemoteError) as error:
-            return str(error)
-        except OSError as error:
-            if time.monotonic() > deadline:
-                return f"{url} cannot be reached: {error}; fix: check the network and the URL"
-        time.sleep(1.0)
 
 
 def listen(log: StateLog, end: threading.Event) -> None:
@@ -66,7 +50,7 @@ def work(mirror: Mirror, end: threading.Event) -> None:
     while True:
         is_last = end.is_set()
         try:
-            mirror.upload_changes(with_logs=is_last)
+            mirror.upload_changes(is_last)
             pause_s = SCAN_S
             if is_last:
                 entries = mirror.newest.files.values()
@@ -76,14 +60,22 @@ def work(mirror: Mirror, end: threading.Event) -> None:
             end.wait()
             return say(str(error))
         except (OSError, ConfigError) as error:
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S if not is_last else 2.0)
+            pause_s = 2.0 if is_last else min(2 * pause_s, LONGEST_PAUSE_S)
             if time.monotonic() - warned_at >= WARN_S:
                 warned_at = time.monotonic()
                 mirror.warn(f"{error}; the run is not affected, and it is tried again")
-        if not is_last:
-            end.wait(pause_s)
-        elif pause_s > SCAN_S:
-            time.sleep(pause_s)
+        time.sleep(pause_s) if is_last else end.wait(pause_s)
+
+
+def prepare(mirror: Mirror, mode: str, name: str) -> str:
+    """Restore the folder, or what a command reads of it; return why that failed, or ""."""
+    try:
+        mirror.fetch(name) if mode == "fetch" else mirror.reconcile(creates=mode == "train")
+    except (MirrorError, RemoteError) as error:
+        return str(error)
+    except OSError as error:
+        return f"{mirror.log.url} cannot be reached: {error}; fix: check the network and the URL"
+    return ""
 
 
 def main(folder: Path, mode: str, name: str = "") -> None:
@@ -93,16 +85,15 @@ def main(folder: Path, mode: str, name: str = "") -> None:
     die_with_parent(signal.SIGKILL)
     if has_lost_launcher():
         return
-    mirror = Mirror(folder, url_of(folder) or "")
+    mirror, end, problem = Mirror(folder, url_of(folder) or ""), threading.Event(), ""
     with open_for_writing(folder / PRIVATE / "lock", "ab") as lock:
-        if lock_file(lock.fileno(), LOCK_S if mode == "train" else 0.0):
-            problem = retry(mirror.reconcile if mode == "train" else lambda: mirror.fetch(name), mirror.log.url)
-        else:  # of a training of this machine, which has the newest files
-            busy = f"{folder} is in use by another training of this machine; fix: wait for its end"
-            problem = busy if mode == "train" else ""
+        with take_turn(folder / PRIVATE / "restore"):  # each process of a training restores the folder first
+            if lock_file(lock.fileno(), LOCK_S if mode == "train" else 0.0):
+                problem = prepare(mirror, mode, name)
+            elif mode == "train":  # other modes use its files, which are the newest ones
+                problem = f"{folder} is in use by another training of this machine; fix: wait for its end"
         say(problem)
         if not problem and mode == "train":
-            end = threading.Event()
             threading.Thread(target=listen, args=(mirror.log, end), daemon=True).start()
             work(mirror, end)
 

@@ -44,22 +44,19 @@ class MirrorClient:
 
         problem = dist.broadcast_object(self._start_child() if dist.is_main() else "")
         if not problem and not is_shared(self._folder):
-            fix = "set XDG_CACHE_HOME to a folder that they share"
-            problem = f"OUT_DIR: got {self._url}, whose local folder {self._folder} is not the same one on all nodes"
-            problem += f"; fix: {fix}"
+            problem = f"got {self._url}, whose local folder {self._folder} is not the same one on all nodes"
+            problem += "; fix: set XDG_CACHE_HOME to a folder that they share"
         if problem:
-            error = ConfigError(problem)
+            error = ConfigError(f"OUT_DIR: {problem}")
             error.on_all_processes = True
             raise error
 
     def _start_child(self) -> str:
         """Return why the run cannot start, or ""."""
-        process = _start(self._folder, "train")
-        if problem := _read_answer(process)["problem"]:
-            process.wait()
-            return f"OUT_DIR: {problem}"
-        self._process = process
-        return ""
+        self._process, answer = _start(self._folder, "train")
+        if answer["problem"]:
+            self._process = None
+        return answer["problem"]
 
     def __enter__(self) -> "MirrorClient":
         return self
@@ -95,20 +92,26 @@ def is_shared(out_dir: str | os.PathLike) -> bool:
     return all(dist.gather_objects(is_seen))
 
 
+def restore(folder: str | os.PathLike) -> None:
+    """Download the run at the URL of a folder unless the folder is as new; raise ConfigError if that fails."""
+    if problem := _start(Path(folder), "restore")[1]["problem"]:
+        raise ConfigError(f"OUT_DIR: {problem}")
+
+
 def fetch(path: Path) -> str:
     """Download the run of a path of `local_folder`, or of a checkpoint or weights below it; return the local path."""
     folder = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent if ".pth" in path.name else path
-    process = _start(folder, "fetch", *([path.relative_to(folder).as_posix()] if path != folder else []))
-    problem = _read_answer(process)["problem"]
-    process.wait()
-    if problem:
+    name = path.relative_to(folder).as_posix() if path != folder else ""
+    if problem := _start(folder, "fetch", name)[1]["problem"]:
         raise ConfigError(f"RUN: {problem}")
     print(f"{url_of(folder)}: the local copy is {path}", file=sys.stderr)
     return str(path)
 
 
-def _start(folder: Path, *words: str) -> subprocess.Popen:
-    return start_python("-m", __package__, str(folder), *words)
+def _start(folder: Path, *words: str) -> tuple[subprocess.Popen, dict[str, Any]]:
+    """Start the child process; return it and its first answer."""
+    process = start_python("-m", __package__, str(folder), *words)
+    return process, _read_answer(process)
 
 
 def _read_answer(process: subprocess.Popen) -> dict[str, Any]:

@@ -12,16 +12,15 @@ import datetime
 import hashlib
 import itertools
 import json
-import os
+import operator
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
-from urllib.parse import unquote, urlsplit
 
 from distribuuuu.config.run_files import is_run_file
 from distribuuuu.data.packed.store import MissingObjectError, RemoteError, explain, open_store, read_range
-from distribuuuu.files.untrusted import parse_json
+from distribuuuu.files.untrusted import InvalidFileError, parse_json, untrusted
 
 STATES, OBJECTS = "states", "objects"
 # States of which nothing is deleted; an object that no state names may belong to an upload that has just begun.
@@ -30,11 +29,10 @@ KEPT_STATES, UNNAMED = 3, datetime.timedelta(days=1)
 MAX_STATE, MAX_FILES, MAX_LEVELS, MAX_SIZE, MAX_PAGES = 1 << 22, 10_000, 5, 1 << 44, 20_000
 # Bytes of a part, which is held in memory; a multipart upload has at most 5,000 parts here (S3: 10,000).
 PART = 1 << 23
-# Seconds after which a request has failed, and its retries.
-REQUEST_S, NUM_RETRIES = 60.0, 3
+# Seconds after which a request has failed, and its retries: half a minute of pauses.
+REQUEST_S, NUM_RETRIES = 60.0, 8
 _PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+=@%-]{0,199}")
 _SHA256 = re.compile("[0-9a-f]{64}")
-_FORMER_INDEX = "mirror.json"  # of earlier versions, which have replaced it: it is read as state 0
 
 
 class Entry(NamedTuple):
@@ -45,7 +43,7 @@ class Entry(NamedTuple):
 
 
 class State(NamedTuple):
-    """State of a run: its number, a random identifier, and the files by name."""
+    """State of a run: its number, the identifier of the folder that has created it, and the files by name."""
 
     number: int
     id: str
@@ -70,18 +68,15 @@ def is_mirrored(name: str) -> bool:
 
 
 def parse_state(number: int, data: bytes) -> State:
-    """Return the state in a JSON text; raise MirrorError if it is none, exceeds a limit or names other files."""
-    try:
-        content = parse_json(data)
-        if content["format"] not in (1, 2):
-            raise MirrorError("it has another format; fix: use a newer version of distribuuuu")
-        files = {name: Entry(entry["sha256"], entry["size"]) for name, entry in content["files"].items()}
-        is_valid = all(_SHA256.fullmatch(entry.sha256) and 0 <= entry.size < MAX_SIZE for entry in files.values())
-        is_valid = is_valid and len(files) <= MAX_FILES and all(map(is_mirrored, files))
-        if not (is_valid and _SHA256.fullmatch(content["id"])):
-            raise ValueError("an entry is invalid, or no file of a run")
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise MirrorError(f"it is no state of a run: {error!r:.200}") from error
+    """Return the state in a JSON text; raise an exception if it is none, exceeds a limit or names other files."""
+    content = parse_json(data)
+    if content["format"] != 2:
+        raise ValueError("it has another format; fix: use a newer version of distribuuuu")
+    files = {name: Entry(entry["sha256"], entry["size"]) for name, entry in content["files"].items()}
+    is_valid = all(_SHA256.fullmatch(entry.sha256) and 0 <= entry.size < MAX_SIZE for entry in files.values())
+    is_valid = is_valid and len(files) <= MAX_FILES and all(map(is_mirrored, files))
+    if not (is_valid and _SHA256.fullmatch(content["id"])):
+        raise ValueError("an entry is invalid, or no file of a run")
     return State(number, content["id"], files)
 
 
@@ -98,7 +93,6 @@ class StateLog:
         self.url, self.moved_at = url, 0.0
         # Bytes of each object that an attempt has sent at most: only more of them are progress of a further attempt.
         self._sent: dict[str, int] = {}
-        self._known: dict[int, State] = {}
 
     def _call(self, name: str, function: Callable[[Any], Any]) -> Any:
         """Return the result of a function of the store of obstore."""
@@ -119,35 +113,34 @@ class StateLog:
         return {found[1]: time for name, time in names if (found := re.fullmatch(pattern, name))}
 
     def _numbers(self) -> list[int]:
-        return sorted(map(int, self._list(STATES, r"(\d{6,9})\.json")))
+        return [int(number) for number in self._list(STATES, r"(\d{6,9})\.json")]
 
     def read(self, number: int) -> State | None:
         """Return a state; None if there is none."""
-        name = f"{STATES}/{number:06d}.json" if number else _FORMER_INDEX
+        name = f"{STATES}/{number:06d}.json"
         try:
             part = read_range(self.url, name, 0, MAX_STATE, REQUEST_S, NUM_RETRIES)
-            if part.size > MAX_STATE:
-                raise MirrorError(f"it has {part.size:,} bytes, more than {MAX_STATE:,}")
-            return parse_state(number, part.data)
+            with untrusted(f"{self.url}/{name}", "state of a run"):
+                if part.size > MAX_STATE:
+                    raise ValueError(f"it has {part.size:,} bytes, more than {MAX_STATE:,}")
+                return parse_state(number, part.data)
         except MissingObjectError:
             return None
-        except MirrorError as error:
+        except InvalidFileError as error:
             fix = f"delete {name} to use the state before it, or set another OUT_DIR"
-            raise MirrorError(f"{self.url}/{name}: {error}; fix: {fix}") from error
+            raise MirrorError(f"{error}; fix: {fix}") from error
 
     def find_newest(self) -> State | None:
         """Return the newest state; None if there is none, nor objects."""
-        if self.url.startswith("file:") and not os.path.isdir(unquote(urlsplit(self.url).path)):
-            return None
         number = max(self._numbers(), default=0)
         newest = self.read(number)
-        if newest is None and (number or self._list(OBJECTS, "(.*)")):
-            fix = f"restore the newest state, delete {OBJECTS}/ if no run is to be kept, or set another OUT_DIR"
-            raise MirrorError(f"{self.url}: {STATES}/ lacks a state, but {OBJECTS}/ has objects; fix: {fix}")
         for _ in range(10):  # created since, or missing in an old listing
             if (newer := self.read(number + 1)) is None:
                 break
             number, newest = number + 1, newer
+        if newest is None and (number or self._list(OBJECTS, "(.*)")):
+            fix = f"restore the newest state, delete {OBJECTS}/ if no run is to be kept, or set another OUT_DIR"
+            raise MirrorError(f"{self.url}: {STATES}/ lacks a state, but {OBJECTS}/ has objects; fix: {fix}")
         return newest
 
     def create(self, state: State) -> State:
@@ -163,7 +156,7 @@ class StateLog:
         raise OSError(f"{name} exists and cannot be read")
 
     def upload(self, file: IO[bytes], entry: Entry) -> None:
-        """Upload the beginning of an open file, and verify its size; OSError is raised if it has changed."""
+        """Upload the beginning of an open file; OSError is raised if it has changed meanwhile."""
         name, part, hashed = f"{OBJECTS}/{entry.sha256}", max(PART, entry.size // 5000), hashlib.sha256()
 
         def parts() -> Iterator[bytes]:
@@ -178,8 +171,6 @@ class StateLog:
         self._call(name, lambda store: store.put(name, content, chunk_size=part, max_concurrency=2))
         if hashed.hexdigest() != entry.sha256:
             raise OSError(f"{file.name} has changed during its upload")
-        if (size := self._call(name, lambda store: store.head(name))["size"]) != entry.size:
-            raise OSError(f"{name} has {size:,} bytes after its upload, expected {entry.size:,}")
 
     def download(self, entry: Entry, write: Callable[[bytes], Any]) -> None:
         """Read an object in parts and pass each to `write`; MirrorError is raised if it is not what it should be."""
@@ -199,19 +190,15 @@ class StateLog:
 
     def prune(self, newest: State) -> None:
         """Delete the states before the last KEPT_STATES, and the objects that only they name, or none since a day."""
-        numbers = [number for number in self._numbers() if number < newest.number]
-        kept, dropped = numbers[1 - KEPT_STATES :], numbers[: 1 - KEPT_STATES]
-        for number in {*numbers} - {*self._known}:
-            self._known[number] = self.read(number) or State(number, "", {})
-        self._known = {number: self._known[number] for number in numbers} | {newest.number: newest}
-        named = newest.objects.union(*(self._known[number].objects for number in kept))
-        old = set[str]().union(*(self._known[number].objects for number in dropped)) - named
+        numbers = sorted((number for number in self._numbers() if number < newest.number), reverse=True)
+        states = [newest, *filter(None, map(self.read, numbers))]
+        kept, dropped = states[:KEPT_STATES], states[KEPT_STATES:]
+        named = {sha for state in kept for sha in state.objects}
+        old = {sha for state in dropped for sha in state.objects}
         times = self._list(OBJECTS, f"({_SHA256.pattern})")
         day_before = max(times.values(), default=datetime.datetime.max) - UNNAMED
-        gone = [name for name, at in times.items() if name in old or name not in named and at < day_before]
-        self._delete(f"{OBJECTS}/{name}" for name in gone)
-        self._delete(f"{STATES}/{number:06d}.json" for number in dropped)  # last: a kill in between repeats the rest
-
-    def _delete(self, names: Iterable[str]) -> None:
-        if paths := [*names]:
-            self._call(paths[0], lambda store: store.delete(paths))
+        gone = [sha for sha, at in times.items() if sha not in named and (sha in old or at < day_before)]
+        # The states go last: a kill in between repeats the rest.
+        for paths in ([f"{OBJECTS}/{sha}" for sha in gone], [f"{STATES}/{state.number:06d}.json" for state in dropped]):
+            if paths:
+                self._call(paths[0], operator.methodcaller("delete", paths))

@@ -2,24 +2,22 @@
 
 import contextlib
 import hashlib
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from distribuuuu.config.run_files import CHECKPOINTS, METRICS, TENSORBOARD, TEST_LOG, TRAIN_LOG
+from distribuuuu.config.run_files import CHECKPOINTS, TRAIN_LOG
 from distribuuuu.files.atomic_file import open_for_writing, replacing
-from distribuuuu.files.untrusted import MAX_JSON, parse_json, printable, read_regular
+from distribuuuu.files.untrusted import printable
 from distribuuuu.mirror.states import Entry, MirrorError, State, StateLog, is_mirrored
 
-# Private files of the mirror in the folder of the run, and what they hold: the last state of this folder.
-PRIVATE, KNOWN = ".mirror", "state.json"
-# Seconds between two uploads of files that only grow, unless another file is new.
-LOGS_EVERY_S = 30.0
-_GROWING = (TRAIN_LOG, TEST_LOG, METRICS)
+# Private files of the mirror in the folder of a run. The identifier of the folder exists while the folder is whole.
+PRIVATE, IDENTIFIER = ".mirror", "id"
+# Seconds between two uploads, unless there are other checkpoints than at the last one.
+EVERY_S = 30.0
 
 
 class Mirror:
@@ -27,21 +25,18 @@ class Mirror:
 
     Attributes:
         newest: the newest known state at the URL.
-        known: of this folder: number, id and files (name -> SHA-256) of its last state; ids of states that may still
-            arrive; and whether it is being restored.
+        id: the identifier of the folder in its states; empty if it is new, or was restored in part.
     """
 
     def __init__(self, folder: Path, url: str):
-        self.folder, self.log, self.newest = folder, StateLog(url), State(0, "", {})
-        (folder / PRIVATE).mkdir(parents=True, exist_ok=True)
-        self.known: dict[str, Any] = {"number": 0, "id": "", "files": {}, "sent": [], "is_restoring": False}
-        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
-            found = parse_json(read_regular(folder / PRIVATE / KNOWN, MAX_JSON))
-            found = {"number": 0, "id": "", "sent": found.get("ids"), **found}  # earlier versions had ids only
-            self.known = {key: type(value)(found[key]) for key, value in self.known.items()}
+        self.folder, self.log, self.newest, self.id = folder, StateLog(url), State(0, "", {}), ""
+        self._file = folder / PRIVATE / IDENTIFIER
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            self.id = self._file.read_text("ascii", "replace")
         self._stored = set[str]()  # objects that are there
         self._hashed: dict[str, tuple[tuple[int, int, int], Entry]] = {}  # with size, time and inode of the file
-        self._logs_at = float("-inf")
+        self._uploaded_at = float("-inf")
 
     def warn(self, problem: str) -> None:
         """Write a warning to the terminal and to the log of the run."""
@@ -50,52 +45,42 @@ class Mirror:
         with contextlib.suppress(OSError), open_for_writing(self.folder / TRAIN_LOG, "a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%m-%d %H:%M:%S')} {text}")
 
-    def _note(self, state: State | None = None, **changes: Any) -> None:
-        """Change what is known and write it to the folder; `state` is the last one of this folder."""
-        if state:
-            changes |= {"number": state.number, "id": state.id}
-            changes["files"] = {name: entry.sha256 for name, entry in state.files.items()}
-        self.known |= changes
-        with replacing(self.folder / PRIVATE / KNOWN, "w", encoding="utf-8") as file:
-            json.dump(self.known, file)
+    def reconcile(self, creates: bool = True) -> None:
+        """Restore the folder unless its newest checkpoint is as new as that of the mirror, or newer.
 
-    def is_own(self, state: State) -> bool:
-        """Tell whether a state is that of this folder, which may have newer files."""
-        return state.id in (self.known["id"], *self.known["sent"]) and not self.known["is_restoring"]
-
-    def reconcile(self) -> None:
-        """Restore the folder if the mirror is newer; the folder wins if it is the mirror's, with or without new steps.
+        With `creates`, the first state of a mirror is created.
 
         Raises:
-            MirrorError: both have changed, or the newest state is damaged, or older than the last one of this folder.
+            MirrorError: the newest state is damaged, or the store does not keep its promises.
         """
         if (found := self.log.find_newest()) is None:
-            self._note(is_restoring=False)
-            self._append({})  # only after a state, here one without files, can a first upload be continued
-            if self.log.create(State(self.newest.number, "", {})).id != self.newest.id:
-                problem = "the store replaces objects that it should only create"
-                raise MirrorError(f"{self.log.url}: {problem}; fix: use a store with conditional writes")
-            return None
+            if creates:
+                self._create_first()
+            return
         self.newest, self._stored = found, found.objects
-        own, remote = find_newest(self.list_files()), find_newest(found.files)
-        is_own, what = self.is_own(found), ""
-        if not found.files or is_own and _position(own) >= _position(remote):
-            return self._note(found, is_restoring=False)
-        if found.number < self.known["number"]:
-            what = f"its newest state, {found.number}, is older than {self.known['number']}, that of {self.folder}"
-        elif own and not (is_own or self.known["is_restoring"]) and self._is_ahead_of(remote):
-            what = f"it was continued by another machine, and {self.folder} has other checkpoints"
-        if what:
-            fix = f"delete {self.folder} to continue the run of the URL, or set another OUT_DIR"
-            raise MirrorError(f"{self.log.url}: {what}; fix: {fix}")
-        self.restore(found)
-        return None
+        if found.files and not self._is_as_new_as(found):
+            self.restore(found)
+        self._note_whole()
 
-    def _is_ahead_of(self, remote: str) -> bool:
-        """Tell whether the folder has a newer checkpoint, or one that its last state does not name."""
-        names, known = [name for name in self.list_files() if is_checkpoint(name)], self.known["files"]
-        is_newer = _position(find_newest(names)) > _position(remote)
-        return is_newer or any(self._entry(name).sha256 != known.get(name) for name in names)
+    def _create_first(self) -> None:
+        """Create a state without files: a first upload that is killed is known by it."""
+        self._note_whole()
+        self._append({})
+        if self.log.create(self.newest._replace(id="")) != self.newest:
+            problem = "the store replaces objects that it should only create"
+            raise MirrorError(f"{self.log.url}: {problem}; fix: use a store with conditional writes")
+
+    def _note_whole(self) -> None:
+        """Write the identifier of a folder that has none."""
+        if not self.id:
+            self.id = os.urandom(32).hex()
+            with replacing(self._file, "w") as file:
+                file.write(self.id)
+
+    def _is_as_new_as(self, state: State) -> bool:
+        """Tell whether the folder is whole, and its newest checkpoint as new as that of a state, or newer."""
+        own = find_newest(self.list_files())
+        return bool(self.id and own) and _position(own) >= _position(find_newest(state.files))
 
     def fetch(self, name: str) -> None:
         """Download what the commands need: all but checkpoints, and the file of a name."""
@@ -104,30 +89,25 @@ class Mirror:
             raise MirrorError(f"{self.log.url}: no run is there; fix: check the URL")
         if name and name not in state.files:
             raise MirrorError(f"{self.log.url}/{name}: no such file; it has {', '.join(state.files)[:400]}")
-        if find_newest(self.list_files()) and not self.known["is_restoring"]:
-            return None if self.is_own(state) and not name else self.reconcile()
-        while self.restore(state, lambda other: other == name or not is_checkpoint(other)):
-            if (newer := self.log.find_newest()) is None or newer.id == state.id:
-                break
-            state = newer  # the run has deleted objects meanwhile
-        return None
+        if not self._is_as_new_as(state):
+            self.restore(state, lambda other: other == name or not is_checkpoint(other))
+        elif name and not (self.folder / name).exists():
+            self._download(name, state.files[name])
 
-    def restore(self, state: State, is_wanted: Callable[[str], bool] = lambda name: True) -> set[str]:
-        """Download the files of a state, the newest checkpoint first; return the damaged ones, which are skipped.
+    def restore(self, state: State, is_wanted: Callable[[str], bool] = lambda name: True) -> None:
+        """Download the files of a state. Damaged ones are skipped with a warning.
 
         Raises:
             MirrorError: it names checkpoints, but all are damaged.
         """
-        self._note(state, is_restoring=True)
-        names = sorted(filter(is_wanted, state.files), key=lambda name: (is_checkpoint(name), _position(name)))
-        damaged = {name for name in reversed(names) if not self._download(name, state.files[name])}
+        self.id = ""
+        self._file.unlink(missing_ok=True)
+        names = list(filter(is_wanted, state.files))
+        damaged = {name for name in names if not self._download(name, state.files[name])}
         checkpoints = {*filter(is_checkpoint, names)}
         if checkpoints and checkpoints <= damaged:
             raise MirrorError(f"{self.log.url}: all checkpoints are damaged; fix: set another OUT_DIR")
         self._stored -= {state.files[name].sha256 for name in damaged}
-        if {*names} == {*state.files}:
-            self._note(is_restoring=False)
-        return damaged
 
     def _download(self, name: str, entry: Entry) -> bool:
         """Download a file unless it is there; return False after a warning if it is damaged."""
@@ -153,7 +133,7 @@ class Mirror:
             found += [(relative / name).as_posix() for name in names if not (Path(root) / name).is_symlink()]
         return sorted(filter(is_mirrored, found), key=lambda name: (is_checkpoint(name), _position(name)), reverse=True)
 
-    def upload_changes(self, with_logs: bool = False) -> bool:
+    def upload_changes(self, is_last: bool = False) -> bool:
         """Upload what has changed, then the state; return whether anything was written.
 
         Raises:
@@ -161,12 +141,11 @@ class Mirror:
             OSError, RemoteError: the store cannot be written to.
         """
         names, before = self.list_files(), self.newest.files
-        files = self._upload(name for name in names if not _is_growing(name))
-        is_new = files != {name: entry for name, entry in before.items() if not _is_growing(name)}
-        if not (is_new or with_logs or time.monotonic() - self._logs_at >= LOGS_EVERY_S):
+        is_new = {*filter(is_checkpoint, names)} != {*filter(is_checkpoint, before)}
+        if not (is_new or is_last or time.monotonic() - self._uploaded_at >= EVERY_S):
             return False
-        files |= self._upload(filter(_is_growing, names))
-        self._logs_at = time.monotonic()
+        files = self._upload(names)
+        self._uploaded_at = time.monotonic()
         if files == before:
             return False
         self._append(files)
@@ -200,15 +179,13 @@ class Mirror:
 
     def _append(self, files: dict[str, Entry]) -> None:
         """Create the next state."""
-        state = State(self.newest.number + 1, os.urandom(32).hex(), files)
-        self._note(sent=[*self.known["sent"], state.id][-1000:])  # it may arrive although its answer is late
-        while (found := self.log.create(state)).id != state.id:
-            if found.id not in self.known["sent"]:
+        state = State(self.newest.number + 1, self.id, files)
+        while (found := self.log.create(state)) != state:
+            if found.id != self.id:
                 raise MirrorError(f"{self.log.url}: another machine has continued this run; the folder {self.folder} "
                                   "keeps this one; fix: set another OUT_DIR")  # fmt: skip
-            state = state._replace(number=found.number + 1)  # the number has an earlier state of this folder
+            state = state._replace(number=found.number + 1)  # an earlier request of this folder has arrived late
         self.newest = state
-        self._note(state, sent=[])  # none of them can get its number any more
         with contextlib.suppress(MirrorError):  # an old state is damaged: nothing is deleted
             self.log.prune(state)
         self._stored &= state.objects
@@ -228,7 +205,3 @@ def _position(name: str) -> tuple[int, ...]:
     """Return the numbers in the name of a checkpoint: its epoch and step; (0,) for other files."""
     parts = name.rpartition("/")[2].partition(".")[0].split("_")
     return tuple(int(part) for part in parts if part.isdecimal() and len(part) < 19) or (0,)
-
-
-def _is_growing(name: str) -> bool:
-    return name in _GROWING or name.startswith(f"{TENSORBOARD}/")

@@ -11,7 +11,10 @@ from support.tables import each_row
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.run_files import find_path_problem, local_folder, local_run, url_of
+from distribuuuu.engine.preflight import resolve_cfg
+from distribuuuu.files.untrusted import InvalidFileError, untrusted
 from distribuuuu.mirror import __main__ as child
+from distribuuuu.mirror import sync
 from distribuuuu.mirror.states import KEPT_STATES, MirrorError, State, StateLog, is_mirrored, parse_state
 from distribuuuu.mirror.sync import PRIVATE, Mirror
 
@@ -36,20 +39,44 @@ def read(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
+@pytest.fixture(autouse=True)
+def immediate(monkeypatch):
+    monkeypatch.setattr(sync, "EVERY_S", 0.0)
+
+
 @pytest.fixture
 def one(tmp_path) -> Mirror:
     """A mirror of FILES in tmp_path / "one", whose state 2 is at tmp_path / "store"."""
     one = mirror_of(write(tmp_path / "one"), tmp_path / "store")
     one.reconcile()
-    assert one.upload_changes(with_logs=True) and one.newest.number == 2
+    assert one.upload_changes() and one.newest.number == 2
     return one
 
 
 def test_an_empty_folder_is_restored_and_unchanged_files_are_not_uploaded_again(one, tmp_path):
-    assert not one.upload_changes(with_logs=True)
+    assert not one.upload_changes()
     other = mirror_of(tmp_path / "other", tmp_path / "store")
     other.reconcile()
-    assert read(tmp_path / "other") == FILES and not other.upload_changes(with_logs=True)
+    assert read(tmp_path / "other") == FILES and not other.upload_changes()
+
+
+def test_a_run_that_is_resumed_on_an_empty_machine_keeps_the_options_of_its_config(one, tmp_path, monkeypatch):
+    config = b"DATA: {MEAN: [0.1, 0.2, 0.3], STD: [1, 1, 1]}\n"
+    write(tmp_path / "one", {"config.yaml": config})
+    one.upload_changes()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = ["OUT_DIR", f"file://{tmp_path}/store", "MODEL.ARCH", "resnet18", "MODEL.NUM_CLASSES", "7"]
+    assert resolve_cfg(load_cfg(None, words)).DATA.MEAN == (0.1, 0.2, 0.3)
+
+
+def test_a_new_checkpoint_is_uploaded_at_once_and_other_files_with_it(one, tmp_path, monkeypatch):
+    monkeypatch.setattr(sync, "EVERY_S", 100.0)
+    write(tmp_path / "one", {"metrics.jsonl": b"{}\n{}\n"})
+    assert not one.upload_changes()
+    write(tmp_path / "one", {"checkpoints/ckpt_ep_003.pth.tar": b"three"})
+    assert one.upload_changes() and one.newest.files["metrics.jsonl"].size == 6 and not one.upload_changes()
+    write(tmp_path / "one", {"metrics.jsonl": b"{}\n"})
+    assert one.upload_changes(is_last=True)
 
 
 def test_only_objects_that_no_late_state_names_are_deleted(one, tmp_path):
@@ -67,25 +94,6 @@ def test_only_objects_that_no_late_state_names_are_deleted(one, tmp_path):
     fixed = {entry.sha256 for name, entry in one.newest.files.items() if name != "best.pth.tar"}
     assert {path.name for path in objects.iterdir()} == {new.name, *fixed, *shas[-KEPT_STATES:]}
     assert len(list((tmp_path / "store/states").iterdir())) == KEPT_STATES
-
-
-def test_a_mirror_of_earlier_versions_is_restored_and_continued(one, tmp_path):
-    """It had one index, mirror.json, which was replaced."""
-    content = json.loads((tmp_path / "store/states/000002.json").read_text())
-    shutil.rmtree(tmp_path / "store/states")
-    old = json.dumps({**content, "format": 1, "generation": 7})
-    write(tmp_path / "store", {"mirror.json": old.encode()})
-    known = {"ids": [content["id"]], "is_restoring": False, "files": {}}
-    write(tmp_path / "one", {f"{PRIVATE}/state.json": json.dumps(known).encode(), "best.pth.tar": b"better"})
-    for folder, num in (("other", 5), ("one", 5)):
-        mirror = mirror_of(tmp_path / folder, tmp_path / "store")
-        mirror.reconcile()
-        assert len(read(tmp_path / folder)) == num
-    assert mirror.upload_changes() and mirror.newest.number == 1
-    assert (tmp_path / "store/mirror.json").read_text() == old
-    other = mirror_of(tmp_path / "third", tmp_path / "store")
-    other.reconcile()
-    assert read(tmp_path / "third") == read(tmp_path / "one") and len(read(tmp_path / "one")) == 5
 
 
 def test_a_write_that_arrives_late_is_our_own_and_replaces_nothing(one, tmp_path, monkeypatch):
@@ -148,45 +156,63 @@ def test_a_first_upload_that_was_killed_is_continued_here_and_on_another_machine
     for _ in range(2):
         again = mirror_of(tmp_path / folder, tmp_path / "store")
         again.reconcile()
-    again.upload_changes(with_logs=True)
+    again.upload_changes()
     assert {**read(tmp_path / folder), **new} == read(tmp_path / folder)
 
 
-def test_the_newer_side_wins_and_two_changed_sides_are_refused(one, tmp_path):
-    mirror_of(tmp_path / "b", tmp_path / "store").reconcile()
-    write(tmp_path / "b", {"checkpoints/ckpt_ep_003.pth.tar": b"three"})
-    mirror_of(tmp_path / "b", tmp_path / "store").reconcile()  # killed before the upload: the folder wins
-    assert len(read(tmp_path / "b")) == 6
+def test_the_side_with_the_newer_checkpoint_wins_and_a_run_that_was_overtaken_stops_uploading(one, tmp_path):
     other = mirror_of(tmp_path / "b", tmp_path / "store")
     other.reconcile()
-    assert other.upload_changes()
+    write(tmp_path / "b", {"checkpoints/ckpt_ep_003.pth.tar": b"three"})
+    other = mirror_of(tmp_path / "b", tmp_path / "store")
+    other.reconcile()  # killed before the upload: the folder wins
+    assert len(read(tmp_path / "b")) == 6 and other.upload_changes()
     write(tmp_path / "one", {"best.pth.tar": b"mine"})
     for _ in range(2):
         with pytest.raises(MirrorError, match="another machine has continued this run"):
             one.upload_changes()
-    mirror_of(tmp_path / "one", tmp_path / "store").reconcile()  # no new checkpoint: the mirror wins
-    assert read(tmp_path / "one")["best.pth.tar"] == b"best" and len(read(tmp_path / "one")) == 6
-    write(tmp_path / "b", {"checkpoints/ckpt_ep_004.pth.tar": b"four"})
-    other.upload_changes()
-    write(tmp_path / "one", {"checkpoints/ckpt_ep_004.pth.tar": b"mine"})
-    with pytest.raises(MirrorError, match=r"continued by another machine, .*; fix: delete"):
-        mirror_of(tmp_path / "one", tmp_path / "store").reconcile()
+    mirror_of(tmp_path / "one", tmp_path / "store").reconcile()
+    assert read(tmp_path / "one") == read(tmp_path / "b")
+    write(tmp_path / "one", {"checkpoints/ckpt_ep_004.pth.tar": b"four"})
+    one = mirror_of(tmp_path / "one", tmp_path / "store")
+    one.reconcile()
+    assert one.upload_changes() and len(read(tmp_path / "one")) == 7
+    with pytest.raises(MirrorError, match="another machine has continued this run"):
+        write(tmp_path / "b", {"best.pth.tar": b"mine"}) and other.upload_changes()
 
 
-@pytest.mark.parametrize("is_restoring", [False, True])
-def test_a_store_that_is_older_than_the_folder_is_refused_and_deletes_nothing(one, tmp_path, is_restoring):
+def test_a_store_that_is_older_than_the_folder_gets_the_files_of_the_folder(one, tmp_path):
     """A bucket may be restored from a copy."""
     before = read(tmp_path / "store")
     write(tmp_path / "one", {"checkpoints/ckpt_ep_003.pth.tar": b"three"})
-    (tmp_path / "one/checkpoints/ckpt_ep_001.pth.tar").unlink()
-    one.upload_changes(with_logs=True)
+    one.upload_changes()
     shutil.rmtree(tmp_path / "store")
     write(tmp_path / "store", before)
-    files, again = read(tmp_path / "one"), mirror_of(tmp_path / "one", tmp_path / "store")
-    again.known["is_restoring"] = is_restoring
-    with pytest.raises(MirrorError, match="its newest state, 2, is older than 3, that of"):
-        again.reconcile()
-    assert (read(tmp_path / "one"), read(tmp_path / "store")) == (files, before)
+    again = mirror_of(tmp_path / "one", tmp_path / "store")
+    again.reconcile()
+    again.upload_changes()
+    mirror_of(tmp_path / "other", tmp_path / "store").reconcile()
+    assert read(tmp_path / "other") == read(tmp_path / "one") and len(read(tmp_path / "one")) == 6
+
+
+def test_a_folder_that_was_restored_in_part_is_not_uploaded(one, tmp_path, monkeypatch):
+    """Whether a command has read some files, or a kill has interrupted the restoring."""
+    newest, folder = "checkpoints/ckpt_ep_002.pth.tar", tmp_path / "other"
+    for name in ("", newest):
+        mirror_of(folder, tmp_path / "store").fetch(name)
+        assert {*FILES} - {*read(folder)} == {"checkpoints/ckpt_ep_001.pth.tar", newest} - {name}
+    mirror_of(folder, tmp_path / "store").reconcile()
+    assert read(folder) == FILES
+    with monkeypatch.context() as patch:
+        patch.setattr(StateLog, "download", lambda *args: open(tmp_path / "killed"))
+        (folder / "best.pth.tar").unlink()
+        write(folder, {"metrics.jsonl": b"old"})
+        with pytest.raises(FileNotFoundError):
+            mirror_of(folder, tmp_path / "store").restore(one.newest)
+    mirror_of(folder, tmp_path / "store").reconcile()
+    assert read(folder) == FILES
+    with pytest.raises(MirrorError, match=r"best_ema.pth.tar: no such file; it has checkpoints"):
+        mirror_of(folder, tmp_path / "store").fetch("best_ema.pth.tar")
 
 
 def test_a_listing_that_lacks_the_newest_state_is_not_believed(one, tmp_path, monkeypatch):
@@ -215,7 +241,7 @@ def test_damaged_objects_are_skipped_and_the_previous_checkpoint_remains(one, tm
 def test_only_files_of_a_run_are_mirrored(name):
     assert not is_mirrored(name)
     content = {"format": 2, "id": HASH, "files": {name: {"sha256": HASH, "size": 1}}}
-    with pytest.raises(MirrorError):
+    with pytest.raises(InvalidFileError), untrusted("x", "state"):
         parse_state(1, json.dumps(content).encode())
 
 
@@ -227,14 +253,17 @@ def test_only_files_of_a_run_are_mirrored(name):
      {"files": {f"checkpoints/{number}": {"sha256": HASH, "size": 1} for number in range(10_001)}}],
 )  # fmt: skip
 def test_an_invalid_state_is_refused(change):
-    with pytest.raises(MirrorError):
+    with pytest.raises(InvalidFileError), untrusted("x", "state"):
         parse_state(1, json.dumps({"format": 2, "id": HASH, "files": {}, **change}).encode())
 
 
-@each_row("data, said", [(b"\xff{", "is no state of a run"), (b" " * (5 << 20), "has 5,242,880 bytes, more than")])
+@each_row("data, said", [(b"\xff{", ""), (b" " * (5 << 20), "it has 5,242,880 bytes, more than")])
 def test_a_damaged_state_is_named_with_its_url(data, said, tmp_path):
     write(tmp_path / "store", {"states/000004.json": data})
-    with pytest.raises(MirrorError, match=f"file://{tmp_path}/store/states/000004.json: it {said}.*; fix: delete"):
+    with pytest.raises(
+        MirrorError,
+        match=f"file://{tmp_path}/store/states/000004.json: not a valid state of a run: {said}.*; fix: delete",
+    ):
         mirror_of(tmp_path / "one", tmp_path / "store").reconcile()
 
 
@@ -249,14 +278,14 @@ def test_the_local_folder_is_a_function_of_the_url_and_back():
     assert url_of(Path(local_folder("s3://bucket/run")).parents[2] / "http/host/run") is None
 
 
-@each_row("word, found", [
-    ("s3://user:secret@bucket/run", "with credentials"), ("hf://buckets/me/b/run", "a URL of s3, s3a, gs"),
-    ("typo://bucket/run", "expected a local path"), ("s3:///run", "expected s3://BUCKET/FOLDER"),
-    ("oss://bucket/run", "expected a local path"), ("S3://bucket/run", "expected s3://BUCKET"),
-    ("s3://bucket/a?token=secret", "got s3://bucket/a; expected"), ("file://localhost/q", "expected file:///FOLDER"),
-    ("gs://b/../c", "got gs://b/../c; expected"), ("s3:bucket/a", "expected s3://"), ("gcs://b/c", "a local path"),
+@each_row("word", [
+    "s3://user:secret@bucket/run", "hf://buckets/me/b/run", "typo://bucket/run", "s3:///run", "oss://bucket/run",
+    "S3://bucket/run", "s3://bucket/a?token=secret", "file://localhost/q", "gs://b/../c", "s3:bucket/a", "gcs://b/c",
 ])  # fmt: skip
-def test_a_url_of_a_wrong_form_is_refused(word, found):
+def test_a_url_of_a_wrong_form_is_refused(word):
+    found = (
+        "with credentials" if "@" in word else f"got {word.partition('?')[0]}; expected a local path, or s3://BUCKET"
+    )
     with pytest.raises(ConfigError, match=found) as error:
         load_cfg(None, ["OUT_DIR", word])
     assert "secret" not in str(error.value) and local_folder(word) == word
@@ -270,7 +299,7 @@ def test_a_failing_store_is_a_warning_every_30_seconds(tmp_path, monkeypatch, ca
         wait = staticmethod(lambda s: clock.__setitem__(0, clock[0] + s))
 
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(mirror, "upload_changes", lambda with_logs: with_logs or open(tmp_path / "down"))
+    monkeypatch.setattr(mirror, "upload_changes", lambda is_last: is_last or open(tmp_path / "down"))
     child.work(mirror, End())
     said = capsys.readouterr()
     for text in (said.err, (tmp_path / "train.log").read_text()):
@@ -307,19 +336,6 @@ def test_a_file_that_is_replaced_or_deleted_during_its_upload_is_whole(one, tmp_
     (tmp_path / "one/metrics.jsonl").write_bytes(b"[]\n")
     with pytest.raises(OSError, match=r"metrics.jsonl has changed during its upload"):
         upload(one.log, file, entry)
-
-
-def test_files_that_the_run_replaces_while_they_are_read_are_read_again(one, tmp_path):
-    reader = mirror_of(tmp_path / "other", tmp_path / "store")
-    old = one.newest
-    for number in range(KEPT_STATES):
-        write(tmp_path / "one", {"best.pth.tar": b"better %d" % number})
-        one.upload_changes(with_logs=True)
-    found = [old]
-    find, reader.log.find_newest = reader.log.find_newest, lambda: found.pop() if found else find()
-    reader.fetch("")
-    assert read(tmp_path / "other")["best.pth.tar"] == b"better 2"
-    assert reader.known["is_restoring"]  # without checkpoints
 
 
 def test_a_store_that_hangs_does_not_keep_a_run_from_ending(tmp_path, monkeypatch):
