@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -45,16 +46,17 @@ from distribuuuu.tasks.metrics import StepOutput, check_loss
 logger = logging.getLogger(__name__)
 
 
-def train_model(cfg, stop_epoch: int | None = None) -> float:
+def train_model(cfg, stop_epoch: int | None = None, profile: int = 0) -> float:
     """Train a model, resuming from the newest valid checkpoint; return the best value of the first metric, in percent.
 
-    With `stop_epoch`, the run ends after this epoch, from 1; the same call without it continues bitwise.
+    With `stop_epoch`, the run ends after this epoch, from 1; the same call without it continues bitwise. With
+    `profile`, a trace of that many steps is written, see engine/step_profile.py.
 
     Raises:
         ConfigError: the data, the model or a checkpoint contradicts the config.
         RunStopped: a signal or CHECKPOINT.MAX_HOURS stopped the run.
     """
-    cfg = resolve_cfg(cfg)
+    cfg = resolve_cfg(cfg, trains=True)
     if cfg.TRAIN.BATCH_SIZE == AUTO:
         from distribuuuu.engine.auto_batch_size import resolve_batch_size
 
@@ -64,6 +66,8 @@ def train_model(cfg, stop_epoch: int | None = None) -> float:
     train_loader, val_loader = build_loaders(cfg, launch, device)  # before the process group: workers fork
     with open_run(cfg, launch, device, TRAIN_LOG, locks=True) as started_at:
         run = build_run(cfg, train_loader, val_loader)  # restored from the newest checkpoint, if there is one
+        if profile:
+            importlib.import_module("distribuuuu.engine.step_profile").profile_steps(run, profile)
         with run.stop, run.log, save_on_stop(run):  # signals are still handled while the last checkpoint is written
             while not is_finished(cfg, run.state) and run.state.epoch < (stop_epoch or cfg.OPTIM.MAX_EPOCH):
                 try:

@@ -113,7 +113,7 @@ def parse_command(command: str) -> None:
     assert not name or name in find_commands(), f"no such command: {name}"
     if name == "test" and len(args) % 2 and not args[0].startswith("-") and not args[0].isupper():
         args = ["OUT_DIR", *args] if "://" not in args[0] else args[1:]  # a run, which is not there
-    if name in ("train", "test", "time"):
+    if name in ("train", "test"):
         parse_args(None, [*args, *(() if "--help-config" in args else ("--dump-config",))], train=name != "test")
     elif name:
         module = importlib.import_module(find_commands()[name].module)

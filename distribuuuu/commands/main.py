@@ -30,7 +30,6 @@ GROUPS = {
     },
     "Before a run": {
         "plan": Command("plan.plan", "measure the time, memory and disk that a run needs"),
-        "time": Command("plan.plan", "the same as plan --steps"),
     },
     "After a run": {
         "report": Command("report.report", "make a page about a run: curves, classes, mistakes"),

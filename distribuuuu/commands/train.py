@@ -26,6 +26,8 @@ def train(prog: str, args: list[str]) -> int:
     parser = build_parser(_TRAIN, prog)
     stop = "end after epoch N with a checkpoint; the same command without this flag continues"
     parser.add_argument("--stop-epoch", metavar="N", type=at_least(1), help=stop)
+    trace = "write a trace of N steps to OUT_DIR/profile, and list the longest operations"
+    parser.add_argument("--profile", metavar="N", type=at_least(1), default=0, help=trace)
     return run_on_config(parser, args, _train, train=True)
 
 
@@ -37,7 +39,7 @@ def test(prog: str, args: list[str]) -> int:
 def _train(cfg: Config, flags: Namespace) -> None:
     from distribuuuu.trainer import train_model
 
-    train_model(cfg, flags.stop_epoch)
+    train_model(cfg, flags.stop_epoch, flags.profile)
 
 
 def _test(cfg: Config, flags: Namespace) -> None:

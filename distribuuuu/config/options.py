@@ -46,8 +46,9 @@ _C.MODEL.PRECISE_BN = Option(0, least=0)
 _C.MODEL.ACT_CHECKPOINT = False
 # Mode of torch.compile: none (off), default, reduce-overhead (CUDA graphs) or max-autotune.
 _C.MODEL.COMPILE = Option("none", choices=("none", "default", *GRAPH_MODES))
-# Use the memory format channels_last (N, H, W, C) for images and weights, which is faster on tensor cores.
-_C.MODEL.CHANNELS_LAST = False
+# Use the memory format channels_last (N, H, W, C) for images and weights, which is faster on tensor cores. auto: the
+# faster one, as TRAIN.AMP auto; of both options, the fastest combination.
+_C.MODEL.CHANNELS_LAST = Option(False, auto=True)
 # Train on random images from memory instead of the data set, for benchmarks and tests.
 _C.MODEL.DUMMY_INPUT = False
 # Keyword arguments of the model's constructor, in lower case: {width: 32}, or MODEL.KWARGS.width 32.
@@ -93,8 +94,9 @@ _C.TRAIN.WORKERS = Option(4, least=-1, neutral=True, compared=False)
 _C.TRAIN.PIN_MEMORY = Option(True, neutral=True)
 # Steps between two readings of the training metrics, which are logged.
 _C.TRAIN.PRINT_FREQ = Option(30, least=1, neutral=True, compared=False)
-# Automatic mixed precision: none (float32), bf16 or fp16 (with loss scaling); weights remain float32.
-_C.TRAIN.AMP = Option("none", choices=("none", "bf16", "fp16"))
+# Automatic mixed precision: none (float32), bf16 or fp16 (with loss scaling); weights remain float32. auto: none or
+# bf16, the faster one on this machine if the logits agree; a run that is resumed keeps it.
+_C.TRAIN.AMP = Option("none", choices=(AUTO, "none", "bf16", "fp16"))
 # Precision of float32 matrix products on CUDA (torch.set_float32_matmul_precision): highest (float32), high (TF32) or
 # medium (bfloat16 if available, else TF32). cuDNN convolutions use TF32 in each case.
 _C.TRAIN.MATMUL_PRECISION = Option("high", choices=("highest", "high", "medium"))

@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 TakeStep = Callable[..., object]
 
+# Why a resumed run has a value.
+KEPT = "kept from the run in OUT_DIR"
 # Share of the available memory that a run may take.
 HEADROOM = 0.9
 # Messages of other errors that a lack of memory causes.
@@ -88,19 +90,34 @@ def resolve_batch_size(cfg: Config, take_step: TakeStep) -> Config:
         return cfg
     launch = detect_launch()
     sizes = list_micro_batches(cfg, launch.world_size)
-    number, reason = 0, "kept from the run in OUT_DIR"
+
+    def decide() -> tuple[int, str]:
+        kept = read_kept(cfg)
+        if kept and kept.TRAIN.BATCH_SIZE in sizes:
+            return kept.TRAIN.BATCH_SIZE, KEPT
+        return search_here(cfg, take_step, launch, sizes), "the largest that fits into memory"
+
+    return with_number(cfg, *decide_for_all(cfg, launch, "TRAIN.BATCH_SIZE", decide))
+
+
+def decide_for_all(cfg: Config, launch: Launch, key: str, decide: Callable[[], tuple]) -> Sequence[Any]:
+    """Return decide() of the first process, as JSON passes it on, on every process, before the process group.
+
+    Raises:
+        PeerError: the first process has failed; there, its ConfigError is raised.
+    """
+    decided: Any = None
     try:
-        if launch.rank == 0 and not (number := _find_kept(cfg, sizes)):
-            reason = "the largest that fits into memory"
-            number = search_here(cfg, take_step, launch, sizes)
+        if launch.rank == 0:
+            decided = decide()
     except ConfigError as error:
         error.one_process = True
         raise
     finally:
-        number = exchange(launch, number, cfg.DIST.TIMEOUT_S, cfg.DIST.STARTUP_TIMEOUT_S)[0]
-    if not number:
-        raise PeerError("TRAIN.BATCH_SIZE: got auto, but another process found no micro-batch that fits")
-    return with_number(cfg, number, reason)
+        decided = exchange(launch, decided, cfg.DIST.TIMEOUT_S, cfg.DIST.STARTUP_TIMEOUT_S)[0]
+    if not decided:
+        raise PeerError(f"{key}: got auto, but the process that finds a value has failed")
+    return decided
 
 
 def with_number(cfg: Config, number: int, reason: str = "") -> Config:
@@ -108,12 +125,12 @@ def with_number(cfg: Config, number: int, reason: str = "") -> Config:
     return changed(cfg, {"TRAIN.BATCH_SIZE": number}, f"{AUTO}, {reason}")
 
 
-def _find_kept(cfg: Config, sizes: Sequence[int]) -> int:
-    """Return the micro-batch of the run in OUT_DIR that is resumed; 0: there is none, or it does not divide a step."""
-    if not CheckpointManager(cfg.OUT_DIR).has_any(None if cfg.TRAIN.AUTO_RESUME else list_jobs(only_restarted=True)):
-        return 0
-    number = read_cfg(FoundConfig(Path(cfg.OUT_DIR) / cfg.CFG_DEST))[0].TRAIN.BATCH_SIZE
-    return number if number in sizes else 0
+def read_kept(cfg: Config) -> Config | None:
+    """Return the config of the run in OUT_DIR that is resumed; None: there is none."""
+    path = Path(cfg.OUT_DIR) / cfg.CFG_DEST
+    jobs = None if cfg.TRAIN.AUTO_RESUME else list_jobs(only_restarted=True)
+    is_resumed = path.is_file() and CheckpointManager(cfg.OUT_DIR).has_any(jobs)
+    return read_cfg(FoundConfig(path))[0] if is_resumed else None
 
 
 def search_here(cfg: Config, take_step: TakeStep, launch: Launch, sizes: Sequence[int]) -> int:

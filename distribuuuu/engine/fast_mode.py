@@ -1,54 +1,215 @@
-"""The fastest mode of a model on this machine: memory format and autocast, measured in a few seconds."""
+"""The fastest mode of a model on this machine: memory format and mixed precision, measured in some seconds.
 
+A mode is used only if the logits of each image point in the direction of those of the plainest one, with a cosine of
+0.99 or more. The result is kept in the user's cache folder, in a file for each machine and model, which may be deleted.
+"""
+
+import contextlib
 import copy
-import statistics
-import time
+import hashlib
+import itertools
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.functional import cosine_similarity
+from torch.utils.benchmark import Timer
 
-from distribuuuu.distributed.sharding import inference
+from distribuuuu import __version__
+from distribuuuu.config import Config, ConfigError, Problem
+from distribuuuu.config.config_node import changed, get_value
+from distribuuuu.config.declaration import AUTO
+from distribuuuu.config.derived import height_and_width
+from distribuuuu.config.json_file import load_json
+from distribuuuu.config.plugins import import_plugins
+from distribuuuu.config.reader import COMMAND_LINE
+from distribuuuu.distributed.ddp import compile_model
+from distribuuuu.distributed.process_group import pick_device
+from distribuuuu.distributed.sharding import inference, sum_output
+from distribuuuu.engine.auto_batch_size import KEPT, decide_for_all, in_fresh_process, read_kept, read_peak
+from distribuuuu.engine.build import set_backends
+from distribuuuu.files.atomic_file import replacing
+from distribuuuu.files.cache_folder import cache_folder
+from distribuuuu.launch.detect import detect_launch
+from distribuuuu.launch.host import count_cores
+from distribuuuu.models.build import build_model
 from distribuuuu.optim.precision import Precision
+from distribuuuu.records.environment import get_cpu_name
 
-# MODEL.CHANNELS_LAST and TRAIN.AMP of each mode, the plainest first.
-MODES = ((False, "none"), (True, "none"), (True, "bf16"))
-# Seconds per mode; a mode must be this much faster than a plainer one, and its logits must point in the same direction.
+logger = logging.getLogger(__name__)
+
+# The values of each option, the plainest first.
+CHOICES: dict[str, tuple[Any, ...]] = {"TRAIN.AMP": ("none", "bf16"), "MODEL.CHANNELS_LAST": (False, True)}
+# Seconds per mode; a mode must be this much faster than a plainer one, and its logits must agree with the plainest's.
 _SECONDS, _MIN_GAIN, _MIN_COSINE = 1.0, 1.1, 0.99
+# Images of a pass: on a CPU, more of them take longer and are as fast.
+_CPU_IMAGES, _MAX_IMAGES = 16, 256
 
 
-def find_fast_mode(model: nn.Module, images: torch.Tensor) -> dict[str, object]:
-    """Return MODEL.CHANNELS_LAST, TRAIN.AMP, the `speedup` over the plainest mode, and the seconds of an image.
+class Measured(NamedTuple):
+    """A mode, its seconds for an image, its logits (N, ...) as an array, and the peak memory of its process."""
 
-    A mode is used only if its logits agree with those of the plainest one.
+    options: dict[str, Any]
+    seconds: float
+    logits: Any
+    peak: float = 0.0
+
+
+def list_modes(cfg: Config | None = None) -> list[dict[str, Any]]:
+    """Return the options of each mode that a config leaves open, the plainest first; without a config, of all."""
+    known = {key: value for key in CHOICES if cfg and (value := get_value(cfg, key)) != AUTO}
+    values = ((known[key],) if key in known else CHOICES[key] for key in CHOICES)
+    return [dict(zip(CHOICES, mode, strict=True)) for mode in itertools.product(*values)]
+
+
+def agrees(mode: Measured, plainest: Measured) -> bool:
+    """Tell whether the logits of each image agree with those of the plainest mode; not if one is not finite."""
+    logits, expected = (torch.as_tensor(one.logits).flatten(1) for one in (mode, plainest))
+    return bool((cosine_similarity(logits, expected, dim=1) >= _MIN_COSINE).all())
+
+
+def choose_mode(measured: Sequence[Measured]) -> dict[str, Any]:
+    """Return the options of the fastest mode, its `speedup` over the first one, and the seconds of an image."""
+    first = best = measured[0]
+    for mode in measured[1:]:
+        if _MIN_GAIN * mode.seconds < best.seconds and agrees(mode, first):
+            best = mode
+    return {**best.options, "speedup": round(first.seconds / best.seconds, 2), "image_s": best.seconds}
+
+
+def measure_modes(
+    model: nn.Module, images: torch.Tensor, modes: Sequence[dict[str, Any]], trains: bool = False
+) -> list[Measured]:
+    """Return the measurements of modes, which may have MODEL.COMPILE, by forward passes.
 
     Args:
-        model: a model in evaluation mode, on the device; it is not changed.
-        images: normalized images (N, 3, H, W) on the device.
+        model: a model on the device; it is not changed.
+        images: normalized images (N, C, H, W) on the device.
+        modes: the options of each mode.
+        trains: time the forward and the backward pass of a training.
     """
-    best: dict[str, object] = {}
-    expected, plain, fastest = torch.empty(0), 0.0, 0.0
-    for channels_last, amp in MODES:
-        layout = torch.channels_last if channels_last else torch.contiguous_format
+    measured = []
+    for options in modes:
+        layout = torch.channels_last if options["MODEL.CHANNELS_LAST"] else torch.contiguous_format
         own, inputs = copy.deepcopy(model).to(memory_format=layout), images.contiguous(memory_format=layout)
-        with inference(own), Precision(amp, images.device).autocast():
-            logits, seconds = own(inputs).float(), time_passes(own, inputs)
-        expected = expected if len(expected) else logits
-        plain = plain or seconds
-        agrees = torch.nn.functional.cosine_similarity(logits, expected, dim=1).min() >= _MIN_COSINE
-        if not best or agrees and _MIN_GAIN * seconds < fastest:
-            fastest = seconds
-            best = {"MODEL.CHANNELS_LAST": channels_last, "TRAIN.AMP": amp, "speedup": round(plain / seconds, 2),
-                    "image_s": seconds / len(images)}  # fmt: skip
-    return best
+        compile_model(own, options.get("MODEL.COMPILE", "none"))
+        autocast = Precision(options["TRAIN.AMP"], images.device).autocast
+        with inference(own.eval()), autocast():
+            logits = own(inputs).float().cpu().numpy()
+
+        def take_pass(own: nn.Module = own, inputs: torch.Tensor = inputs, autocast: Callable = autocast) -> None:
+            with autocast():
+                output = own(inputs)
+            if trains:
+                own.zero_grad()
+                sum_output(output).backward()
+
+        own.train(trains)
+        with contextlib.nullcontext() if trains else inference(own):
+            take_pass()  # allocates and compiles
+            timer = Timer("take_pass()", globals={"take_pass": take_pass}, num_threads=torch.get_num_threads())
+            seconds = timer.blocked_autorange(min_run_time=_SECONDS).median  # it waits for the device
+        measured.append(Measured(options, seconds / len(images), logits, read_peak(images.device).used))
+    return measured
 
 
-def time_passes(model: nn.Module, images: torch.Tensor) -> float:
-    """Return the median of the seconds of forward passes."""
-    seconds = list[float]()
-    while len(seconds) < 3 or sum(seconds) < _SECONDS:
-        started = time.perf_counter()
-        model(images)
-        if images.is_cuda:
-            torch.cuda.synchronize(images.device)
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+# ------------------------------------------------------------------------------- the mode of a training
+
+
+def resolve_mode(cfg: Config, trains: bool) -> Config:
+    """Return the config with values for TRAIN.AMP or MODEL.CHANNELS_LAST auto, the same on all processes.
+
+    A run that is resumed or evaluated keeps its mode. For a new one, the first process measures a training. An
+    evaluation without a run takes the plainest mode.
+    """
+
+    def decide() -> tuple[dict[str, Any], str]:
+        if kept := read_kept(cfg if trains else changed(cfg, {"TRAIN.AUTO_RESUME": True})):
+            return {key: get_value(kept, key) for key in CHOICES}, KEPT
+        modes = list_modes(cfg)
+        if not trains:
+            return modes[0], "as there is no run in OUT_DIR"
+        return recall(cfg, "training", lambda: choose_mode(measure_training(cfg, modes))), ""
+
+    return with_mode(cfg, *decide_for_all(cfg, detect_launch(), "TRAIN.AMP", decide))
+
+
+def with_mode(cfg: Config, mode: dict[str, Any], reason: str = "") -> Config:
+    """Return a frozen copy with a mode, which was found for the reason, where the config says auto.
+
+    To records, it is as if the command line had set it: the results do depend on it.
+    """
+    own = {key: mode[key] for key in CHOICES if get_value(cfg, key) == AUTO}
+    chosen, found = changed(cfg, own, COMMAND_LINE), ", ".join(f"{key} {value}" for key, value in own.items())
+    reason = reason or f"the fastest mode of this machine, {mode['speedup']} x the plainest"
+    chosen.notes.append((logging.INFO, f"{found}: {AUTO}, {reason}"))
+    return chosen
+
+
+def measure_training(cfg: Config, modes: Sequence[dict[str, Any]]) -> list[Measured]:
+    """Return the measurements of modes in a new process, of the model of a config with random weights.
+
+    Raises:
+        ConfigError: memory does not suffice, or the model fails.
+    """
+    found = in_fresh_process(_measure_here, changed(cfg, {**modes[0]}), modes)
+    if isinstance(found, str):
+        fix = "fix: a smaller TRAIN.BATCH_SIZE"
+        raise ConfigError(Problem("TRAIN.AMP", f"a mode does not fit into memory: {found}; {fix}", cfg.origins))
+    return found
+
+
+def _measure_here(folder: str, cfg: Config, modes: Sequence[dict[str, Any]]) -> list[Measured]:
+    import_plugins(cfg.PLUGINS)
+    device = pick_device(detect_launch().local_rank)
+    set_backends(cfg, device)
+    torch.manual_seed(0)
+    most = _CPU_IMAGES if device.type == "cpu" else _MAX_IMAGES
+    num = most if cfg.TRAIN.BATCH_SIZE == AUTO else min(most, cfg.TRAIN.BATCH_SIZE)
+    images = torch.randn(num, cfg.DATA.CHANNELS, *height_and_width(cfg.TRAIN.IM_SIZE))
+    return measure_modes(build_model(cfg).to(device), images.to(device), modes, trains=True)
+
+
+# ----------------------------------------------------------------------------------------- the cache
+
+
+def recall(cfg: Config, what: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the mode that was measured before on this machine, for this model and `what`; else measure and store it.
+
+    A file that is missing, damaged or cannot be written is no error.
+    """
+    device = pick_device(0)
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else get_cpu_name()
+    threads = count_cores(), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    model = {key: value for key, value in cfg.MODEL.items() if key not in ("CHANNELS_LAST", "COMPILE")}
+    size = cfg.TRAIN.IM_SIZE, cfg.TRAIN.BATCH_SIZE, cfg.TEST.CROP_SIZE, cfg.DATA.CHANNELS
+    identity = __version__, torch.__version__, machine, threads, model, size, what, list_modes(cfg)
+    name = hashlib.sha256(repr(identity).encode(errors="surrogateescape")).hexdigest()[:32]
+    path = cache_folder() / "modes" / f"{name}.json"
+    if found := _read(path):
+        return found
+    mode = measure()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, "w", encoding="utf-8") as file:
+            json.dump(mode, file)
+    except OSError as error:
+        logger.warning("cannot write %s: %s; the modes are measured again next time", path, error.strerror or error)
+    return mode
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the mode in a file; {}: there is no valid one."""
+    try:
+        mode = load_json(path)
+        is_known = {key: mode[key] for key in CHOICES} in list_modes()
+        is_valid = is_known and all(0 < float(mode[key]) < math.inf for key in ("speedup", "image_s"))
+    except (ConfigError, LookupError, TypeError, ValueError):
+        return {}
+    return mode if is_valid else {}

@@ -84,10 +84,11 @@ def resolve_num_classes(cfg: Config) -> Config:
     return resolved
 
 
-def resolve_cfg(cfg: Config, weights: str = "") -> Config:
+def resolve_cfg(cfg: Config, weights: str = "", trains: bool = False) -> Config:
     """Return the config of a run: with the number of classes of the data and the preprocessing of its weights.
 
-    `weights` are those of an evaluation; empty: those that a training starts with, see models/preprocessing.py.
+    `weights` are those of an evaluation; empty: those that a training starts with, see models/preprocessing.py. If it
+    `trains`, TRAIN.AMP and MODEL.CHANNELS_LAST auto are measured.
 
     Raises:
         ConfigError: as `resolve_num_classes` and `check_model`, or the optimizer or the weights are wrong.
@@ -112,6 +113,10 @@ def resolve_cfg(cfg: Config, weights: str = "") -> Config:
         from distribuuuu.optim.trial_step import take_trial_step
 
         take_trial_step(cfg)
+    if AUTO in (cfg.TRAIN.AMP, cfg.MODEL.CHANNELS_LAST):
+        from distribuuuu.engine.fast_mode import resolve_mode
+
+        cfg = resolve_mode(cfg, trains)
     return cfg
 
 

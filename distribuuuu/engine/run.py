@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,7 +71,7 @@ class Run(Training):
             NonFiniteError: the weights, or the loss of a step since the last row of metrics, are infinite or NaN.
             CheckpointError: the previous checkpoint could not be written.
         """
-        content = self.state.to_dict()
+        started, content = time.perf_counter(), self.state.to_dict()
         check_loss({"loss": sum(map(loss_in, content["meter"]))})
         own = snapshot(self.task.rank_state_dict())
         gathered = dist.gather_objects(own)
@@ -83,7 +84,9 @@ class Run(Training):
         if evaluations:
             epoch = self.state.epoch - 1
             content |= {"evaluations": evaluations, "evaluated_at": (epoch, self.train_loader.steps_of(epoch))}
-        return self.checkpoints.save(content, ends_run=ends_run, write_results=self.results.write)
+        path = self.checkpoints.save(content, ends_run=ends_run, write_results=self.results.write)
+        self.log.spent["checkpoints"] += time.perf_counter() - started
+        return path
 
 
 def begin_epoch(run: Run) -> None:

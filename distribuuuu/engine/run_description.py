@@ -121,6 +121,9 @@ def describe_end(run: Run, started: float) -> None:
         out = shlex.quote(str(cfg.OUT_DIR))
         for command in ("test {}", "report {}", "predict {} IMAGES", "export {} --format onnx --out FOLDER"):
             logger.info("next: distribuuuu %s", command.format(out))
+    if any(run.log.spent.values()):
+        shares = (100 * seconds / (time.perf_counter() - started) for seconds in run.log.spent.values())
+        logger.info("time: training %.0f%% (waiting for data %.0f%%), evaluation %.0f%%, checkpoints %.0f%%", *shares)
     if state.num_skipped:
         num_steps = sum(map(run.train_loader.steps_of, range(state.epoch)))  # the last epoch may end early
         logger.warning("the task applied no gradients in %d of %d steps", state.num_skipped, num_steps)

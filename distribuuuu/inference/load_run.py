@@ -18,6 +18,7 @@ from distribuuuu.checkpoint.io import CheckpointError, is_list_of, read_checkpoi
 from distribuuuu.checkpoint.weights_files import KINDS, RAW, best_paths, build_kinds, find_best, kind_of
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg, load_cfg
 from distribuuuu.config.config_node import changed, get_value
+from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
@@ -185,7 +186,12 @@ def _assemble(
     cfg = changed(cfg, {"MODEL.NUM_CLASSES": len(classes), "DATA.MEAN": mean, "DATA.STD": std, **own})
     kind, tensors = str(content.get("weights")), content.get("state_dict")
     flags = content.get("has_classifier") is not False, content.get("deployed") is True
-    return LoadedRun(source, kind, cfg, tuple(classes), tensors, folder, None, content.get("task"), *flags)
+    run = LoadedRun(source, kind, cfg, tuple(classes), tensors, folder, None, content.get("task"), *flags)
+    if AUTO in (cfg.TRAIN.AMP, cfg.MODEL.CHANNELS_LAST):
+        from distribuuuu.inference.mode_of_run import resolve_run_mode
+
+        run = resolve_run_mode(run)
+    return run
 
 
 def open_data(cfg: Config, train: bool = False) -> ImageDataset:

@@ -172,6 +172,8 @@ class Log:
         self._end = self.num_steps
         self._build_table()
         self._evaluation = ""  # of the bar
+        # Seconds of this start by part; those of data and checkpoints are in others too.
+        self.spent: dict[str, float] = dict.fromkeys(("training", "data", "evaluation", "checkpoints"), 0.0)
         self._scalars: dict[int, dict[str, float]] = {}  # by epoch
         self._records: RecordFile | None = None
         self._stage: str | None = None
@@ -241,6 +243,8 @@ class Log:
         elapsed, images = now - self._last_read, (position - self._read_position) * self.images_per_step
         self.timing["images"] += images
         self.timing["seconds"] += elapsed
+        self.spent["training"] += elapsed
+        self.spent["data"] += data_time_s
         speed = {
             "images_per_s": images / elapsed,
             "wait": min(1.0, data_time_s / elapsed),
@@ -304,6 +308,7 @@ class Log:
         `results` are those of `evaluate` by kind of weights, "raw" or "ema"; `bests` the best evaluation of each kind.
         """
         seconds, best_texts = time.perf_counter() - self._last_read, []
+        self.spent["evaluation"] += seconds
         selecting = next(iter(self.eval_metrics.values()), "loss")
         for weights, metrics in results.items():
             kind, suffix = ("eval", "") if weights == "raw" else (f"eval_{weights}", f", {weights}")

@@ -22,7 +22,6 @@ TAKE_OPTIONS = (
     "train",
     "test",
     "plan",
-    "time",
     "sweep",
     "predict",
     "export",

@@ -13,7 +13,7 @@ OPTIONAL_COMMANDS = {
     "doctor": ("distribuuuu/commands/doctor", "tests/commands/doctor", "docs/doctor.md"),
     "export": ("distribuuuu/commands/export", "tests/commands/export"),
     "pack": ("distribuuuu/commands/pack", "tests/commands/pack", "tools/pack_dataset.py"),
-    "plan": ("distribuuuu/commands/plan", "tests/commands/plan", "docs/plan.md", "tools/time_net.py"),
+    "plan": ("distribuuuu/commands/plan", "tests/commands/plan", "docs/plan.md"),
     "predict": ("distribuuuu/commands/predict", "tests/commands/predict"),
     "probe": ("distribuuuu/commands/probe", "tests/commands/probe"),
     "report": ("distribuuuu/commands/report", "tests/commands/report", "docs/report.md"),
@@ -24,7 +24,6 @@ OPTIONAL_COMMANDS = {
     "table": ("distribuuuu/commands/table", "tests/commands/table", "tools/make_table.py"),
     "track": ("distribuuuu/commands/track", "distribuuuu/records/trackers", "tests/commands/track",
               "tests/records/trackers", "docs/trackers.md"),
-    "time": ("distribuuuu/commands/plan", "tests/commands/plan", "docs/plan.md", "tools/time_net.py"),
 }  # fmt: skip
 
 

@@ -26,24 +26,25 @@ from distribuuuu.commands.finetune.head import (
     set_head,
     write_model,
     write_probe,
-    zero_image,
 )
 from distribuuuu.commands.finetune.recipe import build_recipe, choose_epochs, find_kind, measure_epoch
 from distribuuuu.commands.finetune.summary import format_backbones, format_choice, next_commands
 from distribuuuu.commands.scan.splitting import Images, write_split
 from distribuuuu.config import Config, ConfigError, load_cfg
 from distribuuuu.config.config_node import changed
+from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.build_transform import statistics_of
 from distribuuuu.engine.auto_batch_size import in_fresh_process
 from distribuuuu.engine.build import make_out_dir
-from distribuuuu.engine.fast_mode import find_fast_mode
+from distribuuuu.engine.fast_mode import CHOICES
 from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.engine.run_lock import lock_out_dir
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import printable
 from distribuuuu.inference.loaded_run import LoadedRun
+from distribuuuu.inference.mode_of_run import find_fast_mode
 from distribuuuu.launch.nproc import run_processes
 from distribuuuu.launch.signals import STATUS_OF, RunStopped
 from distribuuuu.models import count_parameters
@@ -53,9 +54,8 @@ from distribuuuu.trainer import evaluate_weights
 
 # Size of the evaluated images by that of the training; share of the minutes that features may take.
 _LARGER, _FEATURES_SHARE = 1.29, 0.6
-# Images of the measurement of the fast mode.
-_MODE_IMAGES = 16
 TRAINING = "finetune"
+_AUTO = [(key, AUTO) for key in CHOICES]
 
 
 def say(*lines: str) -> None:
@@ -124,7 +124,8 @@ class Candidate:
         self.words = [str(word) for pair in options.items() for word in pair]
         table = {key for key in flags.overrides[::2] if key.startswith("DATA.TABLE")}
         pairs = zip(flags.overrides[::2], flags.overrides[1::2], strict=True)
-        self.own = [word for pair in pairs if pair[0] not in table for word in pair]
+        # auto is what they are anyway.
+        self.own = [word for pair in pairs if pair[0] not in table and pair not in _AUTO for word in pair]
         cfg = resolve_cfg(load_cfg(None, [*self.words, *self.own]))
         mean, std = statistics_of(cfg, dataset_class(cfg))
         self.cfg = changed(cfg, {"DATA.MEAN": tuple(mean), "DATA.STD": tuple(std)})
@@ -135,7 +136,7 @@ class Candidate:
         plain = open_backbone(self.cfg, self.images.classes, self.name)
         mode = decisions.once(f"{self.key}: mode", lambda: self.find_mode(plain))
         image_s = mode["image_s"]
-        mode = {key: mode[key] for key in ("MODEL.CHANNELS_LAST", "TRAIN.AMP") if key not in self.own}
+        mode = {key: mode[key] for key in CHOICES if key not in self.own}
         views = decisions.once(f"{self.key}: views", lambda: self.choose_views(plain, image_s))
         self.cfg = changed(self.cfg, options := mode | views["options"])
         self.words += [str(word) for pair in options.items() for word in pair]
@@ -178,9 +179,7 @@ class Candidate:
 
     def find_mode(self, plain: LoadedRun) -> dict[str, Any]:
         """Return the fast mode of this machine."""
-        images = zero_image(plain, _MODE_IMAGES)
-        images.copy_(torch.randn(images.shape, generator=torch.Generator().manual_seed(0)))
-        mode = find_fast_mode(plain.model, images)
+        mode = find_fast_mode(replace(plain, cfg=changed(self.cfg, dict(_AUTO))))
         layout = "channels_last" if mode["MODEL.CHANNELS_LAST"] else "contiguous"
         say(f"{self.name}: {layout}, AMP {mode['TRAIN.AMP']}: {mode['speedup']} x the speed of the plain mode")
         return mode

@@ -37,6 +37,7 @@ from distribuuuu.engine.auto_batch_size import (
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.engine.run import Run, begin_epoch
+from distribuuuu.engine.step_profile import StepParts, mark_time, seconds_between
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import count_parameters
 from distribuuuu.optim.schedules import set_lr
@@ -59,7 +60,7 @@ def measure_and_plan(cfg: Config, num_processes: int) -> dict[str, Any]:
     Raises:
         ConfigError: the config contradicts the model or the data, or memory does not suffice.
     """
-    cfg = resolve_cfg(cfg)
+    cfg = resolve_cfg(cfg, trains=True)
     if cfg.TRAIN.BATCH_SIZE == AUTO:
         cfg = with_number(cfg, search_here(cfg, take_step, _HERE, list_micro_batches(cfg, num_processes)))
     plan = plan_of(cfg, num_processes)
@@ -90,7 +91,9 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
         num_steps = found["images"]["train"] // plan.global_batch
         found |= {"step_s": {}, "epoch_s": {}}
         for epoch in epochs:
-            ends, waited = _train(run, epoch, STEPS_S / len(epochs))
+            with StepParts(run) as parts:
+                ends, waited = _train(run, epoch, STEPS_S / len(epochs))
+                found["parts"] = parts.shares()[1]
             found["step_s"][sizes[epoch]] = step_seconds(ends, ahead)
             found["epoch_s"][sizes[epoch]] = extrapolate(ends, num_steps, ahead)
         found["start_s"] += max(0.0, first[-1] - len(first) * found["step_s"][sizes[epochs[0]]])  # the warm-up
@@ -136,17 +139,14 @@ def _timed(items: Iterable, ends: list[float], limit_s: float, device: torch.dev
                 break
     synchronize(device)
     first = marks[0]
-    ends += [mark - first if isinstance(mark, float) else 1e-3 * first.elapsed_time(mark) for mark in marks[1:]]
+    ends += [seconds_between(first, mark) for mark in marks[1:]]
 
 
 def _mark(device: torch.device) -> Any:
     """Return the present time in seconds, after all queued work; on CUDA, an event."""
-    if device.type == "cuda":
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-    synchronize(device)
-    return time.perf_counter()
+    if device.type != "cuda":
+        synchronize(device)
+    return mark_time(device)
 
 
 def _train(run: Run, epoch: int, limit_s: float) -> tuple[list[float], float]:

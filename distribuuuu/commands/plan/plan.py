@@ -3,15 +3,14 @@
 import json
 import sys
 import textwrap
-from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
 from distribuuuu.commands import arguments
-from distribuuuu.commands.arguments import parse_args, run_on_config
+from distribuuuu.commands.arguments import parse_args
 from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.output import FORMATS, WIDTH, print_report
-from distribuuuu.config import Config, ConfigError, Problem
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 
 _DESCRIPTION = """Predict what a run needs before it starts: parameters, FLOPs, steps, memory,
@@ -21,26 +20,31 @@ longer if a step takes more than a second, and writes nothing to OUT_DIR.
   %(prog)s --cfg shapes/resnet14
   %(prog)s --cfg imagenet/resnet50 --nproc 8 TRAIN.AMP bf16
   %(prog)s --cfg imagenet/resnet50 --format json > plan.json
-  %(prog)s --cfg imagenet/resnet50 --steps
+  %(prog)s --cfg imagenet/resnet50 --modes
 
-With --steps, it measures the parts of a training step instead: model, loader,
-both together and the all-reduce, on the processes of --nproc or of a launcher,
-and names the bottleneck. It also writes them to OUT_DIR/timing.json.
+With --modes, it compares float32, bf16, channels_last and compiled models:
+images/s, memory and the logits.
+train --profile N shows the parts of the steps of a run, on any processes.
 
 Exit status: 0; 2: an error, also if memory does not suffice.
 """
 
 
 def plan(prog: str, args: list[str]) -> int:
-    """Plan a run, or measure its steps, and print the result; return the exit status."""
-    if "--steps" in args:
-        return time(prog, [word for word in args if word != "--steps"])
+    """Plan a run, or compare modes, and print the result; return the exit status."""
     cfg, flags = parse_args(build_parser(prog), args, train=True)
     if cfg is None:
         return 0
     if cfg.OPTIM.MAX_EPOCH < 1:
         message = f"got {cfg.OPTIM.MAX_EPOCH}; expected 1 or more: a run without epochs has no steps to measure"
         raise ConfigError(Problem("OPTIM.MAX_EPOCH", message, cfg.origins))
+    if flags.modes:
+        print("measuring each mode, the compiled one for minutes", file=sys.stderr, flush=True)
+        from distribuuuu.commands.plan.modes import format_table, measure_table
+
+        rows = list(measure_table(cfg))
+        print_report(json.dumps(rows, indent=1) if flags.format == "json" else "\n".join(format_table(rows)))
+        return 0
     print("measuring the steps for about a minute", file=sys.stderr, flush=True)
     from distribuuuu.commands.plan.measure_run import measure_and_plan
 
@@ -52,20 +56,9 @@ def plan(prog: str, args: list[str]) -> int:
 def build_parser(prog: str | None = None) -> CommandParser:
     """Return the parser of the flags; the remaining arguments are KEY VALUE pairs."""
     parser = arguments.build_parser(_DESCRIPTION, prog)
-    parser.add_argument("--steps", action="store_true", help="measure the parts of a step instead, as distribuuuu time")
-    parser.add_argument("--format", choices=FORMATS, default="text", help="of the output, not with --steps (text)")
+    parser.add_argument("--modes", action="store_true", help="compare float32, bf16, channels_last and compiled models")
+    parser.add_argument("--format", choices=FORMATS, default="text", help="of the output (text)")
     return parser
-
-
-def time(prog: str, args: list[str]) -> int:
-    """Measure the parts of a training step; return the exit status."""
-    return run_on_config(arguments.build_parser(_DESCRIPTION, prog), args, _measure_steps, train=True)
-
-
-def _measure_steps(cfg: Config, flags: Namespace) -> None:
-    from distribuuuu.commands.plan.steps import measure_steps
-
-    measure_steps(cfg)
 
 
 # ----------------------------------------------------------------------------------------- text
@@ -92,6 +85,7 @@ def _list_rows(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "memory", f"{memory['peak_mib']:,.0f} MiB of the {where} per process; {free}"
     steps = ", ".join(f"{1e3 * seconds:,.1f} ms at {size} px" for size, seconds in result["step_s"].items())
     yield "time per step", steps
+    yield "of which", ", ".join(f"{part} {share:.0%}" for part, share in result["parts"].items())
     speeds = {name: speed for name, speed in result["images_per_s"].items() if speed}
     yield "images/s", ", ".join(f"{name} {speed:,.0f}" for name, speed in speeds.items()) + " per process"
     total = sum(result["seconds"].values())

@@ -48,6 +48,9 @@ def predict_files(job: Namespace) -> int:
         ConfigError: the run cannot be loaded, an option does not suit it, or the output cannot be written.
     """
     run = find_run(job.run, job.cfg, job.overrides)
+    # All processes use the mode that this one has found for auto.
+    job.overrides = [*job.overrides, "TRAIN.AMP", run.cfg.TRAIN.AMP]
+    job.overrides += ["MODEL.CHANNELS_LAST", str(run.cfg.MODEL.CHANNELS_LAST)]
     selection = choose_selection(run.cfg, len(run.classes), job.topk, job.threshold)
     spans = list_spans(len(job.files), run.cfg.TEST.BATCH_SIZE)
     header = "" if _is_json(job) else csv_line(["path", *list_columns(selection, run.classes)])

@@ -53,6 +53,7 @@ def probe_run(run: LoadedRun) -> dict[str, Any]:
         "temperature": TEMPERATURE, "penalty": penalty, "correct": counts,
         "top1": {name: 100 * count / num for name, count in counts.items()},
         "interval": {name: [100 * end for end in wilson_interval(count, num)] for name, count in counts.items()},
+        "amp": run.cfg.TRAIN.AMP, "channels_last": run.cfg.MODEL.CHANNELS_LAST,
     }  # fmt: skip
 
 

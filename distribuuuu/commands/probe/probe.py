@@ -6,6 +6,7 @@ from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.output import check_out_file, print_report
+from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.run_files import RUN_KINDS
 from distribuuuu.inference.locate_run import locate_run
 from distribuuuu.launch.host import tune_malloc
@@ -22,13 +23,15 @@ that is fitted to the training images.
 def probe(prog: str, args: list[str]) -> int:
     """Read the command line, then print and write the result."""
     flags = build_parser(prog).parse_args(args)
-    locate_run(flags.run)
+    is_published = locate_run(flags.run).is_published
     tune_malloc()
     from distribuuuu.commands.html.page import write_page
     from distribuuuu.commands.probe.feature_probe import probe_run
     from distribuuuu.inference.load_run import find_run
 
-    run = find_run(flags.run, flags.cfg, flags.overrides)
+    # Published weights have no mode of their own. A run is measured in its mode, as its evaluations are.
+    auto = ["TRAIN.AMP", AUTO, "MODEL.CHANNELS_LAST", AUTO] if is_published else []
+    run = find_run(flags.run, flags.cfg, [*auto, *flags.overrides])
     folder = run.cfg.OUT_DIR if os.path.isdir(run.cfg.OUT_DIR) else "."  # of published weights
     out = Path(flags.out or Path(folder, "probe.json"))
     check_out_file(out)

@@ -83,6 +83,8 @@ def test_a_small_run_is_planned(image_folder, tmp_path, capsys, in_this_process)
     assert result["model"]["gflops"] > 0.001 and result["images"] == {"train": 48, "val": 37}
     assert result["steps_per_epoch"] == 2 and result["batch"]["global_batch"] == 24
     assert set(result["step_s"]) == {"8", "16"} and result["hours"] > 0
+    assert [*result["parts"]] == ["data", "forward", "backward", "optimizer", "other"]
+    assert sum(result["parts"].values()) == pytest.approx(1) and min(result["parts"].values()) >= 0
     assert result["checkpoint_mib"] > 0.5 and result["best_mib"] > 0.4 and result["memory"]["peak_mib"] > 1
     assert "2 processes" in result["assumption"] and not (tmp_path / "out").exists()
 
@@ -94,7 +96,7 @@ def test_the_table_and_a_run_that_does_not_fit(image_folder, tmp_path, capsys, i
     assert max(map(len, lines)) <= 80
     names = [line[:14].strip() for line in lines if line[0] != " "]
     assert names[:5] == ["model", "images", "step", "run", "memory"]
-    assert names[5:] == ["time per step", "images/s", "hours", "disk", "bottleneck"]
+    assert names[5:] == ["time per step", "of which", "images/s", "hours", "disk", "bottleneck"]
     monkeypatch.setattr(measure_run, "in_fresh_process", lambda *args: "the trial ended with status -9")
     assert dispatch("distribuuuu", args) == 2
     assert "out of memory" in (said := capsys.readouterr().err) and "fix: TRAIN.BATCH_SIZE auto" in said
