@@ -98,7 +98,8 @@ def measure_modes(
     for options in modes:
         layout = torch.channels_last if options["MODEL.CHANNELS_LAST"] else torch.contiguous_format
         own, inputs = copy.deepcopy(model).to(memory_format=layout), images.contiguous(memory_format=layout)
-        compile_model(own, options.get("MODEL.COMPILE", "none"))
+        if "MODEL.COMPILE" in options:
+            compile_model(own, options["MODEL.COMPILE"])
         autocast = Precision(options["TRAIN.AMP"], images.device).autocast
         with inference(own.eval()), autocast():
             logits = own(inputs).float().cpu().numpy()
