@@ -80,10 +80,10 @@ def read_cfg(cfg_file: CfgFiles = None, overrides: Sequence[str] = ()) -> tuple[
         if "TRAIN.DATASET" in cfg.origins:
             cfg.origins["TEST.DATASET"] = cfg.origins["TRAIN.DATASET"]
     cfg.OUT_DIR = local_folder(cfg.OUT_DIR)
-    failures = _find_plugin_problems(cfg, cfg_file)
-    problems += [*failures, *_find_inherited_arguments(cfg, of_file)]
+    are_missing = _import_plugins(cfg, cfg_file, problems)
+    problems += _find_inherited_arguments(cfg, of_file)
     # An unknown name may be that of a plug-in that is missing.
-    found = [problem for problem in find_problems(cfg) if not (failures and problem.key in _ENTRIES)]
+    found = [problem for problem in find_problems(cfg) if not (are_missing and problem.key in _ENTRIES)]
     refused = {problem.key for problem in problems}  # an option whose value was refused has its default
     problems += [problem for problem in found if problem.key not in refused]
     cfg.freeze()
@@ -111,18 +111,21 @@ def _add_recipe_plugins(cfg: Config) -> None:
     cfg.PLUGINS = tuple(dict.fromkeys((*cfg.PLUGINS, *files)))
 
 
-def _find_plugin_problems(cfg: Config, cfg_file: CfgFiles) -> list[Problem]:
-    """Import the plug-ins of a config; return a problem for each that cannot be imported."""
+def _import_plugins(cfg: Config, cfg_file: CfgFiles, problems: list[Problem]) -> bool:
+    """Import the plug-ins of a config, and append a problem for each that fails; return whether some are missing."""
     if not cfg.PLUGINS:
-        return []
-    from distribuuuu.config.plugins import import_plugins
+        return False
+    from distribuuuu.config.plugins import import_plugins, is_shipped
 
+    if problems and all(map(is_shipped, cfg.PLUGINS)):  # which import torch: the problems are reported at once
+        return True
     is_found = isinstance(cfg_file, FoundConfig) and cfg.origins.get("PLUGINS") != COMMAND_LINE
     try:
         import_plugins(cfg.PLUGINS, str(cfg_file) if is_found else "")
     except ConfigError as error:
-        return [problem.located(cfg.origins) for problem in error.problems]
-    return []
+        problems += [problem.located(cfg.origins) for problem in error.problems]
+        return True
+    return False
 
 
 def _find_inherited_arguments(cfg: Config, of_file: Config) -> Iterator[Problem]:

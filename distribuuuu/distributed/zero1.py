@@ -40,19 +40,12 @@ class PartitionedOptimizer(Optimizer):
         self.defaults = self.optim.defaults
         _copy_settings(self.optim.param_groups, self.param_groups)
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Tell GradScaler whether the update skips itself on the device, without a read, if gradients overflowed."""
-        return getattr(self.optim, "_step_supports_amp_scaling", False)
-
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update this process's share, then receive the others'. Every process must call it.
 
         Takes the memory of all weights for the exchange.
         """
         _copy_settings(self.param_groups, self.optim.param_groups)
-        for name in ("grad_scale", "found_inf"):  # of GradScaler
-            setattr(self.optim, name, getattr(self, name, None))
         self.optim.step()
         _exchange(self._shares)
 

@@ -7,53 +7,33 @@ from distribuuuu.config.errors import near_matches
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.hints.words import normalized
 
-# Flags and keys of timm, torchvision, pycls, detectron2, Lightning and torchrun -> equivalent arguments. {}: the value
-# of the flag; the others have none.
+# Flags and keys of other frameworks whose name is no part of an option -> equivalent arguments. {}: the value of the
+# flag; the others have none.
 EQUIVALENTS = {
     "amp mixed-precision use-amp": "TRAIN.AMP bf16",
     "a arch model net model-name type": "MODEL.ARCH {}",
-    "aa auto-augment": "AUG.POLICY {}",
     "accumulate-grad-batches accum-iter accum-steps gradient-accumulation-steps": "TRAIN.GLOBAL_BATCH_SIZE IMAGES",
     "b bs batch batch-size train-batch-size per-device-train-batch-size": "TRAIN.BATCH_SIZE {}",
     "c config config-file conf": "--cfg {}",
     "clip clip-grad clip-grad-norm max-grad-norm": "OPTIM.CLIP_NORM {}",
-    "compile torchcompile": "MODEL.COMPILE default",
-    "cutmix cutmix-alpha": "AUG.CUTMIX {}",
     "d data data-dir data-path data-root dataset-path path root": "TRAIN.DATASET {}",
-    "dataset": "DATA.NAME {}",
-    "deterministic use-deterministic-algorithms": "CUDNN.DETERMINISTIC True",
-    "drop drop-rate dropout": "MODEL.KWARGS.drop_rate {}",
     "drop-path drop-path-rate": "MODEL.KWARGS.drop_path_rate {}",
     "epochs max-epochs max-epoch num-epochs": "OPTIM.MAX_EPOCH {}",
     "gpus gpu nproc-per-node nproc_per_node num-gpus devices world-size": "--nproc {}",
-    "grad-checkpointing gradient-checkpointing": "MODEL.ACT_CHECKPOINT True",
-    "hflip hflip-prob": "DATA.FLIP {}",
     "img-size input-size image-size imgsz train-crop-size": "TRAIN.IM_SIZE {}",
     "init-checkpoint initial-checkpoint weights checkpoint ckpt": "MODEL.WEIGHTS {}",
-    "interpolation train-interpolation": "DATA.INTERPOLATION {}",
     "j workers num-workers": "TRAIN.WORKERS {}",
-    "log-interval print-freq log-every": "TRAIN.PRINT_FREQ {}",
     "lr learning-rate base-lr blr": "OPTIM.BASE_LR {}",
-    "lr-gamma decay-rate": "OPTIM.LR_MULT {}",
-    "lr-milestones decay-milestones": "OPTIM.STEPS {}",
-    "min-lr lr-min warmup-min-lr": "OPTIM.MIN_LR FACTOR (of OPTIM.BASE_LR)",
-    "mixup mixup-alpha": "AUG.MIXUP {}",
     "model-ema ema": "EMA.HALF_LIFE IMAGES",
     "o out output output-dir out-dir save-dir log-dir": "OUT_DIR {}",
     "opt optimizer optim": "OPTIM.NAME {}",
-    "pretrained": "MODEL.PRETRAINED True",
-    "ra-reps aug-repeats": "DATA.REPEATS {}",
     "reprob random-erase": "AUG.ERASING {}",
     "resume": "TRAIN.AUTO_RESUME True (from OUT_DIR) or MODEL.WEIGHTS {}",
-    "save-freq checkpoint-hist": "CHECKPOINT.KEEP_LAST {}",
     "sched scheduler lr-scheduler": "OPTIM.LR_POLICY {}",
     "seed": "RNG_SEED {}",
     "smoothing label-smoothing": "LOSS.LABEL_SMOOTHING {}",
-    "sync-bn syncbn": "MODEL.SYNCBN True",
-    "teacher teacher-model": "DISTILL.TEACHER {}",
     "eval-freq eval-interval eval-every val-interval check-val-every-n-epoch": "TRAIN.EVAL_PERIOD {}",
     "early-stop early-stopping earlystopping patience": "TRAIN.PATIENCE {}",
-    "precision": "TRAIN.AMP {}",
     "e eval evaluate test test-only validate": "distribuuuu test",
     "val-batch-size test-batch-size validation-batch-size": "TEST.BATCH_SIZE {}",
     "warmup-epochs lr-warmup-epochs warmup": "OPTIM.WARMUP_EPOCHS {}",
@@ -69,7 +49,6 @@ MISSING = {
     "--cfg FILE FILE merges files",
     "max-iter max-iters max-steps num-steps iterations num-iterations": "the length of a run is in epochs; set "
     "OPTIM.MAX_EPOCH",
-    "callbacks hooks": "there are no callbacks; docs/extending.md shows where to change the loop",
     "tune": "it was removed; run plan with each option, e.g. TRAIN.AMP bf16, and compare the hours",
     "accelerator device": "CUDA is used where it is available; CUDA_VISIBLE_DEVICES selects the GPUs",
 }

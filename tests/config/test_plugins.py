@@ -275,7 +275,11 @@ def test_a_record_counts_for_its_owner_and_its_path_only(tmp_path):
 
 
 def test_a_run_without_plug_ins_imports_no_torch_and_a_record_needs_no_cache(monkeypatch):
-    code = "import sys; from distribuuuu.config import load_cfg; load_cfg(); sys.exit('torch' in sys.modules)"
-    assert run_python("-c", code).returncode == 0
+    code = "import sys; from distribuuuu.config.reader import read_cfg; {}; sys.exit('torch' in sys.modules)"
+    assert run_python("-c", code.format("read_cfg()")).returncode == 0
+    wrong = "print(*read_cfg('cifar10/airbench94', ['OPTIM.LR', '1', 'TRAIN.TOPK', '0'])[1], sep='\\n')"
+    done = run_python("-c", code.format(wrong))
+    assert done.returncode == 0 and [line.partition(" ")[0] for line in done.stdout.splitlines()] == [
+        "OPTIM.LR", "TRAIN.TOPK"]  # fmt: skip
     monkeypatch.setenv("XDG_CACHE_HOME", str(write("file", "")))
     import_plugins([str(write("own.py", ""))])

@@ -1,6 +1,5 @@
 """Less memory: ZeRO-1 and FSDP give the run of DDP, recomputed activations the same step to the last bit."""
 
-import functools
 from collections import Counter
 from pathlib import Path
 
@@ -207,28 +206,6 @@ def test_an_optimizer_with_groups_of_its_own_is_refused_by_zero1():
         PartitionedOptimizer([{"params": list(torch.nn.Linear(2, 2).parameters())}], split)
 
 
-def skip_a_step() -> list[bool]:
-    """Return whether weight and bias, one of each process, change in a step with an overflow and in one without."""
-    with process_group(detect_launch(), CPU, 60):
-        torch.manual_seed(0)
-        net = torch.nn.Linear(3, 3)
-        build = functools.partial(torch.optim.SGD, lr=0.1, fused=True)
-        optimizer = PartitionedOptimizer([{"params": list(net.parameters())}], build)
-        scaler, changes = torch.amp.GradScaler("cpu"), []
-        for factor in (float("inf"), 1.0):
-            optimizer.zero_grad()
-            before = [weight.clone() for weight in net.parameters()]
-            scaler.scale(net(torch.ones(1, 3)).sum() * factor).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            changes += [not torch.equal(*pair) for pair in zip(net.parameters(), before, strict=True)]
-        return changes
-
-
-def test_a_step_of_zero1_with_an_overflow_is_skipped_by_all():
-    assert on_processes(2, skip_a_step) == [[False, False, True, True]] * 2
-
-
 def test_what_does_not_go_together_is_refused_before_the_start():
     for words, message in [
         (("DIST.SHARD", "fsdp", "OPTIM.NAME", "muon"), "OPTIM.NAME .*muon does not work .* or one of .*adamw"),
@@ -316,21 +293,6 @@ def test_it_keeps_little_for_the_backward_pass():
     plain, recomputed = build_small("test_vit"), build_small("test_vit")
     recompute_blocks(recomputed)
     assert count_saved(recomputed, images) < count_saved(plain, images) / 4
-
-
-def test_the_statistics_of_a_momentum_free_batch_norm_and_of_a_frozen_one_stay_right():
-    def build():
-        model = build_small("resnet8").train()
-        model.stage1[0].norm1.momentum = None
-        model.stage2[0].norm1.eval()
-        return model
-
-    plain, recomputed = build(), build()
-    recompute_blocks(recomputed)
-    results = [train_steps(model, None) for model in (plain, recomputed)]
-    assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
-    assert results[1]["stage1.0.norm1.num_batches_tracked"] == 3
-    assert results[1]["stage2.0.norm1.num_batches_tracked"] == 0
 
 
 @pytest.mark.slow

@@ -272,13 +272,6 @@ def skypilot_command(rank: int, port: int, out: Path) -> tuple[list[str], dict[s
     return ["bash", "-c", f'{start} "$@"', "run", *OPTIONS, "OUT_DIR", str(out)], env
 
 
-def test_the_pods_are_selected_and_named_by_the_service():
-    service, job = read_kubernetes()
-    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
-    assert job["spec"]["completions"] == job["spec"]["parallelism"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [kubernetes_command, skypilot_command])
 def test_two_nodes_train_together(build, tmp_path):
