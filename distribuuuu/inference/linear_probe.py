@@ -11,8 +11,8 @@ from distribuuuu.records.run_log import progress
 
 # Neighbors, and the temperature of their votes (Wu et al., arXiv 1805.01978; the same in DINO, arXiv 2104.14294).
 NUM_NEIGHBORS, TEMPERATURE = 20, 0.07
-# L2 penalties of the linear probe; to select one, every fifth training image of a class is held out.
-PENALTIES, HELD_OUT = (1.0, 0.1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6), 5
+# L2 penalties of the linear probe, and the folds of the cross-validation that selects one.
+PENALTIES, NUM_FOLDS = (1.0, 0.1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6), 5
 # Queries and neighbors of a block of similarities; images of a block of the linear probe.
 _QUERIES, _NEIGHBORS, _ROWS = 1024, 16384, 8192
 
@@ -21,14 +21,14 @@ _QUERIES, _NEIGHBORS, _ROWS = 1024, 16384, 8192
 def predict_knn(rows: Tensor, labels: Tensor, queries: Tensor, num_classes: int, device: torch.device) -> Tensor:
     """Return the class of each query (M, dim), int64 (M,), by votes of its neighbors among the rows (N, dim).
 
-    A vote has the weight exp(cosine / temperature). Features have length 1; similarities are computed on the device.
+    A vote has the weight exp(cosine / temperature). Similarities are computed on the device.
     """
     dtype, found, predicted = torch.promote_types(rows.dtype, torch.float32), [], []
     for block in progress(queries.split(_QUERIES), label="k-NN"):
-        block, start = block.to(device, dtype), 0
+        block, start = F.normalize(block.to(device, dtype), dim=1), 0
         best, indices = block.new_empty(len(block), 0), torch.empty(len(block), 0, dtype=torch.int64, device=device)
         for part in rows.split(_NEIGHBORS):
-            similarities = torch.cat([best, block @ part.to(device, dtype).T], dim=1)
+            similarities = torch.cat([best, block @ F.normalize(part.to(device, dtype), dim=1).T], dim=1)
             own = torch.arange(start, start + len(part), device=device).expand(len(block), -1)
             best, order = similarities.topk(min(NUM_NEIGHBORS, similarities.shape[1]))
             indices, start = torch.cat([indices, own], dim=1).gather(1, order), start + len(part)
@@ -41,15 +41,17 @@ def predict_knn(rows: Tensor, labels: Tensor, queries: Tensor, num_classes: int,
     return torch.cat(predicted)
 
 
-def standardize(rows: Tensor, *others: Tensor) -> None:
-    """Standardize features (N, dim) in place, and others by the same means and deviations."""
+def standardize(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Standardize features (N, dim) in place; return their means, and the factors, 0 for a constant feature."""
     sums = torch.zeros(2, rows.shape[1], dtype=torch.float64)
     for part in rows.split(_ROWS):
         sums += torch.stack([part.double().sum(0), part.double().square().sum(0)])
     mean, square = sums / len(rows)
     deviation = (square - mean.square()).clamp(min=0).sqrt()
-    for part in (part for own in (rows, *others) for part in own.split(_ROWS)):
-        part.copy_((part - mean) * torch.where(deviation > 1e-6, 1 / deviation, 0))
+    scale = torch.where(deviation > 1e-6, 1 / deviation, 0)
+    for part in rows.split(_ROWS):
+        part.copy_((part - mean) * scale)
+    return mean, scale
 
 
 def fit_linear(rows: Tensor, labels: Tensor, shares: Tensor, penalty: float, start: Tensor) -> Tensor:
@@ -83,18 +85,19 @@ def compute_logits(rows: Tensor, weights: Tensor) -> Tensor:
     return torch.cat([(part.to(weights) @ weights[:-1] + weights[-1]).cpu() for part in rows.split(_ROWS)])
 
 
-def fit_selected(rows: Tensor, labels: Tensor, num_classes: int, device: torch.device) -> tuple[Tensor, float]:
-    """Return weights, fitted on all images, and their penalty: the largest of the best ones on held-out images."""
-    dtype = torch.float64 if device.type == "cpu" else torch.float32
-    weights = torch.zeros(rows.shape[1] + 1, num_classes, dtype=dtype, device=device)
-    is_held_out = torch.zeros(len(rows), dtype=torch.bool)
-    is_held_out[labels.argsort(stable=True)[HELD_OUT - 1 :: HELD_OUT]] = True
-    found: list[tuple[int, float, Tensor]] = []
-    for penalty in progress(PENALTIES, label="linear probe"):
-        weights = fit_linear(rows, labels, ~is_held_out / (~is_held_out).sum(), penalty, weights)
-        found.append((int((compute_logits(rows, weights).argmax(1).eq(labels) & is_held_out).sum()), penalty, weights))
-    _, penalty, weights = max(found, key=lambda entry: entry[:2])
-    return fit_linear(rows, labels, torch.full((len(rows),), 1 / len(rows)), penalty, weights), penalty
+def fit_probe(
+    rows: Tensor, labels: Tensor, num_classes: int, device: torch.device, views: int = 1
+) -> tuple[Tensor, float]:
+    """Return the weights of a linear probe of features (N, dim), which are standardized in place, and its penalty.
+
+    The weights (dim + 1, classes) are those for features as they were before; the last row: biases. Of several views of
+    the images, rows and labels are those of the first view of all, then those of the second one.
+    """
+    statistics = standardize(rows)
+    weights, penalty = fit_cross_validated(rows, labels, num_classes, device, views)
+    mean, scale = (part.to(weights.dtype).to(device) for part in statistics)
+    matrix = weights[:-1] * scale[:, None]
+    return torch.cat([matrix, (weights[-1] - mean @ matrix)[None]]), penalty
 
 
 def fit_cross_validated(
@@ -102,14 +105,13 @@ def fit_cross_validated(
 ) -> tuple[Tensor, float]:
     """Return weights, fitted on all images, and their penalty: that of the least loss on the held-out folds.
 
-    The penalties are tried in descending order, until the loss rises; a fold has its share of each class. Of several
-    views of the images, rows and labels are those of the first view of all, then those of the second one.
+    The penalties are tried in descending order, until the loss rises; a fold has its share of each class.
     """
     dtype = torch.float64 if device.type == "cpu" else torch.float32
-    starts = [torch.zeros(rows.shape[1] + 1, num_classes, dtype=dtype, device=device)] * HELD_OUT
+    starts = [torch.zeros(rows.shape[1] + 1, num_classes, dtype=dtype, device=device)] * NUM_FOLDS
     own = labels[: len(labels) // views]
     folds = torch.empty_like(own)
-    folds[own.argsort(stable=True)] = torch.arange(len(own)) % HELD_OUT
+    folds[own.argsort(stable=True)] = torch.arange(len(own)) % NUM_FOLDS
     folds = folds.repeat(views)  # the views of an image are in one fold
     least, chosen = float("inf"), PENALTIES[0]
     for penalty in progress(PENALTIES, label="linear probe"):

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from distribuuuu.checkpoint.manager import write_atomically
@@ -15,14 +14,9 @@ from distribuuuu.config.config_node import changed, iter_options
 from distribuuuu.data.seeding import derive_seed, seed_cpu
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.build import build_initial_model, write_config
+from distribuuuu.inference import linear_probe
 from distribuuuu.inference.features import find_classifiers
-from distribuuuu.inference.linear_probe import (
-    compute_logits,
-    fit_cross_validated,
-    fit_temperature,
-    predict_knn,
-    standardize,
-)
+from distribuuuu.inference.linear_probe import compute_logits, fit_temperature, predict_knn
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.models.finetune import PROBE_FILE
 
@@ -69,20 +63,13 @@ def fit_probe(parts: dict[str, Part], num_classes: int) -> Probe:
     others = {name: part for name, part in parts.items() if name not in ("train", "mirrored")}
     train, nearest_of = Part(*(torch.cat(own) for own in zip(*views, strict=True))), parts["train"]
     torch.set_float32_matmul_precision("highest")
-    scaled = train.rows.clone()
-    standardize(scaled)
-    weights, penalty = fit_cross_validated(scaled, train.labels, num_classes, CPU, len(views))
-    rows = train.rows.double()
-    mean, deviation = rows.mean(0), rows.std(0, correction=0)
-    matrix = weights[:-1] * torch.where(deviation > 1e-6, 1 / deviation, 0)[:, None]
-    folded = torch.cat([matrix, (weights[-1] - mean @ matrix)[None]])  # for features that are not standardized
+    folded, penalty = linear_probe.fit_probe(train.rows.clone(), train.labels, num_classes, CPU, len(views))
     logits = {name: compute_logits(part.rows, folded) for name, part in others.items()}
     temperature = fit_temperature(logits["val"], others["val"].labels)
-    unit = F.normalize(nearest_of.rows, dim=1)
     correct: dict[str, dict[str, int]] = {"most frequent class": {}, "k-NN": {}, "probe": {}}
     frequent = train.labels.bincount().argmax()
     for name, part in others.items():
-        nearest = predict_knn(unit, nearest_of.labels, F.normalize(part.rows, dim=1), num_classes, CPU)
+        nearest = predict_knn(nearest_of.rows, nearest_of.labels, part.rows, num_classes, CPU)
         answers = {"most frequent class": frequent, "k-NN": nearest, "probe": logits[name].argmax(1)}
         for method, answer in answers.items():
             correct[method][name] = int(part.labels.eq(answer).sum())

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from distribuuuu.commands.scan.data_config import open_images
@@ -18,9 +17,8 @@ from distribuuuu.inference.linear_probe import (
     NUM_NEIGHBORS,
     TEMPERATURE,
     compute_logits,
-    fit_selected,
+    fit_probe,
     predict_knn,
-    standardize,
 )
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.launch.detect import detect_launch
@@ -44,8 +42,7 @@ def probe_run(run: LoadedRun) -> dict[str, Any]:
     classes, num = tuple(sets[0].classes), len(test_labels)
     counts = {"classifier": num_right} if has_classifier(run) and classes == run.classes else {}
     counts["k-NN"] = int(predict_knn(rows, labels, test_rows, len(classes), run.device).eq(test_labels).sum())
-    standardize(rows, test_rows)
-    weights, penalty = fit_selected(rows, labels, len(classes), run.device)
+    weights, penalty = fit_probe(rows, labels, len(classes), run.device)
     counts["linear probe"] = int(compute_logits(test_rows, weights).argmax(1).eq(test_labels).sum())
     return {
         "source": run.source, "weights": run.weights, "arch": run.cfg.MODEL.ARCH, "features": rows.shape[1],
@@ -70,7 +67,7 @@ def open_labeled_images(run: LoadedRun, train: bool) -> ImageDataset:
 
 
 def extract_features(run: LoadedRun, loader: ChunkLoader) -> tuple[Tensor, Tensor, int]:
-    """Return features of length 1 (N, dim) on the CPU, labels (N,) and the number of right answers of the classifier.
+    """Return features (N, dim) on the CPU, labels (N,) and the number of right answers of the classifier.
 
     Raises:
         ConfigError: an image is broken, or as `iter_features`.
@@ -84,6 +81,6 @@ def extract_features(run: LoadedRun, loader: ChunkLoader) -> tuple[Tensor, Tenso
         if not len(rows):
             size = len(images), features.shape[1]
             rows = torch.empty(size, dtype=torch.float32 if size[0] * size[1] <= _MAX_FLOAT32 else torch.float16)
-        rows[span.start : span.stop] = F.normalize(features, dim=1)
+        rows[span.start : span.stop] = features
         num_right += int(predicted.eq(labels[span.start : span.stop]).sum())
     return rows, labels, num_right
