@@ -28,14 +28,12 @@ class Series:
         name: its entry in the legend.
         x, y: its points; a NaN in y is a gap.
         has_dots: whether the points are drawn too.
-        texts: a text for each point, which appears under the pointer; empty: its values.
     """
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     has_dots: bool = False
-    texts: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -159,13 +157,13 @@ def _shorten(curve: Series) -> Series:
 
 def _draw(curve: Series, axes: _Axes, color: str) -> str:
     path, is_gap, dots = "", True, ""
-    for number, (x, y) in enumerate(zip(curve.x, curve.y, strict=True)):
+    for x, y in zip(curve.x, curve.y, strict=True):
         if not math.isfinite(y):
             is_gap = True
             continue
         cx, cy = f"{axes.x(x):.1f}", f"{axes.y(y):.1f}"
         path, is_gap = f"{path}{'M' if is_gap else 'L'}{cx} {cy}", False
         if curve.has_dots or len(curve.x) == 1:
-            text = _escape(curve.texts[number]) if curve.texts else f"{x:.4g}: {y:.4g}"
-            dots += f'<circle cx="{cx}" cy="{cy}" r="2.5" fill="{color}"><title>{text}</title></circle>'
+            title = f"<title>{x:.4g}: {y:.4g}</title>"
+            dots += f'<circle cx="{cx}" cy="{cy}" r="2.5" fill="{color}">{title}</circle>'
     return f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.7" stroke-linejoin="round"/>{dots}'

@@ -67,7 +67,6 @@ def reproduce(prog: str, args: list[str]) -> int:
     command = build_command(record, seed, [*words, "OUT_DIR", out_dir])
     shown = f"distribuuuu {shlex.join(command)}"
     print_report(textwrap.fill(shown, WIDTH, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False))
-    print_report(textwrap.fill(f"possible verdicts: {describe_possible(row, seed)}", WIDTH))
     if status := train_again(command, record):
         return status
     rerun = read_results(Path(out_dir, FILE_NAME))
@@ -216,26 +215,6 @@ def format_rows(rows: Mapping[str, Sequence[Result]]) -> str:
     return "\n".join(align_columns(lines, ">><<<"))
 
 
-def find_original(row: Sequence[Result], seed: int) -> Mapping[str, Any] | None:
-    """Return the results of a row with a seed; None if it has none."""
-    return next((run.record for run in row if run.record["seed"] == seed), None)
-
-
-def describe_possible(row: Sequence[Result], seed: int) -> str:
-    """Return which verdicts a rerun of a row can have, before it is trained."""
-    from distribuuuu.records.environment import find_commit  # imports torch
-
-    original, commit = find_original(row, seed), find_commit()
-    parts = [f"inside or outside the 95 % interval of {len(row)} seeds" if len(row) > 1 else
-             "no interval: the row has one seed, so a difference stays undecided"]  # fmt: skip
-    if original and original.get("weights_sha256") and original["commit"] == commit:
-        parts.insert(0, "bitwise equality with the recorded weights, on the same machine and versions")
-    elif original:
-        commits = f"this checkout is {_shorten(commit)}, that of the row {_shorten(original['commit'])}"
-        parts.insert(0, f"bitwise equality ({commits})")
-    return "; ".join(parts)
-
-
 def compare_run(row: Sequence[Result], rerun: Mapping[str, Any]) -> tuple[bool, str]:
     """Return whether the results of a rerun agree with a row, and the report.
 
@@ -244,7 +223,7 @@ def compare_run(row: Sequence[Result], rerun: Mapping[str, Any]) -> tuple[bool, 
         rerun: results.json of the rerun.
     """
     kind, metric, values, text = read_figure(row)
-    original = find_original(row, rerun["seed"])
+    original = next((run.record for run in row if run.record["seed"] == rerun["seed"]), None)
     differences = list(find_differences(original or row[0].record, rerun))
     value = rerun["accuracy"].get(kind, {}).get("last", {}).get(metric)
     is_inside, verdict = compare_value(value, values)

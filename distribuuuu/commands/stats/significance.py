@@ -108,45 +108,21 @@ def smallest_permutation_p(num_a: int, num_b: int) -> float:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Return Student's 95 % t interval of the mean of a normal distribution from at least two of its values."""
-    mean = statistics.fmean(values)
-    half = t_quantile(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    return Interval(mean - half, mean + half)
+    """Return Student's 95 % t interval of the mean of a normal distribution from at least two of its values.
 
-
-def t_quantile(probability: float, freedom: int) -> float:
-    """Return the quantile of Student's t distribution.
-
-    Args:
-        probability: from 0.5 to below 1.
-        freedom: degrees of freedom, 1 or more.
+    With t = sqrt(freedom) * tan(angle), the density of the angle is proportional to cos(angle) ** (freedom - 1).
     """
-    low, high = 0.0, math.pi / 2  # the angle atan(t / sqrt(freedom))
-    for _ in range(60):
-        middle = (low + high) / 2
-        if 0.5 + _t_central_probability(middle, freedom) / 2 < probability:
-            low = middle
-        else:
-            high = middle
-    return math.tan(low) * math.sqrt(freedom)
-
-
-def _t_central_probability(angle: float, freedom: int) -> float:
-    """Return P(|T| < sqrt(freedom) * tan(angle)); Abramowitz and Stegun, 26.7.3 and 26.7.4."""
-    is_odd = freedom % 2
-    term, total = (math.cos(angle), 0.0) if is_odd else (1.0, 0.0)
-    for power in range(is_odd, freedom - 1, 2):
-        total += term
-        term *= math.cos(angle) ** 2 * (power + 1) / (power + 2)
-    series = math.sin(angle) * total
-    return (angle + series) * 2 / math.pi if is_odd else series
+    freedom, angles = len(values) - 1, np.linspace(0, np.pi / 2, 200_001)
+    density = np.cos(angles) ** (freedom - 1)
+    shares = np.cumsum(density) - (density + density[0]) / 2  # trapezoids from 0 on
+    quantile = math.sqrt(freedom) * math.tan(np.interp(0.95, shares / shares[-1], angles))
+    mean, half = statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(mean - half, mean + half)
 
 
 def holm_adjusted(p_values: Sequence[float]) -> list[float]:
     """Return p-values adjusted for the number of comparisons (Holm, Scandinavian Journal of Statistics 1979)."""
-    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
-    adjusted, largest = [0.0] * len(p_values), 0.0
-    for rank, index in enumerate(order):
-        largest = max(largest, min(1.0, p_values[index] * (len(order) - rank)))
-        adjusted[index] = largest
-    return adjusted
+    order = np.argsort(p_values, kind="stable")
+    adjusted = np.empty(len(order))
+    adjusted[order] = np.maximum.accumulate(np.take(p_values, order) * np.arange(len(order), 0, -1)).clip(max=1)
+    return adjusted.tolist()

@@ -56,15 +56,6 @@ def test_mistakes_are_named_before_a_training_starts(args, message, call):
     assert status == 2 and message in error
 
 
-def test_the_possible_verdicts_are_named_before_a_training_starts(monkeypatch):
-    monkeypatch.setattr("distribuuuu.records.environment.find_commit", lambda: RECORD["commit"])
-    rows = [command.Result(Path("x"), change(RECORD, seed=seed, weights_sha256={"raw": "ab"})) for seed in (0, 1)]
-    found = command.describe_possible(rows, 0)
-    assert "bitwise equality" in found and "of 2 seeds" in found
-    assert "bitwise" not in command.describe_possible(rows, 7)
-    assert "a difference stays undecided" in command.describe_possible(rows[:1], 0)
-
-
 def test_a_row_is_found_by_its_config_with_the_fewest_options(call, tmp_path):
     changes = {"a": {"TEST.SPLIT": "test"}, "b": {"OPTIM.BASE_LR": 0.1}}
     for name, config, overrides in (("a", "d/one", changes["a"]), ("b", "d/two", {}), ("c", "d/two", changes["b"])):
