@@ -110,7 +110,7 @@ def resolve_cfg(cfg: Config, weights: str = "", trains: bool = False) -> Config:
         cfg = preprocessing.resolve_preprocessing(cfg, weights)
     check_model(cfg)
     if cfg.OPTIM.KWARGS and not weights:
-        from distribuuuu.optim.trial_step import take_trial_step
+        from distribuuuu.optim.named_optimizers import take_trial_step
 
         take_trial_step(cfg)
     if AUTO in (cfg.TRAIN.AMP, cfg.MODEL.CHANNELS_LAST):

@@ -1,5 +1,7 @@
 """BoTNet-50: ResNet-50 with self-attention in its last stage (Srinivas et al., arXiv 2101.11605)."""
 
+from collections import OrderedDict
+
 import torch
 from torch import nn
 from torchvision.models import resnet50
@@ -97,19 +99,6 @@ def _conv1x1_norm(num_in: int, num_out: int) -> tuple[nn.Conv2d, nn.BatchNorm2d]
     return nn.Conv2d(num_in, num_out, kernel_size=1, bias=False), nn.BatchNorm2d(num_out)
 
 
-class BottleneckStack(nn.Module):
-    """Three blocks of stride 1 that replace the last stage of ResNet-50."""
-
-    def __init__(self, dim: int, dim_out: int, size: int, num_blocks: int = 3):
-        super().__init__()
-        dims = [dim] + [dim_out] * (num_blocks - 1)
-        self.net = nn.Sequential(*(BottleneckTransformer(dim_in, dim_out, size) for dim_in in dims))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (N, dim, size, size) to (N, dim_out, size, size)."""
-        return self.net(x)
-
-
 @MODELS.register
 def botnet50(num_classes: int = 1000, im_size: int = 224) -> nn.Sequential:
     """Return BoTNet-50 of stride 1: images (N, 3, im_size, im_size) -> logits (N, num_classes).
@@ -123,9 +112,10 @@ def botnet50(num_classes: int = 1000, im_size: int = 224) -> nn.Sequential:
     if not isinstance(im_size, int) or im_size < STRIDE or im_size % STRIDE:
         raise ValueError(f"got im_size {im_size!r}; expected a multiple of {STRIDE}, e.g. 224 or 256")
     stem_to_layer3 = list(resnet50().children())[:7]
+    blocks = (BottleneckTransformer(num_in, 2048, im_size // STRIDE) for num_in in (1024, 2048, 2048))
     return nn.Sequential(
         *stem_to_layer3,
-        BottleneckStack(dim=1024, dim_out=2048, size=im_size // STRIDE),
+        nn.Sequential(OrderedDict(net=nn.Sequential(*blocks))),  # the names of the published state dict
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(1),
         nn.Linear(2048, num_classes),

@@ -24,7 +24,7 @@ def build_model(cfg) -> nn.Module:
     except ConfigError as error:
         raise ConfigError(error.problems, cfg.origins) from error
     if cfg.MODEL.INIT != "own":
-        from distribuuuu.models.initialization import initialize
+        from distribuuuu.models.head import initialize
 
         initialize(model, keep_norms=cfg.MODEL.INIT == "fan_out_own_norms")
     return model.to(memory_format=torch.channels_last) if cfg.MODEL.CHANNELS_LAST else model

@@ -1,4 +1,4 @@
-"""The head of a model: the layers whose shapes depend on the number of classes."""
+"""The head of a model, the layers whose shapes depend on the number of classes, and other initial weights."""
 
 import copy
 from collections.abc import Collection
@@ -87,3 +87,18 @@ def select_outputs(model: nn.Module, columns: torch.Tensor, num_classes: int) ->
         return logits[:, columns] if getattr(logits, "shape", ())[1:] == (num_classes,) else logits
 
     model.register_forward_hook(select)
+
+
+def initialize(model: nn.Module, keep_norms: bool = False) -> None:
+    """Initialize a model for MODEL.INIT as pycls does (models/blocks.py): N(0, 2 / fan-out), linear layers N(0, 0.01).
+
+    The groups of a convolution do not divide its fan-out, unlike in timm since 0.6. Biases of convolutions start as in
+    torch. With `keep_norms`, norms keep their scales: timm's regnet.py before 0.6 had zeros at the ends of blocks.
+    """
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d) or (isinstance(layer, nn.BatchNorm2d) and not keep_norms):
+            layer.reset_parameters()
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(layer, nn.Linear):
+            draw_small_weights(layer)

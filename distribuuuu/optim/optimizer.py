@@ -149,7 +149,7 @@ def parameter_groups(cfg, model: nn.Module) -> list[dict[str, Any]]:
         exempt = exempt_parameters(model, optim.NO_WEIGHT_DECAY)
     kinds: dict[str, str] = {}
     if len(set(decays.values())) > 1:
-        from distribuuuu.optim.parameter_kinds import parameter_kinds
+        from distribuuuu.optim.name_patterns import parameter_kinds
 
         kinds = parameter_kinds(model)
     groups: dict[tuple[float, float], list[torch.Tensor]] = {}

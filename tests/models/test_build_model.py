@@ -28,7 +28,7 @@ from distribuuuu.models import build_model, check_model
 from distribuuuu.models.botnet import RelativePosition, botnet50
 from distribuuuu.models.cifar_resnet import CifarBlock, CifarResNet
 from distribuuuu.models.find_architecture import build_model_spec, find_architecture
-from distribuuuu.models.initialization import initialize
+from distribuuuu.models.head import initialize
 from distribuuuu.models.pretrained import check_published_head
 from distribuuuu.models.torchvision_nets import NAMES
 from distribuuuu.trainer import evaluate_weights
