@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from distribuuuu.checkpoint.io import load_state_dict, read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
+from distribuuuu.checkpoint.weights_files import best_path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from support.states import load, make_state, original_checkpoint, save
@@ -39,7 +40,7 @@ def make_subjects(folder: Path) -> list[Subject]:
     original_checkpoint(legacy, state, _use_new_zipfile_serialization=False)
     torch.save(state.model.state_dict(), bare, _use_new_zipfile_serialization=False)
     save_file(state.model.state_dict(), tensors)
-    paths = {ours: True, checkpoints.bests["raw"]: True, zipped: True, legacy: False, bare: False, tensors: False}
+    paths = {ours: True, best_path(folder / "ours"): True, zipped: True, legacy: False, bare: False, tensors: False}
     contents = [read_checkpoint(path) for path in paths]
     return [
         Subject(path, path.read_bytes(), make_reader(path, contents if is_summed else []), name=str(path))

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distribuuuu.checkpoint.weights_files import RAW, build_kinds, common_kind, find_best
+from distribuuuu.checkpoint.weights_files import RAW, common_kind, find_best
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.model_names import is_published
@@ -88,7 +88,7 @@ def train(config: CfgFiles | os.PathLike = None, overrides: Overrides = ()) -> T
     accuracy = results.get("accuracy", {})
     last = accuracy.get(common_kind([accuracy]), {}).get("last", {})
     metrics = {name: value for name, value in last.items() if name != "epoch"}
-    weights = find_best(cfg.OUT_DIR, build_kinds(cfg))
+    weights = find_best(cfg.OUT_DIR, cfg.EMA.HALF_LIFE > 0)
     return TrainResult(Path(cfg.OUT_DIR), best, weights, _with_labels(metrics, cfg), results)
 
 

@@ -221,7 +221,7 @@ def take_step(training: Training, batches: Iterator[Batch], number: int) -> Step
 
 
 def evaluate_epoch(run: Run) -> dict[str, dict]:
-    """Return count, loss and metrics of each kind of weights, see `weights_files.KINDS`.
+    """Return count, loss and metrics of each kind of weights, see checkpoint/weights_files.py.
 
     With MODEL.PRECISE_BN, the statistics of the batch norm layers are computed first.
     """

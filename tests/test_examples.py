@@ -23,11 +23,12 @@ from support.tables import slow
 import distribuuuu
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import load_cfg, registry
+from distribuuuu.config.config_node import changed
 from distribuuuu.data.datasets import shapes
 from distribuuuu.data.datasets.shapes import draw_shapes
 from distribuuuu.inference.load_run import load_run
 from distribuuuu.models import build_model
-from distribuuuu.testing import assert_resumes, assert_same_on_processes
+from distribuuuu.testing import assert_resumes, assert_same_on_processes, newest
 from distribuuuu.trainer import train_model
 
 EXAMPLES = ROOT / "docs" / "examples"
@@ -44,7 +45,8 @@ QUANTITIES = {
     "two_heads": ({"group_right"}, {"group_right"}),
 }  # fmt: skip
 # Options that let a small run do what an example is about: switch the loss, use pseudo-labels.
-OPTIONS = {"ldam_drw": ["LOSS.KWARGS.from_epoch", "1"], "fixmatch": ["TASK.KWARGS", "{threshold: 0.2, ratio: 1}"]}
+OPTIONS = {"ldam_drw": ["LOSS.KWARGS.from_epoch", "1"], "fixmatch": ["TASK.KWARGS", "{threshold: 0.2, ratio: 1}"],
+           "swa": ["TASK.KWARGS.from_epoch", "1", "CHECKPOINT.KEEP_EVERY", "1"]}  # fmt: skip
 # Options that make the runs small and, with group norm, independent of the division into processes.
 SMALL = {
     "OPTIM.MAX_EPOCH": 2, "OPTIM.WARMUP_EPOCHS": 0, "OPTIM.BASE_LR": 0.001, "TRAIN.WORKERS": 0, "TRAIN.PRINT_FREQ": 5,
@@ -162,15 +164,49 @@ def test_an_example_resumes_bitwise_and_runs_on_two_processes(name, root, tmp_pa
     if name == "data_pruning":
         assert [row["step"] for row in rows if row["epoch"] == 2][-1] == NUM_STEPS // 4
     assert_same_on_processes(cfg, 2)
-    if name == "lora":
+    if name in ("lora", "swa"):
         from distribuuuu.commands.export.exporter import export_run
 
         loaded = load_run(tmp_path / "whole", device="cpu")
         assert [*loaded.model.state_dict()] == [*build_model(loaded.cfg).state_dict()]
         assert export_run(loaded, "safetensors", tmp_path / "exported")["verified"]
+        globals()[f"check_{name}"](cfg, tmp_path / "whole", loaded)
     on_processes(1, run_test, tmp_path / "whole", name)
     result = json.loads((tmp_path / "whole" / "test_results.json").read_text())
     assert result["evaluation"]["count"] == NUM_EVALUATED
+
+
+def check_swa(cfg, out_dir: Path, loaded) -> None:
+    """The average of a task is a kind of weights in files, records, evaluations and predictions."""
+    assert loaded.weights == "swa" and loaded.source == str(out_dir / "best_swa.pth.tar")
+    assert "best_swa.pth.tar (swa weights)" in loaded.describe()
+    assert [row["kind"] for row in records(out_dir) if row["kind"] != "train"] == ["eval", "eval_swa"] * 2
+    results = json.loads((out_dir / "results.json").read_text())
+    assert results["accuracy"].keys() == results["weights_sha256"].keys() == {"raw", "swa"}
+    last, content = newest(out_dir), newest(out_dir.parent / "stopped")
+    assert torch.equal(last["swa_state_dict"]["fc.weight"], content["swa_state_dict"]["fc.weight"])
+    first = torch.load(out_dir / "checkpoints" / "ckpt_ep_001.pth.tar")
+    mean = (first["state_dict"]["fc.weight"] + last["state_dict"]["fc.weight"]) / 2
+    assert torch.allclose(last["swa_state_dict"]["fc.weight"], mean, atol=1e-6)
+
+
+def check_lora(cfg, out_dir: Path, loaded) -> None:
+    """Checkpoints lack the frozen tensors, which a start must bring again; best weights are whole."""
+    content = newest(out_dir)
+    name = content["unsaved"]["names"][0]
+    assert name.endswith(".conv.weight") and name not in content["state_dict"]
+    assert name in torch.load(out_dir / "best.pth.tar")["state_dict"]
+    checkpoint = sorted((out_dir / "checkpoints").iterdir())[-1]
+    (problem,) = problems_of(load_run, checkpoint)
+    assert "leaves out tensors that only a resume adds; fix: name the run's best.pth.tar" in problem
+    (problem,) = problems_of(train_model, changed(cfg, {"OUT_DIR": str(out_dir), "OPTIM.MAX_EPOCH": 3, "RNG_SEED": 5}))
+    assert f"leaves out tensors, e.g. {name}, that are others in this start; fix: restore the task" in problem
+    (problem,) = problems_of(
+        train_model, changed(cfg, {"TASK.NAME": "auto", "TASK.KWARGS": {}, "OUT_DIR": str(out_dir)})
+    )
+    assert "leaves out tensors, e.g. " in problem
+    (problem,) = problems_of(train_model, changed(cfg, {"MODEL.WEIGHTS": "x", "OUT_DIR": str(out_dir / "new")}))
+    assert problem.startswith("MODEL.WEIGHTS: got x, which no resume loads") and "fix: name it as FINETUNE" in problem
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from bench_support.training_process import RunEnded, TrainingProcess, read_recor
 
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager, position_of
+from distribuuuu.checkpoint.weights_files import best_path
 from distribuuuu.launch.signals import STATUS_OF
 
 EVERY_STEPS = 4
@@ -140,7 +141,7 @@ class Progress:
         if content is None:
             return None
         known = content["best_epoch"]
-        best = self._checkpoints.bests["raw"]
+        best = best_path(self._checkpoints.folder.parent)
         saved = read_checkpoint(best)["epoch"] if best.exists() else -1
         return f"best.pth.tar is of epoch {saved + 1}, expected {known + 1}" if saved < known else None
 

@@ -9,6 +9,7 @@ from bench_support.training_process import read_records
 
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
+from distribuuuu.checkpoint.weights_files import best_path
 
 # Fields of a record that depend on time, or name the start of a run.
 TIMES = ("time", "images_per_s", "wait", "eta_s", "seconds", "resumed")
@@ -32,7 +33,7 @@ def compare_runs(one: Path, other: Path) -> tuple[list[str], int]:
 def files_of(out_dir: Path) -> dict[str, Path]:
     """Return the paths of the checkpoints and the best weights by file name."""
     checkpoints = CheckpointManager(out_dir)
-    return {path.name: path for path in [*checkpoints.list(), checkpoints.bests["raw"]] if path.exists()}
+    return {path.name: path for path in [*checkpoints.list(), best_path(checkpoints.folder.parent)] if path.exists()}
 
 
 def read_weights(path: Path) -> dict:
@@ -50,11 +51,10 @@ def check_best(out_dir: Path) -> None:
     if not checkpoints.list():
         return
     newest = read_checkpoint(checkpoints.list()[-1])
-    epoch = read_checkpoint(checkpoints.bests["raw"])["epoch"] if checkpoints.bests["raw"].exists() else -1
+    best = best_path(checkpoints.folder.parent)
+    epoch = read_checkpoint(best)["epoch"] if best.exists() else -1
     if epoch < newest["best_epoch"]:
-        raise RuntimeError(
-            f"{checkpoints.bests['raw']}: of epoch {epoch + 1}, but the best is {newest['best_epoch'] + 1}"
-        )
+        raise RuntimeError(f"{best}: of epoch {epoch + 1}, but the best is {newest['best_epoch'] + 1}")
 
 
 def timeless_records(out_dir: Path) -> list[dict]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distribuuuu.checkpoint.manager import CheckpointManager
+from distribuuuu.checkpoint.weights_files import list_bests
 
 
 def archive_run(checkpoints: CheckpointManager, names: Sequence[str] = ()) -> Path | None:
@@ -18,7 +19,7 @@ def archive_run(checkpoints: CheckpointManager, names: Sequence[str] = ()) -> Pa
     folder = checkpoints.folder
     if not checkpoints.list():
         return None
-    for path in (*checkpoints.bests.values(), *(folder.parent / name for name in names)):
+    for path in (*list_bests(folder.parent).values(), *(folder.parent / name for name in names)):
         if path.exists():
             os.replace(path, folder / path.name)
     numbered = (Path(f"{folder}.{number}") for number in range(1, 10**6))

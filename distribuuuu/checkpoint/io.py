@@ -62,7 +62,7 @@ def find_class_mismatch(content: dict[str, Any], classes: Sequence[str]) -> str 
     return next((f"{other!r} where the data has {own!r}" for other, own in pairs if other != own), None)
 
 
-def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
+def read_checkpoint(path: str | os.PathLike, to_resume: bool = False) -> dict[str, Any]:
     """Return the content of a checkpoint or of a weights file on the CPU.
 
     A bare state dict, or one under `model`, `model_state` or `model_state_dict`, is returned under `state_dict`. An
@@ -70,7 +70,8 @@ def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
 
     Raises:
         UnreadableError: the system cannot read it, after a second attempt too.
-        CheckpointError: it does not exist, its checksums do not match, or it holds no state dict.
+        CheckpointError: it does not exist, its checksums do not match, or it holds no state dict; or, unless
+            `to_resume`, it leaves out tensors of the model, see `Task.unsaved_tensors`.
     """
     try:
         with untrusted(path, "checkpoint"):
@@ -88,6 +89,8 @@ def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
     state_dict = _find_state_dict(content)
     if state_dict is None:
         raise CheckpointError(f"{path}: holds no state dict of a model, but a {type(content).__name__}")
+    if "unsaved" in content and not to_resume:
+        raise CheckpointError(f"{path}: leaves out tensors that only a resume adds; fix: name the run's best.pth.tar")
     entries = content if "state_dict" in content else {key: content[key] for key in (AVERAGE,) if key in content}
     return {**entries, "state_dict": {key.removeprefix("module."): value for key, value in state_dict.items()}}
 

@@ -20,7 +20,7 @@ from distribuuuu.checkpoint.io import (
     check_resumable,
     read_checkpoint,
 )
-from distribuuuu.checkpoint.weights_files import KINDS, best_paths
+from distribuuuu.checkpoint.weights_files import best_key, best_path, tensors_key
 from distribuuuu.config import run_files
 from distribuuuu.config.errors import NonFiniteError
 from distribuuuu.distributed import comm as dist
@@ -38,8 +38,8 @@ RETRY_S, RETRIES_S, LAST_RETRIES_S = 5.0, 240.0, 10.0
 YIELD_S = 5e-3
 
 # Entries that files of best weights, which cannot be resumed, do not have.
-_ONLY_TO_RESUME = {"optimizer", "step", "seconds", "timing", "peak_memory_mib", "meter", "buffers", "scaler",
-                   "evaluations", *(kind.tensors_key for kind in KINDS.values())}  # fmt: skip
+_ONLY_TO_RESUME = {"optimizer", "step", "seconds", "timing", "peak_memory_mib", "meter", "buffers", "scaler", "unsaved",
+                   "evaluations"}  # fmt: skip
 _NAME = re.compile(r"ckpt_ep_(\d+)(?:_step_(\d+))?\.pth\.tar")
 
 
@@ -54,7 +54,6 @@ class CheckpointManager:
 
     def __init__(self, out_dir: str | os.PathLike, keep_last: int = 3, keep_every: int = 0):
         self.folder = Path(out_dir) / run_files.CHECKPOINTS
-        self.bests = best_paths(out_dir)
         self.keep_last, self.keep_every = keep_last, keep_every
         self._thread: threading.Thread | None = None
         # The saves that are not on disk, the oldest first: one, or two after a failure.
@@ -164,14 +163,19 @@ class CheckpointManager:
             from distribuuuu.checkpoint.readable import check_readable
 
             check_readable(task)
+        saved = content
+        if "unsaved" in content:
+            from distribuuuu.checkpoint.unsaved import leave_out
+
+            saved = leave_out(content)
         self.folder.mkdir(exist_ok=True)
         if content.get("evaluations"):
             if write_results:
                 write_results(content)
             for kind in content["evaluations"]:
-                if content[KINDS[kind].epoch_key] == content["epoch"]:  # this evaluation is the best one
-                    write_atomically(self.bests[kind], weights_of(content, kind))
-        write_atomically(path, content)
+                if content[best_key(kind, "epoch")] == content["epoch"]:  # this evaluation is the best one
+                    write_atomically(best_path(self.folder.parent, kind), weights_of(content, kind))
+        write_atomically(path, saved)
         self._own.add(path.name)
         if evaluated_at := content.get("evaluated_at"):  # the steps of the epoch, saved before its evaluation
             with contextlib.suppress(OSError):
@@ -228,7 +232,7 @@ class CheckpointManager:
         others = False
         for path in reversed(self.list()):
             try:
-                content = read_checkpoint(path)
+                content = read_checkpoint(path, to_resume=True)
                 check_resumable(content, path)
             except UnreadableError:
                 raise
@@ -283,8 +287,9 @@ def write_atomically(path: Path, content: dict[str, Any]) -> None:
 
 def weights_of(content: dict[str, Any], kind: str) -> dict[str, Any]:
     """Return the content of a file of best weights of a kind, e.g. "raw"."""
-    weights = {key: value for key, value in content.items() if key not in _ONLY_TO_RESUME}
-    return {**weights, "weights": kind, "state_dict": content[KINDS[kind].tensors_key]}
+    left_out = {*_ONLY_TO_RESUME, *map(tensors_key, content["bests"])}
+    weights = {key: value for key, value in content.items() if key not in left_out}
+    return {**weights, "weights": kind, "state_dict": content[tensors_key(kind)]}
 
 
 def checkpoint_name(epoch: int, step: int) -> str:

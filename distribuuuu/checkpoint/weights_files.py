@@ -1,52 +1,22 @@
 """Kinds of weights, the best weights of each kind, and the file of weights that an option names. Imports no torch.
 
-A new kind, e.g. another average, is an entry of KINDS and of `build_averages` in optim/ema.py. Names of files, entries
-of checkpoints, records and reports follow.
+The kinds are the raw weights, their moving average (EMA.HALF_LIFE) and those of `Task.averages`. Names of files and
+entries in checkpoints and records follow from that of the kind. Of several kinds, a reader of a run takes the first one
+in order of precedence: those of the task by name, the moving average, the raw weights.
 """
 
 import math
 import os
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.config_node import get_value
+from distribuuuu.config.run_files import BEST_NAMES
 
-RAW = "raw"
+RAW, EMA = "raw", "ema"
 # File names of weights in a model's repository on the Hugging Face Hub, in the order of preference.
 HUB_NAMES = ("model.safetensors", "pytorch_model.bin")
-
-
-@dataclass(frozen=True)
-class WeightsKind:
-    """A kind of weights.
-
-    Attributes:
-        file_name: the file of the best ones, in OUT_DIR.
-        tensors_key: the entry of a checkpoint with the state dict.
-        value_key: the entry with the best value of the first metric.
-        epoch_key: the entry with the epoch of that value.
-        average: the average that they are, in reports; "": they are the weights that the optimizer updates.
-        option: the option without which a run has none; "": every run has them.
-    """
-
-    file_name: str
-    tensors_key: str
-    value_key: str
-    epoch_key: str
-    average: str = ""
-    option: str = ""
-
-
-# By the name in records, in order of precedence: of several kinds, a reader of a run takes the first.
-KINDS = {
-    "ema": WeightsKind(
-        "best_ema.pth.tar", "ema_state_dict", "best_ema_acc1", "best_ema_epoch", "moving average", "EMA.HALF_LIFE"
-    ),
-    RAW: WeightsKind("best.pth.tar", "state_dict", "best_acc1", "best_epoch"),
-}
 
 
 @dataclass
@@ -73,43 +43,60 @@ class Best:
             self.metrics = {name: number for name, number in metrics.items() if name != "count"}
 
 
-def build_kinds(cfg) -> list[str]:
-    """Return the kinds of weights of a run, in order of precedence."""
-    return [name for name, kind in KINDS.items() if not kind.option or get_value(cfg, kind.option)]
+def by_precedence(kinds: Iterable[str]) -> list[str]:
+    """Return kinds of weights in order of precedence."""
+    return sorted(kinds, key=lambda kind: (kind == RAW, kind == EMA, kind))
 
 
-def common_kind(records: Sequence[Container[str]]) -> str:
+def common_kind(records: Sequence[Collection[str]]) -> str:
     """Return the first kind, in order of precedence, that every record has results of; "raw" if there is none."""
-    return next((kind for kind in KINDS if all(kind in results for results in records)), RAW)
+    return next(iter(by_precedence(set.intersection(*map(set, records)))), RAW)
 
 
-def best_paths(out_dir: str | os.PathLike) -> dict[str, Path]:
-    """Return the files of the best weights of a run by kind, in order of precedence."""
-    return {name: Path(out_dir) / kind.file_name for name, kind in KINDS.items()}
+def describe_kind(kind: str) -> str:
+    """Return what the weights of a kind are, for messages and reports."""
+    return {RAW: "trained weights", EMA: "moving average of the weights"}.get(kind, f"{kind} weights")
 
 
-def find_best(out_dir: str | os.PathLike, kinds: Iterable[str] = KINDS) -> Path | None:
-    """Return the file of the best weights of a run, of the first of the kinds that has one; None: there is none."""
-    paths = best_paths(out_dir)
-    return next((paths[kind] for kind in kinds if paths[kind].is_file()), None)
+def tensors_key(kind: str) -> str:
+    """Return the entry of a checkpoint with the state dict of a kind of weights."""
+    return "state_dict" if kind == RAW else f"{kind}_state_dict"
+
+
+def best_key(kind: str, name: str) -> str:
+    """Return the entry of a checkpoint with the value (`acc1`) or the epoch of the best weights of a kind."""
+    return f"best_{name}" if kind == RAW else f"best_{kind}_{name}"
+
+
+def best_path(out_dir: str | os.PathLike, kind: str = RAW) -> Path:
+    """Return the file of the best weights of a kind."""
+    return Path(out_dir) / ("best.pth.tar" if kind == RAW else f"best_{kind}.pth.tar")
 
 
 def kind_of(path: str | os.PathLike) -> str:
     """Return the kind of weights of a file by its name; "raw" for a name that is not one of best weights."""
-    return next((name for name, kind in KINDS.items() if kind.file_name == Path(path).name), RAW)
+    name = BEST_NAMES.fullmatch(Path(path).name)
+    return name[1][1:] if name and name[1] else RAW
 
 
-def best_state_dict(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the state dict of a checkpoint, of the first kind of weights that it has."""
-    return next(content[kind.tensors_key] for kind in KINDS.values() if content.get(kind.tensors_key))
+def list_bests(out_dir: str | os.PathLike) -> dict[str, Path]:
+    """Return the files of the best weights of a run by kind, in order of precedence."""
+    found = {kind_of(path): path for path in Path(out_dir).glob("best*") if BEST_NAMES.fullmatch(path.name)}
+    return {kind: found[kind] for kind in by_precedence(found) if found[kind].is_file()}
+
+
+def find_best(out_dir: str | os.PathLike, ema: bool = True) -> Path | None:
+    """Return the file of the best weights of a run, of the first kind that has one; None: there is none.
+
+    Without `ema`, that of a moving average is an older one.
+    """
+    return next((path for kind, path in list_bests(out_dir).items() if ema or kind != EMA), None)
 
 
 def find_weights_file(path: str, ema: bool = True) -> Path:
-    """Return the weights file at `path`, in the folder of a run there, or in one that huggingface_hub has downloaded.
+    """Return the weights file at `path`, or in the folder of a run or of a model of the Hugging Face Hub there.
 
     Of a run, these are the best weights; with `ema`, those of an average if there are some.
-    The folder holds `model.safetensors` or `pytorch_model.bin`, or it is a repository of the Hub's cache with them in
-    `snapshots/REVISION`; of several revisions, the one that `refs/main` names is used.
 
     Raises:
         ConfigError: there is no such file; the message has no key.
@@ -119,25 +106,16 @@ def find_weights_file(path: str, ema: bool = True) -> Path:
         return found
     if not found.is_dir():
         raise ConfigError(f"no such file or folder: {path}")
-    from distribuuuu.checkpoint.hub_cache import find_snapshots
-
-    for folder in (found, *find_snapshots(found)):
-        if best := find_best(folder, sorted(KINDS, key=lambda kind: kind != RAW and not ema)):
-            return best
-        for name in HUB_NAMES:
-            if (folder / name).is_file():
-                return folder / name
-    names = ", ".join((KINDS[RAW].file_name, *HUB_NAMES))
-    raise ConfigError(f"{path} is a folder without {names}; fix: name the file")
+    names = [path.name for path in list_bests(found).values()]
+    names = [*(names if ema else reversed(names)), *HUB_NAMES]
+    if file := next((found / name for name in names if (found / name).is_file()), None):
+        return file
+    expected = ", ".join((best_path("").name, *HUB_NAMES))
+    raise ConfigError(f"{path} is a folder without {expected}; fix: name the file")
 
 
 def find_card(path: str | os.PathLike) -> Path | None:
-    """Return the config.json of an exported folder at a path, or with the weights there; None: there is none."""
-    weights = Path(path) if Path(path).name == HUB_NAMES[0] else Path(path) / HUB_NAMES[0]
-    card = weights.with_name("config.json")
-    return card if weights.is_file() and card.is_file() else None
-
-
-def has_card(path: Path) -> bool:
-    """Tell whether a file of weights has a config.json, so that `local-dir:FOLDER` names them."""
-    return path.name in HUB_NAMES and path.with_name("config.json").is_file()
+    """Return the config.json of a folder of weights at a path, or with the weights there; None: there is none."""
+    folder = Path(path).parent if Path(path).name in HUB_NAMES else Path(path)
+    card = folder / "config.json"
+    return card if card.is_file() and any((folder / name).is_file() for name in HUB_NAMES) else None

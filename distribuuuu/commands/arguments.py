@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from distribuuuu.checkpoint.weights_files import RAW, best_paths, find_best
+from distribuuuu.checkpoint.weights_files import best_path, find_best
 from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import changed
@@ -105,7 +105,7 @@ def expand_run(words: list[str]) -> tuple[str, list[str]]:
     if other and not files.is_export:
         if Path(other, RESULTS).is_file() and not os.path.samefile(other, folder):
             raise ConfigError(Problem("OUT_DIR", f"{other} holds another run, whose files stay; expected a new folder"))
-        weights = weights or find_best(folder) or best_paths(folder)[RAW]
+        weights = weights or find_best(folder) or best_path(folder)
     return folder, ["OUT_DIR", folder, *(("MODEL.WEIGHTS", str(weights)) if weights else ()), *words[1:]]
 
 

@@ -1,10 +1,12 @@
 """Replicas of a model, one on each process: equal weights, and buffers (batch norm statistics) that may differ."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as torch_dist
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from distribuuuu.config import ConfigError
 from distribuuuu.distributed import comm as dist
@@ -50,13 +52,18 @@ def broadcast_buffers(model: nn.Module) -> None:
             buffer.copy_(values.view_as(buffer))
 
 
-def gather_buffers(models: Mapping[str, nn.Module]) -> list[Buffers]:
+def gather_buffers(models: Mapping[str, nn.Module], norms: bool) -> list[Buffers]:
     """Return for each process the saved buffers that differ from those of the main one. Every process must call it.
 
-    Training normalizes by the batch, but a task may use the statistics, which are those of a process's own images.
+    Training normalizes by the batch, so the statistics of batch norms, which are those of a process's own images, are
+    needed only by a task that uses them: `norms`. Without such buffers, no process waits for another.
     """
-    own = {kind: {name: model.get_buffer(name).cpu() for name in _saved(model)} for kind, model in models.items()}
-    parts = dist.gather_objects(own)
+    names = {kind: _saved(model, norms) for kind, model in models.items()}
+    if not any(names.values()):
+        return []
+    parts = dist.gather_objects(
+        {kind: {name: models[kind].get_buffer(name).cpu() for name in known} for kind, known in names.items()}
+    )
     return [
         {kind: {name: value for name, value in named.items() if not torch.equal(value, parts[0][kind][name])}
          for kind, named in part.items()}
@@ -64,9 +71,12 @@ def gather_buffers(models: Mapping[str, nn.Module]) -> list[Buffers]:
     ]  # fmt: skip
 
 
-def _saved(model: nn.Module) -> list[str]:
-    saved = model.state_dict().keys()
-    return [name for name, _ in model.named_buffers() if name in saved]
+def _saved(model: nn.Module, norms: bool) -> list[str]:
+    saved, layers = model.state_dict().keys(), model.named_modules()
+    own = (
+        layer.named_buffers(name, recurse=False) for name, layer in layers if norms or not isinstance(layer, _NormBase)
+    )
+    return [name for name, _ in itertools.chain.from_iterable(own) if name in saved]
 
 
 def load_buffers(models: Mapping[str, nn.Module], parts: Sequence[Buffers]) -> None:

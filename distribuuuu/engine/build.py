@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,12 @@ from torch import nn
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, load_state_dict, read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager, find_nonfinite, hash_tensors
 from distribuuuu.checkpoint.weights_files import (
-    KINDS,
-    RAW,
-    best_paths,
-    build_kinds,
+    best_path,
     find_best,
+    find_card,
     find_weights_file,
-    has_card,
+    list_bests,
+    tensors_key,
 )
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed, iter_options
@@ -152,7 +151,9 @@ def build_training(
     """
     precision = build_precision(cfg, loader.device)
     task = build_task(cfg, loader.images.classes, loader.device, precision)
-    state = task.state = build_state(cfg, task, loader, precision, pretrained=latest is None)
+    # The tensors that checkpoints leave out come from where they came from at the first start.
+    is_pretrained = latest is None or type(task).unsaved_tensors is not Task.unsaved_tensors
+    state = task.state = build_state(cfg, task, loader, precision, is_pretrained)
     state.data = data or {}
     content = resume_or_load_weights(cfg, state, latest)
     task.prepare_training(loader.plan, loader.images, loader.num_steps)
@@ -187,12 +188,10 @@ def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
     check_finite_weights(training.state)
     describe_training(cfg, training.state, train_loader, val_loader)
     if dist.is_main():
-        prepare_out_dir(cfg, checkpoints, latest)
+        prepare_out_dir(cfg, checkpoints, latest, training.state.models)
     log = open_log(cfg, training.task, training.state, train_loader)
     stop = StopRequest(cfg.CHECKPOINT.MAX_HOURS)
-    results = RunResults(
-        training, val_loader.images, lambda content, kind: hash_tensors(content[KINDS[kind].tensors_key])
-    )
+    results = RunResults(training, val_loader.images, lambda content, kind: hash_tensors(content[tensors_key(kind)]))
     return Run(**vars(training), val_loader=val_loader, checkpoints=checkpoints, results=results, log=log, stop=stop)
 
 
@@ -227,18 +226,26 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
     if pretrained and cfg.FINETUNE.HEAD:
         importlib.import_module("distribuuuu.models.finetune").load_head(cfg, model, loader.images.classes)
     model = task.adapt_model(model)
-    if cfg.DIST.SHARD == "fsdp" and type(task).deploy_model is not Task.deploy_model:
-        fix = f"{type(task).__name__}.deploy_model needs whole weights; fix: set it to none or zero1"
-        raise ConfigError(Problem("DIST.SHARD", f"got fsdp; {fix}", cfg.origins))
+    for hook in ("deploy_model", "unsaved_tensors") if cfg.DIST.SHARD == "fsdp" else ():
+        if getattr(type(task), hook) is not getattr(Task, hook):
+            fix = f"{type(task).__name__}.{hook} needs whole weights; fix: set it to none or zero1"
+            raise ConfigError(Problem("DIST.SHARD", f"got fsdp; {fix}", cfg.origins))
     if cfg.MODEL.SYNCBN:
         model = importlib.import_module("distribuuuu.distributed.sync_batchnorm").convert_sync_batchnorm(model)
     if cfg.FINETUNE.FREEZE:
         importlib.import_module("distribuuuu.models.freeze").freeze_parts(cfg, model, task)
     if cfg.MODEL.ACT_CHECKPOINT:
         importlib.import_module("distribuuuu.distributed.activation_checkpoint").recompute_blocks(model)
-    averages: dict[str, Any] = {}
-    if cfg.EMA.HALF_LIFE:
-        averages = importlib.import_module("distribuuuu.optim.ema").build_averages(cfg, model)
+    unsaved: dict[str, Any] = {}
+    if type(task).unsaved_tensors is not Task.unsaved_tensors:
+        describe_unsaved = importlib.import_module("distribuuuu.checkpoint.unsaved").describe_unsaved
+        unsaved = describe_unsaved(task.unsaved_tensors(model), model.state_dict())
+        if unsaved and cfg.MODEL.WEIGHTS:
+            message = f"got {cfg.MODEL.WEIGHTS}, which no resume loads, and checkpoints leave out tensors"
+            raise ConfigError(Problem("MODEL.WEIGHTS", f"{message}; fix: name it as FINETUNE.WEIGHTS", cfg.origins))
+    averages = task.averages(model)
+    if cfg.EMA.HALF_LIFE or averages:
+        averages = importlib.import_module("distribuuuu.optim.ema").build_averages(cfg, model, averages)
     parallelize = build_parallelize_fn(cfg, loader.device)
     parallelize(model)
     for average in averages.values():
@@ -257,6 +264,7 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
         global_batch=loader.plan.global_batch,
         precision=precision,
         averages=averages,
+        unsaved=unsaved,
         config={**dict(iter_options(cfg)), "DATA.MEAN": mean, "DATA.STD": std},
         plugins=importlib.import_module("distribuuuu.config.plugins").hash_plugins(cfg.PLUGINS) if cfg.PLUGINS else {},
         meter=Meter(task.train_metrics, len(task.classes), loader.device),
@@ -305,7 +313,7 @@ def find_weights(cfg) -> str:
     if given := cfg.MODEL.WEIGHTS:
         return given if is_published(given) else str(find_weights_file(given))
     named = cfg.MODEL.ARCH if names_backbone(cfg.MODEL.ARCH) else PUBLISHED if cfg.MODEL.PRETRAINED else ""
-    return str(find_best(cfg.OUT_DIR, build_kinds(cfg)) or named or best_paths(cfg.OUT_DIR)[RAW])
+    return str(find_best(cfg.OUT_DIR, cfg.EMA.HALF_LIFE > 0) or named or best_path(cfg.OUT_DIR))
 
 
 def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.Module:
@@ -330,8 +338,8 @@ def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.
     model = task.adapt_model(model).to(task.device)
     if weights and not is_published(weights):
         weights = str(find_weights_file(weights, cfg.FINETUNE.EMA))
-        if has_card(Path(weights)):
-            from distribuuuu.models.preprocessing import read_weights
+        if find_card(weights):
+            from distribuuuu.models.pretrained import read_weights
 
             content = read_weights(Path(weights))
         else:
@@ -355,16 +363,16 @@ def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.
     return model
 
 
-def prepare_out_dir(cfg, checkpoints: CheckpointManager, latest: Path | None) -> None:
+def prepare_out_dir(cfg, checkpoints: CheckpointManager, latest: Path | None, kinds: Collection[str]) -> None:
     """Archive the files of the previous run if this one does not resume it, and write the config; on the main process.
 
     It is called once the run is certain to start. Before that, the previous run in OUT_DIR is not changed.
     """
     for folder in (checkpoints.folder.parent, checkpoints.folder):
         remove_temporary_files(folder)  # of a killed run: this one holds the lock
-    for kind in KINDS.keys() - build_kinds(cfg) if latest else ():
-        with contextlib.suppress(FileNotFoundError):  # of an earlier part of the run, which readers would take
-            os.replace(checkpoints.bests[kind], checkpoints.folder / checkpoints.bests[kind].name)
+    for kind, path in list_bests(cfg.OUT_DIR).items() if latest else ():
+        if kind not in kinds:  # of an earlier part of the run, which readers would take
+            os.replace(path, checkpoints.folder / path.name)
     if latest is None and not cfg.TRAIN.AUTO_RESUME:
         from distribuuuu.checkpoint.archive import archive_run
 

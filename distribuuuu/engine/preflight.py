@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from distribuuuu.checkpoint.weights_files import RAW, best_paths, build_kinds, find_best
+from distribuuuu.checkpoint.weights_files import best_path, find_best
 from distribuuuu.config import Config, ConfigError, Problem, check_cfg
 from distribuuuu.config.config_node import changed, get_value
 from distribuuuu.config.conflicts import find_problems
@@ -179,9 +179,9 @@ def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str,
 
         yield from find_weights_problems(cfg, train, is_start)
     is_named = cfg.MODEL.WEIGHTS or cfg.MODEL.PRETRAINED or names_backbone(cfg.MODEL.ARCH)
-    if not train and needs_weights and not (is_named or find_best(cfg.OUT_DIR, build_kinds(cfg))):
+    if not train and needs_weights and not (is_named or find_best(cfg.OUT_DIR, cfg.EMA.HALF_LIFE > 0)):
         remedy = "set it to the file to evaluate, or OUT_DIR to that of a run"
-        yield "MODEL.WEIGHTS", f"is not set, and {best_paths(cfg.OUT_DIR)[RAW]} does not exist; fix: {remedy}"
+        yield "MODEL.WEIGHTS", f"is not set, and {best_path(cfg.OUT_DIR)} does not exist; fix: {remedy}"
     # With torch imported, names are checked without the cached tables, later, and so are those of plug-ins.
     if "torch" not in sys.modules and not cfg.PLUGINS:
         yield from _name_problems(cfg, train)

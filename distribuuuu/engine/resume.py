@@ -16,7 +16,7 @@ from distribuuuu.checkpoint.io import (
     load_state_dict,
     read_checkpoint,
 )
-from distribuuuu.checkpoint.weights_files import Best, find_weights_file
+from distribuuuu.checkpoint.weights_files import find_weights_file
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import OPEN_SECTIONS
@@ -40,7 +40,7 @@ def resume_or_load_weights(cfg: Config, state: TrainState, latest: Path | None) 
     if not (latest or cfg.MODEL.WEIGHTS):
         return {}
     path = latest or find_weights_file(cfg.MODEL.WEIGHTS)
-    content = read_checkpoint(path)
+    content = read_checkpoint(path, to_resume=latest is not None)
     if not latest and not (cfg.TRAIN.LOAD_OPT and "optimizer" in content):
         for model in state.models.values():
             load_state_dict(model, content["state_dict"], path)
@@ -61,7 +61,7 @@ def resume_or_load_weights(cfg: Config, state: TrainState, latest: Path | None) 
         logger.info("resumed from %s: epoch %d, step %d", path, state.epoch + 1, state.step)
         _describe_changes(state, content, before)
     else:
-        state.bests = {kind: Best() for kind in state.bests}  # their files are in another folder
+        state.bests.clear()  # their files are in another folder
         logger.info("resumed from %s: epoch %d; TRAIN.LOAD_OPT False loads its weights only", path, state.epoch + 1)
     return content
 

@@ -32,7 +32,7 @@ def roll_back(run: Run, error: NonFiniteError) -> None:
     logger.warning("%s in epoch %d, by step %d: rollback %d of %d, to %s", error, state.epoch + 1, state.step, num,
                    cfg.TRAIN.MAX_ROLLBACKS, latest)  # fmt: skip
     began = (state.epoch, state.step)
-    content = read_checkpoint(latest)
+    content = read_checkpoint(latest, to_resume=True)
     restore_state(state, content, latest)
     restore_task(run.task, content.get("task"), latest)
     state.load_meter([])

@@ -80,7 +80,9 @@ class Run(Training):
         if dist.is_distributed():
             from distribuuuu.distributed.replicas import gather_buffers
 
-            content["buffers"] = gather_buffers(self.state.models)
+            packages = {base.__module__.partition(".")[0] for base in type(self.task).__mro__}
+            is_own = packages <= {"distribuuuu", "builtins"} and type(self.task).train_mode is Task.train_mode
+            content["buffers"] = gather_buffers(self.state.models, norms=not is_own)
         if evaluations:
             epoch = self.state.epoch - 1
             content |= {"evaluations": evaluations, "evaluated_at": (epoch, self.train_loader.steps_of(epoch))}

@@ -10,6 +10,7 @@ import torchvision
 from torch import nn
 
 from distribuuuu import __version__
+from distribuuuu.checkpoint.weights_files import list_bests
 from distribuuuu.config.conflicts import find_unused_options
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.errors import counted
@@ -113,7 +114,8 @@ def describe_end(run: Run, started: float) -> None:
     elif state.epoch < cfg.OPTIM.MAX_EPOCH:
         logger.info("stopped after epoch %d/%d; without --stop-epoch, the same command continues", state.epoch,
                     cfg.OPTIM.MAX_EPOCH)  # fmt: skip
-    paths = {kind: run.checkpoints.bests[kind] for kind in state.models if run.checkpoints.bests[kind].exists()}
+    found = list_bests(cfg.OUT_DIR)
+    paths = {kind: found[kind] for kind in state.models if kind in found}
     for kind, path in paths.items():
         name = "" if kind == "raw" else f"{kind} "
         logger.info("best %s%s: %s; weights: %s", name, label, state.bests[kind].describe(metric), path)

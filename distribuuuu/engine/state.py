@@ -6,7 +6,8 @@ A checkpoint is a dict:
   before `epoch` is increased, the evaluation of the epoch is pending.
 - `state_dict`, `optimizer`, `optimizer_names`: weights, optimizer state, names of its parameters by group.
 - `best_acc1`, `best_epoch`: the best value of `best_metric`, in percent, and its epoch, from 0.
-- `ema_state_dict`, `best_ema_acc1`, `best_ema_epoch`: the same for the moving average of the weights, if there is one.
+- `ema_state_dict`, `best_ema_acc1`, `best_ema_epoch`: the same for the moving average of the weights, if there is one,
+  and likewise for the kinds of `Task.averages`. `unsaved`: names and SHA-256 of the tensors that are left out, if any.
 - `scaler`: state of the gradient scaler; empty without one.
 - `config`: every option, DATA.MEAN and DATA.STD as used; `plugins`: the SHA-256 of each; also `seed`,
   `num_rollbacks`, `classes`, `arch`, `global_batch`. Files of best weights also have `weights`: "raw" or "ema".
@@ -31,6 +32,7 @@ import os
 import resource
 import sys
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
@@ -39,7 +41,7 @@ import torch
 from torch import nn
 
 from distribuuuu.checkpoint.io import WEIGHTS_ONLY, CheckpointError, load_optimizer, load_state_dict
-from distribuuuu.checkpoint.weights_files import KINDS, RAW, Best
+from distribuuuu.checkpoint.weights_files import EMA, RAW, Best, best_key, describe_kind, tensors_key
 from distribuuuu.config.errors import counted
 from distribuuuu.data.seeding import derive_seed
 from distribuuuu.distributed import comm as dist
@@ -64,7 +66,8 @@ class TrainState:
     Attributes:
         meter: loss and metrics of the training steps since the last row of metrics.
         epoch: number of finished epochs. step: number of steps since.
-        averages: averages of the weights by kind, e.g. "ema".
+        averages: averages of the weights by kind, e.g. "ema", with the attributes and methods of `Ema`.
+        unsaved: names and SHA-256 of the tensors that checkpoints leave out.
     """
 
     model: nn.Module
@@ -83,6 +86,7 @@ class TrainState:
     ordered: bool = False
     precision: Precision = field(default_factory=Precision)
     averages: "dict[str, Ema]" = field(default_factory=dict)
+    unsaved: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     plugins: dict[str, str | None] = field(default_factory=dict)
     timing: dict[str, float] = field(default_factory=lambda: {"images": 0, "seconds": 0.0})
@@ -90,7 +94,7 @@ class TrainState:
     data: dict[str, dict[str, Any]] = field(default_factory=dict)
     best_metric: str = "top1"
     higher_is_better: bool = True
-    bests: dict[str, Best] = field(default_factory=lambda: {kind: Best() for kind in KINDS})
+    bests: dict[str, Best] = field(default_factory=lambda: defaultdict(Best))
 
     def __post_init__(self):
         self._seconds_before, self._started = 0.0, time.perf_counter()
@@ -124,7 +128,7 @@ class TrainState:
     @property
     def ema(self) -> nn.Module | None:
         """The moving average of the weights; None without one."""
-        return self.averages["ema"].model if self.averages else None
+        return self.averages[EMA].model if EMA in self.averages else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of a checkpoint; complete on the main process only. Every process must call it."""
@@ -132,16 +136,15 @@ class TrainState:
             **{name: getattr(self, name) for name in _PLAIN},
             "epoch": self.epoch - 1,
             "classes": list(self.classes),
-            **{KINDS[kind].tensors_key: full_state_dict(model) for kind, model in self.models.items()},
-            **{KINDS[kind].value_key: self.bests[kind].value for kind in self.models},
-            **{KINDS[kind].epoch_key: self.bests[kind].epoch for kind in self.models},
+            **{tensors_key(kind): full_state_dict(model) for kind, model in self.models.items()},
+            **{best_key(kind, "acc1"): self.bests[kind].value for kind in self.models},
+            **{best_key(kind, "epoch"): self.bests[kind].epoch for kind in self.models},
             "bests": {
                 kind: {
                     "epoch": best.epoch + 1 if best.epoch >= 0 else None,
                     **(best.metrics or {self.best_metric: best.value}),
                 }
-                for kind, best in self.bests.items()
-                if kind in self.models
+                for kind, best in ((kind, self.bests[kind]) for kind in self.models)
             },
             "optimizer": self.optimizer.state_dict(),
             "optimizer_names": self._optimizer_names(),
@@ -150,10 +153,15 @@ class TrainState:
             "meter": dist.gather_objects(self.meter.state_dict()),
             "scaler": self.precision.state_dict(),
             **({} if self.chosen is None else {"chosen": self.chosen, "ordered": self.ordered}),
+            **({"unsaved": self.unsaved} if self.unsaved else {}),
         }
 
     def load_dict(self, content: dict[str, Any], path: str | os.PathLike) -> None:
         """Restore the content of a checkpoint of this version or of the 2021 distribuuuu, for `restore_state`."""
+        if self.unsaved or "unsaved" in content:
+            from distribuuuu.checkpoint.unsaved import add_unsaved
+
+            content = add_unsaved(content, self.unsaved, self.model.state_dict(), path)
         load_state_dict(self.model, content["state_dict"], path)
         load_optimizer(self.optimizer, content["optimizer"], path)
         self._check_groups(content, path)
@@ -164,11 +172,10 @@ class TrainState:
         self._seconds_before, self._started = seconds, time.perf_counter()
         self.precision.load_state_dict(content.get("scaler", {}))
         for kind, average in self.averages.items():
-            tensors = content.get(KINDS[kind].tensors_key)
+            tensors = content.get(tensors_key(kind))
             load_state_dict(average.model, tensors or content["state_dict"], path)
             if not tensors:
-                logger.warning("%s has no %s of the weights; it starts from the raw weights", path,
-                               KINDS[kind].average)  # fmt: skip
+                logger.warning("%s has no %s; it starts from the raw weights", path, describe_kind(kind))
         if dist.is_distributed():
             from distribuuuu.distributed.replicas import load_buffers
 
@@ -188,14 +195,15 @@ class TrainState:
 
     def _load_bests(self, content: dict[str, Any], path: str | os.PathLike) -> None:
         """Restore the best evaluations, unless another metric selected them. Without `best_metric`, it is the same."""
-        self.bests = {kind: Best() for kind in KINDS}
+        self.bests.clear()
         if (metric := content.get("best_metric", self.best_metric)) != self.best_metric:
             logger.warning("%s: best weights were selected by %s; selection restarts with %s", path, metric,
                            self.best_metric)  # fmt: skip
             return
-        for kind, best in self.bests.items():
-            best.value = float(content.get(KINDS[kind].value_key, 0.0))
-            best.epoch = int(content.get(KINDS[kind].epoch_key, -1))
+        for kind in self.models:
+            best = self.bests[kind] = Best()
+            best.value = float(content.get(best_key(kind, "acc1"), 0.0))
+            best.epoch = int(content.get(best_key(kind, "epoch"), -1))
             metrics = content.get("bests", {}).get(kind, {})
             best.metrics = {name: value for name, value in metrics.items() if name != "epoch"}
 

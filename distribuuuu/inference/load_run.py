@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from distribuuuu.checkpoint.io import CheckpointError, is_list_of, read_checkpoint
-from distribuuuu.checkpoint.weights_files import KINDS, RAW, best_paths, build_kinds, find_best, kind_of
+from distribuuuu.checkpoint.weights_files import RAW, best_path, find_best, kind_of
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg, load_cfg
 from distribuuuu.config.config_node import changed, get_value
 from distribuuuu.config.declaration import AUTO
@@ -24,13 +24,13 @@ from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg, split_key
 from distribuuuu.config.registry import dataset_class
-from distribuuuu.config.run_files import CHECKPOINTS, RUN_KINDS
+from distribuuuu.config.run_files import BEST_NAMES, CHECKPOINTS, RUN_KINDS
 from distribuuuu.data.build_transform import statistics_of
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import build_images
 from distribuuuu.files.untrusted import MAX_JSON, InvalidFileError, parse_json, read_regular, untrusted
 from distribuuuu.inference.loaded_run import LoadedRun
-from distribuuuu.inference.locate_run import EXPORT_CONFIG, EXPORT_WEIGHTS, locate_run
+from distribuuuu.inference.locate_run import EXPORT_CONFIG, locate_run
 from distribuuuu.models.preprocessing import follow
 from distribuuuu.records.read_results import check_results
 
@@ -69,8 +69,8 @@ def find_run(run: str | os.PathLike, cfg_file: CfgFiles = None, overrides: Seque
     """Read the files of a trained model without building it; arguments and errors as for `load_run`."""
     files, cfg = locate_run(run), load_cfg(cfg_file, overrides) if cfg_file else None
     try:
-        if files.is_export and files.folder:
-            return _open_export(files.folder, cfg, overrides)
+        if files.weights and files.is_export:
+            return _open_export(files.weights, cfg, overrides)
         if files.weights:
             return _open_checkpoint(files.weights, None, cfg, overrides)
         if files.folder:
@@ -89,12 +89,12 @@ def _open_out_dir(folder: Path, cfg: Config | None, overrides: Sequence[str]) ->
     """Return the best weights of a run with the config in its folder, with which an evaluation would load them."""
     if cfg is None and (own := folder / _CONFIG).is_file():
         cfg = load_cfg(FoundConfig(own), overrides)
-    best = find_best(folder, build_kinds(cfg) if cfg else KINDS)
+    best = find_best(folder, not cfg or cfg.EMA.HALF_LIFE > 0)
     if best is None:
         has = first_few(sorted(entry.name for entry in folder.iterdir())) or "nothing"
         kept = sorted((folder / CHECKPOINTS).glob("*.pth.tar"))
         fix = f"; fix: name a checkpoint, e.g. {kept[-1]}" if kept else f"; expected {RUN_KINDS}"
-        raise ConfigError(f"RUN: {folder} holds no {KINDS[RAW].file_name}, but {has}{fix}")
+        raise ConfigError(f"RUN: {folder} holds no {best_path(folder).name}, but {has}{fix}")
     return _open_checkpoint(best, folder, cfg, overrides)
 
 
@@ -104,14 +104,14 @@ def _open_checkpoint(path: Path, folder: Path | None, cfg: Config | None, overri
         content = read_checkpoint(path)
     except CheckpointError as error:
         raise CheckpointError(f"RUN: {error}") from error
-    if folder is None and path in best_paths(path.parent).values() and (path.parent / _CONFIG).is_file():
+    if folder is None and BEST_NAMES.fullmatch(path.name) and (path.parent / _CONFIG).is_file():
         folder = path.parent
     return _assemble(str(path), {"weights": kind_of(path), **content}, folder, cfg, overrides)
 
 
-def _open_export(folder: Path, cfg: Config | None, overrides: Sequence[str]) -> LoadedRun:
+def _open_export(weights: Path, cfg: Config | None, overrides: Sequence[str]) -> LoadedRun:
     """Return an exported folder: ours, or one in the format of timm."""
-    path, weights = folder / EXPORT_CONFIG, folder / EXPORT_WEIGHTS
+    folder, path = weights.parent, weights.with_name(EXPORT_CONFIG)
     with untrusted(path, "config of a model"):
         entries = parse_json(read_regular(path, MAX_JSON)).get("distribuuuu")
     if entries is None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from distribuuuu.checkpoint.host_copy import copy_to_host
 from distribuuuu.checkpoint.io import load_state_dict
-from distribuuuu.checkpoint.weights_files import KINDS
+from distribuuuu.checkpoint.weights_files import RAW, describe_kind
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.derived import show_size
 from distribuuuu.config.errors import NonFiniteError, counted
@@ -122,7 +122,7 @@ class LoadedRun:
 
     Attributes:
         source: the file of the weights, or the name of published weights.
-        weights: "raw", "ema" (their moving average) or "published".
+        weights: "raw", "ema" (their moving average), "published", or a kind of `Task.averages`.
         cfg: the frozen config; DATA.MEAN, DATA.STD and MODEL.NUM_CLASSES are set.
         classes: the class names.
         state_dict: the weights of the file; None for published ones.
@@ -200,8 +200,7 @@ class LoadedRun:
 
     def describe(self) -> str:
         """Return a line about the model, its weights and the preprocessing of images."""
-        averages = {name: f" ({kind.average} of the weights)" for name, kind in KINDS.items() if kind.average}
-        kind = {**averages, "published": " (published weights)"}.get(self.weights, "")
+        kind = "" if self.weights == RAW else f" ({describe_kind(self.weights)})"
         crop = self.transform.crop
         sizes = f"images resized to {show_size(crop.resize_to)} px, cropped to {show_size(crop.size)} px"
         sizes = sizes if isinstance(crop, CenterCrop) else f"images: {crop}"

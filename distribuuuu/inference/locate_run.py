@@ -61,7 +61,8 @@ def locate_run(run: str | os.PathLike) -> RunFiles:
     if (folder / EXPORT_CONFIG).is_file():
         if not find_card(folder):
             raise ConfigError(f"RUN: {folder} holds {EXPORT_CONFIG} but no {EXPORT_WEIGHTS}; fix: export it again")
-        return RunFiles(name, folder, folder / EXPORT_WEIGHTS, is_export=True)
+        weights = next(folder / one for one in HUB_NAMES if (folder / one).is_file())
+        return RunFiles(name, folder, weights, is_export=True)
     if path.is_dir():
         if found := sorted({"model.onnx", "model.pt2", "sweep.json"} & {*os.listdir(path)}):
             table = f"distribuuuu table {run}, or open {run}/sweep.html"

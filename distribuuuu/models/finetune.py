@@ -9,8 +9,15 @@ import torch
 from torch import nn
 
 from distribuuuu.checkpoint.foreign_files import OrderError, Tensors, match_in_order, strip_wrappers
-from distribuuuu.checkpoint.io import AVERAGE, find_class_mismatch, is_state_dict, read_checkpoint
-from distribuuuu.checkpoint.weights_files import KINDS, find_weights_file
+from distribuuuu.checkpoint.io import (
+    AVERAGE,
+    CheckpointError,
+    find_class_mismatch,
+    is_state_dict,
+    load_state_dict,
+    read_checkpoint,
+)
+from distribuuuu.checkpoint.weights_files import EMA, find_weights_file, tensors_key
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.config.model_names import PUBLISHED, is_published
@@ -18,14 +25,12 @@ from distribuuuu.distributed import comm as dist
 from distribuuuu.models.build import build_model, find_weights_key
 from distribuuuu.models.head import find_head, initialize_head, layer_of
 from distribuuuu.models.input_channels import adapt_input
-from distribuuuu.models.pretrained import check_published_head, read_backbone, resolve_backbone
+from distribuuuu.models.pretrained import check_published_head, read_backbone, read_weights, resolve_backbone
 
 logger = logging.getLogger(__name__)
 
 # Checkpoint entries with an average of the weights: this package's, timm's, those of others.
-AVERAGES = (*(kind.tensors_key for kind in KINDS.values() if kind.average), "state_dict_ema", AVERAGE)
-
-
+AVERAGES = (tensors_key(EMA), "state_dict_ema", AVERAGE)
 # The head of FINETUNE.HEAD probe.
 PROBE_FILE = "probe.pth.tar"
 
@@ -87,14 +92,13 @@ def load_weights(
         weights: a name, see models/pretrained.py, or `pretrained`: those of MODEL.ARCH.
         classes: the classes of the data.
         key: the option that names the weights.
-        needs_head: the weights are published, and a head of other classes is an error; else it is drawn anew.
+        needs_head: all tensors of a file must match, and a head of other classes is an error; else it is drawn anew.
 
     Raises:
         ConfigError: the weights do not exist, are damaged, cannot be downloaded, or belong to another model.
     """
-    settings = cfg.FINETUNE
-    name = cfg.MODEL.ARCH if weights == PUBLISHED else weights
-    if needs_head:
+    settings, name = cfg.FINETUNE, cfg.MODEL.ARCH if weights == PUBLISHED else weights
+    if needs_head and is_published(weights):
         check_published_head(name, classes, key)
     try:
         if is_published(weights):
@@ -103,17 +107,23 @@ def load_weights(
             path = backbone.source
         else:
             path = str(find_weights_file(weights, settings.EMA))
-            content = read_checkpoint(path)
+            content = read_weights(Path(path))
+        averages = [content.get(name) for name in AVERAGES if settings.EMA]
+        average = next((tensors for tensors in averages if tensors and is_state_dict(tensors)), None)
+        tensors, mismatch = average or content["state_dict"], find_class_mismatch(content, classes)
+        if needs_head and not is_published(weights):
+            load_state_dict(model, tensors, path)
+            if mismatch:
+                remedy = "if they mean the same, use a file that holds only the state dict"
+                raise CheckpointError(f"{path}: was trained on other classes: {mismatch}; fix: {remedy}")
+            return
     except ConfigError as error:  # or a CheckpointError
         raise type(error)(Problem(key, str(error)), cfg.origins) from error
-    averages = [content.get(name) for name in AVERAGES if settings.EMA]
-    average = next((tensors for tensors in averages if tensors and is_state_dict(tensors)), None)
     arch = f" of MODEL.ARCH {content['arch']}" if content.get("arch") else ""
     reset = settings.HEAD_RESET and not needs_head
+    both = (classes, () if needs_head else content.get("classes") or ())
     try:
-        head = find_head(cfg, model)
-        both = (classes, () if needs_head else content.get("classes") or ())
-        report, num_missing = load_backbone(model, average or content["state_dict"], head, reset, both)
+        report, num_missing = load_backbone(model, tensors, find_head(cfg, model), reset, both)
     except IncompatibleWeightsError as error:
         problem = f"{path}{arch} does not fit {cfg.MODEL.ARCH}: {error}; fix: set MODEL.ARCH to that of the file"
         raise ConfigError(Problem(key, problem), cfg.origins) from error
@@ -122,8 +132,8 @@ def load_weights(
     if num_missing:
         logger.warning("%s of the backbone randomly initialized: was the file%s trained with another MODEL.ARCH, "
                        "MODEL.KWARGS or TRAIN.IM_SIZE?", counted(num_missing, "tensor"), arch)  # fmt: skip
-    if not reset and not {*both[0]} & {*both[1]} and (other := find_class_mismatch(content, classes)):
-        logger.warning("the head was trained on other classes: %s; to reset it set FINETUNE.HEAD_RESET True", other)
+    if mismatch and not reset and not {*both[0]} & {*both[1]}:
+        logger.warning("the head was trained on other classes: %s; to reset it set FINETUNE.HEAD_RESET True", mismatch)
 
 
 def load_backbone(
@@ -133,11 +143,9 @@ def load_backbone(
     reset_head: bool = False,
     classes: tuple[Sequence[str], Sequence[str]] = ((), ()),
 ) -> tuple[str, int]:
-    """Load every tensor whose name and shape match; prefixes of wrappers are ignored.
+    """Load every tensor whose name and shape match, see `_rename`.
 
-    A layer of the head, of which `head` has the names, is loaded completely or, as with `reset_head`, drawn anew. If
-    tensors are missing, timm's conversion for the model is tried too: it also resamples position embeddings. If most
-    of the backbone is missing, the tensors are matched by their order, see `match_in_order`.
+    A layer of the head, of which `head` has the names, is loaded completely or, as with `reset_head`, drawn anew.
     `classes` are the names of those of the model and of the file. If they differ, the head keeps the rows of the
     classes that both have.
 
@@ -148,21 +156,12 @@ def load_backbone(
         IncompatibleWeightsError: more than half of the backbone does not match; the model is unchanged.
     """
     own = model.state_dict()
-    theirs, order = adapt_input_of(model, strip_wrappers(state_dict, own)), ""
-    backbone = [name for name in own if layer_of(name) not in head]
-    if not {*backbone} <= match_tensors(own, theirs)[0].keys():
-        converted = strip_wrappers(convert_by_timm(model, theirs), own)
-        theirs = max(theirs, converted, key=lambda tensors: len(match_tensors(own, tensors)[0]))
-    if 2 * len({*backbone} & match_tensors(own, theirs)[0].keys()) < len(backbone):
-        try:
-            theirs = adapt_input_of(model, match_in_order(model, state_dict, head))
-        except OrderError as error:
-            order = f"; {error}"
-    matched, unmatched = match_tensors(own, theirs)
-
+    theirs, order = _rename(model, state_dict, head)
+    matched = _match(own, theirs)
     rows = {} if reset_head else _find_shared_rows(*classes)
     skipped = {layer_of(name) for name in own if reset_head or rows or name not in matched} & {*head}
     loaded = {name: tensor for name, tensor in matched.items() if layer_of(name) not in skipped}
+    backbone = [name for name in own if layer_of(name) not in head]
     kernels = [name for name in backbone if own[name].ndim > 1]
     for names in (backbone, kernels):  # vectors match by chance: those of norms even between ResNet-50 and ResNet-18
         missing = [name for name in names if name not in loaded]
@@ -175,14 +174,38 @@ def load_backbone(
             )
     model.load_state_dict(loaded, strict=False)
     initialize_head(model, skipped)
-    new_head = {name: tensor for name, tensor in own.items() if layer_of(name) in skipped}
-    is_kept = [_copy_rows(tensor, theirs[name], rows, *classes) for name, tensor in new_head.items() if name in theirs]
+    new_head = {name: tensor for name, tensor in own.items() if layer_of(name) in skipped and name in theirs}
+    is_kept = [_copy_rows(tensor, theirs[name], rows, *classes) for name, tensor in new_head.items()]
 
-    initialized = [name for name in own if name not in loaded]
     kept = f"; the head keeps {len(rows)} of {counted(len(classes[0]), 'class')}" if any(is_kept) else ""
-    unused = [name for name in matched if name not in loaded] + unmatched
-    text = f"{len(loaded)} of {counted(len(own), 'tensor')} loaded; randomly initialized: {_abbreviate(initialized)}"
-    return f"{text}{kept}; unused in the file: {_abbreviate(unused)}", sum(name not in loaded for name in backbone)
+    drawn, unused = ([name for name in names if name not in loaded] for names in (own, theirs))
+    text = f"{len(loaded)} of {counted(len(own), 'tensor')} loaded; randomly initialized: {_abbreviate(drawn)}"
+    return f"{text}{kept}; unused in the file: {_abbreviate(unused)}", sum(name in backbone for name in drawn)
+
+
+def _rename(model: nn.Module, state_dict: Tensors, head: Collection[str]) -> tuple[Tensors, str]:
+    """Return the tensors of a file under the names of a model, and why they do not match in order, for an error.
+
+    Prefixes of wrappers are ignored. If tensors of the backbone are missing, timm's conversion for the model is tried
+    too: it also resamples position embeddings. If most are missing, the tensors are matched by their order.
+    """
+    own = model.state_dict()
+    backbone = {name for name in own if layer_of(name) not in head}
+    theirs = adapt_input_of(model, strip_wrappers(state_dict, own))
+    if not backbone <= _match(own, theirs).keys():
+        converted = strip_wrappers(convert_by_timm(model, theirs), own)
+        theirs = max(theirs, converted, key=lambda tensors: len(_match(own, tensors)))
+    if 2 * len(backbone & _match(own, theirs).keys()) < len(backbone):
+        try:
+            return adapt_input_of(model, match_in_order(model, state_dict, head)), ""
+        except OrderError as error:
+            return theirs, f"; {error}"
+    return theirs, ""
+
+
+def _match(own: Tensors, other: Tensors) -> Tensors:
+    """Return the tensors of `other` that match `own` by name and shape, in its order."""
+    return {name: other[name] for name in own if name in other and other[name].shape == own[name].shape}
 
 
 def _find_shared_rows(classes: Sequence[str], others: Sequence[str]) -> dict[int, int]:
@@ -208,12 +231,6 @@ def adapt_input_of(model: nn.Module, tensors: Tensors) -> Tensors:
     if own is None or given is None or given.ndim != 4 or given.shape[1] != 3 or own.shape[1] == 3:
         return tensors
     return {**tensors, name: adapt_input(given, own.shape[1])}
-
-
-def match_tensors(own: Tensors, other: Tensors) -> tuple[Tensors, list[str]]:
-    """Return the tensors of `other` that match `own` by name and shape, in its order, and the names of the rest."""
-    matched = {name: other[name] for name in own if name in other and other[name].shape == own[name].shape}
-    return matched, [name for name in other if name not in matched]
 
 
 def convert_by_timm(model: nn.Module, state_dict: Tensors) -> Tensors:

@@ -1,19 +1,16 @@
 """Preprocessing that weights were trained with: unset options follow it, and set ones that differ are reported."""
 
-import contextlib
 import logging
 import math
 import os
 import re
 import shlex
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
-from distribuuuu.checkpoint.weights_files import find_card, find_weights_file, has_card
+from distribuuuu.checkpoint.weights_files import find_card
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.config_node import get_value, iter_options
 from distribuuuu.config.derived import FOLLOWING, SIZES, STATISTICS
@@ -144,30 +141,15 @@ def _is_same(one: Any, other: Any) -> bool:
     return one == other
 
 
-def read_weights(path: Path) -> dict[str, Any]:
-    """Return the content of a file of weights, see `read_checkpoint`, with the classes of a config.json beside it."""
-    content = read_checkpoint(path)
-    with contextlib.suppress(ConfigError):  # it is one of another program
-        if has_card(path):
-            found = import_module("distribuuuu.models.pretrained").resolve_backbone(f"local-dir:{path.parent}")
-            content["classes"] = found.classes
-    return content
-
-
 def read_preprocessing(arch: str, weights: str, ema: bool = True) -> Mapping[str, Any]:
     """Return the options of weights by key, as far as they are known.
 
     The weights are `pretrained`, a file, or the folder of a run (with `ema`, the averaged ones) or of a Hub's model.
     """
+    from distribuuuu.models.pretrained import resolve_backbone
+
     try:
-        name = arch if weights == PUBLISHED else weights
-        if not is_published(weights):
-            path = find_weights_file(weights, ema)
-            if not has_card(path):
-                config = read_checkpoint(path).get("config")
-                return config if isinstance(config, dict) else {}
-            name = f"local-dir:{path.parent}"
-        found = import_module("distribuuuu.models.pretrained").resolve_backbone(name)
+        found = resolve_backbone(arch if weights == PUBLISHED else weights, ema)
     except (ConfigError, OSError):
         return {}  # whoever loads the weights reports what is wrong with them
     return {**({"MODEL.ARCH": found.arch} if found.arch else {}), **found.options}

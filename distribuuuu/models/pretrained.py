@@ -8,6 +8,7 @@
 | a path | the best weights of a run, or a file with its config |
 """
 
+import contextlib
 import inspect
 import math
 import pickle
@@ -22,7 +23,7 @@ import torchvision
 
 from distribuuuu.checkpoint.io import is_list_of, read_checkpoint
 from distribuuuu.checkpoint.published_files import DEFAULT, PACKAGES, locate, quick_without_network
-from distribuuuu.checkpoint.weights_files import find_weights_file
+from distribuuuu.checkpoint.weights_files import find_card, find_weights_file
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted
@@ -73,8 +74,8 @@ class Backbone:
         return list(ImageNetInfo(subset).label_descriptions()) if subset else self.classes
 
 
-def resolve_backbone(name: str) -> Backbone:
-    """Return the backbone of a name. Only a model of the Hugging Face Hub is downloaded.
+def resolve_backbone(name: str, ema: bool = True) -> Backbone:
+    """Return the backbone of a name; of a run, with `ema`, its average. Only a model of the Hub is downloaded.
 
     Raises:
         ConfigError: the name is unknown or has no weights; the message has no key, or MODEL.ARCH.
@@ -94,7 +95,9 @@ def resolve_backbone(name: str) -> Backbone:
         except (InvalidFileError, OSError) as error:
             raise ConfigError(str(error)) from error
     if not is_published(name) and Path(name).expanduser().exists():
-        path = find_weights_file(name)
+        path = find_weights_file(name, ema)
+        if find_card(path):
+            return resolve_backbone(f"local-dir:{path.parent}")
         return _from_content(name, read_checkpoint(path), path)
     found = find_architecture(name)
     source, arguments = find_published(found)
@@ -278,6 +281,15 @@ def read_backbone(backbone: Backbone, num_classes: int) -> dict[str, Any]:
         # Without its cause, whose text may advise to unpickle the file.
         raise ConfigError(f"{reason}; fix: {fix}") from None
     return {"state_dict": model.state_dict(), "arch": backbone.arch}
+
+
+def read_weights(path: Path) -> dict[str, Any]:
+    """Return the content of a file of weights, see `read_checkpoint`, with the classes of a config.json beside it."""
+    content = read_checkpoint(path)
+    with contextlib.suppress(ConfigError):  # it is one of another program
+        if find_card(path):
+            content["classes"] = resolve_backbone(f"local-dir:{path.parent}").classes
+    return content
 
 
 def _one_line(error: BaseException | None) -> str:

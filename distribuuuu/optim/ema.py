@@ -1,11 +1,15 @@
 """Exponential moving average of the weights (Polyak and Juditsky, 1992)."""
 
 import copy
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.distributed.comm import to_local
 
 
@@ -72,7 +76,15 @@ class Ema:
             torch._foreach_copy_(self._copies, self._originals)
 
 
-def build_averages(cfg, model: nn.Module) -> dict[str, Ema]:
-    """Return the averages of a run's weights by kind of weights, see `checkpoint.weights_files.KINDS`."""
+def build_averages(cfg, model: nn.Module, further: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the averages of a run's weights by kind, the last one taking precedence; `further` are those of the task.
+
+    Raises:
+        ConfigError: a name of the task is not that of a kind.
+    """
+    if wrong := [name for name in further if not re.fullmatch("[a-z0-9]+", name) or name in ("raw", "ema")]:
+        message = f"got {wrong[0]!r} from averages; expected a name of a-z and 0-9 other than raw and ema"
+        raise ConfigError(Problem("TASK.NAME", message, cfg.origins))
     ema = cfg.EMA
-    return {"ema": Ema(model, ema.HALF_LIFE, ema.RAMP_UP, ema.BUFFERS, ema.EVERY_STEPS, ema.START_EPOCH)}
+    own = (model, ema.HALF_LIFE, ema.RAMP_UP, ema.BUFFERS, ema.EVERY_STEPS, ema.START_EPOCH)
+    return {**({"ema": Ema(*own)} if ema.HALF_LIFE else {}), **dict(sorted(further.items(), reverse=True))}

@@ -6,7 +6,7 @@ does everything else. A new task is one class, decorated with
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -140,6 +140,25 @@ class Task:
             model: a copy of that of `adapt_model`, with its weights; it may be changed.
         """
         return model
+
+    def averages(self, model: nn.Module) -> dict[str, Any]:
+        """Return further kinds of weights by name (a-z, 0-9), which are evaluated, saved and reported like the EMA.
+
+        They are objects like `optim.ema.Ema`, e.g. of a subclass with another `finish_step`. A checkpoint holds the
+        tensors of their models; what else they need belongs to `state_dict`, or is computed from the position.
+
+        Args:
+            model: that of `adapt_model`, before the first step and before a resume.
+        """
+        return {}
+
+    def unsaved_tensors(self, model: nn.Module) -> Collection[str]:
+        """Return the names of tensors that checkpoints leave out, e.g. of a frozen backbone; best weights are whole.
+
+        Each start loads or draws them again as the first one did, with FINETUNE.WEIGHTS and MODEL.PRETRAINED; others
+        are an error, and so is a training that changes them.
+        """
+        return ()
 
     def prepare_training(self, plan: BatchPlan, images: ImageDataset, num_steps: int) -> None:
         """Build the objects that only training needs, e.g. losses; called on every process before the first step.

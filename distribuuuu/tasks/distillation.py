@@ -1,22 +1,19 @@
 """Knowledge distillation: the task loss plus a loss against the outputs of a teacher."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, load_state_dict
-from distribuuuu.checkpoint.weights_files import best_state_dict, find_weights_file
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed
-from distribuuuu.config.model_names import PUBLISHED, is_published, names_backbone
+from distribuuuu.config.model_names import PUBLISHED, names_backbone
 from distribuuuu.config.registry import TASKS
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.models import build_model
-from distribuuuu.models.preprocessing import read_weights
+from distribuuuu.models.finetune import load_weights
 from distribuuuu.tasks.classification import Classification
 from distribuuuu.tasks.losses import Loss
 
@@ -67,24 +64,11 @@ def build_teacher(cfg, classes: Sequence[str]) -> nn.Module:
             from distribuuuu.models.pretrained import resolve_arch
 
             teacher_cfg = resolve_arch(teacher_cfg, "DISTILL.TEACHER")
-            weights = teacher_cfg.FINETUNE.WEIGHTS
         teacher = build_model(teacher_cfg)
-        if is_published(weights):
-            from distribuuuu.models.finetune import load_weights
-
-            load_weights(teacher_cfg, teacher, weights, classes, "DISTILL.WEIGHTS", needs_head=True)
-            return teacher
-    except ConfigError as error:
-        raise ConfigError(map(_as_teacher_problem, error.problems), cfg.origins) from error
-    try:
-        weights = str(find_weights_file(weights, cfg.FINETUNE.EMA))
-        content = read_weights(Path(weights))
-        load_state_dict(teacher, best_state_dict(content), weights)
-        if mismatch := find_class_mismatch(content, classes):
-            remedy = "if they mean the same, use a file that holds only the state dict"
-            raise CheckpointError(f"{weights}: was trained on other classes: {mismatch}; fix: {remedy}")
+        weights = teacher_cfg.FINETUNE.WEIGHTS or PUBLISHED
+        load_weights(teacher_cfg, teacher, weights, classes, "DISTILL.WEIGHTS", needs_head=True)
     except ConfigError as error:  # or a CheckpointError
-        raise ConfigError(Problem("DISTILL.WEIGHTS", str(error)), cfg.origins) from error
+        raise ConfigError(map(_as_teacher_problem, error.problems), cfg.origins) from error
     return teacher
 
 

@@ -1,6 +1,7 @@
 """LoRA (Hu et al., arXiv 2106.09685): the trained filters stay, and learn an update of a low rank.
 
-The head and the norm layers are trained as usual. The plain model with merged weights is evaluated and exported.
+The head and the norm layers are trained as usual. The plain model with merged weights is evaluated and exported, and
+checkpoints leave out the frozen filters.
 
     distribuuuu train --cfg docs/examples/lora.yaml FINETUNE.WEIGHTS exp/shapes/resnet14
 """
@@ -46,6 +47,10 @@ class Lora(Classification):
             if isinstance(layer, nn.Conv2d):
                 model.set_submodule(name, LowRank(layer, self.settings.rank))
         return model
+
+    def unsaved_tensors(self, model: nn.Module) -> list[str]:
+        """Return the names of the frozen weights, which each start reads from FINETUNE.WEIGHTS."""
+        return [f"{name}.conv.weight" for name, layer in model.named_modules() if isinstance(layer, LowRank)]
 
     @torch.no_grad()
     def deploy_model(self, model: nn.Module) -> nn.Module:

@@ -23,7 +23,7 @@ from distribuuuu.checkpoint import manager as checkpoint
 from distribuuuu.checkpoint.archive import archive_run
 from distribuuuu.checkpoint.io import CheckpointError, load_state_dict, read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager, checkpoint_name, find_nonfinite
-from distribuuuu.checkpoint.weights_files import Best
+from distribuuuu.checkpoint.weights_files import Best, best_path
 from distribuuuu.config import load_cfg
 from distribuuuu.config.errors import NonFiniteError
 from distribuuuu.engine.state import TrainState
@@ -62,7 +62,7 @@ def test_the_newest_and_every_kth_checkpoint_are_kept(tmp_path, keep, saved, kep
     for epoch in saved:
         save(folder, make_state(epoch=epoch), is_best=epoch == 2)
     assert [path.name for path in folder.list()] == [checkpoint_name(epoch, 0) for epoch in kept]
-    assert read_checkpoint(folder.bests["raw"])["epoch"] == 1
+    assert read_checkpoint(best_path(folder.folder.parent))["epoch"] == 1
 
 
 def test_the_checkpoint_of_an_epochs_steps_gives_way_to_that_of_its_evaluation(tmp_path):
@@ -71,7 +71,7 @@ def test_the_checkpoint_of_an_epochs_steps_gives_way_to_that_of_its_evaluation(t
 
     def write_results(content: dict[str, Any]) -> None:
         is_main = threading.current_thread() is threading.main_thread()
-        seen.append((is_main, [path.name for path in folder.list()], folder.bests["raw"].exists()))
+        seen.append((is_main, [path.name for path in folder.list()], best_path(folder.folder.parent).exists()))
 
     folder, state = CheckpointManager(tmp_path, 2), make_state(step=2)
     write = functools.partial(save, folder, state, write_results=write_results)
@@ -82,10 +82,10 @@ def test_the_checkpoint_of_an_epochs_steps_gives_way_to_that_of_its_evaluation(t
     write(entries={"evaluations": results, "evaluated_at": (0, 4)})
     assert seen == [(False, [checkpoint_name(0, 2), checkpoint_name(0, 4)], False)]
     assert [path.name for path in folder.list()] == [checkpoint_name(0, 2), checkpoint_name(1, 0)]
-    assert read_checkpoint(folder.bests["raw"])["best_epoch"] == 0
+    assert read_checkpoint(best_path(folder.folder.parent))["best_epoch"] == 0
     state.finish_epoch(results := {"raw": {"top1": 9.0, "count": 3}})
     write(entries={"evaluations": results})
-    assert read_checkpoint(folder.bests["raw"])["epoch"] == 0 and len(seen) == 2
+    assert read_checkpoint(best_path(folder.folder.parent))["epoch"] == 0 and len(seen) == 2
 
 
 def test_the_originals_checkpoints_resume(tmp_path):
@@ -171,7 +171,7 @@ def test_an_older_run_is_set_aside_whole(tmp_path, monkeypatch):
         archive_run(folder, ["config.yaml"])
         names = {path.name for path in (tmp_path / f"checkpoints.{number}").iterdir()}
         assert names == {checkpoint_name(1, 0), "best.pth.tar", "config.yaml"}
-        assert folder.list() == [] and not folder.bests["raw"].exists()
+        assert folder.list() == [] and not best_path(folder.folder.parent).exists()
 
 
 def test_the_best_is_the_best_of_all_epochs_those_before_a_resume_included():
@@ -266,7 +266,7 @@ def test_after_a_write_that_failed_the_new_state_is_tried(tmp_path, monkeypatch,
     folder.finish()
     assert "could not be written: [Errno 28] No space left; the newest one is none; trying to write" in caplog.text
     assert [path.name for path in folder.list()] == [checkpoint_name(1, 0), checkpoint_name(2, 0)]
-    assert read_checkpoint(folder.bests["raw"])["epoch"] == 0
+    assert read_checkpoint(best_path(folder.folder.parent))["epoch"] == 0
     assert read_checkpoint(folder.list()[1])["checkpoints"] == [checkpoint_name(1, 0), checkpoint_name(2, 0)]
 
 

@@ -107,22 +107,11 @@ def test_every_kind_of_file_gives_the_backbone_and_leaves_a_head_of_other_classe
     assert is_new_head(state)
 
 
-def test_a_folder_of_the_hub_is_read_off_line(tmp_path):
-    one, other = trained(seed=1), trained(seed=2)
-    snapshots = tmp_path / "models--timm--resnet8" / "snapshots"
-    for revision, state in (("0a1", one), ("7f3", other)):
-        (snapshots / revision).mkdir(parents=True)
-        save_file(state, snapshots / revision / "model.safetensors")
-    assert other_than(start(finetuning(WEIGHTS=snapshots / "0a1")), one) == ["fc.weight", "fc.bias"]
-    said = message_of(start, finetuning(WEIGHTS=snapshots.parent))
-    assert said.startswith("FINETUNE.WEIGHTS (command line): ") and said.endswith("snapshots: 0a1, 7f3")
-    (snapshots.parent / "refs").mkdir()
-    (snapshots.parent / "refs" / "main").write_text("7f3")
-    assert other_than(start(finetuning(WEIGHTS=snapshots.parent)), other) == ["fc.weight", "fc.bias"]
-    (snapshots / "7f3" / "model.safetensors").rename(snapshots / "7f3" / "gone")
-    torch.save(one, snapshots / "7f3" / "pytorch_model.bin")
-    assert find_weights_file(str(snapshots.parent)).name == "pytorch_model.bin"
-    assert other_than(start(finetuning(WEIGHTS=snapshots.parent)), one) == ["fc.weight", "fc.bias"]
+@pytest.mark.parametrize(("name", "write"), [("model.safetensors", save_file), ("pytorch_model.bin", torch.save)])
+def test_a_folder_of_the_hub_is_read_off_line(tmp_path, name, write):
+    write(trained(), tmp_path / name)
+    assert find_weights_file(str(tmp_path)) == tmp_path / name
+    assert other_than(start(finetuning(WEIGHTS=tmp_path)), trained()) == ["fc.weight", "fc.bias"]
 
 
 @pytest.mark.parametrize("has_average", [False, True])

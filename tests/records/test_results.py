@@ -19,7 +19,7 @@ from support.runs import ROOT, small_options
 from support.tables import slow
 
 from distribuuuu.checkpoint.manager import hash_tensors
-from distribuuuu.checkpoint.weights_files import KINDS
+from distribuuuu.checkpoint.weights_files import tensors_key
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.loader import build_loader
@@ -58,7 +58,7 @@ def start(cfg, epochs: int = 0):
         state.finish_epoch({"raw": result})
     task = build_task(cfg, state.classes, device, Precision())
     run = SimpleNamespace(cfg=cfg, task=task, state=state, train_loader=loaders[0])
-    hash_weights = lambda content, kind: hash_tensors(content[KINDS[kind].tensors_key])  # noqa: E731
+    hash_weights = lambda content, kind: hash_tensors(content[tensors_key(kind)])  # noqa: E731
     return state, RunResults(run, loaders[1].images, hash_weights)
 
 

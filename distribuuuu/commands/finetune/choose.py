@@ -7,7 +7,7 @@ from torch import Tensor
 
 from distribuuuu.checkpoint.io import load_state_dict, read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
-from distribuuuu.checkpoint.weights_files import best_state_dict
+from distribuuuu.checkpoint.weights_files import EMA, tensors_key
 from distribuuuu.config import Config
 from distribuuuu.config.config_node import changed
 from distribuuuu.data.batch import Batch
@@ -43,7 +43,8 @@ def read_tuned(cfg: Config) -> Tensors:
     """
     path = CheckpointManager(cfg.OUT_DIR).find_latest()
     assert path, cfg.OUT_DIR  # the training is finished
-    return best_state_dict(read_checkpoint(path))
+    content = read_checkpoint(path)
+    return content.get(tensors_key(EMA)) or content["state_dict"]
 
 
 def compare(cfg: Config, probe: Tensors, tuned: Tensors) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distribuuuu.checkpoint.manager import write_atomically
-from distribuuuu.checkpoint.weights_files import RAW, best_paths
+from distribuuuu.checkpoint.weights_files import RAW, best_path
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.config_node import changed, iter_options
 from distribuuuu.data.seeding import derive_seed, seed_cpu
@@ -132,5 +132,5 @@ def write_model(cfg: Config, tensors: dict[str, Tensor], classes: Sequence[str],
     config = dict(iter_options(cfg))
     content = {"epoch": 0, "arch": cfg.MODEL.ARCH, "seed": cfg.RNG_SEED, "classes": list(classes), "config": config,
                "weights": RAW, "finetune": facts, "state_dict": tensors}  # fmt: skip
-    write_atomically(best_paths(cfg.OUT_DIR)[RAW], content)
+    write_atomically(best_path(cfg.OUT_DIR), content)
     write_config(cfg)

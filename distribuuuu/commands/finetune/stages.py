@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from distribuuuu.checkpoint.weights_files import RAW, best_paths
+from distribuuuu.checkpoint.weights_files import best_path
 from distribuuuu.commands.finetune.backbones import backbone_options, default_backbone
 from distribuuuu.commands.finetune.choose import compare, interpolate, name_of, read_tuned
 from distribuuuu.commands.finetune.data import PARTS, divide, hash_images, list_sources
@@ -222,7 +222,7 @@ def finish(
     tensors = interpolate(probe, tuned, choice["share"]) if epochs else probe
     final = changed(cfg, {"OUT_DIR": str(out), "TEST.SPLIT": "test", "DATA.WORKER_KIND": "thread"})
     write_model(final, scale_head(tensors, names, choice["temperature"]), best.images.classes, {**facts, **choice})
-    final = changed(final, {"MODEL.WEIGHTS": str(best_paths(out)[RAW])})
+    final = changed(final, {"MODEL.WEIGHTS": str(best_path(out))})
     return {**choice, "test": decisions.once("test", lambda: evaluate_weights(final)), "epochs": epochs,
             "kind": find_kind(model).name}  # fmt: skip
 

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from distribuuuu import __version__
-from distribuuuu.checkpoint.weights_files import KINDS, RAW
+from distribuuuu.checkpoint.weights_files import RAW, describe_kind
 from distribuuuu.commands.html.history import History, draw_curves, read_facts, read_history, read_lines
 from distribuuuu.commands.html.page import Column, PageSection, build_page, html, percent
 from distribuuuu.commands.stats.stored_predictions import Predictions, list_figures, list_values, read_predictions
@@ -137,8 +137,7 @@ def build_report(run: RunFiles) -> str:
         middle[:0] = [_describe_confusions(found)] if "confusions" in found else []
     else:
         middle = [_describe_values(content.classes, found["values"])]
-    kind = KINDS.get(content.meta.get("weights", RAW), KINDS[RAW])
-    weights = f"{kind.average} of the weights" if kind.average else "trained weights"
+    weights = describe_kind(content.meta.get("weights", RAW))
     epoch = f"epoch {content.meta['epoch']}" if content.meta.get("epoch") else "a separate evaluation"
     arch = (facts or run.history.results or {"model": {"arch": "model"}})["model"]["arch"]
     subtitle = f"{arch} on {content.meta.get('data')}; {weights}, {epoch}; {run.evaluated}"

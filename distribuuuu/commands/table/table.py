@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.checkpoint.weights_files import KINDS, RAW, common_kind
+from distribuuuu.checkpoint.weights_files import RAW, by_precedence, common_kind
 from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.output import WIDTH, align_columns, print_report
 from distribuuuu.commands.stats.run_groups import (
@@ -304,7 +304,7 @@ def _arrange(rows: Sequence[Row], epoch: str) -> tuple[list[list[str]], str]:
         legend += [f"Here: of the {epoch} epoch, the mean ± the sample standard deviation over n runs."]
         legend += ["In brackets: the 95 % interval, over runs by Student's t, with n = 1 Wilson's over images."]
     averages = {row.weights for row in rows} - {RAW}
-    legend += [f"{kind.upper()}: of the averaged weights." for kind in KINDS if kind in averages]
+    legend += [f"{kind.upper()}: of the averaged weights." for kind in by_precedence(averages)]
     return lines, " ".join(legend)
 
 

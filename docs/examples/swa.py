@@ -1,0 +1,57 @@
+"""Stochastic weight averaging (Izmailov et al., arXiv 1803.05407): the mean of the weights after each late epoch.
+
+The average is evaluated, saved as best_swa.pth.tar, and reported like the EMA of the weights.
+
+    distribuuuu train --cfg docs/examples/swa.yaml
+    distribuuuu test exp/swa
+
+The paper recomputes the statistics of batch norms for the average: MODEL.PRECISE_BN.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from distribuuuu.config.registry import TASKS
+from distribuuuu.config.settings import setting
+from distribuuuu.data.batch_plan import BatchPlan
+from distribuuuu.data.datasets.base import ImageDataset
+from distribuuuu.optim.ema import Ema
+from distribuuuu.tasks.classification import Classification
+
+
+class Swa(Ema):
+    """The mean over the ends of the epochs from `start_epoch` on, from 0; before, the weights themselves."""
+
+    num_steps = 0  # per epoch, set before training
+    num_averaged = 0
+
+    def decay(self, num_images: int, images_seen: int) -> float:
+        """Return the share of the epochs before this one."""
+        return 1 - 1 / self.num_averaged
+
+    def finish_step(self, epoch: int, step: int, images_seen: int, global_batch: int) -> None:
+        """Update the average after the last step of an epoch; its share follows from the position."""
+        if step + 1 == self.num_steps:
+            self.num_averaged = max(1, epoch + 1 - self.start_epoch)
+            self.update(global_batch, images_seen)
+
+
+@TASKS.register("swa")
+class StochasticWeightAveraging(Classification):
+    """Classification with an average of the weights of the late epochs."""
+
+    @dataclass
+    class Settings:
+        from_epoch: int = setting(4, "the first epoch, from 1, that is averaged", least=1)
+
+    def averages(self, model: nn.Module) -> dict[str, Any]:
+        """Return the average, which is evaluated and saved as `swa`."""
+        self.swa = Swa(model, half_life=0, start_epoch=self.settings.from_epoch - 1)
+        return {"swa": self.swa}
+
+    def prepare_training(self, plan: BatchPlan, images: ImageDataset, num_steps: int) -> None:
+        """Tell the average the number of steps of an epoch."""
+        super().prepare_training(plan, images, num_steps)
+        self.swa.num_steps = num_steps
