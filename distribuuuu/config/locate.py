@@ -12,6 +12,7 @@ RECIPE_PLUGINS = {
     "cifar10/airbench94.py": {"airbench94", "airbench", "lookahead"},
     "imagenet/blurpool_resnet.py": {"resnet18_blurpool", "resnet50_blurpool"},
     "imagenet/deit.py": {"deit_tiny", "deit_small", "deit_base", "deit3_small"},
+    "imagenet/imagenet.py": {"imagenet"},
     "imagenet/plain_vit.py": {"plain_vit_tiny", "plain_vit_small"},
 }
 # The folder and the name of a config in results, which may come from others.

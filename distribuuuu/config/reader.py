@@ -106,7 +106,8 @@ def _resolve_plugins(cfg: Config, folder: str = "") -> None:
 
 def _add_recipe_plugins(cfg: Config) -> None:
     """Add the plug-in of a shipped recipe if the config names its entries without it."""
-    names = {cfg.MODEL.ARCH.removeprefix("distribuuuu/"), cfg.DISTILL.TEACHER, cfg.TASK.NAME, *cfg.TASK.MIXINS}
+    models = cfg.MODEL.ARCH.removeprefix("distribuuuu/"), cfg.DISTILL.TEACHER
+    names = {*models, cfg.DATA.NAME, cfg.TASK.NAME, *cfg.TASK.MIXINS}
     files = (str(shipped_file("configs") / file) for file, entries in RECIPE_PLUGINS.items() if names & entries)
     cfg.PLUGINS = tuple(dict.fromkeys((*cfg.PLUGINS, *files)))
 

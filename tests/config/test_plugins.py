@@ -15,7 +15,7 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.locate import RECIPE_PLUGINS, FoundConfig, shipped_file
 from distribuuuu.config.plugins import ImportedPlugins, import_plugins
 from distribuuuu.config.reader import read_cfg
-from distribuuuu.config.registry import LOSSES, MODELS, TASKS
+from distribuuuu.config.registry import DATASETS, LOSSES, MODELS, TASKS
 from distribuuuu.inference.load_run import load_run
 from distribuuuu.trainer import train_model
 
@@ -227,10 +227,11 @@ def test_a_checkpoint_predicts_without_the_plug_ins_that_only_its_training_neede
 def test_the_plug_ins_of_shipped_recipes_register_the_names_that_find_them():
     folder = shipped_file("configs")
     assert {*RECIPE_PLUGINS} == {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
+    keys = {"airbench": "TASK.NAME", "lookahead": "TASK.NAME", "imagenet": "DATA.NAME"}
     for file, names in RECIPE_PLUGINS.items():
         for name in names:
-            cfg = load_cfg(None, ["TASK.NAME" if name in ("airbench", "lookahead") else "MODEL.ARCH", name])
-            assert cfg.PLUGINS == (str(folder / file),) and (name in MODELS or name in TASKS)
+            cfg = load_cfg(None, [keys.get(name, "MODEL.ARCH"), name])
+            assert cfg.PLUGINS == (str(folder / file),) and any(name in table for table in (MODELS, TASKS, DATASETS))
 
 
 def test_a_run_of_a_shipped_recipe_is_found_again_without_a_word(image_folder, tmp_path):

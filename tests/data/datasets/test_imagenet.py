@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,13 @@ from support.commands import run_command
 from support.runs import errors_of
 from support.tables import slow
 
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.imagefolder import ImageFolder
-from distribuuuu.data.datasets.imagenet import ImageNet, read_labels
+
+load_cfg(None, ["DATA.NAME", "imagenet"])  # imports the plug-in
+ImageNet = DATASETS.get("imagenet")
+read_labels = sys.modules[ImageNet.__module__].read_labels
 
 LAYOUTS = ("tars", slow("kaggle"), "flat")
 
