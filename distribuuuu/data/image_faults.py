@@ -1,6 +1,7 @@
 """Why an image cannot be read, and what to do: its bytes are damaged, or another option or a package would read it."""
 
 import io
+import math
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -67,7 +68,11 @@ def open_rare(file: Any, options: Any, formats: tuple[str, ...]) -> Image.Image:
         except UnidentifiedImageError:
             raise ValueError(f"a damaged {kind} image") from None
     if head[:4] in TIFF:
-        return _open_tiff(stream, options)
+        array = read_tiff(stream, options)
+        if options.pixels == "uint8" and array.dtype != np.uint8:
+            channels = array.shape[2] if array.ndim == 3 else 1
+            raise IntactImageError(f"a TIFF of {array.dtype} pixels {array.shape}; {_FLOAT.format(channels)}")
+        return Image.fromarray(array)
     what = describe_content(head)
     if what == LFS_POINTER:
         raise IntactImageError(f"it is {what}")
@@ -88,31 +93,38 @@ def _register(brand: bytes) -> str:
     return "HEIF"
 
 
-def _open_tiff(stream: IO[bytes], options: Any) -> Image.Image:
-    """Return the first page of a TIFF whose compression or layout PIL does not know."""
+def read_tiff(stream: IO[bytes], options: Any) -> np.ndarray:
+    """Return the first page of a TIFF, (H, W) or (H, W, C); a page refers to no other file.
+
+    A package that is missing, and more channels than the options allow, are an IntactImageError.
+    """
+    fix = "fix: pip install 'distribuuuu[tiff]'"
     try:
         import tifffile
     except ImportError:
-        fix = "fix: pip install 'distribuuuu[tiff]'"
-        raise IntactImageError(f"a TIFF whose compression or layout Pillow does not know; {fix}") from None
+        raise IntactImageError(
+            f"a TIFF that Pillow does not read needs tifffile, which is not installed; {fix}"
+        ) from None
     with tifffile.TiffFile(stream) as file:
+        if not len(file.pages):
+            raise ValueError("a TIFF without an image")
         page: Any = file.pages[0]
         options.check_size(page.imagewidth, page.imagelength)
-        channels, is_8_bit = page.samplesperpixel, page.dtype == np.uint8
-        if page.ndim != (2 if channels == 1 else 3) or (options.pixels == "uint8" and not is_8_bit):
-            raise IntactImageError(f"a TIFF of {page.dtype} pixels {page.shape}; {_FLOAT.format(channels)}")
-        return Image.fromarray(np.moveaxis(read_page(page), 0, -1) if page.planarconfig == 2 else read_page(page))
+        if math.prod(page.shape) > max(4, options.channels) * page.imagewidth * page.imagelength:
+            raise other_channels(page.shape, options)
+        try:
+            array = page.asarray(maxworkers=1)
+        except ValueError as error:
+            if "imagecodecs" not in str(error):
+                raise
+            raise IntactImageError(f"its compression needs imagecodecs, which is not installed; {fix}") from None
+        return np.moveaxis(array, 0, -1) if page.planarconfig == 2 and array.ndim == 3 else array
 
 
-def read_page(page: Any) -> np.ndarray:
-    """Return the pixels of a page of tifffile; raise IntactImageError if the package of its compression is missing."""
-    try:
-        return page.asarray(maxworkers=1)
-    except ValueError as error:
-        if "imagecodecs" not in str(error):
-            raise
-        fix = "fix: pip install 'distribuuuu[tiff]'"
-        raise IntactImageError(f"its compression needs imagecodecs, which is not installed; {fix}") from None
+def other_channels(shape: tuple[int, ...], options: Any) -> IntactImageError:
+    """Return the error for pixels of another number of channels."""
+    expected = f"expected {options.channels} channels (DATA.CHANNELS); fix: set DATA.CHANNELS to that of the files"
+    return IntactImageError(f"got pixels of shape {shape}; {expected}")
 
 
 def too_large(size: str, num_pixels: int, most: int) -> IntactImageError:

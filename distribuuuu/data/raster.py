@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from distribuuuu.config import ConfigError
 from distribuuuu.config.options import PIXEL_RANGES
-from distribuuuu.data.image_faults import TIFF, IntactImageError, check_depth, read_page
+from distribuuuu.data.image_faults import TIFF, IntactImageError, check_depth, other_channels, read_tiff
 
 _EXIF_ORIENTATION = 0x0112
 # Dimensions of (3, H, W) to flip for each EXIF orientation; from 5 on, height and width are swapped first.
@@ -35,7 +34,7 @@ def decode_other(data: Any, options: Any, open_image: Callable[..., Image.Image]
     if head == NPY:
         return to_pixels(_read_npy(data), options)
     if head[:4] in TIFF and options.channels != 1:
-        return to_pixels(_read_tiff(data, options), options)
+        return to_pixels(read_tiff(io.BytesIO(bytes(data)), options), options)
     with open_image(data, options) as image:
         is_reduced = bytes(data[:4]) == b"\x89PNG" and data[24] == 16 and not image.mode.startswith("I")
         if is_reduced and options.pixels != "uint8":
@@ -112,7 +111,7 @@ def to_pixels(array: np.ndarray, options: Any) -> torch.Tensor:
     is_planar = array.shape[2] != options.channels and array.shape[0] == options.channels
     planes = array if is_planar else array.transpose(2, 0, 1)
     if len(planes) != options.channels:
-        raise _other_channels(array.shape, options)
+        raise other_channels(array.shape, options)
     options.check_size(planes.shape[2], planes.shape[1])
     if options.pixels == "float32" and array.dtype.kind in "iuf":
         planes = planes.astype(np.float32)
@@ -141,26 +140,3 @@ def _read_npy(data: Any) -> np.ndarray:
         raise ValueError(f"got {len(data) - stream.tell()} bytes for shape {shape}; expected {num_bytes}: truncated")
     array = np.frombuffer(data, dtype, offset=stream.tell())
     return array.reshape(shape, order="F" if is_fortran else "C")
-
-
-def _read_tiff(data: Any, options: Any) -> np.ndarray:
-    """Return the first page of a TIFF of several channels; a page refers to no other file."""
-    try:
-        import tifffile
-    except ImportError:
-        needed = f"a TIFF of {options.channels} channels, {options.pixels}, needs tifffile, which is not installed"
-        raise ConfigError(f"DATA.CHANNELS: {needed}; fix: pip install 'distribuuuu[tiff]'") from None
-    with tifffile.TiffFile(io.BytesIO(bytes(data))) as file:
-        if not len(file.pages):
-            raise ValueError("a TIFF without an image")
-        page = file.pages[0]
-        *planes, height, width = page.shape if page.planarconfig == 2 else (1, *page.shape[:2])
-        options.check_size(width, height)
-        if math.prod(page.shape) > options.channels * height * width:
-            raise _other_channels(page.shape, options)
-        return read_page(page)
-
-
-def _other_channels(shape: tuple[int, ...], options: Any) -> IntactImageError:
-    expected = f"expected {options.channels} channels (DATA.CHANNELS); fix: set DATA.CHANNELS to that of the files"
-    return IntactImageError(f"got pixels of shape {shape}; {expected}")

@@ -83,7 +83,7 @@ def test_each_cause_has_its_answer_and_only_damage_is_skipped(data, options, dam
 
 @pytest.mark.parametrize("package, kind, said", [
     ("imagecodecs", "lzw", "compression needs imagecodecs, which is not installed; fix: pip install 'distribuuuu.tiff"),
-    ("tifffile", "jpegxl", "Pillow does not know; fix: pip install 'distribuuuu.tiff"),
+    ("tifffile", "jpegxl", "needs tifffile, which is not installed; fix: pip install 'distribuuuu.tiff"),
     ("pillow_heif", "HEIF", "a HEIC image, which needs pillow-heif; fix: pip install -U pillow 'distribuuuu.heif"),
 ])  # fmt: skip
 def test_an_image_that_needs_a_package_is_read_with_it_and_else_names_it(monkeypatch, package, kind, said):
