@@ -83,7 +83,7 @@ setup(
         "pillow>=10.2",
         "numpy>=1.23",
         "safetensors>=0.4",  # checkpoints and exports without pickle; timm requires it
-        "jinja2>=3.0",  # the pages of report, compare and sweep; torch requires it
+        "jinja2>=3.0",  # the pages of report and sweep; torch requires it
     ],
     extras_require={
         # A JPEG decoder that decodes a region only.
@@ -91,6 +91,7 @@ setup(
         "backbone": [*BACKBONE],
         "onnx": [*ONNX],
         "tiff": ["tifffile>=2023.7", "imagecodecs>=2023.7"],  # TIFF files of any channels or compression
+        "explain": ["captum>=0.7"],  # where the model looked, in reports
         "heif": ["pillow-heif>=0.16", "pillow>=11.3"],  # HEIC, the photographs of phones; and AVIF
         # Packed data and runs at URLs; two former names of this extra; parquet files of the Hugging Face Hub.
         "remote": [*REMOTE],

@@ -19,12 +19,13 @@ LOCK = ".lock"
 TRAIN_LOG, TEST_LOG = "train.log", "test.log"
 METRICS, PREDICTIONS = "metrics.jsonl", "predictions.npz"
 RESULTS, TEST_RESULTS = "results.json", "test_results.json"
+CALIBRATION = "calibration.json"
 TENSORBOARD, STACKS, TRACKERS_FOLDER = "tensorboard", "stacks", "trackers"
 # What a training or an evaluation writes to OUT_DIR, beside CFG_DEST.
 RUN_FILES = (CHECKPOINTS, LOCK, TRAIN_LOG, TEST_LOG, METRICS, PREDICTIONS, RESULTS, TEST_RESULTS,
              TENSORBOARD, STACKS, TRACKERS_FOLDER)  # fmt: skip
-# What commands write there: train --profile, probe, report, sweep.
-COMMAND_FILES = ("profile", "probe.json", "report.html", "report.json", "sweep.json", "sweep_results.json",
+# What commands write there: train --profile, calibrate, probe, report, sweep.
+COMMAND_FILES = ("profile", CALIBRATION, "probe.json", "report.html", "report.json", "sweep.json", "sweep_results.json",
                  "sweep.html", "best.yaml", "console.log", "report_mistakes.csv")  # fmt: skip
 # Best weights of each kind.
 BEST_NAMES = re.compile(r"best(_[a-z0-9]+)?\.pth\.tar")

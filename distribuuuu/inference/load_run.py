@@ -29,6 +29,7 @@ from distribuuuu.data.build_transform import statistics_of
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import build_images
 from distribuuuu.files.untrusted import MAX_JSON, InvalidFileError, parse_json, read_regular, untrusted
+from distribuuuu.inference.calibration import read_calibration
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.inference.locate_run import EXPORT_CONFIG, locate_run
 from distribuuuu.models.preprocessing import follow
@@ -191,7 +192,7 @@ def _assemble(
         from distribuuuu.inference.mode_of_run import resolve_run_mode
 
         run = resolve_run_mode(run)
-    return run
+    return replace(run, calibration=read_calibration(folder, tensors))
 
 
 def open_data(cfg: Config, train: bool = False) -> ImageDataset:

@@ -32,6 +32,7 @@ from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.build import set_backends
 from distribuuuu.engine.out_of_memory import explaining_out_of_memory
 from distribuuuu.engine.resume import restore_task
+from distribuuuu.inference.calibration import Calibration
 from distribuuuu.inference.forward_chunks import ChunkLoader, UnlabeledImages, list_spans, one_behind
 from distribuuuu.inference.image_arguments import list_images
 from distribuuuu.launch.host import count_cores
@@ -132,6 +133,7 @@ class LoadedRun:
         has_classifier: whether the weights include a head; else its random weights are of no use.
         is_deployed: whether the weights are those of `Task.deploy_model`, as in an export.
         exported_results: the results of the run that an exported folder was written from; None: unknown.
+        calibration: that of these weights; None: there is none, and the probabilities are those of the softmax.
     """
 
     source: str
@@ -145,6 +147,7 @@ class LoadedRun:
     has_classifier: bool = True
     is_deployed: bool = False
     exported_results: dict | None = None
+    calibration: Calibration | None = None
 
     @cached_property
     def device(self) -> torch.device:
@@ -269,9 +272,29 @@ class LoadedRun:
             yield predictions
 
     def compute_scores(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the scores (N, classes) of normalized images (N, 3, H, W) on the device, see `Task.predict_step`."""
+        """Return the scores (N, classes) of normalized images (N, 3, H, W) on the device, see `Task.predict_step`.
+
+        They are divided by the temperature of the calibration.
+        """
         with inference(self.model), explaining_out_of_memory(self.cfg.MODEL.ARCH):
-            return self.task.predict_step(self.model, images)
+            scores = self.task.predict_step(self.model, images)
+            return scores if self.temperature == 1 else scores / self.temperature
+
+    @property
+    def temperature(self) -> float:
+        """The temperature by which scores are divided; 1 without a calibration."""
+        return self.calibration.temperature if self.calibration else 1.0
+
+    def find_threshold(self, precision: float) -> float:
+        """Return the probability above which at least the share `precision` of the answers is right.
+
+        Raises:
+            ConfigError: the weights are not calibrated, or as `Calibration.find_threshold`.
+        """
+        if self.calibration is None:
+            reason = f"{self.source} has no calibration by validation images"
+            raise ConfigError(f"--precision: {reason}; fix: distribuuuu calibrate {self.folder or 'OUT_DIR'}")
+        return self.calibration.find_threshold(precision)
 
 
 def choose_selection(cfg, num_classes: int, topk: int | None, threshold: float | None) -> Selection:

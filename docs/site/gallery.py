@@ -11,7 +11,7 @@ SWEEP = ("--cfg", "shapes/resnet14", "OPTIM.BASE_LR=0.0002,0.002", "OPTIM.MAX_EP
 
 
 def main() -> None:
-    """Train a sweep, and store the pages of `report`, `compare` and `sweep` without the paths of this machine."""
+    """Train a sweep, and store the pages of `report` and `sweep` without the paths of this machine."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
 
@@ -20,13 +20,12 @@ def main() -> None:
             subprocess.run(command, cwd=folder, check=True)
 
         run("sweep", *SWEEP)
-        first, *_, last = sorted(path.parent.relative_to(folder) for path in folder.rglob("predictions.npz"))
+        *_, last = sorted(path.parent.relative_to(folder) for path in folder.rglob("predictions.npz"))
         run("report", last)
-        run("compare", first, last, "--out", "compare.html")
         shutil.copyfile(folder / last / "report.html", folder / "report.html")
         shutil.copyfile(folder / "sweep" / "sweep.html", folder / "sweep.html")
         GALLERY.mkdir(exist_ok=True)
-        for name in ("report.html", "compare.html", "sweep.html"):
+        for name in ("report.html", "sweep.html"):
             text = (folder / name).read_text(encoding="utf-8").replace(f"{folder}/", "")
             text = text.replace(f"{Path.home()}/", "~/") if Path.home() != Path("/") else text
             (GALLERY / name).write_text(text, encoding="utf-8")

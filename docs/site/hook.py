@@ -95,7 +95,6 @@ def gallery_page() -> str:
     """Return the page that links to the pages of the gallery."""
     titles = {
         "report.html": "Report of a run: classes, mistakes",
-        "compare.html": "Comparison of two runs, with significance tests",
         "sweep.html": "Sweep over the learning rate",
     }
     lines = ["# Gallery", "", "Pages as the commands write them, of short runs of `shapes/resnet14`:", ""]

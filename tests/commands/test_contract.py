@@ -13,6 +13,7 @@ from distribuuuu.commands.main import dispatch, find_commands
 # The arguments before those of a test, of commands that need some.
 BEFORE = {
     "predict": ["{run}", "{image}"], "export": ["{run}", "--format", "torch", "--out", "{out}"], "probe": ["{run}"],
+    "calibrate": ["{run}"],
     "report": ["{run}"], "compare": ["{run}", "{other}"], "track": ["{run}"], "table": ["{run}"], "test": ["{run}"],
     "finetune": ["{images}"], "embed": ["{run}", "{image}", "--out", "{out}.npz"],
     "split": ["{images}", "--val", "0.2", "--out", "{out}"], "doctor": ["{images}"], "pack": ["{out}"],
@@ -24,6 +25,7 @@ TAKE_OPTIONS = (
     "plan",
     "sweep",
     "predict",
+    "calibrate",
     "export",
     "probe",
     "pack",
@@ -32,7 +34,7 @@ TAKE_OPTIONS = (
     "finetune",
     "embed",
 )
-READ_RUNS = ("test", "predict", "export", "probe", "report", "compare", "track", "table", "embed")
+READ_RUNS = ("test", "predict", "calibrate", "export", "probe", "report", "compare", "track", "table", "embed")
 
 
 def words_of(name: str, **places: object) -> list[str]:

@@ -31,6 +31,7 @@ deletes nothing. Exit status: 0 clean (notes at most), 2 problems.
   %(prog)s my_images            SPLIT/CLASS/IMAGE or CLASS/IMAGE below it
   %(prog)s --cfg configs/clothing10/resnet14.yaml
   %(prog)s my_images --format json > report.json
+  %(prog)s my_images --model pypi/efficientnet_lite0     wrong labels, too
 """
 
 
@@ -69,7 +70,12 @@ def doctor(prog: str, args: list[str]) -> int:
     groups = find_groups(scan, options)
     files = " ".join(list_files(flags.cfg)) or "the defaults"
     source = str(folder) if folder is not None else f"{files}, DATA.NAME {cfg.DATA.NAME}"
-    report = {"source": source, "seconds": round(seconds, 2), **examine(scan, groups, options)}
+    suspicious: dict[int, str] = {}
+    if flags.model:
+        from distribuuuu.commands.doctor.suspicious_labels import find_suspicious_labels
+
+        suspicious = find_suspicious_labels(flags.model, splits, flags.workers)
+    report = {"source": source, "seconds": round(seconds, 2), **examine(scan, groups, options, suspicious)}
     print_report(json.dumps(report, indent=1) if flags.format == "json" else format_text(report, folder))
     return USAGE_ERROR if report["status"] != "clean" else 0
 
@@ -107,6 +113,7 @@ def build_parser(prog: str | None = None) -> CommandParser:
     add("--cfg", metavar="FILE", help="check the data set of a config: TRAIN.DATASET and TEST.DATASET")
     add("--format", choices=FORMATS, default="text", help="output on standard output (text)")
     add("--statistics", action="store_true", help="only print DATA.MEAN and DATA.STD of the training images, as YAML")
+    add("--model", metavar="RUN", help="also rank labels that disagree with the features of this model")
     workers = "processes that read images (one per core)"
     add("--workers", metavar="N", type=at_least(0), default=count_cores(), help=workers)
     return parser

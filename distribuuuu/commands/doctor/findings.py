@@ -6,7 +6,7 @@ Nothing is written, changed or deleted.
 import json
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,8 @@ _KINDS = {
                 "keep the copies of one split, e.g. remove those from the training split"),
     "contradicting_labels": (PROBLEM, "{} of copies, {} of identical files, with different labels",
                              "decide which label is right, and remove the other copies"),
+    "suspicious_label": (NOTE, "{} whose label disagrees with the features of the model, the worst one first",
+                         "look at each of them: correct its label, or keep it"),
     "one_split": (NOTE, "no images to evaluate: {} is the only split", ""),
     "unicode_form": (NOTE, "{}", "rename the folders"),
     "names_alike": (NOTE, "{}", "rename one of them, if they are one class"),
@@ -152,14 +154,22 @@ def _found(kind: str, files: Sequence[str], *facts: object, fix: str = "", **det
     return {**finding, "files": [*files], "groups": [], "reasons": {}, **details}
 
 
-def examine(scan: Scan, groups: Sequence[DuplicateGroup], options: DecodeOptions) -> dict[str, Any]:
-    """Return the report: counts, statistics, suggested options and findings, of JSON types; see docs/doctor.md."""
+def examine(
+    scan: Scan, groups: Sequence[DuplicateGroup], options: DecodeOptions, suspicious: Mapping[int, str]
+) -> dict[str, Any]:
+    """Return the report: counts, statistics, suggested options and findings, of JSON types; see docs/doctor.md.
+
+    `suspicious` has what the features of a model say of images, by index, see `find_suspicious_labels`.
+    """
     counts = {name: count_classes(images) for name, images in scan.splits.items()}
     findings = [
         *_class_findings(scan.splits, counts),
         *_image_findings(scan, options),
         *_duplicate_findings(scan, groups),
     ]
+    if suspicious:
+        reasons = {scan.name(index): reason for index, reason in suspicious.items()}
+        findings.append(_found("suspicious_label", [*reasons], counted(len(reasons), "image"), reasons=reasons))
     findings.sort(key=lambda finding: [*_KINDS].index(finding["kind"]))
     statistics = measure_statistics(scan)
     return {

@@ -20,7 +20,7 @@ card is run on evaluation images, and its answers are compared with those of
 predict.
 
   %(prog)s exp/r50 --format onnx --out r50_onnx
-  %(prog)s exp/r50 --format timm --out r50_timm --push OWNER/NAME
+  %(prog)s exp/r50 --format timm --out r50_timm
   %(prog)s best.pth.tar --format torch --out r50_torch --images photos
 
 timm: for timm.create_model("local-dir:OUT", pretrained=True); safetensors: any
@@ -50,7 +50,7 @@ def export(prog: str, args: list[str]) -> int:
 
     out = Path(folders[0]).expanduser()
     check_out("--out", out)
-    check_arguments(flags.to, out, flags.push)
+    check_arguments(flags.to, out)
     files = [] if flags.no_check else list_images(flags.images) if flags.images else None
 
     def stop(signum: int) -> None:
@@ -59,8 +59,8 @@ def export(prog: str, args: list[str]) -> int:
 
     with handled_by(stop):
         run = replace(find_run(flags.run, flags.cfg, flags.overrides), given_device=CPU)
-        record = export_run(run, flags.to, out, flags.check_images, flags.push, files)
-    print(describe(record, out, flags.push))
+        record = export_run(run, flags.to, out, flags.check_images, files, flags.precision)
+    print(describe(record, out))
     if record["verified"] is False:
         print(f"{out}: NOT VERIFIED: {record['file']} does not answer as predict does", file=sys.stderr)
     return int(record["verified"] is False)
@@ -77,12 +77,13 @@ def build_parser(prog: str | None = None) -> CommandParser:
     add("--images", metavar="PATH", nargs="+", help="check it on these images instead of the evaluation set")
     add("--check-images", metavar="N", type=at_least(0), default=1000, help="check N images (1000); 0: all")
     add("--no-check", action="store_true", help="do not check it, e.g. where no image is at hand")
-    add("--push", metavar="OWNER/NAME", default="", help="upload a verified export to the Hugging Face Hub, as private")
+    promise = "the card gives no answer where the model is not sure; the share P of its answers is right, see calibrate"
+    add("--precision", metavar="P", type=float, help=promise)
     add("--cfg", metavar="FILE", help="the config, for weights without one")
     return parser
 
 
-def describe(record: dict[str, Any], out: Path, push: str = "") -> str:
+def describe(record: dict[str, Any], out: Path) -> str:
     """Return the result of an export in a few lines."""
     lines = [f"{out / record['file']}: {record['weights']} weights of {record['source']}, float32"]
     if record["verified"] is None:
@@ -93,5 +94,4 @@ def describe(record: dict[str, Any], out: Path, push: str = "") -> str:
         f"average, at most {record['max_probability_difference']:.2g}"
     )
     lines += [f"the code of the card has failed: {record['error']}"] if "error" in record else []
-    lines += [f"uploaded: {push}"] if push and record["verified"] else []
     return "\n".join(lines)

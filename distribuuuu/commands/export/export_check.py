@@ -50,14 +50,17 @@ with open(sys.argv[1], encoding="utf-8") as code:
     exec(compile(code.read(), "README.md", "exec"), card)
 for file in json.load(sys.stdin):
     try:
-        found = {"answer": [(str(name), float(share)) for name, share in card["predict"](file)[: int(sys.argv[2])]]}
+        pairs = card["predict"](file)
+        found = {"answer": [(str(name), float(share)) for name, share in pairs[: int(sys.argv[2])]]}
+        found["is_sure"] = "answer" not in card or card["answer"](pairs) is not None
     except Exception as error:  # of any type: the code is under test
         found = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps(found), file=results, flush=True)
 """
 
-# Pairs of a class and its probability, the most probable first.
-Answer = list[tuple[str, float]]
+# Pairs of a class and its probability, the most probable first; of the code, also whether it gives the first as answer.
+Pairs = list[tuple[str, float]]
+Answer = tuple[Pairs, bool]
 
 
 class CropClassifier(nn.Module):
@@ -85,32 +88,39 @@ def zero_crops(transform: EvalTransform) -> torch.Tensor:
 
 
 class TaskScores(nn.Module):
-    """The scores that the task of a run computes: images (N, C, H, W) to (N, classes), see `Task.predict_step`."""
+    """The scores that the task of a run computes: images (N, C, H, W) to (N, classes), see `Task.predict_step`.
 
-    def __init__(self, model: nn.Module, task: Task):
+    They are divided by the temperature of the calibration.
+    """
+
+    def __init__(self, model: nn.Module, task: Task, temperature: float):
         super().__init__()
-        self.model, self._predict = model, task.predict_step
+        self.model, self._predict, self._temperature = model, task.predict_step, temperature
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Map images to scores."""
-        return self._predict(self.model, images)
+        scores = self._predict(self.model, images)
+        return scores if self._temperature == 1 else scores / self._temperature
 
 
 def evaluated_model(run: LoadedRun) -> nn.Module:
     """Return the model of a run as it is evaluated, e.g. with the average of TEST.FLIP: on the CPU, in float32."""
     run = _without_amp(run).build()
     model = run.model.cpu().float().eval().to(memory_format=torch.contiguous_format)
-    return TaskScores(model, run.task).eval()
+    return TaskScores(model, run.task, run.temperature).eval()
 
 
 def _without_amp(run: LoadedRun) -> LoadedRun:
     return run if run.cfg.TRAIN.AMP == "none" else replace(run, cfg=changed(run.cfg, {"TRAIN.AMP": "none"}))
 
 
-def check_export(run: LoadedRun, images: ImageDataset, folder: Path, code: str, max_images: int = 0) -> dict[str, Any]:
+def check_export(
+    run: LoadedRun, images: ImageDataset, folder: Path, code: str, max_images: int = 0, threshold: float | None = None
+) -> dict[str, Any]:
     """Return how the answers of the code of a card compare with those of `predict`, in float32 on the CPU.
 
-    An answer is the most probable class or, with several labels per image, the classes above probability 0.5.
+    An answer is the most probable class or, with several labels per image, the classes above probability 0.5. With a
+    threshold, the code also has to give an answer for the same images, but for probabilities very near to it.
 
     Args:
         run: the run.
@@ -118,6 +128,7 @@ def check_export(run: LoadedRun, images: ImageDataset, folder: Path, code: str, 
         folder: the exported folder, in which the code runs.
         code: the Python code, which defines `predict(path)`: pairs of a class and its probability, the best first.
         max_images: number of images, evenly spaced over the set; 0: all.
+        threshold: the probability above which the code is to give an answer; None: it always gives one.
 
     Returns:
         Entries of export.json: number of images, share of equal answers in percent, differences of probabilities,
@@ -140,7 +151,7 @@ def check_export(run: LoadedRun, images: ImageDataset, folder: Path, code: str, 
     others, errors = _run_code(code, [files[number] for number in kept], folder, temporary, run.task.multilabel)
     own = [list(zip(predicted[number].labels, predicted[number].probabilities, strict=True)) for number in kept]
     shutil.rmtree(temporary)
-    compared = [_compare(one, other, run.task.multilabel) for one, other in zip(own, others, strict=True)]
+    compared = [_compare(one, other, run.task.multilabel, threshold) for one, other in zip(own, others, strict=True)]
     equal, differences = sum(is_equal for is_equal, _ in compared), [difference for _, difference in compared]
     mean = math.fsum(differences) / len(own)
     return {
@@ -203,15 +214,17 @@ def _run_code(
     results = [json.loads(line) for line in done.stdout.splitlines()]
     printed = done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"]
     results += [{"error": printed[-1][:300]}] * (len(files) - len(results))  # the code has ended the process
-    return [one.get("answer", []) for one in results], [one["error"] for one in results if "error" in one]
+    answers = [(one.get("answer", []), one.get("is_sure", False)) for one in results]
+    return answers, [one["error"] for one in results if "error" in one]
 
 
-def _compare(one: Answer, other: Answer, multilabel: bool) -> tuple[bool, float]:
+def _compare(one: Pairs, answer: Answer, multilabel: bool, threshold: float | None) -> tuple[bool, float]:
     """Tell whether an answer of the code of a card is equal to one of `predict`, and their difference of probability.
 
     With one label per image, the first class is the same, or equally probable; the difference is that of the answer.
     With several labels, those above 0.5 are the same; the difference is the greatest one of a label.
     """
+    other, is_sure = answer
     given, pairs = dict(other), one if multilabel else one[:1]
     differences = [abs(given.get(label, 0.0) - probability) for label, probability in pairs]
     if multilabel:
@@ -219,4 +232,6 @@ def _compare(one: Answer, other: Answer, multilabel: bool) -> tuple[bool, float]
         is_equal = found == expected
     else:
         is_equal = bool(other) and other[0][0] in [label for label, probability in one if probability == one[0][1]]
+    if threshold is not None and abs(one[0][1] - threshold) > MAX_MEAN_DIFFERENCE:
+        is_equal = is_equal and is_sure == (one[0][1] > threshold)
     return bool(other) and is_equal, max(value if math.isfinite(value) else 1.0 for value in differences)

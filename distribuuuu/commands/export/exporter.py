@@ -5,7 +5,6 @@ import io
 import json
 import math
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.options import option_of
 from distribuuuu.data.crops import EvalCrop
 from distribuuuu.files.new_folder import new_folder
+from distribuuuu.inference.calibration import write_calibration
 from distribuuuu.inference.forward_chunks import UnlabeledImages
 from distribuuuu.inference.loaded_run import CPU, LoadedRun
 from distribuuuu.models.find_architecture import ModelSpec, build_model_spec, find_architecture
@@ -43,8 +43,11 @@ CHECK_IMAGES = 1000
 _REMEDY = "fix: --to safetensors, whose card loads the model with this package"
 
 
-def describe_usage(run: LoadedRun) -> dict[str, Any]:
-    """Return what a program needs to know to use the model of a run, as values for JSON."""
+def describe_usage(run: LoadedRun, threshold: float | None = None) -> dict[str, Any]:
+    """Return what a program needs to know to use the model of a run, as values for JSON.
+
+    `threshold` is the probability above which there is an answer; None: there always is one.
+    """
     return {
         "architecture": run.cfg.MODEL.ARCH,
         "num_classes": len(run.classes),
@@ -56,6 +59,8 @@ def describe_usage(run: LoadedRun) -> dict[str, Any]:
         "mean": list(run.transform.mean),
         "std": list(run.transform.std),
         "weights": run.weights,
+        **({"temperature": run.temperature} if run.calibration else {}),
+        **({} if threshold is None else {"threshold": threshold}),
     }
 
 
@@ -64,8 +69,8 @@ def export_run(
     to: str,
     out: str | os.PathLike,
     check_images: int = CHECK_IMAGES,
-    push: str = "",
     files: Sequence[str] | None = None,
+    precision: float | None = None,
 ) -> dict:
     """Write a trained model to a new folder, and compare the code of its card with `predict` on images.
 
@@ -77,19 +82,19 @@ def export_run(
         to: one of FILES.
         out: the folder; it must not exist, or be empty.
         check_images: most images of the check; 0: all.
-        push: OWNER/NAME of a repository on the Hugging Face Hub, private if it is new, that a verified folder is
-            uploaded to; empty: none.
         files: image files of the check; empty: there is none; None: the evaluation set.
+        precision: the card gives no answer below the threshold that is justified for it; None: it always gives one.
 
     Returns:
         The content of export.json.
 
     Raises:
-        ConfigError: the export failed, and nothing is left of it; or publishing did, and the folder is complete.
+        ConfigError: the export failed, and nothing is left of it.
     """
     target, file = Path(out).expanduser(), FILES[to]
     run.check_classifier()
     check_format(run, to)
+    threshold = None if precision is None else run.find_threshold(precision)
     try:
         images = open_images(run.cfg, train=False) if files is None else UnlabeledImages(files)
     except ConfigError as error:
@@ -101,21 +106,23 @@ def export_run(
     checked: dict[str, Any] = {"verified": None, "images": 0}
     try:
         with new_folder(target) as folder, torch.inference_mode():
-            WRITERS[to](run, folder)
+            WRITERS[to](run, folder, describe_usage(run, threshold))
             if len(images):
-                checked = check_export(run, images, folder, render_code(run, to, has_paths=True), check_images)
+                code = render_code(run, to, threshold, has_paths=True)
+                checked = check_export(run, images, folder, code, check_images, threshold)
             if checked["verified"] is False:
                 os.replace(folder / file, folder / f"{file}.unverified")
                 file = f"{file}.unverified"
             record = {"format": to, "file": file, **checked, "source": Path(run.source).name, "weights": run.weights,
-                      "precision": "float32", "hardware": describe_hardware(CPU), "versions": list_versions(),
+                      "promised_precision": precision, "threshold": threshold, "precision": "float32",
+                      "hardware": describe_hardware(CPU), "versions": list_versions(),
                       "commit": find_commit()}  # fmt: skip
             _write_json(folder / "export.json", record)
-            (folder / "README.md").write_text(render_card(run, record, render_code(run, to)), encoding="utf-8")
+            (folder / "README.md").write_text(
+                render_card(run, record, render_code(run, to, threshold)), encoding="utf-8"
+            )
     except OSError as error:
         raise ConfigError(f"OUT: {target} cannot be written: {error.strerror or error}; nothing is left") from error
-    if push and record["verified"]:
-        push_folder(target, push)
     return record
 
 
@@ -144,11 +151,11 @@ def check_format(run: LoadedRun, to: str) -> None:
                 raise ConfigError(f"--to safetensors: {what}; fix: --to onnx or torch")
 
 
-def check_arguments(to: str, out: Path, push: str) -> None:
+def check_arguments(to: str, out: Path) -> None:
     """Check what can be checked before the model is built.
 
     Raises:
-        ConfigError: packages that are not installed, a folder that is not empty, or no Hub name.
+        ConfigError: packages that are not installed, or a folder that is not empty.
     """
     if to == "onnx":
         require_onnx()
@@ -156,8 +163,6 @@ def check_arguments(to: str, out: Path, push: str) -> None:
         raise ConfigError(f"OUT: got {out}; expected a folder, which will hold {FILES[to]}, README.md, ...")
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"OUT: {out} is not empty; fix: name a new folder")
-    if push and not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", push):
-        raise ConfigError(f"--push: got {push}; expected OWNER/NAME of a repository on the Hugging Face Hub")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -167,7 +172,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------- formats
 
 
-def write_safetensors(run: LoadedRun, folder: Path) -> None:
+def write_safetensors(run: LoadedRun, folder: Path, usage: dict[str, Any]) -> None:
     """Write model.safetensors, and config.json for `load_run` and for programs without this package."""
     from safetensors.torch import save
 
@@ -182,11 +187,13 @@ def write_safetensors(run: LoadedRun, folder: Path) -> None:
     own = {"classes": list(run.classes), "config": options, "weights": run.weights, "deployed": True}
     if run.results:  # without what describes this machine
         own["results"] = {**run.results, "overrides": {}, "environment": {}}
+    if run.calibration:
+        write_calibration(folder, run.calibration, tensors)
     content = {"model_args": dict(run.cfg.MODEL.KWARGS), "image_size": run.cfg.TRAIN.IM_SIZE, "distribuuuu": own}
-    _write_json(folder / "config.json", {**describe_usage(run), **content})
+    _write_json(folder / "config.json", {**usage, **content})
 
 
-def write_timm(run: LoadedRun, folder: Path) -> None:
+def write_timm(run: LoadedRun, folder: Path, usage: dict[str, Any]) -> None:
     """Write a folder for `timm.create_model("local-dir:FOLDER", pretrained=True)`.
 
     Raises:
@@ -196,7 +203,7 @@ def write_timm(run: LoadedRun, folder: Path) -> None:
     from timm.models import save_for_hf
 
     model, model_args = build_timm_model(run)
-    metadata, crop, published = describe_usage(run), run.transform.crop, model.pretrained_cfg
+    crop, published = run.transform.crop, model.pretrained_cfg
     # `save_for_hf` takes the preprocessing from here, not from its argument `model_config`.
     model.pretrained_cfg = {
         **{key: published.get(key) for key in ("architecture", "first_conv", "classifier", "fixed_input_size")},
@@ -205,9 +212,10 @@ def write_timm(run: LoadedRun, folder: Path) -> None:
         "crop_pct": crop_percentage(crop),
         "crop_mode": run.cfg.TEST.CROP,
         "pool_size": None,
-        **{key: metadata[key] for key in ("interpolation", "mean", "std")},
+        **{key: usage[key] for key in ("interpolation", "mean", "std")},
     }
-    extra = {key: metadata[key] for key in ("label_names", "flip", "exif_rotate", "pixels") if key in metadata}
+    names = ("label_names", "flip", "exif_rotate", "pixels", "temperature", "threshold")
+    extra = {key: usage[key] for key in names if key in usage}
     try:
         save_for_hf(model, str(folder), model_config=extra, model_args=model_args, safe_serialization=True)
     except SafetensorError as error:
@@ -260,7 +268,7 @@ def crop_percentage(crop: EvalCrop) -> float:
     return percentage
 
 
-def write_torch(run: LoadedRun, folder: Path) -> None:
+def write_torch(run: LoadedRun, folder: Path, usage: dict[str, Any]) -> None:
     """Write model.pt2, a program of torch.export: crops (N, C, H, W) of any N to logits (N, classes).
 
     Raises:
@@ -275,37 +283,14 @@ def write_torch(run: LoadedRun, folder: Path) -> None:
         reason = str(error).strip().splitlines()[0][:200]
         raise ConfigError(f"--to torch: torch.export cannot trace this model: {reason}; {_REMEDY}") from error
     buffer = io.BytesIO()
-    torch.export.save(program, buffer, extra_files={"metadata.json": json.dumps(describe_usage(run))})
+    torch.export.save(program, buffer, extra_files={"metadata.json": json.dumps(usage)})
     (folder / "model.pt2").write_bytes(buffer.getbuffer())
 
 
-def write_onnx(run: LoadedRun, folder: Path) -> None:
+def write_onnx(run: LoadedRun, folder: Path, usage: dict[str, Any]) -> None:
     """Write model.onnx."""
-    model = build_onnx(evaluated_model(run), run.transform, describe_usage(run))
+    model = build_onnx(evaluated_model(run), run.transform, usage)
     (folder / "model.onnx").write_bytes(model.SerializeToString())
 
 
 WRITERS = {"timm": write_timm, "safetensors": write_safetensors, "onnx": write_onnx, "torch": write_torch}
-
-
-# -------------------------------------------------------------------------------------------- the Hub
-
-
-def push_folder(folder: Path, repository: str) -> None:
-    """Upload the files of a folder as one commit to the Hugging Face Hub (HF_ENDPOINT, HF_TOKEN).
-
-    A new repository is private.
-
-    Raises:
-        ConfigError: the Hub cannot be reached, or refuses.
-    """
-    from huggingface_hub import HfApi
-
-    try:
-        api = HfApi()
-        api.create_repo(repository, private=True, exist_ok=True)
-        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Add model")
-    except Exception as error:  # the types depend on the client's HTTP library
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        fix = f"fix: set HF_TOKEN, or run `hf upload {repository} {folder}` later"
-        raise ConfigError(f"--push: {repository}: {reason}; {folder} is complete; {fix}") from error

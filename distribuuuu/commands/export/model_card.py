@@ -26,8 +26,8 @@ from distribuuuu.records.read_results import list_metrics
 INSIDE = {
     "timm": (),
     "safetensors": (),
-    "onnx": ("crop", "normalize", "mirror", "shift"),
-    "torch": ("normalize", "mirror", "shift"),
+    "onnx": ("crop", "normalize", "mirror", "shift", "temperature"),
+    "torch": ("normalize", "mirror", "shift", "temperature"),
 }
 
 _LOAD_IMAGE = '''def load_image(path):
@@ -70,7 +70,7 @@ _TORCH_SCORES = """    pixels = torch.from_numpy(image).permute(2, 0, 1)
     with torch.inference_mode():
         images = transform(pixels)[None]
         logits = $logits
-    scores = logits[0].double().numpy()"""
+    scores = logits[0].double().numpy()$scale_scores"""
 _ONNX_SCORES = """    (logits,) = session.run(["logits"], {"images": image[None]})
     scores = logits[0].astype(np.float64)"""
 
@@ -123,16 +123,20 @@ def predict(path):
     return list(zip(found.labels, found.probabilities))''',
 }
 
+_ANSWER = '''def answer(pairs):
+    """Return the class that `predict` has found; None, if the model is not sure."""
+    return pairs[0][0] if pairs[0][1] > $threshold else None'''
 _MAIN = """if __name__ == "__main__":
     $show"""
 
 
-def render_code(run: LoadedRun, to: str, has_paths: bool = False) -> str:
+def render_code(run: LoadedRun, to: str, threshold: float | None = None, has_paths: bool = False) -> str:
     """Return the code of the card of a run in a format.
 
     Args:
         run: the run.
         to: the format.
+        threshold: the probability above which there is an answer; None: there always is one.
         has_paths: the code of safetensors imports the plug-ins of the run by their paths; else by their names alone.
     """
     names = [entry if has_paths else os.path.basename(entry) for entry in run.cfg.PLUGINS if not is_shipped(entry)]
@@ -141,7 +145,8 @@ def render_code(run: LoadedRun, to: str, has_paths: bool = False) -> str:
     multilabel, exif = run.task.multilabel, run.cfg.DATA.EXIF_ROTATE
     options = run.transform.options
     load = _LOAD_IMAGE if options.is_rgb or options.is_gray else _LOAD_RASTER
-    parts = [_CODE[to], *([load, _PREDICT] if to != "safetensors" else []), _MAIN]
+    parts = [_CODE[to], *([load, _PREDICT] if to != "safetensors" else [])]
+    parts += [_MAIN] if threshold is None else [_ANSWER, _MAIN]
     scores = _ONNX_SCORES if to == "onnx" else _TORCH_SCORES
     softmax = "np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()"
     mirrors = run.cfg.TEST.FLIP and "mirror" not in INSIDE[to]
@@ -160,12 +165,16 @@ def render_code(run: LoadedRun, to: str, has_paths: bool = False) -> str:
         "exif": _EXIF if exif else "",
         "inner_exif": f"    {_EXIF}" if exif else "",
         "logits": "(model(images) + model(images.flip(-1))) / 2  # and mirrored" if mirrors else "model(images)",
+        "scale_scores": f" / {run.temperature}" if run.calibration and "temperature" not in INSIDE[to] else "",
+        "threshold": threshold,
         "activation": "1 / (1 + np.exp(-scores))" if multilabel else softmax,
         "load_run": with_plugins if names else 'run = load_run(".")',
         "selection": "threshold=0" if multilabel else f"topk={len(run.classes)}",
         "show": 'print([pair for pair in predict("image.jpg") if pair[1] > 0.5])'
         if multilabel
-        else 'print(predict("image.jpg")[0])',
+        else 'print(predict("image.jpg")[0])'
+        if threshold is None
+        else 'print(answer(predict("image.jpg")))',
     }
     return Template("\n\n\n".join(parts).replace("$scores", scores)).substitute(values)
 
@@ -191,6 +200,7 @@ def list_steps(run: LoadedRun) -> dict[str, str]:
         "normalize": f"normalize {_UNITS[run.cfg.DATA.PIXELS]} with mean {mean} and std {std}",
         **({"mirror": "average the logits with those of the mirrored image"} if run.cfg.TEST.FLIP else {}),
         **({"shift": f"average the logits with those of the image shifted by {shift} px"} if shift else {}),
+        **({"temperature": f"divide the logits by {run.temperature:.4g}"} if run.calibration else {}),
     }
 
 
@@ -249,6 +259,7 @@ def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
         f"# {arch} on {name}\n\n{table}{note}",
         f"## Use\n\nIn the folder of this card:\n\n```python\n{code}\n```",
         f"## Preprocessing\n\n{steps}\n\n{_describe_input(run, to)}",
+        *([f"## Confidence\n\n{_describe_confidence(run, record)}"] if run.calibration else []),
         f"## Check of this export\n\n{_describe_check(record)}",
         f"## Classes\n\n{classes}, in the order of the logits.{more}\n\n```json\n{names}\n```",
     ]
@@ -262,6 +273,19 @@ def _describe_input(run: LoadedRun, to: str) -> str:
         "onnx": f"Input of the file: `images`, {kind} (N, height, width, {num}){colors}, of any size.",
         "torch": f"Input of the file: {kind} (N, {num}, H, W){colors}.",
     }.get(to, f"Input of the model: float32 (N, {num}, H, W){colors}, normalized.")
+
+
+def _describe_confidence(run: LoadedRun, record: Mapping[str, Any]) -> str:
+    assert run.calibration
+    images = counted(run.calibration.images, "validation image")
+    text = f"The probabilities are calibrated by {images}: the logits are divided by {run.temperature:.4g}."
+    if (threshold := record.get("threshold")) is None:
+        return text
+    share = f"{100 * record['promised_precision']:g} %"
+    return (
+        f"{text} `answer` returns None where the probability is {threshold:.4g} or less. At least {share} of its other "
+        "answers are right for images like these, with a probability of 95 % over the choice of the validation images."
+    )
 
 
 def _describe_check(record: Mapping[str, Any]) -> str:

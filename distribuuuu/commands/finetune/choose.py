@@ -1,5 +1,6 @@
 """Choice among the probe, the fine-tuned model and interpolations of both, by the validation images."""
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from distribuuuu.config import Config
 from distribuuuu.config.config_node import changed
 from distribuuuu.data.batch import Batch
 from distribuuuu.engine.evaluator import evaluate, open_evaluation
-from distribuuuu.inference.linear_probe import fit_temperature
+from distribuuuu.inference.calibration import fit_calibration
 from distribuuuu.tasks.metrics import StepOutput, rank_classes
 
 Tensors = dict[str, Tensor]
@@ -48,8 +49,8 @@ def read_tuned(cfg: Config) -> Tensors:
 
 
 def compare(cfg: Config, probe: Tensors, tuned: Tensors) -> dict[str, Any]:
-    """Return the right answers of each candidate on the validation images, the share chosen, and its temperature."""
-    correct, temperatures = dict[str, int](), dict[float, float]()
+    """Return the right answers of each candidate on the validation images, the share chosen, and its calibration."""
+    correct, calibrations = dict[str, int](), dict[float, dict[str, Any]]()
     with open_evaluation(changed(cfg, {"DATA.WORKER_KIND": "thread"})) as (task, model, loader):
         for share in SHARES:
             load_state_dict(model, interpolate(probe, tuned, share), name_of(share))
@@ -61,6 +62,6 @@ def compare(cfg: Config, probe: Tensors, tuned: Tensors) -> dict[str, Any]:
             evaluate(task, model, loader, keep)
             logits, labels = (torch.cat(parts) for parts in zip(*outputs, strict=True))
             correct[name_of(share)] = int(rank_classes(logits, cfg.TRAIN.TOPK)[:, 0].eq(labels).sum())
-            temperatures[share] = fit_temperature(logits, labels)
+            calibrations[share] = asdict(fit_calibration(logits, labels, loader.images.digest))
     best = max(SHARES, key=lambda share: correct[name_of(share)])
-    return {"correct": correct, "share": best, "temperature": temperatures[best]}
+    return {"correct": correct, "share": best, "calibration": calibrations[best]}

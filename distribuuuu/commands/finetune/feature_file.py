@@ -76,16 +76,21 @@ def describe(run: LoadedRun) -> dict[str, Any]:
 
 
 def write_features(
-    out: Path, files: Sequence[str], rows: np.ndarray, broken: Collection[str], meta: dict[str, Any]
+    out: Path,
+    files: Sequence[str],
+    rows: np.ndarray,
+    broken: Collection[str],
+    meta: dict[str, Any],
+    labels: Sequence[str] = (),
 ) -> None:
-    """Write the features and paths of the images that are not broken, and their folders as labels: .npz or .parquet.
+    """Write the features, paths and labels (or folders) of the images that are not broken: .npz or .parquet.
 
     Raises:
         ConfigError: pyarrow is missing.
     """
     kept = [index for index, path in enumerate(files) if path not in broken]
     rows, names, text = rows[kept], [files[index] for index in kept], json.dumps(meta, sort_keys=True)
-    classes = [Path(name).parent.name for name in names]
+    classes = [labels[index] for index in kept] if labels else [Path(name).parent.name for name in names]
     if out.suffix == ".npz":
         arrays = {"path": np.array(names), "label": np.array(classes), "features": rows, "meta": np.array(text)}
         write_npz(out, arrays)

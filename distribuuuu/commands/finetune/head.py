@@ -15,6 +15,7 @@ from distribuuuu.data.seeding import derive_seed, seed_cpu
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.build import build_initial_model, write_config
 from distribuuuu.inference import linear_probe
+from distribuuuu.inference.calibration import Calibration, fit_calibration
 from distribuuuu.inference.features import find_classifiers
 from distribuuuu.inference.linear_probe import compute_logits, fit_temperature, predict_knn
 from distribuuuu.inference.loaded_run import LoadedRun
@@ -36,6 +37,7 @@ class Probe(NamedTuple):
     Attributes:
         weight, bias: of the linear layer, (classes, dim) and (classes,), divided by the temperature.
         penalty, temperature: by cross-validation on the training images, and on the validation images.
+        calibration: of the head, by the validation images; its temperature is about 1.
         correct: right answers by method and part, e.g. {"probe": {"val": 150, "test": 320}}.
     """
 
@@ -43,6 +45,7 @@ class Probe(NamedTuple):
     bias: Tensor
     penalty: float
     temperature: float
+    calibration: Calibration
     correct: dict[str, dict[str, int]]
 
 
@@ -74,7 +77,8 @@ def fit_probe(parts: dict[str, Part], num_classes: int) -> Probe:
         for method, answer in answers.items():
             correct[method][name] = int(part.labels.eq(answer).sum())
     folded = (folded / temperature).float()
-    return Probe(folded[:-1].T.contiguous(), folded[-1].clone(), penalty, temperature, correct)
+    calibration = fit_calibration(logits["val"] / temperature, others["val"].labels)
+    return Probe(folded[:-1].T.contiguous(), folded[-1].clone(), penalty, temperature, calibration, correct)
 
 
 def find_head_names(run: LoadedRun) -> list[str]:
@@ -93,12 +97,6 @@ def set_head(run: LoadedRun, names: Sequence[str], probe: Probe) -> dict[str, Te
         shape = tensors[f"{name}.weight"].shape
         tensors |= {f"{name}.weight": probe.weight.reshape(shape), f"{name}.bias": probe.bias}
     return tensors
-
-
-def scale_head(tensors: dict[str, Tensor], names: Sequence[str], temperature: float) -> dict[str, Tensor]:
-    """Return weights whose logits are divided by a temperature."""
-    own = [f"{name}.{kind}" for name in names for kind in ("weight", "bias")]
-    return {**tensors, **{name: tensors[name] / temperature for name in own}}
 
 
 def zero_image(run: LoadedRun, num: int = 1) -> Tensor:

@@ -3,7 +3,7 @@
 import sys
 import time
 from argparse import Namespace
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from distribuuuu.commands.finetune.backbones import backbone_options, default_ba
 from distribuuuu.commands.finetune.choose import compare, interpolate, name_of, read_tuned
 from distribuuuu.commands.finetune.data import PARTS, divide, hash_images, list_sources
 from distribuuuu.commands.finetune.decisions import Decisions, explaining_disk
-from distribuuuu.commands.finetune.feature_file import compute_features
+from distribuuuu.commands.finetune.feature_file import compute_features, describe, write_features
 from distribuuuu.commands.finetune.head import (
     Part,
     Probe,
@@ -22,7 +22,6 @@ from distribuuuu.commands.finetune.head import (
     find_head_names,
     fit_probe,
     open_backbone,
-    scale_head,
     set_head,
     write_model,
     write_probe,
@@ -43,6 +42,7 @@ from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.engine.run_lock import lock_out_dir
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import printable
+from distribuuuu.inference.calibration import Calibration, write_calibration
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.inference.mode_of_run import find_fast_mode
 from distribuuuu.launch.nproc import run_processes
@@ -152,8 +152,11 @@ class Candidate:
         split = torch.from_numpy(rows).split([len(own) for own in parts.values()])
         labels = torch.tensor(self.images.labels)
         features = {part: Part(own, labels[parts[part]]) for part, own in zip(parts, split, strict=True)}
+        names = [self.images.classes[self.images.labels[index]] for part in PARTS for index in self.parts[part]]
+        self.features = files[: len(names)], rows[: len(names)], (), describe(self.backbone), names
         self.probe: Probe = fit_probe(features, len(self.images.classes))
         facts = {"correct": self.probe.correct, "penalty": self.probe.penalty, "temperature": self.probe.temperature,
+                 "calibration": asdict(self.probe.calibration),
                  "params_m": count_parameters(self.backbone.model) / 1e6, "license": self.license,
                  "image_s": image_s * views["scale"]}  # fmt: skip
         return decisions.once(f"{self.key}: probe", lambda: facts)
@@ -221,7 +224,9 @@ def finish(
     choice = decisions.once("choice", lambda: compare(cfg, probe, tuned) if epochs else choose_probe(facts))
     tensors = interpolate(probe, tuned, choice["share"]) if epochs else probe
     final = changed(cfg, {"OUT_DIR": str(out), "TEST.SPLIT": "test", "DATA.WORKER_KIND": "thread"})
-    write_model(final, scale_head(tensors, names, choice["temperature"]), best.images.classes, {**facts, **choice})
+    write_model(final, tensors, best.images.classes, {**facts, **choice})
+    write_features(out / "features.npz", *best.features)
+    write_calibration(out, Calibration(**choice["calibration"]), tensors)
     final = changed(final, {"MODEL.WEIGHTS": str(best_path(out))})
     return {**choice, "test": decisions.once("test", lambda: evaluate_weights(final)), "epochs": epochs,
             "kind": find_kind(model).name}  # fmt: skip
@@ -229,7 +234,11 @@ def finish(
 
 def choose_probe(facts: dict[str, Any]) -> dict[str, Any]:
     """Return the choice without a fine-tuning."""
-    return {"correct": {name_of(0.0): facts["correct"]["probe"]["val"]}, "share": 0.0, "temperature": 1.0}
+    return {
+        "correct": {name_of(0.0): facts["correct"]["probe"]["val"]},
+        "share": 0.0,
+        "calibration": facts["calibration"],
+    }
 
 
 def plan_training(flags: Namespace, cfg: Config, facts: dict[str, Any], num_val: int, started: float) -> dict[str, Any]:

@@ -104,18 +104,12 @@ class Column:
         name: its header.
         format: the format of its numbers, e.g. ".1%"; empty: its values are texts. None and NaN are dashes.
         bar: draw a bar before each number, which is a fraction from 0 to 1.
-        signed: color negative and positive numbers.
     """
 
     name: str
     format: str = ""
     bar: bool = False
-    signed: bool = False
 
     def text(self, value: float) -> str:
         """Return the text of a number."""
         return format(value, self.format).replace("%", " %").replace("-", "\N{MINUS SIGN}")
-
-    def color(self, value: float) -> str:
-        """Return the class of the color of a number."""
-        return " bad" if self.signed and value < 0 else " good" if self.signed and value > 0 else ""

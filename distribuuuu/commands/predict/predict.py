@@ -22,6 +22,7 @@ line; - reads the paths from standard input.
 
   %(prog)s exp/r50 photos --out photos.csv
   %(prog)s timm/resnet50 photo.jpg 'album/**/*.png' --topk 3
+  %(prog)s exp/r50 photos --precision 0.95     no answer where it is not sure
 
 Rerun the same command to resume it after a stop. The exit status is 3 if images
 are broken; they are listed with their cause.
@@ -63,6 +64,8 @@ def build_parser(prog: str | None = None) -> CommandParser:
     add("--out", metavar="FILE", help="output file, .csv or .jsonl (default: CSV on standard output)")
     add("--topk", metavar="K", type=at_least(1), help="number of classes per image (5)")
     add("--threshold", metavar="P", type=float, help="minimum probability of a label (multi-label only; default 0.5)")
+    promise = "no answer where the model is not sure; the share P of the answers is right, see calibrate"
+    add("--precision", metavar="P", type=float, help=promise)
     add("--skip-bad", action="store_true", help="exit with 0 even if images are broken")
     add("--nproc", metavar="N", type=at_least(1), default=1, help="processes on this machine, one per GPU (1)")
     add("--workers", metavar="N", type=at_least(0), help="loader workers of each process (its share of cores)")

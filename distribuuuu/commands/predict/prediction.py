@@ -53,7 +53,10 @@ def predict_files(job: Namespace) -> int:
     job.overrides += ["MODEL.CHANNELS_LAST", str(run.cfg.MODEL.CHANNELS_LAST)]
     selection = choose_selection(run.cfg, len(run.classes), job.topk, job.threshold)
     spans = list_spans(len(job.files), run.cfg.TEST.BATCH_SIZE)
-    header = "" if _is_json(job) else csv_line(["path", *list_columns(selection, run.classes)])
+    if job.precision is not None:
+        print(f"answers have a probability above {run.find_threshold(job.precision):.4f}", file=sys.stderr)
+    answer = [] if job.precision is None else ["answer"]
+    header = "" if _is_json(job) else csv_line(["path", *answer, *list_columns(selection, run.classes)])
     out = Journal(job.out, hash_job(job, run, selection)) if job.out else None
     num_done, num_broken = (out.num_chunks, len(out.broken)) if out else (0, 0)
     if not out:
@@ -108,7 +111,8 @@ def hash_job(job: Namespace, run: LoadedRun, selection: Selection) -> str:
                 if key == "TEST.BATCH_SIZE" or option_of(key).hashed and not option_of(key).neutral]  # fmt: skip
     tensors = run.state_dict or {}
     model = [*tensors] or run.source, run.classes
-    texts = model, settings, job.files, tuple(selection), torch.__version__, torch.cuda.is_available()
+    selected = (*selection, job.precision, run.calibration)
+    texts = model, settings, job.files, selected, torch.__version__, torch.cuda.is_available()
     state = hashlib.blake2b(repr(texts).encode(), digest_size=16)
     for tensor in tensors.values():
         state.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -164,8 +168,9 @@ def _run_process(job: Namespace, selection: Selection, spans: Sequence[range], r
 def predict_share(job: Namespace, run: LoadedRun, selection: Selection, spans: Sequence[range]) -> Iterator[Rows]:
     """Yield the rows of chunks that this process predicts on its own device."""
     columns = list_columns(selection, run.classes)
+    threshold = None if job.precision is None else run.find_threshold(job.precision)
     for predictions in run.predict_chunks(job.files, spans, selection, job.batch_size, job.workers, "process"):
-        yield format_rows(predictions, columns, _is_json(job))
+        yield format_rows(predictions, columns, _is_json(job), threshold)
 
 
 # -------------------------------------------------------------------------------------------- rows
@@ -181,10 +186,13 @@ def list_columns(selection: Selection, classes: Sequence[str]) -> list[str]:
     return [f"{name}{suffix}" for suffix in suffixes for name in ("label", "probability")]
 
 
-def format_rows(predictions: Sequence[Prediction], columns: Sequence[str], is_json: bool) -> Rows:
+def format_rows(
+    predictions: Sequence[Prediction], columns: Sequence[str], is_json: bool, threshold: float | None = None
+) -> Rows:
     """Return the text of the rows of images, and [path, cause] of the broken ones, which have no row.
 
-    Probabilities have 12 significant digits, so that sorting by them is sorting by logits.
+    Probabilities have 12 significant digits, so that sorting by them is sorting by logits. With a threshold, the first
+    column is the most probable class, or empty (JSON: null) if its probability is not above the threshold.
     """
     rows, errors = [], []
     for prediction in predictions:
@@ -198,8 +206,13 @@ def format_rows(predictions: Sequence[Prediction], columns: Sequence[str], is_js
             cells = values
         elif columns[0] == "labels":
             cells = [labels, values] if is_json else [";".join(labels), ";".join(texts)]
+        answer = {}
+        if threshold is not None:
+            answer["answer"] = labels[0] if prediction.probabilities[0] > threshold else None
         if is_json:
-            rows.append(json.dumps({"path": prediction.image, **dict(zip(columns, cells, strict=True))}) + "\n")
+            rows.append(
+                json.dumps({"path": prediction.image, **answer, **dict(zip(columns, cells, strict=True))}) + "\n"
+            )
         else:
-            rows.append(csv_line([prediction.image, *cells]))
+            rows.append(csv_line([prediction.image, *(text or "" for text in answer.values()), *cells]))
     return "".join(rows), errors

@@ -4,17 +4,18 @@ import json
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
-from distribuuuu.commands.output import check_out_file, print_report
+from distribuuuu.commands.output import FORMATS, print_report
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.config.run_files import local_run
 from distribuuuu.inference.locate_run import locate_run
 
 _DESCRIPTION = """Compare two or more finished runs on the same evaluation images: difference of
-accuracy with its significance, changed answers, classes, curves and configs.
+accuracy with its significance, and the options that differ; with --format json
+also the images whose answer changed.
 
   %(prog)s exp/baseline exp/mixup
-  %(prog)s 'exp/baseline/seed_*' 'exp/mixup/seed_*' --out compare.html
+  %(prog)s 'exp/baseline/seed_*' 'exp/mixup/seed_*' --format json
 
 A pattern stands for the runs of one side, e.g. its seeds. The runs need
 predictions.npz, which a training run writes with its last evaluation.
@@ -23,22 +24,16 @@ _MAX_SIDES = 8
 
 
 def compare(prog: str, args: list[str]) -> int:
-    """Print the result of a comparison, and write the page; return the exit status."""
+    """Print the result of a comparison; return the exit status."""
     flags = build_parser(prog).parse_args(args)
-    out = Path(flags.out)
-    check_out_file(out)
     sides = find_sides(flags.runs)
     for folder in (folder for folders in sides.values() for folder in folders):
         locate_run(str(folder))
-    from distribuuuu.commands.html.page import write_page
-    from distribuuuu.commands.report.compare_page import build_compare_page, compare_runs, list_comparison
+    from distribuuuu.commands.report.comparison import compare_runs
 
-    comparison = compare_runs(sides)
-    if flags.format == "json":
-        print_report(json.dumps(list_comparison(comparison), indent=2, default=str))
-        return 0
-    write_page(out, build_compare_page(comparison))
-    print_report("\n".join([*comparison.sentences(), f"written: {out}"]))
+    found = compare_runs(sides)
+    is_json = flags.format == "json"
+    print_report(json.dumps(found.list_figures(), indent=2, default=str) if is_json else "\n".join(found.lines()))
     return 0
 
 
@@ -46,8 +41,7 @@ def build_parser(prog: str | None = None) -> CommandParser:
     """Return the parser of the arguments."""
     parser = CommandParser(prog=prog, description=_DESCRIPTION)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="OUT_DIR of a run, or a pattern for several seeds")
-    parser.add_argument("--out", metavar="FILE", default="compare.html", help="the page to write (compare.html)")
-    parser.add_argument("--format", choices=("html", "json"), default="html", help="json: print all figures instead")
+    parser.add_argument("--format", choices=FORMATS, default="text", help="output on standard output (text)")
     return parser
 
 

@@ -34,7 +34,9 @@ def report(prog: str, args: list[str]) -> int:
     from distribuuuu.commands.stats.stored_predictions import list_mistakes
     from distribuuuu.records.results import replace_nonfinite
 
-    run = read_run(flags.run, flags.predictions)
+    run = read_run(flags.run, flags.predictions, flags.precision)
+    if run.calibration:
+        run.content.temperature = run.calibration.temperature
     if flags.format == "html":
         write_page(out, build_report(run))
         if run.content.classifies:
@@ -58,5 +60,6 @@ def build_parser(prog: str | None = None) -> CommandParser:
     add("run", metavar="RUN", help="the OUT_DIR of a run")
     add("--out", metavar="FILE", help="the file to write (default: report.html in RUN; JSON: standard output)")
     add("--predictions", metavar="FILE", default="", help="the predictions of one evaluated set (default: the latest)")
+    add("--precision", metavar="P", type=float, default=0.95, help="show the threshold for right answers (0.95)")
     add("--format", choices=("html", "json"), default="html", help="html (default) or json")
     return parser

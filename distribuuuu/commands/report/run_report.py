@@ -1,37 +1,40 @@
 """The report of one run: how it trained, which classes and images it gets wrong; thumbnails are data URIs."""
 
-import base64
-import io
+import contextlib
 import json
 import logging
-import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from PIL import Image
 
 from distribuuuu import __version__
 from distribuuuu.checkpoint.weights_files import RAW, describe_kind
 from distribuuuu.commands.html.history import History, draw_curves, read_facts, read_history, read_lines
 from distribuuuu.commands.html.page import Column, PageSection, build_page, html, percent
-from distribuuuu.commands.stats.stored_predictions import Predictions, list_figures, list_values, read_predictions
+from distribuuuu.commands.report.confidence import describe_confidence, list_confidence
+from distribuuuu.commands.report.explanations import find_nearest
+from distribuuuu.commands.report.pictures import image_folder, make_pictures
+from distribuuuu.commands.stats.stored_predictions import (
+    Predictions,
+    list_figures,
+    list_values,
+    rank_mistakes,
+    read_predictions,
+)
 from distribuuuu.config import ConfigError, get_cfg
-from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted
 from distribuuuu.config.json_file import load_json
 from distribuuuu.config.run_files import RESULTS
-from distribuuuu.data.datasets.base import read_file
-from distribuuuu.files.untrusted import printable
-from distribuuuu.inference.load_run import find_run, open_data
-from distribuuuu.inference.loaded_run import LoadedRun
+from distribuuuu.files.untrusted import InvalidFileError, printable
+from distribuuuu.inference.calibration import Calibration
+from distribuuuu.inference.load_run import find_run
 from distribuuuu.records.evaluated_sets import list_predictions
 from distribuuuu.records.metric_writers import format_duration
-from distribuuuu.records.predictions import FILE_NAME, name_of
+from distribuuuu.records.predictions import FILE_NAME
 from distribuuuu.records.read_results import TEST_FILE_NAME
 
 logger = logging.getLogger(__name__)
@@ -50,6 +53,7 @@ class RunFiles:
         history: its records.
         facts: content of results.json or, if the predictions are of a later evaluation, of test_results.json.
         file: the file of the predictions; a run has one for each evaluated set.
+        precision: the share of right answers that a threshold of the confidence is to promise.
     """
 
     out_dir: Path
@@ -57,6 +61,19 @@ class RunFiles:
     history: History
     facts: dict[str, Any]
     file: Path
+    precision: float = 0.95
+
+    @cached_property
+    def calibration(self) -> Calibration | None:
+        """The calibration of the weights that have made the predictions; None if they are not the best ones."""
+        meta, kind = self.content.meta, self.content.meta.get("weights", RAW)
+        best = self.history.results.get("accuracy", {}).get(kind, {}).get("best", {})
+        if meta.get("epoch") not in (None, best.get("epoch")) or self.content.log_total is not None:
+            return None
+        with contextlib.suppress(ConfigError):
+            run = find_run(self.out_dir)
+            return run.calibration if run.weights == kind else None
+        return None
 
     @cached_property
     def evaluated(self) -> str:
@@ -87,10 +104,13 @@ class RunFiles:
     def figures(self) -> dict[str, Any]:
         """All figures of the report as plain values."""
         content, history = self.content, self.history
+        has_one_label = content.classifies and not content.multilabel
+        confidence = list_confidence(content, self.calibration, self.precision) if has_one_label else {}
         return {
             "run": self.out_dir.resolve().name,
             "predictions": content.meta,
             "probe": self.probed,
+            "confidence": confidence,
             **(list_figures(content) if content.classifies else list_values(content, self.facts)),
             "curves": {"training": history.train, **history.evaluations},
             "restarts": history.restarts,
@@ -99,7 +119,7 @@ class RunFiles:
         }
 
 
-def read_run(run: str, predictions: str = "") -> RunFiles:
+def read_run(run: str, predictions: str = "", precision: float = 0.95) -> RunFiles:
     """Return the files of a run, with the given file of predictions; empty: the one written last.
 
     Raises:
@@ -122,7 +142,7 @@ def read_run(run: str, predictions: str = "") -> RunFiles:
             facts = {}  # of another evaluation
     for note in history.notes:
         logger.warning("%s", printable(note))
-    return RunFiles(out_dir, content, history, facts, file)
+    return RunFiles(out_dir, content, history, facts, file, precision)
 
 
 def build_report(run: RunFiles) -> str:
@@ -130,11 +150,21 @@ def build_report(run: RunFiles) -> str:
     content, found, facts = run.content, run.figures, run.facts
     if content.classifies:
         names = {answer["image"] for answer in (*found["mistakes"], *found["least_certain"])}
-        pictures, notes = make_pictures(run.out_dir, content, names)
+        mistakes, notes = rank_mistakes(content)[: len(found["mistakes"])], list[str]()
+        try:
+            nearest = find_nearest(run.out_dir, content, mistakes)
+        except (InvalidFileError, OSError) as error:
+            nearest, notes = {}, [f"The nearest training images are not shown: {error}"]
+        for index, answer in zip(mistakes, found["mistakes"], strict=True):
+            answer["nearest"] = nearest.get(index, [])
+        paths = {index: [path for path, _ in nearest.get(index, [])] for index in mistakes}
+        pictures, failed = make_pictures(run.out_dir, content, names, paths)
+        notes += failed
         for note in notes:
             logger.warning("%s", printable(note))
         middle = [_describe_classes(found), _describe_images(found, pictures, notes)]
         middle[:0] = [_describe_confusions(found)] if "confusions" in found else []
+        middle[-1:-1] = [describe_confidence(found["confidence"])] if found["confidence"] else []
     else:
         middle = [_describe_values(content.classes, found["values"])]
     weights = describe_kind(content.meta.get("weights", RAW))
@@ -162,7 +192,7 @@ def describe_accuracy(run: RunFiles) -> Iterator[str]:
 def _summarize(run: RunFiles) -> PageSection:
     """Return the section of the main figures and the curves."""
     history = run.history
-    curves, trained = draw_curves({"": history}), history.results.get("data", {})
+    curves, trained = draw_curves(history), history.results.get("data", {})
     about = f"Figures: {run.evaluated}."
     if curves and run.content.meta.get("epoch") is None:
         about += f" Curves: the training, which evaluated {counted(trained.get('num_val', 0), 'image')} of its own."
@@ -240,10 +270,16 @@ def _describe_images(found: dict[str, Any], pictures: dict[str, str], notes: Seq
             # In parentheses: a class may be called 2.
             first, *others = [f"{name} ({percent(share)})" for name, share in answer["predicted"].items()]
             lines = [f"label: {', '.join(answer['labels']) or 'none'}", *([f"then {', '.join(others)}"] * bool(others))]
+            if others := answer.get("nearest"):
+                lines.append(f"nearest training images: {', '.join(label for _, label in others)}")
             cards.append((f"predicted: {first}", lines, answer["image"]))
         return html.gallery(cards, pictures)
 
-    note = "Wrong labels often appear here first." if found["mistakes"] else "There is no mistake."
+    note = (
+        "Wrong labels often appear here first; red: where the model looked."
+        if found["mistakes"]
+        else "There is no mistake."
+    )
     parts = [*(html.paragraph(text, "notice") for text in notes), html.heading("Most confident mistakes"),
              html.paragraph(note, "note"), show(found["mistakes"]),
              html.heading("Least certain images"), show(found["least_certain"])]  # fmt: skip
@@ -282,92 +318,3 @@ def _describe_provenance(run: RunFiles) -> PageSection:
     if facts:
         parts.append(html.details("All results", html.preformatted(json.dumps(facts, indent=2, default=str)[:20_000])))
     return PageSection("Provenance", parts)
-
-
-# Largest side of a thumbnail, and the side below which its pixels are shown as squares, in pixels.
-_SIDE, _TINY = 160, 64
-# First letters of the data sets whose images have names, but may not be files.
-_WITHOUT_FILES = ("archive", "imagenet", "packed", "parquet", "torchvision/")
-
-
-def find_reader(content: Predictions, cfg) -> Any:
-    """Return a function from the index of an evaluation image to its bytes or pixels.
-
-    Raises:
-        ConfigError: the data cannot be opened, or is not the one of the predictions.
-    """
-    folder = content.meta.get("folder") or ""
-    if folder and not str(content.meta.get("data")).startswith(_WITHOUT_FILES):
-        return lambda index: _read_within(os.path.join(folder, str(content.path[index])), image_folder(content))
-    images = open_data(changed(cfg, {"TEST.DATASET": folder or cfg.TEST.DATASET}))
-    if images.has_files and not folder:  # a config names files that the predictions do not
-        raise ConfigError("the predictions do not record the folder of the images")
-    step = max(1, len(content) // 100)
-    for index in range(0, len(content), step):
-        if len(images) != len(content) or name_of(images, index, folder) != content.path[index]:
-            raise ConfigError(f"the data now holds {counted(len(images), 'other image')}")
-    return images.read
-
-
-def image_folder(content: Predictions) -> str:
-    """Return the only folder of which files are shown: it holds all images of the run; links are followed."""
-    return str(content.meta.get("images") or content.meta.get("folder") or "")
-
-
-def _read_within(path: str, folder: str) -> bytearray:
-    """Return the bytes of an image.
-
-    Raises:
-        PermissionError: it is not in a folder, links followed, or the folder is one above the user's own files.
-    """
-    root, home = (Path(os.path.realpath(each)) for each in (folder, Path.home()))
-    if home.is_relative_to(root) or not Path(os.path.realpath(path)).is_relative_to(root):
-        raise PermissionError(f"not in {folder}, the recorded folder of the images")
-    return read_file(path)
-
-
-def make_pictures(out_dir: Path, content: Predictions, names: Collection[str]) -> tuple[dict[str, str], list[str]]:
-    """Return pictures of some images of the predictions of a run, name -> data URI, and why others are missing."""
-    pictures, failed = dict[str, str](), list[str]()
-    if not names:
-        return {}, []
-    try:
-        run = find_run(out_dir)
-        read = find_reader(content, run.cfg)
-    except (ConfigError, OSError, ImportError) as error:
-        return pictures, [f"No thumbnails: {' '.join(str(error).split())}"]
-    for index in (index for index, name in enumerate(content.path.tolist()) if name in names):
-        name = str(content.path[index])
-        try:
-            pictures[name] = to_uri(_show(run.transform(read(index)), run))
-        except Exception as error:  # decoders raise nearly anything
-            failed.append(f"{name}: {' '.join(str(error).split())}")
-    if not failed:
-        return pictures, []
-    where = f"moved or changed since in {content.meta.get('folder') or 'the data set'}, or outside of it"
-    return pictures, [f"No thumbnails of {counted(len(failed), 'image')}, {where}, e.g. {failed[0]}"]
-
-
-def _show(crop: torch.Tensor, run: LoadedRun) -> np.ndarray:
-    """Return a normalized crop (C, H, W) of a run as uint8 (H, W, 3).
-
-    Of other numbers of channels than 1 and 3, the first three or the first one are shown. Of other pixels than 8 bits,
-    black and white are 2.5 standard deviations below and above the mean.
-    """
-    num, transform = 3 if len(crop) >= 3 else 1, run.transform
-    values = crop[:num].double()
-    if transform.options.pixels == "uint8":
-        mean, std = (torch.tensor(numbers[:num]).view(num, 1, 1) for numbers in (transform.mean, transform.std))
-        values = values * std + mean
-    else:
-        values = values / 5 + 0.5
-    pixels = (values * 255).round().clamp(0, 255).to(torch.uint8).expand(3, -1, -1)
-    return pixels.permute(1, 2, 0).contiguous().numpy()
-
-
-def to_uri(pixels: np.ndarray) -> str:
-    """Return an image as a data URI, without metadata."""
-    image, file, kind = Image.fromarray(pixels), io.BytesIO(), "PNG" if max(pixels.shape) < _TINY else "JPEG"
-    image.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)
-    image.save(file, kind, quality=82)
-    return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"

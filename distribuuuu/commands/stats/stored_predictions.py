@@ -1,6 +1,7 @@
 """Reading of predictions.npz, which may come from elsewhere, and its figures as plain values; fractions from 0 to 1."""
 
 import zipfile
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,8 +19,8 @@ from distribuuuu.tasks.class_metrics import average_precisions, class_f1_scores,
 
 # Bytes of all arrays, at most.
 MAX_BYTES = 2**31
-_ENTRIES = [f"{name}.npy" for name in ("meta", "classes", "path", "label", "loss", "logits", "top_logits", "top_class",
-                                       "log_total", "target", "score")]  # fmt: skip
+_ENTRIES = ("meta", "classes", "path", "label", "loss", "logits", "top_logits", "top_class", "log_total", "target",
+            "score")  # fmt: skip
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Predictions:
         meta: the JSON entries.
         scores: the logits (N, C), or the largest ones (N, k).
         top_class, log_total: of the largest ones; None if `scores` has all classes.
+        temperature: scores are divided by it before the softmax.
     """
 
     path: np.ndarray
@@ -42,6 +44,7 @@ class Predictions:
     scores: np.ndarray = field(repr=False)
     top_class: np.ndarray | None = None
     log_total: np.ndarray | None = None
+    temperature: float = 1.0
 
     def __len__(self) -> int:
         return len(self.label)
@@ -73,7 +76,7 @@ class Predictions:
             return 0.5 * (1 + np.tanh(0.5 * scores))
         if self.log_total is not None:
             return np.exp(scores - self.log_total[rows, None])
-        exponentials = np.exp(scores - scores.max(axis=1, keepdims=True, initial=-np.inf))
+        exponentials = np.exp((scores - scores.max(axis=1, keepdims=True, initial=-np.inf)) / self.temperature)
         return exponentials / exponentials.sum(axis=1, keepdims=True)
 
     @cached_property
@@ -112,7 +115,7 @@ def read_predictions(path: Path, command: str) -> Predictions:
 
 def _read_content(archive: zipfile.ZipFile) -> Predictions:
     """Return the named arrays of a file; raises an error of any type if they are damaged or do not fit together."""
-    arrays = _read_arrays(archive)
+    arrays = read_arrays(archive, _ENTRIES)
 
     def take(name: str, kinds: str, *shape: int) -> np.ndarray:
         array = arrays[name]
@@ -146,9 +149,9 @@ def _read_content(archive: zipfile.ZipFile) -> Predictions:
     return Predictions(path, label, take("loss", "f", num), classes, meta, scores, **top)
 
 
-def _read_arrays(archive: zipfile.ZipFile) -> dict[str, np.ndarray]:
-    """Return the known arrays of a file; nothing is allocated for a shape that an entry cannot hold."""
-    entries = [entry for entry in archive.infolist() if entry.filename in _ENTRIES]
+def read_arrays(archive: zipfile.ZipFile, names: Collection[str]) -> dict[str, np.ndarray]:
+    """Return the arrays of some names in a file; nothing is allocated for a shape that an entry cannot hold."""
+    entries = [entry for entry in archive.infolist() if entry.filename.removesuffix(".npy") in names]
     if (total := sum(entry.file_size for entry in entries)) > MAX_BYTES:
         raise ValueError(f"its arrays have {total:,} bytes, expected at most {MAX_BYTES:,}")
     arrays = {}

@@ -2,14 +2,17 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
 
 import pytest
+import torch
 from support.images import draw_folder
 from support.runs import ROOT
 
+from distribuuuu.commands.doctor.suspicious_labels import rank_suspicious
 from distribuuuu.commands.main import start_command
 
 
@@ -73,3 +76,22 @@ def test_mistakes_are_reported(tmp_path, capsys):
 def test_the_set_of_a_config_is_checked(root, capsys):
     status, text, _ = run(capsys, "TRAIN.DATASET", root, "MODEL.NUM_CLASSES", "2")
     assert status == 0 and "33 images, 2 splits" in " ".join(text.split())
+
+
+def test_wrong_labels_are_ranked_by_features(shapes_run, shapes_folder, tmp_path, capsys):
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(300) % 3
+    rows = 4 * torch.eye(3).repeat(1, 3)[labels] + torch.randn(300, 9, generator=generator)
+    wrong, given = [7, 50, 121], labels.clone()
+    given[wrong] = (labels[wrong] + 1) % 3
+    ranked = rank_suspicious(rows, given, 3)
+    assert {place for place, *_ in ranked[:3]} == {*wrong} and len(ranked) < 8
+    assert [other for place, other, _ in ranked[:3]] == [int(labels[place]) for place, *_ in ranked[:3]]
+    for name in ("ring", "star"):
+        shutil.copytree(shapes_folder / "train" / name, tmp_path / "data" / "train" / name)
+    (tmp_path / "data/train/star/0000.jpg").write_bytes(b"broken")
+    _, text, _ = run(capsys, tmp_path / "data", "--model", shapes_run, "--format", "json")
+    (finding,) = [one for one in json.loads(text)["findings"] if one["kind"] == "suspicious_label"]
+    assert finding["severity"] == "note" and str(tmp_path / "data/train/star/0000.jpg") not in finding["files"]
+    assert re.fullmatch(r"label (ring; features: star|star; features: ring) \(\d+%\)",
+                        finding["reasons"][finding["files"][0]])  # fmt: skip

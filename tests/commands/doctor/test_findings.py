@@ -25,7 +25,7 @@ def check(root: Path, options: DecodeOptions = DEFAULTS, workers: int = 0) -> di
 
 def report_on(splits, options: DecodeOptions = DEFAULTS, workers: int = 0) -> dict:
     scan = scan_images(splits, options, workers, lambda num: None)
-    return examine(scan, find_groups(scan, options), options)
+    return examine(scan, find_groups(scan, options), options, {})
 
 
 def kinds(report: dict) -> dict[str, dict]:

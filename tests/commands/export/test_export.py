@@ -140,7 +140,6 @@ def test_arguments_are_checked_before_the_run_is_read(tmp_path, capsys):
         ("--to", "timm"): "--out: got nothing; expected one new folder",
         ("--to", "timm", "full"): "is not empty; fix: name a new folder",
         ("--to", "torch", "new.pt2"): "expected a folder, which will hold model.pt2",
-        ("--to", "timm", "new", "--push", "me"): "--push: got me; expected OWNER/NAME",
         ("--to", "timm", "new"): "RUN: no such file or folder: no_run",
     }
     for words, expected in cases.items():

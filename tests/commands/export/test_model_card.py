@@ -1,19 +1,17 @@
-"""Model cards: metadata that the Hub reads, numbers of the run, code that runs; publishing."""
+"""Model cards: metadata that the Hub reads, numbers of the run, code that runs."""
 
 import json
 import os
 import re
-from unittest.mock import create_autospec
 
 import pytest
 import yaml
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import ModelCard
 from support.saved_runs import save_run
 
 from distribuuuu import load_run
-from distribuuuu.commands.export.exporter import export_run, push_folder
+from distribuuuu.commands.export.exporter import export_run
 from distribuuuu.commands.export.model_card import render_card
-from distribuuuu.config import ConfigError
 from distribuuuu.trainer import train_model
 
 OTHER = ("DATA.MEAN", "[0.4, 0.5, 0.3]", "DATA.STD", "[0.2, 0.3, 0.25]")
@@ -68,27 +66,3 @@ def test_class_names_cannot_break_the_card(small_cfg, tmp_path, image_folder):
     card = (tmp_path / "exported" / "README.md").read_text()
     assert json.loads(re.search(r"```json\n(.*?)\n```", card, re.DOTALL)[1]) == sorted(names)
     assert ModelCard(card).data.pipeline_tag == "image-classification"
-
-
-@pytest.mark.slow
-def test_a_verified_folder_is_published_in_one_commit_and_a_refused_push_keeps_it(small_cfg, tmp_path, monkeypatch):
-    run, out = load_run(save_run(small_cfg("MODEL.ARCH", "resnet18", *OTHER)), device="cpu"), tmp_path / "exported"
-    api = create_autospec(HfApi, instance=True)
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: api)
-    api.upload_folder.side_effect = lambda *args, **words: names.extend(path.name for path in out.iterdir())
-    names: list[str] = []
-    export_run(run, "timm", out, check_images=2, push="me/ants")
-    assert set(names) == {"README.md", "config.json", "export.json", "model.safetensors"}
-    api.create_repo.assert_called_once_with("me/ants", private=True, exist_ok=True)
-    api.upload_folder.assert_called_once_with(repo_id="me/ants", folder_path=out, commit_message="Add model")
-    api.create_repo.side_effect = PermissionError("401 Unauthorized")
-    with pytest.raises(ConfigError, match="--push: me/ants: .*401.*is complete; fix: set HF_TOKEN"):
-        push_folder(out, "me/ants")
-
-
-@pytest.mark.slow
-def test_an_unverified_folder_is_not_published(small_cfg, tmp_path, monkeypatch):
-    run = load_run(save_run(small_cfg(*OTHER)), device="cpu")
-    monkeypatch.setattr("distribuuuu.commands.export.export_check.MIN_EQUAL", 1.1)
-    monkeypatch.setattr("distribuuuu.commands.export.exporter.push_folder", lambda *args: pytest.fail("published"))
-    assert not export_run(run, "safetensors", tmp_path / "exported", check_images=2, push="me/ants")["verified"]

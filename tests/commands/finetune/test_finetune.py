@@ -188,8 +188,9 @@ def test_a_stop_at_any_stage_changes_nothing(photos, finished_run, tmp_path, her
     """Each stage ends with an error at its first call; the command is repeated until none is left."""
     expected, out = tmp_path / "expected", tmp_path / "out"
     assert run(photos, "--backbone", finished_run, "--out", expected, *WORDS) == 0
-    places = [(stages, name) for name in ("split_images", "fit_probe", "write_probe", "set_head", "train", "read_tuned",
-                                          "compare", "scale_head", "evaluate_weights", "format_choice")]  # fmt: skip
+    names = ("split_images", "fit_probe", "write_probe", "set_head", "train", "read_tuned", "compare",
+             "write_calibration", "evaluate_weights", "format_choice")  # fmt: skip
+    places = [(stages, name) for name in names]
     places.append((feature_file.Journal, "append"))
     left = {name for _, name in places}
 

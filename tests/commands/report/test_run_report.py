@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from distribuuuu.commands.main import start_command
 from distribuuuu.commands.report.run_report import read_run
 from distribuuuu.config import load_cfg
 from distribuuuu.config.errors import counted
+from distribuuuu.records.predictions import write_npz
 from distribuuuu.trainer import train_model
 
 HOSTILE = "<script>alert(1)</script> & 'so' \"on\""
@@ -222,3 +224,25 @@ def test_restarts_are_those_since_the_run_was_new(image_folder, tmp_path):
     assert train("OPTIM.MAX_EPOCH", 1) == ([], [1])
     assert train("OPTIM.MAX_EPOCH", 2) == ([[2, 0]], [1, 2])
     assert train("OPTIM.MAX_EPOCH", 1, "TRAIN.AUTO_RESUME", False) == ([], [1])
+
+
+def test_a_mistake_is_shown_with_where_the_model_looked_and_its_nearest_training_images(run, data, capsys, monkeypatch):
+    pytest.importorskip("captum")
+    make(run, capsys)
+    plain, content = (run / "report.html").read_text(encoding="utf-8"), read_run(str(run)).content
+    figures = json.loads(make(run, capsys, "--format", "json")[1])
+    mistake = figures["mistakes"][0]["image"]
+    names = [f"{data}/{name}" for name in (*content.path.tolist(), "train/ant/000.jpg", "train/bee/000.jpg")]
+    rows = np.eye(len(names), dtype=np.float32)
+    rows[content.path.tolist().index(mistake), -1] = 1  # nearest to the bee
+    labels = np.array([Path(name).parent.name for name in names])
+    write_npz(run / "features.npz", {"path": np.array(names), "label": labels, "features": rows})
+    make(run, capsys)
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "nearest training images: bee, ant" in page and len(page) > len(plain)
+    monkeypatch.setitem(sys.modules, "captum.attr", None)
+    make(run, capsys)
+    assert "fix: pip install &#39;distribuuuu[explain]&#39;" in (run / "report.html").read_text(encoding="utf-8")
+    (run / "features.npz").write_bytes(b"PK")
+    make(run, capsys)
+    assert "features.npz: not a valid features" in (run / "report.html").read_text(encoding="utf-8")

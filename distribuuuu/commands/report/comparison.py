@@ -1,28 +1,25 @@
-"""Comparison of runs on the same images, or of groups of runs with several seeds, and its page."""
+"""Comparison of runs on the same images, or of groups of runs with several seeds."""
 
 import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
-from distribuuuu.commands.html.history import MAX_TEXT, draw_curves
-from distribuuuu.commands.html.page import Column, PageSection, build_page, html
-from distribuuuu.commands.report.run_report import RunFiles, make_pictures, read_run
+from distribuuuu.commands.html.history import MAX_TEXT
+from distribuuuu.commands.report.run_report import RunFiles, read_run
 from distribuuuu.commands.stats.significance import (
     Interval,
     holm_adjusted,
     mcnemar_p,
-    mean_interval,
     paired_interval,
     permutation_test,
     smallest_permutation_p,
-    wilson_interval,
 )
 from distribuuuu.commands.stats.stored_predictions import Predictions
 from distribuuuu.config import ConfigError, yaml_file
@@ -33,8 +30,6 @@ from distribuuuu.records.results import replace_nonfinite
 
 # A difference is called significant if its p-value is below this.
 ALPHA = 0.05
-# Cards of each gallery, and rows of the table of classes.
-_MAX_CARDS, _MAX_CLASSES = 24, 1000
 
 
 @dataclass
@@ -48,9 +43,7 @@ class Pair:
         interval: its 95 % interval.
         p: McNemar's exact p-value.
         adjusted_p: `p` adjusted for the number of pairs.
-        chosen: the images that only A, and that only B got right, the most confident mistakes first: for each its
-            index in A and in B.
-        by_class: for each class, its images, and how many of them only A and only B got right, int64 (3, classes).
+        only_a, only_b: the paths of the images that only A and only B got right, the most confident mistakes first.
     """
 
     a: str
@@ -59,21 +52,16 @@ class Pair:
     difference: float
     interval: Interval
     p: float
-    chosen: tuple[np.ndarray, np.ndarray]
-    by_class: np.ndarray
+    only_a: list[str]
+    only_b: list[str]
     adjusted_p: float = math.nan
 
     def list_figures(self) -> dict[str, Any]:
         """Return the figures as plain values, for JSON."""
-        names = ("a", "b", "values", "difference", "interval", "p", "adjusted_p")
-        only_a, only_b = map(len, self.chosen)
-        return {
-            **{name: getattr(self, name) for name in names},
-            "only_a": only_a,
-            "only_b": only_b,
-            "significant": self.adjusted_p < ALPHA,
-            "sentence": self.describe(),
-        }
+        counts = {"only_a": len(self.only_a), "only_b": len(self.only_b)}
+        images = {"images_only_a": self.only_a, "images_only_b": self.only_b}
+        verdict = {"significant": self.adjusted_p < ALPHA, "sentence": self.describe()}
+        return {**asdict(self), **counts, **images, **verdict}
 
     def describe(self) -> str:
         """Return the result as a sentence."""
@@ -124,17 +112,13 @@ def _describe_sets(first: Sequence[str], other: Sequence[str], names: tuple[str,
     return "; ".join(f"only {name} has {first_few(sorted(missing), num=3)}" for name, missing in parts if missing)
 
 
-# ------------------------------------------------------------------------------------- two runs
-
-
 def compare_pair(a: Predictions, b: Predictions, names: tuple[str, str]) -> Pair:
     """Return the comparison of two runs; errors as in `match_images`."""
     order = match_images(a, b, names)
-    right_a, right_b, num_classes = a.correct, b.correct[order], len(a.classes)
+    right_a, right_b = a.correct, b.correct[order]
     only_a, only_b = np.flatnonzero(right_a & ~right_b), np.flatnonzero(right_b & ~right_a)
     only_a = only_a[np.argsort(-b.confidence[order[only_a]], kind="stable")]
     only_b = only_b[np.argsort(-a.confidence[only_b], kind="stable")]
-    counts = [np.bincount(labels, minlength=num_classes) for labels in (a.label, a.label[only_a], a.label[only_b])]
     values = 100 * float(right_a.mean()), 100 * float(right_b.mean())
     low, high = paired_interval(len(only_a), len(only_b), len(a))
     return Pair(
@@ -143,8 +127,8 @@ def compare_pair(a: Predictions, b: Predictions, names: tuple[str, str]) -> Pair
         difference=values[1] - values[0],
         interval=Interval(100 * low, 100 * high),
         p=mcnemar_p(len(only_a), len(only_b)),
-        chosen=(np.stack([only_a, order[only_a]], axis=1), np.stack([only_b, order[only_b]], axis=1)),
-        by_class=np.stack(counts),
+        only_a=a.path[only_a].tolist(),
+        only_b=a.path[only_b].tolist(),
     )
 
 
@@ -154,9 +138,6 @@ def compare_all(runs: Mapping[str, Predictions]) -> list[Pair]:
     for pair, adjusted in zip(pairs, holm_adjusted([pair.p for pair in pairs]), strict=True):
         pair.adjusted_p = adjusted
     return pairs
-
-
-# -------------------------------------------------------------------------------- several seeds
 
 
 def compare_groups(values: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
@@ -177,9 +158,6 @@ def compare_groups(values: Mapping[str, Sequence[float]]) -> list[dict[str, Any]
         groups.append({"a": a, "b": b, "values": [values[a], values[b]], "p": p, "smallest_p": smallest,
                        "sentence": sentence})  # fmt: skip
     return groups
-
-
-# -------------------------------------------------------------------------------------- all runs
 
 
 def list_changes(runs: Mapping[str, RunFiles]) -> dict[str, list[Any]] | None:
@@ -210,7 +188,7 @@ def _flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 @dataclass
 class Comparison:
-    """Everything that the page shows.
+    """The result of a comparison.
 
     Attributes:
         sides: the runs of each side, by its name.
@@ -224,9 +202,18 @@ class Comparison:
     groups: list[dict[str, Any]]
     changes: dict[str, list[Any]] | None
 
-    def sentences(self) -> list[str]:
-        """Return the results in words: of the groups, if there are any, else of the pairs."""
-        return [group["sentence"] for group in self.groups] or [pair.describe() for pair in self.pairs]
+    def lines(self) -> list[str]:
+        """Return the results in words: of the groups, if there are any, else of the pairs; and the changed options."""
+        found = [group["sentence"] for group in self.groups] or [pair.describe() for pair in self.pairs]
+        if self.changes is None:
+            return [*found, "A run has no readable config.yaml, so the configs are not compared."]
+        return [*found, *(f"{key}: {', '.join(map(str, values))}" for key, values in self.changes.items())]
+
+    def list_figures(self) -> dict[str, Any]:
+        """Return the figures as plain values, for JSON."""
+        runs = {name: [str(run.out_dir) for run in members] for name, members in self.sides.items()}
+        pairs = [pair.list_figures() for pair in self.pairs]
+        return replace_nonfinite({"runs": runs, "pairs": pairs, "groups": self.groups, "config": self.changes})
 
 
 def compare_runs(sides: Mapping[str, Sequence[Path]]) -> Comparison:
@@ -241,103 +228,6 @@ def compare_runs(sides: Mapping[str, Sequence[Path]]) -> Comparison:
     if others := [name for name, content in contents.items() if content.multilabel or not content.classifies]:
         raise ConfigError(f"RUN: {others[0]} does not predict one class per image; fix: compare the metrics by `table`")
     pairs, has_seeds = compare_all(contents), any(len(members) > 1 for members in runs.values())
-    groups = compare_groups({name: _values(members) for name, members in runs.items()}) if has_seeds else []
+    values = {name: [100 * float(run.content.correct.mean()) for run in members] for name, members in runs.items()}
+    groups = compare_groups(values) if has_seeds else []
     return Comparison(runs, pairs, groups, list_changes(firsts))
-
-
-def _values(runs: Sequence[RunFiles]) -> list[float]:
-    """Return the accuracy of each run of a side in percent."""
-    return [100 * float(run.content.correct.mean()) for run in runs]
-
-
-# ------------------------------------------------------------------------------------------ output
-
-
-def list_comparison(comparison: Comparison) -> dict[str, Any]:
-    """Return the figures of a comparison as plain values, for JSON."""
-    runs = {name: [str(run.out_dir) for run in members] for name, members in comparison.sides.items()}
-    pairs = [pair.list_figures() for pair in comparison.pairs]
-    return replace_nonfinite({"runs": runs, "pairs": pairs, "groups": comparison.groups, "config": comparison.changes})
-
-
-def build_compare_page(comparison: Comparison) -> str:
-    """Return the page as HTML; of a side with several runs, it shows the curves and images of the first one."""
-    firsts = {name: members[0] for name, members in comparison.sides.items()}
-    sections = [
-        _summary(comparison),
-        _config_section(comparison),
-        PageSection("Curves", [draw_curves({name: run.history for name, run in firsts.items()})]),
-        _classes(comparison.pairs, firsts),
-        _changed_images(comparison.pairs, firsts),
-    ]
-    num = counted(len(next(iter(firsts.values())).content), "image")
-    return build_page(f"Comparison of {', '.join(firsts)}", f"{num}, the same for every run", sections)
-
-
-def _summary(comparison: Comparison) -> PageSection:
-    parts = [html.paragraph(sentence, "lead") for sentence in comparison.sentences()]
-    parts.append(html.tiles([_tile(name, members) for name, members in comparison.sides.items()]))
-    if comparison.groups:
-        note = "The tests of single runs on the same images do not include the differences between seeds."
-        parts += [html.heading("The first run of each side"), html.paragraph(note, "note")]
-        parts += [html.paragraph(pair.describe()) for pair in comparison.pairs]
-    note = f"p: McNemar's exact test, of several pairs adjusted by Holm's method; significant below {ALPHA}."
-    parts.append(html.paragraph(f"{note} Interval: Newcombe's, by Wilson limits.", "note"))
-    return PageSection("Summary", parts)
-
-
-def _tile(name: str, runs: Sequence[RunFiles]) -> tuple[str, str, str]:
-    values, content = _values(runs), runs[0].content
-    if len(values) > 1:
-        low, high = mean_interval(values)
-        detail = f"± {statistics.stdev(values):.2f} over {len(values)} runs, 95 % interval of the mean"
-    else:
-        low, high = (100 * end for end in wilson_interval(int(content.correct.sum()), len(content)))
-        detail = f"top-1, {content.meta.get('weights', 'raw')} weights, 95 % interval"
-    return name, f"{statistics.fmean(values):.2f} %", f"{detail} {low:.2f} to {high:.2f}"
-
-
-def _config_section(comparison: Comparison) -> PageSection:
-    changes = comparison.changes
-    if changes is None:
-        part = html.paragraph("A run has no readable config.yaml, so the configs are not compared.", "note")
-    elif not changes:
-        part = html.paragraph("The configs do not differ.")
-    else:
-        columns = [Column("option"), *(Column(name) for name in comparison.sides)]
-        rows = [[key, *("–" if value is None else str(value) for value in values)] for key, values in changes.items()]
-        part = html.table(columns, rows, sortable=False)
-    return PageSection("Config", [part])
-
-
-def _classes(pairs: Sequence[Pair], firsts: Mapping[str, RunFiles]) -> PageSection:
-    parts: list[str] = []
-    for pair in pairs:
-        images, only_a, only_b = pair.by_class
-        counts = (Column(name, ".0f") for name in ("images", f"only {pair.a} right", f"only {pair.b} right"))
-        columns = [Column("class"), *counts, Column("difference in points", "+.2f", signed=True)]
-        change = 100 * (only_b - only_a) / np.maximum(1, images)
-        figures = (values.tolist() for values in (images, only_a, only_b, change))
-        rows = list(zip(firsts[pair.a].content.classes, *figures, strict=True))
-        order = np.argsort(-np.abs(change), kind="stable")[:_MAX_CLASSES]
-        parts += [html.heading(f"{pair.a} and {pair.b}"), html.table(columns, [rows[number] for number in order])]
-    return PageSection("Classes", parts)
-
-
-def _changed_images(pairs: Sequence[Pair], firsts: Mapping[str, RunFiles]) -> PageSection:
-    """Return the section of the images that only one of two runs got right, the most confident mistakes first."""
-    galleries = []
-    for pair in pairs:
-        a, b = (firsts[name].content for name in (pair.a, pair.b))
-        for right, wrong, places in ((pair.a, pair.b, pair.chosen[0]), (pair.b, pair.a, pair.chosen[1])):
-            cards = []
-            for place_a, place_b in places[:_MAX_CARDS]:
-                lines = [f"{name}: {content.classes[content.predicted[place]]} ({content.confidence[place]:.0%})"
-                         for name, content, place in ((pair.a, a, place_a), (pair.b, b, place_b))]  # fmt: skip
-                cards.append((f"label: {a.classes[a.label[place_a]]}", lines, str(a.path[place_a])))
-            title = f"{right} is right, {wrong} is wrong: {counted(len(places), 'image')}"
-            galleries += [(title, cards)] if cards else []
-    first, names = next(iter(firsts.values())), {card[2] for _, cards in galleries for card in cards}
-    pictures, notes = make_pictures(first.out_dir, first.content, names)
-    parts = [html.heading(title) + html.gallery(cards, pictures) for title, cards in galleries]
-    return PageSection("Changed answers", [*parts, *(html.paragraph(note, "note") for note in notes)])

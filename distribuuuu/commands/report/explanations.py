@@ -1,0 +1,82 @@
+"""Explanations of mistakes: where the model looked, and the training images that are nearest in its features."""
+
+import os
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from distribuuuu.commands.stats.stored_predictions import Predictions, read_arrays
+from distribuuuu.config import ConfigError
+from distribuuuu.config.derived import height_and_width
+from distribuuuu.files.untrusted import open_regular, untrusted
+from distribuuuu.inference.loaded_run import LoadedRun
+
+# What `embed` or `finetune` writes into the folder of a run, and the number of nearest images that are shown.
+FEATURES, NUM_NEAREST = "features.npz", 3
+# Layers of a convolutional network after the last one whose output has positions: pooling, norm, dropout, classifier.
+_MAX_HEAD = 10
+
+
+def find_nearest(folder: Path, content: Predictions, indices: list[int]) -> dict[int, list[tuple[str, str]]]:
+    """Return the path and the label of the images of features.npz that are nearest to some evaluated images.
+
+    The evaluated images have to be in the file too; they are not among the nearest. Empty without the file.
+
+    Raises:
+        InvalidFileError, OSError: the file is damaged or cannot be read.
+    """
+    if not (path := folder / FEATURES).is_file():
+        return {}
+    with open_regular(path) as file, untrusted(path, "features"), zipfile.ZipFile(file) as archive:
+        arrays = read_arrays(archive, ("path", "label", "features"))
+        names, labels, rows = arrays["path"].tolist(), arrays["label"].tolist(), arrays["features"]
+        if rows.shape[:1] != (len(names),) or len(labels) != len(names) or rows.ndim != 2 or rows.dtype.kind != "f":
+            raise ValueError("its arrays do not fit together")
+    rows = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+    root = content.meta.get("folder") or ""
+    where = {os.path.realpath(name): row for row, name in enumerate(names)}
+    evaluated = [where.get(os.path.realpath(os.path.join(root, name))) for name in content.path.tolist()]
+    is_other = np.ones(len(rows), bool)
+    is_other[[row for row in evaluated if row is not None]] = False
+    others, found = np.flatnonzero(is_other), {}
+    for index in indices:
+        if (row := evaluated[index]) is not None:
+            order = others[np.argsort(-(rows[others] @ rows[row]), kind="stable")[:NUM_NEAREST]]
+            found[index] = [(names[other], labels[other]) for other in order]
+    return found
+
+
+def find_spatial_layer(run: LoadedRun) -> nn.Module | None:
+    """Return the last layer of a convolutional network whose output has positions; None of other networks."""
+    calls: list[tuple[nn.Module, bool]] = []
+
+    def note(layer: nn.Module, _: object, output: object) -> None:
+        calls.append((layer, isinstance(output, Tensor) and output.ndim == 4 and min(output.shape[2:]) > 1))
+
+    hooks = [layer.register_forward_hook(note) for layer in run.model.modules() if not any(layer.children())]
+    with torch.no_grad():
+        height, width = height_and_width(run.transform.crop.size)
+        run.model(torch.zeros(1, run.cfg.DATA.CHANNELS, height, width, device=run.device))
+    for hook in hooks:
+        hook.remove()
+    last = max((place for place, (_, has_positions) in enumerate(calls) if has_positions), default=-_MAX_HEAD)
+    return calls[last][0] if len(calls) - last <= _MAX_HEAD else None  # that of a transformer is far from the end
+
+
+def draw_attention(run: LoadedRun, layer: nn.Module, crop: Tensor, pixels: np.ndarray, target: int) -> np.ndarray:
+    """Return a picture, uint8 (H, W, 3), in red where a class was recognized (Grad-CAM, arXiv 1610.02391).
+
+    Raises:
+        ConfigError: captum is not installed.
+    """
+    try:
+        from captum.attr import LayerAttribution, LayerGradCam
+    except ImportError as error:
+        raise ConfigError("captum is not installed; fix: pip install 'distribuuuu[explain]'") from error
+    map_ = LayerGradCam(run.model, layer).attribute(crop[None].to(run.device), target=target, relu_attributions=True)
+    heat = LayerAttribution.interpolate(map_.float(), tuple(crop.shape[1:]), "bilinear")[0, 0].detach().cpu().numpy()
+    heat = 0.7 * (heat / max(heat.max(), 1e-12))[..., None]
+    return (pixels * (1 - heat) + np.array([255, 0, 0]) * heat).round().astype(np.uint8)
