@@ -11,8 +11,8 @@ from distribuuuu.launch.host import count_cores, tune_malloc
 
 _DESCRIPTION = """Fit the confidence of a trained model to validation images, and store it
 beside the weights as calibration.json: a temperature, and thresholds for
---precision. predict, report and export apply it. RUN is an OUT_DIR or an exported
-folder; its evaluation images are used. A run of finetune has it already.
+--precision. predict, report and export apply it. RUN is an OUT_DIR or an
+exported folder; its evaluation images are used. A run of finetune has it.
 
   %(prog)s exp/r50
   %(prog)s exp/r50 TEST.DATASET photos TEST.SPLIT val
