@@ -270,8 +270,8 @@ def _describe_images(found: dict[str, Any], pictures: dict[str, str], notes: Seq
             # In parentheses: a class may be called 2.
             first, *others = [f"{name} ({percent(share)})" for name, share in answer["predicted"].items()]
             lines = [f"label: {', '.join(answer['labels']) or 'none'}", *([f"then {', '.join(others)}"] * bool(others))]
-            if others := answer.get("nearest"):
-                lines.append(f"nearest training images: {', '.join(label for _, label in others)}")
+            if nearest := answer.get("nearest"):
+                lines.append(f"nearest training images: {', '.join(label for _, label in nearest)}")
             cards.append((f"predicted: {first}", lines, answer["image"]))
         return html.gallery(cards, pictures)
 

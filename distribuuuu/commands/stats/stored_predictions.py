@@ -136,8 +136,9 @@ def _read_content(archive: zipfile.ZipFile) -> Predictions:
         return Predictions(path, target, np.full(num, np.nan), classes, meta, take("score", "f", num, columns))
     label = take("label", "iu", *((num, columns) if meta["multilabel"] else (num,)))
     _check_range(label, 2 if meta["multilabel"] else columns)
+    top: dict[str, Any] = {}
     if "logits" in arrays:
-        scores, top = take("logits", "f", num, columns), {}
+        scores = take("logits", "f", num, columns)
     elif meta["multilabel"]:
         raise ValueError("of so many images and labels, it has the largest logits only, which tell too little")
     else:
