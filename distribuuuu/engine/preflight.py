@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 from distribuuuu.checkpoint.weights_files import best_path, find_best
@@ -103,11 +104,12 @@ def resolve_cfg(cfg: Config, weights: str = "", trains: bool = False) -> Config:
 
         cfg = resolve_arch(cfg)
     initial = cfg.MODEL.WEIGHTS or cfg.FINETUNE.WEIGHTS or cfg.MODEL.PRETRAINED or cfg.DISTILL.WEIGHTS
+    jobs = gather_jobs(cfg) if trains and not cfg.TRAIN.AUTO_RESUME else None
     uses_own = Path(weights).parent == Path(cfg.OUT_DIR) if weights else not (initial or cfg.DISTILL.TEACHER)
     if (weights or initial or _may_resume(cfg)) and not (uses_own and _has_stored_preprocessing(cfg)):
         from distribuuuu.models import preprocessing
 
-        cfg = preprocessing.resolve_preprocessing(cfg, weights)
+        cfg = preprocessing.resolve_preprocessing(cfg, weights, jobs)
     check_model(cfg)
     if cfg.OPTIM.KWARGS and not weights:
         from distribuuuu.optim.named_optimizers import take_trial_step
@@ -118,6 +120,15 @@ def resolve_cfg(cfg: Config, weights: str = "", trains: bool = False) -> Config:
 
         cfg = resolve_mode(cfg, trains)
     return cfg
+
+
+def gather_jobs(cfg: Config) -> list[str]:
+    """Return the restarted jobs of all processes of torchrun: a node that joins a run has none. All must call it."""
+    launch, jobs = detect_launch(), list_jobs(only_restarted=True)
+    if launch.launcher != "torchrun":
+        return jobs
+    rendezvous = importlib.import_module("distribuuuu.distributed.rendezvous")
+    return sorted({*chain(*rendezvous.exchange(launch, jobs, cfg.DIST.TIMEOUT_S, cfg.DIST.STARTUP_TIMEOUT_S))})
 
 
 def _may_resume(cfg: Config) -> bool:

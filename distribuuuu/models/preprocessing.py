@@ -5,7 +5,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,18 @@ from distribuuuu.launch.detect import list_jobs
 _NON_COMMERCIAL = re.compile(r"\bnc\b|non-?commercial|research|amlr|seer|swag", re.IGNORECASE)
 
 
-def resolve_preprocessing(cfg: Config, weights: str = "") -> Config:
+def resolve_preprocessing(cfg: Config, weights: str = "", jobs: Sequence[str] | None = None) -> Config:
     """Return a config that follows the preprocessing of its weights; `cfg.notes` says what does, and what differs.
 
-    `weights` are those of an evaluation, a file or `pretrained`; empty: those that a training starts with.
+    `weights` are those of an evaluation, a file or `pretrained`; empty: those that a training starts with. With
+    TRAIN.AUTO_RESUME False, it is resumed from a checkpoint of one of the `jobs`; None: of those of this process.
     """
     if cfg.notes:  # it was resolved before
         return cfg
     start = [("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS), ("FINETUNE.WEIGHTS", cfg.FINETUNE.WEIGHTS),
              ("MODEL.PRETRAINED", PUBLISHED if cfg.MODEL.PRETRAINED else "")]  # fmt: skip
-    jobs = None if cfg.TRAIN.AUTO_RESUME else list_jobs(only_restarted=True)
-    is_resumed = not weights and CheckpointManager(cfg.OUT_DIR).has_any(jobs)
+    jobs = list_jobs(only_restarted=True) if jobs is None else jobs
+    is_resumed = not weights and CheckpointManager(cfg.OUT_DIR).has_any(None if cfg.TRAIN.AUTO_RESUME else jobs)
     key, weights = next((pair for pair in start if pair[1]), ("", "")) if not weights else ("weights", weights)
     if is_resumed and (file := Path(cfg.OUT_DIR) / cfg.CFG_DEST).is_file():
         cfg = _keep(cfg, file)

@@ -187,16 +187,16 @@ def test_a_resumed_run_needs_its_teacher_but_no_initial_weights(problems, tmp_pa
 
 
 def test_a_run_that_goes_on_with_its_own_preprocessing_does_not_search_for_it(copied_run, monkeypatch):
-    searched: list[str] = []
-    monkeypatch.setattr(preprocessing, "resolve_preprocessing", lambda cfg, weights: searched.append(weights) or cfg)
+    asked: list[str] = []
+    monkeypatch.setattr(preprocessing, "resolve_preprocessing", lambda cfg, weights, *_: asked.append(weights) or cfg)
     cfg, own = load_cfg(str(copied_run / "config.yaml"), ["OUT_DIR", str(copied_run)]), str(copied_run / "best.pth.tar")
     for weights in ("", own):
         resolve_cfg(cfg, weights)
-    assert not searched
+    assert not asked
     for options in ({"DATA.MEAN": (0.1, 0.1, 0.1)}, {"TEST.CROP": "squash"}, {"MODEL.LICENSE": "mit"}):
         resolve_cfg(changed(cfg, options), own)
     resolve_cfg(changed(cfg, {"MODEL.WEIGHTS": own}))
-    assert searched == [own, own, own, ""]
+    assert asked == [own, own, own, ""]
 
 
 def test_problems_of_a_training_do_not_concern_an_evaluation(problems, tmp_path):

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.processes import free_port
+from support.processes import free_port, on_processes
 from support.runs import run_tool, small_options
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import TRAIN_LOG
 from distribuuuu.distributed.comm import StopRequest
 from distribuuuu.engine.build import set_backends
+from distribuuuu.engine.preflight import gather_jobs
 from distribuuuu.launch import host
 from distribuuuu.launch.detect import NPROC_MARK, detect_launch, list_jobs
 from distribuuuu.launch.launchers import PORT_RANGE, first_host
@@ -106,6 +107,17 @@ def test_a_start_by_the_launcher_itself_is_known():
     ]:  # fmt: skip
         assert list_jobs(env, only_restarted=True) == jobs
     assert list_jobs({"SLURM_JOB_ID": "5"}) == ["Slurm job 5"]
+
+
+def gather_jobs_of_a_joined_node(cfg) -> list[str]:
+    count = "1" if os.environ["RANK"] == "0" else "0"
+    os.environ.update(TORCHELASTIC_RUN_ID="9", TORCHELASTIC_RESTART_COUNT=count)
+    return gather_jobs(cfg)
+
+
+def test_a_node_that_joins_an_elastic_run_asks_for_the_checkpoints_of_the_others(small_cfg):
+    first, joined = on_processes(2, gather_jobs_of_a_joined_node, small_cfg())
+    assert first == joined and "torchrun 9" in joined
 
 
 def test_contradictions_are_errors_that_show_the_variables():
