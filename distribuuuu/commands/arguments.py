@@ -15,7 +15,7 @@ from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg
-from distribuuuu.config.run_files import RESULTS, local_run, url_of
+from distribuuuu.config.run_files import RESULTS, local_run
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.host import tune_malloc
@@ -32,7 +32,7 @@ def run_on_config(parser: CommandParser, args: Sequence[str], start: Callable[..
         from distribuuuu.launch.nproc import run_processes, without_nproc
 
         command = [sys.executable, *without_nproc(sys.orig_argv[1:])]
-        return run_processes(flags.nproc, command, bool(cfg and url_of(cfg.OUT_DIR)))
+        return run_processes(flags.nproc, command)
     if cfg is not None:
         tune_malloc()
         gc.disable()  # in these imports, the search for garbage takes a quarter of the time and finds little

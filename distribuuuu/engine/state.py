@@ -34,7 +34,6 @@ import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -229,12 +228,9 @@ class TrainState:
     def _check_groups(self, content: dict[str, Any], path: str | os.PathLike) -> None:
         """Raise CheckpointError if the optimizer, which stores parameters by number, now numbers them differently."""
         expected = self._optimizer_names()
-        if (saved := content.get("optimizer_names", expected)) != expected:
-            pairs = zip_longest(chain.from_iterable(saved), chain.from_iterable(expected))
-            names = next((pair for pair in pairs if pair[0] != pair[1]), None)
-            example = f", e.g. {names[0]} instead of {names[1]}" if names else ""
+        if content.get("optimizer_names", expected) != expected:
             options = "FINETUNE.LR_MULT, FINETUNE.FREEZE, OPTIM.LAYER_DECAY or a weight decay has changed"
-            message = f"the parameter groups of its optimizer differ{example}: {options}; fix: set it back"
+            message = f"the parameter groups of its optimizer differ: {options}; fix: set it back"
             raise CheckpointError(f"{path}: {message}, or {WEIGHTS_ONLY}")
 
     def _convert_step(self, old_batch: int) -> None:

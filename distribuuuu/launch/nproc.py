@@ -13,7 +13,7 @@ from distribuuuu.launch.signals import handled_by
 
 # Seconds that the other processes have to exit after one has failed: they find out which one within about four, but
 # with a mirror, the first one uploads the last files.
-GRACE_S, MIRROR_GRACE_S = 10.0, 30.0
+GRACE_S = 30.0
 POLL_S = 0.05
 
 
@@ -23,7 +23,7 @@ def find_free_port() -> int:
         return server.getsockname()[1]
 
 
-def run_processes(num: int, command: Sequence[str], has_mirror: bool = False) -> int:
+def run_processes(num: int, command: Sequence[str]) -> int:
     """Run a command as processes 0 to num - 1 of one run; return the first nonzero exit status, else 0.
 
     Only this process receives a Ctrl-C; it forwards each signal once to all of them. They exit with it.
@@ -47,7 +47,7 @@ def run_processes(num: int, command: Sequence[str], has_mirror: bool = False) ->
             for rank in range(num):
                 env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 processes.append(start_child(command, run_id, env))
-            return _wait_for(processes, MIRROR_GRACE_S if has_mirror else GRACE_S)
+            return _wait_for(processes)
         finally:
             for process in processes:
                 if process.poll() is None:
@@ -55,14 +55,14 @@ def run_processes(num: int, command: Sequence[str], has_mirror: bool = False) ->
                     process.wait()
 
 
-def _wait_for(processes: list[subprocess.Popen], grace_s: float) -> int:
-    """Wait until all have exited, or `grace_s` after one has failed; a status by signal precedes other failures."""
+def _wait_for(processes: list[subprocess.Popen]) -> int:
+    """Wait until all have exited, or `GRACE_S` after one has failed; a status by signal precedes other failures."""
     first_failure, give_up_at = 0, float("inf")
     while True:
         statuses = [process.poll() for process in processes]
         failed = [status for status in statuses if status]
         if failed and not first_failure:
-            first_failure, give_up_at = failed[0], time.monotonic() + grace_s
+            first_failure, give_up_at = failed[0], time.monotonic() + GRACE_S
         if None not in statuses or time.monotonic() > give_up_at:
             killed = [status for status in failed if status < 0]
             return 128 - killed[0] if killed else first_failure
