@@ -1,13 +1,21 @@
 #!/usr/bin/env python3
-"""Check the CUDA and nccl paths on one GPU, in three parts of a few minutes each.
+"""Measure what only a GPU shows, in under nine minutes; or check the CUDA and nccl paths, in two further parts.
 
 Each line prints what was seen, what is expected, and PASS, FAIL or SKIP; the exit status is 1 after a FAIL. Without a
-GPU, what applies runs on the CPU, and the rest is skipped.
+GPU, or with --device cpu, what applies runs on the CPU, and the rest is skipped.
+
+speed (default), in this order: airbench94 beside its author's script; the gaps of a step of airbench94 and ResNet-50;
+ResNet-50 end to end from JPEGs; memory.py; tests/test_cuda.py; ResNet-20 with CUDA graphs; predictions on a second GPU
+and a training on two. A check that would begin after eight minutes is skipped. The first one needs
+
+    git clone https://github.com/KellerJordan/cifar10-airbench REFS/airbench
+    python benchmarks/gpu_check.py --airbench REFS/airbench/legacy/airbench94.py --cifar10 data
 
 1. The loader of the device against that of the host, races by torch's sanitizer, synchronizations by its debug mode.
 2. A process group of one with each DIST.SHARD and MODEL.SYNCBN; compiled runs killed in an evaluation; float16, stopped
    and resumed; two processes on one GPU, one of which is killed.
-3. `gpu.py` and `memory.py`; arguments after `--` are passed on to gpu.py, e.g. `-- --timm REFS/timm/train.py`.
+
+gpu.py compares our loop with those of timm and torchvision.
 """
 
 import argparse
@@ -20,12 +28,17 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
+if "cpu" in sys.argv:  # of --device, before torch looks for a GPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 import torch
+from bench_support.gpu_speed import Lines, check_airbench, check_devices, check_gaps, check_jpegs, check_resnet20
 from bench_support.machine import describe_run
 from bench_support.small_training import NUM_IMAGES, SETTINGS, TRAIN_NET, draw_images
 from bench_support.training_process import RunEnded, TrainingProcess, read_records
@@ -49,7 +62,8 @@ HANGS_AFTER_S = 400
 TOLERANCES = {"none": 0.0, "zero1": 0.0, "fsdp": 1e-4, "MODEL.SYNCBN": 1e-3, "compiled": 1e-3 if ON_GPU else 0.0}
 # Rounding of a crop on the device, in units of the normalized images; wrong pixels differ by more than 0.1.
 PIXEL_TOLERANCE = 0.05
-Lines = Iterator[tuple[str, str, str, bool | None]]  # check, what was seen, what is expected, passed (None: skipped)
+# Seconds after which no check of the speed begins.
+LATEST_S = 480
 
 
 def train(folder: Path, name: str, words: str = "", flags: str = "", **env: str) -> subprocess.CompletedProcess:
@@ -268,49 +282,58 @@ def check_killed_rank(folder: Path) -> Lines:
         run.kill()
 
 
-# ------------------------------------------------------------------------------------------ part 3
+# ------------------------------------------------------------------------------------------- speed
 
 
-def check_benchmark(name: str, words: str) -> Lines:
-    """Run another benchmark and print its output."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / name), *words.split()], capture_output=True, text=True
+def check_memory(folder: Path) -> Lines:
+    """Run memory.py and print its output."""
+    words = "--processes 1" if ON_GPU else "--processes 1 --arch timm/test_vit --im-size 160 --steps 2"
+    command = [sys.executable, str(ROOT / "benchmarks" / "memory.py"), *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    print(
+        re.sub("^", "      | ", "\n".join([done.stdout.rstrip(), *done.stderr.splitlines()[-8:]]), flags=re.MULTILINE)
     )
-    print(re.sub("^", "      | ", done.stdout.rstrip(), flags=re.MULTILINE), flush=True)
-    if done.returncode:
-        print(re.sub("^", "      | ", "\n".join(done.stderr.splitlines()[-8:]), flags=re.MULTILINE))
-    yield name, f"exit status {done.returncode}", "exit status 0", done.returncode == 0
+    yield "memory.py", f"exit status {done.returncode}", "exit status 0", done.returncode == 0
 
 
-GPU_WORDS = "--steps 20 --blocks 4" if ON_GPU else (
-    "--device cpu --arch resnet8 --im-size 32 --batch 8 --classes 10 --steps 3 --blocks 2 --threads 1 --no-compile"
-)  # fmt: skip
-MEMORY_WORDS = "--processes 1" if ON_GPU else "--processes 1 --arch timm/test_vit --im-size 160 --steps 2"
-
-
-def list_checks(part: int, gpu_words: str) -> list[Callable[[Path], Lines]]:
+def list_checks(args: argparse.Namespace) -> list[Callable[[Path], Lines]]:
     """Return the checks of a part."""
     return {
-        1: [check_batches, check_races, check_synchronizations, check_resumption, check_tests],
-        2: [check_groups, check_float16, check_killed_rank, check_compiled],
-        3: [lambda folder: check_benchmark("gpu.py", f"{GPU_WORDS} {gpu_words}"),
-            lambda folder: check_benchmark("memory.py", MEMORY_WORDS)],
-    }[part]  # fmt: skip
+        "speed": [lambda folder: check_airbench(folder, args.airbench, args.cifar10), check_gaps, check_jpegs,
+                  check_memory, check_tests, check_resnet20, lambda folder: check_devices(folder, train, compare)],
+        "1": [check_batches, check_races, check_synchronizations, check_resumption],
+        "2": [check_groups, check_float16, check_killed_rank, check_compiled],
+    }[args.part]  # fmt: skip
+
+
+def catching(run_check: Callable[[Path], Lines], folder: Path) -> Lines:
+    """Yield the lines of a check; an exception is one that fails, and the next check still runs."""
+    try:
+        yield from run_check(folder)
+    except Exception as error:
+        traceback.print_exc()
+        yield getattr(run_check, "__name__", "check"), f"{type(error).__name__}: {error!s:.200}", "no error", False
 
 
 def main() -> int:
     """Run a part; return 1 if a check failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", type=int, choices=(1, 2, 3), required=True, help="the part to run")
-    parser.add_argument("words", nargs="*", help="for gpu.py, in part 3")
+    parser.add_argument("--part", choices=("speed", "1", "2"), default="speed", help="the part to run")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: as without a GPU")
+    parser.add_argument("--airbench", type=Path, metavar="PATH/airbench94.py", help="the script of its author")
+    parser.add_argument("--cifar10", type=Path, metavar="FOLDER", help="the folder of torchvision's CIFAR10")
     args = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     print(describe_run(), f"\ndevice: {torch.cuda.get_device_name() if ON_GPU else 'none; on the CPU'}", flush=True)
     started, verdicts = time.time(), Counter()
     with tempfile.TemporaryDirectory() as folder:
         draw_images(Path(folder) / "data")
-        for run_check in list_checks(args.part, " ".join(args.words)):
-            for check, seen, expected, passed in run_check(Path(folder)):
+        for run_check in list_checks(args):
+            if args.part == "speed" and time.time() - started > LATEST_S:
+                print(f"SKIP  a check: {LATEST_S} s are over", flush=True)
+                verdicts["SKIP"] += 1
+                continue
+            for check, seen, expected, passed in catching(run_check, Path(folder)):
                 verdict = "SKIP" if passed is None else "PASS" if passed else "FAIL"
                 verdicts[verdict] += 1
                 print(f"{verdict}  {check}: saw {seen}; expected {expected}", flush=True)

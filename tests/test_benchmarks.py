@@ -5,6 +5,7 @@ import re
 import certificates
 import gpu_check
 import pytest
+from bench_support import gpu_speed
 from bench_support.small_training import draw_images
 from support.runs import ROOT, run_python
 
@@ -39,6 +40,31 @@ def test_batches_on_the_device_have_the_pixels_of_the_host(tmp_path):
 def test_the_end_of_a_process_is_noticed(tmp_path):
     draw_images(tmp_path / "data")
     assert [passed for *_, passed in gpu_check.check_killed_rank(tmp_path)] == [True]
+
+
+def test_what_applies_without_a_gpu_is_measured(tmp_path, monkeypatch):
+    for check in (gpu_speed.check_gaps, gpu_speed.check_jpegs, gpu_speed.check_resnet20):
+        lines = list(check(tmp_path))
+        assert lines and all(passed is None and re.search(r"\d", seen) for _, seen, _, passed in lines), lines
+    skipped = [*gpu_speed.check_airbench(tmp_path, None, None), *gpu_speed.check_devices(tmp_path, print, print)]
+    assert [passed for *_, passed in skipped] == [None, None]
+
+    def fail(folder):
+        yield "first", "1", "1", True
+        raise OSError("no disk")
+
+    lines = list(gpu_check.catching(fail, tmp_path))
+    assert [passed for *_, passed in lines] == [True, False] and "no disk" in lines[1][1]
+
+
+def test_traces_and_the_output_of_the_author_are_read():
+    kernels = [{"ph": "X", "cat": "kernel", "ts": start, "dur": 1000, "name": "k"} for start in (0, 500, 4500, 6000)]
+    labels = [{"ph": "X", "cat": "user_annotation", "ts": 0, "dur": 3000, "name": name} for name in ("data", "forward")]
+    launches = [{"ph": "X", "cat": "cuda_runtime", "ts": 0, "dur": 1, "name": "cudaLaunchKernel"}] * 4
+    found = gpu_speed.read_trace([*kernels, *labels, *launches, {"ph": "M", "name": "x"}], 2)
+    assert found == {"busy": 3.5 / 7, "launches": 2, "host_ms": 1.5, "gaps_ms": [3.0, 0.5]}
+    rows = "|  0  |  9  |          |  3.1000  |\n|     |  eval  |  0.9402  |  3.2000  |\n"
+    assert gpu_speed.read_author(rows) == [(3.2, pytest.approx(94.02))]
 
 
 def test_the_loops_are_compared_without_a_gpu():
