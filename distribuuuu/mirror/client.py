@@ -53,10 +53,12 @@ class MirrorClient:
 
     def _start_child(self) -> str:
         """Return why the run cannot start, or ""."""
-        self._process, answer = _start(self._folder, "train")
-        if answer["problem"]:
-            self._process = None
-        return answer["problem"]
+        process = _start(self._folder, "train")
+        if problem := _read_answer(process)["problem"]:
+            process.wait()
+        else:
+            self._process = process
+        return problem
 
     def __enter__(self) -> "MirrorClient":
         return self
@@ -94,24 +96,27 @@ def is_shared(out_dir: str | os.PathLike) -> bool:
 
 def restore(folder: str | os.PathLike) -> None:
     """Download the run at the URL of a folder unless the folder is as new; raise ConfigError if that fails."""
-    if problem := _start(Path(folder), "restore")[1]["problem"]:
+    if problem := _run(Path(folder), "restore"):
         raise ConfigError(f"OUT_DIR: {problem}")
 
 
 def fetch(path: Path) -> str:
     """Download the run of a path of `local_folder`, or of a checkpoint or weights below it; return the local path."""
     folder = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent if ".pth" in path.name else path
-    name = path.relative_to(folder).as_posix() if path != folder else ""
-    if problem := _start(folder, "fetch", name)[1]["problem"]:
+    if problem := _run(folder, "fetch", *([path.relative_to(folder).as_posix()] if path != folder else [])):
         raise ConfigError(f"RUN: {problem}")
     print(f"{url_of(folder)}: the local copy is {path}", file=sys.stderr)
     return str(path)
 
 
-def _start(folder: Path, *words: str) -> tuple[subprocess.Popen, dict[str, Any]]:
-    """Start the child process; return it and its first answer."""
-    process = start_python("-m", __package__, str(folder), *words)
-    return process, _read_answer(process)
+def _start(folder: Path, *words: str) -> subprocess.Popen:
+    return start_python("-m", __package__, str(folder), *words)
+
+
+def _run(folder: Path, *words: str) -> str:
+    """Run the child process to its end; return the problem, or ""."""
+    with _start(folder, *words) as process:
+        return _read_answer(process)["problem"]
 
 
 def _read_answer(process: subprocess.Popen) -> dict[str, Any]:

@@ -14,9 +14,8 @@ import torch
 # The decoder imports it at its first call; importing it here does so once, before the workers are forked.
 import torchvision.io  # noqa: F401
 
-from distribuuuu.commands.pack.writer import Record
+from distribuuuu.commands.pack.writer import DEFAULT_QUALITY, Record
 from distribuuuu.config import ConfigError
-from distribuuuu.config.errors import DataError
 from distribuuuu.data.datasets.array_file import Arrays
 from distribuuuu.data.datasets.base import ImageDataset, is_file
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, decode, open_lazy_image
@@ -54,7 +53,7 @@ class Encoder:
             data, height, width = self._encode(self.images.read(index))
             if len(data) > MAX_RECORD:
                 raise ValueError(f"{len(data):,} bytes; a pack holds images of at most {MAX_RECORD:,}")
-        except (DataError, MemoryError):  # the fault of the network, the disk or the machine
+        except (ConfigError, MemoryError):  # the fault of the options, the network, the disk or the machine
             raise
         except Exception as error:  # decoders raise nearly anything; the message names the image and the cause
             return explain_fault(self.images.describe(index), error)
@@ -67,7 +66,8 @@ class Encoder:
         is_raw, quality = self.pack["format"] == "raw", self.pack["quality"]
         if not is_raw and quality is None:
             if not is_file(image):
-                raise ValueError("has pixels but no file to keep")
+                fix = f"fix: add --quality {DEFAULT_QUALITY}, or use --format raw"
+                raise ConfigError(f"--format jpeg: the data set has pixels but no files to keep unchanged; {fix}")
             if self.check:
                 decode(image, options=self.options)
             return bytes(image), 0, 0

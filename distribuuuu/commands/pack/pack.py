@@ -8,8 +8,8 @@ from typing import Any
 
 from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
 from distribuuuu.commands.output import stop_with
-from distribuuuu.commands.pack.packer import DEFAULT_QUALITY, SPLITS, PackJob, pack_split, verify_packs
-from distribuuuu.commands.pack.writer import find_conflicts, find_foreign_files
+from distribuuuu.commands.pack.packer import SPLITS, PackJob, pack_split, verify_packs
+from distribuuuu.commands.pack.writer import DEFAULT_QUALITY, find_conflicts, find_foreign_files
 from distribuuuu.commands.scan.data_config import read_data_cfg
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import iter_options

@@ -22,7 +22,6 @@ from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.errors import Problem, counted
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.array_file import checksum_of
-from distribuuuu.data.datasets.base import is_file
 from distribuuuu.data.packed.dataset import NAME_OF, is_url
 from distribuuuu.data.packed.format import (
     FOREIGN_SHARD,
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
     from distribuuuu.commands.pack.encode import Encoder
 
-DEFAULT_QUALITY = 90
 SPLITS = {"train": (True,), "val": (False,), "both": (True, False)}
 
 
@@ -141,16 +139,8 @@ def _build_encoder(job: PackJob, train: bool) -> "Encoder":
     if encodes and not decoding.is_rgb:
         found = f"got {decoding.channels} with DATA.PIXELS {decoding.pixels}; expected 8-bit RGB to encode images again"
         raise ConfigError(f"DATA.CHANNELS: {found}; fix: leave out --format, --quality and --shorter-side")
-    if encodes:
-        if reduced := find_reduced(images, decoding):
-            print(reduced, flush=True)
-    else:
-        keeps_files = True
-        with contextlib.suppress(Exception):  # a broken first image is reported later
-            keeps_files = is_file(images.read(0))
-        if not keeps_files:
-            fix = f"add --quality {DEFAULT_QUALITY}, or use --format raw"
-            raise ConfigError(f"--format jpeg: {name} has pixels but no files to keep unchanged; {fix}")
+    if encodes and (reduced := find_reduced(images, decoding)):
+        print(reduced, flush=True)
     # The folder above that of the images is removed from their names, so that they are valid on any machine.
     root = str(Path(images.index.root).parent) if isinstance(images, ImageFolder) else ""
     return Encoder(images, root, job.options, not job.flags.no_check, decoding)
@@ -215,9 +205,9 @@ def verify_packs(out: Path, num_workers: int) -> None:
     """
     folders = [out, *sorted(path for path in out.iterdir() if path.is_dir())] if out.is_dir() else []
     folders = [folder for folder in folders if (folder / INDEX).exists() or any(folder.glob("shard-*"))]
-    if not folders:
-        raise ConfigError(f"--verify: {out} {'holds no packed data' if out.is_dir() else 'is not a folder'}")
     problems: list[str | Problem] = []
+    if not folders:
+        problems = [f"--verify: {out} {'holds no packed data' if out.is_dir() else 'is not a folder'}"]
     for folder in folders:
         try:
             problems += _verify_pack(folder, num_workers)

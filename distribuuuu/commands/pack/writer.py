@@ -30,6 +30,7 @@ from distribuuuu.data.packed.format import (
 from distribuuuu.files.atomic_file import open_for_writing, sync_folder
 
 PART_KIND = "rows of a shard"
+DEFAULT_QUALITY = 90
 _OWN_FILES = re.compile(r"index\.bin|shard-\d+\.(bin|part)|\.(index\.bin|shard-\d+\.part)\.[0-9a-f]+\.tmp")
 
 

@@ -9,7 +9,7 @@ import os
 import queue
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -57,14 +57,17 @@ class RemotePack:
         return [f"{sizes} repeatedly, and with DATA.SHUFFLE blocks once"] if size > limit else []
 
     def _load_index(self, path: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        start, limit = self._fetch(path, 0, packed_format.HEADER_SIZE), self._cache.max_bytes
+        def read(first: int, end: int) -> Part:
+            return fetch(path, first, end, self._timeout_s, retry_s=self._retry_s)
+
+        start, limit = read(0, packed_format.HEADER_SIZE), self._cache.max_bytes
         if start.size >= KEPT * limit:
             sizes = f"got {limit / 1e9:g}; expected room for the {start.size:,} bytes of {path}"
             raise ConfigError(f"DATA.CACHE_GB: {sizes}; fix: raise it")
 
         def download() -> bytes:
             ranges = ((first, min(first + _CHUNK, start.size)) for first in range(0, start.size, _CHUNK))
-            return b"".join(self._fetch(path, *ends).data for ends in ranges)
+            return b"".join(read(*ends).data for ends in ranges)
 
         version = hashlib.sha256(f"{start.version} {start.size}".encode()).hexdigest()[:16]
         folder, name, problem = self._cache.folder / self._key / version, f"{self._key}/{version}/{INDEX}", ""
@@ -128,13 +131,7 @@ class RemotePack:
                     return f"the checksum of image {image} does not match"
             return ""
 
-        return self._fetch(path, starts[0], ends[-1], find_problem, retry_s).data
-
-    def _fetch(
-        self, path: str, start: int, end: int, check: Callable[[Part], str] = lambda part: "",
-        retry_s: float | None = None
-    ) -> Part:  # fmt: skip
-        return fetch(path, start, end, self._timeout_s, check, retry_s or self._retry_s)
+        return fetch(path, starts[0], ends[-1], self._timeout_s, find_problem, retry_s or self._retry_s).data
 
     def read_ahead(self, keys: Sequence[Sequence[int]]) -> None:
         """Start to fetch the blocks of a batch that are not in the cache, in the order of their use."""

@@ -180,7 +180,7 @@ def test_a_set_without_files(pixels, tmp_path):
     for index in range(20):
         expected = np.broadcast_to(Pixels.pixels(index), (9, 13, 3))
         assert np.array_equal(packed.read(index), expected) and packed.label(index) == index % 2
-    assert "pixels has pixels but no files" in message_of(pack, tmp_path / "b", *pixels)
+    assert "the data set has pixels but no files" in message_of(pack, tmp_path / "b", *pixels)
     pack(f"--out={tmp_path / 'b'}", "--quality", 90, *pixels)
     assert decode(Packed(tmp_path / "b", "train").read(0)).shape == (3, 9, 13)
 
