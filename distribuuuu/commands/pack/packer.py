@@ -9,9 +9,7 @@ import functools
 import os
 import sys
 import time
-import zlib
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +25,7 @@ from distribuuuu.data.packed.format import (
     FOREIGN_SHARD,
     HEADER_SIZE,
     INDEX,
+    SEVERAL_LABELS,
     Meta,
     read_index,
     shard_header,
@@ -82,13 +81,21 @@ def pack_split(job: PackJob, train: bool) -> None:
     Raises:
         ConfigError: the folder holds another pack, an image is broken, or a file cannot be written.
     """
-    encoder = _build_encoder(job, train)
-    identity = {"options": job.options, "source": {**job.source(train), **_fingerprint(encoder)}}
-    for note in encoder.images.notes():
+    encoder, folder = _build_encoder(job, train), job.folder(train)
+    images = encoder.images
+    source = {**job.source(train), "images": len(images), "digest_of_names_and_labels": images.digest}
+    if images.targets == "labels":
+        source["targets"] = SEVERAL_LABELS
+    identity = {"options": job.options, "source": source}
+    for note in images.notes():
         if "fix: distribuuuu pack" not in note:  # which this is
             print(note, flush=True)
-    folder, images = job.folder(train), encoder.images
-    with _locked(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        lock = os.open(folder, os.O_RDONLY)
+        stack.callback(os.close, lock)
+        if try_lock(lock) is False:
+            raise ConfigError(f"{folder}: another command is packing into it; wait until it ends")
         if job.flags.overwrite:
             remove_files(folder)
         if conflicts := find_conflicts(folder, identity):
@@ -144,35 +151,6 @@ def _build_encoder(job: PackJob, train: bool) -> "Encoder":
     # The folder above that of the images is removed from their names, so that they are valid on any machine.
     root = str(Path(images.index.root).parent) if isinstance(images, ImageFolder) else ""
     return Encoder(images, root, job.options, not job.flags.no_check, decoding)
-
-
-def _fingerprint(encoder: "Encoder") -> dict[str, Any]:
-    """Return numbers that identify a list of images, and the kind of several labels per image."""
-    from distribuuuu.commands.pack.encode import pack_labels
-
-    images, is_single = encoder.images, encoder.images.targets == "label"
-    checksum = zlib.crc32("\0".join(images.classes).encode(errors="replace"))
-    for index in range(len(images)):
-        label, hot = (images.label(index), b"") if is_single else ("", pack_labels(images.label(index)).tobytes())
-        checksum = zlib.crc32(f"{encoder.name(index)}\0{label}\n".encode(errors="replace") + hot, checksum)
-    targets = {} if is_single else {"targets": {"kind": images.targets}}
-    return {"images": len(images), "checksum_of_names_and_labels": checksum, **targets}
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Create the folder and lock it for the duration of the block."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise ConfigError(f"{folder}: {error.strerror}") from error
-    try:
-        if try_lock(descriptor) is False:
-            raise ConfigError(f"{folder}: another command is packing into it; wait until it ends")
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _append_all(writer: PackWriter, encoder: "Encoder", num_workers: int, skip: bool) -> None:

@@ -71,14 +71,10 @@ def find_conflicts(folder: Path, identity: Identity) -> list[str]:
         return [f"{error}; or use another folder, or add --overwrite to replace it"]
     if existing is None:
         return []
-    # An option may be present only if it is not the default.
-    known = {**identity, "options": {**dict.fromkeys(existing["options"]), **identity["options"]}}
-    differences = [
-        f"{key.replace('_', ' ')} {existing[part].get(key)}, now {value}"
-        for part, values in known.items()
-        for key, value in values.items()
-        if existing[part].get(key) != value
-    ]
+    before, now = ({**one["options"], **one["source"]} for one in (existing, identity))
+    keys = dict.fromkeys([*now, *existing["options"]])  # an option may be present only if it is not the default
+    changed = [key for key in keys if before.get(key) != now.get(key)]
+    differences = [f"{key.replace('_', ' ')} {before.get(key)}, now {now.get(key)}" for key in changed]
     fix = "use another folder, or add --overwrite to start again"
     return [f"{folder} holds another pack: {'; '.join(differences)}; {fix}"] if differences else []
 

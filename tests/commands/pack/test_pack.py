@@ -267,7 +267,7 @@ def test_other_options_or_another_source_are_refused(folder, tmp_path):
     words = ["--overwrite", "--shorter-side", 18]
     pack(tmp_path, *words, *source(tmp_path / "copy"))
     (tmp_path / "copy/train/cat/003.jpg").rename(tmp_path / "copy/train/cat/006.jpg")  # as many as before
-    assert "checksum of names and labels" in message_of(pack, tmp_path, *words[1:], *source(tmp_path / "copy"))
+    assert "digest of names and labels" in message_of(pack, tmp_path, *words[1:], *source(tmp_path / "copy"))
     assert decode(Packed(tmp_path, "train").read(0)).shape == (3, 18, 20)
 
 
