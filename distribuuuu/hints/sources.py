@@ -17,12 +17,12 @@ from distribuuuu.files.image_files import (
     SPLIT_NAMES,
     TRAIN_NAMES,
     find_tables,
+    holds_images,
     is_folder,
     is_image,
     list_classes,
     sort_splits,
 )
-from distribuuuu.files.image_folders import holds_images
 
 # Names of the validation images of ImageNet.
 _VAL_IMAGE = re.compile(r"ILSVRC2012_val_\d{8}\.")

@@ -9,8 +9,7 @@ from distribuuuu.config.config_node import changed
 from distribuuuu.config.options import OPTIONS
 from distribuuuu.config.reader import CfgFiles, read_cfg
 from distribuuuu.config.registry import dataset_class
-from distribuuuu.files.image_files import TRAIN_NAMES, list_classes, sort_splits
-from distribuuuu.files.image_folders import holds_images
+from distribuuuu.files.image_files import TRAIN_NAMES, holds_images, list_classes, sort_splits
 
 if TYPE_CHECKING:
     from distribuuuu.data.datasets.base import ImageDataset

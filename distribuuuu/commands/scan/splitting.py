@@ -20,8 +20,7 @@ from distribuuuu.config.errors import counted, first_few
 from distribuuuu.data.datasets.image_list import ImageList
 from distribuuuu.data.datasets.table_file import csv_line
 from distribuuuu.files.atomic_file import replacing
-from distribuuuu.files.image_files import list_classes
-from distribuuuu.files.image_folders import walk_images
+from distribuuuu.files.image_files import list_classes, walk_images
 from distribuuuu.files.untrusted import open_regular
 from distribuuuu.hints.sources import describe_files, find_inner_root, missing_root
 

@@ -9,8 +9,7 @@ from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset, image_extensions
 from distribuuuu.data.datasets.index import Index, IndexedImages, open_folder
 from distribuuuu.files.cache_folder import cache_folder
-from distribuuuu.files.image_files import EXTENSIONS, SPLIT_NAMES, list_classes
-from distribuuuu.files.image_folders import holds_images
+from distribuuuu.files.image_files import EXTENSIONS, SPLIT_NAMES, holds_images, list_classes
 
 
 @DATASETS.register("imagefolder")

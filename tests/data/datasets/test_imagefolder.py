@@ -10,8 +10,7 @@ from torchvision import datasets as torchvision_datasets
 
 from distribuuuu.config import ConfigError
 from distribuuuu.data.datasets.imagefolder import ImageFolder
-from distribuuuu.files.image_files import EXTENSIONS
-from distribuuuu.files.image_folders import walk_images
+from distribuuuu.files.image_files import EXTENSIONS, walk_images
 
 FILES = [
     "b/2.jpg", "b/10.jpg", "b/1.JPEG", "b/sub/deep/er/x.png", "b/sub space/y.webp", "b/sub!/z.bmp", "b/sub.jpg/w.tif",
