@@ -40,7 +40,7 @@ _SAFETENSORS = "model.safetensors"
 FILES = {"timm": _SAFETENSORS, "safetensors": _SAFETENSORS, "onnx": "model.onnx", "torch": "model.pt2"}
 # Images of the check, evenly spaced over the evaluation set.
 CHECK_IMAGES = 1000
-_REMEDY = "fix: --to safetensors, whose card loads the model with this package"
+_REMEDY = "fix: --format safetensors, whose card loads the model with this package"
 
 
 def describe_usage(run: LoadedRun, threshold: float | None = None) -> dict[str, Any]:
@@ -135,20 +135,20 @@ def check_format(run: LoadedRun, to: str) -> None:
     task, interpolation = type(run.task), run.transform.crop.interpolation
     has_own_scores = task.predict_step is not Task.predict_step
     if to != "safetensors" and interpolation not in ("bilinear", "bicubic"):
-        raise ConfigError(f"--to {to}: cannot express TEST.INTERPOLATION {interpolation}; {_REMEDY}")
+        raise ConfigError(f"--format {to}: cannot express TEST.INTERPOLATION {interpolation}; {_REMEDY}")
     if to in ("timm", "torch") and render_crop(run.transform.crop) is None:
-        raise ConfigError(f"--to {to}: cannot express the crop `{run.transform.crop}`; fix: --to onnx or safetensors")
+        raise ConfigError(f"--format {to}: cannot express the crop `{run.transform.crop}`; {_REMEDY}")
     if to == "timm":
         if run.cfg.TEST.SHIFT:
-            raise ConfigError(f"--to timm: cannot express TEST.SHIFT {run.cfg.TEST.SHIFT}; {_REMEDY}")
+            raise ConfigError(f"--format timm: cannot express TEST.SHIFT {run.cfg.TEST.SHIFT}; {_REMEDY}")
         if has_own_scores:
-            raise ConfigError(f"--to timm: cannot express {task.__name__}.predict_step; fix: --to onnx or torch")
+            raise ConfigError(f"--format timm: cannot express {task.__name__}.predict_step; fix: --format onnx")
         find_timm_model(run)
     if to == "safetensors" and has_own_scores:
         with contextlib.suppress(AttributeError):  # of what only a training builds
             if state := run.task.state_dict():
                 what = f"has no place for the state of {task.__name__}: {', '.join(state)}"
-                raise ConfigError(f"--to safetensors: {what}; fix: --to onnx or torch")
+                raise ConfigError(f"--format safetensors: {what}; fix: --format onnx or torch")
 
 
 def check_arguments(to: str, out: Path) -> None:
@@ -232,7 +232,7 @@ def find_timm_model(run: LoadedRun) -> ModelSpec:
 
     cfg, arch = run.cfg, find_architecture(run.cfg.MODEL.ARCH)
     if not timm.is_model(arch.name):
-        raise ConfigError(f"--to timm: timm has no model {arch.name}; {_REMEDY}")
+        raise ConfigError(f"--format timm: timm has no model {arch.name}; {_REMEDY}")
     if arch.source == "timm":
         return build_model_spec(cfg)
     return ModelSpec(find_architecture(f"timm/{arch.name}"), len(run.classes), {}, {}, cfg.DATA.CHANNELS)
@@ -251,10 +251,10 @@ def build_timm_model(run: LoadedRun) -> tuple[Any, dict[str, Any]]:
         model.load_state_dict(run.model.state_dict())
     except RuntimeError as error:
         reason = str(error).splitlines()[0][:200]
-        raise ConfigError(f"--to timm: timm's {name} is another model: {reason}; {_REMEDY}") from error
+        raise ConfigError(f"--format timm: timm's {name} is another model: {reason}; {_REMEDY}") from error
     images = torch.rand(2, run.cfg.DATA.CHANNELS, *height_and_width(run.transform.crop.size))
     if not torch.equal(model.eval()(images), run.model(images)):
-        raise ConfigError(f"--to timm: timm's {name} computes other outputs from these weights; {_REMEDY}")
+        raise ConfigError(f"--format timm: timm's {name} computes other outputs from these weights; {_REMEDY}")
     inputs = {"in_chans": spec.channels} if spec.channels != 3 else {}
     return model, {**spec.im_size, **inputs, **spec.kwargs}
 
@@ -281,7 +281,7 @@ def write_torch(run: LoadedRun, folder: Path, usage: dict[str, Any]) -> None:
         program = torch.export.export(classifier, (pixels,), dynamic_shapes=({0: batch},))
     except (RuntimeError, ValueError, torch._dynamo.exc.Unsupported) as error:
         reason = str(error).strip().splitlines()[0][:200]
-        raise ConfigError(f"--to torch: torch.export cannot trace this model: {reason}; {_REMEDY}") from error
+        raise ConfigError(f"--format torch: torch.export cannot trace this model: {reason}; {_REMEDY}") from error
     buffer = io.BytesIO()
     torch.export.save(program, buffer, extra_files={"metadata.json": json.dumps(usage)})
     (folder / "model.pt2").write_bytes(buffer.getbuffer())

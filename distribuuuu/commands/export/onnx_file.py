@@ -105,7 +105,7 @@ def require_onnx() -> None:
     """
     if missing := [name for name in PACKAGES if not find_spec(name)]:
         line = "pip install 'distribuuuu[onnx]'"
-        raise ConfigError(f"--to onnx: needs {', '.join(missing)}, not installed; fix: {line}")
+        raise ConfigError(f"--format onnx: needs {', '.join(missing)}, not installed; fix: {line}")
 
 
 def build_onnx(model: nn.Module, transform: EvalTransform, metadata: Mapping[str, Any]) -> "ModelProto":
@@ -169,7 +169,7 @@ def _export_classifier(model: nn.Module, transform: EvalTransform) -> "ModelProt
             )
     except torch.onnx.errors.OnnxExporterError as error:
         reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"--to onnx: torch cannot export this model: {reason}; fix: --to safetensors") from error
+        raise ConfigError(f"--format onnx: torch cannot export it: {reason}; fix: --format safetensors") from error
     finally:
         logger.setLevel(level)
     assert program is not None  # with dynamo=True
