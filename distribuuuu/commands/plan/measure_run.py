@@ -1,6 +1,5 @@
 """Measurements of a planned run, in processes of their own, and what follows for its hours, disk and bottleneck."""
 
-import itertools
 import math
 import statistics
 import time
@@ -11,18 +10,14 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from distribuuuu.commands.plan.steps import (
-    count_ahead,
-    count_own_workers,
-    diagnose_bottleneck,
-    endless_batches,
-    synchronize,
-    time_calls,
-)
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.declaration import AUTO
-from distribuuuu.config.derived import show_size, total_steps
+from distribuuuu.config.derived import height_and_width, show_size, total_steps
+from distribuuuu.config.registry import dataset_name
+from distribuuuu.data.batch import PREFETCH
 from distribuuuu.data.batch_plan import BatchPlan, plan_of
+from distribuuuu.data.datasets.base import ImageDataset
+from distribuuuu.data.loader import count_workers
 from distribuuuu.data.views import build_im_size
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.auto_batch_size import (
@@ -49,8 +44,10 @@ STEPS_S, EVALUATION_S = 12.0, 4.0
 _ASSUMED = (
     "as fast as the one measured here, without DIST.SHARD, with as many cores and workers; communication costs no time"
 )
-# Share of the time from which the evaluation is the bottleneck.
-MAX_EVALUATION = 0.5
+# Fractions of the time of the steps above which the loader is the bottleneck, and of all time for the evaluation.
+MAX_DATA_FRACTION, MAX_EVALUATION = 0.1, 0.5
+# Bytes of pixels of a data set for DATA.LOADER device, at most.
+_MAX_DEVICE_BYTES = 2e9
 _HERE = Launch("plan")
 
 
@@ -87,7 +84,7 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
         state, device, found = run.state, run.train_loader.device, {"start_s": run.state.seconds, **_describe(run)}
         epochs = epochs_to_measure(sizes)
         first, _ = _train(run, epochs[0], 0.0)
-        ahead = count_ahead(plan, count_own_workers(cfg, _HERE)[0])
+        ahead = _count_ahead(cfg, plan)
         num_steps = found["images"]["train"] // plan.global_batch
         found |= {"step_s": {}, "epoch_s": {}}
         for epoch in epochs:
@@ -109,7 +106,8 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
         found["last_s"] = evaluations[-1] if cfg.TEST.SAVE_PREDICTIONS and device.type == "cpu" else 0.0
         files = {"checkpoint_mib": run.checkpoints.list(), "best_mib": Path(folder).glob("best*")}
         found |= {name: sum(path.stat().st_size for path in paths) / 2**20 for name, paths in files.items()}
-        return found | _measure_speeds(run, plan.per_process / found["step_s"][sizes[epochs[-1]]], waited)
+        found["images_per_s"] = plan.per_process / found["step_s"][sizes[epochs[-1]]]
+        return found | {"bottleneck": find_bottleneck(cfg, run.train_loader.images, waited)}
 
 
 def _describe(run: Run) -> dict[str, Any]:
@@ -137,7 +135,7 @@ def _timed(items: Iterable, ends: list[float], limit_s: float, device: torch.dev
             bar.update(min(int(elapsed_s), total_s) - bar.n)
             if elapsed_s > limit_s and len(marks) > 2:
                 break
-    synchronize(device)
+    _synchronize(device)
     first = marks[0]
     ends += [seconds_between(first, mark) for mark in marks[1:]]
 
@@ -145,7 +143,7 @@ def _timed(items: Iterable, ends: list[float], limit_s: float, device: torch.dev
 def _mark(device: torch.device) -> Any:
     """Return the present time in seconds, after all queued work; on CUDA, an event."""
     if device.type != "cuda":
-        synchronize(device)
+        _synchronize(device)
     return mark_time(device)
 
 
@@ -181,24 +179,40 @@ def _evaluate(run: Run, model: torch.nn.Module, plan: BatchPlan, ahead: int) -> 
     return seconds + extrapolate(ends, num_batches, ahead)
 
 
-def _measure_speeds(run: Run, combined: float, waited: float) -> dict[str, Any]:
-    """Return the images/s of the model and the loader alone, and the bottleneck of a step.
+def _count_ahead(cfg: Config, plan: BatchPlan) -> int:
+    """Return the number of steps that the workers prepare ahead; a data set on the device has none."""
+    num_workers = 0 if cfg.DATA.LOADER == "device" else count_workers(cfg.TRAIN.WORKERS, _HERE)
+    return max(1, math.ceil(PREFETCH * num_workers / plan.accum_steps))
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait until the device has finished all queued work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def find_bottleneck(cfg: Config, images: ImageDataset, waited: float) -> str:
+    """Return what limits the training steps, and what would remove it.
 
     Args:
-        run: the run.
-        combined: images/s of both together.
-        waited: fraction of that time that was spent waiting for data.
+        cfg: the config.
+        images: those of the training.
+        waited: fraction of the time of the steps that was spent waiting for data.
     """
-    cfg, loader, plan = run.cfg, run.train_loader, run.train_loader.plan
-    batches = itertools.repeat(loader.sample_batch())
-    run.model.train()
-    model = plan.per_process / time_calls(lambda: take_step(run, batches, 0), loader.device)
-    stream, (num_workers, most) = endless_batches(loader, run.state.stream_seed), count_own_workers(cfg, _HERE)
-    ahead = count_ahead(plan, num_workers)
-    rate = plan.per_process / time_calls(lambda: [next(stream) for _ in range(plan.accum_steps)], loader.device, ahead)
-    speeds = {"model": model, "loader": rate, "together": combined}
-    bottleneck = diagnose_bottleneck(cfg, loader.images, model, rate, waited, num_workers, most)
-    return {"images_per_s": speeds, "bottleneck": bottleneck}
+    if waited < MAX_DATA_FRACTION:
+        return f"the model: {waited:.0%} of the steps is waiting for data"
+    workers, most = count_workers(cfg.TRAIN.WORKERS, _HERE), count_workers(-1, _HERE)
+    on_device = cfg.DATA.LOADER == "device"
+    fixes = [] if workers >= most and not on_device else ["TRAIN.WORKERS -1" + " with DATA.LOADER host" * on_device]
+    if (images.has_files or images.holds_files) and not dataset_name(cfg).startswith("packed"):
+        fixes.append("a packed data set (distribuuuu pack)")
+    # Assume images of at most twice the crop's width and height.
+    num_bytes = len(images) * 3 * 4 * math.prod(height_and_width(cfg.TRAIN.IM_SIZE))
+    if num_bytes <= _MAX_DEVICE_BYTES and not (cfg.MODEL.DUMMY_INPUT or on_device):
+        fixes.append("DATA.LOADER device")
+    return f"the loader: {waited:.0%} of the steps is waiting; fix: {', '.join([*fixes, 'see docs/large_data.md'])}"
 
 
 # -------------------------------------------------------------------------------------- arithmetic

@@ -9,7 +9,7 @@ from support.fake_cuda import CUDA, fake_cuda
 from support.runs import make_cfg, small_options
 
 from distribuuuu.commands.main import dispatch
-from distribuuuu.commands.plan import measure_run, steps
+from distribuuuu.commands.plan import measure_run
 from distribuuuu.commands.plan.measure_run import epochs_to_measure, extrapolate, plan_run, sizes_of
 from distribuuuu.config import load_cfg
 from distribuuuu.data.batch_plan import BatchPlan
@@ -67,8 +67,6 @@ def test_a_measurement_waits_for_a_gpu_at_its_end_only(monkeypatch, num):
 @pytest.fixture
 def in_this_process(monkeypatch, tmp_path):
     """Measure here, each part for a moment only."""
-    for name in ("MEASURE_S", "BLOCK_S", "WARM_UP_S"):
-        monkeypatch.setattr(steps, name, 0.01)
     monkeypatch.setattr(measure_run, "STEPS_S", 0.1)
     monkeypatch.setattr(measure_run, "EVALUATION_S", 0.1)
     monkeypatch.setattr(measure_run, "in_fresh_process", lambda function, *args: function(str(tmp_path), *args))
@@ -120,3 +118,21 @@ def test_errors_are_reported_at_once_with_status_2(image_folder, tmp_path, capsy
         assert dispatch("distribuuuu", ["plan", *args, *words.split()]) == 2
         shown = capsys.readouterr().err
         assert all(text in shown for text in texts), shown
+
+
+class Files(list):
+    has_files, holds_files = True, False
+
+
+@pytest.mark.parametrize("waited, workers, words, said", [
+    (0.07, 8, "", "the model: 7% of the steps is waiting for data"),
+    (0.25, 4, "", "fix: TRAIN.WORKERS -1, a packed data set (distribuuuu pack), DATA.LOADER device, see docs/"),
+    (0.25, 8, "", "fix: a packed data set (distribuuuu pack), DATA.LOADER device, see"),
+    (0.25, 8, "DATA.NAME packed", "fix: DATA.LOADER device, see docs/large_data.md"),
+    (0.75, 8, "DATA.NAME packed TRAIN.IM_SIZE 9999 TEST.IM_SIZE 9999", "is waiting; fix: see docs/large_data.md"),
+    (0.7, 8, "DATA.LOADER device DATA.NAME packed", "fix: TRAIN.WORKERS -1 with DATA.LOADER host, see"),
+])  # fmt: skip
+def test_the_bottleneck_follows_from_the_share_of_waiting(waited, workers, words, said, monkeypatch):
+    monkeypatch.setattr(measure_run, "count_workers", lambda number, launch: 8 if number == -1 else workers)
+    found = measure_run.find_bottleneck(load_cfg(None, words.split()), Files([0] * 9), waited)
+    assert said in found, found
