@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from bench_support import step_times as steps
 from bench_support.loader_images import make_jpegs
 from bench_support.small_training import NUM_IMAGES
 from bench_support.training_process import read_records
 from step import MemoryLoader, build_memory_run
 
 from distribuuuu import load_run
-from distribuuuu.commands.plan import steps
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan

@@ -19,21 +19,7 @@ BEFORE = {
     "split": ["{images}", "--val", "0.2", "--out", "{out}"], "doctor": ["{images}"], "pack": ["{out}"],
     "sweep": ["OPTIM.BASE_LR=1,2", "OUT_DIR", "{out}"], "reproduce": ["shapes/resnet14"],
 }  # fmt: skip
-TAKE_OPTIONS = (
-    "train",
-    "test",
-    "plan",
-    "sweep",
-    "predict",
-    "calibrate",
-    "export",
-    "probe",
-    "pack",
-    "doctor",
-    "reproduce",
-    "finetune",
-    "embed",
-)
+TAKE_OPTIONS = [name for name in find_commands() if name not in ("report", "compare", "track", "table", "split")]
 READ_RUNS = ("test", "predict", "calibrate", "export", "probe", "report", "compare", "track", "table", "embed")
 
 

@@ -22,8 +22,8 @@ OPTIONAL_COMMANDS = {
     "split": ("distribuuuu/commands/split", "tests/commands/split"),
     "sweep": ("distribuuuu/commands/sweep", "tests/commands/sweep", "docs/sweep.md"),
     "table": ("distribuuuu/commands/table", "tests/commands/table", "tools/make_table.py"),
-    "track": ("distribuuuu/commands/track", "distribuuuu/records/trackers", "tests/commands/track",
-              "tests/records/trackers", "docs/trackers.md"),
+    "track": ("distribuuuu/commands/track", "distribuuuu/records/trackers", "tests/records/trackers",
+              "docs/trackers.md"),
 }  # fmt: skip
 
 

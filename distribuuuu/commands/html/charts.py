@@ -86,8 +86,8 @@ class _Axes:
         low, high = self.y_range
         return _HEIGHT - _BOTTOM - (min(max(value, low), high) - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
-    def to_svg(self, x_label: str, y_label: str) -> str:
-        """Return the axes, their numbers and labels, and the grid."""
+    def to_svg(self, x_label: str) -> str:
+        """Return the axes, their numbers, the label of the first one, and the grid."""
         bottom, parts = _HEIGHT - _BOTTOM, []
         for tick in find_ticks(*self.y_range):
             y = self.y(tick)
@@ -99,20 +99,16 @@ class _Axes:
         parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"/>')
         middle = (_LEFT + _WIDTH - _RIGHT) / 2
         parts.append(f'<text x="{middle}" y="{_HEIGHT - 4}" text-anchor="middle">{_escape(x_label)}</text>')
-        place = f'transform="translate(10 {(_TOP + bottom) / 2}) rotate(-90)"'
-        parts.append(f'<text {place} text-anchor="middle">{_escape(y_label)}</text>')
         return "".join(parts)
 
 
-def line_chart(
-    title: str, series: Sequence[Series], x_label: str, y_label: str = "", marks: Sequence[Mark] = ()
-) -> str:
+def line_chart(title: str, series: Sequence[Series], x_label: str, marks: Sequence[Mark] = ()) -> str:
     """Return a chart of curves with a legend; an empty text if no curve has a point.
 
     Args:
         title: the title, shown above the chart.
         series: the curves.
-        x_label, y_label: texts on the axes.
+        x_label: the text on the horizontal axis.
         marks: vertical lines.
     """
     series = [_shorten(curve) for curve in series]
@@ -123,7 +119,7 @@ def line_chart(
     has_zero = 0 <= low <= high / 2 or low == high > 0
     x_range = _widen(0.0 if has_zero else low, high, 0)
     axes = _Axes(x_range, _widen(*_spread([y for _, y in points])))
-    parts = [axes.to_svg(x_label, y_label)]
+    parts = [axes.to_svg(x_label)]
     for mark in marks:
         x = axes.x(mark.x)
         line = f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'

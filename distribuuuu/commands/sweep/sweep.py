@@ -17,7 +17,8 @@ from distribuuuu.commands.output import print_report
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.json_file import load_json
 from distribuuuu.config.options import OPTIONS
-from distribuuuu.config.reader import CfgFiles, list_files, read_cfg
+from distribuuuu.config.reader import list_files, read_cfg
+from distribuuuu.config.registry import METRICS, task_class
 from distribuuuu.config.run_files import CHECKPOINTS, find_path_problem, local_folder
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.files.atomic_file import replacing
@@ -105,8 +106,9 @@ class Plan:
         lists = [] if flags.trials or ranges else [values.choices for values in self.space.values()]
         # The values of all trials; none: Optuna samples them.
         self.grid = [dict(zip(self.space, values, strict=True)) for values in itertools.product(*lists) if values]
-        cfgs, found = read_trials(flags.cfg, fixed, self.grid or list_ends(self.space))
-        problems += found
+        known = [[*to_words(values), *fixed] for values in self.grid or list_ends(self.space)]
+        cfgs, found_of_each = zip(*(read_cfg(flags.cfg, words) for words in known), strict=True)
+        problems += {str(problem): problem for found in found_of_each for problem in found}.values()
         problems += find_run_problems(cfgs[0], train=True, nproc=flags.nproc, set_keys_only=bool(problems))
         if (launch := detect_launch()).world_size > 1:
             problems.append(Problem("launcher", f"got {launch}; expected one process; fix: start the sweep without it"))
@@ -123,7 +125,10 @@ class Plan:
             got = f"got {flags.asha} for {self.num_trials} trials of {self.epochs} epochs"
             expected = f"at least {flags.asha} of both, and a TRAIN.EVAL_PERIOD below the epochs"
             raise ConfigError(Problem("--asha", f"{got}; expected {expected}"))
-        self.metric, self.higher_is_better = find_objective(resolve_num_classes(first))
+        # The objective: the first metric of the evaluation, which also selects the best epoch of a run.
+        name = [*(first.TEST.METRICS or task_class(first).default_metrics), "loss"][0]
+        metric = METRICS.get(name)(resolve_num_classes(first).MODEL.NUM_CLASSES, first.TRAIN.TOPK)
+        self.metric, self.higher_is_better = metric.label(name), metric.higher_is_better
 
     def folder(self, number: int, seed: int) -> Path:
         """Return OUT_DIR of a run."""
@@ -139,15 +144,6 @@ class Plan:
         flags = [*(["--cfg", *files] if files else []), "--nproc", self.flags.nproc, "--stop-epoch", epoch]
         own = ["TRAIN.AUTO_RESUME", True, "RNG_SEED", seed, "OUT_DIR", folder]
         return ["train", *map(str, [*flags, *self.options, *to_words(values), *own])]
-
-
-def find_objective(cfg: Config) -> tuple[str, bool]:
-    """Return the display name of the metric that selects the best epoch of a run, and whether higher is better."""
-    from distribuuuu.config.registry import METRICS, task_class
-
-    name = [*(cfg.TEST.METRICS or task_class(cfg).default_metrics), "loss"][0]
-    metric = METRICS.get(name)(cfg.MODEL.NUM_CLASSES, cfg.TRAIN.TOPK)
-    return metric.label(name), metric.higher_is_better
 
 
 def parse_space(words: Sequence[str]) -> tuple[list[str], dict[str, Any], list[Problem]]:
@@ -225,14 +221,6 @@ def plan_rungs(epochs: int, eta: int, num_trials: int, period: int = 1) -> tuple
     powers = [eta**k for k in range(1, 64) if eta**k <= min(epochs, num_trials)] if eta else []
     first = math.ceil(epochs / powers[-1] / period) * period if powers else epochs
     return tuple(first * power for power in [1, *powers] if first * power < epochs)
-
-
-def read_trials(
-    cfg_file: CfgFiles, fixed: Sequence[str], trials: Sequence[Mapping[str, str]]
-) -> tuple[list[Config], list[Problem]]:
-    """Return the config of each trial, and each problem once."""
-    cfgs, problems = zip(*(read_cfg(cfg_file, [*to_words(values), *fixed]) for values in trials), strict=True)
-    return list(cfgs), list({str(problem): problem for found in problems for problem in found}.values())
 
 
 def find_name_problems(cfgs: Sequence[Config]) -> list[Problem]:

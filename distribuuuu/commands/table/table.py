@@ -1,6 +1,7 @@
 """The command table: results of runs, mean, standard deviation and 95 % interval over the seeds of each config."""
 
 import argparse
+import re
 import statistics
 import sys
 import textwrap
@@ -157,6 +158,7 @@ def make_row(group: Sequence[Result], epoch: str, reported: dict[str, dict]) -> 
     folds = len({run.record["data"]["folder"] for run in group if is_fold(run.record)})
     counts = [f"n = {len(group)}", f"{folds} folds" if folds > 1 else "", kind.upper() if kind != RAW else ""]
     count = f"({', '.join(filter(None, counts))})"
+    commits = [record["commit"] or EMPTY for record in records]
     peaks = [record["peak_memory"]["mib"] for record in records if record["peak_memory"]["mib"] is not None]
     return Row(
         name=row_name(first, changes),
@@ -174,7 +176,7 @@ def make_row(group: Sequence[Result], epoch: str, reported: dict[str, dict]) -> 
             "images/s": _mean([part["images_per_s"] for part in training], ",.0f"),
             "peak memory": f"{max(peaks):,.0f} MiB" if peaks else EMPTY,
             "hardware": "; ".join(dict.fromkeys(record["hardware"] for record in records)),
-            "commit": "; ".join(dict.fromkeys(_short(record["commit"]) for record in records)),
+            "commit": re.sub("([0-9a-f]{7})[0-9a-f]+", r"\1", "; ".join(dict.fromkeys(commits))),
         },
         weights=kind,
     )
@@ -260,17 +262,12 @@ def _order(config: str | None, params_m: float, global_batch: int) -> tuple:
     return ((config or "").rpartition("/")[0], params_m, global_batch, config or "")
 
 
-def _short(commit: str | None) -> str:
-    """Abbreviate a commit, e.g. to 'a1b2c3d+changes'."""
-    digits, plus, changes = (commit or EMPTY).partition("+")
-    return digits[:7] + plus + changes
-
-
 def format_table(rows: Sequence[Row], epoch: str) -> str:
     """Return a Markdown table of the rows, without empty columns, and a legend below it."""
     lines, legend = _arrange(rows, epoch)
     lines.insert(1, ["---"] * len(lines[0]))
-    table = "".join(f"| {' | '.join(_escape(cell) for cell in line)} |\n" for line in lines)
+    cells = ([printable(" ".join(cell.replace("|", "\\|").split())) for cell in line] for line in lines)
+    table = "".join(f"| {' | '.join(line)} |\n" for line in cells)
     return table + (f"\n{legend}\n" if legend else "")
 
 
@@ -306,7 +303,3 @@ def _arrange(rows: Sequence[Row], epoch: str) -> tuple[list[list[str]], str]:
     averages = {row.weights for row in rows} - {RAW}
     legend += [f"{kind.upper()}: of the averaged weights." for kind in by_precedence(averages)]
     return lines, " ".join(legend)
-
-
-def _escape(cell: str) -> str:
-    return printable(" ".join(cell.replace("|", "\\|").split()))

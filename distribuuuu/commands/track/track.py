@@ -9,14 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
-from distribuuuu.config import ConfigError, get_cfg, load_cfg
+from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.config_node import iter_options
-from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.registry import TRACKERS
-from distribuuuu.config.run_files import TRACKERS_FOLDER, local_run
+from distribuuuu.config.run_files import TRACKERS_FOLDER
 from distribuuuu.engine.preflight import find_missing_trackers
 from distribuuuu.files.atomic_file import make_folder, open_for_writing
 from distribuuuu.files.locks import is_at, lock_file
+from distribuuuu.inference.locate_run import locate_run
 from distribuuuu.launch.signals import ignore_signals
 from distribuuuu.records.trackers.base import RunInfo, describe_error
 
@@ -34,17 +34,15 @@ SEND_EVERY_S, RETRY_S, END_S = 5.0, 30.0, 60.0
 def track(prog: str, args: list[str]) -> int:
     """Read the command line, and send what is missing."""
     flags = build_parser(prog).parse_args(args)
-    own = Path(local_run(flags.run)) / get_cfg().CFG_DEST
-    if not own.is_file():
-        raise ConfigError(f"RUN: no such file: {own}; expected the OUT_DIR of a run")
-    cfg = load_cfg(FoundConfig(own), flags.overrides)
+    own = locate_run(flags.run).config
+    cfg = load_cfg(own, flags.overrides)
     names = [name for name in cfg.LOG.TRACKERS if name != "tensorboard"]  # the run has written its events
     if not names:
         fix = f"fix: {prog} {flags.run} LOG.TRACKERS NAME"
         raise ConfigError(f"LOG.TRACKERS: got {list(cfg.LOG.TRACKERS)}; expected some of {TRACKERS.names()}; {fix}")
     if missing := [": ".join(problem) for problem in find_missing_trackers(cfg)]:
         raise ConfigError(missing)
-    ended, failures, out_dir = threading.Event(), list[str](), own.parent
+    ended, failures, out_dir = threading.Event(), list[str](), Path(own).parent
 
     def report(problem: str) -> None:
         fix = f"fix: see docs/trackers.md, then run distribuuuu track {shlex.quote(str(out_dir))}"

@@ -13,7 +13,6 @@ from distribuuuu.commands.plan import measure_run
 from distribuuuu.commands.plan.measure_run import epochs_to_measure, extrapolate, plan_run, sizes_of
 from distribuuuu.config import load_cfg
 from distribuuuu.data.batch_plan import BatchPlan
-from distribuuuu.records import run_log
 
 
 def test_first_steps_count_but_not_in_the_rate():
@@ -98,13 +97,6 @@ def test_the_table_and_a_run_that_does_not_fit(image_folder, tmp_path, capsys, i
     monkeypatch.setattr(measure_run, "in_fresh_process", lambda *args: "the trial ended with status -9")
     assert dispatch("distribuuuu", args) == 2
     assert "out of memory" in (said := capsys.readouterr().err) and "fix: TRAIN.BATCH_SIZE auto" in said
-
-
-def test_a_terminal_shows_the_progress_of_a_measurement(monkeypatch, capsys):
-    monkeypatch.setattr(run_log, "has_progress_bar", lambda: True)
-    ends = []
-    assert [*measure_run._timed(range(3), ends, 0.0, torch.device("cpu"))] == [0, 1] and len(ends) == 2
-    assert "measuring" in capsys.readouterr().err
 
 
 def test_errors_are_reported_at_once_with_status_2(image_folder, tmp_path, capsys):

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from support.commands import run_command
 from support.processes import list_trackers, wait_for
-from support.runs import ROOT, TRAIN_NET, assert_same_run, run_tool, small_options, timeless, train_and_stop
-from support.tables import slow
+from support.runs import ROOT, assert_same_run, timeless, train_and_stop
+from support.tables import each_row, slow
 
 from distribuuuu.records.metric_writers import RecordFile, drop_records_after
 from distribuuuu.records.trackers import base
@@ -52,6 +52,11 @@ class File(Tracker):
     def send_image(self, path, tag, step): self.write("image", tag, step, path.read_bytes()[1:4].decode())
     def send_file(self, path): self.write("file", path.name)
     def finish(self): self.write("finish")
+
+@TRACKERS.register("down")
+class Down(File):
+    name = "down"
+    def connect(self, run_id): raise ConnectionError("no\\nroute")
 """
 
 
@@ -220,28 +225,29 @@ def test_the_plug_in_of_the_page(small_cfg, tmp_path):
     assert [int(line.split(",")[0]) for line in lines if "/loss," in line] == [step for step, _ in WHOLE]
 
 
-@pytest.mark.slow
-def test_sigkill_of_the_training_at_any_time_loses_no_row(image_folder, tmp_path, server):
-    words = (*server.words, "CHECKPOINT.EVERY_STEPS", 1, "OPTIM.MAX_EPOCH", 12)
-    plain = small_options(image_folder, tmp_path / "plain", *words[4:])
-    assert run_tool(TRAIN_NET, *plain).returncode == 0
-    args = small_options(image_folder, tmp_path / "out", *words)
-    metrics = tmp_path / "out" / "metrics.jsonl"
-    for num_rows in (3, 13, 29, 44):
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}  # as `run_tool`
-        process = subprocess.Popen([sys.executable, TRAIN_NET, *args], cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
-        while process.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < num_rows):
-            time.sleep(0.01)
-        process.kill()
-        process.wait()
-    done = run_tool(TRAIN_NET, *args)
-    assert done.returncode == 0 and "WARNING" not in done.stderr
-    assert_same_run(tmp_path / "out", tmp_path / "plain")
-    server.wait_for_ends(5)
-    expected = {(step, kind) for step in range(1, 49) for kind in ("train", "eval") if kind == "train" or step % 4 == 0}
-    assert {*server.rows()} == expected and len(server.rows()) == len(expected)
-    (first,), *others = server.read("connect")
-    assert first == "" and len({run_id for (run_id,) in others}) == 1 and all(others[0]), "one run of the tracker"
+def test_a_run_without_trackers_is_sent_once(copied_run, server, capsys):
+    words = (copied_run, *server.words)
+    assert run_command("track", *words) == 0 and server.rows() == WHOLE
+    assert run_command("track", *words) == 0 and server.rows() == WHOLE and len(server.read("finish")) == 2
+    assert capsys.readouterr().out == "file: connecting\n" * 2
+    assert run_command("track", *words[:-1], "[down, file]") == 2
+    out, err = capsys.readouterr()
+    assert out == "down: connecting\nfile: connecting\n" and len(server.read("finish")) == 3
+    assert "LOG.TRACKERS: down: ConnectionError: no route; OUT_DIR keeps" in err and "Traceback" not in err
+    assert " file:" not in err
+
+
+@each_row("words, message", [
+    (["no_run"], "RUN: no such file or folder: no_run; expected the OUT_DIR of a run"),
+    (["{run}/checkpoints"], "RUN: no config.yaml in or above {run}/checkpoints; expected the OUT_DIR of a run"),
+    (["{run}"], "LOG.TRACKERS: got []; expected some of "),
+    (["{run}", "LOG.TRACKERS", "[wandbb]"], "did you mean wandb?"),
+    (["{run}", "--trackers", "store"], "no such flag: --trackers; did you mean LOG.TRACKERS store?"),
+])  # fmt: skip
+def test_mistakes_are_one_line(finished_run, capsys, words, message):
+    assert run_command("track", *(word.format(run=finished_run) for word in words)) == 2
+    err = capsys.readouterr().err
+    assert message.format(run=finished_run) in err and "Traceback" not in err
 
 
 STEPS = [1, 2, 3, 4, 5, 6, 7, 8]
