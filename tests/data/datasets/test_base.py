@@ -87,7 +87,7 @@ from distribuuuu.config.registry import DATASETS, TASKS
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.tasks.base import Task
 
-TASKS.register("own")(type("Own", (Task,), {"__module__": __name__}))
+TASKS.register("numbers")(type("Numbers", (Task,), {"__module__": __name__}))
 
 
 @DATASETS.register("numbered")
@@ -100,6 +100,6 @@ class Numbered(ImageFolder):
 
 
 def test_structured_targets_are_not_packed(image_folder, tmp_path):
-    (tmp_path / "own.py").write_text(PLUGIN)
-    words = "PLUGINS", tmp_path / "own.py", "DATA.NAME", "numbered", "TASK.NAME", "own", "TRAIN.DATASET", image_folder
+    (plugin := tmp_path / "own.py").write_text(PLUGIN)
+    words = "PLUGINS", plugin, "DATA.NAME", "numbered", "TASK.NAME", "numbers", "TRAIN.DATASET", image_folder
     assert "got structured targets; expected labels" in message_of(pack, tmp_path / "pack", *words)
