@@ -19,7 +19,7 @@ from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import DEFAULTS, DecodeOptions, open_lazy_image
 from distribuuuu.data.samplers import BatchKeys, EvalSampler, ResumableDistributedSampler
 from distribuuuu.data.seeding import SampleKey, SampleRNG, derive_seed
-from distribuuuu.data.transforms import Transform, as_geometry
+from distribuuuu.data.transforms import Transform
 
 # Values of a tensor that torch processes in one thread on a CPU; they also stay in its cache. With more threads, each
 # operation would wait for cores on which the workers run.
@@ -243,6 +243,8 @@ class Samples:
         targets = as_targets(labels, self.images.targets)
         batch = Batch(images if len(views) > 1 else images[0], targets, torch.tensor(index))
         if self.keeps_geometry:
+            from distribuuuu.data.geometry import as_geometry
+
             batch = batch._replace(geometry=as_geometry(geometry, len(views)))
         if unread:
             marks = torch.zeros(len(keys), dtype=torch.bool).index_fill_(0, torch.tensor(unread), True)
@@ -263,6 +265,7 @@ class Samples:
             try:
                 image = open_lazy_image(self.images.read(chosen), self.decoder, self.options)
                 rng = SampleRNG(*key)
+                rng.geometry = () if self.keeps_geometry else None
                 pixels = transform(image, rng)
             except MemoryError as error:  # not the image's fault
                 raise MemoryError(self.images.describe(chosen)) from error

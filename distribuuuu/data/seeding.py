@@ -45,7 +45,7 @@ class SampleRNG:
     generator of numpy or torch takes ten.
     """
 
-    # What the transform of the sample records, see `transforms.record_geometry`.
+    # What the transform of the sample records unless it is None, see `record_geometry`.
     geometry: Any = None
 
     def __init__(self, seed: Any, index: Any, *chosen: Any):

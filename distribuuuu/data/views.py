@@ -28,8 +28,11 @@ class Views(Transform):
     def __call__(self, image: LazyImage, rng: SampleRNG) -> tuple[torch.Tensor, ...]:
         """Return uint8 (3, height, width) of each view."""
         decoded, rngs = LazyImage(image.pixels()), rng.split(len(self.transforms))
+        for own in rngs:
+            own.geometry = rng.geometry
         views = tuple(view(decoded, own) for view, own in zip(self.transforms, rngs, strict=True))
-        rng.geometry = [own.geometry for own in rngs]
+        if rng.geometry is not None:
+            rng.geometry = [own.geometry for own in rngs]
         return views
 
     def at_size(self, size: Size) -> "Views":
