@@ -27,6 +27,7 @@ import distribuuuu
 from distribuuuu.commands.arguments import parse_args
 from distribuuuu.commands.flag_hints import parse_flags
 from distribuuuu.commands.main import find_commands
+from distribuuuu.commands.train import build_train_parser
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.config.explain import read_comments, show_default
 from distribuuuu.config.locate import RECIPE_PLUGINS
@@ -114,7 +115,8 @@ def parse_command(command: str) -> None:
     if name == "test" and len(args) % 2 and not args[0].startswith("-") and not args[0].isupper():
         args = ["OUT_DIR", *args] if "://" not in args[0] else args[1:]  # a run, which is not there
     if name in ("train", "test"):
-        parse_args(None, [*args, *(() if "--help-config" in args else ("--dump-config",))], train=name != "test")
+        parser = build_train_parser() if name == "train" else None
+        parse_args(parser, [*args, *(() if "--help-config" in args else ("--dump-config",))], train=name != "test")
     elif name:
         module = importlib.import_module(find_commands()[name].module)
         PARSE_WITH.get(name, lambda module, args: module.build_parser("").parse_args(args))(module, args)

@@ -3,7 +3,7 @@
 from argparse import Namespace
 
 from distribuuuu.commands.arguments import build_parser, run_on_config
-from distribuuuu.commands.flag_hints import at_least
+from distribuuuu.commands.flag_hints import CommandParser, at_least
 from distribuuuu.config import Config
 
 _TRAIN = """Train a model, or resume the run in OUT_DIR: the same command does both, alone
@@ -23,12 +23,17 @@ published weights (MODEL.PRETRAINED True).
 
 def train(prog: str, args: list[str]) -> int:
     """Train a model; return the exit status."""
+    return run_on_config(build_train_parser(prog), args, _train, train=True)
+
+
+def build_train_parser(prog: str | None = None) -> CommandParser:
+    """Return the parser of a training."""
     parser = build_parser(_TRAIN, prog)
     stop = "end after epoch N with a checkpoint; the same command without this flag continues"
     parser.add_argument("--stop-epoch", metavar="N", type=at_least(1), help=stop)
     trace = "write a trace of N steps to OUT_DIR/profile, and list the longest operations"
     parser.add_argument("--profile", metavar="N", type=at_least(1), default=0, help=trace)
-    return run_on_config(parser, args, _train, train=True)
+    return parser
 
 
 def test(prog: str, args: list[str]) -> int:

@@ -186,8 +186,6 @@ def _distribution(cfg: Config) -> Iterator[Conflict]:
     yield "MODEL.ACT_CHECKPOINT", is_both, f"MODEL.COMPILE {mode} selects what to recompute; fix: set one of them off"
     # It is resolved before the run is downloaded.
     yield "TRAIN.BATCH_SIZE", is_auto and url_of(cfg.OUT_DIR), "expected a number with OUT_DIR at a URL"
-    for key in ("TRAIN.AMP", "MODEL.CHANNELS_LAST"):
-        yield key, get_value(cfg, key) == AUTO and url_of(cfg.OUT_DIR), "expected another value with OUT_DIR at a URL"
     expected = "it needs TRAIN.GLOBAL_BATCH_SIZE, the images per step; fix: set that, e.g. 256, or a number here"
     yield "TRAIN.BATCH_SIZE", is_auto and not cfg.TRAIN.GLOBAL_BATCH_SIZE, expected
 

@@ -66,4 +66,4 @@ def clip_adaptively(parameters: Iterable[torch.Tensor], limit: float, head: Coll
             for tensor in (weight, grad)
         )
         most = own.clamp(min=1e-3) * limit
-        grad.mul_(torch.where(norm < most, 1.0, most / norm.clamp(min=1e-6)))
+        grad.mul_((most / norm.clamp(min=1e-6)).masked_fill_(norm < most, 1.0))
