@@ -68,8 +68,9 @@ def assert_resumes(cfg: Config, steps: Sequence[int] = (2, 4), by: int = signal.
 def assert_same_on_processes(cfg: Config, num: int, tolerance: float = 1e-3) -> None:
     """Train a config on one process and on several ones that share each global batch; compare the weights.
 
-    They differ by the order in which floats are added. Without MODEL.SYNCBN, batch norm depends on the division of a
-    batch: use a model with another norm, e.g. MODEL.KWARGS.norm group.
+    They differ by the order in which floats are added, and the more, the more steps follow and the higher the rate is:
+    with `model.double()`, a difference of rounding alone nearly vanishes. Without MODEL.SYNCBN, batch norm depends on
+    the division of a batch: use a model with another norm, e.g. MODEL.KWARGS.norm group.
 
     Args:
         cfg: as for `assert_resumes`; OUT_DIR gets the folders `1` and `num`.

@@ -268,19 +268,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, content: dict[str, Any], pa
 
 @torch.no_grad()
 def _match_strides(optimizer: torch.optim.Optimizer) -> None:
-    """Give state tensors the strides of their parameters, which fused kernels require; the values stay.
-
-    Raises:
-        ValueError: a state tensor cannot belong to its parameter.
-    """
+    """Give state tensors the strides of their parameters, which fused kernels require; the values stay."""
     own_share = getattr(optimizer, "optim", optimizer)  # of an optimizer that is partitioned by ZeRO-1
     for parameter, entry in own_share.state.items():
         for name, value in entry.items() if isinstance(parameter, torch.Tensor) else ():
-            if not isinstance(value, torch.Tensor) or value.ndim != parameter.ndim:
-                continue  # e.g. a step count, or row and column statistics
-            if any(size not in (1, expected) for size, expected in zip(value.shape, parameter.shape, strict=True)):
-                raise ValueError(f"{name} has the shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
-            has_shape = value.shape == parameter.shape
+            has_shape = isinstance(value, torch.Tensor) and value.shape == parameter.shape
             if has_shape and to_local(value).stride() != to_local(parameter).stride():
                 entry[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
                 to_local(entry[name]).copy_(to_local(value))

@@ -226,8 +226,6 @@ class CheckpointManager:
         self._works = []  # what is not on disk is lost by a rollback
         if jobs is not None and not jobs:
             return None
-        if self.folder.is_symlink():
-            raise CheckpointError(f"OUT_DIR: {self.folder} is a link; fix: make OUT_DIR the link, or use a real folder")
         damaged: dict[Path, CheckpointError] = {}
         others = False
         for path in reversed(self.list()):

@@ -1,4 +1,4 @@
-"""OPTIM.CLIP: clipping of gradients by their norm, by value, and of each unit by the norm of its weights."""
+"""OPTIM.CLIP: clipping of gradients by their norm, and of each unit by the norm of its weights."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -8,13 +8,6 @@ from torch import nn
 
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.comm import to_local
-
-
-def clip_values(parameters: Iterable[torch.Tensor], limit: float) -> None:
-    """Clamp the gradients of parameters, sharded or not, to `limit` and its negative."""
-    grads = [to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    torch._foreach_clamp_min_(grads, -limit)
-    torch._foreach_clamp_max_(grads, limit)
 
 
 def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> None:

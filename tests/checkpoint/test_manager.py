@@ -124,9 +124,6 @@ def test_weights_and_states_that_do_not_fit_are_described(tmp_path):
     with pytest.raises(CheckpointError, match="'b' where the data has 'x'"):
         load(other, path)
     content = read_checkpoint(path)
-    content["optimizer"]["state"][0]["momentum_buffer"] = torch.ones(7, 7)
-    with pytest.raises(CheckpointError, match=r"does not fit: momentum_buffer has the shape \(7, 7\), its parameter"):
-        make_state().load_dict(content, path)
     content["optimizer"]["param_groups"][0]["params"].pop()
     with pytest.raises(CheckpointError, match="its optimizer does not fit"):
         make_state().load_dict(content, path)
@@ -332,13 +329,6 @@ def test_a_restarted_job_resumes_only_its_own_checkpoints(tmp_path):
         assert folder.find_latest(jobs) == (folder.list()[0] if is_own else None) and folder.has_any(jobs) == is_own
     (tmp_path / "checkpoints" / checkpoint_name(2, 0)).write_bytes(b"damaged")
     assert folder.has_any(["Slurm job 6"]) and not folder.has_any(["Slurm job 7"])
-
-
-def test_a_folder_of_checkpoints_that_is_a_link_is_refused(tmp_path):
-    (tmp_path / "other").mkdir()
-    (tmp_path / "checkpoints").symlink_to(tmp_path / "other")
-    with pytest.raises(CheckpointError, match="is a link"):
-        CheckpointManager(tmp_path).find_latest()
 
 
 def test_another_global_batch_keeps_the_images_seen(tmp_path):

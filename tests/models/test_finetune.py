@@ -14,11 +14,10 @@ import timm
 import torch
 import torchvision
 from safetensors.torch import save_file
-from support.downloads import serve
 from support.images import draw_folder
 from support.processes import on_processes
 from support.runs import assert_close, make_cfg, message_of, newest, small_options, train_and_read
-from support.tables import each_row, slow
+from support.tables import each_row
 from timm.layers import resample_abs_pos_embed
 from timm.models import save_for_hf
 from torch import nn
@@ -175,19 +174,6 @@ def test_a_first_loss_far_above_guessing_is_a_warning(finished_run, small_cfg, t
     assert [log.count("that of guessing is 1.10: check the initial weights of the head") for log in logs] == [1, 0]
 
 
-@pytest.mark.parametrize("arch, head", [
-    ("resnet18", ["fc"]),
-    slow("timm/deit_tiny_distilled_patch16_224", ["head", "head_dist"]),
-    ("torchvision/regnet_y_400mf", ["fc"]),  # cannot be built on the meta device
-])  # fmt: skip
-def test_the_head_is_what_depends_on_the_number_of_classes(arch, head):
-    cfg = finetuning(arch)
-    model = build_model(cfg)
-    before = torch.random.get_rng_state()
-    assert find_head(cfg, model) == head
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
 def test_weights_of_another_model_are_refused(tmp_path):
     torch.save({"state_dict": trained("resnet18"), "arch": "resnet18"}, tmp_path / "a.pth")
     said = message_of(start, finetuning("resnet8", WEIGHTS=tmp_path / "a.pth"))
@@ -204,17 +190,6 @@ def test_position_embeddings_are_resampled_to_the_size_of_the_image(tmp_path, ca
     expected = resample_abs_pos_embed(published["pos_embed"], [ours // 16] * 2, [theirs // 16] * 2)
     torch.testing.assert_close(state["pos_embed"], expected)
     assert "of the backbone randomly initialized" not in caplog.text
-
-
-def test_published_weights_are_those_of_model_pretrained_and_the_head_can_be_reset(monkeypatch):
-    published = torchvision.models.resnet18().state_dict()
-    serve(monkeypatch, published)
-    assert other_than(start(finetuning("resnet18", 1000, WEIGHTS="pretrained")), published) == []
-    cfg = finetuning("resnet18", 1000, WEIGHTS="pretrained", HEAD_RESET=True)
-    state = start(cfg)
-    assert other_than(state, published) == ["fc.weight", "fc.bias"] and is_new_head(state)
-    state = build_initial_model(cfg, CLASSES, pretrained=False).state_dict()
-    assert "conv1.weight" in other_than(state, published)
 
 
 def test_patterns_freeze_parameters_and_whole_modules_by_their_whole_names():
