@@ -130,7 +130,8 @@ def parse_table(module: ModuleType, args: list[str]) -> None:
 def parse_sweep(module: ModuleType, args: list[str]) -> None:
     flags, words, problems = parse_flags(module.build_parser(""), args)
     fixed, space, found = module.parse_space(words)
-    assert not [*problems, *found, *module.read_trials(flags.cfg, fixed, module.list_ends(space))[1]]
+    trials = [[*module.to_words(values), *fixed] for values in module.list_ends(space)]
+    assert not [*problems, *found, *(problem for words in trials for problem in read_cfg(flags.cfg, words)[1])]
 
 
 def parse_split(module: ModuleType, args: list[str]) -> None:

@@ -47,7 +47,7 @@ NUM_SEEDED, NUM_DRAWN = 3, 8
 # A run that is killed this often without a new checkpoint has failed.
 MAX_KILLS = 5
 POLL_S = 0.2
-# Status of a trial by that in Optuna. Paused: stopped early by the pruner.
+# Status of a trial by that in Optuna; another one is about to begin. Paused: stopped early by the pruner.
 STATUSES = {"RUNNING": "running", "PRUNED": "paused", "COMPLETE": "finished"}
 
 
@@ -150,7 +150,8 @@ class Study:
         def rank(row: Row) -> tuple:
             return -len(row.seeds), -row.epochs * (not row.seeds), -self._score(row.objective), row.trial
 
-        return sorted((build_row(self.plan, trial) for trial in self._study.get_trials()), key=rank)
+        trials = [trial for trial in self._study.get_trials() if trial.state.name in STATUSES]
+        return sorted((build_row(self.plan, trial) for trial in trials), key=rank)
 
     def _score(self, value: float | None) -> float:
         """Return an objective as a number of which higher is better; None and NaN are the worst."""
@@ -182,7 +183,8 @@ class Study:
 
     def _take_trial(self, held: contextlib.ExitStack) -> Any:
         """Return a trial whose process was killed, or a new one; None: there is none. `held` keeps it locked."""
-        first, number = self.plan.seeds[0], len(self._study.get_trials())
+        first, waiting = self.plan.seeds[0], self._study.get_trials(states=[self._states.WAITING])
+        number = len(self._study.get_trials()) - len(waiting)
         for running in self._study.get_trials(states=[self._states.RUNNING]):
             is_free = held.enter_context(self._holding(running.number, first))
             trial = self._study.get_trials()[running.number]  # it may have ended or failed meanwhile
@@ -194,7 +196,7 @@ class Study:
                 return self._optuna.trial.Trial(self._study, key)
         if number >= self.plan.num_trials:
             return None
-        if self.plan.grid:
+        if self.plan.grid and not waiting:  # else the process that began this trial was killed
             self._study.enqueue_trial(self.plan.grid[number])
         held.enter_context(self._holding(number, first))
         self._study.sampler = self._build_sampler(number)
@@ -315,7 +317,7 @@ def format_rows(plan: Plan, rows: Sequence[Row]) -> list[str]:
     for row in rows:
         objective = "" if row.objective is None else f"{row.objective:.4g}"
         cells = row.trial, row.status, f"{row.epochs}/{row.planned}", objective, len(row.seeds) or ""
-        lines.append([*map(str, cells), *row.values_of.values(), row.error])
+        lines.append([*map(str, cells), *(row.values_of.get(key, "") for key in plan.space), row.error])
     return align_columns(lines, ">" * len(lines[0]))
 
 
@@ -349,8 +351,8 @@ def build_sweep_page(plan: Plan, rows: Sequence[Row], importance: Mapping[str, f
         summary += [html.heading("Importance of the options"), html.table(columns, [*importance.items()])]
     columns = [Column("trial", "d"), Column("status"), Column("epochs", "d"), Column(plan.metric, ".2f"),
                Column("seeds", "d"), *map(Column, plan.space), Column("error")]  # fmt: skip
-    trials = [[row.trial, row.status, row.epochs, row.objective, len(row.seeds), *row.values_of.values(), row.error]
-              for row in rows]  # fmt: skip
+    trials = [[row.trial, row.status, row.epochs, row.objective, len(row.seeds),
+               *(row.values_of.get(key, "") for key in plan.space), row.error] for row in rows]  # fmt: skip
     runs = {f"trial {row.trial}": read_history(plan.folder(row.trial, plan.seeds[0])) for row in rows[:NUM_DRAWN]}
     subtitle = f"{counted(len(rows), 'trial')} of {counted(len(plan.space), 'option')}, compared by {plan.metric}"
     sections = [PageSection("Summary", summary), PageSection("Trials", [html.table(columns, trials)]),

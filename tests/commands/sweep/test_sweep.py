@@ -244,19 +244,21 @@ class Killed(BaseException):
     """The process of a sweep is killed."""
 
 
-@pytest.mark.parametrize("place", ["ask", "report", "should_prune", "tell"])
+@pytest.mark.parametrize("place", ["enqueue_trial", "ask", "report", "should_prune", "tell"])
 def test_a_trial_whose_process_is_killed_is_continued_and_counts_once(make_plan, monkeypatch, place):
     """The rungs are those of an undisturbed sweep: a continued trial has one value in each."""
     words = (LR, "--trials", 8, "--asha", 2, "--sampler", "random")
+    if place == "enqueue_trial":
+        words = ("OPTIM.BASE_LR=0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8", "--asha", 2)
     runs, calls = Runs(monkeypatch, good_at), Counter()
     import optuna
 
-    owner = optuna.study.Study if place in ("ask", "tell") else optuna.trial.Trial
+    owner = optuna.trial.Trial if place in ("report", "should_prune") else optuna.study.Study
     original = getattr(owner, place)
 
     def call(self, *args, **options):
         calls[place] += 1
-        if calls[place] == 4 and place != "ask":
+        if calls[place] == 4 and place not in ("enqueue_trial", "ask"):
             raise Killed
         result = original(self, *args, **options)
         if calls[place] == 4:
