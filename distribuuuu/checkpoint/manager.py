@@ -20,7 +20,7 @@ from distribuuuu.checkpoint.io import (
     check_resumable,
     read_checkpoint,
 )
-from distribuuuu.checkpoint.weights_files import best_key, best_path, tensors_key
+from distribuuuu.checkpoint.weights_files import best_key, best_path, merge_adapters, tensors_key
 from distribuuuu.config import run_files
 from distribuuuu.config.errors import NonFiniteError
 from distribuuuu.distributed import comm as dist
@@ -287,7 +287,7 @@ def weights_of(content: dict[str, Any], kind: str) -> dict[str, Any]:
     """Return the content of a file of best weights of a kind, e.g. "raw"."""
     left_out = {*_ONLY_TO_RESUME, *map(tensors_key, content["bests"])}
     weights = {key: value for key, value in content.items() if key not in left_out}
-    return {**weights, "weights": kind, "state_dict": content[tensors_key(kind)]}
+    return {**weights, "weights": kind, "state_dict": merge_adapters(content[tensors_key(kind)])}
 
 
 def checkpoint_name(epoch: int, step: int) -> str:

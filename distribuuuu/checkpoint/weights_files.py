@@ -10,6 +10,7 @@ import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import BEST_NAMES
@@ -91,6 +92,18 @@ def find_best(out_dir: str | os.PathLike, ema: bool = True) -> Path | None:
     Without `ema`, that of a moving average is an older one.
     """
     return next((path for kind, path in list_bests(out_dir).items() if ema or kind != EMA), None)
+
+
+def merge_adapters(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return weights to which the adapters of FINETUNE.LORA are added, see models/lora.py; without any, they stay."""
+    plain = {name: tensor for name, tensor in tensors.items() if not name.rpartition(".")[2].startswith("lora_")}
+    for layer in {name.rpartition(".")[0] for name in tensors.keys() - plain.keys()}:
+        names = [f"{layer}.{name}" for name in ("weight", "lora_scale", "lora_up", "lora_down")]
+        if not tensors.keys() >= {*names}:  # of another program
+            return tensors
+        weight, scale, up, down = (tensors[name] for name in names)
+        plain[names[0]] = weight + scale * (up @ down)
+    return plain
 
 
 def find_weights_file(path: str, ema: bool = True) -> Path:

@@ -12,6 +12,7 @@ from pathlib import Path
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.run_files import BEST_NAMES, RUN_FILES, find_path_problem
 from distribuuuu.files.untrusted import printable
+from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.signals import STATUS_OF
 
 # Values of --format, and the columns of a text.
@@ -37,6 +38,12 @@ def check_out_file(out: Path) -> None:
         raise ConfigError(f"--out: no such folder: {out.parent}; fix: create it, or name another file")
     if out.exists() and not out.is_file():  # a device would be replaced by a file
         raise ConfigError(f"--out: {out} is no file; fix: name another one")
+
+
+def check_one_process(fix: str) -> None:
+    """Raise ConfigError if a launcher has started several processes of a command that is one."""
+    if (launch := detect_launch()).world_size > 1:
+        raise ConfigError(Problem("launcher", f"got {launch}; expected one process; fix: {fix}"))
 
 
 def align_columns(lines: Sequence[Sequence[str]], sides: str) -> list[str]:

@@ -31,7 +31,7 @@ _RGB_OPERATIONS = ("grayscale", "pca_noise")
 # Options that are off by default, whose conflicts are in a file of their own.
 _FEATURES = ("AUG.MIXUP", "AUG.CUTMIX", "TRAIN.IM_SIZE_START", "TEST.LABELS", "LOSS.CLASS_WEIGHTS",
              "LOSS.POSITIVE_WEIGHT", "DISTILL.TEACHER", "DISTILL.WEIGHTS", "FINETUNE.HEAD_RESET", "FINETUNE.LR_MULT",
-             "MODEL.KWARGS", "DISTILL.KWARGS", "OPTIM.KWARGS")  # fmt: skip
+             "FINETUNE.LORA", "MODEL.KWARGS", "DISTILL.KWARGS", "OPTIM.KWARGS")  # fmt: skip
 
 # An option, whether its value is in conflict with others, and what is expected.
 Conflict = tuple[str, object, str]

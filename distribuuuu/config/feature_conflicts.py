@@ -12,7 +12,9 @@ from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.errors import Problem, counted
 from distribuuuu.config.model_names import OWN_KEYS, is_published, names_backbone
 from distribuuuu.config.options import GRAPH_MODES, IMAGENET_CLASSES
+from distribuuuu.config.read_settings import read_settings
 from distribuuuu.config.registry import BUILT_IN_TASKS, OPTIMIZERS
+from distribuuuu.config.settings import LoraSettings
 
 # Arguments of optimizers that are options, the last two for sgd and registered ones only, or that the trainer sets.
 OPTIM_ARGUMENTS = {
@@ -101,6 +103,11 @@ def _other_weights(cfg: Config) -> Iterator[Conflict]:
     yield "DISTILL.WEIGHTS", lacks, "expected none without a teacher; fix: set DISTILL.TEACHER to their model"
     lacks = cfg.FINETUNE.HEAD_RESET and not cfg.FINETUNE.WEIGHTS
     yield "FINETUNE.HEAD_RESET", lacks, "expected False without weights; fix: set FINETUNE.WEIGHTS"
+    tune, is_backbone = cfg.FINETUNE, names_backbone(cfg.MODEL.ARCH)
+    lacks = tune.LORA and not (tune.WEIGHTS or cfg.MODEL.PRETRAINED or cfg.MODEL.WEIGHTS or is_backbone)
+    yield "FINETUNE.LORA", lacks, "expected none without trained weights; fix: set FINETUNE.WEIGHTS"
+    is_both = tune.LORA and "backbone" in tune.FREEZE
+    yield "FINETUNE.FREEZE", is_both, "expected no `backbone`, which would freeze the adapters; fix: remove it"
     is_unused = cfg.DISTILL.TEACHER and name in BUILT_IN_TASKS and name != "distillation"
     yield "DISTILL.TEACHER", is_unused, f"expected none with TASK.NAME {name}; fix: set TASK.NAME auto"
 
@@ -135,6 +142,7 @@ def check_arguments(cfg: Config) -> Iterator[Problem]:
         if factor <= 0:
             message = f"got {factor:g}; expected a number above 0; to freeze parameters set FINETUNE.FREEZE"
             yield Problem(f"FINETUNE.LR_MULT.{pattern}", message)
+    yield from read_settings("FINETUNE.LORA", LoraSettings, cfg.FINETUNE.LORA)[1]
     is_ours = cfg.OPTIM.NAME.lower() == "sgd" or cfg.OPTIM.NAME in OPTIMIZERS
     for name in cfg.OPTIM.KWARGS:
         if name in OPTIM_ARGUMENTS and (is_ours or name not in ("dampening", "nesterov")):
@@ -182,6 +190,9 @@ def find_sharding_problems(cfg: Config) -> Iterator[Problem]:
     if cfg.MODEL.COMPILE in GRAPH_MODES:  # the weights are gathered in other memory in each step
         message = f"got {cfg.MODEL.COMPILE}, which replays CUDA graphs, with DIST.SHARD fsdp; expected none or default"
         yield Problem("MODEL.COMPILE", f"{message}; fix: set it to default, or DIST.SHARD to zero1 or none")
+    if cfg.FINETUNE.LORA:
+        message = "got adapters with DIST.SHARD fsdp, whose shards cannot be merged; fix: set it to zero1 or none"
+        yield Problem("FINETUNE.LORA", message)
     if cfg.TRAIN.AMP == "fp16":
         message = "fp16 does not work with DIST.SHARD fsdp, where each process would scale its loss alone; use bf16"
         yield Problem("TRAIN.AMP", message)

@@ -33,6 +33,15 @@ def setting(
     return dataclasses.field(default=default, metadata=limits)
 
 
+@dataclasses.dataclass
+class LoraSettings:
+    """The values of FINETUNE.LORA."""
+
+    rank: int = setting(8, "rank of the update of a weight", least=1)
+    alpha: float = setting(16.0, "the update is scaled by alpha / rank", least=0)
+    targets: tuple[str, ...] = setting(("*",), "patterns of the names of linear layers")
+
+
 def build_settings(cfg: Config, key: str, entry: Any) -> Any:
     """Return the settings of an entry as it declares them, or a dict; raise ConfigError if a value is not allowed."""
     declared, given = getattr(entry, SETTINGS[key], None), get_value(cfg, key)

@@ -14,14 +14,13 @@ import torch
 from torch import nn
 
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, load_state_dict, read_checkpoint
-from distribuuuu.checkpoint.manager import CheckpointManager, find_nonfinite, hash_tensors
+from distribuuuu.checkpoint.manager import CheckpointManager, find_nonfinite, hash_tensors, weights_of
 from distribuuuu.checkpoint.weights_files import (
     best_path,
     find_best,
     find_card,
     find_weights_file,
     list_bests,
-    tensors_key,
 )
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed, iter_options
@@ -152,7 +151,8 @@ def build_training(
     precision = build_precision(cfg, loader.device)
     task = build_task(cfg, loader.images.classes, loader.device, precision)
     # The tensors that checkpoints leave out come from where they came from at the first start.
-    is_pretrained = latest is None or type(task).unsaved_tensors is not Task.unsaved_tensors
+    leaves_out = type(task).unsaved_tensors is not Task.unsaved_tensors or cfg.FINETUNE.LORA
+    is_pretrained = latest is None or bool(leaves_out)
     state = task.state = build_state(cfg, task, loader, precision, is_pretrained)
     state.data = data or {}
     content = resume_or_load_weights(cfg, state, latest)
@@ -191,8 +191,12 @@ def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
         prepare_out_dir(cfg, checkpoints, latest, training.state.models)
     log = open_log(cfg, training.task, training.state, train_loader)
     stop = StopRequest(cfg.CHECKPOINT.MAX_HOURS)
-    results = RunResults(training, val_loader.images, lambda content, kind: hash_tensors(content[tensors_key(kind)]))
+    results = RunResults(training, val_loader.images, _hash_weights)
     return Run(**vars(training), val_loader=val_loader, checkpoints=checkpoints, results=results, log=log, stop=stop)
+
+
+def _hash_weights(content: dict[str, Any], kind: str) -> str:
+    return hash_tensors(weights_of(content, kind)["state_dict"])
 
 
 def _gather(jobs: list[str]) -> list[str]:
@@ -232,15 +236,18 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
             raise ConfigError(Problem("DIST.SHARD", f"got fsdp; {fix}", cfg.origins))
     if cfg.MODEL.SYNCBN:
         model = importlib.import_module("distribuuuu.distributed.sync_batchnorm").convert_sync_batchnorm(model)
+    unsaved_names = list(task.unsaved_tensors(model))
+    if cfg.FINETUNE.LORA:
+        unsaved_names += importlib.import_module("distribuuuu.models.lora").add_adapters(cfg, model, task)
     if cfg.FINETUNE.FREEZE:
         importlib.import_module("distribuuuu.models.freeze").freeze_parts(cfg, model, task)
     if cfg.MODEL.ACT_CHECKPOINT:
         importlib.import_module("distribuuuu.distributed.activation_checkpoint").recompute_blocks(model)
     unsaved: dict[str, Any] = {}
-    if type(task).unsaved_tensors is not Task.unsaved_tensors:
+    if unsaved_names:
         describe_unsaved = importlib.import_module("distribuuuu.checkpoint.unsaved").describe_unsaved
-        unsaved = describe_unsaved(task.unsaved_tensors(model), model.state_dict())
-        if unsaved and cfg.MODEL.WEIGHTS:
+        unsaved = describe_unsaved(unsaved_names, model.state_dict())
+        if cfg.MODEL.WEIGHTS:
             message = f"got {cfg.MODEL.WEIGHTS}, which no resume loads, and checkpoints leave out tensors"
             raise ConfigError(Problem("MODEL.WEIGHTS", f"{message}; fix: name it as FINETUNE.WEIGHTS", cfg.origins))
     averages = task.averages(model)

@@ -35,7 +35,7 @@ def check_model(cfg) -> None:
 
     Raises:
         ConfigError: as `build_model`; the named weights do not exist; or a pattern does not match the model
-            (FINETUNE.FREEZE, FINETUNE.LR_MULT, OPTIM.NO_WEIGHT_DECAY).
+            (FINETUNE.FREEZE, FINETUNE.LORA, FINETUNE.LR_MULT, OPTIM.NO_WEIGHT_DECAY).
     """
     try:
         spec = build_model_spec(cfg)
@@ -58,17 +58,23 @@ def find_weights_key(cfg) -> str:
 
 
 def _pattern_problems(cfg, model: nn.Module | None) -> Iterator[Problem]:
-    if model is None or not (cfg.FINETUNE.FREEZE or cfg.FINETUNE.LR_MULT or cfg.OPTIM.NO_WEIGHT_DECAY):
+    tune = cfg.FINETUNE
+    if model is None or not (tune.FREEZE or tune.LORA or tune.LR_MULT or cfg.OPTIM.NO_WEIGHT_DECAY):
         return
     from distribuuuu.models.freeze import BACKBONE, freeze
     from distribuuuu.optim.name_patterns import exempt_parameters, lr_multipliers
 
-    named: Any = [pattern for pattern in cfg.FINETUNE.FREEZE if pattern != BACKBONE]
-    checks = ((freeze, named), (lr_multipliers, cfg.FINETUNE.LR_MULT),
-              (exempt_parameters, cfg.OPTIM.NO_WEIGHT_DECAY))  # fmt: skip
-    for check, patterns in checks:
+    checks: list[tuple[Any, ...]] = []
+    if tune.LORA:
+        from distribuuuu.models.head import find_head
+        from distribuuuu.models.lora import find_targets
+
+        checks.append((find_targets, cfg, model, find_head(cfg, model)))
+    checks.append((freeze, model, [pattern for pattern in tune.FREEZE if pattern != BACKBONE]))
+    checks += [(lr_multipliers, model, tune.LR_MULT), (exempt_parameters, model, cfg.OPTIM.NO_WEIGHT_DECAY)]
+    for check, *arguments in checks:
         try:
-            check(model, patterns)
+            check(*arguments)
         except ConfigError as error:
             yield from error.problems
 

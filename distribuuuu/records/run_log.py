@@ -40,6 +40,8 @@ LOG_INTERVAL_S = 15.0
 _ROWS_PER_HEADER, _MAX_WIDTH = 20, 65
 # Progress bars: the position, the time left of the epoch or the evaluation, then what `Log` appends.
 _BAR_FORMAT = "{desc} |{bar}| {n_fmt}/{total_fmt} [{remaining}{postfix}]"
+# Variable of the environment of runs that are a stage of a command: the terminal then shows rows and warnings only.
+STAGE_MARK = "DISTRIBUUUU_STAGE"
 _TERMINAL_TIME, _FILE_TIME = "%H:%M:%S", "%m-%d %H:%M:%S"
 
 
@@ -63,6 +65,8 @@ class _Handler(logging.StreamHandler):
         super().__init__(open_for_writing(path, "a", encoding="utf-8") if path else None)
         self._is_file = path is not None
         self.setFormatter(_LineFormatter(_FILE_TIME if path else _TERMINAL_TIME))
+        if path is None and STAGE_MARK in os.environ:
+            self.addFilter(lambda record: record.name == logger.name or record.levelno >= logging.WARNING)
 
     def emit(self, record: logging.LogRecord) -> None:
         with tqdm.external_write_mode(file=sys.stderr):

@@ -37,7 +37,7 @@ def finetune(
     """Make the best classifier of images that some minutes allow, like the command `distribuuuu finetune`.
 
     Args:
-        folder: images in folders of classes or of splits, or a table.
+        folder: images in folders of classes or of splits, an archive of them, or a table.
         minutes: the time for all of it, roughly.
         backbone: timm/NAME, a run or a file; of several, the best one is fine-tuned. Empty: the default.
         out: the folder of the run; None: exp/NAME of the images.
@@ -51,9 +51,9 @@ def finetune(
 
     names = [os.fspath(backbone)] if isinstance(backbone, (str, os.PathLike)) else list(backbone)
     words = [os.fspath(folder), "--minutes", str(minutes), "--seed", str(seed), "--workers", str(count_cores())]
+    words += ["--backbone", *names] if names else []
     words += ["--out", os.fspath(out)] if out else []
     flags: Namespace = prepare(build_parser("finetune"), [*words, *_as_pairs(overrides)])
-    flags.backbone = names or None
     with _run_of_program():
         from distribuuuu.commands.finetune.stages import run_stages
 

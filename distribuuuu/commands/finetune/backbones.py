@@ -1,15 +1,35 @@
-"""Backbones by name: their options, and the default of this machine."""
+"""Backbones of a fine-tuning: found before any image is read, their options, and the default of this machine."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from distribuuuu.checkpoint.published_files import DEFAULT
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.models.pretrained import Backbone, read_backbone, resolve_backbone
 
 # The default with a GPU; Apache-2.0.
 LARGE, IMAGENET_CLASSES = "timm/convnext_tiny", 1000
+
+
+def open_backbones(names: Sequence[str]) -> dict[str, Backbone]:
+    """Return the backbones of names, whose weights are here or have been downloaded.
+
+    Raises:
+        ConfigError: with each name that has no weights.
+    """
+    found, problems = dict[str, Backbone](), list[Problem]()
+    for name in names:
+        try:
+            found[name] = resolve_backbone(name)
+            if not found[name].path:
+                read_backbone(found[name], IMAGENET_CLASSES)
+        except ConfigError as error:
+            problems.append(Problem("--backbone", str(error)))
+    if problems:
+        raise ConfigError(problems)
+    return found
 
 
 def backbone_options(backbone: Backbone) -> dict[str, Any]:
@@ -23,7 +43,7 @@ def default_backbone() -> tuple[str, str]:
     if not torch.cuda.is_available():
         return DEFAULT, "without a GPU"
     try:
-        read_backbone(resolve_backbone(LARGE), IMAGENET_CLASSES)
+        open_backbones([LARGE])
     except ConfigError:
         return DEFAULT, f"as {LARGE} cannot be downloaded"
     return LARGE, "with a GPU"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from distribuuuu.checkpoint.io import load_state_dict, read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager
-from distribuuuu.checkpoint.weights_files import EMA, tensors_key
+from distribuuuu.checkpoint.weights_files import EMA, merge_adapters, tensors_key
 from distribuuuu.config import Config
 from distribuuuu.config.config_node import changed
 from distribuuuu.data.batch import Batch
@@ -37,15 +37,15 @@ def interpolate(probe: Tensors, tuned: Tensors, share: float) -> Tensors:
     }
 
 
-def read_tuned(cfg: Config) -> Tensors:
+def read_tuned(cfg: Config, probe: Tensors) -> Tensors:
     """Return the last weights of the training, of their moving average if there is one.
 
     With a rate that falls to 0, they are the best ones; the best epoch on few images would be a matter of chance.
     """
     path = CheckpointManager(cfg.OUT_DIR).find_latest()
     assert path, cfg.OUT_DIR  # the training is finished
-    content = read_checkpoint(path)
-    return content.get(tensors_key(EMA)) or content["state_dict"]
+    content = read_checkpoint(path, to_resume=True)  # with FINETUNE.LORA without the frozen weights
+    return merge_adapters({**probe, **(content.get(tensors_key(EMA)) or content["state_dict"])})
 
 
 def compare(cfg: Config, probe: Tensors, tuned: Tensors) -> dict[str, Any]:

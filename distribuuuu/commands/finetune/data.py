@@ -24,8 +24,7 @@ from distribuuuu.commands.scan.splitting import (
 from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.data.decode import build_decode_options
-from distribuuuu.files.image_files import SPLIT_NAMES, TABLE_ENDINGS, TRAIN_NAMES, find_tables, list_classes
-from distribuuuu.hints.sources import describe_files
+from distribuuuu.files.image_files import SPLIT_NAMES, TRAIN_NAMES, find_tables, list_classes
 from distribuuuu.inference.forward_chunks import UnlabeledImages
 
 PARTS = (TRAIN, "val", "test")
@@ -43,9 +42,6 @@ def list_sources(source: Path, words: Sequence[str]) -> tuple[Images, dict[str, 
         ConfigError: there are no images or fewer than two classes, or a split has other classes than the training.
     """
     if source.is_file():
-        if source.suffix.lower() not in TABLE_ENDINGS:
-            hint = "fix: unpack it, and name the folder"
-            raise ConfigError(f"FOLDER: got the file {source}; expected a folder or a table; {hint}")
         found, given = {"": list_table_images(source, words)}, source.parent
     else:
         given, names = source, find_splits(list_classes(source), source)
@@ -54,8 +50,6 @@ def list_sources(source: Path, words: Sequence[str]) -> tuple[Images, dict[str, 
             found = {name: list_images(source / name) for name in names}
         elif tables:
             found = {Path(name).stem: list_table_images(source / name, words) for name in tables}
-        elif "an archive" in (archives := describe_files(source)):
-            raise ConfigError(f"FOLDER: {source} has no class folders{archives}; fix: unpack them first")
         else:
             found = {"": list_images(source)}
     images, parts = _merge(given, found)
@@ -135,8 +129,7 @@ def divide(
         shares = {TRAIN: 1 - SHARE, "val": SHARE} if test else {TRAIN: 1 - 2 * SHARE, "val": SHARE, "test": SHARE}
         divided = _assign(images, own, shares, groups, seed)
         parts = {**divided, **({"test": test} if test else {})}
-        sizes = ", ".join(f"{len(parts[part]):,} for {part}" for part in PARTS)
-        notes.append(f"divided by class: {sizes}; copies stay together")
+        notes.append("divided by class; copies stay together")
     counts = Counter(images.labels[index] for index in parts[TRAIN])
     if few := [name for number, name in enumerate(images.classes) if counts[number] < 2]:
         raise ConfigError(f"FOLDER: fewer than two usable training images of {first_few(few)}; fix: add images")

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser, at_least
-from distribuuuu.commands.output import stop_with
+from distribuuuu.commands.output import check_one_process, stop_with
 from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import RUN_KINDS
 from distribuuuu.files.untrusted import printable
@@ -23,13 +23,15 @@ PATHS are files, folders, patterns, and lists of paths (.txt), as for predict.
 
 The file has the columns path, label (the name of the folder of the image) and
 features, and describes the weights and the preprocessing. Rerun the same
-command to resume it after a stop. The exit status is 3 if images are broken.
+command to resume it after a stop. It is one process, on all cores or one GPU.
+The exit status is 3 if images are broken.
 """
 
 
 def embed(prog: str, args: list[str]) -> int:
     """Read the command line, then write the features; return the exit status."""
     flags = build_parser(prog).parse_args(args)
+    check_one_process("start it without a launcher: it is one process, which uses all cores or one GPU")
     from distribuuuu.commands.scan.journal import check_output_file
 
     out = Path(flags.out)

