@@ -29,7 +29,7 @@ KEPT_STATES, UNNAMED = 3, datetime.timedelta(days=1)
 MAX_STATE, MAX_FILES, MAX_LEVELS, MAX_SIZE, MAX_PAGES = 1 << 22, 10_000, 5, 1 << 44, 20_000
 # Bytes of a part, which is held in memory; a multipart upload has at most 5,000 parts here (S3: 10,000).
 PART = 1 << 23
-# Seconds after which a request has failed, and its retries: half a minute of pauses.
+# Seconds after which a request has failed, and its retries, whose pauses take about half a minute.
 REQUEST_S, NUM_RETRIES = 60.0, 8
 _PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+=@%-]{0,199}")
 _SHA256 = re.compile("[0-9a-f]{64}")

@@ -37,6 +37,8 @@ READABLE = ("https", "http", "s3", "gs", "az", "hf")
 STALL_S, SLOWEST = 30.0, 100_000
 # Seconds of the first pause between two attempts, which doubles up to the longest one; of failures that are not logged.
 FIRST_PAUSE_S, LONGEST_PAUSE_S, QUIET_S = 0.1, 10.0, 3.0
+# Seconds of the pauses between retries of obstore, which are random numbers of this range.
+RETRY_PAUSES_S = 2.0, 5.0
 # Bytes of memory of a process that uses obstore; of the stack of each of its threads, one for a connection.
 MAX_MEMORY, STACK_BYTES = 8 << 30, 1 << 20
 # Attempts after which wrong bytes are not an accident of the network.
@@ -84,9 +86,12 @@ def open_store(url: str, timeout_s: float, num_retries: int = 0) -> Any:
     except ImportError as error:
         fix = "pip install 'distribuuuu[remote]'"
         raise RemoteError(f"{url} needs obstore, which is not installed; fix: {fix}") from error
-    limit, stall = datetime.timedelta(seconds=timeout_s), datetime.timedelta(seconds=min(timeout_s, STALL_S))
+    seconds = (timeout_s, min(timeout_s, STALL_S), *RETRY_PAUSES_S)
+    limit, stall, least, most = (datetime.timedelta(seconds=each) for each in seconds)
     client: dict[str, Any] = {"allow_http": True, "timeout": limit, "read_timeout": stall}
-    options: Any = {"client_options": client, "retry_config": {"max_retries": num_retries, "retry_timeout": limit}}
+    backoff = {"init_backoff": least, "max_backoff": most}
+    retries = {"max_retries": num_retries, "retry_timeout": limit, "backoff": backoff}
+    options: Any = {"client_options": client, "retry_config": retries}
     protocol = url.partition(":")[0]
     try:
         if protocol == "file":
@@ -119,7 +124,9 @@ def explain(error: Exception, url: str) -> Exception:
     if type(error).__name__ == "AlreadyExistsError":
         return FileExistsError(url)
     text, _, details = re.sub("(://[^/ ]+)/[^ ]*", r"\1", str(error)).partition("\n\nDebug source")  # without paths
-    reason = re.sub(".*Error performing [A-Z]+ .*? in [^ ]+ - (Server returned non-2xx status code: )?", "", text)
+    reason = re.sub(
+        ".*Error performing [A-Z]+ .*? in [^ ]+( after .*?)? - (Server returned non-2xx status code: )?", "", text
+    )
     status = re.search("status code: ([0-9]{3})", text)
     reason = shorten(f"HTTP {reason}" if status else reason).rstrip(":")
     found = f"{type(error).__name__} {f'status {status[1]}' if status else text}"
