@@ -2,5 +2,5 @@
 
 - format.py: the index, the shards, and the order in which a pack at a URL is read.
 - dataset.py: the data set `packed`; remote.py: byte ranges of a pack at a URL; cache.py: their copies on disk;
-  transport.py: requests by HTTP, or by fsspec for object stores.
+  store.py: requests through obstore, in a process of its own.
 """
