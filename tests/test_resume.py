@@ -50,7 +50,9 @@ OPTIONS = {
     "flips": ("DATA.CROP", "letterbox", "DATA.VFLIP", 0.5, "TRAIN.IM_SIZE", "[16, 24]", "TEST.CROP", "squash"),
     "gray": ("DATA.CHANNELS", 1, "DATA.PIXELS", "float32", "DATA.MEAN", [128], "DATA.STD", [64], "AUG.ERASING", 0.5,
              "AUG.ERASING_MODE", "pixel"),
-    "airbench": AIRBENCH, "everything": (*EVERYTHING, *BATCH_NORM, "TRAIN.BATCH_SIZE", 6),
+    "airbench": AIRBENCH,
+    "airbench muon": (*AIRBENCH, "MODEL.ARCH", "airbench94_muon", "OPTIM.NAME", "airbench_muon", "OPTIM.BASE_LR", 0.24),
+    "everything": (*EVERYTHING, *BATCH_NORM, "TRAIN.BATCH_SIZE", 6),
 }  # fmt: skip
 PLACES = [(0, 1), (0, 3), (0, 4), (1, 0), (1, 2), (1, 4)]  # (finished epochs, steps since), of four steps per epoch
 DEFAULT_TIER = [

@@ -10,6 +10,7 @@ _MOVED = {"imagenet": "imagenet2021", "transfer": "from_scratch"}
 # The plug-ins of shipped recipes, below configs/, and the names of the entries that each registers.
 RECIPE_PLUGINS = {
     "cifar10/airbench94.py": {"airbench94", "airbench", "lookahead"},
+    "cifar10/airbench94_muon.py": {"airbench94_muon"},
     "imagenet/blurpool_resnet.py": {"resnet18_blurpool", "resnet50_blurpool"},
     "imagenet/deit.py": {"deit_tiny", "deit_small", "deit_base", "deit3_small"},
     "imagenet/imagenet.py": {"imagenet"},

@@ -5,6 +5,7 @@ train.py; ffcv-imagenet's train_imagenet.py (apply_blurpool); big_vision's vit_s
 """
 
 import copy
+import functools
 import math
 import sys
 from types import SimpleNamespace
@@ -277,6 +278,32 @@ def test_lookahead_replaces_the_weights_by_an_average_with_a_growing_decay(model
         torch.testing.assert_close(weight.detach(), slow if is_due or number == TOTAL else stepped[0])
         task.state.epoch, task.state.step = divmod(number, NUM_STEPS)
     assert torch.equal(norm.running_mean, task.slow["groups.0.norm1.running_mean"])
+
+
+def test_muon_trains_the_filters_at_the_published_rates():
+    cfg = recipe("cifar10/airbench94_muon")
+    model = build_model(cfg)
+    assert count_parameters(model) == 1_972_792 and model.scale == 1 / 256 and model.whiten.bias.abs().max() > 0.1
+    assert float(model.head.weight.std()) == pytest.approx(1)
+    optimizer, lr_at = build_optimizer(cfg, model), build_lr(cfg, 2000)
+    for step in range(200):
+        set_lr(optimizer, lr_at(step / 25), functools.partial(lr_at, step / 25))
+        left, of_bias = 1 - step / 200, max(0, 1 - step / 75)
+        rates = [0.24 * left, 106 * of_bias, 106 * left, 1340 * left]
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(rates)
+    penalties = [2000 * group["weight_decay"] for group in optimizer.param_groups]  # of the sum of the losses
+    assert penalties == pytest.approx([0, 0.004 / 0.053, 0.004 / 0.053, 0.004 / 0.67])
+    set_lr(optimizer, 0.24, lambda schedule: 0.24)
+    filters, head = model.groups[1].conv2.weight, model.head.weight
+    before, old_head = filters.detach().clone(), head.detach().clone()
+    for weight in (filters, head):
+        weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    update = (16 * before / before.norm() - filters.detach()).flatten(1) / 0.24  # the root of 256 rows
+    values = torch.linalg.svdvals(update)
+    assert 0.3 < values.min() and values.max() < 1.4
+    penalty = 0.004 / 1340 * old_head
+    torch.testing.assert_close(head.detach(), old_head - 1340 * 1.85 * (head.grad + penalty), rtol=1e-4, atol=1e-2)
 
 
 SMALL = ("MODEL.ARCH", "airbench94", "MODEL.KWARGS.width", 24, "TASK.NAME", "airbench", "TASK.KWARGS.frozen_from", 1)
