@@ -3,13 +3,12 @@
 import contextlib
 import glob
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.errors import counted, did_you_mean
+from distribuuuu.config.errors import did_you_mean, first_few
 from distribuuuu.records.read_results import FILE_NAME, read_results
 
 # Digits of the hash of a config that are shown.
@@ -69,21 +68,14 @@ def find_files(pattern: str, names: Sequence[str]) -> list[Path]:
 def group_runs(runs: Sequence[Result]) -> tuple[list[list[Result]], list[str]]:
     """Group the finished runs that differ in the seed or the fold only; return the groups and messages.
 
-    Runs of a group have the same config hash, global batch, data and numbers of images. A seed counts once a fold. The
-    unfinished runs of a sweep, in SWEEP/trial_NNN/seed_N/, have one message.
+    Runs of a group have the same config hash, global batch, data and numbers of images. A seed counts once a fold.
     """
     groups: dict[tuple, list[Result]] = {}
-    notes: list[str] = []
-    of_sweeps: Counter[Path] = Counter()
+    notes, unfinished = list[str](), list[str]()
     for run in runs:
         record, training = run.record, run.record["training"]
-        sweep = run.path.parent.parent.parent
-        if not record["finished"] and (sweep / "sweep.json").exists():
-            of_sweeps[sweep] += 1
-            continue
         if not record["finished"]:
-            done, planned = training["epochs_done"], training["epochs_planned"]
-            notes.append(f"{run.path}: skipped: {done} of {counted(planned, 'epoch')} done")
+            unfinished.append(f"{run.path} ({training['epochs_done']} of {training['epochs_planned']} epochs)")
             continue
         data = record["data"]
         images = ("folds",) if is_fold(record) else (data["folder"], *_count_images(record))
@@ -94,7 +86,7 @@ def group_runs(runs: Sequence[Result]) -> tuple[list[list[Result]], list[str]]:
             notes.append(f"{run.path}: skipped: seed {record['seed']} is already in {same_seed.path}")
         else:
             group.append(run)
-    notes += [f"{sweep}: skipped: {counted(num, 'unfinished run')} of the sweep" for sweep, num in of_sweeps.items()]
+    notes += [f"skipped, as they are not finished: {first_few(unfinished)}"] if unfinished else []
     return list(groups.values()), notes
 
 

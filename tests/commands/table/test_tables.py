@@ -141,7 +141,10 @@ def test_a_sweep_has_a_row_for_each_finished_trial_and_one_message(make, tmp_pat
     status, rows, err = make(re.search(r"fix: distribuuuu table (\S+), or open \S+/sweep.html$", str(error.value))[1])
     found = [(row["config"].partition(", ")[2], row["top-1 here"].partition(" (")[2]) for row in rows]
     assert (status, found) == (0, [("OPTIM.BASE_LR 0", "n = 3)"), ("OPTIM.BASE_LR 1", "n = 1)")])
-    assert err == f"{tmp_path}: skipped: 3 unfinished runs of the sweep\n"
+    assert err.startswith(
+        f"skipped, as they are not finished: {tmp_path}/trial_002/seed_0/results.json (7 of 7 epochs), "
+    )
+    assert err.count("results.json") == 3 and err.count("\n") == 1
 
 
 def test_bad_input_is_reported_line_by_line_and_the_rest_is_shown(make, tmp_path):
