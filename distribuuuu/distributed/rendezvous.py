@@ -57,7 +57,11 @@ def share(launch: Launch, store: torch_dist.Store, value: Any, *timeout: datetim
     store.set(f"value {turn} of {launch.rank}", json.dumps(value))
     keys = [f"value {turn} of {rank}" for rank in range(launch.world_size)]
     store.wait(keys, *timeout)
-    return [json.loads(found) for found in store.multi_get(keys)]
+    values = [json.loads(found) for found in store.multi_get(keys)]
+    store.set(f"{keys[launch.rank]} has read", "")
+    if launch.rank == 0:  # with whose end the store may end
+        store.wait([f"{key} has read" for key in keys], *timeout)
+    return values
 
 
 @functools.cache

@@ -35,7 +35,6 @@ from distribuuuu.distributed.comm import StopRequest
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.distributed.sharding import build_parallelize_fn
 from distribuuuu.engine.dry_run import dry_run, dry_run_evaluation
-from distribuuuu.engine.out_of_memory import explaining_out_of_memory
 from distribuuuu.engine.resume import check_task_state, restore_task, resume_or_load_weights
 from distribuuuu.engine.run import Run, Training
 from distribuuuu.engine.run_description import describe_machine, describe_training
@@ -99,6 +98,16 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bo
             if has_log and (launch.rank == 0 or error.one_process):  # the command prints it to the terminal
                 append_to_log(cfg.OUT_DIR, log_name, *map(str, error.problems))
             raise
+
+
+@contextlib.contextmanager
+def explaining_out_of_memory(arch: str) -> Iterator[None]:
+    """Raise out-of-memory errors of the block as `OutOfMemory`, see out_of_memory.py."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        importlib.import_module("distribuuuu.engine.out_of_memory").explain(error, arch)
+        raise
 
 
 def set_backends(cfg, device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """Dry run: one forward and backward pass and one evaluation batch before training, to fail early."""
 
 import contextlib
+import importlib
 import logging
 import os
 import traceback
@@ -14,7 +15,6 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.distributed.comm import is_communication_error
 from distribuuuu.distributed.sharding import inference, is_sharded, restored, sum_output
-from distribuuuu.engine.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +82,7 @@ def _explained(cfg, keys: tuple[str, ...], images: torch.Tensor) -> Iterator[Non
     except ConfigError:
         raise
     except (AssertionError, IndexError, RuntimeError, ValueError) as error:
+        is_out_of_memory = importlib.import_module("distribuuuu.engine.out_of_memory").is_out_of_memory
         if is_communication_error(error) or is_out_of_memory(error):
             raise
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_TORCH)]

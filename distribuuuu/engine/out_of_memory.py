@@ -1,10 +1,8 @@
 """Failed allocations of memory, on the host or on a device, with the options that need less."""
 
-import contextlib
 import re
 import socket
 import traceback
-from collections.abc import Iterator
 
 import torch
 
@@ -33,14 +31,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(_MESSAGES.search(str(error)))
 
 
-@contextlib.contextmanager
-def explaining_out_of_memory(arch: str) -> Iterator[None]:
-    """Raise out-of-memory errors of the block as `OutOfMemory`, and release the memory that its frames hold."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
+def explain(error: BaseException, arch: str) -> None:
+    """Raise an out-of-memory error of a model as `OutOfMemory`, and release the memory that its frames hold."""
+    if is_out_of_memory(error):
         traceback.clear_frames(error.__traceback__)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         place = f"{arch}, process {dist.rank()} on {socket.gethostname()}"

@@ -2,12 +2,9 @@
 
 import importlib
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 
 from distribuuuu.checkpoint.weights_files import best_path, find_best
@@ -21,7 +18,7 @@ from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.model_names import find_model_problems, load_names, names_backbone
 from distribuuuu.config.options import IMAGENET_CLASSES, OPTIONAL_DECODERS
 from distribuuuu.config.reader import read_cfg
-from distribuuuu.config.registry import OPTIMIZERS, TRACKERS, dataset_class, dataset_name
+from distribuuuu.config.registry import OPTIMIZERS, dataset_class, dataset_name
 from distribuuuu.config.run_files import CHECKPOINTS, find_path_problem, url_of
 from distribuuuu.data.batch_plan import check_accumulation, check_auto, check_num_images, check_pairs, plan_of
 from distribuuuu.launch.detect import detect_launch, list_jobs
@@ -104,7 +101,9 @@ def resolve_cfg(cfg: Config, weights: str = "", trains: bool = False) -> Config:
 
         cfg = resolve_arch(cfg)
     initial = cfg.MODEL.WEIGHTS or cfg.FINETUNE.WEIGHTS or cfg.MODEL.PRETRAINED or cfg.DISTILL.WEIGHTS
-    jobs = gather_jobs(cfg) if trains and not cfg.TRAIN.AUTO_RESUME else None
+    jobs = None
+    if trains and not cfg.TRAIN.AUTO_RESUME:
+        jobs = importlib.import_module("distribuuuu.engine.feature_preflight").gather_jobs(cfg)
     uses_own = Path(weights).parent == Path(cfg.OUT_DIR) if weights else not (initial or cfg.DISTILL.TEACHER)
     if (weights or initial or _may_resume(cfg)) and not (uses_own and _has_stored_preprocessing(cfg)):
         from distribuuuu.models import preprocessing
@@ -120,15 +119,6 @@ def resolve_cfg(cfg: Config, weights: str = "", trains: bool = False) -> Config:
 
         cfg = resolve_mode(cfg, trains)
     return cfg
-
-
-def gather_jobs(cfg: Config) -> list[str]:
-    """Return the restarted jobs of all processes of torchrun: a node that joins a run has none. All must call it."""
-    launch, jobs = detect_launch(), list_jobs(only_restarted=True)
-    if launch.launcher != "torchrun":
-        return jobs
-    rendezvous = importlib.import_module("distribuuuu.distributed.rendezvous")
-    return sorted({*chain(*rendezvous.exchange(launch, jobs, cfg.DIST.TIMEOUT_S, cfg.DIST.STARTUP_TIMEOUT_S))})
 
 
 def _may_resume(cfg: Config) -> bool:
@@ -158,37 +148,16 @@ def _count_classes(cfg: Config) -> int:
     return IMAGENET_CLASSES if has_none else dataset_class(cfg).count_classes(cfg)
 
 
-def find_missing_trackers(cfg) -> Iterator[tuple[str, str]]:
-    """Yield a problem of LOG.TRACKERS for each tracker whose package is not installed."""
-    for name in cfg.LOG.TRACKERS:
-        if name in TRACKERS and (package := TRACKERS.get(name).package) and not find_spec(package):
-            yield "LOG.TRACKERS", f"got {name}, which is not installed; fix: pip install 'distribuuuu[{package}]'"
-
-
-def find_compiler() -> str | None:
-    """Return the path of the C++ compiler that torch.compile calls, which tries no other; None if there is none."""
-    name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    return shutil.which(name.split()[0])  # e.g. ccache g++
-
-
 def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str, str]]:
     family = dataset_class(cfg)
     found = list(family.find_problems(cfg, train=True)) if train else []
     yield from dict.fromkeys([*found, *family.find_problems(cfg, train=False)])
-    module = OPTIONAL_DECODERS.get(name := cfg.DATA.DECODER, "")
-    if module and not (find_spec(module.partition(".")[0]) and find_spec(module)):
-        yield "DATA.DECODER", f"got {name}, which is not installed; fix: pip install 'distribuuuu[{name}]'"
-    if cfg.MODEL.COMPILE != "none" and not find_compiler():
-        fix = "install g++, or set the environment variable CXX to one; or set MODEL.COMPILE none"
-        message = f"got {cfg.MODEL.COMPILE}, but there is no C++ compiler, which torch.compile needs"
-        yield "MODEL.COMPILE", f"{message}; fix: {fix}"
-    yield from find_missing_trackers(cfg) if train else ()
-    is_start = train and not _may_resume(cfg)  # only a start reads initial weights
-    given = cfg.MODEL.WEIGHTS or cfg.FINETUNE.WEIGHTS or cfg.DISTILL.TEACHER or cfg.DISTILL.WEIGHTS
-    if given or names_backbone(cfg.MODEL.ARCH):
-        from distribuuuu.engine.weights_preflight import find_weights_problems
+    weights = cfg.MODEL.WEIGHTS or cfg.FINETUNE.WEIGHTS or cfg.DISTILL.TEACHER or cfg.DISTILL.WEIGHTS
+    features = (weights, cfg.LOG.TRACKERS, cfg.DATA.DECODER in OPTIONAL_DECODERS, cfg.MODEL.COMPILE != "none")
+    if any(features) or names_backbone(cfg.MODEL.ARCH):
+        from distribuuuu.engine.feature_preflight import find_feature_problems
 
-        yield from find_weights_problems(cfg, train, is_start)
+        yield from find_feature_problems(cfg, train, is_start=train and not _may_resume(cfg))
     is_named = cfg.MODEL.WEIGHTS or cfg.MODEL.PRETRAINED or names_backbone(cfg.MODEL.ARCH)
     if not train and needs_weights and not (is_named or find_best(cfg.OUT_DIR, cfg.EMA.HALF_LIFE > 0)):
         remedy = "set it to the file to evaluate, or OUT_DIR to that of a run"

@@ -29,8 +29,7 @@ from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.sharding import inference
-from distribuuuu.engine.build import set_backends
-from distribuuuu.engine.out_of_memory import explaining_out_of_memory
+from distribuuuu.engine.build import explaining_out_of_memory, set_backends
 from distribuuuu.engine.resume import restore_task
 from distribuuuu.inference.calibration import Calibration
 from distribuuuu.inference.forward_chunks import ChunkLoader, UnlabeledImages, list_spans, one_behind

@@ -21,7 +21,8 @@ from distribuuuu.config.feature_conflicts import find_reading_keywords
 from distribuuuu.config.model_names import SOURCES, find_model_problems, load_names
 from distribuuuu.config.options import OPTIONS
 from distribuuuu.config.registry import BUILT_IN_TASKS, TASKS
-from distribuuuu.engine.preflight import find_compiler, resolve_cfg
+from distribuuuu.engine.feature_preflight import find_compiler
+from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.models.find_architecture import find_architecture
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.tasks.classification import Classification

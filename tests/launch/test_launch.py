@@ -19,7 +19,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import TRAIN_LOG
 from distribuuuu.distributed.comm import StopRequest
 from distribuuuu.engine.build import set_backends
-from distribuuuu.engine.preflight import gather_jobs
+from distribuuuu.engine.feature_preflight import gather_jobs
 from distribuuuu.launch import host
 from distribuuuu.launch.detect import NPROC_MARK, detect_launch, list_jobs
 from distribuuuu.launch.launchers import PORT_RANGE, first_host

@@ -13,7 +13,7 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.registry import TRACKERS
 from distribuuuu.config.run_files import TRACKERS_FOLDER
-from distribuuuu.engine.preflight import find_missing_trackers
+from distribuuuu.engine.feature_preflight import find_missing_trackers
 from distribuuuu.files.atomic_file import make_folder, open_for_writing
 from distribuuuu.files.locks import is_at, lock_file
 from distribuuuu.inference.locate_run import locate_run
