@@ -15,8 +15,6 @@ from torch import nn
 
 from distribuuuu.config.registry import TASKS
 from distribuuuu.config.settings import setting
-from distribuuuu.data.batch_plan import BatchPlan
-from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.optim.ema import Ema
 from distribuuuu.tasks.classification import Classification
 
@@ -51,7 +49,7 @@ class StochasticWeightAveraging(Classification):
         self.swa = Swa(model, half_life=0, start_epoch=self.settings.from_epoch - 1)
         return {"swa": self.swa}
 
-    def prepare_training(self, plan: BatchPlan, images: ImageDataset, num_steps: int) -> None:
+    def prepare_training(self, plan, images, num_steps: int) -> None:
         """Tell the average the number of steps of an epoch."""
         super().prepare_training(plan, images, num_steps)
         self.swa.num_steps = num_steps
