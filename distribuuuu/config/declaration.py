@@ -33,7 +33,6 @@ class Option:
             after results had been recorded, so that runs of before and after count as seeds of one config; `...`: none.
         neutral: it is not meant to change results: never an override of a recipe.
         recipe: it is part of the recipe on a model card, unless one of the three above excludes it.
-        compared: a comparison of two runs names it if it differs.
         not_swept: why a sweep cannot vary it; empty: it can.
     """
 
@@ -52,7 +51,6 @@ class Option:
     hash_default: Any = ...
     neutral: bool = False
     recipe: bool = True
-    compared: bool = True
     not_swept: str = ""
 
     @property

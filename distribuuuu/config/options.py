@@ -39,7 +39,7 @@ _C.MODEL.SYNCBN = False
 # Checkpoint or state dict with the initial weights (.pth.tar, .pth, .safetensors); null: none.
 _C.MODEL.WEIGHTS = Option(None, of=str, path=True)
 # License of the weights that the model starts with, for the records; empty: what their publisher says.
-_C.MODEL.LICENSE = Option("", hashed=False, recipe=False, compared=False)
+_C.MODEL.LICENSE = Option("", hashed=False, recipe=False)
 # Training images from which the batch-norm statistics are recomputed before each evaluation; 0: use the moving average.
 _C.MODEL.PRECISE_BN = Option(0, least=0)
 # Activation checkpointing: recompute the activations of each block in the backward pass; less memory, slower.
@@ -89,11 +89,11 @@ _C.TRAIN.AUTO_RESUME = Option(True, neutral=True, not_swept="the runs of a sweep
 # If MODEL.WEIGHTS is a training checkpoint, restore its optimizer and epoch too.
 _C.TRAIN.LOAD_OPT = Option(True, needs="MODEL.WEIGHTS")
 # Loader workers per training process; 0: load in the training process; -1: one per available core.
-_C.TRAIN.WORKERS = Option(4, least=-1, neutral=True, compared=False)
+_C.TRAIN.WORKERS = Option(4, least=-1, neutral=True)
 # Copy batches to the GPU through page-locked (pinned) memory; CUDA only.
 _C.TRAIN.PIN_MEMORY = Option(True, neutral=True)
 # Steps between two readings of the training metrics, which are logged.
-_C.TRAIN.PRINT_FREQ = Option(30, least=1, neutral=True, compared=False)
+_C.TRAIN.PRINT_FREQ = Option(30, least=1, neutral=True)
 # Automatic mixed precision: none (float32), bf16 or fp16 (with loss scaling); weights remain float32. auto: none or
 # bf16, the faster one on this machine if the logits agree; a run that is resumed keeps it.
 _C.TRAIN.AMP = Option("none", choices=(AUTO, "none", "bf16", "fp16"))
@@ -120,7 +120,7 @@ _C.TEST.DATASET = Option("", path=True, hashed=False, not_swept=_SAME_METRIC)
 # Sub-folder of TEST.DATASET with the evaluation classes; archives as TRAIN.SPLIT.
 _C.TEST.SPLIT = Option("val", needs="a DATA.NAME with folders of splits", not_swept=_SAME_METRIC)
 # Images per process and step in evaluation; does not affect the result.
-_C.TEST.BATCH_SIZE = Option(200, least=1, neutral=True, compared=False)
+_C.TEST.BATCH_SIZE = Option(200, least=1, neutral=True)
 # Shorter side to which evaluation images are resized, in pixels; [height, width]: the smallest size that covers them.
 _C.TEST.IM_SIZE = Option(256, least=2, shape=True, needs="TEST.CROP center")
 # Side of the evaluation images after resize and crop, in pixels, or [height, width]; 0: TRAIN.IM_SIZE.
@@ -149,7 +149,7 @@ _C.TEST.BROKEN = Option("wrong", choices=("wrong", "left_out"), hash_default="wr
 # Write predictions.npz to OUT_DIR in test_net.py and after the last epoch; never for more than a million images.
 _C.TEST.SAVE_PREDICTIONS = Option(True, hashed=False)
 # Steps between two updates of the progress bar of an evaluation.
-_C.TEST.PRINT_FREQ = Option(10, least=1, neutral=True, compared=False)
+_C.TEST.PRINT_FREQ = Option(10, least=1, neutral=True)
 
 _C.DATA = Section()
 # Data set. archive: tar or ZIP archives; imagenet: ImageNet as it is distributed. list: DATASET/SPLIT.csv with the
@@ -407,7 +407,7 @@ _C.LOG.LAYER_NORMS = Option(False, hashed=False, neutral=True)
 _C.DIST = Section()
 # Number of processes that TRAIN.BATCH_SIZE and OPTIM.BASE_LR are meant for: the log warns of another one, unless
 # TRAIN.GLOBAL_BATCH_SIZE is set; 0: any.
-_C.DIST.PROCESSES = Option(0, least=0, hashed=False, neutral=True, compared=False)
+_C.DIST.PROCESSES = Option(0, least=0, hashed=False, neutral=True)
 # Communication backend: nccl, gloo or auto (nccl on CUDA, else gloo). A single process opens a process group, of one,
 # only with nccl or gloo.
 _C.DIST.BACKEND = Option("auto", choices=("auto", "nccl", "gloo"), neutral=True)
@@ -433,16 +433,16 @@ _C.CUDNN.BENCHMARK = True
 _C.CUDNN.DETERMINISTIC = False
 
 # Output folder of the run, or its URL in object storage, e.g. s3://bucket/run, see docs/mirror.md.
-_C.OUT_DIR = Option("./exp", path=True, hashed=False, neutral=True, compared=False,
+_C.OUT_DIR = Option("./exp", path=True, hashed=False, neutral=True,
                     not_swept="each run has its own folder in OUT_DIR; fix: OUT_DIR DIR")  # fmt: skip
 # Name of the file in OUT_DIR with the resolved config.
-_C.CFG_DEST = Option("config.yaml", hashed=False, neutral=True, compared=False,
+_C.CFG_DEST = Option("config.yaml", hashed=False, neutral=True,
                      not_swept="it does not change a run; fix: remove it")  # fmt: skip
 # Plug-ins: Python code outside of the package that registers entries, imported first: names of modules, or paths of .py
 # files, relative to this file (on the command line: to the current folder), e.g. [my_lab.tasks, ./sam.py].
 _C.PLUGINS = Option((), of=str, hashed=False, recipe=False, not_swept="it is code; fix: PLUGINS FILE")
 # Random seed, 0 or more; null: drawn at the first start, logged, and kept when the run resumes.
-_C.RNG_SEED = Option(None, of=int, least=0, most=2**63 - 1, hashed=False, compared=False,
+_C.RNG_SEED = Option(None, of=int, least=0, most=2**63 - 1, hashed=False,
                      not_swept="other seeds repeat the best trials; fix: --seeds N")  # fmt: skip
 
 OPTIONS = dict(iter_declared(_C))

@@ -26,6 +26,7 @@ from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.options import option_of
 from distribuuuu.data.crops import EvalCrop
+from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.files.new_folder import new_folder
 from distribuuuu.inference.calibration import write_calibration
 from distribuuuu.inference.forward_chunks import UnlabeledImages
@@ -95,11 +96,7 @@ def export_run(
     run.check_classifier()
     check_format(run, to)
     threshold = None if precision is None else run.find_threshold(precision)
-    try:
-        images = open_images(run.cfg, train=False) if files is None else UnlabeledImages(files)
-    except ConfigError as error:
-        fix = "set TEST.DATASET FOLDER, or check it on other images by --images FOLDER, or add --no-check"
-        raise ConfigError([*error.problems, f"the check of an export needs the evaluation set; fix: {fix}"]) from error
+    images = _open_check_images(run) if files is None else UnlabeledImages(files)
     run.model.cpu().float().eval().to(memory_format=torch.contiguous_format)
     if name := find_nonfinite({run.weights: run.model.state_dict()}):
         raise ConfigError(f"RUN: {run.source}: {name} is not finite; fix: name another checkpoint")
@@ -118,12 +115,19 @@ def export_run(
                       "hardware": describe_hardware(CPU), "versions": list_versions(),
                       "commit": find_commit()}  # fmt: skip
             _write_json(folder / "export.json", record)
-            (folder / "README.md").write_text(
-                render_card(run, record, render_code(run, to, threshold)), encoding="utf-8"
-            )
+            card = render_card(run, record, render_code(run, to, threshold))
+            (folder / "README.md").write_text(card, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"OUT: {target} cannot be written: {error.strerror or error}; nothing is left") from error
     return record
+
+
+def _open_check_images(run: LoadedRun) -> ImageDataset:
+    try:
+        return open_images(run.cfg, train=False)
+    except ConfigError as error:
+        fix = "set TEST.DATASET FOLDER, or check it on other images by --images FOLDER, or add --no-check"
+        raise ConfigError([*error.problems, f"the check of an export needs the evaluation set; fix: {fix}"]) from error
 
 
 def check_format(run: LoadedRun, to: str) -> None:

@@ -208,6 +208,24 @@ _MAX_CLASSES = 100
 _LIBRARIES = {"timm": "timm", "onnx": "onnx", "torch": "pytorch", "safetensors": "distribuuuu"}
 
 
+def _render_metadata(run: LoadedRun, to: str, name: str, metrics: Mapping[str, tuple[str, float]]) -> str:
+    """Return the metadata of a card as YAML, see https://huggingface.co/docs/hub/model-cards."""
+    library = _LIBRARIES[to]
+    result = {
+        "task": {"type": "image-classification", "name": "Image classification"},
+        "dataset": {"name": name, "type": run.cfg.DATA.NAME, "split": run.cfg.TEST.SPLIT},
+        "metrics": [{"type": "accuracy" if key == "top1" else key, "name": label, "value": value}
+                    for key, (label, value) in metrics.items()],
+    }  # fmt: skip
+    metadata = {
+        "library_name": library,
+        "pipeline_tag": "image-classification",
+        "tags": list(dict.fromkeys(["image-classification", library, "distribuuuu"])),
+        "model-index": [{"name": run.cfg.MODEL.ARCH, "results": [result]}],
+    }
+    return yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
+
+
 def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
     """Return the README.md of an export in Markdown, with YAML front matter.
 
@@ -220,20 +238,8 @@ def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
     data, classes = results.get("data", {}), counted(len(run.classes), "class")
     name = str(data.get("folder") or data.get("name") or run.cfg.DATA.NAME)
     best = results.get("accuracy", {}).get(run.weights, {}).get("best", {})
-    labels, library = list_metrics(results) if best else {}, _LIBRARIES[to]
+    labels = list_metrics(results) if best else {}
     metrics = {key: (label, best[key]) for key, label in labels.items() if best.get(key) is not None}
-    result = {
-        "task": {"type": "image-classification", "name": "Image classification"},
-        "dataset": {"name": name, "type": run.cfg.DATA.NAME, "split": run.cfg.TEST.SPLIT},
-        "metrics": [{"type": "accuracy" if key == "top1" else key, "name": label, "value": value}
-                    for key, (label, value) in metrics.items()],
-    }  # fmt: skip
-    metadata = {  # https://huggingface.co/docs/hub/model-cards
-        "library_name": library,
-        "pipeline_tag": "image-classification",
-        "tags": list(dict.fromkeys(["image-classification", library, "distribuuuu"])),
-        "model-index": [{"name": arch, "results": [result]}],
-    }
     rows = {
         "architecture": f"`{arch}`, {count_parameters(run.model) / 1e6:.3f} M parameters",
         "data": f"{name}, {classes}",
@@ -255,7 +261,7 @@ def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
     names = json.dumps(list(run.classes[:_MAX_CLASSES]), ensure_ascii=False)  # line breaks are escaped
     more = f" The first {_MAX_CLASSES}:" if len(run.classes) > _MAX_CLASSES else ""
     sections = [
-        f"---\n{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}---",
+        f"---\n{_render_metadata(run, to, name, metrics)}---",
         f"# {arch} on {name}\n\n{table}{note}",
         f"## Use\n\nIn the folder of this card:\n\n```python\n{code}\n```",
         f"## Preprocessing\n\n{steps}\n\n{_describe_input(run, to)}",

@@ -11,8 +11,7 @@ from distribuuuu.config.run_files import local_run
 from distribuuuu.inference.locate_run import locate_run
 
 _DESCRIPTION = """Compare two or more finished runs on the same evaluation images: difference of
-accuracy with its significance, and the options that differ; with --format json
-also the images whose answer changed.
+accuracy with its significance. JSON has the images whose answer changed.
 
   %(prog)s exp/baseline exp/mixup
   %(prog)s 'exp/baseline/seed_*' 'exp/mixup/seed_*' --format json
@@ -32,8 +31,7 @@ def compare(prog: str, args: list[str]) -> int:
     from distribuuuu.commands.report.comparison import compare_runs
 
     found = compare_runs(sides)
-    is_json = flags.format == "json"
-    print_report(json.dumps(found.list_figures(), indent=2, default=str) if is_json else "\n".join(found.lines()))
+    print_report(json.dumps(found, indent=2) if flags.format == "json" else "\n".join(found["sentences"]))
     return 0
 
 

@@ -3,16 +3,14 @@
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from distribuuuu.commands.html.history import MAX_TEXT
-from distribuuuu.commands.report.run_report import RunFiles, read_run
+from distribuuuu.commands.report.run_report import read_run
 from distribuuuu.commands.stats.significance import (
     Interval,
     holm_adjusted,
@@ -22,11 +20,8 @@ from distribuuuu.commands.stats.significance import (
     smallest_permutation_p,
 )
 from distribuuuu.commands.stats.stored_predictions import Predictions
-from distribuuuu.config import ConfigError, yaml_file
+from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, first_few
-from distribuuuu.config.options import OPTIONS
-from distribuuuu.files.untrusted import read_regular
-from distribuuuu.records.results import replace_nonfinite
 
 # A difference is called significant if its p-value is below this.
 ALPHA = 0.05
@@ -160,74 +155,25 @@ def compare_groups(values: Mapping[str, Sequence[float]]) -> list[dict[str, Any]
     return groups
 
 
-def list_changes(runs: Mapping[str, RunFiles]) -> dict[str, list[Any]] | None:
-    """Return the options that differ: option -> its value in each run; None if a config.yaml cannot be read.
+def compare_runs(sides: Mapping[str, Sequence[Path]]) -> dict[str, Any]:
+    """Return the comparison of two or more sides, each of one run or of several seeds, as values for JSON.
 
-    Options that are missing in the config of an older version have their defaults.
-    """
-    try:
-        contents = [yaml_file.load(read_regular(run.out_dir / "config.yaml", MAX_TEXT).decode("utf-8"))
-                    for run in runs.values()]  # fmt: skip
-        configs = [dict(_flatten(content)) for content in contents]
-    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
-        return None
-    given = {key: option.default for key, option in OPTIONS.items()}
-    defaults = {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}  # as in YAML
-    keys = dict.fromkeys(key for config in configs for key in config if key not in OPTIONS or OPTIONS[key].compared)
-    rows = {key: [config.get(key, defaults.get(key)) for config in configs] for key in keys}
-    return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
-
-
-def _flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-@dataclass
-class Comparison:
-    """The result of a comparison.
-
-    Attributes:
-        sides: the runs of each side, by its name.
-        pairs: the comparison of the first run of every two sides on the same images.
-        groups: the comparison of every two sides by their runs, see `compare_groups`; empty if each has one run.
-        changes: options that differ between the sides; None: a config cannot be read.
-    """
-
-    sides: dict[str, list[RunFiles]]
-    pairs: list[Pair]
-    groups: list[dict[str, Any]]
-    changes: dict[str, list[Any]] | None
-
-    def lines(self) -> list[str]:
-        """Return the results in words: of the groups, if there are any, else of the pairs; and the changed options."""
-        found = [group["sentence"] for group in self.groups] or [pair.describe() for pair in self.pairs]
-        if self.changes is None:
-            return [*found, "A run has no readable config.yaml, so the configs are not compared."]
-        return [*found, *(f"{key}: {', '.join(map(str, values))}" for key, values in self.changes.items())]
-
-    def list_figures(self) -> dict[str, Any]:
-        """Return the figures as plain values, for JSON."""
-        runs = {name: [str(run.out_dir) for run in members] for name, members in self.sides.items()}
-        pairs = [pair.list_figures() for pair in self.pairs]
-        return replace_nonfinite({"runs": runs, "pairs": pairs, "groups": self.groups, "config": self.changes})
-
-
-def compare_runs(sides: Mapping[str, Sequence[Path]]) -> Comparison:
-    """Return the comparison of two or more sides, each of one run or of several seeds.
+    `pairs` compare the first runs of every two sides on the same images, `groups` every two sides by all their runs;
+    they are empty if each side has one. `sentences` are the results in words: of the groups or else of the pairs.
 
     Raises:
         ConfigError: a run cannot be read, or the runs were evaluated on different images.
     """
     runs = {name: [read_run(str(folder)) for folder in folders] for name, folders in sides.items()}
-    firsts = {name: members[0] for name, members in runs.items()}
-    contents = {name: run.content for name, run in firsts.items()}
+    contents = {name: members[0].content for name, members in runs.items()}
     if others := [name for name, content in contents.items() if content.multilabel or not content.classifies]:
         raise ConfigError(f"RUN: {others[0]} does not predict one class per image; fix: compare the metrics by `table`")
     pairs, has_seeds = compare_all(contents), any(len(members) > 1 for members in runs.values())
     values = {name: [100 * float(run.content.correct.mean()) for run in members] for name, members in runs.items()}
     groups = compare_groups(values) if has_seeds else []
-    return Comparison(runs, pairs, groups, list_changes(firsts))
+    return {
+        "runs": {name: [str(run.out_dir) for run in members] for name, members in runs.items()},
+        "pairs": [pair.list_figures() for pair in pairs],
+        "groups": groups,
+        "sentences": [group["sentence"] for group in groups] or [pair.describe() for pair in pairs],
+    }
