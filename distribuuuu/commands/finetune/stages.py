@@ -238,9 +238,14 @@ def finish(flags: Namespace, decisions: Decisions, best: Candidate, facts: dict[
     choice = decisions.once("choice", lambda: compare(cfg, probe, tuned) if epochs else untrained)
     tensors = interpolate(probe, tuned, choice["share"])
     final = changed(cfg, {"OUT_DIR": str(out), "TEST.SPLIT": "test", "DATA.WORKER_KIND": "thread"})
+    calibration = Calibration(**choice["calibration"])
+    if not choice["share"]:  # the head without the temperature of the probe, which the calibration has
+        scale, own = best.probe.temperature, best.probe
+        tensors = set_head(best.backbone, names, own._replace(weight=scale * own.weight, bias=scale * own.bias))
+        calibration = replace(calibration, temperature=scale * calibration.temperature)
     write_model(final, tensors, classes, {**facts, **choice})
     write_features(out / "features.npz", *best.features)
-    write_calibration(out, Calibration(**choice["calibration"]), tensors)
+    write_calibration(out, calibration, tensors)
     final = changed(final, {"MODEL.WEIGHTS": str(best_path(out))})
     return {**choice, "test": decisions.once("test", lambda: evaluate_weights(final))}
 

@@ -1,10 +1,8 @@
 """Comparison of runs on the same images, or of groups of runs with several seeds."""
 
 import itertools
-import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import numpy as np
 
 from distribuuuu.commands.report.run_report import read_run
 from distribuuuu.commands.stats.significance import (
-    Interval,
     holm_adjusted,
     mcnemar_p,
     paired_interval,
@@ -27,41 +24,76 @@ from distribuuuu.config.errors import counted, first_few
 ALPHA = 0.05
 
 
-@dataclass
-class Pair:
-    """Two runs on the same images.
+def compare_runs(sides: Mapping[str, Sequence[Path]]) -> dict[str, Any]:
+    """Return the comparison of two or more sides, each of one run or of several seeds, as values for JSON.
 
-    Attributes:
-        a, b: the names of the runs.
-        values: the accuracy of both, in percent.
-        difference: B - A in points.
-        interval: its 95 % interval.
-        p: McNemar's exact p-value.
-        adjusted_p: `p` adjusted for the number of pairs.
-        only_a, only_b: the paths of the images that only A and only B got right, the most confident mistakes first.
+    `pairs` compare the first runs of every two sides on the same images, `groups` every two sides by all their runs;
+    they are empty if each side has one. `sentences` are the results in words: of the groups or else of the pairs.
+
+    Raises:
+        ConfigError: a run cannot be read, or the runs were evaluated on different images.
     """
+    runs = {name: [read_run(str(folder)) for folder in folders] for name, folders in sides.items()}
+    contents = {name: members[0].content for name, members in runs.items()}
+    if others := [name for name, content in contents.items() if content.multilabel or not content.classifies]:
+        raise ConfigError(f"RUN: {others[0]} does not predict one class per image; fix: compare the metrics by `table`")
+    pairs, has_seeds = compare_all(contents), any(len(members) > 1 for members in runs.values())
+    values = {name: [100 * float(run.content.correct.mean()) for run in members] for name, members in runs.items()}
+    groups = compare_groups(values) if has_seeds else []
+    folders = {name: [str(run.out_dir) for run in members] for name, members in runs.items()}
+    sentences = [found["sentence"] for found in groups or pairs]
+    return {"runs": folders, "pairs": pairs, "groups": groups, "sentences": sentences}
 
-    a: str
-    b: str
-    values: tuple[float, float]
-    difference: float
-    interval: Interval
-    p: float
-    only_a: list[str]
-    only_b: list[str]
-    adjusted_p: float = math.nan
 
-    def list_figures(self) -> dict[str, Any]:
-        """Return the figures as plain values, for JSON."""
-        counts = {"only_a": len(self.only_a), "only_b": len(self.only_b)}
-        images = {"images_only_a": self.only_a, "images_only_b": self.only_b}
-        verdict = {"significant": self.adjusted_p < ALPHA, "sentence": self.describe()}
-        return {**asdict(self), **counts, **images, **verdict}
+def compare_all(runs: Mapping[str, Predictions]) -> list[dict[str, Any]]:
+    """Return the comparison of every two runs, with p-values adjusted for the number of pairs.
 
-    def describe(self) -> str:
-        """Return the result as a sentence."""
-        low, high = self.interval if self.difference >= 0 else (-self.interval.high, -self.interval.low)
-        return _describe(self.a, self.b, self.difference, self.adjusted_p, f"95 % interval {low:.2f} to {high:.2f}")
+    `values` are accuracies in percent, `difference` is B - A with its 95 % `interval`, and `images_only_a` are those
+    that only A got right, the most confident mistakes of B first.
+
+    Raises:
+        ConfigError: the runs have other classes, images or labels; the message names the difference.
+    """
+    pairs = [_compare_pair(a, b, runs[a], runs[b]) for a, b in itertools.combinations(runs, 2)]
+    for pair, adjusted in zip(pairs, holm_adjusted([pair["p"] for pair in pairs]), strict=True):
+        low, high = pair["interval"] if pair["difference"] >= 0 else [-end for end in reversed(pair["interval"])]
+        basis = f"95 % interval {low:.2f} to {high:.2f}"
+        sentence = _describe(pair["a"], pair["b"], pair["difference"], adjusted, basis)
+        pair |= {"adjusted_p": adjusted, "significant": adjusted < ALPHA, "sentence": sentence}
+    return pairs
+
+
+def _compare_pair(name_a: str, name_b: str, a: Predictions, b: Predictions) -> dict[str, Any]:
+    order = _match_images(a, b, (name_a, name_b))
+    right_a, right_b = a.correct, b.correct[order]
+    only_a, only_b = np.flatnonzero(right_a & ~right_b), np.flatnonzero(right_b & ~right_a)
+    only_a = only_a[np.argsort(-b.confidence[order[only_a]], kind="stable")]
+    only_b = only_b[np.argsort(-a.confidence[only_b], kind="stable")]
+    counts, values = (len(only_a), len(only_b)), [100 * float(right.mean()) for right in (right_a, right_b)]
+    return {
+        "a": name_a, "b": name_b, "values": values, "difference": values[1] - values[0],
+        "interval": [100 * end for end in paired_interval(*counts, len(a))], "p": mcnemar_p(*counts),
+        "only_a": counts[0], "only_b": counts[1],
+        "images_only_a": a.path[only_a].tolist(), "images_only_b": a.path[only_b].tolist(),
+    }  # fmt: skip
+
+
+def _match_images(first: Predictions, other: Predictions, names: tuple[str, str]) -> np.ndarray:
+    """Return the index in `other` of each image of `first`."""
+    own, others = first.path.tolist(), other.path.tolist()
+    for what, one, two in (("classes", first.classes, other.classes), ("images", sorted(own), sorted(others))):
+        if one != two:
+            parts = ((names[0], {*one} - {*two}), (names[1], {*two} - {*one}))
+            only = "; ".join(
+                f"only {name} has {first_few(sorted(missing), num=3)}" for name, missing in parts if missing
+            )
+            numbers = f"{len(one):,} and {len(two):,}: {only or 'the same ones in another order'}"
+            raise ConfigError(f"{names[0]} and {names[1]}: were evaluated on other {what}, {numbers}")
+    places = {path: place for place, path in enumerate(others)}
+    order = np.array([places[path] for path in own])
+    if not np.array_equal(first.label, other.label[order]):
+        raise ConfigError(f"{names[0]} and {names[1]}: have other labels for the same images")
+    return order
 
 
 def _describe(a: str, b: str, difference: float, p: float, basis: str) -> str:
@@ -71,68 +103,6 @@ def _describe(a: str, b: str, difference: float, p: float, basis: str) -> str:
     if p < ALPHA:
         return f"{better} is better than {worse} by {gap}"
     return f"No significant difference between {a} and {b}: {better} - {worse} = {gap}"
-
-
-def match_images(first: Predictions, other: Predictions, names: tuple[str, str]) -> np.ndarray:
-    """Return the index in `other` of each image of `first`.
-
-    Args:
-        first, other: the predictions of two runs.
-        names: the names of the runs, for messages.
-
-    Raises:
-        ConfigError: the runs have other classes, images or labels; the message names the difference.
-    """
-    where = f"{names[0]} and {names[1]}"
-    if first.classes != other.classes:
-        difference = _describe_sets(first.classes, other.classes, names) or "the same ones in another order"
-        raise ConfigError(f"{where}: have other classes: {difference}")
-    own, others = first.path.tolist(), other.path.tolist()
-    if sorted(own) != sorted(others):
-        numbers = f"{counted(len(first), 'image')} and {counted(len(other), 'image')}"
-        difference = _describe_sets(own, others, names)
-        raise ConfigError(f"{where}: were evaluated on other images, {numbers}: {difference}")
-    places = {path: place for place, path in enumerate(others)}
-    order = np.arange(len(own)) if own == others else np.array([places[path] for path in own])
-    labels = other.label[order]
-    if first.label.shape != labels.shape or not np.array_equal(first.label, labels):
-        raise ConfigError(f"{where}: have other labels for the same images")
-    return order
-
-
-def _describe_sets(first: Sequence[str], other: Sequence[str], names: tuple[str, str]) -> str:
-    """Return which names only one of two runs has; empty if both have the same names."""
-    own, others = set(first), set(other)
-    parts = ((names[0], own - others), (names[1], others - own))
-    return "; ".join(f"only {name} has {first_few(sorted(missing), num=3)}" for name, missing in parts if missing)
-
-
-def compare_pair(a: Predictions, b: Predictions, names: tuple[str, str]) -> Pair:
-    """Return the comparison of two runs; errors as in `match_images`."""
-    order = match_images(a, b, names)
-    right_a, right_b = a.correct, b.correct[order]
-    only_a, only_b = np.flatnonzero(right_a & ~right_b), np.flatnonzero(right_b & ~right_a)
-    only_a = only_a[np.argsort(-b.confidence[order[only_a]], kind="stable")]
-    only_b = only_b[np.argsort(-a.confidence[only_b], kind="stable")]
-    values = 100 * float(right_a.mean()), 100 * float(right_b.mean())
-    low, high = paired_interval(len(only_a), len(only_b), len(a))
-    return Pair(
-        *names,
-        values=values,
-        difference=values[1] - values[0],
-        interval=Interval(100 * low, 100 * high),
-        p=mcnemar_p(len(only_a), len(only_b)),
-        only_a=a.path[only_a].tolist(),
-        only_b=a.path[only_b].tolist(),
-    )
-
-
-def compare_all(runs: Mapping[str, Predictions]) -> list[Pair]:
-    """Return the comparison of every two runs, with p-values adjusted for the number of pairs."""
-    pairs = [compare_pair(runs[a], runs[b], (a, b)) for a, b in itertools.combinations(runs, 2)]
-    for pair, adjusted in zip(pairs, holm_adjusted([pair.p for pair in pairs]), strict=True):
-        pair.adjusted_p = adjusted
-    return pairs
 
 
 def compare_groups(values: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
@@ -153,27 +123,3 @@ def compare_groups(values: Mapping[str, Sequence[float]]) -> list[dict[str, Any]
         groups.append({"a": a, "b": b, "values": [values[a], values[b]], "p": p, "smallest_p": smallest,
                        "sentence": sentence})  # fmt: skip
     return groups
-
-
-def compare_runs(sides: Mapping[str, Sequence[Path]]) -> dict[str, Any]:
-    """Return the comparison of two or more sides, each of one run or of several seeds, as values for JSON.
-
-    `pairs` compare the first runs of every two sides on the same images, `groups` every two sides by all their runs;
-    they are empty if each side has one. `sentences` are the results in words: of the groups or else of the pairs.
-
-    Raises:
-        ConfigError: a run cannot be read, or the runs were evaluated on different images.
-    """
-    runs = {name: [read_run(str(folder)) for folder in folders] for name, folders in sides.items()}
-    contents = {name: members[0].content for name, members in runs.items()}
-    if others := [name for name, content in contents.items() if content.multilabel or not content.classifies]:
-        raise ConfigError(f"RUN: {others[0]} does not predict one class per image; fix: compare the metrics by `table`")
-    pairs, has_seeds = compare_all(contents), any(len(members) > 1 for members in runs.values())
-    values = {name: [100 * float(run.content.correct.mean()) for run in members] for name, members in runs.items()}
-    groups = compare_groups(values) if has_seeds else []
-    return {
-        "runs": {name: [str(run.out_dir) for run in members] for name, members in runs.items()},
-        "pairs": [pair.list_figures() for pair in pairs],
-        "groups": groups,
-        "sentences": [group["sentence"] for group in groups] or [pair.describe() for pair in pairs],
-    }

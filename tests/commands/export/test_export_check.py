@@ -132,7 +132,7 @@ def test_five_mistakes_in_the_code_of_a_card_are_refused(turned_run, tmp_path, t
 def run_here(code: str, files: list[str], *_) -> tuple[list, list]:
     """Run the code of a card in this process, which has imported its packages: a new one takes seconds."""
     exec(code, card := {"__name__": "card"})
-    return [[(str(name), float(share)) for name, share in card["predict"](file)[:20]] for file in files], []
+    return [([(str(name), float(share)) for name, share in card["predict"](file)[:20]], True) for file in files], []
 
 
 def card_of(folder) -> str:
@@ -201,4 +201,4 @@ def test_the_code_of_a_card_finds_the_modules_of_plug_ins(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path / "lab")
     monkeypatch.syspath_prepend("")  # as of `python -m distribuuuu`
     code = "import own_plug_in\ndef predict(file):\n    return [(own_plug_in.NAME, 1.0)]"
-    assert _run_code(code, ["a.png"], tmp_path, tmp_path, False) == ([[["ant", 1.0]]], [])
+    assert _run_code(code, ["a.png"], tmp_path, tmp_path, False) == ([([["ant", 1.0]], True)], [])

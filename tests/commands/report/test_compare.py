@@ -63,7 +63,7 @@ def test_a_run_that_is_named_in_two_ways_is_refused(tmp_path, capsys, monkeypatc
 
 
 REFUSED = {
-    "were evaluated on other images, 300 images and 299 images": lambda root: make_run(root / "b", 9, 299),
+    "were evaluated on other images, 300 and 299": lambda root: make_run(root / "b", 9, 299),
     "no such folder": lambda root: root / "n*",
     "expected two or more": lambda root: f"{root}/a/",
     "no epoch of it has been evaluated yet": lambda root: (root / "empty").mkdir() or root / "empty",
