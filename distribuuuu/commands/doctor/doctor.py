@@ -25,8 +25,8 @@ from distribuuuu.launch.host import count_cores
 # Files or groups of a finding, and rows of the table of classes, that the text shows.
 MAX_SHOWN, MAX_CLASSES = 5, 24
 _DESCRIPTION = """Check a data set before training: damaged images, duplicates, leakage between
-splits, contradicting labels, class folders, sizes, mean and std. It writes and
-deletes nothing. Exit status: 0 clean (notes at most), 2 problems.
+splits, contradicting labels, class folders, sizes. It writes and deletes
+nothing. Exit status: 0 clean (notes at most), 2 problems.
 
   %(prog)s my_images            SPLIT/CLASS/IMAGE or CLASS/IMAGE below it
   %(prog)s --cfg configs/clothing10/resnet14.yaml
@@ -169,15 +169,13 @@ def _class_table(splits: dict[str, Any]) -> list[str]:
 
 
 def _statistics_lines(report: dict[str, Any]) -> list[str]:
-    statistics = report["statistics"]
-    if not statistics:
+    sizes = report["statistics"]
+    if not sizes:
         return ["no image can be decoded"]
-    sizes = {name: values for name, values in statistics.items() if isinstance(values, dict)}
     lines = [["", *sizes["width"]]]
     lines += [[name, *(f"{value:,.5g}" for value in values.values())] for name, values in sizes.items()]
-    suggested = " ".join(f"{key} {value}" for key, value in report["suggested"].items() if "IM_SIZE" in key)
-    return [*align_columns(lines, "<>>>>>"), f"mean, std: {statistics['mean']}, {statistics['std']}",
-            f"suggested: {suggested}"]  # fmt: skip
+    suggested = " ".join(f"{key} {value}" for key, value in report["suggested"].items())
+    return [*align_columns(lines, "<>>>>>"), f"suggested: {suggested}"]
 
 
 def _file_lines(file: str, reasons: dict[str, str], root: Path | None) -> list[str]:

@@ -181,7 +181,7 @@ def examine(
             for name, images in scan.splits.items()
         },
         "statistics": statistics,
-        "suggested": suggest_options(statistics),
+        "suggested": suggest_sizes(int(statistics["shorter_side"]["p10"])) if statistics else {},
         "findings": findings,
     }
 
@@ -288,16 +288,12 @@ def _duplicate_findings(scan: Scan, groups: Sequence[DuplicateGroup]) -> Iterato
 
 
 def measure_statistics(scan: Scan) -> dict[str, Any]:
-    """Return mean and std of the channels (0 to 1) over the training split, and percentiles of sizes; empty if none."""
+    """Return percentiles of the sizes of the images; empty if there are none."""
     usable = scan.records[scan.records["flags"] & BROKEN == 0]
     if not len(usable):
         return {}
-    sums = next((row for row in scan.pixel_sums if row[6]), scan.pixel_sums[0])
-    mean, square = sums[:3] / sums[6], sums[3:6] / sums[6]
     width, height = usable["width"], usable["height"]
     return {
-        "mean": [round(float(value), 4) for value in mean],
-        "std": [round(float(value), 4) for value in np.sqrt(np.maximum(square - mean**2, 0))],
         "width": _percentiles(width),
         "height": _percentiles(height),
         "shorter_side": _percentiles(np.minimum(width, height)),
@@ -310,14 +306,6 @@ def _percentiles(values: np.ndarray) -> dict[str, float]:
     names = {"min": 0, "p10": 10, "median": 50, "p90": 90, "max": 100}
     found = np.percentile(values, [*names.values()], method="nearest")
     return {name: round(float(value), 3) for name, value in zip(names, found, strict=True)}
-
-
-def suggest_options(statistics: dict[str, Any]) -> dict[str, Any]:
-    """Return options that suit the images: sides that do not enlarge 90 % of them, and their mean and std."""
-    if not statistics:
-        return {}
-    channels = {"DATA.MEAN": statistics["mean"], "DATA.STD": statistics["std"]}
-    return {**suggest_sizes(int(statistics["shorter_side"]["p10"])), **channels}
 
 
 def format_statistics(cfg: Config, workers: int, as_json: bool) -> str:

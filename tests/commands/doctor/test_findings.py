@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 from support.images import draw_folder
 from support.packs import pack
-from support.tables import slow
 
 from distribuuuu.commands.doctor.findings import examine, open_cfg, open_folder
 from distribuuuu.commands.main import start_command
@@ -56,16 +55,6 @@ def test_workers_find_the_same(root):
     shutil.copy(root / "train/ant/003.jpg", root / "val/ant/x.jpg")
     (root / "train/bee/y.png").write_bytes(b"no image")
     assert check(root, workers=2) == check(root)
-
-
-@pytest.mark.parametrize("size, tolerance", [((60, 50), 1e-4), slow((700, 560), 2e-3)])
-def test_mean_and_std_are_those_of_the_training_pixels_though_large_jpegs_are_scaled(tmp_path, size, tolerance):
-    draw_folder(tmp_path, "train", {"ant": 12, "bee": 3}, size)
-    pixels = [np.asarray(Image.open(path)) / 255 for path in sorted(tmp_path.glob("train/*/*.jpg"))]
-    statistics = check(tmp_path)["statistics"]
-    assert statistics["mean"] == pytest.approx(np.mean(pixels, axis=(0, 1, 2)), abs=tolerance)
-    assert statistics["std"] == pytest.approx(np.std(pixels, axis=(0, 1, 2)), abs=tolerance)
-    assert (statistics["width"]["min"], statistics["height"]["min"]) == size
 
 
 def test_damaged_images_are_named_with_the_reason(root):
