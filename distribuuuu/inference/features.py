@@ -1,6 +1,6 @@
 """Features of images: the input of the layer that makes the logits of a trained model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,27 +28,33 @@ def feature_model(run: LoadedRun) -> nn.Module:
     return run.model if run.task.has_scores else getattr(run.model, "backbone", run.model)
 
 
+def call_layers(model: nn.Module, images: Tensor, layers: Iterable[nn.Module]) -> tuple[list[tuple[Any, Any]], Any]:
+    """Return the calls of some layers in a forward pass, as pairs of layer and output, and the output of the model."""
+    calls: list[tuple[Any, Any]] = []
+    hooks = [layer.register_forward_hook(lambda own, _, output: calls.append((own, output))) for layer in layers]
+    with inference(model):
+        output = model(images)
+    for hook in hooks:
+        hook.remove()
+    return calls, output
+
+
 def find_classifiers(run: LoadedRun, images: Tensor, averaged: bool = False) -> list[nn.Module]:
     """Return the layer whose output is that of the model, or layers whose mean it is, as in a distilled DeiT.
 
     If there is none, it is the first linear layer of the head, e.g. one with an output for each of two label sets; if
     `averaged`, also a convolution, e.g. that of SqueezeNet, whose output is averaged over the positions.
     """
-    calls: list[tuple[nn.Module, Tensor]] = []
     model = feature_model(run)
-    hooks = [layer.register_forward_hook(lambda own, _, output: calls.append((own, output)))
-             for layer in model.modules() if isinstance(layer, (nn.Linear, nn.Conv2d))]  # fmt: skip
-    with inference(run.model):
-        logits = model(images)
-    for hook in hooks:
-        hook.remove()
+    layers = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, nn.Conv2d))]
+    calls, logits = call_layers(model, images, layers)
     same = [call for call in calls if isinstance(logits, Tensor) and call[1].numel() == logits.numel()]
     for chosen in (same[-1:], same):
         outputs = [output.reshape(logits.shape) for _, output in chosen]
         if outputs and torch.allclose(torch.stack(outputs).mean(0), logits, equal_nan=True):
             return [layer for layer, _ in chosen]
-    layers = dict(run.model.named_modules())  # without those that `deploy_model` has removed
-    head = {layers[name] for name in find_head(run.cfg, run.model, run.task) if name in layers}
+    named = dict(run.model.named_modules())  # without those that `deploy_model` has removed
+    head = {named[name] for name in find_head(run.cfg, run.model, run.task) if name in named}
     kinds = (nn.Linear, nn.Conv2d) if averaged else nn.Linear
     if first := next((layer for layer, _ in calls if layer in head and isinstance(layer, kinds)), None):
         return [first]

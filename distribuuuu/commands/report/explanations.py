@@ -5,13 +5,12 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from distribuuuu.commands.stats.stored_predictions import Predictions, read_arrays
 from distribuuuu.config import ConfigError
-from distribuuuu.config.derived import height_and_width
 from distribuuuu.files.untrusted import open_regular, untrusted
+from distribuuuu.inference.features import call_layers
 from distribuuuu.inference.loaded_run import LoadedRun
 
 # What `embed` or `finetune` writes into the folder of a run, and the number of nearest images that are shown.
@@ -49,25 +48,10 @@ def find_nearest(folder: Path, content: Predictions, indices: list[int]) -> dict
     return found
 
 
-def find_spatial_layer(run: LoadedRun) -> nn.Module | None:
-    """Return the last layer of a convolutional network whose output has positions; None of other networks."""
-    calls: list[tuple[nn.Module, bool]] = []
+def draw_attention(run: LoadedRun, crop: Tensor, pixels: np.ndarray, target: int) -> list[np.ndarray]:
+    """Return a picture, uint8 (H, W, 3), in red where a class was recognized; none if the network has no positions.
 
-    def note(layer: nn.Module, _: object, output: object) -> None:
-        calls.append((layer, isinstance(output, Tensor) and output.ndim == 4 and min(output.shape[2:]) > 1))
-
-    hooks = [layer.register_forward_hook(note) for layer in run.model.modules() if not any(layer.children())]
-    with torch.no_grad():
-        height, width = height_and_width(run.transform.crop.size)
-        run.model(torch.zeros(1, run.cfg.DATA.CHANNELS, height, width, device=run.device))
-    for hook in hooks:
-        hook.remove()
-    last = max((place for place, (_, has_positions) in enumerate(calls) if has_positions), default=-_MAX_HEAD)
-    return calls[last][0] if len(calls) - last <= _MAX_HEAD else None  # that of a transformer is far from the end
-
-
-def draw_attention(run: LoadedRun, layer: nn.Module, crop: Tensor, pixels: np.ndarray, target: int) -> np.ndarray:
-    """Return a picture, uint8 (H, W, 3), in red where a class was recognized (Grad-CAM, arXiv 1610.02391).
+    Grad-CAM (arXiv 1610.02391) of the last layer whose output has positions; that of a transformer is far from the end.
 
     Raises:
         ConfigError: captum is not installed.
@@ -76,7 +60,13 @@ def draw_attention(run: LoadedRun, layer: nn.Module, crop: Tensor, pixels: np.nd
         from captum.attr import LayerAttribution, LayerGradCam
     except ImportError as error:
         raise ConfigError("captum is not installed; fix: pip install 'distribuuuu[explain]'") from error
-    map_ = LayerGradCam(run.model, layer).attribute(crop[None].to(run.device), target=target, relu_attributions=True)
-    heat = LayerAttribution.interpolate(map_.float(), tuple(crop.shape[1:]), "bilinear")[0, 0].detach().cpu().numpy()
+    images = crop[None].to(run.device)
+    calls, _ = call_layers(run.model, images, [layer for layer in run.model.modules() if not any(layer.children())])
+    layers = [layer for layer, output in calls[-_MAX_HEAD:]
+              if isinstance(output, Tensor) and output.ndim == 4 and min(output.shape[2:]) > 1]  # fmt: skip
+    if not layers:
+        return []
+    found = LayerGradCam(run.model, layers[-1]).attribute(images, target=target, relu_attributions=True)
+    heat = LayerAttribution.interpolate(found.float(), tuple(crop.shape[1:]), "bilinear")[0, 0].detach().cpu().numpy()
     heat = 0.7 * (heat / max(heat.max(), 1e-12))[..., None]
-    return (pixels * (1 - heat) + np.array([255, 0, 0]) * heat).round().astype(np.uint8)
+    return [(pixels * (1 - heat) + np.array([255, 0, 0]) * heat).round().astype(np.uint8)]

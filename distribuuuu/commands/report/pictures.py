@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from distribuuuu.commands.report.explanations import draw_attention, find_spatial_layer
+from distribuuuu.commands.report.explanations import draw_attention
 from distribuuuu.commands.stats.stored_predictions import Predictions
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import changed
@@ -81,7 +81,6 @@ def make_pictures(
     try:
         run = find_run(out_dir)
         read = find_reader(content, run.cfg)
-        layer = find_spatial_layer(run) if mistakes else None
     except (ConfigError, OSError, ImportError) as error:
         return pictures, [f"No thumbnails: {' '.join(str(error).split())}"]
     for index in (index for index, name in enumerate(content.path.tolist()) if name in names):
@@ -96,9 +95,9 @@ def make_pictures(
         if index not in mistakes:
             continue
         try:
-            strip += [draw_attention(run, layer, crop, strip[0], int(content.predicted[index]))] if layer else []
+            strip += draw_attention(run, crop, strip[0], int(content.predicted[index]))
         except Exception as error:  # captum is missing, or cannot differentiate the model
-            notes, layer = [f"Where the model looked is not shown: {error}"], None
+            notes = [f"Where the model looked is not shown: {error}"]
         with contextlib.suppress(Exception):  # the names of the nearest images are in the text
             strip += [_show(run.transform(_read_within(path, image_folder(content))), run) for path in mistakes[index]]
         pictures[name] = to_uri(np.concatenate(strip, axis=1), len(strip))
