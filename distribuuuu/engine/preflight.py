@@ -162,8 +162,8 @@ def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str,
     if not train and needs_weights and not (is_named or find_best(cfg.OUT_DIR, cfg.EMA.HALF_LIFE > 0)):
         remedy = "set it to the file to evaluate, or OUT_DIR to that of a run"
         yield "MODEL.WEIGHTS", f"is not set, and {best_path(cfg.OUT_DIR)} does not exist; fix: {remedy}"
-    # With torch imported, names are checked without the cached tables, later, and so are those of plug-ins.
-    if "torch" not in sys.modules and not cfg.PLUGINS:
+    # With torch imported, names are checked without the cached tables, later; plug-ins with models import it.
+    if "torch" not in sys.modules:
         yield from _name_problems(cfg, train)
     if not find_path_problem(cfg.OUT_DIR):  # else it was reported with the config
         yield from _out_dir_problems(Path(cfg.OUT_DIR), train)

@@ -144,6 +144,9 @@ def test_wrong_names_and_keywords_that_read_files_are_reported_without_torch_and
         "OUT_DIR (command line): /proc cannot be written to",
     ):
         assert said in done.stderr
+    words = ["DATA.NAME", "imagenet", "TRAIN.DATASET", "none", "MODEL.ARCH", "resnet5O"]
+    done = run_tool("train_net.py", *words, PYTHONPATH=path)  # a plug-in that does not import torch
+    assert done.stderr.startswith("2 problems to solve first:") and "unknown model 'resnet5O'" in done.stderr
 
 
 TEACHER, STEPS = "DISTILL.TEACHER resnet18 DISTILL.WEIGHTS pretrained", "OPTIM.LR_POLICY steps OPTIM.STEPS [30]"
