@@ -1,6 +1,7 @@
 """Packed data at a URL: the batches of the local pack whatever the network does, or an error that names the cause."""
 
 import errno
+import functools
 import logging
 import multiprocessing
 import os
@@ -34,6 +35,7 @@ from distribuuuu.data.packed.format import BlockShuffle
 from distribuuuu.data.packed.store import Part, RemoteError
 from distribuuuu.engine.preflight import find_run_problems
 
+S3 = "s3://bucket/sets/small"
 KINDS = [(0, "thread"), (2, "thread"), slow(2, "process")]
 
 
@@ -69,6 +71,14 @@ def cfg_of(root, tmp_path, *overrides):
     words = [*small_options(root, tmp_path / "out"), "DATA.NAME", "packed", "DATA.CACHE_DIR", str(tmp_path / "cache")]
     words += ["DATA.TIMEOUT_S", 5]
     return load_cfg(None, [*map(str, words), "TRAIN.DATASET", str(root), "TEST.DATASET", str(root), *overrides])
+
+
+def problem_of(url, tmp_path) -> str:
+    """Return what the checks before training report about a URL, which takes seconds at most."""
+    begin = time.monotonic()
+    found = "\n".join(str(problem) for problem in find_run_problems(cfg_of(url, tmp_path), train=True))
+    assert time.monotonic() - begin < 20
+    return found
 
 
 def block_files(tmp_path) -> list[Path]:
@@ -129,10 +139,7 @@ def test_blocks_are_read_once_per_epoch_within_a_window():
 def test_problems_are_found_before_training_without_torch(source, tmp_path):
     code = "import sys, distribuuuu.data.packed.remote; sys.exit('torch' in sys.modules)"
     assert run_python("-c", code).returncode == 0
-
-    def problems(url):
-        return "\n".join(str(problem) for problem in find_run_problems(cfg_of(url, tmp_path), train=True))
-
+    problems = functools.partial(problem_of, tmp_path=tmp_path)
     assert not problems(source.url)
     found = problems(f"{source.url}/no")
     assert "command line" in found and "/no/train/index.bin: no such object" in found
@@ -337,3 +344,41 @@ def test_processes_share_the_cache_and_survive_kills(source, open_pack, packed, 
     assert [bytes(images.read(index)) for index in range(90)] == expected
     files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and not path.name.endswith(".tmp")]
     assert sum(path.stat().st_size for path in files) <= gb * 1e9 + 100
+
+
+@pytest.fixture
+def s3(object_server, packed, monkeypatch):
+    """A server of the S3 protocol with the pack at S3; blocks have a few images, and retries come at once."""
+    for name, value in object_server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(packed_format, "BLOCK_BYTES", 4000)
+    monkeypatch.setattr(store, "FIRST_PAUSE_S", 0.05)
+    object_server.reset()
+    for path in filter(Path.is_file, packed.rglob("*")):
+        store.open_store(S3, 60.0).put(path.relative_to(packed).as_posix(), path)
+    return object_server
+
+
+@pytest.mark.slow
+def test_the_batches_of_a_pack_on_s3_are_those_of_the_local_one(s3, packed, tmp_path):
+    assert problem_of(S3, tmp_path) == ""  # the reading process runs before the workers are forked
+    for kind in ("thread", "process"):
+        words = ["TRAIN.WORKERS", "2", "DATA.WORKER_KIND", kind, "DATA.TIMEOUT_S", "30"]
+        for train in (True, False):
+            remote = batches_of(cfg_of(S3, tmp_path / kind, *words), train)
+            assert_same_batches(remote, batches_of(cfg_of(packed, tmp_path, *words), train))
+        assert len(block_files(tmp_path / kind)) > 10
+
+
+@pytest.mark.slow
+def test_missing_objects_and_refused_access_on_s3_are_reported_before_training(s3, tmp_path):
+    for url in ("s3://no-such-bucket/set", "s3://bucket/none"):
+        assert f"{url}/train/index.bin: no such object; fix: check the URL" in problem_of(url, tmp_path)
+    images = Packed(S3, "train", None, str(tmp_path / "cache"), 1.0, 30.0)
+    # S3 answers expired tokens with status 400, and HEAD requests without the code.
+    for refusal in ((403, "AccessDenied"), (400, "ExpiredToken"), (403, "InvalidAccessKeyId"), (400, "InvalidToken")):
+        s3.refusal = refusal
+        found = problem_of(S3, tmp_path)
+        assert f"{S3}/train/index.bin: access denied" in found and "fix: renew them" in found, found
+        begin = time.monotonic()
+        assert "access denied" in message_of(images.read, 59) and time.monotonic() - begin < 10
