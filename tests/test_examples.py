@@ -188,6 +188,8 @@ def check_swa(cfg, out_dir: Path, loaded) -> None:
     first = torch.load(out_dir / "checkpoints" / "ckpt_ep_001.pth.tar")
     mean = (first["state_dict"]["fc.weight"] + last["state_dict"]["fc.weight"]) / 2
     assert torch.allclose(last["swa_state_dict"]["fc.weight"], mean, atol=1e-6)
+    one, two = (newest(out_dir.parent / processes)["swa_state_dict"] for processes in "12")
+    torch.testing.assert_close(two, one, rtol=1e-3, atol=1e-3)
 
 
 def check_lora(cfg, out_dir: Path, loaded) -> None:

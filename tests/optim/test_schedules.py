@@ -16,10 +16,11 @@ from torch import nn
 import distribuuuu
 from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager, find_nonfinite
-from distribuuuu.checkpoint.weights_files import find_weights_file
+from distribuuuu.checkpoint.weights_files import by_precedence, find_weights_file
+from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import NonFiniteError
 from distribuuuu.config.registry import MODELS
-from distribuuuu.optim.ema import Ema
+from distribuuuu.optim.ema import Ema, build_averages
 from distribuuuu.optim.precision import Precision
 from distribuuuu.optim.schedules import build_lr, build_weight_decay
 from distribuuuu.trainer import evaluate_weights, train_model
@@ -159,6 +160,15 @@ def test_both_kinds_of_weights_are_evaluated_saved_and_have_a_best_each(small_cf
     assert "optimizer" not in averaged and "ema_state_dict" not in averaged
     evaluate_weights(small_cfg(*EMA, "MODEL.WEIGHTS", os.path.relpath(tmp_path / "out" / "best_ema.pth.tar")))
     assert list(json.loads((tmp_path / "out" / "test_results.json").read_text())["accuracy"]) == ["ema"]
+
+
+def test_averages_of_a_task_have_names_of_their_own_and_precede_the_moving_average():
+    given = {"b": 1, "a": 2}
+    assert list(build_averages(make_cfg("EMA.HALF_LIFE", 30), make_net(), given)) == ["ema", "b", "a"]
+    assert by_precedence(["raw", "b", "ema", "a"]) == ["a", "b", "ema", "raw"]
+    for name in ("raw", "ema", "My avg"):
+        with pytest.raises(ConfigError, match=f"TASK.NAME: got '{name}' from averages; expected a name of a-z"):
+            build_averages(make_cfg(), make_net(), {name: 1})
 
 
 def test_a_run_without_an_average_may_continue_with_one_and_vice_versa(copied_run, small_cfg):
