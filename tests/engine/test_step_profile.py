@@ -3,18 +3,10 @@
 import gzip
 import json
 import re
-from types import SimpleNamespace
 
-import pytest
-import torch
-from support.fake_cuda import CUDA, fake_cuda
 from support.runs import assert_same_run, small_options, train_model
 
 from distribuuuu.commands.main import start_command
-from distribuuuu.engine import step_profile
-from distribuuuu.engine.step_profile import StepParts, mark_time, seconds_between
-
-CPU = torch.device("cpu")
 
 
 def profile(image_folder, out_dir, num: str, *words) -> int:
@@ -39,29 +31,3 @@ def test_a_profiled_run_writes_a_trace_and_is_the_same_run(image_folder, small_c
 def test_a_run_that_is_too_short_is_not_profiled(image_folder, tmp_path, capsys):
     assert profile(image_folder, tmp_path / "out", "6") == 2
     assert "--profile: got 6; the run has 8 steps left, and the first 3 are not" in capsys.readouterr().err
-
-
-def test_parts_are_measured_by_events_of_the_device(monkeypatch):
-    with fake_cuda(monkeypatch) as timeline:
-        marks = [mark_time(CUDA)]
-        for _ in range(3):
-            torch.zeros(3, device=CUDA)
-            marks.append(mark_time(CUDA))
-        assert not timeline.waits
-        torch.cuda.synchronize(CUDA)
-        assert seconds_between(marks[0], marks[3]) == pytest.approx(3e-3)
-    first, last = (mark_time(CPU) for _ in range(2))
-    assert 0 <= seconds_between(first, last) < 1
-
-
-def test_shares_are_those_of_the_marks(monkeypatch):
-    clock = iter([0.0, 0.0, 1.0, 1.0, 4.0, 4.0, 5.0, 10.0])
-    owner = SimpleNamespace(
-        device=CPU, train_step=None, batches_from=iter, precision=SimpleNamespace(backward=abs, step=None)
-    )
-    training = SimpleNamespace(state=owner, train_loader=owner, task=owner)
-    monkeypatch.setattr(step_profile, "mark_time", lambda device: next(clock))
-    with StepParts(training) as parts:
-        assert next(owner.batches_from([7])) == 7 and owner.precision.backward(-2) == 2
-        parts._call("forward", abs, 3)
-    assert parts.shares() == (10.0, {"data": 0.1, "forward": 0.1, "backward": 0.3, "optimizer": 0.0, "other": 0.5})

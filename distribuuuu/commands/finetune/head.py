@@ -99,11 +99,11 @@ def set_head(run: LoadedRun, names: Sequence[str], probe: Probe) -> dict[str, Te
     return tensors
 
 
-def zero_image(run: LoadedRun, num: int = 1) -> Tensor:
-    """Return black images of the size of the evaluation, on the device."""
+def zero_image(run: LoadedRun) -> Tensor:
+    """Return a black image of the size of the evaluation, (1, C, H, W) on the device."""
     size = run.transform.crop.size
     height, width = (size, size) if isinstance(size, int) else size
-    return torch.zeros(num, run.cfg.DATA.CHANNELS, height, width, device=run.device)
+    return torch.zeros(1, run.cfg.DATA.CHANNELS, height, width, device=run.device)
 
 
 def accepts(run: LoadedRun, side: int) -> bool:
