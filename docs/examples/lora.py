@@ -1,7 +1,8 @@
 """LoRA (Hu et al., arXiv 2106.09685): the trained filters stay, and learn an update of a low rank.
 
-The head and the norm layers are trained as usual. The plain model with merged weights is evaluated and exported, and
-checkpoints leave out the frozen filters.
+FINETUNE.LORA does this for linear layers without a plug-in; this example is for convolutions, and shows how a task
+changes its model. The head and the norm layers are trained as usual. The plain model with merged weights is evaluated
+and exported, and checkpoints leave out the frozen filters.
 
     distribuuuu train --cfg docs/examples/lora.yaml FINETUNE.WEIGHTS exp/shapes/resnet14
 """

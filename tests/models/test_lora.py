@@ -65,6 +65,14 @@ def test_a_run_with_adapters_resumes_bitwise(lora_cfg):
     assert content["state_dict"]["blocks.0.attn.qkv.lora_up"].abs().max() > 0
 
 
+def test_a_resume_refuses_other_weights(lora_cfg, tmp_path):
+    train_model(lora_cfg(), stop_epoch=1)
+    tensors = torch.load(tmp_path / "backbone.pth")
+    torch.save({**tensors, "norm.weight": tensors["norm.weight"] + 1}, tmp_path / "backbone.pth")
+    with pytest.raises(ConfigError, match="leaves out tensors, .*; fix: restore the task, and the file of FINETUNE.W"):
+        train_model(lora_cfg())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["none", "zero1"])
 def test_two_processes_train_the_same_adapters(lora_cfg, shard):

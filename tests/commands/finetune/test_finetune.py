@@ -275,6 +275,20 @@ def test_a_fine_tuning_is_tested_once_and_gives_a_run(photos, finished_run, tmp_
         train_model(load_cfg(str(out / "finetune.yaml"), ["OUT_DIR", str(tmp_path / "x"), "FINETUNE.HEAD", "probe"]))
 
 
+def test_adapters_are_merged_in_the_result(photos, tmp_path, here):
+    torch.manual_seed(0)
+    torch.save(timm.create_model("test_vit", num_classes=7, img_size=32).state_dict(), tmp_path / "vit.pth")
+    words = ("MODEL.ARCH", "timm/test_vit", "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32, "OPTIM.MAX_EPOCH", 1,
+             "FINETUNE.LORA.rank", 2, "TEST.BATCH_SIZE", 16)  # fmt: skip
+    assert run(photos, "--backbone", tmp_path / "vit.pth", "--out", tmp_path / "out", *words) == 0
+    content = read_checkpoint(tmp_path / "out/best.pth.tar")
+    assert content["state_dict"].keys() == read_checkpoint(tmp_path / "vit.pth")["state_dict"].keys()
+    cfg = load_cfg(str(tmp_path / "out/finetune.yaml"))
+    assert (cfg.OPTIM.BASE_LR, cfg.OPTIM.LAYER_DECAY, cfg.FINETUNE.FREEZE) == (pytest.approx(5e-4), 1, ())
+    assert "LoRA: adapters of rank 2 in 24 layers" in (tmp_path / "out/finetune/train.log").read_text()
+    assert load_run(tmp_path / "out").predict([photos / "cat/000.jpg"])[0].labels[0] in COUNTS
+
+
 def assert_same_weights(one, other) -> None:
     tensors = read_checkpoint(one)["state_dict"], read_checkpoint(other)["state_dict"]
     assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
