@@ -41,22 +41,17 @@ def _own(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def find_head_of(spec: ModelSpec, model: nn.Module) -> list[str]:
-    """Return the names of the layers of the head of a model that was built with these arguments."""
+    """Return the names of the layers of the head of a model built with these arguments: more classes change them."""
     other = replace(spec, num_classes=spec.num_classes + 1)
     with torch.random.fork_rng(devices=[]):
         resized = other.build_on_meta()
-        return find_resized_layers(model, other.build() if resized is None else resized)
+        others = dict((other.build() if resized is None else resized).named_modules())
+    return [name for name, layer in model.named_modules() if _shapes(layer) != _shapes(others.get(name, layer))]
 
 
 def head_parameters(cfg, model: nn.Module, task: Any = None) -> list[torch.Tensor]:
     """Return the parameters of the head, see `find_head`, also of a model that is sharded."""
     return [own for name in find_head(cfg, model, task) for own in _own(model.get_submodule(name))]
-
-
-def find_resized_layers(model: nn.Module, other: nn.Module) -> list[str]:
-    """Return the names of the layers whose own parameters have other shapes in `other`, the same model resized."""
-    others = dict(other.named_modules())
-    return [name for name, layer in model.named_modules() if _shapes(layer) != _shapes(others.get(name, layer))]
 
 
 def _shapes(layer: nn.Module) -> list[tuple[int, ...]]:

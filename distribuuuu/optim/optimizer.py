@@ -172,7 +172,7 @@ def parameter_kinds(model: nn.Module) -> dict[str, str]:
     kinds = {}
     for name, parameter in model.named_parameters():
         owner, _, own_name = name.rpartition(".")
-        if is_norm_layer(model.get_submodule(owner)) or any(fnmatchcase(name, pattern) for pattern in exempt):
+        if _is_norm_layer(model.get_submodule(owner)) or any(fnmatchcase(name, pattern) for pattern in exempt):
             kinds[name] = "norm"
         elif own_name == "bias" or own_name.endswith("_bias"):
             kinds[name] = "bias"
@@ -181,7 +181,7 @@ def parameter_kinds(model: nn.Module) -> dict[str, str]:
     return kinds
 
 
-def is_norm_layer(module: nn.Module) -> bool:
+def _is_norm_layer(module: nn.Module) -> bool:
     """Tell whether a module is a norm layer of torch or timm, or derived from one."""
     # timm's own norm layers have no common base class, but files of their own, named *norm*.py.
     files = [base.__module__ for base in type(module).__mro__]
