@@ -1,8 +1,8 @@
 """Chunks of images, each for one forward pass.
 
 The last bits of a result depend on the number of images in its forward pass. The chunks depend only on the number of
-all images and on TEST.BATCH_SIZE, so results are the same for any number of processes, workers and images per batch of
-the loader. A broken image is replaced by zeros, so that its chunk keeps its size.
+all images and on TEST.BATCH_SIZE, so results are the same for any number of processes and workers.
+A broken image is replaced by zeros, so that its chunk keeps its size.
 """
 
 import itertools
@@ -19,6 +19,8 @@ from distribuuuu.data.loader import Loader, count_bytes, start_workers
 from distribuuuu.data.samplers import BatchKeys, EvalSampler, split_images
 
 T = TypeVar("T")
+# Images that a worker loads at a time.
+LOADED = 32
 
 
 def one_behind(items: Iterable[T], device: torch.device) -> Iterator[T]:

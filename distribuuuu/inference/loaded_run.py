@@ -32,7 +32,7 @@ from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.build import explaining_out_of_memory, set_backends
 from distribuuuu.engine.resume import restore_task
 from distribuuuu.inference.calibration import Calibration
-from distribuuuu.inference.forward_chunks import ChunkLoader, UnlabeledImages, list_spans, one_behind
+from distribuuuu.inference.forward_chunks import LOADED, ChunkLoader, UnlabeledImages, list_spans, one_behind
 from distribuuuu.inference.image_arguments import list_images
 from distribuuuu.launch.host import count_cores
 from distribuuuu.models import build_model
@@ -226,8 +226,8 @@ class LoadedRun:
         selection = choose_selection(self.cfg, len(self.classes), topk, threshold)
         items, size = _as_items(images), self.cfg.TEST.BATCH_SIZE
         # Threads, as processes cannot be forked safely from a notebook.
-        loading = min(32, size), min(count_cores(), len(items) // 2), "thread"
-        chunks = self.predict_chunks(items, list_spans(len(items), size), selection, *loading)
+        workers = min(count_cores(), len(items) // 2), "thread"
+        chunks = self.predict_chunks(items, list_spans(len(items), size), selection, *workers)
         predictions = [prediction for chunk in chunks for prediction in chunk]
         bad = next((prediction for prediction in predictions if prediction.error), None)
         if bad and not skip_bad:
@@ -248,12 +248,12 @@ class LoadedRun:
             raise ConfigError(f"RUN: {message}; fix: train a head first, distribuuuu train {fix} TRAIN.DATASET FOLDER")
 
     def predict_chunks(
-        self, items: Sequence[Image], spans: Sequence[range], selection: Selection, *loading: Any
+        self, items: Sequence[Image], spans: Sequence[range], selection: Selection, workers: int, kind: str
     ) -> Iterator[list[Prediction]]:
-        """Yield the predictions of each chunk; `loading`: batch size, number and kind of workers of `ChunkLoader`."""
+        """Yield the predictions of each chunk, whose images are loaded by workers of a kind, "process" or "thread"."""
         self.check_classifier()
         images = UnlabeledImages(items)
-        loader = ChunkLoader(images, self.transform, spans, self.device, *loading)
+        loader = ChunkLoader(images, self.transform, spans, self.device, LOADED, workers, kind)
         self.build()  # after the workers have been forked: the model may be on a GPU
         started = (
             (span, start_selection(self.compute_scores(pixels), selection, self.cfg.TRAIN.TOPK), causes)

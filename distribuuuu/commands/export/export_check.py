@@ -189,8 +189,8 @@ def _predict(run: LoadedRun, files: list[str]) -> list[Prediction]:
     """Return what `predict` answers for files, without mixed precision."""
     run = _without_amp(run)
     selection = Selection(threshold=-1.0) if run.task.multilabel else Selection(topk=_TOPK)
-    spans, size = list_spans(len(files), run.cfg.TEST.BATCH_SIZE), run.cfg.TEST.BATCH_SIZE
-    chunks = run.predict_chunks(files, spans, selection, min(32, size), min(count_cores(), len(files) // 2), "thread")
+    spans = list_spans(len(files), run.cfg.TEST.BATCH_SIZE)
+    chunks = run.predict_chunks(files, spans, selection, min(count_cores(), len(files) // 2), "thread")
     return [each for chunk in progress(chunks, label="predict", total=len(spans)) for each in chunk]
 
 

@@ -29,7 +29,7 @@ def calibrate(prog: str, args: list[str]) -> int:
 
     from distribuuuu.commands.scan.data_config import open_images
     from distribuuuu.inference.calibration import calibration_error, fit_calibration, write_calibration
-    from distribuuuu.inference.forward_chunks import ChunkLoader, list_spans
+    from distribuuuu.inference.forward_chunks import LOADED, ChunkLoader, list_spans
     from distribuuuu.inference.load_run import find_run
     from distribuuuu.records.run_log import progress
 
@@ -45,7 +45,7 @@ def calibrate(prog: str, args: list[str]) -> int:
         expected = f"images with one label of the classes of {flags.run}"
         raise ConfigError(f"DATA.NAME: got {run.cfg.DATA.NAME}; expected {expected}")
     spans = list_spans(len(images), run.cfg.TEST.BATCH_SIZE)
-    loader = ChunkLoader(images, run.transform, spans, run.device, 32, flags.workers, "process")
+    loader = ChunkLoader(images, run.transform, spans, run.device, LOADED, flags.workers, "process")
     run.build()
     kept, parts = list[int](), list[torch.Tensor]()
     for span, pixels, causes in progress(loader.chunks(), label="calibrate", total=len(spans)):

@@ -69,6 +69,5 @@ def build_parser(prog: str | None = None) -> CommandParser:
     add("--skip-bad", action="store_true", help="exit with 0 even if images are broken")
     add("--nproc", metavar="N", type=at_least(1), default=1, help="processes on this machine, one per GPU (1)")
     add("--workers", metavar="N", type=at_least(0), help="loader workers of each process (its share of cores)")
-    add("--batch-size", metavar="N", type=at_least(1), default=32, help="images that a worker loads at a time (32)")
     add("--cfg", metavar="FILE", help="config for weights that contain none")
     return parser

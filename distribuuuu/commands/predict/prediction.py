@@ -169,7 +169,7 @@ def predict_share(job: Namespace, run: LoadedRun, selection: Selection, spans: S
     """Yield the rows of chunks that this process predicts on its own device."""
     columns = list_columns(selection, run.classes)
     threshold = None if job.precision is None else run.find_threshold(job.precision)
-    for predictions in run.predict_chunks(job.files, spans, selection, job.batch_size, job.workers, "process"):
+    for predictions in run.predict_chunks(job.files, spans, selection, job.workers, "process"):
         yield format_rows(predictions, columns, _is_json(job), threshold)
 
 

@@ -129,10 +129,10 @@ def test_unusual_photographs_are_answered_as_in_an_evaluation(shapes_run, tmp_pa
 
 
 @pytest.mark.parametrize("words", [
-    slow(("--workers", 0, "--batch-size", 1)), slow(("--workers", 2, "--batch-size", 7)),
+    slow(("--workers", 2)),
     *[slow(("--nproc", nproc, "--workers", workers)) for nproc, workers in ((2, 0), (3, 1))],
 ])  # fmt: skip
-def test_the_bytes_do_not_depend_on_processes_workers_and_batch_size(shapes_run, shapes_folder, tmp_path, words):
+def test_the_bytes_do_not_depend_on_processes_and_workers(shapes_run, shapes_folder, tmp_path, words):
     (tmp_path / "broken.jpg").write_bytes(b"no image")
     images = (shapes_folder / "val", tmp_path / "broken.jpg", shapes_folder / "train" / "star")
     for suffix in ("csv", "jsonl") if "--nproc" not in words else ("csv",):
