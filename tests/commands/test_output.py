@@ -13,8 +13,7 @@ from distribuuuu.commands.main import dispatch
 
 @pytest.mark.parametrize("command", [
     ("predict", "{run}", "photos", "--out", "s3://bucket/a.csv"),
-    ("report", "{run}", "--out", "gs://bucket/a.html"), ("compare", "{run}", "{run}", "--out", "http://host/a.html"),
-    ("split", "photos", "--val", "0.1", "--out", "s3://bucket/a"),
+    ("report", "{run}", "--out", "gs://bucket/a.html"), ("split", "photos", "--val", "0.1", "--out", "s3://bucket/a"),
     ("export", "{run}", "s3://bucket/a", "--to", "timm"), ("split", "photos", "--val", "0.1", "--out", "/"),
     ("pack", "/", "MODEL.DUMMY_INPUT", "True"),
 ])  # fmt: skip
