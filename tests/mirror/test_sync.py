@@ -104,6 +104,7 @@ def test_a_write_that_arrives_late_is_our_own_and_replaces_nothing(one, tmp_path
         late.append(state)
         raise OSError("no answer")
 
+    earliest = State(1, HASH, {})
     for is_killed in (False, True):
         late: list[State] = []
         write(tmp_path / "one", {"checkpoints/ckpt_ep_003.pth.tar": b"late %d" % is_killed})
@@ -121,6 +122,8 @@ def test_a_write_that_arrives_late_is_our_own_and_replaces_nothing(one, tmp_path
         assert one.upload_changes() and one.newest.number == late[0].number + 1
         assert create(one.log, late[1]).id == late[0].id  # arrives much later
         assert one.log.find_newest() == one.newest
+    assert create(one.log, earliest) == earliest  # its number is free again: the state was deleted
+    assert one.log.find_newest() == one.newest
     other = mirror_of(tmp_path / "other", tmp_path / "store")
     other.reconcile()
     assert {**FILES, **read(tmp_path / "other")} == read(tmp_path / "one")
