@@ -341,7 +341,7 @@ def write_exports(folder: Path) -> list[Path]:
     """Write a small model in our format and in that of timm; return the paths of config.json."""
     import torch
 
-    from distribuuuu.commands.export.exporter import write_safetensors, write_timm
+    from distribuuuu.commands.export.exporter import describe_usage, write_safetensors, write_timm
     from distribuuuu.inference.loaded_run import LoadedRun
     from distribuuuu.models import build_model
 
@@ -351,7 +351,8 @@ def write_exports(folder: Path) -> list[Path]:
         cfg = load_cfg(None, [*words, "DATA.MEAN", "[0.5, 0.5, 0.5]", "DATA.STD", "[0.2, 0.2, 0.2]"])
         weights = build_model(cfg).state_dict()
         (out := folder / write.__name__).mkdir(parents=True)
-        write(LoadedRun("", "raw", cfg, ("a", "b", "c"), weights, given_device=torch.device("cpu")), out)
+        run = LoadedRun("", "raw", cfg, ("a", "b", "c"), weights, given_device=torch.device("cpu"))
+        write(run, out, describe_usage(run))
         paths.append(out / "config.json")
     return paths
 
