@@ -18,15 +18,12 @@ from distribuuuu.config.derived import (
 from distribuuuu.config.errors import ConfigError, Problem, counted, did_you_mean
 from distribuuuu.config.options import OPTIONS
 from distribuuuu.config.registry import BUILT_IN_TASKS, SETTINGS, dataset_class
-from distribuuuu.config.run_files import find_name_problem, find_path_problem, url_of
+from distribuuuu.config.run_files import find_name_problem, find_path_problem
 
 # First words of AUG.POLICY: torchvision's policies by our names, then timm's, which take settings.
 _TORCHVISION_POLICIES = ("autoaugment", "randaugment", "trivialaugment")
 POLICIES = ("none", *_TORCHVISION_POLICIES, "3augment",
             "rand", "augmix", "original", "originalr", "v0", "v0r", "3a")  # fmt: skip
-
-# Operations of this package that need three channels of 8 bits.
-_RGB_OPERATIONS = ("grayscale", "pca_noise")
 
 # Options that are off by default, whose conflicts are in a file of their own.
 _FEATURES = ("AUG.MIXUP", "AUG.CUTMIX", "TRAIN.IM_SIZE_START", "TEST.LABELS", "LOSS.CLASS_WEIGHTS",
@@ -48,8 +45,10 @@ def find_problems(cfg: Config) -> list[Problem]:
     """Return a problem for each value that is out of range or conflicts with another."""
     found = [Problem(key, message) for key, option in OPTIONS.items()
              for message in option.find_wrong(get_value(cfg, key))]  # fmt: skip
-    groups = [_images, _augmentation, _optimizer, _task_and_loss, _distribution]
-    if cfg.DIST.SHARD != "none" or any(get_value(cfg, key) for key in _FEATURES):
+    groups = [_images, _augmentation, _optimizer, _task_and_loss]
+    pairs = [(cfg.DIST.SHARD, "none"), (cfg.OPTIM.CLIP, "norm"), (cfg.DATA.CHANNELS, 3), (cfg.DATA.PIXELS, "uint8"),
+             (cfg.MODEL.COMPILE, "none"), (cfg.TRAIN.BATCH_SIZE == AUTO or cfg.LOSS.NAME == "bce", False)]  # fmt: skip
+    if any(value != usual for value, usual in pairs) or any(get_value(cfg, key) for key in _FEATURES):
         from distribuuuu.config import feature_conflicts
 
         groups.append(feature_conflicts.find_conflicts)
@@ -113,13 +112,7 @@ def _images(cfg: Config) -> Iterator[Conflict]:
 
 
 def _augmentation(cfg: Config) -> Iterator[Conflict]:
-    data, aug, last = cfg.DATA, cfg.AUG, cfg.OPTIM.MAX_EPOCH
-    if (data.CHANNELS, data.PIXELS) != (3, "uint8"):
-        expected = f"with DATA.CHANNELS {data.CHANNELS} and DATA.PIXELS {data.PIXELS}, expected"
-        yield "AUG.POLICY", aug.POLICY != "none", f"{expected} none, since it needs 8-bit RGB"
-        yield "AUG.COLOR_JITTER", aug.COLOR_JITTER, f"{expected} [], since it needs 8-bit RGB"
-        rgb = [name for name in aug.OPERATIONS if name in _RGB_OPERATIONS]
-        yield "AUG.OPERATIONS", rgb, f"{expected} none of {', '.join(rgb)}, which need 8-bit RGB"
+    aug, last = cfg.AUG, cfg.OPTIM.MAX_EPOCH
     jitter = aug.COLOR_JITTER
     is_jitter = len(jitter) in (0, 1, 3, 4) and min((0, *jitter)) == 0 and max((0, *jitter[3:])) <= 0.5
     expected = "expected 0, 1, 3 or 4 numbers, 0 or more; the fourth, for the hue, at most 0.5"
@@ -142,30 +135,18 @@ def _optimizer(cfg: Config) -> Iterator[Conflict]:
     yield "OPTIM.STEPS", not is_ascending, "expected ascending epochs, 0 or more, each once"
     is_zero = optim.LR_POLICY == "exp" and optim.MIN_LR <= 0
     yield "OPTIM.MIN_LR", is_zero, "OPTIM.LR_POLICY exp expects a factor above 0, e.g. 0.001"
-    has_limit = optim.CLIP not in ("value", "agc") or optim.CLIP_LIMIT
-    yield "OPTIM.CLIP_LIMIT", not has_limit, f"OPTIM.CLIP {optim.CLIP} expects a number above 0, e.g. 0.01"
-    is_other = optim.CLIP != "norm" and optim.CLIP_NORM
-    yield "OPTIM.CLIP_NORM", is_other, f"expected 0 with OPTIM.CLIP {optim.CLIP}; fix: set OPTIM.CLIP_LIMIT instead"
     is_idle = optim.WEIGHT_DECAY_END >= 0 and not optim.WEIGHT_DECAY
     yield "OPTIM.WEIGHT_DECAY_END", is_idle, "expected -1, or an OPTIM.WEIGHT_DECAY above 0, the start"
 
 
 def _task_and_loss(cfg: Config) -> Iterator[Conflict]:
-    loss, num_classes, name, targets = cfg.LOSS, cfg.MODEL.NUM_CLASSES, cfg.TASK.NAME, dataset_class(cfg).targets
+    loss, name, targets = cfg.LOSS, cfg.TASK.NAME, dataset_class(cfg).targets
     if targets != "label":
         what = "any number of classes" if targets == "labels" else "a structured target"
         reason = f"since DATA.NAME {cfg.DATA.NAME} gives an image {what}"
         yield "LOSS.NAME", loss.NAME != "bce" and targets == "labels", f"expected bce, {reason}"
         yield "DATA.SAMPLING", cfg.DATA.SAMPLING != "uniform", f"expected uniform, {reason}"
         yield "DISTILL.TEACHER", cfg.DISTILL.TEACHER, f"expected none, {reason}"
-    threshold = loss.BCE_TARGET_THRESHOLD
-    if num_classes and loss.NAME == "bce" and threshold is not None:
-        # Beyond these two every target would be 0, or every target 1; without smoothing no absent class is above 0.
-        lowest = loss.LABEL_SMOOTHING / num_classes
-        highest = 1 - loss.LABEL_SMOOTHING + lowest
-        is_between = lowest < threshold < highest or threshold == lowest == 0
-        expected = f"expected null, or between {lowest:g} and {highest:g}, the targets with LOSS.LABEL_SMOOTHING"
-        yield "LOSS.BCE_TARGET_THRESHOLD", not is_between, f"{expected} {loss.LABEL_SMOOTHING:g}"
     is_own = name not in (AUTO, *BUILT_IN_TASKS)
     is_other = name in BUILT_IN_TASKS and (targets == "labels") != (name == "multilabel")
     labels = {"labels": "several labels per image", "label": "one label per image"}.get(targets, "structured targets")
@@ -175,19 +156,6 @@ def _task_and_loss(cfg: Config) -> Iterator[Conflict]:
     yield "DATA.VIEWS", cfg.DATA.VIEWS > 1 and not is_own, expected
     has_none = name == "distillation" and not cfg.DISTILL.TEACHER
     yield "TASK.NAME", has_none, "there is no teacher; fix: set DISTILL.TEACHER"
-
-
-def _distribution(cfg: Config) -> Iterator[Conflict]:
-    mode, is_auto = cfg.MODEL.COMPILE, cfg.TRAIN.BATCH_SIZE == AUTO
-    # torch's DDPOptimizer asserts it.
-    is_small = cfg.DIST.BUCKET_MB < 1 and mode != "none" and cfg.DIST.SHARD != "fsdp"
-    yield "DIST.BUCKET_MB", is_small, f"expected 1 or more with MODEL.COMPILE {mode}"
-    is_both = cfg.MODEL.ACT_CHECKPOINT and mode != "none"
-    yield "MODEL.ACT_CHECKPOINT", is_both, f"MODEL.COMPILE {mode} selects what to recompute; fix: set one of them off"
-    # It is resolved before the run is downloaded.
-    yield "TRAIN.BATCH_SIZE", is_auto and url_of(cfg.OUT_DIR), "expected a number with OUT_DIR at a URL"
-    expected = "it needs TRAIN.GLOBAL_BATCH_SIZE, the images per step; fix: set that, e.g. 256, or a number here"
-    yield "TRAIN.BATCH_SIZE", is_auto and not cfg.TRAIN.GLOBAL_BATCH_SIZE, expected
 
 
 def _check_paths(cfg: Config) -> Iterator[Problem]:

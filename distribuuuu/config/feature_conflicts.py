@@ -14,6 +14,7 @@ from distribuuuu.config.model_names import OWN_KEYS, is_published, names_backbon
 from distribuuuu.config.options import GRAPH_MODES, IMAGENET_CLASSES
 from distribuuuu.config.read_settings import read_settings
 from distribuuuu.config.registry import BUILT_IN_TASKS, OPTIMIZERS
+from distribuuuu.config.run_files import url_of
 from distribuuuu.config.settings import LoraSettings
 
 # Arguments of optimizers that are options, the last two for sgd and registered ones only, or that the trainer sets.
@@ -43,6 +44,9 @@ _SUFFIXES = ("", "c", "cd", "cw", "w", "legacy")
 # These scale a step by the norm of all gradients, or use random numbers; a process has its own share only.
 _NOT_FOR_ZERO1 = ("clamb", "kron", "lamb")
 
+# Operations of this package that need three channels of 8 bits.
+_RGB_OPERATIONS = ("grayscale", "pca_noise")
+
 # An option, whether its value is in conflict with others, and what is expected.
 Conflict = tuple[str, object, str]
 
@@ -50,6 +54,10 @@ Conflict = tuple[str, object, str]
 def find_conflicts(cfg: Config) -> Iterator[Conflict]:
     """Yield the conflicts of all features that are on."""
     yield from _mixing(cfg)
+    yield from _colors(cfg) if (cfg.DATA.CHANNELS, cfg.DATA.PIXELS) != (3, "uint8") else ()
+    yield from _clipping(cfg)
+    yield from _distribution(cfg)
+    yield from _targets(cfg) if cfg.LOSS.NAME == "bce" else ()
     yield from _growth(cfg) if cfg.TRAIN.IM_SIZE_START else ()
     yield from _class_weights(cfg)
     yield from _other_weights(cfg)
@@ -64,6 +72,48 @@ def _mixing(cfg: Config) -> Iterator[Conflict]:
     yield "AUG.CUTMIX_SHARE", is_one, "expected between 0 and 1 with both; fix: set AUG.MIXUP or AUG.CUTMIX to 0"
     is_group = aug.MIX_GROUP and aug.MIX_BY == "step"
     yield "AUG.MIX_BY", is_group, "expected pair with AUG.MIX_GROUP; fix: set one of them back"
+
+
+def _colors(cfg: Config) -> Iterator[Conflict]:
+    data, aug = cfg.DATA, cfg.AUG
+    expected = f"with DATA.CHANNELS {data.CHANNELS} and DATA.PIXELS {data.PIXELS}, expected"
+    yield "AUG.POLICY", aug.POLICY != "none", f"{expected} none, since it needs 8-bit RGB"
+    yield "AUG.COLOR_JITTER", aug.COLOR_JITTER, f"{expected} [], since it needs 8-bit RGB"
+    rgb = [name for name in aug.OPERATIONS if name in _RGB_OPERATIONS]
+    yield "AUG.OPERATIONS", rgb, f"{expected} none of {', '.join(rgb)}, which need 8-bit RGB"
+
+
+def _clipping(cfg: Config) -> Iterator[Conflict]:
+    optim = cfg.OPTIM
+    has_limit = optim.CLIP not in ("value", "agc") or optim.CLIP_LIMIT
+    yield "OPTIM.CLIP_LIMIT", not has_limit, f"OPTIM.CLIP {optim.CLIP} expects a number above 0, e.g. 0.01"
+    is_other = optim.CLIP != "norm" and optim.CLIP_NORM
+    yield "OPTIM.CLIP_NORM", is_other, f"expected 0 with OPTIM.CLIP {optim.CLIP}; fix: set OPTIM.CLIP_LIMIT instead"
+
+
+def _targets(cfg: Config) -> Iterator[Conflict]:
+    loss, num_classes = cfg.LOSS, cfg.MODEL.NUM_CLASSES
+    threshold = loss.BCE_TARGET_THRESHOLD
+    if num_classes and threshold is not None:
+        # Beyond these two every target would be 0, or every target 1; without smoothing no absent class is above 0.
+        lowest = loss.LABEL_SMOOTHING / num_classes
+        highest = 1 - loss.LABEL_SMOOTHING + lowest
+        is_between = lowest < threshold < highest or threshold == lowest == 0
+        expected = f"expected null, or between {lowest:g} and {highest:g}, the targets with LOSS.LABEL_SMOOTHING"
+        yield "LOSS.BCE_TARGET_THRESHOLD", not is_between, f"{expected} {loss.LABEL_SMOOTHING:g}"
+
+
+def _distribution(cfg: Config) -> Iterator[Conflict]:
+    mode, is_auto = cfg.MODEL.COMPILE, cfg.TRAIN.BATCH_SIZE == AUTO
+    # torch's DDPOptimizer asserts it.
+    is_small = cfg.DIST.BUCKET_MB < 1 and mode != "none" and cfg.DIST.SHARD != "fsdp"
+    yield "DIST.BUCKET_MB", is_small, f"expected 1 or more with MODEL.COMPILE {mode}"
+    is_both = cfg.MODEL.ACT_CHECKPOINT and mode != "none"
+    yield "MODEL.ACT_CHECKPOINT", is_both, f"MODEL.COMPILE {mode} selects what to recompute; fix: set one of them off"
+    # It is resolved before the run is downloaded.
+    yield "TRAIN.BATCH_SIZE", is_auto and url_of(cfg.OUT_DIR), "expected a number with OUT_DIR at a URL"
+    expected = "it needs TRAIN.GLOBAL_BATCH_SIZE, the images per step; fix: set that, e.g. 256, or a number here"
+    yield "TRAIN.BATCH_SIZE", is_auto and not cfg.TRAIN.GLOBAL_BATCH_SIZE, expected
 
 
 def _growth(cfg: Config) -> Iterator[Conflict]:
