@@ -120,7 +120,7 @@ def check_export(
     """Return how the answers of the code of a card compare with those of `predict`, in float32 on the CPU.
 
     An answer is the most probable class or, with several labels per image, the classes above probability 0.5. With a
-    threshold, the code also has to give an answer for the same images, but for probabilities very near to it.
+    threshold, the code also has to give an answer exactly where its probability is above the threshold.
 
     Args:
         run: the run.
@@ -232,6 +232,6 @@ def _compare(one: Pairs, answer: Answer, multilabel: bool, threshold: float | No
         is_equal = found == expected
     else:
         is_equal = bool(other) and other[0][0] in [label for label, probability in one if probability == one[0][1]]
-    if threshold is not None and abs(one[0][1] - threshold) > MAX_MEAN_DIFFERENCE:
-        is_equal = is_equal and is_sure == (one[0][1] > threshold)
+    if threshold is not None and other:  # by its own probability, whose difference is judged by itself
+        is_equal = is_equal and is_sure == (other[0][1] > threshold)
     return bool(other) and is_equal, max(value if math.isfinite(value) else 1.0 for value in differences)
