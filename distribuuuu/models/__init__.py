@@ -6,7 +6,7 @@
 - head.py: the layers whose shapes depend on the number of classes (FINETUNE.HEAD_RESET).
 - pretrained.py: published weights of timm and torchvision (MODEL.PRETRAINED).
 - finetune.py: weights trained on other data (FINETUNE.WEIGHTS).
-- freeze.py: frozen parameters and batch norms (FINETUNE.FREEZE).
+- freeze.py, lora.py: frozen parameters and batch norms (FINETUNE.FREEZE), low-rank adapters (FINETUNE.LORA).
 - botnet.py, cifar_resnet.py, torchvision_nets.py: a family per file; others stand beside the recipes in configs/.
 
 To add a model, add one file with a function of `num_classes`, decorated with `@MODELS.register`. MODEL.KWARGS may set

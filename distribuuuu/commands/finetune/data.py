@@ -3,11 +3,9 @@
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from distribuuuu.commands.scan.data_config import find_splits
 from distribuuuu.commands.scan.duplicates import find_groups
@@ -16,6 +14,7 @@ from distribuuuu.commands.scan.splitting import (
     TRAIN,
     Images,
     assign,
+    describe_copies,
     find_named_groups,
     list_images,
     list_table_images,
@@ -116,7 +115,7 @@ def divide(
     copies = [group.images for group in find_groups(scan, options)]
     groups = merge_groups([*copies, *(find_named_groups(images, pattern) if pattern else [])])
     usable = [index for index in range(len(images.names)) if index not in scan.reasons]
-    notes = list(_describe_copies(images, copies))
+    notes = list(describe_copies(images, copies, "copies"))
     if parts:
         parts = {part: [index for index in own if index not in scan.reasons] for part, own in parts.items()}
         evaluated = {index for part in parts if part != TRAIN for index in parts[part]}
@@ -129,7 +128,7 @@ def divide(
         shares = {TRAIN: 1 - SHARE, "val": SHARE} if test else {TRAIN: 1 - 2 * SHARE, "val": SHARE, "test": SHARE}
         divided = _assign(images, own, shares, groups, seed)
         parts = {**divided, **({"test": test} if test else {})}
-        notes.append("divided by class; copies stay together")
+        notes.append("divided by class")
     counts = Counter(images.labels[index] for index in parts[TRAIN])
     if few := [name for number, name in enumerate(images.classes) if counts[number] < 2]:
         raise ConfigError(f"FOLDER: fewer than two usable training images of {first_few(few)}; fix: add images")
@@ -162,12 +161,3 @@ def _assign(
                 if movable:
                     found[max(movable, key=lambda place: (sizes[found[place]], place))] = part
     return {part: [index for index, name in zip(own, found, strict=True) if name == part] for part in shares}
-
-
-def _describe_copies(images: Images, copies: Sequence[Sequence[int]]) -> Iterator[str]:
-    if copies:
-        example = " = ".join(images.names[index] for index in copies[0][:2])
-        yield f"{counted(int(np.sum([len(group) for group in copies])), 'image')} are copies of others, e.g. {example}"
-    if mixed := [group for group in copies if len({images.labels[index] for index in group}) > 1]:
-        example = " = ".join(images.names[index] for index in mixed[0][:2])
-        yield f"WARNING: {counted(len(mixed), 'group')} of copies in several classes, e.g. {example}"

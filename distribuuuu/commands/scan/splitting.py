@@ -285,17 +285,18 @@ def plan_split(
         raise ConfigError(f"{what}; fix: other --val, --test, --folds or --group-by: equal files stay together")
     if test:
         files["test.csv"] = by_part["test"]
-    return files, list(_notes_on_duplicates(images, duplicates))
+    return files, list(describe_copies(images, duplicates))
 
 
-def _notes_on_duplicates(images: Images, duplicates: Sequence[Sequence[int]]) -> Iterator[str]:
-    if duplicates:
-        example = " = ".join(images.names[index] for index in duplicates[0][:2])
-        num = sum(map(len, duplicates))
-        yield f"{counted(num, 'image')} in {counted(len(duplicates), 'group')} of equal files, kept together: {example}"
-    if mixed := [group for group in duplicates if len({images.labels[index] for index in group}) > 1]:
+def describe_copies(images: Images, copies: Sequence[Sequence[int]], what: str = "equal files") -> Iterator[str]:
+    """Yield notes about groups of copies, and a warning of those in several classes."""
+    if copies:
+        example = " = ".join(images.names[index] for index in copies[0][:2])
+        num = sum(map(len, copies))
+        yield f"{counted(num, 'image')} in {counted(len(copies), 'group')} of {what}, kept together: {example}"
+    if mixed := [group for group in copies if len({images.labels[index] for index in group}) > 1]:
         named = first_few([" = ".join(images.names[index] for index in group[:2]) for group in mixed], "; ", 3)
-        yield f"WARNING: {counted(len(mixed), 'group')} of equal files in several classes: {named}"
+        yield f"WARNING: {counted(len(mixed), 'group')} of {what} in several classes: {named}"
 
 
 def write_split(images: Images, out: Path, files: Mapping[str, Sequence[int]]) -> None:
