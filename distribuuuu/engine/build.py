@@ -403,11 +403,8 @@ def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader) -> Log:
     """Return the log of the run from the position of the state; a new run logs a grid of augmented images."""
     more_entries: Callable[[], dict[str, Any]] = dict
     if cfg.LOG.LAYER_NORMS:
-        from distribuuuu.optim.layer_norms import LayerNorms
-
-        every, end_of = cfg.TRAIN.PRINT_FREQ, loader.steps_of
-        is_read = lambda: (state.step + 1) % every == 0 or state.step + 1 == end_of(state.epoch)  # noqa: E731
-        more_entries = LayerNorms(state.model, state.optimizer, is_read).pop
+        norms = importlib.import_module("distribuuuu.optim.layer_norms")
+        more_entries = norms.build_layer_norms(cfg, state, loader.steps_of).pop
     writers: list[Any] = []
     if dist.is_main() and (cfg.LOG.TENSORBOARD or "tensorboard" in cfg.LOG.TRACKERS):
         from distribuuuu.records.tensorboard import EventFile

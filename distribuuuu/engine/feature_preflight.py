@@ -11,7 +11,7 @@ from itertools import chain
 from distribuuuu.checkpoint.weights_files import find_weights_file
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import get_value
-from distribuuuu.config.model_names import is_published, names_backbone
+from distribuuuu.config.model_names import find_model_problems, is_published, names_backbone
 from distribuuuu.config.options import OPTIONAL_DECODERS
 from distribuuuu.config.registry import TRACKERS
 from distribuuuu.launch.detect import detect_launch, list_jobs
@@ -36,6 +36,8 @@ def find_feature_problems(cfg, train: bool, is_start: bool) -> Iterator[tuple[st
             yield key, problem + fix * (key == "DISTILL.WEIGHTS" and "; fix: " not in problem)
     if train:
         yield from _finetune_problems(cfg)
+    if train and cfg.DISTILL.TEACHER and "torch" not in sys.modules and not cfg.PLUGINS:  # as `find_run_problems`
+        yield from find_model_problems("DISTILL.TEACHER", cfg.DISTILL.TEACHER, "DISTILL.KWARGS", cfg.DISTILL.KWARGS)
 
 
 def _find_weights_problem(weights: str, needs_file: bool) -> str:

@@ -172,8 +172,6 @@ def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str,
 def _name_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
     """Yield unknown names of models and optimizers, if an earlier process has cached the known ones."""
     yield from find_model_problems("MODEL.ARCH", cfg.MODEL.ARCH, "MODEL.KWARGS", cfg.MODEL.KWARGS)
-    if train and cfg.DISTILL.TEACHER:
-        yield from find_model_problems("DISTILL.TEACHER", cfg.DISTILL.TEACHER, "DISTILL.KWARGS", cfg.DISTILL.KWARGS)
     name, known = cfg.OPTIM.NAME, load_names("optimizers") if train else []
     if known and name not in OPTIMIZERS and name.lower() not in ("sgd", *known):
         yield "OPTIM.NAME", f"unknown optimizer {name!r}{did_you_mean(name, [*known, *OPTIMIZERS.names()])}"

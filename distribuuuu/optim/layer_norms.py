@@ -51,3 +51,10 @@ class LayerNorms:
             return {}
         rows = [[float(f"{norm:.6g}") for norm in row] for row in self._norms.view(3, -1).T.tolist()] if trained else []
         return {"layer_norms": dict(zip(trained, rows, strict=True))} if trained else {}
+
+
+def build_layer_norms(cfg, state: Any, steps_of: Callable[[int], int]) -> LayerNorms:
+    """Return the norms of a run, due before each row of metrics; `steps_of` returns the number of steps of an epoch."""
+    every = cfg.TRAIN.PRINT_FREQ
+    is_due = lambda: (state.step + 1) % every == 0 or state.step + 1 == steps_of(state.epoch)  # noqa: E731
+    return LayerNorms(state.model, state.optimizer, is_due)

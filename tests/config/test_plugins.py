@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.locate import RECIPE_PLUGINS, FoundConfig, shipped_file
 from distribuuuu.config.plugins import ImportedPlugins, import_plugins
 from distribuuuu.config.reader import read_cfg
-from distribuuuu.config.registry import DATASETS, LOSSES, MODELS, TASKS
+from distribuuuu.config.registry import DATASETS, LOSSES, MODELS, OPTIMIZERS, SCHEDULES, TASKS
 from distribuuuu.inference.load_run import load_run
 from distribuuuu.trainer import train_model
 
@@ -61,10 +62,11 @@ def fresh_process(monkeypatch, tmp_path):
 
 def forget() -> None:
     """Remove the plug-ins from this process, as if it were a new one."""
-    for registry in (TASKS, LOSSES, MODELS):
-        for name in ("own_task", "own_loss", "airbench", "lookahead", "airbench94"):
-            registry._table.pop(name, None)
-    for name in [name for name in sys.modules if name.startswith("distribuuuu_plugin_") or "_of_this_test" in name]:
+    is_own = re.compile("distribuuuu_plugin_|.*_of_this_test").match
+    for registry in (TASKS, LOSSES, MODELS, DATASETS, OPTIMIZERS, SCHEDULES):
+        for name in [name for name, entry in registry._table.items() if is_own(entry.__module__)]:
+            del registry._table[name]
+    for name in filter(is_own, [*sys.modules]):
         del sys.modules[name]
 
 
