@@ -113,7 +113,7 @@ def test_every_documented_off_value_trains(small_cfg, last, words):
 
 def test_a_run_writes_the_expected_files(finished_run):
     files = " ".join(sorted(path.name for path in finished_run.iterdir()))
-    assert files == "best.pth.tar checkpoints config.yaml metrics.jsonl predictions.npz results.json train.log"
+    assert files == ".lock best.pth.tar checkpoints config.yaml metrics.jsonl predictions.npz results.json train.log"
     content = runs.newest(finished_run)
     assert (content["epoch"], content["step"], content["classes"]) == (1, 0, ["ant", "bee", "cat"])
     kinds = [(entry["kind"], entry["epoch"], entry["step"], entry["count"]) for entry in records(finished_run)]

@@ -173,11 +173,8 @@ def build_training(
     for evaluated in set(state.models.values()) - {model}:  # evaluations use neither the wrapper nor its compiled code
         _compile(cfg, evaluated)
     lr_at, decay_at = build_lr(cfg, loader.plan.global_batch), build_weight_decay(cfg)
-    head: list[torch.Tensor] = []
-    if cfg.OPTIM.CLIP == "agc":
-        from distribuuuu.models.head import head_parameters
-
-        head = head_parameters(cfg, state.model, task)
+    is_agc = cfg.OPTIM.CLIP == "agc"  # it leaves out the head
+    head = importlib.import_module("distribuuuu.models.head").head_parameters(cfg, state.model, task) if is_agc else []
     clip = build_clipper(cfg, head)
     return Training(cfg, task, state, model, loader, lr_at, decay_at, clip)
 
@@ -297,9 +294,7 @@ def build_initial_model(cfg, classes: Sequence[str], pretrained: bool) -> nn.Mod
         ConfigError: the model cannot be built, or the weights cannot be loaded.
     """
     if pretrained and (cfg.FINETUNE.WEIGHTS or cfg.MODEL.PRETRAINED):
-        from distribuuuu.models.finetune import build_finetuned
-
-        return build_finetuned(cfg, classes)
+        return importlib.import_module("distribuuuu.models.finetune").build_finetuned(cfg, classes)
     return build_model(cfg)
 
 
@@ -308,10 +303,9 @@ def prepare_model(cfg, task: Task, model: nn.Module, loader: TrainLoader, val_im
     dummy_batch = loader.zero_images(loader.plan.micro_batch)
     unused, find_unused = dry_run(cfg, model, dummy_batch, val_images, task.num_outputs)
     if dist.is_distributed():
-        from distribuuuu.distributed.ddp import wrap_model
-
         settings = (cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS, unused, find_unused)
-        model = wrap_model(model, loader.device, dummy_batch, *settings)
+        ddp = importlib.import_module("distribuuuu.distributed.ddp")
+        model = ddp.wrap_model(model, loader.device, dummy_batch, *settings)
     _compile(cfg, model)
     return model
 
@@ -319,9 +313,7 @@ def prepare_model(cfg, task: Task, model: nn.Module, loader: TrainLoader, val_im
 def _compile(cfg, model: nn.Module) -> None:
     """Compile a model in place, as MODEL.COMPILE says."""
     if cfg.MODEL.COMPILE != "none":
-        from distribuuuu.distributed.ddp import compile_model
-
-        compile_model(model, cfg.MODEL.COMPILE)
+        importlib.import_module("distribuuuu.distributed.ddp").compile_model(model, cfg.MODEL.COMPILE)
 
 
 def find_weights(cfg) -> str:
@@ -355,9 +347,7 @@ def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.
     if weights and not is_published(weights):
         weights = str(find_weights_file(weights, cfg.FINETUNE.EMA))
         if find_card(weights):
-            from distribuuuu.models.pretrained import read_weights
-
-            content = read_weights(Path(weights))
+            content = importlib.import_module("distribuuuu.models.pretrained").read_weights(Path(weights))
         else:
             content = read_checkpoint(weights)
         try:
@@ -407,9 +397,7 @@ def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader) -> Log:
         more_entries = norms.build_layer_norms(cfg, state, loader.steps_of).pop
     writers: list[Any] = []
     if dist.is_main() and (cfg.LOG.TENSORBOARD or "tensorboard" in cfg.LOG.TRACKERS):
-        from distribuuuu.records.tensorboard import EventFile
-
-        writers.append(EventFile(cfg.OUT_DIR))
+        writers.append(importlib.import_module("distribuuuu.records.tensorboard").EventFile(cfg.OUT_DIR))
     if dist.is_main() and (names := [name for name in cfg.LOG.TRACKERS if name != "tensorboard"]):
         trackers = importlib.import_module("distribuuuu.records.trackers.base")
         writers.append(trackers.TrackerProcesses(cfg.OUT_DIR, names, cfg.PLUGINS))
