@@ -286,9 +286,9 @@ _C.FINETUNE.HEAD = Option("", path=True, needs="FINETUNE.WEIGHTS", hash_default=
 # Layers to freeze: patterns of parameter or module names, e.g. [conv1, 'layer1.*']; matching batch norms also keep
 # their statistics. backbone: all but the head, with dropout and drop path off, which makes a linear probe.
 _C.FINETUNE.FREEZE = Option((), of=str)
-# Low-rank adapters of linear layers (LoRA), e.g. {rank: 8, alpha: 16, targets: ['*.attn.*']}, or FINETUNE.LORA.rank 8:
-# the rank, the scale times the rank, and patterns of the names of layers (all but the head). Only adapters and head are
-# trained; best weights are merged. Empty: off.
+# Low-rank adapters of linear layers (LoRA), e.g. {rank: 8, alpha: 16, targets: ['*.attn.*']}, or FINETUNE.LORA.rank 8,
+# with the rank, the scale times the rank, and patterns of the names of layers (all but the head). Only adapters and
+# head are trained; best weights are merged. Empty: off.
 _C.FINETUNE.LORA = Option({}, hash_default={})
 # Factors of the learning rate, above 0, by such patterns, e.g. {fc: 10, layer4: 2, '*': 1}; the first match applies.
 _C.FINETUNE.LR_MULT = Option({}, of=float)

@@ -97,7 +97,8 @@ def load_weights(
     Raises:
         ConfigError: the weights do not exist, are damaged, cannot be downloaded, or belong to another model.
     """
-    settings, name = cfg.FINETUNE, cfg.MODEL.ARCH if weights == PUBLISHED else weights
+    settings = cfg.FINETUNE
+    name = cfg.MODEL.ARCH if weights == PUBLISHED else weights
     if needs_head and is_published(weights):
         check_published_head(name, classes, key)
     try:

@@ -33,7 +33,7 @@ def test_commands_are_functions(copied_run, image_folder, tmp_path, capsys):
     assert record["verified"] is None and (tmp_path / "unchecked" / "model.safetensors").exists()
     assert capsys.readouterr().out == ""
     for call, said in [
-        (lambda: distribuuuu.report("no_such"), "no such folder: no_such"),
+        (lambda: distribuuuu.report("no_such"), "no such file or folder: no_such"),
         (lambda: distribuuuu.export(copied_run, "png", "x"), "invalid choice: 'png'"),
         (lambda: distribuuuu.split(image_folder, "x", val=3), "--val: got 3; expected a share"),
     ]:
