@@ -1,6 +1,7 @@
 """TRAIN.AMP auto and MODEL.CHANNELS_LAST auto: the choice from given timings, its file, runs that keep it."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,11 @@ from support.runs import assert_same_run, small_options, train_model
 
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config.config_node import changed
 from distribuuuu.engine import fast_mode
 from distribuuuu.engine.fast_mode import Measured, choose_mode, list_modes, measure_modes, resolve_mode
 from distribuuuu.inference.load_run import find_run
+from distribuuuu.inference.mode_of_run import find_fast_mode
 from distribuuuu.trainer import evaluate_weights
 
 AUTO = ("TRAIN.AMP", "auto", "MODEL.CHANNELS_LAST", "auto")
@@ -130,12 +133,14 @@ def test_the_first_process_decides_for_all(image_folder, tmp_path):
 
 def test_a_trained_model_has_its_own_mode_unless_auto_is_asked_for(finished_run, monkeypatch):
     assert find_run(finished_run).cfg.TRAIN.AMP == "none"
-    seconds = iter([4.0, 2.0, 1.0, 1.0])
+    seconds = iter([4.0, 2.0, 1.0, 1.0, 1.0, 1.0, 8.0])
     timer = SimpleNamespace(blocked_autorange=lambda min_run_time: SimpleNamespace(median=next(seconds)))
     monkeypatch.setattr(fast_mode, "Timer", lambda *args, **options: timer)
     run = find_run(finished_run, None, AUTO)
     assert run.cfg.TRAIN.AMP == "bf16" and "4.0 x the plainest" in run.cfg.notes[-1][1]
     assert find_run(finished_run, None, AUTO).cfg.TRAIN.AMP == "bf16", "from the file"
+    open_run = replace(run, cfg=changed(run.cfg, dict(zip(AUTO[::2], AUTO[1::2], strict=True))))
+    assert find_fast_mode(open_run)["image_s"] == 8 / 16, "the time of an image is measured each time"
 
 
 def test_modes_are_compared_in_a_table(image_folder, tmp_path, monkeypatch, capsys):
