@@ -48,6 +48,7 @@ class PathColumns(TableColumns):
     template: str = setting("{}", "path of an image, with the field of the column in the place of {}")
     delimiter: str = setting("", "between the fields; default: a comma, or a tab in a .tsv")
     columns: tuple[str, ...] = setting((), "names of all columns of a text without a header")
+    names: tuple[str, ...] = setting((), "table of class names: its file, its column of labels, its column of names")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,6 +58,9 @@ class PathColumns(TableColumns):
             raise ValueError(f"got delimiter {self.delimiter!r}; expected one character, e.g. ';'")
         if len({*self.columns}) < len(self.columns):
             raise ValueError(f"got columns {[*self.columns]}; expected a different name for each column")
+        if len(self.names) not in (0, 3):
+            raise ValueError(f"got names {[*self.names]}; expected a file and two of its columns: [FILE, LABEL, NAME]")
+        TableColumns(file="".join(self.names[:1]))  # it is below the folder, too
 
 
 @dataclass
@@ -126,7 +130,8 @@ class ImageList(TableSet):
         """Return the meaning of a table's columns by the settings of DATA.TABLE and the name of the split."""
         names, value = (columns.path, cls.key, getattr(columns, cls.key)), value if columns.split else ""
         options = columns.template, columns.delimiter, columns.split, value, columns.columns
-        return TableSpec(*names, *options, getattr(columns, "separator", ""), getattr(columns, "uncertain", -1))
+        others = getattr(columns, "separator", ""), getattr(columns, "uncertain", -1)
+        return TableSpec(*names, *options, *others, columns.names)
 
     @classmethod
     def locate(cls, cfg, name: str) -> tuple[Path, TableSpec]:

@@ -49,6 +49,7 @@ class TableSpec:
         header: DATA.TABLE.columns.
         separator: between the labels in a field; empty: a semicolon.
         uncertain: the value of -1 in columns of one class each, 0 or 1; -1: an error.
+        names: a further table, and its columns of labels and of the names of their classes.
     """
 
     path: str = "path"
@@ -61,6 +62,7 @@ class TableSpec:
     header: tuple[str, ...] = ()
     separator: str = ""
     uncertain: int = -1
+    names: tuple[str, ...] = ()
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -73,9 +75,12 @@ def scan_table(path: str, spec: TableSpec) -> Content:
     folder, problems = os.path.dirname(path), Problems()
     finder, lines, labels = PathFinder(folder), dict[tuple[str, str], int](), dict[tuple[str, str], list[str]]()
     try:
+        names_of = _read_names(folder, *spec.names) if spec.names else {}
         for line, text, cells in _read_rows(path, spec, problems):
             problem, place = "", finder.find(spec.template.replace("{}", text))
             found, also = parse_labels(spec, cells), ""
+            if names_of:
+                found = _name_labels(spec, found, names_of)
             if isinstance(found, str):
                 problem = found
             elif place is None:
@@ -100,8 +105,8 @@ def scan_table(path: str, spec: TableSpec) -> Content:
     if not labels:
         raise ConfigError(f"{path} has no line{'' if spec.header else ' but its header'}")
     folders = {name: number for number, name in enumerate(dict.fromkeys(name for name, _ in labels))}
-    # The table is the last of the files, so that a change of it is noticed.
-    files = [*folders, os.path.basename(path)]
+    # The tables are the last of the files, so that a change of them is noticed.
+    files = [*folders, *spec.names[:1], os.path.basename(path)]
     meta, arrays = encode_labels([*labels.values()], names, several=spec.key == "labels")
     arrays |= {
         **pack_names("files", [*map(os.fsencode, files)]),
@@ -112,13 +117,32 @@ def scan_table(path: str, spec: TableSpec) -> Content:
     return {**meta, "ignored": {}, "num_beside": 0, "notes": notes}, arrays
 
 
+def _name_labels(spec: TableSpec, labels: list[str] | str, names_of: Mapping[str, str]) -> list[str] | str:
+    """Return labels by the names of another table, or what is wrong with them."""
+    if isinstance(labels, str):
+        return labels
+    known = list(dict.fromkeys(names_of.get(label, "") for label in labels))
+    return known if all(known) else f"has labels without a name in {spec.names[0]}"
+
+
+def _read_names(folder: str, file: str, label: str, name: str) -> dict[str, str]:
+    """Return the name of each label in a table of both."""
+    path, names, problems = os.path.join(folder, file), dict[str, str](), Problems()
+    for line, text, (named,) in _read_rows(path, TableSpec(label, "label", (name,)), problems):
+        if not named or names.setdefault(text, named) != named:
+            problems.setdefault("has labels without one name", []).append(f"line {line}, {text!r}")
+    if problems:
+        raise ConfigError([*sentences(path, problems)])
+    return names
+
+
 def _find_classes(
     path: str, spec: TableSpec, labels: list[list[str]], notes: list[str], problems: Problems
 ) -> list[str]:
     """Return the sorted names of the classes; add warnings and problems."""
     without_fractions(labels)
     found = {label for row in labels for label in row}
-    separator = "" if spec.separator or len(spec.columns) > 1 else find_separator(found)
+    separator = "" if spec.separator or spec.names or len(spec.columns) > 1 else find_separator(found)
     if separator and spec.key == "labels":
         fix = f"fix: set DATA.TABLE.separator {separator!r}, or ';' if each is one name"
         problems[f"has labels that are several names; {fix}"] = sorted(name for name in found if separator in name)

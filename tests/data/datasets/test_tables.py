@@ -9,6 +9,7 @@ from support.sources import DELIMITERS, NAMES, list_rows, write_rows
 from support.tables import each_row
 
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config.config_node import changed
 from distribuuuu.data.datasets.table_file import TableSpec, scan_table
 from distribuuuu.data.loader import build_images
 from distribuuuu.engine.preflight import find_run_problems
@@ -171,3 +172,20 @@ def test_a_text_without_a_header_needs_the_words_that_the_message_names(cfg_of, 
         assert_same_batches(batches_of(cfg, part), batches_of(small_cfg(), part))
     (problem, _) = map(str, find_run_problems(cfg_of("DATA.TABLE.columns", "[path, label]"), train=True))
     assert "number of fields than DATA.TABLE.columns' 2" in problem and "line 1 has 3" in problem
+
+
+def test_numbers_get_the_names_of_another_table(cfg_of, small_cfg, image_folder, tmp_path):
+    for split in ("train", "val"):
+        rows = list_rows(image_folder, split)
+        write_rows(tmp_path / f"{split}.csv", [{**row, "label": NAMES.index(row["breed"])} for row in rows])
+    names = [{"id": number, "shade": "dark", "class": name} for number, name in enumerate(NAMES)]
+    write_rows(tmp_path / "classes.csv", names)
+    cfg = cfg_of("DATA.TABLE.names", "[classes.csv, id, class]")
+    assert find_run_problems(cfg, train=True) == [] and build_images(cfg, train=True).classes == NAMES
+    for part in (True, False):
+        assert_same_batches(batches_of(cfg, part), batches_of(small_cfg(), part))
+    # A table that changes is read again, and several labels may have one name.
+    write_rows(tmp_path / "classes.csv", [*names[:2], {**names[2], "class": names[1]["class"]}])
+    assert build_images(changed(cfg, {"MODEL.NUM_CLASSES": 2}), train=True).classes == NAMES[:2]
+    write_rows(tmp_path / "classes.csv", names[:2])
+    assert "has labels without a name in classes.csv" in str([*map(str, find_run_problems(cfg, train=True))])
