@@ -171,17 +171,6 @@ def hub(images: Path, root: Path) -> Path:
     return root
 
 
-def kaggle(images: Path, root: Path) -> Path:
-    """Write a table of one split beside a folder of images without endings in it."""
-    (root / "train_images").mkdir(parents=True)
-    rows = ["id,breed"]
-    for path in sorted((images / "train").rglob("*.jpg")):
-        rows.append(f"{path.parent.name}_{path.stem},{path.parent.name}")
-        shutil.copyfile(path, root / "train_images" / f"{path.parent.name}_{path.name}")
-    (root / "labels.csv").write_text("\n".join(rows) + "\n")
-    return root
-
-
 def other_names(images: Path, root: Path) -> Path:
     """Copy the splits under other names."""
     shutil.copytree(images / "train", root / "training")
@@ -198,7 +187,6 @@ LAYOUTS = {
     "class folders without splits": lambda images, root: Path(shutil.copytree(images / "train", root)),
     "folder above": lambda images, root: Path(shutil.copytree(images, root / "tiny")).parent,
     "splits of other names": other_names,
-    "Kaggle": kaggle,
 }
 
 

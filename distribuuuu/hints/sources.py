@@ -32,8 +32,8 @@ _FILES = (
     ((".zip", ".tar"), "an archive; fix: set {archive}"),
     ((".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".7z", ".rar"),
      "an archive of a kind that is not read; fix: unpack it, e.g. by tar -xf or 7-Zip, and use the folder"),
-    ((".csv", ".tsv"), "a table; fix for a list: DATA.NAME list TRAIN.DATASET {parent}, or, to divide it: {split}"),
-    ((".parquet", ".arrow"), "a table; fix for image files in it: DATA.NAME parquet TRAIN.DATASET {parent}"),
+    ((".csv", ".tsv"), "a table; fix: set DATA.NAME list TRAIN.DATASET {parent}; or, to divide it: {split}"),
+    ((".parquet", ".arrow"), "a table; fix: set DATA.NAME parquet TRAIN.DATASET {parent}, for image files in it"),
     ((".xlsx", ".xls", ".ods"), "a table; fix: save it as CSV, then DATA.NAME list TRAIN.DATASET {parent}"),
     ((".npz", ".npy", ".h5", ".hdf5", ".mat", ".pkl", ".json", ".tfrecord", ".lmdb", ".beton"),
      "no folder of images; fix: a data set of your own, see docs/data.md, 'Arrays and tables'"),
@@ -86,6 +86,27 @@ def explain_archives(name: str, root: Path, split: str) -> tuple[str, str]:
     return f"{name}.SPLIT", f"{expected}{fix or ('' if archives else describe_files(root))}"
 
 
+def explain_missing_folder(path: Path, split: str, folders: Iterable[str]) -> str:
+    """Return the message for an archive without the folder of a split; `folders` hold its images."""
+    tops = sorted({folder.partition("/")[0] for folder in folders})
+    above = sorted({folder.rpartition("/")[0] for folder in folders} - {""})
+    problem = f"{path}: has no folder {split}; it has {first_few(tops)}"
+    if found := similar_option(split, above):
+        return f"{problem}; fix: set {found}"
+    archive, target = shlex.quote(str(path)), path.with_suffix("")
+    command = f"mkdir {shlex.quote(str(target))} && tar -xf {archive} -C {shlex.quote(str(target))}"
+    if path.suffix.lower() == ".zip":
+        command = f"python -m zipfile -e {archive} {shlex.quote(str(target))}"
+    return f"{problem}; fix: unpack it: {command} && {split_command(target / tops[0] if above == tops[:1] else target)}"
+
+
+def similar_option(split: str, names: Iterable[str]) -> str:
+    """Return 'TRAIN.SPLIT NAME' or TEST's for the first of the names that may replace a split; empty if none may."""
+    section = "TRAIN" if split.lower() in TRAIN_NAMES else "TEST"
+    fitting = [name for name in names if similar_splits(section, [name.rpartition("/")[2]])]
+    return f"{section}.SPLIT {fitting[0]}" if fitting else ""
+
+
 def similar_splits(name: str, names: Iterable[str]) -> list[str]:
     """Return the splits that may take the place of that of TRAIN or TEST: those to train on, or the others."""
     return [each for each in sort_splits(names) if (each.lower() in TRAIN_NAMES) == (name == "TRAIN")]
@@ -121,7 +142,8 @@ def missing_split(name: str, root: Path, split: str, layout: str) -> tuple[str, 
     key, existing = f"{name}.SPLIT", list_classes(root)
     has = f"it has {first_few(existing)}" if existing else f"it should hold {layout}"
     problem = f"no folder {split!r} in {root}; {has}"
-    if hint := describe_imagenet(root) or describe_files(root):
+    # The Hugging Face Hub has files of tables in the folder data.
+    if hint := describe_imagenet(root) or describe_files(root) or describe_files(root / "data"):
         return key, f"{problem}{hint}"
     if (inner := find_inner_root(root)) and split in list_classes(inner):
         return key, f"{problem}; fix: set {name}.DATASET {inner}"

@@ -15,6 +15,7 @@ OPTIONAL_COMMANDS = {
     "pack": ("distribuuuu/commands/pack", "tests/commands/pack", "tools/pack_dataset.py"),
     "plan": ("distribuuuu/commands/plan", "tests/commands/plan", "docs/plan.md"),
     "predict": ("distribuuuu/commands/predict", "tests/commands/predict"),
+    "calibrate": ("distribuuuu/commands/predict", "tests/commands/predict"),
     "probe": ("distribuuuu/commands/probe", "tests/commands/probe"),
     "report": ("distribuuuu/commands/report", "tests/commands/report", "docs/report.md"),
     "compare": ("distribuuuu/commands/report", "tests/commands/report", "docs/report.md"),

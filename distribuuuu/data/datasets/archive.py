@@ -273,11 +273,9 @@ class _Found:
         start = f"{chosen}/"
         if any(f"{folder}/".startswith(start) for folder in folders):
             return start
-        has = f"has no folder {chosen}; it has {first_few(sorted(tops))}"
-        fix = (
-            "fix: set SPLIT to the one above the class folders; if there is none, unpack it, and use distribuuuu split"
-        )
-        raise ArchiveError(f"{self.source.paths[0]}: {has}; {fix}")
+        from distribuuuu.hints.sources import explain_missing_folder
+
+        raise ArchiveError(explain_missing_folder(Path(self.source.paths[0]), chosen, folders))
 
     def _order_shards(self) -> tuple[list[int], list[int], list[str]]:
         """Return the images in the order of the shards, with their labels and the classes; only the split, if any."""

@@ -136,7 +136,11 @@ def find_arrow_files(root: str, split: str, columns: Any, spec: TableSpec, cache
         paths = next(filter(None, (sorted(filter(system.isfile, system.glob(name))) for name in names)), [])
     if not paths:
         held = sorted({path.name for pattern in _ALL_PATTERNS for path in Path(root).glob(pattern)})
-        has = f"; it has {first_few(held)}; fix: set SPLIT to what such a name begins with" if held else ""
+        from distribuuuu.hints.sources import similar_option
+
+        option = similar_option(split, dict.fromkeys(re.split("[-.]", name)[0] for name in held))
+        fix = f"; fix: set {option or 'SPLIT to what such a name begins with'}"
+        has = f"; it has {first_few(held)}{fix}" if held else ""
         raise ConfigError(f"{root} has no parquet or Arrow files of the split {split}{has}")
     if len({os.path.dirname(path) for path in paths}) > 1 and not columns.file:
         fix = f"fix: DATA.TABLE.file '{os.path.basename(os.path.dirname(paths[0]))}/{{}}-*.parquet'"

@@ -234,9 +234,7 @@ def test_missing_archives_are_reported_before_the_start(image_folder, tmp_path):
     splits = errors_of(one.parent, tmp_path, "TRAIN.SPLIT", "data", "TEST.SPLIT", "data")
     assert f"has the splits train, val, no classes; fix: set DATASET {one}" in splits
     deep = write_zip(tmp_path / "deep.zip", {f"tiny/{name}": data for name, data in files_of(image_folder).items()})
-    assert "has no folder train; it has tiny; fix: set SPLIT to the one above the class folders" in errors_of(
-        deep, tmp_path
-    )
+    assert "has no folder train; it has tiny; fix: set TRAIN.SPLIT tiny/train" in errors_of(deep, tmp_path)
     assert not errors_of(deep, tmp_path, "TRAIN.SPLIT", "tiny/train", "TEST.SPLIT", "tiny/val")
     archive_folder(image_folder, root, "zip")
     assert "has train-000.tar, train.zip for train; fix: set TRAIN.SPLIT to one" in errors_of(root, tmp_path)

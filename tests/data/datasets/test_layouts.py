@@ -15,9 +15,9 @@ FILES = {
     "my images.tgz": "is an archive of a kind that is not read; fix: unpack it",
     "a.7z": "is an archive of a kind that is not read; fix: unpack it, e.g. by tar -xf or 7-Zip",
     "ILSVRC2012_img_train.tar": "is an archive; fix: set DATA.NAME imagenet TRAIN.DATASET {parent}",
-    "images.parquet": "is a table; fix for image files in it: DATA.NAME parquet TRAIN.DATASET",
+    "images.parquet": "is a table; fix: set DATA.NAME parquet TRAIN.DATASET",
     "images.npz": "is no folder of images; fix: a data set of your own, see docs/data.md",
-    "train.csv": "is a table; fix for a list: DATA.NAME list TRAIN.DATASET",
+    "train.csv": "is a table; fix: set DATA.NAME list TRAIN.DATASET",
     "a.xlsx": "is a table; fix: save it as CSV",
     "best.pth.tar": "is a checkpoint, not data", "recipe.yaml": "is a config file; fix: --cfg",
     "data": "is a file; expected a folder",
@@ -62,7 +62,7 @@ def test_a_missing_split_names_the_command_that_makes_one(tmp_path, monkeypatch,
 def test_a_table_beside_a_flat_folder_is_named(tmp_path):
     draw_folder(tmp_path / "data", "train", {"": 2})
     (tmp_path / "data" / "train.csv").write_text("id,label\n1,ant\n")
-    one = f"it holds train.csv, a table; fix for a list: DATA.NAME list TRAIN.DATASET {tmp_path}/data, or, to divide it"
+    one = f"it holds train.csv, a table; fix: set DATA.NAME list TRAIN.DATASET {tmp_path}/data; or, to divide it"
     found = errors_of(tmp_path / "data", tmp_path)
     assert found.count(f"{one}: distribuuuu split {tmp_path}/data/train.csv --val 0.2 --out data_lists") == 2
 
