@@ -91,8 +91,8 @@ def follow(cfg: Config, source: str, theirs: Mapping[str, Any]) -> Config:
         known = {key: value for key, value in known.items() if key not in STATISTICS}
     own = {*cfg.origins, *(SIZES if any(key in cfg.origins for key in SIZES) else ())}
     followed = {key: value for key, value in known.items() if key not in own}
-    # The size before the crop follows from that of the crop.
-    ignored = ("DATA.INTERPOLATION", "MODEL.LICENSE", *(["TEST.IM_SIZE"] if "TEST.CROP_SIZE" in cfg.origins else ()))
+    # Whoever sets the size of the evaluation has chosen the sizes.
+    ignored = ("DATA.INTERPOLATION", "MODEL.LICENSE", *(SIZES if "TEST.CROP_SIZE" in cfg.origins else ()))
     given = {key: _value_of(cfg, key) for key in known if key in cfg.origins and key not in ignored}
     if followed:
         cfg = override(cfg, followed, source, FOLLOWING)

@@ -155,7 +155,8 @@ class Candidate:
         image_s = mode["image_s"]
         mode = {key: mode[key] for key in CHOICES if key not in self.own}
         views = decisions.once(f"{self.key}: views", lambda: self.choose_views(plain, image_s))
-        self.cfg = changed(self.cfg, options := mode | views["options"])
+        self.sizes: dict[str, int] = views["options"]
+        self.cfg = changed(self.cfg, options := mode | self.sizes)
         self.words += as_words(options)
         self.backbone = replace(plain, cfg=self.cfg)
         parts = {part: self.parts[part] for part in PARTS}
@@ -211,6 +212,8 @@ class Candidate:
         """Return the config of a training from a head for a number of epochs."""
         recipe = build_recipe(self.backbone.model, len(self.parts["train"]), epochs, bool(self.cfg.FINETUNE.LORA))
         recipe |= {"FINETUNE.HEAD": str(head), "OUT_DIR": str(self.flags.out / TRAINING)}
+        if self.sizes:  # the head is fitted to objects of this size
+            recipe["TRAIN.IM_SIZE"] = self.sizes["TEST.CROP_SIZE"]
         cfg = resolve_cfg(load_cfg(None, [*self.words, *as_words(recipe), *self.own]))
         return changed(cfg, {"DATA.MEAN": self.cfg.DATA.MEAN, "DATA.STD": self.cfg.DATA.STD})
 

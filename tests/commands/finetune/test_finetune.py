@@ -492,6 +492,9 @@ def test_views_depend_on_the_time_of_an_image(image_s, options, mirrored, candid
     candidate.own, plain = [], head.open_backbone(candidate.cfg, candidate.images.classes, candidate.name)
     found = candidate.choose_views(plain, image_s)
     assert (found["options"], found["mirrored"]) == (options, mirrored)
+    candidate.sizes, candidate.backbone = found["options"], plain
+    is_larger = candidate.read_training(candidate.flags.out / "probe.pth.tar", 1).TRAIN.IM_SIZE == 96
+    assert is_larger == bool(options), "the training has images of the size of the evaluation"
 
 
 def test_a_given_size_is_kept(candidate):
