@@ -57,7 +57,7 @@ Rows = list[tuple[str, str]]
 
 @dataclass
 class Job:
-    """What a method gets.
+    """The arguments of a method.
 
     Attributes:
         lists: the folder of train.csv, val.csv and test.csv.

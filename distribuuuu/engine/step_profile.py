@@ -1,4 +1,4 @@
-"""Where the time of training steps goes: their parts, and a trace of torch's profiler (`train --profile N`)."""
+"""Times of the parts of training steps, and a trace by torch's profiler (`train --profile N`)."""
 
 import contextlib
 import functools

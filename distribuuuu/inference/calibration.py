@@ -30,7 +30,7 @@ _BINS = 15
 
 @dataclass(frozen=True)
 class Calibration:
-    """What validation images tell about the confidence of some weights, the probability of the answer.
+    """The calibration of the confidence of some weights, the probability of the answer, by validation images.
 
     Attributes:
         temperature: the logits are divided by it before the softmax (Guo et al., arXiv 1706.04599).
