@@ -187,6 +187,8 @@ def test_the_training_knows_of_no_fault(small_cfg, tmp_path, monkeypatch, finish
     if fault in ("hangs", "killed"):
         for pid in list_trackers(out):
             os.kill(pid, signal.SIGKILL)
+            # A process that is ending has no command line any more but holds its lock for a moment longer.
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     wait_for(lambda: not list_trackers(out))
     if fault not in ("hangs", "killed"):
         (warning,) = [line for line in capfd.readouterr().err.splitlines() if "WARNING: LOG.TRACKERS" in line]
