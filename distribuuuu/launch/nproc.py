@@ -12,8 +12,8 @@ from distribuuuu.launch.processes import start_child
 from distribuuuu.launch.signals import handled_by
 
 # Seconds that the other processes have to exit after one has failed: they find out which one within about four, but
-# with a mirror, the first one uploads the last files.
-GRACE_S = 30.0
+# with a mirror, the first one uploads the last files. Those that still wait for it at the rendezvous are killed then.
+GRACE_S = 15.0
 POLL_S = 0.05
 
 

@@ -155,6 +155,13 @@ def test_a_killed_process_ends_the_others_with_one_message(image_folder, tmp_pat
             assert len(lines_said(run)) == 1
 
 
+def test_a_process_killed_at_its_start_ends_the_others(image_folder, tmp_path):
+    with started(image_folder, tmp_path / "out", launcher=NPROC) as run:
+        run.wait_for(lambda: run.has_rank(1))
+        run.signal_rank(1, signal.SIGKILL)
+        assert ends(run, timeout_s=25) and run.wait(10) == 137
+
+
 def test_a_killed_launcher_leaves_no_process_and_loses_no_step(image_folder, tmp_path):
     for launcher in (NPROC, TORCHRUN):
         with started(image_folder, tmp_path / f"out{len(launcher)}", launcher=launcher) as run:
