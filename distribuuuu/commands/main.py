@@ -26,7 +26,6 @@ GROUPS = {
         "test": Command("train", "evaluate a trained model"),
         "finetune": Command("finetune.finetune", "make the best model of your photographs in some minutes"),
         "sweep": Command("sweep.sweep", "search the best options by many runs, resumable"),
-        "reproduce": Command("reproduce.reproduce", "train a published result again, and compare"),
     },
     "Before a run": {
         "plan": Command("plan.plan", "measure the time, memory and disk that a run needs"),

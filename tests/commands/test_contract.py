@@ -17,7 +17,7 @@ BEFORE = {
     "report": ["{run}"], "compare": ["{run}", "{other}"], "track": ["{run}"], "table": ["{run}"], "test": ["{run}"],
     "finetune": ["{images}"], "embed": ["{run}", "{image}", "--out", "{out}.npz"],
     "split": ["{images}", "--val", "0.2", "--out", "{out}"], "doctor": ["{images}"], "pack": ["{out}"],
-    "sweep": ["OPTIM.BASE_LR=1,2", "OUT_DIR", "{out}"], "reproduce": ["shapes/resnet14"],
+    "sweep": ["OPTIM.BASE_LR=1,2", "OUT_DIR", "{out}"],
 }  # fmt: skip
 TAKE_OPTIONS = [name for name in find_commands() if name not in ("report", "compare", "track", "table", "split")]
 READ_RUNS = ("test", "predict", "calibrate", "export", "probe", "report", "compare", "track", "table", "embed")

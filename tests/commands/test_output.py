@@ -54,11 +54,11 @@ def test_a_folder_that_is_no_run_is_named_with_what_to_do(command, name, fix, ca
     assert re.search(said, capsys.readouterr().err)
 
 
-@requires("reproduce")
+@requires("table")
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
 def test_a_full_disk_behind_standard_output_is_one_message():
     with open("/dev/full", "w") as full:
-        words = [sys.executable, "-m", "distribuuuu", "reproduce", "--list"]
+        words = [sys.executable, "-m", "distribuuuu", "table", "benchmarks/results"]
         done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2 and done.stderr.count("standard output: cannot be written: No space left") == 1
     assert "Traceback" not in done.stderr

@@ -19,7 +19,6 @@ OPTIONAL_COMMANDS = {
     "probe": ("distribuuuu/commands/probe", "tests/commands/probe"),
     "report": ("distribuuuu/commands/report", "tests/commands/report", "docs/report.md"),
     "compare": ("distribuuuu/commands/report", "tests/commands/report", "docs/report.md"),
-    "reproduce": ("distribuuuu/commands/reproduce", "tests/commands/reproduce"),
     "split": ("distribuuuu/commands/split", "tests/commands/split"),
     "sweep": ("distribuuuu/commands/sweep", "tests/commands/sweep", "docs/sweep.md"),
     "table": ("distribuuuu/commands/table", "tests/commands/table", "tools/make_table.py"),

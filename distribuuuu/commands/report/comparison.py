@@ -1,6 +1,7 @@
-"""Comparison of runs on the same images, or of groups of runs with several seeds."""
+"""Comparison of runs on the same images, or of groups of runs with several seeds, as values for JSON."""
 
 import itertools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,117 +10,86 @@ from typing import Any
 import numpy as np
 
 from distribuuuu.commands.report.run_report import read_run
-from distribuuuu.commands.stats.significance import (
-    holm_adjusted,
-    mcnemar_p,
-    paired_interval,
-    permutation_test,
-    smallest_permutation_p,
-)
+from distribuuuu.commands.stats.significance import paired_interval, permutation_test
 from distribuuuu.commands.stats.stored_predictions import Predictions
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, first_few
+from distribuuuu.inference.calibration import binomial_tail
 
 # A difference is called significant if its p-value is below this.
 ALPHA = 0.05
 
 
-def compare_runs(sides: Mapping[str, Sequence[Path]]) -> dict[str, Any]:
-    """Return the comparison of two or more sides, each of one run or of several seeds, as values for JSON.
+def compare_runs(sides: Mapping[str, Sequence[Path]]) -> list[dict[str, Any]]:
+    """Return the comparison of every two sides, each of one run or of several seeds; `sentence` is the result in words.
 
-    `pairs` compare the first runs of every two sides on the same images, `groups` every two sides by all their runs;
-    they are empty if each side has one. `sentences` are the results in words: of the groups or else of the pairs.
+    `difference` is B - A in points of top-1. Single runs have its 95 % `interval`, the p-value of McNemar's exact test,
+    and the images that only one got right; sides of several runs have that of a permutation test of their means.
+    `adjusted_p` is adjusted for the number of comparisons (Holm, Scandinavian Journal of Statistics 1979).
 
     Raises:
-        ConfigError: a run cannot be read, or the runs were evaluated on different images.
+        ConfigError: a run cannot be read, or the first runs of two sides have other classes, images or labels.
     """
-    runs = {name: [read_run(str(folder)) for folder in folders] for name, folders in sides.items()}
-    contents = {name: members[0].content for name, members in runs.items()}
-    if others := [name for name, content in contents.items() if content.multilabel or not content.classifies]:
+    runs = {name: [read_run(str(folder)).content for folder in folders] for name, folders in sides.items()}
+    if others := [name for name, members in runs.items() if members[0].multilabel]:
         raise ConfigError(f"RUN: {others[0]} does not predict one class per image; fix: compare the metrics by `table`")
-    pairs, has_seeds = compare_all(contents), any(len(members) > 1 for members in runs.values())
-    values = {name: [100 * float(run.content.correct.mean()) for run in members] for name, members in runs.items()}
-    groups = compare_groups(values) if has_seeds else []
-    folders = {name: [str(run.out_dir) for run in members] for name, members in runs.items()}
-    sentences = [found["sentence"] for found in groups or pairs]
-    return {"runs": folders, "pairs": pairs, "groups": groups, "sentences": sentences}
-
-
-def compare_all(runs: Mapping[str, Predictions]) -> list[dict[str, Any]]:
-    """Return the comparison of every two runs, with p-values adjusted for the number of pairs.
-
-    `values` are accuracies in percent, `difference` is B - A with its 95 % `interval`, and `images_only_a` are those
-    that only A got right, the most confident mistakes of B first.
-
-    Raises:
-        ConfigError: the runs have other classes, images or labels; the message names the difference.
-    """
-    pairs = [_compare_pair(a, b, runs[a], runs[b]) for a, b in itertools.combinations(runs, 2)]
-    for pair, adjusted in zip(pairs, holm_adjusted([pair["p"] for pair in pairs]), strict=True):
-        low, high = pair["interval"] if pair["difference"] >= 0 else [-end for end in reversed(pair["interval"])]
-        basis = f"95 % interval {low:.2f} to {high:.2f}"
-        sentence = _describe(pair["a"], pair["b"], pair["difference"], adjusted, basis)
-        pair |= {"adjusted_p": adjusted, "significant": adjusted < ALPHA, "sentence": sentence}
+    pairs, adjusted = [], 0.0
+    for a, b in itertools.combinations(runs, 2):
+        order = _match_images(runs[a][0], runs[b][0], f"{a} and {b}")
+        values = [[100 * float(run.correct.mean()) for run in runs[name]] for name in (a, b)]
+        difference = statistics.fmean(values[1]) - statistics.fmean(values[0])
+        is_single = len(values[0]) == len(values[1]) == 1
+        found = _compare_images(runs[a][0], runs[b][0], order) if is_single else _compare_means(*values)
+        pairs.append({"a": a, "b": b, "values": values, "difference": difference, **found})
+    for rank, pair in enumerate(sorted(pairs, key=lambda pair: pair["p"])):
+        adjusted = min(1.0, max(adjusted, pair["p"] * (len(pairs) - rank)))
+        pair |= {"adjusted_p": adjusted, "significant": adjusted < ALPHA}
+        pair["sentence"] = _describe(pair)
     return pairs
 
 
-def _compare_pair(name_a: str, name_b: str, a: Predictions, b: Predictions) -> dict[str, Any]:
-    order = _match_images(a, b, (name_a, name_b))
-    right_a, right_b = a.correct, b.correct[order]
-    only_a, only_b = np.flatnonzero(right_a & ~right_b), np.flatnonzero(right_b & ~right_a)
-    only_a = only_a[np.argsort(-b.confidence[order[only_a]], kind="stable")]
-    only_b = only_b[np.argsort(-a.confidence[only_b], kind="stable")]
-    counts, values = (len(only_a), len(only_b)), [100 * float(right.mean()) for right in (right_a, right_b)]
-    return {
-        "a": name_a, "b": name_b, "values": values, "difference": values[1] - values[0],
-        "interval": [100 * end for end in paired_interval(*counts, len(a))], "p": mcnemar_p(*counts),
-        "only_a": counts[0], "only_b": counts[1],
-        "images_only_a": a.path[only_a].tolist(), "images_only_b": a.path[only_b].tolist(),
-    }  # fmt: skip
-
-
-def _match_images(first: Predictions, other: Predictions, names: tuple[str, str]) -> np.ndarray:
+def _match_images(first: Predictions, other: Predictions, names: str) -> np.ndarray:
     """Return the index in `other` of each image of `first`."""
     own, others = first.path.tolist(), other.path.tolist()
     for what, one, two in (("classes", first.classes, other.classes), ("images", sorted(own), sorted(others))):
         if one != two:
-            parts = ((names[0], {*one} - {*two}), (names[1], {*two} - {*one}))
-            only = "; ".join(
-                f"only {name} has {first_few(sorted(missing), num=3)}" for name, missing in parts if missing
-            )
-            numbers = f"{len(one):,} and {len(two):,}: {only or 'the same ones in another order'}"
-            raise ConfigError(f"{names[0]} and {names[1]}: were evaluated on other {what}, {numbers}")
+            differing = first_few(sorted({*one} ^ {*two}), num=3) or "the same ones in another order"
+            numbers = f"{len(one):,} and {len(two):,}; those of one: {differing}"
+            raise ConfigError(f"{names}: were evaluated on other {what}, {numbers}")
     places = {path: place for place, path in enumerate(others)}
     order = np.array([places[path] for path in own])
     if not np.array_equal(first.label, other.label[order]):
-        raise ConfigError(f"{names[0]} and {names[1]}: have other labels for the same images")
+        raise ConfigError(f"{names}: have other labels for the same images")
     return order
 
 
-def _describe(a: str, b: str, difference: float, p: float, basis: str) -> str:
-    """Return the result of a comparison as a sentence; `difference` is B - A, `basis` the origin of the p-value."""
-    better, worse = (b, a) if difference >= 0 else (a, b)
-    gap = f"{abs(difference):.2f} points of top-1 ({basis}, p = {p:{'.1g' if p < 0.001 else '.3f'}})."
-    if p < ALPHA:
+def _compare_images(a: Predictions, b: Predictions, order: np.ndarray) -> dict[str, Any]:
+    """Return the result of McNemar's test: are the changed answers split evenly (Psychometrika 1947; exact form)?"""
+    right_a, right_b = a.correct, b.correct[order]
+    only = [a.path[one & ~other].tolist() for one, other in ((right_a, right_b), (right_b, right_a))]
+    counts = [len(images) for images in only]
+    interval = [100 * end for end in paired_interval(*counts, len(a))]
+    p = min(1.0, 2 * binomial_tail(min(counts), sum(counts), 0.5))
+    return {"interval": interval, "p": p, "images_only_a": only[0], "images_only_b": only[1]}
+
+
+def _compare_means(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
+    """Return the result of a permutation test of two groups, and the smallest p-value of groups of these sizes."""
+    symmetry = 2 if len(a) == len(b) else 1  # exchanging groups of equal sizes gives the same difference
+    return {"p": permutation_test(a, b), "smallest_p": symmetry / math.comb(len(a) + len(b), len(a))}
+
+
+def _describe(pair: Mapping[str, Any]) -> str:
+    """Return the result of a comparison as a sentence."""
+    is_positive, p = pair["difference"] >= 0, pair["adjusted_p"]
+    better, worse = (pair["b"], pair["a"]) if is_positive else (pair["a"], pair["b"])
+    basis = "on average, " + " and ".join(counted(len(values), "run") for values in pair["values"])
+    if "interval" in pair:
+        low, high = sorted(end if is_positive else -end for end in pair["interval"])
+        basis = f"95 % interval {low:.2f} to {high:.2f}"
+    gap = f"{abs(pair['difference']):.2f} points of top-1 ({basis}, p = {p:{'.1g' if p < 0.001 else '.3f'}})."
+    if pair["significant"]:
         return f"{better} is better than {worse} by {gap}"
-    return f"No significant difference between {a} and {b}: {better} - {worse} = {gap}"
-
-
-def compare_groups(values: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
-    """Return the comparison of every two groups of runs by a permutation test of their means, as values for JSON.
-
-    Args:
-        values: the accuracy of each run in percent, by the name of the group.
-    """
-    groups = []
-    for a, b in itertools.combinations(values, 2):
-        p, sizes = permutation_test(values[a], values[b]), (len(values[a]), len(values[b]))
-        smallest = smallest_permutation_p(*sizes)
-        basis = " and ".join(counted(size, "run") for size in sizes)
-        difference = statistics.fmean(values[b]) - statistics.fmean(values[a])
-        sentence = _describe(a, b, difference, p, f"on average, {basis}")
-        if smallest >= ALPHA:
-            sentence = f"Too few runs to tell {a} and {b} apart, p is never below {smallest:.2f}. {sentence}"
-        groups.append({"a": a, "b": b, "values": [values[a], values[b]], "p": p, "smallest_p": smallest,
-                       "sentence": sentence})  # fmt: skip
-    return groups
+    least = pair.get("smallest_p", 0)
+    few = f"Too few runs to tell them apart, p is never below {least:.2f}. " if least >= ALPHA else ""
+    return f"{few}No significant difference between {pair['a']} and {pair['b']}: {better} - {worse} = {gap}"

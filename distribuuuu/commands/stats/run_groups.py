@@ -105,13 +105,6 @@ def describe_data(record: dict) -> str:
     return f"{data['folder'] or data['name']}, {' + '.join(map(str, _count_images(record)))} images"
 
 
-def name_groups(groups: Sequence[Sequence[Result]]) -> list[str]:
-    """Return a name for each group, unique: equal ones get the path of their first run."""
-    names = [row_name(group[0].record, group[0].record["overrides"]) for group in groups]
-    return [f"{name} in {group[0].path}" if names.count(name) > 1 else name
-            for name, group in zip(names, groups, strict=True)]  # fmt: skip
-
-
 def row_name(record: dict, changes: dict) -> str:
     """Return the config of a run, or its architecture if it has none, followed by the changed options."""
     changed = (f"{key} {value}" for key, value in changes.items())

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 from support.predictions import change_predictions, prediction_arrays
 
 from distribuuuu.commands.main import start_command
@@ -29,17 +30,36 @@ def run(*args) -> int:
 
 def test_the_better_run_is_named(tmp_path, capsys):
     assert run(make_run(tmp_path / "a", 200), make_run(tmp_path / "b", 240)) == 0
-    assert "b is better than a by 13.33 points of top-1 (95 % interval 9." in capsys.readouterr().out
+    assert re.search(r"/b is better than .*/a by 13.33 points of top-1 \(95 % interval 9.", capsys.readouterr().out)
 
 
-def test_json_has_every_figure(tmp_path, capsys):
-    runs = [make_run(tmp_path / name, num) for name, num in (("a", 200), ("b", 201), ("c", 270))]
+def test_pairs_are_tested_by_their_changed_answers(tmp_path, capsys):
+    """P-values are those of scipy's binomial test, adjusted by Holm for three pairs."""
+    stats = pytest.importorskip("scipy.stats")
+    runs = [make_run(tmp_path / name, num) for name, num in (("a", 200), ("b", 203), ("c", 270))]
     assert run(*runs, "--format", "json") == 0
-    found = json.loads(capsys.readouterr().out)
-    figures = [(pair["a"], pair["b"], pair["only_b"], pair["significant"]) for pair in found["pairs"]]
-    assert figures == [("a", "b", 1, False), ("a", "c", 70, True), ("b", "c", 69, True)]
-    assert found["pairs"][0]["images_only_b"] == ["val/200.jpg"] and found["pairs"][0]["images_only_a"] == []
-    assert found["groups"] == [] and len(found["sentences"]) == 3
+    pairs = json.loads(capsys.readouterr().out)
+    assert [(pair["a"][-1], pair["b"][-1], pair["significant"]) for pair in pairs] == [
+        ("a", "b", False), ("a", "c", True), ("b", "c", True)]  # fmt: skip
+    assert pairs[0]["images_only_b"] == [f"val/{number}.jpg" for number in (200, 201, 202)]
+    assert pairs[0]["images_only_a"] == [] and pairs[0]["difference"] == pytest.approx(1)
+    for pair, num, factor in zip(pairs, (3, 70, 67), (1, 3, 2), strict=True):
+        assert pair["p"] == pytest.approx(stats.binomtest(num, num).pvalue, rel=1e-6)
+        assert pair["adjusted_p"] == pytest.approx(factor * pair["p"])
+        assert pair["interval"][0] < pair["difference"] < pair["interval"][1]
+    assert run(runs[1], runs[0]) == 0
+    assert re.search(r"No significant difference .*b - .*a = 1.00 points", capsys.readouterr().out)
+
+
+def test_images_in_another_order_are_matched_by_name(tmp_path, capsys):
+    runs = [make_run(tmp_path / name, num) for name, num in (("a", 200), ("b", 240))]
+    run(*runs)
+    expected = capsys.readouterr().out
+    with np.load(runs[1] / "predictions.npz") as file:
+        order = np.random.default_rng(1).permutation(300)
+        shuffled = {name: file[name][order] for name in ("path", "label", "loss", "logits")}
+    change_predictions(runs[1], {}, **shuffled)
+    assert run(*runs) == 0 and capsys.readouterr().out == expected
 
 
 def test_seeds_of_two_sides(tmp_path, capsys):
@@ -48,7 +68,10 @@ def test_seeds_of_two_sides(tmp_path, capsys):
         make_run(tmp_path / "high" / f"seed_{seed}", high)
     assert run(tmp_path / "low/seed_*", tmp_path / "high/seed_*") == 0
     text = capsys.readouterr().out
-    assert re.search(r"high is better than low by 13.67 points .*\(on average, 4 runs and 4 runs, p = 0.029\)", text)
+    assert re.search(
+        r"high/seed_\* is better than .*low/seed_\* by 13.67 points .*\(on average, 4 runs and 4 runs, p = 0.029\)",
+        text,
+    )
     assert run(tmp_path / "low/seed_[01]", tmp_path / "high/seed_[01]") == 0
     assert "Too few runs to tell" in capsys.readouterr().out
 
@@ -62,9 +85,19 @@ def test_a_run_that_is_named_in_two_ways_is_refused(tmp_path, capsys, monkeypatc
         assert run(*sides) == 2 and " twice; expected different runs" in capsys.readouterr().err
 
 
+def with_label(root: Path, **arrays: np.ndarray) -> Path:
+    change_predictions(make_run(root / "b", 200), {}, **arrays)
+    return root / "b"
+
+
 REFUSED = {
-    "were evaluated on other images, 300 and 299": lambda root: make_run(root / "b", 9, 299),
-    "no such folder": lambda root: root / "n*",
+    "other images, 300 and 299; those of one: val/299.jpg": lambda root: make_run(root / "b", 9, 299),
+    "other labels for the same images": lambda root: with_label(root / "l", label=np.ones(300, np.int64)),
+    "other classes, 3 and 3; those of one: dog, fox": lambda root: with_label(
+        root / "c", classes=np.array([*CLASSES[:2], "fox"])),
+    "other classes, 3 and 3; those of one: the same ones in another order": lambda root: with_label(
+        root / "o", classes=np.array(CLASSES[::-1])),
+    "no such file or folder": lambda root: root / "n*",
     "expected two or more": lambda root: f"{root}/a/",
     "no epoch of it has been evaluated yet": lambda root: (root / "empty").mkdir() or root / "empty",
 }  # fmt: skip

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from distribuuuu.commands.stats import significance
 from distribuuuu.commands.stats.significance import mean_interval, paired_interval, permutation_test, wilson_interval
 
 
@@ -19,14 +18,6 @@ def test_the_wilson_interval(stats):
         expected = stats.binomtest(correct, total).proportion_ci(0.95, method="wilson")
         assert wilson_interval(correct, total) == pytest.approx((expected.low, expected.high), abs=1e-9)
     assert wilson_interval(0, 0) == (0, 1), "without images, nothing is known"
-
-
-def test_mcnemar_is_the_exact_binomial_test(stats):
-    assert significance.mcnemar_p(0, 0) == 1
-    for only_a, only_b in [(0, 1), (3, 3), (3, 4), (12, 30), (0, 40), (500, 431), (20_000, 19_500)]:
-        expected = stats.binomtest(only_a, only_a + only_b).pvalue
-        both = [significance.mcnemar_p(*pair) for pair in ((only_a, only_b), (only_b, only_a))]
-        assert both == pytest.approx([expected] * 2, rel=1e-6)
 
 
 @pytest.mark.parametrize("only_a, only_b, num", [(40, 90, 1000), (0, 5, 20)])
@@ -50,9 +41,7 @@ def test_the_permutation_test_equals_that_of_scipy(stats):
         a, b = rng.normal(93, 0.2, sizes[0]), rng.normal(93.3, 0.2, sizes[1])
         expected = stats.permutation_test((a, b), distance, alternative="greater", n_resamples=np.inf, vectorized=True)
         assert permutation_test(a, b) == pytest.approx(expected.pvalue)
-        assert permutation_test(a, b) >= significance.smallest_permutation_p(*sizes) - 1e-12
-    # Of groups that do not overlap, p is the smallest one.
-    assert permutation_test([1, 2, 3], [4, 5, 6]) == pytest.approx(significance.smallest_permutation_p(3, 3)) == 0.1
+    assert permutation_test([1, 2, 3], [4, 5, 6]) == pytest.approx(0.1)
     assert permutation_test([1.0, 1.0], [1.0, 1.0]) == 1
 
 
@@ -61,12 +50,6 @@ def test_the_interval_of_a_mean(stats, num):
     values = np.random.default_rng(num).normal(93, 0.3, num)
     expected = stats.t.interval(0.95, num - 1, np.mean(values), stats.sem(values))
     assert mean_interval(values.tolist()) == pytest.approx(expected, rel=1e-9)
-
-
-def test_holm_adjusts_the_smallest_most():
-    assert significance.holm_adjusted([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert significance.holm_adjusted([0.6, 0.7]) == [1.0, 1.0]
-    assert significance.holm_adjusted([]) == []
 
 
 def test_without_a_differing_answer_the_interval_fits_the_number_of_images():

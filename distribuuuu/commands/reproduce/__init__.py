@@ -1,1 +1,0 @@
-"""Reruns of measured results."""
