@@ -15,7 +15,7 @@ from distribuuuu.checkpoint.manager import hash_tensors
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import CALIBRATION
 from distribuuuu.files.atomic_file import replacing
-from distribuuuu.files.untrusted import MAX_JSON, parse_json, read_regular, untrusted
+from distribuuuu.files.untrusted import MAX_JSON, InvalidFileError, parse_json, read_regular, untrusted
 from distribuuuu.inference.linear_probe import fit_temperature
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,10 @@ PARTS = 20
 LEVEL = 0.05
 # Bins of confidence of the expected calibration error.
 _BINS = 15
+
+
+class CalibrationError(ConfigError):
+    """A calibration that cannot be read: without it, the confidences would be others than those that were promised."""
 
 
 @dataclass(frozen=True)
@@ -106,17 +110,24 @@ def read_calibration(folder: Path | None, tensors: Mapping[str, Tensor] | None) 
     """Return the calibration of some weights in their folder; None if there is none, or with a warning one of others.
 
     Raises:
-        InvalidFileError, OSError: the file cannot be read, or is damaged.
+        CalibrationError: the file cannot be read, or is damaged.
     """
-    if folder is None or tensors is None or not (path := folder / CALIBRATION).is_file():
+    if folder is None or tensors is None:
         return None
-    with untrusted(path, "calibration"):
-        content: dict[str, Any] = parse_json(read_regular(path, MAX_JSON))
-        rows = tuple((float(row[0]), int(row[1]), int(row[2])) for row in content["thresholds"])
-        numbers = float(content["temperature"]), rows, int(content["images"])
-        found = Calibration(*numbers, str(content["digest"]), str(content["weights_sha256"]))
-        if not 1e-3 < found.temperature < 1e3:
-            raise ValueError(f"temperature {found.temperature}")
+    path = folder / CALIBRATION
+    try:
+        with untrusted(path, "calibration"):
+            content: dict[str, Any] = parse_json(read_regular(path, MAX_JSON))
+            rows = tuple((float(row[0]), int(row[1]), int(row[2])) for row in content["thresholds"])
+            numbers = float(content["temperature"]), rows, int(content["images"])
+            found = Calibration(*numbers, str(content["digest"]), str(content["weights_sha256"]))
+            if not 1e-3 < found.temperature < 1e3:
+                raise ValueError(f"temperature {found.temperature}")
+    except FileNotFoundError:
+        return None
+    except (InvalidFileError, OSError) as error:
+        fix = f"remove it, then distribuuuu calibrate {folder}"
+        raise CalibrationError(f"RUN: calibration.json: {error}; fix: {fix}") from error
     if found.weights_sha256 != hash_tensors(dict(tensors)):
         logger.warning("%s is ignored: it is that of other weights; fix: distribuuuu calibrate %s", path, folder)
         return None

@@ -1,6 +1,6 @@
 """A task that does not classify: the number of a class as a value, by the squared error.
 
-Its scores and targets are those of predictions.npz, `predict` and `report`; its metric selects the best weights.
+Its scores are those of predictions.npz and `predict`; its metric selects the best weights.
 
     distribuuuu train --cfg docs/examples/regression.yaml
 """

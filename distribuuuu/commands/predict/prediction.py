@@ -4,6 +4,7 @@ The main process appends the rows of each chunk to a journal. Of N processes, ea
 same number of threads as a single one; so the bytes of the output do not depend on N.
 """
 
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -55,8 +56,8 @@ def predict_files(job: Namespace) -> int:
     spans = list_spans(len(job.files), run.cfg.TEST.BATCH_SIZE)
     if job.precision is not None:
         print(f"answers have a probability above {run.find_threshold(job.precision):.4f}", file=sys.stderr)
-    answer = [] if job.precision is None else ["answer"]
-    header = "" if _is_json(job) else csv_line(["path", *answer, *list_columns(selection, run.classes)])
+    columns = [*([] if job.precision is None else ["answer"]), *list_columns(selection, run.classes)]
+    header = "" if _is_json(job) else csv_line(["path", *columns])
     out = Journal(job.out, hash_job(job, run, selection)) if job.out else None
     num_done, num_broken = (out.num_chunks, len(out.broken)) if out else (0, 0)
     if not out:
@@ -71,12 +72,12 @@ def predict_files(job: Namespace) -> int:
     if done:
         print(f"resumed after {done:,} of {counted(total, 'image')}", file=sys.stderr)
     interval_s = 0.1 if has_progress_bar() else LOG_INTERVAL_S
-    bar = progress(None, "predict", total, done, unit="image", disable=False, leave=True, mininterval=interval_s)
-    try:
+    closing = contextlib.closing(out) if out else contextlib.nullcontext()
+    options = {"unit": "image", "disable": False, "leave": True, "mininterval": interval_s}
+    with closing, progress(None, "predict", total, done, **options) as bar:
         for span, (rows, errors) in zip(left, predict_spans(job, run, selection, left), strict=True):
-            for path, cause in errors:
-                what = "cannot read" if "; fix: " in cause else "broken image:"
-                bar.write(printable(f"{what} {path}: {cause}"), file=sys.stderr)
+            for error in errors:
+                bar.write(_describe_broken(*error), file=sys.stderr)
             if out:
                 out.append(rows, errors)
             else:
@@ -85,13 +86,13 @@ def predict_files(job: Namespace) -> int:
             bar.update(len(span))
         if out:
             out.finish(header)
-    finally:
-        bar.close()
-        if out:
-            out.close()
     if num_broken:
         print(f"broken: {counted(num_broken, 'image')}", file=sys.stderr)
     return num_broken
+
+
+def _describe_broken(path: str, cause: str) -> str:
+    return printable(f"{'cannot read' if '; fix: ' in cause else 'broken image:'} {path}: {cause}")
 
 
 def print_rows(rows: str) -> None:

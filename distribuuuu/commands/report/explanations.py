@@ -27,7 +27,8 @@ def find_nearest(folder: Path, content: Predictions, indices: list[int]) -> dict
     Raises:
         InvalidFileError, OSError: the file is damaged or cannot be read.
     """
-    if not (path := folder / FEATURES).is_file():
+    path = folder / FEATURES
+    if not os.path.lexists(path):
         return {}
     with open_regular(path) as file, untrusted(path, "features"), zipfile.ZipFile(file) as archive:
         arrays = read_arrays(archive, ("path", "label", "features"))

@@ -39,10 +39,9 @@ def report(prog: str, args: list[str]) -> int:
         run.content.temperature = run.calibration.temperature
     if flags.format == "html":
         write_page(out, build_report(run))
-        if run.content.classifies:
-            mistakes = out.with_name(f"{out.stem}_mistakes.csv")
-            write_page(mistakes, list_mistakes(run.content))
-            print_report("\n".join([*describe_accuracy(run), f"mistakes: {mistakes}"]))
+        mistakes = out.with_name(f"{out.stem}_mistakes.csv")
+        write_page(mistakes, list_mistakes(run.content))
+        print_report("\n".join([*describe_accuracy(run), f"mistakes: {mistakes}"]))
     else:
         text = json.dumps(replace_nonfinite(run.figures), indent=1, allow_nan=False, default=str) + "\n"
         if not flags.out:

@@ -1,6 +1,5 @@
 """The report of one run: how it trained, which classes and images it gets wrong; thumbnails are data URIs."""
 
-import contextlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,6 @@ from distribuuuu.commands.report.pictures import image_folder, make_pictures
 from distribuuuu.commands.stats.stored_predictions import (
     Predictions,
     list_figures,
-    list_values,
     rank_mistakes,
     read_predictions,
 )
@@ -30,7 +28,7 @@ from distribuuuu.config.errors import counted
 from distribuuuu.config.json_file import load_json
 from distribuuuu.config.run_files import RESULTS
 from distribuuuu.files.untrusted import InvalidFileError, printable
-from distribuuuu.inference.calibration import Calibration
+from distribuuuu.inference.calibration import Calibration, CalibrationError
 from distribuuuu.inference.load_run import find_run
 from distribuuuu.records.evaluated_sets import list_predictions
 from distribuuuu.records.metric_writers import format_duration
@@ -70,10 +68,13 @@ class RunFiles:
         best = self.history.results.get("accuracy", {}).get(kind, {}).get("best", {})
         if meta.get("epoch") not in (None, best.get("epoch")) or self.content.log_total is not None:
             return None
-        with contextlib.suppress(ConfigError):
+        try:
             run = find_run(self.out_dir)
-            return run.calibration if run.weights == kind else None
-        return None
+        except CalibrationError:
+            raise
+        except ConfigError:  # e.g. the weights were deleted
+            return None
+        return run.calibration if run.weights == kind else None
 
     @cached_property
     def evaluated(self) -> str:
@@ -93,6 +94,18 @@ class RunFiles:
         except (ConfigError, TypeError, KeyError, ValueError):
             return {}
 
+    @cached_property
+    def backbone_knn(self) -> float | None:
+        """The top-1, in percent, of k-NN on the features of the backbone of `finetune`; None: not measured."""
+        try:
+            content = load_json(self.out_dir / "finetune.json")
+            probes = [facts["correct"] for name, facts in content.items() if name.endswith(": probe")]
+            chosen = max(probes, key=lambda correct: correct["probe"]["val"])
+            is_same = len(content["data"]["parts"]["test"]) == len(self.content)
+            return 100 * chosen["k-NN"]["test"] / len(self.content) if is_same else None
+        except (ConfigError, TypeError, KeyError, ValueError, AttributeError):
+            return None
+
     def compare_probe(self) -> Iterator[str]:
         """Yield a sentence for each classifier of the features that is better than the model."""
         for name, value in self.probed.items() if "accuracy" in self.figures else ():
@@ -104,14 +117,13 @@ class RunFiles:
     def figures(self) -> dict[str, Any]:
         """All figures of the report as plain values."""
         content, history = self.content, self.history
-        has_one_label = content.classifies and not content.multilabel
-        confidence = list_confidence(content, self.calibration, self.precision) if has_one_label else {}
+        confidence = {} if content.multilabel else list_confidence(content, self.calibration, self.precision)
         return {
             "run": self.out_dir.resolve().name,
             "predictions": content.meta,
             "probe": self.probed,
             "confidence": confidence,
-            **(list_figures(content) if content.classifies else list_values(content, self.facts)),
+            **list_figures(content),
             "curves": {"training": history.train, **history.evaluations},
             "restarts": history.restarts,
             "rollbacks": history.rollbacks,
@@ -148,25 +160,22 @@ def read_run(run: str, predictions: str = "", precision: float = 0.95) -> RunFil
 def build_report(run: RunFiles) -> str:
     """Return the report as an HTML document."""
     content, found, facts = run.content, run.figures, run.facts
-    if content.classifies:
-        names = {answer["image"] for answer in (*found["mistakes"], *found["least_certain"])}
-        mistakes, notes = rank_mistakes(content)[: len(found["mistakes"])], list[str]()
-        try:
-            nearest = find_nearest(run.out_dir, content, mistakes)
-        except (InvalidFileError, OSError) as error:
-            nearest, notes = {}, [f"The nearest training images are not shown: {error}"]
-        for index, answer in zip(mistakes, found["mistakes"], strict=True):
-            answer["nearest"] = nearest.get(index, [])
-        paths = {index: [path for path, _ in nearest.get(index, [])] for index in mistakes}
-        pictures, failed = make_pictures(run.out_dir, content, names, paths)
-        notes += failed
-        for note in notes:
-            logger.warning("%s", printable(note))
-        middle = [_describe_classes(found), _describe_images(found, pictures, notes)]
-        middle[:0] = [_describe_confusions(found)] if "confusions" in found else []
-        middle[-1:-1] = [describe_confidence(found["confidence"])] if found["confidence"] else []
-    else:
-        middle = [_describe_values(content.classes, found["values"])]
+    names = {answer["image"] for answer in (*found["mistakes"], *found["least_certain"])}
+    mistakes, notes = rank_mistakes(content)[: len(found["mistakes"])], list[str]()
+    try:
+        nearest = find_nearest(run.out_dir, content, mistakes)
+    except (InvalidFileError, OSError) as error:
+        nearest, notes = {}, [f"The nearest training images are not shown: {error}"]
+    for index, answer in zip(mistakes, found["mistakes"], strict=True):
+        answer["nearest"] = nearest.get(index, [])
+    paths = {index: [path for path, _ in nearest.get(index, [])] for index in mistakes}
+    pictures, failed = make_pictures(run.out_dir, content, names, paths)
+    notes += failed
+    for note in notes:
+        logger.warning("%s", printable(note))
+    middle = [_describe_classes(found), _describe_images(found, pictures, notes)]
+    middle[:0] = [_describe_confusions(found)] if "confusions" in found else []
+    middle[-1:-1] = [describe_confidence(found["confidence"])] if found["confidence"] else []
     weights = describe_kind(content.meta.get("weights", RAW))
     epoch = f"epoch {content.meta['epoch']}" if content.meta.get("epoch") else "a separate evaluation"
     arch = (facts or run.history.results or {"model": {"arch": "model"}})["model"]["arch"]
@@ -182,8 +191,11 @@ def describe_accuracy(run: RunFiles) -> Iterator[str]:
     if not run.content.multilabel:
         share = np.bincount(run.content.label).max() / len(run.content)
         yield f"baseline, the most frequent class: {percent(share, 2)}"
-        knn = f"{run.probed['k-NN']:.2f} %" if run.probed else f"measured by distribuuuu probe {run.out_dir}"
-        yield f"baseline, k-NN on the features of the model: {knn}"
+        if (knn := run.backbone_knn) is not None and not run.probed:
+            yield f"baseline, k-NN on the features of the backbone: {knn:.2f} %"
+        else:
+            knn = f"{run.probed['k-NN']:.2f} %" if run.probed else f"measured by distribuuuu probe {run.out_dir}"
+            yield f"baseline, k-NN on the features of the model: {knn}"
         yield from run.compare_probe()
     if others := [path.name for path in list_predictions(run.out_dir) if path != run.file]:
         yield f"other evaluated sets (--predictions FILE): {', '.join(others)}"
@@ -206,9 +218,6 @@ def _list_tiles(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     """Yield the name and the value of the main figures, and a detail; that of the accuracy is the first."""
     content, found, results = run.content, run.figures, run.history.results
     num, classes = counted(len(content), "image"), counted(len(content.classes), "class")
-    for name, value in () if content.classifies else list_values(content, run.facts).items():
-        if name != "values":
-            yield name, f"{value:.4g}", ""
     if "map" in found:
         yield "mean average precision", percent(found["map"]), classes
     if "accuracy" in found:
@@ -219,9 +228,8 @@ def _list_tiles(run: RunFiles) -> Iterator[tuple[str, str, str]]:
         for kind, value in run.probed.items():
             yield kind, f"{value:.2f}\N{NO-BREAK SPACE}%", "on the features of the model"
         yield "mistakes", f"{(~content.correct).sum():,}", f"of {num}"
-    if content.classifies:
-        yield "macro F1", percent(found["macro_f1"]), "mean of the classes"
-        yield "loss", f"{found['loss']:.4f}", "cross-entropy"
+    yield "macro F1", percent(found["macro_f1"]), "mean of the classes"
+    yield "loss", f"{found['loss']:.4f}", "cross-entropy"
     if results:
         training, starts = results["training"], counted(len(run.history.restarts) + 1, "start")
         yield (
@@ -284,17 +292,6 @@ def _describe_images(found: dict[str, Any], pictures: dict[str, str], notes: Seq
              html.paragraph(note, "note"), show(found["mistakes"]),
              html.heading("Least certain images"), show(found["least_certain"])]  # fmt: skip
     return PageSection("Images", parts)
-
-
-def _describe_values(names: Sequence[str], values: Sequence[dict[str, Any]]) -> PageSection:
-    """Return the section with the images of a task that does not classify."""
-
-    def show(value: Any) -> str:
-        return " ".join(f"{part:.4g}" for part in np.ravel(value)[:8])
-
-    columns = [Column("image"), Column("target"), Column(", ".join(names[:8]))]
-    rows = [[row["path"], show(row["target"]), show(row["score"])] for row in values]
-    return PageSection("Images with the largest errors", [html.table(columns, rows)])
 
 
 def _describe_provenance(run: RunFiles) -> PageSection:

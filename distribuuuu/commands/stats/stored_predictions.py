@@ -19,8 +19,9 @@ from distribuuuu.tasks.class_metrics import average_precisions, class_f1_scores,
 
 # Bytes of all arrays, at most.
 MAX_BYTES = 2**31
-_ENTRIES = ("meta", "classes", "path", "label", "loss", "logits", "top_logits", "top_class", "log_total", "target",
-            "score")  # fmt: skip
+_ENTRIES = ("meta", "classes", "path", "label", "loss", "logits", "top_logits", "top_class", "log_total")
+# Mistakes and uncertain images that are listed.
+_NUM_MISTAKES, _NUM_UNCERTAIN = 16, 8
 
 
 @dataclass
@@ -50,14 +51,9 @@ class Predictions:
         return len(self.label)
 
     @property
-    def classifies(self) -> bool:
-        """Whether the scores are those of classes; else `label` holds targets, `loss` NaN, and `classes` names."""
-        return self.meta.get("classifies", True)
-
-    @property
     def multilabel(self) -> bool:
         """Whether an image may have several labels."""
-        return self.label.ndim == 2 and self.classifies
+        return self.label.ndim == 2
 
     @cached_property
     def predicted(self) -> np.ndarray:
@@ -71,21 +67,17 @@ class Predictions:
 
     def probabilities(self, rows: Any = slice(None)) -> np.ndarray:
         """Return the probabilities of the stored classes, by softmax or with several labels by sigmoid, in float64."""
-        scores = torch.from_numpy(self.scores[rows]).double().numpy()  # from float16 several times faster than numpy
-        if self.multilabel:
-            return 0.5 * (1 + np.tanh(0.5 * scores))
+        scores = torch.from_numpy(self.scores[rows]).double()
         if self.log_total is not None:
-            return np.exp(scores - self.log_total[rows, None])
-        exponentials = np.exp((scores - scores.max(axis=1, keepdims=True, initial=-np.inf)) / self.temperature)
-        return exponentials / exponentials.sum(axis=1, keepdims=True)
+            return np.exp(scores.numpy() - self.log_total[rows, None])
+        return (scores.sigmoid() if self.multilabel else (scores / self.temperature).softmax(dim=1)).numpy()
 
     @cached_property
     def confidence(self) -> np.ndarray:
         """The probability of the predicted class: float64 (N,)."""
-        step = max(1, 2**17 // len(self.classes))
-        rows = (slice(start, start + step) for start in range(0, len(self), step))
-        parts = [self.probabilities(part).max(axis=1, initial=0) for part in rows]
-        return np.concatenate([np.zeros(0), *parts])
+        step = max(1, 2**17 // len(self.classes))  # limits the memory
+        parts = [self.probabilities(slice(start, start + step)).max(axis=1) for start in range(0, len(self), step)]
+        return np.concatenate(parts)
 
 
 def read_predictions(path: Path, command: str) -> Predictions:
@@ -96,11 +88,14 @@ def read_predictions(path: Path, command: str) -> Predictions:
         command: the command that makes it, for messages.
 
     Raises:
-        ConfigError: the file does not exist, cannot be read, or is damaged, or its scores are not finite.
+        ConfigError: the file does not exist, cannot be read, or is damaged, or its scores are not finite, or are no
+            scores of classes.
     """
     try:
         with open_regular(path) as file, untrusted(path, "predictions.npz"), zipfile.ZipFile(file) as archive:
-            content = _read_content(archive)
+            arrays = read_arrays(archive, _ENTRIES)
+            meta = parse_json(str(arrays["meta"]))
+            content = _check(arrays, meta) if meta.get("classifies", True) else None
     except FileNotFoundError:
         note = "a task without predict_step, whose model has no score for each class, has none"
         raise ConfigError(f"RUN: {path} does not exist; fix: {command}; {note}") from None
@@ -108,46 +103,48 @@ def read_predictions(path: Path, command: str) -> Predictions:
         raise ConfigError(f"RUN: {error}; fix: {command}") from error
     except OSError as error:
         raise ConfigError(f"RUN: {path} cannot be read: {error.strerror or error}") from error
+    if content is None:
+        fix = "its metrics are in results.json, its values and targets in this file"
+        raise ConfigError(
+            f"RUN: {path} is of a task that does not classify; expected predictions of classes; fix: {fix}"
+        )
     if not np.isfinite(content.scores).all():
         raise ConfigError(f"RUN: {path} has scores that are not finite; fix: evaluate another checkpoint of this run")
     return content
 
 
-def _read_content(archive: zipfile.ZipFile) -> Predictions:
-    """Return the named arrays of a file; raises an error of any type if they are damaged or do not fit together."""
-    arrays = read_arrays(archive, _ENTRIES)
-
-    def take(name: str, kinds: str, *shape: int) -> np.ndarray:
-        array = arrays[name]
-        if array.dtype.kind not in kinds or not array.dtype.isnative or array.shape != shape:
-            raise ValueError(f"{name} has the type {array.dtype} and the shape {array.shape}, expected {shape}")
-        return array
-
-    meta, num, columns = parse_json(str(arrays["meta"])), len(arrays["path"]), len(arrays["classes"])
+def _check(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> Predictions:
+    """Return the content of arrays; raises an error of any type if they are damaged or do not fit together."""
     if meta["schema"] != SCHEMA_VERSION:
         raise ValueError(f"schema {meta['schema']}, expected {SCHEMA_VERSION}")
-    texts = (meta.get(name, "") for name in ("weights", "folder", "images", "data"))
+    texts = [meta.get(name, "") for name in ("weights", "folder", "images", "data")]
     if not all(isinstance(text, str) for text in texts) or type(meta.get("epoch")) not in (int, type(None)):
         raise ValueError(f"meta is {meta}")
-    path, classes = take("path", "U", num), take("classes", "U", columns).tolist()
-    path.tolist()  # raises if there are characters that do not exist
-    if not meta.get("classifies", True):
-        target = take("target", "f", num, *arrays["target"].shape[1:])
-        return Predictions(path, target, np.full(num, np.nan), classes, meta, take("score", "f", num, columns))
-    label = take("label", "iu", *((num, columns) if meta["multilabel"] else (num,)))
-    _check_range(label, 2 if meta["multilabel"] else columns)
-    top: dict[str, Any] = {}
-    if "logits" in arrays:
-        scores = take("logits", "f", num, columns)
-    elif meta["multilabel"]:
+    num, columns, is_top = len(arrays["path"]), len(arrays["classes"]), "logits" not in arrays
+    scores = arrays["top_logits" if is_top else "logits"]
+    if meta["multilabel"] and is_top:
         raise ValueError("of so many images and labels, it has the largest logits only, which tell too little")
+    expected = {"path": ("U", num), "classes": ("U", columns), "loss": ("f", num),
+                "label": ("iu", num, columns) if meta["multilabel"] else ("iu", num)}  # fmt: skip
+    if is_top:
+        expected |= {
+            "top_logits": ("f", num, scores.shape[1]),
+            "top_class": ("i", *scores.shape),
+            "log_total": ("f", num),
+        }
     else:
-        scores = take("top_logits", "f", num, arrays["top_logits"].shape[1])
-        top = {"top_class": take("top_class", "i", *scores.shape), "log_total": take("log_total", "f", num)}
-        _check_range(top["top_class"], columns)
-    if not scores.size:
-        raise ValueError("it holds no image, or no class")
-    return Predictions(path, label, take("loss", "f", num), classes, meta, scores, **top)
+        expected["logits"] = ("f", num, columns)
+    for name, (kinds, *shape) in expected.items():
+        array = arrays[name]
+        if array.dtype.kind not in kinds or not array.dtype.isnative or list(array.shape) != shape or not array.size:
+            raise ValueError(f"{name} has the type {array.dtype} and the shape {array.shape}, expected {shape}")
+        limit = {"label": 2 if meta["multilabel"] else columns, "top_class": columns}.get(name)
+        if limit and not 0 <= array.min() <= array.max() < limit:
+            raise ValueError(f"{name} has numbers from {array.min()} to {array.max()}, expected 0 to {limit - 1}")
+    arrays["path"].tolist()  # raises if there are characters that do not exist
+    top = {"top_class": arrays["top_class"], "log_total": arrays["log_total"]} if is_top else {}
+    names = arrays["classes"].tolist()
+    return Predictions(arrays["path"], arrays["label"], arrays["loss"], names, meta, scores, **top)
 
 
 def read_arrays(archive: zipfile.ZipFile, names: Collection[str]) -> dict[str, np.ndarray]:
@@ -165,20 +162,11 @@ def read_arrays(archive: zipfile.ZipFile, names: Collection[str]) -> dict[str, n
     return arrays
 
 
-def _check_range(array: np.ndarray, limit: int) -> None:
-    if array.size and not 0 <= array.min() <= array.max() < limit:
-        raise ValueError(f"it has classes from {array.min()} to {array.max()}, expected 0 to {limit - 1}")
+def list_figures(content: Predictions) -> dict[str, Any]:
+    """Return all figures of predictions of classes, for JSON and for the page.
 
-
-# Mistakes and uncertain images that are listed, and images of a task that does not classify.
-_NUM_MISTAKES, _NUM_UNCERTAIN, _NUM_VALUES = 16, 8, 50
-
-
-def compute_class_figures(content: Predictions) -> dict[str, np.ndarray]:
-    """Return the F1 score, precision, recall, and the images with the label and with the prediction of each class.
-
-    They are (classes,), as in scikit-learn; NaN where a figure is not defined. With several labels per image, a class
-    is predicted at a probability above 0.5, and there is the average precision, if the scores of all classes are known.
+    Those of `classes` are NaN where they are not defined, as in scikit-learn. With several labels per image, a class is
+    predicted at a probability above 0.5.
     """
     if content.multilabel:
         is_predicted, is_label = content.scores > 0, content.label.astype(bool)
@@ -187,58 +175,51 @@ def compute_class_figures(content: Predictions) -> dict[str, np.ndarray]:
         numbers, least = (content.label[content.correct], content.predicted, content.label), len(content.classes)
         counts = np.stack([np.bincount(classes, minlength=least) for classes in numbers])
     sums = torch.from_numpy(counts).double()
-    figures = {
-        "f1": class_f1_scores(sums).numpy(),
-        "precision": (sums[0] / sums[1]).numpy(),
-        "recall": class_recalls(sums).numpy(),
-        "support": counts[2],
-        "predicted": counts[1],
-    }
+    precision = (sums[0] / sums[1]).numpy()
+    columns = {"f1": class_f1_scores(sums).numpy(), "precision": precision, "recall": class_recalls(sums).numpy(),
+               "support": counts[2], "predicted": counts[1]}  # fmt: skip
+    # As in scikit-learn, a class that occurs and is never predicted has the precision 0 in the mean.
+    macro = {**columns, "precision": np.where(counts[1:].any(axis=0), np.nan_to_num(precision), np.nan)}
+    result: dict[str, Any] = {"images": len(content), "loss": float(content.loss.mean())}
+    result |= {f"macro_{name}": _mean_of_known(macro[name]) for name in ("precision", "recall", "f1")}
     if content.multilabel:
         scores = torch.from_numpy(content.scores.astype(np.float32))
-        figures["average_precision"] = average_precisions(scores, torch.from_numpy(content.label)).numpy()
-    return figures
+        columns["average_precision"] = average_precisions(scores, torch.from_numpy(content.label)).numpy()
+        result["map"] = _mean_of_known(columns["average_precision"])
+    else:
+        result |= _list_accuracies(content)
+    rows = zip(*(values.tolist() for values in columns.values()), strict=True)
+    named = zip(content.classes, rows, strict=True)
+    result["classes"] = {name: dict(zip(columns, row, strict=True)) for name, row in named}
+    result["mistakes"] = [describe_answer(content, index) for index in rank_mistakes(content)[:_NUM_MISTAKES]]
+    # With several labels, those with one near 0.5 are the least certain.
+    certainty = np.abs(content.probabilities() - 0.5).min(axis=1) if content.multilabel else content.confidence
+    least = np.argsort(certainty, kind="stable")[:_NUM_UNCERTAIN].tolist()
+    return {**result, "least_certain": [describe_answer(content, index) for index in least]}
 
 
-def mean_of_known(values: np.ndarray) -> float:
+def _mean_of_known(values: np.ndarray) -> float:
     """Return the mean of the values that are not NaN; NaN if there are none."""
     return float(np.nanmean(values)) if (~np.isnan(values)).any() else np.nan
 
 
-def top5_accuracy(content: Predictions) -> float:
-    """Return the share of images whose label is among the five largest logits."""
-    if content.top_class is not None:
-        return float((content.top_class[:, :5] == content.label[:, None]).any(axis=1).mean())
-    own = content.scores[np.arange(len(content)), content.label]
-    return float(((content.scores > own[:, None]).sum(axis=1) < 5).mean())
-
-
-def list_figures(content: Predictions) -> dict[str, Any]:
-    """Return all figures of predictions of classes, for JSON and for the page."""
-    columns, names = compute_class_figures(content), content.classes
-    result: dict[str, Any] = {"images": len(content), "loss": float(content.loss.mean())}
-    # As in scikit-learn, a class that occurs and is never predicted has the precision 0.
-    occurs = (columns["support"] > 0) | (columns["predicted"] > 0)
-    precision = np.where(occurs, np.nan_to_num(columns["precision"]), np.nan)
-    means = {"precision": precision, "recall": columns["recall"], "f1": columns["f1"]}
-    result |= {f"macro_{name}": mean_of_known(values) for name, values in means.items()}
-    rows = zip(*(values.tolist() for values in columns.values()), strict=True)
-    result["classes"] = {name: dict(zip(columns, row, strict=True)) for name, row in zip(names, rows, strict=True)}
-    if content.multilabel:
-        result["map"] = mean_of_known(columns["average_precision"])
+def _list_accuracies(content: Predictions) -> dict[str, Any]:
+    """Return the figures of predictions with one label per image."""
+    num_correct, names, label = int(content.correct.sum()), content.classes, content.label.astype(np.int64)
+    if content.top_class is None:
+        is_in_top = (content.scores > content.scores[np.arange(len(label)), label, None]).sum(axis=1) < 5
     else:
-        num_correct, num = int(content.correct.sum()), len(names)
-        pairs, counts = np.unique(content.label.astype(np.int64) * num + content.predicted, return_counts=True)
-        result |= {
-            "accuracy": num_correct / len(content),
-            "accuracy_interval": list(wilson_interval(num_correct, len(content))),
-            "top5_accuracy": top5_accuracy(content),
-            "confusions": [[names[pair // num], names[pair % num], count]
-                           for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True)],
-        }  # fmt: skip
-    result["mistakes"] = [describe_answer(content, index) for index in rank_mistakes(content)[:_NUM_MISTAKES]]
-    result["least_certain"] = [describe_answer(content, index) for index in rank_uncertain(content)]
-    return result
+        is_in_top = (content.top_class[:, :5] == label[:, None]).any(axis=1)
+    pairs, counts = np.unique(label * len(names) + content.predicted, return_counts=True)
+    owns, answers = np.divmod(pairs, len(names))
+    return {
+        "accuracy": num_correct / len(content),
+        "accuracy_interval": list(wilson_interval(num_correct, len(content))),
+        "top5_accuracy": float(is_in_top.mean()),
+        "confusions": [
+            [names[own], names[answer], int(count)] for own, answer, count in zip(owns, answers, counts, strict=True)
+        ],
+    }
 
 
 def rank_mistakes(content: Predictions) -> list[int]:
@@ -249,12 +230,6 @@ def rank_mistakes(content: Predictions) -> list[int]:
     else:
         errors, wrong = content.confidence, np.flatnonzero(~content.correct)
     return wrong[np.argsort(-errors[wrong], kind="stable")].tolist()
-
-
-def rank_uncertain(content: Predictions) -> list[int]:
-    """Return the least certain images, the least certain first: with several labels, those with one near 0.5."""
-    certainty = np.abs(content.probabilities() - 0.5).min(axis=1) if content.multilabel else content.confidence
-    return np.argsort(certainty, kind="stable")[:_NUM_UNCERTAIN].tolist()
 
 
 def describe_answer(content: Predictions, index: int) -> dict[str, Any]:
@@ -280,25 +255,3 @@ def list_mistakes(content: Predictions) -> str:
         cells = [answer["image"], ";".join(answer["labels"]), label, f"{probability:.6g}", f"{answer['loss']:.6g}"]
         lines.append(csv_line(cells))
     return "".join(lines)
-
-
-def list_values(content: Predictions, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a task that does not classify, and as `values` the images with the largest errors.
-
-    The error of an image is the mean absolute difference of scores and targets; where these are not comparable, the
-    first images are listed.
-
-    Args:
-        content: the predictions.
-        facts: content of results.json or test_results.json; empty if there is none.
-    """
-    accuracy = facts.get("accuracy", {}).get(content.meta.get("weights", "raw"), {}) if facts else {}
-    found = accuracy.get("last", accuracy).items()
-    metrics = {name: value for name, value in found if name != "epoch" and isinstance(value, (int, float))}
-    targets, order = content.label.reshape(len(content), -1), np.arange(len(content))
-    if targets.shape == content.scores.shape:
-        errors = np.abs(content.scores - targets).mean(axis=1)
-        order, metrics["mean absolute error"] = np.argsort(-errors, kind="stable"), float(errors.mean())
-    values = [{"path": str(content.path[row]), "target": content.label[row].tolist(),
-               "score": content.scores[row].tolist()} for row in order[:_NUM_VALUES]]  # fmt: skip
-    return {**metrics, "values": values}

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -107,14 +108,21 @@ def test_predict_answers_where_it_is_sure(calibrated, shapes_run, shapes_folder,
     assert "has no calibration by validation images; fix: distribuuuu calibrate" in capsys.readouterr().err
 
 
-def test_a_calibration_of_other_weights_is_ignored_and_a_damaged_one_refused(calibrated, caplog):
+def test_a_calibration_of_other_weights_is_ignored_and_a_damaged_one_refused(calibrated, caplog, capsys):
     content = json.loads((calibrated / "calibration.json").read_text())
     (calibrated / "calibration.json").write_text(json.dumps({**content, "weights_sha256": "0"}))
     assert load_run(calibrated).calibration is None and "is that of other weights; fix: distribuuuu" in caplog.text
     for damaged in ("[", "{}", json.dumps({**content, "temperature": -1}), json.dumps({**content, "thresholds": 3})):
         (calibrated / "calibration.json").write_text(damaged)
-        with pytest.raises(ConfigError, match="calibration.json: not a valid calibration"):
+        with pytest.raises(
+            ConfigError, match="calibration.json: not a valid calibration.*; fix: remove it, then [^;]*$"
+        ):
             load_run(calibrated)
+    (calibrated / "calibration.json").unlink()
+    os.mkfifo(calibrated / "calibration.json")  # would be raw confidences in silence
+    for name, words in (("predict", [__file__]), ("report", [])):
+        assert run(name, calibrated, *words) == 2
+        assert "not a regular file" in (said := capsys.readouterr().err) and "fix: remove it, then" in said
 
 
 def test_calibrate_and_report(shapes_run, tmp_path, capsys):

@@ -116,6 +116,17 @@ def test_each_evaluated_set_has_predictions_of_its_own_and_a_better_probe_is_nam
     assert read_run(str(run)).file.name == "predictions.npz" and len(list(run.glob("predictions*.npz"))) == 2
 
 
+def test_the_k_nn_that_finetune_has_measured_is_a_baseline(run, capsys):
+    correct = {"probe": {"val": 3}, "k-NN": {"test": 18}}
+    facts = {"data": {"parts": {"test": [*range(24)]}}, "backbone x: probe": {"correct": correct}}
+    for content, said in (
+        (facts, "of the backbone: 75.00 %"),
+        ({**facts, "data": []}, "measured by distribuuuu probe"),
+    ):
+        (run / "finetune.json").write_text(json.dumps(content))
+        assert said in make(run, capsys)[1]
+
+
 def test_json_has_all_numbers(finished, capsys):
     status, printed = make(finished, capsys, "--format", "json")
     figures, content = json.loads(printed), read_run(str(finished)).content
