@@ -66,14 +66,14 @@ class Ema:
             copies = self.start_epoch > 0 and (epoch, step) <= (self.start_epoch, 0)
             self.update(global_batch * self.every_steps, images_seen, copies)
 
-    @torch.no_grad()
     def update(self, num_images: int, images_seen: int, copies: bool = False) -> None:
         """Update the average after `num_images`, or copy the weights; does not wait for the device."""
         weight = 1.0 if copies else 1 - self.decay(num_images, images_seen)
-        if self._averages:
-            torch._foreach_lerp_(self._averages, self._currents, weight)
-        if self._copies:
-            torch._foreach_copy_(self._copies, self._originals)
+        with torch.set_grad_enabled(False):  # half the calls of no_grad
+            if self._averages:
+                torch._foreach_lerp_(self._averages, self._currents, weight)
+            if self._copies:
+                torch._foreach_copy_(self._copies, self._originals)
 
 
 def build_averages(cfg, model: nn.Module, further: Mapping[str, Any]) -> dict[str, Any]:

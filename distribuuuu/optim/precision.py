@@ -46,7 +46,7 @@ class Precision:
         """
         if self._scaler:
             self._scaler.unscale_(optimizer)
-        clip(parameter for group in optimizer.param_groups for parameter in group["params"])
+        clip([parameter for group in optimizer.param_groups for parameter in group["params"]])
         if self._scaler:
             self._scaler.step(optimizer)
             self._scaler.update()

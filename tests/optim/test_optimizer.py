@@ -233,6 +233,17 @@ def test_adaptive_clipping_is_that_of_timm_without_the_head(limit):
     assert max(parameter.grad.abs().max() for parameter in raw.parameters()) <= limit
 
 
+@pytest.mark.parametrize("limit", [1e-3, 1e6])
+def test_clipping_by_the_norm_has_the_bits_of_torch(limit):
+    ours, theirs = with_gradients(), with_gradients()
+    next(ours.parameters()).grad = next(theirs.parameters()).grad = None
+    build_clipper(make_cfg("OPTIM.CLIP_NORM", limit))(ours.parameters())
+    torch.nn.utils.clip_grad_norm_(theirs.parameters(), limit)
+    for mine, peer in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert mine.grad is peer.grad is None or torch.equal(mine.grad, peer.grad)
+    build_clipper(make_cfg("OPTIM.CLIP_NORM", limit))(nn.Linear(1, 1).parameters())  # without gradients
+
+
 def dino_schedule(base: float, final: float, epochs: int, steps: int) -> list[float]:
     """Return the values of `cosine_scheduler` in github.com/facebookresearch/dino without a warm-up."""
     total = epochs * steps
