@@ -197,7 +197,7 @@ _C.DATA.VIEWS = Option(1, least=1)
 # sqrt (with replacement, a class in proportion to the square root of its number of images).
 _C.DATA.SAMPLING = Option("uniform", choices=("uniform", "balanced", "sqrt"))
 # Shuffling of training images: global, or blocks (packed only): blocks of 2 MiB in a random order, each read once per
-# epoch, and images within a window of 2 GiB; for a set at a URL that is larger than DATA.CACHE_GB.
+# epoch, and images within a window of 2 GiB; for a pack that is larger than the memory, on a disk with slow seeks.
 _C.DATA.SHUFFLE = Option("global", choices=("global", "blocks"))
 # Channels of an image: 3 (RGB), 1 (gray; colors are converted) or the number of bands in .npy and TIFF files.
 _C.DATA.CHANNELS = Option(3, least=1)
@@ -212,11 +212,11 @@ _C.DATA.STD = Option((), recipe=False)
 _C.DATA.ON_BAD_IMAGE = Option("raise", choices=("raise", "skip"))
 # Download a missing cifar10, cifar100, mnist or fashion_mnist to TRAIN.DATASET.
 _C.DATA.DOWNLOAD = Option(True, neutral=True)
-# Folder for generated files (shapes, indexes, parts of data at a URL); empty: $XDG_CACHE_HOME/distribuuuu.
+# Folder for generated files (shapes, indexes, copies of data at a URL); empty: $XDG_CACHE_HOME/distribuuuu.
 _C.DATA.CACHE_DIR = Option("", path=True, hashed=False)
-# Maximum size of the cache of data at a URL, in GB, 0.1 or more; the parts that were not used for longest are deleted.
+# Size of the largest split at a URL of which a local copy is made, in GB, 0.1 or more.
 _C.DATA.CACHE_GB = Option(100.0, least=0.1, needs="data at a URL", hashed=False)
-# Seconds for all attempts to read a part of data at a URL, after which the run ends with an error, 1 or more.
+# Seconds of failures to read a part of data at a URL, after which the start ends with an error, 1 or more.
 _C.DATA.TIMEOUT_S = Option(300.0, least=1, needs="data at a URL", hashed=False)
 # Settings of a custom data set, like TASK.KWARGS, or of torchvision/NAME.
 _C.DATA.KWARGS = Option({})

@@ -201,13 +201,6 @@ class Samples:
         extra = {name: other for name, (other, _) in others.items() if other}
         return batch._replace(extra=extra) if batch and len(extra) == len(others) else None, broken
 
-    def read_ahead(self, keys: Any) -> None:
-        """Start to fetch the images of a batch that are at a URL."""
-        if self.images.remote:
-            self.images.remote.read_ahead(keys)
-        for name, one in self.extra.items():
-            one.read_ahead(keys.extra[name])
-
     def make_batch(self, keys: BatchKeys, allocate: Allocate) -> HostBatch:
         """Return the batch of some keys of this data set.
 
@@ -372,7 +365,6 @@ class Pool:
 
     def submit(self, request: BatchRequest) -> None:
         """Start a batch."""
-        request[0].read_ahead(request[1])
         self._submitted.append(request)
 
     def take(self) -> HostBatch:

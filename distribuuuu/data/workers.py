@@ -70,7 +70,6 @@ class ThreadPool(Pool):
 
     def submit(self, request: BatchRequest) -> None:
         """Let a thread make a batch."""
-        request[0].read_ahead(request[1])
         self._submitted.append(self._threads.submit(_make_batch, self._has_failed, *request, self._pin_memory))
 
     def take(self) -> HostBatch:
@@ -246,7 +245,7 @@ def _work(
     for end in inherited:
         end.close()
     requests: queue.SimpleQueue = queue.SimpleQueue()
-    threading.Thread(target=_read_requests, args=(pipe, requests, sources), daemon=True).start()
+    threading.Thread(target=_read_requests, args=(pipe, requests), daemon=True).start()
     while True:
         number, keys, slot = requests.get()
         try:
@@ -261,12 +260,11 @@ def _work(
             os._exit(0)
 
 
-def _read_requests(pipe: Connection, requests: queue.SimpleQueue, sources: Sequence[Samples]) -> None:
+def _read_requests(pipe: Connection, requests: queue.SimpleQueue) -> None:
     """Pass requests on, so that the parent never waits to send one; exit with the parent, or when it says so."""
     with contextlib.suppress(EOFError, OSError):
         while (request := pipe.recv()) is not None:
             requests.put(request)
-            sources[request[0]].read_ahead(request[1])
     sys.stdout.flush()
     os._exit(0)
 

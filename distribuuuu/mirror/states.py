@@ -29,8 +29,8 @@ KEPT_STATES, UNNAMED = 3, datetime.timedelta(days=1)
 MAX_STATE, MAX_FILES, MAX_LEVELS, MAX_SIZE, MAX_PAGES = 1 << 22, 10_000, 5, 1 << 44, 20_000
 # Bytes of a part, which is held in memory; a multipart upload has at most 5,000 parts here (S3: 10,000).
 PART = 1 << 23
-# Seconds after which a request has failed, and its retries, whose pauses take about half a minute.
-REQUEST_S, NUM_RETRIES = 60.0, 8
+# Seconds after which a request has failed, and of failures after which no other attempt begins.
+REQUEST_S, RETRY_S = 60.0, 30.0
 _PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+=@%-]{0,199}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -97,7 +97,7 @@ class StateLog:
     def _call(self, name: str, function: Callable[[Any], Any]) -> Any:
         """Return the result of a function of the store of obstore."""
         try:
-            return function(open_store(self.url, REQUEST_S, NUM_RETRIES))
+            return function(open_store(self.url, REQUEST_S, RETRY_S))
         except RemoteError:
             raise
         except Exception as error:
@@ -119,7 +119,7 @@ class StateLog:
         """Return a state; None if there is none."""
         name = f"{STATES}/{number:06d}.json"
         try:
-            part = read_range(self.url, name, 0, MAX_STATE, REQUEST_S, NUM_RETRIES)
+            part = read_range(self.url, name, 0, MAX_STATE, REQUEST_S, RETRY_S)
             with untrusted(f"{self.url}/{name}", "state of a run"):
                 if part.size > MAX_STATE:
                     raise ValueError(f"it has {part.size:,} bytes, more than {MAX_STATE:,}")
@@ -178,7 +178,7 @@ class StateLog:
         for start in range(0, entry.size, PART):
             try:
                 end = min(start + PART, entry.size)
-                part = read_range(self.url, name, start, end, REQUEST_S, NUM_RETRIES)
+                part = read_range(self.url, name, start, end, REQUEST_S, RETRY_S)
             except MissingObjectError as error:
                 raise MirrorError("its object is missing") from error
             if part.size != entry.size:

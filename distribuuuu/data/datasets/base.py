@@ -40,8 +40,6 @@ class ImageDataset:
     # What `label` returns: "label", one class; "labels", any number of classes; or "structured", a dict or a tuple of
     # numbers and arrays for a task of your own. `multilabel = True` in a class is another form of "labels".
     targets: str = "label"
-    # Reader of images at a URL, a `RemotePack`; it reads ahead.
-    remote: Any = None
     # Whether TRAIN.SPLIT and TEST.SPLIT select its training and evaluation images.
     has_splits: bool = True
     # Mean and standard deviation of each channel in the range 0 to 1 (default: ImageNet).

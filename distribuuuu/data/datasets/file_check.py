@@ -82,8 +82,7 @@ def check_images(cfg, images: ImageDataset, train: bool) -> str:
 
 def find_reduced(images: ImageDataset, options: DecodeOptions) -> str:
     """Return a message if images lose 16 bits (DATA.PIXELS uint8) or their transparency; a few images are read."""
-    is_read = images.has_files or (images.holds_files and images.remote is None)
-    num = len(images) if is_read and options.pixels == "uint8" else 0
+    num = len(images) if (images.has_files or images.holds_files) and options.pixels == "uint8" else 0
     for index in range(0, num, max(1, num // _SAMPLES)):
         with contextlib.suppress(Exception):  # a broken image, which others report
             if images.holds_files and index == 0:  # the files that are opened here are not those of the run

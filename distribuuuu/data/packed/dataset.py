@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-# Seconds of retries of a URL in the checks before a start.
-START_S = 1.5
 # DATA.NAME of a pack by the kind of its targets.
 NAME_OF = {"label": "packed", "labels": "packed_multilabel"}
 
@@ -36,24 +34,21 @@ class Packed(SplitDataset):
         root: the output folder of distribuuuu pack, or its URL.
         split: its sub-folder with the index.
         classes: the class names that define the labels, if they differ from those of the pack; None: its own.
-        remote: for a URL, the other arguments of `RemotePack`.
+        copy: for a URL, the folder of `copy_pack`.
     """
 
     holds_files = True
-    check_options = (START_S,)
+    check_options = (True,)
 
-    def __init__(self, root: str | os.PathLike, split: str, classes: tuple[str, ...] | None = None, *remote: Any):
-        self._init_args = (root, split, classes, *remote)
+    def __init__(
+        self, root: str | os.PathLike, split: str, classes: tuple[str, ...] | None = None, copy: Path | None = None
+    ):
+        from distribuuuu.data.packed.format import read_index, read_index_file  # they import numpy
+
+        self._init_args = (root, split, classes, copy)
         self.folder = _join(root, split)
-        if is_url(root):
-            from distribuuuu.data.packed.remote import RemotePack
-
-            self.remote = RemotePack(str(self.folder), *remote)
-            self.meta, self.columns = self.remote.meta, self.remote.columns
-        else:
-            from distribuuuu.data.packed.format import read_index  # it imports numpy
-
-            self.meta, self.columns = read_index(Path(self.folder))
+        self._files = copy or Path(self.folder)
+        self.meta, self.columns = read_index_file(copy) if copy else read_index(self._files)
         if (kind := (self.meta["source"].get("targets") or {}).get("kind", "label")) != self.targets:
             problem = f"{self.folder} stores targets of the kind {kind}; fix: DATA.NAME {NAME_OF[kind]}"
             raise ConfigError(Problem("DATA.NAME", problem))
@@ -71,8 +66,8 @@ class Packed(SplitDataset):
         return type(self), self._init_args
 
     @classmethod
-    def open_split(cls, cfg, name: str, trained: ImageDataset | None = None, retry_s: float | None = None) -> "Packed":
-        """Return the images of cfg.TRAIN or cfg.TEST; for `retry_s` see `RemotePack`."""
+    def open_split(cls, cfg, name: str, trained: ImageDataset | None = None, only_index: bool = False) -> "Packed":
+        """Return the images of cfg.TRAIN or cfg.TEST; for `only_index`, of a pack at a URL, see `copy_pack`."""
         dataset, split = cfg[name].DATASET, cfg[name].SPLIT
         if not is_url(dataset) and not (Path(dataset) / split).is_dir():
             from distribuuuu.hints.sources import missing_root, missing_split
@@ -81,19 +76,24 @@ class Packed(SplitDataset):
             is_missing = not folder.is_dir()
             problem = missing_root(name, folder, layout) if is_missing else missing_split(name, folder, split, layout)
             raise ConfigError(Problem(*problem))
-        remote = cfg.DATA.CACHE_DIR, cfg.DATA.CACHE_GB, cfg.DATA.TIMEOUT_S, retry_s
-        return cls(dataset, split, tuple(trained.classes) if trained else None, *remote)
+        copy = None
+        if is_url(dataset):
+            from distribuuuu.data.packed.remote import copy_pack
+
+            limits = cfg.DATA.CACHE_DIR, cfg.DATA.CACHE_GB, cfg.DATA.TIMEOUT_S
+            copy = copy_pack(str(_join(dataset, split)), *limits, only_index)
+        return cls(dataset, split, tuple(trained.classes) if trained else None, copy)
 
     @classmethod
-    def from_cfg(cls, cfg, train: bool, retry_s: float | None = None) -> "Packed":
+    def from_cfg(cls, cfg, train: bool, only_index: bool = False) -> "Packed":
         """Return the training or the evaluation set; a network failure must not change the labels."""
         name, trained = "TRAIN", None
         try:
             if not train:
                 with contextlib.suppress(*[] if is_url(cfg.TRAIN.DATASET) else [ConfigError]):
-                    trained = cls.open_split(cfg, name, None, retry_s)
+                    trained = cls.open_split(cfg, name, None, True)
                 name = "TEST"
-            return cls.open_split(cfg, name, trained, retry_s)
+            return cls.open_split(cfg, name, trained, only_index)
         except ConfigError as error:
             key = f"{name}.{'DATASET' if is_url(cfg[name].DATASET) else 'SPLIT'}"
             raise ConfigError([Problem(one.key or key, one.message) for one in error.problems]) from error
@@ -102,7 +102,7 @@ class Packed(SplitDataset):
     def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
         """Yield (key, message) for problems with the pack, its classes, and images whose EXIF orientation is lost."""
         try:
-            images = cls.from_cfg(cfg, train, START_S)
+            images = cls.from_cfg(cfg, train, True)
         except ConfigError as error:
             yield from ((str(problem.key), problem.message) for problem in error.problems)
             return
@@ -124,19 +124,12 @@ class Packed(SplitDataset):
         """
         columns = self.columns
         number, start = int(columns["shard"][index]), int(columns["offset"][index])
-        if self.remote:
-            data = self.remote.read(index)
-        else:
-            if number not in self._shards:
-                self._shards[number] = self._map(number)
-            data = self._shards[number][start : start + int(columns["length"][index])]
+        if number not in self._shards:
+            self._shards[number] = self._map(number)
+        data = self._shards[number][start : start + int(columns["length"][index])]
         if self.meta["options"]["format"] == "raw":
             return data.reshape(columns["height"][index], columns["width"][index], 3)
         return data.data
-
-    def notes(self) -> list[str]:
-        """Return a warning if a set at a URL does not fit into its cache."""
-        return self.remote.notes() if self.remote else []
 
     @property
     def digest(self) -> str:
@@ -159,7 +152,7 @@ class Packed(SplitDataset):
 
         from distribuuuu.data.packed.format import FOREIGN_SHARD, HEADER_SIZE, shard_header
 
-        path = Path(self.folder, self.meta["shards"][number]["name"])
+        path = self._files / self.meta["shards"][number]["name"]
         with open(path, "rb") as file:
             if file.read(HEADER_SIZE) != shard_header(number, self.meta):
                 raise ConfigError(f"{path} {FOREIGN_SHARD}")

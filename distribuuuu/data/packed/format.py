@@ -39,7 +39,7 @@ COLUMNS = {
 HEADER_SIZE = 64
 # Bytes of the largest image, which is read as a whole, and of the largest shard.
 MAX_RECORD, _MAX_SHARD = 1 << 30, 1 << 50
-# Size of a block in bytes: the unit of reading over a network; and the blocks within which images are shuffled.
+# Size of a block in bytes: what a disk should read in one piece; and the blocks within which images are shuffled.
 BLOCK_BYTES, WINDOW = 2 << 20, 1024
 FOREIGN_SHARD = "does not belong to this pack, or its header is corrupt; pack the data again"
 _HEADER = struct.Struct("<8sI8sII")
@@ -77,9 +77,9 @@ def read_index(folder: Path) -> tuple[Meta, dict[str, np.ndarray]]:
     return meta, columns
 
 
-def read_index_file(folder: Path) -> tuple[Meta, dict[str, np.ndarray]]:
+def read_index_file(folder: Path, name: str = INDEX) -> tuple[Meta, dict[str, np.ndarray]]:
     """Return the meta and the columns of a pack, whose shards may be missing; raise ConfigError with its problems."""
-    path = folder / INDEX
+    path = folder / name
     try:
         with untrusted(path, "pack"):
             meta, columns = read_arrays(path, KIND, VERSIONS)
@@ -133,7 +133,7 @@ def _check_rows(meta: Meta, columns: Arrays) -> None:
     sizes = np.array([shard["size"] for shard in meta["shards"]], np.int64)
     shard, start, length, label = (columns[name] for name in ("shard", "offset", "length", "label"))
     height, width, ends = columns["height"].astype(np.int64), columns["width"].astype(np.int64), columns["name_offsets"]
-    # The blocks of a pack at a URL are neighboring records.
+    # The blocks of DATA.SHUFFLE are neighboring records.
     is_same = shard[1:] == shard[:-1]
     is_valid = (
         (ends[0] == 0 and ends[-1] == len(columns["name_bytes"]) and (np.diff(ends) >= 0).all())

@@ -1,152 +1,180 @@
-"""A packed data set at a URL: its index, and its images by blocks of neighboring records through a cache on disk.
+"""Packs at URLs: each file is copied into the cache before a run reads it, by a child process with limited memory.
 
-Each record is compared with its checksum in the index before a process uses it the first time, wherever it comes from.
-An object that was replaced can therefore stop a run, but never changes what is trained on.
+    CACHE/remote/KEY/index.bin, shard-00000.bin, ...    KEY: of the URL and the version of the index
+
+A file appears when it is complete and its checksums match. See store.py for the reasons of the process.
 """
 
+import contextlib
+import functools
 import hashlib
+import json
+import mmap
 import os
-import queue
-import threading
+import shutil
+import sys
 import zlib
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
-from distribuuuu.config import ConfigError
-from distribuuuu.data.datasets.array_file import checksum_of
-from distribuuuu.data.packed import format as packed_format
-from distribuuuu.data.packed.cache import KEPT, DiskCache
-from distribuuuu.data.packed.format import INDEX
-from distribuuuu.data.packed.store import MAX_WRONG, Part, RemoteError, fetch
+from distribuuuu.config import ConfigError, Problem
+from distribuuuu.data.datasets.array_file import Arrays, checksum_of
+from distribuuuu.data.packed.format import FOREIGN_SHARD, HEADER_SIZE, INDEX, Meta, read_index_file, shard_header
+from distribuuuu.data.packed.store import READABLE, RemoteError, limit_memory, read_range, start_python
+from distribuuuu.files.atomic_file import remove_temporary_files, replacing
 from distribuuuu.files.cache_folder import cache_folder
+from distribuuuu.files.locks import take_turn
+from distribuuuu.files.untrusted import printable
+from distribuuuu.launch.processes import die_with_parent, has_lost_launcher
+from distribuuuu.launch.signals import ignore_signals
 
-# Threads of each process that read ahead; seconds of failures after which they leave a block to its reader.
-NUM_THREADS, AHEAD_S = 4, 2.0
-# The longest request in a check before a start, in seconds.
-START_TIMEOUT_S = 20.0
-# Bytes per read of an index.
-_CHUNK = 16 << 20
+# Files that are copied at the same time, bytes of a request, and its seconds; also in the checks before a start, with
+# the seconds of failures that they wait. Seconds to wait for another process that copies.
+NUM_THREADS, PART, REQUEST_S, CHECK_S, LONGEST_COPY_S = 4, 8 << 20, 60.0, (20.0, 1.5), 86_400.0
+# Attempts after which wrong bytes are not an accident of the network.
+MAX_WRONG = 4
 
 
-class RemotePack:
-    """A pack in the folder `url`, see DATA.CACHE_DIR, DATA.CACHE_GB and DATA.TIMEOUT_S.
+def copy_pack(url: str, cache_dir: str, cache_gb: float, timeout_s: float, only_index: bool = False) -> Path:
+    """Return the local folder of the pack at a URL, after its files were copied there, or its index alone.
 
-    Of a check before a start, `retry_s` are the seconds after which no other attempt begins.
+    For the other arguments see DATA.CACHE_DIR, DATA.CACHE_GB and DATA.TIMEOUT_S.
+
+    Raises:
+        ConfigError: the pack cannot be read, is damaged, or does not fit on the disk or into the cache.
     """
+    if (protocol := url.partition("://")[0]) not in READABLE:
+        raise RemoteError(f"{printable(url)}: got the protocol {protocol}; expected one of {', '.join(READABLE)}")
+    folder, limits = cache_folder(cache_dir).absolute() / "remote", CHECK_S if only_index else (REQUEST_S, timeout_s)
+    try:
+        # One process of a machine copies; the others find the files.
+        with take_turn(folder / hashlib.sha256(url.encode()).hexdigest()[:32], LONGEST_COPY_S):
+            process = start_python("-m", __name__, json.dumps([url, str(folder), cache_gb, *limits, only_index]))
+            with process:
+                answer = json.loads(process.stdout.read() or "{}")  # type: ignore[union-attr]  # it is a pipe
+    except OSError as error:
+        answer = {"key": "DATA.CACHE_DIR", "problem": _explain_disk(folder, error.strerror)}
+    if "folder" in answer:
+        return Path(answer["folder"])
+    problem = answer.get("problem") or f"{url}: the process that reads it has ended; fix: start the run again"
+    raise ConfigError(Problem(answer["key"], problem)) if answer.get("key") else RemoteError(problem)
 
-    def __init__(
-        self, url: str, cache_dir: str = "", cache_gb: float = 100.0, timeout_s: float = 300.0,
-        retry_s: float | None = None
-    ):  # fmt: skip
-        self.url, self._retry_s = url, retry_s
-        self._timeout_s = min(timeout_s, START_TIMEOUT_S) if retry_s else timeout_s
-        self._cache = DiskCache(cache_folder(cache_dir) / "remote", int(cache_gb * 1e9))
-        self._key = hashlib.sha256(url.encode()).hexdigest()[:16]
-        self.meta, self.columns = self._load_index(f"{url}/{INDEX}")
-        self._starts = packed_format.block_starts(self.columns)
-        self._is_checked = bytearray(len(self.columns["label"]))
-        self._pid = 0
 
-    def notes(self) -> list[str]:
-        """Return a warning if the cache is smaller than the set."""
-        size, limit = sum(shard["size"] for shard in self.meta["shards"]), self._cache.max_bytes
-        sizes = f"DATA.CACHE_GB is {limit / 1e9:g}, but {self.url} has {size / 1e9:.1f} GB: an epoch reads most blocks"
-        return [f"{sizes} repeatedly, and with DATA.SHUFFLE blocks once"] if size > limit else []
+def _explain_disk(folder: Path | str, reason: str | None) -> str:
+    return f"{folder}: {reason}; fix: free some space, or set it to another folder"
 
-    def _load_index(self, path: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        def read(first: int, end: int) -> Part:
-            return fetch(path, first, end, self._timeout_s, retry_s=self._retry_s)
 
-        start, limit = read(0, packed_format.HEADER_SIZE), self._cache.max_bytes
-        if start.size >= KEPT * limit:
-            sizes = f"got {limit / 1e9:g}; expected room for the {start.size:,} bytes of {path}"
-            raise ConfigError(f"DATA.CACHE_GB: {sizes}; fix: raise it")
+def main(url: str, root: str, cache_gb: float, request_s: float, retry_s: float, only_index: bool) -> None:
+    """Copy a pack, and write its folder or the problem to standard output as JSON: the child process."""
+    ignore_signals()
+    limit_memory()
+    die_with_parent()
+    if has_lost_launcher():
+        return
+    try:
+        answer: dict[str, str] = {"folder": str(Copy(url, Path(root), cache_gb, request_s, retry_s).make(only_index))}
+    except ConfigError as error:
+        answer = {"key": str(error.problems[0].key or ""), "problem": error.problems[0].message}
+    except OSError as error:
+        answer = {"key": "DATA.CACHE_DIR", "problem": _explain_disk(root, error.strerror)}
+    print(json.dumps(answer), flush=True)
+    os._exit(0)  # not waiting for requests that hang
 
-        def download() -> bytes:
-            ranges = ((first, min(first + _CHUNK, start.size)) for first in range(0, start.size, _CHUNK))
-            return b"".join(read(*ends).data for ends in ranges)
 
-        version = hashlib.sha256(f"{start.version} {start.size}".encode()).hexdigest()[:16]
-        folder, name, problem = self._cache.folder / self._key / version, f"{self._key}/{version}/{INDEX}", ""
-        for _ in range(MAX_WRONG):  # a byte may be wrong, and a copy be damaged, or be evicted by another process
-            self._cache.fetch(name, download)
-            if not self._cache.is_writable:
-                raise ConfigError(f"DATA.CACHE_DIR: {folder} has no space for the index; fix: free some space")
-            try:
-                os.utime(folder / INDEX)
-                meta, columns = packed_format.read_index_file(folder)
-                if meta["crc32"] == checksum_of(columns):
-                    return meta, columns
-                problem = "its checksum does not match"
-            except (ConfigError, OSError) as error:
-                problem = str(error)
-            self._cache.drop(name)
-        raise RemoteError(f"{path} is corrupt: {problem}; fix: pack the data again")
+class _WrongBytesError(Exception):
+    """A file whose bytes are not those of the index."""
 
-    def read(self, index: int) -> np.ndarray:
-        """Return the stored bytes of image `index`, writable; raise RemoteError if they are wrong or cannot be read."""
-        block = int(self.blocks_of(index))
-        name, first = self._name(block), int(self._starts[block])
-        start = int(self.columns["offset"][index] - self.columns["offset"][first])
-        length, checksum = int(self.columns["length"][index]), self.columns["crc32"][index]
-        for _ in range(3 * self._cache.is_writable):  # the block may be evicted between its arrival and its use
-            data = self._cache.read(name, start, length)
-            if data is not None and (self._is_checked[index] or zlib.crc32(data) == checksum):
-                self._is_checked[index] = True
-                return np.frombuffer(data, np.uint8)
-            if data is not None:  # damaged on this disk
-                self._cache.drop(name)
-            if (content := self._fetch_block(block)) is not None:
-                return np.frombuffer(bytearray(content[start : start + length]), np.uint8)
-        return np.frombuffer(bytearray(self._download(index, index + 1)), np.uint8)
 
-    def blocks_of(self, images: Any) -> np.ndarray:
-        """Return the block of each image."""
-        return np.searchsorted(self._starts, images, side="right") - 1
+class Copy:
+    """The copy of a pack in a sub-folder of `root`; for the other arguments see `copy_pack` and `open_store`."""
 
-    def _name(self, block: int) -> str:
-        return f"{self._key}/{self.meta['crc32']:08x}-{packed_format.BLOCK_BYTES}/{block // 1000}/{block}"
+    def __init__(self, url: str, root: Path, cache_gb: float, request_s: float, retry_s: float):
+        self.url, self.root, self.cache_gb, self._limits = url, root, cache_gb, (request_s, retry_s)
 
-    def _fetch_block(self, block: int, retry_s: float | None = None) -> bytes | None:
-        first, end = [*self._starts[block : block + 2].tolist(), len(self._is_checked)][:2]
-        return self._cache.fetch(self._name(block), lambda: self._download(first, end, retry_s))
+    def make(self, only_index: bool) -> Path:
+        """Copy the files that are missing; return the folder; errors as of `copy_pack`, or OSError of the disk."""
+        _, size, version = self._read(INDEX, 0, HEADER_SIZE)
+        self.folder = self.root / hashlib.sha256(f"{self.url} {version} {size}".encode()).hexdigest()[:32]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        remove_temporary_files(self.folder)  # of killed processes
+        if find_index_problem(self.folder / INDEX):
+            self._check_space(size, size)
+            self._download(INDEX, size, find_index_problem)
+        meta, columns = read_index_file(self.folder)
+        sizes = {shard["name"]: shard["size"] for shard in meta["shards"]}
+        present = {path.name for path in self.folder.iterdir() if path.stat().st_size == sizes.get(path.name)}
+        needed = sum(size for name, size in sizes.items() if name not in present)
+        self._check_space(sum(sizes.values()), needed)
+        bar = tqdm(total=needed, desc=f"{self.url} to {self.folder}", unit="B", unit_scale=True, leave=False, delay=1)
 
-    def _download(self, first: int, end: int, retry_s: float | None = None) -> bytes:
-        """Return the stored bytes of neighboring images, compared with their checksums."""
-        columns, number = self.columns, int(self.columns["shard"][first])
-        path, size = f"{self.url}/{self.meta['shards'][number]['name']}", self.meta["shards"][number]["size"]
-        starts = columns["offset"][first:end].tolist()
-        ends = (columns["offset"][first:end] + columns["length"][first:end]).tolist()
+        def download(number: int, name: str) -> None:
+            if name not in present:
+                self._download(name, sizes[name], functools.partial(find_wrong_record, meta, columns, number))
+                bar.update(sizes[name])
 
-        def find_problem(part: Part) -> str:
-            if part.size != size:
-                sizes = f"it has {part.size:,} bytes, expected {size:,}"
-                raise RemoteError(f"{path}: {sizes}: it was truncated or replaced; fix: restore it, or upload it again")
-            view = memoryview(part.data)
-            for image, start, stop in zip(range(first, end), starts, ends, strict=True):
-                if zlib.crc32(view[start - starts[0] : stop - starts[0]]) != columns["crc32"][image]:
-                    return f"the checksum of image {image} does not match"
-            return ""
+        if not only_index:
+            list(ThreadPoolExecutor(NUM_THREADS).map(download, range(len(sizes)), sizes))
+        bar.close()
+        return self.folder
 
-        return fetch(path, starts[0], ends[-1], self._timeout_s, find_problem, retry_s or self._retry_s).data
+    def _check_space(self, size: int, needed: int) -> None:
+        """Raise ConfigError if a pack exceeds DATA.CACHE_GB, or if the disk lacks space for what is needed of it."""
+        if size > self.cache_gb * 1e9:
+            sizes = f"got {self.cache_gb:g}; expected at least {size / 1e9:,.3g}, the size of {self.url}"
+            raise ConfigError(Problem("DATA.CACHE_GB", f"{sizes}; fix: raise it, if the disk may hold a copy"))
+        if needed > (free := shutil.disk_usage(self.folder).free):
+            sizes = f"{needed / 1e9:,.1f} GB are needed for {self.url}, and {free / 1e9:,.1f} GB are free"
+            raise ConfigError(Problem("DATA.CACHE_DIR", _explain_disk(self.folder, sizes)))
 
-    def read_ahead(self, keys: Sequence[Sequence[int]]) -> None:
-        """Start to fetch the blocks of a batch that are not in the cache, in the order of their use."""
-        if self._pid != os.getpid():  # threads do not survive a fork
-            self._queue, self._pid = queue.SimpleQueue[int](), os.getpid()
-            for _ in range(NUM_THREADS):
-                threading.Thread(target=self._fetch_queued, args=(self._queue,), name="read ahead", daemon=True).start()
-        for block in dict.fromkeys(self.blocks_of([key[1] for key in keys]).tolist()):
-            if not os.path.exists(self._cache.folder / self._name(block)):
-                self._queue.put(block)
+    def _read(self, name: str, start: int, end: int) -> tuple[bytes, int, str]:
+        try:
+            return read_range(self.url, name, start, end, *self._limits)
+        except OSError as error:
+            fix = "check the URL and the network, or raise DATA.TIMEOUT_S"
+            raise RemoteError(f"{self.url}/{name} cannot be read: {error}; fix: {fix}") from error
 
-    def _fetch_queued(self, blocks: "queue.SimpleQueue[int]") -> None:
-        while True:
-            block = blocks.get()
-            # What fails is left to the reader of the block, which retries for longer and reports it.
-            with suppress(Exception):
-                if self._cache.is_writable:
-                    self._fetch_block(block, AHEAD_S)
+    def _download(self, name: str, size: int, find_problem: Callable[[Path], str]) -> None:
+        """Copy an object of `size` bytes to a file in which nothing is wrong."""
+        url, problem = f"{self.url}/{name}", ""
+        for _ in range(MAX_WRONG):
+            with contextlib.suppress(_WrongBytesError), replacing(self.folder / name) as file:
+                for start in range(0, size, PART):
+                    data, found, _ = self._read(name, start, min(start + PART, size))
+                    if found != size:
+                        sizes = f"it has {found:,} bytes, expected {size:,}: it was truncated or replaced"
+                        raise RemoteError(f"{url}: {sizes}; fix: restore it, or upload it again")
+                    file.write(data)
+                file.flush()
+                if problem := "the answer is cut" if file.tell() < size else find_problem(Path(file.name)):
+                    raise _WrongBytesError(problem)  # which deletes the file
+                return
+        raise RemoteError(f"{url}: {problem}, {MAX_WRONG} times; fix: upload this file again")
+
+
+def find_index_problem(path: Path) -> str:
+    """Return what is wrong with an index, or ""."""
+    try:
+        meta, columns = read_index_file(path.parent, path.name)
+    except ConfigError as error:
+        return str(error)
+    return "" if meta["crc32"] == checksum_of(columns) else "its checksum does not match"
+
+
+def find_wrong_record(meta: Meta, columns: Arrays, number: int, path: Path) -> str:
+    """Return what is wrong with a shard, or ""."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if content[:HEADER_SIZE] != shard_header(number, meta):
+            return FOREIGN_SHARD
+        for image in np.flatnonzero(columns["shard"] == number).tolist():
+            start = int(columns["offset"][image])
+            if zlib.crc32(content[start : start + int(columns["length"][image])]) != columns["crc32"][image]:
+                return f"the checksum of image {image} does not match"
+    return ""
+
+
+if __name__ == "__main__":
+    main(*json.loads(sys.argv[1]))
