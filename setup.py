@@ -25,8 +25,6 @@ SHIPPED = (
     "configs/**/*.py",
     "tools/slurm/*.sbatch",
     "tools/*/*.yaml",
-    "benchmarks/reported.yaml",
-    "benchmarks/results/**/*.json",
 )
 
 

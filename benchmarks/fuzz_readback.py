@@ -175,7 +175,7 @@ def read_npz(path: Path) -> None:
 def read_table(path: Path) -> None:
     """Format the results table of a run."""
     groups, _ = group_runs([Result(path, read_results(path)), Result(path, read_results(path))])
-    format_table([make_row(group, "best", {}) for group in groups], "best").encode()
+    format_table([make_row(group, "best") for group in groups], "best").encode()
 
 
 def read_records(path: Path) -> None:

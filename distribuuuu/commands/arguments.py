@@ -17,7 +17,6 @@ from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg
 from distribuuuu.config.run_files import RESULTS, local_run
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
-from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.host import tune_malloc
 from distribuuuu.launch.signals import is_first_process
 
@@ -52,6 +51,10 @@ def parse_args(
     Its ConfigError has every problem of the flags, the options, the file, the paths and the data folders.
     """
     flags, overrides, problems = parse_flags(parser or build_parser("", train=train), args)
+    if flags.nproc is not None:
+        from distribuuuu.commands.output import check_one_process
+
+        check_one_process("remove --nproc")
     prints = flags.dump_config or flags.help_config is not None
     run, overrides = ("", overrides) if train else expand_run(overrides)
     is_needed = not flags.cfg and not train and flags.help_config is None
@@ -67,7 +70,7 @@ def parse_args(
     cfg, found = read_cfg(source, overrides)
     if run_config and cfg.origins.get("MODEL.WEIGHTS") != COMMAND_LINE:
         cfg = changed(cfg, {"MODEL.WEIGHTS": None})  # they initialized the run; its best weights are to be evaluated
-    problems += [*found, *_find_nproc_problems(flags.nproc)]
+    problems += found
     if not prints:
         problems += find_run_problems(cfg, train, flags.nproc, set_keys_only=bool(problems))
     if problems:
@@ -120,18 +123,6 @@ def find_run_config(overrides: Sequence[str]) -> str | None:
     options = {**get_cfg(), **given}
     path = os.path.join(options["OUT_DIR"], options["CFG_DEST"])
     return FoundConfig(path) if os.path.isfile(path) else None
-
-
-def _find_nproc_problems(nproc: int | None) -> list[Problem]:
-    if nproc is None:
-        return []
-    try:
-        launch = detect_launch()
-    except ConfigError as error:
-        return error.problems
-    if launch.world_size > 1:
-        return [Problem("--nproc", f"{launch} was already started by a launcher; remove --nproc")]
-    return []
 
 
 def build_parser(description: str, prog: str | None = None, train: bool = True) -> CommandParser:

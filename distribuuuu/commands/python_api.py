@@ -74,32 +74,16 @@ def doctor(data: str | os.PathLike | None = None, overrides: Overrides = ()) -> 
     return json.loads(_call("doctor", [*([data] if data else []), *_as_pairs(overrides), "--format", "json"]))
 
 
-def split(
-    source: str | os.PathLike,
-    out: str | os.PathLike,
-    val: float = 0.0,
-    test: float = 0.0,
-    folds: int = 0,
-    label_by: str = "",
-    group_by: str = "",
-    seed: int = 0,
-    overrides: Overrides = (),
-) -> list[Path]:
+def split(source: str | os.PathLike, out: str | os.PathLike, overrides: Overrides = (), **flags: Any) -> list[Path]:
     """Divide the images of a folder or a table into lists, like `distribuuuu split`; return the files of the lists.
 
     Args:
         source: FOLDER/CLASS/IMAGE, or a table.
         out: the folder of the lists.
-        val: share of the images.
-        test: share of the images.
-        folds: the number of splits for cross-validation, instead of `val`.
-        label_by: regular expression for the class in the name of a file.
-        group_by: regular expression for the group in the name of a file.
-        seed: another one gives another split.
         overrides: of a table, its columns: {"DATA.TABLE.path": "id"}.
+        flags: those of the command, e.g. val=0.2, test=0.2, folds=5, label_by="^([a-z]+)_", group_by=REGEX, seed=1.
     """
-    flags = {"val": val, "test": test, "folds": folds, "label-by": label_by, "group-by": group_by, "seed": seed}
-    words = [word for name, value in flags.items() if value for word in (f"--{name}", value)]
+    words = [word for name, value in flags.items() if value for word in (f"--{name.replace('_', '-')}", value)]
     _call("split", [source, *_as_pairs(overrides), "--out", out, *words])
     return sorted(Path(out).rglob("*.csv"))
 

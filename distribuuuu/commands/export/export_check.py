@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from distribuuuu.inference.forward_chunks import UnlabeledImages, list_spans
 from distribuuuu.inference.loaded_run import EvalTransform, LoadedRun, Prediction, Selection
 from distribuuuu.launch.host import count_cores
 from distribuuuu.records.run_log import progress
-from distribuuuu.tasks.base import Task
 
 # An export is verified if at least this share of its answers equals those of `predict`, and if the probability of the
 # answer differs by at most this much on average: a mistake may change no answer of a model that is sure.
@@ -64,21 +64,32 @@ Answer = tuple[Pairs, bool]
 
 
 class CropClassifier(nn.Module):
-    """Normalization and model: crops (N, C, H, W) to logits (N, classes)."""
+    """Normalization, model, and what a task does with it: crops (N, C, H, W) to scores (N, classes).
+
+    Args:
+        model: the model.
+        transform: that of the evaluation, of which the crop is left out.
+        predict: see `Task.predict_step`; None: the outputs of the model.
+        temperature: the scores are divided by it.
+    """
 
     mean: torch.Tensor
     scale: torch.Tensor
 
-    def __init__(self, model: nn.Module, transform: EvalTransform):
+    def __init__(
+        self, model: nn.Module, transform: EvalTransform, predict: Callable | None = None, temperature: float = 1.0
+    ):
         super().__init__()
-        self.model = model
+        self.model, self._predict, self._temperature = model, predict, temperature
         normalizer = transform.normalizer()
         self.register_buffer("mean", normalizer.mean)
         self.register_buffer("scale", normalizer.scale)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Map crops to logits."""
-        return self.model((pixels.float() - self.mean) * self.scale)
+        """Map crops to scores."""
+        images = (pixels.float() - self.mean) * self.scale
+        scores = self._predict(self.model, images) if self._predict else self.model(images)
+        return scores if self._temperature == 1 else scores / self._temperature
 
 
 def zero_crops(transform: EvalTransform) -> torch.Tensor:
@@ -87,27 +98,11 @@ def zero_crops(transform: EvalTransform) -> torch.Tensor:
     return torch.zeros(2, options.channels, *height_and_width(transform.crop.size), dtype=options.dtype)
 
 
-class TaskScores(nn.Module):
-    """The scores that the task of a run computes: images (N, C, H, W) to (N, classes), see `Task.predict_step`.
-
-    They are divided by the temperature of the calibration.
-    """
-
-    def __init__(self, model: nn.Module, task: Task, temperature: float):
-        super().__init__()
-        self.model, self._predict, self._temperature = model, task.predict_step, temperature
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Map images to scores."""
-        scores = self._predict(self.model, images)
-        return scores if self._temperature == 1 else scores / self._temperature
-
-
-def evaluated_model(run: LoadedRun) -> nn.Module:
+def build_classifier(run: LoadedRun) -> CropClassifier:
     """Return the model of a run as it is evaluated, e.g. with the average of TEST.FLIP: on the CPU, in float32."""
     run = _without_amp(run).build()
     model = run.model.cpu().float().eval().to(memory_format=torch.contiguous_format)
-    return TaskScores(model, run.task, run.temperature).eval()
+    return CropClassifier(model, run.transform, run.task.predict_step, run.temperature).eval()
 
 
 def _without_amp(run: LoadedRun) -> LoadedRun:

@@ -13,12 +13,11 @@ import torch
 
 from distribuuuu.checkpoint.manager import find_nonfinite
 from distribuuuu.commands.export.export_check import (
-    CropClassifier,
+    build_classifier,
     check_export,
-    evaluated_model,
     zero_crops,
 )
-from distribuuuu.commands.export.model_card import render_card, render_code, render_crop
+from distribuuuu.commands.export.model_card import has_crop_code, render_card, render_code
 from distribuuuu.commands.export.onnx_file import build_onnx, require_onnx
 from distribuuuu.commands.scan.data_config import open_images
 from distribuuuu.config import ConfigError
@@ -93,7 +92,6 @@ def export_run(
         ConfigError: the export failed, and nothing is left of it.
     """
     target, file = Path(out).expanduser(), FILES[to]
-    run.check_classifier()
     check_format(run, to)
     threshold = None if precision is None else run.find_threshold(precision)
     images = _open_check_images(run) if files is None else UnlabeledImages(files)
@@ -110,16 +108,19 @@ def export_run(
             if checked["verified"] is False:
                 os.replace(folder / file, folder / f"{file}.unverified")
                 file = f"{file}.unverified"
-            record = {"format": to, "file": file, **checked, "source": Path(run.source).name, "weights": run.weights,
-                      "promised_precision": precision, "threshold": threshold, "precision": "float32",
-                      "hardware": describe_hardware(CPU), "versions": list_versions(),
-                      "commit": find_commit()}  # fmt: skip
+            record = {"format": to, "file": file, **checked, **_describe_source(run),
+                      "promised_precision": precision, "threshold": threshold}  # fmt: skip
             _write_json(folder / "export.json", record)
             card = render_card(run, record, render_code(run, to, threshold))
             (folder / "README.md").write_text(card, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"OUT: {target} cannot be written: {error.strerror or error}; nothing is left") from error
     return record
+
+
+def _describe_source(run: LoadedRun) -> dict[str, Any]:
+    return {"source": Path(run.source).name, "weights": run.weights, "precision": "float32",
+            "hardware": describe_hardware(CPU), "versions": list_versions(), "commit": find_commit()}  # fmt: skip
 
 
 def _open_check_images(run: LoadedRun) -> ImageDataset:
@@ -136,23 +137,23 @@ def check_format(run: LoadedRun, to: str) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    task, interpolation = type(run.task), run.transform.crop.interpolation
-    has_own_scores = task.predict_step is not Task.predict_step
-    if to != "safetensors" and interpolation not in ("bilinear", "bicubic"):
-        raise ConfigError(f"--format {to}: cannot express TEST.INTERPOLATION {interpolation}; {_REMEDY}")
-    if to in ("timm", "torch") and render_crop(run.transform.crop) is None:
-        raise ConfigError(f"--format {to}: cannot express the crop `{run.transform.crop}`; {_REMEDY}")
+    run.check_classifier()
+    name, interpolation, shift = type(run.task).__name__, run.transform.crop.interpolation, run.cfg.TEST.SHIFT
+    has_own_scores, state = type(run.task).predict_step is not Task.predict_step, {}
+    with contextlib.suppress(AttributeError):  # of what only a training builds
+        state = run.task.state_dict()
+    obstacles = {
+        f"TEST.INTERPOLATION {interpolation}": to != "safetensors" and interpolation not in ("bilinear", "bicubic"),
+        f"the crop `{run.transform.crop}`": to in ("timm", "torch") and not has_crop_code(run.transform.crop),
+        f"TEST.SHIFT {shift}": to == "timm" and shift,
+        f"{name}.predict_step": to == "timm" and has_own_scores,
+        f"the state of {name}: {', '.join(state)}": to == "safetensors" and has_own_scores and state,
+    }
+    if found := [what for what, is_given in obstacles.items() if is_given]:
+        remedy = "fix: --format onnx or torch" if has_own_scores else _REMEDY
+        raise ConfigError(f"--format {to}: cannot express {found[0]}; {remedy}")
     if to == "timm":
-        if run.cfg.TEST.SHIFT:
-            raise ConfigError(f"--format timm: cannot express TEST.SHIFT {run.cfg.TEST.SHIFT}; {_REMEDY}")
-        if has_own_scores:
-            raise ConfigError(f"--format timm: cannot express {task.__name__}.predict_step; fix: --format onnx")
         find_timm_model(run)
-    if to == "safetensors" and has_own_scores:
-        with contextlib.suppress(AttributeError):  # of what only a training builds
-            if state := run.task.state_dict():
-                what = f"has no place for the state of {task.__name__}: {', '.join(state)}"
-                raise ConfigError(f"--format safetensors: {what}; fix: --format onnx or torch")
 
 
 def check_arguments(to: str, out: Path) -> None:
@@ -278,8 +279,7 @@ def write_torch(run: LoadedRun, folder: Path, usage: dict[str, Any]) -> None:
     Raises:
         ConfigError: torch.export cannot trace the model.
     """
-    pixels = zero_crops(run.transform)  # a batch of 1 would be taken for a constant
-    classifier = CropClassifier(evaluated_model(run), run.transform).eval()
+    classifier, pixels = build_classifier(run), zero_crops(run.transform)
     batch = torch.export.Dim("batch", min=1)
     try:
         program = torch.export.export(classifier, (pixels,), dynamic_shapes=({0: batch},))
@@ -293,7 +293,7 @@ def write_torch(run: LoadedRun, folder: Path, usage: dict[str, Any]) -> None:
 
 def write_onnx(run: LoadedRun, folder: Path, usage: dict[str, Any]) -> None:
     """Write model.onnx."""
-    model = build_onnx(evaluated_model(run), run.transform, usage)
+    model = build_onnx(build_classifier(run), run.transform, usage)
     (folder / "model.onnx").write_bytes(model.SerializeToString())
 
 

@@ -9,11 +9,11 @@ import logging
 import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from distribuuuu.commands.export.export_check import CropClassifier, zero_crops
 from distribuuuu.config import ConfigError
@@ -28,65 +28,9 @@ PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 # The first version whose Resize has antialiasing and the semantics used here in all runtimes is 19.
 OPSET = 20
 
-# Integer arithmetic on [height, width]. Sizes and offsets are those of `crop_ends`, `resized_size` and
-# `crop_center`: Div truncates, and a center offset is rounded half to even.
-_PREPROCESSING = Template("""
-<ir_version: 8, opset_import: ["" : $opset]>
-preprocessing ($type[batch, height, width, $channels] images) => ($type[batch, $channels, $rows, $columns] cropped)
-<
-    int64[1] zero = {0}, int64[1] two = {2}, int64[1] longest = {$max_aspect},
-    int64[1] to_height = {$to_height}, int64[1] to_width = {$to_width}, int64[2] target = {$to_height, $to_width},
-    int64[2] crop = {$rows, $columns}, int64[2] rows_columns = {1, 2}, int64[2] last_two = {2, 3},
-    int64[2] none = {0, 0}
->
-{
-    size = Shape <start = 1, end = 3> (images)
-    full_height = Shape <start = 1, end = 2> (images)
-    full_width = Shape <start = 2, end = 3> (images)
-    shorter = Min (full_height, full_width)
-    limit = Mul (shorter, longest)
-    over = Sub (size, limit)
-    excess = Max (over, zero)
-    kept_from = Div (excess, two)
-    kept_to = Sub (size, kept_from)
-    kept = Slice (images, kept_from, kept_to, rows_columns)
-    height = Shape <start = 1, end = 2> (kept)
-    width = Shape <start = 2, end = 3> (kept)
-    kept_size = Concat <axis = 0> (height, width)
-
-    scaled_by_height = Mul (kept_size, to_height)
-    by_height = Div (scaled_by_height, height)
-    scaled_by_width = Mul (kept_size, to_width)
-    by_width = Div (scaled_by_width, width)
-    $new_size
-    planes = Transpose <perm = [0, 3, 1, 2]> (kept)
-    outer = Shape <start = 0, end = 2> (planes)
-    new_shape = Concat <axis = 0> (outer, new_size)
-    resized = Resize <mode = "$mode", antialias = 1, cubic_coeff_a = -0.5, exclude_outside = 1,
-                      coordinate_transformation_mode = "half_pixel"> (planes, , , new_shape)
-
-    room = Sub (new_size, crop)
-    half = Div (room, two)
-    spare = Max (room, zero)
-    spare_half = Div (spare, two)
-    odd = Mod (spare, two)
-    half_odd = Mod (spare_half, two)
-    to_even = Mul (odd, half_odd)
-    start = Add (half, to_even)
-    outside = Neg (start)
-    before = Max (outside, zero)
-    stop = Add (start, crop)
-    beyond = Sub (stop, new_size)
-    after = Max (beyond, zero)
-    padding = Concat <axis = 0> (none, before, none, after)
-    padded = Pad (resized, padding)
-    from = Add (start, before)
-    to = Add (from, crop)
-    cropped = Slice (padded, from, to, last_two)
-}
-""")
-
-
+# A graph in ONNX's text format, see onnx.parser: integer arithmetic on [height, width]. Sizes and offsets are those of
+# `crop_ends`, `resized_size` and `crop_center`: Div truncates, and a center offset is rounded half to even.
+_PREPROCESSING = Path(__file__).with_name("templates") / "preprocessing.txt"
 # The size after the resize, as `resized_size` computes it.
 _NEW_SIZE = {
     "cover": "new_size = Max (by_height, by_width)",
@@ -108,15 +52,15 @@ def require_onnx() -> None:
         raise ConfigError(f"--format onnx: needs {', '.join(missing)}, not installed; fix: {line}")
 
 
-def build_onnx(model: nn.Module, transform: EvalTransform, metadata: Mapping[str, Any]) -> "ModelProto":
-    """Return a model and its evaluation transform as an ONNX graph.
+def build_onnx(model: CropClassifier, transform: EvalTransform, metadata: Mapping[str, Any]) -> "ModelProto":
+    """Return a classifier of crops and its evaluation transform as an ONNX graph.
 
     Input: `images`, uint8 (N, height, width, 3) in RGB, of any N, height and width; of other pixels than 8 bits,
     float32 (N, height, width, channels) in the units of the files. Output: `logits`, float32
     (N, classes).
 
     Args:
-        model: the model of normalized images in evaluation mode, on the CPU.
+        model: the classifier in evaluation mode, on the CPU.
         transform: sizes, interpolation, mean and std.
         metadata: values for `metadata_props`, as JSON except strings.
 
@@ -148,7 +92,7 @@ def _drop_unused_initializers(model: "ModelProto") -> None:
     model.graph.initializer.extend(kept)
 
 
-def _export_classifier(model: nn.Module, transform: EvalTransform) -> "ModelProto":
+def _export_classifier(model: CropClassifier, transform: EvalTransform) -> "ModelProto":
     """Return the graph from crops to logits."""
     pixels = zero_crops(transform)
     logger = logging.getLogger("torch.onnx")
@@ -158,7 +102,7 @@ def _export_classifier(model: nn.Module, transform: EvalTransform) -> "ModelProt
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.onnx.export(
-                CropClassifier(model, transform).eval(),
+                model,
                 (pixels,),
                 dynamo=True,
                 verbose=False,
@@ -188,8 +132,7 @@ def _build_preprocessing(transform: EvalTransform, classifier: "ModelProto") -> 
     sizes["channels"], kind = transform.options.channels, "uint8" if transform.options.dtype == torch.uint8 else "float"
     sizes |= {"max_aspect": MAX_ASPECT if isinstance(crop, CenterCrop) else _NO_LIMIT}
     new_size = _NEW_SIZE["cover" if isinstance(crop, CenterCrop) else crop.mode]
-    before = onnx.parser.parse_model(
-        _PREPROCESSING.substitute(opset=opset, mode=mode, new_size=new_size, type=kind, **sizes)
-    )
+    template = Template(_PREPROCESSING.read_text(encoding="utf-8"))
+    before = onnx.parser.parse_model(template.substitute(opset=opset, mode=mode, new_size=new_size, type=kind, **sizes))
     before.ir_version = classifier.ir_version
     return onnx.compose.add_prefix(before, "preprocessing/", rename_inputs=False, rename_outputs=False)

@@ -12,11 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.declaration import AUTO
-from distribuuuu.config.derived import height_and_width, show_size, total_steps
-from distribuuuu.config.registry import dataset_name
+from distribuuuu.config.derived import show_size, total_steps
 from distribuuuu.data.batch import PREFETCH
 from distribuuuu.data.batch_plan import BatchPlan, plan_of
-from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import count_workers
 from distribuuuu.data.views import build_im_size
 from distribuuuu.distributed.sharding import inference
@@ -46,8 +44,6 @@ _ASSUMED = (
 )
 # Fractions of the time of the steps above which the loader is the bottleneck, and of all time for the evaluation.
 MAX_DATA_FRACTION, MAX_EVALUATION = 0.1, 0.5
-# Bytes of pixels of a data set for DATA.LOADER device, at most.
-_MAX_DEVICE_BYTES = 2e9
 _HERE = Launch("plan")
 
 
@@ -72,17 +68,16 @@ def measure_and_plan(cfg: Config, num_processes: int) -> dict[str, Any]:
 
 
 def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
-    """Return the measurements of this process for `plan_run`, and its peak memory as "peak".
+    """Return the measurements of this process for `plan_run`, and its peak memory as "peak"; `folder` is OUT_DIR.
 
-    Args:
-        folder: OUT_DIR.
-        cfg: the config.
-        plan: the images of a step, of which this process takes its share.
+    They are `start_s`, `epoch_s` by image side, `evaluation_s` of all kinds of weights, `last_s` of what follows the
+    last epoch, `checkpoint_s` and others. The process takes its share of the images of a step in `plan`.
     """
     sizes = sizes_of(cfg)
     with trial_run(cfg, _HERE, plan, folder) as run:
         state, device, found = run.state, run.train_loader.device, {"start_s": run.state.seconds, **_describe(run)}
-        epochs = epochs_to_measure(sizes)
+        # Of the smallest and of the largest size; those between are interpolated.
+        epochs = [sizes.index(size) for size in sorted({min(sizes), max(sizes)})]
         first, _ = _train(run, epochs[0], 0.0)
         ahead = _count_ahead(cfg, plan)
         num_steps = found["images"]["train"] // plan.global_batch
@@ -107,7 +102,7 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
         files = {"checkpoint_mib": run.checkpoints.list(), "best_mib": Path(folder).glob("best*")}
         found |= {name: sum(path.stat().st_size for path in paths) / 2**20 for name, paths in files.items()}
         found["images_per_s"] = plan.per_process / found["step_s"][sizes[epochs[-1]]]
-        return found | {"bottleneck": find_bottleneck(cfg, run.train_loader.images, waited)}
+        return found | {"bottleneck": find_bottleneck(waited)}
 
 
 def _describe(run: Run) -> dict[str, Any]:
@@ -135,15 +130,15 @@ def _timed(items: Iterable, ends: list[float], limit_s: float, device: torch.dev
             bar.update(min(int(elapsed_s), total_s) - bar.n)
             if elapsed_s > limit_s and len(marks) > 2:
                 break
-    _synchronize(device)
-    first = marks[0]
-    ends += [seconds_between(first, mark) for mark in marks[1:]]
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    ends += [seconds_between(marks[0], mark) for mark in marks[1:]]
 
 
 def _mark(device: torch.device) -> Any:
     """Return the present time in seconds, after all queued work; on CUDA, an event."""
-    if device.type != "cuda":
-        _synchronize(device)
+    if device.type == "mps":
+        torch.mps.synchronize()
     return mark_time(device)
 
 
@@ -185,34 +180,11 @@ def _count_ahead(cfg: Config, plan: BatchPlan) -> int:
     return max(1, math.ceil(PREFETCH * num_workers / plan.accum_steps))
 
 
-def _synchronize(device: torch.device) -> None:
-    """Wait until the device has finished all queued work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-
-
-def find_bottleneck(cfg: Config, images: ImageDataset, waited: float) -> str:
-    """Return what limits the training steps, and what would remove it.
-
-    Args:
-        cfg: the config.
-        images: those of the training.
-        waited: fraction of the time of the steps that was spent waiting for data.
-    """
+def find_bottleneck(waited: float) -> str:
+    """Return what limits the training steps, by the fraction of their time that was spent waiting for data."""
     if waited < MAX_DATA_FRACTION:
         return f"the model: {waited:.0%} of the steps is waiting for data"
-    workers, most = count_workers(cfg.TRAIN.WORKERS, _HERE), count_workers(-1, _HERE)
-    on_device = cfg.DATA.LOADER == "device"
-    fixes = [] if workers >= most and not on_device else ["TRAIN.WORKERS -1" + " with DATA.LOADER host" * on_device]
-    if (images.has_files or images.holds_files) and not dataset_name(cfg).startswith("packed"):
-        fixes.append("a packed data set (distribuuuu pack)")
-    # Assume images of at most twice the crop's width and height.
-    num_bytes = len(images) * 3 * 4 * math.prod(height_and_width(cfg.TRAIN.IM_SIZE))
-    if num_bytes <= _MAX_DEVICE_BYTES and not (cfg.MODEL.DUMMY_INPUT or on_device):
-        fixes.append("DATA.LOADER device")
-    return f"the loader: {waited:.0%} of the steps is waiting; fix: {', '.join([*fixes, 'see docs/large_data.md'])}"
+    return f"the loader: {waited:.0%} of the steps is waiting; fix: see docs/large_data.md#workers-and-decoders"
 
 
 # -------------------------------------------------------------------------------------- arithmetic
@@ -223,11 +195,6 @@ def sizes_of(cfg) -> list[Any]:
     im_size_at, final = build_im_size(cfg), cfg.TRAIN.IM_SIZE
     fixed = final if isinstance(final, int) else show_size(final)
     return [im_size_at(epoch) if im_size_at else fixed for epoch in range(cfg.OPTIM.MAX_EPOCH)]
-
-
-def epochs_to_measure(sizes: Sequence[int]) -> list[int]:
-    """Return an epoch of the smallest and one of the largest size; those between are interpolated."""
-    return [sizes.index(size) for size in sorted({min(sizes), max(sizes)})]
 
 
 def extrapolate(ends: Sequence[float], total: int, group: int = 1) -> float:
@@ -268,15 +235,7 @@ def count_checkpoints(cfg, num_steps: int) -> int:
 
 
 def plan_run(cfg, plan: BatchPlan, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the plan of a run: the measurements that are shown, and what follows from them.
-
-    Args:
-        cfg: the config.
-        plan: the images of a step.
-        found: the measurements of `measure_run`: `images`, `start_s`, `epoch_s` by image side, `evaluation_s` of all
-            kinds of weights, `last_s` of what follows the last epoch, `checkpoint_s`, `checkpoint_mib`, `best_mib`,
-            `bottleneck`.
-    """
+    """Return the plan of a run: the measurements `found` of `measure_run`, and what follows from them."""
     epochs, num_steps = cfg.OPTIM.MAX_EPOCH, found["images"]["train"] // plan.global_batch
     steps, sizes = total_steps(cfg, num_steps), sizes_of(cfg)
     result = {

@@ -73,7 +73,7 @@ def predict_files(job: Namespace) -> int:
         print(f"resumed after {done:,} of {counted(total, 'image')}", file=sys.stderr)
     interval_s = 0.1 if has_progress_bar() else LOG_INTERVAL_S
     closing = contextlib.closing(out) if out else contextlib.nullcontext()
-    options = {"unit": "image", "disable": False, "leave": True, "mininterval": interval_s}
+    options: dict[str, Any] = {"unit": "image", "disable": False, "leave": True, "mininterval": interval_s}
     with closing, progress(None, "predict", total, done, **options) as bar:
         for span, (rows, errors) in zip(left, predict_spans(job, run, selection, left), strict=True):
             for error in errors:

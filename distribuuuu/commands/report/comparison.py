@@ -67,7 +67,7 @@ def _compare_images(a: Predictions, b: Predictions, order: np.ndarray) -> dict[s
     """Return the result of McNemar's test: are the changed answers split evenly (Psychometrika 1947; exact form)?"""
     right_a, right_b = a.correct, b.correct[order]
     only = [a.path[one & ~other].tolist() for one, other in ((right_a, right_b), (right_b, right_a))]
-    counts = [len(images) for images in only]
+    counts = len(only[0]), len(only[1])
     interval = [100 * end for end in paired_interval(*counts, len(a))]
     p = min(1.0, 2 * binomial_tail(min(counts), sum(counts), 0.5))
     return {"interval": interval, "p": p, "images_only_a": only[0], "images_only_b": only[1]}

@@ -194,8 +194,8 @@ def describe_accuracy(run: RunFiles) -> Iterator[str]:
         if (knn := run.backbone_knn) is not None and not run.probed:
             yield f"baseline, k-NN on the features of the backbone: {knn:.2f} %"
         else:
-            knn = f"{run.probed['k-NN']:.2f} %" if run.probed else f"measured by distribuuuu probe {run.out_dir}"
-            yield f"baseline, k-NN on the features of the model: {knn}"
+            probed = f"{run.probed['k-NN']:.2f} %" if run.probed else f"measured by distribuuuu probe {run.out_dir}"
+            yield f"baseline, k-NN on the features of the model: {probed}"
         yield from run.compare_probe()
     if others := [path.name for path in list_predictions(run.out_dir) if path != run.file]:
         yield f"other evaluated sets (--predictions FILE): {', '.join(others)}"

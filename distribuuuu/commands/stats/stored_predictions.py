@@ -142,7 +142,7 @@ def _check(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> Predictions:
         if limit and not 0 <= array.min() <= array.max() < limit:
             raise ValueError(f"{name} has numbers from {array.min()} to {array.max()}, expected 0 to {limit - 1}")
     arrays["path"].tolist()  # raises if there are characters that do not exist
-    top = {"top_class": arrays["top_class"], "log_total": arrays["log_total"]} if is_top else {}
+    top: dict[str, Any] = {"top_class": arrays["top_class"], "log_total": arrays["log_total"]} if is_top else {}
     names = arrays["classes"].tolist()
     return Predictions(arrays["path"], arrays["label"], arrays["loss"], names, meta, scores, **top)
 

@@ -17,7 +17,7 @@ from support.saved_runs import save_run
 from support.tables import slow
 
 from distribuuuu import load_run
-from distribuuuu.commands.export.export_check import evaluated_model
+from distribuuuu.commands.export.export_check import build_classifier
 from distribuuuu.commands.export.exporter import export_run
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import ConfigError, load_cfg
@@ -110,7 +110,7 @@ def test_a_program_of_torch_export_takes_crops_in_batches_of_any_size(small_cfg,
     pixels = [torch.randint(0, 256, (3, 40 + index, 50), dtype=torch.uint8) for index in range(9)]
     crops = torch.stack([run.transform.crop.crop(image) for image in pixels])
     with torch.inference_mode():
-        expected = evaluated_model(run)(run.transform.normalizer()(crops))
+        expected = build_classifier(run)(crops)
     for num in (1, 3, 9):
         torch.testing.assert_close(module(crops[:num]), expected[:num])
     assert json.loads(extra["metadata.json"])["label_names"] == list(images.classes)
@@ -260,7 +260,7 @@ def test_the_scores_of_a_task_are_exported(run_of_plugin, tmp_path, to):
     assert torch.equal(run.task.means, means) and export_run(run, to, tmp_path / to)["verified"]
     with pytest.raises(ConfigError, match="--format timm: cannot express Own.predict_step; fix: --format onnx"):
         export_run(run, "timm", tmp_path / "timm")
-    with pytest.raises(ConfigError, match="--format safetensors: has no place for the state of Own: means; fix: "):
+    with pytest.raises(ConfigError, match="--format safetensors: cannot express the state of Own: means; fix: "):
         export_run(run, "safetensors", tmp_path / "safetensors")
 
 

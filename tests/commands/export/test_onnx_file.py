@@ -11,6 +11,7 @@ from support.tables import slow
 from torch import nn
 
 from distribuuuu import load_run
+from distribuuuu.commands.export.export_check import CropClassifier
 from distribuuuu.commands.export.exporter import export_run
 from distribuuuu.data.decode import DEFAULTS
 from distribuuuu.data.transforms import CenterCrop
@@ -55,7 +56,7 @@ def save(tmp_path):
 
     def save(model: nn.Module, transform: EvalTransform):
         path = tmp_path / "model.onnx"
-        content = build_onnx(model.eval(), transform, {"label_names": ["a"]})
+        content = build_onnx(CropClassifier(model.eval(), transform), transform, {"label_names": ["a"]})
         assert len(content.opset_import) == 1
         path.write_bytes(content.SerializeToString())
         return onnx_predict(path)
@@ -101,7 +102,8 @@ def test_a_file_can_be_quantized_and_inferred(tmp_path, monkeypatch):
     torch.manual_seed(0)
     monkeypatch.chdir(tmp_path)  # onnxruntime writes temporary files there
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
-    content = build_onnx(model.eval(), EvalTransform(CenterCrop(37, 32), "auto", DEFAULTS, MEAN, STD), {})
+    transform = EvalTransform(CenterCrop(37, 32), "auto", DEFAULTS, MEAN, STD)
+    content = build_onnx(CropClassifier(model.eval(), transform), transform, {})
     paths = {name: str(tmp_path / f"{name}.onnx") for name in ("exported", "dynamic", "prepared", "static")}
     onnx.save(content, paths["exported"])
     onnx.checker.check_model(paths["exported"], full_check=True)

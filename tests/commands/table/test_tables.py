@@ -6,6 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import make_table
 import pytest
 import yaml
 from support.predictions import change
@@ -17,7 +18,6 @@ from distribuuuu.config import ConfigError
 from distribuuuu.inference.locate_run import locate_run
 from distribuuuu.records.read_results import read_results
 
-REPORTED = ROOT / "benchmarks" / "reported.yaml"
 ONE_RUN = "93.00 [92.48, 93.48] (n = 1)"
 EVALUATION = {"epoch": 7, "top1": 93.0, "topk": 99.5, "loss": 0.2}
 RECORD = {
@@ -52,10 +52,15 @@ def make(capsys):
     def call(*args):
         status = start_command("table", "table", [str(arg) for arg in args])
         out, err = capsys.readouterr()
-        lines = [line.strip("| \n").split(" | ") for line in out.splitlines() if line.startswith("|")]
-        return status, [dict(zip(lines[0], line, strict=True)) for line in lines[2:]], err
+        return status, rows_of(out), err
 
     return call
+
+
+def rows_of(text: str) -> list[dict[str, str]]:
+    """Return the rows of a Markdown table, {column: cell}."""
+    lines = [line.strip("| \n").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
 
 
 def test_mean_and_sample_deviation_over_the_seeds(make, tmp_path):
@@ -165,50 +170,49 @@ def test_bad_input_is_reported_line_by_line_and_the_rest_is_shown(make, tmp_path
 
 @pytest.fixture
 def reported(tmp_path, monkeypatch):
-    """Return reported(TEXT, CONFIG): the flags that list a config, beside reported numbers."""
+    """Return reported(TEXT, CONFIG): the rows of the runs in tmp_path and of a config, beside reported numbers."""
 
-    def write(text: str, config: str) -> tuple:
+    def make(text: str, config: str) -> list[dict[str, str]]:
         (tmp_path / "reported.yaml").write_text(text)
-        monkeypatch.setattr("distribuuuu.commands.table.table.REPORTED", tmp_path / "reported.yaml")
-        return "--configs", ROOT / "configs" / f"{config}.yaml"
+        monkeypatch.setattr(make_table, "REPORTED", tmp_path / "reported.yaml")
+        return rows_of(make_table.make_table([str(tmp_path)], [str(ROOT / "configs" / f"{config}.yaml")]))
 
-    return write
+    return make
 
 
-def test_what_was_reported_stands_beside_a_run_on_the_same_images_in_another_form(make, tmp_path, reported):
+def test_what_was_reported_stands_beside_a_run_on_the_same_images_in_another_form(tmp_path, reported):
     text = 'fashion_mnist/resnet14: {top1: "93.10", source: x, same_images: {DATA.NAME: imagefolder}}'
-    flags = reported(text, "fashion_mnist/resnet14")
     same = {"DATA.NAME": "imagefolder"}
     save(tmp_path / "a" / "results.json", overrides=same)
     save(tmp_path / "b" / "results.json", config_hash="b", overrides={"DATA.NAME": "list"})
     save(tmp_path / "c" / "results.json", config_hash="c", overrides={**same, "TEST.SPLIT": "train"})
-    rows = {row["config"]: row["top-1 reported"] for row in make(tmp_path, *flags)[1]}
+    rows = {row["config"]: row["top-1 reported"] for row in reported(text, "fashion_mnist/resnet14")}
     assert rows == {"fashion_mnist/resnet14": "93.10", "fashion_mnist/resnet14, DATA.NAME list": "–",
                     "fashion_mnist/resnet14, TEST.SPLIT train": "–"}  # fmt: skip
 
 
-def test_what_was_reported_is_of_one_global_batch_however_it_comes_about(make, tmp_path, reported):
-    text = "imagenet2021/resnet50: {top1: 77.2, global_batch: 256, source: somebody}"
-    args = (tmp_path, *reported(text, "imagenet2021/resnet50"))
+def test_what_was_reported_is_of_one_global_batch_however_it_comes_about(tmp_path, reported):
+    args = "imagenet2021/resnet50: {top1: 77.2, global_batch: 256, source: somebody}", "imagenet2021/resnet50"
     run = {"config": "imagenet2021/resnet50", "overrides": {"TRAIN.GLOBAL_BATCH_SIZE": 256}}
     save(tmp_path / "results.json", **run, training__global_batch=256)
-    (row,) = make(*args)[1]
+    (row,) = reported(*args)
     assert (row["config"], row["top-1 reported"]) == ("imagenet2021/resnet50", "77.2")
     save(tmp_path / "results.json", **{**run, "overrides": {}}, training__global_batch=32)
-    changed, unmeasured = sorted(make(*args)[1], key=lambda row: row["config"] == "imagenet2021/resnet50")
+    changed, unmeasured = sorted(reported(*args), key=lambda row: row["config"] == "imagenet2021/resnet50")
     assert (changed["config"], changed["top-1 reported"]) == ("imagenet2021/resnet50, global batch 32", "–")
     assert (unmeasured["top-1 reported"], unmeasured["top-1 here"]) == ("77.2", "not measured")
 
 
-def test_what_was_reported_is_the_published_table(make):
-    reported = yaml.safe_load(REPORTED.read_text())
+def test_what_was_reported_is_the_published_table():
+    reported = yaml.safe_load(make_table.REPORTED.read_text())
     names = {name for name in reported if name.startswith("imagenet")}
     assert names == {f"imagenet2021/{name}" for name in BASELINES} | {f"imagenet/{name}" for name in RECIPES}
     for name, recipe in RECIPES.items():
         entry = reported[f"imagenet/{name}"]
         assert tuple(entry[key] for key in ("top1", "top5") if key in entry) == recipe["reported"], name
         assert entry["params"] == f"{recipe['params']:.3f}", name
-    rows = {row["config"]: row for row in make("--configs", ROOT / "configs" / "imagenet2021")[1]}
+    table = make_table.make_table([], [str(ROOT / "configs" / "imagenet2021")])
+    rows = {row["config"]: row for row in rows_of(table)}
     for name, (_, params, global_batch, *_, top1, top5) in BASELINES.items():
         entry = reported[f"imagenet2021/{name}"]
         assert (entry["params"], entry["global_batch"]) == (params, global_batch)
@@ -241,12 +245,13 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*/*/seed_*.json"))
 
 
 @pytest.mark.parametrize(("name", "command"), BLOCKS, ids=[name for name, _ in BLOCKS])
-def test_the_tables_of_the_model_zoo_are_what_the_tool_makes(name, command, monkeypatch, capsys):
+def test_the_tables_of_the_model_zoo_are_what_the_tool_makes(name, command, monkeypatch):
     monkeypatch.chdir(ROOT)
     args = shlex.split(command)[2:]
     assert args[-4:] == ["--readme", ZOO, "--name", name]
-    assert start_command("table", "table", [*args[:-4], "--format", "markdown"]) == 0
-    made = f"<!-- made by: {command} -->\n\n{capsys.readouterr().out}\n<!-- /table -->"
+    runs, _, configs = " ".join(args[:-4]).partition("--configs")
+    table = make_table.make_table(runs.split(), configs.split())
+    made = f"<!-- made by: {command} -->\n\n{table}\n<!-- /table -->"
     assert made in (ROOT / ZOO).read_text(), f"made anew by: {command}"
 
 
