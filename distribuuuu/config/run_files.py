@@ -24,9 +24,10 @@ TENSORBOARD, STACKS, TRACKERS_FOLDER = "tensorboard", "stacks", "trackers"
 # What a training or an evaluation writes to OUT_DIR, beside CFG_DEST.
 RUN_FILES = (CHECKPOINTS, LOCK, TRAIN_LOG, TEST_LOG, METRICS, PREDICTIONS, RESULTS, TEST_RESULTS,
              TENSORBOARD, STACKS, TRACKERS_FOLDER)  # fmt: skip
-# What commands write there: train --profile, calibrate, probe, report, sweep.
-COMMAND_FILES = ("profile", CALIBRATION, "probe.json", "report.html", "report.json", "sweep.json", "sweep_results.json",
-                 "sweep.html", "best.yaml", "console.log", "report_mistakes.csv")  # fmt: skip
+PROBE = "probe.pth.tar"  # the head of FINETUNE.HEAD probe
+# What commands write there: train --profile, calibrate, finetune, probe, report, sweep.
+COMMAND_FILES = ("profile", CALIBRATION, PROBE, "probe.json", "report.html", "report.json", "sweep.json",
+                 "sweep_results.json", "sweep.html", "best.yaml", "console.log", "report_mistakes.csv")  # fmt: skip
 # Best weights of each kind.
 BEST_NAMES = re.compile(r"best(_[a-z0-9]+)?\.pth\.tar")
 # Archives of checkpoints and results, predictions of further sets, damaged and temporary files, trials of a sweep.

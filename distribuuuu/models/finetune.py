@@ -21,6 +21,7 @@ from distribuuuu.checkpoint.weights_files import EMA, find_weights_file, tensors
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.config.model_names import PUBLISHED, is_published
+from distribuuuu.config.run_files import PROBE
 from distribuuuu.distributed import comm as dist
 from distribuuuu.models.build import build_model, find_weights_key
 from distribuuuu.models.head import find_head, initialize_head, layer_of
@@ -31,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 # Checkpoint entries with an average of the weights: this package's, timm's, those of others.
 AVERAGES = (tensors_key(EMA), "state_dict_ema", AVERAGE)
-# The head of FINETUNE.HEAD probe.
-PROBE_FILE = "probe.pth.tar"
 
 
 class IncompatibleWeightsError(ValueError):
@@ -61,8 +60,8 @@ def load_head(cfg, model: nn.Module, classes: Sequence[str]) -> None:
         ConfigError: there is no such file, or it is the head of other classes or of another backbone.
     """
     named = cfg.FINETUNE.HEAD
-    path = Path(cfg.OUT_DIR, PROBE_FILE) if named == "probe" else Path(named).expanduser()
-    fix = f"fix: name the {PROBE_FILE} of a fine-tuning of this backbone, or leave the option empty"
+    path = Path(cfg.OUT_DIR, PROBE) if named == "probe" else Path(named).expanduser()
+    fix = f"fix: name the {PROBE} of a fine-tuning of this backbone, or leave the option empty"
     try:
         if not path.is_file():
             raise ConfigError(f"no such file: {path}")

@@ -1,20 +1,17 @@
-"""Archives of images: unpacked once, into the folder of the run. The photographs `clothes` are one of them.
-
-These are 40 photographs of each of ten classes: the first training images of clothing-dataset-small after a shuffle
-(github.com/alexeygrigorev, CC0 1.0), resized to a shorter side of 160 pixels.
-"""
+"""Archives of images: unpacked once, into the folder of the run."""
 
 import hashlib
 from pathlib import Path
 
+from distribuuuu.commands.finetune.finetune import ENDINGS
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import DataError
+from distribuuuu.data.datasets.archive import Archive, ArchiveSource, open_archives
 from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.image_files import find_tables, is_class, list_classes
 from distribuuuu.files.new_folder import new_folder
 from distribuuuu.hints.sources import find_inner_root, split_of_archive
 
-CLOTHES, ENDINGS = Path(__file__).with_name("clothes.zip"), (".tar", ".zip")
 # Endings of files with labels in webdataset shards.
 _LABELS = {".cls", ".json"}
 
@@ -27,10 +24,7 @@ def unpack(source: Path, out: Path) -> Path:
     Raises:
         ConfigError: an archive is damaged, or has labels that cannot be the names of folders.
     """
-    files = [source] if source.is_file() and _is_archive(source) else []
-    if source.is_dir() and not (list_classes(source) or find_tables(source)):
-        files = sorted(filter(_is_archive, source.iterdir()))
-    if not files:
+    if not (files := _find_archives(source)):
         return source
     stamps = repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
     target = out / f"images_{hashlib.sha256(stamps.encode(errors='surrogateescape')).hexdigest()[:8]}"
@@ -41,14 +35,26 @@ def unpack(source: Path, out: Path) -> Path:
     return find_inner_root(target) or target
 
 
+def check_archives(source: Path) -> bool:
+    """Tell whether a source has archives, before any is unpacked; raise ConfigError if one is damaged."""
+    files = _find_archives(source)
+    for path in files:
+        open_archives(ArchiveSource((str(path),), layout="flat"), cache_folder())
+    return bool(files)
+
+
+def _find_archives(source: Path) -> list[Path]:
+    if source.is_dir() and not (list_classes(source) or find_tables(source)):
+        return sorted(filter(_is_archive, source.iterdir()))
+    return [source] if source.is_file() and _is_archive(source) else []
+
+
 def _is_archive(path: Path) -> bool:
     return path.name.lower().endswith(ENDINGS)
 
 
 def _unpack_one(path: Path, target: Path) -> None:
     """Write the images of an archive under their names; those of shards, which have labels, under their classes."""
-    from distribuuuu.data.datasets.archive import Archive, ArchiveSource, open_archives
-
     index = open_archives(ArchiveSource((str(path),), layout="flat"), cache_folder())
     has_labels = bool(_LABELS & index.meta["ignored"].keys())
     images = Archive(open_archives(ArchiveSource((str(path),)), cache_folder()) if has_labels else index)

@@ -138,7 +138,7 @@ def divide(
 def _assign(
     images: Images, own: Sequence[int], shares: dict[str, float], groups: Sequence[Sequence[int]], seed: int
 ) -> dict[str, list[int]]:
-    """Return the parts of some images; each class has at least one image in each part, as far as groups allow."""
+    """Return the parts of some images."""
     counts = Counter(images.labels[index] for index in own)
     if few := [f"{images.classes[label]} ({count})" for label, count in sorted(counts.items()) if count < MIN_IMAGES]:
         need = f"expected {MIN_IMAGES} or more of each class, to divide them"
@@ -147,17 +147,5 @@ def _assign(
     kept = Images(images.folder, [images.names[index] for index in own], [images.labels[index] for index in own],
                   images.classes, images.in_class_folders)  # fmt: skip
     inner = [[places[index] for index in group if index in places] for group in groups]
-    inner = [group for group in inner if len(group) > 1]
-    found, single = (
-        assign(kept, shares, inner, seed),
-        {*range(len(own))} - {index for group in inner for index in group},
-    )
-    for label in counts:
-        mine = [place for place in range(len(own)) if kept.labels[place] == label]
-        for part in shares:
-            if all(found[place] != part for place in mine):
-                sizes = Counter(found[place] for place in mine)
-                movable = [place for place in mine if place in single and sizes[found[place]] > 1]
-                if movable:
-                    found[max(movable, key=lambda place: (sizes[found[place]], place))] = part
+    found = assign(kept, shares, [group for group in inner if len(group) > 1], seed, in_all=True)
     return {part: [index for index, name in zip(own, found, strict=True) if name == part] for part in shares}

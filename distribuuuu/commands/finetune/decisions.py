@@ -24,9 +24,8 @@ class Decisions:
 
     def __init__(self, folder: Path, job: dict[str, Any]):
         self.path = folder / FILE_NAME
-        self.content: dict[str, Any] = {}
-        if not os.path.lexists(self.path):
-            self.once("job", lambda: job)
+        self.content: dict[str, Any] = {"job": job}
+        if not os.path.lexists(self.path):  # the first decision writes it: images that cannot be divided may be mended
             return
         self.content = load_json(self.path)
         known = self.content.get("job")

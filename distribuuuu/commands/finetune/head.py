@@ -11,15 +11,14 @@ from distribuuuu.checkpoint.manager import write_atomically
 from distribuuuu.checkpoint.weights_files import RAW, best_path
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.config_node import changed, iter_options
+from distribuuuu.config.run_files import PROBE
 from distribuuuu.data.seeding import derive_seed, seed_cpu
-from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.build import build_initial_model, write_config
 from distribuuuu.inference import linear_probe
-from distribuuuu.inference.calibration import Calibration, fit_calibration
+from distribuuuu.inference.calibration import Calibration, fit_calibration, write_calibration
 from distribuuuu.inference.features import find_classifiers
-from distribuuuu.inference.linear_probe import compute_logits, fit_temperature, predict_knn
+from distribuuuu.inference.linear_probe import compute_logits, predict_knn
 from distribuuuu.inference.loaded_run import LoadedRun
-from distribuuuu.models.finetune import PROBE_FILE
 
 CPU = torch.device("cpu")
 
@@ -35,18 +34,22 @@ class Probe(NamedTuple):
     """A fitted head and its answers.
 
     Attributes:
-        weight, bias: of the linear layer, (classes, dim) and (classes,), divided by the temperature.
-        penalty, temperature: by cross-validation on the training images, and on the validation images.
-        calibration: of the head, by the validation images; its temperature is about 1.
+        weight, bias: of the linear layer, (classes, dim) and (classes,).
+        penalty: by cross-validation on the training images.
+        calibration: by the validation images.
         correct: right answers by method and part, e.g. {"probe": {"val": 150, "test": 320}}.
     """
 
     weight: Tensor
     bias: Tensor
     penalty: float
-    temperature: float
     calibration: Calibration
     correct: dict[str, dict[str, int]]
+
+    def scaled(self) -> "Probe":
+        """Return the head divided by its temperature, with which a fine-tuning starts."""
+        scale = self.calibration.temperature
+        return self._replace(weight=self.weight / scale, bias=self.bias / scale)
 
 
 def open_backbone(cfg: Config, classes: Sequence[str], source: str) -> LoadedRun:
@@ -58,7 +61,7 @@ def open_backbone(cfg: Config, classes: Sequence[str], source: str) -> LoadedRun
 
 
 def fit_probe(parts: dict[str, Part], num_classes: int) -> Probe:
-    """Fit the head to the training features and its temperature to the validation features; classify all others.
+    """Fit the head to the training features and its calibration to the validation features; classify all others.
 
     The part `mirrored`, if there is one, has the mirror images of the training images.
     """
@@ -68,7 +71,6 @@ def fit_probe(parts: dict[str, Part], num_classes: int) -> Probe:
     torch.set_float32_matmul_precision("highest")
     folded, penalty = linear_probe.fit_probe(train.rows.clone(), train.labels, num_classes, CPU, len(views))
     logits = {name: compute_logits(part.rows, folded) for name, part in others.items()}
-    temperature = fit_temperature(logits["val"], others["val"].labels)
     correct: dict[str, dict[str, int]] = {"most frequent class": {}, "k-NN": {}, "probe": {}}
     frequent = train.labels.bincount().argmax()
     for name, part in others.items():
@@ -76,59 +78,44 @@ def fit_probe(parts: dict[str, Part], num_classes: int) -> Probe:
         answers = {"most frequent class": frequent, "k-NN": nearest, "probe": logits[name].argmax(1)}
         for method, answer in answers.items():
             correct[method][name] = int(part.labels.eq(answer).sum())
-    folded = (folded / temperature).float()
-    calibration = fit_calibration(logits["val"] / temperature, others["val"].labels)
-    return Probe(folded[:-1].T.contiguous(), folded[-1].clone(), penalty, temperature, calibration, correct)
+    folded, calibration = folded.float(), fit_calibration(logits["val"], others["val"].labels)
+    return Probe(folded[:-1].T.contiguous(), folded[-1].clone(), penalty, calibration, correct)
 
 
-def find_head_names(run: LoadedRun) -> list[str]:
-    """Return the names of the last layers of a run, see `find_classifiers`."""
-    layers = find_classifiers(run, zero_image(run))
-    names = [name for name, layer in run.model.named_modules() if any(layer is one for one in layers)]
-    if any(f"{name}.bias" not in (run.state_dict or {}) for name in names):
-        raise ConfigError(f"--backbone: the last layer of {run.cfg.MODEL.ARCH} has no bias; fix: another backbone")
-    return names
+def set_head(run: LoadedRun, probe: Probe) -> dict[str, Tensor]:
+    """Return the weights of a run with the head of its probe, which replaces its last layers.
 
-
-def set_head(run: LoadedRun, names: Sequence[str], probe: Probe) -> dict[str, Tensor]:
-    """Return the weights of a run with the head of its probe."""
-    tensors = dict(run.state_dict or {})
-    for name in names:
+    Raises:
+        ConfigError: the last layer has no bias, or is not known, see `find_classifiers`.
+    """
+    tensors, size = dict(run.state_dict or {}), run.transform.crop.size
+    height, width = (size, size) if isinstance(size, int) else size
+    layers = find_classifiers(run, torch.zeros(1, run.cfg.DATA.CHANNELS, height, width, device=run.device))
+    for name in (name for name, layer in run.model.named_modules() if any(layer is one for one in layers)):
+        if f"{name}.bias" not in tensors:
+            raise ConfigError(f"--backbone: the last layer of {run.cfg.MODEL.ARCH} has no bias; fix: another backbone")
         shape = tensors[f"{name}.weight"].shape
         tensors |= {f"{name}.weight": probe.weight.reshape(shape), f"{name}.bias": probe.bias}
     return tensors
 
 
-def zero_image(run: LoadedRun) -> Tensor:
-    """Return a black image of the size of the evaluation, (1, C, H, W) on the device."""
-    size = run.transform.crop.size
-    height, width = (size, size) if isinstance(size, int) else size
-    return torch.zeros(1, run.cfg.DATA.CHANNELS, height, width, device=run.device)
-
-
-def accepts(run: LoadedRun, side: int) -> bool:
-    """Tell whether a model takes square images of another size; those with position embeddings often do not."""
-    try:
-        with inference(run.model):
-            run.model(torch.zeros(1, run.cfg.DATA.CHANNELS, side, side, device=run.device))
-    except (AssertionError, RuntimeError, ValueError):  # as the model's code says it
-        return False
-    return True
-
-
 def write_probe(folder: Path, probe: Probe, run: LoadedRun) -> Path:
     """Write the head as the file that FINETUNE.HEAD names."""
-    path = folder / PROBE_FILE
+    path = folder / PROBE
     tensors = {"weight": probe.weight, "bias": probe.bias}
     write_atomically(path, {"state_dict": tensors, "classes": list(run.classes), "arch": run.cfg.MODEL.ARCH})
     return path
 
 
-def write_model(cfg: Config, tensors: dict[str, Tensor], classes: Sequence[str], facts: dict[str, Any]) -> None:
-    """Write weights and the config, with OUT_DIR, as those of a run that is evaluated on the test images."""
-    cfg = changed(cfg, {"TEST.SPLIT": "test"})
-    config = dict(iter_options(cfg))
-    content = {"epoch": 0, "arch": cfg.MODEL.ARCH, "seed": cfg.RNG_SEED, "classes": list(classes), "config": config,
-               "weights": RAW, "finetune": facts, "state_dict": tensors}  # fmt: skip
-    write_atomically(best_path(cfg.OUT_DIR), content)
+def write_model(
+    cfg: Config, out: Path, tensors: dict[str, Tensor], classes: Sequence[str], facts: dict[str, Any],
+    calibration: Calibration,
+) -> Config:  # fmt: skip
+    """Write weights, their calibration and the config as a run; return that of its evaluation on the test images."""
+    cfg = changed(cfg, {"OUT_DIR": str(out), "TEST.SPLIT": "test", "DATA.WORKER_KIND": "thread"})
+    content = {"epoch": 0, "arch": cfg.MODEL.ARCH, "seed": cfg.RNG_SEED, "classes": list(classes),
+               "config": dict(iter_options(cfg)), "weights": RAW, "finetune": facts, "state_dict": tensors}  # fmt: skip
+    write_atomically(best_path(out), content)
     write_config(cfg)
+    write_calibration(out, calibration, tensors)
+    return changed(cfg, {"MODEL.WEIGHTS": str(best_path(out))})

@@ -7,14 +7,13 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from distribuuuu.checkpoint.weights_files import best_path
-from distribuuuu.commands.finetune.archives import unpack
+from distribuuuu.commands.finetune.archives import check_archives, unpack
 from distribuuuu.commands.finetune.backbones import backbone_options, default_backbone, open_backbones
 from distribuuuu.commands.finetune.choose import compare, interpolate, name_of, read_tuned
 from distribuuuu.commands.finetune.data import PARTS, divide, hash_images, list_sources
@@ -23,8 +22,6 @@ from distribuuuu.commands.finetune.feature_file import compute_features, describ
 from distribuuuu.commands.finetune.head import (
     Part,
     Probe,
-    accepts,
-    find_head_names,
     fit_probe,
     open_backbone,
     set_head,
@@ -33,6 +30,7 @@ from distribuuuu.commands.finetune.head import (
 )
 from distribuuuu.commands.finetune.recipe import build_recipe, choose_epochs, measure_epoch
 from distribuuuu.commands.finetune.summary import format_backbones, format_choice, next_commands
+from distribuuuu.commands.finetune.views import choose_views
 from distribuuuu.commands.scan.splitting import Images, write_split
 from distribuuuu.config import Config, ConfigError, load_cfg
 from distribuuuu.config.config_node import changed
@@ -47,9 +45,8 @@ from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.engine.run_lock import lock_out_dir
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import printable
-from distribuuuu.inference.calibration import Calibration, write_calibration
+from distribuuuu.inference.calibration import Calibration
 from distribuuuu.inference.loaded_run import LoadedRun
-from distribuuuu.inference.mode_of_run import find_fast_mode
 from distribuuuu.launch.nproc import run_processes
 from distribuuuu.launch.signals import STATUS_OF, RunStopped
 from distribuuuu.models import count_parameters
@@ -57,10 +54,8 @@ from distribuuuu.models.pretrained import Backbone
 from distribuuuu.records.run_log import STAGE_MARK, progress
 from distribuuuu.trainer import evaluate_weights
 
-# Size of the evaluated images by that of the training; share of the minutes that features may take.
-_LARGER, _FEATURES_SHARE = 1.29, 0.6
-# The time to load and compute an image over that of its forward pass; seconds for processes to start and to measure.
-_LOADING, _OTHER_S = 1.25, 20.0
+# Seconds for processes to start and to measure.
+_OTHER_S = 20.0
 TRAINING = "finetune"
 _AUTO = [(key, AUTO) for key in CHOICES]
 
@@ -83,9 +78,11 @@ def run_stages(flags: Namespace) -> dict[str, Any]:
         flags.backbone = [name]
         say(f"backbone: {name}, the default {reason}")
     backbones = open_backbones(flags.backbone)
+    # What cannot be used leaves no folder.
+    listed = None if check_archives(flags.folder) else list_sources(flags.folder, flags.overrides)
     make_out_dir(str(out))
     with lock_out_dir(out), explaining_disk(out), short_log():
-        images, parts = list_sources(unpack(flags.folder, out), flags.overrides)
+        images, parts = listed or list_sources(unpack(flags.folder, out), flags.overrides)
         job = {"images": hash_images(images), "backbones": [*backbones], "minutes": flags.minutes,
                "options": flags.overrides, "groups": flags.group_by, "seed": flags.seed,
                "version of torch": torch.__version__, "fine-tuning": not flags.probe_only}  # fmt: skip
@@ -93,15 +90,14 @@ def run_stages(flags: Namespace) -> dict[str, Any]:
         data = decisions.once("data", lambda: split_images(flags, images, parts))
         say(*data["notes"])
         write_split(images, out / "lists", {f"{part}.csv": data["parts"][part] for part in PARTS})
-        probes = {name: Candidate(flags, images, data["parts"], backbones[name]) for name in backbones}
-        found = {name: probe.run(decisions) for name, probe in probes.items()}
-        chosen = max(found, key=lambda name: found[name]["correct"]["probe"]["val"])
-        if len(found) > 1:
-            say(*format_backbones(found, len(data["parts"]["val"])))
-        result = finish(flags, decisions, probes[chosen], found[chosen])
+        probes = {name: probe_backbone(flags, images, data["parts"], backbones[name], decisions) for name in backbones}
         sizes = {part: len(data["parts"][part]) for part in PARTS}
+        if len(probes) > 1:
+            say(*format_backbones({name: probe.facts for name, probe in probes.items()}, sizes["val"]))
+        best = max(probes.values(), key=lambda probe: probe.facts["correct"]["probe"]["val"])
+        result = finish(flags, decisions, best, sizes)
         config = out / f"{TRAINING}.yaml" if decisions.content["training"]["epochs"] else None
-        say(*format_choice(result, found[chosen], sizes), *next_commands(out, config))
+        say(*format_choice(result, best.facts, sizes), *next_commands(out, config))
         return decisions.content
 
 
@@ -127,138 +123,110 @@ def split_images(flags: Namespace, images: Images, parts: dict[str, list[int]]) 
     return {"parts": parts, "notes": [head, *notes], "broken": broken, "seconds": time.monotonic() - started}
 
 
-class Candidate:
-    """A backbone on these images: its config, its features and its probe."""
+class Candidate(NamedTuple):
+    """A backbone on these images.
 
-    def __init__(self, flags: Namespace, images: Images, parts: dict[str, list[int]], backbone: Backbone):
-        self.flags, self.images, self.parts, self.name = flags, images, parts, backbone.name
-        lists, self.license = str(flags.out / "lists"), backbone.license
-        options = {
-            "DATA.NAME": "list", "TRAIN.DATASET": lists, "TEST.DATASET": lists, "TEST.SPLIT": "val",
-            "DATA.EXIF_ROTATE": True, "RNG_SEED": flags.seed, "TRAIN.WORKERS": flags.workers,
-            "LOG.TENSORBOARD": False, **backbone_options(backbone),
-        }  # fmt: skip
-        self.words = as_words(options)
-        pairs = zip(flags.overrides[::2], flags.overrides[1::2], strict=True)
-        # auto is what they are anyway.
-        self.own = [word for pair in pairs if pair not in _AUTO and not pair[0].startswith("DATA.TABLE")
-                    for word in pair]  # fmt: skip
-        cfg = resolve_cfg(load_cfg(None, [*self.words, *self.own]))
-        mean, std = statistics_of(cfg, dataset_class(cfg))
-        self.cfg = changed(cfg, {"DATA.MEAN": tuple(mean), "DATA.STD": tuple(std)})
-        self.key = f"backbone {self.name}"
+    Attributes:
+        words, own: options of a training, as KEY VALUE words: those of the backbone and its views, and the user's.
+        backbone: the model with a random head, which the probe's replaces.
+        facts: what is known of the probe, which finetune.json and the model store.
+        features: what is written to features.npz.
+    """
 
-    def run(self, decisions: Decisions) -> dict[str, Any]:
-        """Compute the features and fit the probe; return its facts."""
-        plain = open_backbone(self.cfg, self.images.classes, self.name)
-        mode = decisions.once(f"{self.key}: mode", lambda: self.find_mode(plain))
-        image_s = mode["image_s"]
-        mode = {key: mode[key] for key in CHOICES if key not in self.own}
-        views = decisions.once(f"{self.key}: views", lambda: self.choose_views(plain, image_s))
-        self.sizes: dict[str, int] = views["options"]
-        self.cfg = changed(self.cfg, options := mode | self.sizes)
-        self.words += as_words(options)
-        self.backbone = replace(plain, cfg=self.cfg)
-        parts = {part: self.parts[part] for part in PARTS}
-        parts |= {"mirrored": parts["train"]} if views["mirrored"] else {}
-        files = [str(self.images.folder / self.images.names[index]) for own in parts.values() for index in own]
-        out = self.flags.out / f"features_{list(decisions.content).index(f'{self.key}: mode')}"
-        with progress(None, "features", len(files), unit="image") as bar:
-            rows, _ = compute_features(
-                self.backbone, files, out, self.flags.workers, bar, len(parts.get("mirrored", ()))
-            )
-        started, labels = time.monotonic(), torch.tensor(self.images.labels)
-        split = torch.from_numpy(rows).split([len(own) for own in parts.values()])
-        features = {part: Part(own, labels[parts[part]]) for part, own in zip(parts, split, strict=True)}
-        names = [self.images.classes[self.images.labels[index]] for part in PARTS for index in self.parts[part]]
-        self.features = files[: len(names)], rows[: len(names)], (), describe(self.backbone), names
-        self.probe: Probe = fit_probe(features, len(self.images.classes))
-        facts = {"correct": self.probe.correct, "penalty": self.probe.penalty, "temperature": self.probe.temperature,
-                 "calibration": asdict(self.probe.calibration),
-                 "params_m": count_parameters(self.backbone.model) / 1e6, "license": self.license,
-                 "image_s": image_s * views["scale"], "seconds": time.monotonic() - started}  # fmt: skip
-        return decisions.once(f"{self.key}: probe", lambda: facts)
+    words: list[str]
+    own: list[str]
+    backbone: LoadedRun
+    probe: Probe
+    facts: dict[str, Any]
+    features: tuple[Any, ...]
 
-    def choose_views(self, plain: LoadedRun, image_s: float) -> dict[str, Any]:
-        """Return the size of the evaluated images, and whether the probe is fitted to mirrored images, too.
-
-        Both cost time. A network that was trained with random crops sees objects larger in training than in a
-        center crop, so it is better at a larger size (FixRes, arXiv 1906.06423).
-        """
-        side, resized = self.cfg.TRAIN.IM_SIZE, self.cfg.TEST.IM_SIZE
-        is_given = self.cfg.TEST.CROP_SIZE or any(key.startswith(("TEST.IM_SIZE", "TEST.CROP")) for key in self.own)
-        sizes, scale = dict[str, int](), 1.0
-        if not is_given and isinstance(side, int) and isinstance(resized, int):
-            larger = round(_LARGER * side / 32) * 32
-            if larger > side and accepts(plain, larger):
-                sizes, scale = {"TEST.IM_SIZE": round(resized * larger / side), "TEST.CROP_SIZE": larger}, larger / side
-        num_train, num = len(self.parts["train"]), sum(len(part) for part in self.parts.values())
-        choices: list[tuple[dict[str, int], float, bool]] = [
-            (sizes, scale**2, True), (sizes, scale**2, False), ({}, 1.0, True), ({}, 1.0, False)]  # fmt: skip
-        seconds = [factor * image_s * (num + mirrored * num_train) for _, factor, mirrored in choices]
-        most_s = _FEATURES_SHARE * 60 * self.flags.minutes
-        place = next((place for place, needed in enumerate(seconds) if needed <= most_s), -1)
-        options, factor, mirrored = choices[place]
-        return {"options": options, "mirrored": mirrored, "scale": factor, "seconds": _LOADING * seconds[place]}
-
-    def find_mode(self, plain: LoadedRun) -> dict[str, Any]:
-        """Return the fast mode of this machine."""
-        mode = find_fast_mode(replace(plain, cfg=changed(self.cfg, dict(_AUTO))))
-        layout = "channels_last" if mode["MODEL.CHANNELS_LAST"] else "contiguous"
-        say(f"{self.name}: {layout}, AMP {mode['TRAIN.AMP']}, {mode['speedup']} x the plain speed")
-        return mode
-
-    def read_training(self, head: Path, epochs: int) -> Config:
-        """Return the config of a training from a head for a number of epochs."""
-        recipe = build_recipe(self.backbone.model, len(self.parts["train"]), epochs, bool(self.cfg.FINETUNE.LORA))
-        recipe |= {"FINETUNE.HEAD": str(head), "OUT_DIR": str(self.flags.out / TRAINING)}
-        if self.sizes:  # the head is fitted to objects of this size
-            recipe["TRAIN.IM_SIZE"] = self.sizes["TEST.CROP_SIZE"]
-        cfg = resolve_cfg(load_cfg(None, [*self.words, *as_words(recipe), *self.own]))
-        return changed(cfg, {"DATA.MEAN": self.cfg.DATA.MEAN, "DATA.STD": self.cfg.DATA.STD})
+    def read_training(self, out: Path, head: Path, num_images: int, epochs: int) -> Config:
+        """Return the config of a training from a head for a number of images and of epochs."""
+        cfg = self.backbone.cfg
+        recipe = build_recipe(self.backbone.model, num_images, epochs, bool(cfg.FINETUNE.LORA))
+        recipe |= {"FINETUNE.HEAD": str(head), "OUT_DIR": str(out / TRAINING)}
+        own = resolve_cfg(load_cfg(None, [*self.words, *as_words(recipe), *self.own]))
+        return changed(own, {"DATA.MEAN": cfg.DATA.MEAN, "DATA.STD": cfg.DATA.STD})
 
 
-def finish(flags: Namespace, decisions: Decisions, best: Candidate, facts: dict[str, Any]) -> dict[str, Any]:
+def probe_backbone(
+    flags: Namespace, images: Images, parts: dict[str, list[int]], backbone: Backbone, decisions: Decisions
+) -> Candidate:
+    """Return a backbone with its features and its probe."""
+    lists, name = str(flags.out / "lists"), backbone.name
+    words = as_words({
+        "DATA.NAME": "list", "TRAIN.DATASET": lists, "TEST.DATASET": lists, "TEST.SPLIT": "val",
+        "DATA.EXIF_ROTATE": True, "RNG_SEED": flags.seed, "TRAIN.WORKERS": flags.workers,
+        "LOG.TENSORBOARD": False, **backbone_options(backbone),
+    })  # fmt: skip
+    pairs = zip(flags.overrides[::2], flags.overrides[1::2], strict=True)
+    # auto is what they are anyway.
+    own = [word for pair in pairs if pair not in _AUTO and not pair[0].startswith("DATA.TABLE") for word in pair]
+    cfg = resolve_cfg(load_cfg(None, [*words, *own]))
+    mean, std = statistics_of(cfg, dataset_class(cfg))
+    cfg = changed(cfg, {"DATA.MEAN": tuple(mean), "DATA.STD": tuple(std)})
+    plain, num_train = open_backbone(cfg, images.classes, name), len(parts["train"])
+    num = sum(map(len, parts.values()))
+    views = decisions.once(f"backbone {name}: views", lambda: choose_views(plain, own, num_train, num, flags.minutes))
+    layout = "channels_last" if views["options"].get("MODEL.CHANNELS_LAST") else "contiguous"
+    say(f"{name}: {layout}, AMP {views['options'].get('TRAIN.AMP')}, {views['speedup']} x the plain speed")
+    run = replace(plain, cfg=changed(cfg, views["options"]))
+    own_parts = {part: parts[part] for part in PARTS} | ({"mirrored": parts["train"]} if views["mirrored"] else {})
+    files = [str(images.folder / images.names[index]) for part in own_parts.values() for index in part]
+    out = flags.out / f"features_{list(decisions.content).index(f'backbone {name}: views')}"
+    with progress(None, "features", len(files), unit="image") as bar:
+        rows, _ = compute_features(run, files, out, flags.workers, bar, len(files) - num)
+    started, labels = time.monotonic(), torch.tensor(images.labels)
+    split = torch.from_numpy(rows).split([len(part) for part in own_parts.values()])
+    features = {part: Part(own, labels[own_parts[part]]) for part, own in zip(own_parts, split, strict=True)}
+    probe = fit_probe(features, len(images.classes))
+    facts = {"correct": probe.correct, "penalty": probe.penalty, "temperature": probe.calibration.temperature,
+             "params_m": count_parameters(run.model) / 1e6, "license": backbone.license,
+             "image_s": views["image_s"], "seconds": time.monotonic() - started}  # fmt: skip
+    facts = decisions.once(f"backbone {name}: probe", lambda: facts)
+    names = [images.classes[images.labels[index]] for part in PARTS for index in parts[part]]
+    stored = files[:num], rows[:num], (), describe(run), names
+    return Candidate(words + as_words(views["options"]), own, run, probe, facts, stored)
+
+
+def finish(flags: Namespace, decisions: Decisions, best: Candidate, sizes: dict[str, int]) -> dict[str, Any]:
     """Fine-tune the best backbone from its probe, choose, write the model and test it; return the choice."""
-    out, num, classes = flags.out, len(best.parts["val"]), best.images.classes
-    head, names = write_probe(out, best.probe, best.backbone), find_head_names(best.backbone)
-    probe = set_head(best.backbone, names, best.probe)
-    cfg = best.read_training(head, 1)
-    right, evaluation_s = facts["correct"]["probe"]["val"], num * facts["image_s"]
+    out, run, facts = flags.out, best.backbone, best.facts
+    right, evaluation_s = facts["correct"]["probe"]["val"], sizes["val"] * facts["image_s"]
+    probe, scaled = (set_head(run, head) for head in (best.probe, best.probe.scaled()))
+    head = write_probe(out, best.probe.scaled(), run)
+    cfg = best.read_training(out, head, sizes["train"], 1)
     if "choice" not in decisions.content:
-        write_model(changed(cfg, {"OUT_DIR": str(out)}), probe, classes, facts)
-        say(f"probe: {right} of {num} validation images right ({100 * right / num:.1f} %); the model is in {out}")
-    epochs = decisions.once("training", lambda: plan_training(best, cfg, decisions, evaluation_s))["epochs"]
-    tuned = probe
+        write_model(cfg, out, probe, run.classes, facts, best.probe.calibration)
+        share = f"{100 * right / sizes['val']:.1f} %"
+        say(f"probe: {right} of {sizes['val']} validation images right ({share}); the model is in {out}")
+    epochs = decisions.once("training", lambda: plan_training(flags, best, cfg, decisions, evaluation_s))["epochs"]
+    choice, tuned = {"correct": {name_of(0.0): right}, "share": 0.0}, scaled
     if epochs:
-        cfg = best.read_training(head, epochs)
+        cfg = best.read_training(out, head, sizes["train"], epochs)
         path = out / f"{TRAINING}.yaml"
         with replacing(path, "w", encoding="utf-8") as file:
             file.write(cfg.dump())
         train(path, flags.nproc)
-        tuned = read_tuned(cfg, probe)
-    untrained = {"correct": {name_of(0.0): right}, "share": 0.0, "calibration": facts["calibration"]}
-    choice = decisions.once("choice", lambda: compare(cfg, probe, tuned) if epochs else untrained)
-    tensors = interpolate(probe, tuned, choice["share"])
-    final = changed(cfg, {"OUT_DIR": str(out), "TEST.SPLIT": "test", "DATA.WORKER_KIND": "thread"})
-    calibration = Calibration(**choice["calibration"])
-    if not choice["share"]:  # the head without the temperature of the probe, which the calibration has
-        scale, own = best.probe.temperature, best.probe
-        tensors = set_head(best.backbone, names, own._replace(weight=scale * own.weight, bias=scale * own.bias))
-        calibration = replace(calibration, temperature=scale * calibration.temperature)
-    write_model(final, tensors, classes, {**facts, **choice})
+        tuned = read_tuned(cfg, scaled)
+    choice = decisions.once("choice", lambda: compare(cfg, scaled, tuned) if epochs else choice)
+    tensors, calibration = probe, best.probe.calibration
+    if choice["share"]:
+        tensors = interpolate(scaled, tuned, choice["share"])
+        calibration = Calibration(**choice["calibration"])
+    final = write_model(cfg, out, tensors, run.classes, {**facts, **choice}, calibration)
     write_features(out / "features.npz", *best.features)
-    write_calibration(out, calibration, tensors)
-    final = changed(final, {"MODEL.WEIGHTS": str(best_path(out))})
     return {**choice, "test": decisions.once("test", lambda: evaluate_weights(final))}
 
 
-def plan_training(best: Candidate, cfg: Config, decisions: Decisions, evaluation_s: float) -> dict[str, Any]:
+def plan_training(
+    flags: Namespace, best: Candidate, cfg: Config, decisions: Decisions, evaluation_s: float
+) -> dict[str, Any]:
     """Return the number of epochs that are given or fit into the minutes, and the measurements behind it.
 
     Of the time so far, what is stored counts, not that of this process: a stop changes no number of epochs.
     """
-    flags, given = best.flags, dict(zip(best.own[::2], best.own[1::2], strict=True)).get("OPTIM.MAX_EPOCH")
+    given = dict(zip(best.own[::2], best.own[1::2], strict=True)).get("OPTIM.MAX_EPOCH")
     if flags.probe_only or given:
         return {"epochs": 0 if flags.probe_only else int(given or 0)}
     epoch_s = in_fresh_process(measure_epoch, cfg)

@@ -169,7 +169,9 @@ def merge_groups(groups: Iterable[Sequence[int]]) -> list[list[int]]:
 # --------------------------------------------------------------------------------- assignment
 
 
-def assign(images: Images, shares: Mapping[str, float], groups: Sequence[Sequence[int]], seed: int) -> list[str]:
+def assign(
+    images: Images, shares: Mapping[str, float], groups: Sequence[Sequence[int]], seed: int, in_all: bool = False
+) -> list[str]:
     """Return the part of each image.
 
     The number of images of each class in each part is its share, rounded up or down, as far as groups allow. Which
@@ -180,8 +182,9 @@ def assign(images: Images, shares: Mapping[str, float], groups: Sequence[Sequenc
         shares: the share of each part; they add up to 1.
         groups: disjoint groups of images that must be in the same part.
         seed: another seed gives another split.
+        in_all: each class has an image in each part, as far as groups allow; else in the part "train".
     """
-    quotas = _class_quotas(Counter(images.labels), shares)
+    quotas = _class_quotas(Counter(images.labels), shares, shares if in_all else [TRAIN])
     keys = [hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest() for name in images.names]
     parts, labels = [""] * len(images.names), images.labels
 
@@ -206,11 +209,13 @@ def assign(images: Images, shares: Mapping[str, float], groups: Sequence[Sequenc
     return parts
 
 
-def _class_quotas(counts: Mapping[int, int], shares: Mapping[str, float]) -> dict[int, dict[str, int]]:
+def _class_quotas(
+    counts: Mapping[int, int], shares: Mapping[str, float], filled: Iterable[str]
+) -> dict[int, dict[str, int]]:
     """Return the number of images of each class for each part, by the largest remainders.
 
     What is rounded off is carried over to the next class, so that the sums over the classes fit too. A class has at
-    least one image in the part "train", if there is one.
+    least one image in the parts `filled`.
     """
     carried, quotas = dict.fromkeys(shares, 0.0), {}
     for label in sorted(counts):
@@ -219,9 +224,10 @@ def _class_quotas(counts: Mapping[int, int], shares: Mapping[str, float]) -> dic
         remainders = {part: exact[part] + carried[part] - quota[part] for part in shares}
         for part in sorted(shares, key=lambda part: -remainders[part])[: counts[label] - sum(quota.values())]:
             quota[part] += 1
-        if not quota.get(TRAIN, 1):
-            quota[max(quota, key=quota.__getitem__)] -= 1
-            quota[TRAIN] = 1
+        for part in filled:
+            if not quota.get(part, 1):
+                quota[max(quota, key=quota.__getitem__)] -= 1
+                quota[part] = 1
         carried = {part: carried[part] + (exact[part] - quota[part]) for part in shares}
         quotas[label] = quota
     return quotas

@@ -29,16 +29,16 @@ from distribuuuu.commands.finetune import (
     choose,
     decisions,
     feature_file,
-    finetune,
     head,
     recipe,
     stages,
+    views,
 )
 from distribuuuu.commands.finetune.archives import unpack
 from distribuuuu.commands.finetune.data import divide, list_sources
 from distribuuuu.commands.main import start_command
-from distribuuuu.commands.scan.splitting import write_split
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config.config_node import changed
 from distribuuuu.inference.linear_probe import fit_cross_validated, fit_temperature
 from distribuuuu.models.freeze import freeze
 
@@ -68,7 +68,7 @@ def here(monkeypatch):
     """Train in this process, and in a fixed mode: the fastest one depends on the load of the machine."""
     monkeypatch.setattr(stages, "train", lambda path, nproc: train_model(load_cfg(str(path))))
     mode = {"MODEL.CHANNELS_LAST": True, "TRAIN.AMP": "none", "speedup": 2.0, "image_s": 0.001}
-    monkeypatch.setattr(stages, "find_fast_mode", lambda run: mode)
+    monkeypatch.setattr(views, "find_fast_mode", lambda run: mode)
     monkeypatch.setattr(feature_file, "CHUNK", 8)
 
 
@@ -219,6 +219,7 @@ def test_errors_are_one_message(make, name, words, message, tmp_path_factory, fi
         make(folder)
     words = words if "--backbone" in words else (*words, "--backbone", finished_run)
     assert run(folder / name, "--out", folder.parent / "out", *words) == 2
+    assert not (folder.parent / "out").exists() or make in (pointers, three_images), "nothing is left"
     printed = capsys.readouterr().err
     assert re.search(message, printed) and printed.count("\n  - ") == 1 and "Traceback" not in printed, printed
 
@@ -299,9 +300,9 @@ def test_a_stop_at_any_stage_changes_nothing(photos, finished_run, tmp_path, her
     expected, out = tmp_path / "expected", tmp_path / "out"
     assert run(photos, "--backbone", finished_run, "--out", expected, *WORDS) == 0
     names = ("split_images", "fit_probe", "write_probe", "set_head", "train", "read_tuned", "compare",
-             "write_calibration", "evaluate_weights", "format_choice")  # fmt: skip
+             "write_model", "evaluate_weights", "format_choice")  # fmt: skip
     places = [(stages, name) for name in names]
-    places.append((feature_file.Journal, "append"))
+    places += [(feature_file.Journal, "append"), (head, "write_calibration")]
     left = {name for _, name in places}
 
     def stopping(name, call):
@@ -374,7 +375,7 @@ def test_a_kill_before_the_measurement_changes_no_epochs(photos, finished_run, t
     monkeypatch.setattr(stages, "in_fresh_process", lambda *args: 2.0)
     monkeypatch.setattr(stages, "train", lambda *args: pytest.fail("enough"))
     epochs = []
-    for stop in (None, "find_head_names"):
+    for stop in (None, "write_probe"):
         out, given = tmp_path / str(stop), (photos, "--backbone", finished_run, "--minutes", 1, *words)
         if stop:
             with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
@@ -473,42 +474,35 @@ def test_embed_writes_parquet(photos, finished_run, tmp_path):
 
 
 @pytest.fixture
-def candidate(photos, finished_run, tmp_path):
-    """A backbone on 12 images, 6 of them for training."""
-    flags = finetune.build_parser().parse_args([str(photos), "--minutes", "1"])
-    flags.out = tmp_path
-    flags.overrides = ["TRAIN.IM_SIZE", "64", "TEST.IM_SIZE", "72"]
-    images, _ = list_sources(photos, [])
-    parts = {"train": [*range(6)], "val": [*range(6, 9)], "test": [*range(9, 12)]}
-    write_split(images, tmp_path / "lists", {f"{part}.csv": own for part, own in parts.items()})
-    return stages.Candidate(flags, images, parts, *backbones.open_backbones([str(finished_run)]).values())
+def plain(finished_run):
+    """A backbone for images of 64 pixels."""
+    backbone = backbones.open_backbones([str(finished_run)])[str(finished_run)]
+    options = {**backbones.backbone_options(backbone), "TRAIN.IM_SIZE": 64, "TEST.IM_SIZE": 72,
+               "RNG_SEED": 0}  # fmt: skip
+    cfg = load_cfg(None, [*stages.as_words(options), "MODEL.NUM_CLASSES", "3"])
+    cfg = changed(cfg, {"DATA.MEAN": (0.5,) * 3, "DATA.STD": (0.5,) * 3})
+    return head.open_backbone(cfg, ("ant", "bee", "cat"), str(finished_run))
 
 
-@each_row("image_s, options, mirrored", [
-    (0.3, {"TEST.IM_SIZE": 108, "TEST.CROP_SIZE": 96}, True), (1.2, {"TEST.IM_SIZE": 108, "TEST.CROP_SIZE": 96}, False),
-    (1.9, {}, True), (2.5, {}, False),
+LARGER = {"TEST.IM_SIZE": 108, "TEST.CROP_SIZE": 96, "TRAIN.IM_SIZE": 96}
+
+
+@each_row("image_s, own, sizes, mirrored", [
+    (0.3, [], LARGER, True), (1.2, [], LARGER, False), (1.9, [], {}, True), (2.5, [], {}, False),
+    (0.001, ["TEST.IM_SIZE", "72"], {}, True),
 ])  # fmt: skip
-def test_views_depend_on_the_time_of_an_image(image_s, options, mirrored, candidate):
-    candidate.own, plain = [], head.open_backbone(candidate.cfg, candidate.images.classes, candidate.name)
-    found = candidate.choose_views(plain, image_s)
-    assert (found["options"], found["mirrored"]) == (options, mirrored)
-    candidate.sizes, candidate.backbone = found["options"], plain
-    is_larger = candidate.read_training(candidate.flags.out / "probe.pth.tar", 1).TRAIN.IM_SIZE == 96
-    assert is_larger == bool(options), "the training has images of the size of the evaluation"
+def test_views_depend_on_the_time_of_an_image(image_s, own, sizes, mirrored, plain, monkeypatch):
+    mode = {"MODEL.CHANNELS_LAST": True, "TRAIN.AMP": "none"}
+    monkeypatch.setattr(views, "find_fast_mode", lambda run: {**mode, "speedup": 2.0, "image_s": image_s})
+    found = views.choose_views(plain, own, num_train=6, num=12, minutes=1)
+    assert (found["options"], found["mirrored"]) == (mode | sizes, mirrored)
 
 
-def test_a_given_size_is_kept(candidate):
-    plain = head.open_backbone(candidate.cfg, candidate.images.classes, candidate.name)
-    found = candidate.choose_views(plain, 0.001)
-    assert (found["options"], found["mirrored"], found["scale"]) == ({}, True, 1.0)
-
-
-def test_features_of_mirrored_images(candidate, tmp_path):
+def test_features_of_mirrored_images(plain, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (72, 72, 3), dtype=np.uint8)
     files = [str(tmp_path / name) for name in ("plain.png", "mirrored.png")]
     for file, one in zip(files, (pixels, pixels[:, ::-1]), strict=True):
         Image.fromarray(one).save(file)
-    plain = head.open_backbone(candidate.cfg, candidate.images.classes, candidate.name)
     bar = contextlib.nullcontext()
     bar.update = lambda count: None
     rows, _ = feature_file.compute_features(plain, [*files, files[0]], tmp_path / "features", 0, bar, mirrored=1)
