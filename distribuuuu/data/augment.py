@@ -4,9 +4,11 @@ Policies and jitter are torchvision's, timm's or big_vision's. They draw from gl
 from the random numbers of the sample. To add an operation, see `AugmentedCrop.operations`.
 """
 
+import contextlib
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +19,15 @@ from distribuuuu.config.derived import Size
 from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.registry import AUGMENTATIONS
 from distribuuuu.data.decode import Box, LazyImage
-from distribuuuu.data.seeding import SampleRNG, seeded_generators
+from distribuuuu.data.seeding import SampleRNG, locked_generators, seeded_generators
 from distribuuuu.data.transforms import Transform, to_uint8
 
 # Least and greatest fraction of the image that an erased rectangle covers; by AUG.ERASING_MODE, its height over its
 # width, as in torchvision and in timm.
 ERASED_AREA = (0.02, 1 / 3)
 ERASED_RATIO = {"const": (0.3, 3.3), "pixel": (0.3, 1 / 0.3)}
+# How often torchvision draws a rectangle until one fits into the image.
+_ATTEMPTS = 10
 ImageOp = Callable[[Image.Image], Image.Image]
 PixelOp = Callable[[torch.Tensor], torch.Tensor]
 
@@ -76,20 +80,37 @@ class AugmentedCrop(Transform):
                 with seeded_generators(policy_seed):
                     pil_image = self.policy(pil_image)
             if self.jitter:
-                with seeded_generators(jitter_seed):
+                with _seeded_torch(jitter_seed):
                     pil_image = self.jitter(pil_image)
             pixels = torch.from_numpy(np.array(pil_image)).permute(2, 0, 1)
         for operation in self.operations:
             with seeded_generators(rng.seed()):
                 pixels = operation(pixels)
         if self.erase:
-            with seeded_generators(erase_seed):
+            with _seeded_torch(erase_seed):
                 pixels = self.erase(pixels)
         return pixels
+
+    @property
+    def only_erases(self) -> bool:
+        """Whether the augmentation is erasing with one color, which needs no loop over the images of a batch."""
+        return (
+            not (self.policy or self.jitter or self.operations)
+            and isinstance(self.erase, Erasing)
+            and self.erase.is_plain
+        )
 
     def at_size(self, size: Size) -> "AugmentedCrop":
         """Return the same transform with an output of another size."""
         return replace(self, crop=self.crop.at_size(size))
+
+
+@contextlib.contextmanager
+def _seeded_torch(seed: int) -> Iterator[None]:
+    """Seed torch's generator alone within the block: to restore those of numpy and random takes ten times as long."""
+    with locked_generators(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 @AUGMENTATIONS.register
@@ -138,19 +159,76 @@ class Erasing:
         if torch.rand(()) >= self.probability:
             return pixels
         image = torch.empty(()).expand(len(self.mean), *pixels.shape[1:])
-        color = None if self.std else list(self.mean)
-        ratio = ERASED_RATIO["pixel" if self.std else "const"]
-        *box, value = RandomErasing.get_params(image, ERASED_AREA, ratio, color)
+        ratio = ERASED_RATIO["const" if self.is_plain else "pixel"]
+        *box, value = RandomErasing.get_params(image, ERASED_AREA, ratio, list(self.mean) if self.is_plain else None)
         if value is image:  # no rectangle fitted into the image
             return pixels
         if self.std:
             mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
             value = mean + std * value
         erased = pixels.clone()
-        Box(*box).crop(erased)[:] = (
-            to_uint8(value * self.one) if self.one == PIXEL_RANGES["uint8"] else value * self.one
-        )
+        Box(*box).crop(erased)[:] = self._to_pixels(value)
         return erased
+
+    def _to_pixels(self, value: torch.Tensor) -> torch.Tensor:
+        return to_uint8(value * self.one) if self.one == PIXEL_RANGES["uint8"] else value * self.one
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the rectangle has one color."""
+        return self.std is None
+
+    @property
+    def color(self) -> torch.Tensor:
+        """The color of the rectangle: (C, 1, 1)."""
+        return self._to_pixels(torch.tensor(self.mean).view(-1, 1, 1))
+
+    def rectangles(self, rng: SampleRNG, height: int, width: int) -> np.ndarray:
+        """Return the rectangles in many images of one size: int64 (4, N), the first row and the one after the last,
+        likewise the columns; empty in images that stay as they are.
+
+        They are those of a call for each image after the same numbers of `rng`, which torchvision draws from
+        generators that are seeded for the image: `torch_words` returns what these would return.
+        """
+        seeds = [rng.uniform() for _ in range(3)][-1] * 2**53  # of the policy, the jitter and the rectangle
+        words = torch_words(seeds.astype(np.uint64), 3 + 2 * _ATTEMPTS)
+        unit = (words & np.uint32(0xFFFFFF)).astype(np.float32) * np.float32(2**-24)
+
+        def uniform(numbers: np.ndarray, low: Any, high: Any) -> np.ndarray:
+            return numbers * (np.float32(high) - np.float32(low)) + np.float32(low)
+
+        areas, ratios = unit[1 : 1 + 2 * _ATTEMPTS : 2], unit[2 : 2 + 2 * _ATTEMPTS : 2]
+        area = height * width * uniform(areas, *ERASED_AREA).astype(np.float64)
+        logarithms = uniform(ratios, *torch.tensor(ERASED_RATIO["const"]).log().tolist())
+        ratio = torch.from_numpy(logarithms).exp().numpy().astype(np.float64)
+        heights, widths = (np.rint(np.sqrt(square)).astype(np.int64) for square in (area * ratio, area / ratio))
+        fits = (heights < height) & (widths < width)
+        attempt, image = fits.argmax(0), np.arange(len(seeds))
+        is_erased = (unit[0] < np.float32(self.probability)) & fits.any(0)
+        rows, columns = heights[attempt, image], widths[attempt, image]
+        down, across = (words[2 * attempt + next_one, image].astype(np.int64) for next_one in (3, 4))
+        top, left = down % (height - rows + 1), across % (width - columns + 1)
+        return np.stack([top, top + rows, left, left + columns]) * is_erased
+
+
+def torch_words(seeds: np.ndarray, num: int) -> np.ndarray:
+    """Return the first numbers of torch's CPU generator after each of some seeds: uint32 (num, N), at most 227.
+
+    It is the Mersenne Twister (Matsumoto and Nishimura, ACM TOMACS 1998); for all seeds at a time.
+    """
+    row = (seeds & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+    rows = [row]
+    for number in range(1, 397 + num):
+        row = (row ^ (row >> 30)) * np.uint32(1812433253) + np.uint32(number)
+        if number <= num or number >= 397:
+            rows.append(row)
+    first, following, far = (np.stack(some) for some in (rows[:num], rows[1 : num + 1], rows[num + 1 :]))
+    joined = (first & np.uint32(0x80000000)) | (following & np.uint32(0x7FFFFFFF))
+    words = far ^ (joined >> 1) ^ ((following & 1) * np.uint32(0x9908B0DF))
+    words ^= words >> 11
+    words ^= (words << 7) & np.uint32(0x9D2C5680)
+    words ^= (words << 15) & np.uint32(0xEFC60000)
+    return words ^ (words >> 18)
 
 
 def build_augmentation(cfg, crop: Transform, mean: Sequence[float], std: Sequence[float]) -> Transform:

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import pad
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.augment import AugmentedCrop
+from distribuuuu.data.augment import AugmentedCrop, Erasing
 from distribuuuu.data.batch import (
     Allocate,
     Batch,
@@ -109,8 +109,8 @@ class DeviceSamples(Samples):
     """Samples of a DeviceDataset, made on the device: the workers' pixels, up to a GPU's rounding when it resizes."""
 
     images: DeviceDataset
-    # The keys of some batches, and what was drawn for them.
-    _drawn: tuple[Any, list[torch.Tensor]] = None, []
+    # The keys of some batches, the color that each view erases with, and what was drawn for the batches.
+    _drawn: tuple[Any, list[Any], list[torch.Tensor]] = None, [], []
 
     @classmethod
     def load(
@@ -119,66 +119,80 @@ class DeviceSamples(Samples):
     ) -> "DeviceSamples":  # fmt: skip
         """Return the samples of a data set; for the other arguments see `Samples`.
 
-        Augmentation runs on the host, where the pixels then are: from the device they would be copied back image by
-        image.
+        Augmentation other than erasing runs on the host, where the pixels then are: from the device they would be
+        copied back image by image.
         """
         stages = transform.stages.values() if isinstance(transform, EpochTransforms) else [transform]
-        is_on_host = any(isinstance(view, AugmentedCrop) for stage in stages for view in stage.views)
+        is_on_host = any(isinstance(split_erasing(view)[0], AugmentedCrop) for stage in stages for view in stage.views)
         device = torch.device("cpu") if is_on_host else device
         decoded = DeviceDataset(images, decoder, device, num_threads, options)
         return cls(decoded, transform, decoder, skip_broken, options, **others)
 
     def make_batch(self, keys: BatchKeys, allocate: Allocate) -> HostBatch:
         """Return the batch of some keys; images of one size are cropped together if the crops allow that."""
-        views, pixels = transform_at(self.transform, keys.rows[0].tolist()).views, self.images.same_size
-        can_batch = all(isinstance(view, PaddedCrop | CenterCrop) for view in views)
+        transform, pixels = transform_at(self.transform, keys.rows[0].tolist()), self.images.same_size
+        views = [split_erasing(view) for view in transform.views]
+        can_batch = all(isinstance(crop, PaddedCrop | CenterCrop) for crop, _ in views)
         if pixels is None or self.keeps_geometry or not can_batch:
             return super().make_batch(keys, allocate)
         if self._drawn[0] is not keys.block:
-            self._drawn = keys.block, draw_crops(views, pixels[:1], keys.block)
-        (index,), *drawn = (part[:, keys.first : keys.first + len(keys)] for part in self._drawn[1])
+            colors = [erase and copy_to_device(erase.color, pixels.device) for _, erase in views]
+            self._drawn = keys.block, colors, draw_crops(views, pixels[:1], keys.block)
+        (index,), *drawn = (part[:, keys.first : keys.first + len(keys)] for part in self._drawn[2])
         images = tuple(
-            crop_batch(view, pixels[index], one).expand(-1, self.options.channels, -1, -1)
-            for view, one in zip(views, drawn, strict=True)
+            crop_batch(crop, pixels[index], one, color).expand(-1, self.options.channels, -1, -1)
+            for (crop, _), one, color in zip(views, drawn, self._drawn[1], strict=True)
         )
         targets = map_leaves(torch.Tensor, lambda target: target[index], self.images.labels)
         return Batch(images if len(images) > 1 else images[0], targets, index), ()
 
 
-def draw_crops(views: Sequence[Transform], pixels: torch.Tensor, keys: np.ndarray) -> list[torch.Tensor]:
-    """Return the images (1, N) of keys (N, 2 to 4), and for the crop of each view (4, N), see `crop_batch`.
+def draw_crops(
+    views: Sequence[tuple[Transform, Erasing | None]], pixels: torch.Tensor, keys: np.ndarray
+) -> list[torch.Tensor]:
+    """Return the images (1, N) of keys (N, 2 to 4), and for each view the rows that `crop_batch` takes.
 
     They are int64 on the device of some pixels of the images, computed on the host and copied in one transfer.
     """
     seeds, indices, *chosen = keys.T.astype(np.uint64)
     parts = [keys[:, 1][None]]
-    for view, rng in zip(views, SampleRNG(seeds, indices, *chosen).split(len(views)), strict=True):
+    for (crop, erase), rng in zip(views, SampleRNG(seeds, indices, *chosen).split(len(views)), strict=True):
         drawn = np.empty((0, len(keys)), np.int64)
-        if isinstance(view, PaddedCrop):
-            flips = (np.broadcast_to(flipped, len(keys)) for flipped in reversed(draw_flips(rng, view)))
-            cover = resized_size("cover", crop_ends(pixels).shape[-2:], view.size)
-            corner = random_padded_corner(rng, *cover, view.size, view.padding)
-            sides = zip(corner, flips, view.shape, strict=True)
+        if isinstance(crop, PaddedCrop):
+            flips = (np.broadcast_to(flipped, len(keys)) for flipped in reversed(draw_flips(rng, crop)))
+            cover = resized_size("cover", crop_ends(pixels).shape[-2:], crop.size)
+            corner = random_padded_corner(rng, *cover, crop.size, crop.padding)
+            sides = zip(corner, flips, crop.shape, strict=True)
             drawn = np.array([
                 part for start, flipped, side in sides for part in (start + flipped * (side - 1), 1 - 2 * flipped)
             ]).astype(np.int64)  # fmt: skip
-        parts.append(drawn)
+        parts.append(np.concatenate([drawn, erase.rectangles(rng, *crop.shape)]) if erase else drawn)
     moved = copy_to_device(torch.from_numpy(np.concatenate(parts)), pixels.device)
     return list(moved.split([len(part) for part in parts]))
 
 
-def crop_batch(crop: Transform, pixels: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+def split_erasing(view: Transform) -> tuple[Transform, Erasing | None]:
+    """Return the crop of a view, and the erasing if that is all that follows and the crop is a `PaddedCrop`."""
+    if isinstance(view, AugmentedCrop) and isinstance(view.crop, PaddedCrop) and view.only_erases:
+        return view.crop, view.erase  # type: ignore[return-value]
+    return view, None
+
+
+def crop_batch(
+    crop: Transform, pixels: torch.Tensor, drawn: torch.Tensor, color: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return uint8 (N, C, height, width) from images of one size; per image the same as from a call of the crop.
 
     `drawn` is int64 (4, N): the first row of a crop and the step to the next one, -1 if it is flipped; the same of its
-    columns. It is empty for a `CenterCrop`.
+    columns. With a color (channels, 1, 1), four more rows are those of `Erasing.rectangles`. It is empty for a
+    `CenterCrop`.
     """
     if isinstance(crop, CenterCrop):
         return crop.crop(pixels)
     assert isinstance(crop, PaddedCrop)
     pixels = resize_to_cover(crop_ends(pixels), crop.size, crop.interpolation)
     height, width = pixels.shape[-2:]
-    top, down, left, across = drawn[..., None]
+    top, down, left, across, *rectangles = drawn[..., None]
     rows, columns = (
         first + step * torch.arange(side, device=pixels.device)
         for first, step, side in zip((top, left), (down, across), crop.shape, strict=True)
@@ -190,4 +204,10 @@ def crop_batch(crop: Transform, pixels: torch.Tensor, drawn: torch.Tensor) -> to
     # index (N, 1, 1), rows (N, height, 1) and columns (N, 1, width) together select (N, height, width) pixels, each
     # of C adjacent values.
     index = torch.arange(len(pixels), device=pixels.device)[:, None, None]
-    return padded.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+    images = padded.permute(0, 2, 3, 1)[index, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+    if color is None:
+        return images
+    first, end, left, right = rectangles
+    rows, columns = (torch.arange(side, device=pixels.device) for side in crop.shape)
+    is_erased = ((first <= rows) & (rows < end))[:, :, None] & ((left <= columns) & (columns < right))[:, None]
+    return torch.where(is_erased[:, None], color, images)

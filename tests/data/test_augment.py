@@ -111,6 +111,18 @@ def test_erasing_hits_its_share_of_images_with_boxes_of_torchvisions_shapes():
     assert 250 <= len(areas) <= 350 and 0.015 < min(areas) < 0.05 and 0.28 < max(areas) < 0.35
 
 
+@pytest.mark.parametrize("shape", [(32, 32), (224, 160), (3, 5)])
+def test_rectangles_of_many_images_are_those_that_torchvision_draws_for_each(shape):
+    erase, image = Erasing(0.5, MEAN), torch.zeros(3, *shape, dtype=torch.uint8)
+    seeds, index = np.full(500, 2, np.uint64), np.arange(500, dtype=np.uint64)
+    boxes = erase.rectangles(SampleRNG(seeds, index), *shape).T.tolist()
+    for number, (top, bottom, left, right) in enumerate(boxes):
+        expected = torch.zeros_like(image)
+        expected[:, top:bottom, left:right] = erase.color
+        assert torch.equal(AugmentedCrop(lambda *_: image, erase=erase)(None, SampleRNG(2, number)), expected)
+    assert 200 < sum(box != [0] * 4 for box in boxes) < 300 or shape == (3, 5)
+
+
 def test_the_policy_comes_first_then_the_others_and_each_draws_the_same_whatever_they_are():
     steps = []
 

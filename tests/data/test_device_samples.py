@@ -50,11 +50,11 @@ def pixel_set(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("crop", ["pad", "resized"])
-def test_a_set_on_the_device_gives_the_batches_of_workers(small_cfg, pixel_set, crop):
+@pytest.mark.parametrize("crop, more", [("pad", ()), ("resized", ()), ("pad", ("AUG.ERASING", 0.7))])
+def test_a_set_on_the_device_gives_the_batches_of_workers(small_cfg, pixel_set, crop, more):
     for train_size, resize_to, test_crop in ((20, 20, 20), (16, 30, 24)):
         words = ("MODEL.DUMMY_INPUT", True, "DATA.CROP", crop, "TRAIN.IM_SIZE", train_size, "TEST.IM_SIZE", resize_to,
-                 "TEST.CROP_SIZE", test_crop, "TRAIN.BATCH_SIZE", 6, "TEST.BATCH_SIZE", 7)  # fmt: skip
+                 "TEST.CROP_SIZE", test_crop, "TRAIN.BATCH_SIZE", 6, "TEST.BATCH_SIZE", 7, *more)  # fmt: skip
         for train in (True, False):
             host = batches_of(small_cfg(*words), train)
             assert_same_batches(batches_of(small_cfg(*words, "DATA.LOADER", "device"), train), host)
@@ -65,7 +65,7 @@ def test_a_set_on_the_device_gives_the_batches_of_workers(small_cfg, pixel_set, 
 def test_a_batch_costs_the_host_as_many_calls_at_any_size(small_cfg, pixel_set, num_views, monkeypatch):
     task = own_task(monkeypatch, views=lambda cfg, loader: [{}] * num_views)
     words = ("MODEL.DUMMY_INPUT", True, "DATA.CROP", "pad", "TRAIN.IM_SIZE", 8, "DATA.LOADER", "device",
-             "DATA.FLIP_MODE", "alternating", "DATA.VFLIP", 0.5, *task)  # fmt: skip
+             "DATA.FLIP_MODE", "alternating", "DATA.VFLIP", 0.5, "AUG.ERASING", 0.5, *task)  # fmt: skip
     counts = []
     for size in (10, 500):
         batches = build_loader(small_cfg(*words, "TRAIN.BATCH_SIZE", size), ALONE, CPU, True).batches_from(5, 1, 0)
@@ -74,7 +74,7 @@ def test_a_batch_costs_the_host_as_many_calls_at_any_size(small_cfg, pixel_set, 
     assert counts[0] == counts[1] <= 300
 
 
-@pytest.mark.parametrize("words", [(), ("AUG.OPERATIONS", ["grayscale"])])
+@pytest.mark.parametrize("words", [("AUG.ERASING_MODE", "pixel"), ("AUG.OPERATIONS", ["grayscale"])])
 def test_the_augmentation_of_a_set_on_the_device_runs_on_the_host(small_cfg, words):
     words = ("DATA.CROP", "pad", "AUG.ERASING", 0.5, *words)
     loader = build_loader(small_cfg(*words, "DATA.LOADER", "device"), ALONE, torch.device("meta"), train=True)
