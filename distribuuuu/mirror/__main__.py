@@ -1,11 +1,9 @@
-"""The child process of a mirrored run: `python -m distribuuuu.mirror FOLDER train|restore|fetch [NAME]`.
+"""The child process of a mirrored run: `python -m distribuuuu.mirror FOLDER`, or `FOLDER WANTED` for `Mirror.fetch`.
 
-It writes a JSON line when the folder is restored, and another one at the end, which a line in its input requests.
+It answers when the folder is restored, and at the end of a run, which a line in its input requests.
 """
 
-import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -13,22 +11,15 @@ from pathlib import Path
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import url_of
-from distribuuuu.data.packed.store import RemoteError, limit_memory
+from distribuuuu.data.packed.store import RemoteError, set_up_child, write_answer
 from distribuuuu.files.atomic_file import open_for_writing
 from distribuuuu.files.locks import lock_file, take_turn
-from distribuuuu.launch.processes import die_with_parent, has_lost_launcher
-from distribuuuu.launch.signals import ignore_signals
 from distribuuuu.mirror.states import MirrorError, StateLog
 from distribuuuu.mirror.sync import PRIVATE, Mirror
 
-# Seconds between two scans of the folder; of the longest pause after a failure; between two warnings; and of waiting
-# for the child of a training that has just ended.
-SCAN_S, LONGEST_PAUSE_S, WARN_S, LOCK_S = 1.0, 20.0, 30.0, 10.0
-
-
-def say(problem: str = "", **content: int) -> None:
-    """Write a line to the run."""
-    print(json.dumps({"problem": problem, **content}), flush=True)
+# Seconds between two scans of the folder; after a failure, also at the end; and of waiting for the child of a training
+# that has just ended.
+SCAN_S, PAUSE_S, END_PAUSE_S, LOCK_S = 1.0, 20.0, 2.0, 10.0
 
 
 def listen(log: StateLog, end: threading.Event) -> None:
@@ -40,60 +31,47 @@ def listen(log: StateLog, end: threading.Event) -> None:
     end.set()
     while time.monotonic() < min(begin + most_s, max(begin, log.moved_at) + idle_s):
         time.sleep(0.2)
-    say("the store does not answer in time")
+    write_answer(problem="the store does not answer in time")
     os._exit(1)
 
 
 def work(mirror: Mirror, end: threading.Event) -> None:
     """Upload changes until the end is requested and everything is there, or another run has taken over."""
-    pause_s, warned_at = SCAN_S, float("-inf")
     while True:
-        is_last = end.is_set()
+        is_last, pause_s = end.is_set(), SCAN_S
         try:
             mirror.upload_changes(is_last)
-            pause_s = SCAN_S
             if is_last:
                 entries = mirror.newest.files.values()
-                return say(files=len(entries), bytes=sum(entry.size for entry in entries))
+                return write_answer(problem="", files=len(entries), bytes=sum(entry.size for entry in entries))
         except MirrorError as error:
             mirror.warn(f"{error}; nothing more is uploaded")
             end.wait()
-            return say(str(error))
+            return write_answer(problem=str(error))
         except (OSError, ConfigError) as error:
-            pause_s = 2.0 if is_last else min(2 * pause_s, LONGEST_PAUSE_S)
-            if time.monotonic() - warned_at >= WARN_S:
-                warned_at = time.monotonic()
-                mirror.warn(f"{error}; the run is not affected, and it is tried again")
+            pause_s = END_PAUSE_S if is_last else PAUSE_S
+            mirror.warn(f"{error}; the run is not affected, and it is tried again")
         time.sleep(pause_s) if is_last else end.wait(pause_s)
 
 
-def prepare(mirror: Mirror, mode: str, name: str) -> str:
-    """Restore the folder, or what a command reads of it; return why that failed, or ""."""
-    try:
-        mirror.fetch(name) if mode == "fetch" else mirror.reconcile(creates=mode == "train")
-    except (MirrorError, RemoteError) as error:
-        return str(error)
-    except OSError as error:
-        return f"{mirror.log.url} cannot be reached: {error}; fix: check the network and the URL"
-    return ""
-
-
-def main(folder: Path, mode: str, name: str = "") -> None:
-    """Serve one run."""
-    ignore_signals()
-    limit_memory()
-    die_with_parent(signal.SIGKILL)
-    if has_lost_launcher():
-        return
-    mirror, end, problem = Mirror(folder, url_of(folder) or ""), threading.Event(), ""
+def main(folder: Path, *wanted: str) -> None:
+    """Mirror a run to its end or, with an argument, fetch what a command reads of it."""
+    set_up_child()
+    mirror, problem = Mirror(folder, url_of(folder) or ""), ""
     with open_for_writing(folder / PRIVATE / "lock", "ab") as lock:
         with take_turn(folder / PRIVATE / "restore"):  # each process of a training restores the folder first
-            if lock_file(lock.fileno(), LOCK_S if mode == "train" else 0.0):
-                problem = prepare(mirror, mode, name)
-            elif mode == "train":  # other modes use its files, which are the newest ones
+            if lock_file(lock.fileno(), 0.0 if wanted else LOCK_S):
+                try:
+                    mirror.fetch(*wanted) if wanted else mirror.reconcile()
+                except (MirrorError, RemoteError) as error:
+                    problem = str(error)
+                except OSError as error:
+                    problem = f"{mirror.log.url} cannot be reached: {error}; fix: check the network and the URL"
+            elif not wanted:  # others use its files, which are the newest ones
                 problem = f"{folder} is in use by another training of this machine; fix: wait for its end"
-        say(problem)
-        if not problem and mode == "train":
+        write_answer(problem=problem)
+        if not problem and not wanted:
+            end = threading.Event()
             threading.Thread(target=listen, args=(mirror.log, end), daemon=True).start()
             work(mirror, end)
 

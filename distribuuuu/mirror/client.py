@@ -1,7 +1,6 @@
 """The run's side of its mirror: a child process that uploads, so that the training has no thread and no connection."""
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,8 @@ from typing import Any
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import CHECKPOINTS, LOCK, url_of
-from distribuuuu.data.packed.store import start_python
+from distribuuuu.data.packed.store import read_answer, start_python
+from distribuuuu.mirror.states import is_mirrored
 
 # Seconds without progress after which the end of a run no longer waits, and seconds of a run that is stopped in all.
 NO_PROGRESS_S, STOP_S = 600.0, 20.0
@@ -53,8 +53,8 @@ class MirrorClient:
 
     def _start_child(self) -> str:
         """Return why the run cannot start, or ""."""
-        process = _start(self._folder, "train")
-        if problem := _read_answer(process)["problem"]:
+        process = _start(self._folder)
+        if problem := read_answer(process)["problem"]:
             process.wait()
         else:
             self._process = process
@@ -68,7 +68,7 @@ class MirrorClient:
             return
         with contextlib.suppress(OSError):
             process.stdin.write(f"{NO_PROGRESS_S} {STOP_S if kind else 'inf'}\n".encode())  # type: ignore[union-attr]
-        answer = _read_answer(process)
+        answer = read_answer(process)
         process.kill()
         process.wait()
         if not answer["problem"]:
@@ -96,30 +96,25 @@ def is_shared(out_dir: str | os.PathLike) -> bool:
 
 def restore(folder: str | os.PathLike) -> None:
     """Download the run at the URL of a folder unless the folder is as new; raise ConfigError if that fails."""
-    if problem := _run(Path(folder), "restore"):
-        raise ConfigError(f"OUT_DIR: {problem}")
+    _fetch(Path(folder), f"{CHECKPOINTS}/", "OUT_DIR")
 
 
 def fetch(path: Path) -> str:
     """Download the run of a path of `local_folder`, or of a checkpoint or weights below it; return the local path."""
     folder = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent if ".pth" in path.name else path
-    if problem := _run(folder, "fetch", *([path.relative_to(folder).as_posix()] if path != folder else [])):
-        raise ConfigError(f"RUN: {problem}")
+    _fetch(folder, path.relative_to(folder).as_posix(), "RUN")
+    if not any(map(is_mirrored, os.listdir(folder))) or not path.exists():
+        raise ConfigError(f"RUN: {url_of(path)}: there is no such run or file; fix: check the URL")
     print(f"{url_of(folder)}: the local copy is {path}", file=sys.stderr)
     return str(path)
 
 
-def _start(folder: Path, *words: str) -> subprocess.Popen:
-    return start_python("-m", __package__, str(folder), *words)
+def _fetch(folder: Path, wanted: str, key: str) -> None:
+    """Download a run but its checkpoints, and those whose names begin with a text; raise ConfigError for the key."""
+    with _start(folder, wanted) as process:
+        if problem := read_answer(process)["problem"]:
+            raise ConfigError(f"{key}: {problem}")
 
 
-def _run(folder: Path, *words: str) -> str:
-    """Run the child process to its end; return the problem, or ""."""
-    with _start(folder, *words) as process:
-        return _read_answer(process)["problem"]
-
-
-def _read_answer(process: subprocess.Popen) -> dict[str, Any]:
-    assert process.stdout, "it is a pipe"
-    line = process.stdout.readline()
-    return json.loads(line) if line else {"problem": "the process of the mirror has ended"}
+def _start(folder: Path, *wanted: str) -> subprocess.Popen:
+    return start_python("-m", __package__, str(folder), *wanted)

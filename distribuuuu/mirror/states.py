@@ -19,7 +19,15 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
 from distribuuuu.config.run_files import is_run_file
-from distribuuuu.data.packed.store import MissingObjectError, RemoteError, explain, open_store, read_range
+from distribuuuu.data.packed.store import (
+    PART,
+    LostObjectError,
+    RemoteError,
+    explain,
+    open_store,
+    read_parts,
+    read_range,
+)
 from distribuuuu.files.untrusted import InvalidFileError, parse_json, untrusted
 
 STATES, OBJECTS = "states", "objects"
@@ -27,8 +35,8 @@ STATES, OBJECTS = "states", "objects"
 KEPT_STATES, UNNAMED = 3, datetime.timedelta(days=1)
 # Limits of a state: its bytes, files, levels of folders, and the bytes of a file; and of a list: answers of a server.
 MAX_STATE, MAX_FILES, MAX_LEVELS, MAX_SIZE, MAX_PAGES = 1 << 22, 10_000, 5, 1 << 44, 20_000
-# Bytes of a part, which is held in memory; a multipart upload has at most 5,000 parts here (S3: 10,000).
-PART = 1 << 23
+# Parts of a multipart upload at most (S3: 10,000).
+MAX_PARTS = 5000
 # Seconds after which a request has failed, and of failures after which no other attempt begins.
 REQUEST_S, RETRY_S = 60.0, 30.0
 _PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+=@%-]{0,199}")
@@ -56,7 +64,7 @@ class State(NamedTuple):
 
 
 class MirrorError(Exception):
-    """An object or a state is damaged, or another run has written to the URL; trying again does not help."""
+    """A state is damaged, or another run has written to the URL; trying again does not help."""
 
 
 def is_mirrored(name: str) -> bool:
@@ -98,8 +106,6 @@ class StateLog:
         """Return the result of a function of the store of obstore."""
         try:
             return function(open_store(self.url, REQUEST_S, RETRY_S))
-        except RemoteError:
-            raise
         except Exception as error:
             raise explain(error, f"{self.url}/{name}") from error
 
@@ -107,7 +113,7 @@ class StateLog:
         """Return what the group of a pattern matches in the names of a folder, with the times of the objects."""
         try:
             pages = self._call(folder, lambda store: [*itertools.islice(store.list(folder), MAX_PAGES)])
-        except MissingObjectError as error:
+        except LostObjectError as error:
             raise RemoteError(f"{self.url}: the bucket does not exist; fix: create it, or check the URL") from error
         names = [(meta["path"].rpartition("/")[2], meta["last_modified"]) for page in pages for meta in page]
         return {found[1]: time for name, time in names if (found := re.fullmatch(pattern, name))}
@@ -124,7 +130,7 @@ class StateLog:
                 if part.size > MAX_STATE:
                     raise ValueError(f"it has {part.size:,} bytes, more than {MAX_STATE:,}")
                 return parse_state(number, part.data)
-        except MissingObjectError:
+        except LostObjectError:
             return None
         except InvalidFileError as error:
             fix = f"delete {name} to use the state before it, or set another OUT_DIR"
@@ -157,7 +163,7 @@ class StateLog:
 
     def upload(self, file: IO[bytes], entry: Entry) -> None:
         """Upload the beginning of an open file; OSError is raised if it has changed meanwhile."""
-        name, part, hashed = f"{OBJECTS}/{entry.sha256}", max(PART, entry.size // 5000), hashlib.sha256()
+        name, part, hashed = f"{OBJECTS}/{entry.sha256}", max(PART, entry.size // MAX_PARTS), hashlib.sha256()
 
         def parts() -> Iterator[bytes]:
             for start in range(0, entry.size, part):
@@ -173,20 +179,13 @@ class StateLog:
             raise OSError(f"{file.name} has changed during its upload")
 
     def download(self, entry: Entry, write: Callable[[bytes], Any]) -> None:
-        """Read an object in parts and pass each to `write`; MirrorError is raised if it is not what it should be."""
+        """Read an object in parts and pass each to `write`; raise LostObjectError if it is not what it should be."""
         name, hashed = f"{OBJECTS}/{entry.sha256}", hashlib.sha256()
-        for start in range(0, entry.size, PART):
-            try:
-                end = min(start + PART, entry.size)
-                part = read_range(self.url, name, start, end, REQUEST_S, RETRY_S)
-            except MissingObjectError as error:
-                raise MirrorError("its object is missing") from error
-            if part.size != entry.size:
-                raise MirrorError(f"its object has {part.size:,} bytes, expected {entry.size:,}")
-            hashed.update(part.data)
-            write(part.data)
+        for data in read_parts(self.url, name, entry.size, REQUEST_S, RETRY_S):
+            hashed.update(data)
+            write(data)
         if hashed.hexdigest() != entry.sha256:
-            raise MirrorError("its object has another content")
+            raise LostObjectError(f"{self.url}/{name}: it has another content")
 
     def prune(self, newest: State) -> None:
         """Delete the states before the last KEPT_STATES, and the objects that only they name, or none since a day."""

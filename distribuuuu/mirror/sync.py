@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import IO
 
 from distribuuuu.config.run_files import CHECKPOINTS, TRAIN_LOG
-from distribuuuu.files.atomic_file import open_for_writing, replacing
+from distribuuuu.data.packed.store import LostObjectError
+from distribuuuu.files.atomic_file import make_folder, open_for_writing, replacing
 from distribuuuu.files.untrusted import printable
 from distribuuuu.mirror.states import Entry, MirrorError, State, StateLog, is_mirrored
 
@@ -45,54 +46,38 @@ class Mirror:
         with contextlib.suppress(OSError), open_for_writing(self.folder / TRAIN_LOG, "a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%m-%d %H:%M:%S')} {text}")
 
-    def reconcile(self, creates: bool = True) -> None:
-        """Restore the folder unless its newest checkpoint is as new as that of the mirror, or newer.
+    def reconcile(self) -> None:
+        """Restore the folder unless its newest checkpoint is as new as that of the store, or newer.
 
-        With `creates`, the first state of a mirror is created.
+        The first state has no files: a first upload that is killed is known by it.
 
         Raises:
             MirrorError: the newest state is damaged, or the store does not keep its promises.
         """
-        if (found := self.log.find_newest()) is None:
-            if creates:
-                self._create_first()
-            return
-        self.newest, self._stored = found, found.objects
-        if found.files and not self._is_as_new_as(found):
-            self.restore(found)
-        self._note_whole()
-
-    def _create_first(self) -> None:
-        """Create a state without files: a first upload that is killed is known by it."""
-        self._note_whole()
-        self._append({})
-        if self.log.create(self.newest._replace(id="")) != self.newest:
-            problem = "the store replaces objects that it should only create"
-            raise MirrorError(f"{self.log.url}: {problem}; fix: use a store with conditional writes")
-
-    def _note_whole(self) -> None:
-        """Write the identifier of a folder that has none."""
+        if found := self.log.find_newest():
+            self.newest, self._stored = found, found.objects
+            if found.files and not self._is_as_new_as(found):
+                self.restore(found)
         if not self.id:
             self.id = os.urandom(32).hex()
             with replacing(self._file, "w") as file:
                 file.write(self.id)
+        if not found:
+            self._append({})
+            if self.log.create(self.newest._replace(id="")) != self.newest:
+                problem = "the store replaces objects that it should only create"
+                raise MirrorError(f"{self.log.url}: {problem}; fix: use a store with conditional writes")
 
     def _is_as_new_as(self, state: State) -> bool:
         """Tell whether the folder is whole, and its newest checkpoint as new as that of a state, or newer."""
         own = find_newest(self.list_files())
         return bool(self.id and own) and _position(own) >= _position(find_newest(state.files))
 
-    def fetch(self, name: str) -> None:
-        """Download what the commands need: all but checkpoints, and the file of a name."""
+    def fetch(self, wanted: str) -> None:
+        """Restore all but the checkpoints, and those whose names begin with a text, unless the folder is as new."""
         state = self.log.find_newest()
-        if state is None or not state.files:
-            raise MirrorError(f"{self.log.url}: no run is there; fix: check the URL")
-        if name and name not in state.files:
-            raise MirrorError(f"{self.log.url}/{name}: no such file; it has {', '.join(state.files)[:400]}")
-        if not self._is_as_new_as(state):
-            self.restore(state, lambda other: other == name or not is_checkpoint(other))
-        elif name and not (self.folder / name).exists():
-            self._download(name, state.files[name])
+        if state and not self._is_as_new_as(state):
+            self.restore(state, lambda name: not is_checkpoint(name) or bool(wanted) and name.startswith(wanted))
 
     def restore(self, state: State, is_wanted: Callable[[str], bool] = lambda name: True) -> None:
         """Download the files of a state. Damaged ones are skipped with a warning.
@@ -112,14 +97,12 @@ class Mirror:
     def _download(self, name: str, entry: Entry) -> bool:
         """Download a file unless it is there; return False after a warning if it is damaged."""
         path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            if not path.resolve().is_relative_to(self.folder.resolve()):
-                raise MirrorError("its folder is a link")
+            make_folder(self.folder, *Path(name).parent.parts)
             if not path.is_file() or path.stat().st_size != entry.size or self._entry(name) != entry:
                 with replacing(path) as file:
                     self.log.download(entry, file.write)
-        except MirrorError as error:
+        except LostObjectError as error:
             self.warn(f"{name} is damaged in the mirror and was skipped: {error}")
             return False
         return True
@@ -140,29 +123,21 @@ class Mirror:
             MirrorError: another machine has created this state.
             OSError, RemoteError: the store cannot be written to.
         """
-        names, before = self.list_files(), self.newest.files
+        names, before, files = self.list_files(), self.newest.files, dict[str, Entry]()
         is_new = {*filter(is_checkpoint, names)} != {*filter(is_checkpoint, before)}
         if not (is_new or is_last or time.monotonic() - self._uploaded_at >= EVERY_S):
             return False
-        files = self._upload(names)
-        self._uploaded_at = time.monotonic()
-        if files == before:
-            return False
-        self._append(files)
-        return True
-
-    def _upload(self, names: Iterable[str]) -> dict[str, Entry]:
-        """Upload the files that the store lacks; return the content of all that exist."""
-        found = {}
         for name in names:
             # Open, its content remains although the run replaces or deletes it.
             with contextlib.suppress(FileNotFoundError), open(self.folder / name, "rb") as file:
-                entry = self._entry(name, file)
+                files[name] = entry = self._entry(name, file)
                 if entry.sha256 not in self._stored:
                     self.log.upload(file, entry)
                     self._stored.add(entry.sha256)
-                found[name] = entry
-        return found
+        self._uploaded_at = time.monotonic()
+        if files != before:
+            self._append(files)
+        return files != before
 
     def _entry(self, name: str, file: IO[bytes] | None = None) -> Entry:
         """Return the hash of a file, which is computed again if it has changed."""

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -214,8 +213,6 @@ def test_a_folder_that_was_restored_in_part_is_not_uploaded(one, tmp_path, monke
             mirror_of(folder, tmp_path / "store").restore(one.newest)
     mirror_of(folder, tmp_path / "store").reconcile()
     assert read(folder) == FILES
-    with pytest.raises(MirrorError, match=r"best_ema.pth.tar: no such file; it has checkpoints"):
-        mirror_of(folder, tmp_path / "store").fetch("best_ema.pth.tar")
 
 
 def test_a_listing_that_lacks_the_newest_state_is_not_believed(one, tmp_path, monkeypatch):
@@ -294,14 +291,22 @@ def test_a_url_of_a_wrong_form_is_refused(word):
     assert "secret" not in str(error.value) and local_folder(word) == word
 
 
-def test_a_failing_store_is_a_warning_every_30_seconds(tmp_path, monkeypatch, capsys):
+def test_a_command_names_a_run_or_file_that_is_not_there(one, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = f"file://{tmp_path}/store"
+    assert local_run(f"{url}/best.pth.tar") == f"{local_folder(url)}/best.pth.tar"
+    for missing in (f"{url}/best_ema.pth.tar", f"{url}/checkpoints/ckpt_ep_009.pth.tar", f"file://{tmp_path}/no"):
+        with pytest.raises(ConfigError, match=f"RUN: {missing}: there is no such run or file; fix: check the URL"):
+            local_run(missing)
+
+
+def test_a_failing_store_is_a_warning(tmp_path, monkeypatch, capsys):
     mirror, clock = mirror_of(tmp_path, tmp_path / "store"), [0.0]
 
     class End:
-        is_set = staticmethod(lambda: clock[0] > 45)
-        wait = staticmethod(lambda s: clock.__setitem__(0, clock[0] + s))
+        is_set = staticmethod(lambda: clock[0] > 2 * child.PAUSE_S)
+        wait = staticmethod(lambda s: clock.__setitem__(0, clock[0] + s + 1))
 
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(mirror, "upload_changes", lambda is_last: is_last or open(tmp_path / "down"))
     child.work(mirror, End())
     said = capsys.readouterr()

@@ -24,17 +24,25 @@ from tqdm import tqdm
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.data.datasets.array_file import Arrays, checksum_of
 from distribuuuu.data.packed.format import FOREIGN_SHARD, HEADER_SIZE, INDEX, Meta, read_index_file, shard_header
-from distribuuuu.data.packed.store import READABLE, RemoteError, limit_memory, read_range, start_python
+from distribuuuu.data.packed.store import (
+    READABLE,
+    RemoteError,
+    UnreachableError,
+    read_answer,
+    read_parts,
+    read_range,
+    set_up_child,
+    start_python,
+    write_answer,
+)
 from distribuuuu.files.atomic_file import remove_temporary_files, replacing
 from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.locks import take_turn
 from distribuuuu.files.untrusted import printable
-from distribuuuu.launch.processes import die_with_parent, has_lost_launcher
-from distribuuuu.launch.signals import ignore_signals
 
-# Files that are copied at the same time, bytes of a request, and its seconds; also in the checks before a start, with
-# the seconds of failures that they wait. Seconds to wait for another process that copies.
-NUM_THREADS, PART, REQUEST_S, CHECK_S, LONGEST_COPY_S = 4, 8 << 20, 60.0, (20.0, 1.5), 86_400.0
+# Files that are copied at the same time, and the seconds of a request; also in the checks before a start, with the
+# seconds of failures that they wait. Seconds to wait for another process that copies.
+NUM_THREADS, REQUEST_S, CHECK_S, LONGEST_COPY_S = 4, 60.0, (20.0, 1.5), 86_400.0
 # Attempts after which wrong bytes are not an accident of the network.
 MAX_WRONG = 4
 
@@ -53,15 +61,16 @@ def copy_pack(url: str, cache_dir: str, cache_gb: float, timeout_s: float, only_
     try:
         # One process of a machine copies; the others find the files.
         with take_turn(folder / hashlib.sha256(url.encode()).hexdigest()[:32], LONGEST_COPY_S):
-            process = start_python("-m", __name__, json.dumps([url, str(folder), cache_gb, *limits, only_index]))
-            with process:
-                answer = json.loads(process.stdout.read() or "{}")  # type: ignore[union-attr]  # it is a pipe
+            words = json.dumps([url, str(folder), cache_gb, *limits, only_index])
+            with start_python("-m", __name__, words) as process:
+                answer = read_answer(process)
     except OSError as error:
         answer = {"key": "DATA.CACHE_DIR", "problem": _explain_disk(folder, error.strerror)}
     if "folder" in answer:
         return Path(answer["folder"])
-    problem = answer.get("problem") or f"{url}: the process that reads it has ended; fix: start the run again"
-    raise ConfigError(Problem(answer["key"], problem)) if answer.get("key") else RemoteError(problem)
+    if answer.get("key"):
+        raise ConfigError(Problem(answer["key"], answer["problem"]))
+    raise RemoteError(answer["problem"] if "key" in answer else f"{url}: {answer['problem']}")
 
 
 def _explain_disk(folder: Path | str, reason: str | None) -> str:
@@ -70,18 +79,16 @@ def _explain_disk(folder: Path | str, reason: str | None) -> str:
 
 def main(url: str, root: str, cache_gb: float, request_s: float, retry_s: float, only_index: bool) -> None:
     """Copy a pack, and write its folder or the problem to standard output as JSON: the child process."""
-    ignore_signals()
-    limit_memory()
-    die_with_parent()
-    if has_lost_launcher():
-        return
+    set_up_child()
     try:
-        answer: dict[str, str] = {"folder": str(Copy(url, Path(root), cache_gb, request_s, retry_s).make(only_index))}
+        write_answer(folder=str(Copy(url, Path(root), cache_gb, request_s, retry_s).make(only_index)))
     except ConfigError as error:
-        answer = {"key": str(error.problems[0].key or ""), "problem": error.problems[0].message}
+        write_answer(key=str(error.problems[0].key or ""), problem=error.problems[0].message)
+    except UnreachableError as error:
+        fix = "check the URL and the network, or raise DATA.TIMEOUT_S"
+        write_answer(key="", problem=f"{url} cannot be read: {error}; fix: {fix}")
     except OSError as error:
-        answer = {"key": "DATA.CACHE_DIR", "problem": _explain_disk(root, error.strerror)}
-    print(json.dumps(answer), flush=True)
+        write_answer(key="DATA.CACHE_DIR", problem=_explain_disk(root, error.strerror))
     os._exit(0)  # not waiting for requests that hang
 
 
@@ -97,7 +104,7 @@ class Copy:
 
     def make(self, only_index: bool) -> Path:
         """Copy the files that are missing; return the folder; errors as of `copy_pack`, or OSError of the disk."""
-        _, size, version = self._read(INDEX, 0, HEADER_SIZE)
+        _, size, version = read_range(self.url, INDEX, 0, HEADER_SIZE, *self._limits)
         self.folder = self.root / hashlib.sha256(f"{self.url} {version} {size}".encode()).hexdigest()[:32]
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_temporary_files(self.folder)  # of killed processes
@@ -130,23 +137,12 @@ class Copy:
             sizes = f"{needed / 1e9:,.1f} GB are needed for {self.url}, and {free / 1e9:,.1f} GB are free"
             raise ConfigError(Problem("DATA.CACHE_DIR", _explain_disk(self.folder, sizes)))
 
-    def _read(self, name: str, start: int, end: int) -> tuple[bytes, int, str]:
-        try:
-            return read_range(self.url, name, start, end, *self._limits)
-        except OSError as error:
-            fix = "check the URL and the network, or raise DATA.TIMEOUT_S"
-            raise RemoteError(f"{self.url}/{name} cannot be read: {error}; fix: {fix}") from error
-
     def _download(self, name: str, size: int, find_problem: Callable[[Path], str]) -> None:
         """Copy an object of `size` bytes to a file in which nothing is wrong."""
         url, problem = f"{self.url}/{name}", ""
         for _ in range(MAX_WRONG):
             with contextlib.suppress(_WrongBytesError), replacing(self.folder / name) as file:
-                for start in range(0, size, PART):
-                    data, found, _ = self._read(name, start, min(start + PART, size))
-                    if found != size:
-                        sizes = f"it has {found:,} bytes, expected {size:,}: it was truncated or replaced"
-                        raise RemoteError(f"{url}: {sizes}; fix: restore it, or upload it again")
+                for data in read_parts(self.url, name, size, *self._limits):
                     file.write(data)
                 file.flush()
                 if problem := "the answer is cut" if file.tell() < size else find_problem(Path(file.name)):

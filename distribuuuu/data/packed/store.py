@@ -6,11 +6,13 @@ child processes with limited memory: its threads do not survive a fork, and it r
 
 import datetime
 import functools
+import json
 import os
 import re
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -18,7 +20,8 @@ from urllib.parse import unquote, urlsplit
 import distribuuuu
 from distribuuuu.config.errors import DataError
 from distribuuuu.files.untrusted import printable
-from distribuuuu.launch.processes import start_child
+from distribuuuu.launch.processes import die_with_parent, has_lost_launcher, start_child
+from distribuuuu.launch.signals import ignore_signals
 
 READABLE = ("https", "http", "s3", "gs", "az", "hf")
 # Seconds without a byte after which a connection counts as cut.
@@ -26,8 +29,8 @@ STALL_S = 30.0
 # Seconds of the first pause between two attempts, which are random numbers that grow, and of the longest one.
 RETRY_PAUSES_S = 0.1, 10.0
 MAX_RETRIES = 1000
-# Bytes of memory of a process that uses obstore.
-MAX_MEMORY = 8 << 30
+# Bytes of memory of a process that uses obstore, and of a part of an object.
+MAX_MEMORY, PART = 8 << 30, 8 << 20
 # What retries cannot help: patterns of an error of obstore, its name with the status of the answer or its text.
 _MISSING = "no such object; fix: check the URL"
 _PERMANENT = {
@@ -44,8 +47,12 @@ class RemoteError(DataError):
     """Remote data that cannot be read, or is not what it was; the message names the URL."""
 
 
-class MissingObjectError(RemoteError):
-    """An object that does not exist in its object store."""
+class LostObjectError(RemoteError):
+    """An object that does not exist in its store, or has another content than it should have."""
+
+
+class UnreachableError(OSError):
+    """A store that does not answer, or asks for later attempts."""
 
 
 class Part(NamedTuple):
@@ -103,10 +110,12 @@ def _address_on_hub(url: str) -> str:
 
 
 def explain(error: Exception, url: str) -> Exception:
-    """Return the RemoteError for an error of obstore that retries cannot help; OSError for other failures.
+    """Return the RemoteError for an error of obstore that retries cannot help; UnreachableError for other failures.
 
     FileExistsError: an object that should only be created.
     """
+    if isinstance(error, RemoteError):
+        return error
     if type(error).__name__ == "AlreadyExistsError":
         return FileExistsError(url)
     text, _, details = re.sub("(://[^/ ]+)/[^ ]*", r"\1", str(error)).partition("\n\nDebug source")  # without paths
@@ -118,10 +127,10 @@ def explain(error: Exception, url: str) -> Exception:
     found = f"{type(error).__name__} {f'status {status[1]}' if status else text}"
     for pattern, message in _PERMANENT.items():
         if re.search(pattern, found):
-            kind = MissingObjectError if message is _MISSING else RemoteError
+            kind = LostObjectError if message is _MISSING else RemoteError
             return kind(f"{url}: {message.format(reason)}")
     causes = re.findall(r"\b(TimedOut|Timeout|Connect[A-Z]\w+|dns error)", details)
-    return OSError(f"{reason} ({causes[-1]})" if causes else reason)
+    return UnreachableError(f"{reason} ({causes[-1]})" if causes else reason)
 
 
 def shorten(text: str) -> str:
@@ -133,10 +142,11 @@ def read_range(folder: str, name: str, start: int, end: int, request_s: float, r
     """Return the bytes from `start` to `end` of an object, or to its end; for the other arguments see `open_store`.
 
     Raises:
-        RemoteError, OSError: as `explain` returns them.
+        RemoteError, UnreachableError: as `explain` returns them.
     """
-    store, data, url = open_store(folder, request_s, retry_s), bytearray(), f"{folder}/{name}"
+    data, url = bytearray(), f"{folder}/{name}"
     try:
+        store = open_store(folder, request_s, retry_s)
         answer = store.get(name, options={"range": (start, end)})
         for chunk in answer.stream(min_chunk_size=1 << 20):
             data += chunk
@@ -150,6 +160,19 @@ def read_range(folder: str, name: str, start: int, end: int, request_s: float, r
     return Part(bytes(data), meta["size"], shorten(str(meta["e_tag"] or meta["last_modified"])))
 
 
+def read_parts(folder: str, name: str, size: int, request_s: float, retry_s: float) -> Iterator[bytes]:
+    """Yield an object in parts; raise LostObjectError if its size is not `size`, else errors as `read_range`."""
+    for start in range(0, size, PART):
+        part = read_range(folder, name, start, min(start + PART, size), request_s, retry_s)
+        if part.size != size:
+            sizes = f"it has {part.size:,} bytes, expected {size:,}: it was truncated or replaced"
+            raise LostObjectError(f"{folder}/{name}: {sizes}; fix: restore it, or upload it again")
+        yield part.data
+
+
+# ---------------------------------------------------------------------------------- child processes
+
+
 def start_python(*words: str) -> subprocess.Popen:
     """Start Python, which finds this package, with pipes as its input and output."""
     root = str(Path(distribuuuu.__file__).parents[1])
@@ -159,8 +182,24 @@ def start_python(*words: str) -> subprocess.Popen:
     return start_child([sys.executable, *words], "store", env, bufsize=0, **streams)
 
 
-def limit_memory() -> None:
-    """End this process when a server makes it use more than MAX_MEMORY."""
+def read_answer(process: subprocess.Popen) -> dict[str, Any]:
+    """Return the next answer of a process, or a problem if it has ended."""
+    assert process.stdout, "it is a pipe"
+    line = process.stdout.readline()
+    return json.loads(line) if line else {"problem": "the process that uses the store has ended; fix: start again"}
+
+
+def write_answer(**content: Any) -> None:
+    """Write an answer to the parent of this process."""
+    print(json.dumps(content), flush=True)
+
+
+def set_up_child() -> None:
+    """Let this process ignore the signals to a run, end with its parent, and use at most MAX_MEMORY."""
+    ignore_signals()
     most = resource.getrlimit(resource.RLIMIT_DATA)[1]
     limit = MAX_MEMORY if most == resource.RLIM_INFINITY else min(MAX_MEMORY, most)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+    die_with_parent()
+    if has_lost_launcher():
+        os._exit(1)

@@ -154,7 +154,7 @@ def test_a_size_that_contradicts_the_index_is_refused_before_it_is_read(source, 
 def test_an_error_whose_text_is_larger_than_the_memory_ends_the_reading_process_only(source, tmp_path):
     start = b"HTTP/1.1 403 No\r\nContent-Length: 99000000000\r\n\r\n"
     source.attack = lambda *_: itertools.chain([start], itertools.repeat(bytes(1 << 16)))
-    assert "the process that reads it has ended; fix: start the run again" in copy(source, tmp_path, 60.0)
+    assert "the process that uses the store has ended; fix: start again" in copy(source, tmp_path, 60.0)
 
 
 def test_the_check_before_a_start_names_the_set(source, small_cfg):

@@ -213,7 +213,7 @@ def test_an_outage_is_waited_for_and_has_a_limit(source, copy, packed):
     threading.Timer(0.6, setattr, (source, "is_gone", False)).start()
     assert_same_files(copy(timeout_s=20), packed / "train")
     source.is_gone = True
-    assert f"{source.url}/train/index.bin cannot be read: HTTP error" in (found := copy(timeout_s=0.3))
+    assert f"{source.url}/train cannot be read: HTTP error" in (found := copy(timeout_s=0.3))
     assert "DATA.TIMEOUT_S" in found
 
 
