@@ -40,19 +40,6 @@ def test_an_option_that_changes_the_result_is_refused(words, message):
         reproduce.check_overrides(words, "ROW")
 
 
-def test_a_row_is_found_by_its_config_with_the_fewest_options(tmp_path):
-    changes = {"a": {"TEST.SPLIT": "test"}, "b": {"OPTIM.BASE_LR": 0.1}}
-    for name, config, overrides in (("a", "d/one", changes["a"]), ("b", "d/two", {}), ("c", "d/two", changes["b"])):
-        record = change(RECORD, config=config, overrides=overrides, config_hash=name)
-        (tmp_path / f"seed_{name}.json").write_text(json.dumps(record))
-    rows = reproduce.read_rows(tmp_path)
-    assert (
-        reproduce.find_row("d/one", rows) == "d/one, TEST.SPLIT test" and reproduce.find_row("d/two", rows) == "d/two"
-    )
-    with pytest.raises(ConfigError, match="got d/owe; expected a row of .* did you mean"):
-        reproduce.find_row("d/owe", rows)
-
-
 @pytest.mark.project
 def test_the_rows_with_hashes_are_of_the_configs_of_today():
     """If this fails after a recipe was edited, measure its row again; after an option was added, see `hash_default`."""
@@ -78,12 +65,6 @@ def test_the_rows_with_hashes_are_of_the_configs_of_today():
 def test_a_record_of_others_names_no_code(changes, message):
     with pytest.raises(ConfigError, match=message):
         reproduce.build_command(change(RECORD, **changes), 0, [])
-
-
-def test_the_command_of_a_row_repeats_its_options_and_processes():
-    record = change(RECORD, overrides={"OPTIM.BASE_LR": 0.1, "MODEL.KWARGS.width": 8}, training__processes=2)
-    words = ["--nproc", "2", "OPTIM.BASE_LR", "0.1", "MODEL.KWARGS.width", "8", "RNG_SEED", "3", "OUT_DIR", "out"]
-    assert reproduce.build_command(record, 3, ["OUT_DIR", "out"])[3:] == words
 
 
 @each_row("row, rerun, is_reproduced, texts", [

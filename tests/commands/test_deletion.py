@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 # What only optional commands use; it is deleted with the last of them.
 SHARED = [f"{folder}/commands/{name}" for folder in ("distribuuuu", "tests") for name in ("html", "scan", "stats")]
-SHARED += ["tests/commands/test_output.py"]  # train needs a part of output.py
+SHARED += ["tests/commands/test_output.py", "tests/test_reproduce.py"]  # train needs a part of output.py
 IGNORED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "*.egg-info", "exp", "data")
 # Tests of the project's rules and of the list of commands.
 ALWAYS = ("tests/test_repo.py", "tests/commands/test_main.py", "tests/commands/test_output.py")

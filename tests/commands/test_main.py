@@ -65,8 +65,10 @@ def test_an_unknown_command_is_answered_with_the_nearest(capsys):
         assert (status, out) == (2, "") and said in err and err.startswith("command line: ")
 
 
-@pytest.mark.parametrize("tool", sorted((ROOT / "tools").glob("*.py")), ids=lambda path: path.name)
-def test_the_scripts_start_commands(tool):
+@pytest.mark.parametrize("name", ["train_net.py", "test_net.py", "pack_dataset.py"])
+def test_the_scripts_start_commands(name):
+    if not (tool := ROOT / "tools" / name).exists():
+        pytest.skip(f"{name} has been deleted")
     name, prog = re.search(r'start_command\("(\w+)", "(\S+)", sys.argv', tool.read_text()).groups()
     assert name in COMMANDS and prog == tool.name and f"`distribuuuu {name}`" in tool.read_text()
 

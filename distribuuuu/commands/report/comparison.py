@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from distribuuuu.commands.report.run_report import read_run
 from distribuuuu.commands.stats.significance import paired_interval, permutation_test
-from distribuuuu.commands.stats.stored_predictions import Predictions
+from distribuuuu.commands.stats.stored_predictions import Predictions, read_predictions
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, first_few
+from distribuuuu.config.run_files import PREDICTIONS
 from distribuuuu.inference.calibration import binomial_tail
 
 # A difference is called significant if its p-value is below this.
@@ -30,7 +30,8 @@ def compare_runs(sides: Mapping[str, Sequence[Path]]) -> list[dict[str, Any]]:
     Raises:
         ConfigError: a run cannot be read, or the first runs of two sides have other classes, images or labels.
     """
-    runs = {name: [read_run(str(folder)).content for folder in folders] for name, folders in sides.items()}
+    runs = {name: [read_predictions(folder / PREDICTIONS, f"distribuuuu test {folder}") for folder in folders]
+            for name, folders in sides.items()}  # fmt: skip
     if others := [name for name, members in runs.items() if members[0].multilabel]:
         raise ConfigError(f"RUN: {others[0]} does not predict one class per image; fix: compare the metrics by `table`")
     pairs, adjusted = [], 0.0

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.processes import wait_for
 from support.runs import ROOT
 from support.tables import slow
 
@@ -30,15 +29,6 @@ from distribuuuu.trainer import evaluate_weights
 
 # Several chunks, of which the last one is smaller.
 SMALL_CHUNKS = ("--set", "TEST.BATCH_SIZE", 16)
-SLOW_PREDICT = """
-import sys, time
-from distribuuuu.commands.main import main
-from distribuuuu.commands.scan.journal import Journal
-
-append = Journal.append
-Journal.append = lambda *args: (append(*args), time.sleep(0.03))
-sys.exit(main())
-"""
 
 
 def run(*words) -> int:
@@ -49,11 +39,6 @@ def run(*words) -> int:
 
 def command(*words) -> list[str]:
     return [sys.executable, "-m", "distribuuuu", "predict", *(str(word) for word in words)]
-
-
-def slow_command(*words) -> list[str]:
-    """Return a command that waits after each chunk, so that it does not end before it is killed."""
-    return [sys.executable, "-c", SLOW_PREDICT, "predict", *(str(word) for word in words)]
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
@@ -365,23 +350,3 @@ def test_mistakes_are_reported_with_status_2_and_leave_nothing(shapes_run, shape
         error = capsys.readouterr().err
         assert re.search(message, error, re.DOTALL) and "Traceback" not in error, error
         assert sorted(tmp_path.iterdir()) == before and (tmp_path / "list.csv.partial").read_text() == "mine"
-
-
-@pytest.mark.slow
-def test_a_prediction_that_is_killed_gives_the_same_bytes(shapes_run, shapes_folder, tmp_path):
-    files = "".join(f"{path}\n" for path in sorted((shapes_folder / "val").rglob("*.jpg"))) * 30
-    (tmp_path / "files.txt").write_text(files)
-    words = (shapes_run, tmp_path / "files.txt", "--set", "TEST.BATCH_SIZE", 20, "--workers", 1)
-    whole, out, partial = (tmp_path / name for name in ("whole.csv", "out.csv", "out.csv.partial"))
-    subprocess.run(command(*words, "--out", whole), cwd=ROOT, check=True)
-    size, step = 0, whole.stat().st_size // 8
-    for nproc in (1, 2):
-        process = subprocess.Popen(slow_command(*words, "--nproc", nproc, "--out", out), cwd=ROOT)
-        wait_for(lambda size=size: partial.exists() and partial.stat().st_size > size + step, process)
-        process.kill()
-        process.wait()
-        size = partial.stat().st_size
-        assert not out.exists()
-    done = subprocess.run(command(*words, "--out", out), cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "resumed after" in done.stderr
-    assert out.read_bytes() == whole.read_bytes()

@@ -168,41 +168,6 @@ def test_bad_input_is_reported_line_by_line_and_the_rest_is_shown(make, tmp_path
         assert part in err
 
 
-@pytest.fixture
-def reported(tmp_path, monkeypatch):
-    """Return reported(TEXT, CONFIG): the rows of the runs in tmp_path and of a config, beside reported numbers."""
-
-    def make(text: str, config: str) -> list[dict[str, str]]:
-        (tmp_path / "reported.yaml").write_text(text)
-        monkeypatch.setattr(make_table, "REPORTED", tmp_path / "reported.yaml")
-        return rows_of(make_table.make_table([str(tmp_path)], [str(ROOT / "configs" / f"{config}.yaml")]))
-
-    return make
-
-
-def test_what_was_reported_stands_beside_a_run_on_the_same_images_in_another_form(tmp_path, reported):
-    text = 'fashion_mnist/resnet14: {top1: "93.10", source: x, same_images: {DATA.NAME: imagefolder}}'
-    same = {"DATA.NAME": "imagefolder"}
-    save(tmp_path / "a" / "results.json", overrides=same)
-    save(tmp_path / "b" / "results.json", config_hash="b", overrides={"DATA.NAME": "list"})
-    save(tmp_path / "c" / "results.json", config_hash="c", overrides={**same, "TEST.SPLIT": "train"})
-    rows = {row["config"]: row["top-1 reported"] for row in reported(text, "fashion_mnist/resnet14")}
-    assert rows == {"fashion_mnist/resnet14": "93.10", "fashion_mnist/resnet14, DATA.NAME list": "–",
-                    "fashion_mnist/resnet14, TEST.SPLIT train": "–"}  # fmt: skip
-
-
-def test_what_was_reported_is_of_one_global_batch_however_it_comes_about(tmp_path, reported):
-    args = "imagenet2021/resnet50: {top1: 77.2, global_batch: 256, source: somebody}", "imagenet2021/resnet50"
-    run = {"config": "imagenet2021/resnet50", "overrides": {"TRAIN.GLOBAL_BATCH_SIZE": 256}}
-    save(tmp_path / "results.json", **run, training__global_batch=256)
-    (row,) = reported(*args)
-    assert (row["config"], row["top-1 reported"]) == ("imagenet2021/resnet50", "77.2")
-    save(tmp_path / "results.json", **{**run, "overrides": {}}, training__global_batch=32)
-    changed, unmeasured = sorted(reported(*args), key=lambda row: row["config"] == "imagenet2021/resnet50")
-    assert (changed["config"], changed["top-1 reported"]) == ("imagenet2021/resnet50, global batch 32", "–")
-    assert (unmeasured["top-1 reported"], unmeasured["top-1 here"]) == ("77.2", "not measured")
-
-
 def test_what_was_reported_is_the_published_table():
     reported = yaml.safe_load(make_table.REPORTED.read_text())
     names = {name for name in reported if name.startswith("imagenet")}
