@@ -18,10 +18,10 @@ _FOLDER = Path(__file__).with_name("templates")
 
 
 @functools.cache
-def _environment() -> jinja2.Environment:
+def _environment(folder: Path = _FOLDER) -> jinja2.Environment:
     """Return templates in which values are escaped: HTML, and control and direction characters."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER),
+        loader=jinja2.FileSystemLoader([folder, _FOLDER]),
         autoescape=True,
         finalize=lambda value: value if isinstance(value, Markup) else printable(value),
         undefined=jinja2.StrictUndefined,
@@ -29,17 +29,21 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters["printable"] = printable
+    environment.globals |= {"Column": Column, "percent": percent}
     return environment
 
 
-class _Elements:
-    """The macros of templates/elements.html, e.g. `html.tiles(entries)`; each returns `Markup`."""
+class Macros:
+    """The macros of a template, e.g. `html.tiles(entries)`; each returns `Markup`."""
+
+    def __init__(self, path: Path):
+        self._path = path
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_environment().get_template("elements.html").module, name)
+        return getattr(_environment(self._path.parent).get_template(self._path.name).module, name)
 
 
-html = _Elements()
+html = Macros(_FOLDER / "elements.html")
 
 
 def percent(fraction: float, decimals: int = 1) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 from distribuuuu import __version__
 from distribuuuu.checkpoint.weights_files import RAW, describe_kind
 from distribuuuu.commands.html.history import History, draw_curves, read_facts, read_history, read_lines
-from distribuuuu.commands.html.page import Column, PageSection, build_page, html, percent
+from distribuuuu.commands.html.page import Macros, PageSection, build_page, percent
 from distribuuuu.commands.report.confidence import describe_confidence, list_confidence
 from distribuuuu.commands.report.explanations import find_nearest
 from distribuuuu.commands.report.pictures import image_folder, make_pictures
@@ -37,6 +37,7 @@ from distribuuuu.records.read_results import TEST_FILE_NAME
 
 logger = logging.getLogger(__name__)
 
+sections = Macros(Path(__file__).with_name("templates") / "sections.html")
 # Rows of the list of confused pairs, and classes up to which there is a confusion matrix.
 _NUM_PAIRS, _MAX_MATRIX = 20, 40
 
@@ -135,11 +136,9 @@ def read_run(run: str, predictions: str = "", precision: float = 0.95) -> RunFil
     """Return the files of a run, with the given file of predictions; empty: the one written last.
 
     Raises:
-        ConfigError: it is no folder, or has no predictions.
+        ConfigError: it has no predictions.
     """
     out_dir = Path(run).expanduser()
-    if not out_dir.is_dir():
-        raise ConfigError(f"RUN: no such folder: {run}; expected the OUT_DIR of a run")
     if not any((out_dir / name).exists() for name in (FILE_NAME, RESULTS)):
         raise ConfigError(f"RUN: {run} has no {RESULTS}: no epoch of it has been evaluated yet")
     files = list_predictions(out_dir)
@@ -173,15 +172,15 @@ def build_report(run: RunFiles) -> str:
     notes += failed
     for note in notes:
         logger.warning("%s", printable(note))
-    middle = [_describe_classes(found), _describe_images(found, pictures, notes)]
+    middle = [_describe_classes(found), PageSection("Images", [sections.images(found, pictures, notes)])]
     middle[:0] = [_describe_confusions(found)] if "confusions" in found else []
     middle[-1:-1] = [describe_confidence(found["confidence"])] if found["confidence"] else []
     weights = describe_kind(content.meta.get("weights", RAW))
     epoch = f"epoch {content.meta['epoch']}" if content.meta.get("epoch") else "a separate evaluation"
     arch = (facts or run.history.results or {"model": {"arch": "model"}})["model"]["arch"]
     subtitle = f"{arch} on {content.meta.get('data')}; {weights}, {epoch}; {run.evaluated}"
-    sections, footer = [_summarize(run), *middle, _describe_provenance(run)], f"distribuuuu {__version__}, from"
-    return build_page(found["run"], subtitle, sections, f"{footer} {run.file.name} and metrics.jsonl")
+    footer = f"distribuuuu {__version__}, from {run.file.name} and metrics.jsonl"
+    return build_page(found["run"], subtitle, [_summarize(run), *middle, _describe_provenance(run)], footer)
 
 
 def describe_accuracy(run: RunFiles) -> Iterator[str]:
@@ -208,10 +207,8 @@ def _summarize(run: RunFiles) -> PageSection:
     about = f"Figures: {run.evaluated}."
     if curves and run.content.meta.get("epoch") is None:
         about += f" Curves: the training, which evaluated {counted(trained.get('num_val', 0), 'image')} of its own."
-    missing = html.paragraph("No curves: this folder has no metrics.jsonl of a training run.", "note")
-    notes = [html.paragraph(note, "notice") for note in (*run.compare_probe(), *history.notes)]
-    tiles = html.tiles(list(_list_tiles(run)))
-    return PageSection("Summary", [tiles, html.paragraph(about, "note"), *notes, curves or missing])
+    notices = [*run.compare_probe(), *history.notes]
+    return PageSection("Summary", [sections.summary(list(_list_tiles(run)), about, notices, curves)])
 
 
 def _list_tiles(run: RunFiles) -> Iterator[tuple[str, str, str]]:
@@ -241,57 +238,19 @@ def _list_tiles(run: RunFiles) -> Iterator[tuple[str, str, str]]:
 
 def _describe_classes(found: dict[str, Any]) -> PageSection:
     """Return the section with a table of the classes."""
-    # With soft hyphens, at which narrow displays break the heads.
-    columns = [Column("class"), Column("F1", ".1%", bar=True), Column("preci\u00adsion", ".1%"),
-               Column("recall", ".1%"), Column("images", ",d"), Column("pre\u00addicted", ",d")]  # fmt: skip
-    parts = []
-    if "map" in found:
-        columns.append(Column("average precision", ".1%"))
-        parts.append(html.paragraph("Precision, recall and F1 are those of labels with a probability above 0.5."))
     rows = [[name, *figures.values()] for name, figures in found["classes"].items()]
     rows.sort(key=lambda row: (row[1] != row[1], row[1]))  # NaN last
-    return PageSection("Classes", [*parts, html.table(columns, rows, ascending_by="F1")])
+    return PageSection("Classes", [sections.classes(rows, "map" in found)])
 
 
 def _describe_confusions(found: dict[str, Any]) -> PageSection:
     """Return the section with the confusion matrix of few classes, and the most confused pairs."""
     support = {name: figures["support"] for name, figures in found["classes"].items()}
-    counts, parts = {(label, answer): count for label, answer, count in found["confusions"]}, []
-    if len(support) <= _MAX_MATRIX:
-        rows = [[counts.get((label, answer), 0) for answer in support] for label in support]
-        shares = [[count / max(1, sum(row)) for count in row] for row in rows]
-        parts = [html.heading("Confusion matrix"), html.matrix(list(support), rows, shares),
-                 html.paragraph("Hold the pointer over a cell for its share of the row.", "note")]  # fmt: skip
+    counts = {(label, answer): count for label, answer, count in found["confusions"]}
+    rows = [[counts.get((label, answer), 0) for answer in support] for label in support if len(support) <= _MAX_MATRIX]
     wrong = sorted((pair for pair in found["confusions"] if pair[0] != pair[1]), key=lambda pair: -pair[2])
-    columns = [Column("label"), Column("prediction"), Column("images", ",d"), Column("of the label", ".1%", bar=True)]
     pairs = [[label, answer, count, count / support[label]] for label, answer, count in wrong[:_NUM_PAIRS]]
-    shown = html.table(columns, pairs, sortable=False) if pairs else html.paragraph("There is no mistake.")
-    return PageSection("Confusion", [*parts, html.heading("Most confused pairs"), shown])
-
-
-def _describe_images(found: dict[str, Any], pictures: dict[str, str], notes: Sequence[str]) -> PageSection:
-    """Return the section with the galleries."""
-
-    def show(answers: Sequence[dict[str, Any]]) -> str:
-        cards = []
-        for answer in answers:
-            # In parentheses: a class may be called 2.
-            first, *others = [f"{name} ({percent(share)})" for name, share in answer["predicted"].items()]
-            lines = [f"label: {', '.join(answer['labels']) or 'none'}", *([f"then {', '.join(others)}"] * bool(others))]
-            if nearest := answer.get("nearest"):
-                lines.append(f"nearest training images: {', '.join(label for _, label in nearest)}")
-            cards.append((f"predicted: {first}", lines, answer["image"]))
-        return html.gallery(cards, pictures)
-
-    note = (
-        "Wrong labels often appear here first; red: where the model looked."
-        if found["mistakes"]
-        else "There is no mistake."
-    )
-    parts = [*(html.paragraph(text, "notice") for text in notes), html.heading("Most confident mistakes"),
-             html.paragraph(note, "note"), show(found["mistakes"]),
-             html.heading("Least certain images"), show(found["least_certain"])]  # fmt: skip
-    return PageSection("Images", parts)
+    return PageSection("Confusion", [sections.confusion(list(support), rows, pairs)])
 
 
 def _describe_provenance(run: RunFiles) -> PageSection:
@@ -309,9 +268,7 @@ def _describe_provenance(run: RunFiles) -> PageSection:
         **{name: facts.get(name) for name in ("seed", "weights", "commit", "hardware")},
         "versions": ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items() if version),
     }
-    parts = [html.pairs({name: value for name, value in entries.items() if value not in (None, "")})]
-    if config := read_lines(run.out_dir / get_cfg().CFG_DEST, []):
-        parts.append(html.details("All options", html.preformatted("\n".join(config))))
-    if facts:
-        parts.append(html.details("All results", html.preformatted(json.dumps(facts, indent=2, default=str)[:20_000])))
-    return PageSection("Provenance", parts)
+    known = {name: value for name, value in entries.items() if value not in (None, "")}
+    config = "\n".join(read_lines(run.out_dir / get_cfg().CFG_DEST, []))
+    results = json.dumps(facts, indent=2, default=str)[:20_000] if facts else ""
+    return PageSection("Provenance", [sections.provenance(known, config, results)])
