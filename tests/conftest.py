@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import random
+import runpy
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from distribuuuu.config import load_cfg
+from distribuuuu.config.locate import shipped_file
 from distribuuuu.launch.signals import SignalState
 
 
@@ -130,8 +132,7 @@ def copied_run(finished_run, tmp_path) -> Path:
 @pytest.fixture(scope="session")
 def shapes_folder(tmp_path_factory) -> Path:
     """A folder of 200 training and 70 evaluation images of ten shapes."""
-    from distribuuuu.data.datasets.shapes_drawing import draw_all
-
+    draw_all = runpy.run_path(str(shipped_file("configs/shapes/drawing.py")))["draw_all"]
     root = tmp_path_factory.mktemp("shapes")
     draw_all(root, {"train": 200, "val": 70}, 40, 0)
     return root

@@ -1,4 +1,4 @@
-"""Unknown options and commands: another framework's name, similar names, or a line about what is missing."""
+"""Unknown options and commands: another framework's name, or similar names."""
 
 import shlex
 from collections.abc import Collection, Sequence
@@ -38,27 +38,11 @@ EQUIVALENTS = {
     "val-batch-size test-batch-size validation-batch-size": "TEST.BATCH_SIZE {}",
     "warmup-epochs lr-warmup-epochs warmup": "OPTIM.WARMUP_EPOCHS {}",
     "wd weight-decay": "OPTIM.WEIGHT_DECAY {}",
+    "wandb use-wandb log-wandb wandb-project": "LOG.TRACKERS [wandb]",
+    "mlflow": "LOG.TRACKERS [mlflow]",
+    "max-iter max-iters max-steps num-steps iterations num-iterations": "OPTIM.MAX_EPOCH EPOCHS",
 }
 BY_NAME = {name: words for names, words in EQUIVALENTS.items() for name in names.split()}
-
-# What does not exist here -> what takes its place.
-MISSING = {
-    "wandb use-wandb log-wandb wandb-project": "set LOG.TRACKERS [wandb]; WANDB_PROJECT names the project",
-    "mlflow": "set LOG.TRACKERS [mlflow]; MLFLOW_TRACKING_URI is the address",
-    "base bases include extends": "a YAML file names its bases in the line `_BASE_: FILE`; on the command line, "
-    "--cfg FILE FILE merges files",
-    "max-iter max-iters max-steps num-steps iterations num-iterations": "the length of a run is in epochs; set "
-    "OPTIM.MAX_EPOCH",
-    "tune": "it was removed; run plan with each option, e.g. TRAIN.AMP bf16, and compare the hours",
-    "accelerator device": "CUDA is used where it is available; CUDA_VISIBLE_DEVICES selects the GPUs",
-}
-_BY_MISSING = {name: line for names, line in MISSING.items() for name in names.split()}
-
-
-def describe_missing(key: str) -> str | None:
-    """Return a line about what a flag or a key of another framework asks for, if it does not exist here."""
-    return next((_BY_MISSING[name] for name in map(normalized, key.split(".")) if name in _BY_MISSING), None)
-
 
 def describe_unknown_command(name: str, commands: Collection[str], prog: str) -> str:
     """Return the message for a first argument that is no command."""
@@ -73,8 +57,6 @@ def describe_unknown_command(name: str, commands: Collection[str], prog: str) ->
 def describe_unknown_flag(flag: str, value: str, known: Sequence[str]) -> str:
     """Return what an unknown flag and its value may mean; `known` are the flags of the command."""
     name, value = normalized(flag), shlex.quote(value) if value else "VALUE"
-    if missing := describe_missing(name):
-        return missing
     meant = {normalized(key.rpartition(".")[2]): f"{key} {{}}" for key in reversed(OPTIONS)}
     meant |= BY_NAME | {normalized(own): own for own in known if own.startswith("--")}
     near = [name] if name in meant else near_matches(name, [*meant], cutoff=0.66)
@@ -104,7 +86,5 @@ def describe_unknown_key(key: str) -> str:
         return f"is a section, not an option; set {key}.NAME, or {{NAME: VALUE}}"
     if names := [other.removeprefix(f"{key}.") for other in known if other.startswith(f"{key}.")]:
         return f"is a section, not an option; it contains {', '.join(names)}"
-    if missing := describe_missing(key):
-        return f"no such key; {missing}"
     near = suggest_keys(key, known)
     return "no such key" + (f"; did you mean {', '.join(near)}?" if near else "; --help-config lists all")

@@ -9,21 +9,8 @@ from typing import Any
 from distribuuuu.config.errors import did_you_mean, near_matches
 from distribuuuu.config.locate import FoundConfig, ListedConfig, shipped_file
 
-# Names of data sets elsewhere -> the data set here, and what it reads.
-DATA_NAMES = {
-    "webdataset wds tar tars zip shards": "archive, which reads shards of tar files, {000..009}.tar, and ZIP files",
-    "csv tsv txt table file-list filelist kaggle dataframe": "list, which reads DATASET/SPLIT.csv",
-    "huggingface hf hf-datasets datasets hub arrow": "parquet, which reads parquet and Arrow files",
-    "folder folders directory image-folder imagefolders": "imagefolder, for one sub-folder per class",
-    "ilsvrc ilsvrc2012 imagenet1k imagenet-1k": "imagenet, for its archives, or imagefolder, for class folders",
-}
-_BY_DATA_NAME = {name: words for names, words in DATA_NAMES.items() for name in names.split()}
-
-
 def describe_wrong_word(word: object, allowed: Sequence[str], kind: str) -> str:
     """Return the message for a value that is not among the allowed words, or names of registered entries of a kind."""
-    if kind == "data set" and (meant := _BY_DATA_NAME.get(normalized(str(word)))):
-        return f"got {word!r}; did you mean {meant}?"
     families = dict.fromkeys(f"{one.partition('/')[0]}/NAME" if "/" in one else one for one in allowed if one)
     own = "; fix: name the file of an entry of your own in PLUGINS" if kind else ""
     return f"got {word!r}; expected one of {', '.join(families)}{did_you_mean(str(word), allowed) or own}"
@@ -35,40 +22,28 @@ def normalized(name: str) -> str:
 
 
 def describe_unknown_model(arch: str, names: Mapping[str, Collection[str]], sources: Collection[str]) -> str:
-    """Return the message for an unknown model: the nearest of the `names` in each source that was searched, or these.
+    """Return the message for an unknown model: the nearest of the `names` in each source that was searched.
 
     With an unknown prefix, all sources were searched; `sources` are the prefixes that exist.
     """
     prefix, _, name = arch.rpartition("/")
     near = near_matches(name, {known for source in names.values() for known in source})
-    message = f"unknown model {arch!r}"
-    if prefix and prefix not in sources:
-        message += f"; expected a prefix of {', '.join(f'{source}/NAME' for source in sources)}, or none"
-    elif prefix:
-        near = [f"{prefix}/{known}" for known in near]
-    if near:
-        return f"{message}; did you mean {', '.join(near)}?"
-    return message if prefix not in ("", *sources) else f"{message}; no similar name in {', '.join(names)}"
+    start = f"{prefix}/" if prefix in sources else ""
+    hint = f"did you mean {', '.join(f'{start}{known}' for known in near)}?" if near else "no similar name"
+    return f"unknown model {arch!r} of {', '.join(f'{source}/NAME' for source in names)}; {hint}"
 
 
 def suggest_configs(path: str) -> str:
-    """Return '; did you mean FILE?' for a missing config file, or an empty string.
-
-    Searched are the folder of the path (the path itself, if it is a folder), ./configs and the shipped configs.
-    """
-    shipped, stem = shipped_file("configs"), Path(path).stem
-    try:
-        found = [*Path(path).glob("*.yaml"), *(shipped / path).glob("*.yaml")]
-    except OSError:  # the name is too long
-        return ""
-    if not found:
-        roots = {os.path.realpath(root): Path(root) for root in (shipped, "configs")}  # in a checkout, the same folder
-        files = [*Path(path).parent.glob("*.yaml"), *(file for root in roots.values() for file in root.rglob("*.yaml"))]
-        stems = near_matches(stem, [file.stem for file in files])
-        stems = [stem] if stem in stems else stems
-        found = [file for file in files if file.stem in stems]
-    names = {str(file.relative_to(shipped) if shipped in file.parents else file) for file in found}
-    ranked = sorted(names, key=lambda name: (-SequenceMatcher(None, path, name).ratio(), name))
+    """Return '; did you mean FILE?' for a missing config file of a shipped folder or of that of the path, or nothing."""
+    shipped = shipped_file("configs")
+    wanted = path.removeprefix("configs/").removesuffix(".yaml")
+    files = {file.relative_to(shipped) for file in shipped.rglob("*.yaml")}
+    files |= {file for folder in (path, os.path.dirname(path)) for file in Path(folder).glob("*.yaml")}
+    found = {file for file in files if wanted == str(file.parent) or path == str(file.parent)}
+    found = found or {file for file in files if file.stem == Path(wanted).stem}
+    found = found or {file for file in files if file.stem in near_matches(Path(wanted).stem, [one.stem for one in files])}
+    names = {str(file.absolute().relative_to(shipped) if shipped in file.absolute().parents else file) for file in found}
+    ranked = sorted(names, key=lambda name: (-SequenceMatcher(None, wanted, name).ratio(), name))
     return f"; did you mean {', '.join(ranked[:4])}?" if ranked else ""
 
 

@@ -21,7 +21,7 @@ from distribuuuu.hints.options import EQUIVALENTS
 WRONG = {
     "an unknown key": (["TRAIN.BATCHSIZE", 3], "did you mean TRAIN.BATCH_SIZE"),
     "an odd number of words": (["OUT_DIR"], "'OUT_DIR' has no value"),
-    "a missing file": (["--cfg", "configs/imagenet/resnet5O.yaml"], "did you mean configs/imagenet2021/resnet50.yaml"),
+    "a missing file": (["--cfg", "configs/imagenet/resnet5O.yaml"], "did you mean imagenet2021/resnet50.yaml"),
     "an unknown flag": (["--config", "x.yaml"], "no such flag: --config"),
     "a missing data folder": (["TRAIN.DATASET", "/no/such/folder"], "no such folder: /no/such/folder"),
     "an unknown model": (["MODEL.ARCH", "resnet5O"], "did you mean resnet56, resnet50"),

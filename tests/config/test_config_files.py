@@ -162,7 +162,7 @@ def test_a_wrong_name_lists_the_nearest_configs(monkeypatch, tmp_path):
         assert suggest_configs(path).startswith(f"; did you mean {meant}")
         assert str(ROOT) not in suggest_configs(path)
         monkeypatch.chdir(ROOT)
-        assert suggest_configs(f"configs/{path}").startswith(f"; did you mean configs/{meant}")
+        assert suggest_configs(f"configs/{path}").startswith(f"; did you mean {meant}")
 
 
 def test_the_files_of_a_wheel_are_in_the_package(monkeypatch, tmp_path):

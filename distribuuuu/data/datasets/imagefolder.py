@@ -80,15 +80,10 @@ class ImageFolder(IndexedImages):
         if train and cfg.TEST.LABELS:
             message = f"got {cfg.TEST.LABELS} in training; fix: leave it empty, and set it for `distribuuuu test`"
             yield "TEST.LABELS", message
-        elif (
-            not classes
-            or classes == ("images",)
-            or not all(holds_images(folder / each, extensions=extensions) for each in classes)
-        ):
+        elif not (classes and all(holds_images(folder / each, extensions=extensions) for each in classes)):
             from distribuuuu.hints.sources import explain_folder
 
-            found = [*explain_folder(name, Path(cfg[name].DATASET), cfg[name].SPLIT, extensions)]
-            yield from found or super().find_problems(cfg, train)
+            yield from explain_folder(name, Path(cfg[name].DATASET), cfg[name].SPLIT, extensions)
         else:
             yield from super().find_problems(cfg, train)
 

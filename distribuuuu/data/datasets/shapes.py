@@ -1,11 +1,13 @@
 """The built-in data set `shapes`: ten classes of small JPEGs, drawn once into the cache folder."""
 
 import os
+import runpy
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.locate import shipped_file
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset, SplitDataset
 from distribuuuu.data.datasets.index import IndexedImages, open_folder
@@ -51,13 +53,12 @@ def draw_shapes(root: str | os.PathLike, num_train: int = 2000, num_val: int = 5
     """
     root = Path(root).expanduser().resolve()
     if not root.exists():
-        from distribuuuu.data.datasets.shapes_drawing import draw_all
-
         part = root.with_name(f".{root.name}.part")
         with take_turn(root):
             shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
             if not root.exists():
                 part.mkdir()
+                draw_all = runpy.run_path(str(shipped_file("configs/shapes/drawing.py")))["draw_all"]
                 draw_all(part, {"train": num_train, "val": num_val}, SIZE, SEED)
                 os.replace(part, root)
     return root

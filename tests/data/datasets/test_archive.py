@@ -230,7 +230,7 @@ def test_missing_archives_are_reported_before_the_start(image_folder, tmp_path):
     one = archive_folder(image_folder, tmp_path / "one", "one zip")
     assert "has no folder trian; it has train, val" in errors_of(one, tmp_path, "TRAIN.SPLIT", "trian")
     above = errors_of(one.parent, tmp_path)
-    assert f"it has data.zip; fix: set TRAIN.DATASET {one}, which reads its folder train/" in above
+    assert f"it has data.zip; it holds data.zip, an archive; fix: set DATA.NAME archive TRAIN.DATASET {one}" in above
     splits = errors_of(one.parent, tmp_path, "TRAIN.SPLIT", "data", "TEST.SPLIT", "data")
     assert f"has the splits train, val, no classes; fix: set DATASET {one}" in splits
     deep = write_zip(tmp_path / "deep.zip", {f"tiny/{name}": data for name, data in files_of(image_folder).items()})

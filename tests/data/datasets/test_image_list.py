@@ -106,7 +106,7 @@ def test_an_image_of_a_list_has_one_label_which_may_contain_a_semicolon(tmp_path
 
 WRONG = {
     "has no column labels; its columns are image, label; did you mean label?": "image,label\na.jpg,x\n",
-    "has no column image and no column labels; it has no columns: it is empty": "",
+    "has no column image and no column labels; its columns are ": "",
     "has no line but its header": "image,labels\n",
     "has no label on any line": "image,labels\na.jpg,\n",
     'has lines with another number of fields than the header\'s 2 (a comma within a name needs "quotes"): line 2 has 1;'

@@ -16,11 +16,8 @@ FILES = {
     "a.7z": "is an archive of a kind that is not read; fix: unpack it, e.g. by tar -xf or 7-Zip",
     "ILSVRC2012_img_train.tar": "is an archive; fix: set DATA.NAME imagenet TRAIN.DATASET {parent}",
     "images.parquet": "is a table; fix: set DATA.NAME parquet TRAIN.DATASET",
-    "images.npz": "is no folder of images; fix: a data set of your own, see docs/data.md",
     "train.csv": "is a table; fix: set DATA.NAME list TRAIN.DATASET",
-    "a.xlsx": "is a table; fix: save it as CSV",
-    "best.pth.tar": "is a checkpoint, not data", "recipe.yaml": "is a config file; fix: --cfg",
-    "data": "is a file; expected a folder",
+    "best.pth.tar": "is a checkpoint, not data", "a.npz": "is a file; expected a folder; fix: see docs/data.md",
 }  # fmt: skip
 
 

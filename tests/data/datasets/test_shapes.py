@@ -13,7 +13,7 @@ from support.archives import files_of
 from support.runs import ROOT
 
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.data.datasets import shapes_drawing
+from distribuuuu.data.datasets import shapes
 from distribuuuu.data.datasets.shapes import CLASSES, draw_shapes
 from distribuuuu.data.loader import build_images
 
@@ -31,10 +31,9 @@ def small(tmp_path_factory) -> Path:
 def test_layout_and_counts(small, monkeypatch):
     classes = {f"{split}/{name}/0000.jpg" for split in ("train", "val") for name in CLASSES}
     assert set(files_of(small)) == classes | {f"train/{name}/0001.jpg" for name in CLASSES}
-    assert tuple(shapes_drawing.SHAPES) == CLASSES
     with Image.open(small / "train/heart/0001.jpg") as image:
         assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (72, 72))
-    monkeypatch.setattr(shapes_drawing, "draw_all", None)  # a whole folder is returned at once
+    monkeypatch.setattr(shapes, "shipped_file", None)  # a whole folder is returned at once
     assert draw_shapes(small, num_train=20, num_val=10) == small
 
 

@@ -65,10 +65,8 @@ def test_one_hot_columns_and_a_column_of_the_split(cfg_of, small_cfg, image_fold
 WRONG = {
     "has no column label; its columns are path, labl; did you mean labl?; fix: DATA.TABLE.label COLUMN": (
         "path,labl\n", ()),
-    "its columns are path/label; fix: DATA.TABLE.path COLUMN DATA.TABLE.label COLUMN; or set DATA.TABLE.delimiter": (
-        "path/label\na.jpg/x\n", ()),
-    "fix: DATA.TABLE.columns '[path, label]', as it has no header; or set DATA.TABLE.delimiter": ("a.jpg 1\n", ()),
-    "fix: DATA.TABLE.columns '[path, label]', as it has no header": ("a.jpg,x\n", ()),
+    "its columns are path/label; fix: DATA.TABLE.path COLUMN DATA.TABLE.label COLUMN; or DATA.TABLE.columns of a text":
+        ("path/label\na.jpg/x\n", ()),
     "has images without exactly one 1: line 2, 'a.jpg'; line 3, 'b.jpg'": (
         "path,x,y\na.jpg,1,1\nb.jpg,0,0\n", ("DATA.TABLE.label", "[x, y]")),
     "has values other than 0 and 1 in columns of one class each: line 2, 'a.jpg'": (
@@ -157,15 +155,12 @@ def test_one_table_without_a_split_is_not_both(cfg_of, tables):
     assert problem.key == "TEST.SPLIT" and "is the training table too; fix: DATA.TABLE.split COLUMN" in str(problem)
 
 
-NO_HEADER = "fix: DATA.TABLE.columns '[path, label]', as it has no header"
-
-
 def test_a_text_without_a_header_needs_the_words_that_the_message_names(cfg_of, small_cfg, image_folder, tmp_path):
     for split in ("train", "val"):
         rows = list_rows(image_folder, split)
         (tmp_path / f"{split}.txt").write_text("".join(f"{row['path']}, {row['breed']}, 0\n" for row in rows))
     (problem, _) = map(str, find_run_problems(cfg_of(), train=True))
-    assert f"{tmp_path / 'train.txt'} has no column path" in problem and NO_HEADER in problem
+    assert f"{tmp_path / 'train.txt'} has no column path" in problem and "DATA.TABLE.columns of a text without a header" in problem
     cfg = cfg_of("DATA.TABLE.columns", "[path, label, column_3]")
     assert find_run_problems(cfg, train=True) == []
     for part in (True, False):
