@@ -14,6 +14,7 @@ from distribuuuu.files.file_kinds import HEAD, LFS_POINTER, describe_content
 _HEIF, _AVIF = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1"), (b"avif", b"avis")
 TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _FLOAT = "fix: set DATA.CHANNELS {} DATA.PIXELS float32, with the DATA.MEAN and DATA.STD of doctor --statistics"
+_MISSING = "the file does not exist"
 
 
 class IntactImageError(ValueError):
@@ -26,7 +27,7 @@ class ImageFault(NamedTuple):
     Attributes:
         name: its file.
         reason: what failed; of an intact image with the fix.
-        is_damaged: whether its bytes are wrong. Only such an image is skipped (DATA.ON_BAD_IMAGE).
+        is_damaged: whether its bytes are wrong, or it is missing. Only such an image is skipped (DATA.ON_BAD_IMAGE).
     """
 
     name: str
@@ -41,6 +42,8 @@ class ImageFault(NamedTuple):
         if not self.is_damaged:
             return BadImageError(f"cannot read {self}")
         skip = ", or set DATA.ON_BAD_IMAGE skip" if can_skip else ""
+        if self.reason == _MISSING:
+            return BadImageError(f"missing image: {self}; fix: restore it, or start again without it{skip}")
         return BadImageError(f"broken image: {self}; fix: repair or remove it{skip}")
 
 
@@ -49,6 +52,8 @@ def explain_fault(name: str, error: Exception) -> ImageFault:
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     if isinstance(error, IntactImageError):
         return ImageFault(name, text, is_damaged=False)
+    if isinstance(error, FileNotFoundError):
+        return ImageFault(name, _MISSING)
     if "PngImagePlugin.MAX_TEXT" in text or "text chunks" in text:
         fix = "the pixels are intact; fix: save the image without its text"
         return ImageFault(name, f"more text or color profile than PIL reads (64 MiB); {fix}", is_damaged=False)

@@ -44,6 +44,7 @@ EQUIVALENTS = {
 }
 BY_NAME = {name: words for names, words in EQUIVALENTS.items() for name in names.split()}
 
+
 def describe_unknown_command(name: str, commands: Collection[str], prog: str) -> str:
     """Return the message for a first argument that is no command."""
     if name.startswith("-"):

@@ -9,6 +9,7 @@ from typing import Any
 from distribuuuu.config.errors import did_you_mean, near_matches
 from distribuuuu.config.locate import FoundConfig, ListedConfig, shipped_file
 
+
 def describe_wrong_word(word: object, allowed: Sequence[str], kind: str) -> str:
     """Return the message for a value that is not among the allowed words, or names of registered entries of a kind."""
     families = dict.fromkeys(f"{one.partition('/')[0]}/NAME" if "/" in one else one for one in allowed if one)
@@ -34,16 +35,16 @@ def describe_unknown_model(arch: str, names: Mapping[str, Collection[str]], sour
 
 
 def suggest_configs(path: str) -> str:
-    """Return '; did you mean FILE?' for a missing config file of a shipped folder or of that of the path, or nothing."""
-    shipped = shipped_file("configs")
-    wanted = path.removeprefix("configs/").removesuffix(".yaml")
+    """Return '; did you mean FILE?' for a missing config: a shipped one, or one in the folder of the path; or ''."""
+    shipped, wanted = shipped_file("configs"), path.removeprefix("configs/").removesuffix(".yaml")
     files = {file.relative_to(shipped) for file in shipped.rglob("*.yaml")}
     files |= {file for folder in (path, os.path.dirname(path)) for file in Path(folder).glob("*.yaml")}
-    found = {file for file in files if wanted == str(file.parent) or path == str(file.parent)}
-    found = found or {file for file in files if file.stem == Path(wanted).stem}
-    found = found or {file for file in files if file.stem in near_matches(Path(wanted).stem, [one.stem for one in files])}
-    names = {str(file.absolute().relative_to(shipped) if shipped in file.absolute().parents else file) for file in found}
-    ranked = sorted(names, key=lambda name: (-SequenceMatcher(None, wanted, name).ratio(), name))
+    near = near_matches(Path(wanted).stem, [file.stem for file in files])
+    found = [file for file in files if str(file.parent) in (path, wanted)]
+    found = found or [file for file in files if file.stem == Path(wanted).stem]
+    found = found or [file for file in files if file.stem in near]
+    within = [file.absolute().relative_to(shipped) if shipped in file.absolute().parents else file for file in found]
+    ranked = sorted({*map(str, within)}, key=lambda name: (-SequenceMatcher(None, wanted, name).ratio(), name))
     return f"; did you mean {', '.join(ranked[:4])}?" if ranked else ""
 
 

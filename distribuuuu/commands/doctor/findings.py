@@ -28,15 +28,14 @@ from distribuuuu.data.datasets.index import Index
 from distribuuuu.data.datasets.targets import match_forms
 from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_lazy_image
 from distribuuuu.data.image_faults import explain_fault
-from distribuuuu.files.image_files import is_image, list_classes
+from distribuuuu.files.image_files import EXTENSIONS, is_image, list_classes
 from distribuuuu.hints.sources import (
     access_problem,
     count_others,
     describe_files,
     describe_imagenet,
+    explain_folder,
     find_inner_root,
-    missing_root,
-    missing_split,
     split_command,
 )
 from distribuuuu.records.run_log import progress
@@ -68,17 +67,15 @@ def open_folder(root: Path) -> Splits:
     if reason := access_problem(root):
         raise ConfigError(Problem("FOLDER", f"{root} cannot be listed: {reason}"))
     if hint := describe_imagenet(root):
-        command = f"distribuuuu doctor DATA.NAME imagenet TRAIN.DATASET {shlex.quote(str(root))}"
-        as_in = f", as in: {command}" if "DATA.NAME imagenet" in hint else ""
-        raise ConfigError(Problem("FOLDER", f"got {root}{hint}{as_in}"))
+        raise ConfigError(Problem("FOLDER", f"got {root}{hint} TRAIN.DATASET {shlex.quote(str(root))}"))
     folders = list_classes(root)
     if names := find_splits(folders, root):
         return {name: ScannedFolder(root / name) for name in names}
     if folders:
         return {"all": ScannedFolder(root)}
-    command = f"distribuuuu doctor DATA.NAME list (or packed) TRAIN.DATASET {shlex.quote(str(root))}"
-    expected = f"has no class folders; expected SPLIT/CLASS/IMAGE or CLASS/IMAGE{describe_files(root)}"
-    raise ConfigError(Problem("FOLDER", f"{root} {expected}; fix: for a list (or a pack): {command}"))
+    hint = describe_files(root) or f"; fix: for a list or a pack, DATA.NAME list TRAIN.DATASET {shlex.quote(str(root))}"
+    expected = f"has no class folders; expected SPLIT/CLASS/IMAGE or CLASS/IMAGE{hint}"
+    raise ConfigError(Problem("FOLDER", f"{root} {expected}"))
 
 
 def open_cfg(cfg) -> Splits:
@@ -98,11 +95,9 @@ def open_cfg(cfg) -> Splits:
             name = f"{name} ({key})"
         try:
             if cfg.DATA.NAME == "imagefolder":
-                root, layout = Path(section.DATASET), f"{section.SPLIT}/CLASS/IMAGE"
-                if not root.is_dir():
-                    raise ConfigError(Problem(*missing_root(key, root, layout)))
+                root = Path(section.DATASET)
                 if not (root / section.SPLIT).is_dir():
-                    raise ConfigError(Problem(*missing_split(key, root, section.SPLIT, layout)))
+                    raise ConfigError([Problem(*one) for one in explain_folder(key, root, section.SPLIT, EXTENSIONS)])
                 splits[name] = ScannedFolder(root / section.SPLIT)
             elif issubclass(dataset, SplitDataset):  # unknown classes are findings
                 splits[name] = dataset.open_split(cfg, key)
@@ -135,10 +130,7 @@ _KINDS = {
     "suspicious_label": (NOTE, "{} whose label disagrees with the features of the model, the worst one first",
                          "look at each of them: correct its label, or keep it"),
     "one_split": (NOTE, "no images to evaluate: {} is the only split", ""),
-    "unicode_form": (NOTE, "{}", "rename the folders"),
-    "names_alike": (NOTE, "{}", "rename one of them, if they are one class"),
-    "left_out": (NOTE, "{}", "convert images of other types to JPEG or PNG; remove what is no image"),
-    "reduced": (NOTE, "{}", "nothing, if this is meant; else convert them"),
+    "noted": (NOTE, "{}", "nothing, if this is meant; else rename or convert the files"),
     "rotated": (NOTE, "{} rotated by their EXIF data, which training ignores",
                 "DATA.EXIF_ROTATE True rotates them in training and evaluation"),
     "duplicates": (NOTE, "{} of copies, {} of identical files, several times in one split with the same label",
@@ -163,7 +155,7 @@ def examine(
     """
     counts = {name: count_classes(images) for name, images in scan.splits.items()}
     findings = [
-        *_class_findings(scan.splits, counts),
+        *_class_findings(scan.splits, counts, options),
         *_image_findings(scan, options),
         *_duplicate_findings(scan, groups),
     ]
@@ -210,7 +202,7 @@ def _imbalance(counts: Iterable[int]) -> float | None:
     return round(max(present) / min(present), 2) if present else None
 
 
-def _class_findings(splits: Splits, counts: dict[str, dict[str, int]]) -> Iterator[Finding]:
+def _class_findings(splits: Splits, counts: dict[str, dict[str, int]], options: DecodeOptions) -> Iterator[Finding]:
     folders = {name: images for name, images in splits.items() if isinstance(images, ScannedFolder)}
     trained, *others = splits
     if outside := [path for images in folders.values() for path in images.list_outside()]:
@@ -224,14 +216,17 @@ def _class_findings(splits: Splits, counts: dict[str, dict[str, int]]) -> Iterat
     if empty:
         held, _, fix = count_others(Path(), empty).partition("; fix: ")
         yield _found("empty_class", empty, counted(len(empty), "class"), held, fix=f"add images, or {fix}")
+    notes = [note for images in splits.values() for note in images.notes() if "outside the class folders" not in note]
     for split in others:
         unknown = sorted(counts[split].keys() - counts[trained].keys())
-        forms, notes = match_forms(split, unknown, counts[trained])
-        for note in notes:
-            yield _found("unicode_form", [_place(splits[split], split, name) for name in forms], note)
+        forms, found = match_forms(split, unknown, counts[trained])
+        notes += found
         if names := [name for name in unknown if name not in forms]:
             places = [_place(splits[split], split, name) for name in names]
             yield _found("unknown_class", places, counted(len(names), "class"), split, trained, first_few(names))
+    notes += [note for images in splits.values() if (note := find_reduced(images, options))]
+    if notes:
+        yield _found("noted", [], "; ".join(notes))
     if trained in folders:
         root = folders[trained].folder
         inner, present = find_inner_root(root), [name for name, count in counts[trained].items() if count]
@@ -248,13 +243,6 @@ def _place(images: ImageDataset, split: str, label: str) -> str:
 
 
 def _image_findings(scan: Scan, options: DecodeOptions) -> Iterator[Finding]:
-    sets = scan.splits.values()
-    notes = [note for images in sets for note in images.notes() if "outside the class folders" not in note]
-    for kind, alike in (("names_alike", True), ("left_out", False)):
-        if found := [note for note in notes if ("differ in case" in note) is alike]:
-            yield _found(kind, [], "; ".join(found))
-    if reduced := [note for images in sets if (note := find_reduced(images, options))]:
-        yield _found("reduced", [], reduced[0])
     flags = scan.records["flags"] & (BROKEN | INTACT | (0 if options.exif_rotate else ROTATED))
     for kind, flag in (("broken", BROKEN), ("not_read", BROKEN | INTACT), ("rotated", ROTATED)):
         if found := np.flatnonzero(flags == flag).tolist():
@@ -290,22 +278,18 @@ def _duplicate_findings(scan: Scan, groups: Sequence[DuplicateGroup]) -> Iterato
 def measure_statistics(scan: Scan) -> dict[str, Any]:
     """Return percentiles of the sizes of the images; empty if there are none."""
     usable = scan.records[scan.records["flags"] & BROKEN == 0]
-    if not len(usable):
-        return {}
-    width, height = usable["width"], usable["height"]
+    places, width, height = (
+        {"min": 0, "p10": 10, "median": 50, "p90": 90, "max": 100},
+        usable["width"],
+        usable["height"],
+    )
+    shorter, ratio = np.minimum(width, height), width / height
+    sizes = {"width": width, "height": height, "shorter_side": shorter, "aspect_ratio": ratio}
     return {
-        "width": _percentiles(width),
-        "height": _percentiles(height),
-        "shorter_side": _percentiles(np.minimum(width, height)),
-        "aspect_ratio": _percentiles(width / height),
+        name: {at: round(float(np.percentile(values, place, method="nearest")), 3) for at, place in places.items()}
+        for name, values in sizes.items()
+        if len(usable)
     }
-
-
-def _percentiles(values: np.ndarray) -> dict[str, float]:
-    """Return the minimum, percentiles 10, 50 and 90, and the maximum of values, each one of the values."""
-    names = {"min": 0, "p10": 10, "median": 50, "p90": 90, "max": 100}
-    found = np.percentile(values, [*names.values()], method="nearest")
-    return {name: round(float(value), 3) for name, value in zip(names, found, strict=True)}
 
 
 def format_statistics(cfg: Config, workers: int, as_json: bool) -> str:
@@ -321,7 +305,7 @@ def format_statistics(cfg: Config, workers: int, as_json: bool) -> str:
             pixels = open_lazy_image(images.read(index), cfg.DATA.DECODER, options).pixels().numpy()
         except ConfigError:
             raise
-        except Exception as error:  # decoders raise nearly anything
+        except Exception as error:  # decoders raise nearly anything for a damaged file; each is reported with its name
             raise explain_fault(images.describe(index), error).error() from error
         values = pixels.reshape(len(pixels), -1) / np.float64(one)
         return np.stack([values.mean(1), np.square(values).mean(1)])

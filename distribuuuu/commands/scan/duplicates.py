@@ -131,7 +131,7 @@ def _make_thumbnail(scan: Scan, options: DecodeOptions, index: int) -> np.ndarra
     _, images, local = scan.locate(index)
     try:
         return make_thumbnail(images.read(local), options)
-    except Exception:  # changed since the scan; decoders raise nearly anything
+    except Exception:  # the file has changed since the scan, which decoded it; decoders raise nearly anything
         return None
 
 

@@ -108,7 +108,7 @@ def _measure(images: ImageDataset, options: DecodeOptions, index: int) -> tuple[
             return record, ""
     except DataError:  # the disk fails, which is no damage of the image
         raise
-    except Exception as error:  # decoders raise nearly anything
+    except Exception as error:  # decoders raise nearly anything for a damaged file; the report names each
         fault = explain_fault("", error)
         record["flags"] = BROKEN if fault.is_damaged else BROKEN | INTACT
         return record, fault.reason

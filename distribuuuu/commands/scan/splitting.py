@@ -47,14 +47,9 @@ class Images:
 
 
 def list_table_images(table: Path, words: Sequence[str]) -> Images:
-    """Return the images of a table.
+    """Return the images of a table; raise ConfigError if it is invalid.
 
-    Args:
-        table: the file.
-        words: KEY VALUE pairs, e.g. DATA.TABLE.label breed.
-
-    Raises:
-        ConfigError: an option, the table or an image in it is invalid.
+    `words` are KEY VALUE pairs, e.g. DATA.TABLE.label breed.
     """
     own = ["DATA.NAME", "list", "TRAIN.DATASET", str(table.parent), "DATA.TABLE.file", table.name]
     cfg, problems = read_data_cfg(None, [*words, *own])
@@ -70,12 +65,8 @@ def list_table_images(table: Path, words: Sequence[str]) -> Images:
 def list_images(folder: Path, label_by: str = "") -> Images:
     """Return the images of a folder; their classes are its sub-folders.
 
-    Args:
-        folder: the folder.
-        label_by: a regular expression that finds the class in the name of a file instead.
-
-    Raises:
-        ConfigError: there are no images, no classes to tell apart, or names that a list cannot hold.
+    With `label_by`, a regular expression finds the class in the name of a file instead. A ConfigError is raised if
+    there are no images, no classes to tell apart, or names that a list cannot hold.
     """
     if not folder.is_dir():
         raise ConfigError(Problem(*missing_root("FOLDER", folder, "images" if label_by else "CLASS/IMAGE")))
@@ -142,11 +133,7 @@ def find_named_groups(images: Images, pattern: str) -> list[list[int]]:
 
 
 def match_names(flag: str, pattern: str, names: Sequence[str]) -> list[str | None]:
-    """Return the first capture group of a regular expression in each name, or without groups the whole match.
-
-    Raises:
-        ConfigError: the expression is invalid, or matches no name.
-    """
+    """Return the first capture group of a regular expression in each name, or without groups the whole match."""
     try:
         search = re.compile(pattern).search
     except re.error as error:
@@ -174,15 +161,9 @@ def assign(
 ) -> list[str]:
     """Return the part of each image.
 
-    The number of images of each class in each part is its share, rounded up or down, as far as groups allow. Which
-    images these are is decided by a hash of the seed and the name.
-
-    Args:
-        images: the images.
-        shares: the share of each part; they add up to 1.
-        groups: disjoint groups of images that must be in the same part.
-        seed: another seed gives another split.
-        in_all: each class has an image in each part, as far as groups allow; else in the part "train".
+    The number of images of each class in each part is its share, rounded up or down, as far as the disjoint groups
+    allow, which are not divided. Which images these are is decided by a hash of the seed and the name. With `in_all`,
+    each class has an image in each part, as far as groups allow; else in the part "train".
     """
     quotas = _class_quotas(Counter(images.labels), shares, shares if in_all else [TRAIN])
     keys = [hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest() for name in images.names]
@@ -261,16 +242,8 @@ def plan_split(
 ) -> tuple[dict[str, list[int]], list[str]]:
     """Return the lists of a split by their names, e.g. "train.csv" or "fold_1/val.csv", as indices; and notes to print.
 
-    Args:
-        images: of `list_images` or `list_table_images`.
-        val: share of the validation images; without effect with folds.
-        test: share of the test images; 0: none.
-        folds: number of folds for cross-validation; 0: one split.
-        pattern: regular expression of `find_named_groups`; empty: none.
-        seed: seed of the split.
-
-    Raises:
-        ConfigError: the images cannot be split.
+    `val` and `test` are the shares of the validation and the test images, `folds` the number of folds of a
+    cross-validation in place of `val`, and `pattern` the regular expression of `find_named_groups`.
     """
     duplicates = find_duplicates(images)
     groups = merge_groups([*duplicates, *(find_named_groups(images, pattern) if pattern else [])])
@@ -306,21 +279,18 @@ def describe_copies(images: Images, copies: Sequence[Sequence[int]], what: str =
 
 
 def write_split(images: Images, out: Path, files: Mapping[str, Sequence[int]]) -> None:
-    """Write the lists of `plan_split` that do not exist yet into a folder.
+    """Write the lists of `plan_split` into a folder, which may have some of them.
 
     Raises:
         ConfigError: another list has the name of one of them, or one cannot be written.
     """
-    missing = {}
+    lists = {out / name: _format_list(images, out / name, files[name]) for name in files}
     try:
-        for path, content in {out / name: _format_list(images, out / name, files[name]) for name in files}.items():
-            if not os.path.lexists(path):
-                missing[path] = content
-                continue
+        for path in filter(os.path.lexists, lists):
             with open_regular(path) as file:
-                if file.read(len(content) + 1) != content:
+                if file.read(len(lists[path]) + 1) != lists[path]:
                     raise ConfigError(f"--out: {path} exists already and is another list; fix: use another folder")
-        for path, content in missing.items():
+        for path, content in lists.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as file:
                 file.write(content)

@@ -5,7 +5,6 @@ import functools
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from distribuuuu.config import ConfigError, Problem
@@ -103,10 +102,6 @@ class ImageDataset:
         numbers as float32. Crops and flips do not change them.
         """
         return int(self.labels[index])
-
-    def check_record(self) -> tuple[Path | None, str]:
-        """Return the path for the results of the file check, None to store none, and the version of the image list."""
-        return None, ""
 
     def notes(self) -> list[str]:
         """Return warnings to log at the start of a run."""

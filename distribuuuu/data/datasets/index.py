@@ -187,10 +187,9 @@ def _open(source: str, root: str, path: Path, scan: Callable[[], Content]) -> In
 
 
 def _sealed(content: Content, now_ns: int) -> Content:
-    """Return the content of a scan with its ID, its time, the digest and the checksum."""
+    """Return the content of a scan with its time, the digest and the checksum."""
     meta, arrays = content
-    sealed = {"scan": os.urandom(8).hex(), "scanned": now_ns}
-    return {**meta, **sealed, "digest": digest_of(meta, arrays), "crc32": checksum_of(arrays)}, arrays
+    return {**meta, "scanned": now_ns, "digest": digest_of(meta, arrays), "crc32": checksum_of(arrays)}, arrays
 
 
 def _load(source: str, root: str, path: Path) -> Index | None:
@@ -252,10 +251,6 @@ class IndexedImages(SplitDataset):
     def describe(self, index: int) -> str:
         """Return the file of image `index`, or its archive and its name in it."""
         return self.index.describe(self.place(index))
-
-    def check_record(self) -> tuple[Path | None, str]:
-        """Return the file of the index, and the ID of the scan that made it."""
-        return self.index.path, self.index.meta.get("scan", "")
 
     def notes(self) -> list[str]:
         """Return warnings about files that were left out, and about class names of another Unicode form."""

@@ -11,39 +11,30 @@ from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.settings import setting
 from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, name_at, read_file
+from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.locks import take_turn
 
 # Seconds to wait for another process that downloads.
 DOWNLOAD_WAIT_S = 3600
 
 
-def open_source(source: str, root: str, key: str, download: bool, **arguments: Any) -> Any:
+def open_source(source: str, root: str, key: str, cache: Path | None = None, **arguments: Any) -> Any:
     """Return a data set of torchvision, by the name of its class; raise ConfigError, with the key, if that fails.
 
-    One of several processes downloads it while the others wait.
+    With a cache folder, it is downloaded if necessary, by one of several processes.
     """
     try:
         import torchvision.datasets
 
-        dataset, found = getattr(torchvision.datasets, source), None
-        # Exists while a process downloads; torchvision takes a folder that is half unpacked for the whole.
-        part = Path(root) / f".{source}.part"
-        is_partial = part.exists()
-        try:
-            found = dataset(root, **arguments)
-            if not is_partial:
-                return found
-        except (RuntimeError, OSError):
-            if not download:
-                raise
-        with take_turn(Path(root) / f".{source}", DOWNLOAD_WAIT_S):
-            if found and part.exists():
-                left = f"delete {part}, and its folder unless it is whole"
-                raise RuntimeError(f"its download was interrupted; fix: {left}")
-            part.touch()
-            found = dataset(root, **arguments, download=True)
-            part.unlink()
-            return found
+        dataset = getattr(torchvision.datasets, source)
+        if cache is None:
+            return dataset(root, **arguments)
+        # Before the first look: torchvision takes a folder that another process unpacks for the whole.
+        with take_turn(cache / "downloads" / source, DOWNLOAD_WAIT_S):
+            try:
+                return dataset(root, **arguments)
+            except (RuntimeError, OSError):
+                return dataset(root, **arguments, download=True)
     except ImportError as error:
         fix = f"fix: pip install {error.name}" if error.name else error
         raise ConfigError(f"DATA.NAME: torchvision's {source} needs another package; {fix}") from error
@@ -167,7 +158,8 @@ class NamedSet(ImageDataset):
         if source.splits:
             split = _find_split(source, section.SPLIT)
             arguments[source.keyword] = split == "train" if source.keyword == "train" else split
-        images = cls(name, open_source(name, section.DATASET, key, cfg.DATA.DOWNLOAD, **arguments), key)
+        cache = cache_folder(cfg.DATA.CACHE_DIR) if cfg.DATA.DOWNLOAD else None
+        images = cls(name, open_source(name, section.DATASET, key, cache, **arguments), key)
         if not source.splits and settings.val:
             images.select(settings.val, train)
         return images

@@ -103,7 +103,7 @@ def test_any_change_is_noticed(tmp_path, source, change):
     before = open_(root, source)
     CHANGES[change][1](root)
     after = open_(root, source)
-    assert after.meta["scan"] != before.meta["scan"]
+    assert after.meta["scanned"] != before.meta["scanned"]
     assert (after.meta["digest"] != before.meta["digest"]) or source == "list"
 
 
@@ -122,7 +122,7 @@ def test_what_changed_right_before_the_scan_is_scanned_again(root, source, monke
     monkeypatch.setattr(time, "time_ns", lambda: 10**20)  # the clock of the disk counts
     for path in root.rglob("*"):
         os.utime(path)
-    assert open_(root, source).meta["scan"] != open_(root, source).meta["scan"]
+    assert open_(root, source).meta["scanned"] != open_(root, source).meta["scanned"]
 
 
 def test_an_archive_that_changes_during_a_run_is_not_read_on(tmp_path):

@@ -138,7 +138,7 @@ def test_a_damaged_file_is_one_error(tmp_path):
         for name in RAW:
             (folder / name).write_bytes(content)
         with pytest.raises(ConfigError, match=f"TRAIN.DATASET: FashionMNIST .*{tmp_path}") as error:
-            open_source("FashionMNIST", str(tmp_path), "TRAIN.DATASET", False, train=True)
+            open_source("FashionMNIST", str(tmp_path), "TRAIN.DATASET", train=True)
         assert "\n" not in str(error.value)
 
 
@@ -153,21 +153,23 @@ def test_a_pickle_of_others_is_not_read(tmp_path):
     for name in ("data_batch_1", "batches.meta"):
         (folder / name).write_bytes(pickle.dumps(Attack()))
     with pytest.raises(ConfigError, match="TRAIN.DATASET: CIFAR10 is not in"):
-        open_source("CIFAR10", str(tmp_path), "TRAIN.DATASET", False, train=True)
+        open_source("CIFAR10", str(tmp_path), "TRAIN.DATASET", train=True)
 
 
-def test_an_interrupted_download_is_not_taken_for_the_whole_set(tmp_path, monkeypatch):
+def test_a_set_is_downloaded_once_and_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
     def download(self):
-        if not self._check_exists():
-            draw_folder(tmp_path / "eurosat", "2750", dict.fromkeys(EUROSAT, 2))
-            if is_killed:
-                raise KeyboardInterrupt
+        if is_offline:
+            raise OSError("no network")
+        draw_folder(tmp_path / "root" / "eurosat", "2750", dict.fromkeys(EUROSAT, 2))
 
     monkeypatch.setattr(datasets.EuroSAT, "download", download)
-    for is_killed, error in ((True, KeyboardInterrupt), (False, ConfigError)):
-        with pytest.raises(error, match="^" if is_killed else "its download was interrupted; fix: delete .*EuroSAT"):
-            open_source("EuroSAT", str(tmp_path), "TRAIN.DATASET", download=True)
-    shutil.rmtree(tmp_path / "eurosat")
-    (tmp_path / ".EuroSAT.part").unlink()
-    for _ in range(2):
-        assert len(open_source("EuroSAT", str(tmp_path), "TRAIN.DATASET", download=True)) == 20
+    (root := tmp_path / "root").mkdir()
+    for is_offline in (True, False):
+        if is_offline:
+            with pytest.raises(ConfigError, match="cannot be downloaded: .*no network"):
+                open_source("EuroSAT", str(root), "TRAIN.DATASET", tmp_path / "cache")
+            assert not any(root.iterdir())
+        else:
+            assert len(open_source("EuroSAT", str(root), "TRAIN.DATASET", tmp_path / "cache")) == 20
+    monkeypatch.setattr(datasets.EuroSAT, "download", None)
+    assert len(open_source("EuroSAT", str(root), "TRAIN.DATASET", tmp_path / "cache")) == 20
