@@ -9,9 +9,6 @@ repeated in new processes, because the speed of a small model varies between pro
 
 With --bind, each process runs on a core of its own, which varies less.
 
-With --layer-norms one more loop runs: `train_epoch` with LOG.LAYER_NORMS, on a model and an optimizer of its own; its
-cost is relative to our loop without them. It grows with the number of layers.
-
 With --features both loops use bfloat16, two accumulated micro-batches, gradient clipping and an EMA of the weights;
 the bare loop uses the functions of torch directly.
 """
@@ -19,7 +16,6 @@ the bare loop uses the functions of torch directly.
 import argparse
 import contextlib
 import copy
-import functools
 import itertools
 import json
 import math
@@ -38,7 +34,6 @@ from torch import nn
 
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import load_cfg
-from distribuuuu.config.config_node import changed
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.datasets.dummy import Dummy
@@ -155,13 +150,7 @@ def build_loops(
         else:
             run_bare(model, state.optimizer, criterion, loader.batches_from(0, 0, 0))
 
-    loops = {"bare": bare, "ours": ours, "control": bare}
-    if args.layer_norms:
-        with_norms = build_memory_run(changed(cfg, {"LOG.LAYER_NORMS": True}), loader)
-        stack.enter_context(with_norms.log)
-
-        loops["norms"] = functools.partial(run_epoch, with_norms)
-    return loops
+    return {"bare": bare, "ours": ours, "control": bare}
 
 
 def run_epoch(run: Run) -> None:
@@ -264,9 +253,9 @@ def run_process(rank: int, num_processes: int, args: argparse.Namespace, folder:
 
 def measure(num_processes: int, args: argparse.Namespace) -> None:
     """Print the medians of each launch, the median ratio over the launches, and the comparison with BARS."""
-    columns = "launch   bare ms   ours ms   ratio   control" + "   norms / ours" * args.layer_norms
+    columns = "launch   bare ms   ours ms   ratio   control"
     print(f"\n{num_processes} process{'es' * (num_processes > 1)}\n{columns}")
-    ratios, controls, norms = [], [], []
+    ratios, controls = [], []
     for number in range(args.launches):
         args.port = find_free_port()
         with tempfile.TemporaryDirectory() as folder:
@@ -275,14 +264,9 @@ def measure(num_processes: int, args: argparse.Namespace) -> None:
         ratios.append(step_ms["ours"] / step_ms["bare"])
         controls.append(step_ms["control"] / step_ms["bare"])
         row = f"{step_ms['bare']:>9.3f} {step_ms['ours']:>9.3f} {ratios[-1]:>7.3f} {controls[-1]:>9.3f}"
-        if args.layer_norms:
-            norms.append(step_ms["norms"] / step_ms["ours"])
-            row += f" {norms[-1]:>14.3f}"
         print(f"{number + 1:>6} {row}", flush=True)
     ratio, bar = statistics.median(ratios), BARS.get(num_processes, BARS[2])
     print(f"ours / bare: {show_spread(ratios)}; bare / bare: {show_spread(controls)}")
-    if args.layer_norms:
-        print(f"with LOG.LAYER_NORMS / ours: {show_spread(norms)}")
     print(f"the bar of {bar:.2f} {'holds' if ratio <= bar else 'DOES NOT HOLD'}")
     if abs(statistics.median(controls) - 1) > MAX_DEVIATION:
         print(f"the control deviates by more than {MAX_DEVIATION}: measure again on a quiet machine")
@@ -299,7 +283,6 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=60, help="blocks per loop and launch")
     parser.add_argument("--epochs", type=int, default=1, help=f"epochs of {STEPS} steps per block")
     parser.add_argument("--features", action="store_true", help="bf16, two micro-batches, gradient clipping and EMA")
-    parser.add_argument("--layer-norms", action="store_true", help="measure the loop with LOG.LAYER_NORMS, too")
     parser.add_argument("--bind", action="store_true", help="run each process on a core of its own (Linux)")
     parser.add_argument("--threads", type=int, default=1, help="threads per process")
     args = parser.parse_args()

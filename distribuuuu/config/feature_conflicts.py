@@ -3,9 +3,7 @@ arguments of constructors, DIST.SHARD.
 """
 
 import json
-import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from distribuuuu.config.config_node import Config, get_value
 from distribuuuu.config.declaration import AUTO
@@ -23,15 +21,6 @@ OPTIM_ARGUMENTS = {
     "eps": "OPTIM.EPS", **dict.fromkeys(("params", "fused", "foreach", "capturable", "differentiable"), ""),
     "dampening": "OPTIM.DAMPENING", "nesterov": "OPTIM.NESTEROV",
 }  # fmt: skip
-
-# They read whatever their value is.
-_READING_KEYS = ("weights_backbone", "pretrained_backbone", "pretrained_cfg", "pretrained_cfg_overlay",
-                 "cache_dir", "model_dir", "state_dict", "custom_load")  # fmt: skip
-# Words in the names of such keywords, if the value is text or a mapping: a drop_path_rate is a number.
-_READING_WORDS = {"file", "files", "filename", "path", "paths", "url", "urls", "uri", "dir", "directory", "folder",
-                  "hub", "repo", "cache", "checkpoint", "ckpt", "weights", "pretrained"}  # fmt: skip
-# Text that is a path, an address, a model of the Hugging Face Hub, or a file of weights.
-_PLACE = re.compile(r"[/\\]|^~|^[\w-]+:|\.(pth|pt2?|tar|bin|npz|npy|pkl|pickle|ckpt|safetensors)$", re.IGNORECASE)
 
 # Optimizers that give the same weights with FSDP as without, with any of the suffixes. Others need more of a weight
 # than the rows of one process, in operations that torch's sharded tensors do not support.
@@ -187,7 +176,7 @@ def class_weight_beta(text: str) -> float | None:
 
 
 def check_arguments(cfg: Config) -> Iterator[Problem]:
-    """Yield a problem for each argument of a constructor that is an option, reads files, or freezes parameters."""
+    """Yield a problem for each argument of a constructor that is an option, or freezes parameters."""
     for pattern, factor in cfg.FINETUNE.LR_MULT.items():
         if factor <= 0:
             message = f"got {factor:g}; expected a number above 0; to freeze parameters set FINETUNE.FREEZE"
@@ -199,31 +188,9 @@ def check_arguments(cfg: Config) -> Iterator[Problem]:
             option = OPTIM_ARGUMENTS[name]
             message = f"is an option; fix: set {option} instead" if option else "is set by the trainer; fix: remove it"
             yield Problem(f"OPTIM.KWARGS.{name}", message)
-    for section in ("MODEL.KWARGS", "DISTILL.KWARGS", "OPTIM.KWARGS"):
-        yield from (Problem(*found) for found in find_reading_keywords(section, get_value(cfg, section)))
-
-
-def find_reading_keywords(section: str, kwargs: Mapping) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) for each keyword in a section, nested ones too, that reads a file or the network."""
-    for name, value in kwargs.items():
-        key = f"{section}.{name}"
-        if name in OWN_KEYS and name != "num_classes":
-            yield key, f"set {OWN_KEYS[name]} instead"
-        elif _reads(str(name), value):
-            what = "names a file or an address, which no constructor may read"
-            fix = "remove it; weights are set by MODEL.PRETRAINED, MODEL.WEIGHTS, FINETUNE.WEIGHTS or DISTILL.WEIGHTS"
-            yield key, f"{what}; fix: {fix}"
-        elif isinstance(value, (Mapping, list, tuple)):
-            yield from find_reading_keywords(key, value if isinstance(value, Mapping) else dict(enumerate(value)))
-
-
-def _reads(name: str, value: Any) -> bool:
-    items = value if isinstance(value, (list, tuple)) else (value,)
-    holds_text = any(isinstance(item, (str, Mapping)) for item in items)
-    words = {word.lower() for word in re.findall(r"[A-Z]*[a-z]+|[A-Z]+", name)}
-    is_switch = value is True and "pretrained" in words
-    is_place = isinstance(value, str) and _PLACE.search(value)
-    return bool(name.lower() in _READING_KEYS or (words & _READING_WORDS and (holds_text or is_switch)) or is_place)
+    for section in ("MODEL.KWARGS", "DISTILL.KWARGS"):
+        for name in get_value(cfg, section).keys() & OWN_KEYS.keys() - {"num_classes"}:
+            yield Problem(f"{section}.{name}", f"set {OWN_KEYS[name]} instead")
 
 
 def find_sharding_problems(cfg: Config) -> Iterator[Problem]:

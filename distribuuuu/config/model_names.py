@@ -23,6 +23,7 @@ OWN_KEYS = {
     "pretrained": "MODEL.PRETRAINED",
     "weights": "MODEL.PRETRAINED or MODEL.WEIGHTS",
     "checkpoint_path": "MODEL.WEIGHTS",
+    **dict.fromkeys(("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"), "MODEL.PRETRAINED or FINETUNE.WEIGHTS"),
 }
 # Packages with models, in the order in which a name is looked up.
 SOURCES = ("distribuuuu", "timm", "torchvision")

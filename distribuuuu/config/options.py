@@ -400,9 +400,6 @@ _C.LOG.TENSORBOARD = Option(True, hashed=False, neutral=True)
 _C.LOG.TRACKERS = Option((), names=TRACKERS, hashed=False, neutral=True)
 # Augmented training images in the image grid of TensorBoard and the trackers; 0: none.
 _C.LOG.NUM_IMAGES = Option(32, least=0, needs="LOG.TENSORBOARD True or LOG.TRACKERS", hashed=False, neutral=True)
-# Write the norms of each weight, its gradient (after clipping) and its update to metrics.jsonl and TensorBoard, with
-# each row of metrics. The step before a row takes the memory of a copy of the weights.
-_C.LOG.LAYER_NORMS = Option(False, hashed=False, neutral=True)
 
 _C.DIST = Section()
 # Number of processes that TRAIN.BATCH_SIZE and OPTIM.BASE_LR are meant for: the log warns of another one, unless

@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -391,10 +391,6 @@ def prepare_out_dir(cfg, checkpoints: CheckpointManager, latest: Path | None, ki
 
 def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader) -> Log:
     """Return the log of the run from the position of the state; a new run logs a grid of augmented images."""
-    more_entries: Callable[[], dict[str, Any]] = dict
-    if cfg.LOG.LAYER_NORMS:
-        norms = importlib.import_module("distribuuuu.optim.layer_norms")
-        more_entries = norms.build_layer_norms(cfg, state, loader.steps_of).pop
     writers: list[Any] = []
     if dist.is_main() and (cfg.LOG.TENSORBOARD or "tensorboard" in cfg.LOG.TRACKERS):
         writers.append(importlib.import_module("distribuuuu.records.tensorboard").EventFile(cfg.OUT_DIR))
@@ -410,7 +406,6 @@ def open_log(cfg, task: Task, state: TrainState, loader: TrainLoader) -> Log:
         total_steps=total_steps(cfg, loader.num_steps),
         images_per_step=loader.plan.global_batch,
         timing=state.timing,
-        more_entries=more_entries,
         writers=writers,
     )
     log.rewind(state.epoch, state.step)

@@ -45,7 +45,7 @@ class ModelSpec:
     Attributes:
         arch: the architecture.
         num_classes: MODEL.NUM_CLASSES.
-        kwargs: MODEL.KWARGS. The config has been checked: none of them reads files or the network.
+        kwargs: MODEL.KWARGS, without those that name weights, see `OWN_KEYS`.
         im_size: TRAIN.IM_SIZE under the constructor's name for it; empty if it has none or MODEL.KWARGS sets it.
         channels: DATA.CHANNELS. A constructor without a parameter for it builds a model of three, whose first
             convolution is replaced.

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,7 +155,6 @@ class Log:
         num_steps: steps per whole epoch.
         images_per_step: images per step of all processes.
         timing: images and seconds of the training steps over all starts, which the log adds to.
-        more_entries: returns further entries of a row, e.g. `LayerNorms.pop`.
         total_steps: steps of the run; 0: all epochs are whole.
         writers: TensorBoard events and others that take the rows and the images; none on the other processes.
     """
@@ -167,7 +166,6 @@ class Log:
     num_steps: int
     images_per_step: int
     timing: dict[str, float] = field(default_factory=lambda: {"images": 0, "seconds": 0.0})
-    more_entries: Callable[[], dict[str, Any]] = dict
     total_steps: int = 0
     writers: Sequence[Any] = ()
 
@@ -255,7 +253,7 @@ class Log:
             "eta_s": self._eta_s(now, position),
         }
         self._last_read, self._read_position = now, position
-        self._write("train", epoch, step, {"lr": lr, **metrics, **speed, **self.more_entries()})
+        self._write("train", epoch, step, {"lr": lr, **metrics, **speed})
         known = ("count", "loss", "skipped_steps", *self.train_metrics, *self._means)
         if means := tuple(name for name in metrics if name not in known):
             self._means += means

@@ -14,9 +14,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two attempts to write events.
 RETRY_S = 60.0
-# Entries without a curve of their name, and the curves of each parameter in `layer_norms`.
-_NO_CURVES = ("kind", "epoch", "step", "stage", "resumed", "rollback", "time", "count", "eta_s", "layer_norms")
-_NORMS = ("weight", "gradient", "update")
+# Entries without a curve.
+_NO_CURVES = ("kind", "epoch", "step", "stage", "resumed", "rollback", "time", "count", "eta_s")
 
 
 @TRACKERS.register("tensorboard")
@@ -64,7 +63,4 @@ class EventFile:
 
 def curves_of(record: dict[str, Any]) -> dict[str, float]:
     """Return the numbers of a record by the name of their curve, e.g. "train/loss"."""
-    curves = {f"{record['kind']}/{name}": value for name, value in record.items() if name not in _NO_CURVES}
-    for name, norms in record.get("layer_norms", {}).items():
-        curves |= {f"{part}_norm/{name}": norm for part, norm in zip(_NORMS, norms, strict=True)}
-    return curves
+    return {f"{record['kind']}/{name}": value for name, value in record.items() if name not in _NO_CURVES}

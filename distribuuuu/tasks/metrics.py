@@ -22,7 +22,7 @@ from distribuuuu.distributed.comm import gather_objects, gather_rows, scaled_all
 _MAX_PENDING, _MAX_PENDING_LOGITS = 64, 2**20
 # Names of a row of metrics, and of columns of the table, that a task cannot use.
 _RESERVED = ("count", "loss", "lr", "kind", "epoch", "step", "stage", "time", "seconds", "images_per_s", "img/s",
-             "wait", "data", "eta_s", "eta", "skipped_steps", "layer_norms")  # fmt: skip
+             "wait", "data", "eta_s", "eta", "skipped_steps")  # fmt: skip
 
 
 @dataclass

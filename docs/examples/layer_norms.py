@@ -6,8 +6,6 @@ logged: the norm of the weight over that of its gradient, by which LARS multipli
 
     distribuuuu train --cfg docs/examples/layer_norms.yaml
 
-The option LOG.LAYER_NORMS logs the norms of weights, gradients and updates of any task, with each row of metrics.
-
 Measured on the 500 evaluation images of shapes (n = 3): the weights of the plain runs, top-1 99.6, 98.2 and 98.4 %.
 """
 

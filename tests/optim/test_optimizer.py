@@ -206,7 +206,6 @@ def with_gradients(scale: float = 1.0) -> nn.Module:
     ("OPTIM.KWARGS.weight_decay 1", "fix: set OPTIM.WEIGHT_DECAY instead"), ("OPTIM.KWARGS.lr 1", "set OPTIM.BASE_LR"),
     ("OPTIM.KWARGS.momentum 1", "set OPTIM.MOMENTUM"), ("OPTIM.KWARGS.nesterov 1", "set OPTIM.NESTEROV"),
     ("OPTIM.KWARGS.fused True", "is set by the trainer; fix: remove it"),
-    ("OPTIM.KWARGS.state_path /etc/passwd", "names a file or an address"),
     ("OPTIM.CLIP agc", "OPTIM.CLIP_LIMIT: got 0; OPTIM.CLIP agc expects a number above 0, e.g. 0.01"),
     ("OPTIM.CLIP agc OPTIM.CLIP_LIMIT nan", "OPTIM.CLIP_LIMIT (command line): got nan; expected a finite number"),
     ("OPTIM.CLIP vlaue", "did you mean value"),

@@ -2,22 +2,19 @@
 
 import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from support.processes import on_processes
-from support.runs import GROUP_NORM, assert_same_run, records, small_options, timeless, train_and_stop
+from support.runs import records, timeless, train_and_stop
 from support.tables import slow
 
-from distribuuuu.checkpoint.io import read_checkpoint
-from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import TASKS
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.process_group import process_group
 from distribuuuu.launch.detect import detect_launch
-from distribuuuu.optim.layer_norms import LayerNorms
 from distribuuuu.tasks.class_metrics import average_precisions
 from distribuuuu.tasks.classification import Classification
 from distribuuuu.tasks.metrics import Mean, Meter, StepOutput, SumMetric, build_metrics, hard_labels
@@ -335,77 +332,8 @@ def test_the_means_and_numbers_of_a_task_appear_everywhere(small_cfg, tmp_path):
 
 @pytest.mark.parametrize("place", [slow((0, 2)), slow((0, 4)), slow((1, 2))])
 def test_a_resumed_run_logs_the_same(small_cfg, tmp_path, monkeypatch, place):
-    words = (*LOGGING, "TRAIN.PRINT_FREQ", 3, "CHECKPOINT.EVERY_STEPS", 1, "LOG.LAYER_NORMS", True)
+    words = (*LOGGING, "TRAIN.PRINT_FREQ", 3, "CHECKPOINT.EVERY_STEPS", 1)
     train_model(small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
     train_and_stop(small_cfg(*words), place, monkeypatch)
     train_model(small_cfg(*words))
     assert timeless(tmp_path / "out") == timeless(tmp_path / "whole")
-
-
-NORMS = ("LOG.LAYER_NORMS", True, "OPTIM.MOMENTUM", 0, "OPTIM.NESTEROV", False, "OPTIM.WEIGHT_DECAY", 0,
-         "OPTIM.NORM_WEIGHT_DECAY", 0, "OPTIM.MAX_EPOCH", 1, "TRAIN.GLOBAL_BATCH_SIZE", 12)  # fmt: skip
-needs_fsdp = pytest.mark.skipif(torch.__version__ < (2, 7), reason="FSDP2 on a CPU needs torch 2.7")
-
-
-@pytest.fixture(scope="module")
-def alone(image_folder, tmp_path_factory) -> Path:
-    """OUT_DIR of a run of one process with the norms of each step, and a checkpoint of each."""
-    out_dir = tmp_path_factory.mktemp("norms")
-    saved = ("CHECKPOINT.EVERY_STEPS", 1, "CHECKPOINT.KEEP_LAST", 9)
-    train_model(load_cfg(None, small_options(image_folder, out_dir, *NORMS, *GROUP_NORM, *saved)))
-    return out_dir
-
-
-def norms_of(out_dir: Path) -> list[dict[str, list[float]]]:
-    return [row["layer_norms"] for row in records(out_dir) if row["kind"] == "train"]
-
-
-def test_norms_are_those_of_weights_gradients_and_updates(alone):
-    paths = sorted((alone / "checkpoints").glob("*_step_*"))
-    states = [read_checkpoint(path)["state_dict"] for path in [*paths, alone / "checkpoints" / "ckpt_ep_001.pth.tar"]]
-    rows = [row for row in records(alone) if row["kind"] == "train"]
-    assert len(states) == len(rows) == 4
-    for row, before, after in zip(rows[1:], states, states[1:], strict=False):
-        assert row["layer_norms"].keys() == before.keys()
-        for name, (weight, gradient, update) in row["layer_norms"].items():
-            change = (after[name] - before[name]).norm().item()
-            assert (weight, update) == pytest.approx((before[name].norm().item(), change), rel=1e-3, abs=1e-7)
-            assert update == pytest.approx(row["lr"] * gradient, rel=1e-3, abs=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words", [(), ("DIST.SHARD", "zero1"), pytest.param(("DIST.SHARD", "fsdp"), marks=needs_fsdp)], ids=str
-)
-def test_norms_do_not_depend_on_the_processes(alone, small_cfg, words):
-    cfg = small_cfg(*NORMS, *GROUP_NORM, *words, "TRAIN.BATCH_SIZE", 6)
-    on_processes(2, train_model, cfg)
-    for one, two in zip(norms_of(alone), norms_of(cfg.OUT_DIR), strict=True):
-        assert one.keys() == two.keys()
-        for name, norms in one.items():
-            assert two[name] == pytest.approx(norms, rel=1e-3, abs=1e-5), name
-
-
-def test_a_step_whose_gradients_are_not_finite_has_no_norms():
-    """A fused optimizer skips it in its kernel, after the hooks."""
-    net = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(net.parameters())
-    norms = LayerNorms(net, optimizer, lambda: True)
-    for value, names in ((1.0, {"weight", "bias"}), (torch.inf, set()), (1.0, {"weight", "bias"})):
-        net.weight.grad, net.bias.grad = torch.full((1, 2), value), torch.ones(1)
-        optimizer.step()
-        assert norms.pop().get("layer_norms", {}).keys() == names
-        torch.nn.init.ones_(net.weight)
-
-
-def test_norms_are_computed_for_rows_alone_after_clipping_and_change_nothing(small_cfg, tmp_path, monkeypatch):
-    due, begin = [], LayerNorms._begin
-    words = ("TRAIN.PRINT_FREQ", 3, "TRAIN.AMP", "bf16", "OPTIM.CLIP_NORM", 0.01, "MODEL.KWARGS.width", 8)
-    train_model(small_cfg(*words, "OUT_DIR", tmp_path / "plain"))
-    monkeypatch.setattr(LayerNorms, "_begin", lambda self, *args: begin(self, *args) or due.append(bool(self._trained)))
-    train_model(small_cfg(*words, "LOG.LAYER_NORMS", True))
-    assert_same_run(tmp_path / "out", tmp_path / "plain")
-    assert due == [False, False, True, True] * 2, "the rows end with the steps 3 and 4 of an epoch"
-    totals = [sum(gradient**2 for _, gradient, _ in row.values()) ** 0.5 for row in norms_of(tmp_path / "out")]
-    assert totals == pytest.approx([0.01] * 4, rel=1e-3)
-    assert "layer_norms" not in str(records(tmp_path / "plain"))
