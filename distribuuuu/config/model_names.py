@@ -5,17 +5,13 @@ writes them to the user's cache folder, where later processes read them. The nam
 source files of the package; an unreadable file counts as missing.
 """
 
-import contextlib
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from distribuuuu.config.errors import did_you_mean
-from distribuuuu.files.atomic_file import replacing
-from distribuuuu.files.cache_folder import cache_folder
+from distribuuuu.files.cache_folder import keep_cached, load_cached
 
 # Keyword arguments that have an option of their own.
 OWN_KEYS = {
@@ -40,35 +36,24 @@ def load_names(source: str) -> dict[str, list[str] | None]:
 
     Each has the keywords that its constructor accepts; None: they are not known, or any are accepted.
     """
-    try:
-        names = json.loads(_file_of(source).read_text(encoding="utf-8"))
-    except (OSError, RuntimeError, ValueError, ImportError):
-        return {}
+    names = load_cached(f"names/{source}", _identity_of(source))
     is_valid = isinstance(names, dict) and all(isinstance(keywords, list | None) for keywords in names.values())
     return names if is_valid else {}
 
 
 def keep_names(source: str, list_names: Callable[[], Mapping[str, list[str] | None]]) -> None:
     """Write the names that a function lists to the cache, unless they are there."""
-    if load_names(source):
-        return
-    with contextlib.suppress(OSError, RuntimeError, ImportError):
-        file = _file_of(source)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file, "w", encoding="utf-8") as cache:
-            json.dump(list_names(), cache)
+    if not load_names(source):
+        keep_cached(f"names/{source}", _identity_of(source), list_names())
 
 
-def _file_of(source: str) -> Path:
-    """Return the cache file of a source; raise an error if its package or the user's home does not exist."""
+def _identity_of(source: str) -> object:
+    """Return what the names of a source depend on: the source files of its package."""
     package, folder = _ORIGINS[source]
     spec = find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ImportError(package)
-    root = Path(spec.submodule_search_locations[0]) / folder
+    root = Path((spec and spec.submodule_search_locations or [""])[0]) / folder
     files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in root.glob("*.py"))
-    identity = json.dumps([2, source, os.fspath(root), files])  # 2: with the weights of torchvision
-    return cache_folder() / "names" / f"{source}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
+    return source, os.fspath(root), files
 
 
 def is_published(weights: str) -> bool:

@@ -28,8 +28,8 @@ COMMAND_LINE = "command line"
 # The key of a YAML file that names its bases.
 BASE = "_BASE_"
 # Arguments and settings, and the option that selects the model or the entry that they belong to.
-_ARGUMENTS = {"MODEL.KWARGS": "MODEL.ARCH", "DISTILL.KWARGS": "DISTILL.TEACHER", "OPTIM.KWARGS": "OPTIM.NAME"}
-_SELECTED_BY = {**_ARGUMENTS, **{key: f"{key.partition('.')[0]}.NAME" for key in SETTINGS}}
+_SELECTED_BY = {"MODEL.KWARGS": "MODEL.ARCH", "DISTILL.KWARGS": "DISTILL.TEACHER", "OPTIM.KWARGS": "OPTIM.NAME",
+                **{key: f"{key.partition('.')[0]}.NAME" for key in SETTINGS}}  # fmt: skip
 
 # Options that are names of registered entries.
 _ENTRIES = {key for key, option in OPTIONS.items() if option.names}
@@ -70,7 +70,9 @@ def read_cfg(cfg_file: CfgFiles = None, overrides: Sequence[str] = ()) -> tuple[
         _merge_file(cfg, settings, problems)
         _resolve_plugins(cfg, folder)
     of_file = cfg.clone()
-    merge(cfg, _read_overrides(overrides, problems), problems)
+    words = _read_overrides(overrides, problems)
+    _empty_arguments(cfg, words)
+    merge(cfg, words, problems)
     cfg.replaced.update((key, value) for key, value in iter_options(of_file) if cfg.origins.get(key) == COMMAND_LINE)
     cfg.replaced.update(getattr(cfg_file, "replaced", {}))
     _resolve_plugins(cfg)
@@ -81,7 +83,6 @@ def read_cfg(cfg_file: CfgFiles = None, overrides: Sequence[str] = ()) -> tuple[
             cfg.origins["TEST.DATASET"] = cfg.origins["TRAIN.DATASET"]
     cfg.OUT_DIR = local_folder(cfg.OUT_DIR)
     are_missing = _import_plugins(cfg, cfg_file, problems)
-    problems += _find_inherited_arguments(cfg, of_file)
     # An unknown name may be that of a plug-in that is missing.
     found = [problem for problem in find_problems(cfg) if not (are_missing and problem.key in _ENTRIES)]
     refused = {problem.key for problem in problems}  # an option whose value was refused has its default
@@ -127,19 +128,6 @@ def _import_plugins(cfg: Config, cfg_file: CfgFiles, problems: list[Problem]) ->
         problems += [problem.located(cfg.origins) for problem in error.problems]
         return True
     return False
-
-
-def _find_inherited_arguments(cfg: Config, of_file: Config) -> Iterator[Problem]:
-    """Yield a problem if a file's arguments of a constructor meet another model, named on the command line."""
-    for section, name in _ARGUMENTS.items():
-        model, model_of_file = get_value(cfg, name), get_value(of_file, name)
-        keys = [f"{section}.{argument}" for argument in get_value(cfg, section)]
-        inherited = [key for key in keys if cfg.origins.get(key) != COMMAND_LINE]
-        if inherited and model and model != model_of_file and cfg.origins.get(name) == COMMAND_LINE:
-            arguments = ", ".join(key.removeprefix(f"{section}.") for key in inherited)
-            message = f"got {arguments} of {model_of_file or 'another model'} with {name} {model}"
-            fix = f"fix: add {section} '{{}}' to leave them out, or repeat those for {model}"
-            yield Problem(section, f"{message}; {fix}", {section: cfg.origins.get(inherited[0], "config")})
 
 
 # ---------------------------------------------------------------------------------------- YAML file
@@ -276,18 +264,23 @@ def split_key(key: str) -> tuple[str, str]:
 def _merge_file(cfg: Config, settings: list[Setting], problems: list[Problem]) -> None:
     """Apply the settings of a file.
 
-    Arguments and settings for another model or entry than its own are removed. A TEST.DATASET that repeats
-    TRAIN.DATASET, as in a dumped config, or the default, as in the files of 2021, which have no DATA.NAME, follows
-    TRAIN.DATASET.
+    A TEST.DATASET that repeats TRAIN.DATASET, as in a dumped config, or the default, as in the files of 2021, which
+    have no DATA.NAME, follows TRAIN.DATASET.
     """
-    given = {key: value for key, value, _ in settings}
-    for section, name in _SELECTED_BY.items():
-        if given.get(name, get_value(cfg, name)) != get_value(cfg, name):
-            _empty(cfg, section)
+    given = _empty_arguments(cfg, settings)
     merge(cfg, settings, problems)
     unset = [cfg.TRAIN.DATASET] if "DATA.NAME" in given else [cfg.TRAIN.DATASET, OPTIONS["TRAIN.DATASET"].default]
     if os.path.normpath(cfg.TEST.DATASET) in map(os.path.normpath, unset):
         cfg.TEST.DATASET = ""
+
+
+def _empty_arguments(cfg: Config, settings: list[Setting]) -> dict[str, Any]:
+    """Remove the arguments and settings of a model or an entry that settings replace; return their values by key."""
+    given = {key: value for key, value, _ in settings}
+    for section, name in _SELECTED_BY.items():
+        if given.get(name, get_value(cfg, name)) != get_value(cfg, name):
+            _empty(cfg, section)
+    return given
 
 
 def _empty(cfg: Config, section: str) -> None:

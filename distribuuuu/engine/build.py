@@ -233,13 +233,9 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
     seed = dist.broadcast_object(draw_seed()) if cfg.RNG_SEED is None else cfg.RNG_SEED
     seed_cpu(derive_seed(seed))
     model = build_initial_model(cfg, loader.images.classes, pretrained)
-    if pretrained and cfg.FINETUNE.HEAD:
-        importlib.import_module("distribuuuu.models.finetune").load_head(cfg, model, loader.images.classes)
     model = task.adapt_model(model)
-    for hook in ("deploy_model", "unsaved_tensors") if cfg.DIST.SHARD == "fsdp" else ():
-        if getattr(type(task), hook) is not getattr(Task, hook):
-            fix = f"{type(task).__name__}.{hook} needs whole weights; fix: set it to none or zero1"
-            raise ConfigError(Problem("DIST.SHARD", f"got fsdp; {fix}", cfg.origins))
+    if cfg.DIST.SHARD == "fsdp":
+        importlib.import_module("distribuuuu.checkpoint.unsaved").check_whole_weights(cfg, task, Task)
     if cfg.MODEL.SYNCBN:
         model = importlib.import_module("distribuuuu.distributed.sync_batchnorm").convert_sync_batchnorm(model)
     unsaved_names = list(task.unsaved_tensors(model))
@@ -252,10 +248,7 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
     unsaved: dict[str, Any] = {}
     if unsaved_names:
         describe_unsaved = importlib.import_module("distribuuuu.checkpoint.unsaved").describe_unsaved
-        unsaved = describe_unsaved(unsaved_names, model.state_dict())
-        if cfg.MODEL.WEIGHTS:
-            message = f"got {cfg.MODEL.WEIGHTS}, which no resume loads, and checkpoints leave out tensors"
-            raise ConfigError(Problem("MODEL.WEIGHTS", f"{message}; fix: name it as FINETUNE.WEIGHTS", cfg.origins))
+        unsaved = describe_unsaved(cfg, unsaved_names, model.state_dict())
     averages = task.averages(model)
     if cfg.EMA.HALF_LIFE or averages:
         averages = importlib.import_module("distribuuuu.optim.ema").build_averages(cfg, model, averages)
@@ -264,13 +257,13 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
     for average in averages.values():
         parallelize(average.model)
         average.pair_with(model)
+    regroup = lambda groups: task.param_groups(model, groups)  # noqa: E731
+    optimizer = build_optimizer(cfg, model, loader.plan.global_batch, regroup)
     best_metric, higher_is_better = task.primary_metric
     mean, std = (tuple(values) for values in statistics_of(cfg, loader.images))
     return TrainState(
         model=model,
-        optimizer=build_optimizer(
-            cfg, model, loader.plan.global_batch, lambda groups: task.param_groups(model, groups)
-        ),
+        optimizer=optimizer,
         seed=seed,
         arch=cfg.MODEL.ARCH,
         classes=loader.images.classes,
@@ -288,14 +281,15 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
 
 
 def build_initial_model(cfg, classes: Sequence[str], pretrained: bool) -> nn.Module:
-    """Return the model at the start of a run, on the CPU: with published weights or FINETUNE.WEIGHTS if `pretrained`.
+    """Return the model at the start of a run, on the CPU, with the weights and the head of FINETUNE if `pretrained`.
 
     Raises:
         ConfigError: the model cannot be built, or the weights cannot be loaded.
     """
-    if pretrained and (cfg.FINETUNE.WEIGHTS or cfg.MODEL.PRETRAINED):
-        return importlib.import_module("distribuuuu.models.finetune").build_finetuned(cfg, classes)
-    return build_model(cfg)
+    model = build_model(cfg)
+    if pretrained and (cfg.FINETUNE.WEIGHTS or cfg.FINETUNE.HEAD or cfg.MODEL.PRETRAINED):
+        importlib.import_module("distribuuuu.models.finetune").load_initial(cfg, model, classes)
+    return model
 
 
 def prepare_model(cfg, task: Task, model: nn.Module, loader: TrainLoader, val_images: torch.Tensor) -> nn.Module:

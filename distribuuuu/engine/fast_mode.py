@@ -1,19 +1,15 @@
 """The fastest mode of a model on this machine: memory format and mixed precision, measured in some seconds.
 
 A mode is used only if the logits of each image point in the direction of those of the plainest one, with a cosine of
-0.99 or more. The result is kept in the user's cache folder, in a file for each machine and model, which may be deleted.
+0.99 or more. The result is kept in the user's cache folder, for each machine and model.
 """
 
 import contextlib
 import copy
-import hashlib
 import itertools
-import json
 import logging
-import math
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +22,6 @@ from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.config_node import changed, get_value
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.derived import height_and_width
-from distribuuuu.config.json_file import load_json
 from distribuuuu.config.plugins import import_plugins
 from distribuuuu.config.reader import COMMAND_LINE
 from distribuuuu.distributed.ddp import compile_model
@@ -34,15 +29,12 @@ from distribuuuu.distributed.process_group import pick_device
 from distribuuuu.distributed.sharding import inference, sum_output
 from distribuuuu.engine.auto_batch_size import KEPT, decide_for_all, in_fresh_process, read_kept, read_peak
 from distribuuuu.engine.build import set_backends
-from distribuuuu.files.atomic_file import replacing
-from distribuuuu.files.cache_folder import cache_folder
+from distribuuuu.files.cache_folder import keep_cached, load_cached
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.host import count_cores
 from distribuuuu.models.build import build_model
 from distribuuuu.optim.precision import Precision
 from distribuuuu.records.environment import get_cpu_name
-
-logger = logging.getLogger(__name__)
 
 # The values of each option, the plainest first.
 CHOICES: dict[str, tuple[Any, ...]] = {"TRAIN.AMP": ("none", "bf16"), "MODEL.CHANNELS_LAST": (False, True)}
@@ -177,40 +169,15 @@ def _measure_here(folder: str, cfg: Config, modes: Sequence[dict[str, Any]]) -> 
     return measure_modes(build_model(cfg).to(device), images.to(device), modes, trains=True)
 
 
-# ----------------------------------------------------------------------------------------- the cache
-
-
 def recall(cfg: Config, what: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the mode that was measured before on this machine, for this model and `what`; else measure and store it.
-
-    A file that is missing, damaged or cannot be written is no error.
-    """
+    """Return the mode that was measured before on this machine, for this model and `what`; else measure and keep it."""
     device = pick_device(0)
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else get_cpu_name()
     threads = count_cores(), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     model = {key: value for key, value in cfg.MODEL.items() if key not in ("CHANNELS_LAST", "COMPILE")}
     size = cfg.TRAIN.IM_SIZE, cfg.TRAIN.BATCH_SIZE, cfg.TEST.CROP_SIZE, cfg.DATA.CHANNELS
     identity = __version__, torch.__version__, machine, threads, model, size, what, list_modes(cfg)
-    name = hashlib.sha256(repr(identity).encode(errors="surrogateescape")).hexdigest()[:32]
-    path = cache_folder() / "modes" / f"{name}.json"
-    if found := _read(path):
-        return found
-    mode = measure()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, "w", encoding="utf-8") as file:
-            json.dump(mode, file)
-    except OSError as error:
-        logger.warning("cannot write %s: %s; the modes are measured again next time", path, error.strerror or error)
+    if not (mode := load_cached("modes/mode", identity)):
+        mode = measure()
+        keep_cached("modes/mode", identity, mode)
     return mode
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Return the mode in a file; {}: there is no valid one."""
-    try:
-        mode = load_json(path)
-        is_known = {key: mode[key] for key in CHOICES} in list_modes()
-        is_valid = is_known and all(0 < float(mode[key]) < math.inf for key in ("speedup", "image_s"))
-    except (ConfigError, LookupError, TypeError, ValueError):
-        return {}
-    return mode if is_valid else {}

@@ -34,8 +34,9 @@ def find_feature_problems(cfg, train: bool, is_start: bool) -> Iterator[tuple[st
         if problem := _find_weights_problem(get_value(cfg, key), needs_file=train and key == "MODEL.WEIGHTS"):
             fix = "; fix: restore it, as every training step needs the teacher, which no checkpoint holds"
             yield key, problem + fix * (key == "DISTILL.WEIGHTS" and "; fix: " not in problem)
-    if train:
-        yield from _finetune_problems(cfg)
+    for key, off in (("MODEL.WEIGHTS", "null"), ("MODEL.PRETRAINED", "False")):
+        if train and cfg.FINETUNE.WEIGHTS and get_value(cfg, key):
+            yield "FINETUNE.WEIGHTS", f"{key} is set too; fix: set {key} {off}, or leave this option empty"
     if train and cfg.DISTILL.TEACHER and "torch" not in sys.modules and not cfg.PLUGINS:  # as `find_run_problems`
         yield from find_model_problems("DISTILL.TEACHER", cfg.DISTILL.TEACHER, "DISTILL.KWARGS", cfg.DISTILL.KWARGS)
 
@@ -50,15 +51,6 @@ def _find_weights_problem(weights: str, needs_file: bool) -> str:
     except (ConfigError, OSError) as error:
         return str(error)
     return ""
-
-
-def _finetune_problems(cfg) -> Iterator[tuple[str, str]]:
-    if not cfg.FINETUNE.WEIGHTS:
-        return
-    others = (("MODEL.WEIGHTS", cfg.MODEL.WEIGHTS, "null"), ("MODEL.PRETRAINED", cfg.MODEL.PRETRAINED, "False"))
-    for key, value, off in others:
-        if value:
-            yield "FINETUNE.WEIGHTS", f"{key} is set too; fix: set {key} {off}, or leave this option empty"
 
 
 def find_missing_trackers(cfg) -> Iterator[tuple[str, str]]:

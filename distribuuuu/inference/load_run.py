@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from distribuuuu.checkpoint.io import CheckpointError, is_list_of, read_checkpoint
+from distribuuuu.checkpoint.manager import hash_tensors
 from distribuuuu.checkpoint.weights_files import RAW, best_path, find_best, kind_of
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg, load_cfg
 from distribuuuu.config.config_node import changed, get_value
 from distribuuuu.config.declaration import AUTO
+from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
@@ -40,6 +42,8 @@ logger = logging.getLogger(__name__)
 # Names of registered entries that a prediction does not need.
 _ONLY_TRAINING = ("LOSS.NAME", "AUG.OPERATIONS", "OPTIM.LR_POLICY", "TRAIN.METRICS", "TEST.METRICS")
 _CONFIG = get_cfg().CFG_DEST
+# Images of a pass that is timed.
+_NUM_TIMED = 16
 
 
 def load_run(
@@ -189,10 +193,25 @@ def _assemble(
     flags = content.get("has_classifier") is not False, content.get("deployed") is True
     run = LoadedRun(source, kind, cfg, tuple(classes), tensors, folder, None, content.get("task"), *flags)
     if AUTO in (cfg.TRAIN.AMP, cfg.MODEL.CHANNELS_LAST):
-        from distribuuuu.inference.mode_of_run import resolve_run_mode
+        from distribuuuu.engine.fast_mode import with_mode
 
-        run = resolve_run_mode(run)
+        run = replace(run, cfg=with_mode(cfg, find_fast_mode(run)))
     return replace(run, calibration=read_calibration(folder, tensors))
+
+
+def find_fast_mode(run: LoadedRun) -> dict[str, Any]:
+    """Return the fastest mode of those that the config of a run leaves open, see engine/fast_mode.py."""
+    from distribuuuu.engine.fast_mode import choose_mode, list_modes, measure_modes, recall
+
+    modes = list_modes(run.cfg)
+    plain = replace(run, cfg=changed(run.cfg, modes[0]))
+    size = _NUM_TIMED, run.cfg.DATA.CHANNELS, *height_and_width(plain.transform.crop.size)
+    images = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(plain.device)
+    weights = hash_tensors(run.state_dict) if run.state_dict else run.source
+    what = f"passes of {_NUM_TIMED} images with {weights}"
+    mode = recall(run.cfg, what, lambda: choose_mode(measure_modes(plain.model, images, modes)))
+    (now,) = measure_modes(plain.model, images, [{key: mode[key] for key in modes[0]}])
+    return {**mode, "image_s": now.seconds}  # the load of the machine varies; the fastest mode hardly does
 
 
 def open_data(cfg: Config, train: bool = False) -> ImageDataset:

@@ -42,12 +42,15 @@ def check_model(cfg) -> None:
         model = spec.build_on_meta()
         weights = cfg.FINETUNE.WEIGHTS or (PUBLISHED if cfg.MODEL.PRETRAINED else "")
         name = cfg.MODEL.ARCH if weights == PUBLISHED else weights
-        if is_published(weights) and not names_backbone(name):  # those are found when they are read
-            from distribuuuu.models.pretrained import check_backbone
-
-            check_backbone(name, find_weights_key(cfg))
     except ConfigError as error:
         raise ConfigError(error.problems, cfg.origins) from error
+    if is_published(weights) and not names_backbone(name):  # those are found when they are read
+        from distribuuuu.models.pretrained import resolve_backbone
+
+        try:
+            resolve_backbone(name)
+        except ConfigError as error:
+            raise ConfigError(Problem(find_weights_key(cfg), str(error)), cfg.origins) from error
     if problems := list(_pattern_problems(cfg, model)):
         raise ConfigError(problems, cfg.origins)
 

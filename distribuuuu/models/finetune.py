@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from distribuuuu.config.errors import counted
 from distribuuuu.config.model_names import PUBLISHED, is_published
 from distribuuuu.config.run_files import PROBE
 from distribuuuu.distributed import comm as dist
-from distribuuuu.models.build import build_model, find_weights_key
+from distribuuuu.models.build import find_weights_key
 from distribuuuu.models.head import find_head, initialize_head, layer_of
 from distribuuuu.models.input_channels import adapt_input
 from distribuuuu.models.pretrained import check_published_head, read_backbone, read_weights, resolve_backbone
@@ -46,11 +47,12 @@ def _abbreviate(names: list[str]) -> str:
     return f"{len(names)} ({', '.join(names[:4])}{more})"
 
 
-def build_finetuned(cfg, classes: Sequence[str]) -> nn.Module:
-    """Return the model with the weights of FINETUNE.WEIGHTS or MODEL.PRETRAINED; see `build_initial_model`."""
-    model = build_model(cfg)
-    load_weights(cfg, model, cfg.FINETUNE.WEIGHTS or PUBLISHED, classes, find_weights_key(cfg))
-    return model
+def load_initial(cfg, model: nn.Module, classes: Sequence[str]) -> None:
+    """Load FINETUNE.WEIGHTS or MODEL.PRETRAINED, and FINETUNE.HEAD, into a newly built model."""
+    if cfg.FINETUNE.WEIGHTS or cfg.MODEL.PRETRAINED:
+        load_weights(cfg, model, cfg.FINETUNE.WEIGHTS or PUBLISHED, classes, find_weights_key(cfg))
+    if cfg.FINETUNE.HEAD:
+        load_head(cfg, model, classes)
 
 
 def load_head(cfg, model: nn.Module, classes: Sequence[str]) -> None:
@@ -96,44 +98,47 @@ def load_weights(
     Raises:
         ConfigError: the weights do not exist, are damaged, cannot be downloaded, or belong to another model.
     """
-    settings = cfg.FINETUNE
-    name = cfg.MODEL.ARCH if weights == PUBLISHED else weights
-    if needs_head and is_published(weights):
-        check_published_head(name, classes, key)
+    is_file = not is_published(weights)
     try:
-        if is_published(weights):
-            backbone = resolve_backbone(name)
-            content = dist.local_main_first(lambda: read_backbone(backbone, cfg.MODEL.NUM_CLASSES))
-            path = backbone.source
-        else:
-            path = str(find_weights_file(weights, settings.EMA))
-            content = read_weights(Path(path))
-        averages = [content.get(name) for name in AVERAGES if settings.EMA]
+        if needs_head and not is_file:
+            check_published_head(cfg.MODEL.ARCH if weights == PUBLISHED else weights, classes)
+        path, content = _read_named(cfg, weights)
+        averages = [content.get(name) for name in AVERAGES if cfg.FINETUNE.EMA]
         average = next((tensors for tensors in averages if tensors and is_state_dict(tensors)), None)
-        tensors, mismatch = average or content["state_dict"], find_class_mismatch(content, classes)
-        if needs_head and not is_published(weights):
+        tensors = average or content["state_dict"]
+        if needs_head and is_file:
             load_state_dict(model, tensors, path)
-            if mismatch:
+            if mismatch := find_class_mismatch(content, classes):
                 remedy = "if they mean the same, use a file that holds only the state dict"
                 raise CheckpointError(f"{path}: was trained on other classes: {mismatch}; fix: {remedy}")
             return
-    except ConfigError as error:  # or a CheckpointError
-        raise type(error)(Problem(key, str(error)), cfg.origins) from error
-    arch = f" of MODEL.ARCH {content['arch']}" if content.get("arch") else ""
-    reset = settings.HEAD_RESET and not needs_head
-    both = (classes, () if needs_head else content.get("classes") or ())
-    try:
-        report, num_missing = load_backbone(model, tensors, find_head(cfg, model), reset, both)
+        reset = cfg.FINETUNE.HEAD_RESET and not needs_head
+        theirs = () if needs_head else content.get("classes") or ()
+        report, num_missing = load_backbone(model, tensors, find_head(cfg, model), reset, (classes, theirs))
     except IncompatibleWeightsError as error:
+        arch = f" of MODEL.ARCH {content['arch']}" if content.get("arch") else ""
         problem = f"{path}{arch} does not fit {cfg.MODEL.ARCH}: {error}; fix: set MODEL.ARCH to that of the file"
         raise ConfigError(Problem(key, problem), cfg.origins) from error
+    except ConfigError as error:  # or a CheckpointError
+        raise type(error)(Problem(key, str(error)), cfg.origins) from error
     logger.info("%s %s%s: %s", "weights:" if needs_head else "fine-tuning from", path,
                 " (moving average)" if average else "", report)  # fmt: skip
     if num_missing:
-        logger.warning("%s of the backbone randomly initialized: was the file%s trained with another MODEL.ARCH, "
-                       "MODEL.KWARGS or TRAIN.IM_SIZE?", counted(num_missing, "tensor"), arch)  # fmt: skip
-    if mismatch and not reset and not {*both[0]} & {*both[1]}:
+        logger.warning("%s of the backbone randomly initialized: was the file trained with another MODEL.ARCH%s, "
+                       "MODEL.KWARGS or TRAIN.IM_SIZE?", counted(num_missing, "tensor"),
+                       f" ({content['arch']})" if content.get("arch") else "")  # fmt: skip
+    mismatch = find_class_mismatch(content, classes)
+    if mismatch and not reset and not {*classes} & {*theirs}:
         logger.warning("the head was trained on other classes: %s; to reset it set FINETUNE.HEAD_RESET True", mismatch)
+
+
+def _read_named(cfg, weights: str) -> tuple[str, dict[str, Any]]:
+    """Return where weights are from, and their content, see `read_checkpoint`."""
+    if not is_published(weights):
+        path = find_weights_file(weights, cfg.FINETUNE.EMA)
+        return str(path), read_weights(path)
+    backbone = resolve_backbone(cfg.MODEL.ARCH if weights == PUBLISHED else weights)
+    return backbone.source, dist.local_main_first(lambda: read_backbone(backbone, cfg.MODEL.NUM_CLASSES))
 
 
 def load_backbone(

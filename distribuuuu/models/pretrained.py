@@ -163,14 +163,6 @@ def _find_crop_problem(published: Mapping[str, Any]) -> str:
     return ""
 
 
-def check_backbone(name: str, key: str) -> Backbone:
-    """Return the backbone of a name; raise ConfigError, with the option that names it, if there is none."""
-    try:
-        return resolve_backbone(name)
-    except ConfigError as error:
-        raise ConfigError(Problem(key, str(error))) from error
-
-
 def resolve_arch(cfg: Config, key: str = "MODEL.ARCH") -> Config:
     """Return a config whose MODEL.ARCH is an architecture; if it was the name of weights, FINETUNE.WEIGHTS names them.
 
@@ -217,17 +209,17 @@ def find_published(arch: Architecture) -> tuple[str, dict[str, Any]]:
     raise ConfigError(f"{arch.name} has no published weights; fix: {fix}")
 
 
-def check_published_head(name: str, classes: Sequence[str], key: str) -> None:
+def check_published_head(name: str, classes: Sequence[str]) -> None:
     """Check that the head of published weights answers with the classes of the data, in their order.
 
     Names are compared with those of the publisher, and with the synsets of ImageNet; numbers are taken for its own.
 
     Raises:
-        ConfigError: there are no weights, or their head is one of other classes; `key` asks for them.
+        ConfigError: there are no weights, or their head is one of other classes; the message has no key.
     """
     from timm.data import ImageNetInfo, infer_imagenet_subset
 
-    backbone = check_backbone(name, key)
+    backbone = resolve_backbone(name)
     num, labels, problem, fix = backbone.num_classes, backbone.labels, "", ""
     if num not in (None, len(classes)):
         from distribuuuu.data.datasets.imagenet_labels import explain_more_classes
@@ -245,7 +237,7 @@ def check_published_head(name: str, classes: Sequence[str], key: str) -> None:
         problem = f"has other classes, e.g. {others[0]}" if 2 * len(others) > len(labels) else ""
     if problem:
         tune = f"; fix: fine-tune them on this data first (FINETUNE.WEIGHTS {name}), and use the weights of that run"
-        raise ConfigError(Problem(key, f"the head of the published weights of {name} {problem}{fix or tune}"))
+        raise ConfigError(f"the head of the published weights of {name} {problem}{fix or tune}")
 
 
 def _is_named(name: str, words: str, number: int) -> bool:
