@@ -27,14 +27,11 @@ _C.MODEL = Section()
 _C.MODEL.ARCH = Option("resnet18", recipe=False)
 # Number of classes; must match the data. 0: that of the data; 1000 with MODEL.DUMMY_INPUT or TEST.LABELS.
 _C.MODEL.NUM_CLASSES = Option(0, least=0, recipe=False)
-# Initialize with the published weights of timm or torchvision; a head of another size is randomly initialized. Mean,
-# std, interpolation, sizes and crop that are not set are those of the weights; so with the other options for weights.
+# Start with the published weights; a head of another size is drawn anew, and unset preprocessing follows them.
 _C.MODEL.PRETRAINED = False
-# Initial weights: own (the constructor's), fan_out (normal, scaled by fan-out as in pycls; all norms scale by 1), or
-# fan_out_own_norms (the norms keep the constructor's scales, as in the RegNets of timm before 0.6).
+# Initial weights: own (the constructor's), fan_out (as in pycls) or fan_out_own_norms (norms keep the constructor's).
 _C.MODEL.INIT = Option("own", choices=("own", "fan_out", "fan_out_own_norms"), needs="MODEL.PRETRAINED False")
-# Synchronized batch norm: statistics over the images of all processes instead of each process's own. With
-# MODEL.COMPILE, each of these layers ends a compiled graph.
+# Synchronized batch norm: statistics over the images of all processes. With MODEL.COMPILE, each one ends a graph.
 _C.MODEL.SYNCBN = False
 # Checkpoint or state dict with the initial weights (.pth.tar, .pth, .safetensors); null: none.
 _C.MODEL.WEIGHTS = Option(None, of=str, path=True)
@@ -46,8 +43,7 @@ _C.MODEL.PRECISE_BN = Option(0, least=0)
 _C.MODEL.ACT_CHECKPOINT = False
 # Mode of torch.compile: none (off), default, reduce-overhead (CUDA graphs) or max-autotune.
 _C.MODEL.COMPILE = Option("none", choices=("none", "default", *GRAPH_MODES))
-# Use the memory format channels_last (N, H, W, C) for images and weights, which is faster on tensor cores. auto: the
-# faster one, as TRAIN.AMP auto; of both options, the fastest combination.
+# Memory format channels_last (N, H, W, C), faster on tensor cores. auto: the faster one, together with TRAIN.AMP auto.
 _C.MODEL.CHANNELS_LAST = Option(False, auto=True)
 # Train on random images from memory instead of the data set, for benchmarks and tests.
 _C.MODEL.DUMMY_INPUT = False
@@ -55,18 +51,15 @@ _C.MODEL.DUMMY_INPUT = False
 _C.MODEL.KWARGS = Option({})
 
 _C.TASK = Section()
-# What is learned: classification, multilabel, distillation, or a task of your own. auto: distillation with a
-# DISTILL.TEACHER, multilabel for data of several labels per image, else classification.
+# What is learned: classification, multilabel, distillation, a task of your own. auto: by DISTILL.TEACHER and the data.
 _C.TASK.NAME = Option("auto", choices=(AUTO,), names=TASKS, not_swept=_SAME_METRIC)
-# Registered tasks that change the one of TASK.NAME: [sam, pruning]. Their classes come before it in the order in which
-# Python looks up methods, so each may call those of the next one by super().
+# Registered tasks that change the one of TASK.NAME, e.g. [sam, pruning]: base classes that call each other by super().
 _C.TASK.MIXINS = Option((), names=TASKS, hash_default=())
 # Settings of a task of your own, declared by its class `Settings`: {temperature: 0.2}, or TASK.KWARGS.temperature 0.2.
 _C.TASK.KWARGS = Option({})
 
 _C.TRAIN = Section()
-# Images per process and step; with TRAIN.GLOBAL_BATCH_SIZE, the maximum per process and forward pass, or auto: the
-# largest number that fits into memory.
+# Images per process and step; with GLOBAL_BATCH_SIZE the maximum of a forward pass, or auto: the largest that fits.
 _C.TRAIN.BATCH_SIZE = Option(32, least=1, auto=True)
 # Images per step over all processes, reached by gradient accumulation; 0: TRAIN.BATCH_SIZE x number of processes.
 _C.TRAIN.GLOBAL_BATCH_SIZE = Option(0, least=0)
@@ -78,9 +71,8 @@ _C.TRAIN.IM_SIZE_START = Option(0, least=0)
 _C.TRAIN.IM_SIZE_EPOCHS = Option((), needs="TRAIN.IM_SIZE_START", is_epoch=True)
 # Sides in between are multiples of this many pixels.
 _C.TRAIN.IM_SIZE_MULTIPLE = Option(32, least=1, needs="TRAIN.IM_SIZE_START")
-# Folder of the data: with TRAIN.SPLIT/CLASS/IMAGE beneath for `imagefolder`, the root for the other data sets; for
-# `archive` also an archive or a pattern, train-{000..009}.tar; for `packed` a URL: https://, http://, s3://, gs:// or
-# hf://.
+# Folder of the data, with TRAIN.SPLIT/CLASS/IMAGE beneath for `imagefolder`; for `archive` also a file or a pattern,
+# train-{000..009}.tar; for `packed` a URL: https://, http://, s3://, gs:// or hf://.
 _C.TRAIN.DATASET = Option("./data/ILSVRC/", path=True, hashed=False)
 # Sub-folder of TRAIN.DATASET with the training classes; for `archive` the archive SPLIT.tar, SPLIT.zip or SPLIT-*.tar.
 _C.TRAIN.SPLIT = Option("train", needs="a DATA.NAME with folders of splits")
@@ -94,8 +86,7 @@ _C.TRAIN.WORKERS = Option(4, least=-1, neutral=True)
 _C.TRAIN.PIN_MEMORY = Option(True, neutral=True)
 # Steps between two readings of the training metrics, which are logged.
 _C.TRAIN.PRINT_FREQ = Option(30, least=1, neutral=True)
-# Automatic mixed precision: none (float32), bf16 or fp16 (with loss scaling); weights remain float32. auto: none or
-# bf16, the faster one on this machine if the logits agree; a run that is resumed keeps it.
+# Mixed precision: none, bf16 or fp16 (with loss scaling). auto: none or bf16, the faster one here if the logits agree.
 _C.TRAIN.AMP = Option("none", choices=(AUTO, "none", "bf16", "fp16"))
 # Precision of float32 matrix products on CUDA (torch.set_float32_matmul_precision): highest (float32), high (TF32) or
 # medium (bfloat16 if available, else TF32). cuDNN convolutions use TF32 in each case.
@@ -106,8 +97,7 @@ _C.TRAIN.ON_NAN = Option("stop", choices=("stop", "rollback"))
 _C.TRAIN.MAX_ROLLBACKS = Option(3, least=0, needs="TRAIN.ON_NAN rollback")
 # Epochs between two evaluations; the last epoch is always evaluated.
 _C.TRAIN.EVAL_PERIOD = Option(1, least=1)
-# Epochs without a better first metric after which the run ends, counted at evaluations; 0: never. Of little use with a
-# schedule that decays to the end, such as cos: the last epochs are the best.
+# Evaluated epochs without a better first metric after which the run ends; 0: never. Of little use with cos.
 _C.TRAIN.PATIENCE = Option(0, least=0, not_swept="the trials need the same epochs; --asha stops trials early")
 # The k of top-k accuracy; limited to the number of classes.
 _C.TRAIN.TOPK = Option(5, least=1, not_swept=_SAME_METRIC)
@@ -125,26 +115,20 @@ _C.TEST.BATCH_SIZE = Option(200, least=1, neutral=True)
 _C.TEST.IM_SIZE = Option(256, least=2, shape=True, needs="TEST.CROP center")
 # Side of the evaluation images after resize and crop, in pixels, or [height, width]; 0: TRAIN.IM_SIZE.
 _C.TEST.CROP_SIZE = Option(0, least=0, shape=True)
-# Evaluation crop: center (resize to TEST.IM_SIZE, crop the center); or the whole image, resized to TEST.CROP_SIZE
-# without (squash) or with its aspect ratio and black borders (letterbox).
+# Evaluation crop: center, or the whole image resized to TEST.CROP_SIZE: squash, or letterbox (with black borders).
 _C.TEST.CROP = Option("center", choices=("center", *WHOLE_IMAGE))
 # Test-time augmentation: average the logits of each evaluation image and its horizontal flip.
 _C.TEST.FLIP = Option(False, needs="a task without a predict_step of its own")
-# Test-time augmentation: also shift each evaluation image by this many pixels to the top left and to the bottom right,
-# reflected at the border. The mean of both logits and the logits of the image count half each. 0: off.
+# Test-time augmentation: shift each image by this many pixels, to both sides; its own logits count half. 0: off.
 _C.TEST.SHIFT = Option(0, least=0, needs="a task without a predict_step of its own")
 # Interpolation when evaluation images are resized: values as for DATA.INTERPOLATION.
 _C.TEST.INTERPOLATION = Option("bilinear", choices=INTERPOLATIONS)
-# Metrics of the evaluation: top1, topk, macro_recall, macro_f1, ece, map, loss, or names of your own. The first one
-# selects the best checkpoint. Empty: those of the task (top1 and topk, or map).
+# Metrics of the evaluation; the first selects the best checkpoint. Empty: those of the task (top1 and topk, or map).
 _C.TEST.METRICS = Option((), names=METRICS, not_swept=_SAME_METRIC)
-# Evaluate a model of the 1000 ImageNet classes on folders of another test set, in test_net.py only: imagenet (folders
-# of any of the synsets), imagenet_a, imagenet_r (both restrict the logits to 200 classes), imagenet_v2,
-# imagenet_sketch, or imagenet_real (the validation images, with several right labels each). Labels come from timm.
-# Empty: the labels of the data set.
+# Evaluate a model of the 1000 ImageNet classes on folders of other test sets, in `test` only. imagenet_a and imagenet_r
+# restrict the logits to 200 classes, imagenet_real has several right labels. Empty: the labels of the data set.
 _C.TEST.LABELS = Option("", choices=("", *TEST_SETS), hashed=False, not_swept=_SAME_METRIC)
 # Evaluation images that cannot be read, with DATA.ON_BAD_IMAGE skip: wrong (they count as wrong answers) or left_out.
-# results.json has their number, `broken`. A task that does not classify leaves them out.
 _C.TEST.BROKEN = Option("wrong", choices=("wrong", "left_out"), hash_default="wrong")
 # Write predictions.npz to OUT_DIR in test_net.py and after the last epoch; never for more than a million images.
 _C.TEST.SAVE_PREDICTIONS = Option(True, hashed=False)
@@ -152,31 +136,27 @@ _C.TEST.SAVE_PREDICTIONS = Option(True, hashed=False)
 _C.TEST.PRINT_FREQ = Option(10, least=1, neutral=True)
 
 _C.DATA = Section()
-# Data set. archive: tar or ZIP archives; imagenet: ImageNet as it is distributed. list: DATASET/SPLIT.csv with the
-# columns path and label; multilabel: with the columns image and labels, any number of classes per image.
-# torchvision/NAME: a set of torchvision.datasets, e.g. torchvision/KMNIST.
+# Data set. archive: tar or ZIP; imagenet: as distributed; list: DATASET/SPLIT.csv with the columns path and label;
+# multilabel: with the columns image and labels; torchvision/NAME: one of torchvision.datasets, e.g. torchvision/KMNIST.
 _C.DATA.NAME = Option("imagefolder", names=DATASETS, not_swept=_SAME_METRIC)
 # Where images are read and augmented: host (by loader workers) or device (the whole set is in device memory).
 _C.DATA.LOADER = Option("host", choices=("host", "device"))
 # Type of the loader workers: process or thread (cheaper; decoding releases Python's interpreter lock).
 _C.DATA.WORKER_KIND = Option("process", choices=("process", "thread"), neutral=True)
-# Image decoder: auto (torchvision for JPEG, PIL for others; torchvision means the same), pil, or nvimgcodec (decodes
-# only the crop).
+# Image decoder: auto (torchvision for JPEG, else PIL; torchvision means the same), pil, or nvimgcodec (only the crop).
 _C.DATA.DECODER = Option("auto", choices=("auto", "torchvision", "pil", *OPTIONAL_DECODERS))
 # Maximum pixels (width x height) of an image, 1 or more; a larger one is not decoded and stops the run.
 _C.DATA.MAX_PIXELS = Option(178_956_970, least=1)
 # Rotate and flip images as their EXIF orientation says; torchvision's reference training does not.
 _C.DATA.EXIF_ROTATE = False
-# Training crop: resized (random resized crop), pad (pad, then random crop), auto (the data set's own), squash or
-# letterbox (both of the whole image, see TEST.CROP).
+# Training crop: resized (random resized crop), pad (pad, then random crop), auto (the data set's), squash or letterbox.
 _C.DATA.CROP = Option("auto", choices=("auto", "resized", "pad", *WHOLE_IMAGE))
 # Minimum and maximum area of a random resized crop, as fractions of the image's area, 0 to 1.
 _C.DATA.CROP_SCALE = Option((0.08, 1.0), needs="DATA.CROP resized")
 # Minimum and maximum aspect ratio (width / height) of a random resized crop.
 _C.DATA.CROP_RATIO = Option((0.75, 1.3333333333333333), needs="DATA.CROP resized")
-# Interpolation of random resized crops: bilinear or bicubic, antialiased; random: one of both for each crop and each
-# operation; opencv_linear (bilinear without antialiasing) or opencv_area (the mean of the area). The rotation and shear
-# of AUG.POLICY use it too (random: not torchvision's policies), with bilinear for OpenCV's.
+# Interpolation of random resized crops and AUG.POLICY: bilinear or bicubic, antialiased; random: one of both each time
+# (not with torchvision's policies); opencv_linear or opencv_area, not antialiased, with bilinear for AUG.POLICY.
 _C.DATA.INTERPOLATION = Option("bilinear", choices=(*INTERPOLATIONS, "random"))
 # Padding on each side before a random crop, in pixels (DATA.CROP pad).
 _C.DATA.CROP_PADDING = Option(4, least=0, needs="DATA.CROP pad")
@@ -184,8 +164,7 @@ _C.DATA.CROP_PADDING = Option(4, least=0, needs="DATA.CROP pad")
 _C.DATA.CROP_PADDING_MODE = Option("zeros", choices=("zeros", "reflect"), needs="DATA.CROP pad")
 # Probability of a horizontal flip in training, 0 to 1.
 _C.DATA.FLIP = Option(0.5, least=0, most=1)
-# Horizontal flips: random (drawn anew in each epoch) or alternating (drawn for the first epoch; each later one flips
-# exactly the images that the epoch before did not).
+# Horizontal flips: random, or alternating (each epoch flips exactly the images that the epoch before did not).
 _C.DATA.FLIP_MODE = Option("random", choices=("random", "alternating"), needs="DATA.FLIP above 0")
 # Probability of a vertical flip in training, 0 to 1.
 _C.DATA.VFLIP = Option(0.0, least=0, most=1)
@@ -193,18 +172,16 @@ _C.DATA.VFLIP = Option(0.0, least=0, most=1)
 _C.DATA.REPEATS = Option(1, least=1)
 # Views of each training image in a step, for a task that takes several: independent augmentations of one decoded image.
 _C.DATA.VIEWS = Option(1, least=1)
-# Sampling of training images: uniform (each once per epoch), balanced (with replacement, all classes equally often) or
-# sqrt (with replacement, a class in proportion to the square root of its number of images).
+# Sampling: uniform (each image once per epoch); with replacement: balanced (classes equally often) or sqrt (between).
 _C.DATA.SAMPLING = Option("uniform", choices=("uniform", "balanced", "sqrt"))
-# Shuffling of training images: global, or blocks (packed only): blocks of 2 MiB in a random order, each read once per
-# epoch, and images within a window of 2 GiB; for a pack that is larger than the memory, on a disk with slow seeks.
+# Shuffling: global, or blocks (packed only): blocks of 2 MiB at random and images within 2 GiB, for large packs on disks
+# with slow seeks.
 _C.DATA.SHUFFLE = Option("global", choices=("global", "blocks"))
 # Channels of an image: 3 (RGB), 1 (gray; colors are converted) or the number of bands in .npy and TIFF files.
 _C.DATA.CHANNELS = Option(3, least=1)
 # Pixels of an image: uint8, uint16 or float32. The last two are not rounded.
 _C.DATA.PIXELS = Option("uint8", choices=tuple(PIXEL_RANGES))
-# Mean of each channel for normalization, of pixel values 0 to 1, of float32 in the units of the files; empty: the data
-# set's own.
+# Mean of each channel, of pixel values 0 to 1, of float32 in the units of the files; empty: the data set's own.
 _C.DATA.MEAN = Option((), recipe=False)
 # Standard deviation of each channel for normalization, in the units of DATA.MEAN; empty: the data set's own.
 _C.DATA.STD = Option((), recipe=False)
@@ -251,17 +228,14 @@ _C.AUG.MIX_GROUP = Option(0, least=0, needs="AUG.MIXUP or AUG.CUTMIX above 0")
 _C.AUG.OFF_EPOCHS = Option(0, least=0)
 
 _C.LOSS = Section()
-# Training loss; bce: binary cross-entropy of each class. Evaluation always uses cross_entropy, or bce for multi-label
-# data sets.
+# Training loss; bce: binary cross-entropy of each class. Evaluation uses cross_entropy, or bce for several labels.
 _C.LOSS.NAME = Option("cross_entropy", names=LOSSES)
 # Label smoothing: part of each target that is distributed evenly over all classes, 0 to 1.
 _C.LOSS.LABEL_SMOOTHING = Option(0.0, least=0, most=1)
-# Weight of each class, in the order of the classes; the loss remains a mean over images. Empty: none. auto: in
-# proportion to 1 / n for n training images. auto:BETA: in proportion to (1 - BETA) / (1 - BETA ** n), 0 <= BETA < 1.
-# {cat: 2}: by name, 1 for the others.
+# Weight of each class, in their order or by name, {cat: 2}; the loss remains a mean over images. Empty: none. auto: in
+# proportion to 1 / n for n training images. auto:BETA: to (1 - BETA) / (1 - BETA ** n), 0 <= BETA < 1.
 _C.LOSS.CLASS_WEIGHTS = Option((), auto=True)
-# Weight of the positive term of each class in bce: a number for all, one for each class, {NAME: NUMBER}, or auto (the
-# number of training images without the class by that of images with it). Empty: 1.
+# Weight of the positive term in bce: one number, one per class, {NAME: NUMBER}, or auto (negatives by positives).
 _C.LOSS.POSITIVE_WEIGHT = Option((), auto=True, needs="LOSS.NAME bce", hash_default=())
 # Reduction of bce over the classes of an image: mean or sum.
 _C.LOSS.BCE_REDUCTION = Option("mean", choices=("mean", "sum"), needs="LOSS.NAME bce")
@@ -273,9 +247,8 @@ _C.LOSS.FOCAL_GAMMA = Option(2.0, least=0, needs="LOSS.NAME focal")
 _C.LOSS.KWARGS = Option({})
 
 _C.FINETUNE = Section()
-# Initial weights for all layers but the head: `pretrained` (as MODEL.PRETRAINED), a file (.pth, .pth.tar, .safetensors,
-# ...), the OUT_DIR of a run (its best weights) or a local folder of the Hugging Face Hub; tensors that do not fit are
-# randomly initialized. Empty: off.
+# Initial weights for all layers but the head: `pretrained`, a name of published weights, a file, the OUT_DIR of a run
+# (its best weights); tensors that do not fit are drawn anew. Empty: off.
 _C.FINETUNE.WEIGHTS = Option("", path=True)
 # Use the moving average of the weights (EMA) if the file has one.
 _C.FINETUNE.EMA = Option(True, needs="FINETUNE.WEIGHTS")
@@ -283,12 +256,10 @@ _C.FINETUNE.EMA = Option(True, needs="FINETUNE.WEIGHTS")
 _C.FINETUNE.HEAD_RESET = False
 # Initial head: a file of `distribuuuu finetune`, probe.pth.tar; probe: the one in OUT_DIR. Empty: that of the weights.
 _C.FINETUNE.HEAD = Option("", path=True, needs="FINETUNE.WEIGHTS", hash_default="")
-# Layers to freeze: patterns of parameter or module names, e.g. [conv1, 'layer1.*']; matching batch norms also keep
-# their statistics. backbone: all but the head, with dropout and drop path off, which makes a linear probe.
+# Layers to freeze, with their batch norms: patterns of names, e.g. [conv1, 'layer1.*']; backbone: all but the head.
 _C.FINETUNE.FREEZE = Option((), of=str)
-# Low-rank adapters of linear layers (LoRA), e.g. {rank: 8, alpha: 16, targets: ['*.attn.*']}, or FINETUNE.LORA.rank 8,
-# with the rank, the scale times the rank, and patterns of the names of layers (all but the head). Only adapters and
-# head are trained; best weights are merged. Empty: off.
+# Low-rank adapters of linear layers (LoRA), e.g. {rank: 8, alpha: 16, targets: ['*.attn.*']}, where alpha is the scale
+# times the rank. Only adapters and head are trained; best weights are merged. Empty: off.
 _C.FINETUNE.LORA = Option({}, hash_default={})
 # Factors of the learning rate, above 0, by such patterns, e.g. {fc: 10, layer4: 2, '*': 1}; the first match applies.
 _C.FINETUNE.LR_MULT = Option({}, of=float)
@@ -324,8 +295,7 @@ _C.OPTIM = Section()
 _C.OPTIM.MAX_EPOCH = Option(100, least=0)
 # Fraction of the last epoch to train, above 0 to 1, rounded up to whole steps: 9.9 epochs are MAX_EPOCH 10 and 0.9.
 _C.OPTIM.LAST_EPOCH = Option(1.0, least=0.001, most=1)
-# Learning-rate schedule; cos_after_warmup and tri (linear) start at the end of the warm-up, the others at epoch 0. The
-# warm-up multiplies the factor of the schedule; with cos_timm it replaces it.
+# Learning-rate schedule, times the warm-up; cos_after_warmup and tri start after it; with cos_timm it comes instead.
 _C.OPTIM.LR_POLICY = Option("cos", names=SCHEDULES)
 # Update the learning rate every epoch or every step.
 _C.OPTIM.LR_UPDATE = Option("epoch", choices=("epoch", "step"))
@@ -367,15 +337,13 @@ _C.OPTIM.WEIGHT_DECAY = Option(5e-5, least=0)
 _C.OPTIM.NORM_WEIGHT_DECAY = Option(-1.0, least=-1)
 # Weight decay of biases outside norm layers; negative: WEIGHT_DECAY.
 _C.OPTIM.BIAS_WEIGHT_DECAY = Option(-1.0, least=-1)
-# Weight decay at the end of the run, on half a cosine from WEIGHT_DECAY, updated with the learning rate; that of norms
-# and biases changes in proportion. Negative: constant.
+# Weight decay at the end, on half a cosine from WEIGHT_DECAY; norms and biases in proportion. Negative: constant.
 _C.OPTIM.WEIGHT_DECAY_END = Option(-1.0, least=-1)
 # Parameters without weight decay whatever their kind, by patterns of parameter or module names, e.g. ['*bn*'].
 _C.OPTIM.NO_WEIGHT_DECAY = Option((), of=str)
 # Layer-wise learning-rate decay: factor of a layer relative to the layer after it, above 0 to 1; 1: off. timm only.
 _C.OPTIM.LAYER_DECAY = Option(1.0, least=0.001, most=1)
-# Gradient clipping: norm (CLIP_NORM), value (of each number) or agc, adaptive: relative to the weights of a unit; not
-# in the head (Brock et al., arXiv 2102.06171).
+# Gradient clipping: norm (CLIP_NORM), value (of each number) or agc (by the weights of a unit, arXiv 2102.06171).
 _C.OPTIM.CLIP = Option("norm", choices=("norm", "value", "agc"))
 # Maximum norm of all gradients as one vector; 0: off.
 _C.OPTIM.CLIP_NORM = Option(0.0, least=0)
@@ -395,24 +363,19 @@ _C.CHECKPOINT.KEEP_EVERY = Option(0, least=0, neutral=True)
 _C.LOG = Section()
 # Write TensorBoard events to OUT_DIR/tensorboard.
 _C.LOG.TENSORBOARD = Option(True, hashed=False, neutral=True)
-# Experiment trackers that receive the rows of metrics.jsonl, images and results: mlflow, wandb, trackio or a plug-in;
-# see docs/trackers.md. tensorboard means LOG.TENSORBOARD True.
+# Experiment trackers: mlflow, wandb, trackio or a plug-in (docs/trackers.md); tensorboard means LOG.TENSORBOARD True.
 _C.LOG.TRACKERS = Option((), names=TRACKERS, hashed=False, neutral=True)
 # Augmented training images in the image grid of TensorBoard and the trackers; 0: none.
 _C.LOG.NUM_IMAGES = Option(32, least=0, needs="LOG.TENSORBOARD True or LOG.TRACKERS", hashed=False, neutral=True)
 
 _C.DIST = Section()
-# Number of processes that TRAIN.BATCH_SIZE and OPTIM.BASE_LR are meant for: the log warns of another one, unless
-# TRAIN.GLOBAL_BATCH_SIZE is set; 0: any.
+# Number of processes that TRAIN.BATCH_SIZE and OPTIM.BASE_LR are meant for; the log warns of another one. 0: any.
 _C.DIST.PROCESSES = Option(0, least=0, hashed=False, neutral=True)
-# Communication backend: nccl, gloo or auto (nccl on CUDA, else gloo). A single process opens a process group, of one,
-# only with nccl or gloo.
+# Communication backend: nccl, gloo or auto (nccl on CUDA, else gloo; of a single process no group).
 _C.DIST.BACKEND = Option("auto", choices=("auto", "nccl", "gloo"), neutral=True)
-# Seconds without progress, 1 or more, after which all processes write their stacks to OUT_DIR/stacks and exit; also the
-# seconds to wait for the processes at the start.
+# Seconds without progress, also at the start, after which all processes write their stacks and exit, 1 or more.
 _C.DIST.TIMEOUT_S = Option(300, least=1, neutral=True)
-# The same, if larger, until the first step and the first batch of evaluation, which may compile the model and
-# download weights.
+# The same, if larger, until the first step and the first evaluated batch, which may compile or download.
 _C.DIST.STARTUP_TIMEOUT_S = Option(1800, least=1, neutral=True)
 # Size of the gradient buckets that DDP reduces during the backward pass, in MiB; 1 or more with MODEL.COMPILE.
 _C.DIST.BUCKET_MB = Option(25.0, least=0.001, needs="DIST.SHARD none or zero1", neutral=True)
@@ -433,8 +396,7 @@ _C.CUDNN.DETERMINISTIC = False
 _C.OUT_DIR = Option("./exp", path=True, hashed=False, neutral=True,
                     not_swept="each run has its own folder in OUT_DIR; fix: OUT_DIR DIR")  # fmt: skip
 # Name of the file in OUT_DIR with the resolved config.
-_C.CFG_DEST = Option("config.yaml", hashed=False, neutral=True,
-                     not_swept="it does not change a run; fix: remove it")  # fmt: skip
+_C.CFG_DEST = Option("config.yaml", hashed=False, neutral=True, not_swept="it does not change a run; fix: remove it")
 # Plug-ins: Python code outside of the package that registers entries, imported first: names of modules, or paths of .py
 # files, relative to this file (on the command line: to the current folder), e.g. [my_lab.tasks, ./sam.py].
 _C.PLUGINS = Option((), of=str, hashed=False, recipe=False, not_swept="it is code; fix: PLUGINS FILE")

@@ -46,7 +46,6 @@ from distribuuuu.engine.run_lock import lock_out_dir
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import printable
 from distribuuuu.inference.calibration import Calibration
-from distribuuuu.inference.load_run import find_fast_mode
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.launch.nproc import run_processes
 from distribuuuu.launch.signals import STATUS_OF, RunStopped

@@ -9,8 +9,8 @@ from distribuuuu.config.config_node import changed
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.fast_mode import CHOICES
+from distribuuuu.inference.load_run import find_fast_mode
 from distribuuuu.inference.loaded_run import LoadedRun
-from distribuuuu.inference.mode_of_run import find_fast_mode
 
 # Size of the evaluated images by that of the training; share of the time that features may take.
 _LARGER, _FEATURES_SHARE = 1.29, 0.6
