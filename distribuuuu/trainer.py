@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -33,6 +32,7 @@ from distribuuuu.engine.run import (
     is_evaluation_due,
     is_finished,
     is_recording_due,
+    is_save_due,
 )
 from distribuuuu.engine.run_description import describe_end
 from distribuuuu.launch.detect import detect_launch
@@ -67,20 +67,14 @@ def train_model(cfg, stop_epoch: int | None = None, profile: int = 0) -> float:
     with open_run(cfg, launch, device, TRAIN_LOG, locks=True) as started_at:
         run = build_run(cfg, train_loader, val_loader)  # restored from the newest checkpoint, if there is one
         if profile:
-            importlib.import_module("distribuuuu.engine.step_profile").profile_steps(run, profile)
+            from distribuuuu.engine.step_profile import profile_steps
+
+            profile_steps(run, profile)
         with run.stop, run.log, save_on_stop(run):  # signals are still handled while the last checkpoint is written
             while not is_finished(cfg, run.state) and run.state.epoch < (stop_epoch or cfg.OPTIM.MAX_EPOCH):
                 try:
                     train_epoch(run)  # no step if the run was stopped after the last one
-                    if is_evaluation_due(cfg, run.state.epoch):
-                        run.save()  # if the evaluation fails, no training step is lost
-                        evaluations = evaluate_epoch(run)
-                        epoch = run.state.finish_epoch(evaluations)
-                        run.log.add_evaluation_rows(epoch, evaluations, run.state.bests)
-                        run.save(evaluations)
-                    else:
-                        run.state.finish_epoch()
-                        run.save()
+                    finish_epoch(run)
                 except NonFiniteError as error:
                     from distribuuuu.engine.rollback import roll_back
 
@@ -97,32 +91,55 @@ def train_epoch(run: Run) -> None:
         RunStopped: a stop was requested; raised on all processes after the same step.
         NonFiniteError: the mean loss or, where a checkpoint is due, the weights are infinite or NaN.
     """
-    cfg, state, loader, epoch = run.cfg, run.state, run.train_loader, run.state.epoch
+    state, loader, epoch = run.state, run.train_loader, run.state.epoch
     batches = open_batches(run)  # first: the task may choose images, and thereby the number of steps
     begin_epoch(run)
-    num_steps, end = loader.num_steps, loader.steps_of(epoch)
-    print_freq, every = cfg.TRAIN.PRINT_FREQ, cfg.CHECKPOINT.EVERY_STEPS
-    for number in run.log.steps(epoch, state.step, end):
-        exact_epoch = epoch + number / num_steps
-        lr = run.lr_at(exact_epoch)
-        lr_of = functools.partial(run.lr_at, exact_epoch)  # for groups that have a schedule of their own
-        set_lr(state.optimizer, lr, lr_of)
-        set_weight_decay(state.optimizer, run.decay_at(exact_epoch))
+    last_step = loader.steps_of(epoch)
+    for number in run.log.steps(epoch, state.step, last_step):
+        lr = set_rates(run, epoch + number / loader.num_steps)
         step = take_step(run, batches, number)
         if epoch == number == 0:
             check_first_loss(run)
-        state.finish_step(num_steps)
-        ends_epoch = state.step == end
-        if state.step % print_freq == 0 or ends_epoch:
-            recorded = {name: float(value) for name, value in step.recorded.items()}
-            metrics = {**recorded, **check_loss(state.pop_metrics())}
-            run.log.add_train_row(epoch, state.step, lr, metrics, loader.pop_data_time())
-        else:
-            run.log.show_step(epoch, state.step, lr)
-        # Halfway too: while a checkpoint is being written, the one before is at most EVERY_STEPS steps old.
-        if every and state.step % every in (0, every // 2) and not ends_epoch:
+        state.finish_step(loader.num_steps)
+        log_step(run, step, lr, last_step)
+        if is_save_due(run.cfg, state.step) and state.step < last_step:
             run.save()
         run.stop.check(f"epoch {epoch + 1}, step {state.step}")
+
+
+def finish_epoch(run: Run) -> None:
+    """Evaluate the model, if that is due, count the epoch as done, and save."""
+    if not is_evaluation_due(run.cfg, run.state.epoch):
+        run.state.finish_epoch()
+        run.save()
+        return
+    run.save()  # if the evaluation fails, no training step is lost
+    evaluations = evaluate_epoch(run)
+    epoch = run.state.finish_epoch(evaluations)
+    run.log.add_evaluation_rows(epoch, evaluations, run.state.bests)
+    run.save(evaluations)
+
+
+def set_rates(run: Run, epoch: float) -> float:
+    """Set learning rate and weight decay for a step at an epoch, e.g. 3.25; return the rate of OPTIM.LR_POLICY."""
+    lr = run.lr_at(epoch)
+    set_lr(run.state.optimizer, lr, functools.partial(run.lr_at, epoch))  # a group may have a schedule of its own
+    set_weight_decay(run.state.optimizer, run.decay_at(epoch))
+    return lr
+
+
+def log_step(run: Run, step: "Step", lr: float, last_step: int) -> None:
+    """Log the metrics since the last row, every TRAIN.PRINT_FREQ steps and at the end of the epoch; else show the step.
+
+    Only a row of metrics waits for the device.
+    """
+    state = run.state
+    if state.step % run.cfg.TRAIN.PRINT_FREQ and state.step < last_step:
+        run.log.show_step(state.epoch, state.step, lr)
+        return
+    recorded = {name: float(value) for name, value in step.recorded.items()}
+    metrics = {**recorded, **check_loss(state.pop_metrics())}
+    run.log.add_train_row(state.epoch, state.step, lr, metrics, run.train_loader.pop_data_time())
 
 
 def open_batches(run: Run) -> Iterator[Batch]:
@@ -156,17 +173,19 @@ class Step:
     """
 
     def __init__(self, training: Training, batches: Iterator[Batch], number: int):
-        self.training, self.number, self.is_applied, self._num_passes = training, number, False, 0
+        self.training, self.number = training, number
+        self.is_applied, self._num_passes = False, 0
         self.recorded: dict[str, Any] = {}
         self.micro_batches: Iterable[tuple[StepKey, Batch]] = self._prepare(batches)
         if training.task.gradient_passes > 1:
             self.micro_batches = list(self.micro_batches)
 
     def _prepare(self, batches: Iterator[Batch]) -> Iterator[tuple[StepKey, Batch]]:
-        task, state = self.training.task, self.training.state
+        """Yield the micro-batches, made ready by the task, with their positions."""
+        state = self.training.state
         for micro in range(self.training.train_loader.plan.accum_steps):
             key = StepKey(state.stream_seed, state.epoch, self.number, micro)
-            yield key, task.prepare_batch(next(batches), key)
+            yield key, self.training.task.prepare_batch(next(batches), key)
 
     def gradients(self, all_reduce: bool = True, in_metrics: bool = True) -> None:
         """Replace the gradients of the weights by those of the global batch, micro-batch by micro-batch.
@@ -176,26 +195,26 @@ class Step:
             in_metrics: show the loss and the metrics of this pass in the log.
         """
         task, state, model = self.training.task, self.training.state, self.training.model
+        if self._num_passes and task.gradient_passes == 1:
+            fix = "set gradient_passes to 2 or more"
+            raise TypeError(f"{type(task).__name__}: the images of this step are gone; fix: {fix}")
         accum_steps = self.training.train_loader.plan.accum_steps
         state.optimizer.zero_grad()
-        key = None
         for key, batch in self.micro_batches:
+            is_last = key.micro + 1 == accum_steps
             seed_step(derive_seed(*key, dist.rank()), task.device)
-            with gradient_sync(model, all_reduce and key.micro + 1 == accum_steps):
+            with gradient_sync(model, all_reduce and is_last):
                 output = task.train_step(model, batch, key)
                 state.precision.backward(output.loss if accum_steps == 1 else output.loss / accum_steps)
             if in_metrics:
                 state.meter.update(output)
-        if key is None:
-            fix = "set gradient_passes to 2 or more"
-            raise TypeError(f"{type(task).__name__}: the images of this step are gone; fix: {fix}")
         self._num_passes += 1
         self.seed()
 
     def seed(self) -> None:
         """Seed what `Task.update` and the optimizer draw, until the next call of `gradients`."""
-        state = self.training.state
-        seed_step(derive_seed(state.stream_seed, state.epoch, self.number, self._num_passes), self.training.task.device)
+        task, state = self.training.task, self.training.state
+        seed_step(derive_seed(state.stream_seed, state.epoch, self.number, self._num_passes), task.device)
 
     def apply(self) -> None:
         """Unscale and clip the gradients, and update the weights."""
@@ -209,14 +228,13 @@ class Step:
 
 def take_step(training: Training, batches: Iterator[Batch], number: int) -> Step:
     """Let the task update the weights with one global batch, by default with its gradients; see `Task.update`."""
-    state = training.state
     with locked_generators():
         step = Step(training, batches, number)
         step.seed()
         training.task.update(step)
-        state.num_skipped += not step.is_applied
         for _ in step.micro_batches:  # if the task has not computed gradients, the next step still gets its own images
             pass
+    training.state.num_skipped += not step.is_applied
     return step
 
 
@@ -226,9 +244,9 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
     With MODEL.PRECISE_BN, the statistics of the batch norm layers are computed first.
     """
     cfg, task, state, results = run.cfg, run.task, run.state, {}
-    first_batch: list[Batch] = []
+    first_batches: list[Batch] = []
 
-    def check(position: str) -> None:
+    def check_stop(position: str) -> None:
         run.stop.check(f"epoch {state.epoch + 1}, {position}")
 
     for kind, model in state.models.items():
@@ -240,16 +258,17 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
             run.stop.begin_phase()
         recorder = build_recorder(cfg, task, run.val_loader.images) if is_recording_due(cfg, state, kind) else None
 
-        def on_output(batch: Batch, output: StepOutput, recorder: Recorder | None = recorder) -> None:
-            first_batch[:] = first_batch or [batch]
+        def keep(batch: Batch, output: StepOutput, recorder: Recorder | None = recorder) -> None:
+            if not first_batches:
+                first_batches.append(batch)
             if recorder:
                 recorder.add(batch, output)
 
-        results[kind] = evaluate(task, model, run.val_loader, on_output, check)
+        results[kind] = evaluate(task, model, run.val_loader, keep, check_stop)
         begin_slow_phase()  # what is written or drawn until the next step may take longer than a step
         if recorder:
             recorder.write(task.device, kind, state.epoch + 1)
-    call_log_hook(run, *first_batch)
+    call_log_hook(run, *first_batches)
     return results
 
 
@@ -259,13 +278,13 @@ def save_on_stop(run: Run) -> Iterator[None]:
     try:
         yield
     except RunStopped as stopped:
-        path: Path | None = None
         try:
-            path = run.save(ends_run=True)
+            path: Path | None = run.save(ends_run=True)
+            run.checkpoints.finish()
         except NonFiniteError as error:
             logger.error("%s; the checkpoint is an older one", error)
-        run.checkpoints.finish()
-        path = path or run.checkpoints.find_latest()
+            run.checkpoints.finish()
+            path = run.checkpoints.find_latest()
         logger.info("%s: stopped in epoch %d after step %d; checkpoint: %s; run the same command again to resume",
                     stopped, run.state.epoch + 1, run.state.step, path)  # fmt: skip
         raise

@@ -174,7 +174,7 @@ _C.DATA.REPEATS = Option(1, least=1)
 _C.DATA.VIEWS = Option(1, least=1)
 # Sampling: uniform (each image once per epoch); with replacement: balanced (classes equally often) or sqrt (between).
 _C.DATA.SAMPLING = Option("uniform", choices=("uniform", "balanced", "sqrt"))
-# Shuffling: global, or blocks (packed only): blocks of 2 MiB at random and images within 2 GiB, for large packs on disks
+# Shuffling: global, or blocks (packed only): blocks of 2 MiB at random and images in 2 GiB, for large packs on a disk
 # with slow seeks.
 _C.DATA.SHUFFLE = Option("global", choices=("global", "blocks"))
 # Channels of an image: 3 (RGB), 1 (gray; colors are converted) or the number of bands in .npy and TIFF files.

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from distribuuuu.config.derived import Size
 from distribuuuu.config.model_names import OWN_KEYS, SOURCES, find_unknown_keywords, keep_names
 from distribuuuu.config.options import IMAGENET_CLASSES
 from distribuuuu.config.registry import MODELS
-from distribuuuu.models.constructor_keywords import find_keywords, named_parameters, settable_parameters
 
 Constructor = Callable[..., nn.Module]
+Parameters = dict[str, inspect.Parameter]
 
 # Names of the image-size parameter in this package, timm and torchvision.
 SIZE_NAMES = ("im_size", "img_size", "image_size")
@@ -144,19 +145,13 @@ def find_architecture(arch: str) -> Architecture:
     sources = [source for source in SOURCES if prefix in ("", source)]
     for source in sources:
         constructor = _find_constructor(source, name)
-        keep_names(source, functools.partial(_list_names, source))
+        keep_names(source, functools.partial(list_names, source))
         if constructor is not None:
             return Architecture(name, source, constructor)
     from distribuuuu.hints.words import describe_unknown_model
 
-    names = {source: _list_names(source) for source in sources or SOURCES}
+    names = {source: list_names(source) for source in sources or SOURCES}
     raise ConfigError(Problem("MODEL.ARCH", describe_unknown_model(arch, names, SOURCES)))
-
-
-def _list_names(source: str) -> dict[str, list[str] | None]:
-    from distribuuuu.models.list_names import list_names
-
-    return list_names(source)
 
 
 def _find_constructor(source: str, name: str) -> Constructor | None:
@@ -167,8 +162,63 @@ def _find_constructor(source: str, name: str) -> Constructor | None:
         known = timm.is_model(name) and ("." not in name or name in timm.list_models(include_tags=True))
         return functools.partial(timm.create_model, name) if known else None
     if source == "torchvision":
-        return torchvision.models.get_model_builder(name.partition(".")[0]) if name in _list_names(source) else None
+        return torchvision.models.get_model_builder(name.partition(".")[0]) if name in list_names(source) else None
     return MODELS.get(name) if name in MODELS else None
+
+
+def list_names(source: str) -> dict[str, list[str] | None]:
+    """Return the names that a source knows, those of this package with their keywords, as `load_names`.
+
+    Models of plug-ins are left out: other processes do not know them.
+    """
+    if source == "timm":
+        import timm
+
+        # Names that is_model() accepts and list_models() omits.
+        deprecated: Callable[[], dict] = getattr(timm.models, "get_deprecated_models", dict)
+        return dict.fromkeys([*timm.list_models(), *timm.list_models(include_tags=True), *deprecated()])
+    if source == "torchvision":
+        # The classifiers, also with the name of their weights; models for other tasks are in sub-modules.
+        names = torchvision.models.list_models(module=torchvision.models)
+        tags = (f"{name}.{one.name}" for name in names for one in torchvision.models.get_model_weights(name))
+        return dict.fromkeys([*names, *tags])
+    own = {name: MODELS.get(name) for name in MODELS.names()}
+    keywords = {name: named_parameters(one) for name, one in own.items() if one.__module__.partition(".")[0] in SOURCES}
+    return {
+        name: None if is_open else settable_parameters(parameters) for name, (parameters, is_open) in keywords.items()
+    }
+
+
+def settable_parameters(parameters: Parameters) -> list[str]:
+    """Return the parameters that a user may set: the entry function passes those without a default."""
+    names = [name for name, parameter in parameters.items() if parameter.default is not parameter.empty]
+    return sorted(set(names) - OWN_KEYS.keys())
+
+
+def find_keywords(constructor: Callable, num_classes: int) -> tuple[Parameters, bool]:
+    """Return the keyword parameters of a constructor, and whether it accepts unlisted ones too.
+
+    If it accepts **kwargs, they are followed into the class that it builds, from __init__ to the parent's __init__.
+    """
+    named, is_open = named_parameters(constructor)
+    classes: tuple[type, ...] = ()
+    if is_open:
+        with contextlib.suppress(RuntimeError), torch.device("meta"):  # some compute with real tensors
+            classes = type(constructor(num_classes=num_classes)).__mro__
+    for owner in itertools.takewhile(lambda one: one is not nn.Module, classes):  # which accepts none itself
+        if is_open and "__init__" in vars(owner):
+            inherited, is_open = named_parameters(vars(owner)["__init__"])
+            named = {**inherited, **named}
+    named.pop("self", None)
+    return named, is_open
+
+
+def named_parameters(function: Callable) -> tuple[Parameters, bool]:
+    """Return the parameters that can be passed by name, and whether **kwargs is among the parameters."""
+    parameters = inspect.signature(function).parameters
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {name: parameter for name, parameter in parameters.items() if parameter.kind in by_name}
+    return named, any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def _to_plain_dict(value: Any) -> Any:

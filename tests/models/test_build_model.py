@@ -166,7 +166,7 @@ def test_a_published_head_is_used_only_for_its_own_classes(small_cfg, monkeypatc
             with pytest.raises(ConfigError, match=f"^the head of the published weights of {arch} .*{said}"):
                 check_published_head(arch, classes)
     serve(monkeypatch, AssertionError("nothing is downloaded"))
-    with pytest.raises(ConfigError, match=r"^MODEL.PRETRAINED .*: .* has 1,000 classes, the data has 3; fix: fine-tune"):
+    with pytest.raises(ConfigError, match=r"^MODEL.PRETRAINED .*: .* has 1,000 classes, the data has 3; fix: fine"):
         evaluate_weights(small_cfg("MODEL.ARCH", "resnet18", "MODEL.PRETRAINED", True))
     with pytest.raises(ConfigError, match="names 1,000 classes"):
         find_run("timm/test_vit", None, ["MODEL.NUM_CLASSES", "3", "DATA.NAME", "dummy"])
