@@ -307,7 +307,7 @@ def _run_of_program() -> Iterator[None]:
             SignalState.current = SignalState(on_second_signal=_interrupt_main_thread)
             try:
                 yield
-            except Exception:
+            except Exception:  # of any kind, as it is raised again
                 if SignalState.current.is_ending:  # of several processes: the launcher ends this one soon
                     traceback.print_exc()
                 raise

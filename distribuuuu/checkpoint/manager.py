@@ -115,7 +115,7 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Wait for the last save, but not if it fails; unlike `finish`, on one process alone, which has an error."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # `_join` raises what the writer has caught, and an error is on its way
             self._join(time.monotonic() + LAST_RETRIES_S)
 
     def _join(self, deadline: float) -> str:
@@ -148,7 +148,9 @@ class CheckpointManager:
                 return
             except OSError as error:
                 self._error = str(error)
-            except BaseException as error:  # a bug: raised again by the training thread
+            except (
+                BaseException
+            ) as error:  # of any kind, which would end with this thread: the training raises it again
                 self._bug = error
                 return
             if is_first:
@@ -217,7 +219,7 @@ class CheckpointManager:
         for path in reversed(self.list()):
             if jobs is None:
                 return True
-            with contextlib.suppress(Exception):  # it may be damaged
+            with contextlib.suppress(Exception):  # it may be damaged, of which torch.load raises errors of many kinds
                 content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # without the tensors
                 return bool({*jobs} & {*content.get("jobs", ())})
         return False

@@ -16,6 +16,6 @@ def check_readable(content: dict[str, Any]) -> None:
         size = buffer.tell()
         buffer.seek(0)
         verify_content(torch.load(buffer, map_location="cpu", weights_only=True), size)
-    except Exception as error:  # pickling and reading raise many kinds
+    except Exception as error:  # of any kind: pickling calls methods of the user's objects
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"a checkpoint cannot hold the state of the task: {reason:.200}") from None

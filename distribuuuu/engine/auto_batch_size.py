@@ -79,15 +79,13 @@ class Peak(NamedTuple):
 
 
 def resolve_batch_size(cfg: Config, take_step: TakeStep) -> Config:
-    """Return the config with a number for TRAIN.BATCH_SIZE auto; the same on all processes, which must all call this.
+    """Return a config with a number in place of TRAIN.BATCH_SIZE auto; equal on all processes, which all call it.
 
     A run that is resumed keeps its number. The first process searches for all of them, with trainer.py's `take_step`.
 
     Raises:
         ConfigError: no micro-batch fits (`OutOfMemory`), or the config contradicts the data or the model.
     """
-    if cfg.TRAIN.BATCH_SIZE != AUTO:
-        return cfg
     launch = detect_launch()
     sizes = list_micro_batches(cfg, launch.world_size)
 

@@ -17,6 +17,8 @@ from distribuuuu.config.run_files import CALIBRATION
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import MAX_JSON, InvalidFileError, parse_json, read_regular, untrusted
 from distribuuuu.inference.linear_probe import fit_temperature
+from distribuuuu.tasks.class_metrics import ExpectedCalibrationError
+from distribuuuu.tasks.metrics import StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +26,6 @@ logger = logging.getLogger(__name__)
 PARTS = 20
 # Probability, over the choice of the validation images, that a threshold does not keep its promise.
 LEVEL = 0.05
-# Bins of confidence of the expected calibration error.
-_BINS = 15
 
 
 class CalibrationError(ConfigError):
@@ -135,11 +135,7 @@ def read_calibration(folder: Path | None, tensors: Mapping[str, Tensor] | None) 
 
 
 def calibration_error(logits: Tensor, labels: Tensor) -> float:
-    """Return the expected calibration error: the mean difference of confidence and accuracy over 15 bins of confidence.
-
-    Naeini et al., "Obtaining Well Calibrated Probabilities Using Bayesian Binning", AAAI 2015; bins as in Guo et al.
-    """
-    confidence, predicted = logits.double().softmax(dim=1).max(dim=1)
-    bins = (confidence * _BINS).long().clamp(max=_BINS - 1)
-    gaps = torch.zeros(_BINS, dtype=torch.float64).scatter_add_(0, bins, confidence - predicted.eq(labels).double())
-    return float(gaps.abs().sum() / len(labels))
+    """Return the expected calibration error, from 0 to 1, see `ExpectedCalibrationError`."""
+    metric = ExpectedCalibrationError(logits.shape[1])
+    sums = metric.batch_sums(StepOutput(torch.tensor(0.0), logits, labels))
+    return metric.value(sums, len(labels)) / 100

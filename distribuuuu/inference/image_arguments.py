@@ -11,7 +11,6 @@ from typing import Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, did_you_mean
-from distribuuuu.data.datasets.table_file import PathFinder
 from distribuuuu.files.image_files import ALL_EXTENSIONS, EXTENSIONS, JUNK_FILES, is_class, is_folder, is_image
 from distribuuuu.files.text_file import open_text
 from distribuuuu.files.untrusted import printable
@@ -76,7 +75,7 @@ def _expand(path: str, extensions: tuple[str, ...]) -> Iterator[str]:
     elif os.path.lexists(path):
         if path.lower().endswith(".txt"):
             with open_text(path, errors="surrogateescape") as file:
-                yield from _find_listed(path, _lines(file))
+                yield from _lines(file)
         else:
             yield path
     elif glob.has_magic(path):
@@ -97,19 +96,6 @@ def _lines(file: Any) -> Iterator[str]:
             raise OSError(22, "is not a text file of paths")
         if text := line.strip("\r\n"):
             yield text
-
-
-def _find_listed(source: str, lines: Iterator[str]) -> Iterator[str]:
-    """Yield the paths of a list; one that does not exist may be written as another system does, see `PathFinder`."""
-    finder = PathFinder("")
-    for line in lines:
-        found = None if os.path.lexists(line) else finder.find(line)
-        yield os.path.join(*found) if found else line
-    problems: dict[str, list[str]] = {}
-    for note in finder.notes(source, problems):
-        logger.warning("%s", printable(note))
-    if problems:
-        raise ConfigError([f"PATHS: {source}: {what}: {', '.join(where)}" for what, where in problems.items()])
 
 
 def _walk(folder: str, above: tuple[str, ...], extensions: tuple[str, ...]) -> Iterator[str]:
