@@ -26,8 +26,8 @@ import numpy as np
 from bench_support.mutations import Subject, count_verdicts, run_fuzzer, run_trials
 from PIL import Image
 
-from distribuuuu.commands.pack.packer import inspect_pack
-from distribuuuu.commands.pack.writer import PackWriter, Record, find_conflicts
+from distribuuuu.commands.pack.encode import Record
+from distribuuuu.commands.pack.packer import PackWriter, find_conflicts, inspect_pack
 from distribuuuu.commands.report.run_report import build_report, read_run
 from distribuuuu.commands.stats.run_groups import Result, group_runs
 from distribuuuu.commands.stats.stored_predictions import read_predictions
@@ -142,12 +142,12 @@ def pack(folder: Path, kind: str) -> None:
     writer = PackWriter(folder, identity, max_bytes=100)
     for number in range(4):
         data = bytes(range(48))
-        writer.append(number, Record(data, zlib.crc32(data), number % 2, 4, 4, b"image %d" % number))
-    writer.finish(4, about)
+        writer.append(Record(data, zlib.crc32(data), number % 2, 4, 4, b"image %d" % number))
+    writer.finish(about)
 
 
 def read_pack(folder: Path) -> None:
-    """Read all images of a packed data set, check whether packing can continue, and verify the files."""
+    """Read all images of a packed data set, compare it with another source, and verify the files."""
     find_conflicts(folder, {"options": {"format": "raw"}, "source": {}})
     images = Packed(folder.parent, folder.name)
     for index in range(len(images)):

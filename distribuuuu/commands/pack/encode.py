@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ import torch
 # The decoder imports it at its first call; importing it here does so once, before the workers are forked.
 import torchvision.io  # noqa: F401
 
-from distribuuuu.commands.pack.writer import DEFAULT_QUALITY, Record
 from distribuuuu.config import ConfigError
 from distribuuuu.data.datasets.array_file import Arrays
 from distribuuuu.data.datasets.base import ImageDataset, is_file
@@ -22,6 +21,21 @@ from distribuuuu.data.decode import DEFAULTS, DecodeOptions, decode, open_lazy_i
 from distribuuuu.data.image_faults import ImageFault, explain_fault
 from distribuuuu.data.packed.format import COLUMNS, MAX_RECORD, describe_image, shard_name
 from distribuuuu.data.transforms import resize
+
+
+class Record(NamedTuple):
+    """An image as it is stored; height and width are those of the pixels of format raw, else 0.
+
+    `hot` are several labels, a bit for each class; the label is then 0.
+    """
+
+    data: bytes
+    crc32: int
+    label: int
+    height: int
+    width: int
+    name: bytes
+    hot: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +80,7 @@ class Encoder:
         is_raw, quality = self.pack["format"] == "raw", self.pack["quality"]
         if not is_raw and quality is None:
             if not is_file(image):
-                fix = f"fix: add --quality {DEFAULT_QUALITY}, or use --format raw"
+                fix = "fix: add --quality 90, or use --format raw"
                 raise ConfigError(f"--format jpeg: the data set has pixels but no files to keep unchanged; {fix}")
             if self.check:
                 decode(image, options=self.options)

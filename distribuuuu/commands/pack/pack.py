@@ -8,8 +8,15 @@ from typing import Any
 
 from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
 from distribuuuu.commands.output import stop_with
-from distribuuuu.commands.pack.packer import SPLITS, PackJob, pack_split, verify_packs
-from distribuuuu.commands.pack.writer import DEFAULT_QUALITY, find_conflicts, find_foreign_files
+from distribuuuu.commands.pack.packer import (
+    DEFAULT_QUALITY,
+    OWN_FILES,
+    SPLITS,
+    PackJob,
+    find_conflicts,
+    pack_split,
+    verify_packs,
+)
 from distribuuuu.commands.scan.data_config import read_data_cfg
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import iter_options
@@ -20,7 +27,7 @@ from distribuuuu.launch.host import count_cores
 from distribuuuu.launch.signals import handled_by
 
 _DESCRIPTION = """Pack a data set into a few large files. DATA.NAME packed TRAIN.DATASET OUT reads
-OUT/train and OUT/val. Rerun the same command to resume it after a stop.
+OUT/train and OUT/val. A pack that was stopped is replaced by the next run.
 --verify reads every byte and reports each corrupt image.
 
   %(prog)s OUT TRAIN.DATASET my_images
@@ -30,7 +37,7 @@ OUT/train and OUT/val. Rerun the same command to resume it after a stop.
 
 def pack(prog: str, args: list[str]) -> int:
     """Read the command line, then pack or verify; return the exit status, 2 for a corrupt pack too."""
-    with handled_by(stop_with("finished shards are kept")):
+    with handled_by(stop_with("the pack is incomplete, and the next run replaces it")):
         try:
             job = parse_args(args, prog)
             if job.flags.verify:
@@ -53,7 +60,6 @@ def parse_args(words: list[str], prog: str | None = None) -> PackJob:
     args, rest, unknown = parse_flags(parser, words)
     if unknown:
         raise ConfigError(unknown)
-    rest = [args.out, *rest] if args.out else rest
     if not rest or rest[0] in dict(iter_options(get_cfg())):
         raise ConfigError(f"command line: name the folder of the packed data first: {parser.prog} OUT ...")
     cfg, found = read_data_cfg(args.cfg, rest[1:])
@@ -77,7 +83,6 @@ def build_parser(prog: str | None = None) -> CommandParser:
     )
     add = parser.add_argument
     add("--cfg", metavar="FILE", help="YAML file that names the source: DATA.NAME, TRAIN.DATASET, TEST.DATASET ...")
-    add("--out", metavar="OUT", help="the folder of the packed data; OUT alone, as the first argument, is the same")
     add("--format", choices=FORMATS, default="jpeg", help="files (jpeg, the default) or pixels (raw)")
     side = parser.add_mutually_exclusive_group().add_argument
     side("--shorter-side", metavar="N", type=at_least(1), help="scale larger images down to this many pixels")
@@ -137,7 +142,8 @@ def _out_problems(job: PackJob) -> Iterator[str]:
         if os.path.realpath(folder) == os.path.join(source["folder"], source["split"]):
             yield f"{folder} is the source itself; use another folder"
             continue
-        foreign = find_foreign_files(folder)
-        yield from foreign
-        if not foreign and not job.flags.overwrite:
+        names = sorted(os.listdir(folder)) if folder.is_dir() else []
+        if foreign := [name for name in names if not OWN_FILES.fullmatch(name) and not name.startswith(".")]:
+            yield f"{folder} holds other files, e.g. {foreign[0]}; use another folder"
+        elif not job.flags.overwrite:
             yield from find_conflicts(folder, {"options": job.options, "source": source})

@@ -7,36 +7,48 @@ not depend on the number of workers.
 import contextlib
 import functools
 import os
+import re
 import sys
 import time
 from argparse import Namespace
+from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from distribuuuu.commands.pack.writer import PackWriter, Record, find_conflicts, remove_files, remove_parts
+import numpy as np
+
 from distribuuuu.commands.scan.pool import map_in_order
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.errors import Problem, counted
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.array_file import checksum_of
+from distribuuuu.data.datasets.array_file import checksum_of, pack_names, write_arrays
 from distribuuuu.data.packed.dataset import NAME_OF, is_url
 from distribuuuu.data.packed.format import (
+    COLUMNS,
     FOREIGN_SHARD,
     HEADER_SIZE,
     INDEX,
+    KIND,
     SEVERAL_LABELS,
+    VERSIONS,
+    Identity,
     Meta,
     read_index,
+    read_index_file,
     shard_header,
+    shard_name,
 )
+from distribuuuu.files.atomic_file import open_for_writing, sync_folder
 from distribuuuu.files.locks import try_lock
 
 if TYPE_CHECKING:
-    import numpy as np
+    from distribuuuu.commands.pack.encode import Encoder, Record
 
-    from distribuuuu.commands.pack.encode import Encoder
-
+DEFAULT_QUALITY = 90
+# With the files of shards that were finished, of older versions.
+OWN_FILES = re.compile(r"index\.bin|shard-\d+\.(bin|part)|\.(index\.bin|shard-\d+\.part)\.[0-9a-f]+\.tmp")
 SPLITS = {"train": (True,), "val": (False,), "both": (True, False)}
 
 
@@ -76,13 +88,13 @@ class PackJob:
 
 
 def pack_split(job: PackJob, train: bool) -> None:
-    """Pack the training or the evaluation images, or resume packing, and print a summary.
+    """Pack the training or the evaluation images, and print a summary; files that a stopped command left are replaced.
 
     Raises:
         ConfigError: the folder holds another pack, an image is broken, or a file cannot be written.
     """
     encoder, folder = _build_encoder(job, train), job.folder(train)
-    images = encoder.images
+    images, data = encoder.images, job.cfg.DATA
     source = {**job.source(train), "images": len(images), "digest_of_names_and_labels": images.digest}
     if images.targets == "labels":
         source["targets"] = SEVERAL_LABELS
@@ -96,33 +108,26 @@ def pack_split(job: PackJob, train: bool) -> None:
         stack.callback(os.close, lock)
         if try_lock(lock) is False:
             raise ConfigError(f"{folder}: another command is packing into it; wait until it ends")
-        if job.flags.overwrite:
-            remove_files(folder)
-        if conflicts := find_conflicts(folder, identity):
-            raise ConfigError(conflicts)
-        if (folder / INDEX).exists():
-            remove_parts(folder)
+        if (folder / INDEX).exists() and not job.flags.overwrite:
+            if conflicts := find_conflicts(folder, identity):
+                raise ConfigError(conflicts)
             print(f"{folder} is packed already: nothing to do")
             return
         started = time.perf_counter()
         writer = PackWriter(folder, identity, max_bytes=int(job.options["shard_mb"] * 2**20))
-        if first := writer.next_image:
-            finished = counted(len(writer.shards), "finished shard")
-            print(f"{folder}: resumed after {finished}, at image {first:,}", flush=True)
         meta = {"classes": images.classes, "mean": images.mean, "std": images.std, "crop": images.crop}
+        meta |= {"max_pixels": data.MAX_PIXELS, "channels": data.CHANNELS, "pixels": data.PIXELS}
         try:
-            _append_all(writer, encoder, job.flags.workers, skip=job.cfg.DATA.ON_BAD_IMAGE == "skip")
-            data = job.cfg.DATA
-            stored = {"max_pixels": data.MAX_PIXELS, "channels": data.CHANNELS, "pixels": data.PIXELS}
-            writer.finish(len(images), {**meta, **stored})
+            remove_files(folder)
+            num_skipped = _append_all(writer, encoder, job.flags.workers, skip=data.ON_BAD_IMAGE == "skip")
+            writer.finish({**meta, "num_skipped": num_skipped})
         except OSError as error:
-            remove_files(folder, keep={Path(shard["name"]).stem for shard in writer.shards})  # the unfinished shard
-            fix = "finished shards are kept; fix: free some space and run the same command again"
-            raise ConfigError(f"{folder}: {error.strerror or error}; {fix}") from error
-    images_per_s = (len(images) - first) / (time.perf_counter() - started)
+            fix = "free some space and run the same command again"
+            raise ConfigError(f"{folder}: {error.strerror or error}; the pack is incomplete; fix: {fix}") from error
+    images_per_s = len(images) / (time.perf_counter() - started)
     num_images, num_bytes = (sum(shard[key] for shard in writer.shards) for key in ("images", "size"))
     packed = f"{counted(num_images, 'image')} of {counted(len(images.classes), 'class')}"
-    skipped = f", {writer.num_skipped} broken left out" if writer.num_skipped else ""
+    skipped = f", {num_skipped} broken left out" if num_skipped else ""
     size = f"{num_bytes / 1e6:.1f} MB in {counted(len(writer.shards), 'shard')}"
     print(f"{folder}: {packed}{skipped}, {size}; {images_per_s:,.0f} images/s")
     if images.targets != "label":
@@ -153,23 +158,114 @@ def _build_encoder(job: PackJob, train: bool) -> "Encoder":
     return Encoder(images, root, job.options, not job.flags.no_check, decoding)
 
 
-def _append_all(writer: PackWriter, encoder: "Encoder", num_workers: int, skip: bool) -> None:
+def _append_all(writer: "PackWriter", encoder: "Encoder", num_workers: int, skip: bool) -> int:
+    """Write all records; return the number of damaged images, which are left out if `skip`."""
+    from distribuuuu.data.image_faults import ImageFault
     from distribuuuu.records.run_log import progress
 
-    total = len(encoder.images)
-    results = map_in_order(encoder, range(writer.next_image, total), num_workers)
-    bar = progress(None, str(writer.folder), total, writer.next_image, unit="img")
-    with bar, contextlib.closing(results):
-        for indices, records in results:
-            for index, record in zip(indices, records, strict=True):
-                if isinstance(record, Record):
-                    writer.append(index, record)
-                    continue
-                if not (skip and record.is_damaged):
+    total, num_skipped = len(encoder.images), 0
+    results = map_in_order(encoder, range(total), num_workers)
+    with progress(None, str(writer.folder), total, unit="img") as bar, contextlib.closing(results):
+        for _, records in results:
+            for record in records:
+                if not isinstance(record, ImageFault):
+                    writer.append(record)
+                elif skip and record.is_damaged:
+                    bar.write(f"broken image left out: {record}", file=sys.stderr)
+                    num_skipped += 1
+                else:
                     raise record.error(can_skip=True)
-                bar.write(f"broken image left out: {record}", file=sys.stderr)
-                writer.skip()
-            bar.update(len(indices))
+            bar.update(len(records))
+    return num_skipped
+
+
+# ------------------------------------------------------------------------------------------ writing
+
+
+def find_conflicts(folder: Path, identity: Identity) -> list[str]:
+    """Return a problem if a folder, which need not exist, holds a pack of another source or with other options.
+
+    `identity` is the known part of it.
+    """
+    if not (folder / INDEX).exists():
+        return []
+    try:
+        existing = read_index_file(folder)[0]
+    except ConfigError as error:
+        return [f"{error}; or use another folder, or add --overwrite to replace it"]
+    before, now = ({**one["options"], **one["source"]} for one in (existing, identity))
+    keys = dict.fromkeys([*now, *existing["options"]])  # an option may be present only if it is not the default
+    changed = [key for key in keys if before.get(key) != now.get(key)]
+    differences = [f"{key.replace('_', ' ')} {before.get(key)}, now {now.get(key)}" for key in changed]
+    fix = "use another folder, or add --overwrite to start again"
+    return [f"{folder} holds another pack: {'; '.join(differences)}; {fix}"] if differences else []
+
+
+def remove_files(folder: Path) -> None:
+    """Delete the files of a pack. The index goes first, so that no incomplete pack has one."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name != INDEX):
+        if OWN_FILES.fullmatch(path.name):
+            path.unlink()
+
+
+class PackWriter:
+    """Appends records to the shards of a folder.
+
+    Args:
+        folder: an existing folder without files of a pack.
+        identity: the source and options of the pack.
+        max_bytes: the maximum size of a shard with more than one record.
+
+    Attributes:
+        shards: the name, the size and the number of images of each finished shard.
+    """
+
+    def __init__(self, folder: Path, identity: Identity, max_bytes: int):
+        self.folder, self.identity, self.max_bytes = folder, identity, max_bytes
+        self.shards: list[dict[str, Any]] = []
+        self._file: IO | None = None
+        self._end = self._first = 0  # of the current shard: its size, and its first image
+        self._rows, self._names, self._hot = array("q"), list[bytes](), list[np.ndarray]()
+
+    def append(self, record: "Record") -> None:
+        """Write the record of the next image."""
+        if self._file and self._end + len(record.data) > self.max_bytes:
+            self._finish_shard()
+        number = len(self.shards)
+        if self._file is None:
+            self._file = open_for_writing(self.folder / shard_name(number), "wb", buffering=1 << 20)
+            self._file.write(shard_header(number, self.identity))
+            self._end, self._first = HEADER_SIZE, len(self._names)
+        self._file.write(record.data)
+        size = len(record.data)
+        self._rows.extend((number, self._end, size, record.label, record.height, record.width, record.crc32))
+        self._names.append(record.name)
+        if record.hot is not None:
+            self._hot.append(record.hot)
+        self._end += size
+
+    def _finish_shard(self) -> None:
+        assert self._file is not None
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file, name = None, shard_name(len(self.shards))
+        self.shards.append({"name": name, "size": self._end, "images": len(self._names) - self._first})
+
+    def finish(self, meta: Mapping[str, Any]) -> None:
+        """Write the index, with a meta that a reader needs; raise ConfigError if no image has been appended."""
+        if self._file is None:
+            raise ConfigError(f"{self.folder}: no image can be read")
+        self._finish_shard()
+        table = np.frombuffer(self._rows, np.int64).reshape(-1, len(COLUMNS))
+        columns = {name: table[:, place].astype(kind) for place, (name, kind) in enumerate(COLUMNS.items())}
+        columns |= pack_names("name", self._names)
+        if self._hot:
+            columns["target_0"] = np.stack(self._hot)
+        counts = {"shards": self.shards, "crc32": checksum_of(columns)}
+        version = VERSIONS["target_0" in columns]
+        write_arrays(self.folder / INDEX, KIND, version, {**meta, **self.identity, **counts}, columns)
+        sync_folder(self.folder)
 
 
 # ---------------------------------------------------------------------------------------- verifying
@@ -195,7 +291,7 @@ def verify_packs(out: Path, num_workers: int) -> None:
         raise ConfigError(problems)
 
 
-def inspect_pack(folder: Path) -> tuple[Meta, dict[str, "np.ndarray"]]:
+def inspect_pack(folder: Path) -> tuple[Meta, dict[str, np.ndarray]]:
     """Return the meta and the columns of a pack, to verify it image by image.
 
     Raises:

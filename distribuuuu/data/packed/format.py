@@ -2,7 +2,6 @@
 
     shard-00000.bin   64 bytes: magic, version, format, number of the shard, checksum of its source and options; then
                       the records of its images without gaps
-    shard-00000.part  the rows of a finished shard; deleted once the index is written
     index.bin         the rows of all shards; written last, so a pack without it is incomplete
 
 A record is the bytes of an image file (format jpeg) or uint8 pixels (H, W, 3) (format raw).

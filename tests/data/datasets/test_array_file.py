@@ -16,7 +16,6 @@ from distribuuuu.data.packed.dataset import Packed
 # They need the command pack, which may have been deleted.
 fuzz_readback = pytest.importorskip("fuzz_readback")
 packer = pytest.importorskip("distribuuuu.commands.pack.packer")
-writer = pytest.importorskip("distribuuuu.commands.pack.writer")
 KIND, VERSION = "packed images", 1
 
 
@@ -49,7 +48,7 @@ def test_an_invalid_header_is_one_error(tmp_path):
             read_arrays(path, KIND, VERSION)
         with pytest.raises(ConfigError, match=f"^{path}: not a valid pack: [^\n]*; pack the data again$"):
             packer.inspect_pack(tmp_path)
-        assert [str(path) in problem for problem in writer.find_conflicts(tmp_path, {})] == [True], name
+        assert [str(path) in problem for problem in packer.find_conflicts(tmp_path, {})] == [True], name
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="index.bin cannot be read: not a regular file"):
