@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compare `finetune` with other ways to fine-tune: same weights, images, cores and minutes.
 
-    python benchmarks/finetune.py --sets data/clothing10 data/grocery --minutes 2 10 30 --seeds 3 --out finetune.json
+    python benchmarks/finetune.py --data data/clothing10 data/grocery --minutes 2 10 --seeds 0 1 2 --out ../finetune.json
 
 | method | |
 |---|---|
@@ -15,15 +15,18 @@
 Each set is divided once for each seed, as `finetune` does; all methods get the same lists of training, validation and test
 images. Methods without a time limit get the number of epochs that fits, by the time of their first steps. They run in
 processes of their own, one after the other, and take turns: all methods of a seed, then the next seed. Results are kept in
-the file of --out, which is best outside of the checkout; the same command continues.
+the file of --out, outside of the checkout, and the table beside it, as .md; the same command continues after any stop.
 """  # noqa: E501
 
 import argparse
+import contextlib
 import copy
 import csv
+import itertools
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -46,6 +49,7 @@ from distribuuuu.checkpoint.published_files import DEFAULT
 from distribuuuu.commands.finetune.archives import unpack
 from distribuuuu.commands.finetune.data import PARTS, divide, list_sources
 from distribuuuu.commands.scan.splitting import write_split
+from distribuuuu.files.atomic_file import replacing
 from distribuuuu.launch.host import count_cores
 from distribuuuu.models.finetune import load_backbone
 from distribuuuu.models.pretrained import read_backbone, resolve_backbone
@@ -332,13 +336,17 @@ def run_method(method: str, lists: Path, minutes: float, args: argparse.Namespac
     """Return the accuracy and the seconds of a method in a process of its own, or why there are none."""
     if find_spec(METHODS[method][0]) is None:
         return {"skipped": f"{METHODS[method][0]} is not installed"}
-    words = ["--method", method, "--lists", str(lists), "--minutes", str(minutes), "--seed", str(seed)]
+    words = ["--method", method, "--lists", str(lists), "--minutes", str(minutes), "--seeds", str(seed)]
     command, started = [sys.executable, __file__, *words, "--backbone", args.backbone], time.time()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60 * minutes + GRACE_S, check=True)
-        return {"top1": json.loads(done.stdout.splitlines()[-1])["top1"], "seconds": time.time() - started}
-    except (subprocess.SubprocessError, LookupError, ValueError) as error:
+        said, _ = process.communicate(timeout=60 * minutes + GRACE_S)
+        return {"top1": json.loads(said.splitlines()[-1])["top1"], "seconds": time.time() - started}
+    except (subprocess.TimeoutExpired, LookupError, ValueError) as error:
         return {"skipped": f"it failed, see standard error: {type(error).__name__}"}
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
 
 
 def format_table(results: dict[str, dict[str, Any]]) -> str:
@@ -361,15 +369,14 @@ def format_table(results: dict[str, dict[str, Any]]) -> str:
 def parse_args() -> argparse.Namespace:
     """Return the arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sets", type=Path, nargs="+", default=[], help="folders, tables or archives of images")
+    parser.add_argument("--data", type=Path, nargs="+", default=[], help="folders, tables or archives of images")
     parser.add_argument("--minutes", type=float, nargs="+", default=[2.0, 10.0, 30.0])
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
     parser.add_argument("--backbone", default=DEFAULT)
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "finetune.json", help="results")
     parser.add_argument("--method", help=argparse.SUPPRESS)
     parser.add_argument("--lists", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -377,25 +384,24 @@ def main() -> None:
     """Run what is not in the file of results yet, and print the table; or run one method of a process."""
     started, args = time.time(), parse_args()
     if args.method:
-        random.seed(args.seed)
-        np.random.seed(args.seed)
-        torch.manual_seed(args.seed)
-        job = Job(args.lists, args.minutes[0], args.seed, args.backbone, started)
+        (seed,) = args.seeds
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        job = Job(args.lists, args.minutes[0], seed, args.backbone, started)
         print(json.dumps({"top1": METHODS[args.method][1](job)}))
         return
     results: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
-    for seed in range(args.seeds):
-        for source in args.sets:
-            lists = make_lists(source, args.out, seed)
-            for minutes in args.minutes:
-                for method in args.methods:
-                    key = f"{source.name} | {minutes:g} | {method} | {seed}"
-                    if "top1" not in results.get(key, {}):  # what has failed is repeated
-                        results[key] = run_method(method, lists, minutes, args, seed)
-                        args.out.write_text(json.dumps(results, indent=1))
-                        print(key, results[key], file=sys.stderr, flush=True)
-    print(describe_run())
-    print(format_table(results))
+    machine, todo = describe_run(), itertools.product(args.seeds, args.data, args.minutes, args.methods)
+    for seed, source, minutes, method in todo:
+        key = f"{source.name} | {minutes:g} | {method} | {seed}"
+        if "top1" not in results.get(key, {}):  # what has failed is repeated
+            results[key] = run_method(method, make_lists(source, args.out, seed), minutes, args, seed)
+            print(key, results[key], file=sys.stderr, flush=True)
+        for path, text in ((args.out, json.dumps(results, indent=1)), (args.out.with_suffix(".md"), "")):
+            with replacing(path, "w") as file:
+                file.write(text or f"{machine}\n\n{format_table(results)}\n")
+    print(args.out.with_suffix(".md").read_text())
 
 
 if __name__ == "__main__":

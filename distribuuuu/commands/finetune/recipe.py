@@ -62,9 +62,10 @@ def build_recipe(model: nn.Module, num_images: int, epochs: int, has_lora: bool 
     kind, norms = find_kind(model), list(_norm_patterns(model))
     lower = list(_lower_layers(model)) if num_images < MANY_IMAGES else []
     has_decay = hasattr(model, "group_matcher") and not has_lora
+    batch = 1 << (min(BATCH, num_images).bit_length() - 1)  # any usual number of processes divides it
     return {
-        "TRAIN.GLOBAL_BATCH_SIZE": min(BATCH, num_images),
-        "TRAIN.BATCH_SIZE": min(BATCH, num_images),
+        "TRAIN.GLOBAL_BATCH_SIZE": batch,
+        "TRAIN.BATCH_SIZE": batch,
         "TRAIN.PATIENCE": max(5, epochs // 2) if epochs > 5 else 0,
         "DATA.CROP": "resized",
         "DATA.CROP_SCALE": [0.35, 1.0],

@@ -359,6 +359,17 @@ def test_a_killed_command_is_resumed_bitwise(photos, finished_run, tmp_path):
 
 
 @pytest.mark.slow
+def test_two_processes_train_the_same_weights(photos, finished_run, tmp_path, here):
+    assert run(photos, "--backbone", finished_run, "--out", tmp_path / "out", *WORDS) == 0
+    words = ["train", "--nproc", "2", "--cfg", tmp_path / "out/finetune.yaml", "OUT_DIR", tmp_path / "two"]
+    subprocess.run([sys.executable, "-m", "distribuuuu", *words], cwd=ROOT, timeout=600, check=True)
+    contents = [read_checkpoint(folder / "best.pth.tar") for folder in (tmp_path / "out/finetune", tmp_path / "two")]
+    assert contents[0]["epoch"] == contents[1]["epoch"]
+    for name, tensor in contents[0]["state_dict"].items():
+        torch.testing.assert_close(tensor, contents[1]["state_dict"][name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_the_minutes_give_the_epochs(photos, finished_run, tmp_path, capsys, here):
     words = [word for word in WORDS if word not in ("OPTIM.MAX_EPOCH", 2)]
     assert run(photos, "--backbone", finished_run, "--out", tmp_path / "out", "--minutes", 3, *words) == 0
