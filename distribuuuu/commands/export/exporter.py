@@ -74,8 +74,7 @@ def export_run(
 ) -> dict:
     """Write a trained model to a new folder, and compare the code of its card with `predict` on images.
 
-    The folder appears under its name when it is complete. If it is not verified (see `check_export`), the file of the
-    weights has the suffix `.unverified`.
+    If it is not verified (see `check_export`), the file of the weights has the suffix `.unverified`.
 
     Args:
         run: the trained model on the CPU; it is converted to float32.
@@ -111,8 +110,9 @@ def export_run(
             record = {"format": to, "file": file, **checked, **_describe_source(run),
                       "promised_precision": precision, "threshold": threshold}  # fmt: skip
             _write_json(folder / "export.json", record)
-            card = render_card(run, record, render_code(run, to, threshold))
-            (folder / "README.md").write_text(card, encoding="utf-8")
+            (folder / "README.md").write_text(
+                render_card(run, record, render_code(run, to, threshold)), encoding="utf-8"
+            )
     except OSError as error:
         raise ConfigError(f"OUT: {target} cannot be written: {error.strerror or error}; nothing is left") from error
     return record

@@ -103,47 +103,26 @@ def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
         record: the content of export.json.
         code: the code that the check has run.
     """
-    results, arch, to = run.results or {}, run.cfg.MODEL.ARCH, record["format"]
-    data, classes = results.get("data", {}), counted(len(run.classes), "class")
+    results, to = run.results or {}, record["format"]
+    data = results.get("data", {})
     name = str(data.get("folder") or data.get("name") or run.cfg.DATA.NAME)
     best = results.get("accuracy", {}).get(run.weights, {}).get("best", {})
     labels = list_metrics(results) if best else {}
     metrics = {key: (label, best[key]) for key, label in labels.items() if best.get(key) is not None}
-    rows = {
-        "architecture": f"`{arch}`, {count_parameters(run.model) / 1e6:.3f} M parameters",
-        "data": f"{name}, {classes}",
-        "weights": f"{run.weights}, `{record['source']}`",
-        **({"license of the initial weights": license} if (license := run.cfg.MODEL.LICENSE) else {}),
-        "code": f"distribuuuu, commit `{results.get('commit') or 'unknown'}`",
-    }
-    if results:
-        training, images = results["training"], f"{data['num_train']:,} training and {data['num_val']:,} evaluation"
-        rows |= {"data": f"{name}, {images} images, {classes}",
-                 "epochs": f"{training['epochs_done']} of {training['epochs_planned']}",
-                 "config": f"`{results['config']}`"}  # fmt: skip
-    rows |= {label: f"{value:.2f}" for label, value in metrics.values()}
     card = _template("card.jinja").render(
         metadata=_render_metadata(run, to, name, metrics),
+        run=run,
+        cfg=run.cfg,
+        results=results,
+        record=record,
         to=to,
-        arch=arch,
         name=name,
-        rows=rows,
+        params_m=count_parameters(run.model) / 1e6,
         metrics=metrics,
         code=code,
         input=_describe_input(run, to),
-        crop=run.transform.crop,
         units=_UNITS[run.cfg.DATA.PIXELS],
-        mean=list(run.transform.mean),
-        std=list(run.transform.std),
-        exif=run.cfg.DATA.EXIF_ROTATE,
-        flip=run.cfg.TEST.FLIP,
-        shift=run.cfg.TEST.SHIFT,
-        temperature=run.temperature if run.calibration else None,
-        calibration_images=counted(run.calibration.images if run.calibration else 0, "validation image"),
-        record=record,
-        checked_images=counted(record.get("images", 0), "image"),
-        classes=classes,
-        is_cut=len(run.classes) > _MAX_CLASSES,
+        counted=counted,
         max_classes=_MAX_CLASSES,
         names=json.dumps(list(run.classes[:_MAX_CLASSES]), ensure_ascii=False),  # line breaks are escaped
     )

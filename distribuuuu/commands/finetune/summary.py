@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from distribuuuu.commands.output import align_columns
-from distribuuuu.commands.stats.significance import wilson_interval
+from distribuuuu.commands.stats.intervals import wilson_interval
 
 
 def _share(right: int, num: int) -> str:

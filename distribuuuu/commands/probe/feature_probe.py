@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from distribuuuu.commands.scan.data_config import open_images
-from distribuuuu.commands.stats.significance import wilson_interval
+from distribuuuu.commands.stats.intervals import wilson_interval
 from distribuuuu.config import ConfigError
 from distribuuuu.data.batch import as_targets
 from distribuuuu.data.datasets.base import ImageDataset

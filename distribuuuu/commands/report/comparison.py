@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from distribuuuu.commands.stats.significance import paired_interval, permutation_test
+from distribuuuu.commands.stats.intervals import Interval, Z
 from distribuuuu.commands.stats.stored_predictions import Predictions, read_predictions
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.run_files import PREDICTIONS
 from distribuuuu.inference.calibration import binomial_tail
 
+# Splits of the values of two groups that `permutation_test` enumerates; with more, it draws as many at random.
+_MAX_SPLITS = 20_000
 # A difference is called significant if its p-value is below this.
 ALPHA = 0.05
 
@@ -94,3 +96,32 @@ def _describe(pair: Mapping[str, Any]) -> str:
     least = pair.get("smallest_p", 0)
     few = f"Too few runs to tell them apart, p is never below {least:.2f}. " if least >= ALPHA else ""
     return f"{few}No significant difference between {pair['a']} and {pair['b']}: {better} - {worse} = {gap}"
+
+
+def paired_interval(only_a: int, only_b: int, num_images: int) -> Interval:
+    """Return the 95 % interval of accuracy B - accuracy A on the same images, from the images that only one got right.
+
+    Bonett and Price, "Adjusted Wald Confidence Interval for a Difference of Binomial Proportions Based on Paired Data",
+    Journal of Educational and Behavioral Statistics 2012.
+    """
+    a, b = ((number + 1) / (num_images + 2) for number in (only_a, only_b))
+    half = Z * math.sqrt((a + b - (b - a) ** 2) / (num_images + 2))
+    return Interval(max(-1.0, b - a - half), min(1.0, b - a + half))
+
+
+def permutation_test(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return the two-sided p-value of the difference of the means of two groups of runs, e.g. of several seeds.
+
+    It is the share of the splits of all values into groups of these sizes with a difference at least as large: of all
+    splits where they are few, otherwise of random ones and the observed one (Phipson and Smyth, 2010).
+    """
+    values = np.array([*a, *b], dtype=np.float64)
+    if math.comb(len(values), len(a)) <= _MAX_SPLITS:
+        chosen = np.array(list(itertools.combinations(range(len(values)), len(a))))
+    else:
+        order = np.random.default_rng(0).random((_MAX_SPLITS, len(values))).argsort(axis=1)
+        chosen = np.concatenate([np.arange(len(a))[None], order[:, : len(a)]])
+    sums = values[chosen].sum(axis=1)
+    differences = np.abs((values.sum() - sums) / len(b) - sums / len(a))
+    # The first split is the observed one; sums in another order may differ by rounding.
+    return float((differences >= differences[0] - 1e-9 * max(1.0, np.abs(values).max())).mean())

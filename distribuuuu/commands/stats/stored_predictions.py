@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distribuuuu.commands.stats.significance import wilson_interval
+from distribuuuu.commands.stats.intervals import wilson_interval
 from distribuuuu.config import ConfigError
 from distribuuuu.data.datasets.table_file import csv_line
 from distribuuuu.files.untrusted import InvalidFileError, open_regular, parse_json, untrusted
@@ -104,10 +104,8 @@ def read_predictions(path: Path, command: str) -> Predictions:
     except OSError as error:
         raise ConfigError(f"RUN: {path} cannot be read: {error.strerror or error}") from error
     if content is None:
-        fix = "its metrics are in results.json, its values and targets in this file"
-        raise ConfigError(
-            f"RUN: {path} is of a task that does not classify; expected predictions of classes; fix: {fix}"
-        )
+        what = f"{path} is of a task that does not classify; expected predictions of classes"
+        raise ConfigError(f"RUN: {what}; fix: distribuuuu test prints its metrics, and this file has its values")
     if not np.isfinite(content.scores).all():
         raise ConfigError(f"RUN: {path} has scores that are not finite; fix: evaluate another checkpoint of this run")
     return content
@@ -121,19 +119,14 @@ def _check(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> Predictions:
     if not all(isinstance(text, str) for text in texts) or type(meta.get("epoch")) not in (int, type(None)):
         raise ValueError(f"meta is {meta}")
     num, columns, is_top = len(arrays["path"]), len(arrays["classes"]), "logits" not in arrays
-    scores = arrays["top_logits" if is_top else "logits"]
+    name_of_scores = "top_logits" if is_top else "logits"
+    scores = arrays[name_of_scores]
     if meta["multilabel"] and is_top:
         raise ValueError("of so many images and labels, it has the largest logits only, which tell too little")
     expected = {"path": ("U", num), "classes": ("U", columns), "loss": ("f", num),
-                "label": ("iu", num, columns) if meta["multilabel"] else ("iu", num)}  # fmt: skip
-    if is_top:
-        expected |= {
-            "top_logits": ("f", num, scores.shape[1]),
-            "top_class": ("i", *scores.shape),
-            "log_total": ("f", num),
-        }
-    else:
-        expected["logits"] = ("f", num, columns)
+                "label": ("iu", num, columns) if meta["multilabel"] else ("iu", num),
+                name_of_scores: ("f", num, scores.shape[1] if is_top else columns)}  # fmt: skip
+    expected |= {"top_class": ("i", *scores.shape), "log_total": ("f", num)} if is_top else {}
     for name, (kinds, *shape) in expected.items():
         array = arrays[name]
         if array.dtype.kind not in kinds or not array.dtype.isnative or list(array.shape) != shape or not array.size:
@@ -142,9 +135,9 @@ def _check(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> Predictions:
         if limit and not 0 <= array.min() <= array.max() < limit:
             raise ValueError(f"{name} has numbers from {array.min()} to {array.max()}, expected 0 to {limit - 1}")
     arrays["path"].tolist()  # raises if there are characters that do not exist
-    top: dict[str, Any] = {"top_class": arrays["top_class"], "log_total": arrays["log_total"]} if is_top else {}
+    top = (arrays["top_class"], arrays["log_total"]) if is_top else (None, None)
     names = arrays["classes"].tolist()
-    return Predictions(arrays["path"], arrays["label"], arrays["loss"], names, meta, scores, **top)
+    return Predictions(arrays["path"], arrays["label"], arrays["loss"], names, meta, scores, *top)
 
 
 def read_arrays(archive: zipfile.ZipFile, names: Collection[str]) -> dict[str, np.ndarray]:

@@ -12,6 +12,7 @@ from typing import Any
 from distribuuuu.checkpoint.weights_files import RAW, by_precedence, common_kind
 from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.output import WIDTH, align_columns, print_report
+from distribuuuu.commands.stats.intervals import mean_interval, wilson_interval
 from distribuuuu.commands.stats.run_groups import (
     DIGITS_OF_HASH,
     Result,
@@ -21,7 +22,6 @@ from distribuuuu.commands.stats.run_groups import (
     read_runs,
     row_name,
 )
-from distribuuuu.commands.stats.significance import mean_interval, wilson_interval
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.locate import find_shipped
 from distribuuuu.config.run_files import local_run
@@ -73,8 +73,8 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     add("runs", metavar="RUN", nargs="*", help="a run's folder, a folder of them, a .json file, a glob")
     add("--epoch", choices=("last", "best"), default="last", help="the evaluation to show; the best one was selected "
         "on the same images")  # fmt: skip
-    add("--format", choices=("text", "markdown"), help="text for a terminal, the default there, without the columns of "
-        "cost; markdown: all columns")  # fmt: skip
+    add("--format", choices=("text", "markdown"), help="text for a terminal, the default there, with the main "
+        "metric; markdown: all columns")  # fmt: skip
     return parser
 
 
@@ -207,10 +207,16 @@ def format_table(rows: Sequence[Row], epoch: str, plan: Sequence[str] = PLAN_COL
 
 
 def format_text(rows: Sequence[Row], epoch: str) -> str:
-    """Return the table for a terminal: what was measured, and a legend."""
+    """Return the table for a terminal: the main metric of each row, long names on several lines, and a legend."""
     lines, legend = _arrange(rows, epoch, PLAN_COLUMNS)
-    shown = [at for at, name in enumerate(lines[0]) if at == 0 or name.endswith(" here") or name in ("epochs", "hours")]
-    table = align_columns([[printable(line[at]) for at in shown] for line in lines], "<" * len(shown))
+    shown = [at for at, name in enumerate(lines[0]) if name == "epochs" or any("(n = " in line[at] for line in lines)]
+    numbers = align_columns([[printable(line[at]) for at in shown] for line in lines], "<" * len(shown))
+    names = [printable(line[0]) for line in lines]
+    width = min(max(map(len, names)), max(20, WIDTH - 2 - max(map(len, numbers))))
+    table = []
+    for name, cells in zip(names, numbers, strict=True):
+        first, *more = textwrap.wrap(name, width, subsequent_indent="  ", break_on_hyphens=False) or [""]
+        table += [f"{first:<{width}}  {cells}", *more]
     legend = f"{legend} All columns: --format markdown.".strip()
     return "\n".join([*table, "", textwrap.fill(legend, WIDTH)]) + "\n"
 

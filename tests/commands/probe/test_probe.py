@@ -17,7 +17,7 @@ from torch import nn
 
 from distribuuuu.commands.main import start_command
 from distribuuuu.commands.probe import feature_probe as probes
-from distribuuuu.commands.stats.significance import wilson_interval
+from distribuuuu.commands.stats.intervals import wilson_interval
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.inference import linear_probe
 from distribuuuu.inference.features import find_classifiers, iter_features

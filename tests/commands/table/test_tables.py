@@ -82,7 +82,11 @@ def test_a_terminal_shows_what_was_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert start_command("table", "table", [str(save(tmp_path / "a.json"))]) == 0
     header, row, *_ = capsys.readouterr().out.splitlines()
-    assert header.split()[:2] == ["config", "epochs"] and "|" not in header and ONE_RUN in row
+    assert header.split() == ["config", "epochs", "top-1", "here"] and "|" not in header and ONE_RUN in row
+    save(tmp_path / "a.json", overrides={f"MODEL.KWARGS.option_{number}": number for number in range(9)})
+    assert start_command("table", "table", [str(tmp_path / "a.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and ONE_RUN in lines[1] and lines[2].startswith("  MODEL.KWARGS.option_")
 
 
 @pytest.mark.parametrize("form", ["text", "markdown"])
