@@ -25,8 +25,8 @@ from distribuuuu.checkpoint.weights_files import RAW, common_kind
 from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.guard import run_guarded
 from distribuuuu.commands.output import WIDTH, align_columns, print_report
-from distribuuuu.commands.stats.run_groups import Result, group_runs, read_runs, row_name
 from distribuuuu.commands.stats.intervals import mean_interval
+from distribuuuu.commands.stats.run_groups import Result, group_runs, read_runs, row_name
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.locate import find_shipped
