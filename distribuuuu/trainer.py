@@ -139,7 +139,7 @@ def log_step(run: Run, step: "Step", lr: float, last_step: int) -> None:
         return
     recorded = {name: float(value) for name, value in step.recorded.items()}
     metrics = {**recorded, **check_loss(state.pop_metrics())}
-    run.log.add_train_row(state.epoch, state.step, lr, metrics, run.train_loader.pop_data_time())
+    run.log.add_train_row(state.epoch, state.step, lr, metrics, run.train_loader.pop_data_time(), state.clock.pop())
 
 
 def open_batches(run: Run) -> Iterator[Batch]:
@@ -203,9 +203,12 @@ class Step:
         for key, batch in self.micro_batches:
             is_last = key.micro + 1 == accum_steps
             seed_step(derive_seed(*key, dist.rank()), task.device)
+            state.clock.mark()
             with gradient_sync(model, all_reduce and is_last):
                 output = task.train_step(model, batch, key)
+                state.clock.mark("forward")
                 state.precision.backward(output.loss if accum_steps == 1 else output.loss / accum_steps)
+            state.clock.mark("backward")
             if in_metrics:
                 state.meter.update(output)
         self._num_passes += 1
@@ -220,6 +223,7 @@ class Step:
         """Unscale and clip the gradients, and update the weights."""
         self.is_applied = True
         self.training.state.precision.step(self.training.state.optimizer, self.training.clip)
+        self.training.state.clock.mark("optimizer")
 
     def record(self, **values: torch.Tensor | float) -> None:
         """Show values in the row of metrics of this step, if it has one; the main process writes its own."""

@@ -1,5 +1,6 @@
 """The log lines that describe a run at its start and its end."""
 
+import importlib
 import logging
 import platform
 import shlex
@@ -125,7 +126,10 @@ def describe_end(run: Run, started: float) -> None:
             logger.info("next: distribuuuu %s", command.format(out))
     if any(run.log.spent.values()):
         shares = (100 * seconds / (time.perf_counter() - started) for seconds in run.log.spent.values())
-        logger.info("time: training %.0f%% (waiting for data %.0f%%), evaluation %.0f%%, checkpoints %.0f%%", *shares)
+        logger.info("time: training %.0f%% (waiting for data %.0f%%, forward %.0f%%, backward %.0f%%, optimizer "
+                    "%.0f%%), evaluation %.0f%%, checkpoints %.0f%%", *shares)  # fmt: skip
+    if run.train_loader.device.type == "cuda" and state.timing["seconds"]:
+        importlib.import_module("distribuuuu.engine.flops").log_utilization(run)
     if state.num_skipped:
         num_steps = sum(map(run.train_loader.steps_of, range(state.epoch)))  # the last epoch may end early
         logger.warning("the task applied no gradients in %d of %d steps", state.num_skipped, num_steps)

@@ -45,6 +45,7 @@ from distribuuuu.config.errors import counted
 from distribuuuu.data.seeding import derive_seed
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.sharding import full_state_dict
+from distribuuuu.engine.step_clock import StepClock
 from distribuuuu.optim.precision import Precision
 from distribuuuu.tasks.metrics import Meter
 
@@ -63,7 +64,7 @@ class TrainState:
     """The content of a checkpoint, see above.
 
     Attributes:
-        meter: loss and metrics of the training steps since the last row of metrics.
+        meter: loss and metrics of the training steps since the last row of metrics. clock: the times of their parts.
         epoch: number of finished epochs. step: number of steps since.
         averages: averages of the weights by kind, e.g. "ema", with the attributes and methods of `Ema`.
         unsaved: names and SHA-256 of the tensors that checkpoints leave out.
@@ -98,6 +99,7 @@ class TrainState:
     def __post_init__(self):
         self._seconds_before, self._started = 0.0, time.perf_counter()
         self._peak_before = 0.0
+        self.clock = StepClock(self.precision.device_type)
 
     @property
     def seconds(self) -> float:

@@ -1,13 +1,16 @@
-"""Parameters by name or layer: OPTIM.LAYER_DECAY, OPTIM.NO_WEIGHT_DECAY, FINETUNE.LR_MULT and FINETUNE.FREEZE."""
+"""Parameters by name, layer or kind: OPTIM.LAYER_DECAY, OPTIM.NO_WEIGHT_DECAY, FINETUNE.LR_MULT and FINETUNE.FREEZE."""
 
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import did_you_mean
+
+_NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 def layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
@@ -58,3 +61,26 @@ def lr_multipliers(model: nn.Module, lr_mult: Mapping[str, float]) -> dict[str, 
         pairs = zip(idle, messages, strict=True)
         raise ConfigError([Problem(f"FINETUNE.LR_MULT.{pattern}", message) for pattern, message in pairs])
     return {name: lr_mult[pattern] for name, pattern in first.items() if pattern is not None}
+
+
+def parameter_kinds(model: nn.Module) -> dict[str, str]:
+    """Return the kind of each parameter by name: weight, norm or bias."""
+    no_weight_decay: Any = getattr(model, "no_weight_decay", tuple)
+    exempt = no_weight_decay()
+    kinds = {}
+    for name, parameter in model.named_parameters():
+        owner, _, own_name = name.rpartition(".")
+        if _is_norm_layer(model.get_submodule(owner)) or any(fnmatchcase(name, pattern) for pattern in exempt):
+            kinds[name] = "norm"
+        elif own_name == "bias" or own_name.endswith("_bias"):
+            kinds[name] = "bias"
+        else:
+            kinds[name] = "norm" if parameter.ndim <= 1 else "weight"
+    return kinds
+
+
+def _is_norm_layer(module: nn.Module) -> bool:
+    """Tell whether a module is a norm layer of torch or timm, or derived from one."""
+    # timm's own norm layers have no common base class, but files of their own, named *norm*.py.
+    files = [base.__module__ for base in type(module).__mro__]
+    return isinstance(module, _NORM_LAYERS) or any("timm.layers." in file and "norm" in file for file in files)

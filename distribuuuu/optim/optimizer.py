@@ -18,12 +18,10 @@ keyword it also gets those of `momentum`, `dampening`, `nesterov`, `betas` and `
 import functools
 import inspect
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.registry import OPTIMIZERS
@@ -33,7 +31,6 @@ from distribuuuu.optim.schedules import FULL_DECAY, scaled_lr
 # torch's optimizers with a fused kernel on every GPU and in every supported torch, and those for sharded parameters.
 _FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 _FUSED = (torch.optim.SGD, *_FUSED_SHARDED)
-_NORM_LAYERS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 def build_optimizer(
@@ -152,6 +149,8 @@ def parameter_groups(cfg, model: nn.Module) -> list[dict[str, Any]]:
         exempt = exempt_parameters(model, optim.NO_WEIGHT_DECAY)
     kinds: dict[str, str] = {}
     if len(set(decays.values())) > 1:
+        from distribuuuu.optim.name_patterns import parameter_kinds
+
         kinds = parameter_kinds(model)
     groups: dict[tuple[float, float], list[torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -163,26 +162,3 @@ def parameter_groups(cfg, model: nn.Module) -> list[dict[str, Any]]:
         {"params": parameters, "weight_decay": decay, **({"lr_scale": scale} if scales else {})}
         for (decay, scale), parameters in groups.items()
     ]
-
-
-def parameter_kinds(model: nn.Module) -> dict[str, str]:
-    """Return the kind of each parameter by name: weight, norm or bias."""
-    no_weight_decay: Any = getattr(model, "no_weight_decay", tuple)
-    exempt = no_weight_decay()
-    kinds = {}
-    for name, parameter in model.named_parameters():
-        owner, _, own_name = name.rpartition(".")
-        if _is_norm_layer(model.get_submodule(owner)) or any(fnmatchcase(name, pattern) for pattern in exempt):
-            kinds[name] = "norm"
-        elif own_name == "bias" or own_name.endswith("_bias"):
-            kinds[name] = "bias"
-        else:
-            kinds[name] = "norm" if parameter.ndim <= 1 else "weight"
-    return kinds
-
-
-def _is_norm_layer(module: nn.Module) -> bool:
-    """Tell whether a module is a norm layer of torch or timm, or derived from one."""
-    # timm's own norm layers have no common base class, but files of their own, named *norm*.py.
-    files = [base.__module__ for base in type(module).__mro__]
-    return isinstance(module, _NORM_LAYERS) or any("timm.layers." in file and "norm" in file for file in files)

@@ -26,14 +26,14 @@ class Precision:
 
     def __init__(self, name: str = "none", device: torch.device | str = "cpu", cache: bool = True):
         self._dtype = AUTOCAST_DTYPES[name]
-        self._device_type = torch.device(device).type
+        self.device_type = torch.device(device).type
         self._cache = cache
-        self._scaler = torch.amp.GradScaler(self._device_type) if name == "fp16" else None
+        self._scaler = torch.amp.GradScaler(self.device_type) if name == "fp16" else None
 
     def autocast(self) -> contextlib.AbstractContextManager:
         if not self._dtype:
             return contextlib.nullcontext()
-        return torch.autocast(self._device_type, self._dtype, cache_enabled=self._cache)
+        return torch.autocast(self.device_type, self._dtype, cache_enabled=self._cache)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradients of a loss (), scaled."""

@@ -175,7 +175,8 @@ class Log:
         self._build_table()
         self._evaluation = ""  # of the bar
         # Seconds of this start by part; those of data and checkpoints are in others too.
-        self.spent: dict[str, float] = dict.fromkeys(("training", "data", "evaluation", "checkpoints"), 0.0)
+        parts = ("training", "data", "forward", "backward", "optimizer", "evaluation", "checkpoints")
+        self.spent: dict[str, float] = dict.fromkeys(parts, 0.0)
         self._scalars: dict[int, dict[str, float]] = {}  # by epoch
         self._records: RecordFile | None = None
         self._stage: str | None = None
@@ -237,16 +238,18 @@ class Log:
         self._show_in_bar()
         yield from self._bar
 
-    def add_train_row(self, epoch: int, step: int, lr: float, metrics: dict, data_time_s: float) -> None:
-        """Log the metrics after `step` steps of an epoch, if any, and the seconds spent waiting for data."""
+    def add_train_row(
+        self, epoch: int, step: int, lr: float, metrics: dict, data_time_s: float, parts: Mapping[str, float] = {}
+    ) -> None:
+        """Log the metrics after `step` steps of an epoch, if any, and the seconds of waiting for data and of others."""
         if not metrics["count"]:
             return
         now, position = time.perf_counter(), epoch * self.num_steps + step
         elapsed, images = now - self._last_read, (position - self._read_position) * self.images_per_step
         self.timing["images"] += images
         self.timing["seconds"] += elapsed
-        self.spent["training"] += elapsed
-        self.spent["data"] += data_time_s
+        for part, seconds in {"training": elapsed, "data": data_time_s, **parts}.items():
+            self.spent[part] += seconds
         speed = {
             "images_per_s": images / elapsed,
             "wait": min(1.0, data_time_s / elapsed),

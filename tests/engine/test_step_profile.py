@@ -1,12 +1,21 @@
 """Parts of training steps, train --profile, and the time line at the end of a run."""
 
 import gzip
+import itertools
 import json
 import re
 
+import pytest
+import torch
+from support.batches import ALONE, CPU
 from support.runs import assert_same_run, small_options, train_model
+from torch import nn
 
 from distribuuuu.commands.main import start_command
+from distribuuuu.data.loader import build_loader
+from distribuuuu.engine.build import build_training
+from distribuuuu.engine.flops import count_flops, log_utilization, measure_utilization, utilization
+from distribuuuu.engine.step_clock import StepClock
 
 
 def profile(image_folder, out_dir, num: str, *words) -> int:
@@ -23,9 +32,53 @@ def test_a_profiled_run_writes_a_trace_and_is_the_same_run(image_folder, small_c
     assert re.search(r"profile of 3 steps of [\d.]+ ms: data \d+%, forward \d+%, backward \d+%, optimizer \d+%, o", log)
     table = log[log.index("profile of") : log.index("trace, for https://ui.perfetto.dev")]
     assert "Self CPU" in table and re.search(r"aten::\w*conv\w* ", table)
-    assert re.search(r"time: training \d+% \(waiting for data \d+%\), evaluation \d+%, checkpoints \d+%", log)
+    parts = r"\(waiting for data (\d+)%, forward (\d+)%, backward (\d+)%, optimizer (\d+)%\)"
+    found = re.search(rf"time: training (\d+)% {parts}, evaluation (\d+)%, checkpoints \d+%", log)
+    training, *of_training, evaluation = map(int, found.groups())
+    assert max(of_training) > 0 and sum(of_training) <= training + 3 and training + evaluation <= 101, "rounded"
     train_model(small_cfg("OUT_DIR", tmp_path / "plain"))
     assert_same_run(tmp_path / "out", tmp_path / "plain")
+
+
+def test_the_parts_of_steps_on_a_gpu_are_timed_by_events_without_waiting(monkeypatch):
+    class Event:
+        recorded = itertools.count(0, 10)
+
+        def record(self):
+            self.at = next(self.recorded)
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event())
+    clock = StepClock("cuda")
+    for part in 2 * ("", "forward", "backward", "optimizer"):
+        clock.mark(part)
+    assert clock.pop() == pytest.approx({"forward": 0.02, "backward": 0.02, "optimizer": 0.02})
+    assert clock.pop() == {}
+
+
+def test_the_utilization_of_a_known_card_follows_from_the_flops_of_the_model(small_cfg, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    cfg = small_cfg("TRAIN.AMP", "bf16")
+    loader = build_loader(cfg, ALONE, CPU, train=True)
+    training = build_training(cfg, loader, loader.zero_images(2), latest=None)
+    assert count_flops(nn.Linear(4, 3), torch.zeros(1, 4)) == 2 * 4 * 3
+    assert measure_utilization(training, 1e6) is None, "a CPU"
+    per_image = 3 * count_flops(training.state.model, loader.zero_images(1))
+    training.state.timing.update(images=4e9, seconds=2e3)
+    for card, said in (
+        ("NVIDIA A100-SXM4-80GB", f"{100 * 2e6 * per_image / 312e12:.0f}% of the dense peak of"),
+        ("X", ""),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "get_device_name", lambda device, card=card: card)
+            patch.setattr(loader, "device", torch.device("cuda"))
+            patch.setattr(loader, "zero_images", lambda num: torch.zeros(num, 3, 16, 16))
+            log_utilization(training)
+        assert said in caplog.text and bool(said) == bool(caplog.text)
+        caplog.clear()
+    assert utilization("NVIDIA H200", "none", 1e9, 4e4) == pytest.approx(3e9 * 4e4 / 494.5e12)
 
 
 def test_a_run_that_is_too_short_is_not_profiled(image_folder, tmp_path, capsys):

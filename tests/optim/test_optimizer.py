@@ -15,7 +15,8 @@ from torch import nn
 from distribuuuu.checkpoint.io import CheckpointError, load_optimizer
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.models.head import head_parameters
-from distribuuuu.optim.optimizer import build_optimizer, parameter_groups, parameter_kinds
+from distribuuuu.optim.name_patterns import parameter_kinds
+from distribuuuu.optim.optimizer import build_optimizer, parameter_groups
 from distribuuuu.optim.precision import build_clipper
 from distribuuuu.optim.schedules import build_lr, build_weight_decay, scaled_lr, set_lr, set_weight_decay
 from distribuuuu.trainer import train_model

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.declaration import AUTO
@@ -27,10 +26,12 @@ from distribuuuu.engine.auto_batch_size import (
     trial_run,
     with_number,
 )
+from distribuuuu.engine.flops import count_flops, measure_utilization
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.engine.run import Run, begin_epoch
-from distribuuuu.engine.step_profile import StepParts, mark_time, seconds_between
+from distribuuuu.engine.step_clock import mark_time, seconds_between
+from distribuuuu.engine.step_profile import StepParts
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import count_parameters
 from distribuuuu.optim.schedules import set_lr
@@ -102,17 +103,16 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
         files = {"checkpoint_mib": run.checkpoints.list(), "best_mib": Path(folder).glob("best*")}
         found |= {name: sum(path.stat().st_size for path in paths) / 2**20 for name, paths in files.items()}
         found["images_per_s"] = plan.per_process / found["step_s"][sizes[epochs[-1]]]
+        found["mfu"] = measure_utilization(run, found["images_per_s"])
         return found | {"bottleneck": find_bottleneck(waited)}
 
 
 def _describe(run: Run) -> dict[str, Any]:
     """Return the size of the model and of the data."""
-    model, image = run.state.model.eval(), run.train_loader.zero_images(1)
-    with torch.compiler.set_stance("force_eager"), inference(model), FlopCounterMode(display=False) as counter:
-        model(image)
+    model = run.state.model
     size = {"arch": run.cfg.MODEL.ARCH, "params_m": count_parameters(model) / 1e6}
     images = {"train": len(run.train_loader.images), "val": len(run.val_loader.images)}
-    return {"model": {**size, "gflops": counter.get_total_flops() / 1e9}, "images": images}
+    return {"model": {**size, "gflops": count_flops(model, run.train_loader.zero_images(1)) / 1e9}, "images": images}
 
 
 def _timed(items: Iterable, ends: list[float], limit_s: float, device: torch.device) -> Iterator:

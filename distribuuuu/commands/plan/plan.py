@@ -86,7 +86,8 @@ def _list_rows(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     steps = ", ".join(f"{1e3 * seconds:,.1f} ms at {size} px" for size, seconds in result["step_s"].items())
     yield "time per step", steps
     yield "of which", ", ".join(f"{part} {share:.0%}" for part, share in result["parts"].items())
-    yield "images/s", f"{result['images_per_s']:,.0f} per process"
+    share = f", {result['mfu']:.0%} of the dense peak of the GPU (MFU)" if result["mfu"] else ""
+    yield "images/s", f"{result['images_per_s']:,.0f} per process{share}"
     total = sum(result["seconds"].values())
     parts = {name: seconds / max(total, 1e-9) for name, seconds in result["seconds"].items()}
     shares = ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if share >= 0.005)
