@@ -10,7 +10,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.json_file import load_json
 from distribuuuu.records.results import FILE_NAME, SCHEMA_VERSION, TEST_FILE_NAME
 
-__all__ = ["FILE_NAME", "TEST_FILE_NAME", "check_results", "list_metrics", "read_results"]
+__all__ = ["FILE_NAME", "TEST_FILE_NAME", "check_results", "read_results"]
 
 _NUMBER, _MAYBE_NUMBER, _MAYBE_TEXT = (int, float), (int, float, type(None)), (str, type(None))
 _SIZE = (int, list)  # a side, or [height, width]
@@ -48,13 +48,6 @@ def read_results(path: str | os.PathLike, kind: str = "training") -> dict:
     return record
 
 
-def list_metrics(record: dict) -> dict[str, str]:
-    """Map the metrics of a record to their display names; derived from other keys in files of older versions."""
-    evaluation = record["evaluation"]
-    older = {"map": "map"} if "multilabel" in evaluation else {"top1": "top1", "topk": f"top{evaluation.get('k')}"}
-    return evaluation.get("metrics", older)
-
-
 def check_results(record: Any, kind: str = "training") -> None:
     """Raise an error if a value is missing or has another type than the readers expect."""
     if (record["schema"], record["kind"]) != (SCHEMA_VERSION, kind):
@@ -62,7 +55,7 @@ def check_results(record: Any, kind: str = "training") -> None:
         raise ValueError(f"got {got:.100}; expected {expected}; fix: pass the file of another run, or run it again")
     types: dict[str, Any] = {**_FIELDS, **_FIELDS_OF[kind]}
     types |= {key: dict for key in ("weights_sha256", "environment") if key in record}
-    metrics = list_metrics(record)
+    metrics = record["evaluation"]["metrics"]
     types |= {"evaluation.k": int} if "topk" in metrics else {}
     for place in (f"accuracy.{name}{end}" for name in record["accuracy"] for end in _ENDS[kind]):
         types |= {f"{place}.{metric}": _MAYBE_NUMBER for metric in ("loss", *metrics)}

@@ -22,7 +22,6 @@ from distribuuuu.data.crops import EvalCrop
 from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.models import count_parameters
-from distribuuuu.records.read_results import list_metrics
 
 _UNITS = {
     "uint8": "pixels from 0 to 1",
@@ -107,7 +106,7 @@ def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
     data = results.get("data", {})
     name = str(data.get("folder") or data.get("name") or run.cfg.DATA.NAME)
     best = results.get("accuracy", {}).get(run.weights, {}).get("best", {})
-    labels = list_metrics(results) if best else {}
+    labels = results["evaluation"]["metrics"] if best else {}
     metrics = {key: (label, best[key]) for key, label in labels.items() if best.get(key) is not None}
     card = _template("card.jinja").render(
         metadata=_render_metadata(run, to, name, metrics),

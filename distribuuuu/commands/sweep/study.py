@@ -38,7 +38,7 @@ from distribuuuu.files.locks import take_turn, try_lock
 from distribuuuu.files.untrusted import printable, untrusted
 from distribuuuu.launch.processes import start_child
 from distribuuuu.launch.signals import RunStopped, handled_by
-from distribuuuu.records.read_results import list_metrics, read_results
+from distribuuuu.records.read_results import read_results
 from distribuuuu.records.results import replace_nonfinite
 
 CONSOLE_FILE = "console.log"
@@ -82,7 +82,7 @@ def build_row(plan: Plan, trial: Any) -> Row:
 
 def read_objective(run: dict[str, Any]) -> float:
     """Return the first metric of the newest evaluation in the results of a run, of an average if it has one."""
-    value = run["accuracy"][common_kind([run["accuracy"]])]["last"][next(iter(list_metrics(run)), "loss")]
+    value = run["accuracy"][common_kind([run["accuracy"]])]["last"][next(iter(run["evaluation"]["metrics"]), "loss")]
     return math.nan if value is None else float(value)
 
 

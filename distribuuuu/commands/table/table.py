@@ -26,7 +26,6 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.locate import find_shipped
 from distribuuuu.config.run_files import local_run
 from distribuuuu.files.untrusted import printable
-from distribuuuu.records.read_results import list_metrics
 
 _DESCRIPTION = """Make a table of runs, in Markdown unless it is for a terminal. Each config
 has one row: the mean and standard deviation over its seeds and folds.
@@ -147,7 +146,7 @@ def _measured_cells(record: dict, evaluations: Sequence[dict], count: str) -> di
     """Return the cell of each metric; the first one includes the interval and the number of runs, `count`."""
     cells: dict[str, str] = {}
     k = record["evaluation"].get("k")
-    for name, label in list_metrics(record).items():
+    for name, label in record["evaluation"]["metrics"].items():
         known = [result[name] for result in evaluations if result[name] is not None]
         suffix = f" (top-{k})" if name == "topk" and k != 5 else ""
         cell = f"{statistics.fmean(known):.2f}" if known else EMPTY
