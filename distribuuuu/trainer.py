@@ -195,7 +195,7 @@ class Step:
             in_metrics: show the loss and the metrics of this pass in the log.
         """
         task, state, model = self.training.task, self.training.state, self.training.model
-        if self._num_passes and task.gradient_passes == 1:
+        if self._num_passes and task.gradient_passes <= 1:
             fix = "set gradient_passes to 2 or more"
             raise TypeError(f"{type(task).__name__}: the images of this step are gone; fix: {fix}")
         accum_steps = self.training.train_loader.plan.accum_steps
