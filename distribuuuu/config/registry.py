@@ -1,12 +1,12 @@
 """Registries: tables of functions and classes by name, filled by decorators and imported on the first look-up."""
 
-import ast
 import dataclasses
 import functools
 import importlib
 import importlib.util
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +67,14 @@ class Registry:
         A module with computed names is imported instead. Two decorators with one name are a ConfigError.
         """
         spec, declared = importlib.util.find_spec(self.package), dict[str, tuple[str, bool]]()
+        decorated = rf'^@{self.name}\.register(?:\("(.+)"\))?\n(?=(?:@.+\n)*(?:class|def) (\w+))'
         roots = map(Path, (spec.submodule_search_locations if spec else None) or [])
         for folder, path in ((root, path) for root in roots for path in sorted(root.rglob("*.py"))):
             source = path.read_text(encoding="utf-8")
             if f"{self.name}.register" not in source or path.stem == "__init__":
                 continue
             module = ".".join((self.package, *path.relative_to(folder).with_suffix("").parts))
-            found = [name for node in ast.parse(source).body for name in self._names_in(node)]
+            found = [given or name for given, name in re.findall(decorated, source, re.MULTILINE)]
             uses = [line for line in source.splitlines() if line.lstrip(" @").startswith(f"{self.name}.register")]
             if len(found) < len(uses):
                 importlib.import_module(module)
@@ -82,14 +83,6 @@ class Registry:
                     raise self._taken(name, declared[name][0], module)
                 declared[name] = (module, "class Settings" in source or "Columns" in source)
         return declared
-
-    def _names_in(self, node: ast.stmt) -> Iterator[str]:
-        """Yield the names under which the decorators of a function or a class register it."""
-        for decorator in getattr(node, "decorator_list", ()):
-            called = decorator.func if isinstance(decorator, ast.Call) else decorator
-            if ast.unparse(called) == f"{self.name}.register":
-                given = ast.literal_eval(decorator.args[0]) if called is not decorator else node.name  # type: ignore
-                yield given
 
     def names(self) -> list[str]:
         """Return every registered name, sorted."""
