@@ -14,6 +14,7 @@ RECIPE_PLUGINS = {
     "imagenet/blurpool_resnet.py": {"resnet18_blurpool", "resnet50_blurpool"},
     "imagenet/deit.py": {"deit_tiny", "deit_small", "deit_base", "deit3_small"},
     "imagenet/imagenet.py": {"imagenet"},
+    "imagenet2021/botnet.py": {"botnet50"},
     "imagenet/plain_vit.py": {"plain_vit_tiny", "plain_vit_small"},
 }
 # The folder and the name of a config in results, which may come from others.

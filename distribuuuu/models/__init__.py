@@ -7,7 +7,7 @@
 - pretrained.py: published weights of timm and torchvision (MODEL.PRETRAINED).
 - finetune.py: weights trained on other data (FINETUNE.WEIGHTS).
 - freeze.py, lora.py: frozen parameters and batch norms (FINETUNE.FREEZE), low-rank adapters (FINETUNE.LORA).
-- botnet.py, cifar_resnet.py, torchvision_nets.py: a family per file; others stand beside the recipes in configs/.
+- cifar_resnet.py, torchvision_nets.py: a family per file; others stand beside the recipes in configs/.
 
 To add a model, add one file with a function of `num_classes`, decorated with `@MODELS.register`. MODEL.KWARGS may set
 its other parameters; a parameter `im_size` receives TRAIN.IM_SIZE, and `in_channels` DATA.CHANNELS.

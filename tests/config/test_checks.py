@@ -51,7 +51,7 @@ def test_nothing_is_said_before_the_names_are_kept(cache):
 
 # Also deprecated names, as tv_resnet50, which timm knows but does not list.
 KNOWN = ("resnet14", "resnet50", "timm/resnet50", "resnet50.a1_in1k", "timm/resnet50.a1_in1k", "torchvision/resnet50",
-         "alexnet", "timm/tv_resnet50", "distribuuuu/botnet50")  # fmt: skip
+         "alexnet", "timm/tv_resnet50", "distribuuuu/resnet8")  # fmt: skip
 UNKNOWN = ("resnet5O", "resnet50.a1_in1x", "timm/resnet5O", "timm/resnet50.a1_in1x", "timm/nothing_like_it",
            "torchvision/resnt50", "torchvision/maskrcnn_resnet50_fpn", "tim/resnet50", "a/b/resnet50", "",
            "distribuuuu/vit")  # fmt: skip

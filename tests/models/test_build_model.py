@@ -1,6 +1,5 @@
 """Models by name: the tables, the arguments, the published weights; and the architectures of this package."""
 
-import itertools
 import logging
 import math
 import os
@@ -18,14 +17,12 @@ from support.runs import problems_of
 from support.tables import slow
 from timm.data import ImageNetInfo
 from torch import nn
-from torchvision.models import resnet50
 
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.config.registry import MODELS
 from distribuuuu.engine.build import build_initial_model
 from distribuuuu.inference.load_run import find_run
 from distribuuuu.models import build_model, check_model
-from distribuuuu.models.botnet import RelativePosition, botnet50
 from distribuuuu.models.cifar_resnet import CifarBlock, CifarResNet
 from distribuuuu.models.find_architecture import build_model_spec, find_architecture
 from distribuuuu.models.head import initialize
@@ -108,7 +105,6 @@ def test_refused_value_names_its_key():
     for options, key, why in [
         ({"arch": "resnet20", "norm": "foo"}, "MODEL.KWARGS.norm", "batch, group"),
         ({"arch": "resnet20", "width": 0}, "MODEL.KWARGS.width", "1 or more"),
-        ({"arch": "botnet50", "im_size": 100}, "TRAIN.IM_SIZE", "multiple of 16"),
         ({"arch": "resnet18", "norm_layer": "batch"}, "MODEL.KWARGS.norm_layer", "not callable"),  # TypeError
         ({"arch": "efficientnet_b0", "global_pool": "foo"}, "MODEL.KWARGS.global_pool", "foo"),  # an assert in timm
         ({"arch": "regnetx_160", "no_such": 1}, "MODEL.KWARGS.no_such", "unexpected keyword"),  # takes **kwargs
@@ -120,13 +116,12 @@ def test_refused_value_names_its_key():
 
 @pytest.mark.slow
 def test_image_size_reaches_the_constructors_that_take_one():
-    assert shapes(build_on_meta("botnet50", im_size=64))["7.net.0.net.3.pos_emb.rel_height"] == (7, 128)
     assert shapes(build_on_meta("vit_tiny_patch16_224", im_size=64))["pos_embed"] == (1, 17, 192)
     assert shapes(build_on_meta("vit_b_16", im_size=64))["encoder.pos_embedding"] == (1, 17, 768)
-    cfg = make_cfg("botnet50", im_size=64)
-    cfg.MODEL.KWARGS.im_size = 32
+    cfg = make_cfg("vit_tiny_patch16_224", im_size=64)
+    cfg.MODEL.KWARGS.img_size = 32
     with torch.device("meta"):
-        assert shapes(build_model(cfg))["7.net.0.net.3.pos_emb.rel_height"] == (3, 128)
+        assert shapes(build_model(cfg))["pos_embed"] == (1, 5, 192)
 
 
 @pytest.mark.parametrize(("arch", "head"), [("resnet18", "fc"), ("mobilenetv3_small_050", "classifier")])
@@ -173,7 +168,7 @@ def test_a_published_head_is_used_only_for_its_own_classes(small_cfg, monkeypatc
 
 
 def test_missing_weights_are_an_error():
-    for arch in ["botnet50", "resnet20", "mobilenetv2_035"]:
+    for arch in ["resnet20", "mobilenetv2_035"]:
         for function in (check_model, start):
             (problem,) = problems_of(function, make_cfg(arch, pretrained=True))
             assert problem.startswith("MODEL.PRETRAINED: ") and "has no published weights" in problem
@@ -235,46 +230,6 @@ def test_weights_that_timm_is_told_to_read_are_plain_data(tmp_path, name):
     with pytest.raises((RuntimeError, pickle.UnpicklingError)):  # the type depends on the version of timm
         spec.build(pretrained=True, **{name: {"file": str(tmp_path / "x.pth"), "architecture": "test_efficientnet"}})
     assert not (tmp_path / "done").exists()
-
-
-def test_botnet_rejects_other_sizes():
-    model = botnet50(num_classes=3, im_size=64)
-    assert model(torch.randn(2, 3, 64, 64)).shape == (2, 3)
-    with pytest.raises(ValueError, match=r"got a feature map of 2 x 2; expected 4 x 4"):
-        model(torch.randn(2, 3, 32, 32))
-
-
-def test_botnet_keeps_the_layout_of_the_original_state_dict():
-    with torch.device("meta"):
-        found, trunk = shapes(botnet50()), nn.Sequential(*list(resnet50().children())[:7])
-    expected = shapes(trunk)
-    convs = {"net.0": (512, 2048), "net.3.to_qk": (1024, 512), "net.3.to_v": (512, 512), "net.7": (2048, 512)}
-    for block in (f"7.net.{index}" for index in range(3)):
-        expected |= {f"{block}.{name}.weight": (*shape, 1, 1) for name, shape in convs.items()}
-        expected |= {f"{block}.net.3.pos_emb.{name}": (27, 128) for name in ("rel_height", "rel_width")}
-        expected |= norm_shapes(f"{block}.net.1", 512) | norm_shapes(f"{block}.net.5", 512)
-        expected |= norm_shapes(f"{block}.net.8", 2048)
-    expected["7.net.0.net.0.weight"] = (512, 1024, 1, 1)
-    expected |= {"7.net.0.shortcut.0.weight": (2048, 1024, 1, 1)} | norm_shapes("7.net.0.shortcut.1", 2048)
-    assert found == expected | {"10.weight": (1000, 2048), "10.bias": (1000,)}
-
-
-def norm_shapes(name, num_channels):
-    parts = ("weight", "bias", "running_mean", "running_var")
-    return {f"{name}.{part}": (num_channels,) for part in parts} | {f"{name}.num_batches_tracked": ()}
-
-
-def test_relative_logits_equal_a_plain_loop():
-    torch.manual_seed(0)
-    size, dim = 4, 8
-    position = RelativePosition(size, dim)
-    q = torch.randn(2, 3, size, size, dim)
-    expected = torch.empty(2, 3, size * size, size * size)
-    cells = list(itertools.product(range(size), range(size)))
-    for (i, (row, column)), (j, (key_row, key_column)) in itertools.product(enumerate(cells), enumerate(cells)):
-        vector = position.rel_height[key_row - row + size - 1] + position.rel_width[key_column - column + size - 1]
-        expected[:, :, i, j] = q[:, :, row, column] @ vector
-    assert torch.allclose(position(q), expected, atol=1e-5)
 
 
 def test_cifar_resnets_have_as_many_layers_as_their_name_says():
