@@ -70,9 +70,7 @@ def read_cfg(cfg_file: CfgFiles = None, overrides: Sequence[str] = ()) -> tuple[
         _merge_file(cfg, settings, problems)
         _resolve_plugins(cfg, folder)
     of_file = cfg.clone()
-    words = _read_overrides(overrides, problems)
-    _empty_arguments(cfg, words)
-    merge(cfg, words, problems)
+    merge(cfg, _read_overrides(overrides, problems), problems)
     cfg.replaced.update((key, value) for key, value in iter_options(of_file) if cfg.origins.get(key) == COMMAND_LINE)
     cfg.replaced.update(getattr(cfg_file, "replaced", {}))
     _resolve_plugins(cfg)
@@ -264,23 +262,18 @@ def split_key(key: str) -> tuple[str, str]:
 def _merge_file(cfg: Config, settings: list[Setting], problems: list[Problem]) -> None:
     """Apply the settings of a file.
 
-    A TEST.DATASET that repeats TRAIN.DATASET, as in a dumped config, or the default, as in the files of 2021, which
-    have no DATA.NAME, follows TRAIN.DATASET.
+    Arguments and settings for another model or entry than its own are removed. A TEST.DATASET that repeats
+    TRAIN.DATASET, as in a dumped config, or the default, as in the files of 2021, which have no DATA.NAME, follows
+    TRAIN.DATASET.
     """
-    given = _empty_arguments(cfg, settings)
-    merge(cfg, settings, problems)
-    unset = [cfg.TRAIN.DATASET] if "DATA.NAME" in given else [cfg.TRAIN.DATASET, OPTIONS["TRAIN.DATASET"].default]
-    if os.path.normpath(cfg.TEST.DATASET) in map(os.path.normpath, unset):
-        cfg.TEST.DATASET = ""
-
-
-def _empty_arguments(cfg: Config, settings: list[Setting]) -> dict[str, Any]:
-    """Remove the arguments and settings of a model or an entry that settings replace; return their values by key."""
     given = {key: value for key, value, _ in settings}
     for section, name in _SELECTED_BY.items():
         if given.get(name, get_value(cfg, name)) != get_value(cfg, name):
             _empty(cfg, section)
-    return given
+    merge(cfg, settings, problems)
+    unset = [cfg.TRAIN.DATASET] if "DATA.NAME" in given else [cfg.TRAIN.DATASET, OPTIONS["TRAIN.DATASET"].default]
+    if os.path.normpath(cfg.TEST.DATASET) in map(os.path.normpath, unset):
+        cfg.TEST.DATASET = ""
 
 
 def _empty(cfg: Config, section: str) -> None:

@@ -14,6 +14,7 @@ from distribuuuu.config.explain import dump_with_origins
 from distribuuuu.config.options import OPTIONS
 from distribuuuu.config.registry import SCHEDULES
 from distribuuuu.hints.options import BY_NAME
+from distribuuuu.models import check_model
 
 
 @pytest.fixture
@@ -122,12 +123,12 @@ def test_mappings_are_merged_by_key_and_an_empty_one_removes_those_of_the_file(w
     assert load_cfg(cfg, ["MODEL.KWARGS", "{}"]).MODEL.KWARGS == {}, "a tree that was set in Python too"
 
 
-def test_arguments_of_the_files_model_do_not_reach_another_one(write):
+def test_arguments_of_a_file_are_those_of_the_model_of_the_command_line_too(write):
+    """Its signature decides whether it has them."""
     path = write(MAPPINGS)
-    cfg = load_cfg(path, ["MODEL.KWARGS.width", "8", "MODEL.ARCH", "resnet14", "DISTILL.TEACHER", "resnet14"])
-    assert cfg.MODEL.KWARGS == {"width": 8} and cfg.DISTILL.KWARGS == {"width": 64}, "the teacher is the same"
-    assert "MODEL.KWARGS.norm" not in cfg.origins
-    assert load_cfg(path, ["DISTILL.TEACHER", "", "DISTILL.WEIGHTS", ""]).DISTILL.KWARGS == {}
+    assert load_cfg(path, ["MODEL.ARCH", "resnet14"]).MODEL.KWARGS == {"width": 32, "norm": "group"}
+    said = problems_of(check_model, load_cfg(path, ["MODEL.ARCH", "resnet50"]))
+    assert said[0].startswith(f"MODEL.KWARGS.width ({path}:2): resnet50 has no such parameter") and len(said) == 2
 
 
 # --------------------------------------------------------------------------------------------------- problems
