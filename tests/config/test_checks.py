@@ -107,7 +107,8 @@ def test_wrong_names_and_keywords_are_reported_without_torch_and_all_at_once(ima
         "MODEL.KWARGS.pretrained_cfg_overlay (command line): set MODEL.PRETRAINED or FINETUNE.WEIGHTS instead",
         "OPTIM.NAME (command line): unknown optimizer 'adamv'; did you mean adam",
         "TRAIN.BATCH_SIZE (command line): got 999 images per step",
-        "DISTILL.TEACHER (command line): unknown model 'resnet5O'; did you mean resnet56, resnet50",
+        "DISTILL.TEACHER (command line): unknown model 'resnet5O' of distribuuuu/NAME, timm/NAME, torchvision/NAME; "
+        "did you mean resnet56, resnet50",
         "OUT_DIR (command line): /proc cannot be written to",
     ):
         assert said in done.stderr

@@ -5,13 +5,12 @@ import os
 from pathlib import Path
 
 import pytest
-from support.commands import command_module
 from support.runs import ROOT, problems_of, small_options
 
 from distribuuuu.commands.arguments import parse_args
 from distribuuuu.config import ConfigError, load_cfg, locate, run_files
 from distribuuuu.config.explain import dump_with_origins
-from distribuuuu.config.locate import FoundConfig, find_config, shipped_file
+from distribuuuu.config.locate import FoundConfig, ListedConfig, find_config, shipped_file
 from distribuuuu.config.run_files import RUN_FILES, find_name_problem, find_path_problem
 from distribuuuu.hints.words import suggest_configs
 from distribuuuu.records.results import config_name
@@ -112,8 +111,7 @@ def test_a_config_in_the_folder_of_a_run_names_no_base():
     write(config="_BASE_: secret.yaml\n", secret="RNG_SEED: 1\n")
     (problem,) = problems_of(load_cfg, FoundConfig("config.yaml"))
     assert problem.startswith("_BASE_ (config.yaml:1): got 'secret.yaml' in the folder of a run")
-    read_configs = command_module("table.table").read_configs
-    assert read_configs(["config.yaml"], [])[0].RNG_SEED == 1, "a folder of configs, which the user names, may"
+    assert load_cfg(ListedConfig("config.yaml")).RNG_SEED == 1, "a folder of configs, which the user names, may"
 
 
 def test_a_run_stores_the_merged_config(image_folder, folder):
