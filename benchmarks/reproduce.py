@@ -32,7 +32,7 @@ from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.locate import find_shipped
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS, option_of
 from distribuuuu.config.reader import read_cfg
-from distribuuuu.records.read_results import FILE_NAME, list_metrics, read_results
+from distribuuuu.records.read_results import FILE_NAME, read_results
 
 RESULTS = Path(__file__).parent / "results"
 # Options that change results, though they may differ between the seeds of one config.
@@ -94,7 +94,7 @@ def read_figure(row: Sequence[Result]) -> tuple[str, str, list[float], str]:
     """Return the weights and the metric by which a row is compared, its values at the last epoch, and their mean."""
     records = [run.record for run in row]
     kind = common_kind([record["accuracy"] for record in records])
-    metric, label = next(iter(list_metrics(records[0]).items()), ("loss", "loss"))
+    metric, label = next(iter(records[0]["evaluation"]["metrics"].items()), ("loss", "loss"))
     found = [record["accuracy"][kind]["last"].get(metric) for record in records]
     values = [value for value in found if value is not None]
     text = f"{label} {statistics.fmean(values):.2f}" if values else f"{label} unknown"
