@@ -4,8 +4,9 @@ Sources: AutoGluon's MultiModalPredictor (AdamW 1e-4, layer decay 0.9, cosine, 2
 2111.06377) and DINOv2 (arXiv 2304.07193): layer decay 0.65 to 0.75 for transformers; BiT (arXiv 1912.11370): no mixup
 for few images; LP-FT (arXiv 2202.10054): start from the head of the probe, with a low rate. The statistics of batch
 norm are kept, as those of 32 images are noisy. For few images, lower layers are frozen, as in surgical fine-tuning
-(arXiv 2210.11466), which also saves much of the time on a CPU. With LoRA, the rate is ten times that of all weights
-(Schulman et al., "LoRA Without Regret", 2025), and all layers have the same.
+(arXiv 2210.11466), which also saves much of the time on a CPU. With batch norm, the rate and the share of frozen layers
+are those of a comparison with EfficientNet-Lite0, see docs/photographs.md. With LoRA, the rate is ten times that of all
+weights of a transformer (Schulman et al., "LoRA Without Regret", 2025), and all layers have the same.
 """
 
 import math
@@ -26,26 +27,30 @@ from distribuuuu.launch.detect import Launch
 from distribuuuu.optim.name_patterns import is_match
 from distribuuuu.trainer import take_step
 
-# The longest training; the share of the layers that is frozen, and the number of images from which none is.
-MAX_EPOCHS, FROZEN, MANY_IMAGES = 20, 1 / 3, 5000
+# The longest training, and the number of images from which no layer is frozen.
+MAX_EPOCHS, MANY_IMAGES = 20, 5000
 # Seconds of the measurement of training steps.
 _MEASURE_S = 6.0
-BATCH, LORA_RATE = 32, 10
+BATCH, LORA_LR = 32, 5e-4
 
 
 class Kind(NamedTuple):
-    """Options that depend on the kind of the backbone; rates are for AdamW and 32 images."""
+    """Options that depend on the kind of the backbone; rates are for AdamW and 32 images.
+
+    Of few images, the share `frozen` of the layers is not trained.
+    """
 
     name: str
     lr: float
     layer_decay: float
     weight_decay: float
+    frozen: float
 
 
 KINDS = (
-    Kind("transformer", 5e-5, 0.75, 0.05),
-    Kind("convolutional with batch norm", 1e-4, 0.9, 0.05),
-    Kind("convolutional with layer norm", 5e-5, 0.9, 0.05),
+    Kind("transformer", 5e-5, 0.75, 0.05, 1 / 3),
+    Kind("convolutional with batch norm", 1e-3, 0.9, 0.05, 2 / 3),
+    Kind("convolutional with layer norm", 5e-5, 0.9, 0.05, 1 / 3),
 )
 
 
@@ -59,22 +64,22 @@ def find_kind(model: nn.Module) -> Kind:
 
 def build_recipe(model: nn.Module, num_images: int, epochs: int, has_lora: bool = False) -> dict[str, Any]:
     """Return the options of a fine-tuning of a backbone for a number of training images and of epochs."""
-    kind, norms = find_kind(model), list(_norm_patterns(model))
-    lower = list(_lower_layers(model)) if num_images < MANY_IMAGES else []
+    kind = find_kind(model)
+    frozen = list(_lower_layers(model, kind.frozen)) if num_images < MANY_IMAGES else []
+    norms = [name for name, layer in model.named_modules() if isinstance(layer, _NormBase)]
+    frozen += [name for name in norms if not any(is_match(name, lower) for lower in frozen)]
     has_decay = hasattr(model, "group_matcher") and not has_lora
     batch = 1 << (min(BATCH, num_images).bit_length() - 1)  # any usual number of processes divides it
     return {
         "TRAIN.GLOBAL_BATCH_SIZE": batch,
         "TRAIN.BATCH_SIZE": batch,
-        "TRAIN.PATIENCE": max(5, epochs // 2) if epochs > 5 else 0,
         "DATA.CROP": "resized",
         "DATA.CROP_SCALE": [0.35, 1.0],
         "AUG.POLICY": "trivialaugment",
         "LOSS.LABEL_SMOOTHING": 0.1,
-        "FINETUNE.FREEZE": [] if has_lora else [*lower, *norms],
-        "EMA.HALF_LIFE": float(num_images),
+        "FINETUNE.FREEZE": [] if has_lora else frozen,
         "OPTIM.NAME": "adamw",
-        "OPTIM.BASE_LR": LORA_RATE * kind.lr if has_lora else kind.lr,
+        "OPTIM.BASE_LR": LORA_LR if has_lora else kind.lr,
         "OPTIM.LAYER_DECAY": kind.layer_decay if has_decay else 1.0,
         "OPTIM.WEIGHT_DECAY": kind.weight_decay,
         "OPTIM.NORM_WEIGHT_DECAY": 0.0,
@@ -86,25 +91,14 @@ def build_recipe(model: nn.Module, num_images: int, epochs: int, has_lora: bool 
     }
 
 
-def _norm_patterns(model: nn.Module) -> Iterator[str]:
-    """Yield patterns of the names of the batch norms and of nothing else."""
-    names = [name for name, _ in model.named_modules() if name]
-    norms = [name for name, layer in model.named_modules() if isinstance(layer, _NormBase)]
-    others = {name for name in names if name not in norms}
-    patterns = dict.fromkeys(f"*{name.rpartition('.')[2]}" for name in norms)
-    safe = [pattern for pattern in patterns if not any(is_match(name, pattern) for name in others)]
-    yield from safe
-    yield from (name for name in norms if not any(is_match(name, pattern) for pattern in safe))
-
-
-def _lower_layers(model: Any) -> Iterator[str]:
-    """Yield the names of the lowest third of the layers of a model of timm; none of another."""
+def _lower_layers(model: Any, share: float) -> Iterator[str]:
+    """Yield the names of the share of the layers of a model of timm that is lowest; none of another."""
     if not hasattr(model, "group_matcher"):
         return
     from timm.models import group_parameters
 
     layers = group_parameters(model, model.group_matcher(coarse=False))
-    for number in sorted(layers)[: int(FROZEN * len(layers))]:
+    for number in sorted(layers)[: int(share * len(layers))]:
         owners = [name.rpartition(".")[0] or name for name in layers[number]]
         common = os.path.commonprefix([owner.split(".") for owner in owners])
         yield from [".".join(common)] if common else dict.fromkeys(owners)
@@ -128,7 +122,6 @@ def measure_epoch(folder: str, cfg: Config) -> float:
 def choose_epochs(left_s: float, epoch_s: float, evaluation_s: float) -> int:
     """Return the number of epochs that fit into the seconds that are left, at most MAX_EPOCHS; 0: none fits.
 
-    After each epoch, the trained weights and their average are evaluated; at the end, three interpolations and the
-    test images are.
+    After each epoch, the trained weights are evaluated; at the end, five candidates and the test images are.
     """
-    return max(0, min(MAX_EPOCHS, math.floor((left_s - 6 * evaluation_s) / (epoch_s + 2 * evaluation_s))))
+    return max(0, min(MAX_EPOCHS, math.floor((left_s - 7 * evaluation_s) / (epoch_s + evaluation_s))))

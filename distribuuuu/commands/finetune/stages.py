@@ -168,9 +168,9 @@ def probe_backbone(
     plain, num_train = open_backbone(cfg, images.classes, name), len(parts["train"])
     num = sum(map(len, parts.values()))
     views = decisions.once(f"backbone {name}: views", lambda: choose_views(plain, own, num_train, num, flags.minutes))
-    layout = "channels_last" if views["options"].get("MODEL.CHANNELS_LAST") else "contiguous"
-    say(f"{name}: {layout}, AMP {views['options'].get('TRAIN.AMP')}, {views['speedup']} x the plain speed")
     run = replace(plain, cfg=changed(cfg, views["options"]))
+    layout = "channels_last" if run.cfg.MODEL.CHANNELS_LAST else "contiguous"
+    say(f"{name}: {layout}, AMP {run.cfg.TRAIN.AMP}, {views['speedup']} x the plain speed")
     own_parts = {part: parts[part] for part in PARTS} | ({"mirrored": parts["train"]} if views["mirrored"] else {})
     files = [str(images.folder / images.names[index]) for part in own_parts.values() for index in part]
     out = flags.out / f"features_{list(decisions.content).index(f'backbone {name}: views')}"
@@ -237,7 +237,7 @@ def plan_training(
     epochs = choose_epochs(left_s, epoch_s / flags.nproc, evaluation_s)
     fits = f"{counted(epochs, 'epoch')} {'fits' if epochs == 1 else 'fit'} into {flags.minutes:g} min"
     if not epochs:  # two would
-        missing_s = 2 * epoch_s / flags.nproc + 10 * evaluation_s - left_s
+        missing_s = 2 * epoch_s / flags.nproc + 9 * evaluation_s - left_s
         fits = f"none fits into {flags.minutes:g} min; fix: --minutes {math.ceil(flags.minutes + missing_s / 60)}"
     say(f"fine-tuning: an epoch takes {epoch_s:.0f} s; {fits}")
     return {"epochs": epochs, "epoch_s": epoch_s, "evaluation_s": evaluation_s, "left_s": left_s}

@@ -32,18 +32,18 @@ def format_choice(result: dict[str, Any], facts: dict[str, Any], sizes: Mapping[
     """Return the table of all candidates: accuracies in percent, and the interval of those on the test images."""
     from distribuuuu.commands.finetune.choose import name_of
 
-    rows = [["top-1 in %", "validation", "test", "95 % interval"]]
+    rows = [["top-1 in %", "validation", "loss", "test", "95 % interval"]]
     chosen = name_of(result["share"])
     tested = {method: parts["test"] for method, parts in facts["correct"].items()}
     tested[chosen] = round(result["test"]["top1"] * sizes["test"] / 100)
     validated = {method: parts["val"] for method, parts in facts["correct"].items()} | result["correct"]
     for name, right in validated.items():
         test = [_share(tested[name], sizes["test"]), _interval(tested[name], sizes["test"])] if name in tested else "--"
-        mark = "<- kept" if name == chosen else ""
-        rows.append([name, _share(right, sizes["val"]), *test, mark])
-    shown = f"kept: the best on {sizes['val']:,} validation images; "
+        mark, loss = "<- kept" if name == chosen else "", result.get("losses", {}).get(name)
+        rows.append([name, _share(right, sizes["val"]), f"{loss:.3f}" if loss else "-", *test, mark])
+    shown = f"kept: the least loss on {sizes['val']:,} validation images; "
     shown += f"{sizes['test']:,} test images were used once, at the end"
-    return ["", *align_columns(rows, "<>>>"), shown]
+    return ["", *align_columns(rows, "<>>>>"), shown]
 
 
 def next_commands(out: Path, config: Path | None) -> list[str]:

@@ -43,7 +43,7 @@ from distribuuuu.inference.linear_probe import fit_cross_validated, fit_temperat
 from distribuuuu.models.freeze import freeze
 
 COUNTS = {"ant": 12, "bee": 12, "cat": 14}
-WORDS = ("TRAIN.IM_SIZE", 16, "TEST.IM_SIZE", 18, "OPTIM.MAX_EPOCH", 2, "TEST.BATCH_SIZE", 16, "EMA.HALF_LIFE", 0)
+WORDS = ("TRAIN.IM_SIZE", 16, "TEST.IM_SIZE", 18, "OPTIM.MAX_EPOCH", 2, "TEST.BATCH_SIZE", 16)
 
 
 def run(*words) -> int:
@@ -196,7 +196,7 @@ ERRORS = [  # what makes the folder, FOLDER in it, further words, and the messag
     (three_images, "", (), r"FOLDER: classes with too few images: bee \(3\); expected 5 or more"),
     (no_images, "x.csv", (), r"has no line but its header"),
     (no_images, "", (), r"FOLDER: .* has no images in class folders; expected CLASS/IMAGE"),
-    (other_files, "x.xlsx", (), r"FOLDER: .*x.xlsx is a table; fix: save it as CSV"),
+    (other_files, "x.xlsx", (), r"FOLDER: .*x.xlsx is a file; expected a folder"),
     (other_files, "x.zip", (), r"x.zip: is no ZIP, or is truncated or damaged"),
     (None, "", (), r"FOLDER.*no such folder"),
     (None, "/dev/null", (), r"FOLDER.*no such folder: /dev/null"),
@@ -383,11 +383,11 @@ def test_a_kill_before_the_measurement_changes_no_epochs(photos, finished_run, t
     """Of the minutes, the stored seconds of the finished stages are gone, not those of the process."""
     divide_images, words = stages.split_images, [word for word in WORDS if word not in ("OPTIM.MAX_EPOCH", 2)]
     monkeypatch.setattr(stages, "split_images", lambda *args: {**divide_images(*args), "seconds": 30.0})
-    monkeypatch.setattr(stages, "in_fresh_process", lambda *args: 2.0)
+    monkeypatch.setattr(stages, "in_fresh_process", lambda *args: 20.0)
     monkeypatch.setattr(stages, "train", lambda *args: pytest.fail("enough"))
     epochs = []
     for stop in (None, "write_probe"):
-        out, given = tmp_path / str(stop), (photos, "--backbone", finished_run, "--minutes", 1, *words)
+        out, given = tmp_path / str(stop), (photos, "--backbone", finished_run, "--minutes", 2, *words)
         if stop:
             with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
                 patch.setattr(stages, stop, lambda *args: 1 / 0)
@@ -395,7 +395,7 @@ def test_a_kill_before_the_measurement_changes_no_epochs(photos, finished_run, t
         with pytest.raises(pytest.fail.Exception):
             run(*given, "--out", out)
         epochs.append(json.loads((out / "finetune.json").read_text())["training"]["epochs"])
-    assert epochs == [4, 4], "(60 - 20 - 30 - 0.2) / 2.01"
+    assert epochs == [3, 3], "(120 - 20 - 30 - the probe) / 20"
 
 
 @pytest.mark.parametrize("owner, name", [
@@ -544,7 +544,7 @@ def test_the_recipe_freezes_norms_and_lower_layers(name, kind):
     assert not any(layer.training for layer in model.modules() if isinstance(layer, torch.nn.BatchNorm2d))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     total = len(list(model.named_parameters()))
-    assert 0.2 * total < len(trained) < total and all(f"{model.pretrained_cfg['classifier']}.{kind}" in trained
+    assert 0.1 * total < len(trained) < total and all(f"{model.pretrained_cfg['classifier']}.{kind}" in trained
                                                       for kind in ("weight", "bias"))  # fmt: skip
 
 
