@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from markupsafe import Markup, escape
 
 from distribuuuu.commands.html.page import html
-from distribuuuu.files.untrusted import printable
 
 # Size of a chart in its own units, and the edges of its area between the numbers on the axes.
-_WIDTH, _HEIGHT = 350, 215
-_LEFT, _RIGHT, _TOP, _BOTTOM = 48, _WIDTH - 10, 10, _HEIGHT - 34
+_AREA = {"width": 350, "height": 215, "left": 48, "right": 340, "top": 10, "bottom": 181}
 # Points of a curve at most; more would have less than a pixel each.
 _MAX_POINTS = 400
 # Number of series colors in the style sheet.
@@ -67,14 +64,16 @@ def line_chart(title: str, series: Sequence[Series], x_label: str, marks: Sequen
     low, high = min(columns), max(columns)
     has_zero = 0 <= low <= high / 2 or low == high > 0
     x_range, y_range = _widen(0.0 if has_zero else low, high, 0), _widen(min(values), _find_top(values), 0.05)
-    parts = [_draw_axes(x_range, y_range, x_label)]
-    for mark in marks:
-        line = f'<line class="mark" x1="{_x(mark.x, x_range)}" x2="{_x(mark.x, x_range)}" y1="{_TOP}" y2="{_BOTTOM}"/>'
-        parts.append(f"<g><title>{escape(printable(mark.text))}</title>{line}</g>")
-    colors = [f"var(--c{number % _NUM_COLORS + 1})" for number in range(len(series))]
-    parts += [_draw(curve, x_range, y_range, color) for curve, color in zip(series, colors, strict=True)]
-    legend = [(curve.name, color) for curve, color in zip(series, colors, strict=True) if len(series) > 1]
-    return html.figure(title, Markup("".join(parts)), _WIDTH, _HEIGHT, legend)
+    return html.chart(
+        title,
+        x_label,
+        _AREA,
+        [(_x(tick, x_range), format_tick(tick)) for tick in find_ticks(*x_range, num=6)],
+        [(_y(tick, y_range), format_tick(tick)) for tick in find_ticks(*y_range)],
+        [(_x(mark.x, x_range), mark.text) for mark in marks],
+        [(curve.name, number % _NUM_COLORS + 1, *_trace(curve, x_range, y_range))
+         for number, curve in enumerate(series)],
+    )  # fmt: skip
 
 
 def _find_top(values: Sequence[float]) -> float:
@@ -93,36 +92,22 @@ def _widen(low: float, high: float, margin: float) -> Range:
 
 def _x(value: float, limits: Range) -> str:
     """Return the horizontal position of a value, or that of the nearest end."""
-    return f"{np.interp(value, limits, (_LEFT, _RIGHT)):.1f}"
+    return f"{np.interp(value, limits, (_AREA['left'], _AREA['right'])):.1f}"
 
 
 def _y(value: float, limits: Range) -> str:
     """Return the vertical position of a value, or that of the nearest end."""
-    return f"{np.interp(value, limits, (_BOTTOM, _TOP)):.1f}"
+    return f"{np.interp(value, limits, (_AREA['bottom'], _AREA['top'])):.1f}"
 
 
-def _draw_axes(x_range: Range, y_range: Range, x_label: str) -> str:
-    """Return the axes, their numbers, the label of the first one, and the grid."""
-    parts = [f'<line class="axis" x1="{_LEFT}" x2="{_RIGHT}" y1="{_BOTTOM}" y2="{_BOTTOM}"/>']
-    for tick in find_ticks(*y_range):
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{(y := _y(tick, y_range))}" y2="{y}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y}" dy="4" text-anchor="end">{format_tick(tick)}</text>')
-    texts = [(_x(tick, x_range), _BOTTOM + 15, format_tick(tick)) for tick in find_ticks(*x_range, num=6)]
-    texts.append((f"{(_LEFT + _RIGHT) / 2}", _HEIGHT - 4, escape(printable(x_label))))
-    parts += [f'<text x="{x}" y="{height}" text-anchor="middle">{text}</text>' for x, height, text in texts]
-    return "".join(parts)
-
-
-def _draw(curve: Series, x_range: Range, y_range: Range, color: str) -> str:
-    path, is_gap, dots = "", True, ""
+def _trace(curve: Series, x_range: Range, y_range: Range) -> tuple[str, list[tuple[str, str, str]]]:
+    """Return the path of a curve, and the position and text of each dot."""
+    path, is_gap, dots = "", True, list[tuple[str, str, str]]()
     step = 1 if curve.has_dots else -(-len(curve.x) // _MAX_POINTS) or 1
     for x, y in list(zip(curve.x, curve.y, strict=True))[::-step][::-1]:
         if not math.isfinite(y):
             is_gap = True
             continue
-        cx, cy = _x(x, x_range), _y(y, y_range)
-        path, is_gap = f"{path}{'M' if is_gap else 'L'}{cx} {cy}", False
-        if curve.has_dots or len(curve.x) == 1:
-            title = f"<title>{x:.4g}: {y:.4g}</title>"
-            dots += f'<circle cx="{cx}" cy="{cy}" r="2.5" fill="{color}">{title}</circle>'
-    return f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.7" stroke-linejoin="round"/>{dots}'
+        dots.append((_x(x, x_range), _y(y, y_range), f"{x:.4g}: {y:.4g}"))
+        path, is_gap = f"{path}{'M' if is_gap else 'L'}{dots[-1][0]} {dots[-1][1]}", False
+    return path, dots if curve.has_dots or len(curve.x) == 1 else []

@@ -71,8 +71,8 @@ def measure_and_plan(cfg: Config, num_processes: int) -> dict[str, Any]:
 def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
     """Return the measurements of this process for `plan_run`, and its peak memory as "peak"; `folder` is OUT_DIR.
 
-    They are `start_s`, `epoch_s` by image side, `evaluation_s` of all kinds of weights, `last_s` of what follows the
-    last epoch, `checkpoint_s` and others. The process takes its share of the images of a step in `plan`.
+    They are `start_s`, `epoch_s` by image side, `evaluation_s` of all kinds of weights, `checkpoint_s` and others. The
+    process takes its share of the images of a step in `plan`.
     """
     sizes = sizes_of(cfg)
     with trial_run(cfg, _HERE, plan, folder) as run:
@@ -96,10 +96,9 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
         state.finish_epoch(results)
         run.save(results)
         found["checkpoint_s"] = time.perf_counter() - started
-        evaluations = [_evaluate(run, model, plan, ahead) for model in state.models.values()]
+        found["evaluation_s"] = sum(_evaluate(run, model, plan, ahead) for model in state.models.values())
         run.checkpoints.finish()
-        found |= {"peak": read_peak(device), "evaluation_s": sum(evaluations)}
-        found["last_s"] = evaluations[-1] if cfg.TEST.SAVE_PREDICTIONS and device.type == "cpu" else 0.0
+        found["peak"] = read_peak(device)
         files = {"checkpoint_mib": run.checkpoints.list(), "best_mib": Path(folder).glob("best*")}
         found |= {name: sum(path.stat().st_size for path in paths) / 2**20 for name, paths in files.items()}
         found["images_per_s"] = plan.per_process / found["step_s"][sizes[epochs[-1]]]
@@ -251,7 +250,7 @@ def plan_run(cfg, plan: BatchPlan, found: dict[str, Any]) -> dict[str, Any]:
     seconds = {
         "start": found["start_s"],
         "training": sum(interpolate(found["epoch_s"], size) for size in sizes) * steps / (epochs * num_steps or 1),
-        "evaluation": num_evaluations * found["evaluation_s"] + found["last_s"],
+        "evaluation": num_evaluations * found["evaluation_s"],
         "checkpoints": (epochs + num_evaluations) * found["checkpoint_s"],
     }
     share, files = seconds["evaluation"] / max(1e-9, sum(seconds.values())), count_checkpoints(cfg, num_steps)
