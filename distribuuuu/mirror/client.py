@@ -42,7 +42,12 @@ class MirrorClient:
         """
         from distribuuuu.distributed import comm as dist
 
-        problem = dist.broadcast_object(self._start_child() if dist.is_main() else "")
+        problem = ""
+        if dist.is_main():
+            process = _start(self._folder)
+            problem = read_answer(process)["problem"]
+            self._process = None if problem else process
+        problem = dist.broadcast_object(problem)
         if not problem and not is_shared(self._folder):
             problem = f"got {self._url}, whose local folder {self._folder} is not the same one on all nodes"
             problem += "; fix: set XDG_CACHE_HOME to a folder that they share"
@@ -50,15 +55,6 @@ class MirrorClient:
             error = ConfigError(f"OUT_DIR: {problem}")
             error.on_all_processes = True
             raise error
-
-    def _start_child(self) -> str:
-        """Return why the run cannot start, or ""."""
-        process = _start(self._folder)
-        if problem := read_answer(process)["problem"]:
-            process.wait()
-        else:
-            self._process = process
-        return problem
 
     def __enter__(self) -> "MirrorClient":
         return self

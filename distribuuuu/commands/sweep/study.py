@@ -15,7 +15,6 @@ import math
 import statistics
 import subprocess
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from distribuuuu.commands.sweep.sweep import Plan, is_list, open_sweep, to_texts
 from distribuuuu.config import load_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted
-from distribuuuu.config.run_files import CHECKPOINTS, LOCK, RESULTS
+from distribuuuu.config.run_files import RESULTS
 from distribuuuu.files.atomic_file import make_folder, open_for_writing, replacing
 from distribuuuu.files.locks import take_turn, try_lock
 from distribuuuu.files.untrusted import printable, untrusted
@@ -44,9 +43,6 @@ from distribuuuu.records.results import replace_nonfinite
 CONSOLE_FILE = "console.log"
 # The best trials of the search are repeated with the other seeds, and have their curves in the page.
 NUM_SEEDED, NUM_DRAWN = 3, 8
-# A run that is killed this often without a new checkpoint has failed.
-MAX_KILLS = 5
-POLL_S = 0.2
 # Status of a trial by that in Optuna; another one is about to begin. Paused: stopped early by the pruner.
 STATUSES = {"RUNNING": "running", "PRUNED": "paused", "COMPLETE": "finished"}
 
@@ -96,7 +92,7 @@ def summarize(rows: Sequence[Row]) -> str:
 
 
 class RunFailed(Exception):
-    """A run has ended with an error, the message, that a restart does not solve."""
+    """A run was killed, or has ended with an error, the message."""
 
 
 class Study:
@@ -257,16 +253,12 @@ class Study:
             RunFailed: it has ended with an error.
             RunStopped: a signal stopped the sweep and the run, which has saved its checkpoint.
         """
-        folder, progress = self.plan.folder(number, seed), list[list[Path]]()
+        folder = self.plan.folder(number, seed)
         command = [sys.executable, "-m", "distribuuuu", *self.plan.command(folder, seed, values, epoch)]
         print(summarize(self.rows()), file=sys.stderr, flush=True)
         console = make_folder(folder.parent, folder.name) / CONSOLE_FILE
-        while True:
-            while _is_in_use(folder) and not self._signum:  # by a training of a killed sweep, which saves its state
-                time.sleep(POLL_S)
-            if self._signum:
-                raise RunStopped(self._signum)
-            open_sweep(self.plan)  # the config may have been edited
+        open_sweep(self.plan)  # the config may have been edited
+        if not self._signum:
             with open_for_writing(console, "ab") as file:
                 streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
                 self._process = process = start_child(command, "sweep", {}, **streams)
@@ -274,10 +266,10 @@ class Study:
                 process.send_signal(self._signum)
             if (status := process.wait()) == 0:
                 return read_objective(read_results(folder / RESULTS))
-            progress.append(sorted((folder / CHECKPOINTS).glob("*")))
-            if not self._signum and (status in (1, 2) or progress.count(progress[-1]) == MAX_KILLS):
-                last_line = console.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
-                raise RunFailed(printable(last_line.strip(" -")) or f"exit status {status}")
+        if self._signum:
+            raise RunStopped(self._signum)
+        last_line = console.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+        raise RunFailed(printable(last_line.strip(" -")) or f"exit status {status}")
 
 
 def _suggest(trial: Any, key: str, values: Any) -> None:
@@ -288,13 +280,6 @@ def _suggest(trial: Any, key: str, values: Any) -> None:
         trial.suggest_int(key, values.low, values.high)
     else:
         trial.suggest_float(key, values.low, values.high, log=values.log)
-
-
-def _is_in_use(folder: Path) -> bool:
-    """Tell whether a training, e.g. of a killed sweep, still runs in a folder; False without file locks."""
-    with contextlib.suppress(OSError), open(folder / LOCK, "r+") as file:
-        return try_lock(file, is_inherited=False) is False
-    return False
 
 
 def _drop_torn_line(path: Path, lock: Any) -> None:

@@ -107,6 +107,10 @@ class ImageDataset:
         """Return warnings to log at the start of a run."""
         return []
 
+    def find_own_problems(self, cfg) -> Iterator[tuple[str, str]]:
+        """Yield (key, message) for each further conflict of an opened set with the config."""
+        yield from ()
+
     @functools.cached_property
     def digest(self) -> str:
         """128 bits of a SHA-256 of the classes and of the names and labels of the images, in hexadecimal digits.
@@ -134,7 +138,7 @@ class SplitDataset(ImageDataset):
 
     # The option, of TRAIN and TEST, that is at fault in messages.
     fault = "SPLIT"
-    # Further arguments of `from_cfg` in the checks before a start.
+    # Further arguments of `open_split` in the checks before a start.
     check_options: tuple[Any, ...] = ()
 
     @classmethod
@@ -155,11 +159,11 @@ class SplitDataset(ImageDataset):
         return images if len(images) else None
 
     @classmethod
-    def from_cfg(cls, cfg, train: bool) -> ImageDataset:
-        """Return the set; classes without evaluation images are allowed."""
+    def from_cfg(cls, cfg, train: bool, *options: Any) -> ImageDataset:
+        """Return the set; classes without evaluation images are allowed. `options` are those of `open_split`."""
         name = "TRAIN" if train else "TEST"
         try:
-            return cls.open_split(cfg, name, None if train else cls.open_training(cfg))
+            return cls.open_split(cfg, name, None if train else cls.open_training(cfg), *options)
         except ConfigError as error:
             named = [Problem(problem.key or f"{name}.{cls.fault}", problem.message) for problem in error.problems]
             raise ConfigError(named) from error
@@ -174,6 +178,7 @@ class SplitDataset(ImageDataset):
             return
         if len(images.classes) != cfg.MODEL.NUM_CLASSES and not cfg.TEST.LABELS:
             yield "MODEL.NUM_CLASSES", class_count_mismatch(cfg, len(images.classes))
+        yield from images.find_own_problems(cfg)
 
     @classmethod
     def count_classes(cls, cfg) -> int:

@@ -1,6 +1,5 @@
 """Packed data: the output of distribuuuu pack, memory-mapped, so that no file is opened per image."""
 
-import contextlib
 import hashlib
 import mmap
 import os
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.base import ImageDataset, SplitDataset, class_count_mismatch
+from distribuuuu.data.datasets.base import ImageDataset, SplitDataset
 from distribuuuu.data.datasets.targets import unknown_names
 
 if TYPE_CHECKING:
@@ -80,38 +79,26 @@ class Packed(SplitDataset):
         if is_url(dataset):
             from distribuuuu.data.packed.remote import copy_pack
 
-            limits = cfg.DATA.CACHE_DIR, cfg.DATA.CACHE_GB, cfg.DATA.TIMEOUT_S
-            copy = copy_pack(str(_join(dataset, split)), *limits, only_index)
+            try:
+                limits = cfg.DATA.CACHE_DIR, cfg.DATA.CACHE_GB, cfg.DATA.TIMEOUT_S
+                copy = copy_pack(str(_join(dataset, split)), *limits, only_index)
+            except ConfigError as error:
+                raise ConfigError(
+                    [Problem(one.key or f"{name}.DATASET", one.message) for one in error.problems]
+                ) from error
         return cls(dataset, split, tuple(trained.classes) if trained else None, copy)
 
     @classmethod
-    def from_cfg(cls, cfg, train: bool, only_index: bool = False) -> "Packed":
-        """Return the training or the evaluation set; a network failure must not change the labels."""
-        name, trained = "TRAIN", None
-        try:
-            if not train:
-                with contextlib.suppress(*[] if is_url(cfg.TRAIN.DATASET) else [ConfigError]):
-                    trained = cls.open_split(cfg, name, None, True)
-                name = "TEST"
-            return cls.open_split(cfg, name, trained, only_index)
-        except ConfigError as error:
-            key = f"{name}.{'DATASET' if is_url(cfg[name].DATASET) else 'SPLIT'}"
-            raise ConfigError([Problem(one.key or key, one.message) for one in error.problems]) from error
+    def open_training(cls, cfg) -> ImageDataset | None:
+        """Return the training images to label an evaluation set with; a network failure must not change the labels."""
+        return cls.open_split(cfg, "TRAIN", None, True) if is_url(cfg.TRAIN.DATASET) else super().open_training(cfg)
 
-    @classmethod
-    def find_problems(cls, cfg, train: bool) -> Iterator[tuple[str, str]]:
-        """Yield (key, message) for problems with the pack, its classes, and images whose EXIF orientation is lost."""
-        try:
-            images = cls.from_cfg(cfg, train, True)
-        except ConfigError as error:
-            yield from ((str(problem.key), problem.message) for problem in error.problems)
-            return
-        if len(images.classes) != cfg.MODEL.NUM_CLASSES:
-            yield "MODEL.NUM_CLASSES", class_count_mismatch(cfg, len(images.classes))
-        options = images.meta["options"]
+    def find_own_problems(self, cfg) -> Iterator[tuple[str, str]]:
+        """Yield a problem if the EXIF orientation of the images is lost."""
+        options = self.meta["options"]
         is_encoded = options["format"] == "raw" or options.get("quality") is not None
         if cfg.DATA.EXIF_ROTATE and is_encoded and not options.get("exif_rotate"):
-            fix = f"pack the data again with DATA.EXIF_ROTATE True, or set it to False for {images.folder}"
+            fix = f"pack the data again with DATA.EXIF_ROTATE True, or set it to False for {self.folder}"
             yield "DATA.EXIF_ROTATE", f"True, but the packed images were encoded without their EXIF; {fix}"
 
     def __len__(self) -> int:

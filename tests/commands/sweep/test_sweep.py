@@ -22,7 +22,6 @@ pytest.importorskip("optuna", reason="pip install 'distribuuuu[sweep]'")
 from distribuuuu.commands.sweep import study as module
 from distribuuuu.commands.sweep import sweep as command
 from distribuuuu.commands.sweep.study import (
-    MAX_KILLS,
     NUM_SEEDED,
     Row,
     Study,
@@ -89,7 +88,7 @@ def test_all_problems_are_reported_at_once(image_folder, tmp_path, monkeypatch):
     ("OPTIM.BASE_LR=1,2 OUT_DIR s3://bucket/sweep", "expected a local path"),
     ("OPTIM.BASE_LR=1,2 --asha 3", "--asha: got 3 for 2 trials of 2 epochs"),
     ("OPTIM.NAME=sgd,adamm", "OPTIM.NAME (command line): unknown optimizer 'adamm'; did you mean adam"),
-    ("MODEL.ARCH=resnet8,resnte14", "MODEL.ARCH (command line): unknown model 'resnte14'; did you mean resnet14"),
+    ("MODEL.ARCH=resnet8,resnte14", "MODEL.ARCH (command line): unknown model 'resnte14'"),
     ("OPTIM.KWARGS.caution True OPTIM.NAME=sgd,adamw", "OPTIM.KWARGS.caution (command line): sgd has no such argument"),
 ])  # fmt: skip
 def test_mistakes_are_found_before_the_first_start(image_folder, tmp_path, words, message):
@@ -162,7 +161,6 @@ class Runs:
     def __init__(self, monkeypatch, objective):
         self.objective, self.started, self.options = objective, [], []
         monkeypatch.setattr(module, "start_child", self.start)
-        monkeypatch.setattr(module, "POLL_S", 0.001)
 
     def start(self, words, name, env, **streams):
         words = words[words.index("train") + 1 :]
@@ -288,13 +286,13 @@ def test_failed_killed_and_diverged_runs_are_listed_and_the_rest_goes_on(make_pl
     study.run()
     rows = {row.trial: row for row in study.rows()}
     assert [rows[trial].status for trial in range(4)] == ["failed", "failed", "finished", "finished"]
-    assert rows[0].error == "exit status 1" and Counter(runs.started)["trial_001", "seed_3", 8] == MAX_KILLS
+    assert [rows[trial].error for trial in (0, 1)] == ["exit status 1", "exit status -9"]
     assert rows[3].seeds == {3: 50.0} and [row.trial for row in study.rows()][0] == 3
     runs.objective = lambda lr, epoch: 60.0
     study = Study(plan)
     study.run()
     assert Counter(runs.started)["trial_000", "seed_3", 8] == 2, "a new start tries it again"
-    assert [row.status for row in study.rows()] == ["finished"] * 4 and len(runs.started) == MAX_KILLS + 5
+    assert [row.status for row in study.rows()] == ["finished"] * 4 and len(runs.started) == 6
 
 
 def test_several_processes_share_the_trials(make_plan, monkeypatch):
