@@ -6,9 +6,9 @@ The class of a validation image comes from the development kit or from Kaggle's 
 import io
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -16,14 +16,14 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import first_few
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.archive import Archive, ArchiveSource, open_archives
-from distribuuuu.data.datasets.archive_members import ArchiveError, walk_tar
+from distribuuuu.data.datasets.archive_members import ArchiveError, Member, walk_archive, walk_tar
 from distribuuuu.data.datasets.array_file import pack_names
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.datasets.index import Index
 from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.image_files import IMAGENET_FOLDERS, IMAGENET_TARS, is_image, list_classes
-from distribuuuu.files.untrusted import InvalidFileError, read_regular, untrusted
+from distribuuuu.files.untrusted import InvalidFileError, printable, read_regular, untrusted
 
 TRAIN_TAR, VAL_TAR = IMAGENET_TARS
 DEVKIT, SOLUTION = "ILSVRC2012_devkit_t12", "LOC_val_solution.csv"
@@ -82,7 +82,16 @@ class ImageNet(Archive):
     @classmethod
     def _open_tar(cls, path: Path, layout: str, cache: str) -> Index:
         source = ArchiveSource((str(path),), "val" if layout == "flat" else "", layout=layout)
-        return open_archives(source, cache_folder(cache))
+        return open_archives(source, cache_folder(cache), walk_archive if layout == "flat" else _walk_tars)
+
+
+def _walk_tars(path: str, file: IO[bytes], size: int) -> Iterator[Member]:
+    """Yield the files of the tars in an archive, each in a folder with the name of its tar."""
+    for member in [*walk_archive(path, file, size)]:
+        if member.name.endswith(".tar") and not (member.fault or member.packed):
+            folder = os.path.basename(member.name)[: -len(".tar")]
+            for inner in walk_tar(f"{path}:{printable(member.name)}", file, member.offset, member.offset + member.size):
+                yield inner._replace(name=f"{folder}/{inner.name}")
 
 
 def _label(names: list[str], known: dict[str, str], classes: Sequence[str], source: Path) -> tuple[Any, Any, Any]:

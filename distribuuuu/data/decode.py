@@ -13,12 +13,12 @@ import warnings
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, NamedTuple, TypeGuard
 
-import numpy as np
 import torch
 
 from distribuuuu.config.options import OPTIONAL_DECODERS
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL.Image import Image
 
 Buffer = bytes | bytearray | memoryview
@@ -234,22 +234,11 @@ def open_lazy_image(
     """Return the result of `ImageDataset.read` as a LazyImage; raise ValueError for an array that is no image."""
     if isinstance(item, (bytes, bytearray, memoryview)):
         return EncodedImage(item, decoder, options)
-    if isinstance(item, np.ndarray) and options.is_rgb:
-        pixels = _array_to_tensor(item)
-    else:
-        from distribuuuu.data.raster import pixels_of
+    from distribuuuu.data.raster import pixels_of
 
-        pixels = pixels_of(item, options)
+    pixels = pixels_of(item, options)
     options.check_size(pixels.shape[2], pixels.shape[1])
     return LazyImage(pixels)
-
-
-def _array_to_tensor(array: np.ndarray) -> torch.Tensor:
-    if array.dtype != np.uint8 or array.ndim not in (2, 3) or array.shape[2:] not in ((), (1,), (3,)) or not array.size:
-        raise ValueError(f"got an array of {array.dtype} and shape {array.shape}; expected uint8 (H, W) or (H, W, 3)")
-    # A tensor can share neither read-only memory nor negative strides.
-    pixels = torch.from_numpy(array if array.flags.writeable and min(array.strides) >= 0 else array.copy())
-    return pixels.expand(3, -1, -1) if array.ndim == 2 else pixels.permute(2, 0, 1).expand(3, -1, -1)
 
 
 def _decode_jpeg(data: Buffer, decoder: str, options: DecodeOptions) -> torch.Tensor | None:

@@ -7,7 +7,6 @@ from PIL import Image, ImageOps
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.derived import Size, height_and_width
-from distribuuuu.data.seeding import seeded_generators
 
 # torchvision's policies: class name and arguments.
 TORCHVISION_POLICIES = {
@@ -18,8 +17,6 @@ TORCHVISION_POLICIES = {
 # Checked here because timm ignores a setting without a number and an unknown set of operations.
 TIMM_SETTINGS = {"rand": ("m", "n", "p", "mstd", "mmax", "inc"), "augmix": ("m", "w", "d", "a", "b", "mstd")}
 TIMM_OPERATION_SETS = ("weights", "3a", "3aw")
-# How often a policy of timm is tried before training.
-_NUM_TRIALS = 4
 
 ImageOp = Callable[[Image.Image], Image.Image]
 
@@ -52,14 +49,7 @@ def make_policy(text: str, interpolation: str, mean: Sequence[float], im_size: S
         return getattr(v2, class_name)(**options, interpolation=v2.InterpolationMode(interpolation))
     # DeiT III (arXiv 2204.07118): gray, solarized or blurred, equally likely; timm calls it "3a".
     text = "3a" if name == "3augment" else text
-    policy = _make_timm_policy(text, interpolation, mean, min(height_and_width(im_size)))
-    try:
-        for seed in range(_NUM_TRIALS):
-            with seeded_generators(seed):
-                policy(Image.new("RGB", height_and_width(im_size)[::-1]))
-    except Exception as error:  # nearly anything, for numbers that make no sense
-        raise ValueError(f"cannot be applied: {error}") from error
-    return policy
+    return _make_timm_policy(text, interpolation, mean, min(height_and_width(im_size)))
 
 
 def _make_timm_policy(text: str, interpolation: str, mean: Sequence[float], im_size: int) -> ImageOp:

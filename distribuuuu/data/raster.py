@@ -50,7 +50,9 @@ def pixels_of(item: Any, options: Any) -> torch.Tensor:
             raise ValueError(f"got a tensor of {item.dtype} and shape {tuple(item.shape)}; {expected}")
         return item
     if isinstance(item, np.ndarray):
-        return to_pixels(item, options)
+        is_gray = options.is_rgb and item.shape[2:] in ((), (1,))
+        pixels = to_pixels(item, options._replace(channels=1) if is_gray else options)
+        return pixels.expand(options.channels, -1, -1)
     options.check_size(*item.size)
     pixels = pil_to_tensor(item) if options.is_rgb else to_pixels(pil_to_array(item, options), options)
     return rotate(pixels, read_orientation(item, Image.open) if options.exif_rotate else 1)

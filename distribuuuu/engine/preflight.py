@@ -56,7 +56,7 @@ def find_run_problems(
             check_accumulation(cfg, plan)
             check_auto(cfg, world_size)
             has_data = not any(key.endswith((".DATASET", ".SPLIT")) for key, _ in found)
-            if has_data and (num_images := dataset_class(cfg).count_images(cfg, plan.global_batch)):
+            if has_data and (num_images := dataset_class(cfg).count_images(cfg)):
                 check_num_images(cfg, plan, num_images)
     except ConfigError as error:
         problems += [problem.located(cfg.origins) for problem in error.problems]

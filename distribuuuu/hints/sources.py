@@ -64,15 +64,19 @@ def describe_files(folder: Path) -> str:
     return ""
 
 
-def explain_archives(name: str, root: Path, split: str) -> tuple[str, str]:
-    """Return (key, message) for a folder without the archive of a split."""
+def missing_file(name: str, root: Path, wanted: str, is_archive: bool) -> tuple[str, str]:
+    """Return (key, message) for a missing archive or table of a split; `name` is TRAIN or TEST."""
+    if not root.is_dir():
+        return missing_root(name, root, wanted)
     archives = sorted(entry for entry in os.listdir(root) if entry.lower().endswith((".tar", ".zip")))
-    splits = sort_splits(dict.fromkeys(map(split_of_archive, archives)))
+    existing = archives if is_archive else find_tables(root)
+    splits = sort_splits(dict.fromkeys(re.sub(r"(-\d+)?\.\w+$", "", other) for other in existing))
     fix = "" if splits else describe_files(root)
+    if existing and not is_archive:
+        fix = f"; fix: {split_command(root / existing[0], root)}"
     if fitting := similar_splits(name, splits):
         fix = f"; fix: set {name}.SPLIT {fitting[0]}"
-    expected = f"no {split}.tar, {split}.zip or {split}-*.tar in {root}; it has {first_few(archives) or 'no archive'}"
-    return f"{name}.SPLIT", f"{expected}{fix}"
+    return f"{name}.SPLIT", f"no file {wanted} in {root}; it has {first_few(existing) or 'none of another name'}{fix}"
 
 
 def explain_missing_folder(path: Path, split: str, folders: Iterable[str]) -> str:
@@ -119,7 +123,9 @@ def missing_root(name: str, root: Path, layout: str) -> tuple[str, str]:
 
 
 def missing_split(name: str, root: Path, split: str, layout: str) -> tuple[str, str]:
-    """Return (key, message) for a missing SPLIT folder: its other name, or the command that makes a split."""
+    """Return (key, message) for a missing DATASET or SPLIT: its other name, or the command that makes a split."""
+    if not root.is_dir():
+        return missing_root(name, root, layout)
     key, existing = f"{name}.SPLIT", list_classes(root)
     has = f"it has {first_few(existing)}" if existing else f"it should hold {layout}"
     problem = f"no folder {split!r} in {root}; {has}"
@@ -174,8 +180,6 @@ def explain_folder(name: str, root: Path, split: str, extensions: tuple[str, ...
     folder, layout, key = root / split, f"{split}/CLASS/IMAGE", f"{name}.SPLIT"
     if closed := next(filter(access_problem, (root, folder)), None):
         yield f"{name}.DATASET" if closed == root else key, f"{closed} cannot be listed: {access_problem(closed)}"
-    elif not root.is_dir():
-        yield missing_root(name, root, layout)
     elif not folder.is_dir():
         yield missing_split(name, root, split, layout)
     elif not (classes := list_classes(folder)):
@@ -196,15 +200,6 @@ def count_others(folder: Path, names: Iterable[str]) -> str:
     fix = "convert them to JPEG or PNG, or rename those that are"
     fix = "set DATA.CHANNELS and DATA.PIXELS to those of the arrays" if ".npy" in counts else fix
     return f"; they hold other files: {held}; fix: {fix}" if counts else "; fix: remove them"
-
-
-def missing_table(name: str, path: Path) -> tuple[str, str]:
-    """Return (key, message) for a table that does not exist; `name` is TRAIN or TEST."""
-    existing = find_tables(path.parent)
-    splits = similar_splits(name, [other.rpartition(".")[0] for other in existing])
-    fix = f"; fix: {split_command(path.parent / existing[0], path.parent)}" if existing else ""
-    fix = f"; fix: {name}.SPLIT {splits[0]}" if splits else fix
-    return f"{name}.SPLIT", f"no file {path.name} in {path.parent}; it has {first_few(existing) or 'no table'}{fix}"
 
 
 def explain_columns(spec: Any, header: Sequence[str]) -> str:

@@ -67,7 +67,8 @@ def open_folder(root: Path) -> Splits:
     if reason := access_problem(root):
         raise ConfigError(Problem("FOLDER", f"{root} cannot be listed: {reason}"))
     if hint := describe_imagenet(root):
-        raise ConfigError(Problem("FOLDER", f"got {root}{hint} TRAIN.DATASET {shlex.quote(str(root))}"))
+        command = f"distribuuuu doctor DATA.NAME imagenet TRAIN.DATASET {shlex.quote(str(root))}"
+        raise ConfigError(Problem("FOLDER", f"got {root}{hint}, as in: {command}"))
     folders = list_classes(root)
     if names := find_splits(folders, root):
         return {name: ScannedFolder(root / name) for name in names}

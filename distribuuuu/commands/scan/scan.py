@@ -17,7 +17,7 @@ from distribuuuu.config.errors import DataError
 from distribuuuu.data.datasets.base import ImageDataset, is_file
 from distribuuuu.data.decode import DecodeOptions, open_image, open_lazy_image
 from distribuuuu.data.image_faults import explain_fault
-from distribuuuu.data.raster import pil_to_tensor
+from distribuuuu.data.raster import pil_to_tensor, read_orientation
 
 # What is kept of an image: 33 bytes. The content hash decides together with the perceptual hash and the size.
 RECORD = np.dtype([("content", "u8"), ("hash", "u1", 16), ("width", "u4"), ("height", "u4"), ("flags", "u1")])
@@ -76,14 +76,8 @@ def scan_images(
 ) -> Scan:
     """Return the measurements of all images, made by worker processes (0: by this one).
 
-    Args:
-        splits: the data sets by name.
-        options: the size limit of images.
-        num_workers: number of processes.
-        progress: called with the number of newly measured images.
-
-    Raises:
-        ConfigError: a worker was killed, or a file cannot be read.
+    `progress` is called with the number of newly measured images. A ConfigError is raised if a worker was killed or a
+    file cannot be read.
     """
     scan = Scan(splits, np.zeros(sum(map(len, splits.values())), RECORD))
     for number, images in enumerate(splits.values()):
@@ -115,19 +109,10 @@ def _measure(images: ImageDataset, options: DecodeOptions, index: int) -> tuple[
 
 
 def measure_image(item: Any, options: DecodeOptions, record: Any) -> None:
-    """Write the measurements of an image into its record.
-
-    Args:
-        item: the result of `ImageDataset.read`.
-        options: the size limit.
-        record: of RECORD.
-
-    Raises:
-        Exception: the image is broken, truncated or too large.
-    """
+    """Write the measurements of the result of `ImageDataset.read` into its RECORD; raise what decoding it raises."""
     image = _open(item, options)
     record["width"], record["height"] = image.size
-    flags = ROTATED * _is_rotated(image)
+    flags = ROTATED * (read_orientation(image, open_image) != 1)  # which training does not apply by default
     image = _load(image)
     data = item if is_file(item) else image.tobytes()
     record["content"] = np.frombuffer(hashlib.blake2b(data, digest_size=8).digest(), np.uint64)[0]
@@ -157,15 +142,6 @@ def _load(image: Image.Image) -> Image.Image:
     if image.mode in ("RGB", "L"):
         return image.convert("RGB")
     return Image.fromarray(pil_to_tensor(image).permute(1, 2, 0).contiguous().numpy())
-
-
-def _is_rotated(image: Image.Image) -> bool:
-    """Return whether the EXIF data asks for a rotation that training does not apply by default."""
-    if "exif" not in image.info or image.format == "TIFF":
-        return False
-    with contextlib.suppress(Exception):  # PIL raises nearly anything for damaged EXIF
-        return image.getexif().get(0x0112, 1) in range(2, 9)
-    return False
 
 
 @functools.cache

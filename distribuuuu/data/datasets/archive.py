@@ -8,7 +8,7 @@ import re
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -26,19 +26,20 @@ from distribuuuu.data.datasets.archive_members import (
     member_error,
     read_member,
     walk_archive,
-    walk_tar,
 )
 from distribuuuu.data.datasets.array_file import Content, find_stamp, pack_names, stamp_of
 from distribuuuu.data.datasets.base import ImageDataset, image_extensions
 from distribuuuu.data.datasets.index import Index, IndexedImages, open_index
 from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.image_files import JUNK_FILES, JUNK_FOLDERS, is_class, is_image, sort_splits
-from distribuuuu.files.untrusted import open_regular, parse_json, printable
+from distribuuuu.files.untrusted import open_regular, parse_json
 
 # Bytes of the largest image, of the largest file with a label, and the most classes that labels may be numbers of.
 MAX_IMAGE, MAX_LABEL, MAX_CLASSES = 1 << 30, 1 << 20, 1 << 20
 # Names in the JSON of a shard that may hold the label, in this order.
 LABEL_KEYS = ("cls", "label", "class")
+# From a path, its open file and the bytes of it to the members of an archive.
+Walk = Callable[[str, IO[bytes], int], Iterator[Member]]
 # Seconds until the progress bar of a scan appears.
 BAR_DELAY_S = 1.0
 
@@ -66,13 +67,12 @@ class Archive(IndexedImages):
         return read_member(self.index, self.place(index)) if self.index.is_archive else super().read(index)
 
 
-def open_archives(source: ArchiveSource, cache: Path) -> Index:
+def open_archives(source: ArchiveSource, cache: Path, walk: Walk = walk_archive) -> Index:
     """Return the index of archives, see `open_index`; raises ArchiveError if one is missing or cannot be used."""
     root = os.path.dirname(source.paths[0])
     names = [os.path.relpath(path, root) for path in source.paths]
-    return open_index(
-        str(source), root, f"{names} {source._replace(paths=())!r}", cache, partial(scan_archives, source, names)
-    )
+    scan = partial(scan_archives, source, names, walk)
+    return open_index(str(source), root, f"{names} {source._replace(paths=())!r}", cache, scan)
 
 
 def find_archives(name: str, dataset: str, split: str) -> ArchiveSource:
@@ -91,10 +91,6 @@ def find_archives(name: str, dataset: str, split: str) -> ArchiveSource:
 
             raise ConfigError(Problem(f"{name}.DATASET", f"{root} is {describe_file(root)}"))
         return ArchiveSource((dataset,), split, is_inside=True)
-    if not root.is_dir():
-        from distribuuuu.hints.sources import missing_root
-
-        raise ConfigError(Problem(*missing_root(name, root, f"{split}.tar, {split}.zip or {split}-*.tar")))
     if "{" in split or (root / split).is_file():
         return ArchiveSource(_expand(f"{name}.SPLIT", str(root / split)), folder)
     ending = re.compile(rf"{re.escape(os.path.basename(split))}(-[^/]*\.tar|\.tar|\.zip)", re.IGNORECASE)
@@ -108,9 +104,10 @@ def find_archives(name: str, dataset: str, split: str) -> ArchiveSource:
     if found:
         named = first_few([os.path.basename(paths[0]) for paths in found.values()])
         raise ConfigError(Problem(f"{name}.SPLIT", f"{root} has {named} for {split}; fix: set {name}.SPLIT to one"))
-    from distribuuuu.hints.sources import explain_archives
+    from distribuuuu.hints.sources import missing_file
 
-    raise ConfigError(Problem(*explain_archives(name, root, split)))
+    wanted = f"{split}.tar, {split}.zip or {split}-*.tar"
+    raise ConfigError(Problem(*missing_file(name, root, wanted, is_archive=True)))
 
 
 def _expand(key: str, pattern: str) -> tuple[str, ...]:
@@ -134,7 +131,7 @@ def _expand(key: str, pattern: str) -> tuple[str, ...]:
 # -------------------------------------------------------------------------------------------- content
 
 
-def scan_archives(source: ArchiveSource, names: Sequence[str]) -> Content:
+def scan_archives(source: ArchiveSource, names: Sequence[str], walk: Walk = walk_archive) -> Content:
     """Return the content of an index; each archive is read once, in the order of its bytes.
 
     Images in class folders are ordered by class, then path of the folder, then name, as those of a folder; those of
@@ -152,7 +149,7 @@ def scan_archives(source: ArchiveSource, names: Sequence[str]) -> Content:
             try:
                 with open_regular(path) as file:
                     stamps[number] = stamp_of(os.fstat(file.fileno()))
-                    for member in _list_members(path, file, stamps[number][0], source.layout):
+                    for member in walk(path, file, stamps[number][0]):
                         found.add(number, member, file)
                         bar.update(done + member.offset - bar.n)
                     done += stamps[number][0]
@@ -162,17 +159,6 @@ def scan_archives(source: ArchiveSource, names: Sequence[str]) -> Content:
     arrays |= {**pack_names("files", [os.fsencode(name) for name in names]), "stamps": np.array(stamps, np.int64)}
     ignored = {"ignored": dict(found.ignored), "num_beside": found.num_beside}
     return {"classes": classes, "notes": [], **ignored}, arrays
-
-
-def _list_members(path: str, file: IO[bytes], size: int, layout: str) -> Iterator[Member]:
-    """Yield the files of an archive; for `tars`, those of the tars in it, each in a folder with the name of its tar."""
-    for member in [*walk_archive(path, file, size)] if layout == "tars" else ():
-        if member.name.endswith(".tar") and not (member.fault or member.packed):
-            folder = os.path.basename(member.name)[: -len(".tar")]
-            for inner in walk_tar(f"{path}:{printable(member.name)}", file, member.offset, member.offset + member.size):
-                yield inner._replace(name=f"{folder}/{inner.name}")
-    if layout != "tars":
-        yield from walk_archive(path, file, size)
 
 
 class _Found:

@@ -45,7 +45,7 @@ class ArchiveSource(NamedTuple):
     Attributes:
         folder: the folder in the archives with the class folders, if it is the only one at the top; empty: none.
         is_inside: whether `folder` is one of several: the archive holds all splits.
-        layout: classes (class folders or shards), tars (an archive of one tar per class), or flat (no classes).
+        layout: classes (class folders or shards), or flat (no classes); another name is that of another `Walk`.
     """
 
     paths: tuple[str, ...]

@@ -76,8 +76,8 @@ class ImageDataset:
         return cls.num_classes
 
     @classmethod
-    def count_images(cls, cfg, most: int) -> int:
-        """Return the number of training images, counted up to `most`, or 0 if the set must be opened to count them."""
+    def count_images(cls, cfg) -> int:
+        """Return the number of training images, or 0 if the set must be opened to count them."""
         return cls.num_images
 
     def __len__(self) -> int:
@@ -189,7 +189,7 @@ class SplitDataset(ImageDataset):
         return cls.num_classes
 
     @classmethod
-    def count_images(cls, cfg, most: int) -> int:
+    def count_images(cls, cfg) -> int:
         """Return the number of training images; 0 if they cannot be read."""
         with contextlib.suppress(ConfigError):
             return cls.num_images or len(cls.from_cfg(cfg, True, *cls.check_options))

@@ -150,15 +150,14 @@ class ImageList(TableSet):
     @classmethod
     def open_split(cls, cfg, name: str, trained: ImageDataset | None = None) -> ImageDataset:
         """Return the images of cfg.TRAIN or cfg.TEST."""
-        root, (path, spec) = Path(cfg[name].DATASET), cls.locate(cfg, name)
+        path, spec = cls.locate(cfg, name)
         if name == "TEST" and (path, spec) == cls.locate(cfg, "TRAIN") and cfg.TRAIN.SPLIT != cfg.TEST.SPLIT:
             fix = "fix: DATA.TABLE.split COLUMN, or put {} for the split into DATA.TABLE.file"
             raise ConfigError(f"{path} is the training table too; {fix}")
         if not path.is_file():
-            from distribuuuu.hints.sources import missing_root, missing_table
+            from distribuuuu.hints.sources import missing_file
 
-            problem = missing_table(name, path) if root.is_dir() else missing_root(name, root, path.name)
-            raise ConfigError(Problem(*problem))
+            raise ConfigError(Problem(*missing_file(name, path.parent, path.name, is_archive=False)))
         return cls(cls.open_table(path, spec, cfg.DATA.CACHE_DIR), trained.classes if trained else None)
 
 

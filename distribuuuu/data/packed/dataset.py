@@ -69,12 +69,9 @@ class Packed(SplitDataset):
         """Return the images of cfg.TRAIN or cfg.TEST; for `only_index`, of a pack at a URL, see `copy_pack`."""
         dataset, split = cfg[name].DATASET, cfg[name].SPLIT
         if not is_url(dataset) and not (Path(dataset) / split).is_dir():
-            from distribuuuu.hints.sources import missing_root, missing_split
+            from distribuuuu.hints.sources import missing_split
 
-            folder, layout = Path(dataset), f"{split}/index.bin"
-            is_missing = not folder.is_dir()
-            problem = missing_root(name, folder, layout) if is_missing else missing_split(name, folder, split, layout)
-            raise ConfigError(Problem(*problem))
+            raise ConfigError(Problem(*missing_split(name, Path(dataset), split, f"{split}/index.bin")))
         copy = None
         if is_url(dataset):
             from distribuuuu.data.packed.remote import copy_pack

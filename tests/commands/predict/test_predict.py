@@ -155,7 +155,7 @@ def test_an_image_that_cannot_be_read_is_an_error_or_is_marked(shapes_run, shape
         loaded.predict([good, tmp_path / "bad.jpg"])
     first, second, third = loaded.predict([good, tmp_path / "bad.jpg", np.zeros((4, 4, 3))], skip_bad=True)
     assert first.labels and not second.labels and second.error
-    assert "got an array of float64" in third.error
+    assert "got float64 pixels; expected uint8" in third.error
     with pytest.raises(ConfigError, match="PATHS: .*no such file"):
         loaded.predict(tmp_path / "none")
 

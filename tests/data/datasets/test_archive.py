@@ -218,7 +218,7 @@ def test_missing_archives_are_reported_before_the_start(image_folder, tmp_path):
     for words, message in {
         ("TRAIN.SPLIT", "train-{000..003}.tar"): "no such files: train-003.tar; fix: check the first and the last",
         ("TRAIN.SPLIT", "train-{0..1.tar"): "{0..1.tar; expected the first and the last, e.g. train-{000..009}.tar",
-        ("TRAIN.SPLIT", "trian"): "no trian.tar, trian.zip or trian-*.tar in",
+        ("TRAIN.SPLIT", "trian"): "no file trian.tar, trian.zip or trian-*.tar in",
         ("MODEL.NUM_CLASSES", 5): "MODEL.NUM_CLASSES (command line): 5, but DATA.NAME archive has 3 classes",
         ("TRAIN.DATASET", tmp_path / "none"): "no such folder",
     }.items():
@@ -226,7 +226,9 @@ def test_missing_archives_are_reported_before_the_start(image_folder, tmp_path):
     for number in range(2):
         write_tar(tmp_path / "shards" / f"train-{number}.tar", {})
     said = errors_of(tmp_path / "shards", tmp_path)
-    assert "TEST.SPLIT: no val.tar, val.zip or val-*.tar in" in said and "it has train" in said and "fix" not in said
+    assert (
+        "TEST.SPLIT: no file val.tar, val.zip or val-*.tar in" in said and "it has train" in said and "fix" not in said
+    )
     one = archive_folder(image_folder, tmp_path / "one", "one zip")
     assert "has no folder trian; it has train, val" in errors_of(one, tmp_path, "TRAIN.SPLIT", "trian")
     above = errors_of(one.parent, tmp_path)
