@@ -81,11 +81,7 @@ def doctor(prog: str, args: list[str]) -> int:
 
 
 def parse_args(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespace, Path | None, Any]:
-    """Return the flags, the folder (None: the data of the config) and the config of a command line.
-
-    Raises:
-        ConfigError: with every problem of the arguments and the config.
-    """
+    """Return the flags, the folder (None: the data of the config) and the config of a command line."""
     flags, rest, problems = parse_flags(build_parser(prog), args)
     folder = Path(rest.pop(0)) if len(rest) % 2 else None
     cfg, found = read_data_cfg(flags.cfg, rest)
@@ -123,12 +119,7 @@ def build_parser(prog: str | None = None) -> CommandParser:
 
 
 def format_text(report: dict[str, Any], root: Path | None) -> str:
-    """Return the report for a terminal of 80 columns; paths are relative to the root.
-
-    Args:
-        report: of `examine`, with "source" and "seconds".
-        root: the folder to remove from paths; None: none.
-    """
+    """Return the report of `examine`, with "source" and "seconds", for a terminal; paths are relative to the root."""
     splits, kinds = report["splits"], [finding["severity"] for finding in report["findings"]]
     names = {label for split in splits.values() for label in split["classes"]}
     head = f"{report['source']}: {counted(report['images'], 'image')}, {counted(len(splits), 'split')}, "

@@ -59,10 +59,8 @@ class ScannedFolder(ImageFolder):
 def open_folder(root: Path) -> Splits:
     """Return the data sets of a folder by split, the training split first.
 
-    Layouts: SPLIT/CLASS/IMAGE and CLASS/IMAGE. Folders are splits if their names are those of `find_splits`.
-
-    Raises:
-        ConfigError: the folder cannot be listed, or has another layout.
+    Layouts: SPLIT/CLASS/IMAGE and CLASS/IMAGE. Folders are splits if their names are those of `find_splits`. Another
+    layout, or a folder that cannot be listed, is a ConfigError.
     """
     if reason := access_problem(root):
         raise ConfigError(Problem("FOLDER", f"{root} cannot be listed: {reason}"))
@@ -80,11 +78,7 @@ def open_folder(root: Path) -> Splits:
 
 
 def open_cfg(cfg) -> Splits:
-    """Return the training and the evaluation set of a config by split; any registered data set is supported.
-
-    Raises:
-        ConfigError: a set cannot be opened.
-    """
+    """Return the training and the evaluation set of a config, of any registered data set, by split."""
     dataset, problems = DATASETS.get(cfg.DATA.NAME), []
     splits: Splits = {}
     for key, train in (("TRAIN", True), ("TEST", False)):
@@ -294,11 +288,7 @@ def measure_statistics(scan: Scan) -> dict[str, Any]:
 
 
 def format_statistics(cfg: Config, workers: int, as_json: bool) -> str:
-    """Return mean and standard deviation, in the units of DATA.MEAN, as JSON or YAML; each image has the same weight.
-
-    Raises:
-        ConfigError, BadImageError: the training images, or one of them, cannot be read.
-    """
+    """Return mean and deviation, in the units of DATA.MEAN, as JSON or YAML; each image has the same weight."""
     images, options, one = open_images(cfg, train=True), build_decode_options(cfg), PIXEL_RANGES[cfg.DATA.PIXELS]
 
     def measure(index: int) -> np.ndarray:

@@ -15,15 +15,9 @@ from distribuuuu.inference.loaded_run import CPU
 
 
 def find_suspicious_labels(model: str, splits: Mapping[str, ImageDataset], workers: int) -> dict[int, str]:
-    """Return what the features of a model say of images with a suspicious label, by index over all splits.
+    """Return what the features of a model (RUN of `load_run`) say of images with a suspicious label, by index.
 
-    Args:
-        model: as RUN of `load_run`.
-        splits: the data sets by name, with one label per image.
-        workers: threads that load images.
-
-    Raises:
-        ConfigError: the model has no features, or the images have several labels.
+    The index counts over all splits. A ConfigError is raised if the model has no features, or images several labels.
     """
     if any(images.targets != "label" for images in splits.values()):
         raise ConfigError("--model: got images with several labels or targets; expected one label each")

@@ -25,11 +25,7 @@ def read_data_cfg(cfg_file: CfgFiles, overrides: Sequence[str]) -> tuple[Config,
 
 
 def open_images(cfg: Config, train: bool) -> "ImageDataset":
-    """Return the training or the evaluation images of a config; their classes may be others than those of the model.
-
-    Raises:
-        ConfigError: they cannot be opened.
-    """
+    """Return the training or the evaluation images of a config; their classes may be others than those of the model."""
     from distribuuuu.inference.load_run import open_data, untrusted_data
 
     family, cfg = dataset_class(cfg), untrusted_data(cfg)

@@ -42,16 +42,10 @@ class DuplicateGroup(NamedTuple):
 
 
 def find_near_pairs(hashes: np.ndarray) -> np.ndarray:
-    """Return pairs of hashes that differ in at most RADIUS bits.
+    """Return pairs of hashes, uint8 (N, 16), that differ in at most RADIUS bits.
 
     Hashes that are equal in one of their bands of 16 bits are compared: all pairs of up to 7 different bits are found,
-    and most of more.
-
-    Args:
-        hashes: uint8 (N, 16).
-
-    Returns:
-        int64 (pairs, 3): two indices, the smaller one first, and the number of different bits.
+    and most of more. A pair, int64 (pairs, 3), is two indices, the smaller one first, and the number of different bits.
     """
     words = np.ascontiguousarray(hashes).view(np.uint16)
     found = [np.zeros((0, 3), np.int64)]

@@ -24,14 +24,8 @@ def map_in_order(
 ) -> Generator[tuple[range, list[Any]], None, None]:
     """Yield (some indices, the result of each) in order; close the generator to stop the workers early.
 
-    Args:
-        function: workers inherit it by fork, so only its results are pickled.
-        indices: of the images.
-        num_workers: processes; 0: run in this process.
-        chunk: images per task of a worker.
-
-    Raises:
-        ConfigError: a worker died.
+    The workers (0: this process) inherit the function by fork, so only its results are pickled, of `chunk` images at a
+    time. If one dies, a ConfigError is raised.
     """
     chunks = [indices[start : start + chunk] for start in range(0, len(indices), chunk)]
     if num_workers == 0:

@@ -1,5 +1,6 @@
 """Data sets of torchvision, which reads and downloads them: four by a name of their own, others as torchvision/NAME."""
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,29 +12,33 @@ from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.config.settings import setting
 from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch, name_at, read_file
-from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.locks import take_turn
 
 # Seconds to wait for another process that downloads.
 DOWNLOAD_WAIT_S = 3600
 
 
-def open_source(source: str, root: str, key: str, cache: Path | None = None, **arguments: Any) -> Any:
+def open_source(source: str, root: str, key: str, download: bool, **arguments: Any) -> Any:
     """Return a data set of torchvision, by the name of its class; raise ConfigError, with the key, if that fails.
 
-    With a cache folder, it is downloaded if necessary, by one of several processes.
+    One of several processes downloads it while the others wait.
     """
     try:
         import torchvision.datasets
 
         dataset = getattr(torchvision.datasets, source)
-        if cache is None:
-            return dataset(root, **arguments)
-        # Before the first look: torchvision takes a folder that another process unpacks for the whole.
-        with take_turn(cache / "downloads" / source, DOWNLOAD_WAIT_S):
+        with contextlib.ExitStack() as turn:
+            if download:
+                # Before the first look: torchvision takes a folder that another process unpacks for the whole.
+                lock = Path(root) / f".{source}.lock"
+                with contextlib.suppress(OSError):  # a folder that is read-only
+                    turn.enter_context(take_turn(lock, DOWNLOAD_WAIT_S))
+                    turn.callback(lock.unlink, missing_ok=True)
             try:
                 return dataset(root, **arguments)
             except (RuntimeError, OSError):
+                if not download:
+                    raise
                 return dataset(root, **arguments, download=True)
     except ImportError as error:
         fix = f"fix: pip install {error.name}" if error.name else error
@@ -158,8 +163,7 @@ class NamedSet(ImageDataset):
         if source.splits:
             split = _find_split(source, section.SPLIT)
             arguments[source.keyword] = split == "train" if source.keyword == "train" else split
-        cache = cache_folder(cfg.DATA.CACHE_DIR) if cfg.DATA.DOWNLOAD else None
-        images = cls(name, open_source(name, section.DATASET, key, cache, **arguments), key)
+        images = cls(name, open_source(name, section.DATASET, key, cfg.DATA.DOWNLOAD, **arguments), key)
         if not source.splits and settings.val:
             images.select(settings.val, train)
         return images

@@ -138,7 +138,7 @@ def test_a_damaged_file_is_one_error(tmp_path):
         for name in RAW:
             (folder / name).write_bytes(content)
         with pytest.raises(ConfigError, match=f"TRAIN.DATASET: FashionMNIST .*{tmp_path}") as error:
-            open_source("FashionMNIST", str(tmp_path), "TRAIN.DATASET", train=True)
+            open_source("FashionMNIST", str(tmp_path), "TRAIN.DATASET", False, train=True)
         assert "\n" not in str(error.value)
 
 
@@ -153,7 +153,7 @@ def test_a_pickle_of_others_is_not_read(tmp_path):
     for name in ("data_batch_1", "batches.meta"):
         (folder / name).write_bytes(pickle.dumps(Attack()))
     with pytest.raises(ConfigError, match="TRAIN.DATASET: CIFAR10 is not in"):
-        open_source("CIFAR10", str(tmp_path), "TRAIN.DATASET", train=True)
+        open_source("CIFAR10", str(tmp_path), "TRAIN.DATASET", False, train=True)
 
 
 def test_a_set_is_downloaded_once_and_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
@@ -167,9 +167,10 @@ def test_a_set_is_downloaded_once_and_a_failure_leaves_nothing_behind(tmp_path, 
     for is_offline in (True, False):
         if is_offline:
             with pytest.raises(ConfigError, match="cannot be downloaded: .*no network"):
-                open_source("EuroSAT", str(root), "TRAIN.DATASET", tmp_path / "cache")
+                open_source("EuroSAT", str(root), "TRAIN.DATASET", True)
             assert not any(root.iterdir())
         else:
-            assert len(open_source("EuroSAT", str(root), "TRAIN.DATASET", tmp_path / "cache")) == 20
+            assert len(open_source("EuroSAT", str(root), "TRAIN.DATASET", True)) == 20
+    assert [path.name for path in root.iterdir()] == ["eurosat"]
     monkeypatch.setattr(datasets.EuroSAT, "download", None)
-    assert len(open_source("EuroSAT", str(root), "TRAIN.DATASET", tmp_path / "cache")) == 20
+    assert len(open_source("EuroSAT", str(root), "TRAIN.DATASET", True)) == 20
