@@ -74,7 +74,7 @@ class Names(TorchDispatchMode):
 def test_a_step_costs_the_host_few_calls_and_turns_no_number_into_a_tensor(small_cfg, words, most):
     loader = build_loader(small_cfg(*words), ALONE, CPU, train=True)
     training = build_training(small_cfg(*words), loader, loader.zero_images(2), latest=None)
-    state, batches = training.state, itertools.repeat(loader.sample_batch())
+    state, batches = training.state, itertools.repeat(next(iter(loader)))
 
     def step(number: int = 1) -> None:
         set_lr(state.optimizer, 0.1)

@@ -233,7 +233,7 @@ def measure_rates(folder: Path, words: str, batch: int) -> tuple[dict[str, float
     with trial_run(cfg, Launch("check"), BatchPlan(batch, 1, 1), str(out)) as run:
         loader, device = run.train_loader, run.train_loader.device
         run.model.train()
-        memory, stream = itertools.repeat(loader.sample_batch()), steps.endless_batches(loader, 0)
+        memory, stream = itertools.repeat(next(iter(loader))), steps.endless_batches(loader, 0)
         ahead = steps.count_ahead(loader.plan, steps.count_own_workers(cfg, Launch("check"))[0])
         rates = {"model": batch / steps.time_calls(lambda: take_step(run, memory, 0), device)}
         rates["loader"] = batch / steps.time_calls(lambda: next(stream), device, ahead)

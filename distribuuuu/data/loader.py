@@ -192,13 +192,6 @@ class TrainLoader(Loader):
         self.sampler.set_position(seed, epoch, first_step)
         return iter(self)
 
-    def sample_batch(self) -> Batch:
-        """Return a micro-batch on the device, with all views and further batches, made by this process for a test."""
-        batch, broken = self.samples.batch(next(iter(self.sampler)))
-        if batch is None:
-            raise broken[-1].error()
-        return self.to_device(batch)
-
     def iter_images(self, seed: int, epoch: int, num: int) -> Iterator[torch.Tensor]:
         """Yield this process's images (N, 3, H, W) of the first steps that together hold at least `num` images.
 
