@@ -54,17 +54,6 @@ def other(**words):
     return DEFAULTS._replace(**words)
 
 
-def test_an_image_that_disappears_during_a_run_is_called_missing(tmp_path, small_cfg):
-    for split in ("train", "val"):
-        draw_folder(tmp_path / "data", split, dict.fromkeys(("ant", "bee", "cat"), 8))
-    cfg = small_cfg("TRAIN.DATASET", tmp_path / "data", "TEST.DATASET", tmp_path / "data", "TRAIN.BATCH_SIZE", 4)
-    loader = build_loader(cfg, detect_launch(), torch.device("cpu"), train=True)
-    for path in (tmp_path / "data" / "train").rglob("*.jpg"):
-        path.unlink()
-    with pytest.raises(BadImageError, match=r"missing image: .*jpg: the file does not exist; fix: restore it, .*skip$"):
-        next(iter(loader))
-
-
 @each_row(("data", "options", "damaged", "said"), [
     (lambda: b"", DEFAULTS, DAMAGED, "the file is empty"),
     (lambda: encoded("JPEG")[:400], DEFAULTS, DAMAGED, "(?i)truncated"),

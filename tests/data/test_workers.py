@@ -268,7 +268,8 @@ def test_a_bad_file_is_named_or_skipped_counted_and_replaced_alike(small_cfg, tm
     assert same_batches(alone.batches_from(3, 0, 0), here)
     for path in (root / "train").rglob("*.jpg"):
         path.unlink()
-    with pytest.raises(BadImageError, match="broken image"):  # nothing can be put in place of an image
+    said = "missing image: .*the file does not exist; fix: restore it"
+    with pytest.raises(BadImageError, match=said):  # nothing can be put in place of an image
         list(skipping.batches_from(3, 0, 0))
 
 
