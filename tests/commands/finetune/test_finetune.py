@@ -256,6 +256,8 @@ def test_a_fine_tuning_is_tested_once_and_gives_a_run(photos, finished_run, tmp_
         "fine-tuned",
         *("25% 50% 75%".replace("%", "% fine-tuned").replace("tuned ", "tuned,").split(",")),
     }
+    losses = content["choice"]["losses"]
+    assert losses[choose.name_of(content["choice"]["share"])] == min(losses.values())
     assert not names_in(out, "train") & names_in(out, "test") and "bee/broken.jpg" not in names_in(out, "train")
     tested = content["test"]["top1"]
     assert start_command("test", "distribuuuu test", [str(out)]) == 0
