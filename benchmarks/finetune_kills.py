@@ -29,7 +29,7 @@ from distribuuuu.checkpoint.io import read_checkpoint
 OPTIONS = "MODEL.ARCH timm/test_efficientnet TRAIN.IM_SIZE 32 TEST.IM_SIZE 36 TEST.BATCH_SIZE 8 OPTIM.MAX_EPOCH 4 "
 OPTIONS += "TRAIN.AMP none MODEL.CHANNELS_LAST False CHECKPOINT.EVERY_STEPS 1"
 STAGES = ("images", "views", "probe", "plan", "training", "choice", "test")
-TIMES = ("seconds", "image_s", "speedup", "hours")
+MEASURED = ("seconds", "image_s", "images_per_s", "speedup", "hours", "mib")
 
 
 def start(folder: Path, processes: int) -> TrainingProcess:
@@ -70,18 +70,20 @@ def kill_many(folder: Path, args: argparse.Namespace, seconds: list[float]) -> N
     start(folder, args.processes).finish()
 
 
-def without_times(value: Any) -> Any:
-    """Return a nested value without measured times."""
+def without_measured(value: Any) -> Any:
+    """Return a nested value without what was measured."""
     is_dict = isinstance(value, dict)
-    return {key: without_times(own) for key, own in value.items() if key not in TIMES} if is_dict else value
+    return {key: without_measured(own) for key, own in value.items() if key not in MEASURED} if is_dict else value
 
 
 def list_differences(*runs: Path) -> Iterator[str]:
     """Yield the differences of the files of two fine-tunings."""
     yield from compare_runs(*(out / "finetune" for out in runs))[0]
-    yield from find_differences(*(without_times(read_checkpoint(out / "best.pth.tar")) for out in runs), "best weights")
+    yield from find_differences(
+        *(without_measured(read_checkpoint(out / "best.pth.tar")) for out in runs), "best weights"
+    )
     for name in ("finetune.json", "test_results.json", "finetune/results.json", "calibration.json"):
-        yield from find_differences(*(without_times(json.loads((out / name).read_text())) for out in runs), name)
+        yield from find_differences(*(without_measured(json.loads((out / name).read_text())) for out in runs), name)
     for name in ("features.npz", "predictions.npz", "finetune/predictions.npz"):
         arrays = [dict(np.load(out / name)) for out in runs]
         yield from (f"{name}: {key}" for key in arrays[0] if not np.array_equal(*(own[key] for own in arrays)))
