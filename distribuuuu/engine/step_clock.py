@@ -11,7 +11,7 @@ class StepClock:
     """The seconds of the parts of steps: on CUDA by events that the device records, else by the host's clock."""
 
     def __init__(self, device_type: str):
-        self._now = _record_event if device_type == "cuda" else time.perf_counter
+        self._now = record_event if device_type == "cuda" else time.perf_counter
         self._marks: list[tuple[str, Any]] = []
 
     def mark(self, part: str = "") -> None:
@@ -28,12 +28,8 @@ class StepClock:
         return spent
 
 
-def mark_time(device: torch.device) -> Any:
-    """Return an event on CUDA, which the device records after all queued work; else the present time in seconds."""
-    return _record_event() if device.type == "cuda" else time.perf_counter()
-
-
-def _record_event() -> Any:
+def record_event() -> Any:
+    """Return an event that the device records after all queued work."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

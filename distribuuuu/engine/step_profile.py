@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.distributed import comm as dist
 from distribuuuu.engine.run import Run, Training
-from distribuuuu.engine.step_clock import mark_time, seconds_between
+from distribuuuu.engine.step_clock import record_event, seconds_between
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,11 @@ class StepParts:
         sums = {part: sum(seconds_between(*pair) for pair in pairs) for part, pairs in self._marks.items()}
         shares = {part: seconds / total_s for part, seconds in sums.items()}
         return total_s, {**shares, "other": max(0.0, 1 - sum(shares.values()))}
+
+
+def mark_time(device: torch.device) -> Any:
+    """Return an event on CUDA, which the device records after all queued work; else the present time in seconds."""
+    return record_event() if device.type == "cuda" else time.perf_counter()
 
 
 def profile_steps(run: Run, num_steps: int) -> None:

@@ -1,12 +1,23 @@
 """OPTIM.CLIP: clipping of gradients by their norm, and of each unit by the norm of its weights."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.comm import to_local
+
+
+def choose_clipper(
+    kind: str, norm: float, limit: float, head: Collection[torch.Tensor]
+) -> Callable[[Iterable[torch.Tensor]], None]:
+    """Return clip(parameters) of an OPTIM.CLIP, see `build_clipper`."""
+    if kind == "norm":
+        return lambda parameters: clip_grad_norm(parameters, norm)
+    if kind == "agc":
+        return lambda parameters: clip_adaptively(parameters, limit, head)
+    return lambda parameters: torch.nn.utils.clip_grad_value_(parameters, limit)
 
 
 def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> None:

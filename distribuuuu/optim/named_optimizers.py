@@ -1,4 +1,4 @@
-"""Optimizers other than SGD: registered ones and those of timm; arguments of OPTIM.KWARGS, and a trial step."""
+"""Optimizers other than SGD, registered or of timm; arguments of OPTIM.KWARGS; a trial step; loading of states."""
 
 import inspect
 import math
@@ -12,6 +12,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import keep_names
 from distribuuuu.config.registry import OPTIMIZERS
+from distribuuuu.optim.schedules import FULL_DECAY
 
 # adahessian needs second derivatives, which the loop does not compute; lookahead keeps its step count in its settings,
 # which a resumed run takes from the config.
@@ -69,7 +70,7 @@ def build_registered(
     names = {parameter: name for name, parameter in model.named_parameters()}
     options = {"names": names, "momentum": optim.MOMENTUM, "dampening": optim.DAMPENING, "nesterov": optim.NESTEROV}
     options = {name: value for name, value in {**options, **given_options(cfg)}.items() if name in known}
-    groups = [{**group, "optimizer": optim.NAME} for group in groups]  # for `_adapt_loaded_state`
+    groups = [{**group, "optimizer": optim.NAME} for group in groups]  # for `adapt_loaded_state`
     options |= check_arguments(cfg, registered)
     return registered(groups, lr=lr, weight_decay=optim.WEIGHT_DECAY, **options)
 
@@ -79,7 +80,7 @@ def build_timm(cfg, groups: list[dict[str, Any]], lr: float, kernels: Callable) 
     import timm.optim
 
     optim, name, options = cfg.OPTIM, cfg.OPTIM.NAME.lower(), given_options(cfg)
-    groups = [{**group, "optimizer": name} for group in groups]  # for `_adapt_loaded_state`
+    groups = [{**group, "optimizer": name} for group in groups]  # for `adapt_loaded_state`
     try:
         optimizer_class = find_optimizer(cfg)
         betas, own = optim.BETAS, inspect.signature(optimizer_class).parameters.get("betas")
@@ -143,3 +144,25 @@ def _type_problems(cfg, known: Mapping[str, inspect.Parameter]) -> Iterator[Prob
             yield Problem(f"OPTIM.KWARGS.{name}", f"got {value}; expected True or False")
         elif type(default) in (int, float) and not (is_number or value is None):
             yield Problem(f"OPTIM.KWARGS.{name}", f"got {value}; expected a finite number")
+
+
+def adapt_loaded_state(optimizer: torch.optim.Optimizer, content: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict to be loaded, with the kernel settings of this optimizer.
+
+    Raises:
+        ValueError: it is of another OPTIM.NAME, which would fail in the first step only.
+    """
+    own = optimizer.param_groups[0]
+    name, saved = own.get("optimizer", "sgd"), {group.get("optimizer", "sgd") for group in content["param_groups"]}
+    if saved != {name}:
+        raise ValueError(f"it is of OPTIM.NAME {', '.join(sorted(saved))}, here it is {name}")
+    settings = {key: own[key] for key in ("fused", "foreach", "capturable") if key in own}
+    groups = [{**group, **settings} for group in content["param_groups"]]
+    if len(groups) == len(optimizer.param_groups):  # else torch refuses them
+        for group, mine in zip(groups, optimizer.param_groups, strict=True):
+            for key in (FULL_DECAY, "lr_scale", "schedule"):  # of the config, not of the checkpoint
+                if key in mine:
+                    group[key] = mine[key]
+                else:
+                    group.pop(key, None)
+    return {**content, "param_groups": groups}

@@ -62,7 +62,7 @@ def build_optimizer(
                 optimizer = build_registered(cfg, registered, groups, lr, model)
             else:
                 optimizer = build_timm(cfg, groups, lr, kernels)
-        optimizer.register_load_state_dict_pre_hook(_adapt_loaded_state)
+        optimizer.register_load_state_dict_pre_hook(_adapt_when_loaded)
         return optimizer
 
     optimizer = build_sharded_optimizer(cfg, groups, build)
@@ -106,28 +106,6 @@ def _kernels(optimizer: Callable, model: nn.Module) -> dict[str, bool]:
     return {"foreach": True} if at_once or (optimizer in _FUSED and devices == {"cpu"}) else {}
 
 
-def _adapt_loaded_state(optimizer: torch.optim.Optimizer, content: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict to be loaded, with the kernel settings of this optimizer.
-
-    Raises:
-        ValueError: it is of another OPTIM.NAME, which would fail in the first step only.
-    """
-    own = optimizer.param_groups[0]
-    name, saved = own.get("optimizer", "sgd"), {group.get("optimizer", "sgd") for group in content["param_groups"]}
-    if saved != {name}:
-        raise ValueError(f"it is of OPTIM.NAME {', '.join(sorted(saved))}, here it is {name}")
-    settings = {key: own[key] for key in ("fused", "foreach", "capturable") if key in own}
-    groups = [{**group, **settings} for group in content["param_groups"]]
-    if len(groups) == len(optimizer.param_groups):  # else torch refuses them
-        for group, mine in zip(groups, optimizer.param_groups, strict=True):
-            for key in (FULL_DECAY, "lr_scale", "schedule"):  # of the config, not of the checkpoint
-                if key in mine:
-                    group[key] = mine[key]
-                else:
-                    group.pop(key, None)
-    return {**content, "param_groups": groups}
-
-
 def parameter_groups(cfg, model: nn.Module) -> list[dict[str, Any]]:
     """Return one group of trainable parameters for each learning-rate factor and weight decay.
 
@@ -162,3 +140,9 @@ def parameter_groups(cfg, model: nn.Module) -> list[dict[str, Any]]:
         {"params": parameters, "weight_decay": decay, **({"lr_scale": scale} if scales else {})}
         for (decay, scale), parameters in groups.items()
     ]
+
+
+def _adapt_when_loaded(optimizer: torch.optim.Optimizer, content: dict[str, Any]) -> dict[str, Any]:
+    from distribuuuu.optim.named_optimizers import adapt_loaded_state
+
+    return adapt_loaded_state(optimizer, content)

@@ -79,10 +79,6 @@ def build_clipper(cfg, head: Collection[torch.Tensor] = ()) -> Callable[[Iterabl
     kind, norm, limit = cfg.OPTIM.CLIP, cfg.OPTIM.CLIP_NORM, cfg.OPTIM.CLIP_LIMIT
     if kind == "norm" and not norm:
         return lambda parameters: None
-    from distribuuuu.optim.clipping import clip_adaptively, clip_grad_norm
+    from distribuuuu.optim.clipping import choose_clipper
 
-    if kind == "norm":
-        return lambda parameters: clip_grad_norm(parameters, norm)
-    if kind == "agc":
-        return lambda parameters: clip_adaptively(parameters, limit, head)
-    return lambda parameters: torch.nn.utils.clip_grad_value_(parameters, limit)
+    return choose_clipper(kind, norm, limit, head)
