@@ -132,11 +132,14 @@ def _check_rows(meta: Meta, columns: Arrays) -> None:
     sizes = np.array([shard["size"] for shard in meta["shards"]], np.int64)
     shard, start, length, label = (columns[name] for name in ("shard", "offset", "length", "label"))
     height, width, ends = columns["height"].astype(np.int64), columns["width"].astype(np.int64), columns["name_offsets"]
+    # The blocks of DATA.SHUFFLE are neighboring records.
+    is_same = shard[1:] == shard[:-1]
     is_valid = (
         (ends[0] == 0 and ends[-1] == len(columns["name_bytes"]) and (np.diff(ends) >= 0).all())
         and (label.min() >= 0 and label.max() < len(meta["classes"]))
-        and (shard.min() >= 0 and shard.max() < len(sizes))
+        and (shard.min() >= 0 and shard.max() < len(sizes) and (np.diff(shard) >= 0).all())
         and ((start >= HEADER_SIZE) & (0 <= length) & (length <= MAX_RECORD) & (start <= sizes[shard] - length)).all()
+        and not (is_same & (start[1:] < start[:-1] + length[:-1])).any()
     )
     if is_valid and meta["options"]["format"] == "raw":
         is_valid = ((height > 0) & (width > 0) & (height * width * 3 == length)).all()

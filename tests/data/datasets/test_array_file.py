@@ -108,6 +108,7 @@ def test_numbers_of_the_rows_that_fit_no_file_are_refused(packed):
     wrong = [
         changed("length", 1, -(2**63)), changed("length", 1, 2**63 - 1), changed("offset", 0, 0),
         changed("shard", 0, 1), changed("name_offsets", -1, 9), changed("name_offsets", 2, 0), changed("width", 0, 0),
+        {name: columns[name][::-1] for name in ("shard", "offset")},
     ]  # fmt: skip
     for changes in wrong:
         assert "not a valid pack: " in refusal(**changes)
