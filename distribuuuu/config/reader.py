@@ -37,6 +37,8 @@ _SECTIONS = {*OPEN_SECTIONS, *(key.rpartition(".")[0] for key in OPTIONS)}
 
 # An option, its value and its origin.
 Setting = tuple[str, Any, str]
+# Options that the config.yaml of older runs has, and that no longer exist.
+_OLD_DEFAULTS = {"LOG.LAYER_NORMS": False}
 # The settings of a file, and its folder.
 Layer = tuple[list[Setting], str]
 # The files of --cfg in the order of merging, or a tree set in Python.
@@ -260,12 +262,13 @@ def split_key(key: str) -> tuple[str, str]:
 
 
 def _merge_file(cfg: Config, settings: list[Setting], problems: list[Problem]) -> None:
-    """Apply the settings of a file.
+    """Apply the settings of a file; an option that no longer exists may have its old default.
 
     Arguments and settings for another model or entry than its own are removed. A TEST.DATASET that repeats
     TRAIN.DATASET, as in a dumped config, or the default, as in the files of 2021, which have no DATA.NAME, follows
     TRAIN.DATASET.
     """
+    settings = [setting for setting in settings if _OLD_DEFAULTS.get(setting[0], setting) != setting[1]]
     given = {key: value for key, value, _ in settings}
     for section, name in _SELECTED_BY.items():
         if given.get(name, get_value(cfg, name)) != get_value(cfg, name):
