@@ -70,20 +70,18 @@ def kill_many(folder: Path, args: argparse.Namespace, seconds: list[float]) -> N
     start(folder, args.processes).finish()
 
 
-def without_measured(value: Any) -> Any:
+def stable(value: Any) -> Any:
     """Return a nested value without what was measured."""
     is_dict = isinstance(value, dict)
-    return {key: without_measured(own) for key, own in value.items() if key not in MEASURED} if is_dict else value
+    return {key: stable(own) for key, own in value.items() if key not in MEASURED} if is_dict else value
 
 
 def list_differences(*runs: Path) -> Iterator[str]:
     """Yield the differences of the files of two fine-tunings."""
     yield from compare_runs(*(out / "finetune" for out in runs))[0]
-    yield from find_differences(
-        *(without_measured(read_checkpoint(out / "best.pth.tar")) for out in runs), "best weights"
-    )
+    yield from find_differences(*(stable(read_checkpoint(out / "best.pth.tar")) for out in runs), "best weights")
     for name in ("finetune.json", "test_results.json", "finetune/results.json", "calibration.json"):
-        yield from find_differences(*(without_measured(json.loads((out / name).read_text())) for out in runs), name)
+        yield from find_differences(*(stable(json.loads((out / name).read_text())) for out in runs), name)
     for name in ("features.npz", "predictions.npz", "finetune/predictions.npz"):
         arrays = [dict(np.load(out / name)) for out in runs]
         yield from (f"{name}: {key}" for key in arrays[0] if not np.array_equal(*(own[key] for own in arrays)))

@@ -31,7 +31,7 @@ from distribuuuu.trainer import take_step
 MAX_EPOCHS, MANY_IMAGES = 20, 5000
 # Seconds of the measurement of training steps.
 _MEASURE_S = 6.0
-BATCH, LORA_LR = 32, 5e-4
+BATCH, WARMUP_STEPS, LORA_LR = 32, 12, 5e-4
 
 
 class Kind(NamedTuple):
@@ -86,7 +86,7 @@ def build_recipe(model: nn.Module, num_images: int, epochs: int, has_lora: bool 
         "OPTIM.BIAS_WEIGHT_DECAY": 0.0,
         "OPTIM.LR_POLICY": "cos",
         "OPTIM.LR_UPDATE": "step",
-        "OPTIM.WARMUP_EPOCHS": 0.5,
+        "OPTIM.WARMUP_EPOCHS": min(epochs / 2, max(0.5, WARMUP_STEPS * batch / num_images)),
         "OPTIM.MAX_EPOCH": epochs,
     }
 
