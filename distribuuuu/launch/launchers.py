@@ -1,7 +1,9 @@
 """The launch that the variables of torchrun, --nproc or a Slurm step describe."""
 
+import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.launch.detect import NPROC_MARK, Launch
@@ -66,6 +68,9 @@ def slurm_launch(env: Mapping[str, str]) -> Launch:
     node_list = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or env.get("SLURM_JOB_NODELIST")
     if missing or not node_list:
         raise launch_error(f"{', '.join(missing) or 'SLURM_NODELIST'} must be set in a Slurm step", env)
+    if _is_shell(env):
+        what = f"this is an interactive shell in a Slurm step of {slurm_num_tasks(env)} tasks, which start no training"
+        raise launch_error(f"{what}; fix: start the shell with srun -n 1 --pty, or put srun before the command", env)
     first, last = PORT_RANGE
     tasks, num_nodes = slurm_num_tasks(env), int(env.get("SLURM_STEP_NUM_NODES", 1))
     shares_cores = "none" in env.get("SLURM_CPU_BIND", "" if "SLURM_CPUS_PER_TASK" in env else "none")
@@ -82,6 +87,15 @@ def slurm_launch(env: Mapping[str, str]) -> Launch:
         f"slurm job {job}, step {step}, start {env.get('SLURM_RESTART_COUNT', '0')}",
         -(-tasks // num_nodes) if shares_cores else 1,  # Slurm binds a task to its own cores
     )
+
+
+def _is_shell(env: Mapping[str, str]) -> bool:
+    """Tell whether a user has typed the command in the shell of `srun --pty`: the tasks of a step are no shells."""
+    try:
+        parent = Path(f"/proc/{os.getppid()}/comm").read_text().strip()
+    except OSError:
+        return False
+    return "SLURM_PTY_PORT" in env and parent != "slurmstepd"
 
 
 def first_host(node_list: str) -> str:

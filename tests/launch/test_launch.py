@@ -123,6 +123,8 @@ def test_a_node_that_joins_an_elastic_run_asks_for_the_checkpoints_of_the_others
 def test_contradictions_are_errors_that_show_the_variables():
     for env, said in [
         ({"RANK": "0"}, "WORLD_SIZE must be set"),
+        # typed in the shell of srun -n 4 --pty
+        ({**SRUN, "SLURM_PROCID": "0", "SLURM_PTY_PORT": "40123"}, "interactive shell.*srun -n 1 --pty"),
         ({"WORLD_SIZE": "2"}, "RANK"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
         ({**BY_HAND, "RANK": "4"}, "rank 4 of 4 is out of range"),
@@ -181,6 +183,11 @@ def test_node_lists():
     for node_list, first in [("login", "login"), ("a,b", "a"), ("node[1-3,07],login", "node1"),
                              ("r[1-2]n[08-10]-ib", "r1n08-ib"), ("gpu-a[3]", "gpu-a3")]:  # fmt: skip
         assert first_host(node_list) == first
+
+
+def test_a_step_that_is_started_in_an_interactive_shell_is_a_launch(monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda path: "slurmstepd\n")
+    assert detect_launch({**SRUN, "SLURM_PTY_PORT": "40123"}).world_size == 4
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", "SIGTERM: ended at once; checkpoints stay\n"), ("1", "")])
