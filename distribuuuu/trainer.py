@@ -32,7 +32,6 @@ from distribuuuu.engine.run import (
     is_evaluation_due,
     is_finished,
     is_recording_due,
-    is_save_due,
 )
 from distribuuuu.engine.run_description import describe_end
 from distribuuuu.launch.detect import detect_launch
@@ -94,13 +93,13 @@ def train_epoch(run: Run) -> None:
     state, loader, epoch = run.state, run.train_loader, run.state.epoch
     batches = open_batches(run)  # first: the task may choose images, and thereby the number of steps
     begin_epoch(run)
-    last_step = loader.steps_of(epoch)
+    num_steps, last_step = loader.num_steps, loader.steps_of(epoch)
     for number in run.log.steps(epoch, state.step, last_step):
-        lr = set_rates(run, epoch + number / loader.num_steps)
+        lr = set_rates(run, epoch + number / num_steps)
         step = take_step(run, batches, number)
         if epoch == number == 0:
             check_first_loss(run)
-        state.finish_step(loader.num_steps)
+        state.finish_step(num_steps)
         log_step(run, step, lr, last_step)
         if is_save_due(run.cfg, state.step) and state.step < last_step:
             run.save()
@@ -140,6 +139,15 @@ def log_step(run: Run, step: "Step", lr: float, last_step: int) -> None:
     recorded = {name: float(value) for name, value in step.recorded.items()}
     metrics = {**recorded, **check_loss(state.pop_metrics())}
     run.log.add_train_row(state.epoch, state.step, lr, metrics, run.train_loader.pop_data_time(), state.clock.pop())
+
+
+def is_save_due(cfg, step: int) -> bool:
+    """Tell whether a checkpoint is due after a step: at multiples of CHECKPOINT.EVERY_STEPS and halfway between.
+
+    Halfway too: while a checkpoint is being written, the one before is at most EVERY_STEPS steps old.
+    """
+    every = cfg.CHECKPOINT.EVERY_STEPS
+    return every > 0 and step % every in (0, every // 2)
 
 
 def open_batches(run: Run) -> Iterator[Batch]:

@@ -11,26 +11,28 @@ from distribuuuu.checkpoint.weights_files import tensors_key
 from distribuuuu.config import ConfigError, Problem
 
 
-def describe_unsaved(cfg, names: Collection[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def describe_unsaved(names: Collection[str], tensors: Mapping[str, torch.Tensor], weights: str) -> dict[str, Any]:
     """Return the entry `unsaved` of checkpoints, by the initial tensors of the model: the names and their SHA-256.
+
+    `weights` is MODEL.WEIGHTS, which only a first start loads.
 
     Raises:
         ConfigError: the model lacks one of them, or a resume would not find them again.
     """
     if unknown := sorted({*names} - {*tensors}):
         raise ConfigError(Problem("TASK.NAME", f"unsaved_tensors names {unknown[0]}, which the model lacks"))
-    if names and cfg.MODEL.WEIGHTS:
-        message = f"got {cfg.MODEL.WEIGHTS}, which no resume loads, and checkpoints leave out tensors"
-        raise ConfigError(Problem("MODEL.WEIGHTS", f"{message}; fix: name it as FINETUNE.WEIGHTS", cfg.origins))
+    if names and weights:
+        message = f"got {weights}, which no resume loads, and checkpoints leave out tensors"
+        raise ConfigError(Problem("MODEL.WEIGHTS", f"{message}; fix: name it as FINETUNE.WEIGHTS"))
     return {"names": sorted(names), "sha256": hash_tensors({name: tensors[name] for name in names})} if names else {}
 
 
-def check_whole_weights(cfg, task: Any, base: type) -> None:
+def check_whole_weights(task: Any, base: type) -> None:
     """Raise ConfigError if a task overrides a method of the base class that needs whole weights, which fsdp divides."""
     for hook in ("deploy_model", "unsaved_tensors"):
         if getattr(type(task), hook) is not getattr(base, hook):
             fix = f"{type(task).__name__}.{hook} needs whole weights; fix: set it to none or zero1"
-            raise ConfigError(Problem("DIST.SHARD", f"got fsdp; {fix}", cfg.origins))
+            raise ConfigError(Problem("DIST.SHARD", f"got fsdp; {fix}"))
 
 
 def leave_out(content: dict[str, Any]) -> dict[str, Any]:

@@ -235,7 +235,7 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
     model = build_initial_model(cfg, loader.images.classes, pretrained)
     model = task.adapt_model(model)
     if cfg.DIST.SHARD == "fsdp":
-        importlib.import_module("distribuuuu.checkpoint.unsaved").check_whole_weights(cfg, task, Task)
+        importlib.import_module("distribuuuu.checkpoint.unsaved").check_whole_weights(task, Task)
     if cfg.MODEL.SYNCBN:
         model = importlib.import_module("distribuuuu.distributed.sync_batchnorm").convert_sync_batchnorm(model)
     unsaved_names = list(task.unsaved_tensors(model))
@@ -248,7 +248,7 @@ def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pret
     unsaved: dict[str, Any] = {}
     if unsaved_names:
         describe_unsaved = importlib.import_module("distribuuuu.checkpoint.unsaved").describe_unsaved
-        unsaved = describe_unsaved(cfg, unsaved_names, model.state_dict())
+        unsaved = describe_unsaved(unsaved_names, model.state_dict(), cfg.MODEL.WEIGHTS)
     averages = task.averages(model)
     if cfg.EMA.HALF_LIFE or averages:
         averages = importlib.import_module("distribuuuu.optim.ema").build_averages(cfg, model, averages)

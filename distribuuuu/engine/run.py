@@ -162,15 +162,6 @@ def is_evaluation_due(cfg: Config, epoch: int) -> bool:
     return (epoch + 1) % cfg.TRAIN.EVAL_PERIOD == 0 or epoch + 1 == cfg.OPTIM.MAX_EPOCH
 
 
-def is_save_due(cfg: Config, step: int) -> bool:
-    """Tell whether a checkpoint is due after a step: at multiples of CHECKPOINT.EVERY_STEPS and halfway between.
-
-    Halfway too: while a checkpoint is being written, the one before is at most EVERY_STEPS steps old.
-    """
-    every = cfg.CHECKPOINT.EVERY_STEPS
-    return every > 0 and step % every in (0, every // 2)
-
-
 def is_out_of_patience(cfg: Config, state: TrainState, epoch: int) -> bool:
     """Tell whether an epoch, from 0, is evaluated, and TRAIN.PATIENCE epochs or more after the best one."""
     if not cfg.TRAIN.PATIENCE or not is_evaluation_due(cfg, epoch):

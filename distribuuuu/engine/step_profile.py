@@ -15,7 +15,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.distributed import comm as dist
 from distribuuuu.engine.run import Run, Training
-from distribuuuu.engine.step_clock import record_event, seconds_between
+from distribuuuu.engine.state import record_event, seconds_between
 
 logger = logging.getLogger(__name__)
 

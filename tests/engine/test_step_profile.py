@@ -15,7 +15,7 @@ from distribuuuu.commands.main import start_command
 from distribuuuu.data.loader import build_loader
 from distribuuuu.engine.build import build_training
 from distribuuuu.engine.flops import count_flops, log_utilization, measure_utilization, utilization
-from distribuuuu.engine.step_clock import StepClock
+from distribuuuu.engine.state import StepClock
 
 
 def profile(image_folder, out_dir, num: str, *words) -> int:

@@ -30,7 +30,7 @@ from distribuuuu.engine.flops import count_flops, measure_utilization
 from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.engine.run import Run, begin_epoch
-from distribuuuu.engine.step_clock import seconds_between
+from distribuuuu.engine.state import seconds_between
 from distribuuuu.engine.step_profile import StepParts, mark_time
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import count_parameters
