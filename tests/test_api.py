@@ -143,7 +143,7 @@ def test_all_problems_are_raised_and_name_their_origin(options):
     odd = problems_of(distribuuuu.train, None, ["OUT_DIR"])
     assert odd == ["overrides: expected KEY VALUE pairs, but 'OUT_DIR' has no value"]
     assert "expected a dict or a list" in problems_of(distribuuuu.train, None, "OUT_DIR x")[0]
-    assert "did you mean configs/shapes/resnet14.yaml" in problems_of(distribuuuu.train, "shapes/resnet41")[0]
+    assert "did you mean shapes/resnet14.yaml" in problems_of(distribuuuu.train, "shapes/resnet41")[0]
 
 
 def test_what_cannot_be_evaluated(options, tmp_path):

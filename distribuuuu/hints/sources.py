@@ -31,6 +31,7 @@ _FILES = (
      "an archive of a kind that is not read; fix: unpack it, e.g. by tar -xf or 7-Zip, and use the folder"),
     ((".csv", ".tsv"), "a table; fix: set DATA.NAME list TRAIN.DATASET {parent}; or, to divide it: {split}"),
     ((".parquet", ".arrow"), "a table; fix: set DATA.NAME parquet TRAIN.DATASET {parent}, for image files in it"),
+    ((".xlsx", ".xls", ".ods"), "a table; fix: save it as CSV, then DATA.NAME list TRAIN.DATASET {parent}"),
     (("",), "a file; expected a folder; fix: see docs/data.md, which lists what is read"),
 )  # fmt: skip
 
@@ -105,6 +106,9 @@ def similar_splits(name: str, names: Iterable[str]) -> list[str]:
 
 def describe_imagenet(root: Path) -> str:
     """Return '; it has ...; fix: ...' for a folder with ImageNet as it is distributed, or an empty string."""
+    if table := next(root.glob("*/val_annotations.txt"), None):
+        move = "while read -r f c x; do mkdir -p $c && mv images/$f $c/; done < val_annotations.txt && rmdir images"
+        return f"; {table} has the classes, as in Tiny ImageNet; fix: (cd {shlex.quote(str(table.parent))} && {move})"
     is_prepared = all(list_classes(root / name) for name in ("train", "val"))
     names = IMAGENET_FOLDERS if is_prepared else (*IMAGENET_FOLDERS, *IMAGENET_TARS, "val/ILSVRC2012_val_00000001.JPEG")
     found = next((name for name in names if (root / name).exists()), "")
@@ -137,6 +141,8 @@ def missing_split(name: str, root: Path, split: str, layout: str) -> tuple[str, 
     if fitting := similar_splits(name, existing):
         return key, f"{problem}; fix: set {key} {fitting[0]}"
     has_classes = any(holds_images(root / entry, depth=1) for entry in existing)
+    if not has_classes and (near := did_you_mean(split, existing)):
+        return key, f"{problem}{near}"
     if has_classes and root.name == split:
         return key, f"{problem}, which are classes; fix: set {name}.DATASET {root.parent}"
     splits = [root / entry for entry in sort_splits(existing) if list_classes(root / entry)]
@@ -182,7 +188,7 @@ def explain_folder(name: str, root: Path, split: str, extensions: tuple[str, ...
         yield f"{name}.DATASET" if closed == root else key, f"{closed} cannot be listed: {access_problem(closed)}"
     elif not folder.is_dir():
         yield missing_split(name, root, split, layout)
-    elif not (classes := list_classes(folder)):
+    elif not (classes := list_classes(folder)) or (classes == ("images",) and "Tiny" in describe_imagenet(root)):
         hint = describe_imagenet(root) or describe_files(folder) or describe_files(root)
         yield key, f"{folder} has no class folders; it should hold CLASS/IMAGE{hint}"
     elif empty := [each for each in classes if not holds_images(folder / each, extensions=extensions)]:

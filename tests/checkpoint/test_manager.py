@@ -25,7 +25,7 @@ from distribuuuu.checkpoint.io import CheckpointError, load_state_dict, read_che
 from distribuuuu.checkpoint.manager import CheckpointManager, checkpoint_name, find_nonfinite
 from distribuuuu.checkpoint.unsaved import describe_unsaved
 from distribuuuu.checkpoint.weights_files import Best, best_path
-from distribuuuu.config import ConfigError, get_cfg, load_cfg
+from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.errors import NonFiniteError
 from distribuuuu.engine.state import TrainState
 from distribuuuu.launch.signals import WRITER_NAME
@@ -281,7 +281,7 @@ def test_a_state_of_a_task_that_becomes_unreadable_ends_the_run(tmp_path):
 def test_tensors_that_a_task_leaves_out_come_from_the_start_and_must_not_change(tmp_path):
     folder, state, other = CheckpointManager(tmp_path), make_state(epoch=1), make_state()
     for one in (state, other):
-        one.unsaved = describe_unsaved(get_cfg(), ["0.weight"], one.model.state_dict())
+        one.unsaved = describe_unsaved(["0.weight"], one.model.state_dict(), "")
     path = save(folder, state, is_best=True)
     content = read_checkpoint(path, to_resume=True)
     assert "0.weight" not in content["state_dict"] and "0.weight" in read_checkpoint(best_path(tmp_path))["state_dict"]
@@ -291,7 +291,7 @@ def test_tensors_that_a_task_leaves_out_come_from_the_start_and_must_not_change(
     with pytest.raises(CheckpointError, match="leaves out tensors, e.g. 0.weight, that are others in this start"):
         other.load_dict(content, path)
     with pytest.raises(ConfigError, match="TASK.NAME: unsaved_tensors names x, which the model lacks"):
-        describe_unsaved(get_cfg(), ["x"], state.model.state_dict())
+        describe_unsaved(["x"], state.model.state_dict(), "")
     nn.init.zeros_(state.model[0].weight)
     with pytest.raises(CheckpointError, match="the training changes tensors of unsaved_tensors, e.g. 0.weight"):
         save(folder, state)

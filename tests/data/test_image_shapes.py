@@ -84,7 +84,7 @@ def test_training_crops_have_the_size_and_all_flips(crop):
         counts = [sum(torch.equal(image, one) for image in single) for one in flipped]
         assert sum(counts) == len(keys) and min(counts) > 0
     if isinstance(crop, PaddedCrop):
-        _, drawn = draw_crops([crop], pixels, np.array(keys))
+        _, drawn = draw_crops([(crop, None)], pixels, np.array(keys))
         batch = crop_batch(crop, pixels.expand(len(keys), -1, -1, -1), drawn)
         assert torch.equal(batch, torch.stack(single))
 

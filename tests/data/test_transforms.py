@@ -109,7 +109,7 @@ def test_a_batch_is_cropped_as_its_images_are():
         pixels = torch.randint(0, 256, (20, channels, 32, 40), dtype=torch.uint8, generator=generator)
         crops = [PaddedCrop(size, padding), *([PaddedCrop(size, padding, mode="reflect")] if padding < size else [])]
         for transform in (*crops, CenterCrop(size + 4, size), CenterCrop(size, size + 9)):
-            together = crop_batch(transform, pixels, draw_crops([transform], pixels, np.array(positions))[1])
+            together = crop_batch(transform, pixels, draw_crops([(transform, None)], pixels, np.array(positions))[1])
             for image, position, result in zip(pixels, positions, together, strict=True):
                 assert torch.equal(transform(LazyImage(image), SampleRNG(*position)), result)
 

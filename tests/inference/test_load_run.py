@@ -272,5 +272,5 @@ def test_published_weights_of_timm_bring_their_preprocessing_and_class_names(mon
     crop = run.transform.crop
     size = published.test_input_size[-1]
     assert crop.size == size and crop.resize_to == int(size / published.test_crop_pct)
-    with pytest.raises(ConfigError, match="RUN: .*unknown model 'timm/resnet10x'; did you mean"):
+    with pytest.raises(ConfigError, match="RUN: .*unknown model 'timm/resnet10x' of timm/NAME; did you mean"):
         load_run("timm/resnet10x")

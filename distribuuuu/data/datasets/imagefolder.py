@@ -80,10 +80,13 @@ class ImageFolder(IndexedImages):
         if train and cfg.TEST.LABELS:
             message = f"got {cfg.TEST.LABELS} in training; fix: leave it empty, and set it for `distribuuuu test`"
             yield "TEST.LABELS", message
-        elif not (classes and all(holds_images(folder / each, extensions=extensions) for each in classes)):
+        elif classes in ((), ("images",)) or not all(
+            holds_images(folder / one, extensions=extensions) for one in classes
+        ):
             from distribuuuu.hints.sources import explain_folder
 
-            yield from explain_folder(name, Path(cfg[name].DATASET), cfg[name].SPLIT, extensions)
+            found = [*explain_folder(name, Path(cfg[name].DATASET), cfg[name].SPLIT, extensions)]
+            yield from found or super().find_problems(cfg, train)
         else:
             yield from super().find_problems(cfg, train)
 

@@ -196,7 +196,7 @@ ERRORS = [  # what makes the folder, FOLDER in it, further words, and the messag
     (three_images, "", (), r"FOLDER: classes with too few images: bee \(3\); expected 5 or more"),
     (no_images, "x.csv", (), r"has no line but its header"),
     (no_images, "", (), r"FOLDER: .* has no images in class folders; expected CLASS/IMAGE"),
-    (other_files, "x.xlsx", (), r"FOLDER: .*x.xlsx is a file; expected a folder"),
+    (other_files, "x.xlsx", (), r"FOLDER: .*x.xlsx is a table; fix: save it as CSV"),
     (other_files, "x.zip", (), r"x.zip: is no ZIP, or is truncated or damaged"),
     (None, "", (), r"FOLDER.*no such folder"),
     (None, "/dev/null", (), r"FOLDER.*no such folder: /dev/null"),

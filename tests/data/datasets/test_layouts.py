@@ -16,7 +16,7 @@ FILES = {
     "a.7z": "is an archive of a kind that is not read; fix: unpack it, e.g. by tar -xf or 7-Zip",
     "ILSVRC2012_img_train.tar": "is an archive; fix: set DATA.NAME imagenet TRAIN.DATASET {parent}",
     "images.parquet": "is a table; fix: set DATA.NAME parquet TRAIN.DATASET",
-    "train.csv": "is a table; fix: set DATA.NAME list TRAIN.DATASET",
+    "train.csv": "is a table; fix: set DATA.NAME list TRAIN.DATASET", "a.xlsx": "is a table; fix: save it as CSV",
     "best.pth.tar": "is a checkpoint, not data", "a.npz": "is a file; expected a folder; fix: see docs/data.md",
 }  # fmt: skip
 
