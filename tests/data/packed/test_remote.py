@@ -236,7 +236,8 @@ def test_one_process_copies_and_a_killed_one_is_replaced(source, packed, tmp_pat
     children[2].join(60)
     assert children[2].exitcode == 0
     assert_same_files(next(path for path in (cache / "remote").iterdir() if path.is_dir()), packed / "train")
-    assert max(Counter(path for path, *_ in source.requests if "shard" in path).values()) == 1
+    shards = [path for path, *_ in source.requests if "shard" in path]
+    assert len(shards) < 2 * len({*shards}), "one process copies; it may try a request again"
 
 
 @pytest.fixture
