@@ -86,18 +86,20 @@ def quick_without_network() -> Iterator[None]:
     """
     from huggingface_hub import constants
 
-    url, reached = urlsplit(constants.ENDPOINT), threading.Event()
+    url, reached, ended = urlsplit(constants.ENDPOINT), threading.Event(), threading.Event()
 
     def connect() -> None:
         port = url.port or (80 if url.scheme == "http" else 443)
         with contextlib.suppress(OSError), socket.create_connection((url.hostname or "", port), _CONNECT_S):
             reached.set()
+        ended.set()
 
     if constants.HF_HUB_OFFLINE or getproxies():  # of a proxy, nothing is known before a request
         yield
         return
     threading.Thread(target=connect, daemon=True).start()  # as the search for an address has no time limit
-    constants.HF_HUB_OFFLINE = not reached.wait(_CONNECT_S)
+    ended.wait(_CONNECT_S)
+    constants.HF_HUB_OFFLINE = not reached.is_set()
     try:
         yield
     except OSError as error:

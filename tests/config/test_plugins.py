@@ -237,6 +237,7 @@ def test_the_plug_ins_of_shipped_recipes_register_the_names_that_find_them():
             assert cfg.PLUGINS == (str(folder / file),) and any(name in table for table in (MODELS, TASKS, DATASETS))
 
 
+@pytest.mark.slow
 def test_a_run_of_a_shipped_recipe_is_found_again_without_a_word(image_folder, tmp_path):
     words = ("MODEL.ARCH", "airbench94", "MODEL.KWARGS.width", 24, "TASK.NAME", "airbench", "OPTIM.MAX_EPOCH", 1)
     out_dir = tmp_path / "out"

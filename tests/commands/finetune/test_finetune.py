@@ -278,6 +278,7 @@ def test_a_fine_tuning_is_tested_once_and_gives_a_run(photos, finished_run, tmp_
         train_model(load_cfg(str(out / "finetune.yaml"), ["OUT_DIR", str(tmp_path / "x"), "FINETUNE.HEAD", "probe"]))
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_in_the_result(photos, tmp_path, here):
     torch.manual_seed(0)
     torch.save(timm.create_model("test_vit", num_classes=7, img_size=32).state_dict(), tmp_path / "vit.pth")

@@ -149,7 +149,7 @@ def test_calibrate_and_report(shapes_run, tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("to", ["safetensors", slow("onnx"), slow("torch"), slow("timm")])
+@pytest.mark.parametrize("to", [slow("safetensors"), slow("onnx"), slow("torch"), slow("timm")])
 def test_an_export_has_temperature_and_threshold_and_is_checked_with_both(small_cfg, tmp_path, monkeypatch, to):
     from support.saved_runs import save_run
 
