@@ -148,9 +148,7 @@ class CheckpointManager:
                 return
             except OSError as error:
                 self._error = str(error)
-            except (
-                BaseException
-            ) as error:  # of any kind, which would end with this thread: the training raises it again
+            except BaseException as error:  # would end with this thread; the training raises it again
                 self._bug = error
                 return
             if is_first:

@@ -84,7 +84,7 @@ def run_guarded(run: Callable[[], int]) -> int:
             return error.status
         except RunStopped as stopped:
             return stopped.status
-        except Exception:
+        except Exception:  # of any kind: it is raised again, unless a signal is ending the process
             if not SignalState.current.is_ending:
                 raise
             sys.excepthook(*sys.exc_info())

@@ -105,14 +105,12 @@ def export_run(
                 code = render_code(run, to, threshold, has_paths=True)
                 checked = check_export(run, images, folder, code, check_images, threshold)
             if checked["verified"] is False:
-                os.replace(folder / file, folder / f"{file}.unverified")
-                file = f"{file}.unverified"
+                file = (folder / file).rename(folder / f"{file}.unverified").name
             record = {"format": to, "file": file, **checked, **_describe_source(run),
                       "promised_precision": precision, "threshold": threshold}  # fmt: skip
             _write_json(folder / "export.json", record)
-            (folder / "README.md").write_text(
-                render_card(run, record, render_code(run, to, threshold)), encoding="utf-8"
-            )
+            card = render_card(run, record, render_code(run, to, threshold))
+            (folder / "README.md").write_text(card, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"OUT: {target} cannot be written: {error.strerror or error}; nothing is left") from error
     return record
