@@ -49,21 +49,29 @@ class OwnLoss(CrossEntropy):
 """
 # It leaves a file beside it when it is imported.
 HOSTILE = "from pathlib import Path\nPath(__file__).with_suffix('.imported').touch()\n"
+REGISTRIES = (TASKS, LOSSES, MODELS, DATASETS, OPTIMIZERS, SCHEDULES)
+is_own = re.compile("distribuuuu_plugin_|.*_of_this_test").match
 
 
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch, tmp_path):
-    """Start with an empty record of plug-ins, in `tmp_path`; forget entries and modules of plug-ins after the test."""
+    """Start with an empty record of plug-ins, in `tmp_path`; forget entries and modules of plug-ins after the test.
+
+    Those that other test modules have imported come back.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
+    tables, modules = [(registry, dict(registry._table)) for registry in REGISTRIES], dict(sys.modules)
     yield
     forget()
+    for registry, table in tables:
+        registry._table.update(table)
+    sys.modules.update({name: module for name, module in modules.items() if is_own(name)})
 
 
 def forget() -> None:
     """Remove the plug-ins from this process, as if it were a new one."""
-    is_own = re.compile("distribuuuu_plugin_|.*_of_this_test").match
-    for registry in (TASKS, LOSSES, MODELS, DATASETS, OPTIMIZERS, SCHEDULES):
+    for registry in REGISTRIES:
         for name in [name for name, entry in registry._table.items() if is_own(entry.__module__)]:
             del registry._table[name]
     for name in filter(is_own, [*sys.modules]):

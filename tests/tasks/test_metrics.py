@@ -299,8 +299,7 @@ class Logging(Classification):
 def task(monkeypatch):
     """Register the task for the length of a test."""
     TASKS.get("distillation")  # imports the modules of the package, which register their entries once
-    monkeypatch.setattr(TASKS, "_table", dict(TASKS._table))
-    TASKS.register("logging")(Logging)
+    monkeypatch.setitem(TASKS._table, "logging", Logging)
     BATCHES.clear()
 
 
