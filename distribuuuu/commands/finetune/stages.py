@@ -28,7 +28,7 @@ from distribuuuu.commands.finetune.head import (
     write_model,
     write_probe,
 )
-from distribuuuu.commands.finetune.recipe import build_recipe, choose_epochs, measure_epoch
+from distribuuuu.commands.finetune.recipe import FEWEST_EPOCHS, build_recipe, choose_epochs, measure_epoch, seconds_of
 from distribuuuu.commands.finetune.summary import format_backbones, format_choice, next_commands
 from distribuuuu.commands.finetune.views import choose_views
 from distribuuuu.commands.scan.splitting import Images, write_split
@@ -235,10 +235,11 @@ def plan_training(
     stored_s = sum(entry.get("seconds", 0.0) for entry in decisions.content.values())
     left_s = 60 * flags.minutes - _OTHER_S - stored_s
     epochs = choose_epochs(left_s, epoch_s / flags.nproc, evaluation_s)
-    fits = f"{counted(epochs, 'epoch')} {'fits' if epochs == 1 else 'fit'} into {flags.minutes:g} min"
-    if not epochs:  # two would
-        missing_s = 2 * epoch_s / flags.nproc + 9 * evaluation_s - left_s
-        fits = f"none fits into {flags.minutes:g} min; fix: --minutes {math.ceil(flags.minutes + missing_s / 60)}"
+    fits = f"{epochs} epochs fit into {flags.minutes:g} min"
+    if not epochs:
+        missing_s = seconds_of(FEWEST_EPOCHS, epoch_s / flags.nproc, evaluation_s) - left_s
+        needed = math.ceil(flags.minutes + missing_s / 60)
+        fits = f"the {FEWEST_EPOCHS} that can gain need --minutes {needed}, so the probe is kept"
     say(f"fine-tuning: an epoch takes {epoch_s:.0f} s; {fits}")
     return {"epochs": epochs, "epoch_s": epoch_s, "evaluation_s": evaluation_s, "left_s": left_s}
 
