@@ -44,13 +44,13 @@ def write_sources(folder: Path) -> dict[Path, tuple[Config, Callable | None]]:
     paths = sorted((folder / "images").rglob("*.jpg"))
     rows = [
         {"image": {"bytes": path.read_bytes(), "path": path.name}, "path": str(path), "label": number % 2,
-         "name": path.parent.name, "tags": [number % 2], "value": number / 2}
+         "name": path.parent.name, "value": number / 2}
         for number, path in enumerate(paths)
     ]  # fmt: skip
     table = pyarrow.Table.from_pylist(rows)
     features = {"label": {"names": ["a", "b"], "_type": "ClassLabel"}}
     table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
-    for name in ("one", "several"):
+    for name in ("numbers", "names"):
         (folder / name).mkdir()
         pyarrow.parquet.write_table(table, folder / name / "train.parquet", row_group_size=2)
     lines = [f"{row['path']},{row['name']},{row['value']},{row['label']},{1 - row['label']}" for row in rows]
@@ -64,8 +64,8 @@ def write_sources(folder: Path) -> dict[Path, tuple[Config, Callable | None]]:
         return changed(cfg, {"DATA.NAME": name, **{f"DATA.TABLE.{key}": value for key, value in table.items()}})
 
     return {
-        folder / "one/train.parquet": (cfg_of("parquet", folder / "one"), None),
-        folder / "several/train.parquet": (cfg_of("parquet_multilabel", folder / "several", labels="tags"), None),
+        folder / "numbers/train.parquet": (cfg_of("parquet", folder / "numbers"), None),
+        folder / "names/train.parquet": (cfg_of("parquet", folder / "names", label="name"), None),
         folder / "hot.csv": (cfg_of("list", folder, file="hot.csv", label=("x", "y")), craft_text),
         folder / "train.tsv":
             (cfg_of("multilabel", folder, file="train.tsv", path="path", labels=("label",)), craft_text),

@@ -29,11 +29,10 @@ from distribuuuu.files.image_files import TABLE_ENDINGS, find_tables
 
 
 @dataclass
-class TableColumns:
-    """The keys of DATA.TABLE that all tables have."""
+class TableFile:
+    """The key of DATA.TABLE that all tables have."""
 
     file: str = setting("", "table below the data's folder, {} for the split; default: {}.csv, .tsv, .txt")
-    split: str = setting("", "column that selects the rows of TRAIN.SPLIT and TEST.SPLIT")
 
     def __post_init__(self) -> None:
         if PurePath(self.file).is_absolute() or ".." in PurePath(self.file).parts:
@@ -41,13 +40,14 @@ class TableColumns:
 
 
 @dataclass
-class PathColumns(TableColumns):
+class PathColumns(TableFile):
     """The keys of DATA.TABLE that all kinds of lists have."""
 
     path: str = setting("path", "column of the paths of the images")
     template: str = setting("{}", "path of an image, with the field of the column in the place of {}")
     delimiter: str = setting("", "between the fields; default: a comma, or a tab in a .tsv")
     columns: tuple[str, ...] = setting((), "names of all columns of a text without a header")
+    split: str = setting("", "column that selects the rows of TRAIN.SPLIT and TEST.SPLIT")
     names: tuple[str, ...] = setting((), "table of class names: its file, its column of labels, its column of names")
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class PathColumns(TableColumns):
             raise ValueError(f"got columns {[*self.columns]}; expected a different name for each column")
         if len(self.names) not in (0, 3):
             raise ValueError(f"got names {[*self.names]}; expected a file and two of its columns: [FILE, LABEL, NAME]")
-        TableColumns(file="".join(self.names[:1]))  # it is below the folder, too
+        TableFile(file="".join(self.names[:1]))  # it is below the folder, too
 
 
 @dataclass
@@ -86,7 +86,7 @@ class LabelsColumns(PathColumns):
 class TableSet(IndexedImages):
     """The images of a table, with one or more labels each; a family defines `open_split`."""
 
-    Columns: type[Any] = TableColumns
+    Columns: type[Any] = TableFile
     names_places = True
     # The key of DATA.TABLE that names the columns of the labels.
     key = "label"

@@ -27,9 +27,8 @@ from distribuuuu.config.settings import setting
 from distribuuuu.data.datasets.archive_members import read_member
 from distribuuuu.data.datasets.array_file import Content, find_stamp, pack_names
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.data.datasets.image_list import TableColumns, TableSet
+from distribuuuu.data.datasets.image_list import TableFile, TableSet
 from distribuuuu.data.datasets.index import open_index
-from distribuuuu.data.datasets.table_file import TableSpec, parse_labels
 from distribuuuu.data.datasets.targets import encode_labels
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.cache_folder import cache_folder
@@ -40,7 +39,6 @@ from distribuuuu.files.untrusted import parse_json, printable
 # those of `save_to_disk` and of the cache of the package `datasets`.
 _PATTERNS = ("{}.parquet", "{}-*.parquet", "{}/*.parquet", "data/{}-*.parquet", "data/{}/*.parquet", "*/{}-*.parquet",
              "*/{}/*.parquet", "{}.arrow", "{}/data-*.arrow", "*-{}.arrow", "*-{}-[0-9]*.arrow")  # fmt: skip
-_ALL_PATTERNS = ("*.parquet", "data/*.parquet", "data-*.arrow")
 # Bytes of the texts and entries in the metadata of a file, and of the largest row group, uncompressed.
 _MAX_METADATA, _MAX_GROUP = 64 << 20, 4 << 30
 # Seconds to wait for another process that copies the same file; its lock ends with it.
@@ -48,47 +46,33 @@ _LONGEST_COPY_S = 86_400.0
 
 
 @dataclass
-class ParquetColumns(TableColumns):
+class ParquetColumns(TableFile):
     """The keys of DATA.TABLE; of `file`, the default are the names above."""
 
     image: str = setting("image", "column with the bytes of the image file, or with {bytes, path}")
-
-
-@dataclass
-class ParquetLabel(ParquetColumns):
-    """The keys of DATA.TABLE for one class per image."""
-
-    label: tuple[str, ...] = setting(("label",), "column of the class: a number or a name")
-
-
-@dataclass
-class ParquetLabels(ParquetColumns):
-    """The keys of DATA.TABLE for any number of classes per image."""
-
-    labels: tuple[str, ...] = setting(("labels",), "column of lists of classes; several: a column of 0 and 1 for each")
+    label: str = setting("label", "column of the class: a number or a name")
 
 
 @DATASETS.register("parquet")
 class ParquetSet(TableSet):
     """The images of parquet files with one class each."""
 
-    Columns: type[Any] = ParquetLabel
+    Columns: type[Any] = ParquetColumns
     fault = "DATASET"
 
     @classmethod
     def open_split(cls, cfg, name: str, trained: ImageDataset | None = None) -> ImageDataset:
         """Return the images of cfg.TRAIN or cfg.TEST."""
         root, split, columns = cfg[name].DATASET, cfg[name].SPLIT, cls.read_columns(cfg)
-        if name == "TEST" and columns.file and "{}" not in columns.file and not columns.split:
-            fix = "fix: DATA.TABLE.split COLUMN, or put {} for the split into DATA.TABLE.file"
+        if name == "TEST" and columns.file and "{}" not in columns.file:
+            fix = "fix: put {} for the split into DATA.TABLE.file"
             raise ConfigError(f"{columns.file} has the training images too; {fix}")
-        spec = TableSpec(columns.image, cls.key, getattr(columns, cls.key), split=columns.split, value=split)
         cache = cache_folder(cfg.DATA.CACHE_DIR)
-        paths = find_arrow_files(root, split, columns, spec, cache)
+        paths = find_arrow_files(root, split, columns, cache)
         folder = os.path.commonpath([os.path.dirname(path) for path in paths])
         names = [os.path.relpath(path, folder) for path in paths]
-        scan = partial(scan_files, folder, names, spec)
-        index = open_index(f"{root}, split {split}", folder, f"{names} {spec}", cache, scan)
+        scan = partial(scan_files, folder, names, columns)
+        index = open_index(f"{root}, split {split}", folder, f"{names} {columns}", cache, scan)
         return cls(index, trained.classes if trained else None)
 
     def read(self, index: int) -> bytearray:
@@ -97,13 +81,6 @@ class ParquetSet(TableSet):
         if not data:
             raise ValueError("has no bytes; a path in the file is not followed")
         return data
-
-
-@DATASETS.register("parquet_multilabel")
-class ParquetMultilabel(ParquetSet):
-    """The images of parquet files with any number of classes each."""
-
-    targets, key, Columns = "labels", "labels", ParquetLabels
 
 
 # ------------------------------------------------------------------------------------------- files
@@ -117,25 +94,26 @@ def _naming(path: str) -> Iterator[None]:
     except ConfigError:
         raise
     except ImportError as error:
-        fix = "fix: pip install 'distribuuuu[parquet]', for hf:// also 'distribuuuu[hf]'"
+        fix = "fix: pip install 'distribuuuu[parquet]'"
         raise ConfigError(f"DATA.NAME: {path} needs a package that is not installed: {error}; {fix}") from error
     except Exception as error:  # they raise nearly anything for a damaged file
         reason = printable(" ".join(str(error).split()))[:200]
         raise ConfigError(f"{path} cannot be read: {type(error).__name__}: {reason}") from error
 
 
-def find_arrow_files(root: str, split: str, columns: Any, spec: TableSpec, cache: Path) -> list[str]:
+def find_arrow_files(root: str, split: str, columns: ParquetColumns, cache: Path) -> list[str]:
     """Return the paths of the Arrow files of a split, or of the copies of its parquet files; ConfigError: none."""
-    patterns = [columns.file] if columns.file else [*_PATTERNS, *(_ALL_PATTERNS if columns.split else ())]
-    with _naming(root):
-        import fsspec
-        import pyarrow.parquet  # noqa: F401
-
-        system, base = fsspec.url_to_fs(root)
-        names = (f"{glob.escape(base)}/{pattern.replace('{}', glob.escape(split))}" for pattern in patterns)
-        paths = next(filter(None, (sorted(filter(system.isfile, system.glob(name))) for name in names)), [])
+    if "://" in root:
+        fix = "fix: hf download OWNER/NAME --repo-type dataset --local-dir FOLDER"
+        raise ConfigError(f"got {root}; expected a folder; {fix}")
+    patterns = [columns.file] if columns.file else _PATTERNS
+    base = glob.escape(os.path.abspath(root))
+    names = (f"{base}/{pattern.replace('{}', glob.escape(split))}" for pattern in patterns)
+    found = (sorted(filter(os.path.isfile, glob.glob(name, recursive=True))) for name in names)
+    paths = next(filter(None, found), [])
     if not paths:
-        held = sorted({path.name for pattern in _ALL_PATTERNS for path in Path(root).glob(pattern)})
+        every = (glob.glob(f"{glob.escape(root)}/{name}") for name in ("*.parquet", "data/*.parquet", "data-*.arrow"))
+        held = sorted({os.path.basename(path) for some in every for path in some})
         from distribuuuu.hints.sources import similar_option
 
         option = similar_option(split, dict.fromkeys(re.split("[-.]", name)[0] for name in held))
@@ -145,54 +123,57 @@ def find_arrow_files(root: str, split: str, columns: Any, spec: TableSpec, cache
     if len({os.path.dirname(path) for path in paths}) > 1 and not columns.file:
         fix = f"fix: DATA.TABLE.file '{os.path.basename(os.path.dirname(paths[0]))}/{{}}-*.parquet'"
         raise ConfigError(f"{root} has several configurations with the split {split}; {fix}")
-    return [os.path.abspath(path) if path.endswith(".arrow") else copy_parquet(system, path, spec, cache)
-            for path in paths]  # fmt: skip
+    return [path if path.endswith(".arrow") else copy_parquet(path, columns, cache) for path in paths]
 
 
-def copy_parquet(system: Any, path: str, spec: TableSpec, cache: Path) -> str:
+def copy_parquet(path: str, columns: ParquetColumns, cache: Path) -> str:
     """Return the path of the uncompressed Arrow file with the rows of a parquet file, which is written once.
 
     It is written again if the parquet file changes. The sizes of untrusted files are limited.
     """
-    import pyarrow.parquet
+    with _naming(path):
+        import pyarrow.parquet
     from tqdm import tqdm
 
-    own = hashlib.sha256(os.fsencode(f"{system.protocol}\0{os.path.dirname(path)}")).hexdigest()[:32]
+    own = hashlib.sha256(os.fsencode(os.path.dirname(path))).hexdigest()[:32]
     copy = cache / "arrow" / own / f"{os.path.splitext(os.path.basename(path))[0]}.arrow"
     with _naming(path), take_turn(copy, _LONGEST_COPY_S):
-        info = system.info(path)
-        version = repr([info.get(key) for key in ("size", "mtime", "blob_id", "ETag")]).encode()
-        with contextlib.suppress(OSError, pyarrow.ArrowInvalid), pyarrow.memory_map(str(copy)) as file:
-            if pyarrow.ipc.open_stream(file).schema.metadata.get(b"source") == version:
+        stamp = find_stamp(path)
+        with contextlib.suppress(OSError, pyarrow.ArrowInvalid), pyarrow.memory_map(str(copy)) as opened:
+            if pyarrow.ipc.open_stream(opened).schema.metadata.get(b"source") == repr(stamp).encode():
                 return str(copy)
         limits = {"thrift_string_size_limit": _MAX_METADATA, "thrift_container_size_limit": _MAX_METADATA >> 6}
-        with system.open(path, "rb") as opened, pyarrow.parquet.ParquetFile(opened, **limits) as file:
-            check_columns(path, file.schema_arrow, spec)
+        with pyarrow.parquet.ParquetFile(path, **limits) as file:
+            check_columns(path, file.schema_arrow, columns)
             groups = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
             if any(group.total_byte_size > _MAX_GROUP for group in groups):
                 raise ValueError(f"a row group of more than {_MAX_GROUP >> 30} GiB")
-            if sum(group.num_rows for group in groups) > info["size"]:  # each image has at least a byte
+            if sum(group.num_rows for group in groups) > stamp[0]:  # each image has at least a byte
                 raise ValueError("more rows than bytes")
             needed, free = sum(group.total_byte_size for group in groups), shutil.disk_usage(copy.parent).free
             if needed > free:
                 fix = "fix: DATA.CACHE_DIR FOLDER, or distribuuuu pack on a machine with more space"
                 raise ConfigError(f"{copy} needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; {fix}")
-            schema = file.schema_arrow.with_metadata({**(file.schema_arrow.metadata or {}), b"source": version})
+            metadata = {**(file.schema_arrow.metadata or {}), b"source": repr(stamp).encode()}
+            schema = file.schema_arrow.with_metadata(metadata)
             with replacing(copy) as target, pyarrow.ipc.new_stream(target, schema) as writer:
                 for number in tqdm(range(len(groups)), desc=f"{path} to {copy}", unit="group", leave=False, delay=1):
                     writer.write_table(file.read_row_group(number, use_threads=False).cast(schema))
     return str(copy)
 
 
-def check_columns(path: str, schema: Any, spec: TableSpec) -> None:
-    """Raise ConfigError if a file lacks a column, or if that of the images holds none."""
-    if missing := [name for name in spec.needed if name not in schema.names]:
+def check_columns(path: str, schema: Any, columns: ParquetColumns) -> None:
+    """Raise ConfigError if a file lacks a column, or if one has other values than images and single classes."""
+    if missing := [name for name in (columns.image, columns.label) if name not in schema.names]:
         has = f"it has {', '.join(schema.names)}{did_you_mean(missing[0], schema.names)}"
         raise ConfigError(f"{path} has no column {', '.join(missing)}; {has}; fix: see DATA.TABLE")
-    kind = str(schema.field(spec.path).type)
+    kind = str(schema.field(columns.image).type)
     if not re.fullmatch(r"(large_)?binary|struct<(.*, )?bytes: (large_)?binary(,.*)?>", kind):
         fix = "fix: DATA.TABLE.image COLUMN; save a table of paths as CSV, for DATA.NAME list"
-        raise ConfigError(f"{path}: column {spec.path} has {kind}; expected bytes of images; {fix}")
+        raise ConfigError(f"{path}: column {columns.image} has {kind}; expected bytes of images; {fix}")
+    if (kind := schema.field(columns.label).type).num_fields:
+        fix = "fix: DATA.TABLE.label COLUMN; for several classes save files and a CSV, for DATA.NAME multilabel"
+        raise ConfigError(f"{path}: column {columns.label} has {kind}; expected one class per image; {fix}")
 
 
 def find_images(column: Any, whole: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -217,9 +198,7 @@ def find_images(column: Any, whole: Any) -> tuple[np.ndarray, np.ndarray]:
 def class_names(metadata: Any, column: str) -> tuple[str, ...]:
     """Return the names of the classes in a column, which the package `datasets` stores; empty if there are none."""
     try:
-        content = parse_json((metadata or {}).get(b"huggingface", b"{}"))
-        feature = content["info"]["features"][column]
-        names = feature.get("feature", feature)["names"]
+        names = parse_json((metadata or {}).get(b"huggingface", b"{}"))["info"]["features"][column]["names"]
     except (ValueError, LookupError, TypeError, AttributeError):
         return ()
     is_valid = isinstance(names, list) and all(isinstance(name, str) for name in names)
@@ -229,46 +208,37 @@ def class_names(metadata: Any, column: str) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------ labels
 
 
-def scan_files(folder: str, names: Sequence[str], spec: TableSpec) -> Content:
+def scan_files(folder: str, names: Sequence[str], columns: ParquetColumns) -> Content:
     """Return the content of the index of a split; images are not read.
 
-    The names of a column are those in the metadata; without them, the sorted labels, numbers by value.
+    The names of the classes are those in the metadata; without them, the sorted labels, numbers by value.
     """
-    tables, places = list[Any](), list[tuple[np.ndarray, np.ndarray]]()
-    stamps = [find_stamp(os.path.join(folder, name)) for name in names]
-    for name in names:
-        table, found = _read_table(os.path.join(folder, name), spec)
-        tables.append(table)
-        places.append(found)
-
-    def read_all(column: str) -> list[Any]:
-        return [value for table in tables for value in table[column].to_pylist()]
-
-    is_kept = np.ones(sum(map(len, tables)), bool)
-    if spec.split:
-        is_kept = np.array([str(value) == spec.value for value in read_all(spec.split)], bool)
-    kept, path = np.flatnonzero(is_kept), os.path.join(folder, names[0])
-    if not len(kept):
-        raise ConfigError(f"{path} has no image of the split {spec.value}")
-    columns = [[values[row] for row in kept] for values in map(read_all, spec.columns)]
-    labels, classes = _read_labels(columns, class_names(tables[0].schema.metadata, spec.columns[0]), spec, path)
-    meta, arrays = encode_labels(labels, classes, several=spec.key == "labels")
-    rows = np.concatenate([np.arange(1, 1 + len(table)) for table in tables])
+    paths = [os.path.join(folder, name) for name in names]
+    stamps = [find_stamp(path) for path in paths]
+    tables = [_read_table(path, columns) for path in paths]
+    nums = [len(sizes) for *_, sizes in tables]
+    values, own = [value for values, *_ in tables for value in values], tables[0][1]
+    if not values:
+        raise ConfigError(f"{paths[0]} has no images")
+    known = set(values)
+    has_numbers = all(isinstance(value, (int, float)) for value in known)
+    classes = [*map(_to_text, sorted(known))] if has_numbers else sorted(map(str, known))
+    meta, arrays = encode_labels([[_to_text(value, own)] for value in values], own or classes)
     arrays |= {
         **pack_names("files", [*map(os.fsencode, names)]),
         "stamps": np.array(stamps, np.int64),
-        **pack_names("names", [b"row %d" % row for row in rows[kept].tolist()]),
-        "file": np.arange(len(tables), dtype=np.int32).repeat([*map(len, tables)])[kept],
-        "offset": np.concatenate([offsets for offsets, _ in places])[kept],
-        "size": np.concatenate([sizes for _, sizes in places])[kept],
-        "packed": np.zeros(len(kept), np.uint32),
-        "crc32": np.zeros(len(kept), np.uint32),
+        **pack_names("names", [b"row %d" % row for num in nums for row in range(1, 1 + num)]),
+        "file": np.arange(len(tables), dtype=np.int32).repeat(nums),
+        "offset": np.concatenate([offsets for *_, offsets, _ in tables]),
+        "size": np.concatenate([sizes for *_, sizes in tables]),
+        "packed": np.zeros(len(values), np.uint32),
+        "crc32": np.zeros(len(values), np.uint32),
     }
     return {**meta, "notes": [], "ignored": {}, "num_beside": 0}, arrays
 
 
-def _read_table(path: str, spec: TableSpec) -> tuple[Any, tuple[np.ndarray, np.ndarray]]:
-    """Return the needed columns of an Arrow file, and the places of its images, see `find_images`."""
+def _read_table(path: str, columns: ParquetColumns) -> tuple[list[Any], tuple[str, ...], np.ndarray, np.ndarray]:
+    """Return the labels in an Arrow file, the names of its classes, and the places of its images, see `find_images`."""
     with _naming(path):
         import pyarrow
 
@@ -276,34 +246,11 @@ def _read_table(path: str, spec: TableSpec) -> tuple[Any, tuple[np.ndarray, np.n
             whole = file.read_buffer()
             is_file = whole.slice(0, 6).to_pybytes() == b"ARROW1"
             table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(whole).read_all()
-            check_columns(path, table.schema, spec)
-            needed = table.select([*dict.fromkeys(spec.needed)])
+            check_columns(path, table.schema, columns)
+            needed = table.select([columns.image, columns.label])
             needed.validate(full=True)
-            return needed, find_images(table[spec.path], whole)
-
-
-def _read_labels(
-    columns: Sequence[Sequence[Any]], own: Sequence[str], spec: TableSpec, path: str
-) -> tuple[list[list[str]], Sequence[str]]:
-    """Return the labels of each image as texts, and the names of the classes in their order.
-
-    The values of a column are numbers or names, or lists of them for several classes; `own` are the names of numbers in
-    this file. Several columns of one class each hold 0 and 1.
-    """
-    if len(columns) > 1:
-        rows = zip(*columns, strict=True)
-        found = [parse_labels(spec, ["" if value is None else _to_text(value) for value in row]) for row in rows]
-        if wrong := [labels for labels in found if isinstance(labels, str)]:
-            raise ConfigError(f"{path} {wrong[0]}")
-        return [[*labels] for labels in found], spec.columns
-    (values,) = columns
-    if spec.key == "labels" and not all(isinstance(value, (list, type(None))) for value in values):
-        raise ConfigError(f"{path}: expected lists of labels")
-    lists = [value or [] for value in values] if spec.key == "labels" else [[value] for value in values]
-    known = {value for several in lists for value in several}
-    has_numbers = all(isinstance(value, (int, float)) for value in known)
-    names = map(_to_text, sorted(known)) if has_numbers else sorted(map(str, known))
-    return [[_to_text(value, own) for value in several] for several in lists], tuple(own) or tuple(names)
+            own = class_names(table.schema.metadata, columns.label)
+            return needed[columns.label].to_pylist(), own, *find_images(table[columns.image], whole)
 
 
 def _to_text(value: Any, own: Sequence[str] = ()) -> str:

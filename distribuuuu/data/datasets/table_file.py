@@ -191,8 +191,8 @@ def without_fractions(labels: list[list[str]]) -> None:
             row[:] = [label.partition(".")[0] for label in row]
 
 
-def parse_labels(spec: TableSpec, cells: Sequence[Any]) -> list[str] | str:
-    """Return the labels in the fields of an image, or what is wrong with them; a field may be a list of labels."""
+def parse_labels(spec: TableSpec, cells: Sequence[str]) -> list[str] | str:
+    """Return the labels in the fields of an image, or what is wrong with them."""
     if len(cells) > 1:
         if any(cell in _UNCERTAIN for cell in cells):
             if spec.uncertain < 0:
@@ -203,9 +203,7 @@ def parse_labels(spec: TableSpec, cells: Sequence[Any]) -> list[str] | str:
             return "has values other than 0 and 1 in columns of one class each"
         names = [name for name, bit in zip(spec.columns, bits, strict=True) if bit]
         return names if spec.key == "labels" or len(names) == 1 else "has images without exactly one 1"
-    parts = cells
-    if spec.key == "labels":
-        parts = cells[0] if isinstance(cells[0], list) else _split(cells[0], spec.separator or ";")
+    parts = _split(cells[0], spec.separator or ";") if spec.key == "labels" else cells
     names = list(dict.fromkeys(name for name in parts if name))
     return names if names or spec.key == "labels" else "has images without a label"
 
