@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,17 +54,15 @@ class Source(NamedTuple):
 
     Attributes:
         num_classes: 0: it depends on the settings.
-        splits: the values of TRAIN.SPLIT and TEST.SPLIT; empty: it has no evaluation images of its own.
+        splits: the values of TRAIN.SPLIT and TEST.SPLIT.
         keyword: the argument that selects them; of `train`, the value is true for the split train.
-        settings: the names in DATA.KWARGS that are arguments, with their defaults.
-        folder: its class folders below the root, if it has any.
+        settings: the names in DATA.KWARGS that are arguments.
     """
 
     num_classes: int
     splits: tuple[str, ...] = ("train", "test")
     keyword: str = "split"
-    settings: Mapping[str, Any] = {}
-    folder: str = ""
+    settings: tuple[str, ...] = ()
 
 
 _WITH_VAL = ("train", "val", "test")
@@ -72,40 +70,30 @@ _SMALL = Source(10, keyword="train")
 SOURCES = {
     "CIFAR10": _SMALL,
     "CIFAR100": _SMALL._replace(num_classes=100),
-    "Caltech101": Source(101, (), folder="caltech101/101_ObjectCategories"),
-    "Caltech256": Source(257, (), folder="caltech256/256_ObjectCategories"),
-    "Country211": Source(211, ("train", "valid", "test")),
-    "DTD": Source(47, _WITH_VAL, settings={"partition": 1}),
-    "EMNIST": _SMALL._replace(num_classes=0, settings={"split": "balanced"}),
-    "EuroSAT": Source(10, (), folder="eurosat/2750"),
-    "FGVCAircraft": Source(0, (*_WITH_VAL, "trainval"), settings={"annotation_level": "variant"}),
+    "DTD": Source(47, _WITH_VAL, settings=("partition",)),
+    "EMNIST": _SMALL._replace(num_classes=0, settings=("split",)),
+    "FGVCAircraft": Source(0, (*_WITH_VAL, "trainval"), settings=("annotation_level",)),
     "FashionMNIST": _SMALL,
     "Flowers102": Source(102, _WITH_VAL),
     "Food101": Source(101),
     "GTSRB": Source(43),
-    "Imagenette": Source(10, ("train", "val"), settings={"size": "full"}),
+    "Imagenette": Source(10, ("train", "val"), settings=("size",)),
     "KMNIST": _SMALL,
     "MNIST": _SMALL,
     "OxfordIIITPet": Source(37, ("trainval", "test")),
-    "Places365": Source(365, ("train-standard", "train-challenge", "val"), settings={"small": False}),
+    "Places365": Source(365, ("train-standard", "train-challenge", "val"), settings=("small",)),
     "QMNIST": _SMALL,
-    "RenderedSST2": Source(2, _WITH_VAL),
     "STL10": Source(10),
-    "SUN397": Source(397, ()),
     "SVHN": Source(10, ("train", "test", "extra")),
     "StanfordCars": Source(196),
     "USPS": _SMALL,
 }
 _PREFIX = "torchvision/"
 # Splits in the place of the default, if a set has no split of that name.
-_OTHER_NAMES = {"train": ("trainval", "train-standard"), "val": ("valid", "test")}
+_OTHER_NAMES = {"train": ("trainval", "train-standard"), "val": ("test",)}
 
 
-@DATASETS.register("torchvision/Caltech101")
-@DATASETS.register("torchvision/Caltech256")
-@DATASETS.register("torchvision/Country211")
 @DATASETS.register("torchvision/DTD")
-@DATASETS.register("torchvision/EuroSAT")
 @DATASETS.register("torchvision/FGVCAircraft")
 @DATASETS.register("torchvision/Flowers102")
 @DATASETS.register("torchvision/Food101")
@@ -113,9 +101,7 @@ _OTHER_NAMES = {"train": ("trainval", "train-standard"), "val": ("valid", "test"
 @DATASETS.register("torchvision/Imagenette")
 @DATASETS.register("torchvision/OxfordIIITPet")
 @DATASETS.register("torchvision/Places365")
-@DATASETS.register("torchvision/RenderedSST2")
 @DATASETS.register("torchvision/STL10")
-@DATASETS.register("torchvision/SUN397")
 @DATASETS.register("torchvision/StanfordCars")
 class NamedSet(ImageDataset):
     """The set DATA.NAME torchvision/NAME below TRAIN.DATASET and TEST.DATASET."""
@@ -127,12 +113,11 @@ class NamedSet(ImageDataset):
     class Settings:
         """DATA.KWARGS: the arguments of all sets, each for the set that its help names."""
 
-        val: float | None = setting(None, "evaluation images of a set without splits: share of a class", 0.001, 0.9)
-        annotation_level: str | None = setting(None, "FGVCAircraft", choices=("variant", "family", "manufacturer"))
-        partition: int | None = setting(None, "DTD", 1, 10)
-        size: str | None = setting(None, "Imagenette", choices=("full", "320px", "160px"))
-        small: bool | None = setting(None, "Places365: images of 256 px")
-        split: str | None = setting(None, "EMNIST", choices=("byclass", "bymerge", "balanced", "letters", "digits"))
+        annotation_level: str = setting("variant", "FGVCAircraft", choices=("variant", "family", "manufacturer"))
+        partition: int = setting(1, "DTD", 1, 10)
+        size: str = setting("full", "Imagenette", choices=("full", "320px", "160px"))
+        small: bool = setting(False, "Places365: images of 256 px")
+        split: str = setting("balanced", "EMNIST", choices=("byclass", "bymerge", "balanced", "letters", "digits"))
 
     def __init__(self, name: str, data: Any, key: str):
         import numpy as np
@@ -151,22 +136,16 @@ class NamedSet(ImageDataset):
         self._data: Any = None if self.has_files else data if pixels is None else np.asarray(pixels)
         if isinstance(self._data, np.ndarray) and self._data.ndim == 4 and self._data.shape[1] == 3:
             self._data = self._data.transpose(0, 2, 3, 1)
-        self._order = np.arange(len(labels))
 
     @classmethod
     def from_cfg(cls, cfg, train: bool) -> "NamedSet":
-        """Return the images of a split, or those that DATA.KWARGS.val selects."""
+        """Return the images of a split."""
         name, section, settings = cls._name_of(cfg), cfg.TRAIN if train else cfg.TEST, cls.read_settings(cfg)
         source, key = SOURCES[name], f"{'TRAIN' if train else 'TEST'}.DATASET"
-        given = {argument: getattr(settings, argument) for argument in source.settings}
-        arguments = {**source.settings, **{argument: value for argument, value in given.items() if value is not None}}
-        if source.splits:
-            split = _find_split(source, section.SPLIT)
-            arguments[source.keyword] = split == "train" if source.keyword == "train" else split
-        images = cls(name, open_source(name, section.DATASET, key, cfg.DATA.DOWNLOAD, **arguments), key)
-        if not source.splits and settings.val:
-            images.select(settings.val, train)
-        return images
+        arguments = {argument: getattr(settings, argument) for argument in source.settings}
+        split = _find_split(source, section.SPLIT)
+        arguments[source.keyword] = split == "train" if source.keyword == "train" else split
+        return cls(name, open_source(name, section.DATASET, key, cfg.DATA.DOWNLOAD, **arguments), key)
 
     @classmethod
     def _name_of(cls, cfg) -> str:
@@ -179,47 +158,29 @@ class NamedSet(ImageDataset):
         source, split = SOURCES[name], cfg[section].SPLIT
         if source.num_classes and cfg.MODEL.NUM_CLASSES != source.num_classes:
             yield "MODEL.NUM_CLASSES", class_count_mismatch(cfg, source.num_classes)
-        own = {*source.settings, *(() if source.splits else ("val",))}
-        for setting_name in sorted({*settings} - own):
-            expected = f"expected one of {', '.join(sorted(own))}" if own else "it has none"
+        for setting_name in sorted({*settings}.difference(source.settings)):
+            expected = f"expected one of {', '.join(source.settings)}" if source.settings else "it has none"
             yield f"DATA.KWARGS.{setting_name}", f"no such setting of {cfg.DATA.NAME}; {expected}"
-        if source.splits and not _find_split(source, split):
+        if not _find_split(source, split):
             hint = did_you_mean(split, source.splits)
             yield f"{section}.SPLIT", f"got {split!r}; {cfg.DATA.NAME} has {', '.join(source.splits)}{hint}"
-        if not source.splits and not settings.get("val"):
-            folder = Path(cfg[section].DATASET, source.folder)
-            other = f", or with its files: distribuuuu split {folder} --val 0.2 --out my_lists" if source.folder else ""
-            yield "DATA.NAME", f"{cfg.DATA.NAME} has no evaluation images; fix: DATA.KWARGS.val 0.2{other}"
 
     @classmethod
     def count_classes(cls, cfg) -> int:
         """Return the number of classes; 0 if it depends on the settings."""
         return SOURCES[cls._name_of(cfg)].num_classes
 
-    def select(self, share: float, train: bool) -> None:
-        """Keep the training or the evaluation images: a random share of each class, the same ones on any machine."""
-        import numpy as np
-
-        labels = np.asarray(self.labels)
-        order = np.random.RandomState(0).permutation(len(self.labels))  # its numbers are the same in all versions
-        members = [order[labels[order] == label] for label in range(len(self.classes))]
-        cuts = [round(share * len(part)) for part in members]
-        kept = [part[cut:] if train else part[:cut] for part, cut in zip(members, cuts, strict=True)]
-        self._order = np.sort(np.concatenate(kept))
-        self.labels = labels[self._order]
-
     def read(self, index: int) -> Any:
         """Return the bytes of an image file, its pixels, or what torchvision decodes."""
         if self._files:
             return read_file(self.describe(index))
-        item = self._data[int(self._order[index])]
+        item = self._data[index]
         return item[0] if isinstance(item, tuple) else item
 
     def describe(self, index: int) -> str:
         """Return the file of image `index`, or its number in torchvision's data set."""
-        place = int(self._order[index])
-        number = f"image {place}" if self.source else f"image {place} of {self.name}"
-        return name_at(*self._files, place) if self._files else number
+        number = f"image {index}" if self.source else f"image {index} of {self.name}"
+        return name_at(*self._files, index) if self._files else number
 
 
 @DATASETS.register("torchvision/CIFAR10")

@@ -16,10 +16,7 @@ from torchvision.datasets.mnist import FashionMNIST
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets.torchvision_sets import SOURCES, NamedSet, open_source
 from distribuuuu.data.loader import build_images
-from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
-
-EUROSAT = ["AnnualCrop", "Forest", "HerbaceousVegetation", "Highway", "Industrial", "Pasture", "PermanentCrop",
-           "Residential", "River", "SeaLake"]  # fmt: skip
+from distribuuuu.engine.preflight import find_run_problems
 
 
 def write_idx(path, array: np.ndarray) -> None:
@@ -29,7 +26,7 @@ def write_idx(path, array: np.ndarray) -> None:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """KMNIST, EuroSAT, GTSRB, DTD and Oxford-IIIT Pet of a few images."""
+    """KMNIST, GTSRB and Oxford-IIIT Pet of a few images."""
     root = tmp_path_factory.mktemp("named")
     raw = root / "KMNIST" / "raw"
     raw.mkdir(parents=True)
@@ -37,7 +34,6 @@ def root(tmp_path_factory):
     for part, num in (("train", 40), ("t10k", 20)):
         write_idx(raw / f"{part}-images-idx3-ubyte", random.integers(0, 256, (num, 28, 28)).astype(np.uint8))
         write_idx(raw / f"{part}-labels-idx1-ubyte", (np.arange(num) % 10).astype(np.uint8))
-    draw_folder(root / "eurosat", "2750", dict.fromkeys(EUROSAT, 5))
     draw_folder(root / "gtsrb" / "GTSRB", "Training", {f"{label:05d}": 1 for label in range(3)})
     for path in (root / "gtsrb" / "GTSRB" / "Training").rglob("*.jpg"):
         path.rename(path.with_suffix(".ppm"))
@@ -80,23 +76,6 @@ def test_small_images_are_those_of_the_files(cfg_of, root):
         assert_same_batches(batches_of(cfg), batches_of(cfg_of("KMNIST", *words)))
 
 
-def test_a_set_without_splits_is_divided_by_class(cfg_of, small_cfg, root):
-    cfg = cfg_of("EuroSAT", "DATA.KWARGS.val", 0.2)
-    assert find_run_problems(cfg, train=True) == [] and resolve_num_classes(cfg_of("EuroSAT", "MODEL.NUM_CLASSES", 0))
-    train, val = (build_images(cfg, train) for train in (True, False))
-    assert train.classes == tuple(EUROSAT) and (len(train), len(val)) == (40, 10)
-    assert np.bincount(val.labels).tolist() == [1] * 10
-    files = {images.describe(index) for images in (train, val) for index in range(len(images))}
-    assert len(files) == 50 and str(root / "eurosat/2750/Forest/000.jpg") in files
-    folder = small_cfg("TRAIN.DATASET", root / "eurosat", "TRAIN.SPLIT", "2750", "TEST.SPLIT", "2750",
-                       "MODEL.NUM_CLASSES", 10)  # fmt: skip
-    whole = build_images(folder, train=False)
-    paths = [whole.describe(index) for index in range(len(whole))]
-    for index in range(len(val)):
-        place = paths.index(val.describe(index))
-        assert whole.label(place) == val.label(index) and whole.read(place) == val.read(index)
-
-
 @pytest.mark.parametrize("name, num", [("GTSRB", 3), ("OxfordIIITPet", 2)])
 def test_files_are_read_as_they_are(cfg_of, name, num):
     images = NamedSet.from_cfg(cfg_of(name), train=True)
@@ -106,10 +85,9 @@ def test_files_are_read_as_they_are(cfg_of, name, num):
 
 
 @pytest.mark.parametrize("name, words, message", [
-    ("EuroSAT", (), "DATA.NAME .*has no evaluation images; fix: DATA.KWARGS.val 0.2, or .*split .*2750"),
     ("SVHN", ("TEST.SPLIT", "tets"), "TEST.SPLIT .*got 'tets'; .* has train, test, extra; did you mean test"),
     ("DTD", ("DATA.KWARGS.size", "full"), "DATA.KWARGS.size .*no such setting of .*; expected one of partition"),
-    ("KMNIST", ("DATA.KWARGS.val", 0.2), "DATA.KWARGS.val .*it has none"),
+    ("KMNIST", ("DATA.KWARGS.size", "full"), "DATA.KWARGS.size .*it has none"),
     ("KMNIST", ("MODEL.NUM_CLASSES", 3), "MODEL.NUM_CLASSES .*3, but DATA.NAME torchvision/KMNIST has 10 classes"),
 ])  # fmt: skip
 def test_mistakes_are_reported_before_the_start(cfg_of, name, words, message):
@@ -160,7 +138,7 @@ def test_a_set_is_downloaded_once_and_a_failure_leaves_nothing_behind(tmp_path, 
     def download(self):
         if is_offline:
             raise OSError("no network")
-        draw_folder(tmp_path / "root" / "eurosat", "2750", dict.fromkeys(EUROSAT, 2))
+        draw_folder(tmp_path / "root" / "eurosat", "2750", {"Forest": 10, "River": 10})
 
     monkeypatch.setattr(datasets.EuroSAT, "download", download)
     (root := tmp_path / "root").mkdir()
