@@ -123,7 +123,7 @@ class Recorder:
 
 def build_recorder(cfg, task: Any, images: Any) -> Recorder | None:
     """Return the recorder of an evaluation; None if no predictions are saved."""
-    if not cfg.TEST.SAVE_PREDICTIONS or not len(images) or cfg.TEST.LABELS == "imagenet_real":
+    if not cfg.TEST.SAVE_PREDICTIONS or not len(images):
         return None
     if len(images) > MAX_IMAGES:
         logger.info("%s is not written for more than %s images", FILE_NAME, f"{MAX_IMAGES:,}")

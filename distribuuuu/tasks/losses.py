@@ -71,8 +71,6 @@ class CrossEntropy(Loss):
     def forward(self, logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
         """Return the mean loss (), or the loss of each image (N,)."""
         logits = self.upcast(logits)
-        if targets.dtype == torch.uint8:  # several classes are right: equal shares
-            targets = targets / targets.sum(dim=1, keepdim=True)
         targets = targets.to(logits.dtype) if targets.is_floating_point() else targets
         if self.weights is None:
             return F.cross_entropy(logits, targets, label_smoothing=self.smoothing, reduction=reduction)

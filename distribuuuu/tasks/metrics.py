@@ -179,13 +179,11 @@ class TopK(SumMetric):
         return f"top{self.topk}"
 
     def batch_sums(self, output: StepOutput) -> torch.Tensor:
-        hits = self.hits(output)
-        return (hits.any(1) if output.targets.ndim == 2 else hits).sum()
+        return self.hits(output).sum()
 
     def hits(self, output: StepOutput) -> torch.Tensor:
-        """Return bool (N, k): whether the class at each rank is the label, or one of several."""
-        ranked, targets = rank_classes(output.logits, self.topk), output.targets
-        return targets.gather(1, ranked).bool() if targets.ndim == 2 else ranked.eq(targets.unsqueeze(1))
+        """Return bool (N, k): whether the class at each rank is the label."""
+        return rank_classes(output.logits, self.topk).eq(output.targets.unsqueeze(1))
 
 
 @METRICS.register("top1")

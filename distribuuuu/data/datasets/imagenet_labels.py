@@ -1,19 +1,15 @@
-"""Labels of ImageNet-A, -R, -V2, -Sketch and ReaL for models of the 1000 ImageNet classes (TEST.LABELS)."""
+"""Labels of ImageNet-A, -R, -V2 and -Sketch for models of the 1000 ImageNet classes (TEST.LABELS)."""
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import first_few
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.files.image_files import list_classes
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 def read_timm_file(name: str) -> str:
@@ -56,8 +52,6 @@ def explain_more_classes(content: Mapping[str, Any], classes: Sequence[str]) -> 
 def open_preset(family: Any, cfg) -> ImageDataset:
     """Return the evaluation images of a folder with the labels of TEST.LABELS; `family` is the class of the folder."""
     root, split, cache, labels = cfg.TEST.DATASET, cfg.TEST.SPLIT, cfg.DATA.CACHE_DIR, cfg.TEST.LABELS
-    if labels == "imagenet_real":
-        return RealLabels(family(root, split, cache_dir=cache))
     folder = Path(root) / split
     found = list_classes(folder)
     known = folder_names(labels, found)
@@ -69,38 +63,3 @@ def open_preset(family: Any, cfg) -> ImageDataset:
     images = family(root, split, known, cache)
     images.classes = tuple(read_classes(labels))
     return images
-
-
-class RealLabels(ImageDataset):
-    """The ImageNet validation images with their ReaL labels (Beyer et al., arXiv 2006.07159), one or several each.
-
-    The number in a file name selects the labels. Images without a label are left out. A target is uint8 (1000,).
-    """
-
-    has_files = True
-    targets = "labels"
-
-    def __init__(self, images: ImageDataset):
-        self.classes = tuple(read_classes())
-        table = json.loads(read_timm_file("imagenet_real_labels.json"))
-        self._files: list[tuple[str, list[int]]] = []
-        for path in map(images.describe, range(len(images))):
-            match = re.match("ILSVRC2012_val_([0-9]{8})(?![0-9])", Path(path).name)
-            if match is None or not 1 <= int(match[1]) <= len(table):
-                expected = f"expected ILSVRC2012_val_00000001.JPEG to {len(table):08d}"
-                raise ConfigError(Problem("TEST.LABELS", f"{path} is no ImageNet validation image; {expected}"))
-            if right := table[int(match[1]) - 1]:
-                self._files.append((path, right))
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def describe(self, index: int) -> str:
-        """Return the file of image `index`."""
-        return self._files[index][0]
-
-    def label(self, index: int) -> "np.ndarray":
-        """Return which classes are right for image `index`."""
-        import numpy as np
-
-        return np.isin(np.arange(len(self.classes)), self._files[index][1]).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""TEST.LABELS: images right with the ImageNet test sets, against the masking and the ReaL labels of timm."""
+"""TEST.LABELS: images right with the ImageNet test sets, against the masking of timm."""
 
 import json
 import re
@@ -12,12 +12,11 @@ import torch
 from support.images import draw_folder
 from support.saved_runs import save_run
 from support.tables import slow
-from timm.data import ImageNetInfo, RealLabelsImagenet
+from timm.data import ImageNetInfo
 
-from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config import load_cfg
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.datasets.imagenet_labels import explain_more_classes, read_classes
-from distribuuuu.data.loader import build_images
 from distribuuuu.engine.preflight import find_run_problems
 from distribuuuu.inference.loaded_run import build_eval_transform
 from distribuuuu.trainer import evaluate_weights as evaluate_run
@@ -98,42 +97,6 @@ def favor_labels(path: Path, numbers: list[int], masked: tuple[int, ...] = ()) -
     torch.save(content, path)
 
 
-def draw_validation(root: Path, numbers: list[int]) -> list[Path]:
-    draw_folder(root, "images", {"n01440764": len(numbers) // 2, "n15075141": len(numbers) - len(numbers) // 2})
-    paths = sorted((root / "images").rglob("*.jpg"))
-    renamed = [path.with_name(f"ILSVRC2012_val_{n:08d}.JPEG") for path, n in zip(paths, numbers, strict=True)]
-    for path, name in zip(paths, renamed, strict=True):
-        path.rename(name)
-    return renamed
-
-
-@pytest.mark.slow
-def test_counts_with_real_labels_equal_those_of_timm(tmp_path):
-    table = json.loads((INFO / "imagenet_real_labels.json").read_text())
-    single = [number for number, right in enumerate(table, 1) if len(right) == 1]
-    several = [number for number, right in enumerate(table, 1) if len(right) > 1]
-    none = [number for number, right in enumerate(table, 1) if not right]
-    numbers = [*single[:20], *several[:14], *none[:5], single[-1]]
-    paths = draw_validation(tmp_path, numbers)
-    args = options(tmp_path, tmp_path / "out", "imagenet_real")
-    save_run(load_cfg(None, args), SYNSETS)
-    favored = [label for number in (*several[:2], *single[:2]) for label in table[number - 1]]
-    favor_labels(tmp_path / "out" / "best.pth.tar", favored)
-
-    result = evaluate(args)
-
-    names = [path.name for path in paths]
-    reference = RealLabelsImagenet([*names, *("" for _ in range(50_000 - len(names)))])
-    logits = reference_logits(args, paths)
-    reference.add_result(logits)
-    assert result["count"] == len(reference.is_correct[1]) == 35
-    assert num_right(result) == (sum(reference.is_correct[1]), sum(reference.is_correct[5]))
-    assert 0 < num_right(result)[0] < num_right(result)[1] < 35
-    kept = [(row, table[n - 1]) for row, n in zip(logits.log_softmax(1), numbers, strict=True) if table[n - 1]]
-    assert result["loss"] == pytest.approx(-sum(row[right].mean().item() for row, right in kept) / 35, rel=1e-5)
-    assert not (tmp_path / "out" / "predictions.npz").exists()
-
-
 def test_names_of_folders_and_files_that_do_not_fit_are_reported(tmp_path):
     for number, (labels, names, message) in enumerate([
         ("imagenet_a", ["n01498041", "n01440764"], r"class folders n01440764; expected synsets of imagenet_a"),
@@ -146,9 +109,6 @@ def test_names_of_folders_and_files_that_do_not_fit_are_reported(tmp_path):
         cfg = load_cfg(None, options(root, tmp_path / "out", labels))
         ((key, text),) = dataset_class(cfg).find_problems(cfg, train=False)
         assert key == "TEST.SPLIT" and re.search(message, text), text
-    cfg = load_cfg(None, options(tmp_path / "0", tmp_path / "out", "imagenet_real"))
-    with pytest.raises(ConfigError, match=r"TEST.LABELS: .*000.jpg is no ImageNet validation image"):
-        build_images(cfg, train=False)
 
 
 def test_weights_of_more_classes_than_the_images_have_lead_to_the_option(tmp_path, image_folder):
