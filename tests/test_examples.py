@@ -38,7 +38,6 @@ NUM_IMAGES, NUM_STEPS, NUM_EVALUATED = 160, 8, 40
 SMALL_SHAPES = functools.partial(draw_shapes, num_train=NUM_IMAGES, num_val=NUM_EVALUATED)
 # The quantities that an example records: in training, and in the evaluation.
 QUANTITIES = {
-    "crop_position": ({"position_error"}, set()),
     "dino": ({"entropy"}, set()), "distillation_token": ({"token_loss"}, set()),
     "fixmatch": ({"used", "unlabeled_loss"}, set()), "layer_norms": ({"stem_norm", "fc_norm"}, {"stem_norm"}),
     "test_time_adaptation": (set(), {"entropy"}), "update_norms": ({"update_norm", "largest_update"}, set()),

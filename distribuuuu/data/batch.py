@@ -36,7 +36,6 @@ class Batch(NamedTuple):
         index: the index of each image in the data set, int64 (N,); None if it is unknown, e.g. in a measurement.
         extra: the batches of the further loaders of the task, by name, see `Task.extra_loaders`.
         broken: which images of an evaluation could not be read and are black, bool (N,); None if all were read.
-        geometry: a `Geometry`, with several views a tuple of them; None unless `Task.needs_geometry`.
     """
 
     images: Any
@@ -44,7 +43,6 @@ class Batch(NamedTuple):
     index: torch.Tensor | None = None  # type: ignore[assignment]  # in place of the method of tuples
     extra: Mapping[str, "Batch"] = {}
     broken: torch.Tensor | None = None
-    geometry: Any = None
 
     @property
     def first_images(self) -> torch.Tensor:
@@ -164,7 +162,6 @@ class Sample(NamedTuple):
     label: Any
     index: int  # type: ignore[assignment]  # in place of the method of tuples
     broken: tuple[Any, ...] = ()
-    geometry: Any = None
 
 
 @dataclass(eq=False)
@@ -178,7 +175,6 @@ class Samples:
             seed and the epoch. In an evaluation nothing does: its pixels are zeros, and `Batch.broken` marks it.
         extra: by name, the samples of other data sets that come along with each batch, see `BatchKeys`.
         substitutes: whether the samples are for training.
-        keeps_geometry: return `Batch.geometry`.
     """
 
     images: ImageDataset
@@ -188,7 +184,6 @@ class Samples:
     options: DecodeOptions = DEFAULTS
     extra: dict[str, "Samples"] = field(default_factory=dict)
     substitutes: bool = True
-    keeps_geometry: bool = False
 
     def batch(self, keys: Any, allocate: Allocate = torch.Tensor.new_empty) -> HostBatch:
         """Return the batch of some keys, `BatchKeys` or a list of `SampleKey`, and of the keys of other data sets."""
@@ -208,11 +203,10 @@ class Samples:
         the batch at once, while it is in the cache of the processor.
         """
         views: list[torch.Tensor] = []
-        labels, index, unread, geometry = [], [], [], []
+        labels, index, unread = [], [], []
         broken: tuple[Any, ...] = ()
         for row, sample in enumerate(self.make(key, keys.substitutes) for key in keys):
             labels.append(sample.label)
-            geometry.append(sample.geometry)
             index.append(sample.index)
             broken += sample.broken
             if sample.pixels is None:
@@ -235,10 +229,6 @@ class Samples:
         images = tuple(view.permute(0, 3, 1, 2) for view in views)
         targets = as_targets(labels, self.images.targets)
         batch = Batch(images if len(views) > 1 else images[0], targets, torch.tensor(index))
-        if self.keeps_geometry:
-            from distribuuuu.data.geometry import as_geometry
-
-            batch = batch._replace(geometry=as_geometry(geometry, len(views)))
         if unread:
             marks = torch.zeros(len(keys), dtype=torch.bool).index_fill_(0, torch.tensor(unread), True)
             for view in views:
@@ -257,9 +247,7 @@ class Samples:
             chosen = others[drawn % len(others)] if attempt else index
             try:
                 image = open_lazy_image(self.images.read(chosen), self.decoder, self.options)
-                rng = SampleRNG(*key)
-                rng.geometry = () if self.keeps_geometry else None
-                pixels = transform(image, rng)
+                pixels = transform(image, SampleRNG(*key))
             except MemoryError as error:  # not the image's fault
                 raise MemoryError(self.images.describe(chosen)) from error
             except ConfigError:  # the fault of the network, the disk or an augmentation; the message is complete
@@ -269,7 +257,7 @@ class Samples:
 
                 broken.append(explain_fault(self.images.describe(chosen), error))
                 continue
-            return Sample(pixels, self.images.label(chosen), chosen, tuple(broken), rng.geometry)
+            return Sample(pixels, self.images.label(chosen), chosen, tuple(broken))
         return Sample(None, self.images.label(index), index, tuple(broken))
 
 

@@ -8,12 +8,10 @@ from torch.nn.functional import embedding_bag, interpolate
 
 from distribuuuu.config.derived import Size, height_and_width, show_size
 from distribuuuu.data.decode import LazyImage
-from distribuuuu.data.geometry import record_geometry
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import (
     CenterCrop,
     Transform,
-    center_corner,
     crop_box,
     crop_center,
     crop_ends,
@@ -54,9 +52,6 @@ class WholeImage(Transform):
 
     def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
         flips = draw_flips(rng, self)
-        if rng.geometry is not None:
-            resized = resized_size(self.mode, image.size, self.size)
-            record_geometry(rng, image, resized, center_corner(resized, self.size), self.size, flips, ends=False)
         return flip_each(self.crop(image.pixels()), *flips)
 
     def crop(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -96,8 +91,6 @@ class PaddedCrop(Transform):
         pixels = resize_to_cover(crop_ends(image.pixels()), self.size, self.interpolation)
         height, width = pixels.shape[-2:]
         top, left = random_padded_corner(rng, height, width, self.size, self.padding)
-        if rng.geometry is not None:
-            record_geometry(rng, image, (height, width), (top, left), self.size, (is_flipped, is_vflipped))
         crop = reflect_box if self.mode == "reflect" else crop_box
         return flip_each(crop(pixels, int(top), int(left), self.size), is_flipped, is_vflipped)
 

@@ -133,7 +133,7 @@ class DeviceSamples(Samples):
         transform, pixels = transform_at(self.transform, keys.rows[0].tolist()), self.images.same_size
         views = [split_erasing(view) for view in transform.views]
         can_batch = all(isinstance(crop, PaddedCrop | CenterCrop) for crop, _ in views)
-        if pixels is None or self.keeps_geometry or not can_batch:
+        if pixels is None or not can_batch:
             return super().make_batch(keys, allocate)
         if self._drawn[0] is not keys.block:
             colors = [erase and copy_to_device(erase.color, pixels.device) for _, erase in views]

@@ -132,11 +132,10 @@ class Loader:
     def _normalized(self, batch: Batch, normalize: Normalizer) -> Batch:
         """Return a batch on the device, on the current stream."""
         images = map_leaves(torch.Tensor, normalize, batch.images)
-        others = batch.targets, batch.index, batch.broken, batch.geometry
-        others = map_leaves(torch.Tensor, lambda tensor: copy_to_device(tensor, self.device), others)
-        targets, index, broken, geometry = others
+        others = batch.targets, batch.index, batch.broken
+        targets, index, broken = map_leaves(torch.Tensor, lambda tensor: copy_to_device(tensor, self.device), others)
         extra = {name: self._normalized(one, self._normalize_extra[name]) for name, one in batch.extra.items()}
-        return Batch(images, targets, index, extra, broken, geometry)
+        return Batch(images, targets, index, extra, broken)
 
     def zero_images(self, num: int) -> torch.Tensor:
         """Return zeros in the shape of `num` images, of the first view: float32 (num, 3, H, W) on the device."""
@@ -322,7 +321,6 @@ def build_samples(
         samples: Samples = DeviceSamples.load(images, device, num_threads, *arguments, substitutes=train)
     else:
         samples = Samples(images, *arguments, substitutes=train)
-    samples.keeps_geometry = task_class(cfg).needs_geometry
     if train and name == MAIN and (extra := task_class(cfg).extra_loaders(cfg)):
         from distribuuuu.data.extra_loaders import configs_of_extra
 
@@ -384,18 +382,14 @@ def build_sampler(
         )
     plan = plan or plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, launch.world_size)
     check_num_images(cfg, plan, num_images)
-    balance = blocks = None
+    balance = None
     if cfg.DATA.SAMPLING != "uniform":
         from distribuuuu.data.class_balance import build_class_balance
 
         balance = build_class_balance(cfg, images)
-    if cfg.DATA.SHUFFLE == "blocks" and not cfg.MODEL.DUMMY_INPUT:
-        from distribuuuu.data.packed.format import BlockShuffle
-
-        blocks = BlockShuffle(images)
     alternating = cfg.DATA.FLIP if cfg.DATA.FLIP_MODE == "alternating" else None
     sampler = ResumableDistributedSampler(
-        num_images, plan, launch.rank, cfg.DATA.REPEATS, depends_on_epoch(cfg), balance, blocks, alternating
+        num_images, plan, launch.rank, cfg.DATA.REPEATS, depends_on_epoch(cfg), balance, alternating
     )
     if cfg.OPTIM.LAST_EPOCH < 1:
         sampler.last = cfg.OPTIM.MAX_EPOCH - 1, cfg.OPTIM.LAST_EPOCH

@@ -85,7 +85,6 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
         keys_have_epoch: whether a key tells the epoch, for a transform that depends on it.
         balance: a `ClassBalance`, which draws the images of an epoch with replacement, `num_images` of them, each draw
             with an augmentation of its own; None: a permutation.
-        blocks: permutes neighboring images within a window, see `BlockShuffle`; None: all images.
         alternating: the share of the images that are flipped in the first epoch; each later one flips exactly those
             that the epoch before did not; None: the transform draws.
         last: an epoch and the fraction of it that is trained, if it ends early, see OPTIM.LAST_EPOCH.
@@ -104,7 +103,6 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
     repeats: int = 1
     keys_have_epoch: bool = False
     balance: Any = None
-    blocks: Any = None
     alternating: float | None = None
     last: tuple[int, float] | None = None
     extra: "dict[str, ResumableDistributedSampler]" = field(default_factory=dict)
@@ -174,8 +172,7 @@ class ResumableDistributedSampler(Sampler[BatchKeys]):
             return self.order
         if self.balance:
             return self.balance.draw(self.num_images, generator)
-        draw = self.blocks.draw if self.blocks else torch.randperm
-        order = draw(self.num_images, generator=generator)
+        order = torch.randperm(self.num_images, generator=generator)
         return order if self.chosen is None else order[self.chosen[order]]
 
     def __len__(self) -> int:

@@ -45,9 +45,6 @@ class SampleRNG:
     generator of numpy or torch takes ten.
     """
 
-    # What the transform of the sample records unless it is None, see `record_geometry`.
-    geometry: Any = None
-
     def __init__(self, seed: Any, index: Any, *chosen: Any):
         self._state, self._chosen = derive_seed(seed, index), chosen
 

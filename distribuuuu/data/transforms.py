@@ -90,8 +90,6 @@ class ResizedCrop(Transform):
         interpolation = self.interpolation
         if interpolation == "random":
             interpolation = "bilinear" if rng.uniform() < 0.5 else "bicubic"
-        if rng.geometry is not None:
-            rng.geometry = *box, is_flipped, is_vflipped, height, width
         pixels = resize(image.crop(box), *self.shape, interpolation)
         return flip_each(pixels, is_flipped, is_vflipped)
 
@@ -108,11 +106,6 @@ class CenterCrop(Transform):
         return f"{show_cover(self.resize_to)}, center crop {show_size(self.size)} px, {self.interpolation}"
 
     def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
-        if rng.geometry is not None:
-            from distribuuuu.data.geometry import record_geometry
-
-            resized = resized_size("cover", crop_ends(image.pixels()).shape[-2:], self.resize_to)
-            record_geometry(rng, image, resized, center_corner(resized, self.size), self.size)
         return self.crop(image.pixels())
 
     def crop(self, pixels: torch.Tensor) -> torch.Tensor:

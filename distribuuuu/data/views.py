@@ -28,12 +28,7 @@ class Views(Transform):
     def __call__(self, image: LazyImage, rng: SampleRNG) -> tuple[torch.Tensor, ...]:
         """Return uint8 (3, height, width) of each view."""
         decoded, rngs = LazyImage(image.pixels()), rng.split(len(self.transforms))
-        for own in rngs:
-            own.geometry = rng.geometry
-        views = tuple(view(decoded, own) for view, own in zip(self.transforms, rngs, strict=True))
-        if rng.geometry is not None:
-            rng.geometry = [own.geometry for own in rngs]
-        return views
+        return tuple(view(decoded, own) for view, own in zip(self.transforms, rngs, strict=True))
 
     def at_size(self, size: Size) -> "Views":
         """Return the same views with outputs of another size."""

@@ -56,8 +56,6 @@ class Task:
     classifies = True
     # How often `update` calls `step.gradients`, at most. With more than 1, the images of the step are kept.
     gradient_passes = 1
-    # Whether the batches have the crop box, the flips and the image size of each view, see `Batch.geometry`.
-    needs_geometry = False
     # Whether `eval_step` computes gradients, e.g. to adapt the model to the batch.
     eval_gradients = False
 

@@ -19,8 +19,8 @@ from distribuuuu.data.datasets.base import ImageDataset
 class ParquetSet(ImageDataset):
     """TRAIN.DATASET/SPLIT.parquet; the classes are the sorted labels of the training file.
 
-    Row groups are read when an image of them is needed, and the last one is kept, so DATA.SHUFFLE global reads a row
-    group for each image: write the file with small row groups.
+    Row groups are read when an image of them is needed, and the last one is kept, so each image reads a row group, as the
+    order is random: write the file with small row groups.
     """
 
     @dataclass

@@ -1,6 +1,5 @@
 """Views: several transforms of an image that is decoded once; stages: augmentation that changes at an epoch."""
 
-import numpy as np
 import pytest
 import torch
 from support.batches import ALONE, CPU, WAYS, assert_same_batches, batches_of, own_task
@@ -8,16 +7,9 @@ from support.runs import assert_same_run, records
 from support.tables import pairwise
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.batch import Pass, Samples
-from distribuuuu.data.crops import PaddedCrop, WholeImage
-from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import open_lazy_image
-from distribuuuu.data.loader import build_loader, start_workers
-from distribuuuu.data.samplers import EvalSampler
+from distribuuuu.data.loader import build_loader
 from distribuuuu.data.seeding import SampleRNG, derive_seed
-from distribuuuu.data.transforms import CenterCrop, ResizedCrop
-from distribuuuu.data.views import Views
-from distribuuuu.tasks.base import Task
 from distribuuuu.trainer import train_model
 
 SIZES = [{}, {"AUG.POLICY": "trivialaugment", "DATA.FLIP": 0}, {"TRAIN.IM_SIZE": 12}]
@@ -74,49 +66,6 @@ def test_views_grow_together_and_only_at_one_size(small_cfg, sizes, monkeypatch)
     own_task(monkeypatch, views=lambda cfg, loader: SIZES)
     with pytest.raises(ConfigError, match="TRAIN.IM_SIZE_START.*: got 8; with views of several sizes, expected 0"):
         build_loader(small_cfg(*sizes, *growing), ALONE, CPU, train=True)
-
-
-class Coordinates(ImageDataset):
-    """Images whose red is twice the row and whose green is twice the column of a pixel."""
-
-    classes, labels = ("all",), np.zeros(8, int)
-
-    def read(self, index: int) -> np.ndarray:
-        rows, columns = np.mgrid[: 60 + index, :100]
-        return np.stack([rows * 2, columns * 2, columns * 0], 2).astype(np.uint8)
-
-
-@pytest.mark.parametrize("crop", [
-    ResizedCrop(24, vflip=0.5), PaddedCrop((30, 20), 8, vflip=0.5), CenterCrop(40, 24),
-    WholeImage(32, "letterbox", 0.5), WholeImage((24, 32), "squash", 0.5, vflip=0.5),
-], ids=lambda crop: type(crop).__name__)  # fmt: skip
-def test_the_geometry_of_a_view_says_where_each_pixel_comes_from(crop):
-    images = Coordinates()
-    views = Views((crop, ResizedCrop(16, (0.2, 0.5))))
-    samples = Samples(images, views, "auto", skip_broken=False, keeps_geometry=True)
-    (batches,) = start_workers([Pass(samples, EvalSampler(8, 8, 0, 1))], "process", 1, pin_memory=False)
-    ((batch, _),) = batches
-    assert len(batch.geometry) == 2 and batch.geometry[0].size.tolist() == [[60 + index, 100] for index in range(8)]
-    for pixels, (boxes, flipped, sizes) in zip(batch.images, batch.geometry, strict=True):
-        for image, box, (is_flipped, is_vflipped), size in zip(pixels, boxes, flipped.tolist(), sizes, strict=True):
-            upright = image.flip([dim for dim, flip in ((1, is_vflipped), (2, is_flipped)) if flip])
-            corner, length, inside = box[:2], box[2:], []
-            for axis in range(2):
-                num_pixels = upright.shape[1 + axis]
-                inside.append(corner[axis] + (torch.arange(num_pixels) + 0.5) * length[axis] / num_pixels - 0.5)
-            for axis, expected in enumerate(torch.meshgrid(*inside, indexing="ij")):
-                known = (inside[0] > 3) & (inside[0] < size[0] - 4), (inside[1] > 3) & (inside[1] < size[1] - 4)
-                found = upright[axis].float()[known[0]][:, known[1]] / 2
-                assert found.numel() and (found - expected[known[0]][:, known[1]]).abs().max() < 1.5
-
-
-def test_the_geometry_is_returned_when_a_task_asks_for_it(small_cfg, monkeypatch):
-    plain = batches_of(small_cfg())
-    monkeypatch.setattr(Task, "needs_geometry", True)
-    for way in WAYS:
-        found = batches_of(small_cfg(*way))
-        assert found[0].geometry.box.shape == (len(found[0].images), 4) and plain[0].geometry is None
-        assert_same_batches([batch._replace(geometry=None) for batch in found], plain)
 
 
 AUGMENTED = ("DATA.CROP", "pad", "AUG.ERASING", 0.9)

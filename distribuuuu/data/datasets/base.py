@@ -37,7 +37,7 @@ class ImageDataset:
     # Whether `read(index)` returns the bytes of an image file that another file holds, which a pickled copy reopens.
     holds_files: bool = False
     # What `label` returns: "label", one class; "labels", any number of classes; or "structured", a dict or a tuple of
-    # numbers and arrays for a task of your own. `multilabel = True` in a class is another form of "labels".
+    # numbers and arrays for a task of your own.
     targets: str = "label"
     # Whether TRAIN.SPLIT and TEST.SPLIT select its training and evaluation images.
     has_splits: bool = True
@@ -49,10 +49,6 @@ class ImageDataset:
     # Numbers of classes and of training images if they are known before the data is read, else 0.
     num_classes: int = 0
     num_images: int = 0
-
-    def __init_subclass__(cls) -> None:
-        if getattr(cls, "multilabel", False) and cls.targets == "label":
-            cls.targets = "labels"
 
     @classmethod
     def from_cfg(cls, cfg, train: bool) -> "ImageDataset":
