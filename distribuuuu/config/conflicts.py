@@ -95,9 +95,6 @@ def _images(cfg: Config) -> Iterator[Conflict]:
     is_random = training_crop(cfg) == "resized" and cfg.AUG.POLICY not in _TORCHVISION_POLICIES
     expected = "expected bilinear or bicubic, unless DATA.CROP is resized and AUG.POLICY none or of timm"
     yield "DATA.INTERPOLATION", data.INTERPOLATION == "random" and not is_random, expected
-    has_blocks = data.NAME.startswith("packed") and data.SAMPLING == "uniform"
-    expected = "expected global, or DATA.NAME packed and DATA.SAMPLING uniform"
-    yield "DATA.SHUFFLE", data.SHUFFLE == "blocks" and not has_blocks, expected
     lacks = (data.CHANNELS, data.PIXELS) != (3, "uint8") and not cfg.MODEL.DUMMY_INPUT and needs_statistics(cfg)
     for key in ("MEAN", "STD"):
         value, num = data[key], len(data[key])

@@ -17,7 +17,7 @@ WHOLE_IMAGE = ("squash", "letterbox")
 # The values of DATA.PIXELS, and the value of a pixel that counts as 1 in DATA.MEAN and DATA.STD.
 PIXEL_RANGES = {"uint8": 255, "uint16": 65535, "float32": 1}
 IMAGENET_CLASSES = 1000
-TEST_SETS = ("imagenet", "imagenet_a", "imagenet_r", "imagenet_v2", "imagenet_sketch", "imagenet_real")
+TEST_SETS = ("imagenet", "imagenet_a", "imagenet_r", "imagenet_v2", "imagenet_sketch")
 _SAME_METRIC = "all trials need the same metric on the same images"
 
 _C = Section()
@@ -126,7 +126,7 @@ _C.TEST.INTERPOLATION = Option("bilinear", choices=INTERPOLATIONS)
 # Metrics of the evaluation; the first selects the best checkpoint. Empty: those of the task (top1 and topk, or map).
 _C.TEST.METRICS = Option((), names=METRICS, not_swept=_SAME_METRIC)
 # Evaluate a model of the 1000 ImageNet classes on folders of other test sets, in `test` only. imagenet_a and imagenet_r
-# restrict the logits to 200 classes, imagenet_real has several right labels. Empty: the labels of the data set.
+# restrict the logits to 200 classes. Empty: the labels of the data set.
 _C.TEST.LABELS = Option("", choices=("", *TEST_SETS), hashed=False, not_swept=_SAME_METRIC)
 # Evaluation images that cannot be read, with DATA.ON_BAD_IMAGE skip: wrong (they count as wrong answers) or left_out.
 _C.TEST.BROKEN = Option("wrong", choices=("wrong", "left_out"), hash_default="wrong")
@@ -174,9 +174,6 @@ _C.DATA.REPEATS = Option(1, least=1)
 _C.DATA.VIEWS = Option(1, least=1)
 # Sampling: uniform (each image once per epoch); with replacement: balanced (classes equally often) or sqrt (between).
 _C.DATA.SAMPLING = Option("uniform", choices=("uniform", "balanced", "sqrt"))
-# Shuffling: global, or blocks (packed only): blocks of 2 MiB at random and images in 2 GiB, for large packs on a disk
-# with slow seeks.
-_C.DATA.SHUFFLE = Option("global", choices=("global", "blocks"))
 # Channels of an image: 3 (RGB), 1 (gray; colors are converted) or the number of bands in .npy and TIFF files.
 _C.DATA.CHANNELS = Option(3, least=1)
 # Pixels of an image: uint8, uint16 or float32. The last two are not rounded.
@@ -191,8 +188,6 @@ _C.DATA.ON_BAD_IMAGE = Option("raise", choices=("raise", "skip"))
 _C.DATA.DOWNLOAD = Option(True, neutral=True)
 # Folder for generated files (shapes, indexes, copies of data at a URL); empty: $XDG_CACHE_HOME/distribuuuu.
 _C.DATA.CACHE_DIR = Option("", path=True, hashed=False)
-# Size of the largest split at a URL of which a local copy is made, in GB, 0.1 or more.
-_C.DATA.CACHE_GB = Option(100.0, least=0.1, needs="data at a URL", hashed=False)
 # Seconds of failures to read a part of data at a URL, after which the start ends with an error, 1 or more.
 _C.DATA.TIMEOUT_S = Option(300.0, least=1, needs="data at a URL", hashed=False)
 # Settings of a custom data set, like TASK.KWARGS, or of torchvision/NAME.

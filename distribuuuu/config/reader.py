@@ -38,7 +38,7 @@ _SECTIONS = {*OPEN_SECTIONS, *(key.rpartition(".")[0] for key in OPTIONS)}
 # An option, its value and its origin.
 Setting = tuple[str, Any, str]
 # Options that the config.yaml of older runs has, and that no longer exist.
-_OLD_DEFAULTS = {"LOG.LAYER_NORMS": False}
+_OLD_DEFAULTS = {"DATA.CACHE_GB": 100.0, "DATA.SHUFFLE": "global", "LOG.LAYER_NORMS": False}
 # The settings of a file, and its folder.
 Layer = tuple[list[Setting], str]
 # The files of --cfg in the order of merging, or a tree set in Python.

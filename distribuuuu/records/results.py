@@ -47,6 +47,8 @@ def hash_config(cfg: Config) -> str:
     # A value that was `auto` has been found on this machine.
     values = [(key, AUTO if cfg.origins.get(key, "").startswith(f"{AUTO}, ") else value) for key, value in options]
     values = [(key, value) for key, value in values if value != option_of(key).hash_default]
+    # An option that older versions had, at its only value: their hashes stay.
+    values.insert([key for key, _ in values].index("DATA.SAMPLING") + 1, ("DATA.SHUFFLE", "global"))
     return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()
 
 

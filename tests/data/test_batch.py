@@ -38,7 +38,7 @@ def test_the_index_is_that_of_the_image_shown_and_a_broken_one_is_marked(small_c
 
 
 @pytest.mark.parametrize("words", [
-    (), slow(("DATA.REPEATS", 3)), ("DATA.SAMPLING", "balanced"), ("DATA.SHUFFLE", "blocks"),
+    (), slow(("DATA.REPEATS", 3)), ("DATA.SAMPLING", "balanced"),
     slow(("TRAIN.GLOBAL_BATCH_SIZE", 24)),
 ], ids=str)  # fmt: skip
 def test_the_index_of_a_training_image_is_that_of_its_key_for_every_order(small_cfg, image_folder, tmp_path, words):

@@ -24,10 +24,7 @@ from distribuuuu.data.transforms import resize
 
 
 class Record(NamedTuple):
-    """An image as it is stored; height and width are those of the pixels of format raw, else 0.
-
-    `hot` are several labels, a bit for each class; the label is then 0.
-    """
+    """An image as it is stored; height and width are those of the pixels of format raw, else 0."""
 
     data: bytes
     crc32: int
@@ -35,7 +32,6 @@ class Record(NamedTuple):
     height: int
     width: int
     name: bytes
-    hot: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -71,10 +67,8 @@ class Encoder:
             raise
         except Exception as error:  # decoders raise nearly anything; the message names the image and the cause
             return explain_fault(self.images.describe(index), error)
-        name, label = os.fsencode(self.name(index)), self.images.label(index)
-        if self.images.targets == "label":
-            return Record(data, zlib.crc32(data), int(label), height, width, name)
-        return Record(data, zlib.crc32(data), 0, height, width, name, pack_labels(label))
+        label, name = int(self.images.label(index)), os.fsencode(self.name(index))
+        return Record(data, zlib.crc32(data), label, height, width, name)
 
     def _encode(self, image: Any) -> tuple[bytes, int, int]:
         is_raw, quality = self.pack["format"] == "raw", self.pack["quality"]
@@ -88,13 +82,6 @@ class Encoder:
         pixels = open_lazy_image(image, "auto", self.options).pixels().permute(1, 2, 0).contiguous().numpy()
         pixels = limit_longer_side(scale_down(pixels, self.pack["shorter_side"]), self.pack.get("longer_side"))
         return (pixels.tobytes(), *pixels.shape[:2]) if is_raw else (encode_jpeg(pixels, quality), 0, 0)
-
-
-def pack_labels(hot: Any) -> np.ndarray:
-    """Return a multi-hot vector as bits; raise ConfigError if it is not of 0 and 1."""
-    if not np.isin(hot, (0, 1)).all():
-        raise ConfigError("a pack stores labels of 0 and 1; fix: train from the files")
-    return np.packbits(np.asarray(hot).astype(bool))
 
 
 def scale_down(pixels: np.ndarray, shorter_side: int | None) -> np.ndarray:

@@ -24,15 +24,14 @@ from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.errors import Problem, counted
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.array_file import checksum_of, pack_names, write_arrays
-from distribuuuu.data.packed.dataset import NAME_OF, is_url
+from distribuuuu.data.packed.dataset import is_url
 from distribuuuu.data.packed.format import (
     COLUMNS,
     FOREIGN_SHARD,
     HEADER_SIZE,
     INDEX,
     KIND,
-    SEVERAL_LABELS,
-    VERSIONS,
+    VERSION,
     Identity,
     Meta,
     read_index,
@@ -96,8 +95,6 @@ def pack_split(job: PackJob, train: bool) -> None:
     encoder, folder = _build_encoder(job, train), job.folder(train)
     images, data = encoder.images, job.cfg.DATA
     source = {**job.source(train), "images": len(images), "digest_of_names_and_labels": images.digest}
-    if images.targets == "labels":
-        source["targets"] = SEVERAL_LABELS
     identity = {"options": job.options, "source": source}
     for note in images.notes():
         if "fix: distribuuuu pack" not in note:  # which this is
@@ -130,8 +127,6 @@ def pack_split(job: PackJob, train: bool) -> None:
     skipped = f", {num_skipped} broken left out" if num_skipped else ""
     size = f"{num_bytes / 1e6:.1f} MB in {counted(len(writer.shards), 'shard')}"
     print(f"{folder}: {packed}{skipped}, {size}; {images_per_s:,.0f} images/s")
-    if images.targets != "label":
-        print(f"to train: DATA.NAME {NAME_OF[images.targets]}")
 
 
 def _build_encoder(job: PackJob, train: bool) -> "Encoder":
@@ -144,8 +139,8 @@ def _build_encoder(job: PackJob, train: bool) -> "Encoder":
     images = DATASETS.get(name).from_cfg(job.cfg, train)
     if not len(images):
         raise ConfigError(f"DATA.NAME {name}: there is no image to pack")
-    if images.targets not in NAME_OF:
-        found = f"got {images.targets} targets; expected labels; fix: train from the files"
+    if images.targets != "label":
+        found = f"got {images.targets} targets; expected one class per image; fix: train from the files"
         raise ConfigError(f"DATA.NAME {name}: {found}")
     decoding = build_decode_options(job.cfg)
     if encodes and not decoding.is_rgb:
@@ -225,7 +220,7 @@ class PackWriter:
         self.shards: list[dict[str, Any]] = []
         self._file: IO | None = None
         self._end = self._first = 0  # of the current shard: its size, and its first image
-        self._rows, self._names, self._hot = array("q"), list[bytes](), list[np.ndarray]()
+        self._rows, self._names = array("q"), list[bytes]()
 
     def append(self, record: "Record") -> None:
         """Write the record of the next image."""
@@ -240,8 +235,6 @@ class PackWriter:
         size = len(record.data)
         self._rows.extend((number, self._end, size, record.label, record.height, record.width, record.crc32))
         self._names.append(record.name)
-        if record.hot is not None:
-            self._hot.append(record.hot)
         self._end += size
 
     def _finish_shard(self) -> None:
@@ -260,11 +253,8 @@ class PackWriter:
         table = np.frombuffer(self._rows, np.int64).reshape(-1, len(COLUMNS))
         columns = {name: table[:, place].astype(kind) for place, (name, kind) in enumerate(COLUMNS.items())}
         columns |= pack_names("name", self._names)
-        if self._hot:
-            columns["target_0"] = np.stack(self._hot)
         counts = {"shards": self.shards, "crc32": checksum_of(columns)}
-        version = VERSIONS["target_0" in columns]
-        write_arrays(self.folder / INDEX, KIND, version, {**meta, **self.identity, **counts}, columns)
+        write_arrays(self.folder / INDEX, KIND, VERSION, {**meta, **self.identity, **counts}, columns)
         sync_folder(self.folder)
 
 

@@ -71,10 +71,10 @@ def _make_header(kind: str, version: int, meta: dict, arrays: Arrays) -> bytes:
     return json.dumps({**header, "size": end}).encode().ljust(length)
 
 
-def read_arrays(path: str | os.PathLike, kind: str, version: int | tuple[int, ...]) -> Content:
+def read_arrays(path: str | os.PathLike, kind: str, version: int) -> Content:
     """Return the meta and the arrays of a file, read-only and memory-mapped: only the header is read here.
 
-    `version` is the expected version, or several. The content of the meta is unchecked.
+    The content of the meta is unchecked.
 
     Raises:
         ArrayFileError: the file has another format, kind or version, or is truncated or corrupt.
@@ -91,13 +91,12 @@ def read_arrays(path: str | os.PathLike, kind: str, version: int | tuple[int, ..
         if len(text) != length or zlib.crc32(text) != int.from_bytes(fixed[16:FIXED], "little"):
             raise ArrayFileError("is truncated or corrupt")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    versions = version if isinstance(version, tuple) else (version,)
     try:  # frombuffer refuses objects and places outside of the file
         header = parse_json(text)
         found, expected, meta = (header["kind"], header["version"]), header["size"], dict(header["meta"])
-        if found[0] != kind or found[1] not in versions:
+        if found != (kind, version):
             of = f"{str(found[0])[:40]} of version {str(found[1])[:9]}"
-            raise ArrayFileError(f"is {of}, not {kind} of version {versions[0]}")
+            raise ArrayFileError(f"is {of}, not {kind} of version {version}")
         if size != expected:
             raise ArrayFileError(f"has {counted(size, 'byte')}, expected {expected!s:.20}: it is truncated or corrupt")
         return meta, {

@@ -5,7 +5,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.registry import DATASETS
@@ -14,10 +14,6 @@ from distribuuuu.data.datasets.targets import unknown_names
 
 if TYPE_CHECKING:
     import numpy as np
-
-
-# DATA.NAME of a pack by the kind of its targets.
-NAME_OF = {"label": "packed", "labels": "packed_multilabel"}
 
 
 def is_url(root: str | os.PathLike) -> bool:
@@ -48,9 +44,6 @@ class Packed(SplitDataset):
         self.folder = _join(root, split)
         self._files = copy or Path(self.folder)
         self.meta, self.columns = read_index_file(copy) if copy else read_index(self._files)
-        if (kind := (self.meta["source"].get("targets") or {}).get("kind", "label")) != self.targets:
-            problem = f"{self.folder} stores targets of the kind {kind}; fix: DATA.NAME {NAME_OF[kind]}"
-            raise ConfigError(Problem("DATA.NAME", problem))
         own = tuple(self.meta["classes"])
         self.classes = classes or own
         if extra := sorted(set(own) - set(self.classes)):
@@ -77,8 +70,7 @@ class Packed(SplitDataset):
             from distribuuuu.data.packed.remote import copy_pack
 
             try:
-                limits = cfg.DATA.CACHE_DIR, cfg.DATA.CACHE_GB, cfg.DATA.TIMEOUT_S
-                copy = copy_pack(str(_join(dataset, split)), *limits, only_index)
+                copy = copy_pack(str(_join(dataset, split)), cfg.DATA.CACHE_DIR, cfg.DATA.TIMEOUT_S, only_index)
             except ConfigError as error:
                 raise ConfigError(
                     [Problem(one.key or f"{name}.DATASET", one.message) for one in error.problems]
@@ -145,21 +137,6 @@ class Packed(SplitDataset):
             except OSError:  # a kernel that reserves memory for all that could be written; readers will copy
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return np.frombuffer(mapped, np.uint8)
-
-
-@DATASETS.register("packed_multilabel")
-class PackedMultilabel(Packed):
-    """A pack of images with any number of classes each."""
-
-    targets = "labels"
-
-    def label(self, index: int) -> Any:
-        """Return the float32 multi-hot vector (classes,) of image `index`."""
-        import numpy as np
-
-        target = np.zeros(len(self.classes), np.float32)
-        target[self._label_of] = np.unpackbits(self.columns["target_0"][index], count=len(self._label_of))
-        return target
 
 
 def _join(root: str | os.PathLike, split: str) -> Path | str:

@@ -13,7 +13,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,11 +23,7 @@ from distribuuuu.data.datasets.array_file import Arrays, read_arrays
 from distribuuuu.data.datasets.base import packed_name
 from distribuuuu.files.untrusted import InvalidFileError, untrusted
 
-if TYPE_CHECKING:
-    import torch
-
-# The second version has several labels per image: in the column target_0 a bit for each class, as of numpy.packbits.
-KIND, VERSION, VERSIONS = "packed images", 1, (1, 2)
+KIND, VERSION = "packed images", 1
 FORMATS = ("jpeg", "raw")
 INDEX = "index.bin"
 # Columns of the index besides the names: the position of a record, and its contents.
@@ -38,14 +34,10 @@ COLUMNS = {
 HEADER_SIZE = 64
 # Bytes of the largest image, which is read as a whole, and of the largest shard.
 MAX_RECORD, _MAX_SHARD = 1 << 30, 1 << 50
-# Size of a block in bytes: what a disk should read in one piece; and the blocks within which images are shuffled.
-BLOCK_BYTES, WINDOW = 2 << 20, 1024
 FOREIGN_SHARD = "does not belong to this pack, or its header is corrupt; pack the data again"
 _HEADER = struct.Struct("<8sI8sII")
 _MAGIC = b"DUSHARD\0"
-# The source and the options of a pack: two dicts that JSON can represent, under "options" and "source". The source of a
-# pack of several labels per image has them as "targets".
-SEVERAL_LABELS = {"kind": "labels"}
+# The source and the options of a pack: two dicts that JSON can represent, under "options" and "source".
 Identity = Mapping[str, Mapping[str, Any]]
 Meta = dict[str, Any]
 
@@ -81,7 +73,7 @@ def read_index_file(folder: Path, name: str = INDEX) -> tuple[Meta, dict[str, np
     path = folder / name
     try:
         with untrusted(path, "pack"):
-            meta, columns = read_arrays(path, KIND, VERSIONS)
+            meta, columns = read_arrays(path, KIND, VERSION)
             _check_index(meta, columns)
             return meta, columns
     except FileNotFoundError:
@@ -109,7 +101,7 @@ def _check_index(meta: Meta, columns: Arrays) -> None:
         and (np.abs(colors) < 1e6).all()
         and colors[1].min() >= 1e-6
         and meta["options"]["format"] in FORMATS
-        and meta["source"].get("targets") in (None, SEVERAL_LABELS)
+        and not meta["source"].get("targets")
         and [shard["name"] for shard in shards] == [shard_name(number) for number in range(len(shards))]
         and all(type(one) is int and 0 <= one < _MAX_SHARD for one in numbers)
     )
@@ -118,8 +110,6 @@ def _check_index(meta: Meta, columns: Arrays) -> None:
     num = columns["label"].shape[0]
     shapes: dict[str, tuple[type, tuple[int, ...]]] = {name: (kind, (num,)) for name, kind in COLUMNS.items()}
     shapes |= {"name_offsets": (np.int64, (num + 1,)), "name_bytes": (np.uint8, columns["name_bytes"].shape[:1])}
-    if meta["source"].get("targets"):
-        shapes["target_0"] = np.uint8, (num, -(-len(classes) // 8))
     for name, (kind, shape) in shapes.items():
         if columns[name].dtype != kind or columns[name].shape != shape:
             raise ValueError(f"invalid column {name}")
@@ -132,7 +122,7 @@ def _check_rows(meta: Meta, columns: Arrays) -> None:
     sizes = np.array([shard["size"] for shard in meta["shards"]], np.int64)
     shard, start, length, label = (columns[name] for name in ("shard", "offset", "length", "label"))
     height, width, ends = columns["height"].astype(np.int64), columns["width"].astype(np.int64), columns["name_offsets"]
-    # The blocks of DATA.SHUFFLE are neighboring records.
+    # Records follow each other, as they were packed.
     is_same = shard[1:] == shard[:-1]
     is_valid = (
         (ends[0] == 0 and ends[-1] == len(columns["name_bytes"]) and (np.diff(ends) >= 0).all())
@@ -160,45 +150,3 @@ def find_shard_problems(folder: Path, meta: Meta) -> Iterator[str]:
         if size != shard["size"]:
             sizes = f"{counted(size, 'byte')}, expected {shard['size']:,}"
             yield f"{path} has {sizes}: it was truncated or replaced; pack the data again"
-
-
-# --------------------------------------------------------------- blocks of neighboring images
-
-
-def block_starts(columns: Arrays) -> np.ndarray:
-    """Return the first image of each block, ascending: int64 (blocks,).
-
-    A block has the records that begin in the same BLOCK_BYTES of a shard.
-    """
-    cell = (columns["shard"].astype(np.int64) << 40) + (columns["offset"] - HEADER_SIZE) // BLOCK_BYTES
-    return np.flatnonzero(np.diff(cell, prepend=-1))
-
-
-class BlockShuffle:
-    """Orders of images that visit each block within a short time.
-
-    The blocks are put into a random order. Then each image moves back by a random distance of at most `window` blocks.
-
-    Args:
-        images: the pack.
-        window: in blocks, by default WINDOW; fewer blocks are shuffled as a whole.
-    """
-
-    def __init__(self, images: Any, window: int | None = None):
-        import torch
-
-        self._starts, self._window = torch.from_numpy(block_starts(images.columns)), window or WINDOW
-
-    def draw(self, num: int, generator: "torch.Generator") -> "torch.Tensor":
-        """Return the indices of all `num` images: int64 (num,)."""
-        import torch  # not above: the checks before a run import this file
-
-        num_blocks = len(self._starts)
-        if num_blocks <= self._window:
-            return torch.randperm(num, generator=generator)
-        blocks = torch.randperm(num_blocks, generator=generator)
-        lengths = torch.diff(self._starts, append=torch.tensor([num]))[blocks]
-        positions = torch.arange(num)
-        images = positions + (self._starts[blocks] - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
-        delays = torch.rand(num, dtype=torch.float64, generator=generator) * (num * self._window / num_blocks)
-        return images[(positions + delays).argsort(stable=True)]

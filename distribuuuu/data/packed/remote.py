@@ -47,13 +47,13 @@ NUM_THREADS, REQUEST_S, CHECK_S, LONGEST_COPY_S = 4, 60.0, (20.0, 1.5), 86_400.0
 MAX_WRONG = 4
 
 
-def copy_pack(url: str, cache_dir: str, cache_gb: float, timeout_s: float, only_index: bool = False) -> Path:
+def copy_pack(url: str, cache_dir: str, timeout_s: float, only_index: bool = False) -> Path:
     """Return the local folder of the pack at a URL, after its files were copied there, or its index alone.
 
-    For the other arguments see DATA.CACHE_DIR, DATA.CACHE_GB and DATA.TIMEOUT_S.
+    For the other arguments see DATA.CACHE_DIR and DATA.TIMEOUT_S.
 
     Raises:
-        ConfigError: the pack cannot be read, is damaged, or does not fit on the disk or into the cache.
+        ConfigError: the pack cannot be read, is damaged, or does not fit on the disk.
     """
     if (protocol := url.partition("://")[0]) not in READABLE:
         raise RemoteError(f"{printable(url)}: got the protocol {protocol}; expected one of {', '.join(READABLE)}")
@@ -61,7 +61,7 @@ def copy_pack(url: str, cache_dir: str, cache_gb: float, timeout_s: float, only_
     try:
         # One process of a machine copies; the others find the files.
         with take_turn(folder / hashlib.sha256(url.encode()).hexdigest()[:32], LONGEST_COPY_S):
-            words = json.dumps([url, str(folder), cache_gb, *limits, only_index])
+            words = json.dumps([url, str(folder), *limits, only_index])
             with start_python("-m", __name__, words) as process:
                 answer = read_answer(process)
     except OSError as error:
@@ -77,11 +77,11 @@ def _explain_disk(folder: Path | str, reason: str | None) -> str:
     return f"{folder}: {reason}; fix: free some space, or set it to another folder"
 
 
-def main(url: str, root: str, cache_gb: float, request_s: float, retry_s: float, only_index: bool) -> None:
+def main(url: str, root: str, request_s: float, retry_s: float, only_index: bool) -> None:
     """Copy a pack, and write its folder or the problem to standard output as JSON: the child process."""
     set_up_child()
     try:
-        write_answer(folder=str(Copy(url, Path(root), cache_gb, request_s, retry_s).make(only_index)))
+        write_answer(folder=str(Copy(url, Path(root), request_s, retry_s).make(only_index)))
     except ConfigError as error:
         write_answer(key=str(error.problems[0].key or ""), problem=error.problems[0].message)
     except UnreachableError as error:
@@ -99,8 +99,8 @@ class _WrongBytesError(Exception):
 class Copy:
     """The copy of a pack in a sub-folder of `root`; for the other arguments see `copy_pack` and `open_store`."""
 
-    def __init__(self, url: str, root: Path, cache_gb: float, request_s: float, retry_s: float):
-        self.url, self.root, self.cache_gb, self._limits = url, root, cache_gb, (request_s, retry_s)
+    def __init__(self, url: str, root: Path, request_s: float, retry_s: float):
+        self.url, self.root, self._limits = url, root, (request_s, retry_s)
 
     def make(self, only_index: bool) -> Path:
         """Copy the files that are missing; return the folder; errors as of `copy_pack`, or OSError of the disk."""
@@ -109,13 +109,13 @@ class Copy:
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_temporary_files(self.folder)  # of killed processes
         if find_index_problem(self.folder / INDEX):
-            self._check_space(size, size)
+            self._check_space(size)
             self._download(INDEX, size, find_index_problem)
         meta, columns = read_index_file(self.folder)
         sizes = {shard["name"]: shard["size"] for shard in meta["shards"]}
         present = {path.name for path in self.folder.iterdir() if path.stat().st_size == sizes.get(path.name)}
         needed = sum(size for name, size in sizes.items() if name not in present)
-        self._check_space(sum(sizes.values()), needed)
+        self._check_space(needed)
         bar = tqdm(total=needed, desc=f"{self.url} to {self.folder}", unit="B", unit_scale=True, leave=False, delay=1)
 
         def download(number: int, name: str) -> None:
@@ -128,11 +128,8 @@ class Copy:
         bar.close()
         return self.folder
 
-    def _check_space(self, size: int, needed: int) -> None:
-        """Raise ConfigError if a pack exceeds DATA.CACHE_GB, or if the disk lacks space for what is needed of it."""
-        if size > self.cache_gb * 1e9:
-            sizes = f"got {self.cache_gb:g}; expected at least {size / 1e9:,.3g}, the size of {self.url}"
-            raise ConfigError(Problem("DATA.CACHE_GB", f"{sizes}; fix: raise it, if the disk may hold a copy"))
+    def _check_space(self, needed: int) -> None:
+        """Raise ConfigError if the disk lacks space for what is needed of a pack."""
         if needed > (free := shutil.disk_usage(self.folder).free):
             sizes = f"{needed / 1e9:,.1f} GB are needed for {self.url}, and {free / 1e9:,.1f} GB are free"
             raise ConfigError(Problem("DATA.CACHE_DIR", _explain_disk(self.folder, sizes)))

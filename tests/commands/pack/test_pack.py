@@ -350,7 +350,7 @@ def test_what_is_wrong_with_a_pack_is_reported_before_the_start(several, folder,
     assert problems_of(several, 5)["MODEL.NUM_CLASSES"].endswith("has 3 classes; set MODEL.NUM_CLASSES 3")
     assert "did you mean out?" in problems_of(several.parent / "ot")["TRAIN.DATASET"]
     assert "it has train; fix: set TRAIN.SPLIT train" in problems_of(several, split="trian")["TRAIN.SPLIT"]
-    monkeypatch.setattr(pack_file, "VERSIONS", (2,))
+    monkeypatch.setattr(pack_file, "VERSION", 2)
     assert "of version 1, not packed images of version 2" in problems_of(several)["TRAIN.SPLIT"]
     monkeypatch.undo()
     (several / "train/index.bin").unlink()

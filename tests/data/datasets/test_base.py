@@ -102,4 +102,4 @@ class Numbered(ImageFolder):
 def test_structured_targets_are_not_packed(image_folder, tmp_path):
     (plugin := tmp_path / "own.py").write_text(PLUGIN)
     words = "PLUGINS", plugin, "DATA.NAME", "numbered", "TASK.NAME", "numbers", "TRAIN.DATASET", image_folder
-    assert "got structured targets; expected labels" in message_of(pack, tmp_path / "pack", *words)
+    assert "got structured targets; expected one class per image" in message_of(pack, tmp_path / "pack", *words)

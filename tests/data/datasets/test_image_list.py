@@ -5,17 +5,13 @@ import pickle
 from pathlib import Path
 
 import pytest
-from support.batches import assert_same_batches, batches_of
-from support.packs import pack
 from support.runs import assert_same_run, newest, records, run_tool, small_options, timeless, train_and_stop
-from support.tables import slow
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets import image_list
 from distribuuuu.data.datasets.image_list import ImageList, Multilabel
 from distribuuuu.data.datasets.table_file import scan_table
 from distribuuuu.data.loader import build_images
-from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
 from distribuuuu.records.read_results import read_results
 from distribuuuu.trainer import train_model
@@ -151,21 +147,6 @@ def test_a_row_for_each_label_of_an_image(tmp_path):
     write_csv(tmp_path / "train.csv", ["a.jpg,cat", "./a.jpg,dog", "a.jpg,cat"])
     images = Multilabel(Multilabel.open_table(tmp_path / "train.csv"))
     assert images.classes == ("cat", "dog") and images.label(0).tolist() == [1, 1] and len(images) == 1
-
-
-@pytest.mark.parametrize("words", [(), slow(("--format", "raw"))])
-def test_a_pack_gives_the_same_batches(cfg_of, root, tmp_path, words):
-    pack(tmp_path / "pack", *words, "--shard-mb", 0.01, *words_of(root), split="both", workers=2)
-    packed = "DATA.NAME", "packed_multilabel", "TRAIN.DATASET", tmp_path / "pack", "TEST.DATASET", tmp_path / "pack"
-    cfg = cfg_of(*packed)
-    assert find_run_problems(cfg, train=True) == []
-    for train in (True, False):
-        assert_same_batches(batches_of(cfg, train), batches_of(cfg_of(), train))
-    wrong = cfg_of(*packed, "DATA.NAME", "packed", "LOSS.NAME", "cross_entropy")
-    problems = "\n".join(map(str, find_run_problems(wrong, train=True)))
-    assert "stores targets of the kind labels; fix: DATA.NAME packed_multilabel" in problems
-    with pytest.raises(ConfigError, match="fix: DATA.NAME packed_multilabel"):
-        Packed(tmp_path / "pack", "train")
 
 
 @pytest.fixture(scope="module")

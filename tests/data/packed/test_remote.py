@@ -12,9 +12,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import torch
 from support.batches import assert_same_batches, batches_of
 from support.images import draw_folder
 from support.packs import pack as make_pack
@@ -26,8 +24,6 @@ from support.tables import slow
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.packed import format as packed_format
 from distribuuuu.data.packed import remote, store
-from distribuuuu.data.packed.dataset import Packed
-from distribuuuu.data.packed.format import BlockShuffle
 from distribuuuu.data.packed.remote import copy_pack
 from distribuuuu.engine.preflight import find_run_problems
 
@@ -55,9 +51,9 @@ def source(packed, tmp_path):
 def copy(source, tmp_path):
     """Copy the training split and return the folder, or the message of the error."""
 
-    def copy_it(gb=1.0, timeout_s=10.0, cache="cache"):
+    def copy_it(timeout_s=10.0, cache="cache"):
         try:
-            return copy_pack(f"{source.url}/train", str(tmp_path / cache), gb, timeout_s)
+            return copy_pack(f"{source.url}/train", str(tmp_path / cache), timeout_s)
         except ConfigError as error:
             return str(error)
 
@@ -84,48 +80,19 @@ def assert_same_files(folder: Path, local: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(("workers", "kind"), [(0, "thread"), slow(2, "process")])
-def test_batches_over_a_faulty_network_are_the_local_ones(source, packed, tmp_path, monkeypatch, workers, kind):
-    monkeypatch.setattr(packed_format, "BLOCK_BYTES", 4000)
-    monkeypatch.setattr(packed_format, "WINDOW", 5)
-    for shuffle in ("global", "blocks"):
-        words = ["DATA.SHUFFLE", shuffle, "TRAIN.WORKERS", str(workers), "DATA.WORKER_KIND", kind]
-        local = cfg_of(packed, tmp_path, *words)
-        remote = cfg_of(source.url, tmp_path, *words)
-        source.failures = 0.4
-        for train in (False, True):  # the evaluation needs the training's index alone
-            assert_same_batches(batches_of(remote, train), batches_of(local, train))
-            assert train or shuffle == "blocks" or not any("train/shard" in path for path, *_ in source.requests)
+@pytest.mark.parametrize("workers", [0, slow(2)])
+def test_batches_over_a_faulty_network_are_the_local_ones(source, packed, tmp_path, workers):
+    local, remote = (cfg_of(root, tmp_path, "TRAIN.WORKERS", str(workers)) for root in (packed, source.url))
+    source.failures = 0.4
+    for train in (False, True):  # the evaluation needs the training's index alone
+        assert_same_batches(batches_of(remote, train), batches_of(local, train))
+        assert train or not any("train/shard" in path for path, *_ in source.requests)
     assert source.num_faults
     assert max(Counter(path for path, *_ in source.requests if "shard" in path).values()) <= 6  # once, and after faults
     source.failures = 0.0
     source.requests.clear()
     assert_same_batches(batches_of(remote), batches_of(local))
     assert all(last < packed_format.HEADER_SIZE for _, _, last in source.requests)  # of the index, at a start
-
-
-def test_blocks_are_read_once_per_epoch_within_a_window():
-    sizes = np.random.default_rng(0).integers(1, 9, 200)
-    num, block_of = int(sizes.sum()), np.repeat(np.arange(200), sizes)
-    places = np.concatenate([np.arange(size) for size in sizes])
-    offsets = packed_format.HEADER_SIZE + block_of * packed_format.BLOCK_BYTES + places
-    columns = {"shard": np.zeros(num, np.int32), "offset": offsets.astype(np.int64)}
-    assert packed_format.block_starts(columns).tolist() == [0, *np.cumsum(sizes)[:-1]]
-    columns["shard"][-1] = 1  # begins a block
-    assert len(packed_format.block_starts(columns)) == 201
-    columns["shard"][-1] = 0
-    shuffle = BlockShuffle(SimpleNamespace(columns=columns), 10)
-    orders = [shuffle.draw(num, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
-    assert torch.equal(orders[0], orders[1]) and not torch.equal(orders[0], orders[2])
-    assert orders[0].sort().values.equal(torch.arange(num))
-    block = block_of[orders[0].numpy()]
-    spans = [np.ptp(np.flatnonzero(block == number)) for number in range(200)]
-    assert max(spans) <= num * 10 / 200 + 9 < num / 10  # a global order would span nearly all of it
-    assert np.mean(np.diff(block) == 0) < 0.3  # mixed with other blocks
-    firsts = [int(np.flatnonzero(block == number)[0]) for number in range(200)]
-    assert abs(np.corrcoef(firsts, np.arange(200))[0, 1]) < 0.3  # and these in a random order
-    whole = BlockShuffle(SimpleNamespace(columns=columns), 200).draw(num, torch.Generator().manual_seed(1))
-    assert whole.equal(torch.randperm(num, generator=torch.Generator().manual_seed(1)))
 
 
 def test_problems_are_found_before_training_without_torch(source, tmp_path):
@@ -149,20 +116,13 @@ def test_problems_are_found_before_training_without_torch(source, tmp_path):
     assert "cannot be read: " in problems(source.url)
     folders = load_cfg(None, ["TRAIN.DATASET", source.url])
     assert "for a URL set DATA.NAME packed" in str(find_run_problems(folders, train=True)[0])
-    with pytest.raises(ConfigError, match="DATA.SHUFFLE.*expected global"):
-        load_cfg(None, ["DATA.SHUFFLE", "blocks"])
 
 
 def test_a_copy_that_finds_no_space_is_refused_before_training(source, copy, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     assert copy(cache="file/cache").startswith(f"DATA.CACHE_DIR: {tmp_path}/file/cache/remote: Not a directory; fix: ")
-    cfg = cfg_of(source.url, tmp_path, "DATA.CACHE_GB", "0.1")
-    cfg.defrost()
-    cfg.DATA.CACHE_GB = 3e-5  # enough for the index
-    (found,) = list(Packed.find_problems(cfg, True))
-    assert found[0] == "DATA.CACHE_GB" and found[1].startswith("got 3e-05; expected at least ")
     monkeypatch.setattr(remote.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-    make = remote.Copy(f"{source.url}/train", tmp_path / "other", 1.0, 5.0, 5.0).make
+    make = remote.Copy(f"{source.url}/train", tmp_path / "other", 5.0, 5.0).make
     assert "DATA.CACHE_DIR: " in (found := message_of(make, True)) and "and 0.0 GB are free; fix: free some" in found
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, limits[1]))  # of this process and its children
@@ -218,7 +178,7 @@ def test_an_outage_is_waited_for_and_has_a_limit(source, copy, packed):
 
 
 def copy_train(url, cache):
-    copy_pack(url, cache, 1.0, 30.0)
+    copy_pack(url, cache, 30.0)
 
 
 @pytest.mark.slow
