@@ -19,8 +19,8 @@ from distribuuuu.data.datasets.base import ImageDataset
 class ParquetSet(ImageDataset):
     """TRAIN.DATASET/SPLIT.parquet; the classes are the sorted labels of the training file.
 
-    Row groups are read when an image of them is needed, and the last one is kept, so each image reads a row group, as the
-    order is random: write the file with small row groups.
+    A row group is read when an image of it is needed, and the last one is kept. As the order is random, nearly each
+    image reads one: write the file with small row groups.
     """
 
     @dataclass

@@ -1,9 +1,5 @@
 """Loader: the images of a step, their transforms and their normalization."""
 
-import pickle
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from support.batches import ALONE, CPU
@@ -13,7 +9,6 @@ from torchvision import datasets as torchvision_datasets
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.batch import Normalizer
-from distribuuuu.data.datasets import shapes
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.decode import open_lazy_image
 from distribuuuu.data.loader import build_loader
@@ -67,36 +62,6 @@ def test_dummy_input_honours_sizes_and_classes(small_cfg):
         assert find_run_problems(cfg, train=True) == []
         images, labels, *_ = first_batches(cfg, 1)[0]
         assert images.shape == (12, 3, 16, 16) and labels.max() < 7
-
-
-def test_the_shapes_are_drawn_into_the_cache(small_cfg, tmp_path, monkeypatch):
-    draw = shapes.draw_shapes
-    monkeypatch.setattr(shapes, "draw_shapes", lambda root: draw(root, num_train=20, num_val=10))
-    cfg = small_cfg("DATA.NAME", "shapes", "MODEL.NUM_CLASSES", 10, "DATA.CACHE_DIR", tmp_path / "cache")
-    assert find_run_problems(cfg, train=True) == []
-    assert len(build_loader(cfg, ALONE, CPU, train=True).images) == 20
-    assert len(list((tmp_path / "cache" / "shapes" / "val").rglob("*.jpg"))) == 10
-
-
-def write_cifar(root: Path) -> None:
-    """Write a CIFAR-10 of ten images in the layout of the real one."""
-    folder = root / "cifar-10-batches-py"
-    folder.mkdir(parents=True)
-    pixels = np.arange(10 * 3072, dtype=np.int64).reshape(10, 3072).astype(np.uint8)
-    names = [f"data_batch_{number}" for number in range(1, 6)] + ["test_batch"]
-    for name in names:
-        (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": list(range(10))}))
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [f"name{number}" for number in range(10)]}))
-
-
-def test_torchvisions_sets_are_read_with_their_statistics(small_cfg, tmp_path, monkeypatch):
-    write_cifar(tmp_path)
-    monkeypatch.setattr(torchvision_datasets.CIFAR10, "_check_integrity", lambda self: True)
-    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
-    cfg = small_cfg("DATA.NAME", "cifar10", "MODEL.NUM_CLASSES", 10, "TRAIN.DATASET", tmp_path)
-    loader = build_loader(cfg, ALONE, CPU, train=True)
-    assert (len(loader.images), loader.images.crop, loader.images.mean) == (50, "pad", (0.4914, 0.4822, 0.4465))
-    assert loader.images.classes[3] == "name3" and loader.images.read(0).shape == (32, 32, 3)
 
 
 def test_channels_last_gives_the_same_numbers_in_another_layout(small_cfg):

@@ -47,12 +47,11 @@ def write_source(source: str, image_folder: Path, root: Path) -> tuple[list[Any]
 
 
 def list_rows(image_folder: Path, split: str) -> list[dict]:
-    """Return for each image its name in several forms, its class in several forms, and a split."""
+    """Return for each image its name and its class in several forms, and a split."""
     rows = []
-    for number, path in enumerate(sorted((image_folder / split).rglob("*.jpg"))):
+    for path in sorted((image_folder / split).rglob("*.jpg")):
         name = path.parent.name
-        row = {"path": str(path), "id": f"{name}/{path.stem}", "label": name, "breed": name, "number": number % 5,
-               "weight": number / 4, "fold": split, "kind": "xy"[number % 2]}  # fmt: skip
+        row = {"path": str(path), "id": f"{name}/{path.stem}", "label": name, "breed": name, "fold": split}
         rows.append(row | {f"is_{other}": int(other == name) for other in NAMES})
     return rows
 
@@ -67,13 +66,11 @@ def write_rows(path: Path, rows: list[dict], delimiter: str = ",") -> None:
 
 
 def image_rows(image_folder: Path, split: str) -> list[dict]:
-    """Return for each image its file, its class as number and name, several labels, numbers and a split."""
-    paths = sorted((image_folder / split).rglob("*.jpg"))
+    """Return for each image its file, its class as number and name, and several labels."""
     return [
         {"image": {"bytes": path.read_bytes(), "path": path.name}, "label": NAMES.index(path.parent.name),
-         "name": path.parent.name, "tags": [0, 2] if number % 3 else [], "kind": "yx"[number % 2],
-         "weight": number / 8, "fold": split}
-        for number, path in enumerate(paths)
+         "name": path.parent.name, "tags": [0, 2]}
+        for path in sorted((image_folder / split).rglob("*.jpg"))
     ]  # fmt: skip
 
 
@@ -81,7 +78,7 @@ def to_arrow(rows: list[dict], names: Sequence[str] | None = NAMES) -> Any:
     """Return an Arrow table with the names of the classes in its metadata, as the package `datasets` writes it."""
     table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
     class_label = {"names": list(names or ()), "_type": "ClassLabel"}
-    features = {"image": {"_type": "Image"}, "label": class_label, "tags": {"feature": class_label, "_type": "List"}}
+    features = {"image": {"_type": "Image"}, "label": class_label}
     metadata = {"huggingface": json.dumps({"info": {"features": features}})} if names else None
     return table.replace_schema_metadata(metadata)
 

@@ -26,14 +26,14 @@ def write_idx(path, array: np.ndarray) -> None:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """KMNIST, GTSRB and Oxford-IIIT Pet of a few images."""
+    """KMNIST, MNIST, GTSRB and Oxford-IIIT Pet of a few images."""
     root = tmp_path_factory.mktemp("named")
-    raw = root / "KMNIST" / "raw"
+    raw, random = root / "KMNIST" / "raw", np.random.default_rng(0)
     raw.mkdir(parents=True)
-    random = np.random.default_rng(0)
     for part, num in (("train", 40), ("t10k", 20)):
         write_idx(raw / f"{part}-images-idx3-ubyte", random.integers(0, 256, (num, 28, 28)).astype(np.uint8))
         write_idx(raw / f"{part}-labels-idx1-ubyte", (np.arange(num) % 10).astype(np.uint8))
+    shutil.copytree(root / "KMNIST", root / "MNIST")
     draw_folder(root / "gtsrb" / "GTSRB", "Training", {f"{label:05d}": 1 for label in range(3)})
     for path in (root / "gtsrb" / "GTSRB" / "Training").rglob("*.jpg"):
         path.rename(path.with_suffix(".ppm"))
@@ -64,16 +64,16 @@ def test_names_exist_in_torchvision_with_their_arguments():
         assert all(argument in arguments or "kwargs" in arguments for argument in (*keyword, *source.settings)), name
 
 
-def test_small_images_are_those_of_the_files(cfg_of, root):
-    cfg = cfg_of("KMNIST")
+@pytest.mark.parametrize("words, mean", [((), 0.485), (("DATA.NAME", "mnist"), 0.1307)])
+def test_small_images_are_those_of_the_files(cfg_of, root, words, mean):
+    cfg = cfg_of("KMNIST", *words)
     assert find_run_problems(cfg, train=True) == []
     for train, part, num in ((True, "train", 40), (False, "t10k", 20)):
         images = build_images(cfg, train)
         pixels = np.frombuffer((root / "KMNIST/raw" / f"{part}-images-idx3-ubyte").read_bytes()[16:], np.uint8)
-        assert len(images) == num and images.crop == "pad" and not images.has_files
+        assert len(images) == num and images.crop == "pad" and not images.has_files and images.mean[0] == mean
         assert np.array_equal(np.asarray(images.read(7)), pixels.reshape(-1, 28, 28)[7]) and images.label(7) == 7
-    for words in (("TRAIN.WORKERS", 3), ("TRAIN.WORKERS", 3, "DATA.WORKER_KIND", "thread")):
-        assert_same_batches(batches_of(cfg), batches_of(cfg_of("KMNIST", *words)))
+    assert_same_batches(batches_of(cfg), batches_of(cfg_of("KMNIST", *words, "TRAIN.WORKERS", 3)))
 
 
 @pytest.mark.parametrize("name, num", [("GTSRB", 3), ("OxfordIIITPet", 2)])
