@@ -12,9 +12,6 @@ from distribuuuu.files.image_files import find_tables, is_class, list_classes
 from distribuuuu.files.new_folder import new_folder
 from distribuuuu.hints.sources import find_inner_root, split_of_archive
 
-# Endings of files with labels in webdataset shards.
-_LABELS = {".cls", ".json"}
-
 
 def unpack(source: Path, out: Path) -> Path:
     """Return the folder with the images of a source: itself, or below `out` the one that archives are unpacked into.
@@ -56,7 +53,7 @@ def _is_archive(path: Path) -> bool:
 def _unpack_one(path: Path, target: Path) -> None:
     """Write the images of an archive under their names; those of shards, which have labels, under their classes."""
     index = open_archives(ArchiveSource((str(path),), layout="flat"), cache_folder())
-    has_labels = bool(_LABELS & index.meta["ignored"].keys())
+    has_labels = ".cls" in index.meta["ignored"]  # of webdataset shards
     images = Archive(open_archives(ArchiveSource((str(path),)), cache_folder()) if has_labels else index)
     for number in range(len(images)):
         name = images.index.name(number)

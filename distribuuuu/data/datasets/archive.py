@@ -32,12 +32,10 @@ from distribuuuu.data.datasets.base import ImageDataset, image_extensions
 from distribuuuu.data.datasets.index import Index, IndexedImages, open_index
 from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.image_files import JUNK_FILES, JUNK_FOLDERS, is_class, is_image, sort_splits
-from distribuuuu.files.untrusted import open_regular, parse_json
+from distribuuuu.files.untrusted import open_regular
 
 # Bytes of the largest image, of the largest file with a label, and the most classes that labels may be numbers of.
 MAX_IMAGE, MAX_LABEL, MAX_CLASSES = 1 << 30, 1 << 20, 1 << 20
-# Names in the JSON of a shard that may hold the label, in this order.
-LABEL_KEYS = ("cls", "label", "class")
 # From a path, its open file and the bytes of it to the members of an archive.
 Walk = Callable[[str, IO[bytes], int], Iterator[Member]]
 # Seconds until the progress bar of a scan appears.
@@ -174,7 +172,6 @@ class _Found:
         # The folder of each image; and the label of each (archive, name without its extensions), None: it has none.
         self._folders: list[str] = []
         self._labels: dict[tuple[int, str], int | str | None] = {}
-        self._has_cls = False
 
     def add(self, number: int, member: Member, file: IO[bytes]) -> None:
         """Add a member of archive `number`, unless it is hidden; raise ArchiveError if it cannot be used."""
@@ -195,7 +192,7 @@ class _Found:
                 column.append(value)
         elif name.lower() not in JUNK_FILES:
             self.ignored[os.path.splitext(name)[1].lower()] += 1
-            if name.endswith((".cls", ".json")):
+            if name.endswith(".cls"):
                 self._add_label((number, f"{folder}/{os.path.splitext(name)[0]}"), member, file)
 
     def _add_label(self, key: tuple[int, str], member: Member, file: IO[bytes]) -> None:
@@ -203,21 +200,16 @@ class _Found:
         with contextlib.suppress(ValueError):  # an image without a label is an error, another file is not
             if not member.fault and max(member.size, member.packed) <= MAX_LABEL:
                 data = os.pread(file.fileno(), member.packed or member.size, member.offset)
-                label = _read_label(inflate(data, member.size) if member.packed else data, member.name)
-        if member.name.endswith(".cls"):
-            self._has_cls, self._labels[key] = True, label
-        else:
-            self._labels.setdefault(key, label)
+                label = _read_label(inflate(data, member.size) if member.packed else data)
+        self._labels[key] = label
 
     def to_arrays(self) -> tuple[dict[str, np.ndarray], list[str]]:
         """Return the arrays of the images and the classes; raise ArchiveError if there is no image, or no label."""
-        # A .json beside an image may be an annotation: it is a label if no folder can be one.
-        has_json = len(set(self._folders)) == 1 and any(label is not None for label in self._labels.values())
-        is_shards = self.source.layout == "classes" and (self._has_cls or has_json)
+        is_shards = self.source.layout == "classes" and bool(self._labels)
         order, labels, classes = self._order_shards() if is_shards else self._order_folders()
         if not len(order):
             beside = f"; {counted(self.num_beside, 'image')} at the top have no class" if self.num_beside else ""
-            expected = "expected CLASS/IMAGE, or IMAGE with its label in .cls or .json"
+            expected = "expected CLASS/IMAGE, or IMAGE with its label in .cls"
             endings = first_few([f"{end} ({num})" for end, num in self.ignored.most_common()])
             held = f"; it holds {endings}" if endings else ""
             raise ArchiveError(f"{self.source}: has no images in class folders{beside}{held}; {expected}")
@@ -279,8 +271,7 @@ class _Found:
             if key in seen:
                 raise self._error(image, "is a second image of its sample")
             if (label := self._labels.get(key)) is None:
-                expected = f"expected a .cls with a class, or a .json with {' or '.join(LABEL_KEYS)}"
-                raise self._error(image, f"has no label; {expected}")
+                raise self._error(image, "has no label; expected a .cls with a class")
             seen.add(key)
             found.append(label)
         for ending in (".cls", ".json"):
@@ -301,13 +292,9 @@ def _clean_folder(raw: str, member: Member, path: str) -> str | None:
     return None if any(part.lower() in JUNK_FOLDERS for part in parts) else "/".join(parts)
 
 
-def _read_label(data: bytes, name: str) -> int | str | None:
-    """Return the class in a .cls or a .json of a shard, a number or a name; None: it has none."""
-    if name.endswith(".cls"):
-        value: Any = data.decode("utf-8").strip()
-        value = int(value) if value.isdecimal() and len(value) < 10 else value
-    else:
-        value = parse_json(data)
-        value = next((value[key] for key in LABEL_KEYS if key in value), None) if isinstance(value, dict) else None
-    is_name = isinstance(value, str) and 0 < len(value) < 300 and value.isprintable()
-    return value if is_name or (type(value) is int and value >= 0) else None
+def _read_label(data: bytes) -> int | str | None:
+    """Return the class in a .cls of a shard, a number or a name; None: it has none."""
+    text = data.decode("utf-8").strip()
+    if text.isdecimal() and len(text) < 10:
+        return int(text)
+    return text if 0 < len(text) < 300 and text.isprintable() else None

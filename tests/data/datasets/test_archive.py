@@ -2,7 +2,6 @@
 
 import errno
 import gzip
-import json
 import os
 import shutil
 import struct
@@ -53,30 +52,20 @@ def test_names_and_order_are_those_of_folders(tmp_path, format):
     assert Archive(index).describe(0) == f"train.tar:{expected[0]}"
 
 
-@pytest.mark.parametrize("label", ["cls", "cls as name", "json", "json in a folder"])
+@pytest.mark.parametrize("label", ["cls", "cls as name", "cls in a folder"])
 def test_shards_have_labels_beside_the_images(tmp_path, label):
     for shard in range(2):
         files = {}
         for sample in range(3):
             key, number = f"{'x/' if 'folder' in label else ''}{sample}", (sample + shard) % 3
-            if "json" in label:
-                files[f"{key}.json"] = json.dumps({"label": number, "other": [1]}).encode()
-            else:
-                files[f"{key}.cls"] = b"name %d\n" % number if "name" in label else b"%d" % number
+            files[f"{key}.cls"] = b"name %d\n" % number if "name" in label else b"%d" % number
+            files[f"{key}.json"] = b"{}"
             files[f"{key}.jpg"] = b"%d %d" % (shard, sample)
         write_tar(tmp_path / f"train-{shard}.tar", files)
     index = open_archives(find_archives("TRAIN", str(tmp_path), "train-{0..1}.tar"), tmp_path / "cache")
     assert index.classes == (("name 0", "name 1", "name 2") if "name" in label else ("0", "1", "2"))
     assert index.arrays["label"].tolist() == [0, 1, 2, 1, 2, 0]
     assert [bytes(read_member(index, i)) for i in (0, 5)] == [b"0 0", b"1 2"]
-
-
-def test_json_beside_images_in_class_folders_is_an_annotation(tmp_path):
-    note = json.dumps({"box": [1, 2], "label": 5}).encode()
-    index = open_one(write_tar(tmp_path / "train.tar", {"a/1.jpg": JPEG, "a/1.json": note, "b/2.jpg": JPEG}))
-    assert index.classes == ("a", "b") and index.meta["ignored"] == {".json": 1}
-    index = open_one(write_tar(tmp_path / "one.tar", {"a/1.jpg": JPEG, "a/1.json": b"[1]"}))
-    assert index.classes == ("a",)
 
 
 def tar_of(path: Path, *members: tuple, **options) -> Path:
