@@ -183,12 +183,8 @@ class NamedSet(ImageDataset):
         return name_at(*self._files, index) if self._files else number
 
 
-@DATASETS.register("torchvision/CIFAR10")
-@DATASETS.register("torchvision/CIFAR100")
 @DATASETS.register("torchvision/EMNIST")
-@DATASETS.register("torchvision/FashionMNIST")
 @DATASETS.register("torchvision/KMNIST")
-@DATASETS.register("torchvision/MNIST")
 @DATASETS.register("torchvision/QMNIST")
 @DATASETS.register("torchvision/SVHN")
 @DATASETS.register("torchvision/USPS")

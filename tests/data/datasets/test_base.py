@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 from support.batches import ALONE, CPU, batches_of
-from support.packs import pack
-from support.runs import message_of
 
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset
@@ -80,26 +78,3 @@ def test_image_files_need_classes_labels_and_describe(cfg_of, image_folder, tmp_
     (tmp_path / "val.csv").write_text("image,label\nempty.jpg,ant\n")
     with pytest.raises(ValueError, match="1 of 1 images are broken: .*empty.jpg: ValueError: the file is empty"):
         build_loader(cfg, ALONE, CPU, train=False)
-
-
-PLUGIN = """
-from distribuuuu.config.registry import DATASETS, TASKS
-from distribuuuu.data.datasets.imagefolder import ImageFolder
-from distribuuuu.tasks.base import Task
-
-TASKS.register("numbers")(type("Numbers", (Task,), {"__module__": __name__}))
-
-
-@DATASETS.register("numbered")
-class Numbered(ImageFolder):
-    targets = "structured"
-
-    def label(self, index):
-        return {"number": index % 5, "weights": (index / 8, 0.5)}
-"""
-
-
-def test_structured_targets_are_not_packed(image_folder, tmp_path):
-    (plugin := tmp_path / "own.py").write_text(PLUGIN)
-    words = "PLUGINS", plugin, "DATA.NAME", "numbered", "TASK.NAME", "numbers", "TRAIN.DATASET", image_folder
-    assert "got structured targets; expected one class per image" in message_of(pack, tmp_path / "pack", *words)

@@ -5,7 +5,8 @@ import pickle
 from pathlib import Path
 
 import pytest
-from support.runs import assert_same_run, newest, records, run_tool, small_options, timeless, train_and_stop
+from support.packs import pack
+from support.runs import assert_same_run, message_of, newest, records, run_tool, small_options, timeless, train_and_stop
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.datasets import image_list
@@ -147,6 +148,10 @@ def test_a_row_for_each_label_of_an_image(tmp_path):
     write_csv(tmp_path / "train.csv", ["a.jpg,cat", "./a.jpg,dog", "a.jpg,cat"])
     images = Multilabel(Multilabel.open_table(tmp_path / "train.csv"))
     assert images.classes == ("cat", "dog") and images.label(0).tolist() == [1, 1] and len(images) == 1
+
+
+def test_several_labels_are_not_packed(root, tmp_path):
+    assert "got labels targets; expected one class" in message_of(pack, tmp_path / "pack", *words_of(root))
 
 
 @pytest.fixture(scope="module")
