@@ -192,7 +192,7 @@ def probe_backbone(
 def finish(flags: Namespace, decisions: Decisions, best: Candidate, sizes: dict[str, int]) -> dict[str, Any]:
     """Fine-tune the best backbone from its probe, choose, write the model and test it; return the choice."""
     out, run, facts = flags.out, best.backbone, best.facts
-    right, evaluation_s = facts["correct"]["probe"]["val"], sizes["val"] * facts["image_s"]
+    right = facts["correct"]["probe"]["val"]
     probe, scaled = (set_head(run, head) for head in (best.probe, best.probe.scaled()))
     head = write_probe(out, best.probe.scaled(), run)
     cfg = best.read_training(out, head, sizes["train"], 1)
@@ -200,7 +200,7 @@ def finish(flags: Namespace, decisions: Decisions, best: Candidate, sizes: dict[
         write_model(cfg, out, probe, run.classes, facts, best.probe.calibration)
         share = f"{100 * right / sizes['val']:.1f} %"
         say(f"probe: {right} of {sizes['val']} validation images right ({share}); the model is in {out}")
-    epochs = decisions.once("training", lambda: plan_training(flags, best, cfg, decisions, evaluation_s))["epochs"]
+    epochs = decisions.once("training", lambda: plan_training(flags, best, cfg, decisions, sizes))["epochs"]
     choice, tuned = {"correct": {name_of(0.0): right}, "share": 0.0}, scaled
     if epochs:
         cfg = best.read_training(out, head, sizes["train"], epochs)
@@ -220,7 +220,7 @@ def finish(flags: Namespace, decisions: Decisions, best: Candidate, sizes: dict[
 
 
 def plan_training(
-    flags: Namespace, best: Candidate, cfg: Config, decisions: Decisions, evaluation_s: float
+    flags: Namespace, best: Candidate, cfg: Config, decisions: Decisions, sizes: dict[str, int]
 ) -> dict[str, Any]:
     """Return the number of epochs that are given or fit into the minutes, and the measurements behind it.
 
@@ -229,18 +229,21 @@ def plan_training(
     given = dict(zip(best.own[::2], best.own[1::2], strict=True)).get("OPTIM.MAX_EPOCH")
     if flags.probe_only or given:
         return {"epochs": 0 if flags.probe_only else int(given or 0)}
-    epoch_s = in_fresh_process(measure_epoch, cfg)
-    if isinstance(epoch_s, str):
-        raise ConfigError(f"--minutes: out of memory in a training step: {epoch_s}; fix: TRAIN.BATCH_SIZE 8")
     stored_s = sum(entry.get("seconds", 0.0) for entry in decisions.content.values())
     left_s = 60 * flags.minutes - _OTHER_S - stored_s
+    epoch_s, evaluation_s = (sizes[part] * best.facts["image_s"] for part in ("train", "val"))
+    takes = "takes more than"  # the features, as it also trains
+    if choose_epochs(left_s, epoch_s / flags.nproc, evaluation_s):
+        found, takes = in_fresh_process(measure_epoch, cfg), "takes"
+        if isinstance(found, str):
+            raise ConfigError(f"--minutes: out of memory in a training step: {found}; fix: TRAIN.BATCH_SIZE 8")
+        epoch_s = found
     epochs = choose_epochs(left_s, epoch_s / flags.nproc, evaluation_s)
     fits = f"{epochs} epochs fit into {flags.minutes:g} min"
     if not epochs:
         missing_s = seconds_of(FEWEST_EPOCHS, epoch_s / flags.nproc, evaluation_s) - left_s
-        needed = math.ceil(flags.minutes + missing_s / 60)
-        fits = f"the {FEWEST_EPOCHS} that can gain need --minutes {needed}, so the probe is kept"
-    say(f"fine-tuning: an epoch takes {epoch_s:.0f} s; {fits}")
+        fits = f"{FEWEST_EPOCHS} do not fit; fix: --minutes {math.ceil(flags.minutes + missing_s / 60)} or more"
+    say(f"fine-tuning: an epoch {takes} {epoch_s:.0f} s; {fits}")
     return {"epochs": epochs, "epoch_s": epoch_s, "evaluation_s": evaluation_s, "left_s": left_s}
 
 
