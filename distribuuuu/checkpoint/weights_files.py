@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.config import ConfigError
+from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.json_file import load_json
 from distribuuuu.config.run_files import BEST_NAMES
 
 RAW, EMA = "raw", "ema"
@@ -125,6 +126,26 @@ def find_weights_file(path: str, ema: bool = True) -> Path:
         return file
     expected = ", ".join((best_path("").name, *HUB_NAMES))
     raise ConfigError(f"{path} is a folder without {expected}; fix: name the file")
+
+
+def read_class_names(path: str) -> tuple[str, ...]:
+    """Return the names of the classes of a weights file, or of the weights of a run or a model in a folder.
+
+    Raises:
+        ConfigError: there are no weights, they cannot be read, or they name no classes.
+    """
+    from distribuuuu.checkpoint.io import is_list_of, read_checkpoint
+
+    try:
+        file = find_weights_file(path)
+        card = find_card(file)
+        names = load_json(card).get("label_names") if card else read_checkpoint(file).get("classes")
+    except ConfigError as error:
+        raise ConfigError(Problem("TEST.LABELS", str(error))) from error
+    if not is_list_of(names, str):
+        fix = "fix: TEST.LABELS imagenet for the 1000 classes of ImageNet, else TRAIN.DATASET with all class folders"
+        raise ConfigError(Problem("TEST.LABELS", f"{file} does not name its classes; {fix}"))
+    return tuple(names)
 
 
 def find_card(path: str | os.PathLike) -> Path | None:

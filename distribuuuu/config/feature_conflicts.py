@@ -9,7 +9,7 @@ from distribuuuu.config.config_node import Config, get_value
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.errors import Problem, counted
 from distribuuuu.config.model_names import OWN_KEYS, is_published, names_backbone
-from distribuuuu.config.options import GRAPH_MODES, IMAGENET_CLASSES
+from distribuuuu.config.options import GRAPH_MODES, IMAGENET_CLASSES, OF_WEIGHTS
 from distribuuuu.config.read_settings import read_settings
 from distribuuuu.config.registry import BUILT_IN_TASKS, OPTIMIZERS
 from distribuuuu.config.run_files import url_of
@@ -154,7 +154,7 @@ def _other_weights(cfg: Config) -> Iterator[Conflict]:
 def _labels(cfg: Config) -> Iterator[Conflict]:
     labels = cfg.TEST.LABELS
     with_labels = f"with TEST.LABELS {labels}"
-    is_other = cfg.MODEL.NUM_CLASSES not in (0, IMAGENET_CLASSES)
+    is_other = labels != OF_WEIGHTS and cfg.MODEL.NUM_CLASSES not in (0, IMAGENET_CLASSES)
     yield "MODEL.NUM_CLASSES", is_other, f"expected {IMAGENET_CLASSES} {with_labels}"
     yield "DATA.NAME", cfg.DATA.NAME != "imagefolder", f"expected imagefolder {with_labels}"
     yield "MODEL.DUMMY_INPUT", cfg.MODEL.DUMMY_INPUT, f"expected False {with_labels}"

@@ -17,6 +17,7 @@ WHOLE_IMAGE = ("squash", "letterbox")
 # The values of DATA.PIXELS, and the value of a pixel that counts as 1 in DATA.MEAN and DATA.STD.
 PIXEL_RANGES = {"uint8": 255, "uint16": 65535, "float32": 1}
 IMAGENET_CLASSES = 1000
+OF_WEIGHTS = "weights"
 TEST_SETS = ("imagenet", "imagenet_a", "imagenet_r", "imagenet_v2", "imagenet_sketch")
 _SAME_METRIC = "all trials need the same metric on the same images"
 
@@ -125,9 +126,9 @@ _C.TEST.SHIFT = Option(0, least=0, needs="a task without a predict_step of its o
 _C.TEST.INTERPOLATION = Option("bilinear", choices=INTERPOLATIONS)
 # Metrics of the evaluation; the first selects the best checkpoint. Empty: those of the task (top1 and topk, or map).
 _C.TEST.METRICS = Option((), names=METRICS, not_swept=_SAME_METRIC)
-# Evaluate a model of the 1000 ImageNet classes on folders of other test sets, in `test` only. imagenet_a and imagenet_r
-# restrict the logits to 200 classes. Empty: the labels of the data set.
-_C.TEST.LABELS = Option("", choices=("", *TEST_SETS), hashed=False, not_swept=_SAME_METRIC)
+# Classes of an evaluation, in `test` only. weights: by name those of the weights. Others: the 1000 of ImageNet, on its
+# test sets; imagenet_a and imagenet_r restrict the logits to 200 classes. Empty: those of the training data.
+_C.TEST.LABELS = Option("", choices=("", OF_WEIGHTS, *TEST_SETS), hashed=False, not_swept=_SAME_METRIC)
 # Evaluation images that cannot be read, with DATA.ON_BAD_IMAGE skip: wrong (they count as wrong answers) or left_out.
 _C.TEST.BROKEN = Option("wrong", choices=("wrong", "left_out"), hash_default="wrong")
 # Write predictions.npz to OUT_DIR in test_net.py and after the last epoch; never for more than a million images.

@@ -26,6 +26,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed, iter_options
 from distribuuuu.config.derived import total_steps
 from distribuuuu.config.model_names import PUBLISHED, is_published, names_backbone
+from distribuuuu.config.options import TEST_SETS
 from distribuuuu.config.run_files import METRICS, PREDICTIONS, RESULTS, RUN_FILES, TRACKERS_FOLDER, url_of
 from distribuuuu.data.build_transform import statistics_of
 from distribuuuu.data.loader import Loader, TrainLoader, check_same_data
@@ -321,14 +322,14 @@ def find_weights(cfg) -> str:
 def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.Module:
     """Return the model to evaluate, on the device, after a dry run of a batch of images.
 
-    `weights` is a file, a run or the name of published ones; if it is empty, they are random. With TEST.LABELS, the
-    logits are those of the labels alone.
+    `weights` is a file, a run or the name of published ones; if it is empty, they are random. With a test set of
+    TEST.LABELS, the logits are those of its labels alone.
 
     Raises:
         CheckpointError: the weights do not match the model or the classes of the data.
     """
     classes = task.classes
-    if cfg.TEST.LABELS:
+    if cfg.TEST.LABELS in TEST_SETS:
         from distribuuuu.data.datasets.imagenet_labels import read_classes
 
         classes = tuple(read_classes())
@@ -353,7 +354,7 @@ def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.
         if mismatch := find_class_mismatch(content, classes):
             raise CheckpointError(f"{weights}: was trained on other classes: {mismatch}")
         restore_task(task, content.get("task"), weights, in_training=False)
-    if cfg.TEST.LABELS:
+    if cfg.TEST.LABELS in TEST_SETS:
         from distribuuuu.models.head import select_outputs
 
         columns = torch.tensor(list(read_classes(cfg.TEST.LABELS).values()), device=task.device)

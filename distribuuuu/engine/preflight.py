@@ -16,7 +16,7 @@ from distribuuuu.config.derived import FOLLOWING
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.model_names import find_model_problems, load_names, names_backbone
-from distribuuuu.config.options import IMAGENET_CLASSES, OPTIONAL_DECODERS
+from distribuuuu.config.options import IMAGENET_CLASSES, OPTIONAL_DECODERS, TEST_SETS
 from distribuuuu.config.reader import read_cfg
 from distribuuuu.config.registry import OPTIMIZERS, dataset_class, dataset_name
 from distribuuuu.config.run_files import CHECKPOINTS, find_path_problem, url_of
@@ -144,7 +144,7 @@ def _count_classes(cfg: Config) -> int:
     """Return the number of classes of the data if MODEL.NUM_CLASSES is 0; 0 if it is set or the data must be read."""
     if cfg.MODEL.NUM_CLASSES:
         return 0
-    has_none = dataset_name(cfg) == "dummy" or cfg.TEST.LABELS
+    has_none = dataset_name(cfg) == "dummy" or cfg.TEST.LABELS in TEST_SETS
     return IMAGENET_CLASSES if has_none else dataset_class(cfg).count_classes(cfg)
 
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from distribuuuu.config.options import OF_WEIGHTS, TEST_SETS
 from distribuuuu.config.reader import COMMAND_LINE
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset, image_extensions
@@ -40,12 +41,11 @@ class ImageFolder(IndexedImages):
     @classmethod
     def open_split(cls, cfg, name: str, trained: ImageDataset | None = None) -> ImageDataset:
         """Return the images of cfg.TRAIN or cfg.TEST; the training folder is not scanned to label the other."""
-        labels = cfg.TEST.LABELS if name == "TEST" else ""
-        if labels:
+        if name == "TEST" and cfg.TEST.LABELS in TEST_SETS:
             from distribuuuu.data.datasets.imagenet_labels import open_preset
 
             return open_preset(cls, cfg)
-        classes = (list_classes(cls.split_path(cfg, "TRAIN")) or None) if name == "TEST" else None
+        classes = (cls.trained_classes(cfg) or None) if name == "TEST" else None
         folder = cls.split_path(cfg, name)
         root, split = (cfg[name].DATASET, cfg[name].SPLIT) if folder.name == cfg[name].SPLIT else os.path.split(folder)
         return cls(root, split, classes, cfg.DATA.CACHE_DIR, image_extensions(cfg))
@@ -56,10 +56,19 @@ class ImageFolder(IndexedImages):
         return
 
     @classmethod
+    def trained_classes(cls, cfg) -> tuple[str, ...]:
+        """Return the names of the training folders or, with TEST.LABELS weights, of the classes of the weights."""
+        if cfg.TEST.LABELS == OF_WEIGHTS:
+            from distribuuuu.checkpoint.weights_files import read_class_names
+
+            return read_class_names(cfg.MODEL.WEIGHTS or cfg.OUT_DIR)
+        return list_classes(cls.split_path(cfg, "TRAIN"))
+
+    @classmethod
     def split_path(cls, cfg, name: str) -> Path:
         """Return the folder of the classes of cfg.TRAIN or cfg.TEST.
 
-        It is TEST.DATASET itself if that has no TEST.SPLIT, but folders of the trained classes alone.
+        It is TEST.DATASET itself if that has no TEST.SPLIT, but folders of trained classes.
         """
         root = Path(cfg[name].DATASET)
         root = root if root.name not in ("", "..") else root.resolve()
@@ -67,8 +76,8 @@ class ImageFolder(IndexedImages):
         is_chosen = cfg.TEST.DATASET == cfg.TRAIN.DATASET or cfg.origins.get("TEST.SPLIT") == COMMAND_LINE
         if name == "TRAIN" or is_chosen or folder.exists() or not root.name:
             return folder
-        found, trained = {*list_classes(root)}, {*list_classes(cls.split_path(cfg, "TRAIN"))}
-        is_set = found <= trained if trained else len(found) == cfg.MODEL.NUM_CLASSES and not found & {*SPLIT_NAMES}
+        found, trained = {*list_classes(root)}, {*cls.trained_classes(cfg)}
+        is_set = found & trained if trained else len(found) == cfg.MODEL.NUM_CLASSES and not found & {*SPLIT_NAMES}
         return root if found and is_set else folder
 
     @classmethod
@@ -93,5 +102,4 @@ class ImageFolder(IndexedImages):
     @classmethod
     def count_classes(cls, cfg) -> int:
         """Return the number of training classes; without training data, of evaluation classes."""
-        counts = (len(list_classes(cls.split_path(cfg, name))) for name in ("TRAIN", "TEST"))
-        return next(filter(None, counts), 0)
+        return len(cls.trained_classes(cfg) or list_classes(cls.split_path(cfg, "TEST")))

@@ -42,8 +42,7 @@ def explain_more_classes(content: Mapping[str, Any], classes: Sequence[str]) -> 
     """Return '; fix: ...' for an evaluation of weights on some of their classes, which `content` may name; else ''."""
     known = content.get("classes") or ()
     if {*classes} <= {*known} and len(classes) < len(known):
-        fix = "TRAIN.DATASET and TRAIN.SPLIT to the training data, which defines all classes, and TEST.DATASET to these"
-        return f"; the images are of some of its classes; fix: set {fix}"
+        return "; the images are of some of its classes; fix: set TEST.LABELS weights"
     if not known and {*classes} <= {*read_classes()}:
         return "; fix: set TEST.LABELS imagenet, for weights of the 1000 ImageNet classes, whose synsets these are"
     return ""

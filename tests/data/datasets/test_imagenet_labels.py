@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from importlib.resources import files
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from support.saved_runs import save_run
 from support.tables import slow
 from timm.data import ImageNetInfo
 
-from distribuuuu.config import load_cfg
+from distribuuuu.checkpoint.io import read_checkpoint
+from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.datasets.imagenet_labels import explain_more_classes, read_classes
 from distribuuuu.engine.preflight import find_run_problems
@@ -114,8 +116,33 @@ def test_names_of_folders_and_files_that_do_not_fit_are_reported(tmp_path):
 def test_weights_of_more_classes_than_the_images_have_lead_to_the_option(tmp_path, image_folder):
     some = explain_more_classes({}, ["n01440764", "n02102040"])
     assert some.startswith("; fix: set TEST.LABELS imagenet, ")
-    assert "fix: set TRAIN.DATASET" in explain_more_classes({"classes": ["ant", "bee", "cat"]}, ["ant", "cat"])
+    assert "fix: set TEST.LABELS weights" in explain_more_classes({"classes": ["ant", "bee", "cat"]}, ["ant", "cat"])
     assert explain_more_classes({"classes": ["ant"]}, ["ant", "cat"]) == explain_more_classes({}, ["ant"]) == ""
     cfg = load_cfg(None, ["MODEL.NUM_CLASSES", "1000", "TRAIN.DATASET", str(image_folder)])
-    assert "set TEST.LABELS imagenet" in str(find_run_problems(cfg, train=False)[0])
+    assert "set TEST.LABELS weights, or imagenet" in str(find_run_problems(cfg, train=False)[0])
     assert [*read_classes("imagenet").values()] == [*range(1000)]
+
+
+def test_some_of_the_classes_of_the_weights_are_found_by_name(finished_run, image_folder, tmp_path):
+    for name in ("bee", "cat"):
+        shutil.copytree(image_folder / "val" / name, tmp_path / "some" / name)
+
+    def evaluate_some(*words):
+        given = ["TEST.DATASET", tmp_path / "some", "OUT_DIR", tmp_path / "out", *words]
+        cfg = load_cfg(str(finished_run / "config.yaml"), [str(word) for word in given])
+        problems = find_run_problems(cfg, train=False)
+        return problems or evaluate_run(cfg)
+
+    expected = evaluate_some("MODEL.WEIGHTS", finished_run)  # the training data are there
+    assert expected["count"] == 25
+    named = ("TRAIN.DATASET", tmp_path / "gone", "TEST.LABELS", "weights", "MODEL.WEIGHTS")
+    for weights in (finished_run, finished_run / "best.pth.tar"):
+        assert evaluate_some(*named, weights) == evaluate_some(*named, weights, "MODEL.NUM_CLASSES", 0) == expected
+    (tmp_path / "some/dog").mkdir()
+    shutil.copy(next((tmp_path / "some/cat").iterdir()), tmp_path / "some/dog")
+    (problem,) = evaluate_some(*named, finished_run)
+    assert problem.key.startswith("TEST.") and "classes that the training data lacks: dog" in problem.message
+    state = read_checkpoint(finished_run / "best.pth.tar")["state_dict"]
+    torch.save({"state_dict": state}, tmp_path / "nameless.pth")
+    with pytest.raises(ConfigError, match=r"nameless.pth does not name its classes; fix: TEST.LABELS imagenet"):
+        evaluate_some(*named, tmp_path / "nameless.pth")
