@@ -101,7 +101,6 @@ setup(
         # Experiment trackers: LOG.TRACKERS.
         "mlflow": ["mlflow>=2.14"],
         "wandb": ["wandb>=0.17"],
-        "trackio": ["trackio>=0.20"],
         "figures": ["matplotlib>=3.8"],  # draws the tutorial's pictures
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.7", "pytest-randomly>=3.15", "ruff>=0.6"),

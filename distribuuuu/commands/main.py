@@ -39,7 +39,7 @@ GROUPS = {
         "probe": Command("probe.probe", "measure how good the features of a model are"),
         "embed": Command("finetune.embed", "write the features of images to a file"),
         "table": Command("table.table", "make a table of finished runs"),
-        "track": Command("track.track", "send a run to MLflow, W&B or Trackio"),
+        "track": Command("track.track", "send a run to MLflow or W&B"),
     },
     "Data": {
         "doctor": Command("doctor.doctor", "find damaged images, duplicates and contradicting labels"),

@@ -84,7 +84,7 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     "a DISTILL.TEACHER and DISTILL.KIND soft": lambda cfg: cfg.DISTILL.TEACHER and cfg.DISTILL.KIND == "soft",
     "EMA.HALF_LIFE above 0": lambda cfg: cfg.EMA.HALF_LIFE,
     "FINETUNE.WEIGHTS": lambda cfg: cfg.FINETUNE.WEIGHTS,
-    "LOG.TENSORBOARD True or LOG.TRACKERS": lambda cfg: cfg.LOG.TENSORBOARD or cfg.LOG.TRACKERS,
+    "LOG.TENSORBOARD True": lambda cfg: cfg.LOG.TENSORBOARD or "tensorboard" in cfg.LOG.TRACKERS,
     "LOSS.NAME bce": lambda cfg: cfg.LOSS.NAME == "bce",
     "LOSS.NAME focal": lambda cfg: cfg.LOSS.NAME == "focal",
     "MODEL.PRETRAINED False": lambda cfg: not cfg.MODEL.PRETRAINED,

@@ -359,10 +359,10 @@ _C.CHECKPOINT.KEEP_EVERY = Option(0, least=0, neutral=True)
 _C.LOG = Section()
 # Write TensorBoard events to OUT_DIR/tensorboard.
 _C.LOG.TENSORBOARD = Option(True, hashed=False, neutral=True)
-# Experiment trackers: mlflow, wandb, trackio or a plug-in (docs/trackers.md); tensorboard means LOG.TENSORBOARD True.
+# Experiment trackers: mlflow, wandb or a plug-in (docs/trackers.md); tensorboard means LOG.TENSORBOARD True.
 _C.LOG.TRACKERS = Option((), names=TRACKERS, hashed=False, neutral=True)
-# Augmented training images in the image grid of TensorBoard and the trackers; 0: none.
-_C.LOG.NUM_IMAGES = Option(32, least=0, needs="LOG.TENSORBOARD True or LOG.TRACKERS", hashed=False, neutral=True)
+# Augmented training images in the image grid of TensorBoard; 0: none.
+_C.LOG.NUM_IMAGES = Option(32, least=0, needs="LOG.TENSORBOARD True", hashed=False, neutral=True)
 
 _C.DIST = Section()
 # Number of processes that TRAIN.BATCH_SIZE and OPTIM.BASE_LR are meant for; the log warns of another one. 0: any.

@@ -351,7 +351,7 @@ def test_a_trial_prepares_the_task_and_starts_no_tracker(small_cfg, tmp_path, mo
     (tmp_path / "trial").mkdir()
     monkeypatch.setattr(Classification, "begin_epoch", lambda self, epoch: begun.append(epoch))
     plan = plan_batches(4, 4, 1)
-    cfg = small_cfg("LOG.TRACKERS", "[trackio]")
+    cfg = small_cfg("LOG.TRACKERS", "[wandb]")
     with auto_batch_size.trial_run(cfg, detect_launch(), plan, str(tmp_path / "trial")) as run:
         assert run.cfg.LOG.TRACKERS == ()
     auto_batch_size.measure_steps(str(tmp_path / "trial"), small_cfg(), take_step, detect_launch(), plan)

@@ -1,4 +1,4 @@
-"""The command track: send the rows, images and results of a run that its trackers have not received."""
+"""The command track: send the rows and results of a run that its trackers have not received."""
 
 import os
 import shlex
@@ -20,9 +20,9 @@ from distribuuuu.inference.locate_run import locate_run
 from distribuuuu.launch.signals import ignore_signals
 from distribuuuu.records.trackers.base import RunInfo, describe_error
 
-_DESCRIPTION = """Send the rows of metrics.jsonl, the images and the results of a run that its
-trackers have not received, e.g. because a server was down. LOG.TRACKERS adds
-trackers that the training did not have. A training starts it with --follow.
+_DESCRIPTION = """Send the rows of metrics.jsonl and the results of a run that its trackers have
+not received, e.g. because a server was down. LOG.TRACKERS adds trackers that
+the training did not have. A training starts it with --follow.
 
   %(prog)s exp/r50
   %(prog)s exp/r50 LOG.TRACKERS mlflow

@@ -1,12 +1,11 @@
 """Experiment trackers: the processes that a training starts for them, and the class of what runs in such a process.
 
-A tracker reads what the run writes: the rows of metrics.jsonl, the config, the results, and the images in
-OUT_DIR/trackers/images/*.png. OUT_DIR/trackers/NAME.json holds the identifier of the run in the tracker, and what was
-sent. MLflow, Weights & Biases and Trackio are below; docs/trackers.md lists their environment variables.
+A tracker reads what the run writes: the rows of metrics.jsonl, the config and the results. OUT_DIR/trackers/NAME.json
+holds the identifier of the run in the tracker, and what was sent. MLflow and Weights & Biases are below, see
+docs/trackers.md.
 """
 
 import contextlib
-import importlib
 import json
 import logging
 import os
@@ -18,7 +17,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote, unquote
 
 from distribuuuu.config.registry import TRACKERS
 from distribuuuu.config.run_files import METRICS, RESULTS, TEST_RESULTS, TRACKERS_FOLDER
@@ -27,8 +25,6 @@ from distribuuuu.files.untrusted import MAX_JSON, open_regular, parse_json, prin
 from distribuuuu.launch.detect import NPROC_MARK
 from distribuuuu.records.metric_writers import parse_record
 from distribuuuu.records.tensorboard import curves_of
-
-logger = logging.getLogger(__name__)
 
 # Bytes of rows that are sent at once, and characters of an error.
 MAX_BYTES, _MAX_ERROR = 1 << 20, 200
@@ -43,7 +39,6 @@ class TrackerProcesses:
     """Processes that follow a run; each sends to one tracker, and ends by itself after `end` or the end of this one."""
 
     def __init__(self, out_dir: str | os.PathLike, names: Sequence[str], plugins: Sequence[str]):
-        self._out_dir = Path(out_dir)
         # The end of the training must not end them by a signal, see `launch.detect.was_launched`.
         env = {key: value for key, value in os.environ.items() if key not in (NPROC_MARK, "TORCHELASTIC_RUN_ID")}
         command = [sys.executable, "-m", "distribuuuu", "track", str(out_dir), "--follow"]
@@ -51,23 +46,10 @@ class TrackerProcesses:
         streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
         self._processes = [subprocess.Popen(one, env=env, start_new_session=True, **streams) for one in commands]
 
-    def rewind(self, step: int) -> None:
-        """Do nothing: rows that are repeated after a resume or a rollback are not sent again."""
+    def row(self, *_: Any) -> None:
+        """Do nothing: the processes read metrics.jsonl, and do not send repeated rows; TensorBoard keeps the images."""
 
-    def row(self, record: dict[str, Any], step: int) -> None:
-        """Do nothing: the processes read metrics.jsonl."""
-
-    def image(self, tag: str, pixels: Any, step: int) -> None:
-        """Write an image, a tensor (3, H, W), uint8 or float from 0 to 1; one that cannot be written is lost."""
-        from torchvision.transforms.functional import to_pil_image
-
-        image = to_pil_image(pixels.clamp(0, 1) if pixels.is_floating_point() else pixels)
-        try:
-            path = make_folder(self._out_dir, TRACKERS_FOLDER, "images") / f"{step:09d}_{quote(tag, safe='')}.png"
-            with replacing(path) as file:
-                image.save(file, "PNG", compress_level=1)
-        except OSError as error:
-            logger.warning("LOG.TRACKERS: an image cannot be written: %s", error)
+    rewind = image = row
 
     def end(self) -> None:
         """Let the processes send what is missing and exit; they are not waited for."""
@@ -107,7 +89,7 @@ class Tracker(ABC):
         self._is_connected = False
         # Of metrics.jsonl: its file, how much of it was read, and its last step so far, that of an epoch's end.
         self._file_id, self._offset, self._num_steps = 0, 0, 0
-        self._state: dict[str, Any] = {"run": "", "rows": {}, "files": []}
+        self._state: dict[str, Any] = {"run": "", "rows": {}}
         with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # there is none, or it is damaged
             stored = parse_json(read_regular(run.out_dir / TRACKERS_FOLDER / f"{self.name}.json", MAX_JSON))
             self._state = {key: type(value)(stored[key]) for key, value in self._state.items()}
@@ -121,10 +103,6 @@ class Tracker(ABC):
         """Send rows in the order of the steps."""
 
     @abstractmethod
-    def send_image(self, path: Path, tag: str, step: int) -> None:
-        """Send an image, a PNG file."""
-
-    @abstractmethod
     def send_file(self, path: Path) -> None:
         """Send the config or the results, which replace those of the same name."""
 
@@ -133,23 +111,17 @@ class Tracker(ABC):
         """Flush and close the connection; `connect` may continue the run later."""
 
     def send_missing(self, with_files: bool = True) -> None:
-        """Send the rows and the images that the tracker lacks and, at the end, the files; may raise any exception."""
+        """Send the rows that the tracker lacks and, at the end, the files; may raise any exception."""
         if not self._is_connected:
             self.note(run=self.connect(self._state["run"]))
             self._is_connected = True
         if os.path.lexists(path := self.run.out_dir / METRICS):  # else it is before the first row
             self._send_rows(path)
-        for path in sorted((self.run.out_dir / TRACKERS_FOLDER / "images").glob("[0-9]*_*.png")):
-            if path.name not in self._state["files"] and _is_own_file(path):
-                step, _, tag = path.stem.partition("_")
-                self.send_image(path, unquote(tag), int(step))
-                self.note(files=[*self._state["files"], path.name])
         if with_files:
-            names = (str(self.run.options["CFG_DEST"]), RESULTS, TEST_RESULTS)
-            for path in filter(_is_own_file, map(self.run.out_dir.joinpath, names)):
-                self.send_file(path)
+            for path in map(self.run.out_dir.joinpath, (str(self.run.options["CFG_DEST"]), RESULTS, TEST_RESULTS)):
+                if path.is_file() and not path.is_symlink():
+                    self.send_file(path)
             self.finish()
-            self._is_connected = False
 
     def note(self, **changes: Any) -> None:
         """Store the identifier of the run in the tracker, `run`, or what was sent."""
@@ -185,10 +157,6 @@ class Tracker(ABC):
                 file.seek(self._offset)
 
 
-def _is_own_file(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
-
-
 def describe_error(error: Exception) -> str:
     """Return an error in one line, without passwords in URLs and secrets of the environment."""
     text = printable(" ".join(f"{type(error).__name__}: {error}".split()))
@@ -211,7 +179,7 @@ class MLflow(Tracker):
 
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # its 7 take minutes, and the process repeats
         logging.disable(logging.WARNING)  # of its database and its requests
-        self._client: Any = mlflow.MlflowClient()
+        self._client, self._metric = mlflow.MlflowClient(), mlflow.entities.Metric
         if run_id:
             self._client.update_run(run_id, status="RUNNING")
         else:
@@ -224,16 +192,12 @@ class MLflow(Tracker):
         return run_id
 
     def send_rows(self, rows: list[MetricRow]) -> None:
-        metric = importlib.import_module("mlflow.entities").Metric
-        self._send("metrics", [metric(_key(tag), value, int(1000 * row.time_s), row.step)
+        self._send("metrics", [self._metric(_key(tag), value, int(1000 * row.time_s), row.step)
                                for row in rows for tag, value in row.values.items()])  # fmt: skip
 
     def _send(self, kind: str, items: list) -> None:
         for first in range(0, len(items), size := _MAX_ITEMS[kind]):
             self._client.log_batch(self._run_id, **{kind: items[first : first + size]})
-
-    def send_image(self, path: Path, tag: str, step: int) -> None:
-        self._client.log_artifact(self._run_id, str(path), "images")
 
     def send_file(self, path: Path) -> None:
         self._client.log_artifact(self._run_id, str(path))
@@ -249,28 +213,23 @@ class Wandb(Tracker):
     name = package = "wandb"
 
     def connect(self, run_id: str) -> str:
-        """Open the run of an identifier, which the services let the client choose."""
-        self._api: Any = importlib.import_module(self.package)
+        """Open the run of an identifier, which the service lets the client choose."""
+        import wandb
+
+        own = {"PROJECT": PROJECT, "NAME": self.run.out_dir.name,
+               "DIR": str(make_folder(self.run.out_dir, TRACKERS_FOLDER))}  # fmt: skip
+        own = {name.lower(): os.environ.get(f"WANDB_{name}", value) for name, value in own.items()}
+        quiet = {"silent": True, "console": "off", "x_disable_stats": True, "x_disable_meta": True, "disable_git": True}
+        self._api: Any = wandb
         self._id = run_id or uuid.uuid4().hex[:8]
-        project = os.environ.get(f"{self.package.upper()}_PROJECT", PROJECT)
-        self._run: Any = self._api.init(project=project, config=self.run.options, resume="allow", **self._arguments())
+        self._run: Any = wandb.init(id=self._id, config=self.run.options, resume="allow", allow_val_change=True,
+                                    settings=wandb.Settings(**quiet), **own)  # fmt: skip
         return self._id
 
-    def _arguments(self) -> dict[str, Any]:
-        quiet = {"silent": True, "console": "off", "x_disable_stats": True, "x_disable_meta": True, "disable_git": True}
-        folder = os.environ.get("WANDB_DIR", str(make_folder(self.run.out_dir, TRACKERS_FOLDER)))
-        return {"id": self._id, "name": os.environ.get("WANDB_NAME", self.run.out_dir.name), "dir": folder,
-                "settings": self._api.Settings(**quiet), "allow_val_change": True}  # fmt: skip
-
     def send_rows(self, rows: list[MetricRow]) -> None:
-        """Hand the rows to the process of W&B, or the thread of Trackio."""
+        """Hand the rows to the process of W&B."""
         for row in rows:
             self._run.log(dict(row.values), step=row.step)
-
-    def send_image(self, path: Path, tag: str, step: int) -> None:
-        """Log an image; W&B shows it at the newest step if it has later rows."""
-        newest = getattr(self._run, "step", 0) or 0
-        self._run.log({f"images/{tag}": self._api.Image(str(path))}, step=max(step, newest))
 
     def send_file(self, path: Path) -> None:
         artifact = self._api.Artifact(f"{self._id}-{path.stem}", type="result")
@@ -279,21 +238,7 @@ class Wandb(Tracker):
 
     def finish(self) -> None:
         """Wait until everything has been written or uploaded."""
-        self._api.finish()
-
-
-@TRACKERS.register("trackio")
-class Trackio(Wandb):
-    """A run of Trackio, which keeps what a server does not accept in a local store of its own."""
-
-    name = package = "trackio"
-
-    def connect(self, run_id: str) -> str:
-        """Open the run of a name, which is unique in the project."""
-        return super().connect(run_id or f"{self.run.out_dir.name}-{uuid.uuid4().hex[:6]}")
-
-    def _arguments(self) -> dict[str, Any]:
-        return {"name": self._id, "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        self._run.finish()
 
 
 def _key(name: str) -> str:

@@ -1,13 +1,11 @@
 """Trackers: each row arrives once at its step, through kills, resumes and rollbacks; the training knows of no fault.
 
-The real packages: MLflow's sqlite store, Trackio's local store, W&B offline.
+The real packages: MLflow's sqlite store, W&B offline.
 """
 
-import contextlib
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -49,7 +47,6 @@ class File(Tracker):
     def send_rows(self, rows):
         for row in rows:
             self.write("row", row.step, next(iter(row.values)).split("/")[0], row.time_s)
-    def send_image(self, path, tag, step): self.write("image", tag, step, path.read_bytes()[1:4].decode())
     def send_file(self, path): self.write("file", path.name)
     def finish(self): self.write("finish")
 
@@ -91,13 +88,12 @@ def server(tmp_path, monkeypatch, plugin) -> Server:
     return Server(tmp_path / "server", plugin)
 
 
-def test_a_tracker_receives_rows_images_and_files(small_cfg, tmp_path, finished_run, server):
+def test_a_tracker_receives_rows_and_files(small_cfg, tmp_path, finished_run, server):
     train_model(small_cfg(*server.words))
     assert_same_run(tmp_path / "out", finished_run)
     assert timeless(tmp_path / "out") == timeless(finished_run)
     server.wait_for_ends(1)
     assert server.rows() == WHOLE and "WARNING" not in (tmp_path / "out" / "train.log").read_text()
-    assert server.read("image") == [["train/augmented", "0", "PNG"]]
     assert server.read("file") == [["config.yaml"], ["results.json"]]
 
 
@@ -116,9 +112,6 @@ class Store(Tracker):
     def send_rows(self, rows):
         self.steps += [row.step for row in rows]
         self.values += [row.values for row in rows]
-
-    def send_image(self, path, tag, step):
-        self.items.append(tag)
 
     def send_file(self, path):
         self.items.append(path.name)
@@ -165,16 +158,14 @@ def test_rows_are_read_in_whole_lines_and_limited_numbers(tmp_path, monkeypatch)
 
 
 def test_links_are_never_sent(tmp_path):
-    (tmp_path / "trackers" / "images").mkdir(parents=True)
-    for name in ("config.yaml", "trackers/images/000000001_a.png"):
-        (tmp_path / name).symlink_to("/etc/hostname")
+    (tmp_path / "config.yaml").symlink_to("/etc/hostname")
     (tmp_path / "results.json").write_text("1")
     one = Store(tmp_path)
     one.send_missing()
     assert one.items == ["results.json"]
 
 
-@pytest.mark.parametrize("fault", [*map(slow, ("connect", "image", "file", "finish", "hangs", "row")), "killed"])
+@pytest.mark.parametrize("fault", [*map(slow, ("connect", "file", "finish", "hangs", "row")), "killed"])
 def test_the_training_knows_of_no_fault(small_cfg, tmp_path, monkeypatch, finished_run, server, fault, capfd):
     """The command track sends what is missing."""
     out = tmp_path / "out"
@@ -195,7 +186,7 @@ def test_the_training_knows_of_no_fault(small_cfg, tmp_path, monkeypatch, finish
         assert "file: ConnectionError: no route to host" in warning and f"distribuuuu track {out}" in warning
     monkeypatch.delenv("FAULT")
     assert run_command("track", out, *server.words) == 0
-    assert sorted(server.rows()) == sorted(WHOLE) and len(server.read("image")) == 1
+    assert sorted(server.rows()) == sorted(WHOLE)
     assert {name for (name,) in server.read("file")} == {"config.yaml", "results.json"}
 
 
@@ -266,14 +257,7 @@ def check_mlflow(folder: Path, run_id: str) -> None:
     assert [metric.step for metric in history] == STEPS and run.info.status == "FINISHED"
     assert run.data.params["MODEL.ARCH"] == "resnet8" and run.data.metrics["eval/top1"] > 0
     files = {item.path for item in client.list_artifacts(run_id)}
-    assert files == {"config.yaml", "results.json", "images"}
-
-
-def check_trackio(folder: Path, run_id: str) -> None:
-    query = "SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY step"
-    with contextlib.closing(sqlite3.connect(folder / "store" / "distribuuuu.db")) as store:
-        rows = store.execute(query, (run_id,)).fetchall()
-    assert [step for step, metrics in rows if "train/loss" in str(metrics)] == STEPS
+    assert files == {"config.yaml", "results.json"}
 
 
 def check_wandb(folder: Path, run_id: str) -> None:
@@ -281,7 +265,7 @@ def check_wandb(folder: Path, run_id: str) -> None:
     assert written and b"train/loss" in b"".join(path.read_bytes() for path in written)
 
 
-CHECKS = {"mlflow": check_mlflow, "trackio": check_trackio, "wandb": check_wandb}
+CHECKS = {"mlflow": check_mlflow, "wandb": check_wandb}
 
 
 @pytest.mark.slow
@@ -289,7 +273,6 @@ CHECKS = {"mlflow": check_mlflow, "trackio": check_trackio, "wandb": check_wandb
 def test_a_resumed_run_is_one_run_of_the_tracker(small_cfg, tmp_path, monkeypatch, finished_run, name, capfd):
     load(name)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.chdir(tmp_path)
     words = ("LOG.TRACKERS", name, "CHECKPOINT.EVERY_STEPS", 2)
