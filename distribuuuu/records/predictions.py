@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME, SCHEMA_VERSION = run_files.PREDICTIONS, 1
 MAX_IMAGES = 1_000_000
-# Maximum number of logits that are stored as float32, and as float16; of more, the TOP largest of each image.
-MAX_FLOAT32, MAX_LOGITS, TOP = 2**22, 52_000_000, 10
+# Maximum number of logits that are stored as float32, and as float16; more are not stored.
+MAX_FLOAT32, MAX_LOGITS = 2**22, 52_000_000
 _LARGEST_HALF = 65504.0
 
 
@@ -60,17 +60,11 @@ class Recorder:
 
     def _pack(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the logits (N, classes) as they are stored."""
-        size = len(self.images) * len(self.classes)
-        if size <= MAX_FLOAT32:
+        if len(self.images) * len(self.classes) <= MAX_FLOAT32:
             return {"logits": logits.clone()}
         if not self.multilabel:
             logits = logits - logits.amax(dim=1, keepdim=True)
-        half = logits.clamp(-_LARGEST_HALF, _LARGEST_HALF).half()
-        if size <= MAX_LOGITS:
-            return {"logits": half}
-        chosen = logits.topk(min(TOP, len(self.classes))).indices
-        total = logits.logsumexp(dim=1)
-        return {"top_class": chosen.to(torch.int32), "top_logits": half.gather(1, chosen), "log_total": total}
+        return {"logits": logits.clamp(-_LARGEST_HALF, _LARGEST_HALF).half()}
 
     def gather(self, device: torch.device) -> dict[str, np.ndarray] | None:
         """Return the arrays of all processes in the order of the data set; every process must call it.
@@ -125,8 +119,9 @@ def build_recorder(cfg, task: Any, images: Any) -> Recorder | None:
     """Return the recorder of an evaluation; None if no predictions are saved."""
     if not cfg.TEST.SAVE_PREDICTIONS or not len(images):
         return None
-    if len(images) > MAX_IMAGES:
-        logger.info("%s is not written for more than %s images", FILE_NAME, f"{MAX_IMAGES:,}")
+    if len(images) > MAX_IMAGES or len(images) * len(task.classes) > MAX_LOGITS:
+        logger.info("%s is not written for more than %s images or %s scores", FILE_NAME, f"{MAX_IMAGES:,}",
+                    f"{MAX_LOGITS:,}")  # fmt: skip
     elif not task.has_scores:
         logger.info("%s is not written: %s has no score for each class", FILE_NAME, type(task).__name__)
     else:

@@ -23,11 +23,10 @@ def list_confidence(content: Predictions, calibration: Calibration | None, preci
         calibration: that of the weights that have made the predictions; None: there is none.
         precision: the share of right answers that a threshold is to promise.
     """
+    scores, labels = torch.from_numpy(content.scores).float(), torch.from_numpy(content.label).long()
     found: dict[str, Any] = {"temperature": content.temperature, "precision": precision, "threshold": None}
-    if content.top_class is None:
-        scores, labels = torch.from_numpy(content.scores).float(), torch.from_numpy(content.label).long()
-        found["calibration_error"] = calibration_error(scores, labels)
-        found["calibration_error_after"] = calibration_error(scores / content.temperature, labels)
+    found["calibration_error"] = calibration_error(scores, labels)
+    found["calibration_error_after"] = calibration_error(scores / content.temperature, labels)
     counts = np.unique(np.linspace(1, len(content), _POINTS).astype(int))
     mistakes = np.cumsum(~content.correct[np.argsort(-content.confidence, kind="stable")])
     found |= {"coverage": (counts / len(content)).tolist(), "risk": (mistakes[counts - 1] / counts).tolist()}
@@ -49,7 +48,7 @@ def describe_confidence(found: dict[str, Any]) -> PageSection:
     """Return the section of the figures of `list_confidence`."""
     tiles, marks = [], []
     for name, key in (("calibration error", "calibration_error"), ("after calibration", "calibration_error_after")):
-        if key in found and (name == "calibration error" or found["temperature"] != 1):
+        if name == "calibration error" or found["temperature"] != 1:
             tiles.append((name, percent(found[key], 2), "expected, over 15 bins"))
     if found["threshold"] is not None:
         name, detail = f"--precision {found['precision']:g}", f"answered, {percent(found['right_of_answered'])} right"

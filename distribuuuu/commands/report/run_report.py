@@ -67,7 +67,7 @@ class RunFiles:
         """The calibration of the weights that have made the predictions; None if they are not the best ones."""
         meta, kind = self.content.meta, self.content.meta.get("weights", RAW)
         best = self.history.results.get("accuracy", {}).get(kind, {}).get("best", {})
-        if meta.get("epoch") not in (None, best.get("epoch")) or self.content.log_total is not None:
+        if meta.get("epoch") not in (None, best.get("epoch")):
             return None
         try:
             run = find_run(self.out_dir)

@@ -19,7 +19,7 @@ from distribuuuu.tasks.class_metrics import average_precisions, class_f1_scores,
 
 # Bytes of all arrays, at most.
 MAX_BYTES = 2**31
-_ENTRIES = ("meta", "classes", "path", "label", "loss", "logits", "top_logits", "top_class", "log_total")
+_ENTRIES = ("meta", "classes", "path", "label", "loss", "logits")
 # Mistakes and uncertain images that are listed.
 _NUM_MISTAKES, _NUM_UNCERTAIN = 16, 8
 
@@ -32,8 +32,7 @@ class Predictions:
         path, label, loss: of each image, in the order of the data set.
         classes: the class names.
         meta: the JSON entries.
-        scores: the logits (N, C), or the largest ones (N, k).
-        top_class, log_total: of the largest ones; None if `scores` has all classes.
+        scores: the logits (N, C).
         temperature: scores are divided by it before the softmax.
     """
 
@@ -43,8 +42,6 @@ class Predictions:
     classes: list[str]
     meta: dict[str, Any]
     scores: np.ndarray = field(repr=False)
-    top_class: np.ndarray | None = None
-    log_total: np.ndarray | None = None
     temperature: float = 1.0
 
     def __len__(self) -> int:
@@ -58,7 +55,7 @@ class Predictions:
     @cached_property
     def predicted(self) -> np.ndarray:
         """The class with the largest logit: int64 (N,); the first one of several."""
-        return self.scores.argmax(axis=1) if self.top_class is None else self.top_class[:, 0].astype(np.int64)
+        return self.scores.argmax(axis=1)
 
     @cached_property
     def correct(self) -> np.ndarray:
@@ -66,10 +63,8 @@ class Predictions:
         return self.label[np.arange(len(self)), self.predicted] > 0 if self.multilabel else self.predicted == self.label
 
     def probabilities(self, rows: Any = slice(None)) -> np.ndarray:
-        """Return the probabilities of the stored classes, by softmax or with several labels by sigmoid, in float64."""
+        """Return the probabilities of the classes, by softmax or with several labels by sigmoid, in float64."""
         scores = torch.from_numpy(self.scores[rows]).double()
-        if self.log_total is not None:
-            return np.exp(scores.numpy() - self.log_total[rows, None])
         return (scores.sigmoid() if self.multilabel else (scores / self.temperature).softmax(dim=1)).numpy()
 
     @cached_property
@@ -118,26 +113,20 @@ def _check(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> Predictions:
     texts = [meta.get(name, "") for name in ("weights", "folder", "images", "data")]
     if not all(isinstance(text, str) for text in texts) or type(meta.get("epoch")) not in (int, type(None)):
         raise ValueError(f"meta is {meta}")
-    num, columns, is_top = len(arrays["path"]), len(arrays["classes"]), "logits" not in arrays
-    name_of_scores = "top_logits" if is_top else "logits"
-    scores = arrays[name_of_scores]
-    if meta["multilabel"] and is_top:
-        raise ValueError("of so many images and labels, it has the largest logits only, which tell too little")
+    num, columns = len(arrays["path"]), len(arrays["classes"])
     expected = {"path": ("U", num), "classes": ("U", columns), "loss": ("f", num),
                 "label": ("iu", num, columns) if meta["multilabel"] else ("iu", num),
-                name_of_scores: ("f", num, scores.shape[1] if is_top else columns)}  # fmt: skip
-    expected |= {"top_class": ("i", *scores.shape), "log_total": ("f", num)} if is_top else {}
+                "logits": ("f", num, columns)}  # fmt: skip
     for name, (kinds, *shape) in expected.items():
         array = arrays[name]
         if array.dtype.kind not in kinds or not array.dtype.isnative or list(array.shape) != shape or not array.size:
             raise ValueError(f"{name} has the type {array.dtype} and the shape {array.shape}, expected {shape}")
-        limit = {"label": 2 if meta["multilabel"] else columns, "top_class": columns}.get(name)
-        if limit and not 0 <= array.min() <= array.max() < limit:
-            raise ValueError(f"{name} has numbers from {array.min()} to {array.max()}, expected 0 to {limit - 1}")
+    label, limit = arrays["label"], 2 if meta["multilabel"] else columns
+    if not 0 <= label.min() <= label.max() < limit:
+        raise ValueError(f"label has numbers from {label.min()} to {label.max()}, expected 0 to {limit - 1}")
     arrays["path"].tolist()  # raises if there are characters that do not exist
-    top = (arrays["top_class"], arrays["log_total"]) if is_top else (None, None)
     names = arrays["classes"].tolist()
-    return Predictions(arrays["path"], arrays["label"], arrays["loss"], names, meta, scores, *top)
+    return Predictions(arrays["path"], label, arrays["loss"], names, meta, arrays["logits"])
 
 
 def read_arrays(archive: zipfile.ZipFile, names: Collection[str]) -> dict[str, np.ndarray]:
@@ -199,10 +188,7 @@ def _mean_of_known(values: np.ndarray) -> float:
 def _list_accuracies(content: Predictions) -> dict[str, Any]:
     """Return the figures of predictions with one label per image."""
     num_correct, names, label = int(content.correct.sum()), content.classes, content.label.astype(np.int64)
-    if content.top_class is None:
-        is_in_top = (content.scores > content.scores[np.arange(len(label)), label, None]).sum(axis=1) < 5
-    else:
-        is_in_top = (content.top_class[:, :5] == label[:, None]).any(axis=1)
+    is_in_top = (content.scores > content.scores[np.arange(len(label)), label, None]).sum(axis=1) < 5
     pairs, counts = np.unique(label * len(names) + content.predicted, return_counts=True)
     owns, answers = np.divmod(pairs, len(names))
     return {
@@ -229,9 +215,8 @@ def describe_answer(content: Predictions, index: int) -> dict[str, Any]:
     """Return the file, the labels and the most probable classes of an image."""
     probabilities = content.probabilities(slice(index, index + 1))[0]
     order = np.argsort(-probabilities, kind="stable")[:3]
-    numbers = order if content.top_class is None else content.top_class[index, order]
     labels = np.flatnonzero(content.label[index]) if content.multilabel else [content.label[index]]
-    shares = zip(numbers, probabilities[order].tolist(), strict=True)
+    shares = zip(order, probabilities[order].tolist(), strict=True)
     return {
         "image": str(content.path[index]),
         "labels": [content.classes[number] for number in labels],

@@ -9,10 +9,10 @@ from distribuuuu.commands.stats import stored_predictions as analysis
 from distribuuuu.commands.stats.stored_predictions import Predictions
 
 
-def make(scores: np.ndarray, label: np.ndarray, **extra) -> Predictions:
+def make(scores: np.ndarray, label: np.ndarray) -> Predictions:
     names = [f"c{number}" for number in range(scores.shape[1])]
     path = np.array([f"image {number}" for number in range(len(scores))])
-    return Predictions(path, label, np.zeros(len(scores), np.float32), names, {}, scores.astype(np.float32), **extra)
+    return Predictions(path, label, np.zeros(len(scores), np.float32), names, {}, scores.astype(np.float32))
 
 
 @pytest.fixture(params=[(400, 2), (700, 7), (300, 40)])
@@ -62,16 +62,3 @@ def test_label_figures_equal_those_of_scikit_learn():
     expected = reference.precision_recall_fscore_support(label, content.scores > 0, zero_division=np.nan)
     for name, wanted in zip(("precision", "recall", "f1", "support"), expected, strict=True):
         np.testing.assert_allclose([row[name] for row in rows], wanted, atol=1e-12)
-
-
-def test_the_largest_logits_alone_suffice_for_most_figures():
-    generator = np.random.default_rng(0)
-    scores = 3 * generator.normal(size=(200, 30)).astype(np.float32)
-    label = generator.integers(0, 30, 200).astype(np.int32)
-    whole, order = make(scores, label), np.argsort(-scores, axis=1)[:, :10]
-    top = make(scores, label, top_class=order.astype(np.int32), log_total=np.log(np.exp(scores).sum(1)))
-    top.scores = np.take_along_axis(scores, order, axis=1)
-    found, expected = analysis.list_figures(top), analysis.list_figures(whole)
-    for name in expected.keys() - {"mistakes", "least_certain"}:  # whose probabilities are rounded
-        assert found[name] == expected[name]
-    np.testing.assert_allclose(top.confidence, whole.confidence, rtol=1e-5)
