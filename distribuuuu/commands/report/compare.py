@@ -1,4 +1,4 @@
-"""The command compare: what differs between runs, and whether one is better."""
+"""The command compare: is one of two runs better?"""
 
 import glob
 import json
@@ -12,8 +12,8 @@ from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import local_run
 from distribuuuu.inference.locate_run import locate_run
 
-_DESCRIPTION = """Compare two or more finished runs on the same evaluation images: difference of
-accuracy with its significance. JSON has the images whose answer changed.
+_DESCRIPTION = """Compare two finished runs on the same evaluation images: the difference of
+their accuracy with its significance. JSON has the images whose answer changed.
 
   %(prog)s exp/baseline exp/mixup
   %(prog)s 'exp/baseline/seed_*' 'exp/mixup/seed_*' --format json
@@ -30,9 +30,7 @@ def compare(prog: str, args: list[str]) -> int:
     from distribuuuu.commands.report.comparison import compare_runs
 
     found = compare_runs(sides)
-    print_report(
-        json.dumps(found, indent=2) if flags.format == "json" else "\n".join(pair["sentence"] for pair in found)
-    )
+    print_report(json.dumps(found, indent=2) if flags.format == "json" else found["sentence"])
     return 0
 
 
@@ -48,14 +46,16 @@ def find_sides(patterns: list[str]) -> dict[str, list[Path]]:
     """Return the runs of each side by its pattern.
 
     Raises:
-        ConfigError: a pattern matches no run, there are fewer than two sides, or a run is named twice.
+        ConfigError: a pattern matches no run, there are other than two sides, or a run is named twice.
     """
     sides = {}
     for pattern in map(local_run, patterns):
         found = [] if os.path.isdir(pattern) else [path for path in sorted(glob.glob(pattern)) if os.path.isdir(path)]
         sides[str(Path(pattern))] = [Path(locate_run(folder).name) for folder in found or [pattern]]
-    if len(sides) < 2:
-        raise ConfigError(f"RUN: got {counted(len(sides), 'different run')}; expected two or more")
+    if len(sides) != 2:
+        raise ConfigError(
+            f"RUN: got {counted(len(sides), 'different run')}; expected two; several seeds are one pattern"
+        )
     resolved = [folder.resolve() for folders in sides.values() for folder in folders]
     if repeated := [str(folder) for folder in resolved if resolved.count(folder) > 1]:
         raise ConfigError(f"RUN: got {repeated[0]} twice; expected different runs; fix: name it once")
