@@ -177,8 +177,8 @@ def test_the_tasks_of_an_array_join_a_sweep(image_folder, tmp_path):
     ]
     job = Job("sweep.sbatch", tmp_path, words, "--nodes=1", "--array=0,1")
     job.wait_for(lambda: not run("squeue", "-h", "-j", job.id).stdout.strip())
-    rows = json.loads((tmp_path / "sweep" / "sweep_results.json").read_text())["rows"]
-    assert [row["status"] for row in rows] == ["finished"] * 3, job.text()
+    results = [json.loads(path.read_text()) for path in (tmp_path / "sweep").glob("trial_*/seed_*/results.json")]
+    assert [run["finished"] for run in results] == [True] * 3, job.text()
 
 
 ELASTIC = (

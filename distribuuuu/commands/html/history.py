@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -100,51 +100,32 @@ def _value(record: Mapping[str, Any], key: str) -> float:
     return float(value) if isinstance(value, (int, float)) and abs(value) < _MAX_VALUE else math.nan
 
 
-def draw_curves(runs: Mapping[str, History]) -> str:
+def draw_curves(history: History) -> str:
     """Return charts of the loss, the metrics, the learning rate and the throughput; an empty text without records.
 
-    Those of one run have training and validation in one chart, and marks of restarts and rollbacks; of several runs,
-    training and validation have a chart each.
+    Training and validation are in one chart, with marks of restarts and rollbacks.
     """
-    first, is_single = next(iter(runs.values())), len(runs) == 1
-    kinds = {"train": "training"}
-    for history in runs.values():
-        kinds |= {kind: "validation" + kind.removeprefix("eval").replace("_", ", ") for kind in history.evaluations}
-    marks = [Mark(first.position(*place), f"{name} at epoch {place[0]}, step {place[1]}")
-             for name, places in (("restart", first.restarts), ("rollback", first.rollbacks))
-             for place in places if is_single]  # fmt: skip
+    kinds = {"train": history.train, **history.evaluations}
+    marks = [Mark(history.position(*place), f"{name} at epoch {place[0]}, step {place[1]}")
+             for name, places in (("restart", history.restarts), ("rollback", history.rollbacks))
+             for place in places]  # fmt: skip
 
-    def draw(title: str, key: str, shown: Sequence[str]) -> str:
+    def draw(title: str, key: str) -> str:
         curves = []
-        for name, history in runs.items():
-            for kind in shown:
-                records = history.train if kind == "train" else history.evaluations.get(kind, [])
-                chosen = [record for record in records if key in record]
-                curves.append(Series(kinds[kind] if is_single else name,
-                                     [history.position(record["epoch"], record["step"]) for record in chosen],
-                                     [_value(record, key) for record in chosen],
-                                     has_dots=kind != "train" and len(records) <= 40))  # fmt: skip
+        for kind, records in kinds.items():
+            name = "training" if kind == "train" else "validation" + kind.removeprefix("eval").replace("_", ", ")
+            chosen = [record for record in records if key in record]
+            curves.append(Series(name, [history.position(record["epoch"], record["step"]) for record in chosen],
+                                 [_value(record, key) for record in chosen],
+                                 has_dots=kind != "train" and len(records) <= 40))  # fmt: skip
         return line_chart(title, [curve for curve in curves if curve.x], "epoch", marks=marks)
 
-    charts = []
-    for title, key in {"Loss": "loss", **{_title(first, name): name for name in _list_metrics(runs)}}.items():
-        if is_single:
-            charts.append(draw(title, key, list(kinds)))
-        else:
-            charts += [draw(f"{title}, {name}", key, [kind]) for kind, name in kinds.items()]
-    charts += [draw("Learning rate", "lr", ["train"]), draw("Throughput in images/s", "images_per_s", ["train"])]
-    drawn = [text for text in charts if text]
-    return html.grid(drawn) if drawn else ""
-
-
-def _list_metrics(runs: Mapping[str, History]) -> dict[str, None]:
-    """Return the names of the metrics in the last evaluation of each run."""
-    last = [records[-1] for history in runs.values() for records in history.evaluations.values()]
-    names = dict.fromkeys(name for record in last for name in record)
-    return {name: None for name in names if name not in _NOT_METRICS and not name.startswith("best_")}
-
-
-def _title(history: History, name: str) -> str:
-    """Return the title of the chart of a metric, which is a percentage, or of another mean."""
     listed = history.results.get("evaluation", {}).get("metrics")
-    return f"{name} in percent" if listed is None or name in listed.values() else name
+    titles = {"loss": "Loss"}
+    # The metrics in the last evaluations, which are percentages, and other means.
+    for name in (name for records in history.evaluations.values() for name in records[-1]):
+        if name not in _NOT_METRICS and not name.startswith("best_"):
+            titles[name] = f"{name} in percent" if listed is None or name in listed.values() else name
+    titles |= {"lr": "Learning rate", "images_per_s": "Throughput in images/s"}
+    charts = [text for key, title in titles.items() if (text := draw(title, key))]
+    return html.grid(charts) if charts else ""

@@ -203,7 +203,7 @@ def describe_accuracy(run: RunFiles) -> Iterator[str]:
 def _summarize(run: RunFiles) -> PageSection:
     """Return the section of the main figures and the curves."""
     history = run.history
-    curves, trained = draw_curves({"": history}), history.results.get("data", {})
+    curves, trained = draw_curves(history), history.results.get("data", {})
     about = f"Figures: {run.evaluated}."
     if curves and run.content.meta.get("epoch") is None:
         about += f" Curves: the training, which evaluated {counted(trained.get('num_val', 0), 'image')} of its own."

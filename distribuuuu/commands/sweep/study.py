@@ -10,7 +10,6 @@ A trial whose process was killed, or whose run has failed, is still running for 
 """
 
 import contextlib
-import json
 import math
 import statistics
 import subprocess
@@ -18,15 +17,14 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distribuuuu import __version__
 from distribuuuu.checkpoint.weights_files import common_kind
-from distribuuuu.commands.html.history import draw_curves, read_facts, read_history
+from distribuuuu.commands.html.history import read_facts
 from distribuuuu.commands.html.page import Column, PageSection, build_page, html
-from distribuuuu.commands.output import align_columns
 from distribuuuu.commands.sweep.sweep import Plan, is_list, open_sweep, to_texts, to_words
 from distribuuuu.config import load_cfg
 from distribuuuu.config.config_node import changed
@@ -38,11 +36,10 @@ from distribuuuu.files.untrusted import printable, untrusted
 from distribuuuu.launch.processes import start_child
 from distribuuuu.launch.signals import RunStopped, handled_by
 from distribuuuu.records.read_results import read_results
-from distribuuuu.records.results import replace_nonfinite
 
 CONSOLE_FILE = "console.log"
-# The best trials of the search are repeated with the other seeds, and have their curves in the page.
-NUM_SEEDED, NUM_DRAWN = 3, 8
+# The best trials of the search are repeated with the other seeds.
+NUM_SEEDED = 3
 # Status of a trial by that in Optuna; another one is about to begin. Paused: stopped early by the pruner.
 STATUSES = {"RUNNING": "running", "PRUNED": "paused", "COMPLETE": "finished"}
 
@@ -89,10 +86,6 @@ def summarize(rows: Sequence[Row]) -> str:
     epochs = f"{sum(row.epochs for row in rows)} of {counted(sum(row.planned for row in rows), 'epoch')}"
     best = f"best: trial {rows[0].trial}; " if rows[0].objective is not None else ""
     return f"{best}{counted(len(rows), 'trial')}: {statuses}; {epochs}"
-
-
-class RunFailed(Exception):
-    """A run was killed, or has ended with an error, the message."""
 
 
 class Study:
@@ -168,12 +161,15 @@ class Study:
             with take_turn(self.plan.out_dir / "study"):  # one process at a time
                 if (trial := self._take_trial(held)) is None:
                     return False
-                for key, values in self.plan.space.items():
-                    _suggest(trial, key, values)
+                for key, values in self.plan.space.items():  # a value that the trial has is kept
+                    if is_list(values):
+                        trial.suggest_categorical(key, values.choices)
+                    else:
+                        trial.suggest_float(key, values.low, values.high, log=values.log)
             try:
                 value = self._train_trial(trial)
                 self._study.tell(trial, value, None if value is not None else self._states.PRUNED)
-            except RunFailed as error:
+            except ChildProcessError as error:
                 trial.set_user_attr("error", str(error))
         return True
 
@@ -211,14 +207,11 @@ class Study:
         return sampler
 
     def _train_trial(self, trial: Any) -> float | None:
-        """Return the objective after the last epoch; None: the pruner pauses the trial, or the objective is NaN.
-
-        Rungs whose objective was reported before the process of the trial was killed are not repeated.
-        """
+        """Return the objective after the last epoch; None: the pruner pauses the trial, or the objective is NaN."""
         values, known = to_texts(trial.params), dict(self._study.get_trials()[trial.number].intermediate_values)
         last, newest = self.plan.last_epoch(values), max(known, default=0)
         for epoch in (*self.plan.rungs, last):
-            if epoch not in known:
+            if epoch not in known:  # else it was reported before the process of the trial was killed
                 known[epoch] = self._train(trial.number, self.plan.seeds[0], values, epoch)
                 trial.report(known[epoch], epoch)
             if newest <= epoch < last and trial.should_prune():
@@ -233,7 +226,7 @@ class Study:
         found = [row for row in rows if self._score(row.seeds.get(first)) > -math.inf]
         for row in sorted(found, key=lambda row: -self._score(row.seeds[first]))[:NUM_SEEDED]:
             for seed in sorted({*others} - {*row.seeds}):
-                with self._holding(row.trial, seed) as is_free, contextlib.suppress(RunFailed):
+                with self._holding(row.trial, seed) as is_free, contextlib.suppress(ChildProcessError):
                     if is_free:
                         self._train(row.trial, seed, row.values_of, row.planned)
 
@@ -246,13 +239,7 @@ class Study:
             yield try_lock(lock) is not False
 
     def _train(self, number: int, seed: int, values: Mapping[str, str], epoch: int) -> float:
-        """Return the objective of a run after an epoch, up to which it is trained.
-
-        Raises:
-            ConfigError: the config of the sweep was edited meanwhile.
-            RunFailed: it has ended with an error.
-            RunStopped: a signal stopped the sweep and the run, which has saved its checkpoint.
-        """
+        """Train a run up to an epoch; return its objective, or raise ChildProcessError with the error that ended it."""
         folder = self.plan.folder(number, seed)
         command = [sys.executable, "-m", "distribuuuu", *self.plan.command(folder, seed, values, epoch)]
         print(summarize(self.rows()), file=sys.stderr, flush=True)
@@ -269,17 +256,7 @@ class Study:
         if self._signum:
             raise RunStopped(self._signum)
         last_line = console.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
-        raise RunFailed(printable(last_line.strip(" -")) or f"exit status {status}")
-
-
-def _suggest(trial: Any, key: str, values: Any) -> None:
-    """Sample an option of a trial from a distribution, unless the trial has its value."""
-    if is_list(values):
-        trial.suggest_categorical(key, values.choices)
-    elif isinstance(values.low, int):
-        trial.suggest_int(key, values.low, values.high)
-    else:
-        trial.suggest_float(key, values.low, values.high, log=values.log)
+        raise ChildProcessError(printable(last_line.strip(" -")) or f"exit status {status}")
 
 
 def _drop_torn_line(path: Path, lock: Any) -> None:
@@ -296,22 +273,19 @@ def _drop_torn_line(path: Path, lock: Any) -> None:
 # ------------------------------------------------------------------------------------------ results
 
 
-def format_rows(plan: Plan, rows: Sequence[Row]) -> list[str]:
+def list_cells(plan: Plan, rows: Sequence[Row]) -> list[list[str]]:
     """Return the lines of a table, the heading first."""
-    lines = [["trial", "status", "epochs", plan.metric, "seeds", *plan.space]]
+    lines = [["trial", "status", "epochs", plan.metric, "seeds", *plan.space, "error"]]
     for row in rows:
         objective = "" if row.objective is None else f"{row.objective:.4g}"
         cells = row.trial, row.status, f"{row.epochs}/{row.planned}", objective, len(row.seeds) or ""
         lines.append([*map(str, cells), *(row.values_of.get(key, "") for key in plan.space), row.error])
-    return align_columns(lines, ">" * len(lines[0]))
+    return lines
 
 
 def write_results(plan: Plan, rows: Sequence[Row], importance: Mapping[str, float]) -> list[Path]:
-    """Write the table of a finished sweep, its page and the config of its best run; return the paths."""
-    record = {"schema": 3, "metric": plan.metric, "higher_is_better": plan.higher_is_better, "rungs": plan.rungs,
-              "seeds": [*plan.seeds], "rows": replace_nonfinite([asdict(row) for row in rows])}  # fmt: skip
-    texts = {"sweep.html": build_sweep_page(plan, rows, importance),
-             "sweep_results.json": json.dumps(record, indent=2) + "\n"}  # fmt: skip
+    """Write the page of a finished sweep and the config of its best run; return the paths."""
+    texts = {"sweep.html": build_sweep_page(plan, rows, importance)}
     if (best := rows[0]).seeds:
         cfg = load_cfg(plan.flags.cfg, [*plan.options, *to_words(best.values_of)])
         header = f"# Trial {best.trial} of a sweep: {plan.metric} {best.objective:.3f} on its evaluation images.\n"
@@ -326,20 +300,15 @@ def build_sweep_page(plan: Plan, rows: Sequence[Row], importance: Mapping[str, f
     """Return OUT_DIR/sweep.html, a page in the style of a report."""
     best, summary = rows[0], [html.paragraph(f"{summarize(rows)}.")]
     if best.objective is not None:
-        tiles = [(f"best {plan.metric}", f"{best.objective:.2f}", counted(len(best.seeds), "seed"))]
-        note = "The best trial was selected by these values, which are therefore optimistic."
+        tiles = [(f"best {plan.metric}", f"{best.objective:.2f}", "optimistic: the trial was selected by it")]
         command = f"distribuuuu train --cfg {plan.out_dir / 'best.yaml'} OUT_DIR DIR"
-        summary += [html.tiles(tiles), html.heading(f"Best config: trial {best.trial}"),
-                    html.pairs(best.values_of), html.paragraph(note, "note"), html.preformatted(command)]  # fmt: skip
+        summary += [html.tiles(tiles), html.heading(f"Best config: trial {best.trial}"), html.pairs(best.values_of),
+                    html.preformatted(command)]  # fmt: skip
     if importance:
         columns = [Column("option"), Column("share", ".0%", bar=True)]
         summary += [html.heading("Importance of the options"), html.table(columns, [*importance.items()])]
-    columns = [Column("trial", "d"), Column("status"), Column("epochs", "d"), Column(plan.metric, ".2f"),
-               Column("seeds", "d"), *map(Column, plan.space), Column("error")]  # fmt: skip
-    trials = [[row.trial, row.status, row.epochs, row.objective, len(row.seeds),
-               *(row.values_of.get(key, "") for key in plan.space), row.error] for row in rows]  # fmt: skip
-    runs = {f"trial {row.trial}": read_history(plan.folder(row.trial, plan.seeds[0])) for row in rows[:NUM_DRAWN]}
+    heading, *trials = list_cells(plan, rows)
     subtitle = f"{counted(len(rows), 'trial')} of {counted(len(plan.space), 'option')}, compared by {plan.metric}"
-    sections = [PageSection("Summary", summary), PageSection("Trials", [html.table(columns, trials)]),
-                PageSection("Curves of the best trials", [draw_curves(runs)])]  # fmt: skip
+    sections = [PageSection("Summary", summary),
+                PageSection("Trials", [html.table([*map(Column, heading)], trials)])]  # fmt: skip
     return build_page(f"Sweep {plan.out_dir.resolve().name}", subtitle, sections, f"distribuuuu {__version__}")

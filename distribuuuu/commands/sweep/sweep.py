@@ -1,6 +1,5 @@
 """The command sweep: its arguments, and the plan of its trials, which is checked before the first one is started."""
 
-import contextlib
 import hashlib
 import importlib.util
 import itertools
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
-from distribuuuu.commands.output import print_report
-from distribuuuu.config import Config, ConfigError, Problem
+from distribuuuu.commands.output import align_columns, print_report
+from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.json_file import load_json
 from distribuuuu.config.options import OPTIONS
 from distribuuuu.config.reader import list_files, read_cfg
@@ -36,16 +35,16 @@ machines, to help.
       OUT_DIR exp/search
 """
 SWEEP_FILE = "sweep.json"
-_EXPECTED = "expected values a,b,c or a range log:LOW:HIGH, lin:LOW:HIGH or int:LOW:HIGH"
+_EXPECTED = "expected values a,b,c or a range log:LOW:HIGH or lin:LOW:HIGH"
 _KEY = re.compile(r"[a-zA-Z]\w*(\.[^=]+)?")
-_RANGE = re.compile(r"(log|lin|int):([^:]*):([^:]*)")
+_RANGE = re.compile(r"(log|lin):([^:]*):([^:]*)")
 _TOP_LEVEL_COMMA = re.compile(r",(?![^\[({]*[\])}])")
 
 
 def sweep(prog: str, args: list[str]) -> int:
     """Run a sweep, print its table, and write its results and the best config; return the exit status."""
     plan = Plan(prog, args)
-    from distribuuuu.commands.sweep.study import Study, format_rows, write_results
+    from distribuuuu.commands.sweep.study import Study, list_cells, write_results
 
     os.environ.pop("SLURM_STEP_ID", None)  # the runs are no tasks of the step
     try:
@@ -56,9 +55,8 @@ def sweep(prog: str, args: list[str]) -> int:
         written = write_results(plan, rows, study.importance())
     except (InvalidFileError, OSError) as error:
         raise ConfigError(f"OUT_DIR: {error}; fix: set another OUT_DIR") from error
-    print_report("\n".join([*format_rows(plan, rows), f"written: {', '.join(map(str, written))}"]))
-    if num := sum(row.status == "running" for row in rows):
-        print(f"{num} of the trials run in other processes, the last of which completes the results")
+    cells = list_cells(plan, rows)
+    print_report("\n".join([*align_columns(cells, ">" * len(cells[0])), f"written: {', '.join(map(str, written))}"]))
     return int(all(row.status == "failed" for row in rows))
 
 
@@ -66,13 +64,12 @@ def build_parser(prog: str) -> CommandParser:
     """Return the parser of the flags; the remaining arguments are KEY VALUE and KEY=VALUES."""
     usage = "%(prog)s [FLAG ...] KEY=VALUES ... [KEY VALUE ...] OUT_DIR DIR"
     parser = CommandParser(prog, joined=False, description=_DESCRIPTION, usage=usage,
-                           epilog="KEY=VALUES: a,b,c or a range log:LOW:HIGH, lin:LOW:HIGH, int:LOW:HIGH")  # fmt: skip
+                           epilog="KEY=VALUES: a,b,c or a range log:LOW:HIGH, lin:LOW:HIGH")  # fmt: skip
     add = parser.add_argument
     add("--cfg", metavar="FILE", help="YAML file of the options other than the defaults; several are merged")
     add("--trials", metavar="N", type=at_least(1), help="number of trials (all combinations of lists)")
     add("--sampler", choices=("tpe", "sobol", "random"), default="tpe", help="how --trials are chosen (tpe)")
-    halving = "successive halving: one of ETA trials continues after a rung"
-    add("--asha", metavar="ETA", type=at_least(2), help=halving)
+    add("--asha", metavar="ETA", type=at_least(2), help="successive halving: one of ETA trials continues at a rung")
     add("--seeds", metavar="N", type=at_least(1), default=1, help="repeat the best three with N - 1 other seeds (1)")
     add("--nproc", metavar="N", type=at_least(1), default=1, help="processes, and GPUs, of each run (1)")
     return parser
@@ -112,8 +109,6 @@ class Plan:
         problems += find_run_problems(cfgs[0], train=True, nproc=flags.nproc, set_keys_only=bool(problems))
         if (launch := detect_launch()).world_size > 1:
             problems.append(Problem("launcher", f"got {launch}; expected one process; fix: start the sweep without it"))
-        if not problems and not os.path.exists(os.path.join(out_dir, SWEEP_FILE)):
-            problems = find_name_problems(cfgs)
         if problems:
             raise ConfigError(problems)
         self.flags, self.out_dir, self.options, first = flags, Path(out_dir), to_words(options), cfgs[0]
@@ -122,9 +117,8 @@ class Plan:
         # Epochs after which a trial may be paused.
         self.rungs = plan_rungs(self.epochs, flags.asha or 0, self.num_trials, first.TRAIN.EVAL_PERIOD)
         if flags.asha and not self.rungs:
-            got = f"got {flags.asha} for {self.num_trials} trials of {self.epochs} epochs"
-            expected = f"at least {flags.asha} of both, and a TRAIN.EVAL_PERIOD below the epochs"
-            raise ConfigError(Problem("--asha", f"{got}; expected {expected}"))
+            expected = "expected at most the trials and the epochs, and a TRAIN.EVAL_PERIOD below"
+            raise ConfigError(Problem("--asha", f"got {flags.asha}; {expected}"))
         # The objective: the first metric of the evaluation, which also selects the best epoch of a run.
         name = [*(first.TEST.METRICS or task_class(first).default_metrics), "loss"][0]
         metric = METRICS.get(name)(resolve_num_classes(first).MODEL.NUM_CLASSES, first.TRAIN.TOPK)
@@ -172,19 +166,14 @@ def parse_space(words: Sequence[str]) -> tuple[list[str], dict[str, Any], list[P
 
 
 def parse_values(text: str) -> Any:
-    """Return the distribution of a text: categorical, with texts, for a list.
-
-    Raises:
-        ValueError: it is invalid; the message says what is expected.
-    """
-    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+    """Return the distribution of a text, categorical for a list; raise ValueError with what is expected."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution
 
     if match := _RANGE.fullmatch(text):
-        kind, *ends = match.groups()
-        low, high = map(int if kind == "int" else float, ends)
+        low, high = float(match[2]), float(match[3])
         if not -math.inf < low < high < math.inf:
             raise ValueError("expected LOW < HIGH")
-        return IntDistribution(low, high) if kind == "int" else FloatDistribution(low, high, log=kind == "log")
+        return FloatDistribution(low, high, log=match[1] == "log")
     values = tuple(value.strip() for value in _TOP_LEVEL_COMMA.split(text))
     if "" in values or len({*values}) < max(2, len(values)):
         raise ValueError(f"{_EXPECTED}; to fix a value, write KEY VALUE")
@@ -221,23 +210,6 @@ def plan_rungs(epochs: int, eta: int, num_trials: int, period: int = 1) -> tuple
     powers = [eta**k for k in range(1, 64) if eta**k <= min(epochs, num_trials)] if eta else []
     first = math.ceil(epochs / powers[-1] / period) * period if powers else epochs
     return tuple(first * power for power in [1, *powers] if first * power < epochs)
-
-
-def find_name_problems(cfgs: Sequence[Config]) -> list[Problem]:
-    """Return the first problem of each model and optimizer that trials name, and of the names of their arguments."""
-    from distribuuuu.models.find_architecture import build_model_spec
-    from distribuuuu.optim.named_optimizers import check_arguments, find_optimizer
-
-    named = {(cfg.MODEL.ARCH, *cfg.MODEL.KWARGS, cfg.OPTIM.NAME, *cfg.OPTIM.KWARGS): cfg for cfg in cfgs}
-    problems = list[Problem]()
-    for cfg in map(resolve_num_classes, named.values()):
-        try:
-            with contextlib.suppress(AssertionError, ImportError):  # a GPU or package that the nodes may have
-                build_model_spec(cfg)
-                check_arguments(cfg, find_optimizer(cfg))
-        except ConfigError as error:
-            problems += [problem.located(cfg.origins) for problem in error.problems]
-    return list({str(problem): problem for problem in problems}.values())
 
 
 def open_sweep(plan: Plan) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from distribuuuu.commands.sweep.study import (
     Row,
     Study,
     build_sweep_page,
-    format_rows,
+    list_cells,
     summarize,
 )
 from distribuuuu.commands.sweep.sweep import Plan, list_ends, open_sweep, parse_space, plan_rungs
@@ -86,10 +87,7 @@ def test_all_problems_are_reported_at_once(image_folder, tmp_path, monkeypatch):
 
 @each_row("words, message", [
     ("OPTIM.BASE_LR=1,2 OUT_DIR s3://bucket/sweep", "expected a local path"),
-    ("OPTIM.BASE_LR=1,2 --asha 3", "--asha: got 3 for 2 trials of 2 epochs"),
-    ("OPTIM.NAME=sgd,adamm", "OPTIM.NAME (command line): unknown optimizer 'adamm'; did you mean adam"),
-    ("MODEL.ARCH=resnet8,resnte14", "MODEL.ARCH (command line): unknown model 'resnte14'"),
-    ("OPTIM.KWARGS.caution True OPTIM.NAME=sgd,adamw", "OPTIM.KWARGS.caution (command line): sgd has no such argument"),
+    ("OPTIM.BASE_LR=1,2 --asha 3", "--asha: got 3; expected at most the trials and the epochs"),
 ])  # fmt: skip
 def test_mistakes_are_found_before_the_first_start(image_folder, tmp_path, words, message):
     keys = [word.partition("=")[0] for word in words.split()]
@@ -104,7 +102,7 @@ def test_mistakes_are_found_before_the_first_start(image_folder, tmp_path, words
     ("A.B=", "expected values a,b,c or a range"), ("A.B=1", "to fix a value, write KEY VALUE"),
     ("A.B=1,,2", "expected values a,b,c"), ("A.B=1,1", "expected values a,b,c"), ("A.B=log:1:1", "LOW < HIGH"),
     ("A.B=lin:nan:1", "LOW < HIGH"), ("A.B=lin:1:inf", "LOW < HIGH"), ("A.B=lin:a:b", "float"),
-    ("A.B=int:1:2.5", "'2.5'"), ("A.B=log:0:1", "low > 0"), ("A.B=lgo:1:2", "or a range log:LOW:HIGH"),
+    ("A.B=int:1:2", "or a range log:LOW:HIGH"), ("A.B=log:0:1", "low > 0"), ("A.B=lgo:1:2", "or a range log:LOW:HIGH"),
     ("A.B=1,2 A.B=3,4", "is given twice"), ("A.B=1,2 A.B 3", "is given twice"),
     ("RNG_SEED=1,2", "--seeds N"), ("OUT_DIR x", "no option is swept"),
 ])  # fmt: skip
@@ -330,24 +328,17 @@ def test_the_table_and_the_page(make_plan, tmp_path):
     rows = [Row(2, "finished", 9, 9, {3: 92.0, 4: 94.0}, 93.0, "", values),
             Row(3, "paused", 3, 9, {}, 81.5, "", values),
             Row(4, "failed", 1, 9, {}, None, hostile, values)]  # fmt: skip
-    for row in rows:
-        folder = plan.folder(row.trial, 3)
-        folder.mkdir(parents=True)
-        lines = [
-            {"kind": "eval", "epoch": epoch, "step": 4, "top1": 80.0 + epoch} for epoch in range(1, row.epochs + 1)
-        ]
-        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     page = build_sweep_page(plan, rows, {"OPTIM.BASE_LR": 0.7, "OPTIM.NAME": 0.3})
     texts = Page(page).texts
     assert hostile in texts and "<script>alert" not in page
     for text in ("Summary", "Trials", "Best config: trial 2", "Importance of the options", "70 %", "93.00",
-                 "Curves of the best trials", "trial 3"):  # fmt: skip
+                 "3/9"):  # fmt: skip
         assert text in texts, text
     empty = Page(build_sweep_page(plan, [Row(5, "running", 0, 9, {}, None, "", {})], {})).texts
     assert any(text.startswith("1 trial: 1 running") for text in empty)
-    lines = [line.split() for line in format_rows(plan, rows)]
-    assert lines[0] == ["trial", "status", "epochs", "top1", "seeds", *values] and len(lines) == 4
-    assert lines[1] == ["2", "finished", "9/9", "93", "2", "0.1", "adamw"]
+    lines = list_cells(plan, rows)
+    assert lines[0] == ["trial", "status", "epochs", "top1", "seeds", *values, "error"] and len(lines) == 4
+    assert lines[1] == ["2", "finished", "9/9", "93", "2", "0.1", "adamw", ""] and lines[3][-1] == hostile
     assert summarize(rows) == "best: trial 2; 3 trials: 1 paused, 1 finished, 1 failed; 13 of 27 epochs"
 
 
@@ -360,10 +351,9 @@ def test_the_best_config_and_the_table_are_files(image_folder, tmp_path, monkeyp
     assert command.sweep("sweep", ["OPTIM.BASE_LR=0.1,0.2", *words, *out]) == 0
     best = load_cfg(str(tmp_path / "out/best.yaml"))
     assert best == load_cfg(out[1], [*words, "OPTIM.BASE_LR", "0.2", "OUT_DIR", f"{tmp_path}/out/best"])
-    rows = json.loads((tmp_path / "out/sweep_results.json").read_text())["rows"]
-    assert [(row["trial"], row["objective"], row["values_of"]) for row in rows] == [
-        (1, 9.0, {"OPTIM.BASE_LR": "0.2"}), (0, 3.0, {"OPTIM.BASE_LR": "0.1"})]  # fmt: skip
-    assert "best.yaml" in capsys.readouterr().out and (tmp_path / "out/sweep.html").is_file()
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:3] == [["1", "finished", "2/2", "9", "1", "0.2"], ["0", "finished", "2/2", "3", "1", "0.1"]]
+    assert lines[3][-1] == f"{tmp_path}/out/best.yaml" and (tmp_path / "out/sweep.html").is_file()
 
 
 # -------------------------------------------------------------------------------------- real runs
@@ -415,9 +405,7 @@ def test_a_killed_sweep_leaves_no_run_and_continues_bitwise(start, image_folder,
     output = sweep.communicate(timeout=RESULT_S)[0]
     assert sweep.returncode == 0, output
     assert (folder / "console.log").read_text().count("resumed from") == 2
-    rows = json.loads((out / "sweep_results.json").read_text())["rows"]
-    assert [(row["trial"], row["status"], row["epochs"]) for row in rows] == [(0, "finished", 12), (1, "failed", 0)]
-    assert "got norm 'nope'" in rows[1]["error"] and "got norm 'nope'" in output
+    assert re.search(r"\n +0  finished +12/12 .*\n +1 +failed +0/12 .* got norm 'nope'", output), output
     best = load_cfg(str(out / "best.yaml"))
     train_model(best)
     assert_same_run(best.OUT_DIR, folder)
@@ -433,9 +421,8 @@ def test_processes_join_a_sweep_and_continue_the_run_of_a_killed_one(start, imag
     second = start(out, *words)
     wait_for(lambda: (out / "trial_001/seed_3/metrics.jsonl").exists())
     first.kill()
-    assert second.wait(timeout=RESULT_S) == 0, second.stdout.read()
-    rows = json.loads((out / "sweep_results.json").read_text())["rows"]
-    assert len(rows) == 3 and all(row["status"] in ("paused", "finished") for row in rows)
+    output = second.communicate(timeout=RESULT_S)[0]
+    assert second.returncode == 0 and len(re.findall(r"\n +\d +(?:paused|finished) ", output)) == 3, output
 
 
 def test_a_signal_between_two_runs_stops_the_sweep(make_plan, monkeypatch):
