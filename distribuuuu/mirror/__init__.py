@@ -10,14 +10,14 @@ The folder can be deleted: a URL is then refused as OUT_DIR, see config/run_file
 
 import re
 
-_URL = re.compile(r"((s3a?|gs|az|abfss?)://|file:///)[^/?#]+(/[^?#]*)?")
-_FORMS = "s3://BUCKET/FOLDER, s3a://, gs://, az://, abfs://, abfss:// or file:///FOLDER"
+_URL = re.compile(r"((s3|gs|az)://|file:///)[^/?#]+(/[^?#]*)?")
+_FORMS = "s3://BUCKET/FOLDER, gs://, az:// or file:///FOLDER"
 
 
 def find_url_problem(url: str) -> str | None:
     """Return why no run can be mirrored to a URL; None if one can."""
     user, mark, _ = url.partition("://")[2].partition("/")[0].rpartition("@")
-    if mark and (":" in user or not url.lower().startswith("abfs")):
+    if ":" in user or mark and not url.startswith("abfs"):
         return "got a URL with credentials; expected them in the environment; fix: remove them from the URL"
     if _URL.fullmatch(url) and url.isprintable() and not {".", ".."} & {*url.split("/")}:
         return None

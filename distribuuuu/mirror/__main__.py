@@ -1,4 +1,4 @@
-"""The child process of a mirrored run: `python -m distribuuuu.mirror FOLDER`, or `FOLDER WANTED` for `Mirror.fetch`.
+"""The child process of a mirrored run: `python -m distribuuuu.mirror FOLDER`, or `FOLDER run` or `all`, see `restore`.
 
 It answers when the folder is restored, and at the end of a run, which a line in its input requests.
 """
@@ -14,7 +14,7 @@ from distribuuuu.config.run_files import url_of
 from distribuuuu.data.packed.store import RemoteError, set_up_child, write_answer
 from distribuuuu.files.atomic_file import open_for_writing
 from distribuuuu.files.locks import lock_file, take_turn
-from distribuuuu.mirror.states import MirrorError, StateLog
+from distribuuuu.mirror.states import MirrorError
 from distribuuuu.mirror.sync import PRIVATE, Mirror
 
 # Seconds between two scans of the folder; after a failure, also at the end; and of waiting for the child of a training
@@ -22,17 +22,11 @@ from distribuuuu.mirror.sync import PRIVATE, Mirror
 SCAN_S, PAUSE_S, END_PAUSE_S, LOCK_S = 1.0, 20.0, 2.0, 10.0
 
 
-def listen(log: StateLog, end: threading.Event) -> None:
-    """Wait for the line that requests the end: seconds of waiting without progress, and in all; exit after them."""
-    if not (line := sys.stdin.readline()):
+def listen(end: threading.Event) -> None:
+    """Wait for the line that requests the end."""
+    if not sys.stdin.readline():
         os._exit(1)  # the run was killed
-    idle_s, most_s = map(float, line.split())
-    begin = time.monotonic()
     end.set()
-    while time.monotonic() < min(begin + most_s, max(begin, log.moved_at) + idle_s):
-        time.sleep(0.2)
-    write_answer(problem="the store does not answer in time")
-    os._exit(1)
 
 
 def work(mirror: Mirror, end: threading.Event) -> None:
@@ -54,15 +48,15 @@ def work(mirror: Mirror, end: threading.Event) -> None:
         time.sleep(pause_s) if is_last else end.wait(pause_s)
 
 
-def main(folder: Path, *wanted: str) -> None:
-    """Mirror a run to its end or, with an argument, fetch what a command reads of it."""
+def main(folder: Path, wanted: str = "") -> None:
+    """Mirror a run to its end or, with `wanted`, restore the files of a "run" without checkpoints, or "all"."""
     set_up_child()
     mirror, problem = Mirror(folder, url_of(folder) or ""), ""
     with open_for_writing(folder / PRIVATE / "lock", "ab") as lock:
         with take_turn(folder / PRIVATE / "restore"):  # each process of a training restores the folder first
             if lock_file(lock.fileno(), 0.0 if wanted else LOCK_S):
                 try:
-                    mirror.fetch(*wanted) if wanted else mirror.reconcile()
+                    mirror.fetch(wanted == "all") if wanted else mirror.reconcile()
                 except (MirrorError, RemoteError) as error:
                     problem = str(error)
                 except OSError as error:
@@ -72,7 +66,7 @@ def main(folder: Path, *wanted: str) -> None:
         write_answer(problem=problem)
         if not problem and not wanted:
             end = threading.Event()
-            threading.Thread(target=listen, args=(mirror.log, end), daemon=True).start()
+            threading.Thread(target=listen, args=(end,), daemon=True).start()
             work(mirror, end)
 
 

@@ -1,23 +1,20 @@
 """The run's side of its mirror: a child process that uploads, so that the training has no thread and no connection."""
 
-import contextlib
+import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
-from distribuuuu.config.run_files import CHECKPOINTS, LOCK, url_of
+from distribuuuu.config.run_files import url_of
 from distribuuuu.data.packed.store import read_answer, start_python
 from distribuuuu.mirror.states import is_mirrored
 
-# Seconds without progress after which the end of a run no longer waits, and seconds of a run that is stopped in all.
-NO_PROGRESS_S, STOP_S = 600.0, 20.0
-# Seconds in which a new file appears on other nodes, and between two looks at it.
-APPEARS_S, POLL_S = 10.0, 0.2
+# Seconds that the end of a finished run waits for its uploads, and that of a run that is stopped.
+END_S, STOP_S = 1800.0, 20.0
 
 
 class MirrorIncomplete(ConfigError):
@@ -38,20 +35,16 @@ class MirrorClient:
         """Start, on the main process, the child process, which restores the folder; the run has locked it.
 
         Raises:
-            ConfigError: on every process: it cannot be restored, is in use, or is not the same folder on all nodes.
+            ConfigError: on every process: it cannot be restored, or is in use.
         """
         from distribuuuu.distributed import comm as dist
 
         problem = ""
         if dist.is_main():
-            process = _start(self._folder)
+            process = start_python("-m", __package__, str(self._folder))
             problem = read_answer(process)["problem"]
             self._process = None if problem else process
-        problem = dist.broadcast_object(problem)
-        if not problem and not is_shared(self._folder):
-            problem = f"got {self._url}, whose local folder {self._folder} is not the same one on all nodes"
-            problem += "; fix: set XDG_CACHE_HOME to a folder that they share"
-        if problem:
+        if problem := dist.broadcast_object(problem):
             error = ConfigError(f"OUT_DIR: {problem}")
             error.on_all_processes = True
             raise error
@@ -62,11 +55,13 @@ class MirrorClient:
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         if (process := self._process) is None:
             return
-        with contextlib.suppress(OSError):
-            process.stdin.write(f"{NO_PROGRESS_S} {STOP_S if kind else 'inf'}\n".encode())  # type: ignore[union-attr]
-        answer = read_answer(process)
+        try:
+            said, _ = process.communicate(b"end\n", STOP_S if kind else END_S)
+        except subprocess.TimeoutExpired:
+            said = b'{"problem": "the store does not answer in time"}'
         process.kill()
         process.wait()
+        answer = json.loads(said or '{"problem": "the process that uses the store has ended"}')
         if not answer["problem"]:
             size = f"{counted(answer['files'], 'file')}, {answer['bytes'] / 1e6:,.1f} MB"
             print(f"mirror {self._url} is complete: {size}", file=sys.stderr)
@@ -78,39 +73,21 @@ class MirrorClient:
         print(problem, file=sys.stderr)
 
 
-def is_shared(out_dir: str | os.PathLike) -> bool:
-    """Tell whether every process sees the lock of the main process, and so its checkpoints. All must call it."""
-    from distribuuuu.distributed import comm as dist
+def restore(folder: str | os.PathLike, key: str = "OUT_DIR", wanted: str = "all") -> None:
+    """Download the run at the URL of a folder unless the folder is as new; `wanted` "run": all but its checkpoints.
 
-    # Not opened: the kernel releases the lock when its holder closes any descriptor of the file.
-    path, deadline = Path(out_dir, LOCK), time.monotonic() + APPEARS_S
-    expected = dist.broadcast_object(path.exists() and path.stat().st_mtime_ns)
-    while not (is_seen := path.exists() and path.stat().st_mtime_ns == expected) and time.monotonic() < deadline:
-        time.sleep(POLL_S)  # on network file systems this takes seconds
-    return all(dist.gather_objects(is_seen))
-
-
-def restore(folder: str | os.PathLike) -> None:
-    """Download the run at the URL of a folder unless the folder is as new; raise ConfigError if that fails."""
-    _fetch(Path(folder), f"{CHECKPOINTS}/", "OUT_DIR")
-
-
-def fetch(path: Path) -> str:
-    """Download the run of a path of `local_folder`, or of a checkpoint or weights below it; return the local path."""
-    folder = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent if ".pth" in path.name else path
-    _fetch(folder, path.relative_to(folder).as_posix(), "RUN")
-    if not any(map(is_mirrored, os.listdir(folder))) or not path.exists():
-        raise ConfigError(f"RUN: {url_of(path)}: there is no such run or file; fix: check the URL")
-    print(f"{url_of(folder)}: the local copy is {path}", file=sys.stderr)
-    return str(path)
-
-
-def _fetch(folder: Path, wanted: str, key: str) -> None:
-    """Download a run but its checkpoints, and those whose names begin with a text; raise ConfigError for the key."""
-    with _start(folder, wanted) as process:
+    Raises:
+        ConfigError: that fails; of the option or argument `key`.
+    """
+    with start_python("-m", __package__, str(folder), wanted) as process:
         if problem := read_answer(process)["problem"]:
             raise ConfigError(f"{key}: {problem}")
 
 
-def _start(folder: Path, *wanted: str) -> subprocess.Popen:
-    return start_python("-m", __package__, str(folder), *wanted)
+def fetch(folder: Path) -> str:
+    """Download the run of a path of `local_folder` without its checkpoints; return the path."""
+    restore(folder, "RUN", "run")
+    if not any(map(is_mirrored, os.listdir(folder))):
+        raise ConfigError(f"RUN: {url_of(folder)}: there is no such run; fix: check the URL, that of an OUT_DIR")
+    print(f"{url_of(folder)}: the local copy is {folder}", file=sys.stderr)
+    return str(folder)

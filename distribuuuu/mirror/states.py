@@ -14,7 +14,6 @@ import itertools
 import json
 import operator
 import re
-import time
 from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
@@ -33,13 +32,14 @@ from distribuuuu.files.untrusted import InvalidFileError, parse_json, untrusted
 STATES, OBJECTS = "states", "objects"
 # States of which nothing is deleted; an object that no state names may belong to an upload that has just begun.
 KEPT_STATES, UNNAMED = 3, datetime.timedelta(days=1)
-# Limits of a state: its bytes, files, levels of folders, and the bytes of a file; and of a list: answers of a server.
-MAX_STATE, MAX_FILES, MAX_LEVELS, MAX_SIZE, MAX_PAGES = 1 << 22, 10_000, 5, 1 << 44, 20_000
+# Limits of a state: its bytes, files, and the bytes of a file; and of a list: answers of a server.
+MAX_STATE, MAX_FILES, MAX_SIZE, MAX_PAGES = 1 << 22, 10_000, 1 << 44, 20_000
 # Parts of a multipart upload at most (S3: 10,000).
 MAX_PARTS = 5000
 # Seconds after which a request has failed, and of failures after which no other attempt begins.
 REQUEST_S, RETRY_S = 60.0, 30.0
-_PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+=@%-]{0,199}")
+# At most five parts.
+_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.,+=@%-]{0,199}(?:/(?!$)|$)){1,5}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -69,10 +69,9 @@ class MirrorError(Exception):
 
 def is_mirrored(name: str) -> bool:
     """Tell whether a file is mirrored, by its path relative to OUT_DIR with `/`: those of a run, no hidden ones."""
-    parts = name.split("/")
-    is_plain = len(parts) <= MAX_LEVELS and all(_PART_NAME.fullmatch(part) for part in parts)
-    is_config = len(parts) == 1 and name.endswith((".yaml", ".yml"))
-    return is_plain and not name.endswith((".tmp", ".partial", ".broken")) and (is_run_file(parts[0]) or is_config)
+    if not _NAME.fullmatch(name) or name.endswith((".tmp", ".partial", ".broken")):
+        return False
+    return is_run_file(name.partition("/")[0]) or "/" not in name and name.endswith((".yaml", ".yml"))
 
 
 def parse_state(number: int, data: bytes) -> State:
@@ -92,15 +91,10 @@ class StateLog:
     """The states and the objects of a run at a URL.
 
     Its methods raise MirrorError, RemoteError for what trying again does not help, and OSError otherwise.
-
-    Attributes:
-        moved_at: the time of the last progress (monotonic).
     """
 
     def __init__(self, url: str):
-        self.url, self.moved_at = url, 0.0
-        # Bytes of each object that an attempt has sent at most: only more of them are progress of a further attempt.
-        self._sent: dict[str, int] = {}
+        self.url = url
 
     def _call(self, name: str, function: Callable[[Any], Any]) -> Any:
         """Return the result of a function of the store of obstore."""
@@ -168,8 +162,6 @@ class StateLog:
         def parts() -> Iterator[bytes]:
             for start in range(0, entry.size, part):
                 hashed.update(data := file.read(min(part, entry.size - start)))
-                if (sent := start + len(data)) > self._sent.get(entry.sha256, 0):
-                    self._sent[entry.sha256], self.moved_at = sent, time.monotonic()
                 yield data
 
         file.seek(0)

@@ -5,7 +5,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
@@ -73,13 +73,13 @@ class Mirror:
         own = find_newest(self.list_files())
         return bool(self.id and own) and _position(own) >= _position(find_newest(state.files))
 
-    def fetch(self, wanted: str) -> None:
-        """Restore all but the checkpoints, and those whose names begin with a text, unless the folder is as new."""
+    def fetch(self, with_checkpoints: bool) -> None:
+        """Restore the folder, with or without its checkpoints, unless it is as new."""
         state = self.log.find_newest()
         if state and not self._is_as_new_as(state):
-            self.restore(state, lambda name: not is_checkpoint(name) or bool(wanted) and name.startswith(wanted))
+            self.restore(state, with_checkpoints)
 
-    def restore(self, state: State, is_wanted: Callable[[str], bool] = lambda name: True) -> None:
+    def restore(self, state: State, with_checkpoints: bool = True) -> None:
         """Download the files of a state. Damaged ones are skipped with a warning.
 
         Raises:
@@ -87,7 +87,7 @@ class Mirror:
         """
         self.id = ""
         self._file.unlink(missing_ok=True)
-        names = list(filter(is_wanted, state.files))
+        names = [name for name in state.files if with_checkpoints or not is_checkpoint(name)]
         damaged = {name for name in names if not self._download(name, state.files[name])}
         checkpoints = {*filter(is_checkpoint, names)}
         if checkpoints and checkpoints <= damaged:

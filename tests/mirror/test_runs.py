@@ -1,4 +1,4 @@
-"""Runs at a URL: kills of the run and of the server, a store that is down, a folder as a store, several nodes."""
+"""Runs at a URL: kills of the run and of the server, a store that is down, a folder as a store."""
 
 import os
 import random
@@ -8,23 +8,17 @@ import sys
 import time
 
 import pytest
-import torch
-from support.processes import RESULT_S, free_port, on_processes, wait_for
+from support.processes import wait_for
 from support.runs import ROOT, assert_same_run, run_python, small_options
 
 from distribuuuu.config.run_files import local_folder
-from distribuuuu.distributed.process_group import process_group
-from distribuuuu.engine import run_lock
-from distribuuuu.engine.run_lock import OutDirLocked, lock_out_dir
-from distribuuuu.launch.detect import detect_launch
-from distribuuuu.mirror.client import is_shared
 
 pytestmark = pytest.mark.slow
 
 URL = "s3://bucket/runs/small"
 MORE = ("OPTIM.MAX_EPOCH", 6, "CHECKPOINT.EVERY_STEPS", 2)
-# Limits of the wait at the end of a run, for a store that stays down.
-IMPATIENT = "from distribuuuu.mirror import client; client.NO_PROGRESS_S = 3.0; "
+# The limit of the wait at the end of a run, for a store that stays down.
+IMPATIENT = "from distribuuuu.mirror import client; client.END_S = 3.0; "
 START = "import sys; from distribuuuu.commands.main import dispatch; sys.exit(dispatch('distribuuuu', sys.argv[1:]))"
 
 
@@ -112,35 +106,3 @@ def test_a_bucket_that_does_not_exist_is_named(store, sixty_images):
     words = [str(word) for word in small_options(sixty_images, "s3://nobucket/x", *MORE)]
     done = run_python("-c", START, "train", *words)
     assert done.returncode == 2 and "s3://nobucket/x: the bucket does not exist; fix: create it" in done.stderr
-
-
-def test_several_nodes_need_one_local_folder(sixty_images, tmp_path):
-    url, port = f"file://{tmp_path}/store", str(free_port())
-    code = f"from distribuuuu.engine import run_lock; run_lock.PATIENCE_S = 1.0; {START}"
-    words = ["train", *map(str, small_options(sixty_images, url, "TRAIN.WORKERS", 0))]
-    nodes = []
-    for rank in range(2):
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": f"{tmp_path}/{rank}"}
-        env |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        nodes.append(subprocess.Popen([sys.executable, "-c", code, *words], env=env, stderr=subprocess.PIPE, text=True))
-    said = [node.communicate(timeout=RESULT_S)[1] for node in nodes]
-    assert [node.returncode for node in nodes] == [2, 2], said
-    assert "is not the same one on all nodes; fix: set XDG_CACHE_HOME" in said[0], said
-
-
-def be_refused(out_dir):
-    with pytest.raises(OutDirLocked), lock_out_dir(out_dir):
-        pass
-
-
-def is_seen_by_all(out_dir):
-    with process_group(detect_launch(), torch.device("cpu"), 60):
-        return is_shared(out_dir)
-
-
-def test_the_lock_remains_after_the_check_that_all_processes_see_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.3)
-    with lock_out_dir(tmp_path):
-        assert is_shared(tmp_path) and on_processes(2, is_seen_by_all, tmp_path) == [True, True]
-        on_processes(1, be_refused, tmp_path)
