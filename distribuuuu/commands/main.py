@@ -28,7 +28,7 @@ GROUPS = {
         "sweep": Command("sweep.sweep", "search the best options by many runs, resumable"),
     },
     "Before a run": {
-        "plan": Command("plan.plan", "measure the time, memory and disk that a run needs"),
+        "plan": Command("plan.plan", "measure the time and memory that a run needs"),
     },
     "After a run": {
         "report": Command("report.report", "make a page about a run: curves, classes, mistakes"),

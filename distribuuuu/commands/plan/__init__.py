@@ -1,1 +1,1 @@
-"""Prediction of the hours, memory and disk of a run, and of the options that make it faster."""
+"""Prediction of the hours and memory of a run, and of the options that make it faster."""

@@ -1,21 +1,19 @@
-"""Measurements of a planned run, in processes of their own, and what follows for its hours, disk and bottleneck."""
+"""Measurements of a planned run, in processes of their own, and what follows for its hours and its bottleneck."""
 
 import math
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.declaration import AUTO
-from distribuuuu.config.derived import show_size, total_steps
+from distribuuuu.config.derived import total_steps
 from distribuuuu.data.batch import PREFETCH
 from distribuuuu.data.batch_plan import BatchPlan, plan_of
 from distribuuuu.data.loader import count_workers
-from distribuuuu.data.views import build_im_size
 from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.auto_batch_size import (
     available_memory,
@@ -27,7 +25,6 @@ from distribuuuu.engine.auto_batch_size import (
     with_number,
 )
 from distribuuuu.engine.flops import count_flops, measure_utilization
-from distribuuuu.engine.precise_bn import compute_precise_statistics
 from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.engine.run import Run, begin_epoch
 from distribuuuu.engine.state import seconds_between
@@ -38,7 +35,7 @@ from distribuuuu.optim.schedules import set_lr
 from distribuuuu.records.run_log import progress
 from distribuuuu.trainer import take_step
 
-# Seconds of the training steps, over all image sides, and of an evaluation.
+# Seconds of the training steps, and of an evaluation.
 STEPS_S, EVALUATION_S = 12.0, 4.0
 _ASSUMED = (
     "as fast as the one measured here, without DIST.SHARD, with as many cores and workers; communication costs no time"
@@ -71,25 +68,21 @@ def measure_and_plan(cfg: Config, num_processes: int) -> dict[str, Any]:
 def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
     """Return the measurements of this process for `plan_run`, and its peak memory as "peak"; `folder` is OUT_DIR.
 
-    They are `start_s`, `epoch_s` by image side, `evaluation_s` of all kinds of weights, `checkpoint_s` and others. The
-    process takes its share of the images of a step in `plan`.
+    They are `start_s`, `epoch_s`, `evaluation_s` of all kinds of weights, `checkpoint_s` and others. The process takes
+    its share of the images of a step in `plan`.
     """
-    sizes = sizes_of(cfg)
     with trial_run(cfg, _HERE, plan, folder) as run:
         state, device, found = run.state, run.train_loader.device, {"start_s": run.state.seconds, **_describe(run)}
-        # Of the smallest and of the largest size; those between are interpolated.
-        epochs = [sizes.index(size) for size in sorted({min(sizes), max(sizes)})]
-        first, _ = _train(run, epochs[0], 0.0)
+        # The last epoch has the largest images.
+        epoch = cfg.OPTIM.MAX_EPOCH - 1 if cfg.TRAIN.IM_SIZE_START else 0
+        first, _ = _train(run, epoch, 0.0)
         ahead = _count_ahead(cfg, plan)
-        num_steps = found["images"]["train"] // plan.global_batch
-        found |= {"step_s": {}, "epoch_s": {}}
-        for epoch in epochs:
-            with StepParts(run) as parts:
-                ends, waited = _train(run, epoch, STEPS_S / len(epochs))
-                found["parts"] = parts.shares()[1]
-            found["step_s"][sizes[epoch]] = step_seconds(ends, ahead)
-            found["epoch_s"][sizes[epoch]] = extrapolate(ends, num_steps, ahead)
-        found["start_s"] += max(0.0, first[-1] - len(first) * found["step_s"][sizes[epochs[0]]])  # the warm-up
+        with StepParts(run) as parts:
+            ends, waited = _train(run, epoch, STEPS_S)
+            found["parts"] = parts.shares()[1]
+        found["step_s"] = step_seconds(ends, ahead)
+        found["epoch_s"] = extrapolate(ends, found["images"]["train"] // plan.global_batch, ahead)
+        found["start_s"] += max(0.0, first[-1] - len(first) * found["step_s"])  # the warm-up
         started = time.perf_counter()
         result = {"count": 1, "loss": 1.0, **dict.fromkeys(run.task.eval_metrics, 1.0)}
         results = dict.fromkeys(state.models, result)  # as if each kind of weights were the best
@@ -99,9 +92,7 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
         found["evaluation_s"] = sum(_evaluate(run, model, plan, ahead) for model in state.models.values())
         run.checkpoints.finish()
         found["peak"] = read_peak(device)
-        files = {"checkpoint_mib": run.checkpoints.list(), "best_mib": Path(folder).glob("best*")}
-        found |= {name: sum(path.stat().st_size for path in paths) / 2**20 for name, paths in files.items()}
-        found["images_per_s"] = plan.per_process / found["step_s"][sizes[epochs[-1]]]
+        found["images_per_s"] = plan.per_process / found["step_s"]
         found["mfu"] = measure_utilization(run, found["images_per_s"])
         return found | {"bottleneck": find_bottleneck(waited)}
 
@@ -157,20 +148,13 @@ def _train(run: Run, epoch: int, limit_s: float) -> tuple[list[float], float]:
 
 
 def _evaluate(run: Run, model: torch.nn.Module, plan: BatchPlan, ahead: int) -> float:
-    """Return the seconds of an evaluation, with the batch-norm statistics before it."""
-    cfg, state, loader, seconds = run.cfg, run.state, run.val_loader, 0.0
-    if num := cfg.MODEL.PRECISE_BN:
-        ends: list[float] = []
-        images = _timed(run.train_loader.iter_images(state.stream_seed, 0, num), ends, EVALUATION_S, loader.device)
-        compute_precise_statistics(model, images, state.precision.autocast)
-        seconds = extrapolate(ends, -(-num // plan.global_batch) * plan.accum_steps, ahead)
+    """Return the seconds of an evaluation."""
+    loader, ends = run.val_loader, list[float]()
     model.eval()
-    ends = []
     with inference(model):
         for batch in _timed(loader, ends, EVALUATION_S, loader.device):
             run.task.eval_step(model, batch)
-    num_batches = -(-len(loader.images) // (plan.world_size * cfg.TEST.BATCH_SIZE))
-    return seconds + extrapolate(ends, num_batches, ahead)
+    return extrapolate(ends, -(-len(loader.images) // (plan.world_size * run.cfg.TEST.BATCH_SIZE)), ahead)
 
 
 def _count_ahead(cfg: Config, plan: BatchPlan) -> int:
@@ -187,13 +171,6 @@ def find_bottleneck(waited: float) -> str:
 
 
 # -------------------------------------------------------------------------------------- arithmetic
-
-
-def sizes_of(cfg) -> list[Any]:
-    """Return the side of the training images in each epoch, in pixels; of a rectangle, its size as text."""
-    im_size_at, final = build_im_size(cfg), cfg.TRAIN.IM_SIZE
-    fixed = final if isinstance(final, int) else show_size(final)
-    return [im_size_at(epoch) if im_size_at else fixed for epoch in range(cfg.OPTIM.MAX_EPOCH)]
 
 
 def extrapolate(ends: Sequence[float], total: int, group: int = 1) -> float:
@@ -218,25 +195,10 @@ def step_seconds(ends: Sequence[float], group: int) -> float:
     return statistics.median((ends[at + group] - ends[at]) / group for at in starts) if starts else ends[0]
 
 
-def interpolate(known: dict[int, float], size: int) -> float:
-    """Return the seconds at an image side: linear in the number of pixels between the measured sides."""
-    low, high = min(known), max(known)
-    share = (size**2 - low**2) / (high**2 - low**2) if high > low else 0.0
-    return known[low] + share * (known[high] - known[low])
-
-
-def count_checkpoints(cfg, num_steps: int) -> int:
-    """Return the number of checkpoint files at most, with the one that is being written."""
-    checkpoint, epochs = cfg.CHECKPOINT, cfg.OPTIM.MAX_EPOCH
-    per_epoch = 1 + (2 * num_steps // checkpoint.EVERY_STEPS if checkpoint.EVERY_STEPS else 0)
-    older = epochs // checkpoint.KEEP_EVERY if checkpoint.KEEP_EVERY else 0
-    return min(checkpoint.KEEP_LAST + older + 1, epochs * per_epoch)
-
-
 def plan_run(cfg, plan: BatchPlan, found: dict[str, Any]) -> dict[str, Any]:
     """Return the plan of a run: the measurements `found` of `measure_run`, and what follows from them."""
     epochs, num_steps = cfg.OPTIM.MAX_EPOCH, found["images"]["train"] // plan.global_batch
-    steps, sizes = total_steps(cfg, num_steps), sizes_of(cfg)
+    steps = total_steps(cfg, num_steps)
     result = {
         **found,
         "epochs": epochs,
@@ -249,13 +211,12 @@ def plan_run(cfg, plan: BatchPlan, found: dict[str, Any]) -> dict[str, Any]:
     num_evaluations = -(-epochs // cfg.TRAIN.EVAL_PERIOD)
     seconds = {
         "start": found["start_s"],
-        "training": sum(interpolate(found["epoch_s"], size) for size in sizes) * steps / (epochs * num_steps or 1),
+        "training": found["epoch_s"] * steps / (num_steps or 1),
         "evaluation": num_evaluations * found["evaluation_s"],
         "checkpoints": (epochs + num_evaluations) * found["checkpoint_s"],
     }
-    share, files = seconds["evaluation"] / max(1e-9, sum(seconds.values())), count_checkpoints(cfg, num_steps)
-    disk = files * found["checkpoint_mib"] + found["best_mib"]
-    result |= {"seconds": seconds, "hours": sum(seconds.values()) / 3600, "checkpoints": files, "disk_mib": disk}
+    share = seconds["evaluation"] / max(1e-9, sum(seconds.values()))
+    result |= {"seconds": seconds, "hours": sum(seconds.values()) / 3600}
     if share > MAX_EVALUATION:
         # With this period, the evaluation takes half of the time.
         period = cfg.TRAIN.EVAL_PERIOD * math.ceil(share / max(1e-3, 1 - share))

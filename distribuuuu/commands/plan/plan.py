@@ -1,4 +1,4 @@
-"""The command plan: parameters, memory, hours and disk of a run, measured in about a minute before it starts."""
+"""The command plan: parameters, memory and hours of a run, measured in about a minute before it starts."""
 
 import json
 import sys
@@ -14,8 +14,8 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 
 _DESCRIPTION = """Predict what a run needs before it starts: parameters, FLOPs, steps, memory,
-hours, disk, and its bottleneck. It measures the steps for about a minute,
-longer if a step takes more than a second, and writes nothing to OUT_DIR.
+hours, and its bottleneck. It measures the steps for about a minute, longer if
+a step takes more than a second, and writes nothing to OUT_DIR.
 
   %(prog)s --cfg shapes/resnet14
   %(prog)s --cfg imagenet/resnet50 --nproc 8 TRAIN.AMP bf16
@@ -83,8 +83,7 @@ def _list_rows(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     where = "GPU" if memory["of"] == "cuda" else "host"
     free = f"{memory['free_mib']:,.0f} MiB free on the host"
     yield "memory", f"{memory['peak_mib']:,.0f} MiB of the {where} per process; {free}"
-    steps = ", ".join(f"{1e3 * seconds:,.1f} ms at {size} px" for size, seconds in result["step_s"].items())
-    yield "time per step", steps
+    yield "time per step", f"{1e3 * result['step_s']:,.1f} ms"
     yield "of which", ", ".join(f"{part} {share:.0%}" for part, share in result["parts"].items())
     share = f", {result['mfu']:.0%} of the dense peak of the GPU (MFU)" if result["mfu"] else ""
     yield "images/s", f"{result['images_per_s']:,.0f} per process{share}"
@@ -92,8 +91,6 @@ def _list_rows(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     parts = {name: seconds / max(total, 1e-9) for name, seconds in result["seconds"].items()}
     shares = ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if share >= 0.005)
     yield "hours", f"{result['hours']:.3g} ({total:,.0f} s): {shares}"
-    files = f"{counted(result['checkpoints'], 'checkpoint')} of {result['checkpoint_mib']:,.1f} MiB"
-    yield "disk", f"{result['disk_mib']:,.1f} MiB: at most {files}, best weights {result['best_mib']:,.1f} MiB"
     yield "bottleneck", result["bottleneck"]
     if result["assumption"]:
         yield "assumption", result["assumption"]

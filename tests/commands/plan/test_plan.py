@@ -1,4 +1,4 @@
-"""The command plan: arithmetic of hours and disk, measurements of a small run, the table, errors."""
+"""The command plan: arithmetic of hours, measurements of a small run, the table, errors."""
 
 import itertools
 import json
@@ -6,11 +6,11 @@ import json
 import pytest
 import torch
 from support.fake_cuda import CUDA, fake_cuda
-from support.runs import make_cfg, small_options
+from support.runs import small_options
 
 from distribuuuu.commands.main import dispatch
 from distribuuuu.commands.plan import measure_run
-from distribuuuu.commands.plan.measure_run import extrapolate, plan_run, sizes_of
+from distribuuuu.commands.plan.measure_run import extrapolate, plan_run
 from distribuuuu.config import load_cfg
 from distribuuuu.data.batch_plan import BatchPlan
 
@@ -25,22 +25,13 @@ def test_first_steps_count_but_not_in_the_rate():
     assert extrapolate([], 0) == 0.0
 
 
-def test_sizes_that_grow_are_measured_at_the_ends():
-    grows = ("TRAIN.IM_SIZE", 28, "TRAIN.IM_SIZE_START", 16, "TRAIN.IM_SIZE_EPOCHS", "[0, 11]", "OPTIM.MAX_EPOCH", 17,
-             "TRAIN.IM_SIZE_MULTIPLE", 2)  # fmt: skip
-    sizes = sizes_of(make_cfg(*grows))
-    assert len(sizes) == 17 and sizes[0] == 16 and sizes[11:] == [28] * 6
-    assert measure_run.interpolate({10: 1.0, 20: 4.0}, 15) == pytest.approx(1 + 3 * (225 - 100) / 300)
-    assert measure_run.interpolate({10: 1.0}, 10) == 1.0
-
-
 def test_hours_are_the_sum_of_their_parts_and_processes_share_the_steps():
-    cfg = load_cfg(None, ["OPTIM.MAX_EPOCH", "10", "MODEL.PRECISE_BN", "100"])
-    found = {"images": {"train": 1000, "val": 10}, "start_s": 5.0, "epoch_s": {224: 30.0}, "evaluation_s": 3.0,
-             "checkpoint_s": 0.1, "checkpoint_mib": 2.0, "best_mib": 1.0, "bottleneck": "x"}  # fmt: skip
+    cfg = load_cfg(None, ["OPTIM.MAX_EPOCH", "10"])
+    found = {"images": {"train": 1000, "val": 10}, "start_s": 5.0, "epoch_s": 30.0, "evaluation_s": 3.0,
+             "checkpoint_s": 0.1, "bottleneck": "x"}  # fmt: skip
     result = plan_run(cfg, BatchPlan(25, 2, 2), found)
     assert result["steps_per_epoch"] == 10 and result["steps"] == 100 and result["images_seen"] == 10_000
-    assert result["hours"] * 3600 == pytest.approx(5 + 300 + 30 + 2) and result["disk_mib"] == 4 * 2.0 + 1.0
+    assert result["hours"] * 3600 == pytest.approx(5 + 300 + 30 + 2)
     assert result["bottleneck"] == "x" and result["assumption"].startswith("2 processes, each as fast as")
     slow = plan_run(cfg, BatchPlan(25, 2, 1), {**found, "evaluation_s": 90.0})
     assert slow["bottleneck"].startswith("evaluation, 75%") and slow["assumption"] is None
@@ -71,17 +62,17 @@ def in_this_process(monkeypatch, tmp_path):
 
 
 def test_a_small_run_is_planned(image_folder, tmp_path, capsys, in_this_process):
-    words = ("MODEL.PRECISE_BN", 24, "EMA.HALF_LIFE", 100, "TRAIN.IM_SIZE_START", 8, "TRAIN.IM_SIZE_EPOCHS", "[0, 1]")
+    words = ("EMA.HALF_LIFE", 100, "TRAIN.IM_SIZE_START", 8, "TRAIN.IM_SIZE_EPOCHS", "[0, 1]")
     args = small_options(image_folder, tmp_path / "out", *words, "TRAIN.IM_SIZE_MULTIPLE", 8)
     assert dispatch("distribuuuu", ["plan", "--format", "json", "--nproc", "2", *args]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["model"]["arch"] == "resnet8" and result["model"]["params_m"] > 0.05
     assert result["model"]["gflops"] > 0.001 and result["images"] == {"train": 48, "val": 37}
     assert result["steps_per_epoch"] == 2 and result["batch"]["global_batch"] == 24
-    assert set(result["step_s"]) == {"8", "16"} and result["hours"] > 0
+    assert result["step_s"] > 0 and result["hours"] > 0
     assert [*result["parts"]] == ["data", "forward", "backward", "optimizer", "other"]
     assert sum(result["parts"].values()) == pytest.approx(1) and min(result["parts"].values()) >= 0
-    assert result["checkpoint_mib"] > 0.5 and result["best_mib"] > 0.4 and result["memory"]["peak_mib"] > 1
+    assert result["memory"]["peak_mib"] > 1
     assert "2 processes" in result["assumption"] and not (tmp_path / "out").exists()
 
 
@@ -92,7 +83,7 @@ def test_the_table_and_a_run_that_does_not_fit(image_folder, tmp_path, capsys, i
     assert max(map(len, lines)) <= 80
     names = [line[:14].strip() for line in lines if line[0] != " "]
     assert names[:5] == ["model", "images", "step", "run", "memory"]
-    assert names[5:] == ["time per step", "of which", "images/s", "hours", "disk", "bottleneck"]
+    assert names[5:] == ["time per step", "of which", "images/s", "hours", "bottleneck"]
     monkeypatch.setattr(measure_run, "in_fresh_process", lambda *args: "the trial ended with status -9")
     assert dispatch("distribuuuu", args) == 2
     assert "out of memory" in (said := capsys.readouterr().err) and "fix: TRAIN.BATCH_SIZE auto" in said
