@@ -38,7 +38,7 @@ from distribuuuu.launch.nproc import find_free_port
 RESULT_S = 300
 # Entries of a checkpoint that a resumed run has in common with an undisturbed one, and fields of a row that it has not.
 _COMPARED = ("epoch", "step", "state_dict", "optimizer", "scaler", "task", "chosen", "best_acc1")
-_TIMED = ("time", "seconds", "images_per_s", "wait", "eta_s", "resumed")
+_TIMED = ("time", "seconds", "images_per_s", "wait", "eta_s")
 
 
 def assert_resumes(cfg: Config, steps: Sequence[int] = (2, 4), by: int = signal.SIGKILL) -> dict[str, Any]:

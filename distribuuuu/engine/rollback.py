@@ -31,10 +31,9 @@ def roll_back(run: Run, error: NonFiniteError) -> None:
         raise error.located(f"{position}; the newest checkpoint, {latest}, is finite", remedy) from None
     logger.warning("%s in epoch %d, by step %d: rollback %d of %d, to %s", error, state.epoch + 1, state.step, num,
                    cfg.TRAIN.MAX_ROLLBACKS, latest)  # fmt: skip
-    began = (state.epoch, state.step)
     content = read_checkpoint(latest, to_resume=True)
     restore_state(state, content, latest)
     restore_task(run.task, content.get("task"), latest)
     state.load_meter([])
     state.num_rollbacks = num
-    run.log.rewind(state.epoch, state.step, began)
+    run.log.rewind(state.epoch, state.step)

@@ -26,10 +26,7 @@ from distribuuuu.files.atomic_file import replacing
 logger = logging.getLogger(__name__)
 
 FILE_NAME, SCHEMA_VERSION = run_files.PREDICTIONS, 1
-MAX_IMAGES = 1_000_000
-# Maximum number of logits that are stored as float32, and as float16; more are not stored.
-MAX_FLOAT32, MAX_LOGITS = 2**22, 52_000_000
-_LARGEST_HALF = 65504.0
+MAX_IMAGES, MAX_LOGITS = 1_000_000, 52_000_000
 
 
 class Recorder:
@@ -56,15 +53,7 @@ class Recorder:
         else:
             loss = F.cross_entropy(logits, targets, reduction="none")
         label = targets.to(torch.uint8 if self.multilabel else torch.int32)
-        self._parts.append({"index": batch.index, "label": label, "loss": loss, **self._pack(logits)})
-
-    def _pack(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the logits (N, classes) as they are stored."""
-        if len(self.images) * len(self.classes) <= MAX_FLOAT32:
-            return {"logits": logits.clone()}
-        if not self.multilabel:
-            logits = logits - logits.amax(dim=1, keepdim=True)
-        return {"logits": logits.clamp(-_LARGEST_HALF, _LARGEST_HALF).half()}
+        self._parts.append({"index": batch.index, "label": label, "loss": loss, "logits": logits.clone()})
 
     def gather(self, device: torch.device) -> dict[str, np.ndarray] | None:
         """Return the arrays of all processes in the order of the data set; every process must call it.
@@ -77,7 +66,7 @@ class Recorder:
         label = empty.to(torch.uint8) if self.multilabel else empty[:, 0].to(torch.int32)
         first = {"index": empty[:, 0].to(torch.int64)}
         if self.classifies:
-            first |= {"label": label, "loss": empty[:, 0], **self._pack(empty)}
+            first |= {"label": label, "loss": empty[:, 0], "logits": empty}
         else:
             own = tuple(self._parts[0]["target"].shape[1:]) if self._parts else None
             shapes = [shape for shape in dist.gather_objects(own) if shape is not None]  # others have no images

@@ -180,8 +180,6 @@ class Log:
         self._scalars: dict[int, dict[str, float]] = {}  # by epoch
         self._records: RecordFile | None = None
         self._stage: str | None = None
-        # Where this start resumed and its last rollback began, (epoch from 1, step), in each of its records.
-        self._origin: dict[str, list[int]] = {}
 
     def _build_table(self) -> None:
         """Choose the columns of the table, whose next row has a header."""
@@ -197,15 +195,8 @@ class Log:
         gap = "  " if sum(self._widths.values()) + 2 * len(self._widths) <= _MAX_WIDTH else " "
         logger.info("%s", gap.join(f"{cells.get(name, '-'):>{width}}" for name, width in self._widths.items()))
 
-    def rewind(self, epoch: int, step: int, began: tuple[int, int] | None = None) -> None:
-        """Begin or continue at a position; remove the records after it, which an interrupted run has left.
-
-        `began` is the position (epoch from 0, step) at which a rollback began; None: the run starts or resumes.
-        """
-        if began:
-            self._origin["rollback"] = [began[0] + 1, began[1]]
-        elif (epoch, step) != (0, 0):
-            self._origin["resumed"] = [epoch + 1, step]
+    def rewind(self, epoch: int, step: int) -> None:
+        """Begin or continue at a position; remove the records after it, which an interrupted run has left."""
         self._started = self._last_read = self._shown_at = time.perf_counter()
         self._first_position = self._read_position = epoch * self.num_steps + step
         # Time and position from which the ETA is extrapolated: after the first step, which compiles and allocates.
@@ -346,7 +337,7 @@ class Log:
         Raises:
             ConfigError: a name is one that each record has.
         """
-        if taken := values.keys() & {"kind", "epoch", "step", "stage", "resumed", "rollback", "time"}:
+        if taken := values.keys() & {"kind", "epoch", "step", "stage", "time"}:
             raise ConfigError(f"log.scalars: got {', '.join(sorted(taken))}; expected names that no record has")
         self._scalars.setdefault(epoch, {}).update({name: float(value) for name, value in values.items()})
 
@@ -356,7 +347,7 @@ class Log:
         if self._records:
             time_s = round(time.time(), 3)
             stage = {} if self._stage is None else {"stage": self._stage}
-            record = {"kind": kind, "epoch": epoch + 1, "step": step, **values, **stage, **self._origin, "time": time_s}
+            record = {"kind": kind, "epoch": epoch + 1, "step": step, **values, **stage, "time": time_s}
             self._records.append(record)
             for writer in self.writers:
                 writer.row(record, epoch * self.num_steps + step)

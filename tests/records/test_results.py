@@ -344,28 +344,12 @@ def test_a_process_without_images_has_targets_of_the_shape_of_the_others():
     assert [arrays["target"].shape for arrays in on_processes(2, record_boxes)] == [(1, 2, 2)] * 2
 
 
-def as_file(tmp_path, arrays, num_classes):
-    assert arrays.pop("index").tolist() == list(range(len(arrays["loss"])))
-    content = prediction_arrays(len(arrays["loss"]), classes=np.array([f"c{n}" for n in range(num_classes)]))
-    del content["logits"]
-    write_npz(tmp_path / "predictions.npz", {**content, **arrays})
-    return read(tmp_path)
-
-
-def test_large_sets_are_stored_in_half_precision_relative_to_the_largest_logit(tmp_path, monkeypatch):
-    monkeypatch.setattr(predictions, "MAX_FLOAT32", 100)
-    logits, targets = 30 * torch.randn(40, 12) + 9e4, torch.randint(12, (40,))  # beyond the range of float16
-    logits[7, 3] = -1e9
-    content = as_file(tmp_path, record(logits, targets), 12)
-    assert content.scores.dtype == np.float16 and np.isfinite(content.scores).all()
-    assert content.predicted.tolist() == logits.argmax(1).tolist()
-    assert np.allclose(content.probabilities(), logits.double().softmax(1), atol=1e-3)
-    assert np.allclose(content.loss, F.cross_entropy(logits, targets, reduction="none"), rtol=1e-6)
-
-
 def test_logits_that_are_not_finite_are_refused_and_outputs_without_a_column_for_each_class_not_recorded(tmp_path):
-    logits = torch.randn(8, 3)
+    logits = torch.randn(40, 3)
     logits[2], logits[3, 1] = torch.nan, torch.inf
+    arrays = record(logits, torch.zeros(40).long())
+    assert arrays.pop("index").tolist() == list(range(40))
+    write_npz(tmp_path / "predictions.npz", {**prediction_arrays(40), **arrays})
     with pytest.raises(ConfigError, match="scores that are not finite; fix: evaluate another checkpoint"):
-        as_file(tmp_path, record(logits, torch.zeros(8).long()), 3)
+        read(tmp_path)
     assert record(torch.zeros(4, 5), torch.zeros(4).long(), 4, classes=3) is None

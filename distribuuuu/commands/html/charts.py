@@ -1,7 +1,6 @@
 """Line charts as SVG. Colors are those of the style sheet."""
 
 import math
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -46,15 +45,6 @@ def find_ticks(low: float, high: float, num: int = 5) -> list[float]:
     return [round(step * number, 12) for number in numbers]
 
 
-def format_tick(value: float) -> str:
-    """Return a short text of a number on an axis, e.g. '0.05', '12k' or '2e-5'."""
-    if abs(value) >= 10_000:
-        return f"{value / 1000:,.6g}k"
-    if 0 < abs(value) < 1e-3:
-        return re.sub(r"\.?0*e-0?", "e-", f"{value:.2e}")
-    return f"{value:.4g}"
-
-
 def line_chart(title: str, series: Sequence[Series], x_label: str, marks: Sequence[Mark] = ()) -> str:
     """Return a chart of curves with a title, a legend and vertical lines; an empty text if no curve has a point."""
     points = [(x, y) for curve in series for x, y in zip(curve.x, curve.y, strict=True) if math.isfinite(y)]
@@ -68,8 +58,8 @@ def line_chart(title: str, series: Sequence[Series], x_label: str, marks: Sequen
         title,
         x_label,
         _AREA,
-        [(_x(tick, x_range), format_tick(tick)) for tick in find_ticks(*x_range, num=6)],
-        [(_y(tick, y_range), format_tick(tick)) for tick in find_ticks(*y_range)],
+        [(_x(tick, x_range), f"{tick:.6g}") for tick in find_ticks(*x_range, num=6)],
+        [(_y(tick, y_range), f"{tick:.6g}") for tick in find_ticks(*y_range)],
         [(_x(mark.x, x_range), mark.text) for mark in marks],
         [(curve.name, number % _NUM_COLORS + 1, *_trace(curve, x_range, y_range))
          for number, curve in enumerate(series)],

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from distribuuuu.commands.html.charts import Mark, Series, line_chart
+from distribuuuu.commands.html.charts import Series, line_chart
 from distribuuuu.commands.html.page import html
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
@@ -30,15 +30,12 @@ class History:
     Attributes:
         train: the rows of the training steps.
         evaluations: the evaluations of each kind of weights, "eval" and "eval_ema".
-        restarts, rollbacks: positions (epoch from 1, step) where a start resumed, and where a rollback began.
         results: content of results.json; empty if there is none.
         notes: which records are left out, and why.
     """
 
     train: list[dict[str, Any]] = field(default_factory=list)
     evaluations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    restarts: list[list[int]] = field(default_factory=list)
-    rollbacks: list[list[int]] = field(default_factory=list)
     results: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -65,10 +62,6 @@ def read_history(out_dir: Path) -> History:
             history.train.append(record)
         elif record["kind"].startswith("eval"):
             history.evaluations.setdefault(record["kind"], []).append(record)
-        for name, places in (("resumed", history.restarts), ("rollback", history.rollbacks)):
-            place = record.get(name)
-            if isinstance(place, list) and [type(part) for part in place] == [int, int] and place not in places:
-                places.append(place)
     return history
 
 
@@ -101,14 +94,8 @@ def _value(record: Mapping[str, Any], key: str) -> float:
 
 
 def draw_curves(history: History) -> str:
-    """Return charts of the loss, the metrics, the learning rate and the throughput; an empty text without records.
-
-    Training and validation are in one chart, with marks of restarts and rollbacks.
-    """
+    """Return charts of the loss, the metrics, the learning rate and the throughput; an empty text without records."""
     kinds = {"train": history.train, **history.evaluations}
-    marks = [Mark(history.position(*place), f"{name} at epoch {place[0]}, step {place[1]}")
-             for name, places in (("restart", history.restarts), ("rollback", history.rollbacks))
-             for place in places]  # fmt: skip
 
     def draw(title: str, key: str) -> str:
         curves = []
@@ -118,7 +105,7 @@ def draw_curves(history: History) -> str:
             curves.append(Series(name, [history.position(record["epoch"], record["step"]) for record in chosen],
                                  [_value(record, key) for record in chosen],
                                  has_dots=kind != "train" and len(records) <= 40))  # fmt: skip
-        return line_chart(title, [curve for curve in curves if curve.x], "epoch", marks=marks)
+        return line_chart(title, [curve for curve in curves if curve.x], "epoch")
 
     listed = history.results.get("evaluation", {}).get("metrics")
     titles = {"loss": "Loss"}

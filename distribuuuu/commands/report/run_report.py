@@ -95,18 +95,6 @@ class RunFiles:
         except (ConfigError, TypeError, KeyError, ValueError):
             return {}
 
-    @cached_property
-    def backbone_knn(self) -> float | None:
-        """The top-1, in percent, of k-NN on the features of the backbone of `finetune`; None: not measured."""
-        try:
-            content = load_json(self.out_dir / "finetune.json")
-            probes = [facts["correct"] for name, facts in content.items() if name.endswith(": probe")]
-            chosen = max(probes, key=lambda correct: correct["probe"]["val"])
-            is_same = len(content["data"]["parts"]["test"]) == len(self.content)
-            return 100 * chosen["k-NN"]["test"] / len(self.content) if is_same else None
-        except (ConfigError, TypeError, KeyError, ValueError, AttributeError):
-            return None
-
     def compare_probe(self) -> Iterator[str]:
         """Yield a sentence for each classifier of the features that is better than the model."""
         for name, value in self.probed.items() if "accuracy" in self.figures else ():
@@ -126,8 +114,6 @@ class RunFiles:
             "confidence": confidence,
             **list_figures(content),
             "curves": {"training": history.train, **history.evaluations},
-            "restarts": history.restarts,
-            "rollbacks": history.rollbacks,
             "results": self.facts,
         }
 
@@ -159,7 +145,7 @@ def read_run(run: str, predictions: str = "", precision: float = 0.95) -> RunFil
 def build_report(run: RunFiles) -> str:
     """Return the report as an HTML document."""
     content, found, facts = run.content, run.figures, run.facts
-    names = {answer["image"] for answer in (*found["mistakes"], *found["least_certain"])}
+    names = {answer["image"] for answer in found["mistakes"]}
     mistakes, notes = rank_mistakes(content)[: len(found["mistakes"])], list[str]()
     try:
         nearest = find_nearest(run.out_dir, content, mistakes)
@@ -190,11 +176,8 @@ def describe_accuracy(run: RunFiles) -> Iterator[str]:
     if not run.content.multilabel:
         share = np.bincount(run.content.label).max() / len(run.content)
         yield f"baseline, the most frequent class: {percent(share, 2)}"
-        if (knn := run.backbone_knn) is not None and not run.probed:
-            yield f"baseline, k-NN on the features of the backbone: {knn:.2f} %"
-        else:
-            probed = f"{run.probed['k-NN']:.2f} %" if run.probed else f"measured by distribuuuu probe {run.out_dir}"
-            yield f"baseline, k-NN on the features of the model: {probed}"
+        probed = f"{run.probed['k-NN']:.2f} %" if run.probed else f"measured by distribuuuu probe {run.out_dir}"
+        yield f"baseline, k-NN on the features of the model: {probed}"
         yield from run.compare_probe()
     if others := [path.name for path in list_predictions(run.out_dir) if path != run.file]:
         yield f"other evaluated sets (--predictions FILE): {', '.join(others)}"
@@ -228,12 +211,8 @@ def _list_tiles(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     yield "macro F1", percent(found["macro_f1"]), "mean of the classes"
     yield "loss", f"{found['loss']:.4f}", "cross-entropy"
     if results:
-        training, starts = results["training"], counted(len(run.history.restarts) + 1, "start")
-        yield (
-            "time",
-            format_duration(3600 * training["hours"]),
-            f"{counted(training['epochs_done'], 'epoch')}, {starts}",
-        )
+        training = results["training"]
+        yield "time", format_duration(3600 * training["hours"]), counted(training["epochs_done"], "epoch")
 
 
 def _describe_classes(found: dict[str, Any]) -> PageSection:

@@ -20,8 +20,8 @@ from distribuuuu.tasks.class_metrics import average_precisions, class_f1_scores,
 # Bytes of all arrays, at most.
 MAX_BYTES = 2**31
 _ENTRIES = ("meta", "classes", "path", "label", "loss", "logits")
-# Mistakes and uncertain images that are listed.
-_NUM_MISTAKES, _NUM_UNCERTAIN = 16, 8
+# Mistakes that are listed.
+_NUM_MISTAKES = 16
 
 
 @dataclass
@@ -174,10 +174,7 @@ def list_figures(content: Predictions) -> dict[str, Any]:
     named = zip(content.classes, rows, strict=True)
     result["classes"] = {name: dict(zip(columns, row, strict=True)) for name, row in named}
     result["mistakes"] = [describe_answer(content, index) for index in rank_mistakes(content)[:_NUM_MISTAKES]]
-    # With several labels, those with one near 0.5 are the least certain.
-    certainty = np.abs(content.probabilities() - 0.5).min(axis=1) if content.multilabel else content.confidence
-    least = np.argsort(certainty, kind="stable")[:_NUM_UNCERTAIN].tolist()
-    return {**result, "least_certain": [describe_answer(content, index) for index in least]}
+    return result
 
 
 def _mean_of_known(values: np.ndarray) -> float:

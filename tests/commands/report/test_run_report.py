@@ -14,7 +14,6 @@ from support.predictions import Page, change_predictions
 from support.runs import small_options
 
 from distribuuuu import evaluate
-from distribuuuu.commands.html.history import read_history
 from distribuuuu.commands.html.page import percent, write_page
 from distribuuuu.commands.main import start_command
 from distribuuuu.commands.report.run_report import read_run
@@ -43,14 +42,10 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(data, tmp_path_factory) -> Path:
-    """Return OUT_DIR of a run, whose records tell of a restart and a rollback."""
+    """Return OUT_DIR of a run."""
     out_dir = tmp_path_factory.mktemp("runs") / "a <b>run</b>"
     words = ("MODEL.ARCH", "resnet8", "OPTIM.BASE_LR", 1e-4, "MODEL.LICENSE", "x-license")
     train_model(load_cfg(None, small_options(data, out_dir, *words)))
-    metrics = out_dir / "metrics.jsonl"
-    *lines, last = map(json.loads, metrics.read_text().splitlines())
-    last |= {"resumed": [2, 0], "rollback": [2, 1]}
-    metrics.write_text("".join(json.dumps(line) + "\n" for line in [*lines, last]))
     return out_dir
 
 
@@ -83,8 +78,6 @@ def test_a_report_is_one_file_that_requests_nothing(finished, tmp_path, capsys):
         assert title in page.texts
     assert percent(content.correct.mean(), 2) in page.texts
     assert page.tags.count("img") == len(re.findall('class="card"', text))
-    assert any("restart at epoch 2, step 0" in one for one in page.texts)
-    assert any("rollback at epoch 2, step 1" in one for one in page.texts)
     assert len(text) < 5e6 and "x-license" in page.texts
     assert page.tags.count("script") == 1 and "<b>run" not in text and "<script>alert" not in text
     assert not re.search(r"url\(|@import|https?://", text.replace("http://www.w3.org/2000/svg", ""))
@@ -116,24 +109,12 @@ def test_each_evaluated_set_has_predictions_of_its_own_and_a_better_probe_is_nam
     assert read_run(str(run)).file.name == "predictions.npz" and len(list(run.glob("predictions*.npz"))) == 2
 
 
-def test_the_k_nn_that_finetune_has_measured_is_a_baseline(run, capsys):
-    correct = {"probe": {"val": 3}, "k-NN": {"test": 18}}
-    facts = {"data": {"parts": {"test": [*range(24)]}}, "backbone x: probe": {"correct": correct}}
-    for content, said in (
-        (facts, "of the backbone: 75.00 %"),
-        ({**facts, "data": []}, "measured by distribuuuu probe"),
-    ):
-        (run / "finetune.json").write_text(json.dumps(content))
-        assert said in make(run, capsys)[1]
-
-
 def test_json_has_all_numbers(finished, capsys):
     status, printed = make(finished, capsys, "--format", "json")
     figures, content = json.loads(printed), read_run(str(finished)).content
     assert status == 0 and figures["images"] == len(content) == 24
     assert figures["accuracy"] == pytest.approx(content.correct.mean())
     assert list(figures["classes"]) == content.classes
-    assert figures["restarts"] == [[2, 0]] and figures["rollbacks"] == [[2, 1]]
     assert figures["curves"]["eval"][-1]["epoch"] == 2
 
 
@@ -224,17 +205,6 @@ def test_images_of_a_list_outside_of_its_folder_are_shown(image_folder, tmp_path
     page = Page((tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
     assert page.tags.count("img") > 0
     assert page.texts[page.texts.index("pictures from") + 1] == content.meta["images"]
-
-
-def test_restarts_are_those_since_the_run_was_new(image_folder, tmp_path):
-    def train(*options):
-        train_model(load_cfg(None, small_options(image_folder, tmp_path / "out", *options)))
-        history = read_history(tmp_path / "out")
-        return history.restarts, [record["epoch"] for record in history.evaluations["eval"]]
-
-    assert train("OPTIM.MAX_EPOCH", 1) == ([], [1])
-    assert train("OPTIM.MAX_EPOCH", 2) == ([[2, 0]], [1, 2])
-    assert train("OPTIM.MAX_EPOCH", 1, "TRAIN.AUTO_RESUME", False) == ([], [1])
 
 
 def test_a_mistake_is_shown_with_where_the_model_looked_and_its_nearest_training_images(run, data, capsys, monkeypatch):
