@@ -91,9 +91,8 @@ def write_page(path: Path, text: str) -> None:
         ConfigError: it cannot be written.
     """
     try:
-        # Names of files that are not UTF-8 are kept as they are in a CSV.
-        errors = "surrogateescape" if path.suffix == ".csv" else "backslashreplace"
-        with replacing(path, "w", encoding="utf-8", errors=errors, newline="") as file:
+        # Names of files may not be UTF-8.
+        with replacing(path, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
             file.write(text)
     except OSError as error:
         fix = "set --out to a file in an existing folder that is writable"

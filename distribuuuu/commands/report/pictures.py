@@ -4,7 +4,7 @@ import base64
 import contextlib
 import io
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,41 +65,37 @@ def _read_within(path: str, folder: str) -> bytearray:
 
 
 def make_pictures(
-    out_dir: Path, content: Predictions, names: Collection[str], mistakes: Mapping[int, Sequence[str]]
+    out_dir: Path, content: Predictions, mistakes: Mapping[int, Sequence[str]]
 ) -> tuple[dict[str, str], list[str]]:
-    """Return pictures of some images of the predictions of a run, name -> data URI, and why others are missing.
+    """Return pictures of mistakes of a run, name -> data URI, and why others are missing.
 
     Args:
         out_dir: the folder of the run.
         content: its predictions.
-        names: the names of the images.
-        mistakes: by index, images that are shown beside where the model looked, and these nearest images.
+        mistakes: by index, the paths of nearest images, which are shown beside the image and where the model looked.
     """
     pictures, failed, notes = dict[str, str](), list[str](), list[str]()
-    if not names:
+    if not mistakes:
         return {}, []
     try:
         run = find_run(out_dir)
         read = find_reader(content, run.cfg)
     except (ConfigError, OSError, ImportError) as error:
         return pictures, [f"No thumbnails: {' '.join(str(error).split())}"]
-    for index in (index for index, name in enumerate(content.path.tolist()) if name in names):
+    for index, nearest in mistakes.items():
         name = str(content.path[index])
         try:
             crop = run.transform(read(index))
             strip = [_show(crop, run)]
-            pictures[name] = to_uri(strip[0])
         except Exception as error:  # decoders raise nearly anything
             failed.append(f"{name}: {' '.join(str(error).split())}")
-            continue
-        if index not in mistakes:
             continue
         try:
             strip += draw_attention(run, crop, strip[0], int(content.predicted[index]))
         except Exception as error:  # captum is missing, or cannot differentiate the model
             notes = [f"Where the model looked is not shown: {error}"]
         with contextlib.suppress(Exception):  # the names of the nearest images are in the text
-            strip += [_show(run.transform(_read_within(path, image_folder(content))), run) for path in mistakes[index]]
+            strip += [_show(run.transform(_read_within(path, image_folder(content))), run) for path in nearest]
         pictures[name] = to_uri(np.concatenate(strip, axis=1), len(strip))
     if failed:
         where = f"moved or changed since in {content.meta.get('folder') or 'the data set'}, or outside of it"
@@ -124,8 +120,8 @@ def _show(crop: torch.Tensor, run: LoadedRun) -> np.ndarray:
     return pixels.permute(1, 2, 0).contiguous().numpy()
 
 
-def to_uri(pixels: np.ndarray, num: int = 1) -> str:
-    """Return an image, or `num` of them side by side, as a data URI without metadata."""
+def to_uri(pixels: np.ndarray, num: int) -> str:
+    """Return `num` images side by side as a data URI without metadata."""
     image, file, kind = Image.fromarray(pixels), io.BytesIO(), "PNG" if pixels.shape[0] < _TINY else "JPEG"
     image.thumbnail((num * _SIDE, _SIDE), Image.Resampling.LANCZOS)
     image.save(file, kind, quality=82)

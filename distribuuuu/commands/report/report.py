@@ -31,7 +31,6 @@ def report(prog: str, args: list[str]) -> int:
     tune_malloc()
     from distribuuuu.commands.html.page import write_page
     from distribuuuu.commands.report.run_report import build_report, describe_accuracy, read_run
-    from distribuuuu.commands.stats.stored_predictions import list_mistakes
     from distribuuuu.records.results import replace_nonfinite
 
     run = read_run(flags.run, flags.predictions, flags.precision)
@@ -39,9 +38,7 @@ def report(prog: str, args: list[str]) -> int:
         run.content.temperature = run.calibration.temperature
     if flags.format == "html":
         write_page(out, build_report(run))
-        mistakes = out.with_name(f"{out.stem}_mistakes.csv")
-        write_page(mistakes, list_mistakes(run.content))
-        print_report("\n".join([*describe_accuracy(run), f"mistakes: {mistakes}"]))
+        print_report("\n".join(describe_accuracy(run)))
     else:
         text = json.dumps(replace_nonfinite(run.figures), indent=1, allow_nan=False, default=str) + "\n"
         if not flags.out:

@@ -145,7 +145,6 @@ def read_run(run: str, predictions: str = "", precision: float = 0.95) -> RunFil
 def build_report(run: RunFiles) -> str:
     """Return the report as an HTML document."""
     content, found, facts = run.content, run.figures, run.facts
-    names = {answer["image"] for answer in found["mistakes"]}
     mistakes, notes = rank_mistakes(content)[: len(found["mistakes"])], list[str]()
     try:
         nearest = find_nearest(run.out_dir, content, mistakes)
@@ -154,7 +153,7 @@ def build_report(run: RunFiles) -> str:
     for index, answer in zip(mistakes, found["mistakes"], strict=True):
         answer["nearest"] = nearest.get(index, [])
     paths = {index: [path for path, _ in nearest.get(index, [])] for index in mistakes}
-    pictures, failed = make_pictures(run.out_dir, content, names, paths)
+    pictures, failed = make_pictures(run.out_dir, content, paths)
     notes += failed
     for note in notes:
         logger.warning("%s", printable(note))
@@ -239,13 +238,10 @@ def _describe_provenance(run: RunFiles) -> PageSection:
     entries = {
         "folder": run.out_dir.resolve(),
         "config": facts.get("config"),
-        "changed on the command line": ", ".join(f"{key} {value}" for key, value in facts.get("overrides", {}).items()),
-        "model": "{arch}, {params_m:.3f} M parameters".format(**facts["model"]) if facts else "",
         "license of the initial weights": facts["model"].get("license") if facts else "",
         "data": ", ".join(str(part) for part in (data.get("name"), run.content.meta.get("folder")) if part),
         "pictures from": image_folder(run.content),
         **{name: facts.get(name) for name in ("seed", "weights", "commit", "hardware")},
-        "versions": ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items() if version),
     }
     known = {name: value for name, value in entries.items() if value not in (None, "")}
     config = "\n".join(read_lines(run.out_dir / get_cfg().CFG_DEST, []))

@@ -12,7 +12,6 @@ import torch
 
 from distribuuuu.commands.stats.intervals import wilson_interval
 from distribuuuu.config import ConfigError
-from distribuuuu.data.datasets.table_file import csv_line
 from distribuuuu.files.untrusted import InvalidFileError, open_regular, parse_json, untrusted
 from distribuuuu.records.predictions import SCHEMA_VERSION
 from distribuuuu.tasks.class_metrics import average_precisions, class_f1_scores, class_recalls
@@ -220,13 +219,3 @@ def describe_answer(content: Predictions, index: int) -> dict[str, Any]:
         "predicted": {content.classes[number]: share for number, share in shares},
         "loss": float(content.loss[index]),
     }
-
-
-def list_mistakes(content: Predictions) -> str:
-    """Return the images with a wrong answer as CSV, the most confident mistakes first."""
-    lines = [csv_line(["path", "labels", "predicted", "probability", "loss"])]
-    for answer in (describe_answer(content, index) for index in rank_mistakes(content)):
-        label, probability = next(iter(answer["predicted"].items()))
-        cells = [answer["image"], ";".join(answer["labels"]), label, f"{probability:.6g}", f"{answer['loss']:.6g}"]
-        lines.append(csv_line(cells))
-    return "".join(lines)
