@@ -54,10 +54,7 @@ class Mirror:
         Raises:
             MirrorError: the newest state is damaged, or the store does not keep its promises.
         """
-        if found := self.log.find_newest():
-            self.newest, self._stored = found, found.objects
-            if found.files and not self._is_as_new_as(found):
-                self.restore(found)
+        found = self.fetch()
         if not self.id:
             self.id = os.urandom(32).hex()
             with replacing(self._file, "w") as file:
@@ -73,11 +70,13 @@ class Mirror:
         own = find_newest(self.list_files())
         return bool(self.id and own) and _position(own) >= _position(find_newest(state.files))
 
-    def fetch(self, with_checkpoints: bool) -> None:
-        """Restore the folder, with or without its checkpoints, unless it is as new."""
-        state = self.log.find_newest()
-        if state and not self._is_as_new_as(state):
-            self.restore(state, with_checkpoints)
+    def fetch(self, with_checkpoints: bool = True) -> State | None:
+        """Restore the folder, with or without its checkpoints, unless it is as new; return the newest state."""
+        if found := self.log.find_newest():
+            self.newest, self._stored = found, found.objects
+            if found.files and not self._is_as_new_as(found):
+                self.restore(found, with_checkpoints)
+        return found
 
     def restore(self, state: State, with_checkpoints: bool = True) -> None:
         """Download the files of a state. Damaged ones are skipped with a warning.

@@ -53,7 +53,7 @@ def line_chart(title: str, series: Sequence[Series], x_label: str, marks: Sequen
     columns, values = zip(*points, strict=True)
     low, high = min(columns), max(columns)
     has_zero = 0 <= low <= high / 2 or low == high > 0
-    x_range, y_range = _widen(0.0 if has_zero else low, high, 0), _widen(min(values), _find_top(values), 0.05)
+    x_range, y_range = _widen(0.0 if has_zero else low, high, 0), _widen(min(values), max(values), 0.05)
     return html.chart(
         title,
         x_label,
@@ -64,12 +64,6 @@ def line_chart(title: str, series: Sequence[Series], x_label: str, marks: Sequen
         [(curve.name, number % _NUM_COLORS + 1, *_trace(curve, x_range, y_range))
          for number, curve in enumerate(series)],
     )  # fmt: skip
-
-
-def _find_top(values: Sequence[float]) -> float:
-    """Return the highest value without the few that would hide the others, e.g. the loss of a failed step."""
-    low, high, usual = min(values), max(values), float(np.quantile(values, 0.98))
-    return usual if len(values) >= 50 and high - low > 5 * (usual - low) > 0 else high
 
 
 def _widen(low: float, high: float, margin: float) -> Range:

@@ -32,7 +32,6 @@ from distribuuuu.engine.step_profile import StepParts, mark_time
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import count_parameters
 from distribuuuu.optim.schedules import set_lr
-from distribuuuu.records.run_log import progress
 from distribuuuu.trainer import take_step
 
 # Seconds of the training steps, and of an evaluation.
@@ -111,15 +110,11 @@ def _timed(items: Iterable, ends: list[float], limit_s: float, device: torch.dev
     On CUDA, the device records the ends, and the host waits for it only once, after the last item.
     """
     started, marks = time.perf_counter(), [_mark(device)]
-    total_s = max(1, math.ceil(limit_s))
-    with progress(None, "measuring", total=total_s) as bar:
-        for item in items:
-            yield item
-            marks.append(_mark(device))
-            elapsed_s = time.perf_counter() - started
-            bar.update(min(int(elapsed_s), total_s) - bar.n)
-            if elapsed_s > limit_s and len(marks) > 2:
-                break
+    for item in items:
+        yield item
+        marks.append(_mark(device))
+        if time.perf_counter() - started > limit_s and len(marks) > 2:
+            break
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     ends += [seconds_between(marks[0], mark) for mark in marks[1:]]

@@ -7,9 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Standard deviations on each side of the mean that hold 95 % of a normal distribution.
-Z = statistics.NormalDist().inv_cdf(0.975)
-
 
 class Interval(NamedTuple):
     """A confidence interval."""
@@ -25,7 +22,7 @@ def wilson_interval(num_correct: float, num_images: int) -> Interval:
     """
     if not num_images:
         return Interval(0.0, 1.0)
-    z, share = Z, num_correct / num_images
+    z, share = statistics.NormalDist().inv_cdf(0.975), num_correct / num_images
     scale = 1 + z * z / num_images
     center = (share + z * z / (2 * num_images)) / scale
     half = z / scale * math.sqrt(share * (1 - share) / num_images + z * z / (4 * num_images**2))
