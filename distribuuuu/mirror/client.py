@@ -39,15 +39,10 @@ class MirrorClient:
         """
         from distribuuuu.distributed import comm as dist
 
-        problem = ""
-        if dist.is_main():
-            process = start_python("-m", __package__, str(self._folder))
-            problem = read_answer(process)["problem"]
-            self._process = None if problem else process
-        if problem := dist.broadcast_object(problem):
-            error = ConfigError(f"OUT_DIR: {problem}")
-            error.on_all_processes = True
-            raise error
+        def begin() -> None:
+            self._process = _start(self._folder, "OUT_DIR")
+
+        dist.on_main(begin)
 
     def __enter__(self) -> "MirrorClient":
         return self
@@ -79,9 +74,8 @@ def restore(folder: str | os.PathLike, key: str = "OUT_DIR", wanted: str = "all"
     Raises:
         ConfigError: that fails; of the option or argument `key`.
     """
-    with start_python("-m", __package__, str(folder), wanted) as process:
-        if problem := read_answer(process)["problem"]:
-            raise ConfigError(f"{key}: {problem}")
+    with _start(folder, key, wanted):
+        pass  # it ends by itself
 
 
 def fetch(folder: Path) -> str:
@@ -91,3 +85,11 @@ def fetch(folder: Path) -> str:
         raise ConfigError(f"RUN: {url_of(folder)}: there is no such run; fix: check the URL, that of an OUT_DIR")
     print(f"{url_of(folder)}: the local copy is {folder}", file=sys.stderr)
     return str(folder)
+
+
+def _start(folder: str | os.PathLike, key: str, *wanted: str) -> subprocess.Popen:
+    """Start the child process; raise ConfigError, of the option or argument `key`, if the folder is not restored."""
+    process = start_python("-m", __package__, str(folder), *wanted)
+    if problem := read_answer(process)["problem"]:
+        raise ConfigError(f"{key}: {problem}")
+    return process

@@ -58,9 +58,9 @@ def line_chart(title: str, series: Sequence[Series], x_label: str, marks: Sequen
         title,
         x_label,
         _AREA,
-        [(_x(tick, x_range), f"{tick:.6g}") for tick in find_ticks(*x_range, num=6)],
-        [(_y(tick, y_range), f"{tick:.6g}") for tick in find_ticks(*y_range)],
-        [(_x(mark.x, x_range), mark.text) for mark in marks],
+        [(_place(tick, x_range, "left", "right"), f"{tick:.6g}") for tick in find_ticks(*x_range, num=6)],
+        [(_place(tick, y_range, "bottom", "top"), f"{tick:.6g}") for tick in find_ticks(*y_range)],
+        [(_place(mark.x, x_range, "left", "right"), mark.text) for mark in marks],
         [(curve.name, number % _NUM_COLORS + 1, *_trace(curve, x_range, y_range))
          for number, curve in enumerate(series)],
     )  # fmt: skip
@@ -74,14 +74,9 @@ def _widen(low: float, high: float, margin: float) -> Range:
     return max(0.0, low - space) if low >= 0 else low - space, high + space
 
 
-def _x(value: float, limits: Range) -> str:
-    """Return the horizontal position of a value, or that of the nearest end."""
-    return f"{np.interp(value, limits, (_AREA['left'], _AREA['right'])):.1f}"
-
-
-def _y(value: float, limits: Range) -> str:
-    """Return the vertical position of a value, or that of the nearest end."""
-    return f"{np.interp(value, limits, (_AREA['bottom'], _AREA['top'])):.1f}"
+def _place(value: float, limits: Range, *edges: str) -> str:
+    """Return the position of a value between two edges of the area."""
+    return f"{np.interp(value, limits, [_AREA[edge] for edge in edges]):.1f}"
 
 
 def _trace(curve: Series, x_range: Range, y_range: Range) -> tuple[str, list[tuple[str, str, str]]]:
@@ -92,6 +87,7 @@ def _trace(curve: Series, x_range: Range, y_range: Range) -> tuple[str, list[tup
         if not math.isfinite(y):
             is_gap = True
             continue
-        dots.append((_x(x, x_range), _y(y, y_range), f"{x:.4g}: {y:.4g}"))
+        place = _place(x, x_range, "left", "right"), _place(y, y_range, "bottom", "top")
+        dots.append((*place, f"{x:.4g}: {y:.4g}"))
         path, is_gap = f"{path}{'M' if is_gap else 'L'}{dots[-1][0]} {dots[-1][1]}", False
     return path, dots if curve.has_dots or len(curve.x) == 1 else []
