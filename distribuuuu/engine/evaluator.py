@@ -20,7 +20,7 @@ from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.engine.run_description import describe_images, describe_model
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.optim.precision import build_precision
-from distribuuuu.records.run_log import evaluation_bar
+from distribuuuu.records.run_log import progress
 from distribuuuu.tasks.base import Task, build_task, deploy_copy
 from distribuuuu.tasks.metrics import Meter, StepOutput
 
@@ -60,7 +60,7 @@ def evaluate(
     meter, batches = Meter(task.eval_metrics, len(task.classes), loader.device), iter(loader)
     num_broken = num_left_out = 0
     with contextlib.nullcontext() if task.eval_gradients else inference(model):
-        for number in evaluation_bar(range(loader.max_num_batches), task.cfg.TEST.PRINT_FREQ):
+        for number in progress(range(loader.max_num_batches), "validation", every=task.cfg.TEST.PRINT_FREQ):
             if batch := next(batches, None):  # else other processes have more images
                 readable, broken = split_broken(batch)
                 output = task.eval_step(model, readable or batch)

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from distribuuuu.records.metric_writers import (
 
 logger = logging.getLogger("distribuuuu")
 
-# Seconds between two logged steps, or evaluation batches, while no metrics are read.
+# Seconds between two logged steps while no metrics are read.
 LOG_INTERVAL_S = 15.0
 # Rows of a table per header, and the width up to which columns are two spaces apart: with the date of train.log, a line
 # then has at most 80 characters.
@@ -131,16 +131,6 @@ def progress(
     style: dict[str, Any] = {"disable": not has_progress_bar(), "leave": False, "dynamic_ncols": True}
     style["bar_format"] = None if "unit" in options else _BAR_FORMAT
     return tqdm(items, desc=label, total=total, initial=initial, miniters=every, **{**style, **options})
-
-
-def evaluation_bar(items: Collection, every: int) -> Iterator:
-    """Yield the batches of an evaluation; show a progress bar on a terminal, and log the position from time to time."""
-    shown_at = time.perf_counter()
-    for number, item in enumerate(progress(items, label="validation", every=every), 1):
-        yield item
-        if time.perf_counter() - shown_at >= LOG_INTERVAL_S:
-            shown_at = time.perf_counter()
-            logger.info("validation: batch %d/%d", number, len(items))
 
 
 @dataclass(kw_only=True, eq=False)

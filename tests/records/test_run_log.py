@@ -101,20 +101,6 @@ def test_a_metric_that_is_not_a_number_is_a_warning(tmp_path, clock, logged):
     ]
 
 
-def test_an_evaluation_is_logged_by_time(clock, logged):
-    def loader():
-        for number in range(20):
-            clock.now += 4.0
-            yield number
-
-    class Sized:
-        __iter__ = staticmethod(loader)
-        __len__ = staticmethod(lambda: 20)
-
-    assert list(log.evaluation_bar(Sized(), 10)) == list(range(20))
-    assert logged() == [f"validation: batch {number}/20" for number in (4, 8, 12, 16, 20)]
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -200,8 +186,3 @@ def test_the_records_after_a_position_are_removed(tmp_path):
     assert [(one["kind"], one["epoch"], one["step"]) for one in map(json.loads, path.open())] == steps[:4]
     drop_records_after(path, 0, 4)  # the evaluation of the epoch is made again
     assert len(path.read_text().splitlines()) == 2
-
-
-def test_the_best_value_is_shown_with_its_epoch_from_1():
-    assert Best(98.4, 2).describe("top1") == "98.40 (epoch 3)"
-    assert Best(0.5).describe("loss") == "0.5000 (epoch unknown)"

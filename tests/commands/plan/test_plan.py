@@ -100,11 +100,3 @@ def test_errors_are_reported_at_once_with_status_2(image_folder, tmp_path, capsy
         assert dispatch("distribuuuu", ["plan", *args, *words.split()]) == 2
         shown = capsys.readouterr().err
         assert all(text in shown for text in texts), shown
-
-
-@pytest.mark.parametrize("waited, said", [
-    (0.07, "the model: 7% of the steps is waiting for data"),
-    (0.25, "the loader: 25% of the steps is waiting; fix: see docs/large_data.md#workers-and-decoders"),
-])  # fmt: skip
-def test_the_bottleneck_follows_from_the_share_of_waiting(waited, said):
-    assert measure_run.find_bottleneck(waited) == said
