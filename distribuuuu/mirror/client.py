@@ -89,7 +89,7 @@ def fetch(folder: Path) -> str:
 
 def _start(folder: str | os.PathLike, key: str, *wanted: str) -> subprocess.Popen:
     """Start the child process; raise ConfigError, of the option or argument `key`, if the folder is not restored."""
-    process = start_python("-m", __package__, str(folder), *wanted)
+    process = start_python("-m", f"{__package__}.sync", str(folder), *wanted)
     if problem := read_answer(process)["problem"]:
         raise ConfigError(f"{key}: {problem}")
     return process

@@ -12,7 +12,6 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.run_files import find_path_problem, local_folder, local_run, url_of
 from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.files.untrusted import InvalidFileError, untrusted
-from distribuuuu.mirror import __main__ as child
 from distribuuuu.mirror import sync
 from distribuuuu.mirror.states import KEPT_STATES, MirrorError, State, StateLog, is_mirrored, parse_state
 from distribuuuu.mirror.sync import PRIVATE, Mirror
@@ -300,11 +299,11 @@ def test_a_failing_store_is_a_warning(tmp_path, monkeypatch, capsys):
     mirror, clock = mirror_of(tmp_path, tmp_path / "store"), [0.0]
 
     class End:
-        is_set = staticmethod(lambda: clock[0] > 2 * child.PAUSE_S)
+        is_set = staticmethod(lambda: clock[0] > 2 * sync.PAUSE_S)
         wait = staticmethod(lambda s: clock.__setitem__(0, clock[0] + s + 1))
 
     monkeypatch.setattr(mirror, "upload_changes", lambda is_last: is_last or open(tmp_path / "down"))
-    child.work(mirror, End())
+    sync.work(mirror, End())
     said = capsys.readouterr()
     for text in (said.err, (tmp_path / "train.log").read_text()):
         assert text.count("WARNING: OUT_DIR: mirror") == text.count("/down'; the run is not affected, and it is ") == 2
