@@ -80,9 +80,11 @@ def restore(folder: str | os.PathLike, key: str = "OUT_DIR", wanted: str = "all"
 
 def fetch(folder: Path) -> str:
     """Download the run of a path of `local_folder` without its checkpoints; return the path."""
+    if ".pth" in folder.name:
+        raise ConfigError(f"RUN: {url_of(folder)}: got a file; expected the URL of an OUT_DIR; fix: copy the file")
     restore(folder, "RUN", "run")
     if not any(map(is_mirrored, os.listdir(folder))):
-        raise ConfigError(f"RUN: {url_of(folder)}: there is no such run; fix: check the URL, that of an OUT_DIR")
+        raise ConfigError(f"RUN: {url_of(folder)}: there is no such run; fix: check the URL")
     print(f"{url_of(folder)}: the local copy is {folder}", file=sys.stderr)
     return str(folder)
 

@@ -290,9 +290,12 @@ def test_a_command_gets_a_run_and_names_one_that_is_not_there(one, tmp_path, mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     url = f"file://{tmp_path}/store"
     assert local_run(url) == local_folder(url) and (Path(local_folder(url)) / "best.pth.tar").is_file()
-    for missing in (f"{url}/best.pth.tar", f"file://{tmp_path}/no"):
-        with pytest.raises(ConfigError, match=f"RUN: {missing}: there is no such run; fix: check the URL"):
-            local_run(missing)
+    for name, said in (
+        ("/best.pth.tar", "got a file; expected the URL of an OUT"),
+        ("/no", "there is no such run"),
+    ):
+        with pytest.raises(ConfigError, match=f"RUN: {url}{name}: {said}.*; fix: "):
+            local_run(f"{url}{name}")
 
 
 def test_a_failing_store_is_a_warning(tmp_path, monkeypatch, capsys):
@@ -329,19 +332,20 @@ def test_a_file_that_is_replaced_or_deleted_during_its_upload_is_whole(one, tmp_
         upload(one.log, file, entry)
 
 
-def test_a_store_that_hangs_does_not_keep_a_run_from_ending(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_store_that_hangs_does_not_keep_a_run_from_ending(tmp_path, monkeypatch, capsys, is_stopped):
     """The child process is left behind, whatever its request does."""
     from distribuuuu.mirror import client
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(client, "END_S", 0.5)
+    monkeypatch.setattr(client, "STOP_S" if is_stopped else "END_S", 0.5)
     folder = Path(local_folder(f"file://{tmp_path}/store"))
     write(folder, {".lock": b""})
     run = client.MirrorClient(folder)
     run.start()
     os.mkfifo(tmp_path / "store/states/000002.json")  # whoever reads it waits for ever
     write(folder)
-    with pytest.raises(client.MirrorIncomplete, match="does not answer in time; all files are in"), run:
-        pass
-    with pytest.raises(KeyboardInterrupt), run:
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt if is_stopped else client.MirrorIncomplete) as caught, run:
+        if is_stopped:
+            raise KeyboardInterrupt
+    assert "does not answer in time; all files are in" in f"{caught.value}{capsys.readouterr().err}"

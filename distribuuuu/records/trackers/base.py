@@ -218,12 +218,12 @@ class Wandb(Tracker):
 
         own = {"PROJECT": PROJECT, "NAME": self.run.out_dir.name,
                "DIR": str(make_folder(self.run.out_dir, TRACKERS_FOLDER))}  # fmt: skip
-        own = {name.lower(): os.environ.get(f"WANDB_{name}", value) for name, value in own.items()}
+        options: dict[str, Any] = {name.lower(): os.environ.get(f"WANDB_{name}", value) for name, value in own.items()}
         quiet = {"silent": True, "console": "off", "x_disable_stats": True, "x_disable_meta": True, "disable_git": True}
         self._api: Any = wandb
         self._id = run_id or uuid.uuid4().hex[:8]
         self._run: Any = wandb.init(id=self._id, config=self.run.options, resume="allow", allow_val_change=True,
-                                    settings=wandb.Settings(**quiet), **own)  # fmt: skip
+                                    settings=wandb.Settings(**quiet), **options)  # fmt: skip
         return self._id
 
     def send_rows(self, rows: list[MetricRow]) -> None:
