@@ -27,7 +27,7 @@ from bench_support.mutations import Subject, count_verdicts, run_fuzzer, run_tri
 from PIL import Image
 
 from distribuuuu.commands.pack.encode import Record
-from distribuuuu.commands.pack.packer import PackWriter, find_conflicts, inspect_pack
+from distribuuuu.commands.pack.packer import PackWriter, find_conflict
 from distribuuuu.commands.report.run_report import build_report, read_run
 from distribuuuu.commands.stats.run_groups import Result, group_runs
 from distribuuuu.commands.stats.stored_predictions import read_predictions
@@ -147,14 +147,13 @@ def pack(folder: Path, kind: str) -> None:
 
 
 def read_pack(folder: Path) -> None:
-    """Read all images of a packed data set, compare it with another source, and verify the files."""
-    find_conflicts(folder, {"options": {"format": "raw"}, "source": {}})
+    """Read all images of a packed data set, and compare it with another source."""
+    find_conflict(folder, {"options": {"format": "raw"}, "source": {}})
     images = Packed(folder.parent, folder.name)
     for index in range(len(images)):
         assert 0 <= images.label(index) < len(images.classes)
         images.describe(index)
         bytes(images.read(index))
-    inspect_pack(folder)
 
 
 def write_npz(path: Path) -> None:

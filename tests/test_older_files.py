@@ -55,7 +55,7 @@ def test_predictions_and_reports_are_read(run, tmp_path):
     loaded = load_run(run / "best_ema.pth.tar" if weights == "ema" else run, overrides=words_of(run))
     assert loaded.classes == ("ant", "bee", "cat") and len(stored["label"]) == 7
     assert np.isfinite(stored["logits"]).all()
-    for name, *words in (["report", run, "--out", tmp_path / "page.html"], ["table", run], ["pack", "--verify", PACK]):
+    for name, *words in (["report", run, "--out", tmp_path / "page.html"], ["table", run]):
         assert is_deleted(name) or dispatch("distribuuuu", [name, *map(str, words)]) == 0, name
 
 

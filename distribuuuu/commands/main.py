@@ -35,7 +35,7 @@ GROUPS = {
         "compare": Command("report.compare", "compare runs on the same images: is one better?"),
         "predict": Command("predict.predict", "classify your images with a trained model"),
         "calibrate": Command("predict.calibrate", "fit the confidence of a model to validation images"),
-        "export": Command("export.export", "convert a model to ONNX, timm or torch.export"),
+        "export": Command("export.export", "convert a model to ONNX, timm or safetensors"),
         "probe": Command("probe.probe", "measure how good the features of a model are"),
         "embed": Command("finetune.embed", "write the features of images to a file"),
         "table": Command("table.table", "make a table of finished runs"),

@@ -31,7 +31,7 @@ def export(
 
     Args:
         run: the OUT_DIR of a run, a checkpoint, an exported folder, or the name of published weights, e.g. timm/NAME.
-        format: timm, safetensors, onnx or torch.
+        format: timm, safetensors or onnx.
         out: the new folder.
         images: files or folders to check it on; empty: the evaluation set.
         check: False: do not check it.

@@ -1,5 +1,6 @@
 """A trained model with its classes, its evaluation transform and predictions for images in memory or on disk."""
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,11 +15,13 @@ from torch import nn
 
 from distribuuuu.checkpoint.host_copy import copy_to_host
 from distribuuuu.checkpoint.io import load_state_dict
+from distribuuuu.checkpoint.manager import hash_tensors
 from distribuuuu.checkpoint.weights_files import RAW, describe_kind
 from distribuuuu.config import Config, ConfigError
+from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.derived import show_size
 from distribuuuu.config.errors import NonFiniteError, counted
-from distribuuuu.config.options import PIXEL_RANGES
+from distribuuuu.config.options import PIXEL_RANGES, option_of
 from distribuuuu.config.registry import task_class
 from distribuuuu.data.batch import Normalizer
 from distribuuuu.data.build_transform import build_eval_crop
@@ -236,6 +239,16 @@ class LoadedRun:
             )
             raise BadImageError(f"{what} {bad.image}: {bad.error}{fix} pass skip_bad=True")
         return predictions
+
+    def hash_job(self, files: Sequence[str], *details: Any) -> str:
+        """Return a hash of what results for files depend on: the model, options, files, details and torch's version."""
+        settings = [(key, value) for key, value in iter_options(self.cfg)
+                    if key == "TEST.BATCH_SIZE" or option_of(key).hashed and not option_of(key).neutral]  # fmt: skip
+        sizes = [os.stat(file).st_size if os.path.exists(file) else -1 for file in files]
+        weights = hash_tensors(self.state_dict) if self.state_dict else self.source
+        texts = weights, self.classes, self.calibration, settings, [*files], sizes, details
+        run = repr((*texts, torch.__version__, torch.cuda.is_available()))
+        return hashlib.blake2b(run.encode(), digest_size=16).hexdigest()
 
     def check_classifier(self) -> None:
         """Raise ConfigError if there are no scores, or the weights are a backbone's, whose answers would be random."""

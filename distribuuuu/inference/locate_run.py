@@ -64,7 +64,7 @@ def locate_run(run: str | os.PathLike) -> RunFiles:
         weights = next(folder / one for one in HUB_NAMES if (folder / one).is_file())
         return RunFiles(name, folder, weights, is_export=True)
     if path.is_dir():
-        if found := sorted({"model.onnx", "model.pt2", "sweep.json"} & {*os.listdir(path)}):
+        if found := sorted({"model.onnx", "sweep.json"} & {*os.listdir(path)}):
             table = f"distribuuuu table {run}, or open {run}/sweep.html"
             fix = table if "sweep.json" in found else "name the run that was exported"
             raise ConfigError(f"RUN: {run} holds {found[0]}; expected {RUN_KINDS}; fix: {fix}")

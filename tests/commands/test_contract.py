@@ -12,8 +12,8 @@ from distribuuuu.commands.main import dispatch, find_commands
 
 # The arguments before those of a test, of commands that need some.
 BEFORE = {
-    "predict": ["{run}", "{image}"], "export": ["{run}", "--format", "torch", "--out", "{out}"], "probe": ["{run}"],
-    "calibrate": ["{run}"],
+    "predict": ["{run}", "{image}"], "export": ["{run}", "--format", "safetensors", "--out", "{out}"],
+    "calibrate": ["{run}"], "probe": ["{run}"],
     "report": ["{run}"], "compare": ["{run}", "{other}"], "track": ["{run}"], "table": ["{run}"], "test": ["{run}"],
     "finetune": ["{images}"], "embed": ["{run}", "{image}", "--out", "{out}.npz"],
     "split": ["{images}", "--val", "0.2", "--out", "{out}"], "doctor": ["{images}"], "pack": ["{out}"],

@@ -21,16 +21,16 @@ predict.
 
   %(prog)s exp/r50 --format onnx --out r50_onnx
   %(prog)s exp/r50 --format timm --out r50_timm
-  %(prog)s best.pth.tar --format torch --out r50_torch --images photos
+  %(prog)s best.pth.tar --format safetensors --out r50_run --images photos
 
 timm: for timm.create_model("local-dir:OUT", pretrained=True); safetensors: any
 model, with its config; onnx: preprocessing and model in one file, from uint8
-images of any size; torch: a program of torch.export.
+images of any size.
 
 Exit status: 0 verified, or not checked; 1 other answers than those of predict;
 2 an error.
 """
-FORMATS = ("timm", "safetensors", "onnx", "torch")
+FORMATS = ("timm", "safetensors", "onnx")
 
 
 def export(prog: str, args: list[str]) -> int:

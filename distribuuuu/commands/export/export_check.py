@@ -10,24 +10,21 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torchvision.io import encode_png
 
 from distribuuuu.config.config_node import changed
-from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import open_lazy_image
 from distribuuuu.data.loader import BadImageError
 from distribuuuu.inference.forward_chunks import UnlabeledImages, list_spans
-from distribuuuu.inference.loaded_run import EvalTransform, LoadedRun, Prediction, Selection
+from distribuuuu.inference.loaded_run import LoadedRun, Prediction, Selection
 from distribuuuu.launch.host import count_cores
 from distribuuuu.records.run_log import progress
 
@@ -63,49 +60,8 @@ Pairs = list[tuple[str, float]]
 Answer = tuple[Pairs, bool]
 
 
-class CropClassifier(nn.Module):
-    """Normalization, model, and what a task does with it: crops (N, C, H, W) to scores (N, classes).
-
-    Args:
-        model: the model.
-        transform: that of the evaluation, of which the crop is left out.
-        predict: see `Task.predict_step`; None: the outputs of the model.
-        temperature: the scores are divided by it.
-    """
-
-    mean: torch.Tensor
-    scale: torch.Tensor
-
-    def __init__(
-        self, model: nn.Module, transform: EvalTransform, predict: Callable | None = None, temperature: float = 1.0
-    ):
-        super().__init__()
-        self.model, self._predict, self._temperature = model, predict, temperature
-        normalizer = transform.normalizer()
-        self.register_buffer("mean", normalizer.mean)
-        self.register_buffer("scale", normalizer.scale)
-
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Map crops to scores."""
-        images = (pixels.float() - self.mean) * self.scale
-        scores = self._predict(self.model, images) if self._predict else self.model(images)
-        return scores if self._temperature == 1 else scores / self._temperature
-
-
-def zero_crops(transform: EvalTransform) -> torch.Tensor:
-    """Return two black crops (2, C, H, W); of one, exporters would take the batch size for a constant."""
-    options = transform.options
-    return torch.zeros(2, options.channels, *height_and_width(transform.crop.size), dtype=options.dtype)
-
-
-def build_classifier(run: LoadedRun) -> CropClassifier:
-    """Return the model of a run as it is evaluated, e.g. with the average of TEST.FLIP: on the CPU, in float32."""
-    run = _without_amp(run).build()
-    model = run.model.cpu().float().eval().to(memory_format=torch.contiguous_format)
-    return CropClassifier(model, run.transform, run.task.predict_step, run.temperature).eval()
-
-
-def _without_amp(run: LoadedRun) -> LoadedRun:
+def without_amp(run: LoadedRun) -> LoadedRun:
+    """Return a run in float32."""
     return run if run.cfg.TRAIN.AMP == "none" else replace(run, cfg=changed(run.cfg, {"TRAIN.AMP": "none"}))
 
 
@@ -182,7 +138,7 @@ def _original_file(run: LoadedRun, images: ImageDataset, index: int, temporary: 
 
 def _predict(run: LoadedRun, files: list[str]) -> list[Prediction]:
     """Return what `predict` answers for files, without mixed precision."""
-    run = _without_amp(run)
+    run = without_amp(run)
     selection = Selection(threshold=-1.0) if run.task.multilabel else Selection(topk=_TOPK)
     spans = list_spans(len(files), run.cfg.TEST.BATCH_SIZE)
     chunks = run.predict_chunks(files, spans, selection, min(count_cores(), len(files) // 2), "thread")

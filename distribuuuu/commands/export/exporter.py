@@ -1,7 +1,6 @@
 """Export of a trained model to a folder that other programs load, checked by the code of its card."""
 
 import contextlib
-import io
 import json
 import math
 import os
@@ -12,13 +11,9 @@ from typing import Any
 import torch
 
 from distribuuuu.checkpoint.manager import find_nonfinite
-from distribuuuu.commands.export.export_check import (
-    build_classifier,
-    check_export,
-    zero_crops,
-)
+from distribuuuu.commands.export.export_check import check_export
 from distribuuuu.commands.export.model_card import has_crop_code, render_card, render_code
-from distribuuuu.commands.export.onnx_file import build_onnx, require_onnx
+from distribuuuu.commands.export.onnx_file import build_classifier, build_onnx, require_onnx
 from distribuuuu.commands.scan.data_config import open_images
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import iter_options
@@ -37,7 +32,7 @@ from distribuuuu.tasks.base import Task
 
 _SAFETENSORS = "model.safetensors"
 # Name of the file with the weights, by the format.
-FILES = {"timm": _SAFETENSORS, "safetensors": _SAFETENSORS, "onnx": "model.onnx", "torch": "model.pt2"}
+FILES = {"timm": _SAFETENSORS, "safetensors": _SAFETENSORS, "onnx": "model.onnx"}
 # Images of the check, evenly spaced over the evaluation set.
 CHECK_IMAGES = 1000
 _REMEDY = "fix: --format safetensors, whose card loads the model with this package"
@@ -142,13 +137,13 @@ def check_format(run: LoadedRun, to: str) -> None:
         state = run.task.state_dict()
     obstacles = {
         f"TEST.INTERPOLATION {interpolation}": to != "safetensors" and interpolation not in ("bilinear", "bicubic"),
-        f"the crop `{run.transform.crop}`": to in ("timm", "torch") and not has_crop_code(run.transform.crop),
+        f"the crop `{run.transform.crop}`": to == "timm" and not has_crop_code(run.transform.crop),
         f"TEST.SHIFT {shift}": to == "timm" and shift,
         f"{name}.predict_step": to == "timm" and has_own_scores,
         f"the state of {name}: {', '.join(state)}": to == "safetensors" and has_own_scores and state,
     }
     if found := [what for what, is_given in obstacles.items() if is_given]:
-        remedy = "fix: --format onnx or torch" if has_own_scores else _REMEDY
+        remedy = "fix: --format onnx" if has_own_scores else _REMEDY
         raise ConfigError(f"--format {to}: cannot express {found[0]}; {remedy}")
     if to == "timm":
         find_timm_model(run)
@@ -162,7 +157,7 @@ def check_arguments(to: str, out: Path) -> None:
     """
     if to == "onnx":
         require_onnx()
-    if out.is_file() or out.suffix in (".onnx", ".pt2", ".safetensors"):
+    if out.is_file() or out.suffix in (".onnx", ".safetensors"):
         raise ConfigError(f"OUT: got {out}; expected a folder, which will hold {FILES[to]}, README.md, ...")
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"OUT: {out} is not empty; fix: name a new folder")
@@ -271,28 +266,10 @@ def crop_percentage(crop: EvalCrop) -> float:
     return percentage
 
 
-def write_torch(run: LoadedRun, folder: Path, usage: dict[str, Any]) -> None:
-    """Write model.pt2, a program of torch.export: crops (N, C, H, W) of any N to logits (N, classes).
-
-    Raises:
-        ConfigError: torch.export cannot trace the model.
-    """
-    classifier, pixels = build_classifier(run), zero_crops(run.transform)
-    batch = torch.export.Dim("batch", min=1)
-    try:
-        program = torch.export.export(classifier, (pixels,), dynamic_shapes=({0: batch},))
-    except (RuntimeError, ValueError, torch._dynamo.exc.Unsupported) as error:
-        reason = str(error).strip().splitlines()[0][:200]
-        raise ConfigError(f"--format torch: torch.export cannot trace this model: {reason}; {_REMEDY}") from error
-    buffer = io.BytesIO()
-    torch.export.save(program, buffer, extra_files={"metadata.json": json.dumps(usage)})
-    (folder / "model.pt2").write_bytes(buffer.getbuffer())
-
-
 def write_onnx(run: LoadedRun, folder: Path, usage: dict[str, Any]) -> None:
     """Write model.onnx."""
     model = build_onnx(build_classifier(run), run.transform, usage)
     (folder / "model.onnx").write_bytes(model.SerializeToString())
 
 
-WRITERS = {"timm": write_timm, "safetensors": write_safetensors, "onnx": write_onnx, "torch": write_torch}
+WRITERS = {"timm": write_timm, "safetensors": write_safetensors, "onnx": write_onnx}

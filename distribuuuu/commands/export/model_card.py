@@ -70,7 +70,7 @@ def render_code(run: LoadedRun, to: str, threshold: float | None = None, has_pat
 
 
 def has_crop_code(crop: EvalCrop) -> bool:
-    """Tell whether torchvision has transforms for the resize and crop, which the code for timm and torch needs."""
+    """Tell whether torchvision has transforms for the resize and crop, which the code for timm needs."""
     if isinstance(crop, CenterCrop):
         return isinstance(crop.resize_to, int) and isinstance(crop.size, int)
     return crop.mode == "squash"
@@ -78,7 +78,7 @@ def has_crop_code(crop: EvalCrop) -> bool:
 
 def _render_metadata(run: LoadedRun, to: str, name: str, metrics: Mapping[str, tuple[str, float]]) -> str:
     """Return the metadata of a card as YAML, see https://huggingface.co/docs/hub/model-cards."""
-    library = {"torch": "pytorch", "safetensors": "distribuuuu"}.get(to, to)
+    library = "distribuuuu" if to == "safetensors" else to
     result = {
         "task": {"type": "image-classification", "name": "Image classification"},
         "dataset": {"name": name, "type": run.cfg.DATA.NAME, "split": run.cfg.TEST.SPLIT},
@@ -131,7 +131,6 @@ def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
 def _describe_input(run: LoadedRun, to: str) -> str:
     options = run.transform.options
     num, colors, kind = options.channels, ", RGB" if options.is_rgb else "", str(options.dtype).removeprefix("torch.")
-    return {
-        "onnx": f"Input of the file: `images`, {kind} (N, height, width, {num}){colors}, of any size.",
-        "torch": f"Input of the file: {kind} (N, {num}, H, W){colors}.",
-    }.get(to, f"Input of the model: float32 (N, {num}, H, W){colors}, normalized.")
+    if to == "onnx":
+        return f"Input of the file: `images`, {kind} (N, height, width, {num}){colors}, of any size."
+    return f"Input of the model: float32 (N, {num}, H, W){colors}, normalized."

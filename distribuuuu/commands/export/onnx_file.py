@@ -7,19 +7,20 @@ by at most a few gray levels: both round to uint8, but torch's weights have 16 b
 import json
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from distribuuuu.commands.export.export_check import CropClassifier, zero_crops
+from distribuuuu.commands.export.export_check import without_amp
 from distribuuuu.config import ConfigError
 from distribuuuu.config.derived import height_and_width
 from distribuuuu.data.transforms import MAX_ASPECT, CenterCrop
-from distribuuuu.inference.loaded_run import EvalTransform
+from distribuuuu.inference.loaded_run import EvalTransform, LoadedRun
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -39,6 +40,42 @@ _NEW_SIZE = {
 }
 # An aspect ratio that no image exceeds.
 _NO_LIMIT = 1 << 31
+
+
+class CropClassifier(nn.Module):
+    """Normalization, model, and what a task does with it: crops (N, C, H, W) to scores (N, classes).
+
+    Args:
+        model: the model.
+        transform: that of the evaluation, of which the crop is left out.
+        predict: see `Task.predict_step`; None: the outputs of the model.
+        temperature: the scores are divided by it.
+    """
+
+    mean: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(
+        self, model: nn.Module, transform: EvalTransform, predict: Callable | None = None, temperature: float = 1.0
+    ):
+        super().__init__()
+        self.model, self._predict, self._temperature = model, predict, temperature
+        normalizer = transform.normalizer()
+        self.register_buffer("mean", normalizer.mean)
+        self.register_buffer("scale", normalizer.scale)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Map crops to scores."""
+        images = (pixels.float() - self.mean) * self.scale
+        scores = self._predict(self.model, images) if self._predict else self.model(images)
+        return scores if self._temperature == 1 else scores / self._temperature
+
+
+def build_classifier(run: LoadedRun) -> CropClassifier:
+    """Return the model of a run as it is evaluated, e.g. with the average of TEST.FLIP: on the CPU, in float32."""
+    run = without_amp(run).build()
+    model = run.model.cpu().float().eval().to(memory_format=torch.contiguous_format)
+    return CropClassifier(model, run.transform, run.task.predict_step, run.temperature).eval()
 
 
 def require_onnx() -> None:
@@ -94,7 +131,9 @@ def _drop_unused_initializers(model: "ModelProto") -> None:
 
 def _export_classifier(model: CropClassifier, transform: EvalTransform) -> "ModelProto":
     """Return the graph from crops to logits."""
-    pixels = zero_crops(transform)
+    options = transform.options
+    # Two, as the exporter would take a batch size of one for a constant.
+    pixels = torch.zeros(2, options.channels, *height_and_width(transform.crop.size), dtype=options.dtype)
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

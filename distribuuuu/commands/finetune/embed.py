@@ -1,4 +1,4 @@
-"""The command embed: features of image files, by a trained model, as .npz or .parquet."""
+"""The command embed: features of image files, by a trained model, as a .npz file."""
 
 import sys
 from pathlib import Path
@@ -19,9 +19,9 @@ _DESCRIPTION = """Write the features of images: the input of the last layer of a
 PATHS are files, folders, patterns, and lists of paths (.txt), as for predict.
 
   %(prog)s exp/r50 my_images --out features.npz
-  %(prog)s timm/resnet50 'album/*.jpg' --out features.parquet
+  %(prog)s timm/resnet50 'album/*.jpg' --out features.npz
 
-The file has the columns path, label (the name of the folder of the image) and
+The file has the arrays path, label (the name of the folder of the image) and
 features, and describes the weights and the preprocessing. Rerun the same
 command to resume it after a stop. It is one process, on all cores or one GPU.
 The exit status is 3 if images are broken.
@@ -35,7 +35,7 @@ def embed(prog: str, args: list[str]) -> int:
     from distribuuuu.commands.scan.journal import check_output_file
 
     out = Path(flags.out)
-    check_output_file(out, (".npz", ".parquet"))
+    check_output_file(out, ".npz")
     locate_run(flags.run)
     from distribuuuu.inference.image_arguments import list_images
 
@@ -68,7 +68,7 @@ def build_parser(prog: str | None = None) -> CommandParser:
     add = parser.add_argument
     add("run", metavar="RUN", help=RUN_KINDS)
     add("paths", metavar="PATHS", nargs="+", help="files, folders, patterns, and lists of paths")
-    add("--out", metavar="FILE", required=True, help="output file, .npz or .parquet")
+    add("--out", metavar="FILE", required=True, help="output file, .npz")
     add("--workers", metavar="N", type=at_least(0), default=count_cores(), help="threads that load images (cores)")
     add("--cfg", metavar="FILE", help="config for weights that contain none")
     return parser

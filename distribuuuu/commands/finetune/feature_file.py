@@ -1,34 +1,20 @@
-"""Files of features: made chunk by chunk and resumable, then written as .npz or .parquet."""
+"""Files of features: made chunk by chunk and resumable, then written as .npz."""
 
 import base64
-import hashlib
 import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from distribuuuu.checkpoint.manager import hash_tensors
 from distribuuuu.commands.scan.journal import Journal
-from distribuuuu.config import ConfigError
-from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import untrusted
 from distribuuuu.inference.features import CHUNK, iter_features
 from distribuuuu.inference.forward_chunks import ChunkLoader, UnlabeledImages, list_spans
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.records.predictions import write_npz
-
-
-def hash_job(run: LoadedRun, files: Sequence[str]) -> str:
-    """Return a hash of what features depend on: weights, preprocessing, mode, images and the version of torch."""
-    cfg, sizes = run.cfg, [Path(file).stat().st_size if Path(file).exists() else -1 for file in files]
-    texts = (cfg.MODEL.ARCH, dict(cfg.MODEL.KWARGS), run.transform, cfg.TEST.FLIP, cfg.TRAIN.AMP, [*files], sizes,
-             torch.__version__, torch.cuda.is_available())  # fmt: skip
-    digest = hashlib.blake2b(repr(texts).encode(errors="surrogateescape"), digest_size=16)
-    digest.update(hash_tensors(run.state_dict or {}).encode() if run.state_dict else run.source.encode())
-    return digest.hexdigest()
 
 
 def compute_features(
@@ -45,7 +31,7 @@ def compute_features(
     images, plain = UnlabeledImages(list(files)), len(files) - mirrored
     spans = list_spans(plain, CHUNK)
     spans += [range(plain + span.start, plain + span.stop) for span in list_spans(mirrored, CHUNK)]
-    journal = Journal(out, f"{hash_job(run, files)} {mirrored}")
+    journal = Journal(out, run.hash_job(files, mirrored))
     try:
         left = spans[journal.num_chunks :]
         progress.update(len(files) - sum(map(len, left)))
@@ -83,24 +69,8 @@ def write_features(
     meta: dict[str, Any],
     labels: Sequence[str] = (),
 ) -> None:
-    """Write the features, paths and labels (or folders) of the images that are not broken: .npz or .parquet.
-
-    Raises:
-        ConfigError: pyarrow is missing.
-    """
+    """Write the features, paths and labels (or folders) of the images that are not broken."""
     kept = [index for index, path in enumerate(files) if path not in broken]
-    rows, names, text = rows[kept], [files[index] for index in kept], json.dumps(meta, sort_keys=True)
-    classes = [labels[index] for index in kept] if labels else [Path(name).parent.name for name in names]
-    if out.suffix == ".npz":
-        arrays = {"path": np.array(names), "label": np.array(classes), "features": rows, "meta": np.array(text)}
-        write_npz(out, arrays)
-        return
-    try:
-        import pyarrow as pa
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ConfigError(f"--out: {out} needs pyarrow; fix: pip install pyarrow, or name a .npz file") from error
-    flat = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), rows.shape[1])
-    table = pa.table({"path": names, "label": classes, "features": flat})
-    with replacing(out) as file:
-        parquet.write_table(table.replace_schema_metadata({"distribuuuu": text}), file)
+    classes = [labels[index] if labels else Path(files[index]).parent.name for index in kept]
+    names, text = np.array([files[index] for index in kept]), np.array(json.dumps(meta, sort_keys=True))
+    write_npz(out, {"path": names, "label": np.array(classes), "features": rows[kept], "meta": text})

@@ -1,11 +1,10 @@
-"""Encoding images of any data set as records, and verifying the stored records."""
+"""Encoding of images of any data set as records."""
 
 import io
 import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,11 +14,10 @@ import torch
 import torchvision.io  # noqa: F401
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.datasets.array_file import Arrays
 from distribuuuu.data.datasets.base import ImageDataset, is_file
-from distribuuuu.data.decode import DEFAULTS, DecodeOptions, decode, open_lazy_image
+from distribuuuu.data.decode import DecodeOptions, decode, open_lazy_image
 from distribuuuu.data.image_faults import ImageFault, explain_fault
-from distribuuuu.data.packed.format import COLUMNS, MAX_RECORD, describe_image, shard_name
+from distribuuuu.data.packed.format import MAX_RECORD
 from distribuuuu.data.transforms import resize
 
 
@@ -43,14 +41,12 @@ class Encoder:
         root: the folder to remove from the image names.
         pack: the options of the pack: format (raw: pixels instead of files); shorter_side and longer_side, to which
             larger images are scaled down (None: keep the size); quality of the JPEGs (None: keep the files unchanged).
-        check: decode the files that are kept.
         options: see `decode`.
     """
 
     images: ImageDataset
     root: str
     pack: Mapping[str, Any]
-    check: bool
     options: DecodeOptions
 
     def name(self, index: int) -> str:
@@ -76,8 +72,7 @@ class Encoder:
             if not is_file(image):
                 fix = "fix: add --quality 90, or use --format raw"
                 raise ConfigError(f"--format jpeg: the data set has pixels but no files to keep unchanged; {fix}")
-            if self.check:
-                decode(image, options=self.options)
+            decode(image, options=self.options)  # a damaged one is no record
             return bytes(image), 0, 0
         pixels = open_lazy_image(image, "auto", self.options).pixels().permute(1, 2, 0).contiguous().numpy()
         pixels = limit_longer_side(scale_down(pixels, self.pack["shorter_side"]), self.pack.get("longer_side"))
@@ -118,20 +113,3 @@ def encode_jpeg(pixels: np.ndarray, quality: int) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "JPEG", quality=quality, subsampling="4:2:0", restart_marker_rows=1)
     return buffer.getvalue()
-
-
-def find_stored_problem(folder: Path, meta: Mapping[str, Any], columns: Arrays, index: int) -> str | None:
-    """Return the problem with stored image `index` of a pack, with its name; None if there is none."""
-    row = {name: int(columns[name][index]) for name in COLUMNS}
-    shard, problem = shard_name(row["shard"]), ""
-    try:
-        with open(folder / shard, "rb") as file:
-            data = os.pread(file.fileno(), row["length"], row["offset"])
-        if zlib.crc32(data) != row["crc32"]:
-            problem = "its checksum does not match: bytes were changed"
-        elif meta["options"]["format"] == "jpeg":  # the index is checked for the sizes of raw pixels
-            given = {name: meta[name] for name in ("max_pixels", "channels", "pixels") if name in meta}
-            decode(data, options=DEFAULTS._replace(**given))
-    except Exception as error:  # decoders raise nearly anything
-        problem = f"{type(error).__name__}: {error}"
-    return f"{describe_image(folder, columns, index)}, in {shard}: {problem}" if problem else None

@@ -8,15 +8,7 @@ from typing import Any
 
 from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
 from distribuuuu.commands.output import stop_with
-from distribuuuu.commands.pack.packer import (
-    DEFAULT_QUALITY,
-    OWN_FILES,
-    SPLITS,
-    PackJob,
-    find_conflicts,
-    pack_split,
-    verify_packs,
-)
+from distribuuuu.commands.pack.packer import DEFAULT_QUALITY, OWN_FILES, SPLITS, PackJob, find_conflict, pack_split
 from distribuuuu.commands.scan.data_config import read_data_cfg
 from distribuuuu.config import Config, ConfigError, Problem, get_cfg
 from distribuuuu.config.config_node import iter_options
@@ -28,23 +20,18 @@ from distribuuuu.launch.signals import handled_by
 
 _DESCRIPTION = """Pack a data set into a few large files. DATA.NAME packed TRAIN.DATASET OUT reads
 OUT/train and OUT/val. A pack that was stopped is replaced by the next run.
---verify reads every byte and reports each corrupt image.
 
   %(prog)s OUT TRAIN.DATASET my_images
-  %(prog)s --verify OUT
 """
 
 
 def pack(prog: str, args: list[str]) -> int:
-    """Read the command line, then pack or verify; return the exit status, 2 for a corrupt pack too."""
+    """Read the command line, then pack; return the exit status."""
     with handled_by(stop_with("the pack is incomplete, and the next run replaces it")):
         try:
             job = parse_args(args, prog)
-            if job.flags.verify:
-                verify_packs(job.out, job.flags.workers)
-            else:
-                for train in job.trains:
-                    pack_split(job, train)
+            for train in job.trains:
+                pack_split(job, train)
         except OSError as error:  # a folder that cannot be listed, a file that cannot be deleted
             raise ConfigError(f"{error.filename or '--'}: {error.strerror or error}") from error
     return 0
@@ -63,11 +50,10 @@ def parse_args(words: list[str], prog: str | None = None) -> PackJob:
     if not rest or rest[0] in dict(iter_options(get_cfg())):
         raise ConfigError(f"command line: name the folder of the packed data first: {parser.prog} OUT ...")
     cfg, found = read_data_cfg(args.cfg, rest[1:])
-    problems: list[str | Problem] = [*found, *find_flag_problems(args, rest[1:])]
+    problems: list[str | Problem] = [*found, *find_flag_problems(args)]
     job = PackJob(Path(rest[0]), args, cfg, _options_of(args, cfg))
-    if not args.verify:
-        problems += _source_problems(job, set_keys_only=bool(problems))
-        problems += _out_problems(job)
+    problems += _source_problems(job, set_keys_only=bool(problems))
+    problems += _out_problems(job)
     if problems:
         raise ConfigError(problems)
     return job
@@ -78,7 +64,7 @@ def build_parser(prog: str | None = None) -> CommandParser:
     parser = CommandParser(
         prog=prog,
         description=_DESCRIPTION,
-        usage="%(prog)s OUT [--cfg FILE] [flags] [KEY VALUE ...]\n       %(prog)s --verify OUT [--workers N]",
+        usage="%(prog)s OUT [--cfg FILE] [flags] [KEY VALUE ...]",
         epilog="KEY VALUE arguments name the source, e.g. TRAIN.DATASET my_images",
     )
     add = parser.add_argument
@@ -92,9 +78,6 @@ def build_parser(prog: str | None = None) -> CommandParser:
     workers = "processes that encode (default: one per core); 0: none"
     add("--workers", metavar="N", type=at_least(0), default=count_cores(), help=workers)
     add("--split", choices=SPLITS, default="both", help="which images to pack (both)")
-    add("--overwrite", action="store_true", help="delete the existing packs of these splits")
-    add("--no-check", action="store_true", help="do not decode the files that are kept unchanged")
-    add("--verify", action="store_true", help="read every byte of OUT and report each corrupt image")
     return parser
 
 
@@ -110,7 +93,7 @@ def _options_of(args: argparse.Namespace, cfg: Config) -> dict[str, Any]:
     return options
 
 
-def find_flag_problems(args: argparse.Namespace, overrides: list[str]) -> Iterator[str]:
+def find_flag_problems(args: argparse.Namespace) -> Iterator[str]:
     """Yield a message for each invalid flag."""
     if args.format == "raw" and args.quality is not None:
         yield f"--quality {args.quality}: --format raw stores pixels, which have no quality; remove one of them"
@@ -118,8 +101,6 @@ def find_flag_problems(args: argparse.Namespace, overrides: list[str]) -> Iterat
         yield f"--quality {args.quality} is outside the allowed range: 1 to 100"
     if not 0 < args.shard_mb < 2**40:
         yield f"--shard-mb {args.shard_mb} must be above 0"
-    if args.verify and (overrides or args.cfg):
-        yield "--verify takes the folder alone: a pack stores its source and options"
 
 
 def _source_problems(job: PackJob, set_keys_only: bool) -> Iterator[Problem]:
@@ -145,5 +126,5 @@ def _out_problems(job: PackJob) -> Iterator[str]:
         names = sorted(os.listdir(folder)) if folder.is_dir() else []
         if foreign := [name for name in names if not OWN_FILES.fullmatch(name) and not name.startswith(".")]:
             yield f"{folder} holds other files, e.g. {foreign[0]}; use another folder"
-        elif not job.flags.overwrite:
-            yield from find_conflicts(folder, {"options": job.options, "source": source})
+        elif conflict := find_conflict(folder, {"options": job.options, "source": source}):
+            yield conflict

@@ -1,11 +1,10 @@
-"""Packing a data set into a few large files, and verifying such a pack: the work of distribuuuu pack.
+"""Packing of a data set into a few large files: the work of distribuuuu pack.
 
 Worker processes read, decode and encode; this process appends the results in the order of the images, so the bytes do
 not depend on the number of workers.
 """
 
 import contextlib
-import functools
 import os
 import re
 import sys
@@ -21,20 +20,17 @@ import numpy as np
 
 from distribuuuu.commands.scan.pool import map_in_order
 from distribuuuu.config import Config, ConfigError
-from distribuuuu.config.errors import Problem, counted
+from distribuuuu.config.errors import counted
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.array_file import checksum_of, pack_names, write_arrays
 from distribuuuu.data.packed.dataset import is_url
 from distribuuuu.data.packed.format import (
     COLUMNS,
-    FOREIGN_SHARD,
     HEADER_SIZE,
     INDEX,
     KIND,
     VERSION,
     Identity,
-    Meta,
-    read_index,
     read_index_file,
     shard_header,
     shard_name,
@@ -105,9 +101,9 @@ def pack_split(job: PackJob, train: bool) -> None:
         stack.callback(os.close, lock)
         if try_lock(lock) is False:
             raise ConfigError(f"{folder}: another command is packing into it; wait until it ends")
-        if (folder / INDEX).exists() and not job.flags.overwrite:
-            if conflicts := find_conflicts(folder, identity):
-                raise ConfigError(conflicts)
+        if (folder / INDEX).exists():
+            if conflict := find_conflict(folder, identity):
+                raise ConfigError(conflict)
             print(f"{folder} is packed already: nothing to do")
             return
         started = time.perf_counter()
@@ -150,7 +146,7 @@ def _build_encoder(job: PackJob, train: bool) -> "Encoder":
         print(reduced, flush=True)
     # The folder above that of the images is removed from their names, so that they are valid on any machine.
     root = str(Path(images.index.root).parent) if isinstance(images, ImageFolder) else ""
-    return Encoder(images, root, job.options, not job.flags.no_check, decoding)
+    return Encoder(images, root, job.options, decoding)
 
 
 def _append_all(writer: "PackWriter", encoder: "Encoder", num_workers: int, skip: bool) -> int:
@@ -177,23 +173,23 @@ def _append_all(writer: "PackWriter", encoder: "Encoder", num_workers: int, skip
 # ------------------------------------------------------------------------------------------ writing
 
 
-def find_conflicts(folder: Path, identity: Identity) -> list[str]:
-    """Return a problem if a folder, which need not exist, holds a pack of another source or with other options.
+def find_conflict(folder: Path, identity: Identity) -> str:
+    """Return the problem if a folder, which need not exist, holds a pack of another source or with other options.
 
     `identity` is the known part of it.
     """
     if not (folder / INDEX).exists():
-        return []
+        return ""
     try:
         existing = read_index_file(folder)[0]
     except ConfigError as error:
-        return [f"{error}; or use another folder, or add --overwrite to replace it"]
+        return f"{error}; fix: remove {folder} first"
     before, now = ({**one["options"], **one["source"]} for one in (existing, identity))
     keys = dict.fromkeys([*now, *existing["options"]])  # an option may be present only if it is not the default
-    changed = [key for key in keys if before.get(key) != now.get(key)]
-    differences = [f"{key.replace('_', ' ')} {before.get(key)}, now {now.get(key)}" for key in changed]
-    fix = "use another folder, or add --overwrite to start again"
-    return [f"{folder} holds another pack: {'; '.join(differences)}; {fix}"] if differences else []
+    differences = [f"{key.replace('_', ' ')} {before.get(key)}, now {now.get(key)}" for key in keys
+                   if before.get(key) != now.get(key)]  # fmt: skip
+    fix = "fix: name another folder, or remove this one"
+    return f"{folder} holds another pack: {'; '.join(differences)}; {fix}" if differences else ""
 
 
 def remove_files(folder: Path) -> None:
@@ -256,61 +252,3 @@ class PackWriter:
         counts = {"shards": self.shards, "crc32": checksum_of(columns)}
         write_arrays(self.folder / INDEX, KIND, VERSION, {**meta, **self.identity, **counts}, columns)
         sync_folder(self.folder)
-
-
-# ---------------------------------------------------------------------------------------- verifying
-
-
-def verify_packs(out: Path, num_workers: int) -> None:
-    """Read every byte of the packs in a folder, and print a summary of each.
-
-    Raises:
-        ConfigError: with each corrupt image and file.
-    """
-    folders = [out, *sorted(path for path in out.iterdir() if path.is_dir())] if out.is_dir() else []
-    folders = [folder for folder in folders if (folder / INDEX).exists() or any(folder.glob("shard-*"))]
-    problems: list[str | Problem] = []
-    if not folders:
-        problems = [f"--verify: {out} {'holds no packed data' if out.is_dir() else 'is not a folder'}"]
-    for folder in folders:
-        try:
-            problems += _verify_pack(folder, num_workers)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-
-
-def inspect_pack(folder: Path) -> tuple[Meta, dict[str, np.ndarray]]:
-    """Return the meta and the columns of a pack, to verify it image by image.
-
-    Raises:
-        ConfigError: the index or a shard is missing, incomplete or of another pack.
-    """
-    meta, columns = read_index(folder)
-    if meta["crc32"] != checksum_of(columns):
-        raise ConfigError(f"{folder / INDEX} is corrupt: its checksum does not match; pack the data again")
-    for number, shard in enumerate(meta["shards"]):
-        with open(folder / shard["name"], "rb") as file:
-            if file.read(HEADER_SIZE) != shard_header(number, meta):
-                raise ConfigError(f"{folder / shard['name']} {FOREIGN_SHARD}")
-    return meta, columns
-
-
-def _verify_pack(folder: Path, num_workers: int) -> list[str]:
-    from distribuuuu.commands.pack.encode import find_stored_problem
-    from distribuuuu.records.run_log import progress
-
-    meta, columns = inspect_pack(folder)
-    total, problems = len(columns["label"]), list[str]()
-    check = functools.partial(find_stored_problem, folder, meta, columns)
-    results = map_in_order(check, range(total), num_workers)
-    with progress(None, str(folder), total, unit="img") as bar, contextlib.closing(results):
-        for indices, found in results:
-            problems += filter(None, found)
-            bar.update(len(indices))
-    if not problems:
-        size = sum(shard["size"] for shard in meta["shards"])
-        shards = f"{counted(len(meta['shards']), 'shard')} ({size / 1e6:.1f} MB)"
-        print(f"{folder}: {counted(total, 'image')} in {shards}: every checksum matches and every image decodes")
-    return problems

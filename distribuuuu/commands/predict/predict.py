@@ -37,7 +37,7 @@ def predict(prog: str, args: list[str]) -> int:
 
     flags.out = Path(flags.out) if flags.out else None
     if flags.out:
-        check_output_file(flags.out, (".csv", ".jsonl"))
+        check_output_file(flags.out, ".csv")
     locate_run(flags.run)
     flags.files = list_images(flags.paths)
     for path in filter(os.path.isdir, flags.paths):
@@ -46,8 +46,6 @@ def predict(prog: str, args: list[str]) -> int:
     tune_malloc()
     from distribuuuu.commands.predict.prediction import predict_files
 
-    if flags.workers is None:
-        flags.workers = max(1, count_cores() // flags.nproc)
     left = "finished images are kept: rerun the same command to resume" if flags.out else "nothing is kept"
     with handled_by(stop_with(left)):
         num_broken = predict_files(flags)
@@ -61,13 +59,12 @@ def build_parser(prog: str | None = None) -> CommandParser:
     add = parser.add_argument
     add("run", metavar="RUN", help=RUN_KINDS)
     add("paths", metavar="PATHS", nargs="+", help="files, folders, patterns, and lists of paths")
-    add("--out", metavar="FILE", help="output file, .csv or .jsonl (default: CSV on standard output)")
+    add("--out", metavar="FILE", help="output file, .csv (default: standard output)")
     add("--topk", metavar="K", type=at_least(1), help="number of classes per image (5)")
     add("--threshold", metavar="P", type=float, help="minimum probability of a label (multi-label only; default 0.5)")
     promise = "no answer where the model is not sure; the share P of the answers is right, see calibrate"
     add("--precision", metavar="P", type=float, help=promise)
     add("--skip-bad", action="store_true", help="exit with 0 even if images are broken")
-    add("--nproc", metavar="N", type=at_least(1), default=1, help="processes on this machine, one per GPU (1)")
-    add("--workers", metavar="N", type=at_least(0), help="loader workers of each process (its share of cores)")
+    add("--workers", metavar="N", type=at_least(0), default=count_cores(), help="loader workers (one per core)")
     add("--cfg", metavar="FILE", help="config for weights that contain none")
     return parser

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.registry import DATASETS
-from distribuuuu.data.datasets.base import ImageDataset, SplitDataset
+from distribuuuu.data.datasets.base import ImageDataset, SplitDataset, packed_name
 from distribuuuu.data.datasets.targets import unknown_names
 
 if TYPE_CHECKING:
@@ -119,9 +119,7 @@ class Packed(SplitDataset):
 
     def describe(self, index: int) -> str:
         """Return the original name of image `index` and its place in the pack."""
-        from distribuuuu.data.packed.format import describe_image
-
-        return describe_image(self.folder, self.columns, index)
+        return f"{packed_name(self.columns, 'name', index)} (image {index} of {self.folder})"
 
     def _map(self, number: int) -> "np.ndarray":
         import numpy as np

@@ -20,7 +20,6 @@ import numpy as np
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.array_file import Arrays, read_arrays
-from distribuuuu.data.datasets.base import packed_name
 from distribuuuu.files.untrusted import InvalidFileError, untrusted
 
 KIND, VERSION = "packed images", 1
@@ -53,11 +52,6 @@ def shard_header(number: int, identity: Identity) -> bytes:
     checksum = zlib.crc32(json.dumps(parts, sort_keys=True).encode())
     kind = identity["options"]["format"].encode()
     return _HEADER.pack(_MAGIC, VERSION, kind, number, checksum).ljust(HEADER_SIZE, b"\0")
-
-
-def describe_image(folder: Path | str, columns: Arrays, index: int) -> str:
-    """Return the original name of image `index` and its place in the pack."""
-    return f"{packed_name(columns, 'name', index)} (image {index} of {folder})"
 
 
 def read_index(folder: Path) -> tuple[Meta, dict[str, np.ndarray]]:

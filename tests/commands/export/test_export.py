@@ -17,11 +17,10 @@ from support.saved_runs import save_run
 from support.tables import slow
 
 from distribuuuu import load_run
-from distribuuuu.commands.export.export_check import build_classifier
 from distribuuuu.commands.export.exporter import export_run
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import ConfigError, load_cfg
-from distribuuuu.data.loader import build_images, build_loader
+from distribuuuu.data.loader import build_loader
 from distribuuuu.launch.detect import Launch
 
 CPU = torch.device("cpu")
@@ -66,8 +65,8 @@ def test_a_timm_folder_gives_equal_logits_and_our_preprocessing(small_cfg, tmp_p
     slow("timm", ("MODEL.ARCH", "torchvision/efficientnet_b0"), "is another model: "),
     slow("timm", ("MODEL.ARCH", "resnet18"), "computes other outputs"),
     *((to, ("MODEL.ARCH", "resnet8", "TEST.INTERPOLATION", "opencv_area"),
-       "cannot express TEST.INTERPOLATION opencv_area") for to in ("timm", "onnx", "torch")),
-    ("torch", ("MODEL.ARCH", "resnet8", "TEST.CROP", "letterbox"), "cannot express the crop"),
+       "cannot express TEST.INTERPOLATION opencv_area") for to in ("timm", "onnx")),
+    ("timm", ("MODEL.ARCH", "resnet8", "TEST.CROP", "letterbox"), "cannot express the crop"),
     ("timm", ("MODEL.ARCH", "resnet8", "TEST.SHIFT", 1), "cannot express TEST.SHIFT 1"),
 ])  # fmt: skip
 def test_what_a_format_cannot_express_is_refused(small_cfg, tmp_path, to, options, reason):
@@ -100,23 +99,6 @@ def test_a_safetensors_folder_is_a_run(small_cfg, tmp_path, image_folder, arch, 
 
 
 @pytest.mark.slow
-def test_a_program_of_torch_export_takes_crops_in_batches_of_any_size(small_cfg, tmp_path):
-    cfg = small_cfg("TEST.FLIP", True, "TEST.SHIFT", 1, *OTHER)
-    run = load_run(save_run(cfg), device="cpu")
-    assert export_run(run, "torch", tmp_path / "exported")["verified"]
-    extra = {"metadata.json": ""}
-    module = torch.export.load(tmp_path / "exported" / "model.pt2", extra_files=extra).module()
-    images = build_images(cfg, train=False)
-    pixels = [torch.randint(0, 256, (3, 40 + index, 50), dtype=torch.uint8) for index in range(9)]
-    crops = torch.stack([run.transform.crop.crop(image) for image in pixels])
-    with torch.inference_mode():
-        expected = build_classifier(run)(crops)
-    for num in (1, 3, 9):
-        torch.testing.assert_close(module(crops[:num]), expected[:num])
-    assert json.loads(extra["metadata.json"])["label_names"] == list(images.classes)
-
-
-@pytest.mark.slow
 def test_a_multi_label_run_is_compared_by_its_labels(tmp_path):
     draw_folder(tmp_path / "data", "images", {"a": 9})
     rows = "".join(f"images/a/{index:03d}.jpg,{'ant;bee' if index % 2 else 'cat'}\n" for index in range(9))
@@ -124,7 +106,7 @@ def test_a_multi_label_run_is_compared_by_its_labels(tmp_path):
         (tmp_path / "data" / f"{split}.csv").write_text(f"image,labels\n{rows}")
     options = ("DATA.NAME", "multilabel", "LOSS.NAME", "bce")
     cfg = load_cfg(None, small_options(tmp_path / "data", tmp_path / "out", *options))
-    record = export_run(load_run(save_run(cfg), device="cpu"), "torch", tmp_path / "exported")
+    record = export_run(load_run(save_run(cfg), device="cpu"), "safetensors", tmp_path / "exported")
     assert record["verified"] and record["equal_answers"] == 100
 
 
@@ -139,11 +121,11 @@ def test_arguments_are_checked_before_the_run_is_read(tmp_path, capsys):
     cases = {
         ("--to", "timm"): "--out: got nothing; expected one new folder",
         ("--to", "timm", "full"): "is not empty; fix: name a new folder",
-        ("--to", "torch", "new.pt2"): "expected a folder, which will hold model.pt2",
+        ("--to", "onnx", "new.onnx"): "expected a folder, which will hold model.onnx",
         ("--to", "timm", "new"): "RUN: no such file or folder: no_run",
     }
     for words, expected in cases.items():
-        folder = [str(tmp_path / word) if word in ("new", "full", "new.pt2") else word for word in words]
+        folder = [str(tmp_path / word) if word in ("new", "full", "new.onnx") else word for word in words]
         assert command("no_run" if "no_run" in expected else tmp_path, *folder) == 2
         assert expected in capsys.readouterr().err, words
     assert left_beside(tmp_path) == ["full"]
@@ -156,7 +138,7 @@ def test_a_missing_package_is_named_with_the_pip_line(saved, tmp_path, monkeypat
     assert expected in capsys.readouterr().err and left_beside(tmp_path) == []
 
 
-@pytest.mark.parametrize("to", [slow("timm"), slow("torch")])
+@pytest.mark.parametrize("to", [slow("timm"), slow("safetensors")])
 def test_a_full_disk_leaves_nothing_behind(small_cfg, tmp_path, monkeypatch, to):
     from safetensors import SafetensorError
 
@@ -178,13 +160,21 @@ def test_images_that_cannot_be_read_leave_nothing_behind(saved, tmp_path, capsys
     draw_folder(folder, "val", {"ant": 1, "bee": 1, "cat": 1})
     (folder / "val" / "bee" / "000.jpg").write_bytes(b"\xff\xd8 no image")
     for data, named in ((tmp_path / "gone", str(tmp_path / "gone")), (folder, "bee/000.jpg")):
-        assert command(saved, "--to", "torch", tmp_path / "new", "--set", "TEST.DATASET", data) == 2
+        assert command(saved, "--to", "safetensors", tmp_path / "new", "--set", "TEST.DATASET", data) == 2
         assert named in capsys.readouterr().err and left_beside(tmp_path) == []
 
 
 @pytest.mark.slow
 def test_an_export_without_labeled_images_is_checked_on_others_or_marked(saved, tmp_path, image_folder, capsys):
-    words = (saved / "best.pth.tar", "--format", "torch", "--out", tmp_path / "new", "TEST.DATASET", tmp_path / "gone")
+    words = (
+        saved / "best.pth.tar",
+        "--format",
+        "safetensors",
+        "--out",
+        tmp_path / "new",
+        "TEST.DATASET",
+        tmp_path / "gone",
+    )
     words = (*words, "TRAIN.DATASET", tmp_path / "gone")
     assert command(*words) == 2 and left_beside(tmp_path) == []
     assert "--images FOLDER" in (said := capsys.readouterr().err) and "--no-check" in said
@@ -200,7 +190,7 @@ def test_an_export_without_labeled_images_is_checked_on_others_or_marked(saved, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_a_stopped_export_leaves_nothing_behind(small_cfg, tmp_path, name, status):
-    words = ["export", save_run(small_cfg("MODEL.ARCH", "resnet50")), "--to", "torch", tmp_path / "new"]
+    words = ["export", save_run(small_cfg("MODEL.ARCH", "resnet50")), "--to", "safetensors", tmp_path / "new"]
     process = subprocess.Popen(
         [sys.executable, "-m", "distribuuuu", *map(str, words)], cwd=ROOT, stderr=subprocess.PIPE
     )
@@ -252,12 +242,11 @@ def run_of_plugin(small_cfg, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", ["onnx", "torch"])
-def test_the_scores_of_a_task_are_exported(run_of_plugin, tmp_path, to):
+def test_the_scores_of_a_task_are_exported(run_of_plugin, tmp_path):
     means = torch.tensor([[0.1, 0.9, 0.0], [0.7, 0.0, 0.2], [0.0, 0.3, 1.2]])  # not those of a new task
-    run_of_plugin(f"own_scores_{to}", MEANS, {"shared": {"means": means}}, "MODEL.ARCH", "resnet18")
+    run_of_plugin("own_scores", MEANS, {"shared": {"means": means}}, "MODEL.ARCH", "resnet18")
     run = load_run(tmp_path / "out", device="cpu")
-    assert torch.equal(run.task.means, means) and export_run(run, to, tmp_path / to)["verified"]
+    assert torch.equal(run.task.means, means) and export_run(run, "onnx", tmp_path / "onnx")["verified"]
     with pytest.raises(ConfigError, match="--format timm: cannot express Own.predict_step; fix: --format onnx"):
         export_run(run, "timm", tmp_path / "timm")
     with pytest.raises(ConfigError, match="--format safetensors: cannot express the state of Own: means; fix: "):

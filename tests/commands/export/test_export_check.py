@@ -85,13 +85,6 @@ MISTAKES = {
         "resize": ('math.floor(size / data["crop_pct"])', "size"),
         "classes": ('model.pretrained_cfg["label_names"]', 'model.pretrained_cfg["label_names"][::-1]'),
     },
-    "torch": {
-        "exif": EXIF,
-        "mirror": ("images = transform(pixels)[None]", "images = transform(pixels)[None].tril()"),
-        "mean": ("images = transform(pixels)[None]", "images = transform(pixels)[None] // 2 + 50"),
-        "resize": ('v2.Resize(meta["resize"]', 'v2.Resize(meta["crop"]'),
-        "classes": ('meta["label_names"]', 'sorted(meta["label_names"], reverse=True)'),
-    },
     "onnx": {
         "exif": EXIF,
         "mirror": ("image = load_image(path)", "image = np.flipud(load_image(path)).copy()"),
@@ -142,13 +135,13 @@ def card_of(folder) -> str:
 @pytest.mark.slow
 def test_a_mistake_in_a_card_ends_with_status_1_and_no_usable_file(turned_run, tmp_path, monkeypatch, capsys):
     run, render = turned_run("resnet8"), export.render_code
-    right, wrong = MISTAKES["torch"]["exif"]
+    right, wrong = MISTAKES["safetensors"]["exif"]
     monkeypatch.setattr(export, "render_code", lambda *args, **kwargs: render(*args, **kwargs).replace(right, wrong))
-    assert dispatch("distribuuuu", ["export", run.cfg.OUT_DIR, "--to", "torch", str(tmp_path / "exported")]) == 1
+    assert dispatch("distribuuuu", ["export", run.cfg.OUT_DIR, "--to", "safetensors", str(tmp_path / "exported")]) == 1
     shown = capsys.readouterr()
     assert "NOT VERIFIED" in shown.err
     names = {path.name for path in (tmp_path / "exported").iterdir()}
-    assert names == {"README.md", "export.json", "model.pt2.unverified"}
+    assert names == {"README.md", "config.json", "export.json", "model.safetensors.unverified"}
 
 
 @pytest.mark.parametrize("code, error", [

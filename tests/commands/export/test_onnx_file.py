@@ -11,7 +11,6 @@ from support.tables import slow
 from torch import nn
 
 from distribuuuu import load_run
-from distribuuuu.commands.export.export_check import CropClassifier
 from distribuuuu.commands.export.exporter import export_run
 from distribuuuu.data.decode import DEFAULTS
 from distribuuuu.data.transforms import CenterCrop
@@ -19,7 +18,7 @@ from distribuuuu.inference.loaded_run import EvalTransform
 
 if not all(map(find_spec, ("onnx", "onnxscript", "onnxruntime"))):
     pytest.skip("needs pip install 'distribuuuu[onnx]'", allow_module_level=True)
-from distribuuuu.commands.export.onnx_file import build_onnx  # noqa: E402
+from distribuuuu.commands.export.onnx_file import CropClassifier, build_onnx  # noqa: E402
 
 MEAN, STD = (0.4, 0.5, 0.3), (0.2, 0.3, 0.25)
 TRANSFORM = EvalTransform(CenterCrop(32, 32), "auto", DEFAULTS, MEAN, STD)

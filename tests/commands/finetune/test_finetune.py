@@ -479,14 +479,6 @@ def test_embed_is_resumed_and_refuses_other_weights(photos, finished_run, tmp_pa
     assert meta["arch"] == "resnet8" and len(meta["weights_sha256"]) == 64
 
 
-def test_embed_writes_parquet(photos, finished_run, tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    assert embed(finished_run, photos / "ant", "--out", tmp_path / "a.parquet") == 0
-    table = parquet.read_table(tmp_path / "a.parquet")
-    assert table.column_names == ["path", "label", "features"] and len(table) == 13
-    assert b"weights_sha256" in table.schema.metadata[b"distribuuuu"]
-
-
 @pytest.fixture
 def plain(finished_run):
     """A backbone for images of 64 pixels."""
