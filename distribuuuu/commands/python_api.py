@@ -81,7 +81,7 @@ def split(source: str | os.PathLike, out: str | os.PathLike, overrides: Override
         source: FOLDER/CLASS/IMAGE, or a table.
         out: the folder of the lists.
         overrides: of a table, its columns: {"DATA.TABLE.path": "id"}.
-        flags: those of the command, e.g. val=0.2, test=0.2, folds=5, label_by="^([a-z]+)_", group_by=REGEX, seed=1.
+        flags: those of the command, e.g. val=0.2, test=0.2, folds=5, group_by=REGEX, seed=1.
     """
     words = [word for name, value in flags.items() if value for word in (f"--{name.replace('_', '-')}", value)]
     _call("split", [source, *_as_pairs(overrides), "--out", out, *words])

@@ -171,7 +171,7 @@ def _assemble(
         logger.log(level, "%s", note)
     classes, has_statistics = content.get("classes"), cfg.DATA.MEAN and cfg.DATA.STD
     data = dataset_class(cfg)
-    is_packed = cfg.DATA.NAME.startswith("packed")  # it keeps the statistics in its files
+    is_packed = cfg.DATA.NAME == "packed"  # it keeps the statistics in its files
     if not classes or (is_packed and not has_statistics):
         try:
             data = open_data(cfg)

@@ -125,7 +125,9 @@ def format_text(report: dict[str, Any], root: Path | None) -> str:
     head = f"{report['source']}: {counted(report['images'], 'image')}, {counted(len(splits), 'split')}, "
     head += f"{counted(len(names), 'class')}; measured in {report['seconds']:.1f} s"
     verdict = f"{counted(kinds.count('problem'), 'problem')}, {counted(kinds.count('note'), 'note')}"
-    lines = [*_wrap(head), "", *_class_table(splits), "", *_statistics_lines(report), "", verdict]
+    suggested = " ".join(f"{key} {value}" for key, value in report["suggested"].items())
+    suggested = f"suggested: {suggested}" if suggested else "no image can be decoded"
+    lines = [*_wrap(head), "", *_class_table(splits), "", suggested, "", verdict]
     for finding in report["findings"]:
         lines += ["", *_wrap(f"{finding['severity'].upper()} {finding['kind']}: {finding['message']}")]
         shown = [_group_lines(group, root) for group in finding["groups"]]
@@ -157,16 +159,6 @@ def _class_table(splits: dict[str, Any]) -> list[str]:
     lines.append(["images", *(f"{split['images']:,}" for split in splits.values())])
     lines.append(["imbalance", *(str(split["imbalance"] or "-") for split in splits.values())])
     return align_columns(lines, "<" + ">" * len(splits))
-
-
-def _statistics_lines(report: dict[str, Any]) -> list[str]:
-    sizes = report["statistics"]
-    if not sizes:
-        return ["no image can be decoded"]
-    lines = [["", *sizes["width"]]]
-    lines += [[name, *(f"{value:,.5g}" for value in values.values())] for name, values in sizes.items()]
-    suggested = " ".join(f"{key} {value}" for key, value in report["suggested"].items())
-    return [*align_columns(lines, "<>>>>>"), f"suggested: {suggested}"]
 
 
 def _file_lines(file: str, reasons: dict[str, str], root: Path | None) -> list[str]:

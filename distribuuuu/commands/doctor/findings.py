@@ -144,7 +144,7 @@ def _found(kind: str, files: Sequence[str], *facts: object, fix: str = "", **det
 def examine(
     scan: Scan, groups: Sequence[DuplicateGroup], options: DecodeOptions, suspicious: Mapping[int, str]
 ) -> dict[str, Any]:
-    """Return the report: counts, statistics, suggested options and findings, of JSON types; see docs/doctor.md.
+    """Return the report: counts, suggested options and findings, of JSON types; see docs/doctor.md.
 
     `suspicious` has what the features of a model say of images, by index, see `find_suspicious_labels`.
     """
@@ -158,17 +158,17 @@ def examine(
         reasons = {scan.name(index): reason for index, reason in suspicious.items()}
         findings.append(_found("suspicious_label", [*reasons], counted(len(reasons), "image"), reasons=reasons))
     findings.sort(key=lambda finding: [*_KINDS].index(finding["kind"]))
-    statistics = measure_statistics(scan)
+    usable = scan.records[scan.records["flags"] & BROKEN == 0]
+    shorter = np.sort(np.minimum(usable["width"], usable["height"]))
     return {
-        "version": 1,
+        "version": 2,
         "status": "problems" if any(finding["severity"] == PROBLEM for finding in findings) else "clean",
         "images": len(scan.records),
         "splits": {
             name: {"images": len(images), "classes": counts[name], "imbalance": _imbalance(counts[name].values())}
             for name, images in scan.splits.items()
         },
-        "statistics": statistics,
-        "suggested": suggest_sizes(int(statistics["shorter_side"]["p10"])) if statistics else {},
+        "suggested": suggest_sizes(int(shorter[round((len(shorter) - 1) / 10)])) if len(usable) else {},
         "findings": findings,
     }
 
@@ -182,9 +182,6 @@ def labels_of(images: ImageDataset, index: int) -> list[str]:
 
 def count_classes(images: ImageDataset) -> dict[str, int]:
     """Return the number of images of each class; an image with several labels counts for each of them."""
-    if isinstance(images, ScannedFolder):
-        counts = np.bincount(images.labels, minlength=len(images.classes)).tolist()
-        return dict(zip(images.classes, counts, strict=True))
     found = dict.fromkeys(images.classes, 0)
     for index in range(len(images)):
         for name in labels_of(images, index):
@@ -265,26 +262,6 @@ def _duplicate_findings(scan: Scan, groups: Sequence[DuplicateGroup]) -> Iterato
             names = [file["file"] for group in copies for file in group["files"]]
             num_same = sum(group["identical"] for group in copies)
             yield _found(kind, names, counted(len(copies), "group"), num_same, groups=copies)
-
-
-# ------------------------------------------------------------------------------- statistics and options
-
-
-def measure_statistics(scan: Scan) -> dict[str, Any]:
-    """Return percentiles of the sizes of the images; empty if there are none."""
-    usable = scan.records[scan.records["flags"] & BROKEN == 0]
-    places, width, height = (
-        {"min": 0, "p10": 10, "median": 50, "p90": 90, "max": 100},
-        usable["width"],
-        usable["height"],
-    )
-    shorter, ratio = np.minimum(width, height), width / height
-    sizes = {"width": width, "height": height, "shorter_side": shorter, "aspect_ratio": ratio}
-    return {
-        name: {at: round(float(np.percentile(values, place, method="nearest")), 3) for at, place in places.items()}
-        for name, values in sizes.items()
-        if len(usable)
-    }
 
 
 def format_statistics(cfg: Config, workers: int, as_json: bool) -> str:

@@ -143,9 +143,5 @@ def _assign(
     if few := [f"{images.classes[label]} ({count})" for label, count in sorted(counts.items()) if count < MIN_IMAGES]:
         need = f"expected {MIN_IMAGES} or more of each class, to divide them"
         raise ConfigError(f"FOLDER: classes with too few images: {first_few(few)}; {need}; fix: add images or splits")
-    places = {index: place for place, index in enumerate(own)}
-    kept = Images(images.folder, [images.names[index] for index in own], [images.labels[index] for index in own],
-                  images.classes, images.in_class_folders)  # fmt: skip
-    inner = [[places[index] for index in group if index in places] for group in groups]
-    found = assign(kept, shares, [group for group in inner if len(group) > 1], seed, in_all=True)
-    return {part: [index for index, name in zip(own, found, strict=True) if name == part] for part in shares}
+    found = assign(images, own, shares, groups, seed, in_all=True)
+    return {part: [index for index in own if found[index] == part] for part in shares}

@@ -9,8 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from distribuuuu.config import ConfigError
-from distribuuuu.launch.processes import die_with_parent
-from distribuuuu.launch.signals import ignore_signals
+from distribuuuu.launch.processes import set_up_worker
 
 # Maximum number of pending tasks per worker.
 AHEAD = 3
@@ -53,9 +52,8 @@ def _start_worker(function: Callable[[int], Any]) -> None:
     """Ignore signals except the SIGTERM of the pool, and die with the parent."""
     global _function
     _function = function
-    ignore_signals()
+    set_up_worker()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    die_with_parent()
     import torch
 
     torch.set_num_threads(1)

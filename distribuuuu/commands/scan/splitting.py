@@ -62,41 +62,31 @@ def list_table_images(table: Path, words: Sequence[str]) -> Images:
     return Images(table.parent, [name for name, _ in rows], [label for _, label in rows], found.classes, False)
 
 
-def list_images(folder: Path, label_by: str = "") -> Images:
+def list_images(folder: Path) -> Images:
     """Return the images of a folder; their classes are its sub-folders.
 
-    With `label_by`, a regular expression finds the class in the name of a file instead. A ConfigError is raised if
-    there are no images, no classes to tell apart, or names that a list cannot hold.
+    A ConfigError is raised if there are no images, or names that a list cannot hold.
     """
     if not folder.is_dir():
-        raise ConfigError(Problem(*missing_root("FOLDER", folder, "images" if label_by else "CLASS/IMAGE")))
+        raise ConfigError(Problem(*missing_root("FOLDER", folder, "CLASS/IMAGE")))
     classes = list_classes(folder)
-    if not label_by and (splits := find_splits(classes, folder)):
+    if splits := find_splits(classes, folder):
         fix = f"fix: train with TRAIN.DATASET {folder}, or split {folder / splits[0]}"
         raise ConfigError(f"FOLDER: got {folder}, which has splits already: {first_few(splits)}; {fix}")
-    if not label_by and (inner := find_inner_root(folder)):
+    if inner := find_inner_root(folder):
         raise ConfigError(f"FOLDER: got {folder}, which has one class folder; fix: use {inner}")
-    roots = {"": folder} if label_by else {f"{name}/": folder / name for name in classes}
-    names = sorted(
-        f"{prefix}{os.path.relpath(path, os.path.realpath(root))}"
-        for prefix, root in roots.items()
-        for path in walk_images(root)
+    found = sorted(
+        (f"{name}/{os.path.relpath(path, os.path.realpath(folder / name))}", label)
+        for label, name in enumerate(classes)
+        for path in walk_images(folder / name)
     )
+    names = [name for name, _ in found]
     if not names:
         expected = f"expected CLASS/IMAGE{describe_files(folder)}"
         raise ConfigError(f"FOLDER: {folder} has no images in class folders; {expected}")
     if bad := [ascii(name) for name in names if name.encode(errors="replace").decode() != name]:
         raise ConfigError(f"{folder}: has names that a CSV in UTF-8 cannot hold: {first_few(bad)}; fix: rename them")
-    if label_by:
-        labels = match_names("--label-by", label_by, [os.path.basename(name) for name in names])
-        if missing := [name for name, label in zip(names, labels, strict=True) if not label]:
-            found = f"finds no class in {counted(len(missing), 'name')}: {first_few(missing)}"
-            raise ConfigError(f"--label-by: {label_by!r} {found}")
-        classes = tuple(sorted({str(label) for label in labels}))
-    else:
-        labels = [name.partition("/")[0] for name in names]
-    numbers = {name: number for number, name in enumerate(classes)}
-    return Images(folder, names, [numbers[str(label)] for label in labels], classes, not label_by)
+    return Images(folder, names, [label for _, label in found], classes)
 
 
 # ------------------------------------------------------------------------------------- groups
@@ -119,29 +109,23 @@ def find_duplicates(images: Images) -> list[list[int]]:
 
 
 def find_named_groups(images: Images, pattern: str) -> list[list[int]]:
-    """Return groups of images for whose names a regular expression finds the same text, see `match_names`.
+    """Return groups of images by the first capture group of a pattern in their names, or without one by the match.
 
     The name is relative to the folder of the class, so a group may have images of several classes; of a table it is the
     path in the table.
     """
     names = [name.partition("/")[2] if images.in_class_folders else name for name in images.names]
-    by_text: dict[str, list[int]] = defaultdict(list)
-    for index, text in enumerate(match_names("--group-by", pattern, names)):
-        if text is not None:
-            by_text[text].append(index)
-    return list(by_text.values())
-
-
-def match_names(flag: str, pattern: str, names: Sequence[str]) -> list[str | None]:
-    """Return the first capture group of a regular expression in each name, or without groups the whole match."""
     try:
         search = re.compile(pattern).search
     except re.error as error:
-        raise ConfigError(f"{flag}: got {pattern!r}; expected a regular expression: {error}") from None
-    found = [match[match.re.groups > 0] if (match := search(name)) else None for name in names]
-    if not any(text is not None for text in found):
-        raise ConfigError(f"{flag}: {pattern!r} matches no name; the first is {names[0]!r}")
-    return found
+        raise ConfigError(f"--group-by: got {pattern!r}; expected a regular expression: {error}") from None
+    by_text: dict[str, list[int]] = defaultdict(list)
+    for index, name in enumerate(names):
+        if (match := search(name)) and (text := match[match.re.groups > 0]) is not None:
+            by_text[text].append(index)
+    if not by_text:
+        raise ConfigError(f"--group-by: {pattern!r} matches no name; the first is {names[0]!r}")
+    return list(by_text.values())
 
 
 def merge_groups(groups: Iterable[Sequence[int]]) -> list[list[int]]:
@@ -157,17 +141,20 @@ def merge_groups(groups: Iterable[Sequence[int]]) -> list[list[int]]:
 
 
 def assign(
-    images: Images, shares: Mapping[str, float], groups: Sequence[Sequence[int]], seed: int, in_all: bool = False
-) -> list[str]:
-    """Return the part of each image.
+    images: Images, own: Sequence[int], shares: Mapping[str, float], groups: Sequence[Sequence[int]], seed: int,
+    in_all: bool = False,
+) -> dict[int, str]:  # fmt: skip
+    """Return the part of each of some images, `own`, by its index.
 
     The number of images of each class in each part is its share, rounded up or down, as far as the disjoint groups
     allow, which are not divided. Which images these are is decided by a hash of the seed and the name. With `in_all`,
     each class has an image in each part, as far as groups allow; else in the part "train".
     """
-    quotas = _class_quotas(Counter(images.labels), shares, shares if in_all else [TRAIN])
-    keys = [hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest() for name in images.names]
-    parts, labels = [""] * len(images.names), images.labels
+    labels, parts = images.labels, dict[int, str]()
+    quotas = _class_quotas(Counter(labels[index] for index in own), shares, shares if in_all else [TRAIN])
+    keys = {index: hashlib.blake2b(f"{seed}/{images.names[index]}".encode(), digest_size=8).digest() for index in own}
+    inner = ([index for index in group if index in keys] for group in groups)
+    kept = [group for group in inner if len(group) > 1]
 
     def fit(part: str, counts: Counter) -> tuple[int, float]:
         """Return the images of a group that still fit into a part, and its free places."""
@@ -175,14 +162,14 @@ def assign(
         return fitting, sum(quotas[label][part] for label in counts) / max(shares[part], 1e-9)
 
     # The largest groups first: small ones and single images even out what they leave.
-    for group in sorted(groups, key=lambda group: (-len(group), keys[group[0]], group[0])):
+    for group in sorted(kept, key=lambda group: (-len(group), keys[group[0]], group[0])):
         counts = Counter(labels[index] for index in group)
         chosen = max(shares, key=lambda part: fit(part, counts))
         for index in group:
             parts[index] = chosen
             quotas[labels[index]][chosen] -= 1
-    for index in sorted(range(len(parts)), key=keys.__getitem__):  # stable: equal hashes are in the order of the names
-        if not parts[index]:
+    for index in sorted(own, key=keys.__getitem__):  # stable: equal hashes are in the order of the names
+        if index not in parts:
             quota = quotas[labels[index]]
             # A group may have taken more than the places of its part: then the last parts get fewer images.
             parts[index] = chosen = next(part for part in shares if quota[part] > 0)
@@ -214,17 +201,18 @@ def _class_quotas(
     return quotas
 
 
-def keep_classes_in_training(images: Images, parts: list[str], groups: Sequence[Sequence[int]]) -> None:
+def keep_classes_in_training(images: Images, parts: dict[int, str], groups: Sequence[Sequence[int]]) -> None:
     """Move images to the part "train", which no validation list contains, until each class is in every training list.
 
     With folds, a training list contains the other folds, so a class must be in two of them.
     """
-    group_of = {index: group for group in groups for index in group}
-    for label in range(len(images.classes)):
-        own = [index for index, other in enumerate(images.labels) if other == label]
+    group_of, by_label = {index: group for group in groups for index in group}, defaultdict(list)
+    for index, label in enumerate(images.labels):
+        by_label[label].append(index)
+    for _, own in sorted(by_label.items()):
         counts = Counter(parts[index] for index in own)
         folds = [part for part in counts if part.startswith(_FOLD)]
-        if not own or TRAIN in counts or len(folds) > 1:
+        if TRAIN in counts or len(folds) > 1:
             continue
         moved = folds[0] if folds else counts.most_common(1)[0][0]
         # All of a fold; otherwise one image, with its group.
@@ -250,14 +238,14 @@ def plan_split(
     names = [f"{_FOLD}{number}" for number in range(1, folds + 1)]
     shares = dict.fromkeys(names, (1 - test) / max(1, folds)) or {TRAIN: 1 - test - val, "val": val}
     shares |= {"test": test} if test else {}
-    parts = assign(images, shares, groups, seed)
+    parts = assign(images, range(len(images.names)), shares, groups, seed)
     keep_classes_in_training(images, parts, groups)
     by_part: dict[str, list[int]] = defaultdict(list)
-    for index, part in enumerate(parts):
-        by_part[part].append(index)
+    for index in sorted(parts):
+        by_part[parts[index]].append(index)
     files = {} if folds else {f"{part}.csv": by_part[part] for part in (TRAIN, "val")}
     for fold in names:
-        others = [index for index, part in enumerate(parts) if part not in (fold, "test")]
+        others = [index for index in sorted(parts) if parts[index] not in (fold, "test")]
         files |= {f"{fold}/{TRAIN}.csv": others, f"{fold}/val.csv": by_part[fold]}
     if empty := [part for part in shares if part != TRAIN and not by_part[part]]:
         what = f"none of {counted(len(images.names), 'image')} is left for {empty[0]}"

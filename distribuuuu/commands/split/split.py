@@ -26,7 +26,6 @@ names and the seed only, and equal files are never divided.
   %(prog)s my_images --val 0.2 --out my_lists
   %(prog)s my_images --val 0.1 --group-by '^(patient\\d+)' --out my_lists
   %(prog)s my_images --folds 5 --out my_folds
-  %(prog)s photos --label-by '^([a-z]+)_' --val 0.2 --out my_lists
   %(prog)s dogs.csv --val 0.2 --out dog_lists DATA.TABLE.path id
 """
 
@@ -50,7 +49,7 @@ def split(prog: str, args: list[str]) -> int:
     from distribuuuu.commands.scan.splitting import list_images, list_table_images, plan_split, write_split
 
     try:
-        images = list_table_images(source, words) if is_table else list_images(source, flags.label_by)
+        images = list_table_images(source, words) if is_table else list_images(source)
         files, notes = plan_split(images, flags.val or 0.0, flags.test, flags.folds, flags.group_by, flags.seed)
     except OSError as error:
         raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from error
@@ -105,8 +104,6 @@ def build_parser(prog: str) -> CommandParser:
     either("--val", metavar="SHARE", type=_share, help="share of the validation images, above 0 and below 1")
     either("--folds", metavar="K", type=at_least(2), default=0, help="K splits for cross-validation, instead of --val")
     add("--test", metavar="SHARE", type=_share, default=0.0, help="share of the test images (none)")
-    add("--label-by", metavar="REGEX", default="", help="of images without class folders: the class is the first "
-        "capture group, or else the match, in the name of the file")  # fmt: skip
     add("--group-by", metavar="REGEX", default="", help="images with the same first capture group, or else the same "
         "match, in their names (relative to the class folder) stay in one split")  # fmt: skip
     add("--seed", metavar="N", type=int, default=0, help="another seed gives another split (0)")
