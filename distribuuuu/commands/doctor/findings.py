@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from distribuuuu.commands.scan.data_config import find_splits, open_images
-from distribuuuu.commands.scan.duplicates import DuplicateGroup
 from distribuuuu.commands.scan.scan import BROKEN, INTACT, ROTATED, Scan, suggest_sizes
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.errors import counted, first_few
@@ -142,7 +141,7 @@ def _found(kind: str, files: Sequence[str], *facts: object, fix: str = "", **det
 
 
 def examine(
-    scan: Scan, groups: Sequence[DuplicateGroup], options: DecodeOptions, suspicious: Mapping[int, str]
+    scan: Scan, groups: Sequence[list[int]], options: DecodeOptions, suspicious: Mapping[int, str]
 ) -> dict[str, Any]:
     """Return the report: counts, suggested options and findings, of JSON types; see docs/doctor.md.
 
@@ -246,13 +245,14 @@ def _image_findings(scan: Scan, options: DecodeOptions) -> Iterator[Finding]:
             yield _found(kind, files, counted(len(found), "image"), reasons=reasons, fix=fix)
 
 
-def _duplicate_findings(scan: Scan, groups: Sequence[DuplicateGroup]) -> Iterator[Finding]:
+def _duplicate_findings(scan: Scan, groups: Sequence[list[int]]) -> Iterator[Finding]:
     found: dict[str, list[dict[str, Any]]] = {"leakage": [], "contradicting_labels": [], "duplicates": []}
     for group in groups:
-        places = [(*scan.locate(index), scan.name(index)) for index in group.images]
+        places = [(*scan.locate(index), scan.name(index)) for index in group]
         files = [{"file": file, "split": split, "classes": labels_of(images, local)}
                  for split, images, local, file in places]  # fmt: skip
-        described = {"identical": group.identical, "distance": group.distance, "files": files}
+        identical = len({scan.records[index].tobytes() for index in group}) == 1
+        described = {"identical": identical, "files": files}
         splits, labels = [file["split"] for file in files], [tuple(file["classes"]) for file in files]
         found["leakage"] += [described] * (len({*splits}) > 1)
         found["contradicting_labels"] += [described] * (len({*labels}) > 1)

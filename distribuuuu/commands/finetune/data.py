@@ -112,7 +112,7 @@ def divide(
     if intact := [index for index in scan.reasons if scan.records["flags"][index] & INTACT]:
         first = f"{images.names[intact[0]]}: {scan.reasons[intact[0]]}"
         raise ConfigError(f"FOLDER: cannot read {counted(len(intact), 'image')}, e.g. {first}")
-    copies = [group.images for group in find_groups(scan, options)]
+    copies = find_groups(scan, options)
     groups = merge_groups([*copies, *(find_named_groups(images, pattern) if pattern else [])])
     usable = [index for index in range(len(images.names)) if index not in scan.reasons]
     notes = list(describe_copies(images, copies, "copies"))

@@ -1,7 +1,6 @@
 """Duplicate images: equal contents, and perceptual hashes that differ in few bits, found by an index of their bands."""
 
 import functools
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,20 +26,6 @@ MAX_NEIGHBORS = 256
 _CACHED = 1024
 
 
-class DuplicateGroup(NamedTuple):
-    """Images that are copies of each other.
-
-    Attributes:
-        images: their indices in the scan, ascending.
-        identical: whether the contents of all are equal.
-        distance: the largest difference, in bits, of the hashes by which two of them were found.
-    """
-
-    images: list[int]
-    identical: bool
-    distance: int
-
-
 def find_near_pairs(hashes: np.ndarray) -> np.ndarray:
     """Return pairs of hashes, uint8 (N, 16), that differ in at most RADIUS bits.
 
@@ -63,13 +48,12 @@ def find_near_pairs(hashes: np.ndarray) -> np.ndarray:
     return np.unique(np.concatenate(found), axis=0)
 
 
-def find_groups(scan: Scan, options: DecodeOptions) -> list[DuplicateGroup]:
-    """Return the groups of duplicates among the images of a scan, in the order of their first images.
+def find_groups(scan: Scan, options: DecodeOptions) -> list[list[int]]:
+    """Return the groups of copies among the images of a scan, as ascending indices, in the order of their first images.
 
     Near-duplicates are confirmed on the pixels of both images.
     """
     group_of: dict[int, list[int]] = {}
-    distances: dict[int, int] = {}
 
     def join(one: int, other: int) -> None:
         small, large = sorted((group_of.setdefault(index, [index]) for index in (one, other)), key=len)
@@ -83,19 +67,14 @@ def find_groups(scan: Scan, options: DecodeOptions) -> list[DuplicateGroup]:
     rows = np.flatnonzero((flags & (BROKEN | FLAT) == 0) & ~is_copy)
     pairs = find_near_pairs(scan.records["hash"][rows])
     thumbnail = functools.lru_cache(_CACHED)(functools.partial(_make_thumbnail, scan, options))
-    for first, second, distance in pairs[np.lexsort((pairs[:, 1], pairs[:, 0], pairs[:, 2]))].tolist():
+    for first, second, _ in pairs[np.lexsort((pairs[:, 1], pairs[:, 0], pairs[:, 2]))].tolist():
         one, other = int(rows[first]), int(rows[second])
         if group_of.setdefault(one, [one]) is not group_of.setdefault(other, [other]):
             sides = [scan.records[index][name] for index in (one, other) for name in ("width", "height")]
             if are_alike(thumbnail(one), thumbnail(other), min(sides)):
                 join(one, other)
-                distances[one] = distance
     found = {id(group): group for group in group_of.values() if len(group) > 1}
-    groups = []
-    for images in sorted(map(sorted, found.values())):
-        identical = all(scan.records[index] == scan.records[images[0]] for index in images)
-        groups.append(DuplicateGroup(images, identical, max(distances.get(index, 0) for index in images)))
-    return groups
+    return sorted(map(sorted, found.values()))
 
 
 def _find_identical(records: np.ndarray) -> list[tuple[int, int]]:

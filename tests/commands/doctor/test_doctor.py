@@ -73,11 +73,6 @@ def test_mistakes_are_reported(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_the_set_of_a_config_is_checked(root, capsys):
-    status, text, _ = run(capsys, "TRAIN.DATASET", root, "MODEL.NUM_CLASSES", "2")
-    assert status == 0 and "33 images, 2 splits" in " ".join(text.split())
-
-
 def test_wrong_labels_are_ranked_by_features(shapes_run, shapes_folder, tmp_path, capsys):
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(300) % 3

@@ -7,8 +7,6 @@ import pickle
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +16,8 @@ from PIL import Image
 from support.archives import files_of
 from support.images import draw_folder
 from support.packs import pack
-from support.processes import wait_for
-from support.runs import ROOT, message_of, run_python, run_tool
+from support.runs import message_of, run_python
 
-from distribuuuu.commands.main import dispatch
 from distribuuuu.commands.pack import encode
 from distribuuuu.commands.pack.encode import encode_jpeg
 from distribuuuu.config import get_cfg
@@ -161,13 +157,6 @@ def test_exif_is_applied_where_pixels_are_packed(folder, tmp_path):
     assert "exif rotate True, now None" in message_of(pack, tmp_path / "rotated", *words)
 
 
-def test_images_above_max_pixels_are_not_packed(folder, tmp_path):
-    message = message_of(pack, tmp_path, "DATA.MAX_PIXELS", 40 * 36 - 1, *source(folder))
-    assert "ant/000.jpg: 40 x 36 pixels are more than DATA.MAX_PIXELS 1439" in message
-    pack(tmp_path / "out", "DATA.MAX_PIXELS", 40 * 36, *source(folder))
-    assert len(Packed(tmp_path / "out", "train")) == 14
-
-
 def test_a_set_without_files(pixels, tmp_path):
     pack(tmp_path, "--format", "raw", *pixels)
     packed = Packed(tmp_path, "train")
@@ -179,19 +168,6 @@ def test_a_set_without_files(pixels, tmp_path):
     assert "the data set has pixels but no files" in message_of(pack, tmp_path / "b", *pixels)
     pack(tmp_path / "b", "--quality", 90, *pixels)
     assert decode(Packed(tmp_path / "b", "train").read(0)).shape == (3, 9, 13)
-
-
-def test_a_pack_is_not_packed_onto_itself(folder, tmp_path):
-    pack(tmp_path, *source(folder))
-    assert "is the source itself" in message_of(pack, tmp_path, "DATA.NAME", "packed", *source(tmp_path))
-    assert len(Packed(tmp_path, "train")) == 14
-
-
-def test_the_number_of_workers_changes_no_byte(folder, tmp_path):
-    for workers in (0, 2):
-        words = ["--shard-mb", TINY_MB, "--shorter-side", 20, *source(folder)]
-        pack(tmp_path / str(workers), *words, workers=workers)
-    assert files_of(tmp_path / "0" / "train") == files_of(tmp_path / "2" / "train")
 
 
 def test_evaluation_labels_by_the_training_classes(folder, tmp_path):
@@ -209,30 +185,7 @@ def test_evaluation_labels_by_the_training_classes(folder, tmp_path):
     assert "lacks: ant" in message_of(Packed.from_cfg, cfg, False)
 
 
-@pytest.mark.slow
-def test_a_killed_packing_is_replaced_by_the_next_run(tmp_path):
-    out = tmp_path / "out" / "train"
-    draw_folder(tmp_path / "data", "train", {"a": 5, "b": 5})
-    for path in list((tmp_path / "data").rglob("*.jpg")):
-        for number in range(199):  # which take a while
-            os.link(path, path.with_stem(f"{path.stem}-{number}"))
-    words = ["--shard-mb", "0.05", "--split", "train", "--workers", "2", *source(tmp_path / "data")]
-    command = [sys.executable, "tools/pack_dataset.py", str(out.parent), *words]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    wait_for((out / "shard-00002.bin").exists, process)
-    process.kill()
-    process.communicate()
-    assert not (out / "index.bin").exists() and "is not finished" in message_of(Packed, out.parent, "train")
-    (out / "shard-00099.bin").write_bytes(b"of a pack with more shards")
-    (out / "shard-00000.part").write_bytes(b"of an older version")
-    done = run_tool("pack_dataset.py", out.parent, *words)
-    assert done.returncode == 0, done.stderr
-    pack(tmp_path / "whole", *words)
-    assert files_of(out) == files_of(tmp_path / "whole" / "train")
-    assert "nothing to do" in run_tool("pack_dataset.py", out.parent, *words).stdout
-
-
-def test_a_full_disk_is_reported(folder, tmp_path):
+def test_what_a_full_disk_or_a_kill_has_left_is_replaced_by_the_next_run(folder, tmp_path, capsys):
     words, limits = ["--shard-mb", TINY_MB, *source(folder)], resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
@@ -241,8 +194,13 @@ def test_a_full_disk_is_reported(folder, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "File too large; the pack is incomplete; fix: free some space and run the same command again" in message
     assert "packing is not finished" in message_of(Packed, tmp_path, "train")
+    (tmp_path / "train" / "shard-00099.bin").write_bytes(b"of a pack with more shards")
+    (tmp_path / "train" / "shard-00000.part").write_bytes(b"of an older version")
     pack(tmp_path, *words)
-    assert len(Packed(tmp_path, "train")) == 14
+    pack(tmp_path / "whole", *words, workers=2)
+    assert files_of(tmp_path / "train") == files_of(tmp_path / "whole" / "train"), "workers change no byte"
+    pack(tmp_path, *words)
+    assert "nothing to do" in capsys.readouterr().out
 
 
 def test_other_options_or_another_source_are_refused(folder, tmp_path):
@@ -263,6 +221,7 @@ def test_a_folder_of_other_things_or_of_another_command_is_left_alone(folder, tm
     shutil.copytree(folder, tmp_path / "data")
     assert "holds other files, e.g. ant" in message_of(pack, tmp_path / "data", *source(folder))
     assert sorted(os.listdir(tmp_path / "data" / "train")) == ["ant", "bee", "cat"]
+    assert "is the source itself" in message_of(pack, tmp_path / "data", *source(tmp_path / "data"))
     (tmp_path / "train").mkdir()
     number = os.open(tmp_path / "train", os.O_RDONLY)
     fcntl.flock(number, fcntl.LOCK_EX)
@@ -273,6 +232,8 @@ def test_a_folder_of_other_things_or_of_another_command_is_left_alone(folder, tm
 
 def test_a_broken_image_stops_the_packing_or_is_left_out(folder, tmp_path, capsys):
     shutil.copytree(folder, tmp_path / "data")
+    message = message_of(pack, tmp_path / "out", "DATA.MAX_PIXELS", 40 * 36 - 1, *source(folder))
+    assert "ant/000.jpg: 40 x 36 pixels are more than DATA.MAX_PIXELS 1439" in message
     path = tmp_path / "data/train/bee/002.jpg"
     path.write_bytes(path.read_bytes()[:300])
     broken = ["--shard-mb", TINY_MB, *source(tmp_path / "data")]
@@ -366,17 +327,6 @@ def test_a_mistake_is_answered_with_its_remedy_and_without_torch(folder, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_options_of_training_alone_are_not_demanded(tmp_path, capsys):
-    for split in ("train", "val"):
-        (tmp_path / "bands" / split / "x").mkdir(parents=True)
-        np.save(tmp_path / "bands" / split / "x" / "a.npy", np.zeros((8, 9, 5), np.uint16))
-    five = ["DATA.CHANNELS", "5", "DATA.PIXELS", "uint16", "TRAIN.DATASET", str(tmp_path / "bands")]
-    assert dispatch("distribuuuu", ["pack", str(tmp_path / "five"), "--workers", "0", *five]) == 0
-    assert "DATA.MEAN" not in capsys.readouterr().err
-    assert dispatch("distribuuuu", ["pack", str(tmp_path / "non"), *five, "DATA.MEAN", "[1]"]) == 2
-    assert "DATA.MEAN (command line): got" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("own", [False, True])
 def test_images_of_other_channels_and_types_are_read_as_they_were_packed(tmp_path, monkeypatch, own):
     for name in ("mean", "std") if own else ():  # statistics of the data set's own
@@ -385,7 +335,9 @@ def test_images_of_other_channels_and_types_are_read_as_they_were_packed(tmp_pat
         for number, name in enumerate(("ant", "bee")):
             (tmp_path / "images" / split / name).mkdir(parents=True)
             np.save(tmp_path / "images" / split / name / "0.npy", np.full((8, 8, 5), 1000 * number, np.uint16))
-    pack(tmp_path / "out", *source(tmp_path / "images"), "DATA.CHANNELS", 5, "DATA.PIXELS", "uint16")
+    words = [*source(tmp_path / "images"), "DATA.CHANNELS", 5, "DATA.PIXELS", "uint16"]
+    assert "DATA.MEAN (command line): got" in message_of(pack, tmp_path / "x", *words, "DATA.MEAN", "[1]")
+    pack(tmp_path / "out", *words)  # without DATA.MEAN, which only a training needs
     packed = Packed(tmp_path / "out", "train")
     assert decode(packed.read(1), options=DecodeOptions(channels=5, pixels="uint16"))[0, 0, 0] == 1000
     assert not own or packed.mean == (0.5,) * 5

@@ -145,9 +145,18 @@ def test_an_image_that_cannot_be_read_is_an_error_or_is_marked(shapes_run, shape
         loaded.predict(tmp_path / "none")
 
 
-def test_folders_patterns_lists_and_files_are_expanded_in_order(tmp_path, monkeypatch):
+def test_folders_patterns_lists_and_files_are_expanded_in_order(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
-    for name in ("a/z.jpg", "a/b/y.PNG", "a/b/notes.md", "a/.hidden/x.jpg", "a/__MACOSX/x.jpg", "c[1].jpg", "d.webp"):
+    for name in (
+        "e[1]/1.jpg",
+        "a/z.jpg",
+        "a/b/y.PNG",
+        "a/b/notes.md",
+        "a/.hidden/x.jpg",
+        "a/__MACOSX/x.jpg",
+        "c[1].jpg",
+        "d.webp",
+    ):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
     Path("a/b/again").symlink_to(tmp_path / "a")
@@ -156,6 +165,10 @@ def test_folders_patterns_lists_and_files_are_expanded_in_order(tmp_path, monkey
     assert list_images(["d.webp", "a", "c[1].jpg"]) == ["d.webp", "a/b/y.PNG", "a/z.jpg", "c[1].jpg"]
     assert list_images(["*.webp", "list.txt", "d.webp"]) == ["d.webp", "d.webp", "none.jpg", "d.webp"]
     assert list_images(["?/b/y.*", "a/b/notes.md"]) == ["a/b/y.PNG", "a/b/notes.md"]
+    assert list_images(["e[1]/*.jpg"]) == ["e[1]/1.jpg"], "brackets stand for themselves"
+    Path("notes.txt").write_text("taken in May\n")
+    assert list_images(["d.webp", "notes.txt"]) == ["d.webp"]
+    assert "notes.txt is left out: a text whose lines name no image" in caplog.text
     monkeypatch.setattr(sys, "stdin", io.StringIO("d.webp\nx y.jpg\n"))
     assert list_images(["-"]) == ["d.webp", "x y.jpg"]
     Path("empty").mkdir()
@@ -193,18 +206,6 @@ def test_scores_that_are_not_finite_are_an_error_and_never_an_answer(shapes_run,
     words = ["MODEL.WEIGHTS", str(tmp_path / "nan.pth.tar"), "OUT_DIR", str(tmp_path / "out")]
     with pytest.raises(ConfigError, match=r"nan.pth.tar: the model has scores that are not finite \(loss nan\); fix"):
         evaluate_weights(load_cfg(shapes_run / "config.yaml", words))
-
-
-def test_a_text_beside_images_is_no_list_and_a_pattern_may_have_brackets(shapes_folder, tmp_path, caplog):
-    folder, image = tmp_path / "a[1]", shapes_folder / "val" / "star" / "0000.jpg"
-    folder.mkdir()
-    shutil.copy(image, folder / "1.jpg")
-    (tmp_path / "notes.txt").write_text("taken in May\n")
-    assert list_images([str(folder / "1.jpg"), str(tmp_path / "notes.txt")]) == [str(folder / "1.jpg")]
-    assert "notes.txt is left out: a text whose lines name no image" in caplog.text
-    assert list_images([str(folder / "*.jpg")]) == [str(folder / "1.jpg")]
-    (tmp_path / "list.txt").write_text(f"{image}\n")
-    assert list_images([str(image), str(tmp_path / "list.txt")]) == [str(image)] * 2
 
 
 def test_file_names_of_any_bytes_are_written_as_they_are_and_read_back_equal(shapes_run, shapes_folder, tmp_path):
