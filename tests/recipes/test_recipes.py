@@ -63,7 +63,7 @@ def test_each_published_recipe_has_a_file_and_its_header_the_published_figures()
         if name.removeprefix("imagenet2021/") in BASELINES:
             figures += [f"{facts['params']:.3f}", str(facts["global batch"])]
         if "max side of the pack" in facts:
-            figures.append(f"--longer-side {facts['max side of the pack']} --quality 90")
+            figures.append(f"at most {facts['max side of the pack']} px")
         assert [figure for figure in figures if figure not in header] == [], name
 
 

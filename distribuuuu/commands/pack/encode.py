@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 # The decoder imports it at its first call; importing it here does so once, before the workers are forked.
 import torchvision.io  # noqa: F401
@@ -18,7 +17,6 @@ from distribuuuu.data.datasets.base import ImageDataset, is_file
 from distribuuuu.data.decode import DecodeOptions, decode, open_lazy_image
 from distribuuuu.data.image_faults import ImageFault, explain_fault
 from distribuuuu.data.packed.format import MAX_RECORD
-from distribuuuu.data.transforms import resize
 
 
 class Record(NamedTuple):
@@ -39,8 +37,8 @@ class Encoder:
     Args:
         images: the data set.
         root: the folder to remove from the image names.
-        pack: the options of the pack: format (raw: pixels instead of files); shorter_side and longer_side, to which
-            larger images are scaled down (None: keep the size); quality of the JPEGs (None: keep the files unchanged).
+        pack: the options of the pack: format (raw: pixels instead of files); shorter_side, to which larger images are
+            scaled down (None: keep the size); quality of the JPEGs (None: keep the files unchanged).
         options: see `decode`.
     """
 
@@ -75,7 +73,7 @@ class Encoder:
             decode(image, options=self.options)  # a damaged one is no record
             return bytes(image), 0, 0
         pixels = open_lazy_image(image, "auto", self.options).pixels().permute(1, 2, 0).contiguous().numpy()
-        pixels = limit_longer_side(scale_down(pixels, self.pack["shorter_side"]), self.pack.get("longer_side"))
+        pixels = scale_down(pixels, self.pack["shorter_side"])
         return (pixels.tobytes(), *pixels.shape[:2]) if is_raw else (encode_jpeg(pixels, quality), 0, 0)
 
 
@@ -90,17 +88,6 @@ def scale_down(pixels: np.ndarray, shorter_side: int | None) -> np.ndarray:
     size = [max(1, round(side * shorter_side / least)) for side in (width, height)]
     # Antialiased bicubic: sharper than bilinear, with less ringing than Lanczos.
     return np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))
-
-
-def limit_longer_side(pixels: np.ndarray, longer_side: int | None) -> np.ndarray:
-    """Return uint8 (H, W, 3) with the longer side scaled down as in ffcv: OpenCV's INTER_AREA, sizes rounded down."""
-    height, width = pixels.shape[:2]
-    ratio = 1.0 if longer_side is None else longer_side / max(height, width)
-    if ratio >= 1:
-        return pixels
-    planes = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)
-    resized = resize(planes, max(1, int(ratio * height)), max(1, int(ratio * width)), "opencv_area")
-    return resized.permute(1, 2, 0).contiguous().numpy()
 
 
 def encode_jpeg(pixels: np.ndarray, quality: int) -> bytes:

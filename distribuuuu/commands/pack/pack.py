@@ -70,9 +70,7 @@ def build_parser(prog: str | None = None) -> CommandParser:
     add = parser.add_argument
     add("--cfg", metavar="FILE", help="YAML file that names the source: DATA.NAME, TRAIN.DATASET, TEST.DATASET ...")
     add("--format", choices=FORMATS, default="jpeg", help="files (jpeg, the default) or pixels (raw)")
-    side = parser.add_mutually_exclusive_group().add_argument
-    side("--shorter-side", metavar="N", type=at_least(1), help="scale larger images down to this many pixels")
-    side("--longer-side", metavar="N", type=at_least(1), help="the same for the longer side, as ffcv does")
+    add("--shorter-side", metavar="N", type=at_least(1), help="scale larger images down to this many pixels")
     add("--quality", metavar="Q", type=int, help="encode again as JPEG; 90 where a new size makes it necessary")
     add("--shard-mb", metavar="MB", type=float, default=1024.0, help="maximum size of a file (1024)")
     workers = "processes that encode (default: one per core); 0: none"
@@ -83,11 +81,9 @@ def build_parser(prog: str | None = None) -> CommandParser:
 
 def _options_of(args: argparse.Namespace, cfg: Config) -> dict[str, Any]:
     """Return the options of a pack as its index stores them."""
-    encodes = args.format == "jpeg" and (args.shorter_side is not None or args.longer_side is not None)
+    encodes = args.format == "jpeg" and args.shorter_side is not None
     quality = DEFAULT_QUALITY if encodes and args.quality is None else args.quality
     options = {"format": args.format, "shorter_side": args.shorter_side, "quality": quality, "shard_mb": args.shard_mb}
-    if args.longer_side is not None:
-        options["longer_side"] = args.longer_side
     if cfg.DATA.EXIF_ROTATE and (quality is not None or args.format == "raw"):  # a file kept unchanged keeps its EXIF
         options["exif_rotate"] = True
     return options

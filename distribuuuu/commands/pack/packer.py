@@ -55,7 +55,7 @@ class PackJob:
         out: the folder of the packs, one sub-folder per split.
         flags: those of the command.
         cfg: the source, and the handling of broken images.
-        options: format, shorter_side, quality and shard_mb as stored in the index; longer_side and exif_rotate if set.
+        options: format, shorter_side, quality and shard_mb as stored in the index; exif_rotate if set.
     """
 
     out: Path

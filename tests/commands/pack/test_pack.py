@@ -19,7 +19,6 @@ from support.packs import pack
 from support.runs import message_of, run_python
 
 from distribuuuu.commands.pack import encode
-from distribuuuu.commands.pack.encode import encode_jpeg
 from distribuuuu.config import get_cfg
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset
@@ -27,7 +26,6 @@ from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.decode import DecodeOptions, decode
 from distribuuuu.data.packed import format as pack_file
 from distribuuuu.data.packed.dataset import Packed
-from distribuuuu.data.transforms import resize
 
 # A shard of it holds a few of the images below.
 TINY_MB = 0.004
@@ -116,19 +114,6 @@ def test_smaller_jpegs_can_be_decoded_by_rows_and_nothing_is_enlarged(folder, tm
     assert decode(Packed(tmp_path / "a", "train").read(2)).shape == (3, 36, 40)
     monkeypatch.setattr(encode, "MAX_RECORD", 100)
     assert "bytes; a pack holds images of at most 100" in message_of(pack, tmp_path / "c", *source(folder))
-
-
-def test_the_longer_side_is_scaled_down_as_ffcv_does(folder, tmp_path):
-    # ffcv/fields/rgb_image.py, resizer: INTER_AREA, sides times N / longer side, rounded down; JPEGs of quality 90.
-    pack(tmp_path / "raw", "--format", "raw", "--longer-side", 27, *source(folder))
-    pack(tmp_path / "jpeg", "--longer-side", 27, *source(folder))
-    original = decode((folder / "train/ant/000.jpg").read_bytes())
-    assert original.shape == (3, 36, 40)
-    expected = resize(original, 24, 27, "opencv_area").permute(1, 2, 0).numpy()
-    assert np.array_equal(Packed(tmp_path / "raw", "train").read(0), expected)
-    data = bytes(Packed(tmp_path / "jpeg", "train").read(0))
-    assert data == encode_jpeg(np.ascontiguousarray(expected), 90)
-    assert "longer side 27, now None" in message_of(pack, tmp_path / "raw", "--format", "raw", *source(folder))
 
 
 def test_exif_is_applied_where_pixels_are_packed(folder, tmp_path):
@@ -307,7 +292,7 @@ WRONG = {
     "": "name the folder of the packed data first", "TRAIN.DATASET x": "folder of the packed data first",
     "OUT --format jpg": "invalid choice", "OUT --shorter-sid 3": "did you mean --shorter-side",
     "OUT TRAIN.DATASETS x": "did you mean TRAIN.DATASET", "OUT --format raw --quality 90": "stores pixels",
-    "OUT --quality 101": "1 to 100", "OUT --shorter-side 9 --longer-side 12": "not allowed with argument",
+    "OUT --quality 101": "1 to 100",
     "OUT --workers -1": "got -1; expected 0 or more", "OUT TRAIN.DATASET /no/such": "no such folder: /no/such",
     "s3://bucket/set": "expected a local path",
 }  # fmt: skip
