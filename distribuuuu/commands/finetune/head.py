@@ -11,6 +11,7 @@ from distribuuuu.checkpoint.manager import write_atomically
 from distribuuuu.checkpoint.weights_files import RAW, best_path
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.config_node import changed, iter_options
+from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.run_files import PROBE
 from distribuuuu.data.seeding import derive_seed, seed_cpu
 from distribuuuu.engine.build import build_initial_model, write_config
@@ -88,9 +89,8 @@ def set_head(run: LoadedRun, probe: Probe) -> dict[str, Tensor]:
     Raises:
         ConfigError: the last layer has no bias, or is not known, see `find_classifiers`.
     """
-    tensors, size = dict(run.state_dict or {}), run.transform.crop.size
-    height, width = (size, size) if isinstance(size, int) else size
-    layers = find_classifiers(run, torch.zeros(1, run.cfg.DATA.CHANNELS, height, width, device=run.device))
+    tensors, size = dict(run.state_dict or {}), height_and_width(run.transform.crop.size)
+    layers = find_classifiers(run, torch.zeros(1, run.cfg.DATA.CHANNELS, *size, device=run.device))
     for name in (name for name, layer in run.model.named_modules() if any(layer is one for one in layers)):
         if f"{name}.bias" not in tensors:
             raise ConfigError(f"--backbone: the last layer of {run.cfg.MODEL.ARCH} has no bias; fix: another backbone")
