@@ -27,7 +27,7 @@ from distribuuuu.data.datasets.index import Index
 from distribuuuu.data.datasets.targets import match_forms
 from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_lazy_image
 from distribuuuu.data.image_faults import explain_fault
-from distribuuuu.files.image_files import EXTENSIONS, is_image, list_classes
+from distribuuuu.files.image_files import EXTENSIONS, list_classes
 from distribuuuu.hints.sources import (
     access_problem,
     count_others,
@@ -48,11 +48,6 @@ class ScannedFolder(ImageFolder):
     def __init__(self, folder: Path):
         self.folder = folder
         self.use_index(Index(str(folder), str(folder), *scan_folder(str(folder))))
-
-    def list_outside(self) -> list[str]:
-        """Return the images outside of the class folders."""
-        names = sorted(filter(is_image, os.listdir(self.folder))) if self.index.meta["num_beside"] else ()
-        return [str(self.folder / name) for name in names if not (self.folder / name).is_dir()]
 
 
 def open_folder(root: Path) -> Splits:
@@ -109,8 +104,6 @@ def open_cfg(cfg) -> Splits:
 PROBLEM, NOTE = "problem", "note"
 # Severity, message and fix of each kind of finding, in the order of the report; see docs/doctor.md.
 _KINDS = {
-    "image_without_class": (PROBLEM, "ignored: {} outside of the class folders",
-                            "move each into the folder of its class"),
     "empty_class": (PROBLEM, "{} without an image{}", ""),
     "one_class": (PROBLEM, "{}: the only class is {!r}", "add images of another class"),
     "unknown_class": (PROBLEM, "{} of {} not in {}: {}", "rename the folders, or add training images"),
@@ -196,8 +189,6 @@ def _imbalance(counts: Iterable[int]) -> float | None:
 def _class_findings(splits: Splits, counts: dict[str, dict[str, int]], options: DecodeOptions) -> Iterator[Finding]:
     folders = {name: images for name, images in splits.items() if isinstance(images, ScannedFolder)}
     trained, *others = splits
-    if outside := [path for images in folders.values() for path in images.list_outside()]:
-        yield _found("image_without_class", outside, counted(len(outside), "image"))
     empty = [
         _place(splits[name], name, label)
         for name, classes in counts.items()
@@ -207,7 +198,7 @@ def _class_findings(splits: Splits, counts: dict[str, dict[str, int]], options: 
     if empty:
         held, _, fix = count_others(Path(), empty).partition("; fix: ")
         yield _found("empty_class", empty, counted(len(empty), "class"), held, fix=f"add images, or {fix}")
-    notes = [note for images in splits.values() for note in images.notes() if "outside the class folders" not in note]
+    notes = [note for images in splits.values() for note in images.notes()]
     for split in others:
         unknown = sorted(counts[split].keys() - counts[trained].keys())
         forms, found = match_forms(split, unknown, counts[trained])

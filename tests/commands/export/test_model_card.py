@@ -7,19 +7,25 @@ import re
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from support.saved_runs import save_run
 
 from distribuuuu import load_run
 from distribuuuu.commands.export.exporter import export_run
 from distribuuuu.commands.export.model_card import render_card
 from distribuuuu.trainer import train_model
 
-OTHER = ("DATA.MEAN", "[0.4, 0.5, 0.3]", "DATA.STD", "[0.2, 0.3, 0.25]")
+OTHER = ("DATA.MEAN", "[0.4, 0.5, 0.3]", "DATA.STD", "[0.2, 0.3, 0.25]", "MODEL.LICENSE", "mit")
+# Names that could break a table, a block of code or a line.
+NAMES = ("a|b`", "```\n# c", "x" * 200)
 
 
 @pytest.fixture
-def card(small_cfg, tmp_path) -> str:
-    cfg = small_cfg("EMA.HALF_LIFE", "40", "AUG.MIXUP", "0.2", "TEST.FLIP", "True", "MODEL.LICENSE", "mit", *OTHER)
+def card(small_cfg, tmp_path, image_folder) -> str:
+    for split in ("train", "val"):
+        (tmp_path / "data" / split).mkdir(parents=True)
+        for name, source in zip(NAMES, ("ant", "bee", "cat"), strict=True):
+            os.symlink(image_folder / split / source, tmp_path / "data" / split / name)
+    averaged = ("EMA.HALF_LIFE", "40", "AUG.MIXUP", "0.2", "TEST.FLIP", "True")
+    cfg = small_cfg("TRAIN.DATASET", tmp_path / "data", *averaged, *OTHER)
     train_model(cfg)
     export_run(load_run(cfg.OUT_DIR, device="cpu"), "safetensors", tmp_path / "exported")
     return (tmp_path / "exported" / "README.md").read_text()
@@ -47,22 +53,7 @@ def test_a_card_has_valid_metadata_and_the_numbers_of_the_run(card, tmp_path):
     assert "48 training and 37 evaluation images, 3 classes" in card
     for text in ("| weights | ema, ", "shorter side 18 px, center crop 16 px, bilinear",
                  "mean [0.4, 0.5, 0.3]", "average the logits with those of the mirrored image",
-                 '["ant", "bee", "cat"]', "**verified**", results["commit"]):  # fmt: skip
+                 "**verified**", results["commit"]):  # fmt: skip
         assert text in card, text
     assert str(tmp_path) not in card and "TRAIN.DATASET" not in card
-
-
-@pytest.mark.slow
-def test_class_names_cannot_break_the_card(small_cfg, tmp_path, image_folder):
-    names = ("a|b`", "```\n# c", "x" * 200)
-    folder = tmp_path / "data"
-    for split in ("train", "val"):
-        (folder / split).mkdir(parents=True)
-        for name, source in zip(names, ("ant", "bee", "cat"), strict=True):
-            os.symlink(image_folder / split / source, folder / split / name)
-    cfg = small_cfg("TRAIN.DATASET", folder, *OTHER)
-    run = load_run(save_run(cfg, tuple(sorted(names))), device="cpu")
-    export_run(run, "safetensors", tmp_path / "exported")
-    card = (tmp_path / "exported" / "README.md").read_text()
-    assert json.loads(re.search(r"```json\n(.*?)\n```", card, re.DOTALL)[1]) == sorted(names)
-    assert ModelCard(card).data.pipeline_tag == "image-classification"
+    assert json.loads(re.search(r"```json\n(.*?)\n```", card, re.DOTALL)[1]) == sorted(NAMES)
