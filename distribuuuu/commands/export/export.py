@@ -40,8 +40,6 @@ def export(prog: str, args: list[str]) -> int:
     folders += [flags.out] if flags.out else []
     if problems or len(folders) != 1:
         raise ConfigError(problems or f"--out: got {' '.join(folders) or 'nothing'}; expected one new folder")
-    if flags.images and flags.no_check:
-        raise ConfigError("--images, --no-check: both are given; fix: remove one of them")
     locate_run(flags.run)
     from distribuuuu.commands.export.exporter import check_arguments, export_run
     from distribuuuu.inference.image_arguments import list_images
@@ -74,9 +72,10 @@ def build_parser(prog: str | None = None) -> CommandParser:
     add("run", metavar="RUN", help=RUN_KINDS)
     add("--out", metavar="FOLDER", default="", help="the new folder")
     add("--format", "--to", dest="to", choices=FORMATS, required=True, help="the format")
-    add("--images", metavar="PATH", nargs="+", help="check it on these images instead of the evaluation set")
+    either = parser.add_mutually_exclusive_group().add_argument
+    either("--images", metavar="PATH", nargs="+", help="check it on these images instead of the evaluation set")
     add("--check-images", metavar="N", type=at_least(0), default=1000, help="check N images (1000); 0: all")
-    add("--no-check", action="store_true", help="do not check it, e.g. where no image is at hand")
+    either("--no-check", action="store_true", help="do not check it, e.g. where no image is at hand")
     promise = "the card gives no answer where the model is not sure; the share P of its answers is right, see calibrate"
     add("--precision", metavar="P", type=float, help=promise)
     add("--cfg", metavar="FILE", help="the config, for weights without one")

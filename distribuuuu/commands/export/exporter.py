@@ -101,19 +101,17 @@ def export_run(
                 checked = check_export(run, images, folder, code, check_images, threshold)
             if checked["verified"] is False:
                 file = (folder / file).rename(folder / f"{file}.unverified").name
-            record = {"format": to, "file": file, **checked, **_describe_source(run),
-                      "promised_precision": precision, "threshold": threshold}  # fmt: skip
+            record = {
+                "format": to, "file": file, **checked, "source": Path(run.source).name, "weights": run.weights,
+                "precision": "float32", "hardware": describe_hardware(CPU), "versions": list_versions(),
+                "commit": find_commit(), "promised_precision": precision, "threshold": threshold,
+            }  # fmt: skip
             _write_json(folder / "export.json", record)
             card = render_card(run, record, render_code(run, to, threshold))
             (folder / "README.md").write_text(card, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"OUT: {target} cannot be written: {error.strerror or error}; nothing is left") from error
     return record
-
-
-def _describe_source(run: LoadedRun) -> dict[str, Any]:
-    return {"source": Path(run.source).name, "weights": run.weights, "precision": "float32",
-            "hardware": describe_hardware(CPU), "versions": list_versions(), "commit": find_commit()}  # fmt: skip
 
 
 def _open_check_images(run: LoadedRun) -> ImageDataset:
