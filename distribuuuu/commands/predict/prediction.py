@@ -30,11 +30,10 @@ def predict_files(job: Namespace) -> int:
     """
     run = find_run(job.run, job.cfg, job.overrides)
     selection = choose_selection(run.cfg, len(run.classes), job.topk, job.threshold)
-    spans, threshold = list_spans(len(job.files), run.cfg.TEST.BATCH_SIZE), None
+    spans = list_spans(len(job.files), run.cfg.TEST.BATCH_SIZE)
     columns = list_columns(selection, run.classes)
-    header = ["path", *columns]
-    if job.precision is not None:
-        threshold = run.find_threshold(job.precision)
+    header, threshold = ["path", *columns], None if job.precision is None else run.find_threshold(job.precision)
+    if threshold is not None:
         header.insert(1, "answer")
         print(f"answers have a probability above {threshold:.4f}", file=sys.stderr)
     out = Journal(job.out, run.hash_job(job.files, *selection, threshold)) if job.out else None
