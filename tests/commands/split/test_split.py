@@ -116,7 +116,7 @@ def test_the_command(folder, tmp_path, capsys):
 def test_the_command_that_is_printed_trains_with_sizes_that_suit_images_and_weights(
     tmp_path, capsys, side, sizes, monkeypatch
 ):
-    for number in range(24):
+    for number in range(60):
         path = tmp_path / "images" / "ab"[number % 2] / f"{number:02d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (side + 9 * number, side), (number, 0, 0)).save(path)
