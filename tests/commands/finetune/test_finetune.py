@@ -291,6 +291,7 @@ def assert_same_weights(one, other) -> None:
     assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
 
 
+@pytest.mark.slow
 def test_a_stop_at_any_stage_changes_nothing(photos, finished_run, tmp_path, here, monkeypatch):
     """Each stage ends with an error at its first call; the command is repeated until none is left."""
     expected, out = tmp_path / "expected", tmp_path / "out"
