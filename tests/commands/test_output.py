@@ -54,6 +54,7 @@ def test_a_folder_that_is_no_run_is_named_with_what_to_do(command, name, fix, ca
     assert re.search(said, capsys.readouterr().err)
 
 
+@pytest.mark.slow
 @requires("table")
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
 def test_a_full_disk_behind_standard_output_is_one_message():

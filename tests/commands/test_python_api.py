@@ -18,6 +18,7 @@ if not set(NAMES) <= set(find_commands()):
     pytest.skip("a command was deleted", allow_module_level=True)
 
 
+@pytest.mark.slow
 def test_commands_are_functions(copied_run, image_folder, tmp_path, capsys):
     assert set(distribuuuu.doctor(image_folder)["splits"]) == {"train", "val"}
     lists = distribuuuu.split(image_folder / "train", tmp_path / "lists", val=0.25, overrides={})

@@ -84,6 +84,7 @@ def fake_trial(seconds: list[float]):
     return lambda function, cfg, modes: [one for one in measured(seconds) if one.options in modes]
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_mode_and_equals_one_that_sets_it(small_cfg, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(fast_mode, "in_fresh_process", fake_trial([4, 4, 3, 1]))
     assert evaluate_mode(small_cfg(*AUTO)) == ("none", False), "there is no run"

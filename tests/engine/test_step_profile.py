@@ -23,6 +23,7 @@ def profile(image_folder, out_dir, num: str, *words) -> int:
     return start_command("train", "distribuuuu train", ["--profile", num, *args])
 
 
+@pytest.mark.slow
 def test_a_profiled_run_writes_a_trace_and_is_the_same_run(image_folder, small_cfg, tmp_path):
     assert profile(image_folder, tmp_path / "out", "3") == 0  # over the end of an epoch of four steps
     with gzip.open(tmp_path / "out/profile/trace_rank0.json.gz") as file:

@@ -158,6 +158,7 @@ def nested(depth: int) -> dict:
     return value
 
 
+@pytest.mark.slow
 def test_an_exported_folder_is_evaluated_and_initializes_a_model_as_a_run_does(shapes_run, tmp_path):
     content, folder = read_checkpoint(shapes_run / "best.pth.tar"), tmp_path / "export"
     folder.mkdir()

@@ -144,6 +144,7 @@ def test_published_weights_load_but_a_head_of_other_classes_or_a_reset_one(monke
     assert all(torch.equal(whole[name], published[name]) for name in published)
 
 
+@pytest.mark.slow
 def test_a_published_head_is_used_only_for_its_own_classes(small_cfg, monkeypatch):
     synsets, words = (getattr(ImageNetInfo(), name)() for name in ("label_names", "label_descriptions"))
     accepted = (
@@ -182,6 +183,7 @@ def test_failed_download_names_the_file_and_the_remedy(monkeypatch, error):
     assert "MODEL.WEIGHTS" in problem
 
 
+@pytest.mark.slow
 def test_downloaded_weights_of_torchvision_are_read_as_plain_data(monkeypatch, tmp_path):
     """torchvision asks torch to unpickle anything, and does not check the hash of a file that it has downloaded."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))

@@ -205,6 +205,7 @@ def test_patterns_freeze_parameters_and_whole_modules_by_their_whole_names():
     assert modes == {name: not name.startswith(("layer1.", "layer2.", "layer3.")) for name in modes}
 
 
+@pytest.mark.slow
 @each_row(("arch", "head"), [
     ("resnet8", ["fc"]), ("timm/test_vit", ["head"]), ("timm/test_convnext", ["head.fc"]),
     ("torchvision/densenet121", ["classifier"]), ("torchvision/vgg11", ["classifier.6"]),

@@ -60,11 +60,13 @@ def test_adapters_and_head_are_trained_and_the_best_weights_are_merged(lora_cfg,
         torch.testing.assert_close(model(images), plain(images))
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_resumes_bitwise(lora_cfg):
     content = assert_resumes(lora_cfg("CHECKPOINT.EVERY_STEPS", 2, "OPTIM.MAX_EPOCH", 1), steps=(3,))
     assert content["state_dict"]["blocks.0.attn.qkv.lora_up"].abs().max() > 0
 
 
+@pytest.mark.slow
 def test_a_resume_refuses_other_weights(lora_cfg, tmp_path):
     train_model(lora_cfg(), stop_epoch=1)
     tensors = torch.load(tmp_path / "backbone.pth")
@@ -80,6 +82,7 @@ def test_two_processes_train_the_same_adapters(lora_cfg, shard):
     assert_same_on_processes(lora_cfg(*words), 2)
 
 
+@pytest.mark.slow
 @each_row("words, message", [
     (("FINETUNE.LORA.targets", "[qkvx]"),
      r"FINETUNE.LORA.targets .*: 'qkvx' matches no linear layer.*; the model has blocks.0.attn.qkv, "),

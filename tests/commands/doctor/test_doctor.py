@@ -73,6 +73,7 @@ def test_mistakes_are_reported(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_wrong_labels_are_ranked_by_features(shapes_run, shapes_folder, tmp_path, capsys):
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(300) % 3

@@ -323,6 +323,7 @@ def test_a_stop_at_any_stage_changes_nothing(photos, finished_run, tmp_path, her
     assert contents[0] == contents[1]
 
 
+@pytest.mark.slow
 def test_the_best_of_several_backbones_is_fine_tuned(photos, finished_run, shapes_run, tmp_path, capsys, here):
     out = tmp_path / "out"
     assert run(photos, "--backbone", finished_run, shapes_run, "--out", out, "--probe-only", *WORDS) == 0
@@ -376,6 +377,7 @@ def test_the_minutes_give_the_epochs(photos, finished_run, tmp_path, capsys, her
     assert re.search(r"an epoch takes \d+ s; \d+ epochs fit into 3 min", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_kill_before_the_measurement_changes_no_epochs(photos, finished_run, tmp_path, here, monkeypatch):
     """Of the minutes, the stored seconds of the finished stages are gone, not those of the process."""
     divide_images, words = stages.split_images, [word for word in WORDS if word not in ("OPTIM.MAX_EPOCH", 2)]
@@ -510,6 +512,7 @@ def test_features_of_mirrored_images(plain, tmp_path):
     assert not np.allclose(rows[0], rows[1])
 
 
+@pytest.mark.slow
 def test_views_of_an_image_are_held_out_together():
     generator = torch.Generator().manual_seed(0)
     rows, labels = torch.randn(63, 60, generator=generator), torch.arange(63) % 3

@@ -79,6 +79,7 @@ def test_a_report_is_one_file_that_requests_nothing(finished, tmp_path, capsys):
     assert any("default-src 'none'" in (value or "") for _, value in page.attributes)
 
 
+@pytest.mark.slow
 def test_each_evaluated_set_has_predictions_of_its_own_and_a_better_probe_is_named(run, data, tmp_path, capsys):
     content, held_out = read_run(str(run)).content, tmp_path / "held out"
     draw_folder(held_out, "val", dict.fromkeys(content.classes, 2))

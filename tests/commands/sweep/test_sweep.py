@@ -17,7 +17,7 @@ import pytest
 from support.predictions import Page, change
 from support.processes import RESULT_S, wait_for
 from support.runs import ROOT, assert_same_run, problems_of, records, small_options
-from support.tables import each_row
+from support.tables import each_row, slow
 
 pytest.importorskip("optuna", reason="pip install 'distribuuuu[sweep]'")
 from distribuuuu.commands.sweep import study as module
@@ -200,7 +200,7 @@ def values_of(rows) -> list[str]:
     return [row.values_of["OPTIM.BASE_LR"] for row in sorted(rows, key=lambda row: row.trial)]
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "random", "sobol"])
+@pytest.mark.parametrize("sampler", [slow("tpe"), "random", slow("sobol")])
 def test_a_sampler_continues_after_a_restart_and_with_more_trials(make_plan, monkeypatch, sampler, tmp_path):
     runs = Runs(monkeypatch, good_at)
     words = (LR, "OPTIM.NAME=sgd,adamw", "--sampler", sampler)

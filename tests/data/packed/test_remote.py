@@ -95,6 +95,7 @@ def test_batches_over_a_faulty_network_are_the_local_ones(source, packed, tmp_pa
     assert all(last < packed_format.HEADER_SIZE for _, _, last in source.requests)  # of the index, at a start
 
 
+@pytest.mark.slow
 def test_problems_are_found_before_training_without_torch(source, tmp_path):
     code = "import sys, distribuuuu.data.packed.remote; sys.exit('torch' in sys.modules)"
     assert run_python("-c", code).returncode == 0
@@ -133,6 +134,7 @@ def test_a_copy_that_finds_no_space_is_refused_before_training(source, copy, tmp
     assert_same_files(copy(), source.folder / "train")
 
 
+@pytest.mark.slow
 def test_a_changed_object_is_reported_and_never_mixed_in(source, copy, packed):
     shard, index = (source.folder / "train" / name for name in ("shard-00001.bin", "index.bin"))
     content = shard.read_bytes()
