@@ -356,7 +356,7 @@ def _preserved_state() -> Iterator[None]:
     precision, level, workspace = torch.get_float32_matmul_precision(), logger.level, "CUBLAS_WORKSPACE_CONFIG"
     num_threads = torch.get_num_threads()
     has_workspace, generators = workspace in os.environ, (random.getstate(), np.random.get_state())
-    # Otherwise, this call would create a CUDA context, whose memory the trials of TRAIN.BATCH_SIZE auto would lack.
+    # Otherwise, this call would create a CUDA context, whose memory the trials of TRAIN.AMP auto would lack.
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     logger.handlers = []  # a run has its own
     try:

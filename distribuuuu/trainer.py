@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from distribuuuu.checkpoint.weights_files import RAW, kind_of
-from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.errors import NonFiniteError
 from distribuuuu.config.run_files import TRAIN_LOG
 from distribuuuu.data.batch import Batch
@@ -36,7 +35,7 @@ from distribuuuu.engine.run import (
 from distribuuuu.engine.run_description import describe_end
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.signals import RunStopped
-from distribuuuu.optim.schedules import set_lr, set_weight_decay
+from distribuuuu.optim.schedules import set_lr
 from distribuuuu.records.predictions import Recorder, build_recorder
 from distribuuuu.records.results import write_test_results
 from distribuuuu.tasks.base import StepKey
@@ -56,10 +55,6 @@ def train_model(cfg, stop_epoch: int | None = None, profile: int = 0) -> float:
         RunStopped: a signal or CHECKPOINT.MAX_HOURS stopped the run.
     """
     cfg = resolve_cfg(cfg, trains=True)
-    if cfg.TRAIN.BATCH_SIZE == AUTO:
-        from distribuuuu.engine.auto_batch_size import resolve_batch_size
-
-        cfg = resolve_batch_size(cfg, take_step)
     launch = detect_launch()
     device = pick_device(launch.local_rank)
     train_loader, val_loader = build_loaders(cfg, launch, device)  # before the process group: workers fork
@@ -71,13 +66,8 @@ def train_model(cfg, stop_epoch: int | None = None, profile: int = 0) -> float:
             profile_steps(run, profile)
         with run.stop, run.log, save_on_stop(run):  # signals are still handled while the last checkpoint is written
             while not is_finished(cfg, run.state) and run.state.epoch < (stop_epoch or cfg.OPTIM.MAX_EPOCH):
-                try:
-                    train_epoch(run)  # no step if the run was stopped after the last one
-                    finish_epoch(run)
-                except NonFiniteError as error:
-                    from distribuuuu.engine.rollback import roll_back
-
-                    roll_back(run, error)
+                train_epoch(run)  # no step if the run was stopped after the last one
+                finish_epoch(run)
             run.checkpoints.finish()
         describe_end(run, started_at)
     return run.state.best_value
@@ -120,10 +110,9 @@ def finish_epoch(run: Run) -> None:
 
 
 def set_rates(run: Run, epoch: float) -> float:
-    """Set learning rate and weight decay for a step at an epoch, e.g. 3.25; return the rate of OPTIM.LR_POLICY."""
+    """Set the learning rates for a step at an epoch, e.g. 3.25; return the rate of OPTIM.LR_POLICY."""
     lr = run.lr_at(epoch)
     set_lr(run.state.optimizer, lr, functools.partial(run.lr_at, epoch))  # a group may have a schedule of its own
-    set_weight_decay(run.state.optimizer, run.decay_at(epoch))
     return lr
 
 
@@ -157,14 +146,14 @@ def open_batches(run: Run) -> Iterator[Batch]:
     """
     state, loader = run.state, run.train_loader
     if state.step == 0:
-        generator = torch.Generator().manual_seed(derive_seed(state.stream_seed, state.epoch))
+        generator = torch.Generator().manual_seed(derive_seed(state.seed, state.epoch))
         order = run.task.order_images(state.epoch, generator, loader.plan)
         state.ordered = order is not None
         chosen = order if state.ordered else run.task.choose_images(state.epoch)
         state.chosen = None if chosen is None else torch.as_tensor(chosen).cpu()
     loader.choose(state.chosen, state.ordered)
     loader.expect(expected_passes(run))  # for speed alone: at the end, workers go on with the batches of what follows
-    return loader.batches_from(state.stream_seed, state.epoch, state.step)
+    return loader.batches_from(state.seed, state.epoch, state.step)
 
 
 class Step:
@@ -192,7 +181,7 @@ class Step:
         """Yield the micro-batches, made ready by the task, with their positions."""
         state = self.training.state
         for micro in range(self.training.train_loader.plan.accum_steps):
-            key = StepKey(state.stream_seed, state.epoch, self.number, micro)
+            key = StepKey(state.seed, state.epoch, self.number, micro)
             yield key, self.training.task.prepare_batch(next(batches), key)
 
     def gradients(self, all_reduce: bool = True, in_metrics: bool = True) -> None:
@@ -225,7 +214,7 @@ class Step:
     def seed(self) -> None:
         """Seed what `Task.update` and the optimizer draw, until the next call of `gradients`."""
         task, state = self.training.task, self.training.state
-        seed_step(derive_seed(state.stream_seed, state.epoch, self.number, self._num_passes), task.device)
+        seed_step(derive_seed(state.seed, state.epoch, self.number, self._num_passes), task.device)
 
     def apply(self) -> None:
         """Unscale and clip the gradients, and update the weights."""
@@ -286,7 +275,11 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
 
 @contextlib.contextmanager
 def save_on_stop(run: Run) -> Iterator[None]:
-    """Save a checkpoint if a stop is requested within the block; in any case, wait for a save in progress."""
+    """Save a checkpoint if a stop is requested within the block; in any case, wait for a save in progress.
+
+    Raises:
+        NonFiniteError: as raised in the block, with the position and the newest checkpoint.
+    """
     try:
         yield
     except RunStopped as stopped:
@@ -300,6 +293,10 @@ def save_on_stop(run: Run) -> Iterator[None]:
         logger.info("%s: stopped in epoch %d after step %d; checkpoint: %s; run the same command again to resume",
                     stopped, run.state.epoch + 1, run.state.step, path)  # fmt: skip
         raise
+    except NonFiniteError as error:
+        run.checkpoints.close()
+        position = f"in epoch {run.state.epoch + 1}, by step {run.state.step}"
+        raise error.located(position, run.checkpoints.find_latest()) from None
     finally:
         run.checkpoints.close()
 

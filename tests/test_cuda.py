@@ -126,8 +126,7 @@ def take_steps(cfg, parts, state, device: torch.device, num: int, begin: Callabl
     task.prepare_training(loader.plan, loader.images, loader.num_steps)
     checks = iter(range(1, num + 1))
     train_epoch(Run(
-        cfg, task, state, state.model, loader, build_lr(cfg, loader.plan.global_batch), lambda epoch: 1.0,
-        build_clipper(cfg), loader,
+        cfg, task, state, state.model, loader, build_lr(cfg, loader.plan.global_batch), build_clipper(cfg), loader,
         checkpoints=None,
         results=None,
         log=SimpleNamespace(steps=lambda epoch, step, end: range(num), show_step=lambda *position: None,

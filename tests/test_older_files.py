@@ -62,5 +62,5 @@ def test_predictions_and_reports_are_read(run, tmp_path):
 def test_an_option_that_is_gone_is_refused_with_another_value(run):
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("SHUFFLE: global", "SHUFFLE: blocks"))
-    with pytest.raises(ConfigError, match="DATA.SHUFFLE .*no such key"):
+    with pytest.raises(ConfigError, match="DATA.SHUFFLE .*no longer exists"):
         load_cfg(str(run / "config.yaml"))

@@ -17,7 +17,6 @@ from support.runs import ROOT, assert_close, assert_same_run, records, small_opt
 from support.tables import slow
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distribuuuu import trainer
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.explain import read_comments
@@ -69,7 +68,6 @@ class Names(TorchDispatchMode):
 @pytest.mark.parametrize("words, most", [
     (("MODEL.ARCH", "resnet8"), 150), (("MODEL.ARCH", "resnet20"), 150),
     (("MODEL.ARCH", "resnet20", "EMA.HALF_LIFE", 30, "OPTIM.CLIP_NORM", 1.0, "LOSS.LABEL_SMOOTHING", 0.1), 150),
-    (("OPTIM.CLIP", "agc", "OPTIM.CLIP_LIMIT", 0.01, "OPTIM.WEIGHT_DECAY_END", 0.1), 1000),
 ])  # fmt: skip
 def test_a_step_costs_the_host_few_calls_and_turns_no_number_into_a_tensor(small_cfg, words, most):
     loader = build_loader(small_cfg(*words), ALONE, CPU, train=True)
@@ -158,24 +156,6 @@ def test_a_restart_by_the_launcher_resumes_its_own_run_despite_auto_resume_false
     train_model(cfg)
     log = (tmp_path / "out" / "train.log").read_text()
     assert ("resumed from" in log) == is_own and (tmp_path / "out" / "checkpoints.1").exists() != is_own
-
-
-def lose_a_step(monkeypatch, row: int) -> itertools.count:
-    """Let the loss of a row be NaN; return the counter of the rows."""
-    num_rows, check_loss = itertools.count(1), trainer.check_loss
-    fail = lambda metrics: check_loss({**metrics, "loss": math.nan} if next(num_rows) == row else metrics)  # noqa: E731
-    monkeypatch.setattr(trainer, "check_loss", fail)
-    return num_rows
-
-
-def test_a_rollback_keeps_a_changed_seed_and_leaves_no_record_of_the_steps_that_it_takes_back(small_cfg, monkeypatch):
-    train_model(small_cfg("CHECKPOINT.EVERY_STEPS", 4), stop_epoch=1)
-    num_rows = lose_a_step(monkeypatch, 3)
-    content = train_and_read(cfg := small_cfg("RNG_SEED", 5, "TRAIN.ON_NAN", "rollback", "CHECKPOINT.EVERY_STEPS", 4))
-    assert (content["num_rollbacks"], content["seed"]) == (1, 5) and next(num_rows) == 6, "steps 3 and 4 are repeated"
-    assert json.loads((Path(cfg.OUT_DIR) / "results.json").read_text())["seed"] == 5
-    rows = [(row["epoch"], row["step"]) for row in records(cfg.OUT_DIR) if row["kind"] == "train"]
-    assert rows == [(epoch, step) for epoch in (1, 2) for step in (1, 2, 3, 4)]
 
 
 def test_a_resume_on_other_data_is_a_warning(small_cfg, image_folder, tmp_path):

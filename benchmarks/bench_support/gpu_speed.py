@@ -27,8 +27,8 @@ from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.batch import Batch
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.distributed.process_group import pick_device
-from distribuuuu.engine.auto_batch_size import trial_run
-from distribuuuu.engine.step_profile import FOLDER, StepParts, profiling
+from distribuuuu.engine.step_profile import FOLDER, labeled_parts, profiling
+from distribuuuu.engine.trial_run import trial_run
 from distribuuuu.launch.detect import Launch
 from distribuuuu.trainer import take_step, train_epoch
 
@@ -142,11 +142,11 @@ def check_gaps(folder: Path) -> Lines:
     for arch, (batch, side, words) in STEPS.items():
         with contextlib.ExitStack() as stack:
             run = build_run(folder / f"steps_of_{arch}", stack, arch, batch, side, words)
-            parts = stack.enter_context(StepParts(run))
+            stack.enter_context(labeled_parts(run))
             for _ in range(2):  # compile, then fill the queue
                 train_epoch(run)
                 run.state.finish_epoch()
-            with profiling(run, NUM_STEPS, parts):
+            with profiling(run, NUM_STEPS):
                 train_epoch(run)
             (trace,) = (folder / f"steps_of_{arch}" / FOLDER).glob("trace*")
         with gzip.open(trace) as file:

@@ -6,12 +6,10 @@ unpickled. A tensor or an entry that claims more bytes than its file has is refu
 """
 
 import errno
-import logging
 import os
 import pickle
 import re
 import stat
-import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,10 +24,6 @@ from distribuuuu.distributed.comm import to_local
 from distribuuuu.distributed.sharding import load_full_state_dict
 from distribuuuu.files.untrusted import InvalidFileError, untrusted
 
-logger = logging.getLogger(__name__)
-
-# Seconds between the two attempts to read a file that the system cannot read.
-RETRY_READ_S = 5.0
 # Values, with containers, that a file may hold. Containers that refer to each other can multiply them without bound.
 _MAX_VALUES = 1_000_000
 _FOLDER_ATTRIBUTE = 0x10  # of MS-DOS, in a zip entry
@@ -69,13 +63,13 @@ def read_checkpoint(path: str | os.PathLike, to_resume: bool = False) -> dict[st
     object of an unknown class beside the tensors is left out, and nothing of it is executed.
 
     Raises:
-        UnreadableError: the system cannot read it, after a second attempt too.
+        UnreadableError: the system cannot read it.
         CheckpointError: it does not exist, its checksums do not match, or it holds no state dict; or, unless
             `to_resume`, it leaves out tensors of the model, see `Task.unsaved_tensors`.
     """
     try:
         with untrusted(path, "checkpoint"):
-            content = _read_patiently(Path(path))
+            content = _read_verified(Path(path))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
     except InvalidFileError as error:
@@ -105,18 +99,6 @@ def is_state_dict(value: Any) -> bool:
 def is_list_of(value: Any, kind: type | tuple[type, ...]) -> TypeGuard[Sequence[Any]]:
     """Tell whether a value is a list or a tuple whose items are of a type."""
     return isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)
-
-
-def _read_patiently(path: Path) -> Any:
-    """Read a file, and once more if the system fails, e.g. while the server of a network file system restarts."""
-    try:
-        return _read_verified(path)
-    except (FileNotFoundError, PermissionError):
-        raise
-    except OSError as error:
-        logger.warning("%s: cannot be read: %s; trying again in %.0f s", path, error.strerror or error, RETRY_READ_S)
-    time.sleep(RETRY_READ_S)
-    return _read_verified(path)
 
 
 def _read_verified(path: Path) -> Any:
@@ -248,22 +230,20 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], path:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, content: dict[str, Any], path: str | os.PathLike) -> None:
-    """Load the state of an optimizer and what a schedule sets; other settings (momentum, ...) stay the config's.
+    """Load the state of an optimizer and its rates; other settings (momentum, ...) stay the config's.
 
     Raises:
         CheckpointError: the groups, their sizes or the shapes of the state differ.
     """
-    settings = []
-    for group in optimizer.param_groups:
-        scheduled = {"lr", "weight_decay"} if "full_decay" in group else {"lr"}
-        settings.append({key: group[key] for key in group if key in {*optimizer.defaults} - scheduled})
+    own = {*optimizer.defaults} - {"lr"}
+    settings = [{key: group[key] for key in group if key in own} for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(content)
         _match_strides(optimizer)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path}: its optimizer does not fit: {error}; {WEIGHTS_ONLY}") from error
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
+    for group, kept in zip(optimizer.param_groups, settings, strict=True):
+        group.update(kept)
 
 
 @torch.no_grad()

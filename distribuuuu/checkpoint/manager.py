@@ -14,12 +14,7 @@ from typing import Any
 
 import torch
 
-from distribuuuu.checkpoint.io import (
-    CheckpointError,
-    UnreadableError,
-    check_resumable,
-    read_checkpoint,
-)
+from distribuuuu.checkpoint.io import CheckpointError, UnreadableError, check_resumable, read_checkpoint
 from distribuuuu.checkpoint.weights_files import best_key, best_path, merge_adapters, tensors_key
 from distribuuuu.config import run_files
 from distribuuuu.config.errors import NonFiniteError
@@ -223,7 +218,6 @@ class CheckpointManager:
         return False
 
     def _find_latest(self, jobs: Collection[str] | None) -> Path | None:
-        self._works = []  # what is not on disk is lost by a rollback
         if jobs is not None and not jobs:
             return None
         damaged: dict[Path, CheckpointError] = {}

@@ -107,10 +107,10 @@ def merge_adapters(tensors: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def find_weights_file(path: str, ema: bool = True) -> Path:
+def find_weights_file(path: str) -> Path:
     """Return the weights file at `path`, or in the folder of a run or of a model of the Hugging Face Hub there.
 
-    Of a run, these are the best weights; with `ema`, those of an average if there are some.
+    Of a run, these are the best weights, those of an average if there are some.
 
     Raises:
         ConfigError: there is no such file; the message has no key.
@@ -120,8 +120,7 @@ def find_weights_file(path: str, ema: bool = True) -> Path:
         return found
     if not found.is_dir():
         raise ConfigError(f"no such file or folder: {path}")
-    names = [path.name for path in list_bests(found).values()]
-    names = [*(names if ema else reversed(names)), *HUB_NAMES]
+    names = [*(path.name for path in list_bests(found).values()), *HUB_NAMES]
     if file := next((found / name for name in names if (found / name).is_file()), None):
         return file
     expected = ", ".join((best_path("").name, *HUB_NAMES))

@@ -46,8 +46,8 @@ def find_problems(cfg: Config) -> list[Problem]:
     found = [Problem(key, message) for key, option in OPTIONS.items()
              for message in option.find_wrong(get_value(cfg, key))]  # fmt: skip
     groups = [_images, _augmentation, _optimizer, _task_and_loss]
-    pairs = [(cfg.DIST.SHARD, "none"), (cfg.OPTIM.CLIP, "norm"), (cfg.DATA.CHANNELS, 3), (cfg.DATA.PIXELS, "uint8"),
-             (cfg.MODEL.COMPILE, "none"), (cfg.TRAIN.BATCH_SIZE == AUTO or cfg.LOSS.NAME == "bce", False)]  # fmt: skip
+    pairs = [(cfg.DIST.SHARD, "none"), (cfg.DATA.CHANNELS, 3), (cfg.DATA.PIXELS, "uint8"),
+             (cfg.MODEL.COMPILE, "none"), (cfg.LOSS.NAME == "bce", False)]  # fmt: skip
     if any(value != usual for value, usual in pairs) or any(get_value(cfg, key) for key in _FEATURES):
         from distribuuuu.config import feature_conflicts
 
@@ -130,10 +130,6 @@ def _optimizer(cfg: Config) -> Iterator[Conflict]:
     yield "OPTIM.STEPS", is_empty, "OPTIM.LR_POLICY steps expects the epochs, e.g. [30, 60, 90]"
     is_ascending = [*steps] == sorted({*steps}) and min((0, *steps)) == 0
     yield "OPTIM.STEPS", not is_ascending, "expected ascending epochs, 0 or more, each once"
-    is_zero = optim.LR_POLICY == "exp" and optim.MIN_LR <= 0
-    yield "OPTIM.MIN_LR", is_zero, "OPTIM.LR_POLICY exp expects a factor above 0, e.g. 0.001"
-    is_idle = optim.WEIGHT_DECAY_END >= 0 and not optim.WEIGHT_DECAY
-    yield "OPTIM.WEIGHT_DECAY_END", is_idle, "expected -1, or an OPTIM.WEIGHT_DECAY above 0, the start"
 
 
 def _task_and_loss(cfg: Config) -> Iterator[Conflict]:

@@ -23,7 +23,7 @@ class Option:
         least, most: the range of a number; None: no limit.
         choices: the allowed words.
         names: the registry whose names are allowed; with `choices` too, those as well.
-        auto: `AUTO` is allowed; for a list also `auto:NUMBER`.
+        auto: `AUTO` is allowed; for a list also numbers by name.
         shape: two numbers are allowed too, a height and a width in pixels.
         needs: the condition without which it has no effect, a key of `CONDITIONS`; empty: none.
         is_epoch: it is an epoch, from 0, or several, which a run may end before.
@@ -34,6 +34,8 @@ class Option:
         neutral: it is not meant to change results: never an override of a recipe.
         recipe: it is part of the recipe on a model card, unless one of the three above excludes it.
         not_swept: why a sweep cannot vary it; empty: it can.
+        removed: what to use instead of an option that no longer exists, whose default the files of older runs state and
+            the hash keeps; empty: it exists.
     """
 
     default: Any
@@ -52,6 +54,7 @@ class Option:
     neutral: bool = False
     recipe: bool = True
     not_swept: str = ""
+    removed: str = ""
 
     @property
     def kind(self) -> type:

@@ -89,7 +89,6 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     "LOSS.NAME focal": lambda cfg: cfg.LOSS.NAME == "focal",
     "MODEL.PRETRAINED False": lambda cfg: not cfg.MODEL.PRETRAINED,
     "MODEL.WEIGHTS": lambda cfg: cfg.MODEL.WEIGHTS,
-    "OPTIM.CLIP value or agc": lambda cfg: cfg.OPTIM.CLIP != "norm",
     "OPTIM.LR_POLICY steps": lambda cfg: cfg.OPTIM.LR_POLICY == "steps",
     "an OPTIM.LR_POLICY other than steps": lambda cfg: cfg.OPTIM.LR_POLICY != "steps",
     "OPTIM.LR_SCALE linear or sqrt": lambda cfg: cfg.OPTIM.LR_SCALE != "none",
@@ -99,5 +98,4 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     "a task without a predict_step of its own": lambda cfg: task_class(cfg).predict_step.__module__ == _BASE_TASK,
     "TEST.CROP center": lambda cfg: cfg.TEST.CROP == "center",
     "TRAIN.IM_SIZE_START": lambda cfg: cfg.TRAIN.IM_SIZE_START,
-    "TRAIN.ON_NAN rollback": lambda cfg: cfg.TRAIN.ON_NAN == "rollback",
 }

@@ -56,9 +56,13 @@ class NonFiniteError(ConfigError):
 
     on_all_processes = True
 
-    def located(self, position: str, remedy: str) -> "NonFiniteError":
-        """Return the error with the position in the run and a remedy besides a lower learning rate."""
-        return NonFiniteError(f"{self} {position}; fix: lower OPTIM.BASE_LR, lengthen OPTIM.WARMUP_EPOCHS, or {remedy}")
+    def located(self, position: str, newest: object) -> "NonFiniteError":
+        """Return the error with its position in the run and the newest checkpoint, which is finite, or None."""
+        found, remedy = f"the newest checkpoint, {newest}, is finite", "continue from it with another RNG_SEED"
+        if newest is None:
+            found, remedy = "there is no checkpoint", "set CHECKPOINT.EVERY_STEPS, to have checkpoints within the epoch"
+        fix = f"lower OPTIM.BASE_LR, lengthen OPTIM.WARMUP_EPOCHS, or {remedy}"
+        return NonFiniteError(f"{self} {position}; {found}; fix: {fix}")
 
 
 class DataError(ConfigError):

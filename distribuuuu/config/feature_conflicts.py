@@ -12,7 +12,6 @@ from distribuuuu.config.model_names import OWN_KEYS, is_published, names_backbon
 from distribuuuu.config.options import GRAPH_MODES, IMAGENET_CLASSES, OF_WEIGHTS
 from distribuuuu.config.read_settings import read_settings
 from distribuuuu.config.registry import BUILT_IN_TASKS, OPTIMIZERS
-from distribuuuu.config.run_files import url_of
 from distribuuuu.config.settings import LoraSettings
 
 # Arguments of optimizers that are options, the last two for sgd and registered ones only, or that the trainer sets.
@@ -44,7 +43,6 @@ def find_conflicts(cfg: Config) -> Iterator[Conflict]:
     """Yield the conflicts of all features that are on."""
     yield from _mixing(cfg)
     yield from _colors(cfg) if (cfg.DATA.CHANNELS, cfg.DATA.PIXELS) != (3, "uint8") else ()
-    yield from _clipping(cfg)
     yield from _distribution(cfg)
     yield from _targets(cfg) if cfg.LOSS.NAME == "bce" else ()
     yield from _growth(cfg) if cfg.TRAIN.IM_SIZE_START else ()
@@ -72,14 +70,6 @@ def _colors(cfg: Config) -> Iterator[Conflict]:
     yield "AUG.OPERATIONS", rgb, f"{expected} none of {', '.join(rgb)}, which need 8-bit RGB"
 
 
-def _clipping(cfg: Config) -> Iterator[Conflict]:
-    optim = cfg.OPTIM
-    has_limit = optim.CLIP not in ("value", "agc") or optim.CLIP_LIMIT
-    yield "OPTIM.CLIP_LIMIT", not has_limit, f"OPTIM.CLIP {optim.CLIP} expects a number above 0, e.g. 0.01"
-    is_other = optim.CLIP != "norm" and optim.CLIP_NORM
-    yield "OPTIM.CLIP_NORM", is_other, f"expected 0 with OPTIM.CLIP {optim.CLIP}; fix: set OPTIM.CLIP_LIMIT instead"
-
-
 def _targets(cfg: Config) -> Iterator[Conflict]:
     loss, num_classes = cfg.LOSS, cfg.MODEL.NUM_CLASSES
     threshold = loss.BCE_TARGET_THRESHOLD
@@ -93,16 +83,12 @@ def _targets(cfg: Config) -> Iterator[Conflict]:
 
 
 def _distribution(cfg: Config) -> Iterator[Conflict]:
-    mode, is_auto = cfg.MODEL.COMPILE, cfg.TRAIN.BATCH_SIZE == AUTO
+    mode = cfg.MODEL.COMPILE
     # torch's DDPOptimizer asserts it.
     is_small = cfg.DIST.BUCKET_MB < 1 and mode != "none" and cfg.DIST.SHARD != "fsdp"
     yield "DIST.BUCKET_MB", is_small, f"expected 1 or more with MODEL.COMPILE {mode}"
     is_both = cfg.MODEL.ACT_CHECKPOINT and mode != "none"
     yield "MODEL.ACT_CHECKPOINT", is_both, f"MODEL.COMPILE {mode} selects what to recompute; fix: set one of them off"
-    # It is resolved before the run is downloaded.
-    yield "TRAIN.BATCH_SIZE", is_auto and url_of(cfg.OUT_DIR), "expected a number with OUT_DIR at a URL"
-    expected = "it needs TRAIN.GLOBAL_BATCH_SIZE, the images per step; fix: set that, e.g. 256, or a number here"
-    yield "TRAIN.BATCH_SIZE", is_auto and not cfg.TRAIN.GLOBAL_BATCH_SIZE, expected
 
 
 def _growth(cfg: Config) -> Iterator[Conflict]:
@@ -123,10 +109,8 @@ def _class_weights(cfg: Config) -> Iterator[Conflict]:
     for key, weights in (("LOSS.CLASS_WEIGHTS", loss.CLASS_WEIGHTS), ("LOSS.POSITIVE_WEIGHT", loss.POSITIVE_WEIGHT)):
         numbers = weights
         if isinstance(weights, str):
-            numbers = [*json.loads(weights).values()] if weights.startswith("{") else []
-            is_auto = class_weight_beta(weights) is not None and (key == "LOSS.CLASS_WEIGHTS" or weights == AUTO)
-            form = "auto, auto:BETA with 0 <= BETA < 1" if key == "LOSS.CLASS_WEIGHTS" else "auto"
-            yield key, not (is_auto or numbers), f"expected {form}, one number per class, or numbers by name"
+            numbers = [] if weights == AUTO else [*json.loads(weights).values()]
+            yield key, not (weights == AUTO or numbers), "expected auto, one number per class, or numbers by name"
         elif key == "LOSS.CLASS_WEIGHTS" or len(weights) > 1:
             is_other = num_classes and len(weights) not in (0, num_classes)
             yield key, is_other, f"expected {counted(num_classes, 'number')}, MODEL.NUM_CLASSES"
@@ -158,17 +142,6 @@ def _labels(cfg: Config) -> Iterator[Conflict]:
     yield "MODEL.NUM_CLASSES", is_other, f"expected {IMAGENET_CLASSES} {with_labels}"
     yield "DATA.NAME", cfg.DATA.NAME != "imagefolder", f"expected imagefolder {with_labels}"
     yield "MODEL.DUMMY_INPUT", cfg.MODEL.DUMMY_INPUT, f"expected False {with_labels}"
-
-
-def class_weight_beta(text: str) -> float | None:
-    """Return BETA of LOSS.CLASS_WEIGHTS auto:BETA; 1, its limit, for auto; None if the text is neither."""
-    word, colon, number = text.partition(":")
-    if word != AUTO or not colon:
-        return 1.0 if text == AUTO else None
-    try:
-        return beta if 0 <= (beta := float(number)) < 1 else None
-    except ValueError:
-        return None
 
 
 def check_arguments(cfg: Config) -> Iterator[Problem]:

@@ -60,8 +60,8 @@ _C.TASK.MIXINS = Option((), names=TASKS, hash_default=())
 _C.TASK.KWARGS = Option({})
 
 _C.TRAIN = Section()
-# Images per process and step; with GLOBAL_BATCH_SIZE the maximum of a forward pass, or auto: the largest that fits.
-_C.TRAIN.BATCH_SIZE = Option(32, least=1, auto=True)
+# Images per process and step; with GLOBAL_BATCH_SIZE the maximum of a forward pass.
+_C.TRAIN.BATCH_SIZE = Option(32, least=1)
 # Images per step over all processes, reached by gradient accumulation; 0: TRAIN.BATCH_SIZE x number of processes.
 _C.TRAIN.GLOBAL_BATCH_SIZE = Option(0, least=0)
 # Side of the square training images, in pixels; or [height, width].
@@ -92,10 +92,8 @@ _C.TRAIN.AMP = Option("none", choices=(AUTO, "none", "bf16", "fp16"))
 # Precision of float32 matrix products on CUDA (torch.set_float32_matmul_precision): highest (float32), high (TF32) or
 # medium (bfloat16 if available, else TF32). cuDNN convolutions use TF32 in each case.
 _C.TRAIN.MATMUL_PRECISION = Option("high", choices=("highest", "high", "medium"))
-# When the loss is not finite: stop, or rollback (to the newest checkpoint, then continue with other random numbers).
-_C.TRAIN.ON_NAN = Option("stop", choices=("stop", "rollback"))
-# Maximum number of rollbacks in a run; after them it stops.
-_C.TRAIN.MAX_ROLLBACKS = Option(3, least=0, needs="TRAIN.ON_NAN rollback")
+_C.TRAIN.ON_NAN = Option("stop", removed="after a stop, run the command again with another RNG_SEED")
+_C.TRAIN.MAX_ROLLBACKS = Option(3, removed="remove it")
 # Epochs between two evaluations; the last epoch is always evaluated.
 _C.TRAIN.EVAL_PERIOD = Option(1, least=1)
 # Evaluated epochs without a better first metric after which the run ends; 0: never. Of little use with cos.
@@ -176,6 +174,7 @@ _C.DATA.REPEATS = Option(1, least=1)
 _C.DATA.VIEWS = Option(1, least=1)
 # Sampling: uniform (each image once per epoch); with replacement: balanced (classes equally often) or sqrt (between).
 _C.DATA.SAMPLING = Option("uniform", choices=("uniform", "balanced", "sqrt"))
+_C.DATA.SHUFFLE = Option("global", removed="images are shuffled over the whole epoch")
 # Channels of an image: 3 (RGB), 1 (gray; colors are converted) or the number of bands in .npy and TIFF files.
 _C.DATA.CHANNELS = Option(3, least=1)
 # Pixels of an image: uint8, uint16 or float32. The last two are not rounded.
@@ -190,6 +189,7 @@ _C.DATA.ON_BAD_IMAGE = Option("raise", choices=("raise", "skip"))
 _C.DATA.DOWNLOAD = Option(True, neutral=True)
 # Folder for generated files (shapes, indexes, copies of data at a URL); empty: $XDG_CACHE_HOME/distribuuuu.
 _C.DATA.CACHE_DIR = Option("", path=True, hashed=False)
+_C.DATA.CACHE_GB = Option(100.0, hashed=False, removed="free disk space is the only limit")
 # Seconds of failures to read a part of data at a URL, after which the start ends with an error, 1 or more.
 _C.DATA.TIMEOUT_S = Option(300.0, least=1, needs="data at a URL", hashed=False)
 # Settings of a custom data set, like TASK.KWARGS, or of torchvision/NAME.
@@ -230,12 +230,11 @@ _C.LOSS.NAME = Option("cross_entropy", names=LOSSES)
 # Label smoothing: part of each target that is distributed evenly over all classes, 0 to 1.
 _C.LOSS.LABEL_SMOOTHING = Option(0.0, least=0, most=1)
 # Weight of each class, in their order or by name, {cat: 2}; the loss remains a mean over images. Empty: none. auto: in
-# proportion to 1 / n for n training images. auto:BETA: to (1 - BETA) / (1 - BETA ** n), 0 <= BETA < 1.
+# proportion to 1 / n for n training images.
 _C.LOSS.CLASS_WEIGHTS = Option((), auto=True)
 # Weight of the positive term in bce: one number, one per class, {NAME: NUMBER}, or auto (negatives by positives).
 _C.LOSS.POSITIVE_WEIGHT = Option((), auto=True, needs="LOSS.NAME bce", hash_default=())
-# Reduction of bce over the classes of an image: mean or sum.
-_C.LOSS.BCE_REDUCTION = Option("mean", choices=("mean", "sum"), needs="LOSS.NAME bce")
+_C.LOSS.BCE_REDUCTION = Option("mean", removed="register a loss of your own, see docs/extending.md")
 # With bce, smoothed targets above this become 1 and all others 0, 0 to 1; 0: all classes of a mixture; null: off.
 _C.LOSS.BCE_TARGET_THRESHOLD = Option(None, of=float, least=0, most=1, needs="LOSS.NAME bce")
 # Focusing parameter gamma of the focal loss: down-weights well-classified images; 0: none.
@@ -247,8 +246,7 @@ _C.FINETUNE = Section()
 # Initial weights for all layers but the head: `pretrained`, a name of published weights, a file, the OUT_DIR of a run
 # (its best weights); tensors that do not fit are drawn anew. Empty: off.
 _C.FINETUNE.WEIGHTS = Option("", path=True)
-# Use the moving average of the weights (EMA) if the file has one.
-_C.FINETUNE.EMA = Option(True, needs="FINETUNE.WEIGHTS")
+_C.FINETUNE.EMA = Option(True, removed="name the raw weights of a run, best.pth.tar, as FINETUNE.WEIGHTS")
 # Initialize the head randomly even if the file's fits.
 _C.FINETUNE.HEAD_RESET = False
 # Initial head: a file of `distribuuuu finetune`, probe.pth.tar; probe: the one in OUT_DIR. Empty: that of the weights.
@@ -280,8 +278,7 @@ _C.EMA = Section()
 _C.EMA.HALF_LIFE = Option(0.0, least=0)
 # Maximum half-life early in the run, as a fraction of the images so far, 0 to 1; 0: no limit.
 _C.EMA.RAMP_UP = Option(0.1, least=0, most=1, needs="EMA.HALF_LIFE above 0")
-# Buffers of the averaged model, such as batch-norm statistics: average or copy.
-_C.EMA.BUFFERS = Option("average", choices=("average", "copy"), needs="EMA.HALF_LIFE above 0")
+_C.EMA.BUFFERS = Option("average", removed="return an `Ema` of your own from the `averages` of a task")
 # Steps from one update of the average to the next, counted from the first step of the epoch, 1 or more.
 _C.EMA.EVERY_STEPS = Option(1, least=1, needs="EMA.HALF_LIFE above 0")
 # Epoch at which averaging starts; until its first step, updates copy the weights.
@@ -304,7 +301,7 @@ _C.OPTIM.BASE_LR = Option(0.2, least=0)
 _C.OPTIM.LR_SCALE = Option("none", choices=("none", "linear", "sqrt"))
 # Images per step for which BASE_LR is given, with linear and sqrt.
 _C.OPTIM.LR_SCALE_BATCH = Option(256, least=1, needs="OPTIM.LR_SCALE linear or sqrt")
-# Final factor of BASE_LR with every schedule but steps, 0 to 1; above 0 with exp.
+# Final factor of BASE_LR with every schedule but steps, 0 to 1.
 _C.OPTIM.MIN_LR = Option(0.0, least=0, most=1, needs="an OPTIM.LR_POLICY other than steps")
 # Epochs at which `steps` multiplies the learning rate by LR_MULT, ascending; a leading 0 has no effect.
 _C.OPTIM.STEPS = Option((), needs="OPTIM.LR_POLICY steps", is_epoch=True)
@@ -334,18 +331,15 @@ _C.OPTIM.WEIGHT_DECAY = Option(5e-5, least=0)
 _C.OPTIM.NORM_WEIGHT_DECAY = Option(-1.0, least=-1)
 # Weight decay of biases outside norm layers; negative: WEIGHT_DECAY.
 _C.OPTIM.BIAS_WEIGHT_DECAY = Option(-1.0, least=-1)
-# Weight decay at the end, on half a cosine from WEIGHT_DECAY; norms and biases in proportion. Negative: constant.
-_C.OPTIM.WEIGHT_DECAY_END = Option(-1.0, least=-1)
+_C.OPTIM.WEIGHT_DECAY_END = Option(-1.0, removed="set it in the `update` of a task, see docs/extending.md")
 # Parameters without weight decay whatever their kind, by patterns of parameter or module names, e.g. ['*bn*'].
 _C.OPTIM.NO_WEIGHT_DECAY = Option((), of=str)
 # Layer-wise learning-rate decay: factor of a layer relative to the layer after it, above 0 to 1; 1: off. timm only.
 _C.OPTIM.LAYER_DECAY = Option(1.0, least=0.001, most=1)
-# Gradient clipping: norm (CLIP_NORM), value (of each number) or agc (by the weights of a unit, arXiv 2102.06171).
-_C.OPTIM.CLIP = Option("norm", choices=("norm", "value", "agc"))
-# Maximum norm of all gradients as one vector; 0: off.
+_C.OPTIM.CLIP = Option("norm", removed="clip in the `update` of a task, see docs/extending.md")
+# Gradient clipping: maximum norm of all gradients as one vector; 0: off.
 _C.OPTIM.CLIP_NORM = Option(0.0, least=0)
-# Limit of value, the largest absolute number, or of agc, the largest ratio of the two norms, e.g. 0.01; above 0.
-_C.OPTIM.CLIP_LIMIT = Option(0.0, least=0, needs="OPTIM.CLIP value or agc")
+_C.OPTIM.CLIP_LIMIT = Option(0.0, removed="remove it")
 
 _C.CHECKPOINT = Section()
 # Maximum steps that a crash costs: checkpoints at its multiples and halfway between. 0: at the ends of epochs only.
@@ -364,6 +358,7 @@ _C.LOG.TENSORBOARD = Option(True, hashed=False, neutral=True)
 _C.LOG.TRACKERS = Option((), names=TRACKERS, hashed=False, neutral=True)
 # Augmented training images in the image grid of TensorBoard; 0: none.
 _C.LOG.NUM_IMAGES = Option(32, least=0, needs="LOG.TENSORBOARD True", hashed=False, neutral=True)
+_C.LOG.LAYER_NORMS = Option(False, hashed=False, removed="PLUGINS docs/examples/layer_norms.py")
 
 _C.DIST = Section()
 # Number of processes that TRAIN.BATCH_SIZE and OPTIM.BASE_LR are meant for; the log warns of another one. 0: any.
@@ -401,7 +396,8 @@ _C.PLUGINS = Option((), of=str, hashed=False, recipe=False, not_swept="it is cod
 _C.RNG_SEED = Option(None, of=int, least=0, most=2**63 - 1, hashed=False,
                      not_swept="other seeds repeat the best trials; fix: --seeds N")  # fmt: skip
 
-OPTIONS = dict(iter_declared(_C))
+DECLARED = dict(iter_declared(_C))
+OPTIONS = {key: option for key, option in DECLARED.items() if not option.removed}
 # The sections whose names the model, the task or the user defines.
 OPEN_SECTIONS = tuple(key for key, option in OPTIONS.items() if option.is_open)
 

@@ -17,7 +17,7 @@ from distribuuuu.config.conflicts import find_problems
 from distribuuuu.config.declaration import Option
 from distribuuuu.config.errors import ConfigError, Problem
 from distribuuuu.config.locate import RECIPE_PLUGINS, FoundConfig, ListedConfig, find_base, find_config, shipped_file
-from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
+from distribuuuu.config.options import DECLARED, OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.registry import SETTINGS
 from distribuuuu.config.run_files import local_folder
 from distribuuuu.config.values import CliValue, coerce, frozen, parse
@@ -37,8 +37,6 @@ _SECTIONS = {*OPEN_SECTIONS, *(key.rpartition(".")[0] for key in OPTIONS)}
 
 # An option, its value and its origin.
 Setting = tuple[str, Any, str]
-# Options that the config.yaml of older runs has, and that no longer exist.
-_OLD_DEFAULTS = {"DATA.CACHE_GB": 100.0, "DATA.SHUFFLE": "global", "LOG.LAYER_NORMS": False}
 # The settings of a file, and its folder.
 Layer = tuple[list[Setting], str]
 # The files of --cfg in the order of merging, or a tree set in Python.
@@ -262,13 +260,12 @@ def split_key(key: str) -> tuple[str, str]:
 
 
 def _merge_file(cfg: Config, settings: list[Setting], problems: list[Problem]) -> None:
-    """Apply the settings of a file; an option that no longer exists may have its old default.
+    """Apply the settings of a file.
 
     Arguments and settings for another model or entry than its own are removed. A TEST.DATASET that repeats
     TRAIN.DATASET, as in a dumped config, or the default, as in the files of 2021, which have no DATA.NAME, follows
     TRAIN.DATASET.
     """
-    settings = [setting for setting in settings if _OLD_DEFAULTS.get(setting[0], setting) != setting[1]]
     given = {key: value for key, value, _ in settings}
     for section, name in _SELECTED_BY.items():
         if given.get(name, get_value(cfg, name)) != get_value(cfg, name):
@@ -287,7 +284,10 @@ def _empty(cfg: Config, section: str) -> None:
 
 
 def merge(cfg: Config, settings: list[Setting], problems: list[Problem]) -> None:
-    """Apply the settings to the tree; append a problem for each that is invalid."""
+    """Apply the settings to the tree; append a problem for each that is invalid.
+
+    Of an option that no longer exists, only its old default is valid, which changes nothing.
+    """
     for key, value, origin in settings:
         section, name = split_key(key)
         if key in OPEN_SECTIONS and isinstance(value, Config) and not value:
@@ -301,6 +301,10 @@ def merge(cfg: Config, settings: list[Setting], problems: list[Problem]) -> None
                 value = parse(value) if isinstance(value, CliValue) else frozen(value)
             elif key in OPTIONS and not OPTIONS[key].is_open:
                 value = coerce(OPTIONS[key], value)
+            elif (option := DECLARED.get(key)) and option.removed:
+                if coerce(option, value) == option.default:
+                    continue
+                raise ValueError(f"got {value}, but this option no longer exists; fix: {option.removed}")
             else:
                 from distribuuuu.hints.options import describe_unknown_key
 

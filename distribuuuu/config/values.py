@@ -54,8 +54,8 @@ def coerce(option: Option, value: Any) -> Any:
     if is_nullable and (value is None or (isinstance(value, CliValue) and value.lower() in ("none", "null"))):
         return None
     kind, given = option.kind, value
-    if option.auto and (value == AUTO or (kind is tuple and str(value).startswith(f"{AUTO}:"))):
-        return str(value)
+    if option.auto and value == AUTO:
+        return AUTO
     if option.auto and kind is tuple and (isinstance(value, dict) or str(value).startswith("{")):
         return _numbers_by_name(value)
     if isinstance(value, CliValue) and kind is not str:

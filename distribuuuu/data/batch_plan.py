@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import GRAPH_MODES
 
@@ -56,10 +55,8 @@ def plan_batches(batch_size: int, global_batch_size: int, world_size: int) -> Ba
 
 
 def plan_of(cfg, world_size: int) -> BatchPlan:
-    """Return the plan of a config; with TRAIN.BATCH_SIZE auto, without accumulation."""
-    size, global_batch_size = cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE
-    size = max(1, global_batch_size // world_size) if size == AUTO else size
-    return plan_batches(size, global_batch_size, world_size)
+    """Return the plan of a config."""
+    return plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, world_size)
 
 
 def check_pairs(cfg, plan: BatchPlan) -> None:
@@ -71,14 +68,6 @@ def check_pairs(cfg, plan: BatchPlan) -> None:
             " are mixed in pairs; fix: change TRAIN.BATCH_SIZE or TRAIN.GLOBAL_BATCH_SIZE"
         )
         raise ConfigError(Problem(mixing, message), cfg.origins)
-
-
-def check_auto(cfg, world_size: int) -> None:
-    """Raise ConfigError if TRAIN.BATCH_SIZE auto would measure a model that is not sharded, unlike that of the run."""
-    if cfg.TRAIN.BATCH_SIZE == AUTO and cfg.DIST.SHARD == "fsdp" and world_size > 1:
-        reason = "whose memory depends on the number of processes, but a trial has one"
-        message = f"got auto with DIST.SHARD fsdp, {reason}; expected a number; fix: set the images per process"
-        raise ConfigError(Problem("TRAIN.BATCH_SIZE", message), cfg.origins)
 
 
 def check_num_images(cfg, plan: BatchPlan, num_images: int) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from distribuuuu.config import ConfigError
-from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.errors import BadImageError, counted, first_few
 from distribuuuu.config.options import PIXEL_RANGES
 from distribuuuu.config.registry import DATASETS, dataset_name, task_class
@@ -31,7 +30,7 @@ from distribuuuu.data.batch import (
     copy_to_device,
     map_leaves,
 )
-from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_batches
+from distribuuuu.data.batch_plan import BatchPlan, check_num_images, plan_of
 from distribuuuu.data.build_transform import MAIN, build_transform, depends_on_epoch, statistics_of
 from distribuuuu.data.datasets.base import ImageDataset, class_count_mismatch
 from distribuuuu.data.decode import build_decode_options
@@ -376,11 +375,7 @@ def build_sampler(
     num_images = len(images)
     if not train:
         return EvalSampler(num_images, cfg.TEST.BATCH_SIZE, launch.rank, launch.world_size)
-    if cfg.TRAIN.BATCH_SIZE == AUTO:
-        raise ConfigError(
-            "TRAIN.BATCH_SIZE: got auto; expected a number; fix: start by `distribuuuu.train`, which finds it"
-        )
-    plan = plan or plan_batches(cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.GLOBAL_BATCH_SIZE, launch.world_size)
+    plan = plan or plan_of(cfg, launch.world_size)
     check_num_images(cfg, plan, num_images)
     balance = None
     if cfg.DATA.SAMPLING != "uniform":

@@ -15,13 +15,7 @@ from torch import nn
 
 from distribuuuu.checkpoint.io import CheckpointError, find_class_mismatch, load_state_dict, read_checkpoint
 from distribuuuu.checkpoint.manager import CheckpointManager, find_nonfinite, hash_tensors, weights_of
-from distribuuuu.checkpoint.weights_files import (
-    best_path,
-    find_best,
-    find_card,
-    find_weights_file,
-    list_bests,
-)
+from distribuuuu.checkpoint.weights_files import best_path, find_best, find_card, find_weights_file, list_bests
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed, iter_options
 from distribuuuu.config.derived import total_steps
@@ -47,7 +41,7 @@ from distribuuuu.launch.host import count_cores
 from distribuuuu.models.build import build_model
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.optim.precision import Precision, build_clipper, build_precision
-from distribuuuu.optim.schedules import build_lr, build_weight_decay
+from distribuuuu.optim.schedules import build_lr
 from distribuuuu.records.metric_writers import format_duration
 from distribuuuu.records.results import RunResults
 from distribuuuu.records.run_log import Log, append_to_log, logging_to
@@ -173,11 +167,7 @@ def build_training(
     model = prepare_model(cfg, task, state.model, loader, val_images)
     for evaluated in set(state.models.values()) - {model}:  # evaluations use neither the wrapper nor its compiled code
         _compile(cfg, evaluated)
-    lr_at, decay_at = build_lr(cfg, loader.plan.global_batch), build_weight_decay(cfg)
-    is_agc = cfg.OPTIM.CLIP == "agc"  # it leaves out the head
-    head = importlib.import_module("distribuuuu.models.head").head_parameters(cfg, state.model, task) if is_agc else []
-    clip = build_clipper(cfg, head)
-    return Training(cfg, task, state, model, loader, lr_at, decay_at, clip)
+    return Training(cfg, task, state, model, loader, build_lr(cfg, loader.plan.global_batch), build_clipper(cfg))
 
 
 def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
@@ -340,7 +330,7 @@ def build_test_model(cfg, task: Task, weights: str, images: torch.Tensor) -> nn.
         load_weights(cfg, model, weights, classes, "MODEL.PRETRAINED", needs_head=True)
     model = task.adapt_model(model).to(task.device)
     if weights and not is_published(weights):
-        weights = str(find_weights_file(weights, cfg.FINETUNE.EMA))
+        weights = str(find_weights_file(weights))
         if find_card(weights):
             content = importlib.import_module("distribuuuu.models.pretrained").read_weights(Path(weights))
         else:

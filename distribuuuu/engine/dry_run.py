@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.config.errors import counted
+from distribuuuu.config.errors import counted, first_few
 from distribuuuu.distributed.comm import is_communication_error
 from distribuuuu.distributed.sharding import inference, is_sharded, restored, sum_output
 
@@ -58,8 +58,7 @@ def dry_run_training(
             sum_output(model(images[:1])).backward()  # adds to the gradients of training
             unused = _without_gradient(model)
     if unused:
-        names = ", ".join(unused[:4]) + (", ..." if len(unused) > 4 else "")
-        logger.warning("%s without a gradient, not trained: %s", counted(len(unused), "parameter"), names)
+        logger.warning("%s without a gradient, not trained: %s", counted(len(unused), "parameter"), first_few(unused))
     return unused, len(skipped) > len(unused)
 
 

@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,19 +19,23 @@ from torch.nn.functional import cosine_similarity
 from torch.utils.benchmark import Timer
 
 from distribuuuu import __version__
+from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.config_node import changed, get_value
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.derived import height_and_width
+from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.plugins import import_plugins
-from distribuuuu.config.reader import COMMAND_LINE
+from distribuuuu.config.reader import COMMAND_LINE, read_cfg
+from distribuuuu.distributed.comm import PeerError
 from distribuuuu.distributed.ddp import compile_model
 from distribuuuu.distributed.process_group import pick_device
+from distribuuuu.distributed.rendezvous import exchange
 from distribuuuu.distributed.sharding import inference, sum_output
-from distribuuuu.engine.auto_batch_size import KEPT, decide_for_all, in_fresh_process, read_kept, read_peak
 from distribuuuu.engine.build import set_backends
+from distribuuuu.engine.trial_run import in_fresh_process, read_peak
 from distribuuuu.files.cache_folder import keep_cached, load_cached
-from distribuuuu.launch.detect import detect_launch
+from distribuuuu.launch.detect import Launch, detect_launch, list_jobs
 from distribuuuu.launch.host import count_cores
 from distribuuuu.models.build import build_model
 from distribuuuu.optim.precision import Precision
@@ -108,7 +113,7 @@ def measure_modes(
             take_pass()  # allocates and compiles
             timer = Timer("take_pass()", globals={"take_pass": take_pass}, num_threads=torch.get_num_threads())
             seconds = timer.blocked_autorange(min_run_time=_SECONDS).median  # it waits for the device
-        measured.append(Measured(options, seconds / len(images), logits, read_peak(images.device).used))
+        measured.append(Measured(options, seconds / len(images), logits, read_peak(images.device)))
     return measured
 
 
@@ -124,13 +129,41 @@ def resolve_mode(cfg: Config, trains: bool) -> Config:
 
     def decide() -> tuple[dict[str, Any], str]:
         if kept := read_kept(cfg if trains else changed(cfg, {"TRAIN.AUTO_RESUME": True})):
-            return {key: get_value(kept, key) for key in CHOICES}, KEPT
+            return {key: get_value(kept, key) for key in CHOICES}, "kept from the run in OUT_DIR"
         modes = list_modes(cfg)
         if not trains:
             return modes[0], "as there is no run in OUT_DIR"
         return recall(cfg, "training", lambda: choose_mode(measure_training(cfg, modes))), ""
 
-    return with_mode(cfg, *decide_for_all(cfg, detect_launch(), "TRAIN.AMP", decide))
+    return with_mode(cfg, *decide_for_all(cfg, detect_launch(), decide))
+
+
+def decide_for_all(cfg: Config, launch: Launch, decide: Callable[[], tuple]) -> Sequence[Any]:
+    """Return decide() of the first process, as JSON passes it on, on every process, before the process group.
+
+    Raises:
+        PeerError: the first process has failed; there, its ConfigError is raised.
+    """
+    decided: Any = None
+    try:
+        if launch.rank == 0:
+            decided = decide()
+    except ConfigError as error:
+        error.one_process = True
+        raise
+    finally:
+        decided = exchange(launch, decided, cfg.DIST.TIMEOUT_S, cfg.DIST.STARTUP_TIMEOUT_S)[0]
+    if not decided:
+        raise PeerError("TRAIN.AMP: got auto, but the process that finds a value has failed")
+    return decided
+
+
+def read_kept(cfg: Config) -> Config | None:
+    """Return the config of the run in OUT_DIR that is resumed; None: there is none."""
+    path = Path(cfg.OUT_DIR) / cfg.CFG_DEST
+    jobs = None if cfg.TRAIN.AUTO_RESUME else list_jobs(only_restarted=True)
+    is_resumed = path.is_file() and CheckpointManager(cfg.OUT_DIR).has_any(jobs)
+    return read_cfg(FoundConfig(path))[0] if is_resumed else None
 
 
 def with_mode(cfg: Config, mode: dict[str, Any], reason: str = "") -> Config:
@@ -164,8 +197,7 @@ def _measure_here(folder: str, cfg: Config, modes: Sequence[dict[str, Any]]) -> 
     set_backends(cfg, device)
     torch.manual_seed(0)
     most = _CPU_IMAGES if device.type == "cpu" else _MAX_IMAGES
-    num = most if cfg.TRAIN.BATCH_SIZE == AUTO else min(most, cfg.TRAIN.BATCH_SIZE)
-    images = torch.randn(num, cfg.DATA.CHANNELS, *height_and_width(cfg.TRAIN.IM_SIZE))
+    images = torch.randn(min(most, cfg.TRAIN.BATCH_SIZE), cfg.DATA.CHANNELS, *height_and_width(cfg.TRAIN.IM_SIZE))
     return measure_modes(build_model(cfg).to(device), images.to(device), modes, trains=True)
 
 

@@ -13,7 +13,7 @@ from distribuuuu.engine.run import Run
 
 def recompute_statistics(run: Run, model: nn.Module) -> None:
     """Compute the statistics of a model of a run over MODEL.PRECISE_BN training images of its epoch."""
-    images = run.train_loader.iter_images(run.state.stream_seed, run.state.epoch, run.cfg.MODEL.PRECISE_BN)
+    images = run.train_loader.iter_images(run.state.seed, run.state.epoch, run.cfg.MODEL.PRECISE_BN)
     batches = marked(images, "precise batch norm")
     compute_precise_statistics(model, batches, run.state.precision.autocast, run.task.train_mode)
 

@@ -1,4 +1,4 @@
-"""Restoration of a checkpoint: a run is resumed, rolled back, or begins anew."""
+"""Restoration of a checkpoint: a run is resumed, or begins anew."""
 
 import logging
 import os

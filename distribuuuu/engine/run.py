@@ -38,7 +38,6 @@ class Training:
     Attributes:
         model: `state.model`, wrapped for several processes and compiled.
         lr_at: function from the epoch, e.g. 3.25, and optionally a policy, to the learning rate.
-        decay_at: function from the epoch to the factor of the weight decay.
         clip: function that clips the gradients of parameters.
     """
 
@@ -48,7 +47,6 @@ class Training:
     model: nn.Module
     train_loader: TrainLoader
     lr_at: Callable[..., float]
-    decay_at: Callable[[float], float]
     clip: Callable[[Iterable[torch.Tensor]], None]
 
 
@@ -124,18 +122,18 @@ def call_log_hook(run: Run, batch: Batch | None = None) -> None:
     task, state = run.task, run.state
     if type(task).log_epoch is not Task.log_epoch:
         run.stop.begin_phase("log_epoch")
-        seed_step(derive_seed(state.stream_seed, state.epoch, dist.rank()), task.device)
+        seed_step(derive_seed(state.seed, state.epoch, dist.rank()), task.device)
         context = contextlib.nullcontext() if task.eval_gradients else inference(state.model)
         with context, dist.unlimited_phase("log_epoch"):
             task.log_epoch(run.log, state.model, batch)
 
 
 def expected_passes(run: Run) -> Iterator[Pass]:
-    """Return the passes over the data after the steps of this epoch, as `train_model` takes them without a rollback.
+    """Return the passes over the data after the steps of this epoch, as `train_model` takes them.
 
     Batches that are made ahead for a pass that does not follow are discarded.
     """
-    cfg, train, plan, seed = run.cfg, run.train_loader, run.train_loader.plan, run.state.stream_seed
+    cfg, train, plan, seed = run.cfg, run.train_loader, run.train_loader.plan, run.state.seed
     samples, sampler, evaluation = train.samples, train.sampler, Pass(run.val_loader.samples, run.val_loader.sampler)
     num_precise = -(-cfg.MODEL.PRECISE_BN // plan.global_batch) * plan.accum_steps
     epochs, kinds = range(run.state.epoch, cfg.OPTIM.MAX_EPOCH), tuple(run.state.models)

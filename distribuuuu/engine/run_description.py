@@ -13,7 +13,6 @@ from torch import nn
 from distribuuuu import __version__
 from distribuuuu.checkpoint.weights_files import list_bests
 from distribuuuu.config.conflicts import find_unused_options
-from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.errors import counted
 from distribuuuu.config.reader import COMMAND_LINE
 from distribuuuu.config.registry import dataset_name
@@ -85,11 +84,9 @@ def describe_training(cfg, state: TrainState, train_loader: TrainLoader, val_loa
         batch = meant * plan.global_batch // given
         text = "the recipe is for %s, a global batch of %d images; here it is %d; to train as intended, add %s %d"
         logger.warning(text, counted(meant, "process"), batch, plan.global_batch, "TRAIN.GLOBAL_BATCH_SIZE", batch)
-    if (found := cfg.origins.get("TRAIN.BATCH_SIZE", "")).startswith(AUTO):
-        logger.info("TRAIN.BATCH_SIZE %d: %s", cfg.TRAIN.BATCH_SIZE, found)
     last = f", {train_loader.steps_of(cfg.OPTIM.MAX_EPOCH - 1)} in the last one" if cfg.OPTIM.LAST_EPOCH < 1 else ""
     most = cfg.TRAIN.BATCH_SIZE
-    less = f" (TRAIN.BATCH_SIZE {most} rounded down)" if most not in (AUTO, plan.micro_batch) else ""
+    less = f" (TRAIN.BATCH_SIZE {most} rounded down)" if most != plan.micro_batch else ""
     # Incomplete steps are dropped; the copies of an image are in one step.
     seen = train_loader.num_steps * -(-plan.global_batch // cfg.DATA.REPEATS)
     is_part = cfg.DATA.SAMPLING == "uniform" and seen < len(train_loader.images)

@@ -9,8 +9,8 @@ A checkpoint is a dict:
 - `ema_state_dict`, `best_ema_acc1`, `best_ema_epoch`: the same for the moving average of the weights, if there is one,
   and likewise for the kinds of `Task.averages`. `unsaved`: names and SHA-256 of the tensors that are left out, if any.
 - `scaler`: state of the gradient scaler; empty without one.
-- `config`: every option, DATA.MEAN and DATA.STD as used; `plugins`: the SHA-256 of each; also `seed`,
-  `num_rollbacks`, `classes`, `arch`, `global_batch`. Files of best weights also have `weights`: "raw" or "ema".
+- `config`: every option, DATA.MEAN and DATA.STD as used; `plugins`: the SHA-256 of each; also `seed`, `classes`,
+  `arch`, `global_batch`. Files of best weights also have `weights`: "raw" or "ema".
 - `buffers`: for each process, the buffers of the models that differ from those of the first one.
 - `meter`: for each process, its sums since the last row of metrics. `num_skipped`: steps that the task has skipped.
   `images_seen`: images of all steps, of which epochs may have different numbers.
@@ -43,7 +43,6 @@ from torch import nn
 from distribuuuu.checkpoint.io import WEIGHTS_ONLY, CheckpointError, load_optimizer, load_state_dict
 from distribuuuu.checkpoint.weights_files import EMA, RAW, Best, best_key, describe_kind, tensors_key
 from distribuuuu.config.errors import counted
-from distribuuuu.data.seeding import derive_seed
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.sharding import full_state_dict
 from distribuuuu.optim.precision import Precision
@@ -55,8 +54,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Entries of a checkpoint that are attributes of the state.
-_PLAIN = ("step", "best_metric", "seed", "num_rollbacks", "num_skipped", "images_seen", "arch", "config", "plugins",
-          "global_batch", "data", "jobs", "seconds")  # fmt: skip
+_PLAIN = ("step", "best_metric", "seed", "num_skipped", "images_seen", "arch", "config", "plugins", "global_batch",
+          "data", "jobs", "seconds")  # fmt: skip
 
 
 @dataclass
@@ -79,7 +78,6 @@ class TrainState:
     meter: Meter
     epoch: int = 0
     step: int = 0
-    num_rollbacks: int = 0
     num_skipped: int = 0
     images_seen: int = 0
     chosen: torch.Tensor | None = None
@@ -115,11 +113,6 @@ class TrainState:
         peak = float(local_peak_bytes(device))
         peak = dist.all_reduce_max([peak])[0] if device.type == "cuda" else peak
         return max(self._peak_before, round(peak / 2**20, 1))
-
-    @property
-    def stream_seed(self) -> int:
-        """The seed of all random numbers of a step; another one after each rollback, to avoid the same failure."""
-        return derive_seed(self.seed, self.num_rollbacks) if self.num_rollbacks else self.seed
 
     @property
     def models(self) -> dict[str, nn.Module]:
@@ -168,9 +161,7 @@ class TrainState:
         self._check_groups(content, path)
         self.epoch, self.step = content["epoch"] + 1, content.get("step", 0)
         self._load_bests(content, path)
-        # After a rollback, the time of the discarded steps still counts.
-        seconds = max(self.seconds, float(content.get("seconds", 0.0)))
-        self._seconds_before, self._started = seconds, time.perf_counter()
+        self._seconds_before, self._started = float(content.get("seconds", 0.0)), time.perf_counter()
         self.precision.load_state_dict(content.get("scaler", {}))
         for kind, average in self.averages.items():
             tensors = content.get(tensors_key(kind))
@@ -185,10 +176,9 @@ class TrainState:
         if seed not in (None, saved):
             logger.warning("RNG_SEED: the checkpoint has seed %d; the run continues with %d", saved, seed)
         self.seed = saved if seed is None else seed
-        self.num_rollbacks = int(content.get("num_rollbacks", 0))
-        if (timing := content.get("timing", self.timing))["seconds"] > self.timing["seconds"]:
-            self.timing.update(images=timing["images"], seconds=timing["seconds"])  # in place: the log has it too
-        self._peak_before = max(self._peak_before, content.get("peak_memory_mib") or 0.0)
+        timing = content.get("timing", self.timing)
+        self.timing.update(images=timing["images"], seconds=timing["seconds"])  # in place: the log has it too
+        self._peak_before = content.get("peak_memory_mib") or 0.0
         self.load_meter(content.get("meter", []))
         self.num_skipped, self.images_seen = int(content.get("num_skipped", 0)), int(content.get("images_seen", -1))
         self.chosen, self.ordered = content.get("chosen"), bool(content.get("ordered"))

@@ -74,8 +74,6 @@ class ModelSpec:
                 from distribuuuu.models.input_channels import replace_input
 
                 replace_input(model, self.arch.name, self.channels, overrides.keys() & {"pretrained", "weights"})
-            if self.arch.source == "torchvision" and "aux_logits" not in self.kwargs:
-                _remove_auxiliary_heads(model)
             return model
         except ConfigError:
             raise
@@ -121,15 +119,6 @@ def _plain_data_only() -> Iterator[None]:
     finally:
         del os.environ[forced]
         os.environ.update({name: value for name, value in saved.items() if value is not None})
-
-
-def _remove_auxiliary_heads(model: nn.Module) -> None:
-    """Remove the auxiliary classifiers of torchvision's GoogLeNet or Inception."""
-    if getattr(model, "aux_logits", False) is True:
-        model.aux_logits = False  # type: ignore[assignment]  # torch types every attribute as a tensor or module
-        for name, _ in list(model.named_children()):
-            if name.lower().startswith("aux"):
-                setattr(model, name, None)
 
 
 def find_architecture(arch: str) -> Architecture:

@@ -20,7 +20,7 @@ from distribuuuu.checkpoint.io import (
 )
 from distribuuuu.checkpoint.weights_files import EMA, find_weights_file, tensors_key
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.config.errors import counted
+from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.model_names import PUBLISHED, is_published
 from distribuuuu.config.run_files import PROBE
 from distribuuuu.distributed import comm as dist
@@ -37,14 +37,6 @@ AVERAGES = (tensors_key(EMA), "state_dict_ema", AVERAGE)
 
 class IncompatibleWeightsError(ValueError):
     """Weights of another model: more than half of the backbone's tensors, or of its matrices and kernels, mismatch."""
-
-
-def _abbreviate(names: list[str]) -> str:
-    """Return the number of names and the first ones."""
-    if not names:
-        return "none"
-    more = ", ..." if len(names) > 4 else ""
-    return f"{len(names)} ({', '.join(names[:4])}{more})"
 
 
 def load_initial(cfg, model: nn.Module, classes: Sequence[str]) -> None:
@@ -103,8 +95,8 @@ def load_weights(
         if needs_head and not is_file:
             check_published_head(cfg.MODEL.ARCH if weights == PUBLISHED else weights, classes)
         path, content = _read_named(cfg, weights)
-        averages = [content.get(name) for name in AVERAGES if cfg.FINETUNE.EMA]
-        average = next((tensors for tensors in averages if tensors and is_state_dict(tensors)), None)
+        averages = filter(None, map(content.get, AVERAGES))
+        average = next((tensors for tensors in averages if is_state_dict(tensors)), None)
         tensors = average or content["state_dict"]
         if needs_head and is_file:
             load_state_dict(model, tensors, path)
@@ -135,7 +127,7 @@ def load_weights(
 def _read_named(cfg, weights: str) -> tuple[str, dict[str, Any]]:
     """Return where weights are from, and their content, see `read_checkpoint`."""
     if not is_published(weights):
-        path = find_weights_file(weights, cfg.FINETUNE.EMA)
+        path = find_weights_file(weights)
         return str(path), read_weights(path)
     backbone = resolve_backbone(cfg.MODEL.ARCH if weights == PUBLISHED else weights)
     return backbone.source, dist.local_main_first(lambda: read_backbone(backbone, cfg.MODEL.NUM_CLASSES))
@@ -184,8 +176,8 @@ def load_backbone(
 
     kept = f"; the head keeps {len(rows)} of {counted(len(classes[0]), 'class')}" if any(is_kept) else ""
     drawn, unused = ([name for name in names if name not in loaded] for names in (own, theirs))
-    text = f"{len(loaded)} of {counted(len(own), 'tensor')} loaded; randomly initialized: {_abbreviate(drawn)}"
-    return f"{text}{kept}; unused in the file: {_abbreviate(unused)}", sum(name in backbone for name in drawn)
+    text = f"{len(loaded)} of {counted(len(own), 'tensor')} loaded; randomly initialized: {first_few(drawn) or 'none'}"
+    return f"{text}{kept}; unused in the file: {first_few(unused) or 'none'}", sum(name in backbone for name in drawn)
 
 
 def _rename(model: nn.Module, state_dict: Tensors, head: Collection[str]) -> tuple[Tensors, str]:

@@ -49,11 +49,6 @@ def find_head_of(spec: ModelSpec, model: nn.Module) -> list[str]:
     return [name for name, layer in model.named_modules() if _shapes(layer) != _shapes(others.get(name, layer))]
 
 
-def head_parameters(cfg, model: nn.Module, task: Any = None) -> list[torch.Tensor]:
-    """Return the parameters of the head, see `find_head`, also of a model that is sharded."""
-    return [own for name in find_head(cfg, model, task) for own in _own(model.get_submodule(name))]
-
-
 def _shapes(layer: nn.Module) -> list[tuple[int, ...]]:
     return [tuple(own.shape) for own in _own(layer)]
 

@@ -42,7 +42,7 @@ def resolve_preprocessing(cfg: Config, weights: str = "", jobs: Sequence[str] | 
         cfg = _keep(cfg, file)
     elif weights:
         source = f"{key} {cfg.MODEL.ARCH if weights == PUBLISHED else weights}"
-        theirs = read_preprocessing(cfg.MODEL.ARCH, weights, cfg.FINETUNE.EMA)
+        theirs = read_preprocessing(cfg.MODEL.ARCH, weights)
         if weights != PUBLISHED and (is_published(weights) or os.path.isdir(weights) or find_card(weights)):
             cfg = _take_model(cfg, source, theirs)
         cfg = follow(cfg, source, theirs)
@@ -142,15 +142,15 @@ def _is_same(one: Any, other: Any) -> bool:
     return one == other
 
 
-def read_preprocessing(arch: str, weights: str, ema: bool = True) -> Mapping[str, Any]:
+def read_preprocessing(arch: str, weights: str) -> Mapping[str, Any]:
     """Return the options of weights by key, as far as they are known.
 
-    The weights are `pretrained`, a file, or the folder of a run (with `ema`, the averaged ones) or of a Hub's model.
+    The weights are `pretrained`, a file, or the folder of a run or of a Hub's model.
     """
     from distribuuuu.models.pretrained import resolve_backbone
 
     try:
-        found = resolve_backbone(arch if weights == PUBLISHED else weights, ema)
+        found = resolve_backbone(arch if weights == PUBLISHED else weights)
     except (ConfigError, OSError):
         return {}  # whoever loads the weights reports what is wrong with them
     return {**({"MODEL.ARCH": found.arch} if found.arch else {}), **found.options}

@@ -74,8 +74,8 @@ class Backbone:
         return list(ImageNetInfo(subset).label_descriptions()) if subset else self.classes
 
 
-def resolve_backbone(name: str, ema: bool = True) -> Backbone:
-    """Return the backbone of a name; of a run, with `ema`, its average. Only a model of the Hub is downloaded.
+def resolve_backbone(name: str) -> Backbone:
+    """Return the backbone of a name. Only a model of the Hub is downloaded.
 
     Raises:
         ConfigError: the name is unknown or has no weights; the message has no key, or MODEL.ARCH.
@@ -95,7 +95,7 @@ def resolve_backbone(name: str, ema: bool = True) -> Backbone:
         except (InvalidFileError, OSError) as error:
             raise ConfigError(str(error)) from error
     if not is_published(name) and Path(name).expanduser().exists():
-        path = find_weights_file(name, ema)
+        path = find_weights_file(name)
         if find_card(path):
             return resolve_backbone(f"local-dir:{path.parent}")
         return _from_content(name, read_checkpoint(path), path)

@@ -25,7 +25,6 @@ class Ema:
         half_life: in images.
         ramp_up: maximum of the half-life as a share of the images seen, to forget the random initial weights soon
             (Karras et al., arXiv 2206.00364, appendix F); 0: no maximum.
-        buffers: "average" or "copy".
         every_steps: steps from one update to the next, counted from the first step of an epoch.
         start_epoch: epoch at which averaging starts; until its first step, updates copy the weights.
     """
@@ -33,7 +32,6 @@ class Ema:
     model: nn.Module
     half_life: float
     ramp_up: float = 0.0
-    buffers: str = "average"
     every_steps: int = 1
     start_epoch: int = 0
 
@@ -50,8 +48,7 @@ class Ema:
         averaged += zip(self.model.parameters(), model.parameters(), strict=True)
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         for pair in zip(self.model.buffers(), model.buffers(), strict=True):
-            is_averaged = self.buffers == "average" and pair[0].is_floating_point()
-            (averaged if is_averaged else copied).append(pair)
+            (averaged if pair[0].is_floating_point() else copied).append(pair)
         self._averages, self._currents = [to_local(own) for own, _ in averaged], [to_local(new) for _, new in averaged]
         self._copies, self._originals = [own for own, _ in copied], [new for _, new in copied]
 
@@ -86,5 +83,5 @@ def build_averages(cfg, model: nn.Module, further: Mapping[str, Any]) -> dict[st
         message = f"got {wrong[0]!r} from averages; expected a name of a-z and 0-9 other than raw and ema"
         raise ConfigError(Problem("TASK.NAME", message, cfg.origins))
     ema = cfg.EMA
-    own = (model, ema.HALF_LIFE, ema.RAMP_UP, ema.BUFFERS, ema.EVERY_STEPS, ema.START_EPOCH)
+    own = (model, ema.HALF_LIFE, ema.RAMP_UP, ema.EVERY_STEPS, ema.START_EPOCH)
     return {**({"ema": Ema(*own)} if ema.HALF_LIFE else {}), **dict(sorted(further.items(), reverse=True))}

@@ -12,7 +12,6 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.model_names import keep_names
 from distribuuuu.config.registry import OPTIMIZERS
-from distribuuuu.optim.schedules import FULL_DECAY
 
 # adahessian needs second derivatives, which the loop does not compute; lookahead keeps its step count in its settings,
 # which a resumed run takes from the config.
@@ -160,7 +159,7 @@ def adapt_loaded_state(optimizer: torch.optim.Optimizer, content: dict[str, Any]
     groups = [{**group, **settings} for group in content["param_groups"]]
     if len(groups) == len(optimizer.param_groups):  # else torch refuses them
         for group, mine in zip(groups, optimizer.param_groups, strict=True):
-            for key in (FULL_DECAY, "lr_scale", "schedule"):  # of the config, not of the checkpoint
+            for key in ("lr_scale", "schedule"):  # of the config, not of the checkpoint
                 if key in mine:
                     group[key] = mine[key]
                 else:

@@ -26,7 +26,7 @@ from torch import nn
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.registry import OPTIMIZERS
 from distribuuuu.distributed.sharding import build_sharded_optimizer, is_sharded
-from distribuuuu.optim.schedules import FULL_DECAY, scaled_lr
+from distribuuuu.optim.schedules import scaled_lr
 
 # torch's optimizers with a fused kernel on every GPU and in every supported torch, and those for sharded parameters.
 _FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
@@ -47,8 +47,6 @@ def build_optimizer(
     """
     optim = cfg.OPTIM
     groups = regroup(parameter_groups(cfg, model))
-    if optim.WEIGHT_DECAY_END >= 0:
-        groups = [{**group, FULL_DECAY: group["weight_decay"]} for group in groups]
     lr, kernels = scaled_lr(cfg, global_batch), functools.partial(_kernels, model=model)
     registered = OPTIMIZERS.get(optim.NAME) if optim.NAME in OPTIMIZERS else None
 

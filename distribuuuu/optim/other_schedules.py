@@ -16,12 +16,6 @@ def cos_after_warmup_factor(epoch: float, *, max_epoch: int, min_lr: float, peak
     return cos_factor(max(0.0, epoch - peak), max_epoch=max_epoch - peak or 1, min_lr=min_lr)
 
 
-@SCHEDULES.register("exp")
-def exp_factor(epoch: float, *, max_epoch: int, min_lr: float) -> float:
-    """Return an exponential decay from 1 to `min_lr`, above 0."""
-    return min_lr ** (epoch / max_epoch)
-
-
 @SCHEDULES.register("lin")
 def lin_factor(epoch: float, *, max_epoch: int, min_lr: float) -> float:
     """Return a linear decay from 1 to `min_lr`."""

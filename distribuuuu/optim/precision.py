@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -71,14 +71,13 @@ def build_precision(cfg, device: torch.device) -> Precision:
     return Precision(cfg.TRAIN.AMP, device, cache=cfg.DIST.SHARD != "fsdp")
 
 
-def build_clipper(cfg, head: Collection[torch.Tensor] = ()) -> Callable[[Iterable[torch.Tensor]], None]:
-    """Return clip(parameters): clip their gradients as OPTIM.CLIP says, agc without the parameters of the head.
+def build_clipper(cfg) -> Callable[[Iterable[torch.Tensor]], None]:
+    """Return clip(parameters): clip their gradients by their norm, OPTIM.CLIP_NORM.
 
     It never waits for the device. A gradient that is NaN stays so.
     """
-    kind, norm, limit = cfg.OPTIM.CLIP, cfg.OPTIM.CLIP_NORM, cfg.OPTIM.CLIP_LIMIT
-    if kind == "norm" and not norm:
+    if not (norm := cfg.OPTIM.CLIP_NORM):
         return lambda parameters: None
-    from distribuuuu.optim.clipping import choose_clipper
+    from distribuuuu.optim.clipping import clip_grad_norm
 
-    return choose_clipper(kind, norm, limit, head)
+    return lambda parameters: clip_grad_norm(parameters, norm)

@@ -16,9 +16,6 @@ import torch
 
 from distribuuuu.config.registry import SCHEDULES
 
-# The setting of a parameter group that holds its weight decay at the start of the schedule.
-FULL_DECAY = "full_decay"
-
 
 @SCHEDULES.register("cos")
 def cos_factor(epoch: float, *, max_epoch: int, min_lr: float) -> float:
@@ -60,29 +57,10 @@ def build_lr(cfg, global_batch: int) -> Callable[..., float]:
         return functools.partial(factor_at, **settings)
 
     def lr_at(epoch: float, policy: str = optim.LR_POLICY) -> float:
-        epoch = _scheduled(cfg, epoch)
+        epoch = max(0.0, (math.floor(epoch) if optim.LR_UPDATE == "epoch" else epoch) - optim.LR_LAG)
         return base_lr * factor_of(policy)(epoch) * warmup(epoch) * scale
 
     return lr_at
-
-
-def build_weight_decay(cfg) -> Callable[[float], float]:
-    """Return factor_at(epoch) of every weight decay, 1 to OPTIM.WEIGHT_DECAY_END / OPTIM.WEIGHT_DECAY.
-
-    Half a cosine over the run, as in DINO (Caron et al., arXiv 2104.14294), with OPTIM.LR_UPDATE and OPTIM.LR_LAG as
-    for the learning rate; 1 without OPTIM.WEIGHT_DECAY_END.
-    """
-    optim = cfg.OPTIM
-    if optim.WEIGHT_DECAY_END < 0:
-        return lambda epoch: 1.0
-    settings = {"max_epoch": optim.MAX_EPOCH - (1 - optim.LAST_EPOCH),
-                "min_lr": optim.WEIGHT_DECAY_END / optim.WEIGHT_DECAY}  # fmt: skip
-    return lambda epoch: cos_factor(_scheduled(cfg, epoch), **settings)
-
-
-def _scheduled(cfg, epoch: float) -> float:
-    """Return the place in the schedules at an epoch, by OPTIM.LR_UPDATE and OPTIM.LR_LAG."""
-    return max(0.0, (math.floor(epoch) if cfg.OPTIM.LR_UPDATE == "epoch" else epoch) - cfg.OPTIM.LR_LAG)
 
 
 def _lr_factor(cfg, global_batch: int) -> float:
@@ -111,10 +89,3 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float, lr_of: Callable[[str], f
     for group in optimizer.param_groups:
         own = lr_of(group["schedule"]) if "schedule" in group else lr
         group["lr"] = own * group.get("lr_scale", 1.0)
-
-
-def set_weight_decay(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Set the weight decay of every group to its own times a factor, if OPTIM.WEIGHT_DECAY_END is set."""
-    for group in optimizer.param_groups:
-        if FULL_DECAY in group:
-            group["weight_decay"] = factor * group[FULL_DECAY]

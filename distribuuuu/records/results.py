@@ -20,10 +20,9 @@ from typing import Any
 
 from distribuuuu.config import Config, run_files
 from distribuuuu.config.config_node import get_value, iter_options
-from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.derived import eval_crop_size, eval_resize, show_size
 from distribuuuu.config.errors import counted
-from distribuuuu.config.options import OPEN_SECTIONS, option_of
+from distribuuuu.config.options import DECLARED, OPEN_SECTIONS, option_of
 from distribuuuu.config.reader import split_key
 from distribuuuu.config.registry import dataset_name
 from distribuuuu.files.atomic_file import replacing
@@ -42,13 +41,14 @@ def hash_config(cfg: Config) -> str:
     A `neutral` option of the command line is not meant to change results: the value that it replaces is hashed.
     """
     # Not sorted: the order of the patterns in FINETUNE.LR_MULT matters.
-    options = [(key, value) for key, value in iter_options(cfg) if option_of(key).hashed]
-    options = [(key, cfg.replaced.get(key, value) if option_of(key).neutral else value) for key, value in options]
-    # A value that was `auto` has been found on this machine.
-    values = [(key, AUTO if cfg.origins.get(key, "").startswith(f"{AUTO}, ") else value) for key, value in options]
-    values = [(key, value) for key, value in values if value != option_of(key).hash_default]
-    # An option that older versions had, at its only value: their hashes stay.
-    values.insert([key for key, _ in values].index("DATA.SAMPLING") + 1, ("DATA.SHUFFLE", "global"))
+    values: list[tuple[str, Any]] = []
+    for key, option in DECLARED.items():
+        if option.is_open:
+            values += iter_options(get_value(cfg, key), f"{key}.")
+        elif option.hashed:
+            value = option.default if option.removed else get_value(cfg, key)
+            value = cfg.replaced.get(key, value) if option.neutral else value
+            values += [(key, value)] if value != option.hash_default else []
     return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()
 
 

@@ -8,7 +8,6 @@ import torch
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import did_you_mean, first_few
-from distribuuuu.config.feature_conflicts import class_weight_beta
 from distribuuuu.data.datasets.base import ImageDataset
 
 logger = logging.getLogger(__name__)
@@ -23,19 +22,15 @@ def count_labels(images: ImageDataset) -> torch.Tensor:
     return labels.bincount(minlength=len(images.classes))
 
 
-def compute_class_weights(class_counts: torch.Tensor, beta: float) -> torch.Tensor:
-    """Return the weight of each class by its number of images, float32 (classes,).
+def compute_class_weights(class_counts: torch.Tensor) -> torch.Tensor:
+    """Return the weight of each class, in proportion to 1 / n for n images, float32 (classes,).
 
-    The weight is in proportion to `(1 - beta) / (1 - beta ** n)`, the inverse of the effective number of n images (Cui
-    et al., arXiv 1901.05555); with beta 1, its limit, to `1 / n`. The mean over the classes with images is 1. A class
-    without images has the weight 1.
+    The mean over the classes with images is 1. A class without images has the weight 1.
     """
     present = class_counts.gt(0)
-    counts = class_counts[present].double()
-    log_beta = torch.tensor(beta, dtype=torch.float64).log()
-    effective = counts if beta == 1 else torch.expm1(counts * log_beta) / (beta - 1)  # accurate for beta near 1
+    inverse = 1 / class_counts[present].double()
     weights = torch.ones(len(class_counts), dtype=torch.float64)
-    weights[present] = (1 / effective) / (1 / effective).mean()
+    weights[present] = inverse / inverse.mean()
     return weights.float()
 
 
@@ -57,11 +52,11 @@ def find_class_weights(key: str, value: str | Sequence[float], images: ImageData
         if unknown:
             raise ConfigError(Problem(key, f"names classes that the data lacks: {first_few(unknown)}"))
         return [float(given.get(name, 1)) for name in images.classes]
-    counts, beta = count_labels(images), class_weight_beta(value)
+    counts = count_labels(images)
     if key == "LOSS.POSITIVE_WEIGHT":
         weights = torch.where(counts > 0, (len(images) - counts) / counts.clamp(min=1), 1.0)
     else:
-        weights = compute_class_weights(counts, 1.0 if beta is None else beta)
+        weights = compute_class_weights(counts)
     order = weights.argsort(stable=True).tolist()
     shown = [f"{images.classes[label]} {weights[label]:.4g} ({counts[label]:,} images)" for label in order]
     logger.info("%s %s: %s", key, value, first_few(shown, num=20))

@@ -93,18 +93,15 @@ def build_loss(cfg, train: bool = True, images: ImageDataset | None = None) -> L
         return LOSSES.get("bce" if dataset_class(cfg).targets == "labels" else "cross_entropy")()
     loss = cfg.LOSS
     family = LOSSES.get(loss.NAME)
-    # Losses with options of their own; a new loss declares `Settings`.
     weights, positive = loss.CLASS_WEIGHTS, loss.POSITIVE_WEIGHT
     if isinstance(weights, str) or isinstance(positive, str):
         from distribuuuu.tasks.class_weights import find_class_weights
 
         weights = find_class_weights("LOSS.CLASS_WEIGHTS", weights, images)
         positive = find_class_weights("LOSS.POSITIVE_WEIGHT", positive, images)
-    bce = {"threshold": loss.BCE_TARGET_THRESHOLD, "sum_classes": loss.BCE_REDUCTION == "sum", "positive": positive}
-    options: dict[str, dict[str, Any]] = {
-        "bce": bce,
-        "focal": {"gamma": loss.FOCAL_GAMMA},
-    }
+    # Losses with options of their own; a new loss declares `Settings`.
+    bce = {"threshold": loss.BCE_TARGET_THRESHOLD, "positive": positive}
+    options: dict[str, dict[str, Any]] = {"bce": bce, "focal": {"gamma": loss.FOCAL_GAMMA}}
     if hasattr(family, "Settings"):
         options[loss.NAME] = {"settings": build_settings(cfg, "LOSS.KWARGS", family)}
     return family(loss.LABEL_SMOOTHING, weights, **options.get(loss.NAME, {}))

@@ -20,8 +20,6 @@ class BinaryCrossEntropy(Loss):
         weights: see `Loss`.
         threshold: targets above it become 1 and all others 0, e.g. all classes of a mixture with 0, as in DeiT-III;
             None: targets are not changed.
-        sum_classes: sum over the classes, as in Composer, instead of their mean, as in timm. The sum is larger by the
-            number of classes, which matters for optimizers whose step depends on the gradient's scale, e.g. SGD.
         positive: a factor of the positive term, for all classes or for each; empty: none.
     """
 
@@ -32,14 +30,12 @@ class BinaryCrossEntropy(Loss):
         smoothing: float = 0.0,
         weights: Sequence[float] = (),
         threshold: float | None = None,
-        sum_classes: bool = False,
         positive: Sequence[float] = (),
     ):
         super().__init__(smoothing, weights)
         factors = torch.tensor(positive, dtype=torch.float32) if positive else None
         self.register_buffer("positive", factors, persistent=False)
         self.threshold = threshold
-        self.sum_classes = sum_classes
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
         """Return the mean loss (), or the loss of each image (N,)."""
@@ -50,9 +46,7 @@ class BinaryCrossEntropy(Loss):
         losses = F.binary_cross_entropy_with_logits(
             logits, targets, self.weights, reduction="none", pos_weight=self.positive
         )
-        if reduction == "none":
-            return losses.sum(dim=1) if self.sum_classes else losses.mean(dim=1)
-        return losses.sum(dim=1).mean() if self.sum_classes else losses.mean()
+        return losses.mean() if reduction == "mean" else losses.mean(dim=1)
 
 
 @LOSSES.register("focal")

@@ -103,13 +103,6 @@ def test_a_sharded_run_is_the_run_of_ddp(run, kind, num):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SHARDED)
-def test_adaptive_clipping_and_the_schedule_of_weight_decay_are_those_of_ddp(run, kind):
-    words = ("OPTIM.CLIP_NORM", 0, "OPTIM.CLIP", "agc", "OPTIM.CLIP_LIMIT", 0.01, "OPTIM.WEIGHT_DECAY_END", 0.5)
-    assert_same_content(newest(run(kind, 2, *words)), newest(run("ddp", 2, *words)), 1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", SHARDED)
 def test_a_sharded_run_resumes_bitwise(run, small_cfg, kind):
     on_processes(2, train_and_kill, small_cfg(*ALL_ON, *KINDS[kind], *DROPS), (0, 3))
     cfg = small_cfg(*ALL_ON, *KINDS[kind], *DROPS)

@@ -1,8 +1,7 @@
-"""Before the first step: problems found without torch, the dry run, the search of a batch size, and the log."""
+"""Before the first step: problems found without torch, the dry run, trial runs, and the log."""
 
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,24 +10,23 @@ import torch
 from support.failing_models import Idle
 from support.images import draw_folder
 from support.processes import on_processes
-from support.runs import assert_close, assert_same_run, newest, run_tool, small_options
+from support.runs import assert_close, newest, small_options
 
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.registry import MODELS, dataset_class
 from distribuuuu.data.batch_plan import plan_batches
-from distribuuuu.data.loader import build_images, build_loaders
+from distribuuuu.data.loader import build_images
 from distribuuuu.data.seeding import seed_cpu
-from distribuuuu.engine import auto_batch_size
-from distribuuuu.engine.auto_batch_size import Peak, list_micro_batches
 from distribuuuu.engine.build import check_warmup
 from distribuuuu.engine.dry_run import dry_run_training
-from distribuuuu.engine.out_of_memory import OutOfMemory
 from distribuuuu.engine.preflight import find_run_problems, resolve_cfg, resolve_num_classes
+from distribuuuu.engine.run import begin_epoch
+from distribuuuu.engine.trial_run import trial_run
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.models import build_model, preprocessing
 from distribuuuu.tasks.classification import Classification
-from distribuuuu.trainer import evaluate_weights, take_step, train_model
+from distribuuuu.trainer import evaluate_weights, train_model
 
 
 def test_initial_weights_depend_on_the_seed_whichever_generator_a_model_draws_from():
@@ -121,7 +119,6 @@ def test_a_conflict_with_the_number_found_is_reported(image_folder):
 
 
 REPLAYED = ("TRAIN.BATCH_SIZE", 12, "TRAIN.GLOBAL_BATCH_SIZE", 24, "MODEL.COMPILE")
-SHARDED = ("TRAIN.BATCH_SIZE", "auto", "TRAIN.GLOBAL_BATCH_SIZE", 24, "DIST.SHARD")
 MIXED = ("AUG.MIXUP", 0.2, "TRAIN.BATCH_SIZE", 6, "TRAIN.GLOBAL_BATCH_SIZE", 18)
 TAUGHT = ("DISTILL.TEACHER", "resnet8", "DISTILL.WEIGHTS", "/no/such")
 SEVERAL_STARTS = ("FINETUNE.WEIGHTS", "pretrained", "MODEL.PRETRAINED", True)
@@ -156,11 +153,6 @@ def test_problems_of_a_training_are_reported_before_it_starts(problems):
         ((*REPLAYED, "reduce-overhead"), 1,
          ["MODEL.COMPILE (command line): got reduce-overhead, which replays CUDA graphs",
           "set it to default, or TRAIN.BATCH_SIZE to 24"]),
-        # The memory of a model that is sharded depends on the number of processes.
-        ((*SHARDED, "zero1"), 2, []),
-        ((*SHARDED, "fsdp"), 1, []),
-        ((*SHARDED, "fsdp"), 2, ["TRAIN.BATCH_SIZE (command line): got auto with DIST.SHARD fsdp, whose memory depends",
-                                 "fix: set the images per process"]),
         # Images are mixed in pairs.
         (MIXED, 3, []),
         (MIXED, 2, ["AUG.MIXUP (command line): got micro-batches of 3 images"]),
@@ -326,62 +318,13 @@ def test_layers_that_some_steps_skip_are_trained(small_cfg, tmp_path):
     assert len(newest(tmp_path / "out")["optimizer"]["state"]) == 6
 
 
-AUTO = ("TRAIN.BATCH_SIZE", "auto", "TRAIN.GLOBAL_BATCH_SIZE")
-
-
-@pytest.mark.parametrize("room, expected", [(10**6, 12), (70, 6), (69, 4), (20, 1), (19, 0)])
-def test_the_largest_size_that_fits_is_found(small_cfg, monkeypatch, room, expected):
-    def in_fresh_process(function: Callable, cfg, take_step, launch, plan) -> Peak | str:
-        assert plan.global_batch == min(2 * plan.micro_batch, 12)
-        return "killed" if plan.micro_batch == 12 and room < 10**6 else Peak(10 * plan.micro_batch + 10)
-
-    monkeypatch.setattr(auto_batch_size, "in_fresh_process", in_fresh_process)
-    monkeypatch.setattr(auto_batch_size, "available_memory", lambda: room / auto_batch_size.HEADROOM)
-    cfg = small_cfg(*AUTO, 12)
-    if expected:
-        assert auto_batch_size.resolve_batch_size(cfg, take_step).TRAIN.BATCH_SIZE == expected
-    else:
-        with pytest.raises(OutOfMemory, match=r"TRAIN.BATCH_SIZE: .*micro-batch of 1 does not fit.*; fix: ") as caught:
-            auto_batch_size.resolve_batch_size(cfg, take_step)
-        assert caught.value.status == 1
-
-
 def test_a_trial_prepares_the_task_and_starts_no_tracker(small_cfg, tmp_path, monkeypatch):
     begun: list[int] = []
     (tmp_path / "trial").mkdir()
     monkeypatch.setattr(Classification, "begin_epoch", lambda self, epoch: begun.append(epoch))
     plan = plan_batches(4, 4, 1)
     cfg = small_cfg("LOG.TRACKERS", "[wandb]")
-    with auto_batch_size.trial_run(cfg, detect_launch(), plan, str(tmp_path / "trial")) as run:
+    with trial_run(cfg, detect_launch(), plan, str(tmp_path / "trial")) as run:
         assert run.cfg.LOG.TRACKERS == ()
-    auto_batch_size.measure_steps(str(tmp_path / "trial"), small_cfg(), take_step, detect_launch(), plan)
+        begin_epoch(run)
     assert begun == [0]
-
-
-def test_sizes_divide_the_share_and_problems_are_found_early(small_cfg):
-    cfg = small_cfg(*AUTO, 12)
-    assert list_micro_batches(cfg, 1) == [1, 2, 3, 4, 6, 12] and list_micro_batches(cfg, 3) == [1, 2, 4]
-    assert list_micro_batches(small_cfg(*AUTO, 12, "AUG.MIXUP", 0.2), 1) == [2, 4, 6, 12]
-    assert list_micro_batches(small_cfg(*AUTO, 12, "MODEL.COMPILE", "reduce-overhead"), 2) == [6]
-    assert not find_run_problems(cfg, train=True)
-    (problem,) = find_run_problems(cfg, train=True, nproc=5)
-    assert "got 12 on 5 processes" in str(problem)
-    with pytest.raises(ConfigError, match="TRAIN.BATCH_SIZE: got auto; expected a number"):
-        build_loaders(cfg, detect_launch(), torch.device("cpu"))
-
-
-@pytest.mark.slow
-def test_two_processes_take_the_same_number_and_a_resume_keeps_it(image_folder, tmp_path):
-    def run(out: str, *words) -> str:
-        options = small_options(image_folder, tmp_path / out, "OPTIM.MAX_EPOCH", 1, *words)
-        done = run_tool("train_net.py", "--nproc", 2, *options)
-        assert done.returncode == 0, done.stderr
-        return done.stderr
-
-    said = run("auto", *AUTO, 8)
-    assert said.count("TRAIN.BATCH_SIZE auto: micro-batch of 4: ") == 1
-    assert "TRAIN.BATCH_SIZE 4: auto, the largest" in said
-    run("hand", "TRAIN.BATCH_SIZE", 4, "TRAIN.GLOBAL_BATCH_SIZE", 8)
-    assert_same_run(tmp_path / "auto", tmp_path / "hand")
-    again = run("auto", *AUTO, 8, "OPTIM.MAX_EPOCH", 2)
-    assert "TRAIN.BATCH_SIZE 4: auto, kept from the run" in again and "auto: micro-batch of" not in again

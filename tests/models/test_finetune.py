@@ -122,7 +122,7 @@ def test_the_folder_of_a_run_gives_its_best_weights(tmp_path, has_average):
     (tmp_path / "checkpoints").mkdir()
     chosen = averaged if has_average else raw
     assert other_than(start(finetuning(WEIGHTS=tmp_path)), chosen) == ["fc.weight", "fc.bias"]
-    assert other_than(start(finetuning(WEIGHTS=tmp_path, EMA=False)), raw) == ["fc.weight", "fc.bias"]
+    assert other_than(start(finetuning(WEIGHTS=tmp_path / "best.pth.tar")), raw) == ["fc.weight", "fc.bias"]
 
 
 def test_a_path_without_weights_says_what_is_there(tmp_path):
@@ -133,14 +133,13 @@ def test_a_path_without_weights_says_what_is_there(tmp_path):
 @pytest.mark.parametrize("raw_key, key", [
     ("state_dict", "ema_state_dict"), ("state_dict", "state_dict_ema"), ("model", "model_ema")
 ])  # fmt: skip
-def test_a_moving_average_is_preferred_unless_it_is_not_wanted(tmp_path, raw_key, key, caplog):
+def test_a_moving_average_is_preferred(tmp_path, raw_key, key, caplog):
     raw, average = trained(seed=1), trained(seed=2)
     counter = {"n_averaged": torch.tensor(5)} if key == "model_ema" else {}  # that of torchvision
     torch.save({raw_key: raw, key: {**prefixed(average, "module."), **counter}}, tmp_path / "a.pth")
     with caplog.at_level(logging.INFO, logger="distribuuuu.models.finetune"):
         assert other_than(start(finetuning(WEIGHTS=tmp_path / "a.pth")), average) == ["fc.weight", "fc.bias"]
     assert " (moving average): " in caplog.text
-    assert other_than(start(finetuning(WEIGHTS=tmp_path / "a.pth", EMA=False)), raw) == ["fc.weight", "fc.bias"]
 
 
 @pytest.mark.parametrize("classes, words, kept", [
@@ -268,15 +267,12 @@ class AdapterTask(Classification):
     ("adapters", ["fc.bias", "fc.weight", *(f"stage2.0.conv2.{layer}" for layer in
                                             ("down.bias", "down.weight", "up.bias", "up.weight"))]),
 ])  # fmt: skip
-def test_the_head_of_a_task_is_found_for_freezing_and_clipping(small_cfg, task, trained):
-    words = ("OPTIM.CLIP", "agc", "OPTIM.CLIP_LIMIT", 1e-9, "OPTIM.MAX_EPOCH", 1, "TASK.NAME", task)
-    train_model(cfg := small_cfg(*words, "FINETUNE.FREEZE", "backbone"))
+def test_the_head_of_a_task_is_found_for_freezing(small_cfg, task, trained):
+    train_model(cfg := small_cfg("OPTIM.MAX_EPOCH", 1, "TASK.NAME", task, "FINETUNE.FREEZE", "backbone"))
     build = build_task(cfg, CLASSES, torch.device("cpu"), build_precision(cfg, torch.device("cpu")))
     torch.manual_seed(derive_seed(3))
     before, after = build.adapt_model(build_model(cfg)).state_dict(), newest(cfg.OUT_DIR)["state_dict"]
     assert sorted(other_than(after, before)) == trained
-    moved = max((after[name] - before[name]).abs().max() for name in trained)
-    assert moved > 1e-3, "the head is not clipped"
 
 
 def test_copies_wrappers_and_conversions_keep_what_is_frozen_apart():
@@ -325,7 +321,7 @@ def test_names_are_matched_whatever_wraps_either_model_and_equal_ones_first():
     exact = {name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()}
     other = {name: torch.full_like(value, 3.0) for name, value in model.state_dict().items()}
     report, _ = load_backbone(model, {**prefixed(other, "module."), **exact, **prefixed(other, "model.")}, head=[])
-    assert model["backbone"].bias.tolist() == [2.0, 2.0] and "unused in the file: 4 (" in report
+    assert model["backbone"].bias.tolist() == [2.0, 2.0] and "unused in the file: module." in report
 
 
 def of_another_program(arch="resnet20") -> dict[str, torch.Tensor]:

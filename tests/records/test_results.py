@@ -176,7 +176,7 @@ def test_a_neutral_option_of_the_command_line_leaves_the_hash_of_the_recipe(tmp_
 
 def test_the_defaults_have_the_hash_of_the_recorded_runs():
     # If this fails after an option was added: give it `hash_default`, or all rows of earlier results are split. After a
-    # default was edited or an option removed, results of before are of another config.
+    # default was edited, results of before are of another config. A removed option keeps its place, see `removed`.
     # The number of classes is that of the data, so a run has it; ImageNet's was the default.
     cfg = load_cfg(None, ["MODEL.NUM_CLASSES", "1000"])
     assert hash_config(cfg) == "6b13999432882ede58b0502064b373131be007af7b44e888a1889a0915ac6a74"

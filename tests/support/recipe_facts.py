@@ -97,7 +97,7 @@ TORCHVISION = {
         "images per GPU": {1: 128, 8: 128}, "AUG.MIX_GROUP": 128, **sgd(0.5, nesterov=False), "steps": 1251,
         "lr": [0.005, 0.005, 0.005, 0.104, 0.104, 0.5, 0.5, 0.499996515, 0.378790947, 0.253299896, 0.126910067,
                3.48477561e-06],
-        "decay": (2e-5, norms_of_torchvision), "average": (1 - V2_SHARE, "average", 32, 5),
+        "decay": (2e-5, norms_of_torchvision), "average": (1 - V2_SHARE, 32, 5),
         "EMA.HALF_LIFE": round(32 * 1024 * math.log(2) / -math.log(1 - V2_SHARE), -3), "EMA.RAMP_UP": 0,
         "LOSS.LABEL_SMOOTHING": 0.1, "AUG.MIXUP": 0.2, "AUG.CUTMIX": 1.0, "AUG.MIX_PROB": 1, "AUG.CUTMIX_SHARE": 0.5,
         "AUG.POLICY": "trivialaugment", "AUG.ERASING": 0.1, "AUG.ERASING_MODE": "const", "DATA.REPEATS": 4,
@@ -129,7 +129,7 @@ def rsb(epochs, decay, side, magnitude, mixup, smoothing, drop_path, repeats, re
     return {
         **PLAIN, "reported": (reported,), "params": 25.557, "OPTIM.NAME": "lamb", "global batch": 2048, "steps": 625,
         "OPTIM.MAX_EPOCH": epochs, "optimizer": lamb, "lr": lr, "decay": (decay, vectors), "TRAIN.AMP": "fp16",
-        "LOSS.NAME": "bce", "LOSS.BCE_TARGET_THRESHOLD": 0.2, "LOSS.BCE_REDUCTION": "mean",
+        "LOSS.NAME": "bce", "LOSS.BCE_TARGET_THRESHOLD": 0.2,
         "LOSS.LABEL_SMOOTHING": smoothing, "AUG.MIXUP": mixup, "AUG.CUTMIX": 1.0, "AUG.MIX_PROB": 1,
         "AUG.CUTMIX_SHARE": 0.5, "AUG.MIX_GROUP": 512, "AUG.POLICY": f"rand-m{magnitude}-n2-mstd0.5-inc1",
         "policy": rand_augment(magnitude), "DATA.REPEATS": repeats, "crop": crop(side, "random"),

@@ -88,12 +88,12 @@ def decay_of_parameters(cfg: Config) -> dict[str, float]:
     return {names[id(parameter)]: decay for decay, parameter in groups}
 
 
-def average(cfg: Config) -> tuple[float, str, int, int] | None:
-    """Return decay per update, treatment of buffers, steps per update and first epoch; None: no average."""
+def average(cfg: Config) -> tuple[float, int, int] | None:
+    """Return decay per update, steps per update and first epoch; None: no average."""
     ema = build_averages(cfg, nn.Linear(1, 1), {}).get("ema") if cfg.EMA.HALF_LIFE else None
     batch, every = global_batch(cfg), cfg.EMA.EVERY_STEPS
     decay = ema.decay(every * batch, 10**12) if ema else 0
-    return (decay, cfg.EMA.BUFFERS, every, cfg.EMA.START_EPOCH) if ema else None
+    return (decay, every, cfg.EMA.START_EPOCH) if ema else None
 
 
 # Models by device and config. Of those with weights only the last one is kept: every process that a later test forks

@@ -21,8 +21,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from distribuuuu.config import Config
 from distribuuuu.data.batch_plan import plan_of
-from distribuuuu.engine.auto_batch_size import trial_run
 from distribuuuu.engine.run import begin_epoch
+from distribuuuu.engine.trial_run import trial_run
 from distribuuuu.launch.detect import Launch
 from distribuuuu.optim.name_patterns import is_match
 from distribuuuu.trainer import take_step
@@ -110,7 +110,7 @@ def measure_epoch(folder: str, cfg: Config) -> float:
     with trial_run(cfg, Launch("plan"), plan_of(cfg, 1), folder) as run:
         loader, state, seconds = run.train_loader, run.state, list[float]()
         begin_epoch(run)
-        batches, steps = loader.batches_from(state.stream_seed, 0, 0), loader.steps_of(0)
+        batches, steps = loader.batches_from(state.seed, 0, 0), loader.steps_of(0)
         for step in range(steps):
             started = time.perf_counter()
             take_step(run, batches, step)

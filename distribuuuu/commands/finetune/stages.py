@@ -38,11 +38,11 @@ from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.build_transform import statistics_of
-from distribuuuu.engine.auto_batch_size import in_fresh_process
 from distribuuuu.engine.build import make_out_dir
 from distribuuuu.engine.fast_mode import CHOICES
 from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.engine.run_lock import lock_out_dir
+from distribuuuu.engine.trial_run import in_fresh_process
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import printable
 from distribuuuu.inference.calibration import Calibration

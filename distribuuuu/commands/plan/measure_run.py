@@ -9,26 +9,16 @@ from typing import Any
 import torch
 
 from distribuuuu.config import Config, ConfigError, Problem
-from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.derived import total_steps
 from distribuuuu.data.batch import PREFETCH
 from distribuuuu.data.batch_plan import BatchPlan, plan_of
 from distribuuuu.data.loader import count_workers
 from distribuuuu.distributed.sharding import inference
-from distribuuuu.engine.auto_batch_size import (
-    available_memory,
-    in_fresh_process,
-    list_micro_batches,
-    read_peak,
-    search_here,
-    trial_run,
-    with_number,
-)
 from distribuuuu.engine.flops import count_flops, measure_utilization
 from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.engine.run import Run, begin_epoch
-from distribuuuu.engine.state import seconds_between
-from distribuuuu.engine.step_profile import StepParts, mark_time
+from distribuuuu.engine.state import record_event, seconds_between
+from distribuuuu.engine.trial_run import available_memory, in_fresh_process, read_peak, trial_run
 from distribuuuu.launch.detect import Launch
 from distribuuuu.models import count_parameters
 from distribuuuu.optim.schedules import set_lr
@@ -51,21 +41,17 @@ def measure_and_plan(cfg: Config, num_processes: int) -> dict[str, Any]:
         ConfigError: the config contradicts the model or the data, or memory does not suffice.
     """
     cfg = resolve_cfg(cfg, trains=True)
-    if cfg.TRAIN.BATCH_SIZE == AUTO:
-        cfg = with_number(cfg, search_here(cfg, take_step, _HERE, list_micro_batches(cfg, num_processes)))
     plan = plan_of(cfg, num_processes)
     found = in_fresh_process(measure_run, cfg, plan)
     if isinstance(found, str):
-        fix = "fix: TRAIN.BATCH_SIZE auto with TRAIN.GLOBAL_BATCH_SIZE, or lower it"
+        fix = "fix: lower it; with TRAIN.GLOBAL_BATCH_SIZE, the hyperparameters remain valid"
         raise ConfigError(Problem("TRAIN.BATCH_SIZE", f"out of memory with {plan}: {found}; {fix}"))
-    peak = found.pop("peak")
-    memory = {"peak_mib": peak.used / 2**20, "free_mib": available_memory() / 2**20,
-              "of": "cuda" if peak.limit else "host"}  # fmt: skip
-    return plan_run(cfg, plan, {**found, "memory": memory})
+    found["memory"]["free_mib"] = available_memory() / 2**20
+    return plan_run(cfg, plan, found)
 
 
 def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
-    """Return the measurements of this process for `plan_run`, and its peak memory as "peak"; `folder` is OUT_DIR.
+    """Return the measurements of this process for `plan_run`; `folder` is OUT_DIR.
 
     They are `start_s`, `epoch_s`, `evaluation_s` of all kinds of weights, `checkpoint_s` and others. The process takes
     its share of the images of a step in `plan`.
@@ -76,9 +62,7 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
         epoch = cfg.OPTIM.MAX_EPOCH - 1 if cfg.TRAIN.IM_SIZE_START else 0
         first, _ = _train(run, epoch, 0.0)
         ahead = _count_ahead(cfg, plan)
-        with StepParts(run) as parts:
-            ends, waited = _train(run, epoch, STEPS_S)
-            found["parts"] = parts.shares()[1]
+        ends, parts = _train(run, epoch, STEPS_S)
         found["step_s"] = step_seconds(ends, ahead)
         found["epoch_s"] = extrapolate(ends, found["images"]["train"] // plan.global_batch, ahead)
         found["start_s"] += max(0.0, first[-1] - len(first) * found["step_s"])  # the warm-up
@@ -90,10 +74,11 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
         found["checkpoint_s"] = time.perf_counter() - started
         found["evaluation_s"] = sum(_evaluate(run, model, plan, ahead) for model in state.models.values())
         run.checkpoints.finish()
-        found["peak"] = read_peak(device)
+        found["memory"] = {"peak_mib": read_peak(device) / 2**20, "of": "cuda" if device.type == "cuda" else "host"}
         found["images_per_s"] = plan.per_process / found["step_s"]
         found["mfu"] = measure_utilization(run, found["images_per_s"])
-        return found | {"bottleneck": find_bottleneck(waited)}
+        found["parts"] = {**parts, "other": max(0.0, 1 - sum(parts.values()))}
+        return found | {"bottleneck": find_bottleneck(parts["data"])}
 
 
 def _describe(run: Run) -> dict[str, Any]:
@@ -124,22 +109,24 @@ def _mark(device: torch.device) -> Any:
     """Return the present time in seconds, after all queued work; on CUDA, an event."""
     if device.type == "mps":
         torch.mps.synchronize()
-    return mark_time(device)
+    return record_event() if device.type == "cuda" else time.perf_counter()
 
 
-def _train(run: Run, epoch: int, limit_s: float) -> tuple[list[float], float]:
-    """Train for some steps of an epoch; return the seconds until the end of each, and the share of waiting for data."""
+def _train(run: Run, epoch: int, limit_s: float) -> tuple[list[float], dict[str, float]]:
+    """Train for some steps of an epoch; return the seconds until the end of each, and the share of each part."""
     state, loader = run.state, run.train_loader
     ends: list[float] = []
     loader.pop_data_time()
-    batches = loader.batches_from(state.stream_seed, epoch, 0)
+    state.clock.pop()
+    batches = loader.batches_from(state.seed, epoch, 0)
     begin_epoch(run)
     for step in _timed(range(loader.steps_of(epoch)), ends, limit_s, loader.device):
         set_lr(state.optimizer, run.lr_at(epoch + step / loader.num_steps))
         take_step(run, batches, step)
         state.finish_step(loader.num_steps)
     state.step = 0
-    return ends, loader.pop_data_time() / ends[-1]
+    parts = {"data": loader.pop_data_time(), **state.clock.pop()}
+    return ends, {part: seconds / ends[-1] for part, seconds in parts.items()}
 
 
 def _evaluate(run: Run, model: torch.nn.Module, plan: BatchPlan, ahead: int) -> float:

@@ -85,7 +85,7 @@ def test_the_table_and_a_run_that_does_not_fit(image_folder, tmp_path, capsys, i
     assert names[5:] == ["time per step", "of which", "images/s", "hours", "bottleneck"]
     monkeypatch.setattr(measure_run, "in_fresh_process", lambda *args: "the trial ended with status -9")
     assert dispatch("distribuuuu", args) == 2
-    assert "out of memory" in (said := capsys.readouterr().err) and "fix: TRAIN.BATCH_SIZE auto" in said
+    assert "out of memory" in (said := capsys.readouterr().err) and "fix: lower it" in said
 
 
 def test_errors_are_reported_at_once_with_status_2(image_folder, tmp_path, capsys):
