@@ -109,7 +109,7 @@ setup(
             *ONNX,
             *BACKBONE,
             # The references that our metrics and statistics are tested against.
-            *("torchmetrics>=1.4", "scipy>=1.10", "scikit-learn>=1.3", "statsmodels>=0.14", "captum>=0.7"),
+            *("scipy>=1.10", "scikit-learn>=1.3", "statsmodels>=0.14", "captum>=0.7"),
             # Data and runs at URLs, and a server of S3 with conditional writes for their tests.
             *(*REMOTE, "moto[s3]>=5.0.16", "flask", "flask-cors"),
             *("tifffile>=2023.7", "pyarrow>=16"),

@@ -297,17 +297,3 @@ def test_weights_that_are_not_finite_are_refused_before_the_first_step(small_cfg
     with pytest.raises(ConfigError, match="tensor raw/fc.weight is not finite"):
         train_model(small_cfg("MODEL.WEIGHTS", path))
     assert not (tmp_path / "out" / "checkpoints").exists()
-
-
-@pytest.mark.slow
-def test_evaluation_with_more_processes_than_images(finished_run, image_folder, small_cfg, tmp_path):
-    root = tmp_path / "two_images"
-    for name in ("ant", "bee"):
-        folder = root / "val" / name
-        folder.mkdir(parents=True)
-        (folder / "0.jpg").write_bytes((image_folder / "val" / name / "000.jpg").read_bytes())
-    (root / "train").symlink_to(image_folder / "train")
-    overrides = ("TRAIN.DATASET", root, "TEST.DATASET", root, "MODEL.WEIGHTS", finished_run / "best.pth.tar")
-    alone, together = evaluate_weights(small_cfg(*overrides)), on_processes(3, evaluate_weights, small_cfg(*overrides))
-    assert alone["count"] == 2
-    assert [result["top1"] for result in together] == [alone["top1"]] * 3

@@ -81,7 +81,7 @@ def test_the_last_epochs_are_those_of_a_run_without_augmentation_and_the_others_
     words = ("OPTIM.MAX_EPOCH", 4, *sizes)
     loader = build_loader(small_cfg(*AUGMENTED, *words, *way, "AUG.OFF_EPOCHS", 2), ALONE, CPU, train=True)
     on, off = small_cfg(*AUGMENTED, *words), small_cfg(*AUGMENTED, *words, "AUG.ERASING", 0)
-    for epoch, expected in ((1, on), (2, off), (3, off), (0, on)):  # the last one as after a rollback
+    for epoch, expected in ((1, on), (2, off), (3, off), (0, on)):  # also an earlier one
         assert_same_batches(list(loader.batches_from(5, epoch, 0)), epoch_of(expected, epoch))
 
 

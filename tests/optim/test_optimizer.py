@@ -1,6 +1,5 @@
 """Optimizers, their groups and arguments, clipping and the rate by the batch, against timm and torch."""
 
-import copy
 import math
 
 import pytest
@@ -168,28 +167,6 @@ def test_another_optimizer_is_refused_on_resuming(copied_run, small_cfg):
         train_model(small_cfg("OPTIM.NAME", "adamw"))
     with pytest.raises(CheckpointError, match="parameter groups"):
         train_model(small_cfg(*NO_DECAY))
-
-
-def test_a_rolled_back_optimizer_counts_its_steps_from_the_checkpoint():
-    """LAMB keeps its count of steps in the group."""
-    model = nn.Linear(3, 2)
-    optimizer = build_optimizer(load_cfg(None, ["OPTIM.NAME", "lamb"]), model)
-
-    def take_step():
-        optimizer.zero_grad()
-        model(torch.ones(4, 3)).square().mean().backward()
-        set_lr(optimizer, 0.1)
-        optimizer.step()
-
-    take_step()
-    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
-    take_step()
-    expected = copy.deepcopy(model.state_dict())
-    take_step()
-    load_optimizer(optimizer, saved, "a file")
-    model.load_state_dict(weights)
-    take_step()
-    assert all(torch.equal(tensor, expected[key]) for key, tensor in model.state_dict().items())
 
 
 def with_gradients(scale: float = 1.0) -> nn.Module:

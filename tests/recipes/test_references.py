@@ -43,14 +43,6 @@ from distribuuuu.trainer import train_model
 V1, V2 = "imagenet/resnet50_torchvision_v1", "imagenet/resnet50_torchvision_v2"
 
 
-@pytest.mark.slow
-def test_the_initial_model_is_torchvisions():
-    torch.manual_seed(0)
-    theirs, model = torchvision.models.resnet50(), initial_model(recipe(V1))
-    assert all(torch.equal(value, theirs.state_dict()[key]) for key, value in model.state_dict().items())
-    assert recipe(V1).MODEL.dump() == recipe(V2, "MODEL.CHANNELS_LAST", False).MODEL.dump()
-
-
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])
 def test_targets_and_loss_of_a_mixed_pair_are_torchvisions(kind):
     """Two images, of which each is the other's partner in torchvision's roll too."""

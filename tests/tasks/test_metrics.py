@@ -155,22 +155,12 @@ def test_processes_agree_on_names_reduce_sums_before_division_and_join_scores():
         assert (second["count"], second["rate"], second["second"]) == (3, 2.0, 0.0)
 
 
-def naive_average_precision(scores: np.ndarray, applies: np.ndarray) -> float:
-    """Return the average precision of one class, threshold by threshold, as scikit-learn defines it."""
-    total = recall = 0.0
-    for threshold in sorted(set(scores.tolist()), reverse=True):
-        chosen = scores >= threshold
-        hits = int(applies[chosen].sum())
-        total += (hits / applies.sum() - recall) * hits / chosen.sum()
-        recall = hits / applies.sum()
-    return total
-
-
 @pytest.mark.parametrize("num", [1, 2, 7, 100])
-def test_average_precision_matches_its_definition(num, monkeypatch):
+def test_average_precision_is_that_of_scikit_learn(num, monkeypatch):
+    average_precision_score = pytest.importorskip("sklearn.metrics").average_precision_score
     for seed, levels in itertools.product(range(5), (1, 4, 10**6)):
         scores, applies = scored(num, seed, levels)
-        expected = [naive_average_precision(scores[:, number], applies[:, number]) for number in range(3)]
+        expected = [average_precision_score(applies[:, number], scores[:, number]) for number in range(3)]
         found = average_precisions(torch.from_numpy(scores), torch.from_numpy(applies))
         assert found[:3].tolist() == pytest.approx(expected, abs=1e-12) and found[3].isnan()
         with monkeypatch.context() as patch:
@@ -216,23 +206,10 @@ def test_the_loss_may_select_the_best(small_cfg, tmp_path):
     assert found["best"]["loss"] == min(losses) and found["last"]["loss"] == losses[-1]
 
 
-@pytest.mark.parametrize("seed", [0, slow(1)])
-def test_metrics_of_one_label_match_torchmetrics(seed):
-    draw = torch.Generator().manual_seed(seed)
+def test_metrics_of_one_label_match_torchmetrics():
+    draw = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(300, 5, generator=draw) * 2, torch.randint(0, 5, (300,), generator=draw)
-    expected = RECORDED
-    if seed:
-        reference = pytest.importorskip("torchmetrics.functional.classification")
-        computed = {
-            "top1": reference.multiclass_accuracy(logits, labels, 5, average="micro"),
-            "topk": reference.multiclass_accuracy(logits, labels, 5, average="micro", top_k=3),
-            "macro_recall": reference.multiclass_recall(logits, labels, 5, average="macro"),
-            "macro_f1": reference.multiclass_f1_score(logits, labels, 5, average="macro"),
-            "ece": reference.multiclass_calibration_error(logits.softmax(1), labels, 5, n_bins=15, norm="l1"),
-            "map": reference.multiclass_average_precision(logits.softmax(1), labels, 5, average="macro"),
-        }
-        expected = {name: 100 * value.item() for name, value in computed.items()}
-    for name, value in expected.items():
+    for name, value in RECORDED.items():
         # Within a class, logits and softmax probabilities rank images differently; torchmetrics gets probabilities.
         scores = logits.softmax(1) if name == "map" else logits
         assert metric_value(name, scores, labels) == pytest.approx(value, abs=1e-4), name

@@ -1,4 +1,4 @@
-"""Trackers: each row arrives once at its step, through kills, resumes and rollbacks; the training knows of no fault.
+"""Trackers: each row arrives once at its step, through kills and resumes; the training knows of no fault.
 
 The real packages: MLflow's sqlite store, W&B offline.
 """
@@ -132,7 +132,7 @@ def write(folder: Path, *positions: tuple[int, int], kind: str = "train") -> Non
         file.append({"kind": kind, "epoch": epoch, "step": step, "loss": 1.0, "time": 5})
 
 
-def test_rows_that_a_rollback_replaces_are_not_sent_twice(tmp_path):
+def test_rows_that_a_resume_replaces_are_not_sent_twice(tmp_path):
     one = Store(tmp_path)
     assert one.take() == []
     write(tmp_path, (1, 2), (1, 4), (2, 2))
