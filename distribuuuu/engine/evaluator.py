@@ -26,14 +26,12 @@ from distribuuuu.tasks.metrics import Meter, StepOutput
 
 logger = logging.getLogger(__name__)
 
-OnOutput = Callable[[Batch, StepOutput], None]
-
 
 def evaluate(
     task: Task,
     model: nn.Module,
     loader: Loader,
-    on_output: OnOutput | None = None,
+    on_output: Callable[[Batch, StepOutput], None] | None = None,
     check: Callable[[str], None] = mark_position,
 ) -> dict[str, float]:
     """Return count, loss and the evaluation metrics of a model over a data set. Every process must call it.

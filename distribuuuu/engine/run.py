@@ -26,7 +26,7 @@ from distribuuuu.engine.state import TrainState
 from distribuuuu.records.results import RunResults
 from distribuuuu.records.run_log import Log
 from distribuuuu.tasks.base import Task
-from distribuuuu.tasks.metrics import check_loss, loss_in
+from distribuuuu.tasks.metrics import check_loss
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Run(Training):
             CheckpointError: the previous checkpoint could not be written.
         """
         started, content = time.perf_counter(), self.state.to_dict()
-        check_loss({"loss": sum(map(loss_in, content["meter"]))})
+        check_loss({"loss": sum(float(state["sums"][1]) for state in content["meter"])})
         own = snapshot(self.task.rank_state_dict())
         gathered = dist.gather_objects(own)
         content["task"] = {"shared": self.task.state_dict(), "by_rank": gathered if own else []}

@@ -197,11 +197,6 @@ class Top1(TopK):
         return self.hits(output)[:, 0].sum()
 
 
-def loss_in(state: dict[str, Any]) -> float:
-    """Return the sum of the losses in the state of a meter, see `Meter._split`."""
-    return float(state["sums"][1])
-
-
 def check_loss(metrics: dict[str, float]) -> dict[str, float]:
     """Return the values that a meter has read, unchanged.
 
