@@ -93,7 +93,7 @@ _C.TRAIN.AMP = Option("none", choices=(AUTO, "none", "bf16", "fp16"))
 # medium (bfloat16 if available, else TF32). cuDNN convolutions use TF32 in each case.
 _C.TRAIN.MATMUL_PRECISION = Option("high", choices=("highest", "high", "medium"))
 _C.TRAIN.ON_NAN = Option("stop", removed="after a stop, run the command again with another RNG_SEED")
-_C.TRAIN.MAX_ROLLBACKS = Option(3, removed="remove it")
+_C.TRAIN.MAX_ROLLBACKS = Option(3, removed="see TRAIN.ON_NAN")
 # Epochs between two evaluations; the last epoch is always evaluated.
 _C.TRAIN.EVAL_PERIOD = Option(1, least=1)
 # Evaluated epochs without a better first metric after which the run ends; 0: never. Of little use with cos.
@@ -234,7 +234,7 @@ _C.LOSS.LABEL_SMOOTHING = Option(0.0, least=0, most=1)
 _C.LOSS.CLASS_WEIGHTS = Option((), auto=True)
 # Weight of the positive term in bce: one number, one per class, {NAME: NUMBER}, or auto (negatives by positives).
 _C.LOSS.POSITIVE_WEIGHT = Option((), auto=True, needs="LOSS.NAME bce", hash_default=())
-_C.LOSS.BCE_REDUCTION = Option("mean", removed="register a loss of your own, see docs/extending.md")
+_C.LOSS.BCE_REDUCTION = Option("mean", removed="for the sum, register a loss of your own, see docs/extending.md")
 # With bce, smoothed targets above this become 1 and all others 0, 0 to 1; 0: all classes of a mixture; null: off.
 _C.LOSS.BCE_TARGET_THRESHOLD = Option(None, of=float, least=0, most=1, needs="LOSS.NAME bce")
 # Focusing parameter gamma of the focal loss: down-weights well-classified images; 0: none.
@@ -246,7 +246,7 @@ _C.FINETUNE = Section()
 # Initial weights for all layers but the head: `pretrained`, a name of published weights, a file, the OUT_DIR of a run
 # (its best weights); tensors that do not fit are drawn anew. Empty: off.
 _C.FINETUNE.WEIGHTS = Option("", path=True)
-_C.FINETUNE.EMA = Option(True, removed="name the raw weights of a run, best.pth.tar, as FINETUNE.WEIGHTS")
+_C.FINETUNE.EMA = Option(True, removed="for the raw weights of a run, name its best.pth.tar")
 # Initialize the head randomly even if the file's fits.
 _C.FINETUNE.HEAD_RESET = False
 # Initial head: a file of `distribuuuu finetune`, probe.pth.tar; probe: the one in OUT_DIR. Empty: that of the weights.
@@ -278,7 +278,7 @@ _C.EMA = Section()
 _C.EMA.HALF_LIFE = Option(0.0, least=0)
 # Maximum half-life early in the run, as a fraction of the images so far, 0 to 1; 0: no limit.
 _C.EMA.RAMP_UP = Option(0.1, least=0, most=1, needs="EMA.HALF_LIFE above 0")
-_C.EMA.BUFFERS = Option("average", removed="return an `Ema` of your own from the `averages` of a task")
+_C.EMA.BUFFERS = Option("average", removed="for another average, return one from the `averages` of a task")
 # Steps from one update of the average to the next, counted from the first step of the epoch, 1 or more.
 _C.EMA.EVERY_STEPS = Option(1, least=1, needs="EMA.HALF_LIFE above 0")
 # Epoch at which averaging starts; until its first step, updates copy the weights.
@@ -331,7 +331,7 @@ _C.OPTIM.WEIGHT_DECAY = Option(5e-5, least=0)
 _C.OPTIM.NORM_WEIGHT_DECAY = Option(-1.0, least=-1)
 # Weight decay of biases outside norm layers; negative: WEIGHT_DECAY.
 _C.OPTIM.BIAS_WEIGHT_DECAY = Option(-1.0, least=-1)
-_C.OPTIM.WEIGHT_DECAY_END = Option(-1.0, removed="set it in the `update` of a task, see docs/extending.md")
+_C.OPTIM.WEIGHT_DECAY_END = Option(-1.0, removed="set weight_decay in the `update` of a task, see docs/extending.md")
 # Parameters without weight decay whatever their kind, by patterns of parameter or module names, e.g. ['*bn*'].
 _C.OPTIM.NO_WEIGHT_DECAY = Option((), of=str)
 # Layer-wise learning-rate decay: factor of a layer relative to the layer after it, above 0 to 1; 1: off. timm only.
@@ -339,7 +339,7 @@ _C.OPTIM.LAYER_DECAY = Option(1.0, least=0.001, most=1)
 _C.OPTIM.CLIP = Option("norm", removed="clip in the `update` of a task, see docs/extending.md")
 # Gradient clipping: maximum norm of all gradients as one vector; 0: off.
 _C.OPTIM.CLIP_NORM = Option(0.0, least=0)
-_C.OPTIM.CLIP_LIMIT = Option(0.0, removed="remove it")
+_C.OPTIM.CLIP_LIMIT = Option(0.0, removed="see OPTIM.CLIP")
 
 _C.CHECKPOINT = Section()
 # Maximum steps that a crash costs: checkpoints at its multiples and halfway between. 0: at the ends of epochs only.
@@ -358,7 +358,7 @@ _C.LOG.TENSORBOARD = Option(True, hashed=False, neutral=True)
 _C.LOG.TRACKERS = Option((), names=TRACKERS, hashed=False, neutral=True)
 # Augmented training images in the image grid of TensorBoard; 0: none.
 _C.LOG.NUM_IMAGES = Option(32, least=0, needs="LOG.TENSORBOARD True", hashed=False, neutral=True)
-_C.LOG.LAYER_NORMS = Option(False, hashed=False, removed="PLUGINS docs/examples/layer_norms.py")
+_C.LOG.LAYER_NORMS = Option(False, hashed=False, removed="use PLUGINS docs/examples/layer_norms.py")
 
 _C.DIST = Section()
 # Number of processes that TRAIN.BATCH_SIZE and OPTIM.BASE_LR are meant for; the log warns of another one. 0: any.

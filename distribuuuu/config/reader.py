@@ -304,7 +304,7 @@ def merge(cfg: Config, settings: list[Setting], problems: list[Problem]) -> None
             elif (option := DECLARED.get(key)) and option.removed:
                 if coerce(option, value) == option.default:
                     continue
-                raise ValueError(f"got {value}, but this option no longer exists; fix: {option.removed}")
+                raise ValueError(f"got {value}, but this option no longer exists; fix: remove it; {option.removed}")
             else:
                 from distribuuuu.hints.options import describe_unknown_key
 

@@ -23,7 +23,7 @@ from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.locate import FoundConfig
-from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS
+from distribuuuu.config.options import DECLARED, OPEN_SECTIONS, OPTIONS
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg, split_key
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.config.run_files import BEST_NAMES, CHECKPOINTS, RUN_KINDS
@@ -253,7 +253,7 @@ def config_of(options: Mapping[str, Any], source: str, overrides: Sequence[str] 
         if section in OPEN_SECTIONS or (key in OPTIONS and not OPTIONS[key].is_open):
             (get_value(tree, section) if section else tree)[name] = value
             tree.origins[key] = source
-        else:
+        elif key not in DECLARED:  # those that no longer exist are of trainings
             unknown.append(str(key))
     if unknown:
         logger.warning("%s: options of another version are ignored: %s", source, first_few(unknown))

@@ -11,7 +11,7 @@ from support.runs import problems_of
 from distribuuuu.config import ConfigError, check_cfg, get_cfg, load_cfg
 from distribuuuu.config.config_node import changed, get_value
 from distribuuuu.config.explain import dump_with_origins
-from distribuuuu.config.options import OPTIONS
+from distribuuuu.config.options import DECLARED, OPTIONS
 from distribuuuu.config.registry import SCHEDULES
 from distribuuuu.hints.options import BY_NAME
 from distribuuuu.models import check_model
@@ -158,7 +158,7 @@ WRONG = [
     ("AUG.OPERATIONS grayscale,grayscale", "each name once"), ("TRAIN.METRICS top2", "did you mean topk, top1"),
     ("LOG.TRACKERS mlfow", "did you mean mlflow"),
     ("LOSS.NAME focall", "did you mean focal"),
-    ("OPTIM.CLIP agc", "got agc, but this option no longer exists; fix: clip in"), ("TRAIN.MAX_ROLLBACKS x", "integer"),
+    ("OPTIM.CLIP agc", "got agc, but this option no longer exists; fix: remove it; clip in"), ("TRAIN.MAX_ROLLBACKS x", "integer"),
     ("MODEL.NUM_CLASSES 3 LOSS.CLASS_WEIGHTS [1,2]", "LOSS.CLASS_WEIGHTS: 3 numbers, MODEL.NUM_CLASSES"),
     ("LOSS.CLASS_WEIGHTS {cat:x}", "numbers by the names of"), ('LOSS.CLASS_WEIGHTS {"cat":-1}', "0 or more"),
     ("LOSS.POSITIVE_WEIGHT {} LOSS.NAME bce", "expected auto, one"), ("LOSS.CLASS_WEIGHTS [1,2,-1]", "0 or more"),
@@ -209,6 +209,11 @@ def test_a_wrong_argument_says_what_is_allowed():
         key, said = match.groups() if match else (overrides[0], expected)
         (problem,) = problems_of(load_cfg, None, overrides)
         assert problem.startswith(key) and said in problem, words
+
+
+def test_an_option_that_no_longer_exists_may_have_its_old_default():
+    words = [f"{key}={option.default}" for key, option in DECLARED.items() if option.removed]
+    assert load_cfg(None, words) == load_cfg() and "OPTIM.CLIP=norm" in words
 
 
 def test_a_wrong_file_says_what_is_expected(write):

@@ -132,10 +132,10 @@ class Tracker(ABC):
     def _send_rows(self, path: Path) -> None:
         """Send the rows that were not sent, up to `MAX_BYTES` at once, which then count as sent.
 
-        Rows up to the last one of their kind are not repeated, even if a rollback or a resume has replaced them.
+        Rows up to the last one of their kind are not repeated, even if a resume has replaced them.
         """
         with open_regular(path) as file:
-            if self._file_id != (inode := os.fstat(file.fileno()).st_ino):  # a rollback replaces the file
+            if self._file_id != (inode := os.fstat(file.fileno()).st_ino):  # a resume replaces the file
                 self._file_id, self._offset = inode, 0
             file.seek(self._offset)
             # The last line may be half written.
