@@ -404,4 +404,4 @@ OPEN_SECTIONS = tuple(key for key, option in OPTIONS.items() if option.is_open)
 
 def option_of(key: str) -> Option:
     """Return the declaration of an option of a config; of a name in an open section, that of the section."""
-    return OPTIONS[key if key in OPTIONS else next(name for name in OPEN_SECTIONS if key.startswith(f"{name}."))]
+    return DECLARED[key if key in DECLARED else next(name for name in OPEN_SECTIONS if key.startswith(f"{name}."))]
