@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.processes import on_processes
-from support.runs import records, timeless, train_and_stop
-from support.tables import slow
+from support.runs import records
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import TASKS
@@ -304,12 +303,3 @@ def test_the_means_and_numbers_of_a_task_appear_everywhere(small_cfg, tmp_path):
     assert {"train/confidence", "eval/confidence", "eval/fc_norm"} <= set(read.Tags()["scalars"])
     assert [image.step for image in read.Images("first")] == [4, 8]
     assert [len(batch.images) for batch in BATCHES] == [16, 16]
-
-
-@pytest.mark.parametrize("place", [slow((0, 2)), slow((0, 4)), slow((1, 2))])
-def test_a_resumed_run_logs_the_same(small_cfg, tmp_path, monkeypatch, place):
-    words = (*LOGGING, "TRAIN.PRINT_FREQ", 3, "CHECKPOINT.EVERY_STEPS", 1)
-    train_model(small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
-    train_and_stop(small_cfg(*words), place, monkeypatch)
-    train_model(small_cfg(*words))
-    assert timeless(tmp_path / "out") == timeless(tmp_path / "whole")

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from support.processes import on_processes
 from support.runs import ROOT, assert_same_run, newest, records, train_and_kill
@@ -25,9 +24,8 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import DATASETS, LOSSES, TASKS
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.distributed import comm
-from distribuuuu.tasks.base import StepKey, Task
+from distribuuuu.tasks.base import StepKey
 from distribuuuu.tasks.classification import Classification
-from distribuuuu.tasks.metrics import StepOutput
 from distribuuuu.trainer import evaluate_weights, train_model
 
 
@@ -205,35 +203,28 @@ def test_skipped_steps_are_counted_and_keep_their_images(register, small_cfg, tm
     assert "the task applied no gradients in 6 of 6 steps" in log_of(tmp_path / "short")
 
 
-class Prototypes(Task):
+class Prototypes(Classification):
     """The nearest class mean. An evaluation needs the means, the number of images is of the training alone."""
 
-    default_metrics, num_columns = ("top1",), 3
+    num_columns = 3
 
     def __init__(self, *args):
         super().__init__(*args)
         self.means = torch.zeros(3, self.num_columns)
 
     def prepare_training(self, plan, images, num_steps):
+        super().prepare_training(plan, images, num_steps)
         self.num_seen = 0
 
     def train_step(self, model, batch, key):
-        outputs = model(batch.images)
-        self.num_seen += len(outputs)
+        output = super().train_step(model, batch, key)
+        self.num_seen += len(batch.images)
         for label in batch.targets.unique():
-            self.means[label] = 0.9 * self.means[label] + outputs[batch.targets == label].detach().mean(0)
-        loss = F.cross_entropy(outputs, batch.targets)
-        return StepOutput(loss, self.scores(outputs), batch.targets)
-
-    def scores(self, outputs):
-        return -torch.cdist(outputs.detach(), self.means)
+            self.means[label] = 0.9 * self.means[label] + output.logits[batch.targets == label].mean(0)
+        return output
 
     def predict_step(self, model, images):
-        return self.scores(model(images))
-
-    def eval_step(self, model, batch):
-        scores = self.predict_step(model, batch.images)
-        return StepOutput(F.cross_entropy(scores, batch.targets), scores, batch.targets)
+        return -torch.cdist(super().predict_step(model, images), self.means)
 
     def state_dict(self):
         return {"means": self.means, **({"num_seen": self.num_seen} if hasattr(self, "num_seen") else {})}
