@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config.errors import NonFiniteError
 from distribuuuu.config.explain import read_comments
 from distribuuuu.config.options import OPTIONS
 from distribuuuu.data.loader import build_loader
@@ -156,6 +157,19 @@ def test_a_restart_by_the_launcher_resumes_its_own_run_despite_auto_resume_false
     train_model(cfg)
     log = (tmp_path / "out" / "train.log").read_text()
     assert ("resumed from" in log) == is_own and (tmp_path / "out" / "checkpoints.1").exists() != is_own
+
+
+def test_a_run_that_a_nan_has_stopped_continues_with_another_seed(small_cfg, monkeypatch):
+    num_rows, check_loss = itertools.count(1), trainer.check_loss
+    fail = lambda metrics: check_loss({**metrics, "loss": math.nan} if next(num_rows) == 3 else metrics)  # noqa: E731
+    said = r"nan in epoch 1, by step 3; the newest checkpoint, .*_step_000002.*, is finite; fix: .* another RNG_SEED"
+    with monkeypatch.context() as patch, pytest.raises(NonFiniteError, match=said):
+        patch.setattr(trainer, "check_loss", fail)
+        train_model(small_cfg("CHECKPOINT.EVERY_STEPS", 2))
+    content = train_and_read(cfg := small_cfg("RNG_SEED", 5, "CHECKPOINT.EVERY_STEPS", 2))
+    assert content["seed"] == json.loads((Path(cfg.OUT_DIR) / "results.json").read_text())["seed"] == 5
+    rows = [(row["epoch"], row["step"]) for row in records(cfg.OUT_DIR) if row["kind"] == "train"]
+    assert rows == [(epoch, step) for epoch in (1, 2) for step in (1, 2, 3, 4)]
 
 
 def test_a_resume_on_other_data_is_a_warning(small_cfg, image_folder, tmp_path):
