@@ -17,6 +17,7 @@ from support.runs import ROOT, assert_close, assert_same_run, records, small_opt
 from support.tables import slow
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distribuuuu import trainer
 from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.errors import NonFiniteError
