@@ -52,6 +52,12 @@ class Event:
         if self._recorded:
             self._timeline.wait_on_host(*self._recorded, "event")
 
+    def elapsed_time(self, end: "Event") -> float:
+        """Return the milliseconds until another event: one for each operation in between."""
+        assert self._recorded and end._recorded, "an event was not recorded"
+        assert all(self._timeline.is_awaited(*event._recorded) for event in (self, end)), "the host has not waited"
+        return float(end._recorded[1] - self._recorded[1])
+
 
 @dataclass
 class Memory:
