@@ -83,9 +83,7 @@ def find_commit(folder: Path = PACKAGE) -> str | None:
 
     None: git does not track the code, is not installed or takes longer than `GIT_TIMEOUT_S`.
     """
-    # In a hook of another repository, GIT_* would point to that one. Without optional locks, `status` locks no index.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    env["GIT_OPTIONAL_LOCKS"] = "0"
+    env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # `status` locks no index
 
     def run_git(*args: str) -> str:
         command = ["git", "-C", str(folder), *args]

@@ -84,14 +84,6 @@ def test_means_that_no_metric_shows_get_columns_once_they_are_known(tmp_path, cl
         None, 0.00512, 0.00512, 0.00512]  # fmt: skip
 
 
-def test_a_run_with_a_loss_only_names_it_once_with_its_decimals(tmp_path, clock, logged):
-    run_log = open_log(tmp_path, labels={})
-    list(run_log.steps(0, 1000))
-    run_log.add_evaluation_rows(0, {"raw": {"count": 10, "loss": 0.01234}}, {"raw": Best(0.01234, 0)})
-    assert logged() == ["validation, epoch 1: loss 0.0123", "best loss so far: 0.0123 (epoch 1)"]
-    assert run_log._evaluation == "val 0.0123"
-
-
 def test_a_metric_that_is_not_a_number_is_a_warning(tmp_path, clock, logged):
     run_log = open_log(tmp_path)
     for value in (50.0, float("nan")):

@@ -1,6 +1,5 @@
 """The command sweep: its errors, the choices of Optuna, failures, kills, several processes, the table and the page."""
 
-import contextlib
 import json
 import math
 import os
@@ -8,9 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -291,16 +288,6 @@ def test_failed_killed_and_diverged_runs_are_listed_and_the_rest_goes_on(make_pl
     study.run()
     assert Counter(runs.started)["trial_000", "seed_3", 8] == 2, "a new start tries it again"
     assert [row.status for row in study.rows()] == ["finished"] * 4 and len(runs.started) == 6
-
-
-def test_several_processes_share_the_trials(make_plan, monkeypatch):
-    runs = Runs(monkeypatch, lambda lr, epoch: time.sleep(0.01) or good_at(lr, epoch))
-    studies = [Study(make_plan(LR, "--trials", 12, "--asha", 2)) for _ in range(3)]
-    monkeypatch.setattr(module, "handled_by", contextlib.nullcontext)  # signals are those of the main thread
-    with ThreadPoolExecutor(3) as pool:
-        assert [one.result() for one in [pool.submit(study.run) for study in studies]] == [None] * 3
-    assert max(Counter(runs.started).values()) == 1 and len({trial for trial, *_ in runs.started}) == 12
-    assert all(row.status in ("paused", "finished") for row in studies[0].rows())
 
 
 def test_a_torn_line_of_the_journal_is_removed_and_a_damaged_one_reported(make_plan, monkeypatch, tmp_path):
