@@ -4,7 +4,8 @@
 Each loader runs in its own process (bench_support/loader_contestants.py) with one warm-up pass. Then the loaders
 alternate, one pass each; the result is the median over the passes. "One core" counts images per second of CPU time in
 one thread, up to the output of a worker. "Two workers" counts images per second up to the batch of the training loop.
-Both ratios are relative to the most common pipeline: torchvision's ImageFolder, PIL and v1 transforms.
+Both ratios are relative to the most common pipeline: torchvision's ImageFolder, PIL and v1 transforms. "Small images"
+are 10 KB each and cropped to 64 px; their ratios are relative to torchvision's decoder and v2 transforms.
 
 ffcv and DALI need other package versions: install them in a virtual environment and pass its Python with
 --peers-python. Loaders that cannot be imported are reported and skipped.
@@ -23,12 +24,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from bench_support.loader_images import make_jpegs
+from bench_support.loader_images import SMALL, make_jpegs
 from bench_support.machine import describe_run
 
 HERE = Path(__file__).resolve().parent
 CONTESTANT = str(HERE / "bench_support" / "loader_contestants.py")
-REFERENCE = "torchvision v1, PIL"
+REFERENCE, REFERENCE_OF_SMALL = "torchvision v1, PIL", "torchvision v2, uint8"
 
 
 @dataclass
@@ -112,17 +113,19 @@ def one_core(folder: Path) -> list[Contestant]:
     packed = ("DATA.NAME", "packed")
     return [
         other(REFERENCE, "torchvision_v1"),
-        other("torchvision v2, uint8", "torchvision_v2"),
+        other(REFERENCE_OF_SMALL, "torchvision_v2"),
         other("timm", "timm"),
         other("webdataset, PIL", "webdataset"),
         other("DALI, one CPU thread", "dali"),
         ours("ours", originals, bar=1.6),
+        floor("floor", originals),
         ours("ours, tar archive", str(folder / "archive"), "DATA.NAME", "archive", bar=0.97, versus="ours"),
         ours("ours, deflated ZIP archive", str(folder / "zipped"), "DATA.NAME", "archive", versus="ours"),
         ours("ours, nvimgcodec", originals, "DATA.DECODER", "nvimgcodec", bar=2.4),
         floor("floor, nvimgcodec", originals, "DATA.DECODER", "nvimgcodec"),
         ours("ours, packed files", kept, *packed),
         ours("ours, packed JPEG 256", small, *packed, bar=4.0),
+        floor("floor, packed JPEG 256", small, *packed),
         ours("ours, packed JPEG 256, nvimgcodec", small, *packed, "DATA.DECODER", "nvimgcodec", bar=6.0),
         floor("floor, packed JPEG 256, nvimgcodec", small, *packed, "DATA.DECODER", "nvimgcodec"),
         ours("ours, packed raw 256", raw, *packed, bar=10.0),
@@ -130,6 +133,25 @@ def one_core(folder: Path) -> list[Contestant]:
         other("ffcv, raw 256", "ffcv", folder=str(folder), mode="raw"),
         other(f"eval: {REFERENCE}", "torchvision_v1", train=False),
         ours("eval: ours", originals, bar=1.8, train=False, versus=f"eval: {REFERENCE}"),
+    ]
+
+
+def small_images(folder: Path) -> list[Contestant]:
+    """Return the loaders for the single-thread measurement of small images."""
+
+    def one(title: str, function: str, **arguments) -> Contestant:
+        arguments = {"folder": str(folder / "small"), "one_core": True, "size": 64, **arguments}
+        return Contestant(title, function, arguments, versus=REFERENCE_OF_SMALL)
+
+    overrides = ("MODEL.NUM_CLASSES", 10, "TRAIN.IM_SIZE", 64)
+    packed = {"folder": str(folder / "small_kept"), "overrides": (*overrides, "DATA.NAME", "packed")}
+    return [
+        one(REFERENCE_OF_SMALL, "torchvision_v2"),
+        one("webdataset, PIL", "webdataset"),
+        one("webdataset, torchvision v2, uint8", "webdataset", uint8=True),
+        one("ours", "ours", overrides=overrides),
+        one("ours, packed files", "ours", **packed),
+        one("floor, packed files", "floor", **packed),
     ]
 
 
@@ -181,24 +203,32 @@ def prepare(folder: Path, images: str | None, num: int) -> None:
         (folder / "images").symlink_to(Path(images).resolve())
     else:
         make_jpegs(folder / "images", num)
+    make_jpegs(folder / "small", num, SMALL)
     for split in ("train", "val"):
         (folder / "archive").mkdir(exist_ok=True)
         with tarfile.open(folder / "archive" / f"{split}.tar", "w") as archive:
             archive.add(folder / "images" / split, "")
         shutil.make_archive(str(folder / "zipped" / split), "zip", folder / "images" / split)
     tool = [sys.executable, str(HERE.parent / "tools" / "pack_dataset.py")]
-    source = ["TRAIN.DATASET", str(folder / "images")]
     for name, flags in {
         "kept": [],
         "jpeg256": ["--shorter-side", "256", "--quality", "90"],
         "raw256": ["--shorter-side", "256", "--format", "raw"],
+        "small_kept": [],
     }.items():
+        source = ["TRAIN.DATASET", str(folder / ("small" if name == "small_kept" else "images"))]
         subprocess.run([*tool, str(folder / name), *flags, *source], check=True, capture_output=True)
     from distribuuuu.config import load_cfg
     from distribuuuu.data.packed.dataset import Packed
 
     packed = Packed.from_cfg(load_cfg(None, ["TRAIN.DATASET", str(folder / "raw256")]), train=True)
     np.savez(folder / "pixels.npz", **{str(index): packed.read(index) for index in range(len(packed))})
+
+
+def describe_jpegs(folder: Path) -> str:
+    """Return the number and the mean size of the training images."""
+    sizes = [path.stat().st_size for path in (folder / "train").rglob("*.jpg")]
+    return f"{len(sizes)} JPEGs of {statistics.mean(sizes) / 1000:.0f} KB on average"
 
 
 def select(contestants: list[Contestant], words: list[str]) -> list[Contestant]:
@@ -234,7 +264,7 @@ def compete(contestants: list[Contestant], repeats: int, peers_python: str, cloc
 
 
 def main() -> None:
-    """Run both measurements."""
+    """Run the measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--images", help="folder with train/CLASS/*.jpg and val/CLASS/*.jpg; default: generated images")
     parser.add_argument("--num", type=int, default=600, help="number of generated images")
@@ -246,9 +276,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         prepare(folder, args.images, args.num)
-        sizes = [path.stat().st_size for path in (folder / "images" / "train").rglob("*.jpg")]
-        print(f"{len(sizes)} JPEGs of {statistics.mean(sizes) / 1000:.0f} KB on average, to 224 px\n\none core, train")
+        print(f"{describe_jpegs(folder / 'images')}, to 224 px\n\none core, train")
         compete(select(one_core(folder), args.only), args.repeats, args.peers_python, "cpu_s")
+        print(f"\n{describe_jpegs(folder / 'small')}, to 64 px\n\none core, train, small images")
+        compete(select(small_images(folder), args.only), args.repeats, args.peers_python, "cpu_s")
         print("\ntwo workers, to the training loop's batch")
         compete(select(two_workers(folder), args.only), args.repeats, args.peers_python, "wall_s")
 

@@ -7,12 +7,14 @@ Each loader function below returns a function that runs one pass over the images
 pass is a warm-up and is not printed.
 """
 
+import functools
 import json
 import os
 import sys
 import time
 import warnings
 
+# The side of an image, which the argument "size" sets; the side before a center crop; and the images of a batch.
 SIZE, RESIZE, BATCH = 224, 256, 64
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -30,15 +32,21 @@ def torchvision_v1(folder, workers=0, train=True):
 def torchvision_v2(folder, workers=0, train=True):
     """Build torchvision's decoder with v2 transforms, uint8."""
     from torchvision.datasets import ImageFolder
+
+    decode, crop = _decode_uint8(train)
+    return _data_loader(ImageFolder(f"{folder}/{'train' if train else 'val'}", crop, loader=decode), workers, train)
+
+
+def _decode_uint8(train=True):
+    """Return torchvision's decoder, of a path or of bytes in a tensor, and its v2 transforms."""
     from torchvision.io import ImageReadMode, decode_image
     from torchvision.transforms import v2
 
-    crop = (
-        [v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip()] if train else [v2.Resize(RESIZE), v2.CenterCrop(SIZE)]
-    )
-    split = f"{folder}/{'train' if train else 'val'}"
-    images = ImageFolder(split, v2.Compose(crop), loader=lambda path: decode_image(path, mode=ImageReadMode.RGB))
-    return _data_loader(images, workers, train)
+    if train:
+        crop = v2.RandomResizedCrop(SIZE), v2.RandomHorizontalFlip()
+    else:
+        crop = v2.Resize(RESIZE), v2.CenterCrop(SIZE)
+    return functools.partial(decode_image, mode=ImageReadMode.RGB), v2.Compose(crop)
 
 
 def _data_loader(images, workers, train):
@@ -60,10 +68,16 @@ def timm(folder, workers=0):
     return lambda: sum(len(batch) for batch, _ in loader)
 
 
-def webdataset(folder):
-    """Build a webdataset loader: a tar file of the same JPEGs, PIL, torchvision v1 transforms."""
+def webdataset(folder, uint8=False):
+    """Build a webdataset loader: a tar of the same JPEGs, with PIL and torchvision v1 transforms, or v2 and uint8."""
+    import torch
     import webdataset as wds
     from torchvision import transforms as T
+
+    decode, crop = _decode_uint8()
+
+    def decode_and_crop(jpeg):
+        return crop(decode(torch.frombuffer(bytearray(jpeg), dtype=torch.uint8)))
 
     transform = T.Compose([T.RandomResizedCrop(SIZE), T.RandomHorizontalFlip(), T.ToTensor(), T.Normalize(MEAN, STD)])
     tar = f"{folder}/train.tar"
@@ -72,8 +86,9 @@ def webdataset(folder):
             for number, (path, label) in enumerate(_files(folder)):
                 with open(path, "rb") as file:
                     writer.write({"__key__": f"{number:06d}", "jpg": file.read(), "cls": label})
-    images = wds.WebDataset(tar, shardshuffle=False).shuffle(1000).decode("pil").to_tuple("jpg", "cls")
-    loader = images.map_tuple(transform, int).batched(BATCH)
+    images = wds.WebDataset(tar, shardshuffle=False).shuffle(1000)
+    images = (images if uint8 else images.decode("pil")).to_tuple("jpg", "cls")
+    loader = images.map_tuple(decode_and_crop if uint8 else transform, int).batched(BATCH)
     return lambda: sum(len(batch) for batch, _ in loader)
 
 
@@ -178,7 +193,7 @@ def floor(folder, overrides=(), workers=0):
     tune_malloc()
     cfg = load_cfg(None, [str(value) for value in ("TRAIN.DATASET", folder, *overrides)])
     images, normalize = build_images(cfg, train=True), Normalizer(torch.device("cpu"), MEAN, STD, channels_last=False)
-    encoded = [open_lazy_image(bytes(images.read(index)), cfg.DATA.DECODER) for index in range(len(images))]
+    encoded = [open_lazy_image(bytearray(images.read(index)), cfg.DATA.DECODER) for index in range(len(images))]
     boxes = [random_resized_box(SampleRNG(1, index), *image.size, (0.08, 1)) for index, image in enumerate(encoded)]
 
     def make_batch(indices):
@@ -218,6 +233,8 @@ def main() -> None:
     """Run the warm-up pass, then one pass for each line."""
     warnings.simplefilter("ignore")
     name, arguments = sys.argv[1], json.loads(sys.argv[2])
+    global SIZE
+    SIZE = arguments.pop("size", SIZE)
     import torch
 
     if arguments.pop("one_core", False):

@@ -4,13 +4,15 @@ import numpy as np
 from PIL import Image
 
 SIZES = ((500, 375), (500, 375), (375, 500), (500, 333), (640, 480), (400, 300))
+# Of files of 10 KB.
+SMALL = tuple((round(0.28 * width), round(0.28 * height)) for width, height in SIZES)
 
 
-def make_jpegs(root, num: int) -> None:
+def make_jpegs(root, num: int, sizes=SIZES) -> None:
     """Write `num` images in ten classes to root/train/CLASS/NUMBER.jpg and root/val, deterministically."""
     random = np.random.default_rng(0)
     for number in range(num):
-        width, height = SIZES[number % len(SIZES)]
+        width, height = sizes[number % len(sizes)]
         light = 50 * _noise(random, height, width, 1.4)
         channels = [
             128 + light + 20 * _noise(random, height, width, 1.6) + 4 * random.standard_normal((height, width))

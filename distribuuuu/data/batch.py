@@ -203,6 +203,7 @@ class Samples:
         the batch at once, while it is in the cache of the processor.
         """
         views: list[torch.Tensor] = []
+        rows: list[tuple[torch.Tensor, ...]] = []
         labels, index, unread = [], [], []
         broken: tuple[Any, ...] = ()
         for row, sample in enumerate(self.make(key, keys.substitutes) for key in keys):
@@ -213,22 +214,23 @@ class Samples:
                 unread.append(row)
                 continue
             for number, pixels in enumerate(sample.pixels if isinstance(sample.pixels, tuple) else (sample.pixels,)):
-                image = pixels.permute(1, 2, 0)
                 if number == len(views):
-                    views.append(allocate(image, (len(keys), *image.shape)))
-                view = views[number]
-                if (found := (image.shape, image.dtype)) != (expected := (view.shape[1:], view.dtype)):
+                    image = pixels.permute(1, 2, 0)
+                    views.append(allocate(image, (len(keys), *image.shape)).permute(0, 3, 1, 2))
+                    rows.append(views[number].unbind())
+                target = rows[number][row]
+                if (found := (pixels.shape, pixels.dtype)) != (expected := (target.shape, target.dtype)):
                     raise ValueError(f"{self.transform} returned different images: {expected}, {found}")
-                view[row].copy_(image)
+                target.copy_(pixels)
         if unread and (not self.skip_broken or self.substitutes):
             return None, broken
         if not views:
             example = torch.empty(0, dtype=self.options.dtype)
             shapes = [view.shape for view in transform_at(self.transform, next(iter(keys))).views]
-            views = [allocate(example, (len(keys), *shape, self.options.channels)) for shape in shapes]
-        images = tuple(view.permute(0, 3, 1, 2) for view in views)
+            channels = self.options.channels
+            views = [allocate(example, (len(keys), *shape, channels)).permute(0, 3, 1, 2) for shape in shapes]
         targets = as_targets(labels, self.images.targets)
-        batch = Batch(images if len(views) > 1 else images[0], targets, torch.tensor(index))
+        batch = Batch(tuple(views) if len(views) > 1 else views[0], targets, torch.tensor(index))
         if unread:
             marks = torch.zeros(len(keys), dtype=torch.bool).index_fill_(0, torch.tensor(unread), True)
             for view in views:

@@ -5,13 +5,13 @@ Other images are read by raster.py; decoders of optional packages are in optiona
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import re
+import struct
 import warnings
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, NamedTuple, TypeGuard
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -30,6 +30,8 @@ _START, _RESTART_INTERVAL, _START_OF_SCAN = 0xD8, 0xDD, 0xDA
 # Markers C0 to CF start a frame, except these three: Huffman tables, an extension, arithmetic conditioning.
 _NO_FRAME = (0xC4, 0xC8, 0xCC)
 _BASELINE = (0xC0, 0xC1)
+# The marker of a segment and its size, after which it has two bytes less.
+_SEGMENT = struct.Struct(">BBH")
 
 
 class Box(NamedTuple):
@@ -113,12 +115,16 @@ def open_image(file: Buffer | IO[bytes], options: DecodeOptions = DEFAULTS) -> I
     return image
 
 
-def is_common_jpeg(header: JpegHeader | None, options: DecodeOptions) -> TypeGuard[JpegHeader]:
-    """Tell whether all decoders read a JPEG alike: 8 bits, gray or color; each converts CMYK in its own way."""
+def find_common_header(data: Buffer, decoder: str, options: DecodeOptions) -> JpegHeader | None:
+    """Return the header of a JPEG that all decoders read alike, 8 bits, gray or color; None: PIL decodes the file.
+
+    Each decoder converts CMYK in its own way.
+    """
+    header = read_jpeg_header(data) if decoder != "pil" and (options.is_rgb or options.is_gray) else None
     if header is None:
-        return False
+        return None
     options.check_size(header.width, header.height)
-    return header.channels in (1, 3) and header.bits == 8
+    return header if header.channels in (1, 3) and header.bits == 8 else None
 
 
 @functools.cache
@@ -136,7 +142,9 @@ def set_up_decoders() -> None:
 # --------------------------------------------------------------------------------------- decoding
 
 
-def decode(data: Buffer, decoder: str = "auto", options: DecodeOptions = DEFAULTS) -> torch.Tensor:
+def decode(
+    data: Buffer, decoder: str = "auto", options: DecodeOptions = DEFAULTS, header: JpegHeader | None = None
+) -> torch.Tensor:
     """Return the pixels of an image file: uint8 (3, H, W) in RGB, or as the options say (`decode_other`).
 
     Of an animation, it is the first frame.
@@ -144,6 +152,7 @@ def decode(data: Buffer, decoder: str = "auto", options: DecodeOptions = DEFAULT
     Args:
         decoder: "auto", or "torchvision": torchvision for the JPEGs that it decodes as PIL does, else PIL; "pil";
             "nvimgcodec": for JPEGs, else PIL.
+        header: the result of `find_common_header`; None: it is read.
 
     Raises:
         ValueError, RuntimeError, OSError: it is no image, is truncated, or has too many pixels.
@@ -151,7 +160,8 @@ def decode(data: Buffer, decoder: str = "auto", options: DecodeOptions = DEFAULT
     if not len(data):
         raise ValueError("the file is empty")
     set_up_decoders()
-    pixels = _decode_jpeg(data, decoder, options)
+    header = header or find_common_header(data, decoder, options)
+    pixels = _decode_jpeg(data, decoder, options) if header else None
     if pixels is None or options.exif_rotate:
         from distribuuuu.data import raster
 
@@ -195,9 +205,7 @@ class EncodedImage(LazyImage):
         self._options = options
         self._decoded: torch.Tensor | None = None
         # An image that has to be rotated is decoded in full.
-        is_cut = decoder != "pil" and not options.exif_rotate
-        header = read_jpeg_header(data) if is_cut and (options.is_rgb or options.is_gray) else None
-        self._header = header if is_common_jpeg(header, options) else None
+        self._header = None if options.exif_rotate else find_common_header(data, decoder, options)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -207,7 +215,7 @@ class EncodedImage(LazyImage):
     def pixels(self) -> torch.Tensor:
         """Return the full image: uint8 (3, H, W)."""
         if self._decoded is None:
-            self._decoded = decode(self._data, self._decoder, self._options)
+            self._decoded = decode(self._data, self._decoder, self._options, self._header)
         return self._decoded
 
     def crop(self, box: Box) -> torch.Tensor:
@@ -225,7 +233,7 @@ class EncodedImage(LazyImage):
 
             data, first_row = cut_rows(data, self._header, box.top, box.top + box.height)
             box = box._replace(top=box.top - first_row)
-        return box.crop(decode(data, self._decoder, self._options))
+        return box.crop(decode(data, self._decoder, self._options, self._header))
 
 
 def open_lazy_image(
@@ -243,20 +251,25 @@ def open_lazy_image(
 
 def _decode_jpeg(data: Buffer, decoder: str, options: DecodeOptions) -> torch.Tensor | None:
     """Return the pixels of a JPEG that all decoders read alike, of a gray one its luminance; None: PIL decodes it."""
-    header = read_jpeg_header(data) if decoder != "pil" and (options.is_rgb or options.is_gray) else None
-    if not is_common_jpeg(header, options):
-        return None
     if decoder in OPTIONAL_DECODERS and options.is_rgb:
         from distribuuuu.data.optional_decoders import decode_nvimgcodec
 
         return decode_nvimgcodec(data)
-    with contextlib.suppress(RuntimeError, ImportError):  # rejected, or a torchvision without decoders
-        from torchvision.io import ImageReadMode, decode_jpeg
-
+    try:
+        decode_jpeg, rgb, gray = _open_torchvision()
         # A tensor shares writable memory; read-only bytes are copied.
         shared = torch.frombuffer(bytearray(data) if memoryview(data).readonly else data, dtype=torch.uint8)
-        return decode_jpeg(shared, mode=ImageReadMode.RGB if options.is_rgb else ImageReadMode.GRAY)
-    return None
+        return decode_jpeg(shared, rgb if options.is_rgb else gray)
+    except (RuntimeError, ImportError, AttributeError):  # rejected, or a torchvision without decoders
+        return None
+
+
+@functools.cache
+def _open_torchvision() -> tuple[Any, int, int]:
+    """Return the JPEG operator of torchvision, whose Python wrapper issues a warning at each call, and its modes."""
+    from torchvision.io import ImageReadMode
+
+    return torch.ops.image.decode_jpeg.default, ImageReadMode.RGB.value, ImageReadMode.GRAY.value
 
 
 # ------------------------------------------------------------------------------------ JPEG headers
@@ -295,13 +308,13 @@ def read_jpeg_header(data: Buffer) -> JpegHeader | None:
         return None
     header, restart_interval, position, length = None, 0, 2, len(data)
     while position + 4 <= length:
-        if data[position] != 0xFF:
+        prefix, marker, size = _SEGMENT.unpack_from(data, position)
+        if prefix != 0xFF:
             return None
-        marker = data[position + 1]
         if marker == 0xFF:  # a fill byte
             position += 1
             continue
-        end = position + 2 + (data[position + 2] << 8 | data[position + 3])
+        end = position + 2 + size
         if end > length:
             return None
         if 0xC0 <= marker <= 0xCF and marker not in _NO_FRAME:

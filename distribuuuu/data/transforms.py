@@ -122,8 +122,8 @@ def draw_flips(rng: Any, crop: Any) -> tuple[Any, Any]:
 
 def flip_each(pixels: torch.Tensor, is_flipped: bool, is_vflipped: bool) -> torch.Tensor:
     """Return an image flipped horizontally and vertically."""
-    dims = [dim for dim, flipped in ((-1, is_flipped), (-2, is_vflipped)) if flipped]
-    return pixels.flip(dims) if dims else pixels
+    pixels = pixels.flip(-1) if is_flipped else pixels
+    return pixels.flip(-2) if is_vflipped else pixels
 
 
 def show_flips(crop: Any) -> str:
@@ -169,8 +169,9 @@ def resize(pixels: torch.Tensor, height: int, width: int, interpolation: str = "
 
         values = resize_as_opencv(pixels, height, width, interpolation)
         return to_uint8(values) if pixels.dtype == torch.uint8 else values
-    # The batch is built as (H, W, C): only then torch uses the adjacent channels; otherwise it takes 1.6 times as long.
-    batch = pixels if pixels.ndim == 4 else pixels.movedim(0, -1).unsqueeze(0).movedim(-1, 1)
+    # A batch with the strides of (1, H, W, C): only then torch uses the adjacent channels, in 0.6 times the time.
+    shape, strides = pixels.shape, pixels.stride()
+    batch = pixels if pixels.ndim == 4 else pixels.as_strided((1, *shape), (shape[1] * strides[1], *strides))
     if batch.device.type == "cpu" or batch.dtype != torch.uint8:
         resized = interpolate(batch, (height, width), mode=interpolation, antialias=True)
     else:  # torch resizes uint8 on the CPU only

@@ -235,9 +235,14 @@ def open_nonblocking(path: str, flags: int) -> int:
 def read_file(path: str) -> bytearray:
     """Return the bytes of an image file in writable memory; raise DataError if the disk or the network fails."""
     try:
-        with open(path, "rb", opener=open_nonblocking) as file:
-            data = bytearray(os.fstat(file.fileno()).st_size)
-            del data[file.readinto(data) :]
+        file = open_nonblocking(path, os.O_RDONLY)
+        try:
+            data, size = bytearray(os.fstat(file).st_size), 0
+            while size < len(data) and (num := os.readv(file, [memoryview(data)[size:]])):
+                size += num
+            del data[size:]
+        finally:
+            os.close(file)
     except FileNotFoundError:  # the image was deleted
         raise
     except OSError as error:
