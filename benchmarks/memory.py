@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure peak memory and step time of a large model: DDP, ZeRO-1, FSDP, activation checkpointing and CPU offloading.
+"""Measure peak memory and step time of a large model: DDP, ZeRO-1, FSDP and activation checkpointing.
 
 Each row runs in new processes, with AdamW, the same images and the same weights. Memory is the maximum over the
 processes, minus the memory before the model is built: on CUDA the peak of allocated tensors, on a CPU the peak of
@@ -40,7 +40,6 @@ ROWS = {
     "ZeRO-1, recomputed": f"DIST.SHARD zero1 {RECOMPUTED}",
     "FSDP": "DIST.SHARD fsdp",
     "FSDP, recomputed": f"DIST.SHARD fsdp {RECOMPUTED}",
-    "FSDP, recomputed, offloaded": f"DIST.SHARD fsdp {RECOMPUTED} DIST.CPU_OFFLOAD True",
 }
 MIB = 2**20
 SAMPLE_EVERY_S = 0.02

@@ -1,7 +1,6 @@
 """The command line of training and evaluation: --cfg FILE and KEY VALUE arguments."""
 
 import argparse
-import contextlib
 import gc
 import os
 import re
@@ -17,8 +16,8 @@ from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg
 from distribuuuu.config.run_files import RESULTS, local_run
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
+from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.host import tune_malloc
-from distribuuuu.launch.signals import is_first_process
 
 
 def run_on_config(parser: CommandParser, args: Sequence[str], start: Callable[..., object], train: bool) -> int:
@@ -28,10 +27,9 @@ def run_on_config(parser: CommandParser, args: Sequence[str], start: Callable[..
     """
     cfg, flags = parse_args(parser, args, train)
     if flags.nproc > 1:
-        from distribuuuu.launch.nproc import run_processes, without_nproc
+        from distribuuuu.launch.nproc import run_processes
 
-        command = [sys.executable, *without_nproc(sys.orig_argv[1:])]
-        return run_processes(flags.nproc, command)
+        return run_processes(flags.nproc, [sys.executable, *sys.orig_argv[1:]])
     if cfg is not None:
         tune_malloc()
         gc.disable()  # in these imports, the search for garbage takes a quarter of the time and finds little
@@ -51,24 +49,23 @@ def parse_args(
     Its ConfigError has every problem of the flags, the options, the file, the paths and the data folders.
     """
     flags, overrides, problems = parse_flags(parser or build_parser("", train=train), args)
+    if detect_launch().launcher == "--nproc":  # one of the processes that it has started, with the same command line
+        flags.nproc = None
     if flags.nproc is not None:
         from distribuuuu.commands.output import check_one_process
 
         check_one_process("remove --nproc")
     prints = flags.dump_config or flags.help_config is not None
     run, overrides = ("", overrides) if train else expand_run(overrides)
-    is_needed = not flags.cfg and not train and flags.help_config is None
-    run_config = find_run_config(["OUT_DIR", run] if run else overrides) if is_needed else None
-    if run_config and flags.nproc in (None, 1) and is_first_process():  # else the started processes print it
-        with contextlib.suppress(OSError):
-            print(f"--cfg is not set; using {run_config}, the config of the run", file=sys.stderr, flush=True)
-    source: CfgFiles = flags.cfg or run_config
-    if run and not source:  # a folder for other programs
-        from distribuuuu.inference.load_run import find_run
+    source: CfgFiles = flags.cfg
+    if run and not source:
+        source = FoundConfig(os.path.join(run, get_cfg().CFG_DEST))
+        if not os.path.isfile(source):  # a folder for other programs
+            from distribuuuu.inference.load_run import find_run
 
-        source = find_run(run, None, overrides[4:]).cfg
+            source = find_run(run, None, overrides[4:]).cfg
     cfg, found = read_cfg(source, overrides)
-    if run_config and cfg.origins.get("MODEL.WEIGHTS") != COMMAND_LINE:
+    if isinstance(source, FoundConfig) and cfg.origins.get("MODEL.WEIGHTS") != COMMAND_LINE:
         cfg = changed(cfg, {"MODEL.WEIGHTS": None})  # they initialized the run; its best weights are to be evaluated
     problems += found
     if not prints:
@@ -110,19 +107,6 @@ def expand_run(words: list[str]) -> tuple[str, list[str]]:
             raise ConfigError(Problem("OUT_DIR", f"{other} holds another run, whose files stay; expected a new folder"))
         weights = weights or find_best(folder) or best_path(folder)
     return folder, ["OUT_DIR", folder, *(("MODEL.WEIGHTS", str(weights)) if weights else ()), *words[1:]]
-
-
-def find_run_config(overrides: Sequence[str]) -> str | None:
-    """Return the config file that a run has left in the OUT_DIR of KEY VALUE arguments; None if there is none.
-
-    Without OUT_DIR, arguments that set other weights do not refer to a run in the default folder.
-    """
-    given = dict(zip(overrides[::2], overrides[1::2], strict=False))
-    if "OUT_DIR" not in given and given.keys() & {"MODEL.WEIGHTS", "MODEL.PRETRAINED"}:
-        return None
-    options = {**get_cfg(), **given}
-    path = os.path.join(options["OUT_DIR"], options["CFG_DEST"])
-    return FoundConfig(path) if os.path.isfile(path) else None
 
 
 def build_parser(description: str, prog: str | None = None, train: bool = True) -> CommandParser:

@@ -19,7 +19,7 @@ COMMON_FLAGS = {"--lr": "OPTIM.BASE_LR", "--epochs": "OPTIM.MAX_EPOCH", "--batch
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are a ConfigError; for an unknown flag, the nearest one is suggested.
+    """A parser whose errors are a ConfigError.
 
     Options of the config are given to every command in the same way, at any place: KEY VALUE, KEY=VALUE or --set KEY
     VALUE, and by the flags of COMMON_FLAGS. `overrides` of the parsed arguments has them as KEY VALUE words.
@@ -80,7 +80,7 @@ class CommandParser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(Problem(COMMAND_LINE, message.replace("cfg: expected one argument", "cfg: expected files")))
+        raise ConfigError(Problem(COMMAND_LINE, message))
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -117,18 +117,13 @@ def parse_flags(
     parser: CommandParser, args: Sequence[str] | None
 ) -> tuple[argparse.Namespace, list[str], list[Problem]]:
     """Return the flags, the other arguments (options of the config last), and a problem for each unknown flag."""
-    flags, waiting = parser.parse_known_args(args)
+    flags, words = parser.parse_known_args(args)
     problems, rest = [], []
-    while waiting:
-        arg = waiting.pop(0)
-        if not _FLAG.match(arg):
-            rest.append(arg)
-            continue
-        from distribuuuu.hints.options import describe_unknown_flag
+    for word, before in zip(words, ["", *words], strict=False):
+        if _FLAG.match(word):
+            from distribuuuu.hints.options import describe_unknown_flag
 
-        flag, has_value, value = arg.partition("=")
-        if not has_value and waiting and not _FLAG.match(waiting[0]):
-            value = waiting.pop(0)
-        hint = describe_unknown_flag(flag, value, parser.flags)
-        problems.append(Problem(COMMAND_LINE, f"no such flag: {flag}; {hint}"))
+            problems.append(Problem(COMMAND_LINE, describe_unknown_flag(word.partition("=")[0], parser.flags)))
+        elif "=" in before or not _FLAG.match(before):  # else it is the value of an unknown flag
+            rest.append(word)
     return flags, [*rest, *flags.overrides], problems

@@ -21,7 +21,7 @@ from distribuuuu.launch.signals import (
     exit_now,
     handled_by,
     is_first_process,
-    print_stacks_on_quit,
+    print_stack_on_quit,
 )
 
 # Seconds in which a launcher ends a process whose error the first process has reported too.
@@ -41,16 +41,8 @@ class _TolerantStream(io.TextIOWrapper):
             super().flush()
 
 
-def open_standard_streams() -> None:
-    """Open those of descriptors 0 to 2 that are closed, and ignore write errors on standard error.
-
-    Otherwise the next opened file, e.g. a checkpoint, would get the output that is meant for a standard stream.
-    """
-    for descriptor in (0, 1, 2):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+def tolerate_closed_stderr() -> None:
+    """Ignore write errors on standard error, e.g. of a terminal that was closed."""
     if sys.stderr is None or sys.stderr is sys.__stderr__:
         raw, encoding = io.BufferedWriter(io.FileIO(2, "w", closefd=False)), getattr(sys.stderr, "encoding", "utf-8")
         sys.stderr = _TolerantStream(raw, encoding=encoding, errors="backslashreplace", line_buffering=True)
@@ -61,8 +53,8 @@ def run_guarded(run: Callable[[], int]) -> int:
 
     The exit status is that of the function, of a ConfigError (2 by default), or of a signal, see signals.py.
     """
-    open_standard_streams()
-    print_stacks_on_quit()
+    tolerate_closed_stderr()
+    print_stack_on_quit()
     # On the CPU the loader workers and the model's threads share the cores. A thread that spins while it waits for one
     # that has no core makes a step twenty times slower. OpenMP reads this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -79,8 +79,7 @@ def dispatch(prog: str, args: Sequence[str]) -> int:
     elif name in ("-V", "--version"):
         print(f"distribuuuu {__version__}")
     elif "PLUGINS" in rest[:-1]:
-        plugged_in = importlib.import_module(f"{__package__}.plugged_in")
-        return plugged_in.start_plugged_in(name, f"{prog} {name}", rest)
+        return start_plugged_in(name, f"{prog} {name}", rest)
     else:
         from distribuuuu.hints.options import describe_unknown_command
 
@@ -94,6 +93,23 @@ def start_command(name: str, prog: str, args: list[str]) -> int:
     module = importlib.import_module(find_commands()[name].module)
     guard = importlib.import_module(f"{__package__}.guard")
     return guard.run_guarded(lambda: getattr(module, name)(prog, args))
+
+
+def start_plugged_in(name: str, prog: str, args: list[str]) -> int:
+    """Start a command that the plug-in after PLUGINS registers in COMMANDS, like `start_command`."""
+    from distribuuuu.config import ConfigError, load_cfg
+    from distribuuuu.config.registry import COMMANDS
+
+    def start() -> int:
+        at = args.index("PLUGINS")
+        load_cfg(None, args[at : at + 2])
+        try:
+            command = COMMANDS.get(name)
+        except LookupError as error:
+            raise ConfigError(f"command line: {error}") from error
+        return command(prog, args[:at] + args[at + 2 :])
+
+    return importlib.import_module(f"{__package__}.guard").run_guarded(start)
 
 
 def list_commands(prog: str) -> str:

@@ -75,20 +75,10 @@ def _show(cfg: Config, key: str) -> Any:
 
 
 def _images(cfg: Config) -> Iterator[Conflict]:
-    data, train, test = cfg.DATA, cfg.TRAIN, cfg.TEST
-    crop, sides = eval_crop_size(cfg), height_and_width(train.IM_SIZE)
+    data, crop = cfg.DATA, eval_crop_size(cfg)
     is_cut = any(of < side for side, of in zip(height_and_width(crop), height_and_width(eval_resize(cfg)), strict=True))
-    yield (
-        "TEST.IM_SIZE",
-        is_cut,
-        f"expected the size of the crop, TEST.CROP_SIZE or TRAIN.IM_SIZE, {show_size(crop)}, or more",
-    )
-    side = min(height_and_width(crop))
-    yield "TEST.SHIFT", side <= test.SHIFT, f"expected less than the side of the evaluation images, {side} px"
-    side, is_padded = min(train.IM_SIZE_START or max(sides), *sides), training_crop(cfg) in ("pad", None)
-    is_reflected = data.CROP_PADDING_MODE == "reflect" and is_padded and data.CROP_PADDING >= side
-    expected = f"DATA.CROP_PADDING_MODE reflect expects less than the side of the images, {side} px"
-    yield "DATA.CROP_PADDING", is_reflected, expected
+    expected = f"expected the size of the crop, TEST.CROP_SIZE or TRAIN.IM_SIZE, {show_size(crop)}, or more"
+    yield "TEST.IM_SIZE", is_cut, expected
     for key, most, words in (("CROP_SCALE", 1, " <= 1"), ("CROP_RATIO", float("inf"), "")):
         is_range = len(data[key]) == 2 and 0 < data[key][0] <= data[key][1] <= most
         yield f"DATA.{key}", not is_range, f"expected two numbers, 0 < min <= max{words}"

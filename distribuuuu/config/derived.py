@@ -78,8 +78,6 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     "DATA.CROP resized": lambda cfg: training_crop(cfg) in ("resized", None),
     "DATA.FLIP above 0": lambda cfg: cfg.DATA.FLIP,
     "a DATA.NAME with folders of splits": lambda cfg: dataset_class(cfg).has_splits,
-    "DIST.SHARD fsdp": lambda cfg: cfg.DIST.SHARD == "fsdp",
-    "DIST.SHARD none or zero1": lambda cfg: cfg.DIST.SHARD != "fsdp",
     "a DISTILL.TEACHER": lambda cfg: cfg.DISTILL.TEACHER,
     "a DISTILL.TEACHER and DISTILL.KIND soft": lambda cfg: cfg.DISTILL.TEACHER and cfg.DISTILL.KIND == "soft",
     "EMA.HALF_LIFE above 0": lambda cfg: cfg.EMA.HALF_LIFE,

@@ -84,9 +84,6 @@ def _targets(cfg: Config) -> Iterator[Conflict]:
 
 def _distribution(cfg: Config) -> Iterator[Conflict]:
     mode = cfg.MODEL.COMPILE
-    # torch's DDPOptimizer asserts it.
-    is_small = cfg.DIST.BUCKET_MB < 1 and mode != "none" and cfg.DIST.SHARD != "fsdp"
-    yield "DIST.BUCKET_MB", is_small, f"expected 1 or more with MODEL.COMPILE {mode}"
     is_both = cfg.MODEL.ACT_CHECKPOINT and mode != "none"
     yield "MODEL.ACT_CHECKPOINT", is_both, f"MODEL.COMPILE {mode} selects what to recompute; fix: set one of them off"
 

@@ -21,9 +21,9 @@ OF_WEIGHTS = "weights"
 TEST_SETS = ("imagenet", "imagenet_a", "imagenet_r", "imagenet_v2", "imagenet_sketch")
 _SAME_METRIC = "all trials need the same metric on the same images"
 
-_C = Section()
+_SECTIONS = "MODEL TASK TRAIN TEST DATA AUG LOSS FINETUNE DISTILL EMA OPTIM CHECKPOINT LOG DIST CUDNN"
+_C = Section(**{name: Section() for name in _SECTIONS.split()})
 
-_C.MODEL = Section()
 # Model name, looked up in this package, timm, then torchvision; timm/NAME or torchvision/NAME selects one of them.
 _C.MODEL.ARCH = Option("resnet18", recipe=False)
 # Number of classes; must match the data. 0: that of the data; 1000 with MODEL.DUMMY_INPUT or TEST.LABELS.
@@ -51,7 +51,6 @@ _C.MODEL.DUMMY_INPUT = False
 # Keyword arguments of the model's constructor, in lower case: {width: 32}, or MODEL.KWARGS.width 32.
 _C.MODEL.KWARGS = Option({})
 
-_C.TASK = Section()
 # What is learned: classification, multilabel, distillation, a task of your own. auto: by DISTILL.TEACHER and the data.
 _C.TASK.NAME = Option("auto", choices=(AUTO,), names=TASKS, not_swept=_SAME_METRIC)
 # Registered tasks that change the one of TASK.NAME, e.g. [sam, pruning]: base classes that call each other by super().
@@ -59,7 +58,6 @@ _C.TASK.MIXINS = Option((), names=TASKS, hash_default=())
 # Settings of a task of your own, declared by its class `Settings`: {temperature: 0.2}, or TASK.KWARGS.temperature 0.2.
 _C.TASK.KWARGS = Option({})
 
-_C.TRAIN = Section()
 # Images per process and step; with GLOBAL_BATCH_SIZE the maximum of a forward pass.
 _C.TRAIN.BATCH_SIZE = Option(32, least=1)
 # Images per step over all processes, reached by gradient accumulation; 0: TRAIN.BATCH_SIZE x number of processes.
@@ -103,7 +101,6 @@ _C.TRAIN.TOPK = Option(5, least=1, not_swept=_SAME_METRIC)
 # Metrics of the training batches, by name, e.g. [top1, ece]. Empty: those of the task (top1 and topk, or map).
 _C.TRAIN.METRICS = Option((), names=METRICS)
 
-_C.TEST = Section()
 # Folder of the evaluation data; empty: TRAIN.DATASET.
 _C.TEST.DATASET = Option("", path=True, hashed=False, not_swept=_SAME_METRIC)
 # Sub-folder of TEST.DATASET with the evaluation classes; archives as TRAIN.SPLIT.
@@ -135,7 +132,6 @@ _C.TEST.SAVE_PREDICTIONS = Option(True, hashed=False)
 # Steps between two updates of the progress bar of an evaluation.
 _C.TEST.PRINT_FREQ = Option(10, least=1, neutral=True)
 
-_C.DATA = Section()
 # Data set. archive: tar or ZIP; imagenet: as distributed; list: DATASET/SPLIT.csv with the columns path and label;
 # multilabel: with the columns image and labels; torchvision/NAME: one of torchvision.datasets, e.g. torchvision/KMNIST.
 _C.DATA.NAME = Option("imagefolder", names=DATASETS, not_swept=_SAME_METRIC)
@@ -197,7 +193,6 @@ _C.DATA.KWARGS = Option({})
 # Columns of a table of images: {path: id, label: breed, template: train/{}.jpg}, or DATA.TABLE.path id.
 _C.DATA.TABLE = Option({})
 
-_C.AUG = Section()
 # Augmentation policy after crop and flip: none; autoaugment, randaugment or trivialaugment (torchvision); 3augment;
 # or a policy string of timm: rand-m9-mstd0.5-inc1, augmix-m5-w4-d2, original, v0, ...
 _C.AUG.POLICY = "none"
@@ -224,7 +219,6 @@ _C.AUG.MIX_GROUP = Option(0, least=0, needs="AUG.MIXUP or AUG.CUTMIX above 0")
 # Epochs at the end of the training without augmentation: crop and flip only, neither mixup nor CutMix.
 _C.AUG.OFF_EPOCHS = Option(0, least=0)
 
-_C.LOSS = Section()
 # Training loss; bce: binary cross-entropy of each class. Evaluation uses cross_entropy, or bce for several labels.
 _C.LOSS.NAME = Option("cross_entropy", names=LOSSES)
 # Label smoothing: part of each target that is distributed evenly over all classes, 0 to 1.
@@ -242,7 +236,6 @@ _C.LOSS.FOCAL_GAMMA = Option(2.0, least=0, needs="LOSS.NAME focal")
 # Settings of a custom loss, like TASK.KWARGS.
 _C.LOSS.KWARGS = Option({})
 
-_C.FINETUNE = Section()
 # Initial weights for all layers but the head: `pretrained`, a name of published weights, a file, the OUT_DIR of a run
 # (its best weights); tensors that do not fit are drawn anew. Empty: off.
 _C.FINETUNE.WEIGHTS = Option("", path=True)
@@ -259,7 +252,6 @@ _C.FINETUNE.LORA = Option({}, hash_default={})
 # Factors of the learning rate, above 0, by such patterns, e.g. {fc: 10, layer4: 2, '*': 1}; the first match applies.
 _C.FINETUNE.LR_MULT = Option({}, of=float)
 
-_C.DISTILL = Section()
 # Teacher model for knowledge distillation, named as in MODEL.ARCH; empty: none.
 _C.DISTILL.TEACHER = ""
 # Weights of the teacher: a file as for MODEL.WEIGHTS, or pretrained (those of timm or torchvision).
@@ -273,7 +265,6 @@ _C.DISTILL.ALPHA = Option(0.5, least=0, most=1, needs="a DISTILL.TEACHER")
 # Softmax temperature for soft targets, above 0.
 _C.DISTILL.TEMPERATURE = Option(1.0, least=0.001, needs="a DISTILL.TEACHER and DISTILL.KIND soft")
 
-_C.EMA = Section()
 # Half-life of the moving average of the weights (EMA), in images; 0: no average.
 _C.EMA.HALF_LIFE = Option(0.0, least=0)
 # Maximum half-life early in the run, as a fraction of the images so far, 0 to 1; 0: no limit.
@@ -284,7 +275,6 @@ _C.EMA.EVERY_STEPS = Option(1, least=1, needs="EMA.HALF_LIFE above 0")
 # Epoch at which averaging starts; until its first step, updates copy the weights.
 _C.EMA.START_EPOCH = Option(0, least=0, needs="EMA.HALF_LIFE above 0", is_epoch=True)
 
-_C.OPTIM = Section()
 # Epochs to train; 0: only write the config.
 _C.OPTIM.MAX_EPOCH = Option(100, least=0)
 # Fraction of the last epoch to train, above 0 to 1, rounded up to whole steps: 9.9 epochs are MAX_EPOCH 10 and 0.9.
@@ -341,7 +331,6 @@ _C.OPTIM.CLIP = Option("norm", removed="clip in the `update` of a task, see docs
 _C.OPTIM.CLIP_NORM = Option(0.0, least=0)
 _C.OPTIM.CLIP_LIMIT = Option(0.0, removed="see OPTIM.CLIP")
 
-_C.CHECKPOINT = Section()
 # Maximum steps that a crash costs: checkpoints at its multiples and halfway between. 0: at the ends of epochs only.
 _C.CHECKPOINT.EVERY_STEPS = Option(0, least=0, neutral=True)
 # Hours after which the run saves, stops and exits with status 75, to be started again; 0: no limit.
@@ -351,7 +340,6 @@ _C.CHECKPOINT.KEEP_LAST = Option(3, least=1, neutral=True)
 # Also keep the checkpoint of every Kth epoch; 0: none.
 _C.CHECKPOINT.KEEP_EVERY = Option(0, least=0, neutral=True)
 
-_C.LOG = Section()
 # Write TensorBoard events to OUT_DIR/tensorboard.
 _C.LOG.TENSORBOARD = Option(True, hashed=False, neutral=True)
 # Experiment trackers: mlflow, wandb or a plug-in (docs/trackers.md); tensorboard means LOG.TENSORBOARD True.
@@ -360,7 +348,6 @@ _C.LOG.TRACKERS = Option((), names=TRACKERS, hashed=False, neutral=True)
 _C.LOG.NUM_IMAGES = Option(32, least=0, needs="LOG.TENSORBOARD True", hashed=False, neutral=True)
 _C.LOG.LAYER_NORMS = Option(False, hashed=False, removed="use PLUGINS docs/examples/layer_norms.py")
 
-_C.DIST = Section()
 # Number of processes that TRAIN.BATCH_SIZE and OPTIM.BASE_LR are meant for; the log warns of another one. 0: any.
 _C.DIST.PROCESSES = Option(0, least=0, hashed=False, neutral=True)
 # Communication backend: nccl, gloo or auto (nccl on CUDA, else gloo; of a single process no group).
@@ -369,16 +356,12 @@ _C.DIST.BACKEND = Option("auto", choices=("auto", "nccl", "gloo"), neutral=True)
 _C.DIST.TIMEOUT_S = Option(300, least=1, neutral=True)
 # The same, if larger, until the first step and the first evaluated batch, which may compile or download.
 _C.DIST.STARTUP_TIMEOUT_S = Option(1800, least=1, neutral=True)
-# Size of the gradient buckets that DDP reduces during the backward pass, in MiB; 1 or more with MODEL.COMPILE.
-_C.DIST.BUCKET_MB = Option(25.0, least=0.001, needs="DIST.SHARD none or zero1", neutral=True)
-# Data type of gradients in the all-reduce: none (their own), bf16 or fp16.
-_C.DIST.COMPRESS = Option("none", choices=("none", "bf16", "fp16"))
+_C.DIST.BUCKET_MB = Option(25.0, removed="a bucket of DDP has 25 MiB")
+_C.DIST.COMPRESS = Option("none", removed="gradients are sent in their own type")
 # Sharding over the processes: none, zero1 (optimizer state) or fsdp (optimizer state, gradients and weights).
 _C.DIST.SHARD = Option("none", choices=("none", "zero1", "fsdp"))
-# Keep weights, gradients and optimizer state in host memory, with DIST.SHARD fsdp.
-_C.DIST.CPU_OFFLOAD = Option(False, needs="DIST.SHARD fsdp")
+_C.DIST.CPU_OFFLOAD = Option(False, removed="MODEL.ACT_CHECKPOINT True saves memory too")
 
-_C.CUDNN = Section()
 # Benchmark cuDNN's algorithms and use the fastest.
 _C.CUDNN.BENCHMARK = True
 # Use deterministic algorithms only, so that a run is bitwise reproducible on CUDA; slower.

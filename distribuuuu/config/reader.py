@@ -6,7 +6,7 @@ The options, with their defaults and meaning, are in options.py.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -315,3 +315,19 @@ def merge(cfg: Config, settings: list[Setting], problems: list[Problem]) -> None
         (get_value(cfg, section) if section else cfg)[name] = value
         cfg.origins.pop(key, None)  # moves it to the end: the origins are in the order of the files
         cfg.origins[key] = origin
+
+
+def override(cfg: Config, options: Mapping[str, Any], origin: str, allowed: tuple[str, ...]) -> Config:
+    """Return a frozen copy with other values of some options, whose keys begin with one of `allowed`.
+
+    ConfigError, which names `origin`: a key is unknown or not allowed, or a value is invalid.
+    """
+    copied, found = cfg.clone(), list[Problem]()
+    copied.defrost()
+    merge(copied, [(key, value, origin) for key, value in options.items()], found)
+    message = f"has no effect here; expected {', '.join(allowed)}"
+    found += [Problem(key, message, {key: origin}) for key in options if not key.startswith(allowed)]
+    if problems := found or find_problems(copied):
+        raise ConfigError(problems)
+    copied.freeze()
+    return copied

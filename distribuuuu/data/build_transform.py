@@ -33,7 +33,7 @@ def build_transform(cfg, images: ImageDataset, train: bool, name: str = MAIN) ->
         return build_eval_crop(cfg)
     stages = {0: build_views(cfg, images, name)}
     for epoch, options in sorted(task_class(cfg).augmentation_stages(cfg).items()):
-        from distribuuuu.config.override import override
+        from distribuuuu.config.reader import override
 
         stages[epoch] = build_views(override(cfg, options, f"stage from epoch {epoch}", _OF_STAGE), images, name)
     if not depends_on_epoch(cfg):
@@ -49,7 +49,7 @@ def build_views(cfg, images: ImageDataset, name: str) -> Transform:
     for number, options in enumerate(task_class(cfg).views(cfg, name), 1):
         own = cfg
         if options:
-            from distribuuuu.config.override import override
+            from distribuuuu.config.reader import override
 
             own = override(cfg, options, f"view {number} of loader {name}", _OF_VIEW)
         if cfg.TRAIN.IM_SIZE_START and own.TRAIN.IM_SIZE != cfg.TRAIN.IM_SIZE:

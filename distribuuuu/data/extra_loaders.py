@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from distribuuuu.config import ConfigError, Problem
-from distribuuuu.config.override import override
+from distribuuuu.config.reader import override
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.batch_plan import BatchPlan
 from distribuuuu.data.build_transform import MAIN

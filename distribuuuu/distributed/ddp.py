@@ -1,22 +1,15 @@
 """DistributedDataParallel: gradients are averaged by an all-reduce of each bucket during the backward pass."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from distribuuuu.distributed.comm import all_reduce_max, is_distributed
 from distribuuuu.distributed.sharding import is_sharded, restored, sum_output
-
-# Gradients are sent and summed in this type; the parameters keep theirs.
-COMPRESSION_HOOKS: dict[str, Callable] = {
-    "bf16": default_hooks.bf16_compress_hook,
-    "fp16": default_hooks.fp16_compress_hook,
-}
 
 # Compiled shapes of a model or of the normalization, after which torch would run eagerly, with other bits: more than
 # any progressive resizing has sizes.
@@ -27,8 +20,6 @@ def wrap_model(
     model: nn.Module,
     device: torch.device,
     example: torch.Tensor,
-    bucket_mb: float = 25,
-    compress: str = "none",
     unused: Sequence[str] = (),
     find_unused: bool = False,
 ) -> nn.Module:
@@ -38,8 +29,6 @@ def wrap_model(
 
     Args:
         example: images (N, 3, H, W) on `device`, of the size of training.
-        bucket_mb: MiB of gradients in one all-reduce.
-        compress: type of the gradients sent: 'none' (their own), 'bf16' or 'fp16'.
         unused: names of the parameters without a gradient on every process. They are frozen: optimizers skip them
             anyway, and DDP would have to wait for the device in each step to find them.
         find_unused: other parameters may get no gradient in a step; if so on any process, DDP searches in each step.
@@ -57,13 +46,11 @@ def wrap_model(
         wrapped = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
-            bucket_cap_mb=bucket_mb,
+            bucket_cap_mb=25,
             gradient_as_bucket_view=True,
             find_unused_parameters=bool(all_reduce_max([find_unused])[0]),
             **settings,
         )
-    if compress != "none":
-        wrapped.register_comm_hook(None, COMPRESSION_HOOKS[compress])
     _warm_up_buckets(wrapped, example[:2])  # two images are enough for batch norm, and take little memory
     return wrapped
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from distribuuuu.distributed import comm as dist
@@ -18,24 +18,19 @@ from distribuuuu.distributed.comm import FullStateDict, to_local
 
 Optimizer = torch.optim.Optimizer
 
-REDUCE_DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-
-def shard_model(
-    model: nn.Module, device: torch.device, reduce_dtype: torch.dtype | None = None, offload: bool = False
-) -> nn.Module:
+def shard_model(model: nn.Module, device: torch.device) -> nn.Module:
     """Shard each block and the model over all processes, in place (Rajbhandari et al., arXiv 1910.02054, stage 3).
 
     Weights are gathered in their own type, and autocast decides on the type of each computation: with weights gathered
     as bfloat16 norm layers would compute with rounded weights or, on the CPU, fail.
-    The model is moved to the device block by block. With `offload`, the shards are kept in host memory.
+    The model is moved to the device block by block.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()
     settings: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (dist.world_size(),)),
-        "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False),
-        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy(),
+        "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False),
     }
     for block in find_blocks(model).values():
         fully_shard(block, **settings)
@@ -59,19 +54,12 @@ def gather(content: dict[Any, Any]) -> FullStateDict:
 @torch.no_grad()
 def _gather(value: Any) -> Any:
     if isinstance(value, DTensor):
-        gathered: Any = value.to(mesh_device(value))
-        value = gathered.full_tensor()
+        value = value.full_tensor()
     if isinstance(value, torch.Tensor):
         return value.to("cpu", copy=True) if dist.is_main() else None
     if isinstance(value, dict):
         return {key: _gather(item) for key, item in value.items()}
     return type(value)(_gather(item) for item in value) if isinstance(value, (list, tuple)) else value
-
-
-def mesh_device(tensor: DTensor) -> torch.device:
-    """Return the device of the collectives; with offloading, the tensor is not there."""
-    kind = tensor.device_mesh.device_type
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def use_full_state_dict(optimizer: Optimizer) -> Optimizer:

@@ -43,7 +43,6 @@ def process_group(
     backend: str = "auto",
     report_dir: str = ".",
     startup_timeout_s: float = 0.0,
-    shard: str = "none",
 ) -> Iterator[None]:
     """Join the process group and run the stall timer for the length of the block.
 
@@ -69,9 +68,6 @@ def process_group(
     if launch.world_size == 1 and backend == "auto":
         yield
         return
-    if backend == "gloo" and device.type == "cuda" and shard != "none":
-        reason = "gloo cannot send shards of CUDA tensors"
-        raise ConfigError(f"DIST.BACKEND: gloo on CUDA does not go with DIST.SHARD {shard}: {reason}; use nccl or auto")
     rendezvous = importlib.import_module("distribuuuu.distributed.rendezvous")  # one process needs none of it
     if launch.world_size == 1:
         with rendezvous.join_group(launch, rendezvous.torch_dist.HashStore(), backend, device):
@@ -81,5 +77,5 @@ def process_group(
     store = rendezvous.join(launch, timeout_s)
     rendezvous.join.cache_clear()
     limits = (timeout_s, max(timeout_s, startup_timeout_s))
-    with rendezvous.watched(launch, store, limits), rendezvous.join_group(launch, store, backend, device):
+    with rendezvous.open_timer(launch, store, limits), rendezvous.join_group(launch, store, backend, device):
         yield

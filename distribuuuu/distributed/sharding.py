@@ -99,11 +99,11 @@ def build_sharded_optimizer(cfg, groups: list[dict[str, Any]], build: Build) -> 
 
 def build_parallelize_fn(cfg, device: torch.device) -> Callable[[nn.Module], nn.Module]:
     """Return the function that moves a model to the device, sharded if DIST.SHARD is fsdp."""
-    settings = cfg.DIST
-    if settings.SHARD != "none" and not dist.is_distributed():
-        logger.info("DIST.SHARD %s has no effect: world size is 1 and DIST.BACKEND auto", settings.SHARD)
-    if settings.SHARD != "fsdp" or not dist.is_distributed():
+    shard = cfg.DIST.SHARD
+    if shard != "none" and not dist.is_distributed():
+        logger.info("DIST.SHARD %s has no effect: world size is 1 and DIST.BACKEND auto", shard)
+    if shard != "fsdp" or not dist.is_distributed():
         return lambda model: model.to(device)
-    from distribuuuu.distributed.fsdp import REDUCE_DTYPES, shard_model
+    from distribuuuu.distributed.fsdp import shard_model
 
-    return lambda model: shard_model(model, device, REDUCE_DTYPES[settings.COMPRESS], settings.CPU_OFFLOAD)
+    return lambda model: shard_model(model, device)

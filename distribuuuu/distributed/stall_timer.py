@@ -11,15 +11,13 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as torch_dist
 
-from distribuuuu.distributed.comm import GroupState
-from distribuuuu.launch.signals import end_process, write_stacks
+from distribuuuu.config import ConfigError
+from distribuuuu.distributed.comm import GroupState, PeerError, is_communication_error
+from distribuuuu.launch.signals import SignalState, end_process, write_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -28,25 +26,8 @@ PERIOD_S = 1.0
 PERIODS_BETWEEN = 3
 # Seconds for the store to answer: if process 0 was stopped, it never does.
 ANSWER_S = 10.0
-# The number of processes in a report.
-MAX_NAMED = 10
-
-
-@dataclass(frozen=True)
-class ProcessState:
-    """State of a process, as the others read it."""
-
-    rank: int
-    host: str
-    position: str  # the last step, e.g. 'epoch 2, step 14'
-    phase: str  # what it does since then, e.g. 'waiting for data'; '' if it computes
-    stalled_s: float  # since the last step
-    is_overdue: bool  # it has made no step for longer than it may
-    has_failed: bool  # it has raised an error, which it prints
-    time: float  # time.time() of the writing process
-
-
-States = dict[int, ProcessState]  # by rank
+# By rank, what each process writes of itself.
+States = dict[int, dict[str, Any]]
 
 
 class StallTimer(threading.Thread):
@@ -55,27 +36,32 @@ class StallTimer(threading.Thread):
     Time is counted in periods, not in seconds: a process that was suspended has not missed any.
 
     Args:
-        rank, world_size: the number of this process, and of all.
         limits: seconds without progress, and the same for slow phases: the first step, an evaluation.
         store: a connection to the store of the run that nothing else uses: a request on it may never be answered.
-        stacks_file: the file for the stacks of all threads.
     """
 
-    def __init__(self, rank: int, world_size: int, limits: tuple[float, float], store: Any, stacks_file: Path | None):
+    def __init__(self, rank: int, world_size: int, limits: tuple[float, float], store: Any):
         super().__init__(name="stall timer", daemon=True)
-        self.rank, self.world_size, self.limits = rank, world_size, limits
-        self._store, self._stacks_file = store, stacks_file
-        self._position, self._num_marks, self._num_stalled, self._limit_s = "its start", 0, 0, limits[1]
-        self._has_failed, self._is_over, self._lock = False, threading.Event(), threading.Lock()
+        self.rank, self.world_size, self.limits, self._store = rank, world_size, limits, store
+        self._position, self._limit_s, self._is_over = "its start", limits[1], threading.Event()
+        self._num_marks = self._num_stalled = 0
 
-    def __enter__(self) -> "StallTimer":
+    def __enter__(self) -> None:
         GroupState.stall_timer = self
-        self.write_state()
+        self._write_state()
         self.start()
-        return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: Any = None, error: BaseException | None = None, trace: Any = None) -> None:
+        """End the thread and, if its communication has failed because another process has ended, the process."""
+        if isinstance(error, Exception) and not getattr(error, "on_all_processes", False):
+            SignalState.current.is_ending = True
+            if isinstance(error, PeerError) or is_communication_error(error):
+                self.end_after_others(error.status if isinstance(error, ConfigError) else 1)
+            self._write_state()  # with the last position, for those that find out who has ended
+            if isinstance(error, ConfigError):
+                error.one_process = True
         GroupState.stall_timer = None
+        self._num_marks += 1
         self._is_over.set()
 
     def mark(self, position: str) -> None:
@@ -89,100 +75,82 @@ class StallTimer(threading.Thread):
         self._num_marks += 1
         return before
 
-    def write_state(self) -> None:
-        """Write the state of this process to the store; without an answer, so that it waits for nothing."""
-        with self._lock, contextlib.suppress(torch_dist.DistError):  # process 0 has ended
-            stalled_s = self._num_stalled * PERIOD_S
-            values = (self.rank, socket.gethostname(), self._position, GroupState.phase, stalled_s,
-                      stalled_s > self._limit_s, self._has_failed, time.time())  # fmt: skip
-            self._store.set(f"state {self.rank}", json.dumps(values))
-
     def run(self) -> None:
         """Count, and write the state once in a period, until the run is over or has stalled."""
-        seen, before = -1, States()
+        seen = -1
         while not self._is_over.wait(PERIOD_S):
             marks = self._num_marks
             self._num_stalled = self._num_stalled + 1 if seen == marks else 0
             seen, excess = marks, self._num_stalled - self._limit_s / PERIOD_S
             if 0 < excess <= 1:
-                write_stacks(self._stacks_file, f"process {self.rank}, after {self._position}")
-            self.write_state()
-            if excess > 0 and int(excess) % PERIODS_BETWEEN == 0:
-                states = self.read_states()
-                self._judge(states, before)
-                before = states
+                write_stacks(SignalState.current.stacks_file, f"process {self.rank}, after {self._position}")
+            self._write_state()
+            if excess > 0:
+                self._end_if_all_stall()
 
-    def read_states(self) -> States:
+    def _write_state(self) -> None:
+        """Write the state of this process to the store; without an answer, so that it waits for nothing."""
+        stalled_s, phase = self._num_stalled * PERIOD_S, GroupState.phase
+        state = {
+            "place": f"process {self.rank} on {socket.gethostname()}",
+            "position": f"after {self._position}{phase and f', {phase}'}",
+            "stalled_s": stalled_s,  # since the last step
+            "is_overdue": stalled_s > self._limit_s,
+            "time": time.time(),
+        }
+        with contextlib.suppress(torch_dist.DistError):  # process 0 has ended
+            self._store.set(f"state {self.rank}", json.dumps(state))
+
+    def _read_states(self) -> States:
         """Return the states of all processes by rank; none: the store does not answer, so process 0 is lost."""
         found: States = {}
 
         def read() -> None:
             with contextlib.suppress(torch_dist.DistError):
-                keys = [f"state {rank}" for rank in range(self.world_size) if self._store.check([f"state {rank}"])]
-                states = [ProcessState(*json.loads(text)) for text in self._store.multi_get(keys)]
-                found.update({state.rank: state for state in states})
+                ranks = [rank for rank in range(self.world_size) if self._store.check([f"state {rank}"])]
+                texts = self._store.multi_get([f"state {rank}" for rank in ranks])
+                found.update(zip(ranks, map(json.loads, texts), strict=True))
 
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
         reader.join(ANSWER_S)
         return dict(found)
 
-    def _judge(self, states: States, before: States) -> None:
+    def _read_twice(self) -> tuple[States, list[int]]:
+        """Return the states of all processes, and the ranks of those that no longer write theirs."""
+        before = self._read_states()
+        for _ in range(PERIODS_BETWEEN if before else 0):
+            time.sleep(PERIOD_S)
+            self._write_state()
+        states = self._read_states() if before else before
+        return states, [rank for rank in states if rank in before and before[rank]["time"] == states[rank]["time"]]
+
+    def _end_if_all_stall(self) -> None:
         """End the process if each other one is overdue or does not respond."""
-        silent = find_silent(states, before)
-        responding = [state for state in states.values() if state.rank not in silent]
-        # Without an earlier reading, the next one shows who does not respond.
-        if (states and not before) or not all(state.is_overdue for state in responding):
+        marks, (states, silent) = self._num_marks, self._read_twice()
+        responding = [rank for rank in states if rank not in silent]
+        if marks != self._num_marks or not all(states[rank]["is_overdue"] for rank in responding):
             return
         name = "DIST.TIMEOUT_S" if self._limit_s == self.limits[0] else "DIST.STARTUP_TIMEOUT_S"
-        where = f"; stacks: {self._stacks_file.parent}" if self._stacks_file else ""
-        where += "" if states else "; process 0, which hosts the store, does not respond; before:"
-        if self.rank == min([state.rank for state in responding], default=min(self.rank, 1)):
-            logger.error("no process has made a step for %.0f s (%s), all stop%s%s",
-                         self._limit_s, name, where, _describe((states or before).values(), silent))  # fmt: skip
+        text = f"no process has made a step for {self._limit_s:.0f} s ({name}), all stop"
+        text += f"; stacks: {file.parent}" if (file := SignalState.current.stacks_file) else ""
+        text += "" if states else "; process 0, which hosts the store, does not respond"
+        for rank in sorted(states, key=lambda rank: (rank not in silent, -states[rank]["stalled_s"]))[:10]:
+            state, seen = states[rank], f"no step for {states[rank]['stalled_s']:.0f} s"
+            if rank in silent:
+                seen = f"does not respond; last seen {max(0.0, time.time() - state['time']):.0f} s ago"
+            text += f"\n  {state['place']}: {seen} {state['position']}"
+        if self.rank == min(responding, default=min(self.rank, 1)):
+            logger.error("%s", text)
         time.sleep(PERIOD_S * (1 if self.rank else 1 + PERIODS_BETWEEN))  # the store is there until the others end
         end_process(1)
 
-    def announce_failure(self) -> None:
-        """Tell the others that this process ends with an error of its own."""
-        self._has_failed = True
-        self.write_state()
-
     def end_after_others(self, status: int) -> None:
-        """End this process, whose communication has failed, if another one has ended, which one process reports.
-
-        Returns if no other process has ended: then the error is a cause of its own.
-        """
-        before = states = self.read_states()
-        if states and not any(state.has_failed for state in states.values()):
-            time.sleep(PERIODS_BETWEEN * PERIOD_S)
-            states = self.read_states()
-        if not states:
-            if self.rank == 1:
-                logger.error("process 0 has ended after %s; the others stop", self._position)
+        """End this process, whose communication has failed, if another one has ended: else it failed by itself."""
+        states, silent = self._read_twice()
+        ended = [f"{states[rank]['place']} died {states[rank]['position']}" for rank in silent if rank != self.rank]
+        ended += [] if states else [f"process 0 died after {self._position}"]
+        if ended and self.rank == min({*states} - {*silent}, default=1):
+            logger.error("%s; the others stop", ended[0])
+        if ended:
             end_process(status)
-        failed = [state for state in states.values() if state.has_failed]
-        ended = failed or [states[rank] for rank in sorted(find_silent(states, before) - {self.rank})]
-        if not ended:
-            return
-        if self.rank == min({*states} - {state.rank for state in ended}):
-            event = "failed, see its error," if failed else "died"
-            logger.error("process %d on %s %s after %s; the others stop",
-                         ended[0].rank, ended[0].host, event, ended[0].position)  # fmt: skip
-        end_process(status)
-
-
-def find_silent(states: States, before: States) -> set[int]:
-    """Return the ranks whose state is the same in two readings."""
-    return {rank for rank, state in states.items() if rank in before and before[rank].time == state.time}
-
-
-def _describe(states: Iterable[ProcessState], silent: set[int]) -> str:
-    """Return a line for each state: those that do not respond first, then those that have made no step the longest."""
-    text = ""
-    for state in sorted(states, key=lambda state: (state.rank not in silent, -state.stalled_s, state.rank))[:MAX_NAMED]:
-        is_silent, age_s = state.rank in silent, max(0.0, time.time() - state.time)
-        seen = f"does not respond; last seen {age_s:.0f} s ago" if is_silent else f"no step for {state.stalled_s:.0f} s"
-        place = f"after {state.position}" + (f", {state.phase}" if state.phase else "")
-        text += f"\n  process {state.rank} on {state.host}: {seen} {place}"
-    return text

@@ -68,9 +68,7 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bo
     set_backends(cfg, device)
     settings = cfg.DIST
     limits = {"timeout_s": settings.TIMEOUT_S, "startup_timeout_s": settings.STARTUP_TIMEOUT_S}
-    group = process_group(
-        launch, device, backend=settings.BACKEND, report_dir=cfg.OUT_DIR, shard=settings.SHARD, **limits
-    )
+    group = process_group(launch, device, backend=settings.BACKEND, report_dir=cfg.OUT_DIR, **limits)
     mirror: Any = None
     if locks and url_of(cfg.OUT_DIR):
         mirror = importlib.import_module("distribuuuu.mirror.client").MirrorClient(cfg.OUT_DIR)
@@ -288,9 +286,8 @@ def prepare_model(cfg, task: Task, model: nn.Module, loader: TrainLoader, val_im
     dummy_batch = loader.zero_images(loader.plan.micro_batch)
     unused, find_unused = dry_run(cfg, model, dummy_batch, val_images, task.num_outputs)
     if dist.is_distributed():
-        settings = (cfg.DIST.BUCKET_MB, cfg.DIST.COMPRESS, unused, find_unused)
         ddp = importlib.import_module("distribuuuu.distributed.ddp")
-        model = ddp.wrap_model(model, loader.device, dummy_batch, *settings)
+        model = ddp.wrap_model(model, loader.device, dummy_batch, unused, find_unused)
     _compile(cfg, model)
     return model
 

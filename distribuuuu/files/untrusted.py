@@ -1,11 +1,13 @@
-"""Untrusted input: regular files within a size, JSON within limits, and names without control characters.
+"""Untrusted input: regular files within a size, texts, JSON within limits, and names without control characters.
 
 A named pipe or a device blocks a plain `open` or never ends, and a name may hold sequences that a terminal or a browser
 acts on.
 """
 
+import codecs
 import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -31,6 +33,15 @@ def open_regular(path: str | os.PathLike) -> IO[bytes]:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
     return open(descriptor, "rb")
+
+
+def open_text(path: str | os.PathLike, **options: Any) -> IO[str]:
+    """Open a regular text file in UTF-8, or in UTF-16 if it begins with its mark; marks are no part of the text."""
+    file = open_regular(path)
+    head = file.read(3)
+    file.seek(0)
+    is_utf16 = head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return io.TextIOWrapper(file, encoding="utf-16" if is_utf16 else "utf-8-sig", **options)
 
 
 class InvalidFileError(ValueError):

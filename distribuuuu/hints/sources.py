@@ -69,12 +69,11 @@ def missing_file(name: str, root: Path, wanted: str, is_archive: bool) -> tuple[
     """Return (key, message) for a missing archive or table of a split; `name` is TRAIN or TEST."""
     if not root.is_dir():
         return missing_root(name, root, wanted)
-    archives = sorted(entry for entry in os.listdir(root) if entry.lower().endswith((".tar", ".zip")))
-    existing = archives if is_archive else find_tables(root)
+    existing = find_tables(root)
+    if is_archive:
+        existing = sorted(entry for entry in os.listdir(root) if entry.lower().endswith((".tar", ".zip")))
     splits = sort_splits(dict.fromkeys(re.sub(r"(-\d+)?\.\w+$", "", other) for other in existing))
     fix = "" if splits else describe_files(root)
-    if existing and not is_archive:
-        fix = f"; fix: {split_command(root / existing[0], root)}"
     if fitting := similar_splits(name, splits):
         fix = f"; fix: set {name}.SPLIT {fitting[0]}"
     return f"{name}.SPLIT", f"no file {wanted} in {root}; it has {first_few(existing) or 'none of another name'}{fix}"
@@ -83,12 +82,8 @@ def missing_file(name: str, root: Path, wanted: str, is_archive: bool) -> tuple[
 def explain_missing_folder(path: Path, split: str, folders: Iterable[str]) -> str:
     """Return the message for an archive without the folder of a split; `folders` hold its images."""
     tops = sorted({folder.partition("/")[0] for folder in folders})
-    above = {folder.rpartition("/")[0] for folder in folders} - {""}
-    archive, target = shlex.quote(str(path)), shlex.quote(str(path.with_suffix("")))
-    unpack = f"mkdir {target} && tar -xf {archive} -C {target}"
-    unpack = f"python -m zipfile -e {archive} {target}" if path.suffix.lower() == ".zip" else unpack
-    found = similar_option(split, sorted(above))
-    fix = f"set {found}" if found else f"unpack it: {unpack} && {split_command(path.with_suffix(''))}"
+    found = similar_option(split, sorted({folder.rpartition("/")[0] for folder in folders} - {""}))
+    fix = f"set {found}" if found else f"unpack it, then {split_command(path.with_suffix(''))}"
     return f"{path}: has no folder {split}; it has {first_few(tops)}; fix: {fix}"
 
 
@@ -132,22 +127,20 @@ def missing_split(name: str, root: Path, split: str, layout: str) -> tuple[str, 
         return missing_root(name, root, layout)
     key, existing = f"{name}.SPLIT", list_classes(root)
     has = f"it has {first_few(existing)}" if existing else f"it should hold {layout}"
-    problem = f"no folder {split!r} in {root}; {has}"
     # The Hugging Face Hub has files of tables in the folder data.
-    if hint := describe_imagenet(root) or describe_files(root) or describe_files(root / "data"):
-        return key, f"{problem}{hint}"
-    if (inner := find_inner_root(root)) and split in list_classes(inner):
-        return key, f"{problem}; fix: set {name}.DATASET {inner}"
-    if fitting := similar_splits(name, existing):
-        return key, f"{problem}; fix: set {key} {fitting[0]}"
-    has_classes = any(holds_images(root / entry, depth=1) for entry in existing)
-    if not has_classes and (near := did_you_mean(split, existing)):
-        return key, f"{problem}{near}"
-    if has_classes and root.name == split:
-        return key, f"{problem}, which are classes; fix: set {name}.DATASET {root.parent}"
-    splits = [root / entry for entry in sort_splits(existing) if list_classes(root / entry)]
-    sources = [root] if has_classes else splits
-    return key, f"{problem}; fix: {split_command(sources[0])}" if sources else problem
+    hint = describe_imagenet(root) or describe_files(root) or describe_files(root / "data")
+    inner, fitting = find_inner_root(root), similar_splits(name, existing)
+    if not hint and inner and split in list_classes(inner):
+        hint = f"; fix: set {name}.DATASET {inner}"
+    elif not hint and fitting:
+        hint = f"; fix: set {key} {fitting[0]}"
+    elif not hint and any(holds_images(root / entry, depth=1) for entry in existing):
+        above = f", which are classes; fix: set {name}.DATASET {root.parent}"
+        hint = above if root.name == split else f"; fix: {split_command(root)}"
+    elif not hint:
+        splits = [root / entry for entry in sort_splits(existing) if list_classes(root / entry)]
+        hint = did_you_mean(split, existing) or (f"; fix: {split_command(splits[0])}" if splits else "")
+    return key, f"no folder {split!r} in {root}; {has}{hint}"
 
 
 def split_command(source: Path, folder: Path | None = None) -> str:

@@ -17,11 +17,6 @@ def describe_wrong_word(word: object, allowed: Sequence[str], kind: str) -> str:
     return f"got {word!r}; expected one of {', '.join(families)}{did_you_mean(str(word), allowed) or own}"
 
 
-def normalized(name: str) -> str:
-    """Return a flag or a part of a key in lower case, with dashes between its words only."""
-    return name.lower().replace("_", "-").strip("-")
-
-
 def describe_unknown_model(arch: str, names: Mapping[str, Collection[str]], sources: Collection[str]) -> str:
     """Return the message for an unknown model: the nearest of the `names` in each source that was searched.
 

@@ -12,8 +12,7 @@ from typing import Any
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, did_you_mean
 from distribuuuu.files.image_files import ALL_EXTENSIONS, EXTENSIONS, JUNK_FILES, is_class, is_folder, is_image
-from distribuuuu.files.text_file import open_text
-from distribuuuu.files.untrusted import printable
+from distribuuuu.files.untrusted import open_text, printable
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 # Constants of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# Older versions of glibc limit the latter to 32 MiB.
-_MMAP_THRESHOLD, _MMAP_THRESHOLD_IN_OLD_GLIBC = 1 << 30, 1 << 25
+_MMAP_THRESHOLD = 1 << 30
 
 
 def count_cores() -> int:
@@ -45,6 +44,5 @@ def tune_malloc() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    if not mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD):
-        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_IN_OLD_GLIBC)
+    mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
     mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)

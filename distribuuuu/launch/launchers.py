@@ -35,8 +35,6 @@ def _explicit_launch(env: Mapping[str, str]) -> Launch:
     if missing:
         raise launch_error(f"{' and '.join(missing)} must be set too", env)
     rank = read_int(env, "RANK")
-    if "SLURM_STEP_ID" in env and "TORCHELASTIC_RUN_ID" not in env:
-        check_consistency(env, rank, world_size)
     local_rank = read_int(env, next((name for name in ("LOCAL_RANK", "SLURM_LOCALID") if name in env), "RANK"))
     local_world_size = read_int(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world_size
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "--nproc" if NPROC_MARK in env else "RANK and WORLD_SIZE"
@@ -44,14 +42,6 @@ def _explicit_launch(env: Mapping[str, str]) -> Launch:
         return Launch(launcher, rank, local_rank, world_size, local_world_size=local_world_size)
     address, port, run_id = env["MASTER_ADDR"], read_int(env, "MASTER_PORT"), env.get(NPROC_MARK, "")
     return Launch(launcher, rank, local_rank, world_size, address, port, run_id, local_world_size)
-
-
-def check_consistency(env: Mapping[str, str], rank: int, world_size: int) -> None:
-    """Raise if RANK and WORLD_SIZE conflict with the task of a Slurm step: each task would be the same process."""
-    tasks = slurm_num_tasks(env)
-    if tasks > 1 and (world_size < tasks or (world_size == tasks and rank != read_int(env, "SLURM_PROCID"))):
-        message = f"RANK={rank} and WORLD_SIZE={world_size} conflict with the Slurm step, whose task"
-        raise launch_error(f"{message} {env['SLURM_PROCID']} of {tasks} this is; unset RANK and WORLD_SIZE", env)
 
 
 def slurm_num_tasks(env: Mapping[str, str]) -> int:

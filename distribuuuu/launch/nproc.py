@@ -42,7 +42,7 @@ def run_processes(num: int, command: Sequence[str]) -> int:
         for process in processes:
             process.send_signal(signum)
 
-    with handled_by(forward, on_quit=forward):
+    with handled_by(forward):
         try:
             for rank in range(num):
                 env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -67,13 +67,3 @@ def _wait_for(processes: list[subprocess.Popen]) -> int:
             killed = [status for status in failed if status < 0]
             return 128 - killed[0] if killed else first_failure
         time.sleep(POLL_S)
-
-
-def without_nproc(args: Sequence[str]) -> list[str]:
-    """Return a command line without its --nproc, for the processes to start."""
-    kept, skip = [], False
-    for arg in args:
-        if not skip and not arg.startswith("--nproc"):
-            kept.append(arg)
-        skip = arg == "--nproc"
-    return kept

@@ -2,7 +2,7 @@
 
 The exit status of a stopped run is 130 after SIGINT (Ctrl-C), 143 after SIGTERM (kill, scancel), 129 after SIGHUP (a
 closed terminal) and 75 after SIGUSR1 (sbatch --signal), which asks for the same command to be started again. SIGQUIT
-prints the stacks of all threads; the run continues.
+prints the stack of the main thread; the run continues.
 """
 
 import contextlib
@@ -79,11 +79,8 @@ def is_first_process() -> bool:
 
 
 @contextlib.contextmanager
-def handled_by(
-    handler: Callable[[int], None],
-    on_quit: Callable[[int], None] = lambda signum: _show_stacks(),
-) -> Iterator[None]:
-    """Call handler(signum) for the signals of STATUS_OF, and on_quit(signum) for SIGQUIT, within the block.
+def handled_by(handler: Callable[[int], None]) -> Iterator[None]:
+    """Call handler(signum) for the signals of STATUS_OF within the block.
 
     The calls come from a thread: Python's own handlers run between two steps of the main thread, which may be in C code
     for minutes, e.g. in a collective. The number of a signal is written to a socket at once. Outside the main thread
@@ -94,7 +91,7 @@ def handled_by(
         return
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
-    listener = threading.Thread(target=_listen, args=(receiver, handler, on_quit), name="signals", daemon=True)
+    listener = threading.Thread(target=_listen, args=(receiver, handler), name="signals", daemon=True)
     listener.start()
     before = {signum: signal.signal(signum, _do_nothing) for signum, status in STATUS_OF.items()
               if status != 129 or signal.getsignal(signum) is not signal.SIG_IGN}  # fmt: skip  # nohup: ignored SIGHUP
@@ -114,32 +111,21 @@ def _do_nothing(signum: int, frame: object) -> None:
     """Ignore the call: the listener receives the number."""
 
 
-def _listen(connection: socket.socket, handler: Callable[[int], None], on_quit: Callable[[int], None]) -> None:
+def _listen(connection: socket.socket, handler: Callable[[int], None]) -> None:
     with connection:
         while numbers := connection.recv(64):
             for signum in numbers:
                 if signum in STATUS_OF:
                     handler(signum)
-                elif signum == signal.SIGQUIT:
-                    on_quit(signum)
 
 
-def print_stacks_on_quit() -> None:
-    """Make SIGQUIT print the stack of the main thread and, within `handled_by`, show those of all threads.
+def print_stack_on_quit() -> None:
+    """Make SIGQUIT print the stack of the main thread, by a handler in C, even while the interpreter lock is held.
 
-    A handler in C prints the first one, even while the interpreter lock is held. Of threads that run, it would read
-    frames while they change: about one call in a thousand crashed a process with two loader threads.
+    Of other threads, which run meanwhile, it would read frames while they change, and could crash the process.
     """
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGQUIT, _do_nothing)
-        faulthandler.register(signal.SIGQUIT, file=2, all_threads=False, chain=True)
-
-
-def _show_stacks() -> None:
-    """Print the stacks of all threads, which wait for the interpreter lock meanwhile, and write them to their file."""
-    with contextlib.suppress(OSError):
-        faulthandler.dump_traceback(2, all_threads=True)
-    write_stacks(SignalState.current.stacks_file, "on SIGQUIT")
+        faulthandler.register(signal.SIGQUIT, file=2, all_threads=False)
 
 
 def write_stacks(path: Path | None, title: str) -> None:

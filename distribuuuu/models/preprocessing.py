@@ -16,8 +16,7 @@ from distribuuuu.config.config_node import get_value, iter_options
 from distribuuuu.config.derived import FOLLOWING, SIZES, STATISTICS
 from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.model_names import PUBLISHED, is_published
-from distribuuuu.config.override import override
-from distribuuuu.config.reader import read_cfg
+from distribuuuu.config.reader import override, read_cfg
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.launch.detect import list_jobs
 

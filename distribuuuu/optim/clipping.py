@@ -23,15 +23,13 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> None:
     grads = [to_local(grad) for grad in grads] if sharded else grads
     with torch.set_grad_enabled(False):  # half the calls of no_grad
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-        norm = _whole_norm(norm, parameters[0]) if sharded else norm
+        norm = _whole_norm(norm) if sharded else norm
         factor = ((norm + 1e-6).reciprocal() * max_norm).clamp(max=1.0)  # a division by a tensor calls Python
-        torch._foreach_mul_(grads, factor.to(grads[0].device))
+        torch._foreach_mul_(grads, factor)
 
 
-def _whole_norm(norm: torch.Tensor, parameter: Any) -> torch.Tensor:
+def _whole_norm(norm: torch.Tensor) -> torch.Tensor:
     """Return the norm of whole gradients from that of this process's shards; every process must call it."""
-    from distribuuuu.distributed.fsdp import mesh_device
-
-    square = norm.square().to(mesh_device(parameter))
+    square = norm.square()
     dist.scaled_all_reduce([square], scale=1.0)
     return square.sqrt()

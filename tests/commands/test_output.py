@@ -37,13 +37,6 @@ def test_a_command_replaces_no_file_of_a_run(capsys, monkeypatch, tmp_path, fini
         assert "is a file of a run" in capsys.readouterr().err and (tmp_path / name).read_text() == "mine"
 
 
-@requires("predict")
-def test_a_command_creates_no_parent_of_a_missing_folder(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert dispatch("distribuuuu", ("predict", "{run}", "photos", "--out", "new/../a.csv")) == 2
-    assert "no such folder: new/.." in capsys.readouterr().err and not any(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("command, name, fix", [
     ("predict", "model.onnx", "name the run that was exported"), ("report", "sweep.json", "distribuuuu table "),
 ])  # fmt: skip

@@ -126,11 +126,6 @@ def test_a_mistake_is_one_message_with_its_place(text, words, message):
         assert part.replace("\\", "") in problem, problem
 
 
-def test_an_entry_that_is_no_module_is_reported_alone():
-    (problem,) = problems_of("PLUGINS", "no_such_lab.tasks", "TASK.NAME", "own_task")
-    assert "fails: ModuleNotFoundError: No module named 'no_such_lab'" in problem
-
-
 def test_an_edited_plugin_is_named_on_a_resume(image_folder, tmp_path):
     own, out_dir = write("own.py", LOSS), tmp_path / "out"
     words = small_options(image_folder, out_dir, "PLUGINS", own, "LOSS.NAME", "own_loss")

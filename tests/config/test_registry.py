@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from support.runs import run_python
 from support.tables import each_row
 
 from distribuuuu.config import ConfigError, load_cfg
@@ -57,13 +56,6 @@ def test_an_unknown_name_lists_the_near_ones_or_all(table):
         table.get("aple")
     with pytest.raises(LookupError, match="known: apple, pear"):
         table.get("zzz")
-
-
-def test_the_names_of_the_data_sets_are_known_without_torch():
-    code = "import sys, distribuuuu.config.registry as r; r.DATASETS.names(); sys.exit('torch' in sys.modules)"
-    assert run_python("-c", code).returncode == 0
-    known = "cifar10 cifar100 dummy fashion_mnist imagefolder list mnist multilabel packed shapes"
-    assert {*known.split()} <= {*DATASETS.names()}
 
 
 @dataclass(frozen=True)
@@ -168,13 +160,3 @@ def test_an_entry_without_settings_takes_none_but_an_own_task_takes_any(entries)
     for section, name in (("TASK", "classification"), ("LOSS", "bce"), ("DATA", "shapes")):
         with pytest.raises(ConfigError, match=rf"{section}.KWARGS: got dim, but {section}.NAME {name} has no settings"):
             load_cfg(None, ["MODEL.NUM_CLASSES", "10", f"{section}.NAME", name, f"{section}.KWARGS.dim", "32"])
-
-
-def test_settings_of_the_package_are_checked_without_torch():
-    code = (
-        "import sys\nfrom distribuuuu.config.reader import read_cfg\n"
-        "words = ['LOSS.NAME', 'focal', 'LOSS.KWARGS.x', '1', 'TASK.KWARGS.y', '2', 'DATA.KWARGS.z', '3']\n"
-        "print(len(read_cfg(None, words)[1]), 'torch' in sys.modules)"
-    )
-    done = run_python("-c", code)
-    assert done.stdout == "3 False\n", done

@@ -178,7 +178,7 @@ def test_an_exception_is_printed_once(image_folder, tmp_path):
             text = Path(f"{run.out_dir}.console").read_text()
             assert ends(run)
             assert text.count("ArithmeticError: the flux has run out") == 1
-            said = r"process 1 on \S+ failed, see its error, after epoch 1, step 2; the others stop"
+            said = r"process 1 on \S+ died after epoch 1, step 2; the others stop"
             assert re.search(said, text)
             if launcher == NPROC:
                 assert text.count("Traceback (most recent call last)") == 1
@@ -199,21 +199,15 @@ def test_a_hang_is_ended_with_the_stacks_of_all_processes(image_folder, tmp_path
         assert "in <lambda>" in stacks[1] and "backward" in stacks[0]
 
 
-def test_sigquit_shows_the_stacks_and_the_run_goes_on(image_folder, tmp_path):
-    for launcher, ranks in ((NPROC, (0, 1)), ((sys.executable,), (0,))):
-        out_dir = tmp_path / f"out{len(ranks)}"
-        with started(image_folder, out_dir, "TRAIN.WORKERS", 2, launcher=launcher) as run:
-            run.wait_for(run.records)
-            run.signal_launcher(signal.SIGQUIT)
-            files = [out_dir / "stacks" / f"rank_{rank}.txt" for rank in ranks]
-            run.wait_for(lambda files=files: all(path.exists() and "train_model" in path.read_text() for path in files))
-            run.wait_for(lambda run=run: "Current thread" in run.said_since_start())
-            run.signal_everybody(signal.SIGQUIT)  # workers too
-            time.sleep(0.5)
-            seen = len(run.records())
-            run.wait_for(lambda run=run, seen=seen: len(run.records()) > seen + 8)
-            run.signal_launcher(signal.SIGTERM)
-            assert run.wait(RUN_S) == 143 and "worker" not in run.last_lines()
+def test_sigquit_shows_the_stack_and_the_run_goes_on(image_folder, tmp_path):
+    with started(image_folder, tmp_path / "out", "TRAIN.WORKERS", 2, launcher=(sys.executable,)) as run:
+        run.wait_for(run.records)
+        run.signal_everybody(signal.SIGQUIT)  # workers too
+        run.wait_for(lambda: "Current thread" in run.said_since_start() or "in train_model" in run.said_since_start())
+        seen = len(run.records())
+        run.wait_for(lambda: len(run.records()) > seen + 8)
+        run.signal_launcher(signal.SIGTERM)
+        assert run.wait(RUN_S) == 143 and "worker" not in run.last_lines()
 
 
 def test_torchrun_starts_a_run_that_lost_a_process_again(image_folder, tmp_path):

@@ -1,7 +1,6 @@
 """Launchers by their environment variables, the end of a process, and the files for Kubernetes and SkyPilot."""
 
 import itertools
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,14 +16,12 @@ from support.runs import run_tool, small_options
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.run_files import TRAIN_LOG
-from distribuuuu.distributed.comm import StopRequest
 from distribuuuu.engine.build import set_backends
 from distribuuuu.engine.feature_preflight import gather_jobs
 from distribuuuu.launch import host
 from distribuuuu.launch.detect import NPROC_MARK, detect_launch, list_jobs
 from distribuuuu.launch.launchers import PORT_RANGE, first_host
-from distribuuuu.launch.processes import die_with_parent
-from distribuuuu.launch.signals import ECHO_S, RunStopped, SignalState, exit_now
+from distribuuuu.launch.signals import ECHO_S, SignalState
 
 BY_HAND = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 # As torchrun and python -m torch.distributed.launch set them.
@@ -130,9 +127,6 @@ def test_contradictions_are_errors_that_show_the_variables():
         ({**BY_HAND, "RANK": "4"}, "rank 4 of 4 is out of range"),
         ({**BY_HAND, "RANK": "x"}, "RANK='x'"),
         ({**SRUN, "MASTER_PORT": "no"}, "MASTER_PORT='no'"),
-        # exported in the batch script: every task of the step would be the same one
-        ({**SRUN, "RANK": "0", "WORLD_SIZE": "1"}, "conflict with the Slurm step, whose task 3 of 4"),
-        ({**SRUN, **BY_HAND, "RANK": "0"}, "unset RANK and WORLD_SIZE"),
         ({**SRUN, "SLURM_PROCID": "4"}, "rank 4 of 4 is out of range"),
         ({key: SRUN[key] for key in SRUN if key != "SLURM_LOCALID"}, "SLURM_LOCALID"),
     ]:  # fmt: skip
@@ -190,30 +184,6 @@ def test_a_step_that_is_started_in_an_interactive_shell_is_a_launch(monkeypatch)
     assert detect_launch({**SRUN, "SLURM_PTY_PORT": "40123"}).world_size == 4
 
 
-@pytest.mark.parametrize(("rank", "said"), [("0", "SIGTERM: ended at once; checkpoints stay\n"), ("1", "")])
-def test_a_process_exits_at_once_with_the_status_of_its_signal(monkeypatch, capfd, rank, said):
-    state, statuses = SignalState(), []
-    monkeypatch.setattr(SignalState, "current", state)
-    monkeypatch.setattr(os, "_exit", statuses.append)
-    monkeypatch.setenv("RANK", rank)
-    exit_now(signal.SIGTERM)
-    assert statuses == [143] and capfd.readouterr().err == said
-    state.receive(signal.SIGTERM)
-    exit_now(signal.SIGTERM)  # the run has stopped on the first signal, and the process is about to exit
-    state.first, state.is_ending = None, True  # it has an error to print, and exits by itself
-    exit_now(signal.SIGTERM)
-    assert statuses == [143] and capfd.readouterr().err == ""
-
-
-def test_a_child_whose_parent_has_exited_before_it_listens_exits_too(monkeypatch):
-    for parent, status in ((os.getpid(), 0), (1, 1)):
-        monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
-        child = multiprocessing.get_context("fork").Process(target=die_with_parent)
-        child.start()
-        child.join()
-        assert child.exitcode == status
-
-
 @pytest.mark.parametrize(("received", "num"), [
     ([(0.0, 100), (ECHO_S / 2, 100), (3.0, 1)], 0), ([(0.0, 100), (3.0, 1), (3.0 + ECHO_S, 1)], 1),
     ([(0.0, 100), (30.0, 1)], 1), ([(0.0, 100), (2 * ECHO_S, 100)], 1),
@@ -227,34 +197,6 @@ def test_the_signal_of_a_parent_that_takes_seconds_to_exit_is_not_a_second_one(m
         assert second == []
         state.receive(signal.SIGTERM)
     assert second == [signal.SIGTERM] * num
-
-
-def test_each_thread_of_a_killed_parent_may_send_a_signal_until_the_parent_is_gone(monkeypatch):
-    parent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    second: list[int] = []
-    state = SignalState(second.append)
-    monkeypatch.setattr(os, "getppid", lambda: parent.pid)
-    state.receive(signal.SIGTERM)
-    later = time.monotonic() + 2 * ECHO_S
-    monkeypatch.setattr(time, "monotonic", lambda: later)
-    parent.kill()
-    os.waitid(os.P_PID, parent.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-    state.receive(signal.SIGTERM)
-    assert second == []
-    parent.communicate()
-    state.receive(signal.SIGTERM)
-    assert second == [signal.SIGTERM]
-
-
-def test_a_process_that_is_alone_asks_rarely_and_stops_at_the_call_after_a_signal(monkeypatch):
-    questions, stop = [], StopRequest()
-    monkeypatch.setattr("distribuuuu.distributed.comm.all_reduce_max", lambda values: questions.append(0) or values)
-    for _ in range(40):
-        stop.check("a step")
-    assert len(questions) <= 2
-    stop._signals.receive(signal.SIGTERM)
-    with pytest.raises(RunStopped):
-        stop.check("the next step")
 
 
 TOOLS = Path(__file__).parents[2] / "tools"

@@ -11,7 +11,7 @@ from distribuuuu.commands.output import check_out
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import RUN_KINDS
-from distribuuuu.files.new_folder import temporary_folder
+from distribuuuu.files.atomic_file import temporary_folder
 from distribuuuu.inference.locate_run import locate_run
 from distribuuuu.launch.signals import exit_now, handled_by
 

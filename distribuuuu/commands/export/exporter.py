@@ -21,7 +21,7 @@ from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.options import option_of
 from distribuuuu.data.crops import EvalCrop
 from distribuuuu.data.datasets.base import ImageDataset
-from distribuuuu.files.new_folder import new_folder
+from distribuuuu.files.atomic_file import new_folder
 from distribuuuu.inference.calibration import write_calibration
 from distribuuuu.inference.forward_chunks import UnlabeledImages
 from distribuuuu.inference.loaded_run import CPU, LoadedRun

@@ -6,9 +6,9 @@ from pathlib import Path
 from distribuuuu.commands.finetune.finetune import ENDINGS
 from distribuuuu.config.errors import DataError
 from distribuuuu.data.datasets.archive import Archive, ArchiveSource, open_archives
+from distribuuuu.files.atomic_file import new_folder
 from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.image_files import find_tables, list_classes
-from distribuuuu.files.new_folder import new_folder
 from distribuuuu.hints.sources import find_inner_root, split_of_archive
 
 

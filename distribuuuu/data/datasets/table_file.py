@@ -23,8 +23,7 @@ from distribuuuu.config.errors import counted, first_few
 from distribuuuu.data.datasets.array_file import Content, find_stamp, pack_names
 from distribuuuu.data.datasets.targets import encode_labels, note_alike
 from distribuuuu.files.image_files import EXTENSIONS, TABLE_ENDINGS
-from distribuuuu.files.text_file import open_text
-from distribuuuu.files.untrusted import printable
+from distribuuuu.files.untrusted import open_text, printable
 
 # A field that needs no quotes.
 _PLAIN = r'(?!\s)[^,"\r\n]*(?<!\s)'
