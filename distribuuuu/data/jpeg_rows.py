@@ -1,22 +1,16 @@
-"""JPEGs cut to the rows that a crop needs (ITU-T T.81, annex B), and nvimgcodec, which decodes a region only."""
+"""JPEGs cut to the rows that a crop needs (ITU-T T.81, annex B)."""
 
-import importlib
-import os
-import threading
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 
-# Of decode.py, which imports this file: the box of a crop, the bytes of a file and its `JpegHeader`.
-Box: TypeAlias = Any
+# Of decode.py, which imports this file: the bytes of an image file and its `JpegHeader`.
 Buffer: TypeAlias = Any
 JpegHeader: TypeAlias = Any
 # The last bytes of a complete file.
 END = b"\xff\xd9"
 # The first of the eight markers of a restart, whose last three bits count.
 _RESTART = 0xD0
-_decoders = threading.local()
 
 
 def cut_rows(data: Buffer, header: JpegHeader, top: int, bottom: int) -> tuple[Buffer, int]:
@@ -49,31 +43,3 @@ def cut_rows(data: Buffer, header: JpegHeader, top: int, bottom: int) -> tuple[B
     for number, at in enumerate(ends[first : last - 1]):
         cut[header.scan_at + at + 1 - start] = _RESTART + number % 8
     return cut, first * height
-
-
-def decode_nvimgcodec(data: Buffer) -> torch.Tensor | None:
-    """Return uint8 (3, H, W), or None if nvimgcodec refuses the file; another decoder may read it."""
-    codec, decoder, params = _open_nvimgcodec()
-    image = decoder.decode(codec.CodeStream(bytes(data)), params=params)
-    return None if image is None else torch.from_numpy(np.asarray(image)).permute(2, 0, 1)
-
-
-def crop_nvimgcodec(data: Buffer, header: JpegHeader, box: Box) -> torch.Tensor | None:
-    """Return a region, as libjpeg-turbo decodes it; None for a file that is cut, even if its region is complete."""
-    if bytes(data[-2:]) != END:
-        return None
-    codec, decoder, params = _open_nvimgcodec()
-    data, first_row = cut_rows(data, header, box.top, box.top + box.height)
-    region = codec.Region(top := box.top - first_row, box.left, top + box.height, box.left + box.width)
-    image = decoder.decode(codec.CodeStream(bytes(data)).get_sub_code_stream(region=region), params=params)
-    return None if image is None else torch.from_numpy(np.asarray(image)).permute(2, 0, 1)
-
-
-def _open_nvimgcodec() -> tuple[Any, Any, Any]:
-    """Return the module, the decoder of this thread, and its parameters; a decoder does not survive a fork."""
-    if getattr(_decoders, "pid", None) != os.getpid():
-        codec: Any = importlib.import_module("nvidia.nvimgcodec")
-        backends = [codec.Backend(codec.BackendKind.CPU_ONLY)]
-        decoder = codec.Decoder(codec.NVIMGCODEC_DEVICE_CPU_ONLY, max_num_cpu_threads=1, backends=backends)
-        _decoders.pid, _decoders.opened = os.getpid(), (codec, decoder, codec.DecodeParams(False))
-    return _decoders.opened
