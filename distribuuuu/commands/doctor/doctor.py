@@ -157,7 +157,6 @@ def _class_table(splits: dict[str, Any]) -> list[str]:
         cells = ["" if label == "..." else str(split["classes"].get(label, "-")) for split in splits.values()]
         lines.append([textwrap.shorten(printable(label), 40, placeholder="..."), *cells])
     lines.append(["images", *(f"{split['images']:,}" for split in splits.values())])
-    lines.append(["imbalance", *(str(split["imbalance"] or "-") for split in splits.values())])
     return align_columns(lines, "<" + ">" * len(splits))
 
 

@@ -6,7 +6,7 @@ Nothing is written, changed or deleted.
 import json
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -156,10 +156,7 @@ def examine(
         "version": 2,
         "status": "problems" if any(finding["severity"] == PROBLEM for finding in findings) else "clean",
         "images": len(scan.records),
-        "splits": {
-            name: {"images": len(images), "classes": counts[name], "imbalance": _imbalance(counts[name].values())}
-            for name, images in scan.splits.items()
-        },
+        "splits": {name: {"images": len(own), "classes": counts[name]} for name, own in scan.splits.items()},
         "suggested": suggest_sizes(int(shorter[round((len(shorter) - 1) / 10)])) if len(usable) else {},
         "findings": findings,
     }
@@ -179,11 +176,6 @@ def count_classes(images: ImageDataset) -> dict[str, int]:
         for name in labels_of(images, index):
             found[name] += 1
     return found
-
-
-def _imbalance(counts: Iterable[int]) -> float | None:
-    present = [count for count in counts if count]
-    return round(max(present) / min(present), 2) if present else None
 
 
 def _class_findings(splits: Splits, counts: dict[str, dict[str, int]], options: DecodeOptions) -> Iterator[Finding]:

@@ -46,7 +46,7 @@ def root(tmp_path) -> Path:
 def test_a_clean_folder_has_no_findings(root):
     report = check(root)
     assert report["status"] == "clean" and report["findings"] == []
-    assert report["splits"]["train"] == {"images": 26, "classes": {"ant": 12, "bee": 14}, "imbalance": 1.17}
+    assert report["splits"]["train"] == {"images": 26, "classes": {"ant": 12, "bee": 14}}
     assert report["suggested"]["TRAIN.IM_SIZE"] == 50
 
 
