@@ -219,14 +219,13 @@ def crop_box(pixels: torch.Tensor, top: int, left: int, size: Size) -> torch.Ten
 
 
 def crop_center(pixels: torch.Tensor, size: Size) -> torch.Tensor:
-    """Return the center of the images, between black borders where they are smaller: uint8 (..., C, height, width)."""
-    return crop_box(pixels, *center_corner(pixels.shape[-2:], size), size)
+    """Return the center of the images, between black borders where they are smaller: uint8 (..., C, height, width).
 
-
-def center_corner(shape: Sequence[int], size: Size) -> tuple[int, int]:
-    """Return top and left of the center of `size` of an image (H, W), rounded as in torchvision; negative outside."""
-    top, left = (side - crop for side, crop in zip(shape, height_and_width(size), strict=True))
-    return (round(top / 2) if top >= 0 else -(-top // 2)), (round(left / 2) if left >= 0 else -(-left // 2))
+    It is rounded as in torchvision.
+    """
+    gaps = (side - crop for side, crop in zip(pixels.shape[-2:], height_and_width(size), strict=True))
+    top, left = (round(gap / 2) if gap >= 0 else -(-gap // 2) for gap in gaps)
+    return crop_box(pixels, top, left, size)
 
 
 def crop_ends(pixels: torch.Tensor) -> torch.Tensor:

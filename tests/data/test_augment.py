@@ -221,7 +221,6 @@ def test_an_error_of_an_operation_is_not_taken_for_a_broken_image(small_cfg, mon
 DRAWS = {
     "rand_like": lambda: torch.rand_like(torch.zeros(3)),
     "binomial": lambda: torch.binomial(torch.full((9,), 50.0), torch.full((9,), 0.4)),
-    "gamma": lambda: torch.distributions.Gamma(2.0, 3.0).sample((3,)),
     "noise of torchvision": lambda: v2.GaussianNoise()(torch.zeros(3, 4, 4)),
     "numpy": lambda: torch.from_numpy(np.random.dirichlet(np.ones(4))),
     "random": lambda: torch.tensor([random.betavariate(2, 3), random.random()]),

@@ -15,7 +15,6 @@ from distribuuuu.data.build_transform import build_transform
 from distribuuuu.data.crops import PaddedCrop, WholeImage
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import LazyImage
-from distribuuuu.data.device_samples import crop_batch, draw_crops
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop, ResizedCrop, resized_size
 from distribuuuu.models import build_model
@@ -83,10 +82,6 @@ def test_training_crops_have_the_size_and_all_flips(crop):
         flipped = [plain.flip(dims) for dims in ([], [-1], [-2], [-1, -2])]
         counts = [sum(torch.equal(image, one) for image in single) for one in flipped]
         assert sum(counts) == len(keys) and min(counts) > 0
-    if isinstance(crop, PaddedCrop):
-        _, drawn = draw_crops([(crop, None)], pixels, np.array(keys))
-        batch = crop_batch(crop, pixels.expand(len(keys), -1, -1, -1), drawn)
-        assert torch.equal(batch, torch.stack(single))
 
 
 def test_the_config_selects_crops_and_shapes(small_cfg):

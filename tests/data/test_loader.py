@@ -17,12 +17,6 @@ from distribuuuu.data.transforms import CenterCrop
 from distribuuuu.engine.preflight import find_run_problems
 
 
-def first_batches(cfg, num: int = 3, epoch: int = 1):
-    loader = build_loader(cfg, ALONE, CPU, train=True)
-    batches = loader.batches_from(seed=3, epoch=epoch, first_step=0)
-    return [next(batches) for _ in range(num)]
-
-
 def test_images_are_normalized_as_usual(small_cfg):
     images, labels, *_ = next(iter(build_loader(small_cfg(), ALONE, CPU, train=False)))
     folder = torchvision_datasets.ImageFolder(small_cfg().TEST.DATASET + "/val")
@@ -60,7 +54,7 @@ def test_dummy_input_honours_sizes_and_classes(small_cfg):
     for words in (("MODEL.DUMMY_INPUT", True), ("DATA.NAME", "dummy")):
         cfg = small_cfg(*words, "MODEL.NUM_CLASSES", 7, "TRAIN.DATASET", "/nowhere")
         assert find_run_problems(cfg, train=True) == []
-        images, labels, *_ = first_batches(cfg, 1)[0]
+        images, labels, *_ = next(build_loader(cfg, ALONE, CPU, train=True).batches_from(3, 1, 0))
         assert images.shape == (12, 3, 16, 16) and labels.max() < 7
 
 
