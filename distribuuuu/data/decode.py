@@ -224,7 +224,7 @@ class EncodedImage(LazyImage):
             from distribuuuu.data.jpeg_rows import cut_rows
 
             data, first_row = cut_rows(data, self._header, box.top, box.top + box.height)
-            box = box._replace(top=box.top - first_row)
+            box = Box(box.top - first_row, *box[1:])
         return box.crop(decode(data, self._decoder, self._options, self._header))
 
 

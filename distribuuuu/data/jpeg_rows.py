@@ -1,16 +1,14 @@
 """JPEGs cut to the rows that a crop needs (ITU-T T.81, annex B)."""
 
+import re
 from typing import Any, TypeAlias
-
-import numpy as np
 
 # Of decode.py, which imports this file: the bytes of an image file and its `JpegHeader`.
 Buffer: TypeAlias = Any
 JpegHeader: TypeAlias = Any
 # The last bytes of a complete file.
 END = b"\xff\xd9"
-# The first of the eight markers of a restart, whose last three bits count.
-_RESTART = 0xD0
+_RESTARTS = re.compile(rb"\xff[\xd0-\xd7]")
 
 
 def cut_rows(data: Buffer, header: JpegHeader, top: int, bottom: int) -> tuple[Buffer, int]:
@@ -30,9 +28,7 @@ def cut_rows(data: Buffer, header: JpegHeader, top: int, bottom: int) -> tuple[B
     can_cut = header.is_baseline and header.restart_interval == across and header.scan_channels == header.channels
     if not can_cut or last - first > 0.9 * rows or bytes(data[-2:]) != END:
         return data, 0
-    values = np.frombuffer(data, np.uint8)
-    found = header.scan_at + (values[header.scan_at : -1] == 0xFF).nonzero()[0]
-    ends = found[values[found + 1] >> 3 == _RESTART >> 3].tolist()
+    ends = [match.start() for match in _RESTARTS.finditer(data, header.scan_at)]
     if len(ends) != rows - 1:
         return data, 0
     new_height = min(last * height, header.height) - first * height
@@ -41,5 +37,5 @@ def cut_rows(data: Buffer, header: JpegHeader, top: int, bottom: int) -> tuple[B
     cut = bytearray(data[: header.scan_at]) + data[start:end] + END
     cut[header.frame_at + 5 : header.frame_at + 7] = new_height.to_bytes(2, "big")
     for number, at in enumerate(ends[first : last - 1]):
-        cut[header.scan_at + at + 1 - start] = _RESTART + number % 8
+        cut[header.scan_at + at + 1 - start] = 0xD0 + number % 8
     return cut, first * height
