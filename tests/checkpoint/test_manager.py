@@ -102,17 +102,6 @@ def test_the_originals_checkpoints_resume(tmp_path):
     other.optimizer.step()
 
 
-@pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"model": s}, lambda s: {"model_state": s, "epoch": 3}])
-def test_bare_weights_under_any_usual_name(tmp_path, wrap):
-    state = make_state()
-    prefixed = {f"module.{key}": value for key, value in state.model.state_dict().items()}
-    torch.save(wrap(prefixed), tmp_path / "w.pth")
-    content = read_checkpoint(tmp_path / "w.pth")
-    load_state_dict(make_state().model, content["state_dict"], "w.pth")
-    with pytest.raises(CheckpointError, match="weights only"):
-        load(make_state(), tmp_path / "w.pth")
-
-
 def test_weights_and_states_that_do_not_fit_are_described(tmp_path):
     model, path = make_state(num_classes=3).model, save(CheckpointManager(tmp_path), make_state())
     with pytest.raises(CheckpointError, match="w: has 6 classes .* MODEL.NUM_CLASSES is 3"):

@@ -12,16 +12,12 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
-from support.processes import on_processes
 from support.runs import ROOT, small_options
 
 from distribuuuu.config import load_cfg
 from distribuuuu.engine import run_lock
-from distribuuuu.engine.build import open_run
 from distribuuuu.engine.run_lock import OutDirLocked, lock_out_dir
 from distribuuuu.files import locks
-from distribuuuu.launch.detect import detect_launch
 from distribuuuu.trainer import evaluate_weights, train_model
 
 if sys.platform != "linux":
@@ -77,22 +73,6 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog)
     monkeypatch.setattr(locks.fcntl, "lockf", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with lock_out_dir(tmp_path):
         assert "has no locks" in caplog.text
-
-
-def be_refused(cfg) -> str:
-    with pytest.raises(OutDirLocked) as error, open_run(cfg, detect_launch(), torch.device("cpu"), "a.log", locks=True):
-        pass
-    return str(error.value)
-
-
-@pytest.mark.slow
-def test_every_process_of_a_refused_run_gets_the_error(small_cfg):
-    cfg = small_cfg()
-    Path(cfg.OUT_DIR).mkdir()
-    with held(Path(cfg.OUT_DIR)) as holder:
-        answers = on_processes(2, be_refused, cfg)
-    assert all(f"pid {holder.pid}" in answer for answer in answers)
-    assert not (Path(cfg.OUT_DIR) / "a.log").exists(), "nothing is written to the other run's log"
 
 
 @pytest.mark.slow

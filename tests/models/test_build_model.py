@@ -160,13 +160,6 @@ def test_a_published_head_is_used_only_for_its_own_classes(small_cfg, monkeypatc
         find_run("timm/test_vit", None, ["MODEL.NUM_CLASSES", "3", "DATA.NAME", "dummy"])
 
 
-def test_missing_weights_are_an_error():
-    for arch in ["resnet20", "mobilenetv2_035"]:
-        for function in (check_model, start):
-            (problem,) = problems_of(function, make_cfg(arch, pretrained=True))
-            assert problem.startswith("MODEL.PRETRAINED: ") and "has no published weights" in problem
-
-
 @pytest.mark.parametrize("error", [urllib.error.URLError("no route"), RuntimeError('invalid hash value (got "00")')])
 def test_failed_download_names_the_file_and_the_remedy(monkeypatch, error):
     serve(monkeypatch, error)

@@ -83,6 +83,7 @@ FORMS = {
     "original.pth.tar": lambda state: {"epoch": 3, "state_dict": prefixed(state, "module."), "best_acc1": 1.0},
     "timm.pth.tar": lambda state: {"arch": "resnet8", "state_dict": state, "args": FLAGS, "version": 2},
     "torchvision.pth": lambda state: {"model": state, "args": FLAGS, "epoch": 5}, "bare.pth": lambda state: state,
+    "pycls.pyth": lambda state: {"model_state": state, "epoch": 3},
     "wrapped.pt": lambda state: prefixed(state, "_orig_mod.module.backbone."),
     "lightning.ckpt": lambda state: {"state_dict": prefixed(state, "model.")},
     "fsdp.pth": lambda state: {name.replace("0.conv", "0._fsdp_wrapped_module.conv"): state[name] for name in state},

@@ -154,6 +154,7 @@ def test_processes_agree_on_names_reduce_sums_before_division_and_join_scores():
         assert (second["count"], second["rate"], second["second"]) == (3, 2.0, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [1, 2, 7, 100])
 def test_average_precision_is_that_of_scikit_learn(num, monkeypatch):
     average_precision_score = pytest.importorskip("sklearn.metrics").average_precision_score
