@@ -31,9 +31,3 @@ def save_run(cfg, classes: tuple[str, ...] = ("ant", "bee", "cat"), **entries: A
     path = Path(cfg.OUT_DIR) / "best.pth.tar"
     torch.save({**content, "config": dict(iter_options(cfg)), **entries}, path)
     return path.parent
-
-
-def torch_predict(model: torch.nn.Module, transform):
-    """Return the function from decoded images, uint8 (3, H, W) of any sizes, to the logits of a model (N, classes)."""
-    crop, normalize = transform.crop.crop, transform.normalizer()
-    return lambda images: model(normalize(torch.stack([crop(image) for image in images]))).detach()

@@ -50,12 +50,6 @@ def test_a_clean_folder_has_no_findings(root):
     assert report["suggested"]["TRAIN.IM_SIZE"] == 50
 
 
-def test_workers_find_the_same(root):
-    shutil.copy(root / "train/ant/003.jpg", root / "val/ant/x.jpg")
-    (root / "train/bee/y.png").write_bytes(b"no image")
-    assert check(root, workers=2) == check(root)
-
-
 def test_damaged_images_are_named_with_the_reason(root):
     whole = (root / "train/ant/000.jpg").read_bytes()
     (root / "train/ant/cut.jpg").write_bytes(whole[:-100])

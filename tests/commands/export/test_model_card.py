@@ -18,8 +18,8 @@ OTHER = ("DATA.MEAN", "[0.4, 0.5, 0.3]", "DATA.STD", "[0.2, 0.3, 0.25]", "MODEL.
 NAMES = ("a|b`", "```\n# c", "x" * 200)
 
 
-@pytest.fixture
-def card(small_cfg, tmp_path, image_folder) -> str:
+@pytest.mark.slow
+def test_a_card_has_valid_metadata_and_the_numbers_of_the_run(small_cfg, tmp_path, image_folder):
     for split in ("train", "val"):
         (tmp_path / "data" / split).mkdir(parents=True)
         for name, source in zip(NAMES, ("ant", "bee", "cat"), strict=True):
@@ -28,11 +28,7 @@ def card(small_cfg, tmp_path, image_folder) -> str:
     cfg = small_cfg("TRAIN.DATASET", tmp_path / "data", *averaged, *OTHER)
     train_model(cfg)
     export_run(load_run(cfg.OUT_DIR, device="cpu"), "safetensors", tmp_path / "exported")
-    return (tmp_path / "exported" / "README.md").read_text()
-
-
-@pytest.mark.slow
-def test_a_card_has_valid_metadata_and_the_numbers_of_the_run(card, tmp_path):
+    card = (tmp_path / "exported" / "README.md").read_text()
     data = ModelCard(card).data
     assert (data.library_name, data.pipeline_tag) == ("distribuuuu", "image-classification")
     assert data.model_name == "resnet8" and data.tags == ["image-classification", "distribuuuu"]
