@@ -148,7 +148,8 @@ class StallTimer(threading.Thread):
     def end_after_others(self, status: int) -> None:
         """End this process, whose communication has failed, if another one has ended: else it failed by itself."""
         states, silent = self._read_twice()
-        ended = [f"{states[rank]['place']} died {states[rank]['position']}" for rank in silent if rank != self.rank]
+        gone = sorted({*silent} - {self.rank}, key=lambda rank: states[rank]["time"])  # others end for the first one
+        ended = [f"{states[rank]['place']} died {states[rank]['position']}" for rank in gone]
         ended += [] if states else [f"process 0 died after {self._position}"]
         if ended and self.rank == min({*states} - {*silent}, default=1):
             logger.error("%s; the others stop", ended[0])

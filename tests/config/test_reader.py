@@ -222,12 +222,6 @@ def test_a_wrong_file_says_what_is_expected(write):
         assert said.replace("FILE", file) in problem and ("FREEZE" not in text or "expected a list of texts" in problem)
 
 
-def test_a_pair_may_be_joined_by_an_equals_sign():
-    cfg = load_cfg(None, ["OPTIM.BASE_LR=0.1", "TRAIN.WORKERS", "2", "OUT_DIR=a=b", "FINETUNE.LR_MULT.layer[12].*=2"])
-    assert (cfg.OPTIM.BASE_LR, cfg.TRAIN.WORKERS, cfg.OUT_DIR) == (0.1, 2, "a=b")
-    assert cfg.FINETUNE.LR_MULT == {"layer[12].*": 2.0}
-
-
 @pytest.mark.parametrize("key", [key for key, option in OPTIONS.items() if option.path])
 def test_every_path_expands_the_home_folder_and_variables(key, write, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
