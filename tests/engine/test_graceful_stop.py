@@ -207,7 +207,7 @@ def test_sigquit_shows_the_stack_and_the_run_goes_on(image_folder, tmp_path):
         seen = len(run.records())
         run.wait_for(lambda: len(run.records()) > seen + 8)
         run.signal_launcher(signal.SIGTERM)
-        assert run.wait(RUN_S) == 143 and "worker" not in run.last_lines()
+        assert run.wait(RUN_S) == 143 and "loader worker" not in run.last_lines()
 
 
 def test_torchrun_starts_a_run_that_lost_a_process_again(image_folder, tmp_path):
