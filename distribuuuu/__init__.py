@@ -1,6 +1,6 @@
 """distribuuuu: config-driven image-classification training.
 
-The Python API: `train`, `evaluate`, `predict`, `load_run`, the commands `finetune`, `export`,
+The Python API: `train`, `evaluate`, `open_evaluation`, `predict`, `load_run`, the commands `finetune`, `export`,
 `probe`, `report`, `doctor` and `split`, and the exceptions `ConfigError` and `RunStopped`.
 """
 
@@ -18,6 +18,7 @@ _MODULE_OF = {
     "train": "distribuuuu.api",
     "finetune": "distribuuuu.commands.finetune.api",
     "evaluate": "distribuuuu.api",
+    "open_evaluation": "distribuuuu.api",
     "predict": "distribuuuu.api",
     "load_run": "distribuuuu.inference.load_run",
     **dict.fromkeys(("export", "probe", "report", "doctor", "split"), "distribuuuu.commands.python_api"),

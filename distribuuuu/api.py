@@ -1,4 +1,4 @@
-"""The Python API, for programs and notebooks: `train`, `evaluate` and `predict`.
+"""The Python API, for programs and notebooks: `train`, `evaluate`, `open_evaluation` and `predict`.
 
 Errors are exceptions, nothing exits the process, and a training or an evaluation leaves the state of the process as it
 was: random numbers, signal handlers, loggers, settings of torch.
@@ -7,6 +7,7 @@ was: random numbers, signal handlers, loggers, settings of torch.
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import gc
 import logging
 import os
@@ -17,15 +18,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distribuuuu.checkpoint.weights_files import common_kind, find_best
+from distribuuuu.checkpoint.weights_files import RAW, common_kind, find_best
 from distribuuuu.config import Config, ConfigError, Problem
+from distribuuuu.config.config_node import changed
 from distribuuuu.config.model_names import is_published
 from distribuuuu.config.reader import COMMAND_LINE, CfgFiles, read_cfg
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
+from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.signals import RunStopped, SignalState, is_first_process
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from distribuuuu.data.loader import Loader, TrainLoader
     from distribuuuu.inference.loaded_run import LoadedRun, Prediction
+    from distribuuuu.tasks.base import Task
 
 Overrides = Mapping[str, Any] | Sequence[Any]
 
@@ -106,6 +114,84 @@ def evaluate(
         return _with_labels(evaluate_weights(cfg), cfg)
 
 
+class WeightsEvaluation:
+    """Evaluates weights of one model; made by `open_evaluation`.
+
+    Attributes:
+        cfg: the config.
+        model: the model with the weights evaluated last, on its device.
+    """
+
+    def __init__(self, task: "Task", model: "nn.Module", loader: "Loader"):
+        self.cfg, self.model = task.cfg, model
+        self._task, self._loader = task, loader
+
+    def evaluate(
+        self, state_dict: "Mapping[str, torch.Tensor]", kind: str = RAW, recalibrate: int = 0
+    ) -> dict[str, float]:
+        """Return loss, metrics in percent and the number of images; every process calls it with the same weights.
+
+        It writes a line of the log and no other file. `model.state_dict()` holds the recomputed statistics.
+
+        Args:
+            state_dict: tensors by name, on any device.
+            kind: what they are, for the log and for messages, e.g. "soup".
+            recalibrate: first compute the statistics of batch norm over at least this many training images, as
+                MODEL.PRECISE_BN does after the first epoch; 0: those of the weights.
+
+        Raises:
+            ConfigError: the weights do not match the model, or there are no training images.
+        """
+        from distribuuuu.checkpoint.io import load_state_dict
+        from distribuuuu.engine import evaluator
+        from distribuuuu.engine.precise_bn import compute_precise_statistics
+        from distribuuuu.records.metric_writers import format_result
+
+        load_state_dict(self.model, dict(state_dict), f"{kind} weights")
+        if recalibrate:
+            images = self._train_loader.iter_images(self.cfg.RNG_SEED or 0, 0, recalibrate)
+            compute_precise_statistics(self.model, images, self._task.autocast, self._task.train_mode)
+        result = _with_labels(evaluator.evaluate(self._task, self.model, self._loader), self.cfg)
+        evaluator.check_finite(result, "evaluate")
+        shown = {name: name for name in result if name not in ("count", "loss")}
+        logging.getLogger(__name__).info("validation of %s weights: %s", kind, format_result(result, shown, 3))
+        return result
+
+    @functools.cached_property
+    def _train_loader(self) -> "TrainLoader":
+        """The training loader; its workers are threads, as the process group exists already."""
+        from distribuuuu.data.loader import build_loader
+
+        cfg = changed(self.cfg, {"DATA.WORKER_KIND": "thread"})
+        return build_loader(cfg, detect_launch(), self._loader.device, train=True)
+
+
+@contextlib.contextmanager
+def open_evaluation(
+    run: "str | os.PathLike | Config | TrainResult | LoadedRun", overrides: Overrides = ()
+) -> Iterator[WeightsEvaluation]:
+    """Open the evaluation of a run or a config for any weights of its model, e.g. averages of several runs.
+
+    Processes, data and model are set up once: `with open_evaluation("exp/r50") as run: run.evaluate(state_dict)`.
+
+    Args:
+        run: as for `evaluate`; its own weights are not read.
+        overrides: as for `train`.
+
+    Raises:
+        ConfigError: everything that the user has to change.
+    """
+    source, own_overrides = _find_config(run)
+    with _run_of_program():
+        words = [*own_overrides, *_as_pairs(overrides)]
+        cfg = _load_checked(source, words, is_training=False, needs_weights=False)
+
+        from distribuuuu.engine import evaluator
+
+        with evaluator.open_evaluation(cfg) as opened:
+            yield WeightsEvaluation(*opened)
+
+
 def predict(
     run: "str | os.PathLike | TrainResult | LoadedRun",
     images: Any,
@@ -145,14 +231,14 @@ def _as_pairs(overrides: Overrides) -> list[str]:
     return [os.fspath(item) if isinstance(item, os.PathLike) else str(item) for item in items]
 
 
-def _load_checked(source: CfgFiles, pairs: list[str], is_training: bool) -> Config:
+def _load_checked(source: CfgFiles, pairs: list[str], is_training: bool, needs_weights: bool = True) -> Config:
     """Return the frozen config with its number of classes.
 
     Raises:
         ConfigError: with every problem of the options, the file, the paths and the data folders.
     """
     cfg, problems = read_cfg(source, pairs)
-    problems += find_run_problems(cfg, is_training, set_keys_only=bool(problems))
+    problems += find_run_problems(cfg, is_training, set_keys_only=bool(problems), needs_weights=needs_weights)
     if problems:
         raise ConfigError([_renamed(problem) for problem in problems])
     return resolve_num_classes(cfg)

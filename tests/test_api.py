@@ -14,11 +14,14 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from support.processes import on_processes
 from support.runs import assert_same_run, newest, problems_of, run_python, small_options
+from support.tables import slow
 from torch import nn
 
 import distribuuuu
 from distribuuuu import api
+from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.config import ConfigError, get_cfg, load_cfg
 from distribuuuu.config.registry import MODELS
 from distribuuuu.distributed.comm import GroupState, StopRequest
@@ -87,6 +90,37 @@ def test_a_training_returns_its_results_and_can_be_evaluated_and_predict(options
     loaded = types.SimpleNamespace(cfg=load_cfg(str(out / "config.yaml")), source=str(result.weights))
     assert distribuuuu.evaluate(loaded) == pytest.approx(expected, abs=1e-5)
     assert distribuuuu.evaluate(loaded.cfg, {"MODEL.WEIGHTS": result.weights}) == pytest.approx(expected, abs=1e-5)
+
+
+def average_of(out_dir: Path) -> dict[str, torch.Tensor]:
+    """Return the average of the weights after both epochs of a run."""
+    one, other = (read_checkpoint(path)["state_dict"] for path in sorted((out_dir / "checkpoints").iterdir())[-2:])
+    return {key: (one[key] + other[key]) / 2 if one[key].is_floating_point() else one[key] for key in one}
+
+
+def evaluate_average(run: Path, out_dir: Path, recalibrate: int) -> tuple[dict, dict]:
+    """Evaluate an average after other weights, and twice; save it with its statistics."""
+    average = average_of(run)
+    with distribuuuu.open_evaluation(run, {"OUT_DIR": out_dir}) as opened:
+        opened.evaluate({key: torch.zeros_like(value) for key, value in average.items()})
+        results = [opened.evaluate(average, "soup", recalibrate) for _ in range(2)]
+        if GroupState.rank == 0:
+            torch.save(opened.model.state_dict(), out_dir / "soup.pth.tar")
+    return results
+
+
+@pytest.mark.parametrize(("num", "recalibrate"), [slow(1, 0), slow(2, 24)])
+def test_an_average_is_evaluated_like_its_file(finished_run, tmp_path, num, recalibrate):
+    out = tmp_path / "soup"
+    results = on_processes(num, evaluate_average, finished_run, out, recalibrate)
+    expected = distribuuuu.evaluate(finished_run, {"MODEL.WEIGHTS": out / "soup.pth.tar", "OUT_DIR": tmp_path / "test"})
+    for first, second in results:
+        assert first == second == pytest.approx(expected, rel=1e-6) and first["count"] == 37
+    assert "validation of soup weights: top1 " in (out / "test.log").read_text()
+    assert {path.name for path in out.iterdir()} == {"soup.pth.tar", "test.log"}
+    saved, average = torch.load(out / "soup.pth.tar"), average_of(finished_run)
+    changed = {key for key, value in average.items() if not torch.equal(value, saved[key])}
+    assert bool(changed) == bool(recalibrate) and all("running_" in key for key in changed)
 
 
 def test_a_finished_run_is_not_trained_again_and_one_runs_at_a_time(options):

@@ -24,7 +24,9 @@ from distribuuuu.data.batch_plan import check_accumulation, check_num_images, ch
 from distribuuuu.launch.detect import detect_launch, list_jobs
 
 
-def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only: bool = False) -> list[Problem]:
+def find_run_problems(
+    cfg, train: bool, nproc: int | None = None, set_keys_only: bool = False, needs_weights: bool = True
+) -> list[Problem]:
     """Return the problems of the paths, the data folders and the batch sizes; takes milliseconds.
 
     Args:
@@ -33,13 +35,14 @@ def find_run_problems(cfg, train: bool, nproc: int | None = None, set_keys_only:
         nproc: the number of processes; None: that of the launcher.
         set_keys_only: report only options that were set, because the config has other problems: they may be the reason
             why a default does not fit.
+        needs_weights: an evaluation needs weights; False: the program gives them.
     """
     problems: list[Problem] = []
     given, cfg = cfg, _with_num_classes(cfg, _count_classes(cfg))
     if cfg is not given:
         known = find_problems(given)
         problems += [problem for problem in find_problems(cfg) if problem not in known]
-    found = list(_path_problems(cfg, train))
+    found = list(_path_problems(cfg, train, needs_weights))
     if cfg.TEST.DATASET == cfg.TRAIN.DATASET and "TRAIN.DATASET" in dict(found):  # one folder, one problem
         found = [(key, message) for key, message in found if key != "TEST.DATASET"]
     problems += [
@@ -144,7 +147,7 @@ def _count_classes(cfg: Config) -> int:
     return IMAGENET_CLASSES if has_none else dataset_class(cfg).count_classes(cfg)
 
 
-def _path_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
+def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str, str]]:
     family = dataset_class(cfg)
     found = list(family.find_problems(cfg, train=True)) if train else []
     yield from dict.fromkeys([*found, *family.find_problems(cfg, train=False)])
@@ -155,7 +158,7 @@ def _path_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
 
         yield from find_feature_problems(cfg, train, is_start=train and not _may_resume(cfg))
     is_named = cfg.MODEL.WEIGHTS or cfg.MODEL.PRETRAINED or names_backbone(cfg.MODEL.ARCH)
-    if not train and not (is_named or find_best(cfg.OUT_DIR, cfg.EMA.HALF_LIFE > 0)):
+    if not train and needs_weights and not (is_named or find_best(cfg.OUT_DIR, cfg.EMA.HALF_LIFE > 0)):
         remedy = "set it to the file to evaluate, or OUT_DIR to that of a run"
         yield "MODEL.WEIGHTS", f"is not set, and {best_path(cfg.OUT_DIR)} does not exist; fix: {remedy}"
     # With torch imported, names are checked without the cached tables, later; plug-ins with models import it.

@@ -18,19 +18,16 @@ Measured on the 500 evaluation images of shapes, with recomputed statistics: the
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+import distribuuuu
+from distribuuuu.api import WeightsEvaluation
 from distribuuuu.checkpoint.io import read_checkpoint
-from distribuuuu.config import load_cfg
 from distribuuuu.config.registry import COMMANDS
-from distribuuuu.data.loader import build_loader
 from distribuuuu.distributed import comm
-from distribuuuu.engine.evaluator import evaluate, open_evaluation
-from distribuuuu.engine.precise_bn import compute_precise_statistics
-from distribuuuu.launch.detect import detect_launch
 
 StateDict = dict[str, torch.Tensor]
 
@@ -43,14 +40,14 @@ def average(members: Sequence[StateDict]) -> StateDict:
     }
 
 
-def cook_greedily(measure: Callable[[StateDict], float], members: dict[str, StateDict]) -> list[str]:
+def cook_greedily(run: WeightsEvaluation, members: dict[str, StateDict], metric: str, recalibrate: int) -> list[str]:
     """Return the names of the members of the greedy soup, the best one first."""
-    values = {name: measure(member) for name, member in members.items()}
+    values = {name: run.evaluate(member, name, recalibrate)[metric] for name, member in members.items()}
     first, *others = sorted(values, key=values.__getitem__, reverse=True)
     chosen, best = [first], values[first]
     for name in others:
         tried = average([members[one] for one in (*chosen, name)])
-        if (value := measure(tried)) >= best:
+        if (value := run.evaluate(tried, f"soup with {name}", recalibrate)[metric]) >= best:
             chosen, best = [*chosen, name], value
     return chosen
 
@@ -61,28 +58,16 @@ def soup(prog: str, args: list[str]) -> int:
     parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="OUT_DIR of each run, with its best weights")
     parser.add_argument("--out", default="exp/soup", help="folder of the soups (%(default)s)")
-    parser.add_argument("--metric", default="top1", help="name of the metric; the highest is the best")
+    parser.add_argument("--metric", default="top1", help="display name of the metric; the highest is the best")
     parser.add_argument("--recalibrate", type=int, default=2000, help="images for the statistics of batch norm, or 0")
     options = parser.parse_args(args)
     members = {name: read_checkpoint(Path(name) / "best.pth.tar")["state_dict"] for name in options.runs}
-    # Threads load the images: no process is forked once the process group has threads of its own.
-    words = ["OUT_DIR", options.out, "DATA.WORKER_KIND", "thread"]
-    cfg = load_cfg(f"{options.runs[0]}/config.yaml", words)
-    with open_evaluation(cfg) as (task, model, loader):
-        train_loader = build_loader(cfg, detect_launch(), loader.device, train=True)
-
-        def measure(weights: StateDict) -> float:
-            model.load_state_dict(weights)
-            if options.recalibrate:
-                images = train_loader.iter_images(cfg.RNG_SEED or 0, 0, options.recalibrate)
-                compute_precise_statistics(model, images, task.autocast, task.train_mode)
-            return evaluate(task, model, loader)[options.metric]
-
-        greedy = cook_greedily(measure, members)
+    with distribuuuu.open_evaluation(options.runs[0], {"OUT_DIR": options.out}) as run:
+        greedy = cook_greedily(run, members, options.metric, options.recalibrate)
         for kind, names in (("uniform", list(members)), ("greedy", greedy)):
-            value = measure(average([members[name] for name in names]))
+            result = run.evaluate(average([members[name] for name in names]), kind, options.recalibrate)
             if comm.is_main():
                 path = Path(options.out) / f"{kind}.pth.tar"
-                torch.save(model.state_dict(), path)
-                print(f"{kind} soup of {', '.join(names)}: {options.metric} {value:.2f}; {path}")
+                torch.save(run.model.state_dict(), path)
+                print(f"{kind} soup of {', '.join(names)}: {options.metric} {result[options.metric]:.2f}; {path}")
     return 0
