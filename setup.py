@@ -84,6 +84,8 @@ setup(
         "jinja2>=3.0",  # the pages of report and sweep; torch requires it
     ],
     extras_require={
+        # A JPEG decoder that decodes a region only.
+        "nvimgcodec": ["nvidia-nvimgcodec-cu13>=0.9; sys_platform == 'linux'"],
         "backbone": [*BACKBONE],
         "onnx": [*ONNX],
         "tiff": ["tifffile>=2023.7", "imagecodecs>=2023.7"],  # TIFF files of any channels or compression
@@ -102,6 +104,7 @@ setup(
         "figures": ["matplotlib>=3.8"],  # draws the tutorial's pictures
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.7", "pytest-randomly>=3.15", "ruff>=0.6"),
+            "nvidia-nvimgcodec-cu13>=0.9; sys_platform == 'linux'",
             *("mypy>=1.10", "types-PyYAML", "types-tqdm"),
             *ONNX,
             *BACKBONE,

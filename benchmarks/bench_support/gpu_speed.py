@@ -198,7 +198,8 @@ def check_resnet20(folder: Path) -> Lines:
 
 # ------------------------------------------------------------------------------------- end to end, devices
 
-LOADERS = ("TRAIN.WORKERS 4", "TRAIN.WORKERS 8", "TRAIN.WORKERS -1", "TRAIN.WORKERS -1 DATA.WORKER_KIND thread")
+LOADERS = ("TRAIN.WORKERS 4", "TRAIN.WORKERS 8", "TRAIN.WORKERS -1", "TRAIN.WORKERS -1 DATA.WORKER_KIND thread",
+           "TRAIN.WORKERS -1 DATA.WORKER_KIND thread DATA.DECODER nvimgcodec")  # fmt: skip
 
 
 def check_jpegs(folder: Path) -> Lines:

@@ -9,6 +9,8 @@ from distribuuuu.config.registry import AUGMENTATIONS, DATASETS, LOSSES, METRICS
 
 # The values of MODEL.COMPILE that replay CUDA graphs.
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
+# The decoders of optional packages, and the module that each one needs.
+OPTIONAL_DECODERS = {"nvimgcodec": "nvidia.nvimgcodec"}
 INTERPOLATIONS = ("bilinear", "bicubic", "opencv_linear", "opencv_area")
 # Crops that keep the whole image.
 WHOLE_IMAGE = ("squash", "letterbox")
@@ -137,8 +139,8 @@ _C.DATA.NAME = Option("imagefolder", names=DATASETS, not_swept=_SAME_METRIC)
 _C.DATA.LOADER = Option("host", choices=("host", "device"))
 # Type of the loader workers: process or thread (cheaper; decoding releases Python's interpreter lock).
 _C.DATA.WORKER_KIND = Option("process", choices=("process", "thread"), neutral=True)
-# Image decoder: auto (torchvision for JPEG, else PIL; torchvision means the same) or pil.
-_C.DATA.DECODER = Option("auto", choices=("auto", "torchvision", "pil"))
+# Image decoder: auto (torchvision for JPEG, else PIL; torchvision means the same), pil, or nvimgcodec (only the crop).
+_C.DATA.DECODER = Option("auto", choices=("auto", "torchvision", "pil", *OPTIONAL_DECODERS))
 # Maximum pixels (width x height) of an image, 1 or more; a larger one is not decoded and stops the run.
 _C.DATA.MAX_PIXELS = Option(178_956_970, least=1)
 # Rotate and flip images as their EXIF orientation says; torchvision's reference training does not.

@@ -1,6 +1,6 @@
 """Decoding of JPEGs within limits, and no further than their crop needs.
 
-Other images are read by raster.py; jpeg_rows.py drops the rows of a JPEG that a crop does not need.
+Other images are read by raster.py; decoders of optional packages are in optional_decoders.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+from distribuuuu.config.options import OPTIONAL_DECODERS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -148,7 +150,8 @@ def decode(
     Of an animation, it is the first frame.
 
     Args:
-        decoder: "auto", or "torchvision": torchvision for the JPEGs that it decodes as PIL does, else PIL; or "pil".
+        decoder: "auto", or "torchvision": torchvision for the JPEGs that it decodes as PIL does, else PIL; "pil";
+            "nvimgcodec": for JPEGs, else PIL.
         header: the result of `find_common_header`; None: it is read.
 
     Raises:
@@ -219,9 +222,14 @@ class EncodedImage(LazyImage):
         """Return the pixels of a region, decoding only the rows around it where the file allows that."""
         if not self._header:
             return super().crop(box)
+        if self._decoder in OPTIONAL_DECODERS and self._options.is_rgb:
+            from distribuuuu.data.optional_decoders import crop_nvimgcodec
+
+            if (pixels := crop_nvimgcodec(self._data, self._header, box)) is not None:
+                return pixels
         data: Buffer = self._data
         if self._header.restart_interval:
-            from distribuuuu.data.jpeg_rows import cut_rows
+            from distribuuuu.data.optional_decoders import cut_rows
 
             data, first_row = cut_rows(data, self._header, box.top, box.top + box.height)
             box = Box(box.top - first_row, *box[1:])
@@ -243,6 +251,10 @@ def open_lazy_image(
 
 def _decode_jpeg(data: Buffer, decoder: str, options: DecodeOptions) -> torch.Tensor | None:
     """Return the pixels of a JPEG that all decoders read alike, of a gray one its luminance; None: PIL decodes it."""
+    if decoder in OPTIONAL_DECODERS and options.is_rgb:
+        from distribuuuu.data.optional_decoders import decode_nvimgcodec
+
+        return decode_nvimgcodec(data)
     try:
         decode_jpeg, rgb, gray = _open_torchvision()
         # A tensor shares writable memory; read-only bytes are copied.

@@ -16,7 +16,7 @@ from distribuuuu.config.derived import FOLLOWING
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.model_names import find_model_problems, load_names, names_backbone
-from distribuuuu.config.options import IMAGENET_CLASSES, TEST_SETS
+from distribuuuu.config.options import IMAGENET_CLASSES, OPTIONAL_DECODERS, TEST_SETS
 from distribuuuu.config.reader import read_cfg
 from distribuuuu.config.registry import OPTIMIZERS, dataset_class, dataset_name
 from distribuuuu.config.run_files import CHECKPOINTS, find_path_problem, url_of
@@ -152,7 +152,7 @@ def _path_problems(cfg, train: bool, needs_weights: bool) -> Iterator[tuple[str,
     found = list(family.find_problems(cfg, train=True)) if train else []
     yield from dict.fromkeys([*found, *family.find_problems(cfg, train=False)])
     weights = cfg.MODEL.WEIGHTS or cfg.FINETUNE.WEIGHTS or cfg.DISTILL.TEACHER or cfg.DISTILL.WEIGHTS
-    features = (weights, cfg.LOG.TRACKERS, cfg.MODEL.COMPILE != "none")
+    features = (weights, cfg.LOG.TRACKERS, cfg.DATA.DECODER in OPTIONAL_DECODERS, cfg.MODEL.COMPILE != "none")
     if any(features) or names_backbone(cfg.MODEL.ARCH):
         from distribuuuu.engine.feature_preflight import find_feature_problems
 

@@ -13,24 +13,25 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
-from support.images import difference, scene, tensor_of, with_png_size
+from support.images import difference, needs, scene, tensor_of, with_png_size
 from support.tables import pairwise
 
 from distribuuuu.data import decode as own
 from distribuuuu.data.batch import Samples
 from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.decode import Box, DecodeOptions, EncodedImage, decode, open_lazy_image, read_jpeg_header
-from distribuuuu.data.jpeg_rows import cut_rows
+from distribuuuu.data.optional_decoders import cut_rows
 from distribuuuu.data.raster import pil_to_tensor
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop, random_resized_box, resize
 
-DECODERS = ("auto", "pil")
+DECODERS = ("auto", "pil", "nvimgcodec")
 SUBSAMPLINGS = ("4:4:4", "4:2:2", "4:2:0")
 
 
 @pytest.fixture(params=DECODERS)
 def decoder(request) -> str:
+    needs(request.param)
     return request.param
 
 
@@ -190,6 +191,7 @@ def test_a_postscript_file_with_the_name_of_a_jpeg_starts_no_ghostscript(tmp_pat
 
 @pytest.mark.parametrize("kind, decoder", pairwise(("JPEG", "PNG", "WEBP", "TIFF"), DECODERS))
 def test_exif_orientation_is_applied_if_asked(kind, decoder):
+    needs(decoder)
     options, box = DecodeOptions(exif_rotate=True), Box(8, 4, 30, 20)
     for orientation in range(10):
         data = oriented(kind, orientation)
@@ -210,6 +212,7 @@ CUT = (*JPEGS, "png", "animated gif", "webp", "bmp", "tiff", "cmyk jpeg")
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF", "ignore:Truncated File Read")
 @pytest.mark.parametrize("name, decoder", pairwise(CUT, DECODERS))
 def test_a_file_that_is_cut_is_refused_or_complete(name, decoder):
+    needs(decoder)
     data = (FILES | PIL_FILES)[name]
     full = decode(data, decoder)
     for end in (*range(1, 60), *range(60, len(data) - 9, max(1, len(data) // 60)), *range(len(data) - 9, len(data))):

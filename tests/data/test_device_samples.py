@@ -9,8 +9,9 @@ from PIL import Image
 from support.batches import ALONE, CPU, assert_same_batches, batches_of, own_task
 from support.calls import count_calls
 from support.commands import command_module
-from support.images import draw_folder
+from support.images import draw_folder, needs
 from support.packs import pack as make_pack
+from support.tables import pairwise
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import DATASETS
@@ -107,9 +108,10 @@ def folder_and_packs(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("pack", ["files", "pixels"])
-def test_a_pack_gives_the_batches_of_its_folder(small_cfg, folder_and_packs, pack):
-    words = ("MODEL.NUM_CLASSES", 3)
+@pytest.mark.parametrize("pack, decoder", pairwise(["files", "pixels"], ["auto", "nvimgcodec"]))
+def test_a_pack_gives_the_batches_of_its_folder(small_cfg, folder_and_packs, pack, decoder):
+    needs(decoder)
+    words = ("MODEL.NUM_CLASSES", 3, "DATA.DECODER", decoder)
     packed = ("TRAIN.DATASET", folder_and_packs / pack, "DATA.NAME", "packed", *words)
     for train in (True, False):
         folder = batches_of(small_cfg("TRAIN.DATASET", folder_and_packs / "folder", *words), train)

@@ -5,11 +5,15 @@ import random
 import struct
 import time
 import zlib
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
+
+from distribuuuu.config.options import OPTIONAL_DECODERS
 
 
 def draw_folder(root: Path, split: str, counts: dict[str, int], size: tuple[int, int] = (40, 36)) -> None:
@@ -31,6 +35,13 @@ def scene(width: int, height: int, seed: int = 0) -> Image.Image:
     coarse = draw.integers(0, 256, (max(2, height // 12), max(2, width // 12), 3), dtype=np.uint8)
     smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)).astype(np.int64)
     return Image.fromarray((smooth + draw.integers(-6, 7, smooth.shape)).clip(0, 255).astype(np.uint8))
+
+
+def needs(decoder: str) -> None:
+    """Skip the test if DATA.DECODER needs a package that is not installed; it is not imported."""
+    module = OPTIONAL_DECODERS.get(decoder, "torch")
+    if not (find_spec(module.partition(".")[0]) and find_spec(module)):
+        pytest.skip(f"{module} is not installed")
 
 
 def write_label_lists(image_folder: Path, root: Path) -> Path:
