@@ -316,3 +316,6 @@ def evaluate_weights(cfg) -> dict:
             recorder.write(task.device, kind)
         write_test_results(task.cfg, task, model, weights, {kind: result})
     return result
+
+
+test_model = evaluate_weights  # alias of an earlier API, see docs/python_api.md

@@ -14,7 +14,7 @@ from collections import Counter
 import torch
 
 from distribuuuu.config import load_cfg
-from distribuuuu.data import batch, decode, jpeg_rows, transforms
+from distribuuuu.data import batch, decode, optional_decoders, transforms
 from distribuuuu.data.loader import build_loader
 from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.host import tune_malloc
@@ -23,7 +23,7 @@ EPOCHS = 5
 PARTS = {
     "read the file": [],  # of the data set
     "parse the header": [(decode, "read_jpeg_header")],
-    "cut the rows": [(jpeg_rows, "cut_rows")],
+    "cut the rows": [(optional_decoders, "cut_rows")],
     "draw flips and box": [(transforms, "draw_flips"), (transforms, "random_resized_box"), (batch, "SampleRNG")],
     "resize": [(transforms, "interpolate")],
     "flip": [(transforms, "flip_each")],

@@ -55,10 +55,7 @@ is_own = re.compile("distribuuuu_plugin_|.*_of_this_test").match
 
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch, tmp_path):
-    """Start with an empty record of plug-ins, in `tmp_path`; forget entries and modules of plug-ins after the test.
-
-    Those that other test modules have imported come back.
-    """
+    """Start with an empty record of plug-ins, in `tmp_path`; after the test, those of other test modules come back."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     tables, modules = [(registry, dict(registry._table)) for registry in REGISTRIES], dict(sys.modules)

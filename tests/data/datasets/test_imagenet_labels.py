@@ -130,8 +130,7 @@ def test_some_of_the_classes_of_the_weights_are_found_by_name(finished_run, imag
     def evaluate_some(*words):
         given = ["TEST.DATASET", tmp_path / "some", "OUT_DIR", tmp_path / "out", *words]
         cfg = load_cfg(str(finished_run / "config.yaml"), [str(word) for word in given])
-        problems = find_run_problems(cfg, train=False)
-        return problems or evaluate_run(cfg)
+        return find_run_problems(cfg, train=False) or evaluate_run(cfg)
 
     expected = evaluate_some("MODEL.WEIGHTS", finished_run)  # the training data are there
     assert expected["count"] == 25
