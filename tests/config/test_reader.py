@@ -207,8 +207,7 @@ def test_a_wrong_argument_says_what_is_allowed():
 def test_an_option_that_no_longer_exists_may_have_its_old_default():
     words = [f"{key}={option.default}" for key, option in DECLARED.items() if option.removed]
     assert load_cfg(None, words) == load_cfg() and "OPTIM.CLIP=norm" in words
-    (problem,) = problems_of(load_cfg, None, ["DATA.SHUFFLE", "blocks"])
-    assert re.search("DATA.SHUFFLE .*no longer exists", problem)
+    assert re.search("DATA.SHUFFLE .*no longer exists", *problems_of(load_cfg, None, ["DATA.SHUFFLE", "blocks"]))
 
 
 def test_a_wrong_file_says_what_is_expected(write):

@@ -156,10 +156,13 @@ def list_figures(content: Predictions) -> dict[str, Any]:
         numbers, least = (content.label[content.correct], content.predicted, content.label), len(content.classes)
         counts = np.stack([np.bincount(classes, minlength=least) for classes in numbers])
     sums = torch.from_numpy(counts).double()
-    columns = {"f1": class_f1_scores(sums).numpy(), "precision": (sums[0] / sums[1]).numpy(),
-               "recall": class_recalls(sums).numpy(), "support": counts[2], "predicted": counts[1]}  # fmt: skip
+    precision = (sums[0] / sums[1]).numpy()
+    columns = {"f1": class_f1_scores(sums).numpy(), "precision": precision, "recall": class_recalls(sums).numpy(),
+               "support": counts[2], "predicted": counts[1]}  # fmt: skip
+    # As in scikit-learn, a class that occurs and is never predicted has the precision 0 in the mean.
+    macro = {**columns, "precision": np.where(counts[1:].any(axis=0), np.nan_to_num(precision), np.nan)}
     result: dict[str, Any] = {"images": len(content), "loss": float(content.loss.mean())}
-    result["macro_f1"] = _mean_of_known(columns["f1"])
+    result |= {f"macro_{name}": _mean_of_known(macro[name]) for name in ("precision", "recall", "f1")}
     if content.multilabel:
         scores = torch.from_numpy(content.scores.astype(np.float32))
         columns["average_precision"] = average_precisions(scores, torch.from_numpy(content.label)).numpy()
