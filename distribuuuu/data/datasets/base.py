@@ -198,8 +198,8 @@ class SplitDataset(ImageDataset):
 def class_count_mismatch(cfg, found: int) -> str:
     """Return the message for a MODEL.NUM_CLASSES that differs from the number of classes in the data."""
     source = f"{cfg.MODEL.NUM_CLASSES}, but DATA.NAME {cfg.DATA.NAME}"
-    labels = "weights, or imagenet without names," if cfg.MODEL.NUM_CLASSES == 1000 else "weights"
-    some = f"; to evaluate on some of the classes set TEST.LABELS {labels}" * (found < cfg.MODEL.NUM_CLASSES)
+    some = "; to evaluate on some of the classes, set TEST.LABELS weights" * (found < cfg.MODEL.NUM_CLASSES)
+    some += ", or imagenet if the weights do not name their classes" * (cfg.MODEL.NUM_CLASSES == 1000 > found)
     return f"{source} has {counted(found, 'class')}; set MODEL.NUM_CLASSES {found}{some}"
 
 
