@@ -21,11 +21,6 @@ def partial_answer(body: bytes | Iterator[bytes], *headers: str) -> Iterator[byt
     yield from [body] if isinstance(body, bytes) else body
 
 
-def ranged(first: int, last: int, size: int) -> str:
-    """Return the correct Content-Range."""
-    return f"Content-Range: bytes {first}-{last}/{size}"
-
-
 def drip(data: bytes) -> Iterator[bytes]:
     """Yield single bytes with pauses, without end."""
     for byte in itertools.cycle(data):
@@ -35,12 +30,8 @@ def drip(data: bytes) -> Iterator[bytes]:
 
 def redirect(location: str | None) -> Attack:
     """Return an attack that redirects to a URL, or does not tell where."""
-    lines = [
-        "HTTP/1.1 302 Found",
-        "Connection: close",
-        "Content-Length: 0",
-        *([] if location is None else [f"Location: {location}"]),
-    ]
+    found = [] if location is None else [f"Location: {location}"]
+    lines = ["HTTP/1.1 302 Found", "Connection: close", "Content-Length: 0", *found]
     return lambda *_: iter(["\r\n".join([*lines, "", ""]).encode("utf-8")])
 
 
@@ -56,7 +47,8 @@ def wrong_range(text: str) -> Attack:
 
 def with_headers(*headers: str, body: Callable[[bytes], bytes | Iterator[bytes]] = lambda body: body) -> Attack:
     """Return an attack with the correct range, further headers, and any body."""
-    return lambda first, last, size, right: partial_answer(body(right), ranged(first, last, size), *headers)
+    right_range = "Content-Range: bytes {}-{}/{}".format
+    return lambda *found: partial_answer(body(found[3]), right_range(*found[:3]), *headers)
 
 
 _ENDLESS = functools.partial(itertools.repeat, bytes(1 << 16))

@@ -2,6 +2,7 @@
 
 import contextlib
 import glob
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,9 +66,9 @@ def find_files(pattern: str, names: Sequence[str]) -> list[Path]:
 
 
 def group_runs(runs: Sequence[Result]) -> tuple[list[list[Result]], list[str]]:
-    """Group the finished runs that differ in the seed only; return the groups and messages.
+    """Group the finished runs that differ in the seed or the fold only; return the groups and messages.
 
-    Runs of a group have the same config hash, global batch, data and numbers of images. A seed counts once.
+    Runs of a group have the same config hash, global batch, data and numbers of images. A seed counts once a fold.
     """
     groups: dict[tuple, list[Result]] = {}
     notes, unfinished = list[str](), list[str]()
@@ -77,14 +78,21 @@ def group_runs(runs: Sequence[Result]) -> tuple[list[list[Result]], list[str]]:
             unfinished.append(f"{run.path} ({training['epochs_done']} of {training['epochs_planned']} epochs)")
             continue
         data = record["data"]
-        key = record["config_hash"], training["global_batch"], data["name"], data["folder"], *_count_images(record)
-        group = groups.setdefault(key, [])
-        if same_seed := next((other for other in group if other.record["seed"] == record["seed"]), None):
+        images = ("folds",) if is_fold(record) else (data["folder"], *_count_images(record))
+        group = groups.setdefault((record["config_hash"], training["global_batch"], data["name"], *images), [])
+        own = record["seed"], data["folder"]
+        known = (other for other in group if (other.record["seed"], other.record["data"]["folder"]) == own)
+        if same_seed := next(known, None):
             notes.append(f"{run.path}: skipped: seed {record['seed']} is already in {same_seed.path}")
         else:
             group.append(run)
     notes += [f"skipped, as they are not finished: {first_few(unfinished)}"] if unfinished else []
     return list(groups.values()), notes
+
+
+def is_fold(record: dict) -> bool:
+    """Tell whether a run was trained on one of the folders that `split --folds` writes."""
+    return re.fullmatch(r"fold_\d+", record["data"]["folder"] or "") is not None
 
 
 def _count_images(record: dict) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from distribuuuu.commands.stats.run_groups import (
     Result,
     describe_data,
     group_runs,
+    is_fold,
     read_runs,
     row_name,
 )
@@ -27,7 +28,7 @@ from distribuuuu.config.run_files import local_run
 from distribuuuu.files.untrusted import printable
 
 _DESCRIPTION = """Make a table of runs, in Markdown unless it is for a terminal. Each config
-has one row: the mean and standard deviation over its seeds.
+has one row: the mean and standard deviation over its seeds and folds.
 Unfinished runs are omitted.
 
   %(prog)s exp
@@ -108,7 +109,9 @@ def make_row(group: Sequence[Result], epoch: str, changes: dict[str, Any] | None
     plan = training[0]
     kind = common_kind([record["accuracy"] for record in records])
     evaluations = [record["accuracy"][kind][epoch] for record in records]
-    count = f"(n = {len(group)})" if kind == RAW else f"(n = {len(group)}, {kind.upper()})"
+    folds = len({run.record["data"]["folder"] for run in group if is_fold(run.record)})
+    counts = [f"n = {len(group)}", f"{folds} folds" if folds > 1 else "", kind.upper() if kind != RAW else ""]
+    count = f"({', '.join(filter(None, counts))})"
     commits = [record["commit"] or EMPTY for record in records]
     peaks = [record["peak_memory"]["mib"] for record in records if record["peak_memory"]["mib"] is not None]
     return Row(

@@ -111,6 +111,14 @@ def test_the_average_of_the_weights_counts_where_every_run_has_it(make, tmp_path
     assert make(tmp_path)[1][0]["top-1 here"] == "93.00 ± 0.00 [93.00, 93.00] (n = 2)"
 
 
+def test_the_folds_of_a_config_are_one_row(make, tmp_path):
+    for fold, top1 in enumerate((90.0, 92.0, 94.0), 1):
+        save(tmp_path / f"{fold}/results.json", data__folder=f"fold_{fold}", data__num_val=100 + fold,
+             accuracy__raw__last__top1=top1)  # fmt: skip
+    assert [row["top-1 here"] for row in make(tmp_path)[1]] == ["92.00 ± 2.00 [87.03, 96.97] (n = 3, 3 folds)"]
+    assert make(tmp_path / "1")[1][0]["top-1 here"].endswith("(n = 1)")
+
+
 def test_only_runs_of_one_config_batch_and_data_are_averaged(make, tmp_path):
     save(tmp_path / "a" / "results.json")
     save(tmp_path / "b" / "results.json", seed=1, config_hash="ffff0000ffff")
