@@ -227,7 +227,7 @@ def test_five_16_bit_channels_train_resume_export_and_report(bands, tmp_path, ca
         "OPTIM.WARMUP_EPOCHS", 0, "OUT_DIR", out, *FIVE,
     )]  # fmt: skip
     train(None, words)
-    for to in ("onnx", "torch", "timm", "safetensors"):
+    for to in ("onnx", "timm", "safetensors"):
         assert dispatch("distribuuuu", ["export", str(out), "--to", to, str(tmp_path / to)]) == 0, to
     assert load_run(tmp_path / "timm").transform.crop == WholeImage((24, 32), "squash")
     assert dispatch("distribuuuu", ["report", str(out)]) == 0
