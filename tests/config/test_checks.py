@@ -124,7 +124,7 @@ CASES = {
     "FINETUNE.HEAD probe": "FINETUNE.WEIGHTS pretrained", "LOSS.POSITIVE_WEIGHT [2]": "LOSS.NAME bce",
     "LOSS.BCE_TARGET_THRESHOLD 0": "LOSS.NAME bce",
     "OPTIM.BETAS [0.9,0.9]": "OPTIM.NAME adamw", "OPTIM.EPS 1e-6": "OPTIM.NAME adamw",
-    "TEST.FLIP True TASK.NAME own_step": "TASK.NAME auto", "TEST.SHIFT 1 TASK.NAME own_step": "TASK.NAME auto",
+    "TEST.FLIP True TASK.NAME predictor": "TASK.NAME auto", "TEST.SHIFT 1 TASK.NAME predictor": "TASK.NAME auto",
     "MODEL.INIT fan_out MODEL.PRETRAINED True": "MODEL.PRETRAINED False",
     "LOG.NUM_IMAGES 3 LOG.TENSORBOARD False": "LOG.TRACKERS [tensorboard]",
     "LOSS.FOCAL_GAMMA 3": "LOSS.NAME focal",
@@ -140,7 +140,7 @@ CASES = {
 }  # fmt: skip
 
 
-@TASKS.register("own_step")
+@TASKS.register("predictor")
 class OwnScores(Classification):
     def predict_step(self, model, images):
         return model(images)
