@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draw the README's picture: the output of a fine-tuning beside the page of its report, in light and dark.
 
-    distribuuuu finetune clothes > finetune.txt && distribuuuu report exp/clothes
+    distribuuuu finetune clothes --minutes 1 > finetune.txt && distribuuuu report exp/clothes
     python benchmarks/picture.py exp/clothes finetune.txt
 
 Needs Chromium, which takes the screenshots.
@@ -34,7 +34,7 @@ iframe {{ border: 0; width: 860px; height: 920px; transform: scale(0.75); transf
 def show_output(path: Path) -> str:
     """Return the commands with the standard output of the fine-tuning, without the log of its training."""
     output = re.sub(r"/\S+/(?=distribuuuu/clothes)", "~/.cache/", path.read_text(encoding="utf-8")).rstrip()
-    return html.escape(f"$ distribuuuu finetune clothes\n{output}\n\n$ distribuuuu report exp/clothes")
+    return html.escape(f"$ distribuuuu finetune clothes --minutes 1\n{output}\n\n$ distribuuuu report exp/clothes")
 
 
 def main() -> None:
