@@ -54,8 +54,11 @@ class StepOutput:
 
 
 def rank_classes(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the classes with the k largest scores (N, classes), the largest first: int64 (N, k)."""
-    return scores.topk(min(k, scores.shape[1])).indices
+    """Return the classes with the k largest scores (N, classes), the largest first: int64 (N, k).
+
+    Of equal scores, which bfloat16 often has, the first class counts, as in `argmax`; the order of `topk` is undefined.
+    """
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
 
 
 def join(outputs: Sequence[StepOutput]) -> Sequence[StepOutput]:

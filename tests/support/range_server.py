@@ -47,8 +47,7 @@ def wrong_range(text: str) -> Attack:
 
 def with_headers(*headers: str, body: Callable[[bytes], bytes | Iterator[bytes]] = lambda body: body) -> Attack:
     """Return an attack with the correct range, further headers, and any body."""
-    right_range = "Content-Range: bytes {}-{}/{}".format
-    return lambda *found: partial_answer(body(found[3]), right_range(*found[:3]), *headers)
+    return lambda *found: partial_answer(body(found[3]), "Content-Range: bytes {}-{}/{}".format(*found[:3]), *headers)
 
 
 _ENDLESS = functools.partial(itertools.repeat, bytes(1 << 16))

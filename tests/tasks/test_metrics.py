@@ -16,7 +16,7 @@ from distribuuuu.distributed.process_group import process_group
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.tasks.class_metrics import average_precisions
 from distribuuuu.tasks.classification import Classification
-from distribuuuu.tasks.metrics import Mean, Meter, StepOutput, SumMetric, build_metrics, hard_labels
+from distribuuuu.tasks.metrics import Mean, Meter, StepOutput, SumMetric, build_metrics, hard_labels, rank_classes
 from distribuuuu.trainer import evaluate_weights, train_model
 
 CPU = torch.device("cpu")
@@ -64,6 +64,7 @@ def test_batches_are_weighted_by_their_number_of_images():
         add(meter, loss, logits, labels)
     assert meter.read() == pytest.approx(naive_metrics(batches))
     assert meter.read()["count"] == 0
+    assert rank_classes(torch.tensor([[0.0, 0, 1, 0, 0, 0, 1]]), 5).tolist() == [[2, 6, 0, 1, 3]], "the first of equals"
 
 
 @pytest.mark.parametrize("at_once", [1, 4, 64])
