@@ -67,7 +67,7 @@ def export_run(
     files: Sequence[str] | None = None,
     precision: float | None = None,
 ) -> dict:
-    """Write a trained model to a new folder, and compare the code of its card with `predict` on images.
+    """Write a trained model to a new folder, compare its card's code with `predict`, and return what export.json has.
 
     If it is not verified (see `check_export`), the file of the weights has the suffix `.unverified`.
 
@@ -79,19 +79,14 @@ def export_run(
         files: image files of the check; empty: there is none; None: the evaluation set.
         precision: the card gives no answer below the threshold that is justified for it; None: it always gives one.
 
-    Returns:
-        The content of export.json.
-
     Raises:
         ConfigError: the export failed, and nothing is left of it.
     """
-    target, file = Path(out).expanduser(), FILES[to]
     check_format(run, to)
+    target, file = Path(out).expanduser(), FILES[to]
     threshold = None if precision is None else run.find_threshold(precision)
     images = _open_check_images(run) if files is None else UnlabeledImages(files)
-    run.model.cpu().float().eval().to(memory_format=torch.contiguous_format)
-    if name := find_nonfinite({run.weights: run.model.state_dict()}):
-        raise ConfigError(f"RUN: {run.source}: {name} is not finite; fix: name another checkpoint")
+    _prepare_model(run)
     checked: dict[str, Any] = {"verified": None, "images": 0}
     try:
         with new_folder(target) as folder, torch.inference_mode():
@@ -107,11 +102,18 @@ def export_run(
                 "commit": find_commit(), "promised_precision": precision, "threshold": threshold,
             }  # fmt: skip
             _write_json(folder / "export.json", record)
-            card = render_card(run, record, render_code(run, to, threshold))
-            (folder / "README.md").write_text(card, encoding="utf-8")
+            code = render_code(run, to, threshold)
+            (folder / "README.md").write_text(render_card(run, record, code), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"OUT: {target} cannot be written: {error.strerror or error}; nothing is left") from error
     return record
+
+
+def _prepare_model(run: LoadedRun) -> None:
+    """Bring the model into the form that is written: float32, on the CPU; ConfigError: a weight is not finite."""
+    run.model.cpu().float().eval().to(memory_format=torch.contiguous_format)
+    if name := find_nonfinite({run.weights: run.model.state_dict()}):
+        raise ConfigError(f"RUN: {run.source}: {name} is not finite; fix: name another checkpoint")
 
 
 def _open_check_images(run: LoadedRun) -> ImageDataset:

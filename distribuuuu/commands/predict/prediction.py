@@ -46,8 +46,7 @@ def predict_files(job: Namespace) -> int:
     if reduced := find_reduced(images, build_decode_options(run.cfg)):
         print(printable(reduced), file=sys.stderr)
     left, total = spans[num_done:], len(job.files)
-    done = total - sum(map(len, left))
-    if done:
+    if done := total - sum(map(len, left)):
         print(f"resumed after {done:,} of {counted(total, 'image')}", file=sys.stderr)
     interval_s = 0.1 if has_progress_bar() else LOG_INTERVAL_S
     closing = contextlib.closing(out) if out else contextlib.nullcontext()
@@ -58,8 +57,7 @@ def predict_files(job: Namespace) -> int:
             rows = "".join(format_row(one, columns, threshold) for one in predictions if one.error is None)
             errors = [[one.image, one.error] for one in predictions if one.error is not None]
             for path, cause in errors:
-                what = "cannot read" if "; fix: " in cause else "broken image:"
-                bar.write(printable(f"{what} {path}: {cause}"), file=sys.stderr)
+                bar.write(describe_broken(path, cause), file=sys.stderr)
             if out:
                 out.append(rows, errors)
             else:
@@ -71,6 +69,12 @@ def predict_files(job: Namespace) -> int:
     if num_broken:
         print(f"broken: {counted(num_broken, 'image')}", file=sys.stderr)
     return num_broken
+
+
+def describe_broken(path: str, cause: str) -> str:
+    """Return the line for an image that cannot be read; with a fix, it need not be broken."""
+    what = "cannot read" if "; fix: " in cause else "broken image:"
+    return printable(f"{what} {path}: {cause}")
 
 
 def print_rows(rows: str) -> None:
