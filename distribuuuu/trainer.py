@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -61,9 +62,7 @@ def train_model(cfg, stop_epoch: int | None = None, profile: int = 0) -> float:
     with open_run(cfg, launch, device, TRAIN_LOG, locks=True) as started_at:
         run = build_run(cfg, train_loader, val_loader)  # restored from the newest checkpoint, if there is one
         if profile:
-            from distribuuuu.engine.step_profile import profile_steps
-
-            profile_steps(run, profile)
+            importlib.import_module("distribuuuu.engine.step_profile").profile_steps(run, profile)
         with run.stop, run.log, save_on_stop(run):  # signals are still handled while the last checkpoint is written
             while not is_finished(cfg, run.state) and run.state.epoch < (stop_epoch or cfg.OPTIM.MAX_EPOCH):
                 train_epoch(run)  # no step if the run was stopped after the last one
@@ -88,7 +87,7 @@ def train_epoch(run: Run) -> None:
         lr = set_rates(run, epoch + number / num_steps)
         step = take_step(run, batches, number)
         if epoch == number == 0:
-            check_first_loss(run)
+            run.first_loss = step.loss
         state.finish_step(num_steps)
         log_step(run, step, lr, last_step)
         if is_save_due(run.cfg, state.step) and state.step < last_step:
@@ -125,8 +124,8 @@ def log_step(run: Run, step: "Step", lr: float, last_step: int) -> None:
     if state.step % run.cfg.TRAIN.PRINT_FREQ and state.step < last_step:
         run.log.show_step(state.epoch, state.step, lr)
         return
-    recorded = {name: float(value) for name, value in step.recorded.items()}
-    metrics = {**recorded, **check_loss(state.pop_metrics())}
+    metrics = {name: float(value) for name, value in step.recorded.items()} | check_loss(state.pop_metrics())
+    check_first_loss(run)
     run.log.add_train_row(state.epoch, state.step, lr, metrics, run.train_loader.pop_data_time(), state.clock.pop())
 
 
@@ -172,6 +171,7 @@ class Step:
     def __init__(self, training: Training, batches: Iterator[Batch], number: int):
         self.training, self.number = training, number
         self.is_applied, self._num_passes = False, 0
+        self.loss: torch.Tensor | None = None
         self.recorded: dict[str, Any] = {}
         self.micro_batches: Iterable[tuple[StepKey, Batch]] = self._prepare(batches)
         if training.task.gradient_passes > 1:
@@ -208,6 +208,7 @@ class Step:
             state.clock.mark("backward")
             if in_metrics:
                 state.meter.update(output)
+                self.loss = output.loss.detach()
         self._num_passes += 1
         self.seed()
 
@@ -253,9 +254,7 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
     for kind, model in state.models.items():
         run.stop.begin_phase(f"evaluation of {kind}")
         if cfg.MODEL.PRECISE_BN:
-            from distribuuuu.engine.precise_bn import recompute_statistics
-
-            recompute_statistics(run, model)
+            importlib.import_module("distribuuuu.engine.precise_bn").recompute_statistics(run, model)
             run.stop.begin_phase()
         recorder = build_recorder(cfg, task, run.val_loader.images) if is_recording_due(cfg, state, kind) else None
 

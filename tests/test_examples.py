@@ -28,7 +28,7 @@ from distribuuuu.data.datasets import shapes
 from distribuuuu.data.datasets.shapes import draw_shapes
 from distribuuuu.inference.load_run import load_run
 from distribuuuu.models import build_model
-from distribuuuu.testing import assert_resumes, assert_same_on_processes, newest
+from distribuuuu.testing import assert_equal, assert_resumes, assert_same_on_processes, newest
 from distribuuuu.trainer import train_model
 
 EXAMPLES = ROOT / "docs" / "examples"
@@ -202,12 +202,19 @@ def check_lora(cfg, out_dir: Path, loaded) -> None:
     assert "leaves out tensors that only a resume adds; fix: name the run's best.pth.tar" in problem
     (problem,) = problems_of(train_model, changed(cfg, {"OUT_DIR": str(out_dir), "OPTIM.MAX_EPOCH": 3, "RNG_SEED": 5}))
     assert f"leaves out tensors, e.g. {name}, that are others in this start; fix: restore the task" in problem
-    (problem,) = problems_of(
-        train_model, changed(cfg, {"TASK.NAME": "auto", "TASK.KWARGS": {}, "OUT_DIR": str(out_dir)})
-    )
+    other = changed(cfg, {"TASK.NAME": "auto", "TASK.KWARGS": {}, "OUT_DIR": str(out_dir)})
+    (problem,) = problems_of(train_model, other)
     assert "leaves out tensors, e.g. " in problem
     (problem,) = problems_of(train_model, changed(cfg, {"MODEL.WEIGHTS": "x", "OUT_DIR": str(out_dir / "new")}))
     assert problem.startswith("MODEL.WEIGHTS: got x, which no resume loads") and "fix: name it as FINETUNE" in problem
+
+
+@pytest.mark.parametrize("difference, kind", [(1e-7, "looks like rounding"), (0.1, "is more than rounding")])
+def test_a_tensor_that_differs_is_named_with_the_size_of_its_difference(difference, kind):
+    pair = [{"state_dict": {"fc": torch.ones(3, dtype=torch.float64) + more}} for more in (difference, 0)]
+    said = rf"(?s)state_dict after a resume: .*Mismatched elements: 3 / 3.*the largest value, which {kind}"
+    with pytest.raises(AssertionError, match=said):
+        assert_equal(*pair)
 
 
 @pytest.mark.slow

@@ -27,8 +27,8 @@ POLICIES = ("none", *_TORCHVISION_POLICIES, "3augment",
 
 # Options that are off by default, whose conflicts are in a file of their own.
 _FEATURES = ("AUG.MIXUP", "AUG.CUTMIX", "TRAIN.IM_SIZE_START", "TEST.LABELS", "LOSS.CLASS_WEIGHTS",
-             "LOSS.POSITIVE_WEIGHT", "DISTILL.TEACHER", "DISTILL.WEIGHTS", "FINETUNE.HEAD_RESET", "FINETUNE.LR_MULT",
-             "FINETUNE.LORA", "MODEL.KWARGS", "DISTILL.KWARGS", "OPTIM.KWARGS")  # fmt: skip
+             "LOSS.POSITIVE_WEIGHT", "DISTILL.TEACHER", "DISTILL.WEIGHTS", "FINETUNE.HEAD", "FINETUNE.HEAD_RESET",
+             "FINETUNE.LR_MULT", "FINETUNE.LORA", "MODEL.KWARGS", "DISTILL.KWARGS", "OPTIM.KWARGS")  # fmt: skip
 
 # An option, whether its value is in conflict with others, and what is expected.
 Conflict = tuple[str, object, str]

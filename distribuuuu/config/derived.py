@@ -81,7 +81,6 @@ CONDITIONS: dict[str, Callable[[Any], object]] = {
     "a DISTILL.TEACHER": lambda cfg: cfg.DISTILL.TEACHER,
     "a DISTILL.TEACHER and DISTILL.KIND soft": lambda cfg: cfg.DISTILL.TEACHER and cfg.DISTILL.KIND == "soft",
     "EMA.HALF_LIFE above 0": lambda cfg: cfg.EMA.HALF_LIFE,
-    "FINETUNE.WEIGHTS": lambda cfg: cfg.FINETUNE.WEIGHTS,
     "LOG.TENSORBOARD True": lambda cfg: cfg.LOG.TENSORBOARD or "tensorboard" in cfg.LOG.TRACKERS,
     "LOSS.NAME bce": lambda cfg: cfg.LOSS.NAME == "bce",
     "LOSS.NAME focal": lambda cfg: cfg.LOSS.NAME == "focal",

@@ -121,11 +121,11 @@ def _other_weights(cfg: Config) -> Iterator[Conflict]:
     yield "DISTILL.WEIGHTS", lacks, "expected the file of the teacher's weights, or pretrained"
     lacks = cfg.DISTILL.WEIGHTS and not cfg.DISTILL.TEACHER
     yield "DISTILL.WEIGHTS", lacks, "expected none without a teacher; fix: set DISTILL.TEACHER to their model"
-    lacks = cfg.FINETUNE.HEAD_RESET and not cfg.FINETUNE.WEIGHTS
-    yield "FINETUNE.HEAD_RESET", lacks, "expected False without weights; fix: set FINETUNE.WEIGHTS"
-    tune, is_backbone = cfg.FINETUNE, names_backbone(cfg.MODEL.ARCH)
-    lacks = tune.LORA and not (tune.WEIGHTS or cfg.MODEL.PRETRAINED or cfg.MODEL.WEIGHTS or is_backbone)
-    yield "FINETUNE.LORA", lacks, "expected none without trained weights; fix: set FINETUNE.WEIGHTS"
+    tune = cfg.FINETUNE
+    is_tuned = tune.WEIGHTS or cfg.MODEL.PRETRAINED or names_backbone(cfg.MODEL.ARCH)
+    for key in ("HEAD", "HEAD_RESET", "LORA"):
+        lacks = tune[key] and not (is_tuned or (key == "LORA" and cfg.MODEL.WEIGHTS))
+        yield f"FINETUNE.{key}", lacks, "expected none without trained weights; fix: set FINETUNE.WEIGHTS"
     is_both = tune.LORA and "backbone" in tune.FREEZE
     yield "FINETUNE.FREEZE", is_both, "expected no `backbone`, which would freeze the adapters; fix: remove it"
     is_unused = cfg.DISTILL.TEACHER and name in BUILT_IN_TASKS and name != "distillation"

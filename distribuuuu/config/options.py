@@ -243,7 +243,7 @@ _C.FINETUNE.EMA = Option(True, removed="for the raw weights of a run, name its b
 # Initialize the head randomly even if the file's fits.
 _C.FINETUNE.HEAD_RESET = False
 # Initial head: a file of `distribuuuu finetune`, probe.pth.tar; probe: the one in OUT_DIR. Empty: that of the weights.
-_C.FINETUNE.HEAD = Option("", path=True, needs="FINETUNE.WEIGHTS", hash_default="")
+_C.FINETUNE.HEAD = Option("", path=True, hash_default="")
 # Layers to freeze, with their batch norms: patterns of names, e.g. [conv1, 'layer1.*']; backbone: all but the head.
 _C.FINETUNE.FREEZE = Option((), of=str)
 # Low-rank adapters of linear layers (LoRA), e.g. {rank: 8, alpha: 16, targets: ['*.attn.*']}, where alpha is the scale

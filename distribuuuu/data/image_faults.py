@@ -47,6 +47,11 @@ class ImageFault(NamedTuple):
         return BadImageError(f"broken image: {self}; fix: repair or remove it{skip}")
 
 
+def describe_unread(name: str, reason: str) -> str:
+    """Return the line for an image that cannot be read, by the reason of its `ImageFault`; with a fix it is intact."""
+    return f"{'cannot read' if '; fix: ' in reason else 'broken image:'} {name}: {reason}"
+
+
 def explain_fault(name: str, error: Exception) -> ImageFault:
     """Return the fault of an image whose reading or decoding raised an error."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -118,7 +118,7 @@ def to_pixels(array: np.ndarray, options: Any) -> torch.Tensor:
     if options.pixels == "float32" and array.dtype.kind in "iuf":
         planes = planes.astype(np.float32)
         if not np.isfinite(planes).all():
-            raise ValueError("has pixels that are NaN or infinite; fix: replace them in the file")
+            raise ValueError("has pixels that are NaN or infinite")
     elif array.dtype.newbyteorder("=") != options.pixels:
         other = array.dtype.name if array.dtype.name in PIXEL_RANGES else "float32"
         expected = f"expected {options.pixels} (DATA.PIXELS); fix: set DATA.PIXELS {other}"

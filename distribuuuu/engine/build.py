@@ -276,7 +276,7 @@ def build_initial_model(cfg, classes: Sequence[str], pretrained: bool) -> nn.Mod
         ConfigError: the model cannot be built, or the weights cannot be loaded.
     """
     model = build_model(cfg)
-    if pretrained and (cfg.FINETUNE.WEIGHTS or cfg.FINETUNE.HEAD or cfg.MODEL.PRETRAINED):
+    if pretrained and (cfg.FINETUNE.WEIGHTS or cfg.MODEL.PRETRAINED):
         importlib.import_module("distribuuuu.models.finetune").load_initial(cfg, model, classes)
     return model
 

@@ -98,7 +98,7 @@ def resolve_cfg(cfg: Config, weights: str = "", trains: bool = False) -> Config:
     if names_backbone(cfg.MODEL.ARCH):
         from distribuuuu.models.pretrained import resolve_arch
 
-        cfg = resolve_arch(cfg)
+        cfg = resolve_arch(cfg, is_resumed=not weights and _may_resume(cfg))
     initial = cfg.MODEL.WEIGHTS or cfg.FINETUNE.WEIGHTS or cfg.MODEL.PRETRAINED or cfg.DISTILL.WEIGHTS
     jobs = None
     if trains and not cfg.TRAIN.AUTO_RESUME:

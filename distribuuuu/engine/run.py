@@ -52,13 +52,14 @@ class Training:
 
 @dataclass
 class Run(Training):
-    """The objects of a training run: those of its steps, and those around them."""
+    """The objects of a training run: those of its steps and around them; and the first loss, until it is checked."""
 
     val_loader: Loader
     checkpoints: CheckpointManager
     results: RunResults
     log: Log
     stop: StopRequest
+    first_loss: torch.Tensor | None = None
 
     def save(self, evaluations: dict[str, dict] | None = None, ends_run: bool = False) -> Path:
         """Save state and task as a checkpoint, see `CheckpointManager.save`, and return its file.
@@ -101,13 +102,13 @@ def begin_epoch(run: Run) -> None:
 
 def check_first_loss(run: Run) -> None:
     """Warn if the first step of a classification has a loss far above that of guessing, as a badly scaled head does."""
-    cfg = run.cfg
-    is_plain = cfg.TASK.NAME in (AUTO, "classification") and not (cfg.DISTILL.TEACHER or cfg.LOSS.CLASS_WEIGHTS)
-    if is_plain and cfg.LOSS.NAME == "cross_entropy" and dist.is_main() and run.task.device.type == "cpu":
-        count, loss = run.state.meter.state_dict()["sums"][:2].tolist()
-        if loss > count * ((guess := math.log(len(run.task.classes))) + 1):
-            logger.warning("the loss of the first step is %.2f, that of guessing is %.2f: check the initial weights of "
-                           "the head, DATA.MEAN and DATA.STD", loss / count, guess)  # fmt: skip
+    cfg, loss, run.first_loss = run.cfg, run.first_loss, None
+    is_plain = cfg.TASK.NAME in (AUTO, "classification") and cfg.LOSS.NAME == "cross_entropy" and dist.is_main()
+    if loss is None or not is_plain or cfg.DISTILL.TEACHER or cfg.LOSS.CLASS_WEIGHTS:
+        return
+    if float(loss) > (guess := math.log(len(run.task.classes))) + 1:
+        logger.warning("the loss of the first step is %.2f, that of guessing is %.2f: check the initial weights of "
+                       "the head, DATA.MEAN and DATA.STD", loss, guess)  # fmt: skip
 
 
 def describe_augmentation(cfg: Config, task: Task, epoch: int) -> str:

@@ -27,6 +27,7 @@ from distribuuuu.data.batch import Normalizer
 from distribuuuu.data.build_transform import build_eval_crop
 from distribuuuu.data.crops import EvalCrop
 from distribuuuu.data.decode import DecodeOptions, build_decode_options, open_lazy_image
+from distribuuuu.data.image_faults import describe_unread
 from distribuuuu.data.loader import BadImageError
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop
@@ -234,10 +235,8 @@ class LoadedRun:
         predictions = [prediction for chunk in chunks for prediction in chunk]
         bad = next((prediction for prediction in predictions if prediction.error), None)
         if bad and not skip_bad:
-            what, fix = (
-                ("cannot read", ", or") if "; fix: " in str(bad.error) else ("broken image:", "; fix: remove it, or")
-            )
-            raise BadImageError(f"{what} {bad.image}: {bad.error}{fix} pass skip_bad=True")
+            text = describe_unread(bad.image, str(bad.error))
+            raise BadImageError(f"{text}{'' if '; fix: ' in text else '; fix: remove it'}, or pass skip_bad=True")
         return predictions
 
     def hash_job(self, files: Sequence[str], *details: Any) -> str:

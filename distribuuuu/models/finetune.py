@@ -41,8 +41,7 @@ class IncompatibleWeightsError(ValueError):
 
 def load_initial(cfg, model: nn.Module, classes: Sequence[str]) -> None:
     """Load FINETUNE.WEIGHTS or MODEL.PRETRAINED, and FINETUNE.HEAD, into a newly built model."""
-    if cfg.FINETUNE.WEIGHTS or cfg.MODEL.PRETRAINED:
-        load_weights(cfg, model, cfg.FINETUNE.WEIGHTS or PUBLISHED, classes, find_weights_key(cfg))
+    load_weights(cfg, model, cfg.FINETUNE.WEIGHTS or PUBLISHED, classes, find_weights_key(cfg))
     if cfg.FINETUNE.HEAD:
         load_head(cfg, model, classes)
 

@@ -28,7 +28,9 @@ from distribuuuu.config import Config, ConfigError, Problem
 from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted
 from distribuuuu.config.json_file import load_json
+from distribuuuu.config.locate import FoundConfig
 from distribuuuu.config.model_names import is_published, names_backbone
+from distribuuuu.config.reader import read_cfg
 from distribuuuu.files.file_kinds import explain_no_weights
 from distribuuuu.files.untrusted import InvalidFileError, untrusted
 from distribuuuu.models.find_architecture import Architecture, ModelSpec, find_architecture
@@ -163,14 +165,20 @@ def _find_crop_problem(published: Mapping[str, Any]) -> str:
     return ""
 
 
-def resolve_arch(cfg: Config, key: str = "MODEL.ARCH") -> Config:
+def resolve_arch(cfg: Config, key: str = "MODEL.ARCH", is_resumed: bool = False) -> Config:
     """Return a config whose MODEL.ARCH is an architecture; if it was the name of weights, FINETUNE.WEIGHTS names them.
 
-    Errors are those of the option `key`.
+    Of a run that is resumed, these weights, which only its start reads, need not exist. Errors are those of the option
+    `key`.
     """
     name = cfg.MODEL.ARCH
     if not names_backbone(name):
         return cfg
+    trained = read_cfg(FoundConfig(Path(cfg.OUT_DIR, cfg.CFG_DEST)))[0] if is_resumed else None
+    if trained and trained.FINETUNE.WEIGHTS == name:
+        kwargs = {f"MODEL.KWARGS.{one}": value for one, value in {**trained.MODEL.KWARGS, **cfg.MODEL.KWARGS}.items()}
+        own = {"MODEL.ARCH": trained.MODEL.ARCH, "FINETUNE.WEIGHTS": name, "MODEL.PRETRAINED": False}
+        return changed(cfg, {**kwargs, **own}, f"{key} {name}")
     try:
         backbone = resolve_backbone(name)
         if not backbone.arch:

@@ -121,8 +121,7 @@ CASES = {
     "DISTILL.KIND hard": TEACHER,
     "DISTILL.ALPHA 0.2": TEACHER, "DISTILL.KWARGS.width 3": TEACHER, "DISTILL.TEMPERATURE 2": TEACHER,
     **{f"EMA.{words}": "EMA.HALF_LIFE 10" for words in ("RAMP_UP 0", "EVERY_STEPS 2", "START_EPOCH 1")},
-    "FINETUNE.HEAD probe": "FINETUNE.WEIGHTS pretrained", "LOSS.POSITIVE_WEIGHT [2]": "LOSS.NAME bce",
-    "LOSS.BCE_TARGET_THRESHOLD 0": "LOSS.NAME bce",
+    "LOSS.POSITIVE_WEIGHT [2]": "LOSS.NAME bce", "LOSS.BCE_TARGET_THRESHOLD 0": "LOSS.NAME bce",
     "OPTIM.BETAS [0.9,0.9]": "OPTIM.NAME adamw", "OPTIM.EPS 1e-6": "OPTIM.NAME adamw",
     "TEST.FLIP True TASK.NAME predictor": "TASK.NAME auto", "TEST.SHIFT 1 TASK.NAME predictor": "TASK.NAME auto",
     "MODEL.INIT fan_out MODEL.PRETRAINED True": "MODEL.PRETRAINED False",
@@ -177,7 +176,8 @@ MIXED = "AUG.MIXUP 0.2 AUG.CUTMIX 1"
     (f"{MIXED} AUG.CUTMIX_SHARE 0", "AUG.CUTMIX_SHARE"), (f"{MIXED} AUG.CUTMIX_SHARE 1", "AUG.CUTMIX_SHARE"),
     ("AUG.MIXUP 1 AUG.MIX_BY step AUG.MIX_GROUP 2", "AUG.MIX_BY"),
     ("TRAIN.IM_SIZE_START 1 TRAIN.IM_SIZE_EPOCHS [0,2]", "TRAIN.IM_SIZE_START"),
-    ("DISTILL.WEIGHTS pretrained", "DISTILL.WEIGHTS"), ("FINETUNE.HEAD_RESET True", "FINETUNE.HEAD_RESET"),
+    ("DISTILL.WEIGHTS pretrained", "DISTILL.WEIGHTS"), ("FINETUNE.HEAD probe", "FINETUNE.HEAD"),
+    ("FINETUNE.HEAD_RESET True", "FINETUNE.HEAD_RESET"),
     (f"{TEACHER} TASK.NAME lookahead", "DISTILL.TEACHER"), (f"{TEACHER} TASK.NAME classification", "DISTILL.TEACHER"),
     ("TASK.MIXINS unknown TASK.KWARGS.rank 3", "TASK.MIXINS"),
     *((f"TASK.NAME {name} DATA.VIEWS 3", "DATA.VIEWS") for name in BUILT_IN_TASKS if name != "distillation"),
@@ -201,9 +201,8 @@ def test_every_task_of_the_package_is_checked_as_built_in():
     ("muon", "{ns_steps: 5}", ""), ("adamw", "{amsgrad: true}", ""), ("sgd", "{maximize: true}", ""),
 ])  # fmt: skip
 def test_arguments_of_an_optimizer_are_tried_before_the_data_is_opened(name, kwargs, said):
-    cfg = load_cfg(
-        None, ["OPTIM.NAME", name, "OPTIM.KWARGS", kwargs, "MODEL.ARCH", "resnet8", "MODEL.NUM_CLASSES", "2"]
-    )
+    words = ["OPTIM.NAME", name, "OPTIM.KWARGS", kwargs, "MODEL.ARCH", "resnet8", "MODEL.NUM_CLASSES", "2"]
+    cfg = load_cfg(None, words)
     before = torch.random.get_rng_state()
     if said:
         assert said in message_of(resolve_cfg, cfg).replace(" (command line)", "")
@@ -243,9 +242,7 @@ def test_the_log_names_such_options_and_the_folders(small_cfg, finished_run, tmp
     log = (tmp_path / "out" / "train.log").read_text()
     assert "OPTIM.STEPS (command line): [1] has no effect; it needs OPTIM.LR_POLICY steps" in log
     assert log.count("has no effect") == 1
-    step = (
-        "global batch 10 = 5 images x 2 micro-batches x 1 process (TRAIN.BATCH_SIZE 9 rounded down); 4 steps per epoch"
-    )
-    assert f"step: {step}, with 20 of the 48 images" in log, "5 images a step, each twice"
+    plan = "global batch 10 = 5 images x 2 micro-batches x 1 process (TRAIN.BATCH_SIZE 9 rounded down)"
+    assert f"step: {plan}; 4 steps per epoch, with 20 of the 48 images" in log, "5 images a step, each twice"
     assert "images" not in re.search("step: (.*)", (finished_run / "train.log").read_text())[1].partition("epoch")[2]
     assert f"validation data: {image_folder}/. (TEST.DATASET), training data: {image_folder}" in log

@@ -15,7 +15,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import BadImageError
 from distribuuuu.data.datasets.file_check import check_file
 from distribuuuu.data.decode import DEFAULTS, decode
-from distribuuuu.data.image_faults import explain_fault
+from distribuuuu.data.image_faults import describe_unread, explain_fault
 from distribuuuu.data.loader import build_loader
 from distribuuuu.inference.forward_chunks import UnlabeledImages
 from distribuuuu.launch.detect import detect_launch
@@ -75,6 +75,7 @@ def test_each_cause_has_its_answer_and_only_damage_is_skipped(data, options, dam
         decode(data(), options=options)
     fault = explain_fault("a.png", caught.value)
     assert fault.is_damaged is damaged
+    assert describe_unread("b.png", fault.reason).startswith("broken image: b.png" if damaged else "cannot read b.png")
     with pytest.raises(BadImageError, match=said) as raised:
         raise fault.error(can_skip=True)
     assert ("repair or remove it, or set DATA.ON_BAD_IMAGE skip" in str(raised.value)) is damaged

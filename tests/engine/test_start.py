@@ -169,13 +169,18 @@ def test_problems_of_a_training_are_reported_before_it_starts(problems):
 
 
 def test_a_resumed_run_needs_its_teacher_but_no_initial_weights(problems, tmp_path):
-    gone = ("FINETUNE.WEIGHTS", "/no/such"), ("MODEL.WEIGHTS", "/no/such")
+    name, run = "local-dir:/no/such", tmp_path / "run"
+    gone = ("FINETUNE.WEIGHTS", "/no/such"), ("MODEL.WEIGHTS", "/no/such"), ("MODEL.ARCH", name)
     assert all("/no/such" in str(problems(*words)) for words in gone)
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / "ckpt_ep_001.pth.tar").touch()
-    assert [problems(*words) for words in gone] == [[], []]
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "ckpt_ep_001.pth.tar").touch()
+    assert [problems(*words) for words in gone] == [[], [], []]
     for words in (*(("TRAIN.AUTO_RESUME", "False", *each) for each in gone), TAUGHT):
         assert "/no/such" in str(problems(*words))
+    trained = ("MODEL.ARCH", "resnet8", "MODEL.KWARGS.width", "8", "MODEL.NUM_CLASSES", "3", "FINETUNE.WEIGHTS", name)
+    (run / "config.yaml").write_text(load_cfg(None, trained).dump())
+    kept = resolve_cfg(load_cfg(None, ["OUT_DIR", str(run), "MODEL.ARCH", name, "MODEL.NUM_CLASSES", "3"]))
+    assert (kept.MODEL.ARCH, kept.MODEL.KWARGS, kept.FINETUNE.WEIGHTS) == ("resnet8", {"width": 8}, name)
 
 
 def test_a_run_that_goes_on_with_its_own_preprocessing_does_not_search_for_it(copied_run, monkeypatch):

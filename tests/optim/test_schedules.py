@@ -172,9 +172,7 @@ def test_a_run_without_an_average_may_continue_with_one_and_vice_versa(copied_ru
     assert (copied_run / "best_ema.pth.tar").exists()
     assert distribuuuu.train(cfg := small_cfg("OPTIM.MAX_EPOCH", 4)).weights == copied_run / "best.pth.tar"
     assert "ema_state_dict" not in newest(cfg.OUT_DIR)
-    assert find_weights_file(cfg.OUT_DIR) == copied_run / "best.pth.tar", (
-        "not the average of an earlier part of the run"
-    )
+    assert find_weights_file(cfg.OUT_DIR) == copied_run / "best.pth.tar", "not the average of an earlier part"
 
 
 @pytest.mark.parametrize("name, dtype", [("none", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])

@@ -22,6 +22,7 @@ from distribuuuu.config.config_node import changed
 from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.decode import open_lazy_image
+from distribuuuu.data.image_faults import describe_unread
 from distribuuuu.data.loader import BadImageError
 from distribuuuu.inference.forward_chunks import UnlabeledImages, list_spans
 from distribuuuu.inference.loaded_run import LoadedRun, Prediction, Selection
@@ -86,7 +87,7 @@ def check_export(
         whether the export is verified, and `error` if the code has failed.
 
     Raises:
-        BadImageError: an image cannot be read, and DATA.ON_BAD_IMAGE is not skip.
+        BadImageError: an image cannot be read, and is intact, or DATA.ON_BAD_IMAGE is not skip.
     """
     num = min(max_images, len(images)) or len(images)
     indices = [position * len(images) // num for position in range(num)]
@@ -95,9 +96,11 @@ def check_export(
     files = [_original_file(run, images, index, temporary) for index in indices]
     predicted = _predict(run, files)
     bad = [number for number, prediction in enumerate(predicted) if prediction.error]
-    if bad and (run.cfg.DATA.ON_BAD_IMAGE != "skip" or len(bad) == num):
-        named = f"{images.describe(indices[bad[0]])}: {predicted[bad[0]].error}"
-        raise BadImageError(f"broken image: {named}; fix: repair it, or set DATA.ON_BAD_IMAGE skip")
+    intact = [number for number in bad if "; fix: " in str(predicted[number].error)]
+    if intact or (bad and (run.cfg.DATA.ON_BAD_IMAGE != "skip" or len(bad) == num)):
+        first = (intact or bad)[0]
+        text = describe_unread(images.describe(indices[first]), str(predicted[first].error))
+        raise BadImageError(text if intact else f"{text}; fix: repair it, or set DATA.ON_BAD_IMAGE skip")
     kept = [number for number, prediction in enumerate(predicted) if prediction.error is None]
     others, errors = _run_code(code, [files[number] for number in kept], folder, temporary, run.task.multilabel)
     own = [list(zip(predicted[number].labels, predicted[number].probabilities, strict=True)) for number in kept]

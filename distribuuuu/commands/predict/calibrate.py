@@ -49,6 +49,9 @@ def calibrate(prog: str, args: list[str]) -> int:
     run.build()
     kept, parts = list[int](), list[torch.Tensor]()
     for span, pixels, causes in progress(loader.chunks(), label="calibrate", total=len(spans)):
+        for fault in causes.values():
+            if not fault.is_damaged:
+                raise fault.error()
         own = [index for index in span if index not in causes]
         parts.append(run.compute_scores(pixels).float().cpu()[[index - span.start for index in own]])
         kept += own

@@ -12,6 +12,7 @@ from distribuuuu.config.errors import counted
 from distribuuuu.data.datasets.file_check import find_reduced
 from distribuuuu.data.datasets.table_file import csv_line
 from distribuuuu.data.decode import build_decode_options
+from distribuuuu.data.image_faults import describe_unread
 from distribuuuu.files.untrusted import printable
 from distribuuuu.inference.forward_chunks import UnlabeledImages, list_spans
 from distribuuuu.inference.load_run import find_run
@@ -57,7 +58,7 @@ def predict_files(job: Namespace) -> int:
             rows = "".join(format_row(one, columns, threshold) for one in predictions if one.error is None)
             errors = [[one.image, one.error] for one in predictions if one.error is not None]
             for path, cause in errors:
-                bar.write(describe_broken(path, cause), file=sys.stderr)
+                bar.write(printable(describe_unread(path, cause)), file=sys.stderr)
             if out:
                 out.append(rows, errors)
             else:
@@ -69,12 +70,6 @@ def predict_files(job: Namespace) -> int:
     if num_broken:
         print(f"broken: {counted(num_broken, 'image')}", file=sys.stderr)
     return num_broken
-
-
-def describe_broken(path: str, cause: str) -> str:
-    """Return the line for an image that cannot be read; with a fix, it need not be broken."""
-    what = "cannot read" if "; fix: " in cause else "broken image:"
-    return printable(f"{what} {path}: {cause}")
 
 
 def print_rows(rows: str) -> None:

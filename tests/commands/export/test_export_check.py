@@ -183,9 +183,11 @@ def test_images_without_files_of_their_own_are_written_as_they_are(small_cfg, tm
         images.read = read
         found = check_export(run, images, tmp_path / "out", code)
         assert found["verified"] and found["images"] == 37 and found["max_probability_difference"] < 1e-6
-    images.read = lambda index: b"" if index == 3 else paths[index].read_bytes()
-    with pytest.raises(BadImageError, match="broken image: .*/003.jpg: .*the file is empty; fix: repair it"):
-        check_export(run, images, tmp_path, code)
+    broken, intact = "broken image: .*003.jpg: .* is empty; fix: repair it", "cannot read .*003.jpg: .*Git LFS.*pull$"
+    for data, folder, said in ((b"", tmp_path, broken), (b"version https://git-lfs", tmp_path / "out", intact)):
+        images.read = lambda index, data=data: data if index == 3 else paths[index].read_bytes()
+        with pytest.raises(BadImageError, match=said):
+            check_export(run, images, folder, code)
 
 
 def test_the_code_of_a_card_finds_the_modules_of_plug_ins(tmp_path, monkeypatch):

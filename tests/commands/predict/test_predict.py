@@ -147,16 +147,8 @@ def test_an_image_that_cannot_be_read_is_an_error_or_is_marked(shapes_run, shape
 
 def test_folders_patterns_lists_and_files_are_expanded_in_order(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
-    for name in (
-        "e[1]/1.jpg",
-        "a/z.jpg",
-        "a/b/y.PNG",
-        "a/b/notes.md",
-        "a/.hidden/x.jpg",
-        "a/__MACOSX/x.jpg",
-        "c[1].jpg",
-        "d.webp",
-    ):
+    names = "e[1]/1.jpg a/z.jpg a/b/y.PNG a/b/notes.md a/.hidden/x.jpg a/__MACOSX/x.jpg c[1].jpg d.webp"
+    for name in names.split():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
     Path("a/b/again").symlink_to(tmp_path / "a")

@@ -91,9 +91,6 @@ def test_a_folder_above_the_data_set_is_recognized(tmp_path, capsys):
     assert find_inner_root(tmp_path / "parent") == inner and find_inner_root(inner) is None
     assert f"fix: set TRAIN.DATASET {inner}" in errors_of(tmp_path / "parent", tmp_path)
     (tmp_path / "parent" / "empty").mkdir()
-    for folder, message in (
-        (tmp_path / "parent", f"fix: use {inner}"),
-        (inner, "has splits already: train, val; fix: "),
-    ):
+    for folder, message in ((tmp_path / "parent", f"fix: use {inner}"), (inner, "has splits already: train, val; ")):
         assert run_command("split", folder, "--val", 0.2, "--out", tmp_path / "lists") == 2
         assert message in capsys.readouterr().err

@@ -160,10 +160,8 @@ def test_a_text_without_a_header_needs_the_words_that_the_message_names(cfg_of, 
         rows = list_rows(image_folder, split)
         (tmp_path / f"{split}.txt").write_text("".join(f"{row['path']}, {row['breed']}, 0\n" for row in rows))
     (problem, _) = map(str, find_run_problems(cfg_of(), train=True))
-    assert (
-        f"{tmp_path / 'train.txt'} has no column path" in problem
-        and "DATA.TABLE.columns of a text without a header" in problem
-    )
+    assert f"{tmp_path / 'train.txt'} has no column path" in problem
+    assert "DATA.TABLE.columns of a text without a header" in problem
     cfg = cfg_of("DATA.TABLE.columns", "[path, label, column_3]")
     assert find_run_problems(cfg, train=True) == []
     for part in (True, False):
