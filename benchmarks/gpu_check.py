@@ -216,7 +216,7 @@ def check_compiled(folder: Path) -> Lines:
     """Kill a compiled run in an evaluation and resume it; compare it with an undisturbed one, and with an eager one."""
     words = "TRAIN.AMP bf16 EMA.HALF_LIFE 60 TEST.FLIP True DIST.STARTUP_TIMEOUT_S 1800"
     train(folder, "eager", words)
-    for mode in ("default", "reduce-overhead"):
+    for mode in ("default", "reduce-overhead", "step"):
         check = f"MODEL.COMPILE {mode}"
         if mode == "reduce-overhead" and not ON_GPU:
             yield check, "no GPU", "CUDA graphs", None

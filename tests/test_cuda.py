@@ -1,9 +1,10 @@
 """Synchronization with a GPU, simulated on any machine."""
 
+import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ from distribuuuu.data.transforms import resize
 from distribuuuu.distributed import ddp
 from distribuuuu.engine.build import build_state, build_training, set_backends
 from distribuuuu.engine.run import Run
+from distribuuuu.engine.static_step import use_static_steps
 from distribuuuu.launch.detect import Launch
 from distribuuuu.optim.optimizer import build_optimizer
 from distribuuuu.optim.precision import Precision, build_clipper, build_precision
@@ -125,14 +127,17 @@ def take_steps(cfg, parts, state, device: torch.device, num: int, begin: Callabl
     state.optimizer = build_optimizer(cfg, state.model)
     task.prepare_training(loader.plan, loader.images, loader.num_steps)
     checks = iter(range(1, num + 1))
-    train_epoch(Run(
+    run = Run(
         cfg, task, state, state.model, loader, build_lr(cfg, loader.plan.global_batch), build_clipper(cfg), loader,
         checkpoints=None,
         results=None,
         log=SimpleNamespace(steps=lambda epoch, step, end: range(num), show_step=lambda *position: None,
                             set_stage=lambda *stage: None),
         stop=SimpleNamespace(begin_phase=lambda phase: None, check=lambda position: next(checks) == 2 and begin()),
-    ))  # fmt: skip
+    )  # fmt: skip
+    if cfg.MODEL.COMPILE == "step":
+        use_static_steps(run)
+    train_epoch(run)
     return state
 
 
@@ -142,6 +147,8 @@ STEPS = [
     ("LOSS.NAME", "bce", "AUG.MIX_BY", "step"),
     slow(("TRAIN.AMP", "bf16", "MODEL.CHANNELS_LAST", True, "LOSS.CLASS_WEIGHTS", [1, 2, 3])),
     slow(("TRAIN.AMP", "fp16", "OPTIM.NAME", "adamw")),
+    ("MODEL.COMPILE", "step"),
+    slow(("MODEL.COMPILE", "step", "OPTIM.NAME", "adamw", "TRAIN.AMP", "bf16")),
 ]
 
 
@@ -154,10 +161,20 @@ def test_a_step_does_not_synchronize(small_cfg, monkeypatch, overrides):
         for parameter in state.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
 
+    @contextlib.contextmanager
+    def capture(graph: object, capture_error_mode: str) -> Iterator[None]:
+        before = len(timeline.waits)
+        yield
+        events.append(timeline.waits[before:])
+
+    events: list[object] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: events.append("replay")))
+    monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.Tensor, "backward", backward)
     with fake_cuda(monkeypatch) as timeline:
         state = take_steps(cfg, parts, state, CUDA, 3, timeline.waits.clear)
     assert timeline.faults == {} and timeline.num_operations > 500
+    assert events == ([[], *["replay"] * 3] if "MODEL.COMPILE" in overrides else []), "one capture, without a wait"
     assert state.optimizer.defaults["fused"] and next(state.model.parameters()).is_cuda
     assert all(parameter.grad is not None for parameter in state.model.parameters())
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import runs
 from support.processes import on_processes
-from support.runs import GROUP_NORM, assert_close, assert_same_run, records, small_options, timeless, train_and_read
+from support.runs import GROUP_NORM, assert_close, records, small_options, timeless, train_and_read
 from support.tables import slow
 from torch.utils._pytree import tree_flatten
 
@@ -50,15 +50,22 @@ OPTIONS = {
              "AUG.ERASING_MODE", "pixel"),
     "airbench": AIRBENCH,
     "airbench muon": (*AIRBENCH, "MODEL.ARCH", "airbench94_muon", "OPTIM.NAME", "airbench_muon", "OPTIM.BASE_LR", 0.24),
+    "last epoch": ("OPTIM.LAST_EPOCH", 0.3, "OPTIM.LR_POLICY", "lin", "OPTIM.LR_UPDATE", "step"),
     "everything": (*EVERYTHING, *BATCH_NORM, "TRAIN.BATCH_SIZE", 6),
+    # Evaluations in batches of another size than those of training, the last one shorter; 48 and 37 images.
+    "compiled": ("MODEL.COMPILE", "default", "TEST.BATCH_SIZE", 14, "EMA.HALF_LIFE", 30),
+    "step": (*EVERYTHING, *BATCH_NORM, "TRAIN.BATCH_SIZE", 6, "OPTIM.NAME", "sgd", "MODEL.COMPILE", "step"),
 }  # fmt: skip
+NOT_STATIC = ("lamb", "muon", "airbench muon", "fp16", "compiled", "step", "everything")  # or another row
 PLACES = [(0, 1), (0, 3), (0, 4), (1, 0), (1, 2), (1, 4)]  # (finished epochs, steps since), of four steps per epoch
 DEFAULT_TIER = [
     ("default", "killed", (0, 3)), ("default", "signal", (0, 2)), ("everything", "killed", (1, 0)),
+    ("step", "killed", (0, 3)),
 ]  # fmt: skip
 SLOW_TIER = [
     *((name, "killed", (0, 2 if "rows" in name else 3)) for name in OPTIONS),
     *(("everything", "killed", place) for place in PLACES),
+    ("last epoch", "killed", (1, 1)),
     *((name, way, (1, 4)) for name in ("default", "airbench", "everything") for way in ("signal", "evaluation")),
 ]
 
@@ -133,11 +140,21 @@ def assert_same_checkpoint(one: Path, other: Path) -> None:
     "name, way, place", [*DEFAULT_TIER, *(slow(*case) for case in dict.fromkeys(SLOW_TIER) if case not in DEFAULT_TIER)]
 )
 def test_a_resumed_run_is_the_whole_one(uninterrupted, options_of, small_cfg, tmp_path, monkeypatch, name, way, place):
-    words = (*options_of(name), "CHECKPOINT.EVERY_STEPS", 1)
+    words, whole = (*options_of(name), "CHECKPOINT.EVERY_STEPS", 1), uninterrupted(name)
+    forget = torch._dynamo.reset if name == "compiled" else lambda: None  # what the process has compiled
+    forget()
     stop_run(small_cfg(*words), way, place, monkeypatch)
+    forget()
     train_model(small_cfg(*words, "TRAIN.WORKERS", 2))
     log = (tmp_path / "out" / "train.log").read_text()
     assert f": epoch {place[0] + 1}, step {place[1]}\n" in log and ("SIGTERM: stopped" in log) == (way == "signal")
+    assert_same_checkpoint(tmp_path / "out", whole)
+    assert timeless(tmp_path / "out") == timeless(whole)
+
+
+@pytest.mark.parametrize("name", ["everything", *(slow(name) for name in OPTIONS if name not in NOT_STATIC)])
+def test_static_steps_are_those_of_the_loop(uninterrupted, options_of, small_cfg, tmp_path, name):
+    train_model(small_cfg(*options_of(name), "MODEL.COMPILE", "step"))
     assert_same_checkpoint(tmp_path / "out", uninterrupted(name))
     assert timeless(tmp_path / "out") == timeless(uninterrupted(name))
 
@@ -164,17 +181,12 @@ def test_a_run_resumes_with_another_number_of_processes(small_cfg, tmp_path, mon
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_within_an_epoch_is_resumed(small_cfg, tmp_path, monkeypatch):
-    words = ("OPTIM.LAST_EPOCH", 0.3, "OPTIM.LR_POLICY", "lin", "OPTIM.LR_UPDATE", "step", "CHECKPOINT.EVERY_STEPS", 1)
-    whole = train_and_read(small_cfg(*words, "OUT_DIR", tmp_path / "whole"))
-    assert "4 steps per epoch, 2 in the last one" in (tmp_path / "whole" / "train.log").read_text()
-    rows = [(row["kind"], row["epoch"], row["step"]) for row in timeless(tmp_path / "whole")]
+def test_the_last_epoch_may_end_early(uninterrupted):
+    out = uninterrupted("last epoch")
+    assert "4 steps per epoch, 2 in the last one" in (out / "train.log").read_text()
+    rows = [(row["kind"], row["epoch"], row["step"]) for row in timeless(out)]
     assert rows[4:] == [("eval", 1, 4), ("train", 2, 1), ("train", 2, 2), ("eval", 2, 2)]
-    assert (whole["epoch"], whole["step"], timeless(tmp_path / "whole")[-2]["lr"]) == (1, 0, pytest.approx(0.1 / 26))
-    runs.train_and_stop(small_cfg(*words), (1, 1), monkeypatch)
-    train_model(small_cfg(*words, "TRAIN.WORKERS", 2))
-    assert_same_checkpoint(tmp_path / "out", tmp_path / "whole")
-    assert timeless(tmp_path / "out") == timeless(tmp_path / "whole")
+    assert (runs.newest(out)["epoch"], timeless(out)[-2]["lr"]) == (1, pytest.approx(0.1 / 26))
 
 
 def test_processes_that_share_a_global_batch_train_the_same_model(small_cfg, tmp_path, teacher):
@@ -197,17 +209,3 @@ def test_a_drawn_seed_is_kept_when_the_run_is_resumed(small_cfg, monkeypatch):
     runs.train_and_stop(cfg, (0, 2), monkeypatch)
     seed = runs.newest(cfg.OUT_DIR)["seed"]
     assert train_and_read(cfg)["seed"] == seed
-
-
-# Evaluations in batches of another size than those of training, the last one shorter; 48 and 37 images.
-COMPILED = ("MODEL.COMPILE", "default", "TEST.BATCH_SIZE", 14, "EMA.HALF_LIFE", 30, "CHECKPOINT.EVERY_STEPS", 2)
-
-
-@pytest.mark.slow
-def test_a_compiled_run_resumes_bitwise(small_cfg, tmp_path, monkeypatch):
-    train_model(small_cfg(*COMPILED, "OUT_DIR", tmp_path / "uninterrupted"))
-    torch._dynamo.reset()
-    runs.train_and_stop(small_cfg(*COMPILED), (0, 2), monkeypatch)
-    torch._dynamo.reset()
-    train_model(small_cfg(*COMPILED))
-    assert_same_run(tmp_path / "uninterrupted", tmp_path / "out")

@@ -124,6 +124,8 @@ class Lookahead(Classification):
     of batch norm layers are averaged too.
     """
 
+    capturable = True
+
     @dataclass
     class Settings:
         """Settings of lookahead."""
@@ -177,6 +179,8 @@ class Lookahead(Classification):
 @TASKS.register("airbench")
 class AirbenchTraining(Lookahead):
     """Lookahead for a model whose first layer is initialized from training images, with a bias that is frozen soon."""
+
+    capturable = True
 
     @dataclass
     class Settings(Lookahead.Settings):

@@ -49,6 +49,7 @@ def find_conflicts(cfg: Config) -> Iterator[Conflict]:
     yield from _class_weights(cfg)
     yield from _other_weights(cfg)
     yield from _labels(cfg) if cfg.TEST.LABELS else ()
+    yield from _static_steps(cfg) if cfg.MODEL.COMPILE == "step" else ()
 
 
 def _mixing(cfg: Config) -> Iterator[Conflict]:
@@ -86,6 +87,13 @@ def _distribution(cfg: Config) -> Iterator[Conflict]:
     mode = cfg.MODEL.COMPILE
     is_both = cfg.MODEL.ACT_CHECKPOINT and mode != "none"
     yield "MODEL.ACT_CHECKPOINT", is_both, f"MODEL.COMPILE {mode} selects what to recompute; fix: set one of them off"
+
+
+def _static_steps(cfg: Config) -> Iterator[Conflict]:
+    name, step = cfg.OPTIM.NAME.lower(), "with MODEL.COMPILE step, which skips no step and has rates on the device"
+    yield "TRAIN.AMP", cfg.TRAIN.AMP == "fp16", f"expected none or bf16 {step}"
+    yield "OPTIM.NAME", name not in ("sgd", "adam", "adamw"), f"expected sgd, adam or adamw {step}"
+    yield "OPTIM.DAMPENING", name == "sgd" and cfg.OPTIM.DAMPENING, f"expected 0 {step}"  # else no fused kernel
 
 
 def _growth(cfg: Config) -> Iterator[Conflict]:

@@ -7,8 +7,8 @@ table come the config tree, the checks of values, `--help-config` and docs/optio
 from distribuuuu.config.declaration import AUTO, Option, Section, iter_declared
 from distribuuuu.config.registry import AUGMENTATIONS, DATASETS, LOSSES, METRICS, SCHEDULES, TASKS, TRACKERS
 
-# The values of MODEL.COMPILE that replay CUDA graphs.
-GRAPH_MODES = ("reduce-overhead", "max-autotune")
+# The values of MODEL.COMPILE without torch.compile, and those with which it replays CUDA graphs.
+UNCOMPILED, GRAPH_MODES = ("none", "step"), ("reduce-overhead", "max-autotune")
 # The decoders of optional packages, and the module that each one needs.
 OPTIONAL_DECODERS = {"nvimgcodec": "nvidia.nvimgcodec"}
 INTERPOLATIONS = ("bilinear", "bicubic", "opencv_linear", "opencv_area")
@@ -42,8 +42,9 @@ _C.MODEL.LICENSE = Option("", hashed=False, recipe=False)
 _C.MODEL.PRECISE_BN = Option(0, least=0)
 # Activation checkpointing: recompute the activations of each block in the backward pass; less memory, slower.
 _C.MODEL.ACT_CHECKPOINT = False
-# Mode of torch.compile: none (off), default, reduce-overhead (CUDA graphs) or max-autotune.
-_C.MODEL.COMPILE = Option("none", choices=("none", "default", *GRAPH_MODES))
+# Mode of torch.compile: none (off), default, reduce-overhead (CUDA graphs) or max-autotune. step: eager operations, on
+# CUDA one CUDA graph for a whole training step, for models whose operations are short.
+_C.MODEL.COMPILE = Option("none", choices=(*UNCOMPILED, "default", *GRAPH_MODES))
 # Memory format channels_last (N, H, W, C), faster on tensor cores. auto: the faster one, together with TRAIN.AMP auto.
 _C.MODEL.CHANNELS_LAST = Option(False, auto=True)
 # Train on random images from memory instead of the data set, for benchmarks and tests.

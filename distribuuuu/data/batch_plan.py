@@ -45,11 +45,9 @@ def plan_batches(batch_size: int, global_batch_size: int, world_size: int) -> Ba
     micro_batch = next((size for size in range(most, 0, -1) if share % size == 0), 0)
     if remainder or not share or 2 * micro_batch < most:
         per_step = batch_size * world_size
-        message = (
-            f"got {global_batch_size} on {counted(world_size, 'process')}; expected a multiple of {world_size} that"
-            f" divides into micro-batches of about TRAIN.BATCH_SIZE {batch_size} images; fix: set it to"
-            f" {max(1, round(global_batch_size / per_step)) * per_step}"
-        )
+        found = f"got {global_batch_size} on {counted(world_size, 'process')}; expected a multiple of {world_size}"
+        fix = f"fix: set it to {max(1, round(global_batch_size / per_step)) * per_step}"
+        message = f"{found} that divides into micro-batches of about TRAIN.BATCH_SIZE {batch_size} images; {fix}"
         raise ConfigError(Problem("TRAIN.GLOBAL_BATCH_SIZE", message))
     return BatchPlan(micro_batch, share // micro_batch, world_size)
 
@@ -63,10 +61,8 @@ def check_pairs(cfg, plan: BatchPlan) -> None:
     """Raise ConfigError if the config mixes images in pairs and micro-batches have an odd number of images."""
     mixing = tuple(f"AUG.{key}" for key in ("MIXUP", "CUTMIX") if cfg.AUG[key])
     if mixing and plan.micro_batch % 2:
-        message = (
-            f"got micro-batches of {counted(plan.micro_batch, 'image')} ({plan}); expected an even number, since images"
-            " are mixed in pairs; fix: change TRAIN.BATCH_SIZE or TRAIN.GLOBAL_BATCH_SIZE"
-        )
+        found = f"got micro-batches of {counted(plan.micro_batch, 'image')} ({plan}); expected an even number, since"
+        message = f"{found} images are mixed in pairs; fix: change TRAIN.BATCH_SIZE or TRAIN.GLOBAL_BATCH_SIZE"
         raise ConfigError(Problem(mixing, message), cfg.origins)
 
 
@@ -74,10 +70,8 @@ def check_num_images(cfg, plan: BatchPlan, num_images: int) -> None:
     """Raise ConfigError if the training set has fewer images than one step takes."""
     if num_images < plan.global_batch:
         key = "TRAIN.GLOBAL_BATCH_SIZE" if cfg.TRAIN.GLOBAL_BATCH_SIZE else "TRAIN.BATCH_SIZE"
-        message = (
-            f"got {plan.global_batch} images per step ({plan}); expected at most {num_images}, the size of the training"
-            " set; fix: lower it"
-        )
+        expected = f"expected at most {num_images}, the size of the training set; fix: lower it"
+        message = f"got {plan.global_batch} images per step ({plan}); {expected}"
         raise ConfigError(Problem(key, message), cfg.origins)
 
 
@@ -85,8 +79,6 @@ def check_accumulation(cfg, plan: BatchPlan) -> None:
     """Raise ConfigError if gradients are to accumulate over replays of a CUDA graph, which overwrite their memory."""
     mode = cfg.MODEL.COMPILE
     if plan.accum_steps > 1 and mode in GRAPH_MODES:
-        message = (
-            f"got {mode}, which replays CUDA graphs, with accumulated gradients ({plan}); fix: set it to default, or"
-            f" TRAIN.BATCH_SIZE to {plan.per_process}"
-        )
+        fix = f"fix: set it to default, or TRAIN.BATCH_SIZE to {plan.per_process}"
+        message = f"got {mode}, which replays CUDA graphs, with accumulated gradients ({plan}); {fix}"
         raise ConfigError(Problem("MODEL.COMPILE", message), cfg.origins)

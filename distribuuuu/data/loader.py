@@ -16,7 +16,7 @@ import torch
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import BadImageError, counted, first_few
-from distribuuuu.config.options import PIXEL_RANGES
+from distribuuuu.config.options import PIXEL_RANGES, UNCOMPILED
 from distribuuuu.config.registry import DATASETS, dataset_name, task_class
 from distribuuuu.data.batch import (
     Batch,
@@ -235,7 +235,7 @@ def build_loaders(cfg, launch: Launch, device: torch.device, splits: Sequence[bo
     loaders = []
     for train, (one, notes), made in zip(splits, parts, batches, strict=True):
         # After the workers have been forked.
-        compiled, one_of = cfg.MODEL.COMPILE != "none", PIXEL_RANGES[cfg.DATA.PIXELS]
+        compiled, one_of = cfg.MODEL.COMPILE not in UNCOMPILED, PIXEL_RANGES[cfg.DATA.PIXELS]
         statistics = statistics_of(cfg, one.samples.images)
         normalize = Normalizer(device, *statistics, cfg.MODEL.CHANNELS_LAST, compiled, one_of, is_on_host)
         loaders.append((TrainLoader if train else Loader)(one.samples, one.sampler, made, normalize, notes))

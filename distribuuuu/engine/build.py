@@ -20,7 +20,7 @@ from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.config_node import changed, iter_options
 from distribuuuu.config.derived import total_steps
 from distribuuuu.config.model_names import PUBLISHED, is_published, names_backbone
-from distribuuuu.config.options import TEST_SETS
+from distribuuuu.config.options import TEST_SETS, UNCOMPILED
 from distribuuuu.config.run_files import METRICS, PREDICTIONS, RESULTS, RUN_FILES, TRACKERS_FOLDER, url_of
 from distribuuuu.data.build_transform import statistics_of
 from distribuuuu.data.loader import Loader, TrainLoader, check_same_data
@@ -165,7 +165,10 @@ def build_training(
     model = prepare_model(cfg, task, state.model, loader, val_images)
     for evaluated in set(state.models.values()) - {model}:  # evaluations use neither the wrapper nor its compiled code
         _compile(cfg, evaluated)
-    return Training(cfg, task, state, model, loader, build_lr(cfg, loader.plan.global_batch), build_clipper(cfg))
+    training = Training(cfg, task, state, model, loader, build_lr(cfg, loader.plan.global_batch), build_clipper(cfg))
+    if cfg.MODEL.COMPILE == "step":
+        importlib.import_module("distribuuuu.engine.static_step").use_static_steps(training)
+    return training
 
 
 def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
@@ -294,7 +297,7 @@ def prepare_model(cfg, task: Task, model: nn.Module, loader: TrainLoader, val_im
 
 def _compile(cfg, model: nn.Module) -> None:
     """Compile a model in place, as MODEL.COMPILE says."""
-    if cfg.MODEL.COMPILE != "none":
+    if cfg.MODEL.COMPILE not in UNCOMPILED:
         importlib.import_module("distribuuuu.distributed.ddp").compile_model(model, cfg.MODEL.COMPILE)
 
 

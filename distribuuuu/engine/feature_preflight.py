@@ -12,7 +12,7 @@ from distribuuuu.checkpoint.weights_files import find_weights_file
 from distribuuuu.config import ConfigError
 from distribuuuu.config.config_node import get_value
 from distribuuuu.config.model_names import find_model_problems, is_published, names_backbone
-from distribuuuu.config.options import OPTIONAL_DECODERS
+from distribuuuu.config.options import OPTIONAL_DECODERS, UNCOMPILED
 from distribuuuu.config.registry import TRACKERS
 from distribuuuu.launch.detect import detect_launch, list_jobs
 
@@ -22,7 +22,7 @@ def find_feature_problems(cfg, train: bool, is_start: bool) -> Iterator[tuple[st
     module = OPTIONAL_DECODERS.get(name := cfg.DATA.DECODER, "")
     if module and not (find_spec(module.partition(".")[0]) and find_spec(module)):
         yield "DATA.DECODER", f"got {name}, which is not installed; fix: pip install 'distribuuuu[{name}]'"
-    if cfg.MODEL.COMPILE != "none" and not find_compiler():
+    if cfg.MODEL.COMPILE not in UNCOMPILED and not find_compiler():
         fix = "install g++, or set the environment variable CXX to one; or set MODEL.COMPILE none"
         message = f"got {cfg.MODEL.COMPILE}, but there is no C++ compiler, which torch.compile needs"
         yield "MODEL.COMPILE", f"{message}; fix: {fix}"

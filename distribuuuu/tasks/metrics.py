@@ -248,10 +248,10 @@ class Meter:
         self._pending.append(output.detach())
         num = len(self._pending)
         if self._score_metrics or num == _MAX_PENDING or num * output.logits.numel() >= _MAX_PENDING_LOGITS:
-            self._add_pending()
+            self.add_pending()
 
     @torch.no_grad()
-    def _add_pending(self) -> None:
+    def add_pending(self) -> None:
         """Add the pending batches to the sums: counts at once, other values one after the other, as they round."""
         pending, self._pending = self._pending, []
         joined = join(pending)
@@ -293,7 +293,7 @@ class Meter:
 
     def read(self) -> dict[str, float]:
         """Return count, loss, metrics and other means over all processes, and reset. Every process must call it."""
-        self._add_pending()
+        self.add_pending()
         (sums, others), scores = self._reduce(), self._scores
         for tensor in (self._sums, *self._others.values()):
             tensor.zero_()
@@ -318,7 +318,7 @@ class Meter:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums and logits of this process since the last read."""
-        self._add_pending()
+        self.add_pending()
         state: dict[str, Any] = {"sums": self._sums.cpu()}
         if self._others:
             state["others"] = {name: sums.cpu() for name, sums in self._others.items()}

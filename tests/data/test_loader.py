@@ -36,15 +36,10 @@ def test_a_class_without_evaluation_images_does_not_shift_the_labels(tmp_path):
     assert [images.label(index) for index in range(len(images))] == [0, 2, 2]
 
 
-def run_problems(*words) -> list[str]:
-    cfg = make_cfg(*words)
-    return [str(problem) for problem in find_run_problems(cfg, train=True)]
-
-
 def test_a_number_of_classes_that_contradicts_the_data_names_both(image_folder, tmp_path):
     for num_classes in (2, 4):
         words = ("TRAIN.DATASET", image_folder, "MODEL.NUM_CLASSES", num_classes, "OUT_DIR", tmp_path / "o")
-        (problem,) = run_problems(*words)
+        (problem,) = map(str, find_run_problems(make_cfg(*words), train=True))
         assert f"{num_classes}, but" in problem and "has 3 classes; set MODEL.NUM_CLASSES 3" in problem
         with pytest.raises(ConfigError, match=f"{num_classes}, but .* has 3 classes"):
             build_loader(make_cfg(*words), ALONE, CPU, train=True)

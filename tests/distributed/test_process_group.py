@@ -149,11 +149,6 @@ def make_images(mean: float = 5, std: float = 3) -> torch.Tensor:
     return torch.randn(6, 3, 4, 4, generator=torch.Generator().manual_seed(0)) * std + mean
 
 
-def own_share(images: torch.Tensor) -> torch.Tensor:
-    """Return the images of this process: four, or the other two."""
-    return (images[:4] if dist.rank() == 0 else images[4:]).requires_grad_()
-
-
 def make_layer(momentum: float | None) -> nn.BatchNorm2d:
     torch.manual_seed(1)
     layer = nn.BatchNorm2d(3, momentum=momentum)
@@ -173,7 +168,9 @@ def run_share(momentum: float | None, mean: float, std: float) -> tuple[torch.Te
         layer = make_layer(momentum)
         converted = convert_sync_batchnorm(layer)
         assert isinstance(converted, ProcessBatchNorm) and list(converted.state_dict()) == list(layer.state_dict())
-        return run_layer(converted, own_share(make_images(mean, std)))
+        images = make_images(mean, std)
+        share = images[:4] if dist.rank() == 0 else images[4:]  # of different sizes
+        return run_layer(converted, share.requires_grad_())
 
 
 @pytest.mark.parametrize(("momentum", "mean", "std"), [slow(0.1, 5, 3), slow(None, 5, 3), (1.0, 30, 0.01)])

@@ -14,7 +14,7 @@ from torch import nn
 from distribuuuu.commands.main import start_command
 from distribuuuu.data.loader import build_loader
 from distribuuuu.engine.build import build_training
-from distribuuuu.engine.flops import count_flops, log_utilization, measure_utilization, utilization
+from distribuuuu.engine.flops import count_forward, log_utilization, measure_utilization, utilization
 from distribuuuu.engine.state import StepClock
 
 
@@ -59,19 +59,21 @@ def test_the_parts_of_steps_on_a_gpu_are_timed_by_events_without_waiting(monkeyp
     assert clock.pop() == {}
 
 
-def test_the_utilization_of_a_known_card_follows_from_the_flops_of_the_model(small_cfg, monkeypatch, caplog):
+def test_the_utilization_of_a_known_card_follows_from_the_flops_and_bytes_of_the_model(small_cfg, monkeypatch, caplog):
     caplog.set_level("INFO")
     cfg = small_cfg("TRAIN.AMP", "bf16")
     loader = build_loader(cfg, ALONE, CPU, train=True)
     training = build_training(cfg, loader, loader.zero_images(2), latest=None)
-    assert count_flops(nn.Linear(4, 3), torch.zeros(1, 4)) == 2 * 4 * 3
-    assert measure_utilization(training, 1e6) is None, "a CPU"
-    per_image = 3 * count_flops(training.state.model, loader.zero_images(1))
+    # Reads 2 x 4 inputs, 12 weights and 3 biases, writes 2 x 3 outputs; then the ReLU, which reads and writes those.
+    net = nn.Sequential(nn.Linear(4, 3), nn.Flatten(), nn.ReLU())
+    assert count_forward(net, torch.zeros(2, 4)) == (2 * 2 * 4 * 3, 4 * (8 + 12 + 3 + 6 + 2 * 6))
+    assert measure_utilization(training, 1e6) == {}, "a CPU"
+    with training.task.autocast():
+        counts = count_forward(training.state.model, loader.zero_images(12))
+    per_image, moved = (3 * count / 12 for count in counts)
     training.state.timing.update(images=4e9, seconds=2e3)
-    for card, said in (
-        ("NVIDIA A100-SXM4-80GB", f"{100 * 2e6 * per_image / 312e12:.0f}% of the dense peak of"),
-        ("X", ""),
-    ):
+    shares = f"{2e6 * per_image / 312e12:.0%} of the dense peak (MFU), {2e6 * moved / 2.039e12:.0%} of the memory bandw"
+    for card, said in (("NVIDIA A100-SXM4-80GB", shares), ("X", "")):
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "get_device_name", lambda device, card=card: card)
             patch.setattr(loader, "device", torch.device("cuda"))
@@ -79,7 +81,9 @@ def test_the_utilization_of_a_known_card_follows_from_the_flops_of_the_model(sma
             log_utilization(training)
         assert said in caplog.text and bool(said) == bool(caplog.text)
         caplog.clear()
-    assert utilization("NVIDIA H200", "none", 1e9, 4e4) == pytest.approx(3e9 * 4e4 / 494.5e12)
+    found = utilization("NVIDIA H200", "none", 1e9, 1e6, 4e4)
+    assert (found["mfu"], found["bandwidth"]) == pytest.approx((3e9 * 4e4 / 494.5e12, 3e6 * 4e4 / 4.8e12))
+    assert found["utilization"].endswith("; limit: the peak")
 
 
 def test_a_run_that_is_too_short_is_not_profiled(image_folder, tmp_path, capsys):

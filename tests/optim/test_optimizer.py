@@ -50,10 +50,6 @@ def settings_of(model: nn.Module, groups: list[dict]) -> dict[str, tuple[float, 
     return dict(pairs)
 
 
-def assert_equal_parameters(one: nn.Module, other: nn.Module) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-
-
 def test_the_default_is_sgd_with_one_group_to_the_bit():
     ours, theirs = small_model(), small_model()
     theirs[0].bias.requires_grad = ours[0].bias.requires_grad = False
@@ -64,7 +60,7 @@ def test_the_default_is_sgd_with_one_group_to_the_bit():
     assert type(optimizer) is torch.optim.SGD
     take_steps(ours, optimizer)
     take_steps(theirs, expected)
-    assert_equal_parameters(ours, theirs)
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
     assert build_optimizer(make_cfg("OPTIM.KWARGS.maximize", True), ours).defaults["maximize"]
     before, after = (item.state_dict() for item in (expected, optimizer))
     at_once = [{**group, "foreach": True} for group in before["param_groups"]]
@@ -83,18 +79,14 @@ def test_without_decay_of_norms_and_biases_the_groups_are_those_of_timm(name):
     assert settings_of(model, groups) == settings_of(model, expected)
 
 
-def rates_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
-    return {name: rates[id(parameter)] for name, parameter in model.named_parameters()}
-
-
 def test_factors_multiply_the_rate_of_what_their_patterns_match_and_the_first_counts():
     model = small_model()
     words = ("FINETUNE.LR_MULT.4.bias", 5, "FINETUNE.LR_MULT.4", 10, "FINETUNE.LR_MULT.[01]", 0.5)
     optimizer = build_optimizer(make_cfg(*words), model)
     set_lr(optimizer, 0.2)
     expected = {"0.weight": 0.1, "0.bias": 0.1, "1.weight": 0.1, "1.bias": 0.1, "4.weight": 2.0, "4.bias": 1.0}
-    assert rates_of(model, optimizer) == pytest.approx(expected)
+    rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    assert {name: rates[id(weight)] for name, weight in model.named_parameters()} == pytest.approx(expected)
     assert settings_of(model, parameter_groups(make_cfg("FINETUNE.LR_MULT.4", 3), model))["0.weight"] == (5e-5, 1.0)
 
 

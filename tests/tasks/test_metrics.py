@@ -98,7 +98,7 @@ def test_sums_that_no_metric_shows_are_means():
     meter = Meter(metrics, 7, CPU)
     with torch.inference_mode():  # as in an evaluation
         meter.update(with_sums(3, 0, known=3.0, top1=9.0, top5=9.0, mean=9.0, rate=6.0))
-        meter._add_pending()
+        meter.add_pending()
         meter.update(with_sums(1, 1, known=1.0, rate=1.0, late=2.0))
     first = meter.read()
     assert list(first) == ["count", "loss", "top1", "topk", "mean", "rate", "late"]

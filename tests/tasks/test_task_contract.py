@@ -77,6 +77,19 @@ class Centered(Classification):
         self.generator.set_state(state["generator"])
 
 
+def test_a_task_or_a_metric_that_no_graph_can_hold_is_refused_with_static_steps(register, small_cfg):
+    @register
+    class Own(Classification):
+        capturable = False
+
+    step = ("MODEL.COMPILE", "step", "OPTIM.MAX_EPOCH", 1)
+    for words, said in ((("TASK.NAME", "Own"), "Own, which does not"), (("TRAIN.METRICS", "[map]"), "the metric map")):
+        with pytest.raises(ConfigError, match=rf"MODEL.COMPILE \(command line\): got step with {said}"):
+            train_model(small_cfg(*step, *words))
+    Own.capturable = True
+    train_model(small_cfg(*step, "TASK.NAME", "Own"))
+
+
 def test_the_state_of_a_task_is_restored(register, small_cfg, tmp_path):
     register(Centered)
     words = ("TASK.NAME", "Centered", "CHECKPOINT.EVERY_STEPS", 2, "CHECKPOINT.KEEP_LAST", 20)

@@ -14,7 +14,7 @@ from distribuuuu.data.batch import PREFETCH
 from distribuuuu.data.batch_plan import BatchPlan, plan_of
 from distribuuuu.data.loader import count_workers
 from distribuuuu.distributed.sharding import inference
-from distribuuuu.engine.flops import count_flops, measure_utilization
+from distribuuuu.engine.flops import count_forward, measure_utilization
 from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.engine.run import Run, begin_epoch
 from distribuuuu.engine.state import record_event, seconds_between
@@ -76,7 +76,7 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
         run.checkpoints.finish()
         found["memory"] = {"peak_mib": read_peak(device) / 2**20, "of": "cuda" if device.type == "cuda" else "host"}
         found["images_per_s"] = plan.per_process / found["step_s"]
-        found["mfu"] = measure_utilization(run, found["images_per_s"])
+        found |= measure_utilization(run, found["images_per_s"])
         found["parts"] = {**parts, "other": max(0.0, 1 - sum(parts.values()))}
         return found | {"bottleneck": find_bottleneck(parts["data"])}
 
@@ -84,9 +84,10 @@ def measure_run(folder: str, cfg: Config, plan: BatchPlan) -> dict[str, Any]:
 def _describe(run: Run) -> dict[str, Any]:
     """Return the size of the model and of the data."""
     model = run.state.model
-    size = {"arch": run.cfg.MODEL.ARCH, "params_m": count_parameters(model) / 1e6}
+    flops, _ = count_forward(model, run.train_loader.zero_images(1))
+    size = {"arch": run.cfg.MODEL.ARCH, "params_m": count_parameters(model) / 1e6, "gflops": flops / 1e9}
     images = {"train": len(run.train_loader.images), "val": len(run.val_loader.images)}
-    return {"model": {**size, "gflops": count_flops(model, run.train_loader.zero_images(1)) / 1e9}, "images": images}
+    return {"model": size, "images": images}
 
 
 def _timed(items: Iterable, ends: list[float], limit_s: float, device: torch.device) -> Iterator:

@@ -85,8 +85,9 @@ def _list_rows(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "memory", f"{memory['peak_mib']:,.0f} MiB of the {where} per process; {free}"
     yield "time per step", f"{1e3 * result['step_s']:,.1f} ms"
     yield "of which", ", ".join(f"{part} {share:.0%}" for part, share in result["parts"].items())
-    share = f", {result['mfu']:.0%} of the dense peak of the GPU (MFU)" if result["mfu"] else ""
-    yield "images/s", f"{result['images_per_s']:,.0f} per process{share}"
+    yield "images/s", f"{result['images_per_s']:,.0f} per process"
+    if "utilization" in result:
+        yield "utilization", result["utilization"]
     total = sum(result["seconds"].values())
     parts = {name: seconds / max(total, 1e-9) for name, seconds in result["seconds"].items()}
     shares = ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if share >= 0.005)
