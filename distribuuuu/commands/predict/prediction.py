@@ -68,7 +68,7 @@ def predict_files(job: Namespace) -> int:
         if out:
             out.finish(csv_line(header))
     if num_broken:
-        print(f"broken: {counted(num_broken, 'image')}", file=sys.stderr)
+        print(f"not read: {counted(num_broken, 'image')}", file=sys.stderr)
     return num_broken
 
 

@@ -226,7 +226,7 @@ def test_broken_images_have_a_status_and_a_file_of_their_own(shapes_run, shapes_
     assert "not an image" in broken["text.jpg"] and "the file is empty" in broken["empty.jpg"]
     assert "the file does not exist" in broken["gone.jpg"]
     errors = capsys.readouterr().err
-    assert f"broken image: {tmp_path / 'text.jpg'}: " in errors and "broken: 3 images" in errors
+    assert f"broken image: {tmp_path / 'text.jpg'}: " in errors and "not read: 3 images" in errors
     assert not (tmp_path / "out.csv.partial").exists()
 
 
