@@ -111,8 +111,9 @@ class Timeline(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         name = func._schema.name.removeprefix("aten::")
         is_pinned = bool(kwargs.pop("pin_memory", False))
-        # torch has no rule for fused SGD on tensors without values.
-        result = None if name == "_fused_sgd_" else func(*args, **kwargs)
+        # torch has no rule for fused SGD, and for a rate that is a tensor, on tensors without values.
+        has_rule = name != "_fused_sgd_" and func._schema.overload_name != "tensor_lr"
+        result = func(*args, **kwargs) if has_rule else None
         given, made, written = _tensors((args, kwargs)), _tensors(result), _written(func, args, kwargs)
         self.num_operations += 1
         self.find_early_frees()
