@@ -71,7 +71,7 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bo
     group = process_group(launch, device, backend=settings.BACKEND, report_dir=cfg.OUT_DIR, **limits)
     mirror: Any = None
     if locks and url_of(cfg.OUT_DIR):
-        mirror = importlib.import_module("distribuuuu.mirror.client").MirrorClient(cfg.OUT_DIR)
+        mirror = importlib.import_module("distribuuuu.mirror.sync").MirrorClient(cfg.OUT_DIR)
     has_log = False
     with mirror or contextlib.nullcontext():  # the mirror ends last: other processes do not wait for it
         try:

@@ -93,7 +93,7 @@ def resolve_cfg(cfg: Config, weights: str = "", trains: bool = False) -> Config:
     from distribuuuu.models import check_model
 
     if not weights and url_of(cfg.OUT_DIR):  # the preprocessing of a run that is resumed is that of its config.yaml
-        importlib.import_module("distribuuuu.mirror.client").restore(cfg.OUT_DIR)
+        importlib.import_module("distribuuuu.mirror.sync").restore(cfg.OUT_DIR)
     cfg = resolve_num_classes(cfg)
     if names_backbone(cfg.MODEL.ARCH):
         from distribuuuu.models.pretrained import resolve_arch

@@ -1,10 +1,7 @@
 """Runs in object storage: OUT_DIR may be a URL. The run works in a local folder, which a child process mirrors.
 
-- client.py: start reading here. The side of the run: it starts the child process and waits for it at the end.
-- sync.py: the child process: what it downloads at the start and uploads during the run, its retries and the end.
-- states.py: the log of states, each of which names the objects with the files of a run.
-
-The folder can be deleted: a URL is then refused as OUT_DIR, see config/run_files.py.
+Start reading in sync.py. states.py is the log of states, each of which names the objects with the files of a run. The
+folder can be deleted: a URL is then refused as OUT_DIR, see config/run_files.py.
 """
 
 import re

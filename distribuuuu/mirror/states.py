@@ -12,35 +12,23 @@ import datetime
 import hashlib
 import itertools
 import json
-import operator
 import re
-from collections.abc import Callable, Iterator
-from typing import IO, Any, NamedTuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
 
 from distribuuuu.config.run_files import is_run_file
-from distribuuuu.data.packed.store import (
-    PART,
-    LostObjectError,
-    RemoteError,
-    explain,
-    open_store,
-    read_parts,
-    read_range,
-)
+from distribuuuu.data.packed.store import PART, LostObjectError, RemoteError, Store
 from distribuuuu.files.untrusted import InvalidFileError, parse_json, untrusted
 
-STATES, OBJECTS = "states", "objects"
-# States of which nothing is deleted; an object that no state names may belong to an upload that has just begun.
-KEPT_STATES, UNNAMED = 3, datetime.timedelta(days=1)
+STATES, OBJECTS, KEPT_STATES = "states", "objects", 3
 # Limits of a state: its bytes, files, and the bytes of a file; and of a list: answers of a server.
 MAX_STATE, MAX_FILES, MAX_SIZE, MAX_PAGES = 1 << 22, 10_000, 1 << 44, 20_000
-# Parts of a multipart upload at most (S3: 10,000).
-MAX_PARTS = 5000
 # Seconds after which a request has failed, and of failures after which no other attempt begins.
 REQUEST_S, RETRY_S = 60.0, 30.0
 # At most five parts.
 _NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.,+=@%-]{0,199}(?:/(?!$)|$)){1,5}")
-_SHA256 = re.compile("[0-9a-f]{64}")
+_SHA256, _STATE = re.compile("([0-9a-f]{64})"), re.compile(r"(\d{6}|[1-9]\d{6,8})\.json")
 
 
 class Entry(NamedTuple):
@@ -63,7 +51,7 @@ class State(NamedTuple):
         return {entry.sha256 for entry in self.files.values()}
 
 
-class MirrorError(Exception):
+class MirrorError(RemoteError):
     """A state is damaged, or another run has written to the URL; trying again does not help."""
 
 
@@ -87,43 +75,39 @@ def parse_state(number: int, data: bytes) -> State:
     return State(number, content["id"], files)
 
 
-class StateLog:
-    """The states and the objects of a run at a URL.
+def hash_file(file: IO[bytes]) -> Entry:
+    """Return the hash and the size of what an open file has after its position, the beginning."""
+    hashed = hashlib.sha256()
+    while data := file.read(1 << 20):
+        hashed.update(data)
+    return Entry(hashed.hexdigest(), file.tell())
 
-    Its methods raise MirrorError, RemoteError for what trying again does not help, and OSError otherwise.
-    """
+
+class StateLog(Store):
+    """The states and the objects of a run at a URL. MirrorError: trying again does not help."""
 
     def __init__(self, url: str):
-        self.url = url
+        super().__init__(url, REQUEST_S, RETRY_S)
 
-    def _call(self, name: str, function: Callable[[Any], Any]) -> Any:
-        """Return the result of a function of the store of obstore."""
-        try:
-            return function(open_store(self.url, REQUEST_S, RETRY_S))
-        except Exception as error:
-            raise explain(error, f"{self.url}/{name}") from error
-
-    def _list(self, folder: str, pattern: str) -> dict[str, Any]:
+    def _list(self, folder: str, pattern: re.Pattern | str) -> dict[str, datetime.datetime]:
         """Return what the group of a pattern matches in the names of a folder, with the times of the objects."""
         try:
-            pages = self._call(folder, lambda store: [*itertools.islice(store.list(folder), MAX_PAGES)])
+            with self.request(folder) as store:
+                pages = [*itertools.islice(store.list(folder), MAX_PAGES)]
         except LostObjectError as error:
             raise RemoteError(f"{self.url}: the bucket does not exist; fix: create it, or check the URL") from error
         names = [(meta["path"].rpartition("/")[2], meta["last_modified"]) for page in pages for meta in page]
         return {found[1]: time for name, time in names if (found := re.fullmatch(pattern, name))}
 
-    def _numbers(self) -> list[int]:
-        return [int(number) for number in self._list(STATES, r"(\d{6,9})\.json")]
-
-    def read(self, number: int) -> State | None:
+    def read_state(self, number: int) -> State | None:
         """Return a state; None if there is none."""
         name = f"{STATES}/{number:06d}.json"
         try:
-            part = read_range(self.url, name, 0, MAX_STATE, REQUEST_S, RETRY_S)
+            data, meta = self.read(name, 0, MAX_STATE)
             with untrusted(f"{self.url}/{name}", "state of a run"):
-                if part.size > MAX_STATE:
-                    raise ValueError(f"it has {part.size:,} bytes, more than {MAX_STATE:,}")
-                return parse_state(number, part.data)
+                if meta["size"] > MAX_STATE:
+                    raise ValueError(f"it has {meta['size']:,} bytes, more than {MAX_STATE:,}")
+                return parse_state(number, data)
         except LostObjectError:
             return None
         except InvalidFileError as error:
@@ -132,10 +116,10 @@ class StateLog:
 
     def find_newest(self) -> State | None:
         """Return the newest state; None if there is none, nor objects."""
-        number = max(self._numbers(), default=0)
-        newest = self.read(number)
+        number = max(map(int, self._list(STATES, _STATE)), default=0)
+        newest = self.read_state(number)
         for _ in range(10):  # created since, or missing in an old listing
-            if (newer := self.read(number + 1)) is None:
+            if (newer := self.read_state(number + 1)) is None:
                 break
             number, newest = number + 1, newer
         if newest is None and (number or self._list(OBJECTS, "(.*)")):
@@ -148,16 +132,16 @@ class StateLog:
         entries = {name: entry._asdict() for name, entry in state.files.items()}
         data = json.dumps({"format": 2, "id": state.id, "files": entries}).encode()
         name = f"{STATES}/{state.number:06d}.json"
-        with contextlib.suppress(FileExistsError):
-            self._call(name, lambda store: store.put(name, data, mode="create"))
+        with contextlib.suppress(FileExistsError), self.request(name) as store:
+            store.put(name, data, mode="create")
             return state
-        if found := self.read(state.number):
+        if found := self.read_state(state.number):
             return found
-        raise OSError(f"{name} exists and cannot be read")
+        raise RemoteError(f"{self.url}/{name} exists and cannot be read")
 
     def upload(self, file: IO[bytes], entry: Entry) -> None:
         """Upload the beginning of an open file; OSError is raised if it has changed meanwhile."""
-        name, part, hashed = f"{OBJECTS}/{entry.sha256}", max(PART, entry.size // MAX_PARTS), hashlib.sha256()
+        name, part, hashed = f"{OBJECTS}/{entry.sha256}", max(PART, entry.size // 5000), hashlib.sha256()
 
         def parts() -> Iterator[bytes]:
             for start in range(0, entry.size, part):
@@ -165,31 +149,37 @@ class StateLog:
                 yield data
 
         file.seek(0)
-        content = parts() if entry.size > part else b"".join(parts())
-        self._call(name, lambda store: store.put(name, content, chunk_size=part, max_concurrency=2))
+        with self.request(name) as store:
+            # A store takes at most 10,000 parts.
+            store.put(name, parts(), use_multipart=entry.size > part, chunk_size=part, max_concurrency=2)
         if hashed.hexdigest() != entry.sha256:
             raise OSError(f"{file.name} has changed during its upload")
 
-    def download(self, entry: Entry, write: Callable[[bytes], Any]) -> None:
-        """Read an object in parts and pass each to `write`; raise LostObjectError if it is not what it should be."""
-        name, hashed = f"{OBJECTS}/{entry.sha256}", hashlib.sha256()
-        for data in read_parts(self.url, name, entry.size, REQUEST_S, RETRY_S):
-            hashed.update(data)
-            write(data)
-        if hashed.hexdigest() != entry.sha256:
-            raise LostObjectError(f"{self.url}/{name}: it has another content")
+    def restore(self, entry: Entry, path: Path) -> None:
+        """Download a file unless it is there; raise LostObjectError if its object is not what it should be."""
+
+        def check(copy: Path) -> None:
+            with open(copy, "rb") as file:
+                if hash_file(file) != entry:
+                    raise ValueError("it has another content")
+
+        self.download(f"{OBJECTS}/{entry.sha256}", entry.size, path, check)
 
     def prune(self, newest: State) -> None:
-        """Delete the states before the last KEPT_STATES, and the objects that only they name, or none since a day."""
-        numbers = sorted((number for number in self._numbers() if number < newest.number), reverse=True)
-        states = [newest, *filter(None, map(self.read, numbers))]
-        kept, dropped = states[:KEPT_STATES], states[KEPT_STATES:]
-        named = {sha for state in kept for sha in state.objects}
-        old = {sha for state in dropped for sha in state.objects}
-        times = self._list(OBJECTS, f"({_SHA256.pattern})")
-        day_before = max(times.values(), default=datetime.datetime.max) - UNNAMED
-        gone = [sha for sha, at in times.items() if sha not in named and (sha in old or at < day_before)]
+        """Delete the states before the last KEPT_STATES, and older objects that none of these names.
+
+        Objects of an upload that has just begun are not older; whoever begins one before the oldest kept state is
+        created finds the number of his state taken.
+        """
+        times = self._list(STATES, _STATE)
+        numbers = sorted(number for number in map(int, times) if number <= newest.number)
+        dropped, kept = numbers[:-KEPT_STATES], numbers[-KEPT_STATES:]
+        if not dropped:
+            return
+        oldest, objects = times[f"{kept[0]:06d}"], self._list(OBJECTS, _SHA256)
+        named = newest.objects.union(*(state.objects for state in map(self.read_state, kept) if state))
+        gone = [f"{OBJECTS}/{sha}" for sha, time in objects.items() if sha not in named and time < oldest]
         # The states go last: a kill in between repeats the rest.
-        for paths in ([f"{OBJECTS}/{sha}" for sha in gone], [f"{STATES}/{state.number:06d}.json" for state in dropped]):
-            if paths:
-                self._call(paths[0], operator.methodcaller("delete", paths))
+        for paths in filter(None, (gone, [f"{STATES}/{number:06d}.json" for number in dropped])):
+            with self.request(paths[0]) as store:
+                store.delete(paths)

@@ -1,27 +1,29 @@
-"""The child process of a mirrored run: `python -m distribuuuu.mirror.sync FOLDER`, or `FOLDER run` or `all`.
+"""The mirror of a run: the side of the run, and the child process that restores its folder and uploads.
 
-It restores the folder at the start, answers, and uploads until a line in its input requests the end. With `run`, it
-only restores what is no checkpoint, with `all` everything.
+The training itself has no thread and no connection for it.
 """
 
 import contextlib
-import hashlib
 import os
+import select
+import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from distribuuuu.config import ConfigError
+from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import CHECKPOINTS, TRAIN_LOG, url_of
-from distribuuuu.data.packed.store import LostObjectError, RemoteError, set_up_child, write_answer
+from distribuuuu.data.packed.store import LostObjectError, RemoteError, read_answer, start, write_answer
 from distribuuuu.files.atomic_file import make_folder, open_for_writing, replacing
 from distribuuuu.files.locks import lock_file, take_turn
 from distribuuuu.files.untrusted import printable
-from distribuuuu.mirror.states import Entry, MirrorError, State, StateLog, is_mirrored
+from distribuuuu.mirror.states import Entry, MirrorError, State, StateLog, hash_file, is_mirrored
 
+# Seconds that the end of a finished run waits for its uploads, and that of a run that is stopped.
+END_S, STOP_S = 1800.0, 20.0
 # Private files of the mirror in the folder of a run. The identifier of the folder exists while the folder is whole.
 PRIVATE, IDENTIFIER = ".mirror", "id"
 # Seconds between two uploads, unless there are other checkpoints than at the last one.
@@ -29,6 +31,92 @@ EVERY_S = 30.0
 # Seconds between two scans of the folder; after a failure, also at the end; and of waiting for the child of a training
 # that has just ended.
 SCAN_S, PAUSE_S, END_PAUSE_S, LOCK_S = 1.0, 20.0, 2.0, 10.0
+
+
+class MirrorIncomplete(ConfigError):
+    """The run has finished, and its mirror lacks files that OUT_DIR has."""
+
+    one_process = True
+    status = 74  # EX_IOERR of sysexits.h
+
+
+class MirrorClient:
+    """The mirror of an OUT_DIR, open for the length of a block, whose end waits for the uploads; on every process."""
+
+    def __init__(self, folder: str | os.PathLike):
+        self._folder, self._url = Path(folder), url_of(folder) or ""
+        self._process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        """Start, on the main process, the child process, which restores the folder; the run has locked it.
+
+        Raises:
+            ConfigError: on every process: it cannot be restored, or is in use.
+        """
+        from distribuuuu.distributed import comm as dist
+
+        def begin() -> None:
+            self._process = _start(self._folder, "OUT_DIR", "")
+
+        dist.on_main(begin)
+
+    def __enter__(self) -> "MirrorClient":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if (process := self._process) is None:
+            return
+        try:
+            said, _ = process.communicate(b"end\n", STOP_S if kind else END_S)
+            num_files, size = read_answer(said, self._url)
+            sizes = f"{counted(num_files, 'file')}, {size / 1e6:,.1f} MB"
+            print(f"mirror {self._url} is complete: {sizes}", file=sys.stderr)
+            return
+        except subprocess.TimeoutExpired:
+            problem = "the store does not answer in time"
+        except (RemoteError, OSError) as wrong:
+            problem = str(wrong)
+        process.kill()
+        process.wait()
+        problem = f"mirror {self._url} is NOT complete: {problem}; all files are in {self._folder}; fix: run the same "
+        problem += "command again, which uploads the rest"
+        if kind is None:
+            raise MirrorIncomplete(problem)
+        print(problem, file=sys.stderr)
+
+
+def restore(folder: str | os.PathLike, key: str = "OUT_DIR", wanted: str = "all") -> None:
+    """Download the run at the URL of a folder unless the folder is as new; `wanted` "run": all but its checkpoints.
+
+    Raises:
+        ConfigError: that fails; of the option or argument `key`.
+    """
+    with _start(folder, key, wanted):
+        pass  # it ends by itself
+
+
+def fetch(folder: Path) -> str:
+    """Download the run of a path of `local_folder` without its checkpoints; return the path."""
+    restore(folder, "RUN", "run")
+    if not any(map(is_mirrored, os.listdir(folder))):
+        raise ConfigError(f"RUN: {url_of(folder)}: there is no run; expected the URL of an OUT_DIR; fix: check it")
+    print(f"{url_of(folder)}: the local copy is {folder}", file=sys.stderr)
+    return str(folder)
+
+
+def _start(folder: str | os.PathLike, key: str, wanted: str) -> subprocess.Popen:
+    """Start the child process; raise ConfigError, of the option or argument `key`, if the folder is not restored."""
+    url = url_of(folder) or ""
+    process = start(__name__, url, str(folder), wanted)
+    assert process.stdout, "it is a pipe"
+    try:
+        read_answer(process.stdout.readline(), url)
+    except (RemoteError, OSError) as error:
+        raise ConfigError(f"{key}: {error}") from error
+    return process
+
+
+# ---------------------------------------------------------------------------------- the child process
 
 
 class Mirror:
@@ -62,7 +150,7 @@ class Mirror:
         The first state has no files: a first upload that is killed is known by it.
 
         Raises:
-            MirrorError: the newest state is damaged, or the store does not keep its promises.
+            MirrorError: as `fetch`, or the store does not keep its promises.
         """
         found = self.fetch()
         if not self.id:
@@ -75,55 +163,43 @@ class Mirror:
                 problem = "the store replaces objects that it should only create"
                 raise MirrorError(f"{self.log.url}: {problem}; fix: use a store with conditional writes")
 
-    def _is_as_new_as(self, state: State) -> bool:
-        """Tell whether the folder is whole, and its newest checkpoint as new as that of a state, or newer."""
-        own = find_newest(self.list_files())
-        return bool(self.id and own) and _position(own) >= _position(find_newest(state.files))
-
     def fetch(self, with_checkpoints: bool = True) -> State | None:
-        """Restore the folder, with or without its checkpoints, unless it is as new; return the newest state."""
-        if found := self.log.find_newest():
-            self.newest, self._stored = found, found.objects
-            if found.files and not self._is_as_new_as(found):
-                self.restore(found, with_checkpoints)
-        return found
+        """Restore the folder, with or without its checkpoints, unless it is as new; return the newest state.
 
-    def restore(self, state: State, with_checkpoints: bool = True) -> None:
-        """Download the files of a state. Damaged ones are skipped with a warning.
+        What is there is not downloaded. Damaged files are skipped with a warning.
 
         Raises:
-            MirrorError: it names checkpoints, but all are damaged.
+            MirrorError: the newest state is damaged, or all of its checkpoints are.
         """
+        found, own = self.log.find_newest(), find_position(self.list_files())
+        if not found:
+            return None
+        self.newest, self._stored, files = found, found.objects, found.files
+        if not files or self.id and own and own >= find_position(files):
+            return found
         self.id = ""
         self._file.unlink(missing_ok=True)
-        names = [name for name in state.files if with_checkpoints or not is_checkpoint(name)]
-        damaged = {name for name in names if not self._download(name, state.files[name])}
-        checkpoints = {*filter(is_checkpoint, names)}
+        names = {name for name in files if with_checkpoints or not is_checkpoint(name)}
+        checkpoints, damaged = {*filter(is_checkpoint, names)}, set[str]()
+        for name in names:
+            entry, folder = files[name], make_folder(self.folder, *Path(name).parent.parts)
+            try:
+                self.log.restore(entry, folder / Path(name).name)
+            except LostObjectError as error:
+                self.warn(f"{name} is damaged in the mirror and was skipped: {error}")
+                damaged.add(name)
+                self._stored.discard(entry.sha256)
         if checkpoints and checkpoints <= damaged:
             raise MirrorError(f"{self.log.url}: all checkpoints are damaged; fix: set another OUT_DIR")
-        self._stored -= {state.files[name].sha256 for name in damaged}
-
-    def _download(self, name: str, entry: Entry) -> bool:
-        """Download a file unless it is there; return False after a warning if it is damaged."""
-        path = self.folder / name
-        try:
-            make_folder(self.folder, *Path(name).parent.parts)
-            if not path.is_file() or path.stat().st_size != entry.size or self._entry(name) != entry:
-                with replacing(path) as file:
-                    self.log.download(entry, file.write)
-        except LostObjectError as error:
-            self.warn(f"{name} is damaged in the mirror and was skipped: {error}")
-            return False
-        return True
+        return found
 
     def list_files(self) -> list[str]:
         """Return the names of the files to mirror: the newest checkpoint first, so that no other file is older."""
         found = []
-        for root, folders, names in os.walk(self.folder):
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            relative = Path(root).relative_to(self.folder)
-            found += [(relative / name).as_posix() for name in names if not (Path(root) / name).is_symlink()]
-        return sorted(filter(is_mirrored, found), key=lambda name: (is_checkpoint(name), _position(name)), reverse=True)
+        for root, _, names in os.walk(self.folder):
+            paths = [Path(root, name) for name in names]
+            found += [path.relative_to(self.folder).as_posix() for path in paths if not path.is_symlink()]
+        return sorted(filter(is_mirrored, found), key=lambda name: find_position([name]), reverse=True)
 
     def upload_changes(self, is_last: bool = False) -> bool:
         """Upload what has changed, then the state; return whether anything was written.
@@ -139,7 +215,11 @@ class Mirror:
         for name in names:
             # Open, its content remains although the run replaces or deletes it.
             with contextlib.suppress(FileNotFoundError), open(self.folder / name, "rb") as file:
-                files[name] = entry = self._entry(name, file)
+                status = os.fstat(file.fileno())
+                version = (status.st_size, status.st_mtime_ns, status.st_ino)
+                if self._hashed.get(name, (None,))[0] != version:
+                    self._hashed[name] = version, hash_file(file)
+                files[name] = entry = self._hashed[name][1]
                 if entry.sha256 not in self._stored:
                     self.log.upload(file, entry)
                     self._stored.add(entry.sha256)
@@ -147,19 +227,6 @@ class Mirror:
         if files != before:
             self._append(files)
         return files != before
-
-    def _entry(self, name: str, file: IO[bytes] | None = None) -> Entry:
-        """Return the hash of a file, which is computed again if it has changed."""
-        with contextlib.nullcontext(file) if file else open(self.folder / name, "rb") as opened:
-            status = os.fstat(opened.fileno())
-            version = (status.st_size, status.st_mtime_ns, status.st_ino)
-            if self._hashed.get(name, (None,))[0] != version:
-                hashed, size = hashlib.sha256(), 0
-                while data := opened.read(1 << 20):
-                    hashed.update(data)
-                    size += len(data)
-                self._hashed[name] = version, Entry(hashed.hexdigest(), size)
-        return self._hashed[name][1]
 
     def _append(self, files: dict[str, Entry]) -> None:
         """Create the next state."""
@@ -170,9 +237,9 @@ class Mirror:
                                   "keeps this one; fix: set another OUT_DIR")  # fmt: skip
             state = state._replace(number=found.number + 1)  # an earlier request of this folder has arrived late
         self.newest = state
+        self._stored &= state.objects
         with contextlib.suppress(MirrorError):  # an old state is damaged: nothing is deleted
             self.log.prune(state)
-        self._stored &= state.objects
 
 
 def is_checkpoint(name: str) -> bool:
@@ -180,67 +247,58 @@ def is_checkpoint(name: str) -> bool:
     return name.startswith(f"{CHECKPOINTS}/")
 
 
-def find_newest(names: Iterable[str]) -> str:
-    """Return the name of the newest checkpoint; empty if there is none."""
-    return max(filter(is_checkpoint, names), key=_position, default="")
+def find_position(names: Iterable[str]) -> tuple[int, ...]:
+    """Return the numbers in the name of the newest checkpoint, its epoch and step; () if there is none."""
+    stems = [name.rpartition("/")[2].partition(".")[0] for name in filter(is_checkpoint, names)]
+    parts = [[part for part in stem.split("_") if part.isdecimal() and len(part) < 19] for stem in stems]
+    return max((tuple(map(int, numbers)) or (0,) for numbers in parts), default=())
 
 
-def _position(name: str) -> tuple[int, ...]:
-    """Return the numbers in the name of a checkpoint: its epoch and step; (0,) for other files."""
-    parts = name.rpartition("/")[2].partition(".")[0].split("_")
-    return tuple(int(part) for part in parts if part.isdecimal() and len(part) < 19) or (0,)
+def is_end_requested(timeout_s: float | None = None) -> bool:
+    """Wait for the line that requests the end, and tell whether it came; exit if the run was killed."""
+    is_readable = bool(select.select([sys.stdin], [], [], timeout_s)[0])
+    if is_readable and not sys.stdin.readline():
+        os._exit(1)
+    return is_readable
 
 
-def listen(end: threading.Event) -> None:
-    """Wait for the line that requests the end."""
-    if not sys.stdin.readline():
-        os._exit(1)  # the run was killed
-    end.set()
+def work(mirror: Mirror) -> tuple[int, int]:
+    """Upload changes until the end is requested and everything is there; return the number of files and their bytes.
 
-
-def work(mirror: Mirror, end: threading.Event) -> None:
-    """Upload changes until the end is requested and everything is there, or another run has taken over."""
+    Raises:
+        MirrorError: another run has taken over; raised at the end.
+    """
+    is_last, pause_s = False, 0.0
     while True:
-        is_last, pause_s = end.is_set(), SCAN_S
+        is_last = is_last or is_end_requested(pause_s)
+        pause_s = SCAN_S
         try:
             mirror.upload_changes(is_last)
             if is_last:
                 entries = mirror.newest.files.values()
-                return write_answer(problem="", files=len(entries), bytes=sum(entry.size for entry in entries))
+                return len(entries), sum(entry.size for entry in entries)
         except MirrorError as error:
             mirror.warn(f"{error}; nothing more is uploaded")
-            end.wait()
-            return write_answer(problem=str(error))
-        except (OSError, ConfigError) as error:
-            pause_s = END_PAUSE_S if is_last else PAUSE_S
+            if not is_last:
+                is_end_requested()
+            raise
+        except (OSError, RemoteError) as error:
+            pause_s = PAUSE_S
             mirror.warn(f"{error}; the run is not affected, and it is tried again")
-        time.sleep(pause_s) if is_last else end.wait(pause_s)
+            if is_last:
+                time.sleep(END_PAUSE_S)
 
 
-def main(folder: Path, wanted: str = "") -> None:
-    """Mirror a run to its end or, with `wanted`, restore the files of a "run" without checkpoints, or "all"."""
-    set_up_child()
-    mirror, problem = Mirror(folder, url_of(folder) or ""), ""
-    with open_for_writing(folder / PRIVATE / "lock", "ab") as lock:
-        with take_turn(folder / PRIVATE / "restore"):  # each process of a training restores the folder first
+def main(url: str, folder: str, wanted: str) -> tuple[int, int] | None:
+    """Restore the files of a "run" without checkpoints, or "all"; else mirror a run to its end: the child process."""
+    mirror = Mirror(Path(folder), url)
+    with open_for_writing(mirror.folder / PRIVATE / "lock", "ab") as lock:
+        with take_turn(mirror.folder / PRIVATE / "restore"):  # each process of a training restores the folder first
             if lock_file(lock.fileno(), 0.0 if wanted else LOCK_S):
-                try:
-                    mirror.fetch(wanted == "all") if wanted else mirror.reconcile()
-                except (MirrorError, RemoteError) as error:
-                    problem = str(error)
-                except OSError as error:
-                    problem = f"{mirror.log.url} cannot be reached: {error}; fix: check the network and the URL"
+                mirror.fetch(wanted == "all") if wanted else mirror.reconcile()
             elif not wanted:  # others use its files, which are the newest ones
-                problem = f"{folder} is in use by another training of this machine; fix: wait for its end"
-        write_answer(problem=problem)
-        if not problem and not wanted:
-            end = threading.Event()
-            threading.Thread(target=listen, args=(end,), daemon=True).start()
-            work(mirror, end)
-
-
-if __name__ == "__main__":
-    try:
-        main(Path(sys.argv[1]), *sys.argv[2:])
-    finally:
-        os._exit(1 if sys.exc_info()[0] else 0)  # not waiting for a request that hangs
+                raise MirrorError(f"{folder} is in use by another training of this machine; fix: wait for its end")
+        if wanted:
+            return None
+        write_answer(None)
+        return work(mirror)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 URL = "s3://bucket/runs/small"
 MORE = ("OPTIM.MAX_EPOCH", 6, "CHECKPOINT.EVERY_STEPS", 2)
 # The limit of the wait at the end of a run, for a store that stays down.
-IMPATIENT = "from distribuuuu.mirror import client; client.END_S = 3.0; "
+IMPATIENT = "from distribuuuu.mirror import sync; sync.END_S = 3.0; "
 START = "import sys; from distribuuuu.commands.main import dispatch; sys.exit(dispatch('distribuuuu', sys.argv[1:]))"
 
 
@@ -91,8 +91,8 @@ def test_a_store_that_stays_down_is_reported_by_status_and_last_line(store, sixt
 def test_the_error_that_ends_a_run_is_in_the_mirrored_log(sixty_images, tmp_path, monkeypatch, num):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     url = f"file://{tmp_path}/store/run"
-    slow = "from distribuuuu.mirror import client; import time; stop = client.MirrorClient.__exit__; "
-    slow += "client.MirrorClient.__exit__ = lambda *args: (time.sleep(7), stop(*args))[1]; "
+    slow = "from distribuuuu.mirror import sync; import time; stop = sync.MirrorClient.__exit__; "
+    slow += "sync.MirrorClient.__exit__ = lambda *args: (time.sleep(7), stop(*args))[1]; "
     words = [*small_options(sixty_images, url, *MORE, "OPTIM.NAME", "sgd", "OPTIM.BASE_LR", 1e30), "--nproc", num]
     done = run_python("-c", slow + START, "train", *map(str, words))
     assert done.returncode == 2 and "the training loss is" in done.stderr, done

@@ -4,42 +4,44 @@ Servers are not trusted: the time for a range and the bytes that are kept of an 
 child processes with limited memory: its threads do not survive a fork, and it reads the text of an error whole.
 """
 
+import contextlib
 import datetime
-import functools
+import errno
+import importlib
 import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import distribuuuu
-from distribuuuu.config.errors import DataError
+from distribuuuu.config.errors import ConfigError, DataError
+from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import printable
 from distribuuuu.launch.processes import die_with_parent, has_lost_launcher, start_child
 from distribuuuu.launch.signals import ignore_signals
 
 READABLE = ("https", "http", "s3", "gs", "az", "hf")
-# Seconds without a byte after which a connection counts as cut.
-STALL_S = 30.0
-# Seconds of the first pause between two attempts, which are random numbers that grow, and of the longest one.
-RETRY_PAUSES_S = 0.1, 10.0
-MAX_RETRIES = 1000
+# Attempts at a request within its seconds; and at a file, after which wrong bytes are no accident of the network.
+MAX_RETRIES, MAX_WRONG = 1000, 4
 # Bytes of memory of a process that uses obstore, and of a part of an object.
 MAX_MEMORY, PART = 8 << 30, 8 << 20
-# What retries cannot help: patterns of an error of obstore, its name with the status of the answer or its text.
+# Patterns of an error of obstore: its name, and the status of the answer or its text. Retries help with the last one.
 _MISSING = "no such object; fix: check the URL"
-_PERMANENT = {
+_MESSAGES = {
     "FileNotFound|status (404|410)": _MISSING,
     # S3 answers an expired token with 400; without credentials, obstore asks the machine's server for them.
     r"status (400|401|403|407)|169\.254\.|metadata\.google|redential":
         "access denied ({}): no credentials, or they have expired; fix: renew them, or make the data readable",
     r"NotSupported|Requested .* got|CONTENT_RANGE|Content-Length|status [34](?!08|25|29)|redirect":
         "the server does not send the requested bytes ({}); fix: check the URL and the file, or use another server",
+    "": "it cannot be reached: {}; fix: check the network and the URL; for packed data, DATA.TIMEOUT_S may be raised",
 }  # fmt: skip
 
 
@@ -51,54 +53,95 @@ class LostObjectError(RemoteError):
     """An object that does not exist in its store, or has another content than it should have."""
 
 
-class UnreachableError(OSError):
-    """A store that does not answer, or asks for later attempts."""
-
-
-class Part(NamedTuple):
-    """A byte range of an object, with the object's size in bytes and version (ETag or time)."""
-
-    data: bytes
-    size: int
-    version: str
-
-
-@functools.cache
-def open_store(url: str, request_s: float, retry_s: float) -> Any:
-    """Return the store of obstore at a URL; credentials are those of the environment.
+class Store:
+    """The objects at a URL; credentials are those of the environment. Its methods raise RemoteError.
 
     Args:
         request_s: seconds after which a request has failed.
         retry_s: seconds of failures after which no other attempt begins.
-
-    Raises:
-        RemoteError: the URL is invalid, or obstore is not installed.
     """
-    try:
-        from obstore import store
-    except ImportError as error:
-        fix = "pip install 'distribuuuu[remote]'"
-        raise RemoteError(f"{url} needs obstore, which is not installed; fix: {fix}") from error
-    seconds = (request_s, min(request_s, STALL_S), retry_s, *RETRY_PAUSES_S)
-    limit, stall, retry, least, most = (datetime.timedelta(seconds=each) for each in seconds)
-    client: dict[str, Any] = {"allow_http": True, "timeout": limit, "read_timeout": stall}
-    backoff = {"init_backoff": least, "max_backoff": most}
-    retries = {"max_retries": MAX_RETRIES, "retry_timeout": retry, "backoff": backoff}
-    options: Any = {"client_options": client, "retry_config": retries}
-    protocol = url.partition(":")[0]
-    try:
-        if protocol == "file":
-            return store.LocalStore(unquote(urlsplit(url).path), mkdir=True)
-        if protocol == "hf":
-            if token := os.environ.get("HF_TOKEN"):
-                client["default_headers"] = {"Authorization": f"Bearer {token}"}
-            return store.HTTPStore(_address_on_hub(url), **options)
-        if protocol in ("http", "https"):
-            return store.HTTPStore(url, **options)
-        return store.from_url(url, **options)
-    except Exception as error:  # those of obstore, ValueError, OSError
-        reason = shorten(str(error).partition("\n\n")[0])
-        raise RemoteError(f"{printable(url)} is no valid URL ({reason}); fix: check the URL and its port") from error
+
+    def __init__(self, url: str, request_s: float, retry_s: float):
+        self.url = url
+        try:
+            from obstore import store
+        except ImportError as error:
+            fix = "pip install 'distribuuuu[remote]'"
+            raise RemoteError(f"{url} needs obstore, which is not installed; fix: {fix}") from error
+        limit, retry = (datetime.timedelta(seconds=seconds) for seconds in (request_s, retry_s))
+        client: dict[str, Any] = {"allow_http": True, "timeout": limit}
+        options: Any = {
+            "client_options": client, "retry_config": {"max_retries": MAX_RETRIES, "retry_timeout": retry}
+        }  # fmt: skip
+        protocol = url.partition(":")[0]
+        if protocol == "hf" and (token := os.environ.get("HF_TOKEN")):
+            client["default_headers"] = {"Authorization": f"Bearer {token}"}
+        try:
+            if protocol == "file":
+                self._objects: Any = store.LocalStore(unquote(urlsplit(url).path), mkdir=True)
+            elif protocol in ("http", "https", "hf"):
+                self._objects = store.HTTPStore(_address_on_hub(url) if protocol == "hf" else url, **options)
+            else:
+                self._objects = store.from_url(url, **options)
+        except Exception as error:  # those of obstore, ValueError, OSError
+            reason = shorten(str(error).partition("\n\n")[0])
+            fix = "check the URL and its port"
+            raise RemoteError(f"{printable(url)} is no valid URL ({reason}); fix: {fix}") from error
+
+    @contextlib.contextmanager
+    def request(self, name: str) -> Iterator[Any]:
+        """Yield the store of obstore for a request of an object, whose errors are raised as `explain` returns them."""
+        try:
+            yield self._objects
+        except Exception as error:
+            raise explain(error, f"{self.url}/{name}") from error
+
+    def read(self, name: str, start: int, end: int) -> tuple[bytes, dict[str, Any]]:
+        """Return the bytes from `start` to `end` of an object, or to its end, and what obstore tells about it."""
+        data = bytearray()
+        with self.request(name) as objects:
+            answer = objects.get(name, options={"range": (start, end)})
+            for chunk in answer.stream(min_chunk_size=1 << 20):
+                data += chunk
+                if len(data) > end - start:
+                    more = f"the server sends more than the bytes {start} to {end - 1}"
+                    raise RemoteError(f"{self.url}/{name}: {more}; fix: use another server")
+            return bytes(data), answer.meta
+
+    def download(self, name: str, size: int, path: Path, check: Callable[[Path], Any]) -> None:
+        """Copy an object of `size` bytes to a file, unless `check`, which raises ValueError, finds the file in order.
+
+        Raises:
+            LostObjectError: the size is another one, or the content is wrong MAX_WRONG times.
+            OSError: of the disk, which may lack space.
+        """
+        url, wrong = f"{self.url}/{name}", ValueError()
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return check(path)
+        check_space(path.parent, size, url)
+        for _ in range(MAX_WRONG):
+            try:
+                with replacing(path) as file:
+                    for start in range(0, size, PART):
+                        data, meta = self.read(name, start, min(start + PART, size))
+                        if meta["size"] != size:
+                            sizes = f"it has {meta['size']:,} bytes, expected {size:,}: it was truncated or replaced"
+                            raise LostObjectError(f"{url}: {sizes}; fix: restore it, or upload it again")
+                        file.write(data)
+                    file.flush()
+                    return check(Path(file.name))
+            except RemoteError:
+                raise
+            except ValueError as error:
+                wrong = error
+        raise LostObjectError(f"{url}: {wrong}, {MAX_WRONG} times; fix: upload this file again")
+
+
+def check_space(folder: Path, needed: int, url: str) -> None:
+    """Raise OSError if the disk lacks space for what is needed of a URL."""
+    if needed > (free := shutil.disk_usage(folder).free):
+        sizes = f"{needed / 1e9:,.1f} GB are needed for {url}, and {free / 1e9:,.1f} GB are free"
+        raise OSError(errno.ENOSPC, sizes)
 
 
 def _address_on_hub(url: str) -> str:
@@ -110,27 +153,20 @@ def _address_on_hub(url: str) -> str:
 
 
 def explain(error: Exception, url: str) -> Exception:
-    """Return the RemoteError for an error of obstore that retries cannot help; UnreachableError for other failures.
-
-    FileExistsError: an object that should only be created.
-    """
+    """Return the RemoteError for an error of obstore; FileExistsError: of an object that should only be created."""
     if isinstance(error, RemoteError):
         return error
     if type(error).__name__ == "AlreadyExistsError":
         return FileExistsError(url)
     text, _, details = re.sub("(://[^/ ]+)/[^ ]*", r"\1", str(error)).partition("\n\nDebug source")  # without paths
-    reason = re.sub(
-        ".*Error performing [A-Z]+ .*? in [^ ]+( after .*?)? - (Server returned non-2xx status code: )?", "", text
-    )
     status = re.search("status code: ([0-9]{3})", text)
-    reason = shorten(f"HTTP {reason}" if status else reason).rstrip(":")
+    reason = (text.partition(" - ")[2] or text).replace("Server returned non-2xx status code:", "HTTP")
+    reason = shorten(reason).rstrip(":")
     found = f"{type(error).__name__} {f'status {status[1]}' if status else text}"
-    for pattern, message in _PERMANENT.items():
-        if re.search(pattern, found):
-            kind = LostObjectError if message is _MISSING else RemoteError
-            return kind(f"{url}: {message.format(reason)}")
+    message = next(message for pattern, message in _MESSAGES.items() if re.search(pattern, found))
     causes = re.findall(r"\b(TimedOut|Timeout|Connect[A-Z]\w+|dns error)", details)
-    return UnreachableError(f"{reason} ({causes[-1]})" if causes else reason)
+    reason += f" ({causes[-1]})" if causes else ""
+    return (LostObjectError if message is _MISSING else RemoteError)(f"{url}: {message.format(reason)}")
 
 
 def shorten(text: str) -> str:
@@ -138,68 +174,45 @@ def shorten(text: str) -> str:
     return printable(" ".join(text.split())[:200])
 
 
-def read_range(folder: str, name: str, start: int, end: int, request_s: float, retry_s: float) -> Part:
-    """Return the bytes from `start` to `end` of an object, or to its end; for the other arguments see `open_store`.
-
-    Raises:
-        RemoteError, UnreachableError: as `explain` returns them.
-    """
-    data, url = bytearray(), f"{folder}/{name}"
-    try:
-        store = open_store(folder, request_s, retry_s)
-        answer = store.get(name, options={"range": (start, end)})
-        for chunk in answer.stream(min_chunk_size=1 << 20):
-            data += chunk
-            if len(data) > end - start:
-                break
-        meta = answer.meta
-    except Exception as error:
-        raise explain(error, url) from error
-    if len(data) > end - start:
-        raise RemoteError(f"{url}: the server sends more than the bytes {start} to {end - 1}; fix: use another server")
-    return Part(bytes(data), meta["size"], shorten(str(meta["e_tag"] or meta["last_modified"])))
-
-
-def read_parts(folder: str, name: str, size: int, request_s: float, retry_s: float) -> Iterator[bytes]:
-    """Yield an object in parts; raise LostObjectError if its size is not `size`, else errors as `read_range`."""
-    for start in range(0, size, PART):
-        part = read_range(folder, name, start, min(start + PART, size), request_s, retry_s)
-        if part.size != size:
-            sizes = f"it has {part.size:,} bytes, expected {size:,}: it was truncated or replaced"
-            raise LostObjectError(f"{folder}/{name}: {sizes}; fix: restore it, or upload it again")
-        yield part.data
-
-
 # ---------------------------------------------------------------------------------- child processes
 
 
-def start_python(*words: str) -> subprocess.Popen:
-    """Start Python, which finds this package, with pipes as its input and output."""
+def start(module: str, *args: Any) -> subprocess.Popen:
+    """Start a process that calls `main` of a module with arguments that JSON can represent, and writes answers."""
     root = str(Path(distribuuuu.__file__).parents[1])
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, "-c", f"from {__name__} import run; run()", module, json.dumps(args)]
     env = {"PYTHONPATH": paths, "RUST_BACKTRACE": "0"}
-    return start_child([sys.executable, *words], "store", env, bufsize=0, **streams)
+    return start_child(command, "store", env, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def read_answer(process: subprocess.Popen) -> dict[str, Any]:
-    """Return the next answer of a process, or a problem if it has ended."""
-    assert process.stdout, "it is a pipe"
-    line = process.stdout.readline()
-    return json.loads(line) if line else {"problem": "the process that uses the store has ended; fix: start again"}
+def read_answer(line: bytes, url: str) -> Any:
+    """Return the value of an answer; raise the RemoteError or OSError of its process."""
+    if not line:
+        raise RemoteError(f"{url}: the process that uses the store has ended; fix: start again")
+    kind, value = json.loads(line)
+    if kind == "value":
+        return value
+    raise (RemoteError if kind == "remote" else OSError)(value)
 
 
-def write_answer(**content: Any) -> None:
-    """Write an answer to the parent of this process."""
-    print(json.dumps(content), flush=True)
+def write_answer(value: Any, kind: str = "value") -> None:
+    """Write an answer to the parent of this process: a value, or the text of an error, "remote" or of the "disk"."""
+    print(json.dumps([kind, value]), flush=True)
 
 
-def set_up_child() -> None:
-    """Let this process ignore the signals to a run, end with its parent, and use at most MAX_MEMORY."""
+def run() -> None:
+    """Call `main` of a module as `start` says, in a process that a signal to the run does not end, but its end does."""
     ignore_signals()
-    most = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    limit = MAX_MEMORY if most == resource.RLIM_INFINITY else min(MAX_MEMORY, most)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+    with contextlib.suppress(ValueError):  # there is a lower limit
+        resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
     die_with_parent()
     if has_lost_launcher():
         os._exit(1)
+    try:
+        write_answer(importlib.import_module(sys.argv[1]).main(*json.loads(sys.argv[2])))
+    except ConfigError as error:
+        write_answer(str(error), "remote")
+    except OSError as error:
+        write_answer(error.strerror or str(error), "disk")
+    os._exit(0)  # not waiting for requests that hang

@@ -18,7 +18,7 @@ from support.images import draw_folder
 from support.packs import pack as make_pack
 from support.processes import wait_for
 from support.range_server import RangeServer
-from support.runs import message_of, run_python, small_options
+from support.runs import run_python, small_options
 from support.tables import slow
 
 from distribuuuu.config import ConfigError, load_cfg
@@ -114,7 +114,7 @@ def test_problems_are_found_before_training_without_torch(source, tmp_path):
     (source.folder / "val" / "index.bin").write_text("<html>Welcome</html>")
     assert "TEST.DATASET" in (found := problems(source.url)) and "not a valid pack" in found
     source.is_gone = True
-    assert "cannot be read: " in problems(source.url)
+    assert "cannot be reached: " in problems(source.url)
     folders = load_cfg(None, ["TRAIN.DATASET", source.url])
     assert "for a URL set DATA.NAME packed" in str(find_run_problems(folders, train=True)[0])
 
@@ -122,9 +122,9 @@ def test_problems_are_found_before_training_without_torch(source, tmp_path):
 def test_a_copy_that_finds_no_space_is_refused_before_training(source, copy, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     assert copy(cache="file/cache").startswith(f"DATA.CACHE_DIR: {tmp_path}/file/cache/remote: Not a directory; fix: ")
-    monkeypatch.setattr(remote.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-    make = remote.Copy(f"{source.url}/train", tmp_path / "other", 5.0, 5.0).make
-    assert "DATA.CACHE_DIR: " in (found := message_of(make, True)) and "and 0.0 GB are free; fix: free some" in found
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match=f" GB are needed for {source.url}/train.*, and 0.0 GB are free"):
+        remote.main(f"{source.url}/train", str(tmp_path / "other"), 5.0, 5.0, True)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, limits[1]))  # of this process and its children
     try:
@@ -175,7 +175,7 @@ def test_an_outage_is_waited_for_and_has_a_limit(source, copy, packed):
     threading.Timer(0.6, setattr, (source, "is_gone", False)).start()
     assert_same_files(copy(timeout_s=20), packed / "train")
     source.is_gone = True
-    assert f"{source.url}/train cannot be read: HTTP error" in (found := copy(timeout_s=0.3))
+    assert f"{source.url}/train/index.bin: it cannot be reached: HTTP error" in (found := copy(timeout_s=0.3))
     assert "DATA.TIMEOUT_S" in found
 
 
@@ -209,7 +209,8 @@ def s3(object_server, packed, monkeypatch):
         monkeypatch.setenv(name, value)
     object_server.reset()
     for path in filter(Path.is_file, packed.rglob("*")):
-        store.open_store(S3, 60.0, 60.0).put(path.relative_to(packed).as_posix(), path)
+        with store.Store(S3, 60.0, 60.0).request("") as objects:
+            objects.put(path.relative_to(packed).as_posix(), path)
     return object_server
 
 
