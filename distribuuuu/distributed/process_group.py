@@ -68,7 +68,7 @@ def process_group(
     if launch.world_size == 1 and backend == "auto":
         yield
         return
-    rendezvous = importlib.import_module("distribuuuu.distributed.rendezvous")  # one process needs none of it
+    rendezvous, timer = map(importlib.import_module, (f"{__package__}.rendezvous", f"{__package__}.stall_timer"))
     if launch.world_size == 1:
         with rendezvous.join_group(launch, rendezvous.torch_dist.HashStore(), backend, device):
             yield
@@ -77,5 +77,5 @@ def process_group(
     store = rendezvous.join(launch, timeout_s)
     rendezvous.join.cache_clear()
     limits = (timeout_s, max(timeout_s, startup_timeout_s))
-    with rendezvous.open_timer(launch, store, limits), rendezvous.join_group(launch, store, backend, device):
+    with timer.open_timer(launch, store, limits), rendezvous.join_group(launch, store, backend, device):
         yield

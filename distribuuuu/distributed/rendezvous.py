@@ -2,60 +2,47 @@
 
 import contextlib
 import functools
-import itertools
 import json
 import os
 import socket
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from torch.distributed.elastic.utils.store import synchronize
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import first_few
 from distribuuuu.distributed.comm import GroupState
-from distribuuuu.distributed.stall_timer import ANSWER_S, StallTimer
 from distribuuuu.launch.detect import Launch
 
 # The stall timer ends a process first, with a report, and does not count the time in which a job is suspended.
 BACKEND_TIMEOUT = timedelta(days=7)
-# Number of the next group of this process: the keys of an earlier one stay in the store.
-_group_numbers = itertools.count()
 # The server of process 0 lives as long as the process: the next group of the same processes may reach it first.
 _open_store = functools.cache(torch_dist.TCPStore)
 
 
 def exchange(launch: Launch, value: Any, timeout_s: float, startup_timeout_s: float) -> list[Any]:
     """Return the JSON value of every process in the order of ranks, before `process_group`, on every process."""
-    limit = timedelta(seconds=startup_timeout_s)
-    return share(launch, join(launch, timeout_s), value, limit) if launch.world_size > 1 else [value]
+    return share(launch, join(launch, timeout_s), value, startup_timeout_s) if launch.world_size > 1 else [value]
 
 
-def share(launch: Launch, store: torch_dist.Store, value: Any, *timeout: timedelta) -> list[Any]:
+def share(launch: Launch, store: torch_dist.Store, value: Any, timeout_s: float = 300.0) -> list[Any]:
     """Return the JSON value of every process in the order of ranks."""
-    turn = store.add(f"turn of {launch.rank}", 1)
-    keys = [f"value {turn} of {rank}" for rank in range(launch.world_size)]
-    store.set(keys[launch.rank], json.dumps(value))
-    store.wait(keys, *timeout)
-    values = [json.loads(found) for found in store.multi_get(keys)]
-    store.set(f"{keys[launch.rank]} has read", "")
-    if launch.rank == 0:  # with whose end the store may end
-        store.wait([f"{key} has read" for key in keys], *timeout)
-    return values
+    turn, own = f"turn {store.add(f'turn of {launch.rank}', 1)}, rank ", json.dumps(value).encode()
+    return [*map(json.loads, synchronize(store, own, launch.rank, launch.world_size, turn, timeout_s))]
 
 
 @functools.cache
 def join(launch: Launch, timeout_s: float) -> torch_dist.PrefixStore:
-    """Return a key-value store that all processes of this start share, after all of them have joined.
+    """Return a key-value store that all processes of this start share, after all have joined; once for each group.
 
-    It is joined once for each group: before the process group if the processes have to `exchange` values.
     ConfigError: a process did not join within `timeout_s` seconds, process 0 has ended, or its port is taken.
     """
-    wait, number = functools.partial(_wait, launch, timeout_s, time.monotonic() + timeout_s), next(_group_numbers)
+    wait = functools.partial(_wait, launch, timeout_s, time.monotonic() + timeout_s)
     address, port = launch.address or os.environ["MASTER_ADDR"], launch.port or int(os.environ["MASTER_PORT"])
     is_server = launch.address is not None and launch.rank == 0
     while not is_server:  # torch's own attempts print warnings
@@ -66,8 +53,7 @@ def join(launch: Launch, timeout_s: float) -> torch_dist.PrefixStore:
             wait([0], f": cannot connect to the rendezvous at {address}:{port}: {error}")
     try:
         server = _open_store(address, port, None, is_server, timedelta(seconds=timeout_s), wait_for_workers=False)
-        name = _sign(torch_dist.PrefixStore(f"{launch.run_id}/{number}", server), launch, wait)
-        return torch_dist.PrefixStore(name, server)
+        return torch_dist.PrefixStore(_sign(torch_dist.PrefixStore(launch.run_id, server), launch, wait), server)
     except torch_dist.DistError as error:
         fix = "set MASTER_PORT to a free port, or see the error of process 0"
         raise ConfigError(f"MASTER_PORT {port} on {address}: {str(error).splitlines()[0]}; fix: {fix}") from error
@@ -79,18 +65,17 @@ def _sign(store: torch_dist.Store, launch: Launch, wait: Callable[[list[int]], N
     Process 0 draws it, and withdraws it when all have signed: torchrun keeps one store over its restarts, whose number
     does not grow when a node joins or leaves.
     """
-    name, missing = uuid.uuid4().hex if launch.rank == 0 else "", [*range(1, launch.world_size)]
-    while launch.rank == 0 and missing:
-        store.set("start", name)
-        missing = [rank for rank in missing if not store.check([f"{name}/{rank}"])]
-        wait(missing)
-    if launch.rank == 0:
-        store.set("start", "")
-        store.set(f"{name}/all", "")
+    name = os.urandom(16).hex() if launch.rank == 0 else ""
     while not (name and store.check([f"{name}/all"])):
-        if store.check(["start"]) and (name := store.get("start").decode() or name):
+        missing = [0]
+        if launch.rank == 0:
+            missing = [rank for rank in range(1, launch.world_size) if not store.check([f"{name}/{rank}"])]
+            store.set("start", name if missing else "")
+            if not missing:
+                store.set(f"{name}/all", "")
+        elif store.check(["start"]) and (name := store.get("start").decode() or name):
             store.set(f"{name}/{launch.rank}", "")
-        wait([0])
+        wait(missing)
     return name
 
 
@@ -104,14 +89,6 @@ def _wait(launch: Launch, timeout_s: float, ends: float, missing: list[int], rea
         error.status = 1  # that of a lost process
         raise error
     time.sleep(0.05 if missing else 0)
-
-
-def open_timer(launch: Launch, store: torch_dist.PrefixStore, limits: tuple[float, float]) -> StallTimer:
-    """Return the stall timer of a group, with a connection to the store of its own."""
-    host, port = store.underlying_store.host, store.underlying_store.port  # type: ignore[attr-defined]  # a TCPStore
-    connection = torch_dist.TCPStore(host, port, None, False, timedelta(seconds=ANSWER_S), False)
-    states = torch_dist.PrefixStore(f"states of {launch.run_id}", connection)
-    return StallTimer(launch.rank, launch.world_size, limits, states)
 
 
 @contextlib.contextmanager

@@ -11,12 +11,14 @@ import logging
 import socket
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as torch_dist
 
 from distribuuuu.config import ConfigError
 from distribuuuu.distributed.comm import GroupState, PeerError, is_communication_error
+from distribuuuu.launch.detect import Launch
 from distribuuuu.launch.signals import SignalState, end_process, write_stacks
 
 logger = logging.getLogger(__name__)
@@ -155,3 +157,11 @@ class StallTimer(threading.Thread):
             logger.error("%s; the others stop", ended[0])
         if ended:
             end_process(status)
+
+
+def open_timer(launch: Launch, store: torch_dist.PrefixStore, limits: tuple[float, float]) -> StallTimer:
+    """Return the stall timer of a group, with a connection to the store of its own."""
+    host, port = store.underlying_store.host, store.underlying_store.port  # type: ignore[attr-defined]  # a TCPStore
+    connection = torch_dist.TCPStore(host, port, None, False, timedelta(seconds=ANSWER_S), False)
+    states = torch_dist.PrefixStore(f"states of {launch.run_id}", connection)
+    return StallTimer(launch.rank, launch.world_size, limits, states)
