@@ -29,8 +29,7 @@ def find_feature_problems(cfg, train: bool, is_start: bool) -> Iterator[tuple[st
     yield from find_missing_trackers(cfg) if train else ()
     read = {"MODEL.ARCH": (is_start or not train) and names_backbone(cfg.MODEL.ARCH),
             "MODEL.WEIGHTS": is_start or not train, "FINETUNE.WEIGHTS": is_start,
-            "DISTILL.TEACHER": train and names_backbone(cfg.DISTILL.TEACHER),
-            "DISTILL.WEIGHTS": train}  # fmt: skip
+            "DISTILL.TEACHER": train and names_backbone(cfg.DISTILL.TEACHER), "DISTILL.WEIGHTS": train}  # fmt: skip
     for key in (key for key, is_read in read.items() if is_read and get_value(cfg, key)):
         if problem := _find_weights_problem(get_value(cfg, key), needs_file=train and key == "MODEL.WEIGHTS"):
             fix = "; fix: restore it, as every training step needs the teacher, which no checkpoint holds"

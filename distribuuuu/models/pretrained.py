@@ -168,8 +168,7 @@ def _find_crop_problem(published: Mapping[str, Any]) -> str:
 def resolve_arch(cfg: Config, key: str = "MODEL.ARCH", is_resumed: bool = False) -> Config:
     """Return a config whose MODEL.ARCH is an architecture; if it was the name of weights, FINETUNE.WEIGHTS names them.
 
-    Of a run that is resumed, these weights, which only its start reads, need not exist. Errors are those of the option
-    `key`.
+    Of a resumed run, these weights, which only its start reads, need not exist. Errors are those of the option `key`.
     """
     name = cfg.MODEL.ARCH
     if not names_backbone(name):

@@ -212,6 +212,8 @@ def test_a_folder_of_the_trained_classes_is_a_test_set(problems, image_folder, t
         "TRAIN.DATASET", str(image_folder), "MODEL.NUM_CLASSES", "3"])))  # fmt: skip
     assert images.labels.tolist() == expected.labels.tolist() and images.classes == expected.classes
     assert images.describe(0).startswith(f"{tmp_path}/photos/ant/")
+    of_a_split = dataset_class(cfg).from_cfg(changed(cfg, {"TEST.DATASET": str(image_folder / "val")}), False)
+    assert of_a_split.labels.tolist() == expected.labels.tolist(), "the folder has the name of TEST.SPLIT"
     assert problems(*words, train=False) == []
     monkeypatch.chdir(tmp_path / "photos")
     here = dataset_class(cfg).from_cfg(changed(cfg, {"TEST.DATASET": "."}), False)

@@ -49,13 +49,14 @@ def calibrate(prog: str, args: list[str]) -> int:
     run.build()
     kept, parts = list[int](), list[torch.Tensor]()
     for span, pixels, causes in progress(loader.chunks(), label="calibrate", total=len(spans)):
-        for fault in causes.values():
-            if not fault.is_damaged:
-                raise fault.error()
+        if intact := [fault for fault in causes.values() if not fault.is_damaged]:
+            raise intact[0].error()
         own = [index for index in span if index not in causes]
         parts.append(run.compute_scores(pixels).float().cpu()[[index - span.start for index in own]])
         kept += own
     logits, labels = torch.cat(parts), torch.tensor([int(images.label(index)) for index in kept])
+    if not logits.isfinite().all():
+        raise ConfigError(f"RUN: {run.source} has scores that are not finite; fix: name another checkpoint")
     found = fit_calibration(logits, labels, images.digest)
     write_calibration(run.folder, found, run.state_dict)
     errors = [calibration_error(logits / temperature, labels) for temperature in (1.0, found.temperature)]

@@ -46,8 +46,9 @@ class ImageFolder(IndexedImages):
 
             return open_preset(cls, cfg)
         classes = (cls.trained_classes(cfg) or None) if name == "TEST" else None
-        folder = cls.split_path(cfg, name)
-        root, split = (cfg[name].DATASET, cfg[name].SPLIT) if folder.name == cfg[name].SPLIT else os.path.split(folder)
+        section, folder = cfg[name], cls.split_path(cfg, name)
+        is_split = folder.name == section.SPLIT and os.path.realpath(folder) != os.path.realpath(section.DATASET)
+        root, split = (section.DATASET, section.SPLIT) if is_split else os.path.split(folder)
         return cls(root, split, classes, cfg.DATA.CACHE_DIR, image_extensions(cfg))
 
     @classmethod

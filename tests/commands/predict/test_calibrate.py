@@ -109,9 +109,7 @@ def test_a_calibration_of_other_weights_is_ignored_and_a_damaged_one_refused(cal
     assert load_run(calibrated).calibration is None and "is that of other weights; fix: distribuuuu" in caplog.text
     for damaged in ("[", "{}", json.dumps({**content, "temperature": -1}), json.dumps({**content, "thresholds": 3})):
         (calibrated / "calibration.json").write_text(damaged)
-        with pytest.raises(
-            ConfigError, match="calibration.json: not a valid calibration.*; fix: remove it, then [^;]*$"
-        ):
+        with pytest.raises(ConfigError, match="not a valid calibration.*; fix: remove it, then [^;]*$"):
             load_run(calibrated)
     (calibrated / "calibration.json").unlink()
     os.mkfifo(calibrated / "calibration.json")  # would be raw confidences in silence
@@ -139,9 +137,12 @@ def test_calibrate_and_report(shapes_run, tmp_path, capsys):
     capsys.readouterr()
     assert run("report", folder, "--format", "json", "--precision", 0.05) == 0
     figures = json.loads(capsys.readouterr().out)["confidence"]
-    assert figures["temperature"] == found.temperature and figures["risk"][-1] == pytest.approx(
-        float(logits.argmax(1).ne(labels).float().mean()), abs=1e-6
-    )
+    risk = float(logits.argmax(1).ne(labels).float().mean())
+    assert figures["temperature"] == found.temperature and figures["risk"][-1] == pytest.approx(risk, abs=1e-6)
+    content = torch.load(folder / "best.pth.tar")
+    content["state_dict"]["fc.bias"][0] = torch.nan
+    torch.save(content, folder / "best.pth.tar")
+    assert run("calibrate", folder, "--workers", 0) == 2 and "scores that are not finite" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("to", [slow("safetensors"), slow("onnx"), slow("timm")])
