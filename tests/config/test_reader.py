@@ -226,7 +226,8 @@ def test_a_wrong_file_says_what_is_expected(write):
 @pytest.mark.parametrize("key", [key for key, option in OPTIONS.items() if option.path])
 def test_every_path_expands_the_home_folder_and_variables(key, write, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    more = ["DISTILL.TEACHER", "resnet8"] if key == "DISTILL.WEIGHTS" else []
+    needs = {"DISTILL.WEIGHTS": ["DISTILL.TEACHER", "resnet8"], "FINETUNE.HEAD": ["MODEL.PRETRAINED", "True"]}
+    more = needs.get(key, [])
     for text in ("~/x", "$HOME/x", "${HOME}/x"):
         assert get_value(load_cfg(None, [key, text, *more]), key) == "/home/me/x"
         section, _, name = key.rpartition(".")
