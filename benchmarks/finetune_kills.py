@@ -3,6 +3,7 @@
 
 A small backbone is fine-tuned on a few JPEGs without interruption, then again with SIGKILL to all of its processes at
 random moments of each stage. In the end, all weights, features, decisions, records and predictions must be equal.
+With `--processes 2`, the training has two processes in both runs.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,52 +24,95 @@ import torch
 from bench_support.machine import describe_run
 from bench_support.same_runs import compare_runs, find_differences
 from bench_support.small_training import draw_images
-from bench_support.training_process import TrainingProcess
+from bench_support.training_process import TrainingProcess, read_records
 
 from distribuuuu.checkpoint.io import read_checkpoint
 
 OPTIONS = "MODEL.ARCH timm/test_efficientnet TRAIN.IM_SIZE 32 TEST.IM_SIZE 36 TEST.BATCH_SIZE 8 OPTIM.MAX_EPOCH 4 "
-OPTIONS += "TRAIN.AMP none MODEL.CHANNELS_LAST False CHECKPOINT.EVERY_STEPS 1"
-STAGES = ("images", "views", "probe", "plan", "training", "choice", "test")
+OPTIONS += "TRAIN.AMP none MODEL.CHANNELS_LAST False CHECKPOINT.EVERY_STEPS 1 TRAIN.GLOBAL_BATCH_SIZE 8 "
+OPTIONS += "TRAIN.PRINT_FREQ 1"
+STAGES = ("images", "views", "features", "start", "training", "choice", "test")
 MEASURED = ("seconds", "image_s", "images_per_s", "speedup", "hours", "mib")
+POLL_S = 0.005  # each poll looks at all processes of the machine
 
 
-def start(folder: Path, processes: int) -> TrainingProcess:
-    """Start or resume the command in folder/run."""
-    words = [str(folder / "data"), "--backbone", str(folder / "backbone.pth"), "--out", str(folder / "run")]
-    words += ["--workers", "0", "--minutes", "30", "--nproc", str(processes), *OPTIONS.split()]
-    return TrainingProcess([sys.executable, "-m", "distribuuuu", "finetune", *words], folder / "run")
+class Start:
+    """A start of the command in folder/run, and the moments at which it has begun each stage itself."""
+
+    def __init__(self, folder: Path, processes: int):
+        self.out = folder / "run"
+        words = [str(folder / "data"), "--backbone", str(folder / "backbone.pth"), "--out", str(self.out)]
+        words += ["--workers", "0", "--minutes", "30", "--nproc", str(processes), *OPTIONS.split()]
+        self.process = TrainingProcess([sys.executable, "-m", "distribuuuu", "finetune", *words], self.out)
+        self.begun_at = {STAGES[0]: time.time()}
+
+    def list_steps(self, own: bool = False) -> set[tuple[int, int]]:
+        """Return the epoch and the number of each step of the training, or only of those that this start has made."""
+        since = self.begun_at[STAGES[0]] if own else 0
+        records = read_records(self.out / "finetune")
+        return {(one["epoch"], one["step"]) for one in records if one["kind"] == "train" and one["time"] >= since}
+
+    def has_begun(self, stage: str) -> bool:
+        """Tell whether a stage has begun if the one before has: an earlier start has left files of later stages."""
+        if stage == "views":
+            return " images of 3 classes in " in self.process.said_since_start()
+        if stage == "features":
+            return ", AMP none, " in self.process.said_since_start()
+        if stage == "test":
+            return "choice" in json.loads((self.out / "finetune.json").read_text())
+        time.sleep(POLL_S)
+        is_alive = self.process.has_rank(0)  # the training is a process of its own
+        return {"start": is_alive, "choice": not is_alive}.get(stage, not is_alive or bool(self.list_steps(own=True)))
+
+    def find_stage(self) -> str:
+        """Return the stage of this moment."""
+        for stage in STAGES[len(self.begun_at) :]:
+            if not self.has_begun(stage):
+                break
+            self.begun_at[stage] = time.time()
+        return [*self.begun_at][-1]
+
+    def wait_for(self, stage: str) -> None:
+        """Wait until a stage has begun."""
+        self.process.wait_for(lambda: STAGES.index(self.find_stage()) >= STAGES.index(stage))
 
 
-def find_stage(out: Path) -> int:
-    """Return the number of the stage of a fine-tuning, by its files; that of the end is the number of stages."""
-    path = out / "finetune.json"
-    done = len(json.loads(path.read_text())) - 1 if path.exists() else 0  # the first entry is the job
-    return done + (done > STAGES.index("plan") and (out / "finetune" / "results.json").exists())
+def measure(start: Start) -> tuple[dict[str, float], int]:
+    """Return the seconds of each stage and the number of steps of an uninterrupted run."""
+    start.wait_for(STAGES[-1])
+    start.process.finish()
+    moments = [*start.begun_at.values(), time.time()]
+    durations = (end - begin for begin, end in itertools.pairwise(moments))
+    return dict(zip(STAGES, durations, strict=True)), len(start.list_steps())
 
 
-def measure_stages(run: TrainingProcess) -> list[float]:
-    """Return the seconds of each stage of an uninterrupted run."""
-    moments = [time.time()]
-    for stage in range(1, len(STAGES) + 1):
-        run.wait_for(lambda stage=stage: find_stage(run.out_dir) >= stage)
-        moments.append(time.time())
-    run.finish()
-    return [end - begin for begin, end in itertools.pairwise(moments)]
+def kill_many(folder: Path, args: argparse.Namespace, seconds: dict[str, float], num_steps: int) -> Counter[str]:
+    """Start and kill the command in each stage, then let it finish; return the number of kills by the stage hit.
 
-
-def kill_many(folder: Path, args: argparse.Namespace, seconds: list[float]) -> None:
-    """Start and kill the command in each stage, then let it finish."""
-    rng = random.Random(1)
-    for number, target in enumerate(sorted(index % len(STAGES) for index in range(args.kills)), 1):
-        run = start(folder, args.processes)
+    A training makes at least one more step before each kill.
+    """
+    rng, hits, aimed = random.Random(1), Counter[str](), 0
+    targets = sorted(index % len(STAGES) for index in range(args.kills))
+    in_training = targets.count(STAGES.index("training"))
+    for number, target in enumerate((STAGES[index] for index in targets), 1):
+        start, share = Start(folder, args.processes), rng.uniform(0, 0.9)
         try:
-            run.wait_for(lambda target=target, out=run.out_dir: find_stage(out) >= target)
-            time.sleep(rng.uniform(0, seconds[target]))
+            start.wait_for(target)
+            if target == "training":
+                aimed += 1
+                least = num_steps * aimed // (in_training + 1)
+                start.process.wait_for(lambda own=start, least=least: len(own.list_steps()) >= least)
+                time.sleep(share * seconds["training"] / num_steps)
+            else:
+                time.sleep(share * seconds[target])
+            hit = start.find_stage()
         finally:
-            run.kill()
-        print(f"{number:>4}  {STAGES[target]:<8}  {(*STAGES, 'end')[find_stage(run.out_dir)]}", flush=True)
-    start(folder, args.processes).finish()
+            start.process.kill()
+        hits[hit] += 1
+        steps = f"step {len(start.list_steps())} of {num_steps}" if hit == "training" else ""
+        print(f"{number:>4}  {target:<8}  {hit:<8}  {steps}".rstrip(), flush=True)
+    Start(folder, args.processes).process.finish()
+    return hits
 
 
 def stable(value: Any) -> Any:
@@ -98,12 +143,14 @@ def main() -> int:
         folder = Path(temporary)
         draw_images(folder / "data")
         torch.save(timm.create_model("test_efficientnet").state_dict(), folder / "backbone.pth")
-        seconds = measure_stages(start(folder, args.processes))
+        seconds, num_steps = measure(Start(folder, args.processes))
         (folder / "run").rename(folder / "uninterrupted")
-        kill_many(folder, args, seconds)
+        hits = kill_many(folder, args, seconds, num_steps)
         different = list(list_differences(folder / "uninterrupted", folder / "run"))
-    print(*different[:20], f"{'NOT EQUAL' if different else 'equal'}; {time.time() - started:.0f} s in total", sep="\n")
-    return bool(different)
+    missed = [stage for stage in STAGES if not hits[stage] and args.kills >= len(STAGES)]
+    print(*different[:20], *(f"no kill hit the stage {stage}" for stage in missed), sep="\n")
+    print(f"{'NOT EQUAL' if different else 'equal'}; {time.time() - started:.0f} s in total")
+    return bool(different or missed)
 
 
 if __name__ == "__main__":

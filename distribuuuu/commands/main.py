@@ -27,9 +27,7 @@ GROUPS = {
         "finetune": Command("finetune.finetune", "make the best model of your photographs in some minutes"),
         "sweep": Command("sweep.sweep", "search the best options by many runs, resumable"),
     },
-    "Before a run": {
-        "plan": Command("plan.plan", "measure the time and memory that a run needs"),
-    },
+    "Before a run": {"plan": Command("plan.plan", "measure the time and memory that a run needs")},
     "After a run": {
         "report": Command("report.report", "make a page about a run: curves, classes, mistakes"),
         "compare": Command("report.compare", "compare runs on the same images: is one better?"),

@@ -17,11 +17,7 @@ MAX_GRAPHS = 4096
 
 
 def wrap_model(
-    model: nn.Module,
-    device: torch.device,
-    example: torch.Tensor,
-    unused: Sequence[str] = (),
-    find_unused: bool = False,
+    model: nn.Module, device: torch.device, example: torch.Tensor, unused: Sequence[str] = (), find_unused: bool = False
 ) -> nn.Module:
     """Return the model wrapped in DDP; the model itself if there is one process or it is sharded.
 

@@ -88,7 +88,7 @@ def find_targets(cfg, model: nn.Module, head: Collection[str]) -> tuple[LoraSett
             problems.append(Problem("FINETUNE.LORA.targets", message))
     for name, layer in found.items():
         if (width := min(layer.weight.shape)) < settings.rank:
-            message = f"got {settings.rank}; expected at most {width}, the width of {name}"
+            message = f"got {settings.rank}; expected at most {width}, the width of {name}; fix: a lower rank"
             problems.append(Problem("FINETUNE.LORA.rank", message))
             break
     if problems:

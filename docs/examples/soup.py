@@ -4,10 +4,10 @@ The runs fine-tune the same weights with other seeds, learning rates or augmenta
 all of them. The greedy soup starts with the best run; each further one, in the order of accuracy, stays in it if the
 accuracy does not fall. It is chosen by the evaluation images, so judge it on others: TEST.SPLIT.
 
-    python tools/train_net.py --cfg configs/shapes/resnet14.yaml OUT_DIR exp/soup/base
-    python tools/train_net.py --cfg docs/examples/soup.yaml RNG_SEED 1 OUT_DIR exp/soup/seed_1
-    python tools/train_net.py --cfg docs/examples/soup.yaml RNG_SEED 2 OUT_DIR exp/soup/seed_2
-    python tools/train_net.py --cfg docs/examples/soup.yaml RNG_SEED 3 OUT_DIR exp/soup/seed_3
+    distribuuuu train --cfg configs/shapes/resnet14.yaml OUT_DIR exp/soup/base
+    distribuuuu train --cfg docs/examples/soup.yaml RNG_SEED 1 OUT_DIR exp/soup/seed_1
+    distribuuuu train --cfg docs/examples/soup.yaml RNG_SEED 2 OUT_DIR exp/soup/seed_2
+    distribuuuu train --cfg docs/examples/soup.yaml RNG_SEED 3 OUT_DIR exp/soup/seed_3
     distribuuuu soup PLUGINS docs/examples/soup.py --out exp/soup/out exp/soup/seed_*
     distribuuuu test exp/soup/seed_1 MODEL.WEIGHTS exp/soup/out/greedy.pth.tar
 

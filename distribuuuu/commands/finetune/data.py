@@ -89,12 +89,7 @@ def hash_images(images: Images) -> str:
 
 
 def divide(
-    images: Images,
-    parts: dict[str, list[int]],
-    pattern: str,
-    seed: int,
-    workers: int,
-    progress: Callable[[int], Any],
+    images: Images, parts: dict[str, list[int]], pattern: str, seed: int, workers: int, progress: Callable[[int], Any]
 ) -> tuple[dict[str, list[int]], list[str], list[str]]:
     """Return the indices of the parts, notes about the images, and the broken ones, `path: cause`.
 

@@ -3,12 +3,14 @@
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.json_file import load_json
+from distribuuuu.config.run_files import LOCK
 from distribuuuu.files.atomic_file import replacing
 
 FILE_NAME = "finetune.json"
@@ -45,10 +47,17 @@ class Decisions:
 
 
 @contextlib.contextmanager
-def explaining_disk(out: Path) -> Iterator[None]:
-    """Raise an error of a file in the block as ConfigError: a full disk, a folder that is not writable."""
+def explaining_disk(out: Path, is_new: bool = False) -> Iterator[None]:
+    """Raise an error of a file in the block as ConfigError: a full disk, a folder that is not writable.
+
+    After another ConfigError, e.g. of an option, a new folder is removed if it has no features yet.
+    """
     try:
         yield
+    except ConfigError:
+        if is_new and {*os.listdir(out)} <= {LOCK, FILE_NAME, "lists"}:
+            shutil.rmtree(out)
+        raise
     except OSError as error:
         fix = "make room or name another folder, then rerun the same command: finished stages are kept"
         reason = f"{error.filename or out} cannot be used: {error.strerror or error}"

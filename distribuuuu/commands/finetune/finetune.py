@@ -102,12 +102,7 @@ def build_parser(prog: str | None = None) -> CommandParser:
     parser = CommandParser(prog, description=_DESCRIPTION, usage="%(prog)s FOLDER [flags] [KEY VALUE ...]")
     add = parser.add_argument
     add("folder", metavar="FOLDER", help="images in folders of classes or of splits, also in an archive; or a table")
-    add(
-        "--backbone",
-        metavar="NAME",
-        nargs="+",
-        help="pypi/NAME, timm/NAME, hf-hub:NAME, a run, a file; the best one is used",
-    )
+    add("--backbone", metavar="NAME", nargs="+", help="pypi/NAME, timm/NAME, hf-hub:NAME, a run, a file; or several")
     add("--minutes", metavar="M", type=_minutes, default=10.0, help="time for all of it, roughly (10)")
     add("--out", metavar="FOLDER", help="folder of the run (exp/NAME of the images)")
     add("--group-by", metavar="REGEX", default="", help="images with the same match in their names stay in one split")

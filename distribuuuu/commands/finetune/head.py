@@ -19,9 +19,7 @@ from distribuuuu.inference import linear_probe
 from distribuuuu.inference.calibration import Calibration, fit_calibration, write_calibration
 from distribuuuu.inference.features import find_classifiers
 from distribuuuu.inference.linear_probe import compute_logits, predict_knn
-from distribuuuu.inference.loaded_run import LoadedRun
-
-CPU = torch.device("cpu")
+from distribuuuu.inference.loaded_run import CPU, LoadedRun
 
 
 class Part(NamedTuple):

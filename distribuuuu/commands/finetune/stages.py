@@ -19,15 +19,7 @@ from distribuuuu.commands.finetune.choose import compare, interpolate, name_of, 
 from distribuuuu.commands.finetune.data import PARTS, divide, hash_images, list_sources
 from distribuuuu.commands.finetune.decisions import Decisions, explaining_disk
 from distribuuuu.commands.finetune.feature_file import compute_features, describe, write_features
-from distribuuuu.commands.finetune.head import (
-    Part,
-    Probe,
-    fit_probe,
-    open_backbone,
-    set_head,
-    write_model,
-    write_probe,
-)
+from distribuuuu.commands.finetune.head import Part, Probe, fit_probe, open_backbone, set_head, write_model, write_probe
 from distribuuuu.commands.finetune.recipe import FEWEST_EPOCHS, build_recipe, choose_epochs, measure_epoch, seconds_of
 from distribuuuu.commands.finetune.summary import format_backbones, format_choice, next_commands
 from distribuuuu.commands.finetune.views import choose_views
@@ -80,8 +72,9 @@ def run_stages(flags: Namespace) -> dict[str, Any]:
     backbones = open_backbones(flags.backbone)
     # What cannot be used leaves no folder.
     listed = None if check_archives(flags.folder) else list_sources(flags.folder, flags.overrides)
+    is_new = not out.exists()
     make_out_dir(str(out))
-    with lock_out_dir(out), explaining_disk(out), short_log():
+    with lock_out_dir(out), explaining_disk(out, is_new), short_log():
         images, parts = listed or list_sources(unpack(flags.folder, out), flags.overrides)
         job = {"images": hash_images(images), "backbones": [*backbones], "minutes": flags.minutes,
                "options": flags.overrides, "groups": flags.group_by, "seed": flags.seed,
@@ -185,7 +178,7 @@ def probe_backbone(
              "image_s": views["image_s"], "seconds": time.monotonic() - started}  # fmt: skip
     facts = decisions.once(f"backbone {name}: probe", lambda: facts)
     names = [images.classes[images.labels[index]] for part in PARTS for index in parts[part]]
-    stored = files[:num], rows[:num], (), describe(run), names
+    stored = files[:num], names, rows[:num], (), describe(run)
     return Candidate(words + as_words(views["options"]), own, run, probe, facts, stored)
 
 
@@ -259,8 +252,7 @@ def train(path: Path, nproc: int) -> None:
         RunStopped, ConfigError: it was stopped by a signal, or has failed.
     """
     status = run_processes(nproc, [sys.executable, "-m", "distribuuuu", "train", "--cfg", str(path)])
-    stopped = [signum for signum, value in STATUS_OF.items() if value == status]
-    if stopped:
+    if stopped := [signum for signum, value in STATUS_OF.items() if value == status]:
         raise RunStopped(stopped[0])
     if status:
         raise ConfigError(f"the training has failed with status {status}; fix: see above, then rerun the same command")

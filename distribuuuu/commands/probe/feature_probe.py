@@ -13,13 +13,7 @@ from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import count_workers
 from distribuuuu.inference.features import CHUNK, has_classifier, iter_features
 from distribuuuu.inference.forward_chunks import ChunkLoader, list_spans
-from distribuuuu.inference.linear_probe import (
-    NUM_NEIGHBORS,
-    TEMPERATURE,
-    compute_logits,
-    fit_probe,
-    predict_knn,
-)
+from distribuuuu.inference.linear_probe import NUM_NEIGHBORS, TEMPERATURE, compute_logits, fit_probe, predict_knn
 from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.launch.detect import detect_launch
 from distribuuuu.records.run_log import progress

@@ -17,12 +17,7 @@ from distribuuuu.commands.html.page import Macros, PageSection, build_page, perc
 from distribuuuu.commands.report.confidence import describe_confidence, list_confidence
 from distribuuuu.commands.report.explanations import find_nearest
 from distribuuuu.commands.report.pictures import image_folder, make_pictures
-from distribuuuu.commands.stats.stored_predictions import (
-    Predictions,
-    list_figures,
-    rank_mistakes,
-    read_predictions,
-)
+from distribuuuu.commands.stats.stored_predictions import Predictions, list_figures, rank_mistakes, read_predictions
 from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.errors import counted
 from distribuuuu.config.json_file import load_json

@@ -21,11 +21,11 @@ from distribuuuu.files.untrusted import InvalidFileError, parse_json, untrusted
 _FIX = "fix: remove it, or name another file"
 
 
-def check_output_file(out: Path, ending: str) -> None:
+def check_output_file(out: Path, *endings: str) -> None:
     """Raise ConfigError if a path cannot be that of a new output file, or of one to resume."""
     check_out_file(out)
-    if out.suffix != ending:
-        raise ConfigError(f"--out: got {out}; expected a file name that ends with {ending}")
+    if out.suffix not in endings:
+        raise ConfigError(f"--out: got {out}; expected a file name that ends with {' or '.join(endings)}")
     if os.path.lexists(out):
         raise ConfigError(f"--out: {out} exists already; {_FIX}")
 

@@ -15,14 +15,7 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import first_few
 from distribuuuu.data.datasets.array_file import NUM_THREADS, find_stamp
 from distribuuuu.data.datasets.base import ImageDataset, is_file, open_nonblocking, read_file
-from distribuuuu.data.decode import (
-    Buffer,
-    DecodeOptions,
-    build_decode_options,
-    decode,
-    open_image,
-    read_jpeg_header,
-)
+from distribuuuu.data.decode import Buffer, DecodeOptions, build_decode_options, decode, open_image, read_jpeg_header
 
 if TYPE_CHECKING:
     from PIL.Image import Image
