@@ -93,8 +93,7 @@ def check_export(
     indices = [position * len(images) // num for position in range(num)]
     temporary = folder / ".check"
     temporary.mkdir()
-    files = [_original_file(run, images, index, temporary) for index in indices]
-    predicted = _predict(run, files)
+    predicted = _predict(run, files := [_original_file(run, images, index, temporary) for index in indices])
     bad = [number for number, prediction in enumerate(predicted) if prediction.error]
     intact = [number for number in bad if "; fix: " in str(predicted[number].error)]
     if intact or (bad and (run.cfg.DATA.ON_BAD_IMAGE != "skip" or len(bad) == num)):
