@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -62,7 +61,9 @@ def train_model(cfg, stop_epoch: int | None = None, profile: int = 0) -> float:
     with open_run(cfg, launch, device, TRAIN_LOG, locks=True) as started_at:
         run = build_run(cfg, train_loader, val_loader)  # restored from the newest checkpoint, if there is one
         if profile:
-            importlib.import_module("distribuuuu.engine.step_profile").profile_steps(run, profile)
+            from distribuuuu.engine.step_profile import profile_steps
+
+            profile_steps(run, profile)
         with run.stop, run.log, save_on_stop(run):  # signals are still handled while the last checkpoint is written
             while not is_finished(cfg, run.state) and run.state.epoch < (stop_epoch or cfg.OPTIM.MAX_EPOCH):
                 train_epoch(run)  # no step if the run was stopped after the last one
@@ -254,7 +255,9 @@ def evaluate_epoch(run: Run) -> dict[str, dict]:
     for kind, model in state.models.items():
         run.stop.begin_phase(f"evaluation of {kind}")
         if cfg.MODEL.PRECISE_BN:
-            importlib.import_module("distribuuuu.engine.precise_bn").recompute_statistics(run, model)
+            from distribuuuu.engine.precise_bn import recompute_statistics
+
+            recompute_statistics(run, model)
             run.stop.begin_phase()
         recorder = build_recorder(cfg, task, run.val_loader.images) if is_recording_due(cfg, state, kind) else None
 
