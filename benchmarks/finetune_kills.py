@@ -104,7 +104,9 @@ def kill_many(folder: Path, args: argparse.Namespace, seconds: dict[str, float],
                 start.process.wait_for(lambda own=start, least=least: len(own.list_steps()) >= least)
                 time.sleep(share * seconds["training"] / num_steps)
             else:
-                time.sleep(share * seconds[target])
+                end = time.monotonic() + share * seconds[target]
+                while time.monotonic() < end and start.find_stage() == target:
+                    time.sleep(POLL_S)
             hit = start.find_stage()
         finally:
             start.process.kill()
