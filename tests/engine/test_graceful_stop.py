@@ -202,8 +202,8 @@ def test_a_hang_is_ended_with_the_stacks_of_all_processes(image_folder, tmp_path
 def test_sigquit_shows_the_stack_and_the_run_goes_on(image_folder, tmp_path):
     with started(image_folder, tmp_path / "out", "TRAIN.WORKERS", 2, launcher=(sys.executable,)) as run:
         run.wait_for(run.records)
-        run.signal_everybody(signal.SIGQUIT)  # workers too
-        run.wait_for(lambda: "Current thread" in run.said_since_start() or "in train_model" in run.said_since_start())
+        # Workers get it too. The system may give it to a thread of torch, which has no Python stack: it is sent again.
+        run.wait_for(lambda: run.signal_everybody(signal.SIGQUIT) or "in train_model" in run.said_since_start())
         seen = len(run.records())
         run.wait_for(lambda: len(run.records()) > seen + 8)
         run.signal_launcher(signal.SIGTERM)
