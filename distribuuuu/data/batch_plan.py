@@ -75,10 +75,16 @@ def check_num_images(cfg, plan: BatchPlan, num_images: int) -> None:
         raise ConfigError(Problem(key, message), cfg.origins)
 
 
-def check_accumulation(cfg, plan: BatchPlan) -> None:
-    """Raise ConfigError if gradients are to accumulate over replays of a CUDA graph, which overwrite their memory."""
+def check_graphs(cfg, plan: BatchPlan) -> None:
+    """Raise ConfigError if CUDA graphs cannot be used as MODEL.COMPILE says.
+
+    Replays of a graph overwrite the memory of gradients that accumulate; the graph of a step holds no communication.
+    """
     mode = cfg.MODEL.COMPILE
     if plan.accum_steps > 1 and mode in GRAPH_MODES:
         fix = f"fix: set it to default, or TRAIN.BATCH_SIZE to {plan.per_process}"
         message = f"got {mode}, which replays CUDA graphs, with accumulated gradients ({plan}); {fix}"
+        raise ConfigError(Problem("MODEL.COMPILE", message), cfg.origins)
+    if plan.world_size > 1 and mode == "step":
+        message = f"got step with {plan.world_size} processes; expected one; fix: set it to default or none"
         raise ConfigError(Problem("MODEL.COMPILE", message), cfg.origins)

@@ -68,7 +68,7 @@ def process_group(
     if launch.world_size == 1 and backend == "auto":
         yield
         return
-    rendezvous, timer = map(importlib.import_module, (f"{__package__}.rendezvous", f"{__package__}.stall_timer"))
+    rendezvous = importlib.import_module("distribuuuu.distributed.rendezvous")  # one process needs none of it
     if launch.world_size == 1:
         with rendezvous.join_group(launch, rendezvous.torch_dist.HashStore(), backend, device):
             yield
@@ -77,5 +77,6 @@ def process_group(
     store = rendezvous.join(launch, timeout_s)
     rendezvous.join.cache_clear()
     limits = (timeout_s, max(timeout_s, startup_timeout_s))
-    with timer.open_timer(launch, store, limits), rendezvous.join_group(launch, store, backend, device):
+    timer = importlib.import_module("distribuuuu.distributed.stall_timer").open_timer(launch, store, limits)
+    with timer, rendezvous.join_group(launch, store, backend, device):
         yield

@@ -179,7 +179,7 @@ def build_run(cfg, train_loader: TrainLoader, val_loader: Loader) -> Run:
     # With TRAIN.AUTO_RESUME False, a job that was restarted resumes its own run.
     latest = checkpoints.find_latest(None if cfg.TRAIN.AUTO_RESUME else _gather(list_jobs(only_restarted=True)))
     if latest is None:
-        check_warmup(cfg)
+        dist.on_main(lambda: check_warmup(cfg))  # which prints the problem once
     sets = {"train": train_loader.images, "val": val_loader.images}
     data = {name: {"images": len(images), "digest": images.digest} for name, images in sets.items()}
     training = build_training(cfg, train_loader, val_loader.zero_images(1), latest, data)

@@ -1,4 +1,4 @@
-"""What limits the training steps on a GPU: the shares of its dense peak (MFU) and of its memory bandwidth in use."""
+"""Utilization of a GPU by training steps: the shares of its dense peak (MFU) and of its memory bandwidth."""
 
 import logging
 from typing import Any
@@ -68,7 +68,7 @@ def utilization(card: str, amp: str, flops: float, moved: float, images_per_s: f
     half, single, bandwidth = (3e-12 * images_per_s / most for most in CARDS[card])
     mfu, share = flops * (single if amp == "none" else half), moved * bandwidth
     text = f"{mfu:.0%} of the dense peak (MFU), {share:.0%} of the memory bandwidth of {card}"
-    text += f"; limit: the {'peak' if mfu > share else 'memory'}"
+    text += f"; the nearer limit is the {'peak' if mfu > share else 'bandwidth'}"
     return {"mfu": mfu, "bandwidth": share, "utilization": text}
 
 

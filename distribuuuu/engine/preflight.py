@@ -20,7 +20,7 @@ from distribuuuu.config.options import IMAGENET_CLASSES, OPTIONAL_DECODERS, TEST
 from distribuuuu.config.reader import read_cfg
 from distribuuuu.config.registry import OPTIMIZERS, dataset_class, dataset_name
 from distribuuuu.config.run_files import CHECKPOINTS, find_path_problem, url_of
-from distribuuuu.data.batch_plan import check_accumulation, check_num_images, check_pairs, plan_of
+from distribuuuu.data.batch_plan import check_graphs, check_num_images, check_pairs, plan_of
 from distribuuuu.launch.detect import detect_launch, list_jobs
 
 
@@ -53,7 +53,7 @@ def find_run_problems(
         if train and cfg.TRAIN.GLOBAL_BATCH_SIZE >= 0 and cfg.TRAIN.BATCH_SIZE > 0:
             plan = plan_of(cfg, world_size)
             check_pairs(cfg, plan)
-            check_accumulation(cfg, plan)
+            check_graphs(cfg, plan)
             has_data = not any(key.endswith((".DATASET", ".SPLIT")) for key, _ in found)
             if has_data and (num_images := dataset_class(cfg).count_images(cfg)):
                 check_num_images(cfg, plan, num_images)

@@ -122,9 +122,11 @@ def describe_end(run: Run, started: float) -> None:
         for command in ("test {}", "report {}", "predict {} IMAGES", "export {} --format onnx --out FOLDER"):
             logger.info("next: distribuuuu %s", command.format(out))
     if any(run.log.spent.values()):
-        shares = (100 * seconds / (time.perf_counter() - started) for seconds in run.log.spent.values())
-        logger.info("time: training %.0f%% (waiting for data %.0f%%, forward %.0f%%, backward %.0f%%, optimizer "
-                    "%.0f%%), evaluation %.0f%%, checkpoints %.0f%%", *shares)  # fmt: skip
+        total, spent = time.perf_counter() - started, run.log.spent
+        measured = [part for part in ("forward", "backward", "optimizer") if spent[part]]  # not of static steps
+        shares = {part: f"{part} {seconds / total:.0%}" for part, seconds in spent.items()}
+        parts = ", ".join((f"waiting for {shares['data']}", *(shares[part] for part in measured)))
+        logger.info("time: %s (%s), %s, %s", shares["training"], parts, shares["evaluation"], shares["checkpoints"])
     if run.train_loader.device.type == "cuda" and state.timing["seconds"]:
         importlib.import_module("distribuuuu.engine.flops").log_utilization(run)
     if state.num_skipped:

@@ -27,7 +27,7 @@ def use_static_steps(training: Training) -> None:
     """Let the steps of a training run on static buffers.
 
     Raises:
-        ConfigError: there are several processes, or not all steps are certain to consist of the same operations.
+        ConfigError: not all steps are certain to consist of the same operations.
     """
     task = training.task
     bases = [*type(task).__mro__, *type(getattr(task, "criterion", None)).__mro__]
@@ -36,7 +36,6 @@ def use_static_steps(training: Training) -> None:
                if not vars(base).get("capturable")]  # fmt: skip
     scores = [name for name, metric in task.train_metrics.items() if isinstance(metric, ScoreMetric)]
     reasons += [f"the metric {name}, which keeps all scores" for name in scores]
-    reasons += ["several processes"] * dist.is_distributed()
     if reasons:
         problem = Problem("MODEL.COMPILE", f"got step with {reasons[0]}; fix: set it to default or none")
         raise ConfigError(problem, training.cfg.origins)
@@ -82,7 +81,10 @@ class StaticStep:
         for group, rate in zip(self._groups, self._rates, strict=False):
             rate.fill_(group["lr"])
         seed_step(derive_seed(*self._key, dist.rank()), self._device)
-        self._graph.replay() if self._graph else self._compute()
+        if self._graph:
+            self._graph.replay()
+        else:
+            self._compute()
         step.is_applied = True
 
     def _compute(self) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from distribuuuu.config.derived import stage_without_augmentation
 from distribuuuu.config.registry import TASKS
 from distribuuuu.data.batch import Batch, pad_batch
-from distribuuuu.data.batch_plan import BatchPlan, check_accumulation
+from distribuuuu.data.batch_plan import BatchPlan, check_graphs
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.optim.precision import Precision
 from distribuuuu.tasks.base import StepKey, Task
@@ -34,7 +34,7 @@ class Classification(Task):
 
     def prepare_training(self, plan: BatchPlan, images: ImageDataset, num_steps: int) -> None:
         """Build the mixer and the loss."""
-        check_accumulation(self.cfg, plan)
+        check_graphs(self.cfg, plan)
         if self.cfg.AUG.MIXUP or self.cfg.AUG.CUTMIX:
             from distribuuuu.data.mixup import build_mixer
 

@@ -151,8 +151,8 @@ def test_problems_of_a_training_are_reported_before_it_starts(problems):
         ((*REPLAYED, "reduce-overhead"), 2, []),
         ((*REPLAYED, "default"), 1, []),
         ((*REPLAYED, "reduce-overhead"), 1,
-         ["MODEL.COMPILE (command line): got reduce-overhead, which replays CUDA graphs",
-          "set it to default, or TRAIN.BATCH_SIZE to 24"]),
+         ["MODEL.COMPILE (command line): got reduce-overhead, which replays", "default, or TRAIN.BATCH_SIZE to 24"]),
+        (("MODEL.COMPILE", "step"), 2, ["MODEL.COMPILE (command line): got step with 2 processes; expected one"]),
         # Images are mixed in pairs.
         (MIXED, 3, []),
         (MIXED, 2, ["AUG.MIXUP (command line): got micro-batches of 3 images"]),

@@ -83,7 +83,7 @@ def test_the_utilization_of_a_known_card_follows_from_the_flops_and_bytes_of_the
         caplog.clear()
     found = utilization("NVIDIA H200", "none", 1e9, 1e6, 4e4)
     assert (found["mfu"], found["bandwidth"]) == pytest.approx((3e9 * 4e4 / 494.5e12, 3e6 * 4e4 / 4.8e12))
-    assert found["utilization"].endswith("; limit: the peak")
+    assert found["utilization"].endswith("; the nearer limit is the peak")
 
 
 def test_a_run_that_is_too_short_is_not_profiled(image_folder, tmp_path, capsys):

@@ -66,6 +66,15 @@ def without_amp(run: LoadedRun) -> LoadedRun:
     return run if run.cfg.TRAIN.AMP == "none" else replace(run, cfg=changed(run.cfg, {"TRAIN.AMP": "none"}))
 
 
+def _check_unread(run: LoadedRun, images: ImageDataset, unread: dict[int, str], is_none_read: bool) -> None:
+    """Raise BadImageError unless the images that are not read, by index with the reason, may be skipped as damaged."""
+    intact = [index for index, reason in unread.items() if "; fix: " in reason]
+    if intact or (unread and (run.cfg.DATA.ON_BAD_IMAGE != "skip" or is_none_read)):
+        first = [*intact, *unread][0]
+        text = describe_unread(images.describe(first), unread[first])
+        raise BadImageError(text if intact else f"{text}; fix: repair it, or set DATA.ON_BAD_IMAGE skip")
+
+
 def check_export(
     run: LoadedRun, images: ImageDataset, folder: Path, code: str, max_images: int = 0, threshold: float | None = None
 ) -> dict[str, Any]:
@@ -93,13 +102,10 @@ def check_export(
     indices = [position * len(images) // num for position in range(num)]
     temporary = folder / ".check"
     temporary.mkdir()
-    predicted = _predict(run, files := [_original_file(run, images, index, temporary) for index in indices])
-    bad = [number for number, prediction in enumerate(predicted) if prediction.error]
-    intact = [number for number in bad if "; fix: " in str(predicted[number].error)]
-    if intact or (bad and (run.cfg.DATA.ON_BAD_IMAGE != "skip" or len(bad) == num)):
-        first = (intact or bad)[0]
-        text = describe_unread(images.describe(indices[first]), str(predicted[first].error))
-        raise BadImageError(text if intact else f"{text}; fix: repair it, or set DATA.ON_BAD_IMAGE skip")
+    files = [_original_file(run, images, index, temporary) for index in indices]
+    predicted = _predict(run, files)
+    unread = {index: one.error for index, one in zip(indices, predicted, strict=True) if one.error}
+    _check_unread(run, images, unread, len(unread) == num)
     kept = [number for number, prediction in enumerate(predicted) if prediction.error is None]
     others, errors = _run_code(code, [files[number] for number in kept], folder, temporary, run.task.multilabel)
     own = [list(zip(predicted[number].labels, predicted[number].probabilities, strict=True)) for number in kept]
