@@ -90,8 +90,7 @@ def test_a_signal_saves_and_ends_two_processes_in_any_phase(slow_to_evaluate, tm
     with started(slow_to_evaluate, tmp_path / "out", *slow) as run:
         wait_for_phase(run, phase)
         run.signal_launcher(signum)
-        assert ends(run)
-        assert run.wait(10) == STATUS[signum]
+        assert ends(run) and run.wait(10) == STATUS[signum]
         assert 1 <= len(lines_said(run)) <= 10 and "Traceback" not in run.last_lines()
         if phase == "start-up":
             assert "ended at once" in run.last_lines()
@@ -147,8 +146,7 @@ def test_a_killed_process_ends_the_others_with_one_message(image_folder, tmp_pat
     with started(image_folder, tmp_path / "out", launcher=launcher) as run:
         run.wait_for(run.records)
         run.signal_rank(rank, signal.SIGKILL)
-        assert ends(run)
-        assert run.wait(10) == (137 if launcher == NPROC else 1)
+        assert ends(run) and run.wait(10) == (137 if launcher == NPROC else 1)
         text = Path(f"{run.out_dir}.console").read_text()
         assert len(re.findall(rf"process {rank} on \S+ died after (its start|epoch \d+, (step|evaluation))", text)) == 1
         if launcher == NPROC:
@@ -189,8 +187,7 @@ def test_a_hang_is_ended_with_the_stacks_of_all_processes(image_folder, tmp_path
     words = ("MODEL.KWARGS.seconds", 600, "MODEL.KWARGS.step", 4, "MODEL.KWARGS.rank", 1, "DIST.TIMEOUT_S", 4)
     words += ("DIST.STARTUP_TIMEOUT_S", 60)
     with started(image_folder, tmp_path / "out", "MODEL.ARCH", "sleepy", *words) as run:
-        assert run.wait(RUN_S) == 1
-        assert ends(run)
+        assert run.wait(RUN_S) == 1 and ends(run)
         assert "no process has made a step for 4 s (DIST.TIMEOUT_S), all stop; stacks: " in run.last_lines()
         for rank in (0, 1):
             assert re.search(rf"process {rank} on \S+: no step for \d+ s after epoch 1, step 3(\n|$)", run.last_lines())

@@ -186,6 +186,18 @@ def test_the_forward_pass_computes_in_the_type_and_the_weights_stay_float32(name
     assert net.weight.dtype == net.weight.grad.dtype == torch.float32
 
 
+def test_float16_keeps_gradients_that_would_vanish_and_leaves_out_steps_that_overflow():
+    for factor, moved, scale in [(1e-7, 1e-7, 1.0), (1e3, 0.0, 0.5)]:  # 1e-7: below half of float16's least number
+        weight, precision = nn.Parameter(torch.zeros(1, 2)), Precision("fp16")
+        before = precision.state_dict()["scale"]
+        with precision.autocast():
+            logits = nn.functional.linear(torch.ones(1, 2), weight)
+        precision.backward((logits.float() * factor).sum())
+        precision.step(torch.optim.SGD([weight], lr=1.0), lambda parameters: None)
+        assert weight.tolist()[0] == pytest.approx([-moved] * 2, rel=0.3)
+        assert precision.state_dict()["scale"] == before * scale
+
+
 def test_no_checkpoint_holds_the_loss_of_a_step_that_overflowed(small_cfg, tmp_path, monkeypatch):
     """The step is left out, so the weights are finite; the loss would make each resume stop at its next row."""
 

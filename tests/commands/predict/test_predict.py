@@ -267,8 +267,7 @@ def test_partial_files_of_others_are_refused(shapes_run, labels_run, shapes_fold
         [shapes_run, shapes_folder / "val" / "star", "--out", out],
     ):
         capsys.readouterr()
-        assert run(*other) == 2
-        assert "has rows of another model" in capsys.readouterr().err
+        assert run(*other) == 2 and "has rows of another model" in capsys.readouterr().err
         assert Path(f"{out}.partial").read_bytes() == content and not out.exists()
     assert run(*words) == 0 and out.exists()
 

@@ -19,14 +19,7 @@ from support.tables import each_row, slow
 pytest.importorskip("optuna", reason="pip install 'distribuuuu[sweep]'")
 from distribuuuu.commands.sweep import study as module
 from distribuuuu.commands.sweep import sweep as command
-from distribuuuu.commands.sweep.study import (
-    NUM_SEEDED,
-    Row,
-    Study,
-    build_sweep_page,
-    list_cells,
-    summarize,
-)
+from distribuuuu.commands.sweep.study import NUM_SEEDED, Row, Study, build_sweep_page, list_cells, summarize
 from distribuuuu.commands.sweep.sweep import Plan, list_ends, open_sweep, parse_space, plan_rungs
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.files.untrusted import InvalidFileError
