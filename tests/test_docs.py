@@ -302,7 +302,7 @@ def test_the_log_of_fine_tuning_is_the_one_shown(tmp_path, caplog, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = ROOT / "docs" / "training.md"
     config, shown = page.read_text().partition("## Fine-tuning")[2].partition("<!-- sample:")[::2]
-    folder = tmp_path / "hub" / "models--timm--resnet18.a1_in1k"
+    folder = tmp_path / "weights" / "resnet18.a1_in1k"
     folder.mkdir(parents=True)
     save_file(timm.create_model("resnet18").state_dict(), folder / "model.safetensors")
     (tmp_path / "a.yaml").write_text(re.search(r"```yaml\n(.*?)```", config, re.DOTALL)[1])

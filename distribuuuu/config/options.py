@@ -127,7 +127,7 @@ _C.TEST.METRICS = Option((), names=METRICS, not_swept=_SAME_METRIC)
 _C.TEST.LABELS = Option("", choices=("", OF_WEIGHTS, *TEST_SETS), hashed=False, not_swept=_SAME_METRIC)
 # Evaluation images that cannot be read, with DATA.ON_BAD_IMAGE skip: wrong (they count as wrong answers) or left_out.
 _C.TEST.BROKEN = Option("wrong", choices=("wrong", "left_out"), hash_default="wrong")
-# Write predictions.npz to OUT_DIR in test_net.py and after the last epoch; never for more than a million images or 52
+# Write predictions.npz to OUT_DIR in `test` and after the last epoch; never for more than a million images or 52
 # million scores.
 _C.TEST.SAVE_PREDICTIONS = Option(True, hashed=False)
 # Steps between two updates of the progress bar of an evaluation.

@@ -61,13 +61,13 @@ def split(prog: str, args: list[str]) -> int:
         num_classes = len({images.labels[index] for index in indices})
         share = f"{100 * len(indices) / total:.1f} %"
         sizes.append([f"  {name}", f"{len(indices):>9,}", f"{share:>7}", counted(num_classes, "class")])
-    for line in (*lines, *align_columns(sizes, "<>>"), *notes):
-        print(printable(line))
     folder = str(Path(flags.out, "fold_1") if flags.folds else Path(flags.out))
     out_dir = os.path.join("exp", Path(flags.out).resolve().name)
     words = ["DATA.NAME", "list", "TRAIN.DATASET", folder, "TEST.DATASET", folder, "OUT_DIR", out_dir]
     command = shlex.join(words + _suggest_sizes([images.folder / name for name in images.names]))
-    print(printable(f"to train: {prog.rpartition(' ')[0] or 'distribuuuu'} train --cfg photographs {command}"))
+    own = prog.rpartition(" ")[0] or "distribuuuu"
+    steps = f"to fine-tune: {own} finetune {shlex.quote(folder)}", f"to train: {own} train --cfg photographs {command}"
+    print(*map(printable, (*lines, *align_columns(sizes, "<>>"), *notes, *steps)), sep="\n")
     return 0
 
 

@@ -101,7 +101,7 @@ def test_each_image_is_validated_in_one_fold(folder, tmp_path):
 def test_the_command(folder, tmp_path, capsys):
     assert run(folder, "--val", 0.2, "--out", tmp_path / "out") == 0
     text = capsys.readouterr().out
-    assert "61 images of 5 classes" in text and "val.csv" in text
+    assert "61 images of 5 classes" in text and "val.csv" in text and f" finetune {tmp_path / 'out'}\n" in text
     assert f"train --cfg photographs DATA.NAME list TRAIN.DATASET {tmp_path / 'out'} TEST.DATASET" in text
     before = (tmp_path / "out" / "val.csv").read_bytes()
     assert run(folder, "--val", 0.3, "--out", tmp_path / "out") == 2
