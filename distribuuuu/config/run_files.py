@@ -67,7 +67,7 @@ def url_of(folder: str | os.PathLike) -> str | None:
 def local_run(run: str | os.PathLike) -> str:
     """Return the path of a run or of a file below it; at a URL, download it, or raise ConfigError if that fails."""
     path = local_folder(run)
-    return path if path == os.fspath(run) else importlib.import_module(f"{_MIRROR}.sync").fetch(Path(path))
+    return path if path == os.fspath(run) else importlib.import_module(f"{_MIRROR}.sync").fetch(path)
 
 
 def is_run_file(name: str) -> bool:

@@ -80,7 +80,7 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bo
                 dist.on_main(lambda: make_out_dir(cfg.OUT_DIR))
                 with lock_out_dir(cfg.OUT_DIR) if locks else contextlib.nullcontext():
                     if mirror:
-                        mirror.start()
+                        dist.on_main(mirror.start)
                     has_log = bool(log_name)
                     with logging_to(cfg.OUT_DIR, log_name), explaining_out_of_memory(cfg.MODEL.ARCH):
                         describe_machine(launch, device)

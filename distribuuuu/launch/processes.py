@@ -42,7 +42,7 @@ def has_lost_launcher() -> bool:
 
 
 def set_up_worker() -> None:
-    """Let a loader worker ignore the signals to a run, which needs it until its stop, but exit with its parent.
+    """Let a process that serves a run, e.g. a loader worker, ignore signals to the run, but exit with its parent.
 
     Slurm signals every process of a step, the terminal every process in the foreground.
     """

@@ -12,8 +12,7 @@ _FORMS = "s3://BUCKET/FOLDER, gs://, az:// or file:///FOLDER"
 
 def find_url_problem(url: str) -> str | None:
     """Return why no run can be mirrored to a URL; None if one can."""
-    user, mark, _ = url.partition("://")[2].partition("/")[0].rpartition("@")
-    if ":" in user or mark and not url.startswith("abfs"):
+    if "@" in url.partition("://")[2].partition("/")[0]:
         return "got a URL with credentials; expected them in the environment; fix: remove them from the URL"
     if _URL.fullmatch(url) and url.isprintable() and not {".", ".."} & {*url.split("/")}:
         return None

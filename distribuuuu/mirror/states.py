@@ -24,10 +24,7 @@ from distribuuuu.files.untrusted import InvalidFileError, parse_json, untrusted
 STATES, OBJECTS, KEPT_STATES = "states", "objects", 3
 # Limits of a state: its bytes, files, and the bytes of a file; and of a list: answers of a server.
 MAX_STATE, MAX_FILES, MAX_SIZE, MAX_PAGES = 1 << 22, 10_000, 1 << 44, 20_000
-# Seconds after which a request has failed, and of failures after which no other attempt begins.
-REQUEST_S, RETRY_S = 60.0, 30.0
-# At most five parts.
-_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.,+=@%-]{0,199}(?:/(?!$)|$)){1,5}")
+_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.,+=@%-]{0,199}(?:/(?!$)|$)){1,5}")  # at most five parts
 _SHA256, _STATE = re.compile("([0-9a-f]{64})"), re.compile(r"(\d{6}|[1-9]\d{6,8})\.json")
 
 
@@ -37,6 +34,12 @@ class Entry(NamedTuple):
     sha256: str
     size: int
 
+    def check(self, path: Path) -> None:
+        """Raise ValueError if a file has another content."""
+        with path.open("rb") as file:
+            if hash_file(file) != self:
+                raise ValueError("it has another content")
+
 
 class State(NamedTuple):
     """State of a run: its number, the identifier of the folder that has created it, and the files by name."""
@@ -45,14 +48,11 @@ class State(NamedTuple):
     id: str
     files: dict[str, Entry]
 
-    @property
-    def objects(self) -> set[str]:
-        """The names of its objects."""
-        return {entry.sha256 for entry in self.files.values()}
-
 
 class MirrorError(RemoteError):
-    """A state is damaged, or another run has written to the URL; trying again does not help."""
+    """The mirror of a run cannot be used or completed; trying again does not help."""
+
+    status = 74  # EX_IOERR of sysexits.h
 
 
 def is_mirrored(name: str) -> bool:
@@ -68,9 +68,8 @@ def parse_state(number: int, data: bytes) -> State:
     if content["format"] != 2:
         raise ValueError("it has another format; fix: use a newer version of distribuuuu")
     files = {name: Entry(entry["sha256"], entry["size"]) for name, entry in content["files"].items()}
-    is_valid = all(_SHA256.fullmatch(entry.sha256) and 0 <= entry.size < MAX_SIZE for entry in files.values())
-    is_valid = is_valid and len(files) <= MAX_FILES and all(map(is_mirrored, files))
-    if not (is_valid and _SHA256.fullmatch(content["id"])):
+    is_valid = len(files) <= MAX_FILES and all(map(is_mirrored, files)) and _SHA256.fullmatch(content["id"])
+    if not is_valid or not all(_SHA256.fullmatch(one.sha256) and 0 <= one.size < MAX_SIZE for one in files.values()):
         raise ValueError("an entry is invalid, or no file of a run")
     return State(number, content["id"], files)
 
@@ -86,43 +85,33 @@ def hash_file(file: IO[bytes]) -> Entry:
 class StateLog(Store):
     """The states and the objects of a run at a URL. MirrorError: trying again does not help."""
 
-    def __init__(self, url: str):
-        super().__init__(url, REQUEST_S, RETRY_S)
-
-    def _list(self, folder: str, pattern: re.Pattern | str) -> dict[str, datetime.datetime]:
+    def _list(self, folder: str, pattern: re.Pattern) -> dict[str, datetime.datetime]:
         """Return what the group of a pattern matches in the names of a folder, with the times of the objects."""
-        try:
-            with self.request(folder) as store:
-                pages = [*itertools.islice(store.list(folder), MAX_PAGES)]
-        except LostObjectError as error:
-            raise RemoteError(f"{self.url}: the bucket does not exist; fix: create it, or check the URL") from error
+        with self.request(folder) as store:
+            pages = [*itertools.islice(store.list(folder), MAX_PAGES)]
         names = [(meta["path"].rpartition("/")[2], meta["last_modified"]) for page in pages for meta in page]
-        return {found[1]: time for name, time in names if (found := re.fullmatch(pattern, name))}
+        return {found[1]: time for name, time in names if (found := pattern.fullmatch(name))}
 
     def read_state(self, number: int) -> State | None:
         """Return a state; None if there is none."""
         name = f"{STATES}/{number:06d}.json"
         try:
-            data, meta = self.read(name, 0, MAX_STATE)
+            data, _ = self.read(name, 0, MAX_STATE)
             with untrusted(f"{self.url}/{name}", "state of a run"):
-                if meta["size"] > MAX_STATE:
-                    raise ValueError(f"it has {meta['size']:,} bytes, more than {MAX_STATE:,}")
                 return parse_state(number, data)
         except LostObjectError:
             return None
         except InvalidFileError as error:
-            fix = f"delete {name} to use the state before it, or set another OUT_DIR"
-            raise MirrorError(f"{error}; fix: {fix}") from error
+            raise MirrorError(f"{error}; fix: delete {name} to use the one before, or set another OUT_DIR") from error
 
-    def find_newest(self) -> State | None:
-        """Return the newest state; None if there is none, nor objects."""
-        number = max(map(int, self._list(STATES, _STATE)), default=0)
-        newest = self.read_state(number)
-        for _ in range(10):  # created since, or missing in an old listing
-            if (newer := self.read_state(number + 1)) is None:
+    def find_newest(self) -> State:
+        """Return the newest state; without a number if there is none, nor objects."""
+        listed, newest = max(map(int, self._list(STATES, _STATE)), default=0), State(0, "", {})
+        for number in range(listed or 1, listed + 11):  # created since, or missing in an old listing
+            if not (found := self.read_state(number)):
                 break
-            number, newest = number + 1, newer
-        if newest is None and (number or self._list(OBJECTS, "(.*)")):
+            newest = found
+        if not newest.number and (listed or self._list(OBJECTS, _SHA256)):
             fix = f"restore the newest state, delete {OBJECTS}/ if no run is to be kept, or set another OUT_DIR"
             raise MirrorError(f"{self.url}: {STATES}/ lacks a state, but {OBJECTS}/ has objects; fix: {fix}")
         return newest
@@ -155,16 +144,6 @@ class StateLog(Store):
         if hashed.hexdigest() != entry.sha256:
             raise OSError(f"{file.name} has changed during its upload")
 
-    def restore(self, entry: Entry, path: Path) -> None:
-        """Download a file unless it is there; raise LostObjectError if its object is not what it should be."""
-
-        def check(copy: Path) -> None:
-            with open(copy, "rb") as file:
-                if hash_file(file) != entry:
-                    raise ValueError("it has another content")
-
-        self.download(f"{OBJECTS}/{entry.sha256}", entry.size, path, check)
-
     def prune(self, newest: State) -> None:
         """Delete the states before the last KEPT_STATES, and older objects that none of these names.
 
@@ -176,10 +155,9 @@ class StateLog(Store):
         dropped, kept = numbers[:-KEPT_STATES], numbers[-KEPT_STATES:]
         if not dropped:
             return
-        oldest, objects = times[f"{kept[0]:06d}"], self._list(OBJECTS, _SHA256)
-        named = newest.objects.union(*(state.objects for state in map(self.read_state, kept) if state))
-        gone = [f"{OBJECTS}/{sha}" for sha, time in objects.items() if sha not in named and time < oldest]
-        # The states go last: a kill in between repeats the rest.
-        for paths in filter(None, (gone, [f"{STATES}/{number:06d}.json" for number in dropped])):
-            with self.request(paths[0]) as store:
-                store.delete(paths)
+        oldest, states = times[f"{kept[0]:06d}"], [newest, *filter(None, map(self.read_state, kept))]
+        named = {entry.sha256 for state in states for entry in state.files.values()}
+        objects = self._list(OBJECTS, _SHA256).items()
+        gone = [f"{OBJECTS}/{sha}" for sha, time in objects if sha not in named and time < oldest]
+        with self.request(STATES) as store:
+            store.delete([*gone, *(f"{STATES}/{number:06d}.json" for number in dropped)])

@@ -5,22 +5,21 @@ The training itself has no thread and no connection for it.
 
 import contextlib
 import os
+import re
 import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-from distribuuuu.config import ConfigError
-from distribuuuu.config.errors import counted
+from distribuuuu.config.errors import ConfigError, counted
 from distribuuuu.config.run_files import CHECKPOINTS, TRAIN_LOG, url_of
-from distribuuuu.data.packed.store import LostObjectError, RemoteError, read_answer, start, write_answer
+from distribuuuu.data.packed.store import LostObjectError, RemoteError, read_answer, start
 from distribuuuu.files.atomic_file import make_folder, open_for_writing, replacing
 from distribuuuu.files.locks import lock_file, take_turn
 from distribuuuu.files.untrusted import printable
-from distribuuuu.mirror.states import Entry, MirrorError, State, StateLog, hash_file, is_mirrored
+from distribuuuu.mirror.states import OBJECTS, Entry, MirrorError, State, StateLog, hash_file, is_mirrored
 
 # Seconds that the end of a finished run waits for its uploads, and that of a run that is stopped.
 END_S, STOP_S = 1800.0, 20.0
@@ -28,86 +27,59 @@ END_S, STOP_S = 1800.0, 20.0
 PRIVATE, IDENTIFIER = ".mirror", "id"
 # Seconds between two uploads, unless there are other checkpoints than at the last one.
 EVERY_S = 30.0
-# Seconds between two scans of the folder; after a failure, also at the end; and of waiting for the child of a training
-# that has just ended.
+# Seconds between two scans; after a failure, also at the end; and for the child of a training that has just ended.
 SCAN_S, PAUSE_S, END_PAUSE_S, LOCK_S = 1.0, 20.0, 2.0, 10.0
 
 
-class MirrorIncomplete(ConfigError):
-    """The run has finished, and its mirror lacks files that OUT_DIR has."""
-
-    one_process = True
-    status = 74  # EX_IOERR of sysexits.h
-
-
-class MirrorClient:
+class MirrorClient(contextlib.AbstractContextManager):
     """The mirror of an OUT_DIR, open for the length of a block, whose end waits for the uploads; on every process."""
 
-    def __init__(self, folder: str | os.PathLike):
-        self._folder, self._url = Path(folder), url_of(folder) or ""
+    def __init__(self, folder: str):
+        self._folder = folder
         self._process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        """Start, on the main process, the child process, which restores the folder; the run has locked it.
+        """Start, on the main process, the child process; raise ConfigError if it cannot restore the locked folder."""
+        self._process = _start(self._folder)
 
-        Raises:
-            ConfigError: on every process: it cannot be restored, or is in use.
-        """
-        from distribuuuu.distributed import comm as dist
-
-        def begin() -> None:
-            self._process = _start(self._folder, "OUT_DIR", "")
-
-        dist.on_main(begin)
-
-    def __enter__(self) -> "MirrorClient":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if (process := self._process) is None:
             return
+        url = url_of(self._folder) or ""
         try:
             said, _ = process.communicate(b"end\n", STOP_S if kind else END_S)
-            num_files, size = read_answer(said, self._url)
-            sizes = f"{counted(num_files, 'file')}, {size / 1e6:,.1f} MB"
-            print(f"mirror {self._url} is complete: {sizes}", file=sys.stderr)
+            print(f"mirror {url} is complete: {read_answer(said, url)}", file=sys.stderr)
             return
         except subprocess.TimeoutExpired:
             problem = "the store does not answer in time"
         except (RemoteError, OSError) as wrong:
             problem = str(wrong)
         process.kill()
-        process.wait()
-        problem = f"mirror {self._url} is NOT complete: {problem}; all files are in {self._folder}; fix: run the same "
+        problem = f"mirror {url} is NOT complete: {problem}; all files are in {self._folder}; fix: run the same "
         problem += "command again, which uploads the rest"
         if kind is None:
-            raise MirrorIncomplete(problem)
+            raise MirrorError(problem)
         print(problem, file=sys.stderr)
 
 
-def restore(folder: str | os.PathLike, key: str = "OUT_DIR", wanted: str = "all") -> None:
-    """Download the run at the URL of a folder unless the folder is as new; `wanted` "run": all but its checkpoints.
-
-    Raises:
-        ConfigError: that fails; of the option or argument `key`.
-    """
-    with _start(folder, key, wanted):
-        pass  # it ends by itself
+def restore(folder: str) -> None:
+    """Download the run at the URL of a folder unless the folder is as new; raise ConfigError if that fails."""
+    _start(folder, "all").communicate()
 
 
-def fetch(folder: Path) -> str:
+def fetch(folder: str) -> str:
     """Download the run of a path of `local_folder` without its checkpoints; return the path."""
-    restore(folder, "RUN", "run")
+    _start(folder, "run", "RUN").communicate()
     if not any(map(is_mirrored, os.listdir(folder))):
         raise ConfigError(f"RUN: {url_of(folder)}: there is no run; expected the URL of an OUT_DIR; fix: check it")
     print(f"{url_of(folder)}: the local copy is {folder}", file=sys.stderr)
-    return str(folder)
+    return folder
 
 
-def _start(folder: str | os.PathLike, key: str, wanted: str) -> subprocess.Popen:
-    """Start the child process; raise ConfigError, of the option or argument `key`, if the folder is not restored."""
+def _start(folder: str, wanted: str = "", key: str = "OUT_DIR") -> subprocess.Popen:
+    """Start the child process; raise ConfigError, of the option or argument `key`, if it cannot restore the folder."""
     url = url_of(folder) or ""
-    process = start(__name__, url, str(folder), wanted)
+    process = start(__name__, url, folder, wanted)
     assert process.stdout, "it is a pipe"
     try:
         read_answer(process.stdout.readline(), url)
@@ -117,6 +89,24 @@ def _start(folder: str | os.PathLike, key: str, wanted: str) -> subprocess.Popen
 
 
 # ---------------------------------------------------------------------------------- the child process
+
+
+def main(url: str, folder: str, wanted: str) -> Iterator[str]:
+    """Restore a folder: the files of the "run" without checkpoints, or "all"; else mirror a run to its end.
+
+    Yields:
+        a text when the folder is restored, and one when everything is uploaded.
+    """
+    mirror = Mirror(Path(folder), url)
+    with open_for_writing(mirror.folder / PRIVATE / "lock", "ab") as lock:
+        with take_turn(mirror.folder / PRIVATE / "restore"):  # each process of a training restores the folder first
+            if lock_file(lock.fileno(), 0.0 if wanted else LOCK_S):
+                mirror.fetch(wanted == "all") if wanted else mirror.reconcile()
+            elif not wanted:  # others use its files, which are the newest ones
+                raise MirrorError(f"{folder} is in use by another training of this machine; fix: wait for its end")
+        yield "restored"
+        if not wanted:
+            yield work(mirror)
 
 
 class Mirror:
@@ -133,7 +123,7 @@ class Mirror:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(OSError):
             self.id = self._file.read_text("ascii", "replace")
-        self._stored = set[str]()  # objects that are there
+        self._stored = set[Entry]()  # those whose objects are there
         self._hashed: dict[str, tuple[tuple[int, int, int], Entry]] = {}  # with size, time and inode of the file
         self._uploaded_at = float("-inf")
 
@@ -152,53 +142,48 @@ class Mirror:
         Raises:
             MirrorError: as `fetch`, or the store does not keep its promises.
         """
-        found = self.fetch()
+        self.fetch()
         if not self.id:
             self.id = os.urandom(32).hex()
             with replacing(self._file, "w") as file:
                 file.write(self.id)
-        if not found:
+        if not self.newest.number:
             self._append({})
             if self.log.create(self.newest._replace(id="")) != self.newest:
                 problem = "the store replaces objects that it should only create"
                 raise MirrorError(f"{self.log.url}: {problem}; fix: use a store with conditional writes")
 
-    def fetch(self, with_checkpoints: bool = True) -> State | None:
-        """Restore the folder, with or without its checkpoints, unless it is as new; return the newest state.
+    def fetch(self, with_checkpoints: bool = True) -> None:
+        """Restore the folder, with or without its checkpoints, unless it is as new.
 
         What is there is not downloaded. Damaged files are skipped with a warning.
 
         Raises:
             MirrorError: the newest state is damaged, or all of its checkpoints are.
         """
-        found, own = self.log.find_newest(), find_position(self.list_files())
-        if not found:
-            return None
-        self.newest, self._stored, files = found, found.objects, found.files
+        self.newest, own = self.log.find_newest(), find_position(self.list_files())
+        files = self.newest.files
+        self._stored = {*files.values()}
         if not files or self.id and own and own >= find_position(files):
-            return found
+            return
         self.id = ""
         self._file.unlink(missing_ok=True)
-        names = {name for name in files if with_checkpoints or not is_checkpoint(name)}
-        checkpoints, damaged = {*filter(is_checkpoint, names)}, set[str]()
-        for name in names:
+        wanted, restored = [name for name in files if with_checkpoints or not is_checkpoint(name)], set[str]()
+        for name in wanted:
             entry, folder = files[name], make_folder(self.folder, *Path(name).parent.parts)
             try:
-                self.log.restore(entry, folder / Path(name).name)
+                self.log.download(f"{OBJECTS}/{entry.sha256}", entry.size, folder / Path(name).name, entry.check)
+                restored.add(name)
             except LostObjectError as error:
                 self.warn(f"{name} is damaged in the mirror and was skipped: {error}")
-                damaged.add(name)
-                self._stored.discard(entry.sha256)
-        if checkpoints and checkpoints <= damaged:
+                self._stored.discard(entry)
+        if any(map(is_checkpoint, wanted)) and not any(map(is_checkpoint, restored)):
             raise MirrorError(f"{self.log.url}: all checkpoints are damaged; fix: set another OUT_DIR")
-        return found
 
     def list_files(self) -> list[str]:
         """Return the names of the files to mirror: the newest checkpoint first, so that no other file is older."""
-        found = []
-        for root, _, names in os.walk(self.folder):
-            paths = [Path(root, name) for name in names]
-            found += [path.relative_to(self.folder).as_posix() for path in paths if not path.is_symlink()]
+        paths = (Path(root, name) for root, _, names in os.walk(self.folder) for name in names)
+        found = (path.relative_to(self.folder).as_posix() for path in paths if not path.is_symlink())
         return sorted(filter(is_mirrored, found), key=lambda name: find_position([name]), reverse=True)
 
     def upload_changes(self, is_last: bool = False) -> bool:
@@ -220,9 +205,9 @@ class Mirror:
                 if self._hashed.get(name, (None,))[0] != version:
                     self._hashed[name] = version, hash_file(file)
                 files[name] = entry = self._hashed[name][1]
-                if entry.sha256 not in self._stored:
+                if entry not in self._stored:
                     self.log.upload(file, entry)
-                    self._stored.add(entry.sha256)
+                    self._stored.add(entry)
         self._uploaded_at = time.monotonic()
         if files != before:
             self._append(files)
@@ -237,7 +222,7 @@ class Mirror:
                                   "keeps this one; fix: set another OUT_DIR")  # fmt: skip
             state = state._replace(number=found.number + 1)  # an earlier request of this folder has arrived late
         self.newest = state
-        self._stored &= state.objects
+        self._stored &= {*files.values()}
         with contextlib.suppress(MirrorError):  # an old state is damaged: nothing is deleted
             self.log.prune(state)
 
@@ -250,8 +235,7 @@ def is_checkpoint(name: str) -> bool:
 def find_position(names: Iterable[str]) -> tuple[int, ...]:
     """Return the numbers in the name of the newest checkpoint, its epoch and step; () if there is none."""
     stems = [name.rpartition("/")[2].partition(".")[0] for name in filter(is_checkpoint, names)]
-    parts = [[part for part in stem.split("_") if part.isdecimal() and len(part) < 19] for stem in stems]
-    return max((tuple(map(int, numbers)) or (0,) for numbers in parts), default=())
+    return max((tuple(map(int, re.findall("[0-9]+", stem))) or (0,) for stem in stems), default=())
 
 
 def is_end_requested(timeout_s: float | None = None) -> bool:
@@ -262,8 +246,8 @@ def is_end_requested(timeout_s: float | None = None) -> bool:
     return is_readable
 
 
-def work(mirror: Mirror) -> tuple[int, int]:
-    """Upload changes until the end is requested and everything is there; return the number of files and their bytes.
+def work(mirror: Mirror) -> str:
+    """Upload changes until the end is requested and everything is there; return the number of files and their size.
 
     Raises:
         MirrorError: another run has taken over; raised at the end.
@@ -275,8 +259,8 @@ def work(mirror: Mirror) -> tuple[int, int]:
         try:
             mirror.upload_changes(is_last)
             if is_last:
-                entries = mirror.newest.files.values()
-                return len(entries), sum(entry.size for entry in entries)
+                sizes = [entry.size for entry in mirror.newest.files.values()]
+                return f"{counted(len(sizes), 'file')}, {sum(sizes) / 1e6:,.1f} MB"
         except MirrorError as error:
             mirror.warn(f"{error}; nothing more is uploaded")
             if not is_last:
@@ -287,18 +271,3 @@ def work(mirror: Mirror) -> tuple[int, int]:
             mirror.warn(f"{error}; the run is not affected, and it is tried again")
             if is_last:
                 time.sleep(END_PAUSE_S)
-
-
-def main(url: str, folder: str, wanted: str) -> tuple[int, int] | None:
-    """Restore the files of a "run" without checkpoints, or "all"; else mirror a run to its end: the child process."""
-    mirror = Mirror(Path(folder), url)
-    with open_for_writing(mirror.folder / PRIVATE / "lock", "ab") as lock:
-        with take_turn(mirror.folder / PRIVATE / "restore"):  # each process of a training restores the folder first
-            if lock_file(lock.fileno(), 0.0 if wanted else LOCK_S):
-                mirror.fetch(wanted == "all") if wanted else mirror.reconcile()
-            elif not wanted:  # others use its files, which are the newest ones
-                raise MirrorError(f"{folder} is in use by another training of this machine; fix: wait for its end")
-        if wanted:
-            return None
-        write_answer(None)
-        return work(mirror)

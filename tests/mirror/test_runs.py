@@ -71,7 +71,7 @@ def test_runs_that_are_killed_resume_bitwise_on_an_empty_machine(store, sixty_im
     assert_same_run(undisturbed, folder)
 
 
-def test_a_store_that_stays_down_is_reported_by_status_and_last_line(store, sixty_images, undisturbed):
+def test_a_store_that_stays_down_or_lacks_the_bucket_is_reported(store, sixty_images, undisturbed):
     process, folder = start(sixty_images, before=IMPATIENT), local_folder(URL)
     wait_for(lambda: os.path.exists(f"{folder}/checkpoints"), timeout_s=60)
     store.stop()
@@ -85,6 +85,9 @@ def test_a_store_that_stays_down_is_reported_by_status_and_last_line(store, sixt
     shutil.rmtree(folder)
     finish(start(sixty_images))
     assert_same_run(undisturbed, folder)
+    words = small_options(sixty_images, "s3://nobucket/x", *MORE)
+    done = run_python("-c", START, "train", *map(str, words))
+    assert done.returncode == 2 and "s3://nobucket/x/states: no such object or bucket; fix: check" in done.stderr
 
 
 @pytest.mark.parametrize("num", [1, 2])
@@ -100,9 +103,3 @@ def test_the_error_that_ends_a_run_is_in_the_mirrored_log(sixty_images, tmp_path
     shutil.rmtree(local_folder(url))
     run_python("-c", START, "report", url)
     assert "the training loss is" in open(f"{local_folder(url)}/train.log").read()
-
-
-def test_a_bucket_that_does_not_exist_is_named(store, sixty_images):
-    words = [str(word) for word in small_options(sixty_images, "s3://nobucket/x", *MORE)]
-    done = run_python("-c", START, "train", *words)
-    assert done.returncode == 2 and "s3://nobucket/x: the bucket does not exist; fix: create it" in done.stderr

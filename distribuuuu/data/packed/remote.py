@@ -8,6 +8,7 @@ A file appears when it is complete and its checksums match. See store.py for the
 import functools
 import hashlib
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,11 +18,10 @@ from tqdm import tqdm
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.data.datasets.array_file import Arrays, checksum_of
 from distribuuuu.data.packed.format import FOREIGN_SHARD, HEADER_SIZE, INDEX, Meta, read_index_file, shard_header
-from distribuuuu.data.packed.store import READABLE, RemoteError, Store, check_space, read_answer, start
+from distribuuuu.data.packed.store import Store, check_space, read_answer, start
 from distribuuuu.files.atomic_file import remove_temporary_files
 from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.locks import take_turn
-from distribuuuu.files.untrusted import printable
 
 # Files that are copied at the same time, and the seconds of a request; also in the checks before a start, with the
 # seconds of failures that they wait. Seconds to wait for another process that copies.
@@ -36,8 +36,6 @@ def copy_pack(url: str, cache_dir: str, timeout_s: float, only_index: bool = Fal
     Raises:
         ConfigError: the pack cannot be read, is damaged, or does not fit on the disk.
     """
-    if (protocol := url.partition("://")[0]) not in READABLE:
-        raise RemoteError(f"{printable(url)}: got the protocol {protocol}; expected one of {', '.join(READABLE)}")
     folder, limits = cache_folder(cache_dir).absolute() / "remote", CHECK_S if only_index else (REQUEST_S, timeout_s)
     try:
         # One process of a machine copies; the others find the files.
@@ -49,8 +47,8 @@ def copy_pack(url: str, cache_dir: str, timeout_s: float, only_index: bool = Fal
         raise ConfigError(Problem("DATA.CACHE_DIR", problem)) from error
 
 
-def main(url: str, root: str, request_s: float, retry_s: float, only_index: bool) -> str:
-    """Copy the missing files of a pack, or its index alone, to a folder below `root`; return it: in a child process.
+def main(url: str, root: str, request_s: float, retry_s: float, only_index: bool) -> Iterator[str]:
+    """Copy the missing files of a pack, or its index alone, to a folder below `root`; yield it: in a child process.
 
     Raises:
         RemoteError: the pack cannot be read, or is damaged.
@@ -74,7 +72,7 @@ def main(url: str, root: str, request_s: float, retry_s: float, only_index: bool
     if not only_index:
         copied = ThreadPoolExecutor(NUM_THREADS).map(lambda job: store.download(*job), jobs)
         list(tqdm(copied, f"{url} to {folder}", len(jobs), unit="file", leave=False, delay=1))
-    return str(folder)
+    yield str(folder)
 
 
 def check_index(path: Path) -> None:

@@ -6,7 +6,6 @@ child processes with limited memory: its threads do not survive a fork, and it r
 
 import contextlib
 import datetime
-import errno
 import importlib
 import json
 import os
@@ -20,20 +19,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import distribuuuu
 from distribuuuu.config.errors import ConfigError, DataError
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.untrusted import printable
-from distribuuuu.launch.processes import die_with_parent, has_lost_launcher, start_child
-from distribuuuu.launch.signals import ignore_signals
+from distribuuuu.launch.processes import has_lost_launcher, set_up_worker, start_child
 
-READABLE = ("https", "http", "s3", "gs", "az", "hf")
-# Attempts at a request within its seconds; and at a file, after which wrong bytes are no accident of the network.
-MAX_RETRIES, MAX_WRONG = 1000, 4
+# Attempts at a file, after which wrong bytes are no accident of the network.
+MAX_WRONG = 4
 # Bytes of memory of a process that uses obstore, and of a part of an object.
 MAX_MEMORY, PART = 8 << 30, 8 << 20
 # Patterns of an error of obstore: its name, and the status of the answer or its text. Retries help with the last one.
-_MISSING = "no such object; fix: check the URL"
+_MISSING = "no such object or bucket; fix: check the URL"
 _MESSAGES = {
     "FileNotFound|status (404|410)": _MISSING,
     # S3 answers an expired token with 400; without credentials, obstore asks the machine's server for them.
@@ -61,31 +57,29 @@ class Store:
         retry_s: seconds of failures after which no other attempt begins.
     """
 
-    def __init__(self, url: str, request_s: float, retry_s: float):
-        self.url = url
-        try:
-            from obstore import store
-        except ImportError as error:
-            fix = "pip install 'distribuuuu[remote]'"
-            raise RemoteError(f"{url} needs obstore, which is not installed; fix: {fix}") from error
+    def __init__(self, url: str, request_s: float = 60.0, retry_s: float = 30.0):
+        self.url, protocol = url, url.partition(":")[0]
         limit, retry = (datetime.timedelta(seconds=seconds) for seconds in (request_s, retry_s))
         client: dict[str, Any] = {"allow_http": True, "timeout": limit}
-        options: Any = {
-            "client_options": client, "retry_config": {"max_retries": MAX_RETRIES, "retry_timeout": retry}
-        }  # fmt: skip
-        protocol = url.partition(":")[0]
         if protocol == "hf" and (token := os.environ.get("HF_TOKEN")):
             client["default_headers"] = {"Authorization": f"Bearer {token}"}
+        options: Any = {"client_options": client, "retry_config": {"max_retries": 1000, "retry_timeout": retry}}
         try:
+            from obstore import store
+
             if protocol == "file":
                 self._objects: Any = store.LocalStore(unquote(urlsplit(url).path), mkdir=True)
             elif protocol in ("http", "https", "hf"):
                 self._objects = store.HTTPStore(_address_on_hub(url) if protocol == "hf" else url, **options)
-            else:
+            elif protocol in ("s3", "gs", "az"):
                 self._objects = store.from_url(url, **options)
+            else:
+                raise ValueError("expected one of https, http, s3, gs, az, hf")
+        except ImportError as error:
+            fix = "pip install 'distribuuuu[remote]'"
+            raise RemoteError(f"{url} needs obstore, which is not installed; fix: {fix}") from error
         except Exception as error:  # those of obstore, ValueError, OSError
-            reason = shorten(str(error).partition("\n\n")[0])
-            fix = "check the URL and its port"
+            reason, fix = shorten(str(error).partition("\n\n")[0]), "check the URL and its port"
             raise RemoteError(f"{printable(url)} is no valid URL ({reason}); fix: {fix}") from error
 
     @contextlib.contextmanager
@@ -140,13 +134,11 @@ class Store:
 def check_space(folder: Path, needed: int, url: str) -> None:
     """Raise OSError if the disk lacks space for what is needed of a URL."""
     if needed > (free := shutil.disk_usage(folder).free):
-        sizes = f"{needed / 1e9:,.1f} GB are needed for {url}, and {free / 1e9:,.1f} GB are free"
-        raise OSError(errno.ENOSPC, sizes)
+        raise OSError(f"{needed / 1e9:,.1f} GB are needed for {url}, and {free / 1e9:,.1f} GB are free")
 
 
 def _address_on_hub(url: str) -> str:
-    found = re.fullmatch(r"hf://(datasets/[^/@]+/[^/@]+)(?:@([^/]+))?(/.*)?", url)
-    if not found:
+    if not (found := re.fullmatch(r"hf://(datasets/[^/@]+/[^/@]+)(?:@([^/]+))?(/.*)?", url)):
         raise ValueError("expected hf://datasets/OWNER/NAME/FOLDER")
     host = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     return f"{host}/{found[1]}/resolve/{found[2] or 'main'}{found[3] or ''}"
@@ -160,12 +152,11 @@ def explain(error: Exception, url: str) -> Exception:
         return FileExistsError(url)
     text, _, details = re.sub("(://[^/ ]+)/[^ ]*", r"\1", str(error)).partition("\n\nDebug source")  # without paths
     status = re.search("status code: ([0-9]{3})", text)
-    reason = (text.partition(" - ")[2] or text).replace("Server returned non-2xx status code:", "HTTP")
-    reason = shorten(reason).rstrip(":")
     found = f"{type(error).__name__} {f'status {status[1]}' if status else text}"
     message = next(message for pattern, message in _MESSAGES.items() if re.search(pattern, found))
+    reason = (text.partition(" - ")[2] or text).replace("Server returned non-2xx status code:", "HTTP")
     causes = re.findall(r"\b(TimedOut|Timeout|Connect[A-Z]\w+|dns error)", details)
-    reason += f" ({causes[-1]})" if causes else ""
+    reason = shorten(reason).rstrip(":") + (f" ({causes[-1]})" if causes else "")
     return (LostObjectError if message is _MISSING else RemoteError)(f"{url}: {message.format(reason)}")
 
 
@@ -178,11 +169,9 @@ def shorten(text: str) -> str:
 
 
 def start(module: str, *args: Any) -> subprocess.Popen:
-    """Start a process that calls `main` of a module with arguments that JSON can represent, and writes answers."""
-    root = str(Path(distribuuuu.__file__).parents[1])
-    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    """Start a process that writes an answer for each value that `main` of a module yields for some JSON arguments."""
     command = [sys.executable, "-c", f"from {__name__} import run; run()", module, json.dumps(args)]
-    env = {"PYTHONPATH": paths, "RUST_BACKTRACE": "0"}
+    env = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "RUST_BACKTRACE": "0"}
     return start_child(command, "store", env, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
@@ -196,23 +185,18 @@ def read_answer(line: bytes, url: str) -> Any:
     raise (RemoteError if kind == "remote" else OSError)(value)
 
 
-def write_answer(value: Any, kind: str = "value") -> None:
-    """Write an answer to the parent of this process: a value, or the text of an error, "remote" or of the "disk"."""
-    print(json.dumps([kind, value]), flush=True)
-
-
 def run() -> None:
-    """Call `main` of a module as `start` says, in a process that a signal to the run does not end, but its end does."""
-    ignore_signals()
-    with contextlib.suppress(ValueError):  # there is a lower limit
-        resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
-    die_with_parent()
+    """Write the answers that `start` promises, in a process that a signal to the run does not end, but its end does."""
+    set_up_worker()
     if has_lost_launcher():
         os._exit(1)
+    with contextlib.suppress(ValueError):  # there is a lower limit
+        resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
     try:
-        write_answer(importlib.import_module(sys.argv[1]).main(*json.loads(sys.argv[2])))
+        for value in importlib.import_module(sys.argv[1]).main(*json.loads(sys.argv[2])):
+            print(json.dumps(["value", value]), flush=True)
     except ConfigError as error:
-        write_answer(str(error), "remote")
+        print(json.dumps(["remote", str(error)]), flush=True)
     except OSError as error:
-        write_answer(error.strerror or str(error), "disk")
+        print(json.dumps(["disk", error.strerror or str(error)]), flush=True)
     os._exit(0)  # not waiting for requests that hang

@@ -75,9 +75,8 @@ def problem_of(url, tmp_path) -> str:
 
 
 def assert_same_files(folder: Path, local: Path) -> None:
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
-        path.name: path.read_bytes() for path in local.iterdir()
-    }
+    found, expected = ({path.name: path.read_bytes() for path in one.iterdir()} for one in (folder, local))
+    assert found == expected
 
 
 @pytest.mark.parametrize("workers", [0, slow(2)])
@@ -124,7 +123,7 @@ def test_a_copy_that_finds_no_space_is_refused_before_training(source, copy, tmp
     assert copy(cache="file/cache").startswith(f"DATA.CACHE_DIR: {tmp_path}/file/cache/remote: Not a directory; fix: ")
     monkeypatch.setattr(store.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     with pytest.raises(OSError, match=f" GB are needed for {source.url}/train.*, and 0.0 GB are free"):
-        remote.main(f"{source.url}/train", str(tmp_path / "other"), 5.0, 5.0, True)
+        next(remote.main(f"{source.url}/train", str(tmp_path / "other"), 5.0, 5.0, True))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, limits[1]))  # of this process and its children
     try:
@@ -179,15 +178,11 @@ def test_an_outage_is_waited_for_and_has_a_limit(source, copy, packed):
     assert "DATA.TIMEOUT_S" in found
 
 
-def copy_train(url, cache):
-    copy_pack(url, cache, 30.0)
-
-
 @pytest.mark.slow
 def test_one_process_copies_and_a_killed_one_is_replaced(source, packed, tmp_path):
     context, cache, source.is_gone = multiprocessing.get_context("fork"), tmp_path / "cache", True
-    words = f"{source.url}/train", str(cache)
-    children = [context.Process(target=copy_train, args=words) for _ in range(3)]
+    words = f"{source.url}/train", str(cache), 30.0
+    children = [context.Process(target=copy_pack, args=words) for _ in range(3)]
     for child in children:
         child.start()
     wait_for(lambda: [*(cache / "remote").glob("*.lock")], timeout_s=60)
@@ -217,16 +212,15 @@ def s3(object_server, packed, monkeypatch):
 @pytest.mark.slow
 def test_the_batches_of_a_pack_on_s3_are_those_of_the_local_one(s3, packed, tmp_path):
     words = ["TRAIN.WORKERS", "2", "DATA.WORKER_KIND", "process", "DATA.TIMEOUT_S", "30"]
+    remote, local = (cfg_of(root, tmp_path, *words) for root in (S3, packed))
     for train in (True, False):
-        assert_same_batches(
-            batches_of(cfg_of(S3, tmp_path, *words), train), batches_of(cfg_of(packed, tmp_path, *words), train)
-        )
+        assert_same_batches(batches_of(remote, train), batches_of(local, train))
 
 
 @pytest.mark.slow
 def test_missing_objects_and_refused_access_on_s3_are_reported_before_training(s3, tmp_path):
     for url in ("s3://no-such-bucket/set", "s3://bucket/none"):
-        assert f"{url}/train/index.bin: no such object; fix: check the URL" in problem_of(url, tmp_path)
+        assert f"{url}/train/index.bin: no such object or bucket; fix: check the URL" in problem_of(url, tmp_path)
     # S3 answers expired tokens with status 400, and HEAD requests without the code.
     for refusal in ((403, "AccessDenied"), (400, "ExpiredToken"), (403, "InvalidAccessKeyId"), (400, "InvalidToken")):
         s3.refusal = refusal
