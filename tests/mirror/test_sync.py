@@ -136,11 +136,7 @@ def test_a_write_that_arrives_late_is_our_own_and_replaces_nothing(one, tmp_path
 
 
 def test_a_store_without_conditional_writes_is_refused(tmp_path, monkeypatch):
-    def replace(log, state):
-        write(tmp_path / "store", {f"states/{state.number:06d}.json": b"replaced"})
-        return state
-
-    monkeypatch.setattr(StateLog, "create", replace)
+    monkeypatch.setattr(StateLog, "create", lambda log, state: state)  # replaces what is there
     with pytest.raises(MirrorError, match="should only create; fix: use a store with conditional writes"):
         mirror_of(tmp_path / "one", tmp_path / "store").reconcile()
 
@@ -225,6 +221,8 @@ def test_a_folder_that_was_restored_in_part_is_not_uploaded(one, tmp_path, monke
 def test_a_listing_that_lacks_the_newest_state_is_not_believed(one, tmp_path, monkeypatch):
     monkeypatch.setattr(StateLog, "_list", lambda log, *words: {"000001": None})
     assert one.log.find_newest() == one.newest
+    monkeypatch.setattr(StateLog, "read_state", lambda log, number: State(number, HASH, {}))
+    assert one.log.find_newest().number == 11, "a server that has a state of every number is not asked for ever"
 
 
 def test_damaged_objects_are_skipped_and_the_previous_checkpoint_remains(one, tmp_path, capsys):
@@ -295,6 +293,8 @@ def test_a_command_gets_a_run_and_names_one_that_is_not_there(one, tmp_path, mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     url = f"file://{tmp_path}/store"
     assert local_run(url) == local_folder(url) and (Path(local_folder(url)) / "best.pth.tar").is_file()
+    (process := sync._start(local_folder(url))).stdin.close()  # the run was killed
+    assert process.wait(60) == 1
     with pytest.raises(ConfigError, match=f"RUN: {url}/no: there is no run; expected the URL of an OUT_DIR; fix: "):
         local_run(f"{url}/no")
 
@@ -341,7 +341,7 @@ def test_a_file_that_is_replaced_or_deleted_during_its_upload_is_whole(one, tmp_
 
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_store_that_hangs_does_not_keep_a_run_from_ending(tmp_path, monkeypatch, capsys, is_stopped):
-    """The child process is left behind, whatever its request does."""
+    """The child process is killed, whatever its request does."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sync, "STOP_S" if is_stopped else "END_S", 0.5)
     folder = local_folder(f"file://{tmp_path}/store")
@@ -354,3 +354,4 @@ def test_a_store_that_hangs_does_not_keep_a_run_from_ending(tmp_path, monkeypatc
         if is_stopped:
             raise KeyboardInterrupt
     assert "does not answer in time; all files are in" in f"{caught.value}{capsys.readouterr().err}"
+    assert run._process.wait(30) < 0

@@ -134,10 +134,9 @@ def packed(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def source(packed, tmp_path):
-    shutil.copytree(packed, tmp_path / "packs")
-    with RangeServer(tmp_path / "packs") as server:
-        yield server
+def source(packed, server):
+    shutil.copytree(packed, server.folder, dirs_exist_ok=True)
+    return server
 
 
 def copy(source, tmp_path, timeout_s=5.0) -> str:
