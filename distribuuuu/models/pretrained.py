@@ -275,8 +275,8 @@ def read_backbone(backbone: Backbone, num_classes: int) -> dict[str, Any]:
         if cached.is_file() and (what := explain_no_weights(cached, "")):
             raise ConfigError(what) from None
         reason = f"cannot load {source}: {_one_line(error) or type(error).__name__}"
-        own = "set MODEL.PRETRAINED False and FINETUNE.WEIGHTS to its path, or MODEL.WEIGHTS for the same classes"
-        fix = f"delete a damaged file; without a network, copy the file to this machine, and {own}; or use {DEFAULT}"
+        own = f"FINETUNE.WEIGHTS FILE (MODEL.WEIGHTS for its classes), or --backbone FILE MODEL.ARCH {backbone.name}"
+        fix = f"delete a damaged file; without a network, use {DEFAULT}, or copy the file to this machine: {own}"
         # Without its cause, whose text may advise to unpickle the file.
         raise ConfigError(f"{reason}; fix: {fix}") from None
     return {"state_dict": model.state_dict(), "arch": backbone.arch}

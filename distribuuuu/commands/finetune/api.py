@@ -50,7 +50,7 @@ def finetune(
     from distribuuuu.commands.finetune.finetune import build_parser, prepare
 
     names = [os.fspath(backbone)] if isinstance(backbone, (str, os.PathLike)) else list(backbone)
-    words = [os.fspath(folder), "--minutes", str(minutes), "--seed", str(seed), "--workers", str(count_cores())]
+    words = [os.fspath(folder), f"--minutes={minutes}", "--seed", str(seed), "--workers", str(count_cores())]
     words += ["--backbone", *names] if names else []
     words += ["--out", os.fspath(out)] if out else []
     flags: Namespace = prepare(build_parser("finetune"), [*words, *_as_pairs(overrides)])

@@ -35,7 +35,8 @@ _TEST_NAMES = ("eval", "test", "testing")
 def list_sources(source: Path, words: Sequence[str]) -> tuple[Images, dict[str, list[int]]]:
     """Return the images of a folder or a table, and the indices of each split that it has; {} without splits.
 
-    A folder has classes, splits with classes, or tables with the names of splits. `words` name the columns of a table.
+    A folder has classes, splits with classes, tables with the names of splits, or one table. `words` name the columns
+    of a table.
 
     Raises:
         ConfigError: there are no images or fewer than two classes, or a split has other classes than the training.
@@ -44,18 +45,21 @@ def list_sources(source: Path, words: Sequence[str]) -> tuple[Images, dict[str, 
         found, given = {"": list_table_images(source, words)}, source.parent
     else:
         given, names = source, find_splits(list_classes(source), source)
-        tables = [name for name in find_tables(source) if Path(name).stem.lower() in SPLIT_NAMES]
+        every = find_tables(source)
+        tables = [name for name in every if Path(name).stem.lower() in SPLIT_NAMES]
         if names:
             found = {name: list_images(source / name) for name in names}
         elif tables:
             found = {Path(name).stem: list_table_images(source / name, words) for name in tables}
+        elif len(every) == 1 and len(list_classes(source)) < 2:
+            found = {"": list_table_images(source / every[0], words)}
         else:
             found = {"": list_images(source)}
     images, parts = _merge(given, found)
     if parts and TRAIN not in parts:
         raise ConfigError(f"FOLDER: {source} has the splits {first_few(list(found))}, but none to train on")
     if len(images.classes) < 2:
-        fix = "fix: name a folder with one sub-folder of images for each class"
+        fix = "fix: name a folder with one sub-folder of images for each class, or a table of several classes"
         raise ConfigError(f"FOLDER: {source} has one class, {images.classes[0]}; expected two or more; {fix}")
     return images, parts
 

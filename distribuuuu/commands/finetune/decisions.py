@@ -10,7 +10,6 @@ from typing import Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.json_file import load_json
-from distribuuuu.config.run_files import LOCK
 from distribuuuu.files.atomic_file import replacing
 
 FILE_NAME = "finetune.json"
@@ -32,6 +31,10 @@ class Decisions:
         self.content = load_json(self.path)
         known = self.content.get("job")
         if known != (job := json.loads(json.dumps(job))):
+            if not any(folder.glob("features*")):  # nothing is lost: a correction of images or options begins anew
+                shutil.rmtree(folder / "lists", ignore_errors=True)
+                self.content = {"job": job}
+                return
             differing = [key for key in job if not isinstance(known, dict) or known.get(key) != job[key]]
             reason = f"{folder} holds a fine-tuning with other {', '.join(differing)}"
             raise ConfigError(f"--out: {reason}; fix: name another folder, or remove this one")
@@ -50,12 +53,12 @@ class Decisions:
 def explaining_disk(out: Path, is_new: bool = False) -> Iterator[None]:
     """Raise an error of a file in the block as ConfigError: a full disk, a folder that is not writable.
 
-    After another ConfigError, e.g. of an option, a new folder is removed if it has no features yet.
+    After another ConfigError, e.g. of an option, a new folder without features is removed.
     """
     try:
         yield
     except ConfigError:
-        if is_new and {*os.listdir(out)} <= {LOCK, FILE_NAME, "lists"}:
+        if is_new and not any(out.glob("features*")):
             shutil.rmtree(out)
         raise
     except OSError as error:

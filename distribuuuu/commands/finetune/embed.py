@@ -1,5 +1,6 @@
 """The command embed: features of image files, by a trained model, as .npz or .parquet."""
 
+import shutil
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -60,17 +61,16 @@ def embed(prog: str, args: list[str]) -> int:
     from distribuuuu.records.run_log import progress
 
     run = replace(find_run(flags.run, flags.cfg, flags.overrides), given_device=pick_device(launch.local_rank))
-    parts = [(rank, flags.nproc) for rank in ([launch.rank] if is_part else range(flags.nproc))]
+    part = (launch.rank, flags.nproc) if is_part else (0, 1)
     if not is_part:
         print(printable(run.describe()), file=sys.stderr)
     with handled_by(stop_with("finished images are kept: rerun the same command to resume")), explaining_disk(out):
         with progress(None, "embed", None if is_part else len(files), unit="image") as bar:
-            rows, broken = compute_features(run, files, out, flags.workers, bar, parts=parts)
+            rows, broken = compute_features(run, files, out, flags.workers, bar, part=part)
         if is_part:
             return 0
         write_features(out, files, [Path(file).parent.name for file in files], rows, broken, describe(run))
-        for rank, _ in parts:
-            out.with_name(f"{out.name}.{rank}.partial").unlink(missing_ok=True)
+        shutil.rmtree(out.with_name(f"{out.name}.partial"))
     for path, cause in broken.items():
         print(printable(f"broken image: {path}: {cause}"), file=sys.stderr)
     num = len(files) - len(broken)

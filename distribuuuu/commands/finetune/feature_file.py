@@ -1,6 +1,5 @@
 """Files of features: made chunk by chunk and resumable, then written as .npz or .parquet."""
 
-import base64
 import json
 import os
 from collections.abc import Collection, Sequence
@@ -10,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from distribuuuu.checkpoint.manager import hash_tensors
-from distribuuuu.commands.scan.journal import Journal
+from distribuuuu.config import ConfigError
 from distribuuuu.files.atomic_file import replacing
-from distribuuuu.files.untrusted import untrusted
+from distribuuuu.files.untrusted import parse_json, untrusted
 from distribuuuu.inference.features import CHUNK, iter_features
 from distribuuuu.inference.forward_chunks import ChunkLoader, UnlabeledImages, list_spans
 from distribuuuu.inference.loaded_run import LoadedRun
@@ -21,12 +20,12 @@ from distribuuuu.records.predictions import write_npz
 
 
 def compute_features(
-    run: LoadedRun, files: Sequence[str], out: Path, workers: int, bar: Any, mirrored: int = 0, parts: Any = ((0, 1),)
+    run: LoadedRun, files: Sequence[str], out: Path, workers: int, bar: Any, mirrored: int = 0, part: Any = (0, 1)
 ) -> tuple[np.ndarray, dict[str, str]]:
     """Return features (N, dim), float32, of image files, and the causes of broken ones, whose features are zeros.
 
-    Those of the last `mirrored` files are of their mirror images. They are resumed from the partial files of `out`,
-    which stay. A part (rank, N) is every N-th chunk, and has a partial file; the rows are those of the given parts.
+    Those of the last `mirrored` files are of their mirror images. Each chunk is a file in the folder OUT.partial, which
+    stays, so that any number of processes resumes them. The part (rank, N) is every N-th chunk.
 
     Raises:
         ConfigError: the features on disk are those of another job.
@@ -34,30 +33,42 @@ def compute_features(
     images, plain = UnlabeledImages(list(files)), len(files) - mirrored
     spans = list_spans(plain, CHUNK)
     spans += [range(plain + span.start, plain + span.stop) for span in list_spans(mirrored, CHUNK)]
-    chunks, broken = [np.empty((0, 0), np.float32)] * len(spans), dict[str, str]()
-    for rank, num in parts:
-        own = spans[rank::num]
-        journal = Journal(out.with_name(f"{out.name}.{rank}"), run.hash_job(files, mirrored, num))
-        try:
-            left = own[journal.num_chunks :]
-            bar.update(sum(map(len, own)) - sum(map(len, left)))
-            if left:
-                loader = ChunkLoader(images, run.transform, left, run.device, CHUNK, workers, "thread")
-                for span, features, _, causes in iter_features(run.build(), loader, plain):
-                    for index, fault in causes.items():
-                        if not fault.is_damaged:  # the disk fails
-                            raise fault.error()
-                        features[index - span.start] = 0
-                    text = base64.b64encode(features.numpy().tobytes()).decode()
-                    journal.append(text, [[files[index], fault.reason] for index, fault in causes.items()])
-                    bar.update(len(span))
-            with untrusted(journal.path, "partial output"):
-                found = [np.frombuffer(base64.b64decode(text), np.float32) for text in journal.rows()]
-                chunks[rank::num] = [row.reshape(len(span), -1) for row, span in zip(found, own, strict=True)]
-        finally:
-            journal.close()
-        broken |= dict(journal.broken)
-    return np.concatenate([chunk for chunk in chunks if len(chunk)] or chunks), broken
+    folder = _open_partial(out, run.hash_job(files, mirrored))
+    own = [(folder / f"{number}", spans[number]) for number in range(part[0], len(spans), part[1])]
+    left = [(path, span) for path, span in own if not path.exists()]
+    bar.update(sum(len(span) for _, span in own) - sum(len(span) for _, span in left))
+    if left:
+        kept = [span for _, span in left]
+        loader = ChunkLoader(images, run.transform, kept, run.device, CHUNK, workers, "thread")
+        for (path, _), (span, features, _, faults) in zip(left, iter_features(run.build(), loader, plain), strict=True):
+            for index, fault in faults.items():
+                if not fault.is_damaged:  # the disk fails
+                    raise fault.error()
+                features[index - span.start] = 0
+            causes = json.dumps({files[index]: fault.reason for index, fault in faults.items()})
+            with replacing(path) as file:
+                file.write(f"{causes}\n".encode() + features.numpy().tobytes())
+            bar.update(len(span))
+    rows, broken = [np.empty((0, 0), np.float32)], dict[str, str]()
+    for path, span in own:
+        with untrusted(path, "chunk of features"):
+            text, _, data = path.read_bytes().partition(b"\n")
+            rows.append(np.frombuffer(data, np.float32).reshape(len(span), -1))
+            broken |= parse_json(text)
+    return np.concatenate(rows[1:] or rows), broken
+
+
+def _open_partial(out: Path, job: str) -> Path:
+    """Return the folder of the finished chunks of `out`; raise ConfigError if it has those of another job."""
+    folder = out.with_name(f"{out.name}.partial")
+    folder.mkdir(exist_ok=True)
+    if not (known := folder / "job").exists():
+        with replacing(known, "w") as file:
+            file.write(job)
+    if known.read_text() != job:
+        what = f"{folder} has features of another model, other options or other images"
+        raise ConfigError(f"--out: {what}; fix: remove it, or name another file")
+    return folder
 
 
 def describe(run: LoadedRun) -> dict[str, Any]:

@@ -25,7 +25,8 @@ is best on validation images, and test it once.
 
   %(prog)s clothes                   400 photographs that come with the package
   %(prog)s my_images                 CLASS/IMAGE or SPLIT/CLASS/IMAGE below it,
-                                     in a folder, a .zip or a .tar; or a table
+                                     in a folder, a .zip or a .tar; or a table,
+                                     webdataset shards or .parquet files
   %(prog)s my_images --minutes 20 --backbone timm/convnext_tiny --out exp/mine
   %(prog)s photos.csv DATA.TABLE.path file OPTIM.BASE_LR 5e-5
 
@@ -37,7 +38,7 @@ OUT is then a run for test, predict, report and export.
 # 40 photographs of each of ten classes: the first training images of clothing-dataset-small after a shuffle
 # (github.com/alexeygrigorev, CC0 1.0), resized to a shorter side of 160 pixels.
 CLOTHES = Path(__file__).with_name("clothes.zip")
-ENDINGS = (".tar", ".zip")  # of archives
+ARCHIVES, PARQUET = (".tar", ".zip"), (".parquet", ".arrow")  # endings
 # Options that arguments of the command set.
 _DATA = ("DATA.NAME", "TRAIN.DATASET", "TRAIN.SPLIT", "TEST.DATASET", "TEST.SPLIT")
 _OWN = {"OUT_DIR": "--out", "FINETUNE.WEIGHTS": "--backbone", "RNG_SEED": "--seed", **dict.fromkeys(_DATA, "FOLDER")}
@@ -64,16 +65,17 @@ def prepare(parser: CommandParser, args: Sequence[str]) -> argparse.Namespace:
     """
     flags, rest, problems = parse_flags(parser, args)
     flags.overrides, flags.given, flags.folder = rest, flags.folder, Path(flags.folder)
+    flags.pairs = [*zip(rest[::2], rest[1::2], strict=False)]
+    flags.table = [word for pair in flags.pairs if pair[0].startswith("DATA.TABLE") for word in pair]
     check_one_process("start it without a launcher; --nproc N trains in several processes")
     if len(rest) % 2:
         problems.append(Problem(COMMAND_LINE, f"got {' '.join(rest)}; expected FOLDER and KEY VALUE pairs"))
     else:
-        problems += read_data_cfg(None, rest)[1]
-        problems += [Problem(key, f"got {value}; fix: use {_OWN[key]}")
-                     for key, value in zip(rest[::2], rest[1::2], strict=True) if key in _OWN]  # fmt: skip
+        problems += read_data_cfg(None, [one for pair in flags.pairs if pair[0] not in flags.table for one in pair])[1]
+        problems += [Problem(key, f"got {value}; fix: use {_OWN[key]}") for key, value in flags.pairs if key in _OWN]
     if str(flags.folder) == CLOTHES.stem and not flags.folder.exists():
         flags.folder = CLOTHES
-    is_file = flags.folder.is_file() and flags.folder.name.lower().endswith((*TABLE_ENDINGS, *ENDINGS))
+    is_file = flags.folder.is_file() and flags.folder.name.lower().endswith((*TABLE_ENDINGS, *ARCHIVES, *PARQUET))
     if not (flags.folder.is_dir() or is_file):
         problems.append(Problem(*missing_root("FOLDER", flags.folder, "CLASS/IMAGE or SPLIT/CLASS/IMAGE")))
     problems += [problem for name in flags.backbone or () for problem in find_backbone_problems(name)]
@@ -101,9 +103,9 @@ def build_parser(prog: str | None = None) -> CommandParser:
     """Return the parser of the arguments; it leaves KEY VALUE pairs that change the training."""
     parser = CommandParser(prog, description=_DESCRIPTION, usage="%(prog)s FOLDER [flags] [KEY VALUE ...]")
     add = parser.add_argument
-    add("folder", metavar="FOLDER", help="images in folders of classes or of splits, also in an archive; or a table")
+    add("folder", metavar="FOLDER", help="images in folders of classes or splits, archives or parquet; or a table")
     add("--backbone", metavar="NAME", nargs="+", help="pypi/NAME, timm/NAME, hf-hub:NAME, a run, a file; or several")
-    add("--minutes", metavar="M", type=_minutes, default=10.0, help="time for all of it, roughly (10)")
+    add("--minutes", metavar="M", type=minutes, default=10.0, help="time for all of it, roughly (10)")
     add("--out", metavar="FOLDER", help="folder of the run (exp/NAME of the images)")
     add("--group-by", metavar="REGEX", default="", help="images with the same match in their names stay in one split")
     add("--nproc", metavar="N", type=at_least(1), default=1, help="processes of the training, one per GPU (1)")
@@ -113,8 +115,9 @@ def build_parser(prog: str | None = None) -> CommandParser:
     return parser
 
 
-def _minutes(text: str) -> float:
+def minutes(text: str) -> float:
     """Return the value of a flag."""
     if not 0 < (value := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text}; expected more than 0 minutes")
+        fix = "fix: --minutes 10, or --probe-only for a head without a fine-tuning"
+        raise argparse.ArgumentTypeError(f"got {text}; expected more than 0 minutes; {fix}")
     return value

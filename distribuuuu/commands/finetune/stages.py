@@ -3,17 +3,19 @@
 import contextlib
 import math
 import os
+import shutil
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from distribuuuu.commands.finetune.archives import check_archives, unpack
+from distribuuuu.commands.finetune.archives import unpack
 from distribuuuu.commands.finetune.backbones import backbone_options, default_backbone, open_backbones
 from distribuuuu.commands.finetune.choose import compare, interpolate, name_of, read_tuned
 from distribuuuu.commands.finetune.data import PARTS, divide, hash_images, list_sources
@@ -70,28 +72,36 @@ def run_stages(flags: Namespace) -> dict[str, Any]:
         flags.backbone = [name]
         say(f"backbone: {name}, the default {reason}")
     backbones = open_backbones(flags.backbone)
-    # What cannot be used leaves no folder.
-    listed = None if check_archives(flags.folder) else list_sources(flags.folder, flags.overrides)
     is_new = not out.exists()
     make_out_dir(str(out))
     with lock_out_dir(out), explaining_disk(out, is_new), short_log():
-        images, parts = listed or list_sources(unpack(flags.folder, out), flags.overrides)
+        folder = unpack(flags.folder, out, flags.table)
+        images, parts = list_sources(folder, flags.table if folder == flags.folder else ())
         job = {"images": hash_images(images), "backbones": [*backbones], "minutes": flags.minutes,
+               "weights": [sha256(one.path.read_bytes()).hexdigest() if one.path else "" for one in backbones.values()],
                "options": flags.overrides, "groups": flags.group_by, "seed": flags.seed,
                "version of torch": torch.__version__, "fine-tuning": not flags.probe_only}  # fmt: skip
         decisions = Decisions(out, job)
         data = decisions.once("data", lambda: split_images(flags, images, parts))
         say(*data["notes"])
         write_split(images, out / "lists", {f"{part}.csv": data["parts"][part] for part in PARTS})
-        probes = {name: probe_backbone(flags, images, data["parts"], backbones[name], decisions) for name in backbones}
+        is_tested = "test" in decisions.content
+        probes = {name: probe_backbone(flags, images, data["parts"], one, decisions)
+                  for name, one in backbones.items() if not is_tested}  # fmt: skip
+        facts = {name: decisions.content[f"backbone {name}: probe"] for name in backbones}
         sizes = {part: len(data["parts"][part]) for part in PARTS}
-        if len(probes) > 1:
-            say(*format_backbones({name: probe.facts for name, probe in probes.items()}, sizes["val"]))
-        best = max(probes.values(), key=lambda probe: probe.facts["correct"]["probe"]["val"])
-        result = finish(flags, decisions, best, sizes)
-        config = out / f"{TRAINING}.yaml" if decisions.content["training"]["epochs"] else None
-        say(*format_choice(result, best.facts, sizes), *next_commands(out, config))
-        return decisions.content
+        if len(facts) > 1:
+            say(*format_backbones(facts, sizes["val"]))
+        best = max(facts, key=lambda name: facts[name]["correct"]["probe"]["val"])
+        if not is_tested:
+            finish(flags, decisions, probes[best], sizes)
+        for path in out.glob("features_*.partial"):
+            shutil.rmtree(path)
+        content = decisions.content
+        config = out / f"{TRAINING}.yaml" if content["training"]["epochs"] else None
+        result = {**content["choice"], "test": content["test"]}
+        say(*format_choice(result, facts[best], sizes), *next_commands(out, config))
+        return content
 
 
 @contextlib.contextmanager
@@ -152,9 +162,8 @@ def probe_backbone(
         "DATA.EXIF_ROTATE": True, "RNG_SEED": flags.seed, "TRAIN.WORKERS": flags.workers,
         "LOG.TENSORBOARD": False, **backbone_options(backbone),
     })  # fmt: skip
-    pairs = zip(flags.overrides[::2], flags.overrides[1::2], strict=True)
     # auto is what they are anyway.
-    own = [word for pair in pairs if pair not in _AUTO and not pair[0].startswith("DATA.TABLE") for word in pair]
+    own = [word for pair in flags.pairs if pair not in _AUTO and pair[0] not in flags.table for word in pair]
     cfg = resolve_cfg(load_cfg(None, [*words, *own]))
     mean, std = statistics_of(cfg, dataset_class(cfg))
     cfg = changed(cfg, {"DATA.MEAN": tuple(mean), "DATA.STD": tuple(std)})
@@ -182,8 +191,8 @@ def probe_backbone(
     return Candidate(words + as_words(views["options"]), own, run, probe, facts, stored)
 
 
-def finish(flags: Namespace, decisions: Decisions, best: Candidate, sizes: dict[str, int]) -> dict[str, Any]:
-    """Fine-tune the best backbone from its probe, choose, write the model and test it; return the choice."""
+def finish(flags: Namespace, decisions: Decisions, best: Candidate, sizes: dict[str, int]) -> None:
+    """Fine-tune the best backbone from its probe, choose, write the model and test it."""
     out, run, facts = flags.out, best.backbone, best.facts
     right = facts["correct"]["probe"]["val"]
     probe, scaled = (set_head(run, head) for head in (best.probe, best.probe.scaled()))
@@ -209,7 +218,7 @@ def finish(flags: Namespace, decisions: Decisions, best: Candidate, sizes: dict[
         calibration = Calibration(**choice["calibration"])
     final = write_model(cfg, out, tensors, run.classes, {**facts, **choice}, calibration)
     write_features(out / "features.npz", *best.features)
-    return {**choice, "test": decisions.once("test", lambda: evaluate_weights(final))}
+    decisions.once("test", lambda: evaluate_weights(final))
 
 
 def plan_training(
@@ -229,7 +238,7 @@ def plan_training(
     if choose_epochs(left_s, epoch_s / flags.nproc, evaluation_s):
         found, takes = in_fresh_process(measure_epoch, cfg), "takes"
         if isinstance(found, str):
-            raise ConfigError(f"--minutes: out of memory in a training step: {found}; fix: TRAIN.BATCH_SIZE 8")
+            raise ConfigError(f"--minutes: out of memory in a step: {found}; fix: TRAIN.BATCH_SIZE 8, another --out")
         epoch_s = found
     epochs = choose_epochs(left_s, epoch_s / flags.nproc, evaluation_s)
     fits = f"{epochs} epochs fit into {flags.minutes:g} min"
@@ -255,4 +264,4 @@ def train(path: Path, nproc: int) -> None:
     if stopped := [signum for signum, value in STATUS_OF.items() if value == status]:
         raise RunStopped(stopped[0])
     if status:
-        raise ConfigError(f"the training has failed with status {status}; fix: see above, then rerun the same command")
+        raise ConfigError(f"the training has failed, status {status}; fix: see above; other options need another --out")

@@ -73,10 +73,6 @@ class Journal:
         self.num_chunks += 1
         self.broken += errors
 
-    def rows(self) -> Iterator[str]:
-        """Yield the rows of each finished chunk."""
-        yield from (rows for rows, _ in map(parse_json, itertools.islice(self._lines(), 1, None)))
-
     def append(self, rows: str, errors: list[list[str]]) -> None:
         """Add the next chunk: the text of its rows, and [path, cause] of each broken image."""
         with self._explained():
@@ -99,7 +95,7 @@ class Journal:
                     file.writelines(map(csv_line, (["path", "error"], *self.broken)))
             with replacing(self.out, "w", **texts) as file:
                 file.write(header)
-                file.writelines(self.rows())
+                file.writelines(rows for rows, _ in map(parse_json, itertools.islice(self._lines(), 1, None)))
             self.path.unlink()
 
     def close(self) -> None:

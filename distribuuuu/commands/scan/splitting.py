@@ -17,7 +17,7 @@ from typing import Any
 from distribuuuu.commands.scan.data_config import find_splits, read_data_cfg
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted, first_few
-from distribuuuu.data.datasets.image_list import ImageList
+from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.datasets.table_file import csv_line
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.image_files import list_classes, walk_images
@@ -46,17 +46,20 @@ class Images:
     in_class_folders: bool = True
 
 
-def list_table_images(table: Path, words: Sequence[str]) -> Images:
-    """Return the images of a table; raise ConfigError if it is invalid.
-
-    `words` are KEY VALUE pairs, e.g. DATA.TABLE.label breed.
-    """
-    own = ["DATA.NAME", "list", "TRAIN.DATASET", str(table.parent), "DATA.TABLE.file", table.name]
-    cfg, problems = read_data_cfg(None, [*words, *own])
-    if problems := problems or [Problem(*found) for found in ImageList.find_problems(cfg, train=True)
-                                if found[0] != "MODEL.NUM_CLASSES"]:  # fmt: skip
+def open_source(words: Sequence[str], own: Mapping[str, object]) -> Any:
+    """Return the training images of KEY VALUE pairs and further options; raise ConfigError if they cannot be used."""
+    cfg, problems = read_data_cfg(None, [*words, *(str(word) for pair in own.items() for word in pair)])
+    if problems:
         raise ConfigError(problems)
-    found: Any = ImageList.open_split(cfg, "TRAIN")
+    try:
+        return dataset_class(cfg).open_split(cfg, "TRAIN")
+    except ConfigError as error:
+        raise ConfigError([Problem(one.key or "FOLDER", one.message) for one in error.problems]) from error
+
+
+def list_table_images(table: Path, words: Sequence[str]) -> Images:
+    """Return the images of a table, whose columns KEY VALUE pairs name; raise ConfigError if it is invalid."""
+    found = open_source(words, {"DATA.NAME": "list", "TRAIN.DATASET": table.parent, "DATA.TABLE.file": table.name})
     names = (os.path.normpath(found.index.relative(index)) for index in range(len(found)))
     rows = sorted(zip(names, map(int, found.labels), strict=True))
     return Images(table.parent, [name for name, _ in rows], [label for _, label in rows], found.classes, False)
@@ -82,8 +85,8 @@ def list_images(folder: Path) -> Images:
     )
     names = [name for name, _ in found]
     if not names:
-        expected = f"expected CLASS/IMAGE{describe_files(folder)}"
-        raise ConfigError(f"FOLDER: {folder} has no images in class folders; {expected}")
+        hint = describe_files(folder) or "; fix: move the images into a folder for each class"
+        raise ConfigError(f"FOLDER: {folder} has no images in class folders; expected CLASS/IMAGE{hint}")
     if bad := [ascii(name) for name in names if name.encode(errors="replace").decode() != name]:
         raise ConfigError(f"{folder}: has names that a CSV in UTF-8 cannot hold: {first_few(bad)}; fix: rename them")
     return Images(folder, names, [label for _, label in found], classes)

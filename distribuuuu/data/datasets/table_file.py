@@ -96,13 +96,15 @@ def scan_table(path: str, spec: TableSpec) -> Content:
         raise ConfigError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
     notes = finder.notes(path, problems)
     names = _find_classes(path, spec, [*labels.values()], notes, problems)
-    has_ids = _MISSING in problems and not labels and not problems[_MISSING][0][:-1].lower().endswith(EXTENSIONS)
-    if has_ids and spec.template == "{}":
-        problems[f"{_MISSING} (fix: DATA.TABLE.template, e.g. 'images/{{}}.jpg')"] = problems.pop(_MISSING)
     if problems:
-        raise ConfigError([*sentences(path, problems)])
+        fix = "correct or remove these lines"
+        if _MISSING in problems and not labels and spec.template == "{}":
+            ending = "" if problems[_MISSING][0][:-1].lower().endswith(EXTENSIONS) else ".jpg"
+            fix = f"DATA.TABLE.template, e.g. 'images/{{}}{ending}', or DATA.TABLE.path, the column of the paths"
+        told = sentences(path, problems)
+        raise ConfigError([f"{text}; fix: {fix}" if _MISSING in text else text for text in told])
     if not labels:
-        raise ConfigError(f"{path} has no line{'' if spec.header else ' but its header'}")
+        raise ConfigError(f"{path} has no line{'' if spec.header else ' but its header'}; fix: add one for each image")
     folders = {name: number for number, name in enumerate(dict.fromkeys(name for name, _ in labels))}
     # The tables are the last of the files, so that a change of them is noticed.
     files = [*folders, *spec.names[:1], os.path.basename(path)]
