@@ -99,11 +99,7 @@ def split_command(command: str) -> tuple[str, str, list[str]]:
 
 
 def parse_command(command: str) -> None:
-    """Pass the arguments of a command to the parser of the command that it starts.
-
-    Raises:
-        ConfigError, SystemExit: a flag, a key, a value or a config file does not exist.
-    """
+    """Pass the arguments of a command to its parser, which raises ConfigError or SystemExit if they are wrong."""
     program, name, args = split_command(command)
     if not program:
         assert name in OTHER_PROGRAMS or name.startswith("python"), f"unknown program: {name}"

@@ -1,7 +1,4 @@
-"""The rules of this project for its own code, what imports what, and the wheel.
-
-Tests with the marker `project` are about the code of this project, `pytest -m project`; a fork need not pass them.
-"""
+"""Rules of this project (marker `project`: a fork need not keep them), what imports what, dependencies, the wheel."""
 
 import ast
 import functools
@@ -9,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -17,7 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from support.runs import ROOT
+from support.runs import ROOT, run_python, small_options
 
 from distribuuuu.config import get_cfg
 from distribuuuu.config.config_node import iter_options
@@ -132,6 +130,31 @@ def test_modules_import_at_their_top_only_what_an_installation_without_extras_ha
             modules = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in aliases]
             found = {module.partition(".")[0] for module in modules}
             assert found <= names | {*sys.stdlib_module_names, "distribuuuu"}, f"{path}: {found}"
+
+
+def test_a_default_run_imports_no_optional_package(image_folder, tmp_path):
+    names = {*("captum", "obstore", "onnx", "onnxruntime", "onnxscript", "optuna", "mlflow", "pyarrow", "scipy"),
+             *("sklearn", "tifffile", "wandb")}  # fmt: skip
+    args = ["train", *small_options(image_folder, tmp_path / "out", "LOG.TENSORBOARD", True)]
+    code = (f"import sys; from distribuuuu.commands.main import dispatch; status = dispatch('distribuuuu', {args})\n"
+            f"assert (status, {names} & {{*sys.modules}}) == (0, set()), sys.modules")  # fmt: skip
+    done = run_python("-c", code)
+    assert done.returncode == 0 and "evaluat" in done.stderr, done.stderr[-2000:]
+
+
+@pytest.mark.project
+def test_each_dependency_is_explained(monkeypatch):
+    declared, setuptools = {}, pytest.importorskip("setuptools")
+    monkeypatch.setattr(setuptools, "setup", lambda **options: declared.update(options))
+    runpy.run_path(str(ROOT / "setup.py"))
+    sources = {"always": declared["install_requires"], **declared["extras_require"]}
+    needed = {(re.match(r"[\w-]+", one)[0], source) for source, every in sources.items() for one in every}
+    text = (ROOT / "docs" / "dependencies.md").read_text().partition("\n\n| written by hand")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")][2:]
+    assert all(purpose and license and re.match(r"\d", size) for *_, purpose, license, size, _ in rows)
+    listed = [(name, source) for names, by, *_ in rows for name in names.split(", ")
+              for source in re.findall(r"always|(?<=\[)\w+", by)]  # fmt: skip
+    assert sorted(listed) == sorted(needed)
 
 
 def keys_read_in(source: str) -> set[str]:

@@ -87,11 +87,7 @@ def write_meta(synsets: list[str]) -> bytes:
 
 
 def write_imagenet(source: Path, root: Path, layout: str) -> tuple[Path, Path]:
-    """Write the images of a folder as ImageNet is distributed: tars, unpacked, kaggle or flat.
-
-    Returns:
-        The folder of the layout; and one with the same images in class folders.
-    """
+    """Write images as ImageNet is distributed (tars, unpacked, kaggle, flat); return it, and them in class folders."""
     root, plain = root / layout, root / "plain"
     train = {f"{SYNSETS[name.split('/')[0]]}/{name.split('/')[1]}": data
              for name, data in files_of(source / "train").items()}  # fmt: skip

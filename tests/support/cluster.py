@@ -53,11 +53,7 @@ def srun_command(root: Path, out_dir: Path, *overrides: object) -> list[str]:
 class Job:
     """A job of a script of tools/slurm, without its lines about GPUs, and with two processes per node.
 
-    Args:
-        script: the name of the script.
-        folder: receives the script, its log and OUT_DIR.
-        overrides: KEY VALUE arguments of the training; OUT_DIR is among them.
-        options: further options of sbatch.
+    `folder` receives the script, its log and OUT_DIR; the options are further ones of sbatch.
     """
 
     def __init__(self, script: str, folder: Path, overrides: list[str], *options: str):

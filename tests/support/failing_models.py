@@ -20,14 +20,7 @@ NUM_WARM_UP_PASSES = 2
 
 
 class FaultyModel(nn.Sequential):
-    """A small model that calls a function in the forward pass of one training step.
-
-    Args:
-        num_classes: the number of logits.
-        fault: is called with the model.
-        step: the step, from 1.
-        rank: the process that has the fault; -1: all of them.
-    """
+    """A small model that calls a function in the forward pass of a training step, from 1, of a rank (-1: all)."""
 
     def __init__(self, num_classes: int, fault: Callable[[nn.Module], object], step: int, rank: int):
         super().__init__(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, num_classes))

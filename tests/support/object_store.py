@@ -11,11 +11,9 @@ from support.processes import free_port
 
 
 class ObjectStore:
-    """A server of the S3 protocol in threads of this process; its objects survive `stop`.
+    """A server of S3 in threads, which AWS's variables `environment` name; its objects survive `stop`.
 
-    Attributes:
-        environment: the variables of AWS by which a client finds it.
-        refusal: (status, code of S3) that all requests are answered with, or None.
+    All requests are answered with `refusal`, (status, code of S3), if it is not None.
     """
 
     def __init__(self, server_type):

@@ -11,13 +11,7 @@ from distribuuuu.models import build_model
 
 
 def save_run(cfg, classes: tuple[str, ...] = ("ant", "bee", "cat"), **entries: Any) -> Path:
-    """Write config.yaml and best.pth.tar of a model with random weights and batch statistics; return the folder.
-
-    Args:
-        cfg: the config.
-        classes: the names of the classes.
-        entries: further entries of best.pth.tar.
-    """
+    """Write config.yaml and best.pth.tar (with entries) of a model with random weights; return the folder."""
     make_out_dir(cfg.OUT_DIR)
     write_config(cfg)
     torch.manual_seed(0)
