@@ -111,13 +111,9 @@ def test_the_commands_lead_to_an_onnx_file_with_the_answers_of_predict(tmp_path)
     (program := bin_folder / "distribuuuu").write_text(f'#!/bin/sh\nexec {sys.executable} -m distribuuuu "$@"\n')
     program.chmod(0o755)
     environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    command = [
-        "bash",
-        "-euo",
-        "pipefail",
-        "-c",
-        commands.replace("finetune my_images", "finetune my_images --probe-only"),
-    ]
+    commands = commands.replace("finetune my_images", "finetune my_images --probe-only")
+    commands = commands.replace("new_photos", "my_images")
+    command = ["bash", "-euo", "pipefail", "-c", commands]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert (tmp_path / "exp" / "my_images" / "report.html").exists()
