@@ -23,7 +23,7 @@ from distribuuuu.commands.finetune.decisions import Decisions, explaining_disk
 from distribuuuu.commands.finetune.feature_file import compute_features, describe, write_features
 from distribuuuu.commands.finetune.head import Part, Probe, fit_probe, open_backbone, set_head, write_model, write_probe
 from distribuuuu.commands.finetune.recipe import FEWEST_EPOCHS, build_recipe, choose_epochs, measure_epoch, seconds_of
-from distribuuuu.commands.finetune.summary import format_backbones, format_choice, next_commands
+from distribuuuu.commands.finetune.summary import format_backbones, format_choice, interval, next_commands
 from distribuuuu.commands.finetune.views import choose_views
 from distribuuuu.commands.scan.splitting import Images, write_split
 from distribuuuu.config import Config, ConfigError, load_cfg
@@ -200,7 +200,7 @@ def finish(flags: Namespace, decisions: Decisions, best: Candidate, sizes: dict[
     cfg = best.read_training(out, head, sizes["train"], 1)
     if "choice" not in decisions.content:
         write_model(cfg, out, probe, run.classes, facts, best.probe.calibration)
-        share = f"{100 * right / sizes['val']:.1f} %"
+        share = f"{100 * right / sizes['val']:.1f} %, 95 % interval {interval(right, sizes['val'])}"
         say(f"probe: {right} of {sizes['val']} validation images right ({share}); the model is in {out}")
     epochs = decisions.once("training", lambda: plan_training(flags, best, cfg, decisions, sizes))["epochs"]
     choice, tuned = {"correct": {name_of(0.0): right}, "share": 0.0}, scaled
@@ -235,16 +235,18 @@ def plan_training(
     left_s = 60 * flags.minutes - _OTHER_S - stored_s
     epoch_s, evaluation_s = (sizes[part] * best.facts["image_s"] for part in ("train", "val"))
     takes = "takes more than"  # the features, as it also trains
-    if choose_epochs(left_s, epoch_s / flags.nproc, evaluation_s):
+    share = 1 / flags.nproc if torch.cuda.is_available() else 1.0  # one process uses all cores of a CPU
+    if choose_epochs(left_s, epoch_s * share, evaluation_s):
         found, takes = in_fresh_process(measure_epoch, cfg), "takes"
         if isinstance(found, str):
             raise ConfigError(f"--minutes: out of memory in a step: {found}; fix: TRAIN.BATCH_SIZE 8, another --out")
         epoch_s = found
-    epochs = choose_epochs(left_s, epoch_s / flags.nproc, evaluation_s)
+    epochs = choose_epochs(left_s, epoch_s * share, evaluation_s)
     fits = f"{epochs} epochs fit into {flags.minutes:g} min"
     if not epochs:
-        missing_s = seconds_of(FEWEST_EPOCHS, epoch_s / flags.nproc, evaluation_s) - left_s
-        fits = f"{FEWEST_EPOCHS} do not fit; fix: --minutes {math.ceil(flags.minutes + missing_s / 60)} or more"
+        missing_s = seconds_of(FEWEST_EPOCHS, epoch_s * share, evaluation_s) - left_s
+        minutes = math.ceil(flags.minutes + missing_s / 60)
+        fits = f"{FEWEST_EPOCHS} epochs, the fewest that pay off, need --minutes {minutes} or more"
     say(f"fine-tuning: an epoch {takes} {epoch_s:.0f} s; {fits}")
     return {"epochs": epochs, "epoch_s": epoch_s, "evaluation_s": evaluation_s, "left_s": left_s}
 

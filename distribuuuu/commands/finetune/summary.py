@@ -13,7 +13,8 @@ def _share(right: int, num: int) -> str:
     return f"{100 * right / num:.1f}"
 
 
-def _interval(right: int, num: int) -> str:
+def interval(right: int, num: int) -> str:
+    """Return the 95 % interval of an accuracy in percent."""
     low, high = wilson_interval(right, num)
     return f"{100 * low:.1f} to {100 * high:.1f}"
 
@@ -38,21 +39,23 @@ def format_choice(result: dict[str, Any], facts: dict[str, Any], sizes: Mapping[
     tested[chosen] = round(result["test"]["top1"] * sizes["test"] / 100)
     validated = {method: parts["val"] for method, parts in facts["correct"].items()} | result["correct"]
     for name, right in validated.items():
-        test = [_share(tested[name], sizes["test"]), _interval(tested[name], sizes["test"])] if name in tested else "--"
+        test = [_share(tested[name], sizes["test"]), interval(tested[name], sizes["test"])] if name in tested else "--"
         mark, loss = "<- kept" if name == chosen else "", result.get("losses", {}).get(name)
         rows.append([name, _share(right, sizes["val"]), f"{loss:.3f}" if loss else "-", *test, mark])
-    shown = f"kept: the least loss on {sizes['val']:,} validation images; "
+    reason = f"the lowest loss on {sizes['val']:,} validation images"
+    shown = f"kept: {chosen}, {reason if len(result['correct']) > 1 else 'the only candidate'}; "
     shown += f"{sizes['test']:,} test images were used once, at the end"
     return ["", *align_columns(rows, "<>>>>"), shown]
 
 
 def next_commands(out: Path, config: Path | None) -> list[str]:
     """Return the commands that use the model; `config` is that of its training, if there was one."""
-    folder = shlex.quote(str(out))
+    folder, exported, again = (shlex.quote(f"{out}{end}") for end in ("", "_onnx", "_again"))
     rows = [
         [f"distribuuuu predict {folder} PHOTOS", "classify photographs"],
         [f"distribuuuu report {folder}", "see classes and mistakes"],
-        [f"distribuuuu export {folder} --format onnx", "verified, for other programs"],
+        [f"distribuuuu export {folder} --format onnx --out {exported}", "for other programs, verified"],
     ]
-    rows += [[f"distribuuuu train --cfg {shlex.quote(str(config))}", "repeat the training"]] if config else []
+    if config:
+        rows.append([f"distribuuuu train --cfg {shlex.quote(str(config))} OUT_DIR {again}", "repeat the training"])
     return ["", *align_columns(rows, "<<")]

@@ -29,7 +29,7 @@ from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.commands.finetune import backbones, choose, decisions, feature_file, head, recipe, stages, views
 from distribuuuu.commands.finetune.archives import unpack
 from distribuuuu.commands.finetune.data import divide, list_sources
-from distribuuuu.commands.main import start_command
+from distribuuuu.commands.main import dispatch, start_command
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.config_node import changed
 from distribuuuu.inference.linear_probe import fit_cross_validated, fit_temperature
@@ -254,10 +254,10 @@ def test_a_fine_tuning_is_tested_once_and_gives_a_run(photos, finished_run, tmp_
     assert run(*words) == 0, "a finished one prints its table again"
     assert capsys.readouterr().out.split("top-1 in %")[1] == printed.split("top-1 in %")[1]
     assert run(*words, "TRAIN.TOPK", 2) == 2 and "other options; fix: name another folder" in capsys.readouterr().err
-    # The written config repeats the training, from the head of the probe.
-    train_model(load_cfg(str(out / "finetune.yaml"), ["OUT_DIR", str(tmp_path / "again")]))
-    assert_same_weights(tmp_path / "again/best.pth.tar", out / "finetune/best.pth.tar")
-    assert "the head is that of" in (tmp_path / "again/train.log").read_text()
+    for line in re.findall(r"^distribuuuu .*?(?=  )", printed, re.MULTILINE):
+        assert dispatch("distribuuuu", line.replace("PHOTOS", str(photos / "cat")).split()[1:]) == 0, line
+    assert_same_weights(tmp_path / "out_again/best.pth.tar", out / "finetune/best.pth.tar")
+    assert "the head is that of" in (tmp_path / "out_again/train.log").read_text()
     with pytest.raises(ConfigError, match="FINETUNE.HEAD.* no such file"):
         train_model(load_cfg(str(out / "finetune.yaml"), ["OUT_DIR", str(tmp_path / "x"), "FINETUNE.HEAD", "probe"]))
 
@@ -374,14 +374,14 @@ def test_the_minutes_give_the_epochs(photos, finished_run, tmp_path, capsys, her
 
 @pytest.mark.slow
 def test_a_kill_before_the_measurement_changes_no_epochs(photos, finished_run, tmp_path, here, monkeypatch):
-    """Of the minutes, the stored seconds of the finished stages are gone, not those of the process."""
+    """Of the minutes, the stored seconds of the stages are gone, not those of the process; processes share cores."""
     divide_images, words = stages.split_images, [word for word in WORDS if word not in ("OPTIM.MAX_EPOCH", 2)]
     monkeypatch.setattr(stages, "split_images", lambda *args: {**divide_images(*args), "seconds": 30.0})
     monkeypatch.setattr(stages, "in_fresh_process", lambda *args: 9.0)
     monkeypatch.setattr(stages, "train", lambda *args: pytest.fail("enough"))
     epochs = []
-    for stop in (None, "write_probe"):
-        out, given = tmp_path / str(stop), (photos, "--backbone", finished_run, "--minutes", 2, *words)
+    for stop, nproc in ((None, 1), ("write_probe", 2)):
+        out, given = tmp_path / str(stop), (photos, "--backbone", finished_run, "--minutes=2", "--nproc", nproc, *words)
         if stop:
             with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
                 patch.setattr(stages, stop, lambda *args: 1 / 0)
