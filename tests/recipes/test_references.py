@@ -1,8 +1,4 @@
-"""Recipes next to the objects of their sources: torchvision, timm, ffcv-imagenet, big_vision and airbench94.
-
-Sources, which support/recipe_facts.py names with their commits: torchvision's references/classification; timm's
-train.py; ffcv-imagenet's train_imagenet.py (apply_blurpool); big_vision's vit_s16_i1k.py, vit.py, utils.py.
-"""
+"""Recipes next to the objects of their sources; support/recipe_facts.py names these with their commits."""
 
 import copy
 import functools

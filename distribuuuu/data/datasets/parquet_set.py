@@ -35,10 +35,11 @@ from distribuuuu.files.cache_folder import cache_folder
 from distribuuuu.files.locks import take_turn
 from distribuuuu.files.untrusted import parse_json, printable
 
-# Where the files of a split are, in the order in which they are looked for; {} stands for the split. The last four are
-# those of `save_to_disk` and of the cache of the package `datasets`.
+# Where the files of a split are, in the order in which they are looked for; {} stands for the split. The last five are
+# those of `save_to_disk` and of the cache of the package `datasets`; the very last one is a folder of one split.
 _PATTERNS = ("{}.parquet", "{}-*.parquet", "{}/*.parquet", "data/{}-*.parquet", "data/{}/*.parquet", "*/{}-*.parquet",
-             "*/{}/*.parquet", "{}.arrow", "{}/data-*.arrow", "*-{}.arrow", "*-{}-[0-9]*.arrow")  # fmt: skip
+             "*/{}/*.parquet", "{}.arrow", "{}/data-*.arrow", "*-{}.arrow", "*-{}-[0-9]*.arrow",
+             "data-*-of-*.arrow")  # fmt: skip
 # Bytes of the texts and entries in the metadata of a file, and of the largest row group, uncompressed.
 _MAX_METADATA, _MAX_GROUP = 64 << 20, 4 << 30
 # Seconds to wait for another process that copies the same file; its lock ends with it.
@@ -71,6 +72,10 @@ class ParquetSet(TableSet):
         paths = find_arrow_files(root, split, columns, cache)
         folder = os.path.commonpath([os.path.dirname(path) for path in paths])
         names = [os.path.relpath(path, folder) for path in paths]
+        is_alone = not columns.file and re.fullmatch(r"data-\d+-of-\d+\.arrow", names[0])
+        if name == "TEST" and is_alone and folder == os.path.abspath(root) == os.path.abspath(cfg.TRAIN.DATASET):
+            fix = "fix: TEST.DATASET FOLDER, or save both splits by DatasetDict.save_to_disk"
+            raise ConfigError(f"{root} has one split only, the training images; {fix}")
         scan = partial(scan_files, folder, names, columns)
         index = open_index(f"{root}, split {split}", folder, f"{names} {columns}", cache, scan)
         return cls(index, trained.classes if trained else None)
@@ -112,7 +117,7 @@ def find_arrow_files(root: str, split: str, columns: ParquetColumns, cache: Path
     found = (sorted(filter(os.path.isfile, glob.glob(name, recursive=True))) for name in names)
     paths = next(filter(None, found), [])
     if not paths:
-        every = (glob.glob(f"{glob.escape(root)}/{name}") for name in ("*.parquet", "data/*.parquet", "data-*.arrow"))
+        every = (glob.glob(f"{glob.escape(root)}/{name}") for name in ("*.parquet", "data/*.parquet"))
         held = sorted({os.path.basename(path) for some in every for path in some})
         from distribuuuu.hints.sources import similar_option
 

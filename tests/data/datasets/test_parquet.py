@@ -51,6 +51,11 @@ def test_a_training_reads_the_files(cfg_of, small_cfg, root, tmp_path, image_fol
         for train in (True, False):
             found = batches_of(cfg_of("TRAIN.DATASET", folder, *words), train)
             assert_same_batches(found, batches_of(small_cfg(), train))
+    one = cfg_of("TRAIN.DATASET", tmp_path / "disk/train", *words)
+    assert_same_batches(batches_of(one, True), batches_of(small_cfg(), True))
+    assert "has one split only, the training images; fix: TEST.DATASET" in problems_of(one)[0]
+    one = cfg_of("TRAIN.DATASET", tmp_path / "disk/train", "TEST.DATASET", tmp_path / "disk/val", *words)
+    assert_same_batches(batches_of(one, False), batches_of(small_cfg(), False))
     copies = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.arrow")}
     assert len(copies) == 4
     build_images(cfg_of(*words), train=True)
