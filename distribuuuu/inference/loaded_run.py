@@ -19,6 +19,7 @@ from distribuuuu.checkpoint.manager import hash_tensors
 from distribuuuu.checkpoint.weights_files import RAW, describe_kind
 from distribuuuu.config import Config, ConfigError
 from distribuuuu.config.config_node import iter_options
+from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.derived import show_size
 from distribuuuu.config.errors import NonFiniteError, counted
 from distribuuuu.config.options import PIXEL_RANGES, option_of
@@ -205,11 +206,12 @@ class LoadedRun:
             return None
 
     def describe(self) -> str:
-        """Return a line about the model, its weights and the preprocessing of images."""
+        """Return a line about the model, its weights, the preprocessing of images, and a mode that was measured."""
         kind = "" if self.weights == RAW else f" ({describe_kind(self.weights)})"
         crop = self.transform.crop
         sizes = f"images resized to {show_size(crop.resize_to)} px, cropped to {show_size(crop.size)} px"
         sizes = sizes if isinstance(crop, CenterCrop) else f"images: {crop}"
+        sizes += "".join(f"; {note}" for _, note in self.cfg.notes if f": {AUTO}, " in note)  # see engine/fast_mode.py
         return f"model: {self.cfg.MODEL.ARCH}, {counted(len(self.classes), 'class')}; {self.source}{kind}; {sizes}"
 
     def predict(

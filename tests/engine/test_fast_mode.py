@@ -133,7 +133,8 @@ def test_a_trained_model_has_its_own_mode_unless_auto_is_asked_for(finished_run,
     timer = SimpleNamespace(blocked_autorange=lambda min_run_time: SimpleNamespace(median=next(seconds)))
     monkeypatch.setattr(fast_mode, "Timer", lambda *args, **options: timer)
     run = find_run(finished_run, None, AUTO)
-    assert run.cfg.TRAIN.AMP == "bf16" and "4.0 x the plainest" in run.cfg.notes[-1][1]
+    assert run.cfg.TRAIN.AMP == "bf16" and "; TRAIN.AMP bf16, MODEL.CHANNELS_LAST " in (said := run.describe())
+    assert said.endswith(": auto, the fastest mode of this machine, 4.0 x the plainest")
     assert find_run(finished_run, None, AUTO).cfg.TRAIN.AMP == "bf16", "from the file"
     open_run = replace(run, cfg=changed(run.cfg, dict(zip(AUTO[::2], AUTO[1::2], strict=True))))
     assert find_fast_mode(open_run)["image_s"] == 8 / 16, "the time of an image is measured each time"

@@ -40,6 +40,8 @@ def predict(prog: str, args: list[str]) -> int:
         check_output_file(flags.out, ".csv")
     locate_run(flags.run)
     flags.files = list_images(flags.paths)
+    if flags.batch_size:
+        flags.overrides += ["TEST.BATCH_SIZE", str(flags.batch_size)]
     for path in filter(os.path.isdir, flags.paths):
         if text := describe_left_out(path):
             print(printable(f"{path}{text}"), file=sys.stderr)
@@ -66,5 +68,6 @@ def build_parser(prog: str | None = None) -> CommandParser:
     add("--precision", metavar="P", type=float, help=promise)
     add("--skip-bad", action="store_true", help="exit with 0 even if images are broken")
     add("--workers", metavar="N", type=at_least(0), default=count_cores(), help="loader workers (one per core)")
+    add("--batch-size", metavar="N", type=at_least(1), help="images of a forward pass (TEST.BATCH_SIZE)")
     add("--cfg", metavar="FILE", help="config for weights that contain none")
     return parser

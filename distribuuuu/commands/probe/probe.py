@@ -2,12 +2,14 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.output import check_out_file, print_report
 from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.run_files import RUN_KINDS
+from distribuuuu.files.untrusted import printable
 from distribuuuu.inference.locate_run import locate_run
 from distribuuuu.launch.host import tune_malloc
 
@@ -33,6 +35,7 @@ def probe(prog: str, args: list[str]) -> int:
     auto = ["TRAIN.AMP", AUTO, "MODEL.CHANNELS_LAST", AUTO] if is_published else []
     run = find_run(flags.run, flags.cfg, [*auto, *flags.overrides])
     folder = run.cfg.OUT_DIR if os.path.isdir(run.cfg.OUT_DIR) else "."  # of published weights
+    print(printable(run.describe()), file=sys.stderr)
     out = Path(flags.out or Path(folder, "probe.json"))
     check_out_file(out)
     result = probe_run(run)

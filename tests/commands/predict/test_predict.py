@@ -25,7 +25,7 @@ from distribuuuu.tasks.class_metrics import MeanAveragePrecision
 from distribuuuu.trainer import evaluate_weights
 
 # Several chunks, of which the last one is smaller.
-SMALL_CHUNKS = ("--set", "TEST.BATCH_SIZE", 16)
+SMALL_CHUNKS = ("--batch-size", 16)
 
 
 def run(*words) -> int:
