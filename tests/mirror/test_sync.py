@@ -293,7 +293,8 @@ def test_a_command_gets_a_run_and_names_one_that_is_not_there(one, tmp_path, mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     url = f"file://{tmp_path}/store"
     assert local_run(url) == local_folder(url) and (Path(local_folder(url)) / "best.pth.tar").is_file()
-    (process := sync._start(local_folder(url))).stdin.close()  # the run was killed
+    (process := sync._start(local_folder(url))).terminate()  # it ignores the signals to a run
+    process.stdin.close()  # the run was killed
     assert process.wait(60) == 1
     with pytest.raises(ConfigError, match=f"RUN: {url}/no: there is no run; expected the URL of an OUT_DIR; fix: "):
         local_run(f"{url}/no")
@@ -346,8 +347,7 @@ def test_a_store_that_hangs_does_not_keep_a_run_from_ending(tmp_path, monkeypatc
     monkeypatch.setattr(sync, "STOP_S" if is_stopped else "END_S", 0.5)
     folder = local_folder(f"file://{tmp_path}/store")
     write(Path(folder), {".lock": b""})
-    run = sync.MirrorClient(folder)
-    run.start()
+    (run := sync.MirrorClient(folder)).start()
     os.mkfifo(tmp_path / "store/states/000002.json")  # whoever reads it waits for ever
     write(Path(folder))
     with pytest.raises(KeyboardInterrupt if is_stopped else MirrorError) as caught, run:

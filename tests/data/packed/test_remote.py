@@ -121,7 +121,8 @@ def test_problems_are_found_before_training_without_torch(source, tmp_path):
 def test_a_copy_that_finds_no_space_is_refused_before_training(source, copy, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     assert copy(cache="file/cache").startswith(f"DATA.CACHE_DIR: {tmp_path}/file/cache/remote: Not a directory; fix: ")
-    monkeypatch.setattr(store.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    enough_for_the_index = (source.folder / "train/index.bin").stat().st_size
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda folder: SimpleNamespace(free=enough_for_the_index))
     with pytest.raises(OSError, match=f" GB are needed for {source.url}/train.*, and 0.0 GB are free"):
         next(remote.main(f"{source.url}/train", str(tmp_path / "other"), 5.0, 5.0, True))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -163,8 +164,7 @@ def test_damage_in_the_cache_is_repaired(copy, packed):
     first, second, *_ = sorted(folder.glob("shard-*"))
     first.write_bytes(b"")
     second.unlink()
-    index = folder / "index.bin"
-    index.write_bytes(index.read_bytes()[:-3] + b"xyz")
+    (index := folder / "index.bin").write_bytes(index.read_bytes()[:-3] + b"xyz")
     (folder / ".shard-00000.bin.0123456789abcdef.tmp").write_bytes(b"of a killed process")
     assert_same_files(copy(), local)
 
