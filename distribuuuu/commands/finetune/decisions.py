@@ -10,9 +10,8 @@ from typing import Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.json_file import load_json
+from distribuuuu.config.run_files import DECISIONS
 from distribuuuu.files.atomic_file import replacing
-
-FILE_NAME = "finetune.json"
 
 
 class Decisions:
@@ -24,7 +23,7 @@ class Decisions:
     """
 
     def __init__(self, folder: Path, job: dict[str, Any]):
-        self.path = folder / FILE_NAME
+        self.path = folder / DECISIONS
         self.content: dict[str, Any] = {"job": job}
         if not os.path.lexists(self.path):  # the first decision writes it: images that cannot be divided may be mended
             return

@@ -260,6 +260,8 @@ def test_a_fine_tuning_is_tested_once_and_gives_a_run(photos, finished_run, tmp_
     assert "the head is that of" in (tmp_path / "out_again/train.log").read_text()
     with pytest.raises(ConfigError, match="FINETUNE.HEAD.* no such file"):
         train_model(load_cfg(str(out / "finetune.yaml"), ["OUT_DIR", str(tmp_path / "x"), "FINETUNE.HEAD", "probe"]))
+    for own, text in (((), "finetune.yaml OUT_DIR"), (("OUT_DIR", f"{out}_x"), "got test, the images that tested")):
+        assert dispatch("x", ["train", "--cfg", f"{out}/config.yaml", *own]) == 2 and text in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -293,8 +295,7 @@ def test_a_stop_at_any_stage_changes_nothing(photos, finished_run, tmp_path, her
     assert run(photos, "--backbone", finished_run, "--out", expected, *WORDS) == 0
     names = ("split_images", "fit_probe", "write_probe", "set_head", "train", "read_tuned", "compare",
              "write_model", "evaluate_weights", "format_choice")  # fmt: skip
-    places = [(stages, name) for name in names]
-    places += [(feature_file, "_open_partial"), (head, "write_calibration")]
+    places = [(stages, name) for name in names] + [(feature_file, "_open_partial"), (head, "write_calibration")]
     left = {name for _, name in places}
 
     def stopping(name, call):
@@ -322,8 +323,7 @@ def test_a_stop_at_any_stage_changes_nothing(photos, finished_run, tmp_path, her
 def test_the_best_of_several_backbones_is_fine_tuned(photos, finished_run, shapes_run, tmp_path, capsys, here):
     out = tmp_path / "out"
     assert run(photos, "--backbone", finished_run, shapes_run, "--out", out, "--probe-only", *WORDS) == 0
-    printed = capsys.readouterr().out
-    assert re.search(r"backbone +validation +params +ms/image +license", printed)
+    assert re.search(r"backbone +validation +params +ms/image +license", capsys.readouterr().out)
     content = json.loads((out / "finetune.json").read_text())
     right = {name: content[f"backbone {name}: probe"]["correct"]["probe"]["val"] for name in map(str, (
         finished_run, shapes_run))}  # fmt: skip
