@@ -1,7 +1,4 @@
-"""docs/examples: each resumes bitwise, runs on two processes, is evaluated, and records its values.
-
-The examples of docs/extending.md are copied out of the page, counted and run.
-"""
+"""docs/examples: each resumes bitwise, on two processes, and is evaluated; those of docs/extending.md are run."""
 
 import ast
 import functools

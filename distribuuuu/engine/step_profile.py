@@ -2,13 +2,15 @@
 
 import contextlib
 import functools
+import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import profile, record_function
 
 from distribuuuu.config import ConfigError, Problem
@@ -18,7 +20,7 @@ from distribuuuu.engine.run import Run
 
 logger = logging.getLogger(__name__)
 
-# Steps before the trace, which compile and allocate; operations that are listed; the folder in OUT_DIR.
+# Steps before the trace, which compile and allocate; operations and gaps that are listed; the folder in OUT_DIR.
 WARM_UP, NUM_LISTED, FOLDER = 3, 10, "profile"
 
 
@@ -55,6 +57,17 @@ def _sum_parts(run: Run) -> dict[str, float]:
     for part, seconds in {"data": run.train_loader.pop_data_time(), **run.state.clock.pop()}.items():
         run.log.spent[part] += seconds
     return {part: run.log.spent[part] for part in ("data", "forward", "backward", "optimizer")}
+
+
+def find_gaps(events: Iterable[Any], on_cuda: bool) -> list[tuple[float, str]]:
+    """Return the longest gaps between operations, on the GPU or in the thread of the steps: ms, and what follows."""
+    threads = {event.thread for event in events if event.name == "forward"}
+    spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in events
+                   if not event.is_user_annotation and (event.device_type == DeviceType.CUDA) == on_cuda
+                   and (on_cuda or event.thread in threads))  # fmt: skip
+    ends = itertools.accumulate((end for _, end, _ in spans), max)
+    gaps = (((start - end) / 1e3, name) for (start, _, name), end in zip(spans[1:], ends, strict=False))
+    return sorted((gap for gap in gaps if gap[0] > 0), reverse=True)[:NUM_LISTED]
 
 
 def profile_steps(run: Run, num_steps: int) -> None:
@@ -104,4 +117,6 @@ def profiling(run: Run, num_steps: int) -> Iterator[None]:
     logger.info("profile of %s of %.1f ms: %s", counted(num_steps, "step"), 1e3 * total_s / num_steps, text)
     order = "self_device_time_total" if on_cuda else "self_cpu_time_total"
     logger.info("%s", profiler.key_averages().table(order, NUM_LISTED, max_name_column_width=40))
+    gaps = ", ".join(f"{gap:.2f} ms before {name}" for gap, name in find_gaps(profiler.events(), on_cuda))
+    logger.info("longest gaps without an operation: %s", gaps or "none")
     logger.info("trace, for https://ui.perfetto.dev: %s", trace)

@@ -4,18 +4,21 @@ import gzip
 import itertools
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.batches import ALONE, CPU
 from support.runs import assert_same_run, small_options, train_model
 from torch import nn
+from torch.autograd import DeviceType
 
 from distribuuuu.commands.main import start_command
 from distribuuuu.data.loader import build_loader
 from distribuuuu.engine.build import build_training
 from distribuuuu.engine.flops import count_forward, log_utilization, measure_utilization, utilization
 from distribuuuu.engine.state import StepClock
+from distribuuuu.engine.step_profile import find_gaps
 
 
 def profile(image_folder, out_dir, num: str, *words) -> int:
@@ -33,12 +36,25 @@ def test_a_profiled_run_writes_a_trace_and_is_the_same_run(image_folder, small_c
     assert re.search(r"profile of 3 steps of [\d.]+ ms: data \d+%, forward \d+%, backward \d+%, optimizer \d+%, o", log)
     table = log[log.index("profile of") : log.index("trace, for https://ui.perfetto.dev")]
     assert "Self CPU" in table and re.search(r"aten::\w*conv\w* ", table)
+    assert re.search(r"longest gaps without an operation: (\d+\.\d\d ms before [\w:]+, ){9}\d", table)
     parts = r"\(waiting for data (\d+)%, forward (\d+)%, backward (\d+)%, optimizer (\d+)%\)"
     found = re.search(rf"time: training (\d+)% {parts}, evaluation (\d+)%, checkpoints \d+%", log)
     training, *of_training, evaluation = map(int, found.groups())
     assert max(of_training) > 0 and sum(of_training) <= training + 3 and training + evaluation <= 101, "rounded"
     train_model(small_cfg("OUT_DIR", tmp_path / "plain"))
     assert_same_run(tmp_path / "out", tmp_path / "plain")
+
+
+def test_gaps_are_those_of_the_gpu_or_of_the_thread_of_the_steps():
+    # fmt: off
+    rows = [("forward", 1, 0, 90e3, "CPU", True), ("a", 1, 0, 5e3, "CPU", False), ("b", 1, 1e3, 2e3, "CPU", False),
+            ("other", 2, 5e3, 70e3, "CPU", False), ("c", 1, 9e3, 10e3, "CPU", False), ("k", 1, 2e3, 3e3, "CUDA", False),
+            ("m", 7, 2e3, 8e3, "CUDA", False), ("n", 1, 20e3, 21e3, "CUDA", False), ("data", 1, 0, 3e4, "CUDA", True)]
+    events = [SimpleNamespace(name=name, thread=thread, time_range=SimpleNamespace(start=start, end=end),
+                              device_type=getattr(DeviceType, kind), is_user_annotation=is_label)
+              for name, thread, start, end, kind, is_label in rows]
+    # fmt: on
+    assert find_gaps(events, on_cuda=False) == [(4.0, "c")] and find_gaps(events, on_cuda=True) == [(12.0, "n")]
 
 
 def test_the_parts_of_steps_on_a_gpu_are_timed_by_events_without_waiting(monkeypatch):

@@ -1,9 +1,8 @@
-"""Facts of published recipes, from their papers, model zoos, configuration files and code.
+"""Facts of published recipes, from their papers, model zoos and code, which the configs of the same name must have.
 
-The configs of the same name must have them. A fact is an option or a measure of support/recipe_measures.py; a mapping
-is compared by its keys. `reported`: top-1, and top-5 if it was published, which the header of the file states; `params`
-in M; `lr`: the learning rate at the 12 steps of `positions`, computed by the code of the source; `decay`: weight decay,
-and which parameters are exempt.
+A fact is an option or a measure of support/recipe_measures.py; a mapping is compared by its keys. `reported`: top-1,
+and top-5 if it was published, which the header of the file states; `params` in M; `lr`: the learning rate at the 12
+steps of `positions`, computed by the code of the source; `decay`: weight decay, and which parameters are exempt.
 """
 
 import math

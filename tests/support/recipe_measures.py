@@ -28,10 +28,7 @@ NUM_IMAGES = {"imagefolder": 1_281_167, "cifar10": 50_000}
 
 
 def recipe(name: str, *overrides: Any) -> Config:
-    """Return the config of a file, e.g. "imagenet/deit_tiny", with overrides KEY, VALUE, ...
-
-    The number of classes is that of the data, which is ImageNet's for the recipes of its folder.
-    """
+    """Return the config of a file, e.g. "imagenet/deit_tiny", with KEY, VALUE, ...; classes are those of the data."""
     classes = ["MODEL.NUM_CLASSES", "1000"] if name.startswith("imagenet") else []
     return load_cfg(str(ROOT / "configs" / f"{name}.yaml"), [*classes, *(str(word) for word in overrides)])
 

@@ -10,10 +10,7 @@ import pytest
 
 
 def each_row(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[[Callable], Callable]:
-    """Run a test once for each row of a table, with the row as the arguments `names`; a failure prints its row.
-
-    Unlike the cases of `pytest.mark.parametrize`, all rows are one test and have the same fixtures.
-    """
+    """Run a test for each row of a table, with the same fixtures, as the arguments `names`; a failure prints it."""
     columns = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     table = list(rows)
 
