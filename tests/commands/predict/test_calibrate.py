@@ -129,13 +129,13 @@ def test_calibrate_and_report(shapes_run, tmp_path, capsys):
     with np.load(folder / "predictions.npz") as file:
         logits, labels = torch.from_numpy(file["logits"]), torch.from_numpy(file["label"]).long()
     assert fit_calibration(logits, labels).temperature == pytest.approx(found.temperature, rel=1e-3)
-    for precision in (0.95, 0.05):
+    for precision in (0.95, 0.01):
         assert run("report", folder, "--precision", precision) == 0
         page = Page((folder / "report.html").read_text(encoding="utf-8"))
         assert "Confidence" in page.texts and "after calibration" in page.texts
         assert (f"--precision {precision:g}" in page.texts) == (precision < 0.1)
     capsys.readouterr()
-    assert run("report", folder, "--format", "json", "--precision", 0.05) == 0
+    assert run("report", folder, "--format", "json", "--precision", 0.01) == 0
     figures = json.loads(capsys.readouterr().out)["confidence"]
     risk = float(logits.argmax(1).ne(labels).float().mean())
     assert figures["temperature"] == found.temperature and figures["risk"][-1] == pytest.approx(risk, abs=1e-6)
