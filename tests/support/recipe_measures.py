@@ -183,10 +183,7 @@ def evaluation(cfg: Config) -> tuple[int, int, str, bool]:
 
 
 def mixed_targets(first: torch.Tensor, second: torch.Tensor, lam: float, num_classes: int) -> torch.Tensor:
-    """Return the targets (2 N, classes) of N pairs, ordered as [first, reversed second], each its own label by `lam`.
-
-    The second half mixes the images in reverse, which is the order of timm's batches.
-    """
+    """Return targets (2 N, classes) of N pairs, [first, reversed second] as in timm, each its own label by `lam`."""
     pairs = torch.stack([first, second], dim=1).flatten()
     targets = soften(pairs, num_classes)
     blend_pairs(targets, torch.full((len(first), 1), 1 - lam))

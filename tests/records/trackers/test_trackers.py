@@ -1,7 +1,4 @@
-"""Trackers: each row arrives once at its step, through kills and resumes; the training knows of no fault.
-
-The real packages: MLflow's sqlite store, W&B offline.
-"""
+"""Trackers (MLflow's sqlite store, W&B offline): rows arrive once, through kills; the training knows of no fault."""
 
 import json
 import os
