@@ -99,11 +99,11 @@ def resolve_cfg(cfg: Config, weights: str = "", trains: bool = False) -> Config:
         from distribuuuu.models.pretrained import resolve_arch
 
         cfg = resolve_arch(cfg, is_resumed=not weights and _may_resume(cfg))
-    initial = cfg.MODEL.WEIGHTS or cfg.FINETUNE.WEIGHTS or cfg.MODEL.PRETRAINED or cfg.DISTILL.WEIGHTS
+    initial = cfg.MODEL.WEIGHTS or cfg.FINETUNE.WEIGHTS or cfg.MODEL.PRETRAINED or cfg.DISTILL.TEACHER
     jobs = None
     if trains and not cfg.TRAIN.AUTO_RESUME:
         jobs = importlib.import_module("distribuuuu.engine.feature_preflight").gather_jobs(cfg)
-    uses_own = Path(weights).parent == Path(cfg.OUT_DIR) if weights else not (initial or cfg.DISTILL.TEACHER)
+    uses_own = Path(weights).parent == Path(cfg.OUT_DIR) if weights else not initial
     if (weights or initial or _may_resume(cfg)) and not (uses_own and _has_stored_preprocessing(cfg)):
         from distribuuuu.models import preprocessing
 

@@ -48,7 +48,8 @@ def resolve_preprocessing(cfg: Config, weights: str = "", jobs: Sequence[str] | 
     if cfg.DISTILL.TEACHER and key != "weights":
         theirs = read_preprocessing(cfg.DISTILL.TEACHER, cfg.DISTILL.WEIGHTS or PUBLISHED)
         own = {key: _value_of(cfg, key) for key in STATISTICS if key in theirs}
-        source = f"DISTILL.WEIGHTS {cfg.DISTILL.WEIGHTS}"
+        named = "DISTILL.WEIGHTS" if cfg.DISTILL.WEIGHTS else "DISTILL.TEACHER"
+        source = f"{named} {get_value(cfg, named)}"
         _note_differences(cfg, source, theirs, own)
         _note_license(cfg, source, theirs.get("MODEL.LICENSE"))
     return cfg
@@ -101,14 +102,22 @@ def follow(cfg: Config, source: str, theirs: Mapping[str, Any]) -> Config:
         text = f"{source}: it is not known how its images were preprocessed; the options of this config are used"
         cfg.notes.append((logging.INFO, text))
     _note_differences(cfg, source, known, given)
-    _note_license(cfg, source, cfg.MODEL.LICENSE)
+    _note_license(cfg, source, cfg.MODEL.LICENSE, is_named="MODEL.LICENSE" in followed)
     return cfg
 
 
-def _note_license(cfg: Config, source: str, license: object) -> None:
+def _note_license(cfg: Config, source: str, license: object, is_named: bool = False) -> None:
+    level, text = describe_license(license)
+    if license and not (is_named and level == logging.INFO):
+        cfg.notes.append((level, f"{source}: {text}"))
+
+
+def describe_license(license: object) -> tuple[int, str]:
+    """Return a line about the license of weights, and its level: a warning if it forbids commercial use."""
     if isinstance(license, str) and _NON_COMMERCIAL.search(license):
         text = f"the license of the weights, {license}, forbids commercial use, also of what is trained from them"
-        cfg.notes.append((logging.WARNING, f"{source}: {text}"))
+        return logging.WARNING, text
+    return logging.INFO, f"license of the weights: {license or 'unknown'}"
 
 
 def _value_of(cfg: Config, key: str) -> Any:

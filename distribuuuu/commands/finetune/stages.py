@@ -1,6 +1,7 @@
 """Stages of a fine-tuning, from images to a tested model. Each is stored when it is finished, and not repeated."""
 
 import contextlib
+import logging
 import math
 import os
 import shutil
@@ -44,6 +45,7 @@ from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.launch.nproc import run_processes
 from distribuuuu.launch.signals import STATUS_OF, RunStopped
 from distribuuuu.models import count_parameters
+from distribuuuu.models.preprocessing import describe_license
 from distribuuuu.models.pretrained import Backbone
 from distribuuuu.records.run_log import STAGE_MARK, progress
 from distribuuuu.trainer import evaluate_weights
@@ -72,6 +74,9 @@ def run_stages(flags: Namespace) -> dict[str, Any]:
         flags.backbone = [name]
         say(f"backbone: {name}, the default {reason}")
     backbones = open_backbones(flags.backbone)
+    for name, backbone in backbones.items():
+        level, text = describe_license(backbone.license)
+        say(f"{'WARNING: ' * (level > logging.INFO)}{name}: {text}")
     is_new = not out.exists()
     make_out_dir(str(out))
     with lock_out_dir(out), explaining_disk(out, is_new), short_log():
