@@ -117,6 +117,7 @@ def missing_root(name: str, root: Path, layout: str) -> tuple[str, str]:
         return key, f"{root} is {describe_file(root)}"
     siblings = list_classes(root.absolute().parent)
     hint = "; for a URL set DATA.NAME packed" if ":/" in str(root) else did_you_mean(root.name, siblings)
+    hint = "; the photographs of the package are known to `finetune` alone" if str(root) == "clothes" else hint
     where = "" if root.is_absolute() else f" in {os.getcwd()}"
     return key, f"no such folder: {root}{where}; it should hold {layout}{hint}"
 

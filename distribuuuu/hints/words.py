@@ -26,6 +26,8 @@ def describe_unknown_model(arch: str, names: Mapping[str, Collection[str]], sour
     near = near_matches(name, {known for source in names.values() for known in source})
     start = f"{prefix}/" if prefix in sources else ""
     hint = f"did you mean {', '.join(f'{start}{known}' for known in near)}?" if near else "no similar name"
+    if os.path.isdir(arch):
+        hint = f"fix: ./{arch}, if the folder is meant"
     return f"unknown model {arch!r} of {', '.join(f'{source}/NAME' for source in names)}; {hint}"
 
 

@@ -104,9 +104,9 @@ def test_wrong_names_and_keywords_are_reported_without_torch_and_all_at_once(ima
         "OUT_DIR (command line): /proc cannot be written to",
     ):
         assert said in done.stderr
-    words = ["DATA.NAME", "imagenet", "TRAIN.DATASET", "none", "MODEL.ARCH", "resnet5O"]
+    words = ["DATA.NAME", "imagenet", "TRAIN.DATASET", "none", "MODEL.ARCH", "docs"]
     done = run_tool("train_net.py", *words, PYTHONPATH=path)  # a plug-in that does not import torch
-    assert done.stderr.startswith("2 problems to solve first:") and "unknown model 'resnet5O'" in done.stderr
+    assert done.stderr.startswith("2 problems") and "model 'docs'" in done.stderr and "fix: ./docs" in done.stderr
 
 
 TEACHER, STEPS = "DISTILL.TEACHER resnet18 DISTILL.WEIGHTS pretrained", "OPTIM.LR_POLICY steps OPTIM.STEPS [30]"

@@ -1,5 +1,6 @@
 """Backbones of a fine-tuning: found before any image is read, their options, and the default of this machine."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,8 @@ import torch
 
 from distribuuuu.checkpoint.published_files import DEFAULT
 from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config.model_names import is_published
+from distribuuuu.models.find_architecture import find_architecture
 from distribuuuu.models.pretrained import Backbone, read_backbone, resolve_backbone
 
 # The default with a GPU; Apache-2.0.
@@ -22,6 +25,8 @@ def open_backbones(names: Sequence[str]) -> dict[str, Backbone]:
     found, problems = dict[str, Backbone](), list[Problem]()
     for name in names:
         try:
+            if not (is_published(name) or os.path.exists(os.path.expanduser(name))):  # as FINETUNE.WEIGHTS, a path
+                name = f"{find_architecture(name).source}/{name}"
             found[name] = resolve_backbone(name)
             if not found[name].path:
                 read_backbone(found[name], IMAGENET_CLASSES)

@@ -56,7 +56,7 @@ def test_json_lists_all_files_and_every_key_is_documented(root, capsys):
 
 
 MISTAKES = {
-    "": "got no data; expected FOLDER or --cfg FILE", "x --cfg y": "expected one of them",
+    "": "got no data; expected FOLDER or --cfg FILE", "x --cfg y": "expected one of them", "clothes": "to `finetune`",
     "no_such": f"FOLDER: no such folder: no_such in {os.getcwd()}; it should hold SPLIT/CLASS/IMAGE or CLASS/IMAGE",
     "/no/such": "FOLDER: no such folder: /no/such; it should hold SPLIT/CLASS/IMAGE or CLASS/IMAGE",
     "x --format jsn": "invalid choice", "x --workers -1": "--workers: got -1; expected 0 or more",
