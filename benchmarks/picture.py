@@ -4,7 +4,8 @@
     distribuuuu finetune clothes --minutes 1 > finetune.txt && distribuuuu report exp/clothes
     python benchmarks/picture.py exp/clothes finetune.txt
 
-Needs Chromium, which takes the screenshots.
+The picture shows the summary of the report and the mistakes, not the sections between them. Needs Chromium, which takes
+the screenshots.
 """
 
 import argparse
@@ -18,14 +19,15 @@ from pathlib import Path
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 WIDTH, HEIGHT = 1500, 760
+HIDDEN = "<style>#confusion, #classes, #confidence { display: none }</style></head>"
 COLORS = {"light": ("#ffffff", "#f6f8fa", "#1f2328", "#d0d7de", "#57606a"),
           "dark": ("#0d1117", "#161b22", "#e6edf3", "#30363d", "#8b949e")}  # fmt: skip
 PAGE = """<!doctype html><meta charset="utf-8"><style>
 body {{ margin: 0; background: {back}; display: flex; gap: 20px; padding: 20px; width: 1460px; height: 720px; }}
 section {{ border: 1px solid {edge}; border-radius: 10px; overflow: hidden; background: {panel}; color: {ink}; }}
 header {{ font: 13px sans-serif; color: {faint}; padding: 8px 14px; border-bottom: 1px solid {edge}; }}
-pre {{ font: 14px/1.55 "DejaVu Sans Mono", monospace; margin: 0; padding: 12px 14px; white-space: pre-wrap; }}
-iframe {{ border: 0; width: 860px; height: 920px; transform: scale(0.75); transform-origin: 0 0; }}
+pre {{ font: 11.8px/1.7 "DejaVu Sans Mono", monospace; margin: 0; padding: 12px 14px; white-space: pre-wrap; }}
+iframe {{ border: 0; width: 860px; height: 940px; transform: scale(0.75); transform-origin: 0 0; }}
 </style>
 <section style="flex: 1"><header>terminal</header><pre>{log}</pre></section>
 <section style="width: 645px"><header>report.html</header><iframe src="{report}"></iframe></section>"""
@@ -50,9 +52,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for scheme, (back, panel, ink, edge, faint) in COLORS.items():
             report = (args.run / "report.html").read_text(encoding="utf-8")
-            report = re.sub(
-                r'<div><span class="label">time</span>.*?</div>', "", report
-            )  # depends on the machine's load
+            report = report.replace(f"{args.run.resolve().parents[1]}/", "").replace("</head>", HIDDEN)
+            time = r'<div><span class="label">time</span>.*?</div>'  # depends on the load of the machine
+            report = re.sub(time, "", report)
             if scheme == "dark":  # a screenshot has no dark mode of the system
                 report = report.replace("@media screen and (prefers-color-scheme: dark)", "@media screen")
             (Path(folder) / "report.html").write_text(report, encoding="utf-8")
