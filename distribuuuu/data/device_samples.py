@@ -28,8 +28,8 @@ from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop, Transform, crop_ends, draw_flips, resize_to_cover, resized_size
 from distribuuuu.data.views import EpochTransforms
 
-# Images that a thread decodes at a time.
-_CHUNK = 256
+# Images that a thread decodes at a time; the crops that are computed for a whole batch.
+_CHUNK, BATCHED = 256, PaddedCrop | CenterCrop
 
 
 class DeviceDataset(ImageDataset):
@@ -115,24 +115,27 @@ class DeviceSamples(Samples):
     @classmethod
     def load(
         cls, images: ImageDataset, device: torch.device, num_threads: int, transform: Any, decoder: str,
-        skip_broken: bool, options: DecodeOptions, **others: Any
+        skip_broken: bool, options: DecodeOptions, notes: list[str], **others: Any
     ) -> "DeviceSamples":  # fmt: skip
-        """Return the samples of a data set; for the other arguments see `Samples`.
+        """Return the samples of a data set, see `Samples`; add a note if images are cropped one by one.
 
         Augmentation other than erasing runs on the host, where the pixels then are: from the device they would be
         copied back image by image.
         """
         stages = transform.stages.values() if isinstance(transform, EpochTransforms) else [transform]
-        is_on_host = any(isinstance(split_erasing(view)[0], AugmentedCrop) for stage in stages for view in stage.views)
-        device = torch.device("cpu") if is_on_host else device
+        crops = [split_erasing(view)[0] for stage in stages for view in stage.views]
+        device = torch.device("cpu") if any(isinstance(crop, AugmentedCrop) for crop in crops) else device
         decoded = DeviceDataset(images, decoder, device, num_threads, options)
+        if decoded.same_size is None or not all(isinstance(crop, BATCHED) for crop in crops):
+            rule = "batches are cropped at once for images of one size, by DATA.CROP pad and in evaluations"
+            notes.append(f"DATA.LOADER device: images are cropped one by one; {rule}")
         return cls(decoded, transform, decoder, skip_broken, options, **others)
 
     def make_batch(self, keys: BatchKeys, allocate: Allocate) -> HostBatch:
         """Return the batch of some keys; images of one size are cropped together if the crops allow that."""
         transform, pixels = transform_at(self.transform, keys.rows[0].tolist()), self.images.same_size
         views = [split_erasing(view) for view in transform.views]
-        can_batch = all(isinstance(crop, PaddedCrop | CenterCrop) for crop, _ in views)
+        can_batch = all(isinstance(crop, BATCHED) for crop, _ in views)
         if pixels is None or not can_batch:
             return super().make_batch(keys, allocate)
         if self._drawn[0] is not keys.block:

@@ -317,7 +317,7 @@ def build_samples(
         from distribuuuu.data.device_samples import DeviceSamples
 
         num_threads = count_workers(cfg.TRAIN.WORKERS, launch)
-        samples: Samples = DeviceSamples.load(images, device, num_threads, *arguments, substitutes=train)
+        samples: Samples = DeviceSamples.load(images, device, num_threads, *arguments, notes, substitutes=train)
     else:
         samples = Samples(images, *arguments, substitutes=train)
     if train and name == MAIN and (extra := task_class(cfg).extra_loaders(cfg)):

@@ -68,7 +68,9 @@ def test_a_batch_costs_the_host_as_many_calls_at_any_size(small_cfg, pixel_set, 
              "DATA.FLIP_MODE", "alternating", "DATA.VFLIP", 0.5, "AUG.ERASING", 0.5, *task)  # fmt: skip
     counts = []
     for size in (10, 500):
-        batches = build_loader(small_cfg(*words, "TRAIN.BATCH_SIZE", size), ALONE, CPU, True).batches_from(5, 1, 0)
+        loader = build_loader(small_cfg(*words, "TRAIN.BATCH_SIZE", size), ALONE, CPU, True)
+        assert not [note for note in loader.notes if "one by one" in note]
+        batches = loader.batches_from(5, 1, 0)
         next(batches)  # also draws for those that follow
         counts.append(count_calls(functools.partial(next, batches)))
     assert counts[0] == counts[1] <= 300
@@ -78,7 +80,7 @@ def test_a_batch_costs_the_host_as_many_calls_at_any_size(small_cfg, pixel_set, 
 def test_the_augmentation_of_a_set_on_the_device_runs_on_the_host(small_cfg, words):
     words = ("DATA.CROP", "pad", "AUG.ERASING", 0.5, *words)
     loader = build_loader(small_cfg(*words, "DATA.LOADER", "device"), ALONE, torch.device("meta"), train=True)
-    assert loader.images._pixels.device == CPU
+    assert loader.images._pixels.device == CPU and "images are cropped one by one" in loader.notes[-1]
     host = batches_of(small_cfg(*words), train=True)
     assert_same_batches(batches_of(small_cfg(*words, "DATA.LOADER", "device"), train=True), host)
 
