@@ -97,9 +97,10 @@ def divide(
 ) -> tuple[dict[str, list[int]], list[str], list[str]]:
     """Return the indices of the parts, notes about the images, and the broken ones, `path: cause`.
 
-    Every image is decoded once. Existing parts are kept; copies of test or validation images are left out of the
-    training, with one label or several. Without a validation part, the training images are divided; without any part,
-    all are. Copies and groups of `pattern` (`find_named_groups`) stay together.
+    Every image is decoded once. Of existing parts, the test is kept; what has a copy there, with one label or several,
+    or is of one group of `pattern` (`find_named_groups`), is left out of the validation and of the training, and then
+    likewise what the validation has of the training. Without a validation part, the training images are divided;
+    without any part, all are. Copies and groups stay together.
 
     Raises:
         ConfigError: a class has too few images, or an image is intact, but cannot be read.
@@ -114,15 +115,18 @@ def divide(
     copies = find_groups(scan, options)
     groups = merge_groups([*copies, *(find_named_groups(images, pattern) if pattern else [])])
     usable = [index for index in range(len(images.names)) if index not in scan.reasons]
-    notes = list(describe_copies(images, copies, "copies"))
+    notes = [note.replace(", kept together" if parts else "", "") for note in describe_copies(images, copies, "copies")]
     if parts:
         parts = {part: [index for index in own if index not in scan.reasons] for part, own in parts.items()}
-        evaluated = {index for part in parts if part != TRAIN for index in parts[part]}
-        leaked = {index for group in groups if evaluated & {*group} for index in group} - evaluated
-        if leaked:
-            notes.append(f"{counted(len(leaked), 'training image')} with a copy in another split are left out")
-        parts[TRAIN] = [index for index in parts[TRAIN] if index not in leaked]
-    if "val" not in parts:
+        what, kept = "a copy or one of the same group" if pattern else "a copy", set[int]()
+        for part in (part for part in reversed(PARTS) if part in parts):
+            leaked = {index for group in groups if kept & {*group} for index in group} & {*parts[part]}
+            if leaked:
+                found = counted(len(leaked), "training image" if part == TRAIN else "validation image")
+                notes.append(f"{found} with {what} in another split: left out")
+            parts[part] = [index for index in parts[part] if index not in leaked]
+            kept |= {*parts[part]}
+    if not parts.get("val"):
         own, test = parts.get(TRAIN, usable), parts.get("test")
         shares = {TRAIN: 1 - SHARE, "val": SHARE} if test else {TRAIN: 1 - 2 * SHARE, "val": SHARE, "test": SHARE}
         divided = _assign(images, own, shares, groups, seed)
