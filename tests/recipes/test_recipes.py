@@ -35,7 +35,7 @@ def relative(path: Path) -> str:
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_a_file_states_its_recipe_the_command_and_the_accuracy(path):
     header = "\n".join(line for line in path.read_text().splitlines() if line.startswith("#"))
-    assert re.search(f"--cfg ({path.relative_to(ROOT)}|{path.stem} )", header)
+    assert re.search(rf"--cfg ((configs/)?{relative(path)[:-5]}(?![\w/-])|{path.stem} )", header)
     assert "top-1" in header and "easured" in header
     cfg = recipe(relative(path).removesuffix(".yaml"))
     assert [key for key in STATED if key not in cfg.origins] == [] and "_BASE_" not in path.read_text()
