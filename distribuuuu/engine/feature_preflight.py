@@ -44,15 +44,10 @@ def find_feature_problems(cfg, train: bool, is_start: bool) -> Iterator[tuple[st
 
 
 def _find_result_problems(cfg) -> Iterator[tuple[str, str]]:
-    """Yield why a training would spoil the result of `finetune`, whose config.yaml is that of its test.
-
-    It would overwrite the weights that were tested, or choose others by the same test images.
-    """
+    """Yield why a training would overwrite the tested weights of `finetune`, or choose others by its test images."""
     head = os.path.dirname(os.path.expanduser(cfg.FINETUNE.HEAD))
     if os.path.isfile(os.path.join(cfg.OUT_DIR, DECISIONS)):
-        config, fix = os.path.join(cfg.OUT_DIR, "finetune.yaml"), "name another folder, and TEST.SPLIT val"
-        if os.path.isfile(config):
-            fix = f"to repeat its training: --cfg {config} OUT_DIR {cfg.OUT_DIR}_again"
+        fix = f"to repeat its training, if it had one: --cfg {cfg.OUT_DIR}/finetune.yaml OUT_DIR {cfg.OUT_DIR}_again"
         yield "OUT_DIR", f"{cfg.OUT_DIR} holds the tested model of distribuuuu finetune; fix: {fix}"
     elif cfg.TEST.SPLIT == "test" and os.path.isfile(os.path.join(head, DECISIONS)):
         yield "TEST.SPLIT", f"got test, the images that tested {head}; fix: TEST.SPLIT val, which chooses the weights"

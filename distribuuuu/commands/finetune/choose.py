@@ -50,12 +50,8 @@ def read_tuned(cfg: Config, probe: Tensors) -> Tensors:
 
 
 def compare(cfg: Config, probe: Tensors, tuned: Tensors) -> dict[str, Any]:
-    """Return the right answers and the loss of each candidate on the validation images, the share and its calibration.
-
-    The least cross-entropy at the own temperature of a candidate is chosen: on few images, the number of right answers
-    depends more on chance.
-    """
-    correct, losses, calibrations = dict[str, int](), dict[str, float](), dict[float, dict[str, Any]]()
+    """Return the right answers, the loss at its temperature of each candidate, the share, and its calibration."""
+    correct, losses, calibrations = dict[str, int](), dict[str, Tensor](), dict[float, dict[str, Any]]()
     with open_evaluation(changed(cfg, {"DATA.WORKER_KIND": "thread"})) as (task, model, loader):
         for share in SHARES:
             load_state_dict(model, interpolate(probe, tuned, share), name_of(share))
@@ -69,6 +65,17 @@ def compare(cfg: Config, probe: Tensors, tuned: Tensors) -> dict[str, Any]:
             correct[name_of(share)] = int(rank_classes(logits, cfg.TRAIN.TOPK)[:, 0].eq(labels).sum())
             calibration = fit_calibration(logits, labels, loader.images.digest)
             calibrations[share] = asdict(calibration)
-            losses[name_of(share)] = float(F.cross_entropy(logits / calibration.temperature, labels))
-    best = min(SHARES, key=lambda share: losses[name_of(share)])
-    return {"correct": correct, "losses": losses, "share": best, "calibration": calibrations[best]}
+            losses[name_of(share)] = F.cross_entropy(logits / calibration.temperature, labels, reduction="none")
+    best, means = choose_share(correct, losses), {name: float(own.mean()) for name, own in losses.items()}
+    return {"correct": correct, "losses": means, "share": best, "calibration": calibrations[best]}
+
+
+def choose_share(correct: dict[str, int], losses: dict[str, Tensor]) -> float:
+    """Return the share with the lowest mean of the losses of images, (N,): right answers depend more on chance.
+
+    The probe is kept if that one has not more right answers, and its loss is lower by one standard error of the
+    difference at most (the rule of Breiman et al., "Classification and Regression Trees", 1984).
+    """
+    best = min(SHARES, key=lambda share: float(losses[name_of(share)].mean()))
+    gain, is_righter = losses["probe"] - losses[name_of(best)], correct[name_of(best)] > correct["probe"]
+    return best if is_righter or gain.mean() > gain.std() / len(gain) ** 0.5 else 0.0

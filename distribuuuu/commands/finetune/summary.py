@@ -42,7 +42,9 @@ def format_choice(result: dict[str, Any], facts: dict[str, Any], sizes: Mapping[
         test = [_share(tested[name], sizes["test"]), interval(tested[name], sizes["test"])] if name in tested else "--"
         mark, loss = "<- kept" if name == chosen else "", result.get("losses", {}).get(name)
         rows.append([name, _share(right, sizes["val"]), f"{loss:.3f}" if loss else "-", *test, mark])
-    reason = f"the lowest loss on {sizes['val']:,} validation images"
+    losses = result.get("losses", {chosen: 0.0})
+    rule = "the lowest loss" if losses[chosen] == min(losses.values()) else "as none is better by a standard error"
+    reason = f"{rule} on {sizes['val']:,} validation images"
     shown = f"kept: {chosen}, {reason if len(result['correct']) > 1 else 'the only candidate'}; "
     shown += f"{sizes['test']:,} test images were used once, at the end"
     return ["", *align_columns(rows, "<>>>>"), shown]
