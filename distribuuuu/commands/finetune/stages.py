@@ -191,8 +191,9 @@ def probe_backbone(
              "params_m": count_parameters(run.model) / 1e6, "license": backbone.license,
              "image_s": views["image_s"], "seconds": time.monotonic() - started}  # fmt: skip
     facts = decisions.once(f"backbone {name}: probe", lambda: facts)
-    names = [images.classes[images.labels[index]] for part in PARTS for index in parts[part]]
-    stored = files[:num], names, rows[:num], (), describe(run)
+    kept = [*range(num_train), *range(num - len(parts["test"]), num)]  # reports show the nearest training images
+    names = [images.classes[images.labels[index]] for part in (PARTS[0], PARTS[2]) for index in parts[part]]
+    stored = [files[at] for at in kept], names, rows[kept], (), describe(run)
     return Candidate(words + as_words(views["options"]), own, run, probe, facts, stored)
 
 
