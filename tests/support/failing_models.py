@@ -1,7 +1,4 @@
-"""Models that fail or hang in one step.
-
-Run a tool with them registered: python tests/support/failing_models.py tools/train_net.py [--nproc N] KEY VALUE ...
-"""
+"""Models that fail or hang in a step, also in python tests/support/failing_models.py tools/train_net.py [FLAGS] ..."""
 
 import os
 import runpy

@@ -79,13 +79,10 @@ class RangeServer:
         failures: the probability of a fault (one of `kinds`) of an answer.
         kinds: "status" (503), "cut" (the connection is closed after some bytes), "truncated" (fewer bytes than
             promised, in a well-formed answer), "corrupt" (a wrong byte), "closed" (no answer).
-        status: answer everything with this status if it is not 0.
-        has_ranges: whether ranges are honored.
-        is_gone: close each connection without an answer.
+        status, has_ranges, is_gone: status of all answers if not 0; ranges are honored; no request is answered.
         requests: (path, first byte, last byte) of each answered request.
         attack: the pieces of each answer, if it is not None; see ENDLESS and CONTRADICTIONS.
-        num_sent: bytes of the answers of attacks.
-        token: the Authorization of the last request.
+        num_sent, token: bytes of the answers of attacks; the Authorization of the last request.
     """
 
     def __init__(self, folder: Path):

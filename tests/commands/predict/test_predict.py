@@ -16,9 +16,11 @@ from PIL import Image
 
 from distribuuuu import load_run
 from distribuuuu.commands.main import start_command
+from distribuuuu.commands.predict import prediction as command
 from distribuuuu.commands.scan import journal
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.data.loader import BadImageError, build_loader
+from distribuuuu.inference.forward_chunks import list_spans
 from distribuuuu.inference.image_arguments import list_images
 from distribuuuu.launch.detect import Launch
 from distribuuuu.tasks.class_metrics import MeanAveragePrecision
@@ -107,13 +109,15 @@ def test_unusual_photographs_are_answered_as_in_an_evaluation(shapes_run, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_bytes_do_not_depend_on_workers(shapes_run, shapes_folder, tmp_path):
+def test_the_bytes_do_not_depend_on_workers(shapes_run, shapes_folder, tmp_path, monkeypatch):
+    sizes = set()
+    monkeypatch.setattr(command, "list_spans", lambda *sides: sizes.add(sides[1]) or list_spans(*sides))
     (tmp_path / "broken.jpg").write_bytes(b"no image")
     images = (shapes_folder / "val", tmp_path / "broken.jpg", shapes_folder / "train" / "star")
     one, two = tmp_path / "one.csv", tmp_path / "two.csv"
-    assert run(shapes_run, *images, "--out", one, *SMALL_CHUNKS) == 3
-    assert run(shapes_run, *images, "--out", two, *SMALL_CHUNKS, "--workers", 2) == 3
-    assert one.read_bytes() == two.read_bytes() and len(one.read_text().splitlines()) >= 90
+    assert run(shapes_run, *images, "--out", one, "--batch-size", 11) == 3
+    assert run(shapes_run, *images, "--out", two, "--batch-size", 11, "--workers", 2) == 3
+    assert one.read_bytes() == two.read_bytes() and len(one.read_text().splitlines()) >= 90 and sizes == {11}
     assert Path(f"{one}.errors.csv").read_bytes() == Path(f"{two}.errors.csv").read_bytes()
 
 
