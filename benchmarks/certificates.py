@@ -419,9 +419,9 @@ def compare(run: Run, reference: Reference, num_epochs: int) -> Iterator[Differe
         seen.append((batch, random, output.loss.item()))
         return output
 
-    def finish(num_steps: int) -> None:
+    def finish() -> None:
         epoch, step = state.epoch, state.step
-        finish_step(num_steps)
+        finish_step()
         (batch, random, loss), after = seen.pop(), torch.get_rng_state()
         torch.set_rng_state(random)
         theirs = reference.train_step(batch, epoch, step)

@@ -89,7 +89,7 @@ def train_epoch(run: Run) -> None:
         step = take_step(run, batches, number)
         if epoch == number == 0:
             run.first_loss = step.loss
-        state.finish_step(num_steps)
+        state.finish_step()
         log_step(run, step, lr, last_step)
         if is_save_due(run.cfg, state.step) and state.step < last_step:
             run.save()

@@ -3,17 +3,17 @@
 import contextlib
 import dataclasses
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support.batches import ALONE, CPU
+from support.calls import Operations
 from support.fake_cuda import CUDA, SECOND, Timeline, fake_cuda
 from support.processes import on_processes
 from support.tables import slow
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from distribuuuu.checkpoint import manager
 from distribuuuu.data import transforms
@@ -32,8 +32,6 @@ from distribuuuu.optim.schedules import build_lr
 from distribuuuu.tasks.base import build_task
 from distribuuuu.tasks.metrics import Meter
 from distribuuuu.trainer import take_step, train_epoch
-
-ALONE, CPU = Launch("alone"), torch.device("cpu")
 
 
 def make_normalizer(device: torch.device) -> Normalizer:
@@ -177,6 +175,10 @@ def test_a_step_does_not_synchronize(small_cfg, monkeypatch, overrides):
     assert events == ([[], *["replay"] * 3] if "MODEL.COMPILE" in overrides else []), "one capture, without a wait"
     assert state.optimizer.defaults["fused"] and next(state.model.parameters()).is_cuda
     assert all(parameter.grad is not None for parameter in state.model.parameters())
+    timeline.main.synchronize()
+    found = state.clock.pop()  # an operation of the simulated card takes a millisecond
+    assert [*found] == (["step"] if "MODEL.COMPILE" in overrides else ["forward", "backward", "optimizer"])
+    assert state.clock.pop() == {} and sum(found.values()) < 1e-3 * timeline.num_operations
 
 
 def test_the_matmul_precision_is_set_only_on_cuda(small_cfg, monkeypatch):
@@ -201,22 +203,9 @@ def test_a_checkpoint_is_copied_from_the_device_with_one_wait(monkeypatch, devic
         assert timeline.faults == {"waits": ["event"]}
 
 
-class CountedCalls(TorchDispatchMode):
-    """Counts collectives, except those that DDP starts, and reads of values."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d" or func._schema.name == "aten::_local_scalar_dense":
-            self.counts[func._schema.name.partition("::")[2]] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def step_on_eight_processes(cfg) -> dict[str, int]:
     """Take the second step of the first of eight processes that do not communicate; return its counts."""
-    calls = CountedCalls()
+    calls = Operations()
 
     def count_bucket(state, bucket):  # DDP checks annotations
         calls.counts["bucket"] += 1
@@ -241,7 +230,8 @@ def step_on_eight_processes(cfg) -> dict[str, int]:
     calls.counts.clear()
     with calls:
         take_step(training, batches, 1)
-    return dict(calls.counts)
+    prefixes = ("bucket", "c10d::", "aten::_local_scalar_dense")  # collectives, and reads of values
+    return {name.rpartition(":")[2]: num for name, num in calls.counts.items() if name.startswith(prefixes)}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a process that has used a GPU cannot be forked")

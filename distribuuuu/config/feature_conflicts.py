@@ -43,13 +43,15 @@ def find_conflicts(cfg: Config) -> Iterator[Conflict]:
     """Yield the conflicts of all features that are on."""
     yield from _mixing(cfg)
     yield from _colors(cfg) if (cfg.DATA.CHANNELS, cfg.DATA.PIXELS) != (3, "uint8") else ()
-    yield from _distribution(cfg)
+    mode = cfg.MODEL.COMPILE
+    recomputes = cfg.MODEL.ACT_CHECKPOINT and mode != "none"
+    yield "MODEL.ACT_CHECKPOINT", recomputes, f"expected False with MODEL.COMPILE {mode}; fix: set one of them off"
     yield from _targets(cfg) if cfg.LOSS.NAME == "bce" else ()
     yield from _growth(cfg) if cfg.TRAIN.IM_SIZE_START else ()
     yield from _class_weights(cfg)
     yield from _other_weights(cfg)
     yield from _labels(cfg) if cfg.TEST.LABELS else ()
-    yield from _static_steps(cfg) if cfg.MODEL.COMPILE == "step" else ()
+    yield from _static_steps(cfg) if mode == "step" else ()
 
 
 def _mixing(cfg: Config) -> Iterator[Conflict]:
@@ -83,15 +85,10 @@ def _targets(cfg: Config) -> Iterator[Conflict]:
         yield "LOSS.BCE_TARGET_THRESHOLD", not is_between, f"{expected} {loss.LABEL_SMOOTHING:g}"
 
 
-def _distribution(cfg: Config) -> Iterator[Conflict]:
-    mode = cfg.MODEL.COMPILE
-    is_both = cfg.MODEL.ACT_CHECKPOINT and mode != "none"
-    yield "MODEL.ACT_CHECKPOINT", is_both, f"MODEL.COMPILE {mode} selects what to recompute; fix: set one of them off"
-
-
 def _static_steps(cfg: Config) -> Iterator[Conflict]:
     name, step = cfg.OPTIM.NAME.lower(), "with MODEL.COMPILE step, which skips no step and has rates on the device"
     yield "TRAIN.AMP", cfg.TRAIN.AMP == "fp16", f"expected none or bf16 {step}"
+    yield "DIST.BACKEND", cfg.DIST.BACKEND != "auto", "expected auto with MODEL.COMPILE step, without a group"
     yield "OPTIM.NAME", name not in ("sgd", "adam", "adamw"), f"expected sgd, adam or adamw {step}"
     yield "OPTIM.DAMPENING", name == "sgd" and cfg.OPTIM.DAMPENING, f"expected 0 {step}"  # else no fused kernel
 

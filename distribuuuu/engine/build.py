@@ -158,6 +158,8 @@ def build_training(
     state = task.state = build_state(cfg, task, loader, precision, is_pretrained)
     state.data = data or {}
     content = resume_or_load_weights(cfg, state, latest)
+    if state.images_seen < 0:  # the checkpoint does not tell
+        state.images_seen = (state.epoch * loader.num_steps + state.step) * state.global_batch
     task.prepare_training(loader.plan, loader.images, loader.num_steps)
     if content:  # only now, for `prepare_training` may have made the tensors of the task
         restore_task(task, content.get("task"), latest or cfg.MODEL.WEIGHTS)

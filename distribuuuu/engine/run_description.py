@@ -123,7 +123,7 @@ def describe_end(run: Run, started: float) -> None:
             logger.info("next: distribuuuu %s", command.format(out))
     if any(run.log.spent.values()):
         total, spent = time.perf_counter() - started, run.log.spent
-        measured = [part for part in ("forward", "backward", "optimizer") if spent[part]]  # not of static steps
+        measured = [part for part in ("forward", "backward", "optimizer", "step") if spent[part]]
         shares = {part: f"{part} {seconds / total:.0%}" for part, seconds in spent.items()}
         parts = ", ".join((f"waiting for {shares['data']}", *(shares[part] for part in measured)))
         logger.info("time: %s (%s), %s, %s", shares["training"], parts, shares["evaluation"], shares["checkpoints"])

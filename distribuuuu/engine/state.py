@@ -95,8 +95,7 @@ class TrainState:
     bests: dict[str, Best] = field(default_factory=lambda: defaultdict(Best))
 
     def __post_init__(self):
-        self._seconds_before, self._started = 0.0, time.perf_counter()
-        self._peak_before = 0.0
+        self._seconds_before, self._peak_before, self._started = 0.0, 0.0, time.perf_counter()
         self.clock = StepClock(self.precision.device_type)
 
     @property
@@ -240,10 +239,8 @@ class TrainState:
         values = [self.bests[kind].value for kind in self.models]
         return max(values) if self.higher_is_better else min(values)
 
-    def finish_step(self, num_steps: int) -> None:
-        """Count a step of an epoch of `num_steps` as done, and update the averages of the weights."""
-        if self.images_seen < 0:  # of a checkpoint that does not tell
-            self.images_seen = (self.epoch * num_steps + self.step) * self.global_batch
+    def finish_step(self) -> None:
+        """Count a step as done, and update the averages of the weights."""
         self.step, self.images_seen = self.step + 1, self.images_seen + self.global_batch
         for average in self.averages.values():
             average.finish_step(self.epoch, self.step - 1, self.images_seen, self.global_batch)

@@ -1,12 +1,13 @@
 """MODEL.COMPILE step: training steps on static buffers, on CUDA as replays of one CUDA graph.
 
 A GPU runs the operations of short steps faster than the host launches them. The graph holds forward pass, loss,
-backward pass, clipping, optimizer and meter. What depends on the position of a step is not in it: batches are mixed
-before they are copied to the buffers, learning rates are tensors, the generator, whose seed the graph reads from the
-device, is seeded before each replay, and averages of the weights, whose decay depends on the position, follow.
+backward pass, clipping, optimizer, the moving average of the weights, and meter. What depends on the position of a step
+is not in it: batches are mixed before they are copied to the buffers, learning rates and the decay of the average are
+tensors, and the generator, whose seed the graph reads from the device, is seeded before each replay. What takes place
+in some steps only, e.g. lookahead and an average with EMA.EVERY_STEPS, follows the graph.
 
-On a CPU the same function runs eagerly, with the bits of MODEL.COMPILE none; but accumulated micro-batches draw from
-one seed, e.g. for dropout.
+On a CPU the same function runs eagerly, with the bits of MODEL.COMPILE none. In a graph, accumulated micro-batches draw
+from one seed, e.g. for dropout.
 """
 
 import functools
@@ -20,6 +21,8 @@ from distribuuuu.data.batch import map_leaves
 from distribuuuu.data.seeding import derive_seed, seed_step
 from distribuuuu.distributed import comm as dist
 from distribuuuu.engine.run import Training
+from distribuuuu.optim.ema import Ema
+from distribuuuu.tasks.base import Task
 from distribuuuu.tasks.metrics import ScoreMetric
 
 
@@ -36,6 +39,7 @@ def use_static_steps(training: Training) -> None:
                if not vars(base).get("capturable")]  # fmt: skip
     scores = [name for name, metric in task.train_metrics.items() if isinstance(metric, ScoreMetric)]
     reasons += [f"the metric {name}, which keeps all scores" for name in scores]
+    reasons += ["a task that computes gradients several times"] if task.gradient_passes > 1 else []
     if reasons:
         problem = Problem("MODEL.COMPILE", f"got step with {reasons[0]}; fix: set it to default or none")
         raise ConfigError(problem, training.cfg.origins)
@@ -57,6 +61,11 @@ class StaticStep:
         for group in (group for group in self._groups if self._on_cuda and "capturable" in group):
             group["capturable"] = True  # torch asks for it, though fused kernels always are
         self._form, self._graph = None, None
+        self._is_plain = type(training.task).update is Task.update  # else it may change weights after `apply`
+        self._shares = {average: torch.zeros((), device=self._device) for average in state.averages.values()
+                        if self._is_plain and type(average) is Ema and average.every_steps == 1}  # fmt: skip
+        for average in self._shares:
+            average.finish_step = lambda *position: None  # type: ignore[method-assign]  # a step of ours moves it
 
     def __call__(self, step: Any) -> None:
         """Update the weights with a global batch; `step` is the `trainer.Step`."""
@@ -65,9 +74,10 @@ class StaticStep:
 
     def _load(self, step: Any) -> None:
         """Copy the micro-batches of a step to the buffers; if the form of the step is new, make buffers and a graph."""
-        batches = tuple(step.micro_batches)
-        self._key, tensors = batches[0][0], _tensors(tuple(batch for _, batch in batches))
+        self._keys, batches = zip(*step.micro_batches, strict=True)
+        tensors = _tensors(batches)
         form: Any = ([weight.requires_grad for weight in self._weights], [module.training for module in self._modules],
+                     [{**group, "lr": None} for group in self._groups],
                      [(tensor.shape, tensor.dtype) for tensor in tensors])  # fmt: skip
         if form != self._form:
             self._form, self._graph = form, None  # its memory is free before more is needed
@@ -75,26 +85,41 @@ class StaticStep:
             self._buffers = _tensors(self._batches)
             self._graph = self._capture()
         torch._foreach_copy_(self._buffers, tensors)
+        if not self._is_plain:  # its update finds no gradients of the step before
+            self._training.state.optimizer.zero_grad()
 
     def _run(self, step: Any) -> None:
         """Replay the graph; without one, compute the step."""
+        state = self._training.state
         for group, rate in zip(self._groups, self._rates, strict=False):
             rate.fill_(group["lr"])
-        seed_step(derive_seed(*self._key, dist.rank()), self._device)
+        for average, share in self._shares.items():
+            seen = state.images_seen + state.global_batch
+            share.fill_(average.share(state.epoch, state.step, seen, state.global_batch))
+        seed_step(derive_seed(*self._keys[0], dist.rank()), self._device)
+        state.clock.mark()
         if self._graph:
             self._graph.replay()
         else:
             self._compute()
+        state.clock.mark("step")
         step.is_applied = True
+        if state.epoch == step.number == 0:  # the first loss, which the next replay overwrites
+            step.loss = self._loss.clone()
+        if not self._is_plain:  # as after `Step.gradients`, for what its update draws
+            seed_step(derive_seed(state.seed, state.epoch, step.number, 1), self._device)
 
     def _compute(self) -> None:
         """Take a step with the buffers, as `Step.gradients` and `Step.apply` do; the host waits for nothing."""
         training, state, num = self._training, self._training.state, len(self._batches)
         state.optimizer.zero_grad()
-        for key, batch in self._batches:
+        for key, batch in zip(self._keys, self._batches, strict=True):
+            if not self._on_cuda:  # a graph draws for all micro-batches with the seed of the first one
+                seed_step(derive_seed(*key, dist.rank()), self._device)
             output = training.task.train_step(training.model, batch, key)
             state.precision.backward(output.loss if num == 1 else output.loss / num)
             state.meter.update(output)
+            self._loss = output.loss.detach()
         state.meter.add_pending()
         scheduled = [group["lr"] for group in self._groups]
         for group, rate in zip(self._groups, self._rates, strict=False):
@@ -102,6 +127,8 @@ class StaticStep:
         state.precision.step(state.optimizer, training.clip)
         for group, lr in zip(self._groups, scheduled, strict=True):  # which a checkpoint holds
             group["lr"] = lr
+        for average, share in self._shares.items():
+            average.update(share)
 
     def _capture(self) -> Any:
         """Warm up, on another stream, and undo that; on CUDA return the graph of a step, which does not run yet."""
@@ -124,9 +151,9 @@ class StaticStep:
         return graph
 
     def _list_changed(self) -> list[torch.Tensor]:
-        """Return the tensors that a step may change: of model, task, optimizer and meter."""
+        """Return the tensors that a step may change: of models, task, optimizer and meter."""
         state, task = self._training.state, self._training.task
-        modules = [state.model, *(value for value in vars(task).values() if isinstance(value, nn.Module))]
+        modules = [*state.models.values(), *(value for value in vars(task).values() if isinstance(value, nn.Module))]
         weights = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         return [*weights, *_tensors((*state.optimizer.state.values(), vars(state.meter), vars(task)))]
 

@@ -56,7 +56,7 @@ def _sum_parts(run: Run) -> dict[str, float]:
         torch.cuda.synchronize(run.train_loader.device)
     for part, seconds in {"data": run.train_loader.pop_data_time(), **run.state.clock.pop()}.items():
         run.log.spent[part] += seconds
-    return {part: run.log.spent[part] for part in ("data", "forward", "backward", "optimizer")}
+    return {part: run.log.spent[part] for part in ("data", "forward", "backward", "optimizer", "step")}
 
 
 def find_gaps(events: Iterable[Any], on_cuda: bool) -> list[tuple[float, str]]:
@@ -113,7 +113,7 @@ def profiling(run: Run, num_steps: int) -> Iterator[None]:
     if on_cuda:
         torch.cuda.memory._dump_snapshot(str(folder / f"memory_rank{dist.rank()}.pickle"))
         torch.cuda.memory._record_memory_history(enabled=None)
-    text = ", ".join(f"{part} {share:.0%}" for part, share in shares.items())
+    text = ", ".join(f"{part} {share:.0%}" for part, share in shares.items() if share)
     logger.info("profile of %s of %.1f ms: %s", counted(num_steps, "step"), 1e3 * total_s / num_steps, text)
     order = "self_device_time_total" if on_cuda else "self_cpu_time_total"
     logger.info("%s", profiler.key_averages().table(order, NUM_LISTED, max_name_column_width=40))

@@ -52,23 +52,25 @@ class Ema:
         self._averages, self._currents = [to_local(own) for own, _ in averaged], [to_local(new) for _, new in averaged]
         self._copies, self._originals = [own for own, _ in copied], [new for _, new in copied]
 
-    def decay(self, num_images: int, images_seen: int) -> float:
-        """Return the decay of a step of `num_images`, the last of `images_seen` in the run."""
+    def share(self, epoch: int, step: int, images_seen: int, global_batch: int) -> float:
+        """Return the share that the weights after the step at (epoch, step), both from 0, get in the average."""
+        if self.start_epoch > 0 and (epoch, step) <= (self.start_epoch, 0):
+            return 1.0
         half_life = min(self.half_life, self.ramp_up * images_seen) if self.ramp_up else self.half_life
-        return 0.5 ** (num_images / half_life)
+        return 1 - 0.5 ** (global_batch * self.every_steps / half_life)
 
     def finish_step(self, epoch: int, step: int, images_seen: int, global_batch: int) -> None:
-        """Update the average if it is due after the step at (epoch, step), both from 0."""
+        """Update the average if it is due after the step at (epoch, step)."""
         if step % self.every_steps == 0:
-            copies = self.start_epoch > 0 and (epoch, step) <= (self.start_epoch, 0)
-            self.update(global_batch * self.every_steps, images_seen, copies)
+            self.update(self.share(epoch, step, images_seen, global_batch))
 
-    def update(self, num_images: int, images_seen: int, copies: bool = False) -> None:
-        """Update the average after `num_images`, or copy the weights; does not wait for the device."""
-        weight = 1.0 if copies else 1 - self.decay(num_images, images_seen)
+    def update(self, share: Any) -> None:
+        """Give the weights a share of the average, a number or a tensor () on the device, without waiting for it."""
         with torch.set_grad_enabled(False):  # half the calls of no_grad
             if self._averages:
-                torch._foreach_lerp_(self._averages, self._currents, weight)
+                if isinstance(share, torch.Tensor):  # one kernel for all weights takes tensors of their shapes
+                    share = torch._foreach_mul(torch._foreach_pow(self._averages, 0), share)
+                torch._foreach_lerp_(self._averages, self._currents, share)
             if self._copies:
                 torch._foreach_copy_(self._copies, self._originals)
 

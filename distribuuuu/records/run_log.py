@@ -165,7 +165,7 @@ class Log:
         self._build_table()
         self._evaluation = ""  # of the bar
         # Seconds of this start by part; those of data and checkpoints are in others too.
-        parts = ("training", "data", "forward", "backward", "optimizer", "evaluation", "checkpoints")
+        parts = ("training", "data", "forward", "backward", "optimizer", "step", "evaluation", "checkpoints")
         self.spent: dict[str, float] = dict.fromkeys(parts, 0.0)
         self._scalars: dict[int, dict[str, float]] = {}  # by epoch
         self._records: RecordFile | None = None

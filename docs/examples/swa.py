@@ -23,17 +23,11 @@ class Swa(Ema):
     """The mean over the ends of the epochs from `start_epoch` on, from 0; before, the weights themselves."""
 
     num_steps = 0  # per epoch, set before training
-    num_averaged = 0
-
-    def decay(self, num_images: int, images_seen: int) -> float:
-        """Return the share of the epochs before this one."""
-        return 1 - 1 / self.num_averaged
 
     def finish_step(self, epoch: int, step: int, images_seen: int, global_batch: int) -> None:
-        """Update the average after the last step of an epoch; its share follows from the position."""
+        """Update the average after the last step of an epoch; the share of its weights follows from the position."""
         if step + 1 == self.num_steps:
-            self.num_averaged = max(1, epoch + 1 - self.start_epoch)
-            self.update(global_batch, images_seen)
+            self.update(1 / max(1, epoch + 1 - self.start_epoch))
 
 
 @TASKS.register("swa")

@@ -206,6 +206,7 @@ def test_what_does_not_go_together_is_refused_before_the_start():
         (("DIST.SHARD", "fsdp", "TRAIN.AMP", "fp16"), "TRAIN.AMP .*use bf16"),
         (("DIST.SHARD", "fsdp", "MODEL.COMPILE", "reduce-overhead"), "MODEL.COMPILE .*; fix: set it to default"),
         (("MODEL.COMPILE", "step", "TRAIN.AMP", "fp16"), "TRAIN.AMP .*expected none or bf16 with MODEL.COMPILE step"),
+        (("MODEL.COMPILE", "step", "DIST.BACKEND", "gloo"), "DIST.BACKEND .*expected auto with MODEL.COMPILE step"),
         (("MODEL.COMPILE", "step", "OPTIM.NAME", "lamb"), "OPTIM.NAME .*expected sgd, adam or adamw with"),
         (("MODEL.COMPILE", "step", "OPTIM.DAMPENING", 1, "OPTIM.NESTEROV", False), "OPTIM.DAMPENING .*expected 0 with"),
     ]:  # fmt: skip

@@ -1,7 +1,6 @@
 """Parts of training steps, train --profile, and the time line at the end of a run."""
 
 import gzip
-import itertools
 import json
 import re
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ from distribuuuu.commands.main import start_command
 from distribuuuu.data.loader import build_loader
 from distribuuuu.engine.build import build_training
 from distribuuuu.engine.flops import count_forward, log_utilization, measure_utilization, utilization
-from distribuuuu.engine.state import StepClock
 from distribuuuu.engine.step_profile import find_gaps
 
 
@@ -55,24 +53,6 @@ def test_gaps_are_those_of_the_gpu_or_of_the_thread_of_the_steps():
               for name, thread, start, end, kind, is_label in rows]
     # fmt: on
     assert find_gaps(events, on_cuda=False) == [(4.0, "c")] and find_gaps(events, on_cuda=True) == [(12.0, "n")]
-
-
-def test_the_parts_of_steps_on_a_gpu_are_timed_by_events_without_waiting(monkeypatch):
-    class Event:
-        recorded = itertools.count(0, 10)
-
-        def record(self):
-            self.at = next(self.recorded)
-
-        def elapsed_time(self, end):
-            return end.at - self.at
-
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event())
-    clock = StepClock("cuda")
-    for part in 2 * ("", "forward", "backward", "optimizer"):
-        clock.mark(part)
-    assert clock.pop() == pytest.approx({"forward": 0.02, "backward": 0.02, "optimizer": 0.02})
-    assert clock.pop() == {}
 
 
 def test_the_utilization_of_a_known_card_follows_from_the_flops_and_bytes_of_the_model(small_cfg, monkeypatch, caplog):

@@ -165,11 +165,12 @@ def test_a_head_keeps_the_rows_of_shared_classes_unless_it_is_reset(tmp_path, ca
     assert is_new_head(start(finetuning(WEIGHTS=tmp_path / "a.pth", HEAD_RESET=True)))
 
 
-def test_a_first_loss_far_above_guessing_is_a_warning(finished_run, small_cfg, tmp_path):
+@pytest.mark.parametrize("mode", ["none", "step"])
+def test_a_first_loss_far_above_guessing_is_a_warning(finished_run, small_cfg, tmp_path, mode):
     content = torch.load(finished_run / "best.pth.tar")
     content["state_dict"]["fc.weight"] *= -1000  # confident and wrong
     torch.save(content, tmp_path / "a.pth")
-    words = ("OPTIM.BASE_LR", 0, "OPTIM.MAX_EPOCH", 1, "TRAIN.PRINT_FREQ", 2)
+    words = ("OPTIM.BASE_LR", 0, "OPTIM.MAX_EPOCH", 1, "TRAIN.PRINT_FREQ", 2, "MODEL.COMPILE", mode)
     train_model(small_cfg("FINETUNE.WEIGHTS", tmp_path / "a.pth", *words))
     logs = [(folder / "train.log").read_text() for folder in (tmp_path / "out", finished_run)]
     assert [log.count("that of guessing is 1.10: check the initial weights of the head") for log in logs] == [1, 0]

@@ -2,8 +2,23 @@
 
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch by name, e.g. aten::add."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def count_calls(function: Callable[[], Any], *uncounted: tuple[Any, str]) -> int:

@@ -89,7 +89,7 @@ def average(cfg: Config) -> tuple[float, int, int] | None:
     """Return decay per update, steps per update and first epoch; None: no average."""
     ema = build_averages(cfg, nn.Linear(1, 1), {}).get("ema") if cfg.EMA.HALF_LIFE else None
     batch, every = global_batch(cfg), cfg.EMA.EVERY_STEPS
-    decay = ema.decay(every * batch, 10**12) if ema else 0
+    decay = 1 - ema.share(cfg.OPTIM.MAX_EPOCH, 0, 10**12, batch) if ema else 0
     return (decay, every, cfg.EMA.START_EPOCH) if ema else None
 
 

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import dataclasses
 import json
+import re
 from collections import deque
 from pathlib import Path
 
@@ -77,17 +78,30 @@ class Centered(Classification):
         self.generator.set_state(state["generator"])
 
 
-def test_a_task_or_a_metric_that_no_graph_can_hold_is_refused_with_static_steps(register, small_cfg):
+def test_a_task_or_a_metric_that_no_graph_can_hold_is_refused_with_static_steps(register, small_cfg, tmp_path):
     @register
     class Own(Classification):
         capturable = False
 
-    step = ("MODEL.COMPILE", "step", "OPTIM.MAX_EPOCH", 1)
-    for words, said in ((("TASK.NAME", "Own"), "Own, which does not"), (("TRAIN.METRICS", "[map]"), "the metric map")):
+        def update(self, step):
+            step.gradients()
+            Own.has_gradients = self.state.model.fc.bias.grad is not None
+            step.apply()
+            self.state.model.fc.bias.data.add_(torch.randn(3))
+
+    own = ("TASK.NAME", "Own", "OPTIM.MAX_EPOCH", 1, "EMA.HALF_LIFE", 30)
+    for words, said in ((own, "Own, which does not"), (("TRAIN.METRICS", "[map]"), "the metric map"),
+                        (own, "a task that computes gradients several times")):  # fmt: skip
         with pytest.raises(ConfigError, match=rf"MODEL.COMPILE \(command line\): got step with {said}"):
-            train_model(small_cfg(*step, *words))
-    Own.capturable = True
-    train_model(small_cfg(*step, "TASK.NAME", "Own"))
+            train_model(small_cfg("MODEL.COMPILE", "step", *words))
+        Own.capturable, Own.gradient_passes = True, 2
+    Own.gradient_passes = 1
+    for mode in ("none", "step"):
+        train_model(small_cfg(*own, "MODEL.COMPILE", mode, "OUT_DIR", tmp_path / mode))
+        assert Own.has_gradients == (mode == "none"), "in a graph they are computed by `apply`"
+    assert_same_run(tmp_path / "none", tmp_path / "step")
+    assert len({hash_tensors(newest(tmp_path / mode)["ema_state_dict"]) for mode in ("none", "step")}) == 1
+    assert re.search(r"\(waiting for data \d+%, step \d+%\)", log_of(tmp_path / "step"))
 
 
 def test_the_state_of_a_task_is_restored(register, small_cfg, tmp_path):

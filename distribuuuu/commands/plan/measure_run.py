@@ -124,7 +124,7 @@ def _train(run: Run, epoch: int, limit_s: float) -> tuple[list[float], dict[str,
     for step in _timed(range(loader.steps_of(epoch)), ends, limit_s, loader.device):
         set_lr(state.optimizer, run.lr_at(epoch + step / loader.num_steps))
         take_step(run, batches, step)
-        state.finish_step(loader.num_steps)
+        state.finish_step()
     state.step = 0
     parts = {"data": loader.pop_data_time(), **state.clock.pop()}
     return ends, {part: seconds / ends[-1] for part, seconds in parts.items()}
