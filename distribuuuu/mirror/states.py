@@ -112,11 +112,7 @@ class StateLog(Store):
                 break
             newest = found
         if not newest.number and (listed or self._list(OBJECTS, _SHA256)):
-            with contextlib.suppress(LostObjectError):
-                self.read("mirror.json", 0, MAX_STATE)
-                fix = "restore its folder with that version, and resume it with OUT_DIR FOLDER; or set another OUT_DIR"
-                raise MirrorError(f"{self.url} is a mirror of an earlier version, with mirror.json; fix: {fix}")
-            fix = f"restore the newest state, set another OUT_DIR, or delete {OBJECTS}/ if no run is to be kept"
+            fix = "restore the newest state (if it is in mirror.json: by an earlier version), or set another OUT_DIR"
             raise MirrorError(f"{self.url}: {STATES}/ lacks a state, but {OBJECTS}/ has objects; fix: {fix}")
         return newest
 
