@@ -123,15 +123,6 @@ class TrainingProcess:
         """Send a signal to the training process of a rank."""
         os.kill(self._find_process(f"RANK={rank}"), signum)
 
-    def kill_marked(self, mark: str) -> None:
-        """Kill the training process whose environment contains NAME=VALUE.
-
-        Raises:
-            StopIteration: there is none.
-        """
-        marked = [pid for pid in self.list_pids() if mark in _environment_of(pid)]
-        os.kill(next(pid for pid in marked if _parent_of(pid) not in marked), signal.SIGKILL)
-
     def signal_everybody(self, signum: int) -> None:
         """Send a signal to all processes of the run including loader workers, as Slurm does."""
         for pid in self.list_pids():

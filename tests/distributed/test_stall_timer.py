@@ -1,7 +1,6 @@
 """Stall timer: healthy runs, stalls, processes that do not respond. Runs that it ends: test_graceful_stop.py."""
 
 import math
-import re
 import threading
 import time
 
@@ -19,16 +18,12 @@ from distribuuuu.trainer import train_model
 
 
 class FakeStore(dict):
-    """The store of a run; with `is_stopped`, its process is."""
-
-    is_stopped = False
+    """The store of a run."""
 
     def set(self, key: str, value: str) -> None:
         self[key] = value
 
     def check(self, keys: list[str]) -> bool:
-        while self.is_stopped:
-            time.sleep(0.01)
         return {*keys} <= self.keys()
 
     def multi_get(self, keys: list[str]) -> list[str]:
@@ -56,15 +51,14 @@ def group(tmp_path, monkeypatch):
             timer.mark("epoch 2, step 14")
         return timers
 
-    yield start, ends, store
-    store.is_stopped = False
+    yield start, ends
     for timer in timers:
         timer.__exit__()
         timer.join(60)
 
 
 def test_a_stall_of_all_is_reported_once_with_the_place_of_each(group, caplog, tmp_path):
-    start, ends, _ = group
+    start, ends = group
     start(3)
     wait_for(lambda: len(ends) == 3)
     (message,) = caplog.messages
@@ -75,7 +69,7 @@ def test_a_stall_of_all_is_reported_once_with_the_place_of_each(group, caplog, t
 
 @pytest.mark.parametrize("keep", ["steps", "unlimited", "slow"])
 def test_as_long_as_one_process_goes_on_the_others_wait(group, keep):
-    start, ends, _ = group
+    start, ends = group
     timers, ends_at = start(2), time.monotonic() + 1.5
     timers[1].begin_phase({"steps": 0.2, "unlimited": math.inf, "slow": timers[1].limits[1]}[keep])
     while time.monotonic() < ends_at:
@@ -88,7 +82,7 @@ def test_as_long_as_one_process_goes_on_the_others_wait(group, keep):
 
 
 def test_a_process_that_does_not_respond_is_not_waited_for_and_is_named(group, caplog):
-    start, ends, _ = group
+    start, ends = group
     timers = start(2)
     timers[1].begin_phase(math.inf)
     comm.GroupState.phase = "waiting for data"
@@ -100,18 +94,9 @@ def test_a_process_that_does_not_respond_is_not_waited_for_and_is_named(group, c
     assert caplog.text.index("process 1 on ") < caplog.text.index("process 0 on ")
 
 
-def test_a_stopped_process_0_stops_the_store_and_the_run_ends(group, caplog):
-    start, ends, store = group
-    timers = start(3)
-    timers[0]._is_over.set()
-    store.is_stopped = True
-    wait_for(lambda: {1, 2} <= {*ends})
-    assert [message for message in caplog.messages if "process 0, which hosts the store, does not respond" in message]
-
-
 def test_a_suspended_job_has_not_hung(group, monkeypatch):
     """After an hour's suspension all clocks jump, and no process has stalled."""
-    start, ends, _ = group
+    start, ends = group
     (timer,), clock = start(1), time.time
     for name in ("time", "monotonic"):
         monkeypatch.setattr(time, name, lambda: clock() + 3600)
@@ -121,25 +106,8 @@ def test_a_suspended_job_has_not_hung(group, monkeypatch):
     assert not ends
 
 
-def test_the_end_of_another_process_is_reported_by_one(group, caplog):
-    start, ends, _ = group
-    timers = start(3)
-    for timer in timers:
-        timer.begin_phase(math.inf)
-    time.sleep(0.2)
-    timers[1]._is_over.set()
-    timers[1].join()
-    threads = [threading.Thread(target=timers[rank].end_after_others, args=(1,)) for rank in (0, 2)]
-    for rank, thread in zip((0, 2), threads, strict=True):
-        thread.rank, thread._is_over = rank, threading.Event()
-        thread.start()
-    wait_for(lambda: {0, 2} <= {*ends})
-    assert len(caplog.messages) == 1 and caplog.records[0].levelname == "ERROR"
-    assert re.search(r"process 1 on \S+ died after epoch 2, step 14; the others stop", caplog.text)
-
-
 def test_an_error_of_communication_without_a_lost_process_is_an_error(group):
-    start, ends, _ = group
+    start, ends = group
     (timer, _) = start(2)
     for each in (timer, _):
         each.begin_phase(math.inf)

@@ -3,16 +3,17 @@
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from bench_support.training_process import TrainingProcess
-from support.cluster import SHARED, Job, require_cluster, run, srun_command
+from support.cluster import SHARED, TIMEOUT_S, Job, require_cluster, run, srun_command
+from support.failing_models import assert_fault_is_reported, fault_words
 from support.processes import ends, free_port
 from support.runs import GROUP_NORM, ROOT, TRAIN_NET, assert_close, newest, small_options
 
@@ -64,14 +65,15 @@ def long_run(image_folder, tmp_path):
     process.kill()
 
 
-def test_a_killed_task_ends_the_others(long_run):
+@pytest.mark.parametrize("fault", ["killed", "stopped", "hung"])
+def test_a_fault_of_one_task_ends_all_and_says_where_each_is(image_folder, tmp_path, fault):
+    command = srun_command(image_folder, tmp_path / "out", *fault_words(fault, 1))
+    process = TrainingProcess(command, tmp_path / "out")
     try:
-        long_run.kill_marked("SLURM_PROCID=3")
-    except StopIteration:
-        pytest.skip("the processes of the nodes are not visible on this host")
-    assert ends(long_run)
-    text = Path(f"{long_run.out_dir}.console").read_text()
-    assert re.search(r"process 3 on \S+ died after (epoch \d+, |its start)", text) and "Traceback" not in text
+        assert process.wait(TIMEOUT_S) and ends(process)
+        assert_fault_is_reported(process.out_dir, fault, 1, 4)
+    finally:
+        process.kill()
 
 
 def test_sigterm_to_a_step_saves_and_ends_every_process(long_run):
@@ -81,7 +83,7 @@ def test_sigterm_to_a_step_saves_and_ends_every_process(long_run):
     assert long_run.wait(10) == 143
 
 
-EPOCHS = ("OPTIM.MAX_EPOCH", 60)
+EPOCHS = ("OPTIM.MAX_EPOCH", 60, "DIST.TIMEOUT_S", 20)
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +123,17 @@ def test_a_signal_saves_and_requeues(start_job, uninterrupted):
     job.wait_for(lambda: "SIGUSR1: stopped in epoch" in job.text())
     assert_same_weights(job, uninterrupted)
     assert job.show()["Restarts"] == "1" and "resumed from" in job.text()
+
+
+def test_a_suspended_job_goes_on(start_job, uninterrupted):
+    job = start_job()
+    for command in ("suspend", "resume"):
+        done = run("scontrol", command, job.id)
+        if done.returncode:
+            pytest.skip(f"no permission to {command} a job: {done.stderr}")
+        time.sleep(30 if command == "suspend" else 0)  # longer than DIST.TIMEOUT_S
+    assert_same_weights(job, uninterrupted)
+    assert "resumed from" not in job.text()
 
 
 @pytest.mark.parametrize("partition, is_saved", [("batch", False), ("grace", True)])

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.runs import ROOT, TRAIN_NET, small_options
+from support.runs import FAILING_MODELS, ROOT, TRAIN_NET, small_options
 
 # A run whose weights are bitwise the same however often it is resumed, on two nodes of two processes.
 SHARED = ("TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.WORKERS", 1, "TRAIN.PRINT_FREQ", 2, "CHECKPOINT.EVERY_STEPS", 2)
@@ -46,7 +46,8 @@ def require_cluster(nodes: int = 2, partition: str | None = None) -> None:
 
 def srun_command(root: Path, out_dir: Path, *overrides: object) -> list[str]:
     """Return the command of a training on two nodes of two processes."""
-    command = ["srun", "-N2", "--ntasks-per-node=2", sys.executable, "-u", str(TRAIN_NET)]
+    scripts = [*([str(FAILING_MODELS)] if "MODEL.ARCH" in overrides else []), str(TRAIN_NET)]
+    command = ["srun", "-N2", "--ntasks-per-node=2", "--wait=20", sys.executable, "-u", *scripts]
     return [*command, *small_options(root, out_dir, *SHARED, *overrides)]
 
 
