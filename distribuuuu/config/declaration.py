@@ -32,7 +32,6 @@ class Option:
         hash_default: the value with which it is left out of the hash: the first default of an option that was added
             after results had been recorded, so that runs of before and after count as seeds of one config; `...`: none.
         neutral: it is not meant to change results: never an override of a recipe.
-        recipe: it is part of the recipe on a model card, unless one of the three above excludes it.
         not_swept: why a sweep cannot vary it; empty: it can.
         removed: what to use instead of an option that no longer exists, whose default the files of older runs state and
             the hash keeps; empty: it exists.
@@ -52,7 +51,6 @@ class Option:
     hashed: bool = True
     hash_default: Any = ...
     neutral: bool = False
-    recipe: bool = True
     not_swept: str = ""
     removed: str = ""
 

@@ -25,9 +25,9 @@ _SECTIONS = "MODEL TASK TRAIN TEST DATA AUG LOSS FINETUNE DISTILL EMA OPTIM CHEC
 _C = Section(**{name: Section() for name in _SECTIONS.split()})
 
 # Model name, looked up in this package, timm, then torchvision; timm/NAME or torchvision/NAME selects one of them.
-_C.MODEL.ARCH = Option("resnet18", recipe=False)
+_C.MODEL.ARCH = "resnet18"
 # Number of classes; must match the data. 0: that of the data; 1000 with MODEL.DUMMY_INPUT or TEST.LABELS.
-_C.MODEL.NUM_CLASSES = Option(0, least=0, recipe=False)
+_C.MODEL.NUM_CLASSES = Option(0, least=0)
 # Start with the published weights; a head of another size is drawn anew, and unset preprocessing follows them.
 _C.MODEL.PRETRAINED = False
 # Initial weights: own (the constructor's), fan_out (as in pycls) or fan_out_own_norms (norms keep the constructor's).
@@ -37,7 +37,7 @@ _C.MODEL.SYNCBN = False
 # Checkpoint or state dict with the initial weights (.pth.tar, .pth, .safetensors); null: none.
 _C.MODEL.WEIGHTS = Option(None, of=str, path=True)
 # License of the weights that the model starts with, for the records; empty: what their publisher says.
-_C.MODEL.LICENSE = Option("", hashed=False, recipe=False)
+_C.MODEL.LICENSE = Option("", hashed=False)
 # Training images from which the batch-norm statistics are recomputed before each evaluation; 0: use the moving average.
 _C.MODEL.PRECISE_BN = Option(0, least=0)
 # Activation checkpointing: recompute the activations of each block in the backward pass; less memory, slower.
@@ -177,9 +177,9 @@ _C.DATA.CHANNELS = Option(3, least=1)
 # Pixels of an image: uint8, uint16 or float32. The last two are not rounded.
 _C.DATA.PIXELS = Option("uint8", choices=tuple(PIXEL_RANGES))
 # Mean of each channel, of pixel values 0 to 1, of float32 in the units of the files; empty: the data set's own.
-_C.DATA.MEAN = Option((), recipe=False)
+_C.DATA.MEAN = ()
 # Standard deviation of each channel for normalization, in the units of DATA.MEAN; empty: the data set's own.
-_C.DATA.STD = Option((), recipe=False)
+_C.DATA.STD = ()
 # When an image is damaged: raise (stop and report it) or skip (log it; in training, use another image instead).
 _C.DATA.ON_BAD_IMAGE = Option("raise", choices=("raise", "skip"))
 # Download a missing cifar10, cifar100, mnist or fashion_mnist to TRAIN.DATASET.
@@ -375,7 +375,7 @@ _C.OUT_DIR = Option("./exp", path=True, hashed=False, neutral=True,
 _C.CFG_DEST = Option("config.yaml", hashed=False, neutral=True, not_swept="it does not change a run; fix: remove it")
 # Plug-ins: Python code outside of the package that registers entries, imported first: names of modules, or paths of .py
 # files, relative to this file (on the command line: to the current folder), e.g. [my_lab.tasks, ./sam.py].
-_C.PLUGINS = Option((), of=str, hashed=False, recipe=False, not_swept="it is code; fix: PLUGINS FILE")
+_C.PLUGINS = Option((), of=str, hashed=False, not_swept="it is code; fix: PLUGINS FILE")
 # Random seed, 0 or more; null: drawn at the first start, logged, and kept when the run resumes.
 _C.RNG_SEED = Option(None, of=int, least=0, most=2**63 - 1, hashed=False,
                      not_swept="other seeds repeat the best trials; fix: --seeds N")  # fmt: skip
