@@ -101,9 +101,6 @@ def similar_splits(name: str, names: Iterable[str]) -> list[str]:
 
 def describe_imagenet(root: Path) -> str:
     """Return '; it has ...; fix: ...' for a folder with ImageNet as it is distributed, or an empty string."""
-    if table := next(root.glob("*/val_annotations.txt"), None):
-        move = "while read -r f c x; do mkdir -p $c && mv images/$f $c/; done < val_annotations.txt && rmdir images"
-        return f"; {table} has the classes, as in Tiny ImageNet; fix: (cd {shlex.quote(str(table.parent))} && {move})"
     is_prepared = all(list_classes(root / name) for name in ("train", "val"))
     names = IMAGENET_FOLDERS if is_prepared else (*IMAGENET_FOLDERS, *IMAGENET_TARS, "val/ILSVRC2012_val_00000001.JPEG")
     found = next((name for name in names if (root / name).exists()), "")
@@ -182,7 +179,7 @@ def explain_folder(name: str, root: Path, split: str, extensions: tuple[str, ...
         yield f"{name}.DATASET" if closed == root else key, f"{closed} cannot be listed: {access_problem(closed)}"
     elif not folder.is_dir():
         yield missing_split(name, root, split, layout)
-    elif not (classes := list_classes(folder)) or (classes == ("images",) and "Tiny" in describe_imagenet(root)):
+    elif not (classes := list_classes(folder)):
         hint = describe_imagenet(root) or describe_files(folder) or describe_files(root)
         yield key, f"{folder} has no class folders; it should hold CLASS/IMAGE{hint}"
     elif empty := [each for each in classes if not holds_images(folder / each, extensions=extensions)]:

@@ -90,9 +90,7 @@ class ImageFolder(IndexedImages):
         if train and cfg.TEST.LABELS:
             message = f"got {cfg.TEST.LABELS} in training; fix: leave it empty, and set it for `distribuuuu test`"
             yield "TEST.LABELS", message
-        elif classes in ((), ("images",)) or not all(
-            holds_images(folder / one, extensions=extensions) for one in classes
-        ):
+        elif not classes or not all(holds_images(folder / one, extensions=extensions) for one in classes):
             from distribuuuu.hints.sources import explain_folder
 
             found = [*explain_folder(name, Path(cfg[name].DATASET), cfg[name].SPLIT, extensions)]
