@@ -27,12 +27,12 @@ from distribuuuu.commands.guard import run_guarded
 from distribuuuu.commands.output import WIDTH, align_columns, print_report
 from distribuuuu.commands.stats.intervals import mean_interval
 from distribuuuu.commands.stats.run_groups import Result, group_runs, read_runs, row_name
-from distribuuuu.config import ConfigError, Problem
+from distribuuuu.config import ConfigError, Problem, run_files
 from distribuuuu.config.errors import did_you_mean
 from distribuuuu.config.locate import find_shipped
 from distribuuuu.config.options import OPEN_SECTIONS, OPTIONS, option_of
 from distribuuuu.config.reader import read_cfg
-from distribuuuu.records.read_results import FILE_NAME, read_results
+from distribuuuu.records.read_results import read_results
 
 RESULTS = Path(__file__).parent / "results"
 # Options that change results, though they may differ between the seeds of one config.
@@ -207,7 +207,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches the child too, which saves a checkpoint
     if status := subprocess.Popen([sys.executable, "-m", "distribuuuu", *command], env=environment).wait():
         return status
-    rerun = read_results(Path(out_dir, FILE_NAME))
+    rerun = read_results(Path(out_dir, run_files.RESULTS))
     one, other = ((run["config"], run["overrides"], run["training"]["epochs_planned"]) for run in (rerun, record))
     if one != other or (rerun["seed"], rerun["finished"]) != (seed, True):
         raise ConfigError(Problem("OUT_DIR", f"{out_dir} is of another run; fix: set OUT_DIR to another folder"))

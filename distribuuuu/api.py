@@ -79,11 +79,12 @@ def train(config: CfgFiles | os.PathLike = None, overrides: Overrides = ()) -> T
     with _run_of_program():
         cfg = _load_checked(source, _as_pairs(overrides), is_training=True)
 
-        from distribuuuu.records.read_results import FILE_NAME, read_results
+        from distribuuuu.config.run_files import RESULTS
+        from distribuuuu.records.read_results import read_results
         from distribuuuu.trainer import train_model
 
         best = train_model(cfg)
-        path = Path(cfg.OUT_DIR) / FILE_NAME
+        path = Path(cfg.OUT_DIR) / RESULTS
         results = read_results(path) if is_first_process() and path.exists() else {}
     accuracy = results.get("accuracy", {})
     last = accuracy.get(common_kind([accuracy]), {}).get("last", {})
@@ -115,12 +116,7 @@ def evaluate(
 
 
 class WeightsEvaluation:
-    """Evaluates weights of one model; made by `open_evaluation`.
-
-    Attributes:
-        cfg: the config.
-        model: the model with the weights evaluated last, on its device.
-    """
+    """Evaluates weights of one model; made by `open_evaluation`. `model` has the last ones, on its device."""
 
     def __init__(self, task: "Task", model: "nn.Module", loader: "Loader"):
         self.cfg, self.model = task.cfg, model
@@ -232,11 +228,7 @@ def _as_pairs(overrides: Overrides) -> list[str]:
 
 
 def _load_checked(source: CfgFiles, pairs: list[str], is_training: bool, needs_weights: bool = True) -> Config:
-    """Return the frozen config with its number of classes.
-
-    Raises:
-        ConfigError: with every problem of the options, the file, the paths and the data folders.
-    """
+    """Return the frozen config with its number of classes; raise ConfigError with every problem of options and data."""
     cfg, problems = read_cfg(source, pairs)
     problems += find_run_problems(cfg, is_training, set_keys_only=bool(problems), needs_weights=needs_weights)
     if problems:
@@ -253,11 +245,7 @@ def _renamed(problem: Problem) -> Problem:
 
 
 def _find_config(run: Any) -> tuple[str | Config, list[str]]:
-    """Return the config that evaluates a run, and overrides that name its OUT_DIR and its weights.
-
-    Raises:
-        ConfigError: no run of this config is there.
-    """
+    """Return the config that evaluates a run, and overrides with OUT_DIR and weights; ConfigError: there is none."""
     if isinstance(run, Config):
         return run, []
     if not hasattr(run, "cfg"):
@@ -294,11 +282,7 @@ def _with_labels(values: dict[str, float], cfg: Config) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _run_of_program() -> Iterator[None]:
-    """Let a run in the block raise exceptions instead of exiting, and restore the state of the process afterwards.
-
-    Raises:
-        ConfigError: another run is active in this process.
-    """
+    """Let the only run of this process raise exceptions instead of exiting, and restore the process afterwards."""
     if not _ACTIVE_RUN.acquire(blocking=False):
         raise ConfigError("a run is active in this process; fix: wait for its end, or start another process")
     try:

@@ -24,6 +24,7 @@ from distribuuuu.config.derived import show_size
 from distribuuuu.config.errors import NonFiniteError, counted
 from distribuuuu.config.options import PIXEL_RANGES, option_of
 from distribuuuu.config.registry import task_class
+from distribuuuu.config.run_files import RESULTS
 from distribuuuu.data.batch import Normalizer
 from distribuuuu.data.build_transform import build_eval_crop
 from distribuuuu.data.crops import EvalCrop
@@ -43,7 +44,7 @@ from distribuuuu.launch.host import count_cores
 from distribuuuu.models import build_model
 from distribuuuu.models.finetune import load_weights
 from distribuuuu.optim.precision import build_precision
-from distribuuuu.records.read_results import FILE_NAME, read_results
+from distribuuuu.records.read_results import read_results
 from distribuuuu.tasks.base import Task, build_task, has_classes
 from distribuuuu.tasks.metrics import rank_classes
 
@@ -59,10 +60,8 @@ class EvalTransform:
     """The evaluation transform of a run: decode, resize, crop, normalize.
 
     Attributes:
-        crop: the resize and the crop.
         decoder, options: DATA.DECODER, and DATA.MAX_PIXELS, DATA.EXIF_ROTATE, DATA.CHANNELS and DATA.PIXELS.
         mean, std: per channel, of pixel values 0 to 1.
-        channels_last: MODEL.CHANNELS_LAST.
     """
 
     crop: EvalCrop
@@ -129,7 +128,6 @@ class LoadedRun:
         source: the file of the weights, or the name of published weights.
         weights: "raw", "ema" (their moving average), "published", or a kind of `Task.averages`.
         cfg: the frozen config; DATA.MEAN, DATA.STD and MODEL.NUM_CLASSES are set.
-        classes: the class names.
         state_dict: the weights of the file; None for published ones.
         folder: the folder with results.json; None: there is none.
         given_device: the device of the model; None: a GPU if there is one.
@@ -197,10 +195,10 @@ class LoadedRun:
     @cached_property
     def results(self) -> dict | None:
         """The content of results.json; None if there is none, or if it is damaged, with a warning."""
-        if self.folder is None or not os.path.lexists(self.folder / FILE_NAME):
+        if self.folder is None or not os.path.lexists(self.folder / RESULTS):
             return self.exported_results
         try:
-            return read_results(self.folder / FILE_NAME)
+            return read_results(self.folder / RESULTS)
         except ConfigError as error:
             logger.warning("left out: %s", error)
             return None
@@ -311,11 +309,7 @@ class LoadedRun:
 
 
 def choose_selection(cfg, num_classes: int, topk: int | None, threshold: float | None) -> Selection:
-    """Return which classes are to be predicted.
-
-    Raises:
-        ConfigError: `topk` with several labels per image, `threshold` with one, or a value out of range.
-    """
+    """Return which classes are to be predicted; raise ConfigError if `topk` or `threshold` does not suit the model."""
     classifies, multilabel = has_classes(cfg, num_classes), task_class(cfg).multilabel
     given = "values" if not classifies else "several labels" if multilabel else "one label"
     if topk is not None and given != "one label":

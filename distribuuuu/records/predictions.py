@@ -25,7 +25,7 @@ from distribuuuu.files.atomic_file import replacing
 
 logger = logging.getLogger(__name__)
 
-FILE_NAME, SCHEMA_VERSION = run_files.PREDICTIONS, 1
+SCHEMA_VERSION = 1
 MAX_IMAGES, MAX_LOGITS = 1_000_000, 52_000_000
 
 
@@ -91,7 +91,7 @@ class Recorder:
                 "data": dataset_name(cfg), "digest": images.digest, "multilabel": self.multilabel,
                 **({} if self.classifies else {"classifies": False}),
                 **({"images": outside} if (outside := find_outside_folder(images, folder)) else {})}  # fmt: skip
-        path, names = Path(cfg.OUT_DIR) / FILE_NAME, arrays.pop("index").tolist()
+        path, names = Path(cfg.OUT_DIR) / run_files.PREDICTIONS, arrays.pop("index").tolist()
         if epoch is None:
             path = import_module("distribuuuu.records.evaluated_sets").choose_file(cfg.OUT_DIR, meta)
         names = [name_of(images, index, cfg.TEST.DATASET) for index in names]
@@ -109,10 +109,10 @@ def build_recorder(cfg, task: Any, images: Any) -> Recorder | None:
     if not cfg.TEST.SAVE_PREDICTIONS or not len(images):
         return None
     if len(images) > MAX_IMAGES or len(images) * len(task.classes) > MAX_LOGITS:
-        logger.info("%s is not written for more than %s images or %s scores", FILE_NAME, f"{MAX_IMAGES:,}",
+        logger.info("%s is not written for more than %s images or %s scores", run_files.PREDICTIONS, f"{MAX_IMAGES:,}",
                     f"{MAX_LOGITS:,}")  # fmt: skip
     elif not task.has_scores:
-        logger.info("%s is not written: %s has no score for each class", FILE_NAME, type(task).__name__)
+        logger.info("%s is not written: %s has no score for each class", run_files.PREDICTIONS, type(task).__name__)
     else:
         return Recorder(cfg, task, images)
     return None

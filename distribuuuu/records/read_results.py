@@ -8,9 +8,8 @@ from typing import Any
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.json_file import load_json
-from distribuuuu.records.results import FILE_NAME, SCHEMA_VERSION, TEST_FILE_NAME
-
-__all__ = ["FILE_NAME", "TEST_FILE_NAME", "check_results", "read_results"]
+from distribuuuu.config.run_files import RESULTS
+from distribuuuu.records.results import SCHEMA_VERSION
 
 _NUMBER, _MAYBE_NUMBER, _MAYBE_TEXT = (int, float), (int, float, type(None)), (str, type(None))
 _SIZE = (int, list)  # a side, or [height, width]
@@ -34,17 +33,13 @@ _ENDS = {"training": (".last", ".best"), "evaluation": ("",)}
 
 
 def read_results(path: str | os.PathLike, kind: str = "training") -> dict:
-    """Return the results of a training run, or of an evaluation (`kind` "evaluation").
-
-    Raises:
-        ConfigError: the file does not exist, cannot be read, or does not have the content of such results.
-    """
+    """Return the results of a training run, or of an evaluation (`kind`); ConfigError: the file does not hold them."""
     record = load_json(path)
     try:
         check_results(record, kind)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         reason = error if isinstance(error, ValueError) else repr(error)
-        raise ConfigError(f"{path}: not a valid {FILE_NAME}: {reason}") from error
+        raise ConfigError(f"{path}: not a valid {RESULTS}: {reason}") from error
     return record
 
 

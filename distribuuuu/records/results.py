@@ -30,7 +30,6 @@ from distribuuuu.records.metric_writers import format_result
 
 logger = logging.getLogger(__name__)
 
-FILE_NAME, TEST_FILE_NAME = run_files.RESULTS, run_files.TEST_RESULTS
 # Version of results.json and test_results.json.
 SCHEMA_VERSION = 1
 
@@ -129,7 +128,7 @@ class RunResults:
     def __init__(self, training: Any, val_images: Sized, hash_weights: Callable[[dict[str, Any], str], str]):
         # `training` is not kept: the run holds these results, and its loader workers end when it is deleted.
         cfg, plan, self._hash_weights = training.cfg, training.train_loader.plan, hash_weights
-        self.path = Path(cfg.OUT_DIR) / FILE_NAME
+        self.path = Path(cfg.OUT_DIR) / run_files.RESULTS
         metadata = collect_metadata(cfg, training.task, training.state.model)
         images = {"num_train": len(training.train_loader.images), "num_val": len(val_images)}
         # What LOSS.CLASS_WEIGHTS auto has found.
@@ -207,7 +206,7 @@ def write_test_results(cfg: Config, task: Any, model: Any, weights: str, evaluat
         "evaluation": {**size, "count": next(iter(evaluations.values()))["count"]},
         "accuracy": {kind: _drop_count(result) for kind, result in evaluations.items()},
     }
-    path = Path(cfg.OUT_DIR) / TEST_FILE_NAME
+    path = Path(cfg.OUT_DIR) / run_files.TEST_RESULTS
     try:
         _write_json(path, record)
     except OSError as error:

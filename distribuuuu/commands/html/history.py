@@ -12,9 +12,10 @@ from distribuuuu.commands.html.charts import Series, line_chart
 from distribuuuu.commands.html.page import html
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
+from distribuuuu.config.run_files import RESULTS
 from distribuuuu.files.untrusted import read_regular
 from distribuuuu.records.metric_writers import parse_record
-from distribuuuu.records.read_results import FILE_NAME, read_results
+from distribuuuu.records.read_results import read_results
 
 # Bytes of metrics.jsonl and config.yaml, each, and the value of a point of a curve, at most.
 MAX_TEXT, _MAX_VALUE = 1 << 28, 1e100
@@ -27,11 +28,7 @@ _NOT_METRICS = ("kind", "epoch", "step", "stage", "resumed", "rollback", "time",
 class History:
     """The records of a run.
 
-    Attributes:
-        train: the rows of the training steps.
-        evaluations: the evaluations of each kind of weights, "eval" and "eval_ema".
-        results: content of results.json; empty if there is none.
-        notes: which records are left out, and why.
+    Of evaluations, by kind of weights: "eval" and "eval_ema". The notes say which records are left out, and why.
     """
 
     train: list[dict[str, Any]] = field(default_factory=list)
@@ -52,7 +49,7 @@ class History:
 def read_history(out_dir: Path) -> History:
     """Return the records of a run; what is missing is left out, and what is damaged with a note."""
     history = History()
-    history.results = read_facts(out_dir / FILE_NAME, "training", history.notes)
+    history.results = read_facts(out_dir / RESULTS, "training", history.notes)
     lines = read_lines(out_dir / "metrics.jsonl", history.notes)
     records = [record for line in lines if (record := parse_record(line))]
     if lost := len(lines) - len(records):

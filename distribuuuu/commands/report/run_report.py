@@ -21,14 +21,12 @@ from distribuuuu.commands.stats.stored_predictions import Predictions, list_figu
 from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.errors import counted
 from distribuuuu.config.json_file import load_json
-from distribuuuu.config.run_files import RESULTS
+from distribuuuu.config.run_files import PREDICTIONS, RESULTS, TEST_RESULTS
 from distribuuuu.files.untrusted import InvalidFileError, printable
 from distribuuuu.inference.calibration import Calibration, CalibrationError
 from distribuuuu.inference.load_run import find_run
 from distribuuuu.records.evaluated_sets import list_predictions
 from distribuuuu.records.metric_writers import format_duration
-from distribuuuu.records.predictions import FILE_NAME
-from distribuuuu.records.read_results import TEST_FILE_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +40,7 @@ class RunFiles:
     """The files of a run.
 
     Attributes:
-        out_dir: its folder.
         content: its predictions of one evaluated set.
-        history: its records.
         facts: content of results.json or, if the predictions are of a later evaluation, of test_results.json.
         file: the file of the predictions; a run has one for each evaluated set.
         precision: the share of right answers that a threshold of the confidence is to promise.
@@ -114,22 +110,18 @@ class RunFiles:
 
 
 def read_run(run: str, predictions: str = "", precision: float = 0.95) -> RunFiles:
-    """Return the files of a run, with the given file of predictions; empty: the one written last.
-
-    Raises:
-        ConfigError: it has no predictions.
-    """
+    """Return the files of a run with the given file of predictions, or with the last one; ConfigError: it has none."""
     out_dir = Path(run).expanduser()
-    if not any((out_dir / name).exists() for name in (FILE_NAME, RESULTS)):
+    if not any((out_dir / name).exists() for name in (PREDICTIONS, RESULTS)):
         raise ConfigError(f"RUN: {run} has no {RESULTS}: no epoch of it has been evaluated yet")
     files = list_predictions(out_dir)
-    latest = next(iter(files), out_dir / FILE_NAME)
+    latest = next(iter(files), out_dir / PREDICTIONS)
     file = out_dir / Path(predictions).name if predictions else latest
     content = read_predictions(file, f"distribuuuu test {run}, which makes it")
     history = read_history(out_dir)
     facts = history.results
     if content.meta.get("epoch") is None:
-        facts = read_facts(out_dir / TEST_FILE_NAME, "evaluation", history.notes)
+        facts = read_facts(out_dir / TEST_RESULTS, "evaluation", history.notes)
         if file != latest or facts.get("evaluation", {}).get("count") != len(content):
             facts = {}  # of another evaluation
     for note in history.notes:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import did_you_mean, first_few
-from distribuuuu.records.read_results import FILE_NAME, read_results
+from distribuuuu.config.run_files import RESULTS
+from distribuuuu.records.read_results import read_results
 
 # Digits of the hash of a config that are shown.
 DIGITS_OF_HASH = 8
@@ -37,7 +38,7 @@ def read_runs(patterns: Sequence[str], problems: list[str]) -> list[Result]:
     paths: dict[Path, Path] = {}
     for pattern in patterns:
         with collecting(problems):
-            for path in find_files(pattern, (FILE_NAME, "seed_*.json")):
+            for path in find_files(pattern, (RESULTS, "seed_*.json")):
                 paths.setdefault(path.resolve(), path)
     runs = []
     for path in paths.values():
@@ -47,11 +48,7 @@ def read_runs(patterns: Sequence[str], problems: list[str]) -> list[Result]:
 
 
 def find_files(pattern: str, names: Sequence[str]) -> list[Path]:
-    """Return the files that match a path or glob, and those in matching folders that match one of the names.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Return the files of a path or glob, and those of some names in matching folders; ConfigError: there are none."""
     path = Path(pattern)
     matches = [path] if path.exists() else [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
     if not matches:
