@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 import torch
 
-from distribuuuu.data.datasets.base import ImageDataset
-
 # A class of n images is drawn in proportion to n to this power, by DATA.SAMPLING.
 CLASS_POWERS = {"balanced": 0.0, "sqrt": 0.5}
 
@@ -36,10 +34,3 @@ class ClassBalance:
         counts = self._counts[chosen]
         within = torch.minimum((for_image * counts).long(), counts - 1)
         return self._images[self._offsets[chosen] + within]
-
-
-def build_class_balance(cfg, images: ImageDataset) -> ClassBalance:
-    """Return the class balance of DATA.SAMPLING, which is not `uniform`."""
-    assert images.targets == "label"  # reported as a conflict in the config
-    labels = [int(images.label(index)) for index in range(len(images))]
-    return ClassBalance(labels, CLASS_POWERS[cfg.DATA.SAMPLING])

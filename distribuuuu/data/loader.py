@@ -379,9 +379,10 @@ def build_sampler(
     check_num_images(cfg, plan, num_images)
     balance = None
     if cfg.DATA.SAMPLING != "uniform":
-        from distribuuuu.data.class_balance import build_class_balance
+        from distribuuuu.data.class_balance import CLASS_POWERS, ClassBalance
 
-        balance = build_class_balance(cfg, images)
+        labels = [int(images.label(index)) for index in range(num_images)]
+        balance = ClassBalance(labels, CLASS_POWERS[cfg.DATA.SAMPLING])
     alternating = cfg.DATA.FLIP if cfg.DATA.FLIP_MODE == "alternating" else None
     sampler = ResumableDistributedSampler(
         num_images, plan, launch.rank, cfg.DATA.REPEATS, depends_on_epoch(cfg), balance, alternating

@@ -6,7 +6,6 @@ only, so it is the same in every worker. All mixing is SplitMix64's (Steele et a
 
 import contextlib
 import random
-import secrets
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -65,11 +64,6 @@ class SampleRNG:
     def split(self, num: int) -> "list[SampleRNG]":
         """Return this generator and further ones, that of each view of the sample."""
         return [self, *(SampleRNG(self._state, number) for number in range(1, num))]
-
-
-def draw_seed() -> int:
-    """Return a fresh seed, for a run whose config sets none."""
-    return secrets.randbits(31)
 
 
 def seed_cpu(seed: int) -> None:

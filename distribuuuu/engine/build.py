@@ -5,6 +5,7 @@ import importlib
 import itertools
 import logging
 import os
+import secrets
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from distribuuuu.config.options import TEST_SETS, UNCOMPILED
 from distribuuuu.config.run_files import METRICS, PREDICTIONS, RESULTS, RUN_FILES, TRACKERS_FOLDER, url_of
 from distribuuuu.data.build_transform import statistics_of
 from distribuuuu.data.loader import Loader, TrainLoader, check_same_data
-from distribuuuu.data.seeding import derive_seed, draw_seed, seed_cpu
+from distribuuuu.data.seeding import derive_seed, seed_cpu
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.comm import StopRequest
 from distribuuuu.distributed.process_group import process_group
@@ -56,9 +57,6 @@ def open_run(cfg, launch: Launch, device: torch.device, log_name: str, locks: bo
     """Open the process group, OUT_DIR and the log for the duration of the block; yield the time of its start.
 
     Args:
-        cfg: the config.
-        launch: rank and world size of this process.
-        device: the device of this process.
         log_name: name of the log file in OUT_DIR, which also gets a ConfigError that ends the block; empty: no file.
         locks: lock OUT_DIR against other runs that lock it.
 
@@ -141,8 +139,6 @@ def build_training(
     """Return the objects of a training step, restored from a checkpoint or initialized.
 
     Args:
-        cfg: the config.
-        loader: the training loader.
         val_images: an evaluation batch for the dry run, with the shape of later ones.
         latest: the newest checkpoint; None: start from MODEL.WEIGHTS, MODEL.PRETRAINED, FINETUNE.WEIGHTS or at random.
         data: the number of images and the digest of each split, which a checkpoint holds.
@@ -224,7 +220,7 @@ def check_warmup(cfg) -> None:
 
 def build_state(cfg, task: Task, loader: TrainLoader, precision: Precision, pretrained: bool) -> TrainState:
     """Return the state before the first step; with published weights or FINETUNE.WEIGHTS if `pretrained`."""
-    seed = dist.broadcast_object(draw_seed()) if cfg.RNG_SEED is None else cfg.RNG_SEED
+    seed = dist.broadcast_object(secrets.randbits(31)) if cfg.RNG_SEED is None else cfg.RNG_SEED
     seed_cpu(derive_seed(seed))
     model = build_initial_model(cfg, loader.images.classes, pretrained)
     model = task.adapt_model(model)
