@@ -11,10 +11,7 @@ from distribuuuu.checkpoint.weights_files import list_bests
 def archive_run(checkpoints: CheckpointManager, names: Sequence[str] = ()) -> Path | None:
     """Move checkpoints and best weights of an older run to checkpoints.N, for a new run in the same OUT_DIR.
 
-    The other files are moved into that folder before it is renamed, so that a repeated call completes a killed one.
-
-    Args:
-        names: other files of OUT_DIR to move.
+    The files `names` are moved into that folder before it is renamed, so that a repeated call completes a killed one.
     """
     folder = checkpoints.folder
     if not checkpoints.list():

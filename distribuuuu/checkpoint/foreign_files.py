@@ -92,8 +92,6 @@ def match_in_order(model: nn.Module, tensors: Tensors, head: Collection[str] = (
     statistics, if there are any, against those of synthetic images.
 
     Args:
-        model: the model, newly built.
-        tensors: the tensors of the file, in its order.
         head: names of the layers whose shapes depend on the number of classes.
 
     Raises:

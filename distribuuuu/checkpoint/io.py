@@ -203,11 +203,7 @@ def check_resumable(content: dict[str, Any], path: str | os.PathLike) -> None:
 
 
 def load_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], path: str | os.PathLike) -> None:
-    """Load all weights of a state dict into a model.
-
-    Raises:
-        CheckpointError: class counts, names or shapes differ; names the differences.
-    """
+    """Load all weights of a state dict into a model; CheckpointError: class counts, names or shapes differ."""
     own, order = model.state_dict(), ""
     if own.keys() != state_dict.keys():
         from distribuuuu.checkpoint.foreign_files import adopt_names

@@ -42,7 +42,6 @@ class CheckpointManager:
     """Checkpoints and best weights of a run. Only the main process writes, in a thread while training continues.
 
     Args:
-        out_dir: the folder of the run.
         keep_last: number of newest checkpoints of this run to keep; files of other runs always stay.
         keep_every: also keep those of every Kth epoch; 0: none.
     """
@@ -96,11 +95,7 @@ class CheckpointManager:
             raise CheckpointError(problem)
 
     def finish(self) -> None:
-        """Return on every process when the last save is on disk.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
+        """Return on every process when the last save is on disk; CheckpointError: it cannot be written."""
 
         def join() -> None:
             if problem := self._join(time.monotonic() + LAST_RETRIES_S):
@@ -258,11 +253,7 @@ class CheckpointManager:
 
 
 def write_atomically(path: Path, content: dict[str, Any]) -> None:
-    """Write a file completely or not at all, with `torch.save`: temporary file, fsync, rename, fsync of the folder.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a file completely or raise OSError, by `torch.save`: temporary file, fsync, rename, fsync of the folder."""
     failure = None
     with replacing(path) as file:
         try:

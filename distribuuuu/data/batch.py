@@ -170,7 +170,6 @@ class Samples:
 
     Attributes:
         transform: from an image and its random numbers to uint8 (3, H, W), or to several views; or that of each epoch.
-        decoder, options: see `decode`.
         skip_broken: go on if an image cannot be read. In training, another one takes its place, which depends on the
             seed and the epoch. In an evaluation nothing does: its pixels are zeros, and `Batch.broken` marks it.
         extra: by name, the samples of other data sets that come along with each batch, see `BatchKeys`.

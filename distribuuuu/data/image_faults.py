@@ -25,7 +25,6 @@ class ImageFault(NamedTuple):
     """An image that cannot be read.
 
     Attributes:
-        name: its file.
         reason: what failed; of an intact image with the fix.
         is_damaged: whether its bytes are wrong, or it is missing. Only such an image is skipped (DATA.ON_BAD_IMAGE).
     """

@@ -39,7 +39,6 @@ def evaluate(
     An image that cannot be read counts as wrong or is left out, see `Task.wrong_output`; `broken` is their number.
 
     Args:
-        task: the task that evaluates a batch.
         model: the model, possibly sharded, without the DDP wrapper: processes may have different numbers of batches.
         loader: the evaluation loader; each process reads its share, which may be empty.
         on_output: called with each batch and the output of the task.
@@ -88,11 +87,7 @@ def check_finite(result: dict[str, float], source: str) -> dict[str, float]:
 
 
 def count_images(result: dict[str, float], num_images: int, num_broken: int, num_left_out: int) -> dict[str, float]:
-    """Return the result with the number of broken images over all processes, if there are some.
-
-    Raises:
-        RuntimeError: the number of evaluated images is not the size of the data set.
-    """
+    """Return a result with the number of broken images, if any, over all processes; RuntimeError: some are missing."""
     num_broken, num_left_out = (sum(counts) for counts in zip(*gather_objects((num_broken, num_left_out)), strict=True))
     if result["count"] + num_left_out != num_images:
         raise RuntimeError(f"evaluation saw {counted(int(result['count']), 'image')} of {num_images:,}")

@@ -88,7 +88,6 @@ def measure_modes(
     Args:
         model: a model on the device; it is not changed.
         images: normalized images (N, C, H, W) on the device.
-        modes: the options of each mode.
         trains: time the forward and the backward pass of a training.
     """
     measured = []

@@ -30,8 +30,6 @@ def find_run_problems(
     """Return the problems of the paths, the data folders and the batch sizes; takes milliseconds.
 
     Args:
-        cfg: a loaded config.
-        train: check for training; else for an evaluation.
         nproc: the number of processes; None: that of the launcher.
         set_keys_only: report only options that were set, because the config has other problems: they may be the reason
             why a default does not fit.

@@ -27,11 +27,7 @@ from distribuuuu.tasks.metrics import ScoreMetric
 
 
 def use_static_steps(training: Training) -> None:
-    """Let the steps of a training run on static buffers.
-
-    Raises:
-        ConfigError: not all steps are certain to consist of the same operations.
-    """
+    """Let the steps of a training run on static buffers; ConfigError: they may consist of different operations."""
     task = training.task
     bases = [*type(task).__mro__, *type(getattr(task, "criterion", None)).__mro__]
     own = [base for base in bases if base.__module__.partition(".")[0] not in ("distribuuuu", "torch", "builtins")]

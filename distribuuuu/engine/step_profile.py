@@ -71,11 +71,7 @@ def find_gaps(events: Iterable[Any], on_cuda: bool) -> list[tuple[float, str]]:
 
 
 def profile_steps(run: Run, num_steps: int) -> None:
-    """Profile steps of a run, after some others.
-
-    Raises:
-        ConfigError: the run has fewer steps left.
-    """
+    """Profile steps of a run, after some others; raise ConfigError if it has fewer left."""
     left = run.log.total_steps - run.state.epoch * run.train_loader.num_steps - run.state.step
     if left < WARM_UP + num_steps:
         message = f"got {num_steps}; the run has {counted(left, 'step')} left, and the first {WARM_UP} are not profiled"

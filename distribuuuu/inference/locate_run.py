@@ -21,7 +21,6 @@ class RunFiles(NamedTuple):
         name: RUN as a local path, or the name of published weights.
         folder: the OUT_DIR of the run, an exported folder, or None: a file of weights outside of both, or a name.
         weights: the file that was named, or the weights of an exported folder; None: the best ones of `folder`.
-        is_export: whether `folder` is an exported one.
     """
 
     name: str

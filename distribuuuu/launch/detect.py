@@ -22,10 +22,6 @@ class Launch:
     """The place of this process among the processes of the run.
 
     Attributes:
-        launcher: name of the launcher.
-        rank: number of the process, from 0.
-        local_rank: its number on its node, from 0.
-        world_size: number of processes.
         address, port: where process 0 opens the store; None: the launcher (torchrun) provides one.
         run_id: distinguishes the store from that of another run on the same port.
         local_world_size: number of processes on its node that share its cores.

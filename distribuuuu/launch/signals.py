@@ -34,14 +34,7 @@ SAVE_S = 8.0
 
 
 class RunStopped(Exception):
-    """The run was asked to stop, and every process has agreed to.
-
-    Args:
-        asked_by: number of the signal, or OUT_OF_TIME.
-
-    Attributes:
-        status: exit status of the process.
-    """
+    """A signal or OUT_OF_TIME asked the run to stop, and every process has agreed to; `status` is its exit status."""
 
     on_all_processes = True
 

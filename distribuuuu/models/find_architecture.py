@@ -44,8 +44,6 @@ class ModelSpec:
     """An architecture and the arguments of its constructor.
 
     Attributes:
-        arch: the architecture.
-        num_classes: MODEL.NUM_CLASSES.
         kwargs: MODEL.KWARGS, without those that name weights, see `OWN_KEYS`.
         im_size: TRAIN.IM_SIZE under the constructor's name for it; empty if it has none or MODEL.KWARGS sets it.
         channels: DATA.CHANNELS. A constructor without a parameter for it builds a model of three, whose first

@@ -79,10 +79,7 @@ def load_weights(
     """Load the matching tensors of a file or of published weights into a newly built model. Every process must call it.
 
     Args:
-        cfg: the config.
-        model: the model of MODEL.ARCH.
         weights: a name, see models/pretrained.py, or `pretrained`: those of MODEL.ARCH.
-        classes: the classes of the data.
         key: the option that names the weights.
         needs_head: all tensors of a file must match, and a head of other classes is an error; else it is drawn anew.
 

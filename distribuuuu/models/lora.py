@@ -53,10 +53,7 @@ class LowRankLinear(nn.Linear):
 def add_adapters(cfg, model: nn.Module, task=None) -> list[str]:
     """Freeze all layers but the head, as FINETUNE.FREEZE backbone does, and add an adapter to each targeted layer.
 
-    Return the names of the frozen parameters, which checkpoints leave out.
-
-    Raises:
-        ConfigError: see `find_targets`.
+    Return the names of the frozen parameters, which checkpoints leave out. Errors are those of `find_targets`.
     """
     head = find_head(cfg, model, task)
     settings, targets = find_targets(cfg, model, head)

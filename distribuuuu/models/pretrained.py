@@ -43,7 +43,6 @@ class Backbone:
     """Weights that a name stands for.
 
     Attributes:
-        name: the name.
         arch: the architecture, as MODEL.ARCH; empty: unknown.
         source: where the weights are from: an address, or the path of a file.
         options: MODEL.KWARGS.*, the preprocessing and MODEL.LICENSE, as far as they are known.
@@ -130,11 +129,7 @@ def _from_content(name: str, content: Mapping[str, Any], path: Path) -> Backbone
 
 
 def _from_timm(name: str, arch: str, settings: Mapping[str, Any], source: str, path: Path | None = None) -> Backbone:
-    """Return a backbone that is described in the format of timm.
-
-    Raises:
-        LookupError, TypeError, ValueError, ArithmeticError, AttributeError: it is not.
-    """
+    """Return a backbone that is described in the format of timm; errors as `of_timm`."""
     published = settings.get("pretrained_cfg", settings)
     num_classes = settings.get("num_classes", published.get("num_classes"))
     num_classes = None if num_classes is None else int(num_classes)

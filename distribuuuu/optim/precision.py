@@ -20,7 +20,6 @@ class Precision:
 
     Args:
         name: one of AUTOCAST_DTYPES.
-        device: the device of the model.
         cache: keep the cast copy of a weight for the whole forward pass, in case it is used again.
     """
 

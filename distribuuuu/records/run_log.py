@@ -138,10 +138,8 @@ class Log:
     """metrics.jsonl, the TensorBoard events and the table of steps of a run.
 
     Attributes:
-        out_dir: output folder of the run.
         train_metrics, eval_metrics: display names of the metrics, e.g. {"top1": "top1", "topk": "top5"}; the first
             evaluation metric selects the best epoch.
-        num_epochs: epochs of the run.
         num_steps: steps per whole epoch.
         images_per_step: images per step of all processes.
         timing: images and seconds of the training steps over all starts, which the log adds to.

@@ -37,7 +37,6 @@ class Task:
     """Base class of tasks.
 
     Args:
-        cfg: the config.
         classes: names of the classes of the data.
         device: the device of the model and the batches.
         precision: mixed precision of forward passes.
@@ -78,7 +77,6 @@ class Task:
         and DATA.CROP*, DATA.FLIP, DATA.VFLIP and DATA.INTERPOLATION. With several views, `Batch.images` is a tuple.
 
         Args:
-            cfg: the config.
             loader: "train", or the name of one of `extra_loaders`.
         """
         return [{}] * cfg.DATA.VIEWS

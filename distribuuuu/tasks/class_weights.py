@@ -37,10 +37,7 @@ def compute_class_weights(class_counts: torch.Tensor) -> torch.Tensor:
 def find_class_weights(key: str, value: str | Sequence[float], images: ImageDataset | None) -> Sequence[float]:
     """Return the numbers of LOSS.CLASS_WEIGHTS or LOSS.POSITIVE_WEIGHT for each class; log those of auto.
 
-    Without `images`, `auto` and numbers by name give none.
-
-    Raises:
-        ConfigError: a name is that of no class.
+    Without `images`, `auto` and numbers by name give none. A name that is that of no class is a ConfigError.
     """
     if not isinstance(value, str):
         return value

@@ -17,7 +17,6 @@ class BinaryCrossEntropy(Loss):
 
     Args:
         smoothing: see `Loss`; applied before the threshold.
-        weights: see `Loss`.
         threshold: targets above it become 1 and all others 0, e.g. all classes of a mixture with 0, as in DeiT-III;
             None: targets are not changed.
         positive: a factor of the positive term, for all classes or for each; empty: none.
@@ -57,8 +56,6 @@ class Focal(Loss):
     log p. The paper's alpha is `weights`.
 
     Args:
-        smoothing: see `Loss`.
-        weights: see `CrossEntropy`.
         gamma: 0 is cross-entropy; higher values lower the loss of well-classified images.
     """
 

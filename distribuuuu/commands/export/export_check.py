@@ -84,7 +84,6 @@ def check_export(
     threshold, the code also has to give an answer exactly where its probability is above the threshold.
 
     Args:
-        run: the run.
         images: the evaluation set or other images; their labels are not read.
         folder: the exported folder, in which the code runs.
         code: the Python code, which defines `predict(path)`: pairs of a class and its probability, the best first.

@@ -125,11 +125,7 @@ def _open_check_images(run: LoadedRun) -> ImageDataset:
 
 
 def check_format(run: LoadedRun, to: str) -> None:
-    """Check that a format can express a run; its model need not be built.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Raise ConfigError if a format cannot express a run, whose model need not be built."""
     run.check_classifier()
     name, interpolation, shift = type(run.task).__name__, run.transform.crop.interpolation, run.cfg.TEST.SHIFT
     has_own_scores, state = type(run.task).predict_step is not Task.predict_step, {}
@@ -150,11 +146,7 @@ def check_format(run: LoadedRun, to: str) -> None:
 
 
 def check_arguments(to: str, out: Path) -> None:
-    """Check what can be checked before the model is built.
-
-    Raises:
-        ConfigError: packages that are not installed, or a folder that is not empty.
-    """
+    """Raise ConfigError, before the model is built, if packages are missing or the folder is not empty."""
     if to == "onnx":
         require_onnx()
     if out.is_file() or out.suffix in (".onnx", ".safetensors"):
@@ -192,11 +184,7 @@ def write_safetensors(run: LoadedRun, folder: Path, usage: dict[str, Any]) -> No
 
 
 def write_timm(run: LoadedRun, folder: Path, usage: dict[str, Any]) -> None:
-    """Write a folder for `timm.create_model("local-dir:FOLDER", pretrained=True)`.
-
-    Raises:
-        ConfigError: timm has no model with these weights and outputs.
-    """
+    """Write a folder for `timm.create_model("local-dir:FOLDER", pretrained=True)`; errors as `build_timm_model`."""
     from safetensors import SafetensorError
     from timm.models import save_for_hf
 
@@ -221,11 +209,7 @@ def write_timm(run: LoadedRun, folder: Path, usage: dict[str, Any]) -> None:
 
 
 def find_timm_model(run: LoadedRun) -> ModelSpec:
-    """Return timm's model of the same name as that of a run, with its arguments if it is timm's too.
-
-    Raises:
-        ConfigError: timm does not know the name.
-    """
+    """Return timm's model of the name of a run's, with its arguments if that is timm's; ConfigError: there is none."""
     import timm
 
     cfg, arch = run.cfg, find_architecture(run.cfg.MODEL.ARCH)

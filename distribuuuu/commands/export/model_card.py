@@ -44,8 +44,6 @@ def render_code(run: LoadedRun, to: str, threshold: float | None = None, has_pat
     """Return the code of the card of a run in a format.
 
     Args:
-        run: the run.
-        to: the format.
         threshold: the probability above which there is an answer; None: there always is one.
         has_paths: the code of safetensors imports the plug-ins of the run by their paths; else by their names alone.
     """
@@ -95,13 +93,7 @@ def _render_metadata(run: LoadedRun, to: str, name: str, metrics: Mapping[str, t
 
 
 def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
-    """Return the README.md of an export in Markdown, with YAML front matter.
-
-    Args:
-        run: the exported run.
-        record: the content of export.json.
-        code: the code that the check has run.
-    """
+    """Return the README.md of an export: Markdown, with YAML front matter; `record` is the content of export.json."""
     results, to = run.results or {}, record["format"]
     data = results.get("data", {})
     name = str(data.get("folder") or data.get("name") or run.cfg.DATA.NAME)

@@ -46,7 +46,6 @@ class CropClassifier(nn.Module):
     """Normalization, model, and what a task does with it: crops (N, C, H, W) to scores (N, classes).
 
     Args:
-        model: the model.
         transform: that of the evaluation, of which the crop is left out.
         predict: see `Task.predict_step`; None: the outputs of the model.
         temperature: the scores are divided by it.
@@ -79,11 +78,7 @@ def build_classifier(run: LoadedRun) -> CropClassifier:
 
 
 def require_onnx() -> None:
-    """Check that the optional packages are installed.
-
-    Raises:
-        ConfigError: some are missing; the message has the pip line.
-    """
+    """Raise ConfigError, with the pip line, if optional packages are missing."""
     if missing := [name for name in PACKAGES if not find_spec(name)]:
         line = "pip install 'distribuuuu[onnx]'"
         raise ConfigError(f"--format onnx: needs {', '.join(missing)}, not installed; fix: {line}")
@@ -98,7 +93,6 @@ def build_onnx(model: CropClassifier, transform: EvalTransform, metadata: Mappin
 
     Args:
         model: the classifier in evaluation mode, on the CPU.
-        transform: sizes, interpolation, mean and std.
         metadata: values for `metadata_props`, as JSON except strings.
 
     Raises:

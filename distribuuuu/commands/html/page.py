@@ -53,12 +53,7 @@ def percent(fraction: float, decimals: int = 1) -> str:
 
 @dataclass(frozen=True)
 class PageSection:
-    """A section of a page.
-
-    Attributes:
-        title: its title, also in the navigation.
-        parts: elements and charts; other texts are escaped.
-    """
+    """A section of a page: its title, also in the navigation, and elements and charts; other texts are escaped."""
 
     title: str
     parts: Sequence[str]
@@ -70,14 +65,7 @@ class PageSection:
 
 
 def build_page(title: str, subtitle: str, sections: Sequence[PageSection], footer: str = "") -> str:
-    """Return a complete HTML document.
-
-    Args:
-        title: its heading, as text.
-        subtitle: a line below it, as text.
-        sections: the sections, in order; empty ones are left out.
-        footer: the last line, as text.
-    """
+    """Return a complete HTML document, without its empty sections; the other arguments are escaped."""
     css, js = (Markup((_FOLDER / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
     sections = [section for section in sections if any(section.parts)]
     template = _environment().get_template("page.html")
@@ -85,11 +73,7 @@ def build_page(title: str, subtitle: str, sections: Sequence[PageSection], foote
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page atomically.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write a page atomically; raise ConfigError if it cannot be written."""
     try:
         # Names of files may not be UTF-8.
         with replacing(path, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
@@ -104,7 +88,6 @@ class Column:
     """A column of a table.
 
     Attributes:
-        name: its header.
         format: the format of its numbers, e.g. ".1%"; empty: its values are texts. None and NaN are dashes.
         bar: draw a bar before each number, which is a fraction from 0 to 1.
     """

@@ -35,7 +35,6 @@ class Encoder:
     """Encodes image `index` as a record.
 
     Args:
-        images: the data set.
         root: the folder to remove from the image names.
         pack: the options of the pack: format (raw: pixels instead of files); shorter_side, to which larger images are
             scaled down (None: keep the size); quality of the JPEGs (None: keep the files unchanged).

@@ -38,11 +38,7 @@ def pack(prog: str, args: list[str]) -> int:
 
 
 def parse_args(words: list[str], prog: str | None = None) -> PackJob:
-    """Return the job that a command line describes.
-
-    Raises:
-        ConfigError: with every problem of the arguments, the config, the source and the output folder.
-    """
+    """Return the job that a command line describes; raise ConfigError with every problem of it, its data and OUT."""
     parser = build_parser(prog)
     args, rest, unknown = parse_flags(parser, words)
     if unknown:

@@ -49,14 +49,7 @@ SPLITS = {"train": (True,), "val": (False,), "both": (True, False)}
 
 @dataclass(frozen=True)
 class PackJob:
-    """A parsed command line.
-
-    Attributes:
-        out: the folder of the packs, one sub-folder per split.
-        flags: those of the command.
-        cfg: the source, and the handling of broken images.
-        options: format, shorter_side, quality and shard_mb as stored in the index; exif_rotate if set.
-    """
+    """A parsed command line; `out` is the folder of the packs, and `options` those that their indexes store."""
 
     out: Path
     flags: Namespace
@@ -204,7 +197,6 @@ class PackWriter:
 
     Args:
         folder: an existing folder without files of a pack.
-        identity: the source and options of the pack.
         max_bytes: the maximum size of a shard with more than one record.
 
     Attributes:

@@ -163,7 +163,6 @@ def extrapolate(ends: Sequence[float], total: int, group: int = 1) -> float:
 
     Args:
         ends: seconds from the start to the end of each timed step.
-        total: number of steps.
         group: steps whose batches the workers prepare ahead.
     """
     if len(ends) >= total:

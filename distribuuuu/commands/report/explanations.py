@@ -53,9 +53,7 @@ def draw_attention(run: LoadedRun, crop: Tensor, pixels: np.ndarray, target: int
     """Return a picture, uint8 (H, W, 3), in red where a class was recognized; none if the network has no positions.
 
     Grad-CAM (arXiv 1610.02391) of the last layer whose output has positions; that of a transformer is far from the end.
-
-    Raises:
-        ConfigError: captum is not installed.
+    Without the package captum, that is a ConfigError.
     """
     try:
         from captum.attr import LayerAttribution, LayerGradCam

@@ -29,11 +29,7 @@ _WITHOUT_FILES = ("archive", "imagenet", "packed", "parquet", "torchvision/")
 
 
 def find_reader(content: Predictions, cfg) -> Any:
-    """Return a function from the index of an evaluation image to its bytes or pixels.
-
-    Raises:
-        ConfigError: the data cannot be opened, or is not the one of the predictions.
-    """
+    """Return a function from the index of an evaluation image to its bytes or pixels; ConfigError: it is other data."""
     folder = content.meta.get("folder") or ""
     if folder and not str(content.meta.get("data")).startswith(_WITHOUT_FILES):
         return lambda index: _read_within(os.path.join(folder, str(content.path[index])), image_folder(content))
@@ -53,11 +49,7 @@ def image_folder(content: Predictions) -> str:
 
 
 def _read_within(path: str, folder: str) -> bytearray:
-    """Return the bytes of an image.
-
-    Raises:
-        PermissionError: it is not in a folder, links followed, or the folder is one above the user's own files.
-    """
+    """Return the bytes of an image; PermissionError: it is outside of a folder, or that is above the user's files."""
     root, home = (Path(os.path.realpath(each)) for each in (folder, Path.home()))
     if home.is_relative_to(root) or not Path(os.path.realpath(path)).is_relative_to(root):
         raise PermissionError(f"not in {folder}, the recorded folder of the images")
@@ -69,10 +61,7 @@ def make_pictures(
 ) -> tuple[dict[str, str], list[str]]:
     """Return pictures of mistakes of a run, name -> data URI, and why others are missing.
 
-    Args:
-        out_dir: the folder of the run.
-        content: its predictions.
-        mistakes: by index, the paths of nearest images, which are shown beside the image and where the model looked.
+    `mistakes` has the paths of nearest images, by index, which are shown beside the image and where the model looked.
     """
     pictures, failed, notes = dict[str, str](), list[str](), list[str]()
     if not mistakes:

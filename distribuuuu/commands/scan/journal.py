@@ -34,7 +34,6 @@ class Journal:
     """The finished chunks of an output file, locked against other processes until it is closed.
 
     Args:
-        out: the output file.
         job: a hash of what the rows depend on; a partial file of another job is refused.
 
     Attributes:

@@ -43,13 +43,7 @@ LEAST_SIDE = 147
 
 @dataclass
 class Scan:
-    """Measurements of all images of all splits, in the order of the splits.
-
-    Attributes:
-        splits: the data sets by name.
-        records: RECORD (N,).
-        reasons: why images cannot be used, by index.
-    """
+    """Measurements of all images of all splits, RECORD (N,), and why some cannot be used, by index."""
 
     splits: dict[str, ImageDataset]
     records: np.ndarray

@@ -35,7 +35,6 @@ class Images:
         folder: the folder, of the images or of the table.
         names: paths relative to the folder, sorted, with "/" between the parts; those of a table may be absolute.
         labels: the class of each image, an index into `classes`.
-        classes: the sorted names of the classes.
         in_class_folders: whether the names begin with the class.
     """
 

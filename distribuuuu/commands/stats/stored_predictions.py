@@ -29,7 +29,6 @@ class Predictions:
 
     Attributes:
         path, label, loss: of each image, in the order of the data set.
-        classes: the class names.
         meta: the JSON entries.
         scores: the logits (N, C).
         temperature: scores are divided by it before the softmax.
@@ -75,11 +74,7 @@ class Predictions:
 
 
 def read_predictions(path: Path, command: str) -> Predictions:
-    """Return the content of a predictions.npz.
-
-    Args:
-        path: the file.
-        command: the command that makes it, for messages.
+    """Return the content of a predictions.npz; messages name the `command` that makes it.
 
     Raises:
         ConfigError: the file does not exist, cannot be read, or is damaged, or its scores are not finite, or are no

@@ -89,11 +89,7 @@ def summarize(rows: Sequence[Row]) -> str:
 
 
 class Study:
-    """The trials of a sweep, which this process runs one after the other.
-
-    Raises:
-        InvalidFileError: the journal is damaged.
-    """
+    """The trials of a sweep, which this process runs one after the other; InvalidFileError: the journal is damaged."""
 
     def __init__(self, plan: Plan):
         import optuna

@@ -44,11 +44,7 @@ METRIC_COLUMNS = {"top1": "top-1 here", "topk": "top-5 here", "map": "mAP here"}
 
 
 def table(prog: str, args: list[str]) -> int:
-    """Print a table; return the exit status.
-
-    Raises:
-        ConfigError: with what could not be read; the rest has been printed.
-    """
+    """Print a table; return the exit status, or raise ConfigError with what could not be read."""
     flags = build_parser(prog).parse_args(args)
     problems: list[str] = []
     groups, notes = group_runs(read_runs([local_run(run) for run in flags.runs], problems))
@@ -79,15 +75,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table.
-
-    Attributes:
-        name: the first cell.
-        order: sort key.
-        details: what tells rows of one name apart.
-        cells: text of each column; a missing column is empty.
-        weights: the kind of weights of the accuracy.
-    """
+    """A row of a table. The details tell rows of one name apart; a column that `cells` lacks is empty."""
 
     name: str
     order: tuple
@@ -100,7 +88,6 @@ def make_row(group: Sequence[Result], epoch: str, changes: dict[str, Any] | None
     """Return the row of runs that differ in the seed only.
 
     Args:
-        group: one or more runs.
         epoch: the evaluation to show: "last" or "best".
         changes: the options in the name of the row; None: all that were changed.
     """

@@ -31,11 +31,7 @@ _SAMPLES = 8
 
 
 def check_images(cfg, images: ImageDataset, train: bool) -> str:
-    """Return a message on the broken files of a set; empty if there are none.
-
-    Raises:
-        BadImageError: a file is intact, but cannot be read, see `IntactImageError`.
-    """
+    """Return a message on the broken files of a set, or ""; BadImageError: an intact one, see `IntactImageError`."""
     if not images.has_files:
         return ""
     options, decoder = build_decode_options(cfg), cfg.DATA.DECODER

@@ -146,7 +146,6 @@ def open_index(source: str, root: str, name: str, cache: Path, scan: Callable[[]
 
     Args:
         source: the name in messages.
-        root: the folder that the names of files are relative to.
         name: of the index among those of the folder, with all that the content depends on besides the files.
     """
     words = f"{os.path.realpath(root)}\0{name}".encode("utf-8", "surrogateescape")
