@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from support.archives import files_of, write_tar
 from support.batches import CPU, assert_same_batches, batches_of
-from support.images import deep_png
+from support.images import deep_png, encode
 from support.runs import make_cfg
 from support.tables import each_row, slow
 from timm.models import adapt_input_conv
@@ -40,12 +40,6 @@ def options(channels: int, pixels: str = "uint8", **more) -> DecodeOptions:
 def npy(array: np.ndarray, allow_pickle: bool = False) -> bytes:
     file = io.BytesIO()
     np.save(file, array, allow_pickle=allow_pickle)
-    return file.getvalue()
-
-
-def encoded(image: Image.Image, kind: str, **settings) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **settings)
     return file.getvalue()
 
 
@@ -84,18 +78,18 @@ def test_gray_images_and_16_bits_equal_those_of_pil():
     rgb = Image.fromarray((BANDS[..., :3] >> 8).astype(np.uint8))
     deep = Image.fromarray(BANDS[..., 0])
     gray = np.asarray(rgb.convert("L"))
-    for item in (rgb, np.asarray(rgb), encoded(rgb, "PNG"), encoded(rgb.convert("L"), "PNG"), gray):
+    for item in (rgb, np.asarray(rgb), encode(rgb, "PNG"), encode(rgb.convert("L"), "PNG"), gray):
         assert np.array_equal(pixels_of(item, options(1))[..., 0], gray)
     for kind in ("PNG", "TIFF"):
-        assert np.array_equal(pixels_of(encoded(deep, kind), options(1, "uint16"))[..., 0], BANDS[..., 0])
-        assert np.array_equal(pixels_of(encoded(deep, kind), options(1))[..., 0], BANDS[..., 0] >> 8)
-    jpeg = encoded(rgb, "JPEG")
+        assert np.array_equal(pixels_of(encode(deep, kind), options(1, "uint16"))[..., 0], BANDS[..., 0])
+        assert np.array_equal(pixels_of(encode(deep, kind), options(1))[..., 0], BANDS[..., 0] >> 8)
+    jpeg = encode(rgb, "JPEG")
     image = Image.open(io.BytesIO(jpeg))
     image.draft("L", None)
     for decoder in ("auto", "pil", "torchvision"):
         assert np.array_equal(pixels_of(jpeg, options(1), decoder)[..., 0], np.asarray(image))
-    assert np.array_equal(pixels_of(encoded(rgb, "PNG"), options(3, "float32")), np.asarray(rgb))
-    floats = encoded(Image.fromarray(BANDS[..., 0].astype(np.float32) / 7), "TIFF")
+    assert np.array_equal(pixels_of(encode(rgb, "PNG"), options(3, "float32")), np.asarray(rgb))
+    floats = encode(Image.fromarray(BANDS[..., 0].astype(np.float32) / 7), "TIFF")
     assert np.array_equal(pixels_of(floats, options(1, "float32"))[..., 0], BANDS[..., 0].astype(np.float32) / 7)
 
 

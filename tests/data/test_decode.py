@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
-from support.images import difference, needs, scene, tensor_of, with_png_size
+from support.images import difference, encode, needs, scene, tensor_of, with_png_size
 from support.tables import pairwise
 
 from distribuuuu.data import decode as own
@@ -33,12 +33,6 @@ SUBSAMPLINGS = ("4:4:4", "4:2:2", "4:2:0")
 def decoder(request) -> str:
     needs(request.param)
     return request.param
-
-
-def encode(image: Image.Image, kind: str = "JPEG", **words) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **words)
-    return buffer.getvalue()
 
 
 def pil_pixels(data: bytes) -> torch.Tensor:

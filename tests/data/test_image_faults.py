@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, PngImagePlugin
-from support.images import draw_folder
+from support.images import draw_folder, encode
 from support.tables import each_row
 
 from distribuuuu.checkpoint.io import CheckpointError, read_checkpoint
@@ -28,9 +28,7 @@ DAMAGED, INTACT_ONE = True, False
 
 
 def encoded(kind: str, pixels: np.ndarray = PIXELS, **words) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, kind, **words)
-    return file.getvalue()
+    return encode(Image.fromarray(pixels), kind, **words)
 
 
 def tiff(pixels: np.ndarray = PIXELS, **words) -> bytes:

@@ -1,5 +1,6 @@
 """Small image folders on disk, real data sets below DATA_ROOT, and the pixels of images."""
 
+import io
 import os
 import random
 import struct
@@ -53,6 +54,12 @@ def write_label_lists(image_folder: Path, root: Path) -> Path:
     return root
 
 
+def write_file(path: Path, content: bytes = b"") -> None:
+    """Write a file and the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
 def age(root: Path, seconds: float = 100) -> None:
     """Date all folders back, so that an index relies on them."""
     for parent, _, _ in os.walk(root):
@@ -63,6 +70,13 @@ def with_png_size(png: bytes, width: int, height: int) -> bytes:
     """Return a PNG whose header claims another size."""
     header = struct.pack(">II", width, height) + png[24:29]
     return png[:16] + header + struct.pack(">I", zlib.crc32(b"IHDR" + header)) + png[33:]
+
+
+def encode(image: Image.Image, kind: str = "JPEG", **settings) -> bytes:
+    """Return the bytes of an image file."""
+    file = io.BytesIO()
+    image.save(file, kind, **settings)
+    return file.getvalue()
 
 
 def tensor_of(image: Image.Image) -> torch.Tensor:

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support.images import age
+from support.images import age, write_file
 from torchvision import datasets as torchvision_datasets
 
 from distribuuuu.config import ConfigError
@@ -19,16 +19,11 @@ FILES = [
 ]  # fmt: skip
 
 
-def make(path: Path, content: bytes = b"") -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-
-
 @pytest.fixture
 def root(tmp_path) -> Path:
     """Two classes with four images, one of them deeper, that changed long ago."""
     for name in ("a/1.jpg", "a/2.jpg", "b/deep/3.jpg", "b/4.jpg"):
-        make(tmp_path / "data" / "train" / name)
+        write_file(tmp_path / "data" / "train" / name)
     age(tmp_path / "data" / "train")
     return tmp_path / "data"
 
@@ -51,11 +46,11 @@ def walked(folder: Path) -> list[tuple[str, int]]:
 def test_it_lists_what_torchvision_lists(tmp_path):
     folder = tmp_path / "train"
     for name in FILES:
-        make(folder / name)
+        write_file(folder / name)
     with contextlib.suppress(OSError):  # some systems insist on UTF-8
         for name in (b"b/\xff.jpg", b"b/\xfe\x80/1.jpg", b"\xe9/1.jpg"):
-            make(folder / os.fsdecode(name))
-    make(tmp_path / "elsewhere" / "inside" / "1.jpg")
+            write_file(folder / os.fsdecode(name))
+    write_file(tmp_path / "elsewhere" / "inside" / "1.jpg")
     (folder / "linked class").symlink_to(tmp_path / "elsewhere")
     (folder / "b" / "linked folder").symlink_to(folder / "a")
     (folder / "b" / "linked.jpg").symlink_to(folder / "a" / "gone.jpg")
@@ -68,7 +63,7 @@ def test_it_lists_what_torchvision_lists(tmp_path):
 
 def test_hidden_things_and_empty_classes(tmp_path):
     for name in ("a/.hidden.jpg", "a/1.jpg", ".class/1.jpg", "beside.jpg", "full/2.jpg"):
-        make(tmp_path / "train" / name)
+        write_file(tmp_path / "train" / name)
     (tmp_path / "train" / "empty").mkdir()
     images = ImageFolder(tmp_path, "train")
     assert samples_of(images) == walked(tmp_path / "train")
@@ -79,8 +74,8 @@ def test_hidden_things_and_empty_classes(tmp_path):
 
 def test_links_in_circles_end(tmp_path):
     folder = tmp_path / "train"
-    make(folder / "a" / "1.jpg")
-    make(folder / "b" / "2.jpg")
+    write_file(folder / "a" / "1.jpg")
+    write_file(folder / "b" / "2.jpg")
     for link, target in {"a/self": "a", "a/up": ".", "b/a": "a", "a/b": "b"}.items():
         (folder / link).symlink_to(folder / target)
     (folder / "a" / "circle.jpg").symlink_to("circle.jpg")
@@ -107,7 +102,7 @@ def test_classes_can_be_given(root):
 
 
 def test_an_image_is_read_as_bytes_and_a_pipe_is_not_waited_for(root):
-    make(root / "train" / "a" / "1.jpg", b"some bytes")
+    write_file(root / "train" / "a" / "1.jpg", b"some bytes")
     os.mkfifo(root / "train" / "a" / "0.jpg")
     images = ImageFolder(root, "train")
     assert images.read(0) == b""

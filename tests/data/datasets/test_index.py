@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.archives import write_tar
+from support.images import write_file
 from support.processes import on_processes
 
 from distribuuuu.data.datasets import index as index_module
@@ -19,11 +20,6 @@ from distribuuuu.data.datasets.index import KIND, VERSION, Index, open_folder
 
 NAMES = ("a/1.jpg", "a/2.jpg", "b/4.jpg", "b/deep/3.jpg")
 SOURCES = ("folder", "archive", "list")
-
-
-def make(path: Path, content: bytes = b"") -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
 
 
 def make_old(root: Path) -> None:
@@ -38,7 +34,7 @@ def write(root: Path, source: str, names: tuple[str, ...] = NAMES) -> Path:
         write_tar(root / "train.tar", {name: name.encode() for name in names})
     else:
         for name in names:
-            make(root / "train" / name, name.encode())
+            write_file(root / "train" / name, name.encode())
     if source == "list":
         (root / "train.csv").write_text("path,label\n" + "".join(f"train/{name},{name[0]}\n" for name in names))
     make_old(root)
@@ -82,11 +78,11 @@ def test_the_second_start_reads_the_file(root, source, caplog):
 
 
 CHANGES = {
-    "add": ("folder list", lambda root: make(root / "train" / "a" / "9.jpg", b"a/9.jpg")),
+    "add": ("folder list", lambda root: write_file(root / "train" / "a" / "9.jpg", b"a/9.jpg")),
     "remove": ("folder", lambda root: (root / "train" / "a" / "1.jpg").unlink()),
     "rename": ("folder", lambda root: (root / "train" / "a" / "1.jpg").rename(root / "train" / "a" / "9.jpg")),
-    "add deeper": ("folder", lambda root: make(root / "train" / "b" / "deep" / "9.jpg")),
-    "new class": ("folder", lambda root: make(root / "train" / "c" / "9.jpg")),
+    "add deeper": ("folder", lambda root: write_file(root / "train" / "b" / "deep" / "9.jpg")),
+    "new class": ("folder", lambda root: write_file(root / "train" / "c" / "9.jpg")),
     "removed class": ("folder", lambda root: shutil.rmtree(root / "train" / "a")),
     "linked folder": ("folder", lambda root: (root / "train" / "a" / "link").symlink_to(root / "train" / "b")),
     "table": ("list", lambda root: (root / "train.csv").write_text("path,label\ntrain/a/1.jpg,x\n")),
@@ -113,7 +109,7 @@ def test_files_that_are_added_to_a_folder_whose_time_stays_are_noticed(tmp_path,
     open_(root, source)
     folder = root / "train" / "a"
     before = folder.stat()
-    make(folder / "9.jpg")
+    write_file(folder / "9.jpg")
     os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert len(open_(root, "folder")) == 5
 
@@ -156,7 +152,7 @@ def test_a_damaged_index_is_replaced(root, source, caplog, damage):
 
 
 def test_an_index_that_cannot_be_kept_is_no_error(root, source, tmp_path, caplog):
-    make(tmp_path / "cache")
+    write_file(tmp_path / "cache")
     index = open_(root, source)
     assert files_of(index) == [*NAMES] and index.path is None and "scanned at every start" in caplog.text
     assert files_of(pickle.loads(pickle.dumps(index))) == [*NAMES]
