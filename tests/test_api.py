@@ -148,9 +148,6 @@ def test_all_problems_are_raised_and_name_their_origin(options):
 
 def test_what_cannot_be_evaluated(options, tmp_path):
     assert f"RUN: no config.yaml in or above {tmp_path};" in problems_of(distribuuuu.evaluate, tmp_path)[0]
-    (tmp_path / "x.pth").write_bytes(b"x")
-    assert "RUN: no config.yaml in or above" in problems_of(distribuuuu.evaluate, tmp_path / "x.pth")[0]
-    assert "no such file" in problems_of(distribuuuu.evaluate, tmp_path / "none")[0]
     result = distribuuuu.train(None, {**options, "OPTIM.MAX_EPOCH": 0})
     assert (result.metrics, result.results, result.weights) == ({}, {}, None)
     assert "is not set, and" in problems_of(distribuuuu.evaluate, tmp_path / "out")[0]

@@ -4,19 +4,13 @@ import importlib
 import re
 
 import pytest
-from support.commands import is_deleted
 from support.processes import free_port
-from support.runs import ROOT, run_python, small_options
+from support.runs import ROOT, run_python, run_tool, small_options
 
 from distribuuuu import __version__
 from distribuuuu.commands.main import dispatch, find_commands
 
 COMMANDS = find_commands()
-
-
-def skip_if_deleted(name: str) -> None:
-    if is_deleted(name):
-        pytest.skip(f"{name} has been deleted")
 
 
 def output_of(capsys, *args: str) -> tuple[int | str | None, str, str]:
@@ -74,21 +68,25 @@ def test_the_scripts_start_commands(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["--nproc", "torchrun"])
-def test_several_processes_of_the_module(launcher, image_folder, tmp_path):
+@pytest.mark.parametrize("launcher", ["--nproc", "run", "launch"])
+def test_several_processes_of_the_module_and_of_the_script(launcher, image_folder, tmp_path):
     words = small_options(image_folder, tmp_path / "out", "OPTIM.MAX_EPOCH", 1)
     module = ["-m", "distribuuuu", "train"]
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
-    command = [*module, "--nproc", "2"] if launcher == "--nproc" else [*torchrun, *module]
+    program = module if launcher == "run" else [ROOT / "tools" / "train_net.py"]
+    flags = ["--nproc_per_node=2", f"--master_port={free_port()}"]
+    command = ["-W", "ignore", "-m", f"torch.distributed.{launcher}", *flags, *program]
+    if launcher == "--nproc":
+        command = [*module, "--nproc", "2"]
     done = run_python(*command, *words)
     assert done.returncode == 0, done.stderr
-    assert f"launcher: {launcher}, process 0 of 2" in done.stderr
+    name = "--nproc" if launcher == "--nproc" else "torchrun"
+    assert f"launcher: {name}, process 0 of 2; backend gloo" in done.stderr
+    assert "global batch 24 = 12 images x 1 micro-batch x 2 processes" in done.stderr
+    tested = run_tool("test_net.py", *words)
+    assert tested.returncode == 0 and "of 37 images" in tested.stderr
 
 
-@pytest.mark.parametrize("command", ["train", "test", "plan", "pack", "predict", "export", "doctor", "sweep"])
-def test_a_repeated_flag_for_configs_is_refused_since_the_last_one_alone_would_be_read(command, capsys, tmp_path):
-    skip_if_deleted(command)
-    before = {"predict": ["run", "photos"], "export": ["run", "out", "--to", "timm"]}.get(command, [])
+def test_a_repeated_flag_for_configs_is_refused_since_the_last_one_alone_would_be_read(capsys, tmp_path):
     words = ["--cfg", f"{tmp_path}/a.yaml", f"--cfg={tmp_path}/b.yaml", "OUT_DIR", str(tmp_path / "out")]
-    assert dispatch("distribuuuu", [command, *before, *words]) == 2
+    assert dispatch("distribuuuu", ["train", *words]) == 2
     assert "--cfg: got it 2 times; expected it once; fix: name all files after one --cfg" in capsys.readouterr().err

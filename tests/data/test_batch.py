@@ -20,21 +20,24 @@ from distribuuuu.tasks.metrics import StepOutput
 from distribuuuu.trainer import train_model
 
 
-@pytest.mark.parametrize("broken, way", pairwise([False, True], WAYS))
+@pytest.mark.parametrize("broken, way", pairwise([(), (17,), range(16, 24)], WAYS))
 def test_the_index_is_that_of_the_image_shown_and_a_broken_one_is_marked(small_cfg, tmp_path, way, broken):
+    """One of the second batch, or all."""
     for split in ("train", "val"):
         draw_folder(tmp_path / "data", split, {"ant": 12, "bee": 12})
     words = ("TRAIN.DATASET", tmp_path / "data", "MODEL.NUM_CLASSES", 2, "DATA.ON_BAD_IMAGE", "skip", *way)
     whole = build_loader(small_cfg(*words), ALONE, CPU, train=False)
     crops = torch.cat([batch.images for batch in whole])
-    if broken:
-        (tmp_path / "data" / "val" / "bee" / "005.jpg").write_bytes(b"torn")
-    for batch in build_loader(small_cfg(*words), ALONE, CPU, train=False):
+    for number in broken:
+        (tmp_path / "data" / "val" / "bee" / f"{number - 12:03d}.jpg").write_bytes(b"torn")
+    for batch in (loader := build_loader(small_cfg(*words), ALONE, CPU, train=False)):
         marks = torch.zeros(len(batch.index), dtype=torch.bool) if batch.broken is None else batch.broken
-        assert batch.index[marks].tolist() == [17] * (broken and 17 in batch.index.tolist())
+        assert batch.index[marks].tolist() == [number for number in batch.index.tolist() if number in broken]
+        assert all((image == image[:, :1, :1]).all() for image in batch.images[marks]), "nothing is in its place"
         shown = [(crops == image).flatten(1).all(1).nonzero().item() for image in batch.images[~marks]]
         assert batch.index.dtype == torch.int64 and batch.index[~marks].tolist() == shown
         assert batch.targets.tolist() == [whole.images.label(index) for index in batch.index.tolist()]
+    assert loader.num_broken == len(broken)
 
 
 @pytest.mark.parametrize("words", [

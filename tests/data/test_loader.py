@@ -3,13 +3,11 @@
 import pytest
 import torch
 from support.batches import ALONE, CPU
-from support.images import draw_folder
 from support.runs import make_cfg
 from torchvision import datasets as torchvision_datasets
 
-from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config import ConfigError
 from distribuuuu.data.batch import Normalizer
-from distribuuuu.data.datasets.imagefolder import ImageFolder
 from distribuuuu.data.decode import open_lazy_image
 from distribuuuu.data.loader import build_loader
 from distribuuuu.data.seeding import SampleRNG
@@ -27,13 +25,6 @@ def test_images_are_normalized_as_usual(small_cfg):
     words = ("DATA.MEAN", [0, 0, 0], "DATA.STD", [1, 1, 1])
     images, *_ = next(iter(build_loader(small_cfg(*words), ALONE, CPU, train=False)))
     torch.testing.assert_close(images[0], pixels, atol=1e-5, rtol=1e-5)
-
-
-def test_a_class_without_evaluation_images_does_not_shift_the_labels(tmp_path):
-    draw_folder(tmp_path, "train", {"a": 2, "b": 2, "c": 2})
-    draw_folder(tmp_path, "val", {"a": 1, "c": 2})
-    images = ImageFolder.from_cfg(load_cfg(None, ["TRAIN.DATASET", str(tmp_path)]), train=False)
-    assert [images.label(index) for index in range(len(images))] == [0, 2, 2]
 
 
 def test_a_number_of_classes_that_contradicts_the_data_names_both(image_folder, tmp_path):

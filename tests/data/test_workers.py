@@ -273,23 +273,6 @@ def test_a_bad_file_is_named_or_skipped_counted_and_replaced_alike(small_cfg, tm
         list(skipping.batches_from(3, 0, 0))
 
 
-@pytest.mark.parametrize("way", SOME_WAYS)
-@pytest.mark.parametrize("num_bad", [1, 3])
-def test_an_evaluation_marks_broken_images_and_puts_none_in_their_place(small_cfg, tmp_path, way, num_bad):
-    draw_folder(tmp_path, "train", {"ant": 4, "bee": 4})
-    draw_folder(tmp_path, "val", {"ant": 3, "bee": 4})
-    words = ("TRAIN.DATASET", tmp_path, "MODEL.NUM_CLASSES", 2, "TEST.BATCH_SIZE", 3, "DATA.ON_BAD_IMAGE", "skip")
-    loader = build_loader(small_cfg(*words, *way_words(*way)), ALONE, CPU, train=False)
-    whole = list(loader.host_batches())
-    for number in range(num_bad):
-        (tmp_path / "val" / "ant" / f"00{number}.jpg").write_bytes(b"no image")
-    first, *others = loader.host_batches()
-    assert first.broken.tolist() == [number < num_bad for number in range(3)] and loader.num_broken == num_bad
-    assert first.targets.tolist() == [0, 0, 0] and first.index.tolist() == [0, 1, 2]
-    assert not first.images[:num_bad].any() and torch.equal(first.images[num_bad:], whole[0].images[num_bad:])
-    assert same_batches(others, whole[1:])
-
-
 class Changing(CenterCrop):
     """A transform that returns images of two sizes or of two types."""
 

@@ -126,11 +126,6 @@ def test_the_folder_of_a_run_gives_its_best_weights(tmp_path, has_average):
     assert other_than(start(finetuning(WEIGHTS=tmp_path / "best.pth.tar")), raw) == ["fc.weight", "fc.bias"]
 
 
-def test_a_path_without_weights_says_what_is_there(tmp_path):
-    assert "no such file or folder" in message_of(find_weights_file, str(tmp_path / "modle.pth"))
-    assert "is a folder without best.pth.tar, " in message_of(find_weights_file, str(tmp_path))
-
-
 @pytest.mark.parametrize("raw_key, key", [
     ("state_dict", "ema_state_dict"), ("state_dict", "state_dict_ema"), ("model", "model_ema")
 ])  # fmt: skip

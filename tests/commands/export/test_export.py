@@ -162,16 +162,8 @@ def test_a_full_disk_and_images_that_cannot_be_read_leave_nothing_behind(small_c
 
 @pytest.mark.slow
 def test_an_export_without_labeled_images_is_checked_on_others_or_marked(saved, tmp_path, image_folder, capsys):
-    words = (
-        saved / "best.pth.tar",
-        "--format",
-        "safetensors",
-        "--out",
-        tmp_path / "new",
-        "TEST.DATASET",
-        tmp_path / "gone",
-    )
-    words = (*words, "TRAIN.DATASET", tmp_path / "gone")
+    data = ("TEST.DATASET", tmp_path / "gone", "TRAIN.DATASET", tmp_path / "gone")
+    words = (saved / "best.pth.tar", "--format", "safetensors", "--out", tmp_path / "new", *data)
     assert command(*words) == 2 and left_beside(tmp_path) == []
     assert "--images FOLDER" in (said := capsys.readouterr().err) and "--no-check" in said
     assert command(*words, "--images", image_folder / "val" / "ant") == 0

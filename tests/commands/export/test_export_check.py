@@ -24,8 +24,10 @@ CLASSES = ("ant", "bee", "cat")
 NORMALIZATION = ("DATA.MEAN", "[0.4, 0.5, 0.3]", "DATA.STD", "[0.2, 0.3, 0.25]")
 
 
-def draw_photographs(root) -> None:
-    """Write photographs whose EXIF turns them, with a bright corner that shows each turn and each mirror image."""
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory):
+    """Photographs whose EXIF turns them, with a bright corner that shows each turn and each mirror image."""
+    root = tmp_path_factory.mktemp("photographs")
     generator = torch.Generator().manual_seed(0)
     for split in ("train", "val"):
         for name in CLASSES:
@@ -41,12 +43,6 @@ def draw_photographs(root) -> None:
                 exif = image.getexif()
                 exif[0x0112] = (6, 3, 8, 5)[number % 4]
                 image.save(root / split / name / f"{number:02d}.jpg", exif=exif, quality=95)
-
-
-@pytest.fixture(scope="module")
-def photographs(tmp_path_factory):
-    root = tmp_path_factory.mktemp("photographs")
-    draw_photographs(root)
     return root
 
 

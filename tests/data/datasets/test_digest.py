@@ -44,9 +44,8 @@ def test_processes_that_see_other_images_stop(image_folder, tmp_path, change, ac
     with pytest.raises(AssertionError) as caught:
         on_processes(2, partial(start, action, roots, tmp_path / "out"))
     section = "TRAIN" if action is train_model else "TEST"
-    assert (
-        str(caught.value).count(f"ConfigError: {section}.DATASET: the processes do not see") == 2
-    )  # one of each process
+    num = str(caught.value).count(f"ConfigError: {section}.DATASET: the processes do not see")
+    assert num == 2, "one of each process"
     text = (tmp_path / "out" / ("test.log" if action is evaluate_weights else "train.log")).read_text()
     assert "the processes do not see the same images" in text
     assert ("names or labels differ" in text) == (change == "label")

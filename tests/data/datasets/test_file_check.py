@@ -170,7 +170,9 @@ def test_classes_without_evaluation_images_are_reported(root, tmp_path):
     for path in root.glob("val/bee/*"):
         path.unlink()
     (root / "val/bee").rmdir()
-    assert load(root).notes == ["TEST.DATASET: no image of 1 of 3 classes: bee; they are not evaluated"]
+    loader = load(root)
+    assert loader.notes == ["TEST.DATASET: no image of 1 of 3 classes: bee; they are not evaluated"]
+    assert [loader.images.label(index) for index in range(8)] == [0] * 4 + [2] * 4, "labels of the training classes"
     assert find_run_problems(load_cfg(None, small_options(root, tmp_path / "out")), train=True) == []
 
 
