@@ -160,7 +160,6 @@ def test_problems_of_a_training_are_reported_before_it_starts(problems):
         (("TRAIN.BATCH_SIZE", 24), 2, []),
         (("TRAIN.BATCH_SIZE", 25), 2, ["TRAIN.BATCH_SIZE (command line): got 50 images per step (global batch 50 = ",
                                        "expected at most 48, the size of the training set; fix: lower it"]),
-        (("DATA.NAME", "shapes", "MODEL.NUM_CLASSES", 10, "TRAIN.BATCH_SIZE", 1001), 2, ["at most 2000, the"]),
         # Also root may not write to a file system that is read-only.
         (("OUT_DIR", "/proc/out"), 1, ["OUT_DIR (command line): /proc cannot be written to: "]),
     ]:  # fmt: skip

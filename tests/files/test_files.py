@@ -91,12 +91,8 @@ def test_a_run_refuses_a_folder_with_a_link_in_the_place_of_its_own_files(small_
     assert [path.name for path in out.iterdir()] == [name]
 
 
-def open_and_close(path) -> None:
-    open_for_writing(path, "a").close()
-
-
 WRITERS = {
-    "append": open_and_close,
+    "append": lambda path: open_for_writing(path, "a").close(),
     "truncate": lambda path: open_for_writing(path, "w").close(),
     "log": lambda path: logging_to(path.parent, path.name).__enter__(),
     "stacks": lambda path: write_stacks(path, "a title"),

@@ -71,17 +71,6 @@ def sleepy(num_classes: int, seconds: float, step: int = 1, rank: int = -1) -> n
 
 
 @MODELS.register
-def exploding(num_classes: int, step: int = 6, rank: int = -1) -> nn.Module:
-    """Return a model whose weights become NaN."""
-
-    def explode(model):
-        for weight in model.parameters():
-            nn.init.constant_(weight, float("nan"))
-
-    return FaultyModel(num_classes, explode, step, rank)
-
-
-@MODELS.register
 def hungry(num_classes: int, step: int = 3, rank: int = -1) -> nn.Module:
     """Return a model that allocates more memory than a process can address."""
     return FaultyModel(num_classes, lambda model: torch.empty(2**52), step, rank)

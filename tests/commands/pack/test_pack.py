@@ -290,11 +290,9 @@ def test_what_is_wrong_with_a_pack_is_reported_before_the_start(several, folder,
 
 WRONG = {
     "": "name the folder of the packed data first", "TRAIN.DATASET x": "folder of the packed data first",
-    "OUT --format jpg": "invalid choice", "OUT --shorter-sid 3": "did you mean --shorter-side",
-    "OUT TRAIN.DATASETS x": "did you mean TRAIN.DATASET", "OUT --format raw --quality 90": "stores pixels",
-    "OUT --quality 101": "1 to 100",
-    "OUT --workers -1": "got -1; expected 0 or more", "OUT TRAIN.DATASET /no/such": "no such folder: /no/such",
-    "s3://bucket/set": "expected a local path",
+    "OUT --format jpg": "invalid choice", "OUT --format raw --quality 90": "stores pixels",
+    "OUT --quality 101": "1 to 100", "OUT --workers -1": "got -1; expected 0 or more",
+    "OUT TRAIN.DATASET /no/such": "no such folder: /no/such", "s3://bucket/set": "expected a local path",
 }  # fmt: skip
 
 

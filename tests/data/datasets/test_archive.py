@@ -209,7 +209,6 @@ def test_missing_archives_are_reported_before_the_start(image_folder, tmp_path):
         ("TRAIN.SPLIT", "train-{000..003}.tar"): "no such files: train-003.tar; fix: check the first and the last",
         ("TRAIN.SPLIT", "train-{0..1.tar"): "{0..1.tar; expected the first and the last, e.g. train-{000..009}.tar",
         ("TRAIN.SPLIT", "trian"): "no file trian.tar, trian.zip or trian-*.tar in",
-        ("MODEL.NUM_CLASSES", 5): "MODEL.NUM_CLASSES (command line): 5, but DATA.NAME archive has 3 classes",
         ("TRAIN.DATASET", tmp_path / "none"): "no such folder",
     }.items():
         assert message in errors_of(root, tmp_path, *words), words
