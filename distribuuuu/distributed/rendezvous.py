@@ -85,7 +85,7 @@ def _wait(launch: Launch, timeout_s: float, ends: float, missing: list[int], rea
         missed = f"{len(missing)} of {launch.world_size} processes are missing: rank {first_few([*map(str, missing)])}"
         problem = f"launcher: processes did not all join within {timeout_s:.0f} s (DIST.TIMEOUT_S)"
         error = ConfigError(f"{problem}; {missed}{reason}")
-        error.one_process = launch.rank == 0 or missing == [0] and (launch.local_rank == 0 or launch.rank == 1)
+        error.one_process = launch.local_rank == 0 or launch.rank == 1  # if rank 0 is missing, on its node
         error.status = 1  # that of a lost process
         raise error
     time.sleep(0.05 if missing else 0)

@@ -1,5 +1,6 @@
 """Process group: devices, rendezvous, missing processes; collectives, and batch norm over processes."""
 
+import contextlib
 import copy
 import functools
 import random
@@ -61,6 +62,25 @@ def test_processes_that_share_a_gpu_are_refused_together_before_nccl(monkeypatch
     assert all(error.on_all_processes for error in errors)
 
 
+@pytest.mark.parametrize(("size", "kind", "is_left"), [
+    (1, None, True), (1, OSError, True), (2, None, True), (2, OSError, False), (2, ConfigError, True),
+    (2, KeyboardInterrupt, True),
+])  # fmt: skip
+def test_a_group_is_left_unless_the_other_processes_may_not_know_of_the_error(monkeypatch, size, kind, is_left):
+    monkeypatch.setattr(rendezvous, "torch_dist", torch_of := mock.Mock())
+    group = rendezvous.join_group(Launch("test", 1, 1, size), torch_dist.HashStore(), "gloo", CPU)
+    with pytest.raises(kind) if kind else contextlib.nullcontext(), group:
+        assert (dist.rank(), dist.GroupState.host_group) == (1, torch_of.new_group.return_value)
+        if kind:
+            error = kind("x")
+            error.on_all_processes = kind is ConfigError
+            raise error
+    limits = torch_of.init_process_group.call_args.args[2], torch_of.new_group.call_args.kwargs["timeout"]
+    assert limits == (rendezvous.BACKEND_TIMEOUT,) * 2, "a suspended process must not end the others"
+    assert torch_of.destroy_process_group.call_count == is_left
+    assert (dist.rank(), dist.GroupState.host_group) == (0, None)
+
+
 def sign(store, launch: Launch, timeout_s: float) -> str:
     wait = functools.partial(rendezvous._wait, launch, timeout_s, time.monotonic() + timeout_s)
     return rendezvous._sign(store, launch, wait)
@@ -98,13 +118,15 @@ def test_a_taken_port_is_an_error_with_a_fix():
             join(Launch("test", 0, 0, 2, "127.0.0.1", port), 2)
 
 
-@pytest.mark.slow
-def test_a_process_that_never_comes_is_named():
-    for rank, said in ((0, "missing: rank 1"), (1, "missing: rank 0: cannot connect to the rendezvous at 127.0.0.1:")):
-        port = free_port()
-        with pytest.raises(ConfigError, match=rf"within 2 s \(DIST.TIMEOUT_S\); 1 of 2 .* {said}") as caught:
-            join(Launch("test", rank, rank, 2, "127.0.0.1", port, "mine"), 2)
-        assert caught.value.one_process and caught.value.status == 1
+def test_a_process_that_never_comes_is_named_by_one_process_of_each_node():
+    lost = "1 of 3 .* missing: rank 0: cannot connect to the rendezvous at 127.0.0.1:"
+    places = ((0, 0, 1.0, "2 of 3 .* missing: rank 1, 2"), (1, 1, 0.2, lost), (2, 0, 0.2, lost), (2, 2, 0.2, lost))
+    for rank, local_rank, timeout_s, said in places:
+        launch = Launch("test", rank, local_rank, 3, "127.0.0.1", free_port(), "mine")
+        with pytest.raises(ConfigError, match=rf"within {timeout_s:.0f} s \(DIST.TIMEOUT_S\); {said}") as caught:
+            join(launch, timeout_s)
+        assert caught.value.one_process == (local_rank < 2) and caught.value.status == 1
+        rendezvous._wait(launch, timeout_s, 0.0, [])  # the last one came in time
 
 
 def use_collectives(log: Path) -> tuple[list[torch.Tensor], list[float], str, str]:
