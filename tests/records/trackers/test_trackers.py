@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from support.commands import run_command
@@ -16,7 +17,7 @@ from support.tables import each_row, slow
 
 from distribuuuu.records.metric_writers import RecordFile, drop_records_after
 from distribuuuu.records.trackers import base
-from distribuuuu.records.trackers.base import RunInfo, Tracker, describe_error
+from distribuuuu.records.trackers.base import MetricRow, RunInfo, Tracker, TrackerProcesses, describe_error
 from distribuuuu.trainer import train_model
 
 # Steps and curves of the rows of a run of `small_cfg`, in order.
@@ -154,12 +155,17 @@ def test_rows_are_read_in_whole_lines_and_limited_numbers(tmp_path, monkeypatch)
     assert one.take() == [4] and list(one.values[-1]) == ["train/a"], "3 steps per epoch; only numbers are curves"
 
 
-def test_links_are_never_sent(tmp_path):
+def test_links_are_never_sent_and_pipes_and_devices_never_read(tmp_path):
     (tmp_path / "config.yaml").symlink_to("/etc/hostname")
     (tmp_path / "results.json").write_text("1")
     one = Store(tmp_path)
     one.send_missing()
     assert one.items == ["results.json"]
+    (tmp_path / "trackers/store.json").unlink()
+    (tmp_path / "trackers/store.json").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match="not a regular file"):
+        Store(tmp_path).send_missing()
 
 
 @pytest.mark.parametrize("fault", [*map(slow, ("connect", "file", "finish", "hangs", "row")), "killed"])
@@ -174,6 +180,7 @@ def test_the_training_knows_of_no_fault(small_cfg, tmp_path, monkeypatch, finish
     assert timeless(out) == timeless(finished_run)
     if fault in ("hangs", "killed"):
         for pid in list_trackers(out):
+            assert os.getsid(pid) == pid, "Ctrl-C reaches the training alone"
             os.kill(pid, signal.SIGKILL)
             # A process that is ending has no command line any more but holds its lock for a moment longer.
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -195,15 +202,58 @@ def test_no_secret_of_the_address_or_the_environment_is_shown(monkeypatch):
     assert "host:5000/api refused" in text and "https://docs" in text and "\n" not in text
 
 
-@pytest.mark.parametrize("name, kind", [("metrics.jsonl", "pipe"), ("trackers/file.json", "zeros")])
-def test_pipes_and_devices_neither_block_nor_fill_the_memory(copied_run, server, name, kind):
-    path = copied_run / name
-    path.parent.mkdir(exist_ok=True)
-    path.unlink(missing_ok=True)
-    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
-    words = ["-m", "distribuuuu", "track", copied_run, *server.words]
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, timeout=60, capture_output=True, text=True)
-    assert done.returncode in (0, 2) and "Traceback" not in done.stderr
+def test_the_end_reaches_a_process_although_a_worker_holds_its_pipe_and_another_process_has_ended(tmp_path):
+    processes = TrackerProcesses(tmp_path, [], [])
+    processes._processes = [subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+                            for words in (["true"], ["head", "-n", "1"])]  # fmt: skip
+    ended, waiting = processes._processes
+    ended.wait()
+    held = os.dup(waiting.stdin.fileno())
+    processes.end()
+    assert waiting.wait(60) == 0 and waiting.stdin.closed
+    os.close(held)
+
+
+ROWS = [MetricRow(7, 1.5, {"train/top1%": 2.0}), MetricRow(8, 2.5, {"train/top1%": 3.0})]
+
+
+def test_what_mlflow_is_sent(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow := mock.MagicMock())
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+    monkeypatch.setattr(base.logging, "disable", mock.Mock())
+    monkeypatch.setitem(base._MAX_ITEMS, "metrics", 1)
+    mlflow.entities.Metric = mlflow.entities.Param = lambda *values: values
+    client = mlflow.MlflowClient.return_value
+    client.create_run.return_value.info.run_id, client.get_run.return_value.data.params = "id", {"B": "1"}
+    one = base.MLflow(RunInfo(tmp_path, {"A": 600 * "x", "B": 1}))
+    assert one.connect("") == one.connect("id") == "id"
+    one.send_rows(ROWS)
+    one.send_file(tmp_path / "config.yaml")
+    one.finish()
+    params, metrics = [("A", 500 * "x")], [("train/top1_", 2.0, 1500, 7), ("train/top1_", 3.0, 2500, 8)]
+    sent = [mock.call("id", params=params), mock.call("id", params=params)]
+    assert client.log_batch.mock_calls == [*sent, *(mock.call("id", metrics=[metric]) for metric in metrics)]
+    mlflow.set_experiment.assert_called_once_with("mine")
+    assert json.loads((tmp_path / "trackers/mlflow.json").read_text())["run"] == "id"
+    client.update_run.assert_called_once_with("id", status="RUNNING")
+    client.log_artifact.assert_called_once_with("id", f"{tmp_path}/config.yaml")
+    client.set_terminated.assert_called_once_with("id")
+
+
+def test_what_wandb_is_sent(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", wandb := mock.MagicMock())
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    one, run, artifact = base.Wandb(RunInfo(tmp_path, {})), wandb.init.return_value, wandb.Artifact.return_value
+    assert len(one.connect("")) == 8 and one.connect("id") == "id"
+    own = {"id": "id", "resume": "allow", "project": "mine", "dir": str(tmp_path / "trackers")}
+    assert own.items() <= wandb.init.call_args.kwargs.items()
+    one.send_rows(ROWS)
+    one.send_file(tmp_path / "config.yaml")
+    one.finish()
+    rows = [mock.call.log(row.values, step=row.step) for row in ROWS]
+    assert run.mock_calls == [*rows, mock.call.log_artifact(artifact), mock.call.finish()]
+    artifact.add_file.assert_called_once_with(f"{tmp_path}/config.yaml")
 
 
 def test_the_plug_in_of_the_page(small_cfg, tmp_path):
@@ -240,18 +290,11 @@ def test_mistakes_are_one_line(finished_run, capsys, words, message):
     assert message.format(run=finished_run) in err and "Traceback" not in err
 
 
-STEPS = [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-def load(name: str):
-    return pytest.importorskip(name, reason=f"pip install 'distribuuuu[{name}]'")
-
-
 def check_mlflow(folder: Path, run_id: str) -> None:
-    client = load("mlflow").MlflowClient()
+    client = pytest.importorskip("mlflow").MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("distribuuuu").experiment_id])
     history = client.get_metric_history(run_id, "train/loss")
-    assert [metric.step for metric in history] == STEPS and run.info.status == "FINISHED"
+    assert [metric.step for metric in history] == [*range(1, 9)] and run.info.status == "FINISHED"
     assert run.data.params["MODEL.ARCH"] == "resnet8" and run.data.metrics["eval/top1"] > 0
     files = {item.path for item in client.list_artifacts(run_id)}
     assert files == {"config.yaml", "results.json"}
@@ -268,7 +311,7 @@ CHECKS = {"mlflow": check_mlflow, "wandb": check_wandb}
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_resumed_run_is_one_run_of_the_tracker(small_cfg, tmp_path, monkeypatch, finished_run, name, capfd):
-    load(name)
+    pytest.importorskip(name, reason=f"pip install 'distribuuuu[{name}]'")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.chdir(tmp_path)
