@@ -19,7 +19,7 @@ from distribuuuu.mirror.states import KEPT_STATES, MirrorError, State, StateLog,
 from distribuuuu.mirror.sync import PRIVATE, Mirror
 
 FILES = {"checkpoints/ckpt_ep_001.pth.tar": b"one", "checkpoints/ckpt_ep_002.pth.tar": b"two", "best.pth.tar": b"best",
-         "config.yaml": b"OUT_DIR: x", "metrics.jsonl": b"{}\n"}  # fmt: skip
+         "config.yaml": b"", "metrics.jsonl": b"{}\n"}  # fmt: skip
 HASH = "0" * 64
 
 
@@ -101,6 +101,26 @@ def test_only_objects_that_no_late_state_names_are_deleted(one, tmp_path, monkey
         one.upload_changes()
     write(tmp_path / "one", {"best.pth.tar": b"better %d" % number})
     assert one.upload_changes() and (objects / shas[-1]).exists()
+    (tmp_path / f"store/states/{one.newest.number - 1:06d}.json").write_bytes(b"{")
+    write(tmp_path / "one")
+    assert one.upload_changes() and (objects / shas[-1]).exists(), "an old state is damaged: nothing is deleted"
+
+
+def test_checkpoints_are_uploaded_at_once_and_other_files_after_a_while_and_at_the_end(one, tmp_path, monkeypatch):
+    upload, sent = StateLog.upload, list[str]()
+    monkeypatch.setattr(sync, "EVERY_S", 1000.0)
+    monkeypatch.setattr(StateLog, "upload", lambda *args: sent.append(Path(args[1].name).name) or upload(*args))
+    new, best, rows = "checkpoints/ckpt_ep_003.pth.tar", "best.pth.tar", "metrics.jsonl"
+    for name, is_last, expected in ((best, False, []), (new, False, ["ckpt_ep_003.pth.tar", best]), (rows, False, []),
+                                    (rows, True, [rows]), (rows, True, [])):  # fmt: skip
+        write(tmp_path / "one", {name: f"new {name}".encode()})
+        number = one.newest.number
+        assert one.upload_changes(is_last) == bool(expected) == one.newest.number - number and sent == expected
+        sent.clear()
+    again = mirror_of(tmp_path / "one", tmp_path / "store")
+    again.reconcile()
+    write(tmp_path / "one", {best: b"newer"})
+    assert again.upload_changes() and sent == [best], "a start uploads what the store lacks"
 
 
 def test_a_write_that_arrives_late_is_our_own_and_replaces_nothing(one, tmp_path, monkeypatch):
@@ -167,7 +187,7 @@ def test_a_first_upload_that_was_killed_is_continued_here_and_on_another_machine
     assert {**read(tmp_path / folder), **new} == read(tmp_path / folder)
 
 
-def test_the_side_with_the_newer_checkpoint_wins_and_a_run_that_was_overtaken_stops_uploading(one, tmp_path):
+def test_the_side_with_the_newer_checkpoint_wins_and_an_overtaken_run_stops_uploading(one, tmp_path, monkeypatch):
     other = mirror_of(tmp_path / "b", tmp_path / "store")
     other.reconcile()
     write(tmp_path / "b", {"checkpoints/ckpt_ep_003.pth.tar": b"three"})
@@ -184,8 +204,11 @@ def test_the_side_with_the_newer_checkpoint_wins_and_a_run_that_was_overtaken_st
     one = mirror_of(tmp_path / "one", tmp_path / "store")
     one.reconcile()
     assert one.upload_changes() and len(read(tmp_path / "one")) == 7
+    monkeypatch.setattr(sync, "is_end_requested", lambda pause_s=None: pause_s is None)
+    write(tmp_path / "b", {"best.pth.tar": b"mine"})
     with pytest.raises(MirrorError, match="another machine has continued this run"):
-        write(tmp_path / "b", {"best.pth.tar": b"mine"}) and other.upload_changes()
+        sync.work(other)
+    assert "set another OUT_DIR; nothing more is uploaded\n" in (tmp_path / "b/train.log").read_text()
 
 
 def test_a_store_that_is_older_than_the_folder_gets_the_files_of_the_folder(one, tmp_path):
@@ -232,10 +255,13 @@ def test_damaged_objects_are_skipped_and_the_previous_checkpoint_remains(one, tm
     for data in (b"owt", b"longer", None):
         newest.write_bytes(data) if data else newest.unlink()
         folder = tmp_path / f"restored {data!r}"
-        mirror_of(folder, tmp_path / "store").reconcile()
-        assert {*FILES} - {*read(folder)} == {"checkpoints/ckpt_ep_002.pth.tar"} - {"train.log"}
+        (mirror := mirror_of(folder, tmp_path / "store")).reconcile()
+        assert {*FILES} - {*read(folder)} == {"checkpoints/ckpt_ep_002.pth.tar"}
         assert "is damaged" in capsys.readouterr().err and "is damaged" in (folder / "train.log").read_text()
-    newest.with_name(one.newest.files["checkpoints/ckpt_ep_001.pth.tar"].sha256).unlink()
+        write(folder)  # trained again
+        mirror.upload_changes()
+        assert newest.read_bytes() == b"two"
+    shutil.rmtree(newest.parent)
     with pytest.raises(MirrorError, match="all checkpoints are damaged"):
         mirror_of(tmp_path / "none", tmp_path / "store").reconcile()
 
@@ -273,22 +299,20 @@ def test_a_damaged_state_is_named_with_its_url(data, said, tmp_path):
 def test_the_local_folder_is_a_function_of_the_url_and_back():
     for url in ("s3://bucket/run", "gs://bucket/a b/c", "file:///mnt/runs/a", "az://container/run"):
         assert url_of(local_folder(url)) == url and find_path_problem(local_folder(url)) is None
-    for url in ("hf://buckets/me/bucket/run", "http://host/run", "s3://key@host/run", "sftp://user:secret@host/run",
-                "s3://b/../run", "s3://", "exp/run", "file://exp/run", "typo://bucket/run"):  # fmt: skip
-        assert local_folder(url) == url and local_run(url) == url
+    assert local_folder("exp/run") == local_run("exp/run") == "exp/run"
     assert url_of(Path(local_folder("s3://bucket/run")).parents[1] / "host/run") == "s3://host/run"
     assert url_of(Path(local_folder("s3://bucket/run")).parents[2] / "http/host/run") is None
 
 
 @each_row("word", [
     "s3://user:secret@bucket/run", "hf://buckets/me/b/run", "typo://bucket/run", "s3:///run", "abfs://b/run",
-    "S3://bucket/run", "s3://bucket/a?token=secret", "file://localhost/q", "gs://b/../c", "gcs://b/c",
+    "S3://bucket/run", "s3://bucket/a?token=secret", "file://localhost/q", "gs://b/../c", "gcs://b/c", "s3://",
 ])  # fmt: skip
 def test_a_url_of_a_wrong_form_is_refused(word):
     found = "with credentials" if "@" in word else f"got {word.partition('?')[0]}; expected a local path, or s3"
     with pytest.raises(ConfigError, match=found) as error:
         load_cfg(None, ["OUT_DIR", word])
-    assert "secret" not in str(error.value) and local_folder(word) == word
+    assert "secret" not in str(error.value) and local_folder(word) == local_run(word) == word
 
 
 def test_a_command_gets_a_run_and_names_one_that_is_not_there(one, tmp_path, monkeypatch):
@@ -304,7 +328,8 @@ def test_a_command_gets_a_run_and_names_one_that_is_not_there(one, tmp_path, mon
 
 def test_a_folder_in_use_is_read_as_it_is_and_gets_no_second_training(one, tmp_path, monkeypatch):
     monkeypatch.setattr(sync, "LOCK_S", 0.1)
-    folder = write(tmp_path / "other", {f"{PRIVATE}/lock": b""})
+    folder, waits = write(tmp_path / "other", {f"{PRIVATE}/lock": b""}), list[float]()
+    monkeypatch.setattr(sync, "lock_file", lambda file, wait_s: waits.append(wait_s) or lock_file(file, wait_s))
     words = f"file://{tmp_path}/store", str(folder)
     with open(folder / PRIVATE / "lock", "ab") as lock:
         assert lock_file(lock.fileno(), 0.0)
@@ -312,13 +337,16 @@ def test_a_folder_in_use_is_read_as_it_is_and_gets_no_second_training(one, tmp_p
         with pytest.raises(MirrorError, match="is in use by another training of this machine; fix: wait for its end"):
             next(sync.main(*words, ""))
     assert [*sync.main(*words, "run")] == ["restored"] and "best.pth.tar" in read(folder)
+    assert waits == [0.0, 0.1, 0.0], "only a training waits, for the one before it"
 
 
 def test_a_failing_store_is_a_warning(tmp_path, monkeypatch, capsys):
     mirror, waits = mirror_of(tmp_path, tmp_path / "store"), list[float]()
-    monkeypatch.setattr(sync, "is_end_requested", lambda s: waits.append(s + 1) or sum(waits) > 2 * sync.PAUSE_S)
-    monkeypatch.setattr(mirror, "upload_changes", lambda is_last: is_last or open(tmp_path / "down"))
+    monkeypatch.setattr(sync, "is_end_requested", lambda s: waits.append(s) or len(waits) > 2)
+    monkeypatch.setattr(sync.time, "sleep", waits.append)
+    monkeypatch.setattr(mirror, "upload_changes", lambda is_last: len(waits) not in (2, 3) or open(tmp_path / "down"))
     assert sync.work(mirror) == "0 files, 0.0 MB"
+    assert waits == [0.0, sync.SCAN_S, sync.PAUSE_S, sync.END_PAUSE_S]
     said = capsys.readouterr()
     for text in (said.err, (tmp_path / "train.log").read_text()):
         assert text.count("WARNING: OUT_DIR: mirror") == text.count("/down'; the run is not affected, and it is ") == 2
@@ -333,10 +361,14 @@ def test_a_file_that_is_replaced_or_deleted_during_its_upload_is_whole(one, tmp_
 
     monkeypatch.setattr(StateLog, "upload", replace)
     write(tmp_path / "one", {"best.pth.tar": b"better"})
+    names = one.list_files()
+    monkeypatch.setattr(one, "list_files", lambda: ["gone.yaml", *names])
     one.upload_changes()
     mirror_of(tmp_path / "other", tmp_path / "store").reconcile()
     assert read(tmp_path / "other")["best.pth.tar"] == b"better"
     entry = hash_file(file := open(tmp_path / "one/metrics.jsonl", "rb"))
+    (tmp_path / "one/metrics.jsonl").write_bytes(b"{}\n{}\n")
+    upload(one.log, open(tmp_path / "one/metrics.jsonl", "rb"), entry)  # its beginning
     (tmp_path / "one/metrics.jsonl").write_bytes(b"[]\n")
     with pytest.raises(OSError, match=r"metrics.jsonl has changed during its upload"):
         upload(one.log, file, entry)
@@ -357,3 +389,17 @@ def test_a_store_that_hangs_does_not_keep_a_run_from_ending(tmp_path, monkeypatc
             raise KeyboardInterrupt
     assert "does not answer in time; all files are in" in f"{caught.value}{capsys.readouterr().err}"
     assert run._process.wait(30) < 0
+
+
+def test_problems_of_the_child_process_are_errors_of_the_run_or_of_the_argument(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = f"file://{tmp_path}/store"
+    (run := sync.MirrorClient(local_folder(url))).start()
+    with pytest.raises(MirrorError, match="NOT complete: .* has ended; fix: start again; all files are in"), run:
+        run._process.kill()
+    write(tmp_path / "store", {"states/000002.json": b"{"})
+    with pytest.raises(ConfigError, match=f"RUN: {url}/states/000002.json: not a valid state"):
+        local_run(url)
+    write(Path(local_folder(f"{url}/full")), {PRIVATE: b""})
+    with pytest.raises(ConfigError, match="OUT_DIR: File exists"):
+        sync.restore(local_folder(f"{url}/full"))

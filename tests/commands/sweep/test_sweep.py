@@ -283,6 +283,13 @@ def test_failed_killed_and_diverged_runs_are_listed_and_the_rest_goes_on(make_pl
     assert [row.status for row in study.rows()] == ["finished"] * 4 and len(runs.started) == 6
 
 
+def test_the_lowest_value_of_a_metric_may_be_the_best(make_plan, monkeypatch):
+    Runs(monkeypatch, lambda lr, epoch: lr)
+    study = Study(make_plan("OPTIM.BASE_LR=0.8,0.7,0.6,0.5,0.9", "--asha", 2, "TEST.METRICS", "[ece]"))
+    study.run()
+    assert [(row.trial, row.status[0]) for row in study.rows()] == [(3, "f"), (2, "f"), (1, "f"), (0, "f"), (4, "p")]
+
+
 def test_a_torn_line_of_the_journal_is_removed_and_a_damaged_one_reported(make_plan, monkeypatch, tmp_path):
     runs = Runs(monkeypatch, good_at)
     plan = make_plan("OPTIM.BASE_LR=0.1,0.2")
@@ -334,6 +341,9 @@ def test_the_best_config_and_the_table_are_files(image_folder, tmp_path, monkeyp
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[1:3] == [["1", "finished", "2/2", "9", "1", "0.2"], ["0", "finished", "2/2", "3", "1", "0.1"]]
     assert lines[3][-1] == f"{tmp_path}/out/best.yaml" and (tmp_path / "out/sweep.html").is_file()
+    Runs(monkeypatch, lambda lr, epoch: 1)
+    failed = ["OUT_DIR", str(tmp_path / "failed")]
+    assert command.sweep("sweep", ["OPTIM.BASE_LR=0.1,0.2", *words, *failed]) == 1
 
 
 # -------------------------------------------------------------------------------------- real runs

@@ -45,6 +45,9 @@ def test_a_training_reads_the_files(cfg_of, small_cfg, root, tmp_path, image_fol
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             new = pyarrow.ipc.new_file if "cached" in name else pyarrow.ipc.new_stream
+            if "cached" in name:
+                data = table["image"].combine_chunks().field("bytes").cast("large_binary")
+                table = table.set_column(0, "image", data)
             with new(str(path), table.schema) as writer:
                 writer.write_table(table, max_chunksize=9)
     for folder in (root, tmp_path / "disk", tmp_path / "cached"):
@@ -60,10 +63,10 @@ def test_a_training_reads_the_files(cfg_of, small_cfg, root, tmp_path, image_fol
     assert len(copies) == 4
     build_images(cfg_of(*words), train=True)
     assert copies == {path: path.stat().st_mtime_ns for path in copies}
-    shutil.copytree(root, tmp_path / "changed")
-    words = "DATA.CACHE_DIR", tmp_path / "cache", "TRAIN.DATASET", tmp_path / "changed"
+    shutil.copytree(root, tmp_path / "chang[e]d")
+    words = "DATA.CACHE_DIR", tmp_path / "cache", "TRAIN.DATASET", tmp_path / "chang[e]d"
     assert len(build_images(cfg_of(*words), train=True)) == 48
-    write_parquet(tmp_path / "changed/data", to_arrow(image_rows(image_folder, "train")[:25]), "train-{}.parquet")
+    write_parquet(tmp_path / "chang[e]d/data", to_arrow(image_rows(image_folder, "train")[:25]), "train-{}.parquet")
     assert len(build_images(cfg_of(*words), train=True)) == 25
 
 
@@ -128,6 +131,30 @@ def test_labels_that_are_no_classes(cfg_of, image_folder, tmp_path):
         write_parquet(tmp_path, to_arrow([*rows[:-1], {**rows[-1], "label": wrong}]), "val-{}.parquet")
         with pytest.raises(ConfigError, match=rf"lacks: (number )?{wrong} \(val-00001-of-00002.arrow:row 28\)"):
             build_images(cfg_of("TRAIN.DATASET", tmp_path), train=False)
+
+
+def test_rows_without_bytes_tables_without_rows_and_compressed_files_are_named(cfg_of, image_folder, tmp_path):
+    rows = image_rows(image_folder, "val")
+    nothing = {**rows[0], "image": {"bytes": None, "path": "a.jpg"}}
+    write_parquet(tmp_path, to_arrow([nothing, *rows]), "train-{}.parquet")
+    images = build_images(cfg_of("TRAIN.DATASET", tmp_path), train=True)
+    with pytest.raises(ValueError, match="has no bytes; a path in the file is not followed"):
+        images.read(0)
+    assert images.read(1) == rows[0]["image"]["bytes"]
+    table, options = to_arrow(rows), pyarrow.ipc.IpcWriteOptions(compression="lz4")
+    with pyarrow.ipc.new_file(str(tmp_path / "train.arrow"), table.schema, options=options) as writer:
+        writer.write_table(table)
+    write_parquet(tmp_path, table[:0], "train.parquet")
+    for kind, said in (("arrow", "train.arrow cannot be read: .*: it is compressed"), ("parquet", "has no images")):
+        with pytest.raises(ConfigError, match=said):
+            build_images(cfg_of("TRAIN.DATASET", tmp_path, "DATA.TABLE.file", f"{{}}.{kind}"), train=True)
+
+
+def test_several_configurations_are_named(cfg_of, root, tmp_path):
+    for name in "ab":
+        shutil.copytree(root / "data", tmp_path / name)
+    with pytest.raises(ConfigError, match="configurations with the split train; fix: DATA.TABLE.file 'a/{}-[*].parq"):
+        build_images(cfg_of("TRAIN.DATASET", tmp_path), train=True)
 
 
 def test_damaged_tables_are_read_or_refused_by_name(tmp_path):

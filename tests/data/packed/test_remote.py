@@ -131,7 +131,9 @@ def test_a_copy_that_finds_no_space_is_refused_before_training(source, copy, tmp
         assert "remote: File too large; fix: free some space, or set it" in copy()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert_same_files(copy(), source.folder / "train")
+    assert_same_files(folder := copy(), source.folder / "train")
+    words = f"{source.url}/train", str(folder.parent), 5.0, 5.0, False
+    assert next(remote.main(*words)) == str(folder), "no space is needed for what is there"
 
 
 @pytest.mark.slow
