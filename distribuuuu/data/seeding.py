@@ -25,16 +25,12 @@ _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 def derive_seed(*parts: Any) -> Any:
     """Return 63 well-mixed bits from integers, e.g. (RNG_SEED, epoch, sample index); of arrays of uint64, an array."""
     state: Any = 0
-    for part in parts:
-        state = mix((state + part + STEP) & _MASK)
+    for part in parts:  # SplitMix64 without a call for each part: every step and every sample derives seeds
+        state = (state + part + STEP) & _MASK
+        state = (state ^ (state >> 30)) * _MIX_1 & _MASK
+        state = (state ^ (state >> 27)) * _MIX_2 & _MASK
+        state ^= state >> 31
     return state >> 1
-
-
-def mix(state: Any) -> Any:
-    """Return the output of SplitMix64 for a state: an int below 2**64, or an array of uint64."""
-    state = (state ^ (state >> 30)) * _MIX_1 & _MASK
-    state = (state ^ (state >> 27)) * _MIX_2 & _MASK
-    return state ^ (state >> 31)
 
 
 class SampleRNG:
@@ -54,8 +50,10 @@ class SampleRNG:
 
     def uniform(self) -> Any:
         """Return the next number in [0, 1)."""
-        self._state = (self._state + STEP) & _MASK
-        return (mix(self._state) >> 11) * 2.0**-53
+        self._state = bits = (self._state + STEP) & _MASK
+        bits = (bits ^ (bits >> 30)) * _MIX_1 & _MASK  # as in `derive_seed`
+        bits = (bits ^ (bits >> 27)) * _MIX_2 & _MASK
+        return ((bits ^ (bits >> 31)) >> 11) * 2.0**-53
 
     def seed(self) -> int:
         """Return a 53-bit integer to seed another generator with."""

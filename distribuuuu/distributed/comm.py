@@ -206,8 +206,8 @@ def gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContext
 
     A sharded model always reduces them: to accumulate them locally would take the memory of the full model.
     """
-    no_sync: Any = getattr(model, "no_sync", None)  # of DDP
-    return contextlib.nullcontext() if enabled or not no_sync else no_sync()
+    no_sync: Any = None if enabled else getattr(model, "no_sync", None)  # of DDP
+    return no_sync() if no_sync else contextlib.nullcontext()
 
 
 class FullStateDict(dict):
