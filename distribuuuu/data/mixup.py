@@ -6,8 +6,9 @@ lambda and the same box, each filled from the other. Consecutive pairs may share
 share them within the batch of a GPU.
 """
 
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,15 +19,14 @@ from distribuuuu.data.batch_plan import BatchPlan, check_pairs
 from distribuuuu.data.seeding import derive_seed
 from distribuuuu.distributed import comm as dist
 
-# (images, labels, seed, epoch, step, micro) -> (images, targets)
-Mixer = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 # Separates the random numbers of mixing from others of the same step.
 _STREAM = 0x6D69786564
+# Consecutive steps whose weights are computed together, and moved to the device by one copy.
+_BLOCK = 16
 
 
-@dataclass(frozen=True)
-class MixParams:
-    """Random parameters of groups of pairs: arrays (groups,).
+class MixParams(NamedTuple):
+    """Random parameters of groups of pairs: arrays (groups,), or (steps, groups).
 
     Attributes:
         lam: lambda, the fraction of an image that is kept.
@@ -42,7 +42,7 @@ class MixParams:
     column: np.ndarray
 
     def weights(self, height: int, width: int) -> np.ndarray:
-        """Return float32 (groups, 6): the partner's weight in the box, the box's edges, the partner's total weight.
+        """Return float32 (..., 6): the partner's weight in the box, the box's edges, the partner's total weight.
 
         The edges are top, bottom, left and right, in pixels; for mixup those of the image. A box is clipped at the
         borders, as in the paper's code, so the total weight is that of its clipped area.
@@ -51,14 +51,12 @@ class MixParams:
         for side, middle in ((height, self.row), (width, self.column)):
             half = (side * np.sqrt(1 - self.lam)).astype(np.int64) // 2
             center = (middle * side).astype(np.int64)
-            edges += [
-                np.where(self.use_cutmix, np.maximum(center - half, 0), 0),
-                np.where(self.use_cutmix, np.minimum(center + half, side), side),
-            ]
+            edges.append(np.where(self.use_cutmix, np.maximum(center - half, 0), 0))
+            edges.append(np.where(self.use_cutmix, np.minimum(center + half, side), side))
         top, bottom, left, right = edges
         inside = np.where(self.use_cutmix, 1.0, 1 - self.lam) * self.mixed
         total = inside * (bottom - top) * (right - left) / (height * width)
-        return np.stack([inside, *edges, total], axis=1).astype(np.float32)
+        return np.stack([inside, *edges, total], axis=-1).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -95,11 +93,10 @@ class PairMixer:
             message = "got structured targets or several views; expected labels and one view"
             raise ConfigError(f"AUG.MIXUP: {message}; fix: set AUG.MIXUP 0 and AUG.CUTMIX 0, or mix in the task")
         height, width = images.shape[-2:]
-        first = (micro * self.plan.world_size + self.rank) * self.plan.micro_batch // 2
-        of_step = self.draw(seed, epoch, step).weights(height, width)
-        groups = np.arange(first, first + len(images) // 2) // (self.group // 2)
-        of_pairs = of_step if len(of_step) == 1 else of_step[groups]
-        weights = copy_to_device(torch.from_numpy(of_pairs), images.device)
+        weights = _block_weights(self, seed, epoch, step // _BLOCK, height, width, images.device)[step % _BLOCK]
+        if weights.shape[0] > 1:
+            first = (micro * self.plan.world_size + self.rank) * self.plan.micro_batch // 2
+            weights = weights[first : first + self.plan.micro_batch // 2]
         inside = _pixel_weights(weights, height, width) if self.cutmix else weights[:, :1, None, None]
         blend_pairs(images, inside.to(images.dtype))
         targets = soften(labels, self.num_classes)
@@ -111,14 +108,13 @@ class PairMixer:
         generator = np.random.Generator(np.random.PCG64(derive_seed(seed, epoch, step, _STREAM)))
         num = -(-self.plan.global_batch // self.group)
         mixed, chosen, row, column = generator.random((4, num))
-        by_mixup, by_cutmix = (
-            generator.beta(alpha, alpha, num) if alpha else np.ones(num) for alpha in (self.mixup, self.cutmix)
-        )
+        by_mixup = generator.beta(self.mixup, self.mixup, num) if self.mixup else np.ones(num)
+        by_cutmix = generator.beta(self.cutmix, self.cutmix, num) if self.cutmix else np.ones(num)
         use_cutmix = chosen < (self.cutmix_share if self.mixup and self.cutmix else float(self.cutmix > 0))
         return MixParams(np.where(use_cutmix, by_cutmix, by_mixup), use_cutmix, mixed < self.probability, row, column)
 
 
-def build_mixer(cfg, plan: BatchPlan, rank: int | None = None) -> Mixer:
+def build_mixer(cfg, plan: BatchPlan, rank: int | None = None) -> PairMixer:
     """Return the mixer of a config, of a rank of the process group (by default this one)."""
     aug = cfg.AUG
     check_pairs(cfg, plan)
@@ -146,11 +142,22 @@ def blend_pairs(values: torch.Tensor, weights: torch.Tensor) -> None:
 
     Weights of 0 and 1 are exact. The temporary memory is half that of the values.
     """
-    pairs = values.unflatten(0, (-1, 2))
-    first, second = pairs[:, 0], pairs[:, 1]
+    first, second = values[::2], values[1::2]
     blended = torch.lerp(first, second, weights)
     second.lerp_(first, weights)
     first.copy_(blended)
+
+
+@functools.lru_cache(maxsize=4)
+def _block_weights(
+    mixer: PairMixer, seed: int, epoch: int, block: int, height: int, width: int, device: torch.device
+) -> torch.Tensor:
+    """Return the weights of the pairs of a block of steps, (steps, pairs, 6); (steps, 1, 6) if a step is one group."""
+    drawn = [mixer.draw(seed, epoch, step) for step in range(block * _BLOCK, (block + 1) * _BLOCK)]
+    weights = MixParams(*map(np.array, zip(*drawn, strict=True))).weights(height, width)
+    if weights.shape[1] > 1:
+        weights = weights[:, np.arange(mixer.plan.global_batch // 2) // (mixer.group // 2)]
+    return copy_to_device(torch.from_numpy(weights), device)
 
 
 def _pixel_weights(weights: torch.Tensor, height: int, width: int) -> torch.Tensor:

@@ -23,13 +23,8 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> None:
     grads = [to_local(grad) for grad in grads] if sharded else grads
     with torch.set_grad_enabled(False):  # half the calls of no_grad
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-        norm = _whole_norm(norm) if sharded else norm
+        if sharded:  # so far, it is that of the shards of this process
+            [square] = dist.scaled_all_reduce([norm.square()], scale=1.0)
+            norm = square.sqrt()
         factor = ((norm + 1e-6).reciprocal() * max_norm).clamp(max=1.0)  # a division by a tensor calls Python
         torch._foreach_mul_(grads, factor)
-
-
-def _whole_norm(norm: torch.Tensor) -> torch.Tensor:
-    """Return the norm of whole gradients from that of this process's shards; every process must call it."""
-    square = norm.square()
-    dist.scaled_all_reduce([square], scale=1.0)
-    return square.sqrt()

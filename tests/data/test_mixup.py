@@ -61,14 +61,13 @@ def naive(mix: PairMixer, images: torch.Tensor, labels: torch.Tensor, *position:
 KINDS = {
     "mixup": {"mixup": 0.8}, "cutmix": {"cutmix": 1.0}, "both": {"mixup": 0.2, "cutmix": 1.0, "cutmix_share": 0.4},
     "some": {"mixup": 0.8, "cutmix": 1.0, "probability": 0.6}, "by step": {"mixup": 0.8, "cutmix": 1.0, "group": 24},
-    "groups of 10": {"mixup": 0.2, "cutmix": 1.0, "group": 10},  # the last one has 4 images
-    "groups of 8, some": {"mixup": 0.8, "cutmix": 1.0, "probability": 0.6, "group": 8},
+    "groups of 10": {"mixup": 0.2, "cutmix": 1.0, "probability": 0.6, "group": 10},  # the last one has 4 images
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_images_and_targets_are_those_of_the_papers_formulas(kind):
-    for step in range(12):
+    for step in range(10, 22):  # of two blocks
         images, labels = batch(last=step % 2 == 1)
         mix, position = mixer(**KINDS[kind]), (5, 1, step, 0)
         results, targets = mixed(mix, images, labels, *position)
