@@ -133,7 +133,7 @@ def parse_split(module: ModuleType, args: list[str]) -> None:
 
 # For commands whose arguments are more than flags.
 PARSE_WITH = {
-    "split": parse_split, "sweep": parse_sweep, "plan": parse_split,
+    "split": parse_split, "finetune": parse_split, "sweep": parse_sweep, "plan": parse_split,
     "pack": lambda module, args: load_cfg(None, module.build_parser("").parse_known_args(args)[1][1:]),
     "doctor": lambda module, args: module.parse_args(None, args),
 }  # fmt: skip

@@ -22,6 +22,7 @@ from distribuuuu.files.image_files import (
     list_classes,
     sort_splits,
 )
+from distribuuuu.hints.words import CLOTHES
 
 # Files that are given in place of a folder: their endings, what they are, and the way in.
 _FILES = (
@@ -114,7 +115,7 @@ def missing_root(name: str, root: Path, layout: str) -> tuple[str, str]:
         return key, f"{root} is {describe_file(root)}"
     siblings = list_classes(root.absolute().parent)
     hint = "; for a URL set DATA.NAME packed" if ":/" in str(root) else did_you_mean(root.name, siblings)
-    hint = "; the photographs of the package are known to `finetune` alone" if str(root) == "clothes" else hint
+    hint = CLOTHES if str(root) == "clothes" else hint
     where = "" if root.is_absolute() else f" in {os.getcwd()}"
     return key, f"no such folder: {root}{where}; it should hold {layout}{hint}"
 

@@ -9,11 +9,15 @@ from typing import Any
 from distribuuuu.config.errors import did_you_mean, near_matches
 from distribuuuu.config.locate import FoundConfig, ListedConfig, shipped_file
 
+# Of the photographs of the package, which `finetune` alone knows by their name.
+CLOTHES = "; fix: distribuuuu finetune clothes, which writes the lists DATA.NAME list TRAIN.DATASET exp/clothes/lists"
+
 
 def describe_wrong_word(word: object, allowed: Sequence[str], kind: str) -> str:
     """Return the message for a value that is not among the allowed words, or names of registered entries of a kind."""
     families = dict.fromkeys(f"{one.partition('/')[0]}/NAME" if "/" in one else one for one in allowed if one)
     own = "; fix: name the file of an entry of your own in PLUGINS" if kind else ""
+    own = CLOTHES if word == "clothes" else own
     return f"got {word!r}; expected one of {', '.join(families)}{did_you_mean(str(word), allowed) or own}"
 
 

@@ -30,9 +30,9 @@ from distribuuuu.launch.host import count_cores
 from distribuuuu.records.run_log import progress
 
 # An export is verified if at least this share of its answers equals those of `predict`, and if the probability of the
-# answer differs by at most this much on average: a mistake may change no answer of a model that is sure.
-MIN_EQUAL = 0.999
-MAX_MEAN_DIFFERENCE = 0.002
+# answer differs by at most this much on average: a mistake may change no answer of a model that is sure. Classes whose
+# probabilities differ by less than TIE are equal answers: the resize of an ONNX file is not exactly that of torch.
+MIN_EQUAL, MAX_MEAN_DIFFERENCE, TIE = 0.999, 0.002, 0.01
 # Classes of an answer that are compared, with one label per image.
 _TOPK = 5
 
@@ -179,7 +179,7 @@ def _run_code(
 def _compare(one: Pairs, answer: Answer, multilabel: bool, threshold: float | None) -> tuple[bool, float]:
     """Tell whether an answer of the code of a card is equal to one of `predict`, and their difference of probability.
 
-    With one label per image, the first class is the same, or equally probable; the difference is that of the answer.
+    With one label per image, the first class is the same or, but for `TIE`, as probable; the difference is that of it.
     With several labels, those above 0.5 are the same; the difference is the greatest one of a label.
     """
     other, is_sure = answer
@@ -189,7 +189,7 @@ def _compare(one: Pairs, answer: Answer, multilabel: bool, threshold: float | No
         found, expected = ({label for label, probability in each if probability > 0.5} for each in (other, one))
         is_equal = found == expected
     else:
-        is_equal = bool(other) and other[0][0] in [label for label, probability in one if probability == one[0][1]]
+        is_equal = bool(other) and other[0][0] in [label for label, share in one if share > one[0][1] - TIE]
     if threshold is not None and other:  # by its own probability, whose difference is judged by itself
         is_equal = is_equal and is_sure == (other[0][1] > threshold)
     return bool(other) and is_equal, max(value if math.isfinite(value) else 1.0 for value in differences)

@@ -16,11 +16,11 @@ from distribuuuu.models.pretrained import Backbone, read_backbone, resolve_backb
 LARGE, IMAGENET_CLASSES = "timm/convnext_tiny", 1000
 
 
-def open_backbones(names: Sequence[str]) -> dict[str, Backbone]:
+def open_backbones(names: Sequence[str], arch: str = "") -> dict[str, Backbone]:
     """Return the backbones of names, whose weights are here or have been downloaded.
 
     Raises:
-        ConfigError: with each name that has no weights.
+        ConfigError: with each name that has no weights, or no architecture without `arch`, MODEL.ARCH.
     """
     found, problems = dict[str, Backbone](), list[Problem]()
     for name in names:
@@ -30,6 +30,9 @@ def open_backbones(names: Sequence[str]) -> dict[str, Backbone]:
             found[name] = resolve_backbone(name)
             if not found[name].path:
                 read_backbone(found[name], IMAGENET_CLASSES)
+            if not (found[name].arch or arch):
+                fix = "add MODEL.ARCH timm/NAME, the model that its tensors fit, e.g. MODEL.ARCH timm/resnet50"
+                raise ConfigError(f"{name} does not name its architecture; fix: {fix}")
         except ConfigError as error:
             problems.append(Problem("--backbone", str(error)))
     if problems:

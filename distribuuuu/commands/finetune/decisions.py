@@ -34,9 +34,9 @@ class Decisions:
                 shutil.rmtree(folder / "lists", ignore_errors=True)
                 self.content = {"job": job}
                 return
-            differing = [key for key in job if not isinstance(known, dict) or known.get(key) != job[key]]
-            reason = f"{folder} holds a fine-tuning with other {', '.join(differing)}"
-            raise ConfigError(f"--out: {reason}; fix: name another folder, or remove this one")
+            differing = [key for key in job if isinstance(known, dict) and known.get(key, job[key]) != job[key]]
+            what = f"with other {', '.join(differing)}" if differing else "of another version"
+            raise ConfigError(f"--out: {folder} holds a fine-tuning {what}; fix: name another folder, or delete this")
 
     def once(self, name: str, decide: Callable[[], Any]) -> Any:
         """Return a decision as JSON; it is made and stored at the first call."""

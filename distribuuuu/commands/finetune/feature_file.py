@@ -61,6 +61,8 @@ def compute_features(
 def _open_partial(out: Path, job: str) -> Path:
     """Return the folder of the finished chunks of `out`; raise ConfigError if it has those of another job."""
     folder = out.with_name(f"{out.name}.partial")
+    if folder.is_file():
+        raise ConfigError(f"--out: {folder} is a file; expected a folder; fix: delete or rename it")
     folder.mkdir(exist_ok=True)
     if not (known := folder / "job").exists():
         with replacing(known, "w") as file:

@@ -29,19 +29,22 @@ is best on validation images, and test it once.
                                      webdataset shards or .parquet files
   %(prog)s my_images --minutes 20 --backbone timm/convnext_tiny --out exp/mine
   %(prog)s photos.csv DATA.TABLE.path file OPTIM.BASE_LR 5e-5
+  %(prog)s my_pack DATA.NAME packed  a pack, or a data set of torchvision
 
 Rerun the same command to resume it after a stop; the result is the same.
 OUT is then a run for test, predict, report and export.
 """
-
 
 # 40 photographs of each of ten classes: the first training images of clothing-dataset-small after a shuffle
 # (github.com/alexeygrigorev, CC0 1.0), resized to a shorter side of 160 pixels.
 CLOTHES = Path(__file__).with_name("clothes.zip")
 ARCHIVES, PARQUET = (".tar", ".zip"), (".parquet", ".arrow")  # endings
 # Options that arguments of the command set.
-_DATA = ("DATA.NAME", "TRAIN.DATASET", "TRAIN.SPLIT", "TEST.DATASET", "TEST.SPLIT")
-_OWN = {"OUT_DIR": "--out", "FINETUNE.WEIGHTS": "--backbone", "RNG_SEED": "--seed", **dict.fromkeys(_DATA, "FOLDER")}
+_SPLITS = dict.fromkeys(("TRAIN.SPLIT", "TEST.SPLIT"), "FOLDER, or add the DATA.NAME that it is read as")
+_OWN = {"OUT_DIR": "--out", "FINETUNE.WEIGHTS": "--backbone", "RNG_SEED": "--seed", "TRAIN.DATASET": "FOLDER",
+        "TEST.DATASET": "FOLDER", **_SPLITS}  # fmt: skip
+# Beginnings of options of the data set DATA.NAME in FOLDER. The training reads the lists that are made of its images.
+_NAMED = ("DATA.NAME", "DATA.TABLE", "DATA.KWARGS", "DATA.DOWNLOAD", *_SPLITS)
 _WEIGHTS = (".pth", ".tar", ".pt", ".bin", ".ckpt", ".safetensors")
 
 
@@ -58,7 +61,7 @@ def finetune(prog: str, args: list[str]) -> int:
 
 
 def prepare(parser: CommandParser, args: Sequence[str]) -> argparse.Namespace:
-    """Return the flags of a command line, with `folder` and `out` as paths, the folder as `given`, and `overrides`.
+    """Return the flags of a command: paths `folder` and `out`, the folder as `given`, its options `data`, `overrides`.
 
     Raises:
         ConfigError: with every problem that is known before torch is imported.
@@ -66,13 +69,16 @@ def prepare(parser: CommandParser, args: Sequence[str]) -> argparse.Namespace:
     flags, rest, problems = parse_flags(parser, args)
     flags.overrides, flags.given, flags.folder = rest, flags.folder, Path(flags.folder)
     flags.pairs = [*zip(rest[::2], rest[1::2], strict=False)]
-    flags.table = [word for pair in flags.pairs if pair[0].startswith("DATA.TABLE") for word in pair]
+    of_data = _NAMED if "DATA.NAME" in rest[::2] else ("DATA.TABLE",)
+    flags.data = [word for pair in flags.pairs if pair[0].startswith(of_data) for word in pair]
     check_one_process("start it without a launcher; --nproc N trains in several processes")
     if len(rest) % 2:
         problems.append(Problem(COMMAND_LINE, f"got {' '.join(rest)}; expected FOLDER and KEY VALUE pairs"))
     else:
-        problems += read_data_cfg(None, [one for pair in flags.pairs if pair[0] not in flags.table for one in pair])[1]
-        problems += [Problem(key, f"got {value}; fix: use {_OWN[key]}") for key, value in flags.pairs if key in _OWN]
+        others = [pair for pair in flags.pairs if pair[0] not in flags.data]
+        checked = rest if of_data == _NAMED else [word for pair in others for word in pair]
+        problems += read_data_cfg(None, checked)[1]
+        problems += [Problem(key, f"got {value}; fix: use {_OWN[key]}") for key, value in others if key in _OWN]
     if str(flags.folder) == CLOTHES.stem and not flags.folder.exists():
         flags.folder = CLOTHES
     is_file = flags.folder.is_file() and flags.folder.name.lower().endswith((*TABLE_ENDINGS, *ARCHIVES, *PARQUET))

@@ -28,9 +28,11 @@ from distribuuuu.commands.finetune.summary import format_backbones, format_choic
 from distribuuuu.commands.finetune.views import choose_views
 from distribuuuu.commands.scan.splitting import Images, write_split
 from distribuuuu.config import Config, ConfigError, load_cfg
-from distribuuuu.config.config_node import changed
+from distribuuuu.config.config_node import changed, get_value
 from distribuuuu.config.declaration import AUTO
+from distribuuuu.config.derived import FOLLOWING
 from distribuuuu.config.errors import counted, first_few
+from distribuuuu.config.model_names import PUBLISHED
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.build_transform import statistics_of
 from distribuuuu.engine.build import make_out_dir
@@ -45,7 +47,7 @@ from distribuuuu.inference.loaded_run import LoadedRun
 from distribuuuu.launch.nproc import run_processes
 from distribuuuu.launch.signals import STATUS_OF, RunStopped
 from distribuuuu.models import count_parameters
-from distribuuuu.models.preprocessing import describe_license
+from distribuuuu.models.preprocessing import describe_license, follow, read_preprocessing
 from distribuuuu.models.pretrained import Backbone
 from distribuuuu.records.run_log import STAGE_MARK, progress
 from distribuuuu.trainer import evaluate_weights
@@ -73,15 +75,15 @@ def run_stages(flags: Namespace) -> dict[str, Any]:
         name, reason = default_backbone()
         flags.backbone = [name]
         say(f"backbone: {name}, the default {reason}")
-    backbones = open_backbones(flags.backbone)
+    backbones = open_backbones(flags.backbone, dict(flags.pairs).get("MODEL.ARCH", ""))
     for name, backbone in backbones.items():
         level, text = describe_license(backbone.license)
         say(f"{'WARNING: ' * (level > logging.INFO)}{name}: {text}")
     is_new = not out.exists()
     make_out_dir(str(out))
     with lock_out_dir(out), explaining_disk(out, is_new), short_log():
-        folder = unpack(flags.folder, out, flags.table)
-        images, parts = list_sources(folder, flags.table if folder == flags.folder else ())
+        folder = unpack(flags.folder, out, flags.data)
+        images, parts = list_sources(folder, flags.data if folder == flags.folder else ())
         job = {"images": hash_images(images), "backbones": [*backbones], "minutes": flags.minutes,
                "weights": [sha256(one.path.read_bytes()).hexdigest() if one.path else "" for one in backbones.values()],
                "options": flags.overrides, "groups": flags.group_by, "seed": flags.seed,
@@ -168,8 +170,14 @@ def probe_backbone(
         "LOG.TENSORBOARD": False, **backbone_options(backbone),
     })  # fmt: skip
     # auto is what they are anyway.
-    own = [word for pair in flags.pairs if pair not in _AUTO and pair[0] not in flags.table for word in pair]
-    cfg = resolve_cfg(load_cfg(None, [*words, *own]))
+    own = [word for pair in flags.pairs if pair not in _AUTO and pair[0] not in flags.data for word in pair]
+    cfg = load_cfg(None, [*words, *own])
+    if backbone.path and not backbone.options:  # a file of another program, most likely a copy of published weights
+        source = f"the published weights of {cfg.MODEL.ARCH}, as {name} has none"
+        cfg = follow(cfg, source, {**read_preprocessing(cfg.MODEL.ARCH, PUBLISHED), "MODEL.LICENSE": ""})
+        say(*(text for _, text in cfg.notes))
+        words += as_words({key: get_value(cfg, key) for key in FOLLOWING if get_value(cfg, key)})
+    cfg = resolve_cfg(cfg)
     mean, std = statistics_of(cfg, dataset_class(cfg))
     cfg = changed(cfg, {"DATA.MEAN": tuple(mean), "DATA.STD": tuple(std)})
     plain, num_train = open_backbone(cfg, images.classes, name), len(parts["train"])

@@ -37,8 +37,6 @@ FLAT_STD = 2.0
 CHUNK = 64
 # Sides that networks are trained at, and the usual ratio of the crop to the resized image.
 USUAL_SIDE, CROP_RATIO, SIDE_MULTIPLE, SMALL_SIDE = 224, 0.875, 32, 64
-# Shorter side for which 128 px are suggested, about the least at which weights of 224 px work.
-LEAST_SIDE = 147
 
 
 @dataclass
@@ -104,7 +102,7 @@ def _measure(images: ImageDataset, options: DecodeOptions, index: int) -> tuple[
 
 def measure_image(item: Any, options: DecodeOptions, record: Any) -> None:
     """Write the measurements of the result of `ImageDataset.read` into its RECORD; raise what decoding it raises."""
-    image = _open(item, options)
+    image = open_item(item, options)
     record["width"], record["height"] = image.size
     flags = ROTATED * (read_orientation(image, open_image) != 1)  # which training does not apply by default
     image = _load(image)
@@ -119,7 +117,7 @@ def measure_image(item: Any, options: DecodeOptions, record: Any) -> None:
     record["flags"] = flags
 
 
-def _open(item: Any, options: DecodeOptions) -> Image.Image:
+def open_item(item: Any, options: DecodeOptions) -> Image.Image:
     """Return the image of an item as PIL image; of a file, only the header has been read."""
     if is_file(item):
         if not len(item):
@@ -165,7 +163,7 @@ def hash_thumbnail(gray: np.ndarray) -> np.ndarray:
 
 def make_thumbnail(item: Any, options: DecodeOptions) -> np.ndarray:
     """Return an image of `ImageDataset.read` as float32 (32, 32, 3) in levels of 0 to 255."""
-    return np.asarray(_load(_open(item, options)).resize((SIDE, SIDE), Image.Resampling.BOX), np.float32)
+    return np.asarray(_load(open_item(item, options)).resize((SIDE, SIDE), Image.Resampling.BOX), np.float32)
 
 
 def suggest_sizes(shorter: int) -> dict[str, int]:

@@ -56,7 +56,7 @@ def test_json_lists_all_files_and_every_key_is_documented(root, capsys):
 
 
 MISTAKES = {
-    "": "got no data; expected FOLDER or --cfg FILE", "x --cfg y": "expected one of them", "clothes": "to `finetune`",
+    "": "got no data; expected FOLDER or --cfg FILE", "x --cfg y": "expected one of them", "clothes": "finetune cloth",
     "no_such": f"FOLDER: no such folder: no_such in {os.getcwd()}; it should hold SPLIT/CLASS/IMAGE or CLASS/IMAGE",
     "x --format jsn": "invalid choice", "x --workers -1": "--workers: got -1; expected 0 or more", "EMPTY": "no images",
     "--cfg no.yaml": "no such file", "TRAIN.DATASET /no/such": "TRAIN.DATASET", "EMPTY/train/cat": "has no class",

@@ -13,7 +13,7 @@ from support.saved_runs import save_run
 
 from distribuuuu import load_run
 from distribuuuu.commands.export import exporter as export
-from distribuuuu.commands.export.export_check import _run_code, check_export
+from distribuuuu.commands.export.export_check import _compare, _run_code, check_export
 from distribuuuu.commands.export.exporter import export_run
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import load_cfg
@@ -161,6 +161,8 @@ def test_a_difference_that_changes_no_answer_is_found(turned_run, tmp_path):
         answers[images.describe(index)] = list(zip(found.labels, found.probabilities, strict=True))
     right = f"ANSWERS = {answers!r}\ndef predict(path):\n    return ANSWERS[path]"
     assert check_export(run, images, tmp_path, right)["verified"]
+    own = [("a", 0.4), ("b", 0.395), ("c", 0.38)]  # a tie, and none
+    assert [_compare(own, ([(label, 0.4)], True), False, None)[0] for label in "abc"] == [True, True, False]
     less_sure = right.replace("return ANSWERS[path]", "return [(label, p * 0.99) for label, p in ANSWERS[path]]")
     found = check_export(run, images, tmp_path, less_sure)
     assert found["equal_answers"] == 100 and found["mean_probability_difference"] > 0.002 and not found["verified"]

@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from support.archives import archive_folder, files_of, write_tar, write_zip
 from support.images import draw_folder
+from support.packs import pack as pack_images
 from support.runs import ROOT, train_model
 from support.sources import image_rows, to_arrow, write_parquet
 from support.tables import each_row
@@ -128,16 +129,23 @@ def test_archives_are_unpacked_once(photos, tmp_path, kind):
     assert unpack(photos, tmp_path / "out") == photos
 
 
-@pytest.mark.parametrize("kind", ["one zip", "tar", "tars", "shards", "parquet"])
+@pytest.mark.parametrize("kind", ["one zip", "tar", "tars", "shards", "parquet", "packed"])
 def test_splits_in_other_files(image_folder, tmp_path, kind):
+    for form in ("jpeg", "raw") if kind == "packed" else ():
+        words = ("--format", form, "TRAIN.DATASET", image_folder, "TEST.DATASET", image_folder)
+        pack_images(tmp_path / ("set" if form == "jpeg" else "raw"), *words, split="both")
     for name in ("train", "val") if kind == "parquet" else ():
         write_parquet(tmp_path / "set/data", to_arrow(image_rows(image_folder, name)), f"{name}-{{}}.parquet")
-    source = tmp_path / "set" if kind == "parquet" else archive_folder(image_folder, tmp_path / "set", kind)
+    source = tmp_path / "set" if kind in ("parquet", "packed") else archive_folder(image_folder, tmp_path / "set", kind)
     found = [list_sources(folder, ()) for folder in (unpack(source, tmp_path / "out"), image_folder)]
     contents = [{part: sorted((images.labels[at], (images.folder / images.names[at]).read_bytes()) for at in own)
                  for part, own in parts.items()} for images, parts in found]  # fmt: skip
     assert contents[0] == contents[1] and {*contents[0]} == {"train", "test"}
     assert found[0][0].classes == (("0", "1", "2") if kind == "shards" else ("ant", "bee", "cat"))
+    if kind == "packed":
+        named = unpack(tmp_path / "raw", tmp_path / "out", ("DATA.NAME", "packed", "TEST.SPLIT", "val"))
+        images, parts = list_sources(named, ())
+        assert len(parts["train"]) == 48 and images.names[50].endswith(".png") and not split(named)[3]
     if kind in ("tar", "parquet"):
         images, parts = list_sources(unpack(min(source.rglob("train*")), tmp_path / "out"), ())
         assert not parts and len(images.names) in (20, 48), "one file has no splits"
@@ -194,6 +202,8 @@ ERRORS = [  # the images of each class, or what makes the folder, FOLDER in it, 
     (USABLE, "", ("FINETUNE.LORA.rank", "4"), r"FINETUNE.LORA.targets: '\*' matches no linear layer; .* has none"),
     (USABLE, "", ("FINETUNE.FREEZE", "[x]"), r"FINETUNE.FREEZE .*'x' is the name of no parameter or module"),
     (ONE, "", ("TRAIN.DATASET", "x"), r"TRAIN.DATASET: got x; fix: use FOLDER"),
+    (ONE, "", ("TRAIN.SPLIT", "x"), r"TRAIN.SPLIT: got x; fix: use FOLDER, or add the DATA.NAME that it is read as"),
+    (ONE, "", ("DATA.NAME", "packd", "TRAIN.SPLIT", "x"), r"DATA.NAME .*got 'packd'.*did you mean packed"),
     (ONE, "", ("--backbone", "pypi/efficientnet_lit0"), r"--backbone: pypi/.*did you mean efficientnet_lite0"),
     (ONE, "", ("--backbone", "exp/no_such"), r"--backbone: no such file or folder: exp/no_such"),
     (ONE, "", ("--backbone", "local-dir:no_such"), r"--backbone: local-dir:no_such: no such model"),
@@ -270,15 +280,18 @@ def test_adapters_are_merged_in_the_result(photos, tmp_path, capsys, here):
     torch.save(timm.create_model("test_vit", num_classes=7, img_size=32).state_dict(), tmp_path / "vit.pth")
     words = ("MODEL.ARCH", "timm/test_vit", "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32, "OPTIM.MAX_EPOCH", 1,
              "FINETUNE.LORA.rank", 2, "TEST.BATCH_SIZE", 16)  # fmt: skip
-    assert run(photos, "--backbone", tmp_path / "vit.pth", "--out", tmp_path / "out", *words) == 0
+    given = photos, "--backbone", tmp_path / "vit.pth"
+    assert run(*given, *words[2:]) == 2
+    assert "vit.pth does not name its architecture; fix: add MODEL.ARCH timm/NAME" in capsys.readouterr().err
+    assert run(*given, "--out", tmp_path / "out", *words) == 0
+    assert "the published weights of timm/test_vit, as " in (said := capsys.readouterr().out) and "[0.5, 0.5" in said
     content = read_checkpoint(tmp_path / "out/best.pth.tar")
     assert content["state_dict"].keys() == read_checkpoint(tmp_path / "vit.pth")["state_dict"].keys()
     cfg = load_cfg(str(tmp_path / "out/finetune.yaml"))
     assert (cfg.OPTIM.BASE_LR, cfg.OPTIM.LAYER_DECAY, cfg.FINETUNE.FREEZE) == (pytest.approx(5e-4), 1, ())
     assert "LoRA: adapters of rank 2 in 24 layers" in (tmp_path / "out/finetune/train.log").read_text()
     assert load_run(tmp_path / "out").predict([photos / "cat/000.jpg"])[0].labels[0] in COUNTS
-    words += ("FINETUNE.LORA.rank", 99)
-    assert run(photos, "--backbone", tmp_path / "vit.pth", "--out", tmp_path / "x", *words) == 2
+    assert run(*given, "--out", tmp_path / "x", *words, "FINETUNE.LORA.rank", 99) == 2
     assert "): got 99; expected at most 64, the width" in capsys.readouterr().err and not (tmp_path / "x").exists()
 
 
@@ -397,6 +410,8 @@ def test_a_folder_of_another_fine_tuning_is_refused(photos, finished_run, tmp_pa
     assert run(*words, "--backbone", weights) == 2 and "with other weights; fix" in capsys.readouterr().err
     draw_folder(photos.parent, photos.name, {"dog": 9})
     assert run(*words, "--backbone", weights) == 2 and "with other images, weights; fix" in capsys.readouterr().err
+    (tmp_path / "out/finetune.json").write_text('{"job": {}}')
+    assert run(*words, "--backbone", weights) == 2 and "of another version" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -437,6 +452,9 @@ def test_embed_is_resumed_and_refuses_other_weights(photos, finished_run, tmp_pa
     assert "features of another model, other options or other images" in capsys.readouterr().err
     assert embed(finished_run, photos, "--nproc", 2, "--out", tmp_path / "b.npz") == 3 and len(calls) == 5
     assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes() and not [*tmp_path.glob("*.partial")]
+    (tmp_path / "c.npz.partial").touch()
+    assert embed(finished_run, photos, "--out", tmp_path / "c.npz") == 2
+    assert "c.npz.partial is a file; expected a folder; fix: delete" in capsys.readouterr().err
     with np.load(tmp_path / "a.npz") as content:
         assert content["features"].shape == (39, 64) and set(content["label"]) == {*COUNTS}
         meta = json.loads(str(content["meta"]))
