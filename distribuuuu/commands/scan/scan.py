@@ -37,6 +37,8 @@ FLAT_STD = 2.0
 CHUNK = 64
 # Sides that networks are trained at, and the usual ratio of the crop to the resized image.
 USUAL_SIDE, CROP_RATIO, SIDE_MULTIPLE, SMALL_SIDE = 224, 0.875, 32, 64
+# Shorter side for which 128 px are suggested, about the least at which weights of 224 px work.
+LEAST_SIDE = 147
 
 
 @dataclass

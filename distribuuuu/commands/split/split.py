@@ -1,8 +1,10 @@
 """The command split: lists of training, validation and test images of a folder or a table without splits."""
 
 import argparse
+import contextlib
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
@@ -10,8 +12,11 @@ from distribuuuu.commands.output import align_columns, check_out
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted
 from distribuuuu.config.reader import COMMAND_LINE
-from distribuuuu.files.untrusted import printable
+from distribuuuu.files.untrusted import open_regular, printable
 from distribuuuu.hints.sources import missing_root
+
+# Headers of images, evenly spaced, that are read for the suggested sizes.
+MAX_HEADERS = 1000
 
 _DESCRIPTION = """Split a folder with one sub-folder of images per class, or a table of paths and
 classes, into lists, which DATA.NAME list reads. No image is copied, moved or
@@ -58,11 +63,29 @@ def split(prog: str, args: list[str]) -> int:
         sizes.append([f"  {name}", f"{len(indices):>9,}", f"{share:>7}", counted(num_classes, "class")])
     folder = str(Path(flags.out, "fold_1") if flags.folds else Path(flags.out))
     out_dir = os.path.join("exp", Path(flags.out).resolve().name)
-    command = shlex.join(["DATA.NAME", "list", "TRAIN.DATASET", folder, "TEST.DATASET", folder, "OUT_DIR", out_dir])
+    words = ["DATA.NAME", "list", "TRAIN.DATASET", folder, "TEST.DATASET", folder, "OUT_DIR", out_dir]
+    command = shlex.join(words + _suggest_sizes([images.folder / name for name in images.names]))
     own = prog.rpartition(" ")[0] or "distribuuuu"
     steps = f"to fine-tune: {own} finetune {shlex.quote(folder)}", f"to train: {own} train --cfg photographs {command}"
     print(*map(printable, (*lines, *align_columns(sizes, "<>>"), *notes, *steps)), sep="\n")
     return 0
+
+
+def _suggest_sizes(paths: Sequence[Path]) -> list[str]:
+    """Return the words of the sizes that suit the images, by the headers of some; [] for those of the config.
+
+    Small images are enlarged to 128 px: the weights of the config were trained with 224.
+    """
+    from distribuuuu.commands.scan.scan import LEAST_SIDE, USUAL_SIDE, suggest_sizes
+    from distribuuuu.data.decode import open_image
+
+    shorter = []
+    for path in paths[:: -(-len(paths) // MAX_HEADERS)]:
+        with contextlib.suppress(Exception), open_regular(path) as file:  # the images are checked by doctor
+            shorter.append(min(open_image(file).size))
+    least = sorted(shorter)[round((len(shorter) - 1) / 10)] if shorter else USUAL_SIDE
+    sizes = suggest_sizes(max(least, LEAST_SIDE)) if least < USUAL_SIDE else {}
+    return [str(word) for size in sizes.items() for word in size]
 
 
 def build_parser(prog: str) -> CommandParser:

@@ -144,6 +144,13 @@ class Study:
             return -math.inf
         return value if self.plan.higher_is_better else -value
 
+    def importance(self) -> dict[str, float]:
+        """Return the share of each option in what makes a trial good (PED-ANOVA); empty: there are too few trials."""
+        if len(self.plan.space) < 2 or len(self._study.get_trials(states=[self._states.COMPLETE])) < 4:
+            return {}
+        evaluator = self._optuna.importance.PedAnovaImportanceEvaluator()
+        return self._optuna.importance.get_param_importances(self._study, evaluator=evaluator)
+
     def _run_trial(self) -> bool:
         """Run a trial that no other process works on; return False if there is none."""
         with contextlib.ExitStack() as held:
@@ -272,9 +279,9 @@ def list_cells(plan: Plan, rows: Sequence[Row]) -> list[list[str]]:
     return lines
 
 
-def write_results(plan: Plan, rows: Sequence[Row]) -> list[Path]:
+def write_results(plan: Plan, rows: Sequence[Row], importance: Mapping[str, float]) -> list[Path]:
     """Write the page of a finished sweep and the config of its best run; return the paths."""
-    texts = {"sweep.html": build_sweep_page(plan, rows)}
+    texts = {"sweep.html": build_sweep_page(plan, rows, importance)}
     if (best := rows[0]).seeds:
         cfg = load_cfg(plan.flags.cfg, [*plan.options, *to_words(best.values_of)])
         header = f"# Trial {best.trial} of a sweep: {plan.metric} {best.objective:.3f} on its evaluation images.\n"
@@ -285,7 +292,7 @@ def write_results(plan: Plan, rows: Sequence[Row]) -> list[Path]:
     return [plan.out_dir / name for name in texts]
 
 
-def build_sweep_page(plan: Plan, rows: Sequence[Row]) -> str:
+def build_sweep_page(plan: Plan, rows: Sequence[Row], importance: Mapping[str, float]) -> str:
     """Return OUT_DIR/sweep.html, a page in the style of a report."""
     best, summary = rows[0], [html.paragraph(f"{summarize(rows)}.")]
     if best.objective is not None:
@@ -293,6 +300,9 @@ def build_sweep_page(plan: Plan, rows: Sequence[Row]) -> str:
         command = f"distribuuuu train --cfg {plan.out_dir / 'best.yaml'} OUT_DIR DIR"
         summary += [html.tiles(tiles), html.heading(f"Best config: trial {best.trial}"), html.pairs(best.values_of),
                     html.preformatted(command)]  # fmt: skip
+    if importance:
+        columns = [Column("option"), Column("share", ".0%", bar=True)]
+        summary += [html.heading("Importance of the options"), html.table(columns, [*importance.items()])]
     heading, *trials = list_cells(plan, rows)
     subtitle = f"{counted(len(rows), 'trial')} of {counted(len(plan.space), 'option')}, compared by {plan.metric}"
     sections = [PageSection("Summary", summary),

@@ -52,7 +52,7 @@ def sweep(prog: str, args: list[str]) -> int:
         study = Study(plan)
         study.run()
         rows = study.rows()
-        written = write_results(plan, rows)
+        written = write_results(plan, rows, study.importance())
     except (InvalidFileError, OSError) as error:
         raise ConfigError(f"OUT_DIR: {error}; fix: set another OUT_DIR") from error
     cells = list_cells(plan, rows)

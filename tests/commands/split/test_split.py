@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from support.archives import files_of
 from support.images import draw_folder
 
@@ -108,10 +109,23 @@ def test_the_command(folder, tmp_path, capsys):
     assert (tmp_path / "out" / "val.csv").read_bytes() == before
 
 
-def test_the_command_that_is_printed_trains(tmp_path, capsys):
-    draw_folder(tmp_path, "images", {"a": 30, "b": 30})
+@pytest.mark.parametrize("side, sizes", [(28, "128 TEST.IM_SIZE 146"), (200, "160 TEST.IM_SIZE 183"), (300, "")])
+def test_the_command_that_is_printed_trains_with_sizes_that_suit_images_and_weights(
+    tmp_path, capsys, side, sizes, monkeypatch
+):
+    for number in range(60):
+        path = tmp_path / "images" / "ab"[number % 2] / f"{number:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (side + 9 * number, side), (number, 0, 0)).save(path)
+    (tmp_path / "images" / "a" / "broken.png").write_bytes(b"no image")
+    opened = []
+    room = "distribuuuu.commands.split.split"
+    monkeypatch.setattr(f"{room}.open_regular", lambda path: opened.append(path) or open(path, "rb"))
+    monkeypatch.setattr(f"{room}.MAX_HEADERS", 10)
     assert run(tmp_path / "images", "--val", 0.3, "--out", tmp_path / "lists") == 0
     line = capsys.readouterr().out.splitlines()[-1]
+    assert 5 <= len(opened) <= 10 and line.startswith("to train: distribuuuu train --cfg photographs ")
+    assert line.endswith(f" TRAIN.IM_SIZE {sizes}") if sizes else "IM_SIZE" not in line
     cfg, _ = parse_args("", shlex.split(line.removeprefix("to train: distribuuuu train ")), train=True)
     assert cfg.OUT_DIR == "exp/lists" and cfg.OPTIM.MAX_EPOCH <= 30 and cfg.MODEL.NUM_CLASSES == 2
     assert build_images(cfg, train=True).classes == ("a", "b")

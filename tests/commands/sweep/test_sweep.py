@@ -200,7 +200,7 @@ def test_a_sampler_continues_after_a_restart_and_with_more_trials(make_plan, mon
     found = values_of(study.rows())
     assert len(runs.started) == 14 and len({*found}) == 14 and all(0.001 <= float(lr) <= 1 for lr in found)
     assert {options["OPTIM.NAME"] for options in runs.options} == {"sgd", "adamw"}
-    assert study.rows()[0].objective > 90
+    assert study.rows()[0].objective > 90 and study.importance().keys() == {"OPTIM.BASE_LR", "OPTIM.NAME"}
     if sampler != "tpe":  # they do not depend on results
         (tmp_path / "out").rename(tmp_path / "first")
         study = Study(make_plan(*words, "--trials", 14))
@@ -315,12 +315,13 @@ def test_the_table_and_the_page(make_plan, tmp_path):
     rows = [Row(2, "finished", 9, 9, {3: 92.0, 4: 94.0}, 93.0, "", values),
             Row(3, "paused", 3, 9, {}, 81.5, "", values),
             Row(4, "failed", 1, 9, {}, None, hostile, values)]  # fmt: skip
-    page = build_sweep_page(plan, rows)
+    page = build_sweep_page(plan, rows, {"OPTIM.BASE_LR": 0.7, "OPTIM.NAME": 0.3})
     texts = Page(page).texts
     assert hostile in texts and "<script>alert" not in page
-    for text in ("Summary", "Trials", "Best config: trial 2", "93.00", "3/9"):
+    for text in ("Summary", "Trials", "Best config: trial 2", "Importance of the options", "70 %", "93.00",
+                 "3/9"):  # fmt: skip
         assert text in texts, text
-    empty = Page(build_sweep_page(plan, [Row(5, "running", 0, 9, {}, None, "", {})])).texts
+    empty = Page(build_sweep_page(plan, [Row(5, "running", 0, 9, {}, None, "", {})], {})).texts
     assert any(text.startswith("1 trial: 1 running") for text in empty)
     lines = list_cells(plan, rows)
     assert lines[0] == ["trial", "status", "epochs", "top1", "seeds", *values, "error"] and len(lines) == 4
