@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -123,9 +124,13 @@ def fingerprint(out_dir: Path) -> dict[str, str]:
 
 
 def find_environment() -> dict[str, str]:
-    """Return the CPU capability and the package versions that determine floating-point results."""
+    """Return the CPU's vendor and vector instructions and the versions that determine floating-point results."""
     packages = ("torch", "torchvision", "timm", "numpy", "pillow")
-    return {"cpu": torch.backends.cpu.get_cpu_capability(), **{name: version(name) for name in packages}}
+    cpuinfo = Path("/proc/cpuinfo")  # MKL and oneDNN choose their kernels by vendor and by more than AVX512
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
+    features = {*re.findall(r"\b(?:AuthenticAMD|GenuineIntel|(?:amx|avx|fma)\w*)\b", text)}
+    cpu = " ".join([torch.backends.cpu.get_cpu_capability(), *sorted(features)])
+    return {"cpu": cpu, **{name: version(name) for name in packages}}
 
 
 def keep_first_epoch(out_dir: Path) -> None:
