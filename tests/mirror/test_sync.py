@@ -199,7 +199,7 @@ def test_the_side_with_the_newer_checkpoint_wins_and_an_overtaken_run_stops_uplo
         with pytest.raises(MirrorError, match="another machine has continued this run"):
             one.upload_changes()
     mirror_of(tmp_path / "one", tmp_path / "store").reconcile()
-    assert read(tmp_path / "one") == read(tmp_path / "b")
+    assert read(tmp_path / "one") == read(tmp_path / "b") and (tmp_path / "one" / PRIVATE / "id").exists()
     write(tmp_path / "one", {"checkpoints/ckpt_ep_004.pth.tar": b"four"})
     one = mirror_of(tmp_path / "one", tmp_path / "store")
     one.reconcile()
