@@ -38,19 +38,11 @@ def find_feature_problems(cfg, train: bool, is_start: bool) -> Iterator[tuple[st
     for key, off in (("MODEL.WEIGHTS", "null"), ("MODEL.PRETRAINED", "False")):
         if train and cfg.FINETUNE.WEIGHTS and get_value(cfg, key):
             yield "FINETUNE.WEIGHTS", f"{key} is set too; fix: set {key} {off}, or leave this option empty"
-    yield from _find_result_problems(cfg) if train and cfg.FINETUNE.HEAD else ()
+    head = os.path.dirname(os.path.expanduser(cfg.FINETUNE.HEAD))
+    if train and cfg.FINETUNE.HEAD and cfg.TEST.SPLIT == "test" and os.path.isfile(os.path.join(head, DECISIONS)):
+        yield "TEST.SPLIT", f"got test, the images that tested {head}; fix: TEST.SPLIT val, which chooses the weights"
     if train and cfg.DISTILL.TEACHER and "torch" not in sys.modules and not cfg.PLUGINS:  # as `find_run_problems`
         yield from find_model_problems("DISTILL.TEACHER", cfg.DISTILL.TEACHER, "DISTILL.KWARGS", cfg.DISTILL.KWARGS)
-
-
-def _find_result_problems(cfg) -> Iterator[tuple[str, str]]:
-    """Yield why a training would overwrite the tested weights of `finetune`, or choose others by its test images."""
-    head = os.path.dirname(os.path.expanduser(cfg.FINETUNE.HEAD))
-    if os.path.isfile(os.path.join(cfg.OUT_DIR, DECISIONS)):
-        fix = f"to repeat its training, if it had one: --cfg {cfg.OUT_DIR}/finetune.yaml OUT_DIR {cfg.OUT_DIR}_again"
-        yield "OUT_DIR", f"{cfg.OUT_DIR} holds the tested model of distribuuuu finetune; fix: {fix}"
-    elif cfg.TEST.SPLIT == "test" and os.path.isfile(os.path.join(head, DECISIONS)):
-        yield "TEST.SPLIT", f"got test, the images that tested {head}; fix: TEST.SPLIT val, which chooses the weights"
 
 
 def _find_weights_problem(weights: str, needs_file: bool) -> str:

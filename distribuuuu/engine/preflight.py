@@ -19,7 +19,7 @@ from distribuuuu.config.model_names import find_model_problems, load_names, name
 from distribuuuu.config.options import IMAGENET_CLASSES, OPTIONAL_DECODERS, TEST_SETS
 from distribuuuu.config.reader import read_cfg
 from distribuuuu.config.registry import OPTIMIZERS, dataset_class, dataset_name
-from distribuuuu.config.run_files import CHECKPOINTS, find_path_problem, url_of
+from distribuuuu.config.run_files import CHECKPOINTS, DECISIONS, find_path_problem, url_of
 from distribuuuu.data.batch_plan import check_graphs, check_num_images, check_pairs, plan_of
 from distribuuuu.launch.detect import detect_launch, list_jobs
 
@@ -175,7 +175,12 @@ def _name_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
 
 
 def _out_dir_problems(out_dir: Path, train: bool) -> Iterator[tuple[str, str]]:
-    """Yield a problem if a run cannot write to OUT_DIR or, in training, to its checkpoint folder."""
+    """Yield a problem if a run cannot write to OUT_DIR or, in training, to its checkpoint folder, or must not."""
+    if train and os.path.lexists(out_dir / DECISIONS):
+        fix = (
+            f"name another folder; to repeat its training, if it had one: --cfg {out_dir}/finetune.yaml OUT_DIR FOLDER"
+        )
+        yield "OUT_DIR", f"{out_dir} holds the tested model of distribuuuu finetune; fix: {fix}"
     for path in (out_dir, out_dir / CHECKPOINTS) if train else (out_dir,):
         existing = next(folder for folder in (path, *path.absolute().parents) if os.path.exists(folder))
         if not existing.is_dir():

@@ -1,16 +1,19 @@
 """Decisions and measurements of a fine-tuning, stored when they are made: a rerun repeats none and takes the same."""
 
 import contextlib
+import itertools
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from distribuuuu.checkpoint.weights_files import best_path
 from distribuuuu.config import ConfigError
 from distribuuuu.config.json_file import load_json
-from distribuuuu.config.run_files import DECISIONS
+from distribuuuu.config.run_files import CHECKPOINTS, DECISIONS
 from distribuuuu.files.atomic_file import replacing
 
 
@@ -36,7 +39,8 @@ class Decisions:
                 return
             differing = [key for key in job if isinstance(known, dict) and known.get(key, job[key]) != job[key]]
             what = f"with other {', '.join(differing)}" if differing else "of another version"
-            raise ConfigError(f"--out: {folder} holds a fine-tuning {what}; fix: name another folder, or delete this")
+            fix = f"{name_another(folder)}, or delete this folder"
+            raise ConfigError(f"--out: {folder} holds a fine-tuning {what}; fix: {fix}")
 
     def once(self, name: str, decide: Callable[[], Any]) -> Any:
         """Return a decision as JSON; it is made and stored at the first call."""
@@ -46,6 +50,20 @@ class Decisions:
                 file.write(json.dumps(content, indent=1) + "\n")
             self.content = json.loads(json.dumps(content))
         return self.content[name]
+
+
+def name_another(folder: Path) -> str:
+    """Return the advice to name another folder, with one that does not exist."""
+    free = next(path for number in itertools.count(2) if not os.path.lexists(path := f"{folder}_{number}"))
+    return f"name another folder, e.g. --out {shlex.quote(free)}"
+
+
+def check_other_run(folder: Path) -> None:
+    """Raise ConfigError if a folder holds a run of another command; a fine-tuning writes its decisions first."""
+    if not os.path.lexists(folder / DECISIONS):
+        for name in (CHECKPOINTS, best_path(folder).name, "config.yaml"):
+            if os.path.lexists(folder / name):
+                raise ConfigError(f"--out: {folder} holds another run, {name}; fix: {name_another(folder)}")
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from distribuuuu.checkpoint.published_files import locate
+from distribuuuu.commands.finetune.decisions import check_other_run
 from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
 from distribuuuu.commands.output import check_one_process, check_out, stop_with
 from distribuuuu.commands.scan.data_config import read_data_cfg
@@ -89,6 +90,7 @@ def prepare(parser: CommandParser, args: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(problems)
     flags.out = Path(flags.out or os.path.join("exp", flags.folder.resolve().stem))
     check_out("--out", flags.out)
+    check_other_run(flags.out)
     return flags
 
 

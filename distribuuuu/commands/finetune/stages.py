@@ -260,7 +260,7 @@ def plan_training(
     if not epochs:
         missing_s = seconds_of(FEWEST_EPOCHS, epoch_s * share, evaluation_s) - left_s
         minutes = math.ceil(flags.minutes + missing_s / 60)
-        fits = f"{FEWEST_EPOCHS} epochs, the fewest that pay off, need --minutes {minutes} or more"
+        fits = f"{FEWEST_EPOCHS} epochs, the fewest that pay off, need --minutes {minutes} or more and another --out"
     say(f"fine-tuning: an epoch {takes} {epoch_s:.0f} s; {fits}")
     return {"epochs": epochs, "epoch_s": epoch_s, "evaluation_s": evaluation_s, "left_s": left_s}
 

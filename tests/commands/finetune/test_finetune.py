@@ -263,14 +263,15 @@ def test_a_fine_tuning_is_tested_once_and_gives_a_run(photos, finished_run, tmp_
     monkeypatch.setattr(stages, "probe_backbone", lambda *args: pytest.fail("the features are gone"))
     assert run(*words) == 0, "a finished one prints its table again"
     assert capsys.readouterr().out.split("top-1 in %")[1] == printed.split("top-1 in %")[1]
-    assert run(*words, "TRAIN.TOPK", 2) == 2 and "other options; fix: name another folder" in capsys.readouterr().err
+    assert run(*words, "TRAIN.TOPK", 2) == 2 and f"options; fix: name another folder, e.g. --out {out}_2" in (
+        capsys.readouterr().err
+    )
     for line in re.findall(r"^distribuuuu .*?(?=  )", printed, re.MULTILINE):
         assert dispatch("distribuuuu", line.replace("PHOTOS", str(photos / "cat")).split()[1:]) == 0, line
     assert_same_weights(tmp_path / "out_again/best.pth.tar", out / "finetune/best.pth.tar")
     assert "the head is that of" in (tmp_path / "out_again/train.log").read_text()
-    with pytest.raises(ConfigError, match="FINETUNE.HEAD.* no such file"):
-        train_model(load_cfg(str(out / "finetune.yaml"), ["OUT_DIR", str(tmp_path / "x"), "FINETUNE.HEAD", "probe"]))
-    for own, text in (((), "finetune.yaml OUT_DIR"), (("OUT_DIR", f"{out}_x"), "got test, the images that tested")):
+    for own, text in (((), "finetune.yaml OUT_DIR"), (("FINETUNE.HEAD", ""), "holds the tested model"),
+                      (("OUT_DIR", f"{out}_x"), "got test, the images that tested")):  # fmt: skip
         assert dispatch("x", ["train", "--cfg", f"{out}/config.yaml", *own]) == 2 and text in capsys.readouterr().err
 
 
@@ -412,6 +413,17 @@ def test_a_folder_of_another_fine_tuning_is_refused(photos, finished_run, tmp_pa
     assert run(*words, "--backbone", weights) == 2 and "with other images, weights; fix" in capsys.readouterr().err
     (tmp_path / "out/finetune.json").write_text('{"job": {}}')
     assert run(*words, "--backbone", weights) == 2 and "of another version" in capsys.readouterr().err
+
+
+@each_row("name", ["best.pth.tar", "checkpoints", "config.yaml"])
+def test_the_folder_of_another_run_is_refused(name, photos, finished_run, tmp_path_factory, capsys, here):
+    out = tmp_path_factory.mktemp("runs") / "mine"
+    (out / name).mkdir(parents=True)
+    (out.parent / "mine_2").mkdir()
+    assert run(photos, "--backbone", finished_run, "--out", out) == 2 and [*out.iterdir()] == [out / name]
+    assert f"--out: {out} holds another run, {name}; fix: name another folder, e.g. --out {out}_3" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
