@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,15 +83,21 @@ def build_parser(prog: str | None = None) -> CommandParser:
     return parser
 
 
+def format_answers(record: Mapping[str, Any]) -> str:
+    """Return the share of equal answers, and the number of ties if there are some."""
+    ties = f", {counted(record['ties'], 'tie')}" if record["ties"] else ""
+    return f"{record['equal_answers']:.2f} % equal answers{ties}"
+
+
 def describe(record: dict[str, Any], out: Path) -> str:
     """Return the result of an export in a few lines."""
     lines = [f"{out / record['file']}: {record['weights']} weights of {record['source']}, float32"]
     if record["verified"] is None:
         return f"{lines[0]}\nNOT CHECKED: --images checks it on any images"
     lines.append(
-        f"check: {counted(record['images'], 'image')} of {record['images_of_set']:,}; equal answers "
-        f"{record['equal_answers']:.2f} %; difference of probabilities {record['mean_probability_difference']:.2g} on "
-        f"average, at most {record['max_probability_difference']:.2g}"
+        f"check: {counted(record['images'], 'image')} of {record['images_of_set']:,}; {format_answers(record)}; "
+        f"difference of probabilities {record['mean_probability_difference']:.2g} on average, at most "
+        f"{record['max_probability_difference']:.2g}"
     )
     lines += [f"the code of the card has failed: {record['error']}"] if "error" in record else []
     return "\n".join(lines)

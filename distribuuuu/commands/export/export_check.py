@@ -30,9 +30,11 @@ from distribuuuu.launch.host import count_cores
 from distribuuuu.records.run_log import progress
 
 # An export is verified if at least this share of its answers equals those of `predict`, and if the probability of the
-# answer differs by at most this much on average: a mistake may change no answer of a model that is sure. Classes whose
-# probabilities differ by less than TIE are equal answers: the resize of an ONNX file is not exactly that of torch.
-MIN_EQUAL, MAX_MEAN_DIFFERENCE, TIE = 0.999, 0.002, 0.01
+# answer differs by at most this much on average: a mistake may change no answer of a model that is sure. Another answer
+# is a tie, and no mistake, if for both sides the less probable one of the two classes has more than TIE times the
+# probability of the other: the resize of an ONNX file differs from torch's by a gray level here and there, which on 45
+# photographs changed the ratio of the first two classes by 0.7 % (median), and by 3.5 % at most.
+MIN_EQUAL, MAX_MEAN_DIFFERENCE, TIE = 0.999, 0.002, 0.97
 # Classes of an answer that are compared, with one label per image.
 _TOPK = 5
 
@@ -91,8 +93,8 @@ def check_export(
         threshold: the probability above which the code is to give an answer; None: it always gives one.
 
     Returns:
-        Entries of export.json: number of images, share of equal answers in percent, differences of probabilities,
-        whether the export is verified, and `error` if the code has failed.
+        Entries of export.json: number of images, share of equal answers in percent, number of ties, differences of
+        probabilities, whether the export is verified, and `error` if the code has failed.
 
     Raises:
         BadImageError: an image cannot be read, and is intact, or DATA.ON_BAD_IMAGE is not skip.
@@ -110,13 +112,15 @@ def check_export(
     own = [list(zip(predicted[number].labels, predicted[number].probabilities, strict=True)) for number in kept]
     shutil.rmtree(temporary)
     compared = [_compare(one, other, run.task.multilabel, threshold) for one, other in zip(own, others, strict=True)]
-    equal, differences = sum(is_equal for is_equal, _ in compared), [difference for _, difference in compared]
+    equal, ties = (sum(answer == name for answer, _ in compared) for name in ("equal", "tie"))
+    differences = [difference for _, difference in compared]
     mean = math.fsum(differences) / len(own)
     return {
-        "verified": equal >= MIN_EQUAL * len(own) and mean <= MAX_MEAN_DIFFERENCE,
+        "verified": equal + ties >= MIN_EQUAL * len(own) and mean <= MAX_MEAN_DIFFERENCE,
         "images": len(own),
         "images_of_set": len(images),
         "equal_answers": 100 * equal / len(own),
+        "ties": ties,
         "max_probability_difference": max(differences),
         "mean_probability_difference": mean,
         **({"error": f"{counted(len(errors), 'image')}: {errors[0]}"} if errors else {}),
@@ -176,20 +180,25 @@ def _run_code(
     return answers, [one["error"] for one in results if "error" in one]
 
 
-def _compare(one: Pairs, answer: Answer, multilabel: bool, threshold: float | None) -> tuple[bool, float]:
-    """Tell whether an answer of the code of a card is equal to one of `predict`, and their difference of probability.
+def _compare(one: Pairs, answer: Answer, multilabel: bool, threshold: float | None) -> tuple[str, float]:
+    """Return whether an answer of the code of a card is "equal" to one of `predict`, a "tie" or "other", and their
+    difference of probability.
 
-    With one label per image, the first class is the same or, but for `TIE`, as probable; the difference is that of it.
-    With several labels, those above 0.5 are the same; the difference is the greatest one of a label.
+    With one label per image, the first class is compared, see `TIE`; the difference is that of it. With several labels,
+    it is those above 0.5; the difference is the greatest one of a label.
     """
     other, is_sure = answer
-    given, pairs = dict(other), one if multilabel else one[:1]
+    own, given, pairs = dict(one), dict(other), one if multilabel else one[:1]
     differences = [abs(given.get(label, 0.0) - probability) for label, probability in pairs]
+    difference = max(value if math.isfinite(value) else 1.0 for value in differences)
+    # An answer is given by its own probability, whose difference is judged by itself.
+    if not other or (threshold is not None and is_sure != (other[0][1] > threshold)):
+        return "other", difference
     if multilabel:
         found, expected = ({label for label, probability in each if probability > 0.5} for each in (other, one))
-        is_equal = found == expected
-    else:
-        is_equal = bool(other) and other[0][0] in [label for label, share in one if share > one[0][1] - TIE]
-    if threshold is not None and other:  # by its own probability, whose difference is judged by itself
-        is_equal = is_equal and is_sure == (other[0][1] > threshold)
-    return bool(other) and is_equal, max(value if math.isfinite(value) else 1.0 for value in differences)
+        return ("equal" if found == expected else "other"), difference
+    (first, share), (answered, given_share) = one[0], other[0]
+    if first == answered:
+        return "equal", difference
+    is_tie = own.get(answered, 0.0) > TIE * share and given.get(first, 0.0) > TIE * given_share
+    return ("tie" if is_tie else "other"), difference

@@ -105,7 +105,7 @@ def export_run(
             code = render_code(run, to, threshold)
             (folder / "README.md").write_text(render_card(run, record, code), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"OUT: {target} cannot be written: {error.strerror or error}; nothing is left") from error
+        raise ConfigError(f"--out: {target} cannot be written: {error.strerror or error}; nothing is left") from error
     return record
 
 
@@ -150,9 +150,9 @@ def check_arguments(to: str, out: Path) -> None:
     if to == "onnx":
         require_onnx()
     if out.is_file() or out.suffix in (".onnx", ".safetensors"):
-        raise ConfigError(f"OUT: got {out}; expected a folder, which will hold {FILES[to]}, README.md, ...")
+        raise ConfigError(f"--out: got {out}; expected a folder, which will hold {FILES[to]}, README.md, ...")
     if out.is_dir() and any(out.iterdir()):
-        raise ConfigError(f"OUT: {out} is not empty; fix: name a new folder")
+        raise ConfigError(f"--out: {out} is not empty; fix: name a new folder")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import jinja2
 import yaml
 
+from distribuuuu.commands.export.export import format_answers
 from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import PIXEL_RANGES
@@ -114,6 +115,7 @@ def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
         input=_describe_input(run, to),
         units=_UNITS[run.cfg.DATA.PIXELS],
         counted=counted,
+        format_answers=format_answers,
         max_classes=_MAX_CLASSES,
         names=json.dumps(list(run.classes[:_MAX_CLASSES]), ensure_ascii=False),  # line breaks are escaped
     )

@@ -120,14 +120,14 @@ def test_arguments_are_checked_before_the_run_is_read(tmp_path, capsys):
     (tmp_path / "full" / "notes.txt").touch()
     cases = {
         ("--to", "timm"): "--out: got nothing; expected one new folder",
-        ("--to", "timm", "full"): "is not empty; fix: name a new folder",
-        ("--to", "onnx", "new.onnx"): "expected a folder, which will hold model.onnx",
+        ("--to", "timm", "full"): "--out: {} is not empty; fix: name a new folder",
+        ("--to", "onnx", "new.onnx"): "--out: got {}; expected a folder, which will hold model.onnx",
         ("--to", "timm", "new"): "RUN: no such file or folder: no_run",
     }
     for words, expected in cases.items():
         folder = [str(tmp_path / word) if word in ("new", "full", "new.onnx") else word for word in words]
         assert command("no_run" if "no_run" in expected else tmp_path, *folder) == 2
-        assert expected in capsys.readouterr().err, words
+        assert expected.format(folder[-1]) in capsys.readouterr().err, words
     assert left_beside(tmp_path) == ["full"]
 
 
@@ -155,7 +155,7 @@ def test_a_full_disk_and_images_that_cannot_be_read_leave_nothing_behind(small_c
 
         monkeypatch.setattr(type(tmp_path), "write_bytes", fail)
         monkeypatch.setattr("safetensors.torch.save_file", fail)
-        with pytest.raises(ConfigError, match="cannot be written: .*No space left on device.*nothing is left"):
+        with pytest.raises(ConfigError, match="--out: .*cannot be written: .*No space left on device.*nothing is left"):
             export_run(load_run(saved, device="cpu"), to, tmp_path / "new", check_images=1)
         assert left_beside(tmp_path) == []
 

@@ -13,11 +13,13 @@ from support.saved_runs import save_run
 
 from distribuuuu import load_run
 from distribuuuu.commands.export import exporter as export
-from distribuuuu.commands.export.export_check import _compare, _run_code, check_export
+from distribuuuu.commands.export.export import format_answers
+from distribuuuu.commands.export.export_check import _run_code, check_export
 from distribuuuu.commands.export.exporter import export_run
 from distribuuuu.commands.main import dispatch
 from distribuuuu.config import load_cfg
 from distribuuuu.data.loader import BadImageError, build_images, build_loader
+from distribuuuu.inference.loaded_run import Prediction
 from distribuuuu.launch.detect import Launch
 
 CLASSES = ("ant", "bee", "cat")
@@ -161,11 +163,27 @@ def test_a_difference_that_changes_no_answer_is_found(turned_run, tmp_path):
         answers[images.describe(index)] = list(zip(found.labels, found.probabilities, strict=True))
     right = f"ANSWERS = {answers!r}\ndef predict(path):\n    return ANSWERS[path]"
     assert check_export(run, images, tmp_path, right)["verified"]
-    own = [("a", 0.4), ("b", 0.395), ("c", 0.38)]  # a tie, and none
-    assert [_compare(own, ([(label, 0.4)], True), False, None)[0] for label in "abc"] == [True, True, False]
     less_sure = right.replace("return ANSWERS[path]", "return [(label, p * 0.99) for label, p in ANSWERS[path]]")
     found = check_export(run, images, tmp_path, less_sure)
     assert found["equal_answers"] == 100 and found["mean_probability_difference"] > 0.002 and not found["verified"]
+
+
+@pytest.mark.parametrize("top, runner_up, other, answer", [
+    (0.4, 0.395, 0.399, "tie"), (0.4, 0.38, 0.399, "other"), (0.4, 0.395, 0.38, "other"),
+    (0.004, 0.0038, 0.004, "other"),
+])  # fmt: skip
+def test_another_class_is_a_tie_if_it_is_as_probable_for_both_sides(
+    turned_run, tmp_path, monkeypatch, top, runner_up, other, answer
+):
+    run, at = turned_run("resnet8"), "distribuuuu.commands.export.export_check."
+    own, swapped = [("ant", top), ("bee", runner_up)], [("bee", top), ("ant", other)]
+    predicted = [Prediction("", *zip(*own, strict=True))] * 48
+    monkeypatch.setattr(f"{at}_predict", lambda *args: predicted)
+    monkeypatch.setattr(f"{at}_run_code", lambda *args: ([(own, True)] * 47 + [(swapped, True)], []))
+    found = check_export(run, build_images(run.cfg, train=False), tmp_path, "")
+    is_tie = answer == "tie"
+    assert (found["ties"], found["verified"]) == (int(is_tie), is_tie)
+    assert format_answers(found) == f"97.92 % equal answers{', 1 tie' if is_tie else ''}"
 
 
 @pytest.mark.slow
