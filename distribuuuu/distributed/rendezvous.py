@@ -21,8 +21,8 @@ from distribuuuu.launch.detect import Launch
 
 # The stall timer ends a process first, with a report, and does not count the time in which a job is suspended.
 BACKEND_TIMEOUT = timedelta(days=7)
-# The server of process 0 lives as long as the process: the next group of the same processes may reach it first.
-_open_store = functools.cache(torch_dist.TCPStore)
+# The server of process 0 lives as long as the process: the next group, with any time-out, may reach it first.
+_open_store = functools.cache(functools.partial(torch_dist.TCPStore, wait_for_workers=False))
 
 
 def exchange(launch: Launch, value: Any, timeout_s: float, startup_timeout_s: float) -> list[Any]:
@@ -52,7 +52,7 @@ def join(launch: Launch, timeout_s: float) -> torch_dist.PrefixStore:
         except OSError as error:
             wait([0], f": cannot connect to the rendezvous at {address}:{port}: {error}")
     try:
-        server = _open_store(address, port, None, is_server, timedelta(seconds=timeout_s), wait_for_workers=False)
+        server = _open_store(address, port, is_master=is_server)
         return torch_dist.PrefixStore(_sign(torch_dist.PrefixStore(launch.run_id, server), launch, wait), server)
     except torch_dist.DistError as error:
         fix = "set MASTER_PORT to a free port, or see the error of process 0"

@@ -149,7 +149,7 @@ def test_what_takes_longer_than_a_step_is_no_stall(small_cfg, monkeypatch, sleep
 
 
 def train_then_evaluate(cfg) -> float:
-    """Train, then evaluate as a further group; process 0 comes later to each."""
+    """Train, then evaluate as a further group with another time-out; process 0 comes later to each."""
     sign = rendezvous._sign
 
     def sign_late(store, launch, wait):
@@ -158,7 +158,7 @@ def train_then_evaluate(cfg) -> float:
 
     rendezvous._sign = sign_late
     train_model(cfg)
-    return evaluate(cfg)["top1"]
+    return evaluate(cfg, overrides=["DIST.TIMEOUT_S", 30])["top1"]
 
 
 @pytest.mark.slow
