@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
-from distribuuuu.config import ConfigError, load_cfg
+from distribuuuu.config import ConfigError, Problem, load_cfg
 from distribuuuu.config.config_node import iter_options
 from distribuuuu.config.registry import TRACKERS
 from distribuuuu.config.run_files import TRACKERS_FOLDER
@@ -36,6 +36,8 @@ def track(prog: str, args: list[str]) -> int:
     flags = build_parser(prog).parse_args(args)
     own = locate_run(flags.run).config
     cfg = load_cfg(own, flags.overrides)
+    if other := {*flags.overrides[::2]} - {"LOG.TRACKERS", "PLUGINS"}:
+        raise ConfigError([Problem(key, "is sent as the run had it; fix: remove it") for key in sorted(other)])
     names = [name for name in cfg.LOG.TRACKERS if name != "tensorboard"]  # the run has written its events
     if not names:
         fix = f"fix: {prog} {flags.run} LOG.TRACKERS NAME"
@@ -86,6 +88,8 @@ def send(run: RunInfo, name: str, ended: threading.Event, report: Callable[[str]
             is_last, pause_s = ended.is_set(), SEND_EVERY_S
             try:
                 tracker.send_missing(with_files=is_last)
+                if is_last:
+                    print(f"{name}: rows sent: {tracker.num_sent:,}", flush=True)
             except Exception as error:  # of any service
                 report(describe_error(error))
                 pause_s = RETRY_S

@@ -86,7 +86,7 @@ class Tracker(ABC):
 
     def __init__(self, run: RunInfo):
         self.run = run
-        self._is_connected = False
+        self._is_connected, self.num_sent = False, 0  # rows
         # Of metrics.jsonl: its file, how much of it was read, and its last step so far, that of an epoch's end.
         self._file_id, self._offset, self._num_steps = 0, 0, 0
         self._state: dict[str, Any] = {"run": "", "rows": {}}
@@ -153,6 +153,7 @@ class Tracker(ABC):
                 if rows:
                     self.send_rows(rows)
                     self.note(rows=last)
+                    self.num_sent += len(rows)
                 self._offset += end
                 file.seek(self._offset)
 
@@ -220,11 +221,9 @@ class Wandb(Tracker):
                "DIR": str(make_folder(self.run.out_dir, TRACKERS_FOLDER))}  # fmt: skip
         options: dict[str, Any] = {name.lower(): os.environ.get(f"WANDB_{name}", value) for name, value in own.items()}
         quiet = {"silent": True, "console": "off", "x_disable_stats": True, "x_disable_meta": True, "disable_git": True}
-        self._api: Any = wandb
-        self._id = run_id or uuid.uuid4().hex[:8]
-        self._run: Any = wandb.init(id=self._id, config=self.run.options, resume="allow", allow_val_change=True,
-                                    settings=wandb.Settings(**quiet), **options)  # fmt: skip
-        return self._id
+        self._run: Any = wandb.init(id=run_id or uuid.uuid4().hex[:8], config=self.run.options, resume="allow",
+                                    allow_val_change=True, settings=wandb.Settings(**quiet), **options)  # fmt: skip
+        return self._run.id
 
     def send_rows(self, rows: list[MetricRow]) -> None:
         """Hand the rows to the process of W&B."""
@@ -232,9 +231,7 @@ class Wandb(Tracker):
             self._run.log(dict(row.values), step=row.step)
 
     def send_file(self, path: Path) -> None:
-        artifact = self._api.Artifact(f"{self._id}-{path.stem}", type="result")
-        artifact.add_file(str(path))
-        self._run.log_artifact(artifact)
+        self._run.log_artifact(str(path), f"{self._run.id}-{path.stem}", "result")
 
     def finish(self) -> None:
         """Wait until everything has been written or uploaded."""

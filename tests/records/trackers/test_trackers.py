@@ -244,16 +244,18 @@ def test_what_mlflow_is_sent(tmp_path, monkeypatch):
 def test_what_wandb_is_sent(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", wandb := mock.MagicMock())
     monkeypatch.setenv("WANDB_PROJECT", "mine")
-    one, run, artifact = base.Wandb(RunInfo(tmp_path, {})), wandb.init.return_value, wandb.Artifact.return_value
-    assert len(one.connect("")) == 8 and one.connect("id") == "id"
+    one, run = base.Wandb(RunInfo(tmp_path, {})), wandb.init.return_value
+    run.id = "id"
+    assert one.connect("") == "id" and len(wandb.init.call_args.kwargs["id"]) == 8
+    one.connect("id")
     own = {"id": "id", "resume": "allow", "project": "mine", "dir": str(tmp_path / "trackers")}
     assert own.items() <= wandb.init.call_args.kwargs.items()
     one.send_rows(ROWS)
     one.send_file(tmp_path / "config.yaml")
     one.finish()
     rows = [mock.call.log(row.values, step=row.step) for row in ROWS]
-    assert run.mock_calls == [*rows, mock.call.log_artifact(artifact), mock.call.finish()]
-    artifact.add_file.assert_called_once_with(f"{tmp_path}/config.yaml")
+    file = mock.call.log_artifact(f"{tmp_path}/config.yaml", "id-config", "result")
+    assert run.mock_calls == [*rows, file, mock.call.finish()]
 
 
 def test_the_plug_in_of_the_page(small_cfg, tmp_path):
@@ -269,10 +271,10 @@ def test_a_run_without_trackers_is_sent_once(copied_run, server, capsys):
     words = (copied_run, *server.words)
     assert run_command("track", *words) == 0 and server.rows() == WHOLE
     assert run_command("track", *words) == 0 and server.rows() == WHOLE and len(server.read("finish")) == 2
-    assert capsys.readouterr().out == "file: connecting\n" * 2
+    assert capsys.readouterr().out == "".join(f"file: connecting\nfile: rows sent: {number}\n" for number in (10, 0))
     assert run_command("track", *words[:-1], "[down, file]") == 2
     out, err = capsys.readouterr()
-    assert out == "down: connecting\nfile: connecting\n" and len(server.read("finish")) == 3
+    assert out == "down: connecting\nfile: connecting\nfile: rows sent: 0\n" and len(server.read("finish")) == 3
     assert "LOG.TRACKERS: down: ConnectionError: no route; OUT_DIR keeps" in err and "Traceback" not in err
     assert " file:" not in err
 
@@ -283,6 +285,7 @@ def test_a_run_without_trackers_is_sent_once(copied_run, server, capsys):
     (["{run}"], "LOG.TRACKERS: got []; expected some of "),
     (["{run}", "LOG.TRACKERS", "[wandbb]"], "did you mean wandb?"),
     (["{run}", "--trackers", "store"], "no such flag: --trackers"),
+    (["{run}", "LOG.TRACKERS", "wandb", "OPTIM.BASE_LR", "9"], "OPTIM.BASE_LR: is sent as the run had it; fix: remove"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(finished_run, capsys, words, message):
     assert run_command("track", *(word.format(run=finished_run) for word in words)) == 2
