@@ -15,6 +15,7 @@ import jinja2
 import yaml
 
 from distribuuuu.commands.export.export import format_answers
+from distribuuuu.commands.stats.finetuned import read_finetuned
 from distribuuuu.config.derived import height_and_width
 from distribuuuu.config.errors import counted
 from distribuuuu.config.options import PIXEL_RANGES
@@ -75,12 +76,12 @@ def has_crop_code(crop: EvalCrop) -> bool:
     return crop.mode == "squash"
 
 
-def _render_metadata(run: LoadedRun, to: str, name: str, metrics: Mapping[str, tuple[str, float]]) -> str:
+def _render_metadata(run: LoadedRun, to: str, name: str, metrics: Mapping[str, tuple[str, float]], kind: str) -> str:
     """Return the metadata of a card as YAML, see https://huggingface.co/docs/hub/model-cards."""
     library = "distribuuuu" if to == "safetensors" else to
     result = {
         "task": {"type": "image-classification", "name": "Image classification"},
-        "dataset": {"name": name, "type": run.cfg.DATA.NAME, "split": run.cfg.TEST.SPLIT},
+        "dataset": {"name": name, "type": kind, "split": run.cfg.TEST.SPLIT},
         "metrics": [{"type": "accuracy" if key == "top1" else key, "name": label, "value": value}
                     for key, (label, value) in metrics.items()],
     }  # fmt: skip
@@ -95,17 +96,20 @@ def _render_metadata(run: LoadedRun, to: str, name: str, metrics: Mapping[str, t
 
 def render_card(run: LoadedRun, record: Mapping[str, Any], code: str) -> str:
     """Return the README.md of an export: Markdown, with YAML front matter; `record` is the content of export.json."""
-    results, to = run.results or {}, record["format"]
+    results, to, tuned = run.results or {}, record["format"], None if run.results else read_finetuned(run.folder)
     data = results.get("data", {})
     name = str(data.get("folder") or data.get("name") or run.cfg.DATA.NAME)
     best = results.get("accuracy", {}).get(run.weights, {}).get("best", {})
     labels = results["evaluation"]["metrics"] if best else {}
     metrics = {key: (label, best[key]) for key, label in labels.items() if best.get(key) is not None}
+    if tuned:
+        name, metrics = tuned.name, {"top1": ("top1", tuned.top1)}
     card = _template("card.jinja").render(
-        metadata=_render_metadata(run, to, name, metrics),
+        metadata=_render_metadata(run, to, name, metrics, name if tuned else run.cfg.DATA.NAME),
         run=run,
         cfg=run.cfg,
         results=results,
+        tuned=tuned,
         record=record,
         to=to,
         name=name,

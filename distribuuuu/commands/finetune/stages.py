@@ -130,7 +130,10 @@ def split_images(flags: Namespace, images: Images, parts: dict[str, list[int]]) 
         notes.append(f"WARNING: {counted(len(broken), 'broken image')} left out: {first_few(broken, '; ')}")
     head = f"{counted(len(images.names), 'image')} of {counted(len(images.classes), 'class')} in {flags.given}: "
     head += ", ".join(f"{len(parts[part]):,} for {part}" for part in PARTS)
-    return {"parts": parts, "notes": [head, *notes], "broken": broken, "seconds": time.monotonic() - started}
+    folder = flags.folder.resolve()
+    name = dict(flags.pairs).get("DATA.NAME") or (folder.name if folder.is_dir() else folder.stem)
+    content = {"name": name, "parts": parts, "notes": [head, *notes], "broken": broken}
+    return {**content, "seconds": time.monotonic() - started}
 
 
 class Candidate(NamedTuple):

@@ -17,11 +17,12 @@ from distribuuuu.commands.html.page import Macros, PageSection, build_page, perc
 from distribuuuu.commands.report.confidence import describe_confidence, list_confidence
 from distribuuuu.commands.report.explanations import find_nearest
 from distribuuuu.commands.report.pictures import image_folder, make_pictures
+from distribuuuu.commands.stats.finetuned import FineTuned, read_finetuned
 from distribuuuu.commands.stats.stored_predictions import Predictions, list_figures, rank_mistakes, read_predictions
 from distribuuuu.config import ConfigError, get_cfg
 from distribuuuu.config.errors import counted
 from distribuuuu.config.json_file import load_json
-from distribuuuu.config.run_files import PREDICTIONS, RESULTS, TEST_RESULTS
+from distribuuuu.config.run_files import DECISIONS, METRICS, PREDICTIONS, RESULTS, TEST_RESULTS
 from distribuuuu.files.untrusted import InvalidFileError, printable
 from distribuuuu.inference.calibration import Calibration, CalibrationError
 from distribuuuu.inference.load_run import find_run
@@ -69,8 +70,16 @@ class RunFiles:
         return run.calibration if run.weights == kind else None
 
     @cached_property
+    def tuned(self) -> FineTuned | None:
+        """What `finetune` has recorded, if the predictions are those of its test."""
+        found = None if self.history.results or self.file.name != PREDICTIONS else read_finetuned(self.out_dir)
+        return found if found and found.tested == len(self.content) else None
+
+    @cached_property
     def evaluated(self) -> str:
         """The evaluated set, as text: its number of images, and where they are."""
+        if self.tuned:
+            return f"{counted(len(self.content), 'test image')} of {self.tuned.name}"
         where = self.content.meta.get("folder") or self.content.meta.get("data")
         return f"{counted(len(self.content), 'image')} of {where}"
 
@@ -151,7 +160,9 @@ def build_report(run: RunFiles) -> str:
     epoch = f"epoch {content.meta['epoch']}" if content.meta.get("epoch") else "a separate evaluation"
     arch = (facts or run.history.results or {"model": {"arch": "model"}})["model"]["arch"]
     subtitle = f"{arch} on {content.meta.get('data')}; {weights}, {epoch}; {run.evaluated}"
-    footer = f"distribuuuu {__version__}, from {run.file.name} and metrics.jsonl"
+    if run.tuned:
+        subtitle = f"{arch} on {run.tuned.name}; finetune: {run.tuned.kept}; {run.evaluated}"
+    footer = f"distribuuuu {__version__}, from {run.file.name} and {DECISIONS if run.tuned else METRICS}"
     return build_page(found["run"], subtitle, [_summarize(run), *middle, _describe_provenance(run)], footer)
 
 
@@ -173,11 +184,14 @@ def _summarize(run: RunFiles) -> PageSection:
     """Return the section of the main figures and the curves."""
     history = run.history
     curves, trained = draw_curves(history), history.results.get("data", {})
-    about = f"Figures: {run.evaluated}."
+    about, missing = f"Figures: {run.evaluated}.", f"No curves: this folder has no {METRICS} of a training run."
+    if run.tuned:
+        about = f"Figures: {run.evaluated}, by which nothing was chosen."
+        missing = f"Curves of the fine-tuning: distribuuuu report {run.out_dir}/finetune" if run.tuned.epochs else ""
     if curves and run.content.meta.get("epoch") is None:
         about += f" Curves: the training, which evaluated {counted(trained.get('num_val', 0), 'image')} of its own."
     notices = [*run.compare_probe(), *history.notes]
-    return PageSection("Summary", [sections.summary(list(_list_tiles(run)), about, notices, curves)])
+    return PageSection("Summary", [sections.summary(list(_list_tiles(run)), about, notices, curves, missing)])
 
 
 def _list_tiles(run: RunFiles) -> Iterator[tuple[str, str, str]]:
@@ -226,7 +240,11 @@ def _describe_provenance(run: RunFiles) -> PageSection:
         "folder": run.out_dir.resolve(),
         "config": facts.get("config"),
         "license of the initial weights": facts["model"].get("license") if facts else "",
-        "data": ", ".join(str(part) for part in (data.get("name"), run.content.meta.get("folder")) if part),
+        "data": ", ".join(
+            str(part)
+            for part in (run.tuned.name if run.tuned else data.get("name"), run.content.meta.get("folder"))
+            if part
+        ),
         "pictures from": image_folder(run.content),
         **{name: facts.get(name) for name in ("seed", "weights", "commit", "hardware")},
     }

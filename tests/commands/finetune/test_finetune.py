@@ -268,6 +268,9 @@ def test_a_fine_tuning_is_tested_once_and_gives_a_run(photos, finished_run, tmp_
     )
     for line in re.findall(r"^distribuuuu .*?(?=  )", printed, re.MULTILINE):
         assert dispatch("distribuuuu", line.replace("PHOTOS", str(photos / "cat")).split()[1:]) == 0, line
+    card, page = ((tmp_path / name).read_text() for name in ("out_onnx/README.md", "out/report.html"))
+    assert card.count("photos") == 4 and f"| top1 | {tested:.2f}, 95 % interval" in card and "`unknown`" not in card
+    assert "images of photos, by which nothing was chosen" in page and f"distribuuuu report {out}/finetune<" in page
     assert_same_weights(tmp_path / "out_again/best.pth.tar", out / "finetune/best.pth.tar")
     assert "the head is that of" in (tmp_path / "out_again/train.log").read_text()
     for own, text in (((), "finetune.yaml OUT_DIR"), (("FINETUNE.HEAD", ""), "holds the tested model"),
