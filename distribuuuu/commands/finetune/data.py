@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ def _merge(folder: Path, found: dict[str, Images]) -> tuple[Images, dict[str, li
     if "test" not in parts and "val" in parts:  # the last number has to be of images that nothing was chosen by
         parts["test"] = parts.pop("val")
     numbers = {name: number for number, name in enumerate(classes)}
-    return Images(folder, names, [numbers[label] for label in labels], classes, not parts), parts
+    depth = max(own.depth + bool(own.depth and split) for split, own in found.items())
+    return Images(folder, names, [numbers[label] for label in labels], classes, depth), parts
 
 
 def hash_images(images: Images) -> str:
@@ -113,9 +115,12 @@ def divide(
         first = f"{images.names[intact[0]]}: {scan.reasons[intact[0]]}"
         raise ConfigError(f"FOLDER: cannot read {counted(len(intact), 'image')}, e.g. {first}")
     copies = find_groups(scan, options)
-    groups = merge_groups([*copies, *(find_named_groups(images, pattern) if pattern else [])])
+    named = find_named_groups(images, pattern) if pattern else []
+    groups = merge_groups([*copies, *named])
     usable = [index for index in range(len(images.names)) if index not in scan.reasons]
     notes = [note.replace(", kept together" if parts else "", "") for note in describe_copies(images, copies, "copies")]
+    if named:
+        notes.append(f"--group-by: {len({*chain(*named)})} of the images match, in {counted(len(named), 'group')}")
     if parts:
         parts = {part: [index for index in own if index not in scan.reasons] for part, own in parts.items()}
         what, kept = "a copy or one of the same group" if pattern else "a copy", set[int]()

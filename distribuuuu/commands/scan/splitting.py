@@ -35,14 +35,14 @@ class Images:
         folder: the folder, of the images or of the table.
         names: paths relative to the folder, sorted, with "/" between the parts; those of a table may be absolute.
         labels: the class of each image, an index into `classes`.
-        in_class_folders: whether the names begin with the class.
+        depth: the number of folders at the beginning of each name that are the split and the class; 0 in a table.
     """
 
     folder: Path
     names: list[str]
     labels: list[int]
     classes: tuple[str, ...]
-    in_class_folders: bool = True
+    depth: int = 1
 
 
 def open_source(words: Sequence[str], own: Mapping[str, object]) -> Any:
@@ -61,7 +61,7 @@ def list_table_images(table: Path, words: Sequence[str]) -> Images:
     found = open_source(words, {"DATA.NAME": "list", "TRAIN.DATASET": table.parent, "DATA.TABLE.file": table.name})
     names = (os.path.normpath(found.index.relative(index)) for index in range(len(found)))
     rows = sorted(zip(names, map(int, found.labels), strict=True))
-    return Images(table.parent, [name for name, _ in rows], [label for _, label in rows], found.classes, False)
+    return Images(table.parent, [name for name, _ in rows], [label for _, label in rows], found.classes, 0)
 
 
 def list_images(folder: Path) -> Images:
@@ -114,20 +114,21 @@ def find_named_groups(images: Images, pattern: str) -> list[list[int]]:
     """Return groups of images by the first capture group of a pattern in their names, or without one by the match.
 
     The name is relative to the folder of the class, so a group may have images of several classes; of a table it is the
-    path in the table.
+    path in the table. If the pattern matches none of these, the names of the files are searched.
     """
-    names = [name.partition("/")[2] if images.in_class_folders else name for name in images.names]
+    names = [name.split("/", images.depth)[-1] for name in images.names]
     try:
         search = re.compile(pattern).search
     except re.error as error:
         raise ConfigError(f"--group-by: got {pattern!r}; expected a regular expression: {error}") from None
-    by_text: dict[str, list[int]] = defaultdict(list)
-    for index, name in enumerate(names):
-        if (match := search(name)) and (text := match[match.re.groups > 0]) is not None:
-            by_text[text].append(index)
-    if not by_text:
-        raise ConfigError(f"--group-by: {pattern!r} matches no name; the first is {names[0]!r}")
-    return list(by_text.values())
+    for searched in (names, map(os.path.basename, names)):
+        by_text: dict[str, list[int]] = defaultdict(list)
+        for index, name in enumerate(searched):
+            if (match := search(name)) and (text := match[match.re.groups > 0]) is not None:
+                by_text[text].append(index)
+        if by_text:
+            return list(by_text.values())
+    raise ConfigError(f"--group-by: {pattern!r} matches no name; the first is {names[0]!r}")
 
 
 def merge_groups(groups: Iterable[Sequence[int]]) -> list[list[int]]:

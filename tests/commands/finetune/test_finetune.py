@@ -96,8 +96,8 @@ def test_existing_splits_are_kept(tmp_path, other):
     draw_folder(tmp_path, third := "valid" if other == "test" else "test", dict.fromkeys(COUNTS, 2))
     assert sorted(map(len, split(tmp_path)[1].values())) == [6, 9, 38]
     shutil.copy(tmp_path / third / "ant/000.jpg", tmp_path / other / "ant/copy.jpg")
-    _, parts, notes, _ = split(tmp_path, pattern=r"cat/00\d")
-    sizes = {"test": 10, "train": 35, "val": 3} if other == "test" else {"test": 6, "train": 35, "val": 7}
+    _, parts, notes, _ = split(tmp_path, pattern="^(002)")
+    sizes = {"test": 10, "train": 35, "val": 5} if other == "test" else {"test": 6, "train": 35, "val": 9}
     assert {part: len(own) for part, own in parts.items()} == sizes and "kept together" not in str(notes)
     assert "4 training images with a copy or one of the same group in another split: left out" in notes
 
@@ -108,6 +108,32 @@ def test_a_table_is_divided(photos, tmp_path):
     images, parts, _, _ = split(tmp_path / "images.csv", "DATA.TABLE.path", "file")
     assert sum(map(len, parts.values())) == 38 and images.classes == ("ant", "bee", "cat")
     assert split(tmp_path, "DATA.TABLE.path", "file")[1] == parts, "the only table of a folder"
+
+
+@each_row("kind", ["classes", "splits", "table", "names", "tables"])
+def test_the_images_of_a_patient_stay_in_one_split(kind, tmp_path_factory):
+    """The pattern of the pages, at the beginning of the names of files."""
+    folder = tmp_path_factory.mktemp(kind)
+    for split_name, first in (("train", 0), ("val", 6)) if kind in ("splits", "tables") else (("", 0),):
+        draw_folder(folder, split_name, dict.fromkeys(("ant", "bee"), 20))
+        paths = sorted((folder / split_name).rglob("*/0*.jpg"))
+        paths = [path.rename(path.with_name(f"patient{first + i % 10}_{i}.jpg")) for i, path in enumerate(paths)]
+        if "table" in kind:
+            rows = [f"{path.relative_to(folder)},{path.parent.name}" for path in paths]
+            (folder / f"{split_name or 'all'}.csv").write_text("\n".join(["path,label", *rows]))
+        if kind == "names":
+            rows = [f"{path.rename(folder / path.name).name},{path.parent.name}" for path in paths]
+            (folder / "all.csv").write_text("\n".join(["path,label", *rows]))
+    source = folder / "all.csv" if kind in ("table", "names") else folder
+    images, parts, notes, _ = split(source, pattern=r"^(patient\d+)")
+    patients = {part: {re.search(r"patient\d+", name)[0] for name in own} for part, own in parts.items()}
+    assert all(patients.values()) and not (
+        patients["train"] & (patients["val"] | patients["test"]) | patients["val"] & patients["test"]
+    )
+    assert (
+        f"--group-by: {len(images.names)} of the images match, in {10 if len(images.names) == 40 else 16} groups"
+        in notes
+    )
 
 
 def pack(photos, tmp_path, kind):
