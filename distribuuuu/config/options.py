@@ -243,7 +243,7 @@ _C.FINETUNE.WEIGHTS = Option("", path=True)
 _C.FINETUNE.EMA = Option(True, removed="for the raw weights of a run, name its best.pth.tar")
 # Initialize the head randomly even if the file's fits.
 _C.FINETUNE.HEAD_RESET = False
-# Initial head: a file of `distribuuuu finetune`, probe.pth.tar; probe: the one in OUT_DIR. Empty: that of the weights.
+# Initial head: a file of `distribuuuu finetune`, e.g. exp/my_images/probe.pth.tar. Empty: that of the weights.
 _C.FINETUNE.HEAD = Option("", path=True, hash_default="")
 # Layers to freeze, with their batch norms: patterns of names, e.g. [conv1, 'layer1.*']; backbone: all but the head.
 _C.FINETUNE.FREEZE = Option((), of=str)

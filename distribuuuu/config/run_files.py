@@ -23,7 +23,7 @@ TENSORBOARD, STACKS, TRACKERS_FOLDER = "tensorboard", "stacks", "trackers"
 # What a training or an evaluation writes to OUT_DIR, beside CFG_DEST.
 RUN_FILES = (CHECKPOINTS, LOCK, TRAIN_LOG, TEST_LOG, METRICS, PREDICTIONS, RESULTS, TEST_RESULTS,
              TENSORBOARD, STACKS, TRACKERS_FOLDER)  # fmt: skip
-PROBE, DECISIONS = "probe.pth.tar", "finetune.json"  # the head of FINETUNE.HEAD probe; decisions of `finetune`
+PROBE, DECISIONS = "probe.pth.tar", "finetune.json"  # a head for FINETUNE.HEAD; decisions of `finetune`
 # What commands write there: train --profile, calibrate, finetune, probe, report, sweep.
 COMMAND_FILES = ("profile", CALIBRATION, PROBE, "probe.json", "report.html", "report.json", "sweep.json",
                  "sweep_results.json", "sweep.html", "best.yaml", "console.log", "report_mistakes.csv")  # fmt: skip

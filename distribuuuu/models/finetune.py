@@ -52,8 +52,7 @@ def load_head(cfg, model: nn.Module, classes: Sequence[str]) -> None:
     Raises:
         ConfigError: there is no such file, or it is the head of other classes or of another backbone.
     """
-    named = cfg.FINETUNE.HEAD
-    path = Path(cfg.OUT_DIR, PROBE) if named == "probe" else Path(named).expanduser()
+    path = Path(cfg.FINETUNE.HEAD).expanduser()
     fix = f"fix: name the {PROBE} of a fine-tuning of this backbone, or leave the option empty"
     try:
         if not path.is_file():

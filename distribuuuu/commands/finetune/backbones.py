@@ -35,6 +35,9 @@ def open_backbones(names: Sequence[str], arch: str = "") -> dict[str, Backbone]:
                 raise ConfigError(f"{name} does not name its architecture; fix: {fix}")
         except ConfigError as error:
             problems.append(Problem("--backbone", str(error)))
+    if arch and not problems and all(one.arch not in ("", arch) for one in found.values()):
+        names = ", ".join(f"{name} is {one.arch}" for name, one in found.items())
+        problems.append(Problem("MODEL.ARCH", f"got {arch}, but {names}; fix: leave it out"))
     if problems:
         raise ConfigError(problems)
     return found

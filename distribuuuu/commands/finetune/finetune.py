@@ -21,8 +21,9 @@ from distribuuuu.launch.host import count_cores, tune_malloc
 from distribuuuu.launch.signals import handled_by
 
 _DESCRIPTION = """Make the best classifier of your images that some minutes allow: fit a head to
-the features of a published backbone, fine-tune all of it from there, keep what
-is best on validation images, and test it once.
+the features of a published backbone, fine-tune it from there (of fewer than
+5,000 images, the upper layers only), keep what is best on validation images,
+and test it once.
 
   %(prog)s clothes                   400 photographs that come with the package
   %(prog)s my_images                 CLASS/IMAGE or SPLIT/CLASS/IMAGE below it,
@@ -88,7 +89,8 @@ def prepare(parser: CommandParser, args: Sequence[str]) -> argparse.Namespace:
     problems += [problem for name in flags.backbone or () for problem in find_backbone_problems(name)]
     if problems:
         raise ConfigError(problems)
-    flags.out = Path(flags.out or os.path.join("exp", flags.folder.resolve().stem))
+    source = flags.folder.resolve()
+    flags.out = Path(flags.out or os.path.join("exp", source.name if source.is_dir() else source.stem))
     check_out("--out", flags.out)
     check_other_run(flags.out)
     return flags

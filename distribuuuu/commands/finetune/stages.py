@@ -172,8 +172,9 @@ def probe_backbone(
         "DATA.EXIF_ROTATE": True, "RNG_SEED": flags.seed, "TRAIN.WORKERS": flags.workers,
         "LOG.TENSORBOARD": False, **backbone_options(backbone),
     })  # fmt: skip
-    # auto is what they are anyway.
-    own = [word for pair in flags.pairs if pair not in _AUTO and pair[0] not in flags.data for word in pair]
+    # auto is what they are anyway, and MODEL.ARCH is that of a backbone that names none.
+    left_out = [*_AUTO, *((key, value) for key, value in flags.pairs if key == "MODEL.ARCH" and backbone.arch)]
+    own = [word for pair in flags.pairs if pair not in left_out and pair[0] not in flags.data for word in pair]
     cfg = load_cfg(None, [*words, *own])
     if backbone.path and not backbone.options:  # a file of another program, most likely a copy of published weights
         source = f"the published weights of {cfg.MODEL.ARCH}, as {name} has none"

@@ -29,6 +29,7 @@ from distribuuuu.checkpoint.io import read_checkpoint
 from distribuuuu.commands.finetune import backbones, choose, decisions, feature_file, head, recipe, stages, views
 from distribuuuu.commands.finetune.archives import unpack
 from distribuuuu.commands.finetune.data import divide, list_sources
+from distribuuuu.commands.finetune.finetune import build_parser, prepare
 from distribuuuu.commands.main import dispatch, start_command
 from distribuuuu.config import ConfigError, load_cfg
 from distribuuuu.config.config_node import changed
@@ -250,6 +251,14 @@ def test_errors_are_one_message(make, name, words, message, tmp_path_factory, fi
     assert re.search(message, printed) and printed.count("\n  - ") == 1 and "Traceback" not in printed, printed
 
 
+def test_the_default_folder_has_the_whole_name_of_a_folder(tmp_path, monkeypatch):
+    (tmp_path / "photos_2024.05").mkdir()
+    (tmp_path / "photos_2024.05.zip").touch()
+    monkeypatch.chdir(tmp_path / "photos_2024.05")
+    for name in (".", "../photos_2024.05/", "../photos_2024.05.zip"):
+        assert prepare(build_parser(), [name]).out == Path("exp/photos_2024.05"), name
+
+
 def test_a_wrong_backbone_is_reported_without_torch(photos):
     words = [str(photos), "--backbone", "pypi/efficientnet_lite9", "exp/none", "--minutes", "5"]
     code = f"import sys\nfrom distribuuuu.commands.main import dispatch\nstatus = dispatch('x', ['finetune', *{words}])"
@@ -368,6 +377,18 @@ def test_the_best_of_several_backbones_is_fine_tuned(photos, finished_run, shape
     content = json.loads((out / "finetune.json").read_text())
     right = [content[f"backbone {name}: probe"]["correct"]["probe"]["val"] for name in (finished_run, shapes_run)]
     assert read_checkpoint(out / "best.pth.tar")["arch"] == ("resnet8", "resnet14")[right[1] > right[0]]
+
+
+def test_only_a_file_that_names_none_takes_the_architecture(photos, finished_run, tmp_path, capsys, here):
+    torch.save(timm.create_model("test_vit", num_classes=7, img_size=32).state_dict(), tmp_path / "vit.pth")
+    own = (*WORDS, "MODEL.ARCH", "timm/test_vit", "TRAIN.IM_SIZE", 32, "TEST.IM_SIZE", 32)
+    words = (photos, "--out", tmp_path / "out", "--probe-only", "--backbone", finished_run)
+    assert run(*words, *own) == 2
+    assert f"MODEL.ARCH: got timm/test_vit, but {finished_run} is resnet8; fix: leave" in capsys.readouterr().err
+    assert run(*words, tmp_path / "vit.pth", *own) == 0
+    content = json.loads((tmp_path / "out/finetune.json").read_text())
+    sizes = [content[f"backbone {name}: probe"]["params_m"] for name in (finished_run, tmp_path / "vit.pth")]
+    assert sizes[0] < 0.1 < sizes[1], sizes
 
 
 def test_the_python_function_returns_the_run_and_its_accuracy(photos, finished_run, tmp_path, here):
