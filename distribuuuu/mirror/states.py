@@ -120,6 +120,8 @@ class StateLog(Store):
         """Create a state unless its number is taken; return the state that has the number."""
         entries = {name: entry._asdict() for name, entry in state.files.items()}
         data = json.dumps({"format": 2, "id": state.id, "files": entries}).encode()
+        if len(state.files) > MAX_FILES or len(data) > MAX_STATE:
+            raise MirrorError(f"{self.url}: OUT_DIR has more than {MAX_FILES:,} files, or long names; fix: delete some")
         name = f"{STATES}/{state.number:06d}.json"
         with contextlib.suppress(FileExistsError), self.request(name) as store:
             store.put(name, data, mode="create")

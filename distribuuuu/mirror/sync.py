@@ -55,8 +55,7 @@ class MirrorClient(contextlib.AbstractContextManager):
         except (RemoteError, OSError) as wrong:
             problem = str(wrong)
         process.kill()
-        problem = f"mirror {url} is NOT complete: {problem}; all files are in {self._folder}; fix: run the same "
-        problem += "command again, which uploads the rest"
+        problem = f"mirror {url} is NOT complete: {problem}; all files are in {self._folder}; fix: rerun the command"
         if kind is None:
             raise MirrorError(problem)
         print(problem, file=sys.stderr)

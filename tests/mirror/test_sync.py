@@ -14,7 +14,7 @@ from distribuuuu.config.run_files import find_path_problem, local_folder, local_
 from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.files.locks import lock_file
 from distribuuuu.files.untrusted import InvalidFileError, untrusted
-from distribuuuu.mirror import sync
+from distribuuuu.mirror import states, sync
 from distribuuuu.mirror.states import KEPT_STATES, MirrorError, State, StateLog, hash_file, is_mirrored, parse_state
 from distribuuuu.mirror.sync import PRIVATE, Mirror
 
@@ -286,6 +286,16 @@ def test_only_files_of_a_run_are_mirrored(name):
 def test_an_invalid_state_is_refused(change):
     with pytest.raises(InvalidFileError), untrusted("x", "state"):
         parse_state(1, json.dumps({"format": 2, "id": HASH, "files": {}, **change}).encode())
+
+
+@pytest.mark.parametrize("limit", ["MAX_FILES", "MAX_STATE"])
+def test_a_state_that_no_start_could_read_is_not_written(one, tmp_path, monkeypatch, limit):
+    write(tmp_path / "one", {"metrics.jsonl": b"new"})
+    with monkeypatch.context() as patch, pytest.raises(MirrorError, match="OUT_DIR has more than .* fix: delete"):
+        patch.setattr(states, limit, 3)
+        one.upload_changes()
+    (again := mirror_of(tmp_path / "again", tmp_path / "store")).reconcile()
+    assert again.newest == one.newest and one.upload_changes()
 
 
 @each_row("data, said", [(b"\xff{", ""), (b" " * (5 << 20), "Expecting value: line 1 column 4194305 ")])

@@ -77,7 +77,10 @@ def read_index_file(folder: Path, name: str = INDEX) -> tuple[Meta, dict[str, np
             message = f"{folder} has no {INDEX}: it is not a packed data set; create one with distribuuuu pack"
         raise ConfigError(message) from None
     except InvalidFileError as error:
-        raise ConfigError(f"{error}; pack the data again") from error
+        fix = "pack the data again"
+        if f"is {KIND} of version 2" in str(error):  # those of earlier previews with other targets than a label
+            fix = "it has several labels or targets per image; fix: train from its table and files"
+        raise ConfigError(f"{error}; {fix}") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 

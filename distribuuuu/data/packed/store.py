@@ -76,8 +76,7 @@ class Store:
             else:
                 raise ValueError("expected one of https, http, s3, gs, az, hf")
         except ImportError as error:
-            fix = "pip install 'distribuuuu[remote]'"
-            raise RemoteError(f"{url} needs obstore, which is not installed; fix: {fix}") from error
+            raise RemoteError(f"{url} needs obstore; fix: pip install 'distribuuuu[remote]'") from error
         except Exception as error:  # those of obstore, ValueError, OSError
             reason, fix = shorten(str(error).partition("\n\n")[0]), "check the URL and its port"
             raise RemoteError(f"{printable(url)} is no valid URL ({reason}); fix: {fix}") from error

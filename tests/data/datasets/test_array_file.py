@@ -50,6 +50,9 @@ def test_an_invalid_header_is_one_error(tmp_path):
         with pytest.raises(ConfigError, match=f"^{path}: not a valid pack: [^\n]*; pack the data again$"):
             read_index(tmp_path)
         assert str(path) in packer.find_conflict(tmp_path, {}), name
+    write_arrays(path, KIND, 2, {}, {})
+    with pytest.raises(ConfigError, match="version 2, .* version 1; it has several labels .*; fix: train from"):
+        read_index(tmp_path)
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="index.bin cannot be read: not a regular file"):
