@@ -161,8 +161,9 @@ def copy_parquet(path: str, columns: ParquetColumns, cache: Path) -> str:
                 raise ConfigError(f"{copy} needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; {fix}")
             metadata = {**(file.schema_arrow.metadata or {}), b"source": repr(stamp).encode()}
             schema = file.schema_arrow.with_metadata(metadata)
+            text = f"{path} to {copy}, {needed / 1e9:.1f} GB"
             with replacing(copy) as target, pyarrow.ipc.new_stream(target, schema) as writer:
-                for number in tqdm(range(len(groups)), desc=f"{path} to {copy}", unit="group", leave=False, delay=1):
+                for number in tqdm(range(len(groups)), desc=text, unit="group", leave=False, delay=1):
                     writer.write_table(file.read_row_group(number, use_threads=False).cast(schema))
     return str(copy)
 

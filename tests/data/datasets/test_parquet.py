@@ -3,6 +3,7 @@
 import re
 import shutil
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from support.batches import assert_same_batches, batches_of
@@ -68,6 +69,12 @@ def test_a_training_reads_the_files(cfg_of, small_cfg, root, tmp_path, image_fol
     assert len(build_images(cfg_of(*words), train=True)) == 48
     write_parquet(tmp_path / "chang[e]d/data", to_arrow(image_rows(image_folder, "train")[:25]), "train-{}.parquet")
     assert len(build_images(cfg_of(*words), train=True)) == 25
+
+
+def test_the_bar_of_a_copy_names_its_size(cfg_of, monkeypatch):
+    monkeypatch.setattr("tqdm.tqdm", bar := mock.Mock(side_effect=lambda numbers, **_: numbers))
+    build_images(cfg_of(), train=True)
+    assert bar.call_args.kwargs["desc"].endswith(".arrow, 0.0 GB")
 
 
 def test_labels_may_be_names(cfg_of, small_cfg):
