@@ -25,7 +25,7 @@ RUN_FILES = (CHECKPOINTS, LOCK, TRAIN_LOG, TEST_LOG, METRICS, PREDICTIONS, RESUL
              TENSORBOARD, STACKS, TRACKERS_FOLDER)  # fmt: skip
 PROBE, DECISIONS = "probe.pth.tar", "finetune.json"  # a head for FINETUNE.HEAD; decisions of `finetune`
 # What commands write there: train --profile, calibrate, finetune, probe, report, sweep.
-COMMAND_FILES = ("profile", CALIBRATION, PROBE, "probe.json", "report.html", "report.json", "sweep.json",
+COMMAND_FILES = ("profile", CALIBRATION, PROBE, DECISIONS, "probe.json", "report.html", "report.json", "sweep.json",
                  "sweep_results.json", "sweep.html", "best.yaml", "console.log", "report_mistakes.csv")  # fmt: skip
 # Best weights of each kind.
 BEST_NAMES = re.compile(r"best(_[a-z0-9]+)?\.pth\.tar")

@@ -272,7 +272,8 @@ def test_damaged_objects_are_skipped_and_the_previous_checkpoint_remains(one, tm
      "checkpoints//x", "checkpoints/.x", "checkpoints/a/b/c/d/e", "checkpoints/x.tmp", "", "checkpoints/" + 300 * "x"],
 )  # fmt: skip
 def test_only_files_of_a_run_are_mirrored(name):
-    assert is_mirrored("probe.pth.tar") and not is_mirrored(name), "FINETUNE.HEAD probe needs the first one"
+    assert not is_mirrored(name)
+    assert is_mirrored("probe.pth.tar") and is_mirrored("finetune.json"), "FINETUNE.HEAD probe needs them"
 
 
 @each_row(
