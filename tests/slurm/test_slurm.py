@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -38,6 +39,16 @@ def test_two_nodes_train_the_same_model_as_one_process(image_folder, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "launcher: srun, process 0 of 4; backend gloo" in done.stderr
     assert_close(*(read_checkpoint(tmp_path / name / "best.pth.tar") for name in ("alone", "slurm")), 1e-5)
+
+
+def test_two_runs_on_the_same_nodes_do_not_interfere(image_folder, tmp_path):
+    runs = [
+        subprocess.Popen(srun_command(image_folder, tmp_path / name), stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        for name in ("one", "two")
+    ]
+    errors = [process.communicate(timeout=300)[1].decode() for process in runs]
+    assert [process.returncode for process in runs] == [0, 0], errors
+    assert_close(*(read_checkpoint(tmp_path / name / "best.pth.tar") for name in ("one", "two")), 0)
 
 
 @pytest.fixture
