@@ -91,10 +91,11 @@ setup(
         "tiff": ["tifffile>=2023.7", "imagecodecs>=2023.7"],  # TIFF files of any channels or compression
         "explain": ["captum>=0.7"],  # where the model looked, in reports
         "heif": ["pillow-heif>=0.16", "pillow>=11.3"],  # HEIC, the photographs of phones; and AVIF
-        # Packed data and runs at URLs; and two former names of this extra.
+        # Packed data and runs at URLs; and three former names of this extra.
         "remote": [*REMOTE],
         "s3": [*REMOTE],
         "gs": [*REMOTE],
+        "hf": [*REMOTE],
         "parquet": ["pyarrow>=16"],  # parquet and Arrow files
         "docs": [*DOCS],
         "sweep": [*SWEEP],
