@@ -122,7 +122,7 @@ def test_the_config_stops_at_the_builders():
 @pytest.mark.project
 def test_modules_import_at_their_top_only_what_an_installation_without_extras_has():
     declared = re.search(r"install_requires=\[(.*?)\]", (ROOT / "setup.py").read_text(), re.DOTALL)[1]
-    names = {*re.findall(r'"([\w-]+)[>=]', declared), "PIL"} | {"yaml", "fsspec", "markupsafe"}  # required by those
+    names = {*re.findall(r'"([\w-]+)[>=]', declared), "PIL"} | {"yaml", "markupsafe"}  # required by those
     assert "torch" in names
     for path in MODULES:
         for node in ast.parse(path.read_text()).body:
