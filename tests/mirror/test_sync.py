@@ -273,7 +273,7 @@ def test_damaged_objects_are_skipped_and_the_previous_checkpoint_remains(one, tm
 )  # fmt: skip
 def test_only_files_of_a_run_are_mirrored(name):
     assert not is_mirrored(name)
-    assert is_mirrored("probe.pth.tar") and is_mirrored("finetune.json"), "FINETUNE.HEAD probe needs them"
+    assert is_mirrored("probe.pth.tar") and is_mirrored("finetune.json"), "written by `finetune`"
 
 
 @each_row(
