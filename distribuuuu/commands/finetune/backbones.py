@@ -1,19 +1,27 @@
 """Backbones of a fine-tuning: found before any image is read, their options, and the default of this machine."""
 
+import contextlib
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from distribuuuu.checkpoint.foreign_files import OrderError, match_in_order
 from distribuuuu.checkpoint.published_files import DEFAULT
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.model_names import is_published
-from distribuuuu.models.find_architecture import find_architecture
+from distribuuuu.models.find_architecture import ModelSpec, find_architecture
+from distribuuuu.models.head import find_head_of
 from distribuuuu.models.pretrained import Backbone, read_backbone, resolve_backbone
 
 # The default with a GPU; Apache-2.0.
 LARGE, IMAGENET_CLASSES = "timm/convnext_tiny", 1000
+_OF_TENSORS = "MODEL.ARCH timm/NAME, the model that its tensors fit, e.g. MODEL.ARCH timm/resnet50"
+_NUM_TRIED = 12  # models of similar names
 
 
 def open_backbones(names: Sequence[str], arch: str = "") -> dict[str, Backbone]:
@@ -31,8 +39,10 @@ def open_backbones(names: Sequence[str], arch: str = "") -> dict[str, Backbone]:
             if not found[name].path:
                 read_backbone(found[name], IMAGENET_CLASSES)
             if not (found[name].arch or arch):
-                fix = "add MODEL.ARCH timm/NAME, the model that its tensors fit, e.g. MODEL.ARCH timm/resnet50"
-                raise ConfigError(f"{name} does not name its architecture; fix: {fix}")
+                content = read_backbone(found[name], IMAGENET_CLASSES)
+                fitting = " or ".join(f"MODEL.ARCH {one}" for one in find_fitting(found[name].source, content))
+                fix = f"{fitting}, whose tensors have these shapes" if fitting else _OF_TENSORS
+                raise ConfigError(f"{name} does not name its architecture; fix: add {fix}")
         except ConfigError as error:
             problems.append(Problem("--backbone", str(error)))
     if arch and not problems and all(one.arch not in ("", arch) for one in found.values()):
@@ -40,6 +50,28 @@ def open_backbones(names: Sequence[str], arch: str = "") -> dict[str, Backbone]:
         problems.append(Problem("MODEL.ARCH", f"got {arch}, but {names}; fix: leave it out"))
     if problems:
         raise ConfigError(problems)
+    return found
+
+
+def find_fitting(path: str, content: Mapping[str, Any]) -> list[str]:
+    """Return at most two models of timm of a name similar to that of a file, whose tensors fit in their order."""
+    import timm
+
+    def plain(name: str) -> str:
+        return re.sub("[^a-z0-9]", "", name.lower())
+
+    stem = plain(re.sub("[-_.][0-9a-f]{8}$", "", Path(path).stem))  # the beginning of a hash
+    names = {plain(name): name for name in timm.list_models()}
+    by_likeness = sorted(
+        names, key=lambda name: (not name.startswith(stem), -SequenceMatcher(None, stem, name).ratio())
+    )
+    found = list[str]()
+    for name in (names[one] for one in by_likeness[:_NUM_TRIED] if len(found) < 2):
+        spec = ModelSpec(find_architecture(f"timm/{name}"), IMAGENET_CLASSES, {}, {})
+        if model := spec.build_on_meta():
+            with contextlib.suppress(OrderError):
+                match_in_order(model, content["state_dict"], find_head_of(spec, model))
+                found.append(f"timm/{name}")
     return found
 
 

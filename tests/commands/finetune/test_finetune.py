@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torchvision
 from PIL import Image
 from support.archives import archive_folder, files_of, write_tar, write_zip
 from support.images import draw_folder
@@ -389,6 +390,29 @@ def test_only_a_file_that_names_none_takes_the_architecture(photos, finished_run
     content = json.loads((tmp_path / "out/finetune.json").read_text())
     sizes = [content[f"backbone {name}: probe"]["params_m"] for name in (finished_run, tmp_path / "vit.pth")]
     assert sizes[0] < 0.1 < sizes[1], sizes
+
+
+def test_models_that_fit_a_file_are_named(tmp_path, monkeypatch, capsys):
+    names = [
+        "resnet18",
+        "resnet18d",
+        "resnet10t",
+        "resnet34",
+        "efficientnet_lite0",
+        "efficientnet_lite1",
+        "tf_efficientnet_lite0",
+    ]
+    monkeypatch.setattr(timm, "list_models", lambda: names)
+    torch.save(torchvision.models.resnet18(num_classes=7).state_dict(), tmp_path / "my_resnet18.pth")
+    torch.save(timm.create_model("efficientnet_lite0").state_dict(), tmp_path / "efficientnet-lite0-57934424.pth")
+    torch.save(timm.create_model("test_vit").state_dict(), tmp_path / "resnet18-x.pth")
+    assert run("clothes", "--out", tmp_path / "out", "--backbone", *sorted(tmp_path.glob("*.pth"))) == 2
+    found = re.findall(r"([^/]*)\.pth does not name its architecture; fix: add (.*?), ", capsys.readouterr().err)
+    assert dict(found) == {
+        "my_resnet18": "MODEL.ARCH timm/resnet18",
+        "efficientnet-lite0-57934424": "MODEL.ARCH timm/efficientnet_lite0 or MODEL.ARCH timm/tf_efficientnet_lite0",
+        "resnet18-x": "MODEL.ARCH timm/NAME",
+    }
 
 
 def test_the_python_function_returns_the_run_and_its_accuracy(photos, finished_run, tmp_path, here):
