@@ -312,6 +312,8 @@ def test_a_fine_tuning_is_tested_once_and_gives_a_run(photos, finished_run, tmp_
     for own, text in (((), "finetune.yaml OUT_DIR"), (("FINETUNE.HEAD", ""), "holds the tested model"),
                       (("OUT_DIR", f"{out}_x"), "got test, the images that tested")):  # fmt: skip
         assert dispatch("x", ["train", "--cfg", f"{out}/config.yaml", *own]) == 2 and text in capsys.readouterr().err
+    assert dispatch("x", ["train", "--cfg", f"{out}/config.yaml", "OUT_DIR", f"{out}_x", "TEST.SPLIT", "val"]) == 0
+    assert f"the head is that of {out}/probe.pth.tar" in (tmp_path / "out_x/train.log").read_text()
 
 
 @pytest.mark.slow
