@@ -437,10 +437,15 @@ def test_two_processes_train_the_same_weights(photos, finished_run, tmp_path, he
 @pytest.mark.slow
 def test_the_minutes_give_the_epochs(photos, finished_run, tmp_path, capsys, here):
     words = [word for word in WORDS if word not in ("OPTIM.MAX_EPOCH", 2)]
-    assert run(photos, "--backbone", finished_run, "--out", tmp_path / "out", "--minutes", 3, *words) == 0
-    plan = json.loads((tmp_path / "out/finetune.json").read_text())["training"]
+    given = (photos, "--backbone", finished_run, "--minutes")
+    assert run(*given, 0.1, "--out", tmp_path / "first", *words) == 0
+    assert "pay off, need --minutes 1 or more and another --out" in capsys.readouterr().out
+    assert run(*given, 3, "--out", tmp_path / "first", *words) == 2
+    out = Path(re.search(r"other minutes; fix: .* --out (\S+), or", capsys.readouterr().err)[1])
+    assert run(*given, 3, "--out", out, *words) == 0
+    plan = json.loads((out / "finetune.json").read_text())["training"]
     assert 1 <= plan["epochs"] <= recipe.MAX_EPOCHS and plan["epoch_s"] > 0
-    assert load_cfg(str(tmp_path / "out/finetune.yaml")).OPTIM.MAX_EPOCH == plan["epochs"]
+    assert load_cfg(str(out / "finetune.yaml")).OPTIM.MAX_EPOCH == plan["epochs"]
     assert re.search(r"an epoch takes \d+ s; \d+ epochs fit into 3 min", capsys.readouterr().out)
 
 
