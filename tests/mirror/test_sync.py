@@ -69,16 +69,6 @@ def test_a_run_that_is_resumed_on_an_empty_machine_keeps_the_options_of_its_conf
     assert resolve_cfg(load_cfg(None, words)).DATA.MEAN == (0.1, 0.2, 0.3)
 
 
-def test_a_new_checkpoint_is_uploaded_at_once_and_other_files_with_it(one, tmp_path, monkeypatch):
-    monkeypatch.setattr(sync, "EVERY_S", 100.0)
-    write(tmp_path / "one", {"metrics.jsonl": b"{}\n{}\n"})
-    assert not one.upload_changes()
-    write(tmp_path / "one", {"checkpoints/ckpt_ep_003.pth.tar": b"three"})
-    assert one.upload_changes() and one.newest.files["metrics.jsonl"].size == 6 and not one.upload_changes()
-    write(tmp_path / "one", {"metrics.jsonl": b"{}\n"})
-    assert one.upload_changes(is_last=True)
-
-
 def test_only_objects_that_no_late_state_names_are_deleted(one, tmp_path, monkeypatch):
     objects = tmp_path / "store/objects"
     new, left = objects / ("1" * 64), objects / ("2" * 64)
