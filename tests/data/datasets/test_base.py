@@ -3,27 +3,13 @@
 import csv
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from support.batches import ALONE, CPU, batches_of
+from support.batches import ALONE, CPU
 
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data.datasets.base import ImageDataset
 from distribuuuu.data.loader import build_loader
 from distribuuuu.engine.preflight import find_run_problems, resolve_num_classes
-
-
-class Pixels(ImageDataset):
-    classes = ("dark", "light")
-    labels = np.arange(30) % 2
-
-    @classmethod
-    def from_cfg(cls, cfg, train):
-        return cls()
-
-    def read(self, index):
-        return np.full((20, 20, 3), 50 + 150 * (index % 2), np.uint8)
 
 
 class CsvImages(ImageDataset):
@@ -55,14 +41,6 @@ def cfg_of(small_cfg, monkeypatch, tmp_path):
         return resolve_num_classes(cfg)
 
     return make
-
-
-def test_images_in_memory_need_classes_labels_and_read(cfg_of):
-    cfg = cfg_of(Pixels)
-    assert cfg.MODEL.NUM_CLASSES == 2 and len(Pixels()) == 30
-    images, labels, *_ = batches_of(cfg, train=False)[0]
-    assert labels.tolist() == [index % 2 for index in range(len(labels))]
-    assert torch.equal(images[0], images[2]) and (images[0] < images[1]).all()
 
 
 def test_image_files_need_classes_labels_and_describe(cfg_of, image_folder, tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.packs import pack
-from support.runs import message_of, newest, records, run_tool, small_options
+from support.runs import message_of, newest, records
 
 from distribuuuu.config import ConfigError
 from distribuuuu.data.datasets import image_list
@@ -108,8 +108,8 @@ WRONG = {
     "has no label on any line": "image,labels\na.jpg,\n",
     'has lines with another number of fields than the header\'s 2 (a comma within a name needs "quotes"): line 2 has 1;'
     " line 3 has 3": "image,labels\na.jpg\nb.jpg,x,y\nb.jpg,x\n",
-    "has lines without an image: line 2": "image,labels\n,x\na.jpg,x\n",
-    "names images that do not exist: line 3, 'c.jpg'": "image,labels\na.jpg,x\nc.jpg,x\n",
+    **dict.fromkeys(("has lines without an image: line 2", "names images that do not exist: line 3, 'c.jpg'"),
+                    "image,labels\n,x\nc.jpg,x\na.jpg,x\n"),
     "names images that do not exist: line 2, '0.jpg'; line 3, '1.jpg'; line 4, '2.jpg'; line 5, '3.jpg'; line 6,"
     " '4.jpg' and 2 more": "image,labels\n" + "".join(f"{number}.jpg,x\n" for number in range(7)),
     "is not a CSV in UTF-8": "image,labels\na.jpg,\udcff\n",
@@ -126,16 +126,8 @@ def test_a_wrong_csv_is_reported_before_the_start(small_cfg, tmp_path):
         assert any(f": {tmp_path / 'train.csv'} {message}" in str(problem) for problem in problems), problems
 
 
-def test_all_problems_are_reported_at_once_and_near_names(tmp_path):
+def test_a_class_that_the_training_lacks_is_answered_with_a_near_one(tmp_path):
     (tmp_path / "a.jpg").touch()
-    write_csv(tmp_path / "train.csv", ["a.jpg,zebra;horse", ",horse", "none.jpg,horse"])
-    write_csv(tmp_path / "val.csv", ["a.jpg,zbra", "b.jpg,zbra;horse", "c.jpg,zbra"])
-    done = run_tool("train_net.py", *small_options(tmp_path, tmp_path / "out", *words_of(tmp_path)))
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    for message in ("train.csv has lines without an image: line 3", "train.csv names images that do not exist: line 4",
-                 "val.csv names images that do not exist: line 3, 'b.jpg'; line 4, 'c.jpg'"):  # fmt: skip
-        assert message in done.stderr, done.stderr
-    assert not (tmp_path / "out").exists()
     write_csv(tmp_path / "val.csv", ["a.jpg,zbra"])
     with pytest.raises(ConfigError, match=r"zbra \(\S+a.jpg\); did you mean zebra"):
         Multilabel(Multilabel.open_table(tmp_path / "val.csv"), ("horse", "zebra"))

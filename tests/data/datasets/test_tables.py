@@ -63,10 +63,6 @@ def test_one_hot_columns_and_a_column_of_the_split(cfg_of, small_cfg, image_fold
 
 
 WRONG = {
-    "has no column label; its columns are path, labl; did you mean labl?; fix: DATA.TABLE.label COLUMN": (
-        "path,labl\n", ()),
-    "its columns are path/label; fix: DATA.TABLE.path COLUMN DATA.TABLE.label COLUMN; or DATA.TABLE.columns of a text":
-        ("path/label\na.jpg/x\n", ()),
     "has images without exactly one 1: line 2, 'a.jpg'; line 3, 'b.jpg'": (
         "path,x,y\na.jpg,1,1\nb.jpg,0,0\n", ("DATA.TABLE.label", "[x, y]")),
     "has values other than 0 and 1 in columns of one class each: line 2, 'a.jpg'": (
