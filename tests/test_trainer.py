@@ -107,7 +107,7 @@ def off_values() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("last, words", [
     (False, {"OPTIM.NAME": "adamw", "LOG.TENSORBOARD": True}),
-    (True, {"LOSS.NAME": "bce", "EMA.HALF_LIFE": 20, "AUG.MIXUP": 0.2}),
+    (True, {"LOSS.NAME": "bce", "EMA.HALF_LIFE": 20, "AUG.MIXUP": 0.2, "MODEL.ACT_CHECKPOINT": True}),
     (False, {"LOSS.NAME": "focal", "OPTIM.MAX_EPOCH": 0}), (True, {"LOSS.NAME": "focal"}),
 ])  # fmt: skip
 def test_every_documented_off_value_trains(small_cfg, last, words):

@@ -104,22 +104,6 @@ def test_sizes_are_those_of_ffcv_with_ends_as_they_were_set_and_multiples_betwee
     assert set(sizes) == {88, 96, 128, 160, 176}
 
 
-@pytest.mark.parametrize("crop", [slow("resized"), slow("pad")])
-def test_workers_that_were_started_once_make_images_of_each_epochs_size(small_cfg, crop):
-    expected = None
-    for way in WAYS:
-        loader = build_loader(small_cfg(*GROWING, "DATA.CROP", crop, *way), ALONE, CPU, train=True)
-        epochs = [[images for images, *_ in loader.batches_from(3, epoch, 0)] for epoch in (0, 2, 3, 5, 2)]
-        assert [batches[0].shape[-2:] for batches in epochs] == [(side, side) for side in (8, 10, 12, 16, 10)], way
-        expected = expected or epochs
-        for one, other in zip(sum(expected, []), sum(epochs, []), strict=True):
-            assert torch.equal(one, other), way
-        entered = [images for images, *_ in loader.batches_from(3, 2, 2)]
-        assert all(torch.equal(one, other) for one, other in zip(entered, epochs[1][2:], strict=True))
-        assert loader.zero_images(loader.plan.micro_batch).shape == (12, 3, 16, 16)
-    assert loader.preview(3, 5).shape == (5, 3, 8, 8)
-
-
 def test_a_model_for_one_size_only_is_an_error_and_others_may_grow():
     words = "TRAIN.IM_SIZE_START 32 TRAIN.IM_SIZE 64 TEST.IM_SIZE 64 TRAIN.IM_SIZE_EPOCHS [0,5] MODEL.ARCH"
     growing = words.split()

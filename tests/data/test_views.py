@@ -60,6 +60,7 @@ def test_views_grow_together_and_only_at_one_size(small_cfg, sizes, monkeypatch)
     words = (*own_task(monkeypatch), "DATA.VIEWS", 2, *growing)
     for way in ((), ("TRAIN.WORKERS", 1), ("DATA.LOADER", "device", "DATA.CROP", "pad")):
         assert [view.shape[2] for view in batches_of(small_cfg(*words, *way))[0].images] == [12, 12]
+    assert build_loader(small_cfg(*growing), ALONE, CPU, train=True).preview(3, 5).shape == (5, 3, 8, 8)
     own_task(monkeypatch, views=lambda cfg, loader: [])
     with pytest.raises(ConfigError, match="TASK.NAME: .*.views returns no view of loader train"):
         build_loader(small_cfg(*sizes), ALONE, CPU, train=True)

@@ -307,12 +307,3 @@ def test_the_blocks_of_known_models_and_a_model_without_blocks_is_answered():
         assert Counter(type(block).__name__ for block in blocks) == expected
     with pytest.raises(ConfigError, match="MODEL.ACT_CHECKPOINT.*the model has no repeated blocks"):
         recompute_blocks(nn.Linear(2, 2))
-
-
-def test_a_run_with_it_is_the_run_without_it(small_cfg, tmp_path):
-    from support.runs import assert_same_run
-
-    words = ("OPTIM.MAX_EPOCH", 1, "EMA.HALF_LIFE", 50, "TRAIN.GLOBAL_BATCH_SIZE", 12, "TRAIN.BATCH_SIZE", 6)
-    for name, on in (("with", True), ("without", False)):
-        train_model(small_cfg(*words, "MODEL.ACT_CHECKPOINT", on, "OUT_DIR", tmp_path / name))
-    assert_same_run(tmp_path / "with", tmp_path / "without")

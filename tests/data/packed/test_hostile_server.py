@@ -12,7 +12,7 @@ from support.packs import pack as make_pack
 from support.range_server import CONTRADICTIONS, ENDLESS, RangeServer, redirect, wrong_range
 
 from distribuuuu.config import ConfigError
-from distribuuuu.data.packed import remote, store
+from distribuuuu.data.packed import store
 from distribuuuu.data.packed.dataset import Packed
 from distribuuuu.data.packed.remote import copy_pack
 from distribuuuu.data.packed.store import RemoteError
@@ -159,11 +159,3 @@ def test_the_check_before_a_start_names_the_set(source, small_cfg):
     for train in (True, False):
         (problem,) = outcome_of(lambda train=train: list(Packed.find_problems(cfg, train)))
         assert problem[0] == "TRAIN.DATASET" and f"{source.url}/train/" in problem[1]
-
-
-def test_a_hostile_server_of_packs_is_given_up(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(remote, "REQUEST_S", 0.4)
-    for name in ("dripped body", "body"):
-        source.attack, before = ENDLESS[name], source.num_sent
-        assert "; fix: " in copy(source, tmp_path, timeout_s=0.4)
-        assert source.num_sent - before < MAX_SENT
