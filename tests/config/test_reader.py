@@ -110,10 +110,8 @@ FINETUNE: {LR_MULT: {fc: 10}}
 """
 
 
-def test_mappings_are_merged_by_key_and_an_empty_one_removes_those_of_the_file(write):
+def test_an_empty_mapping_removes_those_of_the_file(write):
     path = write(MAPPINGS)
-    cfg = load_cfg(path, ["MODEL.KWARGS", "{width: 8}", "FINETUNE.LR_MULT", "{layer1: 2}"])
-    assert cfg.MODEL.KWARGS == {"width": 8, "norm": "group"} and cfg.FINETUNE.LR_MULT == {"fc": 10.0, "layer1": 2.0}
     cfg = load_cfg(path, ["MODEL.KWARGS", "{}", "FINETUNE.LR_MULT", "{}", "MODEL.KWARGS.width", "8"])
     assert cfg.MODEL.KWARGS == {"width": 8} and cfg.FINETUNE.LR_MULT == {} and cfg.DISTILL.KWARGS == {"width": 64}
     assert "MODEL.KWARGS.norm" not in cfg.origins and cfg.origins["MODEL.KWARGS.width"] == "command line"

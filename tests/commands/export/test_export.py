@@ -96,6 +96,8 @@ def test_a_safetensors_folder_is_a_run(small_cfg, tmp_path, image_folder, arch, 
     assert {key: config[key] for key in expected} == expected
     for path in (tmp_path / "exported").glob("*.[jm][sd]*"):
         assert str(image_folder) not in path.read_text() and str(tmp_path) not in path.read_text(), path
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert "plugins = 'own.py'  # code that this folder does not contain" in card
 
 
 @pytest.mark.slow
@@ -238,13 +240,3 @@ def test_the_scores_of_a_task_are_exported(run_of_plugin, tmp_path):
         export_run(run, "timm", tmp_path / "timm")
     with pytest.raises(ConfigError, match="--format safetensors: cannot express the state of Own: means; fix: "):
         export_run(run, "safetensors", tmp_path / "safetensors")
-
-
-@pytest.mark.slow
-def test_the_card_of_a_run_with_plugins_names_their_files(run_of_plugin, tmp_path, monkeypatch):
-    run_of_plugin("task_of_the_card", "    pass", {"shared": {}, "by_rank": []})
-    assert command(tmp_path / "out", "--to", "safetensors", tmp_path / "exported") == 0
-    card = (tmp_path / "exported" / "README.md").read_text()
-    assert "plugins = 'own.py'  # code that this folder does not contain" in card and str(tmp_path) not in card
-    monkeypatch.chdir(tmp_path)
-    assert load_run("exported", overrides=["PLUGINS", "own.py"]).task.settings == {}

@@ -137,7 +137,6 @@ def test_wrong_flags(folder, tmp_path, capsys):
         "--val 0.5 --folds 3": "--folds: not allowed with", "--folds 1": "--folds: got 1; expected 2 or more",
         "--val 0.6 --test 0.4": "--val, --test: got 0.6 and 0.4", "--val 0.2 --group-by (": "a regular expression",
         "--val 0.2 --group-by patient": "'patient' matches no name; the first is 'p0/000.jpg'",
-        "--val 0.2 --vall 0.2": "no such flag: --vall; did you mean --val",
     }.items():  # fmt: skip
         assert run(folder, "--out", tmp_path / "out", *words.split()) == 2
         assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
