@@ -50,7 +50,10 @@ def pixel_set(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("crop, more", [("pad", ()), ("resized", ()), ("pad", ("AUG.ERASING", 0.7))])
+@pytest.mark.parametrize("crop, more", [
+    ("pad", ()), ("resized", ()), ("pad", ("AUG.ERASING", 0.7)), ("pad", ("DATA.CROP_PADDING", 30)),
+    ("pad", ("DATA.CROP_PADDING_MODE", "reflect")),
+])  # fmt: skip
 def test_a_set_on_the_device_gives_the_batches_of_workers(small_cfg, pixel_set, crop, more):
     for train_size, resize_to, test_crop in ((20, 20, 20), (16, 30, 24)):
         words = ("MODEL.DUMMY_INPUT", True, "DATA.CROP", crop, "TRAIN.IM_SIZE", train_size, "TEST.IM_SIZE", resize_to,

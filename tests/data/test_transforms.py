@@ -1,7 +1,6 @@
 """Crops, flips and resizing: they lie where torchvision's lie, and take their numbers from position alone."""
 
 import dataclasses
-import itertools
 import random
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ from torchvision.transforms import v2
 from distribuuuu.data import transforms
 from distribuuuu.data.crops import PaddedCrop, random_padded_corner
 from distribuuuu.data.decode import Box, LazyImage, open_lazy_image
-from distribuuuu.data.device_samples import crop_batch, draw_crops
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import CenterCrop, ResizedCrop, random_resized_box, resize
 
@@ -101,17 +99,6 @@ def test_a_reflected_padding_is_that_of_numpy():
             top, left = (int(at) + padding for at in random_padded_corner(rng, height, width, size, padding))
             pixels = PaddedCrop(size, padding, 0, mode="reflect")(lazy_image_of(image), SampleRNG(9, index))
             assert torch.equal(pixels, padded[:, top : top + size, left : left + size])
-
-
-def test_a_batch_is_cropped_as_its_images_are():
-    positions, generator = [(3, index) for index in range(20)], torch.Generator().manual_seed(1)
-    for (size, padding), channels in itertools.product([(32, 4), (32, 0), (24, 3), (8, 12)], [1, 3]):
-        pixels = torch.randint(0, 256, (20, channels, 32, 40), dtype=torch.uint8, generator=generator)
-        crops = [PaddedCrop(size, padding), *([PaddedCrop(size, padding, mode="reflect")] if padding < size else [])]
-        for transform in (*crops, CenterCrop(size + 4, size), CenterCrop(size, size + 9)):
-            together = crop_batch(transform, pixels, draw_crops([(transform, None)], pixels, np.array(positions))[1])
-            for image, position, result in zip(pixels, positions, together, strict=True):
-                assert torch.equal(transform(LazyImage(image), SampleRNG(*position)), result)
 
 
 def evaluated(image: Image.Image, resize_to: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:

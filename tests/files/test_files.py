@@ -11,22 +11,11 @@ from distribuuuu.config import ConfigError
 from distribuuuu.config.json_file import load_json
 from distribuuuu.config.run_files import RUN_FILES
 from distribuuuu.files.atomic_file import make_folder, open_for_writing, replacing
-from distribuuuu.files.locks import lock_file, take_turn, try_lock
+from distribuuuu.files.locks import take_turn, try_lock
 from distribuuuu.files.untrusted import open_regular, printable, read_regular
 from distribuuuu.launch.signals import write_stacks
 from distribuuuu.records.run_log import append_to_log, logger, logging_to
 from distribuuuu.trainer import train_model
-
-
-def test_a_lock_has_one_holder_at_a_time(tmp_path):
-    path = tmp_path / "x.lock"
-    first, second = (os.open(path, os.O_CREAT | os.O_RDWR) for _ in range(2))
-    assert lock_file(first, 5.0) and try_lock(second) is False
-    started = time.monotonic()
-    assert lock_file(second, 0.1) is False and time.monotonic() - started >= 0.1
-    os.close(first)
-    assert lock_file(second, 5.0)
-    os.close(second)
 
 
 def test_a_turn_excludes_others_and_yields_the_time_of_the_file_system(tmp_path):

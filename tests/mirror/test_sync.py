@@ -53,13 +53,6 @@ def one(tmp_path) -> Mirror:
     return one
 
 
-def test_an_empty_folder_is_restored_and_unchanged_files_are_not_uploaded_again(one, tmp_path):
-    assert not one.upload_changes()
-    other = mirror_of(tmp_path / "other", tmp_path / "store")
-    other.reconcile()
-    assert read(tmp_path / "other") == FILES and not other.upload_changes()
-
-
 def test_a_run_that_is_resumed_on_an_empty_machine_keeps_the_options_of_its_config(one, tmp_path, monkeypatch):
     config = b"DATA: {MEAN: [0.1, 0.2, 0.3], STD: [1, 1, 1]}\n"
     write(tmp_path / "one", {"config.yaml": config})
@@ -229,8 +222,8 @@ def test_a_folder_that_was_restored_in_part_is_not_uploaded(one, tmp_path, monke
         (folder / PRIVATE / "id").unlink()
         with pytest.raises(FileNotFoundError):
             mirror_of(folder, tmp_path / "store").fetch()
-    mirror_of(folder, tmp_path / "store").reconcile()
-    assert read(folder) == FILES
+    (again := mirror_of(folder, tmp_path / "store")).reconcile()
+    assert read(folder) == FILES and not again.upload_changes()
 
 
 def test_a_listing_that_lacks_the_newest_state_is_not_believed(one, tmp_path, monkeypatch):

@@ -154,6 +154,7 @@ def test_what_systems_leave_behind_is_no_class_and_holds_no_images(root):
         for folder in (root / "train" / junk, root / "train/ant" / junk, root / "train" / junk / "ant"):
             folder.mkdir(parents=True)
             (folder / "seen.jpg").write_bytes(data)
+    shutil.copytree(root / "train/cat", root / "train/.cat")
     (root / "train/ant/._x.jpg").write_bytes(b"resource fork")
     cfg = load_cfg(None, small_options(root, root.parent / "out"))
     assert find_run_problems(cfg, train=True) == []
