@@ -177,9 +177,7 @@ def _name_problems(cfg, train: bool) -> Iterator[tuple[str, str]]:
 def _out_dir_problems(out_dir: Path, train: bool) -> Iterator[tuple[str, str]]:
     """Yield a problem if a run cannot write to OUT_DIR or, in training, to its checkpoint folder, or must not."""
     if train and os.path.lexists(out_dir / DECISIONS):
-        fix = (
-            f"name another folder; to repeat its training, if it had one: --cfg {out_dir}/finetune.yaml OUT_DIR FOLDER"
-        )
+        fix = f"name another folder (a fine-tuning is repeated by --cfg {out_dir}/finetune.yaml OUT_DIR FOLDER)"
         yield "OUT_DIR", f"{out_dir} holds the tested model of distribuuuu finetune; fix: {fix}"
     for path in (out_dir, out_dir / CHECKPOINTS) if train else (out_dir,):
         existing = next(folder for folder in (path, *path.absolute().parents) if os.path.exists(folder))

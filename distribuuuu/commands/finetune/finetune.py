@@ -45,7 +45,8 @@ ARCHIVES, PARQUET = (".tar", ".zip"), (".parquet", ".arrow")  # endings
 _SPLITS = dict.fromkeys(("TRAIN.SPLIT", "TEST.SPLIT"), "FOLDER, or add the DATA.NAME that it is read as")
 _OWN = {"OUT_DIR": "--out", "FINETUNE.WEIGHTS": "--backbone", "RNG_SEED": "--seed", "TRAIN.DATASET": "FOLDER",
         "TEST.DATASET": "FOLDER", **_SPLITS}  # fmt: skip
-# Beginnings of options of the data set DATA.NAME in FOLDER. The training reads the lists that are made of its images.
+# Prefixes of the options that tell how to read FOLDER as the data set DATA.NAME. They do not reach the training, which
+# reads lists of the images.
 _NAMED = ("DATA.NAME", "DATA.TABLE", "DATA.KWARGS", "DATA.DOWNLOAD", *_SPLITS)
 _WEIGHTS = (".pth", ".tar", ".pt", ".bin", ".ckpt", ".safetensors")
 

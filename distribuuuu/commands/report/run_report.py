@@ -71,7 +71,7 @@ class RunFiles:
 
     @cached_property
     def tuned(self) -> FineTuned | None:
-        """What `finetune` has recorded, if the predictions are those of its test."""
+        """The record of `finetune`; None unless the predictions are those of its test."""
         found = None if self.history.results or self.file.name != PREDICTIONS else read_finetuned(self.out_dir)
         return found if found and found.tested == len(self.content) else None
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FineTuned:
-    """What finetune.json says of a tested model.
+    """The data and the test accuracy of a fine-tuned model, as finetune.json records them.
 
     Attributes:
         name: that of the folder of the images, or DATA.NAME.
@@ -27,6 +27,7 @@ class FineTuned:
         kept: the weights that were kept, as text.
         tested: the number of test images, by which nothing was chosen.
         top1: of these, in percent.
+        interval: the 95 % interval of `top1`, as text.
         commit: of the code that has tested it; None: unknown.
     """
 
@@ -36,17 +37,12 @@ class FineTuned:
     kept: str
     tested: int
     top1: float
+    interval: str
     commit: str | None
-
-    @property
-    def interval(self) -> str:
-        """The 95 % interval of `top1`."""
-        low, high = wilson_interval(self.top1 * self.tested / 100, self.tested)
-        return f"95 % interval {100 * low:.2f} to {100 * high:.2f} %"
 
 
 def read_finetuned(folder: Path | None) -> FineTuned | None:
-    """Return what finetune.json in a folder says; None if there is none, or with a warning if it is damaged."""
+    """Return the record in the finetune.json of a folder; None without one, or with a warning if it is damaged."""
     if folder is None or not os.path.lexists(folder / DECISIONS):
         return None
     try:
@@ -59,6 +55,8 @@ def read_finetuned(folder: Path | None) -> FineTuned | None:
         images = f"{', '.join(sizes)} and {counted(int(test['count']), 'test image')}"
         kept = {0.0: "probe", 1.0: "fine-tuned"}.get(share, f"interpolation with {share:.0%} of the fine-tuned weights")
         epochs, tested = int(content["training"]["epochs"]), int(test["count"])
+        low, high = wilson_interval(top1 * tested / 100, tested)  # a ValueError of impossible numbers, too
+        interval = f"95 % interval {100 * low:.2f} to {100 * high:.2f} %"
     except (ConfigError, TypeError, KeyError, ValueError, AttributeError) as error:
         logger.warning("%s is left out: %r", folder / DECISIONS, error)
         return None
@@ -67,4 +65,4 @@ def read_finetuned(folder: Path | None) -> FineTuned | None:
         is_own = (record["evaluation"]["count"], record["accuracy"]["raw"]["top1"]) == (tested, top1)
     except (ConfigError, KeyError):
         is_own = False
-    return FineTuned(name, images, epochs, kept, tested, top1, record["commit"] if is_own else None)
+    return FineTuned(name, images, epochs, kept, tested, top1, interval, record["commit"] if is_own else None)

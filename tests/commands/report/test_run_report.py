@@ -105,17 +105,17 @@ def test_each_evaluated_set_has_predictions_of_its_own_and_a_better_probe_is_nam
     assert read_run(str(run)).file.name == "predictions.npz" and len(list(run.glob("predictions*.npz"))) == 2
 
 
-@pytest.mark.parametrize("epochs, said", [
-    (0, None), (4, "Curves of the fine-tuning: "), ("four", "No curves: "),  # the last one is damaged
+@pytest.mark.parametrize("epochs, top1, said", [
+    (0, 50.0, None), (4, 50.0, "Curves of the fine-tuning: "), ("four", 50.0, "No curves: "), (0, 500.0, "No curves: "),
 ])  # fmt: skip
-def test_a_report_of_finetune_names_its_images_and_its_curves(run, capsys, epochs, said):
+def test_a_report_of_finetune_names_its_images_and_its_curves(run, capsys, epochs, top1, said):
     content = {"data": {"name": "pets", "parts": {"train": [0, 1], "val": [2]}}, "choice": {"share": 0.0},
-               "test": {"count": 24, "top1": 50.0}, "training": {"epochs": epochs}}  # fmt: skip
+               "test": {"count": 24, "top1": top1}, "training": {"epochs": epochs}}  # fmt: skip
     (run / "finetune.json").write_text(json.dumps(content))
     for name in ("results.json", "metrics.jsonl"):
         (run / name).unlink()
     printed, page = make(run, capsys)[1], (run / "report.html").read_text(encoding="utf-8")
-    assert ("24 test images of pets)" in printed) == (epochs != "four") == ("on pets; finetune: probe; 24" in page)
+    assert ("24 test images of pets)" in printed) == (said != "No curves: ") == ("on pets; finetune: probe; 24" in page)
     assert said in page if said else "urves" not in page
 
 
