@@ -13,6 +13,8 @@ from distribuuuu.records.run_log import progress
 NUM_NEIGHBORS, TEMPERATURE = 20, 0.07
 # L2 penalties of the linear probe, and the folds of the cross-validation that selects one.
 PENALTIES, NUM_FOLDS = (1.0, 0.1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6), 5
+# Tolerance of the fits that compare penalties.
+_COMPARED = 1e-4
 # Queries and neighbors of a block of similarities; images of a block of the linear probe.
 _QUERIES, _NEIGHBORS, _ROWS = 1024, 16384, 8192
 
@@ -42,37 +44,46 @@ def predict_knn(rows: Tensor, labels: Tensor, queries: Tensor, num_classes: int,
 
 
 def standardize(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Standardize features (N, dim) in place; return their means, and the factors, 0 for a constant feature."""
+    """Center features (N, dim) in place and scale them to a mean variance of 1; return their means, and the factor.
+
+    All have one factor: each one's own would amplify features that are hardly ever active, which cost 0.5 to 1 % of the
+    answers on three sets of photographs.
+    """
     sums = torch.zeros(2, rows.shape[1], dtype=torch.float64)
     for part in rows.split(_ROWS):
         sums += torch.stack([part.double().sum(0), part.double().square().sum(0)])
     mean, square = sums / len(rows)
-    deviation = (square - mean.square()).clamp(min=0).sqrt()
+    deviation = (square - mean.square()).clamp(min=0).mean().sqrt()
     scale = torch.where(deviation > 1e-6, 1 / deviation, 0)
     for part in rows.split(_ROWS):
         part.copy_((part - mean) * scale)
     return mean, scale
 
 
-def fit_linear(rows: Tensor, labels: Tensor, shares: Tensor, penalty: float, start: Tensor) -> Tensor:
+def fit_linear(
+    rows: Tensor, labels: Tensor, shares: Tensor, penalty: float, start: Tensor, tolerance: float = 1e-6
+) -> Tensor:
     """Return the weights (dim + 1, classes) of multinomial logistic regression by L-BFGS; the last row: biases.
 
     The loss is the cross-entropy of features (N, dim), weighted by the share (N,) of each image, plus `penalty / 2`
-    times the sum of the squared weights without the biases, in the type and on the device of the initial weights.
+    times the sum of the squared weights without the biases, in the type and on the device of the initial weights. It is
+    minimal when no entry of its gradient exceeds the tolerance.
     """
     weights = start.clone()
     optimizer = torch.optim.LBFGS([weights], max_iter=200, history_size=10, line_search_fn="strong_wolfe",
-                                  tolerance_grad=1e-6, tolerance_change=1e-12)  # fmt: skip
+                                  tolerance_grad=tolerance, tolerance_change=1e-12)  # fmt: skip
 
     def compute_loss() -> Tensor:
         gradient = penalty * weights
         gradient[-1] = 0
         loss = (gradient * weights).sum() / 2
         for part, own, share in zip(rows.split(_ROWS), labels.split(_ROWS), shares.split(_ROWS), strict=True):
-            inputs, own, share = F.pad(part.to(weights), (0, 1), value=1.0), own.to(weights.device), share.to(weights)
-            log_p = (inputs @ weights).log_softmax(1)
+            inputs, own, share = part.to(weights), own.to(weights.device), share.to(weights)
+            log_p = torch.addmm(weights[-1], inputs, weights[:-1]).log_softmax(1)
             loss -= log_p.gather(1, own[:, None])[:, 0] @ share
-            gradient += inputs.T @ ((log_p.exp() - F.one_hot(own, log_p.shape[1])) * share[:, None])
+            errors = (log_p.exp() - F.one_hot(own, log_p.shape[1])) * share[:, None]
+            gradient[:-1].addmm_(inputs.T, errors)
+            gradient[-1] += errors.sum(0)
         weights.grad = gradient
         return loss
 
@@ -96,7 +107,7 @@ def fit_probe(
     statistics = standardize(rows)
     weights, penalty = fit_cross_validated(rows, labels, num_classes, device, views)
     mean, scale = (part.to(weights.dtype).to(device) for part in statistics)
-    matrix = weights[:-1] * scale[:, None]
+    matrix = weights[:-1] * scale
     return torch.cat([matrix, (weights[-1] - mean @ matrix)[None]]), penalty
 
 
@@ -105,10 +116,10 @@ def fit_cross_validated(
 ) -> tuple[Tensor, float]:
     """Return weights, fitted on all images, and their penalty: that of the least loss on the held-out folds.
 
-    The penalties are tried in descending order, until the loss rises; a fold has its share of each class.
+    The penalties are tried in descending order, until the loss rises; a fold has its share of each class. Comparing
+    penalties needs neither double precision nor the exact minima, which would take most of the time.
     """
-    dtype = torch.float64 if device.type == "cpu" else torch.float32
-    starts = [torch.zeros(rows.shape[1] + 1, num_classes, dtype=dtype, device=device)] * NUM_FOLDS
+    starts = [torch.zeros(rows.shape[1] + 1, num_classes, device=device)] * NUM_FOLDS
     own = labels[: len(labels) // views]
     folds = torch.empty_like(own)
     folds[own.argsort(stable=True)] = torch.arange(len(own)) % NUM_FOLDS
@@ -118,14 +129,14 @@ def fit_cross_validated(
         loss = 0.0
         for fold, start in enumerate(starts):
             kept = folds != fold
-            starts[fold] = weights = fit_linear(rows, labels, kept / kept.sum(), penalty, start)
+            starts[fold] = weights = fit_linear(rows, labels, kept / kept.sum(), penalty, start, _COMPARED)
             logits = compute_logits(rows[~kept], weights)
             loss += float(F.cross_entropy(logits, labels[~kept], reduction="sum"))
         if loss >= least:
             break
         least, chosen = loss, penalty
-    shares = torch.full((len(rows),), 1 / len(rows))
-    return fit_linear(rows, labels, shares, chosen, torch.stack(starts).mean(0)), chosen
+    shares, dtype = torch.full((len(rows),), 1 / len(rows)), torch.float64 if device.type == "cpu" else torch.float32
+    return fit_linear(rows, labels, shares, chosen, torch.stack(starts).mean(0).to(dtype)), chosen
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
