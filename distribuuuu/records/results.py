@@ -143,6 +143,7 @@ class RunResults:
                 "global_batch": plan.global_batch,
                 "processes": plan.world_size,
                 **({"class_weights": weights.tolist()} if weights is not None and is_auto else {}),
+                **{"mode": note for _, note in cfg.notes if ": auto, " in note},  # noqa: B035  # engine/fast_mode.py
             },
         }
         self._memory_of = "cuda" if training.task.device.type == "cuda" else "host"

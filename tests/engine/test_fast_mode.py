@@ -20,6 +20,7 @@ from distribuuuu.trainer import evaluate_weights
 
 AUTO = ("TRAIN.AMP", "auto", "MODEL.CHANNELS_LAST", "auto")
 LOGITS = torch.tensor([[1.0, -2.0, 0.5], [0.3, 0.2, -0.1]])
+ZEROS, ONE_OUTPUT = torch.zeros(2, 3), torch.tensor([[1.0], [-0.01]])
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +43,8 @@ def mode(amp: str, channels_last: bool) -> dict:
     ([4, 2, 1.9, 1.9], {}, mode("none", True) | {"speedup": 2.0, "image_s": 2}),
     ([4, 2, 1, 1], {2: -LOGITS, 3: LOGITS * torch.tensor([1.0, -1.0, 1.0])}, mode("none", True)),
     ([4, 4, 1, 2], {2: LOGITS * torch.nan, 3: LOGITS + 0.01}, mode("bf16", True)),
+    ([4, 4, 2, 1], dict.fromkeys(range(4), ZEROS), mode("bf16", True)),
+    ([4, 4, 1, 2], {0: ONE_OUTPUT, 2: 1.3 * ONE_OUTPUT, 3: ONE_OUTPUT + 0.05}, mode("bf16", True)),
 ])  # fmt: skip
 def test_the_fastest_mode_whose_logits_agree_is_chosen(seconds, logits, expected):
     assert expected.items() <= choose_mode(measured(seconds, logits)).items()
@@ -64,6 +67,29 @@ def test_all_modes_have_the_same_weights(trains, monkeypatch):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_several_outputs_are_measured_and_compared_together(monkeypatch):
+    class Heads(torch.nn.Linear):
+        def forward(self, images):
+            logits = super().forward(images.flatten(1))
+            return {"logits": logits, "more": [logits.sum(1), logits.mean(), "text"]}
+
+    monkeypatch.setattr(fast_mode, "_SECONDS", 0)
+    found = measure_modes(Heads(48, 3), torch.randn(2, 3, 4, 4), list_modes(), trains=True)
+    assert [one.logits.shape for one in found] == [(2, 4)] * 4 and fast_mode.agrees(found[3], found[0])
+
+
+@pytest.mark.parametrize("key, value, trained", [
+    ("FINETUNE.FREEZE", "[backbone]", {"weight", "bias"}),
+    ("FINETUNE.LORA.rank", 2, {"weight", "bias", "lora_up", "lora_down"}),
+])  # fmt: skip
+def test_frozen_layers_are_measured_without_their_gradients(small_cfg, monkeypatch, key, value, trained):
+    monkeypatch.setattr(fast_mode, "measure_modes", lambda model, *args, trains: model)
+    words = ("MODEL.ARCH", "timm/test_vit", "FINETUNE.WEIGHTS", "timm/test_vit", "MODEL.NUM_CLASSES", 3, key, value)
+    model = fast_mode._measure_here("", small_cfg(*words), list_modes())
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert {name.rpartition(".")[2] for name in names} == trained and "patch_embed.proj.weight" not in names
+
+
 def test_a_measurement_is_kept_for_a_machine_and_a_model(small_cfg, tmp_path):
     found, times = {**mode("bf16", True), "speedup": 3.0, "image_s": 0.1}, list[int]()
 
@@ -73,11 +99,12 @@ def test_a_measurement_is_kept_for_a_machine_and_a_model(small_cfg, tmp_path):
     assert recall() == recall() == found and len(times) == 1
     (file,) = tmp_path.glob("cache/distribuuuu/modes/*")
     assert recall("MODEL.KWARGS.width", 8) == found and len(times) == 2, "another model"
+    assert recall("FINETUNE.FREEZE", "[backbone]") == found and len(times) == 3, "another training"
     file.write_text("")
-    assert recall() == found and len(times) == 3
+    assert recall() == found and len(times) == 4
     file.parent.rename(tmp_path / "moved")
     file.parent.write_text("no folder")
-    assert recall() == found and len(times) == 4
+    assert recall() == found and len(times) == 5
 
 
 def fake_trial(seconds: list[float]):
@@ -92,7 +119,8 @@ def test_a_run_keeps_its_mode_and_equals_one_that_sets_it(small_cfg, tmp_path, m
     results = json.loads((tmp_path / "auto/results.json").read_text())
     assert mode("bf16", True).items() <= results["overrides"].items()
     said = "TRAIN.AMP bf16, MODEL.CHANNELS_LAST True: auto, "
-    assert f"{said}the fastest mode of this machine, 4.0 x" in (tmp_path / "auto/train.log").read_text()
+    assert results["training"]["mode"] == f"{said}the fastest mode of this machine, 4.0 x the plainest"
+    assert results["training"]["mode"] in (tmp_path / "auto/train.log").read_text()
     # As on another machine: without the file, and with another result.
     for file in tmp_path.glob("cache/distribuuuu/modes/*"):
         file.unlink()
@@ -105,6 +133,13 @@ def test_a_run_keeps_its_mode_and_equals_one_that_sets_it(small_cfg, tmp_path, m
     assert evaluate_mode(auto) == ("bf16", True)
     assert evaluate_weights(auto) == evaluate_weights(small_cfg("TRAIN.AMP", "bf16", "MODEL.CHANNELS_LAST", True,
                                                                "OUT_DIR", tmp_path / "hand"))  # fmt: skip
+
+
+def test_a_run_whose_config_was_edited_to_auto_has_no_mode_to_keep(copied_run, small_cfg):
+    config = copied_run / "config.yaml"
+    config.write_text(config.read_text().replace("AMP: none", "AMP: auto"))
+    with pytest.raises(ConfigError, match=r"TRAIN.AMP \(command line\): got auto, also in .*/config.yaml; fix: write"):
+        evaluate_mode(small_cfg(*AUTO))
 
 
 def evaluate_mode(cfg) -> tuple:
@@ -129,7 +164,8 @@ def test_the_first_process_decides_for_all(image_folder, tmp_path):
 
 def test_a_trained_model_has_its_own_mode_unless_auto_is_asked_for(finished_run, monkeypatch):
     assert find_run(finished_run).cfg.TRAIN.AMP == "none"
-    seconds = iter([4.0, 2.0, 1.0, 1.0, 1.0, 1.0, 8.0])
+    rounds = [9.0, 2.0, 1.0, 1.0], [4.0, 9.0, 1.0, 1.0]  # in each, another program slows down one mode
+    seconds = iter([*rounds[0], *rounds[1], 1.0, 1.0, 8.0])
     timer = SimpleNamespace(blocked_autorange=lambda min_run_time: SimpleNamespace(median=next(seconds)))
     monkeypatch.setattr(fast_mode, "Timer", lambda *args, **options: timer)
     run = find_run(finished_run, None, AUTO)
