@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Measure what only a GPU shows, in under nine minutes; or check the CUDA and nccl paths, in two further parts.
+"""Measure what only a GPU shows, meant to take nine minutes; or check CUDA and nccl paths, in two further parts.
 
 Each line prints what was seen, what is expected, and PASS, FAIL or SKIP; the exit status is 1 after a FAIL. Without a
-GPU, or with --device cpu, what applies runs on the CPU, and the rest is skipped.
+GPU, or with --device cpu, what applies runs on the CPU, without a bar for speed, and the rest is skipped.
 
 speed (default), in this order: airbench94 beside its author's script; the gaps of a step of airbench94 and ResNet-50;
 ResNet-50 end to end from JPEGs; memory.py; tests/test_cuda.py; ResNet-20 with CUDA graphs; predictions on a second GPU
-and a training on two. A check that would begin after eight minutes is skipped. The first one needs
+and a training on two. A check that would begin after eight minutes is skipped; one that takes longer than its share of
+the nine minutes, or is not over after them, is stopped and has failed. The first one needs
 
     git clone https://github.com/KellerJordan/cifar10-airbench REFS/airbench
     python benchmarks/gpu_check.py --airbench REFS/airbench/legacy/airbench94.py --cifar10 data
@@ -19,8 +20,10 @@ gpu.py compares our loop with those of timm and torchvision.
 """
 
 import argparse
+import faulthandler
 import importlib.util
 import itertools
+import math
 import os
 import re
 import signal
@@ -32,6 +35,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 if "cpu" in sys.argv:  # of --device, before torch looks for a GPU
@@ -62,8 +66,14 @@ HANGS_AFTER_S = 400
 TOLERANCES = {"none": 0.0, "zero1": 0.0, "fsdp": 1e-4, "MODEL.SYNCBN": 1e-3, "compiled": 1e-3 if ON_GPU else 0.0}
 # Rounding of a crop on the device, in units of the normalized images; wrong pixels differ by more than 0.1.
 PIXEL_TOLERANCE = 0.05
-# Seconds after which no check of the speed begins.
-LATEST_S = 480
+# Seconds after which no check of the speed begins, and after which each of them is stopped.
+LATEST_S, LIMIT_S = 480, 525
+# Maximum peak memory with activation checkpointing, relative to that without it.
+MEMORY_BAR = 0.9
+
+
+class TimeIsOver(BaseException):
+    """The time of a check is over; no `except Exception` of what it runs catches this."""
 
 
 def train(folder: Path, name: str, words: str = "", flags: str = "", **env: str) -> subprocess.CompletedProcess:
@@ -287,33 +297,53 @@ def check_killed_rank(folder: Path) -> Lines:
 
 
 def check_memory(folder: Path) -> Lines:
-    """Run memory.py and print its output."""
+    """Run memory.py, print its output, and compare the peaks with that of DDP without activation checkpointing."""
     words = "--processes 1" if ON_GPU else "--processes 1 --arch timm/test_vit --im-size 160 --steps 2"
     command = [sys.executable, str(ROOT / "benchmarks" / "memory.py"), *words.split()]
     done = subprocess.run(command, capture_output=True, text=True)
     print(
         re.sub("^", "      | ", "\n".join([done.stdout.rstrip(), *done.stderr.splitlines()[-8:]]), flags=re.MULTILINE)
     )
-    yield "memory.py", f"exit status {done.returncode}", "exit status 0", done.returncode == 0
+    rows = re.findall(r"^(\S.*?) {2,}\d+ +(\d\S*) ", done.stdout, re.MULTILINE)
+    peaks = {name: float(share) for name, share in rows}
+    holds = done.returncode == 0 and peaks.get("DDP, recomputed", math.inf) <= MEMORY_BAR
+    seen = ", ".join(f"{name} {share:.2f}" for name, share in peaks.items())
+    expected = f"exit status 0; DDP, recomputed at most {MEMORY_BAR} of DDP"
+    passed = holds if ON_GPU or done.returncode else None
+    yield "memory.py, peaks", f"{seen}; exit status {done.returncode}", expected, passed
 
 
-def list_checks(args: argparse.Namespace) -> list[Callable[[Path], Lines]]:
-    """Return the checks of a part."""
+def list_checks(args: argparse.Namespace) -> list[tuple[Callable[[Path], Lines], float]]:
+    """Return the checks of a part with the seconds that each may take; inf: no limit."""
+    airbench = partial(check_airbench, script=args.airbench, cifar10=args.cifar10)
+    devices = partial(check_devices, train=train, compare=compare)
     return {
-        "speed": [lambda folder: check_airbench(folder, args.airbench, args.cifar10), check_gaps, check_jpegs,
-                  check_memory, check_tests, check_resnet20, lambda folder: check_devices(folder, train, compare)],
-        "1": [check_batches, check_races, check_synchronizations, check_resumption],
-        "2": [check_groups, check_float16, check_killed_rank, check_compiled],
+        "speed": [(airbench, 240), (check_gaps, 120), (check_jpegs, 150), (check_memory, 120), (check_tests, 120),
+                  (check_resnet20, 90), (devices, 120)],
+        "1": [(one, math.inf) for one in (check_batches, check_races, check_synchronizations, check_resumption)],
+        "2": [(one, math.inf) for one in (check_groups, check_float16, check_killed_rank, check_compiled)],
     }[args.part]  # fmt: skip
 
 
-def catching(run_check: Callable[[Path], Lines], folder: Path) -> Lines:
-    """Yield the lines of a check; an exception is one that fails, and the next check still runs."""
+def catching(run_check: Callable[[Path], Lines], folder: Path, limit_s: float) -> Lines:
+    """Yield the lines of a check, and one that fails after an exception, or when its time is over.
+
+    A command that the check waits for is then killed.
+    """
+
+    def stop(*_) -> None:
+        raise TimeIsOver(f"{limit_s:.0f} s are over")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, limit_s if math.isfinite(limit_s) else 0)  # 0: none
     try:
         yield from run_check(folder)
-    except Exception as error:
+    except (Exception, TimeIsOver) as error:
         traceback.print_exc()
-        yield getattr(run_check, "__name__", "check"), f"{type(error).__name__}: {error!s:.200}", "no error", False
+        kind = "timeout" if isinstance(error, TimeIsOver) else type(error).__name__
+        yield getattr(run_check, "func", run_check).__name__, f"{kind}: {error!s:.200}", "no error", False
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def main() -> int:
@@ -327,14 +357,18 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     print(describe_run(), f"\ndevice: {torch.cuda.get_device_name() if ON_GPU else 'none; on the CPU'}", flush=True)
     started, verdicts = time.time(), Counter()
+    if args.part == "speed":  # a hang within a library, which no signal interrupts, ends the process
+        faulthandler.dump_traceback_later(LIMIT_S + 15, exit=True)
     with tempfile.TemporaryDirectory() as folder:
         draw_images(Path(folder) / "data")
-        for run_check in list_checks(args):
-            if args.part == "speed" and time.time() - started > LATEST_S:
+        for run_check, limit_s in list_checks(args):
+            past_s = time.time() - started
+            if args.part == "speed" and past_s > LATEST_S:
                 print(f"SKIP  a check: {LATEST_S} s are over", flush=True)
                 verdicts["SKIP"] += 1
                 continue
-            for check, seen, expected, passed in catching(run_check, Path(folder)):
+            limit_s = min(limit_s, LIMIT_S - past_s) if args.part == "speed" else limit_s
+            for check, seen, expected, passed in catching(run_check, Path(folder), limit_s):
                 verdict = "SKIP" if passed is None else "PASS" if passed else "FAIL"
                 verdicts[verdict] += 1
                 print(f"{verdict}  {check}: saw {seen}; expected {expected}", flush=True)

@@ -1,6 +1,8 @@
 """Scripts of benchmarks: certificates of the loop, what gpu_check.py checks on a CPU, gpu.py without a GPU."""
 
+import json
 import re
+import subprocess
 
 import certificates
 import gpu_check
@@ -52,14 +54,31 @@ def test_what_applies_without_a_gpu_is_measured(tmp_path, monkeypatch):
     assert [passed for *_, passed in skipped] == [None, None]
 
 
-def test_traces_and_the_output_of_the_author_are_read():
+def test_traces_are_read():
     kernels = [{"ph": "X", "cat": "kernel", "ts": start, "dur": 1000, "name": "k"} for start in (0, 500, 4500, 6000)]
     labels = [{"ph": "X", "cat": "user_annotation", "ts": 0, "dur": 3000, "name": name} for name in ("data", "forward")]
     launches = [{"ph": "X", "cat": "cuda_runtime", "ts": 0, "dur": 1, "name": "cudaLaunchKernel"}] * 4
     found = gpu_speed.read_trace([*kernels, *labels, *launches, {"ph": "M", "name": "x"}], 2)
     assert found == {"busy": 3.5 / 7, "launches": 2, "host_ms": 1.5, "gaps_ms": [3.0, 0.5]}
-    rows = "|  0  |  9  |          |  3.1000  |\n|     |  eval  |  0.9402  |  3.2000  |\n"
-    assert gpu_speed.read_author(rows) == [(3.2, pytest.approx(94.02))]
+
+
+def test_the_seconds_of_airbench_are_those_of_all_epochs_but_the_first(tmp_path):
+    printed = (("epoch", "time"), (0, 0.5), (1, 1.25), (2, 2.0), ("eval", 2.5))
+    rows = "".join(f"|  0  |  {epoch}  |  1.5  |  0.9  |  0.9  |  0.94  |  {time}  |\n" for epoch, time in printed)
+    assert gpu_speed.read_author(2 * rows) == [(1.5, 94.0, 0.0)] * 2
+    row = {"kind": "train", "step": 9, "wait": 0.5, "count": 8, "images_per_s": 4.0}
+    records = [row | {"epoch": epoch, "time": time} for epoch, time in ((1, 10.0), (1, 20.0), (2, 23.0), (3, 30.0))]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    (tmp_path / "results.json").write_text(json.dumps({"accuracy": {"raw": {"last": {"top1": 94.0}}}}))
+    assert gpu_speed.read_run(tmp_path) == (10.0, 94.0, 0.2)
+
+
+def test_a_check_that_hangs_fails(tmp_path):
+    def check_sleep(folder):
+        yield subprocess.run(["sleep", "600"], check=True)
+
+    ((*_, seen, _, passed),) = gpu_check.catching(check_sleep, tmp_path, 0.2)
+    assert (seen, passed) == ("timeout: 0 s are over", False)
 
 
 def test_the_loops_are_compared_without_a_gpu():
