@@ -39,6 +39,7 @@ def assert_same_model(run, other) -> None:
 
 def test_a_run_has_its_model_classes_transform_config_and_results(shapes_run):
     run = load_run(shapes_run)
+    assert_same_model(run, load_run(shapes_run, device="cpu"))
     assert run.classes == tuple(sorted(CLASSES)) and not run.model.training and run.weights == "raw"
     measured = json.loads((shapes_run / "test_results.json").read_text())
     assert run.results["accuracy"]["raw"]["best"]["top1"] == measured["accuracy"]["raw"]["top1"]
