@@ -8,6 +8,7 @@ pass is a warm-up and is not printed.
 """
 
 import functools
+import itertools
 import json
 import os
 import sys
@@ -16,6 +17,8 @@ import warnings
 
 # The side of an image, which the argument "size" sets; the side before a center crop; and the images of a batch.
 SIZE, RESIZE, BATCH = 224, 256, 64
+# Passes, from the first one on, for which the floor draws the crops.
+PASSES = 12
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -147,8 +150,8 @@ def ffcv(folder, mode, workers=1):
     return lambda: sum(len(batch) for batch, _ in loader)
 
 
-def ours(folder, overrides=(), workers=0, train=True, to_loop=False):
-    """Build the loader of this package; it returns float32 batches if `to_loop`, else the uint8 output of a worker."""
+def _build_ours(folder, overrides, workers, train):
+    """Return the loader of this package."""
     import torch
 
     from distribuuuu.config import load_cfg
@@ -159,9 +162,13 @@ def ours(folder, overrides=(), workers=0, train=True, to_loop=False):
     tune_malloc()
     overrides = ["TRAIN.DATASET", folder, "TRAIN.WORKERS", workers, "TRAIN.BATCH_SIZE", BATCH,
                  "TEST.BATCH_SIZE", BATCH, *overrides]  # fmt: skip
-    loader = build_loader(
-        load_cfg(None, [str(value) for value in overrides]), Launch("alone"), torch.device("cpu"), train
-    )
+    cfg = load_cfg(None, [str(value) for value in overrides])
+    return build_loader(cfg, Launch("alone"), torch.device("cpu"), train)
+
+
+def ours(folder, overrides=(), workers=0, train=True, to_loop=False):
+    """Build the loader of this package; it returns float32 batches if `to_loop`, else the uint8 output of a worker."""
+    loader = _build_ours(folder, overrides, workers, train)
     epochs = iter(range(10**6))
 
     def run_pass():
@@ -174,46 +181,52 @@ def ours(folder, overrides=(), workers=0, train=True, to_loop=False):
 
 
 def floor(folder, overrides=(), workers=0):
-    """Build what every loader with our decoder and resizing has to do, on files in memory with crops drawn before.
+    """Build what every loader with our decoder and resizing has to do: files in memory, and the crops drawn before.
 
     These are the calls that decode a region, resize it, copy it into the batch and, with workers, normalize the batch.
+    The crops are those of `ours`: in each round both read the same regions.
     """
     from concurrent.futures import ThreadPoolExecutor
 
     import torch
 
-    from distribuuuu.config import load_cfg
     from distribuuuu.data.batch import Normalizer
     from distribuuuu.data.decode import open_lazy_image
-    from distribuuuu.data.loader import build_images
     from distribuuuu.data.seeding import SampleRNG
-    from distribuuuu.data.transforms import random_resized_box, resize
-    from distribuuuu.launch.host import tune_malloc
+    from distribuuuu.data.transforms import draw_flips, random_resized_box, resize
 
-    tune_malloc()
-    cfg = load_cfg(None, [str(value) for value in ("TRAIN.DATASET", folder, *overrides)])
-    images, normalize = build_images(cfg, train=True), Normalizer(torch.device("cpu"), MEAN, STD, channels_last=False)
-    encoded = [open_lazy_image(bytearray(images.read(index)), cfg.DATA.DECODER) for index in range(len(images))]
-    boxes = [random_resized_box(SampleRNG(1, index), *image.size, (0.08, 1)) for index, image in enumerate(encoded)]
+    loader, normalize = _build_ours(folder, overrides, 0, True), Normalizer(torch.device("cpu"), MEAN, STD, False)
+    images, decoder, transform = loader.images, loader.samples.decoder, loader.samples.transform
+    encoded = [open_lazy_image(bytearray(images.read(index)), decoder) for index in range(len(images))]
 
-    def make_batch(indices):
+    def draw(key):
+        image, rng = encoded[key[1]], SampleRNG(*key)
+        draw_flips(rng, transform)
+        return image, random_resized_box(rng, *image.size, transform.scale)
+
+    def draw_epoch(epoch):
+        loader.sampler.set_position(1, epoch, 0)
+        return [[draw(key) for key in keys] for keys in loader.sampler]
+
+    def make_batch(crops):
         torch.set_num_threads(1)
-        batch = torch.empty(len(indices), SIZE, SIZE, 3, dtype=torch.uint8)
-        for pixels, index in zip(batch, indices, strict=True):
-            pixels.copy_(resize(encoded[index].crop(boxes[index]), SIZE, SIZE).permute(1, 2, 0))
+        batch = torch.empty(len(crops), SIZE, SIZE, 3, dtype=torch.uint8)
+        for pixels, (image, box) in zip(batch, crops, strict=True):
+            pixels.copy_(resize(image.crop(box), SIZE, SIZE).permute(1, 2, 0))
         return batch.permute(0, 3, 1, 2)
 
-    batches = [range(first, min(first + BATCH, len(encoded))) for first in range(0, len(encoded), BATCH)]
+    epochs = itertools.cycle([draw_epoch(epoch) for epoch in range(PASSES)])
     if not workers:
-        return lambda: sum(len(make_batch(indices)) for indices in batches)
+        return lambda: sum(len(make_batch(crops)) for crops in next(epochs))
     pool = ThreadPoolExecutor(workers)
 
     def run_pass():
-        num, running = 0, [pool.submit(make_batch, indices) for indices in batches[: 2 * workers]]
-        for indices in [*batches[2 * workers :], *[()] * len(running)]:
+        batches = next(epochs)
+        num, running = 0, [pool.submit(make_batch, crops) for crops in batches[: 2 * workers]]
+        for crops in [*batches[2 * workers :], *[()] * len(running)]:
             num += len(normalize(running.pop(0).result()))
-            if indices:
-                running.append(pool.submit(make_batch, indices))
+            if crops:
+                running.append(pool.submit(make_batch, crops))
         return num
 
     return run_pass
