@@ -355,7 +355,8 @@ def main() -> int:
     parser.add_argument("--cifar10", type=Path, metavar="FOLDER", help="the folder of torchvision's CIFAR10")
     args = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    print(describe_run(), f"\ndevice: {torch.cuda.get_device_name() if ON_GPU else 'none; on the CPU'}", flush=True)
+    device = torch.cuda.get_device_name() if ON_GPU else "none; on the CPU"
+    print(describe_run(), f"device: {device}", sep="\n", flush=True)
     started, verdicts = time.time(), Counter()
     if args.part == "speed":  # a hang within a library, which no signal interrupts, ends the process
         faulthandler.dump_traceback_later(LIMIT_S + 15, exit=True)
