@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.data.batch import map_leaves
@@ -68,9 +69,13 @@ class StaticStep:
         step.gradients, step.apply = functools.partial(self._load, step), functools.partial(self._run, step)
         type(self._training.task).update(self._training.task, step)
 
-    def _load(self, step: Any) -> None:
+    def _load(self, step: Any, all_reduce: bool = True, in_metrics: bool = True) -> None:
         """Copy the micro-batches of a step to the buffers; if the form of the step is new, make buffers and a graph."""
-        self._keys, batches = zip(*step.micro_batches, strict=True)
+        micro_batches = list(step.micro_batches)
+        if not (micro_batches and in_metrics):
+            message = "got step with a task that calls step.gradients twice or without metrics; fix: set it to none"
+            raise ConfigError(Problem("MODEL.COMPILE", message, self._training.cfg.origins))
+        self._keys, batches = zip(*micro_batches, strict=True)
         tensors = _tensors(batches)
         form: Any = ([weight.requires_grad for weight in self._weights], [module.training for module in self._modules],
                      [{**group, "lr": None} for group in self._groups],
@@ -149,9 +154,10 @@ class StaticStep:
     def _list_changed(self) -> list[torch.Tensor]:
         """Return the tensors that a step may change: of models, task, optimizer and meter."""
         state, task = self._training.state, self._training.task
-        modules = [*state.models.values(), *(value for value in vars(task).values() if isinstance(value, nn.Module))]
+        leaves = tree_leaves([vars(task), vars(state.meter), *state.optimizer.state.values()])
+        modules = [*state.models.values(), *(leaf for leaf in leaves if isinstance(leaf, nn.Module))]
         weights = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        return [*weights, *_tensors((*state.optimizer.state.values(), vars(state.meter), vars(task)))]
+        return [*weights, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

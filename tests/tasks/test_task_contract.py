@@ -81,10 +81,22 @@ class Centered(Classification):
 def test_a_task_or_a_metric_that_no_graph_can_hold_is_refused_with_static_steps(register, small_cfg, tmp_path):
     @register
     class Own(Classification):
-        capturable = False
+        capturable, passes = False, [{}]
+
+        def prepare_training(self, *arguments):
+            super().prepare_training(*arguments)
+            self.steps = [torch.zeros(())]
+
+        def train_step(self, *arguments):
+            self.steps[0].add_(1)
+            return super().train_step(*arguments)
+
+        def state_dict(self):
+            return {**super().state_dict(), "steps": self.steps}
 
         def update(self, step):
-            step.gradients()
+            for options in Own.passes:
+                step.gradients(**options)
             Own.has_gradients = self.state.model.fc.bias.grad is not None
             step.apply()
             self.state.model.fc.bias.data.add_(torch.randn(3))
@@ -96,10 +108,15 @@ def test_a_task_or_a_metric_that_no_graph_can_hold_is_refused_with_static_steps(
             train_model(small_cfg("MODEL.COMPILE", "step", *words))
         Own.capturable, Own.gradient_passes = True, 2
     Own.gradient_passes = 1
+    for Own.passes in ([{"in_metrics": False}], [{}, {}]):
+        with pytest.raises(ConfigError, match=r"MODEL.COMPILE .*with a task that calls step.gradients twice or"):
+            train_model(small_cfg("MODEL.COMPILE", "step", *own))
+    Own.passes = [{}]
     for mode in ("none", "step"):
         train_model(small_cfg(*own, "MODEL.COMPILE", mode, "OUT_DIR", tmp_path / mode))
         assert Own.has_gradients == (mode == "none"), "in a graph they are computed by `apply`"
     assert_same_run(tmp_path / "none", tmp_path / "step")
+    assert [newest(tmp_path / mode)["task"]["shared"]["steps"] for mode in ("none", "step")] == [[4], [4]]
     assert len({hash_tensors(newest(tmp_path / mode)["ema_state_dict"]) for mode in ("none", "step")}) == 1
     assert re.search(r"\(waiting for data \d+%, step \d+%\)", log_of(tmp_path / "step"))
 
