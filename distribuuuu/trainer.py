@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -60,11 +61,9 @@ def train_model(cfg, stop_epoch: int | None = None, profile: int = 0) -> float:
     train_loader, val_loader = build_loaders(cfg, launch, device)  # before the process group: workers fork
     with open_run(cfg, launch, device, TRAIN_LOG, locks=True) as started_at:
         run = build_run(cfg, train_loader, val_loader)  # restored from the newest checkpoint, if there is one
-        if profile:
-            from distribuuuu.engine.step_profile import profile_steps
-
-            profile_steps(run, profile)
-        with run.stop, run.log, save_on_stop(run):  # signals are still handled while the last checkpoint is written
+        profiler = importlib.import_module("distribuuuu.engine.step_profile") if profile else None
+        profiling = profiler.profile_steps(run, profile, stop_epoch) if profiler else contextlib.nullcontext()
+        with profiling, run.stop, run.log, save_on_stop(run):  # signals are handled while the last checkpoint is saved
             while not is_finished(cfg, run.state) and run.state.epoch < (stop_epoch or cfg.OPTIM.MAX_EPOCH):
                 train_epoch(run)  # no step if the run was stopped after the last one
                 finish_epoch(run)

@@ -70,9 +70,12 @@ def find_gaps(events: Iterable[Any], on_cuda: bool) -> list[tuple[float, str]]:
     return sorted((gap for gap in gaps if gap[0] > 0), reverse=True)[:NUM_LISTED]
 
 
-def profile_steps(run: Run, num_steps: int) -> None:
-    """Profile steps of a run, after some others; raise ConfigError if it has fewer left."""
-    left = run.log.total_steps - run.state.epoch * run.train_loader.num_steps - run.state.step
+@contextlib.contextmanager
+def profile_steps(run: Run, num_steps: int, stop_epoch: int | None) -> Iterator[None]:
+    """Profile steps of the run in the block, after some others; raise ConfigError if it has fewer left."""
+    per_epoch = run.train_loader.num_steps
+    end = min(run.log.total_steps, per_epoch * (stop_epoch or run.cfg.OPTIM.MAX_EPOCH))
+    left = max(0, end - run.state.epoch * per_epoch - run.state.step)
     if left < WARM_UP + num_steps:
         message = f"got {num_steps}; the run has {counted(left, 'step')} left, and the first {WARM_UP} are not profiled"
         raise ConfigError(Problem("--profile", f"{message}; fix: a smaller number, or another OUT_DIR"))
@@ -89,6 +92,12 @@ def profile_steps(run: Run, num_steps: int) -> None:
                 block.close()
 
     run.log.steps = profiled  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        if next(numbers, 0):
+            logger.warning("--profile: no trace; this start took fewer than %s", counted(WARM_UP + num_steps, "step"))
+            block.pop_all()
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.batches import ALONE, CPU
-from support.runs import assert_same_run, small_options, train_model
+from support.runs import GROUP_NORM, assert_same_run, small_options, train_model
 from torch import nn
 from torch.autograd import DeviceType
 
@@ -17,6 +17,8 @@ from distribuuuu.data.loader import build_loader
 from distribuuuu.engine.build import build_training
 from distribuuuu.engine.flops import count_forward, log_utilization, measure_utilization, utilization
 from distribuuuu.engine.step_profile import find_gaps
+
+CARD = "NVIDIA A100-SXM4-80GB"
 
 
 def profile(image_folder, out_dir, num: str, *words) -> int:
@@ -69,7 +71,8 @@ def test_the_utilization_of_a_known_card_follows_from_the_flops_and_bytes_of_the
     per_image, moved = (3 * count / 12 for count in counts)
     training.state.timing.update(images=4e9, seconds=2e3)
     shares = f"{2e6 * per_image / 312e12:.0%} of the dense peak (MFU), {2e6 * moved / 2.039e12:.0%} of the memory bandw"
-    for card, said in (("NVIDIA A100-SXM4-80GB", shares), ("X", "")):
+    for card, trains, said in ((CARD, True, shares), ("X", True, ""), (CARD, False, "")):
+        next(training.state.model.parameters()).requires_grad = trains
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "get_device_name", lambda device, card=card: card)
             patch.setattr(loader, "device", torch.device("cuda"))
@@ -82,6 +85,14 @@ def test_the_utilization_of_a_known_card_follows_from_the_flops_and_bytes_of_the
     assert found["utilization"].endswith("; the nearer limit is the peak")
 
 
-def test_a_run_that_is_too_short_is_not_profiled(image_folder, tmp_path, capsys):
-    assert profile(image_folder, tmp_path / "out", "6") == 2
-    assert "--profile: got 6; the run has 8 steps left, and the first 3 are not" in capsys.readouterr().err
+@pytest.mark.parametrize("num, flags, left", [("6", (), 8), ("2", ("--stop-epoch", "1"), 4)])
+def test_a_run_that_is_too_short_is_not_profiled(image_folder, tmp_path, capsys, num, flags, left):
+    args = [*flags, "--profile", num, *small_options(image_folder, tmp_path / "out")]
+    assert start_command("train", "distribuuuu train", args) == 2
+    assert f"--profile: got {num}; the run has {left} steps left, and the first 3 are not" in capsys.readouterr().err
+
+
+def test_a_run_that_ends_before_the_last_profiled_step_says_so(small_cfg, tmp_path):
+    train_model(small_cfg(*GROUP_NORM, "OPTIM.MAX_EPOCH", 3, "TRAIN.PATIENCE", 1, "OPTIM.BASE_LR", 1e-9), profile=7)
+    assert "--profile: no trace; this start took fewer than 10 steps" in (tmp_path / "out/train.log").read_text()
+    assert not [*tmp_path.glob("out/profile/*")] and not torch.autograd._profiler_enabled()
