@@ -65,7 +65,7 @@ DEFAULT_TIER = [
 ]  # fmt: skip
 SLOW_TIER = [
     *((name, "killed", (0, 2 if "rows" in name else 3)) for name in OPTIONS),
-    *(("everything", "killed", place) for place in PLACES),
+    *((name, "killed", place) for name in ("everything", "step") for place in PLACES),
     ("last epoch", "killed", (1, 1)),
     *((name, way, (1, 4)) for name in ("default", "airbench", "everything") for way in ("signal", "evaluation")),
 ]

@@ -59,7 +59,7 @@ class MixParams(NamedTuple):
         return np.stack([inside, *edges, total], axis=-1).astype(np.float32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PairMixer:
     """Mixes each pair of neighbors.
 
@@ -108,8 +108,8 @@ class PairMixer:
         generator = np.random.Generator(np.random.PCG64(derive_seed(seed, epoch, step, _STREAM)))
         num = -(-self.plan.global_batch // self.group)
         mixed, chosen, row, column = generator.random((4, num))
-        by_mixup = generator.beta(self.mixup, self.mixup, num) if self.mixup else np.ones(num)
-        by_cutmix = generator.beta(self.cutmix, self.cutmix, num) if self.cutmix else np.ones(num)
+        by_mixup = generator.beta(self.mixup, self.mixup, num) if self.mixup else 1.0
+        by_cutmix = generator.beta(self.cutmix, self.cutmix, num) if self.cutmix else 1.0
         use_cutmix = chosen < (self.cutmix_share if self.mixup and self.cutmix else float(self.cutmix > 0))
         return MixParams(np.where(use_cutmix, by_cutmix, by_mixup), use_cutmix, mixed < self.probability, row, column)
 

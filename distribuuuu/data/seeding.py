@@ -89,15 +89,16 @@ _GENERATORS = threading.RLock()
 _OWN = threading.local()
 
 
-@contextlib.contextmanager
-def locked_generators() -> Iterator[None]:
+class locked_generators:  # a function with `contextmanager` costs each step twice the calls
     """Keep other threads from seeding the global generators within the block, e.g. loader workers during a step."""
-    with _GENERATORS:
+
+    def __enter__(self) -> None:
+        _GENERATORS.acquire()
         _OWN.depth = getattr(_OWN, "depth", 0) + 1
-        try:
-            yield
-        finally:
-            _OWN.depth -= 1
+
+    def __exit__(self, *error: object) -> None:
+        _OWN.depth -= 1
+        _GENERATORS.release()
 
 
 @contextlib.contextmanager

@@ -262,16 +262,15 @@ class StepClock:
 
     def mark(self, part: str = "") -> None:
         """End a part, which began with the mark before; the time before a mark without a name counts for no part."""
-        self._marks.append((part, self._now()))
+        self._marks += [(part, self._now())]
 
     def pop(self) -> dict[str, float]:
         """Return the seconds of each part since the last call; on CUDA, the device must have done all of it."""
         marks, self._marks = self._marks, []
-        spent: dict[str, float] = {}
+        spent = dict.fromkeys([part for part, _ in marks], 0.0)
         for (_, first), (part, last) in itertools.pairwise(marks):
-            spent[part] = spent.get(part, 0.0) + seconds_between(first, last)
-        spent.pop("", None)
-        return spent
+            spent[part] += seconds_between(first, last)
+        return {part: seconds for part, seconds in spent.items() if part}
 
 
 def record_event() -> Any:

@@ -55,7 +55,7 @@ class Classification(Task):
         if not self.mix or key.epoch >= self.mix_end:
             return batch
         images, targets = self.mix(batch.images, batch.targets, *key)
-        return batch._replace(images=images, targets=targets)
+        return Batch(images, targets, *batch[2:])
 
     def train_step(self, model: nn.Module, batch: Batch, key: StepKey) -> StepOutput:
         """Return the training loss of a micro-batch and the inputs of the metrics."""

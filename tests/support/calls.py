@@ -23,7 +23,7 @@ class Operations(TorchDispatchMode):
 
 def count_calls(function: Callable[[], Any], *uncounted: tuple[Any, str]) -> int:
     """Return the calls of Python and C functions that a function makes, without those within methods (object, name)."""
-    numbers = itertools.count()
+    numbers, silenced = itertools.count(), itertools.count()
 
     def count(frame: Any, event: str, arg: Any) -> None:
         if event in ("call", "c_call"):
@@ -32,6 +32,7 @@ def count_calls(function: Callable[[], Any], *uncounted: tuple[Any, str]) -> int
     def silent(method: Callable) -> Callable:
         def call(*args: Any) -> Any:
             sys.setprofile(None)
+            next(silenced)
             returned = method(*args)
             sys.setprofile(count)
             return returned
@@ -43,4 +44,4 @@ def count_calls(function: Callable[[], Any], *uncounted: tuple[Any, str]) -> int
     sys.setprofile(count)
     function()
     sys.setprofile(None)
-    return next(numbers)
+    return next(numbers) - 2 * next(silenced)  # `call` and `sys.setprofile`
