@@ -327,7 +327,7 @@ def make_lists(source: Path, out: Path, seed: int) -> Path:
     folder = out.with_suffix("") / f"{source.name}_{seed}"
     if not (folder / "test.csv").exists():
         images, parts = list_sources(unpack(source, out.with_suffix("")), ())
-        parts, _, _ = divide(images, parts, "", seed, count_cores(), lambda number: None)
+        parts, *_ = divide(images, parts, "", seed, count_cores(), lambda number: None)
         write_split(images, folder, {f"{part}.csv": parts[part] for part in PARTS})
     return folder
 

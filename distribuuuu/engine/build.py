@@ -115,15 +115,15 @@ def set_backends(cfg, device: torch.device) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def make_out_dir(out_dir: str) -> None:
+def make_out_dir(out_dir: str, key: str = "OUT_DIR") -> None:
     """Create OUT_DIR; raise ConfigError if that fails, or if a file that a run writes is a link."""
     try:
         Path(out_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"OUT_DIR: cannot create {out_dir}: {error.strerror}") from error
+        raise ConfigError(f"{key}: cannot create {out_dir}: {error.strerror}; fix: name another folder") from error
     if links := [name for name in RUN_FILES if Path(out_dir, name).is_symlink()]:
-        fix = "remove it, or set OUT_DIR to the folder that it refers to"
-        raise ConfigError(f"OUT_DIR: {Path(out_dir, links[0])} is a link, and a run writes through no link; fix: {fix}")
+        fix = "remove it, or name the folder that it refers to"
+        raise ConfigError(f"{key}: {Path(out_dir, links[0])} is a link, and a run writes through no link; fix: {fix}")
 
 
 def write_config(cfg) -> None:

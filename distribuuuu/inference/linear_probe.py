@@ -13,8 +13,6 @@ from distribuuuu.records.run_log import progress
 NUM_NEIGHBORS, TEMPERATURE = 20, 0.07
 # L2 penalties of the linear probe, and the folds of the cross-validation that selects one.
 PENALTIES, NUM_FOLDS = (1.0, 0.1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6), 5
-# Tolerance of the fits that compare penalties.
-_COMPARED = 1e-4
 # Queries and neighbors of a block of similarities; images of a block of the linear probe.
 _QUERIES, _NEIGHBORS, _ROWS = 1024, 16384, 8192
 
@@ -44,32 +42,30 @@ def predict_knn(rows: Tensor, labels: Tensor, queries: Tensor, num_classes: int,
 
 
 def standardize(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Center features (N, dim) in place and scale them to a mean variance of 1; return their means, and the factor.
+    """Center features (N, dim) in place and halve the differences of their scales; return the means and the factors.
 
-    All have one factor: each one's own would amplify features that are hardly ever active, which cost 0.5 to 1 % of the
-    answers on three sets of photographs.
+    Each is divided by the geometric mean of its own deviation and that of all, and becomes 0 if it is constant. Equal
+    deviations amplify features that are hardly ever active; unequal ones hide rare features where images are few.
     """
     sums = torch.zeros(2, rows.shape[1], dtype=torch.float64)
     for part in rows.split(_ROWS):
         sums += torch.stack([part.double().sum(0), part.double().square().sum(0)])
     mean, square = sums / len(rows)
-    deviation = (square - mean.square()).clamp(min=0).mean().sqrt()
-    scale = torch.where(deviation > 1e-6, 1 / deviation, 0)
+    deviation = (square - mean.square()).clamp(min=0).sqrt()
+    scale = torch.where(deviation > 1e-6, (deviation * deviation.square().mean().sqrt()).rsqrt(), 0)
     for part in rows.split(_ROWS):
         part.copy_((part - mean) * scale)
     return mean, scale
 
 
-def fit_linear(
-    rows: Tensor, labels: Tensor, shares: Tensor, penalty: float, start: Tensor, tolerance: float = 1e-6
-) -> Tensor:
+def fit_linear(rows: Tensor, labels: Tensor, shares: Tensor, penalty: float, start: Tensor) -> Tensor:
     """Return the weights (dim + 1, classes) of multinomial logistic regression by L-BFGS; the last row: biases.
 
     The loss is the cross-entropy of features (N, dim), weighted by the share (N,) of each image, plus `penalty / 2`
-    times the sum of the squared weights without the biases, in the type and on the device of the initial weights. It is
-    minimal when no entry of its gradient exceeds the tolerance.
+    times the sum of the squared weights without the biases, in the type and on the device of the initial weights. No
+    entry of its gradient exceeds 1e-6 in double precision, and 1e-4 in single.
     """
-    weights = start.clone()
+    weights, tolerance = start.clone(), 1e-6 if start.dtype == torch.float64 else 1e-4
     optimizer = torch.optim.LBFGS([weights], max_iter=200, history_size=10, line_search_fn="strong_wolfe",
                                   tolerance_grad=tolerance, tolerance_change=1e-12)  # fmt: skip
 
@@ -107,7 +103,7 @@ def fit_probe(
     statistics = standardize(rows)
     weights, penalty = fit_cross_validated(rows, labels, num_classes, device, views)
     mean, scale = (part.to(weights.dtype).to(device) for part in statistics)
-    matrix = weights[:-1] * scale
+    matrix = weights[:-1] * scale[:, None]
     return torch.cat([matrix, (weights[-1] - mean @ matrix)[None]]), penalty
 
 
@@ -129,7 +125,7 @@ def fit_cross_validated(
         loss = 0.0
         for fold, start in enumerate(starts):
             kept = folds != fold
-            starts[fold] = weights = fit_linear(rows, labels, kept / kept.sum(), penalty, start, _COMPARED)
+            starts[fold] = weights = fit_linear(rows, labels, kept / kept.sum(), penalty, start)
             logits = compute_logits(rows[~kept], weights)
             loss += float(F.cross_entropy(logits, labels[~kept], reduction="sum"))
         if loss >= least:

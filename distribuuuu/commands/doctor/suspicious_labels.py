@@ -47,12 +47,13 @@ def rank_suspicious(rows: Tensor, labels: Tensor, num_classes: int) -> list[tupl
     """
     standardize(rows)
     start, penalty = fit_cross_validated(rows, labels, num_classes, CPU)
+    zeros = torch.zeros_like(start, dtype=torch.float32)
     folds = torch.empty_like(labels)
     folds[labels.argsort(stable=True)] = torch.arange(len(labels)) % NUM_FOLDS
     probabilities = torch.zeros(len(labels), num_classes, dtype=torch.float64)
     for fold in range(NUM_FOLDS):
-        weights = fit_linear(rows, labels, (folds != fold) / (folds != fold).sum(), penalty, torch.zeros_like(start))
-        probabilities[folds == fold] = compute_logits(rows[folds == fold], weights).softmax(1)
+        weights = fit_linear(rows, labels, (folds != fold) / (folds != fold).sum(), penalty, zeros)
+        probabilities[folds == fold] = compute_logits(rows[folds == fold], weights).double().softmax(1)
     own = probabilities.gather(1, labels[:, None])[:, 0]
     sums = torch.zeros(num_classes, dtype=torch.float64).scatter_add_(0, labels, own)
     least = sums / labels.bincount(minlength=num_classes).clamp(min=1)

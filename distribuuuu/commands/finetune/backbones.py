@@ -44,7 +44,7 @@ def open_backbones(names: Sequence[str], arch: str = "") -> dict[str, Backbone]:
                 fix = f"{fitting}, whose tensors have these shapes" if fitting else _OF_TENSORS
                 raise ConfigError(f"{name} does not name its architecture; fix: add {fix}")
         except ConfigError as error:
-            problems.append(Problem("--backbone", str(error)))
+            problems.append(Problem("--backbone", str(error).removeprefix("MODEL.ARCH: ")))
     if arch and not problems and all(one.arch not in ("", arch) for one in found.values()):
         names = ", ".join(f"{name} is {one.arch}" for name, one in found.items())
         problems.append(Problem("MODEL.ARCH", f"got {arch}, but {names}; fix: leave it out"))

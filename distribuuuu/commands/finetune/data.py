@@ -8,6 +8,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from distribuuuu.commands.scan.data_config import find_splits
 from distribuuuu.commands.scan.duplicates import find_groups
 from distribuuuu.commands.scan.scan import INTACT, scan_images
@@ -96,8 +98,10 @@ def hash_images(images: Images) -> str:
 
 def divide(
     images: Images, parts: dict[str, list[int]], pattern: str, seed: int, workers: int, progress: Callable[[int], Any]
-) -> tuple[dict[str, list[int]], list[str], list[str]]:
-    """Return the indices of the parts, notes about the images, and the broken ones, `path: cause`.
+) -> tuple[dict[str, list[int]], list[str], list[str], int]:
+    """Return the indices of the parts, notes about the images, the broken ones, `path: cause`, and the median side.
+
+    The side of an image is its shorter one, in pixels.
 
     Every image is decoded once. Of existing parts, the test is kept; what has a copy there, with one label or several,
     or is of one group of `pattern` (`find_named_groups`), is left out of the validation and of the training, and then
@@ -140,7 +144,9 @@ def divide(
     counts = Counter(images.labels[index] for index in parts[TRAIN])
     if few := [name for number, name in enumerate(images.classes) if counts[number] < 2]:
         raise ConfigError(f"FOLDER: fewer than two usable training images of {first_few(few)}; fix: add images")
-    return parts, notes, [f"{images.names[index]}: {reason}" for index, reason in scan.reasons.items()]
+    broken = [f"{images.names[index]}: {reason}" for index, reason in scan.reasons.items()]
+    sides = np.minimum(scan.records["width"], scan.records["height"])[parts[TRAIN]]
+    return parts, notes, broken, int(np.median(sides))
 
 
 def _assign(

@@ -80,7 +80,7 @@ def run_stages(flags: Namespace) -> dict[str, Any]:
         level, text = describe_license(backbone.license)
         say(f"{'WARNING: ' * (level > logging.INFO)}{name}: {text}")
     is_new = not out.exists()
-    make_out_dir(str(out))
+    make_out_dir(str(out), "--out")
     with lock_out_dir(out), explaining_disk(out, is_new), short_log():
         folder = unpack(flags.folder, out, flags.data)
         images, parts = list_sources(folder, flags.data if folder == flags.folder else ())
@@ -125,14 +125,14 @@ def split_images(flags: Namespace, images: Images, parts: dict[str, list[int]]) 
     """Return the indices of the images of each part, the notes to print, and the seconds that this took."""
     started = time.monotonic()
     with progress(None, "checking", len(images.names), unit="image") as bar:
-        parts, notes, broken = divide(images, parts, flags.group_by, flags.seed, flags.workers, bar.update)
+        parts, notes, broken, side = divide(images, parts, flags.group_by, flags.seed, flags.workers, bar.update)
     if broken:
         notes.append(f"WARNING: {counted(len(broken), 'broken image')} left out: {first_few(broken, '; ')}")
     head = f"{counted(len(images.names), 'image')} of {counted(len(images.classes), 'class')} in {flags.given}: "
     head += ", ".join(f"{len(parts[part]):,} for {part}" for part in PARTS)
     folder = flags.folder.resolve()
     name = dict(flags.pairs).get("DATA.NAME") or (folder.name if folder.is_dir() else folder.stem)
-    content = {"name": name, "parts": parts, "notes": [head, *notes], "broken": broken}
+    content = {"name": name, "parts": parts, "notes": [head, *notes], "broken": broken, "side": side}
     return {**content, "seconds": time.monotonic() - started}
 
 
@@ -186,7 +186,8 @@ def probe_backbone(
     cfg = changed(cfg, {"DATA.MEAN": tuple(mean), "DATA.STD": tuple(std)})
     plain, num_train = open_backbone(cfg, images.classes, name), len(parts["train"])
     num = sum(map(len, parts.values()))
-    views = decisions.once(f"backbone {name}: views", lambda: choose_views(plain, own, num_train, num, flags.minutes))
+    given = own, decisions.content["data"]["side"], num_train, num, flags.minutes
+    views = decisions.once(f"backbone {name}: views", lambda: choose_views(plain, *given))
     run = replace(plain, cfg=changed(cfg, views["options"]))
     layout = "channels_last" if run.cfg.MODEL.CHANNELS_LAST else "contiguous"
     say(f"{name}: {layout}, AMP {run.cfg.TRAIN.AMP}, {views['speedup']} x the plain speed")

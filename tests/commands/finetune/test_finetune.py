@@ -72,7 +72,7 @@ def here(monkeypatch):
 
 def split(source, *words, seed=0, pattern=""):
     images, parts = list_sources(source, words)
-    parts, notes, broken = divide(images, parts, pattern, seed, 0, lambda number: None)
+    parts, notes, broken, _ = divide(images, parts, pattern, seed, 0, lambda number: None)
     return images, {part: {images.names[index] for index in own} for part, own in parts.items()}, notes, broken
 
 
@@ -579,14 +579,14 @@ def plain(finished_run):
 LARGER = {"TEST.IM_SIZE": 108, "TEST.CROP_SIZE": 96, "TRAIN.IM_SIZE": 96}
 
 
-@each_row("image_s, own, sizes, mirrored", [
-    (0.3, [], LARGER, True), (1.2, [], LARGER, False), (1.9, [], {}, True), (2.5, [], {}, False),
-    (0.001, ["TEST.IM_SIZE", "72"], {}, True),
+@each_row("image_s, own, side, sizes, mirrored", [
+    (0.3, [], 48, LARGER, True), (1.2, [], 48, LARGER, False), (1.9, [], 48, {}, True), (2.5, [], 48, {}, False),
+    (0.001, ["TEST.IM_SIZE", "72"], 48, {}, True), (0.001, [], 47, {}, True),
 ])  # fmt: skip
-def test_views_depend_on_the_time_of_an_image(image_s, own, sizes, mirrored, plain, monkeypatch):
+def test_views_depend_on_the_time_and_the_size_of_an_image(image_s, own, side, sizes, mirrored, plain, monkeypatch):
     mode = {"MODEL.CHANNELS_LAST": True, "TRAIN.AMP": "none"}
     monkeypatch.setattr(views, "find_fast_mode", lambda run: {**mode, "speedup": 2.0, "image_s": image_s})
-    found = views.choose_views(plain, own, num_train=6, num=12, minutes=1)
+    found = views.choose_views(plain, own, side, num_train=6, num=12, minutes=1)
     assert (found["options"], found["mirrored"]) == (mode | sizes, mirrored)
 
 
