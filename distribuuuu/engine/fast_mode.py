@@ -39,7 +39,6 @@ from distribuuuu.launch.detect import Launch, detect_launch, list_jobs
 from distribuuuu.launch.host import count_cores
 from distribuuuu.models.build import build_model
 from distribuuuu.models.freeze import freeze_parts
-from distribuuuu.models.lora import add_adapters
 from distribuuuu.optim.precision import Precision
 from distribuuuu.records.environment import get_cpu_name
 
@@ -86,9 +85,7 @@ def choose_mode(measured: Sequence[Measured]) -> dict[str, Any]:
 def measure_modes(
     model: nn.Module, images: torch.Tensor, modes: Sequence[dict[str, Any]], trains: bool = False
 ) -> list[Measured]:
-    """Return the measurements of modes, which may have MODEL.COMPILE, by forward passes.
-
-    Several modes are measured in turn, twice, and the shorter time counts: another program may slow down one round.
+    """Return the measurements of modes, which may have MODEL.COMPILE: of several, the shorter time of two rounds.
 
     Args:
         model: a model on the device; it is not changed.
@@ -138,8 +135,7 @@ def resolve_mode(cfg: Config, trains: bool) -> Config:
         if kept := read_kept(cfg if trains else changed(cfg, {"TRAIN.AUTO_RESUME": True})):
             mode = {key: get_value(kept, key) for key in CHOICES}
             if AUTO in mode.values():
-                message = f"got auto, also in {cfg.OUT_DIR}/{cfg.CFG_DEST}; fix: write the mode of its log there"
-                raise ConfigError(Problem("TRAIN.AMP", message, cfg.origins))
+                raise ConfigError(f"TRAIN.AMP: got auto, as in {cfg.OUT_DIR}/{cfg.CFG_DEST}; fix: write its mode there")
             return mode, "kept from the run in OUT_DIR"
         modes = list_modes(cfg)
         if not trains:
@@ -209,10 +205,7 @@ def _measure_here(folder: str, cfg: Config, modes: Sequence[dict[str, Any]]) -> 
     torch.manual_seed(0)
     most = _CPU_IMAGES if device.type == "cpu" else _MAX_IMAGES
     images = torch.randn(min(most, cfg.TRAIN.BATCH_SIZE), cfg.DATA.CHANNELS, *height_and_width(cfg.TRAIN.IM_SIZE))
-    model = build_model(cfg)
-    if cfg.FINETUNE.LORA:
-        add_adapters(cfg, model)
-    freeze_parts(cfg, model)
+    freeze_parts(cfg, model := build_model(cfg))
     return measure_modes(model.to(device), images.to(device), modes, trains=True)
 
 

@@ -75,8 +75,7 @@ def utilization(card: str, amp: str, flops: float, moved: float, images_per_s: f
 def measure_utilization(training: Training, images_per_s: float) -> dict[str, Any]:
     """Return the `utilization` by a process that trains some images per second; empty if not known or not defined.
 
-    It is not known off CUDA, of a sharded model, of several image sizes, or if a step is not one pass of each image or
-    needs no gradients of some weights.
+    It is unknown off CUDA, of a sharded model, frozen weights or several image sizes, or if a step is not one pass.
     """
     cfg, loader, task = training.cfg, training.train_loader, training.task
     is_plain = type(task).train_step is Classification.train_step and type(task).update is Classification.update

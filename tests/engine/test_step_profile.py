@@ -18,8 +18,6 @@ from distribuuuu.engine.build import build_training
 from distribuuuu.engine.flops import count_forward, log_utilization, measure_utilization, utilization
 from distribuuuu.engine.step_profile import find_gaps
 
-CARD = "NVIDIA A100-SXM4-80GB"
-
 
 def profile(image_folder, out_dir, num: str, *words) -> int:
     args = small_options(image_folder, out_dir, *words)
@@ -71,7 +69,7 @@ def test_the_utilization_of_a_known_card_follows_from_the_flops_and_bytes_of_the
     per_image, moved = (3 * count / 12 for count in counts)
     training.state.timing.update(images=4e9, seconds=2e3)
     shares = f"{2e6 * per_image / 312e12:.0%} of the dense peak (MFU), {2e6 * moved / 2.039e12:.0%} of the memory bandw"
-    for card, trains, said in ((CARD, True, shares), ("X", True, ""), (CARD, False, "")):
+    for card, trains, said in (("NVIDIA A100-SXM4-80GB", True, shares), ("X", True, ""), ("NVIDIA H200", False, "")):
         next(training.state.model.parameters()).requires_grad = trains
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "get_device_name", lambda device, card=card: card)
