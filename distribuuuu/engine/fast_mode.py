@@ -44,6 +44,7 @@ from distribuuuu.records.environment import get_cpu_name
 
 # The values of each option, the plainest first.
 CHOICES: dict[str, tuple[Any, ...]] = {"TRAIN.AMP": ("none", "bf16"), "MODEL.CHANNELS_LAST": (False, True)}
+AUTO_MODE = dict.fromkeys(CHOICES, AUTO)
 # Seconds per mode and round; a mode must be this much faster than a plainer one, and its logits be this close.
 _SECONDS, _MIN_GAIN, _MAX_DISTANCE = 0.5, 1.1, 0.14
 # Images of a pass: on a CPU, more of them take longer and are as fast.

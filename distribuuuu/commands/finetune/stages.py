@@ -29,14 +29,13 @@ from distribuuuu.commands.finetune.views import choose_views
 from distribuuuu.commands.scan.splitting import Images, write_split
 from distribuuuu.config import Config, ConfigError, load_cfg
 from distribuuuu.config.config_node import changed, get_value
-from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.derived import FOLLOWING
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.model_names import PUBLISHED
 from distribuuuu.config.registry import dataset_class
 from distribuuuu.data.build_transform import statistics_of
 from distribuuuu.engine.build import make_out_dir
-from distribuuuu.engine.fast_mode import CHOICES
+from distribuuuu.engine.fast_mode import AUTO_MODE
 from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.engine.run_lock import lock_out_dir
 from distribuuuu.engine.trial_run import in_fresh_process
@@ -55,7 +54,6 @@ from distribuuuu.trainer import evaluate_weights
 # Seconds for processes to start and to measure.
 _OTHER_S = 20.0
 TRAINING = "finetune"
-_AUTO = [(key, AUTO) for key in CHOICES]
 
 
 def say(*lines: str) -> None:
@@ -173,7 +171,7 @@ def probe_backbone(
         "LOG.TENSORBOARD": False, **backbone_options(backbone),
     })  # fmt: skip
     # auto is what they are anyway, and MODEL.ARCH is that of a backbone that names none.
-    left_out = [*_AUTO, *((key, value) for key, value in flags.pairs if key == "MODEL.ARCH" and backbone.arch)]
+    left_out = [*AUTO_MODE.items(), *(pair for pair in flags.pairs if pair[0] == "MODEL.ARCH" and backbone.arch)]
     own = [word for pair in flags.pairs if pair not in left_out and pair[0] not in flags.data for word in pair]
     cfg = load_cfg(None, [*words, *own])
     if backbone.path and not backbone.options:  # a file of another program, most likely a copy of published weights

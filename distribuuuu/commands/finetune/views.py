@@ -6,9 +6,8 @@ from typing import Any
 import torch
 
 from distribuuuu.config.config_node import changed
-from distribuuuu.config.declaration import AUTO
 from distribuuuu.distributed.sharding import inference
-from distribuuuu.engine.fast_mode import CHOICES
+from distribuuuu.engine.fast_mode import AUTO_MODE
 from distribuuuu.inference.load_run import find_fast_mode
 from distribuuuu.inference.loaded_run import LoadedRun
 
@@ -36,7 +35,7 @@ def choose_views(
         num_train, num: training images, which may be mirrored, and all images.
         minutes: the time for all of the fine-tuning.
     """
-    mode = find_fast_mode(replace(run, cfg=changed(run.cfg, dict.fromkeys(CHOICES, AUTO))))
+    mode = find_fast_mode(replace(run, cfg=changed(run.cfg, AUTO_MODE)))
     side, resized = run.cfg.TRAIN.IM_SIZE, run.cfg.TEST.IM_SIZE
     is_given = run.cfg.TEST.CROP_SIZE or any(key.startswith(("TEST.IM_SIZE", "TEST.CROP")) for key in own)
     sizes, scale = dict[str, int](), 1.0
@@ -51,7 +50,7 @@ def choose_views(
     most_s = _FEATURES_SHARE * 60 * minutes
     place = next((place for place, needed in enumerate(seconds) if needed <= most_s), -1)
     sizes, factor, mirrored = choices[place]
-    options = {key: mode[key] for key in CHOICES if key not in own} | sizes
+    options = {key: mode[key] for key in AUTO_MODE if key not in own} | sizes
     return {"options": options, "mirrored": mirrored, "speedup": mode["speedup"], "image_s": factor * mode["image_s"],
             "seconds": _LOADING * seconds[place]}  # fmt: skip
 

@@ -1,5 +1,6 @@
 """The command probe: top-1 of k-NN and of a linear classifier on the features of a run."""
 
+import itertools
 import json
 import os
 import sys
@@ -7,7 +8,6 @@ from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser
 from distribuuuu.commands.output import check_out_file, print_report
-from distribuuuu.config.declaration import AUTO
 from distribuuuu.config.run_files import RUN_KINDS
 from distribuuuu.files.untrusted import printable
 from distribuuuu.inference.locate_run import locate_run
@@ -29,10 +29,11 @@ def probe(prog: str, args: list[str]) -> int:
     tune_malloc()
     from distribuuuu.commands.html.page import write_page
     from distribuuuu.commands.probe.feature_probe import probe_run
+    from distribuuuu.engine.fast_mode import AUTO_MODE
     from distribuuuu.inference.load_run import find_run
 
     # Published weights have no mode of their own. A run is measured in its mode, as its evaluations are.
-    auto = ["TRAIN.AMP", AUTO, "MODEL.CHANNELS_LAST", AUTO] if is_published else []
+    auto = itertools.chain(*AUTO_MODE.items()) if is_published else ()
     run = find_run(flags.run, flags.cfg, [*auto, *flags.overrides])
     folder = run.cfg.OUT_DIR if os.path.isdir(run.cfg.OUT_DIR) else "."  # of published weights
     print(printable(run.describe()), file=sys.stderr)
