@@ -111,7 +111,6 @@ def test_a_run_keeps_its_mode_and_equals_one_that_sets_it(small_cfg, tmp_path, m
     assert mode("bf16", True).items() <= results["overrides"].items()
     said = "TRAIN.AMP bf16, MODEL.CHANNELS_LAST True: auto, "
     assert results["training"]["mode"] == f"{said}the fastest mode of this machine, 4.0 x the plainest"
-    assert results["training"]["mode"] in (tmp_path / "auto/train.log").read_text()
     # As on another machine: without the file, and with another result.
     for file in tmp_path.glob("cache/distribuuuu/modes/*"):
         file.unlink()
