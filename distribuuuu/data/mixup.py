@@ -7,8 +7,8 @@ share them within the batch of a GPU.
 """
 
 import functools
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -80,6 +80,7 @@ class PairMixer:
     probability: float = 1.0
     cutmix_share: float = 0.5
     group: int = 2
+    _block_weights: Any = field(default_factory=lambda: functools.lru_cache(4)(_block_weights), compare=False)
 
     def __call__(
         self, images: torch.Tensor, labels: torch.Tensor, seed: int, epoch: int, step: int, micro: int
@@ -93,7 +94,7 @@ class PairMixer:
             message = "got structured targets or several views; expected labels and one view"
             raise ConfigError(f"AUG.MIXUP: {message}; fix: set AUG.MIXUP 0 and AUG.CUTMIX 0, or mix in the task")
         height, width = images.shape[-2:]
-        weights = _block_weights(self, seed, epoch, step // _BLOCK, height, width, images.device)[step % _BLOCK]
+        weights = self._block_weights(self, seed, epoch, step // _BLOCK, (height, width), images.device)[step % _BLOCK]
         if weights.shape[0] > 1:
             first = (micro * self.plan.world_size + self.rank) * self.plan.micro_batch // 2
             weights = weights[first : first + self.plan.micro_batch // 2]
@@ -148,13 +149,10 @@ def blend_pairs(values: torch.Tensor, weights: torch.Tensor) -> None:
     first.copy_(blended)
 
 
-@functools.lru_cache(maxsize=4)
-def _block_weights(
-    mixer: PairMixer, seed: int, epoch: int, block: int, height: int, width: int, device: torch.device
-) -> torch.Tensor:
+def _block_weights(mixer: PairMixer, seed: int, epoch: int, block: int, shape: tuple[int, int], device: torch.device):
     """Return the weights of the pairs of a block of steps, (steps, pairs, 6); (steps, 1, 6) if a step is one group."""
     drawn = [mixer.draw(seed, epoch, step) for step in range(block * _BLOCK, (block + 1) * _BLOCK)]
-    weights = MixParams(*map(np.array, zip(*drawn, strict=True))).weights(height, width)
+    weights = MixParams(*map(np.array, zip(*drawn, strict=True))).weights(*shape)
     if weights.shape[1] > 1:
         weights = weights[:, np.arange(mixer.plan.global_batch // 2) // (mixer.group // 2)]
     return copy_to_device(torch.from_numpy(weights), device)
