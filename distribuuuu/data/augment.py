@@ -91,15 +91,6 @@ class AugmentedCrop(Transform):
                 pixels = self.erase(pixels)
         return pixels
 
-    @property
-    def only_erases(self) -> bool:
-        """Whether the augmentation is erasing with one color, which needs no loop over the images of a batch."""
-        return (
-            not (self.policy or self.jitter or self.operations)
-            and isinstance(self.erase, Erasing)
-            and self.erase.is_plain
-        )
-
     def at_size(self, size: Size) -> "AugmentedCrop":
         """Return the same transform with an output of another size."""
         return replace(self, crop=self.crop.at_size(size))
@@ -159,8 +150,8 @@ class Erasing:
         if torch.rand(()) >= self.probability:
             return pixels
         image = torch.empty(()).expand(len(self.mean), *pixels.shape[1:])
-        ratio = ERASED_RATIO["const" if self.is_plain else "pixel"]
-        *box, value = RandomErasing.get_params(image, ERASED_AREA, ratio, list(self.mean) if self.is_plain else None)
+        ratio = ERASED_RATIO["pixel" if self.std else "const"]
+        *box, value = RandomErasing.get_params(image, ERASED_AREA, ratio, None if self.std else list(self.mean))
         if value is image:  # no rectangle fitted into the image
             return pixels
         if self.std:
@@ -172,11 +163,6 @@ class Erasing:
 
     def _to_pixels(self, value: torch.Tensor) -> torch.Tensor:
         return to_uint8(value * self.one) if self.one == PIXEL_RANGES["uint8"] else value * self.one
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the rectangle has one color."""
-        return self.std is None
 
     @property
     def color(self) -> torch.Tensor:
@@ -191,44 +177,51 @@ class Erasing:
         generators that are seeded for the image: `torch_words` returns what these would return.
         """
         seeds = [rng.uniform() for _ in range(3)][-1] * 2**53  # of the policy, the jitter and the rectangle
-        words = torch_words(seeds.astype(np.uint64), 3 + 2 * _ATTEMPTS)
-        unit = (words & np.uint32(0xFFFFFF)).astype(np.float32) * np.float32(2**-24)
+        word = torch_words(seeds.astype(np.uint64), 3 + 2 * _ATTEMPTS)
 
-        def uniform(numbers: np.ndarray, low: Any, high: Any) -> np.ndarray:
-            return numbers * (np.float32(high) - np.float32(low)) + np.float32(low)
+        def uniform(number: int, images: Any, low: float, high: float) -> np.ndarray:
+            unit = (word(number, images) & 0xFFFFFF).astype(np.float32) * np.float32(2**-24)
+            return unit * (np.float32(high) - np.float32(low)) + np.float32(low)
 
-        areas, ratios = unit[1 : 1 + 2 * _ATTEMPTS : 2], unit[2 : 2 + 2 * _ATTEMPTS : 2]
-        area = height * width * uniform(areas, *ERASED_AREA).astype(np.float64)
-        logarithms = uniform(ratios, *torch.tensor(ERASED_RATIO["const"]).log().tolist())
-        ratio = torch.from_numpy(logarithms).exp().numpy().astype(np.float64)
-        heights, widths = (np.rint(np.sqrt(square)).astype(np.int64) for square in (area * ratio, area / ratio))
-        fits = (heights < height) & (widths < width)
-        attempt, image = fits.argmax(0), np.arange(len(seeds))
-        is_erased = (unit[0] < np.float32(self.probability)) & fits.any(0)
-        rows, columns = heights[attempt, image], widths[attempt, image]
-        down, across = (words[2 * attempt + next_one, image].astype(np.int64) for next_one in (3, 4))
-        top, left = down % (height - rows + 1), across % (width - columns + 1)
-        return np.stack([top, top + rows, left, left + columns]) * is_erased
+        boxes, log_ratio = np.zeros((4, len(seeds)), np.int64), torch.tensor(ERASED_RATIO["const"]).log().tolist()
+        missing = np.flatnonzero(uniform(0, slice(None), 0, 1) < np.float32(self.probability))
+        for number in range(1, 1 + 2 * _ATTEMPTS, 2):
+            area = height * width * uniform(number, missing, *ERASED_AREA).astype(np.float64)
+            logarithm = torch.from_numpy(uniform(number + 1, missing, *log_ratio))
+            ratio = logarithm.exp().numpy().astype(np.float64)
+            rows, columns = (np.rint(np.sqrt(square)).astype(np.int64) for square in (area * ratio, area / ratio))
+            fits = (rows < height) & (columns < width)
+            found, rows, columns = missing[fits], rows[fits], columns[fits]
+            down, across = (word(number + ahead, found).astype(np.int64) for ahead in (2, 3))
+            top, left = down % (height - rows + 1), across % (width - columns + 1)
+            boxes[:, found] = top, top + rows, left, left + columns
+            missing = missing[~fits]
+        return boxes
 
 
-def torch_words(seeds: np.ndarray, num: int) -> np.ndarray:
-    """Return the first numbers of torch's CPU generator after each of some seeds: uint32 (num, N), at most 227.
-
-    It is the Mersenne Twister (Matsumoto and Nishimura, ACM TOMACS 1998); for all seeds at a time.
+def torch_words(seeds: np.ndarray, num: int) -> Callable[[int, Any], np.ndarray]:
+    """Return a function from a position below `num`, at most 227, to the number there of torch's CPU generator after
+    each of some seeds: uint32 (N,). It is the Mersenne Twister (Matsumoto and Nishimura, ACM TOMACS 1998).
     """
-    row = (seeds & np.uint64(0xFFFFFFFF)).astype(np.uint32)
-    rows = [row]
+    row = seeds.astype(np.uint32)  # their lower 32 bits
+    rows, high = {0: row.copy()}, np.empty_like(row)
     for number in range(1, 397 + num):
-        row = (row ^ (row >> 30)) * np.uint32(1812433253) + np.uint32(number)
+        row ^= np.right_shift(row, 30, out=high)
+        row *= 1812433253
+        row += number
         if number <= num or number >= 397:
-            rows.append(row)
-    first, following, far = (np.stack(some) for some in (rows[:num], rows[1 : num + 1], rows[num + 1 :]))
-    joined = (first & np.uint32(0x80000000)) | (following & np.uint32(0x7FFFFFFF))
-    words = far ^ (joined >> 1) ^ ((following & 1) * np.uint32(0x9908B0DF))
-    words ^= words >> 11
-    words ^= (words << 7) & np.uint32(0x9D2C5680)
-    words ^= (words << 15) & np.uint32(0xEFC60000)
-    return words ^ (words >> 18)
+            rows[number] = row.copy()
+
+    def word(number: int, chosen: Any) -> np.ndarray:
+        first, following, far = (rows[number + ahead][chosen] for ahead in (0, 1, 397))
+        joined = (first & 0x80000000) | (following & 0x7FFFFFFF)
+        bits = far ^ (joined >> 1) ^ ((following & 1) * 0x9908B0DF)
+        bits ^= bits >> 11
+        bits ^= (bits << 7) & 0x9D2C5680
+        bits ^= (bits << 15) & 0xEFC60000
+        return bits ^ (bits >> 18)
+
+    return word
 
 
 def build_augmentation(cfg, crop: Transform, mean: Sequence[float], std: Sequence[float]) -> Transform:

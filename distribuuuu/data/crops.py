@@ -1,8 +1,10 @@
 """Crops and resizing that options ask for: squash and letterbox, of the whole image; pad; and OpenCV's resizing."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import embedding_bag, interpolate
 
@@ -10,13 +12,16 @@ from distribuuuu.config.derived import Size, height_and_width, show_size
 from distribuuuu.data.decode import LazyImage
 from distribuuuu.data.seeding import SampleRNG
 from distribuuuu.data.transforms import (
+    ATTEMPTS,
     CenterCrop,
+    ResizedCrop,
     Transform,
     crop_box,
     crop_center,
     crop_ends,
     draw_flips,
     flip_each,
+    random_resized_box,
     resize,
     resize_to_cover,
     resized_size,
@@ -88,11 +93,15 @@ class PaddedCrop(Transform):
 
     def __call__(self, image: LazyImage, rng: SampleRNG) -> torch.Tensor:
         is_flipped, is_vflipped = draw_flips(rng, self)
-        pixels = resize_to_cover(crop_ends(image.pixels()), self.size, self.interpolation)
+        pixels = self.crop(image.pixels())
         height, width = pixels.shape[-2:]
         top, left = random_padded_corner(rng, height, width, self.size, self.padding)
         crop = reflect_box if self.mode == "reflect" else crop_box
         return flip_each(crop(pixels, int(top), int(left), self.size), is_flipped, is_vflipped)
+
+    def crop(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return images of one size before the padding: uint8 (..., C, H, W)."""
+        return resize_to_cover(crop_ends(pixels), self.size, self.interpolation)
 
 
 def random_padded_corner(rng: Any, height: int, width: int, size: Size, padding: int) -> tuple:
@@ -101,6 +110,24 @@ def random_padded_corner(rng: Any, height: int, width: int, size: Size, padding:
     sides = zip((height, width), height_and_width(size), strict=True)
     room_down, room_right = (side + 2 * padding - crop + 1 for side, crop in sides)
     return down * room_down // 1 - padding, right * room_right // 1 - padding
+
+
+def random_resized_boxes(rng: SampleRNG, height: int, width: int, crop: ResizedCrop) -> np.ndarray:
+    """Return the `random_resized_box` of many images of one size: int64 (4, N), top, left, height and width."""
+    place, (low, high) = np.array([rng.uniform(), rng.uniform()]), map(math.log, crop.ratio)
+    largest = random_resized_box(SampleRNG(0, 0), height, width, (4.0, 4.0), crop.ratio)  # no area of 4 fits
+    boxes, missing = np.tile(np.array(largest)[:, None], len(place[0])), np.arange(len(place[0]))
+    for _ in range(ATTEMPTS):
+        states, rng._state = rng._state, rng._state[missing]  # the other images draw no more
+        area = height * width * (crop.scale[0] + (crop.scale[1] - crop.scale[0]) * rng.uniform())
+        aspect = np.exp(low + (high - low) * rng.uniform())
+        states[missing], rng._state = rng._state, states
+        sides = np.rint(np.sqrt([area / aspect, area * aspect]))
+        gaps = [[height], [width]] - sides
+        fits = ((sides > 0) & (gaps >= 0)).all(0)
+        boxes[:, missing[fits]] = np.concatenate([place[:, missing] * (gaps + 1), sides])[:, fits]
+        missing = missing[~fits]
+    return boxes
 
 
 def reflect_box(pixels: torch.Tensor, top: int, left: int, size: Size) -> torch.Tensor:

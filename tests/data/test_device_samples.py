@@ -16,8 +16,12 @@ from support.tables import pairwise
 from distribuuuu.config import ConfigError
 from distribuuuu.config.registry import DATASETS
 from distribuuuu.data import device_samples as resident
+from distribuuuu.data.augment import AugmentedCrop, Erasing
 from distribuuuu.data.datasets.base import ImageDataset
+from distribuuuu.data.decode import LazyImage
 from distribuuuu.data.loader import build_loader
+from distribuuuu.data.seeding import SampleRNG
+from distribuuuu.data.transforms import ResizedCrop
 
 
 class Pixels(ImageDataset):
@@ -52,7 +56,8 @@ def pixel_set(request, monkeypatch):
 
 @pytest.mark.parametrize("crop, more", [
     ("pad", ()), ("resized", ()), ("pad", ("AUG.ERASING", 0.7)), ("pad", ("DATA.CROP_PADDING", 30)),
-    ("pad", ("DATA.CROP_PADDING_MODE", "reflect")),
+    ("pad", ("DATA.CROP_PADDING_MODE", "reflect")), ("squash", ("DATA.VFLIP", 0.5, "TEST.CROP", "letterbox")),
+    ("resized", ("AUG.ERASING", 0.7, "DATA.INTERPOLATION", "random", "DATA.VFLIP", 0.5)),
 ])  # fmt: skip
 def test_a_set_on_the_device_gives_the_batches_of_workers(small_cfg, pixel_set, crop, more):
     for train_size, resize_to, test_crop in ((20, 20, 20), (16, 30, 24)):
@@ -63,11 +68,25 @@ def test_a_set_on_the_device_gives_the_batches_of_workers(small_cfg, pixel_set, 
             assert_same_batches(batches_of(small_cfg(*words, "DATA.LOADER", "device"), train), host)
 
 
+@pytest.mark.parametrize("shape, size, interpolation", [
+    ((20, 24), (16, 30), "bilinear"), ((9, 130), (24, 10), "random"), ((500, 400), (20, 19), "bicubic"),
+    ((256, 256), (224, 224), "bilinear"), ((1, 2), (2, 3), "random"),
+])  # fmt: skip
+def test_boxes_of_many_images_are_drawn_and_resized_like_those_of_each(shape, size, interpolation):
+    pixels = torch.randint(0, 256, (60, 3, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    crop = ResizedCrop(size, (0.02, 1.2), 0.5, interpolation=interpolation, vflip=0.5)
+    view = AugmentedCrop(crop, erase=Erasing(0.5, (0.5, 0.4, 0.3)))
+    keys = np.array([[7, index] for index in range(len(pixels))])
+    (_, *drawn), (fixed,) = resident.draw_crops([resident.split_erasing(view)], pixels[:1], keys)
+    expected = [view(LazyImage(image), SampleRNG(*key)) for image, key in zip(pixels, keys.tolist(), strict=True)]
+    assert torch.equal(resident.crop_batch(crop, pixels, iter(drawn), *fixed), torch.stack(expected))
+
+
 @pytest.mark.parametrize("pixel_set", ["many"], indirect=True)
-@pytest.mark.parametrize("num_views", [1, 2])
-def test_a_batch_costs_the_host_as_many_calls_at_any_size(small_cfg, pixel_set, num_views, monkeypatch):
+@pytest.mark.parametrize("crop, num_views", [("pad", 1), ("pad", 2), ("resized", 1)])
+def test_a_batch_costs_the_host_as_many_calls_at_any_size(small_cfg, pixel_set, crop, num_views, monkeypatch):
     task = own_task(monkeypatch, views=lambda cfg, loader: [{}] * num_views)
-    words = ("MODEL.DUMMY_INPUT", True, "DATA.CROP", "pad", "TRAIN.IM_SIZE", 8, "DATA.LOADER", "device",
+    words = ("MODEL.DUMMY_INPUT", True, "DATA.CROP", crop, "TRAIN.IM_SIZE", 8, "DATA.LOADER", "device",
              "DATA.FLIP_MODE", "alternating", "DATA.VFLIP", 0.5, "AUG.ERASING", 0.5, *task)  # fmt: skip
     counts = []
     for size in (10, 500):
