@@ -80,7 +80,7 @@ class PairMixer:
     probability: float = 1.0
     cutmix_share: float = 0.5
     group: int = 2
-    _block_weights: Any = field(default_factory=lambda: functools.lru_cache(4)(_block_weights), compare=False)
+    _block_weights: Any = field(default_factory=lambda: functools.lru_cache(4)(_block_weights), repr=False)
 
     def __call__(
         self, images: torch.Tensor, labels: torch.Tensor, seed: int, epoch: int, step: int, micro: int

@@ -114,7 +114,7 @@ def test_the_config_says_how_to_mix():
     words = ("AUG.MIXUP", 0.2, "AUG.CUTMIX", 1, "AUG.MIX_PROB", 0.9, "AUG.CUTMIX_SHARE", 0.3, "AUG.MIX_BY", "step")
     plan = BatchPlan(4, 1, 1)
     expected = PairMixer(plan, 0, NUM_CLASSES, 0.2, 1.0, 0.9, 0.3, group=4)
-    assert vars(build_mixer(mixing_cfg(*words), plan)) == vars(expected)
+    assert str(build_mixer(mixing_cfg(*words), plan)) == str(expected)
     plan, words = BatchPlan(8, 2, 3), ("AUG.CUTMIX", 1)
     groups = [build_mixer(mixing_cfg(*words, "AUG.MIX_GROUP", num), plan, rank=0) for num in (0, 2, 10, 48, 512)]
     assert [mix.group for mix in groups] == [2, 2, 10, 48, 512]
