@@ -200,14 +200,10 @@ def predict(
     Args:
         run: as for `evaluate`, but no config; or an exported folder, or the name of published weights, e.g.
             `timm/NAME`. What `load_run` has returned is read and built once for many calls.
-        images: an image or several ones: paths of files or folders, PIL images, uint8 pixels (H, W, 3) or (H, W).
-        topk: the number of classes (5), for a model with one label per image.
-        threshold: the least probability of a label (0.5), for a model with several labels per image.
-        skip_bad: return a prediction with `error` for an image that cannot be read.
+        images, topk, threshold, skip_bad: as for `LoadedRun.predict`.
 
     Raises:
-        ConfigError: there is no model, a path does not exist, or `topk` or `threshold` does not suit the model.
-        BadImageError: an image cannot be read, and `skip_bad` is False.
+        ConfigError, BadImageError: there is no model, or as `LoadedRun.predict`.
     """
     from distribuuuu.inference.load_run import load_run
 

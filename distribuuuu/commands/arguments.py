@@ -111,12 +111,9 @@ def expand_run(words: list[str]) -> tuple[str, list[str]]:
 
 def build_parser(description: str, prog: str | None = None, train: bool = True) -> CommandParser:
     """Return the parser of the flags of a training or an evaluation; the remaining arguments are KEY VALUE pairs."""
-    parser = CommandParser(
-        prog=prog,
-        description=description,
-        usage=f"%(prog)s {'' if train else '[RUN] '}[--cfg FILE] [--nproc N] [KEY VALUE ...]",
-        epilog="KEY VALUE arguments override the file, e.g. OPTIM.BASE_LR 0.4",
-    )
+    usage = f"%(prog)s {'' if train else '[RUN] '}[--cfg FILE] [--nproc N] [KEY VALUE ...]"
+    epilog = "KEY VALUE arguments override the file, e.g. OPTIM.BASE_LR 0.4"
+    parser = CommandParser(prog, description=description, usage=usage, epilog=epilog)
     add = parser.add_argument
     add("--cfg", metavar="FILE", help="YAML file of the options other than the defaults; several are merged")
     add("--help-config", metavar="SECTION", nargs="?", const="", help="explain the options (of a section) and exit")

@@ -99,12 +99,9 @@ def parse_args(prog: str | None, args: Sequence[str]) -> tuple[argparse.Namespac
 
 def build_parser(prog: str | None = None) -> CommandParser:
     """Return the parser of the flags; it leaves the folder and the KEY VALUE arguments."""
-    parser = CommandParser(
-        prog=prog,
-        description=_DESCRIPTION,
-        usage="%(prog)s FOLDER [flags]\n       %(prog)s --cfg FILE [flags] [KEY VALUE ...]",
-        epilog="KEY VALUE arguments change the config, e.g. DATA.MAX_PIXELS 50000000.",
-    )
+    usage = "%(prog)s FOLDER [flags]\n       %(prog)s --cfg FILE [flags] [KEY VALUE ...]"
+    epilog = "KEY VALUE arguments change the config, e.g. DATA.MAX_PIXELS 50000000."
+    parser = CommandParser(prog, description=_DESCRIPTION, usage=usage, epilog=epilog)
     add = parser.add_argument
     add("--cfg", metavar="FILE", help="check the data set of a config: TRAIN.DATASET and TEST.DATASET")
     add("--format", choices=FORMATS, default="text", help="output on standard output (text)")

@@ -27,9 +27,8 @@ from distribuuuu.launch.detect import Launch
 from distribuuuu.optim.name_patterns import is_match
 from distribuuuu.trainer import take_step
 
-# The longest and the shortest training, and the number of images from which no layer is frozen. One or two epochs end
-# behind the probe that they start from, see docs/photographs.md.
-MAX_EPOCHS, FEWEST_EPOCHS, MANY_IMAGES = 20, 4, 5000
+# The longest and the shortest training, and the number of images from which no layer is frozen.
+MAX_EPOCHS, FEWEST_EPOCHS, MANY_IMAGES = 20, 2, 5000
 # Seconds of the measurement of training steps, and how much longer they take in a whole training on a CPU.
 _MEASURE_S, MARGIN = 6.0, 1.15
 BATCH, WARMUP_STEPS, LORA_LR = 32, 12, 5e-4

@@ -52,7 +52,7 @@ from distribuuuu.records.run_log import STAGE_MARK, progress
 from distribuuuu.trainer import evaluate_weights
 
 # Seconds for processes to start and to measure.
-_OTHER_S = 20.0
+_OTHER_S = 15.0
 TRAINING = "finetune"
 
 
@@ -263,7 +263,7 @@ def plan_training(
     if not epochs:
         missing_s = seconds_of(FEWEST_EPOCHS, epoch_s * share, evaluation_s) - left_s
         minutes = math.ceil(flags.minutes + missing_s / 60)
-        fits = f"{FEWEST_EPOCHS} epochs, the fewest that pay off, need --minutes {minutes} or more and another --out"
+        fits = f"{FEWEST_EPOCHS} epochs, the fewest, need --minutes {minutes} or more and another --out"
     say(f"fine-tuning: an epoch {takes} {epoch_s:.0f} s; {fits}")
     return {"epochs": epochs, "epoch_s": epoch_s, "evaluation_s": evaluation_s, "left_s": left_s}
 

@@ -11,10 +11,8 @@ from distribuuuu.engine.fast_mode import AUTO_MODE
 from distribuuuu.inference.load_run import find_fast_mode
 from distribuuuu.inference.loaded_run import LoadedRun
 
-# Size of the evaluated images by that of the training; share of the time that features may take.
-_LARGER, _FEATURES_SHARE = 1.29, 0.6
-# The largest size by that of the images.
-_ENLARGED = 2.0
+# The larger size by that of the training, and at most by that of the images; share of the time for features.
+_LARGER, _ENLARGED, _FEATURES_SHARE = 1.29, 2.0, 0.6
 # The time to load and compute an image over that of its forward pass.
 _LOADING = 1.25
 

@@ -57,12 +57,9 @@ def parse_args(words: list[str], prog: str | None = None) -> PackJob:
 
 def build_parser(prog: str | None = None) -> CommandParser:
     """Return the parser of the flags; it leaves the folder and the KEY VALUE arguments."""
-    parser = CommandParser(
-        prog=prog,
-        description=_DESCRIPTION,
-        usage="%(prog)s OUT [--cfg FILE] [flags] [KEY VALUE ...]",
-        epilog="KEY VALUE arguments name the source, e.g. TRAIN.DATASET my_images",
-    )
+    usage = "%(prog)s OUT [--cfg FILE] [flags] [KEY VALUE ...]"
+    epilog = "KEY VALUE arguments name the source, e.g. TRAIN.DATASET my_images"
+    parser = CommandParser(prog, description=_DESCRIPTION, usage=usage, epilog=epilog)
     add = parser.add_argument
     add("--cfg", metavar="FILE", help="YAML file that names the source: DATA.NAME, TRAIN.DATASET, TEST.DATASET ...")
     add("--format", choices=FORMATS, default="jpeg", help="files (jpeg, the default) or pixels (raw)")

@@ -90,12 +90,9 @@ def _suggest_sizes(paths: Sequence[Path]) -> list[str]:
 
 def build_parser(prog: str) -> CommandParser:
     """Return the parser of the command line."""
-    parser = CommandParser(
-        prog=prog,
-        description=_DESCRIPTION,
-        usage="%(prog)s FOLDER|TABLE --out FOLDER [flags] [KEY VALUE ...]",
-        epilog="KEY VALUE arguments name the columns of a table: DATA.TABLE of --help-config.",
-    )
+    usage = "%(prog)s FOLDER|TABLE --out FOLDER [flags] [KEY VALUE ...]"
+    epilog = "KEY VALUE arguments name the columns of a table: DATA.TABLE of --help-config."
+    parser = CommandParser(prog, description=_DESCRIPTION, usage=usage, epilog=epilog)
     add = parser.add_argument
     add("folder", metavar="FOLDER", help="the images: FOLDER/CLASS/IMAGE, at any depth below CLASS; or a table: .csv, "
         ".tsv or .txt")  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from support.predictions import change
 from support.recipe_facts import BASELINES, RECIPES
-from support.runs import ROOT, run_tool
+from support.runs import ROOT
 
 from distribuuuu.commands.main import start_command
 from distribuuuu.config import ConfigError
@@ -189,24 +189,6 @@ def test_what_was_reported_is_the_published_table():
         row = rows[f"imagenet2021/{name}"]
         assert (row["top-1 reported"], row["top-5 reported"], row["global batch"]) == (top1, top5, str(global_batch))
         assert row["px"] == "224 → 256/224"
-
-
-BEFORE = "# Title\n\n<!-- table small -->\nold\n<!-- /table -->\n\nbetween `<!-- table small -->` and\n"
-AFTER = "\n<!-- table other -->\n<!-- /table -->\nend"
-
-
-@pytest.mark.slow
-def test_a_block_of_a_readme_is_replaced_in_place_or_left_alone(tmp_path):
-    seeds(tmp_path / "runs", 93.0, 94.0)
-    readme = tmp_path / "README.md"
-    readme.write_text(BEFORE + AFTER)
-    args = [str(tmp_path / "runs"), "--readme", str(readme), "--name", "small"]
-    assert run_tool("make_table.py", *args[:-1], "smal").returncode == 2 and readme.read_text() == BEFORE + AFTER
-    assert run_tool("make_table.py", *args).returncode == 0
-    text = readme.read_text()
-    assert "93.50 ± 0.71 [87.15, 99.85] (n = 2)" in text and "old" not in text
-    assert text.endswith(BEFORE[-34:] + AFTER)
-    assert text.count(f"<!-- made by: python tools/make_table.py {shlex.join(args)} -->\n") == 1
 
 
 ZOO = "docs/MODEL_ZOO.md"
