@@ -184,7 +184,7 @@ def probe_backbone(
     cfg = changed(cfg, {"DATA.MEAN": tuple(mean), "DATA.STD": tuple(std)})
     plain, num_train = open_backbone(cfg, images.classes, name), len(parts["train"])
     num = sum(map(len, parts.values()))
-    given = own, decisions.content["data"]["side"], num_train, num, flags.minutes
+    given = own, decisions.content["data"].get("side", 0), num_train, num, flags.minutes
     views = decisions.once(f"backbone {name}: views", lambda: choose_views(plain, *given))
     run = replace(plain, cfg=changed(cfg, views["options"]))
     layout = "channels_last" if run.cfg.MODEL.CHANNELS_LAST else "contiguous"

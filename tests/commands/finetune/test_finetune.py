@@ -635,7 +635,7 @@ def test_small_parts():
     assert fit_temperature(logits, logits.argmax(1)) == pytest.approx(0.5), "all right: bounded"
     assert recipe.choose_epochs(600, 40, 2) == 12
     needed = recipe.seconds_of(recipe.FEWEST_EPOCHS, 40, 2)
-    assert [recipe.choose_epochs(left_s, 40, 2) for left_s in (30, needed - 1, needed + 1)] == [0, 0, 4]
+    assert [recipe.choose_epochs(left_s, 40, 2) for left_s in (30, needed - 1, needed + 1)] == [0, 0, 2]
     assert recipe.choose_epochs(1e6, 1, 0) == recipe.MAX_EPOCHS
     for best, right, share in [([2, 1.2], 0, 0.0), ([2, 1.2], 1, 1.0), ([2, 0.2], 0, 1.0), ([2.0, 2], 1, 0.0)]:
         losses = {choose.name_of(own): torch.tensor([3.0, 1] if own != 1 else best) for own in choose.SHARES}
