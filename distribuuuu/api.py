@@ -200,7 +200,7 @@ def predict(
     Args:
         run: as for `evaluate`, but no config; or an exported folder, or the name of published weights, e.g.
             `timm/NAME`. What `load_run` has returned is read and built once for many calls.
-        images, topk, threshold, skip_bad: as for `LoadedRun.predict`.
+        images: as for `LoadedRun.predict`, like the other arguments.
 
     Raises:
         ConfigError, BadImageError: there is no model, or as `LoadedRun.predict`.

@@ -34,7 +34,7 @@ def test_a_profiled_run_writes_a_trace_and_is_the_same_run(image_folder, small_c
     assert re.search(r"profile of 3 steps of [\d.]+ ms: data \d+%, forward \d+%, backward \d+%, optimizer \d+%, o", log)
     table = log[log.index("profile of") : log.index("trace, for https://ui.perfetto.dev")]
     assert "Self CPU" in table and re.search(r"aten::\w*conv\w* ", table)
-    assert re.search(r"longest gaps without an operation: (\d+\.\d\d ms before [\w:]+, ){9}\d", table)
+    assert re.search(r"longest gaps without an operation: (\d+\.\d\d ms before [\w: ]+, ){9}\d", table)
     parts = r"\(waiting for data (\d+)%, forward (\d+)%, backward (\d+)%, optimizer (\d+)%\)"
     found = re.search(rf"time: training (\d+)% {parts}, evaluation (\d+)%, checkpoints \d+%", log)
     training, *of_training, evaluation = map(int, found.groups())

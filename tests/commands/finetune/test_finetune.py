@@ -438,7 +438,7 @@ def test_the_minutes_give_the_epochs(photos, finished_run, tmp_path, capsys, her
     words = [word for word in WORDS if word not in ("OPTIM.MAX_EPOCH", 2)]
     given = (photos, "--backbone", finished_run, "--minutes")
     assert run(*given, 0.1, "--out", tmp_path / "first", *words) == 0
-    assert "pay off, need --minutes 1 or more and another --out" in capsys.readouterr().out
+    assert "the fewest, need --minutes 1 or more and another --out" in capsys.readouterr().out
     assert run(*given, 3, "--out", tmp_path / "first", *words) == 2
     out = Path(re.search(r"other minutes; fix: .* --out (\S+), or", capsys.readouterr().err)[1])
     assert run(*given, 3, "--out", out, *words) == 0
@@ -465,7 +465,7 @@ def test_a_kill_before_the_measurement_changes_no_epochs(photos, finished_run, t
         with pytest.raises(pytest.fail.Exception):
             run(*given, "--out", out)
         epochs.append(json.loads((out / "finetune.json").read_text())["training"]["epochs"])
-    assert epochs == [6, 6], "(120 - 20 - 30 - the probe) / 9 / MARGIN"
+    assert epochs == [7, 7], "(120 - 15 - 30 - the probe) / 9 / MARGIN"
 
 
 @pytest.mark.parametrize("owner, name", [
