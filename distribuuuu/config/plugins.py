@@ -117,7 +117,7 @@ def _import_file(entry: str) -> None:
     sys.modules[name] = module  # the classes of the module can be pickled
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException:  # also Ctrl-C: the next import must not find half of a module
         del sys.modules[name]
         raise
 

@@ -99,9 +99,8 @@ def hash_images(images: Images) -> str:
 def divide(
     images: Images, parts: dict[str, list[int]], pattern: str, seed: int, workers: int, progress: Callable[[int], Any]
 ) -> tuple[dict[str, list[int]], list[str], list[str], int]:
-    """Return the indices of the parts, notes about the images, the broken ones, `path: cause`, and the median side.
-
-    The side of an image is its shorter one, in pixels.
+    """Return the indices of the parts, notes about the images, the broken ones, `path: cause`, and the median of
+    the shorter sides of the training images, in pixels.
 
     Every image is decoded once. Of existing parts, the test is kept; what has a copy there, with one label or several,
     or is of one group of `pattern` (`find_named_groups`), is left out of the validation and of the training, and then
@@ -144,9 +143,8 @@ def divide(
     counts = Counter(images.labels[index] for index in parts[TRAIN])
     if few := [name for number, name in enumerate(images.classes) if counts[number] < 2]:
         raise ConfigError(f"FOLDER: fewer than two usable training images of {first_few(few)}; fix: add images")
-    broken = [f"{images.names[index]}: {reason}" for index, reason in scan.reasons.items()]
-    sides = np.minimum(scan.records["width"], scan.records["height"])[parts[TRAIN]]
-    return parts, notes, broken, int(np.median(sides))
+    side = int(np.median(np.minimum(scan.records["width"], scan.records["height"])[parts[TRAIN]]))
+    return parts, notes, [f"{images.names[index]}: {reason}" for index, reason in scan.reasons.items()], side
 
 
 def _assign(
