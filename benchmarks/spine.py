@@ -59,9 +59,11 @@ def main() -> None:
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(output),
     ):
-        # The first run on a machine draws the images, and caches their index and the names of all models.
+        # The first run on a machine draws the images, and caches the names of all models; the index of images that were
+        # just drawn is not trusted yet, that of the second run is.
         words = [sys.executable, "-m", "distribuuuu", "train", "--cfg", "shapes/resnet14", *OPTIONS.split()]
-        subprocess.run([*words, f"{folder}/first"], check=True, cwd=PACKAGE.parent, stderr=subprocess.DEVNULL)
+        for name in ("first", "second"):
+            subprocess.run([*words, f"{folder}/{name}"], check=True, cwd=PACKAGE.parent, stderr=subprocess.DEVNULL)
         sys.setprofile(note_call)
         threading.setprofile(note_call)
         try:

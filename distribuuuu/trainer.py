@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -61,8 +60,11 @@ def train_model(cfg, stop_epoch: int | None = None, profile: int = 0) -> float:
     train_loader, val_loader = build_loaders(cfg, launch, device)  # before the process group: workers fork
     with open_run(cfg, launch, device, TRAIN_LOG, locks=True) as started_at:
         run = build_run(cfg, train_loader, val_loader)  # restored from the newest checkpoint, if there is one
-        profiler = importlib.import_module("distribuuuu.engine.step_profile") if profile else None
-        profiling = profiler.profile_steps(run, profile, stop_epoch) if profiler else contextlib.nullcontext()
+        profiling: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if profile:
+            from distribuuuu.engine.step_profile import profile_steps
+
+            profiling = profile_steps(run, profile, stop_epoch)
         with profiling, run.stop, run.log, save_on_stop(run):  # signals are handled while the last checkpoint is saved
             while not is_finished(cfg, run.state) and run.state.epoch < (stop_epoch or cfg.OPTIM.MAX_EPOCH):
                 train_epoch(run)  # no step if the run was stopped after the last one

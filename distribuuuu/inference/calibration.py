@@ -76,7 +76,7 @@ class Calibration:
         if found:
             return min(found)
         what = f"{self.images:,} validation images justify no threshold; it takes {needed:,} or more confident answers"
-        fix = "a lower precision, or distribuuuu calibrate with more images"
+        fix = "a lower precision, or more images, see distribuuuu calibrate --help"
         raise ConfigError(f"--precision: got {precision:g}: {what}, nearly all of them right; fix: {fix}")
 
 

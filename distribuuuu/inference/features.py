@@ -52,6 +52,8 @@ def find_classifiers(run: LoadedRun, images: Tensor, averaged: bool = False) -> 
     for chosen in (same[-1:], same):
         outputs = [output.reshape(logits.shape) for _, output in chosen]
         if outputs and torch.allclose(torch.stack(outputs).mean(0), logits, equal_nan=True):
+            if len({layer.weight.shape[1] for layer, _ in chosen}) > 1:
+                raise ConfigError(f"MODEL.ARCH: {run.cfg.MODEL.ARCH} has heads of different widths; fix: another model")
             return [layer for layer, _ in chosen]
     named = dict(run.model.named_modules())  # without those that `deploy_model` has removed
     head = {named[name] for name in find_head(run.cfg, run.model, run.task) if name in named}

@@ -255,9 +255,9 @@ class LoadedRun:
             reason = "whose model has no score for each class; fix: define predict_step in the task"
             raise ConfigError(f"TASK.NAME: got {self.cfg.TASK.NAME}, {reason}")
         if not self.has_classifier:
-            fix = f"FINETUNE.WEIGHTS {self.source} MODEL.ARCH {self.cfg.MODEL.ARCH}"
-            message = f"{self.source} is published without a classifier of these classes: only `probe` can use it"
-            raise ConfigError(f"RUN: {message}; fix: train a head first, distribuuuu train {fix} TRAIN.DATASET FOLDER")
+            message = f"{self.source} is published without a classifier of these classes"
+            fix = f"train one first, distribuuuu finetune FOLDER --backbone {self.source}"
+            raise ConfigError(f"RUN: {message}; fix: {fix}")
 
     def predict_chunks(
         self, items: Sequence[Image], spans: Sequence[range], selection: Selection, workers: int, kind: str

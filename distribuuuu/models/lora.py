@@ -80,7 +80,7 @@ def find_targets(cfg, model: nn.Module, head: Collection[str]) -> tuple[LoraSett
     problems = []
     for pattern in settings.targets:
         if not any(is_match(name, pattern) for name in known):
-            has = f"the model has {first_few([*known])}" if known else "the model has none outside of its head"
+            has = f"the model has {first_few([*known])}" if known else "it has none but its head; fix: a transformer"
             message = f"{pattern!r} matches no linear layer{did_you_mean(pattern, known)}; {has}"
             problems.append(Problem("FINETUNE.LORA.targets", message))
     for name, layer in found.items():

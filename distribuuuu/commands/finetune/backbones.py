@@ -4,7 +4,7 @@ import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -57,22 +57,15 @@ def find_fitting(path: str, content: Mapping[str, Any]) -> list[str]:
     """Return at most two models of timm of a name similar to that of a file, whose tensors fit in their order."""
     import timm
 
-    def plain(name: str) -> str:
-        return re.sub("[^a-z0-9]", "", name.lower())
-
-    stem = plain(re.sub("[-_.][0-9a-f]{8}$", "", Path(path).stem))  # the beginning of a hash
-    names = {plain(name): name for name in timm.list_models()}
-    by_likeness = sorted(
-        names, key=lambda name: (not name.startswith(stem), -SequenceMatcher(None, stem, name).ratio())
-    )
+    stem = re.sub("[-.][0-9a-f]{8}$", "", Path(path).stem).lower().replace("-", "_")  # without the beginning of a hash
     found = list[str]()
-    for name in (names[one] for one in by_likeness[:_NUM_TRIED] if len(found) < 2):
+    for name in get_close_matches(stem, timm.list_models(), _NUM_TRIED, 0.0):
         spec = ModelSpec(find_architecture(f"timm/{name}"), IMAGENET_CLASSES, {}, {})
         if model := spec.build_on_meta():
             with contextlib.suppress(OrderError):
                 match_in_order(model, content["state_dict"], find_head_of(spec, model))
                 found.append(f"timm/{name}")
-    return found
+    return found[:2]
 
 
 def backbone_options(backbone: Backbone) -> dict[str, Any]:

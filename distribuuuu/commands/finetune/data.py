@@ -121,6 +121,7 @@ def divide(
     named = find_named_groups(images, pattern) if pattern else []
     groups = merge_groups([*copies, *named])
     usable = [index for index in range(len(images.names)) if index not in scan.reasons]
+    broken = [f"{images.names[index]}: {reason}" for index, reason in scan.reasons.items()]
     notes = [note.replace(", kept together" if parts else "", "") for note in describe_copies(images, copies, "copies")]
     if named:
         notes.append(f"--group-by: {len({*chain(*named)})} of the images match, in {counted(len(named), 'group')}")
@@ -137,23 +138,19 @@ def divide(
     if not parts.get("val"):
         own, test = parts.get(TRAIN, usable), parts.get("test")
         shares = {TRAIN: 1 - SHARE, "val": SHARE} if test else {TRAIN: 1 - 2 * SHARE, "val": SHARE, "test": SHARE}
-        divided = _assign(images, own, shares, groups, seed)
+        _check_counts(images, own, MIN_IMAGES, "usable images, to divide them", [*broken, *notes])
+        part_of = assign(images, own, shares, groups, seed, in_all=True)
+        divided = {part: [index for index in own if part_of[index] == part] for part in shares}
         parts = {**divided, **({"test": test} if test else {})}
         notes.append("divided by class")
-    counts = Counter(images.labels[index] for index in parts[TRAIN])
-    if few := [name for number, name in enumerate(images.classes) if counts[number] < 2]:
-        raise ConfigError(f"FOLDER: fewer than two usable training images of {first_few(few)}; fix: add images")
+    _check_counts(images, parts[TRAIN], 2, "usable training images", [*broken, *notes])
     side = int(np.median(np.minimum(scan.records["width"], scan.records["height"])[parts[TRAIN]]))
-    return parts, notes, [f"{images.names[index]}: {reason}" for index, reason in scan.reasons.items()], side
+    return parts, notes, broken, side
 
 
-def _assign(
-    images: Images, own: Sequence[int], shares: dict[str, float], groups: Sequence[Sequence[int]], seed: int
-) -> dict[str, list[int]]:
-    """Return the parts of some images."""
+def _check_counts(images: Images, own: Sequence[int], fewest: int, kind: str, causes: Sequence[str]) -> None:
+    """Raise ConfigError if a class has fewer images than needed, with what has left some out."""
     counts = Counter(images.labels[index] for index in own)
-    if few := [f"{images.classes[label]} ({count})" for label, count in sorted(counts.items()) if count < MIN_IMAGES]:
-        need = f"expected {MIN_IMAGES} or more of each class, to divide them"
-        raise ConfigError(f"FOLDER: classes with too few images: {first_few(few)}; {need}; fix: add images or splits")
-    found = assign(images, own, shares, groups, seed, in_all=True)
-    return {part: [index for index in own if found[index] == part] for part in shares}
+    if few := [f"{name} ({counts[label]})" for label, name in enumerate(images.classes) if counts[label] < fewest]:
+        need = f"expected {fewest} or more {kind}; fix: add images or splits"
+        raise ConfigError(f"FOLDER: classes with too few images: {first_few(few)}; {first_few([need, *causes], '; ')}")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from distribuuuu.checkpoint.published_files import locate
+from distribuuuu.checkpoint.published_files import DEFAULT, locate
 from distribuuuu.commands.finetune.decisions import check_other_run
 from distribuuuu.commands.flag_hints import CommandParser, at_least, parse_flags
 from distribuuuu.commands.output import check_one_process, check_out, stop_with
@@ -44,7 +44,8 @@ ARCHIVES, PARQUET = (".tar", ".zip"), (".parquet", ".arrow")  # endings
 # Options that arguments of the command set.
 _SPLITS = dict.fromkeys(("TRAIN.SPLIT", "TEST.SPLIT"), "FOLDER, or add the DATA.NAME that it is read as")
 _OWN = {"OUT_DIR": "--out", "FINETUNE.WEIGHTS": "--backbone", "RNG_SEED": "--seed", "TRAIN.DATASET": "FOLDER",
-        "TEST.DATASET": "FOLDER", **_SPLITS}  # fmt: skip
+        "TEST.DATASET": "FOLDER", "MODEL.NUM_CLASSES": "FOLDER, whose classes count", "MODEL.PRETRAINED": "--backbone",
+        "MODEL.WEIGHTS": "--backbone", "FINETUNE.HEAD": "--backbone, whose probe is the head", **_SPLITS}  # fmt: skip
 # Prefixes of the options that tell how to read FOLDER as the data set DATA.NAME. They do not reach the training, which
 # reads lists of the images.
 _NAMED = ("DATA.NAME", "DATA.TABLE", "DATA.KWARGS", "DATA.DOWNLOAD", *_SPLITS)
@@ -80,7 +81,7 @@ def prepare(parser: CommandParser, args: Sequence[str]) -> argparse.Namespace:
     else:
         others = [pair for pair in flags.pairs if pair[0] not in flags.data]
         checked = rest if of_data == _NAMED else [word for pair in others for word in pair]
-        problems += read_data_cfg(None, checked)[1]
+        problems += read_data_cfg(None, ["FINETUNE.WEIGHTS", DEFAULT, *checked])[1]
         problems += [Problem(key, f"got {value}; fix: use {_OWN[key]}") for key, value in others if key in _OWN]
     if str(flags.folder) == CLOTHES.stem and not flags.folder.exists():
         flags.folder = CLOTHES

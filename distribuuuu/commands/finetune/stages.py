@@ -22,7 +22,7 @@ from distribuuuu.commands.finetune.choose import compare, interpolate, name_of, 
 from distribuuuu.commands.finetune.data import PARTS, divide, hash_images, list_sources
 from distribuuuu.commands.finetune.decisions import Decisions, explaining_disk
 from distribuuuu.commands.finetune.feature_file import compute_features, describe, write_features
-from distribuuuu.commands.finetune.head import Part, Probe, fit_probe, open_backbone, set_head, write_model, write_probe
+from distribuuuu.commands.finetune.head import Part, fit_probe, open_backbone, set_head, write_model, write_probe
 from distribuuuu.commands.finetune.recipe import FEWEST_EPOCHS, build_recipe, choose_epochs, measure_epoch, seconds_of
 from distribuuuu.commands.finetune.summary import format_backbones, format_choice, interval, next_commands
 from distribuuuu.commands.finetune.views import choose_views
@@ -33,8 +33,9 @@ from distribuuuu.config.derived import FOLLOWING
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.model_names import PUBLISHED
 from distribuuuu.config.registry import dataset_class
+from distribuuuu.data.batch_plan import plan_of
 from distribuuuu.data.build_transform import statistics_of
-from distribuuuu.engine.build import make_out_dir
+from distribuuuu.engine.build import check_warmup, make_out_dir
 from distribuuuu.engine.fast_mode import AUTO_MODE
 from distribuuuu.engine.preflight import resolve_cfg
 from distribuuuu.engine.run_lock import lock_out_dir
@@ -52,7 +53,7 @@ from distribuuuu.records.run_log import STAGE_MARK, progress
 from distribuuuu.trainer import evaluate_weights
 
 # Seconds for processes to start and to measure.
-_OTHER_S = 15.0
+_OTHER_S = 8.0
 TRAINING = "finetune"
 
 
@@ -147,9 +148,9 @@ class Candidate(NamedTuple):
     words: list[str]
     own: list[str]
     backbone: LoadedRun
-    probe: Probe
-    facts: dict[str, Any]
-    features: tuple[Any, ...]
+    probe: Any = None
+    facts: dict[str, Any] = {}
+    features: tuple[Any, ...] = ()
 
     def read_training(self, out: Path, head: Path, num_images: int, epochs: int) -> Config:
         """Return the config of a training from a head for a number of images and of epochs."""
@@ -177,7 +178,7 @@ def probe_backbone(
     if backbone.path and not backbone.options:  # a file of another program, most likely a copy of published weights
         source = f"the published weights of {cfg.MODEL.ARCH}, as {name} has none"
         cfg = follow(cfg, source, {**read_preprocessing(cfg.MODEL.ARCH, PUBLISHED), "MODEL.LICENSE": ""})
-        say(*(text for _, text in cfg.notes))
+        say(*(text for _, text in cfg.notes), f"{name}: tensors of other names are matched by order and shape")
         words += as_words({key: get_value(cfg, key) for key in FOLLOWING if get_value(cfg, key)})
     cfg = resolve_cfg(cfg)
     mean, std = statistics_of(cfg, dataset_class(cfg))
@@ -189,6 +190,10 @@ def probe_backbone(
     run = replace(plain, cfg=changed(cfg, views["options"]))
     layout = "channels_last" if run.cfg.MODEL.CHANNELS_LAST else "contiguous"
     say(f"{name}: {layout}, AMP {run.cfg.TRAIN.AMP}, {views['speedup']} x the plain speed")
+    candidate = Candidate(words + as_words(views["options"]), own, run)
+    training = candidate.read_training(flags.out, Path(), num_train, 0)  # options that contradict each other: now
+    check_warmup(training)
+    plan_of(training, flags.nproc)
     own_parts = {part: parts[part] for part in PARTS} | ({"mirrored": parts["train"]} if views["mirrored"] else {})
     files = [str(images.folder / images.names[index]) for part in own_parts.values() for index in part]
     out = flags.out / f"features_{list(decisions.content).index(f'backbone {name}: views')}"
@@ -205,7 +210,7 @@ def probe_backbone(
     kept = [*range(num_train), *range(num - len(parts["test"]), num)]  # reports show the nearest training images
     names = [images.classes[images.labels[index]] for part in (PARTS[0], PARTS[2]) for index in parts[part]]
     stored = [files[at] for at in kept], names, rows[kept], (), describe(run)
-    return Candidate(words + as_words(views["options"]), own, run, probe, facts, stored)
+    return candidate._replace(probe=probe, facts=facts, features=stored)
 
 
 def finish(flags: Namespace, decisions: Decisions, best: Candidate, sizes: dict[str, int]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from distribuuuu.commands.output import align_columns
 from distribuuuu.commands.stats.intervals import wilson_interval
+from distribuuuu.config.errors import counted
 
 
 def _share(right: int, num: int) -> str:
@@ -46,7 +47,7 @@ def format_choice(result: dict[str, Any], facts: dict[str, Any], sizes: Mapping[
     rule = "the lowest loss" if losses[chosen] == min(losses.values()) else "as none is better by a standard error"
     reason = f"{rule} on {sizes['val']:,} validation images"
     shown = f"kept: {chosen}, {reason if len(result['correct']) > 1 else 'the only candidate'}; "
-    shown += f"{sizes['test']:,} test images were used once, at the end"
+    shown += f"{counted(sizes['test'], 'test image')} used once, at the end"
     return ["", *align_columns(rows, "<>>>>"), shown]
 
 

@@ -10,6 +10,7 @@ from distribuuuu.distributed.sharding import inference
 from distribuuuu.engine.fast_mode import AUTO_MODE
 from distribuuuu.inference.load_run import find_fast_mode
 from distribuuuu.inference.loaded_run import LoadedRun
+from distribuuuu.models.find_architecture import build_model_spec
 
 # The larger size by that of the training, and at most by that of the images; share of the time for features.
 _LARGER, _ENLARGED, _FEATURES_SHARE = 1.29, 2.0, 0.6
@@ -39,7 +40,7 @@ def choose_views(
     sizes, scale = dict[str, int](), 1.0
     if not is_given and isinstance(side, int) and isinstance(resized, int):
         larger = round(_LARGER * side / 32) * 32
-        if side < larger <= _ENLARGED * own_side and accepts(run, larger):
+        if side < larger <= _ENLARGED * own_side and not build_model_spec(run.cfg).im_size and accepts(run, larger):
             sizes, scale = {"TEST.IM_SIZE": round(resized * larger / side), "TEST.CROP_SIZE": larger}, larger / side
             sizes["TRAIN.IM_SIZE"] = larger  # the head is fitted to objects of this size
     choices: list[tuple[dict[str, int], float, bool]] = [

@@ -15,7 +15,7 @@ beside the weights as calibration.json: a temperature, and thresholds for
 exported folder; its evaluation images are used. A run of finetune has it.
 
   %(prog)s exp/r50
-  %(prog)s exp/r50 TEST.DATASET photos TEST.SPLIT val
+  %(prog)s exp/r50 TEST.DATASET photos TEST.SPLIT val DATA.NAME imagefolder
 """
 _TEST_SPLITS = ("test", "testing")
 

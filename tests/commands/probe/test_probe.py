@@ -196,6 +196,9 @@ def test_a_convolution_whose_output_is_averaged_has_the_mean_of_its_input_as_fea
     torch.testing.assert_close(features, run.model.features(images).mean((2, 3)))
     with pytest.raises(ConfigError, match="does not end with a linear layer"):
         find_classifiers(run, images)
+    run.model = timm.create_model("crossvit_tiny_240", num_classes=3).eval()
+    with pytest.raises(ConfigError, match="has heads of different widths; fix: another model"):
+        find_classifiers(run, torch.randn(1, 3, 240, 240))
 
 
 def break_an_image(folder, data):
