@@ -31,16 +31,16 @@ class Decisions:
         if not os.path.lexists(self.path):  # the first decision writes it: images that cannot be divided may be mended
             return
         self.content = load_json(self.path)
-        known = self.content.get("job")
-        if known != (job := json.loads(json.dumps(job))):
+        if not isinstance(self.content, dict):
+            raise ConfigError(f"--out: {self.path} is no record of a fine-tuning; fix: {name_another(folder)}")
+        if (known := self.content.get("job")) != (job := json.loads(json.dumps(job))):
             if not any(folder.glob("features*")):  # nothing is lost: a correction of images or options begins anew
                 shutil.rmtree(folder / "lists", ignore_errors=True)
                 self.content = {"job": job}
                 return
             differing = [key for key in job if isinstance(known, dict) and known.get(key, job[key]) != job[key]]
             what = f"with other {', '.join(differing)}" if differing else "of another version"
-            fix = f"{name_another(folder)}, or delete this folder"
-            raise ConfigError(f"--out: {folder} holds a fine-tuning {what}; fix: {fix}")
+            raise ConfigError(f"--out: {folder} holds a fine-tuning {what}; fix: {name_another(folder)}, or delete it")
 
     def once(self, name: str, decide: Callable[[], Any]) -> Any:
         """Return a decision as JSON; it is made and stored at the first call."""
