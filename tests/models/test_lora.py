@@ -88,7 +88,7 @@ def test_two_processes_train_the_same_adapters(lora_cfg, shard):
      r"FINETUNE.LORA.targets .*: 'qkvx' matches no linear layer.*; the model has blocks.0.attn.qkv, "),
     (("FINETUNE.LORA.targets", "[head]"), r"'head' matches no linear layer"),
     (("FINETUNE.LORA.rank", 512), r"FINETUNE.LORA.rank .*: got 512; expected at most 64, the width of blocks.0"),
-    (("MODEL.ARCH", "resnet8"), r"FINETUNE.LORA.targets.*: '\*' matches no linear layer; the model has none"),
+    (("MODEL.ARCH", "resnet8"), r"FINETUNE.LORA.targets.*: '\*' matches no linear layer; it has none"),
     (("FINETUNE.WEIGHTS", ""), "FINETUNE.LORA.*expected none without trained weights"),
     (("FINETUNE.LORA.rank", 0), "FINETUNE.LORA.rank.*expected 1 or more"),
     (("FINETUNE.LORA.ranks", 8), "FINETUNE.LORA.ranks.*no such setting; did you mean rank"),
