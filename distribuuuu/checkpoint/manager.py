@@ -21,7 +21,7 @@ from distribuuuu.config.errors import NonFiniteError
 from distribuuuu.distributed import comm as dist
 from distribuuuu.distributed.comm import FullStateDict, to_local
 from distribuuuu.files.atomic_file import replacing, sync_folder
-from distribuuuu.launch.signals import WRITER_NAME
+from distribuuuu.launch.signals import WRITER_NAME, SignalState
 
 logger = logging.getLogger(__name__)
 
@@ -109,10 +109,11 @@ class CheckpointManager:
             self._join(time.monotonic() + LAST_RETRIES_S)
 
     def _join(self, deadline: float) -> str:
-        """Wait for the write in progress; return why it has failed. After the deadline it makes no other attempt."""
+        """Wait for the write in progress; return why it failed. After the deadline, or soon after a signal, it ends."""
         thread = self._thread
         with dist.unlimited_phase("writing a checkpoint"):
             while thread and thread.is_alive():
+                deadline = min(deadline, time.monotonic() + LAST_RETRIES_S) if SignalState.current.first else deadline
                 if self._error and time.monotonic() > deadline:
                     self._gives_up.set()
                 thread.join(0.02 if self._error else 0.1)

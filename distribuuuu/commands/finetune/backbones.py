@@ -21,7 +21,6 @@ from distribuuuu.models.pretrained import Backbone, read_backbone, resolve_backb
 # The default with a GPU; Apache-2.0.
 LARGE, IMAGENET_CLASSES = "timm/convnext_tiny", 1000
 _OF_TENSORS = "MODEL.ARCH timm/NAME, the model that its tensors fit, e.g. MODEL.ARCH timm/resnet50"
-_NUM_TRIED = 12  # models of similar names
 
 
 def open_backbones(names: Sequence[str], arch: str = "") -> dict[str, Backbone]:
@@ -59,7 +58,7 @@ def find_fitting(path: str, content: Mapping[str, Any]) -> list[str]:
 
     stem = re.sub("[-.][0-9a-f]{8}$", "", Path(path).stem).lower().replace("-", "_")  # without the beginning of a hash
     found = list[str]()
-    for name in get_close_matches(stem, timm.list_models(), _NUM_TRIED, 0.0):
+    for name in get_close_matches(stem, timm.list_models(), 12, 0.0):
         spec = ModelSpec(find_architecture(f"timm/{name}"), IMAGENET_CLASSES, {}, {})
         if model := spec.build_on_meta():
             with contextlib.suppress(OrderError):
