@@ -58,13 +58,13 @@ def find_fitting(path: str, content: Mapping[str, Any]) -> list[str]:
 
     stem = re.sub("[-.][0-9a-f]{8}$", "", Path(path).stem).lower().replace("-", "_")  # without the beginning of a hash
     found = list[str]()
-    for name in get_close_matches(stem, timm.list_models(), 12, 0.0):
+    for name in (one for one in get_close_matches(stem, timm.list_models(), 12, 0.0) if len(found) < 2):
         spec = ModelSpec(find_architecture(f"timm/{name}"), IMAGENET_CLASSES, {}, {})
         if model := spec.build_on_meta():
             with contextlib.suppress(OrderError):
                 match_in_order(model, content["state_dict"], find_head_of(spec, model))
                 found.append(f"timm/{name}")
-    return found[:2]
+    return found
 
 
 def backbone_options(backbone: Backbone) -> dict[str, Any]:
