@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ def finetune(
     words = [os.fspath(folder), f"--minutes={minutes}", "--seed", str(seed), "--workers", str(count_cores())]
     words += ["--backbone", *names] if names else []
     words += ["--out", os.fspath(out)] if out else []
-    flags: Namespace = prepare(build_parser("finetune"), [*words, *_as_pairs(overrides)])
+    flags = prepare(build_parser("finetune"), [*words, *_as_pairs(overrides)])
     with _run_of_program():
         from distribuuuu.commands.finetune.stages import run_stages
 

@@ -50,7 +50,10 @@ def unpack(source: Path, out: Path, words: Sequence[str] = ()) -> Path:
                 (images, has_classes), inner = _open(path, words), path.relative_to(source)
                 splits = [word for word in re.split(r"[-._/]", str(inner)) if word.lower() in SPLIT_NAMES]
                 split = splits[-1] if splits else "images"
-                top = part if has_classes or not inner.name else part / inner.with_name(split_of_archive(path.name))
+                own = split_of_archive(path.name)  # which may be a folder in it, too
+                names = ("",) if has_classes else map(images.index.name, range(len(images)))
+                is_in_own = all(name.startswith(f"{own}/") for name in names)
+                top = part if has_classes or not inner.name else part / inner.parent / ("" if is_in_own else own)
                 _write_images(images, top, split, tables[split] if has_classes else None)
             for split, rows in tables.items():
                 lines = map(csv_line, [("path", "label"), *rows])
@@ -61,7 +64,8 @@ def unpack(source: Path, out: Path, words: Sequence[str] = ()) -> Path:
 def _find_files(source: Path) -> list[Path]:
     """Return the source itself, or the files of a folder without images and tables, as far as they hold images."""
     names = () if holds_images(source) or find_tables(source) else ("", "data", *SPLIT_NAMES)
-    found = [source] if source.is_file() else [path for name in names for path in sorted((source / name).glob("*"))]
+    # Without those that macOS writes beside the files.
+    found = [source] if source.is_file() else [path for name in names for path in sorted((source / name).glob("[!.]*"))]
     return [path for path in found if path.name.lower().endswith(ARCHIVES + PARQUET) and path.is_file()]
 
 

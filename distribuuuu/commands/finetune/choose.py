@@ -12,10 +12,9 @@ from distribuuuu.checkpoint.manager import CheckpointManager
 from distribuuuu.checkpoint.weights_files import EMA, merge_adapters, tensors_key
 from distribuuuu.config import Config
 from distribuuuu.config.config_node import changed
-from distribuuuu.data.batch import Batch
 from distribuuuu.engine.evaluator import evaluate, open_evaluation
 from distribuuuu.inference.calibration import fit_calibration
-from distribuuuu.tasks.metrics import StepOutput, rank_classes
+from distribuuuu.tasks.metrics import rank_classes
 
 Tensors = dict[str, Tensor]
 # Shares of the fine-tuned weights (WiSE-FT, arXiv 2109.01903). Of equally good candidates, the first is taken: the
@@ -52,15 +51,12 @@ def read_tuned(cfg: Config, probe: Tensors) -> Tensors:
 def compare(cfg: Config, probe: Tensors, tuned: Tensors) -> dict[str, Any]:
     """Return the right answers, the loss at its temperature of each candidate, the share, and its calibration."""
     correct, losses, calibrations = dict[str, int](), dict[str, Tensor](), dict[float, dict[str, Any]]()
+    outputs = list[tuple[Tensor, Tensor]]()
     with open_evaluation(changed(cfg, {"DATA.WORKER_KIND": "thread"})) as (task, model, loader):
         for share in SHARES:
             load_state_dict(model, interpolate(probe, tuned, share), name_of(share))
-            outputs: list[tuple[Tensor, Tensor]] = []
-
-            def keep(_batch: Batch, output: StepOutput, outputs: list[tuple[Tensor, Tensor]] = outputs) -> None:
-                outputs.append((output.logits.float().cpu(), output.targets.cpu()))
-
-            evaluate(task, model, loader, keep)
+            outputs.clear()
+            evaluate(task, model, loader, lambda _, one: outputs.append((one.logits.float().cpu(), one.targets.cpu())))
             logits, labels = (torch.cat(parts) for parts in zip(*outputs, strict=True))
             correct[name_of(share)] = int(rank_classes(logits, cfg.TRAIN.TOPK)[:, 0].eq(labels).sum())
             calibration = fit_calibration(logits, labels, loader.images.digest)

@@ -10,23 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from distribuuuu.commands.scan import splitting
 from distribuuuu.commands.scan.data_config import find_splits
 from distribuuuu.commands.scan.duplicates import find_groups
 from distribuuuu.commands.scan.scan import INTACT, scan_images
-from distribuuuu.commands.scan.splitting import (
-    TRAIN,
-    Images,
-    assign,
-    describe_copies,
-    find_named_groups,
-    list_images,
-    list_table_images,
-    merge_groups,
-)
-from distribuuuu.config import ConfigError, get_cfg
+from distribuuuu.commands.scan.splitting import TRAIN, Images, assign, describe_copies, list_images, merge_groups
+from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted, first_few
-from distribuuuu.data.decode import build_decode_options
-from distribuuuu.files.image_files import SPLIT_NAMES, TRAIN_NAMES, find_tables, list_classes
+from distribuuuu.data.datasets.table_file import sort_labels, without_fractions
+from distribuuuu.data.decode import DEFAULTS, DecodeOptions
+from distribuuuu.files.image_files import SPLIT_NAMES, TABLE_ENDINGS, TRAIN_NAMES, find_tables, list_classes
 from distribuuuu.inference.forward_chunks import UnlabeledImages
 
 PARTS = (TRAIN, "val", "test")
@@ -39,13 +32,13 @@ def list_sources(source: Path, words: Sequence[str]) -> tuple[Images, dict[str, 
     """Return the images of a folder or a table, and the indices of each split that it has; {} without splits.
 
     A folder has classes, splits with classes, tables with the names of splits, or one table. `words` name the columns
-    of a table.
+    of a table, of which one may tell the splits. The classes are in the order in which lists of the images are read.
 
     Raises:
         ConfigError: there are no images or fewer than two classes, or a split has other classes than the training.
     """
     if source.is_file():
-        found, given = {"": list_table_images(source, words)}, source.parent
+        found, given = splitting.list_table_splits(source, words), source.parent
     else:
         given, names = source, find_splits(list_classes(source), source)
         every = find_tables(source)
@@ -53,9 +46,10 @@ def list_sources(source: Path, words: Sequence[str]) -> tuple[Images, dict[str, 
         if names:
             found = {name: list_images(source / name) for name in names}
         elif tables:
-            found = {Path(name).stem: list_table_images(source / name, words) for name in tables}
+            tables.sort(key=lambda name: -[*TABLE_ENDINGS].index(Path(name).suffix.lower()))  # the last one counts
+            found = {Path(name).stem: splitting.list_table_images(source / name, words) for name in tables}
         elif len(every) == 1 and len(list_classes(source)) < 2:
-            found = {"": list_table_images(source / every[0], words)}
+            found = splitting.list_table_splits(source / every[0], words)
         else:
             found = {"": list_images(source)}
     images, parts = _merge(given, found)
@@ -69,15 +63,17 @@ def list_sources(source: Path, words: Sequence[str]) -> tuple[Images, dict[str, 
 
 def _merge(folder: Path, found: dict[str, Images]) -> tuple[Images, dict[str, list[int]]]:
     """Return the images of all splits as one, and the indices of each part; with one other split, it is the test."""
-    names, labels, parts = list[str](), list[str](), dict[str, list[int]]()
+    names, rows, parts = list[str](), list[list[str]](), dict[str, list[int]]()
     for split, own in found.items():
         low = split.lower()
         part = TRAIN if low in TRAIN_NAMES else "test" if low in _TEST_NAMES else "val"
         if split:
             parts.setdefault(part, []).extend(range(len(names), len(names) + len(own.names)))
-        names += [os.path.relpath(own.folder / name, folder) for name in own.names]
-        labels += [own.classes[label] for label in own.labels]
-    classes = tuple(sorted({labels[index] for index in parts.get(TRAIN, range(len(labels)))}))
+        names += [name if os.path.isabs(name) else os.path.relpath(own.folder / name, folder) for name in own.names]
+        rows += [[own.classes[label].rstrip()] for label in own.labels]
+    without_fractions(rows)
+    labels = [row[0] for row in rows]
+    classes = tuple(sort_labels({labels[index] for index in parts.get(TRAIN, range(len(labels)))}))
     if unknown := sorted({*labels} - {*classes}):
         raise ConfigError(f"FOLDER: classes without a training image: {first_few(unknown)}; fix: remove or rename them")
     if "test" not in parts and "val" in parts:  # the last number has to be of images that nothing was chosen by
@@ -97,8 +93,9 @@ def hash_images(images: Images) -> str:
 
 
 def divide(
-    images: Images, parts: dict[str, list[int]], pattern: str, seed: int, workers: int, progress: Callable[[int], Any]
-) -> tuple[dict[str, list[int]], list[str], list[str], int]:
+    images: Images, parts: dict[str, list[int]], pattern: str, seed: int, workers: int, progress: Callable[[int], Any],
+    options: DecodeOptions = DEFAULTS,
+) -> tuple[dict[str, list[int]], list[str], list[str], int]:  # fmt: skip
     """Return the indices of the parts, notes about the images, the broken ones, `path: cause`, and the median of
     the shorter sides of the training images, in pixels.
 
@@ -112,17 +109,19 @@ def divide(
     """
     dataset = UnlabeledImages([images.folder / name for name in images.names])
     dataset.has_files = True
-    options = build_decode_options(get_cfg())
     scan = scan_images({"": dataset}, options, workers, progress)
     if intact := [index for index in scan.reasons if scan.records["flags"][index] & INTACT]:
         first = f"{images.names[intact[0]]}: {scan.reasons[intact[0]]}"
         raise ConfigError(f"FOLDER: cannot read {counted(len(intact), 'image')}, e.g. {first}")
     copies = find_groups(scan, options)
-    named = find_named_groups(images, pattern) if pattern else []
+    named = splitting.find_named_groups(images, pattern) if pattern else []
     groups = merge_groups([*copies, *named])
     usable = [index for index in range(len(images.names)) if index not in scan.reasons]
     broken = [f"{images.names[index]}: {reason}" for index, reason in scan.reasons.items()]
     notes = [note.replace(", kept together" if parts else "", "") for note in describe_copies(images, copies, "copies")]
+    filled = {name.partition("/")[0] for name in images.names}
+    if empty := sorted({*list_classes(images.folder)} - filled) if images.depth == 1 and not parts else ():
+        notes.append(f"folders without an image are no classes: {first_few(empty)}")
     if named:
         notes.append(f"--group-by: {len({*chain(*named)})} of the images match, in {counted(len(named), 'group')}")
     if parts:
@@ -144,6 +143,9 @@ def divide(
         parts = {**divided, **({"test": test} if test else {})}
         notes.append("divided by class")
     _check_counts(images, parts[TRAIN], 2, "usable training images", [*broken, *notes])
+    if missing := [part for part in PARTS if not parts[part]]:
+        fix = "fix: add images or splits, as copies and groups stay together"
+        raise ConfigError(f"FOLDER: no image is left for {missing[0]}; {first_few([fix, *broken, *notes], '; ')}")
     side = int(np.median(np.minimum(scan.records["width"], scan.records["height"])[parts[TRAIN]]))
     return parts, notes, broken, side
 

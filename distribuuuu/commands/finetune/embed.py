@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from distribuuuu.commands.flag_hints import CommandParser, at_least
-from distribuuuu.commands.output import check_one_process, stop_with
+from distribuuuu.commands.output import BROKEN_IMAGES, check_one_process, stop_with
 from distribuuuu.config import ConfigError
 from distribuuuu.config.errors import counted
 from distribuuuu.config.run_files import RUN_KINDS
@@ -17,9 +17,6 @@ from distribuuuu.launch.detect import detect_launch
 from distribuuuu.launch.host import count_cores, tune_malloc
 from distribuuuu.launch.nproc import run_processes
 from distribuuuu.launch.signals import handled_by
-
-# Exit status if images are broken.
-BROKEN_IMAGES = 3
 
 _DESCRIPTION = """Write the features of images: the input of the last layer of a trained model.
 PATHS are files, folders, patterns, and lists of paths (.txt), as for predict.
@@ -73,8 +70,7 @@ def embed(prog: str, args: list[str]) -> int:
         shutil.rmtree(out.with_name(f"{out.name}.partial"))
     for path, cause in broken.items():
         print(printable(f"broken image: {path}: {cause}"), file=sys.stderr)
-    num = len(files) - len(broken)
-    print(printable(f"{out}: {rows.shape[1]:,} features of {counted(num, 'image')}"))
+    print(printable(f"{out}: {rows.shape[1]:,} features of {counted(len(files) - len(broken), 'image')}"))
     return BROKEN_IMAGES if broken else 0
 
 

@@ -38,8 +38,7 @@ def compute_features(
     left = [(path, span) for path, span in own if not path.exists()]
     bar.update(sum(len(span) for _, span in own) - sum(len(span) for _, span in left))
     if left:
-        kept = [span for _, span in left]
-        loader = ChunkLoader(images, run.transform, kept, run.device, CHUNK, workers, "thread")
+        loader = ChunkLoader(images, run.transform, [span for _, span in left], run.device, CHUNK, workers, "thread")
         for (path, _), (span, features, _, faults) in zip(left, iter_features(run.build(), loader, plain), strict=True):
             for index, fault in faults.items():
                 if not fault.is_damaged:  # the disk fails
@@ -91,7 +90,7 @@ def write_features(
     Of parquet, `meta` is an entry of the metadata of the schema, and bytes of a name that are not UTF-8 are escaped.
     """
     kept = [index for index, path in enumerate(files) if path not in broken]
-    names, classes = ([own[index] for index in kept] for own in (files, labels))
+    names, classes = [os.path.abspath(files[index]) for index in kept], [labels[index] for index in kept]
     rows, text = rows[kept], json.dumps(meta, sort_keys=True)
     if out.suffix != ".parquet":
         arrays = {"path": np.array(names), "label": np.array(classes), "features": rows, "meta": np.array(text)}

@@ -81,7 +81,8 @@ def prepare(parser: CommandParser, args: Sequence[str]) -> argparse.Namespace:
     else:
         others = [pair for pair in flags.pairs if pair[0] not in flags.data]
         checked = rest if of_data == _NAMED else [word for pair in others for word in pair]
-        problems += read_data_cfg(None, ["FINETUNE.WEIGHTS", DEFAULT, *checked])[1]
+        flags.cfg, found = read_data_cfg(None, ["FINETUNE.WEIGHTS", DEFAULT, *checked])
+        problems += found
         problems += [Problem(key, f"got {value}; fix: use {_OWN[key]}") for key, value in others if key in _OWN]
     if str(flags.folder) == CLOTHES.stem and not flags.folder.exists():
         flags.folder = CLOTHES

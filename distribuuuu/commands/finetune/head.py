@@ -68,7 +68,7 @@ def fit_probe(parts: dict[str, Part], num_classes: int) -> Probe:
     others = {name: part for name, part in parts.items() if name not in ("train", "mirrored")}
     train, nearest_of = Part(*(torch.cat(own) for own in zip(*views, strict=True))), parts["train"]
     torch.set_float32_matmul_precision("highest")
-    folded, penalty = linear_probe.fit_probe(train.rows.clone(), train.labels, num_classes, CPU, len(views))
+    folded, penalty = linear_probe.fit_probe(train.rows, train.labels, num_classes, CPU, len(views))
     logits = {name: compute_logits(part.rows, folded) for name, part in others.items()}
     correct: dict[str, dict[str, int]] = {"most frequent class": {}, "k-NN": {}, "probe": {}}
     frequent = train.labels.bincount().argmax()
@@ -116,4 +116,5 @@ def write_model(
     write_atomically(best_path(out), content)
     write_config(cfg)
     write_calibration(out, calibration, tensors)
-    return changed(cfg, {"MODEL.WEIGHTS": str(best_path(out))})
+    metrics = (*dict.fromkeys((*cfg.TEST.METRICS, "top1")),) if cfg.TEST.METRICS else ()  # the default, which has it
+    return changed(cfg, {"MODEL.WEIGHTS": str(best_path(out)), "TEST.METRICS": metrics})

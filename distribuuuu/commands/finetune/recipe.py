@@ -43,23 +43,21 @@ class Kind(NamedTuple):
     name: str
     lr: float
     layer_decay: float
-    weight_decay: float
     frozen: float
 
 
 KINDS = (
-    Kind("transformer", 5e-5, 0.75, 0.05, 1 / 3),
-    Kind("convolutional with batch norm", 1e-3, 0.9, 0.05, 2 / 3),
-    Kind("convolutional with layer norm", 5e-5, 0.9, 0.05, 1 / 3),
+    Kind("transformer", 5e-5, 0.75, 1 / 3),
+    Kind("convolutional with batch norm", 1e-3, 0.9, 2 / 3),
+    Kind("convolutional with layer norm", 5e-5, 0.9, 1 / 3),
 )
 
 
 def find_kind(model: nn.Module) -> Kind:
     """Return the kind of a backbone by its layers."""
-    transformer, batch_norm, layer_norm = KINDS
     if any(isinstance(layer, _NormBase) for layer in model.modules()):
-        return batch_norm
-    return transformer if hasattr(model, "pos_embed") or hasattr(model, "cls_token") else layer_norm
+        return KINDS[1]
+    return KINDS[0 if hasattr(model, "pos_embed") or hasattr(model, "cls_token") else 2]
 
 
 def build_recipe(model: nn.Module, num_images: int, epochs: int, has_lora: bool = False) -> dict[str, Any]:
@@ -81,7 +79,7 @@ def build_recipe(model: nn.Module, num_images: int, epochs: int, has_lora: bool 
         "OPTIM.NAME": "adamw",
         "OPTIM.BASE_LR": LORA_LR if has_lora else kind.lr,
         "OPTIM.LAYER_DECAY": kind.layer_decay if has_decay else 1.0,
-        "OPTIM.WEIGHT_DECAY": kind.weight_decay,
+        "OPTIM.WEIGHT_DECAY": 0.05,
         "OPTIM.NORM_WEIGHT_DECAY": 0.0,
         "OPTIM.BIAS_WEIGHT_DECAY": 0.0,
         "OPTIM.LR_POLICY": "cos",

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distribuuuu.checkpoint.published_files import DEFAULT
 from distribuuuu.commands.finetune.archives import unpack
-from distribuuuu.commands.finetune.backbones import backbone_options, default_backbone, open_backbones
+from distribuuuu.commands.finetune.backbones import LARGE, backbone_options, default_backbone, open_backbones
 from distribuuuu.commands.finetune.choose import compare, interpolate, name_of, read_tuned
 from distribuuuu.commands.finetune.data import PARTS, divide, hash_images, list_sources
 from distribuuuu.commands.finetune.decisions import Decisions, explaining_disk
@@ -31,10 +32,13 @@ from distribuuuu.config import Config, ConfigError, load_cfg
 from distribuuuu.config.config_node import changed, get_value
 from distribuuuu.config.derived import FOLLOWING
 from distribuuuu.config.errors import counted, first_few
+from distribuuuu.config.json_file import load_json
 from distribuuuu.config.model_names import PUBLISHED
 from distribuuuu.config.registry import dataset_class
+from distribuuuu.config.run_files import DECISIONS
 from distribuuuu.data.batch_plan import plan_of
 from distribuuuu.data.build_transform import statistics_of
+from distribuuuu.data.decode import build_decode_options
 from distribuuuu.engine.build import check_warmup, make_out_dir
 from distribuuuu.engine.fast_mode import AUTO_MODE
 from distribuuuu.engine.preflight import resolve_cfg
@@ -70,6 +74,10 @@ def run_stages(flags: Namespace) -> dict[str, Any]:
         ConfigError: the images, the backbone or the folder cannot be used.
     """
     out = flags.out
+    if (out / DECISIONS).is_file():  # a resumed one keeps its default, whatever can be downloaded now
+        with contextlib.suppress(ConfigError, LookupError, TypeError):
+            known = load_json(out / DECISIONS)["job"]["backbones"]
+            flags.backbone = flags.backbone or (known if known in ([DEFAULT], [LARGE]) else None)
     if not flags.backbone:
         name, reason = default_backbone()
         flags.backbone = [name]
@@ -94,7 +102,7 @@ def run_stages(flags: Namespace) -> dict[str, Any]:
         is_tested = "test" in decisions.content
         probes = {name: probe_backbone(flags, images, data["parts"], one, decisions)
                   for name, one in backbones.items() if not is_tested}  # fmt: skip
-        facts = {name: decisions.content[f"backbone {name}: probe"] for name in backbones}
+        facts = {name: decisions.content[f"backbone {one.name}: probe"] for name, one in backbones.items()}
         sizes = {part: len(data["parts"][part]) for part in PARTS}
         if len(facts) > 1:
             say(*format_backbones(facts, sizes["val"]))
@@ -122,9 +130,9 @@ def short_log() -> Iterator[None]:
 
 def split_images(flags: Namespace, images: Images, parts: dict[str, list[int]]) -> dict[str, Any]:
     """Return the indices of the images of each part, the notes to print, and the seconds that this took."""
-    started = time.monotonic()
+    started, given = time.monotonic(), (flags.group_by, flags.seed, flags.workers)
     with progress(None, "checking", len(images.names), unit="image") as bar:
-        parts, notes, broken, side = divide(images, parts, flags.group_by, flags.seed, flags.workers, bar.update)
+        parts, notes, broken, side = divide(images, parts, *given, bar.update, build_decode_options(flags.cfg))
     if broken:
         notes.append(f"WARNING: {counted(len(broken), 'broken image')} left out: {first_few(broken, '; ')}")
     head = f"{counted(len(images.names), 'image')} of {counted(len(images.classes), 'class')} in {flags.given}: "
@@ -169,7 +177,7 @@ def probe_backbone(
     words = as_words({
         "DATA.NAME": "list", "TRAIN.DATASET": lists, "TEST.DATASET": lists, "TEST.SPLIT": "val",
         "DATA.EXIF_ROTATE": True, "RNG_SEED": flags.seed, "TRAIN.WORKERS": flags.workers,
-        "LOG.TENSORBOARD": False, **backbone_options(backbone),
+        "LOG.TENSORBOARD": False, "OUT_DIR": flags.out, **backbone_options(backbone),
     })  # fmt: skip
     # auto is what they are anyway, and MODEL.ARCH is that of a backbone that names none.
     left_out = [*AUTO_MODE.items(), *(pair for pair in flags.pairs if pair[0] == "MODEL.ARCH" and backbone.arch)]
@@ -185,7 +193,7 @@ def probe_backbone(
     cfg = changed(cfg, {"DATA.MEAN": tuple(mean), "DATA.STD": tuple(std)})
     plain, num_train = open_backbone(cfg, images.classes, name), len(parts["train"])
     num = sum(map(len, parts.values()))
-    given = own, decisions.content["data"].get("side", 0), num_train, num, flags.minutes
+    given = own, decisions.content["data"].get("side", 0), num_train, num, flags.minutes / len(flags.backbone)
     views = decisions.once(f"backbone {name}: views", lambda: choose_views(plain, *given))
     run = replace(plain, cfg=changed(cfg, views["options"]))
     layout = "channels_last" if run.cfg.MODEL.CHANNELS_LAST else "contiguous"

@@ -1,5 +1,6 @@
 """Views of the images whose features are computed: the fast mode of this machine, the size, and mirrored copies."""
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -56,9 +57,7 @@ def choose_views(
 
 def accepts(run: LoadedRun, side: int) -> bool:
     """Tell whether a model takes square images of another size; those with position embeddings often do not."""
-    try:
-        with inference(run.model):
-            run.model(torch.zeros(1, run.cfg.DATA.CHANNELS, side, side, device=run.device))
-    except (AssertionError, RuntimeError, ValueError):  # as the model's code says it
-        return False
-    return True
+    with contextlib.suppress(AssertionError, RuntimeError, ValueError), inference(run.model):  # as its code says it
+        run.model(torch.zeros(1, run.cfg.DATA.CHANNELS, side, side, device=run.device))
+        return True
+    return False

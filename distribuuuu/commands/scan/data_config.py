@@ -39,7 +39,8 @@ def open_images(cfg: Config, train: bool) -> "ImageDataset":
 def _is_of_training(cfg: Config, problem: Problem) -> bool:
     keys = [problem.key] if isinstance(problem.key, str) else problem.key
     is_of_data = any(key.startswith("DATA.") and key not in ("DATA.MEAN", "DATA.STD") for key in keys)
-    return not is_of_data and all(key in OPTIONS and key not in cfg.origins for key in keys)
+    given = {*cfg.origins, *problem.origins}  # a value that cannot be read is in the origins of its problem alone
+    return not is_of_data and all(key in OPTIONS and key not in given for key in keys)
 
 
 def find_splits(names: Iterable[str], folder: Path | None = None) -> list[str]:

@@ -4,13 +4,14 @@ A split is a function of the seed and the names of the images. Images that must 
 files, and files for whose names `--group-by` finds the same text. A group is never divided.
 """
 
+import contextlib
 import hashlib
 import math
 import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from distribuuuu.commands.scan.data_config import find_splits, read_data_cfg
 from distribuuuu.config import ConfigError, Problem
 from distribuuuu.config.errors import counted, first_few
 from distribuuuu.config.registry import dataset_class
-from distribuuuu.data.datasets.table_file import csv_line
+from distribuuuu.data.datasets.table_file import csv_line, read_rows
 from distribuuuu.files.atomic_file import replacing
 from distribuuuu.files.image_files import list_classes, walk_images
 from distribuuuu.files.untrusted import open_regular
@@ -62,6 +63,18 @@ def list_table_images(table: Path, words: Sequence[str]) -> Images:
     names = (os.path.normpath(found.index.relative(index)) for index in range(len(found)))
     rows = sorted(zip(names, map(int, found.labels), strict=True))
     return Images(table.parent, [name for name, _ in rows], [label for _, label in rows], found.classes, 0)
+
+
+def list_table_splits(table: Path, words: Sequence[str]) -> dict[str, Images]:
+    """Return the images of a table by the values of its column DATA.TABLE.split; without one, all of them as ""."""
+    cfg, _ = read_data_cfg(None, [*words, "DATA.NAME", "list", "DATA.TABLE.file", table.name])
+    family = dataset_class(cfg)
+    spec, values = family.build_spec(columns := family.read_columns(cfg), ""), list[str]()
+    with contextlib.suppress(ConfigError, OSError):  # `list_table_images` reports it
+        rows = read_rows(str(table), replace(spec, columns=(columns.split,), split=""), {}) if columns.split else ()
+        values = sorted({value for *_, (value,) in rows} - {""})
+    found = {value: list_table_images(table, [*words, "TRAIN.SPLIT", value]) for value in values}
+    return found or {"": list_table_images(table, words)}
 
 
 def list_images(folder: Path) -> Images:

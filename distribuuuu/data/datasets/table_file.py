@@ -75,7 +75,7 @@ def scan_table(path: str, spec: TableSpec) -> Content:
     finder, lines, labels = PathFinder(folder), dict[tuple[str, str], int](), dict[tuple[str, str], list[str]]()
     try:
         names_of = _read_names(folder, *spec.names) if spec.names else {}
-        for line, text, cells in _read_rows(path, spec, problems):
+        for line, text, cells in read_rows(path, spec, problems):
             problem, place = "", finder.find(spec.template.replace("{}", text))
             found, also = parse_labels(spec, cells), ""
             if names_of:
@@ -129,7 +129,7 @@ def _name_labels(spec: TableSpec, labels: list[str] | str, names_of: Mapping[str
 def _read_names(folder: str, file: str, label: str, name: str) -> dict[str, str]:
     """Return the name of each label in a table of both."""
     path, names, problems = os.path.join(folder, file), dict[str, str](), Problems()
-    for line, text, (named,) in _read_rows(path, TableSpec(label, "label", (name,)), problems):
+    for line, text, (named,) in read_rows(path, TableSpec(label, "label", (name,)), problems):
         if not named or names.setdefault(text, named) != named:
             problems.setdefault("has labels without one name", []).append(f"line {line}, {text!r}")
     if problems:
@@ -137,12 +137,10 @@ def _read_names(folder: str, file: str, label: str, name: str) -> dict[str, str]
     return names
 
 
-def _find_classes(
-    path: str, spec: TableSpec, labels: list[list[str]], notes: list[str], problems: Problems
-) -> list[str]:
+def _find_classes(path: str, spec: TableSpec, rows: list[list[str]], notes: list[str], problems: Problems) -> list[str]:
     """Return the sorted names of the classes; add warnings and problems."""
-    without_fractions(labels)
-    found = {label for row in labels for label in row}
+    without_fractions(rows)
+    found = {label for row in rows for label in row}
     separator = "" if spec.separator or spec.names or len(spec.columns) > 1 else find_separator(found)
     if separator and spec.key == "labels":
         fix = f"fix: set DATA.TABLE.separator {separator!r}, or ';' if each is one name"
@@ -152,7 +150,7 @@ def _find_classes(
         notes.append(f"{path}: {several}; for several classes per image: DATA.NAME multilabel LOSS.NAME bce")
     if len(spec.columns) > 1:  # also a column without a 1 is a class
         found |= {*spec.columns}
-    if not found and labels:
+    if not found and rows:
         problems["has no label on any line"] = [""]
     notes += note_alike(path, names := sort_labels(found))
     return names
@@ -211,11 +209,8 @@ def parse_labels(spec: TableSpec, cells: Sequence[str]) -> list[str] | str:
 
 def csv_line(cells: Sequence[str]) -> str:
     """Return a line of a CSV: a cell with a comma, a quote, a line break or a space at its ends is quoted."""
-    return ",".join(cell if re.fullmatch(_PLAIN, cell) else _quote(cell) for cell in cells) + "\n"
-
-
-def _quote(cell: str) -> str:
-    return '"{}"'.format(cell.replace('"', '""'))
+    cells = [cell if re.fullmatch(_PLAIN, cell) else '"{}"'.format(cell.replace('"', '""')) for cell in cells]
+    return ",".join(cells) + "\n"
 
 
 def sentences(path: str | os.PathLike, problems: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
@@ -227,7 +222,7 @@ def sentences(path: str | os.PathLike, problems: Mapping[str, Sequence[str]]) ->
 # ------------------------------------------------------------------------------------------- rows
 
 
-def _read_rows(path: str, spec: TableSpec, problems: Problems) -> Iterator[tuple[int, str, list[str]]]:
+def read_rows(path: str, spec: TableSpec, problems: Problems) -> Iterator[tuple[int, str, list[str]]]:
     """Yield line, path and labels of the rows of a split; add invalid lines to `problems`."""
     values: set[str] = set()
     is_empty = True

@@ -231,6 +231,7 @@ ERRORS = [  # the images of each class, or what makes the folder, FOLDER in it, 
     (USABLE, "", ("FINETUNE.LORA.rank", "4"), r"FINETUNE.LORA.targets: '\*' matches no linear layer; .* has none"),
     (USABLE, "", ("FINETUNE.FREEZE", "[x]"), r"FINETUNE.FREEZE .*'x' is the name of no parameter or module"),
     (USABLE, "", ("OPTIM.WARMUP_EPOCHS", "9", "OPTIM.MAX_EPOCH", "2"), r"OPTIM.WARMUP_EPOCHS .*: got 9; expected at "),
+    (USABLE, "", ("--group-by", "^(.)"), r"FOLDER: no image is left for val; fix: .*--group-by: 18 of the images"),
     (USABLE, "", ("MODEL.NUM_CLASSES", "3"), r"MODEL.NUM_CLASSES: got 3; fix: use FOLDER, whose classes count"),
     (ONE, "", ("TRAIN.DATASET", "x"), r"TRAIN.DATASET: got x; fix: use FOLDER"),
     (ONE, "", ("TRAIN.SPLIT", "x"), r"TRAIN.SPLIT: got x; fix: use FOLDER, or add the DATA.NAME that it is read as"),
@@ -316,6 +317,19 @@ def test_a_fine_tuning_is_tested_once_and_gives_a_run(photos, finished_run, tmp_
         assert dispatch("x", ["train", "--cfg", f"{out}/config.yaml", *own]) == 2 and text in capsys.readouterr().err
     assert dispatch("x", ["train", "--cfg", f"{out}/config.yaml", "OUT_DIR", f"{out}_x", "TEST.SPLIT", "val"]) == 0
     assert f"the head is that of {out}/probe.pth.tar" in (tmp_path / "out_x/train.log").read_text()
+
+
+def test_numbers_as_classes_a_column_of_splits_other_metrics_and_an_export(tmp_path, finished_run, here):
+    draw_folder(tmp_path, "n", {"1": 12, "2": 12, "10": 12})
+    paths = sorted((tmp_path / "n").rglob("*.jpg"))
+    rows = [f"{path},{path.parent.name},{'train' if number % 4 else 'test'}" for number, path in enumerate(paths)]
+    (tmp_path / "n.csv").write_text("\n".join(["path,label,part", *rows]))
+    distribuuuu.export(finished_run, "safetensors", tmp_path / "b", check=False)
+    words = (tmp_path / "n.csv", "DATA.TABLE.split", "part", "--backbone", tmp_path / "b", "TEST.METRICS", "macro_f1")
+    assert run(*words, *WORDS, "--out", tmp_path / "out") == 0
+    content = json.loads((tmp_path / "out/finetune.json").read_text())
+    assert {"macro_f1", "top1"} <= {*content["test"]} and content["test"]["count"] == 9
+    assert load_run(tmp_path / "out").classes == ("1", "2", "10")
 
 
 @pytest.mark.slow
@@ -495,9 +509,8 @@ def test_the_folder_of_another_run_is_refused(name, photos, finished_run, tmp_pa
     (out / name).mkdir(parents=True)
     (out.parent / "mine_2").mkdir()
     assert run(photos, "--backbone", finished_run, "--out", out) == 2 and [*out.iterdir()] == [out / name]
-    assert f"--out: {out} holds another run, {name}; fix: name another folder, e.g. --out {out}_3" in (
-        capsys.readouterr().err
-    )
+    message = f"--out: {out} holds another run, {name}; fix: name another folder, e.g. --out {out}_3"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
